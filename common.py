@@ -1,0 +1,463 @@
+"""Small parts that every method file stands on. Nothing here belongs to one paper, nothing here reads data.
+
+Layers:  Attention, GridPosition, sinusoid          Losses: info_nce, token_match
+Decoding: greedy_decode                             Running: RunConfig, parse_args, Run, checkpoints, pictures
+Axis letters: A, B images or pairs; N, M grid cells; D width; K heads; L, V tokens and words; C channels.
+To use a method elsewhere take its file and this one; training it also takes data.py.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import torchvision
+from PIL import Image, ImageDraw, ImageFont  # torchvision's own image library
+from torch import Tensor
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Multi-head attention softmax(q k^T / sqrt(D/K)) v on PyTorch's fused kernel (Vaswani et al. 2017, section 3.2).
+
+    forward: x (B, L, D), memory (B, M, D) -> (B, L, D). `project` and `attend` are its two halves, apart because
+    matching losses read the projections and decoding keeps keys and values between steps.
+    """
+
+    def __init__(self, dim: int, heads: int, dropout: float = 0.0, bias: bool = True, out_proj: bool = True):
+        super().__init__()
+        if dim % heads:
+            raise ValueError(f"attention: width {dim} is not a multiple of {heads} heads; change --dim or --heads")
+        self.heads, self.dropout = heads, dropout
+        self.query, self.key, self.value = (nn.Linear(dim, dim, bias) for _ in range(3))
+        self.out = nn.Linear(dim, dim, bias) if out_proj else nn.Identity()
+
+    def forward(self, x: Tensor, memory: Tensor, causal: bool = False) -> Tensor:
+        return self.attend(*self.project(x, memory), causal)
+
+    def project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """-> query (B, L, D) of x, key and value (B, M, D) of memory; heads still side by side in D."""
+        return self.query(x), self.key(memory), self.value(memory)
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, L, D) -> (B, K, L, D/K)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+        q, k, v = self._split(q), self._split(k), self._split(v)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Scores before the softmax, which the fused kernel does not return: (B, L, D), (B, M, D) -> (B, K, L, M)."""
+        q, k = self._split(q), self._split(k)
+        return q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+
+
+class GridPosition(nn.Module):
+    """Learned 2-D position: pos[row, col] = [column embedding ; row embedding]. -> (D, H, W), to be added to images."""
+
+    def __init__(self, dim: int, height: int, width: int):
+        super().__init__()
+        self.col = nn.Embedding(width, dim // 2)
+        self.row = nn.Embedding(height, dim - dim // 2)
+
+    def forward(self) -> Tensor:
+        h, w = self.row.num_embeddings, self.col.num_embeddings
+        col = self.col.weight[None].expand(h, -1, -1)  # (H, W, D/2)
+        row = self.row.weight[:, None].expand(-1, w, -1)  # (H, W, D/2)
+        return torch.cat([col, row], -1).permute(2, 0, 1)
+
+
+def sinusoid(length: int, dim: int) -> Tensor:
+    """Fixed positions, sines in even and cosines in odd channels (Vaswani et al. 2017, section 3.5). -> (length, dim)."""
+    angle = torch.arange(length)[:, None] * torch.exp(torch.arange(0, dim, 2) * (-math.log(10000.0) / dim))
+    table = torch.zeros(length, dim)
+    table[:, 0::2] = angle.sin()
+    table[:, 1::2] = angle.cos()[:, : dim // 2]
+    return table
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+def info_nce(scores: Tensor) -> Tensor:
+    """InfoNCE over rows, -mean_a log softmax_b(scores)_aa (van den Oord et al. 2018). scores (B, B), partners on the
+    diagonal -> a scalar."""
+    return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
+
+
+class _TokenMatch(torch.autograd.Function):
+    """token_match for one head. A dense version needs A*B*N*M scores (2.5 GB at 128 pairs of 196 cells) four times over
+    in the backward pass; this one keeps a slice of them at a time, and two winners a token for the backward pass."""
+
+    SLICE = 2**25  # scores alive at once
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor) -> Tensor:
+        (_A, N, C), (B, M, _) = q.shape, k.shape
+        keys = k.reshape(B * M, C).T
+        step = max(1, _TokenMatch.SLICE // (N * B * M))
+        total, best_key, best_query = [], [], []
+        for part in q.split(step):
+            s = (part.reshape(-1, C) @ keys).view(-1, N, B, M)
+            over_keys, j = s.max(3)  # (a, N, B)
+            over_queries, i = s.max(1)  # (a, B, M)
+            total.append((over_keys.mean(1, dtype=q.dtype) + over_queries.mean(2, dtype=q.dtype)) / 2)
+            best_key.append(j.to(torch.int16))
+            best_query.append(i.to(torch.int16))
+        ctx.save_for_backward(q, k, torch.cat(best_key), torch.cat(best_query))
+        return torch.cat(total)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, best_key, best_query = ctx.saved_tensors
+        (A, N, C), (B, M, _) = q.shape, k.shape
+        # d token_match / d scores is 1/(2N) or 1/(2M) at the winning cells and zero elsewhere, so the gradient is that
+        # of a sum over winners; an embedding bag makes such sums without a tensor of (winners, C).
+        key_of = best_key.long() + torch.arange(B, device=q.device) * M  # (A, N, B)
+        query_of = best_query.long() + torch.arange(A, device=q.device)[:, None, None] * N  # (A, B, M)
+        by_key = (grad[:, None, :] / (2 * N)).expand(A, N, B)
+        by_query = (grad[:, :, None] / (2 * M)).expand(A, B, M)
+        with torch.enable_grad():
+            queries, keys = q.detach().reshape(-1, C).requires_grad_(), k.detach().reshape(-1, C).requires_grad_()
+            won_keys = F.embedding_bag(
+                key_of.reshape(A * N, B), keys, mode="sum", per_sample_weights=by_key.reshape(A * N, B).to(keys.dtype)
+            )
+            won_queries = F.embedding_bag(
+                query_of.permute(1, 2, 0).reshape(B * M, A),
+                queries,
+                mode="sum",
+                per_sample_weights=by_query.permute(1, 2, 0).reshape(B * M, A).to(queries.dtype),
+            )
+            total = (queries * won_keys).sum() + (keys * won_queries).sum()
+        grad_q, grad_k = torch.autograd.grad(total, (queries, keys))
+        return grad_q.view_as(q), grad_k.view_as(k)
+
+
+@torch.compiler.disable
+def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
+    """Similarity of every image a to every image b by their best matching tokens (FILIP, ICLR 2022):
+    1/2 [ mean_l max_m <q_al, k_bm> + mean_m max_l <q_al, k_bm> ], for heads > 1 in each slice of the channels,
+    averaged. q (A, N, C), k (B, M, C) -> (A, B). Memory does not grow with A*B*N*M; ties go to one winner."""
+    q, k = (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x for x in (q, k))
+    pairs = zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True)
+    return sum(_TokenMatch.apply(a, b) for a, b in pairs) / heads
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def decode(step: Callable[[Tensor, int], Tensor], start: Tensor, max_len: int, end: int, unk: int, sample: bool = False):
+    """Write captions word by word: the likeliest word, or one drawn from the distribution, never `unk`.
+
+    step(words (B,), position) -> logits (B, vocabulary); start (B,) ids. -> (B, max_len) ids: start, at most
+    max_len - 1 words, then zeros (padding). Ends when every caption has ended."""
+    ids = start.new_zeros(len(start), max_len)
+    ids[:, 0] = start
+    ended = torch.zeros_like(start, dtype=torch.bool)
+    for t in range(max_len - 1):
+        logits = step(ids[:, t], t)
+        logits[:, unk] = float("-inf")
+        word = logits.softmax(-1).multinomial(1)[:, 0] if sample else logits.argmax(-1)
+        ended |= (word == end) | (word == 0)
+        ids[:, t + 1] = word.masked_fill(ended, 0)
+        if ended.all():
+            break
+    return ids
+
+
+# ---- configuration ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RunConfig:
+    """What every method's run is told; a method's Config adds its own fields. A field's comment is its --help text."""
+
+    dataset: str = "mini"  # data set; chooses the preset
+    reading: Literal["paper", "released"] = "paper"  # disputed details as the paper says, or as the released code does
+    data_dir: str = ""  # folder of the data set (default: data/<dataset>)
+    out_dir: str = ""  # folder of the run (default: runs/<method>-<dataset>)
+    overwrite: bool = False  # replace a run that out_dir already holds
+    scenes: int = 5000  # mini only: rendered training scenes (5 % as many for validation, 10 % for test)
+    objects: str = "2,4"  # mini only: fewest and most objects in a scene
+    data_seed: int = 0  # mini only: seed of the scenes and of the feature network
+    seed: int = 1111  # of weights, dropout and data order
+    steps: int = 10000  # training steps
+    batch_size: int = 128  # scenes a step (CLEVR-Change and mini: a changed and a distractor pair for each)
+    lr: float = 2e-4  # Adam's learning rate
+    schedule: Literal["step", "cosine"] = "step"  # x0.1 every lr_drop steps, or cosine down to zero at the last step
+    lr_drop: int = 0  # steps between drops of the step schedule; 0: never
+    warmup: int = 0  # steps of linear warm-up
+    clip: float = 0.0  # largest gradient norm; 0: no clipping
+    log_every: int = 50  # steps between lines of log.jsonl
+    eval_every: int = 1000  # steps between validations; last.pt is saved as often
+    select_by: str = "CIDEr"  # metric of the validation captions (total) that chooses best.pt
+    eval_batch: int = 64  # pairs decoded at once
+    device: str = ""  # cuda, cpu, ... (default: cuda where there is one)
+    amp: bool = True  # bfloat16 autocast; CUDA only
+    compile: bool = True  # torch.compile of the training step; CUDA only
+    features: Literal["auto", "gpu", "ram", "stream"] = "auto"  # where features stay; auto: the first that has room
+
+
+def _comments(cls: type) -> dict[str, str]:
+    """Field name -> trailing comment, over a dataclass and its bases."""
+    found = {}
+    for base in reversed(cls.__mro__[:-1]):
+        found |= dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(base), flags=re.M))
+    return found
+
+
+def preset(Config: type, presets: dict[str, dict], released: dict, dataset: str, reading: str, cuda: bool):
+    """Config of a data set: defaults < presets[dataset] < presets[dataset + "@cuda"] on CUDA < the released reading."""
+    if dataset not in presets:
+        known = ", ".join(name for name in presets if "@" not in name)
+        raise ValueError(f"--dataset {dataset}: no preset of that name; choose one of {known}")
+    values = dict(presets[dataset], **(presets.get(dataset + "@cuda", {}) if cuda else {}))
+    values |= released if reading == "released" else {}
+    return Config(**{"dataset": dataset, "reading": reading, "data_dir": f"data/{dataset}"} | values)
+
+
+def parse_args(Config: type, presets: dict, released: dict, script: str, doc: str, argv: list[str] | None = None):
+    """-> (config, commands). One flag a config field; flags not given take the value of the checkpoint that the command
+    names (--eval, --caption, --resume), else of the preset."""
+    commands = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    do = commands.add_argument_group("what to do (default: train, then evaluate on test)")
+    do.add_argument("--resume", action="store_true", help="continue out_dir's last.pt")
+    do.add_argument("--eval", metavar="CHECKPOINT", help="only evaluate this checkpoint")
+    do.add_argument("--split", choices=["val", "test"], default="test", help="split for --eval (default: test)")
+    do.add_argument("--caption", nargs=2, metavar=("BEFORE", "AFTER"), help="print the caption of two image files")
+    do.add_argument("--checkpoint", help="checkpoint for --caption")
+    do.add_argument("--out", metavar="PICTURE", help="with --caption: write the attention picture here")
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, parents=[commands])
+    for name in ("dataset", "reading", "device", "out_dir"):
+        first.add_argument(f"--{name}", default=getattr(Config, name))
+    args = first.parse_known_args(argv)[0]
+    if args.caption and not args.checkpoint:
+        raise ValueError("--caption needs --checkpoint, for example runs/<run>/best.pt")
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    out_dir = args.out_dir or f"runs/{script}-{args.dataset}"
+    source = args.eval or (args.caption and args.checkpoint) or (args.resume and f"{out_dir}/last.pt")
+    if source:
+        base, origin = config_of(Config, load_checkpoint(source), source), source
+        base.out_dir = args.out_dir or str(Path(source).parent)
+    else:
+        base = preset(Config, presets, released, args.dataset, args.reading, device.startswith("cuda"))
+        base.out_dir, origin = out_dir, f"preset {base.dataset}, {base.reading} reading"
+    base.device, comments = device, _comments(Config)
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0], allow_abbrev=False, parents=[commands])
+    group = parser.add_argument_group(f"config (defaults: {origin})")
+    for f in dataclasses.fields(Config):
+        kind = {"choices": get_args(f.type)} if get_origin(f.type) is Literal else {"type": f.type}
+        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else kind
+        flag = group.add_argument(f"--{f.name}", default=getattr(base, f.name), **kind)
+        flag.help = comments[f.name].replace("%", "%%") + " (default: %(default)s)"
+    args = vars(parser.parse_args(argv))
+    return Config(**{f.name: args.pop(f.name) for f in dataclasses.fields(Config)}), argparse.Namespace(**args)
+
+
+def config_of(Config: type, state: dict, path: str | Path):
+    """The config that a checkpoint carries; ValueError where it is another method's."""
+    names = {f.name for f in dataclasses.fields(Config)}
+    if set(state["config"]) != names:
+        odd = ", ".join(sorted(set(state["config"]) ^ names))
+        raise ValueError(f"{path} is of another method or version: config fields differ ({odd})")
+    return Config(**state["config"])
+
+
+def learning_rate(cfg: RunConfig, step: int) -> float:
+    """Learning rate of a step (counted from 0)."""
+    lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup))
+    if cfg.schedule == "cosine":
+        done = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+        return lr * (1 + math.cos(math.pi * done)) / 2
+    return lr * 0.1 ** (step // cfg.lr_drop if cfg.lr_drop else 0)
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A run's folder: config.json, log.jsonl, last.pt, best.pt; and the wish to stop.
+
+    Inside `with run:` the first Ctrl-C or SIGTERM only sets `stop` (130 or 143), so that the step under way ends and can
+    be saved; a second one stops at once. Raises ValueError where the folder holds a run that is not to be continued.
+    """
+
+    def __init__(self, cfg: RunConfig, resume: bool):
+        self.dir, self.stop = Path(cfg.out_dir), 0
+        last = self.dir / "last.pt"
+        if resume and not last.exists():
+            raise FileNotFoundError(f"--resume: no {last}; start the run without --resume")
+        if last.exists() and not resume and not cfg.overwrite:
+            raise ValueError(
+                f"{self.dir} holds a run already; continue it with --resume, replace it with --overwrite, "
+                "or choose another --out_dir"
+            )
+        self.resume = resume
+
+    def __enter__(self):
+        self._before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number, _frame):
+        if self.stop:
+            raise SystemExit(self.stop)
+        self.stop = 128 + number
+        print("stopping after this step; once more to stop at once", file=sys.stderr)
+
+    def log(self, **values) -> None:
+        """Append one JSON line to log.jsonl."""
+        with open(self.dir / "log.jsonl", "a") as f:
+            f.write(json.dumps(values) + "\n")
+
+    def trim_log(self, step: int) -> None:
+        """Drop lines later than `step`: a run that was killed logged steps that it will now repeat."""
+        path = self.dir / "log.jsonl"
+        lines = [line for line in path.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= step]
+        path.write_text("".join(line + "\n" for line in lines))
+
+    def begin(self, cfg: RunConfig, model: nn.Module, step: int) -> None:
+        """Make the folder (without an older run's files); say and log what a figure of this run depends on."""
+        self.dir.mkdir(parents=True, exist_ok=True)
+        if not self.resume:
+            for old in ("log.jsonl", "last.pt", "best.pt"):
+                (self.dir / old).unlink(missing_ok=True)
+        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+        try:
+            code = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+        except FileNotFoundError:  # git is not installed
+            code = ""
+        cuda = cfg.device.startswith("cuda")
+        about = {
+            "step": step, "event": "resume" if self.resume else "start", "code": code or "not under git",
+            "torch": torch.__version__, "torchvision": torchvision.__version__,
+            "device": torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads",
+            "parameters": sum(p.numel() for p in model.parameters()), "config": dataclasses.asdict(cfg),
+        }  # fmt: skip
+        (self.dir / "config.json").write_text(json.dumps(about["config"], indent=1) + "\n")
+        self.log(**about)
+        print("\n".join(f"{k}: {json.dumps(v) if isinstance(v, dict) else v}" for k, v in about.items()))
+
+
+def save_checkpoint(path: Path, **state) -> None:
+    """Plain dicts and tensors, under a temporary name first: whenever the process dies, `path` is whole."""
+    partial = Path(f"{path}.partial")
+    torch.save(state, partial)
+    os.replace(partial, path)
+
+
+def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
+    """Read what save_checkpoint wrote; nothing in the file is executed (weights_only)."""
+    if not Path(path).exists():
+        raise FileNotFoundError(f"no checkpoint at {path}; train first, or name another file")
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, __import__("pickle").UnpicklingError) as e:
+        raise ValueError(f"{path} is not a readable checkpoint ({str(e).splitlines()[0][:100]})") from e
+    if not isinstance(state, dict) or "config" not in state:
+        raise ValueError(f"{path} is not a checkpoint of this project: it has no entry 'config'")
+    return state
+
+
+def random_state(device: str) -> dict[str, Tensor]:
+    """State of the generators that a training step draws from (dropout); data order needs none."""
+    state = {"cpu": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if device.startswith("cuda") else {})
+
+
+def set_random_state(state: dict[str, Tensor], device: str) -> None:
+    torch.set_rng_state(state["cpu"].cpu())
+    if device.startswith("cuda") and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+class LossLog:
+    """Losses of the steps since the last line of the log. They stay on the device until `take`."""
+
+    def __init__(self):
+        self.rows: list[Tensor] = []
+
+    def add(self, losses: dict[str, Tensor]) -> None:
+        self.names = list(losses)
+        self.rows.append(torch.stack([v.detach() for v in losses.values()]))
+
+    def take(self, step: int) -> dict[str, float]:
+        """Mean of each loss over the steps up to `step`, then forgotten. FloatingPointError naming the first step whose
+        loss is not finite, with every part of it."""
+        table = torch.stack(self.rows).double().cpu() if self.rows else torch.zeros(0, 0)
+        for i, row in enumerate(table):
+            if not row.isfinite().all():
+                parts = ", ".join(f"{n} {v:.4g}" for n, v in zip(self.names, row.tolist(), strict=True))
+                raise FloatingPointError(f"loss is not finite at step {step - len(table) + 1 + i}: {parts}; the last "
+                                         "checkpoint is untouched; try a lower --lr or --clip 1")  # fmt: skip
+        self.rows = []
+        return {n: round(v, 6) for n, v in zip(self.names, table.mean(0).tolist(), strict=True)} if len(table) else {}
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Run a script's main: an error of input or data becomes one line and exit code 2, an interrupt 130 or 143."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, OSError, FloatingPointError) as e:
+        print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def pair_picture(before: Image.Image, after: Image.Image, attention: Tensor, lines: list[str], side: int = 96):
+    """One pair as a strip: before, after, the attention (H, W) over each, and lines of text below. -> PIL image."""
+    heat = attention.float().cpu() / attention.max().clamp(min=1e-12)
+    heat = F.interpolate(heat[None, None], (side, side), mode="bilinear", align_corners=False)[0, 0]
+    mask = Image.fromarray((heat * 255).byte().numpy())
+    pictures = [im.convert("RGB").resize((side, side), Image.Resampling.LANCZOS) for im in (before, after)]
+    shaded = [Image.composite(im, Image.blend(im, Image.new("RGB", im.size), 0.8), mask) for im in pictures]
+    font = ImageFont.load_default(11)
+    rows = [row for line in lines for row in textwrap.wrap(line, (4 * side + 9) // 6) or [""]]
+    strip = Image.new("RGB", (4 * side + 9, side + 14 * len(rows) + 6), "white")
+    for i, im in enumerate(pictures + shaded):
+        strip.paste(im, (i * (side + 3), 0))
+    draw = ImageDraw.Draw(strip)
+    for i, row in enumerate(rows):
+        draw.text((1, side + 2 + 14 * i), row, fill="black", font=font)
+    return strip
+
+
+def sheet(columns: dict[str, list[Image.Image]]) -> Image.Image:
+    """Strips in columns under their titles. -> PIL image."""
+    width = max(im.width for column in columns.values() for im in column) + 12
+    height = max(im.height for column in columns.values() for im in column) + 6
+    rows = max(len(column) for column in columns.values())
+    page = Image.new("RGB", (width * len(columns), height * rows + 24), "white")
+    draw = ImageDraw.Draw(page)
+    for x, (title, column) in enumerate(columns.items()):
+        draw.text((x * width + 4, 4), title, fill="black", font=ImageFont.load_default(14))
+        for y, im in enumerate(column):
+            page.paste(im, (x * width + 4, y * height + 24))
+    return page

@@ -1,0 +1,1478 @@
+"""Data of change captioning: vocabulary, release layouts, grid features, batches, the embedded data set, scores.
+
+    python data.py mini                               render the embedded data set and make its features
+    python data.py clevr_change --data_dir D          extract features, build the vocabulary
+    python data.py clevr_change --data_dir D --check  what is there, missing or corrupt
+    python data.py score --predictions P --references R
+
+A data set is a folder in its authors' release layout; `load` reads it into a Dataset, whose batches feed any method.
+One feature file (features.h5) and one vocabulary (vocab.json) are added to the folder. Nothing is downloaded at import.
+"""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch loads: idle threads must not spin on a busy laptop
+
+import argparse
+import hashlib
+import json
+import math
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+# What a release must hold. `scenes`: published counts a split; `words`: vocabulary with the four special ids.
+DATASETS = {
+    "mini": {"extractor": "mini-cnn"},
+    "clevr_change": {"extractor": "resnet101-layer3", "scenes": {"train": 33830, "val": 1988, "test": 3985}, "words": 76},
+}
+SPLITS = ("train", "val", "test")
+
+# ---- vocabulary ------------------------------------------------------------------------------------------------------
+
+NULL, UNK, START, END = 0, 1, 2, 3
+SPECIAL = ["<NULL>", "<UNK>", "<START>", "<END>"]
+
+
+def tokenize(caption: str) -> list[str]:
+    """The field's rule for its vocabularies: ';' and ',' stand alone, '?' and '.' go, split at single blanks, case kept.
+    Double or outer blanks give empty words; published vocabulary sizes count them, so they stay."""
+    for mark in ";,":
+        caption = caption.replace(mark, f" {mark}")
+    return caption.replace("?", "").replace(".", "").split(" ")
+
+
+class Vocab:
+    """Words <-> ids: the four special ids, then the words of the training captions in codepoint order."""
+
+    def __init__(self, words: list[str]):
+        if words[: len(SPECIAL)] != SPECIAL:
+            raise ValueError(f"vocabulary must begin with {' '.join(SPECIAL)}; remove vocab.json and prepare again")
+        self.words, self.ids = words, {w: i for i, w in enumerate(words)}
+
+    @classmethod
+    def of(cls, captions: Iterable[str], min_count: int = 1) -> "Vocab":
+        counts: dict[str, int] = {}
+        for caption in captions:
+            for word in tokenize(caption):
+                counts[word] = counts.get(word, 0) + 1
+        return cls(SPECIAL + sorted(w for w, n in counts.items() if n >= min_count))
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def encode(self, caption: str, length: int) -> list[int]:
+        """START, words, END, then NULL up to `length`; words that are not in the vocabulary become UNK."""
+        ids = [START, *(self.ids.get(w, UNK) for w in tokenize(caption)), END]
+        if len(ids) > length:
+            raise ValueError(f"caption of {len(ids)} ids (with START and END), longer than {length}: {caption!r}")
+        return ids + [NULL] * (length - len(ids))
+
+    def decode(self, ids: Tensor) -> list[str]:
+        """(B, V) ids that begin with START -> B captions, each up to its first NULL or END."""
+        captions = []
+        for row in ids[:, 1:].tolist():
+            stop = next((i for i, w in enumerate(row) if w in (NULL, END)), len(row))
+            captions.append(" ".join(self.words[w] for w in row[:stop]))
+        return captions
+
+
+# ---- release layouts -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pair:
+    """Two images and what is said of them. `before` and `after` are image names; `id` is the name in result files."""
+
+    id: str
+    before: str
+    after: str
+    captions: list[str]
+
+
+@dataclass
+class Scene:
+    """The pairs that always train together: CLEVR-Change's changed and distractor pair, else one pair. `swapped` are the
+    same pairs with the other of two equivalent "before" images."""
+
+    pairs: tuple[Pair, ...]
+    swapped: tuple[Pair, ...] | None = None
+
+
+@dataclass
+class Release:
+    """A release as its files say."""
+
+    scenes: dict[str, list[Scene]]  # split -> scenes
+    groups: dict[str, set[str]]  # pair ids that are scored apart
+    kinds: dict[str, set[str]]  # kind of change -> pair ids
+    overlap: dict[str, float]  # pair id -> IoU of object boxes between the two images; empty where not released
+    paths: dict[str, Path]  # image name -> file
+
+
+def read_json(path: Path, kind: type = dict):
+    """Parsed JSON of the expected kind; FileNotFoundError or ValueError in one line."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing; it belongs to the data set's release (see README, Data)")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path} is not valid JSON ({e}); fetch it again") from e
+    if not isinstance(content, kind):
+        raise ValueError(f"{path}: expected a JSON {kind.__name__}, found {type(content).__name__}")
+    return content
+
+
+CLEVR_FOLDERS = {"default": "images", "semantic": "sc_images", "nonsemantic": "nsc_images"}
+
+
+def read_clevr_change(root: Path) -> Release:
+    """CLEVR-Change's layout (Park et al., ICCV 2019), which mini shares.
+
+    Both caption files are keyed by the default image. A key of the distractor image, which only mini has, holds the
+    change captions as that image's camera sees them: the training swap of default and distractor then uses those."""
+    splits, types = read_json(root / "splits.json"), read_json(root / "type_mapping.json")
+    change, same = read_json(root / "change_captions.json"), read_json(root / "no_change_captions.json")
+    kinds = {kind: set(names) for kind, names in types.items()}
+    overlap = read_json(root / "change_captions_by_IOU.json") if (root / "change_captions_by_IOU.json").exists() else {}
+    release = Release({}, {"semantic change": set(), "only distractor": set()} | kinds, kinds, {}, {})
+    for split in SPLITS:
+        if split not in splits:
+            raise ValueError(f"{root / 'splits.json'}: no key {split!r}; expected train, val and test")
+        release.scenes[split] = []
+        for number in splits[split]:
+            name = {kind: f"CLEVR_{kind}_{number:06d}.png" for kind in CLEVR_FOLDERS}
+            release.paths |= {name[kind]: root / folder / name[kind] for kind, folder in CLEVR_FOLDERS.items()}
+            default, semantic, distractor = name.values()
+            for file, captions in (("change_captions.json", change), ("no_change_captions.json", same)):
+                if not captions.get(default):
+                    raise ValueError(f"{root / file}: no captions for {default}, which splits.json puts in {split}")
+            changed = Pair(f"{number:06d}.png", default, semantic, change[default])
+            unchanged = Pair(f"{number:06d}.png_n", default, distractor, same[default])
+            swapped = (
+                replace(changed, before=distractor, captions=change.get(distractor, change[default])),
+                replace(unchanged, before=distractor, after=default),
+            )
+            release.scenes[split].append(Scene((changed, unchanged), swapped))
+            release.groups["semantic change"].add(changed.id)
+            release.groups["only distractor"].add(unchanged.id)
+            if str(number) in overlap:
+                release.overlap[changed.id] = float(overlap[str(number)])
+    release.kinds["no change"] = release.groups["only distractor"]
+    return release
+
+
+READERS = {"mini": read_clevr_change, "clevr_change": read_clevr_change}
+
+# ---- features --------------------------------------------------------------------------------------------------------
+
+RESNET_PREPROCESSING = "RGB, 224x224 bicubic without antialiasing, /255, mean .485 .456 .406, std .229 .224 .224"
+MINI_PREPROCESSING = "RGB, 64x64 bicubic with antialiasing, /255"
+
+
+def read_image(path: str | Path) -> Image.Image:
+    """Any image file as RGB (first frame of an animation); ValueError naming the file where it is none."""
+    try:
+        with Image.open(path) as im:
+            return im.convert("RGB")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no image at {path}") from None
+    except (OSError, SyntaxError, Image.DecompressionBombError) as e:
+        raise ValueError(f"{path} is not a readable image ({e})") from e
+
+
+def preprocess_resnet(image: Image.Image) -> Tensor:
+    """The field's preprocessing -> (3, 224, 224): aspect ratio not kept, OpenCV's bicubic (a = -0.75, no antialiasing,
+    rounded to bytes). The last .224 should be .225; every released feature was made with it, so it stays."""
+    x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()[None]
+    x = F.interpolate(x, (224, 224), mode="bicubic", align_corners=False).round_().clamp_(0, 255)[0] / 255
+    return (x - torch.tensor([0.485, 0.456, 0.406])[:, None, None]) / torch.tensor([0.229, 0.224, 0.224])[:, None, None]
+
+
+def preprocess_mini(image: Image.Image) -> Tensor:
+    """-> (3, 64, 64) in -1 ... 1."""
+    image = image if image.size == (64, 64) else image.resize((64, 64), Image.Resampling.BICUBIC)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
+
+
+class Extractor:
+    """Image files -> grid features (n, C, H, W) float16. `name` and `state` (weights, where the name alone does not
+    tell them) go into feature files and checkpoints, so that a picture is always seen as in training."""
+
+    def __init__(self, name: str, state: dict[str, Tensor] | None = None, device: str = "cpu"):
+        self.name, self.state, self.device = name, state, device
+        if name == "resnet101-layer3":
+            self.preprocess, self.preprocessing, net = preprocess_resnet, RESNET_PREPROCESSING, resnet101_layer3(state)
+        elif name.startswith("mini-cnn") and state is not None:
+            self.preprocess, self.preprocessing, net = preprocess_mini, MINI_PREPROCESSING, MiniCNN()
+            net.load_state_dict(state)
+        else:
+            raise ValueError(f"unknown feature extractor {name!r}; known: resnet101-layer3, mini-cnn-<hash>")
+        self.net = net.to(device).eval()
+
+    @torch.inference_mode()
+    def __call__(self, paths: list[str | Path]) -> Tensor:
+        with ThreadPoolExecutor(4) as pool:
+            x = torch.stack(list(pool.map(lambda p: self.preprocess(read_image(p)), paths)))
+        return self.net(x.to(self.device)).half().cpu()
+
+
+def resnet101_layer3(state: dict[str, Tensor] | None = None) -> nn.Module:
+    """torchvision's ResNet-101 up to layer3: (n, 3, 224, 224) -> (n, 1024, 14, 14). Without `state` the ImageNet weights
+    that the papers used (IMAGENET1K_V1), fetched by torchvision on first use."""
+    from torchvision.models import ResNet101_Weights, resnet101
+
+    try:
+        net = resnet101(weights=None if state else ResNet101_Weights.IMAGENET1K_V1)
+    except OSError as e:
+        url = ResNet101_Weights.IMAGENET1K_V1.url
+        cache = Path(torch.hub.get_dir(), "checkpoints")
+        raise OSError(f"ImageNet weights of ResNet-101 could not be fetched ({e}); put {url} into {cache}") from e
+    net = nn.Sequential(*(getattr(net, part) for part in "conv1 bn1 relu maxpool layer1 layer2 layer3".split()))
+    if state:
+        net.load_state_dict(state)
+    return net
+
+
+def write_features(path: Path, names: list[str], arrays: Iterable[np.ndarray], extractor: str, preprocessing: str) -> None:
+    """One feature file: `features` (n, C, H, W) float16 in chunks of one image, `image_ids` (n,), attributes `extractor`
+    and `preprocessing`. `arrays` gives (b, C, H, W) blocks in the order of names. Whole or not there at all."""
+    partial, done = path.with_suffix(".partial"), 0
+    with h5py.File(partial, "w") as f, tqdm(total=len(names), desc="features", unit="image", disable=None) as bar:
+        f.attrs["extractor"], f.attrs["preprocessing"] = extractor, preprocessing
+        f["image_ids"] = names
+        for block in arrays:
+            if done == 0:
+                shape = block.shape[1:]
+                out = f.create_dataset("features", (len(names), *shape), "float16", chunks=(1, *shape))
+            with np.errstate(over="ignore"):
+                out[done : done + len(block)] = block = block.astype(np.float16)
+            bad = ~np.isfinite(block).all((1, 2, 3))
+            if bad.any():
+                raise ValueError(f"features of {names[done + int(bad.argmax())]!r} are not finite in float16")
+            done += len(block)
+            bar.update(len(block))
+    if done != len(names):
+        raise ValueError(f"{path}: {done} feature maps for {len(names)} images")
+    os.replace(partial, path)
+
+
+class Features:
+    """A feature file, opened and checked. `place` decides where features stay; `rows` are read by index."""
+
+    def __init__(self, path: Path, prepare: str):
+        if not path.exists():
+            raise FileNotFoundError(f"no features at {path}; run: {prepare}")
+        try:
+            self.file = h5py.File(path, "r")
+            self.data, ids = self.file["features"], self.file["image_ids"].asstr()[:]
+            self.extractor, self.preprocessing = self.file.attrs["extractor"], self.file.attrs["preprocessing"]
+        except (OSError, KeyError) as e:
+            raise ValueError(f"{path} is not a feature file of this project ({e}); remove it and run: {prepare}") from e
+        self.row = {name: i for i, name in enumerate(ids)}
+        if self.data.ndim != 4 or self.data.dtype != np.float16 or len(ids) != len(self.data):
+            raise ValueError(f"{path}: expected float16 (images, C, H, W) and an id each; remove it and run: {prepare}")
+        self.path, self.memory = path, None
+        self.lock = threading.Lock()  # an HDF5 file is read by one thread at a time
+
+    def place(self, where: str, device: str) -> str:
+        """Choose "gpu", "ram" or "stream" ("auto": the first with room: 60 % of the free memory) and say so."""
+        size = self.data.size * 2
+        free = {"gpu": torch.cuda.mem_get_info()[0] if device.startswith("cuda") else 0, "ram": free_ram(), "stream": size}
+        if where == "gpu" and not free["gpu"]:
+            raise ValueError(f"--features gpu: the device is {device}; choose ram or stream")
+        if where == "auto":
+            where = next(w for w in free if size < 0.6 * free[w] or w == "stream")
+        if where != "stream":
+            self.memory = torch.empty(self.data.shape, dtype=torch.float16, device=device if where == "gpu" else "cpu")
+            for i in tqdm(range(0, len(self.data), 512), desc="loading features", disable=None, leave=False):
+                self.memory[i : i + 512] = torch.from_numpy(self.data[i : i + 512])
+        room = f"{free[where] / 1e9:.1f} GB free" if where != "stream" else "read as needed"
+        return f"features: {where} ({size / 1e9:.2f} GB; {room}); override with --features"
+
+    def rows(self, names: list[str]) -> Tensor:
+        """-> (n, C, H, W) float16, on the GPU, in RAM, or read now into page-locked memory where there is a GPU."""
+        index = [self.row[name] for name in names]
+        if self.memory is not None:
+            return self.memory[torch.tensor(index, device=self.memory.device)]
+        out = torch.empty((len(index), *self.data.shape[1:]), dtype=torch.float16, pin_memory=torch.cuda.is_available())
+        with self.lock:
+            for i, row in enumerate(index):
+                self.data.read_direct(out[i].numpy(), np.s_[row])
+        return out
+
+
+def free_ram() -> int:
+    """Bytes that can be taken without swapping; half the machine's memory where the system does not tell."""
+    if Path("/proc/meminfo").exists():
+        return int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """B pairs of one kind. Features as stored (float16); `to` brings them to a device as float32."""
+
+    before: Tensor  # (B, C, H, W)
+    after: Tensor  # (B, C, H, W)
+    caption: Tensor  # (B, V) ids: START, words, END, NULL ...
+    ids: list[str]  # B pair ids
+
+    def to(self, device: str) -> "Batch":
+        before, after = (x.to(device, non_blocking=True).float() for x in (self.before, self.after))
+        return Batch(before, after, self.caption.to(device, non_blocking=True), self.ids)
+
+
+def prefetch(items: Iterator, depth: int = 3) -> Iterator:
+    """The same items, made by a thread that works `depth` ahead; its errors are raised here."""
+    box: queue.Queue = queue.Queue(depth)
+    stop = threading.Event()
+
+    def put(item) -> bool:
+        while not stop.is_set():
+            try:
+                box.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work():
+        try:
+            for item in items:
+                if not put((item, None)):
+                    return
+            put((None, None))
+        except BaseException as e:  # whatever it is, the reader must see it
+            put((None, e))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = box.get()
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            yield item
+    finally:
+        stop.set()
+        thread.join()
+
+
+class Dataset:
+    """A data set ready for a method: vocabulary, scenes, features. Made by `load`."""
+
+    def __init__(self, name: str, root: Path, release: Release, vocab: Vocab, features: Features):
+        self.name, self.root, self.vocab, self.features = name, root, vocab, features
+        self.scenes, self.kinds, self.paths, self.release = release.scenes, release.kinds, release.paths, release
+        self.grid = tuple(features.data.shape[1:])  # C, H, W
+        every = [s.swapped + s.pairs if s.swapped else s.pairs for scenes in self.scenes.values() for s in scenes]
+        self.max_len = 2 + max(len(tokenize(c)) for pairs in every for p in pairs for c in p.captions)
+        missing = [n for pairs in every for p in pairs for n in (p.before, p.after) if n not in features.row]
+        if missing:
+            raise ValueError(f"{features.path}: no features for {missing[0]} and {len(missing) - 1} more; "
+                             f"remove it and run: {prepare_command(name, root)}")  # fmt: skip
+
+    def steps(self, batch_size: int) -> int:
+        """Batches an epoch; the last may be smaller."""
+        return -(-len(self.scenes["train"]) // batch_size)
+
+    def train_batches(self, batch_size: int, seed: int, epoch: int, start: int = 0) -> Iterator[tuple[Batch, ...]]:
+        """One epoch from batch `start` on: a tuple of Batches, one for each pair of a scene. Order, swaps (half of the
+        scenes that allow one) and the caption drawn for each pair are a function of (seed, epoch) alone."""
+        scenes = self.scenes["train"]
+        rng = np.random.default_rng([seed, epoch])
+        order, swap = rng.permutation(len(scenes)), rng.random(len(scenes)) < 0.5
+        draw = rng.random((len(scenes), len(scenes[0].pairs)))
+
+        def make():
+            for i in range(start * batch_size, len(scenes), batch_size):
+                chosen = order[i : i + batch_size]
+                pairs = [scenes[j].swapped if scenes[j].swapped and swap[j] else scenes[j].pairs for j in chosen]
+                yield tuple(
+                    self.batch([p[s] for p in pairs], [p[s].captions[int(draw[j, s] * len(p[s].captions))]
+                                                        for p, j in zip(pairs, chosen, strict=True)])
+                    for s in range(draw.shape[1])
+                )  # fmt: skip
+
+        return make() if self._resident() else prefetch(make())
+
+    def pairs(self, split: str) -> list[Pair]:
+        """Every pair of a split: all changed pairs, then all distractor pairs."""
+        return [p for kind in zip(*(s.pairs for s in self.scenes[split]), strict=True) for p in kind]
+
+    def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
+        pairs = self.pairs(split)
+        blocks = (pairs[i : i + batch_size] for i in range(0, len(pairs), batch_size))
+        made = (self.batch(block) for block in blocks)
+        return made if self._resident() else prefetch(made)
+
+    def _resident(self) -> bool:
+        """Nothing to fetch ahead: features lie on the device, or there is no device but the CPU."""
+        return self.features.memory is not None and (self.features.memory.is_cuda or not torch.cuda.is_available())
+
+    def batch(self, pairs: list[Pair], captions: list[str] | None = None) -> Batch:
+        """Pairs with one caption each (default: their first)."""
+        captions = captions or [p.captions[0] for p in pairs]
+        before, after = self.features.rows([p.before for p in pairs]), self.features.rows([p.after for p in pairs])
+        ids = torch.tensor([self.vocab.encode(c, self.max_len) for c in captions], device=before.device)
+        return Batch(before, after, ids, [p.id for p in pairs])
+
+    def references(self, split: str) -> dict[str, list[str]]:
+        return {p.id: p.captions for p in self.pairs(split)}
+
+    def groups(self, split: str) -> dict[str, set[str]]:
+        """Pair ids to score apart: the release's groups, and quarters of viewpoint difficulty where boxes are known."""
+        overlap = self.release.overlap
+        by_overlap = sorted((p.id for p in self.pairs(split) if p.id in overlap), key=overlap.get)
+        n, names = len(by_overlap), ("hardest", "2nd", "3rd", "easiest")
+        quarters = {f"view: {name} quarter": set(by_overlap[i * n // 4 : (i + 1) * n // 4]) for i, name in enumerate(names)}
+        return self.release.groups | (quarters if n else {})
+
+    def examples(self, split: str, count: int) -> dict[str, list[Pair]]:
+        """The first pairs of every kind of change, and of no change, in a split."""
+        kinds = {kind: [p for p in self.pairs(split) if p.id in ids][:count] for kind, ids in self.kinds.items()}
+        return {kind: chosen for kind, chosen in kinds.items() if chosen}
+
+    def images(self, pair: Pair) -> tuple[Image.Image, Image.Image]:
+        return read_image(self.paths[pair.before]), read_image(self.paths[pair.after])
+
+    def report(self, captions: dict[str, str]) -> dict:
+        """What can be said of captions where the truth behind them is known: the embedded data set's accuracies."""
+        if self.name != "mini":
+            return {}
+        return {"accuracy": mini_accuracy(captions, read_json(self.root / "scenes.json"))}
+
+    def check_state(self, state: dict) -> None:
+        """ValueError where a checkpoint was trained on other features or another vocabulary than these."""
+        name = state["extractor"]["name"]
+        if name != self.features.extractor or state["vocab"] != self.vocab.words:
+            raise ValueError(f"the checkpoint was trained with {name} and {len(state['vocab'])} words; {self.root} has "
+                             f"{self.features.extractor} and {len(self.vocab)}; give its --data_dir")  # fmt: skip
+
+    def state(self) -> dict:
+        """What a checkpoint needs to caption any two pictures without the data set."""
+        net = mini_cnn_state(self.root) if self.name == "mini" else None
+        return {
+            "vocab": self.vocab.words, "grid": self.grid, "max_len": self.max_len,
+            "extractor": {"name": self.features.extractor, "state": net},
+        }  # fmt: skip
+
+
+def load(name: str, root: str | Path, where: str = "auto", device: str = "cpu") -> Dataset:
+    """Read a prepared data set; FileNotFoundError or ValueError says what is missing and which command makes it."""
+    if name not in READERS:
+        raise ValueError(f"no loader for the data set {name}; there are {', '.join(READERS)}")
+    root = Path(root)
+    prepare = prepare_command(name, root)
+    release = READERS[name](root)
+    features = Features(root / "features.h5", prepare)
+    if not features.extractor.startswith(DATASETS[name]["extractor"]):
+        raise ValueError(f"{features.path} was made by {features.extractor}, not {DATASETS[name]['extractor']}; "
+                         f"remove it and run: {prepare}")  # fmt: skip
+    if not (root / "vocab.json").exists():
+        raise FileNotFoundError(f"no vocabulary at {root / 'vocab.json'}; run: {prepare}")
+    ids = read_json(root / "vocab.json")
+    dataset = Dataset(name, root, release, Vocab(sorted(ids, key=ids.get)), features)
+    print(features.place(where, device))
+    return dataset
+
+
+def prepare_command(name: str, root: Path) -> str:
+    return f"python data.py {name} --data_dir {root}"
+
+
+# ---- mini: scenes ----
+
+KINDS = ("color", "material", "add", "drop", "move")
+COLORS = {"gray": (87, 87, 87), "red": (173, 35, 35), "blue": (42, 75, 215), "green": (29, 105, 20),
+          "brown": (129, 74, 25), "purple": (129, 38, 192), "cyan": (41, 208, 208), "yellow": (255, 238, 51)}
+ATTRIBUTES = {"size": ("small", "large"), "color": tuple(COLORS), "material": ("rubber", "metal"),
+              "shape": ("sphere", "cube", "cylinder")}  # in the order in which English names them
+RADIUS = {"small": 0.45, "large": 0.8}
+VIEWS = {"default": "images", "semantic": "sc_images", "nonsemantic": "nsc_images"}  # view -> its folder
+TAN = 0.38  # tangent of half the field of view
+
+
+def _free_place(rng: np.random.Generator, radius: float, others: list[dict]) -> list[float] | None:
+    """A floor position (x, y) at least .25 clear of all others, or None when 30 tries found none."""
+    for x, y in rng.uniform(-2.4, 2.4, (30, 2)).tolist():
+        gaps = (np.hypot(x - o["xyz"][0], y - o["xyz"][1]) - radius - RADIUS[o["size"]] for o in others)
+        if all(gap > 0.25 for gap in gaps):
+            return [x, y]
+    return None
+
+
+def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int]) -> tuple[list, list, int] | None:
+    """Objects before, objects after, and the changed one's index (for add: in the objects after).
+
+    Attribute quadruples are unique in both scenes, so that every object can be told by words. None: no luck.
+    """
+    count = int(rng.integers(objects[0], objects[1] + 1)) + (kind == "add")
+    scene = []
+    for code in rng.choice(96, count, replace=False).tolist():
+        item = {}
+        for name, words in ATTRIBUTES.items():
+            code, digit = divmod(code, len(words))
+            item[name] = words[digit]
+        place = _free_place(rng, RADIUS[item["size"]], scene)
+        if place is None:
+            return None
+        half = RADIUS[item["size"]] * (0.8 if item["shape"] == "cube" else 1)
+        scene.append(item | {"xyz": [*place, half], "turn": rng.uniform(0, np.pi / 2)})
+    if kind == "add":
+        return scene[:-1], scene, count - 1
+    changed = int(rng.integers(count))
+    rest, new = scene[:changed] + scene[changed + 1:], dict(scene[changed])
+    if kind == "drop":
+        return scene, rest, changed
+    if kind == "move":
+        place = _free_place(rng, RADIUS[new["size"]], rest)
+        if place is None or np.hypot(place[0] - new["xyz"][0], place[1] - new["xyz"][1]) < 1.2:
+            return None
+        new["xyz"] = [*place, new["xyz"][2]]
+    else:
+        new[kind] = str(rng.choice([word for word in ATTRIBUTES[kind] if word != new[kind]]))
+        if any(all(o[a] == new[a] for a in ATTRIBUTES) for o in rest):
+            return None
+    return scene, [*scene[:changed], new, *scene[changed + 1:]], changed
+
+
+def _sample_cameras(rng: np.random.Generator, count: int, jitter: float) -> dict[str, np.ndarray]:
+    """Cameras and lights: eye, right, up, forward, light (unit, towards it), each (3, count), and gain (count,)."""
+    def unit(v: np.ndarray) -> np.ndarray:
+        return v / np.linalg.norm(v, axis=0)
+
+    eye = np.array([[7], [-7], [6]]) + jitter * rng.uniform(-1, 1, (3, count))
+    target = np.array([[0], [0], [0.3]]) + 0.25 * jitter * rng.uniform(-1, 1, (3, count)) * [[1], [1], [0.5]]
+    forward = unit(target - eye)
+    right = unit(np.stack([forward[1], -forward[0], 0 * forward[0]]))  # forward x z
+    camera = {"eye": eye, "right": right, "up": np.cross(right, forward, axis=0), "forward": forward,
+              "light": unit(np.array([[-3], [-5], [8]]) + rng.uniform(-1.5, 1.5, (3, count))),
+              "gain": rng.uniform(0.85, 1.15, count)}
+    return {name: value.astype(np.float32) for name, value in camera.items()}
+
+
+# ---- mini: ray caster ----
+
+
+def _hit(shape: str, o: np.ndarray, d: np.ndarray, h: np.ndarray) -> np.ndarray:
+    """Depth at which rays meet a body of half height h centred at the origin; inf where they miss.
+
+    o (3, K, 1, 1) eyes, d (3, K, S, S) directions, both in the body's frame, h (K, 1, 1) -> (K, S, S).
+    Directions have length 1 along the camera's axis, so that the ray parameter is depth.
+    """
+    if shape == "cube":
+        near, far = (-h - o) / d, (h - o) / d
+        t, end = np.minimum(near, far).max(0), np.maximum(near, far).min(0)
+        return np.where(t < end, t, np.inf)
+    axes = 3 if shape == "sphere" else 2
+    a, b = (d[:axes] ** 2).sum(0), (o[:axes] * d[:axes]).sum(0)
+    root = b * b - a * ((o[:axes] ** 2).sum(0) - h * h)
+    hit, root = root > 0, np.sqrt(np.maximum(root, 0))
+    t = (-b - root) / a
+    if shape == "cylinder":
+        t = np.maximum(t, (h - o[2]) / d[2])  # from above, a ray enters the slab between the two ends at the top
+        hit &= t < np.minimum((-b + root) / a, (-h - o[2]) / d[2])
+    return np.where(hit, t, np.inf)
+
+
+
+def _bodies(pictures: list[list[dict]], camera: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """One column for each of the K objects of all pictures: owner (its picture), form, half height, albedo, ...
+
+    The vectors origin (the eye), right, up, forward, light, fill (3, K) are in the object's own frame, moved to its
+    centre and turned with it, so that each form is hit and lit axis-aligned. z stays z.
+    """
+    things = [item for picture in pictures for item in picture]
+    owner = np.repeat(np.arange(len(pictures)), [len(picture) for picture in pictures])
+    centre = np.array([item["xyz"] for item in things], np.float32).T
+    turn = np.array([item["turn"] for item in things], np.float32)
+    fill = camera["eye"] / np.linalg.norm(camera["eye"], axis=0) + 0.5 * camera["right"]  # a lamp beside the camera
+    world = {name: camera[name][:, owner] for name in ("right", "up", "forward", "light")}
+    world |= {"origin": camera["eye"][:, owner] - centre, "fill": (fill / np.linalg.norm(fill, axis=0))[:, owner]}
+    cos, sin = np.cos(turn), np.sin(turn)
+    own = {name: np.stack([cos * x + sin * y, cos * y - sin * x, z]) for name, (x, y, z) in world.items()}
+    return own | {"owner": owner, "centre": centre, "half": centre[2], "gain": camera["gain"][owner],
+                  "form": np.array([ATTRIBUTES["shape"].index(item["shape"]) for item in things]),
+                  "metal": np.array([item["material"] == "metal" for item in things]),
+                  "albedo": np.array([COLORS[item["color"]] for item in things], np.float32).T / 255}
+
+
+def _slope(index: np.ndarray, count: int) -> np.ndarray:
+    """Sideways slope of the rays through the centres of pixels `index` of `count` across the picture."""
+    return (TAN * ((2 * index + 1) / count - 1)).astype(np.float32)
+
+
+def _cast(body: dict[str, np.ndarray], count: int, fine: int) -> tuple[np.ndarray, ...]:
+    """Sends fine x fine rays a picture (count of them) at the objects; keeps the nearest hit of each ray.
+
+    Returns the N hits as object k, pixel index over all pictures and depth t, each (N,), the K whole objects' boxes
+    (K, 4) int [left, top, right, bottom) cut at the frame, and how many rays would hit each object alone (K,).
+    """
+    # Only a square window around each object is cast: its bounding sphere, rounded up so that few sizes occur.
+    bound = body["half"] * np.array([1, 3 ** 0.5, 2 ** 0.5], np.float32)[body["form"]]
+    depth = -(body["origin"] * body["forward"]).sum(0)
+    size = (fine * bound / (TAN * np.maximum(depth - bound, 0.5)) + 4).astype(int) // 12 * 12 + 12
+    x0, y0 = (np.floor(fine / 2 * (1 - sign * (body["origin"] * body[axis]).sum(0) / (TAN * depth)) - size / 2)
+              .astype(int) for axis, sign in (("right", 1), ("up", -1)))
+    boxes, alone, found = np.zeros((len(size), 4), int), np.zeros(len(size), int), []
+    for form, width in sorted(set(zip(body["form"].tolist(), size.tolist(), strict=True))):
+        k = np.flatnonzero((body["form"] == form) & (size == width))
+        x, y = (start[k, None] + np.arange(width) for start in (x0, y0))  # (k, S)
+        d = ((body["forward"][:, k, None] + body["right"][:, k, None] * _slope(x, fine))[:, :, None]
+             - (body["up"][:, k, None] * _slope(y, fine))[..., None])  # (3, k, S, S)
+        t = _hit(ATTRIBUTES["shape"][form], body["origin"][:, k, None, None], d, body["half"][k, None, None])
+        hit = t < np.inf
+        alone[k] = hit.sum((1, 2))
+        hit &= ((0 <= x) & (x < fine))[:, None] & ((0 <= y) & (y < fine))[:, :, None]
+        for axis, start in ((0, x0), (1, y0)):
+            line = hit.any(1 + axis)  # (k, S): which columns, which rows
+            boxes[k, axis] = start[k] + line.argmax(1)
+            boxes[k, axis + 2] = np.where(line.any(1), start[k] + width - line[:, ::-1].argmax(1), boxes[k, axis])
+        i, row, column = hit.nonzero()
+        found.append((k[i], (body["owner"][k[i]] * fine + y[i, row]) * fine + x[i, column], t[hit]))
+    k, pixel, t = (np.concatenate(part) for part in zip(*found, strict=True))
+    nearest = np.full(count * fine * fine, np.inf, np.float32)  # the depth buffer
+    np.minimum.at(nearest, pixel, t)
+    won = t == nearest[pixel]
+    return k[won], pixel[won], t[won], boxes, alone
+
+
+def _shade(body: dict[str, np.ndarray], k: np.ndarray, pixel: np.ndarray, t: np.ndarray, fine: int) -> np.ndarray:
+    """Light that N hits (object, pixel, depth) send back, (3, N), 0 to 1 and a little over."""
+    row, column = np.divmod(pixel % (fine * fine), fine)
+    d = body["forward"][:, k] + body["right"][:, k] * _slope(column, fine) - body["up"][:, k] * _slope(row, fine)
+    point = body["origin"][:, k] + t * d
+    d /= np.sqrt((d * d).sum(0))
+    form, half, light = body["form"][k], body["half"][k], body["light"][:, k]
+    normal = point / half  # right for spheres
+    face = np.abs(normal).argmax(0) == np.arange(3)[:, None]  # the cube's face that was hit
+    top = normal[2] > 0.9999
+    normal = np.where(form == 1, np.sign(normal) * face, normal)
+    normal = np.where(form == 2, np.where(top, [[0], [0], [1]], normal * [[1], [1], [0]]), normal).astype(np.float32)
+    facing = (d * normal).sum(0)
+    mirrored = d - 2 * facing * normal
+    lit, fill = (np.maximum((normal * source).sum(0), 0) for source in (light, body["fill"][:, k]))
+    gleam = np.maximum((mirrored * light).sum(0), 0)
+    albedo, height, rise = body["albedo"][:, k], point[2] + half, mirrored[2]
+    # Metal mirrors a floor that is dark close by, a bright band above the horizon, and a lamp with a hard edge:
+    # without hard edges it is hardly told from rubber at this size.
+    floor = 0.5 * (1 - np.exp(height / (0.7 * np.minimum(rise, -1e-3))))
+    band, lamp = (mask.astype(np.float32) for mask in (rise < 0.45, (rise > 0.6) & (gleam > 0.75)))
+    world = np.where(rise < 0, floor, 0.35 + 0.55 * band + 0.5 * lamp)
+    metal = albedo * (0.1 + 0.3 * lit) + (0.65 * albedo + 0.25) * world * (0.6 + 0.4 * (1 + facing) ** 3)
+    rubber = albedo * (0.25 + 0.8 * lit + 0.25 * fill) + 0.06 * gleam ** 8
+    color = np.where(body["metal"][k], metal + 1.2 * gleam ** 60, rubber)
+    return color * (0.6 + 0.4 * np.clip(2 * height, 0, 1)) * body["gain"][k]  # darker where it touches the floor
+
+
+def _floor(body: dict[str, np.ndarray], camera: dict[str, np.ndarray], side: int) -> np.ndarray:
+    """The grey floor with a soft shadow for each object, taken to be a ball, one ray a pixel: (B, side * side)."""
+    slope = _slope(np.arange(side), side)
+    d = (camera["forward"][..., None, None] + camera["right"][..., None, None] * slope
+         - camera["up"][..., None, None] * slope[:, None]).reshape(3, -1, side * side)
+    eye, light = camera["eye"][..., None], camera["light"]
+    spot = eye[:2] - eye[2] / np.minimum(d[2], -1e-3) * d[:2]  # (2, B, P); at and over the horizon: very far
+    shadow = np.ones_like(spot[0])
+    for centre, half, b in zip(body["centre"].T, body["half"], body["owner"], strict=True):
+        # Distance of floor points from the axis of the shadow, the line through the ball's centre along the light.
+        x, y = spot[:, b] - (centre[:2] - half * light[:2, b] / light[2, b])[:, None]
+        distance = np.sqrt(np.maximum(x * x + y * y - (x * light[0, b] + y * light[1, b]) ** 2, 0))
+        shadow[b] *= 0.45 + 0.55 * np.clip(2.5 * (distance / half - 0.8), 0, 1)
+    glow = 0.55 + 0.45 * np.exp(-0.015 * (spot ** 2).sum(0))
+    return (0.2 + 0.4 * np.maximum(0.3, light[2])[:, None] * shadow) * glow * camera["gain"][:, None]
+
+
+def _render(pictures: list[list[dict]], camera: dict[str, np.ndarray], side: int = 64) -> tuple[np.ndarray, ...]:
+    """Draws every picture (a list of objects) through its own camera, with 2 x 2 samples a pixel.
+
+    pictures: B lists of objects, K in all; camera: B columns from _sample_cameras. Returns images (B, side, side, 3)
+    uint8, whole objects' boxes (K, 4) int [x, y, w, h] in pixels, cut at the frame, and for each object the area that
+    is seen, in pixels, and which part of the object this is, 0 to 1, both (K,).
+    """
+    body, fine = _bodies(pictures, camera), 2 * side
+    k, pixel, t, boxes, alone = _cast(body, len(pictures), fine)
+    color = _shade(body, k, pixel, t, fine)
+    coarse = pixel // (2 * fine) * side + pixel % fine // 2  # sample -> pixel over all pictures
+    floor = _floor(body, camera, side)
+    bare = floor.ravel() * (1 - np.bincount(coarse, minlength=floor.size).astype(np.float32) / 4)
+    image = np.stack([bare + np.bincount(coarse, c, floor.size).astype(np.float32) / 4 for c in color], 1)
+    image = (255 * np.clip(image, 0, 1) ** (1 / 1.5) + 0.5).astype(np.uint8).reshape(-1, side, side, 3)
+    corner, end = boxes[:, :2] // 2, -(-boxes[:, 2:] // 2)
+    seen = np.bincount(k, minlength=len(alone))
+    return image, np.concatenate([corner, end - corner], 1), seen / 4, seen / np.maximum(alone, 1)
+
+
+# ---- mini: words ----
+
+TEMPLATES = {
+    "color": ("the {} changed to {}", "the {} became {}", "the {} is now {}"),
+    "material": ("the {} changed to {}", "the {} became {}", "the {} is now {}"),
+    "add": ("a {} has been added", "someone added a {}", "there is a new {}"),
+    "drop": ("the {} is missing", "the {} has been removed", "the {} is gone"),
+    "move": ("the {} has been moved", "the {} changed its location", "someone moved the {}"),
+}
+NO_CHANGE = (
+    "there is no change", "no change was made", "there is no difference", "no difference can be seen",
+    "nothing has changed", "nothing was changed", "nothing has been moved", "the scene is the same as before",
+    "the scene remains the same", "the two pictures show the same scene", "all objects are the same",
+    "everything is in the same place",
+)
+NO_CHANGE_WORDS = {"no", "nothing", "same"}  # one is in each of NO_CHANGE; none is in TEMPLATES
+CLEAR = 1.5  # a relation is clear when its axis has this many times the other axis's distance
+
+
+def _phrase(item: dict, names: tuple[str, ...] = tuple(ATTRIBUTES)) -> str:
+    """The named attributes in the usual order: "small red metal cube", or "red thing" without the shape."""
+    return " ".join([item[name] for name in ATTRIBUTES if name in names] + ["thing"] * ("shape" not in names))
+
+
+def _short_phrase(item: dict, scene: list[dict]) -> str:
+    """The fewest attributes that only this object of the scene has; of equally few, shape and colour go first."""
+    for count in range(len(ATTRIBUTES) + 1):
+        for names in combinations(("shape", "color", "material", "size"), count):
+            if sum(all(other[name] == item[name] for name in names) for other in scene) == 1:
+                return _phrase(item, names)
+    raise AssertionError("two objects of a scene share all attributes")
+
+
+def _relation(item: dict, other: dict, right: np.ndarray) -> tuple[str, float]:
+    """Where `item` stands, seen from `other` along the floor by a camera with this right axis, and how clearly."""
+    x, y = item["xyz"][0] - other["xyz"][0], item["xyz"][1] - other["xyz"][1]
+    sideways, away = x * right[0] + y * right[1], y * right[0] - x * right[1]
+    if abs(sideways) > abs(away):
+        return "right of" if sideways > 0 else "left of", abs(sideways) / max(abs(away), 1e-6)
+    return "behind" if away > 0 else "in front of", abs(away) / max(abs(sideways), 1e-6)
+
+
+def _captions(kind: str, before: list[dict], after: list[dict], changed: int, right: np.ndarray) -> list[str]:
+    """Six different sentences for a change: three verbs, each with the full and with the short name of the object.
+
+    Names are unambiguous, and relations are those seen, in the scene before (after for add). `right` is that
+    picture's camera's right axis. The object is also placed by its nearest neighbour to which the relation is clear.
+    """
+    scene = after if kind == "add" else before
+    item = scene[changed]
+    full, short = _phrase(item), _short_phrase(item, scene)
+    value = after[changed][kind] if kind in ATTRIBUTES else ""
+    links = []  # (not clear, distance, words) for every other object
+    for other in scene[:changed] + scene[changed + 1:]:
+        words, clarity = _relation(item, other, right)
+        links.append((clarity < CLEAR, math.dist(item["xyz"], other["xyz"]),
+                      f" that is {words} the {_short_phrase(other, scene)}"))
+    unclear, _, link = min(links, default=(True, 0, ""))
+    # With nothing clear the names stand alone. Where short and full are one, the link tells the sentences apart.
+    names = (full + link, full) if short == full else (full, short) if unclear else (full + link, short + link)
+    return [template.format(name, value) for template in TEMPLATES[kind] for name in names]
+
+
+# ---- mini: files ----
+
+
+def _render_chunk(root: Path, first: int, kinds: list[str], objects: tuple[int, int], seed: list[int]) -> list[dict]:
+    """Draws scenes first, first + 1, ... of these kinds, writes their pictures, returns all that is known of them.
+
+    A scene is drawn anew until every object shows, in all three pictures, more than 16 pixels and 40 % of itself.
+    """
+    rng = np.random.default_rng(seed)
+    records: dict[int, dict] = {}
+    while waiting := [i for i in range(len(kinds)) if i not in records][:12]:  # 36 pictures fit the processor's caches
+        drafts = []
+        for i in waiting:
+            while (draft := _sample_scene(rng, kinds[i], objects)) is None:
+                pass
+            drafts.append((i, draft))
+        pictures = [scene for _, (before, after, _) in drafts for scene in (before, after, before)]
+        camera = _sample_cameras(rng, len(pictures), 2.5)
+        images, boxes, area, part = _render(pictures, camera)
+        starts = np.cumsum([0] + [len(picture) for picture in pictures])
+        shown = (area > 16) & (part > 0.4)
+        for n, (i, (before, after, changed)) in enumerate(drafts):
+            if not shown[starts[3 * n]: starts[3 * n + 3]].all():
+                continue
+            views = {}
+            for view, name in enumerate(VIEWS, 3 * n):
+                Image.fromarray(images[view]).save(_picture(root, name, first + i), compress_level=1)
+                where = boxes[starts[view]: starts[view + 1]].tolist()
+                views[name] = [{key: item[key] for key in ATTRIBUTES}
+                               | {"box": box, "xyz": [round(value, 3) for value in item["xyz"]]}
+                               for item, box in zip(pictures[view], where, strict=True)]
+            # In both pictures, without the object that is in one only, the objects have the same order.
+            both = [[item["box"] for j, item in enumerate(views[name]) if j != changed or kinds[i] != only]
+                    for name, only in (("default", "drop"), ("semantic", "add"))]
+            eyes = (1, 1) if kinds[i] == "add" else (0, 2)  # whose left and right: default and nonsemantic view
+            records[i] = {
+                "type": kinds[i], "changed": changed, "objects": views,
+                "iou": round(float(np.mean([_box_iou(*pair) for pair in zip(*both, strict=True)])), 4),
+                "change": [_captions(kinds[i], before, after, changed, camera["right"][:, 3 * n + e]) for e in eyes],
+                "same": rng.permutation(NO_CHANGE)[:6].tolist()}
+    return [records[i] for i in range(len(kinds))]
+
+
+def _picture(root: Path, view: str, scene: int) -> Path:
+    return root / VIEWS[view] / f"CLEVR_{view}_{scene:06d}.png"
+
+
+def _box_iou(a: list[int], b: list[int]) -> float:
+    """Intersection over union of two boxes [x, y, w, h]."""
+    width, height = (min(a[i] + a[i + 2], b[i] + b[i + 2]) - max(a[i], b[i]) for i in (0, 1))
+    common = max(width, 0) * max(height, 0)
+    return common / (a[2] * a[3] + b[2] * b[3] - common)
+
+
+def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (2, 4), seed: int = 0) -> None:
+    """Draws the data set into the folder root, laid out as CLEVR-Change's release is, plus scenes.json (the truth).
+
+    scenes: how many for each split, e.g. {"train": 5000, "val": 250, "test": 500}, numbered on in this order; each
+    split has the five changes equally often. objects: fewest and most in the picture before. The files are a function
+    of the arguments alone: every chunk of 100 scenes has a random stream of its own.
+    change_captions.json also holds, under the names of the nonsemantic pictures, the captions for when these are the
+    picture before: left and right are the viewer's.
+    """
+    if not 2 <= objects[0] <= objects[1] <= 6:
+        raise ValueError(f"a scene takes 2 to 6 objects (more would hide one another), not {objects}")
+    for folder in VIEWS.values():
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    jobs, splits, first = [], {}, 0
+    for number, (split, count) in enumerate(scenes.items()):
+        # The last number tells the streams apart; it must not be 0, as numpy ignores zeros at the end of a seed.
+        order = np.random.default_rng([seed, number, 1]).permutation(count) % len(KINDS)
+        splits[split] = list(range(first, first + count))
+        for start in range(0, count, 100):
+            kinds = [KINDS[i] for i in order[start: start + 100]]
+            jobs.append((root, first + start, kinds, objects, [seed, number, 2 + start // 100]))
+        first += count
+    records = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool, tqdm(None, "render", first, unit="scene", disable=None) as bar:
+        for chunk in pool.map(lambda job: _render_chunk(*job), jobs):  # numpy lets threads run side by side
+            records += chunk
+            bar.update(len(chunk))
+
+    def default(i: int) -> str:
+        return _picture(root, "default", i).name
+
+    def box(record: dict, view: str, absent: str) -> list[int] | None:
+        return None if record["type"] == absent else record["objects"][view][record["changed"]]["box"]
+
+    files = {
+        "change_captions": {_picture(root, view, i).name: record["change"][n] for n, view in enumerate(
+            ("default", "nonsemantic")) for i, record in enumerate(records)},
+        "no_change_captions": {default(i): record["same"] for i, record in enumerate(records)},
+        "splits": splits,
+        "type_mapping": {kind: [f"{i:06d}.png" for i, record in enumerate(records) if record["type"] == kind]
+                         for kind in KINDS},
+        "change_captions_with_bbox": {str(i): {"bbox_before": box(record, "default", "add"),
+                                               "bbox_after": box(record, "semantic", "drop")}
+                                      for i, record in enumerate(records)},
+        "change_captions_by_IOU": {str(i): record["iou"] for i, record in enumerate(records)},
+        "scenes": {str(i): {key: record[key] for key in ("type", "changed", "iou", "objects")}
+                   for i, record in enumerate(records)},
+    }
+    for name, content in files.items():
+        (root / f"{name}.json").write_text(json.dumps(content, separators=(",", ":")))
+
+
+def parse_caption(text: str) -> dict[str, str | None]:
+    """What a caption of mini says: "type" (one of KINDS, "same" or None), "size", "color", "material" and "shape" of
+    the changed object as far as they are named, and the new "value" of a color or material change. Missing: None.
+
+    The object is what stands before the first shape word (or "thing"); a relation to another object comes after it.
+    """
+    words = text.split()
+    said: dict[str, str | None] = dict.fromkeys(("type", *ATTRIBUTES, "value"))
+    if NO_CHANGE_WORDS & set(words):
+        return said | {"type": "same"}
+    nouns = [i for i, word in enumerate(words) if word in (*ATTRIBUTES["shape"], "thing")]
+    if not nouns:
+        return said
+    for word in words[:nouns[0] + 1]:
+        said |= {name: word for name, choices in ATTRIBUTES.items() if word in choices}
+    rest = words[nouns[0] + 1:]
+    signs = {"add": {"added", "new"}, "drop": {"missing", "removed", "gone"}, "move": {"moved", "location"}}
+    said["type"] = next((kind for kind, marks in signs.items() if marks & set(words)), None)
+    if said["type"] is None and {"changed", "became", "now"} & set(rest):
+        for kind in ("color", "material"):
+            if rest[-1] in ATTRIBUTES[kind]:
+                said |= {"type": kind, "value": rest[-1]}
+    return said
+
+
+def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]:
+    """What share of captions, in per cent, is right about the scene; scenes: the content of scenes.json.
+
+    predictions: image id -> caption, "000001.png" for (default, semantic), "000001.png_n" for (default, nonsemantic).
+    - "change type": changed pairs whose caption tells the kind of change; "distractors": unchanged pairs captioned
+      as unchanged; "new value": colour and material changes whose new value is told.
+    - "all four": changed pairs whose caption names exactly the changed object: all that it says of it is true, and
+      true of no other object in the scene before (after for add).
+    - "size", "color", "material", "shape" of that object: named and true, or left out by a name that is "all four".
+    A measure to which no prediction belongs is nan.
+    """
+    right: dict[str, list[bool]] = {name: [] for name in (
+        "change type", "distractors", *ATTRIBUTES, "all four", "new value")}
+    for key, text in predictions.items():
+        said, truth = parse_caption(text), scenes[str(int(key[:6]))]
+        if key.endswith("_n"):
+            right["distractors"].append(said["type"] == "same")
+            continue
+        scene = truth["objects"]["semantic" if truth["type"] == "add" else "default"]
+        item, named = scene[truth["changed"]], {name: said[name] for name in ATTRIBUTES if said[name]}
+        fits = [other for other in scene if all(other[name] == word for name, word in named.items())]
+        exact = bool(named) and fits == [item]
+        right["change type"].append(said["type"] == truth["type"])
+        right["all four"].append(exact)
+        for name in ATTRIBUTES:
+            right[name].append(named[name] == item[name] if name in named else exact)
+        if truth["type"] in ATTRIBUTES:
+            new = truth["objects"]["semantic"][truth["changed"]]
+            right["new value"].append(said["value"] == new[truth["type"]])
+    return {name: round(100 * float(np.mean(hits)), 2) if hits else math.nan for name, hits in right.items()}
+
+
+# ---- mini: feature network ----
+
+
+class _Block(nn.Module):
+    """relu(skip(x) + BN(conv(relu(BN(conv(x)))))); (B, C, H, W) -> (B, width, H / stride, W / stride)."""
+
+    def __init__(self, channels: int, width: int, stride: int = 1):
+        super().__init__()
+        self.first = _conv(channels, width, 3, stride)
+        self.second = _conv(width, width, 3)
+        self.skip = nn.Identity() if (channels, stride) == (width, 1) else _conv(channels, width, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.skip(x) + self.second(F.relu(self.first(x))))
+
+
+def _conv(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(channels, width, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(width))
+
+
+class MiniCNN(nn.Module):
+    """Stands in for ResNet-101 on mini: pictures (B, 3, 64, 64) in [-1, 1] -> features (B, 128, 8, 8), every cell of mean
+    0 and variance 1 over its channels: bare floor is as loud as an object, so dot products compare what cells show."""
+
+    def __init__(self, width: int = 32):
+        super().__init__()
+        # Folding 2 x 2 pixels into channels lets the first convolution see everything at a quarter of the cost.
+        self.stem = nn.Sequential(nn.PixelUnshuffle(2), _conv(12, width, 3), nn.ReLU())
+        # At equal time, the extra block reads shapes better at 16 x 16 (.94 of test objects) than at 8 x 8 (.93).
+        self.blocks = nn.Sequential(_Block(width, 64, 2), _Block(64, 64), _Block(64, 128, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(self.blocks(self.stem(x)).movedim(1, -1), (128,)).movedim(-1, 1)
+
+
+def _attribute_data(root: Path, split: str) -> tuple[Tensor, Tensor]:
+    """All pictures of a split, (M, 3, 64, 64) uint8, and what stands in each cell of the 8 x 8 grid, (M, 4, 8, 8).
+
+    The second holds the index of size, color, material and shape where an object's box has its centre, else -100,
+    which cross_entropy ignores. Of two objects in a cell, the nearer (lower) one stays.
+    """
+    scenes = json.loads((root / "scenes.json").read_text())
+    chosen = [(i, view) for i in json.loads((root / "splits.json").read_text())[split] for view in VIEWS]
+    images = torch.empty(len(chosen), 3, 64, 64, dtype=torch.uint8)
+    cells = torch.full((len(chosen), len(ATTRIBUTES), 8, 8), -100)
+    for n, (i, view) in enumerate(chosen):
+        with Image.open(_picture(root, view, i)) as picture:
+            images[n] = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+        for item in sorted(scenes[str(i)]["objects"][view], key=lambda item: item["box"][1] + item["box"][3]):
+            x, y, w, h = item["box"]
+            cells[n, :, (2 * y + h) // 16, (2 * x + w) // 16] = torch.tensor(
+                [choices.index(item[name]) for name, choices in ATTRIBUTES.items()])
+    return images, cells
+
+
+def _windows(data: Tensor, index: Tensor, row: Tensor, column: Tensor, size: int) -> Tensor:
+    """B windows: size x size of data[index], from (row, column) on. (M, C, H, W), 3 x (B,) -> (B, C, size, size)."""
+    step = torch.arange(size, device=data.device)
+    rows, columns = row[:, None, None] + step[:, None], column[:, None, None] + step
+    return data[index[:, None, None], :, rows, columns].permute(0, 3, 1, 2)
+
+
+def train_mini_cnn(root: Path, steps: int = 1000, seed: int = 0) -> MiniCNN:
+    """Trains the feature network to name, in each cell that holds an object's centre, its four attributes.
+
+    It learns from single training pictures and attribute labels; it sees no caption, no pair and no test picture. All
+    attributes are read from the features by one linear layer, so that whoever reads the features later can too.
+    Returns the network in eval mode on the CPU; there, the result depends on the arguments alone.
+    """
+    torch.manual_seed(seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    images, cells = (data.to(device) for data in _attribute_data(root, "train"))
+    occupied = (cells[:, 0] >= 0).nonzero()  # (objects, 3): picture, row, column
+    sizes = [len(choices) for choices in ATTRIBUTES.values()]
+    net = MiniCNN().to(device, memory_format=torch.channels_last)
+    head = nn.Conv2d(128, 1 + sum(sizes), 1).to(device)  # is there an object, and its attributes
+    optimizer = torch.optim.AdamW([*net.parameters(), *head.parameters()], weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, max(steps, 2), pct_start=0.15)
+    bar = tqdm(range(steps), desc="feature network", unit="step", disable=None)
+    for step in bar:
+        # Most of a picture is bare floor: windows of 4 x 4 cells around random objects teach more for the time.
+        index, *place = occupied[torch.randint(len(occupied), (128,)).to(device)].unbind(1)
+        row, column = ((p - torch.randint(4, (128,)).to(device)).clamp(0, 4) for p in place)
+        x = _windows(images, index, 8 * row, 8 * column, 32) / 127.5 - 1
+        target = _windows(cells, index, row, column, 4)
+        there, *logits = head(net(x)).split([1, *sizes], 1)
+        loss = 4 * F.binary_cross_entropy_with_logits(there[:, 0], (target[:, 0] >= 0).float())
+        loss = loss + sum(F.cross_entropy(logit, target[:, i]) for i, logit in enumerate(logits))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if step % 20 == 0:
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+    return net.cpu().eval()
+
+
+# ---- scores: tokens ----
+
+PTB_DROPPED = re.compile(r"""['"`]|''|``|[?!,:;]|\.+|-{1,4}""")  # the field's punctuation list; it misses !! and brackets
+PTB_SPELLING = {"‘": "'", "’": "'", "“": '"', "”": '"', "«": '"', "»": '"', "–": " -- ", "—": " -- ", "…": " ... ", "‐": "-",
+                "‑": "-", "½": "1/2", "¼": "1/4", "¾": "3/4", "€": "$", "£": "#", "¢": " cents ", "&amp;": "&", "&lt;": "<",
+                "&gt;": ">", "&quot;": '"', "&apos;": "'", "&nbsp;": " "}  # fmt: skip
+PTB_BRACKETS = {"(": "-lrb-", ")": "-rrb-", "[": "-lsb-", "]": "-rsb-", "{": "-lcb-", "}": "-rcb-"}
+PTB_ABBREVIATIONS = """adm al apr ariz assn assoc asst attys aug ave bldg blvd bros calif capt cf cmdr co col colo conn
+    corp cos cpl dec dept dr elec est etc ext feb fla fri ft ga gen gov hon inc ind jan jr jul jun kan ky lt ltd maj mar md
+    messrs mich minn mo mon mont mr mrs ms mt neb nev nov oct okla ph plc pres prof rd rep rev sen sep sept sgt sq sr st
+    ste supt tel tenn thu thurs tue tues univ va vs vt wed wis wyo"""
+
+# The first alternative that fits is the token, so special cases come first. {L} letter, {A} letter or digit, {E} word's end.
+PTB_TOKEN = re.compile(
+    r"""
+    (?:https?://|www\.)[^\s"<>]*[^\s"<>.,!?]                                   # web addresses
+  | <[/!?]?[a-z][^<>]*>                                                        # tags
+  | can(?=not{E}) | (?:gon|wan)(?=na{E}) | got(?=ta{E}) | (?:lem|gim)(?=me{E}) # can|not, gon|na
+  | 'n' | '(?:[smd]|re|ve|ll|n|em|cause|\d0s)(?!{A}) | 't(?=(?:is|was){E})     # man|'s, they|'re, 't|is
+  | n['`]t(?!{A})                                                              # do|n't (with the last words below)
+  | (?:{ABBREVIATION})\.(?!{A}) | (?:no|nos|figs?|pp|art|ca)\.(?=[ ]?\d)       # mr., no. 5
+  | (?:{L}\.)+(?!{A})                                                          # p.m., U.S., x.
+  | (?-i:[A-Z]+(?:[&+][A-Z]+)+)                                                # AT&T
+  | {A}+(?:-{A}+)*(?:/{A}+(?:-{A}+)*){1,2}                                     # and/or, 1/2, 12/25/2012
+  | {A}(?:{A}|[.,])*(?:-{A}+)+                                                 # T-shirt, 10-15
+  | [-+]?\d*(?:[.,:]\d+)+ | [-+]?\d+(?!{A})                                    # 3.5, 1,000, 12:30, -5
+  | [dlo]'{L}+ | c'mon{E} | ma'am{E} | ol'(?!{A}) | y'(?=all{E})               # o'clock
+  | {L}+(?:[.!?]{L}+)+                                                         # left.right: no space, no split
+  | {A}+?(?=n['`]t(?!{A})) | {A}+(?:_{A}+)*                                    # words
+  | [#@]{L}+ | \.{2,} | [!?]+ | -+ | \*+ | _+ | '' | `` | \S                   # the rest, single signs at last
+    """.replace("{ABBREVIATION}", "|".join(PTB_ABBREVIATIONS.split()))
+    .replace("{E}", r"(?!['\w-])").replace("{L}", r"[^\W\d_]").replace("{A}", r"[^\W_]"),
+    re.VERBOSE | re.IGNORECASE,
+)  # fmt: skip
+
+
+def ptb_tokenize(text: str) -> str:
+    """The tokens, joined by spaces, that pycocoevalcap's PTBTokenizer (Stanford CoreNLP 3.4.1) gives, but without Java.
+
+    Equal on every sentence of Spot-the-Diff and Image Editing Request (train and validation) and on CLEVR-like ones. Known
+    to differ: e-mail addresses, smileys, C++, phone numbers, 1 1/2, "Miss." or "Tex." as states, a clitic glued to the next
+    word ("'s2"), a typographic quote before s, t, d or m as a word of its own, "non-u.s.", rare signs. Round brackets stay,
+    as -lrb- and -rrb-: the field drops -LRB-, but from tokens that are lower case by then.
+    """
+    for written, meant in PTB_SPELLING.items():
+        text = text.replace(written, meant)
+    tokens = (PTB_BRACKETS.get(token, token.lower()) for token in PTB_TOKEN.findall(text))
+    return " ".join(token for token in tokens if not PTB_DROPPED.fullmatch(token))
+
+
+# ---- scores: the metrics ----
+
+METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
+JAVA_FLAGS = ("-Dfile.encoding=UTF-8", "-Duser.language=en", "-Duser.country=US")  # METEOR dies where 0.5 is 0,5
+SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
+SPICE_DOWNLOAD = "python -m pycocoevalcap.spice.get_stanford_models"
+
+
+def find_java() -> str | None:
+    return shutil.which("java")
+
+
+def coco_folder() -> Path:
+    import pycocoevalcap  # a folder without __init__.py, so it has a __path__ and no __file__
+
+    return Path(next(iter(pycocoevalcap.__path__)))
+
+
+def tokenize_all(texts: list[str], java: str | None) -> tuple[list[str], str]:
+    """Tokens of every text, and which tokenizer made them: one call of the package's jar, or ptb_tokenize where Java fails.
+
+    The package's own class writes into its folder, prints, and loses captions without a word when Java fails. White space
+    becomes one space here: any line break inside a caption would shift all later ones.
+    """
+    texts = [" ".join(text.split()) for text in texts]
+    if java:
+        from pycocoevalcap.tokenizer.ptbtokenizer import PUNCTUATIONS
+
+        jar = coco_folder() / "tokenizer" / "stanford-corenlp-3.4.1.jar"
+        call = [java, *JAVA_FLAGS, "-cp", str(jar), "edu.stanford.nlp.process.PTBTokenizer"]
+        call += ["-preserveLines", "-lowerCase", "-encoding", "UTF-8"]
+        try:
+            done = subprocess.run(call, input="\n".join([*texts, ""]).encode(), capture_output=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return tokenize_all(texts, None)
+        lines = done.stdout.decode().split("\n")[:-1]
+        assert len(lines) == len(texts), f"the PTB tokenizer made {len(lines)} lines of {len(texts)} captions"
+        return [" ".join(w for w in line.rstrip().split(" ") if w not in PUNCTUATIONS) for line in lines], "PTB (Java)"
+    return [ptb_tokenize(text) for text in texts], "Python"
+
+
+def meteor(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, list[str]], java: str) -> dict[str, float]:
+    """METEOR of every group. One process: a SCORE line per caption gives its statistics, an EVAL line per group sums them."""
+    call = [java, "-Xmx2G", *JAVA_FLAGS, "-jar", "meteor-1.5.jar", "-", "-", "-stdio", "-l", "en", "-norm"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(call, cwd=coco_folder() / "meteor", encoding="utf-8", **pipes) as process:
+
+        def ask(*fields: str, answers: int = 1) -> str:
+            process.stdin.write(" ||| ".join(field.replace("|||", " ") for field in fields) + "\n")
+            process.stdin.flush()
+            lines = [process.stdout.readline() for _ in range(answers)]
+            if not lines[-1]:
+                raise OSError("METEOR's Java process ended early; it needs 2 GB of memory")
+            return lines[-1].strip()
+
+        try:
+            stats = {i: ask("SCORE", *refs[i], hyp) for i, hyp in hyps.items()}
+            # an EVAL line is answered by the score of each caption, then the score of the group
+            return {g: float(ask("EVAL", *(stats[i] for i in ids), answers=len(ids) + 1)) for g, ids in groups.items()}
+        finally:
+            process.kill()  # without it, leaving the block after an error would wait for a process that waits for us
+
+
+def spice(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, list[str]], java: str) -> dict[str, float]:
+    """SPICE of every group: a mean over captions, so one (slow) run serves all groups. Never downloads its models."""
+    from pycocoevalcap.spice.spice import Spice
+
+    if not all((coco_folder() / "spice" / "lib" / jar).exists() for jar in SPICE_MODELS):
+        raise FileNotFoundError(f"SPICE's Stanford models are not there; run: {SPICE_DOWNLOAD}")
+    try:
+        _, rows = Spice().compute_score(refs, {i: [hyp] for i, hyp in hyps.items()})
+    except subprocess.CalledProcessError as error:
+        raise OSError(f"the SPICE program ended with status {error.returncode}; it was written for Java 8") from error
+    f = {i: row["All"]["f"] for i, row in zip(sorted(hyps), rows, strict=True)}
+    return {g: sum(f[i] for i in ids) / len(ids) for g, ids in groups.items()}
+
+
+def score(
+    predictions: dict[str, str],
+    references: dict[str, list[str]],
+    groups: dict[str, Iterable[str]] | None = None,
+    quick: bool = False,
+) -> dict:
+    """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's ids that have a prediction.
+
+    Returns {"scores": {group: {metric: number or None}}, "missing": {metric: reason}, "tokenizer": "PTB (Java)" or "Python"}.
+    Every group is a corpus of its own, as in the field's scripts: CIDEr counts document frequencies in the group's references,
+    so the total is no average of the groups, and a single image gets 0. An empty caption counts as 0, except that ROUGE-L, as
+    the package computes it, is 1 where a reference is empty too. `quick` leaves out METEOR and SPICE, which take programs
+    of their own.
+    """
+    from pycocoevalcap.bleu.bleu import Bleu
+    from pycocoevalcap.cider.cider import Cider
+    from pycocoevalcap.rouge.rouge import Rouge
+
+    if not predictions:
+        raise ValueError("no predictions to score; expected at least one {image id: caption}")
+    for i in predictions:
+        if not references.get(i):
+            raise ValueError(f"prediction {i!r} has no reference; give the references of its split, or leave it out")
+    members = {name: set(ids) for name, ids in {"total": predictions, **(groups or {})}.items()}
+    groups = {name: kept for name, ids in members.items() if (kept := [i for i in predictions if i in ids])}
+
+    java = find_java()
+    lines, tokenizer = tokenize_all([text for i in predictions for text in (predictions[i], *references[i])], java)
+    line, hyps, refs = iter(lines), {}, {}
+    for i in predictions:
+        hyps[i], refs[i] = next(line), [next(line) for _ in references[i]]
+
+    scores, missing = {}, {}
+    for name, ids in groups.items():
+        row = scores[name] = {} if quick else dict.fromkeys(METRICS)
+        gts, res = {i: refs[i] for i in ids}, {i: [hyps[i]] for i in ids}
+        row.update(zip(METRICS, Bleu(4).compute_score(gts, res, verbose=0)[0], strict=False))
+        row["ROUGE-L"] = Rouge().compute_score(gts, res)[0]
+        row["CIDEr"] = Cider().compute_score(gts, res)[0] if any(map(any, gts.values())) else 0.0  # it fails without words
+    for metric, compute in {} if quick else {"METEOR": meteor, "SPICE": spice}.items():
+        try:
+            if tokenizer == "Python":
+                raise OSError("needs Java: " + ("java does not run, try java -version" if java else "java is not on the PATH"))
+            for name, value in compute(refs, hyps, groups, java).items():
+                scores[name][metric] = value
+        except (OSError, ValueError) as error:  # ValueError: an answer that is no number
+            missing[metric] = str(error)
+    for row in scores.values():
+        row.update({metric: round(100 * float(value), 2) for metric, value in row.items() if value is not None})
+    return {"scores": scores, "missing": missing, "tokenizer": tokenizer}
+
+
+def format_scores(result: dict) -> str:
+    """What `score` returns as a table with one row a group, the reasons for missing metrics, and what else is reported."""
+    columns = ("BLEU-1", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
+    width = max(map(len, result["scores"]))
+    lines = [" " * width + "".join(f"{column:>9}" for column in columns)]
+    for name, values in result["scores"].items():
+        cells = ("-" if (value := values.get(column)) is None else f"{value:.2f}" for column in columns)
+        lines.append(f"{name:<{width}}" + "".join(f"{cell:>9}" for cell in cells))
+    lines += [f"no {metric}: {reason}" for metric, reason in result["missing"].items()]
+    lines.append(f"tokenizer: {result['tokenizer']}; each row is a corpus of its own, total is no average of the others")
+    if "accuracy" in result:
+        lines.append("right, in %: " + ", ".join(f"{name} {value:.1f}" for name, value in result["accuracy"].items()))
+        lines.append("(CIDEr of only distractor says little: all its references are alike. Read distractors, in %.)")
+    return "\n".join(lines)
+
+
+# ---- scores: files ----
+
+
+def read_captions(path: str | Path, key: str | None) -> list[tuple[str, str]]:
+    """(image id, caption) pairs of a COCO file: the list under `key`, or the whole file where key is None."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no caption file at {path}")
+    where = f'{path}: "{key}"' if key else f"{path}"
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:  # also a wrong encoding
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if key:
+        rows = rows.get(key) if isinstance(rows, dict) else None
+    if not isinstance(rows, list):
+        raise ValueError(f'{where} should be a list of {{"image_id": ..., "caption": ...}}')
+    for n, row in enumerate(rows):
+        if not (isinstance(row, dict) and "image_id" in row and isinstance(row.get("caption"), str)):
+            raise ValueError(f'{where}, item {n} should have "image_id" and "caption" (a string), but is {str(row)[:80]}')
+    return [(str(row["image_id"]), row["caption"]) for row in rows]
+
+
+def read_predictions(path: str | Path) -> dict[str, str]:
+    """{image id: caption} of a COCO results file."""
+    predictions: dict[str, str] = {}
+    for i, caption in read_captions(path, None):
+        if i in predictions:
+            raise ValueError(f"{path}: image_id {i!r} has two predictions; expected one caption an image")
+        predictions[i] = caption
+    return predictions
+
+
+def read_references(path: str | Path) -> dict[str, list[str]]:
+    """{image id: captions} of a COCO annotation file."""
+    references: dict[str, list[str]] = {}
+    for i, caption in read_captions(path, "annotations"):
+        references.setdefault(i, []).append(caption)
+    return references
+
+
+def write_predictions(path: str | Path, predictions: dict[str, str]) -> None:
+    rows = [{"image_id": i, "caption": caption} for i, caption in predictions.items()]
+    Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+# ---- preparation and check -------------------------------------------------------------------------------------------
+
+
+def build_vocab(root: Path, release: Release) -> Vocab:
+    """Vocabulary of the training captions, written as word -> id."""
+    vocab = Vocab.of(c for s in release.scenes["train"] for p in s.pairs + (s.swapped or ()) for c in p.captions)
+    partial = root / "vocab.json.partial"
+    partial.write_text(json.dumps(vocab.ids, indent=0))
+    os.replace(partial, root / "vocab.json")
+    return vocab
+
+
+def prepare_clevr_change(root: Path, device: str) -> None:
+    """features.h5 from the images, or from the authors' released .npy folders where those are; vocab.json."""
+    release = read_clevr_change(root)
+    names = sorted(release.paths)
+    npy = {n: p.parents[1] / p.parent.name.replace("images", "features") / f"{n}.npy" for n, p in release.paths.items()}
+    if all(p.exists() for p in npy.values()):
+        blocks = (np.load(npy[n])[None] for n in names)
+        write_features(root / "features.h5", names, blocks, "resnet101-layer3", "the authors' released .npy files")
+    else:
+        extract(root, release, Extractor("resnet101-layer3", device=device))
+    print(f"{root}: {len(names)} images, {len(build_vocab(root, release))} words")
+
+
+def extract(root: Path, release: Release, extractor: Extractor, batch: int = 64) -> None:
+    """Run an extractor over every image of a release into root/features.h5."""
+    names = sorted(release.paths)
+    missing = [release.paths[n] for n in names if not release.paths[n].exists()]
+    if missing:
+        raise FileNotFoundError(f"no image at {missing[0]} ({len(missing)} of {len(names)} missing); "
+                                "unpack the release there, or see --check")  # fmt: skip
+    blocks = (
+        extractor([release.paths[n] for n in names[i : i + batch]]).numpy() for i in range(0, len(names), batch)
+    )
+    write_features(root / "features.h5", names, blocks, extractor.name, extractor.preprocessing)
+
+
+def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) -> None:
+    """Render the embedded data set, train its feature network on the training pictures, extract, build the vocabulary.
+
+    Every stage is left out where it is done and appears whole or not at all. ValueError where the folder holds a data
+    set made with other settings."""
+    settings = {"scenes": scenes, "objects": objects, "seed": seed}
+    if (root / "mini.json").exists():
+        made = read_json(root / "mini.json")
+        if made != settings:
+            raise ValueError(f"{root} holds scenes made with {made}, not {settings}; remove it or choose another --data_dir")
+    elif root.exists() and any(root.iterdir()):
+        raise ValueError(f"{root} is not empty and not an embedded data set; choose another --data_dir")
+    else:
+        partial = root.with_name(root.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        few, many = (int(n) for n in objects.split(","))
+        render_mini(partial, {"train": scenes, "val": max(10, scenes // 20), "test": max(10, scenes // 10)}, (few, many), seed)
+        (partial / "mini.json").write_text(json.dumps(settings))
+        if root.exists():
+            root.rmdir()
+        os.replace(partial, root)
+    if not (root / "mini_cnn.pt").exists():
+        net = train_mini_cnn(root, steps=min(1000, 10 + scenes // 5), seed=seed)
+        torch.save(net.state_dict(), root / "mini_cnn.pt.partial")
+        os.replace(root / "mini_cnn.pt.partial", root / "mini_cnn.pt")
+    release = read_clevr_change(root)
+    if not (root / "features.h5").exists():
+        state = mini_cnn_state(root)
+        extract(root, release, Extractor(mini_cnn_name(state), state, device), batch=512)
+    if not (root / "vocab.json").exists():
+        build_vocab(root, release)
+
+
+def mini_cnn_state(root: Path) -> dict[str, Tensor]:
+    return torch.load(root / "mini_cnn.pt", weights_only=True)
+
+
+def mini_cnn_name(state: dict[str, Tensor]) -> str:
+    """mini-cnn-<hash of the weights>, so that features of another network are not mistaken for this one's."""
+    digest = hashlib.sha256(b"".join(state[k].cpu().numpy().tobytes() for k in sorted(state)))
+    return f"mini-cnn-{digest.hexdigest()[:12]}"
+
+
+def check_clevr_change(root: Path, published: dict) -> list[str]:
+    """Every problem of a CLEVR-Change folder, one line each: files, ids, counts, captions, images, features, words."""
+    problems, parsed = [], {}
+    for file in ("splits.json", "type_mapping.json", "change_captions.json", "no_change_captions.json"):
+        try:
+            parsed[file] = read_json(root / file)
+        except (FileNotFoundError, ValueError) as e:
+            problems.append(str(e))
+    splits, owner = parsed.get("splits.json", {}), {}
+    for split in SPLITS if "splits.json" in parsed else ():
+        ids = splits.get(split, [])
+        wanted = published.get("scenes", {}).get(split, len(ids))
+        if len(ids) != wanted:
+            problems.append(f"{root / 'splits.json'}: {split} has {len(ids)} scenes, published {wanted}")
+        for i in ids:
+            if i in owner:
+                problems.append(f"{root / 'splits.json'}: scene {i} is in {owner[i]} and in {split}")
+            owner[i] = split
+    typed = {name for names in parsed.get("type_mapping.json", {}).values() for name in names}
+    for i, split in owner.items():
+        if typed and f"{i:06d}.png" not in typed:
+            problems.append(f"{root / 'type_mapping.json'}: {i:06d}.png ({split}) has no change type")
+        for file in ("change_captions.json", "no_change_captions.json"):
+            captions = parsed.get(file, {}).get(f"CLEVR_default_{i:06d}.png", [] if file in parsed else ["unread"])
+            if not captions or any(not c.strip() for c in captions):
+                what = "an empty caption" if captions else "no captions"
+                problems.append(f"{root / file}: {what} for CLEVR_default_{i:06d}.png ({split})")
+    paths = {f"CLEVR_{kind}_{i:06d}.png": root / folder / f"CLEVR_{kind}_{i:06d}.png"
+             for kind, folder in CLEVR_FOLDERS.items() for i in owner}  # fmt: skip
+
+    def unreadable(path: Path) -> str | None:
+        try:
+            read_image(path)
+        except (FileNotFoundError, ValueError) as e:
+            return str(e)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = tqdm(pool.map(unreadable, paths.values()), "images", len(paths), unit="image", disable=None)
+        problems += [line for line in found if line]
+    try:
+        features = Features(root / "features.h5", prepare_command("clevr_change", root))
+        absent = [name for name in paths if name not in features.row]
+        if absent:
+            problems.append(f"{features.path}: no features for {absent[0]} and {len(absent) - 1} more")
+        for name in tqdm([n for n in paths if n in features.row], "features", unit="image", disable=None):
+            if not np.isfinite(features.data[features.row[name]]).all():
+                problems.append(f"{features.path}: features of {name} are not finite")
+    except (FileNotFoundError, ValueError) as e:
+        problems.append(str(e))
+    if not (root / "vocab.json").exists():
+        problems.append(f"no vocabulary at {root / 'vocab.json'}; run: {prepare_command('clevr_change', root)}")
+    elif len(read_json(root / "vocab.json")) != published.get("words", len(read_json(root / "vocab.json"))):
+        problems.append(f"{root / 'vocab.json'}: {len(read_json(root / 'vocab.json'))} words, published {published['words']}")
+    print(f"{root}: {len(owner)} scenes ({', '.join(f'{s} {len(splits.get(s, []))}' for s in SPLITS)}), "
+          f"{len(paths)} images, {len(problems)} problems")  # fmt: skip
+    return problems
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+
+def open_dataset(cfg) -> Dataset:
+    """The data set that a run's config names; the embedded one is made first where it is not there yet."""
+    if cfg.dataset == "mini":
+        prepare_mini(Path(cfg.data_dir), cfg.scenes, cfg.objects, cfg.data_seed, cfg.device)
+    return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in READERS:
+        p = commands.add_parser(name, help=f"prepare or check {name}")
+        p.add_argument("--data_dir", type=Path, default=Path("data", name), help="the release's folder")
+        p.add_argument("--check", action="store_true", help="report what is there, missing or corrupt")
+        p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where features are made")
+        if name == "mini":
+            p.add_argument("--scenes", type=int, default=5000, help="training scenes")
+            p.add_argument("--objects", default="2,4", help="fewest and most objects in a scene")
+            p.add_argument("--data_seed", type=int, default=0, help="seed of rendering and feature network")
+    p = commands.add_parser("score", help="score a predictions file against a references file")
+    p.add_argument("--predictions", required=True, help="COCO results: a list of {image_id, caption}")
+    p.add_argument("--references", required=True, help="COCO annotations: {annotations: [{image_id, caption}]}")
+    args = parser.parse_args(argv)
+    if args.command == "score":
+        print(format_scores(score(read_predictions(args.predictions), read_references(args.references))))
+    elif args.check:
+        problems = check_clevr_change(args.data_dir, DATASETS[args.command])
+        if problems:
+            print("\n".join(problems), file=sys.stderr)
+            sys.exit(2)
+    elif args.command == "mini":
+        prepare_mini(args.data_dir, args.scenes, args.objects, args.data_seed, args.device)
+    else:
+        prepare_clevr_change(args.data_dir, args.device)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, OSError) as e:
+        print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
+        sys.exit(2)

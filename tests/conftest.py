@@ -1,0 +1,60 @@
+"""Small generated data: a release in CLEVR-Change's layout with features on a 2 x 3 grid."""
+
+import json
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import data
+
+GRID = (8, 2, 3)  # channels, height, width: no two alike, so that a swapped axis fails
+COLORS = ("red", "blue", "green", "gray")
+
+
+def write_release(root, train=8, val=2, test=5):
+    """A CLEVR-Change release without features: scenes 0, 1, ... in train, val, test, of the five types in turn."""
+    rng, count = np.random.default_rng(0), train + val + test
+    types = {kind: [] for kind in ("color", "material", "add", "drop", "move")}
+    change, same = {}, {}
+    for i in range(count):
+        for kind, folder in data.CLEVR_FOLDERS.items():
+            (root / folder).mkdir(parents=True, exist_ok=True)
+            picture = Image.fromarray(rng.integers(0, 255, (12, 16, 3), dtype=np.uint8))
+            picture.save(root / folder / f"CLEVR_{kind}_{i:06d}.png")
+        types[list(types)[i % 5]].append(f"{i:06d}.png")
+        color, other = COLORS[i % 4], COLORS[(i // 4 + i + 1) % 4]
+        change[f"CLEVR_default_{i:06d}.png"] = [f"the {color} cube turned {other}", f"a {color} thing became {other}."]
+        same[f"CLEVR_default_{i:06d}.png"] = ["nothing changed", "the scene, it seems, is the same"]
+    splits = {"train": list(range(train)), "val": list(range(train, train + val)), "test": list(range(train + val, count))}
+    for file, content in (("splits", splits), ("type_mapping", types), ("change_captions", change),
+                          ("no_change_captions", same)):  # fmt: skip
+        (root / f"{file}.json").write_text(json.dumps(content))
+
+
+@pytest.fixture
+def release(tmp_path):
+    """A release's folder, not prepared."""
+    write_release(tmp_path / "clevr")
+    return tmp_path / "clevr"
+
+
+@pytest.fixture
+def prepared(release):
+    """The same with vocabulary and features; a scene's features differ where its change is."""
+    files, rng = data.read_clevr_change(release), np.random.default_rng(1)
+    names = sorted(files.paths)
+    features = rng.random((len(names), *GRID)).astype(np.float32)
+    data.write_features(release / "features.h5", names, [features[:7], features[7:]], "resnet101-layer3", "none")
+    data.build_vocab(release, files)
+    return release
+
+
+@pytest.fixture
+def tiny():
+    """Flags that make any method small and quick on `prepared`."""
+    return ["--dataset", "clevr_change", "--device", "cpu", "--dim", "16", "--word_dim", "10", "--heads", "2",
+            "--batch_size", "3", "--eval_every", "4", "--log_every", "2", "--steps", "8"]  # fmt: skip

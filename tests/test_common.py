@@ -1,0 +1,243 @@
+"""Shared layers and losses against plain float64 versions; configuration; checkpoints."""
+
+import json
+import math
+import signal
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn as nn
+
+import common
+from common import Attention, GridPosition, LossLog, Run, RunConfig, decode, info_nce, learning_rate, sinusoid, token_match
+
+
+def dense_match(q, k):
+    """The formula of token_match, every score at once."""
+    s = torch.einsum("anc,bmc->abnm", q, k)
+    return (s.amax(3).mean(2) + s.amax(2).mean(2)) / 2
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_token_match_equals_dense_autograd(heads, monkeypatch):
+    monkeypatch.setattr(common._TokenMatch, "SLICE", 100)  # several slices
+    q = torch.randn(4, 5, 6, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(3, 7, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 3, dtype=torch.float64)
+    ours = token_match(q, k, heads)
+    plain = sum(dense_match(a, b) for a, b in zip(q.chunk(heads, 2), k.chunk(heads, 2), strict=True)) / heads
+    torch.testing.assert_close(ours, plain)
+    for a, b in zip(*(torch.autograd.grad((m * weight).sum(), (q, k)) for m in (ours, plain)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_token_match_of_one_head_ignores_how_channels_are_split():
+    q, k, order = torch.randn(2, 3, 8), torch.randn(4, 5, 8), torch.randperm(8)
+    torch.testing.assert_close(token_match(q, k), token_match(q[..., order], k[..., order]))
+    assert not torch.allclose(token_match(q, k, 2), token_match(q[..., order], k[..., order], 2))
+
+
+def test_info_nce_against_loop():
+    s = torch.randn(5, 5, dtype=torch.float64) * 3
+    loop = -sum(math.log(math.exp(s[a, a]) / sum(math.exp(s[a, b]) for b in range(5))) for a in range(5)) / 5
+    assert info_nce(s).item() == pytest.approx(loop)
+
+
+def test_attention_against_loop():
+    attention = Attention(6, heads=2, out_proj=False).double()
+    x, memory = torch.randn(2, 3, 6, dtype=torch.float64), torch.randn(2, 4, 6, dtype=torch.float64)
+    q, k, v = attention.project(x, memory)
+    plain = torch.zeros(2, 3, 6, dtype=torch.float64)
+    for b in range(2):
+        for h in (slice(0, 3), slice(3, 6)):
+            for i in range(3):
+                score = torch.stack([q[b, i, h] @ k[b, j, h] for j in range(4)]) / math.sqrt(3)
+                plain[b, i, h] = (score.softmax(0)[:, None] * v[b, :, h]).sum(0)
+    torch.testing.assert_close(attention(x, memory), plain)
+    weights = attention.scores(q, k).softmax(-1)  # (B, K, L, M)
+    values = v.view(2, 4, 2, 3).transpose(1, 2)
+    torch.testing.assert_close((weights @ values).transpose(1, 2).flatten(2), plain)
+
+
+def test_causal_attention_sees_no_later_word():
+    attention, x = Attention(8, heads=2), torch.randn(1, 5, 8)
+    changed = x.clone()
+    changed[:, 3:] += 1
+    torch.testing.assert_close(attention(x, x, causal=True)[:, :3], attention(changed, changed, causal=True)[:, :3])
+
+
+def test_attention_refuses_heads_that_do_not_divide_width():
+    with pytest.raises(ValueError, match="--heads"):
+        Attention(10, heads=4)
+
+
+def test_grid_position_halves():
+    position = GridPosition(6, height=2, width=3)
+    table = position()
+    assert table.shape == (6, 2, 3)
+    torch.testing.assert_close(table[:3, 1, 2], position.col.weight[2])
+    torch.testing.assert_close(table[3:, 1, 2], position.row.weight[1])
+
+
+@pytest.mark.parametrize("dim", [6, 7])
+def test_sinusoid_against_formula(dim):
+    table = sinusoid(5, dim)
+    for p in range(5):
+        for c in range(dim):
+            angle = p / 10000 ** ((c - c % 2) / dim)
+            assert table[p, c].item() == pytest.approx(math.cos(angle) if c % 2 else math.sin(angle), abs=1e-6)
+
+
+def test_decode_stops_at_end_and_never_says_unk():
+    script = torch.tensor([[4, 3, 5, 5], [5, 4, 3, 4]])  # the likeliest word at each step; 3 ends
+
+    def step(words, t):
+        logits = nn.functional.one_hot(script[:, t], 6).float()
+        logits[:, 1] = 9.0  # UNK looks best
+        seen.append(words.tolist())
+        return logits
+
+    seen = []
+    ids = decode(step, torch.tensor([2, 2]), max_len=9, end=3, unk=1)
+    assert ids.tolist() == [[2, 4, 0, 0, 0, 0, 0, 0, 0], [2, 5, 4, 0, 0, 0, 0, 0, 0]]
+    assert len(seen) == 3  # and not eight
+    assert decode(step, torch.tensor([2, 2]), max_len=3, end=3, unk=1).tolist() == [[2, 4, 0], [2, 5, 4]]
+
+
+def test_decode_samples_in_proportion():
+    torch.manual_seed(0)
+    logits = torch.tensor([0.0, 0.0, 0.0, 0.0, math.log(3.0), 0.0]).index_fill(0, torch.tensor([0, 1, 2, 3]), -30.0)
+    ids = decode(lambda words, t: logits.repeat(len(words), 1), torch.full((4000,), 2), 2, end=3, unk=1, sample=True)
+    assert (ids[:, 1] == 4).float().mean().item() == pytest.approx(0.75, abs=0.03)
+
+
+@dataclass
+class Config(RunConfig):
+    """A method's config."""
+
+    width: int = 4  # width in cells
+
+
+def test_flags_over_preset_over_defaults(tmp_path, capsys):
+    presets = {"mini": {"lr": 0.5, "width": 7}, "mini@cuda": {"width": 9}}
+    parse = lambda *argv: common.parse_args(Config, presets, {"width": 1}, "method", "What it is.", list(argv))
+    cfg, do = parse("--device", "cpu", "--steps", "3", "--no-amp")
+    assert (cfg.lr, cfg.width, cfg.steps, cfg.amp, cfg.seed) == (0.5, 7, 3, False, 1111)
+    assert cfg.out_dir == "runs/method-mini" and cfg.data_dir == "data/mini" and not do.resume
+    assert parse("--device", "cuda")[0].width == 9
+    assert parse("--device", "cpu", "--reading", "released")[0].width == 1
+    with pytest.raises(ValueError, match="no preset"):
+        parse("--dataset", "else")
+    with pytest.raises(SystemExit) as e:
+        parse("--stepz", "3")
+    assert e.value.code == 2
+    with pytest.raises(SystemExit):
+        parse("--device", "cpu", "--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "width in cells (default: 7)" in text and "What it is." in text
+    common.save_checkpoint(tmp_path / "a.pt", config=vars(cfg))
+    again, _ = parse("--eval", str(tmp_path / "a.pt"), "--width", "2", "--device", "cpu")
+    assert (again.lr, again.width, again.out_dir) == (0.5, 2, str(tmp_path))  # the checkpoint's config under the flags
+
+
+def test_every_field_has_help():
+    from dataclasses import fields
+
+    comments = common._comments(Config)
+    assert all(comments.get(f.name) for f in fields(Config))
+
+
+def test_learning_rate_traces():
+    step = RunConfig(lr=2e-4, lr_drop=3975)
+    assert [learning_rate(step, s) for s in (0, 3974, 3975, 7949, 7950)] == pytest.approx([2e-4, 2e-4, 2e-5, 2e-5, 2e-6])
+    cosine = RunConfig(lr=1.0, schedule="cosine", warmup=10, steps=110)
+    assert [learning_rate(cosine, s) for s in (0, 9, 10, 60)] == pytest.approx([0.1, 1.0, 1.0, 0.5])
+    assert learning_rate(cosine, 109) < 1e-3
+
+
+def test_checkpoint_errors_are_one_clear_line(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        common.load_checkpoint(tmp_path / "none.pt")
+    (tmp_path / "half.pt").write_bytes(b"PK\x03\x04 cut off")
+    with pytest.raises(ValueError, match="not a readable checkpoint"):
+        common.load_checkpoint(tmp_path / "half.pt")
+    torch.save({"config": nn.Linear(1, 1)}, tmp_path / "code.pt")  # would execute code when loaded
+    with pytest.raises(ValueError, match="not a readable checkpoint"):
+        common.load_checkpoint(tmp_path / "code.pt")
+    common.save_checkpoint(tmp_path / "other.pt", config={"speed": 1})
+    with pytest.raises(ValueError, match="another method"):
+        common.config_of(Config, common.load_checkpoint(tmp_path / "other.pt"), "other.pt")
+
+
+def test_checkpoint_is_whole_when_saving_dies(tmp_path, monkeypatch):
+    common.save_checkpoint(tmp_path / "last.pt", config={}, step=1)
+
+    def dies(state, path):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", dies)
+    with pytest.raises(KeyboardInterrupt):
+        common.save_checkpoint(tmp_path / "last.pt", config={}, step=2)
+    assert common.load_checkpoint(tmp_path / "last.pt")["step"] == 1
+
+
+def test_run_keeps_what_a_folder_holds(tmp_path):
+    cfg = RunConfig(out_dir=str(tmp_path / "run"))
+    with pytest.raises(FileNotFoundError, match="without --resume"):
+        Run(cfg, resume=True)
+    run = Run(cfg, resume=False)
+    run.begin(cfg, nn.Linear(2, 3), 0)
+    common.save_checkpoint(run.dir / "last.pt", config={})
+    with pytest.raises(ValueError, match="--overwrite"):
+        Run(cfg, resume=False)
+    for step in (1, 2, 3):
+        run.log(step=step)
+    with open(run.dir / "log.jsonl", "a") as f:
+        f.write('{"step": 4, "ev')  # killed in the middle of a line
+    run.trim_log(2)
+    assert [json.loads(line)["step"] for line in open(run.dir / "log.jsonl")] == [0, 1, 2]
+
+
+def test_first_signal_asks_second_stops(tmp_path):
+    with Run(RunConfig(out_dir=str(tmp_path)), resume=False) as run:
+        signal.raise_signal(signal.SIGTERM)
+        assert run.stop == 143
+        with pytest.raises(SystemExit) as e:
+            signal.raise_signal(signal.SIGINT)
+        assert e.value.code == 143
+
+
+def test_loss_log_names_the_step_that_went_wrong():
+    log = LossLog()
+    for value in (1.0, 3.0):
+        log.add({"caption": torch.tensor(value), "cbr": torch.tensor(0.0)})
+    assert log.take(2) == {"caption": 2.0, "cbr": 0.0}
+    for value in (1.0, float("nan"), 2.0):
+        log.add({"caption": torch.tensor(value), "cbr": torch.tensor(0.5)})
+    with pytest.raises(FloatingPointError, match=r"step 4: caption nan, cbr 0.5"):
+        log.take(5)
+
+
+@pytest.mark.parametrize("error, code", [(ValueError("a\nb"), 2), (FileNotFoundError("x"), 2), (KeyboardInterrupt(), 130)])
+def test_errors_become_exit_codes(error, code, capsys):
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as e:
+        common.run_main(main)
+    assert e.value.code == code
+    assert code == 130 or capsys.readouterr().err.count("\n") == 1
+
+
+def test_pictures():
+    red, blue = (common.Image.new("RGB", (20, 10), c) for c in ("red", "blue"))
+    heat = torch.zeros(2, 3)
+    heat[0, 0] = 1.0
+    strip = common.pair_picture(red, blue, heat, ["a caption that is so long that it takes more than one line " * 3])
+    side = 96
+    assert strip.getpixel((side // 2, side // 2)) == (255, 0, 0) and strip.getpixel((side + 3 + 5, 5)) == (0, 0, 255)
+    bright, dark = strip.getpixel((2 * (side + 3) + 4, 4)), strip.getpixel((2 * (side + 3) + 90, 90))
+    assert bright[0] > 200 > 100 > dark[0]  # attention lights its cell and leaves the rest dim
+    assert common.sheet({"add": [strip, strip], "drop": [strip]}).height > 2 * strip.height

@@ -1,0 +1,284 @@
+"""Vocabulary, release layout, features, batches, preparation and check."""
+
+import json
+import shutil
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from conftest import GRID, write_release
+from PIL import Image
+
+import data
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+real = pytest.mark.skipif(not SHARED.exists(), reason="the public annotation files are not here")
+
+
+def test_tokens_and_vocabulary_follow_the_fields_rule():
+    assert data.tokenize("A cube, was; it moved? yes.") == ["A", "cube", ",", "was", ";", "it", "moved", "yes"]
+    assert data.tokenize("two  blanks ") == ["two", "", "blanks", ""]
+    vocab = data.Vocab.of(["b a", "B, a"])
+    assert vocab.words == [*data.SPECIAL, ",", "B", "a", "b"]
+    assert vocab.encode("a c b", 7) == [2, 6, 1, 7, 3, 0, 0]
+    assert vocab.decode(torch.tensor([[2, 6, 7, 3, 5], [2, 7, 0, 6, 6]])) == ["a b", "b"]
+    with pytest.raises(ValueError, match="longer than 4"):
+        vocab.encode("a a a", 4)
+    assert len(data.Vocab.of(["x x y"], min_count=2)) == 5
+
+
+@real
+def test_vocabulary_sizes_of_real_annotations():
+    rows = json.loads((SHARED / "spot_the_diff/annotations/train.json").read_text())
+    sentences = [s for row in rows for s in row["sentences"]]
+    assert len(data.Vocab.of(sentences)) == 2059 and len(data.Vocab.of(sentences, min_count=5)) == 743
+    assert max(len(data.tokenize(s)) for s in sentences) + 2 <= 58
+
+
+@real
+def test_real_clevr_change_splits_are_read(tmp_path):
+    for file in ("splits.json", "type_mapping.json"):
+        shutil.copy(SHARED / "clevr_change" / file, tmp_path)
+    splits = json.loads((tmp_path / "splits.json").read_text())
+    names = [f"CLEVR_default_{i:06d}.png" for ids in splits.values() for i in ids]
+    for file in ("change_captions.json", "no_change_captions.json"):
+        (tmp_path / file).write_text(json.dumps({name: ["a caption"] for name in names}))
+    release = data.read_clevr_change(tmp_path)
+    assert {s: len(v) for s, v in release.scenes.items()} == data.DATASETS["clevr_change"]["scenes"]
+    test = {p.id for s in release.scenes["test"] for p in s.pairs}
+    assert all(len(release.groups[kind] & test) == 797 for kind in ("color", "material", "add", "drop", "move"))
+
+
+def test_a_scene_is_a_changed_and_a_distractor_pair(release):
+    scene = data.read_clevr_change(release).scenes["train"][3]
+    (changed, same), (changed_swapped, same_swapped) = scene.pairs, scene.swapped
+    assert (changed.id, changed.before, changed.after) == (
+        "000003.png",
+        "CLEVR_default_000003.png",
+        "CLEVR_semantic_000003.png",
+    )
+    assert (same.id, same.after) == ("000003.png_n", "CLEVR_nonsemantic_000003.png")
+    assert (changed_swapped.before, changed_swapped.after) == (same.after, changed.after)
+    assert (same_swapped.before, same_swapped.after) == (same.after, same.before)
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda r: (r / "splits.json").unlink(), "splits.json is missing"),
+        (lambda r: (r / "splits.json").write_text("{"), "not valid JSON"),
+        (lambda r: (r / "splits.json").write_text("[]"), "expected a JSON dict"),
+        (lambda r: (r / "splits.json").write_text('{"train": []}'), "no key 'val'"),
+        (lambda r: (r / "change_captions.json").write_text("{}"), "no captions for CLEVR_default_000000.png"),
+    ],
+)
+def test_bad_release_files_are_named(release, spoil, message):
+    spoil(release)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        data.read_clevr_change(release)
+
+
+def test_feature_file_round_trip(tmp_path):
+    x = np.random.default_rng(0).random((5, *GRID)).astype(np.float32)
+    data.write_features(tmp_path / "f.h5", list("abcde"), iter([x[:2], x[2:]]), "resnet101-layer3", "how")
+    features = data.Features(tmp_path / "f.h5", "make it")
+    assert features.data.chunks == (1, *GRID) and (features.extractor, features.preprocessing) == ("resnet101-layer3", "how")
+    expected = torch.from_numpy(x[[3, 0]]).half()
+    for where in ("stream", "ram", "auto"):
+        assert f"features: {'ram' if where == 'auto' else where}" in features.place(where, "cpu")
+        torch.testing.assert_close(features.rows(["d", "a"]), expected)
+    with pytest.raises(ValueError, match="choose ram or stream"):
+        features.place("gpu", "cpu")
+    with pytest.raises(ValueError, match="4 feature maps for 5 images"):
+        data.write_features(tmp_path / "g.h5", list("abcde"), [x[:4]], "e", "p")
+    with pytest.raises(ValueError, match="'b'.*not finite"):
+        data.write_features(tmp_path / "g.h5", list("abcde"), [x[:1], x[1:] * 1e6], "e", "p")
+    assert not (tmp_path / "g.h5").exists()  # never half a file under the final name
+    with h5py.File(tmp_path / "other.h5", "w") as f:
+        f["x"] = 1
+    with pytest.raises(ValueError, match="not a feature file.*make it"):
+        data.Features(tmp_path / "other.h5", "make it")
+    with pytest.raises(FileNotFoundError, match="run: make it"):
+        data.Features(tmp_path / "none.h5", "make it")
+
+
+def test_load_says_what_to_run(release, prepared):
+    dataset = data.load("clevr_change", prepared)
+    assert dataset.grid == GRID and dataset.max_len == 2 + 9  # "the scene , it seems , is the same"
+    with pytest.raises(ValueError, match="no loader for the data set else"):
+        data.load("else", prepared)
+    (prepared / "vocab.json").unlink()
+    with pytest.raises(FileNotFoundError, match="python data.py clevr_change --data_dir"):
+        data.load("clevr_change", prepared)
+
+
+def collect(dataset, *args, **kwargs):
+    return [tuple((b.ids, b.caption.tolist(), b.before.clone()) for b in s) for s in dataset.train_batches(*args, **kwargs)]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(
+        x[:2] == y[:2] and torch.equal(x[2], y[2]) for s, t in zip(a, b, strict=True) for x, y in zip(s, t, strict=True)
+    )
+
+
+@pytest.mark.parametrize("where", ["ram", "stream"])
+def test_batches_are_a_function_of_seed_and_epoch(prepared, where):
+    dataset = data.load("clevr_change", prepared, where)
+    epoch = collect(dataset, 3, seed=5, epoch=2)
+    assert len(epoch) == dataset.steps(3) == 3
+    assert sorted(i for s in epoch for i in s[0][0]) == sorted(p.id for p in dataset.pairs("train") if "_n" not in p.id)
+    assert all([f"{i}_n" for i in s[0][0]] == s[1][0] for s in epoch)  # both pairs of a scene, in the same place
+    assert same(epoch, collect(dataset, 3, seed=5, epoch=2)) and same(epoch[1:], collect(dataset, 3, 5, 2, start=1))
+    assert not same(epoch, collect(dataset, 3, seed=5, epoch=3)) and not same(epoch, collect(dataset, 3, seed=6, epoch=2))
+
+
+def test_swap_takes_default_or_distractor_as_before(prepared):
+    dataset = data.load("clevr_change", prepared)
+    seen = set()
+    for epoch in range(8):
+        for changed, distractor in dataset.train_batches(8, 0, epoch):
+            for i, pair_id in enumerate(changed.ids):
+                number = pair_id[:6]
+                names = [f"CLEVR_{kind}_{number}.png" for kind in ("default", "semantic", "nonsemantic")]
+                default, semantic, other = dataset.features.rows(names)
+                assert torch.equal(changed.after[i], semantic) and torch.equal(changed.before[i], distractor.before[i])
+                swapped = torch.equal(changed.before[i], other)
+                assert torch.equal(distractor.after[i], default if swapped else other)
+                seen.add(swapped)
+    assert seen == {True, False}
+    evaluation = next(dataset.eval_batches("test", 5))
+    assert torch.equal(evaluation.before[0], dataset.features.rows(["CLEVR_default_000010.png"])[0])  # never at test
+
+
+def test_swapped_view_brings_its_own_captions(release):
+    path = release / "change_captions.json"
+    captions = json.loads(path.read_text())
+    path.write_text(json.dumps(captions | {"CLEVR_nonsemantic_000000.png": ["seen from there"]}))
+    scene = data.read_clevr_change(release).scenes["train"][0]
+    assert scene.swapped[0].captions == ["seen from there"] != scene.pairs[0].captions
+
+
+def test_quarters_of_viewpoint_difficulty(prepared):
+    overlap = {str(i): 1 - i / 100 for i in range(10, 15)}
+    (prepared / "change_captions_by_IOU.json").write_text(json.dumps(overlap))
+    dataset = data.load("clevr_change", prepared)
+    groups = dataset.groups("test")
+    assert groups["view: hardest quarter"] == {"000014.png"} and len(groups["view: easiest quarter"]) == 2
+    assert not any(name.startswith("view") for name in dataset.groups("val"))
+    assert set(dataset.examples("test", 1)) == {"color", "material", "add", "drop", "move", "no change"}
+
+
+def test_prefetch_passes_items_and_errors():
+    assert list(data.prefetch(iter(range(20)))) == list(range(20))
+
+    def broken():
+        yield 1
+        raise OSError("disk")
+
+    items = data.prefetch(broken())
+    assert next(items) == 1
+    with pytest.raises(OSError, match="disk"):
+        next(items)
+    early = data.prefetch(iter(range(1000)))
+    assert next(early) == 0
+    early.close()  # must not hang on a full queue
+
+
+def test_bicubic_preprocessing_against_loop():
+    """OpenCV's bicubic: half-pixel centres, a = -0.75, border repeated, no antialiasing, rounded to bytes."""
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (300, 280, 3), dtype=np.uint8))
+    x, pixels = data.preprocess_resnet(image), np.array(image).astype(float)
+
+    def weight(d, a=-0.75):
+        d = abs(d)
+        return (a + 2) * d**3 - (a + 3) * d**2 + 1 if d <= 1 else a * (d**3 - 5 * d**2 + 8 * d - 4) if d < 2 else 0.0
+
+    for row, col in ((0, 0), (100, 37), (223, 223)):
+        y, z = (row + 0.5) * 300 / 224 - 0.5, (col + 0.5) * 280 / 224 - 0.5
+        value = sum(
+            weight(y - i) * weight(z - j) * pixels[np.clip(i, 0, 299), np.clip(j, 0, 279)]
+            for i in range(int(np.floor(y)) - 1, int(np.floor(y)) + 3)
+            for j in range(int(np.floor(z)) - 1, int(np.floor(z)) + 3)
+        )
+        byte = np.clip(np.round(value), 0, 255) / 255
+        expected = (byte - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.224]
+        np.testing.assert_allclose(x[:, row, col], expected, atol=0.02)  # a tie may round the other way: 1/255/.224
+
+
+def test_resnet_extractor_has_the_papers_shape(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *a, **k: pytest.fail("nothing may be downloaded"))
+    state = random_resnet()
+    Image.new("RGB", (30, 20), "red").save(tmp_path / "a.png")
+    Image.new("P", (20, 20)).save(tmp_path / "b.gif")
+    extractor = data.Extractor("resnet101-layer3", state)
+    x = extractor([tmp_path / "a.png", tmp_path / "b.gif"])
+    assert x.shape == (2, 1024, 14, 14) and x.dtype == torch.float16 and (x >= 0).all() and x.isfinite().all()
+    with pytest.raises(ValueError, match="unknown feature extractor"):
+        data.Extractor("vgg")
+
+
+def random_resnet():
+    """Weights of the extractor's architecture, not trained."""
+    from torchvision.models import resnet101
+
+    torch.manual_seed(0)
+    net = resnet101(weights=None, zero_init_residual=True)  # else 30 residual blocks pass float16's range
+    parts = [getattr(net, name) for name in "conv1 bn1 relu maxpool layer1 layer2 layer3".split()]
+    return torch.nn.Sequential(*parts).state_dict()
+
+
+def test_preparation_from_images_and_from_released_features(release, monkeypatch, capsys):
+    original = data.Extractor
+    state = random_resnet()
+    monkeypatch.setattr(data, "Extractor", lambda name, device: original(name, state, device))
+    for folder in data.CLEVR_FOLDERS.values():  # three scenes are enough for a ResNet on a CPU
+        for path in sorted((release / folder).glob("*.png"))[3:]:
+            path.unlink()
+    for file in ("change_captions.json", "no_change_captions.json"):
+        keep = dict(list(json.loads((release / file).read_text()).items())[:3])
+        (release / file).write_text(json.dumps(keep))
+    (release / "splits.json").write_text(json.dumps({"train": [0], "val": [1], "test": [2]}))
+    data.main(["clevr_change", "--data_dir", str(release), "--device", "cpu"])
+    dataset = data.load("clevr_change", release)
+    assert dataset.grid == (1024, 14, 14) and "9 images" in capsys.readouterr().out
+    for name, path in dataset.paths.items():
+        folder = release / path.parent.name.replace("images", "features")
+        folder.mkdir(exist_ok=True)
+        np.save(folder / f"{name}.npy", np.full((4, 2, 3), float(name[-5]), np.float32))
+    dataset.features.file.close()
+    data.main(["clevr_change", "--data_dir", str(release), "--device", "cpu"])
+    packed = data.load("clevr_change", release)
+    assert packed.grid == (4, 2, 3) and "released" in packed.features.preprocessing
+    assert (packed.features.rows(["CLEVR_semantic_000002.png"]) == 2).all()
+
+
+def test_check_reports_every_problem(prepared, monkeypatch, capsys):
+    monkeypatch.setitem(data.DATASETS, "clevr_change", {"extractor": "resnet101-layer3"})
+    data.main(["clevr_change", "--data_dir", str(prepared), "--check"])
+    assert "0 problems" in capsys.readouterr().out
+    (prepared / "sc_images" / "CLEVR_semantic_000004.png").unlink()
+    (prepared / "images" / "CLEVR_default_000002.png").write_bytes(b"\x89PNG cut")
+    captions = json.loads((prepared / "change_captions.json").read_text())
+    captions["CLEVR_default_000001.png"].append(" ")
+    del captions["CLEVR_default_000007.png"]
+    (prepared / "change_captions.json").write_text(json.dumps(captions))
+    published = {"extractor": "resnet101-layer3", "scenes": {"train": 9}, "words": 5}
+    monkeypatch.setitem(data.DATASETS, "clevr_change", published)
+    with pytest.raises(SystemExit) as e:
+        data.main(["clevr_change", "--data_dir", str(prepared), "--check"])
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert e.value.code == 2 and len(lines) == 6
+    expected = [
+        "train has 8 scenes, published 9", "an empty caption for CLEVR_default_000001.png", "published 5",
+        "no captions for CLEVR_default_000007.png", "no image at", "not a readable image",
+    ]  # fmt: skip
+    for words in expected:
+        assert any(words in line for line in lines), words
+
+
+def test_write_release_is_what_the_reader_expects(tmp_path):
+    write_release(tmp_path / "r", train=2, val=1, test=1)
+    assert {k: len(v) for k, v in data.read_clevr_change(tmp_path / "r").scenes.items()} == {"train": 2, "val": 1, "test": 1}

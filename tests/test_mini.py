@@ -1,0 +1,169 @@
+"""Tests of the embedded data set: the ray caster, the scenes, the sentences, the files and the feature network."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import data
+
+SCENES = {"train": 20, "val": 5, "test": 10}
+NAMES = ("change_captions", "no_change_captions", "splits", "type_mapping", "change_captions_with_bbox",
+         "change_captions_by_IOU", "scenes")
+
+
+@pytest.fixture(scope="module")
+def mini(tmp_path_factory):
+    root = tmp_path_factory.mktemp("mini")
+    data.render_mini(root, SCENES, seed=3)
+    return root, {name: json.loads((root / f"{name}.json").read_text()) for name in NAMES}
+
+
+def ball(x, y, **words):
+    return {"shape": "sphere", "size": "large", "color": "red", "material": "rubber", "xyz": [x, y, 0.8],
+            "turn": 0.3} | words
+
+
+def inside(shape, x, y, z):
+    """Which points of a body's own frame, in units of its half height, lie in it?"""
+    return {"sphere": x * x + y * y + z * z <= 1, "cylinder": (x * x + y * y <= 1) & (abs(z) <= 1),
+            "cube": (abs(x) <= 1) & (abs(y) <= 1) & (abs(z) <= 1)}[shape]
+
+
+@pytest.mark.parametrize("shape", data.ATTRIBUTES["shape"])
+def test_box_and_area_equal_a_march_along_every_ray(shape):
+    camera = data._sample_cameras(np.random.default_rng(0), 1, 2.5)
+    item = ball(0.4, -0.3, shape=shape)
+    _, boxes, area, part = data._render([[item]], camera, side=32)
+    eye, right, up, forward = (camera[name][:, 0].astype(float) for name in ("eye", "right", "up", "forward"))
+    cos, sin = np.cos(item["turn"]), np.sin(item["turn"])
+    turn = np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]]) / 0.8
+    hit = np.zeros((64, 64), bool)  # two samples a pixel each way
+    for row in range(64):
+        for column in range(64):
+            u, v = (0.38 * ((2 * i + 1) / 64 - 1) for i in (column, row))
+            ray = forward + u * right - v * up
+            middle = (np.array(item["xyz"]) - eye) @ ray / (ray @ ray)
+            t = np.linspace(middle - 1.2, middle + 1.2, 193)
+            points = eye[:, None] + t * ray[:, None] - np.array(item["xyz"])[:, None]
+            hit[row, column] = inside(shape, *(turn @ points)).any()
+    rows, columns = (np.flatnonzero(hit.any(axis)) // 2 for axis in (1, 0))
+    expected = [columns[0], rows[0], columns[-1] - columns[0] + 1, rows[-1] - rows[0] + 1]
+    assert boxes[0].tolist() == expected
+    assert area[0] == pytest.approx(hit.sum() / 4, rel=0.02) and part[0] == 1
+
+
+def test_the_nearer_object_hides_the_other():
+    camera = data._sample_cameras(np.random.default_rng(0), 2, 0)  # no jitter: from (7, -7, 6)
+    near, far = ball(1.2, -1.2), ball(-0.8, 0.8, color="blue")
+    images, boxes, area, part = data._render([[far, near], [far]], camera)
+    assert part[1] == 1 and part[0] < 1 and part[2] == 1 and area[0] < area[2]
+    assert boxes[0].tolist() == boxes[2].tolist()  # a box is that of the whole object
+    x, y, w, h = boxes[1]
+    red, _, blue = images[0, y + h // 2, x + w // 2].astype(int)
+    assert red > 2 * blue
+
+
+def test_an_object_differs_from_the_floor_inside_its_box_only():
+    camera = data._sample_cameras(np.random.default_rng(1), 2, 0)
+    camera["light"][:] = [[0], [0], [1]]  # from above, the soft shadow stays close
+    camera["gain"][:] = 1
+    images, boxes, _, _ = data._render([[ball(-1, 1)], [ball(-1, 1), ball(1.5, 1, color="yellow")]], camera)
+    rows, columns = (np.abs(images[0].astype(int) - images[1]).max(2) > 60).nonzero()
+    x, y, w, h = boxes[2]
+    assert len(rows) > 0.5 * w * h
+    assert x <= columns.min() and columns.max() < x + w and y <= rows.min() and rows.max() < y + h
+
+
+def test_relations_turn_with_the_camera():
+    here, there = ball(1.0, 0.2), ball(-1.0, 0.0)
+    rights = np.array([[1, 0, 0], [-1, 0, 0], [0, 1, 0], [0, -1, 0]])
+    words = [data._relation(here, there, right)[0] for right in rights]
+    assert words == ["right of", "left of", "in front of", "behind"]
+    _, clarity = data._relation(ball(1, 1), ball(0, 0), np.array([1, 0, 0]))
+    assert clarity == pytest.approx(1)  # on the diagonal: as unclear as can be
+
+
+@pytest.mark.parametrize("objects", [(2, 2), (2, 4), (3, 6)])
+def test_captions_are_distinct_and_name_one_object(objects):
+    rng, scenes = np.random.default_rng(5), {}
+    while len(scenes) < 150:
+        kind = data.KINDS[len(scenes) % 5]
+        if (draft := data._sample_scene(rng, kind, objects)) is None:
+            continue
+        before, after, changed = draft
+        for scene in (before, after):
+            assert len({tuple(item[name] for name in data.ATTRIBUTES) for item in scene}) == len(scene)
+        texts = data._captions(kind, before, after, changed, data._sample_cameras(rng, 1, 2.5)["right"][:, 0])
+        assert len(set(texts)) == 6 and max(len(text.split()) for text in texts) <= 18
+        scenes[str(len(scenes))] = {"type": kind, "changed": changed,
+                                    "objects": {"default": before, "semantic": after}}
+        for text in texts:
+            predictions = {f"{len(scenes) - 1:06d}.png": text}
+            scores = data.mini_accuracy(predictions, scenes)
+            assert all(score == 100 or np.isnan(score) for score in scores.values())
+
+
+def test_the_parser_and_the_scores_see_mistakes():
+    assert all(data.parse_caption(text)["type"] == "same" for text in data.NO_CHANGE)
+    assert data.parse_caption("the red thing that is left of the cube became metal") == {
+        "type": "material", "size": None, "color": "red", "material": None, "shape": None, "value": "metal"}
+    scene = [ball(0, 0), ball(2, 0, color="blue")]
+    scenes = {"7": {"type": "color", "changed": 0, "objects": {
+        "default": scene, "semantic": [scene[0] | {"color": "cyan"}, scene[1]]}}}
+    predictions = {"000007.png": "the large sphere became gray", "000007.png_n": "nothing was changed"}
+    scores = data.mini_accuracy(predictions, scenes)
+    assert scores == {"change type": 100, "distractors": 100, "size": 100, "color": 0, "material": 0, "shape": 100,
+                      "all four": 0, "new value": 0}  # "large sphere" could be either
+
+
+def test_files_follow_the_release(mini):
+    root, files = mini
+    names = [f"CLEVR_default_{i:06d}.png" for i in range(35)]
+    assert list(files["no_change_captions"]) == names
+    assert list(files["change_captions"]) == names + [name.replace("default", "nonsemantic") for name in names]
+    assert {split: len(ids) for split, ids in files["splits"].items()} == SCENES
+    for ids in files["splits"].values():
+        assert {len(set(ids) & {int(name[:6]) for name in files["type_mapping"][kind]}) for kind in data.KINDS} == {
+            len(ids) // 5}
+    for view, folder in data.VIEWS.items():
+        assert Image.open(root / folder / f"CLEVR_{view}_000034.png").size == (64, 64)
+    for i, scene in files["scenes"].items():
+        boxes = files["change_captions_with_bbox"][i]
+        assert (boxes["bbox_before"] is None) == (scene["type"] == "add")
+        assert (boxes["bbox_after"] is None) == (scene["type"] == "drop")
+        assert 0 <= files["change_captions_by_IOU"][i] <= 1
+        for x, y, w, h in (item["box"] for view in scene["objects"].values() for item in view):
+            assert w * h > 16 and x >= 0 and y >= 0 and x + w <= 64 and y + h <= 64
+
+
+def test_a_scene_is_drawn_anew_where_an_object_hides(tmp_path, monkeypatch):
+    drawn, render = [], data._render
+
+    def hide(pictures, camera):
+        images, boxes, area, part = render(pictures, camera)
+        drawn.append(len(pictures))
+        return images, boxes, area, np.minimum(part, 0.4 if len(drawn) == 1 else 1)
+
+    monkeypatch.setattr(data, "_render", hide)
+    data.render_mini(tmp_path, {"train": 5})
+    assert drawn[:2] == [15, 15]
+
+
+def test_the_seed_decides_every_byte(mini, tmp_path):
+    for folder, seed in (("same", 3), ("other", 4)):
+        data.render_mini(tmp_path / folder, SCENES, seed=seed)
+    contents = [{path.relative_to(root): path.read_bytes() for path in root.rglob("*.*")}
+                for root in (mini[0], tmp_path / "same", tmp_path / "other")]
+    assert contents[0] == contents[1] != contents[2]
+
+
+def test_the_feature_network_repeats_itself(mini):
+    nets = [data.train_mini_cnn(mini[0], steps=3, seed=1) for _ in range(2)]
+    x = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    features = [net(x) for net in nets]
+    assert features[0].shape == (2, 128, 8, 8) and (features[0] >= 0).all()
+    torch.testing.assert_close(features[0], features[1], rtol=0, atol=0)
+    assert sum(p.numel() for p in data.MiniCNN().parameters()) < 2_000_000
