@@ -11,7 +11,8 @@ One feature file (features.h5) and one vocabulary (vocab.json) are added to the 
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch loads: idle threads must not spin on a busy laptop
+if "OMP_WAIT_POLICY" not in os.environ:  # read when torch loads: idle threads sleep, after a moment, on a busy laptop
+    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
 import argparse
 import hashlib
@@ -38,10 +39,15 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-# What a release must hold. `scenes`: published counts a split; `words`: vocabulary with the four special ids.
+# What a release must hold. Published counts: `scenes` a split, `types` of change, `words` with the four special ids.
 DATASETS = {
     "mini": {"extractor": "mini-cnn"},
-    "clevr_change": {"extractor": "resnet101-layer3", "scenes": {"train": 33830, "val": 1988, "test": 3985}, "words": 76},
+    "clevr_change": {
+        "extractor": "resnet101-layer3",
+        "scenes": {"train": 33830, "val": 1988, "test": 3985},
+        "types": {"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955},
+        "words": 76,
+    },
 }
 SPLITS = ("train", "val", "test")
 
@@ -308,10 +314,11 @@ class Features:
         return f"features: {where} ({size / 1e9:.2f} GB; {room}); override with --features"
 
     def rows(self, names: list[str]) -> Tensor:
-        """-> (n, C, H, W) float16, on the GPU, in RAM, or read now into page-locked memory where there is a GPU."""
+        """-> (n, C, H, W) float16 on the GPU or in RAM (page-locked where there is a GPU, for a copy that does not wait)."""
         index = [self.row[name] for name in names]
         if self.memory is not None:
-            return self.memory[torch.tensor(index, device=self.memory.device)]
+            rows = self.memory[torch.tensor(index, device=self.memory.device)]
+            return rows.pin_memory() if torch.cuda.is_available() and not rows.is_cuda else rows
         out = torch.empty((len(index), *self.data.shape[1:]), dtype=torch.float16, pin_memory=torch.cuda.is_available())
         with self.lock:
             for i, row in enumerate(index):
@@ -388,9 +395,11 @@ class Dataset:
         self.name, self.root, self.vocab, self.features = name, root, vocab, features
         self.scenes, self.kinds, self.paths, self.release = release.scenes, release.kinds, release.paths, release
         self.grid = tuple(features.data.shape[1:])  # C, H, W
-        every = [s.swapped + s.pairs if s.swapped else s.pairs for scenes in self.scenes.values() for s in scenes]
-        self.max_len = 2 + max(len(tokenize(c)) for pairs in every for p in pairs for c in p.captions)
-        missing = [n for pairs in every for p in pairs for n in (p.before, p.after) if n not in features.row]
+        kinds = [pairs for scenes in self.scenes.values() for s in scenes for pairs in (s.pairs, s.swapped) if pairs]
+        # Longest caption with START and END of each kind of pair: a distractor's words need not run as far as a change's.
+        self.lengths = [2 + max(len(tokenize(c)) for p in kind for c in p.captions) for kind in zip(*kinds, strict=True)]
+        self.max_len = max(self.lengths)
+        missing = [n for pairs in kinds for p in pairs for n in (p.before, p.after) if n not in features.row]
         if missing:
             raise ValueError(f"{features.path}: no features for {missing[0]} and {len(missing) - 1} more; "
                              f"remove it and run: {prepare_command(name, root)}")  # fmt: skip
@@ -411,11 +420,12 @@ class Dataset:
             for i in range(start * batch_size, len(scenes), batch_size):
                 chosen = order[i : i + batch_size]
                 pairs = [scenes[j].swapped if scenes[j].swapped and swap[j] else scenes[j].pairs for j in chosen]
-                yield tuple(
-                    self.batch([p[s] for p in pairs], [p[s].captions[int(draw[j, s] * len(p[s].captions))]
-                                                        for p, j in zip(pairs, chosen, strict=True)])
-                    for s in range(draw.shape[1])
-                )  # fmt: skip
+                streams = []
+                for kind, length in enumerate(self.lengths):
+                    of_kind = [p[kind] for p in pairs]
+                    drawn = [p.captions[int(draw[j, kind] * len(p.captions))] for p, j in zip(of_kind, chosen, strict=True)]
+                    streams.append(self.batch(of_kind, drawn, length))
+                yield tuple(streams)
 
         return make() if self._resident() else prefetch(make())
 
@@ -433,11 +443,11 @@ class Dataset:
         """Nothing to fetch ahead: features lie on the device, or there is no device but the CPU."""
         return self.features.memory is not None and (self.features.memory.is_cuda or not torch.cuda.is_available())
 
-    def batch(self, pairs: list[Pair], captions: list[str] | None = None) -> Batch:
-        """Pairs with one caption each (default: their first)."""
+    def batch(self, pairs: list[Pair], captions: list[str] | None = None, length: int = 0) -> Batch:
+        """Pairs with one caption each (default: their first), padded to `length` ids (default: the longest there is)."""
         captions = captions or [p.captions[0] for p in pairs]
         before, after = self.features.rows([p.before for p in pairs]), self.features.rows([p.after for p in pairs])
-        ids = torch.tensor([self.vocab.encode(c, self.max_len) for c in captions], device=before.device)
+        ids = torch.tensor([self.vocab.encode(c, length or self.max_len) for c in captions], device=before.device)
         return Batch(before, after, ids, [p.id for p in pairs])
 
     def references(self, split: str) -> dict[str, list[str]]:
@@ -512,7 +522,6 @@ COLORS = {"gray": (87, 87, 87), "red": (173, 35, 35), "blue": (42, 75, 215), "gr
 ATTRIBUTES = {"size": ("small", "large"), "color": tuple(COLORS), "material": ("rubber", "metal"),
               "shape": ("sphere", "cube", "cylinder")}  # in the order in which English names them
 RADIUS = {"small": 0.45, "large": 0.8}
-VIEWS = {"default": "images", "semantic": "sc_images", "nonsemantic": "nsc_images"}  # view -> its folder
 TAN = 0.38  # tangent of half the field of view
 
 
@@ -769,23 +778,28 @@ def _relation(item: dict, other: dict, right: np.ndarray) -> tuple[str, float]:
 
 
 def _captions(kind: str, before: list[dict], after: list[dict], changed: int, right: np.ndarray) -> list[str]:
-    """Six different sentences for a change: three verbs, each with the full and with the short name of the object.
+    """Six different sentences for a change: three verbs, each with two ways to say which object changed.
 
-    Names are unambiguous, and relations are those seen, in the scene before (after for add). `right` is that
-    picture's camera's right axis. The object is also placed by its nearest neighbour to which the relation is clear.
+    The object's full name is followed by its place beside another object: the nearest to which the relation is clear,
+    in full, or the second nearest, in short (the same one where there is no second). Names are unambiguous and relations
+    are seen in the scene before (after for add), by the camera with this `right` axis.
     """
     scene = after if kind == "add" else before
     item = scene[changed]
-    full, short = _phrase(item), _short_phrase(item, scene)
-    value = after[changed][kind] if kind in ATTRIBUTES else ""
-    links = []  # (not clear, distance, words) for every other object
-    for other in scene[:changed] + scene[changed + 1:]:
-        words, clarity = _relation(item, other, right)
-        links.append((clarity < CLEAR, math.dist(item["xyz"], other["xyz"]),
-                      f" that is {words} the {_short_phrase(other, scene)}"))
-    unclear, _, link = min(links, default=(True, 0, ""))
-    # With nothing clear the names stand alone. Where short and full are one, the link tells the sentences apart.
-    names = (full + link, full) if short == full else (full, short) if unclear else (full + link, short + link)
+    full, value = _phrase(item), after[changed][kind] if kind in ATTRIBUTES else ""
+    places = []  # (distance, relation, other object) wherever the relation is clear
+    for n, other in enumerate(scene):
+        relation, clarity = _relation(item, other, right) if n != changed else ("", 0)
+        if clarity >= CLEAR:
+            places.append((math.dist(item["xyz"], other["xyz"]), relation, other))
+    if places:
+        (_, relation, near), (_, other_relation, other) = (sorted(places, key=lambda place: place[0]) * 2)[:2]
+        names = [f"{full} that is {relation} the {_phrase(near)}",
+                 f"{full} that is {other_relation} the {_short_phrase(other, scene)}"]  # fmt: skip
+    else:
+        names = [full, _short_phrase(item, scene)]
+    if names[0] == names[1]:  # an object whose shortest name is its full one
+        names[1] = f"{full} in the scene"
     return [template.format(name, value) for template in TEMPLATES[kind] for name in names]
 
 
@@ -814,7 +828,7 @@ def _render_chunk(root: Path, first: int, kinds: list[str], objects: tuple[int, 
             if not shown[starts[3 * n]: starts[3 * n + 3]].all():
                 continue
             views = {}
-            for view, name in enumerate(VIEWS, 3 * n):
+            for view, name in enumerate(CLEVR_FOLDERS, 3 * n):
                 Image.fromarray(images[view]).save(_picture(root, name, first + i), compress_level=1)
                 where = boxes[starts[view]: starts[view + 1]].tolist()
                 views[name] = [{key: item[key] for key in ATTRIBUTES}
@@ -833,7 +847,7 @@ def _render_chunk(root: Path, first: int, kinds: list[str], objects: tuple[int, 
 
 
 def _picture(root: Path, view: str, scene: int) -> Path:
-    return root / VIEWS[view] / f"CLEVR_{view}_{scene:06d}.png"
+    return root / CLEVR_FOLDERS[view] / f"CLEVR_{view}_{scene:06d}.png"
 
 
 def _box_iou(a: list[int], b: list[int]) -> float:
@@ -854,7 +868,7 @@ def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (
     """
     if not 2 <= objects[0] <= objects[1] <= 6:
         raise ValueError(f"a scene takes 2 to 6 objects (more would hide one another), not {objects}")
-    for folder in VIEWS.values():
+    for folder in CLEVR_FOLDERS.values():
         (root / folder).mkdir(parents=True, exist_ok=True)
     jobs, splits, first = [], {}, 0
     for number, (split, count) in enumerate(scenes.items()):
@@ -973,8 +987,10 @@ def _conv(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Sequent
 
 
 class MiniCNN(nn.Module):
-    """Stands in for ResNet-101 on mini: pictures (B, 3, 64, 64) in [-1, 1] -> features (B, 128, 8, 8), every cell of mean
-    0 and variance 1 over its channels: bare floor is as loud as an object, so dot products compare what cells show."""
+    """Stands in for ResNet-101 on mini: pictures (B, 3, 64, 64) in [-1, 1] -> features (B, 128, 8, 8).
+
+    Every cell has mean 0 and variance 1 over its channels, so that dot products compare what cells show. A pattern of its
+    own is added before that: bare floor, where little else is found, looks the same everywhere."""
 
     def __init__(self, width: int = 32):
         super().__init__()
@@ -982,9 +998,10 @@ class MiniCNN(nn.Module):
         self.stem = nn.Sequential(nn.PixelUnshuffle(2), _conv(12, width, 3), nn.ReLU())
         # At equal time, the extra block reads shapes better at 16 x 16 (.94 of test objects) than at 8 x 8 (.93).
         self.blocks = nn.Sequential(_Block(width, 64, 2), _Block(64, 64), _Block(64, 128, 2))
+        self.pattern = nn.Parameter(torch.randn(128))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(self.blocks(self.stem(x)).movedim(1, -1), (128,)).movedim(-1, 1)
+        return F.layer_norm(self.blocks(self.stem(x)).movedim(1, -1) + self.pattern, (128,)).movedim(-1, 1)
 
 
 def _attribute_data(root: Path, split: str) -> tuple[Tensor, Tensor]:
@@ -994,7 +1011,7 @@ def _attribute_data(root: Path, split: str) -> tuple[Tensor, Tensor]:
     which cross_entropy ignores. Of two objects in a cell, the nearer (lower) one stays.
     """
     scenes = json.loads((root / "scenes.json").read_text())
-    chosen = [(i, view) for i in json.loads((root / "splits.json").read_text())[split] for view in VIEWS]
+    chosen = [(i, view) for i in json.loads((root / "splits.json").read_text())[split] for view in CLEVR_FOLDERS]
     images = torch.empty(len(chosen), 3, 64, 64, dtype=torch.uint8)
     cells = torch.full((len(chosen), len(ATTRIBUTES), 8, 8), -100)
     for n, (i, view) in enumerate(chosen):
@@ -1014,7 +1031,7 @@ def _windows(data: Tensor, index: Tensor, row: Tensor, column: Tensor, size: int
     return data[index[:, None, None], :, rows, columns].permute(0, 3, 1, 2)
 
 
-def train_mini_cnn(root: Path, steps: int = 1000, seed: int = 0) -> MiniCNN:
+def train_mini_cnn(root: Path, steps: int = 1000, seed: int = 0, device: str = "cpu") -> MiniCNN:
     """Trains the feature network to name, in each cell that holds an object's centre, its four attributes.
 
     It learns from single training pictures and attribute labels; it sees no caption, no pair and no test picture. All
@@ -1022,7 +1039,6 @@ def train_mini_cnn(root: Path, steps: int = 1000, seed: int = 0) -> MiniCNN:
     Returns the network in eval mode on the CPU; there, the result depends on the arguments alone.
     """
     torch.manual_seed(seed)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     images, cells = (data.to(device) for data in _attribute_data(root, "train"))
     occupied = (cells[:, 0] >= 0).nonzero()  # (objects, 3): picture, row, column
     sizes = [len(choices) for choices in ATTRIBUTES.values()]
@@ -1350,7 +1366,7 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) 
             root.rmdir()
         os.replace(partial, root)
     if not (root / "mini_cnn.pt").exists():
-        net = train_mini_cnn(root, steps=min(1000, 10 + scenes // 5), seed=seed)
+        net = train_mini_cnn(root, steps=min(1000, 10 + scenes // 5), seed=seed, device=device)
         torch.save(net.state_dict(), root / "mini_cnn.pt.partial")
         os.replace(root / "mini_cnn.pt.partial", root / "mini_cnn.pt")
     release = read_clevr_change(root)
@@ -1371,9 +1387,9 @@ def mini_cnn_name(state: dict[str, Tensor]) -> str:
     return f"mini-cnn-{digest.hexdigest()[:12]}"
 
 
-def check_clevr_change(root: Path, published: dict) -> list[str]:
-    """Every problem of a CLEVR-Change folder, one line each: files, ids, counts, captions, images, features, words."""
-    problems, parsed = [], {}
+def check_clevr_change(name: str, root: Path) -> list[str]:
+    """Every problem of a folder in CLEVR-Change's layout, a line each: files, ids, counts, captions, images, features."""
+    problems, parsed, published, prepare = [], {}, DATASETS[name], prepare_command(name, root)
     for file in ("splits.json", "type_mapping.json", "change_captions.json", "no_change_captions.json"):
         try:
             parsed[file] = read_json(root / file)
@@ -1389,7 +1405,11 @@ def check_clevr_change(root: Path, published: dict) -> list[str]:
             if i in owner:
                 problems.append(f"{root / 'splits.json'}: scene {i} is in {owner[i]} and in {split}")
             owner[i] = split
-    typed = {name for names in parsed.get("type_mapping.json", {}).values() for name in names}
+    types = parsed.get("type_mapping.json", {})
+    for kind, wanted in published.get("types", {}).items() if types else ():
+        if len(types.get(kind, [])) != wanted:
+            problems.append(f"{root / 'type_mapping.json'}: {len(types.get(kind, []))} of type {kind}, published {wanted}")
+    typed = {image for images in types.values() for image in images}
     for i, split in owner.items():
         if typed and f"{i:06d}.png" not in typed:
             problems.append(f"{root / 'type_mapping.json'}: {i:06d}.png ({split}) has no change type")
@@ -1411,7 +1431,7 @@ def check_clevr_change(root: Path, published: dict) -> list[str]:
         found = tqdm(pool.map(unreadable, paths.values()), "images", len(paths), unit="image", disable=None)
         problems += [line for line in found if line]
     try:
-        features = Features(root / "features.h5", prepare_command("clevr_change", root))
+        features = Features(root / "features.h5", prepare)
         absent = [name for name in paths if name not in features.row]
         if absent:
             problems.append(f"{features.path}: no features for {absent[0]} and {len(absent) - 1} more")
@@ -1421,8 +1441,8 @@ def check_clevr_change(root: Path, published: dict) -> list[str]:
     except (FileNotFoundError, ValueError) as e:
         problems.append(str(e))
     if not (root / "vocab.json").exists():
-        problems.append(f"no vocabulary at {root / 'vocab.json'}; run: {prepare_command('clevr_change', root)}")
-    elif len(read_json(root / "vocab.json")) != published.get("words", len(read_json(root / "vocab.json"))):
+        problems.append(f"no vocabulary at {root / 'vocab.json'}; run: {prepare}")
+    elif "words" in published and len(read_json(root / "vocab.json")) != published["words"]:
         problems.append(f"{root / 'vocab.json'}: {len(read_json(root / 'vocab.json'))} words, published {published['words']}")
     print(f"{root}: {len(owner)} scenes ({', '.join(f'{s} {len(splits.get(s, []))}' for s in SPLITS)}), "
           f"{len(paths)} images, {len(problems)} problems")  # fmt: skip
@@ -1458,7 +1478,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.command == "score":
         print(format_scores(score(read_predictions(args.predictions), read_references(args.references))))
     elif args.check:
-        problems = check_clevr_change(args.data_dir, DATASETS[args.command])
+        problems = check_clevr_change(args.command, args.data_dir)
         if problems:
             print("\n".join(problems), file=sys.stderr)
             sys.exit(2)

@@ -26,7 +26,8 @@ To copy: this file and common.py; training needs data.py too.
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch loads: idle threads must not spin on a busy laptop
+if "OMP_WAIT_POLICY" not in os.environ:  # read when torch loads: idle threads sleep, after a moment, on a busy laptop
+    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
 import dataclasses
 import json
@@ -101,7 +102,7 @@ PRESETS = {
     "spot_the_diff": dict(layers=3, w_match=0.3, w_cbr=0.5, batch_size=32, lr_drop=4020, use_coords=False),
     "image_editing_request": dict(w_match=0.003, w_cbr=0.06, batch_size=16, lr=1e-4, lr_drop=2880, use_coords=False),
     "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, near_identity=True, decoder_init="pytorch",
-                 batch_size=32, lr=2e-3, schedule="cosine", warmup=50, clip=1.0, steps=1200, eval_every=400, eval_batch=250),
+                 batch_size=16, lr=2e-3, schedule="cosine", warmup=50, clip=1.0, steps=2400, eval_every=800, eval_batch=250),
 }  # fmt: skip
 
 RELEASED = dict(  # the released code's side of every disputed detail: --reading released
@@ -204,12 +205,13 @@ class Decoder(nn.Module):
         """Key and value of the difference (B, N, D) for each layer: once a caption, not once a word."""
         return [(l.cross_attention.key(difference), l.cross_attention.value(difference)) for l in self.layers]
 
-    def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
-        """All words at once: (B, V) -> hidden states (B, V, D), the last layer's scores over cells (B, K, V, N)."""
+    def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All words at once: (B, V) -> hidden states (B, V, D), and the query (B, V, D) and key (B, N, D) with which the
+        last layer looked at the difference."""
         x, memory = self.words(ids), self.memory(difference)
         for layer, cross in zip(self.layers, memory, strict=True):
             x, _, query = layer(x, cross)
-        return x, self.layers[-1].cross_attention.scores(query, memory[-1][0])
+        return x, query, memory[-1][0]
 
     def stepper(self, difference: Tensor):
         """-> step(words (B,), position) -> logits of the next word; keys and values of earlier words are kept."""
@@ -294,7 +296,7 @@ class SCORER(nn.Module):
             self.log_scale = nn.Parameter(torch.ones(()))
         if cfg.w_cbr:
             self.cbr = BackwardReasoning(cfg).requires_grad_(cfg.train_cbr)
-        if cfg.near_identity:
+        if cfg.near_identity and layers:
             self.start_near_identity()
 
     def encode(self, before: Tensor, after: Tensor):
@@ -322,7 +324,7 @@ class SCORER(nn.Module):
     def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
         """The parts of Eq. 13 for one batch of pairs: features (B, C, H, W) twice, caption (B, V)."""
         difference, x_bef, x_aft, matched = self.encode(before, after)
-        hidden, _ = self.decoder(caption, difference)
+        hidden, _, _ = self.decoder(caption, difference)
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}
         if self.cfg.w_match:
             (q_bef, q_aft), (k_aft, k_bef) = (x.chunk(2) for x in matched)
@@ -354,7 +356,8 @@ class SCORER(nn.Module):
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> Tensor:
         """Where the decoder looked: last layer's attention over cells, mean over heads and over the words of ids
         (B, V) -> (B, H, W). Row t of the scores is the state that predicts word t + 1."""
-        _, scores = self.decoder(ids, self.encode(before, after)[0])
+        _, query, key = self.decoder(ids, self.encode(before, after)[0])
+        scores = self.decoder.layers[-1].cross_attention.scores(query, key)  # (B, K, V, N)
         weight = scores.softmax(-1).mean(1)[:, :-1]  # (B, V - 1, N)
         valid = (ids[:, 1:] > data.END).to(weight.dtype)[..., None]
         return ((weight * valid).sum(1) / valid.sum(1).clamp(min=1)).unflatten(1, self.grid[1:])
@@ -408,7 +411,7 @@ def train(cfg: Config, resume: bool = False) -> tuple[SCORER, data.Dataset]:
     torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
     model = SCORER(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=cuda)
+    optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
     step, best, recent, began = 0, float("-inf"), LossLog(), time.perf_counter()
 
     def save(name: str) -> None:

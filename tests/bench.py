@@ -36,7 +36,7 @@ def plain_decode(model, before, after):
 
     def step(words, t):
         so_far.append(words)
-        hidden, _ = model.decoder(torch.stack(so_far, 1), difference)
+        hidden, _, _ = model.decoder(torch.stack(so_far, 1), difference)
         return model.decoder.head(hidden[:, -1])
 
     start = torch.full((len(before),), data.START, device=before.device)
@@ -64,7 +64,7 @@ def work_of(args):
         return torch.no_grad()(run)
     caption = torch.randint(4, WORDS, (args.batch, LENGTH), device=args.device)
     streams = tuple(data.Batch(before, after, caption, []) for _ in range(2))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=cuda)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
     if cuda and args.compile:
         model.compile()
 

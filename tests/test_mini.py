@@ -167,3 +167,32 @@ def test_the_feature_network_repeats_itself(mini):
     assert features[0].shape == (2, 128, 8, 8) and (features[0] >= 0).all()
     torch.testing.assert_close(features[0], features[1], rtol=0, atol=0)
     assert sum(p.numel() for p in data.MiniCNN().parameters()) < 2_000_000
+
+
+def test_interrupted_preparation_is_not_taken_for_complete(tmp_path, monkeypatch):
+    root = tmp_path / "mini"
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def prepare():
+        data.prepare_mini(root, 12, "2,3", 0, "cpu")
+
+    for stage in ("_captions", "train_mini_cnn", "write_features", "build_vocab"):
+        with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+            m.setattr(data, stage, interrupted)
+            prepare()
+        assert root.exists() == (stage != "_captions")
+        with pytest.raises((FileNotFoundError, ValueError)):
+            data.load("mini", root)
+    prepare()
+    assert data.load("mini", root).grid == (128, 8, 8)
+    features = (root / "features.h5").read_bytes()
+    prepare()  # all is there: nothing is made again
+    assert (root / "features.h5").read_bytes() == features
+    with pytest.raises(ValueError, match="remove it or choose another"):
+        data.prepare_mini(root, 13, "2,3", 0, "cpu")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("")
+    with pytest.raises(ValueError, match="not empty"):
+        data.prepare_mini(tmp_path / "full", 12, "2,3", 0, "cpu")

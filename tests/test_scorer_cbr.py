@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 import data
 import scorer_cbr
@@ -116,7 +117,8 @@ def test_released_reading_meets_recorded_values(fixture):
     (q_bef, q_aft), (k_aft, k_bef) = q.chunk(2), k.chunk(2)
     close(model.similarity(q_bef, k_aft, model.log_scale)[0], [54.499477, 56.707699, 53.308426])
     close(model.similarity(q_aft, k_bef, model.log_scale)[0], [52.554564, 55.211010, 55.018642])
-    _, scores = model.decoder(caption, difference)
+    _, query, key = model.decoder(caption, difference)
+    scores = model.decoder.layers[-1].cross_attention.scores(query, key)
     close(scores.mean(1)[0, 0, :3], [0.113618, 0.108001, 0.178722])
     model.zero_grad()
     (losses["caption"] + 0.1 * losses["match"] + 0.001 * losses["cbr"]).backward()
@@ -186,7 +188,7 @@ def test_match_loss_against_loops(matching, match_heads):
 def test_cbr_loss_against_loops(sentence_mean):
     model, (before, after) = small(sentence_mean=sentence_mean).eval(), pictures()
     x_bef, x_aft, cbr = model.embed(before), model.embed(after), model.cbr
-    hidden, _ = model.decoder(CAPTION, model.encode(before, after)[0])
+    hidden, _, _ = model.decoder(CAPTION, model.encode(before, after)[0])
     hat = torch.zeros(B, N, 8, dtype=torch.float64)
     for b in range(B):
         words = int((CAPTION[b] > 0).sum())
@@ -313,7 +315,8 @@ def test_cached_decoding_equals_full_decoding():
 
 def test_attention_map_is_a_mean_over_the_words():
     model, (before, after) = small().eval(), pictures()
-    _, scores = model.decoder(CAPTION, model.encode(before, after)[0])
+    _, query, key = model.decoder(CAPTION, model.encode(before, after)[0])
+    scores = model.decoder.layers[-1].cross_attention.scores(query, key)
     maps = model.attention_map(before, after, CAPTION)
     assert maps.shape == (B, H, W)
     torch.testing.assert_close(maps.sum((1, 2)), torch.ones(B, dtype=torch.float64))
@@ -451,6 +454,54 @@ def test_a_checkpoint_of_other_features_is_refused(prepared, tiny, tmp_path):
     (prepared / "vocab.json").write_text(json.dumps(words | {"zebra": len(words)}))
     with pytest.raises(ValueError, match="--data_dir"):
         run("--eval", tmp_path / "run" / "best.pt", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """The embedded data set, rendered and learned for a moment."""
+    root = tmp_path_factory.mktemp("smoke")
+    flags = ["--scenes", "60", "--steps", "20", "--log_every", "5", "--dim", "32", "--device", "cpu"]
+    run(*flags, "--data_dir", root / "mini", "--out_dir", root / "run")
+    return root
+
+
+def test_embedded_data_set_from_nothing(smoke):
+    log = losses(smoke / "run")
+    assert log[20]["caption"] < log[5]["caption"] and math.isfinite(log[20]["total"])
+    result = json.loads((smoke / "run" / "scores_test.json").read_text())
+    assert set(result["accuracy"]) >= {"change type", "distractors", "all four"}
+    assert "view: hardest quarter" in result["scores"]
+    with Image.open(smoke / "run" / "samples.png") as sheet:
+        assert sheet.width > 1000
+    with pytest.raises(ValueError, match="--data_dir"):  # other settings than those it was made with
+        run("--scenes", "70", "--data_dir", smoke / "mini", "--out_dir", smoke / "other", "--device", "cpu")
+
+
+def test_any_two_files_are_captioned_with_the_checkpoint_alone(smoke, tmp_path, capsys):
+    checkpoint, pair = tmp_path / "moved.pt", []
+    checkpoint.write_bytes((smoke / "run" / "best.pt").read_bytes())
+    for name, mode, size in (("a.jpg", "L", (31, 57)), ("b.gif", "P", (200, 90))):
+        Image.new(mode, size, 3).save(tmp_path / name)
+        pair.append(tmp_path / name)
+    run("--caption", *pair, "--checkpoint", checkpoint, "--device", "cpu", "--out", tmp_path / "out.png")
+    caption = capsys.readouterr().out.strip()
+    words = json.loads((smoke / "mini" / "vocab.json").read_text())
+    assert caption and set(caption.split()) <= set(words) and (tmp_path / "out.png").stat().st_size > 1000
+    (tmp_path / "c.png").write_bytes(b"no picture")
+    with pytest.raises(ValueError, match="c.png is not a readable image"):
+        run("--caption", pair[0], tmp_path / "c.png", "--checkpoint", checkpoint, "--device", "cpu")
+    with pytest.raises(ValueError, match="--caption needs --checkpoint"):
+        run("--caption", *pair)
+
+
+PAIRS = Path(__file__).resolve().parents[2] / "shared" / "data" / "pairs"
+
+
+@pytest.mark.skipif(not PAIRS.exists(), reason="the photographs are not here")
+@pytest.mark.parametrize("names", [("levir_before.png", "levir_after.png"), ("bird_1.jpg", "bird_2.jpg")])
+def test_real_photographs_are_captioned(smoke, names, capsys):
+    run("--caption", *(PAIRS / n for n in names), "--checkpoint", smoke / "run" / "best.pt", "--device", "cpu")
+    assert capsys.readouterr().out.strip()
 
 
 def test_the_script_starts_and_bad_input_is_one_line(tmp_path):
