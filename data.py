@@ -136,11 +136,11 @@ class Release:
 def read_json(path: Path, kind: type = dict):
     """Parsed JSON of the expected kind; FileNotFoundError or ValueError in one line."""
     if not path.exists():
-        raise FileNotFoundError(f"{path} is missing; it belongs to the data set's release (see README, Data)")
+        raise FileNotFoundError(f"{path} is missing; the README tells where each file comes from")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path} is not valid JSON ({e}); fetch it again") from e
+        raise ValueError(f"{path} is not valid JSON ({e}); make or fetch it again") from e
     if not isinstance(content, kind):
         raise ValueError(f"{path}: expected a JSON {kind.__name__}, found {type(content).__name__}")
     return content
@@ -1265,15 +1265,8 @@ def format_scores(result: dict) -> str:
 
 def read_captions(path: str | Path, key: str | None) -> list[tuple[str, str]]:
     """(image id, caption) pairs of a COCO file: the list under `key`, or the whole file where key is None."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no caption file at {path}")
+    rows = read_json(Path(path), dict).get(key) if key else read_json(Path(path), list)
     where = f'{path}: "{key}"' if key else f"{path}"
-    try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:  # also a wrong encoding
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if key:
-        rows = rows.get(key) if isinstance(rows, dict) else None
     if not isinstance(rows, list):
         raise ValueError(f'{where} should be a list of {{"image_id": ..., "caption": ...}}')
     for n, row in enumerate(rows):
