@@ -1,7 +1,7 @@
 """Small parts that every method file stands on. Nothing here belongs to one paper, nothing here reads data.
 
 Layers:  Attention, GridPosition, sinusoid          Losses: info_nce, token_match
-Decoding: greedy_decode                             Running: RunConfig, parse_args, Run, checkpoints, pictures
+Decoding: decode                                    Running: RunConfig, parse_args, Run, checkpoints, pictures
 Axis letters: A, B images or pairs; N, M grid cells; D width; K heads; L, V tokens and words; C channels.
 To use a method elsewhere take its file and this one; training it also takes data.py.
 """
@@ -12,7 +12,9 @@ import inspect
 import json
 import math
 import os
+import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -155,7 +157,6 @@ def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
     """Similarity of every image a to every image b by their best matching tokens (FILIP, ICLR 2022):
     1/2 [ mean_l max_m <q_al, k_bm> + mean_m max_l <q_al, k_bm> ], for heads > 1 in each slice of the channels,
     averaged. q (A, N, C), k (B, M, C) -> (A, B). Memory does not grow with A*B*N*M; ties go to one winner."""
-    q, k = (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x for x in (q, k))
     pairs = zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True)
     return sum(_TokenMatch.apply(a, b) for a, b in pairs) / heads
 
@@ -208,7 +209,7 @@ class RunConfig:
     clip: float = 0.0  # largest gradient norm; 0: no clipping
     log_every: int = 50  # steps between lines of log.jsonl
     eval_every: int = 1000  # steps between validations; last.pt is saved as often
-    select_by: str = "CIDEr"  # metric of the validation captions (total) that chooses best.pt
+    select_by: Literal["CIDEr", "BLEU-4", "ROUGE-L"] = "CIDEr"  # validation metric (all pairs) that chooses best.pt
     eval_batch: int = 64  # pairs decoded at once
     device: str = ""  # cuda, cpu, ... (default: cuda where there is one)
     amp: bool = True  # bfloat16 autocast; CUDA only
@@ -236,8 +237,9 @@ def preset(Config: type, presets: dict[str, dict], released: dict, dataset: str,
 
 def parse_args(Config: type, presets: dict, released: dict, script: str, doc: str, argv: list[str] | None = None):
     """-> (config, commands). One flag a config field; flags not given take the value of the checkpoint that the command
-    names (--eval, --caption, --resume), else of the preset."""
-    commands = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    names (--eval, --caption, --resume), else of the preset. A run's folder is its checkpoint's; the device is chosen anew
+    but for --resume."""
+    commands = Parser(add_help=False, allow_abbrev=False)
     do = commands.add_argument_group("what to do (default: train, then evaluate on test)")
     do.add_argument("--resume", action="store_true", help="continue out_dir's last.pt")
     do.add_argument("--eval", metavar="CHECKPOINT", help="only evaluate this checkpoint")
@@ -245,24 +247,32 @@ def parse_args(Config: type, presets: dict, released: dict, script: str, doc: st
     do.add_argument("--caption", nargs=2, metavar=("BEFORE", "AFTER"), help="print the caption of two image files")
     do.add_argument("--checkpoint", help="checkpoint for --caption")
     do.add_argument("--out", metavar="PICTURE", help="with --caption: write the attention picture here")
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, parents=[commands])
+    first = Parser(add_help=False, allow_abbrev=False, parents=[commands])
     for name in ("dataset", "reading", "device", "out_dir"):
         first.add_argument(f"--{name}", default=getattr(Config, name))
     args = first.parse_known_args(argv)[0]
-    if args.caption and not args.checkpoint:
-        raise ValueError("--caption needs --checkpoint, for example runs/<run>/best.pt")
+    if bool(args.caption) != bool(args.checkpoint):
+        raise ValueError("--caption needs --checkpoint, for example runs/<run>/best.pt, and --checkpoint needs --caption")
+    if sum(map(bool, (args.caption, args.eval, args.resume))) > 1:
+        raise ValueError("--resume, --eval and --caption exclude each other; give one of them")
+    if (args.out and not args.caption) or (args.split != "test" and not args.eval):
+        raise ValueError("--out goes with --caption, --split with --eval")
 
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = usable_device(args.device)
     out_dir = args.out_dir or f"runs/{script}-{args.dataset}"
     source = args.eval or (args.caption and args.checkpoint) or (args.resume and f"{out_dir}/last.pt")
     if source:
         base, origin = config_of(Config, load_checkpoint(source), source), source
+        device = usable_device(base.device) if args.resume and not args.device else device
+        for name in ("dataset", "reading"):
+            if getattr(args, name) not in (getattr(Config, name), getattr(base, name)):
+                raise ValueError(f"--{name} {getattr(args, name)}: {source} was trained with {getattr(base, name)}")
         base.out_dir = args.out_dir or str(Path(source).parent)
     else:
         base = preset(Config, presets, released, args.dataset, args.reading, device.startswith("cuda"))
         base.out_dir, origin = out_dir, f"preset {base.dataset}, {base.reading} reading"
     base.device, comments = device, _comments(Config)
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0], allow_abbrev=False, parents=[commands])
+    parser = Parser(description=doc.splitlines()[0], allow_abbrev=False, parents=[commands])
     group = parser.add_argument_group(f"config (defaults: {origin})")
     for f in dataclasses.fields(Config):
         kind = {"choices": get_args(f.type)} if get_origin(f.type) is Literal else {"type": f.type}
@@ -271,6 +281,33 @@ def parse_args(Config: type, presets: dict, released: dict, script: str, doc: st
         flag.help = comments[f.name].replace("%", "%%") + " (default: %(default)s)"
     args = vars(parser.parse_args(argv))
     return Config(**{f.name: args.pop(f.name) for f in dataclasses.fields(Config)}), argparse.Namespace(**args)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line (run_main prints it and exits 2)."""
+
+    def error(self, message: str):
+        raise ValueError(f"{message}; --help shows every flag")
+
+
+def usable_device(name: str) -> str:
+    """The named device, or CUDA where there is one, else the CPU; ValueError where it cannot be used."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f"--device {name} cannot be used here; leave it out, or give cpu") from e
+    if name.startswith("cuda:"):
+        torch.cuda.set_device(name)
+    return name
+
+
+def can_compile() -> bool:
+    """torch.compile needs a C compiler; where there is none, training goes on without, and says so."""
+    found = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    if not found:
+        print("no C compiler on the PATH: training without torch.compile")
+    return bool(found)
 
 
 def config_of(Config: type, state: dict, path: str | Path):
@@ -335,15 +372,18 @@ class Run:
     def trim_log(self, step: int) -> None:
         """Drop lines later than `step`: a run that was killed logged steps that it will now repeat."""
         path = self.dir / "log.jsonl"
+        partial = self.dir / "log.jsonl.partial"
         lines = [line for line in path.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= step]
-        path.write_text("".join(line + "\n" for line in lines))
+        partial.write_text("".join(line + "\n" for line in lines))
+        os.replace(partial, path)
 
     def begin(self, cfg: RunConfig, model: nn.Module, step: int) -> None:
         """Make the folder (without an older run's files); say and log what a figure of this run depends on."""
         self.dir.mkdir(parents=True, exist_ok=True)
         if not self.resume:
-            for old in ("log.jsonl", "last.pt", "best.pt"):
-                (self.dir / old).unlink(missing_ok=True)
+            for pattern in ("log.jsonl", "last.pt", "best.pt", "captions_*.json", "scores_*.json", "samples*.png"):
+                for old in self.dir.glob(pattern):
+                    old.unlink()
         git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
         try:
             code = subprocess.run(git, capture_output=True, text=True).stdout.strip()
@@ -374,11 +414,20 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
         raise FileNotFoundError(f"no checkpoint at {path}; train first, or name another file")
     try:
         state = torch.load(path, map_location=device, weights_only=True)
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, __import__("pickle").UnpicklingError) as e:
-        raise ValueError(f"{path} is not a readable checkpoint ({str(e).splitlines()[0][:100]})") from e
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as e:
+        reason = (str(e) or type(e).__name__).splitlines()[0][:100]
+        raise ValueError(f"{path} is not a readable checkpoint ({reason})") from e
     if not isinstance(state, dict) or "config" not in state:
         raise ValueError(f"{path} is not a checkpoint of this project: it has no entry 'config'")
     return state
+
+
+def load_weights(model: nn.Module, state: dict, path: str | Path) -> None:
+    """Put a checkpoint's weights into a model; ValueError where the config no longer fits them."""
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as e:
+        raise ValueError(f"{path} does not fit these flags: {str(e).splitlines()[-1].strip()}") from e
 
 
 def random_state(device: str) -> dict[str, Tensor]:
@@ -406,7 +455,7 @@ class LossLog:
     def take(self, step: int) -> dict[str, float]:
         """Mean of each loss over the steps up to `step`, then forgotten. FloatingPointError naming the first step whose
         loss is not finite, with every part of it."""
-        table = torch.stack(self.rows).double().cpu() if self.rows else torch.zeros(0, 0)
+        table = torch.stack(self.rows).cpu().double() if self.rows else torch.zeros(0, 0)
         for i, row in enumerate(table):
             if not row.isfinite().all():
                 parts = ", ".join(f"{n} {v:.4g}" for n, v in zip(self.names, row.tolist(), strict=True))
@@ -433,11 +482,12 @@ def run_main(main: Callable[[], None]) -> None:
 
 def pair_picture(before: Image.Image, after: Image.Image, attention: Tensor, lines: list[str], side: int = 96):
     """One pair as a strip: before, after, the attention (H, W) over each, and lines of text below. -> PIL image."""
-    heat = attention.float().cpu() / attention.max().clamp(min=1e-12)
+    attention = attention.float().cpu()
+    heat = attention / attention.max().clamp(min=1e-12)
     heat = F.interpolate(heat[None, None], (side, side), mode="bilinear", align_corners=False)[0, 0]
     mask = Image.fromarray((heat * 255).byte().numpy())
     pictures = [im.convert("RGB").resize((side, side), Image.Resampling.LANCZOS) for im in (before, after)]
-    shaded = [Image.composite(im, Image.blend(im, Image.new("RGB", im.size), 0.8), mask) for im in pictures]
+    shaded = [Image.composite(im, Image.blend(im, Image.new("RGB", im.size), 0.7), mask) for im in pictures]
     font = ImageFont.load_default(11)
     rows = [row for line in lines for row in textwrap.wrap(line, (4 * side + 9) // 6) or [""]]
     strip = Image.new("RGB", (4 * side + 9, side + 14 * len(rows) + 6), "white")

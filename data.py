@@ -39,11 +39,17 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
+# How each extractor wants its pictures; written into feature files and checked on load.
+RESNET_PREPROCESSING = "RGB, 224x224 bicubic without antialiasing, /255, mean .485 .456 .406, std .229 .224 .224"
+MINI_PREPROCESSING = "RGB, 64x64 bicubic with antialiasing, /127.5 - 1"
+RELEASED_FEATURES = "the authors' released .npy files"
+
 # What a release must hold. Published counts: `scenes` a split, `types` of change, `words` with the four special ids.
 DATASETS = {
-    "mini": {"extractor": "mini-cnn"},
+    "mini": {"extractor": "mini-cnn", "preprocessing": (MINI_PREPROCESSING,)},
     "clevr_change": {
         "extractor": "resnet101-layer3",
+        "preprocessing": (RESNET_PREPROCESSING, RELEASED_FEATURES),
         "scenes": {"train": 33830, "val": 1988, "test": 3985},
         "types": {"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955},
         "words": 76,
@@ -164,6 +170,8 @@ def read_clevr_change(root: Path) -> Release:
             raise ValueError(f"{root / 'splits.json'}: no key {split!r}; expected train, val and test")
         release.scenes[split] = []
         for number in splits[split]:
+            if not isinstance(number, int):
+                raise ValueError(f"{root / 'splits.json'}: {split} has the id {number!r}; expected whole numbers")
             name = {kind: f"CLEVR_{kind}_{number:06d}.png" for kind in CLEVR_FOLDERS}
             release.paths |= {name[kind]: root / folder / name[kind] for kind, folder in CLEVR_FOLDERS.items()}
             default, semantic, distractor = name.values()
@@ -188,10 +196,6 @@ def read_clevr_change(root: Path) -> Release:
 READERS = {"mini": read_clevr_change, "clevr_change": read_clevr_change}
 
 # ---- features --------------------------------------------------------------------------------------------------------
-
-RESNET_PREPROCESSING = "RGB, 224x224 bicubic without antialiasing, /255, mean .485 .456 .406, std .229 .224 .224"
-MINI_PREPROCESSING = "RGB, 64x64 bicubic with antialiasing, /255"
-
 
 def read_image(path: str | Path) -> Image.Image:
     """Any image file as RGB (first frame of an animation); ValueError naming the file where it is none."""
@@ -268,6 +272,8 @@ def write_features(path: Path, names: list[str], arrays: Iterable[np.ndarray], e
             if done == 0:
                 shape = block.shape[1:]
                 out = f.create_dataset("features", (len(names), *shape), "float16", chunks=(1, *shape))
+            if block.shape[1:] != shape:
+                raise ValueError(f"features of {names[done]!r} have shape {block.shape[1:]}, those before it {shape}")
             with np.errstate(over="ignore"):
                 out[done : done + len(block)] = block = block.astype(np.float16)
             bad = ~np.isfinite(block).all((1, 2, 3))
@@ -327,10 +333,16 @@ class Features:
 
 
 def free_ram() -> int:
-    """Bytes that can be taken without swapping; half the machine's memory where the system does not tell."""
+    """Bytes that can be taken without swapping; half the machine's memory, or 4 GiB, where the system does not tell."""
     if Path("/proc/meminfo").exists():
-        return int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
+        limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+        if limit.exists() and limit.read_text().strip().isdecimal():  # a container's share
+            free = min(free, int(limit.read_text()) - int(used.read_text()))
+        return free
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return 4 * 2**30
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -499,15 +511,21 @@ def load(name: str, root: str | Path, where: str = "auto", device: str = "cpu") 
     prepare = prepare_command(name, root)
     release = READERS[name](root)
     features = Features(root / "features.h5", prepare)
-    if not features.extractor.startswith(DATASETS[name]["extractor"]):
-        raise ValueError(f"{features.path} was made by {features.extractor}, not {DATASETS[name]['extractor']}; "
-                         f"remove it and run: {prepare}")  # fmt: skip
+    check_features(name, root, features)
     if not (root / "vocab.json").exists():
         raise FileNotFoundError(f"no vocabulary at {root / 'vocab.json'}; run: {prepare}")
     ids = read_json(root / "vocab.json")
     dataset = Dataset(name, root, release, Vocab(sorted(ids, key=ids.get)), features)
     print(features.place(where, device))
     return dataset
+
+
+def check_features(name: str, root: Path, features: Features) -> None:
+    """ValueError where a feature file was made by another extractor or with other preprocessing than the data set's."""
+    wanted = mini_cnn_name(mini_cnn_state(root)) if name == "mini" else DATASETS[name]["extractor"]
+    if features.extractor != wanted or features.preprocessing not in DATASETS[name]["preprocessing"]:
+        raise ValueError(f"{features.path} was made by {features.extractor} ({features.preprocessing}), not by {wanted}; "
+                         f"remove it and run: {prepare_command(name, root)}")  # fmt: skip
 
 
 def prepare_command(name: str, root: Path) -> str:
@@ -780,9 +798,9 @@ def _relation(item: dict, other: dict, right: np.ndarray) -> tuple[str, float]:
 def _captions(kind: str, before: list[dict], after: list[dict], changed: int, right: np.ndarray) -> list[str]:
     """Six different sentences for a change: three verbs, each with two ways to say which object changed.
 
-    The object's full name is followed by its place beside another object: the nearest to which the relation is clear,
-    in full, or the second nearest, in short (the same one where there is no second). Names are unambiguous and relations
-    are seen in the scene before (after for add), by the camera with this `right` axis.
+    The object's full name is followed by its place beside the nearest or the second nearest object to which the relation
+    is clear, named in short; beside the one such object, by its short or its full name. Names are unambiguous, relations
+    those in the scene before (after for add), seen by the camera with this `right` axis.
     """
     scene = after if kind == "add" else before
     item = scene[changed]
@@ -792,12 +810,11 @@ def _captions(kind: str, before: list[dict], after: list[dict], changed: int, ri
         relation, clarity = _relation(item, other, right) if n != changed else ("", 0)
         if clarity >= CLEAR:
             places.append((math.dist(item["xyz"], other["xyz"]), relation, other))
-    if places:
-        (_, relation, near), (_, other_relation, other) = (sorted(places, key=lambda place: place[0]) * 2)[:2]
-        names = [f"{full} that is {relation} the {_phrase(near)}",
-                 f"{full} that is {other_relation} the {_short_phrase(other, scene)}"]  # fmt: skip
-    else:
-        names = [full, _short_phrase(item, scene)]
+    places = sorted(places, key=lambda place: place[0])[:2]
+    names = [f"{full} that is {relation} the {_short_phrase(other, scene)}" for _, relation, other in places]
+    if len(places) == 1:
+        names.append(f"{full} that is {places[0][1]} the {_phrase(places[0][2])}")
+    names = names or [full, _short_phrase(item, scene)]
     if names[0] == names[1]:  # an object whose shortest name is its full one
         names[1] = f"{full} in the scene"
     return [template.format(name, value) for template in TEMPLATES[kind] for name in names]
@@ -1315,12 +1332,27 @@ def prepare_clevr_change(root: Path, device: str) -> None:
     release = read_clevr_change(root)
     names = sorted(release.paths)
     npy = {n: p.parents[1] / p.parent.name.replace("images", "features") / f"{n}.npy" for n, p in release.paths.items()}
-    if all(p.exists() for p in npy.values()):
-        blocks = (np.load(npy[n])[None] for n in names)
-        write_features(root / "features.h5", names, blocks, "resnet101-layer3", "the authors' released .npy files")
+    absent = [p for p in npy.values() if not p.exists()]
+    if 0 < len(absent) < len(npy):
+        raise FileNotFoundError(f"no features at {absent[0]} ({len(absent)} of {len(npy)} missing); complete the released "
+                                "feature folders, or remove them to extract features from the images")  # fmt: skip
+    if not absent:
+        blocks = (read_npy(npy[n])[None] for n in names)
+        write_features(root / "features.h5", names, blocks, "resnet101-layer3", RELEASED_FEATURES)
     else:
         extract(root, release, Extractor("resnet101-layer3", device=device))
     print(f"{root}: {len(names)} images, {len(build_vocab(root, release))} words")
+
+
+def read_npy(path: Path) -> np.ndarray:
+    """A released feature map (C, H, W); ValueError naming the file where it is none."""
+    try:
+        x = np.load(path)
+    except (OSError, ValueError, EOFError) as e:
+        raise ValueError(f"{path} is not a readable .npy file ({e}); fetch it again") from e
+    if x.ndim != 3:
+        raise ValueError(f"{path}: expected (channels, height, width), found {x.shape}")
+    return x
 
 
 def extract(root: Path, release: Release, extractor: Extractor, batch: int = 64) -> None:
@@ -1342,6 +1374,9 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) 
     Every stage is left out where it is done and appears whole or not at all. ValueError where the folder holds a data
     set made with other settings."""
     settings = {"scenes": scenes, "objects": objects, "seed": seed}
+    few, comma, many = objects.partition(",")
+    if not (few.isdecimal() and comma and many.isdecimal()) or scenes < 1:
+        raise ValueError(f"--scenes {scenes} --objects {objects}: expected a count, and fewest and most objects, such as 2,4")
     if (root / "mini.json").exists():
         made = read_json(root / "mini.json")
         if made != settings:
@@ -1352,8 +1387,8 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) 
         partial = root.with_name(root.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        few, many = (int(n) for n in objects.split(","))
-        render_mini(partial, {"train": scenes, "val": max(10, scenes // 20), "test": max(10, scenes // 10)}, (few, many), seed)
+        counts = {"train": scenes, "val": max(10, scenes // 20), "test": max(10, scenes // 10)}
+        render_mini(partial, counts, (int(few), int(many)), seed)
         (partial / "mini.json").write_text(json.dumps(settings))
         if root.exists():
             root.rmdir()
@@ -1390,7 +1425,9 @@ def check_clevr_change(name: str, root: Path) -> list[str]:
             problems.append(str(e))
     splits, owner = parsed.get("splits.json", {}), {}
     for split in SPLITS if "splits.json" in parsed else ():
-        ids = splits.get(split, [])
+        ids = [i for i in splits.get(split, []) if isinstance(i, int)]
+        if len(ids) != len(splits.get(split, [])):
+            problems.append(f"{root / 'splits.json'}: {split} has ids that are not whole numbers")
         wanted = published.get("scenes", {}).get(split, len(ids))
         if len(ids) != wanted:
             problems.append(f"{root / 'splits.json'}: {split} has {len(ids)} scenes, published {wanted}")
@@ -1408,7 +1445,7 @@ def check_clevr_change(name: str, root: Path) -> list[str]:
             problems.append(f"{root / 'type_mapping.json'}: {i:06d}.png ({split}) has no change type")
         for file in ("change_captions.json", "no_change_captions.json"):
             captions = parsed.get(file, {}).get(f"CLEVR_default_{i:06d}.png", [] if file in parsed else ["unread"])
-            if not captions or any(not c.strip() for c in captions):
+            if not captions or any(not isinstance(c, str) or not c.strip() for c in captions):
                 what = "an empty caption" if captions else "no captions"
                 problems.append(f"{root / file}: {what} for CLEVR_default_{i:06d}.png ({split})")
     paths = {f"CLEVR_{kind}_{i:06d}.png": root / folder / f"CLEVR_{kind}_{i:06d}.png"
@@ -1425,18 +1462,21 @@ def check_clevr_change(name: str, root: Path) -> list[str]:
         problems += [line for line in found if line]
     try:
         features = Features(root / "features.h5", prepare)
-        absent = [name for name in paths if name not in features.row]
+        check_features(name, root, features)
+        absent = [image for image in paths if image not in features.row]
         if absent:
             problems.append(f"{features.path}: no features for {absent[0]} and {len(absent) - 1} more")
-        for name in tqdm([n for n in paths if n in features.row], "features", unit="image", disable=None):
-            if not np.isfinite(features.data[features.row[name]]).all():
-                problems.append(f"{features.path}: features of {name} are not finite")
+        for image in tqdm([n for n in paths if n in features.row], "features", unit="image", disable=None):
+            if not np.isfinite(features.data[features.row[image]]).all():
+                problems.append(f"{features.path}: features of {image} are not finite")
     except (FileNotFoundError, ValueError) as e:
         problems.append(str(e))
-    if not (root / "vocab.json").exists():
-        problems.append(f"no vocabulary at {root / 'vocab.json'}; run: {prepare}")
-    elif "words" in published and len(read_json(root / "vocab.json")) != published["words"]:
-        problems.append(f"{root / 'vocab.json'}: {len(read_json(root / 'vocab.json'))} words, published {published['words']}")
+    try:
+        words = len(read_json(root / "vocab.json"))
+        if words != published.get("words", words):
+            problems.append(f"{root / 'vocab.json'}: {words} words, published {published['words']}")
+    except (FileNotFoundError, ValueError) as e:
+        problems.append(f"{e}; run: {prepare}")
     print(f"{root}: {len(owner)} scenes ({', '.join(f'{s} {len(splits.get(s, []))}' for s in SPLITS)}), "
           f"{len(paths)} images, {len(problems)} problems")  # fmt: skip
     return problems

@@ -50,10 +50,12 @@ from common import (
     LossLog,
     Run,
     RunConfig,
+    can_compile,
     decode,
     info_nce,
     learning_rate,
     load_checkpoint,
+    load_weights,
     pair_picture,
     parse_args,
     random_state,
@@ -103,6 +105,7 @@ PRESETS = {
     "image_editing_request": dict(w_match=0.003, w_cbr=0.06, batch_size=16, lr=1e-4, lr_drop=2880, use_coords=False),
     "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, near_identity=True, decoder_init="pytorch",
                  batch_size=16, lr=2e-3, schedule="cosine", warmup=50, clip=1.0, steps=2400, eval_every=800, eval_batch=250),
+    "mini@cuda": dict(data_dir="data/mini_large", scenes=10000, objects="3,6", steps=15000, eval_every=2500),
 }  # fmt: skip
 
 RELEASED = dict(  # the released code's side of every disputed detail: --reading released
@@ -250,11 +253,13 @@ class BackwardReasoning(nn.Module):
 
 def similarity(q: Tensor, k: Tensor, matching: str, heads: int) -> Tensor:
     """Eq. 2-3, image a to image b: q (A, N, D), k (B, M, D) -> (A, B). With "mean" or "max" (Fig. 3) the tokens are
-    pooled first and the images compared by one dot product."""
-    if matching in ("mtm", "tm"):
-        return token_match(q, k, heads)
-    pooled = [x.mean(1) if matching == "mean" else x.amax(1) for x in (q, k)]
-    return pooled[0] @ pooled[1].T
+    pooled first and the images compared by one dot product. Not in bfloat16: scores near 50 differ by tenths."""
+    with torch.autocast(q.device.type, enabled=False):
+        q, k = (x.float() if x.dtype == torch.bfloat16 else x for x in (q, k))
+        if matching in ("mtm", "tm"):
+            return token_match(q, k, heads)
+        pooled = [x.mean(1) if matching == "mean" else x.amax(1) for x in (q, k)]
+        return pooled[0] @ pooled[1].T
 
 
 def match_loss(bef_to_aft: Tensor, aft_to_bef: Tensor) -> Tensor:
@@ -297,7 +302,7 @@ class SCORER(nn.Module):
         if cfg.w_cbr:
             self.cbr = BackwardReasoning(cfg).requires_grad_(cfg.train_cbr)
         if cfg.near_identity and layers:
-            self.start_near_identity()
+            start_near_identity(self)
 
     def encode(self, before: Tensor, after: Tensor):
         """(B, C, H, W) twice -> difference (B, N, D) of Eq. 7, X_bef and X_aft (B, N, D) of Eq. 1, and the query and
@@ -362,27 +367,28 @@ class SCORER(nn.Module):
         valid = (ids[:, 1:] > data.END).to(weight.dtype)[..., None]
         return ((weight * valid).sum(1) / valid.sum(1).clamp(min=1)).unflatten(1, self.grid[1:])
 
-    @torch.no_grad()
-    def start_near_identity(self) -> None:
-        """Not the paper's: every layer starts as a comparison of the two images, so that unchanged cells cancel at once.
 
-        In each head one half of the channels holds the cell; queries and keys find its likeness there, values bring that
-        into the other half, negated, and Eq. 7 adds the halves up. Positions start small: they would tell cells of the
-        two images apart that show the same thing."""
-        head = torch.arange(self.cfg.dim).unflatten(0, (self.cfg.heads, -1))
-        cell, other = (half.flatten() for half in head.chunk(2, 1))
-        self.embed.conv.weight.normal_(std=self.embed.conv.in_channels**-0.5)
-        self.embed.conv.weight[other] *= 0.05
-        self.embed.position.col.weight.mul_(0.1)
-        self.embed.position.row.weight.mul_(0.1)
-        for layer in self.cross_view:
-            a = layer.attention
-            for m, to, gain in ((a.query, cell, 1.8), (a.key, cell, 1.8), (a.value, other, -1.0)):
-                m.weight.normal_(std=0.02)
-                m.weight[to, cell] += gain
-                m.bias.zero_()
-        for weight in self.fuse[0].weight.split(self.cfg.dim, 1):  # of "before", of "after"
-            weight[:, other] = weight[:, cell]
+@torch.no_grad()
+def start_near_identity(model: SCORER) -> None:
+    """Not the paper's: every layer starts as a comparison of the two images, so that unchanged cells cancel at once.
+
+    In each head one half of the channels holds the cell; queries and keys find its likeness there, values bring that
+    into the other half, negated, and the fusion adds the halves up. Positions start small: they would tell cells of the
+    two images apart that show the same thing."""
+    head = torch.arange(model.cfg.dim).unflatten(0, (model.cfg.heads, -1))
+    cell, other = (half.flatten() for half in head.chunk(2, 1))
+    model.embed.conv.weight.normal_(std=model.embed.conv.in_channels**-0.5)
+    model.embed.conv.weight[other] *= 0.05
+    model.embed.position.col.weight.mul_(0.1)
+    model.embed.position.row.weight.mul_(0.1)
+    for layer in model.cross_view:
+        a = layer.attention
+        for m, to, gain in ((a.query, cell, 1.8), (a.key, cell, 1.8), (a.value, other, -1.0)):
+            m.weight.normal_(std=0.02)
+            m.weight[to, cell] += gain
+            m.bias.zero_()
+    for weight in model.fuse[0].weight.split(model.cfg.dim, 1):  # of "before", of "after"
+        weight[:, other] = weight[:, cell]
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -415,13 +421,15 @@ def train(cfg: Config, resume: bool = False) -> tuple[SCORER, data.Dataset]:
     step, best, recent, began = 0, float("-inf"), LossLog(), time.perf_counter()
 
     def save(name: str) -> None:
+        if not all(p.isfinite().all() for p in parameters):
+            raise FloatingPointError(f"weights are not finite after step {step}; {name} is untouched; try a lower --lr")
         save_checkpoint(run.dir / name, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, best=best,
                         config=dataclasses.asdict(cfg), random=random_state(cfg.device), **dataset.state())  # fmt: skip
 
     if resume:
         state = load_checkpoint(run.dir / "last.pt", cfg.device)
         dataset.check_state(state)
-        model.load_state_dict(state["model"])
+        load_weights(model, state, run.dir / "last.pt")
         optimizer.load_state_dict(state["optimizer"])
         set_random_state(state["random"], cfg.device)
         step, best = state["step"], state["best"]
@@ -429,11 +437,12 @@ def train(cfg: Config, resume: bool = False) -> tuple[SCORER, data.Dataset]:
     run.begin(cfg, model, step)
     if not resume:
         save("last.pt")
-    if cfg.compile and cuda:
+    if cfg.compile and cuda and can_compile():
         model.compile()
     bar = tqdm(total=cfg.steps, initial=step, desc="train", unit="step", disable=None)
     with run, bar:
-        while step < cfg.steps and not run.stop:
+        stop = 0
+        while step < cfg.steps and not stop:
             epoch, start = divmod(step, dataset.steps(cfg.batch_size))
             for streams in dataset.train_batches(cfg.batch_size, cfg.seed, epoch, start):
                 optimizer.param_groups[0]["lr"] = lr = learning_rate(cfg, step)
@@ -444,27 +453,28 @@ def train(cfg: Config, resume: bool = False) -> tuple[SCORER, data.Dataset]:
                     nn.utils.clip_grad_norm_(parameters, cfg.clip)
                 optimizer.step()
                 model.clamp_scales()
-                step += 1
+                step, stop = step + 1, run.stop  # read once a step: a signal may come at any line
                 recent.add(losses)
                 bar.update()
                 done = step == cfg.steps
                 validate = step % cfg.eval_every == 0 or done
-                if step % cfg.log_every == 0 or validate or run.stop:
+                if step % cfg.log_every == 0 or validate or stop:
                     means = recent.take(step)
                     run.log(step=step, event="train", seconds=round(time.perf_counter() - began, 2), lr=lr, **means)
                     bar.set_postfix({name: f"{value:.3f}" for name, value in means.items()})
                 if validate:
                     scores = evaluate(model, dataset, "val", cfg)
                     run.log(step=step, event="eval", decode=cfg.val_decode, select_by=cfg.select_by, **scores)
+                    tqdm.write(f"step {step}: validation " + ", ".join(f"{k} {v:.2f}" for k, v in scores.items()))
                     if scores[cfg.select_by] > best:
                         best = scores[cfg.select_by]
                         save("best.pt")
-                if validate or run.stop:
+                if validate or stop:
                     save("last.pt")
-                if done or run.stop:
+                if done or stop:
                     break
-    if run.stop:
-        raise SystemExit(run.stop)
+    if stop:
+        raise SystemExit(stop)
     model.load_state_dict(load_checkpoint(run.dir / "best.pt", cfg.device)["model"])
     return model, dataset
 
@@ -479,7 +489,8 @@ def evaluate(model: SCORER, dataset: data.Dataset, split: str, cfg: Config, out_
     printed and written with captions and sample pictures."""
     model.eval()
     captions: dict[str, str] = {}
-    for batch in tqdm(dataset.eval_batches(split, cfg.eval_batch), desc=split, unit="batch", disable=None, leave=False):
+    batches = -(-len(dataset.pairs(split)) // cfg.eval_batch)
+    for batch in tqdm(dataset.eval_batches(split, cfg.eval_batch), split, batches, disable=None, leave=False):
         batch = batch.to(cfg.device)
         ids = model.generate(batch.before, batch.after, sample=cfg.val_decode == "sample" and out_dir is None)
         captions |= zip(batch.ids, dataset.vocab.decode(ids), strict=True)
@@ -491,7 +502,8 @@ def evaluate(model: SCORER, dataset: data.Dataset, split: str, cfg: Config, out_
     result = data.score(captions, dataset.references(split), dataset.groups(split)) | dataset.report(captions)
     (out_dir / f"scores_{split}.json").write_text(json.dumps(result, indent=1) + "\n")
     print(data.format_scores(result))
-    draw_samples(model, dataset, split, cfg, captions, out_dir / "samples.png")
+    picture = "samples.png" if split == "test" else f"samples_{split}.png"
+    draw_samples(model, dataset, split, cfg, captions, out_dir / picture)
     return result["scores"]["total"]
 
 
@@ -525,7 +537,7 @@ def load_model(cfg: Config, checkpoint: str | Path) -> tuple[SCORER, dict]:
     """-> model in evaluation mode, and all that the checkpoint holds."""
     state = load_checkpoint(checkpoint, cfg.device)
     model = SCORER(cfg, len(state["vocab"]), tuple(state["grid"]), state["max_len"]).to(cfg.device)
-    model.load_state_dict(state["model"])
+    load_weights(model, state, checkpoint)
     return model.eval(), state
 
 

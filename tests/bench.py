@@ -25,7 +25,7 @@ from test_common import dense_match
 
 import data
 import scorer_cbr
-from common import decode, token_match
+from common import decode, preset, token_match
 
 SCENES, GRID, WORDS, LENGTH = 128, (1024, 14, 14), 76, 24  # CLEVR-Change in the papers
 
@@ -51,7 +51,7 @@ def work_of(args):
         q, k = (torch.randn(args.batch, 196, 512, device=args.device, requires_grad=True) for _ in range(2))
         match = dense_match if args.plain else token_match
         return lambda: match(q, k).sum().backward()
-    cfg = scorer_cbr.preset(scorer_cbr.Config, scorer_cbr.PRESETS, {}, "clevr_change", "paper", cuda)
+    cfg = preset(scorer_cbr.Config, scorer_cbr.PRESETS, {}, "clevr_change", "paper", cuda)
     cfg.device = args.device
     if args.plain:
         scorer_cbr.token_match = lambda q, k, heads: dense_match(q.float(), k.float())

@@ -48,7 +48,8 @@ def prepared(release):
     files, rng = data.read_clevr_change(release), np.random.default_rng(1)
     names = sorted(files.paths)
     features = rng.random((len(names), *GRID)).astype(np.float32)
-    data.write_features(release / "features.h5", names, [features[:7], features[7:]], "resnet101-layer3", "none")
+    blocks = [features[:7], features[7:]]
+    data.write_features(release / "features.h5", names, blocks, "resnet101-layer3", data.RELEASED_FEATURES)
     data.build_vocab(release, files)
     return release
 

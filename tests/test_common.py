@@ -125,13 +125,16 @@ def test_flags_over_preset_over_defaults(tmp_path, capsys):
     cfg, do = parse("--device", "cpu", "--steps", "3", "--no-amp")
     assert (cfg.lr, cfg.width, cfg.steps, cfg.amp, cfg.seed) == (0.5, 7, 3, False, 1111)
     assert cfg.out_dir == "runs/method-mini" and cfg.data_dir == "data/mini" and not do.resume
-    assert parse("--device", "cuda")[0].width == 9
+    assert common.preset(Config, presets, {}, "mini", "paper", cuda=True).width == 9
     assert parse("--device", "cpu", "--reading", "released")[0].width == 1
     with pytest.raises(ValueError, match="no preset"):
         parse("--dataset", "else")
-    with pytest.raises(SystemExit) as e:
-        parse("--stepz", "3")
-    assert e.value.code == 2
+    for wrong, message in (("--stepz=3", "--stepz"), ("--steps=x", "invalid int"), ("--device=no", "cannot be")):
+        with pytest.raises(ValueError, match=message):
+            parse(wrong)
+    for together in (["--resume", "--eval", "x.pt"], ["--checkpoint", "x.pt"], ["--out", "x.png"], ["--split", "val"]):
+        with pytest.raises(ValueError, match="--"):
+            parse(*together)
     with pytest.raises(SystemExit):
         parse("--device", "cpu", "--help")
     text = " ".join(capsys.readouterr().out.split())
@@ -139,6 +142,8 @@ def test_flags_over_preset_over_defaults(tmp_path, capsys):
     common.save_checkpoint(tmp_path / "a.pt", config=vars(cfg))
     again, _ = parse("--eval", str(tmp_path / "a.pt"), "--width", "2", "--device", "cpu")
     assert (again.lr, again.width, again.out_dir) == (0.5, 2, str(tmp_path))  # the checkpoint's config under the flags
+    with pytest.raises(ValueError, match="was trained with paper"):
+        parse("--eval", str(tmp_path / "a.pt"), "--reading", "released")
 
 
 def test_every_field_has_help():

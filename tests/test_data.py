@@ -114,6 +114,13 @@ def test_load_says_what_to_run(release, prepared):
         data.load("clevr_change", prepared)
 
 
+def test_features_made_otherwise_are_refused(prepared):
+    with h5py.File(prepared / "features.h5", "a") as f:
+        f.attrs["preprocessing"] = "upside down"
+    with pytest.raises(ValueError, match="upside down.*run: python data.py"):
+        data.load("clevr_change", prepared)
+
+
 def collect(dataset, *args, **kwargs):
     return [tuple((b.ids, b.caption.tolist(), b.before.clone()) for b in s) for s in dataset.train_batches(*args, **kwargs)]
 
@@ -256,7 +263,8 @@ def test_preparation_from_images_and_from_released_features(release, monkeypatch
 
 
 def test_check_reports_every_problem(prepared, monkeypatch, capsys):
-    monkeypatch.setitem(data.DATASETS, "clevr_change", {"extractor": "resnet101-layer3"})
+    table = {"extractor": "resnet101-layer3", "preprocessing": (data.RELEASED_FEATURES,)}
+    monkeypatch.setitem(data.DATASETS, "clevr_change", table)
     data.main(["clevr_change", "--data_dir", str(prepared), "--check"])
     assert "0 problems" in capsys.readouterr().out
     (prepared / "sc_images" / "CLEVR_semantic_000004.png").unlink()
@@ -265,8 +273,7 @@ def test_check_reports_every_problem(prepared, monkeypatch, capsys):
     captions["CLEVR_default_000001.png"].append(" ")
     del captions["CLEVR_default_000007.png"]
     (prepared / "change_captions.json").write_text(json.dumps(captions))
-    published = {"extractor": "resnet101-layer3", "scenes": {"train": 9}, "words": 5}
-    monkeypatch.setitem(data.DATASETS, "clevr_change", published)
+    monkeypatch.setitem(data.DATASETS, "clevr_change", table | {"scenes": {"train": 9}, "words": 5})
     with pytest.raises(SystemExit) as e:
         data.main(["clevr_change", "--data_dir", str(prepared), "--check"])
     lines = capsys.readouterr().err.strip().splitlines()
