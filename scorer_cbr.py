@@ -373,14 +373,15 @@ def start_near_identity(model: SCORER) -> None:
     """Not the paper's: every layer starts as a comparison of the two images, so that unchanged cells cancel at once.
 
     In each head one half of the channels holds the cell; queries and keys find its likeness there, values bring that
-    into the other half, negated, and the fusion adds the halves up. Positions start small: they would tell cells of the
-    two images apart that show the same thing."""
+    into the other half, negated, and the fusion adds the halves up. Positions start small where cells are compared: they
+    would tell cells of the two images apart that show the same thing."""
     head = torch.arange(model.cfg.dim).unflatten(0, (model.cfg.heads, -1))
     cell, other = (half.flatten() for half in head.chunk(2, 1))
     model.embed.conv.weight.normal_(std=model.embed.conv.in_channels**-0.5)
     model.embed.conv.weight[other] *= 0.05
-    model.embed.position.col.weight.mul_(0.1)
-    model.embed.position.row.weight.mul_(0.1)
+    scale = torch.full((model.cfg.dim,), 0.5).index_fill(0, cell, 0.1)
+    for table, part in zip((model.embed.position.col, model.embed.position.row), scale.chunk(2), strict=True):
+        table.weight.mul_(part)
     for layer in model.cross_view:
         a = layer.attention
         for m, to, gain in ((a.query, cell, 1.8), (a.key, cell, 1.8), (a.value, other, -1.0)):
