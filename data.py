@@ -27,7 +27,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 
 import h5py
@@ -773,16 +772,15 @@ CLEAR = 1.5  # a relation is clear when its axis has this many times the other a
 
 
 def _phrase(item: dict, names: tuple[str, ...] = tuple(ATTRIBUTES)) -> str:
-    """The named attributes in the usual order: "small red metal cube", or "red thing" without the shape."""
-    return " ".join([item[name] for name in ATTRIBUTES if name in names] + ["thing"] * ("shape" not in names))
+    """The named attributes in the usual order: "small red metal cube", "red cube"."""
+    return " ".join(item[name] for name in ATTRIBUTES if name in names)
 
 
 def _short_phrase(item: dict, scene: list[dict]) -> str:
-    """The fewest attributes that only this object of the scene has; of equally few, shape and colour go first."""
-    for count in range(len(ATTRIBUTES) + 1):
-        for names in combinations(("shape", "color", "material", "size"), count):
-            if sum(all(other[name] == item[name] for name in names) for other in scene) == 1:
-                return _phrase(item, names)
+    """Colour and shape, with material, size or both before them where another object of the scene has the same two."""
+    for names in (("color", "shape"), ("color", "material", "shape"), ("size", "color", "shape"), tuple(ATTRIBUTES)):
+        if sum(all(other[name] == item[name] for name in names) for other in scene) == 1:
+            return _phrase(item, names)
     raise AssertionError("two objects of a scene share all attributes")
 
 
@@ -930,13 +928,13 @@ def parse_caption(text: str) -> dict[str, str | None]:
     """What a caption of mini says: "type" (one of KINDS, "same" or None), "size", "color", "material" and "shape" of
     the changed object as far as they are named, and the new "value" of a color or material change. Missing: None.
 
-    The object is what stands before the first shape word (or "thing"); a relation to another object comes after it.
+    The object is what stands before the first shape word; a relation to another object comes after it.
     """
     words = text.split()
     said: dict[str, str | None] = dict.fromkeys(("type", *ATTRIBUTES, "value"))
     if NO_CHANGE_WORDS & set(words):
         return said | {"type": "same"}
-    nouns = [i for i, word in enumerate(words) if word in (*ATTRIBUTES["shape"], "thing")]
+    nouns = [i for i, word in enumerate(words) if word in ATTRIBUTES["shape"]]
     if not nouns:
         return said
     for word in words[:nouns[0] + 1]:

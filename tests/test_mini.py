@@ -108,8 +108,8 @@ def test_captions_are_distinct_and_name_one_object(objects):
 
 def test_the_parser_and_the_scores_see_mistakes():
     assert all(data.parse_caption(text)["type"] == "same" for text in data.NO_CHANGE)
-    assert data.parse_caption("the red thing that is left of the cube became metal") == {
-        "type": "material", "size": None, "color": "red", "material": None, "shape": None, "value": "metal"}
+    assert data.parse_caption("the red cube that is left of the large sphere became metal") == {
+        "type": "material", "size": None, "color": "red", "material": None, "shape": "cube", "value": "metal"}
     scene = [ball(0, 0), ball(2, 0, color="blue")]
     scenes = {"7": {"type": "color", "changed": 0, "objects": {
         "default": scene, "semantic": [scene[0] | {"color": "cyan"}, scene[1]]}}}
