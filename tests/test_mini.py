@@ -173,7 +173,7 @@ def test_the_feature_network_repeats_itself(mini):
 def test_interrupted_preparation_is_not_taken_for_complete(tmp_path, monkeypatch):
     root = tmp_path / "mini"
 
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     def prepare():
