@@ -3,7 +3,7 @@
 Layers:  Attention, GridPosition, sinusoid          Losses: info_nce, token_match
 Decoding: decode                                    Running: RunConfig, parse_args, Run, checkpoints, pictures
 Axis letters: A, B images or pairs; N, M grid cells; D width; K heads; L, V tokens and words; C channels.
-To use a method elsewhere take its file and this one; training it also takes data.py.
+To use a method elsewhere take its file, this one and data.py.
 """
 
 import argparse

@@ -21,7 +21,7 @@ Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words o
 Where paper and released code differ, the default is the paper and RELEASED below names each difference; both readings
 share what only the code tells: matching with a learned, clamped temperature and tokens neither scaled nor normalised,
 attention without output projection, a feed-forward of width D, initialisation, and the learning rate's two drops.
-To copy: this file and common.py; training needs data.py too.
+To copy: this file, common.py and data.py (the model takes only the special ids START, END and UNK from data.py).
 """
 
 import os
