@@ -59,10 +59,11 @@ class Attention(nn.Module):
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, L, D) -> (B, K, L, D/K)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, mask: Tensor | None = None) -> Tensor:
+        """mask: bool (B, 1, L or 1, M), True = may be seen; in place of causal, not beside it."""
         q, k, v = self._split(q), self._split(k), self._split(v)
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal)
         return self.out(y.transpose(1, 2).flatten(2))
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
@@ -226,12 +227,13 @@ def _comments(cls: type) -> dict[str, str]:
 
 
 def preset(Config: type, presets: dict[str, dict], released: dict, dataset: str, reading: str, cuda: bool):
-    """Config of a data set: defaults < presets[dataset] < presets[dataset + "@cuda"] on CUDA < the released reading."""
+    """Config of a data set: defaults < presets[dataset] < presets[dataset + "@cuda"] on CUDA < the released reading, which
+    is `released` and, where data sets differ in it, presets[dataset + "@released"]."""
     if dataset not in presets:
         known = ", ".join(name for name in presets if "@" not in name)
         raise ValueError(f"--dataset {dataset}: no preset of that name; choose one of {known}")
     values = dict(presets[dataset], **(presets.get(dataset + "@cuda", {}) if cuda else {}))
-    values |= released if reading == "released" else {}
+    values |= released | presets.get(dataset + "@released", {}) if reading == "released" else {}
     return Config(**{"dataset": dataset, "reading": reading, "data_dir": f"data/{dataset}"} | values)
 
 

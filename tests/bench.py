@@ -1,11 +1,12 @@
-"""Speed and memory of SCORER+CBR against its plain formulation, on this machine. Not a test.
+"""Speed and memory of the methods against their plain formulations, on this machine. Not a test.
 
-    python tests/bench.py step [--batch 128] [--device cuda]   one training step at the papers' size
-    python tests/bench.py match [--batch 128]                  token-wise matching alone, forward and backward
-    python tests/bench.py decode [--batch 64]                  greedy captions, cached and not
+    python tests/bench.py step [--method dirl_ccr] [--batch 128] [--device cuda]    one training step at the papers' size
+    python tests/bench.py decode [--method dirl_ccr] [--batch 64]                   greedy captions, cached and not
+    python tests/bench.py match [--batch 128]                                       token-wise matching, forward and backward
 
-The plain formulation is the one of tests/test_common.py (every matching score at once) and a decoder that starts over at
-each word. Each row runs in a process of its own, so that its peak memory is its own.
+The plain formulation is the one of tests/test_common.py (every matching score at once; attention's probabilities
+written out), in float32 without torch.compile, and a decoder that starts over at each word. Each row runs in a process of
+its own, so that its peak memory is its own.
 """
 
 import argparse
@@ -23,10 +24,13 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 import torch
 from test_common import dense_match
 
+import common
 import data
+import dirl_ccr
 import scorer_cbr
 from common import decode, preset, token_match
 
+METHODS = {"scorer_cbr": (scorer_cbr, scorer_cbr.SCORER), "dirl_ccr": (dirl_ccr, dirl_ccr.DIRL)}
 SCENES, GRID, WORDS, LENGTH = 128, (1024, 14, 14), 76, 24  # CLEVR-Change in the papers
 
 
@@ -36,11 +40,20 @@ def plain_decode(model, before, after):
 
     def step(words, t):
         so_far.append(words)
-        hidden, _, _ = model.decoder(torch.stack(so_far, 1), difference)
-        return model.decoder.head(hidden[:, -1])
+        return model.decoder.head(model.decoder(torch.stack(so_far, 1), difference)[0][:, -1])
 
     start = torch.full((len(before),), data.START, device=before.device)
     return decode(step, start, LENGTH, data.END, data.UNK)
+
+
+def plain_attend(self, q, k, v, causal=False, mask=None):
+    """common.Attention.attend with every probability written out."""
+    scores = self.scores(q, k)
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+    weights = torch.dropout(scores.softmax(-1), self.dropout, self.training)
+    return self.out((weights @ self._split(v)).transpose(1, 2).flatten(2))
 
 
 def work_of(args):
@@ -51,11 +64,14 @@ def work_of(args):
         q, k = (torch.randn(args.batch, 196, 512, device=args.device, requires_grad=True) for _ in range(2))
         match = dense_match if args.plain else token_match
         return lambda: match(q, k).sum().backward()
-    cfg = preset(scorer_cbr.Config, scorer_cbr.PRESETS, {}, "clevr_change", "paper", cuda)
-    cfg.device = args.device
+    method, model = METHODS[args.method]
+    cfg = preset(method.Config, method.PRESETS, {}, "clevr_change", "paper", cuda)
+    cfg.device, cfg.amp = args.device, cfg.amp and not args.plain
+    torch.set_float32_matmul_precision("high" if cuda and not args.plain else "highest")
     if args.plain:
-        scorer_cbr.token_match = lambda q, k, heads: dense_match(q.float(), k.float())
-    model = scorer_cbr.SCORER(cfg, WORDS, GRID, LENGTH).to(args.device)
+        scorer_cbr.token_match = lambda q, k, heads: dense_match(q, k)
+        common.Attention.attend = plain_attend
+    model = model(cfg, WORDS, GRID, LENGTH).to(args.device)
     before, after = torch.rand(2, args.batch, *GRID, device=args.device)
     if args.what == "decode":
         model.eval()
@@ -64,13 +80,13 @@ def work_of(args):
         return torch.no_grad()(run)
     caption = torch.randint(4, WORDS, (args.batch, LENGTH), device=args.device)
     streams = tuple(data.Batch(before, after, caption, []) for _ in range(2))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
-    if cuda and args.compile:
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=not args.plain)
+    if cuda and args.compile and not args.plain:
         model.compile()
 
     def step():
         optimizer.zero_grad()
-        scorer_cbr.losses_of(model, streams, cfg)["total"].backward()
+        method.losses_of(model, streams, cfg)["total"].backward()
         optimizer.step()
 
     return step
@@ -97,6 +113,7 @@ def measure(args) -> dict:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["step", "match", "decode"])
+    parser.add_argument("--method", choices=METHODS, default="scorer_cbr")
     parser.add_argument("--batch", type=int, default=SCENES, help="scenes a step, or pairs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--runs", type=int, default=5)
@@ -109,7 +126,7 @@ def main():
         print(json.dumps(measure(args)))
         return
     name = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{args.what}, batch {args.batch}, {name}, torch {torch.__version__}")
+    print(f"{args.what}, {args.method}, batch {args.batch}, {name}, torch {torch.__version__}")
     rows = {}
     for row in ("plain", "ours"):
         done = subprocess.run([sys.executable, *sys.argv, "--row", row], stdout=subprocess.PIPE, text=True)

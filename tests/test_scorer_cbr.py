@@ -1,17 +1,11 @@
 """SCORER+CBR against its equations, the released behaviour, and itself."""
 
-import json
 import math
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from released import close, fill, inputs, linear
 
 import data
 import scorer_cbr
@@ -20,26 +14,11 @@ from scorer_cbr import RELEASED, SCORER, Config
 # ---- parity with the released code (reading "released"), recorded from it in float64 ------------------------------------
 
 
-def hashed(n: int, j: int) -> np.ndarray:
-    """The n first values of hash stream j in [-1, 1): inputs and weights that any language can repeat."""
-    with np.errstate(over="ignore"):
-        h = np.arange(n, dtype=np.uint64) * 2654435761 + np.uint64(j) * 40503
-        h = (h % 2**32).astype(np.uint32)
-        h ^= h >> 16
-        h = h * np.uint32(2246822519)
-        h ^= h >> 13
-    return h / 2**31 - 1
-
-
 ATTENTION = ("query", "key", "value")
 
 
-def released_names() -> list[dict[str, tuple]]:
-    """Released parameter names -> (our name or names, shape), for encoder, decoder and CBR."""
-
-    def linear(theirs, ours, *shape):
-        return {f"{theirs}.weight": (ours + ".weight", shape), f"{theirs}.bias": (ours + ".bias", shape[:1])}
-
+def released_names() -> dict[int, dict[str, tuple]]:
+    """Base stream -> released parameter names -> (our name or names, shape), for encoder, decoder and CBR."""
     encoder = linear("img.0", "embed.conv", 512, 1026, 1, 1) | linear("embed_fc.0", "fuse.0", 512, 1024)
     encoder |= {"w_embedding.weight": ("embed.position.col.weight", (14, 256)),
                 "h_embedding.weight": ("embed.position.row.weight", (14, 256))}  # fmt: skip
@@ -62,50 +41,13 @@ def released_names() -> list[dict[str, tuple]]:
     cbr |= {"mh_att.in_proj_weight": ([f"cbr.attention.{n}.weight" for n in ATTENTION], (1536, 512)),
             "mh_att.out_proj.weight": ("cbr.attention.out.weight", (512, 512)), "contra.logit_scale": (None, ())}  # fmt: skip
     cbr |= linear("contra.query", "cbr.query", 512, 512) | linear("contra.key", "cbr.key", 512, 512)
-    return [encoder, decoder, cbr]
-
-
-def fixture_model() -> SCORER:
-    cfg = Config(**scorer_cbr.PRESETS["clevr_change"], **RELEASED | {"train_cbr": True})
-    model = SCORER(cfg, 76, (1024, 14, 14), 24).double().eval()
-    ours = dict(model.named_parameters())
-    untouched = set(ours)
-    for base, names in zip((100, 300, 500), released_names(), strict=True):
-        for j, theirs in enumerate(sorted(names)):
-            target, shape = names[theirs]
-            if target is None or "norm" in str(target):  # temperatures and LayerNorms keep their first values
-                continue
-            n = math.prod(shape)
-            scale = (n / shape[0]) ** -0.5 if len(shape) > 1 else 0.02
-            value = torch.from_numpy((hashed(n, base + j) * scale).astype(np.float32)).double().reshape(shape)
-            targets = target if isinstance(target, list) else [target]
-            for name, part in zip(targets, value.chunk(len(targets)), strict=True):
-                ours[name].data.copy_(part.reshape(ours[name].shape))
-                untouched.discard(name)
-    assert all("norm" in name or "log_scale" in name for name in untouched), untouched
-    return model
+    return {100: encoder, 300: decoder, 500: cbr}
 
 
 @pytest.fixture(scope="module")
 def fixture():
-    before, after = (
-        torch.from_numpy(np.maximum(0, hashed(3 * 1024 * 196, j)).astype(np.float32)).double().view(3, 1024, 14, 14)
-        for j in (1, 2)
-    )
-    caption = torch.zeros(3, 24, dtype=torch.long)
-    for b in range(3):
-        n = 8 + 3 * b
-        words = 4 + np.floor((hashed(n - 2, 10 + b) + 1) / 2 * 72).astype(int)
-        caption[b, :n] = torch.tensor([2, *words, 3])
-    return fixture_model(), before, after, caption
-
-
-def test_hash_stream():
-    np.testing.assert_allclose(hashed(4, 1), [-0.401380, 0.460570, 0.421702, 0.790581], atol=1e-6)
-
-
-def close(ours, recorded, atol=1e-5):
-    torch.testing.assert_close(ours.detach(), torch.tensor(recorded, dtype=torch.float64), atol=atol, rtol=0)
+    cfg = Config(**scorer_cbr.PRESETS["clevr_change"], **RELEASED | {"train_cbr": True})
+    return fill(SCORER(cfg, 76, (1024, 14, 14), 24), released_names()), *inputs(76, 24)
 
 
 def test_released_reading_meets_recorded_values(fixture):
@@ -244,11 +186,6 @@ def test_subtraction_sees_the_bare_difference_only():
         small(difference="subtract")
 
 
-def test_blind_model_sees_nothing():
-    model, (before, after) = small(blind=True).eval(), pictures()
-    torch.testing.assert_close(model.encode(before, after)[0], model.encode(after * 2, before)[0])
-
-
 def test_first_layer_matching_has_no_leak_and_last_layer_has():
     """Unrelated images: with fresh data each step nothing can be learned, unless a layer has shown each its partner."""
 
@@ -285,45 +222,6 @@ def test_two_readings_of_the_feed_forward():
         )
 
 
-# ---- decoding --------------------------------------------------------------------------------------------------------
-
-
-def test_a_later_word_changes_no_earlier_output():
-    model, (before, after) = small().eval(), pictures()
-    difference, other = model.encode(before, after)[0], CAPTION.clone()
-    other[:, 4:] = 1
-    torch.testing.assert_close(model.decoder(CAPTION, difference)[0][:, :4], model.decoder(other, difference)[0][:, :4])
-
-
-def test_cached_decoding_equals_full_decoding():
-    model, (before, after) = small().eval(), pictures()
-    for p in (p for p in model.parameters() if p.ndim > 1):  # large enough for captions of different words and lengths
-        torch.nn.init.normal_(p)
-    difference = model.encode(before, after)[0]
-    step, full = model.decoder.stepper(difference), torch.full((B, 1), 2)
-    for t in range(V - 1):
-        logits = model.decoder.head(model.decoder(full, difference)[0][:, -1])
-        torch.testing.assert_close(step(full[:, -1], t), logits)
-        logits[:, 1] = -math.inf
-        full = torch.cat([full, logits.argmax(-1, keepdim=True)], 1)
-    ids = model.generate(before, after)
-    for ours, plain in zip(ids.tolist(), full.tolist(), strict=True):
-        stop = next((i for i, w in enumerate(plain) if w in (0, 3)), V)
-        assert ours == plain[:stop] + [0] * (V - stop)
-    assert len({tuple(row) for row in ids.tolist()}) > 1, ids
-
-
-def test_attention_map_is_a_mean_over_the_words():
-    model, (before, after) = small().eval(), pictures()
-    _, query, key = model.decoder(CAPTION, model.encode(before, after)[0])
-    scores = model.decoder.layers[-1].cross_attention.scores(query, key)
-    maps = model.attention_map(before, after, CAPTION)
-    assert maps.shape == (B, H, W)
-    torch.testing.assert_close(maps.sum((1, 2)), torch.ones(B, dtype=torch.float64))
-    rows = scores[1].softmax(-1).mean(0)[:1]  # "START w1 END": the row of START predicted the only word
-    torch.testing.assert_close(maps[1].flatten(), rows.mean(0))
-
-
 # ---- learning --------------------------------------------------------------------------------------------------------
 
 
@@ -354,164 +252,18 @@ def test_temperature_is_clamped():
     assert model.log_scale.item() == pytest.approx(math.log(100)) and model.cbr.log_scale.item() == -3.0
 
 
-def test_overfits_eight_pairs(prepared, tiny):
-    flags = ["--data_dir", str(prepared), "--dim", "32", "--heads", "4", "--dropout", "0", "--lr", "3e-3"]
-    cfg, _ = scorer_cbr.parse_args(Config, scorer_cbr.PRESETS, RELEASED, "scorer_cbr", "doc", tiny + flags)
-    dataset = data.open_dataset(cfg)
-    torch.manual_seed(0)
-    model = SCORER(cfg, len(dataset.vocab), dataset.grid, dataset.max_len)
-    pairs = [p for scene in dataset.scenes["train"][:4] for p in scene.pairs]  # four changed, four distractor pairs
-    batch, adam = dataset.batch(pairs).to("cpu"), torch.optim.Adam(model.parameters(), lr=cfg.lr)
-    for _ in range(300):
-        adam.zero_grad()
-        scorer_cbr.losses_of(model, (batch,), cfg)["total"].backward()
-        adam.step()
-    told = dataset.vocab.decode(model.eval().generate(batch.before, batch.after))
-    assert told == [" ".join(data.tokenize(p.captions[0])) for p in pairs]
-
-
-# ---- running ---------------------------------------------------------------------------------------------------------
-
-
-def run(*argv):
-    scorer_cbr.main([str(a) for a in argv])
-
-
-def losses(folder):
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return {x["step"]: {k: v for k, v in x.items() if k != "seconds"} for x in lines if x["event"] == "train"}
-
-
-def test_a_run_leaves_what_it_should(prepared, tiny, tmp_path, capsys):
-    run(*tiny, "--data_dir", prepared, "--out_dir", tmp_path / "run")
-    files = {p.name for p in (tmp_path / "run").iterdir()}
-    assert files == {"config.json", "log.jsonl", "last.pt", "best.pt", "captions_test.json", "scores_test.json", "samples.png"}
-    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert [x["event"] for x in log].count("train") == 4 and [x["event"] for x in log].count("eval") == 2
-    assert all(math.isfinite(x["total"]) for x in log if x["event"] == "train")
-    weighted = log[1]["caption"] + 0.1 * log[1]["match"] + 0.001 * log[1]["cbr"]
-    assert log[1]["total"] == pytest.approx(weighted, abs=1e-4)  # Eq. 13
-    captions = json.loads((tmp_path / "run" / "captions_test.json").read_text())
-    assert len(captions) == 10 and {"image_id", "caption"} == set(captions[0])
-    groups = json.loads((tmp_path / "run" / "scores_test.json").read_text())["scores"]
-    assert {"total", "semantic change", "only distractor", "move"} <= set(groups)
-    assert "CIDEr" in capsys.readouterr().out
-    run("--eval", tmp_path / "run" / "best.pt", "--split", "val", "--device", "cpu")
-    assert (tmp_path / "run" / "scores_val.json").exists()
-
-
-def test_resume_equals_no_interruption(prepared, tiny, tmp_path, monkeypatch):
-    run(*tiny, "--data_dir", prepared, "--out_dir", tmp_path / "whole")
-    original = scorer_cbr.losses_of
-
-    def interrupted(model, streams, cfg):
-        calls.append(1)
-        if len(calls) == 5:
-            signal.raise_signal(signal.SIGINT)
-        return original(model, streams, cfg)
-
-    calls = []
-    monkeypatch.setattr(scorer_cbr, "losses_of", interrupted)
-    with pytest.raises(SystemExit) as e:
-        run(*tiny, "--data_dir", prepared, "--out_dir", tmp_path / "parts")
-    assert e.value.code == 130
-    assert torch.load(tmp_path / "parts" / "last.pt", weights_only=True)["step"] == 5
-    monkeypatch.setattr(scorer_cbr, "losses_of", original)
-    run("--resume", "--out_dir", tmp_path / "parts", "--device", "cpu")
-    a, b = (torch.load(tmp_path / name / "last.pt", weights_only=True) for name in ("whole", "parts"))
-    assert all(torch.equal(a["model"][k], b["model"][k]) for k in a["model"]) and a["best"] == b["best"]
-    assert torch.equal(a["random"]["cpu"], b["random"]["cpu"])
-    assert losses(tmp_path / "whole")[8] == losses(tmp_path / "parts")[8]
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(prepared, tiny, tmp_path, monkeypatch, capsys):
-    original = scorer_cbr.losses_of
-
-    def broken(model, streams, cfg):
-        calls.append(1)
-        parts = original(model, streams, cfg)
-        return parts | {"total": parts["total"] * float("nan")} if len(calls) == 7 else parts
-
-    calls = []
-    monkeypatch.setattr(scorer_cbr, "losses_of", broken)
-    with pytest.raises(FloatingPointError, match="step 7.*caption"):
-        run(*tiny, "--data_dir", prepared, "--out_dir", tmp_path / "run")
-    state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
-    assert state["step"] == 4 and all(v.isfinite().all() for v in state["model"].values())
-
-
-def test_a_second_run_does_not_overwrite_the_first(prepared, tiny, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "last.pt").write_bytes(b"a week of work")
-    with pytest.raises(ValueError, match="--overwrite"):
-        run(*tiny, "--data_dir", prepared, "--out_dir", tmp_path / "run")
-    assert (tmp_path / "run" / "last.pt").read_bytes() == b"a week of work"
-
-
-def test_a_checkpoint_of_other_features_is_refused(prepared, tiny, tmp_path):
-    run(*tiny, "--data_dir", prepared, "--out_dir", tmp_path / "run")
-    words = json.loads((prepared / "vocab.json").read_text())
-    (prepared / "vocab.json").write_text(json.dumps(words | {"zebra": len(words)}))
-    with pytest.raises(ValueError, match="--data_dir"):
-        run("--eval", tmp_path / "run" / "best.pt", "--device", "cpu")
-
-
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    """The embedded data set, rendered and learned for a moment."""
-    root = tmp_path_factory.mktemp("smoke")
-    flags = ["--scenes", "60", "--steps", "20", "--log_every", "5", "--dim", "32", "--device", "cpu"]
-    run(*flags, "--data_dir", root / "mini", "--out_dir", root / "run")
-    return root
-
-
-def test_embedded_data_set_from_nothing(smoke):
-    log = losses(smoke / "run")
-    assert log[20]["caption"] < log[5]["caption"] and math.isfinite(log[20]["total"])
-    result = json.loads((smoke / "run" / "scores_test.json").read_text())
-    assert set(result["accuracy"]) >= {"change type", "distractors", "all four"}
-    assert "view: hardest quarter" in result["scores"]
-    with Image.open(smoke / "run" / "samples.png") as sheet:
-        assert sheet.width > 1000
-    with pytest.raises(ValueError, match="--data_dir"):  # other settings than those it was made with
-        run("--scenes", "70", "--data_dir", smoke / "mini", "--out_dir", smoke / "other", "--device", "cpu")
-
-
-def test_any_two_files_are_captioned_with_the_checkpoint_alone(smoke, tmp_path, capsys):
-    checkpoint, pair = tmp_path / "moved.pt", []
-    checkpoint.write_bytes((smoke / "run" / "best.pt").read_bytes())
-    for name, mode, size in (("a.jpg", "L", (31, 57)), ("b.gif", "P", (200, 90))):
-        Image.new(mode, size, 3).save(tmp_path / name)
-        pair.append(tmp_path / name)
-    run("--caption", *pair, "--checkpoint", checkpoint, "--device", "cpu", "--out", tmp_path / "out.png")
-    caption = capsys.readouterr().out.strip()
-    words = json.loads((smoke / "mini" / "vocab.json").read_text())
-    assert caption and set(caption.split()) <= set(words) and (tmp_path / "out.png").stat().st_size > 1000
-    (tmp_path / "c.png").write_bytes(b"no picture")
-    with pytest.raises(ValueError, match="c.png is not a readable image"):
-        run("--caption", pair[0], tmp_path / "c.png", "--checkpoint", checkpoint, "--device", "cpu")
-    with pytest.raises(ValueError, match="--caption needs --checkpoint"):
-        run("--caption", *pair)
-
-
-PAIRS = Path(__file__).resolve().parents[2] / "shared" / "data" / "pairs"
-
-
-@pytest.mark.skipif(not PAIRS.exists(), reason="the photographs are not here")
-@pytest.mark.parametrize("names", [("levir_before.png", "levir_after.png"), ("bird_1.jpg", "bird_2.jpg")])
-def test_real_photographs_are_captioned(smoke, names, capsys):
-    run("--caption", *(PAIRS / n for n in names), "--checkpoint", smoke / "run" / "best.pt", "--device", "cpu")
-    assert capsys.readouterr().out.strip()
-
-
-def test_the_script_starts_and_bad_input_is_one_line(tmp_path):
-    script = Path(scorer_cbr.__file__)
-    call = [sys.executable, str(script), "--dataset", "clevr_change", "--data_dir", str(tmp_path / "none")]
-    done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and "splits.json is missing" in done.stderr
-    assert not list(tmp_path.iterdir())
-    done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True)
-    assert done.returncode == 0 and "weight of L_cv in Eq. 13" in " ".join(done.stdout.split())
+@pytest.mark.parametrize("fields", [{}, {"w_cbr": 0.0}, {"w_match": 0.0}])
+def test_total_is_equation_13(fields):
+    model, (before, after) = small(**{"w_match": 0.3, "w_cbr": 0.07} | fields).float(), pictures().float()
+    cfg = model.cfg
+    cfg.device = "cpu"
+    streams = tuple(data.Batch(*pair, CAPTION, []) for pair in ((before, after), (after, before)))
+    losses = scorer_cbr.losses_of(model.eval(), streams, cfg)
+    parts = [model(b.before, b.after, b.caption) for b in streams]
+    means = {name: (parts[0][name] + parts[1][name]) / 2 for name in parts[0]}
+    assert losses["total"].item() == pytest.approx(
+        sum({"caption": 1, "match": cfg.w_match, "cbr": cfg.w_cbr}[name] * loss.item() for name, loss in means.items())
+    )
 
 
 # ---- presets and readings --------------------------------------------------------------------------------------------

@@ -1,0 +1,571 @@
+"""DIRL+CCR: Distractors-Immune Representation Learning with Cross-modal Contrastive Regularization for Change Captioning
+(Tu et al., ECCV 2024).
+
+Idea. (1) A self-supervised loss correlates each channel of the "before" image with the same channel of "after" and
+decorrelates it from all others, so that features survive camera and light and stay discriminative. (2) What
+cross-attention finds of an image in its partner is shared; the image minus that is the difference. (3) While the decoder
+learns, a contrastive loss ties what it looked at to the words it wrote, sentence against sentence.
+
+Eq. 1      ImageEmbedding       X = conv(features) + position
+Eq. 2      DIRL.mlp             Y = MLP(X), for the loss alone
+Eq. 3      channel_correlation  C_ij between channel i of Y_bef and channel j of Y_aft
+Eq. 4      dirl_loss            L_dirl = sum_i (1 - C_ii)^2 + alpha sum_{i != j} C_ij^2
+Eq. 5      CrossView            shared = MHCA(X, partner)
+Eq. 6      DIRL.encode          difference of each image = X - shared
+Eq. 7      Fusion               ReLU(W [difference_bef ; difference_aft])
+Eq. 8-10   DecoderLayer         words among themselves, words to differences, feed-forward
+Eq. 11     Decoder.head         next word
+Eq. 12     mean_of              mean over the words of a sentence
+Eq. 13-14  ccr_loss             L_ccr  InfoNCE, words <-> attended differences
+Eq. 15     caption_loss         L_cap
+Eq. 16     losses_of            L = L_cap + w_dirl L_dirl + w_ccr L_ccr
+
+Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END, padding).
+
+Where paper and released code differ, the default is the paper and RELEASED below names each difference; both readings
+share what only the code tells: layers, alpha, standard decoder layers with a feed-forward of width 4 D, initialisation,
+words of L_ccr read from the reference caption (the paper: generated), and the learning rate's drops.
+To copy: this file, common.py and data.py (the model takes only the special ids START, END and UNK from data.py).
+"""
+
+import os
+
+if "OMP_WAIT_POLICY" not in os.environ:  # read when torch loads: idle threads sleep, after a moment, on a busy laptop
+    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+import data
+from common import (
+    Attention,
+    GridPosition,
+    LossLog,
+    Run,
+    RunConfig,
+    can_compile,
+    decode,
+    info_nce,
+    learning_rate,
+    load_checkpoint,
+    load_weights,
+    pair_picture,
+    parse_args,
+    random_state,
+    run_main,
+    save_checkpoint,
+    set_random_state,
+    sheet,
+    sinusoid,
+)
+
+# ---- config ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Config(RunConfig):
+    """DIRL+CCR. The fields of a run (data, steps, device) are common.RunConfig's."""
+
+    dim: int = 512  # width D of images, words and decoder
+    word_dim: int = 300  # word embedding
+    heads: int = 8  # heads of every attention
+    layers: int = 2  # cross-attention layers; the last one's output is Eq. 5's
+    decoder_layers: int = 2  # decoder layers
+    dropout: float = 0.1  # dropout probability
+    use_coords: bool = True  # append the cell's x and y to the features (the field's 1026 channels)
+    near_identity: bool = False  # start cross-attention as a comparison of like cells (mini; not the paper's)
+    w_dirl: float = 0.5  # weight of L_dirl in Eq. 16; 0 leaves it and its MLP out
+    alpha: float = 0.003  # weight of decorrelation in Eq. 4; 0 leaves correlation only
+    correlate: bool = True  # Eq. 4's first term; without it decorrelation only
+    w_ccr: float = 0.3  # weight of L_ccr in Eq. 16; 0 leaves it out
+    tau: float = 0.5  # temperature of Eq. 14
+    difference: Literal["attention", "stream", "subtract"] = "attention"  # X - MHCA(X), X - LN(X + MHCA(X)), or X - partner
+    channels: Literal["standardised", "uncentred"] = "standardised"  # Eq. 3 as in Barlow Twins, or by its letters
+    channel_eps: float = 1e-5  # keeps a channel that is constant over the batch finite; 0 as released (NaN there)
+    dirl_position: bool = True  # L_dirl sees positions too, so cell l can be told from its place
+    decoder: Literal["normed", "plain"] = "normed"  # with two more LayerNorms and Xavier's initialisation, or without
+    ccr_pool: Literal["words", "padded"] = "words"  # Eq. 12: mean over START to END, or over the longest caption's length
+    ccr_visual: Literal["attention", "normed"] = "attention"  # Eq. 9's output, or after residual and norm: text is in it
+    ccr_logits: Literal["two_way", "summed"] = "two_way"  # Eq. 14's two losses, or one over the rows of S + S^T
+    ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # another pair with the very same caption
+    val_decode: Literal["greedy", "sample"] = "greedy"  # how validation captions, which choose best.pt, are written
+    blind: bool = False  # zero the features: what words alone can score
+
+
+# Weights from section 4.6, drops after 15 and 30 epochs; the paper gives neither batch nor rate: the last two are SCORER's.
+PRESETS = {
+    "clevr_change": dict(lr_drop=3975),
+    "clevr_change@released": dict(decoder="plain", steps=15000),
+    "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),
+    "clevr_dc@released": dict(steps=13000),
+    "spot_the_diff": dict(w_ccr=0.004, batch_size=32, lr_drop=4020, use_coords=False),
+    "image_editing_request": dict(w_dirl=0.001, w_ccr=0.05, batch_size=16, lr=1e-4, lr_drop=2880, use_coords=False),
+    "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, near_identity=True, w_dirl=0.03, w_ccr=0.05,
+                 batch_size=16, lr=1e-3, schedule="cosine", warmup=50, clip=1.0, steps=2400, eval_every=800, eval_batch=250),
+    "mini@cuda": dict(data_dir="data/mini_large", scenes=10000, objects="3,6", steps=15000, eval_every=2500),
+}  # fmt: skip
+
+RELEASED = dict(  # the released code's side of every disputed detail: --reading released (per data set: @released above)
+    difference="stream",  # Eq. 5-6 subtract what attention returns; the release subtracts its normalised residual stream
+    channel_eps=0.0,  # the release divides by the bare standard deviation
+    ccr_pool="padded",  # Eq. 12 is a mean over the m words; the release averages the padding's states too
+    ccr_visual="normed",  # Eq. 9's V is attention's output; the release takes it after residual and norm, words included
+    ccr_logits="summed",  # Eq. 14 is InfoNCE both ways; the release adds S and its transpose and takes rows only
+    ccr_equal_captions="negatives",  # many pairs share a sentence, distractors above all; the release pushes them apart
+    val_decode="sample",  # section 4.2 decodes greedily; the release samples during validation
+)
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+
+
+class ImageEmbedding(nn.Module):
+    """Eq. 1: X = conv_1x1(features) + position. (B, C, H, W) -> X (B, N, D), cell n = row * W + column, and X without
+    position."""
+
+    def __init__(self, channels: int, height: int, width: int, dim: int, use_coords: bool):
+        super().__init__()
+        self.conv = nn.Conv2d(channels + 2 * use_coords, dim, 1)
+        self.position = GridPosition(dim, height, width)
+        x, y = torch.arange(width) * 2 / width - 1, torch.arange(height) * 2 / height - 1  # -1 up to, not including, 1
+        coords = torch.stack([x.expand(height, -1), y[:, None].expand(-1, width)]) if use_coords else None
+        self.register_buffer("coords", coords, persistent=False)  # (2, H, W): x, then y
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        if self.coords is not None:
+            features = torch.cat([features, self.coords.to(features.dtype).expand(len(features), -1, -1, -1)], 1)
+        bare = self.conv(features).flatten(2).transpose(1, 2)
+        return bare + self.position().flatten(1).T, bare
+
+
+class CrossView(nn.Module):
+    """Eq. 5, one layer for both directions: shared_bef = MHCA(X_bef, X_aft), shared_aft likewise, from the same old pair.
+
+    pair (2B, N, D), the "before" images first -> shared (2B, N, D), or with `norm` the new pair LN(X + shared)."""
+
+    def __init__(self, cfg: Config, norm: bool):
+        super().__init__()
+        self.attention, self.dropout = Attention(cfg.dim, cfg.heads, cfg.dropout), nn.Dropout(cfg.dropout)
+        self.norm = nn.LayerNorm(cfg.dim) if norm else None
+
+    def forward(self, pair: Tensor) -> Tensor:
+        shared = self.attention(pair, pair.roll(len(pair) // 2, 0))
+        return self.norm(pair + self.dropout(shared)) if self.norm else shared
+
+
+class Fusion(nn.Module):
+    """Eq. 7: ReLU(W [difference_bef ; difference_aft] + b), (B, N, 2D) -> (B, N, D); normed before the ReLU if so asked."""
+
+    def __init__(self, cfg: Config, width: int):
+        super().__init__()
+        self.project, self.dropout = nn.Linear(width, cfg.dim), nn.Dropout(cfg.dropout)
+        self.norm = nn.LayerNorm(cfg.dim) if cfg.decoder == "normed" else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.dropout(self.norm(self.project(x))))
+
+
+class DecoderLayer(nn.Module):
+    """Eq. 8-10, post-norm: words attend to earlier words, then to the difference, then a feed-forward of width 4 D.
+
+    x (B, V, D) -> (B, V, D). `cross`: key and value (B, N, D) of the difference; `past`: key and value of the words
+    before x (decoding a word at a time), None when x starts with START; `mask` (B, 1, V, V): which words each may see, where
+    that is not simply the earlier ones. Also returns the new `past`, and what maps and L_ccr read: the query that met
+    the difference, "words" (Eq. 8), "attention" (Eq. 9) and "normed" (Eq. 9 after residual and norm), all (B, V, D)."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.self_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
+        self.cross_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
+        self.hidden, self.output = nn.Linear(cfg.dim, 4 * cfg.dim), nn.Linear(4 * cfg.dim, cfg.dim)
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(cfg.dim) for _ in range(3))
+        self.dropout = nn.Dropout(cfg.dropout)
+
+    def forward(self, x: Tensor, cross: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None = None, mask=None):
+        q, k, v = self.self_attention.project(x, x)
+        if past is not None:
+            k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)
+        causal = past is None and mask is None
+        words = self.norm1(x + self.dropout(self.self_attention.attend(q, k, v, causal, mask)))
+        query = self.cross_attention.query(words)
+        attended = self.cross_attention.attend(query, *cross)
+        normed = self.norm2(words + self.dropout(attended))
+        y = self.output(self.dropout(F.relu(self.hidden(normed))))
+        looked = {"query": query, "words": words, "attention": attended, "normed": normed}
+        return self.norm3(normed + self.dropout(y)), (k, v), looked
+
+
+class Decoder(nn.Module):
+    """Words and difference -> hidden states; `head` gives the distribution of the next word (Eq. 11).
+
+    Every word sees itself and earlier words only, so padding at the end of a caption needs no mask, unless the states
+    at the padding are read (ccr_pool="padded")."""
+
+    def __init__(self, cfg: Config, vocab_size: int, max_len: int):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, cfg.word_dim, padding_idx=0)  # 0 is never trained, as released
+        self.register_buffer("position", sinusoid(max_len, cfg.word_dim), persistent=False)
+        self.project, self.dropout = nn.Linear(cfg.word_dim, cfg.dim), nn.Dropout(cfg.dropout)
+        self.norm = nn.LayerNorm(cfg.dim) if cfg.decoder == "normed" else nn.Identity()
+        self.layers = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.decoder_layers))
+        self.head = nn.Linear(cfg.dim, vocab_size)
+
+    def words(self, ids: Tensor, start: int = 0) -> Tensor:
+        """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
+        x = self.embed(ids) + self.position[start : start + ids.shape[1]]
+        return self.dropout(self.norm(self.project(x)))
+
+    def memory(self, difference: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Key and value of the difference (B, N, D) for each layer: once a caption, not once a word."""
+        return [(l.cross_attention.key(difference), l.cross_attention.value(difference)) for l in self.layers]
+
+    def forward(self, ids: Tensor, difference: Tensor, mask: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """All words at once: (B, V) -> hidden states (B, V, D), what the last layer looked at (DecoderLayer), and the key
+        (B, N, D) of the difference there."""
+        x, memory = self.words(ids), self.memory(difference)
+        for layer, cross in zip(self.layers, memory, strict=True):
+            x, _, looked = layer(x, cross, mask=mask)
+        return x, looked, memory[-1][0]
+
+    def stepper(self, difference: Tensor):
+        """-> step(words (B,), position) -> logits of the next word; keys and values of earlier words are kept."""
+        memory, past = self.memory(difference), [None] * len(self.layers)
+
+        def step(words: Tensor, t: int) -> Tensor:
+            x = self.words(words[:, None], t)
+            for i, layer in enumerate(self.layers):
+                x, past[i], _ = layer(x, memory[i], past[i])
+            return self.head(x[:, 0])
+
+        return step
+
+
+def initialise(module: nn.Module, xavier: bool) -> None:
+    """As released: attention drawn like nn.MultiheadAttention's, and with `xavier` every matrix Xavier-uniform."""
+    for p in module.parameters() if xavier else ():
+        if p.ndim > 1:
+            nn.init.xavier_uniform_(p)
+    for m in module.modules():
+        if isinstance(m, Attention):
+            for linear in (m.query, m.key, m.value):  # drawn as one matrix (3D, D)
+                nn.init.xavier_uniform_(linear.weight, gain=0.5**0.5)
+            for linear in (m.query, m.key, m.value, m.out):
+                nn.init.zeros_(linear.bias)
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+def channel_correlation(y_bef: Tensor, y_aft: Tensor, eps: float, centred: bool = True) -> Tensor:
+    """Eq. 3: correlation of every channel of "before" with every channel of "after" over the rows, that is over all cells
+    of all images. y_bef, y_aft (R, D) -> (D, D).
+
+    Eq. 3's letters are those of Barlow Twins, whose channels are centred first and which the release follows, with the
+    unbiased deviation: C_ii is at most (R - 1) / R. centred=False takes the letters as they stand."""
+    if not centred:
+        return F.normalize(y_bef, dim=0).T @ F.normalize(y_aft, dim=0)
+    z_bef, z_aft = ((y - y.mean(0)) / (y.var(0) + eps).sqrt() for y in (y_bef, y_aft))
+    return z_bef.T @ z_aft / len(y_bef)
+
+
+def dirl_loss(c: Tensor, alpha: float, correlate: bool = True) -> Tensor:
+    """Eq. 4, L_dirl = sum_i (1 - C_ii)^2 + alpha sum_i sum_{j != i} C_ij^2, of correlations C (D, D)."""
+    diagonal = c.diagonal()
+    decorrelated = alpha * (c - diagonal.diag()).square().sum()
+    return (1 - diagonal).square().sum() + decorrelated if correlate else decorrelated
+
+
+def mean_of(x: Tensor, valid: Tensor) -> Tensor:
+    """Eq. 12: mean over the words. x (B, V, D), valid (B, V) bool -> (B, D)."""
+    weight = valid.to(x.dtype)[..., None]
+    return (x * weight).sum(1) / weight.sum(1)
+
+
+def ccr_loss(words: Tensor, visual: Tensor, tau: float, same: Tensor, summed: bool = False) -> Tensor:
+    """Eq. 13-14, L_ccr: InfoNCE of sentences and what was looked at for them, words -> visual and back.
+
+    words, visual (B, D) of Eq. 12; same (B, B) bool: captions that are equal, which are not each other's negatives.
+    summed: rows of (S + S^T) / (2 tau) in place of rows and columns of S / tau."""
+    s = words @ visual.T / tau  # (B, B), Eq. 13
+    if summed:
+        s = (s + s.T) / 2
+    s = s.masked_fill(same & ~torch.eye(len(s), dtype=torch.bool, device=s.device), float("-inf"))
+    return info_nce(s) if summed else (info_nce(s) + info_nce(s.T)) / 2
+
+
+def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
+    """Eq. 15, L_cap: cross-entropy of each next word, a mean over all real words of the batch.
+    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with 0."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), caption[:, 1:].flatten(), ignore_index=0)
+
+
+# ---- method ----------------------------------------------------------------------------------------------------------
+
+
+class DIRL(nn.Module):
+    """DIRL+CCR and every parameter of it. grid: (C, H, W) of the features; max_len: ids of the longest caption."""
+
+    def __init__(self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int):
+        super().__init__()
+        self.cfg, self.grid, self.max_len = cfg, grid, max_len
+        self.embed = ImageEmbedding(*grid, cfg.dim, cfg.use_coords)
+        if cfg.w_dirl:
+            wide = nn.Linear(cfg.dim, 4 * cfg.dim), nn.ReLU(), nn.Dropout(cfg.dropout)
+            self.mlp = nn.Sequential(*wide, nn.Linear(4 * cfg.dim, cfg.dim))
+        layers = cfg.layers if cfg.difference != "subtract" else 0
+        read = layers if cfg.difference == "stream" else layers - 1  # layers whose residual stream anything reads
+        self.cross_view = nn.ModuleList(CrossView(cfg, norm=i < read) for i in range(layers))
+        initialise(self, xavier=True)
+        self.fuse = Fusion(cfg, 2 * cfg.dim if layers else cfg.dim)
+        self.decoder = Decoder(cfg, vocab_size, max_len)
+        for part in (self.fuse, self.decoder):
+            initialise(part, xavier=cfg.decoder == "normed")
+        if cfg.near_identity:
+            start_near_identity(self)
+
+    def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, C, H, W) twice -> difference (B, N, D) of Eq. 7, and X (2B, N, D), "before" first, that L_dirl reads."""
+        pair = torch.cat([before, after])
+        embedded, bare = self.embed(torch.zeros_like(pair) if self.cfg.blind else pair)
+        shared = embedded
+        for layer in self.cross_view:
+            shared = layer(shared)
+        if self.cross_view:
+            difference = torch.cat((embedded - shared).chunk(2), -1)  # (B, N, 2D): Eq. 6 for each image, side by side
+        else:
+            difference = torch.sub(*embedded.chunk(2))
+        return self.fuse(difference), embedded if self.cfg.dirl_position else bare
+
+    def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
+        """The parts of Eq. 16 for one batch of pairs: features (B, C, H, W) twice, caption (B, V)."""
+        cfg, mask = self.cfg, None
+        difference, x = self.encode(before, after)
+        if cfg.ccr_pool == "padded":  # padding has states of its own there, of real words alone
+            caption = F.pad(caption, (0, self.max_len - caption.shape[1]))
+            mask = (caption != 0)[:, None, None, :].expand(-1, -1, self.max_len, -1).tril()
+        hidden, looked, _ = self.decoder(caption, difference, mask)
+        losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}
+        if cfg.w_dirl:
+            y = self.mlp(x)
+        with torch.autocast(x.device.type, enabled=False):  # sums over thousands of rows and scores in the hundreds
+            if cfg.w_dirl:
+                y_bef, y_aft = (part.flatten(0, 1) for part in full(y).chunk(2))
+                c = channel_correlation(y_bef, y_aft, cfg.channel_eps, cfg.channels == "standardised")
+                losses["dirl"] = dirl_loss(c, cfg.alpha, cfg.correlate)
+            if cfg.w_ccr:
+                valid = (caption != 0) | (cfg.ccr_pool == "padded")
+                words, visual = (mean_of(full(looked[name]), valid) for name in ("words", cfg.ccr_visual))
+                same = (caption[:, None] == caption).all(-1) & (cfg.ccr_equal_captions == "ignored")
+                losses["ccr"] = ccr_loss(words, visual, cfg.tau, same, cfg.ccr_logits == "summed")
+        return losses
+
+    @torch.no_grad()
+    def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
+        """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len)."""
+        step = self.decoder.stepper(self.encode(before, after)[0])
+        start = torch.full((len(before),), data.START, device=before.device)
+        return decode(step, start, self.max_len, data.END, data.UNK, sample)
+
+    @torch.no_grad()
+    def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> Tensor:
+        """Where the decoder looked: last layer's attention over cells, mean over heads and over the words of ids
+        (B, V) -> (B, H, W). Row t of the scores is the state that predicts word t + 1."""
+        _, looked, key = self.decoder(ids, self.encode(before, after)[0])
+        scores = self.decoder.layers[-1].cross_attention.scores(looked["query"], key)  # (B, K, V, N)
+        weight = scores.softmax(-1).mean(1)[:, :-1]  # (B, V - 1, N)
+        valid = (ids[:, 1:] > data.END).to(weight.dtype)[..., None]
+        return ((weight * valid).sum(1) / valid.sum(1).clamp(min=1)).unflatten(1, self.grid[1:])
+
+
+def full(x: Tensor) -> Tensor:
+    """bfloat16 -> float32; other types as they are."""
+    return x.float() if x.dtype == torch.bfloat16 else x
+
+
+@torch.no_grad()
+def start_near_identity(model: DIRL) -> None:
+    """Not the paper's: every cross-attention starts as a comparison of like cells whose output is the cell it found, so that
+    what did not change cancels at once. Positions start small: they would tell cells apart that show the same thing."""
+    model.embed.conv.weight.normal_(std=model.embed.conv.in_channels**-0.5)
+    for table in (model.embed.position.col, model.embed.position.row):
+        table.weight.mul_(0.1)
+    for layer in model.cross_view:
+        a = layer.attention
+        for linear, gain in ((a.query, 1.5), (a.key, 1.5), (a.value, 1.0), (a.out, 1.0)):
+            linear.weight.normal_(std=0.02)
+            linear.weight.diagonal().add_(gain)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def losses_of(model: DIRL, streams: tuple[data.Batch, ...], cfg: Config) -> dict[str, Tensor]:
+    """Eq. 16 and its parts, each a mean over the streams (changed pairs, distractor pairs). The streams stay apart: a
+    scene's default image is "before" in both, which a contrastive loss over all pairs would take for a negative."""
+    losses: dict[str, Tensor] = {}
+    for batch in (b.to(cfg.device) for b in streams):
+        with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
+            parts = model(batch.before, batch.after, batch.caption)
+        losses = {name: losses.get(name, 0) + part / len(streams) for name, part in parts.items()}
+    weights = {"caption": 1.0, "dirl": cfg.w_dirl, "ccr": cfg.w_ccr}
+    losses["total"] = sum(weights[name] * part for name, part in losses.items())  # L = L_cap + w_dirl L_dirl + w_ccr L_ccr
+    return losses
+
+
+def train(cfg: Config, resume: bool = False) -> tuple[DIRL, data.Dataset]:
+    """Train into cfg.out_dir -> the best model by validation, and the data set.
+
+    Told to stop (Ctrl-C, SIGTERM) it saves last.pt and exits 130 or 143; `resume` goes on from there as if nothing had
+    happened. FloatingPointError where a loss is not finite."""
+    run, dataset, cuda = Run(cfg, resume), data.open_dataset(cfg), cfg.device.startswith("cuda")
+    torch.manual_seed(cfg.seed)
+    torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
+    model = DIRL(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
+    step, best, recent, began = 0, float("-inf"), LossLog(), time.perf_counter()
+
+    def save(name: str) -> None:
+        if not all(p.isfinite().all() for p in parameters):
+            raise FloatingPointError(f"weights are not finite after step {step}; {name} is untouched; try a lower --lr")
+        save_checkpoint(run.dir / name, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, best=best,
+                        config=dataclasses.asdict(cfg), random=random_state(cfg.device), **dataset.state())  # fmt: skip
+
+    if resume:
+        state = load_checkpoint(run.dir / "last.pt", cfg.device)
+        dataset.check_state(state)
+        load_weights(model, state, run.dir / "last.pt")
+        optimizer.load_state_dict(state["optimizer"])
+        set_random_state(state["random"], cfg.device)
+        step, best = state["step"], state["best"]
+        run.trim_log(step)
+    run.begin(cfg, model, step)
+    if not resume:
+        save("last.pt")
+    if cfg.compile and cuda and can_compile():
+        model.compile()
+    bar = tqdm(total=cfg.steps, initial=step, desc="train", unit="step", disable=None)
+    with run, bar:
+        stop = 0
+        while step < cfg.steps and not stop:
+            epoch, start = divmod(step, dataset.steps(cfg.batch_size))
+            for streams in dataset.train_batches(cfg.batch_size, cfg.seed, epoch, start):
+                optimizer.param_groups[0]["lr"] = lr = learning_rate(cfg, step)
+                losses = losses_of(model, streams, cfg)
+                optimizer.zero_grad()
+                losses["total"].backward()
+                if cfg.clip:
+                    nn.utils.clip_grad_norm_(parameters, cfg.clip)
+                optimizer.step()
+                step, stop = step + 1, run.stop  # read once a step: a signal may come at any line
+                recent.add(losses)
+                bar.update()
+                done = step == cfg.steps
+                validate = step % cfg.eval_every == 0 or done
+                if step % cfg.log_every == 0 or validate or stop:
+                    means = recent.take(step)
+                    run.log(step=step, event="train", seconds=round(time.perf_counter() - began, 2), lr=lr, **means)
+                    bar.set_postfix({name: f"{value:.3f}" for name, value in means.items()})
+                if validate:
+                    scores = evaluate(model, dataset, "val", cfg)
+                    run.log(step=step, event="eval", decode=cfg.val_decode, select_by=cfg.select_by, **scores)
+                    tqdm.write(f"step {step}: validation " + ", ".join(f"{k} {v:.2f}" for k, v in scores.items()))
+                    if scores[cfg.select_by] > best:
+                        best = scores[cfg.select_by]
+                        save("best.pt")
+                if validate or stop:
+                    save("last.pt")
+                if done or stop:
+                    break
+    if stop:
+        raise SystemExit(stop)
+    model.load_state_dict(load_checkpoint(run.dir / "best.pt", cfg.device)["model"])
+    return model, dataset
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def evaluate(model: DIRL, dataset: data.Dataset, split: str, cfg: Config, out_dir: Path | None = None) -> dict:
+    """Captions of a split, their scores; -> the scores of all pairs together.
+
+    Without out_dir (validation while training) the quick metrics only; with it every metric and every group of pairs,
+    printed and written with captions and sample pictures."""
+    model.eval()
+    captions: dict[str, str] = {}
+    batches = -(-len(dataset.pairs(split)) // cfg.eval_batch)
+    for batch in tqdm(dataset.eval_batches(split, cfg.eval_batch), split, batches, disable=None, leave=False):
+        batch = batch.to(cfg.device)
+        ids = model.generate(batch.before, batch.after, sample=cfg.val_decode == "sample" and out_dir is None)
+        captions |= zip(batch.ids, dataset.vocab.decode(ids), strict=True)
+    if out_dir is None:
+        model.train()
+        return data.score(captions, dataset.references(split), quick=True)["scores"]["total"]
+    out_dir.mkdir(parents=True, exist_ok=True)
+    data.write_predictions(out_dir / f"captions_{split}.json", captions)
+    result = data.score(captions, dataset.references(split), dataset.groups(split)) | dataset.report(captions)
+    (out_dir / f"scores_{split}.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(data.format_scores(result))
+    picture = "samples.png" if split == "test" else f"samples_{split}.png"
+    draw_samples(model, dataset, split, cfg, captions, out_dir / picture)
+    return result["scores"]["total"]
+
+
+def draw_samples(model: DIRL, dataset: data.Dataset, split: str, cfg: Config, captions: dict, path: Path) -> None:
+    """A sheet with a column for every kind of change: a dozen pairs each with attention, reference and caption."""
+    columns = {}
+    for kind, pairs in dataset.examples(split, 12).items():
+        batch = dataset.batch(pairs).to(cfg.device)
+        heat = model.attention_map(batch.before, batch.after, model.generate(batch.before, batch.after))
+        columns[kind] = [
+            pair_picture(*dataset.images(p), h, [f"reference: {p.captions[0]}", f"generated: {captions[p.id]}"])
+            for p, h in zip(pairs, heat, strict=True)
+        ]
+    sheet(columns).save(path)
+
+
+def caption_files(cfg: Config, checkpoint: str, files: list[str], out: str | None) -> str:
+    """The caption of any two image files by a checkpoint, and its attention picture where `out` names one."""
+    model, state = load_model(cfg, checkpoint)
+    extractor = data.Extractor(**state["extractor"], device=cfg.device)
+    before, after = (extractor([f]).to(cfg.device).float() for f in files)
+    ids = model.generate(before, after)
+    caption = data.Vocab(state["vocab"]).decode(ids)[0]
+    if out:
+        heat = model.attention_map(before, after, ids)[0]
+        pair_picture(*map(data.read_image, files), heat, [caption], side=224).save(out)
+    return caption
+
+
+def load_model(cfg: Config, checkpoint: str | Path) -> tuple[DIRL, dict]:
+    """-> model in evaluation mode, and all that the checkpoint holds."""
+    state = load_checkpoint(checkpoint, cfg.device)
+    model = DIRL(cfg, len(state["vocab"]), tuple(state["grid"]), state["max_len"]).to(cfg.device)
+    load_weights(model, state, checkpoint)
+    return model.eval(), state
+
+
+def main(argv: list[str] | None = None) -> None:
+    cfg, do = parse_args(Config, PRESETS, RELEASED, Path(__file__).stem, __doc__, argv)
+    if do.caption:
+        print(caption_files(cfg, do.checkpoint, do.caption, do.out))
+        return
+    if do.eval:
+        (model, state), dataset = load_model(cfg, do.eval), data.open_dataset(cfg)
+        dataset.check_state(state)
+    else:
+        model, dataset = train(cfg, do.resume)
+    evaluate(model, dataset, do.split, cfg, Path(cfg.out_dir))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,279 @@
+"""What every method file does alike: decoding, learning, running, saving, captioning."""
+
+import inspect
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from released import hashed
+
+import data
+import dirl_ccr
+import scorer_cbr
+
+MODELS = {scorer_cbr: scorer_cbr.SCORER, dirl_ccr: dirl_ccr.DIRL}
+
+B, C, H, W, V, WORDS = 4, 5, 2, 3, 9, 12
+CAPTION = torch.tensor([[2, 4, 5, 6, 3, 0, 0, 0, 0], [2, 7, 3, 0, 0, 0, 0, 0, 0], [2, 8, 9, 10, 11, 4, 5, 3, 0],
+                        [2, 5, 5, 3, 0, 0, 0, 0, 0]])  # fmt: skip
+
+
+@pytest.fixture(params=MODELS, ids=lambda method: method.__name__)
+def method(request):
+    return request.param
+
+
+def small(method, **fields):
+    torch.manual_seed(0)
+    cfg = method.Config(**{"dim": 8, "word_dim": 6, "heads": 2} | fields)
+    return MODELS[method](cfg, WORDS, (C, H, W), V).double().eval()
+
+
+def pictures():
+    torch.manual_seed(1)
+    return torch.rand(2, B, C, H, W, dtype=torch.float64)
+
+
+def test_hash_stream():
+    assert hashed(4, 1).tolist() == pytest.approx([-0.401380, 0.460570, 0.421702, 0.790581], abs=1e-6)
+
+
+def test_a_diff_of_two_files_shows_the_science(method):
+    """All but the method itself reads the same."""
+
+    def text(module, name):
+        source = inspect.getsource(getattr(module, name))
+        source = re.sub(rf"\b{MODELS[module].__name__}\b", "MODEL", source)
+        return [line for line in source.splitlines() if "clamp_scales" not in line]
+
+    for name in ("train", "evaluate", "draw_samples", "caption_files", "load_model", "main", "caption_loss"):
+        ours, first = (text(module, name)[name == "caption_loss" and 2 :] for module in (method, scorer_cbr))
+        assert ours == first, name
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------------
+
+
+def test_a_later_word_changes_no_earlier_output(method):
+    model, (before, after) = small(method), pictures()
+    difference, other = model.encode(before, after)[0], CAPTION.clone()
+    other[:, 4:] = 1
+    torch.testing.assert_close(model.decoder(CAPTION, difference)[0][:, :4], model.decoder(other, difference)[0][:, :4])
+
+
+def test_padding_changes_no_loss(method):
+    model, (before, after) = small(method), pictures()
+    for name, loss in model(before, after, CAPTION[:, :8]).items():
+        torch.testing.assert_close(loss, model(before, after, CAPTION)[name])
+
+
+def test_cached_decoding_equals_full_decoding(method):
+    model, (before, after) = small(method), pictures()
+    for p in (p for p in model.parameters() if p.ndim > 1):  # large enough for captions of different words and lengths
+        torch.nn.init.normal_(p)
+    difference = model.encode(before, after)[0]
+    step, full = model.decoder.stepper(difference), torch.full((B, 1), 2)
+    for t in range(V - 1):
+        logits = model.decoder.head(model.decoder(full, difference)[0][:, -1])
+        torch.testing.assert_close(step(full[:, -1], t), logits)
+        logits[:, 1] = -math.inf
+        full = torch.cat([full, logits.argmax(-1, keepdim=True)], 1)
+    ids = model.generate(before, after)
+    for ours, plain in zip(ids.tolist(), full.tolist(), strict=True):
+        stop = next((i for i, w in enumerate(plain) if w in (0, 3)), V)
+        assert ours == plain[:stop] + [0] * (V - stop)
+    assert len({tuple(row) for row in ids.tolist()}) > 1, ids
+
+
+def test_attention_map_is_a_mean_over_the_words(method):
+    model, (before, after) = small(method), pictures()
+    _, query, key = model.decoder(CAPTION, model.encode(before, after)[0])
+    query = query["query"] if isinstance(query, dict) else query
+    scores = model.decoder.layers[-1].cross_attention.scores(query, key)
+    maps = model.attention_map(before, after, CAPTION)
+    assert maps.shape == (B, H, W)
+    torch.testing.assert_close(maps.sum((1, 2)), torch.ones(B, dtype=torch.float64))
+    rows = scores[1].softmax(-1).mean(0)[:1]  # "START w1 END": the row of START predicted the only word
+    torch.testing.assert_close(maps[1].flatten(), rows.mean(0))
+
+
+def test_blind_model_sees_nothing(method):
+    model, (before, after) = small(method, blind=True), pictures()
+    torch.testing.assert_close(model.encode(before, after)[0], model.encode(after * 2, before)[0])
+
+
+# ---- learning --------------------------------------------------------------------------------------------------------
+
+
+def test_overfits_eight_pairs(method, prepared, tiny):
+    flags = ["--data_dir", str(prepared), "--dim", "32", "--heads", "4", "--dropout", "0", "--lr", "3e-3"]
+    cfg, _ = method.parse_args(method.Config, method.PRESETS, method.RELEASED, "method", "doc", tiny + flags)
+    dataset = data.open_dataset(cfg)
+    torch.manual_seed(0)
+    model = MODELS[method](cfg, len(dataset.vocab), dataset.grid, dataset.max_len)
+    pairs = [p for scene in dataset.scenes["train"][:4] for p in scene.pairs]  # four changed, four distractor pairs
+    batch, adam = dataset.batch(pairs).to("cpu"), torch.optim.Adam(model.parameters(), lr=cfg.lr)
+    for _ in range(300):
+        adam.zero_grad()
+        method.losses_of(model, (batch,), cfg)["total"].backward()
+        adam.step()
+    told = dataset.vocab.decode(model.eval().generate(batch.before, batch.after))
+    assert told == [" ".join(data.tokenize(p.captions[0])) for p in pairs]
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+def run(method, *argv):
+    method.main([str(a) for a in argv])
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return {x["step"]: {k: v for k, v in x.items() if k != "seconds"} for x in lines if x["event"] == "train"}
+
+
+def test_a_run_leaves_what_it_should(method, prepared, tiny, tmp_path, capsys):
+    run(method, *tiny, "--data_dir", prepared, "--out_dir", tmp_path / "run")
+    files = {p.name for p in (tmp_path / "run").iterdir()}
+    assert files == {"config.json", "log.jsonl", "last.pt", "best.pt", "captions_test.json", "scores_test.json", "samples.png"}
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [x["event"] for x in log].count("train") == 4 and [x["event"] for x in log].count("eval") == 2
+    assert all(math.isfinite(x["total"]) for x in log if x["event"] == "train")
+    captions = json.loads((tmp_path / "run" / "captions_test.json").read_text())
+    assert len(captions) == 10 and {"image_id", "caption"} == set(captions[0])
+    groups = json.loads((tmp_path / "run" / "scores_test.json").read_text())["scores"]
+    assert {"total", "semantic change", "only distractor", "move"} <= set(groups)
+    assert "CIDEr" in capsys.readouterr().out
+    run(method, "--eval", tmp_path / "run" / "best.pt", "--split", "val", "--device", "cpu")
+    assert (tmp_path / "run" / "scores_val.json").exists()
+
+
+def test_resume_equals_no_interruption(method, prepared, tiny, tmp_path, monkeypatch):
+    run(method, *tiny, "--data_dir", prepared, "--out_dir", tmp_path / "whole")
+    original = method.losses_of
+
+    def interrupted(model, streams, cfg):
+        calls.append(1)
+        if len(calls) == 5:
+            signal.raise_signal(signal.SIGINT)
+        return original(model, streams, cfg)
+
+    calls = []
+    monkeypatch.setattr(method, "losses_of", interrupted)
+    with pytest.raises(SystemExit) as e:
+        run(method, *tiny, "--data_dir", prepared, "--out_dir", tmp_path / "parts")
+    assert e.value.code == 130
+    assert torch.load(tmp_path / "parts" / "last.pt", weights_only=True)["step"] == 5
+    monkeypatch.setattr(method, "losses_of", original)
+    run(method, "--resume", "--out_dir", tmp_path / "parts", "--device", "cpu")
+    a, b = (torch.load(tmp_path / name / "last.pt", weights_only=True) for name in ("whole", "parts"))
+    assert all(torch.equal(a["model"][k], b["model"][k]) for k in a["model"]) and a["best"] == b["best"]
+    assert torch.equal(a["random"]["cpu"], b["random"]["cpu"])
+    assert losses(tmp_path / "whole")[8] == losses(tmp_path / "parts")[8]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(method, prepared, tiny, tmp_path, monkeypatch, capsys):
+    original = method.losses_of
+
+    def broken(model, streams, cfg):
+        calls.append(1)
+        parts = original(model, streams, cfg)
+        return parts | {"total": parts["total"] * float("nan")} if len(calls) == 7 else parts
+
+    calls = []
+    monkeypatch.setattr(method, "losses_of", broken)
+    with pytest.raises(FloatingPointError, match="step 7.*caption"):
+        run(method, *tiny, "--data_dir", prepared, "--out_dir", tmp_path / "run")
+    state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+    assert state["step"] == 4 and all(v.isfinite().all() for v in state["model"].values())
+
+
+def test_a_second_run_does_not_overwrite_the_first(method, prepared, tiny, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "last.pt").write_bytes(b"a week of work")
+    with pytest.raises(ValueError, match="--overwrite"):
+        run(method, *tiny, "--data_dir", prepared, "--out_dir", tmp_path / "run")
+    assert (tmp_path / "run" / "last.pt").read_bytes() == b"a week of work"
+
+
+def test_a_checkpoint_of_other_features_is_refused(method, prepared, tiny, tmp_path):
+    run(method, *tiny, "--data_dir", prepared, "--out_dir", tmp_path / "run")
+    words = json.loads((prepared / "vocab.json").read_text())
+    (prepared / "vocab.json").write_text(json.dumps(words | {"zebra": len(words)}))
+    with pytest.raises(ValueError, match="--data_dir"):
+        run(method, "--eval", tmp_path / "run" / "best.pt", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def minis(tmp_path_factory):
+    return tmp_path_factory.mktemp("smoke")
+
+
+@pytest.fixture
+def smoke(method, minis):
+    """The embedded data set, rendered once, and learned from for a moment by each method: folder of data, of the run."""
+    out = minis / method.__name__
+    if not out.exists():
+        flags = ["--scenes", "60", "--steps", "20", "--log_every", "5", "--dim", "32", "--lr", "2e-3", "--device", "cpu"]
+        run(method, *flags, "--data_dir", minis / "mini", "--out_dir", out)
+    return minis / "mini", out
+
+
+def test_embedded_data_set_from_nothing(method, smoke):
+    root, out = smoke
+    log = losses(out)
+    assert log[20]["caption"] < log[5]["caption"] and math.isfinite(log[20]["total"])
+    result = json.loads((out / "scores_test.json").read_text())
+    assert set(result["accuracy"]) >= {"change type", "distractors", "all four"}
+    assert "view: hardest quarter" in result["scores"]
+    with Image.open(out / "samples.png") as sheet:
+        assert sheet.width > 1000
+    with pytest.raises(ValueError, match="--data_dir"):  # other settings than those it was made with
+        run(method, "--scenes", "70", "--data_dir", root, "--out_dir", out / "other", "--device", "cpu")
+
+
+def test_any_two_files_are_captioned_with_the_checkpoint_alone(method, smoke, tmp_path, capsys):
+    checkpoint, pair = tmp_path / "moved.pt", []
+    checkpoint.write_bytes((smoke[1] / "best.pt").read_bytes())
+    for name, mode, size in (("a.jpg", "L", (31, 57)), ("b.gif", "P", (200, 90))):
+        Image.new(mode, size, 3).save(tmp_path / name)
+        pair.append(tmp_path / name)
+    run(method, "--caption", *pair, "--checkpoint", checkpoint, "--device", "cpu", "--out", tmp_path / "out.png")
+    caption = capsys.readouterr().out.strip()
+    words = json.loads((smoke[0] / "vocab.json").read_text())
+    assert caption and set(caption.split()) <= set(words) and (tmp_path / "out.png").stat().st_size > 1000
+    (tmp_path / "c.png").write_bytes(b"no picture")
+    with pytest.raises(ValueError, match="c.png is not a readable image"):
+        run(method, "--caption", pair[0], tmp_path / "c.png", "--checkpoint", checkpoint, "--device", "cpu")
+    with pytest.raises(ValueError, match="--caption needs --checkpoint"):
+        run(method, "--caption", *pair)
+
+
+PAIRS = Path(__file__).resolve().parents[2] / "shared" / "data" / "pairs"
+
+
+@pytest.mark.skipif(not PAIRS.exists(), reason="the photographs are not here")
+@pytest.mark.parametrize("names", [("levir_before.png", "levir_after.png"), ("bird_1.jpg", "bird_2.jpg")])
+def test_real_photographs_are_captioned(method, smoke, names, capsys):
+    run(method, "--caption", *(PAIRS / n for n in names), "--checkpoint", smoke[1] / "best.pt", "--device", "cpu")
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_script_starts_and_bad_input_is_one_line(method, tmp_path):
+    script = Path(method.__file__)
+    call = [sys.executable, str(script), "--dataset", "clevr_change", "--data_dir", str(tmp_path / "none")]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and "splits.json is missing" in done.stderr
+    assert not list(tmp_path.iterdir())
+    done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "weight of L_" in " ".join(done.stdout.split())
+
+
