@@ -207,7 +207,7 @@ class RunConfig:
     schedule: Literal["step", "cosine"] = "step"  # x0.1 every lr_drop steps, or cosine down to zero at the last step
     lr_drop: int = 0  # steps between drops of the step schedule; 0: never
     warmup: int = 0  # steps of linear warm-up
-    clip: float = 0.0  # largest gradient norm; 0: no clipping
+    grad_clip: float = 0.0  # largest gradient norm; 0: no clipping
     log_every: int = 50  # steps between lines of log.jsonl
     eval_every: int = 1000  # steps between validations; last.pt is saved as often
     select_by: Literal["CIDEr", "BLEU-4", "ROUGE-L"] = "CIDEr"  # validation metric (all pairs) that chooses best.pt
@@ -232,6 +232,8 @@ def preset(Config: type, presets: dict[str, dict], released: dict, dataset: str,
     if dataset not in presets:
         known = ", ".join(name for name in presets if "@" not in name)
         raise ValueError(f"--dataset {dataset}: no preset of that name; choose one of {known}")
+    if reading == "released" and not released:
+        raise ValueError("--reading released: the authors released no code; there is only --reading paper")
     values = dict(presets[dataset], **(presets.get(dataset + "@cuda", {}) if cuda else {}))
     values |= released | presets.get(dataset + "@released", {}) if reading == "released" else {}
     return Config(**{"dataset": dataset, "reading": reading, "data_dir": f"data/{dataset}"} | values)
@@ -462,7 +464,7 @@ class LossLog:
             if not row.isfinite().all():
                 parts = ", ".join(f"{n} {v:.4g}" for n, v in zip(self.names, row.tolist(), strict=True))
                 raise FloatingPointError(f"loss is not finite at step {step - len(table) + 1 + i}: {parts}; the last "
-                                         "checkpoint is untouched; try a lower --lr or --clip 1")  # fmt: skip
+                                         "checkpoint is untouched; try a lower --lr or --grad_clip 1")  # fmt: skip
         self.rows = []
         return {n: round(v, 6) for n, v in zip(self.names, table.mean(0).tolist(), strict=True)} if len(table) else {}
 
@@ -482,22 +484,28 @@ def run_main(main: Callable[[], None]) -> None:
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def pair_picture(before: Image.Image, after: Image.Image, attention: Tensor, lines: list[str], side: int = 96):
-    """One pair as a strip: before, after, the attention (H, W) over each, and lines of text below. -> PIL image."""
-    attention = attention.float().cpu()
-    heat = attention / attention.max().clamp(min=1e-12)
-    heat = F.interpolate(heat[None, None], (side, side), mode="bilinear", align_corners=False)[0, 0]
-    mask = Image.fromarray((heat * 255).byte().numpy())
-    pictures = [im.convert("RGB").resize((side, side), Image.Resampling.LANCZOS) for im in (before, after)]
-    shaded = [Image.composite(im, Image.blend(im, Image.new("RGB", im.size), 0.7), mask) for im in pictures]
+def pair_picture(before: Image.Image, after: Image.Image, attention: Tensor | dict[str, Tensor], lines: list[str], side=96):
+    """One pair as a strip: before, after, the attention (H, W) over each, and lines of text below. -> PIL image.
+    attention: one map, or several under their names; these follow in rows of two maps."""
     font = ImageFont.load_default(11)
+    pictures = [im.convert("RGB").resize((side, side), Image.Resampling.LANCZOS) for im in (before, after)]
+    for name, heat in (attention if isinstance(attention, dict) else {"": attention}).items():
+        heat = heat.float().cpu()
+        heat = heat / heat.max().clamp(min=1e-12)
+        heat = F.interpolate(heat[None, None], (side, side), mode="bilinear", align_corners=False)[0, 0]
+        mask = Image.fromarray((heat * 255).byte().numpy())
+        for im in pictures[:2]:
+            shaded = Image.composite(im, Image.blend(im, Image.new("RGB", im.size), 0.7), mask)
+            ImageDraw.Draw(shaded).text((2, 1), name, fill="white", font=font)
+            pictures.append(shaded)
     rows = [row for line in lines for row in textwrap.wrap(line, (4 * side + 9) // 6) or [""]]
-    strip = Image.new("RGB", (4 * side + 9, side + 14 * len(rows) + 6), "white")
-    for i, im in enumerate(pictures + shaded):
-        strip.paste(im, (i * (side + 3), 0))
+    top = -(-len(pictures) // 4) * (side + 3)
+    strip = Image.new("RGB", (4 * side + 9, top + 14 * len(rows) + 3), "white")
+    for i, im in enumerate(pictures):
+        strip.paste(im, (i % 4 * (side + 3), i // 4 * (side + 3)))
     draw = ImageDraw.Draw(strip)
     for i, row in enumerate(rows):
-        draw.text((1, side + 2 + 14 * i), row, fill="black", font=font)
+        draw.text((1, top - 1 + 14 * i), row, fill="black", font=font)
     return strip
 
 

@@ -355,10 +355,11 @@ class Batch:
     after: Tensor  # (B, C, H, W)
     caption: Tensor  # (B, V) ids: START, words, END, NULL ...
     ids: list[str]  # B pair ids
+    texts: list[str]  # B captions as they were written
 
     def to(self, device: str) -> "Batch":
         before, after = (x.to(device, non_blocking=True).float() for x in (self.before, self.after))
-        return Batch(before, after, self.caption.to(device, non_blocking=True), self.ids)
+        return Batch(before, after, self.caption.to(device, non_blocking=True), self.ids, self.texts)
 
 
 def prefetch(items: Iterator, depth: int = 3) -> Iterator:
@@ -459,7 +460,7 @@ class Dataset:
         captions = captions or [p.captions[0] for p in pairs]
         before, after = self.features.rows([p.before for p in pairs]), self.features.rows([p.after for p in pairs])
         ids = torch.tensor([self.vocab.encode(c, length or self.max_len) for c in captions], device=before.device)
-        return Batch(before, after, ids, [p.id for p in pairs])
+        return Batch(before, after, ids, [p.id for p in pairs], captions)
 
     def references(self, split: str) -> dict[str, list[str]]:
         return {p.id: p.captions for p in self.pairs(split)}

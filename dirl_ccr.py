@@ -110,8 +110,9 @@ PRESETS = {
     "clevr_dc@released": dict(steps=13000),
     "spot_the_diff": dict(w_ccr=0.004, batch_size=32, lr_drop=4020, use_coords=False),
     "image_editing_request": dict(w_dirl=0.001, w_ccr=0.05, batch_size=16, lr=1e-4, lr_drop=2880, use_coords=False),
-    "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, near_identity=True, w_dirl=0.03, w_ccr=0.05,
-                 batch_size=16, lr=1e-3, schedule="cosine", warmup=50, clip=1.0, steps=2400, eval_every=800, eval_batch=250),
+    "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, near_identity=True, w_dirl=0.03, w_ccr=0.005,
+                 batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=2400, eval_every=800,
+                 eval_batch=250),
     "mini@cuda": dict(data_dir="data/mini_large", scenes=10000, objects="3,6", steps=15000, eval_every=2500),
 }  # fmt: skip
 
@@ -463,8 +464,8 @@ def train(cfg: Config, resume: bool = False) -> tuple[DIRL, data.Dataset]:
                 losses = losses_of(model, streams, cfg)
                 optimizer.zero_grad()
                 losses["total"].backward()
-                if cfg.clip:
-                    nn.utils.clip_grad_norm_(parameters, cfg.clip)
+                if cfg.grad_clip:
+                    nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
                 optimizer.step()
                 step, stop = step + 1, run.stop  # read once a step: a signal may come at any line
                 recent.add(losses)

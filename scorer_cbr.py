@@ -104,7 +104,8 @@ PRESETS = {
     "spot_the_diff": dict(layers=3, w_match=0.3, w_cbr=0.5, batch_size=32, lr_drop=4020, use_coords=False),
     "image_editing_request": dict(w_match=0.003, w_cbr=0.06, batch_size=16, lr=1e-4, lr_drop=2880, use_coords=False),
     "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, near_identity=True, decoder_init="pytorch",
-                 batch_size=16, lr=2e-3, schedule="cosine", warmup=50, clip=1.0, steps=2400, eval_every=800, eval_batch=250),
+                 batch_size=16, lr=2e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=2400, eval_every=800,
+                 eval_batch=250),
     "mini@cuda": dict(data_dir="data/mini_large", scenes=10000, objects="3,6", steps=15000, eval_every=2500),
 }  # fmt: skip
 
@@ -450,8 +451,8 @@ def train(cfg: Config, resume: bool = False) -> tuple[SCORER, data.Dataset]:
                 losses = losses_of(model, streams, cfg)
                 optimizer.zero_grad()
                 losses["total"].backward()
-                if cfg.clip:
-                    nn.utils.clip_grad_norm_(parameters, cfg.clip)
+                if cfg.grad_clip:
+                    nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
                 optimizer.step()
                 model.clamp_scales()
                 step, stop = step + 1, run.stop  # read once a step: a signal may come at any line

@@ -79,7 +79,7 @@ def work_of(args):
         run = (lambda: plain_decode(model, before, after)) if args.plain else (lambda: model.generate(before, after))
         return torch.no_grad()(run)
     caption = torch.randint(4, WORDS, (args.batch, LENGTH), device=args.device)
-    streams = tuple(data.Batch(before, after, caption, []) for _ in range(2))
+    streams = tuple(data.Batch(before, after, caption, [], []) for _ in range(2))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=not args.plain)
     if cuda and args.compile and not args.plain:
         model.compile()

@@ -6,9 +6,11 @@ import pytest
 import torch
 from test_common import dense_match
 
+import dirl_ccr
 import scorer_cbr
 from common import token_match
 
+METHODS = pytest.mark.parametrize("method", [scorer_cbr, dirl_ccr], ids=lambda method: method.__name__)
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 
 
@@ -22,11 +24,12 @@ def test_token_match_on_the_gpu_equals_dense_on_the_cpu():
         torch.testing.assert_close(a, b)
 
 
+@METHODS
 @pytest.mark.parametrize("flags", [["--no-amp", "--no-compile"], [], ["--features", "gpu"], ["--features", "stream"]])
-def test_a_run_on_the_gpu_follows_one_on_the_cpu(prepared, tiny, tmp_path, flags):
+def test_a_run_on_the_gpu_follows_one_on_the_cpu(method, prepared, tiny, tmp_path, flags):
     common = [*tiny, "--data_dir", str(prepared), "--dropout", "0", "--steps", "4"]
-    scorer_cbr.main([*common, "--out_dir", str(tmp_path / "cpu")])
-    scorer_cbr.main([*common, "--device", "cuda", "--out_dir", str(tmp_path / "gpu"), *flags])
+    method.main([*common, "--out_dir", str(tmp_path / "cpu")])
+    method.main([*common, "--device", "cuda", "--out_dir", str(tmp_path / "gpu"), *flags])
     cpu, gpu = (
         [x for x in map(json.loads, open(tmp_path / name / "log.jsonl")) if x["event"] == "train"] for name in ("cpu", "gpu")
     )
@@ -34,9 +37,10 @@ def test_a_run_on_the_gpu_follows_one_on_the_cpu(prepared, tiny, tmp_path, flags
         assert b["caption"] == pytest.approx(a["caption"], rel=0.02)  # bfloat16 has three digits
 
 
+@METHODS
 @pytest.mark.parametrize("flags", [[], ["--no-compile"]])
-def test_resume_on_the_gpu(prepared, tiny, tmp_path, flags):
+def test_resume_on_the_gpu(method, prepared, tiny, tmp_path, flags):
     run = [*tiny, "--data_dir", str(prepared), "--device", "cuda", "--out_dir", str(tmp_path / "run"), *flags]
-    scorer_cbr.main([*run, "--steps", "4"])
-    scorer_cbr.main(["--resume", "--out_dir", str(tmp_path / "run"), "--device", "cuda", "--steps", "8"])
+    method.main([*run, "--steps", "4"])
+    method.main(["--resume", "--out_dir", str(tmp_path / "run"), "--device", "cuda", "--steps", "8"])
     assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] == 8

@@ -280,7 +280,7 @@ def test_total_is_equation_16(fields):
     model, (before, after) = small(**{"w_dirl": 0.03, "w_ccr": 0.2} | fields).float().eval(), pictures().float()
     cfg = model.cfg
     cfg.device = "cpu"
-    streams = tuple(data.Batch(*pair, CAPTION, []) for pair in ((before, after), (after, before)))
+    streams = tuple(data.Batch(*pair, CAPTION, [], []) for pair in ((before, after), (after, before)))
     losses = dirl_ccr.losses_of(model, streams, cfg)
     assert set(losses) == {"caption", "total"} | {n for n in ("dirl", "ccr") if getattr(cfg, f"w_{n}")}
     parts = [model(b.before, b.after, b.caption) for b in streams]

@@ -257,7 +257,7 @@ def test_total_is_equation_13(fields):
     model, (before, after) = small(**{"w_match": 0.3, "w_cbr": 0.07} | fields).float(), pictures().float()
     cfg = model.cfg
     cfg.device = "cpu"
-    streams = tuple(data.Batch(*pair, CAPTION, []) for pair in ((before, after), (after, before)))
+    streams = tuple(data.Batch(*pair, CAPTION, [], []) for pair in ((before, after), (after, before)))
     losses = scorer_cbr.losses_of(model.eval(), streams, cfg)
     parts = [model(b.before, b.after, b.caption) for b in streams]
     means = {name: (parts[0][name] + parts[1][name]) / 2 for name in parts[0]}
