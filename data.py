@@ -1081,6 +1081,307 @@ def train_mini_cnn(root: Path, steps: int = 1000, seed: int = 0, device: str = "
     return net.cpu().eval()
 
 
+# ---- text: segments --------------------------------------------------------------------------------------------------
+
+# Parts of speech of the words of mini and CLEVR-Change, whose sentences come from templates. Materials are adjectives
+# ("became rubber"); what only tells where the changed object stands ("left of", "in front of") counts as preposition.
+CLOSED_WORDS = {
+    "NOUN": "sphere ball cube block cylinder object objects thing scene scenes picture pictures change difference location "
+            "position place color size shape material",
+    "PRON": "nothing everything someone something that it",
+    "DET": "a an the its all no",
+    "NUM": "two",
+    "ADJ": "small tiny large big gray red blue green brown purple cyan yellow rubber matte metal metallic shiny new same "
+           "different identical missing other",
+    "ADV": "now longer newly before there",
+    "AUX": "is are was were been be has have can",
+    "VERB": "gone added removed moved changed made became turned placed appeared disappeared occurred modified remains seem "
+            "show seen",
+    "ADP": "of in to on at as behind left right front side",
+    "CCONJ": "and",
+}  # fmt: skip
+# Words that their neighbours decide: choices of words in a row, which of them, part of speech.
+CLOSED_PHRASES = (
+    ("no longer", 0, "ADV"),
+    ("there is|are", 0, "PRON"),
+    ("same size|color|shape|material as", 0, "ADP"),
+    ("same size|color|shape|material as", 1, "ADP"),
+)
+# One letter a token, so that segments are regular expressions: by part of speech, but first by word and part of speech.
+LETTERS = {"NOUN": "N", "PROPN": "N", "ADJ": "A", "NUM": "M", "ADV": "R", "AUX": "X", "VERB": "V", "DET": "D", "ADP": "P"}
+WORD_LETTERS = {
+    ("no", "DET"): "Q", ("nothing", "PRON"): "N", ("everything", "PRON"): "N", ("there", "PRON"): "E", ("to", "PART"): "T",
+    ("same", "ADJ"): "C", ("different", "ADJ"): "C", ("not", "PART"): "R", ("n't", "PART"): "R",
+    **{(place, "ADV"): "L" for place in ("there", "here", "before", "anymore", "away")},
+}  # fmt: skip
+PARTICIPLE = re.compile(r"([DQ][AM]*)V(?=[AC]*N)")  # "a parked car": an adjective in all but name
+NOUNS = re.compile(r"Q?(?:(?<![XVR])R+[AC]|[ACMN])*N")  # the adverb of "is now large" is the verb's
+_VERB = r"(?:(?:R*X)*R*V|(?:R*X)+)"
+VERBS = re.compile(rf"(?:E(?=R*X))?{_VERB}(?:R*T{_VERB})*[RL]*(?:P?D?CN*|P?R*[AC]+(?![ACMN]))?")
+
+
+def language(dataset_name: str):
+    """The spaCy pipeline that reads a data set's captions: rules where all its words are known, else en_core_web_sm."""
+    import spacy
+
+    if dataset_name not in ("mini", "clevr_change"):
+        try:
+            return spacy.load("en_core_web_sm", exclude=["ner"])
+        except OSError as e:
+            raise ValueError(f"the captions of {dataset_name} need spaCy's English model; "
+                             "run: python -m spacy download en_core_web_sm") from e  # fmt: skip
+    nlp = spacy.blank("en", meta={"name": "closed_captions"})
+    ruler = nlp.add_pipe("attribute_ruler")
+    for pos, words in CLOSED_WORDS.items():
+        ruler.add([[{"LOWER": {"IN": words.split()}}]], {"POS": pos})
+    for phrase, index, pos in CLOSED_PHRASES:
+        ruler.add([[{"LOWER": {"IN": words.split("|")}} for words in phrase.split()]], {"POS": pos}, index=index)
+    return nlp
+
+
+def pipeline_name(nlp) -> str:
+    """What decides the segments: pipeline and version, spaCy's version, a hash of the rules above."""
+    import spacy
+
+    rules = repr((CLOSED_WORDS, CLOSED_PHRASES, LETTERS, WORD_LETTERS, PARTICIPLE.pattern, NOUNS.pattern, VERBS.pattern))
+    name = f"{nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}"
+    return f"{name}, spaCy {spacy.__version__}, rules {hashlib.sha256(rules.encode()).hexdigest()[:12]}"
+
+
+def segments(doc) -> tuple[list[str], list[str]]:
+    """Noun segments and verb segments of one caption, in reading order, lower case; only parts of speech are read.
+
+    Nouns: with their adjectives, numbers and adverbs of these, without articles; "no" stays, it is the news: "no change".
+    Verbs: auxiliaries, adverbs, verb, particle, and a complement without a noun of its own ("is no longer there",
+    "changed to gray", "seem identical", "there is"); a noun only after same and different ("is in the same place").
+    A copula with nothing of that ("that is behind ...") tells no action; it stays only where it is the one verb."""
+    tokens = [token for token in doc if not token.is_space]
+    letters = ""
+    for token in tokens:
+        letter = WORD_LETTERS.get((token.lower_, token.pos_), LETTERS.get(token.pos_, "O"))
+        # Penn tags, where there are any: a particle ("show up") follows its verb as "there" does; "its" is no noun.
+        letters += {"RP": "L", "PRP$": "D"}.get(token.tag_, letter)
+    letters = PARTICIPLE.sub(r"\1A", letters)
+
+    def phrases(pattern: re.Pattern) -> list[tuple[str, str]]:
+        found = [m.span() for m in pattern.finditer(letters)]
+        return [(letters[a:b], " ".join(token.lower_ for token in tokens[a:b])) for a, b in found]
+
+    verbs = phrases(VERBS)
+    telling = [phrase for kind, phrase in verbs if kind.strip("X")]
+    return [phrase for _, phrase in phrases(NOUNS)], telling or [phrase for _, phrase in verbs]
+
+
+def caption_segments(dataset_name: str, root: Path, captions: Iterable[str]) -> dict[str, tuple[list[str], list[str]]]:
+    """Noun and verb segments of every distinct caption, kept in root/segments.json with the pipeline's name."""
+    nlp, path, distinct = language(dataset_name), root / "segments.json", list(dict.fromkeys(captions))
+    name = pipeline_name(nlp)
+    kept = read_json(path) if path.exists() else {}
+    known = kept.get("segments", {}) if kept.get("pipeline") == name else {}
+    new, unknown = [c for c in distinct if c not in known], {}
+    if new:
+        with nlp.select_pipes(disable=[pipe for pipe in ("parser", "lemmatizer") if nlp.has_pipe(pipe)]):
+            docs = nlp.pipe(new, batch_size=1000)
+            for doc in tqdm(docs, "segments", len(new), unit="caption", disable=None):
+                known[doc.text] = segments(doc)
+                unknown |= {t.lower_: doc.text for t in doc if not (t.pos or t.is_punct or t.is_space)}
+        if unknown:
+            word, caption = next(iter(unknown.items()))
+            raise ValueError(f"captions of {dataset_name} in {root} have words without a part of speech: "
+                             f"{', '.join(sorted(unknown))} ({word!r} in {caption!r}); correct the captions, or add the "
+                             "words to CLOSED_WORDS in data.py")  # fmt: skip
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({"pipeline": name, "segments": known}, indent=0), encoding="utf-8")
+        os.replace(partial, path)
+    print(f"segments: {name} ({len(distinct)} captions, {len(new)} of them new)")
+    return {c: (list(known[c][0]), list(known[c][1])) for c in distinct}
+
+
+# ---- text: CLIP ------------------------------------------------------------------------------------------------------
+
+# At equal time this picture tower ranks phrases better than a ViT of patch 8, width 128 and 3 layers (AUC .88).
+MINI_CLIP = {
+    "embed_dim": 128,
+    "vision_cfg": {"image_size": 64, "layers": [2, 2, 1, 1], "width": 16},
+    "text_cfg": {"context_length": 48, "width": 64, "heads": 4, "layers": 2},
+    "init_logit_bias": -5.0,  # few of the pairs of a picture and a phrase are true
+}
+
+
+def load_clip(name: str, root: Path, device: str = "cpu") -> tuple:
+    """A frozen CLIP in float32, its tokenizer (texts -> ids) and its preprocessing (PIL image -> tensor).
+
+    `name` is MODEL:PRETRAINED in open_clip's words, "ViT-L-14:openai" (fetched on first use), or MODEL:FILE; "mini" is the
+    embedded data set's own, trained on first use into root/clip.pt."""
+    import open_clip
+
+    if name == "mini":
+        if not (root / "clip.pt").exists():
+            prepare_mini_clip(root, device)
+        saved = torch.load(root / "clip.pt", weights_only=True)
+        clip, preprocess = open_clip.CLIP(**saved["config"]), preprocess_mini
+        clip.load_state_dict(saved["model"])
+        tokenizer = open_clip.SimpleTokenizer(context_length=clip.context_length)
+    else:
+        model, _, weights = name.partition(":")
+        tags = open_clip.list_pretrained_tags_by_model(model)
+        if model not in open_clip.list_models() or not (weights in tags or Path(weights).is_file()):
+            known = f"; {model} has {', '.join(tags)}" if tags else ""
+            raise ValueError(f"--clip {name}: no such model, weights or file in open_clip {open_clip.__version__}; give "
+                             f"MODEL:PRETRAINED such as ViT-L-14:openai, MODEL:/path/to/file, or mini{known}")  # fmt: skip
+        # OpenAI's weights want another activation than open_clip's model of the same name has.
+        quick = bool((open_clip.get_pretrained_cfg(model, weights) or {}).get("quick_gelu"))
+        try:
+            clip, _, preprocess = open_clip.create_model_and_transforms(model, weights, force_quick_gelu=quick)
+        except Exception as e:  # the hub, the file system, torch.load and load_state_dict each raise their own
+            file = f"{model}{'-quickgelu' * quick}:/path/to/file"
+            raise ValueError(f"--clip {name} could not be loaded ({' '.join(str(e).split())[:200]}); load it once where there "
+                             f"is a network, or fetch the weights and give --clip {file}") from e  # fmt: skip
+        tokenizer = open_clip.get_tokenizer(model)
+        if not isinstance(clip, open_clip.CLIP) or clip.text_pool_type != "argmax":
+            raise ValueError(f"--clip {name}: its text encoder takes no learned prompts; choose a model such as ViT-L-14")
+    return clip.to(device).eval().requires_grad_(False), tokenizer, preprocess
+
+
+def clip_sizes(name: str) -> tuple[int, int]:
+    """Width of a CLIP's common space and of its text encoder, without loading it."""
+    import open_clip
+
+    sizes = MINI_CLIP if name == "mini" else open_clip.get_model_config(name.partition(":")[0])
+    if not sizes:
+        raise ValueError(f"--clip {name}: open_clip {open_clip.__version__} has no such model; try ViT-L-14:openai")
+    return sizes["embed_dim"], sizes["text_cfg"]["width"]
+
+
+def encode_prompted(clip, tokens: Tensor, prompt: Tensor | None = None) -> Tensor:
+    """CLIP's text encoder with P learned vectors between the start token and the words, as in CoOp; without: encode_text.
+
+    tokens (S, L) ids, prompt (P, W) -> (S, E). L may stop at the longest text's end token: what follows it is never seen.
+    Words for which the prompt leaves no room are cut off, the end token stays."""
+    count = 0 if prompt is None else len(prompt)
+    room = clip.context_length - count
+    if room < 3:
+        raise ValueError(f"a prompt of {count} vectors leaves no room in CLIP's {clip.context_length} tokens")
+    if tokens.shape[1] > room:
+        end = tokens.max(1, keepdim=True).values  # the end token has the highest id
+        fits = (tokens[:, :room] == end).any(1, keepdim=True)
+        tokens = torch.where(fits, tokens[:, :room], torch.cat([tokens[:, : room - 1], end], 1))
+    x = clip.token_embedding(tokens)  # (S, L, W)
+    if prompt is not None:
+        x = torch.cat([x[:, :1], prompt.expand(len(x), -1, -1), x[:, 1:]], 1)  # (S, L + P, W)
+    size = x.shape[1]
+    x = clip.transformer(x + clip.positional_embedding[:size], attn_mask=clip.attn_mask[:size, :size])
+    x = clip.ln_final(x)[torch.arange(len(x), device=x.device), tokens.argmax(1) + count]  # (S, W)
+    return clip.text_projection(x) if isinstance(clip.text_projection, nn.Linear) else x @ clip.text_projection
+
+
+def _object_rows(root: Path, split: str) -> Tensor:
+    """(M, K, 4): which size, color, material and shape the objects of every picture have, -1 where there are fewer than K;
+    pictures in the order of _attribute_data."""
+    scenes, splits = read_json(root / "scenes.json"), read_json(root / "splits.json")
+    pictures = [scenes[str(i)]["objects"][view] for i in splits[split] for view in CLEVR_FOLDERS]
+    rows = torch.full((len(pictures), max(map(len, pictures)), len(ATTRIBUTES)), -1)
+    for n, picture in enumerate(pictures):
+        for k, item in enumerate(picture):
+            rows[n, k] = torch.tensor([choices.index(item[name]) for name, choices in ATTRIBUTES.items()])
+    return rows
+
+
+def _row_phrase(row: list[int]) -> str:
+    """The name with these attributes; -1 leaves one out."""
+    return " ".join(choices[i] for choices, i in zip(ATTRIBUTES.values(), row, strict=True) if i >= 0)
+
+
+def _holds(objects: Tensor, rows: Tensor) -> Tensor:
+    """Is there an object to which a name fits? objects (M, K, 4), names (P, 4) -> (M, P)."""
+    fits = (objects[:, :, None] == rows) | (rows < 0)  # (M, K, P, 4)
+    return (fits.all(3) & (objects[:, :, None, 0] >= 0)).any(1)
+
+
+def _all_rows() -> Tensor:
+    """(96, 4): every object there can be."""
+    return torch.cartesian_prod(*(torch.arange(len(choices)) for choices in ATTRIBUTES.values()))
+
+
+def _picture_input(images: Tensor) -> Tensor:
+    """uint8 pictures as preprocess_mini has them."""
+    return images.to(memory_format=torch.channels_last).float() / 127.5 - 1
+
+
+def train_mini_clip(root: Path, steps: int = 560, seed: int = 0, device: str = "cpu"):
+    """A small open_clip.CLIP that knows which names fit an object of a picture: of training pictures, no captions, no pairs.
+
+    Names are whole, partial, or two joined by "and". Every pair of a picture and a phrase of the batch counts, with the
+    truth about it, in a sigmoid loss (SigLIP): what a softmax would take for a negative is often true of another picture.
+    Word vectors stay as drawn: apart from each other, also those of words that are in no name."""
+    import open_clip
+
+    torch.manual_seed(seed)
+    images, objects, whole = _attribute_data(root, "train")[0].to(device), _object_rows(root, "train"), _all_rows()
+    clip, size = open_clip.CLIP(**MINI_CLIP), 64
+    tokenizer = open_clip.SimpleTokenizer(context_length=clip.context_length)
+    clip.token_embedding.requires_grad_(False)
+    clip.to(device).visual.to(memory_format=torch.channels_last)
+    learned = [p for p in clip.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": [p for p in learned if p.ndim > 1], "weight_decay": 0.05},
+                                   {"params": [p for p in learned if p.ndim < 2], "weight_decay": 0.0}])  # fmt: skip
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, max(steps, 2), pct_start=0.15)
+    texts = [_row_phrase(row) for row in whole.tolist()]
+
+    def draw(chosen: Tensor) -> Tensor:
+        """A name of one object of each picture; half of them lack some attributes, the shape is always there."""
+        k = (torch.rand(size) * (chosen[:, :, 0] >= 0).sum(1)).long()
+        left_out = (torch.rand(size, 4) < 0.5) & (torch.rand(size, 1) < 0.5) & (torch.arange(4) < 3)
+        return chosen[torch.arange(size), k].masked_fill(left_out, -1)
+
+    bar = tqdm(range(steps), desc="CLIP", unit="step", disable=None)
+    for step in bar:
+        index = torch.randint(len(images), (size,))
+        chosen = objects[index]
+        one, two, single = draw(chosen), draw(chosen), torch.rand(size) < 0.5
+        pairs = zip(one.tolist(), two.tolist(), single.tolist(), strict=True)
+        joined = [_row_phrase(a) if alone else f"{_row_phrase(a)} and {_row_phrase(b)}" for a, b, alone in pairs]
+        true = torch.cat([_holds(chosen, whole), _holds(chosen, one) & (_holds(chosen, two) | single)], 1)
+        tokens = tokenizer(texts + joined)
+        text = encode_prompted(clip, tokens[:, : 1 + int(tokens.argmax(1).max())].to(device))
+        picture = clip.encode_image(_picture_input(images[index.to(device)]), normalize=True)  # (B, E)
+        logits = clip.logit_scale.exp() * picture @ F.normalize(text, dim=1).T + clip.logit_bias
+        loss = F.binary_cross_entropy_with_logits(logits, true.float().to(device), reduction="sum") / size
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if step % 20 == 0:
+            bar.set_postfix(loss=f"{loss.item():.2f}")
+    return clip.cpu().eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def mini_clip_auc(clip, root: Path, split: str = "test") -> dict[str, float]:
+    """How often a picture of a split is nearer to the whole name of an object that it shows than to one of none: of all
+    such pairs of names ("all"), and of those that differ in one attribute only."""
+    import open_clip
+
+    whole, images = _all_rows(), _attribute_data(root, split)[0]
+    tokens = open_clip.SimpleTokenizer(context_length=clip.context_length)([_row_phrase(row) for row in whole.tolist()])
+    text = clip.encode_text(tokens, normalize=True)
+    near = torch.cat([clip.encode_image(_picture_input(x), normalize=True) for x in images.split(256)]) @ text.T  # (M, P)
+    true, unlike = _holds(_object_rows(root, split), whole), whole[:, None] != whole  # (M, P), (P, P, 4)
+    right, counts = near[:, :, None] > near[:, None], true[:, :, None] & ~true[:, None]  # (M, P, P)
+    kinds = {"all": unlike.any(2)} | {name: unlike[..., i] & (unlike.sum(2) == 1) for i, name in enumerate(ATTRIBUTES)}
+    return {name: round(float(right[counts & kind].float().mean()), 4) for name, kind in kinds.items()}
+
+
+def prepare_mini_clip(root: Path, device: str = "cpu") -> None:
+    """root/clip.pt: the small CLIP of this data set. Only methods that use it make it, on first use."""
+    print(f"training a small CLIP on the pictures of {root}, once")
+    clip = train_mini_clip(root, steps=min(560, 5 + len(read_json(root / "splits.json")["train"]) // 9), device=device)
+    auc = mini_clip_auc(clip, root)
+    print("clip.pt: test pictures prefer the names of their objects in", ", ".join(f"{n} {v:.1%}" for n, v in auc.items()))
+    torch.save({"config": MINI_CLIP, "model": clip.state_dict()}, root / "clip.pt.partial")
+    os.replace(root / "clip.pt.partial", root / "clip.pt")
+
+
 # ---- scores: tokens ----
 
 PTB_DROPPED = re.compile(r"""['"`]|''|``|[?!,:;]|\.+|-{1,4}""")  # the field's punctuation list; it misses !! and brackets

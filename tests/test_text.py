@@ -1,0 +1,293 @@
+"""Text parts: noun and verb segments of captions, CLIP with learned prompts, the embedded data set's own small CLIP."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import data
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    open_clip = pytest.importorskip("open_clip")
+    spacy = pytest.importorskip("spacy")
+VOCAB = spacy.blank("en").vocab
+
+# ---- segments ----
+
+# Sentences in the manner of Spot-the-Diff, LEVIR-CC and Image Editing Request, parts of speech as en_core_web_sm has them.
+TAGGED = {
+    "a/DET person/NOUN in/ADP a/DET red/ADJ coat/NOUN is/AUX now/ADV near/ADP the/DET two/NUM parked/VERB cars/NOUN":
+        (["person", "red coat", "two parked cars"], ["is now"]),
+    "the/DET van/NOUN that/PRON was/AUX there/ADV before/ADV is/AUX gone/VERB":
+        (["van"], ["was there before", "is gone"]),
+    "The/DET man/NOUN who/PRON is/AUX behind/ADP the/DET bus/NOUN has/AUX moved/VERB slightly/ADV ./PUNCT":
+        (["man", "bus"], ["has moved slightly"]),
+    "the/DET man/NOUN is/AUX not/PART walking/VERB anymore/ADV": (["man"], ["is not walking anymore"]),
+    "there/PRON is/AUX now/ADV a/DET very/ADV large/ADJ umbrella/NOUN": (["very large umbrella"], ["there is now"]),
+    "there/PRON are/AUX now/ADV white/ADJ cars/NOUN": (["white cars"], ["there are now"]),
+    "there/PRON are/AUX no/ADV longer/ADV any/DET people/NOUN walking/VERB": (["people"], ["there are no longer", "walking"]),
+    "people/NOUN are/AUX in/ADP slightly/ADV different/ADJ positions/NOUN":
+        (["people", "slightly different positions"], ["are"]),
+    "the/DET lamp/NOUN looks/VERB very/ADV bright/ADJ and/CCONJ its/PRON/PRP$ shade/NOUN is/AUX red/ADJ":
+        (["lamp", "shade"], ["looks very bright", "is red"]),
+    "a/DET new/ADJ hall/NOUN shows/VERB up/ADP/RP beside/ADP the/DET lane/NOUN": (["new hall", "lane"], ["shows up"]),
+    "many/ADJ houses/NOUN seem/VERB to/PART have/AUX been/AUX built/VERB on/ADP bare/ADJ land/NOUN":
+        (["many houses", "bare land"], ["seem to have been built"]),
+    "Brighten/VERB the/DET whole/ADJ sky/NOUN": (["whole sky"], ["brighten"]),
+    "no/DET change/NOUN has/AUX occurred/VERB": (["no change"], ["has occurred"]),
+    "nothing/PRON is/AUX different/ADJ": (["nothing"], ["is different"]),
+    "both/DET look/VERB the/DET same/ADJ": ([], ["look the same"]),
+    "less/ADJ street/NOUN traffic/NOUN": (["less street traffic"], []),
+    "it/PRON has/AUX disappeared/VERB": ([], ["has disappeared"]),
+}  # fmt: skip
+
+
+def tagged(text, **parse):
+    words, pos, tags = zip(*((*item.split("/"), "")[:3] for item in text.split()), strict=True)
+    return spacy.tokens.Doc(VOCAB, words=list(words), pos=list(pos), tags=list(tags), **parse)
+
+
+@pytest.mark.parametrize("text", TAGGED)
+def test_segments_of_tagged_sentences(text):
+    assert data.segments(tagged(text)) == TAGGED[text]
+
+
+def test_a_dependency_parse_changes_nothing():
+    text = "the/DET red/ADJ car/NOUN has/AUX moved/VERB"
+    parse = {"heads": [2, 2, 4, 4, 4], "deps": ["det", "amod", "nsubj", "aux", "ROOT"]}
+    assert data.segments(tagged(text, **parse)) == data.segments(tagged(text)) == (["red car"], ["has moved"])
+    assert data.segments(spacy.tokens.Doc(VOCAB, words=[" "])) == ([], [])
+
+
+# The verb segment that each of mini's sentences has; {} is the new value.
+VERBS = {
+    "the {} changed to {}": "changed to {}", "the {} became {}": "became {}", "the {} is now {}": "is now {}",
+    "a {} has been added": "has been added", "someone added a {}": "added", "there is a new {}": "there is",
+    "the {} is missing": "is missing", "the {} has been removed": "has been removed", "the {} is gone": "is gone",
+    "the {} has been moved": "has been moved", "the {} changed its location": "changed", "someone moved the {}": "moved",
+}  # fmt: skip
+NO_CHANGE = {
+    "there is no change": (["no change"], ["there is"]),
+    "no difference can be seen": (["no difference"], ["can be seen"]),
+    "nothing has been moved": (["nothing"], ["has been moved"]),
+    "the scene is the same as before": (["scene"], ["is the same"]),
+    "the two pictures show the same scene": (["two pictures", "same scene"], ["show the same scene"]),
+    "everything is in the same place": (["everything", "same place"], ["is in the same place"]),
+}
+# CLEVR-Change's words in sentences of its kind.
+CLEVR_CHANGE = {
+    "the tiny metallic block behind the big ball is no longer there": (["tiny metallic block", "big ball"],
+                                                                     ["is no longer there"]),
+    "The cyan thing on the left side of the matte sphere has been newly placed.": (["cyan thing", "matte sphere"],
+                                                                                  ["has been newly placed"]),
+    "the other cube that is the same size as the shiny object turned purple": (["other cube", "shiny object"],
+                                                                               ["turned purple"]),
+    "the rubber cylinder in front of the block is in a different location": (
+        ["rubber cylinder", "block", "different location"], ["is in a different location"]),
+    "the two scenes seem identical": (["two scenes"], ["seem identical"]),
+    "nothing was modified": (["nothing"], ["was modified"]),
+}  # fmt: skip
+
+
+def test_every_sentence_of_mini_has_its_segments():
+    assert set(VERBS) == {template for templates in data.TEMPLATES.values() for template in templates}
+    nlp, rng, made = data.language("mini"), np.random.default_rng(5), 0
+    while made < 40:
+        kind = data.KINDS[made % 5]
+        if (draft := data._sample_scene(rng, kind, (2, 4))) is None:
+            continue
+        before, after, changed = draft
+        scene, made = after if kind == "add" else before, made + 1
+        value = after[changed][kind] if kind in data.ATTRIBUTES else ""
+        names = {data._phrase(scene[changed]), data._short_phrase(scene[changed], scene)}
+        texts = data._captions(kind, before, after, changed, data._sample_cameras(rng, 1, 2.5)["right"][:, 0])
+        for n, doc in enumerate(nlp.pipe(texts)):
+            nouns, verbs = data.segments(doc)
+            assert nouns[0].removeprefix("new ") in names, doc.text
+            assert verbs == [VERBS[data.TEMPLATES[kind][n // 2]].format(value)], doc.text
+    assert {text: data.segments(nlp(text)) for text in NO_CHANGE} == NO_CHANGE
+    assert all(all(data.segments(nlp(text))) for text in data.NO_CHANGE)
+
+
+def test_sentences_of_clevr_change():
+    nlp = data.language("clevr_change")
+    assert {text: data.segments(nlp(text)) for text in CLEVR_CHANGE} == CLEVR_CHANGE
+
+
+def test_segments_are_kept(tmp_path, monkeypatch, capsys):
+    captions = ["the cube is gone", "nothing has changed", "the cube is gone"]
+    found = data.caption_segments("mini", tmp_path, captions)
+    assert found == {"the cube is gone": (["cube"], ["is gone"]), "nothing has changed": (["nothing"], ["has changed"])}
+    assert "en_closed_captions" in capsys.readouterr().out
+    seen, segments = [], data.segments
+    monkeypatch.setattr(data, "segments", lambda doc: seen.append(doc.text) or segments(doc))
+    assert data.caption_segments("mini", tmp_path, captions[:1]) == {captions[0]: found[captions[0]]} and not seen
+    data.caption_segments("mini", tmp_path, [*captions, "the ball is gone"])
+    assert seen == ["the ball is gone"]
+    assert len(json.loads((tmp_path / "segments.json").read_text())["segments"]) == 3
+    monkeypatch.setitem(data.WORD_LETTERS, ("gone", "VERB"), "V")  # other rules, another name
+    data.caption_segments("mini", tmp_path, captions)
+    assert seen[1:] == captions[:2] and [file.name for file in tmp_path.iterdir()] == ["segments.json"]
+
+
+def test_errors_of_segments(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="sofa, wombat.*CLOSED_WORDS"):
+        data.caption_segments("mini", tmp_path, ["the sofa is gone", "the cube became wombat."])
+    assert not list(tmp_path.iterdir())
+
+    def absent(*_, **__):
+        raise OSError("no such model")
+
+    monkeypatch.setattr(spacy, "load", absent)
+    with pytest.raises(ValueError, match="spot_the_diff.*python -m spacy download en_core_web_sm"):
+        data.language("spot_the_diff")
+
+
+# ---- CLIP ----
+
+CLIP_16 = {
+    "embed_dim": 8,
+    "vision_cfg": {"image_size": 32, "layers": 1, "width": 16, "head_width": 8, "patch_size": 16},
+    "text_cfg": {"context_length": 12, "width": 16, "heads": 2, "layers": 2},
+}
+
+@pytest.fixture(scope="module")
+def clip():
+    """open_clip's class with random weights, and ids of texts of 1 to 6 words in a context of 12."""
+    torch.manual_seed(0)
+    model = open_clip.CLIP(**CLIP_16)
+    for name, p in model.named_parameters():
+        if "bias" in name or "positional" in name:
+            torch.nn.init.normal_(p, std=0.3)
+    tokens = open_clip.SimpleTokenizer(context_length=12)(["cube", "small red cube and large ball", "is gone"])
+    return model.eval().requires_grad_(False), tokens
+
+
+def prompt_of(clip, words):
+    """Embeddings of words, as a prompt."""
+    ids = open_clip.SimpleTokenizer(context_length=77)(words)[0]
+    return clip.token_embedding(ids[1 : ids.argmax()])
+
+
+def test_without_a_prompt_it_is_clips_encoder(clip):
+    model, tokens = clip
+    expected = model.encode_text(tokens)
+    assert expected.shape == (3, 8) and torch.equal(data.encode_prompted(model, tokens), expected)
+    torch.testing.assert_close(data.encode_prompted(model, tokens[:, :8]), expected)  # padding changes nothing
+
+
+def test_a_prompt_of_words_equals_these_words_in_front(clip):
+    model, tokens = clip
+    tokenizer = open_clip.SimpleTokenizer(context_length=12)
+    for words, texts in (("the", ["cube", "red ball"]), ("a picture of", ["cube", "small red cube and ball"])):
+        expected = model.encode_text(tokenizer([f"{words} {text}" for text in texts]))
+        for length in (12, 7):
+            x = tokenizer(texts)[:, :length]
+            torch.testing.assert_close(data.encode_prompted(model, x, prompt_of(model, words)), expected)
+    assert not torch.allclose(data.encode_prompted(model, tokens, prompt_of(model, "the")), model.encode_text(tokens))
+
+
+def test_what_does_not_fit_is_cut_as_the_tokenizer_cuts(clip):
+    model, _ = clip
+    tokenizer = open_clip.SimpleTokenizer(context_length=12)
+    long, words = "one two three four five six seven eight nine ten", "a picture of the"
+    short = " ".join(long.split()[:6])  # start, 4 of the prompt, 6 words, end
+    expected = model.encode_text(tokenizer([f"{words} {long}", f"{words} {short}"]))
+    torch.testing.assert_close(expected[0], expected[1])
+    prompted = data.encode_prompted(model, tokenizer([long, short]), prompt_of(model, words))
+    torch.testing.assert_close(prompted, expected)
+    with pytest.raises(ValueError, match="no room"):
+        data.encode_prompted(model, tokenizer([long]), torch.zeros(10, 16))
+
+
+def test_gradients_reach_the_prompt_alone(clip):
+    model, tokens = clip
+    prompt = torch.zeros(4, 16, requires_grad=True)
+    data.encode_prompted(model, tokens, prompt).sum().backward()
+    assert prompt.grad.abs().sum(1).all() and all(p.grad is None for p in model.parameters())
+    biased = open_clip.CLIP(**CLIP_16 | {"text_cfg": CLIP_16["text_cfg"] | {"proj_bias": True}})
+    assert torch.equal(data.encode_prompted(biased, tokens), biased.encode_text(tokens))
+
+
+def test_names_and_what_they_fit():
+    assert data._row_phrase([1, 3, 0, 2]) == "large green rubber cylinder" and data._row_phrase([-1, 0, -1, 1]) == "gray cube"
+    objects = torch.tensor([[[0, 1, 1, 2], [1, 1, 0, 0]], [[0, 1, 1, 2], [-1, -1, -1, -1]]])
+    names = torch.tensor([[0, 1, 1, 2], [-1, 1, -1, 0], [-1, -1, -1, 2], [0, -1, -1, 0]])
+    assert data._holds(objects, names).tolist() == [[True, True, True, False], [True, False, True, False]]
+    assert data._holds(objects, data._all_rows()).sum(1).tolist() == [2, 1]
+
+
+@pytest.fixture(scope="module")
+def mini(tmp_path_factory):
+    root = tmp_path_factory.mktemp("mini")
+    data.render_mini(root, {"train": 20, "val": 5, "test": 5})
+    return root
+
+
+def test_the_small_clip_is_made_once_and_repeats_itself(mini, capsys):
+    first, tokenizer, preprocess = data.load_clip("mini", mini)
+    assert (mini / "clip.pt").exists() and "training a small CLIP" in capsys.readouterr().out
+    second = data.load_clip("mini", mini)[0]
+    assert not capsys.readouterr().out and not first.training
+    assert all(p.dtype == torch.float32 and not p.requires_grad for p in first.parameters())
+    trained = [data.train_mini_clip(mini, steps=3, seed=seed).state_dict() for seed in (1, 1)]
+    assert all(torch.equal(a, trained[1][name]) for name, a in trained[0].items())
+    assert not torch.equal(trained[0]["text_projection"], first.text_projection)
+    x = torch.stack([preprocess(data.read_image(data._picture(mini, "default", i))) for i in range(2)])
+    assert first.encode_image(x).shape == (2, 128) and torch.equal(first.encode_image(x), second.encode_image(x))
+    tokens = tokenizer(["small red metal cube and large yellow rubber cylinder", "has been removed"])
+    assert tokens.shape == (2, 48) and torch.equal(first.encode_text(tokens), data.encode_prompted(second, tokens))
+    auc = data.mini_clip_auc(first, mini)
+    assert list(auc) == ["all", *data.ATTRIBUTES] and all(0 < value < 1 for value in auc.values())
+
+
+def test_auc_against_loops(mini):
+    clip = data.load_clip("mini", mini)[0]
+    tokenizer = open_clip.SimpleTokenizer(context_length=48)
+    scenes, counts = json.loads((mini / "scenes.json").read_text()), {name: [] for name in ("all", *data.ATTRIBUTES)}
+    rows = data._all_rows().tolist()
+    text = F.normalize(clip.encode_text(tokenizer([data._row_phrase(row) for row in rows])), dim=1)
+    for i in json.loads((mini / "splits.json").read_text())["val"]:
+        for view in data.CLEVR_FOLDERS:
+            x = data.preprocess_mini(data.read_image(data._picture(mini, view, i)))[None]
+            near = (text @ clip.encode_image(x)[0]).tolist()
+            there = {data._phrase(item) for item in scenes[str(i)]["objects"][view]}
+            present = [n for n, row in enumerate(rows) if data._row_phrase(row) in there]
+            for a in present:
+                for b in set(range(96)) - set(present):
+                    unlike = [name for name, x, y in zip(data.ATTRIBUTES, rows[a], rows[b], strict=True) if x != y]
+                    for name in ("all", *(unlike if len(unlike) == 1 else ())):
+                        counts[name].append(near[a] > near[b])
+    expected = {name: np.mean(wins) for name, wins in counts.items()}
+    assert data.mini_clip_auc(clip, mini, "val") == pytest.approx(expected, abs=2e-3)
+
+
+def test_errors_of_clip(tmp_path, monkeypatch):
+    for name in ("ViT-L-14", "ViT-L-14:nonsense", "NoSuch:openai", f"ViT-B-32:{tmp_path / 'absent.pt'}"):
+        with pytest.raises(ValueError, match="MODEL:PRETRAINED such as ViT-L-14:openai"):
+            data.load_clip(name, tmp_path)
+
+    def offline(model, weights, force_quick_gelu):
+        assert force_quick_gelu == (weights == "openai")
+        raise RuntimeError("Failed to download\nweights")
+
+    monkeypatch.setattr(open_clip, "create_model_and_transforms", offline)
+    with pytest.raises(ValueError, match=r"Failed to download weights.*--clip ViT-L-14-quickgelu:/path/to/file"):
+        data.load_clip("ViT-L-14:openai", tmp_path)
+    with pytest.raises(ValueError, match="--clip ViT-B-32:/path/to/file"):
+        data.load_clip("ViT-B-32:laion2b_s34b_b79k", tmp_path)
+
+
+def test_other_models_are_loaded_frozen(tmp_path, monkeypatch):
+    model, other = open_clip.CLIP(**CLIP_16), object()
+    monkeypatch.setattr(open_clip, "create_model_and_transforms", lambda *_, **__: (model.train(), other, "preprocess"))
+    loaded, tokenizer, preprocess = data.load_clip("ViT-L-14:openai", tmp_path)
+    assert loaded is model and not model.training and not any(p.requires_grad for p in model.parameters())
+    assert tokenizer(["cube"]).shape == (1, 77) and preprocess == "preprocess"
+    monkeypatch.setattr(model, "text_pool_type", "last")
+    with pytest.raises(ValueError, match="learned prompts"):
+        data.load_clip("ViT-L-14:openai", tmp_path)
