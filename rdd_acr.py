@@ -134,7 +134,8 @@ class GlobalDifference(nn.Module):
         self.attention, self.join = Attention(cfg.dim, cfg.heads, cfg.dropout), nn.Linear(2 * cfg.dim, cfg.dim)
 
     def forward(self, f_bef: Tensor, f_aft: Tensor, f_diff: Tensor) -> Tensor:
-        seen = self.attention(torch.cat([f_bef, f_aft]), f_diff.repeat(2, 1, 1))
+        q, k, v = self.attention.project(torch.cat([f_bef, f_aft]), f_diff)
+        seen = self.attention.attend(q, k.repeat(2, 1, 1), v.repeat(2, 1, 1))
         return self.join(torch.cat(seen.chunk(2), -1))
 
 
