@@ -82,7 +82,7 @@ class Config(RunConfig):
     object_vectors: int = 32  # K_o
     action_vectors: int = 5  # K_a
     near_identity: bool = False  # start Eq. 3-5 as a comparison of like cells (mini; not the paper's)
-    w_n2o: float = 0.1  # weight of L_N2O in Eq. 16; 0 leaves it out
+    w_n2o: float = 0.1  # weight of L_N2O in Eq. 16; 0 leaves it out (not given in the paper, as the next two)
     w_v2a: float = 0.1  # weight of L_V2A in Eq. 16; 0 leaves it out
     tau: float = 0.1  # temperature of Eq. 11-12
     equal_phrases: Literal["ignored", "negatives"] = "ignored"  # another pair with the very same phrase
@@ -274,7 +274,7 @@ class Phrases:
         row = {text: i for i, text in enumerate(different)} | {"": -1}  # -1: no such phrase
         self.rows = {c: [row[t] for t in both] for c, both in texts.items()}
         tokens = tokenizer(different)  # (U, context)
-        self.tokens = tokens[:, : int((tokens != 0).sum(1).max())].to(cfg.device)
+        self.tokens = tokens[:, : 1 + int(tokens.argmax(1).max())].to(cfg.device)  # the end token has the highest id
         self.encoded = None
         if cfg.prompt != "learnable":
             self.encoded = torch.cat([data.encode_prompted(self.clip, t, None) for t in self.tokens.split(256)]).detach()
@@ -298,7 +298,8 @@ def contrast_loss(vectors: Tensor, phrases: Tensor, valid: Tensor, same: Tensor,
     """Eq. 10-13, L_N2O or L_V2A: InfoNCE of cosines between the mean of each pair's vectors and its phrase, both ways.
 
     vectors (B, K, D), phrases (B, D); valid (B,) bool: pairs without a phrase take no part, and the mean is over the
-    others; same (B, B) bool: pairs whose phrases are equal, which are not each other's negatives."""
+    others; same (B, B) bool: pairs whose phrases are equal. Sentences from templates make many of these in a batch, and as
+    negatives they would push apart what says the same."""
     l, c = F.normalize(phrases, dim=-1), F.normalize(vectors.mean(1), dim=-1)  # Eq. 10
     s = l @ c.T / tau  # (B, B)
     partner = torch.eye(len(s), dtype=torch.bool, device=s.device)
@@ -351,10 +352,10 @@ class RDD(nn.Module):
         f_diff = f_bef - f_aft  # Eq. 2
         f_c = self.difference(f_bef, f_aft, f_diff) if self.difference else f_diff
         found, source = {}, f_c
-        for name, module in (("actions", self.actions), ("objects", self.objects))[:: 1 if self.cfg.order == "v+n" else -1]:
-            if module:
-                found[name] = module(source)
-                if "+" in self.cfg.order:  # concrete to abstract: the second kind distils the first
+        for name in ("actions", "objects") if self.cfg.order == "v+n" else ("objects", "actions"):
+            if distilling := getattr(self, name):
+                found[name] = distilling(source)
+                if "+" in self.cfg.order:  # the second kind is distilled from the first
                     source = found[name][0]
         return self.fuse(torch.cat([f_c, *(vectors for vectors, _ in found.values())], 1)), found
 
@@ -440,7 +441,7 @@ def start_near_identity(model: RDD) -> None:
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def losses_of(model: RDD, streams: tuple[data.Batch, ...], cfg: Config, phrases=None) -> dict[str, Tensor]:
+def losses_of(model: RDD, streams: tuple[data.Batch, ...], cfg: Config, phrases: Phrases | None = None):
     """Eq. 16 and its parts, each a mean over the streams (changed pairs, distractor pairs). The streams stay apart: a
     scene's default image is "before" in both, which a contrastive loss over all pairs would take for a negative."""
     losses: dict[str, Tensor] = {}
@@ -461,10 +462,10 @@ def train(cfg: Config, resume: bool = False) -> tuple[RDD, data.Dataset]:
     Told to stop (Ctrl-C, SIGTERM) it saves last.pt and exits 130 or 143; `resume` goes on from there as if nothing had
     happened. FloatingPointError where a loss is not finite."""
     run, dataset, cuda = Run(cfg, resume), data.open_dataset(cfg), cfg.device.startswith("cuda")
+    phrases = Phrases(cfg, dataset) if cfg.w_n2o or cfg.w_v2a else None
     torch.manual_seed(cfg.seed)
     torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
     model = RDD(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
-    phrases = Phrases(cfg, dataset) if cfg.w_n2o or cfg.w_v2a else None
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
     step, best, recent, began = 0, float("-inf"), LossLog(), time.perf_counter()
