@@ -98,9 +98,9 @@ PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "levir_cc": dict(action_vectors=10, batch_size=32),
     "spot_the_diff": dict(action_vectors=10, batch_size=32, lr_drop=4020),
-    "mini": dict(dim=128, word_dim=128, heads=4, dropout=0.0, near_identity=True, clip="mini",
-                 batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=2400, eval_every=800,
-                 eval_batch=250),
+    "mini": dict(dim=128, word_dim=128, heads=4, dropout=0.0, distil_steps=1, object_vectors=8, near_identity=True,
+                 clip="mini", batch_size=16, lr=1.5e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=2200,
+                 eval_every=1100, eval_batch=250),
     "mini@cuda": dict(data_dir="data/mini_large", scenes=10000, objects="3,6", steps=15000, eval_every=2500),
 }  # fmt: skip
 
@@ -419,7 +419,8 @@ class RDD(nn.Module):
 def start_near_identity(model: RDD) -> None:
     """Not the paper's: Eq. 3-5 start as a comparison of like cells. A cell's content is in the first half of its channels;
     half of the heads look for where the difference holds it, the other half for where it holds its negative, that is
-    for the cell in "before" and in "after"; W adds what they found, so that what is in both images cancels."""
+    for the cell in "before" and in "after"; half of W's channels add what they found, so that what is in both images
+    cancels there."""
     dim = model.cfg.dim
     cell, other = torch.arange(dim).chunk(2)
     model.embed.conv.weight.normal_(std=model.embed.conv.in_channels**-0.5)
@@ -435,7 +436,7 @@ def start_near_identity(model: RDD) -> None:
     a.out.weight.diagonal().add_(1)
     a.out.bias.zero_()
     for weight in model.difference.join.weight.split(dim, 1):  # of "before", of "after"
-        weight[:, other] = weight[:, cell]
+        weight[: dim // 2, other] = weight[: dim // 2, cell]
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
