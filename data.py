@@ -24,9 +24,9 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import h5py
@@ -356,10 +356,11 @@ class Batch:
     caption: Tensor  # (B, V) ids: START, words, END, NULL ...
     ids: list[str]  # B pair ids
     texts: list[str]  # B captions as they were written
+    images: list[tuple[str, str]] = field(default_factory=list)  # B names of "before" and "after"; an id may have two pairs
 
     def to(self, device: str) -> "Batch":
         before, after = (x.to(device, non_blocking=True).float() for x in (self.before, self.after))
-        return Batch(before, after, self.caption.to(device, non_blocking=True), self.ids, self.texts)
+        return replace(self, before=before, after=after, caption=self.caption.to(device, non_blocking=True))
 
 
 def prefetch(items: Iterator, depth: int = 3) -> Iterator:
@@ -460,7 +461,7 @@ class Dataset:
         captions = captions or [p.captions[0] for p in pairs]
         before, after = self.features.rows([p.before for p in pairs]), self.features.rows([p.after for p in pairs])
         ids = torch.tensor([self.vocab.encode(c, length or self.max_len) for c in captions], device=before.device)
-        return Batch(before, after, ids, [p.id for p in pairs], captions)
+        return Batch(before, after, ids, [p.id for p in pairs], captions, [(p.before, p.after) for p in pairs])
 
     def references(self, split: str) -> dict[str, list[str]]:
         return {p.id: p.captions for p in self.pairs(split)}
@@ -950,6 +951,20 @@ def parse_caption(text: str) -> dict[str, str | None]:
     return said
 
 
+def _described(truth: dict) -> tuple[list[dict], dict]:
+    """The objects of the scene that captions speak of (the one before, for add the one after), and the changed one of them."""
+    scene = truth["objects"]["semantic" if truth["type"] == "add" else "default"]
+    return scene, scene[truth["changed"]]
+
+
+def names_changed(said: dict[str, str | None], truth: dict) -> bool:
+    """Does what parse_caption found name exactly the changed object: true of it, and of no other object of the scene?
+    truth: an entry of scenes.json."""
+    scene, item = _described(truth)
+    named = {name: said[name] for name in ATTRIBUTES if said[name]}
+    return bool(named) and [o for o in scene if all(o[name] == word for name, word in named.items())] == [item]
+
+
 def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]:
     """What share of captions, in per cent, is right about the scene; scenes: the content of scenes.json.
 
@@ -968,10 +983,8 @@ def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]
         if key.endswith("_n"):
             right["distractors"].append(said["type"] == "same")
             continue
-        scene = truth["objects"]["semantic" if truth["type"] == "add" else "default"]
-        item, named = scene[truth["changed"]], {name: said[name] for name in ATTRIBUTES if said[name]}
-        fits = [other for other in scene if all(other[name] == word for name, word in named.items())]
-        exact = bool(named) and fits == [item]
+        item, exact = _described(truth)[1], names_changed(said, truth)
+        named = {name: said[name] for name in ATTRIBUTES if said[name]}
         right["change type"].append(said["type"] == truth["type"])
         right["all four"].append(exact)
         for name in ATTRIBUTES:
@@ -1116,6 +1129,7 @@ WORD_LETTERS = {
 }  # fmt: skip
 PARTICIPLE = re.compile(r"([DQ][AM]*)V(?=[AC]*N)")  # "a parked car": an adjective in all but name
 NOUNS = re.compile(r"Q?(?:(?<![XVR])R+[AC]|[ACMN])*N")  # the adverb of "is now large" is the verb's
+NAMES_NOTHING = {"nothing", "everything"}
 _VERB = r"(?:(?:R*X)*R*V|(?:R*X)+)"
 VERBS = re.compile(rf"(?:E(?=R*X))?{_VERB}(?:R*T{_VERB})*[RL]*(?:P?D?CN*|P?R*[AC]+(?![ACMN]))?")
 
@@ -1143,7 +1157,8 @@ def pipeline_name(nlp) -> str:
     """What decides the segments: pipeline and version, spaCy's version, a hash of the rules above."""
     import spacy
 
-    rules = repr((CLOSED_WORDS, CLOSED_PHRASES, LETTERS, WORD_LETTERS, PARTICIPLE.pattern, NOUNS.pattern, VERBS.pattern))
+    patterns = PARTICIPLE.pattern, NOUNS.pattern, VERBS.pattern
+    rules = repr((CLOSED_WORDS, CLOSED_PHRASES, LETTERS, WORD_LETTERS, *patterns, sorted(NAMES_NOTHING)))
     name = f"{nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}"
     return f"{name}, spaCy {spacy.__version__}, rules {hashlib.sha256(rules.encode()).hexdigest()[:12]}"
 
@@ -1172,18 +1187,53 @@ def segments(doc) -> tuple[list[str], list[str]]:
     return [phrase for _, phrase in phrases(NOUNS)], telling or [phrase for _, phrase in verbs]
 
 
-def caption_segments(dataset_name: str, root: Path, captions: Iterable[str]) -> dict[str, tuple[list[str], list[str]]]:
-    """Noun and verb segments of every distinct caption, kept in root/segments.json with the pipeline's name."""
-    nlp, path, distinct = language(dataset_name), root / "segments.json", list(dict.fromkeys(captions))
+def subjects(doc) -> list[str]:
+    """What a caption says has changed: the grammatical subject, with what stands before it but for articles and a leading
+    "new", lower case; coordinated subjects are several.
+
+    With a parse: the subject of the main clause, and of a clause coordinated with it. Where that is an expletive or a pronoun
+    ("there is a car", "someone added a car") or missing ("less traffic", "remove the car"), the object, or the noun that
+    there is. Without one, in closed vocabularies, the first noun segment. What is not there ("no change", "nothing") and
+    "everything" name no entity; "the scene", "the two pictures" do: they are subjects like any other."""
+    if not doc.has_annotation("DEP"):
+        found = [p for p in segments(doc)[0][:1] if not p.startswith("no ") and p not in NAMES_NOTHING]
+        return [p.removeprefix("new ") for p in found]
+
+    def of(token, *relations: str) -> list:
+        return [child for child in token.children if child.dep_ in relations]
+
+    def heads(clause) -> list:
+        named = [t for t in of(clause, "nsubj", "nsubjpass") if t.pos_ not in ("PRON", "DET")]
+        if not named and clause.pos_ in ("NOUN", "PROPN") and not of(clause, "cop", "expl"):
+            named = [clause]
+        if not named and not any(t.lower_ in NAMES_NOTHING for t in of(clause, "nsubj", "nsubjpass")):
+            named = of(clause, "attr", "dobj", "obj") or [t for c in of(clause, "xcomp", "ccomp") for t in heads(c)]
+        return [t for t in named if t.pos_ not in ("PRON", "DET")]
+
+    roots, found = [t for t in doc if t.dep_ == "ROOT"], []
+    joined = [t for root in roots for t in root.conjuncts if of(t, "nsubj", "nsubjpass", "expl")]
+    for head in (t for clause in roots + joined for t in heads(clause)):
+        if any(t.lower_ in ("no", "not", "neither") for t in head.lefts):
+            continue
+        for noun in (head, *(t for t in head.conjuncts if t.pos_ in ("NOUN", "PROPN"))):
+            before = doc[noun.left_edge.i : noun.i]
+            words = [t for t in before if t.pos_ not in ("DET", "PRON", "PUNCT") and t.dep_ != "preconj"]
+            found.append(" ".join(t.lower_ for t in (*words, noun)).removeprefix("new "))
+    return list(dict.fromkeys(found))
+
+
+def _kept(what: str, read: Callable, unused: tuple[str, ...], dataset_name: str, root: Path, captions: Iterable[str]) -> dict:
+    """What `read` finds in every distinct caption, kept in root/<what>.json with the pipeline's name."""
+    nlp, path, distinct = language(dataset_name), root / f"{what}.json", list(dict.fromkeys(captions))
     name = pipeline_name(nlp)
     kept = read_json(path) if path.exists() else {}
-    known = kept.get("segments", {}) if kept.get("pipeline") == name else {}
+    known = kept.get(what, {}) if kept.get("pipeline") == name else {}
     new, unknown = [c for c in distinct if c not in known], {}
     if new:
-        with nlp.select_pipes(disable=[pipe for pipe in ("parser", "lemmatizer") if nlp.has_pipe(pipe)]):
+        with nlp.select_pipes(disable=[pipe for pipe in unused if nlp.has_pipe(pipe)]):
             docs = nlp.pipe(new, batch_size=1000)
-            for doc in tqdm(docs, "segments", len(new), unit="caption", disable=None):
-                known[doc.text] = segments(doc)
+            for doc in tqdm(docs, what, len(new), unit="caption", disable=None):
+                known[doc.text] = read(doc)
                 unknown |= {t.lower_: doc.text for t in doc if not (t.pos or t.is_punct or t.is_space)}
         if unknown:
             word, caption = next(iter(unknown.items()))
@@ -1191,10 +1241,21 @@ def caption_segments(dataset_name: str, root: Path, captions: Iterable[str]) -> 
                              f"{', '.join(sorted(unknown))} ({word!r} in {caption!r}); correct the captions, or add the "
                              "words to CLOSED_WORDS in data.py")  # fmt: skip
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({"pipeline": name, "segments": known}, indent=0), encoding="utf-8")
+        partial.write_text(json.dumps({"pipeline": name, what: known}, indent=0), encoding="utf-8")
         os.replace(partial, path)
-    print(f"segments: {name} ({len(distinct)} captions, {len(new)} of them new)")
-    return {c: (list(known[c][0]), list(known[c][1])) for c in distinct}
+    print(f"{what}: {name} ({len(distinct)} captions, {len(new)} of them new)")
+    return {c: known[c] for c in distinct}
+
+
+def caption_segments(dataset_name: str, root: Path, captions: Iterable[str]) -> dict[str, tuple[list[str], list[str]]]:
+    """Noun and verb segments of every distinct caption, kept in root/segments.json."""
+    found = _kept("segments", lambda doc: segments(doc), ("parser", "lemmatizer"), dataset_name, root, captions)
+    return {c: (list(nouns), list(verbs)) for c, (nouns, verbs) in found.items()}
+
+
+def caption_subjects(dataset_name: str, root: Path, captions: Iterable[str]) -> dict[str, list[str]]:
+    """Subjects of every distinct caption, kept in root/subjects.json."""
+    return _kept("subjects", lambda doc: subjects(doc), ("lemmatizer",), dataset_name, root, captions)
 
 
 # ---- text: CLIP ------------------------------------------------------------------------------------------------------
@@ -1209,17 +1270,15 @@ MINI_CLIP = {
 }
 
 
-def load_clip(name: str, root: Path, device: str = "cpu") -> tuple:
+def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = None) -> tuple:
     """A frozen CLIP in float32, its tokenizer (texts -> ids) and its preprocessing (PIL image -> tensor).
 
     `name` is MODEL:PRETRAINED in open_clip's words, "ViT-L-14:openai" (fetched on first use), or MODEL:FILE; "mini" is the
-    embedded data set's own, trained on first use into root/clip.pt."""
+    embedded data set's own, trained on first use into root/clip.pt, or `saved`, what mini_clip_state gave."""
     import open_clip
 
     if name == "mini":
-        if not (root / "clip.pt").exists():
-            prepare_mini_clip(root, device)
-        saved = torch.load(root / "clip.pt", weights_only=True)
+        saved = saved or mini_clip_state(root, device)
         clip, preprocess = open_clip.CLIP(**saved["config"]), preprocess_mini
         clip.load_state_dict(saved["model"])
         tokenizer = open_clip.SimpleTokenizer(context_length=clip.context_length)
@@ -1242,6 +1301,19 @@ def load_clip(name: str, root: Path, device: str = "cpu") -> tuple:
         if not isinstance(clip, open_clip.CLIP) or clip.text_pool_type != "argmax":
             raise ValueError(f"--clip {name}: its text encoder takes no learned prompts; choose a model such as ViT-L-14")
     return clip.to(device).eval().requires_grad_(False), tokenizer, preprocess
+
+
+def mini_clip_state(root: Path, device: str = "cpu") -> dict:
+    """The embedded data set's own CLIP, trained on first use."""
+    if not (root / "clip.pt").exists():
+        prepare_mini_clip(root, device)
+    return torch.load(root / "clip.pt", weights_only=True)
+
+
+def clip_id(name: str, root: Path) -> str:
+    """The name of a CLIP, with a hash of its weights where these are a file, so that no two are taken for each other."""
+    file = root / "clip.pt" if name == "mini" else Path(name.partition(":")[2])
+    return f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}" if file.is_file() else name
 
 
 def clip_sizes(name: str) -> tuple[int, int]:
