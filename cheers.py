@@ -1,0 +1,747 @@
+"""CHEERS: Change Entity-guided Heterogeneous Representation Disentangling for Change Captioning (Li et al., 2025).
+
+Idea. (1) The subjects of all training captions are candidate entities; those whose CLIP similarity to the two images of a
+pair differs most are probably what changed. (2) What the images share is enhanced and matched by cross-attention, what is
+left is the difference; image and entities must agree about where either is. (3) The decoder weighs entities against
+visual differences word by word: the entity knows the subject, the images know what happened to it.
+
+Eq. 1      retrieve            top k of |S_bef - S_aft|, S_i the cosines of an image and every candidate
+Eq. 2-3, 5 Likeness            P^ = Linear(m), Linear(1 - m) of the best likeness m to the source
+Eq. 4      Enhancement         F' = LN(sigmoid(P^) F + F): CRE, or DRE with 1 - m
+Eq. 6, 8   Commonality         C_i = CRE(F_j, F_i),  C~_i = MHCA(C_i, C_j)
+Eq. 7, 11  map_loss            L_C, L_D  MSE of the maps P^ of images and of entities
+Eq. 9      match_loss          L_I  InfoNCE, "before" <-> "after"
+Eq. 10, 12 Difference          D_i = DRE(F_i, F_i - C~_i),  F_diff = Linear [D_bef ; D_aft]
+Eq. 13-17  DecoderLayer        H = LN(alpha H_T + beta H_V + H')
+Eq. 18     caption_loss        L_S
+Eq. 19     losses_of           L = L_S + w_consistency (L_C + L_D) + w_match L_I
+
+Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END, padding),
+K entities of a pair, M candidates, E width of CLIP's common space.
+
+The authors' code is not at hand. Where the paper is silent or leaves two readings, the choice is marked [ours] where it
+is made.
+To copy: this file, common.py and data.py (the model takes only the special ids START, END and UNK from data.py).
+"""
+
+import os
+
+if "OMP_WAIT_POLICY" not in os.environ:  # read when torch loads: idle threads sleep, after a moment, on a busy laptop
+    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+
+import dataclasses
+import json
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+import data
+from common import (
+    Attention,
+    GridPosition,
+    LossLog,
+    Run,
+    RunConfig,
+    can_compile,
+    decode,
+    info_nce,
+    learning_rate,
+    load_checkpoint,
+    load_weights,
+    pair_picture,
+    parse_args,
+    random_state,
+    run_main,
+    save_checkpoint,
+    set_random_state,
+    sheet,
+    token_match,
+)
+
+# ---- config ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Config(RunConfig):
+    """CHEERS. The fields of a run (data, steps, device) are common.RunConfig's."""
+
+    dim: int = 512  # width D of images, words and decoder
+    word_dim: int = 300  # word embedding
+    heads: int = 8  # heads of every attention
+    layers: int = 2  # layers of Eq. 6-9
+    decoder_layers: int = 2  # decoder layers
+    dropout: float = 0.1  # dropout probability
+    k: int = 3  # K, entities of a pair; 0: none
+    retrieval: Literal["absolute", "signed"] = "absolute"  # |S_bef - S_aft|, or Eq. 1's bare difference (blind to "add")
+    clip: str = "ViT-L-14:openai"  # of entities and images, open_clip's MODEL:WEIGHTS (a name or a file), or mini's own: mini
+    hrd: bool = True  # Eq. 6-12; without it the bare difference of the two images
+    cre: bool = True  # enhance what is common, Eq. 6-7
+    dre: bool = True  # enhance what differs, Eq. 10-11
+    temperature: Literal["learned", "one"] = "learned"  # of the softmax of Eq. 2; one: as written, m is then almost constant
+    norm_eps: float = 1e-5  # epsilon of LN in Eq. 4; a large one leaves small differences small (mini)
+    near_identity: bool = False  # start Eq. 6-8 as a comparison of like cells (mini; not the paper's)
+    gate: Literal["linear", "sigmoid", "none"] = "linear"  # Eq. 14-15; none: the decoder reads no entities
+    w_consistency: float = 0.75  # lambda_v, weight of L_C + L_D in Eq. 19; 0 leaves them out
+    w_match: float = 0.5  # lambda_m, weight of L_I in Eq. 19; 0 leaves it out
+    val_decode: Literal["greedy", "sample"] = "greedy"  # how validation captions, which choose best.pt, are written
+    blind: bool = False  # zero the features and the entities: what words alone can score
+
+
+# Batch and rate from section 4.3; layers as Fig. 6 has them best; steps and decoder are not in the paper: 10,000 and SCORER's.
+PRESETS = {
+    "clevr_change": dict(lr=1e-3),
+    "clevr_dc": dict(lr=1e-3, layers=1),
+    "spot_the_diff": dict(lr=5e-4, batch_size=96),
+    "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, near_identity=True, norm_eps=1.0, clip="mini",
+                 batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=2400, eval_every=800,
+                 eval_batch=250),
+    "mini@cuda": dict(data_dir="data/mini_large", scenes=10000, objects="3,6", steps=15000, eval_every=2500),
+}  # fmt: skip
+
+RELEASED: dict = {}  # the released code is not at hand
+
+# ---- entities --------------------------------------------------------------------------------------------------------
+
+
+def retrieve(x_bef: Tensor, x_aft: Tensor, entities: Tensor, k: int, signed: bool = False) -> Tensor:
+    """Eq. 1: which candidates differ most in their cosine with the two images. x (B, E) twice, entities (M, E) -> (B, k)
+    indices, the best first; fewer where there are no k candidates.
+
+    An entity is relevant whose cosine is above the mean of all candidates' in one image at least; the others follow only
+    where relevant ones run out. Equal ones go by index. [ours] The difference is absolute unless `signed`: the text asks
+    for the largest, and an added object is nearer to "after"."""
+    entities = F.normalize(entities, dim=-1).T
+    s_bef, s_aft = F.normalize(x_bef, dim=-1) @ entities, F.normalize(x_aft, dim=-1) @ entities  # (B, M)
+    score = s_bef - s_aft if signed else (s_bef - s_aft).abs()
+    relevant = (s_bef > s_bef.mean(1, keepdim=True)) | (s_aft > s_aft.mean(1, keepdim=True))
+    order = score.sort(dim=1, descending=True, stable=True).indices
+    first = relevant.gather(1, order).int().sort(dim=1, descending=True, stable=True).indices
+    return order.gather(1, first)[:, :k]
+
+
+@torch.no_grad()
+def encode_images(clip, preprocess, paths: list) -> Tensor:
+    """CLIP's embeddings of image files (n, E), of length 1."""
+    with ThreadPoolExecutor(4) as pool:
+        x = torch.stack(list(pool.map(lambda p: preprocess(data.read_image(p)), paths)))
+    return clip.encode_image(x.to(next(clip.parameters()).device), normalize=True).cpu()
+
+
+class Entities:
+    """Section 3.1, once a data set: candidates are the subjects of all training captions; they and all images go through
+    CLIP, and every pair gets its K entities. No part of the model, which keeps the candidates' embeddings (`table`, (M, E)).
+
+    Embeddings stay in entities.pt beside the features. Without entities (k = 0) there is nothing to keep or to give."""
+
+    def __init__(self, cfg: Config, dataset: data.Dataset):
+        self.clip, self.root, self.phrases, self.table = cfg.clip, dataset.root, [], None
+        if not cfg.k:
+            return
+        every = [p for scenes in dataset.scenes.values() for s in scenes for p in [*s.pairs, *(s.swapped or ())]]
+        captions = sorted({c for s in dataset.scenes["train"] for p in [*s.pairs, *(s.swapped or ())] for c in p.captions})
+        of_caption = data.caption_subjects(dataset.name, dataset.root, captions)
+        self.phrases = sorted({phrase for subjects in of_caption.values() for phrase in subjects})
+        if not self.phrases:
+            raise ValueError(f"the training captions of {dataset.root} have no subject; --k 0 --gate none --w_consistency 0")
+        names = sorted(dataset.paths)
+        self.table, images = self.embeddings(names, [dataset.paths[n] for n in names], cfg.device)
+        row, self.found = {name: i for i, name in enumerate(names)}, {}
+        pairs = list(dict.fromkeys((p.before, p.after) for p in every))
+        rows, table = torch.tensor([[row[name] for name in pair] for pair in pairs]), self.table.to(cfg.device)
+        for i in tqdm(range(0, len(pairs), 256), desc="retrieval", unit_scale=256, disable=None, leave=False):
+            x_bef, x_aft = images[rows[i : i + 256]].to(cfg.device).unbind(1)
+            found = retrieve(x_bef, x_aft, table, cfg.k, cfg.retrieval == "signed").cpu()
+            self.found |= zip(pairs[i : i + 256], found, strict=True)
+        self.device = cfg.device
+
+    def embeddings(self, names: list[str], paths: list[Path], device: str) -> tuple[Tensor, Tensor]:
+        """Of the candidates (M, E) and of the images (n, E): read from entities.pt, or made and kept there."""
+        file, saved = self.root / "entities.pt", data.mini_clip_state(self.root, device) if self.clip == "mini" else None
+        key = {"clip": data.clip_id(self.clip, self.root), "phrases": self.phrases, "images": names}
+        if file.exists() and (kept := torch.load(file, weights_only=True))["key"] == key:
+            return kept["table"], kept["embeddings"]
+        clip, tokenizer, preprocess = data.load_clip(self.clip, self.root, device, saved)
+        with torch.no_grad():
+            blocks = tokenizer(self.phrases).split(256)
+            table = torch.cat([clip.encode_text(tokens.to(device), normalize=True).cpu() for tokens in blocks])
+        with tqdm(total=len(names), desc=f"CLIP {self.clip}", unit="image", disable=None) as bar:
+            parts = []
+            for i in range(0, len(paths), 64):
+                parts.append(encode_images(clip, preprocess, paths[i : i + 64]))
+                bar.update(len(parts[-1]))
+        embeddings, partial = torch.cat(parts), file.with_suffix(".partial")
+        torch.save({"key": key, "table": table, "embeddings": embeddings}, partial)
+        os.replace(partial, file)
+        return table, embeddings
+
+    def __call__(self, batch: data.Batch) -> Tensor | None:
+        """Indices (B, K) of a batch's entities."""
+        return torch.stack([self.found[pair] for pair in batch.images]).to(self.device) if self.phrases else None
+
+    def names(self, indices: Tensor) -> list[str]:
+        return [self.phrases[i] for i in indices.tolist()]
+
+    def report(self, dataset: data.Dataset, split: str) -> dict:
+        """In how many pairs (%) one of the K entities names what changed, and in how many K entities drawn by lot would.
+
+        On mini it is one that names the changed object and no other of the scene; elsewhere a subject of the pair's own
+        references. Unchanged pairs, and pairs whose references have no subject, take no part."""
+        same = dataset.kinds.get("no change", set())
+        pairs = [p for p in dataset.pairs(split) if p.id not in same] if self.phrases else []
+        if dataset.name == "mini":
+            scenes, said = data.read_json(self.root / "scenes.json"), [data.parse_caption(p) for p in self.phrases]
+            right = [[data.names_changed(x, scenes[str(int(p.id[:6]))]) for x in said] for p in pairs]
+        else:
+            of_caption = data.caption_subjects(dataset.name, self.root, [c for p in pairs for c in p.captions])
+            own = {p.id: {x for c in p.captions for x in of_caption[c]} for p in pairs}
+            pairs = [p for p in pairs if own[p.id]]
+            right = [[phrase in own[p.id] for phrase in self.phrases] for p in pairs]
+        if not pairs:
+            return {}
+        kinds = {"all": {p.id for p in pairs}} | dataset.kinds
+        hits = {p.id: any(r[i] for i in self.found[p.before, p.after].tolist()) for p, r in zip(pairs, right, strict=True)}
+        m, k = len(self.phrases), len(self.found[pairs[0].before, pairs[0].after])
+        chance = 1 - sum(math.comb(m - sum(r), k) for r in right) / math.comb(m, k) / len(pairs)
+        shares = {kind: [hits[i] for i in hits if i in ids] for kind, ids in kinds.items()}
+        shares = {kind: round(100 * sum(x) / len(x), 2) for kind, x in shares.items() if x}
+        retrieved = {"k": k, "candidates": m, "chance": round(100 * chance, 2)} | shares
+        print("retrieved, in %: " + ", ".join(f"{name} {value:g}" for name, value in retrieved.items()))
+        return {"retrieval": retrieved}
+
+    def check_state(self, state: dict) -> None:
+        """ValueError where a checkpoint was trained with other candidates or another CLIP."""
+        if state["entities"]["phrases"] != self.phrases:
+            raise ValueError(f"the checkpoint was trained with {len(state['entities']['phrases'])} candidate entities, other "
+                             f"than the {len(self.phrases)} of {self.root}; give its --data_dir")  # fmt: skip
+        if self.phrases and not torch.allclose(state["model"]["table"].cpu(), self.table, atol=1e-3):
+            raise ValueError(f"the checkpoint's candidates were embedded by another CLIP than {self.clip} of {self.root}")
+
+    def state(self) -> dict:
+        """What a checkpoint needs, beside the model, to retrieve the entities of any two pictures."""
+        saved = data.mini_clip_state(self.root) if self.clip == "mini" and self.phrases else None
+        return {"entities": {"phrases": self.phrases, "clip": saved}}
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+
+
+class ImageEmbedding(nn.Module):
+    """Eq. 1: F = conv_1x1(features) + position. (B, C, H, W) -> (B, N, D), cell n = row * W + column."""
+
+    def __init__(self, channels: int, height: int, width: int, dim: int):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, dim, 1)
+        self.position = GridPosition(dim, height, width)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return (self.conv(features) + self.position()).flatten(2).transpose(1, 2)
+
+
+def likeness(source: Tensor, target: Tensor, scale: Tensor | float) -> Tensor:
+    """Eq. 2 and the maximum of Eq. 3: m(i) = max_j P(i, j), P(., j) the softmax over target positions i of the cosines of
+    i with source position j, times `scale`. source (B, S, D), target (B, N, D) -> (B, N).
+
+    Over target positions, as the sum of Eq. 2 tells: over source positions, one entity would be like every cell by 1."""
+    s = F.normalize(target, dim=-1) @ F.normalize(source, dim=-1).transpose(1, 2) * scale  # (B, N, S)
+    return s.softmax(1).amax(2)
+
+
+class Likeness(nn.Module):
+    """Eq. 3: P^ = Linear_{1->D}(m), or Eq. 5, where `different`: P^ = Linear_{1->D}(1 - m). source (B, S, D), target
+    (B, N, D) -> (B, N, D). [ours] A learned temperature, as CLIP's: bare cosines make m nearly the same everywhere."""
+
+    def __init__(self, cfg: Config, different: bool):
+        super().__init__()
+        self.expand, self.different = nn.Linear(1, cfg.dim), different
+        self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07))) if cfg.temperature == "learned" else None
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        m = likeness(source, target, 1.0 if self.log_scale is None else self.log_scale.exp())
+        return self.expand((1 - m if self.different else m)[..., None])
+
+
+class Enhancement(nn.Module):
+    """Eq. 4: F' = LN(sigmoid(P^) F + F) of the target F; CRE, or where `different`, DRE. source (B, S, D), target (B, N, D)
+    -> F' and P^, both (B, N, D)."""
+
+    def __init__(self, cfg: Config, different: bool):
+        super().__init__()
+        self.likeness, self.norm = Likeness(cfg, different), nn.LayerNorm(cfg.dim, cfg.norm_eps)
+
+    def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        p = self.likeness(source, target)
+        return self.norm(p.sigmoid() * target + target), p
+
+
+class Commonality(nn.Module):
+    """Eq. 6 and 8, one layer for both directions: C_i = CRE(F_j, F_i), C~_i = MHCA(C_i, C_j).
+
+    pair (2B, N, D), the "before" images first, and the entities (2B, K, D) of each -> C~ (2B, N, D), and for L_C the maps P^
+    of CRE and of DRE(E, F_i), None without them. Of that DRE the paper uses the map alone, so there is nothing else of it."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.cre = Enhancement(cfg, different=False) if cfg.cre else None
+        self.guide = Likeness(cfg, different=True) if cfg.cre and cfg.w_consistency else None
+        self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
+
+    def forward(self, pair: Tensor, entities: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        half, common, maps = len(pair) // 2, pair, None
+        if self.cre:
+            common, p = self.cre(pair.roll(half, 0), pair)
+            maps = (p, self.guide(entities, pair)) if self.guide else None
+        return self.attention(common, common.roll(half, 0)), maps
+
+
+class Difference(nn.Module):
+    """Eq. 10 and 12: D_i = DRE(F_i, F_i - C~_i), F_diff = Linear [D_bef ; D_aft]. images F and common C~ (2B, N, D), entities
+    (2B, K, D) -> (B, N, D), and for L_D the maps P^ of DRE and of CRE(E, F_i - C~_i), None without them."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.dre = Enhancement(cfg, different=True) if cfg.dre else None
+        self.guide = Likeness(cfg, different=False) if cfg.dre and cfg.w_consistency else None
+        self.join = nn.Linear(2 * cfg.dim, cfg.dim)
+
+    def forward(self, images: Tensor, common: Tensor, entities: Tensor | None):
+        difference, maps = images - common, None
+        if self.dre:
+            enhanced, p = self.dre(images, difference)
+            maps = (p, self.guide(entities, difference)) if self.guide else None
+            difference = enhanced
+        return self.join(torch.cat(difference.chunk(2), -1)), maps
+
+
+class DecoderLayer(nn.Module):
+    """Eq. 13-17: words attend to earlier words, then to entities (H_T) and to differences (H_V), H = LN(alpha H_T + beta H_V
+    + H'). No feed-forward is written after that, so there is none.
+
+    x (B, V, D) -> (B, V, D). `cross`: key and value of the differences (B, N, D), and of the entities (B, K, D) if the decoder
+    reads them; `past`: key and value of the words before x (decoding a word at a time), None when x starts with START. Also
+    returns the new `past`, and what pictures show: the "query" that met the differences, and "text" (B, V), the entities'
+    share of |alpha H_T| + |beta H_V|. [ours] alpha and beta have a number for each channel."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.self_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
+        self.cross_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
+        self.norm1, self.norm2, self.dropout = nn.LayerNorm(cfg.dim), nn.LayerNorm(cfg.dim), nn.Dropout(cfg.dropout)
+        self.squash = torch.sigmoid if cfg.gate == "sigmoid" else nn.Identity()
+        self.text_attention = None
+        if cfg.gate != "none":
+            self.text_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
+            self.alpha, self.beta = nn.Linear(2 * cfg.dim, cfg.dim), nn.Linear(2 * cfg.dim, cfg.dim)
+
+    def forward(self, x: Tensor, cross: tuple[Tensor, ...], past: tuple[Tensor, Tensor] | None = None):
+        q, k, v = self.self_attention.project(x, x)
+        if past is not None:
+            k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)
+        h = self.norm1(x + self.dropout(self.self_attention.attend(q, k, v, causal=past is None)))
+        query = self.cross_attention.query(h)
+        fused = h_v = self.cross_attention.attend(query, *cross[:2])
+        looked = {"query": query}
+        if self.text_attention:
+            h_t = self.text_attention.attend(self.text_attention.query(h), *cross[2:])
+            text = self.squash(self.alpha(torch.cat([h, h_t], -1))) * h_t
+            image = self.squash(self.beta(torch.cat([h, h_v], -1))) * h_v
+            fused, sizes = text + image, (text.norm(dim=-1), image.norm(dim=-1))
+            looked["text"] = sizes[0] / (sizes[0] + sizes[1]).clamp(min=1e-9)
+        return self.norm2(h + self.dropout(fused)), (k, v), looked
+
+
+class Decoder(nn.Module):
+    """Words, differences and entities -> hidden states; `head` gives the distribution of the next word.
+
+    Every word sees itself and earlier words only, so padding at the end of a caption needs no mask."""
+
+    def __init__(self, cfg: Config, vocab_size: int, max_len: int):
+        super().__init__()
+        self.embed, self.project = nn.Embedding(vocab_size, cfg.word_dim), nn.Linear(cfg.word_dim, cfg.dim)
+        self.position = nn.Embedding(max_len, cfg.dim)
+        self.norm, self.dropout = nn.LayerNorm(cfg.dim), nn.Dropout(cfg.dropout)
+        self.layers = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.decoder_layers))
+        self.head = nn.Linear(cfg.dim, vocab_size)
+
+    def words(self, ids: Tensor, start: int = 0) -> Tensor:
+        """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
+        x = self.project(self.embed(ids)) + self.position.weight[start : start + ids.shape[1]]
+        return self.dropout(self.norm(x))
+
+    def memory(self, seen: tuple[Tensor, Tensor | None]) -> list[tuple[Tensor, ...]]:
+        """Key and value for each layer of the differences (B, N, D), and of the entities (B, K, D) where the layer reads them:
+        once a caption, not once a word."""
+        kept = []
+        for layer in self.layers:
+            readers = zip((layer.cross_attention, layer.text_attention), seen, strict=True)
+            kept.append(tuple(y for a, x in readers if a for y in (a.key(x), a.value(x))))
+        return kept
+
+    def forward(self, ids: Tensor, seen: tuple[Tensor, Tensor | None]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """All words at once: (B, V) -> hidden states (B, V, D), how the last layer looked at what is seen (DecoderLayer),
+        and its key (B, N, D) of the differences."""
+        x, memory = self.words(ids), self.memory(seen)
+        for layer, cross in zip(self.layers, memory, strict=True):
+            x, _, looked = layer(x, cross)
+        return x, looked, memory[-1][0]
+
+    def stepper(self, seen: tuple[Tensor, Tensor | None]):
+        """-> step(words (B,), position) -> logits of the next word; keys and values of earlier words are kept."""
+        memory, past = self.memory(seen), [None] * len(self.layers)
+
+        def step(words: Tensor, t: int) -> Tensor:
+            x = self.words(words[:, None], t)
+            for i, layer in enumerate(self.layers):
+                x, past[i], _ = layer(x, memory[i], past[i])
+            return self.head(x[:, 0])
+
+        return step
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+def map_loss(of_images: Tensor, of_entities: Tensor) -> Tensor:
+    """Eq. 7 and 11, L_C and L_D: mean squared difference of two maps P^ (2B, N, D)."""
+    return F.mse_loss(of_images, of_entities)
+
+
+def match_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
+    """Eq. 9, L_I: InfoNCE of the two images' common features (B, N, D) against the other pairs of the batch, both ways.
+
+    [ours] As in SCORER, sim is the mean over tokens of the best match; tokens have length 1, and 1 / tau is learned.
+    Not in bfloat16, which has three digits."""
+    with torch.autocast(c_bef.device.type, enabled=False):
+        q, k = (F.normalize(x.float() if x.dtype == torch.bfloat16 else x, dim=-1) for x in (c_bef, c_aft))
+        s = scale * token_match(q, k)  # (B, B)
+        return (info_nce(s) + info_nce(s.T)) / 2
+
+
+def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
+    """Eq. 18, L_S: cross-entropy of each next word, a mean over all real words of the batch.
+    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with 0."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), caption[:, 1:].flatten(), ignore_index=0)
+
+
+# ---- method ----------------------------------------------------------------------------------------------------------
+
+
+class CHEERS(nn.Module):
+    """CHEERS and every parameter of it. grid: (C, H, W) of the features; max_len: ids of the longest caption; table: CLIP's
+    embeddings of the candidate entities (M, E), None without."""
+
+    def __init__(
+        self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int, table: Tensor | None = None
+    ):
+        super().__init__()
+        self.cfg, self.grid, self.max_len = cfg, grid, max_len
+        if cfg.w_match and not cfg.hrd:
+            raise ValueError("--no-hrd has no common features for --w_match; set --w_match 0")
+        if cfg.w_consistency and not (cfg.hrd and (cfg.cre or cfg.dre)):
+            raise ValueError("without CRE and DRE there are no maps for --w_consistency; set --w_consistency 0")
+        if (table is None or not cfg.k) and (cfg.gate != "none" or cfg.w_consistency):
+            raise ValueError("--k 0 has no entities for gate and consistency; set --gate none --w_consistency 0")
+        self.embed = ImageEmbedding(*grid, cfg.dim)
+        self.register_buffer("table", table)
+        self.project = nn.Linear(table.shape[1], cfg.dim) if cfg.gate != "none" or cfg.w_consistency else None
+        self.common = nn.ModuleList(Commonality(cfg) for _ in range(cfg.layers if cfg.hrd else 0))
+        self.difference = Difference(cfg) if cfg.hrd else None
+        self.decoder = Decoder(cfg, vocab_size, max_len)
+        if cfg.w_match:
+            self.log_scale = nn.Parameter(torch.ones(()))
+        if cfg.near_identity and cfg.hrd:
+            start_near_identity(self)
+
+    def encode(self, before: Tensor, after: Tensor, entities: Tensor | None = None):
+        """(B, C, H, W) twice and indices of entities (B, K) -> what the decoder reads, F_diff (B, N, D) of Eq. 12 and E (B,
+        K, D); C~ (2B, N, D) of each layer; and the maps for L_C, of each layer, and for L_D.
+
+        [ours] Where there are several layers, each takes C~ of the one before, but Eq. 10 keeps to the images: "the difference
+        between the attended features and the original raw features"."""
+        pair, e = torch.cat([before, after]), None
+        if self.project:
+            e = self.table[entities]
+            e = self.project(torch.zeros_like(e) if self.cfg.blind else e)
+        x = images = self.embed(torch.zeros_like(pair) if self.cfg.blind else pair)
+        if not self.difference:
+            return (torch.sub(*images.chunk(2)), e), [], [], []
+        both, shared, maps = None if e is None else torch.cat([e, e]), [], []
+        for layer in self.common:
+            x, of_layer = layer(x, both)
+            shared.append(x)
+            maps.append(of_layer)
+        difference, of_difference = self.difference(images, x, both)
+        return (difference, e), shared, [m for m in maps if m], [of_difference] if of_difference else []
+
+    def forward(self, before: Tensor, after: Tensor, caption: Tensor, entities: Tensor | None = None) -> dict[str, Tensor]:
+        """The parts of Eq. 19 for one batch of pairs: features (B, C, H, W) twice, caption (B, V), entities (B, K). [ours]
+        L_C and L_I are means over the layers."""
+        seen, shared, common, different = self.encode(before, after, entities)
+        hidden, _, _ = self.decoder(caption, seen)
+        losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}
+        for name, maps in (("common", common), ("different", different)):
+            if maps:
+                losses[name] = sum(map_loss(*m) for m in maps) / len(maps)
+        if self.cfg.w_match:
+            losses["match"] = sum(match_loss(*c.chunk(2), self.log_scale.exp()) for c in shared) / len(shared)
+        return losses
+
+    @torch.no_grad()
+    def clamp_scales(self) -> None:
+        """After each step: temperatures stay below 100, as CLIP's."""
+        for name, p in self.named_parameters():
+            if name.endswith("log_scale"):
+                p.clamp_(max=math.log(100))
+
+    @torch.no_grad()
+    def generate(self, before: Tensor, after: Tensor, entities: Tensor | None = None, sample: bool = False) -> Tensor:
+        """Captions of pairs of features (B, C, H, W) and entities (B, K): greedy (or sampled) ids (B, max_len)."""
+        step = self.decoder.stepper(self.encode(before, after, entities)[0])
+        start = torch.full((len(before),), data.START, device=before.device)
+        return decode(step, start, self.max_len, data.END, data.UNK, sample)
+
+    @torch.no_grad()
+    def attention_map(self, before: Tensor, after: Tensor, ids: Tensor, entities: Tensor | None = None) -> Tensor:
+        """Where the decoder looked: last layer's attention over cells, mean over heads and over the words of ids
+        (B, V) -> (B, H, W). Row t of the scores is the state that predicts word t + 1."""
+        _, looked, key = self.decoder(ids, self.encode(before, after, entities)[0])
+        scores = self.decoder.layers[-1].cross_attention.scores(looked["query"], key)  # (B, heads, V, N)
+        weight = scores.softmax(-1).mean(1)[:, :-1]  # (B, V - 1, N)
+        valid = (ids[:, 1:] > data.END).to(weight.dtype)[..., None]
+        return ((weight * valid).sum(1) / valid.sum(1).clamp(min=1)).unflatten(1, self.grid[1:])
+
+    @torch.no_grad()
+    def text_share(self, before: Tensor, after: Tensor, ids: Tensor, entities: Tensor | None = None) -> Tensor | None:
+        """How far text led, not vision, as each word of ids (B, V) was chosen: the entities' share in the last layer's fusion
+        (B, V - 1), of words 1 ... V - 1. None where the decoder reads no entities."""
+        looked = self.decoder(ids, self.encode(before, after, entities)[0])[1]
+        return looked["text"][:, :-1] if "text" in looked else None
+
+
+@torch.no_grad()
+def start_near_identity(model: CHEERS) -> None:
+    """Not the paper's: every cross-attention starts as a comparison of like cells whose output is the cell it found, so that
+    what did not change cancels at once. Positions start small: they would tell cells apart that show the same thing.
+
+    A cell of variance 1 comes out of CRE as it was: P^ starts near 0 for all channels, and LN's weight takes back what
+    sigmoid(0) and epsilon made of it."""
+    model.embed.conv.weight.normal_(std=model.embed.conv.in_channels**-0.5)
+    for table in (model.embed.position.col, model.embed.position.row):
+        table.weight.mul_(0.1)
+    for layer in model.common:
+        a = layer.attention
+        for linear, gain in ((a.query, 1.5), (a.key, 1.5), (a.value, 1.0), (a.out, 1.0)):
+            linear.weight.normal_(std=0.02)
+            linear.weight.diagonal().add_(gain)
+            linear.bias.zero_()
+        if layer.cre:
+            layer.cre.likeness.expand.weight.normal_(std=0.02)
+            layer.cre.likeness.expand.bias.zero_()
+            layer.cre.norm.weight.fill_((1.5**2 + layer.cre.norm.eps) ** 0.5 / 1.5)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def losses_of(model: CHEERS, streams: tuple[data.Batch, ...], cfg: Config, entities: Entities | None = None):
+    """Eq. 19 and its parts, each a mean over the streams (changed pairs, distractor pairs). The streams stay apart: a
+    scene's default image is "before" in both, which a contrastive loss over all pairs would take for a negative."""
+    losses: dict[str, Tensor] = {}
+    for batch in (b.to(cfg.device) for b in streams):
+        with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
+            parts = model(batch.before, batch.after, batch.caption, entities(batch) if entities else None)
+        losses = {name: losses.get(name, 0) + part / len(streams) for name, part in parts.items()}
+    weights = {"caption": 1.0, "common": cfg.w_consistency, "different": cfg.w_consistency, "match": cfg.w_match}
+    # L = L_S + w_consistency (L_C + L_D) + w_match L_I
+    losses["total"] = sum(weights[name] * part for name, part in losses.items())
+    return losses
+
+
+def train(cfg: Config, resume: bool = False) -> tuple[CHEERS, data.Dataset, Entities]:
+    """Train into cfg.out_dir -> the best model by validation, and the data set.
+
+    Told to stop (Ctrl-C, SIGTERM) it saves last.pt and exits 130 or 143; `resume` goes on from there as if nothing had
+    happened. FloatingPointError where a loss is not finite."""
+    run, dataset, cuda = Run(cfg, resume), data.open_dataset(cfg), cfg.device.startswith("cuda")
+    entities = Entities(cfg, dataset)
+    torch.manual_seed(cfg.seed)
+    torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
+    model = CHEERS(cfg, len(dataset.vocab), dataset.grid, dataset.max_len, entities.table).to(cfg.device)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
+    step, best, recent, began = 0, float("-inf"), LossLog(), time.perf_counter()
+
+    def save(name: str) -> None:
+        if not all(p.isfinite().all() for p in parameters):
+            raise FloatingPointError(f"weights are not finite after step {step}; {name} is untouched; try a lower --lr")
+        save_checkpoint(run.dir / name, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, best=best,
+                        config=dataclasses.asdict(cfg), random=random_state(cfg.device), **dataset.state(),
+                        **entities.state())  # fmt: skip
+
+    if resume:
+        state = load_checkpoint(run.dir / "last.pt", cfg.device)
+        dataset.check_state(state)
+        entities.check_state(state)
+        load_weights(model, state, run.dir / "last.pt")
+        optimizer.load_state_dict(state["optimizer"])
+        set_random_state(state["random"], cfg.device)
+        step, best = state["step"], state["best"]
+        run.trim_log(step)
+    run.begin(cfg, model, step)
+    if not resume:
+        save("last.pt")
+    if cfg.compile and cuda and can_compile():
+        model.compile()
+    bar = tqdm(total=cfg.steps, initial=step, desc="train", unit="step", disable=None)
+    with run, bar:
+        stop = 0
+        while step < cfg.steps and not stop:
+            epoch, start = divmod(step, dataset.steps(cfg.batch_size))
+            for streams in dataset.train_batches(cfg.batch_size, cfg.seed, epoch, start):
+                optimizer.param_groups[0]["lr"] = lr = learning_rate(cfg, step)
+                losses = losses_of(model, streams, cfg, entities)
+                optimizer.zero_grad()
+                losses["total"].backward()
+                if cfg.grad_clip:
+                    nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
+                optimizer.step()
+                model.clamp_scales()
+                step, stop = step + 1, run.stop  # read once a step: a signal may come at any line
+                recent.add(losses)
+                bar.update()
+                done = step == cfg.steps
+                validate = step % cfg.eval_every == 0 or done
+                if step % cfg.log_every == 0 or validate or stop:
+                    means = recent.take(step)
+                    run.log(step=step, event="train", seconds=round(time.perf_counter() - began, 2), lr=lr, **means)
+                    bar.set_postfix({name: f"{value:.3f}" for name, value in means.items()})
+                if validate:
+                    scores = evaluate(model, dataset, entities, "val", cfg)
+                    run.log(step=step, event="eval", decode=cfg.val_decode, select_by=cfg.select_by, **scores)
+                    tqdm.write(f"step {step}: validation " + ", ".join(f"{k} {v:.2f}" for k, v in scores.items()))
+                    if scores[cfg.select_by] > best:
+                        best = scores[cfg.select_by]
+                        save("best.pt")
+                if validate or stop:
+                    save("last.pt")
+                if done or stop:
+                    break
+    if stop:
+        raise SystemExit(stop)
+    model.load_state_dict(load_checkpoint(run.dir / "best.pt", cfg.device)["model"])
+    return model, dataset, entities
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def evaluate(
+    model: CHEERS, dataset: data.Dataset, entities: Entities, split: str, cfg: Config, out_dir: Path | None = None
+) -> dict:
+    """Captions of a split, their scores; -> the scores of all pairs together.
+
+    Without out_dir (validation while training) the quick metrics only; with it every metric and every group of pairs,
+    printed and written with captions and sample pictures."""
+    model.eval()
+    captions: dict[str, str] = {}
+    batches = -(-len(dataset.pairs(split)) // cfg.eval_batch)
+    for batch in tqdm(dataset.eval_batches(split, cfg.eval_batch), split, batches, disable=None, leave=False):
+        batch = batch.to(cfg.device)
+        ids = model.generate(batch.before, batch.after, entities(batch), sample=cfg.val_decode == "sample" and out_dir is None)
+        captions |= zip(batch.ids, dataset.vocab.decode(ids), strict=True)
+    if out_dir is None:
+        model.train()
+        return data.score(captions, dataset.references(split), quick=True)["scores"]["total"]
+    out_dir.mkdir(parents=True, exist_ok=True)
+    data.write_predictions(out_dir / f"captions_{split}.json", captions)
+    result = data.score(captions, dataset.references(split), dataset.groups(split)) | dataset.report(captions)
+    result |= entities.report(dataset, split)
+    (out_dir / f"scores_{split}.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(data.format_scores(result))
+    picture = "samples.png" if split == "test" else f"samples_{split}.png"
+    draw_samples(model, dataset, entities, split, cfg, captions, out_dir / picture)
+    return result["scores"]["total"]
+
+
+def draw_samples(
+    model: CHEERS, dataset: data.Dataset, entities: Entities, split: str, cfg: Config, captions: dict, path: Path
+) -> None:
+    """A sheet with a column for every kind of change: a dozen pairs each with attention, reference and caption; with the
+    entities, and in % how far these led, not the images, at each word."""
+    columns = {}
+    for kind, pairs in dataset.examples(split, 12).items():
+        batch = dataset.batch(pairs).to(cfg.device)
+        found = entities(batch)
+        ids = model.generate(batch.before, batch.after, found)
+        heat, share = (f(batch.before, batch.after, ids, found) for f in (model.attention_map, model.text_share))
+        columns[kind] = []
+        for b, p in enumerate(pairs):
+            lines = [f"reference: {p.captions[0]}", f"generated: {captions[p.id]}"]
+            if found is not None:
+                lines.append("entities: " + ", ".join(entities.names(found[b])))
+            if share is not None:
+                words = zip(captions[p.id].split(), share[b].tolist(), strict=False)
+                lines.append("text: " + " ".join(f"{word} {100 * s:.0f}" for word, s in words))
+            columns[kind].append(pair_picture(*dataset.images(p), heat[b], lines))
+    sheet(columns).save(path)
+
+
+def entities_of_files(model: CHEERS, state: dict, files: list[str]) -> Tensor | None:
+    """Section 3.1.2 for any two image files: indices (1, K), which it also prints by name."""
+    if not model.cfg.k:
+        return None
+    clip, _, preprocess = data.load_clip(model.cfg.clip, Path(), model.cfg.device, state["entities"]["clip"])
+    x = encode_images(clip, preprocess, files).to(model.table.device)
+    found = retrieve(x[:1], x[1:], model.table, model.cfg.k, model.cfg.retrieval == "signed")
+    print("entities: " + ", ".join(state["entities"]["phrases"][i] for i in found[0].tolist()))
+    return found
+
+
+def caption_files(cfg: Config, checkpoint: str, files: list[str], out: str | None) -> str:
+    """The caption of any two image files by a checkpoint, and its attention picture where `out` names one."""
+    model, state = load_model(cfg, checkpoint)
+    extractor = data.Extractor(**state["extractor"], device=cfg.device)
+    before, after = (extractor([f]).to(cfg.device).float() for f in files)
+    entities = entities_of_files(model, state, files)
+    ids = model.generate(before, after, entities)
+    caption = data.Vocab(state["vocab"]).decode(ids)[0]
+    if out:
+        heat = model.attention_map(before, after, ids, entities)[0]
+        pair_picture(*map(data.read_image, files), heat, [caption], side=224).save(out)
+    return caption
+
+
+def load_model(cfg: Config, checkpoint: str | Path) -> tuple[CHEERS, dict]:
+    """-> model in evaluation mode, and all that the checkpoint holds."""
+    state = load_checkpoint(checkpoint, cfg.device)
+    table = state["model"].get("table")
+    model = CHEERS(cfg, len(state["vocab"]), tuple(state["grid"]), state["max_len"], table).to(cfg.device)
+    load_weights(model, state, checkpoint)
+    return model.eval(), state
+
+
+def main(argv: list[str] | None = None) -> None:
+    cfg, do = parse_args(Config, PRESETS, RELEASED, Path(__file__).stem, __doc__, argv)
+    if do.caption:
+        print(caption_files(cfg, do.checkpoint, do.caption, do.out))
+        return
+    if do.eval:
+        (model, state), dataset = load_model(cfg, do.eval), data.open_dataset(cfg)
+        dataset.check_state(state)
+        entities = Entities(cfg, dataset)
+        entities.check_state(state)
+    else:
+        model, dataset, entities = train(cfg, do.resume)
+    evaluate(model, dataset, entities, do.split, cfg, Path(cfg.out_dir))
+
+
+if __name__ == "__main__":
+    run_main(main)
