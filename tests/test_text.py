@@ -63,6 +63,65 @@ def test_a_dependency_parse_changes_nothing():
     assert data.segments(spacy.tokens.Doc(VOCAB, words=[" "])) == ([], [])
 
 
+# Sentences as en_core_web_sm parses them: word/part of speech/head (counted from 1, 0: the root)/relation -> entities.
+PARSED = {
+    "the/DET/3/det small/ADJ/3/amod ball/NOUN/6/nsubjpass has/AUX/6/aux been/AUX/6/auxpass moved/VERB/0/ROOT by/ADP/6/agent "
+    "a/DET/9/det man/NOUN/7/pobj": ["small ball"],
+    "there/PRON/2/expl is/VERB/0/ROOT a/DET/6/det new/ADJ/6/amod red/ADJ/6/amod car/NOUN/2/attr near/ADP/6/prep "
+    "the/DET/9/det gate/NOUN/7/pobj": ["red car"],
+    "the/DET/3/det tall/ADJ/3/amod man/NOUN/7/nsubj and/CCONJ/3/cc the/DET/6/det dog/NOUN/3/conj left/VERB/0/ROOT":
+        ["tall man", "dog"],
+    "two/NUM/2/nummod vans/NOUN/6/nsubj that/PRON/4/nsubj moved/VERB/2/relcl are/AUX/6/aux gone/VERB/0/ROOT": ["two vans"],
+    "someone/PRON/2/nsubj added/VERB/0/ROOT a/DET/5/det dark/ADJ/5/amod bench/NOUN/2/dobj and/CCONJ/5/cc trees/NOUN/5/conj":
+        ["dark bench", "trees"],
+    "both/CCONJ/3/preconj parked/VERB/3/amod cars/NOUN/7/nsubj and/CCONJ/3/cc its/PRON/6/poss lamp/NOUN/3/conj "
+    "vanished/VERB/0/ROOT": ["parked cars", "lamp"],
+    "the/DET/2/det lamp/NOUN/4/nsubj is/AUX/4/aux on/ADJ/0/ROOT and/CCONJ/4/cc there/PRON/7/expl is/VERB/4/conj "
+    "a/DET/9/det chair/NOUN/7/attr": ["lamp", "chair"],
+    "the/DET/2/det man/NOUN/3/nsubj took/VERB/0/ROOT off/ADP/3/prt and/CCONJ/3/cc left/VERB/3/conj "
+    "a/DET/8/det bag/NOUN/6/dobj": ["man"],
+    "there/PRON/2/expl seem/VERB/0/ROOT to/PART/4/aux be/AUX/2/xcomp more/ADJ/6/amod people/NOUN/4/attr": ["more people"],
+    "there/PRON/2/expl is/VERB/0/ROOT no/DET/4/det difference/NOUN/2/attr or/CCONJ/4/cc change/NOUN/4/conj": [],
+    "no/DET/2/det change/NOUN/4/nsubj has/AUX/4/aux occurred/VERB/0/ROOT": [],
+    "nothing/PRON/3/nsubj has/AUX/3/aux left/VERB/0/ROOT the/DET/5/det scene/NOUN/3/dobj": [],
+    "it/PRON/3/nsubj has/AUX/3/aux disappeared/VERB/0/ROOT": [],
+    "Brighten/VERB/0/ROOT the/DET/4/det whole/ADJ/4/amod Sky/NOUN/1/dobj": ["whole sky"],
+    "less/ADJ/3/amod street/NOUN/3/compound traffic/NOUN/0/ROOT and/CCONJ/3/cc a/DET/6/det dog/NOUN/3/conj":
+        ["less street traffic", "dog"],
+    "walking/VERB/0/ROOT away/ADV/1/advmod": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", PARSED)
+def test_subjects_of_parsed_sentences(text):
+    words, pos, heads, deps = zip(*(item.split("/") for item in text.split()), strict=True)
+    heads = [int(head) - 1 if head != "0" else n for n, head in enumerate(heads)]
+    doc = spacy.tokens.Doc(VOCAB, words=list(words), pos=list(pos), heads=heads, deps=list(deps))
+    assert data.subjects(doc) == PARSED[text]
+
+
+def test_subjects_by_rule():
+    nlp = data.language("clevr_change")
+    subjects = {
+        "the tiny metallic block behind the big ball is no longer there": ["tiny metallic block"],
+        "someone added a small red cube that is left of the ball": ["small red cube"],
+        "there is a new cyan metal sphere": ["cyan metal sphere"], "the other cube turned purple": ["other cube"],
+        "there is no change": [], "nothing was modified": [], "everything is in the same place": [],
+        "the two scenes seem identical": ["two scenes"],
+    }  # fmt: skip
+    assert {text: data.subjects(nlp(text)) for text in subjects} == subjects
+    for text in (t.format("small red cube", "gray") for templates in data.TEMPLATES.values() for t in templates):
+        assert data.subjects(nlp(text)) == ["small red cube"], text
+
+
+def test_subjects_are_kept_apart_from_segments(tmp_path):
+    captions = ["the cube is gone", "nothing has changed"]
+    data.caption_segments("mini", tmp_path, captions)
+    for _ in range(2):
+        assert data.caption_subjects("mini", tmp_path, captions) == {captions[0]: ["cube"], captions[1]: []}
+    assert {file.name for file in tmp_path.iterdir()} == {"segments.json", "subjects.json"}
+
+
 # The verb segment that each of mini's sentences has; {} is the new value.
 VERBS = {
     "the {} changed to {}": "changed to {}", "the {} became {}": "became {}", "the {} is now {}": "is now {}",
@@ -264,6 +323,14 @@ def test_auc_against_loops(mini):
                         counts[name].append(near[a] > near[b])
     expected = {name: np.mean(wins) for name, wins in counts.items()}
     assert data.mini_clip_auc(clip, mini, "val") == pytest.approx(expected, abs=2e-3)
+
+
+def test_weights_in_a_file_tell_clips_apart(tmp_path):
+    assert data.clip_id("ViT-L-14:openai", tmp_path) == "ViT-L-14:openai"
+    (tmp_path / "clip.pt").write_bytes(b"a")
+    names = {data.clip_id("mini", tmp_path), data.clip_id(f"ViT-L-14:{tmp_path / 'clip.pt'}", tmp_path)}
+    (tmp_path / "clip.pt").write_bytes(b"b")
+    assert data.clip_id("mini", tmp_path) not in names and len(names) == 2
 
 
 def test_errors_of_clip(tmp_path, monkeypatch):

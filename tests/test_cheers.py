@@ -1,0 +1,433 @@
+"""CHEERS against its equations, and itself."""
+
+import json
+import math
+
+import open_clip
+import pytest
+import torch
+
+import cheers
+import data
+from cheers import CHEERS, PRESETS, RELEASED, Config, likeness, map_loss, match_loss, retrieve
+
+B, C, H, W, V, WORDS = 4, 5, 2, 3, 9, 12
+N, D, K, M, E = H * W, 8, 3, 7, 5
+CAPTION = torch.tensor([[2, 4, 5, 6, 3, 0, 0, 0, 0], [2, 7, 3, 0, 0, 0, 0, 0, 0], [2, 8, 9, 10, 11, 4, 5, 6, 3],
+                        [2, 5, 5, 3, 0, 0, 0, 0, 0]])  # fmt: skip
+INDICES = torch.tensor([[0, 3, 6], [1, 2, 4], [5, 0, 2], [3, 4, 1]])
+
+
+def small(**fields) -> CHEERS:
+    torch.manual_seed(0)
+    cfg = Config(**{"dim": D, "word_dim": 6, "heads": 2} | fields)
+    return CHEERS(cfg, WORDS, (C, H, W), V, torch.randn(M, E) if cfg.k else None).double()
+
+
+def pictures():
+    torch.manual_seed(1)
+    return torch.rand(2, B, C, H, W, dtype=torch.float64)
+
+
+def mean(x):
+    return sum(x) / len(x)
+
+
+def cosine(a, b):
+    return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
+
+
+# ---- retrieval -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_retrieval_against_loops(signed):
+    torch.manual_seed(0)
+    x_bef, x_aft, entities = (torch.randn(n, E, dtype=torch.float64) for n in (6, 6, M))
+    for k in (1, 3, M):
+        found = retrieve(x_bef, x_aft, entities, k, signed)
+        for b in range(6):
+            s_bef, s_aft = ([cosine(x[b], e) for e in entities] for x in (x_bef, x_aft))
+            difference = [p - q if signed else abs(p - q) for p, q in zip(s_bef, s_aft, strict=True)]
+            relevant = [m for m in range(M) if s_bef[m] > mean(s_bef) or s_aft[m] > mean(s_aft)]
+            rest = [m for m in range(M) if m not in relevant]
+            assert rest or b, "the constraint must matter somewhere"
+            order = [m for part in (relevant, rest) for m in sorted(part, key=lambda m: -difference[m])]
+            assert found[b].tolist() == order[:k]
+
+
+def test_an_entity_that_is_like_neither_image_comes_last():
+    entities = torch.eye(4)
+    x_bef, x_aft = torch.tensor([[0.5, 0.6, -0.9, 0.4]]), torch.tensor([[0.5, 0.1, 0.1, 0.5]])
+    assert retrieve(x_bef, x_aft, entities, 1).tolist() == [[3]]  # not 2, whose difference is the largest
+    assert retrieve(x_bef, x_aft, entities, 4)[0, -1] == 2
+    assert retrieve(x_bef, x_aft, entities, 9).shape == (1, 4)  # k larger than M
+
+
+def test_ties_go_to_the_lower_index():
+    entities = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [2.0, 0.0]])
+    found = retrieve(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 1.0]]), entities, 3)
+    assert found.tolist() == [[1, 2, 3]]
+    same = torch.ones(1, 2)
+    assert retrieve(same, same, torch.ones(50, 2), 50)[0].tolist() == list(range(50))  # none is relevant
+
+
+def test_signed_retrieval_does_not_find_what_was_added():
+    entities = torch.eye(3)
+    without, there = torch.tensor([[0.1, 0.5, 0.4]]), torch.tensor([[0.9, 0.5, 0.4]])
+    assert retrieve(without, there, entities, 1)[0, 0] == retrieve(there, without, entities, 1)[0, 0] == 0
+    assert retrieve(there, without, entities, 1, signed=True)[0, 0] == 0
+    assert retrieve(without, there, entities, 1, signed=True)[0, 0] != 0
+
+
+# ---- enhancement -----------------------------------------------------------------------------------------------------
+
+
+def naive_likeness(source, target, scale):
+    """Eq. 2 and the maximum of Eq. 3 of one pair: source (S, D), target (N, D) -> N numbers."""
+    p = {}
+    for j in range(len(source)):
+        exps = [math.exp(scale * cosine(target[i], source[j])) for i in range(len(target))]
+        assert sum(exps) > 0
+        p |= {(i, j): exps[i] / sum(exps) for i in range(len(target))}
+    return [max(p[i, j] for j in range(len(source))) for i in range(len(target))]
+
+
+@pytest.mark.parametrize("temperature", ["learned", "one"])
+@pytest.mark.parametrize("different", [False, True])
+@pytest.mark.parametrize("sources", [1, K, N])
+def test_cre_and_dre_against_loops(temperature, different, sources):
+    torch.manual_seed(0)
+    module = cheers.Enhancement(Config(dim=D, temperature=temperature), different).double()
+    source, target = torch.randn(B, sources, D).double(), torch.randn(B, N, D).double()
+    enhanced, p = module(source, target)
+    scale = 1.0 if temperature == "one" else module.likeness.log_scale.exp().item()
+    weight, bias = module.likeness.expand.weight[:, 0], module.likeness.expand.bias
+    for b in range(B):
+        for i, m in enumerate(naive_likeness(source[b], target[b], scale)):
+            own = weight * ((1 - m) if different else m) + bias
+            torch.testing.assert_close(p[b, i], own)
+            x = target[b, i] / (1 + torch.exp(-own)) + target[b, i]
+            x = (x - x.mean()) / (((x - x.mean()) ** 2).mean() + 1e-5).sqrt()
+            torch.testing.assert_close(enhanced[b, i], x)
+
+
+def test_one_entity_points_at_the_cells_that_are_like_it():
+    """The softmax runs over target positions: it sums to one over them, and one source does not make all cells equal."""
+    torch.manual_seed(0)
+    source, target = torch.randn(B, 1, D).double(), torch.randn(B, N, D).double()
+    m = likeness(source, target, 5.0)
+    torch.testing.assert_close(m.sum(1), torch.ones(B).double())
+    assert (m.amax(1) > 2 * m.amin(1)).all()
+    nearest = torch.cosine_similarity(source, target, dim=-1).argmax(1)
+    assert torch.equal(m.argmax(1), nearest)
+    several = torch.randn(B, K, D).double()
+    assert (likeness(several, target, 5.0).sum(1) <= K).all()
+
+
+def attention(module, query, memory):
+    """Multi-head attention in loops over heads."""
+    q, k, v = module.project(query, memory)
+    parts = [slice(4 * h, 4 * h + 4) for h in range(2)]
+    heads = [(q[..., p] @ k[..., p].transpose(1, 2) / 2).softmax(-1) @ v[..., p] for p in parts]
+    return module.out(torch.cat(heads, -1))
+
+
+@pytest.mark.parametrize("fields", [{}, {"cre": False}, {"dre": False}, {"layers": 1}, {"w_consistency": 0.0}])
+def test_encoder_and_losses_against_equations(fields):
+    model, (before, after) = small(**fields).eval(), pictures()
+    f = {"bef": model.embed(before), "aft": model.embed(after)}
+    e, c, other = model.project(model.table[INDICES]), dict(f), {"bef": "aft", "aft": "bef"}
+    l_c, l_i = [], []
+    for layer in model.common:
+        enhanced = dict(c)
+        if model.cfg.cre:
+            found = {i: layer.cre(c[other[i]], c[i]) for i in c}  # Eq. 6
+            enhanced = {i: found[i][0] for i in c}
+            if model.cfg.w_consistency:
+                guide = {i: layer.guide(e, c[i]) for i in c}
+                l_c.append(mean([((found[i][1] - guide[i]) ** 2).mean() for i in c]))  # Eq. 7
+        c = {i: attention(layer.attention, enhanced[i], enhanced[other[i]]) for i in c}  # Eq. 8
+        l_i.append(match_loss(c["bef"], c["aft"], model.log_scale.exp()))
+    d, l_d = {i: f[i] - c[i] for i in c}, None
+    if model.cfg.dre:
+        found = {i: model.difference.dre(f[i], d[i]) for i in c}  # Eq. 10
+        if model.cfg.w_consistency:
+            guide = {i: model.difference.guide(e, d[i]) for i in c}
+            l_d = mean([((found[i][1] - guide[i]) ** 2).mean() for i in c])  # Eq. 11
+        d = {i: found[i][0] for i in c}
+    f_diff = model.difference.join(torch.cat([d["bef"], d["aft"]], -1))  # Eq. 12
+    torch.testing.assert_close(model.encode(before, after, INDICES)[0], (f_diff, e))
+    losses = model(before, after, CAPTION, INDICES)
+    assert set(losses) == {"caption", "match"} | ({"common"} if l_c else set()) | ({"different"} if l_d is not None else set())
+    torch.testing.assert_close(losses["match"], mean(l_i))
+    for name, expected in (("common", mean(l_c) if l_c else None), ("different", l_d)):
+        if name in losses:
+            torch.testing.assert_close(losses[name], expected)
+
+
+def test_map_and_match_loss_against_loops():
+    torch.manual_seed(0)
+    a, b = torch.randn(2, B, N, D).double()
+    assert map_loss(a, b).item() == pytest.approx(mean([float(x) ** 2 for x in (a - b).flatten()]))
+
+    def sim(x, y):
+        there = mean([max(cosine(p, q) for q in y) for p in x])
+        return (there + mean([max(cosine(p, q) for q in x) for p in y])) / 2
+
+    total = 0.0
+    for i in range(B):
+        for ours, others in ((a, b), (b, a)):
+            rows = [math.exp(2.5 * sim(ours[i], others[j])) for j in range(B)]
+            total -= math.log(rows[i] / sum(rows)) / 2
+    assert match_loss(a, b, torch.tensor(2.5)).item() == pytest.approx(total / B)
+
+
+def test_total_is_equation_19():
+    model, (before, after) = small(w_consistency=0.7, w_match=0.4).float().eval(), pictures().float()
+    model.cfg.device = "cpu"
+    streams = tuple(data.Batch(*pair, CAPTION, [], [], []) for pair in ((before, after), (after, before)))
+    losses = cheers.losses_of(model, streams, model.cfg, lambda batch: INDICES)
+    parts = [model(b.before, b.after, b.caption, INDICES) for b in streams]
+    weights = {"caption": 1, "common": 0.7, "different": 0.7, "match": 0.4}
+    assert set(parts[0]) == set(weights)
+    expected = sum(weights[name] * (parts[0][name] + parts[1][name]).item() / 2 for name in weights)
+    assert losses["total"].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_caption_loss_against_loop():
+    model, (before, after) = small().eval(), pictures()
+    logits = model.decoder.head(model.decoder(CAPTION, model.encode(before, after, INDICES)[0])[0])
+    rows = [-logits[b, t].log_softmax(-1)[CAPTION[b, t + 1]] for b in range(B) for t in range(V - 1) if CAPTION[b, t + 1]]
+    torch.testing.assert_close(model(before, after, CAPTION, INDICES)["caption"], mean(rows))
+
+
+# ---- decoder ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gate", ["linear", "sigmoid", "none"])
+def test_decoder_layer_against_equations(gate):
+    layer = small(gate=gate, w_consistency=0.75).decoder.layers[0].eval()
+    torch.manual_seed(2)
+    x, f_diff, e = torch.randn(B, V, D).double(), torch.randn(B, N, D).double(), torch.randn(B, K, D).double()
+    readers = [(layer.cross_attention, f_diff)] + ([(layer.text_attention, e)] if gate != "none" else [])
+    out, _, looked = layer(x, tuple(y for a, m in readers for y in (a.key(m), a.value(m))))
+    h = []
+    for t in range(V):  # Eq. 13: every word sees itself and earlier ones
+        h.append(layer.norm1(x[:, t] + attention(layer.self_attention, x[:, t : t + 1], x[:, : t + 1])[:, 0]))
+    h = torch.stack(h, 1)
+    fused = h_v = attention(layer.cross_attention, h, f_diff)
+    if gate != "none":
+        squash = torch.sigmoid if gate == "sigmoid" else lambda y: y
+        h_t = attention(layer.text_attention, h, e)
+        text, image = (squash(w(torch.cat([h, y], -1))) * y for w, y in ((layer.alpha, h_t), (layer.beta, h_v)))  # Eq. 14-15
+        fused = text + image  # Eq. 16
+        share = text.norm(dim=-1) / (text.norm(dim=-1) + image.norm(dim=-1))
+        torch.testing.assert_close(looked["text"], share)
+    torch.testing.assert_close(out, layer.norm2(fused + h))  # Eq. 17
+
+
+@pytest.mark.parametrize("gate", ["linear", "sigmoid"])
+def test_cached_decoding_equals_full_decoding_with_entities(gate):
+    model, (before, after) = small(gate=gate).eval(), pictures()
+    for p in (p for p in model.parameters() if p.ndim > 1):
+        torch.nn.init.normal_(p)
+    model.decoder.head.bias.data[[0, 3]] -= 3
+    seen = model.encode(before, after, INDICES)[0]
+    step, ids = model.decoder.stepper(seen), torch.full((B, 1), 2)
+    for t in range(V - 1):
+        logits = model.decoder.head(model.decoder(ids, seen)[0][:, -1])
+        torch.testing.assert_close(step(ids[:, -1], t), logits)
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+    other = CAPTION.clone()
+    other[:, 4:] = 1
+    torch.testing.assert_close(model.decoder(CAPTION, seen)[0][:, :4], model.decoder(other, seen)[0][:, :4])
+    assert model.generate(before, after, INDICES)[:, 1].tolist() == ids[:, 1].tolist()
+    others = model.encode(before, after, (INDICES + 1) % M)[0]
+    assert not torch.allclose(model.decoder(CAPTION, seen)[0], model.decoder(CAPTION, others)[0])
+
+
+def test_maps_and_shares_of_pictures():
+    model, (before, after) = small().eval(), pictures()
+    maps = model.attention_map(before, after, CAPTION, INDICES)
+    torch.testing.assert_close(maps.sum((1, 2)), torch.ones(B).double())
+    share = model.text_share(before, after, CAPTION, INDICES)
+    assert share.shape == (B, V - 1) and ((share > 0) & (share < 1)).all()
+    assert small(gate="none").text_share(before, after, CAPTION, INDICES) is None
+
+
+def test_blind_model_sees_neither_images_nor_entities():
+    model, (before, after) = small(blind=True).eval(), pictures()
+    torch.testing.assert_close(model.encode(before, after, INDICES)[0], model.encode(after * 2, before, INDICES * 0)[0])
+
+
+# ---- learning, presets -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{}, {"gate": "sigmoid", "temperature": "one"}, {"cre": False},
+                                    {"dre": False, "gate": "none"}, {"hrd": False, "w_consistency": 0.0, "w_match": 0.0},
+                                    {"layers": 1, "near_identity": True},
+                                    {"k": 0, "gate": "none", "w_consistency": 0.0}])  # fmt: skip
+def test_every_parameter_learns(fields):
+    model = small(**fields)
+    optimizer, start = torch.optim.Adam(model.parameters(), lr=1e-2), {n: p.clone() for n, p in model.named_parameters()}
+    before, after = pictures()
+    sum(model(before, after, CAPTION, INDICES).values()).backward()
+    optimizer.step()
+    dead = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any() or torch.equal(p, start[n])]
+    key_bias = [n for n in dead if n.endswith("attention.key.bias")]  # a softmax does not see what shifts all its scores
+    assert set(dead) <= set(key_bias), f"no gradient reaches {dead}"
+
+
+def test_what_does_not_go_together_is_refused():
+    for fields, message in (({"hrd": False}, "--w_match 0"), ({"hrd": False, "w_match": 0.0}, "--w_consistency 0"),
+                            ({"cre": False, "dre": False}, "--w_consistency 0"), ({"k": 0}, "--gate none"),
+                            ({"k": 0, "gate": "none"}, "--w_consistency 0")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            small(**fields)
+
+
+def test_near_identity_cancels_what_did_not_change():
+    torch.manual_seed(0)
+    table, fields = torch.randn(M, E), {"near_identity": True, "norm_eps": 1.0, "dre": False, "layers": 1}
+    model = CHEERS(Config(dim=128, heads=4, **fields), WORDS, (64, 2, 3), V, table).eval()
+    floor = torch.randn(1, 64, 1, 1)
+    before = floor.repeat(1, 1, 2, 3)
+    after = before.clone()
+    before[..., 0, 0], before[..., 1, 1] = torch.randn(2, 64)
+    after[..., 0, 2] = before[..., 0, 0]  # one object elsewhere, the other gone
+    seen = []
+    model.difference.join.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model.encode(before, after, INDICES[:1])
+    left = seen[0][0, :, :128].norm(dim=1)  # of "before"
+    assert left[4] > 2 * left[[0, 1, 2, 3, 5]].amax(), left
+
+
+def test_presets():
+    parse = lambda *argv: cheers.parse_args(Config, PRESETS, RELEASED, "s", "d", [*argv, "--device", "cpu"])[0]
+    found = {n: parse("--dataset", n) for n in ("clevr_change", "clevr_dc", "spot_the_diff")}
+    assert [(c.lr, c.batch_size, c.layers) for c in found.values()] == [(1e-3, 128, 2), (1e-3, 128, 1), (5e-4, 96, 2)]
+    assert all((c.k, c.w_consistency, c.w_match) == (3, 0.75, 0.5) for c in found.values())
+
+
+# ---- entities --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory):
+    root = tmp_path_factory.mktemp("entities") / "mini"
+    data.prepare_mini(root, 20, "2,4", 0, "cpu")
+    return root
+
+
+@pytest.fixture
+def corpus(rendered, monkeypatch):
+    """A small mini, and a CLIP with random weights in place of its own; what has been encoded so far is counted."""
+    torch.manual_seed(0)
+    clip, counts = open_clip.CLIP(**data.MINI_CLIP).eval().requires_grad_(False), {"images": 0, "texts": 0}
+    tokenizer = open_clip.SimpleTokenizer(context_length=clip.context_length)
+    image, text = clip.encode_image, clip.encode_text
+
+    def count(what, f):
+        def counted(x, **options):
+            counts[what] += len(x)
+            return f(x, **options)
+
+        return counted
+
+    monkeypatch.setattr(clip, "encode_image", count("images", image))
+    monkeypatch.setattr(clip, "encode_text", count("texts", text))
+    monkeypatch.setattr(data, "load_clip", lambda *_: (clip, tokenizer, data.preprocess_mini))
+    monkeypatch.setattr(data, "mini_clip_state", lambda *_: {})
+    (rendered / "entities.pt").unlink(missing_ok=True)
+    return data.load("mini", rendered), counts, clip, tokenizer
+
+
+def test_entities_are_found_once_and_kept(corpus, monkeypatch):
+    dataset, counts, clip, tokenizer = corpus
+    cfg = Config(clip="mini", device="cpu")
+    first = cheers.Entities(cfg, dataset)
+    assert counts == {"images": 120, "texts": len(first.phrases)}
+    second = cheers.Entities(cfg, dataset)
+    assert counts["images"] == 120 and torch.equal(first.table, second.table)
+    assert first.phrases == sorted(set(first.phrases)) and first.table.shape == (len(first.phrases), 128)
+    pairs = [p for s in dataset.scenes["train"] for p in (*s.pairs, *s.swapped)]
+    found = second(dataset.batch(pairs))
+    text = clip.encode_text(tokenizer(first.phrases))
+    for p, indices in zip(pairs, found, strict=True):
+        x = torch.stack([data.preprocess_mini(image) for image in dataset.images(p)])
+        x_bef, x_aft = clip.encode_image(x).split(1)
+        assert indices.tolist() == retrieve(x_bef, x_aft, text, 3)[0].tolist()
+    assert not torch.equal(*second(dataset.batch([pairs[0], pairs[2]])))  # the same id, another "before"
+    monkeypatch.setattr(data, "clip_id", lambda *_: "mini with other weights")
+    cheers.Entities(cfg, dataset)
+    assert counts["texts"] == 3 * len(first.phrases)
+    assert cheers.Entities(Config(k=0), dataset)(dataset.batch(pairs)) is None
+
+
+def test_retrieval_is_measured(corpus, capsys):
+    dataset = corpus[0]
+    entities = cheers.Entities(Config(clip="mini", device="cpu"), dataset)
+    scenes, phrases = data.read_json(dataset.root / "scenes.json"), entities.phrases
+    right = {}
+    for p in dataset.pairs("test")[:10]:
+        truth = scenes[str(int(p.id[:6]))]
+        scene = truth["objects"]["semantic" if truth["type"] == "add" else "default"]
+        fits = lambda phrase, item: set(phrase.split()) <= {item[name] for name in data.ATTRIBUTES}
+        names = [[x for x in phrases if fits(x, item)] for item in scene]
+        own = names.pop(truth["changed"])
+        right[p.id] = {phrases.index(x) for x in own if not any(x in others for others in names)}
+    hits = [bool(right[p.id] & set(entities.found[p.before, p.after].tolist())) for p in dataset.pairs("test")[:10]]
+    lots = torch.randint(len(phrases), (20000, 3))
+    lots = lots[(lots.sort(1).values.diff(dim=1) > 0).all(1)]
+    chance = mean([mean([bool(own & set(lot)) for lot in lots[:4000].tolist()]) for own in right.values()])
+    report = entities.report(dataset, "test")["retrieval"]
+    assert report["all"] == pytest.approx(100 * mean(hits)) and report["chance"] == pytest.approx(100 * chance, abs=1)
+    assert set(report) == {"k", "candidates", "chance", "all", *data.KINDS} and "retrieved, in %" in capsys.readouterr().out
+    dataset.name = "clevr_change"  # without the truth: subjects of the pair's own references
+    hits = []
+    for p in dataset.pairs("test")[:10]:
+        own = {x for c in p.captions for x in data.subjects(data.language("mini")(c))}
+        hits.append(any(phrases[i] in own for i in entities.found[p.before, p.after]))
+    assert entities.report(dataset, "test")["retrieval"]["all"] == pytest.approx(100 * mean(hits))
+    assert cheers.Entities(Config(k=0), dataset).report(dataset, "test") == {}
+
+
+def test_a_checkpoint_of_other_entities_is_refused(corpus):
+    dataset = corpus[0]
+    entities = cheers.Entities(Config(clip="mini", device="cpu"), dataset)
+    state = entities.state() | {"model": {"table": entities.table}}
+    entities.check_state(state)
+    with pytest.raises(ValueError, match="another CLIP"):
+        entities.check_state(state | {"model": {"table": entities.table.flip(0)}})
+    state["entities"]["phrases"] = ["wombat"]
+    with pytest.raises(ValueError, match="--data_dir"):
+        entities.check_state(state)
+
+
+def test_resume_and_caption_with_entities(tmp_path, capsys):
+    """As in test_methods.py, but with entities."""
+    flags = ["--scenes", "60", "--dim", "16", "--log_every", "2", "--eval_every", "6", "--device", "cpu", "--schedule", "step",
+             "--data_dir", str(tmp_path / "mini")]  # fmt: skip
+    cheers.main([*flags, "--steps", "6", "--out_dir", str(tmp_path / "whole")])
+    cheers.main([*flags, "--steps", "3", "--out_dir", str(tmp_path / "parts")])
+    cheers.main(["--resume", "--steps", "6", "--out_dir", str(tmp_path / "parts"), "--device", "cpu"])
+    a, b = (torch.load(tmp_path / name / "last.pt", weights_only=True)["model"] for name in ("whole", "parts"))
+    assert all(torch.equal(a[k], b[k]) for k in a) and "table" in a
+    log = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
+    losses = [x for x in log if x["event"] == "train"]
+    assert losses and all(math.isfinite(x[name]) for x in losses for name in ("common", "different", "match"))
+    scores = json.loads((tmp_path / "whole" / "scores_test.json").read_text())
+    assert {"k", "chance", "all", "add"} <= set(scores["retrieval"]) and "accuracy" in scores
+    cheers.main(["--eval", str(tmp_path / "whole" / "best.pt"), "--split", "val", "--device", "cpu"])
+    assert "retrieval" in json.loads((tmp_path / "whole" / "scores_val.json").read_text())
+    checkpoint, dataset = tmp_path / "alone.pt", data.load("mini", tmp_path / "mini")
+    entities = cheers.Entities(Config(clip="mini", device="cpu"), dataset)
+    (tmp_path / "whole" / "best.pt").rename(checkpoint)
+    pair = dataset.pairs("test")[0]
+    files = [dataset.paths[name].rename(tmp_path / name) for name in (pair.before, pair.after)]
+    (tmp_path / "mini").rename(tmp_path / "elsewhere")
+    capsys.readouterr()
+    cheers.main(["--caption", *map(str, files), "--checkpoint", str(checkpoint), "--device", "cpu"])
+    told, caption = capsys.readouterr().out.strip().split("\n")
+    assert told == "entities: " + ", ".join(entities.names(entities.found[pair.before, pair.after])) and caption
