@@ -1316,6 +1316,36 @@ def clip_id(name: str, root: Path) -> str:
     return f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}" if file.is_file() else name
 
 
+@torch.no_grad()
+def encode_images(clip, preprocess, paths: list[str | Path]) -> Tensor:
+    """A CLIP's embeddings of image files (n, E), each of length 1."""
+    with ThreadPoolExecutor(4) as pool:
+        x = torch.stack(list(pool.map(lambda p: preprocess(read_image(p)), paths)))
+    return clip.encode_image(x.to(next(clip.parameters()).device), normalize=True).cpu()
+
+
+@torch.no_grad()
+def clip_embeddings(name: str, root: Path, texts: list[str], paths: dict[str, Path], device: str) -> tuple[Tensor, Tensor]:
+    """A CLIP's embeddings of texts (M, E), and of a data set's images (n, E) in the order of their sorted names, each of
+    length 1; kept in root/embeddings.pt."""
+    saved = mini_clip_state(root, device) if name == "mini" else None
+    file, images = root / "embeddings.pt", sorted(paths)
+    key = {"clip": clip_id(name, root), "texts": texts, "images": images}
+    if file.exists() and (kept := torch.load(file, weights_only=True))["key"] == key:
+        return kept["texts"], kept["images"]
+    clip, tokenizer, preprocess = load_clip(name, root, device, saved)
+    of_texts = [clip.encode_text(tokens.to(device), normalize=True).cpu() for tokens in tokenizer(texts).split(256)]
+    of_images = []
+    with tqdm(total=len(images), desc=f"CLIP {name}", unit="image", disable=None) as bar:
+        for i in range(0, len(images), 64):
+            of_images.append(encode_images(clip, preprocess, [paths[image] for image in images[i : i + 64]]))
+            bar.update(len(of_images[-1]))
+    made, partial = {"key": key, "texts": torch.cat(of_texts), "images": torch.cat(of_images)}, file.with_suffix(".partial")
+    torch.save(made, partial)
+    os.replace(partial, file)
+    return made["texts"], made["images"]
+
+
 def clip_sizes(name: str) -> tuple[int, int]:
     """Width of a CLIP's common space and of its text encoder, without loading it."""
     import open_clip

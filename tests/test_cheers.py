@@ -339,7 +339,7 @@ def corpus(rendered, monkeypatch):
     monkeypatch.setattr(clip, "encode_text", count("texts", text))
     monkeypatch.setattr(data, "load_clip", lambda *_: (clip, tokenizer, data.preprocess_mini))
     monkeypatch.setattr(data, "mini_clip_state", lambda *_: {})
-    (rendered / "entities.pt").unlink(missing_ok=True)
+    (rendered / "embeddings.pt").unlink(missing_ok=True)
     return data.load("mini", rendered), counts, clip, tokenizer
 
 
