@@ -193,7 +193,8 @@ class Entities:
         if state["entities"]["phrases"] != self.phrases:
             raise ValueError(f"the checkpoint was trained with {len(state['entities']['phrases'])} candidate entities, other "
                              f"than the {len(self.phrases)} of {self.root}; give its --data_dir")  # fmt: skip
-        if self.phrases and not torch.allclose(state["model"]["table"].cpu(), self.table, atol=1e-3):
+        trained = state["model"].get("table")
+        if self.phrases and not (trained.shape == self.table.shape and trained.cpu().allclose(self.table, atol=1e-3)):
             raise ValueError(f"the checkpoint's candidates were embedded by another CLIP than {self.clip} of {self.root}")
 
     def state(self) -> dict:
@@ -206,7 +207,7 @@ class Entities:
 
 
 class ImageEmbedding(nn.Module):
-    """Eq. 1: F = conv_1x1(features) + position. (B, C, H, W) -> (B, N, D), cell n = row * W + column."""
+    """F = conv_1x1(features) + position. (B, C, H, W) -> (B, N, D), cell n = row * W + column. [ours] As in SCORER."""
 
     def __init__(self, channels: int, height: int, width: int, dim: int):
         super().__init__()
