@@ -1316,15 +1316,13 @@ def clip_id(name: str, root: Path) -> str:
     return f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}" if file.is_file() else name
 
 
-@torch.no_grad()
 def encode_images(clip, preprocess, paths: list[str | Path]) -> Tensor:
-    """A CLIP's embeddings of image files (n, E), each of length 1."""
+    """Embeddings of image files (n, E), each of length 1, by a frozen CLIP."""
     with ThreadPoolExecutor(4) as pool:
         x = torch.stack(list(pool.map(lambda p: preprocess(read_image(p)), paths)))
     return clip.encode_image(x.to(next(clip.parameters()).device), normalize=True).cpu()
 
 
-@torch.no_grad()
 def clip_embeddings(name: str, root: Path, texts: list[str], paths: dict[str, Path], device: str) -> tuple[Tensor, Tensor]:
     """A CLIP's embeddings of texts (M, E), and of a data set's images (n, E) in the order of their sorted names, each of
     length 1; kept in root/embeddings.pt."""

@@ -236,7 +236,8 @@ def smoke(method, minis):
     """The embedded data set, rendered once, and learned from for a moment by each method: folder of data, of the run."""
     out = minis / method.__name__
     if not out.exists():
-        flags = ["--scenes", "60", "--steps", "20", "--log_every", "5", "--dim", "32", "--lr", "2e-3", "--device", "cpu"]
+        flags = ["--scenes", "60", "--steps", "20", "--log_every", "5", "--dim", "32", "--lr", "2e-3", "--device", "cpu",
+                 "--warmup", "5"]  # fmt: skip
         run(method, *flags, "--data_dir", minis / "mini", "--out_dir", out)
     return minis / "mini", out
 
