@@ -123,9 +123,12 @@ def retrieve(x_bef: Tensor, x_aft: Tensor, entities: Tensor, k: int, signed: boo
     s_bef, s_aft = F.normalize(x_bef, dim=-1) @ entities, F.normalize(x_aft, dim=-1) @ entities  # (B, M)
     score = s_bef - s_aft if signed else (s_bef - s_aft).abs()
     relevant = (s_bef > s_bef.mean(1, keepdim=True)) | (s_aft > s_aft.mean(1, keepdim=True))
-    order = score.sort(dim=1, descending=True, stable=True).indices
-    first = relevant.gather(1, order).int().sort(dim=1, descending=True, stable=True).indices
-    return order.gather(1, first)[:, :k]
+    rest, found = ~relevant, []
+    for _ in range(min(k, len(relevant.T))):  # k is small: quicker than to sort all M
+        allowed = torch.where(relevant.any(1, keepdim=True), relevant, rest)
+        found.append(score.masked_fill(~allowed, float("-inf")).argmax(1, keepdim=True))  # the first of equal ones
+        relevant, rest = (left.scatter(1, found[-1], False) for left in (relevant, rest))
+    return torch.cat(found, 1)
 
 
 class Entities:
