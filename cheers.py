@@ -88,7 +88,7 @@ class Config(RunConfig):
     temperature: Literal["learned", "one"] = "learned"  # of the softmax of Eq. 2; one: as written, m is then almost constant
     norm_eps: float = 1e-5  # epsilon of LN in Eq. 4; a large one leaves small differences small (mini)
     near_identity: bool = False  # start Eq. 6-8 as a comparison of like cells (mini; not the paper's)
-    # mini, 600 steps, a start of the gates near 0, full weights: caption loss .631 linear, .642 sigmoid.
+    # On mini, 600 steps, one seed: semantic CIDEr 175, change type 39 % with linear; 147, 17 % with sigmoid.
     gate: Literal["linear", "sigmoid", "none"] = "linear"  # Eq. 14-15; none: the decoder reads no entities
     w_consistency: float = 0.75  # lambda_v, weight of L_C + L_D in Eq. 19; 0 leaves them out
     w_match: float = 0.5  # lambda_m, weight of L_I in Eq. 19; 0 leaves it out
