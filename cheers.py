@@ -52,6 +52,7 @@ from common import (
     RunConfig,
     can_compile,
     decode,
+    full,
     info_nce,
     learning_rate,
     load_checkpoint,
@@ -227,7 +228,7 @@ def likeness(source: Tensor, target: Tensor, scale: Tensor | float) -> Tensor:
 
     Over target positions, as the sum of Eq. 2 tells: over source positions, one entity would be like every cell by 1."""
     with torch.autocast(source.device.type, enabled=False):  # bfloat16 has three digits, and `scale` may reach 100
-        x, y = (F.normalize(x.float() if x.dtype == torch.bfloat16 else x, dim=-1) for x in (target, source))
+        x, y = (F.normalize(full(x), dim=-1) for x in (target, source))
         return (x @ y.transpose(1, 2) * scale).softmax(1).amax(2)  # (B, N, S) -> (B, N)
 
 
@@ -399,7 +400,7 @@ def match_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
     [ours] As in SCORER, sim is the mean over tokens of the best match; tokens have length 1, and 1 / tau is learned.
     Not in bfloat16, which has three digits."""
     with torch.autocast(c_bef.device.type, enabled=False):
-        q, k = (F.normalize(x.float() if x.dtype == torch.bfloat16 else x, dim=-1) for x in (c_bef, c_aft))
+        q, k = (F.normalize(full(x), dim=-1) for x in (c_bef, c_aft))
         s = scale * token_match(q, k)  # (B, B)
         return (info_nce(s) + info_nce(s.T)) / 2
 

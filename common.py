@@ -99,6 +99,11 @@ def sinusoid(length: int, dim: int) -> Tensor:
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
+def full(x: Tensor) -> Tensor:
+    """bfloat16 -> float32, for sums and scores that three digits are too few for; other types as they are."""
+    return x.float() if x.dtype == torch.bfloat16 else x
+
+
 def info_nce(scores: Tensor) -> Tensor:
     """InfoNCE over rows, -mean_a log softmax_b(scores)_aa (van den Oord et al. 2018). scores (B, B), partners on the
     diagonal -> a scalar."""

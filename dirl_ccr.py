@@ -55,6 +55,7 @@ from common import (
     RunConfig,
     can_compile,
     decode,
+    full,
     info_nce,
     learning_rate,
     load_checkpoint,
@@ -385,11 +386,6 @@ class DIRL(nn.Module):
         weight = scores.softmax(-1).mean(1)[:, :-1]  # (B, V - 1, N)
         valid = (ids[:, 1:] > data.END).to(weight.dtype)[..., None]
         return ((weight * valid).sum(1) / valid.sum(1).clamp(min=1)).unflatten(1, self.grid[1:])
-
-
-def full(x: Tensor) -> Tensor:
-    """bfloat16 -> float32; other types as they are."""
-    return x.float() if x.dtype == torch.bfloat16 else x
 
 
 @torch.no_grad()

@@ -21,7 +21,8 @@ K object or action vectors, U different phrases, E width of CLIP's text space.
 
 The authors released no code, and the supplement is not at hand. Where the paper is silent or leaves two readings, the
 choice is marked [ours] where it is made.
-To copy: this file, common.py and data.py (the model takes only the special ids START, END and UNK from data.py).
+To copy: this file, common.py and data.py (the model takes the special ids and CLIP's widths from
+data.py; its losses also the phrases and the text encoder there).
 """
 
 import os

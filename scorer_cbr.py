@@ -52,6 +52,7 @@ from common import (
     RunConfig,
     can_compile,
     decode,
+    full,
     info_nce,
     learning_rate,
     load_checkpoint,
@@ -256,7 +257,7 @@ def similarity(q: Tensor, k: Tensor, matching: str, heads: int) -> Tensor:
     """Eq. 2-3, image a to image b: q (A, N, D), k (B, M, D) -> (A, B). With "mean" or "max" (Fig. 3) the tokens are
     pooled first and the images compared by one dot product. Not in bfloat16: scores near 50 differ by tenths."""
     with torch.autocast(q.device.type, enabled=False):
-        q, k = (x.float() if x.dtype == torch.bfloat16 else x for x in (q, k))
+        q, k = full(q), full(k)
         if matching in ("mtm", "tm"):
             return token_match(q, k, heads)
         pooled = [x.mean(1) if matching == "mean" else x.amax(1) for x in (q, k)]
