@@ -24,10 +24,12 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import h5py
 import numpy as np
@@ -43,18 +45,8 @@ RESNET_PREPROCESSING = "RGB, 224x224 bicubic without antialiasing, /255, mean .4
 MINI_PREPROCESSING = "RGB, 64x64 bicubic with antialiasing, /127.5 - 1"
 RELEASED_FEATURES = "the authors' released .npy files"
 
-# What a release must hold. Published counts: `scenes` a split, `types` of change, `words` with the four special ids.
-DATASETS = {
-    "mini": {"extractor": "mini-cnn", "preprocessing": (MINI_PREPROCESSING,)},
-    "clevr_change": {
-        "extractor": "resnet101-layer3",
-        "preprocessing": (RESNET_PREPROCESSING, RELEASED_FEATURES),
-        "scenes": {"train": 33830, "val": 1988, "test": 3985},
-        "types": {"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955},
-        "words": 76,
-    },
-}
 SPLITS = ("train", "val", "test")
+# The table of data sets, DATASETS, stands behind the readers it names.
 
 # ---- vocabulary ------------------------------------------------------------------------------------------------------
 
@@ -71,27 +63,30 @@ def tokenize(caption: str) -> list[str]:
 
 
 class Vocab:
-    """Words <-> ids: the four special ids, then the words of the training captions in codepoint order."""
+    """Words <-> ids: the four special ids, then the words of the training captions in codepoint order. `tokenizer` cuts
+    captions into words, of which the first `max_words` are read (None: all)."""
 
-    def __init__(self, words: list[str]):
+    def __init__(self, words: list[str], tokenizer: Callable[[str], list[str]] = tokenize, max_words: int | None = None):
         if words[: len(SPECIAL)] != SPECIAL:
             raise ValueError(f"vocabulary must begin with {' '.join(SPECIAL)}; remove vocab.json and prepare again")
         self.words, self.ids = words, {w: i for i, w in enumerate(words)}
+        self.tokenizer, self.max_words = tokenizer, max_words
 
     @classmethod
-    def of(cls, captions: Iterable[str], min_count: int = 1) -> "Vocab":
-        counts: dict[str, int] = {}
-        for caption in captions:
-            for word in tokenize(caption):
-                counts[word] = counts.get(word, 0) + 1
-        return cls(SPECIAL + sorted(w for w, n in counts.items() if n >= min_count))
+    def of(cls, captions: Iterable[str], min_count: int = 1, tokenizer: Callable = tokenize, max_words: int | None = None):
+        counts = Counter(word for caption in captions for word in tokenizer(caption))
+        return cls(SPECIAL + sorted(w for w, n in counts.items() if n >= min_count), tokenizer, max_words)
 
     def __len__(self) -> int:
         return len(self.words)
 
+    def split(self, caption: str) -> list[str]:
+        """The words of a caption that are read."""
+        return self.tokenizer(caption)[: self.max_words]
+
     def encode(self, caption: str, length: int) -> list[int]:
         """START, words, END, then NULL up to `length`; words that are not in the vocabulary become UNK."""
-        ids = [START, *(self.ids.get(w, UNK) for w in tokenize(caption)), END]
+        ids = [START, *(self.ids.get(w, UNK) for w in self.split(caption)), END]
         if len(ids) > length:
             raise ValueError(f"caption of {len(ids)} ids (with START and END), longer than {length}: {caption!r}")
         return ids + [NULL] * (length - len(ids))
@@ -136,6 +131,9 @@ class Release:
     kinds: dict[str, set[str]]  # kind of change -> pair ids
     overlap: dict[str, float]  # pair id -> IoU of object boxes between the two images; empty where not released
     paths: dict[str, Path]  # image name -> file
+    # pair id -> the changed object's box [x, y, w, h] in pixels, before and after; None where it is not in the image
+    boxes: dict[str, tuple[list | None, list | None]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # what to know of this copy: leaks, missing pairs; said once by load
 
 
 def read_json(path: Path, kind: type = dict):
@@ -162,7 +160,10 @@ def read_clevr_change(root: Path) -> Release:
     splits, types = read_json(root / "splits.json"), read_json(root / "type_mapping.json")
     change, same = read_json(root / "change_captions.json"), read_json(root / "no_change_captions.json")
     kinds = {kind: set(names) for kind, names in types.items()}
-    overlap = read_json(root / "change_captions_by_IOU.json") if (root / "change_captions_by_IOU.json").exists() else {}
+    overlap, boxes = (
+        read_json(root / file) if (root / file).exists() else {}
+        for file in ("change_captions_by_IOU.json", "change_captions_with_bbox.json")
+    )
     release = Release({}, {"semantic change": set(), "only distractor": set()} | kinds, kinds, {}, {})
     for split in SPLITS:
         if split not in splits:
@@ -188,11 +189,43 @@ def read_clevr_change(root: Path) -> Release:
             release.groups["only distractor"].add(unchanged.id)
             if str(number) in overlap:
                 release.overlap[changed.id] = float(overlap[str(number)])
+            if str(number) in boxes:
+                release.boxes[changed.id] = (boxes[str(number)]["bbox_before"], boxes[str(number)]["bbox_after"])
     release.kinds["no change"] = release.groups["only distractor"]
     return release
 
 
-READERS = {"mini": read_clevr_change, "clevr_change": read_clevr_change}
+# ---- the table of data sets ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """A row of DATASETS: all in which a data set differs from the others. A new one is a row and a reader."""
+
+    read: Callable[[Path], Release]  # folder -> what its files say
+    extractor: str = "resnet101-layer3"  # the feature network, up to which layer
+    preprocessing: tuple[str, ...] = (RESNET_PREPROCESSING, RELEASED_FEATURES)  # what a feature file may have been made with
+    tokenizer: Callable[[str], list[str]] = tokenize  # caption -> words of the vocabulary
+    min_count: int = 1  # how often a word must occur to be in the vocabulary
+    vocab_splits: tuple[str, ...] = ("train",)  # the splits whose captions the field counts
+    max_words: int | None = None  # where the field cuts captions; None: nowhere
+    # How captions become words for the metrics: PTB tokenizer; at blanks; at blanks, all words out of vocabulary as one.
+    tokens: Literal["ptb", "split", "ids"] = "ptb"
+    # Published counts, for --check: scenes a split, types of change, words with the four special ids.
+    scenes: dict[str, int] = field(default_factory=dict)
+    types: dict[str, int] = field(default_factory=dict)
+    words: int | None = None
+
+
+DATASETS = {
+    "mini": Source(read_clevr_change, "mini-cnn", (MINI_PREPROCESSING,)),
+    "clevr_change": Source(
+        read_clevr_change,
+        scenes={"train": 33830, "val": 1988, "test": 3985},
+        types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955},
+        words=76,
+    ),
+}
 
 # ---- features --------------------------------------------------------------------------------------------------------
 
@@ -410,7 +443,7 @@ class Dataset:
         self.grid = tuple(features.data.shape[1:])  # C, H, W
         kinds = [pairs for scenes in self.scenes.values() for s in scenes for pairs in (s.pairs, s.swapped) if pairs]
         # Longest caption with START and END of each kind of pair: a distractor's words need not run as far as a change's.
-        self.lengths = [2 + max(len(tokenize(c)) for p in kind for c in p.captions) for kind in zip(*kinds, strict=True)]
+        self.lengths = [2 + max(len(vocab.split(c)) for p in kind for c in p.captions) for kind in zip(*kinds, strict=True)]
         self.max_len = max(self.lengths)
         missing = [n for pairs in kinds for p in pairs for n in (p.before, p.after) if n not in features.row]
         if missing:
@@ -506,25 +539,26 @@ class Dataset:
 
 def load(name: str, root: str | Path, where: str = "auto", device: str = "cpu") -> Dataset:
     """Read a prepared data set; FileNotFoundError or ValueError says what is missing and which command makes it."""
-    if name not in READERS:
-        raise ValueError(f"no loader for the data set {name}; there are {', '.join(READERS)}")
-    root = Path(root)
+    if name not in DATASETS:
+        raise ValueError(f"no loader for the data set {name}; there are {', '.join(DATASETS)}")
+    root, source = Path(root), DATASETS[name]
     prepare = prepare_command(name, root)
-    release = READERS[name](root)
+    release = source.read(root)
     features = Features(root / "features.h5", prepare)
     check_features(name, root, features)
     if not (root / "vocab.json").exists():
         raise FileNotFoundError(f"no vocabulary at {root / 'vocab.json'}; run: {prepare}")
     ids = read_json(root / "vocab.json")
-    dataset = Dataset(name, root, release, Vocab(sorted(ids, key=ids.get)), features)
-    print(features.place(where, device))
+    vocab = Vocab(sorted(ids, key=ids.get), source.tokenizer, source.max_words)
+    dataset = Dataset(name, root, release, vocab, features)
+    print(*(f"note: {line}" for line in release.notes), features.place(where, device), sep="\n")
     return dataset
 
 
 def check_features(name: str, root: Path, features: Features) -> None:
     """ValueError where a feature file was made by another extractor or with other preprocessing than the data set's."""
-    wanted = mini_cnn_name(mini_cnn_state(root)) if name == "mini" else DATASETS[name]["extractor"]
-    if features.extractor != wanted or features.preprocessing not in DATASETS[name]["preprocessing"]:
+    wanted = mini_cnn_name(mini_cnn_state(root)) if name == "mini" else DATASETS[name].extractor
+    if features.extractor != wanted or features.preprocessing not in DATASETS[name].preprocessing:
         raise ValueError(f"{features.path} was made by {features.extractor} ({features.preprocessing}), not by {wanted}; "
                          f"remove it and run: {prepare_command(name, root)}")  # fmt: skip
 
@@ -1719,18 +1753,21 @@ def write_predictions(path: str | Path, predictions: dict[str, str]) -> None:
 # ---- preparation and check -------------------------------------------------------------------------------------------
 
 
-def build_vocab(root: Path, release: Release) -> Vocab:
-    """Vocabulary of the training captions, written as word -> id."""
-    vocab = Vocab.of(c for s in release.scenes["train"] for p in s.pairs + (s.swapped or ()) for c in p.captions)
+def build_vocab(name: str, root: Path, release: Release) -> Vocab:
+    """Vocabulary by the data set's rule, of the training captions as a rule, written as word -> id."""
+    source = DATASETS[name]
+    scenes = (s for split in source.vocab_splits for s in release.scenes[split])
+    captions = (c for s in scenes for p in s.pairs + (s.swapped or ()) for c in p.captions)
+    vocab = Vocab.of(captions, source.min_count, source.tokenizer)
     partial = root / "vocab.json.partial"
     partial.write_text(json.dumps(vocab.ids, indent=0))
     os.replace(partial, root / "vocab.json")
     return vocab
 
 
-def prepare_clevr_change(root: Path, device: str) -> None:
+def prepare(name: str, root: Path, device: str) -> None:
     """features.h5 from the images, or from the authors' released .npy folders where those are; vocab.json."""
-    release = read_clevr_change(root)
+    release, extractor = DATASETS[name].read(root), DATASETS[name].extractor
     names = sorted(release.paths)
     npy = {n: p.parents[1] / p.parent.name.replace("images", "features") / f"{n}.npy" for n, p in release.paths.items()}
     absent = [p for p in npy.values() if not p.exists()]
@@ -1739,10 +1776,10 @@ def prepare_clevr_change(root: Path, device: str) -> None:
                                 "feature folders, or remove them to extract features from the images")  # fmt: skip
     if not absent:
         blocks = (read_npy(npy[n])[None] for n in names)
-        write_features(root / "features.h5", names, blocks, "resnet101-layer3", RELEASED_FEATURES)
+        write_features(root / "features.h5", names, blocks, extractor, RELEASED_FEATURES)
     else:
-        extract(root, release, Extractor("resnet101-layer3", device=device))
-    print(f"{root}: {len(names)} images, {len(build_vocab(root, release))} words")
+        extract(root, release, Extractor(extractor, device=device))
+    print(f"{root}: {len(names)} images, {len(build_vocab(name, root, release))} words")
 
 
 def read_npy(path: Path) -> np.ndarray:
@@ -1803,7 +1840,7 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) 
         state = mini_cnn_state(root)
         extract(root, release, Extractor(mini_cnn_name(state), state, device), batch=512)
     if not (root / "vocab.json").exists():
-        build_vocab(root, release)
+        build_vocab("mini", root, release)
 
 
 def mini_cnn_state(root: Path) -> dict[str, Tensor]:
@@ -1829,7 +1866,7 @@ def check_clevr_change(name: str, root: Path) -> list[str]:
         ids = [i for i in splits.get(split, []) if isinstance(i, int)]
         if len(ids) != len(splits.get(split, [])):
             problems.append(f"{root / 'splits.json'}: {split} has ids that are not whole numbers")
-        wanted = published.get("scenes", {}).get(split, len(ids))
+        wanted = published.scenes.get(split, len(ids))
         if len(ids) != wanted:
             problems.append(f"{root / 'splits.json'}: {split} has {len(ids)} scenes, published {wanted}")
         for i in ids:
@@ -1837,7 +1874,7 @@ def check_clevr_change(name: str, root: Path) -> list[str]:
                 problems.append(f"{root / 'splits.json'}: scene {i} is in {owner[i]} and in {split}")
             owner[i] = split
     types = parsed.get("type_mapping.json", {})
-    for kind, wanted in published.get("types", {}).items() if types else ():
+    for kind, wanted in published.types.items() if types else ():
         if len(types.get(kind, [])) != wanted:
             problems.append(f"{root / 'type_mapping.json'}: {len(types.get(kind, []))} of type {kind}, published {wanted}")
     typed = {image for images in types.values() for image in images}
@@ -1874,8 +1911,8 @@ def check_clevr_change(name: str, root: Path) -> list[str]:
         problems.append(str(e))
     try:
         words = len(read_json(root / "vocab.json"))
-        if words != published.get("words", words):
-            problems.append(f"{root / 'vocab.json'}: {words} words, published {published['words']}")
+        if words != (published.words or words):
+            problems.append(f"{root / 'vocab.json'}: {words} words, published {published.words}")
     except (FileNotFoundError, ValueError) as e:
         problems.append(f"{e}; run: {prepare}")
     print(f"{root}: {len(owner)} scenes ({', '.join(f'{s} {len(splits.get(s, []))}' for s in SPLITS)}), "
@@ -1896,7 +1933,7 @@ def open_dataset(cfg) -> Dataset:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in READERS:
+    for name in DATASETS:
         p = commands.add_parser(name, help=f"prepare or check {name}")
         p.add_argument("--data_dir", type=Path, default=Path("data", name), help="the release's folder")
         p.add_argument("--check", action="store_true", help="report what is there, missing or corrupt")
@@ -1919,7 +1956,7 @@ def main(argv: list[str] | None = None) -> None:
     elif args.command == "mini":
         prepare_mini(args.data_dir, args.scenes, args.objects, args.data_seed, args.device)
     else:
-        prepare_clevr_change(args.data_dir, args.device)
+        prepare(args.command, args.data_dir, args.device)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def prepared(release):
     features = rng.random((len(names), *GRID)).astype(np.float32)
     blocks = [features[:7], features[7:]]
     data.write_features(release / "features.h5", names, blocks, "resnet101-layer3", data.RELEASED_FEATURES)
-    data.build_vocab(release, files)
+    data.build_vocab("clevr_change", release, files)
     return release
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -46,7 +47,7 @@ def test_real_clevr_change_splits_are_read(tmp_path):
     for file in ("change_captions.json", "no_change_captions.json"):
         (tmp_path / file).write_text(json.dumps({name: ["a caption"] for name in names}))
     release = data.read_clevr_change(tmp_path)
-    assert {s: len(v) for s, v in release.scenes.items()} == data.DATASETS["clevr_change"]["scenes"]
+    assert {s: len(v) for s, v in release.scenes.items()} == data.DATASETS["clevr_change"].scenes
     test = {p.id for s in release.scenes["test"] for p in s.pairs}
     assert all(len(release.groups[kind] & test) == 797 for kind in ("color", "material", "add", "drop", "move"))
 
@@ -263,8 +264,8 @@ def test_preparation_from_images_and_from_released_features(release, monkeypatch
 
 
 def test_check_reports_every_problem(prepared, monkeypatch, capsys):
-    table = {"extractor": "resnet101-layer3", "preprocessing": (data.RELEASED_FEATURES,)}
-    monkeypatch.setitem(data.DATASETS, "clevr_change", table)
+    source = data.Source(data.read_clevr_change)
+    monkeypatch.setitem(data.DATASETS, "clevr_change", source)
     data.main(["clevr_change", "--data_dir", str(prepared), "--check"])
     assert "0 problems" in capsys.readouterr().out
     (prepared / "sc_images" / "CLEVR_semantic_000004.png").unlink()
@@ -273,7 +274,7 @@ def test_check_reports_every_problem(prepared, monkeypatch, capsys):
     captions["CLEVR_default_000001.png"].append(" ")
     del captions["CLEVR_default_000007.png"]
     (prepared / "change_captions.json").write_text(json.dumps(captions))
-    monkeypatch.setitem(data.DATASETS, "clevr_change", table | {"scenes": {"train": 9}, "words": 5})
+    monkeypatch.setitem(data.DATASETS, "clevr_change", replace(source, scenes={"train": 9}, words=5))
     with pytest.raises(SystemExit) as e:
         data.main(["clevr_change", "--data_dir", str(prepared), "--check"])
     lines = capsys.readouterr().err.strip().splitlines()
