@@ -16,6 +16,7 @@ if "OMP_WAIT_POLICY" not in os.environ:  # read when torch loads: idle threads s
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import queue
@@ -105,11 +106,12 @@ class Vocab:
 
 @dataclass
 class Pair:
-    """Two images and what is said of them. `before` and `after` are image names; `id` is the name in result files."""
+    """Two images and what is said of them. `before` and `after` are image names; `id` is the name in result files. CUB's
+    captions are of single images: there `after` is None."""
 
     id: str
     before: str
-    after: str
+    after: str | None
     captions: list[str]
 
 
@@ -157,27 +159,18 @@ def read_clevr_change(root: Path) -> Release:
 
     Both caption files are keyed by the default image. A key of the distractor image, which only mini has, holds the
     change captions as that image's camera sees them: the training swap of default and distractor then uses those."""
-    splits, types = read_json(root / "splits.json"), read_json(root / "type_mapping.json")
+    splits, types = read_splits(root / "splits.json"), read_json(root / "type_mapping.json")
     change, same = read_json(root / "change_captions.json"), read_json(root / "no_change_captions.json")
     kinds = {kind: set(names) for kind, names in types.items()}
-    overlap, boxes = (
-        read_json(root / file) if (root / file).exists() else {}
-        for file in ("change_captions_by_IOU.json", "change_captions_with_bbox.json")
-    )
     release = Release({}, {"semantic change": set(), "only distractor": set()} | kinds, kinds, {}, {})
     for split in SPLITS:
-        if split not in splits:
-            raise ValueError(f"{root / 'splits.json'}: no key {split!r}; expected train, val and test")
         release.scenes[split] = []
         for number in splits[split]:
-            if not isinstance(number, int):
-                raise ValueError(f"{root / 'splits.json'}: {split} has the id {number!r}; expected whole numbers")
             name = {kind: f"CLEVR_{kind}_{number:06d}.png" for kind in CLEVR_FOLDERS}
             release.paths |= {name[kind]: root / folder / name[kind] for kind, folder in CLEVR_FOLDERS.items()}
             default, semantic, distractor = name.values()
             for file, captions in (("change_captions.json", change), ("no_change_captions.json", same)):
-                if not captions.get(default):
-                    raise ValueError(f"{root / file}: no captions for {default}, which splits.json puts in {split}")
+                captions_of(captions, default, root / file)
             changed = Pair(f"{number:06d}.png", default, semantic, change[default])
             unchanged = Pair(f"{number:06d}.png_n", default, distractor, same[default])
             swapped = (
@@ -187,11 +180,89 @@ def read_clevr_change(root: Path) -> Release:
             release.scenes[split].append(Scene((changed, unchanged), swapped))
             release.groups["semantic change"].add(changed.id)
             release.groups["only distractor"].add(unchanged.id)
-            if str(number) in overlap:
-                release.overlap[changed.id] = float(overlap[str(number)])
-            if str(number) in boxes:
-                release.boxes[changed.id] = (boxes[str(number)]["bbox_before"], boxes[str(number)]["bbox_after"])
     release.kinds["no change"] = release.groups["only distractor"]
+    read_boxes(root, release)
+    return release
+
+
+def read_splits(path: Path) -> dict[str, list[int]]:
+    """{"train": [id, ...], "val": ..., "test": ...}; ValueError where one is missing or an id is no whole number."""
+    splits = read_json(path)
+    for split in SPLITS:
+        if not isinstance(splits.get(split), list):
+            raise ValueError(f"{path}: no key {split!r}; expected train, val and test, each a list of ids")
+        for number in splits[split]:
+            if not isinstance(number, int):
+                raise ValueError(f"{path}: {split} has the id {number!r}; expected whole numbers")
+    return splits
+
+
+def read_boxes(root: Path, release: Release) -> None:
+    """Fills in a release's boxes and their overlap, whose files know scenes by number ("12", the pair 000012.png)."""
+    boxes, overlap = root / "change_captions_with_bbox.json", root / "change_captions_by_IOU.json"
+    for number, box in read_json(boxes).items() if boxes.exists() else ():
+        release.boxes[f"{int(number):06d}.png"] = (box["bbox_before"], box["bbox_after"])
+    for number, iou in read_json(overlap).items() if overlap.exists() else ():
+        release.overlap[f"{int(number):06d}.png"] = float(iou)
+
+
+def of_single_pairs(pairs: dict[str, list[Pair]], paths: dict[str, Path], kinds: dict, notes: Iterable[str] = ()) -> Release:
+    """A release whose scenes have one pair, each kind of change scored apart; it notes pairs that are in two splits.
+    ValueError where a split has no pair."""
+    release = Release({}, kinds, kinds, {}, paths, notes=list(notes))
+    for split, of_split in pairs.items():
+        if not of_split:
+            raise ValueError("; ".join([f"no pairs in {split}", *notes]))
+        release.scenes[split] = [Scene((p,)) for p in of_split]
+    for a, b in itertools.combinations(pairs, 2):
+        seen = {(p.before, p.after) for p in pairs[a]}
+        if again := [p for p in pairs[b] if (p.before, p.after) in seen]:
+            count = len({(p.before, p.after) for p in again})
+            release.notes.append(f"{count} image pairs are both in {a} and {b} ({len(again)} items of {b})")
+    return release
+
+
+def captions_of(texts: dict, key, path: Path) -> list[str]:
+    """A file's captions of one key; ValueError where there are none or they are no strings."""
+    captions = texts.get(key)
+    if not captions or not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):
+        raise ValueError(f"{path}: no captions for {key}; expected a list of strings, found {str(captions)[:80]}")
+    return captions
+
+
+DC_KINDS = ("color", "texture", "add", "remove", "move", "no change")
+
+
+def read_clevr_dc(root: Path) -> Release:
+    """CLEVR-DC (Kim et al., ICCV 2021), one pair a scene, never swapped: bef/ and aft/<id>.png, captions.json, split.json.
+    Or as DIRL's authors repack it: images/ and sc_images/<six digits>.png, change_captions.json, splits.json.
+
+    No file tells the kind of change. Ids come in six blocks of equal length, taken to be in the order in which the
+    authors list their changes; where ids are missing there are no kinds."""
+    splits_file, texts_file = (
+        root / (first if (root / first).exists() or not (root / second).exists() else second)
+        for first, second in (("split.json", "splits.json"), ("captions.json", "change_captions.json"))
+    )
+    splits, content = read_splits(splits_file), read_json(texts_file)
+    texts = {}
+    for key, captions in content.items():  # "12", "12.png" or "000012.png"
+        if not key.split(".")[0].isdecimal():
+            raise ValueError(f"{texts_file}: the key {key!r} is no number; expected ids such as 12 or 000012.png")
+        texts[int(key.split(".")[0])] = captions
+    folders = ("bef", "aft") if (root / "bef").exists() or not (root / "images").exists() else ("images", "sc_images")
+    padded = folders[0] == "images" or any((root / "bef" / f"{i:06d}.png").exists() for i in splits["train"][:1])
+    pairs, paths, count = {split: [] for split in SPLITS}, {}, sum(map(len, splits.values()))
+    known = count % 6 == 0 and {i for ids in splits.values() for i in ids} == set(range(count))
+    kinds = {kind: set() for kind in DC_KINDS} if known else {}
+    for split in SPLITS:
+        for i in splits[split]:
+            before, after = (f"{folder}/{i:06d}.png" if padded else f"{folder}/{i}.png" for folder in folders)
+            paths |= {before: root / before, after: root / after}
+            pairs[split].append(Pair(f"{i:06d}.png", before, after, captions_of(texts, i, texts_file)))
+            if known:
+                kinds[DC_KINDS[i * 6 // count]].add(f"{i:06d}.png")
+    release = of_single_pairs(pairs, paths, kinds)
+    read_boxes(root, release)  # which only mini_dc has
     return release
 
 
@@ -225,6 +296,7 @@ DATASETS = {
         types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955},
         words=76,
     ),
+    "clevr_dc": Source(read_clevr_dc, scenes={"train": 40800, "val": 2400, "test": 4800}, words=87),
 }
 
 # ---- features --------------------------------------------------------------------------------------------------------
@@ -385,11 +457,12 @@ class Batch:
     """B pairs of one kind. Features as stored (float16); `to` brings them to a device as float32."""
 
     before: Tensor  # (B, C, H, W)
-    after: Tensor  # (B, C, H, W)
+    after: Tensor  # (B, C, H, W); zeros where `single`
     caption: Tensor  # (B, V) ids: START, words, END, NULL ...
     ids: list[str]  # B pair ids
     texts: list[str]  # B captions as they were written
     images: list[tuple[str, str]] = field(default_factory=list)  # B names of "before" and "after"; an id may have two pairs
+    single: bool = False  # captions of single images: there is no "after"
 
     def to(self, device: str) -> "Batch":
         before, after = (x.to(device, non_blocking=True).float() for x in (self.before, self.after))
@@ -445,7 +518,7 @@ class Dataset:
         # Longest caption with START and END of each kind of pair: a distractor's words need not run as far as a change's.
         self.lengths = [2 + max(len(vocab.split(c)) for p in kind for c in p.captions) for kind in zip(*kinds, strict=True)]
         self.max_len = max(self.lengths)
-        missing = [n for pairs in kinds for p in pairs for n in (p.before, p.after) if n not in features.row]
+        missing = [n for pairs in kinds for p in pairs for n in (p.before, p.after) if n and n not in features.row]
         if missing:
             raise ValueError(f"{features.path}: no features for {missing[0]} and {len(missing) - 1} more; "
                              f"remove it and run: {prepare_command(name, root)}")  # fmt: skip
@@ -476,7 +549,7 @@ class Dataset:
         return make() if self._resident() else prefetch(make())
 
     def pairs(self, split: str) -> list[Pair]:
-        """Every pair of a split: all changed pairs, then all distractor pairs."""
+        """Every pair of a split: all changed pairs, then, where scenes have two, all distractor pairs."""
         return [p for kind in zip(*(s.pairs for s in self.scenes[split]), strict=True) for p in kind]
 
     def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
@@ -492,9 +565,10 @@ class Dataset:
     def batch(self, pairs: list[Pair], captions: list[str] | None = None, length: int = 0) -> Batch:
         """Pairs with one caption each (default: their first), padded to `length` ids (default: the longest there is)."""
         captions = captions or [p.captions[0] for p in pairs]
-        before, after = self.features.rows([p.before for p in pairs]), self.features.rows([p.after for p in pairs])
+        before, single = self.features.rows([p.before for p in pairs]), pairs[0].after is None
+        after = torch.zeros_like(before) if single else self.features.rows([p.after for p in pairs])
         ids = torch.tensor([self.vocab.encode(c, length or self.max_len) for c in captions], device=before.device)
-        return Batch(before, after, ids, [p.id for p in pairs], captions, [(p.before, p.after) for p in pairs])
+        return Batch(before, after, ids, [p.id for p in pairs], captions, [(p.before, p.after) for p in pairs], single)
 
     def references(self, split: str) -> dict[str, list[str]]:
         return {p.id: p.captions for p in self.pairs(split)}
@@ -508,12 +582,14 @@ class Dataset:
         return self.release.groups | (quarters if n else {})
 
     def examples(self, split: str, count: int) -> dict[str, list[Pair]]:
-        """The first pairs of every kind of change, and of no change, in a split."""
-        kinds = {kind: [p for p in self.pairs(split) if p.id in ids][:count] for kind, ids in self.kinds.items()}
+        """The first pairs of every kind of change, and of no change, in a split; of all where kinds are not known."""
+        pairs = self.pairs(split)
+        kinds = {kind: [p for p in pairs if p.id in ids][:count] for kind, ids in self.kinds.items()} or {"all": pairs[:count]}
         return {kind: chosen for kind, chosen in kinds.items() if chosen}
 
     def images(self, pair: Pair) -> tuple[Image.Image, Image.Image]:
-        return read_image(self.paths[pair.before]), read_image(self.paths[pair.after])
+        before = read_image(self.paths[pair.before])
+        return before, read_image(self.paths[pair.after]) if pair.after else Image.new("RGB", before.size)
 
     def report(self, captions: dict[str, str]) -> dict:
         """What can be said of captions where the truth behind them is known: the embedded data set's accuracies."""

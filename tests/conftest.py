@@ -35,6 +35,22 @@ def write_release(root, train=8, val=2, test=5):
         (root / f"{file}.json").write_text(json.dumps(content))
 
 
+def write_picture(path):
+    """Noise, 16 x 12."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture = np.random.default_rng(list(str(path.name).encode())).integers(0, 255, (12, 16, 3), dtype=np.uint8)
+    Image.fromarray(picture).save(path)
+
+
+def write_features(name, root):
+    """Random features on a 2 x 3 grid for a release, and its vocabulary: what preparation leaves."""
+    release, source = data.DATASETS[name].read(root), data.DATASETS[name]
+    names = sorted(release.paths)
+    features = np.random.default_rng(1).random((len(names), *GRID)).astype(np.float32)
+    data.write_features(root / "features.h5", names, [features], source.extractor, source.preprocessing[0])
+    data.build_vocab(name, root, release)
+
+
 @pytest.fixture
 def release(tmp_path):
     """A release's folder, not prepared."""
