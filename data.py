@@ -15,6 +15,7 @@ if "OMP_WAIT_POLICY" not in os.environ:  # read when torch loads: idle threads s
     os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
 import argparse
+import csv
 import hashlib
 import itertools
 import json
@@ -29,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -53,6 +55,7 @@ SPLITS = ("train", "val", "test")
 
 NULL, UNK, START, END = 0, 1, 2, 3
 SPECIAL = ["<NULL>", "<UNK>", "<START>", "<END>"]
+SEP = "<SEP>"  # between the sentences of a caption, a word like others
 
 
 def tokenize(caption: str) -> list[str]:
@@ -61,6 +64,16 @@ def tokenize(caption: str) -> list[str]:
     for mark in ";,":
         caption = caption.replace(mark, f" {mark}")
     return caption.replace("?", "").replace(".", "").split(" ")
+
+
+def tokenize_sentences(caption: str) -> list[str]:
+    """The same for captions of several sentences: the end of each is the word <SEP> (CARD's multi-change captions)."""
+    return tokenize(caption.replace("?", f" {SEP}").replace(".", f" {SEP}"))
+
+
+def tokenize_lower(caption: str) -> list[str]:
+    """Lower case; words, each sign by itself but for dots in a row (the rule of Image Editing Request's authors)."""
+    return re.findall(r"\w+|\.+|[^\w\s]", caption.lower())
 
 
 class Vocab:
@@ -93,11 +106,11 @@ class Vocab:
         return ids + [NULL] * (length - len(ids))
 
     def decode(self, ids: Tensor) -> list[str]:
-        """(B, V) ids that begin with START -> B captions, each up to its first NULL or END."""
+        """(B, V) ids that begin with START -> B captions, each up to its first NULL or END, without <SEP>."""
         captions = []
         for row in ids[:, 1:].tolist():
             stop = next((i for i, w in enumerate(row) if w in (NULL, END)), len(row))
-            captions.append(" ".join(self.words[w] for w in row[:stop]))
+            captions.append(" ".join(word for w in row[:stop] if (word := self.words[w]) != SEP))
         return captions
 
 
@@ -266,6 +279,237 @@ def read_clevr_dc(root: Path) -> Release:
     return release
 
 
+def read_rows(path: Path, keys: tuple[str, ...], rows: list | None = None) -> list[dict]:
+    """A file's list of objects (`rows`, or else the whole JSON) with these keys; ValueError for the first that lacks one."""
+    rows = read_json(path, list) if rows is None else rows
+    for n, row in enumerate(rows):
+        absent = [key for key in keys if not isinstance(row, dict) or key not in row]
+        if absent:
+            raise ValueError(f"{path}: item {n} has no {absent[0]!r}: {str(row)[:80]}; expected {', '.join(keys)}")
+    return rows
+
+
+def read_spot_the_diff(root: Path, multi: bool = False) -> Release:
+    """Spot-the-Diff (Jhamtani and Berg-Kirkpatrick, EMNLP 2018): annotations/<split>.json and resized_images/<id>.png,
+    <id>_2.png. Or CLIP4IDC's <split>.json with images/; or CARD's images/ and sc_images/<six digits>.png.
+
+    An id may have several rows (annotators): they are one pair. Single-change: each sentence is a caption, empty ones
+    (66) too, since published vocabularies and scores count them. Multi-change, CARD's rule: one caption a pair, all its
+    sentences joined by ". " and cut to 60 words; CARD's own file of them, change_multi_captions.json, serves as well."""
+    folder, pairs, paths = root / "annotations" if (root / "annotations").exists() else root, {}, {}
+    repacked = multi and (root / "change_multi_captions.json").exists() and not (folder / "train.json").exists()
+    texts = {split: {} for split in SPLITS}
+    if repacked:
+        content = read_json(root / "change_multi_captions.json")
+        for split, ids in read_splits(root / "splits.json").items():
+            texts[split] = {i: captions_of(content, f"{i:06d}.png", root / "change_multi_captions.json") for i in ids}
+    for split in () if repacked else SPLITS:
+        for row in read_rows(folder / f"{split}.json", ("img_id", "sentences")):
+            if not str(row["img_id"]).isdecimal():
+                raise ValueError(f"{folder / split}.json: img_id {row['img_id']!r} is no number")
+            texts[split].setdefault(int(row["img_id"]), []).extend(captions_of(row, "sentences", folder / f"{split}.json"))
+        if multi:
+            texts[split] = {i: [" ".join(". ".join(found).split()[:60])] for i, found in texts[split].items()}
+    apart = (root / "sc_images").exists()
+    images = "resized_images" if (root / "resized_images").exists() or not (root / "images").exists() else "images"
+    for split in SPLITS:
+        pairs[split] = []
+        for i, captions in texts[split].items():
+            before, after = f"{images}/{i}.png", f"{images}/{i}_2.png"
+            if apart:
+                before, after = f"images/{i:06d}.png", f"sc_images/{i:06d}.png"
+            paths |= {before: root / before, after: root / after}
+            pairs[split].append(Pair(str(i), before, after, captions))
+    return of_single_pairs(pairs, paths, {})
+
+
+def read_image_editing(root: Path) -> Release:
+    """Image Editing Request (Tan et al., ACL 2019): {train,valid,test}.json, whose base names lie in images/.
+
+    An item is a uid: the same two images may be several items, some of them in two splits; the official split stays."""
+    pairs, paths = {}, {}
+    for split, file in zip(SPLITS, ("train.json", "valid.json", "test.json"), strict=True):
+        rows = read_rows(root / file, ("uid", "img0", "img1", "sents"))
+        pairs[split] = [Pair(r["uid"], r["img0"], r["img1"], captions_of(r, "sents", root / file)) for r in rows]
+        paths |= {r[key]: root / "images" / r[key] for r in rows for key in ("img0", "img1")}
+    return of_single_pairs(pairs, paths, {})
+
+
+# An unchanged pair of LEVIR-CC has one of these among its captions.
+LEVIR_SAME = ("the scene is the same as before", "there is no difference", "the two scenes seem identical",
+              "no change has occurred", "almost nothing has changed")  # fmt: skip
+
+
+def read_levir_cc(root: Path) -> Release:
+    """LEVIR-CC (Liu et al., TGRS 2022): LevirCCcaptions.json and images/<split>/A (before) and B (after), one file name.
+
+    Captions are the file's own tokens, joined by blanks, or `raw` by the field's rule where it has none; empty ones go.
+    `changeflag` tells unchanged pairs, or where it is absent their sentences."""
+    file, pairs, paths = root / "LevirCCcaptions.json", {split: [] for split in SPLITS}, {}
+    kinds = {"change": set(), "no change": set()}
+    for row in read_rows(file, ("filename", "split", "sentences"), read_json(file).get("images", [])):
+        if row["split"] not in SPLITS:
+            raise ValueError(f"{file}: {row['filename']} is in split {row['split']!r}; expected train, val or test")
+        words = [s["tokens"] if "tokens" in s else tokenize(s.get("raw", "")) for s in row["sentences"]]
+        captions = [text for tokens in words if (text := " ".join(w for w in tokens if w.strip()))]
+        before, after = (f"{row['split']}/{folder}/{row['filename']}" for folder in "AB")
+        paths |= {name: root / "images" / name for name in (before, after)}
+        captions = captions_of({row["filename"]: captions}, row["filename"], file)
+        pairs[row["split"]].append(Pair(row["filename"], before, after, captions))
+        changed = bool(row["changeflag"]) if "changeflag" in row else not any(c in LEVIR_SAME for c in captions)
+        kinds["change" if changed else "no change"].add(row["filename"])
+    return of_single_pairs(pairs, paths, kinds)
+
+
+def birds_urls(root: Path) -> dict[str, str]:
+    """Birds-to-Words' photographs: file name <photo id>.jpg -> address, in the order of the file."""
+    return {photo_file(row[f"img{k}ImgURL"]): row[f"img{k}ImgURL"] for row in birds_rows(root) for k in (1, 2)}
+
+
+def photo_file(url: str) -> str:
+    """<photo id>.jpg of an iNaturalist address (.../photos/<photo id>/large.jpg?...), of another one all its letters."""
+    found = re.search(r"/photos/(\d+)/", url)
+    return f"{found[1] if found else re.sub('[^A-Za-z0-9]+', '-', url)}.jpg"
+
+
+def birds_rows(root: Path) -> list[dict]:
+    """The rows of Birds-to-Words' file, one a description."""
+    path, keys = root / "birds-to-words-v1.0.tsv", ("img1ImgURL", "img2ImgURL", "split", "description")
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing; the README tells where each file comes from")
+    with open(path, encoding="utf-8", newline="") as f:  # descriptions hold quotes of their own
+        rows = list(csv.DictReader(f, delimiter="\t", quoting=csv.QUOTE_NONE))
+    for n, row in enumerate(rows, 2):
+        if any(not row.get(key) for key in keys) or row["split"] not in SPLITS:
+            raise ValueError(f"{path}, line {n}: expected {', '.join(keys)} (train, val or test) in tab-separated columns")
+    return rows
+
+
+def read_birds_to_words(root: Path) -> Release:
+    """Birds-to-Words (Forbes et al., EMNLP 2019): birds-to-words-v1.0.tsv, and images/<photo id>.jpg, which everyone has
+    to fetch from iNaturalist; the manifest tells which. Pairs without both photographs are left out.
+
+    Rows with the same two addresses, in this order, and the same split are one pair. Descriptions are kept as lower-case
+    words and signs with blanks between, as the metrics of this data set read them."""
+    texts: dict[tuple, list[str]] = {}
+    for row in birds_rows(root):
+        key = (row["split"], photo_file(row["img1ImgURL"]), photo_file(row["img2ImgURL"]))
+        texts.setdefault(key, []).append(" ".join(tokenize_lower(row["description"])))
+    found = {p.name for p in (root / "images").iterdir()} if (root / "images").exists() else set()
+    pairs, paths = {split: [] for split in SPLITS}, {}
+    for (split, before, after), captions in texts.items():
+        if before in found and after in found:
+            pairs[split].append(Pair(f"{before}_{after}", before, after, captions))
+            paths |= {name: root / "images" / name for name in (before, after)}
+    here = ", ".join(f"{split} {len(pairs[split])} of {sum(key[0] == split for key in texts)}" for split in SPLITS)
+    note = f"pairs with both photographs in {root / 'images'}: {here}; for what is missing see: " + prepare_command(
+        "birds_to_words", root) + " --manifest"  # fmt: skip
+    return of_single_pairs(pairs, paths, {}, [note] if sum(map(len, pairs.values())) < len(texts) else [])
+
+
+def read_lines(path: Path, count: int) -> list[list[str]]:
+    """Lines of `count` columns at blanks, the last of which may hold blanks; ValueError naming the first that has fewer."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing; the README tells where each file comes from")
+    rows = [line.split(maxsplit=count - 1) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    short = next((n for n, row in enumerate(rows, 1) if len(row) < count), 0)
+    if short:
+        raise ValueError(f"{path}: line {short} has fewer than {count} columns")
+    return rows
+
+
+def read_cub(root: Path) -> Release:
+    """CUB-200-2011 (images.txt, images/<class>/<name>.jpg) with the ten captions of Reed et al. (CVPR 2016) for each image,
+    text_c10/<class>/<name>.txt, split by class as there: trainvalclasses.txt to train, testclasses.txt to validate (no
+    test). Single images: `after` is None."""
+    split_of = {name: split for split, file in (("train", "trainvalclasses.txt"), ("val", "testclasses.txt"))
+                for (name,) in read_lines(root / file, 1)}  # fmt: skip
+    pairs, paths = {"train": [], "val": []}, {}
+    for _, name in read_lines(root / "images.txt", 2):
+        text, folder = root / "text_c10" / Path(name).with_suffix(".txt"), name.split("/")[0]
+        if folder not in split_of:
+            raise ValueError(f"{root}: {folder} of images.txt is neither in trainvalclasses.txt nor in testclasses.txt")
+        if not text.exists():
+            raise FileNotFoundError(f"{text} is missing; unpack the captions' text_c10 beside images")
+        lines = text.read_text(encoding="utf-8", errors="replace").splitlines()
+        captions = [" ".join(words) for line in lines if (words := tokenize_lower(line))]
+        paths[name] = root / "images" / name
+        pairs[split_of[folder]].append(Pair(name, name, None, captions_of({name: captions}, name, text)))
+    release = of_single_pairs(pairs, paths, {})
+    release.scenes["test"] = []
+    return release
+
+
+@dataclass
+class Classified:
+    """Single images that have a class and no caption."""
+
+    images: dict[str, list[tuple[str, int]]]  # split -> (image name, class 0 ... C - 1)
+    classes: list[str]  # C names
+    paths: dict[str, Path]  # image name -> file
+
+
+def read_nabirds(root: Path) -> Classified:
+    """NABirds' official train and test images. Classes are those that images have (the hierarchy's 555 leaves), numbered in
+    the order of their ids. Image ids are written with dashes, file names without: images.txt tells the file."""
+    label = {image: int(number) for image, number in read_lines(root / "image_class_labels.txt", 2)}
+    train = {image for image, flag in read_lines(root / "train_test_split.txt", 2) if flag == "1"}
+    names = {int(number): name for number, name in read_lines(root / "classes.txt", 2)}
+    leaves = sorted(set(label.values()))
+    number, images, paths = {leaf: n for n, leaf in enumerate(leaves)}, {"train": [], "test": []}, {}
+    for image, name in read_lines(root / "images.txt", 2):
+        if image not in label:
+            raise ValueError(f"{root / 'image_class_labels.txt'}: no class for image {image} of images.txt")
+        images["train" if image in train else "test"].append((name, number[label[image]]))
+        paths[name] = root / "images" / name
+    return Classified(images, [names.get(leaf, str(leaf)) for leaf in leaves], paths)
+
+
+def class_pairs(images: list[tuple[str, int]], seed: int) -> list[tuple[tuple[str, int], tuple[str, int]]]:
+    """Every image (name, class) with another: half of them, drawn by the seed, with one of the same class (where it has
+    any), the others with one of another class. ValueError where there is one class only."""
+    if len({c for _, c in images}) < 2:
+        raise ValueError(f"pairs of classes need two classes at least, found {len({c for _, c in images})}")
+    rng, members = np.random.default_rng(seed), {}
+    for i, (_, c) in enumerate(images):
+        members.setdefault(c, []).append(i)
+    same = rng.permutation(len(images)) < len(images) // 2
+    pairs = []
+    for i, (name, c) in enumerate(images):
+        alike = same[i] and len(members[c]) > 1
+        other = i
+        while other == i or (images[other][1] == c) != alike:
+            other = int(rng.choice(members[c])) if alike else int(rng.integers(len(images)))
+        pairs.append(((name, c), images[other]))
+    return pairs
+
+
+def read_pairs(root: Path) -> Release:
+    """Your own pairs: pairs.csv with the columns before, after, captions, split, or pairs.json, a list of objects with the
+    same keys. Paths are relative to the folder. A pair with several captions has a list (JSON), or the signs | between
+    them, or several rows (CSV). A column or key `id`, if there is one, names the pair in result files."""
+    file, keys, pairs, paths = root / "pairs.json", ("before", "after", "captions", "split"), {}, {}
+    if not file.exists():
+        file = root / "pairs.csv"
+        if not file.exists():
+            raise FileNotFoundError(f"neither pairs.json nor pairs.csv in {root}; expected columns: {', '.join(keys)}")
+        with open(file, encoding="utf-8-sig", newline="") as f:
+            rows = [row | {"captions": (row.get("captions") or "").split("|")} for row in csv.DictReader(f)]
+    else:
+        rows = [row | {"captions": [c] if isinstance(c := row["captions"], str) else c} for row in read_rows(file, keys)]
+    of_split = {split: {} for split in SPLITS}
+    for row in read_rows(file, keys, rows):
+        if row["split"] not in SPLITS:
+            raise ValueError(f"{file}: {row['before']} is in split {row['split']!r}; expected train, val or test")
+        key = row.get("id") or f"{row['before']} {row['after']}"
+        captions = [c.strip() for c in captions_of(row, "captions", file) if c.strip()]
+        captions = captions_of({key: captions}, key, file)
+        of_split[row["split"]].setdefault(key, Pair(key, row["before"], row["after"], [])).captions.extend(captions)
+        paths |= {row[k]: root / row[k] for k in ("before", "after")}
+    pairs = {split: list(found.values()) for split, found in of_split.items()}
+    return of_single_pairs(pairs, paths, {})
+
+
 # ---- the table of data sets ------------------------------------------------------------------------------------------
 
 
@@ -273,10 +517,10 @@ def read_clevr_dc(root: Path) -> Release:
 class Source:
     """A row of DATASETS: all in which a data set differs from the others. A new one is a row and a reader."""
 
-    read: Callable[[Path], Release]  # folder -> what its files say
+    read: Callable[[Path], Release | Classified]  # folder -> what its files say
     extractor: str = "resnet101-layer3"  # the feature network, up to which layer
     preprocessing: tuple[str, ...] = (RESNET_PREPROCESSING, RELEASED_FEATURES)  # what a feature file may have been made with
-    tokenizer: Callable[[str], list[str]] = tokenize  # caption -> words of the vocabulary
+    tokenizer: Callable[[str], list[str]] | None = tokenize  # caption -> words of the vocabulary; None: no captions
     min_count: int = 1  # how often a word must occur to be in the vocabulary
     vocab_splits: tuple[str, ...] = ("train",)  # the splits whose captions the field counts
     max_words: int | None = None  # where the field cuts captions; None: nowhere
@@ -297,6 +541,40 @@ DATASETS = {
         words=76,
     ),
     "clevr_dc": Source(read_clevr_dc, scenes={"train": 40800, "val": 2400, "test": 4800}, words=87),
+    "spot_the_diff": Source(read_spot_the_diff, scenes={"train": 8566, "val": 1493, "test": 1270}, words=2059),
+    "spot_the_diff_multi": Source(
+        partial(read_spot_the_diff, multi=True),
+        tokenizer=tokenize_sentences,
+        scenes={"train": 8566, "val": 1493, "test": 1270},
+        words=2033,
+    ),
+    "image_editing_request": Source(  # the authors' vocabulary; that of later papers is not published
+        read_image_editing,
+        tokenizer=tokenize_lower,
+        min_count=3,
+        vocab_splits=("train", "val"),
+        max_words=78,
+        scenes={"train": 3061, "val": 383, "test": 495},
+        words=808,
+    ),
+    "levir_cc": Source(  # the authors' vocabulary: words that occur more than five times, anywhere
+        read_levir_cc,
+        tokenizer=str.split,
+        min_count=6,
+        vocab_splits=SPLITS,
+        max_words=50,
+        tokens="ids",
+        scenes={"train": 6815, "val": 1333, "test": 1929},
+        types={"change": 5038, "no change": 5039},
+    ),
+    "birds_to_words": Source(
+        read_birds_to_words, "resnet101-layer4", tokenizer=str.split, max_words=77, tokens="split"
+    ),
+    "cub": Source(
+        read_cub, "resnet101-layer4", tokenizer=str.split, max_words=37, tokens="split", scenes={"train": 8855, "val": 2933}
+    ),
+    "nabirds": Source(read_nabirds, "resnet101-layer4", tokenizer=None, scenes={"train": 23929, "test": 24633}),
+    "pairs": Source(read_pairs, tokenizer=tokenize_lower),
 }
 
 # ---- features --------------------------------------------------------------------------------------------------------
@@ -618,6 +896,8 @@ def load(name: str, root: str | Path, where: str = "auto", device: str = "cpu") 
     if name not in DATASETS:
         raise ValueError(f"no loader for the data set {name}; there are {', '.join(DATASETS)}")
     root, source = Path(root), DATASETS[name]
+    if source.tokenizer is None:
+        raise ValueError(f"{name} has no captions; load_classified reads it")
     prepare = prepare_command(name, root)
     release = source.read(root)
     features = Features(root / "features.h5", prepare)
@@ -629,6 +909,19 @@ def load(name: str, root: str | Path, where: str = "auto", device: str = "cpu") 
     dataset = Dataset(name, root, release, vocab, features)
     print(*(f"note: {line}" for line in release.notes), features.place(where, device), sep="\n")
     return dataset
+
+
+def load_classified(name: str, root: str | Path, where: str = "auto", device: str = "cpu") -> tuple[Classified, Features]:
+    """Images with classes, and their features; errors as in `load`."""
+    root = Path(root)
+    release, features = DATASETS[name].read(root), Features(root / "features.h5", prepare_command(name, root))
+    check_features(name, root, features)
+    missing = [n for n in release.paths if n not in features.row]
+    if missing:
+        raise ValueError(f"{features.path}: no features for {missing[0]} and {len(missing) - 1} more; "
+                         f"remove it and run: {prepare_command(name, root)}")  # fmt: skip
+    print(features.place(where, device))
+    return release, features
 
 
 def check_features(name: str, root: Path, features: Features) -> None:
@@ -1834,7 +2127,7 @@ def build_vocab(name: str, root: Path, release: Release) -> Vocab:
     source = DATASETS[name]
     scenes = (s for split in source.vocab_splits for s in release.scenes[split])
     captions = (c for s in scenes for p in s.pairs + (s.swapped or ()) for c in p.captions)
-    vocab = Vocab.of(captions, source.min_count, source.tokenizer)
+    vocab = Vocab.of(captions, source.min_count, source.tokenizer, source.max_words)
     partial = root / "vocab.json.partial"
     partial.write_text(json.dumps(vocab.ids, indent=0))
     os.replace(partial, root / "vocab.json")
@@ -1855,7 +2148,8 @@ def prepare(name: str, root: Path, device: str) -> None:
         write_features(root / "features.h5", names, blocks, extractor, RELEASED_FEATURES)
     else:
         extract(root, release, Extractor(extractor, device=device))
-    print(f"{root}: {len(names)} images, {len(build_vocab(name, root, release))} words")
+    words = f"{len(build_vocab(name, root, release))} words" if isinstance(release, Release) else "no captions"
+    print(*(f"note: {line}" for line in getattr(release, "notes", ())), f"{root}: {len(names)} images, {words}", sep="\n")
 
 
 def read_npy(path: Path) -> np.ndarray:
@@ -1867,6 +2161,14 @@ def read_npy(path: Path) -> np.ndarray:
     if x.ndim != 3:
         raise ValueError(f"{path}: expected (channels, height, width), found {x.shape}")
     return x
+
+
+def write_manifest(root: Path) -> None:
+    """root/expected_images.tsv: file name in images/, address, and "here" or "missing", a line each photograph."""
+    urls, path = birds_urls(root), root / "expected_images.tsv"
+    here = {name: "here" if (root / "images" / name).exists() else "missing" for name in urls}
+    path.write_text("".join(f"{name}\t{url}\t{here[name]}\n" for name, url in urls.items()), encoding="utf-8")
+    print(f"{path}: {len(urls)} photographs, of which {list(here.values()).count('here')} are in {root / 'images'}")
 
 
 def extract(root: Path, release: Release, extractor: Extractor, batch: int = 64) -> None:
@@ -2014,6 +2316,8 @@ def main(argv: list[str] | None = None) -> None:
         p.add_argument("--data_dir", type=Path, default=Path("data", name), help="the release's folder")
         p.add_argument("--check", action="store_true", help="report what is there, missing or corrupt")
         p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where features are made")
+        if name == "birds_to_words":
+            p.add_argument("--manifest", action="store_true", help="list the photographs to fetch in expected_images.tsv")
         if name == "mini":
             p.add_argument("--scenes", type=int, default=5000, help="training scenes")
             p.add_argument("--objects", default="2,4", help="fewest and most objects in a scene")
@@ -2024,6 +2328,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.command == "score":
         print(format_scores(score(read_predictions(args.predictions), read_references(args.references))))
+    elif getattr(args, "manifest", False):
+        write_manifest(args.data_dir)
     elif args.check:
         problems = check_clevr_change(args.command, args.data_dir)
         if problems:

@@ -92,3 +92,273 @@ def test_a_data_set_of_one_pair_a_scene_makes_batches(tmp_path):
     assert [p.id for p in dataset.pairs("test")] == ["000010.png", "000011.png"]
     assert set(dataset.examples("test", 5)) == {"no change"} and dataset.groups("test") == dataset.kinds
     assert np.array_equal(next(dataset.eval_batches("val", 2)).after[1], dataset.features.rows(["aft/9.png"])[0])
+
+
+# ---- Spot-the-Diff ---------------------------------------------------------------------------------------------------
+
+SPOT = {"train": [("7", ["a man left", ""]), ("12", ["the red car is gone"]), ("7", ["no man"])],
+        "val": [("3", ["one person " * 40, "x y"])], "test": [("100", [""])]}  # fmt: skip
+
+
+def write_spot(root, folder="annotations", images="resized_images"):
+    for split, rows in SPOT.items():
+        write(root / folder / f"{split}.json", [{"img_id": i, "sentences": found} for i, found in rows])
+        for i, _ in rows:
+            for name in (f"{i}.png", f"{i}_2.png"):
+                write_picture(root / images / name)
+
+
+def test_spot_the_diff_groups_the_rows_of_an_id(tmp_path):
+    write_spot(tmp_path / "official")
+    release = data.read_spot_the_diff(tmp_path / "official")
+    assert sizes(release) == {"train": 2, "val": 1, "test": 1}
+    assert pairs(release, "train")[0] == data.Pair(
+        "7", "resized_images/7.png", "resized_images/7_2.png", ["a man left", "", "no man"]
+    )
+    assert pairs(release, "test")[0].captions == [""] and all(path.exists() for path in release.paths.values())
+    multi = data.read_spot_the_diff(tmp_path / "official", multi=True)
+    assert pairs(multi, "train")[0].captions == ["a man left. . no man"] and len(pairs(multi, "train")) == 2
+    assert len(pairs(multi, "val")[0].captions[0].split()) == 60
+    write_spot(tmp_path / "clip4idc", folder="", images="images")
+    other = data.read_spot_the_diff(tmp_path / "clip4idc")
+    assert pairs(other, "train")[1].after == "images/12_2.png" and all(path.exists() for path in other.paths.values())
+    (tmp_path / "official" / "annotations" / "test.json").write_text('[{"img_id": "1"}]')
+    with pytest.raises(ValueError, match=r"test.json: item 0 has no 'sentences'"):
+        data.read_spot_the_diff(tmp_path / "official")
+
+
+def test_spot_the_diff_as_card_repacks_it(tmp_path):
+    for i in (7, 12, 3):
+        for folder in ("images", "sc_images"):
+            write_picture(tmp_path / folder / f"{i:06d}.png")
+    write(tmp_path / "splits.json", {"train": [12], "val": [7], "test": [3]})
+    write(tmp_path / "change_multi_captions.json", {f"{i:06d}.png": ["a b. c"] for i in (3, 7, 12)})
+    release = data.DATASETS["spot_the_diff_multi"].read(tmp_path)
+    assert pairs(release, "train") == [data.Pair("12", "images/000012.png", "sc_images/000012.png", ["a b. c"])]
+    assert all(path.exists() for path in release.paths.values())
+    vocab = data.build_vocab("spot_the_diff_multi", tmp_path, release)
+    assert vocab.words[4:] == ["<SEP>", "a", "b", "c"] and vocab.encode("a b. c", 7) == [2, 5, 6, 4, 7, 3, 0]
+    assert vocab.decode(data.torch.tensor([[2, 5, 6, 4, 7, 3]])) == ["a b c"]  # no <SEP> when decoding
+
+
+@real
+def test_real_spot_the_diff(tmp_path):
+    """Ids, vocabularies and longest captions as published; the test split, which is not here, is one made-up row."""
+    for split in ("train", "val"):
+        write(tmp_path / "annotations" / f"{split}.json", (SHARED / f"spot_the_diff/annotations/{split}.json").read_text())
+    write(tmp_path / "annotations/test.json", [{"img_id": "99999", "sentences": ["x"]}])
+    release = data.read_spot_the_diff(tmp_path)
+    assert sizes(release) == {"train": 8566, "val": 1493, "test": 1} and not release.notes
+    assert sum(not c for p in pairs(release, "train") + pairs(release, "val") for c in p.captions) == 59
+    vocab = data.build_vocab("spot_the_diff", tmp_path, release)
+    assert len(vocab) == data.DATASETS["spot_the_diff"].words == 2059 and "" in vocab.ids
+    captions = [c for p in pairs(release, "train") for c in p.captions]
+    assert len(data.Vocab.of(captions, min_count=5)) == 743
+    multi = data.read_spot_the_diff(tmp_path, multi=True)
+    vocab = data.build_vocab("spot_the_diff_multi", tmp_path, multi)
+    assert len(vocab) == data.DATASETS["spot_the_diff_multi"].words == 2033
+    assert 2 + max(len(vocab.split(c)) for split in ("train", "val") for p in pairs(multi, split) for c in p.captions) == 70
+
+
+# ---- Image Editing Request -------------------------------------------------------------------------------------------
+
+
+def item(uid, before, after, *captions):
+    return {"uid": uid, "img0": before, "img1": after, "sents": list(captions)}
+
+
+def test_image_editing_request_is_keyed_by_uid(tmp_path):
+    write(tmp_path / "train.json", [item("A_1", "a.jpg", "b.jpg", "Zoom in"), item("A_2", "a.jpg", "b.jpg", "crop, so...")])
+    write(tmp_path / "valid.json", [item("A_3", "a.jpg", "c.gif", "x", "y", "z")])
+    write(tmp_path / "test.json", [item("B_1", "a.jpg", "c.gif", "x"), item("B_2", "d.png", "c.gif", "x")])
+    release = data.read_image_editing(tmp_path)
+    assert [p.id for p in pairs(release, "train")] == ["A_1", "A_2"] and set(release.paths) == {
+        "a.jpg", "b.jpg", "c.gif", "d.png"}  # fmt: skip
+    assert release.notes == ["1 image pairs are both in val and test (1 items of test)"]
+    assert data.tokenize_lower(" Crop, PLEASE... it's  50%") == ["crop", ",", "please", "...", "it", "'", "s", "50", "%"]
+    (tmp_path / "test.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"test.json is missing"):
+        data.read_image_editing(tmp_path)
+
+
+@real
+def test_real_image_editing_request(tmp_path):
+    for split in ("train", "valid"):
+        write(tmp_path / f"{split}.json", (SHARED / f"image_editing_request/{split}.json").read_text())
+    write(tmp_path / "test.json", [item("T_1", "a.jpg", "b.jpg", "x")])
+    release = data.read_image_editing(tmp_path)
+    assert sizes(release) == {"train": 3061, "val": 383, "test": 1}
+    assert sum(len(p.captions) for split in ("train", "val") for p in pairs(release, split)) == 3061 + 1149
+    assert release.notes == ["2 image pairs are both in train and val (2 items of val)"]
+    vocab = data.build_vocab("image_editing_request", tmp_path, release)
+    assert len(vocab) == data.DATASETS["image_editing_request"].words == 808
+    captions = [c for split in ("train", "val") for p in pairs(release, split) for c in p.captions]
+    assert 2 + max(len(vocab.split(c)) for c in captions) == 60
+
+
+# ---- LEVIR-CC --------------------------------------------------------------------------------------------------------
+
+
+def levir_image(split, number, *captions, **more):
+    sentences = [{"raw": f" {c} .", "tokens": c.split(" ")} for c in captions]
+    return {"filename": f"{split}_{number:06d}.png", "split": split, "sentences": sentences, **more}
+
+
+def test_levir_cc(tmp_path):
+    same = "the scene is the same as before"
+    images = [levir_image("train", 1, "a lake appears", "a  lake", changeflag=1),
+              levir_image("val", 1, same, "a lake", changeflag=0), levir_image("test", 1, "one villa", same),
+              levir_image("test", 2, *["a lake appears"] * 5)]  # fmt: skip
+    for sentence in images[3]["sentences"]:
+        del sentence["tokens"]
+    write(tmp_path / "LevirCCcaptions.json", {"images": images})
+    release = data.read_levir_cc(tmp_path)
+    assert pairs(release, "train") == [
+        data.Pair("train_000001.png", "train/A/train_000001.png", "train/B/train_000001.png", ["a lake appears", "a lake"])
+    ]
+    assert release.paths["test/B/test_000002.png"] == tmp_path / "images/test/B/test_000002.png"
+    assert release.kinds["no change"] == {"val_000001.png", "test_000001.png"}  # the second by its words
+    assert pairs(release, "test")[1].captions == ["a lake appears"] * 5
+    vocab = data.build_vocab("levir_cc", tmp_path, release)  # more than five times, in all splits
+    assert vocab.words[4:] == ["a", "appears", "lake"] and vocab.encode("a villa", 4) == [2, 4, 1, 3]
+    assert vocab.split("a " * 60) == ["a"] * 50
+    write(tmp_path / "LevirCCcaptions.json", {"images": [levir_image("restval", 1, "x")]})
+    with pytest.raises(ValueError, match=r"restval_000001.png is in split 'restval'"):
+        data.read_levir_cc(tmp_path)
+
+
+# ---- birds -----------------------------------------------------------------------------------------------------------
+
+
+def bird_row(before, after, split, text):
+    url = "https://static.inaturalist.org/photos/{}/large.jpg?15"
+    row = ["obs", url.format(before), "species", "base", "obs", url.format(after), "species", "visual", split, "1", text]
+    return "\t".join(row)
+
+
+BIRD_COLUMNS = ("img1ObservationURL img1ImgURL img1Species img1Selection img2ObservationURL img2ImgURL img2Species "
+                "img2Selection split annN description").replace(" ", "\t")  # fmt: skip
+
+
+def test_birds_to_words_reads_the_pairs_whose_photographs_are_here(tmp_path, capsys):
+    rows = [bird_row(1, 2, "train", 'Animal 1 is "big". Animal 2'), bird_row(1, 2, "train", "Both are red"),
+            bird_row(2, 1, "train", '"Animal 1 has no tail'), bird_row(1, 2, "val", "x"), bird_row(3, 1, "test", "long " * 90),
+            bird_row(3, 4, "test", "y")]  # fmt: skip
+    write(tmp_path / "birds-to-words-v1.0.tsv", "\n".join([BIRD_COLUMNS, *rows]))
+    with pytest.raises(ValueError, match=r"no pairs in train; .*train 0 of 2, val 0 of 1, test 0 of 2.*--manifest"):
+        data.read_birds_to_words(tmp_path)
+    for photo in (1, 2, 3):
+        write_picture(tmp_path / "images" / f"{photo}.jpg")
+    release = data.read_birds_to_words(tmp_path)
+    assert sizes(release) == {"train": 2, "val": 1, "test": 1} and "test 1 of 2" in release.notes[0]
+    assert release.notes[1:] == ["1 image pairs are both in train and val (1 items of val)"]
+    first, second = pairs(release, "train")  # the order of the images is part of the pair
+    assert first == data.Pair("1.jpg_2.jpg", "1.jpg", "2.jpg", ['animal 1 is " big " . animal 2', "both are red"])
+    assert (second.before, second.captions) == ("2.jpg", ['" animal 1 has no tail'])
+    vocab = data.build_vocab("birds_to_words", tmp_path, release)
+    assert len(vocab.encode(pairs(release, "test")[0].captions[0], 79)) == 79 and "long" not in vocab.ids
+    data.main(["birds_to_words", "--data_dir", str(tmp_path), "--manifest"])
+    assert "4 photographs, of which 3" in capsys.readouterr().out
+    lines = (tmp_path / "expected_images.tsv").read_text().splitlines()
+    assert lines[3] == "4.jpg\thttps://static.inaturalist.org/photos/4/large.jpg?15\tmissing" and len(lines) == 4
+    assert data.photo_file("https://elsewhere.org/a/b.jpeg") == "https-elsewhere-org-a-b-jpeg.jpg"
+
+
+def write_cub(root):
+    names = ["001.Gull/Gull_0001.jpg", "001.Gull/Gull_0002.jpg", "002.Tern/Tern_0001.jpg"]
+    write(root / "images.txt", "".join(f"{n} {name}\n" for n, name in enumerate(names, 1)))
+    write(root / "trainvalclasses.txt", "001.Gull\n")
+    write(root / "testclasses.txt", "002.Tern\n")
+    for name in names:
+        write_picture(root / "images" / name)
+        write(root / "text_c10" / name.replace(".jpg", ".txt"), "A white bird.\r\n\nthis bird, it has a red bill\n")
+        write(root / "text_c10" / name.replace(".jpg", ".t7"), "not text")
+
+
+def test_cub_has_single_images(tmp_path):
+    write_cub(tmp_path)
+    release = data.read_cub(tmp_path)
+    assert sizes(release) == {"train": 2, "val": 1, "test": 0}
+    assert pairs(release, "val")[0] == data.Pair("002.Tern/Tern_0001.jpg", "002.Tern/Tern_0001.jpg", None,
+                                                 ["a white bird .", "this bird , it has a red bill"])  # fmt: skip
+    write_features("cub", tmp_path)
+    dataset = data.load("cub", tmp_path)
+    (batch,), = dataset.train_batches(4, seed=0, epoch=0)
+    assert batch.single and batch.before.all() and not batch.after.any() and batch.after.shape == (2, *GRID)
+    before, after = dataset.images(dataset.pairs("val")[0])
+    assert before.size == after.size == (16, 12) and after.getextrema() == ((0, 0),) * 3
+    write(tmp_path / "testclasses.txt", "003.Auk\n")
+    with pytest.raises(ValueError, match=r"002.Tern of images.txt is neither in trainvalclasses.txt nor"):
+        data.read_cub(tmp_path)
+
+
+def write_nabirds(root):
+    files = {f"{n:08d}-aaaa": f"{c:04d}/{n:08d}aaaa.jpg" for n, c in enumerate((817, 295, 817, 1010, 295, 817))}
+    write(root / "images.txt", "".join(f"{i} {name}\n" for i, name in files.items()))
+    write(root / "image_class_labels.txt", "".join(f"{i} {int(name[:4])}\n" for i, name in files.items()))
+    write(root / "train_test_split.txt", "".join(f"{i} {int(i[7] != '5')}\n" for i in files))
+    write(root / "classes.txt", "0 Birds\n295 Ross's Goose\n817 House Finch (Adult Male)\n1010 Verdin\n")
+    for name in files.values():
+        write_picture(root / "images" / name)
+
+
+def test_nabirds_classes_are_the_leaves(tmp_path):
+    write_nabirds(tmp_path)
+    release = data.read_nabirds(tmp_path)
+    assert release.classes == ["Ross's Goose", "House Finch (Adult Male)", "Verdin"]
+    assert [c for _, c in release.images["train"]] == [1, 0, 1, 2, 0]
+    assert release.images["test"] == [("0817/00000005aaaa.jpg", 1)]
+    assert all(path.exists() for path in release.paths.values())
+    with pytest.raises(FileNotFoundError, match=r"run: python data.py nabirds"):
+        data.load_classified("nabirds", tmp_path)
+    names = sorted(release.paths)
+    x = np.random.default_rng(1).random((len(names), *GRID)).astype(np.float32)
+    data.write_features(tmp_path / "features.h5", names, [x], "resnet101-layer4", data.RESNET_PREPROCESSING)
+    again, features = data.load_classified("nabirds", tmp_path)
+    assert again == release and features.rows([release.images["train"][3][0]]).shape == (1, *GRID)
+    with pytest.raises(ValueError, match=r"nabirds has no captions"):
+        data.load("nabirds", tmp_path)
+
+
+def test_class_pairs_are_half_alike_and_a_function_of_the_seed():
+    images = [(f"{i}.jpg", i % 10) for i in range(200)] + [("alone.jpg", 99)]
+    made = data.class_pairs(images, seed=3)
+    assert made == data.class_pairs(images, seed=3) != data.class_pairs(images, seed=4)
+    assert [a for a, _ in made] == images and all(a != b for a, b in made)
+    alike = [a[1] == b[1] for a, b in made]
+    assert 99 <= sum(alike) <= 100 and not alike[-1]
+    with pytest.raises(ValueError, match=r"two classes"):
+        data.class_pairs(images[::10][:5], seed=0)
+
+
+# ---- your own pairs --------------------------------------------------------------------------------------------------
+
+
+def test_your_own_pairs_from_csv_and_json(tmp_path):
+    csv_file = "before,after,captions,split\na.png,b.png,The gate opened.| it is open,train\na.png,b.png,open now,train\n"
+    write(tmp_path / "pairs.csv", csv_file + 'c.png,sub/d.jpg,"red, then blue",val\nb.png,d.jpg,same,test\n')
+    release = data.read_pairs(tmp_path)
+    assert pairs(release, "train") == [
+        data.Pair("a.png b.png", "a.png", "b.png", ["The gate opened.", "it is open", "open now"])
+    ]
+    assert pairs(release, "val")[0].captions == ["red, then blue"]
+    assert release.paths["sub/d.jpg"] == tmp_path / "sub/d.jpg"
+    rows = [{"before": p.before, "after": p.after, "captions": p.captions, "split": split}
+            for split in data.SPLITS for p in pairs(release, split)]  # fmt: skip
+    write(tmp_path / "pairs.json", rows)
+    assert data.read_pairs(tmp_path) == release
+    write(tmp_path / "pairs.json", [rows[0] | {"id": "gate", "captions": "opened"}, *rows[1:]])
+    assert pairs(data.read_pairs(tmp_path), "train") == [data.Pair("gate", "a.png", "b.png", ["opened"])]
+    write(tmp_path / "pairs.json", rows[:2])
+    with pytest.raises(ValueError, match=r"no pairs in test"):
+        data.read_pairs(tmp_path)
+    write(tmp_path / "pairs.json", [rows[0] | {"captions": [" "]}])
+    with pytest.raises(ValueError, match=r"no captions for a.png b.png"):
+        data.read_pairs(tmp_path)
+    (tmp_path / "pairs.json").unlink()
+    write(tmp_path / "pairs.csv", "before,after,split\na,b,train\n")
+    with pytest.raises(ValueError, match=r"pairs.csv"):
+        data.read_pairs(tmp_path)
+    (tmp_path / "pairs.csv").unlink()
+    with pytest.raises(FileNotFoundError, match=r"neither pairs.json nor pairs.csv"):
+        data.read_pairs(tmp_path)
