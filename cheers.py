@@ -171,7 +171,9 @@ class Entities:
         On mini it is one that names the changed object and no other of the scene; elsewhere a subject of the pair's own
         references. Unchanged pairs, and pairs whose references have no subject, take no part."""
         same = dataset.kinds.get("no change", set())
-        pairs = [p for p in dataset.pairs(split) if p.id not in same] if self.phrases else []
+        pairs = [p for p in dataset.pairs(split) if p.id not in same]
+        if not self.phrases:
+            return {}
         if dataset.name == "mini":
             scenes, said = data.read_json(self.root / "scenes.json"), [data.parse_caption(p) for p in self.phrases]
             right = [[data.names_changed(x, scenes[str(int(p.id[:6]))]) for x in said] for p in pairs]

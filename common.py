@@ -232,14 +232,11 @@ def _comments(cls: type) -> dict[str, str]:
 
 
 def preset(Config: type, presets: dict[str, dict], released: dict, dataset: str, reading: str, cuda: bool):
-    """Config of a data set: defaults < presets[dataset] < presets[dataset + "@cuda"] on CUDA < the released reading, which
-    is `released` and, where data sets differ in it, presets[dataset + "@released"]."""
-    if dataset not in presets:
-        known = ", ".join(name for name in presets if "@" not in name)
-        raise ValueError(f"--dataset {dataset}: no preset of that name; choose one of {known}")
+    """Config of a data set: defaults < presets[dataset], where there is one < presets[dataset + "@cuda"] on CUDA < the
+    released reading, which is `released` and, where data sets differ in it, presets[dataset + "@released"]."""
     if reading == "released" and not released:
         raise ValueError("--reading released: the authors released no code; there is only --reading paper")
-    values = dict(presets[dataset], **(presets.get(dataset + "@cuda", {}) if cuda else {}))
+    values = dict(presets.get(dataset, {}), **(presets.get(dataset + "@cuda", {}) if cuda else {}))
     values |= released | presets.get(dataset + "@released", {}) if reading == "released" else {}
     return Config(**{"dataset": dataset, "reading": reading, "data_dir": f"data/{dataset}"} | values)
 
@@ -280,6 +277,9 @@ def parse_args(Config: type, presets: dict, released: dict, script: str, doc: st
     else:
         base = preset(Config, presets, released, args.dataset, args.reading, device.startswith("cuda"))
         base.out_dir, origin = out_dir, f"preset {base.dataset}, {base.reading} reading"
+        if args.dataset not in presets:
+            origin = f"no preset for {args.dataset}: those of every data set"
+            print(f"{origin}; the paper's own: {', '.join(name for name in presets if '@' not in name)}")
     base.device, comments = device, _comments(Config)
     parser = Parser(description=doc.splitlines()[0], allow_abbrev=False, parents=[commands])
     group = parser.add_argument_group(f"config (defaults: {origin})")

@@ -127,8 +127,9 @@ def test_flags_over_preset_over_defaults(tmp_path, capsys):
     assert cfg.out_dir == "runs/method-mini" and cfg.data_dir == "data/mini" and not do.resume
     assert common.preset(Config, presets, {}, "mini", "paper", cuda=True).width == 9
     assert parse("--device", "cpu", "--reading", "released")[0].width == 1
-    with pytest.raises(ValueError, match="no preset"):
-        parse("--dataset", "else")
+    other = parse("--dataset", "else", "--device", "cpu")[0]  # runs on the defaults, and says so
+    assert (other.lr, other.width, other.data_dir) == (Config.lr, 4, "data/else")
+    assert "no preset for else" in capsys.readouterr().out
     for wrong, message in (("--stepz=3", "--stepz"), ("--steps=x", "invalid int"), ("--device=no", "cannot be")):
         with pytest.raises(ValueError, match=message):
             parse(wrong)

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import write_features
 from PIL import Image
 from released import hashed
+from test_readers import write_clevr_dc
 
 import cheers
 import data
@@ -168,6 +170,17 @@ def test_a_run_leaves_what_it_should(method, prepared, tiny, tmp_path, capsys):
     assert "CIDEr" in capsys.readouterr().out
     run(method, "--eval", tmp_path / "run" / "best.pt", "--split", "val", "--device", "cpu")
     assert (tmp_path / "run" / "scores_val.json").exists()
+
+
+def test_a_data_set_of_one_pair_a_scene(method, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "find_java", lambda: None)  # METEOR takes most of an evaluation's time
+    write_clevr_dc(tmp_path / "dc")
+    write_features("clevr_dc", tmp_path / "dc")
+    run(method, *tiny, "--dataset", "clevr_dc", "--steps", "4", "--data_dir", tmp_path / "dc", "--out_dir", tmp_path / "run")
+    captions = json.loads((tmp_path / "run" / "captions_test.json").read_text())
+    assert [c["image_id"] for c in captions] == ["000010.png", "000011.png"]
+    assert set(json.loads((tmp_path / "run" / "scores_test.json").read_text())["scores"]) == {"total", "no change"}
+    assert (tmp_path / "run" / "samples.png").exists() and math.isfinite(losses(tmp_path / "run")[4]["total"])
 
 
 def test_resume_equals_no_interruption(method, prepared, tiny, tmp_path, monkeypatch):
