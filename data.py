@@ -368,7 +368,7 @@ def birds_urls(root: Path) -> dict[str, str]:
 
 def photo_file(url: str) -> str:
     """<photo id>.jpg of an iNaturalist address (.../photos/<photo id>/large.jpg?...), of another one all its letters."""
-    found = re.search(r"/photos/(\d+)/", url)
+    found = re.search(r"/photos/(\d+)", url)
     return f"{found[1] if found else re.sub('[^A-Za-z0-9]+', '-', url)}.jpg"
 
 
@@ -2138,7 +2138,7 @@ def prepare(name: str, root: Path, device: str) -> None:
     """features.h5 from the images, or from the authors' released .npy folders where those are; vocab.json."""
     release, extractor = DATASETS[name].read(root), DATASETS[name].extractor
     names = sorted(release.paths)
-    npy = {n: p.parents[1] / p.parent.name.replace("images", "features") / f"{n}.npy" for n, p in release.paths.items()}
+    npy = {n: p.parents[1] / p.parent.name.replace("images", "features") / f"{p.name}.npy" for n, p in release.paths.items()}
     absent = [p for p in npy.values() if not p.exists()]
     if 0 < len(absent) < len(npy):
         raise FileNotFoundError(f"no features at {absent[0]} ({len(absent)} of {len(npy)} missing); complete the released "

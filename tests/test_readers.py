@@ -1,6 +1,8 @@
 """A small release in every layout, read; the real annotation files, counted."""
 
 import json
+import re
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -362,3 +364,29 @@ def test_your_own_pairs_from_csv_and_json(tmp_path):
     (tmp_path / "pairs.csv").unlink()
     with pytest.raises(FileNotFoundError, match=r"neither pairs.json nor pairs.csv"):
         data.read_pairs(tmp_path)
+
+
+def blocks(title):
+    """The indented or fenced examples of a section of the README."""
+    readme = Path(data.__file__).with_name("README.md").read_text(encoding="utf-8")
+    section = readme.split(f"### {title}\n")[1].split("\n### ")[0]
+    indented = [textwrap.dedent(text) for text in re.findall(r"(?:^    .*\n)+", section.split("```")[0], re.M)]
+    return indented, re.findall(r"```python\n(.*?)```", section, re.S)
+
+
+def test_the_readmes_examples_of_your_own_pairs(tmp_path):
+    (csv_file, json_file, _), (reader,) = blocks("Your own pairs")
+    write(tmp_path / "pairs.csv", csv_file)
+    release = data.read_pairs(tmp_path)
+    assert sizes(release) == {"train": 2, "val": 1, "test": 1}
+    assert pairs(release, "train")[1].captions == ["a red car left, the van stayed", "the red car is gone"]
+    assert pairs(release, "train")[0] in [
+        data.Pair(f"{r['before']} {r['after']}", r["before"], r["after"], r["captions"]) for r in json.loads(json_file)
+    ]
+    namespace = vars(data) | {"DATASETS": {}}
+    exec(reader, namespace)
+    gates = {split: [["a.png", "b.png", "open"], ["c.png", "d.png", "open"]] for split in data.SPLITS}
+    write(tmp_path / "gates.json", gates)
+    source = namespace["DATASETS"]["gates"]
+    assert pairs(source.read(tmp_path), "val")[1] == data.Pair("c.png", "c.png", "d.png", ["open"])
+    assert source.read(tmp_path).notes and source.min_count == 2
