@@ -87,7 +87,10 @@ class Vocab:
         self.tokenizer, self.max_words = tokenizer, max_words
 
     @classmethod
-    def of(cls, captions: Iterable[str], min_count: int = 1, tokenizer: Callable = tokenize, max_words: int | None = None):
+    def of(
+        cls, captions: Iterable[str], min_count: int = 1, tokenizer: Callable = tokenize, max_words: int | None = None
+    ) -> "Vocab":
+        """Of the words that occur in the captions at least `min_count` times."""
         counts = Counter(word for caption in captions for word in tokenizer(caption))
         return cls(SPECIAL + sorted(w for w, n in counts.items() if n >= min_count), tokenizer, max_words)
 
@@ -330,7 +333,7 @@ def read_image_editing(root: Path) -> Release:
     pairs, paths = {}, {}
     for split, file in zip(SPLITS, ("train.json", "valid.json", "test.json"), strict=True):
         rows = read_rows(root / file, ("uid", "img0", "img1", "sents"))
-        pairs[split] = [Pair(r["uid"], r["img0"], r["img1"], captions_of(r, "sents", root / file)) for r in rows]
+        pairs[split] = [Pair(str(r["uid"]), r["img0"], r["img1"], captions_of(r, "sents", root / file)) for r in rows]
         paths |= {r[key]: root / "images" / r[key] for r in rows for key in ("img0", "img1")}
     return of_single_pairs(pairs, paths, {})
 

@@ -42,6 +42,19 @@ def write_clevr_dc(root):
     write(root / "split.json", {"train": list(range(8)), "val": [8, 9], "test": [10, 11]})
 
 
+def repack_clevr_dc(root):
+    """As DIRL's authors pad and rename."""
+    for i in range(12):
+        for old, new in (("bef", "images"), ("aft", "sc_images")):
+            (root / new).mkdir(exist_ok=True)
+            (root / old / f"{i}.png").rename(root / new / f"{i:06d}.png")
+    (root / "bef").rmdir()
+    captions = json.loads((root / "captions.json").read_text())
+    write(root / "change_captions.json", {f"{int(i):06d}.png": c for i, c in captions.items()})
+    (root / "captions.json").unlink()
+    (root / "split.json").rename(root / "splits.json")
+
+
 def test_clevr_dc_as_released_and_as_repacked(tmp_path):
     write_clevr_dc(tmp_path)
     release = data.read_clevr_dc(tmp_path)
@@ -51,15 +64,7 @@ def test_clevr_dc_as_released_and_as_repacked(tmp_path):
     )
     assert all(path.exists() for path in release.paths.values()) and len(release.paths) == 24
     assert release.kinds["no change"] == {"000010.png", "000011.png"} and release.kinds["add"] == {"000004.png", "000005.png"}
-    for i in range(12):  # as DIRL's authors pad and rename
-        for old, new in (("bef", "images"), ("aft", "sc_images")):
-            (tmp_path / new).mkdir(exist_ok=True)
-            (tmp_path / old / f"{i}.png").rename(tmp_path / new / f"{i:06d}.png")
-    (tmp_path / "bef").rmdir()
-    captions = json.loads((tmp_path / "captions.json").read_text())
-    write(tmp_path / "change_captions.json", {f"{int(i):06d}.png": c for i, c in captions.items()})
-    (tmp_path / "captions.json").unlink()
-    (tmp_path / "split.json").rename(tmp_path / "splits.json")
+    repack_clevr_dc(tmp_path)
     again = data.read_clevr_dc(tmp_path)
     assert pairs(again, "test")[1].before == "images/000011.png" and all(path.exists() for path in again.paths.values())
     assert [p.captions for p in pairs(again, "train")] == [p.captions for p in pairs(release, "train")]
@@ -68,6 +73,20 @@ def test_clevr_dc_as_released_and_as_repacked(tmp_path):
     write(tmp_path / "splits.json", {"train": [0, 12], "val": [5], "test": [11]})
     with pytest.raises(ValueError, match=r"change_captions.json: no captions for 12"):
         data.read_clevr_dc(tmp_path)
+
+
+def test_clevr_dc_is_prepared_from_released_features(tmp_path, capsys):
+    write_clevr_dc(tmp_path)
+    repack_clevr_dc(tmp_path)
+    for n, path in enumerate(sorted(tmp_path.glob("*images/*.png"))):
+        folder = tmp_path / path.parent.name.replace("images", "features")
+        folder.mkdir(exist_ok=True)
+        np.save(folder / f"{path.name}.npy", np.full(GRID, n, np.float32))
+    data.main(["clevr_dc", "--data_dir", str(tmp_path), "--device", "cpu"])
+    words = 4 + len("the a red blue green gray cube moved it ,".split())
+    assert f"24 images, {words} words" in capsys.readouterr().out
+    dataset = data.load("clevr_dc", tmp_path)
+    assert dataset.features.rows(["images/000003.png", "sc_images/000003.png"])[:, 0, 0, 0].tolist() == [3, 15]
 
 
 @real
