@@ -171,14 +171,13 @@ class Entities:
         On mini it is one that names the changed object and no other of the scene; elsewhere a subject of the pair's own
         references. Unchanged pairs, and pairs whose references have no subject, take no part."""
         same = dataset.kinds.get("no change", set())
-        pairs = [p for p in dataset.pairs(split) if p.id not in same]
-        if not self.phrases:
-            return {}
+        pairs = [p for p in dataset.pairs(split) if p.id not in same] if self.phrases else []
         if dataset.name == "mini":
             scenes, said = data.read_json(self.root / "scenes.json"), [data.parse_caption(p) for p in self.phrases]
             right = [[data.names_changed(x, scenes[str(int(p.id[:6]))]) for x in said] for p in pairs]
         else:
-            of_caption = data.caption_subjects(dataset.name, self.root, [c for p in pairs for c in p.captions])
+            captions = [c for p in pairs for c in p.captions]
+            of_caption = data.caption_subjects(dataset.name, self.root, captions) if pairs else {}
             own = {p.id: {x for c in p.captions for x in of_caption[c]} for p in pairs}
             pairs = [p for p in pairs if own[p.id]]
             right = [[phrase in own[p.id] for phrase in self.phrases] for p in pairs]
