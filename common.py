@@ -278,8 +278,8 @@ def parse_args(Config: type, presets: dict, released: dict, script: str, doc: st
         base = preset(Config, presets, released, args.dataset, args.reading, device.startswith("cuda"))
         base.out_dir, origin = out_dir, f"preset {base.dataset}, {base.reading} reading"
         if args.dataset not in presets:
-            origin = f"no preset for {args.dataset}: those of every data set"
-            print(f"{origin}; the paper's own: {', '.join(name for name in presets if '@' not in name)}")
+            origin = f"no preset for {args.dataset}"
+            print(f"{origin}: running on the defaults; presets: {', '.join(name for name in presets if '@' not in name)}")
     base.device, comments = device, _comments(Config)
     parser = Parser(description=doc.splitlines()[0], allow_abbrev=False, parents=[commands])
     group = parser.add_argument_group(f"config (defaults: {origin})")
