@@ -5,7 +5,8 @@
     python data.py clevr_change --data_dir D --check  what is there, missing or corrupt
     python data.py score --predictions P --references R
 
-A data set is a folder in its authors' release layout; `load` reads it into a Dataset, whose batches feed any method.
+A data set is a folder in its authors' release layout; `load` reads it into a Dataset, whose batches feed any method. The
+table DATASETS has a row for each.
 One feature file (features.h5) and one vocabulary (vocab.json) are added to the folder. Nothing is downloaded at import.
 """
 
@@ -265,7 +266,7 @@ def read_clevr_dc(root: Path) -> Release:
         if not key.split(".")[0].isdecimal():
             raise ValueError(f"{texts_file}: the key {key!r} is no number; expected ids such as 12 or 000012.png")
         texts[int(key.split(".")[0])] = captions
-    folders = ("bef", "aft") if (root / "bef").exists() or not (root / "images").exists() else ("images", "sc_images")
+    folders = ("images", "sc_images") if (root / "sc_images").exists() else ("bef", "aft")
     padded = folders[0] == "images" or any((root / "bef" / f"{i:06d}.png").exists() for i in splits["train"][:1])
     pairs, paths, count = {split: [] for split in SPLITS}, {}, sum(map(len, splits.values()))
     known = count % 6 == 0 and {i for ids in splits.values() for i in ids} == set(range(count))
