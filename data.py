@@ -328,14 +328,14 @@ def read_spot_the_diff(root: Path, multi: bool = False) -> Release:
 
 
 def read_image_editing(root: Path) -> Release:
-    """Image Editing Request (Tan et al., ACL 2019): {train,valid,test}.json, whose base names lie in images/.
+    """Image Editing Request (Tan et al., ACL 2019): {train,valid,test}.json, and the pictures in images/ or beside them.
 
     An item is a uid: the same two images may be several items, some of them in two splits; the official split stays."""
-    pairs, paths = {}, {}
+    pairs, paths, folder = {}, {}, root / "images" if (root / "images").exists() else root
     for split, file in zip(SPLITS, ("train.json", "valid.json", "test.json"), strict=True):
         rows = read_rows(root / file, ("uid", "img0", "img1", "sents"))
         pairs[split] = [Pair(str(r["uid"]), r["img0"], r["img1"], captions_of(r, "sents", root / file)) for r in rows]
-        paths |= {r[key]: root / "images" / r[key] for r in rows for key in ("img0", "img1")}
+        paths |= {r[key]: folder / r[key] for r in rows for key in ("img0", "img1")}
     return of_single_pairs(pairs, paths, {})
 
 

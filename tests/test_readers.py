@@ -196,6 +196,9 @@ def test_image_editing_request_is_keyed_by_uid(tmp_path):
     assert [p.id for p in pairs(release, "train")] == ["A_1", "A_2"] and set(release.paths) == {
         "a.jpg", "b.jpg", "c.gif", "d.png"}  # fmt: skip
     assert release.notes == ["1 image pairs are both in val and test (1 items of test)"]
+    assert release.paths["c.gif"] == tmp_path / "c.gif"
+    (tmp_path / "images").mkdir()
+    assert data.read_image_editing(tmp_path).paths["c.gif"] == tmp_path / "images" / "c.gif"
     assert data.tokenize_lower(" Crop, PLEASE... it's  50%") == ["crop", ",", "please", "...", "it", "'", "s", "50", "%"]
     (tmp_path / "test.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"test.json is missing"):
