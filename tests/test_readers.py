@@ -410,5 +410,5 @@ def test_the_readmes_examples_of_your_own_pairs(tmp_path):
     gates = {split: [["a.png", "b.png", "open"], ["c.png", "d.png", "open"]] for split in data.SPLITS}
     write(tmp_path / "gates.json", gates)
     source = namespace["DATASETS"]["gates"]
-    assert pairs(source.read(tmp_path), "val")[1] == data.Pair("c.png", "c.png", "d.png", ["open"])
+    assert pairs(source.read(tmp_path), "val")[1] == data.Pair("c.png d.png", "c.png", "d.png", ["open"])
     assert source.read(tmp_path).notes and source.min_count == 2
