@@ -960,8 +960,8 @@ def _free_place(rng: np.random.Generator, radius: float, others: list[dict]) -> 
     return None
 
 
-def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int]) -> tuple[list, list, int] | None:
-    """Objects before, objects after, and the changed one's index (for add: in the objects after).
+def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int]) -> tuple[list, list, int | None] | None:
+    """Objects before, objects after, and the changed one's index (for add: in the objects after; for same: None).
 
     Attribute quadruples are unique in both scenes, so that every object can be told by words. None: no luck.
     """
@@ -977,6 +977,8 @@ def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int])
             return None
         half = RADIUS[item["size"]] * (0.8 if item["shape"] == "cube" else 1)
         scene.append(item | {"xyz": [*place, half], "turn": rng.uniform(0, np.pi / 2)})
+    if kind == "same":
+        return scene, scene, None
     if kind == "add":
         return scene[:-1], scene, count - 1
     changed = int(rng.integers(count))
@@ -995,13 +997,20 @@ def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int])
     return scene, [*scene[:changed], new, *scene[changed + 1:]], changed
 
 
-def _sample_cameras(rng: np.random.Generator, count: int, jitter: float) -> dict[str, np.ndarray]:
-    """Cameras and lights: eye, right, up, forward, light (unit, towards it), each (3, count), and gain (count,)."""
+def _sample_cameras(
+    rng: np.random.Generator, count: int, jitter: float, around: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """Cameras and lights: eye, right, up, forward, light (unit, towards it), each (3, count), and gain (count,).
+    around (count,) bool: which cameras are then carried round the table to anywhere; the lights stay."""
     def unit(v: np.ndarray) -> np.ndarray:
         return v / np.linalg.norm(v, axis=0)
 
     eye = np.array([[7], [-7], [6]]) + jitter * rng.uniform(-1, 1, (3, count))
     target = np.array([[0], [0], [0.3]]) + 0.25 * jitter * rng.uniform(-1, 1, (3, count)) * [[1], [1], [0.5]]
+    if around is not None:
+        angle = around * rng.uniform(0, 2 * np.pi, count)
+        eye, target = (np.stack([np.cos(angle) * x - np.sin(angle) * y, np.sin(angle) * x + np.cos(angle) * y, z])
+                       for x, y, z in (eye, target))
     forward = unit(target - eye)
     right = unit(np.stack([forward[1], -forward[0], 0 * forward[0]]))  # forward x z
     camera = {"eye": eye, "right": right, "up": np.cross(right, forward, axis=0), "forward": forward,
@@ -1230,48 +1239,59 @@ def _captions(kind: str, before: list[dict], after: list[dict], changed: int, ri
 # ---- mini: files ----
 
 
-def _render_chunk(root: Path, first: int, kinds: list[str], objects: tuple[int, int], seed: list[int]) -> list[dict]:
+MINI_VIEWS = tuple(CLEVR_FOLDERS)  # before, after, and before once more as the distractor
+DC_VIEWS = ("bef", "aft")  # the second from anywhere around the table
+
+
+def _render_chunk(
+    root: Path, views: tuple[str, ...], first: int, kinds: list[str], objects: tuple[int, int], seed: list[int]
+) -> list[dict]:
     """Draws scenes first, first + 1, ... of these kinds, writes their pictures, returns all that is known of them.
 
-    A scene is drawn anew until every object shows, in all three pictures, more than 16 pixels and 40 % of itself.
+    A scene is drawn anew until every object shows, in all its pictures, more than 16 pixels and 40 % of itself.
     """
-    rng = np.random.default_rng(seed)
+    rng, v = np.random.default_rng(seed), len(views)
     records: dict[int, dict] = {}
     while waiting := [i for i in range(len(kinds)) if i not in records][:12]:  # 36 pictures fit the processor's caches
         drafts = []
         for i in waiting:
-            while (draft := _sample_scene(rng, kinds[i], objects)) is None:
+            few, many = objects
+            if kinds[i] == "move" and views == DC_VIEWS:  # from anywhere, nobody could tell which of two objects moved
+                few, many = max(few, 3), max(many, 3)
+            while (draft := _sample_scene(rng, kinds[i], (few, many))) is None:
                 pass
             drafts.append((i, draft))
-        pictures = [scene for _, (before, after, _) in drafts for scene in (before, after, before)]
-        camera = _sample_cameras(rng, len(pictures), 2.5)
+        pictures = [scene for _, (before, after, _) in drafts for scene in (before, after, before)[:v]]
+        around = np.arange(len(pictures)) % 2 == 1 if views == DC_VIEWS else None
+        camera = _sample_cameras(rng, len(pictures), 2.5, around)
         images, boxes, area, part = _render(pictures, camera)
         starts = np.cumsum([0] + [len(picture) for picture in pictures])
         shown = (area > 16) & (part > 0.4)
         for n, (i, (before, after, changed)) in enumerate(drafts):
-            if not shown[starts[3 * n]: starts[3 * n + 3]].all():
+            if not shown[starts[v * n]: starts[v * n + v]].all():
                 continue
-            views = {}
-            for view, name in enumerate(CLEVR_FOLDERS, 3 * n):
+            seen = {}
+            for view, name in enumerate(views, v * n):
                 Image.fromarray(images[view]).save(_picture(root, name, first + i), compress_level=1)
                 where = boxes[starts[view]: starts[view + 1]].tolist()
-                views[name] = [{key: item[key] for key in ATTRIBUTES}
-                               | {"box": box, "xyz": [round(value, 3) for value in item["xyz"]]}
-                               for item, box in zip(pictures[view], where, strict=True)]
+                seen[name] = [{key: item[key] for key in ATTRIBUTES}
+                              | {"box": box, "xyz": [round(value, 3) for value in item["xyz"]]}
+                              for item, box in zip(pictures[view], where, strict=True)]
             # In both pictures, without the object that is in one only, the objects have the same order.
-            both = [[item["box"] for j, item in enumerate(views[name]) if j != changed or kinds[i] != only]
-                    for name, only in (("default", "drop"), ("semantic", "add"))]
-            eyes = (1, 1) if kinds[i] == "add" else (0, 2)  # whose left and right: default and nonsemantic view
+            both = [[item["box"] for j, item in enumerate(seen[name]) if j != changed or kinds[i] != only]
+                    for name, only in zip(views, ("drop", "add"), strict=False)]
+            # Whose left and right a caption tells: the view before, and in mini the distractor's, which may stand for it.
+            eyes = () if kinds[i] == "same" else ((1, 1) if kinds[i] == "add" else (0, 2))[: v - 1]
             records[i] = {
-                "type": kinds[i], "changed": changed, "objects": views,
+                "type": kinds[i], "changed": changed, "objects": seen,
                 "iou": round(float(np.mean([_box_iou(*pair) for pair in zip(*both, strict=True)])), 4),
-                "change": [_captions(kinds[i], before, after, changed, camera["right"][:, 3 * n + e]) for e in eyes],
+                "change": [_captions(kinds[i], before, after, changed, camera["right"][:, v * n + e]) for e in eyes],
                 "same": rng.permutation(NO_CHANGE)[:6].tolist()}
     return [records[i] for i in range(len(kinds))]
 
 
 def _picture(root: Path, view: str, scene: int) -> Path:
-    return root / CLEVR_FOLDERS[view] / f"CLEVR_{view}_{scene:06d}.png"
+    return root / view / f"{scene}.png" if view in DC_VIEWS else root / CLEVR_FOLDERS[view] / f"CLEVR_{view}_{scene:06d}.png"
 
 
 def _box_iou(a: list[int], b: list[int]) -> float:
@@ -1281,56 +1301,89 @@ def _box_iou(a: list[int], b: list[int]) -> float:
     return common / (a[2] * a[3] + b[2] * b[3] - common)
 
 
-def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (2, 4), seed: int = 0) -> None:
-    """Draws the data set into the folder root, laid out as CLEVR-Change's release is, plus scenes.json (the truth).
+def _render_all(root: Path, views: tuple[str, ...], plan: list[tuple[list[str], list[int]]], objects: tuple[int, int]) -> list:
+    """Draws scenes 0, 1, ... into root: of each part of the plan the kinds of its scenes and its seed. -> their records.
 
-    scenes: how many for each split, e.g. {"train": 5000, "val": 250, "test": 500}, numbered on in this order; each
-    split has the five changes equally often. objects: fewest and most in the picture before. The files are a function
-    of the arguments alone: every chunk of 100 scenes has a random stream of its own.
-    change_captions.json also holds, under the names of the nonsemantic pictures, the captions for when these are the
-    picture before: left and right are the viewer's.
-    """
+    The files are a function of the arguments alone: every chunk of 100 scenes has a random stream of its own."""
     if not 2 <= objects[0] <= objects[1] <= 6:
         raise ValueError(f"a scene takes 2 to 6 objects (more would hide one another), not {objects}")
-    for folder in CLEVR_FOLDERS.values():
-        (root / folder).mkdir(parents=True, exist_ok=True)
-    jobs, splits, first = [], {}, 0
-    for number, (split, count) in enumerate(scenes.items()):
-        # The last number tells the streams apart; it must not be 0, as numpy ignores zeros at the end of a seed.
-        order = np.random.default_rng([seed, number, 1]).permutation(count) % len(KINDS)
-        splits[split] = list(range(first, first + count))
-        for start in range(0, count, 100):
-            kinds = [KINDS[i] for i in order[start: start + 100]]
-            jobs.append((root, first + start, kinds, objects, [seed, number, 2 + start // 100]))
-        first += count
-    records = []
+    for view in views:
+        _picture(root, view, 0).parent.mkdir(parents=True, exist_ok=True)
+    jobs, records, first = [], [], 0
+    for kinds, seed in plan:
+        for start in range(0, len(kinds), 100):
+            # The last number must not be 0, as numpy ignores zeros at the end of a seed.
+            jobs.append((root, views, first + start, kinds[start: start + 100], objects, [*seed, 2 + start // 100]))
+        first += len(kinds)
     with ThreadPoolExecutor(os.cpu_count()) as pool, tqdm(None, "render", first, unit="scene", disable=None) as bar:
         for chunk in pool.map(lambda job: _render_chunk(*job), jobs):  # numpy lets threads run side by side
             records += chunk
             bar.update(len(chunk))
+    return records
+
+
+def _write_files(root: Path, views: tuple[str, ...], records: list[dict], files: dict[str, dict]) -> None:
+    """The files of a layout; and, alike in every layout, scenes.json (the truth) and the changed objects' boxes."""
+    def box(record: dict, view: str, absent: str) -> list[int] | None:
+        return None if record["type"] in (absent, "same") else record["objects"][view][record["changed"]]["box"]
+
+    truth = ("type", "changed", "iou", "objects")
+    files = files | {
+        "scenes": {str(i): {key: record[key] for key in truth} for i, record in enumerate(records)},
+        "change_captions_with_bbox": {str(i): {"bbox_before": box(record, views[0], "add"),
+                                               "bbox_after": box(record, views[1], "drop")}
+                                      for i, record in enumerate(records)},
+        "change_captions_by_IOU": {str(i): record["iou"] for i, record in enumerate(records)},
+    }
+    for name, content in files.items():
+        (root / f"{name}.json").write_text(json.dumps(content, separators=(",", ":")))
+
+
+def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (2, 4), seed: int = 0) -> None:
+    """Draws mini into the folder root, laid out as CLEVR-Change's release is, plus scenes.json.
+
+    scenes: how many for each split, e.g. {"train": 5000, "val": 250, "test": 500}, numbered on in this order; each
+    split has the five changes equally often. objects: fewest and most in the picture before.
+    change_captions.json also holds, under the names of the nonsemantic pictures, the captions for when these are the
+    picture before: left and right are the viewer's.
+    """
+    plan, splits, first = [], {}, 0
+    for number, (split, count) in enumerate(scenes.items()):
+        order = np.random.default_rng([seed, number, 1]).permutation(count) % len(KINDS)
+        plan.append(([KINDS[i] for i in order], [seed, number]))
+        splits[split] = list(range(first, first + count))
+        first += count
+    records = _render_all(root, MINI_VIEWS, plan, objects)
 
     def default(i: int) -> str:
         return _picture(root, "default", i).name
 
-    def box(record: dict, view: str, absent: str) -> list[int] | None:
-        return None if record["type"] == absent else record["objects"][view][record["changed"]]["box"]
-
-    files = {
+    _write_files(root, MINI_VIEWS, records, {
         "change_captions": {_picture(root, view, i).name: record["change"][n] for n, view in enumerate(
             ("default", "nonsemantic")) for i, record in enumerate(records)},
         "no_change_captions": {default(i): record["same"] for i, record in enumerate(records)},
         "splits": splits,
         "type_mapping": {kind: [f"{i:06d}.png" for i, record in enumerate(records) if record["type"] == kind]
                          for kind in KINDS},
-        "change_captions_with_bbox": {str(i): {"bbox_before": box(record, "default", "add"),
-                                               "bbox_after": box(record, "semantic", "drop")}
-                                      for i, record in enumerate(records)},
-        "change_captions_by_IOU": {str(i): record["iou"] for i, record in enumerate(records)},
-        "scenes": {str(i): {key: record[key] for key in ("type", "changed", "iou", "objects")}
-                   for i, record in enumerate(records)},
-    }
-    for name, content in files.items():
-        (root / f"{name}.json").write_text(json.dumps(content, separators=(",", ":")))
+    })
+
+
+def render_mini_dc(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (2, 4), seed: int = 0) -> None:
+    """Draws mini_dc into the folder root, laid out as CLEVR-DC's release is, plus scenes.json and boxes: one pair a scene,
+    the picture after from anywhere around the table.
+
+    scenes as for render_mini, rounded up to a multiple of 6. As in CLEVR-DC, ids come in six blocks, one for each of the
+    five changes and the last for none, each with its training, validation and test scenes in this order."""
+    plan, splits, first = [], {split: [] for split in scenes}, 0
+    for k, kind in enumerate((*KINDS, "same")):
+        for number, (split, count) in enumerate(scenes.items()):
+            count = -(-count // 6)
+            plan.append(([kind] * count, [seed, number, k]))
+            splits[split] += range(first, first + count)
+            first += count
+    records = _render_all(root, DC_VIEWS, plan, objects)
+    captions = {str(i): (record["change"] or [record["same"]])[0] for i, record in enumerate(records)}
+    _write_files(root, DC_VIEWS, records, {"captions": captions, "split": splits})
 
 
 def parse_caption(text: str) -> dict[str, str | None]:
@@ -1360,7 +1413,8 @@ def parse_caption(text: str) -> dict[str, str | None]:
 
 def _described(truth: dict) -> tuple[list[dict], dict]:
     """The objects of the scene that captions speak of (the one before, for add the one after), and the changed one of them."""
-    scene = truth["objects"]["semantic" if truth["type"] == "add" else "default"]
+    before, after = list(truth["objects"].values())[:2]
+    scene = after if truth["type"] == "add" else before
     return scene, scene[truth["changed"]]
 
 
@@ -1375,7 +1429,8 @@ def names_changed(said: dict[str, str | None], truth: dict) -> bool:
 def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]:
     """What share of captions, in per cent, is right about the scene; scenes: the content of scenes.json.
 
-    predictions: image id -> caption, "000001.png" for (default, semantic), "000001.png_n" for (default, nonsemantic).
+    predictions: image id -> caption, "000001.png" for (default, semantic) or (bef, aft), "000001.png_n" for (default,
+    nonsemantic).
     - "change type": changed pairs whose caption tells the kind of change; "distractors": unchanged pairs captioned
       as unchanged; "new value": colour and material changes whose new value is told.
     - "all four": changed pairs whose caption names exactly the changed object: all that it says of it is true, and
@@ -1387,7 +1442,7 @@ def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]
         "change type", "distractors", *ATTRIBUTES, "all four", "new value")}
     for key, text in predictions.items():
         said, truth = parse_caption(text), scenes[str(int(key[:6]))]
-        if key.endswith("_n"):
+        if key.endswith("_n") or truth["type"] == "same":
             right["distractors"].append(said["type"] == "same")
             continue
         item, exact = _described(truth)[1], names_changed(said, truth)
@@ -1397,7 +1452,7 @@ def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]
         for name in ATTRIBUTES:
             right[name].append(named[name] == item[name] if name in named else exact)
         if truth["type"] in ATTRIBUTES:
-            new = truth["objects"]["semantic"][truth["changed"]]
+            new = list(truth["objects"].values())[1][truth["changed"]]
             right["new value"].append(said["value"] == new[truth["type"]])
     return {name: round(100 * float(np.mean(hits)), 2) if hits else math.nan for name, hits in right.items()}
 
@@ -1440,14 +1495,19 @@ class MiniCNN(nn.Module):
         return F.layer_norm(self.blocks(self.stem(x)).movedim(1, -1) + self.pattern, (128,)).movedim(-1, 1)
 
 
+def _scene_ids(root: Path, split: str) -> list[int]:
+    """The scenes of a split, in either layout."""
+    return read_json(root / ("splits.json" if (root / "splits.json").exists() else "split.json"))[split]
+
+
 def _attribute_data(root: Path, split: str) -> tuple[Tensor, Tensor]:
     """All pictures of a split, (M, 3, 64, 64) uint8, and what stands in each cell of the 8 x 8 grid, (M, 4, 8, 8).
 
     The second holds the index of size, color, material and shape where an object's box has its centre, else -100,
     which cross_entropy ignores. Of two objects in a cell, the nearer (lower) one stays.
     """
-    scenes = json.loads((root / "scenes.json").read_text())
-    chosen = [(i, view) for i in json.loads((root / "splits.json").read_text())[split] for view in CLEVR_FOLDERS]
+    scenes = read_json(root / "scenes.json")
+    chosen = [(i, view) for i in _scene_ids(root, split) for view in scenes[str(i)]["objects"]]
     images = torch.empty(len(chosen), 3, 64, 64, dtype=torch.uint8)
     cells = torch.full((len(chosen), len(ATTRIBUTES), 8, 8), -100)
     for n, (i, view) in enumerate(chosen):
@@ -1786,8 +1846,8 @@ def encode_prompted(clip, tokens: Tensor, prompt: Tensor | None = None) -> Tenso
 def _object_rows(root: Path, split: str) -> Tensor:
     """(M, K, 4): which size, color, material and shape the objects of every picture have, -1 where there are fewer than K;
     pictures in the order of _attribute_data."""
-    scenes, splits = read_json(root / "scenes.json"), read_json(root / "splits.json")
-    pictures = [scenes[str(i)]["objects"][view] for i in splits[split] for view in CLEVR_FOLDERS]
+    scenes = read_json(root / "scenes.json")
+    pictures = [picture for i in _scene_ids(root, split) for picture in scenes[str(i)]["objects"].values()]
     rows = torch.full((len(pictures), max(map(len, pictures)), len(ATTRIBUTES)), -1)
     for n, picture in enumerate(pictures):
         for k, item in enumerate(picture):
@@ -1883,7 +1943,7 @@ def mini_clip_auc(clip, root: Path, split: str = "test") -> dict[str, float]:
 def prepare_mini_clip(root: Path, device: str = "cpu") -> None:
     """root/clip.pt: the small CLIP of this data set. Only methods that use it make it, on first use."""
     print(f"training a small CLIP on the pictures of {root}, once")
-    clip = train_mini_clip(root, steps=min(580, 5 + len(read_json(root / "splits.json")["train"]) // 8), device=device)
+    clip = train_mini_clip(root, steps=min(580, 5 + len(_scene_ids(root, "train")) // 8), device=device)
     auc = mini_clip_auc(clip, root)
     print("clip.pt: test pictures prefer the names of their objects in", ", ".join(f"{n} {v:.1%}" for n, v in auc.items()))
     torch.save({"config": MINI_CLIP, "model": clip.state_dict()}, root / "clip.pt.partial")

@@ -139,6 +139,44 @@ def test_files_follow_the_release(mini):
             assert w * h > 16 and x >= 0 and y >= 0 and x + w <= 64 and y + h <= 64
 
 
+def test_mini_dc_follows_clevr_dc_and_looks_from_anywhere(tmp_path):
+    data.render_mini_dc(tmp_path, {"train": 31, "val": 6, "test": 12}, seed=3)
+    names = ("split", "captions", "scenes", "change_captions_with_bbox")
+    splits, captions, scenes, boxes = (json.loads((tmp_path / f"{name}.json").read_text()) for name in names)
+    assert {split: len(ids) for split, ids in splits.items()} == {"train": 36, "val": 6, "test": 12}  # multiples of 6
+    assert sorted(i for ids in splits.values() for i in ids) == list(range(54)) and list(captions) == [str(i) for i in range(54)]
+    for i in range(54):  # six blocks, each with its train, val and test
+        assert scenes[str(i)]["type"] == (*data.KINDS, "same")[i // 9]
+        assert i in splits["train" if i % 9 < 6 else "val" if i % 9 < 7 else "test"]
+        assert all(Image.open(tmp_path / folder / f"{i}.png").size == (64, 64) for folder in ("bef", "aft"))
+        before, after = scenes[str(i)]["objects"].values()
+        kind, changed = scenes[str(i)]["type"], scenes[str(i)]["changed"]
+        assert len(captions[str(i)]) == 6 and len(after) - len(before) == {"add": 1, "drop": -1}.get(kind, 0)
+        assert kind != "move" or len(before) > 2  # of two objects, nobody could tell which one moved
+        lacks = [box is None for box in boxes[str(i)].values()]
+        assert lacks == {"add": [True, False], "drop": [False, True], "same": [True, True]}.get(kind, [False, False])
+        for text in captions[str(i)]:
+            scores = data.mini_accuracy({f"{i:06d}.png": text}, scenes)
+            assert all(score == 100 or np.isnan(score) for score in scores.values())
+            assert np.isnan(scores["distractors" if kind != "same" else "change type"])
+            if " of the " in text and "front" not in text:  # left and right as the picture before (after for add) shows them
+                scene, (side, other) = after if kind == "add" else before, text.split("that is ")[1].split(" of the ")
+                other = data.parse_caption(other)
+                there = [o for n, o in enumerate(scene) if n != changed and all(
+                    other[name] in (None, o[name]) for name in data.ATTRIBUTES)]
+                x = [o["box"][0] + o["box"][2] / 2 for o in (scene[changed], there[0])]
+                assert len(there) == 1 and (x[0] < x[1]) == (side == "left")
+
+
+def test_cameras_are_carried_all_around_the_table():
+    around = np.arange(400) % 2 == 1
+    camera = data._sample_cameras(np.random.default_rng(0), 400, 2.5, around)
+    quarter = np.floor(np.arctan2(camera["eye"][1], camera["eye"][0]) / (np.pi / 2)).astype(int)
+    assert set(quarter[~around]) == {-1} and np.bincount(quarter[around] + 2).min() > 35  # of 200, 50 in each
+    toward = -camera["eye"] / np.linalg.norm(camera["eye"], axis=0)
+    assert ((toward * camera["forward"]).sum(0) > 0.97).all()  # the table stays in sight
+
+
 def test_a_scene_is_drawn_anew_where_an_object_hides(tmp_path, monkeypatch):
     drawn, render = [], data._render
 
