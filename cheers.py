@@ -633,17 +633,20 @@ def evaluate(
     printed and written with captions and sample pictures."""
     model.eval()
     captions: dict[str, str] = {}
+    maps: dict = {}  # pair id -> attention
     batches = -(-len(dataset.pairs(split)) // cfg.eval_batch)
     for batch in tqdm(dataset.eval_batches(split, cfg.eval_batch), split, batches, disable=None, leave=False):
         batch = batch.to(cfg.device)
         ids = model.generate(batch.before, batch.after, entities(batch), sample=cfg.val_decode == "sample" and out_dir is None)
         captions |= zip(batch.ids, dataset.vocab.decode(ids), strict=True)
+        if out_dir and dataset.release.boxes:
+            maps |= zip(batch.ids, model.attention_map(batch.before, batch.after, ids, entities(batch)), strict=True)
     if out_dir is None:
         model.train()
-        return data.score(captions, dataset.references(split), quick=True)["scores"]["total"]
+        return dataset.score(split, captions, quick=True)["scores"]["total"]
     out_dir.mkdir(parents=True, exist_ok=True)
     data.write_predictions(out_dir / f"captions_{split}.json", captions)
-    result = data.score(captions, dataset.references(split), dataset.groups(split)) | dataset.report(captions)
+    result = dataset.score(split, captions) | dataset.report(split, captions, maps)
     result |= entities.report(dataset, split)
     (out_dir / f"scores_{split}.json").write_text(json.dumps(result, indent=1) + "\n")
     print(data.format_scores(result))

@@ -50,6 +50,7 @@ MINI_PREPROCESSING = "RGB, 64x64 bicubic with antialiasing, /127.5 - 1"
 RELEASED_FEATURES = "the authors' released .npy files"
 
 SPLITS = ("train", "val", "test")
+EMBEDDED = ("mini", "mini_dc")  # rendered here, with features of a small CNN; what is in every scene is known
 # The table of data sets, DATASETS, stands behind the readers it names.
 
 # ---- vocabulary ------------------------------------------------------------------------------------------------------
@@ -860,7 +861,8 @@ class Dataset:
         overlap = self.release.overlap
         by_overlap = sorted((p.id for p in self.pairs(split) if p.id in overlap), key=overlap.get)
         n, names = len(by_overlap), ("hardest", "2nd", "3rd", "easiest")
-        quarters = {f"view: {name} quarter": set(by_overlap[i * n // 4 : (i + 1) * n // 4]) for i, name in enumerate(names)}
+        ends = (0, n // 4, n // 2, n - n // 4, n)  # the outer two hold int(n / 4) pairs, as in the field's scripts
+        quarters = {f"view: {name} quarter": set(by_overlap[ends[i] : ends[i + 1]]) for i, name in enumerate(names)}
         return self.release.groups | (quarters if n else {})
 
     def examples(self, split: str, count: int) -> dict[str, list[Pair]]:
@@ -873,11 +875,33 @@ class Dataset:
         before = read_image(self.paths[pair.before])
         return before, read_image(self.paths[pair.after]) if pair.after else Image.new("RGB", before.size)
 
-    def report(self, captions: dict[str, str]) -> dict:
-        """What can be said of captions where the truth behind them is known: the embedded data set's accuracies."""
-        if self.name != "mini":
-            return {}
-        return {"accuracy": mini_accuracy(captions, read_json(self.root / "scenes.json"))}
+    def score(self, split: str, captions: dict[str, str], quick: bool = False) -> dict:
+        """Scores of a split's captions as the data set's published tables have them: over its groups, and where these tables
+        did without the PTB tokenizer, over the words of its vocabulary's rule. quick: few metrics, no groups."""
+        references, tokens = self.references(split), DATASETS[self.name].tokens
+        if tokens != "ptb":
+            references = {i: [" ".join(self.vocab.tokenizer(c)) for c in texts] for i, texts in references.items()}
+        return score(captions, references, {} if quick else self.groups(split), quick, tokens, self.vocab.ids)
+
+    def report(self, split: str, captions: dict[str, str], maps: dict) -> dict:
+        """What else the captions of a split and the attention behind them show, in %, where the data set knows the truth.
+
+        "accuracy": the embedded data sets' accuracies; elsewhere, where pairs are known to be unchanged, how many changed and
+        how many unchanged pairs are recognised: a caption says that nothing changed if it is one that training pairs without
+        change have. "pointing": the pointing game, see pointing_scores; maps: pair id -> attention (H, W), or name -> map."""
+        found, same = {}, self.kinds.get("no change")
+        if self.name in EMBEDDED:
+            found["accuracy"] = mini_accuracy(captions, read_json(self.root / "scenes.json"))
+        elif same:
+            denials = {" ".join(self.vocab.split(c)) for p in self.pairs("train") if p.id in same for c in p.captions}
+            right = {"change recognised": [c not in denials for i, c in captions.items() if i not in same],
+                     "no change recognised": [c in denials for i, c in captions.items() if i in same]}  # fmt: skip
+            found["accuracy"] = {name: round(100 * sum(x) / len(x), 2) for name, x in right.items() if x}
+        boxed = [(p.id, box, self.paths[name]) for p in self.pairs(split) if p.id in maps and p.id in self.release.boxes
+                 for box, name in zip(self.release.boxes[p.id], (p.before, p.after), strict=True) if box]  # fmt: skip
+        if boxed:
+            found["pointing"] = pointing_scores(maps, boxed, self.groups(split))
+        return found
 
     def check_state(self, state: dict) -> None:
         """ValueError where a checkpoint was trained on other features or another vocabulary than these."""
@@ -888,7 +912,7 @@ class Dataset:
 
     def state(self) -> dict:
         """What a checkpoint needs to caption any two pictures without the data set."""
-        net = mini_cnn_state(self.root) if self.name == "mini" else None
+        net = mini_cnn_state(self.root) if self.name in EMBEDDED else None
         return {
             "vocab": self.vocab.words, "grid": self.grid, "max_len": self.max_len,
             "extractor": {"name": self.features.extractor, "state": net},
@@ -930,7 +954,7 @@ def load_classified(name: str, root: str | Path, where: str = "auto", device: st
 
 def check_features(name: str, root: Path, features: Features) -> None:
     """ValueError where a feature file was made by another extractor or with other preprocessing than the data set's."""
-    wanted = mini_cnn_name(mini_cnn_state(root)) if name == "mini" else DATASETS[name].extractor
+    wanted = mini_cnn_name(mini_cnn_state(root)) if name in EMBEDDED else DATASETS[name].extractor
     if features.extractor != wanted or features.preprocessing not in DATASETS[name].preprocessing:
         raise ValueError(f"{features.path} was made by {features.extractor} ({features.preprocessing}), not by {wanted}; "
                          f"remove it and run: {prepare_command(name, root)}")  # fmt: skip
@@ -1605,7 +1629,7 @@ def language(dataset_name: str):
     """The spaCy pipeline that reads a data set's captions: rules where all its words are known, else en_core_web_sm."""
     import spacy
 
-    if dataset_name not in ("mini", "clevr_change"):
+    if dataset_name not in (*EMBEDDED, "clevr_change"):
         try:
             return spacy.load("en_core_web_sm", exclude=["ner"])
         except OSError as e:
@@ -2002,7 +2026,7 @@ def ptb_tokenize(text: str) -> str:
 
 # ---- scores: the metrics ----
 
-METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
+METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "CIDEr (one pool)", "SPICE")
 JAVA_FLAGS = ("-Dfile.encoding=UTF-8", "-Duser.language=en", "-Duser.country=US")  # METEOR dies where 0.5 is 0,5
 SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
 SPICE_DOWNLOAD = "python -m pycocoevalcap.spice.get_stanford_models"
@@ -2082,14 +2106,21 @@ def score(
     references: dict[str, list[str]],
     groups: dict[str, Iterable[str]] | None = None,
     quick: bool = False,
+    tokens: Literal["ptb", "split", "ids"] = "ptb",
+    ids: dict[str, int] | None = None,
 ) -> dict:
     """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's ids that have a prediction.
 
-    Returns {"scores": {group: {metric: number or None}}, "missing": {metric: reason}, "tokenizer": "PTB (Java)" or "Python"}.
+    Returns {"scores": {group: {metric: number or None}}, "missing": {metric: reason}, "tokenizer": which made the words}.
     Every group is a corpus of its own, as in the field's scripts: CIDEr counts document frequencies in the group's references,
-    so the total is no average of the groups, and a single image gets 0. An empty caption counts as 0, except that ROUGE-L, as
-    the package computes it, is 1 where a reference is empty too. `quick` leaves out METEOR and SPICE, which take programs
-    of their own.
+    so the total is no average of the groups, and a single image gets 0. "CIDEr (one pool)" is the mean of the group's captions
+    when document frequencies are those of all pairs, as in IDC's Table 3. An empty caption counts as 0, except that ROUGE-L,
+    as the package computes it, is 1 where a reference is empty too. `quick` leaves out METEOR and SPICE, which take programs
+    of their own, and the pool.
+
+    tokens: "ptb" as a rule; "split": captions are words already, split at blanks (Birds-to-Words); "ids" (LEVIR-CC): words are
+    replaced by their numbers in `ids`, those that it lacks all by that of UNK, so that they match each other, and METEOR
+    knows no stems and synonyms.
     """
     from pycocoevalcap.bleu.bleu import Bleu
     from pycocoevalcap.cider.cider import Cider
@@ -2101,24 +2132,36 @@ def score(
         if not references.get(i):
             raise ValueError(f"prediction {i!r} has no reference; give the references of its split, or leave it out")
     members = {name: set(ids) for name, ids in {"total": predictions, **(groups or {})}.items()}
-    groups = {name: kept for name, ids in members.items() if (kept := [i for i in predictions if i in ids])}
+    groups = {name: kept for name, among in members.items() if (kept := [i for i in predictions if i in among])}
 
-    java = find_java()
-    lines, tokenizer = tokenize_all([text for i in predictions for text in (predictions[i], *references[i])], java)
+    java, texts = find_java(), [text for i in predictions for text in (predictions[i], *references[i])]
+    if tokens == "ptb":
+        lines, tokenizer = tokenize_all(texts, java)
+    elif tokens == "split":
+        lines, tokenizer = [" ".join(text.split()) for text in texts], "none, words as they are"
+    else:
+        lines = [" ".join(str(ids.get(word, UNK)) for word in text.split()) for text in texts]
+        tokenizer = "none, words as ids"
     line, hyps, refs = iter(lines), {}, {}
     for i in predictions:
         hyps[i], refs[i] = next(line), [next(line) for _ in references[i]]
 
-    scores, missing = {}, {}
-    for name, ids in groups.items():
+    scores, missing, pool = {}, {}, {}
+    for name, kept in groups.items():  # total comes first
         row = scores[name] = {} if quick else dict.fromkeys(METRICS)
-        gts, res = {i: refs[i] for i in ids}, {i: [hyps[i]] for i in ids}
+        gts, res = {i: refs[i] for i in kept}, {i: [hyps[i]] for i in kept}
         row.update(zip(METRICS, Bleu(4).compute_score(gts, res, verbose=0)[0], strict=False))
         row["ROUGE-L"] = Rouge().compute_score(gts, res)[0]
-        row["CIDEr"] = Cider().compute_score(gts, res)[0] if any(map(any, gts.values())) else 0.0  # it fails without words
+        empty = 0.0, [0.0] * len(kept)  # without a word in the references, Cider fails
+        row["CIDEr"], each = Cider().compute_score(gts, res) if any(map(any, gts.values())) else empty
+        pool = pool or dict(zip(kept, each, strict=True))
+        if not quick:
+            row["CIDEr (one pool)"] = sum(pool[i] for i in kept) / len(kept)
     for metric, compute in {} if quick else {"METEOR": meteor, "SPICE": spice}.items():
         try:
-            if tokenizer == "Python":
+            if metric == "SPICE" and tokens == "ids":
+                raise ValueError("it reads sentences, not ids")
+            if java is None or tokenizer == "Python":
                 raise OSError("needs Java: " + ("java does not run, try java -version" if java else "java is not on the PATH"))
             for name, value in compute(refs, hyps, groups, java).items():
                 scores[name][metric] = value
@@ -2131,18 +2174,61 @@ def score(
 
 def format_scores(result: dict) -> str:
     """What `score` returns as a table with one row a group, the reasons for missing metrics, and what else is reported."""
-    columns = ("BLEU-1", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
+    columns = {name: name for name in ("BLEU-1", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "one pool", "SPICE")}
+    columns["one pool"] = "CIDEr (one pool)"
     width = max(map(len, result["scores"]))
     lines = [" " * width + "".join(f"{column:>9}" for column in columns)]
     for name, values in result["scores"].items():
-        cells = ("-" if (value := values.get(column)) is None else f"{value:.2f}" for column in columns)
+        cells = ("-" if (value := values.get(metric)) is None else f"{value:.2f}" for metric in columns.values())
         lines.append(f"{name:<{width}}" + "".join(f"{cell:>9}" for cell in cells))
     lines += [f"no {metric}: {reason}" for metric, reason in result["missing"].items()]
-    lines.append(f"tokenizer: {result['tokenizer']}; each row is a corpus of its own, total is no average of the others")
+    lines.append(f"tokenizer: {result['tokenizer']}; each row is a corpus of its own, total is no average of the others, but "
+                 "one pool has CIDEr's document frequencies of all pairs")  # fmt: skip
+
+    def row(values: dict[str, float]) -> str:
+        return ", ".join(f"{name} {value:.1f}" for name, value in values.items())
+
     if "accuracy" in result:
-        lines.append("right, in %: " + ", ".join(f"{name} {value:.1f}" for name, value in result["accuracy"].items()))
-        lines.append("(CIDEr of only distractor says little: all its references are alike. Read distractors, in %.)")
+        lines.append(f"right, in %: {row(result['accuracy'])}")
+        lines.append("(CIDEr of unchanged pairs says little: all their references are alike. Read how many are recognised.)")
+    for name, values in result.get("pointing", {}).items():
+        lines.append(f"pointing game, {name}" + (f", in %: {row(values)}" if name != "boxes" else f": {values['total']}"))
     return "\n".join(lines)
+
+
+# ---- scores: the pointing game ----
+
+
+def pointing_game(maps: Iterable[Tensor], boxes: list[list[int]], sizes: list[tuple[int, int]]) -> list[bool]:
+    """Does the brightest pixel lie in the box? maps: attention (H, W) each, resized bilinearly to the picture's size (width,
+    height); boxes [x, y, w, h] in its pixels. As Park et al. (2019) do it."""
+    hits = []
+    for heat, (x, y, w, h), (width, height) in zip(maps, boxes, sizes, strict=True):
+        heat = F.interpolate(heat.float()[None, None], (height, width), mode="bilinear", align_corners=False)
+        row, column = divmod(int(heat.argmax()), width)
+        hits.append(x <= column < x + w and y <= row < y + h)
+    return hits
+
+
+def pointing_scores(maps: dict, boxed: list[tuple[str, list[int], Path]], groups: dict[str, set[str]]) -> dict:
+    """The pointing game over all boxes and over each group's: {map's name: {group: hits in %}}, with the share of the picture
+    that boxes take ("chance") and their number ("boxes"). maps: pair id -> (H, W), or name -> (H, W). boxed: pair id, box of
+    the changed object and picture; before and after count apart, but the one map of a pair is used for both."""
+    sizes = []
+    for _, _, path in boxed:
+        with Image.open(path) as im:
+            sizes.append(im.size)
+    boxes, ids = [box for _, box, _ in boxed], [i for i, _, _ in boxed]
+    several = {i: m if isinstance(m, dict) else {"attention": m} for i, m in maps.items()}
+    columns = {name: pointing_game([several[i][name].cpu() for i in ids], boxes, sizes) for name in several[ids[0]]}
+    columns["chance"] = [w * h / (width * height) for (_, _, w, h), (width, height) in zip(boxes, sizes, strict=True)]
+    scores = {name: {} for name in (*columns, "boxes")}
+    for group, members in {"total": set(ids), **groups}.items():
+        if chosen := [n for n, i in enumerate(ids) if i in members]:
+            for name, values in columns.items():
+                scores[name][group] = round(100 * sum(values[n] for n in chosen) / len(chosen), 2)
+            scores["boxes"][group] = len(chosen)
+    return scores
 
 
 # ---- scores: files ----
@@ -2389,9 +2475,16 @@ def main(argv: list[str] | None = None) -> None:
     p = commands.add_parser("score", help="score a predictions file against a references file")
     p.add_argument("--predictions", required=True, help="COCO results: a list of {image_id, caption}")
     p.add_argument("--references", required=True, help="COCO annotations: {annotations: [{image_id, caption}]}")
+    p.add_argument("--groups", type=Path, help="JSON of ids to score apart, such as type_mapping.json: {group: [image_id]}")
+    p.add_argument("--tokens", choices=["ptb", "split", "ids"], default="ptb", help="PTB, words as they are, or ids")
+    p.add_argument("--vocab", type=Path, help="vocab.json, for --tokens ids")
     args = parser.parse_args(argv)
     if args.command == "score":
-        print(format_scores(score(read_predictions(args.predictions), read_references(args.references))))
+        if (args.tokens == "ids") != bool(args.vocab):
+            raise ValueError("--tokens ids needs --vocab, the data set's vocab.json, and --vocab needs --tokens ids")
+        groups, ids = (read_json(path) if path else None for path in (args.groups, args.vocab))
+        captions, references = read_predictions(args.predictions), read_references(args.references)
+        print(format_scores(score(captions, references, groups, tokens=args.tokens, ids=ids)))
     elif getattr(args, "manifest", False):
         write_manifest(args.data_dir)
     elif args.check:

@@ -144,7 +144,7 @@ def test_mini_dc_follows_clevr_dc_and_looks_from_anywhere(tmp_path):
     names = ("split", "captions", "scenes", "change_captions_with_bbox")
     splits, captions, scenes, boxes = (json.loads((tmp_path / f"{name}.json").read_text()) for name in names)
     assert {split: len(ids) for split, ids in splits.items()} == {"train": 36, "val": 6, "test": 12}  # multiples of 6
-    assert sorted(i for ids in splits.values() for i in ids) == list(range(54)) and list(captions) == [str(i) for i in range(54)]
+    assert sorted(i for ids in splits.values() for i in ids) == [int(i) for i in captions] == list(range(54))
     for i in range(54):  # six blocks, each with its train, val and test
         assert scenes[str(i)]["type"] == (*data.KINDS, "same")[i // 9]
         assert i in splits["train" if i % 9 < 6 else "val" if i % 9 < 7 else "test"]

@@ -5,9 +5,13 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from PIL import Image
 
 import data
 
@@ -44,12 +48,13 @@ def ngrams(text: str, n: int) -> Counter:
     return Counter(tuple(words[k : k + n]) for k in range(len(words) - n + 1))
 
 
-def naive_cider(hyps: dict[str, str], refs: dict[str, list[str]]) -> float:
-    """CIDEr-D: 10 x the mean over images, n = 1..4 and references of the clipped tf-idf cosine x exp(-(length gap)^2 / 72)."""
-    total = 0.0
+def naive_cider(hyps: dict[str, str], refs: dict[str, list[str]], pool: dict[str, list[str]] | None = None) -> float:
+    """CIDEr-D: 10 x the mean over images, n = 1..4 and references of the clipped tf-idf cosine x exp(-(length gap)^2 / 72).
+    Document frequencies are the pool's, as a rule the same images'."""
+    total, pool = 0.0, pool or refs
     for n in range(1, 5):
-        df = Counter(gram for texts in refs.values() for gram in set().union(*(ngrams(t, n) for t in texts)))
-        vectors = [[{g: c * math.log(len(refs) / max(1, df[g])) for g, c in ngrams(t, n).items()} for t in (hyps[i], *refs[i])]
+        df = Counter(gram for texts in pool.values() for gram in set().union(*(ngrams(t, n) for t in texts)))
+        vectors = [[{g: c * math.log(len(pool) / max(1, df[g])) for g, c in ngrams(t, n).items()} for t in (hyps[i], *refs[i])]
                    for i in hyps]  # fmt: skip
         for i, (h, *others) in zip(hyps, vectors, strict=True):
             for text, r in zip(refs[i], others, strict=True):
@@ -72,13 +77,26 @@ def test_without_java_bleu_cider_and_reasons(monkeypatch):
     tokens = {i: [data.ptb_tokenize(t) for t in texts] for i, texts in REFERENCES.items()}
     hyps = {i: data.ptb_tokenize(t) for i, t in PREDICTIONS.items()}
     for name, ids in (("total", "123"), ("pair", "12"), ("single", "3")):  # document frequencies are the group's own
-        expected = naive_cider({i: hyps[i] for i in ids}, {i: tokens[i] for i in ids})
-        assert scores[name]["CIDEr"] == pytest.approx(100 * expected, abs=0.01)
+        h, r = {i: hyps[i] for i in ids}, {i: tokens[i] for i in ids}
+        assert scores[name]["CIDEr"] == pytest.approx(100 * naive_cider(h, r), abs=0.01)
+        assert scores[name]["CIDEr (one pool)"] == pytest.approx(100 * naive_cider(h, r, tokens), abs=0.01)
     assert all(scores["single"][m] == 0 for m in ("BLEU-1", "BLEU-4", "ROUGE-L", "CIDEr"))
     for metric in ("METEOR", "SPICE"):
         assert scores["total"][metric] is None and "Java" in result["missing"][metric]
     table = data.format_scores(result)
     assert f"{scores['total']['CIDEr']:.2f}" in table and " - " in table and "METEOR: needs Java" in table
+
+
+def test_one_pool_has_the_document_frequencies_of_all_pairs():
+    refs = {"1": ["the car is gone", "the car left"], "2": ["the car is red"], "3": ["no change"], "4": ["the van is gone"]}
+    hyps = {"1": "the car is red", "2": "the car is gone", "3": "no change", "4": "the van is red"}
+    scores = data.score(hyps, refs, {"cars": ["1", "2"], "rest": ["3", "4"]})["scores"]
+    for name, ids in (("total", "1234"), ("cars", "12"), ("rest", "34")):
+        h, r = {i: hyps[i] for i in ids}, {i: refs[i] for i in ids}
+        assert scores[name]["CIDEr (one pool)"] == pytest.approx(100 * naive_cider(h, r, refs), abs=0.01)
+    assert scores["cars"]["CIDEr (one pool)"] != scores["cars"]["CIDEr"]
+    halves = scores["cars"]["CIDEr (one pool)"] + scores["rest"]["CIDEr (one pool)"]
+    assert scores["total"]["CIDEr"] == pytest.approx(halves / 2, abs=0.01)  # of equal groups, total is the mean
 
 
 @needs_java
@@ -117,6 +135,102 @@ def test_spice_runs_once_for_all_groups_and_never_downloads(monkeypatch, tmp_pat
         data.spice(refs, hyps, groups, "java")
 
 
+def test_words_as_they_are_and_as_ids(monkeypatch):
+    monkeypatch.setattr(data.shutil, "which", lambda name: None)
+    references, said = {"1": ["a barn, by zoe", "no  change"]}, {"1": "a barn, by ann "}
+    plain = data.score(said, references, tokens="split")  # nothing is dropped: "barn," is a word
+    assert plain["scores"]["total"]["BLEU-1"] == 75 and "as they are" in plain["tokenizer"]
+    known = {"<UNK>": data.UNK, "a": 4, "barn,": 5, "by": 6}
+    result = data.score(said, references, tokens="ids", ids=known)  # zoe and ann are the same unknown word
+    assert result["scores"]["total"]["BLEU-4"] == 100 and "ids" in result["tokenizer"]
+    assert "ids" in result["missing"]["SPICE"] and "Java" in result["missing"]["METEOR"]
+
+
+@needs_java
+def test_meteor_of_ids_knows_no_stems():
+    references, said = {"1": ["the road is removed"]}, {"1": "the roads are removed"}
+    vocab = {"the": 4, "road": 5, "is": 6, "removed": 7, "roads": 8, "are": 9}
+    words, ids = (data.score(said, references, tokens=tokens, ids=vocab) for tokens in ("split", "ids"))
+    assert 0 < ids["scores"]["total"]["METEOR"] < words["scores"]["total"]["METEOR"]
+    assert ids["scores"]["total"]["BLEU-2"] == words["scores"]["total"]["BLEU-2"]
+
+
+def naive_resize(heat: torch.Tensor, height: int, width: int) -> list[list[float]]:
+    """Bilinear, pixel centres as in image programs; cells at the border reach beyond it."""
+    h, w = heat.shape
+    out = []
+    for row in range(height):
+        y = min(max((row + 0.5) * h / height - 0.5, 0), h - 1)
+        line = []
+        for column in range(width):
+            x = min(max((column + 0.5) * w / width - 0.5, 0), w - 1)
+            top, left = int(y), int(x)
+            line.append(sum(float(heat[min(i, h - 1), min(j, w - 1)]) * (1 - abs(y - i)) * (1 - abs(x - j))
+                            for i in (top, top + 1) for j in (left, left + 1) if abs(y - i) < 1 and abs(x - j) < 1))
+        out.append(line)
+    return out
+
+
+def test_pointing_game_equals_a_loop_over_pixels():
+    g = torch.Generator().manual_seed(0)
+    maps, boxes, sizes = torch.rand(40, 5, 6, generator=g), [], []
+    maps[:, [0, -1]] *= 0.1  # all pixels beyond the middle of a border cell are equally bright: rounding would choose
+    maps[:, :, [0, -1]] *= 0.1
+    for left, top, width, height in torch.randint(9, 20, (40, 4), generator=g).tolist():
+        boxes.append([left % 2 * width // 3, top % 2 * height // 3, 2 * width // 3, 2 * height // 3])
+        sizes.append((width, height))
+    expected = []
+    for heat, (x, y, w, h), (width, height) in zip(maps, boxes, sizes, strict=True):
+        big = naive_resize(heat, height, width)
+        row, column = max(((r, c) for r in range(height) for c in range(width)), key=lambda at: big[at[0]][at[1]])
+        mask = [[x <= c < x + w and y <= r < y + h for c in range(width)] for r in range(height)]
+        expected.append(mask[row][column])
+    assert data.pointing_game(maps, boxes, sizes) == expected
+    assert 5 < sum(expected) < 35
+
+
+def test_pointing_scores_count_boxes_not_pairs(tmp_path):
+    Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
+    maps = {i: torch.zeros(2, 3) for i in "123"}
+    maps["1"][0, 0] = maps["2"][1, 2] = maps["3"][0, 2] = 1  # brightest: left top, right bottom, right top
+    boxed = [(i, box, tmp_path / "a.png") for i, box in (
+        ("1", [0, 0, 10, 10]), ("1", [20, 10, 10, 10]), ("2", [20, 10, 10, 10]), ("3", [0, 0, 30, 20]))]  # fmt: skip
+    scores = data.pointing_scores(maps, boxed, {"color": {"1", "9"}, "nobody": {"9"}})
+    assert scores == {"attention": {"total": 75, "color": 50}, "chance": {"total": 37.5, "color": 16.67},
+                      "boxes": {"total": 4, "color": 2}}  # fmt: skip
+    named = {i: {"decoder": m, "objects": -m} for i, m in maps.items()}
+    scores = data.pointing_scores(named, boxed, {})
+    assert scores["decoder"]["total"] == 75 and scores["objects"]["total"] < 75
+    result = data.score(PREDICTIONS, REFERENCES, quick=True) | {"pointing": scores}
+    assert "pointing game, decoder, in %: total 75.0" in data.format_scores(result)
+
+
+def test_outer_quarters_of_difficulty_hold_a_quarter_rounded_down():
+    pairs = [SimpleNamespace(id=str(i)) for i in range(3985)]
+    overlap = {str(i): 1 - i / 4000 for i in range(3985)}
+    dataset = SimpleNamespace(release=SimpleNamespace(overlap=overlap, groups={}), pairs=lambda split: pairs)
+    groups = data.Dataset.groups(dataset, "test")
+    assert groups["view: hardest quarter"] == {str(i) for i in range(3985 - 996, 3985)}
+    assert groups["view: easiest quarter"] == {str(i) for i in range(996)}
+    assert sum(map(len, groups.values())) == 3985 and len(set().union(*groups.values())) == 3985
+
+
+def test_a_data_set_is_scored_by_its_protocol(prepared, monkeypatch):
+    dataset = data.load("clevr_change", prepared)
+    captions = {p.id: dataset.vocab.decode(dataset.batch([p]).caption)[0] for p in dataset.pairs("test")}
+    assert dataset.score("test", captions, quick=True)["scores"].keys() == {"total"}
+    assert dataset.score("test", captions)["scores"]["total"]["CIDEr (one pool)"] > 0
+    assert dataset.report("test", captions, {})["accuracy"] == {"change recognised": 100, "no change recognised": 100}
+    same = next(i for i in captions if i.endswith("_n"))
+    captions[same], captions[same[:-2]] = "a red thing became blue", "the scene , it seems , is the same"
+    assert dataset.report("test", captions, {})["accuracy"] == {"change recognised": 80, "no change recognised": 80}
+    # Without the PTB tokenizer, references have the words of the vocabulary's rule, as captions do.
+    monkeypatch.setitem(data.DATASETS, "clevr_change", replace(data.DATASETS["clevr_change"], tokens="ids"))
+    captions = {p.id: " ".join(data.tokenize(p.captions[1])) for p in dataset.pairs("test")}
+    result = dataset.score("test", captions)
+    assert "ids" in result["tokenizer"] and result["scores"]["total"]["BLEU-4"] == 100
+
+
 def test_files_and_errors(tmp_path):
     path = tmp_path / "p.json"
     data.write_predictions(path, PREDICTIONS)
@@ -137,3 +251,18 @@ def test_files_and_errors(tmp_path):
         data.score({"x": "a"}, {"y": ["b"]})
     with pytest.raises(ValueError, match="no predictions"):
         data.score({}, {})
+
+
+def test_command_line_scores_groups_and_ids(tmp_path, capsys):
+    data.write_predictions(tmp_path / "p.json", {"1": "a barn", "2": "a road"})
+    rows = [{"image_id": i, "caption": caption} for i, caption in (("1", "a barn"), ("2", "a house"))]
+    for name, content in (("r", {"annotations": rows}), ("g", {"farms": ["1"]}), ("v", {"a": 4, "barn": 5})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    call = ["score", "--predictions", str(tmp_path / "p.json"), "--references", str(tmp_path / "r.json")]
+    data.main([*call, "--groups", str(tmp_path / "g.json"), "--tokens", "ids", "--vocab", str(tmp_path / "v.json")])
+    total, farms = (line.split() for line in capsys.readouterr().out.splitlines()[1:3])
+    assert total[:2] == ["total", "100.00"] and farms[:2] == ["farms", "100.00"]  # road, house: both unknown
+    data.main([*call, "--tokens", "split"])
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["total", "75.00"]
+    with pytest.raises(ValueError, match="--vocab"):
+        data.main([*call, "--tokens", "ids"])
