@@ -107,6 +107,7 @@ PRESETS = {
                  steps=2400, eval_every=800, eval_batch=250),
     "mini@cuda": dict(data_dir="data/mini_large", scenes=10000, objects="3,6", steps=15000, eval_every=2500),
 }  # fmt: skip
+PRESETS["mini_dc"] = PRESETS["mini"] | dict(batch_size=32)  # a scene is one pair here, not two
 
 RELEASED: dict = {}  # the released code is not at hand
 
@@ -168,11 +169,11 @@ class Entities:
     def report(self, dataset: data.Dataset, split: str) -> dict:
         """In how many pairs (%) one of the K entities names what changed, and in how many K entities drawn by lot would.
 
-        On mini it is one that names the changed object and no other of the scene; elsewhere a subject of the pair's own
-        references. Unchanged pairs, and pairs whose references have no subject, take no part."""
+        On mini and mini_dc it is one that names the changed object and no other of the scene; elsewhere a subject of the
+        pair's own references. Unchanged pairs, and pairs whose references have no subject, take no part."""
         same = dataset.kinds.get("no change", set())
         pairs = [p for p in dataset.pairs(split) if p.id not in same] if self.phrases else []
-        if dataset.name == "mini":
+        if dataset.name in data.EMBEDDED:
             scenes, said = data.read_json(self.root / "scenes.json"), [data.parse_caption(p) for p in self.phrases]
             right = [[data.names_changed(x, scenes[str(int(p.id[:6]))]) for x in said] for p in pairs]
         else:

@@ -202,9 +202,9 @@ class RunConfig:
     data_dir: str = ""  # folder of the data set (default: data/<dataset>)
     out_dir: str = ""  # folder of the run (default: runs/<method>-<dataset>)
     overwrite: bool = False  # replace a run that out_dir already holds
-    scenes: int = 5000  # mini only: rendered training scenes (5 % as many for validation, 10 % for test)
-    objects: str = "2,4"  # mini only: fewest and most objects in a scene
-    data_seed: int = 0  # mini only: seed of the scenes and of the feature network
+    scenes: int = 5000  # mini, mini_dc: rendered training scenes (5 % as many for validation, 10 % for test)
+    objects: str = "2,4"  # mini, mini_dc: fewest and most objects in a scene
+    data_seed: int = 0  # mini, mini_dc: seed of the scenes and of the feature network
     seed: int = 1111  # of weights, dropout and data order
     steps: int = 10000  # training steps
     batch_size: int = 128  # scenes a step (CLEVR-Change and mini: a changed and a distractor pair for each)

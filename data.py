@@ -539,6 +539,7 @@ class Source:
 
 DATASETS = {
     "mini": Source(read_clevr_change, "mini-cnn", (MINI_PREPROCESSING,)),
+    "mini_dc": Source(read_clevr_dc, "mini-cnn", (MINI_PREPROCESSING,)),
     "clevr_change": Source(
         read_clevr_change,
         scenes={"train": 33830, "val": 1988, "test": 3985},
@@ -857,13 +858,17 @@ class Dataset:
         return {p.id: p.captions for p in self.pairs(split)}
 
     def groups(self, split: str) -> dict[str, set[str]]:
-        """Pair ids to score apart: the release's groups, and quarters of viewpoint difficulty where boxes are known."""
+        """Pair ids to score apart: the release's groups, those whose two images are in no other split where some are, and
+        quarters of viewpoint difficulty where boxes are known."""
         overlap = self.release.overlap
         by_overlap = sorted((p.id for p in self.pairs(split) if p.id in overlap), key=overlap.get)
         n, names = len(by_overlap), ("hardest", "2nd", "3rd", "easiest")
         ends = (0, n // 4, n // 2, n - n // 4, n)  # the outer two hold int(n / 4) pairs, as in the field's scripts
         quarters = {f"view: {name} quarter": set(by_overlap[ends[i] : ends[i + 1]]) for i, name in enumerate(names)}
-        return self.release.groups | (quarters if n else {})
+        others = {(p.before, p.after) for other in self.scenes if other != split for p in self.pairs(other)}
+        kept = {p.id for p in self.pairs(split) if (p.before, p.after) not in others}
+        clean = {"without leaked pairs": kept} if len(kept) < len(self.pairs(split)) else {}
+        return self.release.groups | clean | (quarters if n else {})
 
     def examples(self, split: str, count: int) -> dict[str, list[Pair]]:
         """The first pairs of every kind of change, and of no change, in a split; of all where kinds are not known."""
@@ -2334,8 +2339,8 @@ def extract(root: Path, release: Release, extractor: Extractor, batch: int = 64)
     write_features(root / "features.h5", names, blocks, extractor.name, extractor.preprocessing)
 
 
-def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) -> None:
-    """Render the embedded data set, train its feature network on the training pictures, extract, build the vocabulary.
+def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str, name: str = "mini") -> None:
+    """Render an embedded data set, train its feature network on the training pictures, extract, build the vocabulary.
 
     Every stage is left out where it is done and appears whole or not at all. ValueError where the folder holds a data
     set made with other settings."""
@@ -2343,19 +2348,20 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) 
     few, comma, many = objects.partition(",")
     if not (few.isdecimal() and comma and many.isdecimal()) or scenes < 1:
         raise ValueError(f"--scenes {scenes} --objects {objects}: expected a count, and fewest and most objects, such as 2,4")
-    if (root / "mini.json").exists():
-        made = read_json(root / "mini.json")
+    if (root / f"{name}.json").exists():
+        made = read_json(root / f"{name}.json")
         if made != settings:
             raise ValueError(f"{root} holds scenes made with {made}, not {settings}; remove it or choose another --data_dir")
     elif root.exists() and any(root.iterdir()):
-        raise ValueError(f"{root} is not empty and not an embedded data set; choose another --data_dir")
+        raise ValueError(f"{root} is not empty and no {name} of this project; choose another --data_dir")
     else:
         partial = root.with_name(root.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         counts = {"train": scenes, "val": max(10, scenes // 20), "test": max(10, scenes // 10)}
-        render_mini(partial, counts, (int(few), int(many)), seed)
-        (partial / "mini.json").write_text(json.dumps(settings))
+        render = render_mini if name == "mini" else render_mini_dc
+        render(partial, counts, (int(few), int(many)), seed)
+        (partial / f"{name}.json").write_text(json.dumps(settings))
         if root.exists():
             root.rmdir()
         os.replace(partial, root)
@@ -2363,12 +2369,12 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) 
         net = train_mini_cnn(root, steps=min(1000, 10 + scenes // 5), seed=seed, device=device)
         torch.save(net.state_dict(), root / "mini_cnn.pt.partial")
         os.replace(root / "mini_cnn.pt.partial", root / "mini_cnn.pt")
-    release = read_clevr_change(root)
+    release = DATASETS[name].read(root)
     if not (root / "features.h5").exists():
         state = mini_cnn_state(root)
         extract(root, release, Extractor(mini_cnn_name(state), state, device), batch=512)
     if not (root / "vocab.json").exists():
-        build_vocab("mini", root, release)
+        build_vocab(name, root, release)
 
 
 def mini_cnn_state(root: Path) -> dict[str, Tensor]:
@@ -2453,8 +2459,8 @@ def check_clevr_change(name: str, root: Path) -> list[str]:
 
 def open_dataset(cfg) -> Dataset:
     """The data set that a run's config names; the embedded one is made first where it is not there yet."""
-    if cfg.dataset == "mini":
-        prepare_mini(Path(cfg.data_dir), cfg.scenes, cfg.objects, cfg.data_seed, cfg.device)
+    if cfg.dataset in EMBEDDED:
+        prepare_mini(Path(cfg.data_dir), cfg.scenes, cfg.objects, cfg.data_seed, cfg.device, cfg.dataset)
     return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device)
 
 
@@ -2468,7 +2474,7 @@ def main(argv: list[str] | None = None) -> None:
         p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where features are made")
         if name == "birds_to_words":
             p.add_argument("--manifest", action="store_true", help="list the photographs to fetch in expected_images.tsv")
-        if name == "mini":
+        if name in EMBEDDED:
             p.add_argument("--scenes", type=int, default=5000, help="training scenes")
             p.add_argument("--objects", default="2,4", help="fewest and most objects in a scene")
             p.add_argument("--data_seed", type=int, default=0, help="seed of rendering and feature network")
@@ -2492,8 +2498,8 @@ def main(argv: list[str] | None = None) -> None:
         if problems:
             print("\n".join(problems), file=sys.stderr)
             sys.exit(2)
-    elif args.command == "mini":
-        prepare_mini(args.data_dir, args.scenes, args.objects, args.data_seed, args.device)
+    elif args.command in EMBEDDED:
+        prepare_mini(args.data_dir, args.scenes, args.objects, args.data_seed, args.device, args.command)
     else:
         prepare(args.command, args.data_dir, args.device)
 

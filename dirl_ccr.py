@@ -116,6 +116,7 @@ PRESETS = {
                  eval_batch=250),
     "mini@cuda": dict(data_dir="data/mini_large", scenes=10000, objects="3,6", steps=15000, eval_every=2500),
 }  # fmt: skip
+PRESETS["mini_dc"] = PRESETS["mini"] | dict(batch_size=32)  # a scene is one pair here, not two
 
 RELEASED = dict(  # the released code's side of every disputed detail: --reading released (per data set: @released above)
     difference="stream",  # Eq. 5-6 subtract what attention returns; the release subtracts its normalised residual stream

@@ -104,6 +104,7 @@ PRESETS = {
                  eval_every=1100, eval_batch=250),
     "mini@cuda": dict(data_dir="data/mini_large", scenes=10000, objects="3,6", steps=15000, eval_every=2500),
 }  # fmt: skip
+PRESETS["mini_dc"] = PRESETS["mini"] | dict(batch_size=32)  # a scene is one pair here, not two
 
 RELEASED: dict = {}  # no code was released
 

@@ -109,6 +109,7 @@ PRESETS = {
                  eval_batch=250),
     "mini@cuda": dict(data_dir="data/mini_large", scenes=10000, objects="3,6", steps=15000, eval_every=2500),
 }  # fmt: skip
+PRESETS["mini_dc"] = PRESETS["mini"] | dict(batch_size=32)  # a scene is one pair here, not two
 
 RELEASED = dict(  # the released code's side of every disputed detail: --reading released
     match_heads="summed",  # Eq. 3 asks for a match in each head; the release contracts heads and channels together

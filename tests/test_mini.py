@@ -168,6 +168,21 @@ def test_mini_dc_follows_clevr_dc_and_looks_from_anywhere(tmp_path):
                 assert len(there) == 1 and (x[0] < x[1]) == (side == "left")
 
 
+def test_mini_dc_is_prepared_and_captioned_right(tmp_path):
+    data.prepare_mini(tmp_path / "dc", 18, "2,3", 0, "cpu", "mini_dc")
+    dataset = data.load("mini_dc", tmp_path / "dc")
+    assert dataset.grid == (128, 8, 8) and len(dataset.pairs("train")) == 18 and len(dataset.pairs("test")) == 12
+    captions = {p.id: p.captions[0] for p in dataset.pairs("test")}
+    maps = {i: torch.rand(8, 8) for i in captions}
+    found = dataset.report("test", captions, maps)
+    assert set(found["accuracy"].values()) == {100} and found["pointing"]["boxes"]["total"] == 2 * (1 + 1 + 2 + 2 + 2)
+    assert {"color", "texture", "add", "remove", "move", "no change"} <= set(dataset.groups("test"))
+    assert set(found["pointing"]["attention"]) >= {"color", "remove"} and "no change" not in found["pointing"]["attention"]
+    assert data.caption_segments("mini_dc", dataset.root, captions.values()).keys() == set(captions.values())
+    with pytest.raises(ValueError, match="no mini of this project"):
+        data.prepare_mini(tmp_path / "dc", 18, "2,3", 0, "cpu")
+
+
 def test_cameras_are_carried_all_around_the_table():
     around = np.arange(400) % 2 == 1
     camera = data._sample_cameras(np.random.default_rng(0), 400, 2.5, around)

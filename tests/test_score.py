@@ -206,13 +206,19 @@ def test_pointing_scores_count_boxes_not_pairs(tmp_path):
 
 
 def test_outer_quarters_of_difficulty_hold_a_quarter_rounded_down():
-    pairs = [SimpleNamespace(id=str(i)) for i in range(3985)]
+    pairs = [data.Pair(str(i), "a", "b", []) for i in range(3985)]
     overlap = {str(i): 1 - i / 4000 for i in range(3985)}
-    dataset = SimpleNamespace(release=SimpleNamespace(overlap=overlap, groups={}), pairs=lambda split: pairs)
+    dataset = SimpleNamespace(release=SimpleNamespace(overlap=overlap, groups={}), pairs=lambda split: pairs, scenes=["test"])
     groups = data.Dataset.groups(dataset, "test")
     assert groups["view: hardest quarter"] == {str(i) for i in range(3985 - 996, 3985)}
     assert groups["view: easiest quarter"] == {str(i) for i in range(996)}
     assert sum(map(len, groups.values())) == 3985 and len(set().union(*groups.values())) == 3985
+
+
+def test_pairs_of_another_split_are_also_left_out():
+    pairs = {"train": [data.Pair("1", "a", "b", [])], "test": [data.Pair("2", "a", "b", []), data.Pair("3", "b", "a", [])]}
+    dataset = SimpleNamespace(release=SimpleNamespace(overlap={}, groups={}), pairs=pairs.get, scenes=pairs)
+    assert data.Dataset.groups(dataset, "test") == {"without leaked pairs": {"3"}}
 
 
 def test_a_data_set_is_scored_by_its_protocol(prepared, monkeypatch):
