@@ -262,6 +262,9 @@ def test_embedded_data_set_from_nothing(method, smoke):
     result = json.loads((out / "scores_test.json").read_text())
     assert set(result["accuracy"]) >= {"change type", "distractors", "all four"}
     assert "view: hardest quarter" in result["scores"]
+    maps = set(result["pointing"]) - {"chance", "boxes"}
+    assert maps == ({"decoder", "objects", "actions"} if method is rdd_acr else {"attention"})
+    assert {"total", "add", "drop"} <= set(result["pointing"]["chance"]) and result["pointing"]["boxes"]["drop"] == 2
     with Image.open(out / "samples.png") as sheet:
         assert sheet.width > 1000
     with pytest.raises(ValueError, match="--data_dir"):  # other settings than those it was made with

@@ -179,6 +179,8 @@ def test_mini_dc_is_prepared_and_captioned_right(tmp_path):
     assert {"color", "texture", "add", "remove", "move", "no change"} <= set(dataset.groups("test"))
     assert set(found["pointing"]["attention"]) >= {"color", "remove"} and "no change" not in found["pointing"]["attention"]
     assert data.caption_segments("mini_dc", dataset.root, captions.values()).keys() == set(captions.values())
+    texts, images = data.clip_embeddings("mini", dataset.root, ["red cube"], dataset.paths, "cpu")  # its own CLIP
+    assert len(texts) == 1 and len(images) == len(dataset.paths) == 2 * (18 + 12 + 12)
     with pytest.raises(ValueError, match="no mini of this project"):
         data.prepare_mini(tmp_path / "dc", 18, "2,3", 0, "cpu")
 
