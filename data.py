@@ -2490,6 +2490,9 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("--tokens ids needs --vocab, the data set's vocab.json, and --vocab needs --tokens ids")
         groups, ids = (read_json(path) if path else None for path in (args.groups, args.vocab))
         captions, references = read_predictions(args.predictions), read_references(args.references)
+        groups = {name: set(map(str, among)) if isinstance(among, list) else set() for name, among in (groups or {}).items()}
+        if groups and not any(among & captions.keys() for among in groups.values()):
+            raise ValueError(f"{args.groups}: no image_id of the predictions; expected {{group: [image_id, ...]}}")
         print(format_scores(score(captions, references, groups, tokens=args.tokens, ids=ids)))
     elif getattr(args, "manifest", False):
         write_manifest(args.data_dir)
