@@ -904,7 +904,9 @@ class Dataset:
             found["accuracy"] = {name: round(100 * sum(x) / len(x), 2) for name, x in right.items() if x}
         boxed = [(p.id, box, self.paths[name]) for p in self.pairs(split) if p.id in maps and p.id in self.release.boxes
                  for box, name in zip(self.release.boxes[p.id], (p.before, p.after), strict=True) if box]  # fmt: skip
-        if boxed:
+        if absent := next((path for _, _, path in boxed if not path.exists()), None):
+            print(f"no pointing game: its pictures are not all there, such as {absent}")
+        elif boxed:
             found["pointing"] = pointing_scores(maps, boxed, self.groups(split))
         return found
 

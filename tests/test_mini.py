@@ -168,7 +168,7 @@ def test_mini_dc_follows_clevr_dc_and_looks_from_anywhere(tmp_path):
                 assert len(there) == 1 and (x[0] < x[1]) == (side == "left")
 
 
-def test_mini_dc_is_prepared_and_captioned_right(tmp_path):
+def test_mini_dc_is_prepared_and_captioned_right(tmp_path, capsys):
     data.prepare_mini(tmp_path / "dc", 18, "2,3", 0, "cpu", "mini_dc")
     dataset = data.load("mini_dc", tmp_path / "dc")
     assert dataset.grid == (128, 8, 8) and len(dataset.pairs("train")) == 18 and len(dataset.pairs("test")) == 12
@@ -181,6 +181,9 @@ def test_mini_dc_is_prepared_and_captioned_right(tmp_path):
     assert data.caption_segments("mini_dc", dataset.root, captions.values()).keys() == set(captions.values())
     texts, images = data.clip_embeddings("mini", dataset.root, ["red cube"], dataset.paths, "cpu")  # its own CLIP
     assert len(texts) == 1 and len(images) == len(dataset.paths) == 2 * (18 + 12 + 12)
+    dataset.paths[dataset.pairs("test")[0].after].unlink()  # the other scores are not lost for a picture
+    assert "pointing" not in dataset.report("test", captions, maps)
+    assert f"such as {dataset.root}" in capsys.readouterr().out
     with pytest.raises(ValueError, match="no mini of this project"):
         data.prepare_mini(tmp_path / "dc", 18, "2,3", 0, "cpu")
 
