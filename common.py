@@ -199,6 +199,7 @@ class RunConfig:
 
     dataset: str = "mini"  # data set; chooses the preset
     reading: Literal["paper", "released"] = "paper"  # disputed details as the paper says, or as the released code does
+    extractor: str = ""  # whose features, such as resnet101-layer4 (default: the data set's own)
     data_dir: str = ""  # folder of the data set (default: data/<dataset>)
     out_dir: str = ""  # folder of the run (default: runs/<method>-<dataset>)
     overwrite: bool = False  # replace a run that out_dir already holds

@@ -30,6 +30,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -46,8 +47,15 @@ from tqdm import tqdm
 
 # How each extractor wants its pictures; written into feature files and checked on load.
 RESNET_PREPROCESSING = "RGB, 224x224 bicubic without antialiasing, /255, mean .485 .456 .406, std .229 .224 .224"
+IMAGENET_PREPROCESSING = "RGB, 224x224 bilinear with antialiasing, /255, mean .485 .456 .406, std .229 .224 .225"
+LEVIR_PREPROCESSING = IMAGENET_PREPROCESSING.replace("224x224", "256x256")
 MINI_PREPROCESSING = "RGB, 64x64 bicubic with antialiasing, /127.5 - 1"
 RELEASED_FEATURES = "the authors' released .npy files"
+RESNETS = {
+    "resnet101-layer3": RESNET_PREPROCESSING,  # (1024, 14, 14)
+    "resnet101-layer3-256": LEVIR_PREPROCESSING,  # (1024, 14, 14)
+    "resnet101-layer4": IMAGENET_PREPROCESSING,  # (2048, 7, 7)
+}
 
 SPLITS = ("train", "val", "test")
 EMBEDDED = ("mini", "mini_dc")  # rendered here, with features of a small CNN; what is in every scene is known
@@ -159,7 +167,7 @@ class Release:
 def read_json(path: Path, kind: type = dict):
     """Parsed JSON of the expected kind; FileNotFoundError or ValueError in one line."""
     if not path.exists():
-        raise FileNotFoundError(f"{path} is missing; the README tells where each file comes from")
+        raise missing(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as e:
@@ -167,6 +175,30 @@ def read_json(path: Path, kind: type = dict):
     if not isinstance(content, kind):
         raise ValueError(f"{path}: expected a JSON {kind.__name__}, found {type(content).__name__}")
     return content
+
+
+def missing(path: Path) -> FileNotFoundError:
+    """The error that a release's file is not there."""
+    return FileNotFoundError(f"{path} is missing; {elsewhere(path) or 'the README tells where each file comes from'}")
+
+
+def elsewhere(path: Path) -> str:
+    """Where a missing file may be instead: above or up to two levels below the folder that should have it."""
+    here, name = path.parent, path.name
+    if not here.exists():
+        return f"there is no folder {here}"
+    places = (here.parent / name, *here.glob(f"*/{name}"), *here.glob(f"*/*/{name}"))
+    return next((f"there is one at {f}: --data_dir may be a level too high or too deep" for f in places if f.is_file()), "")
+
+
+collected: ContextVar[list[str] | None] = ContextVar("collected", default=None)  # set by a check
+
+
+def wrong(message: str) -> None:
+    """An entry of a release cannot be used: ValueError, but in a check, which collects such lines and reads on."""
+    if (problems := collected.get()) is None:
+        raise ValueError(message)
+    problems.append(message)
 
 
 CLEVR_FOLDERS = {"default": "images", "semantic": "sc_images", "nonsemantic": "nsc_images"}
@@ -187,12 +219,12 @@ def read_clevr_change(root: Path) -> Release:
             name = {kind: f"CLEVR_{kind}_{number:06d}.png" for kind in CLEVR_FOLDERS}
             release.paths |= {name[kind]: root / folder / name[kind] for kind, folder in CLEVR_FOLDERS.items()}
             default, semantic, distractor = name.values()
-            for file, captions in (("change_captions.json", change), ("no_change_captions.json", same)):
-                captions_of(captions, default, root / file)
-            changed = Pair(f"{number:06d}.png", default, semantic, change[default])
-            unchanged = Pair(f"{number:06d}.png_n", default, distractor, same[default])
+            told = captions_of(change, default, root / "change_captions.json")
+            changed = Pair(f"{number:06d}.png", default, semantic, told)
+            told_same = captions_of(same, default, root / "no_change_captions.json")
+            unchanged = Pair(f"{number:06d}.png_n", default, distractor, told_same)
             swapped = (
-                replace(changed, before=distractor, captions=change.get(distractor, change[default])),
+                replace(changed, before=distractor, captions=change.get(distractor, told)),
                 replace(unchanged, before=distractor, after=default),
             )
             release.scenes[split].append(Scene((changed, unchanged), swapped))
@@ -208,11 +240,12 @@ def read_splits(path: Path) -> dict[str, list[int]]:
     splits = read_json(path)
     for split in SPLITS:
         if not isinstance(splits.get(split), list):
-            raise ValueError(f"{path}: no key {split!r}; expected train, val and test, each a list of ids")
+            found = ", ".join(map(str, splits))[:80]
+            raise ValueError(f"{path}: no key {split!r} with a list of ids; expected train, val and test, found {found}")
         for number in splits[split]:
-            if not isinstance(number, int):
-                raise ValueError(f"{path}: {split} has the id {number!r}; expected whole numbers")
-    return splits
+            if type(number) is not int:
+                wrong(f"{path}: {split} has the id {number!r}; expected whole numbers")
+    return {split: [i for i in splits[split] if type(i) is int] for split in SPLITS}
 
 
 def read_boxes(root: Path, release: Release) -> None:
@@ -244,7 +277,9 @@ def captions_of(texts: dict, key, path: Path) -> list[str]:
     """A file's captions of one key; ValueError where there are none or they are no strings."""
     captions = texts.get(key)
     if not captions or not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):
-        raise ValueError(f"{path}: no captions for {key}; expected a list of strings, found {str(captions)[:80]}")
+        found = f"found {str(captions)[:80]}" if key in texts else f"the first key is {next(iter(texts), None)!r}"
+        wrong(f"{path}: no captions for {key}; expected a list of strings, {found}")
+        return []
     return captions
 
 
@@ -381,7 +416,7 @@ def birds_rows(root: Path) -> list[dict]:
     """The rows of Birds-to-Words' file, one a description."""
     path, keys = root / "birds-to-words-v1.0.tsv", ("img1ImgURL", "img2ImgURL", "split", "description")
     if not path.exists():
-        raise FileNotFoundError(f"{path} is missing; the README tells where each file comes from")
+        raise missing(path)
     with open(path, encoding="utf-8", newline="") as f:  # descriptions hold quotes of their own
         rows = list(csv.DictReader(f, delimiter="\t", quoting=csv.QUOTE_NONE))
     for n, row in enumerate(rows, 2):
@@ -415,7 +450,7 @@ def read_birds_to_words(root: Path) -> Release:
 def read_lines(path: Path, count: int) -> list[list[str]]:
     """Lines of `count` columns at blanks, the last of which may hold blanks; ValueError naming the first that has fewer."""
     if not path.exists():
-        raise FileNotFoundError(f"{path} is missing; the README tells where each file comes from")
+        raise missing(path)
     rows = [line.split(maxsplit=count - 1) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     short = next((n for n, row in enumerate(rows, 1) if len(row) < count), 0)
     if short:
@@ -497,7 +532,8 @@ def read_pairs(root: Path) -> Release:
     if not file.exists():
         file = root / "pairs.csv"
         if not file.exists():
-            raise FileNotFoundError(f"neither pairs.json nor pairs.csv in {root}; expected columns: {', '.join(keys)}")
+            hint = elsewhere(file) or elsewhere(root / "pairs.json") or f"expected columns: {', '.join(keys)}"
+            raise FileNotFoundError(f"neither pairs.json nor pairs.csv in {root}; {hint}")
         with open(file, encoding="utf-8-sig", newline="") as f:
             rows = [row | {"captions": (row.get("captions") or "").split("|")} for row in csv.DictReader(f)]
     else:
@@ -523,8 +559,7 @@ class Source:
     """A row of DATASETS: all in which a data set differs from the others. A new one is a row and a reader."""
 
     read: Callable[[Path], Release | Classified]  # folder -> what its files say
-    extractor: str = "resnet101-layer3"  # the feature network, up to which layer
-    preprocessing: tuple[str, ...] = (RESNET_PREPROCESSING, RELEASED_FEATURES)  # what a feature file may have been made with
+    extractor: str = "resnet101-layer3"  # the feature network, up to which layer (RESNETS)
     tokenizer: Callable[[str], list[str]] | None = tokenize  # caption -> words of the vocabulary; None: no captions
     min_count: int = 1  # how often a word must occur to be in the vocabulary
     vocab_splits: tuple[str, ...] = ("train",)  # the splits whose captions the field counts
@@ -535,11 +570,13 @@ class Source:
     scenes: dict[str, int] = field(default_factory=dict)
     types: dict[str, int] = field(default_factory=dict)
     words: int | None = None
+    empty: int = 0  # captions without a word, which the release itself has
+    images: str = ""  # the data set whose images, and so features, these are, where not its own
 
 
 DATASETS = {
-    "mini": Source(read_clevr_change, "mini-cnn", (MINI_PREPROCESSING,)),
-    "mini_dc": Source(read_clevr_dc, "mini-cnn", (MINI_PREPROCESSING,)),
+    "mini": Source(read_clevr_change, "mini-cnn"),
+    "mini_dc": Source(read_clevr_dc, "mini-cnn"),
     "clevr_change": Source(
         read_clevr_change,
         scenes={"train": 33830, "val": 1988, "test": 3985},
@@ -547,12 +584,16 @@ DATASETS = {
         words=76,
     ),
     "clevr_dc": Source(read_clevr_dc, scenes={"train": 40800, "val": 2400, "test": 4800}, words=87),
-    "spot_the_diff": Source(read_spot_the_diff, scenes={"train": 8566, "val": 1493, "test": 1270}, words=2059),
+    "spot_the_diff": Source(
+        read_spot_the_diff, scenes={"train": 8566, "val": 1493, "test": 1270}, words=2059, empty=66
+    ),
     "spot_the_diff_multi": Source(
         partial(read_spot_the_diff, multi=True),
         tokenizer=tokenize_sentences,
         scenes={"train": 8566, "val": 1493, "test": 1270},
         words=2033,
+        empty=48,
+        images="spot_the_diff",
     ),
     "image_editing_request": Source(  # the authors' vocabulary; that of later papers is not published
         read_image_editing,
@@ -565,6 +606,7 @@ DATASETS = {
     ),
     "levir_cc": Source(  # the authors' vocabulary: words that occur more than five times, anywhere
         read_levir_cc,
+        "resnet101-layer3-256",
         tokenizer=str.split,
         min_count=6,
         vocab_splits=SPLITS,
@@ -586,13 +628,19 @@ DATASETS = {
 # ---- features --------------------------------------------------------------------------------------------------------
 
 def read_image(path: str | Path) -> Image.Image:
-    """Any image file as RGB (first frame of an animation); ValueError naming the file where it is none."""
+    """Any image file as RGB, told by its content and not by its name (first frame of an animation); ValueError naming the
+    file where it is none."""
+    Image.MAX_IMAGE_PIXELS = 10**9  # photographs of Image Editing Request pass Pillow's limit; its authors set the same
     try:
         with Image.open(path) as im:
+            if im.mode == "F":
+                raise ValueError("32-bit floats; expected 8 or 16 bits a channel")
+            if im.mode.startswith("I"):  # 16 bits of grey, of which convert would make white
+                im = Image.fromarray((np.array(im) >> 8).clip(0, 255).astype(np.uint8))
             return im.convert("RGB")
     except FileNotFoundError:
         raise FileNotFoundError(f"no image at {path}") from None
-    except (OSError, SyntaxError, Image.DecompressionBombError) as e:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
         raise ValueError(f"{path} is not a readable image ({e})") from e
 
 
@@ -602,6 +650,14 @@ def preprocess_resnet(image: Image.Image) -> Tensor:
     x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()[None]
     x = F.interpolate(x, (224, 224), mode="bicubic", align_corners=False).round_().clamp_(0, 255)[0] / 255
     return (x - torch.tensor([0.485, 0.456, 0.406])[:, None, None]) / torch.tensor([0.229, 0.224, 0.224])[:, None, None]
+
+
+def preprocess_imagenet(image: Image.Image, side: int = 224) -> Tensor:
+    """What the weights were trained with -> (3, side, side): Pillow's bilinear, aspect ratio not kept (Tan et al., ACL
+    2019, with 224; Liu et al., TGRS 2022, whose pictures have 256)."""
+    image = image if image.size == (side, side) else image.resize((side, side), Image.Resampling.BILINEAR)
+    x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+    return (x - torch.tensor([0.485, 0.456, 0.406])[:, None, None]) / torch.tensor([0.229, 0.224, 0.225])[:, None, None]
 
 
 def preprocess_mini(image: Image.Image) -> Tensor:
@@ -616,25 +672,43 @@ class Extractor:
 
     def __init__(self, name: str, state: dict[str, Tensor] | None = None, device: str = "cpu"):
         self.name, self.state, self.device = name, state, device
-        if name == "resnet101-layer3":
-            self.preprocess, self.preprocessing, net = preprocess_resnet, RESNET_PREPROCESSING, resnet101_layer3(state)
+        if name in RESNETS:
+            self.preprocessing, net = RESNETS[name], resnet101_grid(name, state)
+            self.preprocess = {
+                RESNET_PREPROCESSING: preprocess_resnet,
+                IMAGENET_PREPROCESSING: preprocess_imagenet,
+                LEVIR_PREPROCESSING: lambda image: preprocess_imagenet(image, 256),
+            }[self.preprocessing]
         elif name.startswith("mini-cnn") and state is not None:
             self.preprocess, self.preprocessing, net = preprocess_mini, MINI_PREPROCESSING, MiniCNN()
             net.load_state_dict(state)
         else:
-            raise ValueError(f"unknown feature extractor {name!r}; known: resnet101-layer3, mini-cnn-<hash>")
-        self.net = net.to(device).eval()
+            raise ValueError(f"unknown feature extractor {name!r}; known: {', '.join(RESNETS)}, mini-cnn-<hash>")
+        self.net = net.to(device, memory_format=torch.channels_last).eval()
 
-    @torch.inference_mode()
     def __call__(self, paths: list[str | Path]) -> Tensor:
-        with ThreadPoolExecutor(4) as pool:
-            x = torch.stack(list(pool.map(lambda p: self.preprocess(read_image(p)), paths)))
-        return self.net(x.to(self.device)).half().cpu()
+        return torch.cat(list(self.blocks(paths, len(paths))))
+
+    def blocks(self, paths: list[str | Path], batch: int) -> Iterator[Tensor]:
+        """Features of `batch` files after the other; the next ones are decoded while the network works."""
+        cuda = self.device.startswith("cuda")
+
+        def read(files: list[str | Path]) -> Tensor:
+            x = torch.stack(list(pool.map(lambda file: self.preprocess(read_image(file)), files)))
+            return x.pin_memory() if cuda else x
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for x in prefetch(read(paths[i : i + batch]) for i in range(0, len(paths), batch)):
+                with torch.inference_mode(), torch.autocast("cuda", torch.float16, enabled=cuda):
+                    x = x.to(self.device, memory_format=torch.channels_last, non_blocking=True)
+                    x = self.net(x).half().cpu().contiguous()
+                yield x
 
 
-def resnet101_layer3(state: dict[str, Tensor] | None = None) -> nn.Module:
-    """torchvision's ResNet-101 up to layer3: (n, 3, 224, 224) -> (n, 1024, 14, 14). Without `state` the ImageNet weights
-    that the papers used (IMAGENET1K_V1), fetched by torchvision on first use."""
+def resnet101_grid(name: str, state: dict[str, Tensor] | None = None) -> nn.Module:
+    """torchvision's ResNet-101 up to the layer in `name`: (n, 3, 224, 224) -> (n, 1024, 14, 14) or (n, 2048, 7, 7); the
+    16 x 16 cells that layer 3 makes of 256 x 256 are averaged to 14 x 14. Without `state` the ImageNet weights that the
+    papers used (IMAGENET1K_V1), fetched by torchvision on first use."""
     from torchvision.models import ResNet101_Weights, resnet101
 
     try:
@@ -643,31 +717,63 @@ def resnet101_layer3(state: dict[str, Tensor] | None = None) -> nn.Module:
         url = ResNet101_Weights.IMAGENET1K_V1.url
         cache = Path(torch.hub.get_dir(), "checkpoints")
         raise OSError(f"ImageNet weights of ResNet-101 could not be fetched ({e}); put {url} into {cache}") from e
-    net = nn.Sequential(*(getattr(net, part) for part in "conv1 bn1 relu maxpool layer1 layer2 layer3".split()))
+    parts = "conv1 bn1 relu maxpool layer1 layer2 layer3".split() + ["layer4"] * ("layer4" in name)
+    net = nn.Sequential(*(getattr(net, part) for part in parts))
+    if name == "resnet101-layer3-256":
+        net.append(nn.AdaptiveAvgPool2d(14))
     if state:
         net.load_state_dict(state)
     return net
 
 
-def write_features(path: Path, names: list[str], arrays: Iterable[np.ndarray], extractor: str, preprocessing: str) -> None:
-    """One feature file: `features` (n, C, H, W) float16 in chunks of one image, `image_ids` (n,), attributes `extractor`
-    and `preprocessing`. `arrays` gives (b, C, H, W) blocks in the order of names. Whole or not there at all."""
-    partial, done = path.with_suffix(".partial"), 0
-    with h5py.File(partial, "w") as f, tqdm(total=len(names), desc="features", unit="image", disable=None) as bar:
-        f.attrs["extractor"], f.attrs["preprocessing"] = extractor, preprocessing
-        f["image_ids"] = names
+def unfinished(path: Path, names: list[str], about: dict[str, str]) -> int:
+    """How many images of `names` an interrupted write_features has left in path.partial; says so. 0 where there are none,
+    or where they are of other images or made otherwise."""
+    partial = path.with_suffix(".partial")
+    if not partial.exists():
+        return 0
+    try:
+        with h5py.File(partial, "r+") as f:
+            done = int(f["done"][()])
+            same = dict(f.attrs) == about and f["image_ids"].asstr()[:].tolist() == names
+    except BlockingIOError as e:
+        raise ValueError(f"{partial} is being written by another run; wait for it or stop it") from e
+    except (OSError, KeyError, RuntimeError):  # killed before the first block was whole
+        done, same = 0, False
+    print(f"{partial}: " + (f"going on after {done} of {len(names)} images" if same else "of no use; starting anew"))
+    return done if same else 0
+
+
+def write_features(path: Path, names: list[str], arrays: Iterable[np.ndarray], extractor: str, preprocessing: str,
+                   dataset: str = "", start: int = 0) -> None:  # fmt: skip
+    """One feature file: `features` (n, C, H, W) float16, `image_ids` (n,), how many are `done`, and attributes `extractor`,
+    `preprocessing` and `dataset`. `arrays` gives (b, C, H, W) blocks in the order of names, from image `start` on.
+
+    Whole or not there at all: it grows as path.partial, where `unfinished` finds the next `start`. The layout has no index,
+    so that after the first block a kill can spoil nothing but images that do not count as done yet."""
+    partial, done = path.with_suffix(".partial"), start
+    about = {"extractor": extractor, "preprocessing": preprocessing, "dataset": dataset}
+    with h5py.File(partial, "r+" if start else "w") as f, \
+            tqdm(total=len(names), initial=start, desc="features", unit="image", disable=None) as bar:  # fmt: skip
+        if not start:
+            f.attrs.update(about)
+            f["image_ids"] = names
         for block in arrays:
-            if done == 0:
-                shape = block.shape[1:]
-                out = f.create_dataset("features", (len(names), *shape), "float16", chunks=(1, *shape))
-            if block.shape[1:] != shape:
-                raise ValueError(f"features of {names[done]!r} have shape {block.shape[1:]}, those before it {shape}")
+            if "features" not in f:
+                f.create_dataset("features", (len(names), *block.shape[1:]), "float16", fill_time="never")
+            out = f["features"]
+            if block.shape[1:] != out.shape[1:]:
+                raise ValueError(f"features of {names[done]!r} have shape {block.shape[1:]}, those before it {out.shape[1:]}")
             with np.errstate(over="ignore"):
                 out[done : done + len(block)] = block = block.astype(np.float16)
             bad = ~np.isfinite(block).all((1, 2, 3))
             if bad.any():
                 raise ValueError(f"features of {names[done + int(bad.argmax())]!r} are not finite in float16")
             done += len(block)
+            f.flush()
+            os.fsync(f.id.get_vfd_handle())
+            f.require_dataset("done", (), "int64")[()] = done
+            f.flush()
             bar.update(len(block))
     if done != len(names):
         raise ValueError(f"{path}: {done} feature maps for {len(names)} images")
@@ -684,12 +790,17 @@ class Features:
             self.file = h5py.File(path, "r")
             self.data, ids = self.file["features"], self.file["image_ids"].asstr()[:]
             self.extractor, self.preprocessing = self.file.attrs["extractor"], self.file.attrs["preprocessing"]
-        except (OSError, KeyError) as e:
+            self.dataset = self.file.attrs.get("dataset", "")
+            done, shape = int(self.file["done"][()]) if "done" in self.file else len(ids), self.data.shape
+        except (AttributeError, OSError, KeyError, TypeError) as e:
             raise ValueError(f"{path} is not a feature file of this project ({e}); remove it and run: {prepare}") from e
         self.row = {name: i for i, name in enumerate(ids)}
-        if self.data.ndim != 4 or self.data.dtype != np.float16 or len(ids) != len(self.data):
-            raise ValueError(f"{path}: expected float16 (images, C, H, W) and an id each; remove it and run: {prepare}")
-        self.path, self.memory = path, None
+        if len(shape) != 4 or shape[1] < max(shape[2:]) or self.data.dtype != np.float16 or len(self.row) != shape[0]:
+            raise ValueError(f"{path}: expected float16 (images, channels, height, width) and an id each, found "
+                             f"{self.data.dtype} {shape} and {len(self.row)} ids; remove it and run: {prepare}")  # fmt: skip
+        if done != len(ids):
+            raise ValueError(f"{path} is half written: {done} of {len(ids)} images; remove it and run: {prepare}")
+        self.path, self.prepare, self.memory = path, prepare, None
         self.lock = threading.Lock()  # an HDF5 file is read by one thread at a time
 
     def place(self, where: str, device: str) -> str:
@@ -702,8 +813,9 @@ class Features:
             where = next(w for w in free if size < 0.6 * free[w] or w == "stream")
         if where != "stream":
             self.memory = torch.empty(self.data.shape, dtype=torch.float16, device=device if where == "gpu" else "cpu")
+            names = list(self.row)
             for i in tqdm(range(0, len(self.data), 512), desc="loading features", disable=None, leave=False):
-                self.memory[i : i + 512] = torch.from_numpy(self.data[i : i + 512])
+                self.memory[i : i + 512] = self.finite(torch.from_numpy(self.data[i : i + 512]), names[i : i + 512])
         room = f"{free[where] / 1e9:.1f} GB free" if where != "stream" else "read as needed"
         return f"features: {where} ({size / 1e9:.2f} GB; {room}); override with --features"
 
@@ -717,7 +829,21 @@ class Features:
         with self.lock:
             for i, row in enumerate(index):
                 self.data.read_direct(out[i].numpy(), np.s_[row])
-        return out
+        return self.finite(out, names)
+
+    def cover(self, names: Iterable[str]) -> None:
+        """ValueError where features of any image are missing."""
+        absent = sorted(n for n in names if n not in self.row)
+        if absent:
+            raise ValueError(f"{self.path}: no features for {absent[0]} and {len(absent) - 1} more (its first image is "
+                             f"{next(iter(self.row), None)}); remove it and run: {self.prepare}")  # fmt: skip
+
+    def finite(self, x: Tensor, names: list[str]) -> Tensor:
+        """x (n, C, H, W), the features of `names`, as it is; ValueError naming the first image whose are not finite."""
+        if not torch.stack(x.aminmax()).isfinite().all():  # a tenth of the time that reading takes
+            bad = next(name for name, y in zip(names, x, strict=True) if not y.isfinite().all())
+            raise ValueError(f"{self.path}: features of {bad} are not finite; remove it and run: {self.prepare}")
+        return x
 
 
 def free_ram() -> int:
@@ -802,10 +928,7 @@ class Dataset:
         # Longest caption with START and END of each kind of pair: a distractor's words need not run as far as a change's.
         self.lengths = [2 + max(len(vocab.split(c)) for p in kind for c in p.captions) for kind in zip(*kinds, strict=True)]
         self.max_len = max(self.lengths)
-        missing = [n for pairs in kinds for p in pairs for n in (p.before, p.after) if n and n not in features.row]
-        if missing:
-            raise ValueError(f"{features.path}: no features for {missing[0]} and {len(missing) - 1} more; "
-                             f"remove it and run: {prepare_command(name, root)}")  # fmt: skip
+        features.cover({n for pairs in kinds for p in pairs for n in (p.before, p.after) if n})
 
     def steps(self, batch_size: int) -> int:
         """Batches an epoch; the last may be smaller."""
@@ -912,10 +1035,10 @@ class Dataset:
 
     def check_state(self, state: dict) -> None:
         """ValueError where a checkpoint was trained on other features or another vocabulary than these."""
-        name = state["extractor"]["name"]
-        if name != self.features.extractor or state["vocab"] != self.vocab.words:
-            raise ValueError(f"the checkpoint was trained with {name} and {len(state['vocab'])} words; {self.root} has "
-                             f"{self.features.extractor} and {len(self.vocab)}; give its --data_dir")  # fmt: skip
+        name, grid = state["extractor"]["name"], tuple(state["grid"])
+        if (name, grid, state["vocab"]) != (self.features.extractor, self.grid, self.vocab.words):
+            raise ValueError(f"the checkpoint was trained with {name} {grid} and {len(state['vocab'])} words; {self.root} has "
+                             f"{self.features.extractor} {self.grid} and {len(self.vocab)}; give its --data_dir")  # fmt: skip
 
     def state(self) -> dict:
         """What a checkpoint needs to caption any two pictures without the data set."""
@@ -926,49 +1049,87 @@ class Dataset:
         }  # fmt: skip
 
 
-def load(name: str, root: str | Path, where: str = "auto", device: str = "cpu") -> Dataset:
+def load(name: str, root: str | Path, where: str = "auto", device: str = "cpu", extractor: str = "") -> Dataset:
     """Read a prepared data set; FileNotFoundError or ValueError says what is missing and which command makes it."""
     if name not in DATASETS:
         raise ValueError(f"no loader for the data set {name}; there are {', '.join(DATASETS)}")
-    root, source = Path(root), DATASETS[name]
-    if source.tokenizer is None:
+    root, release = Path(root), read_release(name, Path(root))
+    if isinstance(release, Classified):
         raise ValueError(f"{name} has no captions; load_classified reads it")
-    prepare = prepare_command(name, root)
-    release = source.read(root)
-    features = Features(root / "features.h5", prepare)
-    check_features(name, root, features)
-    if not (root / "vocab.json").exists():
-        raise FileNotFoundError(f"no vocabulary at {root / 'vocab.json'}; run: {prepare}")
-    ids = read_json(root / "vocab.json")
-    vocab = Vocab(sorted(ids, key=ids.get), source.tokenizer, source.max_words)
-    dataset = Dataset(name, root, release, vocab, features)
+    features = open_features(name, root, extractor)
+    dataset = Dataset(name, root, release, read_vocab(name, root), features)
     print(*(f"note: {line}" for line in release.notes), features.place(where, device), sep="\n")
     return dataset
 
 
 def load_classified(name: str, root: str | Path, where: str = "auto", device: str = "cpu") -> tuple[Classified, Features]:
     """Images with classes, and their features; errors as in `load`."""
-    root = Path(root)
-    release, features = DATASETS[name].read(root), Features(root / "features.h5", prepare_command(name, root))
-    check_features(name, root, features)
-    missing = [n for n in release.paths if n not in features.row]
-    if missing:
-        raise ValueError(f"{features.path}: no features for {missing[0]} and {len(missing) - 1} more; "
-                         f"remove it and run: {prepare_command(name, root)}")  # fmt: skip
+    release, features = read_release(name, Path(root)), open_features(name, Path(root))
+    features.cover(release.paths)
     print(features.place(where, device))
     return release, features
 
 
-def check_features(name: str, root: Path, features: Features) -> None:
-    """ValueError where a feature file was made by another extractor or with other preprocessing than the data set's."""
-    wanted = mini_cnn_name(mini_cnn_state(root)) if name in EMBEDDED else DATASETS[name].extractor
-    if features.extractor != wanted or features.preprocessing not in DATASETS[name].preprocessing:
-        raise ValueError(f"{features.path} was made by {features.extractor} ({features.preprocessing}), not by {wanted}; "
-                         f"remove it and run: {prepare_command(name, root)}")  # fmt: skip
+def read_release(name: str, root: Path) -> Release | Classified:
+    """What a data set's reader makes of a folder; ValueError where any entry is wrong."""
+    try:
+        release = DATASETS[name].read(root)
+    except (AttributeError, IndexError, KeyError, TypeError) as e:  # lists where objects should be, numbers for strings ...
+        raise ValueError(f"{root}: a file of the release has not the layout of {name} ({type(e).__name__}: {e})") from e
+    except ValueError as e:
+        raise ValueError(f"{e}" if str(root) in str(e) else f"{root}: {e}") from e
+    if not release.paths:
+        raise ValueError(f"{root}: the files of {name} name no images; the README tells where each file comes from")
+    return release
 
 
-def prepare_command(name: str, root: Path) -> str:
-    return f"python data.py {name} --data_dir {root}"
+def read_vocab(name: str, root: Path) -> Vocab:
+    """The vocabulary that preparation has written; FileNotFoundError or ValueError says which command makes it."""
+    path, source, prepare = vocab_file(name, root), DATASETS[name], prepare_command(name, root)
+    if not path.exists():
+        raise FileNotFoundError(f"no vocabulary at {path}; run: {prepare}")
+    ids = read_json(path)
+    words = {i: word for word, i in ids.items() if type(i) is int}
+    if sorted(words) != list(range(len(ids))):
+        raise ValueError(f"{path}: expected words and their ids from 0 to {len(ids) - 1}; remove it and run: {prepare}")
+    return Vocab([words[i] for i in range(len(ids))], source.tokenizer, source.max_words)
+
+
+def vocab_file(name: str, root: Path) -> Path:
+    """vocab.json, or vocab-<name>.json where two data sets have the same images, and so the same folder."""
+    return root / (f"vocab-{name}.json" if DATASETS[name].images else "vocab.json")
+
+
+def open_features(name: str, root: Path, extractor: str = "") -> Features:
+    """The feature file of a data set, for its own extractor or the one named; ValueError where it is another data set's, or
+    was made by another extractor or with other preprocessing."""
+    path, prepare = feature_file(name, root, extractor), prepare_command(name, root, extractor)
+    features = Features(path, prepare)
+    if features.dataset not in ("", DATASETS[name].images or name):
+        raise ValueError(f"{path} holds the features of {features.dataset}, not of {name}; give the --data_dir of {name}, or "
+                         f"remove it and run: {prepare}")  # fmt: skip
+    wanted = extractor or DATASETS[name].extractor
+    wanted = mini_cnn_name(mini_cnn_state(root)) if wanted == "mini-cnn" else wanted
+    known = (RESNETS[wanted], RELEASED_FEATURES) if wanted in RESNETS else (MINI_PREPROCESSING,)
+    if features.extractor != wanted or features.preprocessing not in known:
+        raise ValueError(f"{path} was made by {features.extractor} ({features.preprocessing}), not by {wanted}; "
+                         f"remove it and run: {prepare}")  # fmt: skip
+    return features
+
+
+def feature_file(name: str, root: Path, extractor: str = "") -> Path:
+    """features.h5, or features-<extractor>.h5 for another extractor than the data set's own."""
+    own = DATASETS[name].extractor
+    if extractor in ("", own):
+        return root / "features.h5"
+    known = [own] if own == "mini-cnn" else RESNETS
+    if extractor not in known:
+        raise ValueError(f"--extractor {extractor}: {name} can have {', '.join(known)}")
+    return root / f"features-{extractor}.h5"
+
+
+def prepare_command(name: str, root: Path, extractor: str = "") -> str:
+    return f"python data.py {name} --data_dir {root}" + f" --extractor {extractor}" * bool(extractor)
 
 
 # ---- mini: scenes ----
@@ -2279,32 +2440,46 @@ def write_predictions(path: str | Path, predictions: dict[str, str]) -> None:
 # ---- preparation and check -------------------------------------------------------------------------------------------
 
 
-def build_vocab(name: str, root: Path, release: Release) -> Vocab:
-    """Vocabulary by the data set's rule, of the training captions as a rule, written as word -> id."""
+def vocab_of(name: str, release: Release) -> Vocab:
+    """Vocabulary by the data set's rule, of the training captions as a rule."""
     source = DATASETS[name]
     scenes = (s for split in source.vocab_splits for s in release.scenes[split])
     captions = (c for s in scenes for p in s.pairs + (s.swapped or ()) for c in p.captions)
-    vocab = Vocab.of(captions, source.min_count, source.tokenizer, source.max_words)
-    partial = root / "vocab.json.partial"
+    return Vocab.of(captions, source.min_count, source.tokenizer, source.max_words)
+
+
+def build_vocab(name: str, root: Path, release: Release) -> Vocab:
+    """The vocabulary, written as word -> id."""
+    vocab = vocab_of(name, release)
+    partial = vocab_file(name, root).with_suffix(".partial")
     partial.write_text(json.dumps(vocab.ids, indent=0))
-    os.replace(partial, root / "vocab.json")
+    os.replace(partial, vocab_file(name, root))
     return vocab
 
 
-def prepare(name: str, root: Path, device: str) -> None:
-    """features.h5 from the images, or from the authors' released .npy folders where those are; vocab.json."""
-    release, extractor = DATASETS[name].read(root), DATASETS[name].extractor
-    names = sorted(release.paths)
+def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
+    """A feature file from the images, or from the authors' released .npy folders where those are; vocab.json. A feature
+    file that is there stays."""
+    release, path = read_release(name, root), feature_file(name, root, extractor)
+    extractor, names = extractor or DATASETS[name].extractor, sorted(release.paths)
     npy = {n: p.parents[1] / p.parent.name.replace("images", "features") / f"{p.name}.npy" for n, p in release.paths.items()}
     absent = [p for p in npy.values() if not p.exists()]
-    if 0 < len(absent) < len(npy):
+    if path.exists():
+        open_features(name, root, extractor).cover(names)
+        print(f"{path} is there already")
+    elif extractor != "resnet101-layer3" or len(absent) == len(npy):
+        absent = [p for p in release.paths.values() if not p.exists()]
+        if absent:
+            raise FileNotFoundError(f"no image at {min(absent)} ({len(absent)} of {len(names)} missing); unpack the release "
+                                    "there, or see --check")  # fmt: skip
+        extract(path, release, Extractor(extractor, device=device), name)
+    elif absent:
         raise FileNotFoundError(f"no features at {absent[0]} ({len(absent)} of {len(npy)} missing); complete the released "
                                 "feature folders, or remove them to extract features from the images")  # fmt: skip
-    if not absent:
-        blocks = (read_npy(npy[n])[None] for n in names)
-        write_features(root / "features.h5", names, blocks, extractor, RELEASED_FEATURES)
     else:
-        extract(root, release, Extractor(extractor, device=device))
+        about = {"extractor": extractor, "preprocessing": RELEASED_FEATURES, "dataset": DATASETS[name].images or name}
+        start = unfinished(path, names, about)
+        write_features(path, names, (read_npy(npy[n])[None] for n in names[start:]), **about, start=start)
     words = f"{len(build_vocab(name, root, release))} words" if isinstance(release, Release) else "no captions"
     print(*(f"note: {line}" for line in getattr(release, "notes", ())), f"{root}: {len(names)} images, {words}", sep="\n")
 
@@ -2328,17 +2503,13 @@ def write_manifest(root: Path) -> None:
     print(f"{path}: {len(urls)} photographs, of which {list(here.values()).count('here')} are in {root / 'images'}")
 
 
-def extract(root: Path, release: Release, extractor: Extractor, batch: int = 64) -> None:
-    """Run an extractor over every image of a release into root/features.h5."""
+def extract(path: Path, release: Release | Classified, extractor: Extractor, name: str, batch: int = 64) -> None:
+    """Run an extractor over every image of a release into a feature file; goes on where it was interrupted."""
     names = sorted(release.paths)
-    missing = [release.paths[n] for n in names if not release.paths[n].exists()]
-    if missing:
-        raise FileNotFoundError(f"no image at {missing[0]} ({len(missing)} of {len(names)} missing); "
-                                "unpack the release there, or see --check")  # fmt: skip
-    blocks = (
-        extractor([release.paths[n] for n in names[i : i + batch]]).numpy() for i in range(0, len(names), batch)
-    )
-    write_features(root / "features.h5", names, blocks, extractor.name, extractor.preprocessing)
+    about = {"extractor": extractor.name, "preprocessing": extractor.preprocessing, "dataset": DATASETS[name].images or name}
+    start = unfinished(path, names, about)
+    blocks = extractor.blocks([release.paths[n] for n in names[start:]], batch)
+    write_features(path, names, prefetch(block.numpy() for block in blocks), **about, start=start)
 
 
 def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str, name: str = "mini") -> None:
@@ -2371,10 +2542,10 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str, 
         net = train_mini_cnn(root, steps=min(1000, 10 + scenes // 5), seed=seed, device=device)
         torch.save(net.state_dict(), root / "mini_cnn.pt.partial")
         os.replace(root / "mini_cnn.pt.partial", root / "mini_cnn.pt")
-    release = DATASETS[name].read(root)
+    release = read_release(name, root)
     if not (root / "features.h5").exists():
         state = mini_cnn_state(root)
-        extract(root, release, Extractor(mini_cnn_name(state), state, device), batch=512)
+        extract(root / "features.h5", release, Extractor(mini_cnn_name(state), state, device), name, batch=512)
     if not (root / "vocab.json").exists():
         build_vocab(name, root, release)
 
@@ -2389,41 +2560,48 @@ def mini_cnn_name(state: dict[str, Tensor]) -> str:
     return f"mini-cnn-{digest.hexdigest()[:12]}"
 
 
-def check_clevr_change(name: str, root: Path) -> list[str]:
-    """Every problem of a folder in CLEVR-Change's layout, a line each: files, ids, counts, captions, images, features."""
-    problems, parsed, published, prepare = [], {}, DATASETS[name], prepare_command(name, root)
-    for file in ("splits.json", "type_mapping.json", "change_captions.json", "no_change_captions.json"):
-        try:
-            parsed[file] = read_json(root / file)
-        except (FileNotFoundError, ValueError) as e:
-            problems.append(str(e))
-    splits, owner = parsed.get("splits.json", {}), {}
-    for split in SPLITS if "splits.json" in parsed else ():
-        ids = [i for i in splits.get(split, []) if isinstance(i, int)]
-        if len(ids) != len(splits.get(split, [])):
-            problems.append(f"{root / 'splits.json'}: {split} has ids that are not whole numbers")
-        wanted = published.scenes.get(split, len(ids))
-        if len(ids) != wanted:
-            problems.append(f"{root / 'splits.json'}: {split} has {len(ids)} scenes, published {wanted}")
-        for i in ids:
-            if i in owner:
-                problems.append(f"{root / 'splits.json'}: scene {i} is in {owner[i]} and in {split}")
-            owner[i] = split
-    types = parsed.get("type_mapping.json", {})
-    for kind, wanted in published.types.items() if types else ():
-        if len(types.get(kind, [])) != wanted:
-            problems.append(f"{root / 'type_mapping.json'}: {len(types.get(kind, []))} of type {kind}, published {wanted}")
-    typed = {image for images in types.values() for image in images}
-    for i, split in owner.items():
-        if typed and f"{i:06d}.png" not in typed:
-            problems.append(f"{root / 'type_mapping.json'}: {i:06d}.png ({split}) has no change type")
-        for file in ("change_captions.json", "no_change_captions.json"):
-            captions = parsed.get(file, {}).get(f"CLEVR_default_{i:06d}.png", [] if file in parsed else ["unread"])
-            if not captions or any(not isinstance(c, str) or not c.strip() for c in captions):
-                what = "an empty caption" if captions else "no captions"
-                problems.append(f"{root / file}: {what} for CLEVR_default_{i:06d}.png ({split})")
-    paths = {f"CLEVR_{kind}_{i:06d}.png": root / folder / f"CLEVR_{kind}_{i:06d}.png"
-             for kind, folder in CLEVR_FOLDERS.items() for i in owner}  # fmt: skip
+def check(name: str, root: Path, extractor: str = "") -> list[str]:
+    """Every problem of a folder, a line each (of a kind the first 20): annotation files, counts against the published ones,
+    pairs that occur twice, captions, images, features, vocabulary."""
+    source, problems, prepare = DATASETS[name], [], prepare_command(name, root, extractor)
+
+    def report(lines: Iterable[str]) -> None:
+        lines = list(lines)
+        problems.extend(lines[:20])
+        if len(lines) > 20:
+            problems[-1] += f"; and {len(lines) - 20} more of this kind"
+
+    broken: list[str] = []
+    token = collected.set(broken)
+    try:
+        release = read_release(name, root)
+    except (OSError, ValueError) as e:
+        release = Release({}, {}, {}, {}, {}) if source.tokenizer else Classified({}, [], {})
+        broken.append(str(e))
+    finally:
+        collected.reset(token)
+    report(broken)
+    counts = {split: len(x) for split, x in (release.images if source.tokenizer is None else release.scenes).items()}
+    for split, count in counts.items():
+        if count != source.scenes.get(split, count):
+            problems.append(f"{root}: {split} has {count} scenes, published {source.scenes[split]}")
+    if source.tokenizer is None:  # images of classes: all that follows holds for a release without pairs
+        release = Release({}, {}, {}, {}, release.paths)
+    pairs = [(split, p) for split, scenes in release.scenes.items() for scene in scenes for p in scene.pairs]
+    for kind, wanted in source.types.items() if pairs else ():
+        if len(release.kinds.get(kind, ())) != wanted:
+            problems.append(f"{root}: {len(release.kinds.get(kind, ()))} of type {kind}, published {wanted}")
+    kinds = set().union(*release.kinds.values())
+    report(f"{root}: {p.id} ({split}) has no kind of change" for split, p in pairs if kinds and p.id not in kinds)
+    places: dict[str, list[str]] = {}
+    for split, p in pairs:
+        places.setdefault(p.id, []).append(split)
+    report(f"{root}: pair {i} is there {len(at)} times ({', '.join(at)})" for i, at in places.items() if len(at) > 1)
+    empty = [f"{root}: an empty caption for {p.id} ({split})" for split, p in pairs for c in p.captions if not c.strip()]
+    report(empty if len(empty) != source.empty else ())
+    repeated = [p.id for _, p in pairs for c, n in Counter(p.captions).items() if n > 1]
+    if repeated:
+        release.notes.append(f"{len(repeated)} captions repeat one of the same pair, the first of {repeated[0]}")
 
     def unreadable(path: Path) -> str | None:
         try:
@@ -2432,27 +2610,29 @@ def check_clevr_change(name: str, root: Path) -> list[str]:
             return str(e)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = tqdm(pool.map(unreadable, paths.values()), "images", len(paths), unit="image", disable=None)
-        problems += [line for line in found if line]
+        read = pool.map(unreadable, release.paths.values())
+        report(line for line in tqdm(read, "images", len(release.paths), unit="image", disable=None) if line)
     try:
-        features = Features(root / "features.h5", prepare)
-        check_features(name, root, features)
-        absent = [image for image in paths if image not in features.row]
-        if absent:
-            problems.append(f"{features.path}: no features for {absent[0]} and {len(absent) - 1} more")
-        for image in tqdm([n for n in paths if n in features.row], "features", unit="image", disable=None):
-            if not np.isfinite(features.data[features.row[image]]).all():
-                problems.append(f"{features.path}: features of {image} are not finite")
-    except (FileNotFoundError, ValueError) as e:
+        features = open_features(name, root, extractor)
+        blocks, names = range(0, len(features.row), 256), list(features.row)
+        bad = (i + np.flatnonzero(~np.isfinite(features.data[i : i + 256]).all((1, 2, 3)))
+               for i in tqdm(blocks, "features", unit="block", disable=None))  # fmt: skip
+        report(f"{features.path}: features of {names[i]} are not finite" for block in bad for i in block)
+        features.cover(release.paths)
+    except (OSError, ValueError) as e:
         problems.append(str(e))
     try:
-        words = len(read_json(root / "vocab.json"))
-        if words != (published.words or words):
-            problems.append(f"{root / 'vocab.json'}: {words} words, published {published.words}")
-    except (FileNotFoundError, ValueError) as e:
-        problems.append(f"{e}; run: {prepare}")
-    print(f"{root}: {len(owner)} scenes ({', '.join(f'{s} {len(splits.get(s, []))}' for s in SPLITS)}), "
-          f"{len(paths)} images, {len(problems)} problems")  # fmt: skip
+        vocab = read_vocab(name, root).words if source.tokenizer else []
+        if len(vocab) != (source.words or len(vocab)):
+            problems.append(f"{vocab_file(name, root)}: {len(vocab)} words, published {source.words}")
+        odd = sorted(set(vocab) ^ set(vocab_of(name, release).words)) if pairs else ()
+        if odd:
+            problems.append(f"{vocab_file(name, root)} is not of these captions ({str(odd[:5])[1:-1]} ...); run: {prepare}")
+    except (OSError, ValueError) as e:
+        problems.append(str(e))
+    print(*(f"note: {line}" for line in release.notes),
+          f"{root}: {sum(counts.values())} scenes ({', '.join(f'{split} {n}' for split, n in counts.items())}), "
+          f"{len(release.paths)} images, {len(problems)} problems", sep="\n")  # fmt: skip
     return problems
 
 
@@ -2462,12 +2642,20 @@ def check_clevr_change(name: str, root: Path) -> list[str]:
 def open_dataset(cfg) -> Dataset:
     """The data set that a run's config names; the embedded one is made first where it is not there yet."""
     if cfg.dataset in EMBEDDED:
+        feature_file(cfg.dataset, Path(cfg.data_dir), cfg.extractor)  # refuses an extractor before the work begins
         prepare_mini(Path(cfg.data_dir), cfg.scenes, cfg.objects, cfg.data_seed, cfg.device, cfg.dataset)
-    return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device)
+    return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str):
+        raise ValueError(f"{message}; --help shows what there is")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     for name in DATASETS:
         p = commands.add_parser(name, help=f"prepare or check {name}")
@@ -2477,9 +2665,13 @@ def main(argv: list[str] | None = None) -> None:
         if name == "birds_to_words":
             p.add_argument("--manifest", action="store_true", help="list the photographs to fetch in expected_images.tsv")
         if name in EMBEDDED:
+            p.set_defaults(extractor="")
             p.add_argument("--scenes", type=int, default=5000, help="training scenes")
             p.add_argument("--objects", default="2,4", help="fewest and most objects in a scene")
             p.add_argument("--data_seed", type=int, default=0, help="seed of rendering and feature network")
+        else:
+            known = f"{', '.join(RESNETS)}; default: {DATASETS[name].extractor}"
+            p.add_argument("--extractor", default="", help=f"whose features, each in a file of its own ({known})")
     p = commands.add_parser("score", help="score a predictions file against a references file")
     p.add_argument("--predictions", required=True, help="COCO results: a list of {image_id, caption}")
     p.add_argument("--references", required=True, help="COCO annotations: {annotations: [{image_id, caption}]}")
@@ -2499,14 +2691,14 @@ def main(argv: list[str] | None = None) -> None:
     elif getattr(args, "manifest", False):
         write_manifest(args.data_dir)
     elif args.check:
-        problems = check_clevr_change(args.command, args.data_dir)
+        problems = check(args.command, args.data_dir, args.extractor)
         if problems:
             print("\n".join(problems), file=sys.stderr)
             sys.exit(2)
     elif args.command in EMBEDDED:
         prepare_mini(args.data_dir, args.scenes, args.objects, args.data_seed, args.device, args.command)
     else:
-        prepare(args.command, args.data_dir, args.device)
+        prepare(args.command, args.data_dir, args.device, args.extractor)
 
 
 if __name__ == "__main__":

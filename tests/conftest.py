@@ -47,7 +47,7 @@ def write_features(name, root):
     release, source = data.DATASETS[name].read(root), data.DATASETS[name]
     names = sorted(release.paths)
     features = np.random.default_rng(1).random((len(names), *GRID)).astype(np.float32)
-    data.write_features(root / "features.h5", names, [features], source.extractor, source.preprocessing[0])
+    data.write_features(root / "features.h5", names, [features], source.extractor, data.RELEASED_FEATURES)
     data.build_vocab(name, root, release)
 
 

@@ -4,8 +4,11 @@ import json
 
 import pytest
 import torch
+from PIL import Image
 from test_common import dense_match
+from test_features import random_resnet
 
+import data
 import dirl_ccr
 import scorer_cbr
 from common import token_match
@@ -44,3 +47,13 @@ def test_resume_on_the_gpu(method, prepared, tiny, tmp_path, flags):
     method.main([*run, "--steps", "4"])
     method.main(["--resume", "--out_dir", str(tmp_path / "run"), "--device", "cuda", "--steps", "8"])
     assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] == 8
+
+
+def test_features_made_on_the_gpu_are_those_of_the_cpu(tmp_path):
+    state = random_resnet()
+    for i in range(5):
+        Image.effect_noise((60, 40), 50).convert("RGB").save(tmp_path / f"{i}.png")
+    paths = [tmp_path / f"{i}.png" for i in range(5)]
+    plain = data.Extractor("resnet101-layer3", state)(paths).float()
+    fast = torch.cat(list(data.Extractor("resnet101-layer3", state, "cuda").blocks(paths, 2))).float()
+    assert (fast - plain).norm() < 0.01 * plain.norm()  # float16 has three digits

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import GRID, write_release
-from PIL import Image
+from test_features import random_resnet
 
 import data
 
@@ -85,7 +85,7 @@ def test_feature_file_round_trip(tmp_path):
     x = np.random.default_rng(0).random((5, *GRID)).astype(np.float32)
     data.write_features(tmp_path / "f.h5", list("abcde"), iter([x[:2], x[2:]]), "resnet101-layer3", "how")
     features = data.Features(tmp_path / "f.h5", "make it")
-    assert features.data.chunks == (1, *GRID) and (features.extractor, features.preprocessing) == ("resnet101-layer3", "how")
+    assert features.data.chunks is None and (features.extractor, features.preprocessing) == ("resnet101-layer3", "how")
     expected = torch.from_numpy(x[[3, 0]]).half()
     for where in ("stream", "ram", "auto"):
         assert f"features: {'ram' if where == 'auto' else where}" in features.place(where, "cpu")
@@ -195,49 +195,6 @@ def test_prefetch_passes_items_and_errors():
     early.close()  # must not hang on a full queue
 
 
-def test_bicubic_preprocessing_against_loop():
-    """OpenCV's bicubic: half-pixel centres, a = -0.75, border repeated, no antialiasing, rounded to bytes."""
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (300, 280, 3), dtype=np.uint8))
-    x, pixels = data.preprocess_resnet(image), np.array(image).astype(float)
-
-    def weight(d, a=-0.75):
-        d = abs(d)
-        return (a + 2) * d**3 - (a + 3) * d**2 + 1 if d <= 1 else a * (d**3 - 5 * d**2 + 8 * d - 4) if d < 2 else 0.0
-
-    for row, col in ((0, 0), (100, 37), (223, 223)):
-        y, z = (row + 0.5) * 300 / 224 - 0.5, (col + 0.5) * 280 / 224 - 0.5
-        value = sum(
-            weight(y - i) * weight(z - j) * pixels[np.clip(i, 0, 299), np.clip(j, 0, 279)]
-            for i in range(int(np.floor(y)) - 1, int(np.floor(y)) + 3)
-            for j in range(int(np.floor(z)) - 1, int(np.floor(z)) + 3)
-        )
-        byte = np.clip(np.round(value), 0, 255) / 255
-        expected = (byte - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.224]
-        np.testing.assert_allclose(x[:, row, col], expected, atol=0.02)  # a tie may round the other way: 1/255/.224
-
-
-def test_resnet_extractor_has_the_papers_shape(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *a, **k: pytest.fail("nothing may be downloaded"))
-    state = random_resnet()
-    Image.new("RGB", (30, 20), "red").save(tmp_path / "a.png")
-    Image.new("P", (20, 20)).save(tmp_path / "b.gif")
-    extractor = data.Extractor("resnet101-layer3", state)
-    x = extractor([tmp_path / "a.png", tmp_path / "b.gif"])
-    assert x.shape == (2, 1024, 14, 14) and x.dtype == torch.float16 and (x >= 0).all() and x.isfinite().all()
-    with pytest.raises(ValueError, match="unknown feature extractor"):
-        data.Extractor("vgg")
-
-
-def random_resnet():
-    """Weights of the extractor's architecture, not trained."""
-    from torchvision.models import resnet101
-
-    torch.manual_seed(0)
-    net = resnet101(weights=None, zero_init_residual=True)  # else 30 residual blocks pass float16's range
-    parts = [getattr(net, name) for name in "conv1 bn1 relu maxpool layer1 layer2 layer3".split()]
-    return torch.nn.Sequential(*parts).state_dict()
-
-
 def test_preparation_from_images_and_from_released_features(release, monkeypatch, capsys):
     original = data.Extractor
     state = random_resnet()
@@ -257,6 +214,9 @@ def test_preparation_from_images_and_from_released_features(release, monkeypatch
         folder.mkdir(exist_ok=True)
         np.save(folder / f"{name}.npy", np.full((4, 2, 3), float(name[-5]), np.float32))
     dataset.features.file.close()
+    data.main(["clevr_change", "--data_dir", str(release), "--device", "cpu"])
+    assert "features.h5 is there already" in capsys.readouterr().out
+    (release / "features.h5").unlink()
     data.main(["clevr_change", "--data_dir", str(release), "--device", "cpu"])
     packed = data.load("clevr_change", release)
     assert packed.grid == (4, 2, 3) and "released" in packed.features.preprocessing
@@ -278,10 +238,11 @@ def test_check_reports_every_problem(prepared, monkeypatch, capsys):
     with pytest.raises(SystemExit) as e:
         data.main(["clevr_change", "--data_dir", str(prepared), "--check"])
     lines = capsys.readouterr().err.strip().splitlines()
-    assert e.value.code == 2 and len(lines) == 6
+    assert e.value.code == 2 and len(lines) == 7
     expected = [
-        "train has 8 scenes, published 9", "an empty caption for CLEVR_default_000001.png", "published 5",
+        "train has 8 scenes, published 9", "an empty caption for 000001.png", "published 5",
         "no captions for CLEVR_default_000007.png", "no image at", "not a readable image",
+        "not of these captions ('' ...",
     ]  # fmt: skip
     for words in expected:
         assert any(words in line for line in lines), words

@@ -337,7 +337,7 @@ def test_nabirds_classes_are_the_leaves(tmp_path):
         data.load_classified("nabirds", tmp_path)
     names = sorted(release.paths)
     x = np.random.default_rng(1).random((len(names), *GRID)).astype(np.float32)
-    data.write_features(tmp_path / "features.h5", names, [x], "resnet101-layer4", data.RESNET_PREPROCESSING)
+    data.write_features(tmp_path / "features.h5", names, [x], "resnet101-layer4", data.IMAGENET_PREPROCESSING)
     again, features = data.load_classified("nabirds", tmp_path)
     assert again == release and features.rows([release.images["train"][3][0]]).shape == (1, *GRID)
     with pytest.raises(ValueError, match=r"nabirds has no captions"):

@@ -1,0 +1,363 @@
+"""Whatever is wrong with the input, it is one line on stderr and exit code 2."""
+
+import json
+import subprocess
+import sys
+
+import h5py
+import numpy as np
+import pytest
+from conftest import GRID, write_features, write_release
+from test_readers import (
+    BIRD_COLUMNS,
+    bird_row,
+    item,
+    levir_image,
+    write,
+    write_clevr_dc,
+    write_cub,
+    write_nabirds,
+    write_picture,
+    write_spot,
+)
+
+import data
+import scorer_cbr
+from common import run_main
+
+
+@pytest.fixture
+def refused(capsys):
+    def of(main, *argv):
+        """The one line with which a script's main refuses a command."""
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as e:
+            run_main(lambda: main([str(a) for a in argv]))
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert e.value.code == 2 and len(lines) == 1, lines
+        return lines[0]
+
+    return of
+
+
+@pytest.fixture
+def prepare(refused):
+    return lambda root, name="clevr_change", *more: refused(data.main, name, "--data_dir", root, "--device", "cpu", *more)
+
+
+@pytest.fixture
+def train(refused, tiny, tmp_path):
+    return lambda root, *more: refused(scorer_cbr.main, *tiny, "--data_dir", root, "--out_dir", tmp_path / "run", *more)
+
+
+def problems(capsys, name, root):
+    """What --check has to say."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as e:
+        data.main([name, "--data_dir", str(root), "--check"])
+    assert e.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()
+
+
+def write_edits(root):
+    for split, uid in (("train", "A"), ("valid", "B"), ("test", "C")):
+        write(root / f"{split}.json", [item(uid, f"{uid}.jpg", f"{uid}2.png", "zoom in", "crop it")])
+        for name in (f"{uid}.jpg", f"{uid}2.png"):
+            write_picture(root / "images" / name)
+
+
+def write_levir(root):
+    images = [levir_image(split, 1, "a lake appears", "no change", changeflag=1) for split in data.SPLITS]
+    write(root / "LevirCCcaptions.json", {"images": images})
+    for split in data.SPLITS:
+        for folder in "AB":
+            write_picture(root / "images" / split / folder / f"{split}_000001.png")
+
+
+def write_birds(root):
+    rows = [bird_row(i, i + 1, split, "Animal 1 is red") for i, split in enumerate(data.SPLITS)]
+    write(root / "birds-to-words-v1.0.tsv", "\n".join([BIRD_COLUMNS, *rows]))
+    for photo in range(4):
+        write_picture(root / "images" / f"{photo}.jpg")
+
+
+def write_own(root):
+    rows = [{"before": f"{split}.png", "after": "b.png", "captions": ["it is open"], "split": split} for split in data.SPLITS]
+    write(root / "pairs.json", rows)
+    for name in (*data.SPLITS, "b"):
+        write_picture(root / f"{name}.png")
+
+
+WRITERS = {
+    "clevr_change": write_release, "clevr_dc": write_clevr_dc, "spot_the_diff": write_spot, "levir_cc": write_levir,
+    "image_editing_request": write_edits, "birds_to_words": write_birds, "cub": write_cub, "nabirds": write_nabirds,
+    "pairs": write_own,
+}  # fmt: skip
+
+
+# ---- folders and files -----------------------------------------------------------------------------------------------
+
+
+def test_a_script_of_its_own(tmp_path):
+    """data.py turns errors into a line itself; the other tests go through common.run_main, as the methods do."""
+    call = [sys.executable, data.__file__, "clevr_change", "--data_dir", str(tmp_path / "none")]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert f"splits.json is missing; there is no folder {tmp_path / 'none'}" in done.stderr
+
+
+def test_the_folders_level(release, prepare, train):
+    for run in (prepare, train):
+        assert f"there is one at {release / 'splits.json'}" in run(release.parent)  # too high
+        assert f"there is one at {release / 'splits.json'}" in run(release / "images")  # too deep
+
+
+def test_unknown_words_of_the_command_line(refused, prepared, train):
+    assert "invalid choice: 'clevr'" in refused(data.main, "clevr", "--data_dir", prepared)
+    assert "unrecognized arguments: --chekc" in refused(data.main, "clevr_change", "--chekc")
+    assert "--extractor vgg: clevr_change can have resnet101-layer3" in train(prepared, "--extractor", "vgg")
+    assert "--extractor resnet101-layer4: mini can have mini-cnn" in refused(
+        scorer_cbr.main, "--extractor", "resnet101-layer4", "--data_dir", prepared / "mini", "--device", "cpu"
+    )
+    assert "--split: invalid choice: 'dev'" in refused(scorer_cbr.main, "--eval", "x.pt", "--split", "dev")
+
+
+@pytest.mark.parametrize("file", ["splits", "type_mapping", "change_captions", "no_change_captions"])
+def test_truncated_json(release, prepare, file):
+    path = release / f"{file}.json"
+    path.write_text(path.read_text()[:-7])
+    assert f"{file}.json is not valid JSON" in prepare(release)
+    path.write_bytes(b"\xff\xfe{}")
+    assert f"{file}.json is not valid JSON" in prepare(release)
+
+
+def test_json_of_another_data_set(release, prepare, tmp_path):
+    write_spot(tmp_path / "spot")
+    write_clevr_dc(tmp_path / "dc")
+    captions = (release / "change_captions.json").read_text()
+    write(release / "change_captions.json", (tmp_path / "dc/captions.json").read_text())
+    assert "no captions for CLEVR_default_000000.png; expected a list of strings, the first key is '0'" in prepare(release)
+    write(release / "change_captions.json", (tmp_path / "spot/annotations/train.json").read_text())
+    assert "change_captions.json: expected a JSON dict, found list" in prepare(release)
+    write(release / "change_captions.json", captions)
+    write(release / "splits.json", (release / "type_mapping.json").read_text())
+    assert "no key 'train' with a list of ids; expected train, val and test, found color, material" in prepare(release)
+    write(tmp_path / "spot/annotations/val.json", captions)
+    assert "val.json: expected a JSON list, found dict" in prepare(tmp_path / "spot", "spot_the_diff")
+
+
+@pytest.mark.parametrize("wrong", ["12", 1.5, True, None, [3]])
+def test_ids_of_the_wrong_type(release, prepare, wrong):
+    splits = json.loads((release / "splits.json").read_text())
+    write(release / "splits.json", splits | {"train": [0, wrong, 2]})
+    assert f"train has the id {wrong!r}; expected whole numbers" in prepare(release)
+
+
+def test_unknown_split(release, prepare):
+    splits = json.loads((release / "splits.json").read_text())
+    write(release / "splits.json", {{"val": "validation"}.get(k, k): v for k, v in splits.items()})
+    assert "no key 'val' with a list of ids; expected train, val and test, found train, validation, test" in prepare(release)
+
+
+JUNK = [None, 7, "x", [], {}, [7], [None], ["x"], {"x": 7}, {"train": 7}]
+
+
+def spoilt(content, where=()):
+    """Every copy of a JSON content in which one part, down to the third level, is junk."""
+    for junk in JUNK:
+        yield where, junk
+    keys = list(content)[:2] if isinstance(content, dict) else range(min(2, len(content))) if isinstance(content, list) else ()
+    for key in keys if len(where) < 4 else ():
+        yield from spoilt(content[key], (*where, key))
+
+
+@pytest.mark.parametrize("name", ["clevr_change", "clevr_dc", "spot_the_diff", "levir_cc", "image_editing_request", "pairs"])
+def test_junk_anywhere_in_the_annotations(name, tmp_path):
+    """Some junk is a release all the same (an empty list of a type's images); what is refused is refused in words."""
+    WRITERS[name](tmp_path)
+    refusals = 0
+    for path in sorted(tmp_path.rglob("*.json")):
+        text = path.read_text()
+        for where, junk in spoilt(json.loads(text)):
+            content = {"": json.loads(text)}
+            part, last = content, ""
+            for key in where:
+                part, last = part[last], key
+            part[last] = junk
+            write(path, json.dumps(content[""]))
+            try:
+                data.read_release(name, tmp_path)
+            except ValueError as e:
+                assert str(tmp_path) in str(e)
+                refusals += 1
+        write(path, text)
+    assert refusals > 50 and data.read_release(name, tmp_path)
+
+
+def test_image_missing_for_an_annotated_pair(release, prepared, prepare, capsys):
+    (release / "sc_images" / "CLEVR_semantic_000004.png").unlink()
+    assert any(line.endswith("CLEVR_semantic_000004.png") for line in problems(capsys, "clevr_change", release))
+    (release / "features.h5").unlink()
+    assert "CLEVR_semantic_000004.png (1 of 45 missing)" in prepare(release)
+
+
+def test_caption_of_no_words(prepared, capsys):
+    captions = json.loads((prepared / "change_captions.json").read_text())
+    captions["CLEVR_default_000003.png"].append("  ")
+    write(prepared / "change_captions.json", captions)
+    assert any("an empty caption for 000003.png (train)" in line for line in problems(capsys, "clevr_change", prepared))
+
+
+def test_captions_that_are_none(prepared, prepare):
+    captions = json.loads((prepared / "change_captions.json").read_text())
+    for wrong in ([], "a red cube", [3], {"a": 1}):
+        write(prepared / "change_captions.json", captions | {"CLEVR_default_000003.png": wrong})
+        assert "no captions for CLEVR_default_000003.png; expected a list of strings, found" in prepare(prepared)
+
+
+# ---- feature files ---------------------------------------------------------------------------------------------------
+
+
+def rewrite(root, x=None, ids=None, **about):
+    """The feature file with another content: an array, a list of ids, attributes."""
+    with h5py.File(root / "features.h5") as f:
+        x = f["features"][:] if x is None else x
+        ids, attributes = f["image_ids"].asstr()[:] if ids is None else ids, dict(f.attrs) | about
+    (root / "features.h5").unlink()  # a refused one may still be open
+    with h5py.File(root / "features.h5", "w") as f:
+        f["features"], f["image_ids"] = x, list(ids)
+        f.attrs.update(attributes)
+
+
+@pytest.mark.parametrize("shape", [(45, 8, 6), (45, 2, 3, 8), (44, 8, 2, 3), (45,)])
+def test_features_of_another_shape(prepared, train, shape):
+    rewrite(prepared, np.zeros(shape, np.float16))
+    line = train(prepared)
+    assert f"found float16 {shape} and 45 ids; remove it and run: python data.py clevr_change --data_dir {prepared}" in line
+
+
+def test_features_that_are_none_of_ours(prepared, train, prepare):
+    rewrite(prepared, np.zeros((45, *GRID)))
+    assert "found float64" in train(prepared)
+    rewrite(prepared, np.zeros((45, *GRID), np.float16), ids=["a"] * 45)
+    assert "and 1 ids" in train(prepared)
+    (prepared / "features.h5").unlink()
+    with h5py.File(prepared / "features.h5", "w") as f:
+        f.create_group("features")
+        f["image_ids"] = ["a"]
+    assert "is not a feature file of this project" in train(prepared)
+    (prepared / "features.h5").unlink()
+    (prepared / "features.h5").write_bytes(b"no HDF5 at all")
+    assert "is not a feature file of this project" in train(prepared) and "features.h5" in prepare(prepared)
+
+
+def test_features_of_another_extractor(prepared, train, prepare):
+    rewrite(prepared, extractor="resnet101-layer4")
+    for line in (train(prepared), prepare(prepared)):
+        assert "was made by resnet101-layer4 (the authors' released .npy files), not by resnet101-layer3; remove it" in line
+    rewrite(prepared, extractor="resnet101-layer3", preprocessing="upside down")
+    assert "was made by resnet101-layer3 (upside down)" in train(prepared)
+    line = train(prepared, "--extractor", "resnet101-layer4")
+    assert "features-resnet101-layer4.h5; run: python data.py" in line and line.endswith("--extractor resnet101-layer4")
+
+
+def test_half_written_features(prepared, train):
+    whole = (prepared / "features.h5").read_bytes()
+    (prepared / "features.h5").write_bytes(whole[:-100])  # a copy that broke off
+    assert "is not a feature file of this project (Unable to" in train(prepared)
+    (prepared / "features.h5").write_bytes(whole)
+    with h5py.File(prepared / "features.h5", "r+") as f:
+        f["done"][()] = 30  # an unfinished file that someone has renamed
+    assert "is half written: 30 of 45 images; remove it" in train(prepared)
+    (prepared / "features.h5").rename(prepared / "features.partial")
+    assert "no features at" in train(prepared)
+
+
+def test_features_of_another_data_set(prepared, train, tmp_path):
+    rewrite(prepared, dataset="clevr_dc")
+    assert "holds the features of clevr_dc, not of clevr_change" in train(prepared)
+    write_clevr_dc(tmp_path / "dc")
+    write_features("clevr_dc", tmp_path / "dc")
+    (prepared / "features.h5").unlink()
+    (prepared / "features.h5").write_bytes((tmp_path / "dc" / "features.h5").read_bytes())
+    line = train(prepared)  # a file that does not tell its data set
+    assert "no features for CLEVR_default_000000.png and 44 more (its first image is aft/0.png); remove it" in line
+
+
+@pytest.mark.parametrize("where", ["ram", "stream"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_features_that_are_not_finite(prepared, train, where, value, capsys):
+    with h5py.File(prepared / "features.h5", "r+") as f:
+        f["features"][3, 1, 1, 2] = value  # CLEVR_default_000003.png, for training
+    line = train(prepared, "--features", where)
+    assert "features.h5: features of CLEVR_default_000003.png are not finite; remove it and run: python data.py" in line
+    assert any("CLEVR_default_000003.png are not finite" in line for line in problems(capsys, "clevr_change", prepared))
+
+
+# ---- vocabulary ------------------------------------------------------------------------------------------------------
+
+
+def test_a_vocabulary_that_is_none(prepared, train):
+    ids = json.loads((prepared / "vocab.json").read_text())
+    for wrong in ({w: str(i) for w, i in ids.items()}, {w: i + 1 for w, i in ids.items()}, dict.fromkeys(ids, 0), {}):
+        write(prepared / "vocab.json", wrong)
+        line = train(prepared)
+        assert "vocab" in line and ("run: python data.py" in line or "prepare again" in line)
+    write(prepared / "vocab.json", {w: i for i, w in enumerate(sorted(ids))})
+    assert "vocabulary must begin with <NULL> <UNK> <START> <END>" in train(prepared)
+    write(prepared / "vocab.json", json.dumps(ids)[:-9])
+    assert "vocab.json is not valid JSON" in train(prepared)
+
+
+def test_a_vocabulary_that_does_not_fit(prepared, tiny, refused, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(scorer_cbr, "evaluate", lambda *_: {"CIDEr": 1.0})  # is not what this is about
+    flags = [*tiny, "--steps", 1, "--data_dir", prepared, "--out_dir", tmp_path / "run"]
+    scorer_cbr.main([str(a) for a in flags])
+    ids = json.loads((prepared / "vocab.json").read_text())
+    write(prepared / "vocab.json", {("zebra" if i == 9 else w): i for w, i in ids.items()})
+    for command in (["--eval", tmp_path / "run/best.pt", "--device", "cpu"], ["--resume", "--out_dir", tmp_path / "run"]):
+        assert "the checkpoint was trained with" in (line := refused(scorer_cbr.main, *command)) and "--data_dir" in line
+    assert any("vocab.json is not of these captions" in line for line in problems(capsys, "clevr_change", prepared))
+
+
+# ---- the other data sets ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_each_data_set_tells_what_is_missing(name, tmp_path, prepare, capsys):
+    root = tmp_path / "deep" / "release"
+    assert f"there is no folder {root}" in prepare(root, name)
+    WRITERS[name](root)
+    for level in (root.parent, root / "images") if name != "spot_the_diff" else [root.parent]:  # its files lie in annotations/
+        level.mkdir(exist_ok=True)
+        assert f"there is one at {root}" in prepare(level, name)
+    image = sorted(data.read_release(name, root).paths.values())[0]
+    image.write_bytes(image.read_bytes()[:60])
+    lines = problems(capsys, name, root)
+    assert any(f"{image} is not a readable image" in line for line in lines), lines
+    assert any("no features at" in line for line in lines)
+    image.unlink()
+    # Birds-to-Words' photographs are fetched one by one: pairs that lack one are left out, and told.
+    expected = "both photographs" if name == "birds_to_words" else f"no image at {image} (1 of"
+    assert expected in prepare(root, name)
+    for path in sorted(p for p in root.rglob("*") if p.suffix in (".json", ".txt", ".tsv")):
+        content = path.read_bytes()
+        path.unlink()
+        assert path.name in prepare(root, name)
+        path.write_bytes(content[: len(content) // 2 - 2] if path.suffix == ".json" else b"\n")
+        assert str(root) in prepare(root, name)
+        path.write_bytes(content)
+
+
+def test_check_counts_every_data_set(tmp_path, capsys):
+    for name, writer in WRITERS.items():
+        writer(tmp_path / name)
+        published = {k: v for k, v in data.DATASETS[name].scenes.items() if v}
+        lines = problems(capsys, name, tmp_path / name)
+        assert sum(f"published {count}" in line for line in lines for count in published.values()) >= len(published), lines
+
+
+def test_a_pair_in_two_splits(release, capsys):
+    splits = json.loads((release / "splits.json").read_text())
+    write(release / "splits.json", splits | {"val": [3, *splits["val"]]})
+    lines = problems(capsys, "clevr_change", release)
+    assert any("pair 000003.png is there 2 times (train, val)" in line for line in lines), lines

@@ -1,0 +1,255 @@
+"""Pictures, extractors, and feature files that survive an interruption."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from conftest import GRID
+from PIL import Image
+
+import data
+import scorer_cbr
+
+
+def test_bicubic_preprocessing_against_loop():
+    """OpenCV's bicubic: half-pixel centres, a = -0.75, border repeated, no antialiasing, rounded to bytes."""
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (300, 280, 3), dtype=np.uint8))
+    x, pixels = data.preprocess_resnet(image), np.array(image).astype(float)
+
+    def weight(d, a=-0.75):
+        d = abs(d)
+        return (a + 2) * d**3 - (a + 3) * d**2 + 1 if d <= 1 else a * (d**3 - 5 * d**2 + 8 * d - 4) if d < 2 else 0.0
+
+    for row, col in ((0, 0), (100, 37), (223, 223)):
+        y, z = (row + 0.5) * 300 / 224 - 0.5, (col + 0.5) * 280 / 224 - 0.5
+        value = sum(
+            weight(y - i) * weight(z - j) * pixels[np.clip(i, 0, 299), np.clip(j, 0, 279)]
+            for i in range(int(np.floor(y)) - 1, int(np.floor(y)) + 3)
+            for j in range(int(np.floor(z)) - 1, int(np.floor(z)) + 3)
+        )
+        byte = np.clip(np.round(value), 0, 255) / 255
+        expected = (byte - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.224]
+        np.testing.assert_allclose(x[:, row, col], expected, atol=0.02)  # a tie may round the other way: 1/255/.224
+
+
+def test_resnet_extractor_has_the_papers_shape(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *a, **k: pytest.fail("nothing may be downloaded"))
+    state = random_resnet()
+    Image.new("RGB", (30, 20), "red").save(tmp_path / "a.png")
+    Image.new("P", (20, 20)).save(tmp_path / "b.gif")
+    extractor = data.Extractor("resnet101-layer3", state)
+    x = extractor([tmp_path / "a.png", tmp_path / "b.gif"])
+    assert x.shape == (2, 1024, 14, 14) and x.dtype == torch.float16 and (x >= 0).all() and x.isfinite().all()
+    with pytest.raises(ValueError, match="unknown feature extractor"):
+        data.Extractor("vgg")
+
+
+def random_resnet(name="resnet101-layer3"):
+    """Weights of the extractor's architecture, not trained."""
+    from torchvision.models import resnet101
+
+    torch.manual_seed(0)
+    net = resnet101(weights=None, zero_init_residual=True)  # else 30 residual blocks pass float16's range
+    layers = "conv1 bn1 relu maxpool layer1 layer2 layer3 layer4".split()[: 8 if "layer4" in name else 7]
+    return torch.nn.Sequential(*(getattr(net, layer) for layer in layers)).state_dict()
+
+
+@pytest.mark.parametrize("name, side", [("resnet101-layer4", 224), ("resnet101-layer3-256", 256)])
+def test_the_other_resnet_extractors(name, side, tmp_path):
+    """torchvision's own preprocessing and layers; LEVIR-CC's 16 x 16 cells averaged to 14 x 14."""
+    from torchvision.models import resnet101
+    from torchvision.transforms import Compose, Normalize, Resize, ToTensor
+
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (300, 280, 3), dtype=np.uint8))
+    picture.save(tmp_path / "a.png")
+    extractor = data.Extractor(name, random_resnet(name))
+    x = Compose([Resize((side, side)), ToTensor(), Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])])(picture)
+    torch.testing.assert_close(extractor.preprocess(picture), x)
+    assert str(side) in extractor.preprocessing and ".225" in extractor.preprocessing
+    net = resnet101().eval()
+    parts = [getattr(net, part) for part in "conv1 bn1 relu maxpool layer1 layer2 layer3 layer4".split()]
+    trunk = torch.nn.Sequential(*parts[: 8 if side == 224 else 7])
+    trunk.load_state_dict(extractor.state)
+    with torch.no_grad():
+        expected = trunk(x[None])
+    expected = torch.nn.functional.adaptive_avg_pool2d(expected, 14) if side == 256 else expected
+    assert expected.shape == ((1, 2048, 7, 7) if side == 224 else (1, 1024, 14, 14))
+    torch.testing.assert_close(extractor([tmp_path / "a.png"]).float(), expected, atol=2e-3, rtol=2e-3)
+
+
+def test_any_picture_is_read_by_its_content(tmp_path):
+    """A name says nothing: a TIFF in .png, a GIF in .jpg; palette, grey of 8 and 16 bits, transparency, animation."""
+    rgb = Image.fromarray(np.random.default_rng(0).integers(0, 255, (12, 16, 3), dtype=np.uint8))
+    plain = np.array(rgb)
+    rgb.save(tmp_path / "tiff.png", "TIFF")
+    rgb.save(tmp_path / "no_suffix", "PNG")
+    for name in ("tiff.png", "no_suffix"):
+        assert np.array_equal(data.read_image(tmp_path / name), plain)
+    rgb.convert("RGBA").save(tmp_path / "alpha.png")
+    assert np.array_equal(data.read_image(tmp_path / "alpha.png"), plain)
+    grey = np.arange(192, dtype=np.uint8).reshape(12, 16)
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    Image.fromarray(grey.astype(np.uint16) * 256 + 255).save(tmp_path / "grey16.png")
+    Image.fromarray(grey.astype(np.uint16) * 256).save(tmp_path / "grey16.tif")
+    for name in ("grey.png", "grey16.png", "grey16.tif"):
+        assert np.array_equal(data.read_image(tmp_path / name), np.stack([grey] * 3, -1)), name
+    frames = [Image.new("P", (16, 12), n) for n in (1, 2)]
+    for frame in frames:
+        frame.putpalette([0, 0, 0, 250, 10, 20, 5, 5, 5])
+    frames[0].save(tmp_path / "moving.jpg", "GIF", save_all=True, append_images=frames[1:])
+    with Image.open(tmp_path / "moving.jpg") as im:
+        assert im.n_frames == 2
+    assert (np.array(data.read_image(tmp_path / "moving.jpg")) == [250, 10, 20]).all()
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "TIFF", "BMP"])
+def test_a_truncated_picture_is_named(form, tmp_path):
+    path = tmp_path / "cut.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (12, 16, 3), dtype=np.uint8)).save(path, form)
+    whole = path.read_bytes()
+    for length in (0, 3, 20, len(whole) // 2, len(whole) * 4 // 5):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="cut.png is not a readable image"):
+            data.read_image(path)
+    Image.new("F", (4, 4)).save(path, "TIFF")
+    with pytest.raises(ValueError, match="cut.png is not a readable image .32-bit floats"):
+        data.read_image(path)
+
+
+def test_pictures_decoded_ahead_stay_in_order(tmp_path):
+    for i in range(7):
+        Image.new("RGB", (64, 64), (i * 30, 0, 0)).save(tmp_path / f"{i}.png")
+    paths = [tmp_path / f"{i}.png" for i in range(7)]
+    torch.manual_seed(0)
+    extractor = data.Extractor("mini-cnn-x", data.MiniCNN().state_dict())
+    blocks = list(extractor.blocks(paths, 3))
+    assert [len(block) for block in blocks] == [3, 3, 1]
+    torch.testing.assert_close(torch.cat(blocks), torch.cat([extractor([path]) for path in paths]), atol=1e-3, rtol=1e-2)
+    paths[5].write_bytes(b"")
+    with pytest.raises(ValueError, match="5.png is not a readable image"):
+        list(extractor.blocks(paths, 3))
+
+
+NAMES, ABOUT = [f"{i}.png" for i in range(10)], {"extractor": "e", "preprocessing": "p", "dataset": "d"}
+
+
+def rows(start=0, stop=10, size=2):
+    """Blocks of `size` images, image i holding i."""
+    for i in range(start, stop, size):
+        yield np.full((min(size, stop - i), *GRID), 1.0) * np.arange(i, min(i + size, stop))[:, None, None, None]
+
+
+def test_an_interrupted_extraction_goes_on(tmp_path, capsys):
+    def broken():
+        yield from rows(0, 4)
+        raise KeyboardInterrupt
+
+    path, whole = tmp_path / "f.h5", tmp_path / "whole.h5"
+    assert data.unfinished(path, NAMES, ABOUT) == 0 and not capsys.readouterr().out
+    with pytest.raises(KeyboardInterrupt):
+        data.write_features(path, NAMES, broken(), **ABOUT)
+    assert not path.exists() and data.unfinished(path, NAMES, ABOUT) == 4
+    assert "going on after 4 of 10 images" in capsys.readouterr().out
+    for names, about in ((NAMES[:9], ABOUT), (NAMES[::-1], ABOUT), (NAMES, ABOUT | {"extractor": "other"}),
+                         (NAMES, ABOUT | {"preprocessing": "q"}), (NAMES, ABOUT | {"dataset": "x"})):  # fmt: skip
+        assert data.unfinished(path, names, about) == 0
+        assert "starting anew" in capsys.readouterr().out
+    data.write_features(path, NAMES, rows(4), **ABOUT, start=4)
+    data.write_features(whole, NAMES, rows(size=5), **ABOUT)
+    features, expected = data.Features(path, ""), data.Features(whole, "")
+    assert torch.equal(features.rows(NAMES), expected.rows(NAMES))
+    assert features.rows(NAMES)[:, 0, 0, 0].tolist() == [*range(10)]
+    assert features.dataset == "d" and not path.with_suffix(".partial").exists()
+    path.with_suffix(".partial").write_bytes(whole.read_bytes()[:100])
+    assert data.unfinished(path, NAMES, ABOUT) == 0 and "starting anew" in capsys.readouterr().out
+    data.write_features(path, NAMES, rows(), **ABOUT)  # over what is of no use
+
+
+def test_a_killed_extraction_goes_on(tmp_path):
+    """SIGKILL at any moment: what counts as done is there, and right."""
+    code = """
+import sys; sys.path[:0] = sys.argv[2:]
+import itertools, test_features as t, data; from pathlib import Path
+blocks = (t.np.full((3, 64, 8, 8), float(i)) for i in itertools.count())
+def tell():
+    for n, block in enumerate(blocks):
+        print(n, flush=True); yield block
+data.write_features(Path(sys.argv[1]), [str(i) for i in range(30000)], tell(), **t.ABOUT)
+"""
+    path, names = tmp_path / "f.h5", [str(i) for i in range(30000)]
+    call = [sys.executable, "-c", code, str(path), *(str(Path(f).parent) for f in (__file__, data.__file__))]
+    with subprocess.Popen(call, stdout=subprocess.PIPE, text=True) as process:
+        for _ in range(40):
+            assert process.stdout.readline()
+        process.kill()
+    assert process.returncode == -signal.SIGKILL and not path.exists()
+    done = data.unfinished(path, names, ABOUT)
+    assert 39 * 3 <= done < 30000 and done % 3 == 0
+    with h5py.File(path.with_suffix(".partial")) as f:
+        assert np.array_equal(f["features"][:done, 5, 1, 2], np.arange(done) // 3)
+
+
+def test_two_extractions_at_a_time_are_refused(tmp_path):
+    lock = "import h5py, sys; f = h5py.File(sys.argv[1], 'w'); print(flush=True); sys.stdin.read()"
+    call = [sys.executable, "-c", lock, str(tmp_path / "f.partial")]
+    with subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        with pytest.raises(ValueError, match="f.partial is being written by another run"):
+            data.unfinished(tmp_path / "f.h5", NAMES, ABOUT)
+        process.stdin.close()
+
+
+class Quick:
+    """An extractor without a network: the mean colour, on as many cells as the layer has. Dies after `alive` blocks."""
+
+    alive, read = 99, []
+
+    def __init__(self, name, device):
+        self.name, self.preprocessing, self.grid = name, data.RESNETS[name], (4 if "layer4" in name else 3, 2, 3)
+
+    def blocks(self, paths, batch):
+        for n, i in enumerate(range(0, len(paths), 10)):
+            if n == self.alive:
+                raise KeyboardInterrupt
+            self.read.extend(paths[i : i + 10])
+            means = [np.array(data.read_image(p)).mean() for p in paths[i : i + 10]]
+            yield torch.tensor(means)[:, None, None, None].expand(-1, *self.grid).half()
+
+
+def test_preparation_goes_on_where_it_stopped(release, monkeypatch, capsys):
+    monkeypatch.setattr(data, "Extractor", Quick)
+    monkeypatch.setattr(Quick, "read", [])
+    monkeypatch.setattr(Quick, "alive", 2)
+    call = ["clevr_change", "--data_dir", str(release), "--device", "cpu"]
+    with pytest.raises(KeyboardInterrupt):
+        data.main(call)
+    assert not (release / "features.h5").exists() and not (release / "vocab.json").exists()
+    monkeypatch.setattr(Quick, "alive", 99)
+    data.main(call)
+    out = capsys.readouterr().out
+    assert "going on after 20 of 45 images" in out and "45 images" in out
+    assert len(Quick.read) == len(set(Quick.read)) == 45  # none twice
+    dataset = data.load("clevr_change", release)
+    for name, x in zip(dataset.paths, dataset.features.rows(list(dataset.paths)), strict=True):
+        assert x[0, 0, 0].item() == pytest.approx(np.array(data.read_image(dataset.paths[name])).mean(), rel=1e-3)
+    data.main(call)
+    assert len(Quick.read) == 45 and "is there already" in capsys.readouterr().out
+
+
+def test_each_extractor_has_a_file_of_its_own(release, monkeypatch, tiny, capsys):
+    monkeypatch.setattr(data, "Extractor", Quick)
+    call = ["clevr_change", "--data_dir", str(release), "--device", "cpu"]
+    data.main(call)
+    data.main([*call, "--extractor", "resnet101-layer4"])
+    assert {p.name for p in release.glob("*.h5")} == {"features.h5", "features-resnet101-layer4.h5"}
+    assert data.load("clevr_change", release).grid == (3, 2, 3)
+    assert data.load("clevr_change", release, extractor="resnet101-layer4").grid == (4, 2, 3)
+    assert data.load("clevr_change", release, extractor="resnet101-layer3").grid == (3, 2, 3)  # the data set's own
+    flags = [*tiny, "--data_dir", str(release), "--extractor", "resnet101-layer4"]
+    cfg, _ = scorer_cbr.parse_args(scorer_cbr.Config, scorer_cbr.PRESETS, scorer_cbr.RELEASED, "scorer_cbr", "doc", flags)
+    assert data.open_dataset(cfg).features.extractor == "resnet101-layer4"
