@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import h5py
@@ -130,6 +131,20 @@ def test_pictures_decoded_ahead_stay_in_order(tmp_path):
     blocks = list(extractor.blocks(paths, 3))
     assert [len(block) for block in blocks] == [3, 3, 1]
     torch.testing.assert_close(torch.cat(blocks), torch.cat([extractor([path]) for path in paths]), atol=1e-3, rtol=1e-2)
+    began, decode, net, ahead = [], extractor.preprocess, extractor.net, threading.Event()
+
+    def preprocess(image):
+        began.append(1)
+        if len(began) > 3:
+            ahead.set()
+        return decode(image)
+
+    def slow(x):
+        assert ahead.wait(10)  # the second block is being decoded before the network is done with the first
+        return net(x)
+
+    extractor.preprocess, extractor.net = preprocess, slow
+    torch.testing.assert_close(torch.cat(list(extractor.blocks(paths, 3))), torch.cat(blocks))
     paths[5].write_bytes(b"")
     with pytest.raises(ValueError, match="5.png is not a readable image"):
         list(extractor.blocks(paths, 3))
