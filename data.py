@@ -7,7 +7,8 @@
 
 A data set is a folder in its authors' release layout; `load` reads it into a Dataset, whose batches feed any method. The
 table DATASETS has a row for each.
-One feature file (features.h5) and one vocabulary (vocab.json) are added to the folder. Nothing is downloaded at import.
+A feature file (features.h5; another extractor's has a name of its own) and a vocabulary (vocab.json) are added to the
+folder. Nothing is downloaded at import.
 """
 
 import os
@@ -2472,7 +2473,8 @@ def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
         if absent:
             raise FileNotFoundError(f"no image at {min(absent)} ({len(absent)} of {len(names)} missing); unpack the release "
                                     "there, or see --check")  # fmt: skip
-        extract(path, release, Extractor(extractor, device=device), name)
+        batch = 64 if device.startswith("cuda") else 16  # on a CPU seconds, so that Ctrl-C does not seem to be lost
+        extract(path, release, Extractor(extractor, device=device), name, batch)
     elif absent:
         raise FileNotFoundError(f"no features at {absent[0]} ({len(absent)} of {len(npy)} missing); complete the released "
                                 "feature folders, or remove them to extract features from the images")  # fmt: skip
@@ -2503,7 +2505,7 @@ def write_manifest(root: Path) -> None:
     print(f"{path}: {len(urls)} photographs, of which {list(here.values()).count('here')} are in {root / 'images'}")
 
 
-def extract(path: Path, release: Release | Classified, extractor: Extractor, name: str, batch: int = 64) -> None:
+def extract(path: Path, release: Release | Classified, extractor: Extractor, name: str, batch: int) -> None:
     """Run an extractor over every image of a release into a feature file; goes on where it was interrupted."""
     names = sorted(release.paths)
     about = {"extractor": extractor.name, "preprocessing": extractor.preprocessing, "dataset": DATASETS[name].images or name}
