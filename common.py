@@ -391,7 +391,7 @@ class Run:
         """Make the folder (without an older run's files); say and log what a figure of this run depends on."""
         self.dir.mkdir(parents=True, exist_ok=True)
         if not self.resume:
-            for pattern in ("log.jsonl", "last.pt", "best.pt", "captions_*.json", "scores_*.json", "samples*.png"):
+            for pattern in ("log.jsonl", "*.pt", "captions_*.json", "scores_*.json", "samples*.png"):
                 for old in self.dir.glob(pattern):
                     old.unlink()
         git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
@@ -456,23 +456,27 @@ class LossLog:
     """Losses of the steps since the last line of the log. They stay on the device until `take`."""
 
     def __init__(self):
+        self.names: list[list[str]] = []
         self.rows: list[Tensor] = []
 
     def add(self, losses: dict[str, Tensor]) -> None:
-        self.names = list(losses)
+        self.names.append(list(losses))
         self.rows.append(torch.stack([v.detach() for v in losses.values()]))
 
     def take(self, step: int) -> dict[str, float]:
-        """Mean of each loss over the steps up to `step`, then forgotten. FloatingPointError naming the first step whose
-        loss is not finite, with every part of it."""
-        table = torch.stack(self.rows).cpu().double() if self.rows else torch.zeros(0, 0)
-        for i, row in enumerate(table):
+        """Mean of each loss over the steps up to `step` that had it, then forgotten. FloatingPointError naming the first step
+        whose loss is not finite, with every part of it."""
+        found: dict[str, list[float]] = {}
+        values = torch.cat(self.rows).cpu().double().split([len(names) for names in self.names]) if self.rows else []
+        for i, (names, row) in enumerate(zip(self.names, values, strict=True)):
             if not row.isfinite().all():
-                parts = ", ".join(f"{n} {v:.4g}" for n, v in zip(self.names, row.tolist(), strict=True))
-                raise FloatingPointError(f"loss is not finite at step {step - len(table) + 1 + i}: {parts}; the last "
+                parts = ", ".join(f"{n} {v:.4g}" for n, v in zip(names, row.tolist(), strict=True))
+                raise FloatingPointError(f"loss is not finite at step {step - len(values) + 1 + i}: {parts}; the last "
                                          "checkpoint is untouched; try a lower --lr or --grad_clip 1")  # fmt: skip
-        self.rows = []
-        return {n: round(v, 6) for n, v in zip(self.names, table.mean(0).tolist(), strict=True)} if len(table) else {}
+            for name, value in zip(names, row.tolist(), strict=True):
+                found.setdefault(name, []).append(value)
+        self.names, self.rows = [], []
+        return {name: round(sum(values) / len(values), 6) for name, values in found.items()}
 
 
 def run_main(main: Callable[[], None]) -> None:
