@@ -683,30 +683,29 @@ def start_near_identity(model: IDC) -> None:
     embed, single, pair = model.embed, model.single.blocks[0], model.pair.blocks[0]
     apart = torch.zeros(d)  # the direction in which the types of the two images differ
     apart[cell] = F.normalize((embed._type(0) - embed._type(1))[cell], dim=0)
-    embed.project.weight.normal_(std=SCALE * embed.project.in_features**-0.5)
+    embed.project.weight.normal_(std=5 * embed.project.in_features**-0.5)
     embed.project.weight.sub_(torch.outer(apart, apart @ embed.project.weight))
     embed.project.weight[other] = embed.project.weight[cell]
     embed.project.bias.zero_()
-    embed.types.weight[:, other] *= TYPE_OTHER
-    embed._type(0).add_(BOOST * apart)
-    embed._type(1).sub_(BOOST * apart)
-    for linear in (single.attention.out, single.output, pair.output):
-        linear.weight.mul_(SMALL)
+    embed.types.weight[:, other] *= 0.1
+    embed._type(0).add_(30 * apart)
+    embed._type(1).sub_(30 * apart)
+    for linear in (single.attention.out, single.output):
+        linear.weight.mul_(0.1)
         linear.bias.zero_()
+    pair.hidden.weight[:, cell] *= 0.2  # E_p's feed-forward reads the differences first
+    pair.hidden.weight[:, other] *= 2
     a = pair.attention
     for linear in (a.query, a.key, a.value, a.out):
-        linear.weight.normal_(std=STD)
+        linear.weight.normal_(std=0.02)
         linear.bias.zero_()
     for linear in (a.query, a.key):
-        linear.weight[cell, cell] += GAIN
-        linear.weight[other, cell.roll(d // heads // 2)] += GAIN
-    a.key.weight.sub_(APART * torch.outer(a.key.weight @ apart, apart))
+        linear.weight[cell, cell] += 2.0
+        linear.weight[other, cell.roll(d // heads // 2)] += 2.0
+    a.key.weight.sub_(2 * torch.outer(a.key.weight @ apart, apart))  # own cells repel, the other image's attract
     a.value.weight[other, cell] -= 1.0
     a.value.weight.sub_(torch.outer(a.value.weight @ apart, apart))
     a.out.weight[other, other] += 1.0
-
-
-GAIN, SCALE, TYPE_OTHER, SMALL, APART, BOOST, STD = 2.0, 5.0, 0.1, 0.1, 2.0, 30.0, 0.02
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
