@@ -15,6 +15,7 @@ Eq. 6      word_loss           MLM, of words masked by mask_words
 Eq. 7-8    cell_loss           MVCL, of cells masked by mask_cells
 Eq. 9      align_loss          FDA, captions rewritten by Negatives: Retrieve, Replace, Confuse
 Sec. 2.3   judge_loss          is the pair a distractor?
+Sec. 2.4   class_loss, contrast_loss (TransFG's), match_loss: classes and pairs of birds, for the image difference encoder
            losses_of           one task a step in pre-training; then L = L_MLM + w_judge L_judge
 
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, K heads, V words of a caption (START, words, END,
@@ -35,6 +36,7 @@ import json
 import math
 import re
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +93,9 @@ class Config(RunConfig):
     mlm: int = 8  # share of masked language modelling in the steps of pre-training; 0 leaves it out
     mvcl: int = 1  # share of masked visual contrastive learning
     fda: int = 2  # share of fine-grained difference aligning
+    single_images: str = ""  # first pre-train on single images and captions: CUB's folder; mini: pictures and their objects
+    nabirds: str = ""  # NABirds' folder: classes and pairs of birds as a fourth task of pre-training
+    nabirds_share: int = 3  # its share in the steps
     mask_rate: float = 0.15  # share of words, and of one image's cells, that are masked
     tau: float = 1.0  # temperature of MVCL and FDA
     w_judge: float = 1.0  # weight of L_judge, distractor or not, in fine-tuning; 0 leaves it out
@@ -134,6 +139,7 @@ RELEASED = dict(project="sigmoid", exponent="doubled", special_tokens="shared", 
 
 # ---- rewritten captions ----------------------------------------------------------------------------------------------
 
+BIRDS = 555  # NABirds' classes
 MIN_DOCUMENTS = 10  # words in fewer captions are not put in others' place (appendix A.2)
 ANIMAL = re.compile(r"\b(animal ?)([12])\b", re.IGNORECASE)  # Birds-to-Words names its two images so
 
@@ -143,12 +149,13 @@ class Negatives:
 
     Made once, a function of the captions alone, kept as the released code wants it: {split}_neg_tfidf6.json beside the
     features, one JSON object a line with img1, img2, sentences, neg_samples; such a file of theirs is read as well.
-    [ours] A pair's captions share their six, none of which is among them; a pair without change gets changes of others; where a
-    strategy finds too few, Retrieve and then Replace fill up; single images (CUB) have no subjects to confuse.
+    [ours] A pair's captions share their six, none of which is among them; a pair without change gets changes of others; where
+    a strategy finds too few, Retrieve and then Replace fill up; single images (CUB) have no subjects to confuse.
     Raises ValueError where a file has no entry for a pair, or where there are too few captions to make six."""
 
     def __init__(self, dataset: data.Dataset, split: str = "train"):
-        self.vocab, self.max_len = dataset.vocab, dataset.max_len
+        self.max_len = dataset.max_len
+        self.vocab = data.Vocab(dataset.vocab.words, dataset.vocab.tokenizer, self.max_len - 2)  # longer ones are cut
         single = any(p.after is None for p in dataset.pairs(split))
         self.path = dataset.root / f"{'single_' if single and dataset.name != 'cub' else ''}{split}_neg_tfidf6.json"
         pairs = dataset.pairs(split)
@@ -235,7 +242,14 @@ def tfidf(texts: list[list[str]]) -> tuple[Tensor, dict[str, float]]:
         columns += weights
         values += [v / norm for v in weights.values()]
         start.append(len(columns))
-    return torch.sparse_csr_tensor(start, columns, torch.tensor(values), (len(texts), len(df))), idf
+    return sparse(start, columns, torch.tensor(values), (len(texts), len(df))), idf
+
+
+def sparse(start: list[int], columns: list[int], values: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Compressed rows; PyTorch warns that its kind of tensor is young."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse")
+        return torch.sparse_csr_tensor(start, columns, values, shape)
 
 
 def retrieve(vectors: Tensor, queries: list[list[int]], among: list[int], count: int, block: int = 64) -> list[list[int]]:
@@ -245,7 +259,7 @@ def retrieve(vectors: Tensor, queries: list[list[int]], among: list[int], count:
     keep = torch.cat([torch.arange(start[i], start[i + 1]) for i in among])
     sizes = (start[1:] - start[:-1])[torch.tensor(among)]
     start_of, shape = F.pad(sizes.cumsum(0), (1, 0)), (len(among), vectors.shape[1])
-    corpus, corpus_of, found = torch.sparse_csr_tensor(start_of, columns[keep], values[keep], shape), torch.tensor(among), []
+    corpus, corpus_of, found = sparse(start_of, columns[keep], values[keep], shape), torch.tensor(among), []
     for i in tqdm(range(0, len(queries), block), "rewriting captions", disable=None):
         dense = torch.zeros(vectors.shape[1], len(queries[i : i + block]))
         for q, rows in enumerate(queries[i : i + block]):
@@ -473,6 +487,24 @@ def judge_loss(logits: Tensor, changed: bool, reduction: str = "mean") -> Tensor
     return F.cross_entropy(logits, target, reduction=reduction)
 
 
+def class_loss(logits: Tensor, classes: Tensor) -> Tensor:
+    """Section 2.4: cross-entropy of every single image's class. logits (2B, classes), classes (2B,)."""
+    return F.cross_entropy(logits, classes)
+
+
+def contrast_loss(x: Tensor, classes: Tensor, margin: float = 0.4) -> Tensor:
+    """Section 2.4, after He et al. 2021 (TransFG): cosines of like images to 1, of others below the margin, a mean over all
+    ordered pairs, an image with itself included. x (2B, D), classes (2B,)."""
+    x = F.normalize(x, dim=-1)
+    cos, same = x @ x.T, classes[:, None] == classes
+    return torch.where(same, 1 - cos, (cos - margin).clamp(min=0)).mean()
+
+
+def match_loss(logits: Tensor, classes: Tensor) -> Tensor:
+    """Section 2.4: are both images of one class (1) or not (0)? logits (B, 2), classes (B, 2)."""
+    return F.cross_entropy(logits, (classes[:, 0] == classes[:, 1]).long())
+
+
 # ---- method ----------------------------------------------------------------------------------------------------------
 
 
@@ -493,14 +525,18 @@ class IDC(nn.Module):
         self.cell_head = nn.Sequential(nn.Linear(cfg.dim, cfg.dim), nn.GELU(), nn.LayerNorm(cfg.dim, eps=1e-12))
         self.cell_bias = nn.Parameter(torch.zeros(channels))
         self.judge = nn.Linear(2 * cfg.dim, 2)
+        if cfg.nabirds:
+            if not cfg.difference_encoder:
+                raise ValueError("--nabirds trains the difference encoder; leave --no-difference_encoder out")
+            self.classify, self.match = nn.Linear(cfg.dim, BIRDS), nn.Linear(2 * cfg.dim, 2)
         if cfg.near_identity and cfg.difference_encoder:
             start_near_identity(self)
 
     # -- the sequence
 
-    def visual(self, before: Tensor, after: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Eq. 4. Cells (B, N, C) of both images, or of one -> (B, S, D), and which tokens are there, bool (1, S): a second
-        image that is not there keeps its [IMG2] alone."""
+    def visual(self, before: Tensor, after: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Eq. 4. Cells (B, N, C) of both images, or of one -> E_p's (B, S, D); which tokens are there, bool (1, S): a second
+        image that is not there keeps its [IMG2] alone; and E_s's [IMG1] and [IMG2] (2, B, D)."""
         both = [before, torch.zeros_like(before) if after is None else after]
         both = [torch.zeros_like(x) if self.cfg.blind else x for x in both]
         there = torch.ones(2, 1 + before.shape[1], dtype=torch.bool, device=before.device)
@@ -509,10 +545,10 @@ class IDC(nn.Module):
         if self.single is not None:
             mask = None if after is not None else there.repeat_interleave(len(before), 0)[:, None, None]
             x = self.single(torch.cat(x), mask)[0].chunk(2)
-        x, there = torch.cat(x, 1), there.view(1, -1)
+        alone, x, there = torch.stack([image[:, 0] for image in x]), torch.cat(x, 1), there.view(1, -1)
         if self.pair is not None:
             x = self.pair(x, None if after is not None else there[:, None, None])[0]
-        return x, there
+        return x, there, alone
 
     def joint(self, visual: Tensor, there: Tensor, ids: Tensor, cls: bool = True) -> tuple[Tensor, Tensor]:
         """Eq. 5 as in pre-training: everything sees everything but padding. ids (B, V) -> visual (B, S, D), text (B, T, D)
@@ -528,7 +564,7 @@ class IDC(nn.Module):
 
     def mlm(self, pair: tuple, caption: Tensor) -> dict[str, Tensor]:
         ids, target = mask_words(caption, self.vocab_size, self.embed.mask, self.cfg.mask_rate, self.cfg.mask_rules)
-        _, text = self.joint(*self.visual(*pair), ids)
+        _, text = self.joint(*self.visual(*pair)[:2], ids)
         return {"mlm": word_loss(self.head(text[:, 1:]), target)}
 
     def mvcl(self, pair: tuple, caption: Tensor) -> dict[str, Tensor]:
@@ -536,7 +572,7 @@ class IDC(nn.Module):
         features = torch.stack(images, 1)  # (B, 1 or 2, N, C)
         masked = mask_cells(*features.shape[:3], self.cfg.mask_rate, features.device)
         shown = features.masked_fill(masked[..., None], 0).unbind(1)
-        visual, _ = self.joint(*self.visual(shown[0], shown[1] if len(shown) > 1 else None), caption)
+        visual, _ = self.joint(*self.visual(shown[0], shown[1] if len(shown) > 1 else None)[:2], caption)
         cells = visual.unflatten(1, (2, -1))[:, : len(images), 1:]  # (B, 1 or 2, N, D), without [IMG1] and [IMG2]
         # The projection's own weights, transposed, lead back to features.
         predicted = self.cell_head(cells) @ self.embed.project.weight + self.cell_bias
@@ -548,7 +584,7 @@ class IDC(nn.Module):
     def fda(self, pair: tuple, caption: Tensor, negatives: Tensor) -> dict[str, Tensor]:
         """negatives (B, 6, V or more): rewritten captions."""
         caption = F.pad(caption, (0, negatives.shape[2] - caption.shape[1]))
-        visual, there = self.visual(*pair)
+        visual, there, _ = self.visual(*pair)
         ids = torch.cat([caption[:, None], negatives], 1)  # (B, 7, V)
         seen, text = self.joint(visual.repeat_interleave(ids.shape[1], 0), there, ids.flatten(0, 1))
         image = (seen[:, 0] + seen[:, seen.shape[1] // 2]) / 2
@@ -556,11 +592,19 @@ class IDC(nn.Module):
         loss, right = align_loss(image, text, self.cfg.tau)
         return {"fda": loss, "fda_right": right}
 
+    def birds(self, pair: tuple, classes: Tensor) -> dict[str, Tensor]:
+        """classes (B, 2) of the two images, of which there is no caption."""
+        visual, _, alone = self.visual(*pair)
+        both = torch.cat([visual[:, 0], visual[:, visual.shape[1] // 2]], -1)
+        alone, of = alone.flatten(0, 1), classes.T.flatten()
+        return {"class": class_loss(self.classify(alone), of), "contrast": contrast_loss(alone, of),
+                "match": match_loss(self.match(both), classes)}  # fmt: skip
+
     # -- fine-tuning
 
     def finetune(self, pair: tuple, caption: Tensor, changed: bool | None) -> dict[str, Tensor]:
         """L_MLM with words that see earlier words only, and L_judge where `changed` is told."""
-        cfg, (visual, _) = self.cfg, self.visual(*pair)
+        cfg, visual = self.cfg, self.visual(*pair)[0]
         if cfg.finetune_targets == "every":
             text, order = self.every(caption)
             target = caption[:, 1:].masked_fill(caption[:, 1:] == data.NULL, -1)
@@ -601,14 +645,15 @@ class IDC(nn.Module):
         return seen, self.cross(text, mask[None, None], kept)[0]
 
     def forward(self, before: Tensor, after: Tensor | None, caption: Tensor, task: str, more=None) -> dict[str, Tensor]:
-        """The losses of one task ("mlm", "mvcl", "fda", "finetune") for pairs of features (B, C, H, W), caption (B, V); more:
-        fda's negatives (B, 6, V), or whether finetune's pairs are changed."""
+        """The losses of one task ("mlm", "mvcl", "fda", "birds", "finetune") for pairs of features (B, C, H, W) and caption
+        (B, V), for birds classes (B, 2); more: fda's negatives (B, 6, V), or whether finetune's pairs are changed."""
         pair = tuple(None if x is None else x.flatten(2).transpose(1, 2) for x in (before, after))
-        return getattr(self, task)(pair, caption, *([] if task in ("mlm", "mvcl") else [more]))
+        return getattr(self, task)(pair, caption, *([more] if task in ("fda", "finetune") else []))
 
     # -- captions
 
-    def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """visual of features (B, C, H, W)."""
         return self.visual(*(x.flatten(2).transpose(1, 2) for x in (before, after)))
 
     def stepper(self, visual: Tensor):
@@ -708,22 +753,76 @@ def start_near_identity(model: IDC) -> None:
     a.out.weight[other, other] += 1.0
 
 
+# ---- cross-task data -------------------------------------------------------------------------------------------------
+
+
+def open_dataset(cfg: Config) -> data.Dataset:
+    """The data set of a run; with CUB its words are those of both."""
+    dataset = data.open_dataset(cfg)
+    if cfg.single_images not in ("", "mini"):
+        more = data.read_json(Path(cfg.single_images) / "vocab.json")
+        words = sorted({*dataset.vocab.words, *more} - {*data.SPECIAL})
+        dataset.vocab = data.Vocab(data.SPECIAL + words, dataset.vocab.tokenizer, dataset.vocab.max_words)
+    if not cfg.swap:
+        dataset.scenes["train"] = [dataclasses.replace(scene, swapped=None) for scene in dataset.scenes["train"]]
+    return dataset
+
+
+def open_single_images(cfg: Config, dataset: data.Dataset) -> data.Dataset:
+    """Section 2.4, general image captioning: single images with captions, in the words of `dataset`. ValueError where their
+    features have another shape."""
+    if cfg.single_images == "mini":  # in CUB's place: what is to be seen in the distractor pictures, an object a caption
+        scenes, made = data.read_json(dataset.root / "scenes.json"), []
+        of = {f"{int(number):06d}.png": truth for number, truth in scenes.items()}
+        for scene in dataset.scenes["train"]:
+            image, objects = scene.pairs[1].after, of[scene.pairs[0].id]["objects"]["nonsemantic"]
+            captions = ["there is a " + " ".join(thing[name] for name in data.ATTRIBUTES) for thing in objects]
+            made.append(data.Scene((data.Pair(image, image, None, captions),)))
+        release = data.Release({"train": made}, {}, {}, {}, dataset.paths)
+        return data.Dataset("mini", dataset.root, release, dataset.vocab, dataset.features)
+    cub = data.load("cub", cfg.single_images, cfg.features, cfg.device)
+    if cub.grid != dataset.grid:
+        raise ValueError(f"{cub.features.path} has features of shape {cub.grid}, {dataset.features.path} of {dataset.grid}; "
+                         "extract both with one --extractor")  # fmt: skip
+    cub.vocab = data.Vocab(dataset.vocab.words, cub.vocab.tokenizer, cub.vocab.max_words)
+    return cub
+
+
+class Birds:
+    """Section 2.4, fine-grained classification: pairs of NABirds' images, half of them of one class."""
+
+    def __init__(self, cfg: Config):
+        release, self.features = data.load_classified("nabirds", cfg.nabirds, cfg.features, cfg.device)
+        images = [image for split in release.images.values() for image in split]  # 48,562, as many as the paper's pairs
+        self.pairs, self.size, self.seed = data.class_pairs(images, cfg.seed), cfg.pretrain_batch, cfg.seed
+
+    def batch(self, step: int) -> data.Batch:
+        """Pairs drawn by (seed, step); in the place of captions are the classes (B, 2)."""
+        drawn = np.random.default_rng([self.seed, step, 1]).integers(len(self.pairs), size=self.size)
+        first, second = zip(*(self.pairs[i] for i in drawn), strict=True)
+        features = (self.features.rows([name for name, _ in images]) for images in (first, second))
+        classes = torch.tensor([[a[1], b[1]] for a, b in zip(first, second, strict=True)])
+        return data.Batch(*features, classes, [], [])
+
+
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
 def plan(cfg: Config) -> list[tuple[str, int, int]]:
     """The stages of a run, each with its first step and the one after its last."""
-    stages = [("pretrain", cfg.pretrain_steps), ("finetune", cfg.steps)]
-    stages = [stage for stage in stages if cfg.stage in ("both", stage[0])]
+    stages = [("single", cfg.pretrain_steps)] if cfg.single_images and cfg.stage != "finetune" else []
+    stages += [("pretrain", cfg.pretrain_steps)] if cfg.stage != "finetune" else []
+    stages += [("finetune", cfg.steps)] if cfg.stage != "pretrain" else []
     ends = [sum(steps for _, steps in stages[: i + 1]) for i in range(len(stages))]
     return [(name, end - steps, end) for (name, steps), end in zip(stages, ends, strict=True)]
 
 
 def task_of(cfg: Config, stage: str, step: int) -> str:
-    """The task of a step, in pre-training drawn by the shares of the three; a function of (seed, step) alone."""
+    """The task of a step, in pre-training drawn by the shares of them; a function of (seed, step) alone."""
     if stage == "finetune":
         return stage
     tasks = ["mlm"] * cfg.mlm + ["mvcl"] * cfg.mvcl + ["fda"] * cfg.fda
+    tasks += ["birds"] * cfg.nabirds_share if cfg.nabirds and stage == "pretrain" else []
     if not tasks:
         raise ValueError("--mlm 0 --mvcl 0 --fda 0 leave nothing to pre-train; give --stage finetune")
     return tasks[np.random.default_rng([cfg.seed, step]).integers(len(tasks))]
@@ -765,13 +864,14 @@ def train(cfg: Config, resume: bool = False) -> tuple[IDC, data.Dataset]:
     The weights at the end of pre-training stay in pretrained.pt, for other runs' --init; with --stage pretrain that is all.
     Told to stop (Ctrl-C, SIGTERM) it saves last.pt and exits 130 or 143; `resume` goes on from there as if nothing had
     happened. FloatingPointError where a loss is not finite."""
-    run, dataset, cuda = Run(cfg, resume), data.open_dataset(cfg), cfg.device.startswith("cuda")
-    if not cfg.swap:
-        dataset.scenes["train"] = [dataclasses.replace(scene, swapped=None) for scene in dataset.scenes["train"]]
-    negatives = Negatives(dataset) if cfg.fda and cfg.stage != "finetune" else None
+    run, dataset, cuda = Run(cfg, resume), open_dataset(cfg), cfg.device.startswith("cuda")
+    sources = {stage: open_single_images(cfg, dataset) if stage == "single" else dataset for stage, _, _ in plan(cfg)}
+    negatives = {stage: Negatives(of) for stage, of in sources.items() if cfg.fda and stage != "finetune"}
+    birds = Birds(cfg) if cfg.nabirds and cfg.stage != "finetune" else None
     torch.manual_seed(cfg.seed)
     torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
-    model = IDC(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
+    model = IDC(cfg, len(dataset.vocab), dataset.grid, max(of.max_len for of in sources.values())).to(cfg.device)
+    model.max_len = dataset.max_len
     if cfg.init:
         start_from(model, cfg.init, dataset)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -800,7 +900,7 @@ def train(cfg: Config, resume: bool = False) -> tuple[IDC, data.Dataset]:
         for stage, first, last in plan(cfg):
             if step >= last or stop:
                 continue
-            batch_size = cfg.pretrain_batch if stage == "pretrain" else cfg.batch_size
+            source, batch_size = sources[stage], cfg.batch_size if stage == "finetune" else cfg.pretrain_batch
             optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)  # anew in each stage
             if state and state["step"] > first:
                 optimizer.load_state_dict(state["optimizer"])
@@ -808,10 +908,12 @@ def train(cfg: Config, resume: bool = False) -> tuple[IDC, data.Dataset]:
                 save("last.pt")
             bar = tqdm(total=last - first, initial=step - first, desc=stage, unit="step", disable=None)
             while step < last and not stop and not 0 < cfg.patience <= worse:
-                epoch, start = divmod(step - first, dataset.steps(batch_size))
-                for streams in dataset.train_batches(batch_size, cfg.seed, epoch, start):
+                epoch, start = divmod(step - first, source.steps(batch_size))
+                for streams in source.train_batches(batch_size, cfg.seed, epoch, start):
                     optimizer.param_groups[0]["lr"] = lr = rate(cfg, stage, step - first)
-                    losses = losses_of(model, streams, cfg, task_of(cfg, stage, step), negatives)
+                    task = task_of(cfg, stage, step)
+                    streams = (birds.batch(step),) if task == "birds" else streams
+                    losses = losses_of(model, streams, cfg, task, negatives.get(stage))
                     optimizer.zero_grad()
                     losses["total"].backward()
                     if cfg.grad_clip:
@@ -933,7 +1035,7 @@ def main(argv: list[str] | None = None) -> None:
         print(caption_files(cfg, do.checkpoint, do.caption, do.out))
         return
     if do.eval:
-        (model, state), dataset = load_model(cfg, do.eval), data.open_dataset(cfg)
+        (model, state), dataset = load_model(cfg, do.eval), open_dataset(cfg)
         dataset.check_state(state)
     else:
         model, dataset = train(cfg, do.resume)
