@@ -123,7 +123,7 @@ class Config(RunConfig):
 
 # Table 6 of the paper and section "Implementation Details". A batch there counts pairs, here scenes (CLEVR-Change: two pairs).
 PRESETS = {
-    "clevr_change": dict(lr=3e-5, batch_size=100, steps=100000, eval_every=400, patience=50),
+    "clevr_change": dict(extractor="resnet101-layer4", lr=3e-5, batch_size=100, steps=100000, eval_every=400, patience=50),
     "birds_to_words": dict(layers=2, mlm=9, pretrain_steps=50000, pretrain_warmup=4000, pretrain_batch=200, lr=3e-5,
                            batch_size=32, steps=20000, eval_every=85, patience=80, select_by="ROUGE-L"),
     "mini": dict(dim=128, ffn=256, heads=4, layers=2, dropout=0.0, swap=True, near_identity=True, scale_words=False,
@@ -131,6 +131,7 @@ PRESETS = {
                  pretrain_warmup=50, batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=1200,
                  eval_every=600, eval_batch=250),
 }  # fmt: skip
+PRESETS["mini_dc"] = PRESETS["mini"] | dict(batch_size=32, pretrain_batch=32)  # a scene is one pair here, not two
 
 # What --reading released sets. CLEVR-Change's steps and rates agree with the paper.
 RELEASED = dict(project="sigmoid", exponent="doubled", special_tokens="shared", mvcl_negatives="predictions", see_padding=True,
@@ -783,7 +784,7 @@ def open_single_images(cfg: Config, dataset: data.Dataset) -> data.Dataset:
     cub = data.load("cub", cfg.single_images, cfg.features, cfg.device)
     if cub.grid != dataset.grid:
         raise ValueError(f"{cub.features.path} has features of shape {cub.grid}, {dataset.features.path} of {dataset.grid}; "
-                         "extract both with one --extractor")  # fmt: skip
+                         "both should have those of one extractor")  # fmt: skip
     cub.vocab = data.Vocab(dataset.vocab.words, cub.vocab.tokenizer, cub.vocab.max_words)
     return cub
 

@@ -76,7 +76,7 @@ def cosine(a, b):
 @pytest.fixture
 def tiny(tiny):
     place = tiny.index("--word_dim")
-    own = ["--ffn", "24", "--layers", "1", "--pretrain_steps", "8", "--pretrain_batch", "3"]
+    own = ["--extractor", "resnet101-layer3", "--ffn", "24", "--layers", "1", "--pretrain_steps", "8", "--pretrain_batch", "3"]
     return tiny[:place] + tiny[place + 2 :] + own
 
 
@@ -348,7 +348,7 @@ def birds(tmp_path):
 
 def test_cross_task_data_comes_first(birds, tiny, capsys):
     place = tiny.index("clevr_change")
-    flags = [*tiny[:place], "birds_to_words", *tiny[place + 1 :], "--fda", "0", "--log_every", "1"]
+    flags = [*tiny[:place], "birds_to_words", *tiny[place + 1 :], "--fda", "0", "--log_every", "1", "--extractor", ""]
     run(*flags, "--data_dir", birds / "birds", "--single_images", birds / "cub", "--nabirds", birds / "nabirds",
         "--out_dir", birds / "run")  # fmt: skip
     lines = [json.loads(line) for line in (birds / "run" / "log.jsonl").read_text().splitlines()]
@@ -366,7 +366,7 @@ def test_pictures_and_their_objects_stand_in_for_single_images(tmp_path):
     root = tmp_path / "mini"
     data.render_mini(root, {"train": 3, "val": 1, "test": 1})
     dataset = SimpleNamespace(root=root, vocab=data.Vocab(data.SPECIAL), **vars(data.DATASETS["mini"].read(root)))
-    dataset.features = SimpleNamespace(data=np.zeros((1, *(C, H, W))), row=dict.fromkeys(dataset.paths, 0))
+    dataset.features = SimpleNamespace(data=np.zeros((1, C, H, W)), cover=lambda names: None)
     single = open_single_images(Config(single_images="mini"), dataset)
     (pair,) = single.scenes["train"][0].pairs
     assert pair.before == "CLEVR_nonsemantic_000000.png" and pair.after is None
