@@ -1026,9 +1026,10 @@ class Dataset:
             right = {"change recognised": [c not in denials for i, c in captions.items() if i not in same],
                      "no change recognised": [c in denials for i, c in captions.items() if i in same]}  # fmt: skip
             found["accuracy"] = {name: round(100 * sum(x) / len(x), 2) for name, x in right.items() if x}
-        boxed = [(p.id, box, self.paths[name]) for p in self.pairs(split) if p.id in maps and p.id in self.release.boxes
-                 for box, name in zip(self.release.boxes[p.id], (p.before, p.after), strict=True) if box]  # fmt: skip
-        if absent := next((path for _, _, path in boxed if not path.exists()), None):
+        boxed = [(p.id, side, box, self.paths[getattr(p, side)]) for p in self.pairs(split)
+                 if p.id in maps and p.id in self.release.boxes
+                 for side, box in zip(("before", "after"), self.release.boxes[p.id], strict=True) if box]  # fmt: skip
+        if absent := next((path for *_, path in boxed if not path.exists()), None):
             print(f"no pointing game: its pictures are not all there, such as {absent}")
         elif boxed:
             found["pointing"] = pointing_scores(maps, boxed, self.groups(split))
@@ -2379,17 +2380,22 @@ def pointing_game(maps: Iterable[Tensor], boxes: list[list[int]], sizes: list[tu
     return hits
 
 
-def pointing_scores(maps: dict, boxed: list[tuple[str, list[int], Path]], groups: dict[str, set[str]]) -> dict:
+def pointing_scores(maps: dict, boxed: list[tuple[str, str, list[int], Path]], groups: dict[str, set[str]]) -> dict:
     """The pointing game over all boxes and over each group's: {map's name: {group: hits in %}}, with the share of the picture
-    that boxes take ("chance") and their number ("boxes"). maps: pair id -> (H, W), or name -> (H, W). boxed: pair id, box of
-    the changed object and picture; before and after count apart, but the one map of a pair is used for both."""
+    that boxes take ("chance") and their number ("boxes"). maps: pair id -> (H, W), or name -> (H, W). boxed: pair id, "before"
+    or "after", box of the changed object and picture. The two count apart; a pair's one map is used for both, maps that are
+    called before and after are used each for its own."""
     sizes = []
-    for _, _, path in boxed:
+    for *_, path in boxed:
         with Image.open(path) as im:
             sizes.append(im.size)
-    boxes, ids = [box for _, box, _ in boxed], [i for i, _, _ in boxed]
-    several = {i: m if isinstance(m, dict) else {"attention": m} for i, m in maps.items()}
-    columns = {name: pointing_game([several[i][name].cpu() for i in ids], boxes, sizes) for name in several[ids[0]]}
+    boxes, ids = [box for *_, box, _ in boxed], [i for i, *_ in boxed]
+
+    def named(m: Tensor | dict[str, Tensor], side: str) -> dict[str, Tensor]:
+        return {"attention": m} if isinstance(m, Tensor) else {"attention": m[side]} if side in m else m
+
+    several = [named(maps[i], side) for i, side, _, _ in boxed]
+    columns = {name: pointing_game([m[name].cpu() for m in several], boxes, sizes) for name in several[0]}
     columns["chance"] = [w * h / (width * height) for (_, _, w, h), (width, height) in zip(boxes, sizes, strict=True)]
     scores = {name: {} for name in (*columns, "boxes")}
     for group, members in {"total": set(ids), **groups}.items():

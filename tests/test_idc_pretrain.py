@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -515,6 +516,28 @@ def test_pretraining_starts_another_run(prepared, tiny, tmp_path, capsys):
     with pytest.raises(ValueError, match="--init .* was trained with"):
         run(*tiny, "--data_dir", prepared, "--stage", "finetune", "--init", tmp_path / "first" / "pretrained.pt",
             "--out_dir", tmp_path / "third")  # fmt: skip
+
+
+@pytest.mark.parametrize("at", [3, 8, 11])
+def test_resume_in_either_stage_equals_no_interruption(at, prepared, tiny, tmp_path, monkeypatch):
+    run(*tiny, "--data_dir", prepared, "--out_dir", tmp_path / "whole")
+    original, calls = idc_pretrain.losses_of, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == at:
+            signal.raise_signal(signal.SIGINT)
+        return original(*args)
+
+    monkeypatch.setattr(idc_pretrain, "losses_of", interrupted)
+    with pytest.raises(SystemExit) as e:
+        run(*tiny, "--data_dir", prepared, "--out_dir", tmp_path / "parts")
+    assert e.value.code == 130
+    assert torch.load(tmp_path / "parts" / "last.pt", weights_only=True)["step"] == at
+    run("--resume", "--out_dir", tmp_path / "parts", "--device", "cpu")
+    a, b = (torch.load(tmp_path / name / "last.pt", weights_only=True) for name in ("whole", "parts"))
+    assert all(torch.equal(a["model"][k], b["model"][k]) for k in a["model"]) and a["best"] == b["best"]
+    assert (tmp_path / "parts" / "pretrained.pt").exists()
 
 
 def test_patience_ends_fine_tuning(prepared, tiny, tmp_path):

@@ -19,10 +19,14 @@ from test_readers import write_clevr_dc
 import cheers
 import data
 import dirl_ccr
+import idc_pretrain
 import rdd_acr
 import scorer_cbr
 
-MODELS = {scorer_cbr: scorer_cbr.SCORER, dirl_ccr: dirl_ccr.DIRL, rdd_acr: rdd_acr.RDD, cheers: cheers.CHEERS}
+MODELS = {scorer_cbr: scorer_cbr.SCORER, dirl_ccr: dirl_ccr.DIRL, rdd_acr: rdd_acr.RDD, cheers: cheers.CHEERS,
+          idc_pretrain: idc_pretrain.IDC}  # fmt: skip
+# IDC has no decoder apart: how it writes, and its two stages, are in test_idc_pretrain.py.
+DECODERS = pytest.mark.parametrize("method", [method for method in MODELS if method is not idc_pretrain])
 # What leaves CLIP and spaCy out: their own tests are in test_rdd_acr.py and test_cheers.py.
 ALONE = {rdd_acr: {"w_n2o": 0.0, "w_v2a": 0.0}, cheers: {"k": 0, "gate": "none", "w_consistency": 0.0}}
 
@@ -53,6 +57,9 @@ def test_hash_stream():
 
 @pytest.fixture
 def tiny(method, tiny):
+    if method is idc_pretrain:
+        place = tiny.index("--word_dim")
+        tiny = tiny[:place] + tiny[place + 2 :] + ["--stage", "finetune", "--ffn", "24", "--extractor", "resnet101-layer3"]
     return tiny + [x for name, value in ALONE.get(method, {}).items() for x in (f"--{name}", str(value))]
 
 
@@ -62,6 +69,7 @@ def test_a_diff_of_two_files_shows_the_science(method):
     def text(module, name):
         source = inspect.getsource(getattr(module, name))
         source = re.sub(rf"\b{MODELS[module].__name__}\b", "MODEL", source)
+        source = source.replace("data.open_dataset", "open_dataset")  # IDC's adds the words of CUB
         source = source.replace("cfg, phrases)", "cfg)")  # RDD+ACR's loss has one more input
         # CHEERS's model has a table of entities, and each of its pairs has some.
         source = re.sub(r",\s*(\*\*)?(entities|Entities|table)(: Entities)?(\.\w+)?(\([^()]*\))?", "", source)
@@ -69,13 +77,15 @@ def test_a_diff_of_two_files_shows_the_science(method):
         return "".join("".join(line.split()) for line in source.splitlines() if not any(x in line for x in own))
 
     names = ["train", "evaluate", "draw_samples", "caption_files", "load_model", "main"]
-    for name in names if method is not cheers else set(names) - {"draw_samples"}:
+    own = {cheers: {"draw_samples"}, idc_pretrain: {"train"}}  # entities beside the pictures; two stages
+    for name in set(names) - own.get(method, set()):
         assert text(method, name) == text(scorer_cbr, name), name
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------
 
 
+@DECODERS
 def test_a_later_word_changes_no_earlier_output(method):
     model, (before, after) = small(method), pictures()
     difference, other = model.encode(before, after)[0], CAPTION.clone()
@@ -83,12 +93,14 @@ def test_a_later_word_changes_no_earlier_output(method):
     torch.testing.assert_close(model.decoder(CAPTION, difference)[0][:, :4], model.decoder(other, difference)[0][:, :4])
 
 
+@DECODERS
 def test_padding_changes_no_loss(method):
     model, (before, after) = small(method), pictures()
     for name, loss in model(before, after, CAPTION[:, :8]).items():
         torch.testing.assert_close(loss, model(before, after, CAPTION)[name])
 
 
+@DECODERS
 def test_cached_decoding_equals_full_decoding(method):
     model, (before, after) = small(method), pictures()
     for p in (p for p in model.parameters() if p.ndim > 1):  # large enough for captions of different words and lengths
@@ -108,6 +120,7 @@ def test_cached_decoding_equals_full_decoding(method):
     assert len({tuple(row) for row in ids.tolist()}) > 1, ids
 
 
+@DECODERS
 def test_attention_map_is_a_mean_over_the_words(method):
     model, (before, after) = small(method), pictures()
     _, query, key = model.decoder(CAPTION, model.encode(before, after)[0])
@@ -120,6 +133,7 @@ def test_attention_map_is_a_mean_over_the_words(method):
     torch.testing.assert_close(maps[1].flatten(), rows.mean(0))
 
 
+@DECODERS
 def test_blind_model_sees_nothing(method):
     model, (before, after) = small(method, blind=True), pictures()
     torch.testing.assert_close(model.encode(before, after)[0], model.encode(after * 2, before)[0])
@@ -130,6 +144,7 @@ def test_blind_model_sees_nothing(method):
 
 def test_overfits_eight_pairs(method, prepared, tiny):
     flags = ["--data_dir", str(prepared), "--dim", "32", "--heads", "4", "--dropout", "0", "--lr", "3e-3"]
+    flags += ["--finetune_targets", "every"] if method is idc_pretrain else []
     cfg, _ = method.parse_args(method.Config, method.PRESETS, method.RELEASED, "method", "doc", tiny + flags)
     dataset = data.open_dataset(cfg)
     torch.manual_seed(0)
@@ -138,7 +153,7 @@ def test_overfits_eight_pairs(method, prepared, tiny):
     batch, adam = dataset.batch(pairs).to("cpu"), torch.optim.Adam(model.parameters(), lr=cfg.lr)
     for _ in range(300):
         adam.zero_grad()
-        method.losses_of(model, (batch,), cfg)["total"].backward()
+        method.losses_of(model, (batch,), cfg, *(["finetune"] if method is idc_pretrain else []))["total"].backward()
         adam.step()
     told = dataset.vocab.decode(model.eval().generate(batch.before, batch.after))
     assert told == [" ".join(data.tokenize(p.captions[0])) for p in pairs]
@@ -250,7 +265,7 @@ def smoke(method, minis):
     out = minis / method.__name__
     if not out.exists():
         flags = ["--scenes", "60", "--steps", "20", "--log_every", "5", "--dim", "32", "--lr", "2e-3", "--device", "cpu",
-                 "--warmup", "5"]  # fmt: skip
+                 "--warmup", "5", *(["--stage", "finetune", "--lr", "8e-3"] if method is idc_pretrain else [])]  # fmt: skip
         run(method, *flags, "--data_dir", minis / "mini", "--out_dir", out)
     return minis / "mini", out
 

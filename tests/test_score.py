@@ -193,14 +193,17 @@ def test_pointing_scores_count_boxes_not_pairs(tmp_path):
     Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
     maps = {i: torch.zeros(2, 3) for i in "123"}
     maps["1"][0, 0] = maps["2"][1, 2] = maps["3"][0, 2] = 1  # brightest: left top, right bottom, right top
-    boxed = [(i, box, tmp_path / "a.png") for i, box in (
-        ("1", [0, 0, 10, 10]), ("1", [20, 10, 10, 10]), ("2", [20, 10, 10, 10]), ("3", [0, 0, 30, 20]))]  # fmt: skip
+    boxed = [(i, side, box, tmp_path / "a.png") for i, side, box in (
+        ("1", "before", [0, 0, 10, 10]), ("1", "after", [20, 10, 10, 10]), ("2", "after", [20, 10, 10, 10]),
+        ("3", "before", [0, 0, 30, 20]))]  # fmt: skip
     scores = data.pointing_scores(maps, boxed, {"color": {"1", "9"}, "nobody": {"9"}})
     assert scores == {"attention": {"total": 75, "color": 50}, "chance": {"total": 37.5, "color": 16.67},
                       "boxes": {"total": 4, "color": 2}}  # fmt: skip
     named = {i: {"decoder": m, "objects": -m} for i, m in maps.items()}
     scores = data.pointing_scores(named, boxed, {})
     assert scores["decoder"]["total"] == 75 and scores["objects"]["total"] < 75
+    own = {i: {"before": m, "after": m.roll(2, 1).roll(1, 0)} for i, m in maps.items()}  # pair 1: each map finds its box
+    assert data.pointing_scores(own, boxed[:2], {})["attention"] == {"total": 100}
     result = data.score(PREDICTIONS, REFERENCES, quick=True) | {"pointing": scores}
     assert "pointing game, decoder, in %: total 75.0" in data.format_scores(result)
 
