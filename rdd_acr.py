@@ -82,7 +82,10 @@ class Config(RunConfig):
     share_blocks: bool = True  # the N blocks are one and the same, "with the same parameters"
     object_vectors: int = 32  # K_o
     action_vectors: int = 5  # K_a
-    near_identity: bool = False  # start Eq. 3-5 as a comparison of like cells (mini; not the paper's)
+    position: Literal["shared", "own"] = "shared"  # PE(x) of Eq. 1: one table, which cancels in Eq. 2, or one for each image
+    centre: bool = False  # subtract from a pair's features their mean over its cells (mini; not the paper's)
+    near_identity: bool = False  # start Eq. 4 as a copy of the cells, Eq. 6 and 9 as a comparison (mini; not the paper's)
+    decoder_init: Literal["pytorch", "xavier"] = "pytorch"  # the decoder's first weights: PyTorch's, or as in DIRL+CCR (mini)
     w_n2o: float = 0.1  # weight of L_N2O in Eq. 16; 0 leaves it out (not given in the paper, as the next two)
     w_v2a: float = 0.1  # weight of L_V2A in Eq. 16; 0 leaves it out
     tau: float = 0.1  # temperature of Eq. 11-12
@@ -99,9 +102,9 @@ PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "levir_cc": dict(action_vectors=10, batch_size=32),
     "spot_the_diff": dict(action_vectors=10, batch_size=32, lr_drop=4020),
-    "mini": dict(dim=128, word_dim=128, heads=4, dropout=0.0, distil_steps=1, object_vectors=8, near_identity=True,
-                 clip="mini", batch_size=16, lr=1.5e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=2200,
-                 eval_every=1100, eval_batch=250),
+    "mini": dict(dim=128, word_dim=128, heads=8, dropout=0.0, distil_steps=1, object_vectors=8, position="own", centre=True,
+                 near_identity=True, decoder_init="xavier", clip="mini", batch_size=16, lr=1e-3, schedule="cosine", warmup=50,
+                 grad_clip=1.0, steps=1800, eval_every=900, eval_batch=250),
     "mini@cuda": dict(data_dir="data/mini_large", scenes=10000, objects="3,6", steps=15000, eval_every=2500),
 }  # fmt: skip
 PRESETS["mini_dc"] = PRESETS["mini"] | dict(batch_size=32)  # a scene is one pair here, not two
@@ -114,15 +117,22 @@ PROMPTS = ("the objects that changed: ", "what happened: ")  # prompt="fixed", f
 
 
 class ImageEmbedding(nn.Module):
-    """Eq. 1: F = conv_1x1(features) + position. (B, C, H, W) -> (B, N, D), cell n = row * W + column."""
+    """Eq. 1: F_x = conv_1x1(features) + PE(x). (B, C, H, W) of "before", of "after" -> (B, N, D) of each, cell
+    n = row * W + column."""
 
-    def __init__(self, channels: int, height: int, width: int, dim: int):
+    def __init__(self, cfg: Config, channels: int, height: int, width: int):
         super().__init__()
-        self.conv = nn.Conv2d(channels, dim, 1)
-        self.position = GridPosition(dim, height, width)
+        self.conv, self.centre = nn.Conv2d(channels, cfg.dim, 1), cfg.centre
+        tables = 1 if cfg.position == "shared" else 2  # of "before", of "after"
+        self.positions = nn.ModuleList(GridPosition(cfg.dim, height, width) for _ in range(tables))
 
-    def forward(self, features: Tensor) -> Tensor:
-        return (self.conv(features) + self.position()).flatten(2).transpose(1, 2)
+    def forward(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        pair = torch.stack([before, after])  # (2, B, C, H, W)
+        if self.centre:
+            pair = pair - pair.mean((0, 3, 4), keepdim=True)
+        images = self.conv(pair.flatten(0, 1)).chunk(2)
+        f_bef, f_aft = (x + table() for x, table in zip(images, [self.positions[0], self.positions[-1]], strict=True))
+        return f_bef.flatten(2).transpose(1, 2), f_aft.flatten(2).transpose(1, 2)
 
 
 class GlobalDifference(nn.Module):
@@ -229,6 +239,15 @@ class Decoder(nn.Module):
         self.norm, self.dropout = nn.LayerNorm(cfg.dim), nn.Dropout(cfg.dropout)
         self.layers = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.decoder_layers))
         self.head = nn.Linear(cfg.dim, vocab_size)
+        for p in self.parameters() if cfg.decoder_init == "xavier" else ():
+            if p.ndim > 1:
+                nn.init.xavier_uniform_(p)
+        for m in self.modules() if cfg.decoder_init == "xavier" else ():
+            if isinstance(m, Attention):
+                for linear in (m.query, m.key, m.value):  # drawn as one matrix (3D, D), like nn.MultiheadAttention's
+                    nn.init.xavier_uniform_(linear.weight, gain=0.5**0.5)
+                for linear in (m.query, m.key, m.value, m.out):
+                    nn.init.zeros_(linear.bias)
 
     def words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
@@ -331,7 +350,7 @@ class RDD(nn.Module):
         for weight, loss, kind in ((cfg.w_n2o, "w_n2o", "n"), (cfg.w_v2a, "w_v2a", "v")):
             if weight and kind not in order:
                 raise ValueError(f"--order {cfg.order} has no vectors for --{loss}; set --{loss} 0")
-        self.embed = ImageEmbedding(*grid, cfg.dim)
+        self.embed = ImageEmbedding(cfg, *grid)
         self.difference = GlobalDifference(cfg) if cfg.gde else None
         self.objects = Distilling(cfg, cfg.object_vectors) if "n" in order else None
         self.actions = Distilling(cfg, cfg.action_vectors) if "v" in order else None
@@ -349,8 +368,9 @@ class RDD(nn.Module):
     def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, tuple[Tensor, Tensor]]]]:
         """(B, C, H, W) twice -> what the decoder reads (B, N + K_o + K_a, D) of Eq. 9, and for "objects" and "actions" the
         vectors (B, K, D) with query and key of their last look."""
-        pair = torch.cat([before, after])
-        f_bef, f_aft = self.embed(torch.zeros_like(pair) if self.cfg.blind else pair).chunk(2)
+        if self.cfg.blind:
+            before, after = torch.zeros_like(before), torch.zeros_like(after)
+        f_bef, f_aft = self.embed(before, after)
         f_diff = f_bef - f_aft  # Eq. 2
         f_c = self.difference(f_bef, f_aft, f_diff) if self.difference else f_diff
         found, source = {}, f_c
@@ -419,26 +439,69 @@ class RDD(nn.Module):
 
 @torch.no_grad()
 def start_near_identity(model: RDD) -> None:
-    """Not the paper's: Eq. 3-5 start as a comparison of like cells. A cell's content is in the first half of its channels;
-    half of the heads look for where the difference holds it, the other half for where it holds its negative, that is
-    for the cell in "before" and in "after"; half of W's channels add what they found, so that what is in both images
-    cancels there."""
-    dim = model.cfg.dim
-    cell, other = torch.arange(dim).chunk(2)
-    model.embed.conv.weight.normal_(std=model.embed.conv.in_channels**-0.5)
-    for table in (model.embed.position.col, model.embed.position.row):
-        table.weight.mul_(0.02)
-    a = model.difference.attention
-    for linear, gain, mirror in ((a.query, 1.5, 1), (a.key, 1.5, -1), (a.value, 1.0, 1)):
-        linear.weight.normal_(std=0.02)
-        linear.weight[cell, cell] += gain
-        linear.weight[other, cell] += gain * mirror
+    """Not the paper's. F_diff mixes two cells that, once the camera has moved, show different places; only the queries of
+    Eq. 4 hold an image by itself. So Eq. 3-5 start by bringing the images through, and what follows compares them.
+
+    Channels of F: content, and a code of the column and of the row in the table of "before" and in that of "after".
+    F_diff has both codes, which no content disturbs. In Eq. 4, heads 0-1 look, by its code, at a "before" cell's own cell of
+    F_diff and fetch content and code. In heads 2-4 the query is content and meets codes alone: with small scores, softmax is almost
+    linear, and what these heads fetch (codes again) is almost the query. Heads 5-7 start near zero. F_c of a cell is thus
+    [difference ; code ; "before" ; "after"]. Eq. 6-7 start as a look for like tokens, and Eq. 9 as a comparison: from "before"
+    of each token it takes away "after" of the tokens most like it, and the other way round."""
+    cfg = model.cfg
+    if cfg.heads != 8 or cfg.dim % 16 or cfg.position != "own":
+        raise ValueError(f"near_identity needs --heads 8, --position own and a --dim that 16 divides, not {cfg.heads}, "
+                         f"{cfg.position} and {cfg.dim}; or give --no-near_identity")  # fmt: skip
+    dim, half, head, w = cfg.dim, cfg.dim // 2, cfg.dim // 8, cfg.dim // 16  # GridPosition: columns, rows half of the channels
+    content = torch.cat([torch.arange(half - 2 * w), torch.arange(half, dim - 2 * w)])
+    code = torch.cat([torch.arange(half - 2 * w, half - w), torch.arange(dim - 2 * w, dim - w)])  # of "before"
+
+    def fresh(attention: Attention, noise: float = 0.02) -> None:
+        for linear in (attention.query, attention.key, attention.value, attention.out):
+            linear.weight.normal_(std=noise)
+            linear.bias.zero_()
+
+    def rows(first: int, count: int = 1) -> Tensor:
+        return torch.arange(first * head, (first + count) * head)
+
+    conv, a, join = model.embed.conv, model.difference.attention, model.difference.join
+    conv.weight.normal_(std=conv.in_channels**-0.5)
+    for linear in (conv, join):
         linear.bias.zero_()
-    a.out.weight.normal_(std=0.02)
-    a.out.weight.diagonal().add_(1)
-    a.out.bias.zero_()
-    for weight in model.difference.join.weight.split(dim, 1):  # of "before", of "after"
-        weight[: dim // 2, other] = weight[: dim // 2, cell]
+    for table, at in zip(model.embed.positions, (code, code + w), strict=True):
+        conv.weight[at] = 0
+        for part, channels in ((table.col, at[:w]), (table.row, at[w:] - half)):
+            codes = nn.init.orthogonal_(torch.empty(len(part.weight), w))
+            part.weight.zero_()
+            part.weight[:, channels] = 2 * (codes - codes.mean(0))
+    fresh(a)
+    a.out.weight.copy_(torch.eye(dim))
+    for own in (rows(0), rows(1)):
+        for linear in (a.query, a.key):
+            linear.weight[own, code] += 2.9
+    a.value.weight[rows(0), content[:head]] += 1
+    a.value.weight[rows(1), code] += 0.5
+    for i in (2, 3, 4):
+        a.query.weight[rows(i), content[rows(i - 2)]] += 1
+        a.key.weight[rows(i), code] += 1
+        a.value.weight[rows(i), code] += 8
+    join.weight.normal_(std=0.02)
+    join.weight[rows(0, 5), rows(0, 5)] += 1
+    join.weight[rows(5, 3), dim + rows(2, 3)] += 1
+    for kind in (model.objects, model.actions):
+        for block in kind.blocks if kind else ():
+            for attention, gain in ((block.self_attention, 1.0), (block.cross_attention, 1.5)):
+                fresh(attention)
+                for linear, g in ((attention.query, gain), (attention.key, gain), (attention.value, 1), (attention.out, 1)):
+                    linear.weight.diagonal().add_(g)
+    if model.objects or model.actions:
+        f = model.fuse.attention
+        fresh(f)
+        for found, own, other in ((rows(0, 3), rows(2, 3), rows(5, 3)), (rows(3, 3), rows(5, 3), rows(2, 3))):
+            f.query.weight[found, own] += 1.5
+            f.key.weight[found, other] += 1.5
+            f.value.weight[found, other] += 1
+            f.out.weight[own, found] -= 0.7
 
 
 # ---- training --------------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def attention(module, query, memory):
 def test_encoder_against_equations(order, share_blocks):
     weights = {"w_n2o": 0.1 * ("n" in order.replace("none", "")), "w_v2a": 0.1 * ("v" in order)}
     model, (before, after) = small(order=order, share_blocks=share_blocks, **weights).eval(), pictures()
-    f_bef, f_aft = model.embed(before), model.embed(after)
+    f_bef, f_aft = model.embed(before, after)
     g = model.difference
     seen = [attention(g.attention, f, f_bef - f_aft) for f in (f_bef, f_aft)]  # Eq. 2-4
     f_c = g.join(torch.cat(seen, -1))  # Eq. 5
@@ -148,7 +148,31 @@ def test_encoder_against_equations(order, share_blocks):
 
 def test_without_gde_the_bare_difference_goes_on():
     model, (before, after) = small(gde=False, order="none", w_n2o=0.0, w_v2a=0.0).eval(), pictures()
-    torch.testing.assert_close(model.encode(before, after)[0], model.embed(before) - model.embed(after))
+    torch.testing.assert_close(model.encode(before, after)[0], torch.sub(*model.embed(before, after)))
+
+
+@pytest.mark.parametrize("centre", [True, False])
+@pytest.mark.parametrize("position", ["shared", "own"])
+def test_embedding_against_loops(position, centre):
+    model, (before, after) = small(position=position, centre=centre), pictures()
+    conv, tables = model.embed.conv, model.embed.positions
+    for f, image, table in zip(model.embed(before, after), (before, after), (tables[0], tables[-1]), strict=True):
+        for b in range(B):
+            mean = sum(x[b, :, i, j] for x in (before, after) for i in range(H) for j in range(W)) / (2 * N) * centre
+            for i in range(H):
+                for j in range(W):
+                    at = torch.cat([table.col.weight[j], table.row.weight[i]])
+                    cell = conv.weight[:, :, 0, 0] @ (image[b, :, i, j] - mean) + conv.bias + at
+                    torch.testing.assert_close(f[b, i * W + j], cell)
+    places = torch.sub(*model.embed(before, before))  # what F_diff knows of places where nothing differs
+    assert places.any() == (position == "own")
+
+
+def test_decoder_initialisation():
+    spread = {init: small(decoder_init=init, dim=64).decoder.layers[0].cross_attention.out.weight.std().item()
+              for init in ("pytorch", "xavier")}  # fmt: skip
+    assert spread["xavier"] == pytest.approx(64**-0.5, rel=0.05)  # uniform in +- sqrt(6 / 2D)
+    assert spread["pytorch"] == pytest.approx((3 * 64) ** -0.5, rel=0.05)  # uniform in +- 1 / sqrt(D)
 
 
 def test_a_loss_without_its_vectors_is_refused():
@@ -176,7 +200,7 @@ def test_vector_maps(order):
 # ---- learning, presets -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields", [{}, {"share_blocks": False, "order": "v+n"}, {"order": "v&n", "prompt": "fixed"}])
+@pytest.mark.parametrize("fields", [{}, {"position": "own", "decoder_init": "xavier"}, {"share_blocks": False, "order": "v+n"}, {"order": "v&n", "prompt": "fixed"}])
 def test_every_parameter_learns(fields):
     model = small(**fields)
     optimizer, start = torch.optim.Adam(model.parameters(), lr=1e-2), {n: p.clone() for n, p in model.named_parameters()}
@@ -193,19 +217,55 @@ def test_every_parameter_learns(fields):
     assert set(dead) <= set(key_bias), f"no gradient reaches {dead}"
 
 
-def test_near_identity_cancels_what_did_not_change():
+def near_identity(**fields) -> RDD:
     torch.manual_seed(0)
-    model = RDD(Config(dim=128, heads=4, near_identity=True, order="none", w_n2o=0.0, w_v2a=0.0), WORDS, (64, 2, 3), V).eval()
-    floor = torch.randn(1, 64, 1, 1)
-    before = floor.repeat(1, 1, 2, 3)
+    cfg = Config(**{"dim": 128, "heads": 8, "position": "own", "centre": True, "near_identity": True, "decoder_init": "xavier",
+                    "w_n2o": 0.0, "w_v2a": 0.0} | fields)  # fmt: skip
+    return RDD(cfg, WORDS, (64, 8, 7), V).eval()  # its codes tell 8 rows and columns apart
+
+
+def test_near_identity_brings_the_images_through():
+    model = near_identity(order="none")
+    before, after = torch.randn(2, 4, 64, 8, 7) / 2
+    f_bef, f_aft = model.embed(before, after)
+    f_c = model.encode(before, after)[0]
+    content = torch.cat([torch.arange(48), torch.arange(64, 112)])
+    for f, copy in ((f_bef, f_c[..., 32:80]), (f_aft, f_c[..., 80:])):
+        alike = torch.cosine_similarity(f[..., content[:48]].flatten(), copy.flatten(), 0)
+        assert alike > 0.8, alike
+    own = torch.cosine_similarity((f_bef - f_aft)[..., content[:16]].flatten(), f_c[..., :16].flatten(), 0)
+    assert own > 0.9, own
+
+
+def test_near_identity_cancels_what_did_not_change():
+    model = near_identity(order="n")
+    before = torch.zeros(1, 64, 8, 7)
     after = before.clone()
     before[..., 0, 0], before[..., 1, 1] = torch.randn(2, 64)
     after[..., 0, 2] = before[..., 0, 0]  # one object elsewhere, the other gone
-    seen = []
-    model.difference.join.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    tokens, seen = [], model.fuse.register_forward_pre_hook(lambda _, args: tokens.append(args[0]))
+    f = model.fuse
     model.encode(before, after)
-    there, gone = seen[0][0, :, :64] + seen[0][0, :, 64:128], 4  # from "before": both halves of the heads
-    assert there[gone].norm() > 2 * there[0].norm(), there.norm(dim=1)
+    seen.remove()
+    compared = tokens[0] + f.attention(f.norm1(tokens[0]), f.norm1(tokens[0]))
+    left = compared[0, :9, 32:80].norm(dim=1) / tokens[0][0, :9, 32:80].norm(dim=1)  # of "before", cell by cell
+    assert left[0] < 0.7 * left[8], left
+
+
+@pytest.mark.parametrize("fields", [{"heads": 4}, {"position": "shared"}, {"dim": 24}])
+def test_near_identity_refuses_what_it_is_not_laid_out_for(fields):
+    with pytest.raises(ValueError, match="--no-near_identity"):
+        near_identity(**fields)
+
+
+def test_near_identity_tells_vectors_apart():
+    """Attention without a residual (Eq. 6) makes all cells alike where its scores are small, and then all vectors too."""
+    before, after = torch.randn(2, 5, 64, 8, 7)
+    apart = {}
+    for start in (True, False):
+        found = near_identity(order="n", near_identity=start).encode(before, after)[1]["objects"][0]
+        apart[start] = (found.std(1).norm(dim=-1) / found.norm(dim=-1).mean(1)).mean()
+    assert apart[True] > 5 * apart[False], apart
 
 
 def test_presets():
