@@ -6,7 +6,7 @@ Idea. (1) The bare difference of the two images, looked at from each of them by 
 first, then the abstract. The decoder reads all three. (3) While training, the object vectors must resemble the caption's
 noun phrases, and the action vectors its verb phrases, in the space of CLIP's text encoder.
 
-Eq. 1      ImageEmbedding      F = conv(features) + position
+Eq. 1      ImageEmbedding      F_x = conv(features) + PE(x)
 Eq. 2      RDD.encode          F_diff = F_bef - F_aft
 Eq. 3-5    GlobalDifference    F_c = W [MHCA(F_bef, F_diff) ; MHCA(F_aft, F_diff)]
 Eq. 6-8    DistillingBlock     F_c^i = MHSA(F_c^{i-1}),  F_o^ = MHCA(F_o^{i-1}, F_c^i),  F_o^i = FFN(F_o^) + F_o^
@@ -439,15 +439,16 @@ class RDD(nn.Module):
 
 @torch.no_grad()
 def start_near_identity(model: RDD) -> None:
-    """Not the paper's. F_diff mixes two cells that, once the camera has moved, show different places; only the queries of
-    Eq. 4 hold an image by itself. So Eq. 3-5 start by bringing the images through, and what follows compares them.
+    """Not the paper's. F_diff mixes two cells that show different places once the camera has moved; only the queries of Eq. 4
+    hold an image by itself. So Eq. 3-5 start by bringing both images through, and what follows compares them.
 
-    Channels of F: content, and a code of the column and of the row in the table of "before" and in that of "after".
-    F_diff has both codes, which no content disturbs. In Eq. 4, heads 0-1 look, by its code, at a "before" cell's own cell of
-    F_diff and fetch content and code. In heads 2-4 the query is content and meets codes alone: with small scores, softmax is almost
-    linear, and what these heads fetch (codes again) is almost the query. Heads 5-7 start near zero. F_c of a cell is thus
-    [difference ; code ; "before" ; "after"]. Eq. 6-7 start as a look for like tokens, and Eq. 9 as a comparison: from "before"
-    of each token it takes away "after" of the tokens most like it, and the other way round."""
+    Channels of F: content, and codes of column and row, some for the table of "before" and others for that of "after". F_diff
+    has both codes, untouched by content. In heads 0-1 of Eq. 4 a "before" cell looks, by its code, for its own cell of F_diff
+    and fetches content and code. In heads 2-4 the query is content and meets codes alone: with small scores, softmax is
+    almost linear, and what these heads fetch, codes again, is almost the query. Heads 5-7 start near zero. F_c of a cell is
+    thus [difference ; code ; "before" ; "after"]. Eq. 6-7 start as a look for like tokens: without it all cells and then all
+    vectors come out alike, as there is no residual. Eq. 9 starts as a comparison: from "before" of each token it takes away
+    "after" of the tokens most like it, and the other way round."""
     cfg = model.cfg
     if cfg.heads != 8 or cfg.dim % 16 or cfg.position != "own":
         raise ValueError(f"near_identity needs --heads 8, --position own and a --dim that 16 divides, not {cfg.heads}, "

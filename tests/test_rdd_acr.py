@@ -200,7 +200,8 @@ def test_vector_maps(order):
 # ---- learning, presets -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields", [{}, {"position": "own", "decoder_init": "xavier"}, {"share_blocks": False, "order": "v+n"}, {"order": "v&n", "prompt": "fixed"}])
+@pytest.mark.parametrize("fields", [{}, {"share_blocks": False, "order": "v+n"},
+                                    {"order": "v&n", "prompt": "fixed", "position": "own"}])  # fmt: skip
 def test_every_parameter_learns(fields):
     model = small(**fields)
     optimizer, start = torch.optim.Adam(model.parameters(), lr=1e-2), {n: p.clone() for n, p in model.named_parameters()}
