@@ -98,6 +98,7 @@ class Config(RunConfig):
     nabirds_share: int = 3  # its share in the steps
     mask_rate: float = 0.15  # share of words, and of one image's cells, that are masked
     tau: float = 1.0  # temperature of MVCL and FDA
+    weight_decay: float = 0.0  # of fine-tuning
     w_judge: float = 1.0  # weight of L_judge, distractor or not, in fine-tuning; 0 leaves it out
     swap: bool = False  # let default and distractor image change places, as other methods do
     patience: int = 0  # validations without a better one that end fine-tuning; 0: never
@@ -123,9 +124,11 @@ class Config(RunConfig):
 
 # Table 6 of the paper and section "Implementation Details". A batch there counts pairs, here scenes (CLEVR-Change: two pairs).
 PRESETS = {
-    "clevr_change": dict(extractor="resnet101-layer4", lr=3e-5, batch_size=100, steps=100000, eval_every=400, patience=50),
-    "birds_to_words": dict(layers=2, mlm=9, pretrain_steps=50000, pretrain_warmup=4000, pretrain_batch=200, lr=3e-5,
-                           batch_size=32, steps=20000, eval_every=85, patience=80, select_by="ROUGE-L"),
+    "clevr_change": dict(seed=1234, extractor="resnet101-layer4", lr=3e-5, batch_size=100, steps=100000, eval_every=400,
+                         patience=50),
+    "birds_to_words": dict(seed=1234, layers=2, mlm=9, pretrain_steps=50000, pretrain_warmup=4000, pretrain_batch=200, lr=3e-5,
+                           weight_decay=1e-4, batch_size=32, steps=20000, eval_every=85, patience=80, select_by="ROUGE-L"),
+    "birds_to_words@released": dict(pretrain_steps=60000, pretrain_batch=150),
     "mini": dict(dim=128, ffn=256, heads=4, layers=2, dropout=0.0, swap=True, near_identity=True, scale_words=False,
                  finetune_targets="every", mask_rate=0.3, pretrain_steps=1200, pretrain_batch=16, pretrain_lr=1e-3,
                  pretrain_warmup=50, batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=1200,
@@ -849,8 +852,8 @@ def losses_of(model: IDC, streams: tuple[data.Batch, ...], cfg: Config, task: st
             batch = dataclasses.replace(batch, before=batch.before[:some], after=batch.after[:some],
                                         caption=batch.caption[:some], ids=batch.ids[:some])  # fmt: skip
         batch = batch.to(cfg.device)
-        more = {"finetune": n == 0 if len(streams) == 2 else None}.get(task)
-        more = negatives(batch.ids).to(cfg.device) if task == "fda" else more
+        changed = n == 0 if len(streams) == 2 else None  # one stream: it is not told which pairs are changed
+        more = negatives(batch.ids).to(cfg.device) if task == "fda" else changed
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
             parts = model(batch.before, None if batch.single else batch.after, batch.caption, task, more)
         losses = {name: losses.get(name, 0) + part / len(streams) for name, part in parts.items()}
@@ -902,7 +905,8 @@ def train(cfg: Config, resume: bool = False) -> tuple[IDC, data.Dataset]:
             if step >= last or stop:
                 continue
             source, batch_size = sources[stage], cfg.batch_size if stage == "finetune" else cfg.pretrain_batch
-            optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)  # anew in each stage
+            decay = cfg.weight_decay if stage == "finetune" else 0.0
+            optimizer = torch.optim.Adam(parameters, lr=cfg.lr, weight_decay=decay, fused=True)  # anew in each stage
             if state and state["step"] > first:
                 optimizer.load_state_dict(state["optimizer"])
             if not resume and step == 0:
