@@ -775,6 +775,8 @@ def open_dataset(cfg: Config) -> data.Dataset:
 def open_single_images(cfg: Config, dataset: data.Dataset) -> data.Dataset:
     """Section 2.4, general image captioning: single images with captions, in the words of `dataset`. ValueError where their
     features have another shape."""
+    if cfg.single_images == "mini" and dataset.name != "mini":
+        raise ValueError(f"--single_images mini goes with --dataset mini, not {dataset.name}; give CUB's folder")
     if cfg.single_images == "mini":  # in CUB's place: what is to be seen in the distractor pictures, an object a caption
         scenes, made = data.read_json(dataset.root / "scenes.json"), []
         of = {f"{int(number):06d}.png": truth for number, truth in scenes.items()}
