@@ -104,7 +104,7 @@ PRESETS = {
     "spot_the_diff": dict(lr=5e-4, batch_size=96),
     "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, near_identity=True, norm_eps=1.0, clip="mini",
                  w_consistency=0.1, w_match=0.05, batch_size=16, lr=2e-3, schedule="cosine", warmup=50, grad_clip=1.0,
-                 steps=2400, eval_every=800, eval_batch=250),
+                 steps=2000, eval_every=1000, eval_batch=250),
     "mini@cuda": dict(data_dir="data/mini_large", scenes=10000, objects="3,6", steps=15000, eval_every=2500),
 }  # fmt: skip
 PRESETS["mini_dc"] = PRESETS["mini"] | dict(batch_size=32)  # a scene is one pair here, not two
