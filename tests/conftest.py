@@ -52,6 +52,13 @@ def write_features(name, root):
         data.build_vocab(name, root, release)
 
 
+@pytest.fixture(autouse=True)
+def without_java(request, monkeypatch):
+    """Java takes seconds to start, twice for each evaluation; test_score.py has its tests."""
+    if request.module.__name__ != "test_score":
+        monkeypatch.setattr(data, "find_java", lambda: None)
+
+
 @pytest.fixture
 def release(tmp_path):
     """A release's folder, not prepared."""

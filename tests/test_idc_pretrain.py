@@ -366,7 +366,7 @@ def test_cross_task_data_comes_first(birds, tiny, capsys):
 def test_pictures_and_their_objects_stand_in_for_single_images(tmp_path):
     root = tmp_path / "mini"
     data.render_mini(root, {"train": 3, "val": 1, "test": 1})
-    dataset = SimpleNamespace(root=root, vocab=data.Vocab(data.SPECIAL), **vars(data.DATASETS["mini"].read(root)))
+    dataset = SimpleNamespace(name="mini", root=root, vocab=data.Vocab(data.SPECIAL), **vars(data.DATASETS["mini"].read(root)))
     dataset.features = SimpleNamespace(data=np.zeros((1, C, H, W)), cover=lambda names: None)
     single = open_single_images(Config(single_images="mini"), dataset)
     (pair,) = single.scenes["train"][0].pairs
