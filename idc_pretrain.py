@@ -130,9 +130,9 @@ PRESETS = {
                            weight_decay=1e-4, batch_size=32, steps=20000, eval_every=85, patience=80, select_by="ROUGE-L"),
     "birds_to_words@released": dict(pretrain_steps=60000, pretrain_batch=150),
     "mini": dict(dim=128, ffn=256, heads=4, layers=2, dropout=0.0, swap=True, near_identity=True, scale_words=False,
-                 finetune_targets="every", mask_rate=0.3, pretrain_steps=1200, pretrain_batch=16, pretrain_lr=1e-3,
-                 pretrain_warmup=50, batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=1200,
-                 eval_every=600, eval_batch=250),
+                 finetune_targets="every", mask_rate=0.5, pretrain_steps=700, pretrain_batch=16, pretrain_lr=1e-3,
+                 pretrain_warmup=50, batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=1800,
+                 eval_every=900, eval_batch=250),
 }  # fmt: skip
 PRESETS["mini_dc"] = PRESETS["mini"] | dict(batch_size=32, pretrain_batch=32)  # a scene is one pair here, not two
 
@@ -724,29 +724,39 @@ def join(past: list, kept: list) -> list:
 
 @torch.no_grad()
 def start_near_identity(model: IDC) -> None:
-    """Not the paper's: E_p starts as a comparison of like cells. In each head both halves of the channels hold the cell;
-    queries and keys of one half find its likeness in the other image, and values take that away from the other half: what
-    did not change cancels there. Cells start large beside types and positions, which would tell apart what looks the same."""
+    """Not the paper's: E_p starts as a comparison of like cells, and text as a reader of what it leaves over.
+
+    E_p: in each head both halves of the channels hold the cell. Queries and keys of one half find its likeness in the other
+    image; values take that away from the other half, where what did not change cancels, and the feed-forward tells in one
+    direction, `changed`, how much is left. Text: half of the heads look at the word before, the others at changed cells of
+    "before" or "after", and all of them hand on what they see; otherwise over a hundred visual tokens drown a few words."""
     d, heads = model.cfg.dim, model.cfg.heads
     cell, other = (half.flatten() for half in torch.arange(d).unflatten(0, (heads, -1)).chunk(2, 1))
     embed, single, pair = model.embed, model.single.blocks[0], model.pair.blocks[0]
-    apart = torch.zeros(d)  # the direction in which the types of the two images differ
-    apart[cell] = F.normalize((embed._type(0) - embed._type(1))[cell], dim=0)
-    embed.project.weight.normal_(std=5 * embed.project.in_features**-0.5)
+    apart, changed = torch.zeros(2, d)  # orthogonal, even in all heads; apart: in what the types of the two images differ
+    for direction, run in ((apart, 2), (changed, 4)):  # ++--++-- and ++++----
+        direction[cell] = (1 - 2 * (torch.arange(len(cell)) // run % 2)) * len(cell) ** -0.5
+    position = embed.position[: model.max_len + 1]
+    back = (torch.linalg.pinv(position[1:], rtol=0.05) @ position[:-1]).T  # back @ position[t] = position[t - 1]
+    still = (torch.linalg.pinv(position, rtol=0.05) @ position).T  # projects on all positions
+    # Words leave the positions' directions alone; cells start large beside positions, which would tell apart what looks the
+    # same, and differ by image in one direction alone.
+    for table in (embed.table.weight, embed.types.weight):
+        table.sub_(table @ still).mul_(0.5)
+    embed.project.weight.normal_(std=8 * embed.project.in_features**-0.5)
     embed.project.weight.sub_(torch.outer(apart, apart @ embed.project.weight))
     embed.project.weight[other] = embed.project.weight[cell]
     embed.project.bias.zero_()
-    embed.types.weight[:, other] *= 0.1
-    embed._type(0).add_(30 * apart)
-    embed._type(1).sub_(30 * apart)
+    for kind, sign in enumerate((48, -48)):
+        embed._type(kind).copy_(sign * apart)
+        special = embed.table.weight[embed.special + (kind if embed.own else 0)]  # neither attracts cells nor looks changed
+        special.sub_((special + embed.types.weight[kind]) @ apart * apart + 3 * changed)
     for linear in (single.attention.out, single.output):
         linear.weight.mul_(0.1)
         linear.bias.zero_()
-    pair.hidden.weight[:, cell] *= 0.2  # E_p's feed-forward reads the differences first
-    pair.hidden.weight[:, other] *= 2
     a = pair.attention
-    for linear in (a.query, a.key, a.value, a.out):
-        linear.weight.normal_(std=0.02)
+    for linear, noise in ((a.query, 0.02), (a.key, 0.02), (a.value, 0.004), (a.out, 0.004)):
+        linear.weight.normal_(std=noise)
         linear.bias.zero_()
     for linear in (a.query, a.key):
         linear.weight[cell, cell] += 2.0
@@ -754,7 +764,27 @@ def start_near_identity(model: IDC) -> None:
     a.key.weight.sub_(2 * torch.outer(a.key.weight @ apart, apart))  # own cells repel, the other image's attract
     a.value.weight[other, cell] -= 1.0
     a.value.weight.sub_(torch.outer(a.value.weight @ apart, apart))
-    a.out.weight[other, other] += 1.0
+    a.value.weight.add_(0.8 * torch.outer(apart, apart))  # of opposite sign there: little of the types is left
+    a.out.weight.diagonal().add_(1.0)
+    pair.hidden.weight[:, cell] *= 0.2  # the feed-forward reads the differences first
+    pair.hidden.weight[:, other] *= 2
+    pair.hidden.bias.sub_(0.5)
+    pair.output.weight.mul_(0.5).add_(25 / model.cfg.ffn * changed[:, None])
+    for n, block in enumerate(model.cross.blocks):
+        a, head = block.attention, torch.arange(d).unflatten(0, (heads, -1))
+        for linear, noise in ((a.query, 0.02), (a.key, 0.02), (a.value, 0.02), (a.out, 0.02)):
+            linear.weight.normal_(std=noise)
+            linear.bias.zero_()
+        for linear in (a.value, a.out):
+            linear.weight.diagonal().add_(1.0)
+        for h, rows in enumerate(head):
+            if (h < heads // 2) == (n % 2 == 0):  # the fastest sines and cosines tell neighbours apart
+                a.query.weight[rows] = 3 * back[: len(rows)]
+                a.key.weight[rows] = 3 * still[: len(rows)]
+            else:
+                look = 4.2 * F.normalize(torch.randn(len(rows)), dim=0)
+                a.query.bias[rows] = look
+                a.key.weight[rows] += torch.outer(look, changed + 0.4 * (-1) ** h * apart)
 
 
 # ---- cross-task data -------------------------------------------------------------------------------------------------

@@ -292,17 +292,25 @@ def test_blind_model_sees_nothing():
 
 
 def test_near_identity_start_tells_changed_cells():
-    """One cell of two like images is exchanged: after E_p the halves that take the likeness away stand out there."""
+    """One cell of two like images is exchanged: after E_p the halves that take the likeness away stand out there, and there
+    half of the heads of a [MASK] look, the others at the word before it."""
     torch.manual_seed(0)
-    cfg = Config(dim=64, ffn=64, heads=2, layers=1, dropout=0.0, near_identity=True)
-    model = IDC(cfg, WORDS, (16, H, W), V).eval()
-    before = torch.randn(8, 16, H, W)
+    cfg = Config(dim=128, ffn=64, heads=4, layers=1, dropout=0.0, near_identity=True)
+    model = IDC(cfg, WORDS, (16, H, W), 20).eval()
+    before, caption = torch.randn(8, 16, H, W), torch.randint(4, WORDS, (8, 20))
     after = before.clone()
     after[:, :, 1, 2] = torch.randn(8, 16)
-    cells = model.encode(before, after)[0].unflatten(1, (2, -1))[:, 1, 1:]  # of "after" (B, N, D)
-    other = (torch.arange(64) % 32) >= 16
+    visual = model.encode(before, after)[0]
+    cells = visual.unflatten(1, (2, -1))[:, 1, 1:]  # of "after" (B, N, D)
+    other = (torch.arange(128) % 32) >= 16
     size = cells[..., other].norm(dim=-1)
     assert (size.argmax(1) == N - 1).double().mean() > 0.8
+    block, text = model.cross.blocks[0], model.cross.norm(model.every(caption)[0])
+    x = block.norm1(torch.cat([model.cross.norm(visual), text], 1))
+    weights = block.attention.scores(*block.attention.project(x, x)[:2]).softmax(-1)[:, :, -19:]  # of the [MASK]s
+    assert weights[:, 2:, :, [N, S - 1]].sum(-1).mean() > 0.6
+    words = weights[:, :2, :, S + 1 : -19]  # 0 ... 18, before the [MASK]s of 1 ... 19
+    assert (words.argmax(-1) == torch.arange(19)).double().mean() > 0.5
 
 
 # ---- cross-task data -------------------------------------------------------------------------------------------------
