@@ -390,7 +390,7 @@ class Block(nn.Module):
     """Pre-norm layer: x + MHA(LN x), then x + W2 ReLU(W1 LN x). x (B, T, D) -> the same and its key and value (B, T, D).
 
     `past`: key and value of tokens before x, which do not see it. mask: bool (B or 1, 1, T or 1, past + T), True = may be
-    seen."""
+    seen. rows: which tokens of x are asked for; key and value are of all."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -398,11 +398,11 @@ class Block(nn.Module):
         self.hidden, self.output = nn.Linear(cfg.dim, cfg.ffn), nn.Linear(cfg.ffn, cfg.dim)
         self.norm1, self.norm2, self.dropout = nn.LayerNorm(cfg.dim), nn.LayerNorm(cfg.dim), nn.Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None, past: tuple[Tensor, Tensor] | None):
+    def forward(self, x: Tensor, mask: Tensor | None, past: tuple[Tensor, Tensor] | None, rows: slice):
         y = self.norm1(x)
-        q, k, v = self.attention.project(y, y)
+        q, k, v = self.attention.project(y[:, rows], y)
         keys, values = (k, v) if past is None else (torch.cat([past[0], k], 1), torch.cat([past[1], v], 1))
-        x = x + self.dropout(self.attention.attend(q, keys, values, mask=mask))
+        x = x[:, rows] + self.dropout(self.attention.attend(q, keys, values, mask=mask))
         y = self.output(self.dropout(F.relu(self.hidden(self.norm2(x)))))
         return x + self.dropout(y), (k, v)
 
@@ -410,16 +410,17 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """LayerNorm, then blocks, and no LayerNorm after them: heads read the residual stream, as released.
 
-    (B, T, D) -> the same, and for each block key and value of these tokens; `past` is such a list of earlier tokens."""
+    (B, T, D) -> the same, of the tokens `rows` alone if given, and for each block key and value of all these tokens; `past` is
+    such a list of earlier tokens."""
 
     def __init__(self, cfg: Config, layers: int):
         super().__init__()
         self.norm, self.blocks = nn.LayerNorm(cfg.dim), nn.ModuleList(Block(cfg) for _ in range(layers))
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, past: list | None = None) -> tuple[Tensor, list]:
-        x, kept = self.norm(x), []
+    def forward(self, x: Tensor, mask: Tensor | None = None, past: list | None = None, rows: slice = slice(None)):
+        x, kept, last = self.norm(x), [], self.blocks[-1]
         for block, before in zip(self.blocks, past or [None] * len(self.blocks), strict=True):
-            x, own = block(x, mask, before)
+            x, own = block(x, mask, before, rows if block is last else slice(None))
             kept.append(own)
         return x, kept
 
@@ -618,8 +619,7 @@ class IDC(nn.Module):
         seen, told = self.tell(visual, text, order)
         losses = {"caption": word_loss(self.head(told[:, -target.shape[1] :]), target, cfg.reduction)}
         if changed is not None and cfg.w_judge:
-            both = torch.cat([seen[:, 0], seen[:, seen.shape[1] // 2]], -1)
-            losses["judge"] = judge_loss(self.judge(both), changed, cfg.reduction)
+            losses["judge"] = judge_loss(self.judge(seen.flatten(1)), changed, cfg.reduction)
         return losses
 
     def after_cls(self, text: Tensor) -> tuple[Tensor, Tensor]:
@@ -639,13 +639,14 @@ class IDC(nn.Module):
 
     def tell(self, visual: Tensor, text: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
         """Eq. 5 as in fine-tuning: text tokens (B, T, D) see the images and what `order` (T, T) lets them see of the text;
-        images see images (and, with visual_sees_text, the text). -> both, (B, S, D) and (B, T, D)."""
+        images see images (and, with visual_sees_text, the text). -> [IMG1] and [IMG2] (B, 2, D), which alone of the images are
+        asked for, and text (B, T, D)."""
         s, mask = visual.shape[1], F.pad(order, (visual.shape[1], 0), value=True)  # (T, S + T)
         if self.cfg.visual_sees_text:
             mask = torch.cat([torch.ones(s, mask.shape[1], dtype=torch.bool, device=mask.device), mask])
             x = self.cross(torch.cat([visual, text], 1), mask[None, None])[0]
-            return x[:, :s], x[:, s:]
-        seen, kept = self.cross(visual)
+            return x[:, : s : s // 2], x[:, s:]
+        seen, kept = self.cross(visual, rows=slice(None, None, s // 2))  # [IMG1] and [IMG2]
         return seen, self.cross(text, mask[None, None], kept)[0]
 
     def forward(self, before: Tensor, after: Tensor | None, caption: Tensor, task: str, more=None) -> dict[str, Tensor]:
@@ -707,7 +708,7 @@ class IDC(nn.Module):
         text, order = self.every(ids)
         mask, x = F.pad(order, (visual.shape[1], 0), value=True)[None, None], self.cross.norm(text)
         for block, kept in zip(blocks[:-1], past, strict=False):
-            x = block(x, mask, kept)[0]
+            x = block(x, mask, kept, slice(None))[0]
         last, y = blocks[-1], blocks[-1].norm1(x)
         scores = last.attention.scores(last.attention.query(y), past[-1][0])[:, :, -ids.shape[1] + 1 :]  # (B, K, V - 1, S)
         cells = scores.unflatten(-1, (2, -1))[..., 1:]  # without [IMG1] and [IMG2]
