@@ -117,7 +117,7 @@ class Config(RunConfig):
     # ours
     finetune_targets: Literal["masked", "every"] = "masked"  # predict masked words, or every word from a [MASK] in its place
     scale_words: bool = True  # words times sqrt(D), as released; it drowns their positions
-    near_identity: bool = False  # start E_p as a comparison of like cells (mini; not the paper's)
+    near_identity: bool = False  # start E_p as a comparison, text as its reader (mini; not the paper's)
     val_decode: Literal["greedy", "sample"] = "greedy"  # how validation captions, which choose best.pt, are written
     blind: bool = False  # zero the features: what words alone can score
 
@@ -131,8 +131,8 @@ PRESETS = {
     "birds_to_words@released": dict(pretrain_steps=60000, pretrain_batch=150),
     "mini": dict(dim=128, ffn=256, heads=4, layers=2, dropout=0.0, swap=True, near_identity=True, scale_words=False,
                  finetune_targets="every", mvcl=0, mask_rate=0.5, pretrain_steps=200, pretrain_batch=16, pretrain_lr=1e-4,
-                 pretrain_warmup=50, batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=1500,
-                 eval_every=750, eval_batch=250),
+                 pretrain_warmup=50, batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=2000,
+                 eval_every=1000, eval_batch=250),
 }  # fmt: skip
 PRESETS["mini_dc"] = PRESETS["mini"] | dict(batch_size=32, pretrain_batch=32)  # a scene is one pair here, not two
 
