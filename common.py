@@ -496,7 +496,7 @@ def run_main(main: Callable[[], None]) -> None:
 
 def pair_picture(before: Image.Image, after: Image.Image, attention: Tensor | dict[str, Tensor], lines: list[str], side=96):
     """One pair as a strip: before, after, the attention (H, W) over each, and lines of text below. -> PIL image.
-    attention: one map, or several under their names; these follow in rows of two maps."""
+    attention: one map, or several under their names, which follow in rows; "before" and "after" are each over its own."""
     font = ImageFont.load_default(11)
     pictures = [im.convert("RGB").resize((side, side), Image.Resampling.LANCZOS) for im in (before, after)]
     for name, heat in (attention if isinstance(attention, dict) else {"": attention}).items():
@@ -504,7 +504,7 @@ def pair_picture(before: Image.Image, after: Image.Image, attention: Tensor | di
         heat = heat / heat.max().clamp(min=1e-12)
         heat = F.interpolate(heat[None, None], (side, side), mode="bilinear", align_corners=False)[0, 0]
         mask = Image.fromarray((heat * 255).byte().numpy())
-        for im in pictures[:2]:
+        for im in {"before": pictures[:1], "after": pictures[1:2]}.get(name, pictures[:2]):
             shaded = Image.composite(im, Image.blend(im, Image.new("RGB", im.size), 0.7), mask)
             ImageDraw.Draw(shaded).text((2, 1), name, fill="white", font=font)
             pictures.append(shaded)

@@ -246,4 +246,8 @@ def test_pictures():
     assert strip.getpixel((side // 2, side // 2)) == (255, 0, 0) and strip.getpixel((side + 3 + 5, 5)) == (0, 0, 255)
     bright, dark = strip.getpixel((2 * (side + 3) + 4, 4)), strip.getpixel((2 * (side + 3) + 90, 90))
     assert bright[0] > 200 > 100 > dark[0]  # attention lights its cell and leaves the rest dim
+    each = common.pair_picture(red, blue, {"before": 1 - heat, "after": heat}, [])
+    assert each.width == strip.width and each.height < 2 * side  # two pictures, two maps, one row
+    before, after = each.getpixel((2 * (side + 3) + 60, 60)), each.getpixel((3 * (side + 3) + 4, 20))
+    assert before[0] > 200 and after[2] > 100  # each over its own picture
     assert common.sheet({"add": [strip, strip], "drop": [strip]}).height > 2 * strip.height
