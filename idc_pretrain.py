@@ -143,7 +143,6 @@ RELEASED = dict(project="sigmoid", exponent="doubled", special_tokens="shared", 
 
 # ---- rewritten captions ----------------------------------------------------------------------------------------------
 
-BIRDS = 555  # NABirds' classes
 MIN_DOCUMENTS = 10  # words in fewer captions are not put in others' place (appendix A.2)
 ANIMAL = re.compile(r"\b(animal ?)([12])\b", re.IGNORECASE)  # Birds-to-Words names its two images so
 
@@ -333,6 +332,8 @@ def confuse(caption: Parts, subjects: list[str], rng: np.random.Generator) -> st
     at = text.lower().index(own)
     return text[:at] + others[rng.integers(len(others))] + text[at + len(own) :]
 
+
+BIRDS = 555  # NABirds' classes
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
@@ -568,11 +569,13 @@ class IDC(nn.Module):
     # -- pre-training
 
     def mlm(self, pair: tuple, caption: Tensor) -> dict[str, Tensor]:
+        """Eq. 6. pair: cells (B, N, C) of both images, the second None where there is none; caption (B, V)."""
         ids, target = mask_words(caption, self.vocab_size, self.embed.mask, self.cfg.mask_rate, self.cfg.mask_rules)
         _, text = self.joint(*self.visual(*pair)[:2], ids)
         return {"mlm": word_loss(self.head(text[:, 1:]), target)}
 
     def mvcl(self, pair: tuple, caption: Tensor) -> dict[str, Tensor]:
+        """Eq. 7-8: the masked cells of one image of each pair, recognised from the rest and the caption. As mlm."""
         images = [x for x in pair if x is not None]
         features = torch.stack(images, 1)  # (B, 1 or 2, N, C)
         masked = mask_cells(*features.shape[:3], self.cfg.mask_rate, features.device)
@@ -587,7 +590,7 @@ class IDC(nn.Module):
             return {"mvcl": cell_loss(predicted[masked], features[masked], others, self.cfg.tau, released)}
 
     def fda(self, pair: tuple, caption: Tensor, negatives: Tensor) -> dict[str, Tensor]:
-        """negatives (B, 6, V or more): rewritten captions."""
+        """Eq. 9. negatives (B, 6, V or more): rewritten captions. As mlm."""
         caption = F.pad(caption, (0, negatives.shape[2] - caption.shape[1]))
         visual, there, _ = self.visual(*pair)
         ids = torch.cat([caption[:, None], negatives], 1)  # (B, 7, V)

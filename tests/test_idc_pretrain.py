@@ -330,6 +330,9 @@ def test_losses_of_birds_against_loops():
     expected = -(logits[0].log_softmax(0)[0] + logits[1].log_softmax(0)[1]) / 2
     torch.testing.assert_close(match_loss(logits, torch.tensor([[0, 1], [4, 4]])), expected)
     assert class_loss(torch.zeros(4, 555), torch.arange(4)).item() == pytest.approx(math.log(555), abs=1e-5)
+    x = torch.randn(4, 7).double()
+    plain = sum(math.log(sum(math.exp(v) for v in row)) - float(row[c]) for row, c in zip(x, (3, 0, 3, 6), strict=True)) / 4
+    assert class_loss(x, torch.tensor([3, 0, 3, 6])).item() == pytest.approx(plain)
 
 
 def test_birds_train_the_difference_encoder_alone():
