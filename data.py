@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -60,7 +59,6 @@ RESNETS = {
 
 SPLITS = ("train", "val", "test")
 EMBEDDED = ("mini", "mini_dc")  # rendered here, with features of a small CNN; what is in every scene is known
-# The table of data sets, DATASETS, stands behind the readers it names.
 
 # ---- vocabulary ------------------------------------------------------------------------------------------------------
 
@@ -126,6 +124,94 @@ class Vocab:
             stop = next((i for i, w in enumerate(row) if w in (NULL, END)), len(row))
             captions.append(" ".join(word for w in row[:stop] if (word := self.words[w]) != SEP))
         return captions
+
+
+# ---- the table of data sets ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """A row of DATASETS: all in which a data set differs from the others. A new one is a row and a reader."""
+
+    read: Callable[[Path], "Release | Classified"]  # folder -> what its files say; the readers stand below, hence lambdas
+    extractor: str = "resnet101-layer3"  # the feature network, up to which layer (RESNETS)
+    tokenizer: Callable[[str], list[str]] | None = tokenize  # caption -> words of the vocabulary; None: no captions
+    min_count: int = 1  # how often a word must occur to be in the vocabulary
+    vocab_splits: tuple[str, ...] = ("train",)  # the splits whose captions the field counts
+    max_words: int | None = None  # where the field cuts captions; None: nowhere
+    # How captions become words for the metrics: PTB tokenizer; at blanks; at blanks, all words out of vocabulary as one.
+    tokens: Literal["ptb", "split", "ids"] = "ptb"
+    same: tuple[str, ...] = ()  # the sentences by which the field tells that nothing changed; none: those of training pairs
+    # Published counts, for --check: scenes a split, types of change, words with the four special ids.
+    scenes: dict[str, int] = field(default_factory=dict)
+    types: dict[str, int] = field(default_factory=dict)
+    words: int | None = None
+    empty: int = 0  # captions without a word, which the release itself has
+    images: str = ""  # the data set whose images, and so features, these are, where not its own
+
+
+# An unchanged pair of LEVIR-CC has one of these among its captions.
+LEVIR_SAME = ("the scene is the same as before", "there is no difference", "the two scenes seem identical",
+              "no change has occurred", "almost nothing has changed")  # fmt: skip
+
+DATASETS = {
+    "mini": Source(lambda root: read_clevr_change(root), "mini-cnn"),
+    "mini_dc": Source(lambda root: read_clevr_dc(root), "mini-cnn"),
+    "clevr_change": Source(
+        lambda root: read_clevr_change(root),
+        scenes={"train": 33830, "val": 1988, "test": 3985},
+        types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955},
+        words=76,
+    ),
+    "clevr_dc": Source(lambda root: read_clevr_dc(root), scenes={"train": 40800, "val": 2400, "test": 4800}, words=87),
+    "spot_the_diff": Source(
+        lambda root: read_spot_the_diff(root), scenes={"train": 8566, "val": 1493, "test": 1270}, words=2059, empty=66
+    ),
+    "spot_the_diff_multi": Source(
+        lambda root: read_spot_the_diff(root, multi=True),
+        tokenizer=tokenize_sentences,
+        scenes={"train": 8566, "val": 1493, "test": 1270},
+        words=2033,
+        empty=48,
+        images="spot_the_diff",
+    ),
+    "image_editing_request": Source(  # the authors' vocabulary; that of later papers is not published
+        lambda root: read_image_editing(root),
+        tokenizer=tokenize_lower,
+        min_count=3,
+        vocab_splits=("train", "val"),
+        max_words=78,
+        scenes={"train": 3061, "val": 383, "test": 495},
+        words=808,
+    ),
+    "levir_cc": Source(  # the authors' vocabulary: words that occur more than five times, anywhere
+        lambda root: read_levir_cc(root),
+        "resnet101-layer3-256",
+        tokenizer=str.split,
+        min_count=6,
+        vocab_splits=SPLITS,
+        max_words=50,
+        tokens="ids",
+        same=LEVIR_SAME,
+        scenes={"train": 6815, "val": 1333, "test": 1929},
+        types={"change": 5038, "no change": 5039},
+    ),
+    "birds_to_words": Source(
+        lambda root: read_birds_to_words(root), "resnet101-layer4", tokenizer=str.split, max_words=77, tokens="split"
+    ),
+    "cub": Source(
+        lambda root: read_cub(root),
+        "resnet101-layer4",
+        tokenizer=str.split,
+        max_words=37,
+        tokens="split",
+        scenes={"train": 8855, "val": 2933},
+    ),
+    "nabirds": Source(
+        lambda root: read_nabirds(root), "resnet101-layer4", tokenizer=None, scenes={"train": 23929, "test": 24633}
+    ),
+    "pairs": Source(lambda root: read_pairs(root), tokenizer=tokenize_lower),
+}
 
 
 # ---- release layouts -------------------------------------------------------------------------------------------------
@@ -274,12 +360,12 @@ def of_single_pairs(pairs: dict[str, list[Pair]], paths: dict[str, Path], kinds:
     return release
 
 
-def captions_of(texts: dict, key, path: Path) -> list[str]:
-    """A file's captions of one key; ValueError where there are none or they are no strings."""
+def captions_of(texts: dict, key, path: Path, whose: str = "") -> list[str]:
+    """A file's captions of one key (in errors `whose`); ValueError where there are none or they are no strings."""
     captions = texts.get(key)
     if not captions or not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):
         found = f"found {str(captions)[:80]}" if key in texts else f"the first key is {next(iter(texts), None)!r}"
-        wrong(f"{path}: no captions for {key}; expected a list of strings, {found}")
+        wrong(f"{path}: no captions for {whose or key}; expected a list of strings, {found}")
         return []
     return captions
 
@@ -348,7 +434,8 @@ def read_spot_the_diff(root: Path, multi: bool = False) -> Release:
         for row in read_rows(folder / f"{split}.json", ("img_id", "sentences")):
             if not str(row["img_id"]).isdecimal():
                 raise ValueError(f"{folder / split}.json: img_id {row['img_id']!r} is no number")
-            texts[split].setdefault(int(row["img_id"]), []).extend(captions_of(row, "sentences", folder / f"{split}.json"))
+            captions = captions_of(row, "sentences", folder / f"{split}.json", f"img_id {row['img_id']}")
+            texts[split].setdefault(int(row["img_id"]), []).extend(captions)
         if multi:
             texts[split] = {i: [" ".join(". ".join(found).split()[:60])] for i, found in texts[split].items()}
     apart = (root / "sc_images").exists()
@@ -371,14 +458,10 @@ def read_image_editing(root: Path) -> Release:
     pairs, paths, folder = {}, {}, root / "images" if (root / "images").exists() else root
     for split, file in zip(SPLITS, ("train.json", "valid.json", "test.json"), strict=True):
         rows = read_rows(root / file, ("uid", "img0", "img1", "sents"))
-        pairs[split] = [Pair(str(r["uid"]), r["img0"], r["img1"], captions_of(r, "sents", root / file)) for r in rows]
+        pairs[split] = [Pair(str(r["uid"]), r["img0"], r["img1"], captions_of(r, "sents", root / file, f"uid {r['uid']}"))
+                        for r in rows]  # fmt: skip
         paths |= {r[key]: folder / r[key] for r in rows for key in ("img0", "img1")}
     return of_single_pairs(pairs, paths, {})
-
-
-# An unchanged pair of LEVIR-CC has one of these among its captions.
-LEVIR_SAME = ("the scene is the same as before", "there is no difference", "the two scenes seem identical",
-              "no change has occurred", "almost nothing has changed")  # fmt: skip
 
 
 def read_levir_cc(root: Path) -> Release:
@@ -540,91 +623,25 @@ def read_pairs(root: Path) -> Release:
     else:
         rows = [row | {"captions": [c] if isinstance(c := row["captions"], str) else c} for row in read_rows(file, keys)]
     of_split = {split: {} for split in SPLITS}
-    for row in read_rows(file, keys, rows):
+    for n, row in enumerate(read_rows(file, keys, rows)):
         if row["split"] not in SPLITS:
             raise ValueError(f"{file}: {row['before']} is in split {row['split']!r}; expected train, val or test")
-        key = row.get("id") or f"{row['before']} {row['after']}"
-        captions = [c.strip() for c in captions_of(row, "captions", file) if c.strip()]
-        captions = captions_of({key: captions}, key, file)
-        of_split[row["split"]].setdefault(key, Pair(key, row["before"], row["after"], [])).captions.extend(captions)
-        paths |= {row[k]: root / row[k] for k in ("before", "after")}
+        before, after, name = row["before"], row["after"], row.get("id")
+        if not all(image and isinstance(image, str) for image in (before, after)):
+            raise ValueError(f"{file}: item {n} has the images {before!r} and {after!r}; expected paths of two files")
+        key = f"{before} {after}" if name in (None, "") else str(name)
+        pair = of_split[row["split"]].setdefault(key, Pair(key, before, after, []))
+        if (pair.before, pair.after) != (before, after):
+            raise ValueError(f"{file}: id {key} is of {pair.before}, {pair.after} and of {before}, {after}; expected one pair")
+        told = captions_of(row, "captions", file, key)
+        captions = [c.strip() for c in told if c.strip()]
+        if told and not captions:
+            wrong(f"{file}: no captions for {key}; all are blank")
+        pair.captions.extend(captions)
+        paths |= {image: root / image for image in (before, after)}
     pairs = {split: list(found.values()) for split, found in of_split.items()}
     return of_single_pairs(pairs, paths, {})
 
-
-# ---- the table of data sets ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Source:
-    """A row of DATASETS: all in which a data set differs from the others. A new one is a row and a reader."""
-
-    read: Callable[[Path], Release | Classified]  # folder -> what its files say
-    extractor: str = "resnet101-layer3"  # the feature network, up to which layer (RESNETS)
-    tokenizer: Callable[[str], list[str]] | None = tokenize  # caption -> words of the vocabulary; None: no captions
-    min_count: int = 1  # how often a word must occur to be in the vocabulary
-    vocab_splits: tuple[str, ...] = ("train",)  # the splits whose captions the field counts
-    max_words: int | None = None  # where the field cuts captions; None: nowhere
-    # How captions become words for the metrics: PTB tokenizer; at blanks; at blanks, all words out of vocabulary as one.
-    tokens: Literal["ptb", "split", "ids"] = "ptb"
-    # Published counts, for --check: scenes a split, types of change, words with the four special ids.
-    scenes: dict[str, int] = field(default_factory=dict)
-    types: dict[str, int] = field(default_factory=dict)
-    words: int | None = None
-    empty: int = 0  # captions without a word, which the release itself has
-    images: str = ""  # the data set whose images, and so features, these are, where not its own
-
-
-DATASETS = {
-    "mini": Source(read_clevr_change, "mini-cnn"),
-    "mini_dc": Source(read_clevr_dc, "mini-cnn"),
-    "clevr_change": Source(
-        read_clevr_change,
-        scenes={"train": 33830, "val": 1988, "test": 3985},
-        types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955},
-        words=76,
-    ),
-    "clevr_dc": Source(read_clevr_dc, scenes={"train": 40800, "val": 2400, "test": 4800}, words=87),
-    "spot_the_diff": Source(
-        read_spot_the_diff, scenes={"train": 8566, "val": 1493, "test": 1270}, words=2059, empty=66
-    ),
-    "spot_the_diff_multi": Source(
-        partial(read_spot_the_diff, multi=True),
-        tokenizer=tokenize_sentences,
-        scenes={"train": 8566, "val": 1493, "test": 1270},
-        words=2033,
-        empty=48,
-        images="spot_the_diff",
-    ),
-    "image_editing_request": Source(  # the authors' vocabulary; that of later papers is not published
-        read_image_editing,
-        tokenizer=tokenize_lower,
-        min_count=3,
-        vocab_splits=("train", "val"),
-        max_words=78,
-        scenes={"train": 3061, "val": 383, "test": 495},
-        words=808,
-    ),
-    "levir_cc": Source(  # the authors' vocabulary: words that occur more than five times, anywhere
-        read_levir_cc,
-        "resnet101-layer3-256",
-        tokenizer=str.split,
-        min_count=6,
-        vocab_splits=SPLITS,
-        max_words=50,
-        tokens="ids",
-        scenes={"train": 6815, "val": 1333, "test": 1929},
-        types={"change": 5038, "no change": 5039},
-    ),
-    "birds_to_words": Source(
-        read_birds_to_words, "resnet101-layer4", tokenizer=str.split, max_words=77, tokens="split"
-    ),
-    "cub": Source(
-        read_cub, "resnet101-layer4", tokenizer=str.split, max_words=37, tokens="split", scenes={"train": 8855, "val": 2933}
-    ),
-    "nabirds": Source(read_nabirds, "resnet101-layer4", tokenizer=None, scenes={"train": 23929, "test": 24633}),
-    "pairs": Source(read_pairs, tokenizer=tokenize_lower),
-}
 
 # ---- features --------------------------------------------------------------------------------------------------------
 
@@ -1016,13 +1033,15 @@ class Dataset:
         """What else the captions of a split and the attention behind them show, in %, where the data set knows the truth.
 
         "accuracy": the embedded data sets' accuracies; elsewhere, where pairs are known to be unchanged, how many changed and
-        how many unchanged pairs are recognised: a caption says that nothing changed if it is one that training pairs without
-        change have. "pointing": the pointing game, see pointing_scores; maps: pair id -> attention (H, W), or name -> map."""
+        how many unchanged pairs are recognised: a caption says that nothing changed if it is one of the field's sentences for
+        that (LEVIR-CC's), or else one that training pairs without change have. "pointing": the pointing game, see
+        pointing_scores; maps: pair id -> attention (H, W), or name -> map."""
         found, same = {}, self.kinds.get("no change")
         if self.name in EMBEDDED:
             found["accuracy"] = mini_accuracy(captions, read_json(self.root / "scenes.json"))
         elif same:
-            denials = {" ".join(self.vocab.split(c)) for p in self.pairs("train") if p.id in same for c in p.captions}
+            told = DATASETS[self.name].same or (c for p in self.pairs("train") if p.id in same for c in p.captions)
+            denials = {" ".join(self.vocab.split(c)) for c in told}
             right = {"change recognised": [c not in denials for i, c in captions.items() if i not in same],
                      "no change recognised": [c in denials for i, c in captions.items() if i in same]}  # fmt: skip
             found["accuracy"] = {name: round(100 * sum(x) / len(x), 2) for name, x in right.items() if x}

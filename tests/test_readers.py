@@ -146,6 +146,9 @@ def test_spot_the_diff_groups_the_rows_of_an_id(tmp_path):
     (tmp_path / "official" / "annotations" / "test.json").write_text('[{"img_id": "1"}]')
     with pytest.raises(ValueError, match=r"test.json: item 0 has no 'sentences'"):
         data.read_spot_the_diff(tmp_path / "official")
+    (tmp_path / "official" / "annotations" / "test.json").write_text('[{"img_id": "1", "sentences": []}]')
+    with pytest.raises(ValueError, match=r"test.json: no captions for img_id 1; expected a list of strings, found \[\]"):
+        data.read_spot_the_diff(tmp_path / "official")
 
 
 def test_spot_the_diff_as_card_repacks_it(tmp_path):
@@ -200,6 +203,9 @@ def test_image_editing_request_is_keyed_by_uid(tmp_path):
     (tmp_path / "images").mkdir()
     assert data.read_image_editing(tmp_path).paths["c.gif"] == tmp_path / "images" / "c.gif"
     assert data.tokenize_lower(" Crop, PLEASE... it's  50%") == ["crop", ",", "please", "...", "it", "'", "s", "50", "%"]
+    write(tmp_path / "test.json", [item("B_1", "a.jpg", "c.gif", 5)])
+    with pytest.raises(ValueError, match=r"test.json: no captions for uid B_1; expected a list of strings, found \[5\]"):
+        data.read_image_editing(tmp_path)
     (tmp_path / "test.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"test.json is missing"):
         data.read_image_editing(tmp_path)
@@ -375,6 +381,16 @@ def test_your_own_pairs_from_csv_and_json(tmp_path):
     assert pairs(data.read_pairs(tmp_path), "train") == [data.Pair("gate", "a.png", "b.png", ["opened"])]
     write(tmp_path / "pairs.json", rows[:2])
     with pytest.raises(ValueError, match=r"no pairs in test"):
+        data.read_pairs(tmp_path)
+    for row, line in (
+        ({"captions": [" "]}, "no captions for a.png b.png"), ({"captions": []}, "no captions for a.png b.png"),
+        ({"before": ""}, "item 3 has the images '' and 'b.png'"), ({"after": 7}, "item 3 has the images 'a.png' and 7"),
+    ):  # fmt: skip
+        write(tmp_path / "pairs.json", [*rows[:3], rows[0] | row])
+        with pytest.raises(ValueError, match=line):
+            data.read_pairs(tmp_path)
+    write(tmp_path / "pairs.json", [rows[0] | {"id": 5}, rows[0] | {"id": 5, "after": "c.png"}])
+    with pytest.raises(ValueError, match=r"id 5 is of a.png, b.png and of a.png, c.png; expected one pair"):
         data.read_pairs(tmp_path)
     write(tmp_path / "pairs.json", [rows[0] | {"captions": [" "]}])
     with pytest.raises(ValueError, match=r"no captions for a.png b.png"):
