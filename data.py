@@ -2590,15 +2590,7 @@ def mini_cnn_name(state: dict[str, Tensor]) -> str:
 def check(name: str, root: Path, extractor: str = "") -> list[str]:
     """Every problem of a folder, a line each (of a kind the first 20): annotation files, counts against the published ones,
     pairs that occur twice, captions, images, features, vocabulary."""
-    source, problems, prepare = DATASETS[name], [], prepare_command(name, root, extractor)
-
-    def report(lines: Iterable[str]) -> None:
-        lines = list(lines)
-        problems.extend(lines[:20])
-        if len(lines) > 20:
-            problems[-1] += f"; and {len(lines) - 20} more of this kind"
-
-    broken: list[str] = []
+    source, broken, prepare = DATASETS[name], [], prepare_command(name, root, extractor)
     token = collected.set(broken)
     try:
         release = read_release(name, root)
@@ -2607,28 +2599,10 @@ def check(name: str, root: Path, extractor: str = "") -> list[str]:
         broken.append(str(e))
     finally:
         collected.reset(token)
-    report(broken)
     counts = {split: len(x) for split, x in (release.images if source.tokenizer is None else release.scenes).items()}
-    for split, count in counts.items():
-        if count != source.scenes.get(split, count):
-            problems.append(f"{root}: {split} has {count} scenes, published {source.scenes[split]}")
-    if source.tokenizer is None:  # images of classes: all that follows holds for a release without pairs
-        release = Release({}, {}, {}, {}, release.paths)
-    pairs = [(split, p) for split, scenes in release.scenes.items() for scene in scenes for p in scene.pairs]
-    for kind, wanted in source.types.items() if pairs else ():
-        if len(release.kinds.get(kind, ())) != wanted:
-            problems.append(f"{root}: {len(release.kinds.get(kind, ()))} of type {kind}, published {wanted}")
-    kinds = set().union(*release.kinds.values())
-    report(f"{root}: {p.id} ({split}) has no kind of change" for split, p in pairs if kinds and p.id not in kinds)
-    places: dict[str, list[str]] = {}
-    for split, p in pairs:
-        places.setdefault(p.id, []).append(split)
-    report(f"{root}: pair {i} is there {len(at)} times ({', '.join(at)})" for i, at in places.items() if len(at) > 1)
-    empty = [f"{root}: an empty caption for {p.id} ({split})" for split, p in pairs for c in p.captions if not c.strip()]
-    report(empty if len(empty) != source.empty else ())
-    repeated = [p.id for _, p in pairs for c, n in Counter(p.captions).items() if n > 1]
-    if repeated:
-        release.notes.append(f"{len(repeated)} captions repeat one of the same pair, the first of {repeated[0]}")
+    problems = first(broken) + [f"{root}: {split} has {count} scenes, published {source.scenes[split]}"
+                                for split, count in counts.items() if count != source.scenes.get(split, count)]  # fmt: skip
+    problems += check_pairs(name, root, release) if isinstance(release, Release) else []
 
     def unreadable(path: Path) -> str | None:
         try:
@@ -2638,13 +2612,13 @@ def check(name: str, root: Path, extractor: str = "") -> list[str]:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         read = pool.map(unreadable, release.paths.values())
-        report(line for line in tqdm(read, "images", len(release.paths), unit="image", disable=None) if line)
+        problems += first(line for line in tqdm(read, "images", len(release.paths), unit="image", disable=None) if line)
     try:
         features = open_features(name, root, extractor)
         blocks, names = range(0, len(features.row), 256), list(features.row)
         bad = (i + np.flatnonzero(~np.isfinite(features.data[i : i + 256]).all((1, 2, 3)))
                for i in tqdm(blocks, "features", unit="block", disable=None))  # fmt: skip
-        report(f"{features.path}: features of {names[i]} are not finite" for block in bad for i in block)
+        problems += first(f"{features.path}: features of {names[i]} are not finite" for block in bad for i in block)
         features.cover(release.paths)
     except (OSError, ValueError) as e:
         problems.append(str(e))
@@ -2652,14 +2626,42 @@ def check(name: str, root: Path, extractor: str = "") -> list[str]:
         vocab = read_vocab(name, root).words if source.tokenizer else []
         if len(vocab) != (source.words or len(vocab)):
             problems.append(f"{vocab_file(name, root)}: {len(vocab)} words, published {source.words}")
-        odd = sorted(set(vocab) ^ set(vocab_of(name, release).words)) if pairs else ()
+        odd = sorted(set(vocab) ^ set(vocab_of(name, release).words)) if vocab and counts else ()
         if odd:
             problems.append(f"{vocab_file(name, root)} is not of these captions ({str(odd[:5])[1:-1]} ...); run: {prepare}")
     except (OSError, ValueError) as e:
         problems.append(str(e))
-    print(*(f"note: {line}" for line in release.notes),
+    print(*(f"note: {line}" for line in getattr(release, "notes", ())),
           f"{root}: {sum(counts.values())} scenes ({', '.join(f'{split} {n}' for split, n in counts.items())}), "
           f"{len(release.paths)} images, {len(problems)} problems", sep="\n")  # fmt: skip
+    return problems
+
+
+def first(lines: Iterable[str], count: int = 20) -> list[str]:
+    """The first lines of a kind; the last of them says how many more there are."""
+    lines = list(lines)
+    more = f"; and {len(lines) - count} more of this kind" if len(lines) > count else ""
+    return [*lines[: count - 1], *(line + more for line in lines[count - 1 : count])]
+
+
+def check_pairs(name: str, root: Path, release: Release) -> list[str]:
+    """What is wrong with pairs and captions, a line each; captions that only repeat become a note of the release."""
+    source, problems, places = DATASETS[name], [], {}
+    pairs = [(split, p) for split, scenes in release.scenes.items() for scene in scenes for p in scene.pairs]
+    for kind, wanted in source.types.items() if pairs else ():
+        if len(release.kinds.get(kind, ())) != wanted:
+            problems.append(f"{root}: {len(release.kinds.get(kind, ()))} of type {kind}, published {wanted}")
+    kinds = set().union(*release.kinds.values())
+    problems += first(f"{root}: {p.id} ({split}) has no kind of change" for split, p in pairs if kinds and p.id not in kinds)
+    for split, p in pairs:
+        places.setdefault(p.id, []).append(split)
+    again = {i: at for i, at in places.items() if len(at) > 1}
+    problems += first(f"{root}: pair {i} is there {len(at)} times ({', '.join(at)})" for i, at in again.items())
+    empty = [f"{root}: an empty caption for {p.id} ({split})" for split, p in pairs for c in p.captions if not c.strip()]
+    problems += first(empty) if len(empty) != source.empty else []
+    repeated = [p.id for _, p in pairs for c, n in Counter(p.captions).items() if n > 1]
+    if repeated:
+        release.notes.append(f"{len(repeated)} captions repeat one of the same pair, the first of {repeated[0]}")
     return problems
 
 

@@ -234,7 +234,8 @@ def test_a_data_set_is_scored_by_its_protocol(prepared, monkeypatch):
     captions[same], captions[same[:-2]] = "a red thing became blue", "the scene , it seems , is the same"
     assert dataset.report("test", captions, {})["accuracy"] == {"change recognised": 80, "no change recognised": 80}
     # LEVIR-CC's authors have a list of sentences for it.
-    monkeypatch.setitem(data.DATASETS, "clevr_change", replace(data.DATASETS["clevr_change"], same=("a red thing became blue",)))
+    row = replace(data.DATASETS["clevr_change"], same=("a red thing became blue",))
+    monkeypatch.setitem(data.DATASETS, "clevr_change", row)
     assert dataset.report("test", captions, {})["accuracy"] == {"change recognised": 100, "no change recognised": 20}
     # Without the PTB tokenizer, references have the words of the vocabulary's rule, as captions do.
     monkeypatch.setitem(data.DATASETS, "clevr_change", replace(data.DATASETS["clevr_change"], tokens="ids"))
