@@ -1,6 +1,6 @@
 """Small parts that every method file stands on. Nothing here belongs to one paper, nothing here reads data.
 
-Layers:  Attention, GridPosition, sinusoid          Losses: info_nce, token_match
+Layers:  Attention, initialise, GridPosition, sinusoid   Losses: info_nce, token_match
 Decoding: decode                                    Running: RunConfig, parse_args, Run, checkpoints, pictures
 Axis letters: A, B images or pairs; N, M grid cells; D width; K heads; L, V tokens and words; C channels.
 To use a method elsewhere take its file, this one and data.py.
@@ -70,6 +70,19 @@ class Attention(nn.Module):
         """Scores before the softmax, which the fused kernel does not return: (B, L, D), (B, M, D) -> (B, K, L, M)."""
         q, k = self._split(q), self._split(k)
         return q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+
+
+def initialise(module: nn.Module, xavier: bool) -> None:
+    """Starts attention like nn.MultiheadAttention, and with `xavier` every matrix of the module Xavier-uniform."""
+    for p in module.parameters() if xavier else ():
+        if p.ndim > 1:
+            nn.init.xavier_uniform_(p)
+    for m in module.modules():
+        if isinstance(m, Attention):
+            for linear in (m.query, m.key, m.value):  # drawn as one matrix (3D, D)
+                nn.init.xavier_uniform_(linear.weight, gain=0.5**0.5)
+            for linear in (m.query, m.key, m.value, m.out):
+                nn.init.zeros_(linear.bias)
 
 
 class GridPosition(nn.Module):

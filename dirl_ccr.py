@@ -57,6 +57,7 @@ from common import (
     decode,
     full,
     info_nce,
+    initialise,
     learning_rate,
     load_checkpoint,
     load_weights,
@@ -250,19 +251,6 @@ class Decoder(nn.Module):
             return self.head(x[:, 0])
 
         return step
-
-
-def initialise(module: nn.Module, xavier: bool) -> None:
-    """As released: attention drawn like nn.MultiheadAttention's, and with `xavier` every matrix Xavier-uniform."""
-    for p in module.parameters() if xavier else ():
-        if p.ndim > 1:
-            nn.init.xavier_uniform_(p)
-    for m in module.modules():
-        if isinstance(m, Attention):
-            for linear in (m.query, m.key, m.value):  # drawn as one matrix (3D, D)
-                nn.init.xavier_uniform_(linear.weight, gain=0.5**0.5)
-            for linear in (m.query, m.key, m.value, m.out):
-                nn.init.zeros_(linear.bias)
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ from common import (
     RunConfig,
     can_compile,
     decode,
+    initialise,
     learning_rate,
     load_checkpoint,
     load_weights,
@@ -104,7 +105,7 @@ PRESETS = {
     "spot_the_diff": dict(action_vectors=10, batch_size=32, lr_drop=4020),
     "mini": dict(dim=128, word_dim=128, heads=8, dropout=0.0, distil_steps=1, object_vectors=8, position="own", centre=True,
                  near_identity=True, decoder_init="xavier", clip="mini", batch_size=16, lr=1e-3, schedule="cosine", warmup=50,
-                 grad_clip=1.0, steps=1800, eval_every=900, eval_batch=250),
+                 grad_clip=1.0, steps=1500, eval_every=750, eval_batch=250),
     "mini@cuda": dict(data_dir="data/mini_large", scenes=10000, objects="3,6", steps=15000, eval_every=2500),
 }  # fmt: skip
 PRESETS["mini_dc"] = PRESETS["mini"] | dict(batch_size=32)  # a scene is one pair here, not two
@@ -239,15 +240,8 @@ class Decoder(nn.Module):
         self.norm, self.dropout = nn.LayerNorm(cfg.dim), nn.Dropout(cfg.dropout)
         self.layers = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.decoder_layers))
         self.head = nn.Linear(cfg.dim, vocab_size)
-        for p in self.parameters() if cfg.decoder_init == "xavier" else ():
-            if p.ndim > 1:
-                nn.init.xavier_uniform_(p)
-        for m in self.modules() if cfg.decoder_init == "xavier" else ():
-            if isinstance(m, Attention):
-                for linear in (m.query, m.key, m.value):  # drawn as one matrix (3D, D), like nn.MultiheadAttention's
-                    nn.init.xavier_uniform_(linear.weight, gain=0.5**0.5)
-                for linear in (m.query, m.key, m.value, m.out):
-                    nn.init.zeros_(linear.bias)
+        if cfg.decoder_init == "xavier":
+            initialise(self, xavier=True)
 
     def words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
