@@ -29,10 +29,7 @@ import os
 if "OMP_WAIT_POLICY" not in os.environ:  # read when torch loads: idle threads sleep, after a moment, on a busy laptop
     os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
-import dataclasses
-import json
 import math
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -60,12 +57,10 @@ from common import (
     load_weights,
     pair_picture,
     parse_args,
-    random_state,
     run_main,
-    save_checkpoint,
-    set_random_state,
-    sheet,
+    sample_sheet,
     token_match,
+    training_batches,
 )
 
 # ---- config ----------------------------------------------------------------------------------------------------------
@@ -166,6 +161,7 @@ class Entities:
         return torch.stack([self.found[pair] for pair in batch.images]).to(self.device) if self.phrases else None
 
     def names(self, indices: Tensor) -> list[str]:
+        """Indices (K,) of candidates -> their phrases."""
         return [self.phrases[i] for i in indices.tolist()]
 
     def report(self, dataset: data.Dataset, split: str) -> dict:
@@ -223,6 +219,7 @@ class ImageEmbedding(nn.Module):
         self.position = GridPosition(dim, height, width)
 
     def forward(self, features: Tensor) -> Tensor:
+        """Features of either image -> its cells."""
         return (self.conv(features) + self.position()).flatten(2).transpose(1, 2)
 
 
@@ -246,6 +243,7 @@ class Likeness(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07))) if cfg.temperature == "learned" else None
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """-> P^ (B, N, D), the map of where the target is like the source, or unlike it."""
         m = likeness(source, target, 1.0 if self.log_scale is None else self.log_scale.exp())
         return self.expand((1 - m if self.different else m)[..., None])
 
@@ -259,6 +257,7 @@ class Enhancement(nn.Module):
         self.likeness, self.norm = Likeness(cfg, different), nn.LayerNorm(cfg.dim, cfg.norm_eps)
 
     def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Source (B, S, D) and target F (B, N, D) -> F' and its map P^."""
         p = self.likeness(source, target)
         return self.norm(p.sigmoid() * target + target), p
 
@@ -276,6 +275,7 @@ class Commonality(nn.Module):
         self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
 
     def forward(self, pair: Tensor, entities: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Each image against its partner, half the batch away -> C~ and the two maps."""
         half, common, maps = len(pair) // 2, pair, None
         if self.cre:
             common, p = self.cre(pair.roll(half, 0), pair)
@@ -294,6 +294,7 @@ class Difference(nn.Module):
         self.join = nn.Linear(2 * cfg.dim, cfg.dim)
 
     def forward(self, images: Tensor, common: Tensor, entities: Tensor | None):
+        """F and C~ (2B, N, D) -> F_diff (B, N, D) and the two maps."""
         difference, maps = images - common, None
         if self.dre:
             enhanced, p = self.dre(images, difference)
@@ -326,6 +327,7 @@ class DecoderLayer(nn.Module):
                 nn.init.ones_(self.beta.bias)
 
     def forward(self, x: Tensor, cross: tuple[Tensor, ...], past: tuple[Tensor, Tensor] | None = None):
+        """-> words (B, V, D), `past` with these words, what pictures show by name."""
         q, k, v = self.self_attention.project(x, x)
         if past is not None:
             k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)
@@ -563,63 +565,48 @@ def train(cfg: Config, resume: bool = False) -> tuple[CHEERS, data.Dataset, Enti
     model = CHEERS(cfg, len(dataset.vocab), dataset.grid, dataset.max_len, entities.table).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
-    step, best, recent, began = 0, float("-inf"), LossLog(), time.perf_counter()
+    step, best, stop, recent = 0, float("-inf"), 0, LossLog()
 
     def save(name: str) -> None:
-        if not all(p.isfinite().all() for p in parameters):
-            raise FloatingPointError(f"weights are not finite after step {step}; {name} is untouched; try a lower --lr")
-        save_checkpoint(run.dir / name, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, best=best,
-                        config=dataclasses.asdict(cfg), random=random_state(cfg.device), **dataset.state(),
-                        **entities.state())  # fmt: skip
+        run.save(name, model, optimizer, dataset, entities, step=step, best=best)
 
     if resume:
-        state = load_checkpoint(run.dir / "last.pt", cfg.device)
-        dataset.check_state(state)
-        entities.check_state(state)
-        load_weights(model, state, run.dir / "last.pt")
+        state = run.restore(model, dataset, entities)
         optimizer.load_state_dict(state["optimizer"])
-        set_random_state(state["random"], cfg.device)
         step, best = state["step"], state["best"]
-        run.trim_log(step)
-    run.begin(cfg, model, step)
+    run.begin(model, step)
     if not resume:
         save("last.pt")
     if cfg.compile and cuda and can_compile():
         model.compile()
     bar = tqdm(total=cfg.steps, initial=step, desc="train", unit="step", disable=None)
     with run, bar:
-        stop = 0
-        while step < cfg.steps and not stop:
-            epoch, start = divmod(step, dataset.steps(cfg.batch_size))
-            for streams in dataset.train_batches(cfg.batch_size, cfg.seed, epoch, start):
-                optimizer.param_groups[0]["lr"] = lr = learning_rate(cfg, step)
-                losses = losses_of(model, streams, cfg, entities)
-                optimizer.zero_grad()
-                losses["total"].backward()
-                if cfg.grad_clip:
-                    nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
-                optimizer.step()
-                model.clamp_scales()
-                step, stop = step + 1, run.stop  # read once a step: a signal may come at any line
-                recent.add(losses)
-                bar.update()
-                done = step == cfg.steps
-                validate = step % cfg.eval_every == 0 or done
-                if step % cfg.log_every == 0 or validate or stop:
-                    means = recent.take(step)
-                    run.log(step=step, event="train", seconds=round(time.perf_counter() - began, 2), lr=lr, **means)
-                    bar.set_postfix({name: f"{value:.3f}" for name, value in means.items()})
-                if validate:
-                    scores = evaluate(model, dataset, entities, "val", cfg)
-                    run.log(step=step, event="eval", decode=cfg.val_decode, select_by=cfg.select_by, **scores)
-                    tqdm.write(f"step {step}: validation " + ", ".join(f"{k} {v:.2f}" for k, v in scores.items()))
-                    if scores[cfg.select_by] > best:
-                        best = scores[cfg.select_by]
-                        save("best.pt")
-                if validate or stop:
-                    save("last.pt")
-                if done or stop:
-                    break
+        for streams in training_batches(dataset, cfg.batch_size, cfg.seed, step, cfg.steps):
+            optimizer.param_groups[0]["lr"] = lr = learning_rate(cfg, step)
+            losses = losses_of(model, streams, cfg, entities)
+            optimizer.zero_grad()
+            losses["total"].backward()
+            if cfg.grad_clip:
+                nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
+            optimizer.step()
+            model.clamp_scales()
+            step, stop = step + 1, run.stop  # read once a step: a signal may come at any line
+            recent.add(losses)
+            bar.update()
+            validate = step % cfg.eval_every == 0 or step == cfg.steps
+            if step % cfg.log_every == 0 or validate or stop:
+                run.log_losses(recent, bar, step, lr=lr)
+            if validate:
+                scores = evaluate(model, dataset, entities, "val", cfg)
+                run.log(step=step, event="eval", decode=cfg.val_decode, select_by=cfg.select_by, **scores)
+                tqdm.write(f"step {step}: validation " + ", ".join(f"{k} {v:.2f}" for k, v in scores.items()))
+                if scores[cfg.select_by] > best:
+                    best = scores[cfg.select_by]
+                    save("best.pt")
+            if validate or stop:
+                save("last.pt")
+            if stop:
+                break
     if stop:
         raise SystemExit(stop)
     model.load_state_dict(load_checkpoint(run.dir / "best.pt", cfg.device)["model"])
@@ -639,48 +626,38 @@ def evaluate(
     model.eval()
     captions: dict[str, str] = {}
     maps: dict = {}  # pair id -> attention
+    notes: dict = {}  # pair id -> lines about entities
     batches = -(-len(dataset.pairs(split)) // cfg.eval_batch)
     for batch in tqdm(dataset.eval_batches(split, cfg.eval_batch), split, batches, disable=None, leave=False):
         batch = batch.to(cfg.device)
-        ids = model.generate(batch.before, batch.after, entities(batch), sample=cfg.val_decode == "sample" and out_dir is None)
+        found = entities(batch)
+        ids = model.generate(batch.before, batch.after, found, sample=cfg.val_decode == "sample" and out_dir is None)
         captions |= zip(batch.ids, dataset.vocab.decode(ids), strict=True)
-        if out_dir and dataset.release.boxes:
-            maps |= zip(batch.ids, model.attention_map(batch.before, batch.after, ids, entities(batch)), strict=True)
+        if out_dir:
+            maps |= zip(batch.ids, model.attention_map(batch.before, batch.after, ids, found), strict=True)
+            share = model.text_share(batch.before, batch.after, ids, found)
+            notes |= {i: notes_of(b, captions[i], entities, found, share) for b, i in enumerate(batch.ids)}
     if out_dir is None:
         model.train()
         return dataset.score(split, captions, quick=True)["scores"]["total"]
-    out_dir.mkdir(parents=True, exist_ok=True)
     data.write_predictions(out_dir / f"captions_{split}.json", captions)
-    result = dataset.score(split, captions) | dataset.report(split, captions, maps)
-    result |= entities.report(dataset, split)
-    (out_dir / f"scores_{split}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(data.format_scores(result))
+    result = dataset.score(split, captions) | dataset.report(split, captions, maps) | entities.report(dataset, split)
+    data.write_scores(out_dir / f"scores_{split}.json", result)
     picture = "samples.png" if split == "test" else f"samples_{split}.png"
-    draw_samples(model, dataset, entities, split, cfg, captions, out_dir / picture)
+    sample_sheet(dataset, split, captions, maps, notes).save(out_dir / picture)
     return result["scores"]["total"]
 
 
-def draw_samples(
-    model: CHEERS, dataset: data.Dataset, entities: Entities, split: str, cfg: Config, captions: dict, path: Path
-) -> None:
-    """A sheet with a column for every kind of change: a dozen pairs each with attention, reference and caption; with the
-    entities, and in % how far these led, not the images, at each word."""
-    columns = {}
-    for kind, pairs in dataset.examples(split, 12).items():
-        batch = dataset.batch(pairs).to(cfg.device)
-        found = entities(batch)
-        ids = model.generate(batch.before, batch.after, found)
-        heat, share = (f(batch.before, batch.after, ids, found) for f in (model.attention_map, model.text_share))
-        columns[kind] = []
-        for b, p in enumerate(pairs):
-            lines = [f"reference: {p.captions[0]}", f"generated: {captions[p.id]}"]
-            if found is not None:
-                lines.append("entities: " + ", ".join(entities.names(found[b])))
-            if share is not None:
-                words = zip(captions[p.id].split(), share[b].tolist(), strict=False)
-                lines.append("text: " + " ".join(f"{word} {100 * s:.0f}" for word, s in words))
-            columns[kind].append(pair_picture(*dataset.images(p), heat[b], lines))
-    sheet(columns).save(path)
+def notes_of(b: int, caption: str, entities: Entities, found: Tensor | None, share: Tensor | None) -> list[str]:
+    """Lines below the pictures of pair b of a batch: its entities, from found (B, K), and in % how far these led, not the
+    images, at each word, from share (B, V - 1)."""
+    lines = []
+    if found is not None:
+        lines.append("entities: " + ", ".join(entities.names(found[b])))
+    if share is not None:
+        words = zip(caption.split(), share[b].tolist(), strict=False)
+        lines.append("text: " + " ".join(f"{word} {100 * s:.0f}" for word, s in words))
+    return lines
 
 
 def entities_of_files(model: CHEERS, state: dict, files: list[str]) -> Tensor | None:
@@ -718,6 +695,7 @@ def load_model(cfg: Config, checkpoint: str | Path) -> tuple[CHEERS, dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """The command line: train and evaluate, only evaluate, or caption two image files."""
     cfg, do = parse_args(Config, PRESETS, RELEASED, Path(__file__).stem, __doc__, argv)
     if do.caption:
         print(caption_files(cfg, do.checkpoint, do.caption, do.out))

@@ -2,6 +2,7 @@
 
 Layers:  Attention, initialise, GridPosition, sinusoid   Losses: info_nce, token_match
 Decoding: decode                                    Running: RunConfig, parse_args, Run, checkpoints, pictures
+Data sets come as arguments: any object will do that has data.Dataset's methods which a function here names.
 Axis letters: A, B images or pairs; N, M grid cells; D width; K heads; L, V tokens and words; C channels.
 To use a method elsewhere take its file, this one and data.py.
 """
@@ -19,7 +20,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -354,6 +356,18 @@ def learning_rate(cfg: RunConfig, step: int) -> float:
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 
+def training_batches(dataset, batch_size: int, seed: int, first: int, last: int) -> Iterator:
+    """What training steps first ... last - 1 learn from, epoch after epoch; a run that is resumed gets what it would have got.
+    dataset: has steps and train_batches, as data.Dataset."""
+    while first < last:
+        epoch, start = divmod(first, dataset.steps(batch_size))
+        for streams in dataset.train_batches(batch_size, seed, epoch, start):
+            yield streams
+            first += 1
+            if first == last:
+                break
+
+
 class Run:
     """A run's folder: config.json, log.jsonl, last.pt, best.pt; and the wish to stop.
 
@@ -362,7 +376,7 @@ class Run:
     """
 
     def __init__(self, cfg: RunConfig, resume: bool):
-        self.dir, self.stop = Path(cfg.out_dir), 0
+        self.cfg, self.dir, self.stop = cfg, Path(cfg.out_dir), 0
         last = self.dir / "last.pt"
         if resume and not last.exists():
             raise FileNotFoundError(f"--resume: no {last}; start the run without --resume")
@@ -392,6 +406,12 @@ class Run:
         with open(self.dir / "log.jsonl", "a") as f:
             f.write(json.dumps(values) + "\n")
 
+    def log_losses(self, recent: "LossLog", bar, step: int, **values) -> None:
+        """The line of a step: what `recent` has gathered, with other values of it; shown on the progress bar, too."""
+        means = recent.take(step)
+        self.log(step=step, event="train", seconds=round(time.perf_counter() - recent.began, 2), **values, **means)
+        bar.set_postfix({name: f"{value:.3f}" for name, value in means.items()})
+
     def trim_log(self, step: int) -> None:
         """Drop lines later than `step`: a run that was killed logged steps that it will now repeat."""
         path = self.dir / "log.jsonl"
@@ -400,7 +420,7 @@ class Run:
         partial.write_text("".join(line + "\n" for line in lines))
         os.replace(partial, path)
 
-    def begin(self, cfg: RunConfig, model: nn.Module, step: int) -> None:
+    def begin(self, model: nn.Module, step: int) -> None:
         """Make the folder (without an older run's files); say and log what a figure of this run depends on."""
         self.dir.mkdir(parents=True, exist_ok=True)
         if not self.resume:
@@ -412,16 +432,36 @@ class Run:
             code = subprocess.run(git, capture_output=True, text=True).stdout.strip()
         except FileNotFoundError:  # git is not installed
             code = ""
-        cuda = cfg.device.startswith("cuda")
+        cuda = self.cfg.device.startswith("cuda")
         about = {
             "step": step, "event": "resume" if self.resume else "start", "code": code or "not under git",
             "torch": torch.__version__, "torchvision": torchvision.__version__,
             "device": torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads",
-            "parameters": sum(p.numel() for p in model.parameters()), "config": dataclasses.asdict(cfg),
+            "parameters": sum(p.numel() for p in model.parameters()), "config": dataclasses.asdict(self.cfg),
         }  # fmt: skip
         (self.dir / "config.json").write_text(json.dumps(about["config"], indent=1) + "\n")
         self.log(**about)
         print("\n".join(f"{k}: {json.dumps(v) if isinstance(v, dict) else v}" for k, v in about.items()))
+
+    def save(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer, *parts, **counters) -> None:
+        """A checkpoint. parts: the data set, and what else has a state() that captions depend on; counters: step, best, ...
+        FloatingPointError where a weight is not finite; the older checkpoint then stays."""
+        if not all(p.isfinite().all() for p in model.parameters()):
+            raise FloatingPointError(f"weights are not finite after step {counters['step']}; {name} is untouched; "
+                                     "try a lower --lr")  # fmt: skip
+        states = {key: value for part in parts for key, value in part.state().items()}
+        save_checkpoint(self.dir / name, model=model.state_dict(), optimizer=optimizer.state_dict(), **counters,
+                        config=dataclasses.asdict(self.cfg), random=random_state(self.cfg.device), **states)  # fmt: skip
+
+    def restore(self, model: nn.Module, *parts) -> dict:
+        """Weights, random state and log as last.pt left them, where every part's check_state agrees. -> all that it holds."""
+        state = load_checkpoint(self.dir / "last.pt", self.cfg.device)
+        for part in parts:
+            part.check_state(state)
+        load_weights(model, state, self.dir / "last.pt")
+        set_random_state(state["random"], self.cfg.device)
+        self.trim_log(state["step"])
+        return state
 
 
 def save_checkpoint(path: Path, **state) -> None:
@@ -453,6 +493,14 @@ def load_weights(model: nn.Module, state: dict, path: str | Path) -> None:
         raise ValueError(f"{path} does not fit these flags: {str(e).splitlines()[-1].strip()}") from e
 
 
+def load_model(Model: Callable[..., nn.Module], cfg: RunConfig, path: str | Path) -> tuple[nn.Module, dict]:
+    """-> Model(cfg, words, grid, longest caption) with a checkpoint's weights, in evaluation mode; and all that it holds."""
+    state = load_checkpoint(path, cfg.device)
+    model = Model(cfg, len(state["vocab"]), tuple(state["grid"]), state["max_len"]).to(cfg.device)
+    load_weights(model, state, path)
+    return model.eval(), state
+
+
 def random_state(device: str) -> dict[str, Tensor]:
     """State of the generators that a training step draws from (dropout); data order needs none."""
     state = {"cpu": torch.get_rng_state()}
@@ -471,6 +519,7 @@ class LossLog:
     def __init__(self):
         self.names: list[list[str]] = []
         self.rows: list[Tensor] = []
+        self.began = time.perf_counter()
 
     def add(self, losses: dict[str, Tensor]) -> None:
         self.names.append(list(losses))
@@ -544,3 +593,18 @@ def sheet(columns: dict[str, list[Image.Image]]) -> Image.Image:
         for y, im in enumerate(column):
             page.paste(im, (x * width + 4, y * height + 24))
     return page
+
+
+def sample_sheet(dataset, split: str, captions: dict[str, str], maps: dict, notes: dict[str, list[str]] | None = None):
+    """A column for every kind of change: a dozen pairs each with attention, reference and caption. -> PIL image.
+
+    By pair id: captions, maps (what pair_picture takes for attention), notes (further lines). dataset: has examples and
+    images, as data.Dataset."""
+    columns = {}
+    for kind, pairs in dataset.examples(split, 12).items():
+        columns[kind] = [
+            pair_picture(*dataset.images(p), maps[p.id], [f"reference: {p.captions[0]}", f"generated: {captions[p.id]}"]
+                         + (notes[p.id] if notes else []))
+            for p in pairs
+        ]  # fmt: skip
+    return sheet(columns)

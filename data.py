@@ -2459,8 +2459,16 @@ def read_references(path: str | Path) -> dict[str, list[str]]:
 
 
 def write_predictions(path: str | Path, predictions: dict[str, str]) -> None:
+    """Captions by pair id, as the field's scripts read them."""
     rows = [{"image_id": i, "caption": caption} for i, caption in predictions.items()]
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def write_scores(path: str | Path, result: dict) -> None:
+    """What `score` and `report` return, as JSON; prints it as a table."""
+    Path(path).write_text(json.dumps(result, indent=1) + "\n")
+    print(format_scores(result))
 
 
 # ---- preparation and check -------------------------------------------------------------------------------------------

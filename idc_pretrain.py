@@ -35,7 +35,6 @@ import dataclasses
 import json
 import math
 import re
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,15 +58,13 @@ from common import (
     decode,
     learning_rate,
     load_checkpoint,
-    load_weights,
+    load_model,
     pair_picture,
     parse_args,
-    random_state,
     run_main,
-    save_checkpoint,
-    set_random_state,
-    sheet,
+    sample_sheet,
     sinusoid,
+    training_batches,
 )
 
 # ---- config ----------------------------------------------------------------------------------------------------------
@@ -283,6 +280,7 @@ class Parts:
 
 
 def parts(dataset: data.Dataset, texts: list[str]) -> Iterator[Parts]:
+    """What each text consists of: tokens, nouns and adjectives, subjects, in the order of `texts`."""
     nlp = data.language(dataset.name)
     for doc in tqdm(nlp.pipe(texts, batch_size=1000), "parts of speech", len(texts), unit="caption", disable=None):
         words = [(t.i, t.lower_, t.tag_ or t.pos_) for t in doc if t.pos_ in ("NOUN", "ADJ")]
@@ -372,6 +370,7 @@ class Embedding(nn.Module):
         return self.types.weight[kind if self.own else 3 + kind]
 
     def cls(self, count: int) -> Tensor:
+        """[CLS] for `count` texts -> (count, 1, D)."""
         return self._special(2, count)
 
     def words(self, ids: Tensor, start: int = 0) -> Tensor:
@@ -400,6 +399,7 @@ class Block(nn.Module):
         self.norm1, self.norm2, self.dropout = nn.LayerNorm(cfg.dim), nn.LayerNorm(cfg.dim), nn.Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None, past: tuple[Tensor, Tensor] | None, rows: slice):
+        """-> tokens `rows` of x after attention and feed-forward, and key and value of all of x."""
         y = self.norm1(x)
         q, k, v = self.attention.project(y[:, rows], y)
         keys, values = (k, v) if past is None else (torch.cat([past[0], k], 1), torch.cat([past[1], v], 1))
@@ -419,6 +419,7 @@ class Transformer(nn.Module):
         self.norm, self.blocks = nn.LayerNorm(cfg.dim), nn.ModuleList(Block(cfg) for _ in range(layers))
 
     def forward(self, x: Tensor, mask: Tensor | None = None, past: list | None = None, rows: slice = slice(None)):
+        """x (B, T, D), mask as in Block -> tokens, and a list of key and value for each block."""
         x, kept, last = self.norm(x), [], self.blocks[-1]
         for block, before in zip(self.blocks, past or [None] * len(self.blocks), strict=True):
             x, own = block(x, mask, before, rows if block is last else slice(None))
@@ -915,75 +916,59 @@ def train(cfg: Config, resume: bool = False) -> tuple[IDC, data.Dataset]:
     if cfg.init:
         start_from(model, cfg.init, dataset)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    step, best, worse, recent, began = 0, float("-inf"), 0, LossLog(), time.perf_counter()
-    optimizer, state = None, None
+    state, stop, recent = {"step": 0, "best": float("-inf"), "worse": 0}, 0, LossLog()
 
     def save(name: str) -> None:
-        if not all(p.isfinite().all() for p in parameters):
-            raise FloatingPointError(f"weights are not finite after step {step}; {name} is untouched; try a lower --lr")
-        save_checkpoint(run.dir / name, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, best=best,
-                        worse=worse, config=dataclasses.asdict(cfg), random=random_state(cfg.device),
-                        **dataset.state())  # fmt: skip
+        run.save(name, model, optimizer, dataset, step=step, best=best, worse=worse)
 
     if resume:
-        state = load_checkpoint(run.dir / "last.pt", cfg.device)
-        dataset.check_state(state)
-        load_weights(model, state, run.dir / "last.pt")
-        set_random_state(state["random"], cfg.device)
-        step, best, worse = state["step"], state["best"], state["worse"]
-        run.trim_log(step)
-    run.begin(cfg, model, step)
+        state = run.restore(model, dataset)
+    step, best, worse = state["step"], state["best"], state["worse"]
+    run.begin(model, step)
     if cfg.compile and cuda and can_compile():
         model.compile()
-    stop = 0
     with run:
         for stage, first, last in plan(cfg):
-            if step >= last or stop:
+            if step >= last or stop or 0 < cfg.patience <= worse:
                 continue
             source, batch_size = sources[stage], cfg.batch_size if stage == "finetune" else cfg.pretrain_batch
             decay = cfg.weight_decay if stage == "finetune" else 0.0
             optimizer = torch.optim.Adam(parameters, lr=cfg.lr, weight_decay=decay, fused=True)  # anew in each stage
-            if state and state["step"] > first:
+            if state["step"] > first:
                 optimizer.load_state_dict(state["optimizer"])
             if not resume and step == 0:
                 save("last.pt")
             bar = tqdm(total=last - first, initial=step - first, desc=stage, unit="step", disable=None)
-            while step < last and not stop and not 0 < cfg.patience <= worse:
-                epoch, start = divmod(step - first, source.steps(batch_size))
-                for streams in source.train_batches(batch_size, cfg.seed, epoch, start):
-                    optimizer.param_groups[0]["lr"] = lr = rate(cfg, stage, step - first)
-                    task = task_of(cfg, stage, step)
-                    streams = (birds.batch(step),) if task == "birds" else streams
-                    losses = losses_of(model, streams, cfg, task, negatives.get(stage))
-                    optimizer.zero_grad()
-                    losses["total"].backward()
-                    if cfg.grad_clip:
-                        nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
-                    optimizer.step()
-                    step, stop = step + 1, run.stop  # read once a step: a signal may come at any line
-                    recent.add(losses)
-                    bar.update()
-                    done = step == last
-                    validate = (step - first) % cfg.eval_every == 0 or done
-                    if step % cfg.log_every == 0 or validate or stop:
-                        means, seconds = recent.take(step), round(time.perf_counter() - began, 2)
-                        run.log(step=step, event="train", stage=stage, seconds=seconds, lr=lr, **means)
-                        bar.set_postfix({name: f"{value:.3f}" for name, value in means.items()})
-                    if validate and stage == "finetune":
-                        scores = evaluate(model, dataset, "val", cfg)
-                        run.log(step=step, event="eval", decode=cfg.val_decode, select_by=cfg.select_by, **scores)
-                        tqdm.write(f"step {step}: validation " + ", ".join(f"{k} {v:.2f}" for k, v in scores.items()))
-                        worse += 1
-                        if scores[cfg.select_by] > best:
-                            best, worse = scores[cfg.select_by], 0
-                            save("best.pt")
-                        done = done or 0 < cfg.patience <= worse
-                    if done and stage == "pretrain":
-                        save("pretrained.pt")
-                    if validate or stop:
-                        save("last.pt")
-                    if done or stop:
-                        break
+            for streams in training_batches(source, batch_size, cfg.seed, step - first, last - first):
+                optimizer.param_groups[0]["lr"] = lr = rate(cfg, stage, step - first)
+                task = task_of(cfg, stage, step)
+                streams = (birds.batch(step),) if task == "birds" else streams
+                losses = losses_of(model, streams, cfg, task, negatives.get(stage))
+                optimizer.zero_grad()
+                losses["total"].backward()
+                if cfg.grad_clip:
+                    nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
+                optimizer.step()
+                step, stop = step + 1, run.stop  # read once a step: a signal may come at any line
+                recent.add(losses)
+                bar.update()
+                validate = (step - first) % cfg.eval_every == 0 or step == last
+                if step % cfg.log_every == 0 or validate or stop:
+                    run.log_losses(recent, bar, step, stage=stage, lr=lr)
+                if validate and stage == "finetune":
+                    scores = evaluate(model, dataset, "val", cfg)
+                    run.log(step=step, event="eval", decode=cfg.val_decode, select_by=cfg.select_by, **scores)
+                    tqdm.write(f"step {step}: validation " + ", ".join(f"{k} {v:.2f}" for k, v in scores.items()))
+                    worse += 1
+                    if scores[cfg.select_by] > best:
+                        best, worse = scores[cfg.select_by], 0
+                        save("best.pt")
+                if step == last and stage == "pretrain":
+                    save("pretrained.pt")
+                if validate or stop:
+                    save("last.pt")
+                if stop or 0 < cfg.patience <= worse:
+                    break
             bar.close()
     if stop:
         raise SystemExit(stop)
@@ -1021,37 +1006,22 @@ def evaluate(model: IDC, dataset: data.Dataset, split: str, cfg: Config, out_dir
         batch = batch.to(cfg.device)
         ids = model.generate(batch.before, batch.after, sample=cfg.val_decode == "sample" and out_dir is None)
         captions |= zip(batch.ids, dataset.vocab.decode(ids), strict=True)
-        if out_dir and dataset.release.boxes:
+        if out_dir:
             maps |= zip(batch.ids, model.attention_map(batch.before, batch.after, ids), strict=True)
     if out_dir is None:
         model.train()
         return dataset.score(split, captions, quick=True)["scores"]["total"]
-    out_dir.mkdir(parents=True, exist_ok=True)
     data.write_predictions(out_dir / f"captions_{split}.json", captions)
     result = dataset.score(split, captions) | dataset.report(split, captions, maps)
-    (out_dir / f"scores_{split}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(data.format_scores(result))
+    data.write_scores(out_dir / f"scores_{split}.json", result)
     picture = "samples.png" if split == "test" else f"samples_{split}.png"
-    draw_samples(model, dataset, split, cfg, captions, out_dir / picture)
+    sample_sheet(dataset, split, captions, maps).save(out_dir / picture)
     return result["scores"]["total"]
-
-
-def draw_samples(model: IDC, dataset: data.Dataset, split: str, cfg: Config, captions: dict, path: Path) -> None:
-    """A sheet with a column for every kind of change: a dozen pairs each with attention, reference and caption."""
-    columns = {}
-    for kind, pairs in dataset.examples(split, 12).items():
-        batch = dataset.batch(pairs).to(cfg.device)
-        heat = model.attention_map(batch.before, batch.after, model.generate(batch.before, batch.after))
-        columns[kind] = [
-            pair_picture(*dataset.images(p), h, [f"reference: {p.captions[0]}", f"generated: {captions[p.id]}"])
-            for p, h in zip(pairs, heat, strict=True)
-        ]
-    sheet(columns).save(path)
 
 
 def caption_files(cfg: Config, checkpoint: str, files: list[str], out: str | None) -> str:
     """The caption of any two image files by a checkpoint, and its attention picture where `out` names one."""
-    model, state = load_model(cfg, checkpoint)
+    model, state = load_model(IDC, cfg, checkpoint)
     extractor = data.Extractor(**state["extractor"], device=cfg.device)
     before, after = (extractor([f]).to(cfg.device).float() for f in files)
     ids = model.generate(before, after)
@@ -1062,21 +1032,14 @@ def caption_files(cfg: Config, checkpoint: str, files: list[str], out: str | Non
     return caption
 
 
-def load_model(cfg: Config, checkpoint: str | Path) -> tuple[IDC, dict]:
-    """-> model in evaluation mode, and all that the checkpoint holds."""
-    state = load_checkpoint(checkpoint, cfg.device)
-    model = IDC(cfg, len(state["vocab"]), tuple(state["grid"]), state["max_len"]).to(cfg.device)
-    load_weights(model, state, checkpoint)
-    return model.eval(), state
-
-
 def main(argv: list[str] | None = None) -> None:
+    """The command line: train and evaluate, only evaluate, or caption two image files."""
     cfg, do = parse_args(Config, PRESETS, RELEASED, Path(__file__).stem, __doc__, argv)
     if do.caption:
         print(caption_files(cfg, do.checkpoint, do.caption, do.out))
         return
     if do.eval:
-        (model, state), dataset = load_model(cfg, do.eval), open_dataset(cfg)
+        (model, state), dataset = load_model(IDC, cfg, do.eval), open_dataset(cfg)
         dataset.check_state(state)
     else:
         model, dataset = train(cfg, do.resume)

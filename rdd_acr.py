@@ -30,9 +30,6 @@ import os
 if "OMP_WAIT_POLICY" not in os.environ:  # read when torch loads: idle threads sleep, after a moment, on a busy laptop
     os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
-import dataclasses
-import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -55,14 +52,12 @@ from common import (
     initialise,
     learning_rate,
     load_checkpoint,
-    load_weights,
+    load_model,
     pair_picture,
     parse_args,
-    random_state,
     run_main,
-    save_checkpoint,
-    set_random_state,
-    sheet,
+    sample_sheet,
+    training_batches,
 )
 
 # ---- config ----------------------------------------------------------------------------------------------------------
@@ -128,6 +123,7 @@ class ImageEmbedding(nn.Module):
         self.positions = nn.ModuleList(GridPosition(cfg.dim, height, width) for _ in range(tables))
 
     def forward(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        """Features of both images -> their cells; with `centre`, less each channel's mean over a pair."""
         pair = torch.stack([before, after])  # (2, B, C, H, W)
         if self.centre:
             pair = pair - pair.mean((0, 3, 4), keepdim=True)
@@ -147,6 +143,7 @@ class GlobalDifference(nn.Module):
         self.attention, self.join = Attention(cfg.dim, cfg.heads, cfg.dropout), nn.Linear(2 * cfg.dim, cfg.dim)
 
     def forward(self, f_bef: Tensor, f_aft: Tensor, f_diff: Tensor) -> Tensor:
+        """F_bef, F_aft and F_diff (B, N, D) -> F_c (B, N, D)."""
         q, k, v = self.attention.project(torch.cat([f_bef, f_aft]), f_diff)
         seen = self.attention.attend(q, k.repeat(2, 1, 1), v.repeat(2, 1, 1))
         return self.join(torch.cat(seen.chunk(2), -1))
@@ -163,6 +160,7 @@ class DistillingBlock(nn.Module):
         self.norm_source, self.norm_seen, self.norm_vectors, self.norm_out = (nn.LayerNorm(cfg.dim) for _ in range(4))
 
     def forward(self, source: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """-> source F_c^i (B, M, D), vectors F_o^i (B, K, D), and the look."""
         x = self.norm_source(source)
         source = self.self_attention(x, x)
         q, k, v = self.cross_attention.project(self.norm_vectors(vectors), self.norm_seen(source))
@@ -181,6 +179,7 @@ class Distilling(nn.Module):
         self.blocks, self.steps = nn.ModuleList(blocks), cfg.distil_steps
 
     def forward(self, source: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Source F_c (B, M, D), or what precedes these vectors -> vectors (B, K, D), and the last look."""
         vectors = self.vectors.expand(len(source), -1, -1)
         for i in range(self.steps):
             source, vectors, look = self.blocks[i % len(self.blocks)](source, vectors)
@@ -197,6 +196,7 @@ class Fusion(nn.Module):
         self.norm1, self.norm2, self.dropout = nn.LayerNorm(cfg.dim), nn.LayerNorm(cfg.dim), nn.Dropout(cfg.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Tokens of all kinds side by side (B, M, D) -> the same, mixed."""
         y = self.norm1(x)
         x = x + self.dropout(self.attention(y, y))
         return x + self.dropout(F.relu(self.feed_forward(self.norm2(x))))
@@ -218,6 +218,7 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, cross: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None = None):
+        """-> words (B, V, D), `past` with these words, query (B, V, D)."""
         q, k, v = self.self_attention.project(x, x)
         if past is not None:
             k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)
@@ -529,60 +530,47 @@ def train(cfg: Config, resume: bool = False) -> tuple[RDD, data.Dataset]:
     model = RDD(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
-    step, best, recent, began = 0, float("-inf"), LossLog(), time.perf_counter()
+    step, best, stop, recent = 0, float("-inf"), 0, LossLog()
 
     def save(name: str) -> None:
-        if not all(p.isfinite().all() for p in parameters):
-            raise FloatingPointError(f"weights are not finite after step {step}; {name} is untouched; try a lower --lr")
-        save_checkpoint(run.dir / name, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, best=best,
-                        config=dataclasses.asdict(cfg), random=random_state(cfg.device), **dataset.state())  # fmt: skip
+        run.save(name, model, optimizer, dataset, step=step, best=best)
 
     if resume:
-        state = load_checkpoint(run.dir / "last.pt", cfg.device)
-        dataset.check_state(state)
-        load_weights(model, state, run.dir / "last.pt")
+        state = run.restore(model, dataset)
         optimizer.load_state_dict(state["optimizer"])
-        set_random_state(state["random"], cfg.device)
         step, best = state["step"], state["best"]
-        run.trim_log(step)
-    run.begin(cfg, model, step)
+    run.begin(model, step)
     if not resume:
         save("last.pt")
     if cfg.compile and cuda and can_compile():
         model.compile()
     bar = tqdm(total=cfg.steps, initial=step, desc="train", unit="step", disable=None)
     with run, bar:
-        stop = 0
-        while step < cfg.steps and not stop:
-            epoch, start = divmod(step, dataset.steps(cfg.batch_size))
-            for streams in dataset.train_batches(cfg.batch_size, cfg.seed, epoch, start):
-                optimizer.param_groups[0]["lr"] = lr = learning_rate(cfg, step)
-                losses = losses_of(model, streams, cfg, phrases)
-                optimizer.zero_grad()
-                losses["total"].backward()
-                if cfg.grad_clip:
-                    nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
-                optimizer.step()
-                step, stop = step + 1, run.stop  # read once a step: a signal may come at any line
-                recent.add(losses)
-                bar.update()
-                done = step == cfg.steps
-                validate = step % cfg.eval_every == 0 or done
-                if step % cfg.log_every == 0 or validate or stop:
-                    means = recent.take(step)
-                    run.log(step=step, event="train", seconds=round(time.perf_counter() - began, 2), lr=lr, **means)
-                    bar.set_postfix({name: f"{value:.3f}" for name, value in means.items()})
-                if validate:
-                    scores = evaluate(model, dataset, "val", cfg)
-                    run.log(step=step, event="eval", decode=cfg.val_decode, select_by=cfg.select_by, **scores)
-                    tqdm.write(f"step {step}: validation " + ", ".join(f"{k} {v:.2f}" for k, v in scores.items()))
-                    if scores[cfg.select_by] > best:
-                        best = scores[cfg.select_by]
-                        save("best.pt")
-                if validate or stop:
-                    save("last.pt")
-                if done or stop:
-                    break
+        for streams in training_batches(dataset, cfg.batch_size, cfg.seed, step, cfg.steps):
+            optimizer.param_groups[0]["lr"] = lr = learning_rate(cfg, step)
+            losses = losses_of(model, streams, cfg, phrases)
+            optimizer.zero_grad()
+            losses["total"].backward()
+            if cfg.grad_clip:
+                nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
+            optimizer.step()
+            step, stop = step + 1, run.stop  # read once a step: a signal may come at any line
+            recent.add(losses)
+            bar.update()
+            validate = step % cfg.eval_every == 0 or step == cfg.steps
+            if step % cfg.log_every == 0 or validate or stop:
+                run.log_losses(recent, bar, step, lr=lr)
+            if validate:
+                scores = evaluate(model, dataset, "val", cfg)
+                run.log(step=step, event="eval", decode=cfg.val_decode, select_by=cfg.select_by, **scores)
+                tqdm.write(f"step {step}: validation " + ", ".join(f"{k} {v:.2f}" for k, v in scores.items()))
+                if scores[cfg.select_by] > best:
+                    best = scores[cfg.select_by]
+                    save("best.pt")
+            if validate or stop:
+                save("last.pt")
+            if stop:
+                break
     if stop:
         raise SystemExit(stop)
     model.load_state_dict(load_checkpoint(run.dir / "best.pt", cfg.device)["model"])
@@ -605,37 +593,22 @@ def evaluate(model: RDD, dataset: data.Dataset, split: str, cfg: Config, out_dir
         batch = batch.to(cfg.device)
         ids = model.generate(batch.before, batch.after, sample=cfg.val_decode == "sample" and out_dir is None)
         captions |= zip(batch.ids, dataset.vocab.decode(ids), strict=True)
-        if out_dir and dataset.release.boxes:
+        if out_dir:
             maps |= zip(batch.ids, model.attention_map(batch.before, batch.after, ids), strict=True)
     if out_dir is None:
         model.train()
         return dataset.score(split, captions, quick=True)["scores"]["total"]
-    out_dir.mkdir(parents=True, exist_ok=True)
     data.write_predictions(out_dir / f"captions_{split}.json", captions)
     result = dataset.score(split, captions) | dataset.report(split, captions, maps)
-    (out_dir / f"scores_{split}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(data.format_scores(result))
+    data.write_scores(out_dir / f"scores_{split}.json", result)
     picture = "samples.png" if split == "test" else f"samples_{split}.png"
-    draw_samples(model, dataset, split, cfg, captions, out_dir / picture)
+    sample_sheet(dataset, split, captions, maps).save(out_dir / picture)
     return result["scores"]["total"]
-
-
-def draw_samples(model: RDD, dataset: data.Dataset, split: str, cfg: Config, captions: dict, path: Path) -> None:
-    """A sheet with a column for every kind of change: a dozen pairs each with attention, reference and caption."""
-    columns = {}
-    for kind, pairs in dataset.examples(split, 12).items():
-        batch = dataset.batch(pairs).to(cfg.device)
-        heat = model.attention_map(batch.before, batch.after, model.generate(batch.before, batch.after))
-        columns[kind] = [
-            pair_picture(*dataset.images(p), h, [f"reference: {p.captions[0]}", f"generated: {captions[p.id]}"])
-            for p, h in zip(pairs, heat, strict=True)
-        ]
-    sheet(columns).save(path)
 
 
 def caption_files(cfg: Config, checkpoint: str, files: list[str], out: str | None) -> str:
     """The caption of any two image files by a checkpoint, and its attention picture where `out` names one."""
-    model, state = load_model(cfg, checkpoint)
+    model, state = load_model(RDD, cfg, checkpoint)
     extractor = data.Extractor(**state["extractor"], device=cfg.device)
     before, after = (extractor([f]).to(cfg.device).float() for f in files)
     ids = model.generate(before, after)
@@ -646,21 +619,14 @@ def caption_files(cfg: Config, checkpoint: str, files: list[str], out: str | Non
     return caption
 
 
-def load_model(cfg: Config, checkpoint: str | Path) -> tuple[RDD, dict]:
-    """-> model in evaluation mode, and all that the checkpoint holds."""
-    state = load_checkpoint(checkpoint, cfg.device)
-    model = RDD(cfg, len(state["vocab"]), tuple(state["grid"]), state["max_len"]).to(cfg.device)
-    load_weights(model, state, checkpoint)
-    return model.eval(), state
-
-
 def main(argv: list[str] | None = None) -> None:
+    """The command line: train and evaluate, only evaluate, or caption two image files."""
     cfg, do = parse_args(Config, PRESETS, RELEASED, Path(__file__).stem, __doc__, argv)
     if do.caption:
         print(caption_files(cfg, do.checkpoint, do.caption, do.out))
         return
     if do.eval:
-        (model, state), dataset = load_model(cfg, do.eval), data.open_dataset(cfg)
+        (model, state), dataset = load_model(RDD, cfg, do.eval), data.open_dataset(cfg)
         dataset.check_state(state)
     else:
         model, dataset = train(cfg, do.resume)

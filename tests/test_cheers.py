@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import open_clip
 import pytest
@@ -392,6 +393,14 @@ def test_retrieval_is_measured(corpus, capsys):
         hits.append(any(phrases[i] in own for i in entities.found[p.before, p.after]))
     assert entities.report(dataset, "test")["retrieval"]["all"] == pytest.approx(100 * mean(hits))
     assert cheers.Entities(Config(k=0), dataset).report(dataset, "test") == {}
+
+
+def test_notes_tell_entities_and_how_far_text_led():
+    entities = SimpleNamespace(names=lambda indices: [f"dog {i}" for i in indices.tolist()])
+    found, share = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[0.0, 0.0, 0.0], [0.25, 1.0, 0.5]])
+    notes = cheers.notes_of(1, "it left", entities, found, share)
+    assert notes == ["entities: dog 2, dog 3", "text: it 25 left 100"]
+    assert cheers.notes_of(1, "it left", entities, None, None) == []
 
 
 def test_a_checkpoint_of_other_entities_is_refused(corpus):

@@ -4,6 +4,7 @@ import json
 import math
 import signal
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -194,7 +195,7 @@ def test_run_keeps_what_a_folder_holds(tmp_path):
     with pytest.raises(FileNotFoundError, match="without --resume"):
         Run(cfg, resume=True)
     run = Run(cfg, resume=False)
-    run.begin(cfg, nn.Linear(2, 3), 0)
+    run.begin(nn.Linear(2, 3), 0)
     common.save_checkpoint(run.dir / "last.pt", config={})
     with pytest.raises(ValueError, match="--overwrite"):
         Run(cfg, resume=False)
@@ -204,6 +205,52 @@ def test_run_keeps_what_a_folder_holds(tmp_path):
         f.write('{"step": 4, "ev')  # killed in the middle of a line
     run.trim_log(2)
     assert [json.loads(line)["step"] for line in open(run.dir / "log.jsonl")] == [0, 1, 2]
+
+
+class Words:
+    """As much of a data set as a run needs: three batches an epoch, each of which tells its epoch and place."""
+
+    def __init__(self, *words):
+        self.words = list(words)
+
+    def steps(self, batch_size):
+        return 3
+
+    def train_batches(self, batch_size, seed, epoch, start=0):
+        return ((epoch, i) for i in range(start, 3))
+
+    def state(self):
+        return {"vocab": self.words}
+
+    def check_state(self, state):
+        if state["vocab"] != self.words:
+            raise ValueError("other words")
+
+
+def test_steps_go_on_where_they_stopped():
+    whole = list(common.training_batches(Words(), 1, 0, 0, 7))
+    assert whole == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
+    assert [list(common.training_batches(Words(), 1, 0, first, 7)) for first in (2, 3, 7)] == [whole[2:], whole[3:], []]
+
+
+def test_a_run_restores_what_it_saved(tmp_path):
+    cfg, model, other = RunConfig(out_dir=str(tmp_path / "run"), device="cpu"), nn.Linear(2, 3), nn.Linear(2, 3)
+    run, adam = Run(cfg, resume=False), torch.optim.Adam(model.parameters())
+    run.begin(model, 0)
+    run.save("last.pt", model, adam, Words("a", "b"), step=0, best=1.5)
+    drawn = torch.rand(3)
+    run.log(step=1)
+    with pytest.raises(ValueError, match="other words"):
+        Run(cfg, resume=True).restore(other, Words("a"))
+    assert not torch.equal(other.weight, model.weight)
+    state = Run(cfg, resume=True).restore(other, Words("a", "b"))
+    assert set(state) == {"model", "optimizer", "step", "best", "config", "random", "vocab"} and state["best"] == 1.5
+    assert torch.equal(other.weight, model.weight) and torch.equal(torch.rand(3), drawn)
+    assert [json.loads(line)["step"] for line in open(run.dir / "log.jsonl")] == [0]
+    model.weight.data[0, 0] = math.inf
+    with pytest.raises(FloatingPointError, match="after step 1; last.pt is untouched"):
+        run.save("last.pt", model, adam, Words("a", "b"), step=1, best=1.5)
+    assert common.load_checkpoint(run.dir / "last.pt")["step"] == 0
 
 
 def test_first_signal_asks_second_stops(tmp_path):
@@ -251,3 +298,18 @@ def test_pictures():
     before, after = each.getpixel((2 * (side + 3) + 60, 60)), each.getpixel((3 * (side + 3) + 4, 20))
     assert before[0] > 200 and after[2] > 100  # each over its own picture
     assert common.sheet({"add": [strip, strip], "drop": [strip]}).height > 2 * strip.height
+
+
+def test_sample_sheet_has_a_column_for_every_kind():
+    class Pictured:
+        def examples(self, split, count):
+            pair = SimpleNamespace(id="1", captions=["a dog left", "it is gone"])
+            return {"drop": [pair, pair], "add": [pair]}
+
+        def images(self, pair):
+            return tuple(common.Image.new("RGB", (20, 10), c) for c in ("red", "blue"))
+
+    captions, maps = {"1": "nothing changed"}, {"1": torch.eye(2)}
+    plain = common.sample_sheet(Pictured(), "test", captions, maps)
+    more = common.sample_sheet(Pictured(), "test", captions, maps, {"1": ["entities: dog, cat"]})
+    assert plain.width > 2 * 4 * 96 and more.size == (plain.width, plain.height + 2 * 14)
