@@ -2,7 +2,7 @@
 
 Layers:  Attention, initialise, GridPosition, sinusoid   Losses: info_nce, token_match
 Decoding: decode                                    Running: RunConfig, parse_args, Run, checkpoints, pictures
-Data sets come as arguments: any object will do that has data.Dataset's methods which a function here names.
+A data set comes as an argument: any object that has those methods of data.Dataset which the function's docstring names.
 Axis letters: A, B images or pairs; N, M grid cells; D width; K heads; L, V tokens and words; C channels.
 To use a method elsewhere take its file, this one and data.py.
 """
@@ -444,8 +444,9 @@ class Run:
         print("\n".join(f"{k}: {json.dumps(v) if isinstance(v, dict) else v}" for k, v in about.items()))
 
     def save(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer, *parts, **counters) -> None:
-        """A checkpoint. parts: the data set, and what else has a state() that captions depend on; counters: step, best, ...
-        FloatingPointError where a weight is not finite; the older checkpoint then stays."""
+        """A checkpoint of this name. parts: whatever beside the model its captions depend on, the data set first, each with
+        state() and check_state(state) as data.Dataset's; counters: step, best and the like. FloatingPointError where a
+        weight is not finite; the older checkpoint then stays."""
         if not all(p.isfinite().all() for p in model.parameters()):
             raise FloatingPointError(f"weights are not finite after step {counters['step']}; {name} is untouched; "
                                      "try a lower --lr")  # fmt: skip
