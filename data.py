@@ -22,6 +22,7 @@ import hashlib
 import itertools
 import json
 import math
+import pickle
 import queue
 import re
 import shutil
@@ -34,6 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import h5py
@@ -51,6 +53,7 @@ IMAGENET_PREPROCESSING = "RGB, 224x224 bilinear with antialiasing, /255, mean .4
 LEVIR_PREPROCESSING = IMAGENET_PREPROCESSING.replace("224x224", "256x256")
 MINI_PREPROCESSING = "RGB, 64x64 bicubic with antialiasing, /127.5 - 1"
 RELEASED_FEATURES = "the authors' released .npy files"
+RELEASED_PICKLES = "the released pickles of IDC's authors"
 RESNETS = {
     "resnet101-layer3": RESNET_PREPROCESSING,  # (1024, 14, 14)
     "resnet101-layer3-256": LEVIR_PREPROCESSING,  # (1024, 14, 14)
@@ -288,6 +291,42 @@ def wrong(message: str) -> None:
     problems.append(message)
 
 
+def repacked(root: Path, own: str) -> bool:
+    """Is this, for lack of the release's `own` file, IDC's repack (Yao et al., AAAI 2022)? That has {train,val,test}.json, of
+    JSON lines, and pickled features, but no pictures: paths say where these would be."""
+    return (root / "train.json").exists() and not (root / own).exists()
+
+
+def repack_lines(path: Path, *keys: str) -> Iterator[tuple[str, list]]:
+    """For each line where it stands and what its keys have: img... names without .jpg or .png, `sentences` captions, and
+    `description` captions, too, made of the words of one or several. A line without all that is wrong."""
+    if not path.exists():
+        raise missing(path)
+    with open(path, "rb") as f:
+        for n, line in enumerate(f, 1):
+            place = f"{path}, line {n}"
+            try:
+                row = json.loads(line)
+                row |= {key: re.sub(r"\.(jpg|png)$", "", row[key]) for key in keys if key.startswith("img")}
+                if "description" in keys:
+                    told = row["description"] if isinstance(row["description"][0], list) else [row["description"]]
+                    row["description"] = [" ".join(words if isinstance(words, list) else None) for words in told]
+                row = {key: row[key] for key in keys}
+            except (ValueError, LookupError, TypeError):
+                wrong(f"{place}: expected an object with {', '.join(keys)}, found {str(line.strip()[:80])[2:-1]}")
+                continue
+            yield place, [captions_of(row, key, place) if key in ("sentences", "description") else row[key] for key in row]
+
+
+def repacked_captions(root: Path, splits: Iterable[str], *images: str) -> dict[tuple, list[str]]:
+    """(split, image file, ...) -> the captions of all lines of these images."""
+    texts = {}
+    for split in splits:
+        for _, (*names, captions) in repack_lines(root / f"{split}.json", *images, "description"):
+            texts.setdefault((split, *(f"{name}.jpg" for name in names)), []).extend(captions)
+    return texts
+
+
 CLEVR_FOLDERS = {"default": "images", "semantic": "sc_images", "nonsemantic": "nsc_images"}
 
 
@@ -295,10 +334,16 @@ def read_clevr_change(root: Path) -> Release:
     """CLEVR-Change's layout (Park et al., ICCV 2019), which mini shares.
 
     Both caption files are keyed by the default image. A key of the distractor image, which only mini has, holds the
-    change captions as that image's camera sees them: the training swap of default and distractor then uses those."""
-    splits, types = read_splits(root / "splits.json"), read_json(root / "type_mapping.json")
-    change, same = read_json(root / "change_captions.json"), read_json(root / "no_change_captions.json")
-    kinds = {kind: set(names) for kind, names in types.items()}
+    change captions as that image's camera sees them: the training swap of default and distractor then uses those.
+    IDC's repack has the same, and no types of change but where type_mapping.json lies beside it."""
+    files = change_file, same_file = root / "change_captions.json", root / "no_change_captions.json"
+    if repack := repacked(root, "splits.json"):
+        splits, change, same = clevr_repack(root)
+        change_file, same_file = f"{root} (semantic pairs)", f"{root} (nonsemantic pairs)"
+    else:
+        splits, change, same = read_splits(root / "splits.json"), *map(read_json, files)
+    types = root / "type_mapping.json"
+    kinds = {kind: set(names) for kind, names in read_json(types).items()} if types.exists() or not repack else {}
     release = Release({}, {"semantic change": set(), "only distractor": set()} | kinds, kinds, {}, {})
     for split in SPLITS:
         release.scenes[split] = []
@@ -306,9 +351,9 @@ def read_clevr_change(root: Path) -> Release:
             name = {kind: f"CLEVR_{kind}_{number:06d}.png" for kind in CLEVR_FOLDERS}
             release.paths |= {name[kind]: root / folder / name[kind] for kind, folder in CLEVR_FOLDERS.items()}
             default, semantic, distractor = name.values()
-            told = captions_of(change, default, root / "change_captions.json")
+            told = captions_of(change, default, change_file)
             changed = Pair(f"{number:06d}.png", default, semantic, told)
-            told_same = captions_of(same, default, root / "no_change_captions.json")
+            told_same = captions_of(same, default, same_file)
             unchanged = Pair(f"{number:06d}.png_n", default, distractor, told_same)
             swapped = (
                 replace(changed, before=distractor, captions=change.get(distractor, told)),
@@ -317,9 +362,24 @@ def read_clevr_change(root: Path) -> Release:
             release.scenes[split].append(Scene((changed, unchanged), swapped))
             release.groups["semantic change"].add(changed.id)
             release.groups["only distractor"].add(unchanged.id)
-    release.kinds["no change"] = release.groups["only distractor"]
+    if not kinds:
+        kinds["change"] = release.groups["semantic change"]
+    kinds["no change"] = release.groups["only distractor"]
     read_boxes(root, release)
     return release
+
+
+def clevr_repack(root: Path) -> tuple[dict, dict, dict]:
+    """IDC's CLEVR-Change, two lines a scene: the scenes of each split, change and no-change captions."""
+    splits, told = {split: {} for split in SPLITS}, {"semantic": {}, "nonsemantic": {}}
+    for split, scenes in splits.items():
+        for place, (before, after, captions) in repack_lines(root / f"{split}.json", "img1", "img2", "sentences"):
+            if found := re.fullmatch(r"CLEVR_default_(\d{6}) CLEVR_(semantic|nonsemantic)_\1", f"{before} {after}"):
+                scenes[int(found[1])] = True
+                told[found[2]].setdefault(f"{before}.png", []).extend(captions)
+            else:
+                wrong(f"{place}: {before} and {after}; expected CLEVR_default_000012, CLEVR_semantic_ or _nonsemantic_000012")
+    return splits, *told.values()
 
 
 def read_splits(path: Path) -> dict[str, list[int]]:
@@ -515,11 +575,13 @@ def read_birds_to_words(root: Path) -> Release:
 
     Rows with the same two addresses, in this order, and the same split are one pair. Descriptions are kept as lower-case
     words and signs with blanks between, as the metrics of this data set read them."""
-    texts: dict[tuple, list[str]] = {}
-    for row in birds_rows(root):
+    repack = repacked(root, "birds-to-words-v1.0.tsv")
+    texts: dict[tuple, list[str]] = repacked_captions(root, SPLITS, "img1", "img2") if repack else {}
+    for row in () if repack else birds_rows(root):
         key = (row["split"], photo_file(row["img1ImgURL"]), photo_file(row["img2ImgURL"]))
         texts.setdefault(key, []).append(" ".join(tokenize_lower(row["description"])))
     found = {p.name for p in (root / "images").iterdir()} if (root / "images").exists() else set()
+    found = {name for _, *names in texts for name in names} if repack else found  # it has features of all, and no pictures
     pairs, paths = {split: [] for split in SPLITS}, {}
     for (split, before, after), captions in texts.items():
         if before in found and after in found:
@@ -546,10 +608,11 @@ def read_cub(root: Path) -> Release:
     """CUB-200-2011 (images.txt, images/<class>/<name>.jpg) with the ten captions of Reed et al. (CVPR 2016) for each image,
     text_c10/<class>/<name>.txt, split by class as there: trainvalclasses.txt to train, testclasses.txt to validate (no
     test). Single images: `after` is None."""
-    split_of = {name: split for split, file in (("train", "trainvalclasses.txt"), ("val", "testclasses.txt"))
-                for (name,) in read_lines(root / file, 1)}  # fmt: skip
-    pairs, paths = {"train": [], "val": []}, {}
-    for _, name in read_lines(root / "images.txt", 2):
+    pairs, paths, repack = {"train": [], "val": []}, {}, repacked(root, "images.txt")
+    texts = repacked_captions(root, pairs, "img") if repack else {}
+    split_of = {} if repack else {name: split for split, file in (("train", "trainvalclasses.txt"), ("val", "testclasses.txt"))
+                                  for (name,) in read_lines(root / file, 1)}  # fmt: skip
+    for _, name in () if repack else read_lines(root / "images.txt", 2):
         text, folder = root / "text_c10" / Path(name).with_suffix(".txt"), name.split("/")[0]
         if folder not in split_of:
             raise ValueError(f"{root}: {folder} of images.txt is neither in trainvalclasses.txt nor in testclasses.txt")
@@ -557,8 +620,10 @@ def read_cub(root: Path) -> Release:
             raise FileNotFoundError(f"{text} is missing; unpack the captions' text_c10 beside images")
         lines = text.read_text(encoding="utf-8", errors="replace").splitlines()
         captions = [" ".join(words) for line in lines if (words := tokenize_lower(line))]
+        texts[split_of[folder], name] = captions_of({name: captions}, name, text)
+    for (split, name), captions in texts.items():
         paths[name] = root / "images" / name
-        pairs[split_of[folder]].append(Pair(name, name, None, captions_of({name: captions}, name, text)))
+        pairs[split].append(Pair(name, name, None, captions))
     release = of_single_pairs(pairs, paths, {})
     release.scenes["test"] = []
     return release
@@ -576,6 +641,17 @@ class Classified:
 def read_nabirds(root: Path) -> Classified:
     """NABirds' official train and test images. Classes are those that images have (the hierarchy's 555 leaves), numbered in
     the order of their ids. Image ids are written with dashes, file names without: images.txt tells the file."""
+    if repacked(root, "images.txt"):  # pairs, in a split of its own: each image counts where it comes first
+        images, label = {"train": [], "val": []}, {}
+        for split, of_split in images.items():
+            for place, (*names, a, b) in repack_lines(root / f"{split}.json", "img1", "img2", "class_id1", "class_id2"):
+                for name, number in zip(names, (a, b), strict=True):
+                    if type(number) is not int or not 0 <= number < 555 or label.get(name, number) != number:
+                        wrong(f"{place}: {name} has the class {number!r}; expected 0 to 554, and the same in all lines")
+                    elif name not in label:
+                        label[name] = number
+                        of_split.append((f"{name}.jpg", number))
+        return Classified(images, [*map(str, range(555))], {f"{name}.jpg": root / "images" / f"{name}.jpg" for name in label})
     label = {image: int(number) for image, number in read_lines(root / "image_class_labels.txt", 2)}
     train = {image for image, flag in read_lines(root / "train_test_split.txt", 2) if flag == "1"}
     names = {int(number): name for number, name in read_lines(root / "classes.txt", 2)}
@@ -1015,11 +1091,16 @@ class Dataset:
         """The first pairs of every kind of change, and of no change, in a split; of all where kinds are not known."""
         pairs = self.pairs(split)
         kinds = {kind: [p for p in pairs if p.id in ids][:count] for kind, ids in self.kinds.items()} or {"all": pairs[:count]}
+        files = (self.paths[name] for chosen in kinds.values() for p in chosen for name in (p.before, p.after) if name)
+        if absent := next((path for path in files if not path.exists()), None):
+            print(f"samples on grey: their pictures are not all there, such as {absent}")
         return {kind: chosen for kind, chosen in kinds.items() if chosen}
 
     def images(self, pair: Pair) -> tuple[Image.Image, Image.Image]:
-        before = read_image(self.paths[pair.before])
-        return before, read_image(self.paths[pair.after]) if pair.after else Image.new("RGB", before.size)
+        """A pair's pictures, plain grey where they are not there (released features come without)."""
+        paths = [self.paths[name] for name in (pair.before, pair.after) if name]
+        found = [read_image(path) if path.exists() else Image.new("RGB", (96, 96), "grey") for path in paths]
+        return found[0], found[1] if pair.after else Image.new("RGB", found[0].size)
 
     def score(self, split: str, captions: dict[str, str], quick: bool = False) -> dict:
         """Scores of a split's captions as the data set's published tables have them: over its groups, and where these tables
@@ -1131,7 +1212,7 @@ def open_features(name: str, root: Path, extractor: str = "") -> Features:
                          f"remove it and run: {prepare}")  # fmt: skip
     wanted = extractor or DATASETS[name].extractor
     wanted = mini_cnn_name(mini_cnn_state(root)) if wanted == "mini-cnn" else wanted
-    known = (RESNETS[wanted], RELEASED_FEATURES) if wanted in RESNETS else (MINI_PREPROCESSING,)
+    known = (RESNETS[wanted], RELEASED_FEATURES, RELEASED_PICKLES) if wanted in RESNETS else (MINI_PREPROCESSING,)
     if features.extractor != wanted or features.preprocessing not in known:
         raise ValueError(f"{path} was made by {features.extractor} ({features.preprocessing}), not by {wanted}; "
                          f"remove it and run: {prepare}")  # fmt: skip
@@ -2492,29 +2573,36 @@ def build_vocab(name: str, root: Path, release: Release) -> Vocab:
 
 
 def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
-    """A feature file from the images, or from the authors' released .npy folders where those are; vocab.json. A feature
-    file that is there stays."""
+    """A feature file from the images, or from the authors' released .npy folders (layer 3) or pickles (IDC's, layer 4) where
+    those are; vocab.json. A feature file that is there stays."""
     release, path = read_release(name, root), feature_file(name, root, extractor)
     extractor, names = extractor or DATASETS[name].extractor, sorted(release.paths)
     npy = {n: p.parents[1] / p.parent.name.replace("images", "features") / f"{p.name}.npy" for n, p in release.paths.items()}
-    absent = [p for p in npy.values() if not p.exists()]
+    full = (root / "full").exists()  # a pickle for each folder of images
+    pkl = {n: root / (f"full/{p.parent.name.replace('images', 'img')}.pkl" if full else "full_img.pkl")
+           for n, p in release.paths.items()}  # fmt: skip
+    released = {"resnet101-layer3": npy, "resnet101-layer4": pkl}.get(extractor, {})
+    absent = [p for p in released.values() if not p.exists()]
     if path.exists():
         open_features(name, root, extractor).cover(names)
         print(f"{path} is there already")
-    elif extractor != "resnet101-layer3" or len(absent) == len(npy):
+    elif len(absent) == len(released):
         absent = [p for p in release.paths.values() if not p.exists()]
         if absent:
-            raise FileNotFoundError(f"no image at {min(absent)} ({len(absent)} of {len(names)} missing); unpack the release "
-                                    "there, or see --check")  # fmt: skip
+            mend = "give --extractor resnet101-layer4 for full/*.pkl" if full else "unpack the release there, or see --check"
+            raise FileNotFoundError(f"no image at {min(absent)} ({len(absent)} of {len(names)} missing); {mend}")
         batch = 64 if device.startswith("cuda") else 16  # on a CPU seconds, so that Ctrl-C does not seem to be lost
         extract(path, release, Extractor(extractor, device=device), name, batch)
     elif absent:
-        raise FileNotFoundError(f"no features at {absent[0]} ({len(absent)} of {len(npy)} missing); complete the released "
-                                "feature folders, or remove them to extract features from the images")  # fmt: skip
+        raise FileNotFoundError(f"no features at {absent[0]} ({len(absent)} of {len(names)} missing); complete the released "
+                                "features, or remove them to extract features from the images")  # fmt: skip
     else:
-        about = {"extractor": extractor, "preprocessing": RELEASED_FEATURES, "dataset": DATASETS[name].images or name}
+        made = RELEASED_PICKLES if released is pkl else RELEASED_FEATURES
+        about = {"extractor": extractor, "preprocessing": made, "dataset": DATASETS[name].images or name}
         start = unfinished(path, names, about)
-        write_features(path, names, (read_npy(npy[n])[None] for n in names[start:]), **about, start=start)
+        rest = {n: released[n] for n in names[start:]}
+        maps = read_pickles(rest) if released is pkl else map(read_npy, rest.values())
+        write_features(path, names, (x[None] for x in maps), **about, start=start)
     words = f"{len(build_vocab(name, root, release))} words" if isinstance(release, Release) else "no captions"
     print(*(f"note: {line}" for line in getattr(release, "notes", ())), f"{root}: {len(names)} images, {words}", sep="\n")
 
@@ -2528,6 +2616,46 @@ def read_npy(path: Path) -> np.ndarray:
     if x.ndim != 3:
         raise ValueError(f"{path}: expected (channels, height, width), found {x.shape}")
     return x
+
+
+class ArrayUnpickler(pickle.Unpickler):
+    """Reads pickles of arrays. A pickle may call whatever it names, and can do harm even with numpy's own functions; so those
+    that numpy's pickles name are replaced by Parts, which do nothing, and all others are refused."""
+
+    class Parts(list):
+        __setstate__ = list.append  # what numpy would make an array or a dtype of, and last its state
+
+    def find_class(self, module: str, name: str):
+        if (module, name) == ("_codecs", "encode"):  # so protocol 2 writes bytes
+            return lambda text, _: text.encode("latin1")
+        if module.split(".")[0] != "numpy" or name not in ("ndarray", "dtype", "_reconstruct", "_frombuffer"):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return lambda *made: ArrayUnpickler.Parts(made)
+
+
+def feature_map(array: ArrayUnpickler.Parts) -> np.ndarray:
+    """-> (C, H, W), where the array has this shape or (C, N), N cells of a square."""
+    *_, state = array
+    raw, kind, shape, order = (state[4], state[2], state[1], "CF"[state[3]]) if isinstance(state, tuple) else array
+    x = np.frombuffer(raw, f"{kind[-1][1]}{kind[0]}").reshape(shape, order=order)
+    return x if x.ndim == 3 else x.reshape(len(x), math.isqrt(x.shape[1]), -1)
+
+
+def read_pickles(files: dict[str, Path]) -> Iterator[np.ndarray]:
+    """The features (C, H, W) of images: image name -> its pickle, a dictionary by file names. Each pickle is read as a whole,
+    one at a time."""
+    for path, group in itertools.groupby(files, files.get):
+        names, size = list(group), path.stat().st_size
+        print(f"{path}: read as a whole, {size / 1e9:.2f} GB of memory ({free_ram() / 1e9:.1f} GB free)")
+        with open(path, "rb") as f, tqdm(total=size, desc=path.name, unit="B", unit_scale=True, disable=None) as bar:
+            source = SimpleNamespace(read=lambda n, f=f, bar=bar: (f.read(n), bar.update(n))[0], readline=f.readline)
+            try:
+                found = {Path(name).stem: feature_map(x) for name, x in ArrayUnpickler(source).load().items()}
+            except Exception as e:  # a broken pickle raises whatever it likes
+                raise ValueError(f"{path} is no pickle of a dictionary of arrays ({e!r}); fetch it again") from e
+        if absent := [name for name in names if Path(name).stem not in found]:
+            raise ValueError(f"{path}: no features of {absent[0]} and {len(absent) - 1} more of {len(names)} images")
+        yield from (found.pop(Path(name).stem) for name in names)  # nothing is left when the next is read
 
 
 def write_manifest(root: Path) -> None:
@@ -2608,8 +2736,9 @@ def check(name: str, root: Path, extractor: str = "") -> list[str]:
     finally:
         collected.reset(token)
     counts = {split: len(x) for split, x in (release.images if source.tokenizer is None else release.scenes).items()}
-    problems = first(broken) + [f"{root}: {split} has {count} scenes, published {source.scenes[split]}"
-                                for split, count in counts.items() if count != source.scenes.get(split, count)]  # fmt: skip
+    published = source.scenes if source.scenes.keys() <= counts.keys() else {}  # IDC's NABirds has a split of its own
+    problems = first(broken) + [f"{root}: {split} has {count} scenes, published {published[split]}"
+                                for split, count in counts.items() if count != published.get(split, count)]  # fmt: skip
     problems += check_pairs(name, root, release) if isinstance(release, Release) else []
 
     def unreadable(path: Path) -> str | None:
@@ -2618,9 +2747,13 @@ def check(name: str, root: Path, extractor: str = "") -> list[str]:
         except (FileNotFoundError, ValueError) as e:
             return str(e)
 
+    pictures = list(release.paths.values())
+    if [*root.glob("full*"), *root.glob("features*")] and not any(p.exists() for p in pictures):
+        print(f"note: {root} has features and no pictures")
+        pictures = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        read = pool.map(unreadable, release.paths.values())
-        problems += first(line for line in tqdm(read, "images", len(release.paths), unit="image", disable=None) if line)
+        read = pool.map(unreadable, pictures)
+        problems += first(line for line in tqdm(read, "images", len(pictures), unit="image", disable=None) if line)
     try:
         features = open_features(name, root, extractor)
         blocks, names = range(0, len(features.row), 256), list(features.row)
@@ -2656,7 +2789,7 @@ def check_pairs(name: str, root: Path, release: Release) -> list[str]:
     """What is wrong with pairs and captions, a line each; captions that only repeat become a note of the release."""
     source, problems, places = DATASETS[name], [], {}
     pairs = [(split, p) for split, scenes in release.scenes.items() for scene in scenes for p in scene.pairs]
-    for kind, wanted in source.types.items() if pairs else ():
+    for kind, wanted in source.types.items() if pairs and source.types.keys() & release.kinds.keys() else ():
         if len(release.kinds.get(kind, ())) != wanted:
             problems.append(f"{root}: {len(release.kinds.get(kind, ()))} of type {kind}, published {wanted}")
     kinds = set().union(*release.kinds.values())

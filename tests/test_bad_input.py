@@ -3,21 +3,23 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import h5py
 import numpy as np
 import pytest
 from conftest import GRID, write_features, write_release
 from test_readers import (
-    BIRD_COLUMNS,
-    bird_row,
+    RELEASED,
     item,
     levir_image,
     write,
+    write_birds,
     write_clevr_dc,
     write_cub,
     write_nabirds,
     write_picture,
+    write_repack,
     write_spot,
 )
 
@@ -72,13 +74,6 @@ def write_levir(root):
     for split in data.SPLITS:
         for folder in "AB":
             write_picture(root / "images" / split / folder / f"{split}_000001.png")
-
-
-def write_birds(root):
-    rows = [bird_row(i, i + 1, split, "Animal 1 is red") for i, split in enumerate(data.SPLITS)]
-    write(root / "birds-to-words-v1.0.tsv", "\n".join([BIRD_COLUMNS, *rows]))
-    for photo in range(4):
-        write_picture(root / "images" / f"{photo}.jpg")
 
 
 def write_own(root):
@@ -361,3 +356,62 @@ def test_a_pair_in_two_splits(release, capsys):
     write(release / "splits.json", splits | {"val": [3, *splits["val"]]})
     lines = problems(capsys, "clevr_change", release)
     assert any("pair 000003.png is there 2 times (train, val)" in line for line in lines), lines
+
+
+# ---- IDC's repack ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_bad_line_of_idcs_repack_is_named(name, tmp_path, prepare, capsys):
+    RELEASED[name](tmp_path / "release")
+    root = tmp_path / "repack"
+    write_repack(name, tmp_path / "release", root)
+    lines = (root / "train.json").read_text().splitlines()
+    row = json.loads(lines[1])
+    told = next((key for key in ("sentences", "description", "class_id2") if key in row), "")
+    junk = [row | {told: value} for value in (None, 7, "x", [], [7], {"a": 1})]
+    junk += [7, [], {}, {"img": 1}, dict(list(row.items())[1:])]
+    for line in [json.dumps(value) for value in junk] + [" ", lines[1][:-9], "\xff"]:
+        if name == "nabirds" and line == json.dumps(row | {told: 7}):
+            continue  # a class, and of an image that has none yet
+        (root / "train.json").write_bytes("\n".join([lines[0], line, *lines[2:]]).encode("latin1"))
+        assert f"{root / 'train.json'}, line 2: " in prepare(root, name, "--extractor", "resnet101-layer4"), line
+    write(root / "train.json", "\n".join([lines[0], "x", "y", *lines[2:]]))
+    found = [line for line in problems(capsys, name, root) if "train.json, line" in line]
+    assert len(found) == 2 and "line 2: expected an object with img" in found[0] and found[0].endswith(", found x")
+
+
+def test_names_that_are_not_clevrs(release, prepare, tmp_path):
+    write_repack("clevr_change", release, tmp_path / "repack")
+    text = (tmp_path / "repack/val.json").read_text()
+    for name in ("CLEVR_semantic_000009", "CLEVR_other_000008", "CLEVR_semantic_8", ""):
+        write(tmp_path / "repack/val.json", text.replace("CLEVR_semantic_000008", name, 1))
+        assert f"val.json, line 1: CLEVR_default_000008 and {name}; expected" in prepare(tmp_path / "repack")
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_repack_is_checked_by_its_features(name, tmp_path, monkeypatch, capsys):
+    RELEASED[name](tmp_path / "release")
+    root, call = tmp_path / "repack", [name, "--data_dir", str(tmp_path / "repack"), "--extractor", "resnet101-layer4"]
+    write_repack(name, tmp_path / "release", root)
+    monkeypatch.setitem(data.DATASETS, name, replace(data.DATASETS[name], words=None) if name == "nabirds" else replace(
+        data.DATASETS[name], scenes={}, words=None))  # fmt: skip
+    with pytest.raises(SystemExit):
+        data.main([*call, "--check"])
+    lines = capsys.readouterr().err.splitlines()
+    assert all("no features at" in line or "no vocabulary at" in line for line in lines) and lines
+    data.main(call)
+    data.main([*call, "--check"])
+    out = capsys.readouterr().out
+    assert f"note: {root} has features and no pictures" in out and " 0 problems" in out
+    write_picture(next(iter(data.read_release(name, root).paths.values())))  # one: others are missing
+    with pytest.raises(SystemExit):
+        data.main([*call, "--check"])
+    assert "no image at" in capsys.readouterr().err
+
+
+def test_a_pickle_that_is_none_of_arrays(release, prepare, tmp_path):
+    write_repack("clevr_change", release, tmp_path / "repack")
+    (tmp_path / "repack/full/img.pkl").write_bytes(b"cposix\nsystem\n(S'touch ran'\ntR.")
+    line = prepare(tmp_path / "repack", "clevr_change", "--extractor", "resnet101-layer4")
+    assert "img.pkl is no pickle of a dictionary of arrays (UnpicklingError('it names posix.system')); fetch it again" in line

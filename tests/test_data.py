@@ -223,6 +223,21 @@ def test_preparation_from_images_and_from_released_features(release, monkeypatch
     assert (packed.features.rows(["CLEVR_semantic_000002.png"]) == 2).all()
 
 
+def test_samples_without_pictures_are_grey(prepared, capsys):
+    dataset = data.load("clevr_change", prepared)
+    pair, other = dataset.pairs("test")[:2]
+    dataset.examples("test", 1)
+    assert "grey" not in capsys.readouterr().out
+    dataset.paths[pair.after].unlink()
+    assert pair in dataset.examples("test", 1)["color"]
+    assert f"are not all there, such as {dataset.paths[pair.after]}" in capsys.readouterr().out
+    before, after = dataset.images(pair)
+    assert np.array_equal(before, data.read_image(dataset.paths[pair.before])) and after.getextrema() == ((128, 128),) * 3
+    dataset.paths[other.after].write_bytes(b"no picture")
+    with pytest.raises(ValueError, match="is not a readable image"):
+        dataset.images(other)
+
+
 def test_check_reports_every_problem(prepared, monkeypatch, capsys):
     source = data.Source(data.read_clevr_change)
     monkeypatch.setitem(data.DATASETS, "clevr_change", source)

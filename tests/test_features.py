@@ -1,5 +1,7 @@
 """Pictures, extractors, and feature files that survive an interruption."""
 
+import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 import torch
 from conftest import GRID
 from PIL import Image
+from test_readers import RELEASED, write_repack
 
 import data
 import scorer_cbr
@@ -268,3 +271,81 @@ def test_each_extractor_has_a_file_of_its_own(release, monkeypatch, tiny, capsys
     flags = [*tiny, "--data_dir", str(release), "--extractor", "resnet101-layer4"]
     cfg, _ = scorer_cbr.parse_args(scorer_cbr.Config, scorer_cbr.PRESETS, scorer_cbr.RELEASED, "scorer_cbr", "doc", flags)
     assert data.open_dataset(cfg).features.extractor == "resnet101-layer4"
+
+
+# ---- IDC's pickles ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("name", RELEASED)
+def test_idcs_pickles_are_packed(name, protocol, tmp_path, capsys):
+    RELEASED[name](tmp_path / "release")
+    write_repack(name, tmp_path / "release", tmp_path / "repack", protocol)
+    for path in (tmp_path / "repack").rglob("*.pkl") if protocol == 2 else ():  # as numpy 1 wrote
+        path.write_bytes(path.read_bytes().replace(b"numpy._core.", b"numpy.core."))
+    data.main([name, "--data_dir", str(tmp_path / "repack"), "--extractor", "resnet101-layer4"])
+    out = capsys.readouterr().out
+    assert ".pkl: read as a whole, 0.00 GB of memory (" in out
+    features = data.open_features(name, tmp_path / "repack", "resnet101-layer4")
+    names = sorted(data.read_release(name, tmp_path / "repack").paths)
+    assert list(features.row) == names and features.preprocessing == data.RELEASED_PICKLES
+    expected = torch.arange(len(names))[:, None, None, None] + torch.arange(9).view(3, 3) / 16
+    assert torch.equal(features.rows(names).float(), expected.expand(-1, 4, -1, -1))
+
+
+def test_an_array_by_columns_and_one_that_is_a_view(tmp_path):
+    x = np.random.default_rng(0).random((4, 3, 3))
+    for array in (np.asfortranarray(x), x[:, ::-1], x.astype(">f4"), x.astype(np.float16)):
+        for protocol in (2, 5):
+            (tmp_path / "a.pkl").write_bytes(pickle.dumps({"some/where/a.jpg": array}, protocol))
+            (found,) = data.read_pickles({"a.png": tmp_path / "a.pkl"})
+            assert np.array_equal(found, array)
+
+
+def test_packing_goes_on_with_the_pickle_that_was_broken(release, tmp_path, capsys):
+    write_repack("clevr_change", release, tmp_path / "repack")
+    path, call = tmp_path / "repack/full/nsc_img.pkl", ["clevr_change", "--data_dir", str(tmp_path / "repack")]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    with pytest.raises(ValueError, match=r"nsc_img.pkl is no pickle of a dictionary of arrays .*; fetch it again"):
+        data.main([*call, "--extractor", "resnet101-layer4"])
+    path.write_bytes(whole)
+    capsys.readouterr()
+    data.main([*call, "--extractor", "resnet101-layer4"])
+    out = capsys.readouterr().out
+    assert "going on after 15 of 45 images" in out and "/img.pkl" not in out and "/sc_img.pkl" in out
+    with pytest.raises(FileNotFoundError, match=r"\(45 of 45 missing\); give --extractor resnet101-layer4 for full"):
+        data.main(call)
+    path.unlink()
+    (tmp_path / "repack/features-resnet101-layer4.h5").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no features at .*nsc_img.pkl \(15 of 45 missing\)"):
+        data.main([*call, "--extractor", "resnet101-layer4"])
+
+
+class Call:
+    """Unpickled, a call of anything."""
+
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call[0], self.call[1:]
+
+
+def test_no_code_of_a_pickle_is_run(tmp_path):
+    ran, path = tmp_path / "ran", tmp_path / "full_img.pkl"
+    fake = Call(np.ndarray, (1,), np.dtype("O"), b"\x41" * 8)  # numpy would take these bytes for the address of an object
+    for harm in (Call(os.system, f"touch {ran}"), Call(eval, f"open({str(ran)!r}, 'w')"), Call(np.load, str(path)), fake):
+        for protocol in (2, 3, 5):
+            path.write_bytes(pickle.dumps({"a": harm}, protocol))
+            with pytest.raises(ValueError, match=r"full_img.pkl is no pickle of a dictionary of arrays \("):
+                list(data.read_pickles({"a.jpg": path}))
+            assert not ran.exists()
+    harmless = (["a"], {"a": [1.0]}, {"a": np.array(["x"], object)}, {3: np.ones((4, 3, 3))}, {"a": np.ones((4, 7))})
+    for content in harmless:
+        path.write_bytes(pickle.dumps(content))
+        with pytest.raises(ValueError, match=r"full_img.pkl is no pickle of a dictionary of arrays \("):
+            list(data.read_pickles({"a.jpg": path}))
+    path.write_bytes(pickle.dumps({"b": np.ones((4, 3, 3))}))
+    with pytest.raises(ValueError, match=r"full_img.pkl: no features of a.jpg and 0 more of 1 images"):
+        list(data.read_pickles({"a.jpg": path}))

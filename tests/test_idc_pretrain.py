@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import write_features, write_picture
-from test_readers import BIRD_COLUMNS, bird_row, write, write_cub, write_nabirds
+from test_readers import BIRD_COLUMNS, bird_row, write, write_cub, write_nabirds, write_repack
 
 import data
 import idc_pretrain
@@ -550,6 +550,28 @@ def test_resume_in_either_stage_equals_no_interruption(at, prepared, tiny, tmp_p
     a, b = (torch.load(tmp_path / name / "last.pt", weights_only=True) for name in ("whole", "parts"))
     assert all(torch.equal(a["model"][k], b["model"][k]) for k in a["model"]) and a["best"] == b["best"]
     assert (tmp_path / "parts" / "pretrained.pt").exists()
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_idcs_repack_from_pickles_to_captions(theirs, release, tiny, tmp_path, capsys):
+    root = tmp_path / "repack"
+    write_repack("clevr_change", release, root)
+    if theirs:
+        pairs = [json.loads(line) for split in ("train", "val") for line in (root / f"{split}.json").read_text().splitlines()]
+        rows = [pair | {"neg_samples": ["the red cube turned blue"] * 6} for pair in pairs]
+        write(root / "train_neg_tfidf6.json", "".join(json.dumps(row) + "\n" for row in rows))
+    data.main(["clevr_change", "--data_dir", str(root), "--extractor", "resnet101-layer4"])
+    own = [*tiny, "--extractor", "resnet101-layer4", "--fda", "9", "--data_dir", root, "--out_dir", tmp_path / "run"]
+    run(*own, "--eval_every", 8)
+    out = capsys.readouterr().out
+    assert out.count("samples on grey: their pictures are not all there, such as") == 1
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert {name for line in lines for name in line} >= {"fda", "mlm", "caption", "judge"}
+    scores = json.loads((tmp_path / "run" / "scores_test.json").read_text())["scores"]
+    assert set(scores) == {"total", "semantic change", "only distractor"}
+    captions = json.loads((tmp_path / "run" / "captions_test.json").read_text())
+    assert sorted(row["image_id"] for row in captions) == sorted(f"{i:06d}.png{n}" for i in range(10, 15) for n in ("", "_n"))
+    assert (tmp_path / "run" / "samples.png").exists()
 
 
 def test_patience_ends_fine_tuning(prepared, tiny, tmp_path):

@@ -1,13 +1,15 @@
 """A small release in every layout, read; the real annotation files, counted."""
 
 import json
+import pickle
 import re
+import shutil
 import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import GRID, write_features, write_picture
+from conftest import GRID, write_features, write_picture, write_release
 
 import data
 
@@ -359,6 +361,94 @@ def test_class_pairs_are_half_alike_and_a_function_of_the_seed():
     assert 99 <= sum(alike) <= 100 and not alike[-1]
     with pytest.raises(ValueError, match=r"two classes"):
         data.class_pairs(images[::10][:5], seed=0)
+
+
+# ---- IDC's repack ----------------------------------------------------------------------------------------------------
+
+
+def write_repack(name, root, to, protocol=4):
+    """A release of `root`, repacked into `to`: lines, and pickles of features, where image n by name holds n, n + 1/16 ..."""
+    release, lines, folder = data.DATASETS[name].read(root), {}, "photos/" if name == "birds_to_words" else ""
+    bare = lambda image: image.rsplit(".", 1)[0]
+    if name == "nabirds":
+        for split, images in (("train", release.images["train"]), ("val", release.images["test"])):
+            around = zip(images, images[1:] + images[:1], strict=True)
+            lines[split] = [{"img1": bare(a), "img2": bare(b), "class_id1": c, "class_id2": d, "label": int(c == d)}
+                            for (a, c), (b, d) in around]  # fmt: skip
+    for split in release.scenes if name != "nabirds" else ():
+        of_split = pairs(release, split)
+        if name == "clevr_change":
+            lines[split] = [{"img1": bare(p.before), "img2": bare(p.after), "sentences": p.captions} for p in of_split]
+            continue
+        rows = [({"img1": bare(p.before), "img2": bare(p.after)} if p.after else {"img": bare(p.before)},
+                 [c.split(" ") for c in p.captions]) for p in of_split]  # fmt: skip
+        if split == "train":  # a line each caption
+            lines[split] = [images | {"description": words} for images, told in rows for words in told]
+        else:
+            lines[split] = [images | {"description": told} for images, told in rows]
+    for split, rows in lines.items():
+        write(to / f"{split}.json", "".join(json.dumps(row) + "\n" for row in rows))
+    kinds = {}
+    for n, (image, path) in enumerate(sorted(release.paths.items())):
+        file = f"full/{path.parent.name.replace('images', 'img')}.pkl" if name == "clevr_change" else "full_img.pkl"
+        x = np.broadcast_to(n + np.arange(9, dtype=np.float32).reshape(3, 3) / 16, (4, 3, 3)).copy()
+        kinds.setdefault(file, {})[folder + image if folder else bare(image)] = x.reshape(4, 9) if name == "nabirds" else x
+    for file, arrays in kinds.items():
+        (to / file).parent.mkdir(exist_ok=True)
+        (to / file).write_bytes(pickle.dumps(arrays, protocol=protocol))
+
+
+def write_birds(root):
+    rows = [bird_row(i, i + 1, split, text) for i, split in enumerate(data.SPLITS) for text in ("it is red .", "no beak")]
+    write(root / "birds-to-words-v1.0.tsv", "\n".join([BIRD_COLUMNS, *rows]))
+    for photo in range(4):
+        write_picture(root / "images" / f"{photo}.jpg")
+
+
+RELEASED = {"clevr_change": write_release, "birds_to_words": write_birds, "cub": write_cub, "nabirds": write_nabirds}
+
+
+@pytest.mark.parametrize("name", ["clevr_change", "birds_to_words", "cub"])
+def test_idcs_repack_reads_as_the_release(name, tmp_path):
+    RELEASED[name](tmp_path / "release")
+    write_repack(name, tmp_path / "release", tmp_path / "repack")
+    if name == "clevr_change":
+        shutil.copy(tmp_path / "release" / "type_mapping.json", tmp_path / "repack")
+    release, again = (data.read_release(name, tmp_path / kind) for kind in ("release", "repack"))
+    assert again.scenes == release.scenes and pairs(again, "train")
+    assert (again.groups, again.kinds, again.notes) == (release.groups, release.kinds, release.notes)
+    relative = {image: path.relative_to(tmp_path / "release") for image, path in release.paths.items()}
+    assert {image: path.relative_to(tmp_path / "repack") for image, path in again.paths.items()} == relative
+
+
+def test_idcs_clevr_change_without_types(release, tmp_path):
+    write_repack("clevr_change", release, tmp_path)
+    files, whole = data.read_clevr_change(tmp_path), data.read_clevr_change(release)
+    assert files.groups == {name: whole.groups[name] for name in ("semantic change", "only distractor")}
+    assert files.kinds == {"change": whole.groups["semantic change"], "no change": whole.groups["only distractor"]}
+    text = (tmp_path / "val.json").read_text()
+    write(tmp_path / "val.json", text.replace('", "img2', '.png", "img2'))  # a name with its ending
+    assert data.read_clevr_change(tmp_path).scenes == files.scenes
+    write(tmp_path / "val.json", text.split("\n", 1)[1])
+    with pytest.raises(ValueError, match=r"\(semantic pairs\): no captions for CLEVR_default_000008.png"):
+        data.read_clevr_change(tmp_path)
+    (tmp_path / "val.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"val.json is missing"):
+        data.read_clevr_change(tmp_path)
+
+
+def test_idcs_nabirds_are_the_images_of_its_pairs(tmp_path):
+    write_nabirds(tmp_path / "release")
+    write_repack("nabirds", tmp_path / "release", tmp_path / "repack")
+    release, again = (data.read_nabirds(tmp_path / kind) for kind in ("release", "repack"))
+    assert {k: sorted(v) for k, v in again.images.items()} == {"train": sorted(release.images["train"]),
+                                                              "val": release.images["test"]}  # fmt: skip
+    assert len(again.classes) == 555 and set(again.paths) == set(release.paths)
+    rows = (tmp_path / "repack" / "val.json").read_text()
+    for old, new in (('"class_id1": 1', '"class_id1": 2'), ('"class_id1": 1', '"class_id1": 555')):
+        write(tmp_path / "repack" / "val.json", rows.replace(old, new))
+        with pytest.raises(ValueError, match=r"val.json, line 1: 0817/00000005aaaa has the class (1|555)"):
+            data.read_nabirds(tmp_path / "repack")
 
 
 # ---- your own pairs --------------------------------------------------------------------------------------------------
