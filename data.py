@@ -396,12 +396,25 @@ def read_splits(path: Path) -> dict[str, list[int]]:
 
 
 def read_boxes(root: Path, release: Release) -> None:
-    """Fills in a release's boxes and their overlap, whose files know scenes by number ("12", the pair 000012.png)."""
+    """Fills in a release's boxes and their overlap, whose files know scenes by number ("12", the pair 000012.png). ValueError
+    where a key is no number, or its value no pair of boxes or no overlap."""
     boxes, overlap = root / "change_captions_with_bbox.json", root / "change_captions_by_IOU.json"
+
+    def numbers(values, count: int) -> bool:
+        return isinstance(values, list) and len(values) == count and all(type(x) in (int, float) for x in values)
+
     for number, box in read_json(boxes).items() if boxes.exists() else ():
-        release.boxes[f"{int(number):06d}.png"] = (box["bbox_before"], box["bbox_after"])
+        both = [box.get(name, ()) if isinstance(box, dict) else () for name in ("bbox_before", "bbox_after")]
+        if number.isdecimal() and all(b is None or numbers(b, 4) for b in both):
+            release.boxes[f"{int(number):06d}.png"] = tuple(both)
+        else:
+            wrong(f"{boxes}: the key {number!r} has {str(box)[:80]}; expected a number such as 12, with bbox_before and "
+                  "bbox_after, each [x, y, w, h] or null")  # fmt: skip
     for number, iou in read_json(overlap).items() if overlap.exists() else ():
-        release.overlap[f"{int(number):06d}.png"] = float(iou)
+        if number.isdecimal() and numbers([iou], 1):
+            release.overlap[f"{int(number):06d}.png"] = float(iou)
+        else:
+            wrong(f"{overlap}: the key {number!r} has {str(iou)[:80]}; expected a number such as 12, with the boxes' overlap")
 
 
 def of_single_pairs(pairs: dict[str, list[Pair]], paths: dict[str, Path], kinds: dict, notes: Iterable[str] = ()) -> Release:
@@ -2298,6 +2311,7 @@ def ptb_tokenize(text: str) -> str:
 
 METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "CIDEr (one pool)", "SPICE")
 JAVA_FLAGS = ("-Dfile.encoding=UTF-8", "-Duser.language=en", "-Duser.country=US")  # METEOR dies where 0.5 is 0,5
+JAVA_PATIENCE = 600  # seconds without an answer after which a Java process is taken to hang
 SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
 SPICE_DOWNLOAD = "python -m pycocoevalcap.spice.get_stanford_models"
 
@@ -2326,8 +2340,9 @@ def tokenize_all(texts: list[str], java: str | None) -> tuple[list[str], str]:
         call = [java, *JAVA_FLAGS, "-cp", str(jar), "edu.stanford.nlp.process.PTBTokenizer"]
         call += ["-preserveLines", "-lowerCase", "-encoding", "UTF-8"]
         try:
-            done = subprocess.run(call, input="\n".join([*texts, ""]).encode(), capture_output=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
+            lines = "\n".join([*texts, ""]).encode()
+            done = subprocess.run(call, input=lines, capture_output=True, check=True, timeout=JAVA_PATIENCE)
+        except (OSError, subprocess.SubprocessError):
             return tokenize_all(texts, None)
         lines = done.stdout.decode().split("\n")[:-1]
         assert len(lines) == len(texts), f"the PTB tokenizer made {len(lines)} lines of {len(texts)} captions"
@@ -2336,25 +2351,35 @@ def tokenize_all(texts: list[str], java: str | None) -> tuple[list[str], str]:
 
 
 def meteor(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, list[str]], java: str) -> dict[str, float]:
-    """METEOR of every group. One process: a SCORE line per caption gives its statistics, an EVAL line per group sums them."""
+    """METEOR of every group. One process: a SCORE line per caption gives its statistics, an EVAL line per group sums them.
+    OSError where it ends early, or keeps us waiting for JAVA_PATIENCE seconds."""
     call = [java, "-Xmx2G", *JAVA_FLAGS, "-jar", "meteor-1.5.jar", "-", "-", "-stdio", "-l", "en", "-norm"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(call, cwd=coco_folder() / "meteor", encoding="utf-8", **pipes) as process:
+    pipes, late = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}, threading.Event()
+    try:
+        with subprocess.Popen(call, cwd=coco_folder() / "meteor", encoding="utf-8", **pipes) as process:
 
-        def ask(*fields: str, answers: int = 1) -> str:
-            process.stdin.write(" ||| ".join(field.replace("|||", " ") for field in fields) + "\n")
-            process.stdin.flush()
-            lines = [process.stdout.readline() for _ in range(answers)]
-            if not lines[-1]:
-                raise OSError("METEOR's Java process ended early; it needs 2 GB of memory")
-            return lines[-1].strip()
+            def ask(*fields: str, answers: int = 1) -> str:
+                watchdog = threading.Timer(JAVA_PATIENCE, lambda: (late.set(), process.kill()))
+                watchdog.start()
+                try:
+                    process.stdin.write(" ||| ".join(field.replace("|||", " ") for field in fields) + "\n")
+                    process.stdin.flush()
+                    lines = [process.stdout.readline() for _ in range(answers)]
+                finally:
+                    watchdog.cancel()
+                if not lines[-1]:
+                    raise BrokenPipeError
+                return lines[-1].strip()
 
-        try:
-            stats = {i: ask("SCORE", *refs[i], hyp) for i, hyp in hyps.items()}
-            # an EVAL line is answered by the score of each caption, then the score of the group
-            return {g: float(ask("EVAL", *(stats[i] for i in ids), answers=len(ids) + 1)) for g, ids in groups.items()}
-        finally:
-            process.kill()  # without it, leaving the block after an error would wait for a process that waits for us
+            try:
+                stats = {i: ask("SCORE", *refs[i], hyp) for i, hyp in hyps.items()}
+                # an EVAL line is answered by the score of each caption, then the score of the group
+                return {g: float(ask("EVAL", *(stats[i] for i in ids), answers=len(ids) + 1)) for g, ids in groups.items()}
+            finally:
+                process.kill()  # without it, leaving the block after an error would wait for a process that waits for us
+    except BrokenPipeError as e:
+        reason = f"gave no answer for {JAVA_PATIENCE} s" if late.is_set() else "ended early; it needs 2 GB of memory"
+        raise OSError(f"METEOR's Java process {reason}") from e
 
 
 def spice(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, list[str]], java: str) -> dict[str, float]:

@@ -148,6 +148,26 @@ def test_ids_of_the_wrong_type(release, prepare, wrong):
     assert f"train has the id {wrong!r}; expected whole numbers" in prepare(release)
 
 
+BOX, BOXES, OVERLAP = [1, 2, 3, 4.5], "change_captions_with_bbox.json", "change_captions_by_IOU.json"
+
+
+@pytest.mark.parametrize("file, key, value", [
+    (BOXES, "x", {"bbox_before": BOX, "bbox_after": None}), (BOXES, "3.png", {"bbox_before": None, "bbox_after": BOX}),
+    (BOXES, "3", {"bbox_before": BOX}), (BOXES, "3", {"bbox_before": BOX, "bbox_after": BOX[:3]}),
+    (BOXES, "3", {"bbox_before": ["1", 2, 3, 4], "bbox_after": BOX}), (BOXES, "3", {"bbox_before": BOX, "bbox_after": 7}),
+    (BOXES, "3", {"bbox_before": [True, 2, 3, 4], "bbox_after": BOX}), (BOXES, "3", [BOX, BOX]), (BOXES, "3", None),
+    (OVERLAP, "x", 0.5), (OVERLAP, "3", "0.5"), (OVERLAP, "3", None), (OVERLAP, "3", [0.5])])  # fmt: skip
+def test_boxes_that_are_none(release, prepare, capsys, file, key, value):
+    content = {"2": {"bbox_before": None, "bbox_after": BOX}} if file == BOXES else {"2": 1}
+    write(release / file, content)
+    read = data.read_clevr_change(release)
+    assert read.boxes == {"000002.png": (None, BOX)} or read.overlap == {"000002.png": 1.0}
+    write(release / file, content | {key: value})
+    assert f"{file}: the key {key!r} has {value}; expected a number such as 12, with " in prepare(release)
+    told = [line for line in problems(capsys, "clevr_change", release) if file in line]
+    assert len(told) == 1 and f"the key {key!r}" in told[0]  # a check reads on
+
+
 def test_unknown_split(release, prepare):
     splits = json.loads((release / "splits.json").read_text())
     write(release / "splits.json", {{"val": "validation"}.get(k, k): v for k, v in splits.items()})

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +114,22 @@ def test_java_adds_meteor_and_changes_nothing_else(monkeypatch, tmp_path):
     monkeypatch.setattr(data.shutil, "which", lambda name: None)
     plain = data.score(PREDICTIONS, REFERENCES)["scores"]["total"]
     assert {m: v for m, v in plain.items() if v is not None}.items() <= full["scores"]["total"].items()
+
+
+@pytest.mark.parametrize("words", [1, 20_000])
+def test_a_java_that_never_answers_is_ended(monkeypatch, tmp_path, words):
+    """Whether it hangs after a short line, or does not even read a long one."""
+    hangs = tmp_path / "java"  # a Java that tokenizes but never answers as METEOR
+    hangs.write_text('#!/bin/sh\ncase "$*" in *meteor*) exec sleep 60;; esac\nexec cat\n')
+    hangs.chmod(0o755)
+    monkeypatch.setattr(data.shutil, "which", lambda name: str(hangs))
+    monkeypatch.setattr(data, "JAVA_PATIENCE", 1)
+    began, result = time.perf_counter(), data.score({"1": "a red car " * words}, {"1": ["a car"]})
+    assert result["scores"]["total"]["METEOR"] is None and result["scores"]["total"]["ROUGE-L"] is not None
+    assert result["missing"]["METEOR"] == "METEOR's Java process gave no answer for 1 s"
+    assert result["tokenizer"] == "PTB (Java)" and time.perf_counter() - began < 30
+    hangs.write_text("#!/bin/sh\nexec sleep 60\n")
+    assert data.tokenize_all(["a car"], str(hangs)) == (["a car"], "Python")
 
 
 def test_spice_runs_once_for_all_groups_and_never_downloads(monkeypatch, tmp_path):
