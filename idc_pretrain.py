@@ -56,6 +56,7 @@ from common import (
     RunConfig,
     can_compile,
     decode,
+    full,
     learning_rate,
     load_checkpoint,
     load_model,
@@ -476,7 +477,7 @@ def cell_loss(predicted: Tensor, target: Tensor, others: Tensor, tau: float, amo
     s = p @ F.normalize(torch.cat([target, others]), dim=-1).T / tau  # (P, P + M)
     partner = torch.arange(len(p), device=p.device)
     if not among_targets:
-        own = F.one_hot(partner, len(p)).bool()
+        own = torch.eye(len(p), dtype=torch.bool, device=p.device)
         s = torch.cat([s[:, : len(p)].masked_fill(~own, float("-inf")), s[:, len(p) :]], 1)
     return F.cross_entropy(s, partner)
 
@@ -502,9 +503,10 @@ def class_loss(logits: Tensor, classes: Tensor) -> Tensor:
 def contrast_loss(x: Tensor, classes: Tensor, margin: float = 0.4) -> Tensor:
     """Section 2.4, after He et al. 2021 (TransFG): cosines of like images to 1, of others below the margin, a mean over all
     ordered pairs, an image with itself included. x (2B, D), classes (2B,)."""
-    x = F.normalize(x, dim=-1)
-    cos, same = x @ x.T, classes[:, None] == classes
-    return torch.where(same, 1 - cos, (cos - margin).clamp(min=0)).mean()
+    with torch.autocast(x.device.type, enabled=False):  # bfloat16 has three digits
+        x = F.normalize(full(x), dim=-1)
+        cos, same = x @ x.T, classes[:, None] == classes
+        return torch.where(same, 1 - cos, (cos - margin).clamp(min=0)).mean()
 
 
 def match_loss(logits: Tensor, classes: Tensor) -> Tensor:
@@ -926,6 +928,7 @@ def train(cfg: Config, resume: bool = False) -> tuple[IDC, data.Dataset]:
     step, best, worse = state["step"], state["best"], state["worse"]
     run.begin(model, step)
     if cfg.compile and cuda and can_compile():
+        torch._dynamo.config.cache_size_limit = 64  # a version a task, shape and stream: of 8, none is left to fine-tuning
         model.compile()
     with run:
         for stage, first, last in plan(cfg):
