@@ -15,6 +15,7 @@ from conftest import write_features
 from PIL import Image
 from released import hashed
 from test_readers import write_clevr_dc
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cheers
 import data
@@ -55,12 +56,17 @@ def test_hash_stream():
     assert hashed(4, 1).tolist() == pytest.approx([-0.401380, 0.460570, 0.421702, 0.790581], abs=1e-6)
 
 
-@pytest.fixture
-def tiny(method, tiny):
+def flags_of(method, tiny):
+    """conftest's tiny for one method, ALONE."""
     if method is idc_pretrain:
         place = tiny.index("--word_dim")
         tiny = tiny[:place] + tiny[place + 2 :] + ["--stage", "finetune", "--ffn", "24", "--extractor", "resnet101-layer3"]
     return tiny + [x for name, value in ALONE.get(method, {}).items() for x in (f"--{name}", str(value))]
+
+
+@pytest.fixture
+def tiny(method, tiny):
+    return flags_of(method, tiny)
 
 
 def test_a_diff_of_two_files_shows_the_science(method):
@@ -162,6 +168,33 @@ def test_overfits_eight_pairs(method, prepared, tiny):
         adam.step()
     told = dataset.vocab.decode(model.eval().generate(batch.before, batch.after))
     assert told == [" ".join(data.tokenize(p.captions[0])) for p in pairs]
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="PyTorch was built without CUDA")
+def test_no_tensor_stays_on_the_cpu(method, monkeypatch):
+    """Losses, captions and maps of tensors that have a device, "cuda", and a shape, but no content: no GPU is needed. A CPU
+    tensor among them is an error. (IDC's MVCL, whose shapes depend on content, is left to test_cuda.py.)"""
+    monkeypatch.setattr(data, "clip_sizes", lambda name: (7, 6))
+    monkeypatch.setattr(method, "decode", lambda step, start, *_: [step(start, t) for t in range(2)][-1])
+    own = {} if method is idc_pretrain else {"word_dim": 6}
+    cfg = method.Config(dim=8, heads=2, device="cuda", amp=False, **own)
+    with FakeTensorMode(), torch.no_grad():
+        model = MODELS[method](cfg, WORDS, (C, H, W), V, *([torch.rand(7, 5)] if method is cheers else []))
+        for m in model.modules():  # what model.to("cuda") moves; it cannot move these tensors
+            for kept in (m._parameters, m._buffers):
+                kept.update({name: x if x is None else x.to("cuda") for name, x in kept.items()})
+        batch = data.Batch(*torch.rand(2, B, C, H, W).half(), torch.ones(B, V, dtype=torch.long), ["a"] * B, ["b"] * B)
+        found = torch.ones(B, 7, device="cuda"), *(torch.ones(shape, dtype=torch.bool, device="cuda") for shape in (B, (B, B)))
+        entities = torch.zeros(B, 3, dtype=torch.long, device="cuda")
+        rewritten = torch.ones(B, 6, V, dtype=torch.long)
+        more = {rdd_acr: [(lambda *_: found,)], cheers: [(lambda _: entities,)],
+                idc_pretrain: [("finetune",), ("mlm",), ("fda", lambda ids: rewritten[: len(ids)])]}  # fmt: skip
+        for args in more.get(method, [()]):
+            losses = method.losses_of(model, (batch, batch), cfg, *args)
+            assert {x.device.type for x in losses.values()} == {"cuda"}
+        there, seen = batch.to("cuda"), [entities] if method is cheers else []
+        assert model.generate(there.before, there.after, *seen).device.type == "cuda"
+        model.attention_map(there.before, there.after, there.caption, *seen)
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
