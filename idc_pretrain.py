@@ -115,6 +115,7 @@ class Config(RunConfig):
     # ours
     finetune_targets: Literal["masked", "every"] = "masked"  # predict masked words, or every word from a [MASK] in its place
     scale_words: bool = True  # words times sqrt(D), as released; it drowns their positions
+    pretrain_images: Literal["trained", "frozen"] = "trained"  # E_s, E_p and their embedding in pre-training (mini: frozen)
     near_identity: bool = False  # start E_p as a comparison, text as its reader (mini; not the paper's)
     val_decode: Literal["greedy", "sample"] = "greedy"  # how validation captions, which choose best.pt, are written
     blind: bool = False  # zero the features: what words alone can score
@@ -535,11 +536,18 @@ class IDC(nn.Module):
         self.cell_bias = nn.Parameter(torch.zeros(channels))
         self.judge = nn.Linear(2 * cfg.dim, 2)
         if cfg.nabirds:
-            if not cfg.difference_encoder:
-                raise ValueError("--nabirds trains the difference encoder; leave --no-difference_encoder out")
+            if not cfg.difference_encoder or cfg.pretrain_images == "frozen":
+                raise ValueError("--nabirds trains the difference encoder; leave --no-difference_encoder and "
+                                 "--pretrain_images frozen out")  # fmt: skip
             self.classify, self.match = nn.Linear(cfg.dim, BIRDS), nn.Linear(2 * cfg.dim, 2)
         if cfg.near_identity and cfg.difference_encoder:
             start_near_identity(self)
+
+    def train_images(self, on: bool) -> None:
+        """Does what sees the images before the cross-modal transformer learn: their embedding, E_s and E_p?"""
+        for part in (self.embed.project, self.embed.types, self.embed.norm, self.single, self.pair):
+            if part is not None:
+                part.requires_grad_(on)
 
     # -- the sequence
 
@@ -562,6 +570,7 @@ class IDC(nn.Module):
     def joint(self, visual: Tensor, there: Tensor, ids: Tensor, cls: bool = True) -> tuple[Tensor, Tensor]:
         """Eq. 5 as in pre-training: everything sees everything but padding. ids (B, V) -> visual (B, S, D), text (B, T, D)
         with [CLS] first."""
+        visual = visual if self.embed.project.weight.requires_grad else visual.detach()  # frozen: E_p's backward pass is saved
         text = torch.cat([self.embed.cls(len(ids)), self.embed.words(ids)], 1) if cls else self.embed.words(ids)
         real = torch.ones(text.shape[:2], dtype=torch.bool, device=ids.device)
         real[:, -ids.shape[1] :] = (ids != data.NULL) | self.cfg.see_padding
@@ -936,6 +945,7 @@ def train(cfg: Config, resume: bool = False) -> tuple[IDC, data.Dataset]:
                 continue
             source, batch_size = sources[stage], cfg.batch_size if stage == "finetune" else cfg.pretrain_batch
             decay = cfg.weight_decay if stage == "finetune" else 0.0
+            model.train_images(stage == "finetune" or cfg.pretrain_images == "trained")
             optimizer = torch.optim.Adam(parameters, lr=cfg.lr, weight_decay=decay, fused=True)  # anew in each stage
             if state["step"] > first:
                 optimizer.load_state_dict(state["optimizer"])

@@ -530,6 +530,20 @@ def test_pretraining_starts_another_run(prepared, tiny, tmp_path, capsys):
             "--out_dir", tmp_path / "third")  # fmt: skip
 
 
+def test_images_can_be_left_out_of_pretraining(prepared, tiny, tmp_path):
+    """Frozen: E_s, E_p and their embedding are after pre-training as they started, and learn in fine-tuning."""
+    run(*tiny, "--data_dir", prepared, "--pretrain_images", "frozen", "--out_dir", tmp_path / "run")
+    run(*tiny, "--data_dir", prepared, "--stage", "finetune", "--steps", 1, "--lr", 0, "--out_dir", tmp_path / "start")
+    start, pretrained, end = (torch.load(tmp_path / name, weights_only=True)["model"] for name in (
+        "start/last.pt", "run/pretrained.pt", "run/last.pt"))  # fmt: skip
+    still = {name for name in start if torch.equal(start[name], pretrained[name])}
+    images = {name for name in start if name.startswith(("single.", "pair.", "embed.project.", "embed.types.", "embed.norm."))}
+    assert images <= still and not any(name.startswith(("cross.", "head.", "embed.table")) for name in still)
+    assert all(not torch.equal(end[name], start[name]) for name in images)
+    with pytest.raises(ValueError, match="--pretrain_images frozen"):
+        small(nabirds="somewhere", pretrain_images="frozen")
+
+
 @pytest.mark.parametrize("at", [3, 8, 11])
 def test_resume_in_either_stage_equals_no_interruption(at, prepared, tiny, tmp_path, monkeypatch):
     run(*tiny, "--data_dir", prepared, "--out_dir", tmp_path / "whole")
