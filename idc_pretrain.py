@@ -129,9 +129,9 @@ PRESETS = {
                            weight_decay=1e-4, batch_size=32, steps=20000, eval_every=85, patience=80, select_by="ROUGE-L"),
     "birds_to_words@released": dict(pretrain_steps=60000, pretrain_batch=150),
     "mini": dict(dim=128, ffn=256, heads=4, layers=2, dropout=0.0, swap=True, near_identity=True, scale_words=False,
-                 finetune_targets="every", mvcl=0, mask_rate=0.5, pretrain_steps=200, pretrain_batch=16, pretrain_lr=1e-4,
-                 pretrain_warmup=50, batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=2000,
-                 eval_every=1000, eval_batch=250),
+                 finetune_targets="every", mvcl=0, mask_rate=0.3, pretrain_images="frozen", pretrain_steps=2000,
+                 pretrain_batch=16, pretrain_lr=1e-3, pretrain_warmup=50, batch_size=16, lr=1e-3, schedule="cosine", warmup=50,
+                 grad_clip=1.0, steps=1200, eval_every=600, eval_batch=250),
 }  # fmt: skip
 PRESETS["mini_dc"] = PRESETS["mini"] | dict(batch_size=32, pretrain_batch=32)  # a scene is one pair here, not two
 
