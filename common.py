@@ -133,6 +133,7 @@ class _TokenMatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor) -> Tensor:
+        """q (A, N, C), k (B, M, C) -> (A, B)."""
         (_A, N, C), (B, M, _) = q.shape, k.shape
         keys = k.reshape(B * M, C).T
         step = max(1, _TokenMatch.SLICE // (N * B * M))
@@ -149,6 +150,7 @@ class _TokenMatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """grad (A, B) -> gradients of q and k."""
         q, k, best_key, best_query = ctx.saved_tensors
         (A, N, C), (B, M, _) = q.shape, k.shape
         # d token_match / d scores is 1/(2N) or 1/(2M) at the winning cells and zero elsewhere, so the gradient is that

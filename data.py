@@ -2850,6 +2850,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> None:
+    """The command line: prepare or check a data set, list photographs to fetch, or score a file of captions."""
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     for name in DATASETS:
