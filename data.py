@@ -1305,15 +1305,24 @@ def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int])
 
 
 def _sample_cameras(
-    rng: np.random.Generator, count: int, jitter: float, around: np.ndarray | None = None
+    rng: np.random.Generator, scenes: int, views: int, jitter: float = 2.5, around: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """Cameras and lights: eye, right, up, forward, light (unit, towards it), each (3, count), and gain (count,).
-    around (count,) bool: which cameras are then carried round the table to anywhere; the lights stay."""
+    """Cameras and lights of all views of `scenes` scenes, a scene's views side by side: eye, right, up, forward, light
+    (unit, towards it), each (3, scenes * views), and gain (scenes * views,).
+
+    A scene has a camera a and a spread s in 0 ... 1, each view a camera b of its own; the view is seen from (1 - s) a + s b.
+    around (scenes * views,) bool: which cameras are then carried round the table to anywhere; the lights stay."""
     def unit(v: np.ndarray) -> np.ndarray:
         return v / np.linalg.norm(v, axis=0)
 
-    eye = np.array([[7], [-7], [6]]) + jitter * rng.uniform(-1, 1, (3, count))
-    target = np.array([[0], [0], [0.3]]) + 0.25 * jitter * rng.uniform(-1, 1, (3, count)) * [[1], [1], [0.5]]
+    def spread(size: np.ndarray | list) -> np.ndarray:
+        """Offsets of at most `size` (3, 1) in every direction -> (3, scenes * views)."""
+        of_scene, of_view = rng.uniform(-1, 1, (3, scenes, 1)), rng.uniform(-1, 1, (3, scenes, views))
+        return ((1 - s) * of_scene + s * of_view).reshape(3, -1) * size
+
+    s, count = rng.uniform(0, 1, (scenes, 1)), scenes * views
+    eye = np.array([[7], [-7], [6]]) + spread([[jitter]] * 3)
+    target = np.array([[0], [0], [0.3]]) + 0.25 * spread([[jitter], [jitter], [0.5 * jitter]])
     if around is not None:
         angle = around * rng.uniform(0, 2 * np.pi, count)
         eye, target = (np.stack([np.cos(angle) * x - np.sin(angle) * y, np.sin(angle) * x + np.cos(angle) * y, z])
@@ -1570,7 +1579,7 @@ def _render_chunk(
             drafts.append((i, draft))
         pictures = [scene for _, (before, after, _) in drafts for scene in (before, after, before)[:v]]
         around = np.arange(len(pictures)) % 2 == 1 if views == DC_VIEWS else None
-        camera = _sample_cameras(rng, len(pictures), 2.5, around)
+        camera = _sample_cameras(rng, len(drafts), v, around=around)
         images, boxes, area, part = _render(pictures, camera)
         starts = np.cumsum([0] + [len(picture) for picture in pictures])
         shown = (area > 16) & (part > 0.4)

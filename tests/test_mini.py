@@ -34,7 +34,7 @@ def inside(shape, x, y, z):
 
 @pytest.mark.parametrize("shape", data.ATTRIBUTES["shape"])
 def test_box_and_area_equal_a_march_along_every_ray(shape):
-    camera = data._sample_cameras(np.random.default_rng(0), 1, 2.5)
+    camera = data._sample_cameras(np.random.default_rng(0), 1, 1)
     item = ball(0.4, -0.3, shape=shape)
     _, boxes, area, part = data._render([[item]], camera, side=32)
     eye, right, up, forward = (camera[name][:, 0].astype(float) for name in ("eye", "right", "up", "forward"))
@@ -56,7 +56,7 @@ def test_box_and_area_equal_a_march_along_every_ray(shape):
 
 
 def test_the_nearer_object_hides_the_other():
-    camera = data._sample_cameras(np.random.default_rng(0), 2, 0)  # no jitter: from (7, -7, 6)
+    camera = data._sample_cameras(np.random.default_rng(0), 2, 1, 0)  # no jitter: from (7, -7, 6)
     near, far = ball(1.2, -1.2), ball(-0.8, 0.8, color="blue")
     images, boxes, area, part = data._render([[far, near], [far]], camera)
     assert part[1] == 1 and part[0] < 1 and part[2] == 1 and area[0] < area[2]
@@ -67,7 +67,7 @@ def test_the_nearer_object_hides_the_other():
 
 
 def test_an_object_differs_from_the_floor_inside_its_box_only():
-    camera = data._sample_cameras(np.random.default_rng(1), 2, 0)
+    camera = data._sample_cameras(np.random.default_rng(1), 2, 1, 0)
     camera["light"][:] = [[0], [0], [1]]  # from above, the soft shadow stays close
     camera["gain"][:] = 1
     images, boxes, _, _ = data._render([[ball(-1, 1)], [ball(-1, 1), ball(1.5, 1, color="yellow")]], camera)
@@ -96,7 +96,7 @@ def test_captions_are_distinct_and_name_one_object(objects):
         before, after, changed = draft
         for scene in (before, after):
             assert len({tuple(item[name] for name in data.ATTRIBUTES) for item in scene}) == len(scene)
-        texts = data._captions(kind, before, after, changed, data._sample_cameras(rng, 1, 2.5)["right"][:, 0])
+        texts = data._captions(kind, before, after, changed, data._sample_cameras(rng, 1, 1)["right"][:, 0])
         assert len(set(texts)) == 6 and max(len(text.split()) for text in texts) <= 18
         scenes[str(len(scenes))] = {"type": kind, "changed": changed,
                                     "objects": {"default": before, "semantic": after}}
@@ -188,9 +188,19 @@ def test_mini_dc_is_prepared_and_captioned_right(tmp_path, capsys):
         data.prepare_mini(tmp_path / "dc", 18, "2,3", 0, "cpu")
 
 
+def test_a_scenes_views_are_spread_by_a_factor_of_its_own():
+    """Camera of view v = (1 - s) a + s b_v: near s = 0 a scene's views stand together, near 1 as far apart as two scenes'."""
+    eye = data._sample_cameras(np.random.default_rng(0), 500, 3)["eye"].reshape(3, 500, 3)
+    apart = np.abs(eye[:, :, 0] - eye[:, :, 1]).max(0)  # s |b_0 - b_1|, at most 5 s
+    assert apart.min() < 0.05 and 3 < apart.max() < 5
+    middle = np.median(apart)
+    assert 0.8 < middle < 1.6  # the median of s max_xyz |b_0 - b_1| is about 1.1; of views apart (s = 1) it would be 2.6
+    assert (np.abs(eye - np.array([7, -7, 6])[:, None, None]) <= 2.5 + 1e-5).all()
+
+
 def test_cameras_are_carried_all_around_the_table():
     around = np.arange(400) % 2 == 1
-    camera = data._sample_cameras(np.random.default_rng(0), 400, 2.5, around)
+    camera = data._sample_cameras(np.random.default_rng(0), 200, 2, around=around)
     quarter = np.floor(np.arctan2(camera["eye"][1], camera["eye"][0]) / (np.pi / 2)).astype(int)
     assert set(quarter[~around]) == {-1} and np.bincount(quarter[around] + 2).min() > 35  # of 200, 50 in each
     toward = -camera["eye"] / np.linalg.norm(camera["eye"], axis=0)
