@@ -20,23 +20,26 @@ Eq. 13-14  ccr_loss             L_ccr  InfoNCE, words <-> attended differences
 Eq. 15     caption_loss         L_cap
 Eq. 16     losses_of            L = L_cap + w_dirl L_dirl + w_ccr L_ccr
 
-Row of the paper                 flags
-Transformer (Tables 6, 7)        --w_dirl 0 --w_ccr 0
-DIRL; CCR (Table 6)              --w_ccr 0; --w_dirl 0
-non-perturbation (Table 7)       --w_ccr 0 --alpha 0
-discrimination (Table 7)         --w_ccr 0 --no-correlate
-Subtraction (Fig. 4)             --difference subtract --w_dirl 0 --w_ccr 0
-weights (Fig. 5)                 --w_dirl 0.03, --w_ccr 0.05
+Row of the paper             flags
+Transformer (Tables 6, 7)    --w_dirl 0 --w_ccr 0
+DIRL (Table 6)               --w_ccr 0
+CCR (Table 6)                --w_dirl 0
+non-perturbation (Table 7)   --w_ccr 0 --alpha 0
+discrimination (Table 7)     --w_ccr 0 --no-correlate
+Subtraction (Fig. 4)         --difference subtract --w_dirl 0 --w_ccr 0
+weights (Fig. 5)             --w_dirl 0.03, --w_ccr 0.05
 
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END, padding).
 
 Where paper and released code differ, the default is the paper and RELEASED below names each difference. Both readings keep
-- Eq. 3 with channels centred, as in Barlow Twins, whose notation it has; the paper's letters do not centre;
-- two cross-attention layers, alpha and the initialisation, which the paper does not give; two channels of coordinates beside
-  the features (use_coords) and the drops of the learning rate, which it does not mention: all as released;
-- L_ccr on the words of the reference caption, as teacher forcing reads them; the paper says generated words;
-- Eq. 12's mean of the attended differences over the words, of which there are as many, where the paper divides by HW;
-- Eq. 15 as a mean over the words of a batch, as released; the paper writes a sum.
+- Eq. 3 with centred channels, as released and as in Barlow Twins, whose notation it is; the printed formula does not centre;
+- Eq. 5-10 inside standard layers: residuals, LayerNorms and dropout, which the equations leave out. L_ccr compares what
+  Eq. 8 and 9 print, the outputs of both attentions;
+- L_ccr on the words of the reference caption, as released; the paper says generated words;
+- Eq. 12 as two means over the words; the paper divides V by HW, but V has one row for each word;
+- two cross-attention layers, alpha, the initialisation, two channels of coordinates beside the features (use_coords) and the
+  drops of the learning rate: the release has them, the paper does not give them;
+- Eq. 15 as a mean over the words of a batch, as released; the paper has a sum over the words of a sentence.
 To copy: this file, common.py and data.py (the model takes only the special ids START, END and UNK from data.py).
 """
 
@@ -125,7 +128,7 @@ RELEASED = dict(  # the released code's side of every disputed detail: --reading
     difference="stream",  # Eq. 5-6 subtract what attention returns; the release subtracts its normalised residual stream
     channel_eps=0.0,  # the release divides by the bare standard deviation
     ccr_pool="padded",  # Eq. 12 is a mean over the m words; the release averages the padding's states too
-    ccr_states="normed",  # Eq. 8-9 print attention's outputs; with the release's residual the visual state holds the words
+    ccr_states="normed",  # Eq. 12 pools Eq. 8-9; after the release's residuals the visual state holds the words as well
     ccr_logits="summed",  # Eq. 14 is InfoNCE both ways; the release adds S and its transpose and takes rows only
     ccr_equal_captions="negatives",  # many pairs share a sentence, distractors above all; the release pushes them apart
     val_decode="sample",  # section 4.2 decodes greedily; the release samples during validation
@@ -202,13 +205,15 @@ class DecoderLayer(nn.Module):
         if past is not None:
             k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)
         words = self.self_attention.attend(q, k, v, mask=mask)  # Eq. 8
-        x = x1 = self.norm1(x + self.dropout(words))
-        query = self.cross_attention.query(x)
+        x1 = self.norm1(x + self.dropout(words))
+        query = self.cross_attention.query(x1)
         visual = self.cross_attention.attend(query, *cross)  # Eq. 9
-        x = x2 = self.norm2(x + self.dropout(visual))
-        hidden = self.dropout(F.relu(self.hidden(x)))
-        x = self.norm3(x + self.dropout(self.output(hidden)))  # Eq. 10
-        return x, (k, v), query, *((words, visual) if self.ccr_states == "attention" else (x1, x2))
+        x2 = self.norm2(x1 + self.dropout(visual))
+        hidden = self.dropout(F.relu(self.hidden(x2)))
+        x3 = self.norm3(x2 + self.dropout(self.output(hidden)))  # Eq. 10
+        if self.ccr_states == "normed":
+            words, visual = x1, x2
+        return x3, (k, v), query, words, visual
 
 
 class Decoder(nn.Module):
@@ -308,14 +313,14 @@ class DIRL(nn.Module):
         super().__init__()
         self.cfg, self.grid, self.max_len = cfg, grid, max_len
         subtract, stream = cfg.difference == "subtract", cfg.difference == "stream"
-        layers = range(0 if subtract else cfg.layers)
+        layers = 0 if subtract else cfg.layers
         self.embed = ImageEmbedding(*grid, cfg.dim, cfg.use_coords)
-        self.cross_view = nn.ModuleList(CrossView(cfg, residual=stream or i < cfg.layers - 1) for i in layers)
+        self.cross_view = nn.ModuleList(CrossView(cfg, residual=stream or i < layers - 1) for i in range(layers))
         self.fuse = Fusion(cfg, cfg.dim if subtract else 2 * cfg.dim)
         self.decoder = Decoder(cfg, vocab_size, max_len)
         if cfg.w_dirl:
-            wide = nn.Linear(cfg.dim, 4 * cfg.dim), nn.ReLU(), nn.Dropout(cfg.dropout)
-            self.mlp = nn.Sequential(*wide, nn.Linear(4 * cfg.dim, cfg.dim))
+            hidden = nn.Linear(cfg.dim, 4 * cfg.dim), nn.ReLU(), nn.Dropout(cfg.dropout)
+            self.mlp = nn.Sequential(*hidden, nn.Linear(4 * cfg.dim, cfg.dim))
         for name, part in self.named_children():
             initialise(part, xavier=cfg.xavier or name not in ("fuse", "decoder"))
 
@@ -337,7 +342,7 @@ class DIRL(nn.Module):
         """The parts of Eq. 16 for one batch of pairs: features (B, C, H, W) twice, caption (B, V)."""
         cfg = self.cfg
         difference, x_bef, x_aft = self.encode(before, after)
-        if cfg.ccr_pool == "padded":
+        if cfg.ccr_pool == "padded":  # the states at the padding are pooled, too
             caption = F.pad(caption, (0, self.max_len - caption.shape[1]))
         hidden, _, words, visual = self.decoder(caption, difference)
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}

@@ -16,16 +16,17 @@ Eq. 11     cbr_loss           L_cm  InfoNCE, hallucination <-> after
 Eq. 12     caption_loss       L_cap
 Eq. 13     losses_of          L = L_cap + w_match L_cv + w_cbr L_cm
 
-Row of the paper          flags
-Subtraction               --difference subtract --w_match 0 --w_cbr 0
-RR                        --w_match 0 --w_cbr 0
-RR+CBR; SCORER            --w_match 0; --w_cbr 0
-matching (Fig. 3)         --matching mtm, tm, mean, max
-heads (Fig. 4)            --heads 8 (also changes the decoder and CBR, the figure only MTM and Eq. 5)
-layers (Fig. 5)           --layers 2
-fusion (section 6.3)      --fusion cat, sum, hadamard
-out of reach: RR+ of Fig. 13, whose distance the paper does not name, and the fusion of section 6.3 in which words attend to
-each image apart, which needs another decoder
+Row of the paper       flags
+Subtraction            --difference subtract --w_match 0 --w_cbr 0
+RR                     --w_match 0 --w_cbr 0
+RR+CBR                 --w_match 0
+SCORER                 --w_cbr 0
+matching (Fig. 3)      --matching mtm, tm, mean or max
+heads (Fig. 4)         --heads 8 (the figure changes MTM and Eq. 5 only; the flag changes decoder and CBR as well)
+layers (Fig. 5)        --layers 2
+fusion (section 6.3)   --fusion cat, sum or hadamard
+No flag reaches RR+ (Fig. 13): the paper does not name its distance. Nor the fusion of section 6.3 where words attend to each
+image before "cat": it needs a decoder of two memories.
 
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END, padding).
 
@@ -33,9 +34,9 @@ Where paper and released code differ, the default is the paper and RELEASED belo
 - attention without output projection, a GELU feed-forward of width D and, in place of Eq. 4's temperature, a learned scale:
   the paper cites standard layers, but its published figures come from the release, which has these;
 - two channels of coordinates beside the features (use_coords), the initialisation and the drops of the learning rate:
-  the paper mentions none of them, the release has them;
-- Eq. 12 as a mean over the words of a batch, as released; the paper writes a sum.
-How Eq. 3 joins heads is lost in our copy of the paper: mtm averages them [ours].
+  the release has them, the paper does not mention them;
+- Eq. 12 as a mean over the words of a batch, as released; the paper has a sum over the words of a sentence.
+How Eq. 3 joins its heads is lost in our copy of the paper: mtm averages them [ours].
 To copy: this file, common.py and data.py (the model takes only the special ids START, END and UNK from data.py).
 """
 
@@ -193,12 +194,13 @@ class DecoderLayer(nn.Module):
         q, k, v = self.self_attention.project(x, x)
         if past is not None:
             k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)
-        x = self.norm1(x + self.self_attention.attend(q, k, v, causal=past is None))
-        query = self.cross_attention.query(x)
-        x = self.norm2(x + self.cross_attention.attend(query, *cross))
-        hidden = F.gelu(self.hidden(x))
-        residual = x if self.ffn_residual == "input" else hidden
-        return self.norm3(residual + self.dropout(self.output(hidden))), (k, v), query
+        x1 = self.norm1(x + self.self_attention.attend(q, k, v, causal=past is None))
+        query = self.cross_attention.query(x1)
+        x2 = self.norm2(x1 + self.cross_attention.attend(query, *cross))
+        hidden = F.gelu(self.hidden(x2))
+        residual = x2 if self.ffn_residual == "input" else hidden
+        x3 = self.norm3(residual + self.dropout(self.output(hidden)))
+        return x3, (k, v), query
 
 
 class Decoder(nn.Module):
@@ -315,17 +317,18 @@ class SCORER(nn.Module):
         super().__init__()
         self.cfg, self.grid, self.max_len = cfg, grid, max_len
         subtract = cfg.difference == "subtract"
-        if subtract and cfg.w_match:
-            raise ValueError("--difference subtract has no matching layer for --w_match; set --w_match 0")
+        layers = 0 if subtract else cfg.layers
+        if cfg.w_match and not layers:
+            raise ValueError("without a cross-view layer nothing can be matched; set --w_match 0")
         self.embed = ImageEmbedding(*grid, cfg.dim, cfg.use_coords)
-        self.cross_view = nn.ModuleList(CrossView(cfg) for _ in range(0 if subtract else cfg.layers))
+        self.cross_view = nn.ModuleList(CrossView(cfg) for _ in range(layers))
         self.fuse = Fusion(cfg, cfg.dim if subtract or cfg.fusion != "cat" else 2 * cfg.dim)
         self.decoder = Decoder(cfg, vocab_size, max_len)
         if cfg.w_match:
             self.log_scale = nn.Parameter(torch.ones(()))
         if cfg.w_cbr:
             self.cbr = BackwardReasoning(cfg).requires_grad_(cfg.train_cbr)
-        for m in self.decoder.modules():  # as released; all other parts start as PyTorch's
+        for m in self.decoder.modules():  # as released; all other parts start as PyTorch starts them
             if isinstance(m, nn.Linear | nn.Embedding):
                 nn.init.normal_(m.weight, std=0.02)
             if isinstance(m, nn.Linear):
