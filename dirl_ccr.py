@@ -121,7 +121,7 @@ PRESETS = {
     "spot_the_diff": dict(w_ccr=0.004, batch_size=32, lr_drop=4020, use_coords=False),
     "image_editing_request": dict(w_dirl=0.001, w_ccr=0.05, batch_size=16, lr=1e-4, lr_drop=2880, use_coords=False),
     "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, w_dirl=0.03, w_ccr=0.005, batch_size=16, lr=1e-3,
-                 schedule="cosine", warmup=50, grad_clip=1.0, steps=2000, eval_every=1000, eval_batch=250),
+                 schedule="cosine", warmup=50, grad_clip=1.0, steps=1600, eval_every=800, eval_batch=250),
 }  # fmt: skip
 
 RELEASED = dict(  # the released code's side of every disputed detail: --reading released (per data set: @released above)

@@ -273,7 +273,7 @@ def mean_of(x: Tensor, valid: Tensor) -> Tensor:
 
 
 def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: int) -> Tensor:
-    """Eq. 2-3, image a to image b: q (A, N, D), k (B, M, D) -> (A, B), times a learned scale, at most 100.
+    """Eq. 2-3, image a to image b: q (A, N, D), k (B, M, D) -> (A, B), times a learned scale.
 
     "mtm" finds each token's best match in every head apart and averages heads [ours], "tm" finds it over all channels.
     "mean" and "max" (Fig. 3) pool the tokens first. Not in bfloat16: scores near 50 differ by tenths."""
@@ -287,7 +287,7 @@ def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: in
             score = q.mean(1) @ k.mean(1).T
         else:
             score = q.amax(1) @ k.amax(1).T
-        return log_scale.clamp(max=math.log(100)).exp() * score
+        return log_scale.exp() * score
 
 
 def match_loss(bef_to_aft: Tensor, aft_to_bef: Tensor) -> Tensor:
@@ -375,6 +375,14 @@ class SCORER(nn.Module):
         return losses
 
     @torch.no_grad()
+    def clamp_scales(self) -> None:
+        """After each step: learned scales stay below 100, as released."""
+        if self.cfg.w_match:
+            self.log_scale.clamp_(max=math.log(100))
+        if self.cfg.w_cbr:
+            self.cbr.log_scale.clamp_(max=math.log(100))
+
+    @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
         """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len)."""
         step = self.decoder.stepper(self.encode(before, after)[0])
@@ -441,6 +449,7 @@ def train(cfg: Config, resume: bool = False) -> tuple[SCORER, data.Dataset]:
             if cfg.grad_clip:
                 nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
             optimizer.step()
+            model.clamp_scales()
             step, stop = step + 1, run.stop  # read once a step: a signal may come at any line
             recent.add(losses)
             bar.update()
