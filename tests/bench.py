@@ -111,7 +111,9 @@ def work_of(args):
     cfg = preset(method.Config, method.PRESETS, {}, "clevr_change", "paper", cuda)
     cfg = dataclasses.replace(cfg, dim=args.dim, device=args.device, amp=cfg.amp and not args.plain)
     if args.plain:
-        scorer_cbr.token_match = cheers.token_match = lambda q, k, heads=1: dense_match(q, k)
+        heads_of = lambda q, k, heads: zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True)
+        dense = lambda q, k, heads=1: sum(dense_match(*pair) for pair in heads_of(q, k, heads)) / heads
+        scorer_cbr.token_match = cheers.token_match = dense
         common.Attention.attend = plain_attend
     table = (torch.randn(ENTITIES, CLIP),) if method is cheers else ()
     model = model(cfg, WORDS, grid, args.length, *table).to(args.device)

@@ -134,9 +134,11 @@ def test_cached_decoding_equals_full_decoding(method):
 @DECODERS
 def test_attention_map_is_a_mean_over_the_words(method):
     model, (before, after) = small(method), pictures()
-    _, query, key = model.decoder(CAPTION, model.encode(before, after)[0])
-    query = query["query"] if isinstance(query, dict) else query
-    scores = model.decoder.layers[-1].cross_attention.scores(query, key[:, : H * W])
+    look, seen = model.decoder.layers[-1].cross_attention, {}
+    for name in ("query", "key"):
+        getattr(look, name).register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
+    model.decoder(CAPTION, model.encode(before, after)[0])
+    scores = look.scores(seen["query"], seen["key"][:, : H * W])
     maps = getattr(model, "decoder_map", model.attention_map)(before, after, CAPTION)
     assert maps.shape == (B, H, W)
     torch.testing.assert_close(maps.sum((1, 2)), torch.ones(B, dtype=torch.float64))
