@@ -310,8 +310,8 @@ def test_total_is_equation_16_and_the_prompts_learn(corpus):
     expected = (parts["caption"] + 0.3 * parts["n2o"] + 0.2 * parts["v2a"]).mean().item()
     assert losses["total"].item() == pytest.approx(expected, rel=1e-5)
     for name, part in parts.items():
-        assert losses[f"{name} (changed)"].item() == pytest.approx(part[:2].mean().item(), rel=1e-5)
-        assert losses[f"{name} (distractors)"].item() == pytest.approx(part[2:].mean().item(), rel=1e-5)
+        assert losses[f"{name}, changed"].item() == pytest.approx(part[:2].mean().item(), rel=1e-5)
+        assert losses[f"{name}, distractors"].item() == pytest.approx(part[2:].mean().item(), rel=1e-5)
     losses["total"].backward()
     assert model.noun_prompt.grad.any() and model.verb_prompt.grad.any()
     assert all(p.grad is None for p in clip.parameters())
