@@ -415,7 +415,7 @@ class RDD(nn.Module):
 
     def forward(self, before: Tensor, after: Tensor, caption: Tensor, nouns: Attributes | None = None,
                 verbs: Attributes | None = None) -> dict[str, Tensor]:  # fmt: skip
-        """Features (B, C, H, W) twice, caption (B, V), its phrases -> the parts of Eq. 16, each (B,). Without nouns there is no
+        """Features (B, C, H, W) twice, caption (B, V), its phrases -> the parts of Eq. 16, (B,) each. Without nouns no
         L_N2O, without verbs no L_V2A."""
         tokens, found = self.encode(before, after)
         hidden, _, _ = self.decoder(caption, tokens)
