@@ -132,7 +132,6 @@ class ImageEmbedding(nn.Module):
         self.conv, self.position = nn.Conv2d(channels, cfg.dim, 1), GridPosition(cfg.dim, height, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features of either image -> its cells."""
         return (self.conv(features) + self.position()).flatten(2).transpose(1, 2)
 
 
@@ -154,7 +153,6 @@ class GlobalDifference(nn.Module):
         return self.norm(f_x + self.dropout(seen)) if self.norm else seen
 
     def forward(self, f_bef: Tensor, f_aft: Tensor, f_diff: Tensor) -> Tensor:
-        """F_bef, F_aft and F_diff (B, N, D) -> F_c (B, N, D)."""
         return self.join(torch.cat([self.enrich(f_bef, f_diff), self.enrich(f_aft, f_diff)], -1))
 
 
@@ -191,7 +189,8 @@ class Distilled(NamedTuple):
 
 
 class Distilling(nn.Module):
-    """K vectors, drawn from a Gaussian and learned, through N blocks: source (B, M, D) -> Distilled."""
+    """K vectors, drawn from a Gaussian and learned, through N blocks. source (B, M, D): F_c, or the vectors that precede these
+    -> Distilled."""
 
     def __init__(self, cfg: Config, count: int):
         super().__init__()
@@ -200,7 +199,6 @@ class Distilling(nn.Module):
         self.blocks, self.steps = nn.ModuleList(blocks), cfg.distil_steps
 
     def forward(self, source: Tensor) -> Distilled:
-        """Source: F_c (B, M, D), or the vectors that precede these."""
         vectors = self.vectors.expand(len(source), -1, -1)
         for i in range(self.steps):
             source, vectors, look = self.blocks[i % len(self.blocks)](source, vectors)
@@ -217,7 +215,6 @@ class Fusion(nn.Module):
         self.norm1, self.norm2, self.dropout = nn.LayerNorm(cfg.dim), nn.LayerNorm(cfg.dim), nn.Dropout(cfg.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens of all kinds side by side (B, M, D) -> the same, mixed."""
         y = self.norm1(x)
         x = x + self.dropout(self.attention(y, y))
         return x + self.dropout(F.relu(self.feed_forward(self.norm2(x))))
@@ -227,8 +224,8 @@ class DecoderLayer(nn.Module):
     """Post-norm decoder layer: words attend to earlier words, then to the differences, then a feed-forward of width 4 D.
 
     x (B, V, D) -> (B, V, D). `cross`: key and value (B, M, D) of the differences; `past`: key and value of the words
-    before x (decoding a word at a time), None when x starts with START. Also returns the new `past` and the query that
-    met the differences. [ours] Widths and number of layers, as in DIRL+CCR."""
+    before x (decoding a word at a time), None when x starts with START. Also returns the new `past` and the query (B, V, D)
+    that met the differences. [ours] Widths and number of layers, as in DIRL+CCR."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -239,7 +236,6 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, cross: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None = None):
-        """-> words (B, V, D), `past` with these words, query (B, V, D)."""
         q, k, v = self.self_attention.project(x, x)
         if past is not None:
             k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)
