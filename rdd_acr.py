@@ -416,7 +416,7 @@ class RDD(nn.Module):
         tokens, found = self.encode(before, after)
         hidden, _, _ = self.decoder(caption, tokens)
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}
-        with torch.autocast(caption.device.type, enabled=False):
+        with torch.autocast(caption.device.type, enabled=False):  # cosines over a small temperature want float32
             if nouns is not None:
                 objects, text = full(found["objects"].vectors), self.adapter(full(nouns.text))
                 losses["n2o"] = contrast_loss(objects, text, nouns.valid, nouns.same, self.cfg.tau)
