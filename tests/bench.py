@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
@@ -130,10 +131,12 @@ def work_of(args):
         return torch.no_grad()(lambda: write(before, after, *entities)), 1
     caption = torch.randint(4, WORDS, (args.batch, args.length), device=args.device)
     streams = tuple(data.Batch(before, after, caption, [""] * args.batch, [""] * args.batch) for _ in range(2))
-    rows = torch.randint(40, (args.batch,), device=args.device)  # of few phrases
-    phrases = torch.randn(40, CLIP, device=args.device)[rows], torch.ones_like(rows, dtype=torch.bool), rows[:, None] == rows
+    rows = torch.randint(40, (2 * args.batch,), device=args.device)  # of few phrases
+    text = torch.randn(40, CLIP, device=args.device)[rows]
+    found = rdd_acr.Attributes(text, torch.ones_like(rows, dtype=torch.bool), rows[:, None] == rows)
+    phrases = SimpleNamespace(nouns=lambda *_: found, verbs=lambda *_: found)
     rewritten = torch.randint(4, WORDS, (args.batch, 6, args.length))
-    more = {rdd_acr: (lambda *_: phrases,), cheers: (lambda _: entities[0],),
+    more = {rdd_acr: (phrases,), cheers: (lambda _: entities[0],),
             idc_pretrain: (args.task or "finetune", lambda ids: rewritten[: len(ids)])}.get(method, ())  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=not args.plain)
     if cuda and args.compile and not args.plain:

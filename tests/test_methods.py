@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,6 +78,8 @@ def test_a_diff_of_two_files_shows_the_science(method):
         source = re.sub(rf"\b{MODELS[module].__name__}\b", "MODEL", source)
         source = source.replace("data.open_dataset", "open_dataset")  # IDC's adds the words of CUB
         source = source.replace("cfg, phrases)", "cfg)")  # RDD+ACR's loss has one more input
+        source = source.replace("decode=cfg.val_decode, ", "")  # RDD+ACR validates greedily
+        source = source.replace(', sample=cfg.val_decode == "sample" and out_dir is None', "")
         # CHEERS's model has a table of entities, made before its weights are loaded, and each of its pairs has some.
         source = source.replace(" | entities.report(dataset, split)", "").replace("load_model(MODEL, cfg", "load_model(cfg")
         source = re.sub(r",\s*(entities|Entities|found|notes)\b(: Entities|\.table)?", "", source)
@@ -176,9 +179,9 @@ def test_overfits_eight_pairs(method, prepared, tiny):
 def test_no_tensor_stays_on_the_cpu(method, monkeypatch):
     """Losses, captions and maps of tensors that have a device, "cuda", and a shape, but no content: no GPU is needed. A CPU
     tensor among them is an error. (IDC's MVCL, whose shapes depend on content, is left to test_cuda.py.)"""
-    monkeypatch.setattr(data, "clip_sizes", lambda name: (7, 6))
     monkeypatch.setattr(method, "decode", lambda step, start, *_: [step(start, t) for t in range(2)][-1])
     own = {} if method is idc_pretrain else {"word_dim": 6}
+    own |= {"clip_dim": 7, "clip_width": 6} if method is rdd_acr else {}
     cfg = method.Config(dim=8, heads=2, device="cuda", amp=False, **own)
     with FakeTensorMode(), torch.no_grad():
         model = MODELS[method](cfg, WORDS, (C, H, W), V, *([torch.rand(7, 5)] if method is cheers else []))
@@ -186,10 +189,12 @@ def test_no_tensor_stays_on_the_cpu(method, monkeypatch):
             for kept in (m._parameters, m._buffers):
                 kept.update({name: x if x is None else x.to("cuda") for name, x in kept.items()})
         batch = data.Batch(*torch.rand(2, B, C, H, W).half(), torch.ones(B, V, dtype=torch.long), ["a"] * B, ["b"] * B)
-        found = torch.ones(B, 7, device="cuda"), *(torch.ones(shape, dtype=torch.bool, device="cuda") for shape in (B, (B, B)))
+        flags = (torch.ones(shape, dtype=torch.bool, device="cuda") for shape in (2 * B, (2 * B, 2 * B)))
+        found = rdd_acr.Attributes(torch.ones(2 * B, 7, device="cuda"), *flags)
         entities = torch.zeros(B, 3, dtype=torch.long, device="cuda")
         rewritten = torch.ones(B, 6, V, dtype=torch.long)
-        more = {rdd_acr: [(lambda *_: found,)], cheers: [(lambda _: entities,)],
+        phrases = SimpleNamespace(nouns=lambda *_: found, verbs=lambda *_: found)
+        more = {rdd_acr: [(phrases,)], cheers: [(lambda _: entities,)],
                 idc_pretrain: [("finetune",), ("mlm",), ("fda", lambda ids: rewritten[: len(ids)])]}  # fmt: skip
         for args in more.get(method, [()]):
             losses = method.losses_of(model, (batch, batch), cfg, *args)
