@@ -18,9 +18,9 @@ Eq. 18     caption_loss   L_S
 Eq. 19     losses_of      L = L_S + w_consistency (L_C + L_D) + w_match L_I
 
 Row of the paper's tables     flags
-Table 4  Baseline             --no-hrd --k 0 --gate none --w_consistency 0 --w_match 0
+Table 4  Baseline             --layers 0 --k 0 --gate none --w_consistency 0 --w_match 0
          CRE; DRE; HRD        --no-dre --gate none; --no-cre --gate none; --gate none
-         GATE                 --no-hrd --w_consistency 0 --w_match 0
+         GATE                 --layers 0 --w_consistency 0 --w_match 0
 Table 5  lambda_m, lambda_v   --w_match 0.5, --w_consistency 0.75
 Table 6  ResNet-101           (none); its two ViT rows are out of reach: no extractor here makes their features
 Fig. 5, Fig. 6                --k 3, --layers 2
@@ -85,13 +85,12 @@ class Config(RunConfig):
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # word embedding
     heads: int = 8  # heads of every attention
-    layers: int = 2  # HRD layers
+    layers: int = 2  # HRD layers, Eq. 6-11; 0: the bare difference of the two images
     decoder_layers: int = 2  # decoder layers
     dropout: float = 0.1  # dropout probability
     k: int = 3  # K, entities of a pair; 0: none
     retrieval: Literal["absolute", "signed"] = "absolute"  # |S_bef - S_aft|, or Eq. 1's bare difference (blind to "add")
     clip: str = "ViT-L-14:openai"  # of entities and images, open_clip's MODEL:WEIGHTS (a name or a file), or mini
-    hrd: bool = True  # Eq. 6-12; without it the bare difference of the two images
     cre: bool = True  # enhance what is common, Eq. 6-7
     dre: bool = True  # enhance what differs, Eq. 10-11
     temperature: Literal["learned", "one"] = "learned"  # of the softmax of Eq. 2; one: as written, m is then almost constant
@@ -245,7 +244,8 @@ def likeness(source: Tensor, target: Tensor, scale: Tensor | float) -> Tensor:
     """Eq. 2 and the maximum of Eq. 3: m(i) = max_j P(i, j), P(., j) the softmax over target positions i of the cosines of
     i with source position j, times `scale`. source (B, S, D), target (B, N, D) -> (B, N).
 
-    Over target positions, as the sum of Eq. 2 tells: over source positions, one entity would be like every cell by 1."""
+    [ours] Over target positions, as the sum of Eq. 2 shows. Over source positions, which no flag gives, m would be 1 at
+    every cell for a single entity."""
     with torch.autocast(source.device.type, enabled=False):  # bfloat16 has three digits, and `scale` may reach 100
         x, y = (F.normalize(full(x), dim=-1) for x in (target, source))
         return (x @ y.transpose(1, 2) * scale).softmax(1).amax(2)  # (B, N, S) -> (B, N)
@@ -286,10 +286,9 @@ class HRD(nn.Module):
     directions.
 
     x: F of Eq. 6, images: F of Eq. 10, both (2B, N, D), "before" first; entities (2B, K, D) -> C~ and D (2B, N, D), L_C and
-    L_D. Each pair of an enhancement and its counterpart that reads the entities shares a loss; of the counterpart the paper
-    uses the map alone.
-    [ours] The first layer's x are the images; the next ones get C~ of the layer before. Eq. 10 keeps to the images, "the
-    original raw features". Only the last layer's D is read on, so the others make the map for L_D alone."""
+    L_D. Of the two modules that read the entities the paper uses the maps alone.
+    [ours] x are the images in the first layer, C~ of the layer before in the next. Eq. 10 keeps to the images, "the original
+    raw features". F_diff reads the last layer's D; earlier layers have L_D alone."""
 
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
@@ -434,18 +433,17 @@ class CHEERS(nn.Module):
     ):
         super().__init__()
         self.cfg, self.grid, self.max_len = cfg, grid, max_len
-        if cfg.w_match and not cfg.hrd:
-            raise ValueError("--no-hrd has no common features for --w_match; set --w_match 0")
-        if cfg.w_consistency and not (cfg.hrd and (cfg.cre or cfg.dre)):
+        if cfg.w_match and not cfg.layers:
+            raise ValueError("--layers 0 has no common features for --w_match; set --w_match 0")
+        if cfg.w_consistency and not (cfg.layers and (cfg.cre or cfg.dre)):
             raise ValueError("without CRE and DRE there are no maps for --w_consistency; set --w_consistency 0")
         if (table is None or not cfg.k) and (cfg.gate != "none" or cfg.w_consistency):
             raise ValueError("--k 0 has no entities for gate and consistency; set --gate none --w_consistency 0")
         self.embed = ImageEmbedding(*grid, cfg.dim)
         self.register_buffer("table", table)
         self.project = nn.Linear(table.shape[1], cfg.dim) if cfg.gate != "none" or cfg.w_consistency else None
-        layers = cfg.layers if cfg.hrd else 0
-        self.hrd = nn.ModuleList(HRD(cfg, last=i == layers - 1) for i in range(layers))
-        self.join = nn.Linear(2 * cfg.dim, cfg.dim) if cfg.hrd else None
+        self.hrd = nn.ModuleList(HRD(cfg, last=i == cfg.layers - 1) for i in range(cfg.layers))
+        self.join = nn.Linear(2 * cfg.dim, cfg.dim) if cfg.layers else None
         self.decoder = Decoder(cfg, vocab_size, max_len)
         if cfg.w_match:
             self.log_scale = nn.Parameter(torch.ones(()))
@@ -460,8 +458,9 @@ class CHEERS(nn.Module):
         x = images = self.embed(torch.zeros_like(pair) if self.cfg.blind else pair)
         if not self.join:
             return (torch.sub(*images.chunk(2)), e), layers
+        both = None if e is None else torch.cat([e, e])
         for layer in self.hrd:
-            x, difference, l_c, l_d = layer(x, images, None if e is None else torch.cat([e, e]))
+            x, difference, l_c, l_d = layer(x, images, both)
             layers.append((x, l_c, l_d))
         return (self.join(torch.cat(difference.chunk(2), -1)), e), layers
 

@@ -263,7 +263,7 @@ def test_blind_model_sees_neither_images_nor_entities():
 
 
 @pytest.mark.parametrize("fields", [{}, {"gate": "scalar", "temperature": "one"}, {"cre": False},
-                                    {"dre": False, "gate": "none"}, {"hrd": False, "w_consistency": 0.0, "w_match": 0.0},
+                                    {"dre": False, "gate": "none"}, {"layers": 0, "w_consistency": 0.0, "w_match": 0.0},
                                     {"w_consistency": 0.0}, {"layers": 1},
                                     {"k": 0, "gate": "none", "w_consistency": 0.0}])  # fmt: skip
 def test_every_parameter_learns(fields):
@@ -278,7 +278,7 @@ def test_every_parameter_learns(fields):
 
 
 def test_what_does_not_go_together_is_refused():
-    for fields, message in (({"hrd": False}, "--w_match 0"), ({"hrd": False, "w_match": 0.0}, "--w_consistency 0"),
+    for fields, message in (({"layers": 0}, "--w_match 0"), ({"layers": 0, "w_match": 0.0}, "--w_consistency 0"),
                             ({"cre": False, "dre": False}, "--w_consistency 0"), ({"k": 0}, "--gate none"),
                             ({"k": 0, "gate": "none"}, "--w_consistency 0")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
