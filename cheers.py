@@ -36,44 +36,33 @@ silent or leaves two readings, the choice is marked [ours] where it is made. Two
 To copy: this file, common.py and data.py (the model takes only the special ids START, END and UNK from data.py).
 """
 
-import os
-
-if "OMP_WAIT_POLICY" not in os.environ:  # read when torch loads: idle threads sleep, after a moment, on a busy laptop
-    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
-
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from common import (
+    END,
+    Attention,
+    GridPosition,
+    Run,
+    RunConfig,
+    decode,
+    full,
+    info_nce,
+    initialise,
+    load_checkpoint,
+    load_weights,
+    parse_args,
+    run_main,
+    token_match,
+)
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
-
-import data
-from common import (
-    Attention,
-    GridPosition,
-    LossLog,
-    Run,
-    RunConfig,
-    can_compile,
-    decode,
-    full,
-    info_nce,
-    initialise,
-    learning_rate,
-    load_checkpoint,
-    load_weights,
-    pair_picture,
-    parse_args,
-    run_main,
-    sample_sheet,
-    token_match,
-    training_batches,
-)
 
 # ---- config ----------------------------------------------------------------------------------------------------------
 
@@ -110,8 +99,6 @@ PRESETS = {
                  eval_batch=250),
 }  # fmt: skip
 
-RELEASED: dict = {}  # the authors' repository could not be had
-
 # ---- entities --------------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +127,9 @@ class Entities:
 
     Embeddings stay in embeddings.pt beside the features. Without entities (k = 0) there is nothing to keep or to give."""
 
-    def __init__(self, cfg: Config, dataset: data.Dataset):
+    def __init__(self, cfg: Config, dataset):
+        import data
+
         self.clip, self.root, self.phrases, self.table = cfg.clip, dataset.root, [], None
         if not cfg.k:
             return
@@ -160,7 +149,7 @@ class Entities:
             self.found |= zip(pairs[i : i + 256], found, strict=True)
         self.device = cfg.device
 
-    def __call__(self, batch: data.Batch) -> Tensor | None:
+    def __call__(self, batch) -> Tensor | None:
         """Indices (B, K) of a batch's entities."""
         return torch.stack([self.found[pair] for pair in batch.images]).to(self.device) if self.phrases else None
 
@@ -172,11 +161,13 @@ class Entities:
         """What stands below the pictures of each pair of a batch, from its entities (B, K)."""
         return [] if found is None else [["entities: " + ", ".join(self.names(indices))] for indices in found]
 
-    def right(self, dataset: data.Dataset, split: str) -> dict[str, dict[str, set[int]]]:
+    def right(self, dataset, split: str) -> dict[str, dict[str, set[int]]]:
         """Candidates that name what changed: pair id -> indices, of the changed pairs of a split.
 
         Where scenes.json holds the truth: names of the changed object and of no other, as it was "before", is "after", and
         "either". Elsewhere "references": the subjects of the pair's own captions."""
+        import data
+
         same, file = dataset.kinds.get("no change", set()), self.root / "scenes.json"
         pairs = [p for p in dataset.pairs(split) if p.id not in same]
         if not file.exists():
@@ -194,7 +185,7 @@ class Entities:
         either = {p.id: before.get(p.id, set()) | after.get(p.id, set()) for p in pairs}
         return {"before": before, "after": after, "either": either}
 
-    def report(self, dataset: data.Dataset, split: str) -> dict:
+    def report(self, dataset, split: str) -> dict:
         """In how many changed pairs (%) one of the K entities is right, and in how many one of K drawn by chance would be."""
         if not self.phrases:
             return {}
@@ -220,6 +211,8 @@ class Entities:
 
     def state(self) -> dict:
         """What a checkpoint needs, beside the model, to retrieve the entities of any two pictures."""
+        import data
+
         saved = data.mini_clip_state(self.root) if self.clip == "mini" and self.phrases else None
         return {"entities": {"phrases": self.phrases, "clip": saved}}
 
@@ -428,9 +421,7 @@ class CHEERS(nn.Module):
     """CHEERS and every parameter of it. grid: (C, H, W) of the features; max_len: ids of the longest caption; table: CLIP's
     embeddings of the candidate entities (M, E), None without."""
 
-    def __init__(
-        self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int, table: Tensor | None = None
-    ):
+    def __init__(self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int, table: Tensor | None = None):
         super().__init__()
         self.cfg, self.grid, self.max_len = cfg, grid, max_len
         if cfg.w_match and not cfg.layers:
@@ -487,18 +478,17 @@ class CHEERS(nn.Module):
     def generate(self, before: Tensor, after: Tensor, entities: Tensor | None = None) -> Tensor:
         """Greedy captions of pairs of features (B, C, H, W) and entities (B, K): ids (B, max_len)."""
         step = self.decoder.stepper(self.encode(before, after, entities)[0])
-        start = torch.full((len(before),), data.START, device=before.device)
-        return decode(step, start, self.max_len, data.END, data.UNK)
+        return decode(step, len(before), self.max_len, before.device)
 
     @torch.no_grad()
-    def attention_map(self, before: Tensor, after: Tensor, ids: Tensor, entities: Tensor | None = None) -> Tensor:
+    def attention_map(self, before: Tensor, after: Tensor, ids: Tensor, entities: Tensor | None = None) -> dict[str, Tensor]:
         """Where the decoder looked: last layer's attention over cells, mean over heads and over the words of ids
-        (B, V) -> (B, H, W). Row t of the scores is the state that predicts word t + 1."""
+        (B, V) -> "attention" (B, H, W). Row t of the scores is the state that predicts word t + 1."""
         _, query, key = self.decoder(ids, self.encode(before, after, entities)[0])
         scores = self.decoder.layers[-1].cross_attention.scores(query, key)  # (B, heads, V, N)
         weight = scores.softmax(-1).mean(1)[:, :-1]  # (B, V - 1, N)
-        valid = (ids[:, 1:] > data.END).to(weight.dtype)[..., None]
-        return ((weight * valid).sum(1) / valid.sum(1).clamp(min=1)).unflatten(1, self.grid[1:])
+        valid = (ids[:, 1:] > END).to(weight.dtype)[..., None]
+        return {"attention": ((weight * valid).sum(1) / valid.sum(1).clamp(min=1)).unflatten(1, self.grid[1:])}
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -517,36 +507,18 @@ def losses_of(model: CHEERS, streams: tuple, cfg: Config, entities: Entities | N
     return losses
 
 
-def train(cfg: Config, resume: bool = False) -> tuple[CHEERS, data.Dataset, Entities]:
-    """Train into cfg.out_dir -> the best model by validation, and the data set.
+def train(cfg: Config, dataset, resume: bool = False) -> tuple[CHEERS, Entities]:
+    """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation, and its entities.
 
-    Told to stop (Ctrl-C, SIGTERM) it saves last.pt and exits 130 or 143; `resume` goes on from there as if nothing had
+    Stopped by Ctrl-C or SIGTERM it saves last.pt and exits 130 or 143; with `resume` it goes on from there as if nothing had
     happened. FloatingPointError where a loss is not finite."""
-    run, dataset, cuda = Run(cfg, resume), data.open_dataset(cfg), cfg.device.startswith("cuda")
     entities = Entities(cfg, dataset)
     torch.manual_seed(cfg.seed)
-    torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
     model = CHEERS(cfg, len(dataset.vocab), dataset.grid, dataset.max_len, entities.table).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
-    step, best, stop, recent = 0, float("-inf"), 0, LossLog()
-
-    def save(name: str) -> None:
-        run.save(name, model, optimizer, dataset, entities, step=step, best=best)
-
-    if resume:
-        state = run.restore(model, dataset, entities)
-        optimizer.load_state_dict(state["optimizer"])
-        step, best = state["step"], state["best"]
-    run.begin(model, step)
-    if not resume:
-        save("last.pt")
-    if cfg.compile and cuda and can_compile():
-        model.compile()
-    bar = tqdm(total=cfg.steps, initial=step, desc="train", unit="step", disable=None)
-    with run, bar:
-        for streams in training_batches(dataset, cfg.batch_size, cfg.seed, step, cfg.steps):
-            optimizer.param_groups[0]["lr"] = lr = learning_rate(cfg, step)
+    with Run(cfg, resume, model, optimizer, dataset, entities) as run:
+        for streams in run.steps(dataset):
             losses = losses_of(model, streams, cfg, entities)
             optimizer.zero_grad()
             losses["total"].backward()
@@ -554,65 +526,39 @@ def train(cfg: Config, resume: bool = False) -> tuple[CHEERS, data.Dataset, Enti
                 nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
             optimizer.step()
             model.clamp_scales()
-            step, stop = step + 1, run.stop  # read once a step: a signal may come at any line
-            recent.add(losses)
-            bar.update()
-            validate = step % cfg.eval_every == 0 or step == cfg.steps
-            if step % cfg.log_every == 0 or validate or stop:
-                run.log_losses(recent, bar, step, lr=lr)
-            if validate:
-                scores = evaluate(model, dataset, entities, "val", cfg)
-                run.log(step=step, event="eval", select_by=cfg.select_by, **scores)
-                tqdm.write(f"step {step}: validation " + ", ".join(f"{k} {v:.2f}" for k, v in scores.items()))
-                if scores[cfg.select_by] > best:
-                    best = scores[cfg.select_by]
-                    save("best.pt")
-            if validate or stop:
-                save("last.pt")
-            if stop:
-                break
-    if stop:
-        raise SystemExit(stop)
-    model.load_state_dict(load_checkpoint(run.dir / "best.pt", cfg.device)["model"])
-    return model, dataset, entities
+            run.end_step(losses, lambda: evaluate(model, dataset, entities, "val", cfg))
+    return run.best_model(), entities
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
 def evaluate(
-    model: CHEERS, dataset: data.Dataset, entities: Entities, split: str, cfg: Config, out_dir: Path | None = None
-) -> dict:
-    """Captions of a split, their scores; -> the scores of all pairs together.
+    model: CHEERS, dataset, entities: Entities, split: str, cfg: Config, out_dir: Path | None = None
+) -> dict[str, float]:
+    """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation while training) the quick metrics only; with it every metric and every group of pairs,
-    printed and written with captions and sample pictures."""
+    Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs, printed
+    and written beside captions and sample pictures."""
     model.eval()
-    captions: dict[str, str] = {}
-    maps: dict = {}  # pair id -> attention
-    notes: dict = {}  # pair id -> lines about entities
-    batches = -(-len(dataset.pairs(split)) // cfg.eval_batch)
-    for batch in tqdm(dataset.eval_batches(split, cfg.eval_batch), split, batches, disable=None, leave=False):
-        batch = batch.to(cfg.device)
-        found = entities(batch)
+    captions, maps, notes = {}, {}, {}  # by pair id
+    for batch in dataset.eval_batches(split, cfg.eval_batch):
+        batch, found = batch.to(cfg.device), entities(batch)
         ids = model.generate(batch.before, batch.after, found)
         captions |= zip(batch.ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
-            maps |= zip(batch.ids, model.attention_map(batch.before, batch.after, ids, found), strict=True)
+            seen = model.attention_map(batch.before, batch.after, ids, found)
+            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.ids)}
             notes |= zip(batch.ids, entities.notes(found), strict=False)
-    if out_dir is None:
-        model.train()
-        return dataset.score(split, captions, quick=True)["scores"]["total"]
-    data.write_predictions(out_dir / f"captions_{split}.json", captions)
-    result = dataset.score(split, captions) | dataset.report(split, captions, maps) | entities.report(dataset, split)
-    data.write_scores(out_dir / f"scores_{split}.json", result)
-    picture = "samples.png" if split == "test" else f"samples_{split}.png"
-    sample_sheet(dataset, split, captions, maps, notes).save(out_dir / picture)
-    return result["scores"]["total"]
+    model.train()
+    retrieval = entities.report(dataset, split) if out_dir else {}
+    return dataset.results(split, captions, maps, out_dir, notes, **retrieval)
 
 
 def entities_of_files(model: CHEERS, state: dict, files: list[str]) -> Tensor | None:
     """Section 3.1.2 for any two image files: indices (1, K), which it also prints by name."""
+    import data
+
     if not model.cfg.k:
         return None
     clip, _, preprocess = data.load_clip(model.cfg.clip, Path(), model.cfg.device, state["entities"]["clip"])
@@ -620,20 +566,6 @@ def entities_of_files(model: CHEERS, state: dict, files: list[str]) -> Tensor | 
     found = retrieve(x[:1], x[1:], model.table, model.cfg.k, model.cfg.retrieval == "signed")
     print("entities: " + ", ".join(state["entities"]["phrases"][i] for i in found[0].tolist()))
     return found
-
-
-def caption_files(cfg: Config, checkpoint: str, files: list[str], out: str | None) -> str:
-    """The caption of any two image files by a checkpoint, and its attention picture where `out` names one."""
-    model, state = load_model(cfg, checkpoint)
-    extractor = data.Extractor(**state["extractor"], device=cfg.device)
-    before, after = (extractor([f]).to(cfg.device).float() for f in files)
-    entities = entities_of_files(model, state, files)
-    ids = model.generate(before, after, entities)
-    caption = data.Vocab(state["vocab"]).decode(ids)[0]
-    if out:
-        heat = model.attention_map(before, after, ids, entities)[0]
-        pair_picture(*map(data.read_image, files), heat, [caption], side=224).save(out)
-    return caption
 
 
 def load_model(cfg: Config, checkpoint: str | Path) -> tuple[CHEERS, dict]:
@@ -647,17 +579,20 @@ def load_model(cfg: Config, checkpoint: str | Path) -> tuple[CHEERS, dict]:
 
 def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption two image files."""
-    cfg, do = parse_args(Config, PRESETS, RELEASED, Path(__file__).stem, __doc__, argv)
+    import data
+
+    cfg, do = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv)
     if do.caption:
-        print(caption_files(cfg, do.checkpoint, do.caption, do.out))
+        model, state = load_model(cfg, do.checkpoint)
+        print(data.caption_files(model, state, do.caption, do.out, entities_of_files(model, state, do.caption)))
         return
-    if do.eval:
-        (model, state), dataset = load_model(cfg, do.eval), data.open_dataset(cfg)
-        dataset.check_state(state)
-        entities = Entities(cfg, dataset)
-        entities.check_state(state)
+    dataset = data.open_dataset(cfg)
+    if do.eval is None:
+        model, entities = train(cfg, dataset, do.resume)
     else:
-        model, dataset, entities = train(cfg, do.resume)
+        (model, state), entities = load_model(cfg, do.eval), Entities(cfg, dataset)
+        dataset.check_state(state)
+        entities.check_state(state)
     evaluate(model, dataset, entities, do.split, cfg, Path(cfg.out_dir))
 
 

@@ -41,13 +41,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-from torch import Tensor
-from tqdm import tqdm
-
 import data
 from common import (
     Attention,
@@ -67,6 +60,13 @@ from common import (
     sinusoid,
     training_batches,
 )
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
 
 # ---- config ----------------------------------------------------------------------------------------------------------
 

@@ -38,41 +38,16 @@ To copy: this file, common.py and data.py (the model takes only the special ids 
 also the phrases and CLIP's text encoder).
 """
 
-import os
-
-if "OMP_WAIT_POLICY" not in os.environ:  # read when torch loads: idle threads sleep, after a moment, on a busy laptop
-    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+from common import END, Attention, GridPosition, Run, RunConfig, decode, full, initialise, load_model, parse_args, run_main
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
-
-import data
-from common import (
-    Attention,
-    GridPosition,
-    LossLog,
-    Run,
-    RunConfig,
-    can_compile,
-    decode,
-    full,
-    initialise,
-    learning_rate,
-    load_checkpoint,
-    load_model,
-    pair_picture,
-    parse_args,
-    run_main,
-    sample_sheet,
-    training_batches,
-)
 
 # ---- config ----------------------------------------------------------------------------------------------------------
 
@@ -114,8 +89,6 @@ PRESETS = {
                  clip_width=64, batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=1500,
                  eval_every=750, eval_batch=250),
 }  # fmt: skip
-
-RELEASED: dict = {}  # no code was released
 
 NOUN_PROMPT, VERB_PROMPT = "the objects that changed: ", "what happened: "  # prompt="fixed" [ours]
 
@@ -302,7 +275,9 @@ class Phrases:
     """Section "Attribute-guided Tokens Generating", before the adapter: noun and verb phrases of every training caption,
     each kind joined by "and", through CLIP's frozen text encoder. Training only; no part of the model or its checkpoint."""
 
-    def __init__(self, cfg: Config, dataset: data.Dataset):
+    def __init__(self, cfg: Config, dataset):
+        import data
+
         if (cfg.clip_dim, cfg.clip_width) != (sizes := data.clip_sizes(cfg.clip)):
             raise ValueError(f"--clip {cfg.clip} needs --clip_dim {sizes[0]} --clip_width {sizes[1]}")
         self.ignore_equal = cfg.equal_phrases == "ignored"
@@ -316,6 +291,7 @@ class Phrases:
         different = sorted({*self.noun_phrase.values(), *self.verb_phrase.values()} - {""})
         self.row = {text: i for i, text in enumerate(different)} | {"": -1}
         self.clip, tokenizer, _ = data.load_clip(cfg.clip, dataset.root, cfg.device)
+        self.encode_prompted = data.encode_prompted
         tokens = tokenizer(different)  # (U, context)
         self.tokens = tokens[:, : 1 + int(tokens.argmax(1).max())].to(cfg.device)  # the end token has the highest id
 
@@ -331,7 +307,7 @@ class Phrases:
         """B phrases; those that occur more than once pass through CLIP once."""
         rows = torch.tensor([self.row[t] for t in texts], device=self.tokens.device)
         different, place = rows.clamp(min=0).unique(return_inverse=True)
-        text = data.encode_prompted(self.clip, self.tokens[different], prompt)[place]
+        text = self.encode_prompted(self.clip, self.tokens[different], prompt)[place]
         same = rows[:, None] == rows if self.ignore_equal else torch.eye(len(rows), dtype=torch.bool, device=rows.device)
         return Attributes(text, rows >= 0, same)
 
@@ -429,8 +405,7 @@ class RDD(nn.Module):
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
         """Captions of pairs of features (B, C, H, W): greedy ids (B, max_len)."""
         step = self.decoder.stepper(self.encode(before, after)[0])
-        start = torch.full((len(before),), data.START, device=before.device)
-        return decode(step, start, self.max_len, data.END, data.UNK)
+        return decode(step, len(before), self.max_len, before.device)
 
     @torch.no_grad()
     def decoder_map(self, before: Tensor, after: Tensor, ids: Tensor) -> Tensor:
@@ -440,7 +415,7 @@ class RDD(nn.Module):
         cells = key[:, : self.grid[1] * self.grid[2]]
         scores = self.decoder.layers[-1].cross_attention.scores(query, cells)  # (B, heads, V, N)
         weight = scores.softmax(-1).mean(1)[:, :-1]  # (B, V - 1, N)
-        valid = (ids[:, 1:] > data.END).to(weight.dtype)[..., None]
+        valid = (ids[:, 1:] > END).to(weight.dtype)[..., None]
         return ((weight * valid).sum(1) / valid.sum(1).clamp(min=1)).unflatten(1, self.grid[1:])
 
     @torch.no_grad()
@@ -456,16 +431,15 @@ class RDD(nn.Module):
             maps[name] = weight.mean(1).unflatten(1, self.grid[1:])
         return maps
 
-    def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> list[dict[str, Tensor]]:
-        """What the pictures show of each pair: the maps (H, W) of decoder, object and action vectors."""
-        maps = {"decoder": self.decoder_map(before, after, ids)} | self.vector_maps(before, after)
-        return [{name: of_batch[b] for name, of_batch in maps.items()} for b in range(len(before))]
+    def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        """What the pictures show: the maps (B, H, W) of the decoder and of the object and action vectors."""
+        return {"decoder": self.decoder_map(before, after, ids)} | self.vector_maps(before, after)
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def losses_of(model: RDD, streams: tuple[data.Batch, ...], cfg: Config, phrases: Phrases | None = None):
+def losses_of(model: RDD, streams: tuple, cfg: Config, phrases: Phrases | None = None):
     """Eq. 16 and its parts. The streams (changed pairs, distractor pairs of the same scenes) are one batch here: the negatives
     of Eq. 11-12 are "all other tokens in the batch". Each part is logged for each stream as well."""
     streams = [batch.to(cfg.device) for batch in streams]
@@ -486,118 +460,63 @@ def losses_of(model: RDD, streams: tuple[data.Batch, ...], cfg: Config, phrases:
     return losses
 
 
-def train(cfg: Config, resume: bool = False) -> tuple[RDD, data.Dataset]:
-    """Train into cfg.out_dir -> the best model by validation, and the data set.
+def train(cfg: Config, dataset, resume: bool = False) -> RDD:
+    """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
 
-    Told to stop (Ctrl-C, SIGTERM) it saves last.pt and exits 130 or 143; `resume` goes on from there as if nothing had
+    Stopped by Ctrl-C or SIGTERM it saves last.pt and exits 130 or 143; with `resume` it goes on from there as if nothing had
     happened. FloatingPointError where a loss is not finite."""
-    run, dataset, cuda = Run(cfg, resume), data.open_dataset(cfg), cfg.device.startswith("cuda")
     phrases = Phrases(cfg, dataset) if cfg.w_n2o or cfg.w_v2a else None
     torch.manual_seed(cfg.seed)
-    torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
     model = RDD(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
-    step, best, stop, recent = 0, float("-inf"), 0, LossLog()
-
-    def save(name: str) -> None:
-        run.save(name, model, optimizer, dataset, step=step, best=best)
-
-    if resume:
-        state = run.restore(model, dataset)
-        optimizer.load_state_dict(state["optimizer"])
-        step, best = state["step"], state["best"]
-    run.begin(model, step)
-    if not resume:
-        save("last.pt")
-    if cfg.compile and cuda and can_compile():
-        model.compile()
-    bar = tqdm(total=cfg.steps, initial=step, desc="train", unit="step", disable=None)
-    with run, bar:
-        for streams in training_batches(dataset, cfg.batch_size, cfg.seed, step, cfg.steps):
-            optimizer.param_groups[0]["lr"] = lr = learning_rate(cfg, step)
+    with Run(cfg, resume, model, optimizer, dataset) as run:
+        for streams in run.steps(dataset):
             losses = losses_of(model, streams, cfg, phrases)
             optimizer.zero_grad()
             losses["total"].backward()
             if cfg.grad_clip:
                 nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
             optimizer.step()
-            step, stop = step + 1, run.stop  # read once a step: a signal may come at any line
-            recent.add(losses)
-            bar.update()
-            validate = step % cfg.eval_every == 0 or step == cfg.steps
-            if step % cfg.log_every == 0 or validate or stop:
-                run.log_losses(recent, bar, step, lr=lr)
-            if validate:
-                scores = evaluate(model, dataset, "val", cfg)
-                run.log(step=step, event="eval", select_by=cfg.select_by, **scores)
-                tqdm.write(f"step {step}: validation " + ", ".join(f"{k} {v:.2f}" for k, v in scores.items()))
-                if scores[cfg.select_by] > best:
-                    best = scores[cfg.select_by]
-                    save("best.pt")
-            if validate or stop:
-                save("last.pt")
-            if stop:
-                break
-    if stop:
-        raise SystemExit(stop)
-    model.load_state_dict(load_checkpoint(run.dir / "best.pt", cfg.device)["model"])
-    return model, dataset
+            run.end_step(losses, lambda: evaluate(model, dataset, "val", cfg))
+    return run.best_model()
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def evaluate(model: RDD, dataset: data.Dataset, split: str, cfg: Config, out_dir: Path | None = None) -> dict:
-    """Captions of a split, their scores; -> the scores of all pairs together.
+def evaluate(model: RDD, dataset, split: str, cfg: Config, out_dir: Path | None = None) -> dict[str, float]:
+    """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation while training) the quick metrics only; with it every metric and every group of pairs,
-    printed and written with captions and sample pictures."""
+    Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs, printed
+    and written beside captions and sample pictures."""
     model.eval()
-    captions: dict[str, str] = {}
-    maps: dict = {}  # pair id -> attention
-    batches = -(-len(dataset.pairs(split)) // cfg.eval_batch)
-    for batch in tqdm(dataset.eval_batches(split, cfg.eval_batch), split, batches, disable=None, leave=False):
+    captions, maps = {}, {}  # by pair id
+    for batch in dataset.eval_batches(split, cfg.eval_batch):
         batch = batch.to(cfg.device)
         ids = model.generate(batch.before, batch.after)
         captions |= zip(batch.ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
-            maps |= zip(batch.ids, model.attention_map(batch.before, batch.after, ids), strict=True)
-    if out_dir is None:
-        model.train()
-        return dataset.score(split, captions, quick=True)["scores"]["total"]
-    data.write_predictions(out_dir / f"captions_{split}.json", captions)
-    result = dataset.score(split, captions) | dataset.report(split, captions, maps)
-    data.write_scores(out_dir / f"scores_{split}.json", result)
-    picture = "samples.png" if split == "test" else f"samples_{split}.png"
-    sample_sheet(dataset, split, captions, maps).save(out_dir / picture)
-    return result["scores"]["total"]
-
-
-def caption_files(cfg: Config, checkpoint: str, files: list[str], out: str | None) -> str:
-    """The caption of any two image files by a checkpoint, and its attention picture where `out` names one."""
-    model, state = load_model(RDD, cfg, checkpoint)
-    extractor = data.Extractor(**state["extractor"], device=cfg.device)
-    before, after = (extractor([f]).to(cfg.device).float() for f in files)
-    ids = model.generate(before, after)
-    caption = data.Vocab(state["vocab"]).decode(ids)[0]
-    if out:
-        heat = model.attention_map(before, after, ids)[0]
-        pair_picture(*map(data.read_image, files), heat, [caption], side=224).save(out)
-    return caption
+            seen = model.attention_map(batch.before, batch.after, ids)
+            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.ids)}
+    model.train()
+    return dataset.results(split, captions, maps, out_dir)
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption two image files."""
-    cfg, do = parse_args(Config, PRESETS, RELEASED, Path(__file__).stem, __doc__, argv)
+    import data
+
+    cfg, do = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv)
     if do.caption:
-        print(caption_files(cfg, do.checkpoint, do.caption, do.out))
+        print(data.caption_files(*load_model(RDD, cfg, do.checkpoint), do.caption, do.out))
         return
-    if do.eval:
-        (model, state), dataset = load_model(RDD, cfg, do.eval), data.open_dataset(cfg)
-        dataset.check_state(state)
+    dataset = data.open_dataset(cfg)
+    if do.eval is None:
+        model = train(cfg, dataset, do.resume)
     else:
-        model, dataset = train(cfg, do.resume)
+        model, state = load_model(RDD, cfg, do.eval)
+        dataset.check_state(state)
     evaluate(model, dataset, do.split, cfg, Path(cfg.out_dir))
 
 

@@ -40,44 +40,31 @@ How Eq. 3 joins its heads is lost in our copy of the paper: mtm averages them [o
 To copy: this file, common.py and data.py (the model takes only the special ids START, END and UNK from data.py).
 """
 
-import os
-
-if "OMP_WAIT_POLICY" not in os.environ:  # read when torch loads: idle threads sleep, after a moment, on a busy laptop
-    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
-
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from common import (
+    END,
+    Attention,
+    GridPosition,
+    Run,
+    RunConfig,
+    decode,
+    full,
+    info_nce,
+    load_model,
+    parse_args,
+    run_main,
+    sinusoid,
+    token_match,
+)
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
-
-import data
-from common import (
-    Attention,
-    GridPosition,
-    LossLog,
-    Run,
-    RunConfig,
-    can_compile,
-    decode,
-    full,
-    info_nce,
-    learning_rate,
-    load_checkpoint,
-    load_model,
-    pair_picture,
-    parse_args,
-    run_main,
-    sample_sheet,
-    sinusoid,
-    token_match,
-    training_batches,
-)
 
 # ---- config ----------------------------------------------------------------------------------------------------------
 
@@ -102,6 +89,7 @@ class Config(RunConfig):
     train_cbr: bool = True  # the released code leaves CBR's parameters as they were drawn
     sentence_mean: Literal["words", "padded"] = "words"  # CBR's sentence: mean over real words, or sum / longest caption
     ffn_residual: Literal["input", "activation"] = "input"  # what a decoder feed-forward's output is added to
+    reading: Literal["paper", "released"] = "paper"  # disputed details as the paper says, or as the released code does
     val_decode: Literal["greedy", "sample"] = "greedy"  # how validation captions, which choose best.pt, are written
     blind: bool = False  # zero the features: what words alone can score
 
@@ -116,14 +104,16 @@ PRESETS = {
                  warmup=50, grad_clip=1.0, steps=2000, eval_every=1000, eval_batch=250),
 }  # fmt: skip
 
-RELEASED = dict(  # the released code's side of every disputed detail: --reading released
-    matching="tm",  # Eq. 3 asks for a match in each head; the release contracts heads and channels together
-    match_layer="last",  # section 3.2.2 matches encoded images; the last layer's have seen their partner already
-    train_cbr=False,  # section 3.5 trains end to end; CBR is missing from the release's optimiser
-    sentence_mean="padded",  # section 3.4 says mean; the release divides by the longest caption's length
-    ffn_residual="activation",  # a standard decoder adds the sub-layer's input; the release adds its hidden activation
-    val_decode="sample",  # section 4.3 decodes greedily; the release samples during validation
-)
+RELEASED = {  # --reading released: the released code's side of every disputed detail, on all data sets
+    "all": dict(
+        matching="tm",  # Eq. 3 asks for a match in each head; the release contracts heads and channels together
+        match_layer="last",  # section 3.2.2 matches encoded images; the last layer's have seen their partner already
+        train_cbr=False,  # section 3.5 trains end to end; CBR is missing from the release's optimiser
+        sentence_mean="padded",  # section 3.4 says mean; the release divides by the longest caption's length
+        ffn_residual="activation",  # a standard decoder adds the sub-layer's input; the release adds its hidden activation
+        val_decode="sample",  # section 4.3 decodes greedily; the release samples during validation
+    ),
+}
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
@@ -386,23 +376,22 @@ class SCORER(nn.Module):
     def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
         """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len)."""
         step = self.decoder.stepper(self.encode(before, after)[0])
-        start = torch.full((len(before),), data.START, device=before.device)
-        return decode(step, start, self.max_len, data.END, data.UNK, sample)
+        return decode(step, len(before), self.max_len, before.device, sample)
 
     @torch.no_grad()
-    def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> Tensor:
+    def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Where the decoder looked: last layer's attention over cells, mean over heads and over the words of ids
-        (B, V) -> (B, H, W). Row t of the scores is the state that predicts word t + 1."""
+        (B, V) -> "attention" (B, H, W). Row t of the scores is the state that predicts word t + 1."""
         difference, look = self.encode(before, after)[0], self.decoder.layers[-1].cross_attention
         _, query = self.decoder(ids, difference)
         weight = look.scores(query, look.key(difference)).softmax(-1).mean(1)  # (B, V, N)
-        return mean_of(weight[:, :-1], ids[:, 1:] > data.END).unflatten(1, self.grid[1:])
+        return {"attention": mean_of(weight[:, :-1], ids[:, 1:] > END).unflatten(1, self.grid[1:])}
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def losses_of(model: SCORER, streams: tuple[data.Batch, ...], cfg: Config) -> dict[str, Tensor]:
+def losses_of(model: SCORER, streams: tuple, cfg: Config) -> dict[str, Tensor]:
     """Eq. 13 and its parts, each a mean over the streams (changed pairs, distractor pairs). The streams stay apart: a
     scene's default image is "before" in both, which a contrastive loss over all pairs would take for a negative."""
     losses: dict[str, Tensor] = {}
@@ -414,35 +403,17 @@ def losses_of(model: SCORER, streams: tuple[data.Batch, ...], cfg: Config) -> di
     return losses
 
 
-def train(cfg: Config, resume: bool = False) -> tuple[SCORER, data.Dataset]:
-    """Train into cfg.out_dir -> the best model by validation, and the data set.
+def train(cfg: Config, dataset, resume: bool = False) -> SCORER:
+    """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
 
-    Told to stop (Ctrl-C, SIGTERM) it saves last.pt and exits 130 or 143; `resume` goes on from there as if nothing had
+    Stopped by Ctrl-C or SIGTERM it saves last.pt and exits 130 or 143; with `resume` it goes on from there as if nothing had
     happened. FloatingPointError where a loss is not finite."""
-    run, dataset, cuda = Run(cfg, resume), data.open_dataset(cfg), cfg.device.startswith("cuda")
     torch.manual_seed(cfg.seed)
-    torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
     model = SCORER(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
-    step, best, stop, recent = 0, float("-inf"), 0, LossLog()
-
-    def save(name: str) -> None:
-        run.save(name, model, optimizer, dataset, step=step, best=best)
-
-    if resume:
-        state = run.restore(model, dataset)
-        optimizer.load_state_dict(state["optimizer"])
-        step, best = state["step"], state["best"]
-    run.begin(model, step)
-    if not resume:
-        save("last.pt")
-    if cfg.compile and cuda and can_compile():
-        model.compile()
-    bar = tqdm(total=cfg.steps, initial=step, desc="train", unit="step", disable=None)
-    with run, bar:
-        for streams in training_batches(dataset, cfg.batch_size, cfg.seed, step, cfg.steps):
-            optimizer.param_groups[0]["lr"] = lr = learning_rate(cfg, step)
+    with Run(cfg, resume, model, optimizer, dataset) as run:
+        for streams in run.steps(dataset):
             losses = losses_of(model, streams, cfg)
             optimizer.zero_grad()
             losses["total"].backward()
@@ -450,82 +421,45 @@ def train(cfg: Config, resume: bool = False) -> tuple[SCORER, data.Dataset]:
                 nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
             optimizer.step()
             model.clamp_scales()
-            step, stop = step + 1, run.stop  # read once a step: a signal may come at any line
-            recent.add(losses)
-            bar.update()
-            validate = step % cfg.eval_every == 0 or step == cfg.steps
-            if step % cfg.log_every == 0 or validate or stop:
-                run.log_losses(recent, bar, step, lr=lr)
-            if validate:
-                scores = evaluate(model, dataset, "val", cfg)
-                run.log(step=step, event="eval", decode=cfg.val_decode, select_by=cfg.select_by, **scores)
-                tqdm.write(f"step {step}: validation " + ", ".join(f"{k} {v:.2f}" for k, v in scores.items()))
-                if scores[cfg.select_by] > best:
-                    best = scores[cfg.select_by]
-                    save("best.pt")
-            if validate or stop:
-                save("last.pt")
-            if stop:
-                break
-    if stop:
-        raise SystemExit(stop)
-    model.load_state_dict(load_checkpoint(run.dir / "best.pt", cfg.device)["model"])
-    return model, dataset
+            run.end_step(losses, lambda: evaluate(model, dataset, "val", cfg))
+    return run.best_model()
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def evaluate(model: SCORER, dataset: data.Dataset, split: str, cfg: Config, out_dir: Path | None = None) -> dict:
-    """Captions of a split, their scores; -> the scores of all pairs together.
+def evaluate(model: SCORER, dataset, split: str, cfg: Config, out_dir: Path | None = None) -> dict[str, float]:
+    """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation while training) the quick metrics only; with it every metric and every group of pairs,
-    printed and written with captions and sample pictures."""
+    Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs, printed
+    and written beside captions and sample pictures."""
     model.eval()
-    captions: dict[str, str] = {}
-    maps: dict = {}  # pair id -> attention
-    batches = -(-len(dataset.pairs(split)) // cfg.eval_batch)
-    for batch in tqdm(dataset.eval_batches(split, cfg.eval_batch), split, batches, disable=None, leave=False):
+    captions, maps = {}, {}  # by pair id
+    for batch in dataset.eval_batches(split, cfg.eval_batch):
         batch = batch.to(cfg.device)
         ids = model.generate(batch.before, batch.after, sample=cfg.val_decode == "sample" and out_dir is None)
         captions |= zip(batch.ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
-            maps |= zip(batch.ids, model.attention_map(batch.before, batch.after, ids), strict=True)
-    if out_dir is None:
-        model.train()
-        return dataset.score(split, captions, quick=True)["scores"]["total"]
-    data.write_predictions(out_dir / f"captions_{split}.json", captions)
-    result = dataset.score(split, captions) | dataset.report(split, captions, maps)
-    data.write_scores(out_dir / f"scores_{split}.json", result)
-    picture = "samples.png" if split == "test" else f"samples_{split}.png"
-    sample_sheet(dataset, split, captions, maps).save(out_dir / picture)
-    return result["scores"]["total"]
-
-
-def caption_files(cfg: Config, checkpoint: str, files: list[str], out: str | None) -> str:
-    """The caption of any two image files by a checkpoint, and its attention picture where `out` names one."""
-    model, state = load_model(SCORER, cfg, checkpoint)
-    extractor = data.Extractor(**state["extractor"], device=cfg.device)
-    before, after = (extractor([f]).to(cfg.device).float() for f in files)
-    ids = model.generate(before, after)
-    caption = data.Vocab(state["vocab"]).decode(ids)[0]
-    if out:
-        heat = model.attention_map(before, after, ids)[0]
-        pair_picture(*map(data.read_image, files), heat, [caption], side=224).save(out)
-    return caption
+            seen = model.attention_map(batch.before, batch.after, ids)
+            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.ids)}
+    model.train()
+    return dataset.results(split, captions, maps, out_dir)
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption two image files."""
-    cfg, do = parse_args(Config, PRESETS, RELEASED, Path(__file__).stem, __doc__, argv)
+    import data
+
+    cfg, do = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED)
     if do.caption:
-        print(caption_files(cfg, do.checkpoint, do.caption, do.out))
+        print(data.caption_files(*load_model(SCORER, cfg, do.checkpoint), do.caption, do.out))
         return
-    if do.eval:
-        (model, state), dataset = load_model(SCORER, cfg, do.eval), data.open_dataset(cfg)
-        dataset.check_state(state)
+    dataset = data.open_dataset(cfg)
+    if do.eval is None:
+        model = train(cfg, dataset, do.resume)
     else:
-        model, dataset = train(cfg, do.resume)
+        model, state = load_model(SCORER, cfg, do.eval)
+        dataset.check_state(state)
     evaluate(model, dataset, do.split, cfg, Path(cfg.out_dir))
 
 

@@ -26,10 +26,6 @@ from types import SimpleNamespace
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-import torch
-import torch.nn.functional as F
-from test_common import dense_match
-
 import cheers
 import common
 import data
@@ -38,6 +34,10 @@ import idc_pretrain
 import rdd_acr
 import scorer_cbr
 from common import decode, preset, token_match
+
+import torch
+import torch.nn.functional as F
+from test_common import dense_match
 
 METHODS = {"scorer_cbr": (scorer_cbr, scorer_cbr.SCORER), "dirl_ccr": (dirl_ccr, dirl_ccr.DIRL),
            "rdd_acr": (rdd_acr, rdd_acr.RDD), "cheers": (cheers, cheers.CHEERS),

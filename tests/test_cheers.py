@@ -3,13 +3,13 @@
 import json
 import math
 
-import open_clip
-import pytest
-import torch
-
 import cheers
 import data
 from cheers import CHEERS, CRE, DRE, PRESETS, RELEASED, Config, likeness, match_loss, retrieve
+
+import open_clip
+import pytest
+import torch
 
 B, C, H, W, V, WORDS = 4, 5, 2, 3, 9, 12
 N, D, K, M, E = H * W, 8, 3, 7, 5

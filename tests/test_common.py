@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Literal
 
+import common
+from common import Attention, GridPosition, LossLog, Run, RunConfig, decode, info_nce, learning_rate, sinusoid, token_match
+
 import pytest
 import torch
 import torch.nn as nn
-
-import common
-from common import Attention, GridPosition, LossLog, Run, RunConfig, decode, info_nce, learning_rate, sinusoid, token_match
 
 
 def dense_match(q, k):

@@ -2,18 +2,18 @@
 
 import json
 
+import cheers
+import data
+import idc_pretrain
+import rdd_acr
+from common import token_match
+
 import pytest
 import torch
 from PIL import Image
 from test_common import dense_match
 from test_features import random_resnet
 from test_methods import MODELS, flags_of
-
-import cheers
-import data
-import idc_pretrain
-import rdd_acr
-from common import token_match
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 

@@ -2,15 +2,15 @@
 
 import math
 
-import numpy as np
-import pytest
-import torch
-from released import close, fill, inputs, linear
-
 import data
 import dirl_ccr
 from common import preset
 from dirl_ccr import DIRL, PRESETS, RELEASED, Config, ccr_loss, channel_correlation, dirl_loss, mean_of
+
+import numpy as np
+import pytest
+import torch
+from released import close, fill, inputs, linear
 
 # ---- parity with the released code (reading "released"), recorded from it in float64 ------------------------------------
 

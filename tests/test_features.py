@@ -8,6 +8,9 @@ import sys
 import threading
 from pathlib import Path
 
+import data
+import scorer_cbr
+
 import h5py
 import numpy as np
 import pytest
@@ -15,9 +18,6 @@ import torch
 from conftest import GRID
 from PIL import Image
 from test_readers import RELEASED, write_repack
-
-import data
-import scorer_cbr
 
 
 def test_bicubic_preprocessing_against_loop():

@@ -6,12 +6,6 @@ import random
 import signal
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
-import torch
-from conftest import write_features, write_picture
-from test_readers import BIRD_COLUMNS, bird_row, write, write_cub, write_nabirds, write_repack
-
 import data
 import idc_pretrain
 from idc_pretrain import (
@@ -42,6 +36,12 @@ from idc_pretrain import (
     tfidf,
     word_loss,
 )
+
+import numpy as np
+import pytest
+import torch
+from conftest import write_features, write_picture
+from test_readers import BIRD_COLUMNS, bird_row, write, write_cub, write_nabirds, write_repack
 
 B, C, H, W, V, WORDS = 4, 5, 2, 3, 9, 12
 N, S = H * W, 2 * (H * W + 1)

@@ -10,6 +10,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import cheers
+import data
+import dirl_ccr
+import idc_pretrain
+import rdd_acr
+import scorer_cbr
+
 import pytest
 import torch
 from conftest import write_features
@@ -17,13 +24,6 @@ from PIL import Image
 from released import hashed
 from test_readers import write_clevr_dc
 from torch._subclasses.fake_tensor import FakeTensorMode
-
-import cheers
-import data
-import dirl_ccr
-import idc_pretrain
-import rdd_acr
-import scorer_cbr
 
 MODELS = {scorer_cbr: scorer_cbr.SCORER, dirl_ccr: dirl_ccr.DIRL, rdd_acr: rdd_acr.RDD, cheers: cheers.CHEERS,
           idc_pretrain: idc_pretrain.IDC}  # fmt: skip

@@ -4,13 +4,13 @@ import json
 import math
 from types import SimpleNamespace
 
-import open_clip
-import pytest
-import torch
-
 import data
 import rdd_acr
 from rdd_acr import PRESETS, RDD, RELEASED, Attributes, Config, contrast_loss
+
+import open_clip
+import pytest
+import torch
 
 B, C, H, W, V, WORDS = 4, 5, 2, 3, 9, 12
 N, E = H * W, 7

@@ -7,11 +7,11 @@ import shutil
 import textwrap
 from pathlib import Path
 
+import data
+
 import numpy as np
 import pytest
 from conftest import GRID, write_features, write_picture, write_release
-
-import data
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 real = pytest.mark.skipif(not SHARED.exists(), reason="the public annotation files are not here")

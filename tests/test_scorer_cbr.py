@@ -2,14 +2,14 @@
 
 import math
 
+import data
+import scorer_cbr
+from scorer_cbr import RELEASED, SCORER, Config, similarity
+
 import pytest
 import torch
 import torch.nn.functional as F
 from released import close, fill, inputs, linear
-
-import data
-import scorer_cbr
-from scorer_cbr import RELEASED, SCORER, Config, similarity
 
 # ---- parity with the released code (reading "released"), recorded from it in float64 ------------------------------------
 

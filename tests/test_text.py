@@ -3,12 +3,12 @@
 import json
 import warnings
 
+import data
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-
-import data
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
