@@ -23,7 +23,6 @@ import itertools
 import json
 import math
 import pickle
-import queue
 import re
 import shutil
 import subprocess
@@ -808,38 +807,37 @@ def resnet101_grid(name: str, state: dict[str, Tensor] | None = None) -> nn.Modu
 
 
 def unfinished(path: Path, names: list[str], about: dict[str, str]) -> int:
-    """How many images of `names` an interrupted write_features has left in path.partial; says so. 0 where there are none,
-    or where they are of other images or made otherwise."""
+    """How many images of `names` an interrupted write_features has left in path.partial. 0 where there are none, or where they
+    are of other images or made otherwise."""
     partial = path.with_suffix(".partial")
     if not partial.exists():
         return 0
     try:
         with h5py.File(partial, "r+") as f:
-            done = int(f["done"][()])
-            same = dict(f.attrs) == about and f["image_ids"].asstr()[:].tolist() == names
+            usable = dict(f.attrs) == about and f["image_ids"].asstr()[:].tolist() == names
+            done = int(f["done"][()]) if usable else 0
     except BlockingIOError as e:
         raise ValueError(f"{partial} is being written by another run; wait for it or stop it") from e
     except (OSError, KeyError, RuntimeError):  # killed before the first block was whole
-        done, same = 0, False
-    print(f"{partial}: " + (f"going on after {done} of {len(names)} images" if same else "of no use; starting anew"))
-    return done if same else 0
+        done = 0
+    print(f"{partial}: " + (f"going on after {done} of {len(names)} images" if done else "of no use; starting anew"))
+    return done
 
 
-def write_features(path: Path, names: list[str], arrays: Iterable[np.ndarray], extractor: str, preprocessing: str,
+def write_features(path: Path, names: list[str], blocks: Iterable[np.ndarray], extractor: str, preprocessing: str,
                    dataset: str = "", start: int = 0) -> None:  # fmt: skip
     """One feature file: `features` (n, C, H, W) float16, `image_ids` (n,), how many are `done`, and attributes `extractor`,
-    `preprocessing` and `dataset`. `arrays` gives (b, C, H, W) blocks in the order of names, from image `start` on.
+    `preprocessing` and `dataset`. `blocks` gives arrays (b, C, H, W) in the order of names, from image `start` on.
 
-    Whole or not there at all: it grows as path.partial, where `unfinished` finds the next `start`. The layout has no index,
-    so that after the first block a kill can spoil nothing but images that do not count as done yet."""
+    It grows as path.partial, where `unfinished` finds the next `start`, and gets its name when it is whole. The features lie
+    in one piece, as Features maps them, and a kill spoils nothing but images that do not count as done yet."""
     partial, done = path.with_suffix(".partial"), start
-    about = {"extractor": extractor, "preprocessing": preprocessing, "dataset": dataset}
     with h5py.File(partial, "r+" if start else "w") as f, \
             tqdm(total=len(names), initial=start, desc="features", unit="image", disable=None) as bar:  # fmt: skip
         if not start:
-            f.attrs.update(about)
+            f.attrs.update(extractor=extractor, preprocessing=preprocessing, dataset=dataset)
             f["image_ids"] = names
-        for block in arrays:
+        for block in blocks:
             if "features" not in f:
                 f.create_dataset("features", (len(names), *block.shape[1:]), "float16", fill_time="never")
             out = f["features"]
@@ -862,82 +860,55 @@ def write_features(path: Path, names: list[str], arrays: Iterable[np.ndarray], e
 
 
 class Features:
-    """A feature file, opened and checked. `place` decides where features stay; `rows` are read by index."""
+    """A feature file, checked. Its rows are read by image name: from the file, of which the system keeps in memory what it
+    can, or from the GPU, where `place` puts them."""
 
     def __init__(self, path: Path, prepare: str):
         if not path.exists():
             raise FileNotFoundError(f"no features at {path}; run: {prepare}")
         try:
-            self.file = h5py.File(path, "r")
-            self.data, ids = self.file["features"], self.file["image_ids"].asstr()[:]
-            self.extractor, self.preprocessing = self.file.attrs["extractor"], self.file.attrs["preprocessing"]
-            self.dataset = self.file.attrs.get("dataset", "")
-            done, shape = int(self.file["done"][()]) if "done" in self.file else len(ids), self.data.shape
+            with h5py.File(path, "r") as f:
+                table, ids = f["features"], f["image_ids"].asstr()[:]
+                self.extractor, self.preprocessing = f.attrs["extractor"], f.attrs["preprocessing"]
+                self.dataset, done = f.attrs.get("dataset", ""), int(f["done"][()]) if "done" in f else len(ids)
+                shape, kind, offset = table.shape, table.dtype, table.id.get_offset()
         except (AttributeError, OSError, KeyError, TypeError) as e:
             raise ValueError(f"{path} is not a feature file of this project ({e}); remove it and run: {prepare}") from e
         self.row = {name: i for i, name in enumerate(ids)}
-        if len(shape) != 4 or shape[1] < max(shape[2:]) or self.data.dtype != np.float16 or len(self.row) != shape[0]:
-            raise ValueError(f"{path}: expected float16 (images, channels, height, width) and an id each, found "
-                             f"{self.data.dtype} {shape} and {len(self.row)} ids; remove it and run: {prepare}")  # fmt: skip
+        if len(shape) != 4 or shape[1] < max(shape[2:]) or kind != np.float16 or len(self.row) != shape[0] or offset is None:
+            raise ValueError(f"{path}: expected float16 (images, channels, height, width) in one piece and an id each, found "
+                             f"{kind} {shape} and {len(self.row)} ids; remove it and run: {prepare}")  # fmt: skip
         if done != len(ids):
             raise ValueError(f"{path} is half written: {done} of {len(ids)} images; remove it and run: {prepare}")
-        self.path, self.prepare, self.memory = path, prepare, None
-        self.lock = threading.Lock()  # an HDF5 file is read by one thread at a time
+        self.data, self.gpu = np.memmap(path, kind, "r", offset, shape), None
+        self.path, self.prepare = path, prepare
 
     def place(self, where: str, device: str) -> str:
-        """Choose "gpu", "ram" or "stream" ("auto": the first with room: 60 % of the free memory) and say so."""
-        size = self.data.size * 2
-        free = {"gpu": torch.cuda.mem_get_info()[0] if device.startswith("cuda") else 0, "ram": free_ram(), "stream": size}
-        if where == "gpu" and not free["gpu"]:
-            raise ValueError(f"--features gpu: the device is {device}; choose ram or stream")
-        if where == "auto":
-            where = next(w for w in free if size < 0.6 * free[w] or w == "stream")
-        if where != "stream":
-            self.memory = torch.empty(self.data.shape, dtype=torch.float16, device=device if where == "gpu" else "cpu")
-            names = list(self.row)
+        """Choose "gpu" or "file" ("auto": the GPU where features take less than 60 % of its free memory) and say so."""
+        free = torch.cuda.mem_get_info()[0] if device.startswith("cuda") else 0
+        if where == "gpu" and not free:
+            raise ValueError(f"--features gpu: the device is {device}; choose file")
+        if where == "gpu" or (where == "auto" and self.data.nbytes < 0.6 * free):
+            self.gpu = torch.empty(self.data.shape, dtype=torch.float16, device=device)
             for i in tqdm(range(0, len(self.data), 512), desc="loading features", disable=None, leave=False):
-                self.memory[i : i + 512] = self.finite(torch.from_numpy(self.data[i : i + 512]), names[i : i + 512])
-        room = f"{free[where] / 1e9:.1f} GB free" if where != "stream" else "read as needed"
-        return f"features: {where} ({size / 1e9:.2f} GB; {room}); override with --features"
+                self.gpu[i : i + 512] = torch.from_numpy(self.data[i : i + 512].copy())
+        chosen = "file" if self.gpu is None else "gpu"
+        return f"features: {chosen} ({self.data.nbytes / 1e9:.2f} GB); override with --features"
 
     def rows(self, names: list[str]) -> Tensor:
-        """-> (n, C, H, W) float16 on the GPU or in RAM (page-locked where there is a GPU, for a copy that does not wait)."""
+        """-> (n, C, H, W) float16 on the GPU, or in RAM (page-locked where there is a GPU, for a copy that does not wait)."""
         index = [self.row[name] for name in names]
-        if self.memory is not None:
-            rows = self.memory[torch.tensor(index, device=self.memory.device)]
-            return rows.pin_memory() if torch.cuda.is_available() and not rows.is_cuda else rows
-        out = torch.empty((len(index), *self.data.shape[1:]), dtype=torch.float16, pin_memory=torch.cuda.is_available())
-        with self.lock:
-            for i, row in enumerate(index):
-                self.data.read_direct(out[i].numpy(), np.s_[row])
-        return self.finite(out, names)
+        if self.gpu is not None:
+            return self.gpu[torch.tensor(index, device=self.gpu.device)]
+        rows = torch.from_numpy(self.data[index])
+        return rows.pin_memory() if torch.cuda.is_available() else rows
 
-    def cover(self, names: Iterable[str]) -> None:
+    def require(self, names: Iterable[str]) -> None:
         """ValueError where features of any image are missing."""
         absent = sorted(n for n in names if n not in self.row)
         if absent:
             raise ValueError(f"{self.path}: no features for {absent[0]} and {len(absent) - 1} more (its first image is "
                              f"{next(iter(self.row), None)}); remove it and run: {self.prepare}")  # fmt: skip
-
-    def finite(self, x: Tensor, names: list[str]) -> Tensor:
-        """x (n, C, H, W), the features of `names`, as it is; ValueError naming the first image whose are not finite."""
-        if not torch.stack(x.aminmax()).isfinite().all():  # a tenth of the time that reading takes
-            bad = next(name for name, y in zip(names, x, strict=True) if not y.isfinite().all())
-            raise ValueError(f"{self.path}: features of {bad} are not finite; remove it and run: {self.prepare}")
-        return x
-
-
-def free_ram() -> int:
-    """Bytes that can be taken without swapping; half the machine's memory, or 4 GiB, where the system does not tell."""
-    if Path("/proc/meminfo").exists():
-        free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
-        limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-        if limit.exists() and limit.read_text().strip().isdecimal():  # a container's share
-            free = min(free, int(limit.read_text()) - int(used.read_text()))
-        return free
-    if hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return 4 * 2**30
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -960,42 +931,13 @@ class Batch:
         return replace(self, before=before, after=after, caption=self.caption.to(device, non_blocking=True))
 
 
-def prefetch(items: Iterator, depth: int = 3) -> Iterator:
-    """The same items, made by a thread that works `depth` ahead; its errors are raised here."""
-    box: queue.Queue = queue.Queue(depth)
-    stop = threading.Event()
-
-    def put(item) -> bool:
-        while not stop.is_set():
-            try:
-                box.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def work():
-        try:
-            for item in items:
-                if not put((item, None)):
-                    return
-            put((None, None))
-        except BaseException as e:  # whatever it is, the reader must see it
-            put((None, e))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        while True:
-            item, error = box.get()
-            if error is not None:
-                raise error
-            if item is None:
-                return
+def prefetch(items: Iterator) -> Iterator:
+    """The same items, each made by a thread while the one before it is in use."""
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(next, items, None)
+        while (item := made.result()) is not None:
+            made = pool.submit(next, items, None)
             yield item
-    finally:
-        stop.set()
-        thread.join()
 
 
 class Dataset:
@@ -1004,12 +946,12 @@ class Dataset:
     def __init__(self, name: str, root: Path, release: Release, vocab: Vocab, features: Features):
         self.name, self.root, self.vocab, self.features = name, root, vocab, features
         self.scenes, self.kinds, self.paths, self.release = release.scenes, release.kinds, release.paths, release
-        self.grid = tuple(features.data.shape[1:])  # C, H, W
+        self.grid = features.data.shape[1:]  # C, H, W
         kinds = [pairs for scenes in self.scenes.values() for s in scenes for pairs in (s.pairs, s.swapped) if pairs]
         # Longest caption with START and END of each kind of pair: a distractor's words need not run as far as a change's.
         self.lengths = [2 + max(len(vocab.split(c)) for p in kind for c in p.captions) for kind in zip(*kinds, strict=True)]
         self.max_len = max(self.lengths)
-        features.cover({n for pairs in kinds for p in pairs for n in (p.before, p.after) if n})
+        features.require({n for pairs in kinds for p in pairs for n in (p.before, p.after) if n})
 
     def steps(self, batch_size: int) -> int:
         """Batches an epoch; the last may be smaller."""
@@ -1034,7 +976,7 @@ class Dataset:
                     streams.append(self.batch(of_kind, drawn, length))
                 yield tuple(streams)
 
-        return make() if self._resident() else prefetch(make())
+        return prefetch(make())
 
     def pairs(self, split: str) -> list[Pair]:
         """Every pair of a split: all changed pairs, then, where scenes have two, all distractor pairs."""
@@ -1043,12 +985,7 @@ class Dataset:
     def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
         pairs = self.pairs(split)
         blocks = (pairs[i : i + batch_size] for i in range(0, len(pairs), batch_size))
-        made = (self.batch(block) for block in blocks)
-        return made if self._resident() else prefetch(made)
-
-    def _resident(self) -> bool:
-        """Nothing to fetch ahead: features lie on the device, or there is no device but the CPU."""
-        return self.features.memory is not None and (self.features.memory.is_cuda or not torch.cuda.is_available())
+        return prefetch(self.batch(block) for block in blocks)
 
     def batch(self, pairs: list[Pair], captions: list[str] | None = None, length: int = 0) -> Batch:
         """Pairs with one caption each (default: their first), padded to `length` ids (default: the longest there is)."""
@@ -1154,7 +1091,7 @@ def load(name: str, root: str | Path, where: str = "auto", device: str = "cpu", 
 def load_classified(name: str, root: str | Path, where: str = "auto", device: str = "cpu") -> tuple[Classified, Features]:
     """Images with classes, and their features; errors as in `load`."""
     release, features = read_release(name, Path(root)), open_features(name, Path(root))
-    features.cover(release.paths)
+    features.require(release.paths)
     print(features.place(where, device))
     return release, features
 
@@ -2514,7 +2451,7 @@ def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
     released = {"resnet101-layer3": npy, "resnet101-layer4": pkl}.get(extractor, {})
     absent = [p for p in released.values() if not p.exists()]
     if path.exists():
-        open_features(name, root, extractor).cover(names)
+        open_features(name, root, extractor).require(names)
         print(f"{path} is there already")
     elif len(absent) == len(released):
         absent = [p for p in release.paths.values() if not p.exists()]
@@ -2576,7 +2513,7 @@ def read_pickles(files: dict[str, Path]) -> Iterator[np.ndarray]:
     one at a time."""
     for path, group in itertools.groupby(files, files.get):
         names, size = list(group), path.stat().st_size
-        print(f"{path}: read as a whole, {size / 1e9:.2f} GB of memory ({free_ram() / 1e9:.1f} GB free)")
+        print(f"{path}: read as a whole, {size / 1e9:.2f} GB of memory")
         with open(path, "rb") as f, tqdm(total=size, desc=path.name, unit="B", unit_scale=True, disable=None) as bar:
             source = SimpleNamespace(read=lambda n, f=f, bar=bar: (f.read(n), bar.update(n))[0], readline=f.readline)
             try:
@@ -2689,7 +2626,7 @@ def check(name: str, root: Path, extractor: str = "") -> list[str]:
         bad = (i + np.flatnonzero(~np.isfinite(features.data[i : i + 256]).all((1, 2, 3)))
                for i in tqdm(blocks, "features", unit="block", disable=None))  # fmt: skip
         problems += first(f"{features.path}: features of {names[i]} are not finite" for block in bad for i in block)
-        features.cover(release.paths)
+        features.require(release.paths)
     except (OSError, ValueError) as e:
         problems.append(str(e))
     try:
