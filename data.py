@@ -23,7 +23,6 @@ import itertools
 import json
 import math
 import pickle
-import queue
 import re
 import shutil
 import subprocess
@@ -61,13 +60,12 @@ RESNETS = {
 }
 
 SPLITS = ("train", "val", "test")
-EMBEDDED = ("mini", "mini_dc")  # rendered here, with features of a small CNN; what is in every scene is known
+EMBEDDED = ("mini",)  # rendered here, with features of a small CNN; what is in every scene is known
 
 # ---- vocabulary ------------------------------------------------------------------------------------------------------
 
 NULL, UNK, START, END = 0, 1, 2, 3
 SPECIAL = ["<NULL>", "<UNK>", "<START>", "<END>"]
-SEP = "<SEP>"  # between the sentences of a caption, a word like others
 
 
 def tokenize(caption: str) -> list[str]:
@@ -76,11 +74,6 @@ def tokenize(caption: str) -> list[str]:
     for mark in ";,":
         caption = caption.replace(mark, f" {mark}")
     return caption.replace("?", "").replace(".", "").split(" ")
-
-
-def tokenize_sentences(caption: str) -> list[str]:
-    """The same for captions of several sentences: the end of each is the word <SEP> (CARD's multi-change captions)."""
-    return tokenize(caption.replace("?", f" {SEP}").replace(".", f" {SEP}"))
 
 
 def tokenize_lower(caption: str) -> list[str]:
@@ -121,11 +114,11 @@ class Vocab:
         return ids + [NULL] * (length - len(ids))
 
     def decode(self, ids: Tensor) -> list[str]:
-        """(B, V) ids that begin with START -> B captions, each up to its first NULL or END, without <SEP>."""
+        """(B, V) ids that begin with START -> B captions, each up to its first NULL or END."""
         captions = []
         for row in ids[:, 1:].tolist():
             stop = next((i for i, w in enumerate(row) if w in (NULL, END)), len(row))
-            captions.append(" ".join(word for w in row[:stop] if (word := self.words[w]) != SEP))
+            captions.append(" ".join(self.words[w] for w in row[:stop]))
         return captions
 
 
@@ -150,7 +143,6 @@ class Source:
     types: dict[str, int] = field(default_factory=dict)
     words: int | None = None
     empty: int = 0  # captions without a word, which the release itself has
-    images: str = ""  # the data set whose images, and so features, these are, where not its own
 
 
 # An unchanged pair of LEVIR-CC has one of these among its captions.
@@ -159,7 +151,6 @@ LEVIR_SAME = ("the scene is the same as before", "there is no difference", "the 
 
 DATASETS = {
     "mini": Source(lambda root: read_clevr_change(root), "mini-cnn"),
-    "mini_dc": Source(lambda root: read_clevr_dc(root), "mini-cnn"),
     "clevr_change": Source(
         lambda root: read_clevr_change(root),
         scenes={"train": 33830, "val": 1988, "test": 3985},
@@ -169,14 +160,6 @@ DATASETS = {
     "clevr_dc": Source(lambda root: read_clevr_dc(root), scenes={"train": 40800, "val": 2400, "test": 4800}, words=87),
     "spot_the_diff": Source(
         lambda root: read_spot_the_diff(root), scenes={"train": 8566, "val": 1493, "test": 1270}, words=2059, empty=66
-    ),
-    "spot_the_diff_multi": Source(
-        lambda root: read_spot_the_diff(root, multi=True),
-        tokenizer=tokenize_sentences,
-        scenes={"train": 8566, "val": 1493, "test": 1270},
-        words=2033,
-        empty=48,
-        images="spot_the_diff",
     ),
     "image_editing_request": Source(  # the authors' vocabulary; that of later papers is not published
         lambda root: read_image_editing(root),
@@ -474,9 +457,7 @@ def read_clevr_dc(root: Path) -> Release:
             pairs[split].append(Pair(f"{i:06d}.png", before, after, captions_of(texts, i, texts_file)))
             if known:
                 kinds[DC_KINDS[i * 6 // count]].add(f"{i:06d}.png")
-    release = of_single_pairs(pairs, paths, kinds)
-    read_boxes(root, release)  # which only mini_dc has
-    return release
+    return of_single_pairs(pairs, paths, kinds)
 
 
 def read_rows(path: Path, keys: tuple[str, ...], rows: list | None = None) -> list[dict]:
@@ -489,28 +470,20 @@ def read_rows(path: Path, keys: tuple[str, ...], rows: list | None = None) -> li
     return rows
 
 
-def read_spot_the_diff(root: Path, multi: bool = False) -> Release:
+def read_spot_the_diff(root: Path) -> Release:
     """Spot-the-Diff (Jhamtani and Berg-Kirkpatrick, EMNLP 2018): annotations/<split>.json and resized_images/<id>.png,
     <id>_2.png. Or CLIP4IDC's <split>.json with images/; or CARD's images/ and sc_images/<six digits>.png.
 
-    An id may have several rows (annotators): they are one pair. Single-change: each sentence is a caption, empty ones
-    (66) too, since published vocabularies and scores count them. Multi-change, CARD's rule: one caption a pair, all its
-    sentences joined by ". " and cut to 60 words; CARD's own file of them, change_multi_captions.json, serves as well."""
+    An id may have several rows (annotators): they are one pair. Each sentence is a caption, empty ones (66) too, since
+    published vocabularies and scores count them."""
     folder, pairs, paths = root / "annotations" if (root / "annotations").exists() else root, {}, {}
-    repacked = multi and (root / "change_multi_captions.json").exists() and not (folder / "train.json").exists()
     texts = {split: {} for split in SPLITS}
-    if repacked:
-        content = read_json(root / "change_multi_captions.json")
-        for split, ids in read_splits(root / "splits.json").items():
-            texts[split] = {i: captions_of(content, f"{i:06d}.png", root / "change_multi_captions.json") for i in ids}
-    for split in () if repacked else SPLITS:
+    for split in SPLITS:
         for row in read_rows(folder / f"{split}.json", ("img_id", "sentences")):
             if not str(row["img_id"]).isdecimal():
                 raise ValueError(f"{folder / split}.json: img_id {row['img_id']!r} is no number")
             captions = captions_of(row, "sentences", folder / f"{split}.json", f"img_id {row['img_id']}")
             texts[split].setdefault(int(row["img_id"]), []).extend(captions)
-        if multi:
-            texts[split] = {i: [" ".join(". ".join(found).split()[:60])] for i, found in texts[split].items()}
     apart = (root / "sc_images").exists()
     images = "resized_images" if (root / "resized_images").exists() or not (root / "images").exists() else "images"
     for split in SPLITS:
@@ -834,38 +807,37 @@ def resnet101_grid(name: str, state: dict[str, Tensor] | None = None) -> nn.Modu
 
 
 def unfinished(path: Path, names: list[str], about: dict[str, str]) -> int:
-    """How many images of `names` an interrupted write_features has left in path.partial; says so. 0 where there are none,
-    or where they are of other images or made otherwise."""
+    """How many images of `names` an interrupted write_features has left in path.partial. 0 where there are none, or where they
+    are of other images or made otherwise."""
     partial = path.with_suffix(".partial")
     if not partial.exists():
         return 0
     try:
         with h5py.File(partial, "r+") as f:
-            done = int(f["done"][()])
-            same = dict(f.attrs) == about and f["image_ids"].asstr()[:].tolist() == names
+            usable = dict(f.attrs) == about and f["image_ids"].asstr()[:].tolist() == names
+            done = int(f["done"][()]) if usable else 0
     except BlockingIOError as e:
         raise ValueError(f"{partial} is being written by another run; wait for it or stop it") from e
     except (OSError, KeyError, RuntimeError):  # killed before the first block was whole
-        done, same = 0, False
-    print(f"{partial}: " + (f"going on after {done} of {len(names)} images" if same else "of no use; starting anew"))
-    return done if same else 0
+        done = 0
+    print(f"{partial}: " + (f"going on after {done} of {len(names)} images" if done else "of no use; starting anew"))
+    return done
 
 
-def write_features(path: Path, names: list[str], arrays: Iterable[np.ndarray], extractor: str, preprocessing: str,
+def write_features(path: Path, names: list[str], blocks: Iterable[np.ndarray], extractor: str, preprocessing: str,
                    dataset: str = "", start: int = 0) -> None:  # fmt: skip
     """One feature file: `features` (n, C, H, W) float16, `image_ids` (n,), how many are `done`, and attributes `extractor`,
-    `preprocessing` and `dataset`. `arrays` gives (b, C, H, W) blocks in the order of names, from image `start` on.
+    `preprocessing` and `dataset`. `blocks` gives arrays (b, C, H, W) in the order of names, from image `start` on.
 
-    Whole or not there at all: it grows as path.partial, where `unfinished` finds the next `start`. The layout has no index,
-    so that after the first block a kill can spoil nothing but images that do not count as done yet."""
+    It grows as path.partial, where `unfinished` finds the next `start`, and gets its name when it is whole. The features lie
+    in one piece, as Features maps them, and a kill spoils nothing but images that do not count as done yet."""
     partial, done = path.with_suffix(".partial"), start
-    about = {"extractor": extractor, "preprocessing": preprocessing, "dataset": dataset}
     with h5py.File(partial, "r+" if start else "w") as f, \
             tqdm(total=len(names), initial=start, desc="features", unit="image", disable=None) as bar:  # fmt: skip
         if not start:
-            f.attrs.update(about)
+            f.attrs.update(extractor=extractor, preprocessing=preprocessing, dataset=dataset)
             f["image_ids"] = names
-        for block in arrays:
+        for block in blocks:
             if "features" not in f:
                 f.create_dataset("features", (len(names), *block.shape[1:]), "float16", fill_time="never")
             out = f["features"]
@@ -888,82 +860,55 @@ def write_features(path: Path, names: list[str], arrays: Iterable[np.ndarray], e
 
 
 class Features:
-    """A feature file, opened and checked. `place` decides where features stay; `rows` are read by index."""
+    """A feature file, checked. Its rows are read by image name: from the file, of which the system keeps in memory what it
+    can, or from the GPU, where `place` puts them."""
 
     def __init__(self, path: Path, prepare: str):
         if not path.exists():
             raise FileNotFoundError(f"no features at {path}; run: {prepare}")
         try:
-            self.file = h5py.File(path, "r")
-            self.data, ids = self.file["features"], self.file["image_ids"].asstr()[:]
-            self.extractor, self.preprocessing = self.file.attrs["extractor"], self.file.attrs["preprocessing"]
-            self.dataset = self.file.attrs.get("dataset", "")
-            done, shape = int(self.file["done"][()]) if "done" in self.file else len(ids), self.data.shape
+            with h5py.File(path, "r") as f:
+                table, ids = f["features"], f["image_ids"].asstr()[:]
+                self.extractor, self.preprocessing = f.attrs["extractor"], f.attrs["preprocessing"]
+                self.dataset, done = f.attrs.get("dataset", ""), int(f["done"][()]) if "done" in f else len(ids)
+                shape, kind, offset = table.shape, table.dtype, table.id.get_offset()
         except (AttributeError, OSError, KeyError, TypeError) as e:
             raise ValueError(f"{path} is not a feature file of this project ({e}); remove it and run: {prepare}") from e
         self.row = {name: i for i, name in enumerate(ids)}
-        if len(shape) != 4 or shape[1] < max(shape[2:]) or self.data.dtype != np.float16 or len(self.row) != shape[0]:
-            raise ValueError(f"{path}: expected float16 (images, channels, height, width) and an id each, found "
-                             f"{self.data.dtype} {shape} and {len(self.row)} ids; remove it and run: {prepare}")  # fmt: skip
+        if len(shape) != 4 or shape[1] < max(shape[2:]) or kind != np.float16 or len(self.row) != shape[0] or offset is None:
+            raise ValueError(f"{path}: expected float16 (images, channels, height, width) in one piece and an id each, found "
+                             f"{kind} {shape} and {len(self.row)} ids; remove it and run: {prepare}")  # fmt: skip
         if done != len(ids):
             raise ValueError(f"{path} is half written: {done} of {len(ids)} images; remove it and run: {prepare}")
-        self.path, self.prepare, self.memory = path, prepare, None
-        self.lock = threading.Lock()  # an HDF5 file is read by one thread at a time
+        self.data, self.gpu = np.memmap(path, kind, "r", offset, shape), None
+        self.path, self.prepare = path, prepare
 
     def place(self, where: str, device: str) -> str:
-        """Choose "gpu", "ram" or "stream" ("auto": the first with room: 60 % of the free memory) and say so."""
-        size = self.data.size * 2
-        free = {"gpu": torch.cuda.mem_get_info()[0] if device.startswith("cuda") else 0, "ram": free_ram(), "stream": size}
-        if where == "gpu" and not free["gpu"]:
-            raise ValueError(f"--features gpu: the device is {device}; choose ram or stream")
-        if where == "auto":
-            where = next(w for w in free if size < 0.6 * free[w] or w == "stream")
-        if where != "stream":
-            self.memory = torch.empty(self.data.shape, dtype=torch.float16, device=device if where == "gpu" else "cpu")
-            names = list(self.row)
+        """Choose "gpu" or "file" ("auto": the GPU where features take less than 60 % of its free memory) and say so."""
+        free = torch.cuda.mem_get_info()[0] if device.startswith("cuda") else 0
+        if where == "gpu" and not free:
+            raise ValueError(f"--features gpu: the device is {device}; choose file")
+        if where == "gpu" or (where == "auto" and self.data.nbytes < 0.6 * free):
+            self.gpu = torch.empty(self.data.shape, dtype=torch.float16, device=device)
             for i in tqdm(range(0, len(self.data), 512), desc="loading features", disable=None, leave=False):
-                self.memory[i : i + 512] = self.finite(torch.from_numpy(self.data[i : i + 512]), names[i : i + 512])
-        room = f"{free[where] / 1e9:.1f} GB free" if where != "stream" else "read as needed"
-        return f"features: {where} ({size / 1e9:.2f} GB; {room}); override with --features"
+                self.gpu[i : i + 512] = torch.from_numpy(self.data[i : i + 512].copy())
+        chosen = "file" if self.gpu is None else "gpu"
+        return f"features: {chosen} ({self.data.nbytes / 1e9:.2f} GB); override with --features"
 
     def rows(self, names: list[str]) -> Tensor:
-        """-> (n, C, H, W) float16 on the GPU or in RAM (page-locked where there is a GPU, for a copy that does not wait)."""
+        """-> (n, C, H, W) float16 on the GPU, or in RAM (page-locked where there is a GPU, for a copy that does not wait)."""
         index = [self.row[name] for name in names]
-        if self.memory is not None:
-            rows = self.memory[torch.tensor(index, device=self.memory.device)]
-            return rows.pin_memory() if torch.cuda.is_available() and not rows.is_cuda else rows
-        out = torch.empty((len(index), *self.data.shape[1:]), dtype=torch.float16, pin_memory=torch.cuda.is_available())
-        with self.lock:
-            for i, row in enumerate(index):
-                self.data.read_direct(out[i].numpy(), np.s_[row])
-        return self.finite(out, names)
+        if self.gpu is not None:
+            return self.gpu[torch.tensor(index, device=self.gpu.device)]
+        rows = torch.from_numpy(self.data[index])
+        return rows.pin_memory() if torch.cuda.is_available() else rows
 
-    def cover(self, names: Iterable[str]) -> None:
+    def require(self, names: Iterable[str]) -> None:
         """ValueError where features of any image are missing."""
         absent = sorted(n for n in names if n not in self.row)
         if absent:
             raise ValueError(f"{self.path}: no features for {absent[0]} and {len(absent) - 1} more (its first image is "
                              f"{next(iter(self.row), None)}); remove it and run: {self.prepare}")  # fmt: skip
-
-    def finite(self, x: Tensor, names: list[str]) -> Tensor:
-        """x (n, C, H, W), the features of `names`, as it is; ValueError naming the first image whose are not finite."""
-        if not torch.stack(x.aminmax()).isfinite().all():  # a tenth of the time that reading takes
-            bad = next(name for name, y in zip(names, x, strict=True) if not y.isfinite().all())
-            raise ValueError(f"{self.path}: features of {bad} are not finite; remove it and run: {self.prepare}")
-        return x
-
-
-def free_ram() -> int:
-    """Bytes that can be taken without swapping; half the machine's memory, or 4 GiB, where the system does not tell."""
-    if Path("/proc/meminfo").exists():
-        free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
-        limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-        if limit.exists() and limit.read_text().strip().isdecimal():  # a container's share
-            free = min(free, int(limit.read_text()) - int(used.read_text()))
-        return free
-    if hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return 4 * 2**30
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -986,42 +931,13 @@ class Batch:
         return replace(self, before=before, after=after, caption=self.caption.to(device, non_blocking=True))
 
 
-def prefetch(items: Iterator, depth: int = 3) -> Iterator:
-    """The same items, made by a thread that works `depth` ahead; its errors are raised here."""
-    box: queue.Queue = queue.Queue(depth)
-    stop = threading.Event()
-
-    def put(item) -> bool:
-        while not stop.is_set():
-            try:
-                box.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def work():
-        try:
-            for item in items:
-                if not put((item, None)):
-                    return
-            put((None, None))
-        except BaseException as e:  # whatever it is, the reader must see it
-            put((None, e))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        while True:
-            item, error = box.get()
-            if error is not None:
-                raise error
-            if item is None:
-                return
+def prefetch(items: Iterator) -> Iterator:
+    """The same items, each made by a thread while the one before it is in use."""
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(next, items, None)
+        while (item := made.result()) is not None:
+            made = pool.submit(next, items, None)
             yield item
-    finally:
-        stop.set()
-        thread.join()
 
 
 class Dataset:
@@ -1030,12 +946,12 @@ class Dataset:
     def __init__(self, name: str, root: Path, release: Release, vocab: Vocab, features: Features):
         self.name, self.root, self.vocab, self.features = name, root, vocab, features
         self.scenes, self.kinds, self.paths, self.release = release.scenes, release.kinds, release.paths, release
-        self.grid = tuple(features.data.shape[1:])  # C, H, W
+        self.grid = features.data.shape[1:]  # C, H, W
         kinds = [pairs for scenes in self.scenes.values() for s in scenes for pairs in (s.pairs, s.swapped) if pairs]
         # Longest caption with START and END of each kind of pair: a distractor's words need not run as far as a change's.
         self.lengths = [2 + max(len(vocab.split(c)) for p in kind for c in p.captions) for kind in zip(*kinds, strict=True)]
         self.max_len = max(self.lengths)
-        features.cover({n for pairs in kinds for p in pairs for n in (p.before, p.after) if n})
+        features.require({n for pairs in kinds for p in pairs for n in (p.before, p.after) if n})
 
     def steps(self, batch_size: int) -> int:
         """Batches an epoch; the last may be smaller."""
@@ -1060,7 +976,7 @@ class Dataset:
                     streams.append(self.batch(of_kind, drawn, length))
                 yield tuple(streams)
 
-        return make() if self._resident() else prefetch(make())
+        return prefetch(make())
 
     def pairs(self, split: str) -> list[Pair]:
         """Every pair of a split: all changed pairs, then, where scenes have two, all distractor pairs."""
@@ -1069,12 +985,7 @@ class Dataset:
     def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
         pairs = self.pairs(split)
         blocks = (pairs[i : i + batch_size] for i in range(0, len(pairs), batch_size))
-        made = (self.batch(block) for block in blocks)
-        return made if self._resident() else prefetch(made)
-
-    def _resident(self) -> bool:
-        """Nothing to fetch ahead: features lie on the device, or there is no device but the CPU."""
-        return self.features.memory is not None and (self.features.memory.is_cuda or not torch.cuda.is_available())
+        return prefetch(self.batch(block) for block in blocks)
 
     def batch(self, pairs: list[Pair], captions: list[str] | None = None, length: int = 0) -> Batch:
         """Pairs with one caption each (default: their first), padded to `length` ids (default: the longest there is)."""
@@ -1180,7 +1091,7 @@ def load(name: str, root: str | Path, where: str = "auto", device: str = "cpu", 
 def load_classified(name: str, root: str | Path, where: str = "auto", device: str = "cpu") -> tuple[Classified, Features]:
     """Images with classes, and their features; errors as in `load`."""
     release, features = read_release(name, Path(root)), open_features(name, Path(root))
-    features.cover(release.paths)
+    features.require(release.paths)
     print(features.place(where, device))
     return release, features
 
@@ -1200,7 +1111,7 @@ def read_release(name: str, root: Path) -> Release | Classified:
 
 def read_vocab(name: str, root: Path) -> Vocab:
     """The vocabulary that preparation has written; FileNotFoundError or ValueError says which command makes it."""
-    path, source, prepare = vocab_file(name, root), DATASETS[name], prepare_command(name, root)
+    path, source, prepare = root / "vocab.json", DATASETS[name], prepare_command(name, root)
     if not path.exists():
         raise FileNotFoundError(f"no vocabulary at {path}; run: {prepare}")
     ids = read_json(path)
@@ -1210,17 +1121,12 @@ def read_vocab(name: str, root: Path) -> Vocab:
     return Vocab([words[i] for i in range(len(ids))], source.tokenizer, source.max_words)
 
 
-def vocab_file(name: str, root: Path) -> Path:
-    """vocab.json, or vocab-<name>.json where two data sets have the same images, and so the same folder."""
-    return root / (f"vocab-{name}.json" if DATASETS[name].images else "vocab.json")
-
-
 def open_features(name: str, root: Path, extractor: str = "") -> Features:
     """The feature file of a data set, for its own extractor or the one named; ValueError where it is another data set's, or
     was made by another extractor or with other preprocessing."""
     path, prepare = feature_file(name, root, extractor), prepare_command(name, root, extractor)
     features = Features(path, prepare)
-    if features.dataset not in ("", DATASETS[name].images or name):
+    if features.dataset not in ("", name):
         raise ValueError(f"{path} holds the features of {features.dataset}, not of {name}; give the --data_dir of {name}, or "
                          f"remove it and run: {prepare}")  # fmt: skip
     wanted = extractor or DATASETS[name].extractor
@@ -1267,8 +1173,8 @@ def _free_place(rng: np.random.Generator, radius: float, others: list[dict]) -> 
     return None
 
 
-def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int]) -> tuple[list, list, int | None] | None:
-    """Objects before, objects after, and the changed one's index (for add: in the objects after; for same: None).
+def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int]) -> tuple[list, list, int] | None:
+    """Objects before, objects after, and the changed one's index (for add: in the objects after).
 
     Attribute quadruples are unique in both scenes, so that every object can be told by words. None: no luck.
     """
@@ -1284,8 +1190,6 @@ def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int])
             return None
         half = RADIUS[item["size"]] * (0.8 if item["shape"] == "cube" else 1)
         scene.append(item | {"xyz": [*place, half], "turn": rng.uniform(0, np.pi / 2)})
-    if kind == "same":
-        return scene, scene, None
     if kind == "add":
         return scene[:-1], scene, count - 1
     changed = int(rng.integers(count))
@@ -1304,14 +1208,11 @@ def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int])
     return scene, [*scene[:changed], new, *scene[changed + 1:]], changed
 
 
-def _sample_cameras(
-    rng: np.random.Generator, scenes: int, views: int, jitter: float = 2.5, around: np.ndarray | None = None
-) -> dict[str, np.ndarray]:
-    """Cameras and lights of all views of `scenes` scenes, a scene's views side by side: eye, right, up, forward, light
-    (unit, towards it), each (3, scenes * views), and gain (scenes * views,).
+def _sample_cameras(rng: np.random.Generator, scenes: int, views: int, jitter: float = 2.5) -> list[dict[str, np.ndarray]]:
+    """Cameras and lights of all views of `scenes` scenes, a scene's views side by side: each has eye, right, up, forward,
+    light (unit, towards it), all (3,), and gain.
 
-    A scene has a camera a and a spread s in 0 ... 1, each view a camera b of its own; the view is seen from (1 - s) a + s b.
-    around (scenes * views,) bool: which cameras are then carried round the table to anywhere; the lights stay."""
+    A scene has a camera a and a spread s in 0 ... 1, each view a camera b of its own; it is seen from (1 - s) a + s b."""
     def unit(v: np.ndarray) -> np.ndarray:
         return v / np.linalg.norm(v, axis=0)
 
@@ -1323,27 +1224,25 @@ def _sample_cameras(
     s, count = rng.uniform(0, 1, (scenes, 1)), scenes * views
     eye = np.array([[7], [-7], [6]]) + spread([[jitter]] * 3)
     target = np.array([[0], [0], [0.3]]) + 0.25 * spread([[jitter], [jitter], [0.5 * jitter]])
-    if around is not None:
-        angle = around * rng.uniform(0, 2 * np.pi, count)
-        eye, target = (np.stack([np.cos(angle) * x - np.sin(angle) * y, np.sin(angle) * x + np.cos(angle) * y, z])
-                       for x, y, z in (eye, target))
     forward = unit(target - eye)
     right = unit(np.stack([forward[1], -forward[0], 0 * forward[0]]))  # forward x z
-    camera = {"eye": eye, "right": right, "up": np.cross(right, forward, axis=0), "forward": forward,
-              "light": unit(np.array([[-3], [-5], [8]]) + rng.uniform(-1.5, 1.5, (3, count))),
-              "gain": rng.uniform(0.85, 1.15, count)}
-    return {name: value.astype(np.float32) for name, value in camera.items()}
+    cameras = {"eye": eye, "right": right, "up": np.cross(right, forward, axis=0), "forward": forward,
+               "light": unit(np.array([[-3], [-5], [8]]) + rng.uniform(-1.5, 1.5, (3, count))),
+               "gain": rng.uniform(0.85, 1.15, count)}  # fmt: skip
+    cameras = {name: value.astype(np.float32) for name, value in cameras.items()}
+    return [{name: value[..., n] for name, value in cameras.items()} for n in range(count)]
 
 
 # ---- mini: ray caster ----
 
 
-def _hit(shape: str, o: np.ndarray, d: np.ndarray, h: np.ndarray) -> np.ndarray:
+def _hit(shape: str, o: np.ndarray, d: np.ndarray, h: float) -> np.ndarray:
     """Depth at which rays meet a body of half height h centred at the origin; inf where they miss.
 
-    o (3, K, 1, 1) eyes, d (3, K, S, S) directions, both in the body's frame, h (K, 1, 1) -> (K, S, S).
+    o (3,) the eye, d (3, S, S) directions, both in the body's frame -> (S, S).
     Directions have length 1 along the camera's axis, so that the ray parameter is depth.
     """
+    o = o[:, None, None]
     if shape == "cube":
         near, far = (-h - o) / d, (h - o) / d
         t, end = np.minimum(near, far).max(0), np.maximum(near, far).min(0)
@@ -1359,131 +1258,113 @@ def _hit(shape: str, o: np.ndarray, d: np.ndarray, h: np.ndarray) -> np.ndarray:
     return np.where(hit, t, np.inf)
 
 
-
-def _bodies(pictures: list[list[dict]], camera: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """One column for each of the K objects of all pictures: owner (its picture), form, half height, albedo, ...
-
-    The vectors origin (the eye), right, up, forward, light, fill (3, K) are in the object's own frame, moved to its
-    centre and turned with it, so that each form is hit and lit axis-aligned. z stays z.
-    """
-    things = [item for picture in pictures for item in picture]
-    owner = np.repeat(np.arange(len(pictures)), [len(picture) for picture in pictures])
-    centre = np.array([item["xyz"] for item in things], np.float32).T
-    turn = np.array([item["turn"] for item in things], np.float32)
-    fill = camera["eye"] / np.linalg.norm(camera["eye"], axis=0) + 0.5 * camera["right"]  # a lamp beside the camera
-    world = {name: camera[name][:, owner] for name in ("right", "up", "forward", "light")}
-    world |= {"origin": camera["eye"][:, owner] - centre, "fill": (fill / np.linalg.norm(fill, axis=0))[:, owner]}
-    cos, sin = np.cos(turn), np.sin(turn)
-    own = {name: np.stack([cos * x + sin * y, cos * y - sin * x, z]) for name, (x, y, z) in world.items()}
-    return own | {"owner": owner, "centre": centre, "half": centre[2], "gain": camera["gain"][owner],
-                  "form": np.array([ATTRIBUTES["shape"].index(item["shape"]) for item in things]),
-                  "metal": np.array([item["material"] == "metal" for item in things]),
-                  "albedo": np.array([COLORS[item["color"]] for item in things], np.float32).T / 255}
+def _rays(view: dict[str, np.ndarray], x: np.ndarray, y: np.ndarray, count: int) -> np.ndarray:
+    """Directions (3, ...) of the rays through pixels (column x, row y) of count x count."""
+    across, down = (TAN * ((2 * index + 1) / count - 1) for index in (x.astype(np.float32), y.astype(np.float32)))
+    forward, right, up = (view[name].reshape(3, *[1] * max(x.ndim, y.ndim)) for name in ("forward", "right", "up"))
+    return forward + right * across - up * down
 
 
-def _slope(index: np.ndarray, count: int) -> np.ndarray:
-    """Sideways slope of the rays through the centres of pixels `index` of `count` across the picture."""
-    return (TAN * ((2 * index + 1) / count - 1)).astype(np.float32)
+def _body(item: dict, camera: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The vectors eye, right, up, forward, light and fill (3,) in an object's own frame, moved to its centre and turned with
+    it, so that each shape is hit and lit axis-aligned. z stays z."""
+    fill = camera["eye"] / np.linalg.norm(camera["eye"]) + 0.5 * camera["right"]  # a lamp beside the camera
+    world = {name: camera[name] for name in ("right", "up", "forward", "light")}
+    world |= {"eye": camera["eye"] - np.array(item["xyz"], np.float32), "fill": fill / np.linalg.norm(fill)}
+    cos, sin = np.cos(np.float32(item["turn"])), np.sin(np.float32(item["turn"]))
+    return {name: np.stack([cos * x + sin * y, cos * y - sin * x, z]) for name, (x, y, z) in world.items()}
 
 
-def _cast(body: dict[str, np.ndarray], count: int, fine: int) -> tuple[np.ndarray, ...]:
-    """Sends fine x fine rays a picture (count of them) at the objects; keeps the nearest hit of each ray.
-
-    Returns the N hits as object k, pixel index over all pictures and depth t, each (N,), the K whole objects' boxes
-    (K, 4) int [left, top, right, bottom) cut at the frame, and how many rays would hit each object alone (K,).
-    """
-    # Only a square window around each object is cast: its bounding sphere, rounded up so that few sizes occur.
-    bound = body["half"] * np.array([1, 3 ** 0.5, 2 ** 0.5], np.float32)[body["form"]]
-    depth = -(body["origin"] * body["forward"]).sum(0)
-    size = (fine * bound / (TAN * np.maximum(depth - bound, 0.5)) + 4).astype(int) // 12 * 12 + 12
-    x0, y0 = (np.floor(fine / 2 * (1 - sign * (body["origin"] * body[axis]).sum(0) / (TAN * depth)) - size / 2)
-              .astype(int) for axis, sign in (("right", 1), ("up", -1)))
-    boxes, alone, found = np.zeros((len(size), 4), int), np.zeros(len(size), int), []
-    for form, width in sorted(set(zip(body["form"].tolist(), size.tolist(), strict=True))):
-        k = np.flatnonzero((body["form"] == form) & (size == width))
-        x, y = (start[k, None] + np.arange(width) for start in (x0, y0))  # (k, S)
-        d = ((body["forward"][:, k, None] + body["right"][:, k, None] * _slope(x, fine))[:, :, None]
-             - (body["up"][:, k, None] * _slope(y, fine))[..., None])  # (3, k, S, S)
-        t = _hit(ATTRIBUTES["shape"][form], body["origin"][:, k, None, None], d, body["half"][k, None, None])
-        hit = t < np.inf
-        alone[k] = hit.sum((1, 2))
-        hit &= ((0 <= x) & (x < fine))[:, None] & ((0 <= y) & (y < fine))[:, :, None]
-        for axis, start in ((0, x0), (1, y0)):
-            line = hit.any(1 + axis)  # (k, S): which columns, which rows
-            boxes[k, axis] = start[k] + line.argmax(1)
-            boxes[k, axis + 2] = np.where(line.any(1), start[k] + width - line[:, ::-1].argmax(1), boxes[k, axis])
-        i, row, column = hit.nonzero()
-        found.append((k[i], (body["owner"][k[i]] * fine + y[i, row]) * fine + x[i, column], t[hit]))
-    k, pixel, t = (np.concatenate(part) for part in zip(*found, strict=True))
-    nearest = np.full(count * fine * fine, np.inf, np.float32)  # the depth buffer
-    np.minimum.at(nearest, pixel, t)
-    won = t == nearest[pixel]
-    return k[won], pixel[won], t[won], boxes, alone
+def _window(shape: str, half: float, body: dict[str, np.ndarray], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Columns x and rows y of the square of pixels, of count x count, that an object's bounding sphere covers."""
+    radius = half * {"sphere": 1, "cube": 3**0.5, "cylinder": 2**0.5}[shape]
+    right, up, depth = (-body["eye"] @ body[axis] for axis in ("right", "up", "forward"))
+    size = int(count * radius / (TAN * max(depth - radius, 0.5))) + 12
+    start = (int(count / 2 * (1 + offset / (TAN * depth)) - size / 2) for offset in (right, -up))
+    x, y = (first + np.arange(size) for first in start)
+    return x, y
 
 
-def _shade(body: dict[str, np.ndarray], k: np.ndarray, pixel: np.ndarray, t: np.ndarray, fine: int) -> np.ndarray:
-    """Light that N hits (object, pixel, depth) send back, (3, N), 0 to 1 and a little over."""
-    row, column = np.divmod(pixel % (fine * fine), fine)
-    d = body["forward"][:, k] + body["right"][:, k] * _slope(column, fine) - body["up"][:, k] * _slope(row, fine)
-    point = body["origin"][:, k] + t * d
-    d /= np.sqrt((d * d).sum(0))
-    form, half, light = body["form"][k], body["half"][k], body["light"][:, k]
+def _shade(item: dict, body: dict[str, np.ndarray], gain: float, d: np.ndarray, t: np.ndarray) -> np.ndarray:
+    """Light (3, N), 0 to 1 and a little over, that an object sends back along rays d (3, N), which hit it at depth t (N,)."""
+    half = np.float32(item["xyz"][2])
+    point, d = body["eye"][:, None] + t * d, d / np.sqrt((d * d).sum(0))
     normal = point / half  # right for spheres
-    face = np.abs(normal).argmax(0) == np.arange(3)[:, None]  # the cube's face that was hit
-    top = normal[2] > 0.9999
-    normal = np.where(form == 1, np.sign(normal) * face, normal)
-    normal = np.where(form == 2, np.where(top, [[0], [0], [1]], normal * [[1], [1], [0]]), normal).astype(np.float32)
+    if item["shape"] == "cube":
+        face = np.abs(normal).argmax(0) == np.arange(3)[:, None]
+        normal = np.sign(normal) * face
+    elif item["shape"] == "cylinder":
+        normal = np.where(normal[2] > 0.9999, [[0], [0], [1]], normal * [[1], [1], [0]]).astype(np.float32)
     facing = (d * normal).sum(0)
     mirrored = d - 2 * facing * normal
-    lit, fill = (np.maximum((normal * source).sum(0), 0) for source in (light, body["fill"][:, k]))
-    gleam = np.maximum((mirrored * light).sum(0), 0)
-    albedo, height, rise = body["albedo"][:, k], point[2] + half, mirrored[2]
-    # Metal mirrors a floor that is dark close by, a bright band above the horizon, and a lamp with a hard edge:
-    # without hard edges it is hardly told from rubber at this size.
-    floor = 0.5 * (1 - np.exp(height / (0.7 * np.minimum(rise, -1e-3))))
-    band, lamp = (mask.astype(np.float32) for mask in (rise < 0.45, (rise > 0.6) & (gleam > 0.75)))
-    world = np.where(rise < 0, floor, 0.35 + 0.55 * band + 0.5 * lamp)
-    metal = albedo * (0.1 + 0.3 * lit) + (0.65 * albedo + 0.25) * world * (0.6 + 0.4 * (1 + facing) ** 3)
-    rubber = albedo * (0.25 + 0.8 * lit + 0.25 * fill) + 0.06 * gleam ** 8
-    color = np.where(body["metal"][k], metal + 1.2 * gleam ** 60, rubber)
-    return color * (0.6 + 0.4 * np.clip(2 * height, 0, 1)) * body["gain"][k]  # darker where it touches the floor
+    gleam, height = np.maximum(body["light"] @ mirrored, 0), point[2] + half
+    lit, fill = np.maximum(body["light"] @ normal, 0), np.maximum(body["fill"] @ normal, 0)
+    albedo = np.array(COLORS[item["color"]], np.float32)[:, None] / 255
+    if item["material"] == "metal":
+        # Metal mirrors a floor that is dark close by, a bright band above the horizon, and a lamp with a hard edge:
+        # without hard edges it is hardly told from rubber at this size.
+        rise = mirrored[2]
+        floor = 0.5 * (1 - np.exp(height / (0.7 * np.minimum(rise, -1e-3))))
+        sky = 0.35 + 0.55 * (rise < 0.45) + 0.5 * ((rise > 0.6) & (gleam > 0.75))
+        mirror = np.where(rise < 0, floor, sky) * (0.6 + 0.4 * (1 + facing) ** 3)
+        color = albedo * (0.1 + 0.3 * lit) + (0.65 * albedo + 0.25) * mirror + 1.2 * gleam**60
+    else:
+        color = albedo * (0.25 + 0.8 * lit + 0.25 * fill) + 0.06 * gleam**8
+    return color * (0.6 + 0.4 * np.clip(2 * height, 0, 1)) * gain  # darker where it touches the floor
 
 
-def _floor(body: dict[str, np.ndarray], camera: dict[str, np.ndarray], side: int) -> np.ndarray:
-    """The grey floor with a soft shadow for each object, taken to be a ball, one ray a pixel: (B, side * side)."""
-    slope = _slope(np.arange(side), side)
-    d = (camera["forward"][..., None, None] + camera["right"][..., None, None] * slope
-         - camera["up"][..., None, None] * slope[:, None]).reshape(3, -1, side * side)
-    eye, light = camera["eye"][..., None], camera["light"]
-    spot = eye[:2] - eye[2] / np.minimum(d[2], -1e-3) * d[:2]  # (2, B, P); at and over the horizon: very far
+def _floor(scene: list[dict], camera: dict[str, np.ndarray], side: int) -> np.ndarray:
+    """The grey floor (side, side), one ray a pixel, with a soft shadow for each object, taken to be a ball."""
+    x = np.arange(side)
+    d, eye, light = _rays(camera, x, x[:, None], side), camera["eye"], camera["light"]
+    spot = eye[:2, None, None] - eye[2] / np.minimum(d[2], -1e-3) * d[:2]  # at and over the horizon: very far
     shadow = np.ones_like(spot[0])
-    for centre, half, b in zip(body["centre"].T, body["half"], body["owner"], strict=True):
+    for item in scene:
         # Distance of floor points from the axis of the shadow, the line through the ball's centre along the light.
-        x, y = spot[:, b] - (centre[:2] - half * light[:2, b] / light[2, b])[:, None]
-        distance = np.sqrt(np.maximum(x * x + y * y - (x * light[0, b] + y * light[1, b]) ** 2, 0))
-        shadow[b] *= 0.45 + 0.55 * np.clip(2.5 * (distance / half - 0.8), 0, 1)
-    glow = 0.55 + 0.45 * np.exp(-0.015 * (spot ** 2).sum(0))
-    return (0.2 + 0.4 * np.maximum(0.3, light[2])[:, None] * shadow) * glow * camera["gain"][:, None]
+        centre, half = np.array(item["xyz"], np.float32), np.float32(item["xyz"][2])
+        x, y = spot - (centre[:2] - half * light[:2] / light[2])[:, None, None]
+        distance = np.sqrt(np.maximum(x * x + y * y - (x * light[0] + y * light[1]) ** 2, 0))
+        shadow *= 0.45 + 0.55 * np.clip(2.5 * (distance / half - 0.8), 0, 1)
+    glow = 0.55 + 0.45 * np.exp(-0.015 * (spot**2).sum(0))
+    return (0.2 + 0.4 * max(0.3, light[2]) * shadow) * glow * camera["gain"]
 
 
-def _render(pictures: list[list[dict]], camera: dict[str, np.ndarray], side: int = 64) -> tuple[np.ndarray, ...]:
-    """Draws every picture (a list of objects) through its own camera, with 2 x 2 samples a pixel.
+def _render(scene: list[dict], camera: dict[str, np.ndarray], side: int = 64) -> tuple[np.ndarray, list, list, list]:
+    """Draws a scene of K objects through one of _sample_cameras' views, with 2 x 2 rays a pixel.
 
-    pictures: B lists of objects, K in all; camera: B columns from _sample_cameras. Returns images (B, side, side, 3)
-    uint8, whole objects' boxes (K, 4) int [x, y, w, h] in pixels, cut at the frame, and for each object the area that
-    is seen, in pixels, and which part of the object this is, 0 to 1, both (K,).
+    Returns the image (side, side, 3) uint8 and, for each object, the box [x, y, w, h] in pixels of the whole object, cut at
+    the frame; the area that is seen, in pixels; and which part of the object this is, 0 to 1.
     """
-    body, fine = _bodies(pictures, camera), 2 * side
-    k, pixel, t, boxes, alone = _cast(body, len(pictures), fine)
-    color = _shade(body, k, pixel, t, fine)
-    coarse = pixel // (2 * fine) * side + pixel % fine // 2  # sample -> pixel over all pictures
-    floor = _floor(body, camera, side)
-    bare = floor.ravel() * (1 - np.bincount(coarse, minlength=floor.size).astype(np.float32) / 4)
-    image = np.stack([bare + np.bincount(coarse, c, floor.size).astype(np.float32) / 4 for c in color], 1)
-    image = (255 * np.clip(image, 0, 1) ** (1 / 1.5) + 0.5).astype(np.uint8).reshape(-1, side, side, 3)
-    corner, end = boxes[:, :2] // 2, -(-boxes[:, 2:] // 2)
-    seen = np.bincount(k, minlength=len(alone))
-    return image, np.concatenate([corner, end - corner], 1), seen / 4, seen / np.maximum(alone, 1)
+    fine, bodies, cast = 2 * side, [_body(item, camera) for item in scene], []
+    nearest = np.full((fine, fine), np.inf, np.float32)  # the depth buffer
+    for item, body in zip(scene, bodies, strict=True):
+        x, y = _window(item["shape"], item["xyz"][2], body, fine)
+        d = _rays(body, x, y[:, None], fine)
+        t = _hit(item["shape"], body["eye"], d, np.float32(item["xyz"][2]))
+        alone = (t < np.inf).sum()
+        columns, rows = ((0 <= index) & (index < fine) for index in (x, y))
+        x, y, d, t = x[columns], y[rows], d[:, rows][:, :, columns], t[rows][:, columns]
+        window = np.ix_(y, x)
+        nearest[window] = np.minimum(nearest[window], t)
+        cast.append((window, x, y, d, t, alone))
+    light, free = np.zeros((3, fine, fine), np.float32), np.isinf(nearest).astype(np.float32)
+    boxes, area, part = [], [], []
+    for item, body, (window, x, y, d, t, alone) in zip(scene, bodies, cast, strict=True):
+        hit, seen = t < np.inf, (t < np.inf) & (t == nearest[window])
+        row, column = seen.nonzero()
+        light[:, y[row], x[column]] = _shade(item, body, camera["gain"], d[:, seen], t[seen])
+        columns, rows = x[hit.any(0)] // 2, y[hit.any(1)] // 2
+        boxes.append([int(v) for v in (columns[0], rows[0], columns[-1] + 1 - columns[0], rows[-1] + 1 - rows[0])]
+                     if hit.any() else [0, 0, 0, 0])  # fmt: skip
+        area.append(seen.sum() / 4)
+        part.append(seen.sum() / max(alone, 1))
+
+    def average(x: np.ndarray) -> np.ndarray:  # of 2 x 2 samples
+        return (x[..., ::2, ::2] + x[..., ::2, 1::2] + x[..., 1::2, ::2] + x[..., 1::2, 1::2]) / 4
+
+    image = average(light) + average(free) * _floor(scene, camera, side)
+    image = (255 * np.clip(image, 0, 1) ** (1 / 1.5) + 0.5).astype(np.uint8)
+    return image.transpose(1, 2, 0), boxes, area, part
 
 
 # ---- mini: words ----
@@ -1555,59 +1436,51 @@ def _captions(kind: str, before: list[dict], after: list[dict], changed: int, ri
 # ---- mini: files ----
 
 
-MINI_VIEWS = tuple(CLEVR_FOLDERS)  # before, after, and before once more as the distractor
-DC_VIEWS = ("bef", "aft")  # the second from anywhere around the table
-
-
-def _render_chunk(
-    root: Path, views: tuple[str, ...], first: int, kinds: list[str], objects: tuple[int, int], seed: list[int]
-) -> list[dict]:
+def _render_scenes(root: Path, first: int, kinds: list[str], objects: tuple[int, int], seed: list[int]) -> list[dict]:
     """Draws scenes first, first + 1, ... of these kinds, writes their pictures, returns all that is known of them.
 
     A scene is drawn anew until every object shows, in all its pictures, more than 16 pixels and 40 % of itself.
     """
-    rng, v = np.random.default_rng(seed), len(views)
-    records: dict[int, dict] = {}
-    while waiting := [i for i in range(len(kinds)) if i not in records][:12]:  # 36 pictures fit the processor's caches
+    rng, records = np.random.default_rng(seed), {}
+    while waiting := [i for i in range(len(kinds)) if i not in records][:12]:
         drafts = []
         for i in waiting:
-            few, many = objects
-            if kinds[i] == "move" and views == DC_VIEWS:  # from anywhere, nobody could tell which of two objects moved
-                few, many = max(few, 3), max(many, 3)
-            while (draft := _sample_scene(rng, kinds[i], (few, many))) is None:
+            while (draft := _sample_scene(rng, kinds[i], objects)) is None:
                 pass
-            drafts.append((i, draft))
-        pictures = [scene for _, (before, after, _) in drafts for scene in (before, after, before)[:v]]
-        around = np.arange(len(pictures)) % 2 == 1 if views == DC_VIEWS else None
-        camera = _sample_cameras(rng, len(drafts), v, around=around)
-        images, boxes, area, part = _render(pictures, camera)
-        starts = np.cumsum([0] + [len(picture) for picture in pictures])
-        shown = (area > 16) & (part > 0.4)
-        for n, (i, (before, after, changed)) in enumerate(drafts):
-            if not shown[starts[v * n]: starts[v * n + v]].all():
-                continue
-            seen = {}
-            for view, name in enumerate(views, v * n):
-                Image.fromarray(images[view]).save(_picture(root, name, first + i), compress_level=1)
-                where = boxes[starts[view]: starts[view + 1]].tolist()
-                seen[name] = [{key: item[key] for key in ATTRIBUTES}
-                              | {"box": box, "xyz": [round(value, 3) for value in item["xyz"]]}
-                              for item, box in zip(pictures[view], where, strict=True)]
-            # In both pictures, without the object that is in one only, the objects have the same order.
-            both = [[item["box"] for j, item in enumerate(seen[name]) if j != changed or kinds[i] != only]
-                    for name, only in zip(views, ("drop", "add"), strict=False)]
-            # Whose left and right a caption tells: the view before, and in mini the distractor's, which may stand for it.
-            eyes = () if kinds[i] == "same" else ((1, 1) if kinds[i] == "add" else (0, 2))[: v - 1]
-            records[i] = {
-                "type": kinds[i], "changed": changed, "objects": seen,
-                "iou": round(float(np.mean([_box_iou(*pair) for pair in zip(*both, strict=True)])), 4),
-                "change": [_captions(kinds[i], before, after, changed, camera["right"][:, v * n + e]) for e in eyes],
-                "same": rng.permutation(NO_CHANGE)[:6].tolist()}
+            drafts.append((i, *draft))
+        cameras = _sample_cameras(rng, len(drafts), len(CLEVR_FOLDERS))
+        for i, before, after, changed in drafts:
+            views = [cameras.pop(0) for _ in CLEVR_FOLDERS]
+            if record := _render_views(root, first + i, kinds[i], (before, after, before), changed, views):
+                records[i] = record | {"same": rng.permutation(NO_CHANGE)[:6].tolist()}
     return [records[i] for i in range(len(kinds))]
 
 
+def _render_views(root: Path, number: int, kind: str, scenes: tuple, changed: int, views: list[dict]) -> dict | None:
+    """Draws a scene's default, semantic and nonsemantic picture, each from its view, and writes them. -> what is known of
+    them, or None where an object hides."""
+    images, seen = {}, {}
+    for name, scene, camera in zip(CLEVR_FOLDERS, scenes, views, strict=True):
+        images[name], boxes, area, part = _render(scene, camera)
+        if min(area) <= 16 or min(part) <= 0.4:
+            return None
+        seen[name] = [{key: item[key] for key in ATTRIBUTES} | {"box": box, "xyz": [round(value, 3) for value in item["xyz"]]}
+                      for item, box in zip(scene, boxes, strict=True)]  # fmt: skip
+    for name, image in images.items():
+        Image.fromarray(image).save(_picture(root, name, number), compress_level=1)
+    before, after, _ = scenes
+    # In both pictures, without the object that is in one only, the objects have the same order.
+    both = [[item["box"] for n, item in enumerate(seen[name]) if n != changed or kind != only]
+            for name, only in (("default", "drop"), ("semantic", "add"))]  # fmt: skip
+    # Whose left and right captions tell: the view before (after for add), then the distractor's, which may stand for it.
+    eyes = (views[1], views[1]) if kind == "add" else (views[0], views[2])
+    return {"type": kind, "changed": changed, "objects": seen,
+            "iou": round(float(np.mean([_box_iou(*pair) for pair in zip(*both, strict=True)])), 4),
+            "change": [_captions(kind, before, after, changed, eye["right"]) for eye in eyes]}  # fmt: skip
+
+
 def _picture(root: Path, view: str, scene: int) -> Path:
-    return root / view / f"{scene}.png" if view in DC_VIEWS else root / CLEVR_FOLDERS[view] / f"CLEVR_{view}_{scene:06d}.png"
+    return root / CLEVR_FOLDERS[view] / f"CLEVR_{view}_{scene:06d}.png"
 
 
 def _box_iou(a: list[int], b: list[int]) -> float:
@@ -1617,89 +1490,56 @@ def _box_iou(a: list[int], b: list[int]) -> float:
     return common / (a[2] * a[3] + b[2] * b[3] - common)
 
 
-def _render_all(root: Path, views: tuple[str, ...], plan: list[tuple[list[str], list[int]]], objects: tuple[int, int]) -> list:
-    """Draws scenes 0, 1, ... into root: of each part of the plan the kinds of its scenes and its seed. -> their records.
-
-    The files are a function of the arguments alone: every chunk of 100 scenes has a random stream of its own."""
-    if not 2 <= objects[0] <= objects[1] <= 6:
-        raise ValueError(f"a scene takes 2 to 6 objects (more would hide one another), not {objects}")
-    for view in views:
-        _picture(root, view, 0).parent.mkdir(parents=True, exist_ok=True)
-    jobs, records, first = [], [], 0
-    for kinds, seed in plan:
-        for start in range(0, len(kinds), 100):
-            # The last number must not be 0, as numpy ignores zeros at the end of a seed.
-            jobs.append((root, views, first + start, kinds[start: start + 100], objects, [*seed, 2 + start // 100]))
-        first += len(kinds)
-    with ThreadPoolExecutor(os.cpu_count()) as pool, tqdm(None, "render", first, unit="scene", disable=None) as bar:
-        for chunk in pool.map(lambda job: _render_chunk(*job), jobs):  # numpy lets threads run side by side
-            records += chunk
-            bar.update(len(chunk))
-    return records
-
-
-def _write_files(root: Path, views: tuple[str, ...], records: list[dict], files: dict[str, dict]) -> None:
-    """The files of a layout; and, alike in every layout, scenes.json (the truth) and the changed objects' boxes."""
-    def box(record: dict, view: str, absent: str) -> list[int] | None:
-        return None if record["type"] in (absent, "same") else record["objects"][view][record["changed"]]["box"]
-
-    truth = ("type", "changed", "iou", "objects")
-    files = files | {
-        "scenes": {str(i): {key: record[key] for key in truth} for i, record in enumerate(records)},
-        "change_captions_with_bbox": {str(i): {"bbox_before": box(record, views[0], "add"),
-                                               "bbox_after": box(record, views[1], "drop")}
-                                      for i, record in enumerate(records)},
-        "change_captions_by_IOU": {str(i): record["iou"] for i, record in enumerate(records)},
-    }
-    for name, content in files.items():
-        (root / f"{name}.json").write_text(json.dumps(content, separators=(",", ":")))
-
-
 def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (2, 4), seed: int = 0) -> None:
-    """Draws mini into the folder root, laid out as CLEVR-Change's release is, plus scenes.json.
+    """Draws mini into the folder root, laid out as CLEVR-Change's release is, plus scenes.json, which holds the truth.
 
     scenes: how many for each split, e.g. {"train": 5000, "val": 250, "test": 500}, numbered on in this order; each
     split has the five changes equally often. objects: fewest and most in the picture before.
     change_captions.json also holds, under the names of the nonsemantic pictures, the captions for when these are the
     picture before: left and right are the viewer's.
+    The files are a function of the arguments alone: every hundred scenes have a random stream of their own.
     """
-    plan, splits, first = [], {}, 0
+    if not 2 <= objects[0] <= objects[1] <= 6:
+        raise ValueError(f"a scene takes 2 to 6 objects (more would hide one another), not {objects}")
+    for folder in CLEVR_FOLDERS.values():
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    jobs, splits, first = [], {}, 0
     for number, (split, count) in enumerate(scenes.items()):
         order = np.random.default_rng([seed, number, 1]).permutation(count) % len(KINDS)
-        plan.append(([KINDS[i] for i in order], [seed, number]))
         splits[split] = list(range(first, first + count))
+        for start in range(0, count, 100):
+            # The last number must not be 0, as numpy ignores zeros at the end of a seed.
+            kinds, stream = [KINDS[i] for i in order[start : start + 100]], [seed, number, 2 + start // 100]
+            jobs.append((root, first + start, kinds, objects, stream))
         first += count
-    records = _render_all(root, MINI_VIEWS, plan, objects)
+    records = []
+    with tqdm(total=first, desc="render", unit="scene", disable=None) as bar:
+        for job in jobs:
+            records += _render_scenes(*job)
+            bar.update(len(records) - bar.n)
 
-    def default(i: int) -> str:
-        return _picture(root, "default", i).name
+    def box(record: dict, view: str, absent: str) -> list[int] | None:
+        return None if record["type"] == absent else record["objects"][view][record["changed"]]["box"]
 
-    _write_files(root, MINI_VIEWS, records, {
-        "change_captions": {_picture(root, view, i).name: record["change"][n] for n, view in enumerate(
-            ("default", "nonsemantic")) for i, record in enumerate(records)},
-        "no_change_captions": {default(i): record["same"] for i, record in enumerate(records)},
+    def by_name(view: str, captions: list[list[str]]) -> dict[str, list[str]]:
+        return {_picture(root, view, i).name: of_scene for i, of_scene in enumerate(captions)}
+
+    files = {
+        "change_captions": by_name("default", [record["change"][0] for record in records])
+        | by_name("nonsemantic", [record["change"][1] for record in records]),
+        "no_change_captions": by_name("default", [record["same"] for record in records]),
         "splits": splits,
         "type_mapping": {kind: [f"{i:06d}.png" for i, record in enumerate(records) if record["type"] == kind]
                          for kind in KINDS},
-    })
-
-
-def render_mini_dc(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (2, 4), seed: int = 0) -> None:
-    """Draws mini_dc into the folder root, laid out as CLEVR-DC's release is, plus scenes.json and boxes: one pair a scene,
-    the picture after from anywhere around the table.
-
-    scenes as for render_mini, rounded up to a multiple of 6. As in CLEVR-DC, ids come in six blocks, one for each of the
-    five changes and the last for none, each with its training, validation and test scenes in this order."""
-    plan, splits, first = [], {split: [] for split in scenes}, 0
-    for k, kind in enumerate((*KINDS, "same")):
-        for number, (split, count) in enumerate(scenes.items()):
-            count = -(-count // 6)
-            plan.append(([kind] * count, [seed, number, k]))
-            splits[split] += range(first, first + count)
-            first += count
-    records = _render_all(root, DC_VIEWS, plan, objects)
-    captions = {str(i): (record["change"] or [record["same"]])[0] for i, record in enumerate(records)}
-    _write_files(root, DC_VIEWS, records, {"captions": captions, "split": splits})
+        "scenes": {str(i): {key: record[key] for key in ("type", "changed", "iou", "objects")}
+                   for i, record in enumerate(records)},
+        "change_captions_with_bbox": {str(i): {"bbox_before": box(record, "default", "add"),
+                                               "bbox_after": box(record, "semantic", "drop")}
+                                      for i, record in enumerate(records)},
+        "change_captions_by_IOU": {str(i): record["iou"] for i, record in enumerate(records)},
+    }  # fmt: skip
+    for name, content in files.items():
+        (root / f"{name}.json").write_text(json.dumps(content, separators=(",", ":")))
 
 
 def parse_caption(text: str) -> dict[str, str | None]:
@@ -1729,8 +1569,7 @@ def parse_caption(text: str) -> dict[str, str | None]:
 
 def _described(truth: dict) -> tuple[list[dict], dict]:
     """The objects of the scene that captions speak of (the one before, for add the one after), and the changed one of them."""
-    before, after = list(truth["objects"].values())[:2]
-    scene = after if truth["type"] == "add" else before
+    scene = truth["objects"]["semantic" if truth["type"] == "add" else "default"]
     return scene, scene[truth["changed"]]
 
 
@@ -1745,8 +1584,7 @@ def names_changed(said: dict[str, str | None], truth: dict) -> bool:
 def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]:
     """What share of captions, in per cent, is right about the scene; scenes: the content of scenes.json.
 
-    predictions: image id -> caption, "000001.png" for (default, semantic) or (bef, aft), "000001.png_n" for (default,
-    nonsemantic).
+    predictions: image id -> caption, "000001.png" for (default, semantic), "000001.png_n" for (default, nonsemantic).
     - "change type": changed pairs whose caption tells the kind of change; "distractors": unchanged pairs captioned
       as unchanged; "new value": colour and material changes whose new value is told.
     - "all four": changed pairs whose caption names exactly the changed object: all that it says of it is true, and
@@ -1758,7 +1596,7 @@ def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]
         "change type", "distractors", *ATTRIBUTES, "all four", "new value")}
     for key, text in predictions.items():
         said, truth = parse_caption(text), scenes[str(int(key[:6]))]
-        if key.endswith("_n") or truth["type"] == "same":
+        if key.endswith("_n"):
             right["distractors"].append(said["type"] == "same")
             continue
         item, exact = _described(truth)[1], names_changed(said, truth)
@@ -1768,7 +1606,7 @@ def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]
         for name in ATTRIBUTES:
             right[name].append(named[name] == item[name] if name in named else exact)
         if truth["type"] in ATTRIBUTES:
-            new = list(truth["objects"].values())[1][truth["changed"]]
+            new = truth["objects"]["semantic"][truth["changed"]]
             right["new value"].append(said["value"] == new[truth["type"]])
     return {name: round(100 * float(np.mean(hits)), 2) if hits else math.nan for name, hits in right.items()}
 
@@ -1811,11 +1649,6 @@ class MiniCNN(nn.Module):
         return F.layer_norm(self.blocks(self.stem(x)).movedim(1, -1) + self.pattern, (128,)).movedim(-1, 1)
 
 
-def _scene_ids(root: Path, split: str) -> list[int]:
-    """The scenes of a split, in either layout."""
-    return read_json(root / ("splits.json" if (root / "splits.json").exists() else "split.json"))[split]
-
-
 def _attribute_data(root: Path, split: str) -> tuple[Tensor, Tensor]:
     """All pictures of a split, (M, 3, 64, 64) uint8, and what stands in each cell of the 8 x 8 grid, (M, 4, 8, 8).
 
@@ -1823,7 +1656,7 @@ def _attribute_data(root: Path, split: str) -> tuple[Tensor, Tensor]:
     which cross_entropy ignores. Of two objects in a cell, the nearer (lower) one stays.
     """
     scenes = read_json(root / "scenes.json")
-    chosen = [(i, view) for i in _scene_ids(root, split) for view in scenes[str(i)]["objects"]]
+    chosen = [(i, view) for i in read_json(root / "splits.json")[split] for view in scenes[str(i)]["objects"]]
     images = torch.empty(len(chosen), 3, 64, 64, dtype=torch.uint8)
     cells = torch.full((len(chosen), len(ATTRIBUTES), 8, 8), -100)
     for n, (i, view) in enumerate(chosen):
@@ -2163,7 +1996,7 @@ def _object_rows(root: Path, split: str) -> Tensor:
     """(M, K, 4): which size, color, material and shape the objects of every picture have, -1 where there are fewer than K;
     pictures in the order of _attribute_data."""
     scenes = read_json(root / "scenes.json")
-    pictures = [picture for i in _scene_ids(root, split) for picture in scenes[str(i)]["objects"].values()]
+    pictures = [picture for i in read_json(root / "splits.json")[split] for picture in scenes[str(i)]["objects"].values()]
     rows = torch.full((len(pictures), max(map(len, pictures)), len(ATTRIBUTES)), -1)
     for n, picture in enumerate(pictures):
         for k, item in enumerate(picture):
@@ -2259,7 +2092,7 @@ def mini_clip_auc(clip, root: Path, split: str = "test") -> dict[str, float]:
 def prepare_mini_clip(root: Path, device: str = "cpu") -> None:
     """root/clip.pt: the small CLIP of this data set. Only methods that use it make it, on first use."""
     print(f"training a small CLIP on the pictures of {root}, once")
-    clip = train_mini_clip(root, steps=min(580, 5 + len(_scene_ids(root, "train")) // 8), device=device)
+    clip = train_mini_clip(root, steps=min(580, 5 + len(read_json(root / "splits.json")["train"]) // 8), device=device)
     auc = mini_clip_auc(clip, root)
     print("clip.pt: test pictures prefer the names of their objects in", ", ".join(f"{n} {v:.1%}" for n, v in auc.items()))
     torch.save({"config": MINI_CLIP, "model": clip.state_dict()}, root / "clip.pt.partial")
@@ -2600,9 +2433,9 @@ def vocab_of(name: str, release: Release) -> Vocab:
 def build_vocab(name: str, root: Path, release: Release) -> Vocab:
     """The vocabulary, written as word -> id."""
     vocab = vocab_of(name, release)
-    partial = vocab_file(name, root).with_suffix(".partial")
+    partial = root / "vocab.partial"
     partial.write_text(json.dumps(vocab.ids, indent=0))
-    os.replace(partial, vocab_file(name, root))
+    os.replace(partial, root / "vocab.json")
     return vocab
 
 
@@ -2618,7 +2451,7 @@ def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
     released = {"resnet101-layer3": npy, "resnet101-layer4": pkl}.get(extractor, {})
     absent = [p for p in released.values() if not p.exists()]
     if path.exists():
-        open_features(name, root, extractor).cover(names)
+        open_features(name, root, extractor).require(names)
         print(f"{path} is there already")
     elif len(absent) == len(released):
         absent = [p for p in release.paths.values() if not p.exists()]
@@ -2632,7 +2465,7 @@ def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
                                 "features, or remove them to extract features from the images")  # fmt: skip
     else:
         made = RELEASED_PICKLES if released is pkl else RELEASED_FEATURES
-        about = {"extractor": extractor, "preprocessing": made, "dataset": DATASETS[name].images or name}
+        about = {"extractor": extractor, "preprocessing": made, "dataset": name}
         start = unfinished(path, names, about)
         rest = {n: released[n] for n in names[start:]}
         maps = read_pickles(rest) if released is pkl else map(read_npy, rest.values())
@@ -2680,7 +2513,7 @@ def read_pickles(files: dict[str, Path]) -> Iterator[np.ndarray]:
     one at a time."""
     for path, group in itertools.groupby(files, files.get):
         names, size = list(group), path.stat().st_size
-        print(f"{path}: read as a whole, {size / 1e9:.2f} GB of memory ({free_ram() / 1e9:.1f} GB free)")
+        print(f"{path}: read as a whole, {size / 1e9:.2f} GB of memory")
         with open(path, "rb") as f, tqdm(total=size, desc=path.name, unit="B", unit_scale=True, disable=None) as bar:
             source = SimpleNamespace(read=lambda n, f=f, bar=bar: (f.read(n), bar.update(n))[0], readline=f.readline)
             try:
@@ -2703,14 +2536,14 @@ def write_manifest(root: Path) -> None:
 def extract(path: Path, release: Release | Classified, extractor: Extractor, name: str, batch: int) -> None:
     """Run an extractor over every image of a release into a feature file; goes on where it was interrupted."""
     names = sorted(release.paths)
-    about = {"extractor": extractor.name, "preprocessing": extractor.preprocessing, "dataset": DATASETS[name].images or name}
+    about = {"extractor": extractor.name, "preprocessing": extractor.preprocessing, "dataset": name}
     start = unfinished(path, names, about)
     blocks = extractor.blocks([release.paths[n] for n in names[start:]], batch)
     write_features(path, names, prefetch(block.numpy() for block in blocks), **about, start=start)
 
 
-def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str, name: str = "mini") -> None:
-    """Render an embedded data set, train its feature network on the training pictures, extract, build the vocabulary.
+def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) -> None:
+    """Render the embedded data set, train its feature network on the training pictures, extract, build the vocabulary.
 
     Every stage is left out where it is done and appears whole or not at all. ValueError where the folder holds a data
     set made with other settings."""
@@ -2718,20 +2551,19 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str, 
     few, comma, many = objects.partition(",")
     if not (few.isdecimal() and comma and many.isdecimal()) or scenes < 1:
         raise ValueError(f"--scenes {scenes} --objects {objects}: expected a count, and fewest and most objects, such as 2,4")
-    if (root / f"{name}.json").exists():
-        made = read_json(root / f"{name}.json")
+    if (root / "mini.json").exists():
+        made = read_json(root / "mini.json")
         if made != settings:
             raise ValueError(f"{root} holds scenes made with {made}, not {settings}; remove it or choose another --data_dir")
     elif root.exists() and any(root.iterdir()):
-        raise ValueError(f"{root} is not empty and no {name} of this project; choose another --data_dir")
+        raise ValueError(f"{root} is not empty and no mini of this project; choose another --data_dir")
     else:
         partial = root.with_name(root.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         counts = {"train": scenes, "val": max(10, scenes // 20), "test": max(10, scenes // 10)}
-        render = render_mini if name == "mini" else render_mini_dc
-        render(partial, counts, (int(few), int(many)), seed)
-        (partial / f"{name}.json").write_text(json.dumps(settings))
+        render_mini(partial, counts, (int(few), int(many)), seed)
+        (partial / "mini.json").write_text(json.dumps(settings))
         if root.exists():
             root.rmdir()
         os.replace(partial, root)
@@ -2739,12 +2571,12 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str, 
         net = train_mini_cnn(root, steps=min(1000, 10 + scenes // 5), seed=seed, device=device)
         torch.save(net.state_dict(), root / "mini_cnn.pt.partial")
         os.replace(root / "mini_cnn.pt.partial", root / "mini_cnn.pt")
-    release = read_release(name, root)
+    release = read_release("mini", root)
     if not (root / "features.h5").exists():
         state = mini_cnn_state(root)
-        extract(root / "features.h5", release, Extractor(mini_cnn_name(state), state, device), name, batch=512)
+        extract(root / "features.h5", release, Extractor(mini_cnn_name(state), state, device), "mini", batch=512)
     if not (root / "vocab.json").exists():
-        build_vocab(name, root, release)
+        build_vocab("mini", root, release)
 
 
 def mini_cnn_state(root: Path) -> dict[str, Tensor]:
@@ -2794,16 +2626,16 @@ def check(name: str, root: Path, extractor: str = "") -> list[str]:
         bad = (i + np.flatnonzero(~np.isfinite(features.data[i : i + 256]).all((1, 2, 3)))
                for i in tqdm(blocks, "features", unit="block", disable=None))  # fmt: skip
         problems += first(f"{features.path}: features of {names[i]} are not finite" for block in bad for i in block)
-        features.cover(release.paths)
+        features.require(release.paths)
     except (OSError, ValueError) as e:
         problems.append(str(e))
     try:
         vocab = read_vocab(name, root).words if source.tokenizer else []
         if len(vocab) != (source.words or len(vocab)):
-            problems.append(f"{vocab_file(name, root)}: {len(vocab)} words, published {source.words}")
+            problems.append(f"{root / 'vocab.json'}: {len(vocab)} words, published {source.words}")
         odd = sorted(set(vocab) ^ set(vocab_of(name, release).words)) if vocab and counts else ()
         if odd:
-            problems.append(f"{vocab_file(name, root)} is not of these captions ({str(odd[:5])[1:-1]} ...); run: {prepare}")
+            problems.append(f"{root / 'vocab.json'} is not of these captions ({str(odd[:5])[1:-1]} ...); run: {prepare}")
     except (OSError, ValueError) as e:
         problems.append(str(e))
     print(*(f"note: {line}" for line in getattr(release, "notes", ())),
@@ -2847,7 +2679,7 @@ def open_dataset(cfg) -> Dataset:
     """The data set that a run's config names; the embedded one is made first where it is not there yet."""
     if cfg.dataset in EMBEDDED:
         feature_file(cfg.dataset, Path(cfg.data_dir), cfg.extractor)  # refuses an extractor before the work begins
-        prepare_mini(Path(cfg.data_dir), cfg.scenes, cfg.objects, cfg.data_seed, cfg.device, cfg.dataset)
+        prepare_mini(Path(cfg.data_dir), cfg.scenes, cfg.objects, cfg.data_seed, cfg.device)
     return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
 
 
@@ -2901,7 +2733,7 @@ def main(argv: list[str] | None = None) -> None:
             print("\n".join(problems), file=sys.stderr)
             sys.exit(2)
     elif args.command in EMBEDDED:
-        prepare_mini(args.data_dir, args.scenes, args.objects, args.data_seed, args.device, args.command)
+        prepare_mini(args.data_dir, args.scenes, args.objects, args.data_seed, args.device)
     else:
         prepare(args.command, args.data_dir, args.device, args.extractor)
 

@@ -285,7 +285,7 @@ def test_idcs_pickles_are_packed(name, protocol, tmp_path, capsys):
         path.write_bytes(path.read_bytes().replace(b"numpy._core.", b"numpy.core."))
     data.main([name, "--data_dir", str(tmp_path / "repack"), "--extractor", "resnet101-layer4"])
     out = capsys.readouterr().out
-    assert ".pkl: read as a whole, 0.00 GB of memory (" in out
+    assert ".pkl: read as a whole, 0.00 GB of memory" in out
     features = data.open_features(name, tmp_path / "repack", "resnet101-layer4")
     names = sorted(data.read_release(name, tmp_path / "repack").paths)
     assert list(features.row) == names and features.preprocessing == data.RELEASED_PICKLES

@@ -34,10 +34,10 @@ def inside(shape, x, y, z):
 
 @pytest.mark.parametrize("shape", data.ATTRIBUTES["shape"])
 def test_box_and_area_equal_a_march_along_every_ray(shape):
-    camera = data._sample_cameras(np.random.default_rng(0), 1, 1)
+    (camera,) = data._sample_cameras(np.random.default_rng(0), 1, 1)
     item = ball(0.4, -0.3, shape=shape)
-    _, boxes, area, part = data._render([[item]], camera, side=32)
-    eye, right, up, forward = (camera[name][:, 0].astype(float) for name in ("eye", "right", "up", "forward"))
+    _, boxes, area, part = data._render([item], camera, side=32)
+    eye, right, up, forward = (camera[name].astype(float) for name in ("eye", "right", "up", "forward"))
     cos, sin = np.cos(item["turn"]), np.sin(item["turn"])
     turn = np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]]) / 0.8
     hit = np.zeros((64, 64), bool)  # two samples a pixel each way
@@ -51,28 +51,29 @@ def test_box_and_area_equal_a_march_along_every_ray(shape):
             hit[row, column] = inside(shape, *(turn @ points)).any()
     rows, columns = (np.flatnonzero(hit.any(axis)) // 2 for axis in (1, 0))
     expected = [columns[0], rows[0], columns[-1] - columns[0] + 1, rows[-1] - rows[0] + 1]
-    assert boxes[0].tolist() == expected
+    assert boxes[0] == expected
     assert area[0] == pytest.approx(hit.sum() / 4, rel=0.02) and part[0] == 1
 
 
 def test_the_nearer_object_hides_the_other():
-    camera = data._sample_cameras(np.random.default_rng(0), 2, 1, 0)  # no jitter: from (7, -7, 6)
+    (camera,) = data._sample_cameras(np.random.default_rng(0), 1, 1, 0)  # no jitter: from (7, -7, 6)
     near, far = ball(1.2, -1.2), ball(-0.8, 0.8, color="blue")
-    images, boxes, area, part = data._render([[far, near], [far]], camera)
-    assert part[1] == 1 and part[0] < 1 and part[2] == 1 and area[0] < area[2]
-    assert boxes[0].tolist() == boxes[2].tolist()  # a box is that of the whole object
+    image, boxes, area, part = data._render([far, near], camera)
+    _, alone, whole, _ = data._render([far], camera)
+    assert part[1] == 1 and part[0] < 1 and area[0] < whole[0]
+    assert boxes[0] == alone[0]  # a box is that of the whole object
     x, y, w, h = boxes[1]
-    red, _, blue = images[0, y + h // 2, x + w // 2].astype(int)
+    red, _, blue = image[y + h // 2, x + w // 2].astype(int)
     assert red > 2 * blue
 
 
 def test_an_object_differs_from_the_floor_inside_its_box_only():
-    camera = data._sample_cameras(np.random.default_rng(1), 2, 1, 0)
-    camera["light"][:] = [[0], [0], [1]]  # from above, the soft shadow stays close
-    camera["gain"][:] = 1
-    images, boxes, _, _ = data._render([[ball(-1, 1)], [ball(-1, 1), ball(1.5, 1, color="yellow")]], camera)
-    rows, columns = (np.abs(images[0].astype(int) - images[1]).max(2) > 60).nonzero()
-    x, y, w, h = boxes[2]
+    (camera,) = data._sample_cameras(np.random.default_rng(1), 1, 1, 0)
+    camera |= {"light": np.float32([0, 0, 1])}  # from above, the soft shadow stays close
+    one, _, _, _ = data._render([ball(-1, 1)], camera)
+    two, boxes, _, _ = data._render([ball(-1, 1), ball(1.5, 1, color="yellow")], camera)
+    rows, columns = (np.abs(one.astype(int) - two).max(2) > 60).nonzero()
+    x, y, w, h = boxes[1]
     assert len(rows) > 0.5 * w * h
     assert x <= columns.min() and columns.max() < x + w and y <= rows.min() and rows.max() < y + h
 
@@ -96,7 +97,7 @@ def test_captions_are_distinct_and_name_one_object(objects):
         before, after, changed = draft
         for scene in (before, after):
             assert len({tuple(item[name] for name in data.ATTRIBUTES) for item in scene}) == len(scene)
-        texts = data._captions(kind, before, after, changed, data._sample_cameras(rng, 1, 1)["right"][:, 0])
+        texts = data._captions(kind, before, after, changed, data._sample_cameras(rng, 1, 1)[0]["right"])
         assert len(set(texts)) == 6 and max(len(text.split()) for text in texts) <= 18
         scenes[str(len(scenes))] = {"type": kind, "changed": changed,
                                     "objects": {"default": before, "semantic": after}}
@@ -139,58 +140,27 @@ def test_files_follow_the_release(mini):
             assert w * h > 16 and x >= 0 and y >= 0 and x + w <= 64 and y + h <= 64
 
 
-def test_mini_dc_follows_clevr_dc_and_looks_from_anywhere(tmp_path):
-    data.render_mini_dc(tmp_path, {"train": 31, "val": 6, "test": 12}, seed=3)
-    names = ("split", "captions", "scenes", "change_captions_with_bbox")
-    splits, captions, scenes, boxes = (json.loads((tmp_path / f"{name}.json").read_text()) for name in names)
-    assert {split: len(ids) for split, ids in splits.items()} == {"train": 36, "val": 6, "test": 12}  # multiples of 6
-    assert sorted(i for ids in splits.values() for i in ids) == [int(i) for i in captions] == list(range(54))
-    for i in range(54):  # six blocks, each with its train, val and test
-        assert scenes[str(i)]["type"] == (*data.KINDS, "same")[i // 9]
-        assert i in splits["train" if i % 9 < 6 else "val" if i % 9 < 7 else "test"]
-        assert all(Image.open(tmp_path / folder / f"{i}.png").size == (64, 64) for folder in ("bef", "aft"))
-        before, after = scenes[str(i)]["objects"].values()
-        kind, changed = scenes[str(i)]["type"], scenes[str(i)]["changed"]
-        assert len(captions[str(i)]) == 6 and len(after) - len(before) == {"add": 1, "drop": -1}.get(kind, 0)
-        assert kind != "move" or len(before) > 2  # of two objects, nobody could tell which one moved
-        lacks = [box is None for box in boxes[str(i)].values()]
-        assert lacks == {"add": [True, False], "drop": [False, True], "same": [True, True]}.get(kind, [False, False])
-        for text in captions[str(i)]:
-            scores = data.mini_accuracy({f"{i:06d}.png": text}, scenes)
-            assert all(score == 100 or np.isnan(score) for score in scores.values())
-            assert np.isnan(scores["distractors" if kind != "same" else "change type"])
-            if " of the " in text and "front" not in text:  # left and right as the picture before (after for add) shows them
-                scene, (side, other) = after if kind == "add" else before, text.split("that is ")[1].split(" of the ")
-                other = data.parse_caption(other)
-                there = [o for n, o in enumerate(scene) if n != changed and all(
-                    other[name] in (None, o[name]) for name in data.ATTRIBUTES)]
-                x = [o["box"][0] + o["box"][2] / 2 for o in (scene[changed], there[0])]
-                assert len(there) == 1 and (x[0] < x[1]) == (side == "left")
-
-
-def test_mini_dc_is_prepared_and_captioned_right(tmp_path, capsys):
-    data.prepare_mini(tmp_path / "dc", 18, "2,3", 0, "cpu", "mini_dc")
-    dataset = data.load("mini_dc", tmp_path / "dc")
-    assert dataset.grid == (128, 8, 8) and len(dataset.pairs("train")) == 18 and len(dataset.pairs("test")) == 12
+def test_mini_is_prepared_and_captioned_right(tmp_path, capsys):
+    data.prepare_mini(tmp_path / "mini", 20, "2,3", 0, "cpu")
+    dataset = data.load("mini", tmp_path / "mini")
+    assert dataset.grid == (128, 8, 8) and len(dataset.pairs("train")) == 40 and len(dataset.pairs("test")) == 20
     captions = {p.id: p.captions[0] for p in dataset.pairs("test")}
     maps = {i: torch.rand(8, 8) for i in captions}
     found = dataset.report("test", captions, maps)
     assert set(found["accuracy"].values()) == {100} and found["pointing"]["boxes"]["total"] == 2 * (1 + 1 + 2 + 2 + 2)
-    assert {"color", "texture", "add", "remove", "move", "no change"} <= set(dataset.groups("test"))
-    assert set(found["pointing"]["attention"]) >= {"color", "remove"} and "no change" not in found["pointing"]["attention"]
-    assert data.caption_segments("mini_dc", dataset.root, captions.values()).keys() == set(captions.values())
+    assert {*data.KINDS, "semantic change", "only distractor"} <= set(dataset.groups("test"))
+    assert set(found["pointing"]["attention"]) >= {"color", "drop"} and "no change" not in found["pointing"]["attention"]
     texts, images = data.clip_embeddings("mini", dataset.root, ["red cube"], dataset.paths, "cpu")  # its own CLIP
-    assert len(texts) == 1 and len(images) == len(dataset.paths) == 2 * (18 + 12 + 12)
-    dataset.paths[dataset.pairs("test")[0].after].unlink()  # the other scores are not lost for a picture
+    assert len(texts) == 1 and len(images) == len(dataset.paths) == 3 * (20 + 10 + 10)
+    changed = next(p for p in dataset.pairs("test") if p.id in dataset.kinds["color"])
+    dataset.paths[changed.after].unlink()  # the other scores are not lost for a picture
     assert "pointing" not in dataset.report("test", captions, maps)
     assert f"such as {dataset.root}" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="no mini of this project"):
-        data.prepare_mini(tmp_path / "dc", 18, "2,3", 0, "cpu")
 
 
 def test_a_scenes_views_are_spread_by_a_factor_of_its_own():
     """Camera of view v = (1 - s) a + s b_v: near s = 0 a scene's views stand together, near 1 as far apart as two scenes'."""
-    eye = data._sample_cameras(np.random.default_rng(0), 500, 3)["eye"].reshape(3, 500, 3)
+    eye = np.stack([view["eye"] for view in data._sample_cameras(np.random.default_rng(0), 500, 3)], 1).reshape(3, 500, 3)
     apart = np.abs(eye[:, :, 0] - eye[:, :, 1]).max(0)  # s |b_0 - b_1|, at most 5 s
     assert apart.min() < 0.05 and 3 < apart.max() < 5
     middle = np.median(apart)
@@ -198,26 +168,18 @@ def test_a_scenes_views_are_spread_by_a_factor_of_its_own():
     assert (np.abs(eye - np.array([7, -7, 6])[:, None, None]) <= 2.5 + 1e-5).all()
 
 
-def test_cameras_are_carried_all_around_the_table():
-    around = np.arange(400) % 2 == 1
-    camera = data._sample_cameras(np.random.default_rng(0), 200, 2, around=around)
-    quarter = np.floor(np.arctan2(camera["eye"][1], camera["eye"][0]) / (np.pi / 2)).astype(int)
-    assert set(quarter[~around]) == {-1} and np.bincount(quarter[around] + 2).min() > 35  # of 200, 50 in each
-    toward = -camera["eye"] / np.linalg.norm(camera["eye"], axis=0)
-    assert ((toward * camera["forward"]).sum(0) > 0.97).all()  # the table stays in sight
-
-
 def test_a_scene_is_drawn_anew_where_an_object_hides(tmp_path, monkeypatch):
     drawn, render = [], data._render
 
-    def hide(pictures, camera):
-        images, boxes, area, part = render(pictures, camera)
-        drawn.append(len(pictures))
-        return images, boxes, area, np.minimum(part, 0.4 if len(drawn) == 1 else 1)
+    def hide(scene, camera):
+        drawn.append(len(scene))
+        image, boxes, area, part = render(scene, camera)
+        return image, boxes, area, [0.4 if len(drawn) == 1 else 1] * len(part)
 
     monkeypatch.setattr(data, "_render", hide)
     data.render_mini(tmp_path, {"train": 5})
-    assert drawn[:2] == [15, 15]
+    assert len(drawn) >= 1 + 3 * 5  # the first scene's first picture, then three of each scene
+    assert all((tmp_path / folder / f"CLEVR_{view}_000000.png").exists() for view, folder in data.CLEVR_FOLDERS.items())
 
 
 def test_the_seed_decides_every_byte(mini, tmp_path):

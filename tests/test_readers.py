@@ -139,9 +139,6 @@ def test_spot_the_diff_groups_the_rows_of_an_id(tmp_path):
         "7", "resized_images/7.png", "resized_images/7_2.png", ["a man left", "", "no man"]
     )
     assert pairs(release, "test")[0].captions == [""] and all(path.exists() for path in release.paths.values())
-    multi = data.read_spot_the_diff(tmp_path / "official", multi=True)
-    assert pairs(multi, "train")[0].captions == ["a man left. . no man"] and len(pairs(multi, "train")) == 2
-    assert len(pairs(multi, "val")[0].captions[0].split()) == 60
     write_spot(tmp_path / "clip4idc", folder="", images="images")
     other = data.read_spot_the_diff(tmp_path / "clip4idc")
     assert pairs(other, "train")[1].after == "images/12_2.png" and all(path.exists() for path in other.paths.values())
@@ -151,20 +148,6 @@ def test_spot_the_diff_groups_the_rows_of_an_id(tmp_path):
     (tmp_path / "official" / "annotations" / "test.json").write_text('[{"img_id": "1", "sentences": []}]')
     with pytest.raises(ValueError, match=r"test.json: no captions for img_id 1; expected a list of strings, found \[\]"):
         data.read_spot_the_diff(tmp_path / "official")
-
-
-def test_spot_the_diff_as_card_repacks_it(tmp_path):
-    for i in (7, 12, 3):
-        for folder in ("images", "sc_images"):
-            write_picture(tmp_path / folder / f"{i:06d}.png")
-    write(tmp_path / "splits.json", {"train": [12], "val": [7], "test": [3]})
-    write(tmp_path / "change_multi_captions.json", {f"{i:06d}.png": ["a b. c"] for i in (3, 7, 12)})
-    release = data.DATASETS["spot_the_diff_multi"].read(tmp_path)
-    assert pairs(release, "train") == [data.Pair("12", "images/000012.png", "sc_images/000012.png", ["a b. c"])]
-    assert all(path.exists() for path in release.paths.values())
-    vocab = data.build_vocab("spot_the_diff_multi", tmp_path, release)
-    assert vocab.words[4:] == ["<SEP>", "a", "b", "c"] and vocab.encode("a b. c", 7) == [2, 5, 6, 4, 7, 3, 0]
-    assert vocab.decode(data.torch.tensor([[2, 5, 6, 4, 7, 3]])) == ["a b c"]  # no <SEP> when decoding
 
 
 @real
@@ -180,10 +163,6 @@ def test_real_spot_the_diff(tmp_path):
     assert len(vocab) == data.DATASETS["spot_the_diff"].words == 2059 and "" in vocab.ids
     captions = [c for p in pairs(release, "train") for c in p.captions]
     assert len(data.Vocab.of(captions, min_count=5)) == 743
-    multi = data.read_spot_the_diff(tmp_path, multi=True)
-    vocab = data.build_vocab("spot_the_diff_multi", tmp_path, multi)
-    assert len(vocab) == data.DATASETS["spot_the_diff_multi"].words == 2033
-    assert 2 + max(len(vocab.split(c)) for split in ("train", "val") for p in pairs(multi, split) for c in p.captions) == 70
 
 
 # ---- Image Editing Request -------------------------------------------------------------------------------------------

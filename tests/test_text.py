@@ -163,7 +163,7 @@ def test_every_sentence_of_mini_has_its_segments():
         scene, made = after if kind == "add" else before, made + 1
         value = after[changed][kind] if kind in data.ATTRIBUTES else ""
         names = {data._phrase(scene[changed]), data._short_phrase(scene[changed], scene)}
-        texts = data._captions(kind, before, after, changed, data._sample_cameras(rng, 1, 1)["right"][:, 0])
+        texts = data._captions(kind, before, after, changed, data._sample_cameras(rng, 1, 1)[0]["right"])
         for n, doc in enumerate(nlp.pipe(texts)):
             nouns, verbs = data.segments(doc)
             assert nouns[0].removeprefix("new ") in names, doc.text
