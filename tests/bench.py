@@ -56,8 +56,7 @@ def plain_decode(model, before, after, *entities):
         so_far.append(words)
         return model.decoder.head(model.decoder(torch.stack(so_far, 1), seen)[0][:, -1])
 
-    start = torch.full((len(before),), data.START, device=before.device)
-    return decode(step, start, model.max_len, data.END, data.UNK)
+    return decode(step, len(before), model.max_len, before.device)
 
 
 def plain_attend(self, q, k, v, causal=False, mask=None):
@@ -109,7 +108,7 @@ def work_of(args):
         match = dense_match if args.plain else token_match
         return lambda: match(q, k).sum().backward(), 1
     method, model = METHODS[args.method]
-    cfg = preset(method.Config, method.PRESETS, {}, "clevr_change", "paper", cuda)
+    cfg = preset(method.Config, method.PRESETS, {}, "clevr_change")
     cfg = dataclasses.replace(cfg, dim=args.dim, device=args.device, amp=cfg.amp and not args.plain)
     if args.plain:
         heads_of = lambda q, k, heads: zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True)

@@ -5,7 +5,7 @@ import math
 
 import cheers
 import data
-from cheers import CHEERS, CRE, DRE, PRESETS, RELEASED, Config, likeness, match_loss, retrieve
+from cheers import CHEERS, CRE, DRE, PRESETS, Config, likeness, match_loss, retrieve
 
 import open_clip
 import pytest
@@ -250,7 +250,7 @@ def test_cached_decoding_equals_full_decoding_with_entities(gate):
 
 def test_attention_maps_sum_to_one():
     model, (before, after) = small().eval(), pictures()
-    maps = model.attention_map(before, after, CAPTION, INDICES)
+    maps = model.attention_map(before, after, CAPTION, INDICES)["attention"]
     torch.testing.assert_close(maps.sum((1, 2)), torch.ones(B).double())
 
 
@@ -286,7 +286,7 @@ def test_what_does_not_go_together_is_refused():
 
 
 def test_presets():
-    parse = lambda *argv: cheers.parse_args(Config, PRESETS, RELEASED, "s", "d", [*argv, "--device", "cpu"])[0]
+    parse = lambda *argv: cheers.parse_args(Config, PRESETS, "s", "d", [*argv, "--device", "cpu"])[0]
     found = {n: parse("--dataset", n) for n in ("clevr_change", "clevr_dc", "spot_the_diff")}
     assert [(c.lr, c.batch_size, c.layers) for c in found.values()] == [(1e-3, 128, 2), (1e-3, 128, 1), (5e-4, 96, 2)]
     assert all((c.k, c.w_consistency, c.w_match) == (3, 0.75, 0.5) for c in found.values())

@@ -142,7 +142,7 @@ def test_attention_map_is_a_mean_over_the_words(method):
         getattr(look, name).register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
     model.decoder(CAPTION, model.encode(before, after)[0])
     scores = look.scores(seen["query"], seen["key"][:, : H * W])
-    maps = getattr(model, "decoder_map", model.attention_map)(before, after, CAPTION)
+    maps = next(iter(model.attention_map(before, after, CAPTION).values()))  # the decoder's
     assert maps.shape == (B, H, W)
     torch.testing.assert_close(maps.sum((1, 2)), torch.ones(B, dtype=torch.float64))
     rows = scores[1].softmax(-1).mean(0)[:1]  # "START w1 END": the row of START predicted the only word
@@ -161,7 +161,7 @@ def test_blind_model_sees_nothing(method):
 def test_overfits_eight_pairs(method, prepared, tiny):
     flags = ["--data_dir", str(prepared), "--dim", "32", "--heads", "4", "--dropout", "0", "--lr", "3e-3"]
     flags += ["--finetune_targets", "every"] if method is idc_pretrain else []
-    cfg, _ = method.parse_args(method.Config, method.PRESETS, method.RELEASED, "method", "doc", tiny + flags)
+    cfg, _ = method.parse_args(method.Config, method.PRESETS, "method", "doc", tiny + flags)
     dataset = data.open_dataset(cfg)
     torch.manual_seed(0)
     model = MODELS[method](cfg, len(dataset.vocab), dataset.grid, dataset.max_len)
@@ -179,7 +179,7 @@ def test_overfits_eight_pairs(method, prepared, tiny):
 def test_no_tensor_stays_on_the_cpu(method, monkeypatch):
     """Losses, captions and maps of tensors that have a device, "cuda", and a shape, but no content: no GPU is needed. A CPU
     tensor among them is an error. (IDC's MVCL, whose shapes depend on content, is left to test_cuda.py.)"""
-    monkeypatch.setattr(method, "decode", lambda step, start, *_: [step(start, t) for t in range(2)][-1])
+    monkeypatch.setattr(method, "decode", lambda step, count, length, device, *_: [step(torch.full((count,), 2, device=device), t) for t in range(2)][-1])
     own = {} if method is idc_pretrain else {"word_dim": 6}
     own |= {"clip_dim": 7, "clip_width": 6} if method is rdd_acr else {}
     cfg = method.Config(dim=8, heads=2, device="cuda", amp=False, **own)

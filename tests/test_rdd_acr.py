@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import data
 import rdd_acr
-from rdd_acr import PRESETS, RDD, RELEASED, Attributes, Config, contrast_loss
+from rdd_acr import PRESETS, RDD, Attributes, Config, contrast_loss
 
 import open_clip
 import pytest
@@ -224,7 +224,7 @@ def test_every_parameter_learns(fields):
 
 
 def test_presets():
-    parse = lambda *argv: rdd_acr.parse_args(Config, PRESETS, RELEASED, "s", "d", [*argv, "--device", "cpu"])[0]
+    parse = lambda *argv: rdd_acr.parse_args(Config, PRESETS, "s", "d", [*argv, "--device", "cpu"])[0]
     vectors = {name: parse("--dataset", name).action_vectors for name in ("clevr_change", "levir_cc", "spot_the_diff")}
     assert vectors == {"clevr_change": 5, "levir_cc": 10, "spot_the_diff": 10}
     with pytest.raises(ValueError, match="released no code"):

@@ -46,7 +46,7 @@ def released_names() -> dict[int, dict[str, tuple]]:
 
 @pytest.fixture(scope="module")
 def fixture():
-    cfg = Config(**scorer_cbr.PRESETS["clevr_change"], **RELEASED | {"train_cbr": True})
+    cfg = Config(**scorer_cbr.PRESETS["clevr_change"], **RELEASED["all"] | {"train_cbr": True})
     return fill(SCORER(cfg, 76, (1024, 14, 14), 24), released_names()), *inputs(76, 24)
 
 
@@ -274,9 +274,9 @@ def test_total_is_equation_13(fields):
 
 
 def test_released_reading_sets_every_disputed_field():
-    parse = lambda *argv: scorer_cbr.parse_args(Config, scorer_cbr.PRESETS, RELEASED, "s", "d", [*argv, "--device", "cpu"])[0]
+    parse = lambda *argv: scorer_cbr.parse_args(Config, scorer_cbr.PRESETS, "s", "d", [*argv, "--device", "cpu"], RELEASED)[0]
     paper, released = parse("--dataset", "clevr_change"), parse("--dataset", "clevr_change", "--reading", "released")
     changed = {k for k in vars(paper) if getattr(paper, k) != getattr(released, k)}
-    assert changed == set(RELEASED) | {"reading"}
+    assert changed == set(RELEASED["all"]) | {"reading"}
     assert parse("--dataset", "clevr_dc").layers == 1 and parse("--dataset", "spot_the_diff").w_cbr == 0.5
     assert parse("--dataset", "image_editing_request").lr == 1e-4
