@@ -241,10 +241,12 @@ def test_released_cbr_stays_as_drawn_but_teaches():
     assert model.decoder.embed.weight.grad.any() and model.embed.conv.weight.grad.any()
 
 
-def test_the_learned_scale_is_at_most_100():
-    q, k = torch.randn(2, B, N, 8)
-    one, large, largest = (similarity(q, k, torch.tensor(x), "mtm", 2) for x in (0.0, 4.0, 9.0))
-    torch.testing.assert_close(large, math.exp(4) * one), torch.testing.assert_close(largest, 100 * one)
+def test_the_learned_scales_stay_below_100():
+    model = SCORER(Config(dim=16, heads=2), WORDS, (C, H, W), V)
+    for scale, start in ((model.log_scale, 4.0), (model.cbr.log_scale, 9.0)):
+        scale.data.fill_(start)
+    model.clamp_scales()
+    assert model.log_scale.item() == pytest.approx(4) and model.cbr.log_scale.exp().item() == pytest.approx(100)
 
 
 def test_decoder_starts_as_released_the_rest_as_pytorch_does():
