@@ -204,10 +204,10 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm layer: x + MHA(LN x), then x + W2 ReLU(W1 LN x). x (B, T, D) -> the same, and its query, key and value.
+    """Pre-norm layer: x + MHA(LN x), then x + W2 ReLU(W1 LN x). x (B, T, D) -> the same, key and value of x, and its query.
 
-    `past`: queries, keys and values of tokens before x, which do not see it. mask: bool (B or 1, 1, T or 1, past + T), True =
-    may be seen. rows: which tokens of x are asked for; key and value are of all."""
+    `past`: key and value of tokens before x, which do not see it. mask: bool (B or 1, 1, T or 1, past + T), True = may be
+    seen. rows: which tokens of x are asked for; key and value are of all."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -215,31 +215,31 @@ class Block(nn.Module):
         self.hidden, self.output = nn.Linear(cfg.dim, cfg.ffn), nn.Linear(cfg.ffn, cfg.dim)
         self.norm1, self.norm2, self.dropout = nn.LayerNorm(cfg.dim), nn.LayerNorm(cfg.dim), nn.Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None, past: tuple[Tensor, ...] | None, rows: slice):
+    def forward(self, x: Tensor, mask: Tensor | None, past: tuple[Tensor, Tensor] | None, rows: slice):
         y = self.norm1(x)
         q, k, v = self.attention.project(y[:, rows], y)
-        keys, values = (k, v) if past is None else (torch.cat([past[1], k], 1), torch.cat([past[2], v], 1))
+        keys, values = (k, v) if past is None else (torch.cat([past[0], k], 1), torch.cat([past[1], v], 1))
         x = x[:, rows] + self.dropout(self.attention.attend(q, keys, values, mask=mask))
         y = self.output(self.dropout(F.relu(self.hidden(self.norm2(x)))))
-        return x + self.dropout(y), (q, k, v)
+        return x + self.dropout(y), (k, v), q
 
 
 class Transformer(nn.Module):
     """LayerNorm, then blocks, and no LayerNorm after them: heads read the residual stream, as released.
 
-    x (B, T, D), mask as in Block -> the same, of the tokens `rows` alone if given, and each block's query, key and value;
-    `past` is such a list of earlier tokens."""
+    x (B, T, D), mask as in Block -> the same, of the tokens `rows` alone if given; each block's key and value; the last one's
+    query. `past` is such a list of keys and values of earlier tokens."""
 
     def __init__(self, cfg: Config, layers: int):
         super().__init__()
         self.norm, self.blocks = nn.LayerNorm(cfg.dim), nn.ModuleList(Block(cfg) for _ in range(layers))
 
     def forward(self, x: Tensor, mask: Tensor | None = None, past: list | None = None, rows: slice = slice(None)):
-        x, kept, last = self.norm(x), [], self.blocks[-1]
+        x, cache, last = self.norm(x), [], self.blocks[-1]
         for block, before in zip(self.blocks, past or [None] * len(self.blocks), strict=True):
-            x, own = block(x, mask, before, rows if block is last else slice(None))
-            kept.append(own)
-        return x, kept
+            x, key_value, query = block(x, mask, before, rows if block is last else slice(None))
+            cache.append(key_value)
+        return x, cache, query
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
@@ -320,8 +320,8 @@ def contrast_loss(x: Tensor, classes: Tensor, margin: float = 0.4) -> Tensor:
     ordered pairs, an image with itself included. x (2B, D), classes (2B,)."""
     with torch.autocast(x.device.type, enabled=False):  # bfloat16 has three digits
         x = F.normalize(full(x), dim=-1)
-        cos, same = x @ x.T, classes[:, None] == classes
-        return torch.where(same, 1 - cos, (cos - margin).clamp(min=0)).mean()
+        cos, alike = x @ x.T, classes[:, None] == classes
+        return torch.where(alike, 1 - cos, (cos - margin).clamp(min=0)).mean()
 
 
 def match_loss(logits: Tensor, classes: Tensor) -> Tensor:
@@ -443,10 +443,10 @@ class IDC(nn.Module):
         text = self.embed.words(ids)
         text = torch.cat([self.embed.cls(len(ids)), text], 1) if self.cfg.finetune_cls else text
         order = torch.ones(text.shape[1], text.shape[1], dtype=torch.bool, device=ids.device).tril()
-        image, kept = self.cross(visual, rows=slice(None, None, visual.shape[1] // 2))
+        image, past, _ = self.cross(visual, rows=slice(None, None, visual.shape[1] // 2))
         if len(ids) > len(visual):
-            kept = [[x.repeat_interleave(len(ids) // len(visual), 0) for x in layer] for layer in kept]
-        return image, self.cross(text, F.pad(order, (visual.shape[1], 0), value=True)[None, None], kept)[0]
+            past = [[x.repeat_interleave(len(ids) // len(visual), 0) for x in layer] for layer in past]
+        return image, self.cross(text, F.pad(order, (visual.shape[1], 0), value=True)[None, None], past)[0]
 
     def forward(self, before: Tensor, after: Tensor | None, caption: Tensor, task: str, more=None) -> dict[str, Tensor]:
         """The losses of one task ("mlm", "mvcl", "fda", "birds", "finetune") for pairs of features (B, C, H, W) and caption
@@ -472,11 +472,11 @@ class IDC(nn.Module):
         def step(words: Tensor, t: int) -> Tensor:
             nonlocal past
             x = torch.cat([self.embed.words(words[:, None], t), self.embed.words(masks, t + 1)], 1)
-            order = torch.ones(2, past[0][1].shape[1] + 2, dtype=torch.bool, device=x.device).tril(past[0][1].shape[1])
-            x, kept = self.cross(x, order[None, None], past)
-            past = join(past, [[part[:, :1] for part in layer] for layer in kept])  # the word stays, the [MASK] goes
+            order = torch.ones(2, past[0][0].shape[1] + 2, dtype=torch.bool, device=x.device).tril(past[0][0].shape[1])
+            x, new, query = self.cross(x, order[None, None], past)
+            past = join(past, [(k[:, :1], v[:, :1]) for k, v in new])  # the word stays, the [MASK] goes
             if queries is not None:
-                queries.append(kept[-1][0][:, 1])
+                queries.append(query[:, 1])
             return self.head(x[:, 1])
 
         return step
@@ -495,7 +495,7 @@ class IDC(nn.Module):
         step = self.stepper(visual, queries)
         for t in range(ids.shape[1] - 1):
             step(ids[:, t], t)
-        keys = self.cross(visual)[1][-1][1]
+        keys = self.cross(visual)[1][-1][0]
         scores = self.cross.blocks[-1].attention.scores(torch.stack(queries, 1), keys)  # (B, K, V - 1, S)
         cells = scores.unflatten(-1, (2, -1))[..., 1:]  # without [IMG1] and [IMG2]
         weight = cells.flatten(-2).softmax(-1).mean(1)  # (B, V - 1, 2 N)
@@ -504,9 +504,9 @@ class IDC(nn.Module):
         return [{"before": m[0], "after": m[1]} for m in maps.unflatten(1, (2, *self.grid[1:]))]
 
 
-def join(past: list, kept: list) -> list:
-    """Queries, keys and values of earlier tokens and of new ones, for every layer."""
-    return [tuple(torch.cat(two, 1) for two in zip(a, b, strict=True)) for a, b in zip(past, kept, strict=True)]
+def join(past: list, new: list) -> list:
+    """Keys and values of earlier tokens and of new ones, for every layer."""
+    return [tuple(torch.cat(two, 1) for two in zip(a, b, strict=True)) for a, b in zip(past, new, strict=True)]
 
 
 # ---- rewritten captions ----------------------------------------------------------------------------------------------
@@ -540,8 +540,8 @@ class Negatives:
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         try:
             rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            found = {(_stem(row.get("img1") or row["img"]), _stem(row.get("img2"))): row["neg_samples"] for row in rows}
-            self.of = {p.id: found[_stem(p.before), _stem(p.after)] for p in pairs}
+            of = {(_stem(row.get("img1") or row["img"]), _stem(row.get("img2"))): row["neg_samples"] for row in rows}
+            self.of = {p.id: of[_stem(p.before), _stem(p.after)] for p in pairs}
         except (json.JSONDecodeError, KeyError) as e:
             raise ValueError(f"{path} has no neg_samples for every pair ({e}); remove the file to make it again") from e
 
@@ -568,31 +568,31 @@ def rewrite(dataset: data.Dataset, split: str) -> dict[str, list[str]]:
     pool = pools([read[c].words for c in changes], idf)
     subjects = sorted({s for c in changes for s in read[c].subjects})
     nearest = retrieve([" ".join(s.pairs[0].captions) for s in scenes], changes, idf)
-    made = {}
+    negatives = {}
     for number, (scene, near) in enumerate(zip(scenes, nearest, strict=True)):
         rng, pair, chosen = np.random.default_rng([len(captions), number]), scene.pairs[0], []
         own = {c for pairs in (scene.pairs, scene.swapped or ()) for p in pairs for c in p.captions}
-        said = set().union(*map(named, pair.captions))
-        told = [read[c] for c in rng.permutation(pair.captions * COUNT)]
+        mentioned = set().union(*map(named, pair.captions))
+        originals = [read[c] for c in rng.permutation(pair.captions * COUNT)]
         retrieved = (changes[i] for i in near)
-        replaced = (replace_words(caption, pool, idf, rng) for caption in told)
-        confused = (confuse(caption, subjects, rng) for caption in told)
+        replaced = (replace_words(caption, pool, idf, rng) for caption in originals)
+        confused = (confuse(caption, subjects, rng) for caption in originals)
         count = COUNT + 1 - len(scene.pairs)  # the caption of the scene's other pair comes on top
         ends = (3, 6, 6) if pair.after is None else (count - 4, count - 2, count)
         for source, end in zip((retrieved, replaced, confused, retrieved, replaced), (*ends, count, count), strict=True):
             for text in source:
                 if len(chosen) >= end:
                     break
-                if text and text not in own and text not in chosen and (not said or named(text) - said):
+                if text and text not in own and text not in chosen and (not mentioned or named(text) - mentioned):
                     chosen.append(text)
         if len(chosen) < count:
             raise ValueError(f"only {len(chosen)} rewritten captions can be made for {pair.id}, expected {count}: "
                              f"{dataset.root} has too few different captions; set --fda 0")  # fmt: skip
-        made |= {p.id: [*chosen] for p in scene.pairs}
+        negatives |= {p.id: [*chosen] for p in scene.pairs}
         if len(scene.pairs) == 2:
             for p, other in zip(scene.pairs, scene.pairs[::-1], strict=True):
-                made[p.id].append(str(rng.choice(other.captions)))
-    return made
+                negatives[p.id].append(str(rng.choice(other.captions)))
+    return negatives
 
 
 def named(text: str) -> set:
@@ -775,8 +775,8 @@ def losses_of(model: IDC, streams: tuple, cfg: Config, task: str, negatives=None
         changed = n == 0 if len(streams) == 2 else None  # unknown where there is one stream
         more = negatives(batch.ids).to(cfg.device) if task == "fda" else changed
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
-            found = model(batch.before, None if batch.single else batch.after, batch.caption, task, more)
-        losses = {name: losses.get(name, 0) + loss / len(streams) for name, loss in found.items()}
+            of_stream = model(batch.before, None if batch.single else batch.after, batch.caption, task, more)
+        losses = {name: losses.get(name, 0) + loss / len(streams) for name, loss in of_stream.items()}
     if task == "finetune":
         losses["total"] = losses["caption"] + cfg.w_judge * losses.get("judge", 0)
     elif task == "birds":
