@@ -124,7 +124,7 @@ def work_of(args):
         getattr(model, "decoder", model).head.bias.data[[data.NULL, data.END]] = -1e9  # every caption takes every step
         write = model.generate
         if args.plain and method is idc_pretrain:
-            model.stepper = model.full_stepper
+            raise SystemExit("idc_pretrain has no plain decoding")
         elif args.plain:
             write = lambda *pair: plain_decode(model, *pair)
         return torch.no_grad()(lambda: write(before, after, *entities)), 1

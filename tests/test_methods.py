@@ -61,7 +61,7 @@ def flags_of(method, tiny):
     """conftest's tiny for one method, ALONE."""
     if method is idc_pretrain:
         place = tiny.index("--word_dim")
-        tiny = tiny[:place] + tiny[place + 2 :] + ["--stage", "finetune", "--ffn", "24", "--extractor", "resnet101-layer3"]
+        tiny = tiny[:place] + tiny[place + 2 :] + ["--pretrain_steps", "0", "--ffn", "24", "--extractor", "resnet101-layer3"]
     return tiny + [x for name, value in ALONE.get(method, {}).items() for x in (f"--{name}", str(value))]
 
 
@@ -152,7 +152,7 @@ def test_blind_model_sees_nothing(method):
 
 def test_overfits_eight_pairs(method, prepared, tiny):
     flags = ["--data_dir", str(prepared), "--dim", "32", "--heads", "4", "--dropout", "0", "--lr", "3e-3"]
-    flags += ["--finetune_targets", "every"] if method is idc_pretrain else []
+    flags += ["--finetune_mask_rate", "0.5"] if method is idc_pretrain else []
     cfg, _ = method.parse_args(method.Config, method.PRESETS, "method", "doc", tiny + flags)
     dataset = data.open_dataset(cfg)
     torch.manual_seed(0)
@@ -306,7 +306,7 @@ def smoke(method, minis):
     out = minis / method.__name__
     if not out.exists():
         flags = ["--scenes", "60", "--steps", "20", "--log_every", "5", "--dim", "32", "--lr", "2e-3", "--device", "cpu",
-                 "--warmup", "5", *(["--stage", "finetune", "--lr", "8e-3"] if method is idc_pretrain else [])]  # fmt: skip
+                 "--warmup", "5", *(["--pretrain_steps", "0", "--lr", "8e-3"] if method is idc_pretrain else [])]  # fmt: skip
         run(method, *flags, "--data_dir", minis / "mini", "--out_dir", out)
     return minis / "mini", out
 
