@@ -38,11 +38,6 @@ text in fine-tuning: the paper's words allow it, but a word would then learn fro
 To copy: this file, common.py and data.py (the model takes only the special ids from it).
 """
 
-import os
-
-if "OMP_WAIT_POLICY" not in os.environ:  # read when torch loads: idle threads sleep, after a moment, on a busy laptop
-    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
-
 import dataclasses
 import json
 import math
@@ -53,27 +48,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import data
 from common import (
+    END,
+    NULL,
     Attention,
-    LossLog,
     Run,
     RunConfig,
-    can_compile,
     decode,
     full,
     initialise,
     learning_rate,
     load_checkpoint,
     load_model,
-    pair_picture,
     parse_args,
     run_main,
-    sample_sheet,
     sinusoid,
-    training_batches,
 )
-from data import END, NULL, START, UNK
 
 import numpy as np
 import torch
@@ -129,6 +119,7 @@ class Config(RunConfig):
     finetune_decay: Literal["none", "halves"] = "none"  # halves: x1/2 at step 10,000, x1/4 at 20,000
     reduction: Literal["mean", "sum"] = "mean"  # of fine-tuning's losses, over words and over pairs
     # ours
+    reading: Literal["paper", "released"] = "paper"  # disputed details as the paper says, or as the released code does
     val_decode: Literal["greedy", "sample"] = "greedy"  # how validation captions, which choose best.pt, are written
     blind: bool = False  # zero the features: what words alone can score
 
@@ -139,16 +130,30 @@ PRESETS = {
                          patience=50),
     "birds_to_words": dict(seed=1234, layers=2, mlm=9, pretrain_steps=50000, pretrain_warmup=4000, pretrain_batch=200, lr=3e-5,
                            weight_decay=1e-4, batch_size=32, steps=20000, eval_every=85, patience=80, select_by="ROUGE-L"),
-    "birds_to_words@released": dict(pretrain_steps=60000, pretrain_batch=150),
     "mini": dict(dim=128, ffn=256, heads=4, layers=2, dropout=0.0, pretrain_steps=0, pretrain_batch=16, pretrain_lr=1e-3,
                  pretrain_warmup=50, finetune_mask_rate=0.25, maskings=4, batch_size=16, lr=1e-3, schedule="cosine",
                  warmup=50, grad_clip=1.0, steps=2600, eval_every=1300, eval_batch=250),
 }  # fmt: skip
 
-# What --reading released sets. CLEVR-Change's steps and rates agree with the paper.
-RELEASED = dict(swap=False, start="pytorch", project="sigmoid", exponent="doubled", special_tokens="shared",
-                mvcl_negatives="predictions", see_padding=True, finetune_cls=False, mask_rules="released",
-                pretrain_decay="inverse_sqrt", finetune_decay="halves", reduction="sum")  # fmt: skip
+# --reading released: the released code's side of every disputed detail, on all data sets and on single ones. CLEVR-Change's
+# steps and rates agree with the paper.
+RELEASED = {
+    "all": dict(
+        swap=False,
+        start="pytorch",
+        project="sigmoid",
+        exponent="doubled",
+        special_tokens="shared",
+        mvcl_negatives="predictions",
+        see_padding=True,
+        finetune_cls=False,
+        mask_rules="released",
+        pretrain_decay="inverse_sqrt",
+        finetune_decay="halves",
+        reduction="sum",
+    ),
+    "birds_to_words": dict(pretrain_steps=60000, pretrain_batch=150),
+}
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
@@ -484,13 +489,13 @@ class IDC(nn.Module):
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
         """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len)."""
-        start = torch.full((len(before),), START, device=before.device)
-        return decode(self.stepper(self.encode(before, after)[0]), start, self.max_len, END, UNK, sample)
+        step = self.stepper(self.encode(before, after)[0])
+        return decode(step, len(before), self.max_len, before.device, sample)
 
     @torch.no_grad()
-    def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> list[dict[str, Tensor]]:
+    def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Where the [MASK]s looked that became the words of ids (B, V): last layer's attention over the cells of both images,
-        mean over heads and words -> for each pair its maps (H, W) of "before" and "after", together of sum 1."""
+        mean over heads and words -> "before" and "after" (B, H, W), together of sum 1."""
         visual, queries = self.encode(before, after)[0], []
         step = self.stepper(visual, queries)
         for t in range(ids.shape[1] - 1):
@@ -501,7 +506,8 @@ class IDC(nn.Module):
         weight = cells.flatten(-2).softmax(-1).mean(1)  # (B, V - 1, 2 N)
         valid = (ids[:, 1:] > END).to(weight.dtype)[..., None]
         maps = (weight * valid).sum(1) / valid.sum(1).clamp(min=1)
-        return [{"before": m[0], "after": m[1]} for m in maps.unflatten(1, (2, *self.grid[1:]))]
+        before, after = maps.unflatten(1, (2, *self.grid[1:])).unbind(1)
+        return {"before": before, "after": after}
 
 
 def join(past: list, new: list) -> list:
@@ -530,7 +536,9 @@ class Negatives:
     The file has the released layout, one JSON object a line with img1, img2, sentences, neg_samples, so the authors' own is
     read too. Where there is none it is made, from the captions alone. ValueError where it has no entry for a pair."""
 
-    def __init__(self, dataset: data.Dataset, split: str = "train"):
+    def __init__(self, dataset, split: str = "train"):
+        import data
+
         self.max_len = dataset.max_len
         self.vocab = data.Vocab(dataset.vocab.words, dataset.vocab.tokenizer, self.max_len - 2)  # longer ones are cut
         path, pairs = dataset.root / f"{split}_neg_tfidf6.json", dataset.pairs(split)
@@ -554,7 +562,7 @@ def _stem(image: str | None) -> str:
     return image.rsplit("/", 1)[-1].rsplit(".", 1)[0] if image else ""
 
 
-def rewrite(dataset: data.Dataset, split: str) -> dict[str, list[str]]:
+def rewrite(dataset, split: str) -> dict[str, list[str]]:
     """Pair id -> its six negatives, two each by Retrieve, Replace and Confuse; all captions of a pair share them.
 
     [ours] Single images (CUB) have no subjects to confuse; where a strategy finds too few, Retrieve and then Replace fill up.
@@ -639,9 +647,11 @@ class Parts:
     subjects: list[str]
 
 
-def parts(dataset: data.Dataset, texts: list[str]) -> Iterator[Parts]:
+def parts(dataset, texts: list[str]) -> Iterator[Parts]:
     """What each text consists of, in the order of `texts`. CLEVR's pipeline of known words has no tags: there only words of
     KINDS are rewritten."""
+    import data
+
     nlp = data.language(dataset.name)
     for doc in tqdm(nlp.pipe(texts, batch_size=1000), "parts of speech", len(texts), unit="caption", disable=None):
         words = [(t.i, t.lower_, MEANING.get(t.lower_, [t.tag_])[0]) for t in doc if t.pos_ in ("NOUN", "ADJ")]
@@ -692,8 +702,10 @@ def confuse(caption: Parts, subjects: list[str], rng: np.random.Generator) -> st
 # ---- cross-task data -------------------------------------------------------------------------------------------------
 
 
-def open_dataset(cfg: Config) -> data.Dataset:
+def open_dataset(cfg: Config):
     """The data set of a run; with CUB its words are those of both."""
+    import data
+
     dataset = data.open_dataset(cfg)
     if cfg.cub:
         words = {*dataset.vocab.words, *data.read_json(Path(cfg.cub) / "vocab.json")} - {*data.SPECIAL}
@@ -703,8 +715,10 @@ def open_dataset(cfg: Config) -> data.Dataset:
     return dataset
 
 
-def open_cub(cfg: Config, dataset: data.Dataset) -> data.Dataset:
+def open_cub(cfg: Config, dataset):
     """Section 2.4, general image captioning: single images with captions, in the words of `dataset`."""
+    import data
+
     cub = data.load("cub", cfg.cub, cfg.features, cfg.device)
     if cub.grid != dataset.grid:
         raise ValueError(f"{cub.features.path} has features of shape {cub.grid}, {dataset.features.path} of {dataset.grid}; "
@@ -717,12 +731,16 @@ class Birds:
     """Section 2.4, fine-grained classification: pairs of NABirds' images, half of them of one class."""
 
     def __init__(self, cfg: Config):
+        import data
+
         release, self.features = data.load_classified("nabirds", cfg.nabirds, cfg.features, cfg.device)
         images = [image for split in release.images.values() for image in split]  # 48,562, as many as the paper's pairs
         self.pairs, self.size, self.seed = data.class_pairs(images, cfg.seed), cfg.pretrain_batch, cfg.seed
 
-    def batch(self, step: int) -> data.Batch:
+    def batch(self, step: int):
         """Pairs drawn by (seed, step); in the place of captions are the classes (B, 2)."""
+        import data
+
         drawn = np.random.default_rng([self.seed, step, 1]).integers(len(self.pairs), size=self.size)
         first, second = zip(*(self.pairs[i] for i in drawn), strict=True)
         features = (self.features.rows([name for name, _ in images]) for images in (first, second))
@@ -752,14 +770,17 @@ def task_of(cfg: Config, stage: str, step: int) -> str:
     return tasks[np.random.default_rng([cfg.seed, step]).integers(len(tasks))]
 
 
-def rate(cfg: Config, stage: str, step: int) -> float:
-    """Learning rate of a stage's step (counted from 0)."""
-    if stage == "finetune":
-        halves = min(step // 10000, 2) if cfg.finetune_decay == "halves" else 0
-        return learning_rate(cfg, step) / 2**halves
+def pretrain_rate(cfg: Config, step: int) -> float:
+    """Learning rate of a step (counted from 0) of pre-training."""
     warm = max(1, cfg.pretrain_warmup)
     decay = (warm / (step + 1)) ** 0.5 if cfg.pretrain_decay == "inverse_sqrt" else 1.0
     return cfg.pretrain_lr * min((step + 1) / warm, 1.0, decay)
+
+
+def finetune_rate(cfg: Config, step: int) -> float:
+    """Learning rate of a step (counted from 0) of fine-tuning."""
+    halves = min(step // 10000, 2) if cfg.finetune_decay == "halves" else 0
+    return learning_rate(cfg, step) / 2**halves
 
 
 def losses_of(model: IDC, streams: tuple, cfg: Config, task: str, negatives=None) -> dict[str, Tensor]:
@@ -786,85 +807,50 @@ def losses_of(model: IDC, streams: tuple, cfg: Config, task: str, negatives=None
     return losses
 
 
-def train(cfg: Config, resume: bool = False) -> tuple[IDC, data.Dataset]:
-    """Pre-train, then fine-tune, into cfg.out_dir -> the best model by validation, and the data set.
+def train(cfg: Config, dataset, resume: bool = False) -> IDC:
+    """Pre-train, then fine-tune on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
 
-    The weights at the end of pre-training stay in pretrained.pt, for other runs' --init. Told to stop (Ctrl-C, SIGTERM) it
-    saves last.pt and exits 130 or 143; `resume` goes on from there as if nothing had happened. FloatingPointError where a loss
-    is not finite."""
-    run, dataset, cuda = Run(cfg, resume), open_dataset(cfg), cfg.device.startswith("cuda")
+    The weights at the end of pre-training stay in pretrained.pt, for other runs' --init. Stopped by Ctrl-C or SIGTERM it saves
+    last.pt and exits 130 or 143; with `resume` it goes on from there as if nothing had happened. FloatingPointError where a
+    loss is not finite."""
     sources = {stage: open_cub(cfg, dataset) if stage == "cub" else dataset for stage, _, _ in plan(cfg)}
     negatives = {stage: Negatives(of) for stage, of in sources.items() if cfg.fda and stage != "finetune"}
     birds = Birds(cfg) if cfg.nabirds and cfg.pretrain_steps else None
     torch.manual_seed(cfg.seed)
-    torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
     model = IDC(cfg, len(dataset.vocab), dataset.grid, max(of.max_len for of in sources.values())).to(cfg.device)
     model.max_len = dataset.max_len
-    if cfg.init:
+    if cfg.init and not resume:
         start_from(model, cfg.init, dataset)
-    parameters = list(model.parameters())
-    state, stop, recent = {"step": 0, "best": float("-inf"), "worse": 0}, 0, LossLog()
-
-    def save(name: str) -> None:
-        run.save(name, model, optimizer, dataset, step=step, best=best, worse=worse)
-
-    if resume:
-        state = run.restore(model, dataset)
-    step, best, worse = state["step"], state["best"], state["worse"]
-    run.begin(model, step)
-    if cfg.compile and cuda and can_compile():
-        torch._dynamo.config.cache_size_limit = 64  # a version a task, shape and stream: of 8, none is left to fine-tuning
-        model.compile()
-    with run:
+    torch._dynamo.config.cache_size_limit = 64  # a version a task, shape and stream: of 8, none is left to fine-tuning
+    with Run(cfg, resume, model, None, dataset) as run:
         for stage, first, last in plan(cfg):
-            if step >= last or stop or 0 < cfg.patience <= worse:
+            if run.step >= last or 0 < cfg.patience <= run.worse:
                 continue
-            source, batch_size = sources[stage], cfg.batch_size if stage == "finetune" else cfg.pretrain_batch
-            decay = cfg.weight_decay if stage == "finetune" else 0.0
-            optimizer = torch.optim.Adam(parameters, lr=cfg.lr, weight_decay=decay, fused=True)  # anew in each stage
-            if state["step"] > first:
-                optimizer.load_state_dict(state["optimizer"])
-            if not resume and step == 0:
-                save("last.pt")
-            bar = tqdm(total=last - first, initial=step - first, desc=stage, unit="step", disable=None)
-            for streams in training_batches(source, batch_size, cfg.seed, step - first, last - first):
-                optimizer.param_groups[0]["lr"] = lr = rate(cfg, stage, step - first)
-                task = task_of(cfg, stage, step)
-                streams = (birds.batch(step),) if task == "birds" else streams
+            finetune = stage == "finetune"
+            decay, rate = (cfg.weight_decay, finetune_rate) if finetune else (0.0, pretrain_rate)
+            run.optimizer = torch.optim.Adam(
+                model.parameters(), lr=cfg.lr, weight_decay=decay, fused=True
+            )  # anew in each stage
+            validate = (lambda: evaluate(model, dataset, "val", cfg)) if finetune else None
+            batch_size = cfg.batch_size if finetune else cfg.pretrain_batch
+            for streams in run.steps(sources[stage], batch_size, first, last, rate, stage):
+                task = task_of(cfg, stage, run.step)
+                streams = (birds.batch(run.step),) if task == "birds" else streams
                 losses = losses_of(model, streams, cfg, task, negatives.get(stage))
-                optimizer.zero_grad()
+                run.optimizer.zero_grad()
                 losses["total"].backward()
                 if cfg.grad_clip:
-                    nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
-                optimizer.step()
-                step, stop = step + 1, run.stop  # read once a step: a signal may come at any line
-                recent.add(losses)
-                bar.update()
-                validate = (step - first) % cfg.eval_every == 0 or step == last
-                if step % cfg.log_every == 0 or validate or stop:
-                    run.log_losses(recent, bar, step, stage=stage, lr=lr)
-                if validate and stage == "finetune":
-                    scores = evaluate(model, dataset, "val", cfg)
-                    run.log(step=step, event="eval", decode=cfg.val_decode, select_by=cfg.select_by, **scores)
-                    tqdm.write(f"step {step}: validation " + ", ".join(f"{k} {v:.2f}" for k, v in scores.items()))
-                    worse += 1
-                    if scores[cfg.select_by] > best:
-                        best, worse = scores[cfg.select_by], 0
-                        save("best.pt")
-                if step == last and stage == "pretrain":
-                    save("pretrained.pt")
-                if validate or stop:
-                    save("last.pt")
-                if stop or 0 < cfg.patience <= worse:
+                    nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
+                run.optimizer.step()
+                if stage == "pretrain" and run.step + 1 == last:
+                    run.save("pretrained.pt")
+                run.end_step(losses, validate)
+                if 0 < cfg.patience <= run.worse:
                     break
-            bar.close()
-    if stop:
-        raise SystemExit(stop)
-    model.load_state_dict(load_checkpoint(run.dir / "best.pt", cfg.device)["model"])
-    return model, dataset
+    return run.best_model()
 
 
-def start_from(model: IDC, path: str, dataset: data.Dataset) -> None:
+def start_from(model: IDC, path: str, dataset) -> None:
     """Weights of another run's checkpoint, as far as names and shapes agree; ValueError where its words are others."""
     state, own = load_checkpoint(path), model.state_dict()
     if state["vocab"] != dataset.vocab.words:
@@ -878,56 +864,38 @@ def start_from(model: IDC, path: str, dataset: data.Dataset) -> None:
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def evaluate(model: IDC, dataset: data.Dataset, split: str, cfg: Config, out_dir: Path | None = None) -> dict:
-    """Captions of a split, their scores; -> the scores of all pairs together.
+def evaluate(model: IDC, dataset, split: str, cfg: Config, out_dir: Path | None = None) -> dict[str, float]:
+    """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation while training) the quick metrics only; with it every metric and every group of pairs,
-    printed and written with captions and sample pictures."""
+    Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs, printed
+    and written beside captions and sample pictures."""
     model.eval()
-    captions: dict[str, str] = {}
-    maps: dict = {}  # pair id -> attention
-    batches = -(-len(dataset.pairs(split)) // cfg.eval_batch)
-    for batch in tqdm(dataset.eval_batches(split, cfg.eval_batch), split, batches, disable=None, leave=False):
+    captions, maps = {}, {}  # by pair id
+    for batch in dataset.eval_batches(split, cfg.eval_batch):
         batch = batch.to(cfg.device)
         ids = model.generate(batch.before, batch.after, sample=cfg.val_decode == "sample" and out_dir is None)
         captions |= zip(batch.ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
-            maps |= zip(batch.ids, model.attention_map(batch.before, batch.after, ids), strict=True)
-    if out_dir is None:
-        model.train()
-        return dataset.score(split, captions, quick=True)["scores"]["total"]
-    data.write_predictions(out_dir / f"captions_{split}.json", captions)
-    result = dataset.score(split, captions) | dataset.report(split, captions, maps)
-    data.write_scores(out_dir / f"scores_{split}.json", result)
-    picture = "samples.png" if split == "test" else f"samples_{split}.png"
-    sample_sheet(dataset, split, captions, maps).save(out_dir / picture)
-    return result["scores"]["total"]
-
-
-def caption_files(cfg: Config, checkpoint: str, files: list[str], out: str | None) -> str:
-    """The caption of any two image files by a checkpoint, and its attention picture where `out` names one."""
-    model, state = load_model(IDC, cfg, checkpoint)
-    extractor = data.Extractor(**state["extractor"], device=cfg.device)
-    before, after = (extractor([f]).to(cfg.device).float() for f in files)
-    ids = model.generate(before, after)
-    caption = data.Vocab(state["vocab"]).decode(ids)[0]
-    if out:
-        heat = model.attention_map(before, after, ids)[0]
-        pair_picture(*map(data.read_image, files), heat, [caption], side=224).save(out)
-    return caption
+            seen = model.attention_map(batch.before, batch.after, ids)
+            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.ids)}
+    model.train()
+    return dataset.results(split, captions, maps, out_dir)
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption two image files."""
-    cfg, do = parse_args(Config, PRESETS, RELEASED, Path(__file__).stem, __doc__, argv)
+    import data
+
+    cfg, do = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED)
     if do.caption:
-        print(caption_files(cfg, do.checkpoint, do.caption, do.out))
+        print(data.caption_files(*load_model(IDC, cfg, do.checkpoint), do.caption, do.out))
         return
-    if do.eval:
-        (model, state), dataset = load_model(IDC, cfg, do.eval), open_dataset(cfg)
-        dataset.check_state(state)
+    dataset = open_dataset(cfg)
+    if do.eval is None:
+        model = train(cfg, dataset, do.resume)
     else:
-        model, dataset = train(cfg, do.resume)
+        model, state = load_model(IDC, cfg, do.eval)
+        dataset.check_state(state)
     evaluate(model, dataset, do.split, cfg, Path(cfg.out_dir))
 
 
