@@ -21,6 +21,7 @@ from idc_pretrain import (
     confuse,
     contrast_loss,
     doubled_sinusoid,
+    finetune_rate,
     important,
     inverse_frequency,
     judge_loss,
@@ -32,7 +33,7 @@ from idc_pretrain import (
     parts,
     plan,
     pools,
-    rate,
+    pretrain_rate,
     replace_words,
     retrieve,
     rewrite,
@@ -52,7 +53,7 @@ N, S = H * W, 2 * (H * W + 1)
 MASK = WORDS
 CAPTION = torch.tensor([[2, 4, 5, 6, 3, 0, 0, 0, 0], [2, 7, 3, 0, 0, 0, 0, 0, 0], [2, 8, 9, 10, 11, 4, 5, 3, 0],
                         [2, 5, 5, 3, 0, 0, 0, 0, 0]])  # fmt: skip
-READINGS = {"paper": {}, "released": RELEASED, "no encoder": {"difference_encoder": False}}
+READINGS = {"paper": {}, "released": RELEASED["all"], "no encoder": {"difference_encoder": False}}
 
 
 def small(**fields) -> IDC:
@@ -541,10 +542,10 @@ def test_the_total_is_the_papers_sum():
 
 def test_rates():
     cfg = Config(lr=1.0, pretrain_lr=1.0, pretrain_warmup=10)
-    assert rate(cfg, "pretrain", 4) == 0.5 and rate(cfg, "pretrain", 99) == 1.0
+    assert pretrain_rate(cfg, 4) == 0.5 and pretrain_rate(cfg, 99) == 1.0
     cfg.pretrain_decay, cfg.finetune_decay = "inverse_sqrt", "halves"
-    assert rate(cfg, "pretrain", 39) == pytest.approx((10 / 40) ** 0.5)
-    assert [rate(cfg, "finetune", s) for s in (0, 9999, 10000, 19999, 20000, 90000)] == [1, 1, 0.5, 0.5, 0.25, 0.25]
+    assert pretrain_rate(cfg, 39) == pytest.approx((10 / 40) ** 0.5)
+    assert [finetune_rate(cfg, s) for s in (0, 9999, 10000, 19999, 20000, 90000)] == [1, 1, 0.5, 0.5, 0.25, 0.25]
 
 
 def test_pretraining_starts_another_run(prepared, tiny, tmp_path):
@@ -614,5 +615,5 @@ def test_patience_ends_fine_tuning(prepared, tiny, tmp_path):
 
 def test_released_reading_sets_every_difference():
     fields = {f.name: f.default for f in Config.__dataclass_fields__.values()}
-    assert all(value != fields[name] for name, value in RELEASED.items())
+    assert all(value != fields[name] for name, value in RELEASED["all"].items())
     assert {"clevr_change", "birds_to_words", "mini"} <= set(PRESETS)
