@@ -26,7 +26,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,6 +76,11 @@ def tokenize_lower(caption: str) -> list[str]:
     return re.findall(r"\w+|\.+|[^\w\s]", caption.lower())
 
 
+def as_one_word(caption: str) -> list[str]:
+    """A class's name, which may have blanks."""
+    return [caption]
+
+
 class Vocab:
     """Words <-> ids: the four special ids, then the words of the training captions in codepoint order. `tokenizer` cuts
     captions into words, of which the first `max_words` are read (None: all)."""
@@ -118,91 +122,13 @@ class Vocab:
         return captions
 
 
-# ---- the table of data sets ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Source:
-    """A row of DATASETS: all in which a data set differs from the others. A new one is a row and a reader."""
-
-    read: Callable[[Path], "Release | Classified"]  # folder -> what its files say; the readers stand below, hence lambdas
-    extractor: str = "resnet101-layer3"  # the feature network, up to which layer (RESNETS)
-    tokenizer: Callable[[str], list[str]] | None = tokenize  # caption -> words of the vocabulary; None: no captions
-    min_count: int = 1  # how often a word must occur to be in the vocabulary
-    vocab_splits: tuple[str, ...] = ("train",)  # the splits whose captions the field counts
-    max_words: int | None = None  # where the field cuts captions; None: nowhere
-    # How captions become words for the metrics: PTB tokenizer; at blanks; at blanks, all words out of vocabulary as one.
-    tokens: Literal["ptb", "split", "ids"] = "ptb"
-    same: tuple[str, ...] = ()  # the sentences by which the field tells that nothing changed; none: those of training pairs
-    # Published counts, for --check: scenes a split, types of change, words with the four special ids.
-    scenes: dict[str, int] = field(default_factory=dict)
-    types: dict[str, int] = field(default_factory=dict)
-    words: int | None = None
-    empty: int = 0  # captions without a word, which the release itself has
-
-
-# An unchanged pair of LEVIR-CC has one of these among its captions.
-LEVIR_SAME = ("the scene is the same as before", "there is no difference", "the two scenes seem identical",
-              "no change has occurred", "almost nothing has changed")  # fmt: skip
-
-DATASETS = {
-    "mini": Source(lambda root: read_clevr_change(root), "mini-cnn"),
-    "clevr_change": Source(
-        lambda root: read_clevr_change(root),
-        scenes={"train": 33830, "val": 1988, "test": 3985},
-        types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955},
-        words=76,
-    ),
-    "clevr_dc": Source(lambda root: read_clevr_dc(root), scenes={"train": 40800, "val": 2400, "test": 4800}, words=87),
-    "spot_the_diff": Source(
-        lambda root: read_spot_the_diff(root), scenes={"train": 8566, "val": 1493, "test": 1270}, words=2059, empty=66
-    ),
-    "image_editing_request": Source(  # the authors' vocabulary; that of later papers is not published
-        lambda root: read_image_editing(root),
-        tokenizer=tokenize_lower,
-        min_count=3,
-        vocab_splits=("train", "val"),
-        max_words=78,
-        scenes={"train": 3061, "val": 383, "test": 495},
-        words=808,
-    ),
-    "levir_cc": Source(  # the authors' vocabulary: words that occur more than five times, anywhere
-        lambda root: read_levir_cc(root),
-        "resnet101-layer3-256",
-        tokenizer=str.split,
-        min_count=6,
-        vocab_splits=SPLITS,
-        max_words=50,
-        tokens="ids",
-        same=LEVIR_SAME,
-        scenes={"train": 6815, "val": 1333, "test": 1929},
-        types={"change": 5038, "no change": 5039},
-    ),
-    "birds_to_words": Source(
-        lambda root: read_birds_to_words(root), "resnet101-layer4", tokenizer=str.split, max_words=77, tokens="split"
-    ),
-    "cub": Source(
-        lambda root: read_cub(root),
-        "resnet101-layer4",
-        tokenizer=str.split,
-        max_words=37,
-        tokens="split",
-        scenes={"train": 8855, "val": 2933},
-    ),
-    "nabirds": Source(
-        lambda root: read_nabirds(root), "resnet101-layer4", tokenizer=None, scenes={"train": 23929, "test": 24633}
-    ),
-    "pairs": Source(lambda root: read_pairs(root), tokenizer=tokenize_lower),
-}
-
-
-# ---- release layouts -------------------------------------------------------------------------------------------------
+# ---- what a reader returns -------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Pair:
-    """Two images and what is said of them. `before` and `after` are image names; `id` is the name in result files. CUB's
-    captions are of single images: there `after` is None."""
+    """Two images and their captions. `before` and `after` are image names; `id` is the name in result files. Captions of
+    single images (CUB, NABirds) are pairs whose `after` is None."""
 
     id: str
     before: str
@@ -233,169 +159,6 @@ class Release:
     notes: list[str] = field(default_factory=list)  # what to know of this copy: leaks, missing pairs; said once by load
 
 
-def read_json(path: Path, kind: type = dict):
-    """Parsed JSON of the expected kind; FileNotFoundError or ValueError in one line."""
-    if not path.exists():
-        raise missing(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path} is not valid JSON ({e}); make or fetch it again") from e
-    if not isinstance(content, kind):
-        raise ValueError(f"{path}: expected a JSON {kind.__name__}, found {type(content).__name__}")
-    return content
-
-
-def missing(path: Path) -> FileNotFoundError:
-    """The error that a release's file is not there."""
-    return FileNotFoundError(f"{path} is missing; {elsewhere(path) or 'the README tells where each file comes from'}")
-
-
-def elsewhere(path: Path) -> str:
-    """Where a missing file may be instead: above or up to two levels below the folder that should have it."""
-    here, name = path.parent, path.name
-    if not here.exists():
-        return f"there is no folder {here}"
-    places = (here.parent / name, *here.glob(f"*/{name}"), *here.glob(f"*/*/{name}"))
-    return next((f"there is one at {f}: --data_dir may be a level too high or too deep" for f in places if f.is_file()), "")
-
-
-collected: ContextVar[list[str] | None] = ContextVar("collected", default=None)  # set by a check
-
-
-def wrong(message: str) -> None:
-    """An entry of a release cannot be used: ValueError, but in a check, which collects such lines and reads on."""
-    if (problems := collected.get()) is None:
-        raise ValueError(message)
-    problems.append(message)
-
-
-def repacked(root: Path, own: str) -> bool:
-    """Is this, for lack of the release's `own` file, IDC's repack (Yao et al., AAAI 2022)? That has {train,val,test}.json, of
-    JSON lines, and pickled features, but no pictures: paths say where these would be."""
-    return (root / "train.json").exists() and not (root / own).exists()
-
-
-def repack_lines(path: Path, *keys: str) -> Iterator[tuple[str, list]]:
-    """For each line where it stands and what its keys have: img... names without .jpg or .png, `sentences` captions, and
-    `description` captions, too, made of the words of one or several. A line without all that is wrong."""
-    if not path.exists():
-        raise missing(path)
-    with open(path, "rb") as f:
-        for n, line in enumerate(f, 1):
-            place = f"{path}, line {n}"
-            try:
-                row = json.loads(line)
-                row |= {key: re.sub(r"\.(jpg|png)$", "", row[key]) for key in keys if key.startswith("img")}
-                if "description" in keys:
-                    told = row["description"] if isinstance(row["description"][0], list) else [row["description"]]
-                    row["description"] = [" ".join(words if isinstance(words, list) else None) for words in told]
-                row = {key: row[key] for key in keys}
-            except (ValueError, LookupError, TypeError):
-                wrong(f"{place}: expected an object with {', '.join(keys)}, found {str(line.strip()[:80])[2:-1]}")
-                continue
-            yield place, [captions_of(row, key, place) if key in ("sentences", "description") else row[key] for key in row]
-
-
-def repacked_captions(root: Path, splits: Iterable[str], *images: str) -> dict[tuple, list[str]]:
-    """(split, image file, ...) -> the captions of all lines of these images."""
-    texts = {}
-    for split in splits:
-        for _, (*names, captions) in repack_lines(root / f"{split}.json", *images, "description"):
-            texts.setdefault((split, *(f"{name}.jpg" for name in names)), []).extend(captions)
-    return texts
-
-
-CLEVR_FOLDERS = {"default": "images", "semantic": "sc_images", "nonsemantic": "nsc_images"}
-
-
-def read_clevr_change(root: Path) -> Release:
-    """CLEVR-Change's layout (Park et al., ICCV 2019), which mini shares.
-
-    Both caption files are keyed by the default image. A key of the distractor image, which only mini has, holds the
-    change captions as that image's camera sees them: the training swap of default and distractor then uses those.
-    IDC's repack has the same, and no types of change but where type_mapping.json lies beside it."""
-    files = change_file, same_file = root / "change_captions.json", root / "no_change_captions.json"
-    if repack := repacked(root, "splits.json"):
-        splits, change, same = clevr_repack(root)
-        change_file, same_file = f"{root} (semantic pairs)", f"{root} (nonsemantic pairs)"
-    else:
-        splits, change, same = read_splits(root / "splits.json"), *map(read_json, files)
-    types = root / "type_mapping.json"
-    kinds = {kind: set(names) for kind, names in read_json(types).items()} if types.exists() or not repack else {}
-    release = Release({}, {"semantic change": set(), "only distractor": set()} | kinds, kinds, {}, {})
-    for split in SPLITS:
-        release.scenes[split] = []
-        for number in splits[split]:
-            name = {kind: f"CLEVR_{kind}_{number:06d}.png" for kind in CLEVR_FOLDERS}
-            release.paths |= {name[kind]: root / folder / name[kind] for kind, folder in CLEVR_FOLDERS.items()}
-            default, semantic, distractor = name.values()
-            told = captions_of(change, default, change_file)
-            changed = Pair(f"{number:06d}.png", default, semantic, told)
-            told_same = captions_of(same, default, same_file)
-            unchanged = Pair(f"{number:06d}.png_n", default, distractor, told_same)
-            swapped = (
-                replace(changed, before=distractor, captions=change.get(distractor, told)),
-                replace(unchanged, before=distractor, after=default),
-            )
-            release.scenes[split].append(Scene((changed, unchanged), swapped))
-            release.groups["semantic change"].add(changed.id)
-            release.groups["only distractor"].add(unchanged.id)
-    if not kinds:
-        kinds["change"] = release.groups["semantic change"]
-    kinds["no change"] = release.groups["only distractor"]
-    read_boxes(root, release)
-    return release
-
-
-def clevr_repack(root: Path) -> tuple[dict, dict, dict]:
-    """IDC's CLEVR-Change, two lines a scene: the scenes of each split, change and no-change captions."""
-    splits, told = {split: {} for split in SPLITS}, {"semantic": {}, "nonsemantic": {}}
-    for split, scenes in splits.items():
-        for place, (before, after, captions) in repack_lines(root / f"{split}.json", "img1", "img2", "sentences"):
-            if found := re.fullmatch(r"CLEVR_default_(\d{6}) CLEVR_(semantic|nonsemantic)_\1", f"{before} {after}"):
-                scenes[int(found[1])] = True
-                told[found[2]].setdefault(f"{before}.png", []).extend(captions)
-            else:
-                wrong(f"{place}: {before} and {after}; expected CLEVR_default_000012, CLEVR_semantic_ or _nonsemantic_000012")
-    return splits, *told.values()
-
-
-def read_splits(path: Path) -> dict[str, list[int]]:
-    """{"train": [id, ...], "val": ..., "test": ...}; ValueError where one is missing or an id is no whole number."""
-    splits = read_json(path)
-    for split in SPLITS:
-        if not isinstance(splits.get(split), list):
-            found = ", ".join(map(str, splits))[:80]
-            raise ValueError(f"{path}: no key {split!r} with a list of ids; expected train, val and test, found {found}")
-        for number in splits[split]:
-            if type(number) is not int:
-                wrong(f"{path}: {split} has the id {number!r}; expected whole numbers")
-    return {split: [i for i in splits[split] if type(i) is int] for split in SPLITS}
-
-
-def read_boxes(root: Path, release: Release) -> None:
-    """Fills in a release's boxes and their overlap, whose files know scenes by number ("12", the pair 000012.png). ValueError
-    where a key is no number, or its value no pair of boxes or no overlap."""
-    boxes, overlap = root / "change_captions_with_bbox.json", root / "change_captions_by_IOU.json"
-
-    def numbers(values, count: int) -> bool:
-        return isinstance(values, list) and len(values) == count and all(type(x) in (int, float) for x in values)
-
-    for number, box in read_json(boxes).items() if boxes.exists() else ():
-        both = [box.get(name, ()) if isinstance(box, dict) else () for name in ("bbox_before", "bbox_after")]
-        if number.isdecimal() and all(b is None or numbers(b, 4) for b in both):
-            release.boxes[f"{int(number):06d}.png"] = tuple(both)
-        else:
-            wrong(f"{boxes}: the key {number!r} has {str(box)[:80]}; expected a number such as 12, with bbox_before and "
-                  "bbox_after, each [x, y, w, h] or null")  # fmt: skip
-    for number, iou in read_json(overlap).items() if overlap.exists() else ():
-        if number.isdecimal() and numbers([iou], 1):
-            release.overlap[f"{int(number):06d}.png"] = float(iou)
-        else:
-            wrong(f"{overlap}: the key {number!r} has {str(iou)[:80]}; expected a number such as 12, with the boxes' overlap")
-
-
 def of_single_pairs(pairs: dict[str, list[Pair]], paths: dict[str, Path], kinds: dict, notes: Iterable[str] = ()) -> Release:
     """A release whose scenes have one pair, each kind of change scored apart; it notes pairs that are in two splits.
     ValueError where a split has no pair."""
@@ -412,14 +175,121 @@ def of_single_pairs(pairs: dict[str, list[Pair]], paths: dict[str, Path], kinds:
     return release
 
 
-def captions_of(texts: dict, key, path: Path, whose: str = "") -> list[str]:
-    """A file's captions of one key (in errors `whose`); ValueError where there are none or they are no strings."""
-    captions = texts.get(key)
-    if not captions or not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):
-        found = f"found {str(captions)[:80]}" if key in texts else f"the first key is {next(iter(texts), None)!r}"
-        wrong(f"{path}: no captions for {whose or key}; expected a list of strings, {found}")
-        return []
-    return captions
+def missing(path: Path) -> FileNotFoundError:
+    """The error that a release's file is not there, and where it may be: above, or up to two levels below its folder."""
+    folder, name = path.parent, path.name
+    if not folder.exists():
+        return FileNotFoundError(f"{path} is missing; there is no folder {folder}")
+    for other in (folder.parent / name, *folder.glob(f"*/{name}"), *folder.glob(f"*/*/{name}")):
+        if other.is_file():
+            hint = "--data_dir may be a level too high or too deep"
+            return FileNotFoundError(f"{path} is missing; there is one at {other}: {hint}")
+    return FileNotFoundError(f"{path} is missing; the README says where each file comes from")
+
+
+def read_json(path: Path, shape=dict):
+    """Parsed JSON of a shape, see check_shape; FileNotFoundError or ValueError in one line."""
+    if not path.exists():
+        raise missing(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path} is not valid JSON ({e}); make or fetch it again") from e
+    check_shape(content, shape, f"{path}")
+    return content
+
+
+def check_shape(content, shape, where: str) -> None:
+    """ValueError where JSON content has not this shape. Shapes are written as data: str is a string, (int, str) one of two
+    types, ("a", "b") one of two words, [str] a list, [str, ...] a list that is not empty, {str: int} an object, {"a": int} an
+    object that has a key "a" and maybe others."""
+    if isinstance(shape, tuple) and isinstance(shape[0], str):
+        if content not in shape:
+            raise ValueError(f"{where}: expected {', '.join(shape)}, found {str(content)[:80]!r}")
+        return
+    types = shape if isinstance(shape, tuple) else (type(shape) if isinstance(shape, list | dict) else shape,)
+    if type(content) not in types:
+        expected = " or ".join(t.__name__ for t in types)
+        raise ValueError(f"{where}: expected a JSON {expected}, found {type(content).__name__} {str(content)[:80]!r}")
+    if isinstance(shape, list):
+        if ... in shape and not content:
+            raise ValueError(f"{where}: expected a list that is not empty")
+        for n, item in enumerate(content):
+            check_shape(item, shape[0], f"{where}, item {n}")
+    elif isinstance(shape, dict) and str in shape:
+        for key, value in content.items():
+            check_shape(value, shape[str], f"{where}, {key!r}")
+    elif isinstance(shape, dict):
+        for key, part in shape.items():
+            if key not in content:
+                raise ValueError(f"{where}: no key {key!r}; expected {', '.join(shape)}, found {', '.join(content)[:80]}")
+            check_shape(content[key], part, f"{where}, {key!r}")
+
+
+def no_captions(file: Path, key: str, texts: dict) -> ValueError:
+    return ValueError(f"{file}: no captions for {key}; the first key is {next(iter(texts), None)!r}")
+
+
+CAPTIONS = {str: [str, ...]}
+SPLIT_IDS = {split: [int] for split in SPLITS}
+NUMBER = (int, float)
+
+# ---- readers, one for each release -----------------------------------------------------------------------------------
+
+CLEVR_FOLDERS = {"default": "images", "semantic": "sc_images", "nonsemantic": "nsc_images"}
+
+
+def read_clevr_change(root: Path) -> Release:
+    """CLEVR-Change's layout (Park et al., ICCV 2019), which mini shares.
+
+    Both caption files are keyed by the default image. A key of the distractor image, which only mini has, holds the
+    change captions as that image's camera sees them: the training swap of default and distractor then uses those."""
+    splits = read_json(root / "splits.json", SPLIT_IDS)
+    change, same = (read_json(root / f"{name}_captions.json", CAPTIONS) for name in ("change", "no_change"))
+    kinds = {kind: set(names) for kind, names in read_json(root / "type_mapping.json", {str: [str]}).items()}
+    release = Release({}, {"semantic change": set(), "only distractor": set()} | kinds, kinds, {}, {})
+    for split in SPLITS:
+        release.scenes[split] = []
+        for number in splits[split]:
+            name = {view: f"CLEVR_{view}_{number:06d}.png" for view in CLEVR_FOLDERS}
+            release.paths |= {name[view]: root / folder / name[view] for view, folder in CLEVR_FOLDERS.items()}
+            default, semantic, distractor = name.values()
+            for captions, file in ((change, "change_captions.json"), (same, "no_change_captions.json")):
+                if default not in captions:
+                    raise no_captions(root / file, default, captions)
+            changed = Pair(f"{number:06d}.png", default, semantic, change[default])
+            unchanged = Pair(f"{number:06d}.png_n", default, distractor, same[default])
+            swapped = (
+                replace(changed, before=distractor, captions=change.get(distractor, changed.captions)),
+                replace(unchanged, before=distractor, after=default),
+            )
+            release.scenes[split].append(Scene((changed, unchanged), swapped))
+            release.groups["semantic change"].add(changed.id)
+            release.groups["only distractor"].add(unchanged.id)
+    kinds["no change"] = release.groups["only distractor"]
+    read_boxes(root, release)
+    return release
+
+
+def read_boxes(root: Path, release: Release) -> None:
+    """Fills in a release's boxes and their overlap, whose files know scenes by number ("12", the pair 000012.png)."""
+    boxes, overlap = root / "change_captions_with_bbox.json", root / "change_captions_by_IOU.json"
+
+    def pair_id(number: str, file: Path) -> str:
+        if not number.isdecimal():
+            raise ValueError(f"{file}: the key {number!r} is no number; expected one such as 12")
+        return f"{int(number):06d}.png"
+
+    for number, box in read_json(boxes, {str: dict}).items() if boxes.exists() else ():
+        both = [box.get(name, "nothing") for name in ("bbox_before", "bbox_after")]
+        for one in both:
+            if one is not None:
+                check_shape(one, [NUMBER], f"{boxes}, {number!r}")
+                if len(one) != 4:
+                    raise ValueError(f"{boxes}, {number!r}: expected [x, y, w, h] or null, found {one}")
+        release.boxes[pair_id(number, boxes)] = tuple(both)
+    for number, iou in read_json(overlap, {str: NUMBER}).items() if overlap.exists() else ():
+        release.overlap[pair_id(number, overlap)] = float(iou)
 
 
 DC_KINDS = ("color", "texture", "add", "remove", "move", "no change")
@@ -427,69 +297,41 @@ DC_KINDS = ("color", "texture", "add", "remove", "move", "no change")
 
 def read_clevr_dc(root: Path) -> Release:
     """CLEVR-DC (Kim et al., ICCV 2021), one pair a scene, never swapped: bef/ and aft/<id>.png, captions.json, split.json.
-    Or as DIRL's authors repack it: images/ and sc_images/<six digits>.png, change_captions.json, splits.json.
 
-    No file tells the kind of change. Ids come in six blocks of equal length, taken to be in the order in which the
+    No file says the kind of change. Ids come in six blocks of equal length, taken to be in the order in which the
     authors list their changes; where ids are missing there are no kinds."""
-    splits_file, texts_file = (
-        root / (first if (root / first).exists() or not (root / second).exists() else second)
-        for first, second in (("split.json", "splits.json"), ("captions.json", "change_captions.json"))
-    )
-    splits, content = read_splits(splits_file), read_json(texts_file)
-    texts = {}
-    for key, captions in content.items():  # "12", "12.png" or "000012.png"
-        if not key.split(".")[0].isdecimal():
-            raise ValueError(f"{texts_file}: the key {key!r} is no number; expected ids such as 12 or 000012.png")
-        texts[int(key.split(".")[0])] = captions
-    folders = ("images", "sc_images") if (root / "sc_images").exists() else ("bef", "aft")
-    padded = folders[0] == "images" or any((root / "bef" / f"{i:06d}.png").exists() for i in splits["train"][:1])
-    pairs, paths, count = {split: [] for split in SPLITS}, {}, sum(map(len, splits.values()))
-    known = count % 6 == 0 and {i for ids in splits.values() for i in ids} == set(range(count))
-    kinds = {kind: set() for kind in DC_KINDS} if known else {}
+    splits, texts = read_json(root / "split.json", SPLIT_IDS), read_json(root / "captions.json", CAPTIONS)
+    ids = [i for split in SPLITS for i in splits[split]]
+    known = len(ids) % 6 == 0 and set(ids) == set(range(len(ids)))
+    pairs, paths, kinds = {split: [] for split in SPLITS}, {}, {kind: set() for kind in DC_KINDS} if known else {}
     for split in SPLITS:
         for i in splits[split]:
-            before, after = (f"{folder}/{i:06d}.png" if padded else f"{folder}/{i}.png" for folder in folders)
+            if str(i) not in texts:
+                raise no_captions(root / "captions.json", str(i), texts)
+            before, after = f"bef/{i}.png", f"aft/{i}.png"
             paths |= {before: root / before, after: root / after}
-            pairs[split].append(Pair(f"{i:06d}.png", before, after, captions_of(texts, i, texts_file)))
+            pairs[split].append(Pair(f"{i:06d}.png", before, after, texts[str(i)]))
             if known:
-                kinds[DC_KINDS[i * 6 // count]].add(f"{i:06d}.png")
+                kinds[DC_KINDS[i * 6 // len(ids)]].add(f"{i:06d}.png")
     return of_single_pairs(pairs, paths, kinds)
 
 
-def read_rows(path: Path, keys: tuple[str, ...], rows: list | None = None) -> list[dict]:
-    """A file's list of objects (`rows`, or else the whole JSON) with these keys; ValueError for the first that lacks one."""
-    rows = read_json(path, list) if rows is None else rows
-    for n, row in enumerate(rows):
-        absent = [key for key in keys if not isinstance(row, dict) or key not in row]
-        if absent:
-            raise ValueError(f"{path}: item {n} has no {absent[0]!r}: {str(row)[:80]}; expected {', '.join(keys)}")
-    return rows
-
-
 def read_spot_the_diff(root: Path) -> Release:
-    """Spot-the-Diff (Jhamtani and Berg-Kirkpatrick, EMNLP 2018): annotations/<split>.json and resized_images/<id>.png,
-    <id>_2.png. Or CLIP4IDC's <split>.json with images/; or CARD's images/ and sc_images/<six digits>.png.
+    """Spot-the-Diff (Jhamtani and Berg-Kirkpatrick, EMNLP 2018): annotations/<split>.json, resized_images/<id>.png and
+    <id>_2.png.
 
     An id may have several rows (annotators): they are one pair. Each sentence is a caption, empty ones (66) too, since
     published vocabularies and scores count them."""
-    folder, pairs, paths = root / "annotations" if (root / "annotations").exists() else root, {}, {}
-    texts = {split: {} for split in SPLITS}
+    pairs, paths = {}, {}
     for split in SPLITS:
-        for row in read_rows(folder / f"{split}.json", ("img_id", "sentences")):
-            if not str(row["img_id"]).isdecimal():
-                raise ValueError(f"{folder / split}.json: img_id {row['img_id']!r} is no number")
-            captions = captions_of(row, "sentences", folder / f"{split}.json", f"img_id {row['img_id']}")
-            texts[split].setdefault(int(row["img_id"]), []).extend(captions)
-    apart = (root / "sc_images").exists()
-    images = "resized_images" if (root / "resized_images").exists() or not (root / "images").exists() else "images"
-    for split in SPLITS:
+        texts: dict[str, list[str]] = {}
+        for row in read_json(root / f"annotations/{split}.json", [{"img_id": (str, int), "sentences": [str, ...]}]):
+            texts.setdefault(str(row["img_id"]), []).extend(row["sentences"])
         pairs[split] = []
-        for i, captions in texts[split].items():
-            before, after = f"{images}/{i}.png", f"{images}/{i}_2.png"
-            if apart:
-                before, after = f"images/{i:06d}.png", f"sc_images/{i:06d}.png"
+        for i, captions in texts.items():
+            before, after = f"resized_images/{i}.png", f"resized_images/{i}_2.png"
             paths |= {before: root / before, after: root / after}
-            pairs[split].append(Pair(str(i), before, after, captions))
+            pairs[split].append(Pair(i, before, after, captions))
     return of_single_pairs(pairs, paths, {})
 
 
@@ -498,81 +340,96 @@ def read_image_editing(root: Path) -> Release:
 
     An item is a uid: the same two images may be several items, some of them in two splits; the official split stays."""
     pairs, paths, folder = {}, {}, root / "images" if (root / "images").exists() else root
-    for split, file in zip(SPLITS, ("train.json", "valid.json", "test.json"), strict=True):
-        rows = read_rows(root / file, ("uid", "img0", "img1", "sents"))
-        pairs[split] = [Pair(str(r["uid"]), r["img0"], r["img1"], captions_of(r, "sents", root / file, f"uid {r['uid']}"))
-                        for r in rows]  # fmt: skip
-        paths |= {r[key]: folder / r[key] for r in rows for key in ("img0", "img1")}
+    shape = [{"uid": (str, int), "img0": str, "img1": str, "sents": [str, ...]}]
+    for split, file in (("train", "train.json"), ("val", "valid.json"), ("test", "test.json")):
+        rows = read_json(root / file, shape)
+        pairs[split] = [Pair(str(row["uid"]), row["img0"], row["img1"], row["sents"]) for row in rows]
+        paths |= {row[key]: folder / row[key] for row in rows for key in ("img0", "img1")}
     return of_single_pairs(pairs, paths, {})
+
+
+# An unchanged pair of LEVIR-CC has one of these among its captions.
+LEVIR_SAME = ("the scene is the same as before", "there is no difference", "the two scenes seem identical",
+              "no change has occurred", "almost nothing has changed")  # fmt: skip
 
 
 def read_levir_cc(root: Path) -> Release:
     """LEVIR-CC (Liu et al., TGRS 2022): LevirCCcaptions.json and images/<split>/A (before) and B (after), one file name.
 
     Captions are the file's own tokens, joined by blanks, or `raw` by the field's rule where it has none; empty ones go.
-    `changeflag` tells unchanged pairs, or where it is absent their sentences."""
+    `changeflag` marks changed pairs; where it is absent, the sentences of unchanged ones do."""
     file, pairs, paths = root / "LevirCCcaptions.json", {split: [] for split in SPLITS}, {}
     kinds = {"change": set(), "no change": set()}
-    for row in read_rows(file, ("filename", "split", "sentences"), read_json(file).get("images", [])):
-        if row["split"] not in SPLITS:
-            raise ValueError(f"{file}: {row['filename']} is in split {row['split']!r}; expected train, val or test")
-        words = [s["tokens"] if "tokens" in s else tokenize(s.get("raw", "")) for s in row["sentences"]]
-        captions = [text for tokens in words if (text := " ".join(w for w in tokens if w.strip()))]
-        before, after = (f"{row['split']}/{folder}/{row['filename']}" for folder in "AB")
-        paths |= {name: root / "images" / name for name in (before, after)}
-        captions = captions_of({row["filename"]: captions}, row["filename"], file)
-        pairs[row["split"]].append(Pair(row["filename"], before, after, captions))
-        changed = bool(row["changeflag"]) if "changeflag" in row else not any(c in LEVIR_SAME for c in captions)
-        kinds["change" if changed else "no change"].add(row["filename"])
+    shape = {"images": [{"filename": str, "split": SPLITS, "sentences": [dict, ...]}]}
+    for row in read_json(file, shape)["images"]:
+        name, split, captions = row["filename"], row["split"], []
+        for sentence in row["sentences"]:
+            check_shape(sentence, {"tokens": [str]} if "tokens" in sentence else {"raw": str}, f"{file}, {name!r}")
+            words = sentence["tokens"] if "tokens" in sentence else tokenize(sentence["raw"])
+            captions.append(" ".join(word for word in words if word.strip()))
+        captions = [c for c in captions if c]
+        if not captions:
+            raise ValueError(f"{file}: no captions for {name}")
+        before, after = f"{split}/A/{name}", f"{split}/B/{name}"
+        paths |= {before: root / "images" / before, after: root / "images" / after}
+        pairs[split].append(Pair(name, before, after, captions))
+        changed = row["changeflag"] if "changeflag" in row else not set(LEVIR_SAME) & set(captions)
+        kinds["change" if changed else "no change"].add(name)
     return of_single_pairs(pairs, paths, kinds)
-
-
-def birds_urls(root: Path) -> dict[str, str]:
-    """Birds-to-Words' photographs: file name <photo id>.jpg -> address, in the order of the file."""
-    return {photo_file(row[f"img{k}ImgURL"]): row[f"img{k}ImgURL"] for row in birds_rows(root) for k in (1, 2)}
-
-
-def photo_file(url: str) -> str:
-    """<photo id>.jpg of an iNaturalist address (.../photos/<photo id>/large.jpg?...), of another one all its letters."""
-    found = re.search(r"/photos/(\d+)", url)
-    return f"{found[1] if found else re.sub('[^A-Za-z0-9]+', '-', url)}.jpg"
 
 
 def birds_rows(root: Path) -> list[dict]:
     """The rows of Birds-to-Words' file, one a description."""
-    path, keys = root / "birds-to-words-v1.0.tsv", ("img1ImgURL", "img2ImgURL", "split", "description")
+    path, shape = root / "birds-to-words-v1.0.tsv", {"img1ImgURL": str, "img2ImgURL": str, "split": SPLITS, "description": str}
     if not path.exists():
         raise missing(path)
     with open(path, encoding="utf-8", newline="") as f:  # descriptions hold quotes of their own
         rows = list(csv.DictReader(f, delimiter="\t", quoting=csv.QUOTE_NONE))
     for n, row in enumerate(rows, 2):
-        if any(not row.get(key) for key in keys) or row["split"] not in SPLITS:
-            raise ValueError(f"{path}, line {n}: expected {', '.join(keys)} (train, val or test) in tab-separated columns")
+        check_shape(row, shape, f"{path}, line {n}")
     return rows
+
+
+def photo_file(url: str) -> str:
+    """<photo id>.jpg of an iNaturalist address (.../photos/<photo id>/large.jpg?...), of another one all its letters."""
+    number = re.search(r"/photos/(\d+)", url)
+    return f"{number[1] if number else re.sub('[^A-Za-z0-9]+', '-', url)}.jpg"
 
 
 def read_birds_to_words(root: Path) -> Release:
     """Birds-to-Words (Forbes et al., EMNLP 2019): birds-to-words-v1.0.tsv, and images/<photo id>.jpg, which everyone has
-    to fetch from iNaturalist; the manifest tells which. Pairs without both photographs are left out.
+    to fetch from iNaturalist; the manifest lists them. Pairs without both photographs are left out.
 
     Rows with the same two addresses, in this order, and the same split are one pair. Descriptions are kept as lower-case
     words and signs with blanks between, as the metrics of this data set read them."""
-    repack = repacked(root, "birds-to-words-v1.0.tsv")
-    texts: dict[tuple, list[str]] = repacked_captions(root, SPLITS, "img1", "img2") if repack else {}
-    for row in () if repack else birds_rows(root):
+    if is_idc_repack(root, "birds-to-words-v1.0.tsv"):
+        return read_idc_repack(root)
+    texts: dict[tuple, list[str]] = {}
+    for row in birds_rows(root):
         key = (row["split"], photo_file(row["img1ImgURL"]), photo_file(row["img2ImgURL"]))
         texts.setdefault(key, []).append(" ".join(tokenize_lower(row["description"])))
-    found = {p.name for p in (root / "images").iterdir()} if (root / "images").exists() else set()
-    found = {name for _, *names in texts for name in names} if repack else found  # it has features of all, and no pictures
+    images = root / "images"
+    photographs = {p.name for p in images.iterdir()} if images.exists() else set()
     pairs, paths = {split: [] for split in SPLITS}, {}
     for (split, before, after), captions in texts.items():
-        if before in found and after in found:
+        if before in photographs and after in photographs:
             pairs[split].append(Pair(f"{before}_{after}", before, after, captions))
-            paths |= {name: root / "images" / name for name in (before, after)}
-    here = ", ".join(f"{split} {len(pairs[split])} of {sum(key[0] == split for key in texts)}" for split in SPLITS)
-    note = f"pairs with both photographs in {root / 'images'}: {here}; for what is missing see: " + prepare_command(
-        "birds_to_words", root) + " --manifest"  # fmt: skip
-    return of_single_pairs(pairs, paths, {}, [note] if sum(map(len, pairs.values())) < len(texts) else [])
+            paths |= {name: images / name for name in (before, after)}
+    if sum(map(len, pairs.values())) == len(texts):
+        return of_single_pairs(pairs, paths, {})
+    counts = ", ".join(f"{split} {len(pairs[split])} of {sum(key[0] == split for key in texts)}" for split in SPLITS)
+    command = f"{prepare_command('birds_to_words', root)} --manifest"
+    note = f"pairs with both photographs in {images}: {counts}; for what is missing see: {command}"
+    return of_single_pairs(pairs, paths, {}, [note])
+
+
+def write_manifest(root: Path) -> None:
+    """root/expected_images.tsv: file name in images/, address, and "here" or "missing", a line each photograph."""
+    urls = {photo_file(row[key]): row[key] for row in birds_rows(root) for key in ("img1ImgURL", "img2ImgURL")}
+    state = {name: "here" if (root / "images" / name).exists() else "missing" for name in urls}
+    path = root / "expected_images.tsv"
+    path.write_text("".join(f"{name}\t{url}\t{state[name]}\n" for name, url in urls.items()), encoding="utf-8")
+    print(f"{path}: {len(urls)} photographs, of which {list(state.values()).count('here')} are in {root / 'images'}")
 
 
 def read_lines(path: Path, count: int) -> list[list[str]]:
@@ -580,9 +437,9 @@ def read_lines(path: Path, count: int) -> list[list[str]]:
     if not path.exists():
         raise missing(path)
     rows = [line.split(maxsplit=count - 1) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    short = next((n for n, row in enumerate(rows, 1) if len(row) < count), 0)
-    if short:
-        raise ValueError(f"{path}: line {short} has fewer than {count} columns")
+    for n, row in enumerate(rows, 1):
+        if len(row) < count:
+            raise ValueError(f"{path}: line {n} has fewer than {count} columns")
     return rows
 
 
@@ -590,115 +447,205 @@ def read_cub(root: Path) -> Release:
     """CUB-200-2011 (images.txt, images/<class>/<name>.jpg) with the ten captions of Reed et al. (CVPR 2016) for each image,
     text_c10/<class>/<name>.txt, split by class as there: trainvalclasses.txt to train, testclasses.txt to validate (no
     test). Single images: `after` is None."""
-    pairs, paths, repack = {"train": [], "val": []}, {}, repacked(root, "images.txt")
-    texts = repacked_captions(root, pairs, "img") if repack else {}
-    split_of = {} if repack else {name: split for split, file in (("train", "trainvalclasses.txt"), ("val", "testclasses.txt"))
-                                  for (name,) in read_lines(root / file, 1)}  # fmt: skip
-    for _, name in () if repack else read_lines(root / "images.txt", 2):
+    if is_idc_repack(root, "images.txt"):
+        return read_idc_repack(root)
+    pairs, paths, split_of = {"train": [], "val": []}, {}, {}
+    for split, file in (("train", "trainvalclasses.txt"), ("val", "testclasses.txt")):
+        split_of |= {name: split for (name,) in read_lines(root / file, 1)}
+    for _, name in read_lines(root / "images.txt", 2):
         text, folder = root / "text_c10" / Path(name).with_suffix(".txt"), name.split("/")[0]
         if folder not in split_of:
             raise ValueError(f"{root}: {folder} of images.txt is neither in trainvalclasses.txt nor in testclasses.txt")
         if not text.exists():
             raise FileNotFoundError(f"{text} is missing; unpack the captions' text_c10 beside images")
         lines = text.read_text(encoding="utf-8", errors="replace").splitlines()
-        captions = [" ".join(words) for line in lines if (words := tokenize_lower(line))]
-        texts[split_of[folder], name] = captions_of({name: captions}, name, text)
-    for (split, name), captions in texts.items():
+        captions = [" ".join(tokenize_lower(line)) for line in lines if line.strip()]
+        if not captions:
+            raise ValueError(f"{text}: no captions for {name}")
         paths[name] = root / "images" / name
-        pairs[split].append(Pair(name, name, None, captions))
+        pairs[split_of[folder]].append(Pair(name, name, None, captions))
     release = of_single_pairs(pairs, paths, {})
     release.scenes["test"] = []
     return release
 
 
-@dataclass
-class Classified:
-    """Single images that have a class and no caption."""
-
-    images: dict[str, list[tuple[str, int]]]  # split -> (image name, class 0 ... C - 1)
-    classes: list[str]  # C names
-    paths: dict[str, Path]  # image name -> file
-
-
-def read_nabirds(root: Path) -> Classified:
-    """NABirds' official train and test images. Classes are those that images have (the hierarchy's 555 leaves), numbered in
-    the order of their ids. Image ids are written with dashes, file names without: images.txt tells the file."""
-    if repacked(root, "images.txt"):  # pairs, in a split of its own: each image counts where it comes first
-        images, label = {"train": [], "val": []}, {}
-        for split, of_split in images.items():
-            for place, (*names, a, b) in repack_lines(root / f"{split}.json", "img1", "img2", "class_id1", "class_id2"):
-                for name, number in zip(names, (a, b), strict=True):
-                    if type(number) is not int or not 0 <= number < 555 or label.get(name, number) != number:
-                        wrong(f"{place}: {name} has the class {number!r}; expected 0 to 554, and the same in all lines")
-                    elif name not in label:
-                        label[name] = number
-                        of_split.append((f"{name}.jpg", number))
-        return Classified(images, [*map(str, range(555))], {f"{name}.jpg": root / "images" / f"{name}.jpg" for name in label})
-    label = {image: int(number) for image, number in read_lines(root / "image_class_labels.txt", 2)}
-    train = {image for image, flag in read_lines(root / "train_test_split.txt", 2) if flag == "1"}
-    names = {int(number): name for number, name in read_lines(root / "classes.txt", 2)}
-    leaves = sorted(set(label.values()))
-    number, images, paths = {leaf: n for n, leaf in enumerate(leaves)}, {"train": [], "test": []}, {}
+def read_nabirds(root: Path) -> Release:
+    """NABirds' official train and test images: single images whose caption is their class, one of those that images have (the
+    hierarchy's 555 leaves). Image ids are written with dashes, file names without: images.txt has both."""
+    if is_idc_repack(root, "images.txt"):
+        return read_idc_repack(root)
+    classes = dict(read_lines(root / "image_class_labels.txt", 2))
+    in_train = dict(read_lines(root / "train_test_split.txt", 2))
+    names = dict(read_lines(root / "classes.txt", 2))
+    pairs, paths = {"train": [], "test": []}, {}
     for image, name in read_lines(root / "images.txt", 2):
-        if image not in label:
+        if image not in classes:
             raise ValueError(f"{root / 'image_class_labels.txt'}: no class for image {image} of images.txt")
-        images["train" if image in train else "test"].append((name, number[label[image]]))
+        caption = names.get(classes[image], classes[image])
+        pairs["train" if in_train.get(image) == "1" else "test"].append(Pair(name, name, None, [caption]))
         paths[name] = root / "images" / name
-    return Classified(images, [names.get(leaf, str(leaf)) for leaf in leaves], paths)
+    release = of_single_pairs(pairs, paths, {})
+    release.scenes["val"] = []
+    return release
 
 
-def class_pairs(images: list[tuple[str, int]], seed: int) -> list[tuple[tuple[str, int], tuple[str, int]]]:
-    """Every image (name, class) with another: half of them, drawn by the seed, with one of the same class (where it has
-    any), the others with one of another class. ValueError where there is one class only."""
-    if len({c for _, c in images}) < 2:
-        raise ValueError(f"pairs of classes need two classes at least, found {len({c for _, c in images})}")
-    rng, members = np.random.default_rng(seed), {}
-    for i, (_, c) in enumerate(images):
-        members.setdefault(c, []).append(i)
-    same = rng.permutation(len(images)) < len(images) // 2
-    pairs = []
-    for i, (name, c) in enumerate(images):
-        alike = same[i] and len(members[c]) > 1
-        other = i
-        while other == i or (images[other][1] == c) != alike:
-            other = int(rng.choice(members[c])) if alike else int(rng.integers(len(images)))
-        pairs.append(((name, c), images[other]))
-    return pairs
+def is_idc_repack(root: Path, own: str) -> bool:
+    """Does the folder lack the release's `own` file, but hold IDC's?"""
+    return (root / "train.json").exists() and not (root / own).exists()
+
+
+def read_idc_repack(root: Path) -> Release:
+    """Birds-to-Words, CUB or NABirds as IDC's authors repack them (Yao et al., AAAI 2022): {train,val,test}.json of JSON
+    lines, and pickled features but no pictures: paths say where these would be.
+
+    A line has one image or two, and the words of a caption or of several; NABirds' has the classes of two single images."""
+    texts: dict[tuple, list[str]] = {}  # (split, before, after) -> captions
+    for split in SPLITS:
+        path = root / f"{split}.json"
+        if split == "test" and not path.exists():  # CUB and NABirds have none
+            continue
+        if not path.exists():
+            raise missing(path)
+        for n, line in enumerate(path.read_bytes().splitlines(), 1):
+            where = f"{path}, line {n}"
+            try:
+                row = json.loads(line)
+            except ValueError as e:
+                raise ValueError(f"{where} is not valid JSON ({e})") from e
+            check_shape(row, {"img": str} if isinstance(row, dict) and "img" in row else {"img1": str, "img2": str}, where)
+            names = [re.sub(r"\.(jpg|png)$", "", row[key]) + ".jpg" for key in ("img", "img1", "img2") if key in row]
+            if "class_id1" in row:
+                check_shape(row, {"class_id1": int, "class_id2": int}, where)
+                for name, number in zip(names, (row["class_id1"], row["class_id2"]), strict=True):
+                    if not any((other, name, None) in texts for other in SPLITS):
+                        texts[split, name, None] = [str(number)]
+                continue
+            check_shape(row, {"description": [(str, list), ...]}, where)
+            captions = row["description"] if isinstance(row["description"][0], list) else [row["description"]]
+            check_shape(captions, [[str]], where)
+            texts.setdefault((split, *names, None)[:3], []).extend(" ".join(words) for words in captions)
+    pairs, paths = {split: [] for split in SPLITS}, {}
+    for (split, before, after), captions in texts.items():
+        pairs[split].append(Pair(f"{before}_{after}" if after else before, before, after, captions))
+        paths |= {name: root / "images" / name for name in (before, after) if name}
+    release = of_single_pairs({split: found for split, found in pairs.items() if found or split == "train"}, paths, {})
+    return replace(release, scenes={split: release.scenes.get(split, []) for split in SPLITS})
 
 
 def read_pairs(root: Path) -> Release:
     """Your own pairs: pairs.csv with the columns before, after, captions, split, or pairs.json, a list of objects with the
     same keys. Paths are relative to the folder. A pair with several captions has a list (JSON), or the signs | between
     them, or several rows (CSV). A column or key `id`, if there is one, names the pair in result files."""
-    file, keys, pairs, paths = root / "pairs.json", ("before", "after", "captions", "split"), {}, {}
-    if not file.exists():
+    file = root / "pairs.json"
+    if file.exists():
+        rows = read_json(file, [{"captions": (str, list)}])
+        rows = [row | {"captions": [c] if isinstance(c := row["captions"], str) else c} for row in rows]
+    else:
         file = root / "pairs.csv"
         if not file.exists():
-            hint = elsewhere(file) or elsewhere(root / "pairs.json") or f"expected columns: {', '.join(keys)}"
-            raise FileNotFoundError(f"neither pairs.json nor pairs.csv in {root}; {hint}")
+            raise FileNotFoundError(f"neither pairs.json nor pairs.csv: {missing(root / 'pairs.json')}; {missing(file)}")
         with open(file, encoding="utf-8-sig", newline="") as f:
             rows = [row | {"captions": (row.get("captions") or "").split("|")} for row in csv.DictReader(f)]
-    else:
-        rows = [row | {"captions": [c] if isinstance(c := row["captions"], str) else c} for row in read_rows(file, keys)]
-    of_split = {split: {} for split in SPLITS}
-    for n, row in enumerate(read_rows(file, keys, rows)):
-        if row["split"] not in SPLITS:
-            raise ValueError(f"{file}: {row['before']} is in split {row['split']!r}; expected train, val or test")
-        before, after, name = row["before"], row["after"], row.get("id")
-        if not all(image and isinstance(image, str) for image in (before, after)):
-            raise ValueError(f"{file}: item {n} has the images {before!r} and {after!r}; expected paths of two files")
-        key = f"{before} {after}" if name in (None, "") else str(name)
-        pair = of_split[row["split"]].setdefault(key, Pair(key, before, after, []))
+    pairs, paths = {split: {} for split in SPLITS}, {}
+    check_shape(rows, [{"before": str, "after": str, "captions": [str], "split": SPLITS}], f"{file}")
+    for n, row in enumerate(rows):
+        before, after, captions = row["before"], row["after"], [c.strip() for c in row["captions"] if c.strip()]
+        if not (before and after and captions):
+            raise ValueError(f"{file}, item {n}: no captions for {before!r}, {after!r}, or no images")
+        name = str(row.get("id") or f"{before} {after}")
+        pair = pairs[row["split"]].setdefault(name, Pair(name, before, after, []))
         if (pair.before, pair.after) != (before, after):
-            raise ValueError(f"{file}: id {key} is of {pair.before}, {pair.after} and of {before}, {after}; expected one pair")
-        told = captions_of(row, "captions", file, key)
-        captions = [c.strip() for c in told if c.strip()]
-        if told and not captions:
-            wrong(f"{file}: no captions for {key}; all are blank")
+            raise ValueError(f"{file}: id {name} is of {pair.before}, {pair.after} and of {before}, {after}; expected one")
         pair.captions.extend(captions)
         paths |= {image: root / image for image in (before, after)}
-    pairs = {split: list(found.values()) for split, found in of_split.items()}
-    return of_single_pairs(pairs, paths, {})
+    return of_single_pairs({split: list(of_split.values()) for split, of_split in pairs.items()}, paths, {})
+
+
+# ---- the table of data sets ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """A row of DATASETS: all in which a data set differs from the others. A new one is a row and a reader."""
+
+    read: Callable[[Path], Release]  # folder -> what its files say
+    extractor: str = "resnet101-layer3"  # the feature network, up to which layer (RESNETS)
+    tokenizer: Callable[[str], list[str]] = tokenize  # caption -> words of the vocabulary
+    min_count: int = 1  # how often a word must occur to be in the vocabulary
+    vocab_splits: tuple[str, ...] = ("train",)  # the splits whose captions the field counts
+    max_words: int | None = None  # where the field cuts captions; None: nowhere
+    # How captions become words for the metrics: PTB tokenizer; at blanks; at blanks, all words out of vocabulary as one.
+    tokens: Literal["ptb", "split", "ids"] = "ptb"
+    same: tuple[str, ...] = ()  # the field's sentences for "nothing changed"; none: those of training pairs
+    # Published counts, for --check: scenes a split, types of change, words with the four special ids.
+    scenes: dict[str, int] = field(default_factory=dict)
+    types: dict[str, int] = field(default_factory=dict)
+    words: int | None = None
+    empty: int = 0  # captions without a word, which the release itself has
+
+
+DATASETS = {
+    "mini": Source(read_clevr_change, "mini-cnn"),
+    "clevr_change": Source(
+        read_clevr_change,
+        scenes={"train": 33830, "val": 1988, "test": 3985},
+        types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955},
+        words=76,
+    ),
+    "clevr_dc": Source(read_clevr_dc, scenes={"train": 40800, "val": 2400, "test": 4800}, words=87),
+    "spot_the_diff": Source(read_spot_the_diff, scenes={"train": 8566, "val": 1493, "test": 1270}, words=2059, empty=66),
+    "image_editing_request": Source(  # the authors' vocabulary; that of later papers is not published
+        read_image_editing,
+        tokenizer=tokenize_lower,
+        min_count=3,
+        vocab_splits=("train", "val"),
+        max_words=78,
+        scenes={"train": 3061, "val": 383, "test": 495},
+        words=808,
+    ),
+    "levir_cc": Source(  # the authors' vocabulary: words that occur more than five times, anywhere
+        read_levir_cc,
+        "resnet101-layer3-256",
+        tokenizer=str.split,
+        min_count=6,
+        vocab_splits=SPLITS,
+        max_words=50,
+        tokens="ids",
+        same=LEVIR_SAME,
+        scenes={"train": 6815, "val": 1333, "test": 1929},
+        types={"change": 5038, "no change": 5039},
+    ),
+    "birds_to_words": Source(
+        read_birds_to_words, "resnet101-layer4", tokenizer=str.split, max_words=77, tokens="split"
+    ),
+    "cub": Source(
+        read_cub,
+        "resnet101-layer4",
+        tokenizer=str.split,
+        max_words=37,
+        tokens="split",
+        scenes={"train": 8855, "val": 2933},
+    ),
+    "nabirds": Source(
+        read_nabirds, "resnet101-layer4", tokenizer=as_one_word, vocab_splits=SPLITS, scenes={"train": 23929, "test": 24633}
+    ),
+    "pairs": Source(read_pairs, tokenizer=tokenize_lower),
+}
+
+
+def prepare_command(name: str, root: Path, extractor: str = "") -> str:
+    return f"python data.py {name} --data_dir {root}" + f" --extractor {extractor}" * bool(extractor)
+
+
+def read_release(name: str, root: Path) -> Release:
+    """What a data set's reader makes of a folder; errors name the folder."""
+    try:
+        release = DATASETS[name].read(root)
+    except ValueError as e:
+        raise ValueError(f"{e}" if str(root) in str(e) else f"{root}: {e}") from e
+    if not release.paths:
+        raise ValueError(f"{root}: the files of {name} name no images; the README says where each file comes from")
+    return release
 
 
 # ---- features --------------------------------------------------------------------------------------------------------
@@ -1093,33 +1040,37 @@ def load(name: str, root: str | Path, where: str = "auto", device: str = "cpu", 
     if name not in DATASETS:
         raise ValueError(f"no loader for the data set {name}; there are {', '.join(DATASETS)}")
     root, release = Path(root), read_release(name, Path(root))
-    if isinstance(release, Classified):
-        raise ValueError(f"{name} has no captions; load_classified reads it")
     features = open_features(name, root, extractor)
     dataset = Dataset(name, root, release, read_vocab(name, root), features)
     print(*(f"note: {line}" for line in release.notes), features.place(where, device), sep="\n")
     return dataset
 
 
-def load_classified(name: str, root: str | Path, where: str = "auto", device: str = "cpu") -> tuple[Classified, Features]:
-    """Images with classes, and their features; errors as in `load`."""
-    release, features = read_release(name, Path(root)), open_features(name, Path(root))
-    features.require(release.paths)
-    print(features.place(where, device))
-    return release, features
+def load_classified(name: str, root: str | Path, where: str = "auto", device: str = "cpu") -> tuple[SimpleNamespace, Features]:
+    """Images with classes, and their features, of a data set whose captions are classes."""
+    dataset = load(name, root, where, device)
+    classes = dataset.vocab.words[len(SPECIAL) :]
+    images = {split: [(p.before, classes.index(p.captions[0])) for p in dataset.pairs(split)] for split in dataset.scenes}
+    return SimpleNamespace(images=images, classes=classes, paths=dataset.paths), dataset.features
 
 
-def read_release(name: str, root: Path) -> Release | Classified:
-    """What a data set's reader makes of a folder; ValueError where any entry is wrong."""
-    try:
-        release = DATASETS[name].read(root)
-    except (AttributeError, IndexError, KeyError, TypeError) as e:  # lists where objects should be, numbers for strings ...
-        raise ValueError(f"{root}: a file of the release has not the layout of {name} ({type(e).__name__}: {e})") from e
-    except ValueError as e:
-        raise ValueError(f"{e}" if str(root) in str(e) else f"{root}: {e}") from e
-    if not release.paths:
-        raise ValueError(f"{root}: the files of {name} name no images; the README tells where each file comes from")
-    return release
+def class_pairs(images: list[tuple[str, int]], seed: int) -> list[tuple[tuple[str, int], tuple[str, int]]]:
+    """Every image (name, class) with another: half of them, drawn by the seed, with one of the same class (where it has
+    any), the others with one of another class. ValueError where there is one class only."""
+    if len({c for _, c in images}) < 2:
+        raise ValueError(f"pairs of classes need two classes at least, found {len({c for _, c in images})}")
+    rng, members = np.random.default_rng(seed), {}
+    for i, (_, c) in enumerate(images):
+        members.setdefault(c, []).append(i)
+    same = rng.permutation(len(images)) < len(images) // 2
+    pairs = []
+    for i, (name, c) in enumerate(images):
+        alike = same[i] and len(members[c]) > 1
+        other = i
+        while other == i or (images[other][1] == c) != alike:
+            other = int(rng.choice(members[c])) if alike else int(rng.integers(len(images)))
+        pairs.append(((name, c), images[other]))
+    return pairs
 
 
 def read_vocab(name: str, root: Path) -> Vocab:
@@ -1160,10 +1111,6 @@ def feature_file(name: str, root: Path, extractor: str = "") -> Path:
     if extractor not in known:
         raise ValueError(f"--extractor {extractor}: {name} can have {', '.join(known)}")
     return root / f"features-{extractor}.h5"
-
-
-def prepare_command(name: str, root: Path, extractor: str = "") -> str:
-    return f"python data.py {name} --data_dir {root}" + f" --extractor {extractor}" * bool(extractor)
 
 
 # ---- mini: scenes ----
@@ -2453,38 +2400,33 @@ def build_vocab(name: str, root: Path, release: Release) -> Vocab:
 
 
 def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
-    """A feature file from the images, or from the authors' released .npy folders (layer 3) or pickles (IDC's, layer 4) where
+    """A feature file from the images, or from the authors' released .npy folders (layer 3) or pickle (IDC's, layer 4) where
     those are; vocab.json. A feature file that is there stays."""
     release, path = read_release(name, root), feature_file(name, root, extractor)
     extractor, names = extractor or DATASETS[name].extractor, sorted(release.paths)
     npy = {n: p.parents[1] / p.parent.name.replace("images", "features") / f"{p.name}.npy" for n, p in release.paths.items()}
-    full = (root / "full").exists()  # a pickle for each folder of images
-    pkl = {n: root / (f"full/{p.parent.name.replace('images', 'img')}.pkl" if full else "full_img.pkl")
-           for n, p in release.paths.items()}  # fmt: skip
-    released = {"resnet101-layer3": npy, "resnet101-layer4": pkl}.get(extractor, {})
-    absent = [p for p in released.values() if not p.exists()]
+    absent = [p for p in npy.values() if not p.exists()]
     if path.exists():
         open_features(name, root, extractor).require(names)
         print(f"{path} is there already")
-    elif len(absent) == len(released):
-        absent = [p for p in release.paths.values() if not p.exists()]
+    elif extractor == "resnet101-layer4" and (root / "full_img.pkl").exists():
+        about = {"extractor": extractor, "preprocessing": RELEASED_PICKLES, "dataset": name}
+        write_features(path, names, (x[None] for x in read_pickle(root / "full_img.pkl", names)), **about)
+    elif extractor == "resnet101-layer3" and len(absent) < len(npy):
         if absent:
-            mend = "give --extractor resnet101-layer4 for full/*.pkl" if full else "unpack the release there, or see --check"
-            raise FileNotFoundError(f"no image at {min(absent)} ({len(absent)} of {len(names)} missing); {mend}")
+            raise FileNotFoundError(f"no features at {absent[0]} ({len(absent)} of {len(names)} missing); complete the "
+                                    "released features, or remove them to extract features from the images")  # fmt: skip
+        about = {"extractor": extractor, "preprocessing": RELEASED_FEATURES, "dataset": name}
+        start = unfinished(path, names, about)
+        write_features(path, names, (read_npy(npy[n])[None] for n in names[start:]), **about, start=start)
+    else:
+        if absent := [p for p in release.paths.values() if not p.exists()]:
+            raise FileNotFoundError(f"no image at {min(absent)} ({len(absent)} of {len(names)} missing); "
+                                    "unpack the release there, or see --check")  # fmt: skip
         batch = 64 if device.startswith("cuda") else 16  # on a CPU seconds, so that Ctrl-C does not seem to be lost
         extract(path, release, Extractor(extractor, device=device), name, batch)
-    elif absent:
-        raise FileNotFoundError(f"no features at {absent[0]} ({len(absent)} of {len(names)} missing); complete the released "
-                                "features, or remove them to extract features from the images")  # fmt: skip
-    else:
-        made = RELEASED_PICKLES if released is pkl else RELEASED_FEATURES
-        about = {"extractor": extractor, "preprocessing": made, "dataset": name}
-        start = unfinished(path, names, about)
-        rest = {n: released[n] for n in names[start:]}
-        maps = read_pickles(rest) if released is pkl else map(read_npy, rest.values())
-        write_features(path, names, (x[None] for x in maps), **about, start=start)
-    words = f"{len(build_vocab(name, root, release))} words" if isinstance(release, Release) else "no captions"
-    print(*(f"note: {line}" for line in getattr(release, "notes", ())), f"{root}: {len(names)} images, {words}", sep="\n")
+    vocab = build_vocab(name, root, release)
+    print(*(f"note: {line}" for line in release.notes), f"{root}: {len(names)} images, {len(vocab)} words", sep="\n")
 
 
 def read_npy(path: Path) -> np.ndarray:
@@ -2521,32 +2463,20 @@ def feature_map(array: ArrayUnpickler.Parts) -> np.ndarray:
     return x if x.ndim == 3 else x.reshape(len(x), math.isqrt(x.shape[1]), -1)
 
 
-def read_pickles(files: dict[str, Path]) -> Iterator[np.ndarray]:
-    """The features (C, H, W) of images: image name -> its pickle, a dictionary by file names. Each pickle is read as a whole,
-    one at a time."""
-    for path, group in itertools.groupby(files, files.get):
-        names, size = list(group), path.stat().st_size
-        print(f"{path}: read as a whole, {size / 1e9:.2f} GB of memory")
-        with open(path, "rb") as f, tqdm(total=size, desc=path.name, unit="B", unit_scale=True, disable=None) as bar:
-            source = SimpleNamespace(read=lambda n, f=f, bar=bar: (f.read(n), bar.update(n))[0], readline=f.readline)
-            try:
-                found = {Path(name).stem: feature_map(x) for name, x in ArrayUnpickler(source).load().items()}
-            except Exception as e:  # a broken pickle raises whatever it likes
-                raise ValueError(f"{path} is no pickle of a dictionary of arrays ({e!r}); fetch it again") from e
-        if absent := [name for name in names if Path(name).stem not in found]:
-            raise ValueError(f"{path}: no features of {absent[0]} and {len(absent) - 1} more of {len(names)} images")
-        yield from (found.pop(Path(name).stem) for name in names)  # nothing is left when the next is read
+def read_pickle(path: Path, names: list[str]) -> Iterator[np.ndarray]:
+    """The features (C, H, W) of images, from a pickled dictionary by file names, which is read as a whole."""
+    print(f"{path}: read as a whole, {path.stat().st_size / 1e9:.2f} GB of memory")
+    try:
+        with open(path, "rb") as f:
+            arrays = {Path(name).stem: feature_map(x) for name, x in ArrayUnpickler(f).load().items()}
+    except Exception as e:  # a broken pickle raises whatever it likes
+        raise ValueError(f"{path} is no pickle of a dictionary of arrays ({e!r}); fetch it again") from e
+    if absent := [name for name in names if Path(name).stem not in arrays]:
+        raise ValueError(f"{path}: no features of {absent[0]} and {len(absent) - 1} more of {len(names)} images")
+    yield from (arrays.pop(Path(name).stem) for name in names)
 
 
-def write_manifest(root: Path) -> None:
-    """root/expected_images.tsv: file name in images/, address, and "here" or "missing", a line each photograph."""
-    urls, path = birds_urls(root), root / "expected_images.tsv"
-    here = {name: "here" if (root / "images" / name).exists() else "missing" for name in urls}
-    path.write_text("".join(f"{name}\t{url}\t{here[name]}\n" for name, url in urls.items()), encoding="utf-8")
-    print(f"{path}: {len(urls)} photographs, of which {list(here.values()).count('here')} are in {root / 'images'}")
-
-
-def extract(path: Path, release: Release | Classified, extractor: Extractor, name: str, batch: int) -> None:
+def extract(path: Path, release: Release, extractor: Extractor, name: str, batch: int) -> None:
     """Run an extractor over every image of a release into a feature file; goes on where it was interrupted."""
     names = sorted(release.paths)
     about = {"extractor": extractor.name, "preprocessing": extractor.preprocessing, "dataset": name}
@@ -2603,22 +2533,14 @@ def mini_cnn_name(state: dict[str, Tensor]) -> str:
 
 
 def check(name: str, root: Path, extractor: str = "") -> list[str]:
-    """Every problem of a folder, a line each (of a kind the first 20): annotation files, counts against the published ones,
+    """Problems of a folder, a line each (of a kind the first 20): what its reader raises, counts against the published ones,
     pairs that occur twice, captions, images, features, vocabulary."""
-    source, broken, prepare = DATASETS[name], [], prepare_command(name, root, extractor)
-    token = collected.set(broken)
+    source, prepare = DATASETS[name], prepare_command(name, root, extractor)
     try:
         release = read_release(name, root)
     except (OSError, ValueError) as e:
-        release = Release({}, {}, {}, {}, {}) if source.tokenizer else Classified({}, [], {})
-        broken.append(str(e))
-    finally:
-        collected.reset(token)
-    counts = {split: len(x) for split, x in (release.images if source.tokenizer is None else release.scenes).items()}
-    published = source.scenes if source.scenes.keys() <= counts.keys() else {}  # IDC's NABirds has a split of its own
-    problems = first(broken) + [f"{root}: {split} has {count} scenes, published {published[split]}"
-                                for split, count in counts.items() if count != published.get(split, count)]  # fmt: skip
-    problems += check_pairs(name, root, release) if isinstance(release, Release) else []
+        return [str(e)]
+    problems = check_pairs(name, root, release)
 
     def unreadable(path: Path) -> str | None:
         try:
@@ -2627,61 +2549,62 @@ def check(name: str, root: Path, extractor: str = "") -> list[str]:
             return str(e)
 
     pictures = list(release.paths.values())
-    if [*root.glob("full*"), *root.glob("features*")] and not any(p.exists() for p in pictures):
-        print(f"note: {root} has features and no pictures")
+    if [*root.glob("full_img.pkl"), *root.glob("features*")] and not any(p.exists() for p in pictures):
+        release.notes.append(f"{root} has features and no pictures")
         pictures = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        read = pool.map(unreadable, pictures)
-        problems += first(line for line in tqdm(read, "images", len(pictures), unit="image", disable=None) if line)
+        found = tqdm(pool.map(unreadable, pictures), "images", len(pictures), unit="image", disable=None)
+        problems += at_most([line for line in found if line])
     try:
         features = open_features(name, root, extractor)
-        blocks, names = range(0, len(features.row), 256), list(features.row)
-        bad = (i + np.flatnonzero(~np.isfinite(features.data[i : i + 256]).all((1, 2, 3)))
-               for i in tqdm(blocks, "features", unit="block", disable=None))  # fmt: skip
-        problems += first(f"{features.path}: features of {names[i]} are not finite" for block in bad for i in block)
         features.require(release.paths)
+        bad = [image for image, x in zip(tqdm(features.row, "features", disable=None), features.data, strict=True)
+               if not np.isfinite(x).all()]  # fmt: skip
+        problems += at_most([f"{features.path}: features of {image} are not finite" for image in bad])
     except (OSError, ValueError) as e:
         problems.append(str(e))
     try:
-        vocab = read_vocab(name, root).words if source.tokenizer else []
+        vocab = read_vocab(name, root).words
         if len(vocab) != (source.words or len(vocab)):
             problems.append(f"{root / 'vocab.json'}: {len(vocab)} words, published {source.words}")
-        odd = sorted(set(vocab) ^ set(vocab_of(name, release).words)) if vocab and counts else ()
-        if odd:
+        if odd := sorted(set(vocab) ^ set(vocab_of(name, release).words)):
             problems.append(f"{root / 'vocab.json'} is not of these captions ({str(odd[:5])[1:-1]} ...); run: {prepare}")
     except (OSError, ValueError) as e:
         problems.append(str(e))
-    print(*(f"note: {line}" for line in getattr(release, "notes", ())),
-          f"{root}: {sum(counts.values())} scenes ({', '.join(f'{split} {n}' for split, n in counts.items())}), "
-          f"{len(release.paths)} images, {len(problems)} problems", sep="\n")  # fmt: skip
+    counts = ", ".join(f"{split} {len(scenes)}" for split, scenes in release.scenes.items())
+    print(*(f"note: {line}" for line in release.notes),
+          f"{root}: scenes {counts}; {len(release.paths)} images, {len(problems)} problems", sep="\n")  # fmt: skip
     return problems
 
 
-def first(lines: Iterable[str], count: int = 20) -> list[str]:
-    """The first lines of a kind; the last of them says how many more there are."""
-    lines = list(lines)
-    more = f"; and {len(lines) - count} more of this kind" if len(lines) > count else ""
-    return [*lines[: count - 1], *(line + more for line in lines[count - 1 : count])]
+def at_most(lines: list[str], count: int = 20) -> list[str]:
+    """The first lines of a kind, and how many more there are."""
+    return lines[:count] + [f"and {len(lines) - count} more of this kind"] * (len(lines) > count)
 
 
 def check_pairs(name: str, root: Path, release: Release) -> list[str]:
     """What is wrong with pairs and captions, a line each; captions that only repeat become a note of the release."""
-    source, problems, places = DATASETS[name], [], {}
+    source, problems, splits_of = DATASETS[name], [], {}
+    for split, scenes in release.scenes.items():
+        if len(scenes) != source.scenes.get(split, len(scenes)):
+            problems.append(f"{root}: {split} has {len(scenes)} scenes, published {source.scenes[split]}")
+    for kind, count in source.types.items():
+        if len(release.kinds.get(kind, ())) != count:
+            problems.append(f"{root}: {len(release.kinds.get(kind, ()))} of type {kind}, published {count}")
     pairs = [(split, p) for split, scenes in release.scenes.items() for scene in scenes for p in scene.pairs]
-    for kind, wanted in source.types.items() if pairs and source.types.keys() & release.kinds.keys() else ():
-        if len(release.kinds.get(kind, ())) != wanted:
-            problems.append(f"{root}: {len(release.kinds.get(kind, ()))} of type {kind}, published {wanted}")
     kinds = set().union(*release.kinds.values())
-    problems += first(f"{root}: {p.id} ({split}) has no kind of change" for split, p in pairs if kinds and p.id not in kinds)
+    unkind = [(split, p) for split, p in pairs if kinds and p.id not in kinds]
+    problems += at_most([f"{root}: {p.id} ({split}) has no kind of change" for split, p in unkind])
     for split, p in pairs:
-        places.setdefault(p.id, []).append(split)
-    again = {i: at for i, at in places.items() if len(at) > 1}
-    problems += first(f"{root}: pair {i} is there {len(at)} times ({', '.join(at)})" for i, at in again.items())
+        splits_of.setdefault(p.id, []).append(split)
+    again = {i: splits for i, splits in splits_of.items() if len(splits) > 1}
+    problems += at_most([f"{root}: pair {i} is there {len(in_)} times ({', '.join(in_)})" for i, in_ in again.items()])
     empty = [f"{root}: an empty caption for {p.id} ({split})" for split, p in pairs for c in p.captions if not c.strip()]
-    problems += first(empty) if len(empty) != source.empty else []
-    repeated = [p.id for _, p in pairs for c, n in Counter(p.captions).items() if n > 1]
+    if len(empty) != source.empty:
+        problems += at_most(empty)
+    repeated = [p.id for _, p in pairs if len(set(p.captions)) < len(p.captions)]
     if repeated:
-        release.notes.append(f"{len(repeated)} captions repeat one of the same pair, the first of {repeated[0]}")
+        release.notes.append(f"{len(repeated)} pairs have a caption twice, the first of them {repeated[0]}")
     return problems
 
 
