@@ -321,7 +321,7 @@ def contrast_loss(vectors: Tensor, phrases: Tensor, valid: Tensor, same: Tensor,
     vectors (B, K, D), phrases (B, D) -> (B,). valid (B,) bool: pairs without a phrase take no part and have loss 0.
     same (B, B) bool: pairs whose phrases are equal. Sentences from templates make many of these in a batch, and as
     negatives they would push apart what says the same. Synonyms ("is gone", "is missing") stay negatives: among 16 changed
-    pairs of the embedded data set 72 % have one. All pairs without a change have one, so their loss stays near chance."""
+    pairs of the embedded data set 72 % have one. All pairs without a change have one: among these the loss stays at chance."""
     l, c = F.normalize(phrases, dim=-1), F.normalize(vectors.mean(1), dim=-1)  # Eq. 10
     s = l @ c.T / tau  # (B, B)
     partner = torch.eye(len(s), dtype=torch.bool, device=s.device)
