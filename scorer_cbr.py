@@ -86,6 +86,7 @@ class Config(RunConfig):
     fusion: Literal["cat", "sum", "hadamard"] = "cat"  # how Eq. 7 joins the two images
     matching: Literal["mtm", "tm", "mean", "max"] = "mtm"  # Eq. 3, Eq. 2, or dot product of mean- or max-pooled images
     match_layer: Literal["first", "last"] = "first"  # match before images attend to each other, or in the last layer
+    xavier: bool = True  # Xavier-uniform start of the decoder [ours], as in the other methods; the release draws N(0, .02)
     train_cbr: bool = True  # the released code leaves CBR's parameters as they were drawn
     sentence_mean: Literal["words", "padded"] = "words"  # CBR's sentence: mean over real words, or sum / longest caption
     ffn_residual: Literal["input", "activation"] = "input"  # what a decoder feed-forward's output is added to
@@ -106,6 +107,7 @@ PRESETS = {
 
 RELEASED = {  # --reading released: the released code's side of every disputed detail, on all data sets
     "all": dict(
+        xavier=False,  # the paper does not say how weights start; the release draws N(0, .02)
         matching="tm",  # Eq. 3 asks for a match in each head; the release contracts heads and channels together
         match_layer="last",  # section 3.2.2 matches encoded images; the last layer's have seen their partner already
         train_cbr=False,  # section 3.5 trains end to end; CBR is missing from the release's optimiser
@@ -318,9 +320,10 @@ class SCORER(nn.Module):
             self.log_scale = nn.Parameter(torch.ones(()))
         if cfg.w_cbr:
             self.cbr = BackwardReasoning(cfg).requires_grad_(cfg.train_cbr)
-        for m in self.decoder.modules():  # as released; all other parts start as PyTorch starts them
-            if isinstance(m, nn.Linear | nn.Embedding):
-                nn.init.normal_(m.weight, std=0.02)
+        for p in self.decoder.parameters():
+            if p.ndim > 1:
+                nn.init.xavier_uniform_(p) if cfg.xavier else nn.init.normal_(p, std=0.02)
+        for m in self.decoder.modules():
             if isinstance(m, nn.Linear):
                 nn.init.zeros_(m.bias)
 

@@ -125,7 +125,7 @@ def main() -> None:
     args.runs.mkdir(parents=True, exist_ok=True)
     if not args.table:
         subprocess.run([sys.executable, str(HERE.parent / "data.py"), "mini", "--data_dir", args.data_dir], check=True)
-        waiting = [(row, seed) for row in args.rows for seed in args.seeds]
+        waiting = [(row, seed) for seed in args.seeds for row in args.rows]
         with ThreadPoolExecutor(args.jobs) as pool:
             for done in [pool.submit(train, row, seed, args.runs, args.data_dir) for row, seed in waiting]:
                 done.result()

@@ -286,13 +286,13 @@ def test_attention_maps_are_of_both_images():
     """One word: where the [MASK] behind START looked, from a full forward pass."""
     model, (before, after) = shake(small(layers=1)), pictures()
     maps = model.attention_map(before, after, torch.tensor([[2, 7, 3, 0]]).expand(B, 4))
-    assert len(maps) == B and maps[0]["before"].shape == maps[0]["after"].shape == (H, W)
+    assert maps["before"].shape == maps["after"].shape == (B, H, W)
     text, block = text_of(model, torch.tensor([[2, MASK]]).expand(B, 2)), model.cross.blocks[0]
     visual, last = (block.norm1(model.cross.norm(x)) for x in (model.encode(before, after)[0], text[:, -1:]))
     scores = block.attention.scores(*block.attention.project(last, visual)[:2])[:, :, 0]  # (B, K, S)
     cells = [i for i in range(S) if i not in (0, N + 1)]
     expected = scores[..., cells].softmax(-1).mean(1).view(B, 2, H, W)
-    torch.testing.assert_close(torch.stack([torch.stack([m["before"], m["after"]]) for m in maps]), expected)
+    torch.testing.assert_close(torch.stack([maps["before"], maps["after"]], 1), expected)
 
 
 def test_blind_model_sees_nothing():

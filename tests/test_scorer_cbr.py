@@ -250,7 +250,9 @@ def test_the_learned_scales_stay_below_100():
 
 
 def test_decoder_starts_as_released_the_rest_as_pytorch_does():
-    model = SCORER(Config(dim=64), WORDS, (C, H, W), V)
+    paper, model = SCORER(Config(dim=64), WORDS, (C, H, W), V), SCORER(Config(dim=64, xavier=False), WORDS, (C, H, W), V)
+    bound = math.sqrt(6 / (64 + 64))
+    assert 0.9 * bound < paper.decoder.layers[1].hidden.weight.abs().max() <= bound
     for weight in (model.decoder.head.weight, model.decoder.embed.weight, model.decoder.layers[1].hidden.weight):
         assert weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert not model.decoder.project.bias.any() and model.embed.position.col.weight.std() > 0.5
