@@ -31,7 +31,8 @@ K entities of a pair, M candidates, E width of CLIP's common space.
 The abstract names a repository, github.com/yili-19/CHEER, which could not be had: the paper is the only source. Where it is
 silent or leaves two readings, the choice is marked [ours] where it is made. Two limits:
 - CLIP embeds a whole image. It can find an object that came, went or looks different, but not one that only moved.
-- TODO-SPREAD
+- Over the cells of an image P^ of the entities is almost constant (trained on mini, its deviation is 1 % of its size; P^ of
+  the images 13 to 17 %) and the two do not vary together (correlation below .01). L_C and L_D align little but constants.
 
 To copy: this file, common.py and data.py (the model takes only the special ids START, END and UNK from data.py).
 """
