@@ -605,12 +605,12 @@ def rewrite(dataset, split: str) -> dict[str, list[str]]:
 
 def named(text: str) -> set:
     """What a caption says of the first object that it names by KINDS; an empty set where it names none."""
-    found = set()
+    properties = set()
     for word in text.lower().split():
         if word in MEANING:
-            found.add(MEANING[word])
+            properties.add(MEANING[word])
         if word in ("thing", "object") or MEANING.get(word, "")[:1] == ("shape",):
-            return found
+            return properties
     return set()
 
 
@@ -667,11 +667,11 @@ def important(words: list[tuple[int, str, str]], idf: dict[str, float]) -> list[
 def pools(captions: list[list[tuple[int, str, str]]], idf: dict[str, float]) -> dict[str, list[str]]:
     """Appendix A.2: for each kind or tag the words that are important in some caption and stand in ten captions at least."""
     count = Counter(key for words in captions for key in {(kind, word) for _, word, kind in words})
-    telling = {(kind, word) for words in captions for _, word, kind in important(words, idf)}
-    found: dict[str, list[str]] = {}
-    for kind, word in sorted(key for key in telling if count[key] >= MIN_DOCUMENTS):
-        found.setdefault(kind, []).append(word)
-    return found
+    key_words = {(kind, word) for words in captions for _, word, kind in important(words, idf)}
+    pool: dict[str, list[str]] = {}
+    for kind, word in sorted(key for key in key_words if count[key] >= MIN_DOCUMENTS):
+        pool.setdefault(kind, []).append(word)
+    return pool
 
 
 def replace_words(caption: Parts, pool: dict[str, list[str]], idf: dict[str, float], rng: np.random.Generator) -> str | None:
