@@ -101,8 +101,8 @@ PRESETS = {
     "clevr_dc": dict(layers=1, w_match=0.01, w_cbr=0.004, lr_drop=4785, use_coords=False),
     "spot_the_diff": dict(layers=3, w_match=0.3, w_cbr=0.5, batch_size=32, lr_drop=4020, use_coords=False),
     "image_editing_request": dict(w_match=0.003, w_cbr=0.06, batch_size=16, lr=1e-4, lr_drop=2880, use_coords=False),
-    "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, batch_size=16, lr=2e-3, schedule="cosine",
-                 warmup=50, grad_clip=1.0, steps=2000, eval_every=1000, eval_batch=250),
+    "mini": dict(dim=128, word_dim=128, heads=2, layers=1, dropout=0.0, batch_size=16, lr=2e-3, schedule="cosine",
+                 warmup=50, grad_clip=1.0, steps=1600, eval_every=800, eval_batch=250),
 }  # fmt: skip
 
 RELEASED = {  # --reading released: the released code's side of every disputed detail, on all data sets
