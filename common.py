@@ -1,10 +1,10 @@
-"""Small parts that every method file stands on. Nothing here belongs to one paper, nothing here reads data.
+"""Small parts that every method file builds on. Nothing here belongs to one paper, and nothing here reads data.
 
-Layers:  Attention, initialise, GridPosition, sinusoid   Losses: info_nce, token_match
-Decoding: decode                                    Running: RunConfig, parse_args, Run, checkpoints, pictures
-A data set comes as an argument: any object that has those methods of data.Dataset which the function's docstring names.
+Layers:   Attention, initialise, GridPosition, sinusoid    Losses:  info_nce, token_match
+Decoding: decode                                           Running: RunConfig, parse_args, Run, checkpoints, pictures
+A data set comes as an argument: any object with the methods of data.Dataset that a function's docstring names.
 Axis letters: A, B images or pairs; N, M grid cells; D width; K heads; L, V tokens and words; C channels.
-To use a method elsewhere take its file, this one and data.py.
+To use a method elsewhere, take its file and this one. Training on a data set of data.py needs that file too.
 """
 
 import argparse
@@ -26,12 +26,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
+# OpenMP reads these when torch loads. Idle threads then sleep: with one busy neighbour a step takes a third of the time.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import torchvision
 from PIL import Image, ImageDraw, ImageFont  # torchvision's own image library
 from torch import Tensor
+from tqdm import tqdm
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
@@ -186,22 +191,24 @@ def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
 
 # ---- decoding --------------------------------------------------------------------------------------------------------
 
+NULL, UNK, START, END = range(4)  # padding, unknown word, and the two ends of a caption: the first ids of every vocabulary
+
 
 @torch.no_grad()
-def decode(step: Callable[[Tensor, int], Tensor], start: Tensor, max_len: int, end: int, unk: int, sample: bool = False):
-    """Write captions word by word: the likeliest word, or one drawn from the distribution, never `unk`.
+def decode(step: Callable[[Tensor, int], Tensor], count: int, max_len: int, device, sample: bool = False) -> Tensor:
+    """Write `count` captions word by word: the likeliest word, or one drawn from the distribution, but never UNK.
 
-    step(words (B,), position) -> logits (B, vocabulary); start (B,) ids. -> (B, max_len) ids: start, at most
-    max_len - 1 words, then zeros (padding). Ends when every caption has ended."""
-    ids = start.new_zeros(len(start), max_len)
-    ids[:, 0] = start
-    ended = torch.zeros_like(start, dtype=torch.bool)
+    step(words (B,), position) -> logits (B, vocabulary). -> (B, max_len) ids: START, at most max_len - 1 words, then NULL.
+    Stops as soon as every caption has ended."""
+    ids = torch.full((count, max_len), NULL, device=device)
+    ids[:, 0] = START
+    ended = torch.zeros(count, dtype=torch.bool, device=device)
     for t in range(max_len - 1):
         logits = step(ids[:, t], t)
-        logits[:, unk] = float("-inf")
+        logits[:, UNK] = float("-inf")
         word = logits.softmax(-1).multinomial(1)[:, 0] if sample else logits.argmax(-1)
-        ended |= (word == end) | (word == 0)
-        ids[:, t + 1] = word.masked_fill(ended, 0)
+        ended |= (word == END) | (word == NULL)
+        ids[:, t + 1] = word.masked_fill(ended, NULL)
         if ended.all():
             break
     return ids
@@ -212,17 +219,16 @@ def decode(step: Callable[[Tensor, int], Tensor], start: Tensor, max_len: int, e
 
 @dataclass
 class RunConfig:
-    """What every method's run is told; a method's Config adds its own fields. A field's comment is its --help text."""
+    """The settings that every method's run has; a method's Config adds its own. A field's comment is its --help text."""
 
     dataset: str = "mini"  # data set; chooses the preset
-    reading: Literal["paper", "released"] = "paper"  # disputed details as the paper says, or as the released code does
     extractor: str = ""  # whose features, such as resnet101-layer4 (default: the data set's own)
     data_dir: str = ""  # folder of the data set (default: data/<dataset>)
     out_dir: str = ""  # folder of the run (default: runs/<method>-<dataset>)
     overwrite: bool = False  # replace a run that out_dir already holds
-    scenes: int = 5000  # mini, mini_dc: rendered training scenes (5 % as many for validation, 10 % for test)
-    objects: str = "2,4"  # mini, mini_dc: fewest and most objects in a scene
-    data_seed: int = 0  # mini, mini_dc: seed of the scenes and of the feature network
+    scenes: int = 5000  # mini: rendered training scenes (5 % as many for validation, 10 % for test)
+    objects: str = "2,4"  # mini: fewest and most objects in a scene
+    data_seed: int = 0  # mini: seed of the scenes and of the feature network
     seed: int = 1111  # of weights, dropout and data order
     steps: int = 10000  # training steps
     batch_size: int = 128  # scenes a step (CLEVR-Change and mini: a changed and a distractor pair for each)
@@ -243,71 +249,67 @@ class RunConfig:
 
 def _comments(cls: type) -> dict[str, str]:
     """Field name -> trailing comment, over a dataclass and its bases."""
-    found = {}
+    comments = {}
     for base in reversed(cls.__mro__[:-1]):
-        found |= dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(base), flags=re.M))
-    return found
+        comments |= dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(base), flags=re.M))
+    return comments
 
 
-def preset(Config: type, presets: dict[str, dict], released: dict, dataset: str, reading: str, cuda: bool):
-    """Config of a data set: defaults < presets[dataset], where there is one < presets[dataset + "@cuda"] on CUDA < the
-    released reading, which is `released` and, where data sets differ in it, presets[dataset + "@released"]."""
-    if reading == "released" and not released:
-        raise ValueError("--reading released: the authors released no code; there is only --reading paper")
-    values = dict(presets.get(dataset, {}), **(presets.get(dataset + "@cuda", {}) if cuda else {}))
-    values |= released | presets.get(dataset + "@released", {}) if reading == "released" else {}
-    return Config(**{"dataset": dataset, "reading": reading, "data_dir": f"data/{dataset}"} | values)
+def preset(Config: type, presets: dict[str, dict], released: dict[str, dict], dataset: str, reading: str = "paper"):
+    """Config of a data set: defaults < presets[dataset], where there is one < for the released reading released["all"] <
+    released[dataset], where there is one."""
+    values = {"dataset": dataset, "data_dir": f"data/{dataset}"} | presets.get(dataset, {})
+    if reading == "released":
+        values |= {"reading": reading} | released["all"] | released.get(dataset, {})
+    return Config(**values)
 
 
-def parse_args(Config: type, presets: dict, released: dict, script: str, doc: str, argv: list[str] | None = None):
-    """-> (config, commands). One flag a config field; flags not given take the value of the checkpoint that the command
-    names (--eval, --caption, --resume), else of the preset. A run's folder is its checkpoint's; the device is chosen anew
-    but for --resume."""
-    commands = Parser(add_help=False, allow_abbrev=False)
-    do = commands.add_argument_group("what to do (default: train, then evaluate on test)")
+def parse_args(Config: type, presets: dict, script: str, doc: str, argv: list[str] | None, released: dict | None = None):
+    """-> (config, commands). Every config field is a flag. A flag that is not given takes the value of the checkpoint that
+    the command names (--eval, --caption, --resume), else of the preset. A run's folder is its checkpoint's. The device is
+    chosen anew, except for --resume."""
+    parser = Parser(description=doc.splitlines()[0], allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    do = parser.add_argument_group("what to do (default: train, then evaluate on test)")
     do.add_argument("--resume", action="store_true", help="continue out_dir's last.pt")
     do.add_argument("--eval", metavar="CHECKPOINT", help="only evaluate this checkpoint")
-    do.add_argument("--split", choices=["val", "test"], default="test", help="split for --eval (default: test)")
+    do.add_argument("--split", choices=["val", "test"], help="split for --eval (default: test)")
     do.add_argument("--caption", nargs=2, metavar=("BEFORE", "AFTER"), help="print the caption of two image files")
     do.add_argument("--checkpoint", help="checkpoint for --caption")
     do.add_argument("--out", metavar="PICTURE", help="with --caption: write the attention picture here")
-    first = Parser(add_help=False, allow_abbrev=False, parents=[commands])
-    for name in ("dataset", "reading", "device", "out_dir"):
-        first.add_argument(f"--{name}", default=getattr(Config, name))
-    args = first.parse_known_args(argv)[0]
-    if bool(args.caption) != bool(args.checkpoint):
-        raise ValueError("--caption needs --checkpoint, for example runs/<run>/best.pt, and --checkpoint needs --caption")
-    if sum(map(bool, (args.caption, args.eval, args.resume))) > 1:
-        raise ValueError("--resume, --eval and --caption exclude each other; give one of them")
-    if (args.out and not args.caption) or (args.split != "test" and not args.eval):
-        raise ValueError("--out goes with --caption, --split with --eval")
-
-    device = usable_device(args.device)
-    out_dir = args.out_dir or f"runs/{script}-{args.dataset}"
-    source = args.eval or (args.caption and args.checkpoint) or (args.resume and f"{out_dir}/last.pt")
-    if source:
-        base, origin = config_of(Config, load_checkpoint(source), source), source
-        device = usable_device(base.device) if args.resume and not args.device else device
-        for name in ("dataset", "reading"):
-            if getattr(args, name) not in (getattr(Config, name), getattr(base, name)):
-                raise ValueError(f"--{name} {getattr(args, name)}: {source} was trained with {getattr(base, name)}")
-        base.out_dir = args.out_dir or str(Path(source).parent)
-    else:
-        base = preset(Config, presets, released, args.dataset, args.reading, device.startswith("cuda"))
-        base.out_dir, origin = out_dir, f"preset {base.dataset}, {base.reading} reading"
-        if args.dataset not in presets:
-            origin = f"no preset for {args.dataset}"
-            print(f"{origin}: running on the defaults; presets: {', '.join(name for name in presets if '@' not in name)}")
-    base.device, comments = device, _comments(Config)
-    parser = Parser(description=doc.splitlines()[0], allow_abbrev=False, parents=[commands])
-    group = parser.add_argument_group(f"config (defaults: {origin})")
+    group, comments = parser.add_argument_group(f"config (presets change it for {', '.join(presets)})"), _comments(Config)
     for f in dataclasses.fields(Config):
         kind = {"choices": get_args(f.type)} if get_origin(f.type) is Literal else {"type": f.type}
         kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else kind
-        flag = group.add_argument(f"--{f.name}", default=getattr(base, f.name), **kind)
-        flag.help = comments[f.name].replace("%", "%%") + " (default: %(default)s)"
-    args = vars(parser.parse_args(argv))
-    return Config(**{f.name: args.pop(f.name) for f in dataclasses.fields(Config)}), argparse.Namespace(**args)
+        group.add_argument(f"--{f.name}", help=f"{comments[f.name]} (default: {f.default})".replace("%", "%%"), **kind)
+    given = vars(parser.parse_args(argv))
+    names = ("resume", "eval", "split", "caption", "checkpoint", "out")
+    do = argparse.Namespace(**{name: given.pop(name, None) for name in names})
+    if bool(do.caption) != bool(do.checkpoint):
+        raise ValueError("--caption needs --checkpoint, for example runs/<run>/best.pt, and --checkpoint needs --caption")
+    if sum(x is not None for x in (do.caption, do.eval, do.resume)) > 1:
+        raise ValueError("--resume, --eval and --caption exclude each other; give one of them")
+    if (do.out and not do.caption) or (do.split and do.eval is None):
+        raise ValueError("--out goes with --caption, --split with --eval")
+    do.split = do.split or "test"
+
+    dataset, reading = given.get("dataset", Config.dataset), given.get("reading", "paper")
+    out_dir = given.get("out_dir") or f"runs/{script}-{dataset}"
+    source = do.checkpoint if do.caption else f"{out_dir}/last.pt" if do.resume else do.eval
+    if source is not None:
+        base = config_of(Config, load_checkpoint(source), source)
+        for name in {"dataset", "reading"} & given.keys():
+            if given[name] != getattr(base, name):
+                raise ValueError(f"--{name} {given[name]}: {source} was trained with {getattr(base, name)}")
+        out_dir = given.get("out_dir") or str(Path(source).parent)
+    else:
+        base = preset(Config, presets, released or {}, dataset, reading)
+        if dataset not in presets:
+            print(f"no preset for {dataset}: running on the defaults; presets: {', '.join(presets)}")
+    device = usable_device(given.get("device") or (base.device if do.resume else ""))
+    cfg = dataclasses.replace(base, **given | {"out_dir": out_dir, "device": device})
+    if source is None or do.resume:
+        check_folder(Path(out_dir), bool(do.resume), cfg.overwrite)
+    return cfg, do
 
 
 class Parser(argparse.ArgumentParser):
@@ -357,9 +359,24 @@ def learning_rate(cfg: RunConfig, step: int) -> float:
 
 # ---- running ---------------------------------------------------------------------------------------------------------
 
+RUN_FILES = ("config.json", "log.jsonl", "last.pt", "best.pt", "pretrained.pt", "samples.png", "samples_val.png",
+             *(f"{what}_{split}.json" for what in ("captions", "scores") for split in ("val", "test")))  # fmt: skip
+
+
+def check_folder(folder: Path, resume: bool, overwrite: bool) -> None:
+    """ValueError where a new run may not have this folder: it holds another run, or files that no run wrote."""
+    there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if resume or not there:
+        return
+    if not there & {"config.json", "last.pt"}:
+        raise ValueError(f"{folder} holds other files, such as {min(there)}; choose another --out_dir")
+    if not overwrite:
+        raise ValueError(f"{folder} holds a run already; continue it with --resume, replace it with --overwrite, "
+                         "or choose another --out_dir")  # fmt: skip
+
 
 def training_batches(dataset, batch_size: int, seed: int, first: int, last: int) -> Iterator:
-    """What training steps first ... last - 1 learn from, epoch after epoch; a run that is resumed gets what it would have got.
+    """The batches of training steps first ... last - 1, epoch after epoch. A resumed run gets those it would have got.
     dataset: has steps and train_batches, as data.Dataset."""
     while first < last:
         epoch, start = divmod(first, dataset.steps(batch_size))
@@ -371,23 +388,29 @@ def training_batches(dataset, batch_size: int, seed: int, first: int, last: int)
 
 
 class Run:
-    """A run's folder: config.json, log.jsonl, last.pt, best.pt; and the wish to stop.
+    """All of training but the training itself: the run's folder, checkpoints, log, learning rate, validation, resuming.
 
-    Inside `with run:` the first Ctrl-C or SIGTERM only sets `stop` (130 or 143), so that the step under way ends and can
-    be saved; a second one stops at once. Raises ValueError where the folder holds a run that is not to be continued.
+        with Run(cfg, resume, model, optimizer, dataset) as run:
+            for streams in run.steps(dataset):
+                ...                                     # one step of training
+                run.end_step(losses, validate)
+
+    parts: whatever beside the model its captions depend on, the data set first, each with state() and check_state(state) as
+    data.Dataset's. Inside `with` the first Ctrl-C or SIGTERM only sets `stop` (130 or 143), so that the step under way ends
+    and is saved; a second one stops at once. With `resume` the run goes on from last.pt as if nothing had happened.
     """
 
-    def __init__(self, cfg: RunConfig, resume: bool):
-        self.cfg, self.dir, self.stop = cfg, Path(cfg.out_dir), 0
-        last = self.dir / "last.pt"
-        if resume and not last.exists():
-            raise FileNotFoundError(f"--resume: no {last}; start the run without --resume")
-        if last.exists() and not resume and not cfg.overwrite:
-            raise ValueError(
-                f"{self.dir} holds a run already; continue it with --resume, replace it with --overwrite, "
-                "or choose another --out_dir"
-            )
-        self.resume = resume
+    def __init__(self, cfg: RunConfig, resume: bool, model: nn.Module, optimizer: torch.optim.Optimizer, *parts):
+        self.cfg, self.dir, self.model, self.optimizer, self.parts = cfg, Path(cfg.out_dir), model, optimizer, parts
+        self.step, self.best, self.worse, self.stop = 0, float("-inf"), 0, 0  # worse: validations since the best one
+        self.losses, self.bar, self.resumed = LossLog(), None, None
+        if resume:
+            self.resumed = self.restore()
+        self.begin()
+        cuda = cfg.device.startswith("cuda")
+        torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
+        if cfg.compile and cuda and can_compile():
+            model.compile()
 
     def __enter__(self):
         self._before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -396,6 +419,8 @@ class Run:
     def __exit__(self, *_):
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self.bar:
+            self.bar.close()
 
     def _on_signal(self, number, _frame):
         if self.stop:
@@ -403,32 +428,60 @@ class Run:
         self.stop = 128 + number
         print("stopping after this step; once more to stop at once", file=sys.stderr)
 
+    def steps(self, dataset, batch_size: int = 0, first: int = 0, last: int = 0, rate=None, name: str = "train") -> Iterator:
+        """The batches of steps first ... last - 1 (default: the whole run) from where the run stands, each with the learning
+        rate set: rate(cfg, step - first), by default that of `learning_rate`."""
+        self.first, self.last, self.name = first, last or self.cfg.steps, name
+        if self.resumed and self.resumed["step"] > first:
+            self.optimizer.load_state_dict(self.resumed["optimizer"])
+        if self.step == 0:
+            self.save("last.pt")
+        done, count = self.step - first, self.last - first
+        self.bar = tqdm(total=count, initial=done, desc=name, unit="step", disable=None)
+        for streams in training_batches(dataset, batch_size or self.cfg.batch_size, self.cfg.seed, done, count):
+            self.lr = (rate or learning_rate)(self.cfg, self.step - first)
+            self.optimizer.param_groups[0]["lr"] = self.lr
+            yield streams
+        self.bar.close()
+
+    def end_step(self, losses: dict[str, Tensor], validate: Callable[[], dict[str, float]] | None) -> None:
+        """After each step: log, validate every eval_every steps and at the last one, keep best.pt and last.pt.
+
+        validate() -> scores, of which cfg.select_by chooses best.pt. SystemExit where the user asked the run to stop;
+        FloatingPointError where a loss or a weight is not finite."""
+        self.step += 1
+        self.losses.add(losses)
+        self.bar.update()
+        due = (self.step - self.first) % self.cfg.eval_every == 0 or self.step == self.last
+        if self.step % self.cfg.log_every == 0 or due or self.stop:
+            means = self.losses.take(self.step)
+            seconds = round(time.perf_counter() - self.losses.began, 2)
+            self.log(step=self.step, event="train", stage=self.name, seconds=seconds, lr=self.lr, **means)
+            self.bar.set_postfix({name: f"{value:.3f}" for name, value in means.items()})
+        if due and validate:
+            scores = validate()
+            self.log(step=self.step, event="eval", select_by=self.cfg.select_by, **scores)
+            tqdm.write(f"step {self.step}: validation " + ", ".join(f"{k} {v:.2f}" for k, v in scores.items()))
+            self.worse += 1
+            if scores[self.cfg.select_by] > self.best:
+                self.best, self.worse = scores[self.cfg.select_by], 0
+                self.save("best.pt")
+        stop = self.stop  # read once, after validation: a signal may come at any line
+        if due or stop:
+            self.save("last.pt")
+        if stop:
+            raise SystemExit(stop)
+
     def log(self, **values) -> None:
         """Append one JSON line to log.jsonl."""
         with open(self.dir / "log.jsonl", "a") as f:
             f.write(json.dumps(values) + "\n")
 
-    def log_losses(self, recent: "LossLog", bar, step: int, **values) -> None:
-        """The line of a step: what `recent` has gathered, with other values of it; shown on the progress bar, too."""
-        means = recent.take(step)
-        self.log(step=step, event="train", seconds=round(time.perf_counter() - recent.began, 2), **values, **means)
-        bar.set_postfix({name: f"{value:.3f}" for name, value in means.items()})
-
-    def trim_log(self, step: int) -> None:
-        """Drop lines later than `step`: a run that was killed logged steps that it will now repeat."""
-        path = self.dir / "log.jsonl"
-        partial = self.dir / "log.jsonl.partial"
-        lines = [line for line in path.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= step]
-        partial.write_text("".join(line + "\n" for line in lines))
-        os.replace(partial, path)
-
-    def begin(self, model: nn.Module, step: int) -> None:
-        """Make the folder (without an older run's files); say and log what a figure of this run depends on."""
+    def begin(self) -> None:
+        """Make the folder, without the files of an older run; print and log what a figure of this run depends on."""
         self.dir.mkdir(parents=True, exist_ok=True)
-        if not self.resume:
-            for pattern in ("log.jsonl", "*.pt", "captions_*.json", "scores_*.json", "samples*.png"):
-                for old in self.dir.glob(pattern):
-                    old.unlink()
+        for name in RUN_FILES if not self.resumed else ():
+            (self.dir / name).unlink(missing_ok=True)
         git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
         try:
             code = subprocess.run(git, capture_output=True, text=True).stdout.strip()
@@ -436,35 +489,44 @@ class Run:
             code = ""
         cuda = self.cfg.device.startswith("cuda")
         about = {
-            "step": step, "event": "resume" if self.resume else "start", "code": code or "not under git",
+            "step": self.step, "event": "resume" if self.resumed else "start", "code": code or "not under git",
             "torch": torch.__version__, "torchvision": torchvision.__version__,
             "device": torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads",
-            "parameters": sum(p.numel() for p in model.parameters()), "config": dataclasses.asdict(self.cfg),
+            "parameters": sum(p.numel() for p in self.model.parameters()), "config": dataclasses.asdict(self.cfg),
         }  # fmt: skip
         (self.dir / "config.json").write_text(json.dumps(about["config"], indent=1) + "\n")
         self.log(**about)
         print("\n".join(f"{k}: {json.dumps(v) if isinstance(v, dict) else v}" for k, v in about.items()))
 
-    def save(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer, *parts, **counters) -> None:
-        """A checkpoint of this name. parts: whatever beside the model its captions depend on, the data set first, each with
-        state() and check_state(state) as data.Dataset's; counters: step, best and the like. FloatingPointError where a
-        weight is not finite; the older checkpoint then stays."""
-        if not all(p.isfinite().all() for p in model.parameters()):
-            raise FloatingPointError(f"weights are not finite after step {counters['step']}; {name} is untouched; "
-                                     "try a lower --lr")  # fmt: skip
-        states = {key: value for part in parts for key, value in part.state().items()}
-        save_checkpoint(self.dir / name, model=model.state_dict(), optimizer=optimizer.state_dict(), **counters,
-                        config=dataclasses.asdict(self.cfg), random=random_state(self.cfg.device), **states)  # fmt: skip
+    def save(self, name: str) -> None:
+        """A checkpoint of this name. FloatingPointError where a weight is not finite; the older checkpoint then stays."""
+        if not all(p.isfinite().all() for p in self.model.parameters()):
+            raise FloatingPointError(f"weights are not finite after step {self.step}; {name} is untouched; try a lower --lr")
+        states = {key: value for part in self.parts for key, value in part.state().items()}
+        save_checkpoint(self.dir / name, model=self.model.state_dict(), optimizer=self.optimizer.state_dict(),
+                        step=self.step, best=self.best, worse=self.worse, config=dataclasses.asdict(self.cfg),
+                        random=random_state(self.cfg.device), **states)  # fmt: skip
 
-    def restore(self, model: nn.Module, *parts) -> dict:
-        """Weights, random state and log as last.pt left them, where every part's check_state agrees. -> all that it holds."""
+    def restore(self) -> dict:
+        """Weights, counters, random state and log as last.pt left them, where every part's check_state agrees."""
         state = load_checkpoint(self.dir / "last.pt", self.cfg.device)
-        for part in parts:
+        for part in self.parts:
             part.check_state(state)
-        load_weights(model, state, self.dir / "last.pt")
+        load_weights(self.model, state, self.dir / "last.pt")
         set_random_state(state["random"], self.cfg.device)
-        self.trim_log(state["step"])
+        self.step, self.best, self.worse = state["step"], state["best"], state["worse"]
+        # A run that was killed has logged steps that it will now repeat.
+        lines = (self.dir / "log.jsonl").read_text().splitlines()
+        kept = [line for line in lines if line.endswith("}") and json.loads(line).get("step", 0) <= self.step]
+        partial = self.dir / "log.jsonl.partial"
+        partial.write_text("".join(line + "\n" for line in kept))
+        os.replace(partial, self.dir / "log.jsonl")
         return state
+
+    def best_model(self) -> nn.Module:
+        """The model with the weights of best.pt."""
+        self.model.load_state_dict(load_checkpoint(self.dir / "best.pt", self.cfg.device)["model"])
+        return self.model
 
 
 def save_checkpoint(path: Path, **state) -> None:
@@ -559,14 +621,13 @@ def run_main(main: Callable[[], None]) -> None:
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def pair_picture(before: Image.Image, after: Image.Image, attention: Tensor | dict[str, Tensor], lines: list[str], side=96):
-    """One pair as a strip: before, after, the attention (H, W) over each, and lines of text below. -> PIL image.
-    attention: one map, or several under their names, which follow in rows; "before" and "after" are each over its own."""
+def pair_picture(before: Image.Image, after: Image.Image, maps: dict[str, Tensor], lines: list[str], side: int = 96):
+    """One pair as a strip: before, after, then each attention map (H, W) over both, and lines of text below. -> PIL image.
+    The maps named "before" and "after" are drawn over their own picture only."""
     font = ImageFont.load_default(11)
     pictures = [im.convert("RGB").resize((side, side), Image.Resampling.LANCZOS) for im in (before, after)]
-    for name, heat in (attention if isinstance(attention, dict) else {"": attention}).items():
-        heat = heat.float().cpu()
-        heat = heat / heat.max().clamp(min=1e-12)
+    for name, heat in maps.items():
+        heat = heat.float().cpu() / heat.max().clamp(min=1e-12).item()
         heat = F.interpolate(heat[None, None], (side, side), mode="bilinear", align_corners=False)[0, 0]
         mask = Image.fromarray((heat * 255).byte().numpy())
         for im in {"before": pictures[:1], "after": pictures[1:2]}.get(name, pictures[:2]):
@@ -574,7 +635,7 @@ def pair_picture(before: Image.Image, after: Image.Image, attention: Tensor | di
             ImageDraw.Draw(shaded).text((2, 1), name, fill="white", font=font)
             pictures.append(shaded)
     rows = [row for line in lines for row in textwrap.wrap(line, (4 * side + 9) // 6) or [""]]
-    top = -(-len(pictures) // 4) * (side + 3)
+    top = -(-len(pictures) // 4) * (side + 3)  # four pictures a row
     strip = Image.new("RGB", (4 * side + 9, top + 14 * len(rows) + 3), "white")
     for i, im in enumerate(pictures):
         strip.paste(im, (i % 4 * (side + 3), i // 4 * (side + 3)))
@@ -598,16 +659,15 @@ def sheet(columns: dict[str, list[Image.Image]]) -> Image.Image:
     return page
 
 
-def sample_sheet(dataset, split: str, captions: dict[str, str], maps: dict, notes: dict[str, list[str]] | None = None):
+def sample_sheet(dataset, split: str, captions: dict[str, str], maps: dict, notes: dict[str, list[str]]) -> Image.Image:
     """A column for every kind of change: a dozen pairs each with attention, reference and caption. -> PIL image.
 
-    By pair id: captions, maps (what pair_picture takes for attention), notes (further lines). dataset: has examples and
-    images, as data.Dataset."""
+    By pair id: captions, maps (name -> (H, W)), notes (further lines, may lack pairs). dataset: has examples and images, as
+    data.Dataset."""
     columns = {}
     for kind, pairs in dataset.examples(split, 12).items():
-        columns[kind] = [
-            pair_picture(*dataset.images(p), maps[p.id], [f"reference: {p.captions[0]}", f"generated: {captions[p.id]}"]
-                         + (notes[p.id] if notes else []))
-            for p in pairs
-        ]  # fmt: skip
+        columns[kind] = []
+        for p in pairs:
+            lines = [f"reference: {p.captions[0]}", f"generated: {captions[p.id]}", *notes.get(p.id, [])]
+            columns[kind].append(pair_picture(*dataset.images(p), maps[p.id], lines))
     return sheet(columns)

@@ -11,18 +11,13 @@ A feature file (features.h5; another extractor's has a name of its own) and a vo
 folder. Nothing is downloaded at import.
 """
 
-import os
-
-if "OMP_WAIT_POLICY" not in os.environ:  # read when torch loads: idle threads sleep, after a moment, on a busy laptop
-    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
-
-import argparse
 import contextlib
 import csv
 import hashlib
 import itertools
 import json
 import math
+import os
 import pickle
 import re
 import shutil
@@ -36,6 +31,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
+
+from common import END, NULL, START, UNK, Parser, pair_picture, run_main, sample_sheet
 
 import h5py
 import numpy as np
@@ -64,7 +61,6 @@ EMBEDDED = ("mini",)  # rendered here, with features of a small CNN; what is in 
 
 # ---- vocabulary ------------------------------------------------------------------------------------------------------
 
-NULL, UNK, START, END = 0, 1, 2, 3
 SPECIAL = ["<NULL>", "<UNK>", "<START>", "<END>"]
 
 
@@ -1008,6 +1004,23 @@ class Dataset:
         elif boxed:
             report["pointing"] = pointing_scores(maps, boxed, self.groups(split))
         return report
+
+    def results(
+        self, split: str, captions: dict[str, str], maps: dict, out_dir: Path | None, notes: dict | None = None, **more
+    ) -> dict[str, float]:
+        """Scores of a split's captions -> those of all pairs together.
+
+        Without out_dir only the quick metrics. With it every metric for every group of pairs, printed and written:
+        captions_<split>.json, scores_<split>.json (with `more`), and a sheet of sample pictures with attention maps (pair id
+        -> name -> (H, W)) and notes (pair id -> lines)."""
+        if out_dir is None:
+            return self.score(split, captions, quick=True)["scores"]["total"]
+        write_predictions(out_dir / f"captions_{split}.json", captions)
+        result = self.score(split, captions) | self.report(split, captions, maps) | more
+        write_scores(out_dir / f"scores_{split}.json", result)
+        picture = "samples.png" if split == "test" else f"samples_{split}.png"
+        sample_sheet(self, split, captions, maps, notes or {}).save(out_dir / picture)
+        return result["scores"]["total"]
 
     def check_state(self, state: dict) -> None:
         """ValueError where a checkpoint was trained on other features or another vocabulary than these."""
@@ -2572,11 +2585,17 @@ def open_dataset(cfg) -> Dataset:
     return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str):
-        raise ValueError(f"{message}; --help shows what there is")
+def caption_files(model: nn.Module, state: dict, files: list[str], out: str | None, *more) -> str:
+    """The caption of any two image files by a model and its checkpoint's content; the attention picture is written to `out`.
+    more: further inputs of the model's generate and attention_map."""
+    extractor = Extractor(**state["extractor"], device=model.cfg.device)
+    before, after = (extractor([f]).to(model.cfg.device).float() for f in files)
+    ids = model.generate(before, after, *more)
+    caption = Vocab(state["vocab"]).decode(ids)[0]
+    if out:
+        maps = {name: m[0] for name, m in model.attention_map(before, after, ids, *more).items()}
+        pair_picture(*map(read_image, files), maps, [caption], side=224).save(out)
+    return caption
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -2628,10 +2647,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (ValueError, OSError) as e:
-        print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
-        sys.exit(2)
+    run_main(main)

@@ -20,51 +20,53 @@ Eq. 13-14  ccr_loss             L_ccr  InfoNCE, words <-> attended differences
 Eq. 15     caption_loss         L_cap
 Eq. 16     losses_of            L = L_cap + w_dirl L_dirl + w_ccr L_ccr
 
+Row of the paper             flags
+Transformer (Tables 6, 7)    --w_dirl 0 --w_ccr 0
+DIRL (Table 6)               --w_ccr 0
+CCR (Table 6)                --w_dirl 0
+non-perturbation (Table 7)   --w_ccr 0 --alpha 0
+discrimination (Table 7)     --w_ccr 0 --no-correlate
+Subtraction (Fig. 4)         --difference subtract --w_dirl 0 --w_ccr 0
+weights (Fig. 5)             --w_dirl 0.03, --w_ccr 0.05
+
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END, padding).
 
-Where paper and released code differ, the default is the paper and RELEASED below names each difference; both readings
-share what only the code tells: layers, alpha, standard decoder layers with a feed-forward of width 4 D, initialisation,
-words of L_ccr read from the reference caption (the paper: generated), and the learning rate's drops.
+Where paper and released code differ, the default is the paper and RELEASED below names each difference. Both readings keep
+- Eq. 3 with centred channels, as released and as in Barlow Twins, whose notation it is; the printed formula does not centre;
+- Eq. 5-10 inside standard layers: residuals, LayerNorms and dropout, which the equations leave out. L_ccr compares what
+  Eq. 8 and 9 print, the outputs of both attentions;
+- L_ccr on the words of the reference caption, as released; the paper says generated words;
+- Eq. 12 as two means over the words; the paper divides V by HW, but V has one row for each word;
+- two cross-attention layers, alpha, the initialisation, two channels of coordinates beside the features (use_coords) and the
+  drops of the learning rate: the release has them, the paper does not give them;
+- Eq. 15 as a mean over the words of a batch, as released; the paper has a sum over the words of a sentence.
 To copy: this file, common.py and data.py (the model takes only the special ids START, END and UNK from data.py).
 """
-
-import os
-
-if "OMP_WAIT_POLICY" not in os.environ:  # read when torch loads: idle threads sleep, after a moment, on a busy laptop
-    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-from torch import Tensor
-from tqdm import tqdm
-
-import data
 from common import (
+    END,
     Attention,
     GridPosition,
-    LossLog,
     Run,
     RunConfig,
-    can_compile,
     decode,
     full,
     info_nce,
     initialise,
-    learning_rate,
-    load_checkpoint,
     load_model,
-    pair_picture,
     parse_args,
     run_main,
-    sample_sheet,
     sinusoid,
-    training_batches,
 )
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
 
 # ---- config ----------------------------------------------------------------------------------------------------------
 
@@ -79,22 +81,21 @@ class Config(RunConfig):
     layers: int = 2  # cross-attention layers; the last one's output is Eq. 5's
     decoder_layers: int = 2  # decoder layers
     dropout: float = 0.1  # dropout probability
-    use_coords: bool = True  # append the cell's x and y to the features (the field's 1026 channels)
-    near_identity: bool = False  # start cross-attention as a comparison of like cells (mini; not the paper's)
+    use_coords: bool = True  # append the cell's x and y to the features (CLEVR-Change's 1026 channels)
     w_dirl: float = 0.5  # weight of L_dirl in Eq. 16; 0 leaves it and its MLP out
     alpha: float = 0.003  # weight of decorrelation in Eq. 4; 0 leaves correlation only
     correlate: bool = True  # Eq. 4's first term; without it decorrelation only
     w_ccr: float = 0.3  # weight of L_ccr in Eq. 16; 0 leaves it out
     tau: float = 0.5  # temperature of Eq. 14
     difference: Literal["attention", "stream", "subtract"] = "attention"  # X - MHCA(X), X - LN(X + MHCA(X)), or X - partner
-    channels: Literal["standardised", "uncentred"] = "standardised"  # Eq. 3 as in Barlow Twins, or by its letters
     channel_eps: float = 1e-5  # keeps a channel that is constant over the batch finite; 0 as released (NaN there)
-    dirl_position: bool = True  # L_dirl sees positions too, so cell l can be told from its place
-    decoder: Literal["normed", "plain"] = "normed"  # with two more LayerNorms and Xavier's initialisation, or without
+    input_norm: bool = True  # LayerNorm on what the decoder reads, words and differences; not in the release's CLEVR-Change
+    xavier: bool = True  # Xavier-uniform start of fusion and decoder too; the release's CLEVR-Change has PyTorch's start
     ccr_pool: Literal["words", "padded"] = "words"  # Eq. 12: mean over START to END, or over the longest caption's length
-    ccr_visual: Literal["attention", "normed"] = "attention"  # Eq. 9's output, or after residual and norm: text is in it
+    ccr_states: Literal["attention", "normed"] = "attention"  # Eq. 8-9's outputs, or both after residual and LayerNorm
     ccr_logits: Literal["two_way", "summed"] = "two_way"  # Eq. 14's two losses, or one over the rows of S + S^T
     ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # another pair with the very same caption
+    reading: Literal["paper", "released"] = "paper"  # disputed details as the paper says, or as the released code does
     val_decode: Literal["greedy", "sample"] = "greedy"  # how validation captions, which choose best.pt, are written
     blind: bool = False  # zero the features: what words alone can score
 
@@ -102,77 +103,74 @@ class Config(RunConfig):
 # Weights from section 4.6, drops after 15 and 30 epochs; the paper gives neither batch nor rate: the last two are SCORER's.
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
-    "clevr_change@released": dict(decoder="plain", steps=15000),
     "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),
-    "clevr_dc@released": dict(steps=13000),
     "spot_the_diff": dict(w_ccr=0.004, batch_size=32, lr_drop=4020, use_coords=False),
     "image_editing_request": dict(w_dirl=0.001, w_ccr=0.05, batch_size=16, lr=1e-4, lr_drop=2880, use_coords=False),
-    "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, near_identity=True, w_dirl=0.03, w_ccr=0.005,
-                 batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=2400, eval_every=800,
-                 eval_batch=250),
-    "mini@cuda": dict(data_dir="data/mini_large", scenes=10000, objects="3,6", steps=15000, eval_every=2500),
+    "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, w_dirl=0.03, w_ccr=0.005, batch_size=16, lr=1e-3,
+                 schedule="cosine", warmup=50, grad_clip=1.0, steps=1600, eval_every=800, eval_batch=250),
 }  # fmt: skip
-PRESETS["mini_dc"] = PRESETS["mini"] | dict(batch_size=32)  # a scene is one pair here, not two
 
-RELEASED = dict(  # the released code's side of every disputed detail: --reading released (per data set: @released above)
-    difference="stream",  # Eq. 5-6 subtract what attention returns; the release subtracts its normalised residual stream
-    channel_eps=0.0,  # the release divides by the bare standard deviation
-    ccr_pool="padded",  # Eq. 12 is a mean over the m words; the release averages the padding's states too
-    ccr_visual="normed",  # Eq. 9's V is attention's output; the release takes it after residual and norm, words included
-    ccr_logits="summed",  # Eq. 14 is InfoNCE both ways; the release adds S and its transpose and takes rows only
-    ccr_equal_captions="negatives",  # many pairs share a sentence, distractors above all; the release pushes them apart
-    val_decode="sample",  # section 4.2 decodes greedily; the release samples during validation
-)
+RELEASED = {  # --reading released: the released code's side of every disputed detail, on all data sets and on single ones
+    "all": dict(
+        difference="stream",  # Eq. 5-6 subtract what attention returns; the release subtracts its normalised residual stream
+        channel_eps=0.0,  # the release divides by the bare standard deviation
+        ccr_pool="padded",  # Eq. 12 is a mean over the m words; the release averages the padding's states too
+        ccr_states="normed",  # Eq. 12 pools Eq. 8-9; after the release's residuals the visual state holds the words as well
+        ccr_logits="summed",  # Eq. 14 is InfoNCE both ways; the release adds S and its transpose and takes rows only
+        ccr_equal_captions="negatives",  # many pairs share a sentence, distractors above all; the release pushes them apart
+        val_decode="sample",  # section 4.2 decodes greedily; the release samples during validation
+    ),
+    "clevr_change": dict(input_norm=False, xavier=False, steps=15000),
+    "clevr_dc": dict(steps=13000),
+}
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 
 class ImageEmbedding(nn.Module):
-    """Eq. 1: X = conv_1x1(features) + position. (B, C, H, W) -> X (B, N, D), cell n = row * W + column, and X without
-    position."""
+    """Eq. 1: X = conv_1x1(features) + position. (B, C, H, W) -> (B, N, D), cell n = row * W + column."""
 
     def __init__(self, channels: int, height: int, width: int, dim: int, use_coords: bool):
         super().__init__()
+        self.use_coords = use_coords
+        x, y = (torch.arange(n) * 2 / n - 1 for n in (width, height))  # -1 up to, not including, 1
+        self.register_buffer("coords", torch.stack(torch.meshgrid(x, y, indexing="xy")), persistent=False)  # (2, H, W)
         self.conv = nn.Conv2d(channels + 2 * use_coords, dim, 1)
         self.position = GridPosition(dim, height, width)
-        x, y = torch.arange(width) * 2 / width - 1, torch.arange(height) * 2 / height - 1  # -1 up to, not including, 1
-        coords = torch.stack([x.expand(height, -1), y[:, None].expand(-1, width)]) if use_coords else None
-        self.register_buffer("coords", coords, persistent=False)  # (2, H, W): x, then y
 
-    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Features of either image -> its cells with position, and without."""
-        if self.coords is not None:
-            features = torch.cat([features, self.coords.to(features.dtype).expand(len(features), -1, -1, -1)], 1)
-        bare = self.conv(features).flatten(2).transpose(1, 2)
-        return bare + self.position().flatten(1).T, bare
+    def forward(self, features: Tensor) -> Tensor:
+        if self.use_coords:
+            coords = self.coords.to(features.dtype).expand(len(features), -1, -1, -1)
+            features = torch.cat([features, coords], 1)
+        return (self.conv(features) + self.position()).flatten(2).transpose(1, 2)
 
 
 class CrossView(nn.Module):
-    """Eq. 5, one layer for both directions: shared_bef = MHCA(X_bef, X_aft), shared_aft likewise, from the same old pair.
+    """Eq. 5, one layer for both directions: shared_bef = MHCA(X_bef, X_aft), shared_aft likewise, from the old pair.
 
-    pair (2B, N, D), the "before" images first -> shared (2B, N, D), or with `norm` the new pair LN(X + shared)."""
+    X_bef, X_aft (B, N, D) -> shared_bef, shared_aft; with `residual`, for a next layer to read, LN(X + shared) of both."""
 
-    def __init__(self, cfg: Config, norm: bool):
+    def __init__(self, cfg: Config, residual: bool):
         super().__init__()
         self.attention, self.dropout = Attention(cfg.dim, cfg.heads, cfg.dropout), nn.Dropout(cfg.dropout)
-        self.norm = nn.LayerNorm(cfg.dim) if norm else None
+        self.norm = nn.LayerNorm(cfg.dim) if residual else None
 
-    def forward(self, pair: Tensor) -> Tensor:
-        """Each image attends to its partner, half the batch away."""
-        shared = self.attention(pair, pair.roll(len(pair) // 2, 0))
-        return self.norm(pair + self.dropout(shared)) if self.norm else shared
+    def forward(self, x_bef: Tensor, x_aft: Tensor) -> tuple[Tensor, Tensor]:
+        shared_bef, shared_aft = self.attention(x_bef, x_aft), self.attention(x_aft, x_bef)
+        if self.norm is None:
+            return shared_bef, shared_aft
+        return self.norm(x_bef + self.dropout(shared_bef)), self.norm(x_aft + self.dropout(shared_aft))
 
 
 class Fusion(nn.Module):
-    """Eq. 7: ReLU(W [difference_bef ; difference_aft] + b), (B, N, 2D) -> (B, N, D); normed before the ReLU if so asked."""
+    """Eq. 7: ReLU(W [difference_bef ; difference_aft] + b). Both side by side (B, N, 2D), or one (B, N, D) -> (B, N, D)."""
 
     def __init__(self, cfg: Config, width: int):
         super().__init__()
         self.project, self.dropout = nn.Linear(width, cfg.dim), nn.Dropout(cfg.dropout)
-        self.norm = nn.LayerNorm(cfg.dim) if cfg.decoder == "normed" else nn.Identity()
+        self.norm = nn.LayerNorm(cfg.dim) if cfg.input_norm else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Both differences side by side (B, N, 2D) -> what the decoder reads (B, N, D)."""
         return F.relu(self.dropout(self.norm(self.project(x))))
 
 
@@ -180,9 +178,9 @@ class DecoderLayer(nn.Module):
     """Eq. 8-10, post-norm: words attend to earlier words, then to the difference, then a feed-forward of width 4 D.
 
     x (B, V, D) -> (B, V, D). `cross`: key and value (B, N, D) of the difference; `past`: key and value of the words
-    before x (decoding a word at a time), None when x starts with START; `mask` (B, 1, V, V): which words each may see, where
-    that is not simply the earlier ones. Also returns the new `past`, and what maps and L_ccr read: the query that met
-    the difference, "words" (Eq. 8), "attention" (Eq. 9) and "normed" (Eq. 9 after residual and norm), all (B, V, D)."""
+    before x (decoding a word at a time), None when x starts with START; `mask` (B, 1, V, V): which words each may see, None
+    for all. Also returns the new `past`, the query (B, V, D) that met the difference, and words and visual (B, V, D) that
+    L_ccr compares."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -190,35 +188,35 @@ class DecoderLayer(nn.Module):
         self.cross_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
         self.hidden, self.output = nn.Linear(cfg.dim, 4 * cfg.dim), nn.Linear(4 * cfg.dim, cfg.dim)
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(cfg.dim) for _ in range(3))
-        self.dropout = nn.Dropout(cfg.dropout)
+        self.dropout, self.ccr_states = nn.Dropout(cfg.dropout), cfg.ccr_states
 
     def forward(self, x: Tensor, cross: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None = None, mask=None):
-        """-> words (B, V, D), `past` with these words, what was looked at by name."""
         q, k, v = self.self_attention.project(x, x)
         if past is not None:
             k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)
-        causal = past is None and mask is None
-        words = self.norm1(x + self.dropout(self.self_attention.attend(q, k, v, causal, mask)))
-        query = self.cross_attention.query(words)
-        attended = self.cross_attention.attend(query, *cross)
-        normed = self.norm2(words + self.dropout(attended))
-        y = self.output(self.dropout(F.relu(self.hidden(normed))))
-        looked = {"query": query, "words": words, "attention": attended, "normed": normed}
-        return self.norm3(normed + self.dropout(y)), (k, v), looked
+        words = self.self_attention.attend(q, k, v, mask=mask)  # Eq. 8
+        x1 = self.norm1(x + self.dropout(words))
+        query = self.cross_attention.query(x1)
+        visual = self.cross_attention.attend(query, *cross)  # Eq. 9
+        x2 = self.norm2(x1 + self.dropout(visual))
+        hidden = self.dropout(F.relu(self.hidden(x2)))
+        x3 = self.norm3(x2 + self.dropout(self.output(hidden)))  # Eq. 10
+        if self.ccr_states == "normed":
+            words, visual = x1, x2
+        return x3, (k, v), query, words, visual
 
 
 class Decoder(nn.Module):
     """Words and difference -> hidden states; `head` gives the distribution of the next word (Eq. 11).
 
-    Every word sees itself and earlier words only, so padding at the end of a caption needs no mask, unless the states
-    at the padding are read (ccr_pool="padded")."""
+    Every word sees itself and earlier words only, and no padding: ccr_pool="padded" reads the states at the padding."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
-        self.embed = nn.Embedding(vocab_size, cfg.word_dim, padding_idx=0)  # 0 is never trained, as released
+        self.embed = nn.Embedding(vocab_size, cfg.word_dim, padding_idx=0)
         self.register_buffer("position", sinusoid(max_len, cfg.word_dim), persistent=False)
         self.project, self.dropout = nn.Linear(cfg.word_dim, cfg.dim), nn.Dropout(cfg.dropout)
-        self.norm = nn.LayerNorm(cfg.dim) if cfg.decoder == "normed" else nn.Identity()
+        self.norm = nn.LayerNorm(cfg.dim) if cfg.input_norm else nn.Identity()
         self.layers = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.decoder_layers))
         self.head = nn.Linear(cfg.dim, vocab_size)
 
@@ -231,13 +229,13 @@ class Decoder(nn.Module):
         """Key and value of the difference (B, N, D) for each layer: once a caption, not once a word."""
         return [(l.cross_attention.key(difference), l.cross_attention.value(difference)) for l in self.layers]
 
-    def forward(self, ids: Tensor, difference: Tensor, mask: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """All words at once: (B, V) -> hidden states (B, V, D), what the last layer looked at (DecoderLayer), and the key
-        (B, N, D) of the difference there."""
-        x, memory = self.words(ids), self.memory(difference)
-        for layer, cross in zip(self.layers, memory, strict=True):
-            x, _, looked = layer(x, cross, mask=mask)
-        return x, looked, memory[-1][0]
+    def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All words at once: (B, V) -> hidden states (B, V, D), and the last layer's `query`, `words` and `visual`."""
+        x = self.words(ids)
+        mask = (ids != 0)[:, None, None, :].expand(-1, -1, ids.shape[1], -1).tril()  # (B, 1, V, V)
+        for layer, cross in zip(self.layers, self.memory(difference), strict=True):
+            x, _, query, words, visual = layer(x, cross, mask=mask)
+        return x, query, words, visual
 
     def stepper(self, difference: Tensor):
         """-> step(words (B,), position) -> logits of the next word; keys and values of earlier words are kept."""
@@ -246,25 +244,29 @@ class Decoder(nn.Module):
         def step(words: Tensor, t: int) -> Tensor:
             x = self.words(words[:, None], t)
             for i, layer in enumerate(self.layers):
-                x, past[i], _ = layer(x, memory[i], past[i])
+                x, past[i], *_ = layer(x, memory[i], past[i])
             return self.head(x[:, 0])
 
         return step
 
 
+def mean_of(x: Tensor, valid: Tensor) -> Tensor:
+    """Eq. 12: mean over the words of a sentence. x (B, V, D), valid (B, V) bool -> (B, D)."""
+    weight = valid.to(x.dtype)[..., None]
+    return (x * weight).sum(1) / weight.sum(1).clamp(min=1)
+
+
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
-def channel_correlation(y_bef: Tensor, y_aft: Tensor, eps: float, centred: bool = True) -> Tensor:
-    """Eq. 3: correlation of every channel of "before" with every channel of "after" over the rows, that is over all cells
-    of all images. y_bef, y_aft (R, D) -> (D, D).
-
-    Eq. 3's letters are those of Barlow Twins, whose channels are centred first and which the release follows, with the
-    unbiased deviation: C_ii is at most (R - 1) / R. centred=False takes the letters as they stand."""
-    if not centred:
-        return F.normalize(y_bef, dim=0).T @ F.normalize(y_aft, dim=0)
-    z_bef, z_aft = ((y - y.mean(0)) / (y.var(0) + eps).sqrt() for y in (y_bef, y_aft))
-    return z_bef.T @ z_aft / len(y_bef)
+def channel_correlation(y_bef: Tensor, y_aft: Tensor, eps: float) -> Tensor:
+    """Eq. 3: correlation of every channel of "before" with every channel of "after" over all cells of all images.
+    y_bef, y_aft (B, N, D) -> (D, D). The deviation is the unbiased one, as released: C_ii is at most (BN - 1) / BN.
+    Not in bfloat16: these are sums over thousands of rows."""
+    with torch.autocast(y_bef.device.type, enabled=False):
+        rows = (full(y).flatten(0, 1) for y in (y_bef, y_aft))
+        z_bef, z_aft = ((y - y.mean(0)) / (y.var(0) + eps).sqrt() for y in rows)
+        return z_bef.T @ z_aft / len(z_bef)
 
 
 def dirl_loss(c: Tensor, alpha: float, correlate: bool = True) -> Tensor:
@@ -274,22 +276,15 @@ def dirl_loss(c: Tensor, alpha: float, correlate: bool = True) -> Tensor:
     return (1 - diagonal).square().sum() + decorrelated if correlate else decorrelated
 
 
-def mean_of(x: Tensor, valid: Tensor) -> Tensor:
-    """Eq. 12: mean over the words. x (B, V, D), valid (B, V) bool -> (B, D)."""
-    weight = valid.to(x.dtype)[..., None]
-    return (x * weight).sum(1) / weight.sum(1)
-
-
-def ccr_loss(words: Tensor, visual: Tensor, tau: float, same: Tensor, summed: bool = False) -> Tensor:
+def ccr_loss(words: Tensor, visual: Tensor, same: Tensor, tau: float, logits: str = "two_way") -> Tensor:
     """Eq. 13-14, L_ccr: InfoNCE of sentences and what was looked at for them, words -> visual and back.
 
-    words, visual (B, D) of Eq. 12; same (B, B) bool: captions that are equal, which are not each other's negatives.
-    summed: rows of (S + S^T) / (2 tau) in place of rows and columns of S / tau."""
-    s = words @ visual.T / tau  # (B, B), Eq. 13
-    if summed:
-        s = (s + s.T) / 2
-    s = s.masked_fill(same & ~torch.eye(len(s), dtype=torch.bool, device=s.device), float("-inf"))
-    return info_nce(s) if summed else (info_nce(s) + info_nce(s.T)) / 2
+    words, visual (B, D) of Eq. 12; same (B, B) bool: pairs that are not each other's negatives. "summed": the rows of
+    (S + S^T) / 2 alone, as released. Not in bfloat16: scores may be in the hundreds."""
+    with torch.autocast(words.device.type, enabled=False):
+        s = full(words) @ full(visual).T / tau  # (B, B), Eq. 13
+        s = s.masked_fill(same & ~torch.eye(len(s), dtype=torch.bool, device=s.device), float("-inf"))
+        return info_nce((s + s.T) / 2) if logits == "summed" else (info_nce(s) + info_nce(s.T)) / 2
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
@@ -307,93 +302,73 @@ class DIRL(nn.Module):
     def __init__(self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int):
         super().__init__()
         self.cfg, self.grid, self.max_len = cfg, grid, max_len
+        subtract, stream = cfg.difference == "subtract", cfg.difference == "stream"
+        layers = 0 if subtract else cfg.layers
         self.embed = ImageEmbedding(*grid, cfg.dim, cfg.use_coords)
-        if cfg.w_dirl:
-            wide = nn.Linear(cfg.dim, 4 * cfg.dim), nn.ReLU(), nn.Dropout(cfg.dropout)
-            self.mlp = nn.Sequential(*wide, nn.Linear(4 * cfg.dim, cfg.dim))
-        layers = cfg.layers if cfg.difference != "subtract" else 0
-        read = layers if cfg.difference == "stream" else layers - 1  # layers whose residual stream anything reads
-        self.cross_view = nn.ModuleList(CrossView(cfg, norm=i < read) for i in range(layers))
-        initialise(self, xavier=True)
-        self.fuse = Fusion(cfg, 2 * cfg.dim if layers else cfg.dim)
+        self.cross_view = nn.ModuleList(CrossView(cfg, residual=stream or i < layers - 1) for i in range(layers))
+        self.fuse = Fusion(cfg, cfg.dim if subtract else 2 * cfg.dim)
         self.decoder = Decoder(cfg, vocab_size, max_len)
-        for part in (self.fuse, self.decoder):
-            initialise(part, xavier=cfg.decoder == "normed")
-        if cfg.near_identity:
-            start_near_identity(self)
+        if cfg.w_dirl:
+            hidden = nn.Linear(cfg.dim, 4 * cfg.dim), nn.ReLU(), nn.Dropout(cfg.dropout)
+            self.mlp = nn.Sequential(*hidden, nn.Linear(4 * cfg.dim, cfg.dim))
+        for name, part in self.named_children():
+            initialise(part, xavier=cfg.xavier or name not in ("fuse", "decoder"))
 
-    def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, C, H, W) twice -> difference (B, N, D) of Eq. 7, and X (2B, N, D), "before" first, that L_dirl reads."""
-        pair = torch.cat([before, after])
-        embedded, bare = self.embed(torch.zeros_like(pair) if self.cfg.blind else pair)
-        shared = embedded
+    def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, C, H, W) twice -> difference (B, N, D) of Eq. 7, X_bef and X_aft (B, N, D) of Eq. 1."""
+        if self.cfg.blind:
+            before, after = torch.zeros_like(before), torch.zeros_like(after)
+        x_bef, x_aft = self.embed(before), self.embed(after)
+        shared_bef, shared_aft = x_bef, x_aft
         for layer in self.cross_view:
-            shared = layer(shared)
-        if self.cross_view:
-            difference = torch.cat((embedded - shared).chunk(2), -1)  # (B, N, 2D): Eq. 6 for each image, side by side
+            shared_bef, shared_aft = layer(shared_bef, shared_aft)
+        if self.cfg.difference == "subtract":
+            joined = x_bef - x_aft
         else:
-            difference = torch.sub(*embedded.chunk(2))
-        return self.fuse(difference), embedded if self.cfg.dirl_position else bare
+            joined = torch.cat([x_bef - shared_bef, x_aft - shared_aft], -1)  # Eq. 6
+        return self.fuse(joined), x_bef, x_aft
 
     def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
         """The parts of Eq. 16 for one batch of pairs: features (B, C, H, W) twice, caption (B, V)."""
-        cfg, mask = self.cfg, None
-        difference, x = self.encode(before, after)
-        if cfg.ccr_pool == "padded":  # padding has states of its own there, of real words alone
+        cfg = self.cfg
+        difference, x_bef, x_aft = self.encode(before, after)
+        if cfg.ccr_pool == "padded":  # the states at the padding are pooled, too
             caption = F.pad(caption, (0, self.max_len - caption.shape[1]))
-            mask = (caption != 0)[:, None, None, :].expand(-1, -1, self.max_len, -1).tril()
-        hidden, looked, _ = self.decoder(caption, difference, mask)
+        hidden, _, words, visual = self.decoder(caption, difference)
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}
         if cfg.w_dirl:
-            y = self.mlp(x)
-        with torch.autocast(x.device.type, enabled=False):  # sums over thousands of rows and scores in the hundreds
-            if cfg.w_dirl:
-                y_bef, y_aft = (part.flatten(0, 1) for part in full(y).chunk(2))
-                c = channel_correlation(y_bef, y_aft, cfg.channel_eps, cfg.channels == "standardised")
-                losses["dirl"] = dirl_loss(c, cfg.alpha, cfg.correlate)
-            if cfg.w_ccr:
-                valid = (caption != 0) | (cfg.ccr_pool == "padded")
-                words, visual = (mean_of(full(looked[name]), valid) for name in ("words", cfg.ccr_visual))
-                same = (caption[:, None] == caption).all(-1) & (cfg.ccr_equal_captions == "ignored")
-                losses["ccr"] = ccr_loss(words, visual, cfg.tau, same, cfg.ccr_logits == "summed")
+            c = channel_correlation(self.mlp(x_bef), self.mlp(x_aft), cfg.channel_eps)
+            losses["dirl"] = dirl_loss(c, cfg.alpha, cfg.correlate)
+        if cfg.w_ccr:
+            valid = caption != 0
+            if cfg.ccr_pool == "padded":
+                valid = torch.ones_like(valid)
+            same = (caption[:, None] == caption).all(-1)  # (B, B)
+            if cfg.ccr_equal_captions == "negatives":
+                same = torch.zeros_like(same)
+            losses["ccr"] = ccr_loss(mean_of(words, valid), mean_of(visual, valid), same, cfg.tau, cfg.ccr_logits)
         return losses
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
         """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len)."""
         step = self.decoder.stepper(self.encode(before, after)[0])
-        start = torch.full((len(before),), data.START, device=before.device)
-        return decode(step, start, self.max_len, data.END, data.UNK, sample)
+        return decode(step, len(before), self.max_len, before.device, sample)
 
     @torch.no_grad()
-    def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> Tensor:
+    def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Where the decoder looked: last layer's attention over cells, mean over heads and over the words of ids
-        (B, V) -> (B, H, W). Row t of the scores is the state that predicts word t + 1."""
-        _, looked, key = self.decoder(ids, self.encode(before, after)[0])
-        scores = self.decoder.layers[-1].cross_attention.scores(looked["query"], key)  # (B, K, V, N)
-        weight = scores.softmax(-1).mean(1)[:, :-1]  # (B, V - 1, N)
-        valid = (ids[:, 1:] > data.END).to(weight.dtype)[..., None]
-        return ((weight * valid).sum(1) / valid.sum(1).clamp(min=1)).unflatten(1, self.grid[1:])
-
-
-@torch.no_grad()
-def start_near_identity(model: DIRL) -> None:
-    """Not the paper's: every cross-attention starts as a comparison of like cells whose output is the cell it found, so that
-    what did not change cancels at once. Positions start small: they would tell cells apart that show the same thing."""
-    model.embed.conv.weight.normal_(std=model.embed.conv.in_channels**-0.5)
-    for table in (model.embed.position.col, model.embed.position.row):
-        table.weight.mul_(0.1)
-    for layer in model.cross_view:
-        a = layer.attention
-        for linear, gain in ((a.query, 1.5), (a.key, 1.5), (a.value, 1.0), (a.out, 1.0)):
-            linear.weight.normal_(std=0.02)
-            linear.weight.diagonal().add_(gain)
+        (B, V) -> "attention" (B, H, W). Row t of the scores is the state that predicts word t + 1."""
+        difference, look = self.encode(before, after)[0], self.decoder.layers[-1].cross_attention
+        _, query, _, _ = self.decoder(ids, difference)
+        weight = look.scores(query, look.key(difference)).softmax(-1).mean(1)  # (B, V, N)
+        return {"attention": mean_of(weight[:, :-1], ids[:, 1:] > END).unflatten(1, self.grid[1:])}
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def losses_of(model: DIRL, streams: tuple[data.Batch, ...], cfg: Config) -> dict[str, Tensor]:
+def losses_of(model: DIRL, streams: tuple, cfg: Config) -> dict[str, Tensor]:
     """Eq. 16 and its parts, each a mean over the streams (changed pairs, distractor pairs). The streams stay apart: a
     scene's default image is "before" in both, which a contrastive loss over all pairs would take for a negative."""
     losses: dict[str, Tensor] = {}
@@ -401,122 +376,66 @@ def losses_of(model: DIRL, streams: tuple[data.Batch, ...], cfg: Config) -> dict
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
             parts = model(batch.before, batch.after, batch.caption)
         losses = {name: losses.get(name, 0) + part / len(streams) for name, part in parts.items()}
-    weights = {"caption": 1.0, "dirl": cfg.w_dirl, "ccr": cfg.w_ccr}
-    losses["total"] = sum(weights[name] * part for name, part in losses.items())  # L = L_cap + w_dirl L_dirl + w_ccr L_ccr
+    losses["total"] = losses["caption"] + cfg.w_dirl * losses.get("dirl", 0) + cfg.w_ccr * losses.get("ccr", 0)
     return losses
 
 
-def train(cfg: Config, resume: bool = False) -> tuple[DIRL, data.Dataset]:
-    """Train into cfg.out_dir -> the best model by validation, and the data set.
+def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
+    """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
 
-    Told to stop (Ctrl-C, SIGTERM) it saves last.pt and exits 130 or 143; `resume` goes on from there as if nothing had
+    Stopped by Ctrl-C or SIGTERM it saves last.pt and exits 130 or 143; with `resume` it goes on from there as if nothing had
     happened. FloatingPointError where a loss is not finite."""
-    run, dataset, cuda = Run(cfg, resume), data.open_dataset(cfg), cfg.device.startswith("cuda")
     torch.manual_seed(cfg.seed)
-    torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
     model = DIRL(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
-    step, best, stop, recent = 0, float("-inf"), 0, LossLog()
-
-    def save(name: str) -> None:
-        run.save(name, model, optimizer, dataset, step=step, best=best)
-
-    if resume:
-        state = run.restore(model, dataset)
-        optimizer.load_state_dict(state["optimizer"])
-        step, best = state["step"], state["best"]
-    run.begin(model, step)
-    if not resume:
-        save("last.pt")
-    if cfg.compile and cuda and can_compile():
-        model.compile()
-    bar = tqdm(total=cfg.steps, initial=step, desc="train", unit="step", disable=None)
-    with run, bar:
-        for streams in training_batches(dataset, cfg.batch_size, cfg.seed, step, cfg.steps):
-            optimizer.param_groups[0]["lr"] = lr = learning_rate(cfg, step)
+    with Run(cfg, resume, model, optimizer, dataset) as run:
+        for streams in run.steps(dataset):
             losses = losses_of(model, streams, cfg)
             optimizer.zero_grad()
             losses["total"].backward()
             if cfg.grad_clip:
                 nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
             optimizer.step()
-            step, stop = step + 1, run.stop  # read once a step: a signal may come at any line
-            recent.add(losses)
-            bar.update()
-            validate = step % cfg.eval_every == 0 or step == cfg.steps
-            if step % cfg.log_every == 0 or validate or stop:
-                run.log_losses(recent, bar, step, lr=lr)
-            if validate:
-                scores = evaluate(model, dataset, "val", cfg)
-                run.log(step=step, event="eval", decode=cfg.val_decode, select_by=cfg.select_by, **scores)
-                tqdm.write(f"step {step}: validation " + ", ".join(f"{k} {v:.2f}" for k, v in scores.items()))
-                if scores[cfg.select_by] > best:
-                    best = scores[cfg.select_by]
-                    save("best.pt")
-            if validate or stop:
-                save("last.pt")
-            if stop:
-                break
-    if stop:
-        raise SystemExit(stop)
-    model.load_state_dict(load_checkpoint(run.dir / "best.pt", cfg.device)["model"])
-    return model, dataset
+            run.end_step(losses, lambda: evaluate(model, dataset, "val", cfg))
+    return run.best_model()
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def evaluate(model: DIRL, dataset: data.Dataset, split: str, cfg: Config, out_dir: Path | None = None) -> dict:
-    """Captions of a split, their scores; -> the scores of all pairs together.
+def evaluate(model: DIRL, dataset, split: str, cfg: Config, out_dir: Path | None = None) -> dict[str, float]:
+    """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation while training) the quick metrics only; with it every metric and every group of pairs,
-    printed and written with captions and sample pictures."""
+    Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs, printed
+    and written beside captions and sample pictures."""
     model.eval()
-    captions: dict[str, str] = {}
-    maps: dict = {}  # pair id -> attention
-    batches = -(-len(dataset.pairs(split)) // cfg.eval_batch)
-    for batch in tqdm(dataset.eval_batches(split, cfg.eval_batch), split, batches, disable=None, leave=False):
+    captions, maps = {}, {}  # by pair id
+    for batch in dataset.eval_batches(split, cfg.eval_batch):
         batch = batch.to(cfg.device)
         ids = model.generate(batch.before, batch.after, sample=cfg.val_decode == "sample" and out_dir is None)
         captions |= zip(batch.ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
-            maps |= zip(batch.ids, model.attention_map(batch.before, batch.after, ids), strict=True)
-    if out_dir is None:
-        model.train()
-        return dataset.score(split, captions, quick=True)["scores"]["total"]
-    data.write_predictions(out_dir / f"captions_{split}.json", captions)
-    result = dataset.score(split, captions) | dataset.report(split, captions, maps)
-    data.write_scores(out_dir / f"scores_{split}.json", result)
-    picture = "samples.png" if split == "test" else f"samples_{split}.png"
-    sample_sheet(dataset, split, captions, maps).save(out_dir / picture)
-    return result["scores"]["total"]
-
-
-def caption_files(cfg: Config, checkpoint: str, files: list[str], out: str | None) -> str:
-    """The caption of any two image files by a checkpoint, and its attention picture where `out` names one."""
-    model, state = load_model(DIRL, cfg, checkpoint)
-    extractor = data.Extractor(**state["extractor"], device=cfg.device)
-    before, after = (extractor([f]).to(cfg.device).float() for f in files)
-    ids = model.generate(before, after)
-    caption = data.Vocab(state["vocab"]).decode(ids)[0]
-    if out:
-        heat = model.attention_map(before, after, ids)[0]
-        pair_picture(*map(data.read_image, files), heat, [caption], side=224).save(out)
-    return caption
+            seen = model.attention_map(batch.before, batch.after, ids)
+            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.ids)}
+    model.train()
+    return dataset.results(split, captions, maps, out_dir)
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption two image files."""
-    cfg, do = parse_args(Config, PRESETS, RELEASED, Path(__file__).stem, __doc__, argv)
+    import data
+
+    cfg, do = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED)
     if do.caption:
-        print(caption_files(cfg, do.checkpoint, do.caption, do.out))
+        print(data.caption_files(*load_model(DIRL, cfg, do.checkpoint), do.caption, do.out))
         return
-    if do.eval:
-        (model, state), dataset = load_model(DIRL, cfg, do.eval), data.open_dataset(cfg)
-        dataset.check_state(state)
+    dataset = data.open_dataset(cfg)
+    if do.eval is None:
+        model = train(cfg, dataset, do.resume)
     else:
-        model, dataset = train(cfg, do.resume)
+        model, state = load_model(DIRL, cfg, do.eval)
+        dataset.check_state(state)
     evaluate(model, dataset, do.split, cfg, Path(cfg.out_dir))
 
 

@@ -21,13 +21,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-
-import torch
-import torch.nn.functional as F
-from test_common import dense_match
 
 import cheers
 import common
@@ -37,6 +34,10 @@ import idc_pretrain
 import rdd_acr
 import scorer_cbr
 from common import decode, preset, token_match
+
+import torch
+import torch.nn.functional as F
+from test_common import dense_match
 
 METHODS = {"scorer_cbr": (scorer_cbr, scorer_cbr.SCORER), "dirl_ccr": (dirl_ccr, dirl_ccr.DIRL),
            "rdd_acr": (rdd_acr, rdd_acr.RDD), "cheers": (cheers, cheers.CHEERS),
@@ -55,8 +56,7 @@ def plain_decode(model, before, after, *entities):
         so_far.append(words)
         return model.decoder.head(model.decoder(torch.stack(so_far, 1), seen)[0][:, -1])
 
-    start = torch.full((len(before),), data.START, device=before.device)
-    return decode(step, start, model.max_len, data.END, data.UNK)
+    return decode(step, len(before), model.max_len, before.device)
 
 
 def plain_attend(self, q, k, v, causal=False, mask=None):
@@ -108,10 +108,12 @@ def work_of(args):
         match = dense_match if args.plain else token_match
         return lambda: match(q, k).sum().backward(), 1
     method, model = METHODS[args.method]
-    cfg = preset(method.Config, method.PRESETS, {}, "clevr_change", "paper", cuda)
+    cfg = preset(method.Config, method.PRESETS, {}, "clevr_change")
     cfg = dataclasses.replace(cfg, dim=args.dim, device=args.device, amp=cfg.amp and not args.plain)
     if args.plain:
-        scorer_cbr.token_match = cheers.token_match = lambda q, k, heads=1: dense_match(q, k)
+        heads_of = lambda q, k, heads: zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True)
+        dense = lambda q, k, heads=1: sum(dense_match(*pair) for pair in heads_of(q, k, heads)) / heads
+        scorer_cbr.token_match = cheers.token_match = dense
         common.Attention.attend = plain_attend
     table = (torch.randn(ENTITIES, CLIP),) if method is cheers else ()
     model = model(cfg, WORDS, grid, args.length, *table).to(args.device)
@@ -122,16 +124,18 @@ def work_of(args):
         getattr(model, "decoder", model).head.bias.data[[data.NULL, data.END]] = -1e9  # every caption takes every step
         write = model.generate
         if args.plain and method is idc_pretrain:
-            model.stepper = model.full_stepper
+            raise SystemExit("idc_pretrain has no plain decoding")
         elif args.plain:
             write = lambda *pair: plain_decode(model, *pair)
         return torch.no_grad()(lambda: write(before, after, *entities)), 1
     caption = torch.randint(4, WORDS, (args.batch, args.length), device=args.device)
     streams = tuple(data.Batch(before, after, caption, [""] * args.batch, [""] * args.batch) for _ in range(2))
-    rows = torch.randint(40, (args.batch,), device=args.device)  # of few phrases
-    phrases = torch.randn(40, CLIP, device=args.device)[rows], torch.ones_like(rows, dtype=torch.bool), rows[:, None] == rows
+    rows = torch.randint(40, (2 * args.batch,), device=args.device)  # of few phrases
+    text = torch.randn(40, CLIP, device=args.device)[rows]
+    found = rdd_acr.Attributes(text, torch.ones_like(rows, dtype=torch.bool), rows[:, None] == rows)
+    phrases = SimpleNamespace(nouns=lambda *_: found, verbs=lambda *_: found)
     rewritten = torch.randint(4, WORDS, (args.batch, 6, args.length))
-    more = {rdd_acr: (lambda *_: phrases,), cheers: (lambda _: entities[0],),
+    more = {rdd_acr: (phrases,), cheers: (lambda _: entities[0],),
             idc_pretrain: (args.task or "finetune", lambda ids: rewritten[: len(ids)])}.get(method, ())  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=not args.plain)
     if cuda and args.compile and not args.plain:

@@ -5,11 +5,11 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import data
+
 import numpy as np
 import pytest
 from PIL import Image
-
-import data
 
 GRID = (8, 2, 3)  # channels, height, width: no two alike, so that a swapped axis fails
 COLORS = ("red", "blue", "green", "gray")

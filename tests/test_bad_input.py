@@ -5,6 +5,10 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import data
+import scorer_cbr
+from common import run_main
+
 import h5py
 import numpy as np
 import pytest
@@ -22,10 +26,6 @@ from test_readers import (
     write_repack,
     write_spot,
 )
-
-import data
-import scorer_cbr
-from common import run_main
 
 
 @pytest.fixture

@@ -5,13 +5,14 @@ import math
 import signal
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Literal
+
+import common
+from common import Attention, GridPosition, LossLog, Run, RunConfig, decode, info_nce, learning_rate, sinusoid, token_match
 
 import pytest
 import torch
 import torch.nn as nn
-
-import common
-from common import Attention, GridPosition, LossLog, Run, RunConfig, decode, info_nce, learning_rate, sinusoid, token_match
 
 
 def dense_match(q, k):
@@ -100,16 +101,16 @@ def test_decode_stops_at_end_and_never_says_unk():
         return logits
 
     seen = []
-    ids = decode(step, torch.tensor([2, 2]), max_len=9, end=3, unk=1)
+    ids = decode(step, 2, 9, "cpu")
     assert ids.tolist() == [[2, 4, 0, 0, 0, 0, 0, 0, 0], [2, 5, 4, 0, 0, 0, 0, 0, 0]]
     assert len(seen) == 3  # and not eight
-    assert decode(step, torch.tensor([2, 2]), max_len=3, end=3, unk=1).tolist() == [[2, 4, 0], [2, 5, 4]]
+    assert decode(step, 2, 3, "cpu").tolist() == [[2, 4, 0], [2, 5, 4]]
 
 
 def test_decode_samples_in_proportion():
     torch.manual_seed(0)
     logits = torch.tensor([0.0, 0.0, 0.0, 0.0, math.log(3.0), 0.0]).index_fill(0, torch.tensor([0, 1, 2, 3]), -30.0)
-    ids = decode(lambda words, t: logits.repeat(len(words), 1), torch.full((4000,), 2), 2, end=3, unk=1, sample=True)
+    ids = decode(lambda words, t: logits.repeat(len(words), 1), 4000, 2, "cpu", sample=True)
     assert (ids[:, 1] == 4).float().mean().item() == pytest.approx(0.75, abs=0.03)
 
 
@@ -117,17 +118,20 @@ def test_decode_samples_in_proportion():
 class Config(RunConfig):
     """A method's config."""
 
+    reading: Literal["paper", "released"] = "paper"  # disputed details
     width: int = 4  # width in cells
 
 
 def test_flags_over_preset_over_defaults(tmp_path, capsys):
-    presets = {"mini": {"lr": 0.5, "width": 7}, "mini@cuda": {"width": 9}}
-    parse = lambda *argv: common.parse_args(Config, presets, {"width": 1}, "method", "What it is.", list(argv))
+    presets, released = {"mini": {"lr": 0.5, "width": 7}}, {"all": {"width": 1}, "other": {"lr": 3.0}}
+    out = ["--out_dir", str(tmp_path / "new")]
+    parse = lambda *argv: common.parse_args(Config, presets, "method", "What it is.", [*out, *argv], released)
     cfg, do = parse("--device", "cpu", "--steps", "3", "--no-amp")
     assert (cfg.lr, cfg.width, cfg.steps, cfg.amp, cfg.seed) == (0.5, 7, 3, False, 1111)
-    assert cfg.out_dir == "runs/method-mini" and cfg.data_dir == "data/mini" and not do.resume
-    assert common.preset(Config, presets, {}, "mini", "paper", cuda=True).width == 9
-    assert parse("--device", "cpu", "--reading", "released")[0].width == 1
+    assert cfg.data_dir == "data/mini" and not do.resume and do.split == "test"
+    cfg = parse("--device", "cpu", "--reading", "released")[0]
+    assert (cfg.reading, cfg.width, cfg.lr) == ("released", 1, 0.5)
+    assert parse("--device", "cpu", "--dataset", "other", "--reading", "released")[0].lr == 3.0
     other = parse("--dataset", "else", "--device", "cpu")[0]  # runs on the defaults, and says so
     assert (other.lr, other.width, other.data_dir) == (Config.lr, 4, "data/else")
     assert "no preset for else" in capsys.readouterr().out
@@ -140,12 +144,14 @@ def test_flags_over_preset_over_defaults(tmp_path, capsys):
     with pytest.raises(SystemExit):
         parse("--device", "cpu", "--help")
     text = " ".join(capsys.readouterr().out.split())
-    assert "width in cells (default: 7)" in text and "What it is." in text
+    assert "width in cells (default: 4)" in text and "What it is." in text
     common.save_checkpoint(tmp_path / "a.pt", config=vars(cfg))
-    again, _ = parse("--eval", str(tmp_path / "a.pt"), "--width", "2", "--device", "cpu")
-    assert (again.lr, again.width, again.out_dir) == (0.5, 2, str(tmp_path))  # the checkpoint's config under the flags
-    with pytest.raises(ValueError, match="was trained with paper"):
-        parse("--eval", str(tmp_path / "a.pt"), "--reading", "released")
+    out = []
+    again, _ = parse("--eval", str(tmp_path / "a.pt"), "--lr", "2", "--device", "cpu")
+    assert (again.lr, again.width, again.out_dir) == (2.0, 1, str(tmp_path))  # the checkpoint's config under the flags
+    with pytest.raises(ValueError, match="was trained with released"):
+        parse("--eval", str(tmp_path / "a.pt"), "--reading", "paper")
+    assert common.parse_args(Config, presets, "method", "doc", ["--device", "cpu"])[0].out_dir == "runs/method-mini"
 
 
 def test_every_field_has_help():
@@ -190,21 +196,17 @@ def test_checkpoint_is_whole_when_saving_dies(tmp_path, monkeypatch):
     assert common.load_checkpoint(tmp_path / "last.pt")["step"] == 1
 
 
-def test_run_keeps_what_a_folder_holds(tmp_path):
-    cfg = RunConfig(out_dir=str(tmp_path / "run"))
-    with pytest.raises(FileNotFoundError, match="without --resume"):
-        Run(cfg, resume=True)
-    run = Run(cfg, resume=False)
-    run.begin(nn.Linear(2, 3), 0)
-    common.save_checkpoint(run.dir / "last.pt", config={})
+def test_a_new_run_takes_no_folder_that_holds_something(tmp_path):
+    common.check_folder(tmp_path / "none", resume=False, overwrite=False)
+    (tmp_path / "important.pt").touch()
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="other files, such as important.pt"):
+            common.check_folder(tmp_path, resume=False, overwrite=overwrite)
+    (tmp_path / "last.pt").touch()
     with pytest.raises(ValueError, match="--overwrite"):
-        Run(cfg, resume=False)
-    for step in (1, 2, 3):
-        run.log(step=step)
-    with open(run.dir / "log.jsonl", "a") as f:
-        f.write('{"step": 4, "ev')  # killed in the middle of a line
-    run.trim_log(2)
-    assert [json.loads(line)["step"] for line in open(run.dir / "log.jsonl")] == [0, 1, 2]
+        common.check_folder(tmp_path, resume=False, overwrite=False)
+    common.check_folder(tmp_path, resume=False, overwrite=True)
+    common.check_folder(tmp_path, resume=True, overwrite=False)
 
 
 class Words:
@@ -233,33 +235,102 @@ def test_steps_go_on_where_they_stopped():
     assert [list(common.training_batches(Words(), 1, 0, first, 7)) for first in (2, 3, 7)] == [whole[2:], whole[3:], []]
 
 
-def test_a_run_restores_what_it_saved(tmp_path):
-    cfg, model, other = RunConfig(out_dir=str(tmp_path / "run"), device="cpu"), nn.Linear(2, 3), nn.Linear(2, 3)
-    run, adam = Run(cfg, resume=False), torch.optim.Adam(model.parameters())
-    run.begin(model, 0)
-    run.save("last.pt", model, adam, Words("a", "b"), step=0, best=1.5)
-    drawn = torch.rand(3)
-    run.log(step=1)
+def start(folder, resume=False, words=("a", "b"), **fields):
+    """A run of one linear layer."""
+    torch.manual_seed(0)
+    cfg = RunConfig(out_dir=str(folder), device="cpu", **{"eval_every": 2, "log_every": 1, "steps": 4} | fields)
+    model = nn.Linear(2, 3)
+    return Run(cfg, resume, model, torch.optim.Adam(model.parameters()), Words(*words))
+
+
+def train(run, scores=(1.0, 2.0), at_step=lambda step: None):
+    """Steps of such a run to its end; what they saw."""
+    seen, scores = [], iter(scores)
+    with run:
+        for batch in run.steps(Words()):
+            loss = run.model(torch.ones(2) + torch.rand(2)).sum()
+            run.optimizer.zero_grad()
+            loss.backward()
+            run.optimizer.step()
+            seen.append(batch)
+            at_step(run.step + 1)
+            run.end_step({"total": loss}, lambda: {"CIDEr": next(scores)})
+    return seen
+
+
+def lines_of(folder, event):
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines if line.get("event") == event]
+
+
+def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_happened(tmp_path):
+    assert train(start(tmp_path / "whole")) == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    seen = []
+
+    def interrupt(step):
+        seen.append(step)
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(SystemExit) as e:
+        train(start(tmp_path / "parts"), at_step=interrupt)
+    assert e.value.code == 130 and seen == [1, 2, 3]
+    with open(tmp_path / "parts" / "log.jsonl", "a") as f:
+        f.write('{"step": 4}\n{"no step": 1}\n{"step": 4, "ev')  # killed after a later step, in the middle of a line
     with pytest.raises(ValueError, match="other words"):
-        Run(cfg, resume=True).restore(other, Words("a"))
-    assert not torch.equal(other.weight, model.weight)
-    state = Run(cfg, resume=True).restore(other, Words("a", "b"))
-    assert set(state) == {"model", "optimizer", "step", "best", "config", "random", "vocab"} and state["best"] == 1.5
-    assert torch.equal(other.weight, model.weight) and torch.equal(torch.rand(3), drawn)
-    assert [json.loads(line)["step"] for line in open(run.dir / "log.jsonl")] == [0]
-    model.weight.data[0, 0] = math.inf
-    with pytest.raises(FloatingPointError, match="after step 1; last.pt is untouched"):
-        run.save("last.pt", model, adam, Words("a", "b"), step=1, best=1.5)
-    assert common.load_checkpoint(run.dir / "last.pt")["step"] == 0
+        start(tmp_path / "parts", resume=True, words="a")
+    assert train(start(tmp_path / "parts", resume=True), scores=[2.0]) == [(1, 0)]
+    a, b = (common.load_checkpoint(tmp_path / name / "last.pt") for name in ("whole", "parts"))
+    assert torch.equal(a["model"]["weight"], b["model"]["weight"]) and torch.equal(a["random"]["cpu"], b["random"]["cpu"])
+    assert (a["step"], a["best"], a["worse"]) == (b["step"], b["best"], b["worse"]) == (4, 2.0, 0)
+    assert lines_of(tmp_path / "whole", "train") == lines_of(tmp_path / "parts", "train")
+    assert [x["CIDEr"] for x in lines_of(tmp_path / "parts", "eval")] == [1.0, 2.0]
 
 
-def test_first_signal_asks_second_stops(tmp_path):
-    with Run(RunConfig(out_dir=str(tmp_path)), resume=False) as run:
+def test_the_best_validation_is_kept(tmp_path):
+    run = start(tmp_path)
+    train(run, scores=[2.0, 1.0])
+    best, last = (common.load_checkpoint(tmp_path / name) for name in ("best.pt", "last.pt"))
+    assert (best["step"], best["best"], last["step"], last["best"], last["worse"]) == (2, 2.0, 4, 2.0, 1)
+    assert torch.equal(run.best_model().weight, best["model"]["weight"])
+
+
+def test_an_interrupt_while_validating_ends_the_run_afterwards(tmp_path):
+    run = start(tmp_path, steps=2)
+
+    def validate():
+        signal.raise_signal(signal.SIGTERM)
+        return {"CIDEr": 1.0}
+
+    with pytest.raises(SystemExit) as e, run:
+        for _ in run.steps(Words()):
+            run.end_step({"total": torch.tensor(1.0)}, validate)
+    assert e.value.code == 143 and common.load_checkpoint(tmp_path / "last.pt")["step"] == 2
+
+
+def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path):
+    run = start(tmp_path)
+    train(run)
+    run.model.weight.data[0, 0] = math.inf
+    with pytest.raises(FloatingPointError, match="after step 4; last.pt is untouched"):
+        run.save("last.pt")
+    assert common.load_checkpoint(tmp_path / "last.pt")["model"]["weight"].isfinite().all()
+
+
+def test_a_second_signal_stops_at_once(tmp_path):
+    with start(tmp_path) as run:
         signal.raise_signal(signal.SIGTERM)
         assert run.stop == 143
         with pytest.raises(SystemExit) as e:
             signal.raise_signal(signal.SIGINT)
         assert e.value.code == 143
+
+
+def test_a_new_run_removes_only_what_runs_write(tmp_path):
+    for name in ("last.pt", "best.pt", "captions_test.json", "notes.json", "mine.pt"):
+        (tmp_path / name).write_text("old")
+    start(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "log.jsonl", "notes.json", "mine.pt"}
 
 
 def test_loss_log_names_the_step_that_went_wrong():
@@ -288,7 +359,7 @@ def test_pictures():
     red, blue = (common.Image.new("RGB", (20, 10), c) for c in ("red", "blue"))
     heat = torch.zeros(2, 3)
     heat[0, 0] = 1.0
-    strip = common.pair_picture(red, blue, heat, ["a caption that is so long that it takes more than one line " * 3])
+    strip = common.pair_picture(red, blue, {"attention": heat}, ["a caption that is so long that it takes many lines " * 4])
     side = 96
     assert strip.getpixel((side // 2, side // 2)) == (255, 0, 0) and strip.getpixel((side + 3 + 5, 5)) == (0, 0, 255)
     bright, dark = strip.getpixel((2 * (side + 3) + 4, 4)), strip.getpixel((2 * (side + 3) + 90, 90))
@@ -309,7 +380,7 @@ def test_sample_sheet_has_a_column_for_every_kind():
         def images(self, pair):
             return tuple(common.Image.new("RGB", (20, 10), c) for c in ("red", "blue"))
 
-    captions, maps = {"1": "nothing changed"}, {"1": torch.eye(2)}
-    plain = common.sample_sheet(Pictured(), "test", captions, maps)
+    captions, maps = {"1": "nothing changed"}, {"1": {"attention": torch.eye(2)}}
+    plain = common.sample_sheet(Pictured(), "test", captions, maps, {})
     more = common.sample_sheet(Pictured(), "test", captions, maps, {"1": ["entities: dog, cat"]})
     assert plain.width > 2 * 4 * 96 and more.size == (plain.width, plain.height + 2 * 14)

@@ -5,14 +5,14 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import data
+
 import h5py
 import numpy as np
 import pytest
 import torch
 from conftest import GRID, write_release
 from test_features import random_resnet
-
-import data
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 real = pytest.mark.skipif(not SHARED.exists(), reason="the public annotation files are not here")

@@ -8,6 +8,9 @@ import sys
 import threading
 from pathlib import Path
 
+import data
+import scorer_cbr
+
 import h5py
 import numpy as np
 import pytest
@@ -15,9 +18,6 @@ import torch
 from conftest import GRID
 from PIL import Image
 from test_readers import RELEASED, write_repack
-
-import data
-import scorer_cbr
 
 
 def test_bicubic_preprocessing_against_loop():
@@ -269,7 +269,7 @@ def test_each_extractor_has_a_file_of_its_own(release, monkeypatch, tiny, capsys
     assert data.load("clevr_change", release, extractor="resnet101-layer4").grid == (4, 2, 3)
     assert data.load("clevr_change", release, extractor="resnet101-layer3").grid == (3, 2, 3)  # the data set's own
     flags = [*tiny, "--data_dir", str(release), "--extractor", "resnet101-layer4"]
-    cfg, _ = scorer_cbr.parse_args(scorer_cbr.Config, scorer_cbr.PRESETS, scorer_cbr.RELEASED, "scorer_cbr", "doc", flags)
+    cfg, _ = scorer_cbr.parse_args(scorer_cbr.Config, scorer_cbr.PRESETS, "scorer_cbr", "doc", flags)
     assert data.open_dataset(cfg).features.extractor == "resnet101-layer4"
 
 

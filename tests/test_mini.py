@@ -2,12 +2,12 @@
 
 import json
 
+import data
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-
-import data
 
 SCENES = {"train": 20, "val": 5, "test": 10}
 NAMES = ("change_captions", "no_change_captions", "splits", "type_mapping", "change_captions_with_bbox",

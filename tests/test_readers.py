@@ -6,11 +6,11 @@ import re
 import textwrap
 from pathlib import Path
 
+import data
+
 import numpy as np
 import pytest
 from conftest import GRID, write_features, write_picture
-
-import data
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 real = pytest.mark.skipif(not SHARED.exists(), reason="the public annotation files are not here")

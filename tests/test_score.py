@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import data
+
 import pytest
 import torch
 from PIL import Image
-
-import data
 
 SHARED = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
 needs_java = pytest.mark.skipif(data.find_java() is None, reason="java is not on the PATH")

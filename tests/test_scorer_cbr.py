@@ -2,14 +2,14 @@
 
 import math
 
+import data
+import scorer_cbr
+from scorer_cbr import RELEASED, SCORER, Config, similarity
+
 import pytest
 import torch
 import torch.nn.functional as F
 from released import close, fill, inputs, linear
-
-import data
-import scorer_cbr
-from scorer_cbr import RELEASED, SCORER, Config
 
 # ---- parity with the released code (reading "released"), recorded from it in float64 ------------------------------------
 
@@ -19,7 +19,7 @@ ATTENTION = ("query", "key", "value")
 
 def released_names() -> dict[int, dict[str, tuple]]:
     """Base stream -> released parameter names -> (our name or names, shape), for encoder, decoder and CBR."""
-    encoder = linear("img.0", "embed.conv", 512, 1026, 1, 1) | linear("embed_fc.0", "fuse.0", 512, 1024)
+    encoder = linear("img.0", "embed.conv", 512, 1026, 1, 1) | linear("embed_fc.0", "fuse.project", 512, 1024)
     encoder |= {"w_embedding.weight": ("embed.position.col.weight", (14, 256)),
                 "h_embedding.weight": ("embed.position.row.weight", (14, 256))}  # fmt: skip
     for i in range(2):
@@ -38,29 +38,28 @@ def released_names() -> dict[int, dict[str, tuple]]:
         for theirs, ours in (("hidden_intermediate.dense", "hidden"), ("output.dense", "output")):
             decoder |= linear(f"core.layer.{i}.{theirs}", f"decoder.layers.{i}.{ours}", 512, 512)
     cbr = linear("conv1", "cbr.join", 512, 1024, 1, 1) | linear("conv2.0", "cbr.output", 512, 512, 1, 1)
-    cbr |= {"mh_att.in_proj_weight": ([f"cbr.attention.{n}.weight" for n in ATTENTION], (1536, 512)),
-            "mh_att.out_proj.weight": ("cbr.attention.out.weight", (512, 512)), "contra.logit_scale": (None, ())}  # fmt: skip
+    cbr |= {"mh_att.in_proj_weight": ("cbr.attention.in_proj_weight", (1536, 512)), "contra.logit_scale": (None, ()),
+            "mh_att.out_proj.weight": ("cbr.attention.out_proj.weight", (512, 512))}  # fmt: skip
     cbr |= linear("contra.query", "cbr.query", 512, 512) | linear("contra.key", "cbr.key", 512, 512)
     return {100: encoder, 300: decoder, 500: cbr}
 
 
 @pytest.fixture(scope="module")
 def fixture():
-    cfg = Config(**scorer_cbr.PRESETS["clevr_change"], **RELEASED | {"train_cbr": True})
+    cfg = Config(**scorer_cbr.PRESETS["clevr_change"], **RELEASED["all"] | {"train_cbr": True})
     return fill(SCORER(cfg, 76, (1024, 14, 14), 24), released_names()), *inputs(76, 24)
 
 
 def test_released_reading_meets_recorded_values(fixture):
     model, before, after, caption = fixture
-    difference, x_bef, _, (q, k) = model.encode(before, after)
+    difference, x_bef, _, tokens = model.encode(before, after)
     close(x_bef.abs().sum(), 59178.566, atol=1e-3), close(difference.abs().sum(), 76022.024, atol=1e-3)
     losses = model(before, after, caption)
     close(losses["caption"], 4.620655), close(losses["match"], 1.764648), close(losses["cbr"], 1.101593)
-    (q_bef, q_aft), (k_aft, k_bef) = q.chunk(2), k.chunk(2)
-    close(model.similarity(q_bef, k_aft, model.log_scale)[0], [54.499477, 56.707699, 53.308426])
-    close(model.similarity(q_aft, k_bef, model.log_scale)[0], [52.554564, 55.211010, 55.018642])
-    _, query, key = model.decoder(caption, difference)
-    scores = model.decoder.layers[-1].cross_attention.scores(query, key)
+    there, back = (similarity(q, k, model.log_scale, model.cfg.matching, 8) for q, k in tokens[-1])
+    close(there[0], [54.499477, 56.707699, 53.308426]), close(back[0], [52.554564, 55.211010, 55.018642])
+    look = model.decoder.layers[-1].cross_attention
+    scores = look.scores(model.decoder(caption, difference)[1], look.key(difference))
     close(scores.mean(1)[0, 0, :3], [0.113618, 0.108001, 0.178722])
     model.zero_grad()
     (losses["caption"] + 0.1 * losses["match"] + 0.001 * losses["cbr"]).backward()
@@ -108,19 +107,16 @@ def naive_nce(s):
     return -sum(float(s[a, a]) - math.log(sum(math.exp(float(v)) for v in s[a])) for a in range(len(s))) / len(s)
 
 
-MATCHINGS = [("mtm", "summed"), ("mtm", "per_head"), ("tm", "summed"), ("mean", "summed"), ("max", "summed")]
-
-
-@pytest.mark.parametrize("matching, match_heads", MATCHINGS)
-def test_match_loss_against_loops(matching, match_heads):
-    model, (before, after) = small(matching=matching, match_heads=match_heads), pictures()
+@pytest.mark.parametrize("matching", ["mtm", "tm", "mean", "max"])
+def test_match_loss_against_loops(matching):
+    model, (before, after) = small(matching=matching), pictures()
     layer, x_bef, x_aft = model.cross_view[0].attention, model.embed(before), model.embed(after)
 
     def plain(q, k):
         if matching in ("mean", "max"):
             pool = (lambda x: x.mean(1)) if matching == "mean" else (lambda x: x.max(1).values)
             return math.e * pool(q) @ pool(k).T
-        return math.e * naive_match(q, k, 2 if match_heads == "per_head" else 1)
+        return math.e * naive_match(q, k, heads=2 if matching == "mtm" else 1)
 
     expected = naive_nce(plain(layer.query(x_bef), layer.key(x_aft))) + naive_nce(plain(layer.query(x_aft), layer.key(x_bef)))
     assert model(before, after, CAPTION)["match"].item() == pytest.approx(expected / 2)
@@ -130,14 +126,14 @@ def test_match_loss_against_loops(matching, match_heads):
 def test_cbr_loss_against_loops(sentence_mean):
     model, (before, after) = small(sentence_mean=sentence_mean).eval(), pictures()
     x_bef, x_aft, cbr = model.embed(before), model.embed(after), model.cbr
-    hidden, _, _ = model.decoder(CAPTION, model.encode(before, after)[0])
+    hidden, _ = model.decoder(CAPTION, model.encode(before, after)[0])
     hat = torch.zeros(B, N, 8, dtype=torch.float64)
     for b in range(B):
         words = int((CAPTION[b] > 0).sum())
         s = hidden[b, :words].sum(0) / (words if sentence_mean == "words" else V)
         joined = torch.stack([cbr.join(torch.cat([x_bef[b, n], s])) for n in range(N)])[None]
-        hat[b] = cbr.output(cbr.attention(joined, joined))[0]
-    r = math.e * naive_match(cbr.query(hat), cbr.key(x_aft))
+        hat[b] = cbr.output(cbr.attention(joined, joined, joined)[0])[0]
+    r = math.e * naive_match(cbr.query(hat), cbr.key(x_aft), heads=2)
     assert model(before, after, CAPTION)["cbr"].item() == pytest.approx((naive_nce(r) + naive_nce(r.T)) / 2)
 
 
@@ -164,23 +160,24 @@ def test_embedding_is_projection_coordinates_and_position():
 def test_both_directions_use_the_old_pair():
     layer = small().cross_view[0].eval()
     x_bef, x_aft = torch.randn(2, B, N, 8, dtype=torch.float64)
-    new, _, _ = layer(torch.cat([x_bef, x_aft]))
-    for ours, (x, partner) in zip(new.chunk(2), ((x_bef, x_aft), (x_aft, x_bef)), strict=True):
+    *new, tokens = layer(x_bef, x_aft)
+    for ours, (q, k), (x, partner) in zip(new, tokens, ((x_bef, x_aft), (x_aft, x_bef)), strict=True):
         torch.testing.assert_close(ours, layer.norm(x + layer.attention(x, partner)))
+        torch.testing.assert_close(q, layer.attention.query(x)), torch.testing.assert_close(k, layer.attention.key(partner))
 
 
 @pytest.mark.parametrize("fusion", ["cat", "sum", "hadamard"])
 def test_fusion(fusion):
     model, (before, after) = small(fusion=fusion, layers=1).eval(), pictures()
-    a, b = model.cross_view[0](torch.cat([model.embed(before), model.embed(after)]))[0].chunk(2)
+    a, b, _ = model.cross_view[0](model.embed(before), model.embed(after))
     joined = {"cat": torch.cat([a, b], -1), "sum": a + b, "hadamard": a * b}[fusion]
-    torch.testing.assert_close(model.encode(before, after)[0], model.fuse[0](joined).relu())
+    torch.testing.assert_close(model.encode(before, after)[0], model.fuse.project(joined).relu())
 
 
 def test_subtraction_sees_the_bare_difference_only():
     model, (before, after) = small(difference="subtract", w_match=0.0), pictures()
     d = model.eval().encode(before, after)[0]
-    torch.testing.assert_close(d, model.fuse[0](model.embed(before) - model.embed(after)).relu())
+    torch.testing.assert_close(d, model.fuse.project(model.embed(before) - model.embed(after)).relu())
     torch.testing.assert_close(d, model.encode(before + 0.3, after + 0.3)[0])
     with pytest.raises(ValueError, match="--w_match 0"):
         small(difference="subtract")
@@ -199,9 +196,8 @@ def test_first_layer_matching_has_no_leak_and_last_layer_has():
         for step in range(130):
             style = torch.randn(2, 12, 8, 1, 1)  # each image its own, no two related
             before, after = style + 0.3 * torch.randn(2, 12, 8, 2, 3)
-            q, k = model.encode(before, after)[3]
-            scores = model.similarity(q[:12], k[:12], model.log_scale)
-            back = model.similarity(q[12:], k[12:], model.log_scale)
+            tokens = model.encode(before, after)[3][0 if match_layer == "first" else -1]
+            scores, back = (similarity(q, k, model.log_scale, "mtm", 4) for q, k in tokens)
             adam.zero_grad(), scorer_cbr.match_loss(scores, back).backward(), adam.step()
             hits += [(scores.argmax(1) == torch.arange(12)).float().mean().item()] if step >= 100 else []
         return sum(hits) / len(hits)
@@ -245,11 +241,23 @@ def test_released_cbr_stays_as_drawn_but_teaches():
     assert model.decoder.embed.weight.grad.any() and model.embed.conv.weight.grad.any()
 
 
-def test_temperature_is_clamped():
-    model = small()
-    model.log_scale.data.fill_(9.0), model.cbr.log_scale.data.fill_(-3.0)
+def test_the_learned_scales_stay_below_100():
+    model = SCORER(Config(dim=16, heads=2), WORDS, (C, H, W), V)
+    for scale, start in ((model.log_scale, 4.0), (model.cbr.log_scale, 9.0)):
+        scale.data.fill_(start)
     model.clamp_scales()
-    assert model.log_scale.item() == pytest.approx(math.log(100)) and model.cbr.log_scale.item() == -3.0
+    assert model.log_scale.item() == pytest.approx(4) and model.cbr.log_scale.exp().item() == pytest.approx(100)
+
+
+def test_decoder_starts_as_released_the_rest_as_pytorch_does():
+    paper, model = SCORER(Config(dim=64), WORDS, (C, H, W), V), SCORER(Config(dim=64, xavier=False), WORDS, (C, H, W), V)
+    bound = math.sqrt(6 / (64 + 64))
+    assert 0.9 * bound < paper.decoder.layers[1].hidden.weight.abs().max() <= bound
+    for weight in (model.decoder.head.weight, model.decoder.embed.weight, model.decoder.layers[1].hidden.weight):
+        assert weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert not model.decoder.project.bias.any() and model.embed.position.col.weight.std() > 0.5
+    stacked, bound = model.cbr.attention.in_proj_weight, math.sqrt(6 / (64 + 3 * 64))  # Xavier of one matrix (3D, D)
+    assert 0.9 * bound < stacked.abs().max() <= bound
 
 
 @pytest.mark.parametrize("fields", [{}, {"w_cbr": 0.0}, {"w_match": 0.0}])
@@ -270,9 +278,9 @@ def test_total_is_equation_13(fields):
 
 
 def test_released_reading_sets_every_disputed_field():
-    parse = lambda *argv: scorer_cbr.parse_args(Config, scorer_cbr.PRESETS, RELEASED, "s", "d", [*argv, "--device", "cpu"])[0]
+    parse = lambda *argv: scorer_cbr.parse_args(Config, scorer_cbr.PRESETS, "s", "d", [*argv, "--device", "cpu"], RELEASED)[0]
     paper, released = parse("--dataset", "clevr_change"), parse("--dataset", "clevr_change", "--reading", "released")
     changed = {k for k in vars(paper) if getattr(paper, k) != getattr(released, k)}
-    assert changed == set(RELEASED) - {"match_heads"} | {"reading"}  # both readings sum the heads
+    assert changed == set(RELEASED["all"]) | {"reading"}
     assert parse("--dataset", "clevr_dc").layers == 1 and parse("--dataset", "spot_the_diff").w_cbr == 0.5
     assert parse("--dataset", "image_editing_request").lr == 1e-4

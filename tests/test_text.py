@@ -3,11 +3,11 @@
 import json
 import warnings
 
+import data
+
 import numpy as np
 import pytest
 import torch
-
-import data
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
