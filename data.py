@@ -529,7 +529,7 @@ def read_idc_repack(root: Path) -> Release:
     for (split, before, after), captions in texts.items():
         pairs[split].append(Pair(f"{before}_{after}" if after else before, before, after, captions))
         paths |= {name: root / "images" / name for name in (before, after) if name}
-    release = of_single_pairs({split: found for split, found in pairs.items() if found or split == "train"}, paths, {})
+    release = of_single_pairs({split: rows for split, rows in pairs.items() if rows or split == "train"}, paths, {})
     return replace(release, scenes={split: release.scenes.get(split, []) for split in SPLITS})
 
 
@@ -652,7 +652,7 @@ def read_release(name: str, root: Path) -> Release:
 # ---- pictures and features -------------------------------------------------------------------------------------------
 
 def read_image(path: str | Path) -> Image.Image:
-    """Any image file as RGB, told by its content and not by its name (first frame of an animation); ValueError naming the
+    """Any image file as RGB, known by its content and not by its name (first frame of an animation); ValueError naming the
     file where it is none."""
     Image.MAX_IMAGE_PIXELS = 10**9  # photographs of Image Editing Request pass Pillow's limit; its authors set the same
     try:
@@ -692,7 +692,7 @@ def preprocess_mini(image: Image.Image) -> Tensor:
 
 class Extractor:
     """Image files -> grid features (n, C, H, W) float16. `name` and `state` (weights, where the name alone does not
-    tell them) go into feature files and checkpoints, so that a picture is always seen as in training."""
+    say which) go into feature files and checkpoints, so that a picture is always seen as in training."""
 
     def __init__(self, name: str, state: dict[str, Tensor] | None = None, device: str = "cpu"):
         self.name, self.state, self.device = name, state, device
@@ -1382,33 +1382,23 @@ def pointing_scores(maps: dict, boxed: list[tuple[str, str, list[int], Path]], g
 # ---- scores: files ---------------------------------------------------------------------------------------------------
 
 
-def read_captions(path: str | Path, key: str | None) -> list[tuple[str, str]]:
-    """(image id, caption) pairs of a COCO file: the list under `key`, or the whole file where key is None."""
-    rows = read_json(Path(path), dict).get(key) if key else read_json(Path(path), list)
-    where = f'{path}: "{key}"' if key else f"{path}"
-    if not isinstance(rows, list):
-        raise ValueError(f'{where} should be a list of {{"image_id": ..., "caption": ...}}')
-    for n, row in enumerate(rows):
-        if not (isinstance(row, dict) and "image_id" in row and isinstance(row.get("caption"), str)):
-            raise ValueError(f'{where}, item {n} should have "image_id" and "caption" (a string), but is {str(row)[:80]}')
-    return [(str(row["image_id"]), row["caption"]) for row in rows]
+CAPTIONED = {"image_id": (int, str), "caption": str}
 
 
 def read_predictions(path: str | Path) -> dict[str, str]:
     """{image id: caption} of a COCO results file."""
-    predictions: dict[str, str] = {}
-    for i, caption in read_captions(path, None):
-        if i in predictions:
-            raise ValueError(f"{path}: image_id {i!r} has two predictions; expected one caption an image")
-        predictions[i] = caption
-    return predictions
+    rows = read_json(Path(path), [CAPTIONED])
+    ids = Counter(str(row["image_id"]) for row in rows)
+    if again := [i for i, count in ids.items() if count > 1]:
+        raise ValueError(f"{path}: image_id {again[0]!r} has two predictions; expected one caption an image")
+    return {str(row["image_id"]): row["caption"] for row in rows}
 
 
 def read_references(path: str | Path) -> dict[str, list[str]]:
     """{image id: captions} of a COCO annotation file."""
     references: dict[str, list[str]] = {}
-    for i, caption in read_captions(path, "annotations"):
-        references.setdefault(i, []).append(caption)
+    for row in read_json(Path(path), {"annotations": [CAPTIONED]})["annotations"]:
+        references.setdefault(str(row["image_id"]), []).append(row["caption"])
     return references
 
 
@@ -1428,7 +1418,7 @@ def write_scores(path: str | Path, result: dict) -> None:
 # ---- text: segments --------------------------------------------------------------------------------------------------
 
 # Parts of speech of the words of mini and CLEVR-Change, whose sentences come from templates. Materials are adjectives
-# ("became rubber"); what only tells where the changed object stands ("left of", "in front of") counts as preposition.
+# ("became rubber"); what only says where the changed object stands ("left of", "in front of") counts as preposition.
 CLOSED_WORDS = {
     "NOUN": "sphere ball cube block cylinder object objects thing scene scenes picture pictures image change difference "
             "location position place color size shape material",
@@ -1594,8 +1584,8 @@ def read_captions_once(what: str, read: Callable, skip: list[str], dataset_name:
 def caption_segments(dataset_name: str, root: Path, captions: Iterable[str]) -> dict[str, tuple[list[str], list[str]]]:
     """Noun and verb segments of every distinct caption, kept in root/segments.json."""
     skip = ["parser", "lemmatizer"]
-    found = read_captions_once("segments", lambda doc: segments(doc), skip, dataset_name, root, captions)
-    return {caption: (list(nouns), list(verbs)) for caption, (nouns, verbs) in found.items()}
+    phrases = read_captions_once("segments", lambda doc: segments(doc), skip, dataset_name, root, captions)
+    return {caption: (list(nouns), list(verbs)) for caption, (nouns, verbs) in phrases.items()}
 
 
 def caption_subjects(dataset_name: str, root: Path, captions: Iterable[str]) -> dict[str, list[str]]:
@@ -1837,8 +1827,8 @@ def check(name: str, root: Path, extractor: str = "") -> list[str]:
         release.notes.append(f"{root} has features and no pictures")
         pictures = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = tqdm(pool.map(unreadable, pictures), "images", len(pictures), unit="image", disable=None)
-        problems += at_most([line for line in found if line])
+        lines = tqdm(pool.map(unreadable, pictures), "images", len(pictures), unit="image", disable=None)
+        problems += at_most([line for line in lines if line])
     try:
         features = open_features(name, root, extractor)
         features.require(release.paths)
@@ -1903,7 +1893,7 @@ RADIUS = {"small": 0.45, "large": 0.8}
 TAN = 0.38  # tangent of half the field of view
 
 
-def _free_place(rng: np.random.Generator, radius: float, others: list[dict]) -> list[float] | None:
+def _free_position(rng: np.random.Generator, radius: float, others: list[dict]) -> list[float] | None:
     """A floor position (x, y) at least .25 clear of all others, or None when 30 tries found none."""
     for x, y in rng.uniform(-2.4, 2.4, (30, 2)).tolist():
         gaps = (np.hypot(x - o["xyz"][0], y - o["xyz"][1]) - radius - RADIUS[o["size"]] for o in others)
@@ -1915,7 +1905,7 @@ def _free_place(rng: np.random.Generator, radius: float, others: list[dict]) -> 
 def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int]) -> tuple[list, list, int] | None:
     """Objects before, objects after, and the changed one's index (for add: in the objects after).
 
-    Attribute quadruples are unique in both scenes, so that every object can be told by words. None: no luck.
+    Attribute quadruples are unique in both scenes, so that words can single out every object. None: no luck.
     """
     count = int(rng.integers(objects[0], objects[1] + 1)) + (kind == "add")
     scene = []
@@ -1924,11 +1914,11 @@ def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int])
         for name, words in ATTRIBUTES.items():
             code, digit = divmod(code, len(words))
             item[name] = words[digit]
-        place = _free_place(rng, RADIUS[item["size"]], scene)
-        if place is None:
+        position = _free_position(rng, RADIUS[item["size"]], scene)
+        if position is None:
             return None
         half = RADIUS[item["size"]] * (0.8 if item["shape"] == "cube" else 1)
-        scene.append(item | {"xyz": [*place, half], "turn": rng.uniform(0, np.pi / 2)})
+        scene.append(item | {"xyz": [*position, half], "turn": rng.uniform(0, np.pi / 2)})
     if kind == "add":
         return scene[:-1], scene, count - 1
     changed = int(rng.integers(count))
@@ -1936,10 +1926,10 @@ def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int])
     if kind == "drop":
         return scene, rest, changed
     if kind == "move":
-        place = _free_place(rng, RADIUS[new["size"]], rest)
-        if place is None or np.hypot(place[0] - new["xyz"][0], place[1] - new["xyz"][1]) < 1.2:
+        position = _free_position(rng, RADIUS[new["size"]], rest)
+        if position is None or math.dist(position, new["xyz"][:2]) < 1.2:
             return None
-        new["xyz"] = [*place, new["xyz"][2]]
+        new["xyz"] = [*position, new["xyz"][2]]
     else:
         new[kind] = str(rng.choice([word for word in ATTRIBUTES[kind] if word != new[kind]]))
         if any(all(o[a] == new[a] for a in ATTRIBUTES) for o in rest):
@@ -2041,7 +2031,7 @@ def _shade(item: dict, body: dict[str, np.ndarray], gain: float, d: np.ndarray, 
     albedo = np.array(COLORS[item["color"]], np.float32)[:, None] / 255
     if item["material"] == "metal":
         # Metal mirrors a floor that is dark close by, a bright band above the horizon, and a lamp with a hard edge:
-        # without hard edges it is hardly told from rubber at this size.
+        # without hard edges it looks like rubber at this size.
         rise = mirrored[2]
         floor = 0.5 * (1 - np.exp(height / (0.7 * np.minimum(rise, -1e-3))))
         sky = 0.35 + 0.55 * (rise < 0.45) + 0.5 * ((rise > 0.6) & (gleam > 0.75))
@@ -2211,7 +2201,7 @@ def _render_views(root: Path, number: int, kind: str, scenes: tuple, changed: in
     # In both pictures, without the object that is in one only, the objects have the same order.
     both = [[item["box"] for n, item in enumerate(seen[name]) if n != changed or kind != only]
             for name, only in (("default", "drop"), ("semantic", "add"))]  # fmt: skip
-    # Whose left and right captions tell: the view before (after for add), then the distractor's, which may stand for it.
+    # Whose left and right captions use: the view before (after for add), then the distractor's, which may stand for it.
     eyes = (views[1], views[1]) if kind == "add" else (views[0], views[2])
     return {"type": kind, "changed": changed, "objects": seen,
             "iou": round(float(np.mean([_box_iou(*pair) for pair in zip(*both, strict=True)])), 4),
@@ -2313,7 +2303,7 @@ def _described(truth: dict) -> tuple[list[dict], dict]:
 
 
 def names_changed(said: dict[str, str | None], truth: dict) -> bool:
-    """Does what parse_caption found name exactly the changed object: true of it, and of no other object of the scene?
+    """Does what parse_caption returns name exactly the changed object: true of it, and of no other object of the scene?
     truth: an entry of scenes.json."""
     scene, item = _described(truth)
     named = {name: said[name] for name in ATTRIBUTES if said[name]}
@@ -2324,8 +2314,8 @@ def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]
     """What share of captions, in per cent, is right about the scene; scenes: the content of scenes.json.
 
     predictions: image id -> caption, "000001.png" for (default, semantic), "000001.png_n" for (default, nonsemantic).
-    - "change type": changed pairs whose caption tells the kind of change; "distractors": unchanged pairs captioned
-      as unchanged; "new value": colour and material changes whose new value is told.
+    - "change type": changed pairs whose caption names the kind of change; "distractors": unchanged pairs captioned
+      as unchanged; "new value": colour and material changes whose new value is named.
     - "all four": changed pairs whose caption names exactly the changed object: all that it says of it is true, and
       true of no other object in the scene before (after for add).
     - "size", "color", "material", "shape" of that object: named and true, or left out by a name that is "all four".
