@@ -587,51 +587,23 @@ class Source:
 
 DATASETS = {
     "mini": Source(read_clevr_change, "mini-cnn"),
-    "clevr_change": Source(
-        read_clevr_change,
-        scenes={"train": 33830, "val": 1988, "test": 3985},
-        types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955},
-        words=76,
-    ),
+    "clevr_change": Source(read_clevr_change, scenes={"train": 33830, "val": 1988, "test": 3985}, words=76,
+                           types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955}),
     "clevr_dc": Source(read_clevr_dc, scenes={"train": 40800, "val": 2400, "test": 4800}, words=87),
     "spot_the_diff": Source(read_spot_the_diff, scenes={"train": 8566, "val": 1493, "test": 1270}, words=2059, empty=66),
-    "image_editing_request": Source(  # the authors' vocabulary; that of later papers is not published
-        read_image_editing,
-        tokenizer=tokenize_lower,
-        min_count=3,
-        vocab_splits=("train", "val"),
-        max_words=78,
-        scenes={"train": 3061, "val": 383, "test": 495},
-        words=808,
-    ),
-    "levir_cc": Source(  # the authors' vocabulary: words that occur more than five times, anywhere
-        read_levir_cc,
-        "resnet101-layer3-256",
-        tokenizer=str.split,
-        min_count=6,
-        vocab_splits=SPLITS,
-        max_words=50,
-        tokens="ids",
-        same=LEVIR_SAME,
-        scenes={"train": 6815, "val": 1333, "test": 1929},
-        types={"change": 5038, "no change": 5039},
-    ),
-    "birds_to_words": Source(
-        read_birds_to_words, "resnet101-layer4", tokenizer=str.split, max_words=77, tokens="split"
-    ),
-    "cub": Source(
-        read_cub,
-        "resnet101-layer4",
-        tokenizer=str.split,
-        max_words=37,
-        tokens="split",
-        scenes={"train": 8855, "val": 2933},
-    ),
-    "nabirds": Source(
-        read_nabirds, "resnet101-layer4", tokenizer=as_one_word, vocab_splits=SPLITS, scenes={"train": 23929, "test": 24633}
-    ),
+    # The authors' vocabulary; that of later papers is not published.
+    "image_editing_request": Source(read_image_editing, tokenizer=tokenize_lower, min_count=3, vocab_splits=("train", "val"),
+                                    max_words=78, scenes={"train": 3061, "val": 383, "test": 495}, words=808),
+    # The authors' vocabulary: words that occur more than five times, anywhere.
+    "levir_cc": Source(read_levir_cc, "resnet101-layer3-256", str.split, min_count=6, vocab_splits=SPLITS, max_words=50,
+                       tokens="ids", same=LEVIR_SAME, scenes={"train": 6815, "val": 1333, "test": 1929},
+                       types={"change": 5038, "no change": 5039}),
+    "birds_to_words": Source(read_birds_to_words, "resnet101-layer4", str.split, max_words=77, tokens="split"),
+    "cub": Source(read_cub, "resnet101-layer4", str.split, max_words=37, tokens="split", scenes={"train": 8855, "val": 2933}),
+    "nabirds": Source(read_nabirds, "resnet101-layer4", as_one_word, vocab_splits=SPLITS,
+                      scenes={"train": 23929, "test": 24633}),
     "pairs": Source(read_pairs, tokenizer=tokenize_lower),
-}
+}  # fmt: skip
 
 
 def prepare_command(name: str, root: Path, extractor: str = "") -> str:
@@ -1809,12 +1781,11 @@ def extract(path: Path, release: Release, extractor: Extractor, name: str, batch
 def check(name: str, root: Path, extractor: str = "") -> list[str]:
     """Problems of a folder, a line each (of a kind the first 20): what its reader raises, counts against the published ones,
     pairs that occur twice, captions, images, features, vocabulary."""
-    source, prepare = DATASETS[name], prepare_command(name, root, extractor)
+    source = DATASETS[name]
     try:
         release = read_release(name, root)
     except (OSError, ValueError) as e:
         return [str(e)]
-    problems = check_pairs(name, root, release)
 
     def unreadable(path: Path) -> str | None:
         try:
@@ -1822,29 +1793,35 @@ def check(name: str, root: Path, extractor: str = "") -> list[str]:
         except (FileNotFoundError, ValueError) as e:
             return str(e)
 
-    pictures = list(release.paths.values())
-    if [*root.glob("full_img.pkl"), *root.glob("features*")] and not any(p.exists() for p in pictures):
-        release.notes.append(f"{root} has features and no pictures")
-        pictures = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        lines = tqdm(pool.map(unreadable, pictures), "images", len(pictures), unit="image", disable=None)
-        problems += at_most([line for line in lines if line])
-    try:
+    def check_images() -> list[str]:
+        pictures = list(release.paths.values())
+        if [*root.glob("full_img.pkl"), *root.glob("features*")] and not any(p.exists() for p in pictures):
+            release.notes.append(f"{root} has features and no pictures")
+            return []
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            bar = tqdm(pool.map(unreadable, pictures), "images", len(pictures), unit="image", disable=None)
+            return [line for line in bar if line]
+
+    def check_features() -> list[str]:
         features = open_features(name, root, extractor)
         features.require(release.paths)
-        bad = [image for image, x in zip(tqdm(features.row, "features", disable=None), features.data, strict=True)
-               if not np.isfinite(x).all()]  # fmt: skip
-        problems += at_most([f"{features.path}: features of {image} are not finite" for image in bad])
-    except (OSError, ValueError) as e:
-        problems.append(str(e))
-    try:
-        vocab = read_vocab(name, root).words
-        if len(vocab) != (source.words or len(vocab)):
-            problems.append(f"{root / 'vocab.json'}: {len(vocab)} words, published {source.words}")
-        if odd := sorted(set(vocab) ^ set(vocab_of(name, release).words)):
-            problems.append(f"{root / 'vocab.json'} is not of these captions ({str(odd[:5])[1:-1]} ...); run: {prepare}")
-    except (OSError, ValueError) as e:
-        problems.append(str(e))
+        rows = zip(tqdm(features.row, "features", disable=None), features.data, strict=True)
+        return [f"{features.path}: features of {image} are not finite" for image, x in rows if not np.isfinite(x).all()]
+
+    def check_vocab() -> list[str]:
+        path, words = root / "vocab.json", read_vocab(name, root).words
+        lines = [f"{path}: {len(words)} words, published {source.words}"] if len(words) != (source.words or len(words)) else []
+        if odd := sorted(set(words) ^ set(vocab_of(name, release).words)):
+            command = prepare_command(name, root, extractor)
+            lines.append(f"{path} is not of these captions ({str(odd[:5])[1:-1]} ...); run: {command}")
+        return lines
+
+    problems = check_pairs(name, root, release)
+    for part in (check_images, check_features, check_vocab):
+        try:
+            problems += at_most(part())
+        except (OSError, ValueError) as e:
+            problems.append(str(e))
     counts = ", ".join(f"{split} {len(scenes)}" for split, scenes in release.scenes.items())
     print(*(f"note: {line}" for line in release.notes),
           f"{root}: scenes {counts}; {len(release.paths)} images, {len(problems)} problems", sep="\n")  # fmt: skip
