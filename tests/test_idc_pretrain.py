@@ -46,7 +46,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import write_features, write_picture
-from test_readers import BIRD_COLUMNS, bird_row, write, write_cub, write_nabirds, write_repack
+from test_readers import BIRD_COLUMNS, bird_row, write, write_birds, write_cub, write_nabirds, write_repack
 
 B, C, H, W, V, WORDS = 4, 5, 2, 3, 9, 12
 N, S = H * W, 2 * (H * W + 1)
@@ -583,25 +583,22 @@ def test_resume_in_either_stage_equals_no_interruption(at, prepared, tiny, tmp_p
     assert (tmp_path / "parts" / "pretrained.pt").exists()
 
 
-@pytest.mark.parametrize("theirs", [False, True])
-def test_idcs_repack_from_pickles_to_captions(theirs, release, tiny, tmp_path, capsys):
+def test_idcs_repack_from_pickles_to_captions(tiny, tmp_path, capsys):
     root = tmp_path / "repack"
-    write_repack("clevr_change", release, root)
-    if theirs:
-        pairs = [json.loads(line) for split in ("train", "val") for line in (root / f"{split}.json").read_text().splitlines()]
-        rows = [pair | {"neg_samples": ["the red cube turned blue"] * 6} for pair in pairs]
-        write(root / "train_neg_tfidf6.json", "".join(json.dumps(row) + "\n" for row in rows))
-    data.main(["clevr_change", "--data_dir", str(root), "--extractor", "resnet101-layer4"])
-    own = [*tiny, "--extractor", "resnet101-layer4", "--fda", "9", "--data_dir", root, "--out_dir", tmp_path / "run"]
-    run(*own, "--eval_every", 8)
+    write_birds(tmp_path / "birds")
+    write_repack("birds_to_words", tmp_path / "birds", root)
+    pairs = [json.loads(line) for split in ("train", "val") for line in (root / f"{split}.json").read_text().splitlines()]
+    rows = [pair | {"neg_samples": ["it is red ."] * 6} for pair in pairs]
+    write(root / "train_neg_tfidf6.json", "".join(json.dumps(row) + "\n" for row in rows))
+    data.main(["birds_to_words", "--data_dir", str(root), "--device", "cpu"])
+    own = [*tiny, "--dataset", "birds_to_words", "--extractor", "", "--fda", "9", "--data_dir", root]
+    run(*own, "--batch_size", 1, "--pretrain_batch", 1, "--eval_every", 8, "--patience", 0, "--out_dir", tmp_path / "run")
     out = capsys.readouterr().out
     assert out.count("samples on grey: their pictures are not all there, such as") == 1
     lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert {name for line in lines for name in line} >= {"fda", "mlm", "caption", "judge"}
-    scores = json.loads((tmp_path / "run" / "scores_test.json").read_text())["scores"]
-    assert set(scores) == {"total", "semantic change", "only distractor"}
-    captions = json.loads((tmp_path / "run" / "captions_test.json").read_text())
-    assert sorted(row["image_id"] for row in captions) == sorted(f"{i:06d}.png{n}" for i in range(10, 15) for n in ("", "_n"))
+    assert {name for line in lines for name in line} >= {"fda", "mlm", "caption"}
+    assert set(json.loads((tmp_path / "run" / "scores_test.json").read_text())["scores"]) == {"total"}
+    assert len(json.loads((tmp_path / "run" / "captions_test.json").read_text())) == 1
     assert (tmp_path / "run" / "samples.png").exists()
 
 
