@@ -11,6 +11,7 @@ A feature file (features.h5; another extractor's has a name of its own) and a vo
 folder. Nothing is downloaded at import.
 """
 
+import contextlib
 import csv
 import hashlib
 import itertools
@@ -528,7 +529,7 @@ def read_idc_repack(root: Path) -> Release:
     for (split, before, after), captions in texts.items():
         pairs[split].append(Pair(f"{before}_{after}" if after else before, before, after, captions))
         paths |= {name: root / "images" / name for name in (before, after) if name}
-    release = of_single_pairs({split: found for split, found in pairs.items() if found or split == "train"}, paths, {})
+    release = of_single_pairs({split: rows for split, rows in pairs.items() if rows or split == "train"}, paths, {})
     return replace(release, scenes={split: release.scenes.get(split, []) for split in SPLITS})
 
 
@@ -586,51 +587,23 @@ class Source:
 
 DATASETS = {
     "mini": Source(read_clevr_change, "mini-cnn"),
-    "clevr_change": Source(
-        read_clevr_change,
-        scenes={"train": 33830, "val": 1988, "test": 3985},
-        types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955},
-        words=76,
-    ),
+    "clevr_change": Source(read_clevr_change, scenes={"train": 33830, "val": 1988, "test": 3985}, words=76,
+                           types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955}),
     "clevr_dc": Source(read_clevr_dc, scenes={"train": 40800, "val": 2400, "test": 4800}, words=87),
     "spot_the_diff": Source(read_spot_the_diff, scenes={"train": 8566, "val": 1493, "test": 1270}, words=2059, empty=66),
-    "image_editing_request": Source(  # the authors' vocabulary; that of later papers is not published
-        read_image_editing,
-        tokenizer=tokenize_lower,
-        min_count=3,
-        vocab_splits=("train", "val"),
-        max_words=78,
-        scenes={"train": 3061, "val": 383, "test": 495},
-        words=808,
-    ),
-    "levir_cc": Source(  # the authors' vocabulary: words that occur more than five times, anywhere
-        read_levir_cc,
-        "resnet101-layer3-256",
-        tokenizer=str.split,
-        min_count=6,
-        vocab_splits=SPLITS,
-        max_words=50,
-        tokens="ids",
-        same=LEVIR_SAME,
-        scenes={"train": 6815, "val": 1333, "test": 1929},
-        types={"change": 5038, "no change": 5039},
-    ),
-    "birds_to_words": Source(
-        read_birds_to_words, "resnet101-layer4", tokenizer=str.split, max_words=77, tokens="split"
-    ),
-    "cub": Source(
-        read_cub,
-        "resnet101-layer4",
-        tokenizer=str.split,
-        max_words=37,
-        tokens="split",
-        scenes={"train": 8855, "val": 2933},
-    ),
-    "nabirds": Source(
-        read_nabirds, "resnet101-layer4", tokenizer=as_one_word, vocab_splits=SPLITS, scenes={"train": 23929, "test": 24633}
-    ),
+    # The authors' vocabulary; that of later papers is not published.
+    "image_editing_request": Source(read_image_editing, tokenizer=tokenize_lower, min_count=3, vocab_splits=("train", "val"),
+                                    max_words=78, scenes={"train": 3061, "val": 383, "test": 495}, words=808),
+    # The authors' vocabulary: words that occur more than five times, anywhere.
+    "levir_cc": Source(read_levir_cc, "resnet101-layer3-256", str.split, min_count=6, vocab_splits=SPLITS, max_words=50,
+                       tokens="ids", same=LEVIR_SAME, scenes={"train": 6815, "val": 1333, "test": 1929},
+                       types={"change": 5038, "no change": 5039}),
+    "birds_to_words": Source(read_birds_to_words, "resnet101-layer4", str.split, max_words=77, tokens="split"),
+    "cub": Source(read_cub, "resnet101-layer4", str.split, max_words=37, tokens="split", scenes={"train": 8855, "val": 2933}),
+    "nabirds": Source(read_nabirds, "resnet101-layer4", as_one_word, vocab_splits=SPLITS,
+                      scenes={"train": 23929, "test": 24633}),
     "pairs": Source(read_pairs, tokenizer=tokenize_lower),
-}
+}  # fmt: skip
 
 
 def prepare_command(name: str, root: Path, extractor: str = "") -> str:
@@ -648,10 +621,10 @@ def read_release(name: str, root: Path) -> Release:
     return release
 
 
-# ---- features --------------------------------------------------------------------------------------------------------
+# ---- pictures and features -------------------------------------------------------------------------------------------
 
 def read_image(path: str | Path) -> Image.Image:
-    """Any image file as RGB, told by its content and not by its name (first frame of an animation); ValueError naming the
+    """Any image file as RGB, known by its content and not by its name (first frame of an animation); ValueError naming the
     file where it is none."""
     Image.MAX_IMAGE_PIXELS = 10**9  # photographs of Image Editing Request pass Pillow's limit; its authors set the same
     try:
@@ -691,7 +664,7 @@ def preprocess_mini(image: Image.Image) -> Tensor:
 
 class Extractor:
     """Image files -> grid features (n, C, H, W) float16. `name` and `state` (weights, where the name alone does not
-    tell them) go into feature files and checkpoints, so that a picture is always seen as in training."""
+    say which) go into feature files and checkpoints, so that a picture is always seen as in training."""
 
     def __init__(self, name: str, state: dict[str, Tensor] | None = None, device: str = "cpu"):
         self.name, self.state, self.device = name, state, device
@@ -804,7 +777,7 @@ def write_features(path: Path, names: list[str], blocks: Iterable[np.ndarray], e
 
 class Features:
     """A feature file, checked. Its rows are read by image name: from the file, of which the system keeps in memory what it
-    can, or from the GPU, where `place` puts them."""
+    can, or from the GPU, where `move_to` puts them."""
 
     def __init__(self, path: Path, prepare: str):
         if not path.exists():
@@ -826,7 +799,7 @@ class Features:
         self.data, self.gpu = np.memmap(path, kind, "r", offset, shape), None
         self.path, self.prepare = path, prepare
 
-    def place(self, where: str, device: str) -> str:
+    def move_to(self, where: str, device: str) -> str:
         """Choose "gpu" or "file" ("auto": the GPU where features take less than 60 % of its free memory) and say so."""
         free = torch.cuda.mem_get_info()[0] if device.startswith("cuda") else 0
         if where == "gpu" and not free:
@@ -890,11 +863,11 @@ class Dataset:
         self.name, self.root, self.vocab, self.features = name, root, vocab, features
         self.scenes, self.kinds, self.paths, self.release = release.scenes, release.kinds, release.paths, release
         self.grid = features.data.shape[1:]  # C, H, W
-        kinds = [pairs for scenes in self.scenes.values() for s in scenes for pairs in (s.pairs, s.swapped) if pairs]
-        # Longest caption with START and END of each kind of pair: a distractor's words need not run as far as a change's.
-        self.lengths = [2 + max(len(vocab.split(c)) for p in kind for c in p.captions) for kind in zip(*kinds, strict=True)]
+        scenes = [pairs for of_split in self.scenes.values() for s in of_split for pairs in (s.pairs, s.swapped) if pairs]
+        # Longest caption with START and END of a scene's first pairs and of its second: a distractor's words are fewer.
+        self.lengths = [2 + max(len(vocab.split(c)) for p in pairs for c in p.captions) for pairs in zip(*scenes, strict=True)]
         self.max_len = max(self.lengths)
-        features.require({n for pairs in kinds for p in pairs for n in (p.before, p.after) if n})
+        features.require({name for pairs in scenes for p in pairs for name in (p.before, p.after) if name})
 
     def steps(self, batch_size: int) -> int:
         """Batches an epoch; the last may be smaller."""
@@ -908,27 +881,25 @@ class Dataset:
         order, swap = rng.permutation(len(scenes)), rng.random(len(scenes)) < 0.5
         draw = rng.random((len(scenes), len(scenes[0].pairs)))
 
-        def make():
-            for i in range(start * batch_size, len(scenes), batch_size):
-                chosen = order[i : i + batch_size]
-                pairs = [scenes[j].swapped if scenes[j].swapped and swap[j] else scenes[j].pairs for j in chosen]
-                streams = []
-                for kind, length in enumerate(self.lengths):
-                    of_kind = [p[kind] for p in pairs]
-                    drawn = [p.captions[int(draw[j, kind] * len(p.captions))] for p, j in zip(of_kind, chosen, strict=True)]
-                    streams.append(self.batch(of_kind, drawn, length))
-                yield tuple(streams)
+        def make(chosen: np.ndarray) -> tuple[Batch, ...]:
+            scene_pairs = [scenes[i].swapped if scenes[i].swapped and swap[i] else scenes[i].pairs for i in chosen]
+            batches = []
+            for n, length in enumerate(self.lengths):  # the scenes' first pairs, then their second
+                pairs = [pairs[n] for pairs in scene_pairs]
+                drawn = [p.captions[int(draw[i, n] * len(p.captions))] for p, i in zip(pairs, chosen, strict=True)]
+                batches.append(self.batch(pairs, drawn, length))
+            return tuple(batches)
 
-        return prefetch(make())
+        starts = range(start * batch_size, len(scenes), batch_size)
+        return prefetch(make(order[i : i + batch_size]) for i in starts)
 
     def pairs(self, split: str) -> list[Pair]:
         """Every pair of a split: all changed pairs, then, where scenes have two, all distractor pairs."""
-        return [p for kind in zip(*(s.pairs for s in self.scenes[split]), strict=True) for p in kind]
+        return [p for pairs in zip(*(scene.pairs for scene in self.scenes[split]), strict=True) for p in pairs]
 
     def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
         pairs = self.pairs(split)
-        blocks = (pairs[i : i + batch_size] for i in range(0, len(pairs), batch_size))
-        return prefetch(self.batch(block) for block in blocks)
+        return prefetch(self.batch(pairs[i : i + batch_size]) for i in range(0, len(pairs), batch_size))
 
     def batch(self, pairs: list[Pair], captions: list[str] | None = None, length: int = 0) -> Batch:
         """Pairs with one caption each (default: their first), padded to `length` ids (default: the longest there is)."""
@@ -944,30 +915,33 @@ class Dataset:
     def groups(self, split: str) -> dict[str, set[str]]:
         """Pair ids to score apart: the release's groups, those whose two images are in no other split where some are, and
         quarters of viewpoint difficulty where boxes are known."""
-        overlap = self.release.overlap
-        by_overlap = sorted((p.id for p in self.pairs(split) if p.id in overlap), key=overlap.get)
-        n, names = len(by_overlap), ("hardest", "2nd", "3rd", "easiest")
-        ends = (0, n // 4, n // 2, n - n // 4, n)  # the outer two hold int(n / 4) pairs, as in the field's scripts
-        quarters = {f"view: {name} quarter": set(by_overlap[ends[i] : ends[i + 1]]) for i, name in enumerate(names)}
+        pairs, overlap, groups = self.pairs(split), self.release.overlap, dict(self.release.groups)
         others = {(p.before, p.after) for other in self.scenes if other != split for p in self.pairs(other)}
-        kept = {p.id for p in self.pairs(split) if (p.before, p.after) not in others}
-        clean = {"without leaked pairs": kept} if len(kept) < len(self.pairs(split)) else {}
-        return self.release.groups | clean | (quarters if n else {})
+        clean = {p.id for p in pairs if (p.before, p.after) not in others}
+        if len(clean) < len(pairs):
+            groups["without leaked pairs"] = clean
+        by_overlap = sorted((p.id for p in pairs if p.id in overlap), key=overlap.get)
+        if n := len(by_overlap):
+            ends = (0, n // 4, n // 2, n - n // 4, n)  # the outer two hold int(n / 4) pairs, as in the field's scripts
+            for i, name in enumerate(("hardest", "2nd", "3rd", "easiest")):
+                groups[f"view: {name} quarter"] = set(by_overlap[ends[i] : ends[i + 1]])
+        return groups
 
     def examples(self, split: str, count: int) -> dict[str, list[Pair]]:
         """The first pairs of every kind of change, and of no change, in a split; of all where kinds are not known."""
         pairs = self.pairs(split)
-        kinds = {kind: [p for p in pairs if p.id in ids][:count] for kind, ids in self.kinds.items()} or {"all": pairs[:count]}
-        files = (self.paths[name] for chosen in kinds.values() for p in chosen for name in (p.before, p.after) if name)
-        if absent := next((path for path in files if not path.exists()), None):
-            print(f"samples on grey: their pictures are not all there, such as {absent}")
-        return {kind: chosen for kind, chosen in kinds.items() if chosen}
+        examples = {kind: [p for p in pairs if p.id in ids][:count] for kind, ids in self.kinds.items()}
+        examples = examples or {"all": pairs[:count]}
+        files = [self.paths[name] for chosen in examples.values() for p in chosen for name in (p.before, p.after) if name]
+        if absent := [path for path in files if not path.exists()]:
+            print(f"samples on grey: their pictures are not all there, such as {absent[0]}")
+        return {kind: chosen for kind, chosen in examples.items() if chosen}
 
     def images(self, pair: Pair) -> tuple[Image.Image, Image.Image]:
         """A pair's pictures, plain grey where they are not there (released features come without)."""
         paths = [self.paths[name] for name in (pair.before, pair.after) if name]
-        found = [read_image(path) if path.exists() else Image.new("RGB", (96, 96), "grey") for path in paths]
-        return found[0], found[1] if pair.after else Image.new("RGB", found[0].size)
+        pictures = [read_image(path) if path.exists() else Image.new("RGB", (96, 96), "grey") for path in paths]
+        return pictures[0], pictures[1] if pair.after else Image.new("RGB", pictures[0].size)
 
     def score(self, split: str, captions: dict[str, str], quick: bool = False) -> dict:
         """Scores of a split's captions as the data set's published tables have them: over its groups, and where these tables
@@ -980,27 +954,28 @@ class Dataset:
     def report(self, split: str, captions: dict[str, str], maps: dict) -> dict:
         """What else the captions of a split and the attention behind them show, in %, where the data set knows the truth.
 
-        "accuracy": the embedded data sets' accuracies; elsewhere, where pairs are known to be unchanged, how many changed and
-        how many unchanged pairs are recognised: a caption says that nothing changed if it is one of the field's sentences for
-        that (LEVIR-CC's), or else one that training pairs without change have. "pointing": the pointing game, see
-        pointing_scores; maps: pair id -> attention (H, W), or name -> map."""
-        found, same = {}, self.kinds.get("no change")
+        "accuracy": mini's accuracies; elsewhere, where pairs are known to be unchanged, how many changed and how many
+        unchanged pairs are recognised: a caption says that nothing changed if it is one of the field's sentences for that
+        (LEVIR-CC's), or else one that training pairs without change have. "pointing": the pointing game, see pointing_scores;
+        maps: pair id -> attention (H, W), or name -> map."""
+        report, unchanged = {}, self.kinds.get("no change")
         if self.name in EMBEDDED:
-            found["accuracy"] = mini_accuracy(captions, read_json(self.root / "scenes.json"))
-        elif same:
-            told = DATASETS[self.name].same or (c for p in self.pairs("train") if p.id in same for c in p.captions)
-            denials = {" ".join(self.vocab.split(c)) for c in told}
-            right = {"change recognised": [c not in denials for i, c in captions.items() if i not in same],
-                     "no change recognised": [c in denials for i, c in captions.items() if i in same]}  # fmt: skip
-            found["accuracy"] = {name: round(100 * sum(x) / len(x), 2) for name, x in right.items() if x}
+            report["accuracy"] = mini_accuracy(captions, read_json(self.root / "scenes.json"))
+        elif unchanged:
+            sentences = DATASETS[self.name].same
+            sentences = sentences or [c for p in self.pairs("train") if p.id in unchanged for c in p.captions]
+            denials = {" ".join(self.vocab.split(c)) for c in sentences}
+            right = {"change recognised": [c not in denials for i, c in captions.items() if i not in unchanged],
+                     "no change recognised": [c in denials for i, c in captions.items() if i in unchanged]}  # fmt: skip
+            report["accuracy"] = {name: round(100 * sum(hits) / len(hits), 2) for name, hits in right.items() if hits}
         boxed = [(p.id, side, box, self.paths[getattr(p, side)]) for p in self.pairs(split)
                  if p.id in maps and p.id in self.release.boxes
                  for side, box in zip(("before", "after"), self.release.boxes[p.id], strict=True) if box]  # fmt: skip
-        if absent := next((path for *_, path in boxed if not path.exists()), None):
-            print(f"no pointing game: its pictures are not all there, such as {absent}")
+        if absent := [path for *_, path in boxed if not path.exists()]:
+            print(f"no pointing game: its pictures are not all there, such as {absent[0]}")
         elif boxed:
-            found["pointing"] = pointing_scores(maps, boxed, self.groups(split))
-        return found
+            report["pointing"] = pointing_scores(maps, boxed, self.groups(split))
+        return report
 
     def results(
         self, split: str, captions: dict[str, str], maps: dict, out_dir: Path | None, notes: dict | None = None, **more
@@ -1028,11 +1003,9 @@ class Dataset:
 
     def state(self) -> dict:
         """What a checkpoint needs to caption any two pictures without the data set."""
-        net = mini_cnn_state(self.root) if self.name in EMBEDDED else None
-        return {
-            "vocab": self.vocab.words, "grid": self.grid, "max_len": self.max_len,
-            "extractor": {"name": self.features.extractor, "state": net},
-        }  # fmt: skip
+        weights = mini_cnn_state(self.root) if self.name in EMBEDDED else None
+        extractor = {"name": self.features.extractor, "state": weights}
+        return {"vocab": self.vocab.words, "grid": self.grid, "max_len": self.max_len, "extractor": extractor}
 
 
 def load(name: str, root: str | Path, where: str = "auto", device: str = "cpu", extractor: str = "") -> Dataset:
@@ -1042,7 +1015,7 @@ def load(name: str, root: str | Path, where: str = "auto", device: str = "cpu", 
     root, release = Path(root), read_release(name, Path(root))
     features = open_features(name, root, extractor)
     dataset = Dataset(name, root, release, read_vocab(name, root), features)
-    print(*(f"note: {line}" for line in release.notes), features.place(where, device), sep="\n")
+    print(*(f"note: {line}" for line in release.notes), features.move_to(where, device), sep="\n")
     return dataset
 
 
@@ -1113,7 +1086,780 @@ def feature_file(name: str, root: Path, extractor: str = "") -> Path:
     return root / f"features-{extractor}.h5"
 
 
-# ---- mini: scenes ----
+# ---- scores: tokens --------------------------------------------------------------------------------------------------
+
+PTB_DROPPED = re.compile(r"""['"`]|''|``|[?!,:;]|\.+|-{1,4}""")  # the field's punctuation list; it misses !! and brackets
+PTB_SPELLING = {"‘": "'", "’": "'", "“": '"', "”": '"', "«": '"', "»": '"', "–": " -- ", "—": " -- ", "…": " ... ", "‐": "-",
+                "‑": "-", "½": "1/2", "¼": "1/4", "¾": "3/4", "€": "$", "£": "#", "¢": " cents ", "&amp;": "&", "&lt;": "<",
+                "&gt;": ">", "&quot;": '"', "&apos;": "'", "&nbsp;": " "}  # fmt: skip
+PTB_BRACKETS = {"(": "-lrb-", ")": "-rrb-", "[": "-lsb-", "]": "-rsb-", "{": "-lcb-", "}": "-rcb-"}
+PTB_ABBREVIATIONS = """adm al apr ariz assn assoc asst attys aug ave bldg blvd bros calif capt cf cmdr co col colo conn
+    corp cos cpl dec dept dr elec est etc ext feb fla fri ft ga gen gov hon inc ind jan jr jul jun kan ky lt ltd maj mar md
+    messrs mich minn mo mon mont mr mrs ms mt neb nev nov oct okla ph plc pres prof rd rep rev sen sep sept sgt sq sr st
+    ste supt tel tenn thu thurs tue tues univ va vs vt wed wis wyo"""
+
+# The first alternative that fits is the token, so special cases come first. {L} letter, {A} letter or digit, {E} word's end.
+PTB_TOKEN = re.compile(
+    r"""
+    (?:https?://|www\.)[^\s"<>]*[^\s"<>.,!?]                                   # web addresses
+  | <[/!?]?[a-z][^<>]*>                                                        # tags
+  | can(?=not{E}) | (?:gon|wan)(?=na{E}) | got(?=ta{E}) | (?:lem|gim)(?=me{E}) # can|not, gon|na
+  | 'n' | '(?:[smd]|re|ve|ll|n|em|cause|\d0s)(?!{A}) | 't(?=(?:is|was){E})     # man|'s, they|'re, 't|is
+  | n['`]t(?!{A})                                                              # do|n't (with the last words below)
+  | (?:{ABBREVIATION})\.(?!{A}) | (?:no|nos|figs?|pp|art|ca)\.(?=[ ]?\d)       # mr., no. 5
+  | (?:{L}\.)+(?!{A})                                                          # p.m., U.S., x.
+  | (?-i:[A-Z]+(?:[&+][A-Z]+)+)                                                # AT&T
+  | {A}+(?:-{A}+)*(?:/{A}+(?:-{A}+)*){1,2}                                     # and/or, 1/2, 12/25/2012
+  | {A}(?:{A}|[.,])*(?:-{A}+)+                                                 # T-shirt, 10-15
+  | [-+]?\d*(?:[.,:]\d+)+ | [-+]?\d+(?!{A})                                    # 3.5, 1,000, 12:30, -5
+  | [dlo]'{L}+ | c'mon{E} | ma'am{E} | ol'(?!{A}) | y'(?=all{E})               # o'clock
+  | {L}+(?:[.!?]{L}+)+                                                         # left.right: no space, no split
+  | {A}+?(?=n['`]t(?!{A})) | {A}+(?:_{A}+)*                                    # words
+  | [#@]{L}+ | \.{2,} | [!?]+ | -+ | \*+ | _+ | '' | `` | \S                   # the rest, single signs at last
+    """.replace("{ABBREVIATION}", "|".join(PTB_ABBREVIATIONS.split()))
+    .replace("{E}", r"(?!['\w-])").replace("{L}", r"[^\W\d_]").replace("{A}", r"[^\W_]"),
+    re.VERBOSE | re.IGNORECASE,
+)  # fmt: skip
+
+
+def ptb_tokenize(text: str) -> str:
+    """The tokens, joined by spaces, that pycocoevalcap's PTBTokenizer (Stanford CoreNLP 3.4.1) gives, but without Java.
+
+    Equal on every sentence of Spot-the-Diff and Image Editing Request (train and validation) and on CLEVR-like ones. Known
+    to differ: e-mail addresses, smileys, C++, phone numbers, 1 1/2, "Miss." or "Tex." as states, a clitic glued to the next
+    word ("'s2"), a typographic quote before s, t, d or m as a word of its own, "non-u.s.", rare signs. Round brackets stay,
+    as -lrb- and -rrb-: the field drops -LRB-, but from tokens that are lower case by then.
+    """
+    for written, meant in PTB_SPELLING.items():
+        text = text.replace(written, meant)
+    tokens = (PTB_BRACKETS.get(token, token.lower()) for token in PTB_TOKEN.findall(text))
+    return " ".join(token for token in tokens if not PTB_DROPPED.fullmatch(token))
+
+
+# ---- scores: the metrics ---------------------------------------------------------------------------------------------
+
+METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "CIDEr (one pool)", "SPICE")
+JAVA_FLAGS = "-Dfile.encoding=UTF-8 -Duser.language=en -Duser.country=US"  # METEOR dies where 0.5 is 0,5
+JAVA_PATIENCE = 1200  # seconds after which a Java process is taken to hang
+SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
+
+
+def find_java() -> str | None:
+    return shutil.which("java")
+
+
+def coco_folder() -> Path:
+    import pycocoevalcap  # a folder without __init__.py, so it has a __path__ and no __file__
+
+    return Path(next(iter(pycocoevalcap.__path__)))
+
+
+def tokenize_all(texts: list[str], java: str | None) -> tuple[list[str], str]:
+    """Tokens of every text, and which tokenizer made them: one call of the package's jar, or ptb_tokenize where Java fails.
+
+    The package's own class writes into its folder, prints, and loses captions without a word when Java fails. White space
+    becomes one space here: any line break inside a caption would shift all later ones.
+    """
+    texts = [" ".join(text.split()) for text in texts]
+    if java:
+        from pycocoevalcap.tokenizer.ptbtokenizer import PUNCTUATIONS
+
+        jar = coco_folder() / "tokenizer" / "stanford-corenlp-3.4.1.jar"
+        call = [java, *JAVA_FLAGS.split(), "-cp", str(jar), "edu.stanford.nlp.process.PTBTokenizer"]
+        call += ["-preserveLines", "-lowerCase", "-encoding", "UTF-8"]
+        try:
+            lines = "\n".join([*texts, ""]).encode()
+            done = subprocess.run(call, input=lines, capture_output=True, check=True, timeout=JAVA_PATIENCE)
+        except (OSError, subprocess.SubprocessError):
+            return tokenize_all(texts, None)
+        lines = done.stdout.decode().split("\n")[:-1]
+        assert len(lines) == len(texts), f"the PTB tokenizer made {len(lines)} lines of {len(texts)} captions"
+        return [" ".join(w for w in line.rstrip().split(" ") if w not in PUNCTUATIONS) for line in lines], "PTB (Java)"
+    return [ptb_tokenize(text) for text in texts], "Python"
+
+
+def meteor(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, list[str]]) -> dict[str, float]:
+    """METEOR of every group. OSError where its Java process ends early, or is not done in JAVA_PATIENCE seconds."""
+    from pycocoevalcap.meteor.meteor import Meteor
+
+    os.environ.setdefault("JAVA_TOOL_OPTIONS", JAVA_FLAGS)
+    package, scores = Meteor(), {}
+    watchdog = threading.Timer(JAVA_PATIENCE, package.meteor_p.kill)
+    watchdog.start()
+    try:
+        for name, ids in groups.items():
+            scores[name] = package.compute_score({i: refs[i] for i in ids}, {i: [hyps[i]] for i in ids})[0]
+    except (BrokenPipeError, ValueError) as e:  # ValueError: the answer of a process that has ended is no number
+        raise OSError(f"METEOR's Java process ended, or was not done in {JAVA_PATIENCE} s; it needs 2 GB of memory") from e
+    finally:
+        watchdog.cancel()
+        if package.lock.locked():  # or the package's __del__ would wait for it
+            package.lock.release()
+        with contextlib.suppress(BrokenPipeError):
+            package.meteor_p.stdin.close()
+    return scores
+
+
+def spice(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, list[str]]) -> dict[str, float]:
+    """SPICE of every group: a mean over captions, so one (slow) run serves all groups. Never downloads its models."""
+    from pycocoevalcap.spice.spice import Spice
+
+    if not all((coco_folder() / "spice" / "lib" / jar).exists() for jar in SPICE_MODELS):
+        raise FileNotFoundError("SPICE's models are not there; run: python -m pycocoevalcap.spice.get_stanford_models")
+    try:
+        _, rows = Spice().compute_score(refs, {i: [hyp] for i, hyp in hyps.items()})
+    except subprocess.CalledProcessError as error:
+        raise OSError(f"the SPICE program ended with status {error.returncode}; it was written for Java 8") from error
+    f = {i: row["All"]["f"] for i, row in zip(sorted(hyps), rows, strict=True)}
+    return {name: sum(f[i] for i in ids) / len(ids) for name, ids in groups.items()}
+
+
+def score(
+    predictions: dict[str, str],
+    references: dict[str, list[str]],
+    groups: dict[str, Iterable[str]] | None = None,
+    quick: bool = False,
+    tokens: Literal["ptb", "split", "ids"] = "ptb",
+    ids: dict[str, int] | None = None,
+) -> dict:
+    """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's ids that have a prediction.
+
+    Returns {"scores": {group: {metric: number or None}}, "missing": {metric: reason}, "tokenizer": which made the words}.
+    Every group is a corpus of its own, as in the field's scripts: CIDEr counts document frequencies in the group's references,
+    so the total is no average of the groups, and a single image gets 0. "CIDEr (one pool)" is the mean of the group's captions
+    when document frequencies are those of all pairs, as in IDC's Table 3. An empty caption counts as 0, except that ROUGE-L,
+    as the package computes it, is 1 where a reference is empty too. `quick` leaves out METEOR and SPICE, which take programs
+    of their own, and the pool.
+
+    tokens: "ptb" as a rule; "split": captions are words already, split at blanks (Birds-to-Words); "ids" (LEVIR-CC): words are
+    replaced by their numbers in `ids`, those that it lacks all by that of UNK, so that they match each other, and METEOR
+    knows no stems and synonyms.
+    """
+    from pycocoevalcap.bleu.bleu import Bleu
+    from pycocoevalcap.cider.cider import Cider
+    from pycocoevalcap.rouge.rouge import Rouge
+
+    if not predictions:
+        raise ValueError("no predictions to score; expected at least one {image id: caption}")
+    for i in predictions:
+        if not references.get(i):
+            raise ValueError(f"prediction {i!r} has no reference; give the references of its split, or leave it out")
+    members = {"total": set(predictions)} | {name: set(ids) for name, ids in (groups or {}).items()}
+    groups = {name: [i for i in predictions if i in among] for name, among in members.items()}
+    groups = {name: among for name, among in groups.items() if among}
+
+    java, texts = find_java(), [text for i in predictions for text in (predictions[i], *references[i])]
+    if tokens == "ptb":
+        lines, tokenizer = tokenize_all(texts, java)
+    elif tokens == "split":
+        lines, tokenizer = [" ".join(text.split()) for text in texts], "none, words as they are"
+    else:
+        lines = [" ".join(str(ids.get(word, UNK)) for word in text.split()) for text in texts]
+        tokenizer = "none, words as ids"
+    line, hyps, refs = iter(lines), {}, {}
+    for i in predictions:
+        hyps[i], refs[i] = next(line), [next(line) for _ in references[i]]
+
+    scores, missing, pool = {}, {}, {}
+    for name, among in groups.items():  # total comes first
+        row = scores[name] = {} if quick else dict.fromkeys(METRICS)
+        gts, res = {i: refs[i] for i in among}, {i: [hyps[i]] for i in among}
+        row.update(zip(METRICS, Bleu(4).compute_score(gts, res, verbose=0)[0], strict=False))
+        row["ROUGE-L"] = Rouge().compute_score(gts, res)[0]
+        row["CIDEr"], each = 0.0, [0.0] * len(among)
+        if any(map(any, gts.values())):  # without a word in the references, Cider fails
+            row["CIDEr"], each = Cider().compute_score(gts, res)
+        pool = pool or dict(zip(among, each, strict=True))
+        if not quick:
+            row["CIDEr (one pool)"] = sum(pool[i] for i in among) / len(among)
+    for metric, compute in {} if quick else {"METEOR": meteor, "SPICE": spice}.items():
+        try:
+            if metric == "SPICE" and tokens == "ids":
+                raise OSError("it reads sentences, not ids")
+            if java is None or tokenizer == "Python":
+                raise OSError("needs Java: " + ("java does not run, try java -version" if java else "java is not on the PATH"))
+            for name, value in compute(refs, hyps, groups).items():
+                scores[name][metric] = value
+        except OSError as error:
+            missing[metric] = str(error)
+    for row in scores.values():
+        row.update({metric: round(100 * float(value), 2) for metric, value in row.items() if value is not None})
+    return {"scores": scores, "missing": missing, "tokenizer": tokenizer}
+
+
+def format_scores(result: dict) -> str:
+    """What `score` returns as a table with one row a group, the reasons for missing metrics, and what else is reported."""
+    columns = {name: name for name in ("BLEU-1", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "one pool", "SPICE")}
+    columns["one pool"] = "CIDEr (one pool)"
+    width = max(map(len, result["scores"]))
+    lines = [" " * width + "".join(f"{column:>9}" for column in columns)]
+    for name, values in result["scores"].items():
+        cells = ("-" if (value := values.get(metric)) is None else f"{value:.2f}" for metric in columns.values())
+        lines.append(f"{name:<{width}}" + "".join(f"{cell:>9}" for cell in cells))
+    lines += [f"no {metric}: {reason}" for metric, reason in result["missing"].items()]
+    lines.append(f"tokenizer: {result['tokenizer']}; each row is a corpus of its own, total is no average of the others, but "
+                 "one pool has CIDEr's document frequencies of all pairs")  # fmt: skip
+
+    def row(values: dict[str, float]) -> str:
+        return ", ".join(f"{name} {value:.1f}" for name, value in values.items())
+
+    if "accuracy" in result:
+        lines.append(f"right, in %: {row(result['accuracy'])}")
+        lines.append("(CIDEr of unchanged pairs says little: all their references are alike. Read how many are recognised.)")
+    for name, values in result.get("pointing", {}).items():
+        lines.append(f"pointing game, {name}" + (f", in %: {row(values)}" if name != "boxes" else f": {values['total']}"))
+    return "\n".join(lines)
+
+
+# ---- scores: the pointing game ---------------------------------------------------------------------------------------
+
+
+def pointing_game(maps: Iterable[Tensor], boxes: list[list[int]], sizes: list[tuple[int, int]]) -> list[bool]:
+    """Does the brightest pixel lie in the box? maps: attention (H, W) each, resized bilinearly to the picture's size (width,
+    height); boxes [x, y, w, h] in its pixels. As Park et al. (2019) do it."""
+    hits = []
+    for heat, (x, y, w, h), (width, height) in zip(maps, boxes, sizes, strict=True):
+        heat = F.interpolate(heat.float()[None, None], (height, width), mode="bilinear", align_corners=False)
+        row, column = divmod(int(heat.argmax()), width)
+        hits.append(x <= column < x + w and y <= row < y + h)
+    return hits
+
+
+def pointing_scores(maps: dict, boxed: list[tuple[str, str, list[int], Path]], groups: dict[str, set[str]]) -> dict:
+    """The pointing game over all boxes and over each group's: {map's name: {group: hits in %}}, with the share of the picture
+    that boxes take ("chance") and their number ("boxes"). maps: pair id -> (H, W), or name -> (H, W). boxed: pair id, "before"
+    or "after", box of the changed object and picture. The two count apart; a pair's one map is used for both, maps that are
+    called before and after are used each for its own."""
+    sizes = []
+    for *_, path in boxed:
+        with Image.open(path) as im:
+            sizes.append(im.size)
+    boxes, ids = [box for *_, box, _ in boxed], [i for i, *_ in boxed]
+
+    def named(m: Tensor | dict[str, Tensor], side: str) -> dict[str, Tensor]:
+        return {"attention": m} if isinstance(m, Tensor) else {"attention": m[side]} if side in m else m
+
+    several = [named(maps[i], side) for i, side, _, _ in boxed]
+    columns = {name: pointing_game([m[name].cpu() for m in several], boxes, sizes) for name in several[0]}
+    columns["chance"] = [w * h / (width * height) for (_, _, w, h), (width, height) in zip(boxes, sizes, strict=True)]
+    scores = {name: {} for name in (*columns, "boxes")}
+    for group, members in {"total": set(ids), **groups}.items():
+        if chosen := [n for n, i in enumerate(ids) if i in members]:
+            for name, values in columns.items():
+                scores[name][group] = round(100 * sum(values[n] for n in chosen) / len(chosen), 2)
+            scores["boxes"][group] = len(chosen)
+    return scores
+
+
+# ---- scores: files ---------------------------------------------------------------------------------------------------
+
+
+CAPTIONED = {"image_id": (int, str), "caption": str}
+
+
+def read_predictions(path: str | Path) -> dict[str, str]:
+    """{image id: caption} of a COCO results file."""
+    rows = read_json(Path(path), [CAPTIONED])
+    ids = Counter(str(row["image_id"]) for row in rows)
+    if again := [i for i, count in ids.items() if count > 1]:
+        raise ValueError(f"{path}: image_id {again[0]!r} has two predictions; expected one caption an image")
+    return {str(row["image_id"]): row["caption"] for row in rows}
+
+
+def read_references(path: str | Path) -> dict[str, list[str]]:
+    """{image id: captions} of a COCO annotation file."""
+    references: dict[str, list[str]] = {}
+    for row in read_json(Path(path), {"annotations": [CAPTIONED]})["annotations"]:
+        references.setdefault(str(row["image_id"]), []).append(row["caption"])
+    return references
+
+
+def write_predictions(path: str | Path, predictions: dict[str, str]) -> None:
+    """Captions by pair id, as the field's scripts read them."""
+    rows = [{"image_id": i, "caption": caption} for i, caption in predictions.items()]
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def write_scores(path: str | Path, result: dict) -> None:
+    """What `score` and `report` return, as JSON; prints it as a table."""
+    Path(path).write_text(json.dumps(result, indent=1) + "\n")
+    print(format_scores(result))
+
+
+# ---- text: segments --------------------------------------------------------------------------------------------------
+
+# Parts of speech of the words of mini and CLEVR-Change, whose sentences come from templates. Materials are adjectives
+# ("became rubber"); what only says where the changed object stands ("left of", "in front of") counts as preposition.
+CLOSED_WORDS = {
+    "NOUN": "sphere ball cube block cylinder object objects thing scene scenes picture pictures image change difference "
+            "location position place color size shape material",
+    "PRON": "nothing everything someone something that it",
+    "DET": "a an the its all no",
+    "NUM": "two",
+    "ADJ": "small tiny large big gray red blue green brown purple cyan yellow rubber matte metal metallic shiny new same "
+           "different identical missing other",
+    "ADV": "now longer newly before there",
+    "AUX": "is are was were been be has have can",
+    "VERB": "gone added removed moved changed made became turned placed appeared disappeared occurred modified remains seem "
+            "show seen",
+    "ADP": "of in to on at as after behind left right front side",
+    "CCONJ": "and",
+}  # fmt: skip
+# Words that their neighbours decide: choices of words in a row, which of them, part of speech.
+CLOSED_PHRASES = (
+    ("no longer", 0, "ADV"),
+    ("there is|are", 0, "PRON"),
+    ("same size|color|shape|material as", 0, "ADP"),
+    ("same size|color|shape|material as", 1, "ADP"),
+)
+# A caption becomes a line of roles, "DET ADJ NOUN AUX VERB ", and phrases are regular expressions over it.
+ROLES = {"NOUN": "NOUN", "PROPN": "NOUN", "ADJ": "ADJ", "NUM": "NUM", "ADV": "ADV", "AUX": "AUX", "VERB": "VERB", "DET": "DET",
+         "ADP": "ADP"}  # fmt: skip
+ROLES_OF_WORDS = {
+    "no DET": "NO", "nothing PRON": "NOUN", "everything PRON": "NOUN", "there PRON": "THERE", "to PART": "TO",
+    "not PART": "ADV", "n't PART": "ADV", "same ADJ": "SAME", "different ADJ": "SAME",
+    "there ADV": "PLACE", "here ADV": "PLACE", "before ADV": "PLACE", "anymore ADV": "PLACE", "away ADV": "PLACE",
+}  # fmt: skip
+NAMES_NOTHING = {"nothing", "everything"}
+
+
+def roles_pattern(text: str) -> re.Pattern:
+    """A regular expression whose capital words are roles: "ADV* VERB" fits "VERB " and "ADV ADV VERB "."""
+    return re.compile(re.sub("[A-Z]+", lambda role: f"(?:{role[0]}[ ])", text), re.VERBOSE)
+
+
+# "a parked car": in effect an adjective.
+PARTICIPLE = roles_pattern("( (?:DET|NO) (?:ADJ|NUM)* ) VERB (?= (?:ADJ|SAME)* NOUN )")
+# The adverb of "is now large" is the verb's.
+NOUNS = roles_pattern("NO? (?: (?<!AUX)(?<!VERB)(?<!ADV) ADV+ (?:ADJ|SAME) | ADJ|SAME|NUM|NOUN )* NOUN")
+_VERB = "(?: (?:ADV*AUX)* ADV* VERB | (?:ADV*AUX)+ )"
+VERBS = roles_pattern(f"""(?: THERE (?= ADV*AUX ) )? {_VERB} (?: ADV* TO {_VERB} )* (?:ADV|PLACE)*
+    (?: ADP? DET? SAME NOUN* | ADP? ADV* (?:ADJ|SAME)+ (?! ADJ|SAME|NUM|NOUN ) )?""")
+
+
+def language(dataset_name: str):
+    """The spaCy pipeline that reads a data set's captions: rules where all its words are known, else en_core_web_sm."""
+    import spacy
+
+    if dataset_name not in (*EMBEDDED, "clevr_change"):
+        try:
+            return spacy.load("en_core_web_sm", exclude=["ner"])
+        except OSError as e:
+            raise ValueError(f"the captions of {dataset_name} need spaCy's English model; "
+                             "run: python -m spacy download en_core_web_sm") from e  # fmt: skip
+    nlp = spacy.blank("en", meta={"name": "closed_captions"})
+    ruler = nlp.add_pipe("attribute_ruler")
+    for pos, words in CLOSED_WORDS.items():
+        ruler.add([[{"LOWER": {"IN": words.split()}}]], {"POS": pos})
+    for phrase, index, pos in CLOSED_PHRASES:
+        ruler.add([[{"LOWER": {"IN": words.split("|")}} for words in phrase.split()]], {"POS": pos}, index=index)
+    return nlp
+
+
+def pipeline_name(nlp) -> str:
+    """What decides the segments: pipeline and version, spaCy's version, a hash of the rules above."""
+    import spacy
+
+    patterns = PARTICIPLE.pattern, NOUNS.pattern, VERBS.pattern
+    rules = repr((CLOSED_WORDS, CLOSED_PHRASES, ROLES, ROLES_OF_WORDS, *patterns, sorted(NAMES_NOTHING)))
+    name = f"{nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}"
+    return f"{name}, spaCy {spacy.__version__}, rules {hashlib.sha256(rules.encode()).hexdigest()[:12]}"
+
+
+def segments(doc) -> tuple[list[str], list[str]]:
+    """Noun segments and verb segments of one caption, in reading order, lower case; only parts of speech are read.
+
+    Nouns: with their adjectives, numbers and adverbs of these, without articles; "no" stays, it is the news: "no change".
+    Verbs: auxiliaries, adverbs, verb, particle, and a complement without a noun of its own ("is no longer there",
+    "changed to gray", "seem identical", "there is"); a noun only after same and different ("is in the same place").
+    A copula with nothing of that ("that is behind ...") names no action; it stays only where it is the one verb."""
+    tokens, roles = [token for token in doc if not token.is_space], ""
+    for token in tokens:
+        role = ROLES_OF_WORDS.get(f"{token.lower_} {token.pos_}", ROLES.get(token.pos_, "OTHER"))
+        # Penn tags, where there are any: a particle ("show up") follows its verb as "there" does; "its" is no noun.
+        roles += {"RP": "PLACE", "PRP$": "DET"}.get(token.tag_, role) + " "
+    roles = PARTICIPLE.sub(r"\1ADJ ", roles)
+
+    def phrases(pattern: re.Pattern) -> list[tuple[str, str]]:
+        """(roles, words) of every phrase."""
+        ends = [(roles[: m.start()].count(" "), roles[: m.end()].count(" "), m[0]) for m in pattern.finditer(roles)]
+        return [(fits, " ".join(token.lower_ for token in tokens[start:end])) for start, end, fits in ends]
+
+    verbs = phrases(VERBS)
+    actions = [words for fits, words in verbs if fits.replace("AUX ", "")]
+    return [words for _, words in phrases(NOUNS)], actions or [words for _, words in verbs]
+
+
+def subjects(doc) -> list[str]:
+    """What a caption says has changed: the grammatical subject, with what stands before it but for articles and a leading
+    "new", lower case; coordinated subjects are several.
+
+    With a parse: the subject of the main clause, and of a clause coordinated with it. Where that is an expletive or a pronoun
+    ("there is a car", "someone added a car") or missing ("less traffic", "remove the car"), the object, or the noun that
+    there is. Without one, in closed vocabularies, the first noun segment. What is not there ("no change", "nothing") and
+    "everything" name no entity; "the scene", "the two pictures" do: they are subjects like any other."""
+    if not doc.has_annotation("DEP"):
+        nouns = segments(doc)[0][:1]
+        return [noun.removeprefix("new ") for noun in nouns if not noun.startswith("no ") and noun not in NAMES_NOTHING]
+
+    def children(token, *relations: str) -> list:
+        return [child for child in token.children if child.dep_ in relations]
+
+    def heads(clause) -> list:
+        """The nouns that a clause is about."""
+        subject = children(clause, "nsubj", "nsubjpass")
+        named = [t for t in subject if t.pos_ not in ("PRON", "DET")]
+        if not named and clause.pos_ in ("NOUN", "PROPN") and not children(clause, "cop", "expl"):
+            named = [clause]
+        if not named and not any(t.lower_ in NAMES_NOTHING for t in subject):
+            named = children(clause, "attr", "dobj", "obj")
+            named = named or [t for inner in children(clause, "xcomp", "ccomp") for t in heads(inner)]
+        return [t for t in named if t.pos_ not in ("PRON", "DET")]
+
+    clauses = [t for t in doc if t.dep_ == "ROOT"]
+    clauses += [t for root in clauses for t in root.conjuncts if children(t, "nsubj", "nsubjpass", "expl")]
+    names = []
+    for head in (t for clause in clauses for t in heads(clause)):
+        if any(t.lower_ in ("no", "not", "neither") for t in head.lefts):
+            continue
+        for noun in (head, *(t for t in head.conjuncts if t.pos_ in ("NOUN", "PROPN"))):
+            before = doc[noun.left_edge.i : noun.i]
+            words = [t for t in before if t.pos_ not in ("DET", "PRON", "PUNCT") and t.dep_ != "preconj"]
+            names.append(" ".join(t.lower_ for t in (*words, noun)).removeprefix("new "))
+    return list(dict.fromkeys(names))
+
+
+def read_captions_once(what: str, read: Callable, skip: list[str], dataset_name: str, root: Path, captions: Iterable) -> dict:
+    """What `read` makes of every distinct caption, kept in root/<what>.json with the pipeline's name. skip: spaCy's pipes that
+    are not needed."""
+    nlp, path, distinct = language(dataset_name), root / f"{what}.json", list(dict.fromkeys(captions))
+    name = pipeline_name(nlp)
+    saved = read_json(path) if path.exists() else {}
+    known = saved.get(what, {}) if saved.get("pipeline") == name else {}
+    new, unknown = [c for c in distinct if c not in known], {}
+    with nlp.select_pipes(disable=[pipe for pipe in skip if nlp.has_pipe(pipe)]):
+        for doc in tqdm(nlp.pipe(new, batch_size=1000), what, len(new), unit="caption", disable=None):
+            known[doc.text] = read(doc)
+            unknown |= {t.lower_: doc.text for t in doc if not (t.pos or t.is_punct or t.is_space)}
+    if unknown:
+        word, caption = next(iter(unknown.items()))
+        raise ValueError(f"captions of {dataset_name} in {root} have words without a part of speech: "
+                         f"{', '.join(sorted(unknown))} ({word!r} in {caption!r}); correct the captions, or add the "
+                         "words to CLOSED_WORDS in data.py")  # fmt: skip
+    if new:
+        write_whole(path, json.dumps({"pipeline": name, what: known}, indent=0))
+    print(f"{what}: {name} ({len(distinct)} captions, {len(new)} of them new)")
+    return {c: known[c] for c in distinct}
+
+
+def caption_segments(dataset_name: str, root: Path, captions: Iterable[str]) -> dict[str, tuple[list[str], list[str]]]:
+    """Noun and verb segments of every distinct caption, kept in root/segments.json."""
+    skip = ["parser", "lemmatizer"]
+    phrases = read_captions_once("segments", lambda doc: segments(doc), skip, dataset_name, root, captions)
+    return {caption: (list(nouns), list(verbs)) for caption, (nouns, verbs) in phrases.items()}
+
+
+def caption_subjects(dataset_name: str, root: Path, captions: Iterable[str]) -> dict[str, list[str]]:
+    """Subjects of every distinct caption, kept in root/subjects.json."""
+    return read_captions_once("subjects", subjects, ["lemmatizer"], dataset_name, root, captions)
+
+
+# ---- text: CLIP ------------------------------------------------------------------------------------------------------
+
+def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = None) -> tuple:
+    """A frozen CLIP in float32, its tokenizer (texts -> ids) and its preprocessing (PIL image -> tensor).
+
+    `name` is MODEL:PRETRAINED in open_clip's words, "ViT-L-14:openai" (fetched on first use), or MODEL:FILE; "mini" is the
+    embedded data set's own, trained on first use into root/clip.pt, or `saved`, what mini_clip_state gave."""
+    import open_clip
+
+    if name == "mini":
+        saved = saved or mini_clip_state(root, device)
+        clip, preprocess = open_clip.CLIP(**saved["config"]), preprocess_mini
+        clip.load_state_dict(saved["model"])
+        tokenizer = open_clip.SimpleTokenizer(context_length=clip.context_length)
+    else:
+        model, _, weights = name.partition(":")
+        tags = open_clip.list_pretrained_tags_by_model(model)
+        if model not in open_clip.list_models() or not (weights in tags or Path(weights).is_file()):
+            known = f"; {model} has {', '.join(tags)}" if tags else ""
+            raise ValueError(f"--clip {name}: no such model, weights or file in open_clip {open_clip.__version__}; give "
+                             f"MODEL:PRETRAINED such as ViT-L-14:openai, MODEL:/path/to/file, or mini{known}")  # fmt: skip
+        # OpenAI's weights want another activation than open_clip's model of the same name has.
+        quick = bool((open_clip.get_pretrained_cfg(model, weights) or {}).get("quick_gelu"))
+        try:
+            clip, _, preprocess = open_clip.create_model_and_transforms(model, weights, force_quick_gelu=quick)
+        except Exception as e:  # the hub, the file system, torch.load and load_state_dict each raise their own
+            file = f"{model}{'-quickgelu' * quick}:/path/to/file"
+            raise ValueError(f"--clip {name} could not be loaded ({' '.join(str(e).split())[:200]}); load it once where there "
+                             f"is a network, or fetch the weights and give --clip {file}") from e  # fmt: skip
+        tokenizer = open_clip.get_tokenizer(model)
+        if not isinstance(clip, open_clip.CLIP) or clip.text_pool_type != "argmax":
+            raise ValueError(f"--clip {name}: its text encoder takes no learned prompts; choose a model such as ViT-L-14")
+    return clip.to(device).eval().requires_grad_(False), tokenizer, preprocess
+
+
+def clip_id(name: str, root: Path) -> str:
+    """The name of a CLIP, with a hash of its weights where these are a file, so that no two are taken for each other."""
+    file = root / "clip.pt" if name == "mini" else Path(name.partition(":")[2])
+    return f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}" if file.is_file() else name
+
+
+def encode_images(clip, preprocess, paths: list[str | Path]) -> Tensor:
+    """Embeddings of image files (n, E), each of length 1, by a frozen CLIP."""
+    with ThreadPoolExecutor(4) as pool:
+        x = torch.stack(list(pool.map(lambda p: preprocess(read_image(p)), paths)))
+    return clip.encode_image(x.to(next(clip.parameters()).device), normalize=True).cpu()
+
+
+def clip_embeddings(name: str, root: Path, texts: list[str], paths: dict[str, Path], device: str) -> tuple[Tensor, Tensor]:
+    """A CLIP's embeddings of texts (M, E), and of a data set's images (n, E) in the order of their sorted names, each of
+    length 1; kept in root/embeddings.pt."""
+    saved = mini_clip_state(root, device) if name == "mini" else None
+    file, images = root / "embeddings.pt", sorted(paths)
+    key = {"clip": clip_id(name, root), "texts": texts, "images": images}
+    if file.exists() and (saved := torch.load(file, weights_only=True))["key"] == key:
+        return saved["texts"], saved["images"]
+    clip, tokenizer, preprocess = load_clip(name, root, device, saved)
+    of_texts = [clip.encode_text(tokens.to(device), normalize=True).cpu() for tokens in tokenizer(texts).split(256)]
+    of_images = []
+    with tqdm(total=len(images), desc=f"CLIP {name}", unit="image", disable=None) as bar:
+        for i in range(0, len(images), 64):
+            of_images.append(encode_images(clip, preprocess, [paths[image] for image in images[i : i + 64]]))
+            bar.update(len(of_images[-1]))
+    write_whole(file, {"key": key, "texts": torch.cat(of_texts), "images": torch.cat(of_images)})
+    return torch.cat(of_texts), torch.cat(of_images)
+
+
+def clip_sizes(name: str) -> tuple[int, int]:
+    """Width of a CLIP's common space and of its text encoder, without loading it."""
+    import open_clip
+
+    sizes = MINI_CLIP if name == "mini" else open_clip.get_model_config(name.partition(":")[0])
+    if not sizes:
+        raise ValueError(f"--clip {name}: open_clip {open_clip.__version__} has no such model; try ViT-L-14:openai")
+    return sizes["embed_dim"], sizes["text_cfg"]["width"]
+
+
+def encode_prompted(clip, tokens: Tensor, prompt: Tensor | None = None) -> Tensor:
+    """CLIP's text encoder with P learned vectors between the start token and the words, as in CoOp; without: encode_text.
+
+    tokens (S, L) ids, prompt (P, W) -> (S, E). L may stop at the longest text's end token: what follows it is never seen.
+    Words for which the prompt leaves no room are cut off, the end token stays."""
+    count = 0 if prompt is None else len(prompt)
+    room = clip.context_length - count
+    if room < 3:
+        raise ValueError(f"a prompt of {count} vectors leaves no room in CLIP's {clip.context_length} tokens")
+    if tokens.shape[1] > room:
+        end = tokens.max(1, keepdim=True).values  # the end token has the highest id
+        fits = (tokens[:, :room] == end).any(1, keepdim=True)
+        tokens = torch.where(fits, tokens[:, :room], torch.cat([tokens[:, : room - 1], end], 1))
+    x = clip.token_embedding(tokens)  # (S, L, W)
+    if prompt is not None:
+        x = torch.cat([x[:, :1], prompt.expand(len(x), -1, -1), x[:, 1:]], 1)  # (S, L + P, W)
+    size = x.shape[1]
+    x = clip.transformer(x + clip.positional_embedding[:size], attn_mask=clip.attn_mask[:size, :size])
+    x = clip.ln_final(x)[torch.arange(len(x), device=x.device), tokens.argmax(1) + count]  # (S, W)
+    return clip.text_projection(x) if isinstance(clip.text_projection, nn.Linear) else x @ clip.text_projection
+
+
+# ---- preparation and check -------------------------------------------------------------------------------------------
+
+
+def vocab_of(name: str, release: Release) -> Vocab:
+    """Vocabulary by the data set's rule, of the training captions as a rule."""
+    source = DATASETS[name]
+    scenes = (s for split in source.vocab_splits for s in release.scenes[split])
+    captions = (c for s in scenes for p in s.pairs + (s.swapped or ()) for c in p.captions)
+    return Vocab.of(captions, source.min_count, source.tokenizer, source.max_words)
+
+
+def build_vocab(name: str, root: Path, release: Release) -> Vocab:
+    """The vocabulary, written as word -> id."""
+    vocab = vocab_of(name, release)
+    write_whole(root / "vocab.json", json.dumps(vocab.ids, indent=0))
+    return vocab
+
+
+def write_whole(path: Path, content: str | dict) -> None:
+    """A text, or what torch.save takes, written under another name first, so that no half of it is ever taken for all."""
+    partial = path.with_suffix(".partial")
+    if isinstance(content, str):
+        partial.write_text(content, encoding="utf-8")
+    else:
+        torch.save(content, partial)
+    os.replace(partial, path)
+
+
+def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
+    """A feature file from the images, or from the authors' released .npy folders (layer 3) or pickle (IDC's, layer 4) where
+    those are; vocab.json. A feature file that is there stays."""
+    release, path = read_release(name, root), feature_file(name, root, extractor)
+    extractor, names = extractor or DATASETS[name].extractor, sorted(release.paths)
+    npy = {n: p.parents[1] / p.parent.name.replace("images", "features") / f"{p.name}.npy" for n, p in release.paths.items()}
+    absent = [p for p in npy.values() if not p.exists()]
+    if path.exists():
+        open_features(name, root, extractor).require(names)
+        print(f"{path} is there already")
+    elif extractor == "resnet101-layer4" and (root / "full_img.pkl").exists():
+        about = {"extractor": extractor, "preprocessing": RELEASED_PICKLES, "dataset": name}
+        write_features(path, names, (x[None] for x in read_pickle(root / "full_img.pkl", names)), **about)
+    elif extractor == "resnet101-layer3" and len(absent) < len(npy):
+        if absent:
+            raise FileNotFoundError(f"no features at {absent[0]} ({len(absent)} of {len(names)} missing); complete the "
+                                    "released features, or remove them to extract features from the images")  # fmt: skip
+        about = {"extractor": extractor, "preprocessing": RELEASED_FEATURES, "dataset": name}
+        start = unfinished(path, names, about)
+        write_features(path, names, (read_npy(npy[n])[None] for n in names[start:]), **about, start=start)
+    else:
+        if absent := [p for p in release.paths.values() if not p.exists()]:
+            raise FileNotFoundError(f"no image at {min(absent)} ({len(absent)} of {len(names)} missing); "
+                                    "unpack the release there, or see --check")  # fmt: skip
+        batch = 64 if device.startswith("cuda") else 16  # on a CPU seconds, so that Ctrl-C does not seem to be lost
+        extract(path, release, Extractor(extractor, device=device), name, batch)
+    vocab = build_vocab(name, root, release)
+    print(*(f"note: {line}" for line in release.notes), f"{root}: {len(names)} images, {len(vocab)} words", sep="\n")
+
+
+def read_npy(path: Path) -> np.ndarray:
+    """A released feature map (C, H, W); ValueError naming the file where it is none."""
+    try:
+        x = np.load(path)
+    except (OSError, ValueError, EOFError) as e:
+        raise ValueError(f"{path} is not a readable .npy file ({e}); fetch it again") from e
+    if x.ndim != 3:
+        raise ValueError(f"{path}: expected (channels, height, width), found {x.shape}")
+    return x
+
+
+class ArrayUnpickler(pickle.Unpickler):
+    """Reads pickles of arrays. A pickle may call whatever it names, and can do harm even with numpy's own functions; so those
+    that numpy's pickles name are replaced by Parts, which do nothing, and all others are refused."""
+
+    class Parts(list):
+        __setstate__ = list.append  # what numpy would make an array or a dtype of, and last its state
+
+    def find_class(self, module: str, name: str):
+        if (module, name) == ("_codecs", "encode"):  # so protocol 2 writes bytes
+            return lambda text, _: text.encode("latin1")
+        if module.split(".")[0] != "numpy" or name not in ("ndarray", "dtype", "_reconstruct", "_frombuffer"):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return lambda *made: ArrayUnpickler.Parts(made)
+
+
+def feature_map(array: ArrayUnpickler.Parts) -> np.ndarray:
+    """-> (C, H, W), where the array has this shape or (C, N), N cells of a square."""
+    *_, state = array
+    raw, kind, shape, order = (state[4], state[2], state[1], "CF"[state[3]]) if isinstance(state, tuple) else array
+    x = np.frombuffer(raw, f"{kind[-1][1]}{kind[0]}").reshape(shape, order=order)
+    return x if x.ndim == 3 else x.reshape(len(x), math.isqrt(x.shape[1]), -1)
+
+
+def read_pickle(path: Path, names: list[str]) -> Iterator[np.ndarray]:
+    """The features (C, H, W) of images, from a pickled dictionary by file names, which is read as a whole."""
+    print(f"{path}: read as a whole, {path.stat().st_size / 1e9:.2f} GB of memory")
+    try:
+        with open(path, "rb") as f:
+            arrays = {Path(name).stem: feature_map(x) for name, x in ArrayUnpickler(f).load().items()}
+    except Exception as e:  # a broken pickle raises whatever it likes
+        raise ValueError(f"{path} is no pickle of a dictionary of arrays ({e!r}); fetch it again") from e
+    if absent := [name for name in names if Path(name).stem not in arrays]:
+        raise ValueError(f"{path}: no features of {absent[0]} and {len(absent) - 1} more of {len(names)} images")
+    yield from (arrays.pop(Path(name).stem) for name in names)
+
+
+def extract(path: Path, release: Release, extractor: Extractor, name: str, batch: int) -> None:
+    """Run an extractor over every image of a release into a feature file; goes on where it was interrupted."""
+    names = sorted(release.paths)
+    about = {"extractor": extractor.name, "preprocessing": extractor.preprocessing, "dataset": name}
+    start = unfinished(path, names, about)
+    blocks = extractor.blocks([release.paths[n] for n in names[start:]], batch)
+    write_features(path, names, prefetch(block.numpy() for block in blocks), **about, start=start)
+
+
+def check(name: str, root: Path, extractor: str = "") -> list[str]:
+    """Problems of a folder, a line each (of a kind the first 20): what its reader raises, counts against the published ones,
+    pairs that occur twice, captions, images, features, vocabulary."""
+    source = DATASETS[name]
+    try:
+        release = read_release(name, root)
+    except (OSError, ValueError) as e:
+        return [str(e)]
+
+    def unreadable(path: Path) -> str | None:
+        try:
+            read_image(path)
+        except (FileNotFoundError, ValueError) as e:
+            return str(e)
+
+    def check_images() -> list[str]:
+        pictures = list(release.paths.values())
+        if [*root.glob("full_img.pkl"), *root.glob("features*")] and not any(p.exists() for p in pictures):
+            release.notes.append(f"{root} has features and no pictures")
+            return []
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            bar = tqdm(pool.map(unreadable, pictures), "images", len(pictures), unit="image", disable=None)
+            return [line for line in bar if line]
+
+    def check_features() -> list[str]:
+        features = open_features(name, root, extractor)
+        features.require(release.paths)
+        rows = zip(tqdm(features.row, "features", disable=None), features.data, strict=True)
+        return [f"{features.path}: features of {image} are not finite" for image, x in rows if not np.isfinite(x).all()]
+
+    def check_vocab() -> list[str]:
+        path, words = root / "vocab.json", read_vocab(name, root).words
+        lines = [f"{path}: {len(words)} words, published {source.words}"] if len(words) != (source.words or len(words)) else []
+        if odd := sorted(set(words) ^ set(vocab_of(name, release).words)):
+            command = prepare_command(name, root, extractor)
+            lines.append(f"{path} is not of these captions ({str(odd[:5])[1:-1]} ...); run: {command}")
+        return lines
+
+    problems = check_pairs(name, root, release)
+    for part in (check_images, check_features, check_vocab):
+        try:
+            problems += at_most(part())
+        except (OSError, ValueError) as e:
+            problems.append(str(e))
+    counts = ", ".join(f"{split} {len(scenes)}" for split, scenes in release.scenes.items())
+    print(*(f"note: {line}" for line in release.notes),
+          f"{root}: scenes {counts}; {len(release.paths)} images, {len(problems)} problems", sep="\n")  # fmt: skip
+    return problems
+
+
+def at_most(lines: list[str], count: int = 20) -> list[str]:
+    """The first lines of a kind, and how many more there are."""
+    return lines[:count] + [f"and {len(lines) - count} more of this kind"] * (len(lines) > count)
+
+
+def check_pairs(name: str, root: Path, release: Release) -> list[str]:
+    """What is wrong with pairs and captions, a line each; captions that only repeat become a note of the release."""
+    source, problems, splits_of = DATASETS[name], [], {}
+    for split, scenes in release.scenes.items():
+        if len(scenes) != source.scenes.get(split, len(scenes)):
+            problems.append(f"{root}: {split} has {len(scenes)} scenes, published {source.scenes[split]}")
+    for kind, count in source.types.items():
+        if len(release.kinds.get(kind, ())) != count:
+            problems.append(f"{root}: {len(release.kinds.get(kind, ()))} of type {kind}, published {count}")
+    pairs = [(split, p) for split, scenes in release.scenes.items() for scene in scenes for p in scene.pairs]
+    kinds = set().union(*release.kinds.values())
+    unkind = [(split, p) for split, p in pairs if kinds and p.id not in kinds]
+    problems += at_most([f"{root}: {p.id} ({split}) has no kind of change" for split, p in unkind])
+    for split, p in pairs:
+        splits_of.setdefault(p.id, []).append(split)
+    again = {i: splits for i, splits in splits_of.items() if len(splits) > 1}
+    problems += at_most([f"{root}: pair {i} is there {len(in_)} times ({', '.join(in_)})" for i, in_ in again.items()])
+    empty = [f"{root}: an empty caption for {p.id} ({split})" for split, p in pairs for c in p.captions if not c.strip()]
+    if len(empty) != source.empty:
+        problems += at_most(empty)
+    repeated = [p.id for _, p in pairs if len(set(p.captions)) < len(p.captions)]
+    if repeated:
+        release.notes.append(f"{len(repeated)} pairs have a caption twice, the first of them {repeated[0]}")
+    return problems
+
+
+# ---- mini: scenes ----------------------------------------------------------------------------------------------------
 
 KINDS = ("color", "material", "add", "drop", "move")
 COLORS = {"gray": (87, 87, 87), "red": (173, 35, 35), "blue": (42, 75, 215), "green": (29, 105, 20),
@@ -1124,7 +1870,7 @@ RADIUS = {"small": 0.45, "large": 0.8}
 TAN = 0.38  # tangent of half the field of view
 
 
-def _free_place(rng: np.random.Generator, radius: float, others: list[dict]) -> list[float] | None:
+def _free_position(rng: np.random.Generator, radius: float, others: list[dict]) -> list[float] | None:
     """A floor position (x, y) at least .25 clear of all others, or None when 30 tries found none."""
     for x, y in rng.uniform(-2.4, 2.4, (30, 2)).tolist():
         gaps = (np.hypot(x - o["xyz"][0], y - o["xyz"][1]) - radius - RADIUS[o["size"]] for o in others)
@@ -1136,7 +1882,7 @@ def _free_place(rng: np.random.Generator, radius: float, others: list[dict]) -> 
 def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int]) -> tuple[list, list, int] | None:
     """Objects before, objects after, and the changed one's index (for add: in the objects after).
 
-    Attribute quadruples are unique in both scenes, so that every object can be told by words. None: no luck.
+    Attribute quadruples are unique in both scenes, so that words can single out every object. None: no luck.
     """
     count = int(rng.integers(objects[0], objects[1] + 1)) + (kind == "add")
     scene = []
@@ -1145,11 +1891,11 @@ def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int])
         for name, words in ATTRIBUTES.items():
             code, digit = divmod(code, len(words))
             item[name] = words[digit]
-        place = _free_place(rng, RADIUS[item["size"]], scene)
-        if place is None:
+        position = _free_position(rng, RADIUS[item["size"]], scene)
+        if position is None:
             return None
         half = RADIUS[item["size"]] * (0.8 if item["shape"] == "cube" else 1)
-        scene.append(item | {"xyz": [*place, half], "turn": rng.uniform(0, np.pi / 2)})
+        scene.append(item | {"xyz": [*position, half], "turn": rng.uniform(0, np.pi / 2)})
     if kind == "add":
         return scene[:-1], scene, count - 1
     changed = int(rng.integers(count))
@@ -1157,10 +1903,10 @@ def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int])
     if kind == "drop":
         return scene, rest, changed
     if kind == "move":
-        place = _free_place(rng, RADIUS[new["size"]], rest)
-        if place is None or np.hypot(place[0] - new["xyz"][0], place[1] - new["xyz"][1]) < 1.2:
+        position = _free_position(rng, RADIUS[new["size"]], rest)
+        if position is None or math.dist(position, new["xyz"][:2]) < 1.2:
             return None
-        new["xyz"] = [*place, new["xyz"][2]]
+        new["xyz"] = [*position, new["xyz"][2]]
     else:
         new[kind] = str(rng.choice([word for word in ATTRIBUTES[kind] if word != new[kind]]))
         if any(all(o[a] == new[a] for a in ATTRIBUTES) for o in rest):
@@ -1193,7 +1939,7 @@ def _sample_cameras(rng: np.random.Generator, scenes: int, views: int, jitter: f
     return [{name: value[..., n] for name, value in cameras.items()} for n in range(count)]
 
 
-# ---- mini: ray caster ----
+# ---- mini: ray caster ------------------------------------------------------------------------------------------------
 
 
 def _hit(shape: str, o: np.ndarray, d: np.ndarray, h: float) -> np.ndarray:
@@ -1262,7 +2008,7 @@ def _shade(item: dict, body: dict[str, np.ndarray], gain: float, d: np.ndarray, 
     albedo = np.array(COLORS[item["color"]], np.float32)[:, None] / 255
     if item["material"] == "metal":
         # Metal mirrors a floor that is dark close by, a bright band above the horizon, and a lamp with a hard edge:
-        # without hard edges it is hardly told from rubber at this size.
+        # without hard edges it looks like rubber at this size.
         rise = mirrored[2]
         floor = 0.5 * (1 - np.exp(height / (0.7 * np.minimum(rise, -1e-3))))
         sky = 0.35 + 0.55 * (rise < 0.45) + 0.5 * ((rise > 0.6) & (gleam > 0.75))
@@ -1327,7 +2073,7 @@ def _render(scene: list[dict], camera: dict[str, np.ndarray], side: int = 64) ->
     return image.transpose(1, 2, 0), boxes, area, part
 
 
-# ---- mini: words ----
+# ---- mini: words -----------------------------------------------------------------------------------------------------
 
 TEMPLATES = {
     "color": ("the {} changed to {}", "the {} became {}", "the {} is now {}"),
@@ -1393,7 +2139,7 @@ def _captions(kind: str, before: list[dict], after: list[dict], changed: int, ri
     return [template.format(name, value) for template in TEMPLATES[kind] for name in names]
 
 
-# ---- mini: files ----
+# ---- mini: files -----------------------------------------------------------------------------------------------------
 
 
 def _render_scenes(root: Path, first: int, kinds: list[str], objects: tuple[int, int], seed: list[int]) -> list[dict]:
@@ -1432,7 +2178,7 @@ def _render_views(root: Path, number: int, kind: str, scenes: tuple, changed: in
     # In both pictures, without the object that is in one only, the objects have the same order.
     both = [[item["box"] for n, item in enumerate(seen[name]) if n != changed or kind != only]
             for name, only in (("default", "drop"), ("semantic", "add"))]  # fmt: skip
-    # Whose left and right captions tell: the view before (after for add), then the distractor's, which may stand for it.
+    # Whose left and right captions use: the view before (after for add), then the distractor's, which may stand for it.
     eyes = (views[1], views[1]) if kind == "add" else (views[0], views[2])
     return {"type": kind, "changed": changed, "objects": seen,
             "iou": round(float(np.mean([_box_iou(*pair) for pair in zip(*both, strict=True)])), 4),
@@ -1534,7 +2280,7 @@ def _described(truth: dict) -> tuple[list[dict], dict]:
 
 
 def names_changed(said: dict[str, str | None], truth: dict) -> bool:
-    """Does what parse_caption found name exactly the changed object: true of it, and of no other object of the scene?
+    """Does what parse_caption returns name exactly the changed object: true of it, and of no other object of the scene?
     truth: an entry of scenes.json."""
     scene, item = _described(truth)
     named = {name: said[name] for name in ATTRIBUTES if said[name]}
@@ -1545,8 +2291,8 @@ def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]
     """What share of captions, in per cent, is right about the scene; scenes: the content of scenes.json.
 
     predictions: image id -> caption, "000001.png" for (default, semantic), "000001.png_n" for (default, nonsemantic).
-    - "change type": changed pairs whose caption tells the kind of change; "distractors": unchanged pairs captioned
-      as unchanged; "new value": colour and material changes whose new value is told.
+    - "change type": changed pairs whose caption names the kind of change; "distractors": unchanged pairs captioned
+      as unchanged; "new value": colour and material changes whose new value is named.
     - "all four": changed pairs whose caption names exactly the changed object: all that it says of it is true, and
       true of no other object in the scene before (after for add).
     - "size", "color", "material", "shape" of that object: named and true, or left out by a name that is "all four".
@@ -1571,7 +2317,7 @@ def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]
     return {name: round(100 * float(np.mean(hits)), 2) if hits else math.nan for name, hits in right.items()}
 
 
-# ---- mini: feature network ----
+# ---- mini: feature network -------------------------------------------------------------------------------------------
 
 
 class _Block(nn.Module):
@@ -1670,171 +2416,7 @@ def train_mini_cnn(root: Path, steps: int = 1000, seed: int = 0, device: str = "
     return net.cpu().eval()
 
 
-# ---- text: segments --------------------------------------------------------------------------------------------------
-
-# Parts of speech of the words of mini and CLEVR-Change, whose sentences come from templates. Materials are adjectives
-# ("became rubber"); what only tells where the changed object stands ("left of", "in front of") counts as preposition.
-CLOSED_WORDS = {
-    "NOUN": "sphere ball cube block cylinder object objects thing scene scenes picture pictures image change difference "
-            "location position place color size shape material",
-    "PRON": "nothing everything someone something that it",
-    "DET": "a an the its all no",
-    "NUM": "two",
-    "ADJ": "small tiny large big gray red blue green brown purple cyan yellow rubber matte metal metallic shiny new same "
-           "different identical missing other",
-    "ADV": "now longer newly before there",
-    "AUX": "is are was were been be has have can",
-    "VERB": "gone added removed moved changed made became turned placed appeared disappeared occurred modified remains seem "
-            "show seen",
-    "ADP": "of in to on at as after behind left right front side",
-    "CCONJ": "and",
-}  # fmt: skip
-# Words that their neighbours decide: choices of words in a row, which of them, part of speech.
-CLOSED_PHRASES = (
-    ("no longer", 0, "ADV"),
-    ("there is|are", 0, "PRON"),
-    ("same size|color|shape|material as", 0, "ADP"),
-    ("same size|color|shape|material as", 1, "ADP"),
-)
-# One letter a token, so that segments are regular expressions: by part of speech, but first by word and part of speech.
-LETTERS = {"NOUN": "N", "PROPN": "N", "ADJ": "A", "NUM": "M", "ADV": "R", "AUX": "X", "VERB": "V", "DET": "D", "ADP": "P"}
-WORD_LETTERS = {
-    ("no", "DET"): "Q", ("nothing", "PRON"): "N", ("everything", "PRON"): "N", ("there", "PRON"): "E", ("to", "PART"): "T",
-    ("same", "ADJ"): "C", ("different", "ADJ"): "C", ("not", "PART"): "R", ("n't", "PART"): "R",
-    **{(place, "ADV"): "L" for place in ("there", "here", "before", "anymore", "away")},
-}  # fmt: skip
-PARTICIPLE = re.compile(r"([DQ][AM]*)V(?=[AC]*N)")  # "a parked car": an adjective in all but name
-NOUNS = re.compile(r"Q?(?:(?<![XVR])R+[AC]|[ACMN])*N")  # the adverb of "is now large" is the verb's
-NAMES_NOTHING = {"nothing", "everything"}
-_VERB = r"(?:(?:R*X)*R*V|(?:R*X)+)"
-VERBS = re.compile(rf"(?:E(?=R*X))?{_VERB}(?:R*T{_VERB})*[RL]*(?:P?D?CN*|P?R*[AC]+(?![ACMN]))?")
-
-
-def language(dataset_name: str):
-    """The spaCy pipeline that reads a data set's captions: rules where all its words are known, else en_core_web_sm."""
-    import spacy
-
-    if dataset_name not in (*EMBEDDED, "clevr_change"):
-        try:
-            return spacy.load("en_core_web_sm", exclude=["ner"])
-        except OSError as e:
-            raise ValueError(f"the captions of {dataset_name} need spaCy's English model; "
-                             "run: python -m spacy download en_core_web_sm") from e  # fmt: skip
-    nlp = spacy.blank("en", meta={"name": "closed_captions"})
-    ruler = nlp.add_pipe("attribute_ruler")
-    for pos, words in CLOSED_WORDS.items():
-        ruler.add([[{"LOWER": {"IN": words.split()}}]], {"POS": pos})
-    for phrase, index, pos in CLOSED_PHRASES:
-        ruler.add([[{"LOWER": {"IN": words.split("|")}} for words in phrase.split()]], {"POS": pos}, index=index)
-    return nlp
-
-
-def pipeline_name(nlp) -> str:
-    """What decides the segments: pipeline and version, spaCy's version, a hash of the rules above."""
-    import spacy
-
-    patterns = PARTICIPLE.pattern, NOUNS.pattern, VERBS.pattern
-    rules = repr((CLOSED_WORDS, CLOSED_PHRASES, LETTERS, WORD_LETTERS, *patterns, sorted(NAMES_NOTHING)))
-    name = f"{nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}"
-    return f"{name}, spaCy {spacy.__version__}, rules {hashlib.sha256(rules.encode()).hexdigest()[:12]}"
-
-
-def segments(doc) -> tuple[list[str], list[str]]:
-    """Noun segments and verb segments of one caption, in reading order, lower case; only parts of speech are read.
-
-    Nouns: with their adjectives, numbers and adverbs of these, without articles; "no" stays, it is the news: "no change".
-    Verbs: auxiliaries, adverbs, verb, particle, and a complement without a noun of its own ("is no longer there",
-    "changed to gray", "seem identical", "there is"); a noun only after same and different ("is in the same place").
-    A copula with nothing of that ("that is behind ...") tells no action; it stays only where it is the one verb."""
-    tokens = [token for token in doc if not token.is_space]
-    letters = ""
-    for token in tokens:
-        letter = WORD_LETTERS.get((token.lower_, token.pos_), LETTERS.get(token.pos_, "O"))
-        # Penn tags, where there are any: a particle ("show up") follows its verb as "there" does; "its" is no noun.
-        letters += {"RP": "L", "PRP$": "D"}.get(token.tag_, letter)
-    letters = PARTICIPLE.sub(r"\1A", letters)
-
-    def phrases(pattern: re.Pattern) -> list[tuple[str, str]]:
-        found = [m.span() for m in pattern.finditer(letters)]
-        return [(letters[a:b], " ".join(token.lower_ for token in tokens[a:b])) for a, b in found]
-
-    verbs = phrases(VERBS)
-    telling = [phrase for kind, phrase in verbs if kind.strip("X")]
-    return [phrase for _, phrase in phrases(NOUNS)], telling or [phrase for _, phrase in verbs]
-
-
-def subjects(doc) -> list[str]:
-    """What a caption says has changed: the grammatical subject, with what stands before it but for articles and a leading
-    "new", lower case; coordinated subjects are several.
-
-    With a parse: the subject of the main clause, and of a clause coordinated with it. Where that is an expletive or a pronoun
-    ("there is a car", "someone added a car") or missing ("less traffic", "remove the car"), the object, or the noun that
-    there is. Without one, in closed vocabularies, the first noun segment. What is not there ("no change", "nothing") and
-    "everything" name no entity; "the scene", "the two pictures" do: they are subjects like any other."""
-    if not doc.has_annotation("DEP"):
-        found = [p for p in segments(doc)[0][:1] if not p.startswith("no ") and p not in NAMES_NOTHING]
-        return [p.removeprefix("new ") for p in found]
-
-    def of(token, *relations: str) -> list:
-        return [child for child in token.children if child.dep_ in relations]
-
-    def heads(clause) -> list:
-        named = [t for t in of(clause, "nsubj", "nsubjpass") if t.pos_ not in ("PRON", "DET")]
-        if not named and clause.pos_ in ("NOUN", "PROPN") and not of(clause, "cop", "expl"):
-            named = [clause]
-        if not named and not any(t.lower_ in NAMES_NOTHING for t in of(clause, "nsubj", "nsubjpass")):
-            named = of(clause, "attr", "dobj", "obj") or [t for c in of(clause, "xcomp", "ccomp") for t in heads(c)]
-        return [t for t in named if t.pos_ not in ("PRON", "DET")]
-
-    roots, found = [t for t in doc if t.dep_ == "ROOT"], []
-    joined = [t for root in roots for t in root.conjuncts if of(t, "nsubj", "nsubjpass", "expl")]
-    for head in (t for clause in roots + joined for t in heads(clause)):
-        if any(t.lower_ in ("no", "not", "neither") for t in head.lefts):
-            continue
-        for noun in (head, *(t for t in head.conjuncts if t.pos_ in ("NOUN", "PROPN"))):
-            before = doc[noun.left_edge.i : noun.i]
-            words = [t for t in before if t.pos_ not in ("DET", "PRON", "PUNCT") and t.dep_ != "preconj"]
-            found.append(" ".join(t.lower_ for t in (*words, noun)).removeprefix("new "))
-    return list(dict.fromkeys(found))
-
-
-def _kept(what: str, read: Callable, unused: tuple[str, ...], dataset_name: str, root: Path, captions: Iterable[str]) -> dict:
-    """What `read` finds in every distinct caption, kept in root/<what>.json with the pipeline's name."""
-    nlp, path, distinct = language(dataset_name), root / f"{what}.json", list(dict.fromkeys(captions))
-    name = pipeline_name(nlp)
-    kept = read_json(path) if path.exists() else {}
-    known = kept.get(what, {}) if kept.get("pipeline") == name else {}
-    new, unknown = [c for c in distinct if c not in known], {}
-    if new:
-        with nlp.select_pipes(disable=[pipe for pipe in unused if nlp.has_pipe(pipe)]):
-            docs = nlp.pipe(new, batch_size=1000)
-            for doc in tqdm(docs, what, len(new), unit="caption", disable=None):
-                known[doc.text] = read(doc)
-                unknown |= {t.lower_: doc.text for t in doc if not (t.pos or t.is_punct or t.is_space)}
-        if unknown:
-            word, caption = next(iter(unknown.items()))
-            raise ValueError(f"captions of {dataset_name} in {root} have words without a part of speech: "
-                             f"{', '.join(sorted(unknown))} ({word!r} in {caption!r}); correct the captions, or add the "
-                             "words to CLOSED_WORDS in data.py")  # fmt: skip
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({"pipeline": name, what: known}, indent=0), encoding="utf-8")
-        os.replace(partial, path)
-    print(f"{what}: {name} ({len(distinct)} captions, {len(new)} of them new)")
-    return {c: known[c] for c in distinct}
-
-
-def caption_segments(dataset_name: str, root: Path, captions: Iterable[str]) -> dict[str, tuple[list[str], list[str]]]:
-    """Noun and verb segments of every distinct caption, kept in root/segments.json."""
-    found = _kept("segments", lambda doc: segments(doc), ("parser", "lemmatizer"), dataset_name, root, captions)
-    return {c: (list(nouns), list(verbs)) for c, (nouns, verbs) in found.items()}
-
-
-def caption_subjects(dataset_name: str, root: Path, captions: Iterable[str]) -> dict[str, list[str]]:
-    """Subjects of every distinct caption, kept in root/subjects.json."""
-    return _kept("subjects", lambda doc: subjects(doc), ("lemmatizer",), dataset_name, root, captions)
-
-
-# ---- text: CLIP ------------------------------------------------------------------------------------------------------
+# ---- mini: its CLIP --------------------------------------------------------------------------------------------------
 
 # At equal time this picture tower ranks names better than a ViT of patch 8, width 128, 3 layers: AUC, averaged over
 # pictures, .95 against .88.
@@ -1846,143 +2428,13 @@ MINI_CLIP = {
 }
 
 
-def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = None) -> tuple:
-    """A frozen CLIP in float32, its tokenizer (texts -> ids) and its preprocessing (PIL image -> tensor).
-
-    `name` is MODEL:PRETRAINED in open_clip's words, "ViT-L-14:openai" (fetched on first use), or MODEL:FILE; "mini" is the
-    embedded data set's own, trained on first use into root/clip.pt, or `saved`, what mini_clip_state gave."""
-    import open_clip
-
-    if name == "mini":
-        saved = saved or mini_clip_state(root, device)
-        clip, preprocess = open_clip.CLIP(**saved["config"]), preprocess_mini
-        clip.load_state_dict(saved["model"])
-        tokenizer = open_clip.SimpleTokenizer(context_length=clip.context_length)
-    else:
-        model, _, weights = name.partition(":")
-        tags = open_clip.list_pretrained_tags_by_model(model)
-        if model not in open_clip.list_models() or not (weights in tags or Path(weights).is_file()):
-            known = f"; {model} has {', '.join(tags)}" if tags else ""
-            raise ValueError(f"--clip {name}: no such model, weights or file in open_clip {open_clip.__version__}; give "
-                             f"MODEL:PRETRAINED such as ViT-L-14:openai, MODEL:/path/to/file, or mini{known}")  # fmt: skip
-        # OpenAI's weights want another activation than open_clip's model of the same name has.
-        quick = bool((open_clip.get_pretrained_cfg(model, weights) or {}).get("quick_gelu"))
-        try:
-            clip, _, preprocess = open_clip.create_model_and_transforms(model, weights, force_quick_gelu=quick)
-        except Exception as e:  # the hub, the file system, torch.load and load_state_dict each raise their own
-            file = f"{model}{'-quickgelu' * quick}:/path/to/file"
-            raise ValueError(f"--clip {name} could not be loaded ({' '.join(str(e).split())[:200]}); load it once where there "
-                             f"is a network, or fetch the weights and give --clip {file}") from e  # fmt: skip
-        tokenizer = open_clip.get_tokenizer(model)
-        if not isinstance(clip, open_clip.CLIP) or clip.text_pool_type != "argmax":
-            raise ValueError(f"--clip {name}: its text encoder takes no learned prompts; choose a model such as ViT-L-14")
-    return clip.to(device).eval().requires_grad_(False), tokenizer, preprocess
-
-
 def mini_clip_state(root: Path, device: str = "cpu") -> dict:
-    """The embedded data set's own CLIP, trained on first use."""
+    """The embedded data set's own CLIP, trained on first use into root/clip.pt."""
     if not (root / "clip.pt").exists():
-        prepare_mini_clip(root, device)
+        print(f"training a small CLIP on the pictures of {root}, once")
+        clip = train_mini_clip(root, steps=min(580, 5 + len(read_json(root / "splits.json")["train"]) // 8), device=device)
+        write_whole(root / "clip.pt", {"config": MINI_CLIP, "model": clip.state_dict()})
     return torch.load(root / "clip.pt", weights_only=True)
-
-
-def clip_id(name: str, root: Path) -> str:
-    """The name of a CLIP, with a hash of its weights where these are a file, so that no two are taken for each other."""
-    file = root / "clip.pt" if name == "mini" else Path(name.partition(":")[2])
-    return f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}" if file.is_file() else name
-
-
-def encode_images(clip, preprocess, paths: list[str | Path]) -> Tensor:
-    """Embeddings of image files (n, E), each of length 1, by a frozen CLIP."""
-    with ThreadPoolExecutor(4) as pool:
-        x = torch.stack(list(pool.map(lambda p: preprocess(read_image(p)), paths)))
-    return clip.encode_image(x.to(next(clip.parameters()).device), normalize=True).cpu()
-
-
-def clip_embeddings(name: str, root: Path, texts: list[str], paths: dict[str, Path], device: str) -> tuple[Tensor, Tensor]:
-    """A CLIP's embeddings of texts (M, E), and of a data set's images (n, E) in the order of their sorted names, each of
-    length 1; kept in root/embeddings.pt."""
-    saved = mini_clip_state(root, device) if name == "mini" else None
-    file, images = root / "embeddings.pt", sorted(paths)
-    key = {"clip": clip_id(name, root), "texts": texts, "images": images}
-    if file.exists() and (kept := torch.load(file, weights_only=True))["key"] == key:
-        return kept["texts"], kept["images"]
-    clip, tokenizer, preprocess = load_clip(name, root, device, saved)
-    of_texts = [clip.encode_text(tokens.to(device), normalize=True).cpu() for tokens in tokenizer(texts).split(256)]
-    of_images = []
-    with tqdm(total=len(images), desc=f"CLIP {name}", unit="image", disable=None) as bar:
-        for i in range(0, len(images), 64):
-            of_images.append(encode_images(clip, preprocess, [paths[image] for image in images[i : i + 64]]))
-            bar.update(len(of_images[-1]))
-    made, partial = {"key": key, "texts": torch.cat(of_texts), "images": torch.cat(of_images)}, file.with_suffix(".partial")
-    torch.save(made, partial)
-    os.replace(partial, file)
-    return made["texts"], made["images"]
-
-
-def clip_sizes(name: str) -> tuple[int, int]:
-    """Width of a CLIP's common space and of its text encoder, without loading it."""
-    import open_clip
-
-    sizes = MINI_CLIP if name == "mini" else open_clip.get_model_config(name.partition(":")[0])
-    if not sizes:
-        raise ValueError(f"--clip {name}: open_clip {open_clip.__version__} has no such model; try ViT-L-14:openai")
-    return sizes["embed_dim"], sizes["text_cfg"]["width"]
-
-
-def encode_prompted(clip, tokens: Tensor, prompt: Tensor | None = None) -> Tensor:
-    """CLIP's text encoder with P learned vectors between the start token and the words, as in CoOp; without: encode_text.
-
-    tokens (S, L) ids, prompt (P, W) -> (S, E). L may stop at the longest text's end token: what follows it is never seen.
-    Words for which the prompt leaves no room are cut off, the end token stays."""
-    count = 0 if prompt is None else len(prompt)
-    room = clip.context_length - count
-    if room < 3:
-        raise ValueError(f"a prompt of {count} vectors leaves no room in CLIP's {clip.context_length} tokens")
-    if tokens.shape[1] > room:
-        end = tokens.max(1, keepdim=True).values  # the end token has the highest id
-        fits = (tokens[:, :room] == end).any(1, keepdim=True)
-        tokens = torch.where(fits, tokens[:, :room], torch.cat([tokens[:, : room - 1], end], 1))
-    x = clip.token_embedding(tokens)  # (S, L, W)
-    if prompt is not None:
-        x = torch.cat([x[:, :1], prompt.expand(len(x), -1, -1), x[:, 1:]], 1)  # (S, L + P, W)
-    size = x.shape[1]
-    x = clip.transformer(x + clip.positional_embedding[:size], attn_mask=clip.attn_mask[:size, :size])
-    x = clip.ln_final(x)[torch.arange(len(x), device=x.device), tokens.argmax(1) + count]  # (S, W)
-    return clip.text_projection(x) if isinstance(clip.text_projection, nn.Linear) else x @ clip.text_projection
-
-
-def _object_rows(root: Path, split: str) -> Tensor:
-    """(M, K, 4): which size, color, material and shape the objects of every picture have, -1 where there are fewer than K;
-    pictures in the order of _attribute_data."""
-    scenes = read_json(root / "scenes.json")
-    pictures = [picture for i in read_json(root / "splits.json")[split] for picture in scenes[str(i)]["objects"].values()]
-    rows = torch.full((len(pictures), max(map(len, pictures)), len(ATTRIBUTES)), -1)
-    for n, picture in enumerate(pictures):
-        for k, item in enumerate(picture):
-            rows[n, k] = torch.tensor([choices.index(item[name]) for name, choices in ATTRIBUTES.items()])
-    return rows
-
-
-def _row_phrase(row: list[int]) -> str:
-    """The name with these attributes; -1 leaves one out."""
-    return " ".join(choices[i] for choices, i in zip(ATTRIBUTES.values(), row, strict=True) if i >= 0)
-
-
-def _holds(objects: Tensor, rows: Tensor) -> Tensor:
-    """Is there an object to which a name fits? objects (M, K, 4), names (P, 4) -> (M, P)."""
-    fits = (objects[:, :, None] == rows) | (rows < 0)  # (M, K, P, 4)
-    return (fits.all(3) & (objects[:, :, None, 0] >= 0)).any(1)
-
-
-def _all_rows() -> Tensor:
-    """(96, 4): every object there can be."""
-    return torch.cartesian_prod(*(torch.arange(len(choices)) for choices in ATTRIBUTES.values()))
-
-
-def _picture_input(images: Tensor) -> Tensor:
-    """uint8 pictures as preprocess_mini has them."""
-    return images.to(memory_format=torch.channels_last).float() / 127.5 - 1
 
 
 def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "cpu"):
@@ -1994,7 +2446,10 @@ def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "
     import open_clip
 
     torch.manual_seed(seed)
-    images, objects, whole = _attribute_data(root, "train")[0].to(device), _object_rows(root, "train"), _all_rows()
+    images, scenes = _attribute_data(root, "train")[0].to(device), read_json(root / "scenes.json")
+    pictures = [[[item[name] for name in ATTRIBUTES] for item in picture]  # four words an object
+                for i in read_json(root / "splits.json")["train"]
+                for picture in scenes[str(i)]["objects"].values()]  # fmt: skip
     clip, size = open_clip.CLIP(**MINI_CLIP), 64
     tokenizer = open_clip.SimpleTokenizer(context_length=clip.context_length)
     clip.token_embedding.requires_grad_(False)
@@ -2003,27 +2458,31 @@ def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "
     optimizer = torch.optim.AdamW([{"params": [p for p in learned if p.ndim > 1], "weight_decay": 0.05},
                                    {"params": [p for p in learned if p.ndim < 2], "weight_decay": 0.0}])  # fmt: skip
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, max(steps, 2), pct_start=0.15)
-    texts = [_row_phrase(row) for row in whole.tolist()]
+    whole_names = [[list(words)] for words in itertools.product(*ATTRIBUTES.values())]
 
-    def draw(chosen: Tensor) -> Tensor:
+    def draw_names(shown: list) -> list[list[str]]:
         """A name of one object of each picture; half of them lack some attributes, the shape is always there."""
-        k = (torch.rand(size) * (chosen[:, :, 0] >= 0).sum(1)).long()
+        chosen = (torch.rand(size) * torch.tensor([len(objects) for objects in shown])).long().tolist()
         left_out = (torch.rand(size, 4) < 0.5) & (torch.rand(size, 1) < 0.5) & (torch.arange(4) < 3)
-        return chosen[torch.arange(size), k].masked_fill(left_out, -1)
+        objects = [picture[i] for picture, i in zip(shown, chosen, strict=True)]
+        return [[word for word, out in zip(words, row, strict=True) if not out]
+                for words, row in zip(objects, left_out.tolist(), strict=True)]  # fmt: skip
 
     bar = tqdm(range(steps), desc="CLIP", unit="step", disable=None)
     for step in bar:
         index = torch.randint(len(images), (size,))
-        chosen = objects[index]
-        one, two, single = draw(chosen), draw(chosen), torch.rand(size) < 0.5
-        pairs = zip(one.tolist(), two.tolist(), single.tolist(), strict=True)
-        joined = [_row_phrase(a) if alone else f"{_row_phrase(a)} and {_row_phrase(b)}" for a, b, alone in pairs]
-        true = torch.cat([_holds(chosen, whole), _holds(chosen, one) & (_holds(chosen, two) | single)], 1)
-        tokens = tokenizer(texts + joined)
+        shown = [pictures[i] for i in index.tolist()]
+        first, second, single = draw_names(shown), draw_names(shown), (torch.rand(size) < 0.5).tolist()
+        phrases = whole_names + [[a] if alone else [a, b] for a, b, alone in zip(first, second, single, strict=True)]
+        # A phrase is true of a picture if each of its names fits an object: the object has all of the name's words.
+        true = torch.tensor([[all(any(set(name) <= set(words) for words in objects) for name in phrase) for phrase in phrases]
+                             for objects in shown], device=device)  # fmt: skip
+        tokens = tokenizer([" and ".join(map(" ".join, phrase)) for phrase in phrases])
         text = encode_prompted(clip, tokens[:, : 1 + int(tokens.argmax(1).max())].to(device))
-        picture = clip.encode_image(_picture_input(images[index.to(device)]), normalize=True)  # (B, E)
+        x = images[index.to(device)].to(memory_format=torch.channels_last).float() / 127.5 - 1  # as preprocess_mini
+        picture = clip.encode_image(x, normalize=True)  # (B, E)
         logits = clip.logit_scale.exp() * picture @ F.normalize(text, dim=1).T + clip.logit_bias
-        loss = F.binary_cross_entropy_with_logits(logits, true.float().to(device), reduction="sum") / size
+        loss = F.binary_cross_entropy_with_logits(logits, true.float(), reduction="sum") / size
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
@@ -2033,456 +2492,7 @@ def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "
     return clip.cpu().eval().requires_grad_(False)
 
 
-@torch.inference_mode()
-def mini_clip_auc(clip, root: Path, split: str = "test") -> dict[str, float]:
-    """How often a picture of a split is nearer to the whole name of an object that it shows than to one of none: of all
-    such pairs of names ("all"), and of those that differ in one attribute only."""
-    import open_clip
-
-    whole, images = _all_rows(), _attribute_data(root, split)[0]
-    tokens = open_clip.SimpleTokenizer(context_length=clip.context_length)([_row_phrase(row) for row in whole.tolist()])
-    text = clip.encode_text(tokens, normalize=True)
-    near = torch.cat([clip.encode_image(_picture_input(x), normalize=True) for x in images.split(256)]) @ text.T  # (M, P)
-    true, unlike = _holds(_object_rows(root, split), whole), whole[:, None] != whole  # (M, P), (P, P, 4)
-    right, counts = near[:, :, None] > near[:, None], true[:, :, None] & ~true[:, None]  # (M, P, P)
-    kinds = {"all": unlike.any(2)} | {name: unlike[..., i] & (unlike.sum(2) == 1) for i, name in enumerate(ATTRIBUTES)}
-    return {name: round(float(right[counts & kind].float().mean()), 4) for name, kind in kinds.items()}
-
-
-def prepare_mini_clip(root: Path, device: str = "cpu") -> None:
-    """root/clip.pt: the small CLIP of this data set. Only methods that use it make it, on first use."""
-    print(f"training a small CLIP on the pictures of {root}, once")
-    clip = train_mini_clip(root, steps=min(580, 5 + len(read_json(root / "splits.json")["train"]) // 8), device=device)
-    auc = mini_clip_auc(clip, root)
-    print("clip.pt: test pictures prefer the names of their objects in", ", ".join(f"{n} {v:.1%}" for n, v in auc.items()))
-    torch.save({"config": MINI_CLIP, "model": clip.state_dict()}, root / "clip.pt.partial")
-    os.replace(root / "clip.pt.partial", root / "clip.pt")
-
-
-# ---- scores: tokens ----
-
-PTB_DROPPED = re.compile(r"""['"`]|''|``|[?!,:;]|\.+|-{1,4}""")  # the field's punctuation list; it misses !! and brackets
-PTB_SPELLING = {"‘": "'", "’": "'", "“": '"', "”": '"', "«": '"', "»": '"', "–": " -- ", "—": " -- ", "…": " ... ", "‐": "-",
-                "‑": "-", "½": "1/2", "¼": "1/4", "¾": "3/4", "€": "$", "£": "#", "¢": " cents ", "&amp;": "&", "&lt;": "<",
-                "&gt;": ">", "&quot;": '"', "&apos;": "'", "&nbsp;": " "}  # fmt: skip
-PTB_BRACKETS = {"(": "-lrb-", ")": "-rrb-", "[": "-lsb-", "]": "-rsb-", "{": "-lcb-", "}": "-rcb-"}
-PTB_ABBREVIATIONS = """adm al apr ariz assn assoc asst attys aug ave bldg blvd bros calif capt cf cmdr co col colo conn
-    corp cos cpl dec dept dr elec est etc ext feb fla fri ft ga gen gov hon inc ind jan jr jul jun kan ky lt ltd maj mar md
-    messrs mich minn mo mon mont mr mrs ms mt neb nev nov oct okla ph plc pres prof rd rep rev sen sep sept sgt sq sr st
-    ste supt tel tenn thu thurs tue tues univ va vs vt wed wis wyo"""
-
-# The first alternative that fits is the token, so special cases come first. {L} letter, {A} letter or digit, {E} word's end.
-PTB_TOKEN = re.compile(
-    r"""
-    (?:https?://|www\.)[^\s"<>]*[^\s"<>.,!?]                                   # web addresses
-  | <[/!?]?[a-z][^<>]*>                                                        # tags
-  | can(?=not{E}) | (?:gon|wan)(?=na{E}) | got(?=ta{E}) | (?:lem|gim)(?=me{E}) # can|not, gon|na
-  | 'n' | '(?:[smd]|re|ve|ll|n|em|cause|\d0s)(?!{A}) | 't(?=(?:is|was){E})     # man|'s, they|'re, 't|is
-  | n['`]t(?!{A})                                                              # do|n't (with the last words below)
-  | (?:{ABBREVIATION})\.(?!{A}) | (?:no|nos|figs?|pp|art|ca)\.(?=[ ]?\d)       # mr., no. 5
-  | (?:{L}\.)+(?!{A})                                                          # p.m., U.S., x.
-  | (?-i:[A-Z]+(?:[&+][A-Z]+)+)                                                # AT&T
-  | {A}+(?:-{A}+)*(?:/{A}+(?:-{A}+)*){1,2}                                     # and/or, 1/2, 12/25/2012
-  | {A}(?:{A}|[.,])*(?:-{A}+)+                                                 # T-shirt, 10-15
-  | [-+]?\d*(?:[.,:]\d+)+ | [-+]?\d+(?!{A})                                    # 3.5, 1,000, 12:30, -5
-  | [dlo]'{L}+ | c'mon{E} | ma'am{E} | ol'(?!{A}) | y'(?=all{E})               # o'clock
-  | {L}+(?:[.!?]{L}+)+                                                         # left.right: no space, no split
-  | {A}+?(?=n['`]t(?!{A})) | {A}+(?:_{A}+)*                                    # words
-  | [#@]{L}+ | \.{2,} | [!?]+ | -+ | \*+ | _+ | '' | `` | \S                   # the rest, single signs at last
-    """.replace("{ABBREVIATION}", "|".join(PTB_ABBREVIATIONS.split()))
-    .replace("{E}", r"(?!['\w-])").replace("{L}", r"[^\W\d_]").replace("{A}", r"[^\W_]"),
-    re.VERBOSE | re.IGNORECASE,
-)  # fmt: skip
-
-
-def ptb_tokenize(text: str) -> str:
-    """The tokens, joined by spaces, that pycocoevalcap's PTBTokenizer (Stanford CoreNLP 3.4.1) gives, but without Java.
-
-    Equal on every sentence of Spot-the-Diff and Image Editing Request (train and validation) and on CLEVR-like ones. Known
-    to differ: e-mail addresses, smileys, C++, phone numbers, 1 1/2, "Miss." or "Tex." as states, a clitic glued to the next
-    word ("'s2"), a typographic quote before s, t, d or m as a word of its own, "non-u.s.", rare signs. Round brackets stay,
-    as -lrb- and -rrb-: the field drops -LRB-, but from tokens that are lower case by then.
-    """
-    for written, meant in PTB_SPELLING.items():
-        text = text.replace(written, meant)
-    tokens = (PTB_BRACKETS.get(token, token.lower()) for token in PTB_TOKEN.findall(text))
-    return " ".join(token for token in tokens if not PTB_DROPPED.fullmatch(token))
-
-
-# ---- scores: the metrics ----
-
-METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "CIDEr (one pool)", "SPICE")
-JAVA_FLAGS = ("-Dfile.encoding=UTF-8", "-Duser.language=en", "-Duser.country=US")  # METEOR dies where 0.5 is 0,5
-JAVA_PATIENCE = 600  # seconds without an answer after which a Java process is taken to hang
-SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
-SPICE_DOWNLOAD = "python -m pycocoevalcap.spice.get_stanford_models"
-
-
-def find_java() -> str | None:
-    return shutil.which("java")
-
-
-def coco_folder() -> Path:
-    import pycocoevalcap  # a folder without __init__.py, so it has a __path__ and no __file__
-
-    return Path(next(iter(pycocoevalcap.__path__)))
-
-
-def tokenize_all(texts: list[str], java: str | None) -> tuple[list[str], str]:
-    """Tokens of every text, and which tokenizer made them: one call of the package's jar, or ptb_tokenize where Java fails.
-
-    The package's own class writes into its folder, prints, and loses captions without a word when Java fails. White space
-    becomes one space here: any line break inside a caption would shift all later ones.
-    """
-    texts = [" ".join(text.split()) for text in texts]
-    if java:
-        from pycocoevalcap.tokenizer.ptbtokenizer import PUNCTUATIONS
-
-        jar = coco_folder() / "tokenizer" / "stanford-corenlp-3.4.1.jar"
-        call = [java, *JAVA_FLAGS, "-cp", str(jar), "edu.stanford.nlp.process.PTBTokenizer"]
-        call += ["-preserveLines", "-lowerCase", "-encoding", "UTF-8"]
-        try:
-            lines = "\n".join([*texts, ""]).encode()
-            done = subprocess.run(call, input=lines, capture_output=True, check=True, timeout=JAVA_PATIENCE)
-        except (OSError, subprocess.SubprocessError):
-            return tokenize_all(texts, None)
-        lines = done.stdout.decode().split("\n")[:-1]
-        assert len(lines) == len(texts), f"the PTB tokenizer made {len(lines)} lines of {len(texts)} captions"
-        return [" ".join(w for w in line.rstrip().split(" ") if w not in PUNCTUATIONS) for line in lines], "PTB (Java)"
-    return [ptb_tokenize(text) for text in texts], "Python"
-
-
-def meteor(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, list[str]], java: str) -> dict[str, float]:
-    """METEOR of every group. One process: a SCORE line per caption gives its statistics, an EVAL line per group sums them.
-    OSError where it ends early, or keeps us waiting for JAVA_PATIENCE seconds."""
-    call = [java, "-Xmx2G", *JAVA_FLAGS, "-jar", "meteor-1.5.jar", "-", "-", "-stdio", "-l", "en", "-norm"]
-    pipes, late = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}, threading.Event()
-    try:
-        with subprocess.Popen(call, cwd=coco_folder() / "meteor", encoding="utf-8", **pipes) as process:
-
-            def ask(*fields: str, answers: int = 1) -> str:
-                watchdog = threading.Timer(JAVA_PATIENCE, lambda: (late.set(), process.kill()))
-                watchdog.start()
-                try:
-                    process.stdin.write(" ||| ".join(field.replace("|||", " ") for field in fields) + "\n")
-                    process.stdin.flush()
-                    lines = [process.stdout.readline() for _ in range(answers)]
-                finally:
-                    watchdog.cancel()
-                if not lines[-1]:
-                    raise BrokenPipeError
-                return lines[-1].strip()
-
-            try:
-                stats = {i: ask("SCORE", *refs[i], hyp) for i, hyp in hyps.items()}
-                # an EVAL line is answered by the score of each caption, then the score of the group
-                return {g: float(ask("EVAL", *(stats[i] for i in ids), answers=len(ids) + 1)) for g, ids in groups.items()}
-            finally:
-                process.kill()  # without it, leaving the block after an error would wait for a process that waits for us
-    except BrokenPipeError as e:
-        reason = f"gave no answer for {JAVA_PATIENCE} s" if late.is_set() else "ended early; it needs 2 GB of memory"
-        raise OSError(f"METEOR's Java process {reason}") from e
-
-
-def spice(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, list[str]], java: str) -> dict[str, float]:
-    """SPICE of every group: a mean over captions, so one (slow) run serves all groups. Never downloads its models."""
-    from pycocoevalcap.spice.spice import Spice
-
-    if not all((coco_folder() / "spice" / "lib" / jar).exists() for jar in SPICE_MODELS):
-        raise FileNotFoundError(f"SPICE's Stanford models are not there; run: {SPICE_DOWNLOAD}")
-    try:
-        _, rows = Spice().compute_score(refs, {i: [hyp] for i, hyp in hyps.items()})
-    except subprocess.CalledProcessError as error:
-        raise OSError(f"the SPICE program ended with status {error.returncode}; it was written for Java 8") from error
-    f = {i: row["All"]["f"] for i, row in zip(sorted(hyps), rows, strict=True)}
-    return {g: sum(f[i] for i in ids) / len(ids) for g, ids in groups.items()}
-
-
-def score(
-    predictions: dict[str, str],
-    references: dict[str, list[str]],
-    groups: dict[str, Iterable[str]] | None = None,
-    quick: bool = False,
-    tokens: Literal["ptb", "split", "ids"] = "ptb",
-    ids: dict[str, int] | None = None,
-) -> dict:
-    """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's ids that have a prediction.
-
-    Returns {"scores": {group: {metric: number or None}}, "missing": {metric: reason}, "tokenizer": which made the words}.
-    Every group is a corpus of its own, as in the field's scripts: CIDEr counts document frequencies in the group's references,
-    so the total is no average of the groups, and a single image gets 0. "CIDEr (one pool)" is the mean of the group's captions
-    when document frequencies are those of all pairs, as in IDC's Table 3. An empty caption counts as 0, except that ROUGE-L,
-    as the package computes it, is 1 where a reference is empty too. `quick` leaves out METEOR and SPICE, which take programs
-    of their own, and the pool.
-
-    tokens: "ptb" as a rule; "split": captions are words already, split at blanks (Birds-to-Words); "ids" (LEVIR-CC): words are
-    replaced by their numbers in `ids`, those that it lacks all by that of UNK, so that they match each other, and METEOR
-    knows no stems and synonyms.
-    """
-    from pycocoevalcap.bleu.bleu import Bleu
-    from pycocoevalcap.cider.cider import Cider
-    from pycocoevalcap.rouge.rouge import Rouge
-
-    if not predictions:
-        raise ValueError("no predictions to score; expected at least one {image id: caption}")
-    for i in predictions:
-        if not references.get(i):
-            raise ValueError(f"prediction {i!r} has no reference; give the references of its split, or leave it out")
-    members = {name: set(ids) for name, ids in {"total": predictions, **(groups or {})}.items()}
-    groups = {name: kept for name, among in members.items() if (kept := [i for i in predictions if i in among])}
-
-    java, texts = find_java(), [text for i in predictions for text in (predictions[i], *references[i])]
-    if tokens == "ptb":
-        lines, tokenizer = tokenize_all(texts, java)
-    elif tokens == "split":
-        lines, tokenizer = [" ".join(text.split()) for text in texts], "none, words as they are"
-    else:
-        lines = [" ".join(str(ids.get(word, UNK)) for word in text.split()) for text in texts]
-        tokenizer = "none, words as ids"
-    line, hyps, refs = iter(lines), {}, {}
-    for i in predictions:
-        hyps[i], refs[i] = next(line), [next(line) for _ in references[i]]
-
-    scores, missing, pool = {}, {}, {}
-    for name, kept in groups.items():  # total comes first
-        row = scores[name] = {} if quick else dict.fromkeys(METRICS)
-        gts, res = {i: refs[i] for i in kept}, {i: [hyps[i]] for i in kept}
-        row.update(zip(METRICS, Bleu(4).compute_score(gts, res, verbose=0)[0], strict=False))
-        row["ROUGE-L"] = Rouge().compute_score(gts, res)[0]
-        empty = 0.0, [0.0] * len(kept)  # without a word in the references, Cider fails
-        row["CIDEr"], each = Cider().compute_score(gts, res) if any(map(any, gts.values())) else empty
-        pool = pool or dict(zip(kept, each, strict=True))
-        if not quick:
-            row["CIDEr (one pool)"] = sum(pool[i] for i in kept) / len(kept)
-    for metric, compute in {} if quick else {"METEOR": meteor, "SPICE": spice}.items():
-        try:
-            if metric == "SPICE" and tokens == "ids":
-                raise ValueError("it reads sentences, not ids")
-            if java is None or tokenizer == "Python":
-                raise OSError("needs Java: " + ("java does not run, try java -version" if java else "java is not on the PATH"))
-            for name, value in compute(refs, hyps, groups, java).items():
-                scores[name][metric] = value
-        except (OSError, ValueError) as error:  # ValueError: an answer that is no number
-            missing[metric] = str(error)
-    for row in scores.values():
-        row.update({metric: round(100 * float(value), 2) for metric, value in row.items() if value is not None})
-    return {"scores": scores, "missing": missing, "tokenizer": tokenizer}
-
-
-def format_scores(result: dict) -> str:
-    """What `score` returns as a table with one row a group, the reasons for missing metrics, and what else is reported."""
-    columns = {name: name for name in ("BLEU-1", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "one pool", "SPICE")}
-    columns["one pool"] = "CIDEr (one pool)"
-    width = max(map(len, result["scores"]))
-    lines = [" " * width + "".join(f"{column:>9}" for column in columns)]
-    for name, values in result["scores"].items():
-        cells = ("-" if (value := values.get(metric)) is None else f"{value:.2f}" for metric in columns.values())
-        lines.append(f"{name:<{width}}" + "".join(f"{cell:>9}" for cell in cells))
-    lines += [f"no {metric}: {reason}" for metric, reason in result["missing"].items()]
-    lines.append(f"tokenizer: {result['tokenizer']}; each row is a corpus of its own, total is no average of the others, but "
-                 "one pool has CIDEr's document frequencies of all pairs")  # fmt: skip
-
-    def row(values: dict[str, float]) -> str:
-        return ", ".join(f"{name} {value:.1f}" for name, value in values.items())
-
-    if "accuracy" in result:
-        lines.append(f"right, in %: {row(result['accuracy'])}")
-        lines.append("(CIDEr of unchanged pairs says little: all their references are alike. Read how many are recognised.)")
-    for name, values in result.get("pointing", {}).items():
-        lines.append(f"pointing game, {name}" + (f", in %: {row(values)}" if name != "boxes" else f": {values['total']}"))
-    return "\n".join(lines)
-
-
-# ---- scores: the pointing game ----
-
-
-def pointing_game(maps: Iterable[Tensor], boxes: list[list[int]], sizes: list[tuple[int, int]]) -> list[bool]:
-    """Does the brightest pixel lie in the box? maps: attention (H, W) each, resized bilinearly to the picture's size (width,
-    height); boxes [x, y, w, h] in its pixels. As Park et al. (2019) do it."""
-    hits = []
-    for heat, (x, y, w, h), (width, height) in zip(maps, boxes, sizes, strict=True):
-        heat = F.interpolate(heat.float()[None, None], (height, width), mode="bilinear", align_corners=False)
-        row, column = divmod(int(heat.argmax()), width)
-        hits.append(x <= column < x + w and y <= row < y + h)
-    return hits
-
-
-def pointing_scores(maps: dict, boxed: list[tuple[str, str, list[int], Path]], groups: dict[str, set[str]]) -> dict:
-    """The pointing game over all boxes and over each group's: {map's name: {group: hits in %}}, with the share of the picture
-    that boxes take ("chance") and their number ("boxes"). maps: pair id -> (H, W), or name -> (H, W). boxed: pair id, "before"
-    or "after", box of the changed object and picture. The two count apart; a pair's one map is used for both, maps that are
-    called before and after are used each for its own."""
-    sizes = []
-    for *_, path in boxed:
-        with Image.open(path) as im:
-            sizes.append(im.size)
-    boxes, ids = [box for *_, box, _ in boxed], [i for i, *_ in boxed]
-
-    def named(m: Tensor | dict[str, Tensor], side: str) -> dict[str, Tensor]:
-        return {"attention": m} if isinstance(m, Tensor) else {"attention": m[side]} if side in m else m
-
-    several = [named(maps[i], side) for i, side, _, _ in boxed]
-    columns = {name: pointing_game([m[name].cpu() for m in several], boxes, sizes) for name in several[0]}
-    columns["chance"] = [w * h / (width * height) for (_, _, w, h), (width, height) in zip(boxes, sizes, strict=True)]
-    scores = {name: {} for name in (*columns, "boxes")}
-    for group, members in {"total": set(ids), **groups}.items():
-        if chosen := [n for n, i in enumerate(ids) if i in members]:
-            for name, values in columns.items():
-                scores[name][group] = round(100 * sum(values[n] for n in chosen) / len(chosen), 2)
-            scores["boxes"][group] = len(chosen)
-    return scores
-
-
-# ---- scores: files ----
-
-
-def read_captions(path: str | Path, key: str | None) -> list[tuple[str, str]]:
-    """(image id, caption) pairs of a COCO file: the list under `key`, or the whole file where key is None."""
-    rows = read_json(Path(path), dict).get(key) if key else read_json(Path(path), list)
-    where = f'{path}: "{key}"' if key else f"{path}"
-    if not isinstance(rows, list):
-        raise ValueError(f'{where} should be a list of {{"image_id": ..., "caption": ...}}')
-    for n, row in enumerate(rows):
-        if not (isinstance(row, dict) and "image_id" in row and isinstance(row.get("caption"), str)):
-            raise ValueError(f'{where}, item {n} should have "image_id" and "caption" (a string), but is {str(row)[:80]}')
-    return [(str(row["image_id"]), row["caption"]) for row in rows]
-
-
-def read_predictions(path: str | Path) -> dict[str, str]:
-    """{image id: caption} of a COCO results file."""
-    predictions: dict[str, str] = {}
-    for i, caption in read_captions(path, None):
-        if i in predictions:
-            raise ValueError(f"{path}: image_id {i!r} has two predictions; expected one caption an image")
-        predictions[i] = caption
-    return predictions
-
-
-def read_references(path: str | Path) -> dict[str, list[str]]:
-    """{image id: captions} of a COCO annotation file."""
-    references: dict[str, list[str]] = {}
-    for i, caption in read_captions(path, "annotations"):
-        references.setdefault(i, []).append(caption)
-    return references
-
-
-def write_predictions(path: str | Path, predictions: dict[str, str]) -> None:
-    """Captions by pair id, as the field's scripts read them."""
-    rows = [{"image_id": i, "caption": caption} for i, caption in predictions.items()]
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-
-
-def write_scores(path: str | Path, result: dict) -> None:
-    """What `score` and `report` return, as JSON; prints it as a table."""
-    Path(path).write_text(json.dumps(result, indent=1) + "\n")
-    print(format_scores(result))
-
-
-# ---- preparation and check -------------------------------------------------------------------------------------------
-
-
-def vocab_of(name: str, release: Release) -> Vocab:
-    """Vocabulary by the data set's rule, of the training captions as a rule."""
-    source = DATASETS[name]
-    scenes = (s for split in source.vocab_splits for s in release.scenes[split])
-    captions = (c for s in scenes for p in s.pairs + (s.swapped or ()) for c in p.captions)
-    return Vocab.of(captions, source.min_count, source.tokenizer, source.max_words)
-
-
-def build_vocab(name: str, root: Path, release: Release) -> Vocab:
-    """The vocabulary, written as word -> id."""
-    vocab = vocab_of(name, release)
-    partial = root / "vocab.partial"
-    partial.write_text(json.dumps(vocab.ids, indent=0))
-    os.replace(partial, root / "vocab.json")
-    return vocab
-
-
-def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
-    """A feature file from the images, or from the authors' released .npy folders (layer 3) or pickle (IDC's, layer 4) where
-    those are; vocab.json. A feature file that is there stays."""
-    release, path = read_release(name, root), feature_file(name, root, extractor)
-    extractor, names = extractor or DATASETS[name].extractor, sorted(release.paths)
-    npy = {n: p.parents[1] / p.parent.name.replace("images", "features") / f"{p.name}.npy" for n, p in release.paths.items()}
-    absent = [p for p in npy.values() if not p.exists()]
-    if path.exists():
-        open_features(name, root, extractor).require(names)
-        print(f"{path} is there already")
-    elif extractor == "resnet101-layer4" and (root / "full_img.pkl").exists():
-        about = {"extractor": extractor, "preprocessing": RELEASED_PICKLES, "dataset": name}
-        write_features(path, names, (x[None] for x in read_pickle(root / "full_img.pkl", names)), **about)
-    elif extractor == "resnet101-layer3" and len(absent) < len(npy):
-        if absent:
-            raise FileNotFoundError(f"no features at {absent[0]} ({len(absent)} of {len(names)} missing); complete the "
-                                    "released features, or remove them to extract features from the images")  # fmt: skip
-        about = {"extractor": extractor, "preprocessing": RELEASED_FEATURES, "dataset": name}
-        start = unfinished(path, names, about)
-        write_features(path, names, (read_npy(npy[n])[None] for n in names[start:]), **about, start=start)
-    else:
-        if absent := [p for p in release.paths.values() if not p.exists()]:
-            raise FileNotFoundError(f"no image at {min(absent)} ({len(absent)} of {len(names)} missing); "
-                                    "unpack the release there, or see --check")  # fmt: skip
-        batch = 64 if device.startswith("cuda") else 16  # on a CPU seconds, so that Ctrl-C does not seem to be lost
-        extract(path, release, Extractor(extractor, device=device), name, batch)
-    vocab = build_vocab(name, root, release)
-    print(*(f"note: {line}" for line in release.notes), f"{root}: {len(names)} images, {len(vocab)} words", sep="\n")
-
-
-def read_npy(path: Path) -> np.ndarray:
-    """A released feature map (C, H, W); ValueError naming the file where it is none."""
-    try:
-        x = np.load(path)
-    except (OSError, ValueError, EOFError) as e:
-        raise ValueError(f"{path} is not a readable .npy file ({e}); fetch it again") from e
-    if x.ndim != 3:
-        raise ValueError(f"{path}: expected (channels, height, width), found {x.shape}")
-    return x
-
-
-class ArrayUnpickler(pickle.Unpickler):
-    """Reads pickles of arrays. A pickle may call whatever it names, and can do harm even with numpy's own functions; so those
-    that numpy's pickles name are replaced by Parts, which do nothing, and all others are refused."""
-
-    class Parts(list):
-        __setstate__ = list.append  # what numpy would make an array or a dtype of, and last its state
-
-    def find_class(self, module: str, name: str):
-        if (module, name) == ("_codecs", "encode"):  # so protocol 2 writes bytes
-            return lambda text, _: text.encode("latin1")
-        if module.split(".")[0] != "numpy" or name not in ("ndarray", "dtype", "_reconstruct", "_frombuffer"):
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return lambda *made: ArrayUnpickler.Parts(made)
-
-
-def feature_map(array: ArrayUnpickler.Parts) -> np.ndarray:
-    """-> (C, H, W), where the array has this shape or (C, N), N cells of a square."""
-    *_, state = array
-    raw, kind, shape, order = (state[4], state[2], state[1], "CF"[state[3]]) if isinstance(state, tuple) else array
-    x = np.frombuffer(raw, f"{kind[-1][1]}{kind[0]}").reshape(shape, order=order)
-    return x if x.ndim == 3 else x.reshape(len(x), math.isqrt(x.shape[1]), -1)
-
-
-def read_pickle(path: Path, names: list[str]) -> Iterator[np.ndarray]:
-    """The features (C, H, W) of images, from a pickled dictionary by file names, which is read as a whole."""
-    print(f"{path}: read as a whole, {path.stat().st_size / 1e9:.2f} GB of memory")
-    try:
-        with open(path, "rb") as f:
-            arrays = {Path(name).stem: feature_map(x) for name, x in ArrayUnpickler(f).load().items()}
-    except Exception as e:  # a broken pickle raises whatever it likes
-        raise ValueError(f"{path} is no pickle of a dictionary of arrays ({e!r}); fetch it again") from e
-    if absent := [name for name in names if Path(name).stem not in arrays]:
-        raise ValueError(f"{path}: no features of {absent[0]} and {len(absent) - 1} more of {len(names)} images")
-    yield from (arrays.pop(Path(name).stem) for name in names)
-
-
-def extract(path: Path, release: Release, extractor: Extractor, name: str, batch: int) -> None:
-    """Run an extractor over every image of a release into a feature file; goes on where it was interrupted."""
-    names = sorted(release.paths)
-    about = {"extractor": extractor.name, "preprocessing": extractor.preprocessing, "dataset": name}
-    start = unfinished(path, names, about)
-    blocks = extractor.blocks([release.paths[n] for n in names[start:]], batch)
-    write_features(path, names, prefetch(block.numpy() for block in blocks), **about, start=start)
+# ---- mini: preparation -----------------------------------------------------------------------------------------------
 
 
 def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) -> None:
@@ -2512,8 +2522,7 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) 
         os.replace(partial, root)
     if not (root / "mini_cnn.pt").exists():
         net = train_mini_cnn(root, steps=min(1000, 10 + scenes // 5), seed=seed, device=device)
-        torch.save(net.state_dict(), root / "mini_cnn.pt.partial")
-        os.replace(root / "mini_cnn.pt.partial", root / "mini_cnn.pt")
+        write_whole(root / "mini_cnn.pt", net.state_dict())
     release = read_release("mini", root)
     if not (root / "features.h5").exists():
         state = mini_cnn_state(root)
@@ -2530,82 +2539,6 @@ def mini_cnn_name(state: dict[str, Tensor]) -> str:
     """mini-cnn-<hash of the weights>, so that features of another network are not mistaken for this one's."""
     digest = hashlib.sha256(b"".join(state[k].cpu().numpy().tobytes() for k in sorted(state)))
     return f"mini-cnn-{digest.hexdigest()[:12]}"
-
-
-def check(name: str, root: Path, extractor: str = "") -> list[str]:
-    """Problems of a folder, a line each (of a kind the first 20): what its reader raises, counts against the published ones,
-    pairs that occur twice, captions, images, features, vocabulary."""
-    source, prepare = DATASETS[name], prepare_command(name, root, extractor)
-    try:
-        release = read_release(name, root)
-    except (OSError, ValueError) as e:
-        return [str(e)]
-    problems = check_pairs(name, root, release)
-
-    def unreadable(path: Path) -> str | None:
-        try:
-            read_image(path)
-        except (FileNotFoundError, ValueError) as e:
-            return str(e)
-
-    pictures = list(release.paths.values())
-    if [*root.glob("full_img.pkl"), *root.glob("features*")] and not any(p.exists() for p in pictures):
-        release.notes.append(f"{root} has features and no pictures")
-        pictures = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = tqdm(pool.map(unreadable, pictures), "images", len(pictures), unit="image", disable=None)
-        problems += at_most([line for line in found if line])
-    try:
-        features = open_features(name, root, extractor)
-        features.require(release.paths)
-        bad = [image for image, x in zip(tqdm(features.row, "features", disable=None), features.data, strict=True)
-               if not np.isfinite(x).all()]  # fmt: skip
-        problems += at_most([f"{features.path}: features of {image} are not finite" for image in bad])
-    except (OSError, ValueError) as e:
-        problems.append(str(e))
-    try:
-        vocab = read_vocab(name, root).words
-        if len(vocab) != (source.words or len(vocab)):
-            problems.append(f"{root / 'vocab.json'}: {len(vocab)} words, published {source.words}")
-        if odd := sorted(set(vocab) ^ set(vocab_of(name, release).words)):
-            problems.append(f"{root / 'vocab.json'} is not of these captions ({str(odd[:5])[1:-1]} ...); run: {prepare}")
-    except (OSError, ValueError) as e:
-        problems.append(str(e))
-    counts = ", ".join(f"{split} {len(scenes)}" for split, scenes in release.scenes.items())
-    print(*(f"note: {line}" for line in release.notes),
-          f"{root}: scenes {counts}; {len(release.paths)} images, {len(problems)} problems", sep="\n")  # fmt: skip
-    return problems
-
-
-def at_most(lines: list[str], count: int = 20) -> list[str]:
-    """The first lines of a kind, and how many more there are."""
-    return lines[:count] + [f"and {len(lines) - count} more of this kind"] * (len(lines) > count)
-
-
-def check_pairs(name: str, root: Path, release: Release) -> list[str]:
-    """What is wrong with pairs and captions, a line each; captions that only repeat become a note of the release."""
-    source, problems, splits_of = DATASETS[name], [], {}
-    for split, scenes in release.scenes.items():
-        if len(scenes) != source.scenes.get(split, len(scenes)):
-            problems.append(f"{root}: {split} has {len(scenes)} scenes, published {source.scenes[split]}")
-    for kind, count in source.types.items():
-        if len(release.kinds.get(kind, ())) != count:
-            problems.append(f"{root}: {len(release.kinds.get(kind, ()))} of type {kind}, published {count}")
-    pairs = [(split, p) for split, scenes in release.scenes.items() for scene in scenes for p in scene.pairs]
-    kinds = set().union(*release.kinds.values())
-    unkind = [(split, p) for split, p in pairs if kinds and p.id not in kinds]
-    problems += at_most([f"{root}: {p.id} ({split}) has no kind of change" for split, p in unkind])
-    for split, p in pairs:
-        splits_of.setdefault(p.id, []).append(split)
-    again = {i: splits for i, splits in splits_of.items() if len(splits) > 1}
-    problems += at_most([f"{root}: pair {i} is there {len(in_)} times ({', '.join(in_)})" for i, in_ in again.items()])
-    empty = [f"{root}: an empty caption for {p.id} ({split})" for split, p in pairs for c in p.captions if not c.strip()]
-    if len(empty) != source.empty:
-        problems += at_most(empty)
-    repeated = [p.id for _, p in pairs if len(set(p.captions)) < len(p.captions)]
-    if repeated:
-        release.notes.append(f"{len(repeated)} pairs have a caption twice, the first of them {repeated[0]}")
-    return problems
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------

@@ -88,10 +88,10 @@ def test_feature_file_round_trip(tmp_path):
     assert (features.extractor, features.preprocessing) == ("resnet101-layer3", "how")
     expected = torch.from_numpy(x[[3, 0]]).half()
     for where in ("file", "auto"):
-        assert "features: file" in features.place(where, "cpu")
+        assert "features: file" in features.move_to(where, "cpu")
         torch.testing.assert_close(features.rows(["d", "a"]), expected)
     with pytest.raises(ValueError, match="choose file"):
-        features.place("gpu", "cpu")
+        features.move_to("gpu", "cpu")
     with pytest.raises(ValueError, match="4 feature maps for 5 images"):
         data.write_features(tmp_path / "g.h5", list("abcde"), [x[:4]], "e", "p")
     with pytest.raises(ValueError, match="'b'.*not finite"):
