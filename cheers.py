@@ -34,7 +34,7 @@ silent or leaves two readings, the choice is marked [ours] where it is made. Two
 - Over the cells of an image P^ of the entities is almost constant (trained on mini, its deviation is 1 % of its size; P^ of
   the images 13 to 17 %) and the two do not vary together (correlation below .01). L_C and L_D align little but constants.
 
-To copy: this file, common.py and data.py (the model takes only the special ids START, END and UNK from data.py).
+To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
 
 import math
@@ -214,7 +214,7 @@ class Entities:
         """What a checkpoint needs, beside the model, to retrieve the entities of any two pictures."""
         import data
 
-        saved = data.mini_clip_state(self.root) if self.clip == "mini" and self.phrases else None
+        saved = data.clip_weights(self.clip, self.root) if self.phrases else None
         return {"entities": {"phrases": self.phrases, "clip": saved}}
 
 

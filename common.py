@@ -244,7 +244,7 @@ class RunConfig:
     device: str = ""  # cuda, cpu, ... (default: cuda where there is one)
     amp: bool = True  # bfloat16 autocast; CUDA only
     compile: bool = True  # torch.compile of the training step; CUDA only
-    features: Literal["auto", "gpu", "ram", "stream"] = "auto"  # where features stay; auto: the first that has room
+    features: Literal["auto", "gpu", "file"] = "auto"  # where features stay; auto: the GPU if they fit well
 
 
 def _comments(cls: type) -> dict[str, str]:

@@ -1600,6 +1600,11 @@ def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = N
     return clip.to(device).eval().requires_grad_(False), tokenizer, preprocess
 
 
+def clip_weights(name: str, root: Path) -> dict | None:
+    """What a checkpoint has to carry of a CLIP: the embedded data set's own, of the others nothing."""
+    return mini_clip_state(root) if name == "mini" else None
+
+
 def clip_id(name: str, root: Path) -> str:
     """The name of a CLIP, with a hash of its weights where these are a file, so that no two are taken for each other."""
     file = root / "clip.pt" if name == "mini" else Path(name.partition(":")[2])

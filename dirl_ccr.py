@@ -40,7 +40,7 @@ Where paper and released code differ, the default is the paper and RELEASED belo
 - two cross-attention layers, alpha, the initialisation, two channels of coordinates beside the features (use_coords) and the
   drops of the learning rate: the release has them, the paper does not give them;
 - Eq. 15 as a mean over the words of a batch, as released; the paper has a sum over the words of a sentence.
-To copy: this file, common.py and data.py (the model takes only the special ids START, END and UNK from data.py).
+To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
 
 from dataclasses import dataclass

@@ -35,7 +35,7 @@ of the data set (released: to 40 or 80 ids); PyTorch's LayerNorm (released: divi
 epsilon); CUB's [IMG2] passes E_s (released: goes straight to E_p). Both readings have the release's [CLS] and [IMG] without
 positions, its words times sqrt(D), its pre-norm blocks without a LayerNorm after the last, and images that do not see the
 text in fine-tuning: the paper's words allow it, but a word would then learn from later ones through the images.
-To copy: this file, common.py and data.py (the model takes only the special ids from it).
+To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
 
 import dataclasses

@@ -34,8 +34,7 @@ choice is marked [ours] where it is made. The largest: the paper prints no resid
 vector becomes a mean of the same cells, and all K vectors start and stay alike; so the default has the residuals that the
 sentence before Eq. 6 names, and in Eq. 4 the residual and LayerNorm that DIRL+CCR's release has where its paper prints
 none. --no-residual takes Eq. 4, 6 and 7 as printed.
-To copy: this file, common.py and data.py (the model takes only the special ids START, END and UNK from data.py; training
-also the phrases and CLIP's text encoder).
+To copy: this file and common.py. Training on a data set of data.py needs that file too, also for phrases and CLIP.
 """
 
 from dataclasses import dataclass

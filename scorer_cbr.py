@@ -37,7 +37,7 @@ Where paper and released code differ, the default is the paper and RELEASED belo
   the release has them, the paper does not mention them;
 - Eq. 12 as a mean over the words of a batch, as released; the paper has a sum over the words of a sentence.
 How Eq. 3 joins its heads is lost in our copy of the paper: mtm averages them [ours].
-To copy: this file, common.py and data.py (the model takes only the special ids START, END and UNK from data.py).
+To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
 
 import math

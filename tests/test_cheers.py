@@ -320,7 +320,7 @@ def corpus(rendered, monkeypatch):
     monkeypatch.setattr(clip, "encode_image", count("images", image))
     monkeypatch.setattr(clip, "encode_text", count("texts", text))
     monkeypatch.setattr(data, "load_clip", lambda *_: (clip, tokenizer, data.preprocess_mini))
-    monkeypatch.setattr(data, "mini_clip_state", lambda *_: {})
+    monkeypatch.setattr(data, "clip_weights", lambda *_: {})
     (rendered / "embeddings.pt").unlink(missing_ok=True)
     return data.load("mini", rendered), counts, clip, tokenizer
 

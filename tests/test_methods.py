@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import cheers
+import common
 import data
 import dirl_ccr
 import idc_pretrain
@@ -87,6 +88,40 @@ def test_a_diff_of_two_files_shows_the_science(method):
         if method is cheers:
             ours = ours.replace("tuple[MODEL, Entities]", "MODEL").replace("validation, and its entities", "validation")
         assert ours == first, name
+
+
+ALONE_IN_A_FOLDER = """
+import sys
+for name in ("data", "h5py", "spacy", "open_clip", "pycocoevalcap"):
+    sys.modules[name] = None  # importing them fails
+import torch
+from {module} import {model}, Config
+
+cfg = Config(dim=16, heads=2{fields})
+model = {model}(cfg, 100, (8, 2, 3), 12{table})  # words, (C, H, W) of the features, longest caption
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+before, after = torch.rand(2, 4, 8, 2, 3)
+caption = torch.tensor([[2, 5, 6, 7, 3, 0]] * 4)
+sum(loss.mean() for loss in model(before, after, caption{more}).values()).backward()
+optimizer.step()
+ids = model.eval().generate(before, after{entities})
+print(list(ids.shape))
+"""
+
+
+def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path):
+    own = {
+        rdd_acr: {"fields": ", w_n2o=0.0, w_v2a=0.0"},
+        cheers: {"table": ", torch.rand(7, 5)", "more": ", torch.tensor([[0, 1, 2]] * 4)",
+                 "entities": ", torch.tensor([[0, 1, 2]] * 4)"},
+        idc_pretrain: {"more": ', "finetune", True'},
+    }  # fmt: skip
+    parts = {"fields": "", "table": "", "more": "", "entities": ""} | own.get(method, {})
+    script = ALONE_IN_A_FOLDER.format(module=method.__name__, model=MODELS[method].__name__, **parts)
+    for file in (Path(method.__file__), Path(common.__file__)):
+        (tmp_path / file.name).write_text(file.read_text())
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.strip() == "[4, 12]", done.stderr
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------
