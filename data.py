@@ -5,8 +5,9 @@
     python data.py clevr_change --data_dir D --check  what is there, missing or corrupt
     python data.py score --predictions P --references R
 
-A data set is a folder in its authors' release layout; `load` reads it into a Dataset, whose batches feed any method. The
-table DATASETS has a row for each.
+A data set is a folder in its authors' release layout; `load` reads it into a Dataset, whose batches feed any method. There
+are mini (embedded), clevr_change, clevr_dc, spot_the_diff, image_editing_request, levir_cc, birds_to_words, cub, nabirds, and
+pairs (your own); each is a reader and a row of the table DATASETS.
 A feature file (features.h5; another extractor's has a name of its own) and a vocabulary (vocab.json) are added to the
 folder. Nothing is downloaded at import.
 """
@@ -1387,7 +1388,7 @@ def write_scores(path: str | Path, result: dict) -> None:
     print(format_scores(result))
 
 
-# ---- text: segments --------------------------------------------------------------------------------------------------
+# ---- phrases of captions ---------------------------------------------------------------------------------------------
 
 # Parts of speech of the words of mini and CLEVR-Change, whose sentences come from templates. Materials are adjectives
 # ("became rubber"); what only says where the changed object stands ("left of", "in front of") counts as preposition.
@@ -1565,7 +1566,7 @@ def caption_subjects(dataset_name: str, root: Path, captions: Iterable[str]) -> 
     return read_captions_once("subjects", subjects, ["lemmatizer"], dataset_name, root, captions)
 
 
-# ---- text: CLIP ------------------------------------------------------------------------------------------------------
+# ---- CLIP ------------------------------------------------------------------------------------------------------------
 
 def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = None) -> tuple:
     """A frozen CLIP in float32, its tokenizer (texts -> ids) and its preprocessing (PIL image -> tensor).
@@ -1624,8 +1625,8 @@ def clip_embeddings(name: str, root: Path, texts: list[str], paths: dict[str, Pa
     saved = mini_clip_state(root, device) if name == "mini" else None
     file, images = root / "embeddings.pt", sorted(paths)
     key = {"clip": clip_id(name, root), "texts": texts, "images": images}
-    if file.exists() and (saved := torch.load(file, weights_only=True))["key"] == key:
-        return saved["texts"], saved["images"]
+    if file.exists() and (made := torch.load(file, weights_only=True))["key"] == key:
+        return made["texts"], made["images"]
     clip, tokenizer, preprocess = load_clip(name, root, device, saved)
     of_texts = [clip.encode_text(tokens.to(device), normalize=True).cpu() for tokens in tokenizer(texts).split(256)]
     of_images = []
@@ -1849,12 +1850,12 @@ def check_pairs(name: str, root: Path, release: Release) -> list[str]:
             problems.append(f"{root}: {len(release.kinds.get(kind, ()))} of type {kind}, published {count}")
     pairs = [(split, p) for split, scenes in release.scenes.items() for scene in scenes for p in scene.pairs]
     kinds = set().union(*release.kinds.values())
-    unkind = [(split, p) for split, p in pairs if kinds and p.id not in kinds]
-    problems += at_most([f"{root}: {p.id} ({split}) has no kind of change" for split, p in unkind])
+    of_no_kind = [(split, p) for split, p in pairs if kinds and p.id not in kinds]
+    problems += at_most([f"{root}: {p.id} ({split}) has no kind of change" for split, p in of_no_kind])
     for split, p in pairs:
         splits_of.setdefault(p.id, []).append(split)
-    again = {i: splits for i, splits in splits_of.items() if len(splits) > 1}
-    problems += at_most([f"{root}: pair {i} is there {len(in_)} times ({', '.join(in_)})" for i, in_ in again.items()])
+    again = {i: ", ".join(splits) for i, splits in splits_of.items() if len(splits) > 1}
+    problems += at_most([f"{root}: pair {i} is there more than once ({splits})" for i, splits in again.items()])
     empty = [f"{root}: an empty caption for {p.id} ({split})" for split, p in pairs for c in p.captions if not c.strip()]
     if len(empty) != source.empty:
         problems += at_most(empty)

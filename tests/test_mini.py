@@ -152,6 +152,8 @@ def test_mini_is_prepared_and_captioned_right(tmp_path, capsys):
     assert set(found["pointing"]["attention"]) >= {"color", "drop"} and "no change" not in found["pointing"]["attention"]
     texts, images = data.clip_embeddings("mini", dataset.root, ["red cube"], dataset.paths, "cpu")  # its own CLIP
     assert len(texts) == 1 and len(images) == len(dataset.paths) == 3 * (20 + 10 + 10)
+    again, _ = data.clip_embeddings("mini", dataset.root, ["red cube", "gray ball"], dataset.paths, "cpu")  # of other texts
+    torch.testing.assert_close(again[:1], texts)
     changed = next(p for p in dataset.pairs("test") if p.id in dataset.kinds["color"])
     dataset.paths[changed.after].unlink()  # the other scores are not lost for a picture
     assert "pointing" not in dataset.report("test", captions, maps)
