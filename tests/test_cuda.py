@@ -47,7 +47,7 @@ def test_token_match_on_the_gpu_equals_dense_on_the_cpu():
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("flags", [["--no-amp", "--no-compile"], [], ["--features", "gpu"], ["--features", "stream"]])
+@pytest.mark.parametrize("flags", [["--no-amp", "--no-compile"], [], ["--features", "gpu"], ["--features", "file"]])
 def test_a_run_on_the_gpu_follows_one_on_the_cpu(method, prepared, tiny, tmp_path, flags):
     common = [*tiny, "--data_dir", str(prepared), "--dropout", "0", "--steps", "4"]
     if method is idc_pretrain:
