@@ -900,7 +900,9 @@ class Dataset:
 
     def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
         pairs = self.pairs(split)
-        return prefetch(self.batch(pairs[i : i + batch_size]) for i in range(0, len(pairs), batch_size))
+        starts = range(0, len(pairs), batch_size)
+        batches = prefetch(self.batch(pairs[i : i + batch_size]) for i in starts)
+        return tqdm(batches, split, len(starts), disable=None, leave=False)
 
     def batch(self, pairs: list[Pair], captions: list[str] | None = None, length: int = 0) -> Batch:
         """Pairs with one caption each (default: their first), padded to `length` ids (default: the longest there is)."""
