@@ -35,6 +35,8 @@ of the data set (released: to 40 or 80 ids); PyTorch's LayerNorm (released: divi
 epsilon); CUB's [IMG2] passes E_s (released: goes straight to E_p). Both readings have the release's [CLS] and [IMG] without
 positions, its words times sqrt(D), its pre-norm blocks without a LayerNorm after the last, and images that do not see the
 text in fine-tuning: the paper's words allow it, but a word would then learn from later ones through the images.
+Which words fine-tuning masks the paper does not say. [ours] It asks for each word from a [MASK] in its place behind the true
+words before it, which is what decoding asks; the release masks 15 % of the words (finetune_targets).
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
 
@@ -98,8 +100,7 @@ class Config(RunConfig):
     nabirds: str = ""  # NABirds' folder: classes and pairs of birds as a fourth task of pre-training, with share 3
     mask_rate: float = 0.15  # share of words that MLM masks
     cell_mask_rate: float = 0.15  # share of one image's cells that MVCL masks
-    finetune_mask_rate: float = 0.15  # share of words that fine-tuning masks
-    maskings: int = 1  # [ours] times that fine-tuning masks each caption in a step: images cost more than words
+    finetune_mask_rate: float = 0.15  # share of words that fine-tuning masks, if its targets are "masked"
     tau_mvcl: float = 1.0  # temperature of MVCL
     tau_fda: float = 1.0  # temperature of FDA
     weight_decay: float = 0.0  # of fine-tuning
@@ -107,6 +108,7 @@ class Config(RunConfig):
     patience: int = 0  # validations without a better one that end fine-tuning; 0: never
     # paper | released code
     swap: bool = True  # [ours] default and distractor image change places in half of the scenes, as in the other methods
+    finetune_targets: Literal["every", "masked"] = "every"  # [ours] each word from a [MASK] in its place, or masked words only
     start: Literal["xavier", "pytorch"] = "xavier"  # first weights: [ours] Xavier-uniform matrices and tables, or PyTorch's
     project: Literal["linear", "sigmoid"] = "linear"  # features -> width D: linear, or a sigmoid after it
     exponent: Literal["standard", "doubled"] = "standard"  # of the positions' rates; doubled: most channels hardly vary
@@ -131,7 +133,7 @@ PRESETS = {
     "birds_to_words": dict(seed=1234, layers=2, mlm=9, pretrain_steps=50000, pretrain_warmup=4000, pretrain_batch=200, lr=3e-5,
                            weight_decay=1e-4, batch_size=32, steps=20000, eval_every=85, patience=80, select_by="ROUGE-L"),
     "mini": dict(dim=128, ffn=256, heads=4, layers=2, dropout=0.0, pretrain_steps=0, pretrain_batch=16, pretrain_lr=1e-3,
-                 pretrain_warmup=50, finetune_mask_rate=0.25, maskings=4, batch_size=16, lr=1e-3, schedule="cosine",
+                 pretrain_warmup=50, batch_size=16, lr=1e-3, schedule="cosine",
                  warmup=50, grad_clip=1.0, steps=2600, eval_every=1300, eval_batch=250),
 }  # fmt: skip
 
@@ -140,6 +142,7 @@ PRESETS = {
 RELEASED = {
     "all": dict(
         swap=False,
+        finetune_targets="masked",
         start="pytorch",
         project="sigmoid",
         exponent="doubled",
@@ -434,23 +437,31 @@ class IDC(nn.Module):
     def finetune(self, pair: tuple, caption: Tensor, changed: bool | None) -> dict[str, Tensor]:
         """L_MLM with words that see earlier words only, and L_judge where it is known whether the pairs are changed."""
         cfg, visual = self.cfg, self.visual(*pair)[0]
-        caption = caption.repeat_interleave(cfg.maskings, 0)
-        ids, target = mask_words(caption, self.vocab_size, self.embed.mask, cfg.finetune_mask_rate, cfg.mask_rules)
-        image, text = self.causal(visual, ids)
-        losses = {"caption": word_loss(self.head(text[:, -ids.shape[1] :]), target, cfg.reduction)}
+        if cfg.finetune_targets == "every":
+            target = caption[:, 1:].masked_fill(caption[:, 1:] == NULL, -1)
+            image, text = self.causal(visual, caption[:, :-1], ask_next=True)
+        else:
+            ids, target = mask_words(caption, self.vocab_size, self.embed.mask, cfg.finetune_mask_rate, cfg.mask_rules)
+            image, text = self.causal(visual, ids)
+        losses = {"caption": word_loss(self.head(text[:, -target.shape[1] :]), target, cfg.reduction)}
         if changed is not None:
             losses["judge"] = judge_loss(self.judge(image.flatten(1)), changed, cfg.reduction)
         return losses
 
-    def causal(self, visual: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Eq. 5 as in fine-tuning: a word of ids (B * maskings, V) sees the images, earlier words and itself; images see
-        images. -> the images' [IMG1] and [IMG2] (B, 2, D) and text (B * maskings, V or 1 + V, D)."""
-        text = self.embed.words(ids)
+    def causal(self, visual: Tensor, ids: Tensor, ask_next: bool = False) -> tuple[Tensor, Tensor]:
+        """Eq. 5 as in fine-tuning: a word of ids (B, V) sees the images, earlier words and itself; images see images.
+        -> the images' [IMG1] and [IMG2] (B, 2, D) and text (B, T, D), with [CLS] first.
+
+        ask_next: V [MASK]s follow, each in the place of the word after one of ids. It sees what that one sees and itself, as
+        in decoding."""
+        text, count = self.embed.words(ids), ids.shape[1]
         text = torch.cat([self.embed.cls(len(ids)), text], 1) if self.cfg.finetune_cls else text
         order = torch.ones(text.shape[1], text.shape[1], dtype=torch.bool, device=ids.device).tril()
+        if ask_next:
+            masks, own = self.embed.words(torch.full_like(ids, self.embed.mask), 1), torch.eye(count, device=ids.device) > 0
+            text = torch.cat([text, masks], 1)
+            order = torch.cat([F.pad(order, (0, count)), torch.cat([order[-count:], own], 1)])
         image, past, _ = self.cross(visual, rows=slice(None, None, visual.shape[1] // 2))
-        if len(ids) > len(visual):
-            past = [[x.repeat_interleave(len(ids) // len(visual), 0) for x in layer] for layer in past]
         return image, self.cross(text, F.pad(order, (visual.shape[1], 0), value=True)[None, None], past)[0]
 
     def forward(self, before: Tensor, after: Tensor | None, caption: Tensor, task: str, more=None) -> dict[str, Tensor]:

@@ -247,11 +247,18 @@ def test_fine_tuning_is_the_joint_sequence_with_a_mask(reading):
     torch.testing.assert_close(words, whole[:, S:])
 
 
-def test_maskings_share_the_images():
-    model, (before, after) = small(), pictures()
+@pytest.mark.parametrize("reading", READINGS)
+def test_fine_tuning_asks_for_every_word_as_decoding_does(reading):
+    model, (before, after) = shake(small(**READINGS[reading])), pictures()
     visual = model.encode(before, after)[0]
-    image, text = model.causal(visual, CAPTION.repeat_interleave(3, 0))
-    torch.testing.assert_close((image, text[1::3]), model.causal(visual, CAPTION))
+    asked = model.head(model.causal(visual, CAPTION[:, :-1], ask_next=True)[1][:, 1 - V :])
+    step = model.stepper(visual)
+    for t in range(V - 1):
+        torch.testing.assert_close(asked[:, t], step(CAPTION[:, t], t))
+    model.cfg.finetune_targets = "every"
+    loss = [-asked[b, t].log_softmax(-1)[CAPTION[b, t + 1]] for b in range(B) for t in range(V - 1) if CAPTION[b, t + 1]]
+    total = sum(loss) / (1 if model.cfg.reduction == "sum" else len(loss))
+    torch.testing.assert_close(model(before, after, CAPTION, "finetune", None)["caption"], total)
 
 
 def test_a_later_word_changes_no_earlier_output():
@@ -530,7 +537,7 @@ def test_plan_and_tasks():
 
 def test_the_total_is_the_papers_sum():
     batch = data.Batch(*pictures(), CAPTION, ["a"] * B, ["b"] * B)
-    model = small(finetune_mask_rate=0.9)
+    model = small(finetune_targets="masked", finetune_mask_rate=0.9)
     for streams, weight in (((batch, batch), 0.5), ((batch,), 0.0)):  # one stream: nothing to judge
         torch.manual_seed(0)
         cfg = Config(device="cpu", w_judge=0.5)
