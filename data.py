@@ -902,7 +902,7 @@ class Dataset:
         pairs = self.pairs(split)
         starts = range(0, len(pairs), batch_size)
         batches = prefetch(self.batch(pairs[i : i + batch_size]) for i in starts)
-        return tqdm(batches, split, len(starts), disable=None, leave=False)
+        return iter(tqdm(batches, split, len(starts), disable=None, leave=False))
 
     def batch(self, pairs: list[Pair], captions: list[str] | None = None, length: int = 0) -> Batch:
         """Pairs with one caption each (default: their first), padded to `length` ids (default: the longest there is)."""
