@@ -32,7 +32,7 @@ The abstract names a repository, github.com/yili-19/CHEER, which could not be ha
 silent or leaves two readings, the choice is marked [ours] where it is made. Two limits:
 - CLIP embeds a whole image. It can find an object that came, went or looks different, but not one that only moved.
 - Over the cells of an image P^ of the entities is almost constant (trained on mini, its deviation is 1 % of its size; P^ of
-  the images 13 to 17 %) and the two do not vary together (correlation below .01). L_C and L_D align little but constants.
+  the images 10 %) and the two do not vary together (correlation below .001). L_C and L_D align little but constants.
 
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """

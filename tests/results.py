@@ -104,7 +104,7 @@ def write_table(runs: Path, seeds: list[int], path: Path) -> None:
         "# Results on mini", "",
         "Written by `python tests/results.py`. Test split, 500 changed and 500 distractor pairs. Means over the seeds "
         f"{', '.join(map(str, seeds))}; in brackets the distance between the lowest and the highest seed. CIDEr, BLEU-4 and "
-        "METEOR x 100, the rest in %. Minutes are of training and evaluation on one thread, with another run beside it.", "",
+        "METEOR x 100, the rest in %. Minutes are of training and evaluation on one thread, beside whatever else ran.", "",
         f"Machine: {cpu[1] if cpu else platform.processor()}, {os.cpu_count()} cores, {platform.system()}, Python "
         f"{platform.python_version()}. Runs: {'; '.join(sorted(about))}.", "",
         f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *lines, "",
