@@ -124,6 +124,14 @@ def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path):
     assert done.stdout.strip() == "[4, 12]", done.stderr
 
 
+def test_the_readmes_example_of_copying_runs():
+    readme = Path(common.__file__).with_name("README.md").read_text(encoding="utf-8")
+    example = next(block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "import SCORER" in block)
+    names: dict = {}
+    exec(example, names)
+    assert names["ids"].shape == (4, 24) and names["total"].isfinite()
+
+
 # ---- decoding --------------------------------------------------------------------------------------------------------
 
 
