@@ -95,7 +95,8 @@ def write_table(runs: Path, seeds: list[int], path: Path) -> None:
         results = [json.loads((f / "scores_test.json").read_text()) for f in folders]
         minutes = [re.findall(r"^minutes: (.*)$", Path(f"{f}.txt").read_text(), re.M) for f in folders]
         cells = [cell([value_of(r, where) for r in results]) for where in COLUMNS.values()]
-        lines.append(f"| {row} | `python {command}` | {len(folders)} | {' | '.join(cells)} | {cell([sum(map(float, m)) if m else None for m in minutes])} |")
+        cells.append(cell([sum(map(float, m)) if m else None for m in minutes]))
+        lines.append(f"| {row} | `python {command}` | {len(folders)} | {' | '.join(cells)} |")
         starts = [json.loads((f / "log.jsonl").read_text().splitlines()[0]) for f in folders]
         about |= {f"code {s['code']}, torch {s['torch']}, {s['device']}" for s in starts}
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
