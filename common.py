@@ -130,63 +130,72 @@ def info_nce(scores: Tensor) -> Tensor:
     return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
 
 
-class _TokenMatch(torch.autograd.Function):
-    """token_match for one head. A dense version needs A*B*N*M scores (2.5 GB at 128 pairs of 196 cells) four times over
-    in the backward pass; this one keeps a slice of them at a time, and two winners a token for the backward pass."""
-
-    SLICE = 2**25  # scores alive at once
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor) -> Tensor:
-        """q (A, N, C), k (B, M, C) -> (A, B)."""
-        (_A, N, C), (B, M, _) = q.shape, k.shape
-        keys = k.reshape(B * M, C).T
-        step = max(1, _TokenMatch.SLICE // (N * B * M))
-        total, best_key, best_query = [], [], []
-        for part in q.split(step):
-            s = (part.reshape(-1, C) @ keys).view(-1, N, B, M)
-            over_keys, j = s.max(3)  # (a, N, B)
-            over_queries, i = s.max(1)  # (a, B, M)
-            total.append((over_keys.mean(1, dtype=q.dtype) + over_queries.mean(2, dtype=q.dtype)) / 2)
-            best_key.append(j.to(torch.int16))
-            best_query.append(i.to(torch.int16))
-        ctx.save_for_backward(q, k, torch.cat(best_key), torch.cat(best_query))
-        return torch.cat(total)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """grad (A, B) -> gradients of q and k."""
-        q, k, best_key, best_query = ctx.saved_tensors
-        (A, N, C), (B, M, _) = q.shape, k.shape
-        # d token_match / d scores is 1/(2N) or 1/(2M) at the winning cells and zero elsewhere, so the gradient is that
-        # of a sum over winners; an embedding bag makes such sums without a tensor of (winners, C).
-        key_of = best_key.long() + torch.arange(B, device=q.device) * M  # (A, N, B)
-        query_of = best_query.long() + torch.arange(A, device=q.device)[:, None, None] * N  # (A, B, M)
-        by_key = (grad[:, None, :] / (2 * N)).expand(A, N, B)
-        by_query = (grad[:, :, None] / (2 * M)).expand(A, B, M)
-        with torch.enable_grad():
-            queries, keys = q.detach().reshape(-1, C).requires_grad_(), k.detach().reshape(-1, C).requires_grad_()
-            won_keys = F.embedding_bag(
-                key_of.reshape(A * N, B), keys, mode="sum", per_sample_weights=by_key.reshape(A * N, B).to(keys.dtype)
-            )
-            won_queries = F.embedding_bag(
-                query_of.permute(1, 2, 0).reshape(B * M, A),
-                queries,
-                mode="sum",
-                per_sample_weights=by_query.permute(1, 2, 0).reshape(B * M, A).to(queries.dtype),
-            )
-            total = (queries * won_keys).sum() + (keys * won_queries).sum()
-        grad_q, grad_k = torch.autograd.grad(total, (queries, keys))
-        return grad_q.view_as(q), grad_k.view_as(k)
+MATCH_SLICE = 2**25  # scores that token_match keeps at once
 
 
-@torch.compiler.disable
+@torch.library.custom_op("common::token_match", mutates_args=())
+def _token_match(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """token_match for one head. q (A, N, C), k (B, M, C) -> (A, B), and the winners: key (A, N, B) and query (A, B, M).
+
+    A dense version needs A*B*N*M scores (2.5 GB at 128 pairs of 196 cells) four times over in the backward pass. This one
+    keeps a slice of them at a time, and two winners a token for the backward pass. One operator for torch.compile."""
+    (_A, N, C), (B, M, _) = q.shape, k.shape
+    keys = k.reshape(B * M, C).T
+    total, best_key, best_query = [], [], []
+    for part in q.split(max(1, MATCH_SLICE // (N * B * M))):
+        s = (part.reshape(-1, C) @ keys).view(-1, N, B, M)
+        over_keys, j = s.max(3)  # (a, N, B)
+        over_queries, i = s.max(1)  # (a, B, M)
+        total.append((over_keys.mean(1, dtype=q.dtype) + over_queries.mean(2, dtype=q.dtype)) / 2)
+        best_key.append(j.to(torch.int16))
+        best_query.append(i.to(torch.int16))
+    return torch.cat(total), torch.cat(best_key), torch.cat(best_query)
+
+
+@_token_match.register_fake
+def _(q: Tensor, k: Tensor):
+    (A, N, _), (B, M, _) = q.shape, k.shape
+    return q.new_empty(A, B), q.new_empty(A, N, B, dtype=torch.int16), q.new_empty(A, B, M, dtype=torch.int16)
+
+
+def _token_match_backward(ctx, grad: Tensor, *_) -> tuple[Tensor, Tensor]:
+    """grad (A, B) -> gradients of q and k. That of the scores is 1/(2N) or 1/(2M) at the winners and zero elsewhere, so those
+    of q and k are weighted sums over winners, which an embedding bag makes without a tensor of (winners, C)."""
+    q, k, best_key, best_query = ctx.saved_tensors
+    (A, N, C), (B, M, _) = q.shape, k.shape
+    queries, keys = q.reshape(-1, C), k.reshape(-1, C)
+    key_of = (best_key.long() + torch.arange(B, device=q.device) * M).view(A * N, B)
+    query_of = (best_query.long() + torch.arange(A, device=q.device)[:, None, None] * N).permute(1, 2, 0).reshape(B * M, A)
+    by_key = (grad[:, None] / (2 * N)).expand(A, N, B).reshape(A * N, B)
+    by_query = (grad.T[:, None] / (2 * M)).expand(B, M, A).reshape(B * M, A)
+    grad_q = weighted_rows(keys, key_of, by_key) + spread_rows(keys, query_of, by_query, A * N)
+    grad_k = weighted_rows(queries, query_of, by_query) + spread_rows(queries, key_of, by_key, B * M)
+    return grad_q.view_as(q), grad_k.view_as(k)
+
+
+def weighted_rows(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    """sum_w weight[r, w] x[index[r, w]]. x (rows of x, C), index and weight (R, W) -> (R, C)."""
+    return F.embedding_bag(index, x, mode="sum", per_sample_weights=weight)
+
+
+def spread_rows(x: Tensor, index: Tensor, weight: Tensor, count: int) -> Tensor:
+    """The transposed sum: row index[r, w] gets weight[r, w] x[r]. x (R, C), index and weight (R, W) -> (count, C)."""
+    target, order = index.flatten().sort()
+    first = torch.searchsorted(target, torch.arange(count, device=x.device))  # where each row's share of `order` begins
+    return F.embedding_bag(order // index.shape[1], x, first, mode="sum", per_sample_weights=weight.flatten()[order])
+
+
+_token_match.register_autograd(
+    _token_match_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output[1:])
+)
+
+
 def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
     """Similarity of every image a to every image b by their best matching tokens (FILIP, ICLR 2022):
     1/2 [ mean_l max_m <q_al, k_bm> + mean_m max_l <q_al, k_bm> ], for heads > 1 in each slice of the channels,
     averaged. q (A, N, C), k (B, M, C) -> (A, B). Memory does not grow with A*B*N*M; ties go to one winner."""
     pairs = zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True)
-    return sum(_TokenMatch.apply(a, b) for a, b in pairs) / heads
+    return sum(_token_match(a, b)[0] for a, b in pairs) / heads
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------

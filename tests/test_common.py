@@ -23,7 +23,7 @@ def dense_match(q, k):
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_token_match_equals_dense_autograd(heads, monkeypatch):
-    monkeypatch.setattr(common._TokenMatch, "SLICE", 100)  # several slices
+    monkeypatch.setattr(common, "MATCH_SLICE", 100)  # several slices
     q = torch.randn(4, 5, 6, dtype=torch.float64, requires_grad=True)
     k = torch.randn(3, 7, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4, 3, dtype=torch.float64)
