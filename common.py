@@ -368,7 +368,7 @@ def learning_rate(cfg: RunConfig, step: int) -> float:
 
 # ---- running ---------------------------------------------------------------------------------------------------------
 
-RUN_FILES = ("config.json", "log.jsonl", "last.pt", "best.pt", "pretrained.pt", "samples.png", "samples_val.png",
+RUN_FILES = ("config.json", "log.jsonl", "last.pt", "best.pt", "pretrained.pt", "curves.png", "samples.png", "samples_val.png",
              *(f"{what}_{split}.json" for what in ("captions", "scores") for split in ("val", "test")))  # fmt: skip
 
 
@@ -478,6 +478,7 @@ class Run:
         stop = self.stop  # read once, after validation: a signal may come at any line
         if due or stop:
             self.save("last.pt")
+            curves(self.dir / "log.jsonl").save(self.dir / "curves.png")
         if stop:
             raise SystemExit(stop)
 
@@ -680,3 +681,27 @@ def sample_sheet(dataset, split: str, captions: dict[str, str], maps: dict, note
             lines = [f"reference: {p.captions[0]}", f"generated: {captions[p.id]}", *notes.get(p.id, [])]
             columns[kind].append(pair_picture(*dataset.images(p), maps[p.id], lines))
     return sheet(columns)
+
+
+def curves(log: Path) -> Image.Image:
+    """A panel for every loss and every validation score of a log.jsonl, over the steps of the run. -> PIL image."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    series: dict[str, list[tuple[int, float]]] = {}
+    for line in (line for line in lines if line["event"] in ("train", "eval")):
+        title = "loss" if line["event"] == "train" else "validation"
+        for name, value in line.items():
+            if isinstance(value, float) and name not in ("seconds", "lr"):
+                series.setdefault(f"{title}: {name}", []).append((line["step"], value))
+    width, height, last = 230, 150, max(line["step"] for line in lines)
+    page = Image.new("RGB", (4 * width, max(1, -(-len(series) // 4)) * height), "white")
+    draw, font = ImageDraw.Draw(page), ImageFont.load_default(11)
+    for i, (name, points) in enumerate(series.items()):
+        left, top = i % 4 * width + 10, i // 4 * height + 20
+        low, high = min(value for _, value in points), max(value for _, value in points)
+        at = [(left + (width - 20) * step / max(1, last), top + (height - 45) * (high - value) / max(high - low, 1e-12))
+              for step, value in points]  # fmt: skip
+        draw.rectangle((left, top, left + width - 20, top + height - 45), outline="lightgray")
+        draw.line(at, fill="black") if len(at) > 1 else draw.circle(at[0], 2, fill="black")
+        draw.text((left, top - 15), name, fill="black", font=font)
+        draw.text((left, top + height - 43), f"{low:.4g} to {high:.4g}, last {points[-1][1]:.4g}", fill="gray", font=font)
+    return page

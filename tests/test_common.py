@@ -384,3 +384,14 @@ def test_sample_sheet_has_a_column_for_every_kind():
     plain = common.sample_sheet(Pictured(), "test", captions, maps, {})
     more = common.sample_sheet(Pictured(), "test", captions, maps, {"1": ["entities: dog, cat"]})
     assert plain.width > 2 * 4 * 96 and more.size == (plain.width, plain.height + 2 * 14)
+
+
+def test_curves_fall_where_a_loss_falls(tmp_path):
+    events = [{"event": "start", "step": 0}, {"event": "eval", "step": 4, "CIDEr": 90.0}]
+    events += [{"event": "train", "step": step, "lr": 0.1, "total": loss} for step, loss in ((1, 3.0), (2, 2.0), (4, 1.0))]
+    (tmp_path / "log.jsonl").write_text("\n".join(json.dumps(event) for event in events))
+    page = common.curves(tmp_path / "log.jsonl").convert("L")
+    panel = page.crop((231, 20, 449, 124))  # validation stands first; within the second panel's frame
+    dark = [[y for y in range(panel.height) if panel.getpixel((x, y)) < 100] for x in range(panel.width)]
+    heights = [min(column) for column in dark if column]
+    assert page.height == 150 and len(heights) > 100 and heights == sorted(heights) and heights[0] < 10 and heights[-1] > 90
