@@ -2,10 +2,11 @@
 
     python tests/results.py                                  every row that is missing, with seeds 1111, 1 and 2: many hours
     python tests/results.py --rows SCORER+CBR CHEERS         these rows only
-    python tests/results.py --table                          only write the table, from the runs that are there
+    python tests/results.py --table                          train nothing: only write, from the runs that are there
 
 Each run has one thread; as many run at a time as there are cores. A run that is done is not run again, and one that was
-stopped goes on. Every figure comes from the runs' scores_test.json, which are not part of the project.
+stopped goes on. Every figure and every verdict comes from the runs' scores_test.json, which are not part of the project. The
+main rows go into README.md as well, and a few captions of each method into assets/.
 """
 
 import argparse
@@ -21,30 +22,80 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+SEEDS = [1111, 1, 2]
 # Row -> script and flags. Presets hold the rest.
 ROWS = {
     "SCORER+CBR": "scorer_cbr.py",
-    "SCORER+CBR, matching tm": "scorer_cbr.py --matching tm",
-    "Subtraction (SCORER's decoder)": "scorer_cbr.py --difference subtract --w_match 0 --w_cbr 0",
     "DIRL+CCR": "dirl_ccr.py",
-    "Subtraction (DIRL's decoder)": "dirl_ccr.py --difference subtract --w_dirl 0 --w_ccr 0",
     "RDD+ACR": "rdd_acr.py",
     "CHEERS": "cheers.py",
     "IDC": "idc_pretrain.py",
+    "Subtraction (SCORER's decoder)": "scorer_cbr.py --difference subtract --w_match 0 --w_cbr 0",
+    "RR": "scorer_cbr.py --w_match 0 --w_cbr 0",
+    "SCORER": "scorer_cbr.py --w_cbr 0",
+    "RR+CBR": "scorer_cbr.py --w_match 0",
+    "SCORER+CBR, matching tm": "scorer_cbr.py --matching tm",
+    "SCORER+CBR, matching mean": "scorer_cbr.py --matching mean",
+    "SCORER+CBR, N(0, .02)": "scorer_cbr.py --no-xavier",
+    "SCORER+CBR, released": "scorer_cbr.py --reading released",
+    "Subtraction (DIRL's decoder)": "dirl_ccr.py --difference subtract --w_dirl 0 --w_ccr 0",
+    "Transformer": "dirl_ccr.py --w_dirl 0 --w_ccr 0",
+    "DIRL": "dirl_ccr.py --w_ccr 0",
+    "CCR": "dirl_ccr.py --w_dirl 0",
+    "DIRL+CCR, released": "dirl_ccr.py --reading released",
+    "direct-sub": "rdd_acr.py --no-gde --order none --w_n2o 0 --w_v2a 0",
+    "GDE": "rdd_acr.py --order none --w_n2o 0 --w_v2a 0",
+    "GDE+N": "rdd_acr.py --order n --w_n2o 0 --w_v2a 0",
+    "GDE+N+V": "rdd_acr.py --w_n2o 0 --w_v2a 0",
+    "RDD+ACR, no residual": "rdd_acr.py --no-residual",
+    "CHEERS, baseline": "cheers.py --layers 0 --k 0 --gate none --w_consistency 0 --w_match 0",
+    "CRE": "cheers.py --no-dre --gate none",
+    "DRE": "cheers.py --no-cre --gate none",
+    "HRD": "cheers.py --gate none",
+    "GATE": "cheers.py --layers 0 --w_consistency 0 --w_match 0",
+    "IDC, masked words": "idc_pretrain.py --finetune_targets masked",
+    "IDC, MLM": "idc_pretrain.py --pretrain_steps 1000 --steps 1600 --mvcl 0 --fda 0",
+    "IDC, MLM+MVCL": "idc_pretrain.py --pretrain_steps 1000 --steps 1600 --fda 0",
+    "IDC, all three": "idc_pretrain.py --pretrain_steps 1000 --steps 1600",
+    "words alone": "scorer_cbr.py --blind",
 }
+IN_README = ["SCORER+CBR", "DIRL+CCR", "RDD+ACR", "CHEERS", "IDC", "Subtraction (SCORER's decoder)",
+             "Subtraction (DIRL's decoder)"]  # fmt: skip
 COLUMNS = {  # column -> where scores_test.json has it
-    "total CIDEr": ("scores", "total", "CIDEr"),
     "semantic CIDEr": ("scores", "semantic change", "CIDEr"),
-    "BLEU-4": ("scores", "total", "BLEU-4"),
-    "METEOR": ("scores", "total", "METEOR"),
     "change type": ("accuracy", "change type"),
     "distractors": ("accuracy", "distractors"),
     "all four": ("accuracy", "all four"),
-    **{kind: ("scores", kind, "CIDEr") for kind in ("color", "material", "add", "drop", "move")},
     "hardest views": ("scores", "view: hardest quarter", "CIDEr"),
     "easiest views": ("scores", "view: easiest quarter", "CIDEr"),
+    "total CIDEr": ("scores", "total", "CIDEr"),
+    "BLEU-4": ("scores", "total", "BLEU-4"),
+    "METEOR": ("scores", "total", "METEOR"),
+    **{kind: ("scores", kind, "CIDEr") for kind in ("color", "material", "add", "drop", "move")},
     "pointing": ("pointing", ("attention", "decoder"), "total"),
 }
+README_COLUMNS = list(COLUMNS)[:6]
+# What a paper's tables say: the first row scores higher than the second.
+CLAIMS = {
+    "SCORER+CBR": [("RR", "Subtraction (SCORER's decoder)"), ("SCORER", "RR"), ("RR+CBR", "RR"), ("SCORER+CBR", "SCORER"),
+                   ("SCORER+CBR", "SCORER+CBR, matching tm"), ("SCORER+CBR", "SCORER+CBR, matching mean")],
+    "DIRL+CCR": [("Transformer", "Subtraction (DIRL's decoder)"), ("DIRL", "Transformer"), ("CCR", "Transformer"),
+                 ("DIRL+CCR", "DIRL"), ("DIRL+CCR", "CCR")],
+    "RDD+ACR": [("GDE", "direct-sub"), ("GDE+N", "GDE"), ("GDE+N+V", "GDE+N"), ("RDD+ACR", "GDE+N+V")],
+    "CHEERS": [("CRE", "CHEERS, baseline"), ("DRE", "CHEERS, baseline"), ("HRD", "CRE"), ("HRD", "DRE"),
+               ("GATE", "CHEERS, baseline"), ("CHEERS", "HRD"), ("CHEERS", "GATE")],
+    "IDC": [("IDC, MLM", "IDC"), ("IDC, MLM+MVCL", "IDC, MLM"), ("IDC, all three", "IDC, MLM+MVCL")],
+}  # fmt: skip
+
+# Where papers are silent or the released code differs: a row, what it does here, and the row that does otherwise.
+DEVIATIONS = [
+    ("SCORER+CBR", "Eq. 3: the best match in each head", "released: over all channels", "SCORER+CBR, matching tm"),
+    ("SCORER+CBR", "the decoder starts Xavier-uniform", "released: N(0, .02)", "SCORER+CBR, N(0, .02)"),
+    ("SCORER+CBR", "the paper's reading", "`--reading released`", "SCORER+CBR, released"),
+    ("DIRL+CCR", "the paper's reading", "`--reading released`", "DIRL+CCR, released"),
+    ("RDD+ACR", "residuals in Eq. 4, 6 and 7", "printed: none", "RDD+ACR, no residual"),
+    ("IDC", "fine-tuning asks for every word", "released: for 15 % of them", "IDC, masked words"),
+]
 
 
 def folder_of(runs: Path, row: str, seed: int) -> Path:
@@ -78,6 +129,22 @@ def value_of(result: dict, path: tuple) -> float | None:
     return result
 
 
+def collect(runs: Path, seeds: list[int]) -> tuple[dict[str, dict[str, list[float]]], set[str]]:
+    """-> row -> column -> a value for each seed that has been run; and what the runs ran on."""
+    values, about = {}, set()
+    for row in ROWS:
+        done = [folder for seed in seeds if ((folder := folder_of(runs, row, seed)) / "scores_test.json").exists()]
+        if not done:
+            continue
+        results = [json.loads((folder / "scores_test.json").read_text()) for folder in done]
+        values[row] = {column: [value_of(result, path) for result in results] for column, path in COLUMNS.items()}
+        times = [re.findall(r"^minutes: (.*)$", Path(f"{folder}.txt").read_text(), re.M) for folder in done]
+        values[row]["minutes"] = [sum(map(float, minutes)) if minutes else None for minutes in times]
+        starts = [json.loads((folder / "log.jsonl").read_text().splitlines()[0]) for folder in done]
+        about |= {f"code {start['code']}, torch {start['torch']}, {start['device']}" for start in starts}
+    return values, about
+
+
 def cell(values: list[float | None]) -> str:
     """Mean and, in brackets, the distance between the lowest and the highest."""
     if not values or None in values:
@@ -85,39 +152,89 @@ def cell(values: list[float | None]) -> str:
     return f"{statistics.fmean(values):.1f}" + (f" ({max(values) - min(values):.1f})" if len(values) > 1 else "")
 
 
-def write_table(runs: Path, seeds: list[int], path: Path) -> None:
-    """tests/results.md: one line a row, from the runs that are there."""
-    lines, about = [], set()
-    for row, command in ROWS.items():
-        folders = [f for seed in seeds if ((f := folder_of(runs, row, seed)) / "scores_test.json").exists()]
-        if not folders:
-            continue
-        results = [json.loads((f / "scores_test.json").read_text()) for f in folders]
-        minutes = [re.findall(r"^minutes: (.*)$", Path(f"{f}.txt").read_text(), re.M) for f in folders]
-        cells = [cell([value_of(r, where) for r in results]) for where in COLUMNS.values()]
-        cells.append(cell([sum(map(float, m)) if m else None for m in minutes]))
-        lines.append(f"| {row} | `python {command}` | {len(folders)} | {' | '.join(cells)} |")
-        starts = [json.loads((f / "log.jsonl").read_text().splitlines()[0]) for f in folders]
-        about |= {f"code {s['code']}, torch {s['torch']}, {s['device']}" for s in starts}
+def table(values: dict, rows: list[str], columns: list[str], commands: bool) -> str:
+    """A Markdown table."""
+    head = ["row", *(["command"] if commands else []), "seeds", *columns]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for row in (row for row in rows if row in values):
+        name = [row, f"`python {ROWS[row]}`"] if commands else [row]
+        cells = [*name, str(len(values[row]["minutes"])), *(cell(values[row][column]) for column in columns)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def verdict(values: dict, better: str, worse: str) -> str:
+    """Does mini agree that one row scores higher than another, by semantic CIDEr in the same number of seeds?"""
+    a, b = (values.get(row, {}).get("semantic CIDEr", []) for row in (better, worse))
+    if min(len(a), len(b)) < 2:
+        return "not run"
+    gap, spread = statistics.fmean(a) - statistics.fmean(b), max(max(x) - min(x) for x in (a, b))
+    answer = "cannot tell" if abs(gap) <= 2 * spread else "confirmed" if gap > 0 else "contradicted"
+    return f"{answer} ({gap:+.0f}, spread {spread:.0f})"
+
+
+def write(values: dict, about: set[str], seeds: list[int]) -> None:
+    """tests/results.md, and the tables of README.md between their marks."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
-    head = ["row", "command", "seeds", *COLUMNS, "minutes"]
-    path.write_text("\n".join([
+    machine = f"{cpu[1] if cpu else platform.processor()}, {os.cpu_count()} cores, {platform.system()}"
+    claims = [f"| {paper} | {better} > {worse} | {verdict(values, better, worse)} |"
+              for paper, pairs in CLAIMS.items() for better, worse in pairs]  # fmt: skip
+    text = "\n".join([
         "# Results on mini", "",
         "Written by `python tests/results.py`. Test split, 500 changed and 500 distractor pairs. Means over the seeds "
         f"{', '.join(map(str, seeds))}; in brackets the distance between the lowest and the highest seed. CIDEr, BLEU-4 and "
         "METEOR x 100, the rest in %. Minutes are of training and evaluation on one thread, beside whatever else ran.", "",
-        f"Machine: {cpu[1] if cpu else platform.processor()}, {os.cpu_count()} cores, {platform.system()}, Python "
-        f"{platform.python_version()}. Runs: {'; '.join(sorted(about))}.", "",
-        f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *lines, "",
-    ]))  # fmt: skip
-    print(f"wrote {path}")
+        f"Machine: {machine}, Python {platform.python_version()}. Runs: {'; '.join(sorted(about))}.", "",
+        table(values, list(ROWS), [*COLUMNS, "minutes"], commands=True), "",
+        "## What the papers claim", "",
+        "A claim is confirmed (or contradicted) where the means of semantic CIDEr are further apart than twice the larger "
+        "spread over seeds.", "",
+        "| paper | claim | on mini |", "|---|---|---|", *claims, "",
+    ])  # fmt: skip
+    (HERE / "results.md").write_text(text)
+    effects = ["| method | here | otherwise | CIDEr here | otherwise |", "|---|---|---|---|---|"]
+    for row, here, otherwise, other in DEVIATIONS:
+        scores = [cell(values.get(name, {}).get("semantic CIDEr", [])) for name in (row, other)]
+        effects.append(f"| {' | '.join([row, here, otherwise, *scores])} |")
+    readme = HERE.parent / "README.md"
+    methods = table(values, IN_README[:5], ["semantic CIDEr", "all four", "minutes"], commands=True)
+    results = table(values, IN_README, README_COLUMNS, commands=False)
+    tables = {"methods": methods, "results": results, "deviations": "\n".join(effects)}
+    for name, new in tables.items():
+        old = re.compile(f"(<!-- {name}, by tests/results.py -->\n).*?(<!-- end -->\n)", re.S)
+        readme.write_text(old.sub(lambda marks: f"{marks[1]}{new}\n{marks[2]}", readme.read_text()))
+    print("wrote tests/results.md and README.md")
+
+
+def draw(runs: Path, seed: int, data_dir: str) -> None:
+    """assets/<script>.png of every method that has a run: its first captions that are a reference word for word, and its first
+    that are not, of changed pairs of every kind in turn."""
+    sys.path.insert(0, str(HERE.parent))
+    import common
+    import data
+
+    dataset = data.load("mini", data_dir)
+    kinds = [pairs for kind, pairs in dataset.examples("test", 500).items() if kind != "no change"]
+    in_turn = [pair for pairs in zip(*kinds, strict=False) for pair in pairs]
+    for row in IN_README[:5]:
+        folder = folder_of(runs, row, seed)
+        if not (folder / "captions_test.json").exists():
+            continue
+        captions = data.read_predictions(folder / "captions_test.json")
+        columns: dict = {"a reference, word for word": [], "not a reference": []}
+        for pair in in_turn:
+            column = list(columns.values())[captions[pair.id] not in pair.captions]
+            if len(column) < 2:
+                lines = [f"reference: {pair.captions[0]}", f"generated: {captions[pair.id]}"]
+                column.append(common.pair_picture(*dataset.images(pair), {}, lines))
+        common.sheet(columns).save(HERE.parent / "assets" / f"{Path(ROWS[row]).stem}.png")
 
 
 def main() -> None:
-    """Train what is missing, then write the table."""
+    """Train what is missing, then write tables and pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1111, 1, 2])
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--runs", type=Path, default=Path("runs/results"), help="where the runs go")
     parser.add_argument("--data_dir", default="data/mini")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
@@ -130,7 +247,8 @@ def main() -> None:
         with ThreadPoolExecutor(args.jobs) as pool:
             for done in [pool.submit(train, row, seed, args.runs, args.data_dir) for row, seed in waiting]:
                 done.result()
-    write_table(args.runs, args.seeds, HERE / "results.md")
+    write(*collect(args.runs, args.seeds), args.seeds)
+    draw(args.runs, args.seeds[0], args.data_dir)
 
 
 if __name__ == "__main__":
