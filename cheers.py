@@ -136,7 +136,7 @@ class Entities:
             return
         every = [p for scenes in dataset.scenes.values() for s in scenes for p in [*s.pairs, *(s.swapped or ())]]
         captions = sorted({c for s in dataset.scenes["train"] for p in [*s.pairs, *(s.swapped or ())] for c in p.captions})
-        of_caption = data.caption_subjects(dataset.name, dataset.root, captions)
+        of_caption = data.read_captions(data.subjects, dataset.name, dataset.root, captions)
         self.phrases = sorted({phrase for subjects in of_caption.values() for phrase in subjects})
         if not self.phrases:
             raise ValueError(f"the training captions of {dataset.root} have no subject; --k 0 --gate none --w_consistency 0")
@@ -172,7 +172,8 @@ class Entities:
         same, file = dataset.kinds.get("no change", set()), self.root / "scenes.json"
         pairs = [p for p in dataset.pairs(split) if p.id not in same]
         if not file.exists():
-            of_caption = data.caption_subjects(dataset.name, self.root, [c for p in pairs for c in p.captions])
+            captions = [c for p in pairs for c in p.captions]
+            of_caption = data.read_captions(data.subjects, dataset.name, self.root, captions)
             own = {p.id: {phrase for c in p.captions for phrase in of_caption[c]} for p in pairs}
             return {"references": {i: {m for m, x in enumerate(self.phrases) if x in own[i]} for i in own if own[i]}}
         scenes, said = data.read_json(file), [data.parse_caption(phrase) for phrase in self.phrases]

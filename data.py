@@ -12,7 +12,6 @@ A feature file (features.h5; another extractor's has a name of its own) and a vo
 folder. Nothing is downloaded at import.
 """
 
-import contextlib
 import csv
 import hashlib
 import itertools
@@ -24,13 +23,13 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 from common import END, NULL, START, UNK, Parser, pair_picture, run_main, sample_sheet
@@ -44,21 +43,10 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-# How each extractor wants its pictures; written into feature files and checked on load.
-RESNET_PREPROCESSING = "RGB, 224x224 bicubic without antialiasing, /255, mean .485 .456 .406, std .229 .224 .224"
-IMAGENET_PREPROCESSING = "RGB, 224x224 bilinear with antialiasing, /255, mean .485 .456 .406, std .229 .224 .225"
-LEVIR_PREPROCESSING = IMAGENET_PREPROCESSING.replace("224x224", "256x256")
-MINI_PREPROCESSING = "RGB, 64x64 bicubic with antialiasing, /127.5 - 1"
-RELEASED_FEATURES = "the authors' released .npy files"
-RELEASED_PICKLES = "the released pickles of IDC's authors"
-RESNETS = {
-    "resnet101-layer3": RESNET_PREPROCESSING,  # (1024, 14, 14)
-    "resnet101-layer3-256": LEVIR_PREPROCESSING,  # (1024, 14, 14)
-    "resnet101-layer4": IMAGENET_PREPROCESSING,  # (2048, 7, 7)
-}
-
 SPLITS = ("train", "val", "test")
 EMBEDDED = ("mini",)  # rendered here, with features of a small CNN; what is in every scene is known
+RELEASED_FEATURES = "the authors' released .npy files"  # where features come from, if not from an extractor here
+RELEASED_PICKLES = "the released pickles of IDC's authors"
 
 # ---- vocabulary ------------------------------------------------------------------------------------------------------
 
@@ -90,13 +78,14 @@ class Vocab:
     def __init__(self, words: list[str], tokenizer: Callable[[str], list[str]] = tokenize, max_words: int | None = None):
         if words[: len(SPECIAL)] != SPECIAL:
             raise ValueError(f"vocabulary must begin with {' '.join(SPECIAL)}; remove vocab.json and prepare again")
+        if len(words) == len(SPECIAL):
+            raise ValueError("the vocabulary has no words: none occurs often enough in the captions; add captions, or lower "
+                             "the data set's min_count in DATASETS of data.py")  # fmt: skip
         self.words, self.ids = words, {w: i for i, w in enumerate(words)}
         self.tokenizer, self.max_words = tokenizer, max_words
 
     @classmethod
-    def of(
-        cls, captions: Iterable[str], min_count: int = 1, tokenizer: Callable = tokenize, max_words: int | None = None
-    ) -> "Vocab":
+    def of(cls, captions: Iterable[str], min_count: int = 1, tokenizer: Callable = tokenize, max_words: int | None = None):
         """Of the words that occur in the captions at least `min_count` times."""
         counts = Counter(word for caption in captions for word in tokenizer(caption))
         return cls(SPECIAL + sorted(w for w, n in counts.items() if n >= min_count), tokenizer, max_words)
@@ -161,19 +150,20 @@ class Release:
     notes: list[str] = field(default_factory=list)  # what to know of this copy: leaks, missing pairs; said once by load
 
 
-def of_single_pairs(pairs: dict[str, list[Pair]], paths: dict[str, Path], kinds: dict, notes: Iterable[str] = ()) -> Release:
-    """A release whose scenes have one pair, each kind of change scored apart; it notes pairs that are in two splits.
-    ValueError where a split has no pair."""
-    release = Release({}, kinds, kinds, {}, paths, notes=list(notes))
+def of_single_pairs(pairs: dict[str, list[Pair]], folder: Path, kinds: dict | None = None, notes: tuple = ()) -> Release:
+    """A release of one pair a scene, from the pairs of each split and the folder that image names are relative to. Each kind
+    of change is scored apart, pairs that are in two splits are noted. ValueError where a split that is given has no pair."""
     for split, of_split in pairs.items():
         if not of_split:
             raise ValueError("; ".join([f"no pairs in {split}", *notes]))
-        release.scenes[split] = [Scene((p,)) for p in of_split]
+    paths = {name: folder / name for of_split in pairs.values() for p in of_split for name in (p.before, p.after) if name}
+    scenes = {split: [Scene((p,)) for p in pairs.get(split, ())] for split in SPLITS}
+    release = Release(scenes, kinds or {}, kinds or {}, {}, paths, notes=[*notes])
     for a, b in itertools.combinations(pairs, 2):
-        seen = {(p.before, p.after) for p in pairs[a]}
-        if again := [p for p in pairs[b] if (p.before, p.after) in seen]:
-            count = len({(p.before, p.after) for p in again})
-            release.notes.append(f"{count} image pairs are both in {a} and {b} ({len(again)} items of {b})")
+        both = {(p.before, p.after) for p in pairs[a]} & {(p.before, p.after) for p in pairs[b]}
+        if both:
+            items = sum((p.before, p.after) in both for p in pairs[b])
+            release.notes.append(f"{len(both)} image pairs are both in {a} and {b} ({items} items of {b})")
     return release
 
 
@@ -228,11 +218,15 @@ def check_shape(content, shape, where: str) -> None:
             check_shape(content[key], part, f"{where}, {key!r}")
 
 
-def no_captions(file: Path, key: str, texts: dict) -> ValueError:
-    return ValueError(f"{file}: no captions for {key}; the first key is {next(iter(texts), None)!r}")
+def read_caption_lists(file: Path, keys: Iterable[str]) -> dict[str, list[str]]:
+    """A JSON object of lists of captions; ValueError where one of the keys is not there."""
+    texts = read_json(file, {str: [str, ...]})
+    for key in keys:
+        if key not in texts:
+            raise ValueError(f"{file}: no captions for {key}; the first key is {next(iter(texts), None)!r}")
+    return texts
 
 
-CAPTIONS = {str: [str, ...]}
 SPLIT_IDS = {split: [int] for split in SPLITS}
 NUMBER = (int, float)
 
@@ -247,7 +241,9 @@ def read_clevr_change(root: Path) -> Release:
     Both caption files are keyed by the default image. A key of the distractor image, which only mini has, holds the
     change captions as that image's camera sees them: the training swap of default and distractor then uses those."""
     splits = read_json(root / "splits.json", SPLIT_IDS)
-    change, same = (read_json(root / f"{name}_captions.json", CAPTIONS) for name in ("change", "no_change"))
+    defaults = [f"CLEVR_default_{number:06d}.png" for split in SPLITS for number in splits[split]]
+    change = read_caption_lists(root / "change_captions.json", defaults)
+    same = read_caption_lists(root / "no_change_captions.json", defaults)
     kinds = {kind: set(names) for kind, names in read_json(root / "type_mapping.json", {str: [str]}).items()}
     release = Release({}, {"semantic change": set(), "only distractor": set()} | kinds, kinds, {}, {})
     for split in SPLITS:
@@ -256,9 +252,6 @@ def read_clevr_change(root: Path) -> Release:
             name = {view: f"CLEVR_{view}_{number:06d}.png" for view in CLEVR_FOLDERS}
             release.paths |= {name[view]: root / folder / name[view] for view, folder in CLEVR_FOLDERS.items()}
             default, semantic, distractor = name.values()
-            for captions, file in ((change, "change_captions.json"), (same, "no_change_captions.json")):
-                if default not in captions:
-                    raise no_captions(root / file, default, captions)
             changed = Pair(f"{number:06d}.png", default, semantic, change[default])
             unchanged = Pair(f"{number:06d}.png_n", default, distractor, same[default])
             swapped = (
@@ -269,29 +262,22 @@ def read_clevr_change(root: Path) -> Release:
             release.groups["semantic change"].add(changed.id)
             release.groups["only distractor"].add(unchanged.id)
     kinds["no change"] = release.groups["only distractor"]
-    read_boxes(root, release)
+    release.overlap = read_by_number(root / "change_captions_by_IOU.json", NUMBER)
+    file, box_or_none = root / "change_captions_with_bbox.json", (list, type(None))
+    for pair, both in read_by_number(file, {"bbox_before": box_or_none, "bbox_after": box_or_none}).items():
+        release.boxes[pair] = both["bbox_before"], both["bbox_after"]
+        for box in release.boxes[pair]:
+            if box is not None and (len(box) != 4 or any(type(value) not in NUMBER for value in box)):
+                raise ValueError(f"{file}, {pair}: expected [x, y, w, h] or null, found {box}")
     return release
 
 
-def read_boxes(root: Path, release: Release) -> None:
-    """Fills in a release's boxes and their overlap, whose files know scenes by number ("12", the pair 000012.png)."""
-    boxes, overlap = root / "change_captions_with_bbox.json", root / "change_captions_by_IOU.json"
-
-    def pair_id(number: str, file: Path) -> str:
-        if not number.isdecimal():
-            raise ValueError(f"{file}: the key {number!r} is no number; expected one such as 12")
-        return f"{int(number):06d}.png"
-
-    for number, box in read_json(boxes, {str: dict}).items() if boxes.exists() else ():
-        both = [box.get(name, "nothing") for name in ("bbox_before", "bbox_after")]
-        for one in both:
-            if one is not None:
-                check_shape(one, [NUMBER], f"{boxes}, {number!r}")
-                if len(one) != 4:
-                    raise ValueError(f"{boxes}, {number!r}: expected [x, y, w, h] or null, found {one}")
-        release.boxes[pair_id(number, boxes)] = tuple(both)
-    for number, iou in read_json(overlap, {str: NUMBER}).items() if overlap.exists() else ():
-        release.overlap[pair_id(number, overlap)] = float(iou)
+def read_by_number(file: Path, shape) -> dict:
+    """A JSON object by numbers of scenes, "12" -> the same by pair ids, "000012.png"; empty where there is no such file."""
+    content = read_json(file, {str: shape}) if file.exists() else {}
+    if wrong := [number for number in content if not number.isdecimal()]:
+        raise ValueError(f"{file}: the key {wrong[0]!r} is no number; expected one such as 12")
+    return {f"{int(number):06d}.png": value for number, value in content.items()}
 
 
 DC_KINDS = ("color", "texture", "add", "remove", "move", "no change")
@@ -302,20 +288,15 @@ def read_clevr_dc(root: Path) -> Release:
 
     No file says the kind of change. Ids come in six blocks of equal length, taken to be in the order in which the
     authors list their changes; where ids are missing there are no kinds."""
-    splits, texts = read_json(root / "split.json", SPLIT_IDS), read_json(root / "captions.json", CAPTIONS)
+    splits = read_json(root / "split.json", SPLIT_IDS)
     ids = [i for split in SPLITS for i in splits[split]]
-    known = len(ids) % 6 == 0 and set(ids) == set(range(len(ids)))
-    pairs, paths, kinds = {split: [] for split in SPLITS}, {}, {kind: set() for kind in DC_KINDS} if known else {}
+    texts, pairs, kinds = read_caption_lists(root / "captions.json", map(str, ids)), {}, {}
     for split in SPLITS:
-        for i in splits[split]:
-            if str(i) not in texts:
-                raise no_captions(root / "captions.json", str(i), texts)
-            before, after = f"bef/{i}.png", f"aft/{i}.png"
-            paths |= {before: root / before, after: root / after}
-            pairs[split].append(Pair(f"{i:06d}.png", before, after, texts[str(i)]))
-            if known:
-                kinds[DC_KINDS[i * 6 // len(ids)]].add(f"{i:06d}.png")
-    return of_single_pairs(pairs, paths, kinds)
+        pairs[split] = [Pair(f"{i:06d}.png", f"bef/{i}.png", f"aft/{i}.png", texts[str(i)]) for i in splits[split]]
+    block, rest = divmod(len(ids), len(DC_KINDS))
+    if sorted(ids) == [*range(len(ids))] and not rest:
+        kinds = {kind: {f"{n * block + i:06d}.png" for i in range(block)} for n, kind in enumerate(DC_KINDS)}
+    return of_single_pairs(pairs, root, kinds)
 
 
 def read_spot_the_diff(root: Path) -> Release:
@@ -324,30 +305,24 @@ def read_spot_the_diff(root: Path) -> Release:
 
     An id may have several rows (annotators): they are one pair. Each sentence is a caption, empty ones (66) too, since
     published vocabularies and scores count them."""
-    pairs, paths = {}, {}
+    pairs = {}
     for split in SPLITS:
         texts: dict[str, list[str]] = {}
         for row in read_json(root / f"annotations/{split}.json", [{"img_id": (str, int), "sentences": [str, ...]}]):
             texts.setdefault(str(row["img_id"]), []).extend(row["sentences"])
-        pairs[split] = []
-        for i, captions in texts.items():
-            before, after = f"resized_images/{i}.png", f"resized_images/{i}_2.png"
-            paths |= {before: root / before, after: root / after}
-            pairs[split].append(Pair(i, before, after, captions))
-    return of_single_pairs(pairs, paths, {})
+        pairs[split] = [Pair(i, f"resized_images/{i}.png", f"resized_images/{i}_2.png", c) for i, c in texts.items()]
+    return of_single_pairs(pairs, root)
 
 
 def read_image_editing(root: Path) -> Release:
     """Image Editing Request (Tan et al., ACL 2019): {train,valid,test}.json, and the pictures in images/ or beside them.
 
     An item is a uid: the same two images may be several items, some of them in two splits; the official split stays."""
-    pairs, paths, folder = {}, {}, root / "images" if (root / "images").exists() else root
-    shape = [{"uid": (str, int), "img0": str, "img1": str, "sents": [str, ...]}]
+    pairs, shape = {}, [{"uid": (str, int), "img0": str, "img1": str, "sents": [str, ...]}]
     for split, file in (("train", "train.json"), ("val", "valid.json"), ("test", "test.json")):
         rows = read_json(root / file, shape)
         pairs[split] = [Pair(str(row["uid"]), row["img0"], row["img1"], row["sents"]) for row in rows]
-        paths |= {row[key]: folder / row[key] for row in rows for key in ("img0", "img1")}
-    return of_single_pairs(pairs, paths, {})
+    return of_single_pairs(pairs, root / "images" if (root / "images").exists() else root)
 
 
 # An unchanged pair of LEVIR-CC has one of these among its captions.
@@ -360,10 +335,9 @@ def read_levir_cc(root: Path) -> Release:
 
     Captions are the file's own tokens, joined by blanks, or `raw` by the field's rule where it has none; empty ones go.
     `changeflag` marks changed pairs; where it is absent, the sentences of unchanged ones do."""
-    file, pairs, paths = root / "LevirCCcaptions.json", {split: [] for split in SPLITS}, {}
+    file, pairs = root / "LevirCCcaptions.json", {split: [] for split in SPLITS}
     kinds = {"change": set(), "no change": set()}
-    shape = {"images": [{"filename": str, "split": SPLITS, "sentences": [dict, ...]}]}
-    for row in read_json(file, shape)["images"]:
+    for row in read_json(file, {"images": [{"filename": str, "split": SPLITS, "sentences": [dict, ...]}]})["images"]:
         name, split, captions = row["filename"], row["split"], []
         for sentence in row["sentences"]:
             check_shape(sentence, {"tokens": [str]} if "tokens" in sentence else {"raw": str}, f"{file}, {name!r}")
@@ -372,12 +346,10 @@ def read_levir_cc(root: Path) -> Release:
         captions = [c for c in captions if c]
         if not captions:
             raise ValueError(f"{file}: no captions for {name}")
-        before, after = f"{split}/A/{name}", f"{split}/B/{name}"
-        paths |= {before: root / "images" / before, after: root / "images" / after}
-        pairs[split].append(Pair(name, before, after, captions))
+        pairs[split].append(Pair(name, f"{split}/A/{name}", f"{split}/B/{name}", captions))
         changed = row["changeflag"] if "changeflag" in row else not set(LEVIR_SAME) & set(captions)
         kinds["change" if changed else "no change"].add(name)
-    return of_single_pairs(pairs, paths, kinds)
+    return of_single_pairs(pairs, root / "images", kinds)
 
 
 def birds_rows(root: Path) -> list[dict]:
@@ -410,19 +382,16 @@ def read_birds_to_words(root: Path) -> Release:
     for row in birds_rows(root):
         key = (row["split"], photo_file(row["img1ImgURL"]), photo_file(row["img2ImgURL"]))
         texts.setdefault(key, []).append(" ".join(tokenize_lower(row["description"])))
-    images = root / "images"
+    images, pairs, notes = root / "images", {split: [] for split in SPLITS}, ()
     photographs = {p.name for p in images.iterdir()} if images.exists() else set()
-    pairs, paths = {split: [] for split in SPLITS}, {}
     for (split, before, after), captions in texts.items():
-        if before in photographs and after in photographs:
+        if {before, after} <= photographs:
             pairs[split].append(Pair(f"{before}_{after}", before, after, captions))
-            paths |= {name: images / name for name in (before, after)}
-    if sum(map(len, pairs.values())) == len(texts):
-        return of_single_pairs(pairs, paths, {})
-    counts = ", ".join(f"{split} {len(pairs[split])} of {sum(key[0] == split for key in texts)}" for split in SPLITS)
-    command = f"{prepare_command('birds_to_words', root)} --manifest"
-    note = f"pairs with both photographs in {images}: {counts}; for what is missing see: {command}"
-    return of_single_pairs(pairs, paths, {}, [note])
+    if sum(map(len, pairs.values())) < len(texts):
+        counts = ", ".join(f"{split} {len(pairs[split])} of {sum(key[0] == split for key in texts)}" for split in SPLITS)
+        command = f"{prepare_command('birds_to_words', root)} --manifest"
+        notes = (f"pairs with both photographs in {images}: {counts}; for what is missing see: {command}",)
+    return of_single_pairs(pairs, images, notes=notes)
 
 
 def write_manifest(root: Path) -> None:
@@ -451,7 +420,7 @@ def read_cub(root: Path) -> Release:
     test). Single images: `after` is None."""
     if is_idc_repack(root, "images.txt"):
         return read_idc_repack(root)
-    pairs, paths, split_of = {"train": [], "val": []}, {}, {}
+    pairs, split_of = {"train": [], "val": []}, {}
     for split, file in (("train", "trainvalclasses.txt"), ("val", "testclasses.txt")):
         split_of |= {name: split for (name,) in read_lines(root / file, 1)}
     for _, name in read_lines(root / "images.txt", 2):
@@ -464,11 +433,8 @@ def read_cub(root: Path) -> Release:
         captions = [" ".join(tokenize_lower(line)) for line in lines if line.strip()]
         if not captions:
             raise ValueError(f"{text}: no captions for {name}")
-        paths[name] = root / "images" / name
         pairs[split_of[folder]].append(Pair(name, name, None, captions))
-    release = of_single_pairs(pairs, paths, {})
-    release.scenes["test"] = []
-    return release
+    return of_single_pairs(pairs, root / "images")
 
 
 def read_nabirds(root: Path) -> Release:
@@ -479,16 +445,13 @@ def read_nabirds(root: Path) -> Release:
     classes = dict(read_lines(root / "image_class_labels.txt", 2))
     in_train = dict(read_lines(root / "train_test_split.txt", 2))
     names = dict(read_lines(root / "classes.txt", 2))
-    pairs, paths = {"train": [], "test": []}, {}
+    pairs = {"train": [], "test": []}
     for image, name in read_lines(root / "images.txt", 2):
         if image not in classes:
             raise ValueError(f"{root / 'image_class_labels.txt'}: no class for image {image} of images.txt")
         caption = names.get(classes[image], classes[image])
         pairs["train" if in_train.get(image) == "1" else "test"].append(Pair(name, name, None, [caption]))
-        paths[name] = root / "images" / name
-    release = of_single_pairs(pairs, paths, {})
-    release.scenes["val"] = []
-    return release
+    return of_single_pairs(pairs, root / "images")
 
 
 def is_idc_repack(root: Path, own: str) -> bool:
@@ -521,17 +484,15 @@ def read_idc_repack(root: Path) -> Release:
                 for name, number in zip(names, (row["class_id1"], row["class_id2"]), strict=True):
                     if not any((other, name, None) in texts for other in SPLITS):
                         texts[split, name, None] = [str(number)]
-                continue
-            check_shape(row, {"description": [(str, list), ...]}, where)
-            captions = row["description"] if isinstance(row["description"][0], list) else [row["description"]]
-            check_shape(captions, [[str]], where)
-            texts.setdefault((split, *names, None)[:3], []).extend(" ".join(words) for words in captions)
-    pairs, paths = {split: [] for split in SPLITS}, {}
+            else:
+                check_shape(row, {"description": [(str, list), ...]}, where)
+                captions = row["description"] if isinstance(row["description"][0], list) else [row["description"]]
+                check_shape(captions, [[str]], where)
+                texts.setdefault((split, *names, None)[:3], []).extend(" ".join(words) for words in captions)
+    pairs = {"train": []}
     for (split, before, after), captions in texts.items():
-        pairs[split].append(Pair(f"{before}_{after}" if after else before, before, after, captions))
-        paths |= {name: root / "images" / name for name in (before, after) if name}
-    release = of_single_pairs({split: rows for split, rows in pairs.items() if rows or split == "train"}, paths, {})
-    return replace(release, scenes={split: release.scenes.get(split, []) for split in SPLITS})
+        pairs.setdefault(split, []).append(Pair(f"{before}_{after}" if after else before, before, after, captions))
+    return of_single_pairs(pairs, root / "images")
 
 
 def read_pairs(root: Path) -> Release:
@@ -548,8 +509,8 @@ def read_pairs(root: Path) -> Release:
             raise FileNotFoundError(f"neither pairs.json nor pairs.csv: {missing(root / 'pairs.json')}; {missing(file)}")
         with open(file, encoding="utf-8-sig", newline="") as f:
             rows = [row | {"captions": (row.get("captions") or "").split("|")} for row in csv.DictReader(f)]
-    pairs, paths = {split: {} for split in SPLITS}, {}
     check_shape(rows, [{"before": str, "after": str, "captions": [str], "split": SPLITS}], f"{file}")
+    pairs = {split: {} for split in SPLITS}
     for n, row in enumerate(rows):
         before, after, captions = row["before"], row["after"], [c.strip() for c in row["captions"] if c.strip()]
         if not (before and after and captions):
@@ -559,8 +520,7 @@ def read_pairs(root: Path) -> Release:
         if (pair.before, pair.after) != (before, after):
             raise ValueError(f"{file}: id {name} is of {pair.before}, {pair.after} and of {before}, {after}; expected one")
         pair.captions.extend(captions)
-        paths |= {image: root / image for image in (before, after)}
-    return of_single_pairs({split: list(of_split.values()) for split, of_split in pairs.items()}, paths, {})
+    return of_single_pairs({split: list(of_split.values()) for split, of_split in pairs.items()}, root)
 
 
 # ---- the table of data sets ------------------------------------------------------------------------------------------
@@ -641,12 +601,19 @@ def read_image(path: str | Path) -> Image.Image:
         raise ValueError(f"{path} is not a readable image ({e})") from e
 
 
+# How each extractor wants its pictures; written into feature files and checked on load.
+RESNET_PREPROCESSING = "RGB, 224x224 bicubic without antialiasing, /255, mean .485 .456 .406, std .229 .224 .224"
+IMAGENET_PREPROCESSING = "RGB, 224x224 bilinear with antialiasing, /255, mean .485 .456 .406, std .229 .224 .225"
+MINI_PREPROCESSING = "RGB, 64x64 bicubic with antialiasing, /127.5 - 1"
+MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
+
+
 def preprocess_resnet(image: Image.Image) -> Tensor:
     """The field's preprocessing -> (3, 224, 224): aspect ratio not kept, OpenCV's bicubic (a = -0.75, no antialiasing,
     rounded to bytes). The last .224 should be .225; every released feature was made with it, so it stays."""
     x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()[None]
     x = F.interpolate(x, (224, 224), mode="bicubic", align_corners=False).round_().clamp_(0, 255)[0] / 255
-    return (x - torch.tensor([0.485, 0.456, 0.406])[:, None, None]) / torch.tensor([0.229, 0.224, 0.224])[:, None, None]
+    return (x - MEAN) / torch.tensor([0.229, 0.224, 0.224])[:, None, None]
 
 
 def preprocess_imagenet(image: Image.Image, side: int = 224) -> Tensor:
@@ -654,13 +621,20 @@ def preprocess_imagenet(image: Image.Image, side: int = 224) -> Tensor:
     2019, with 224; Liu et al., TGRS 2022, whose pictures have 256)."""
     image = image if image.size == (side, side) else image.resize((side, side), Image.Resampling.BILINEAR)
     x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
-    return (x - torch.tensor([0.485, 0.456, 0.406])[:, None, None]) / torch.tensor([0.229, 0.224, 0.225])[:, None, None]
+    return (x - MEAN) / torch.tensor([0.229, 0.224, 0.225])[:, None, None]
 
 
 def preprocess_mini(image: Image.Image) -> Tensor:
     """-> (3, 64, 64) in -1 ... 1."""
     image = image if image.size == (64, 64) else image.resize((64, 64), Image.Resampling.BICUBIC)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
+
+
+RESNETS = {  # extractor -> its preprocessing, in words and as a function
+    "resnet101-layer3": (RESNET_PREPROCESSING, preprocess_resnet),  # (1024, 14, 14)
+    "resnet101-layer3-256": (IMAGENET_PREPROCESSING.replace("224x224", "256x256"), partial(preprocess_imagenet, side=256)),
+    "resnet101-layer4": (IMAGENET_PREPROCESSING, preprocess_imagenet),  # (2048, 7, 7)
+}
 
 
 class Extractor:
@@ -670,14 +644,10 @@ class Extractor:
     def __init__(self, name: str, state: dict[str, Tensor] | None = None, device: str = "cpu"):
         self.name, self.state, self.device = name, state, device
         if name in RESNETS:
-            self.preprocessing, net = RESNETS[name], resnet101_grid(name, state)
-            self.preprocess = {
-                RESNET_PREPROCESSING: preprocess_resnet,
-                IMAGENET_PREPROCESSING: preprocess_imagenet,
-                LEVIR_PREPROCESSING: lambda image: preprocess_imagenet(image, 256),
-            }[self.preprocessing]
+            self.preprocessing, self.preprocess = RESNETS[name]
+            net = resnet101_grid(name, state)
         elif name.startswith("mini-cnn") and state is not None:
-            self.preprocess, self.preprocessing, net = preprocess_mini, MINI_PREPROCESSING, MiniCNN()
+            self.preprocessing, self.preprocess, net = MINI_PREPROCESSING, preprocess_mini, MiniCNN()
             net.load_state_dict(state)
         else:
             raise ValueError(f"unknown feature extractor {name!r}; known: {', '.join(RESNETS)}, mini-cnn-<hash>")
@@ -708,12 +678,12 @@ def resnet101_grid(name: str, state: dict[str, Tensor] | None = None) -> nn.Modu
     papers used (IMAGENET1K_V1), fetched by torchvision on first use."""
     from torchvision.models import ResNet101_Weights, resnet101
 
+    weights = ResNet101_Weights.IMAGENET1K_V1
     try:
-        net = resnet101(weights=None if state else ResNet101_Weights.IMAGENET1K_V1)
+        net = resnet101(weights=None if state else weights)
     except OSError as e:
-        url = ResNet101_Weights.IMAGENET1K_V1.url
         cache = Path(torch.hub.get_dir(), "checkpoints")
-        raise OSError(f"ImageNet weights of ResNet-101 could not be fetched ({e}); put {url} into {cache}") from e
+        raise OSError(f"ImageNet weights of ResNet-101 could not be fetched ({e}); put {weights.url} into {cache}") from e
     parts = "conv1 bn1 relu maxpool layer1 layer2 layer3".split() + ["layer4"] * ("layer4" in name)
     net = nn.Sequential(*(getattr(net, part) for part in parts))
     if name == "resnet101-layer3-256":
@@ -1022,33 +992,6 @@ def load(name: str, root: str | Path, where: str = "auto", device: str = "cpu", 
     return dataset
 
 
-def load_classified(name: str, root: str | Path, where: str = "auto", device: str = "cpu") -> tuple[SimpleNamespace, Features]:
-    """Images with classes, and their features, of a data set whose captions are classes."""
-    dataset = load(name, root, where, device)
-    classes = dataset.vocab.words[len(SPECIAL) :]
-    images = {split: [(p.before, classes.index(p.captions[0])) for p in dataset.pairs(split)] for split in dataset.scenes}
-    return SimpleNamespace(images=images, classes=classes, paths=dataset.paths), dataset.features
-
-
-def class_pairs(images: list[tuple[str, int]], seed: int) -> list[tuple[tuple[str, int], tuple[str, int]]]:
-    """Every image (name, class) with another: half of them, drawn by the seed, with one of the same class (where it has
-    any), the others with one of another class. ValueError where there is one class only."""
-    if len({c for _, c in images}) < 2:
-        raise ValueError(f"pairs of classes need two classes at least, found {len({c for _, c in images})}")
-    rng, members = np.random.default_rng(seed), {}
-    for i, (_, c) in enumerate(images):
-        members.setdefault(c, []).append(i)
-    same = rng.permutation(len(images)) < len(images) // 2
-    pairs = []
-    for i, (name, c) in enumerate(images):
-        alike = same[i] and len(members[c]) > 1
-        other = i
-        while other == i or (images[other][1] == c) != alike:
-            other = int(rng.choice(members[c])) if alike else int(rng.integers(len(images)))
-        pairs.append(((name, c), images[other]))
-    return pairs
-
-
 def read_vocab(name: str, root: Path) -> Vocab:
     """The vocabulary that preparation has written; FileNotFoundError or ValueError says which command makes it."""
     path, source, prepare = root / "vocab.json", DATASETS[name], prepare_command(name, root)
@@ -1071,7 +1014,7 @@ def open_features(name: str, root: Path, extractor: str = "") -> Features:
                          f"remove it and run: {prepare}")  # fmt: skip
     wanted = extractor or DATASETS[name].extractor
     wanted = mini_cnn_name(mini_cnn_state(root)) if wanted == "mini-cnn" else wanted
-    known = (RESNETS[wanted], RELEASED_FEATURES, RELEASED_PICKLES) if wanted in RESNETS else (MINI_PREPROCESSING,)
+    known = (RESNETS[wanted][0], RELEASED_FEATURES, RELEASED_PICKLES) if wanted in RESNETS else (MINI_PREPROCESSING,)
     if features.extractor != wanted or features.preprocessing not in known:
         raise ValueError(f"{path} was made by {features.extractor} ({features.preprocessing}), not by {wanted}; "
                          f"remove it and run: {prepare}")  # fmt: skip
@@ -1142,7 +1085,7 @@ def ptb_tokenize(text: str) -> str:
 # ---- scores: the metrics ---------------------------------------------------------------------------------------------
 
 METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "CIDEr (one pool)", "SPICE")
-JAVA_FLAGS = "-Dfile.encoding=UTF-8 -Duser.language=en -Duser.country=US"  # METEOR dies where 0.5 is 0,5
+JAVA_FLAGS = ("-Dfile.encoding=UTF-8", "-Duser.language=en", "-Duser.country=US")  # METEOR dies where 0.5 is 0,5
 JAVA_PATIENCE = 1200  # seconds after which a Java process is taken to hang
 SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
 
@@ -1157,64 +1100,61 @@ def coco_folder() -> Path:
     return Path(next(iter(pycocoevalcap.__path__)))
 
 
-def tokenize_all(texts: list[str], java: str | None) -> tuple[list[str], str]:
-    """Tokens of every text, and which tokenizer made them: one call of the package's jar, or ptb_tokenize where Java fails.
+def run_java(folder: str, *arguments: str | Path, lines: Iterable[str] = ()) -> list[str]:
+    """What a Java program in a folder of pycocoevalcap answers to these lines. The package's own classes would wait
+    for ever where Java hangs. OSError where it fails, or is not done in JAVA_PATIENCE seconds."""
+    call, text = [find_java(), *JAVA_FLAGS, *arguments], "".join(f"{line}\n" for line in lines)
+    try:
+        done = subprocess.run(call, input=text.encode(), capture_output=True, check=True, timeout=JAVA_PATIENCE,
+                              cwd=coco_folder() / folder)  # fmt: skip
+    except subprocess.SubprocessError as e:
+        raise OSError(f"its Java program ended, or was not done in {JAVA_PATIENCE} s; METEOR needs 2 GB of memory, SPICE 8 GB "
+                      "and, as a rule, Java 8") from e  # fmt: skip
+    return done.stdout.decode().split("\n")[:-1]
 
-    The package's own class writes into its folder, prints, and loses captions without a word when Java fails. White space
-    becomes one space here: any line break inside a caption would shift all later ones.
-    """
+
+def tokenize_all(texts: list[str], java: bool) -> tuple[list[str], str]:
+    """Tokens of every text, and which tokenizer made them: one call of the package's jar, or ptb_tokenize where Java fails.
+    White space becomes one space: a line break inside a caption would shift all later ones."""
     texts = [" ".join(text.split()) for text in texts]
     if java:
         from pycocoevalcap.tokenizer.ptbtokenizer import PUNCTUATIONS
 
-        jar = coco_folder() / "tokenizer" / "stanford-corenlp-3.4.1.jar"
-        call = [java, *JAVA_FLAGS.split(), "-cp", str(jar), "edu.stanford.nlp.process.PTBTokenizer"]
-        call += ["-preserveLines", "-lowerCase", "-encoding", "UTF-8"]
+        call = ["-cp", "stanford-corenlp-3.4.1.jar", "edu.stanford.nlp.process.PTBTokenizer"]
         try:
-            lines = "\n".join([*texts, ""]).encode()
-            done = subprocess.run(call, input=lines, capture_output=True, check=True, timeout=JAVA_PATIENCE)
-        except (OSError, subprocess.SubprocessError):
-            return tokenize_all(texts, None)
-        lines = done.stdout.decode().split("\n")[:-1]
+            lines = run_java("tokenizer", *call, "-preserveLines", "-lowerCase", "-encoding", "UTF-8", lines=texts)
+        except OSError:
+            return tokenize_all(texts, False)
         assert len(lines) == len(texts), f"the PTB tokenizer made {len(lines)} lines of {len(texts)} captions"
         return [" ".join(w for w in line.rstrip().split(" ") if w not in PUNCTUATIONS) for line in lines], "PTB (Java)"
     return [ptb_tokenize(text) for text in texts], "Python"
 
 
 def meteor(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, list[str]]) -> dict[str, float]:
-    """METEOR of every group. OSError where its Java process ends early, or is not done in JAVA_PATIENCE seconds."""
-    from pycocoevalcap.meteor.meteor import Meteor
+    """METEOR of every group: captions are matched once, a group's score is made of its captions' counts."""
 
-    os.environ.setdefault("JAVA_TOOL_OPTIONS", JAVA_FLAGS)
-    package, scores = Meteor(), {}
-    watchdog = threading.Timer(JAVA_PATIENCE, package.meteor_p.kill)
-    watchdog.start()
-    try:
-        for name, ids in groups.items():
-            scores[name] = package.compute_score({i: refs[i] for i in ids}, {i: [hyps[i]] for i in ids})[0]
-    except (BrokenPipeError, ValueError) as e:  # ValueError: the answer of a process that has ended is no number
-        raise OSError(f"METEOR's Java process ended, or was not done in {JAVA_PATIENCE} s; it needs 2 GB of memory") from e
-    finally:
-        watchdog.cancel()
-        if package.lock.locked():  # or the package's __del__ would wait for it
-            package.lock.release()
-        with contextlib.suppress(BrokenPipeError):
-            package.meteor_p.stdin.close()
-    return scores
+    def ask(lines: list[str]) -> list[str]:
+        return run_java("meteor", "-Xmx2G", "-jar", "meteor-1.5.jar", *"- - -stdio -l en -norm".split(), lines=lines)
+
+    said = {i: text.replace("|||", "").replace("  ", " ") for i, text in hyps.items()}
+    counts = dict(zip(hyps, ask([" ||| ".join(["SCORE", *refs[i], said[i]]) for i in hyps]), strict=True))
+    answers = iter(ask([" ||| ".join(["EVAL", *(counts[i] for i in ids)]) for ids in groups.values()]))
+    # To each group the program answers a score for each caption, then the group's own.
+    return {name: float([next(answers) for _ in (*ids, "group")][-1]) for name, ids in groups.items()}
 
 
 def spice(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, list[str]]) -> dict[str, float]:
     """SPICE of every group: a mean over captions, so one (slow) run serves all groups. Never downloads its models."""
-    from pycocoevalcap.spice.spice import Spice
-
     if not all((coco_folder() / "spice" / "lib" / jar).exists() for jar in SPICE_MODELS):
         raise FileNotFoundError("SPICE's models are not there; run: python -m pycocoevalcap.spice.get_stanford_models")
-    try:
-        _, rows = Spice().compute_score(refs, {i: [hyp] for i, hyp in hyps.items()})
-    except subprocess.CalledProcessError as error:
-        raise OSError(f"the SPICE program ended with status {error.returncode}; it was written for Java 8") from error
-    f = {i: row["All"]["f"] for i, row in zip(sorted(hyps), rows, strict=True)}
-    return {name: sum(f[i] for i in ids) / len(ids) for name, ids in groups.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answer, cache = (Path(folder, name) for name in ("asked.json", "answer.json", "cache"))
+        asked.write_text(json.dumps([{"image_id": i, "test": hyps[i], "refs": refs[i]} for i in hyps]))
+        cache.mkdir()
+        call = ["-Xmx8G", "-jar", "spice-1.0.jar", asked, "-cache", cache, "-out", answer, "-subset", "-silent"]
+        run_java("spice", *call)
+        f = {row["image_id"]: row["scores"]["All"]["f"] for row in json.loads(answer.read_text())}
+    return {name: float(np.array([f[i] for i in ids], float).mean()) for name, ids in groups.items()}
 
 
 def score(
@@ -1253,7 +1193,7 @@ def score(
 
     java, texts = find_java(), [text for i in predictions for text in (predictions[i], *references[i])]
     if tokens == "ptb":
-        lines, tokenizer = tokenize_all(texts, java)
+        lines, tokenizer = tokenize_all(texts, java is not None)
     elif tokens == "split":
         lines, tokenizer = [" ".join(text.split()) for text in texts], "none, words as they are"
     else:
@@ -1333,21 +1273,17 @@ def pointing_scores(maps: dict, boxed: list[tuple[str, str, list[int], Path]], g
     that boxes take ("chance") and their number ("boxes"). maps: pair id -> (H, W), or name -> (H, W). boxed: pair id, "before"
     or "after", box of the changed object and picture. The two count apart; a pair's one map is used for both, maps that are
     called before and after are used each for its own."""
-    sizes = []
-    for *_, path in boxed:
+    sizes, boxes, chosen_maps = [], [box for *_, box, _ in boxed], []
+    for i, side, _, path in boxed:
         with Image.open(path) as im:
             sizes.append(im.size)
-    boxes, ids = [box for *_, box, _ in boxed], [i for i, *_ in boxed]
-
-    def named(m: Tensor | dict[str, Tensor], side: str) -> dict[str, Tensor]:
-        return {"attention": m} if isinstance(m, Tensor) else {"attention": m[side]} if side in m else m
-
-    several = [named(maps[i], side) for i, side, _, _ in boxed]
-    columns = {name: pointing_game([m[name].cpu() for m in several], boxes, sizes) for name in several[0]}
+        named = maps[i] if isinstance(maps[i], dict) else {"attention": maps[i]}
+        chosen_maps.append({"attention": named[side]} if side in named else named)
+    columns = {name: pointing_game([m[name].cpu() for m in chosen_maps], boxes, sizes) for name in chosen_maps[0]}
     columns["chance"] = [w * h / (width * height) for (_, _, w, h), (width, height) in zip(boxes, sizes, strict=True)]
     scores = {name: {} for name in (*columns, "boxes")}
-    for group, members in {"total": set(ids), **groups}.items():
-        if chosen := [n for n, i in enumerate(ids) if i in members]:
+    for group, members in {"total": {i for i, *_ in boxed}, **groups}.items():
+        if chosen := [n for n, (i, *_) in enumerate(boxed) if i in members]:
             for name, values in columns.items():
                 scores[name][group] = round(100 * sum(values[n] for n in chosen) / len(chosen), 2)
             scores["boxes"][group] = len(chosen)
@@ -1447,7 +1383,7 @@ def language(dataset_name: str):
 
     if dataset_name not in (*EMBEDDED, "clevr_change"):
         try:
-            return spacy.load("en_core_web_sm", exclude=["ner"])
+            return spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
         except OSError as e:
             raise ValueError(f"the captions of {dataset_name} need spaCy's English model; "
                              "run: python -m spacy download en_core_web_sm") from e  # fmt: skip
@@ -1533,18 +1469,17 @@ def subjects(doc) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def read_captions_once(what: str, read: Callable, skip: list[str], dataset_name: str, root: Path, captions: Iterable) -> dict:
-    """What `read` makes of every distinct caption, kept in root/<what>.json with the pipeline's name. skip: spaCy's pipes that
-    are not needed."""
-    nlp, path, distinct = language(dataset_name), root / f"{what}.json", list(dict.fromkeys(captions))
-    name = pipeline_name(nlp)
+def read_captions(read: Callable, dataset_name: str, root: Path, captions: Iterable[str]) -> dict[str, list]:
+    """What `read` (segments or subjects) finds in every distinct caption; kept in root/<its name>.json with the pipeline's
+    name."""
+    what, nlp, distinct = read.__name__, language(dataset_name), list(dict.fromkeys(captions))
+    name, path = pipeline_name(nlp), root / f"{what}.json"
     saved = read_json(path) if path.exists() else {}
     known = saved.get(what, {}) if saved.get("pipeline") == name else {}
     new, unknown = [c for c in distinct if c not in known], {}
-    with nlp.select_pipes(disable=[pipe for pipe in skip if nlp.has_pipe(pipe)]):
-        for doc in tqdm(nlp.pipe(new, batch_size=1000), what, len(new), unit="caption", disable=None):
-            known[doc.text] = read(doc)
-            unknown |= {t.lower_: doc.text for t in doc if not (t.pos or t.is_punct or t.is_space)}
+    for doc in tqdm(nlp.pipe(new, batch_size=1000), what, len(new), unit="caption", disable=None):
+        known[doc.text] = read(doc)
+        unknown |= {t.lower_: doc.text for t in doc if not (t.pos or t.is_punct or t.is_space)}
     if unknown:
         word, caption = next(iter(unknown.items()))
         raise ValueError(f"captions of {dataset_name} in {root} have words without a part of speech: "
@@ -1554,18 +1489,6 @@ def read_captions_once(what: str, read: Callable, skip: list[str], dataset_name:
         write_whole(path, json.dumps({"pipeline": name, what: known}, indent=0))
     print(f"{what}: {name} ({len(distinct)} captions, {len(new)} of them new)")
     return {c: known[c] for c in distinct}
-
-
-def caption_segments(dataset_name: str, root: Path, captions: Iterable[str]) -> dict[str, tuple[list[str], list[str]]]:
-    """Noun and verb segments of every distinct caption, kept in root/segments.json."""
-    skip = ["parser", "lemmatizer"]
-    phrases = read_captions_once("segments", lambda doc: segments(doc), skip, dataset_name, root, captions)
-    return {caption: (list(nouns), list(verbs)) for caption, (nouns, verbs) in phrases.items()}
-
-
-def caption_subjects(dataset_name: str, root: Path, captions: Iterable[str]) -> dict[str, list[str]]:
-    """Subjects of every distinct caption, kept in root/subjects.json."""
-    return read_captions_once("subjects", subjects, ["lemmatizer"], dataset_name, root, captions)
 
 
 # ---- CLIP ------------------------------------------------------------------------------------------------------------
@@ -1640,16 +1563,6 @@ def clip_embeddings(name: str, root: Path, texts: list[str], paths: dict[str, Pa
     return torch.cat(of_texts), torch.cat(of_images)
 
 
-def clip_sizes(name: str) -> tuple[int, int]:
-    """Width of a CLIP's common space and of its text encoder, without loading it."""
-    import open_clip
-
-    sizes = MINI_CLIP if name == "mini" else open_clip.get_model_config(name.partition(":")[0])
-    if not sizes:
-        raise ValueError(f"--clip {name}: open_clip {open_clip.__version__} has no such model; try ViT-L-14:openai")
-    return sizes["embed_dim"], sizes["text_cfg"]["width"]
-
-
 def encode_prompted(clip, tokens: Tensor, prompt: Tensor | None = None) -> Tensor:
     """CLIP's text encoder with P learned vectors between the start token and the words, as in CoOp; without: encode_text.
 
@@ -1683,11 +1596,9 @@ def vocab_of(name: str, release: Release) -> Vocab:
     return Vocab.of(captions, source.min_count, source.tokenizer, source.max_words)
 
 
-def build_vocab(name: str, root: Path, release: Release) -> Vocab:
-    """The vocabulary, written as word -> id."""
-    vocab = vocab_of(name, release)
+def write_vocab(root: Path, vocab: Vocab) -> None:
+    """vocab.json: word -> id."""
     write_whole(root / "vocab.json", json.dumps(vocab.ids, indent=0))
-    return vocab
 
 
 def write_whole(path: Path, content: str | dict) -> None:
@@ -1704,6 +1615,7 @@ def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
     """A feature file from the images, or from the authors' released .npy folders (layer 3) or pickle (IDC's, layer 4) where
     those are; vocab.json. A feature file that is there stays."""
     release, path = read_release(name, root), feature_file(name, root, extractor)
+    vocab = vocab_of(name, release)  # first, as it takes seconds and may be refused
     extractor, names = extractor or DATASETS[name].extractor, sorted(release.paths)
     npy = {n: p.parents[1] / p.parent.name.replace("images", "features") / f"{p.name}.npy" for n, p in release.paths.items()}
     absent = [p for p in npy.values() if not p.exists()]
@@ -1726,7 +1638,7 @@ def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
                                     "unpack the release there, or see --check")  # fmt: skip
         batch = 64 if device.startswith("cuda") else 16  # on a CPU seconds, so that Ctrl-C does not seem to be lost
         extract(path, release, Extractor(extractor, device=device), name, batch)
-    vocab = build_vocab(name, root, release)
+    write_vocab(root, vocab)
     print(*(f"note: {line}" for line in release.notes), f"{root}: {len(names)} images, {len(vocab)} words", sep="\n")
 
 
@@ -1789,51 +1701,47 @@ def extract(path: Path, release: Release, extractor: Extractor, name: str, batch
 def check(name: str, root: Path, extractor: str = "") -> list[str]:
     """Problems of a folder, a line each (of a kind the first 20): what its reader raises, counts against the published ones,
     pairs that occur twice, captions, images, features, vocabulary."""
-    source = DATASETS[name]
     try:
         release = read_release(name, root)
     except (OSError, ValueError) as e:
         return [str(e)]
-
-    def unreadable(path: Path) -> str | None:
-        try:
-            read_image(path)
-        except (FileNotFoundError, ValueError) as e:
-            return str(e)
-
-    def check_images() -> list[str]:
-        pictures = list(release.paths.values())
-        if [*root.glob("full_img.pkl"), *root.glob("features*")] and not any(p.exists() for p in pictures):
-            release.notes.append(f"{root} has features and no pictures")
-            return []
+    problems, pictures = check_pairs(name, root, release), list(release.paths.values())
+    if [*root.glob("full_img.pkl"), *root.glob("features*")] and not any(p.exists() for p in pictures):
+        release.notes.append(f"{root} has features and no pictures")
+    else:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            bar = tqdm(pool.map(unreadable, pictures), "images", len(pictures), unit="image", disable=None)
-            return [line for line in bar if line]
-
-    def check_features() -> list[str]:
+            bar = tqdm(pool.map(picture_error, pictures), "images", len(pictures), unit="image", disable=None)
+            problems += at_most([error for error in bar if error])
+    try:
         features = open_features(name, root, extractor)
         features.require(release.paths)
         rows = zip(tqdm(features.row, "features", disable=None), features.data, strict=True)
-        return [f"{features.path}: features of {image} are not finite" for image, x in rows if not np.isfinite(x).all()]
-
-    def check_vocab() -> list[str]:
-        path, words = root / "vocab.json", read_vocab(name, root).words
-        lines = [f"{path}: {len(words)} words, published {source.words}"] if len(words) != (source.words or len(words)) else []
+        odd = [image for image, x in rows if not np.isfinite(x).all()]
+        problems += at_most([f"{features.path}: features of {image} are not finite" for image in odd])
+    except (OSError, ValueError) as e:
+        problems.append(str(e))
+    try:
+        path, words, published = root / "vocab.json", read_vocab(name, root).words, DATASETS[name].words
+        if published and len(words) != published:
+            problems.append(f"{path}: {len(words)} words, published {published}")
         if odd := sorted(set(words) ^ set(vocab_of(name, release).words)):
             command = prepare_command(name, root, extractor)
-            lines.append(f"{path} is not of these captions ({str(odd[:5])[1:-1]} ...); run: {command}")
-        return lines
-
-    problems = check_pairs(name, root, release)
-    for part in (check_images, check_features, check_vocab):
-        try:
-            problems += at_most(part())
-        except (OSError, ValueError) as e:
-            problems.append(str(e))
+            problems.append(f"{path} is not of these captions ({str(odd[:5])[1:-1]} ...); run: {command}")
+    except (OSError, ValueError) as e:
+        problems.append(str(e))
     counts = ", ".join(f"{split} {len(scenes)}" for split, scenes in release.scenes.items())
     print(*(f"note: {line}" for line in release.notes),
           f"{root}: scenes {counts}; {len(release.paths)} images, {len(problems)} problems", sep="\n")  # fmt: skip
     return problems
+
+
+def picture_error(path: Path) -> str:
+    """Why a picture cannot be read; nothing where it can."""
+    try:
+        read_image(path)
+    except (FileNotFoundError, ValueError) as e:
+        return str(e)
+    return ""
 
 
 def at_most(lines: list[str], count: int = 20) -> list[str]:
@@ -1851,18 +1759,17 @@ def check_pairs(name: str, root: Path, release: Release) -> list[str]:
         if len(release.kinds.get(kind, ())) != count:
             problems.append(f"{root}: {len(release.kinds.get(kind, ()))} of type {kind}, published {count}")
     pairs = [(split, p) for split, scenes in release.scenes.items() for scene in scenes for p in scene.pairs]
-    kinds = set().union(*release.kinds.values())
-    of_no_kind = [(split, p) for split, p in pairs if kinds and p.id not in kinds]
-    problems += at_most([f"{root}: {p.id} ({split}) has no kind of change" for split, p in of_no_kind])
     for split, p in pairs:
         splits_of.setdefault(p.id, []).append(split)
+    if release.kinds:
+        kinds = set().union(*release.kinds.values())
+        problems += at_most([f"{root}: {p.id} ({split}) has no kind of change" for split, p in pairs if p.id not in kinds])
     again = {i: ", ".join(splits) for i, splits in splits_of.items() if len(splits) > 1}
     problems += at_most([f"{root}: pair {i} is there more than once ({splits})" for i, splits in again.items()])
     empty = [f"{root}: an empty caption for {p.id} ({split})" for split, p in pairs for c in p.captions if not c.strip()]
     if len(empty) != source.empty:
         problems += at_most(empty)
-    repeated = [p.id for _, p in pairs if len(set(p.captions)) < len(p.captions)]
-    if repeated:
+    if repeated := [p.id for _, p in pairs if len(set(p.captions)) < len(p.captions)]:
         release.notes.append(f"{len(repeated)} pairs have a caption twice, the first of them {repeated[0]}")
     return problems
 
@@ -2536,7 +2443,7 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) 
         state = mini_cnn_state(root)
         extract(root / "features.h5", release, Extractor(mini_cnn_name(state), state, device), "mini", batch=512)
     if not (root / "vocab.json").exists():
-        build_vocab("mini", root, release)
+        write_vocab(root, vocab_of("mini", release))
 
 
 def mini_cnn_state(root: Path) -> dict[str, Tensor]:

@@ -744,19 +744,37 @@ class Birds:
     def __init__(self, cfg: Config):
         import data
 
-        release, self.features = data.load_classified("nabirds", cfg.nabirds, cfg.features, cfg.device)
-        images = [image for split in release.images.values() for image in split]  # 48,562, as many as the paper's pairs
-        self.pairs, self.size, self.seed = data.class_pairs(images, cfg.seed), cfg.pretrain_batch, cfg.seed
+        dataset = data.load("nabirds", cfg.nabirds, cfg.features, cfg.device)
+        images = [p for split in dataset.scenes for p in dataset.pairs(split)]  # 48,562, as many as the paper's pairs
+        self.names, self.features = [p.before for p in images], dataset.features
+        self.classes = torch.tensor([dataset.vocab.ids[p.captions[0]] - len(data.SPECIAL) for p in images])
+        self.partners, self.size, self.seed = partners(self.classes.tolist(), cfg.seed), cfg.pretrain_batch, cfg.seed
 
     def batch(self, step: int):
         """Pairs drawn by (seed, step); in the place of captions are the classes (B, 2)."""
         import data
 
-        drawn = np.random.default_rng([self.seed, step, 1]).integers(len(self.pairs), size=self.size)
-        first, second = zip(*(self.pairs[i] for i in drawn), strict=True)
-        features = (self.features.rows([name for name, _ in images]) for images in (first, second))
-        classes = torch.tensor([[a[1], b[1]] for a, b in zip(first, second, strict=True)])
-        return data.Batch(*features, classes, [], [])
+        first = np.random.default_rng([self.seed, step, 1]).integers(len(self.names), size=self.size).tolist()
+        second = [self.partners[i] for i in first]
+        before, after = (self.features.rows([self.names[i] for i in images]) for images in (first, second))
+        return data.Batch(before, after, torch.stack([self.classes[first], self.classes[second]], 1), [], [])
+
+
+def partners(classes: list[int], seed: int) -> list[int]:
+    """For every image the index of another: for half of them, drawn by the seed, one of the same class (where there is one),
+    for the others one of another class. ValueError where there is one class only."""
+    if len(set(classes)) < 2:
+        raise ValueError(f"pairs of classes need two classes at least, found {len(set(classes))}")
+    rng, members = np.random.default_rng(seed), {}
+    for i, c in enumerate(classes):
+        members.setdefault(c, []).append(i)
+    same, others = rng.permutation(len(classes)) < len(classes) // 2, []
+    for i, c in enumerate(classes):
+        alike, other = same[i] and len(members[c]) > 1, i
+        while other == i or (classes[other] == c) != alike:
+            other = int(rng.choice(members[c])) if alike else int(rng.integers(len(classes)))
+        others.append(other)
+    return others
 
 
 # ---- training --------------------------------------------------------------------------------------------------------

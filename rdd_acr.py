@@ -277,11 +277,14 @@ class Phrases:
     def __init__(self, cfg: Config, dataset):
         import data
 
-        if (cfg.clip_dim, cfg.clip_width) != (sizes := data.clip_sizes(cfg.clip)):
-            raise ValueError(f"--clip {cfg.clip} needs --clip_dim {sizes[0]} --clip_width {sizes[1]}")
+        self.clip, tokenizer, _ = data.load_clip(cfg.clip, dataset.root, cfg.device)
+        dim = self.clip.encode_text(tokenizer(["a cube"]).to(cfg.device)).shape[1]
+        width = self.clip.token_embedding.embedding_dim
+        if (cfg.clip_dim, cfg.clip_width) != (dim, width):
+            raise ValueError(f"--clip {cfg.clip} needs --clip_dim {dim} --clip_width {width}")
         self.ignore_equal = cfg.equal_phrases == "ignored"
         captions = sorted({c for s in dataset.scenes["train"] for p in [*s.pairs, *(s.swapped or ())] for c in p.captions})
-        segments = data.caption_segments(dataset.name, dataset.root, captions)
+        segments = data.read_captions(data.segments, dataset.name, dataset.root, captions)
         noun_prompt, verb_prompt = (NOUN_PROMPT, VERB_PROMPT) if cfg.prompt == "fixed" else ("", "")
         self.noun_phrase, self.verb_phrase = {}, {}  # of each caption; "": it has none
         for caption, (nouns, verbs) in segments.items():
@@ -289,7 +292,6 @@ class Phrases:
             self.verb_phrase[caption] = verb_prompt + " and ".join(verbs) if verbs else ""
         different = sorted({*self.noun_phrase.values(), *self.verb_phrase.values()} - {""})
         self.row = {text: i for i, text in enumerate(different)} | {"": -1}
-        self.clip, tokenizer, _ = data.load_clip(cfg.clip, dataset.root, cfg.device)
         self.encode_prompted = data.encode_prompted
         tokens = tokenizer(different)  # (U, context)
         self.tokens = tokens[:, : 1 + int(tokens.argmax(1).max())].to(cfg.device)  # the end token has the highest id

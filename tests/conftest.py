@@ -49,7 +49,7 @@ def write_features(name, root):
     features = np.random.default_rng(1).random((len(names), *GRID)).astype(np.float32)
     data.write_features(root / "features.h5", names, [features], source.extractor, data.RELEASED_FEATURES)
     if source.tokenizer:
-        data.build_vocab(name, root, release)
+        data.write_vocab(root, data.vocab_of(name, release))
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def prepared(release):
     features = rng.random((len(names), *GRID)).astype(np.float32)
     blocks = [features[:7], features[7:]]
     data.write_features(release / "features.h5", names, blocks, "resnet101-layer3", data.RELEASED_FEATURES)
-    data.build_vocab("clevr_change", release, files)
+    data.write_vocab(release, data.vocab_of("clevr_change", files))
     return release
 
 

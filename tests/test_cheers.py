@@ -380,7 +380,7 @@ def test_retrieval_is_measured(corpus, capsys, monkeypatch):
     assert set(report["either"]) == {"chance", "all", *data.KINDS}
     assert "retrieved, either, in %" in capsys.readouterr().out
     monkeypatch.setattr(entities, "root", dataset.root / "images")  # without the truth: subjects of the pair's references
-    monkeypatch.setattr(data, "caption_subjects", lambda name, root, captions: {c: of_caption(c) for c in captions})
+    monkeypatch.setattr(data, "read_captions", lambda read, name, root, captions: {c: of_caption(c) for c in captions})
     of_caption = lambda c: data.subjects(data.language("mini")(c))
     hits = []
     for p in pairs:

@@ -228,7 +228,7 @@ class Quick:
     alive, read = 99, []
 
     def __init__(self, name, device):
-        self.name, self.preprocessing, self.grid = name, data.RESNETS[name], (4 if "layer4" in name else 3, 2, 3)
+        self.name, self.preprocessing, self.grid = name, data.RESNETS[name][0], (4 if "layer4" in name else 3, 2, 3)
 
     def blocks(self, paths, batch):
         for n, i in enumerate(range(0, len(paths), 10)):

@@ -310,6 +310,17 @@ def test_blind_model_sees_nothing():
 # ---- cross-task data -------------------------------------------------------------------------------------------------
 
 
+def test_partners_are_half_alike_and_a_function_of_the_seed():
+    classes = [i % 10 for i in range(200)] + [99]
+    made = idc_pretrain.partners(classes, seed=3)
+    assert made == idc_pretrain.partners(classes, seed=3) != idc_pretrain.partners(classes, seed=4)
+    assert len(made) == 201 and all(i != other for i, other in enumerate(made))
+    alike = [classes[other] == c for c, other in zip(classes, made, strict=True)]
+    assert 99 <= sum(alike) <= 100 and not alike[-1]
+    with pytest.raises(ValueError, match=r"two classes"):
+        idc_pretrain.partners([7] * 5, seed=0)
+
+
 def test_losses_of_birds_against_loops():
     torch.manual_seed(0)
     x, classes = torch.randn(6, 4).double(), torch.tensor([0, 1, 0, 2, 1, 1])

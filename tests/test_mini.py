@@ -211,7 +211,7 @@ def test_interrupted_preparation_is_not_taken_for_complete(tmp_path, monkeypatch
     def prepare():
         data.prepare_mini(root, 12, "2,3", 0, "cpu")
 
-    for stage in ("_captions", "train_mini_cnn", "write_features", "build_vocab"):
+    for stage in ("_captions", "train_mini_cnn", "write_features", "write_vocab"):
         with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
             m.setattr(data, stage, interrupted)
             prepare()

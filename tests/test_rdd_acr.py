@@ -285,7 +285,7 @@ def test_equal_phrases_can_be_negatives(corpus):
 
 def test_captions_without_a_segment(corpus, monkeypatch):
     none = {text: ([], []) for text in TEXTS} | {TEXTS[1]: (["large cyan metal sphere", "scene"], [])}
-    monkeypatch.setattr(data, "caption_segments", lambda *_: none)
+    monkeypatch.setattr(data, "read_captions", lambda *_: none)
     found = phrases_of(corpus[0], prompt="none")
     assert found.nouns(TEXTS, None).valid.tolist() == [False, True, False, False, False]
     assert not found.verbs(TEXTS, None).valid.any()

@@ -124,7 +124,7 @@ def test_real_spot_the_diff(tmp_path):
     release = data.read_spot_the_diff(tmp_path)
     assert sizes(release) == {"train": 8566, "val": 1493, "test": 1} and not release.notes
     assert sum(not c for p in pairs(release, "train") + pairs(release, "val") for c in p.captions) == 59
-    vocab = data.build_vocab("spot_the_diff", tmp_path, release)
+    vocab = data.vocab_of("spot_the_diff", release)
     assert len(vocab) == data.DATASETS["spot_the_diff"].words == 2059 and "" in vocab.ids
     captions = [c for p in pairs(release, "train") for c in p.captions]
     assert len(data.Vocab.of(captions, min_count=5)) == 743
@@ -166,7 +166,7 @@ def test_real_image_editing_request(tmp_path):
     assert sizes(release) == {"train": 3061, "val": 383, "test": 1}
     assert sum(len(p.captions) for split in ("train", "val") for p in pairs(release, split)) == 3061 + 1149
     assert release.notes == ["2 image pairs are both in train and val (2 items of val)"]
-    vocab = data.build_vocab("image_editing_request", tmp_path, release)
+    vocab = data.vocab_of("image_editing_request", release)
     assert len(vocab) == data.DATASETS["image_editing_request"].words == 808
     captions = [c for split in ("train", "val") for p in pairs(release, split) for c in p.captions]
     assert 2 + max(len(vocab.split(c)) for c in captions) == 60
@@ -195,7 +195,7 @@ def test_levir_cc(tmp_path):
     assert release.paths["test/B/test_000002.png"] == tmp_path / "images/test/B/test_000002.png"
     assert release.kinds["no change"] == {"val_000001.png", "test_000001.png"}  # the second by its words
     assert pairs(release, "test")[1].captions == ["a lake appears"] * 5
-    vocab = data.build_vocab("levir_cc", tmp_path, release)  # more than five times, in all splits
+    vocab = data.vocab_of("levir_cc", release)  # more than five times, in all splits
     assert vocab.words[4:] == ["a", "appears", "lake"] and vocab.encode("a villa", 4) == [2, 4, 1, 3]
     assert vocab.split("a " * 60) == ["a"] * 50
     write(tmp_path / "LevirCCcaptions.json", {"images": [levir_image("restval", 1, "x")]})
@@ -231,7 +231,7 @@ def test_birds_to_words_reads_the_pairs_whose_photographs_are_here(tmp_path, cap
     first, second = pairs(release, "train")  # the order of the images is part of the pair
     assert first == data.Pair("1.jpg_2.jpg", "1.jpg", "2.jpg", ['animal 1 is " big " . animal 2', "both are red"])
     assert (second.before, second.captions) == ("2.jpg", ['" animal 1 has no tail'])
-    vocab = data.build_vocab("birds_to_words", tmp_path, release)
+    vocab = data.vocab_of("birds_to_words", release)
     assert len(vocab.encode(pairs(release, "test")[0].captions[0], 79)) == 79 and "long" not in vocab.ids
     data.main(["birds_to_words", "--data_dir", str(tmp_path), "--manifest"])
     assert "4 photographs, of which 3" in capsys.readouterr().out
@@ -290,20 +290,6 @@ def test_nabirds_captions_are_classes(tmp_path):
     assert dataset.vocab.words[4:] == [finch, goose, "Verdin"]
     (batch,), = dataset.train_batches(5, seed=0, epoch=0)
     assert batch.single and sorted(batch.caption[:, 1].tolist()) == [4, 4, 5, 5, 6]
-    birds, features = data.load_classified("nabirds", tmp_path)
-    assert birds.classes == [finch, goose, "Verdin"] and [c for _, c in birds.images["train"]] == [0, 1, 0, 2, 1]
-    assert features.rows([birds.images["train"][3][0]]).shape == (1, *GRID)
-
-
-def test_class_pairs_are_half_alike_and_a_function_of_the_seed():
-    images = [(f"{i}.jpg", i % 10) for i in range(200)] + [("alone.jpg", 99)]
-    made = data.class_pairs(images, seed=3)
-    assert made == data.class_pairs(images, seed=3) != data.class_pairs(images, seed=4)
-    assert [a for a, _ in made] == images and all(a != b for a, b in made)
-    alike = [a[1] == b[1] for a, b in made]
-    assert 99 <= sum(alike) <= 100 and not alike[-1]
-    with pytest.raises(ValueError, match=r"two classes"):
-        data.class_pairs(images[::10][:5], seed=0)
 
 
 # ---- IDC's repack ----------------------------------------------------------------------------------------------------

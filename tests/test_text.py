@@ -115,9 +115,9 @@ def test_subjects_by_rule():
 
 def test_subjects_are_kept_apart_from_segments(tmp_path):
     captions = ["the cube is gone", "nothing has changed"]
-    data.caption_segments("mini", tmp_path, captions)
+    data.read_captions(data.segments, "mini", tmp_path, captions)
     for _ in range(2):
-        assert data.caption_subjects("mini", tmp_path, captions) == {captions[0]: ["cube"], captions[1]: []}
+        assert data.read_captions(data.subjects, "mini", tmp_path, captions) == {captions[0]: ["cube"], captions[1]: []}
     assert {file.name for file in tmp_path.iterdir()} == {"segments.json", "subjects.json"}
 
 
@@ -178,23 +178,29 @@ def test_sentences_of_clevr_change():
 
 def test_segments_are_kept(tmp_path, monkeypatch, capsys):
     captions = ["the cube is gone", "nothing has changed", "the cube is gone"]
-    found = data.caption_segments("mini", tmp_path, captions)
+    found = data.read_captions(data.segments, "mini", tmp_path, captions)
     assert found == {"the cube is gone": (["cube"], ["is gone"]), "nothing has changed": (["nothing"], ["has changed"])}
     assert "en_closed_captions" in capsys.readouterr().out
-    seen, segments = [], data.segments
-    monkeypatch.setattr(data, "segments", lambda doc: seen.append(doc.text) or segments(doc))
-    assert data.caption_segments("mini", tmp_path, captions[:1]) == {captions[0]: found[captions[0]]} and not seen
-    data.caption_segments("mini", tmp_path, [*captions, "the ball is gone"])
+    seen, original = [], data.segments
+
+    def segments(doc):
+        seen.append(doc.text)
+        return original(doc)
+
+    monkeypatch.setattr(data, "segments", segments)
+    again = data.read_captions(data.segments, "mini", tmp_path, captions[:1])
+    assert again == {captions[0]: list(found[captions[0]])} and not seen
+    data.read_captions(data.segments, "mini", tmp_path, [*captions, "the ball is gone"])
     assert seen == ["the ball is gone"]
     assert len(json.loads((tmp_path / "segments.json").read_text())["segments"]) == 3
     monkeypatch.setitem(data.ROLES_OF_WORDS, "gone VERB", "VERB")  # other rules, another name
-    data.caption_segments("mini", tmp_path, captions)
+    data.read_captions(data.segments, "mini", tmp_path, captions)
     assert seen[1:] == captions[:2] and [file.name for file in tmp_path.iterdir()] == ["segments.json"]
 
 
 def test_errors_of_segments(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="sofa, wombat.*CLOSED_WORDS"):
-        data.caption_segments("mini", tmp_path, ["the sofa is gone", "the cube became wombat."])
+        data.read_captions(data.segments, "mini", tmp_path, ["the sofa is gone", "the cube became wombat."])
     assert not list(tmp_path.iterdir())
 
     def absent(*_, **__):
