@@ -568,7 +568,8 @@ DATASETS = {
 
 
 def prepare_command(name: str, root: Path, extractor: str = "") -> str:
-    return f"python data.py {name} --data_dir {root}" + f" --extractor {extractor}" * bool(extractor)
+    command = f"python data.py {name} --data_dir {root}"
+    return f"{command} --extractor {extractor}" if extractor else command
 
 
 def read_release(name: str, root: Path) -> Release:
@@ -684,13 +685,14 @@ def resnet101_grid(name: str, state: dict[str, Tensor] | None = None) -> nn.Modu
     except OSError as e:
         cache = Path(torch.hub.get_dir(), "checkpoints")
         raise OSError(f"ImageNet weights of ResNet-101 could not be fetched ({e}); put {weights.url} into {cache}") from e
-    parts = "conv1 bn1 relu maxpool layer1 layer2 layer3".split() + ["layer4"] * ("layer4" in name)
-    net = nn.Sequential(*(getattr(net, part) for part in parts))
-    if name == "resnet101-layer3-256":
-        net.append(nn.AdaptiveAvgPool2d(14))
+    grid = nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool, net.layer1, net.layer2, net.layer3)
+    if name == "resnet101-layer4":
+        grid.append(net.layer4)
+    elif name == "resnet101-layer3-256":
+        grid.append(nn.AdaptiveAvgPool2d(14))
     if state:
-        net.load_state_dict(state)
-    return net
+        grid.load_state_dict(state)
+    return grid
 
 
 def unfinished(path: Path, names: list[str], about: dict[str, str]) -> int:
@@ -707,7 +709,10 @@ def unfinished(path: Path, names: list[str], about: dict[str, str]) -> int:
         raise ValueError(f"{partial} is being written by another run; wait for it or stop it") from e
     except (OSError, KeyError, RuntimeError):  # killed before the first block was whole
         done = 0
-    print(f"{partial}: " + (f"going on after {done} of {len(names)} images" if done else "of no use; starting anew"))
+    if done:
+        print(f"{partial}: going on after {done} of {len(names)} images")
+    else:
+        print(f"{partial}: of no use; starting anew")
     return done
 
 
@@ -731,10 +736,11 @@ def write_features(path: Path, names: list[str], blocks: Iterable[np.ndarray], e
             if block.shape[1:] != out.shape[1:]:
                 raise ValueError(f"features of {names[done]!r} have shape {block.shape[1:]}, those before it {out.shape[1:]}")
             with np.errstate(over="ignore"):
-                out[done : done + len(block)] = block = block.astype(np.float16)
-            bad = ~np.isfinite(block).all((1, 2, 3))
-            if bad.any():
-                raise ValueError(f"features of {names[done + int(bad.argmax())]!r} are not finite in float16")
+                block = block.astype(np.float16)
+            finite = np.isfinite(block).all((1, 2, 3))
+            if not finite.all():
+                raise ValueError(f"features of {names[done + int(finite.argmin())]!r} are not finite in float16")
+            out[done : done + len(block)] = block
             done += len(block)
             f.flush()
             os.fsync(f.id.get_vfd_handle())
@@ -757,7 +763,7 @@ class Features:
             with h5py.File(path, "r") as f:
                 table, ids = f["features"], f["image_ids"].asstr()[:]
                 self.extractor, self.preprocessing = f.attrs["extractor"], f.attrs["preprocessing"]
-                self.dataset, done = f.attrs.get("dataset", ""), int(f["done"][()]) if "done" in f else len(ids)
+                self.dataset = f.attrs.get("dataset", "")
                 shape, kind, offset = table.shape, table.dtype, table.id.get_offset()
         except (AttributeError, OSError, KeyError, TypeError) as e:
             raise ValueError(f"{path} is not a feature file of this project ({e}); remove it and run: {prepare}") from e
@@ -765,13 +771,11 @@ class Features:
         if len(shape) != 4 or shape[1] < max(shape[2:]) or kind != np.float16 or len(self.row) != shape[0] or offset is None:
             raise ValueError(f"{path}: expected float16 (images, channels, height, width) in one piece and an id each, found "
                              f"{kind} {shape} and {len(self.row)} ids; remove it and run: {prepare}")  # fmt: skip
-        if done != len(ids):
-            raise ValueError(f"{path} is half written: {done} of {len(ids)} images; remove it and run: {prepare}")
         self.data, self.gpu = np.memmap(path, kind, "r", offset, shape), None
         self.path, self.prepare = path, prepare
 
     def move_to(self, where: str, device: str) -> str:
-        """Choose "gpu" or "file" ("auto": the GPU where features take less than 60 % of its free memory) and say so."""
+        """Chooses "gpu" or "file" ("auto": the GPU where features take less than 60 % of its free memory) -> a line about it."""
         free = torch.cuda.mem_get_info()[0] if device.startswith("cuda") else 0
         if where == "gpu" and not free:
             raise ValueError(f"--features gpu: the device is {device}; choose file")
@@ -941,18 +945,21 @@ class Dataset:
             right = {"change recognised": [c not in denials for i, c in captions.items() if i not in unchanged],
                      "no change recognised": [c in denials for i, c in captions.items() if i in unchanged]}  # fmt: skip
             report["accuracy"] = {name: round(100 * sum(hits) / len(hits), 2) for name, hits in right.items() if hits}
-        boxed = [(p.id, side, box, self.paths[getattr(p, side)]) for p in self.pairs(split)
-                 if p.id in maps and p.id in self.release.boxes
-                 for side, box in zip(("before", "after"), self.release.boxes[p.id], strict=True) if box]  # fmt: skip
+        boxed = []
+        for p in self.pairs(split):
+            before, after = self.release.boxes.get(p.id, (None, None))
+            if before and p.id in maps:
+                boxed.append((p.id, "before", before, self.paths[p.before]))
+            if after and p.id in maps:
+                boxed.append((p.id, "after", after, self.paths[p.after]))
         if absent := [path for *_, path in boxed if not path.exists()]:
             print(f"no pointing game: its pictures are not all there, such as {absent[0]}")
         elif boxed:
             report["pointing"] = pointing_scores(maps, boxed, self.groups(split))
         return report
 
-    def results(
-        self, split: str, captions: dict[str, str], maps: dict, out_dir: Path | None, notes: dict | None = None, **more
-    ) -> dict[str, float]:
+    def results(self, split: str, captions: dict[str, str], maps: dict, out_dir: Path | None, notes: dict | None = None,
+                **more) -> dict[str, float]:  # fmt: skip
         """Scores of a split's captions -> those of all pairs together.
 
         Without out_dir only the quick metrics. With it every metric for every group of pairs, printed and written:
@@ -962,7 +969,8 @@ class Dataset:
             return self.score(split, captions, quick=True)["scores"]["total"]
         write_predictions(out_dir / f"captions_{split}.json", captions)
         result = self.score(split, captions) | self.report(split, captions, maps) | more
-        write_scores(out_dir / f"scores_{split}.json", result)
+        (out_dir / f"scores_{split}.json").write_text(json.dumps(result, indent=1) + "\n")
+        print(format_scores(result))
         picture = "samples.png" if split == "test" else f"samples_{split}.png"
         sample_sheet(self, split, captions, maps, notes or {}).save(out_dir / picture)
         return result["scores"]["total"]
@@ -1072,10 +1080,8 @@ def ptb_tokenize(text: str) -> str:
     """The tokens, joined by spaces, that pycocoevalcap's PTBTokenizer (Stanford CoreNLP 3.4.1) gives, but without Java.
 
     Equal on every sentence of Spot-the-Diff and Image Editing Request (train and validation) and on CLEVR-like ones. Known
-    to differ: e-mail addresses, smileys, C++, phone numbers, 1 1/2, "Miss." or "Tex." as states, a clitic glued to the next
-    word ("'s2"), a typographic quote before s, t, d or m as a word of its own, "non-u.s.", rare signs. Round brackets stay,
-    as -lrb- and -rrb-: the field drops -LRB-, but from tokens that are lower case by then.
-    """
+    to differ: e-mail addresses, smileys, C++, phone numbers, 1 1/2, rare signs and abbreviations. Round brackets stay, as
+    -lrb- and -rrb-: the field drops -LRB-, but from tokens that are lower case by then."""
     for written, meant in PTB_SPELLING.items():
         text = text.replace(written, meant)
     tokens = (PTB_BRACKETS.get(token, token.lower()) for token in PTB_TOKEN.findall(text))
@@ -1157,27 +1163,18 @@ def spice(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, li
     return {name: float(np.array([f[i] for i in ids], float).mean()) for name, ids in groups.items()}
 
 
-def score(
-    predictions: dict[str, str],
-    references: dict[str, list[str]],
-    groups: dict[str, Iterable[str]] | None = None,
-    quick: bool = False,
-    tokens: Literal["ptb", "split", "ids"] = "ptb",
-    ids: dict[str, int] | None = None,
-) -> dict:
-    """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's ids that have a prediction.
+def score(predictions: dict[str, str], references: dict[str, list[str]], groups: dict[str, Iterable[str]] | None = None,
+          quick: bool = False, tokens: Literal["ptb", "split", "ids"] = "ptb",
+          ids: dict[str, int] | None = None) -> dict:  # fmt: skip
+    """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's ids that have a prediction:
+    {"scores": {group: {metric: number or None}}, "missing": {metric: reason}, "tokenizer": which made the words}.
 
-    Returns {"scores": {group: {metric: number or None}}, "missing": {metric: reason}, "tokenizer": which made the words}.
     Every group is a corpus of its own, as in the field's scripts: CIDEr counts document frequencies in the group's references,
     so the total is no average of the groups, and a single image gets 0. "CIDEr (one pool)" is the mean of the group's captions
-    when document frequencies are those of all pairs, as in IDC's Table 3. An empty caption counts as 0, except that ROUGE-L,
-    as the package computes it, is 1 where a reference is empty too. `quick` leaves out METEOR and SPICE, which take programs
-    of their own, and the pool.
-
+    when document frequencies are those of all pairs, as in IDC's Table 3. `quick` leaves it out, and METEOR and SPICE, which
+    take programs of their own.
     tokens: "ptb" as a rule; "split": captions are words already, split at blanks (Birds-to-Words); "ids" (LEVIR-CC): words are
-    replaced by their numbers in `ids`, those that it lacks all by that of UNK, so that they match each other, and METEOR
-    knows no stems and synonyms.
-    """
+    replaced by their numbers in `ids`, those that it lacks all by that of UNK, so that they match each other."""
     from pycocoevalcap.bleu.bleu import Bleu
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.rouge.rouge import Rouge
@@ -1205,39 +1202,42 @@ def score(
 
     scores, missing, pool = {}, {}, {}
     for name, among in groups.items():  # total comes first
-        row = scores[name] = {} if quick else dict.fromkeys(METRICS)
         gts, res = {i: refs[i] for i in among}, {i: [hyps[i]] for i in among}
-        row.update(zip(METRICS, Bleu(4).compute_score(gts, res, verbose=0)[0], strict=False))
+        row = {} if quick else dict.fromkeys(METRICS)
+        row |= zip(METRICS, Bleu(4).compute_score(gts, res, verbose=0)[0], strict=False)
         row["ROUGE-L"] = Rouge().compute_score(gts, res)[0]
         row["CIDEr"], each = 0.0, [0.0] * len(among)
         if any(map(any, gts.values())):  # without a word in the references, Cider fails
             row["CIDEr"], each = Cider().compute_score(gts, res)
-        pool = pool or dict(zip(among, each, strict=True))
+        if name == "total":
+            pool = dict(zip(among, each, strict=True))
         if not quick:
             row["CIDEr (one pool)"] = sum(pool[i] for i in among) / len(among)
+        scores[name] = row
     for metric, compute in {} if quick else {"METEOR": meteor, "SPICE": spice}.items():
         try:
             if metric == "SPICE" and tokens == "ids":
                 raise OSError("it reads sentences, not ids")
-            if java is None or tokenizer == "Python":
-                raise OSError("needs Java: " + ("java does not run, try java -version" if java else "java is not on the PATH"))
+            if java is None:
+                raise OSError("needs Java: java is not on the PATH")
+            if tokenizer == "Python":
+                raise OSError("needs Java: java does not run, try java -version")
             for name, value in compute(refs, hyps, groups).items():
                 scores[name][metric] = value
         except OSError as error:
             missing[metric] = str(error)
     for row in scores.values():
-        row.update({metric: round(100 * float(value), 2) for metric, value in row.items() if value is not None})
+        row |= {metric: round(100 * float(value), 2) for metric, value in row.items() if value is not None}
     return {"scores": scores, "missing": missing, "tokenizer": tokenizer}
 
 
 def format_scores(result: dict) -> str:
     """What `score` returns as a table with one row a group, the reasons for missing metrics, and what else is reported."""
-    columns = {name: name for name in ("BLEU-1", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "one pool", "SPICE")}
-    columns["one pool"] = "CIDEr (one pool)"
+    metrics = ("BLEU-1", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "CIDEr (one pool)", "SPICE")
     width = max(map(len, result["scores"]))
-    lines = [" " * width + "".join(f"{column:>9}" for column in columns)]
+    lines = [" " * width + "".join(f"{name:>9}" for name in metrics).replace("CIDEr (one pool)", " one pool")]
     for name, values in result["scores"].items():
-        cells = ("-" if (value := values.get(metric)) is None else f"{value:.2f}" for metric in columns.values())
+        cells = ["-" if values.get(metric) is None else f"{values[metric]:.2f}" for metric in metrics]
         lines.append(f"{name:<{width}}" + "".join(f"{cell:>9}" for cell in cells))
     lines += [f"no {metric}: {reason}" for metric, reason in result["missing"].items()]
     lines.append(f"tokenizer: {result['tokenizer']}; each row is a corpus of its own, total is no average of the others, but "
@@ -1250,7 +1250,10 @@ def format_scores(result: dict) -> str:
         lines.append(f"right, in %: {row(result['accuracy'])}")
         lines.append("(CIDEr of unchanged pairs says little: all their references are alike. Read how many are recognised.)")
     for name, values in result.get("pointing", {}).items():
-        lines.append(f"pointing game, {name}" + (f", in %: {row(values)}" if name != "boxes" else f": {values['total']}"))
+        if name == "boxes":
+            lines.append(f"pointing game, boxes: {values['total']}")
+        else:
+            lines.append(f"pointing game, {name}, in %: {row(values)}")
     return "\n".join(lines)
 
 
@@ -1318,12 +1321,6 @@ def write_predictions(path: str | Path, predictions: dict[str, str]) -> None:
     rows = [{"image_id": i, "caption": caption} for i, caption in predictions.items()]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-
-
-def write_scores(path: str | Path, result: dict) -> None:
-    """What `score` and `report` return, as JSON; prints it as a table."""
-    Path(path).write_text(json.dumps(result, indent=1) + "\n")
-    print(format_scores(result))
 
 
 # ---- phrases of captions ---------------------------------------------------------------------------------------------
@@ -1509,26 +1506,26 @@ def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = N
         model, _, weights = name.partition(":")
         tags = open_clip.list_pretrained_tags_by_model(model)
         if model not in open_clip.list_models() or not (weights in tags or Path(weights).is_file()):
-            known = f"; {model} has {', '.join(tags)}" if tags else ""
             raise ValueError(f"--clip {name}: no such model, weights or file in open_clip {open_clip.__version__}; give "
-                             f"MODEL:PRETRAINED such as ViT-L-14:openai, MODEL:/path/to/file, or mini{known}")  # fmt: skip
+                             f"MODEL:PRETRAINED such as ViT-L-14:openai (known weights: {', '.join(tags) or 'none'}), "
+                             "MODEL:/path/to/file, or mini")  # fmt: skip
         # OpenAI's weights want another activation than open_clip's model of the same name has.
         quick = bool((open_clip.get_pretrained_cfg(model, weights) or {}).get("quick_gelu"))
+        of_file = f"{model}-quickgelu" if quick else model
         try:
             clip, _, preprocess = open_clip.create_model_and_transforms(model, weights, force_quick_gelu=quick)
         except Exception as e:  # the hub, the file system, torch.load and load_state_dict each raise their own
-            file = f"{model}{'-quickgelu' * quick}:/path/to/file"
             raise ValueError(f"--clip {name} could not be loaded ({' '.join(str(e).split())[:200]}); load it once where there "
-                             f"is a network, or fetch the weights and give --clip {file}") from e  # fmt: skip
+                             f"is a network, or fetch the weights and give --clip {of_file}:/path/to/file") from e  # fmt: skip
         tokenizer = open_clip.get_tokenizer(model)
         if not isinstance(clip, open_clip.CLIP) or clip.text_pool_type != "argmax":
             raise ValueError(f"--clip {name}: its text encoder takes no learned prompts; choose a model such as ViT-L-14")
     return clip.to(device).eval().requires_grad_(False), tokenizer, preprocess
 
 
-def clip_weights(name: str, root: Path) -> dict | None:
+def clip_weights(name: str, root: Path, device: str = "cpu") -> dict | None:
     """What a checkpoint has to carry of a CLIP: the embedded data set's own, of the others nothing."""
-    return mini_clip_state(root) if name == "mini" else None
+    return mini_clip_state(root, device) if name == "mini" else None
 
 
 def clip_id(name: str, root: Path) -> str:
@@ -1547,20 +1544,16 @@ def encode_images(clip, preprocess, paths: list[str | Path]) -> Tensor:
 def clip_embeddings(name: str, root: Path, texts: list[str], paths: dict[str, Path], device: str) -> tuple[Tensor, Tensor]:
     """A CLIP's embeddings of texts (M, E), and of a data set's images (n, E) in the order of their sorted names, each of
     length 1; kept in root/embeddings.pt."""
-    saved = mini_clip_state(root, device) if name == "mini" else None
-    file, images = root / "embeddings.pt", sorted(paths)
+    saved, file, images = clip_weights(name, root, device), root / "embeddings.pt", sorted(paths)
     key = {"clip": clip_id(name, root), "texts": texts, "images": images}
     if file.exists() and (made := torch.load(file, weights_only=True))["key"] == key:
         return made["texts"], made["images"]
     clip, tokenizer, preprocess = load_clip(name, root, device, saved)
-    of_texts = [clip.encode_text(tokens.to(device), normalize=True).cpu() for tokens in tokenizer(texts).split(256)]
-    of_images = []
-    with tqdm(total=len(images), desc=f"CLIP {name}", unit="image", disable=None) as bar:
-        for i in range(0, len(images), 64):
-            of_images.append(encode_images(clip, preprocess, [paths[image] for image in images[i : i + 64]]))
-            bar.update(len(of_images[-1]))
-    write_whole(file, {"key": key, "texts": torch.cat(of_texts), "images": torch.cat(of_images)})
-    return torch.cat(of_texts), torch.cat(of_images)
+    of_texts = torch.cat([clip.encode_text(ids.to(device), normalize=True).cpu() for ids in tokenizer(texts).split(256)])
+    starts = tqdm(range(0, len(images), 64), f"CLIP {name}", unit_scale=64, unit="image", disable=None)
+    of_images = torch.cat([encode_images(clip, preprocess, [paths[n] for n in images[i : i + 64]]) for i in starts])
+    write_whole(file, {"key": key, "texts": of_texts, "images": of_images})
+    return of_texts, of_images
 
 
 def encode_prompted(clip, tokens: Tensor, prompt: Tensor | None = None) -> Tensor:
@@ -1746,7 +1739,9 @@ def picture_error(path: Path) -> str:
 
 def at_most(lines: list[str], count: int = 20) -> list[str]:
     """The first lines of a kind, and how many more there are."""
-    return lines[:count] + [f"and {len(lines) - count} more of this kind"] * (len(lines) > count)
+    if len(lines) <= count:
+        return lines
+    return [*lines[:count], f"and {len(lines) - count} more of this kind"]
 
 
 def check_pairs(name: str, root: Path, release: Release) -> list[str]:
@@ -1804,8 +1799,8 @@ def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int])
     for code in rng.choice(96, count, replace=False).tolist():
         item = {}
         for name, words in ATTRIBUTES.items():
-            code, digit = divmod(code, len(words))
-            item[name] = words[digit]
+            code, index = divmod(code, len(words))
+            item[name] = words[index]
         position = _free_position(rng, RADIUS[item["size"]], scene)
         if position is None:
             return None
@@ -2039,15 +2034,12 @@ def _captions(kind: str, before: list[dict], after: list[dict], changed: int, ri
     scene = after if kind == "add" else before
     item = scene[changed]
     full, value = _phrase(item), after[changed][kind] if kind in ATTRIBUTES else ""
-    places = []  # (distance, relation, other object) wherever the relation is clear
-    for n, other in enumerate(scene):
-        relation, clarity = _relation(item, other, right) if n != changed else ("", 0)
-        if clarity >= CLEAR:
-            places.append((math.dist(item["xyz"], other["xyz"]), relation, other))
-    places = sorted(places, key=lambda place: place[0])[:2]
-    names = [f"{full} that is {relation} the {_short_phrase(other, scene)}" for _, relation, other in places]
+    others = sorted(scene[:changed] + scene[changed + 1 :], key=lambda other: math.dist(item["xyz"], other["xyz"]))
+    relations = [(*_relation(item, other, right), other) for other in others]
+    places = [(relation, other) for relation, clarity, other in relations if clarity >= CLEAR][:2]
+    names = [f"{full} that is {relation} the {_short_phrase(other, scene)}" for relation, other in places]
     if len(places) == 1:
-        names.append(f"{full} that is {places[0][1]} the {_phrase(places[0][2])}")
+        names.append(f"{full} that is {places[0][0]} the {_phrase(places[0][1])}")
     names = names or [full, _short_phrase(item, scene)]
     if names[0] == names[1]:  # an object whose shortest name is its full one
         names[1] = f"{full} in the scene"
@@ -2072,16 +2064,17 @@ def _render_scenes(root: Path, first: int, kinds: list[str], objects: tuple[int,
         cameras = _sample_cameras(rng, len(drafts), len(CLEVR_FOLDERS))
         for i, before, after, changed in drafts:
             views = [cameras.pop(0) for _ in CLEVR_FOLDERS]
-            if record := _render_views(root, first + i, kinds[i], (before, after, before), changed, views):
+            if record := _render_views(root, first + i, kinds[i], before, after, changed, views):
                 records[i] = record | {"same": rng.permutation(NO_CHANGE)[:6].tolist()}
     return [records[i] for i in range(len(kinds))]
 
 
-def _render_views(root: Path, number: int, kind: str, scenes: tuple, changed: int, views: list[dict]) -> dict | None:
+def _render_views(root: Path, number: int, kind: str, before: list[dict], after: list[dict], changed: int,
+                  views: list[dict]) -> dict | None:  # fmt: skip
     """Draws a scene's default, semantic and nonsemantic picture, each from its view, and writes them. -> what is known of
     them, or None where an object hides."""
     images, seen = {}, {}
-    for name, scene, camera in zip(CLEVR_FOLDERS, scenes, views, strict=True):
+    for name, scene, camera in zip(CLEVR_FOLDERS, (before, after, before), views, strict=True):
         images[name], boxes, area, part = _render(scene, camera)
         if min(area) <= 16 or min(part) <= 0.4:
             return None
@@ -2089,14 +2082,14 @@ def _render_views(root: Path, number: int, kind: str, scenes: tuple, changed: in
                       for item, box in zip(scene, boxes, strict=True)]  # fmt: skip
     for name, image in images.items():
         Image.fromarray(image).save(_picture(root, name, number), compress_level=1)
-    before, after, _ = scenes
     # In both pictures, without the object that is in one only, the objects have the same order.
-    both = [[item["box"] for n, item in enumerate(seen[name]) if n != changed or kind != only]
-            for name, only in (("default", "drop"), ("semantic", "add"))]  # fmt: skip
+    shared = {"default": [item["box"] for item in seen["default"]], "semantic": [item["box"] for item in seen["semantic"]]}
+    if kind in ("add", "drop"):
+        del shared["semantic" if kind == "add" else "default"][changed]
+    overlaps = [_box_iou(*boxes) for boxes in zip(*shared.values(), strict=True)]
     # Whose left and right captions use: the view before (after for add), then the distractor's, which may stand for it.
     eyes = (views[1], views[1]) if kind == "add" else (views[0], views[2])
-    return {"type": kind, "changed": changed, "objects": seen,
-            "iou": round(float(np.mean([_box_iou(*pair) for pair in zip(*both, strict=True)])), 4),
+    return {"type": kind, "changed": changed, "objects": seen, "iou": round(float(np.mean(overlaps)), 4),
             "change": [_captions(kind, before, after, changed, eye["right"]) for eye in eyes]}  # fmt: skip
 
 
@@ -2115,52 +2108,47 @@ def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (
     """Draws mini into the folder root, laid out as CLEVR-Change's release is, plus scenes.json, which holds the truth.
 
     scenes: how many for each split, e.g. {"train": 5000, "val": 250, "test": 500}, numbered on in this order; each
-    split has the five changes equally often. objects: fewest and most in the picture before.
-    change_captions.json also holds, under the names of the nonsemantic pictures, the captions for when these are the
-    picture before: left and right are the viewer's.
-    The files are a function of the arguments alone: every hundred scenes have a random stream of their own.
-    """
+    split has the five changes equally often. objects: fewest and most in the picture before. change_captions.json also holds,
+    under the names of the nonsemantic pictures, the captions for when these are the picture before: left and right are the
+    viewer's. The files are a function of the arguments alone: every hundred scenes have a random stream of their own."""
     if not 2 <= objects[0] <= objects[1] <= 6:
         raise ValueError(f"a scene takes 2 to 6 objects (more would hide one another), not {objects}")
     for folder in CLEVR_FOLDERS.values():
         (root / folder).mkdir(parents=True, exist_ok=True)
-    jobs, splits, first = [], {}, 0
-    for number, (split, count) in enumerate(scenes.items()):
-        order = np.random.default_rng([seed, number, 1]).permutation(count) % len(KINDS)
-        splits[split] = list(range(first, first + count))
-        for start in range(0, count, 100):
-            # The last number must not be 0, as numpy ignores zeros at the end of a seed.
-            kinds, stream = [KINDS[i] for i in order[start : start + 100]], [seed, number, 2 + start // 100]
-            jobs.append((root, first + start, kinds, objects, stream))
-        first += count
-    records = []
-    with tqdm(total=first, desc="render", unit="scene", disable=None) as bar:
-        for job in jobs:
-            records += _render_scenes(*job)
-            bar.update(len(records) - bar.n)
-
-    def box(record: dict, view: str, absent: str) -> list[int] | None:
-        return None if record["type"] == absent else record["objects"][view][record["changed"]]["box"]
-
-    def by_name(view: str, captions: list[list[str]]) -> dict[str, list[str]]:
-        return {_picture(root, view, i).name: of_scene for i, of_scene in enumerate(captions)}
-
+    splits, records = {}, []
+    with tqdm(total=sum(scenes.values()), desc="render", unit="scene", disable=None) as bar:
+        for number, (split, count) in enumerate(scenes.items()):
+            order = np.random.default_rng([seed, number, 1]).permutation(count) % len(KINDS)
+            splits[split] = list(range(len(records), len(records) + count))
+            for start in range(0, count, 100):
+                # The last number must not be 0, as numpy ignores zeros at the end of a seed.
+                kinds, stream = [KINDS[i] for i in order[start : start + 100]], [seed, number, 2 + start // 100]
+                records += _render_scenes(root, len(records), kinds, objects, stream)
+                bar.update(len(kinds))
+    changes, of_distractor, same, boxes, types = {}, {}, {}, {}, {kind: [] for kind in KINDS}
+    for i, record in enumerate(records):
+        default, _, distractor = (_picture(root, view, i).name for view in CLEVR_FOLDERS)
+        changes[default], of_distractor[distractor], same[default] = *record["change"], record["same"]
+        types[record["type"]].append(f"{i:06d}.png")
+        boxes[i] = {"bbox_before": None, "bbox_after": None}
+        if record["type"] != "add":
+            boxes[i]["bbox_before"] = record["objects"]["default"][record["changed"]]["box"]
+        if record["type"] != "drop":
+            boxes[i]["bbox_after"] = record["objects"]["semantic"][record["changed"]]["box"]
     files = {
-        "change_captions": by_name("default", [record["change"][0] for record in records])
-        | by_name("nonsemantic", [record["change"][1] for record in records]),
-        "no_change_captions": by_name("default", [record["same"] for record in records]),
+        "change_captions": changes | of_distractor,
+        "no_change_captions": same,
         "splits": splits,
-        "type_mapping": {kind: [f"{i:06d}.png" for i, record in enumerate(records) if record["type"] == kind]
-                         for kind in KINDS},
-        "scenes": {str(i): {key: record[key] for key in ("type", "changed", "iou", "objects")}
-                   for i, record in enumerate(records)},
-        "change_captions_with_bbox": {str(i): {"bbox_before": box(record, "default", "add"),
-                                               "bbox_after": box(record, "semantic", "drop")}
-                                      for i, record in enumerate(records)},
-        "change_captions_by_IOU": {str(i): record["iou"] for i, record in enumerate(records)},
-    }  # fmt: skip
+        "type_mapping": types,
+        "scenes": {i: {key: record[key] for key in ("type", "changed", "iou", "objects")} for i, record in enumerate(records)},
+        "change_captions_with_bbox": boxes,
+        "change_captions_by_IOU": {i: record["iou"] for i, record in enumerate(records)},
+    }
     for name, content in files.items():
         (root / f"{name}.json").write_text(json.dumps(content, separators=(",", ":")))
+
+
+SIGNS = {"add": {"added", "new"}, "drop": {"missing", "removed", "gone"}, "move": {"moved", "location"}}
 
 
 def parse_caption(text: str) -> dict[str, str | None]:
@@ -2173,45 +2161,41 @@ def parse_caption(text: str) -> dict[str, str | None]:
     said: dict[str, str | None] = dict.fromkeys(("type", *ATTRIBUTES, "value"))
     if NO_CHANGE_WORDS & set(words):
         return said | {"type": "same"}
-    nouns = [i for i, word in enumerate(words) if word in ATTRIBUTES["shape"]]
-    if not nouns:
+    end = next((i for i, word in enumerate(words, 1) if word in ATTRIBUTES["shape"]), None)
+    if end is None:
         return said
-    for word in words[:nouns[0] + 1]:
+    for word in words[:end]:
         said |= {name: word for name, choices in ATTRIBUTES.items() if word in choices}
-    rest = words[nouns[0] + 1:]
-    signs = {"add": {"added", "new"}, "drop": {"missing", "removed", "gone"}, "move": {"moved", "location"}}
-    said["type"] = next((kind for kind, marks in signs.items() if marks & set(words)), None)
-    if said["type"] is None and {"changed", "became", "now"} & set(rest):
+    said["type"] = next((kind for kind, signs in SIGNS.items() if signs & set(words)), None)
+    if said["type"] is None and {"changed", "became", "now"} & set(words[end:]):
         for kind in ("color", "material"):
-            if rest[-1] in ATTRIBUTES[kind]:
-                said |= {"type": kind, "value": rest[-1]}
+            if words[-1] in ATTRIBUTES[kind]:
+                said |= {"type": kind, "value": words[-1]}
     return said
 
 
-def _described(truth: dict) -> tuple[list[dict], dict]:
-    """The objects of the scene that captions speak of (the one before, for add the one after), and the changed one of them."""
+def changed_object(truth: dict) -> tuple[dict, list[dict]]:
+    """The changed object, and the scene that captions speak of: the one before, for add the one after."""
     scene = truth["objects"]["semantic" if truth["type"] == "add" else "default"]
-    return scene, scene[truth["changed"]]
+    return scene[truth["changed"]], scene
 
 
 def names_changed(said: dict[str, str | None], truth: dict) -> bool:
     """Does what parse_caption returns name exactly the changed object: true of it, and of no other object of the scene?
     truth: an entry of scenes.json."""
-    scene, item = _described(truth)
+    item, scene = changed_object(truth)
     named = {name: said[name] for name in ATTRIBUTES if said[name]}
     return bool(named) and [o for o in scene if all(o[name] == word for name, word in named.items())] == [item]
 
 
 def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]:
-    """What share of captions, in per cent, is right about the scene; scenes: the content of scenes.json.
+    """What share of captions, in per cent, is right about the scene; nan where no caption belongs to a measure.
 
-    predictions: image id -> caption, "000001.png" for (default, semantic), "000001.png_n" for (default, nonsemantic).
+    predictions: pair id -> caption; scenes: the content of scenes.json.
     - "change type": changed pairs whose caption names the kind of change; "distractors": unchanged pairs captioned
       as unchanged; "new value": colour and material changes whose new value is named.
-    - "all four": changed pairs whose caption names exactly the changed object: all that it says of it is true, and
-      true of no other object in the scene before (after for add).
+    - "all four": changed pairs whose caption names exactly the changed object, see names_changed.
     - "size", "color", "material", "shape" of that object: named and true, or left out by a name that is "all four".
-    A measure to which no prediction belongs is nan.
     """
     right: dict[str, list[bool]] = {name: [] for name in (
         "change type", "distractors", *ATTRIBUTES, "all four", "new value")}
@@ -2220,15 +2204,13 @@ def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]
         if key.endswith("_n"):
             right["distractors"].append(said["type"] == "same")
             continue
-        item, exact = _described(truth)[1], names_changed(said, truth)
-        named = {name: said[name] for name in ATTRIBUTES if said[name]}
-        right["change type"].append(said["type"] == truth["type"])
+        (item, _), exact, kind = changed_object(truth), names_changed(said, truth), truth["type"]
+        right["change type"].append(said["type"] == kind)
         right["all four"].append(exact)
         for name in ATTRIBUTES:
-            right[name].append(named[name] == item[name] if name in named else exact)
-        if truth["type"] in ATTRIBUTES:
-            new = truth["objects"]["semantic"][truth["changed"]]
-            right["new value"].append(said["value"] == new[truth["type"]])
+            right[name].append(said[name] == item[name] if said[name] else exact)
+        if kind in ATTRIBUTES:
+            right["new value"].append(said["value"] == truth["objects"]["semantic"][truth["changed"]][kind])
     return {name: round(100 * float(np.mean(hits)), 2) if hits else math.nan for name, hits in right.items()}
 
 
@@ -2273,9 +2255,8 @@ class MiniCNN(nn.Module):
 def _attribute_data(root: Path, split: str) -> tuple[Tensor, Tensor]:
     """All pictures of a split, (M, 3, 64, 64) uint8, and what stands in each cell of the 8 x 8 grid, (M, 4, 8, 8).
 
-    The second holds the index of size, color, material and shape where an object's box has its centre, else -100,
-    which cross_entropy ignores. Of two objects in a cell, the nearer (lower) one stays.
-    """
+    The second holds the index of size, color, material and shape where an object's box has its centre, else -100, which
+    cross_entropy ignores. Of two objects in a cell, the nearer (lower) one stays."""
     scenes = read_json(root / "scenes.json")
     chosen = [(i, view) for i in read_json(root / "splits.json")[split] for view in scenes[str(i)]["objects"]]
     images = torch.empty(len(chosen), 3, 64, 64, dtype=torch.uint8)
@@ -2285,8 +2266,8 @@ def _attribute_data(root: Path, split: str) -> tuple[Tensor, Tensor]:
             images[n] = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
         for item in sorted(scenes[str(i)]["objects"][view], key=lambda item: item["box"][1] + item["box"][3]):
             x, y, w, h = item["box"]
-            cells[n, :, (2 * y + h) // 16, (2 * x + w) // 16] = torch.tensor(
-                [choices.index(item[name]) for name, choices in ATTRIBUTES.items()])
+            attributes = [choices.index(item[name]) for name, choices in ATTRIBUTES.items()]
+            cells[n, :, (2 * y + h) // 16, (2 * x + w) // 16] = torch.tensor(attributes)
     return images, cells
 
 
@@ -2298,12 +2279,9 @@ def _windows(data: Tensor, index: Tensor, row: Tensor, column: Tensor, size: int
 
 
 def train_mini_cnn(root: Path, steps: int = 1000, seed: int = 0, device: str = "cpu") -> MiniCNN:
-    """Trains the feature network to name, in each cell that holds an object's centre, its four attributes.
-
-    It learns from single training pictures and attribute labels; it sees no caption, no pair and no test picture. All
-    attributes are read from the features by one linear layer, so that whoever reads the features later can too.
-    Returns the network in eval mode on the CPU; there, the result depends on the arguments alone.
-    """
+    """Trains the feature network to name, in each cell that holds an object's centre, its four attributes, all by one linear
+    layer, so that whoever reads the features later can read them too. It learns from single training pictures; it sees
+    no caption, no pair and no test picture. -> in eval mode, on the CPU; there the result depends on the arguments alone."""
     torch.manual_seed(seed)
     images, cells = (data.to(device) for data in _attribute_data(root, "train"))
     occupied = (cells[:, 0] >= 0).nonzero()  # (objects, 3): picture, row, column
@@ -2416,9 +2394,9 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) 
     Every stage is left out where it is done and appears whole or not at all. ValueError where the folder holds a data
     set made with other settings."""
     settings = {"scenes": scenes, "objects": objects, "seed": seed}
-    few, comma, many = objects.partition(",")
-    if not (few.isdecimal() and comma and many.isdecimal()) or scenes < 1:
+    if not re.fullmatch(r"\d+,\d+", objects) or scenes < 1:
         raise ValueError(f"--scenes {scenes} --objects {objects}: expected a count, and fewest and most objects, such as 2,4")
+    fewest, most = map(int, objects.split(","))
     if (root / "mini.json").exists():
         made = read_json(root / "mini.json")
         if made != settings:
@@ -2430,7 +2408,7 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) 
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         counts = {"train": scenes, "val": max(10, scenes // 20), "test": max(10, scenes // 10)}
-        render_mini(partial, counts, (int(few), int(many)), seed)
+        render_mini(partial, counts, (fewest, most), seed)
         (partial / "mini.json").write_text(json.dumps(settings))
         if root.exists():
             root.rmdir()
@@ -2509,11 +2487,12 @@ def main(argv: list[str] | None = None) -> None:
     if args.command == "score":
         if (args.tokens == "ids") != bool(args.vocab):
             raise ValueError("--tokens ids needs --vocab, the data set's vocab.json, and --vocab needs --tokens ids")
-        groups, ids = (read_json(path) if path else None for path in (args.groups, args.vocab))
         captions, references = read_predictions(args.predictions), read_references(args.references)
-        groups = {name: set(map(str, among)) if isinstance(among, list) else set() for name, among in (groups or {}).items()}
+        groups = read_json(args.groups, {str: [(int, str)]}) if args.groups else {}
+        groups = {name: set(map(str, among)) for name, among in groups.items()}
         if groups and not any(among & captions.keys() for among in groups.values()):
             raise ValueError(f"{args.groups}: no image_id of the predictions; expected {{group: [image_id, ...]}}")
+        ids = read_json(args.vocab, {str: int}) if args.vocab else None
         print(format_scores(score(captions, references, groups, tokens=args.tokens, ids=ids)))
     elif getattr(args, "manifest", False):
         write_manifest(args.data_dir)
