@@ -301,10 +301,8 @@ def read_clevr_dc(root: Path) -> Release:
 
 def read_spot_the_diff(root: Path) -> Release:
     """Spot-the-Diff (Jhamtani and Berg-Kirkpatrick, EMNLP 2018): annotations/<split>.json, resized_images/<id>.png and
-    <id>_2.png.
-
-    An id may have several rows (annotators): they are one pair. Each sentence is a caption, empty ones (66) too, since
-    published vocabularies and scores count them."""
+    <id>_2.png. The rows of an id (annotators) are one pair. Each sentence is a caption, empty ones (66) too, since published
+    vocabularies and scores count them."""
     pairs = {}
     for split in SPLITS:
         texts: dict[str, list[str]] = {}
@@ -373,7 +371,6 @@ def photo_file(url: str) -> str:
 def read_birds_to_words(root: Path) -> Release:
     """Birds-to-Words (Forbes et al., EMNLP 2019): birds-to-words-v1.0.tsv, and images/<photo id>.jpg, which everyone has
     to fetch from iNaturalist; the manifest lists them. Pairs without both photographs are left out.
-
     Rows with the same two addresses, in this order, and the same split are one pair. Descriptions are kept as lower-case
     words and signs with blanks between, as the metrics of this data set read them."""
     if is_idc_repack(root, "birds-to-words-v1.0.tsv"):
@@ -775,7 +772,7 @@ class Features:
         self.path, self.prepare = path, prepare
 
     def move_to(self, where: str, device: str) -> str:
-        """Chooses "gpu" or "file" ("auto": the GPU where features take less than 60 % of its free memory) -> a line about it."""
+        """Chooses "gpu" or "file" ("auto": the GPU where features take less than 60 % of its free memory), says so."""
         free = torch.cuda.mem_get_info()[0] if device.startswith("cuda") else 0
         if where == "gpu" and not free:
             raise ValueError(f"--features gpu: the device is {device}; choose file")
@@ -960,11 +957,9 @@ class Dataset:
 
     def results(self, split: str, captions: dict[str, str], maps: dict, out_dir: Path | None, notes: dict | None = None,
                 **more) -> dict[str, float]:  # fmt: skip
-        """Scores of a split's captions -> those of all pairs together.
-
-        Without out_dir only the quick metrics. With it every metric for every group of pairs, printed and written:
-        captions_<split>.json, scores_<split>.json (with `more`), and a sheet of sample pictures with attention maps (pair id
-        -> name -> (H, W)) and notes (pair id -> lines)."""
+        """Scores of a split's captions -> those of all pairs together. Without out_dir only the quick metrics. With it every
+        metric for every group of pairs, printed and written: captions_<split>.json, scores_<split>.json (with `more`), and a
+        sheet of sample pictures with attention maps (pair id -> name -> (H, W)) and notes (pair id -> lines)."""
         if out_dir is None:
             return self.score(split, captions, quick=True)["scores"]["total"]
         write_predictions(out_dir / f"captions_{split}.json", captions)
@@ -1790,10 +1785,8 @@ def _free_position(rng: np.random.Generator, radius: float, others: list[dict]) 
 
 
 def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int]) -> tuple[list, list, int] | None:
-    """Objects before, objects after, and the changed one's index (for add: in the objects after).
-
-    Attribute quadruples are unique in both scenes, so that words can single out every object. None: no luck.
-    """
+    """Objects before, objects after, and the changed one's index (for add: in the objects after). Attribute quadruples are
+    unique in both scenes, so that words can single out every object. None where positions or attributes collide."""
     count = int(rng.integers(objects[0], objects[1] + 1)) + (kind == "add")
     scene = []
     for code in rng.choice(96, count, replace=False).tolist():
@@ -1853,11 +1846,8 @@ def _sample_cameras(rng: np.random.Generator, scenes: int, views: int, jitter: f
 
 
 def _hit(shape: str, o: np.ndarray, d: np.ndarray, h: float) -> np.ndarray:
-    """Depth at which rays meet a body of half height h centred at the origin; inf where they miss.
-
-    o (3,) the eye, d (3, S, S) directions, both in the body's frame -> (S, S).
-    Directions have length 1 along the camera's axis, so that the ray parameter is depth.
-    """
+    """Depth (S, S) at which rays meet a body of half height h centred at the origin; inf where they miss. o (3,) the eye,
+    d (3, S, S) directions, of length 1 along the camera's axis, so that the ray parameter is depth; both in its frame."""
     o = o[:, None, None]
     if shape == "cube":
         near, far = (-h - o) / d, (h - o) / d
@@ -1946,11 +1936,9 @@ def _floor(scene: list[dict], camera: dict[str, np.ndarray], side: int) -> np.nd
 
 
 def _render(scene: list[dict], camera: dict[str, np.ndarray], side: int = 64) -> tuple[np.ndarray, list, list, list]:
-    """Draws a scene of K objects through one of _sample_cameras' views, with 2 x 2 rays a pixel.
-
-    Returns the image (side, side, 3) uint8 and, for each object, the box [x, y, w, h] in pixels of the whole object, cut at
-    the frame; the area that is seen, in pixels; and which part of the object this is, 0 to 1.
-    """
+    """Draws a scene of K objects through one of _sample_cameras' views, with 2 x 2 rays a pixel -> the image (side, side, 3)
+    uint8 and, for each object, the box [x, y, w, h] in pixels of the whole object, cut at the frame; the area that is seen, in
+    pixels; and which part of the object this is, 0 to 1."""
     fine, bodies, cast = 2 * side, [_body(item, camera) for item in scene], []
     nearest = np.full((fine, fine), np.inf, np.float32)  # the depth buffer
     for item, body in zip(scene, bodies, strict=True):
@@ -2029,8 +2017,7 @@ def _captions(kind: str, before: list[dict], after: list[dict], changed: int, ri
 
     The object's full name is followed by its place beside the nearest or the second nearest object to which the relation
     is clear, named in short; beside the one such object, by its short or its full name. Names are unambiguous, relations
-    those in the scene before (after for add), seen by the camera with this `right` axis.
-    """
+    those in the scene before (after for add), seen by the camera with this `right` axis."""
     scene = after if kind == "add" else before
     item = scene[changed]
     full, value = _phrase(item), after[changed][kind] if kind in ATTRIBUTES else ""
@@ -2051,9 +2038,7 @@ def _captions(kind: str, before: list[dict], after: list[dict], changed: int, ri
 
 def _render_scenes(root: Path, first: int, kinds: list[str], objects: tuple[int, int], seed: list[int]) -> list[dict]:
     """Draws scenes first, first + 1, ... of these kinds, writes their pictures, returns all that is known of them.
-
-    A scene is drawn anew until every object shows, in all its pictures, more than 16 pixels and 40 % of itself.
-    """
+    A scene is drawn anew until every object shows, in all its pictures, more than 16 pixels and 40 % of itself."""
     rng, records = np.random.default_rng(seed), {}
     while waiting := [i for i in range(len(kinds)) if i not in records][:12]:
         drafts = []
@@ -2154,9 +2139,7 @@ SIGNS = {"add": {"added", "new"}, "drop": {"missing", "removed", "gone"}, "move"
 def parse_caption(text: str) -> dict[str, str | None]:
     """What a caption of mini says: "type" (one of KINDS, "same" or None), "size", "color", "material" and "shape" of
     the changed object as far as they are named, and the new "value" of a color or material change. Missing: None.
-
-    The object is what stands before the first shape word; a relation to another object comes after it.
-    """
+    The object is what stands before the first shape word; a relation to another object comes after it."""
     words = text.split()
     said: dict[str, str | None] = dict.fromkeys(("type", *ATTRIBUTES, "value"))
     if NO_CHANGE_WORDS & set(words):
