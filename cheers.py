@@ -72,6 +72,8 @@ from tqdm import tqdm
 class Config(RunConfig):
     """CHEERS. The fields of a run (data, steps, device) are common.RunConfig's."""
 
+    RANGES = RunConfig.RANGES | {"layers": (0, 100), "dropout": (0, 0.99), "k": (0, 1000)}
+
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # word embedding
     heads: int = 8  # heads of every attention

@@ -228,7 +228,11 @@ def decode(step: Callable[[Tensor, int], Tensor], count: int, max_len: int, devi
 
 @dataclass
 class RunConfig:
-    """The settings that every method's run has; a method's Config adds its own. A field's comment is its --help text."""
+    """The settings that every method's run has; a method's Config adds its own. A field's comment is its --help text.
+
+    A whole number may be 1 to 10^8 and any other number 0 to 10^8, where RANGES does not give a field another range."""
+
+    RANGES = {"seed": (0, 2**32), "data_seed": (0, 2**32), "lr_drop": (0, 10**8), "warmup": (0, 10**8)}
 
     dataset: str = "mini"  # data set; chooses the preset
     extractor: str = ""  # whose features, such as resnet101-layer4 (default: the data set's own)
@@ -254,6 +258,22 @@ class RunConfig:
     amp: bool = True  # bfloat16 autocast; CUDA only
     compile: bool = True  # torch.compile of the training step; CUDA only
     features: Literal["auto", "gpu", "file"] = "auto"  # where features stay; auto: the GPU if they fit well
+
+    def __post_init__(self):
+        """ValueError where a field has another type than it should, or a number is out of its range."""
+        for f in dataclasses.fields(self):
+            value, (low, high) = getattr(self, f.name), self.RANGES.get(f.name, (int(f.type is int), 10**8))
+            if get_origin(f.type) is Literal:
+                fits, expected = value in get_args(f.type), " or ".join(get_args(f.type))
+            elif f.type in (int, float):
+                fits = type(value) in (int, f.type) and low <= value <= high  # not so for NaN
+                expected = f"{'a whole number' if f.type is int else 'a number'} from {low} to {high}"
+            else:
+                fits, expected = type(value) is f.type, f.type.__name__
+            if not fits:
+                raise ValueError(f"--{f.name} {value}: expected {expected}")
+        if getattr(self, "dim", 0) % getattr(self, "heads", 1):
+            raise ValueError(f"--dim {self.dim} is not a multiple of --heads {self.heads}")
 
 
 def _comments(cls: type) -> dict[str, str]:
@@ -332,7 +352,7 @@ def usable_device(name: str) -> str:
     """The named device, or CUDA where there is one, else the CPU; ValueError where it cannot be used."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.zeros(1, device=name)
+        torch.zeros(1, device=name).item()  # "meta" has no numbers
     except (RuntimeError, AssertionError) as e:
         raise ValueError(f"--device {name} cannot be used here; leave it out, or give cpu") from e
     if name.startswith("cuda:"):
@@ -623,7 +643,9 @@ def run_main(main: Callable[[], None]) -> None:
         main()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (ValueError, OSError, FloatingPointError) as e:
+    except (ValueError, OSError, FloatingPointError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and "memory" not in str(e):
+            raise
         print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
 
