@@ -33,7 +33,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
-from common import END, NULL, START, UNK, Parser, pair_picture, run_main, sample_sheet
+from common import (
+    END,
+    NULL,
+    START,
+    UNK,
+    Parser,
+    check_shape,
+    pair_picture,
+    run_main,
+    sample_sheet,
+    save_tensors,
+    whole,
+)
 
 import h5py
 import numpy as np
@@ -199,33 +211,6 @@ def read_json(path: Path, shape=dict):
         raise ValueError(f"{path} is not valid JSON ({e}); make or fetch it again") from e
     check_shape(content, shape, f"{path}")
     return content
-
-
-def check_shape(content, shape, where: str) -> None:
-    """ValueError where JSON content has not this shape. Shapes are written as data: str is a string, (int, str) one of two
-    types, ("a", "b") one of two words, [str] a list, [str, ...] a list that is not empty, {str: int} an object, {"a": int} an
-    object that has a key "a" and maybe others."""
-    if isinstance(shape, tuple) and isinstance(shape[0], str):
-        if content not in shape:
-            raise ValueError(f"{where}: expected {', '.join(shape)}, found {str(content)[:80]!r}")
-        return
-    types = shape if isinstance(shape, tuple) else (type(shape) if isinstance(shape, list | dict) else shape,)
-    if type(content) not in types:
-        expected = " or ".join(t.__name__ for t in types)
-        raise ValueError(f"{where}: expected a JSON {expected}, found {type(content).__name__} {str(content)[:80]!r}")
-    if isinstance(shape, list):
-        if ... in shape and not content:
-            raise ValueError(f"{where}: expected a list that is not empty")
-        for n, item in enumerate(content):
-            check_shape(item, shape[0], f"{where}, item {n}")
-    elif isinstance(shape, dict) and str in shape:
-        for key, value in content.items():
-            check_shape(value, shape[str], f"{where}, {key!r}")
-    elif isinstance(shape, dict):
-        for key, part in shape.items():
-            if key not in content:
-                raise ValueError(f"{where}: no key {key!r}; expected {', '.join(shape)}, found {', '.join(content)[:80]}")
-            check_shape(content[key], part, f"{where}, {key!r}")
 
 
 def no_captions(file: Path, key: str, texts: dict) -> ValueError:
@@ -1636,7 +1621,7 @@ def clip_embeddings(name: str, root: Path, texts: list[str], paths: dict[str, Pa
         for i in range(0, len(images), 64):
             of_images.append(encode_images(clip, preprocess, [paths[image] for image in images[i : i + 64]]))
             bar.update(len(of_images[-1]))
-    write_whole(file, {"key": key, "texts": torch.cat(of_texts), "images": torch.cat(of_images)})
+    save_tensors(file, {"key": key, "texts": torch.cat(of_texts), "images": torch.cat(of_images)})
     return torch.cat(of_texts), torch.cat(of_images)
 
 
@@ -1690,14 +1675,9 @@ def build_vocab(name: str, root: Path, release: Release) -> Vocab:
     return vocab
 
 
-def write_whole(path: Path, content: str | dict) -> None:
-    """A text, or what torch.save takes, written under another name first, so that no half of it is ever taken for all."""
-    partial = path.with_suffix(".partial")
-    if isinstance(content, str):
-        partial.write_text(content, encoding="utf-8")
-    else:
-        torch.save(content, partial)
-    os.replace(partial, path)
+def write_whole(path: Path, text: str) -> None:
+    with whole(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
@@ -2441,7 +2421,7 @@ def mini_clip_state(root: Path, device: str = "cpu") -> dict:
     if not (root / "clip.pt").exists():
         print(f"training a small CLIP on the pictures of {root}, once")
         clip = train_mini_clip(root, steps=min(580, 5 + len(read_json(root / "splits.json")["train"]) // 8), device=device)
-        write_whole(root / "clip.pt", {"config": MINI_CLIP, "model": clip.state_dict()})
+        save_tensors(root / "clip.pt", {"config": MINI_CLIP, "model": clip.state_dict()})
     return torch.load(root / "clip.pt", weights_only=True)
 
 
@@ -2530,7 +2510,7 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) 
         os.replace(partial, root)
     if not (root / "mini_cnn.pt").exists():
         net = train_mini_cnn(root, steps=min(1000, 10 + scenes // 5), seed=seed, device=device)
-        write_whole(root / "mini_cnn.pt", net.state_dict())
+        save_tensors(root / "mini_cnn.pt", net.state_dict())
     release = read_release("mini", root)
     if not (root / "features.h5").exists():
         state = mini_cnn_state(root)

@@ -62,6 +62,7 @@ from common import (
     learning_rate,
     load_checkpoint,
     load_model,
+    load_weights,
     parse_args,
     run_main,
     sinusoid,
@@ -877,7 +878,7 @@ def start_from(model: IDC, path: str, dataset) -> None:
         raise ValueError(f"--init {path} was trained with {len(state['vocab'])} other words than the {len(dataset.vocab)} of "
                          f"{dataset.root}; prepare both with one vocabulary")  # fmt: skip
     fit = {name: value for name, value in state["model"].items() if name in own and own[name].shape == value.shape}
-    model.load_state_dict(own | fit)
+    load_weights(model, own | fit, path)
     print(f"{path}: {len(fit)} of {len(own)} weights")
 
 
