@@ -395,7 +395,8 @@ def config_of(Config: type, state: dict, path: str | Path):
     if set(state["config"]) != names:
         odd = ", ".join(sorted(set(state["config"]) ^ names))
         raise ValueError(f"{path} is of another method or version: config fields differ ({odd})")
-    return Config(**state["config"])
+    with reading(path, ANOTHER):
+        return Config(**state["config"])
 
 
 def learning_rate(cfg: RunConfig, step: int) -> float:
@@ -461,23 +462,24 @@ class Run:
         self.losses, self.bar, self.resume, self.resumed = LossLog(), None, resume, None
 
     def __enter__(self):
-        self.lock = lock(self.dir)
-        if self.resume:
-            self.resumed = self.restore()
-        self.begin()
-        cuda = self.cfg.device.startswith("cuda")
-        torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
-        if self.cfg.compile and cuda and can_compile():
-            self.model.compile()
-        self._before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, *ends())}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(lock(self.dir))
+            if self.resume:
+                self.resumed = self.restore()
+            self.begin()
+            cuda = self.cfg.device.startswith("cuda")
+            torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
+            if self.cfg.compile and cuda and can_compile():
+                self.model.compile()
+            for number in (signal.SIGINT, *ends()):
+                stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
+            self.held = stack.pop_all()
         return self
 
     def __exit__(self, *_):
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
         if self.bar:
             self.bar.close()
-        self.lock.close()
+        self.held.close()
 
     def _on_signal(self, number, _frame):
         if self.stop:

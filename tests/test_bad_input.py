@@ -2,9 +2,12 @@
 
 import json
 import os
+import resource
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import cheers
 import data
@@ -12,7 +15,7 @@ import dirl_ccr
 import idc_pretrain
 import rdd_acr
 import scorer_cbr
-from common import CHECKPOINT, run_main
+from common import CHECKPOINT, lock, run_main
 
 import h5py
 import numpy as np
@@ -100,9 +103,9 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("method, flags", [
-    (scorer_cbr, """batch_size=0 batch_size=-1 eval_batch=0 log_every=0 eval_every=0 steps=0 scenes=0 dim=0 dim=-1 dim=1e20
-     dim=100000000000000000000 word_dim=0 heads=0 heads=-1 heads=7 layers=-1 decoder_layers=0 dropout=nan dropout=1 grad_clip=-1
-     lr=nan lr=inf lr_drop=-1 warmup=-1 seed=-1 w_match=-1 w_cbr=nan device=meta device=gpu"""),
+    (scorer_cbr, """batch_size=0 batch_size=-1 eval_batch=0 log_every=0 eval_every=0 steps=0 scenes=0 dim=0 dim=-1
+     dim=100000000000000000000 word_dim=0 heads=0 heads=-1 heads=7 layers=-1 decoder_layers=0 dropout=nan dropout=1
+     grad_clip=-1 lr=nan lr=inf lr_drop=-1 warmup=-1 seed=-1 w_match=-1 w_cbr=nan device=meta device=gpu"""),
     (dirl_ccr, "tau=-1 tau=0 alpha=-1 layers=0"), (rdd_acr, "tau=0 object_vectors=0"), (cheers, "k=-1 w_match=-1"),
     (idc_pretrain, """ffn=0 pretrain_batch=0 pretrain_steps=-1 mlm=-1 mlm=100000000000000000000 tau_fda=0 mask_rate=0
      mask_rate=1.1 patience=-1""")])  # fmt: skip
@@ -139,24 +142,55 @@ def changed(state, key, value):
 
 def test_checkpoints_that_are_none(run, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    whole, state = (run / "last.pt").read_bytes(), torch.load(run / "last.pt")
+    file = run / "last.pt"
+    whole, state = file.read_bytes(), torch.load(file)
     name, p = next(iter(state["model"].items()))
-    files = [b"", b"x", b"text", whole[: len(whole) // 2], None, [], 7, Payload(), {"a": Payload()}, {}]
-    files += [{k: v for k, v in state.items() if k != key} for key in CHECKPOINT]
-    files += [state | {key: junk} for key in CHECKPOINT for junk in (None, "x", [7], {"x": 1})]
-    files += [changed(state, key, value) for key, value in {
-        f"model/{name}": p * np.nan, "model/more": p, f"model/{name}/": 0, "step": -1, "max_len": 0, "grid": (8, 2),
-        "extractor/name": "x", "random/cpu": p, "config/dim": "x", "config/batch_size": 0, "config/more": 1,
-        "optimizer/state/0/exp_avg": torch.ones(1), "optimizer/state/0/exp_avg_sq": p.new_ones(p.shape).double(),
-        "optimizer/state/0/step": "x", "optimizer/state/999": {}, "optimizer/state": {0: {}}}.items() if key[-1] != "/"]
-    for content in files:
-        (run / "last.pt").write_bytes(content) if isinstance(content, bytes) else torch.save(content, run / "last.pt")
-        commands = [["--resume", "--out_dir", run, "--steps", 3]]
-        if not (isinstance(content, dict) and str(content.get("random")) + str(content.get("optimizer")) != "x"):
-            commands.append(["--eval", run / "last.pt"])
-        for command in commands:
-            assert "last.pt" in refused(scorer_cbr.main, *command, "--device", "cpu"), content
+    wrong = [b"", b"x", b"text", whole[: len(whole) // 2], None, [], 7, Payload(), {"a": Payload()}, {}]
+    wrong += [{k: v for k, v in state.items() if k != key} for key in CHECKPOINT]
+    wrong += [state | {key: junk} for key in CHECKPOINT for junk in (None, [7])]
+    parts = {f"model/{name}": p * np.nan, "model/more": p, "step": -1, "max_len": 0, "grid": (8, 2), "extractor/name": "x",
+             "config/dim": "x", "config/batch_size": 0, "config/more": 1}  # fmt: skip
+    to_resume = {"random/cpu": p, "optimizer/state/0/exp_avg": torch.ones(1), "optimizer/state/0/exp_avg_sq": p.double(),
+                 "optimizer/state/0/step": "x", "optimizer/state/999": {}, "optimizer/state": {0: {}}}  # fmt: skip
+    wrong += [changed(state, *part) for part in parts.items()]
+    wrong_to_resume = [changed(state, *part) for part in to_resume.items()]
+    resume = ["--resume", "--steps", 3, "--out_dir", run]
+    for command, contents in ((["--eval", file], wrong), (resume, wrong_to_resume)):
+        for content in contents:
+            file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+            line = refused(scorer_cbr.main, *command, "--device", "cpu")
+            assert "last.pt" in line or "the checkpoint" in line, content
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_folder_belongs_to_one_process(run, refused):
+    ready, done = os.pipe(), os.pipe()
+    if not (child := os.fork()):
+        with lock(run):
+            os.write(ready[1], b"x")
+            os.read(done[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    command = ["--resume", "--out_dir", run, "--steps", 2, "--device", "cpu"]
+    assert "another process is at work in" in refused(scorer_cbr.main, *command)
+    os.write(done[1], b"x")
+    os.waitpid(child, 0)
+    scorer_cbr.main([str(x) for x in command])
+
+
+def test_a_full_disk(run, refused, monkeypatch):
+    before = (run / "last.pt").read_bytes()
+    command = ["--resume", "--out_dir", run, "--steps", 2, "--device", "cpu"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        line = refused(scorer_cbr.main, *command)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "last.pt could not be written" in line or "best.pt could not be written" in line
+    assert "it takes 0.1 MB" in line and (run / "last.pt").read_bytes() == before and not list(run.glob("*.partial"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e4))
+    assert "checkpoints need 0 MB, the disk has 0 MB left" in refused(scorer_cbr.main, *command)
 
 
 # ---- folders and files -----------------------------------------------------------------------------------------------
