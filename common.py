@@ -797,6 +797,7 @@ class LossLog:
 def run_main(main: Callable[[], None]) -> None:
     """Run a script's main: an error of input or data becomes one line and exit code 2, a signal that ends it 128 + its number.
     Output that nobody reads on (`| head`) ends it quietly."""
+    warnings.filterwarnings("ignore", module="PIL")
     for number in ends():
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
