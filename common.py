@@ -14,6 +14,7 @@ import inspect
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -664,7 +665,9 @@ def reading(path: str | Path, mend: str) -> Iterator[None]:
     try:
         yield
     except Exception as e:  # a broken pickle raises whatever it likes
-        raise ValueError(f"{path} cannot be used ({' '.join(str(e).split())[:200] or type(e).__name__}); {mend}") from e
+        unpickled = isinstance(e, pickle.UnpicklingError)  # whose text is long and advises to execute the file
+        reason = "no plain tensors" if unpickled else " ".join(str(e).split())[:200] or type(e).__name__
+        raise ValueError(f"{path} cannot be used ({reason}); {mend}") from e
 
 
 def load_tensors(path: str | Path, shape: dict, mend: str, device: str = "cpu") -> dict:
