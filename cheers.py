@@ -72,6 +72,8 @@ from tqdm import tqdm
 class Config(RunConfig):
     """CHEERS. The fields of a run (data, steps, device) are common.RunConfig's."""
 
+    RANGES = RunConfig.RANGES | {"layers": (0, 100), "dropout": (0, 0.99), "k": (0, 1000)}
+
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # word embedding
     heads: int = 8  # heads of every attention
@@ -208,7 +210,8 @@ class Entities:
             raise ValueError(f"the checkpoint was trained with {len(state['entities']['phrases'])} candidate entities, other "
                              f"than the {len(self.phrases)} of {self.root}; give its --data_dir")  # fmt: skip
         trained = state["model"].get("table")
-        if self.phrases and not (trained.shape == self.table.shape and trained.cpu().allclose(self.table, atol=1e-3)):
+        same_shape = trained is not None and trained.shape == self.table.shape
+        if self.phrases and not (same_shape and trained.cpu().allclose(self.table, atol=1e-3)):
             raise ValueError(f"the checkpoint's candidates were embedded by another CLIP than {self.clip} of {self.root}")
 
     def state(self) -> dict:
@@ -574,9 +577,8 @@ def load_model(cfg: Config, checkpoint: str | Path) -> tuple[CHEERS, dict]:
     """-> model in evaluation mode, and all that the checkpoint holds."""
     state = load_checkpoint(checkpoint, cfg.device)
     table = state["model"].get("table")
-    model = CHEERS(cfg, len(state["vocab"]), tuple(state["grid"]), state["max_len"], table).to(cfg.device)
-    load_weights(model, state, checkpoint)
-    return model.eval(), state
+    model = CHEERS(cfg, len(state["vocab"]), state["grid"], state["max_len"], table).to(cfg.device)
+    return load_weights(model, state["model"], checkpoint).eval(), state
 
 
 def main(argv: list[str] | None = None) -> None:

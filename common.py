@@ -8,6 +8,7 @@ To use a method elsewhere, take its file and this one. Training on a data set of
 """
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -19,13 +20,22 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import IO, Literal, get_args, get_origin
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+# An interrupt while torch loads, for seconds, ends without a traceback.
+shown, sys.excepthook = sys.excepthook, lambda kind, *rest: sys.exit(130) if kind is KeyboardInterrupt else shown(kind, *rest)
 # OpenMP reads these when torch loads. Idle threads then sleep: with one busy neighbour a step takes a third of the time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -37,6 +47,8 @@ import torchvision
 from PIL import Image, ImageDraw, ImageFont  # torchvision's own image library
 from torch import Tensor
 from tqdm import tqdm
+
+sys.excepthook = shown
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
@@ -228,7 +240,11 @@ def decode(step: Callable[[Tensor, int], Tensor], count: int, max_len: int, devi
 
 @dataclass
 class RunConfig:
-    """The settings that every method's run has; a method's Config adds its own. A field's comment is its --help text."""
+    """The settings that every method's run has; a method's Config adds its own. A field's comment is its --help text.
+
+    A whole number may be 1 to 10^8 and any other number 0 to 10^8, where RANGES does not give a field another range."""
+
+    RANGES = {"seed": (0, 2**32), "data_seed": (0, 2**32), "lr_drop": (0, 10**8), "warmup": (0, 10**8)}
 
     dataset: str = "mini"  # data set; chooses the preset
     extractor: str = ""  # whose features, such as resnet101-layer4 (default: the data set's own)
@@ -255,6 +271,22 @@ class RunConfig:
     compile: bool = True  # torch.compile of the training step; CUDA only
     features: Literal["auto", "gpu", "file"] = "auto"  # where features stay; auto: the GPU if they fit well
 
+    def __post_init__(self):
+        """ValueError where a field has another type than it should, or a number is out of its range."""
+        for f in dataclasses.fields(self):
+            value, (low, high) = getattr(self, f.name), self.RANGES.get(f.name, (int(f.type is int), 10**8))
+            if get_origin(f.type) is Literal:
+                fits, expected = value in get_args(f.type), " or ".join(get_args(f.type))
+            elif f.type in (int, float):
+                fits = type(value) in (int, f.type) and low <= value <= high  # not so for NaN
+                expected = f"{'a whole number' if f.type is int else 'a number'} from {low} to {high}"
+            else:
+                fits, expected = type(value) is f.type, f.type.__name__
+            if not fits:
+                raise ValueError(f"--{f.name} {value}: expected {expected}")
+        if getattr(self, "dim", 0) % getattr(self, "heads", 1):
+            raise ValueError(f"--dim {self.dim} is not a multiple of --heads {self.heads}")
+
 
 def _comments(cls: type) -> dict[str, str]:
     """Field name -> trailing comment, over a dataclass and its bases."""
@@ -271,6 +303,9 @@ def preset(Config: type, presets: dict[str, dict], released: dict[str, dict], da
     if reading == "released":
         values |= {"reading": reading} | released["all"] | released.get(dataset, {})
     return Config(**values)
+
+
+PICTURES = (".png", ".jpg", ".jpeg", ".pdf")  # what --out may be
 
 
 def parse_args(Config: type, presets: dict, script: str, doc: str, argv: list[str] | None, released: dict | None = None):
@@ -297,8 +332,10 @@ def parse_args(Config: type, presets: dict, script: str, doc: str, argv: list[st
         raise ValueError("--caption needs --checkpoint, for example runs/<run>/best.pt, and --checkpoint needs --caption")
     if sum(x is not None for x in (do.caption, do.eval, do.resume)) > 1:
         raise ValueError("--resume, --eval and --caption exclude each other; give one of them")
-    if (do.out and not do.caption) or (do.split and do.eval is None):
+    if (do.out is not None and not do.caption) or (do.split and do.eval is None):
         raise ValueError("--out goes with --caption, --split with --eval")
+    if do.out is not None and Path(do.out).suffix.lower() not in PICTURES:
+        raise ValueError(f"--out {do.out}: expected a name that ends in {', '.join(PICTURES)}")
     do.split = do.split or "test"
 
     dataset, reading = given.get("dataset", Config.dataset), given.get("reading", "paper")
@@ -309,6 +346,11 @@ def parse_args(Config: type, presets: dict, script: str, doc: str, argv: list[st
         for name in {"dataset", "reading"} & given.keys():
             if given[name] != getattr(base, name):
                 raise ValueError(f"--{name} {given[name]}: {source} was trained with {getattr(base, name)}")
+        if other := [f"--{name} {value} (there {getattr(base, name)})" for name, value in given.items()
+                     if value != getattr(base, name) and name not in ("data_dir", "out_dir", "device", "overwrite")]:
+            print(f"other flags than those that {source} was trained with: {', '.join(other)}")  # fmt: skip
+        if not (do.caption or given.get("data_dir") or (Path(base.data_dir).is_dir() and any(Path(base.data_dir).iterdir()))):
+            raise ValueError(f"{source} was trained on {base.data_dir}, where nothing is now; give its --data_dir")
         out_dir = given.get("out_dir") or str(Path(source).parent)
     else:
         base = preset(Config, presets, released or {}, dataset, reading)
@@ -316,8 +358,8 @@ def parse_args(Config: type, presets: dict, script: str, doc: str, argv: list[st
             print(f"no preset for {dataset}: running on the defaults; presets: {', '.join(presets)}")
     device = usable_device(given.get("device") or (base.device if do.resume else ""))
     cfg = dataclasses.replace(base, **given | {"out_dir": out_dir, "device": device})
-    if source is None or do.resume:
-        check_folder(Path(out_dir), bool(do.resume), cfg.overwrite)
+    if not do.caption:
+        check_folder(Path(out_dir), new=source is None, overwrite=cfg.overwrite)
     return cfg, do
 
 
@@ -332,7 +374,7 @@ def usable_device(name: str) -> str:
     """The named device, or CUDA where there is one, else the CPU; ValueError where it cannot be used."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.zeros(1, device=name)
+        torch.zeros(1, device=name).item()  # "meta" has no numbers
     except (RuntimeError, AssertionError) as e:
         raise ValueError(f"--device {name} cannot be used here; leave it out, or give cpu") from e
     if name.startswith("cuda:"):
@@ -354,7 +396,8 @@ def config_of(Config: type, state: dict, path: str | Path):
     if set(state["config"]) != names:
         odd = ", ".join(sorted(set(state["config"]) ^ names))
         raise ValueError(f"{path} is of another method or version: config fields differ ({odd})")
-    return Config(**state["config"])
+    with reading(path, ANOTHER):
+        return Config(**state["config"])
 
 
 def learning_rate(cfg: RunConfig, step: int) -> float:
@@ -372,10 +415,14 @@ RUN_FILES = ("config.json", "log.jsonl", "last.pt", "best.pt", "pretrained.pt", 
              *(f"{what}_{split}.json" for what in ("captions", "scores") for split in ("val", "test")))  # fmt: skip
 
 
-def check_folder(folder: Path, resume: bool, overwrite: bool) -> None:
-    """ValueError where a new run may not have this folder: it holds another run, or files that no run wrote."""
-    there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if resume or not there:
+def check_folder(folder: Path, new: bool, overwrite: bool) -> None:
+    """ValueError where a run cannot write into this folder, or a new one may not: it holds another, or files of no run."""
+    try:
+        tempfile.TemporaryFile(dir=next(path for path in (folder, *folder.absolute().parents) if path.exists())).close()
+    except OSError as e:
+        raise ValueError(f"{folder} cannot be written ({e.strerror}); choose another --out_dir") from e
+    there = {path.name for path in folder.iterdir()} - {LOCK} if folder.is_dir() else set()
+    if not new or not there:
         return
     if not there & {"config.json", "last.pt"}:
         raise ValueError(f"{folder} holds other files, such as {min(there)}; choose another --out_dir")
@@ -404,37 +451,44 @@ class Run:
                 ...                                     # one step of training
                 run.end_step(losses, validate)
 
-    parts: whatever beside the model its captions depend on, the data set first, each with state() and check_state(state) as
-    data.Dataset's. Inside `with` the first Ctrl-C or SIGTERM only sets `stop` (130 or 143), so that the step under way ends
-    and is saved; a second one stops at once. With `resume` the run goes on from last.pt as if nothing had happened.
+    parts: whatever its captions depend on beside the model, the data set first, each with state() and check_state(state) as
+    data.Dataset's. Inside `with` no other process gets the folder, and the first Ctrl-C, SIGTERM or SIGHUP only sets `stop`
+    (130, 143, 129), so that the step under way ends and is saved; a second one stops at once. With `resume` the run goes on
+    from last.pt as if nothing had happened.
     """
 
     def __init__(self, cfg: RunConfig, resume: bool, model: nn.Module, optimizer: torch.optim.Optimizer, *parts):
         self.cfg, self.dir, self.model, self.optimizer, self.parts = cfg, Path(cfg.out_dir), model, optimizer, parts
         self.step, self.best, self.worse, self.stop = 0, float("-inf"), 0, 0  # worse: validations since the best one
-        self.losses, self.bar, self.resumed = LossLog(), None, None
-        if resume:
-            self.resumed = self.restore()
-        self.begin()
-        cuda = cfg.device.startswith("cuda")
-        torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
-        if cfg.compile and cuda and can_compile():
-            model.compile()
+        self.losses, self.bar, self.resume, self.resumed = LossLog(), None, resume, None
 
     def __enter__(self):
-        self._before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(lock(self.dir))
+            if self.resume:
+                self.resumed = self.restore()
+            self.begin()
+            cuda = self.cfg.device.startswith("cuda")
+            torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
+            if self.cfg.compile and cuda and can_compile():
+                self.model.compile()
+            for number in (signal.SIGINT, *ends()):
+                stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
+            self.held = stack.pop_all()
         return self
 
     def __exit__(self, *_):
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
         if self.bar:
             self.bar.close()
+        self.held.close()
 
     def _on_signal(self, number, _frame):
         if self.stop:
             raise SystemExit(self.stop)
         self.stop = 128 + number
+        if number not in (signal.SIGINT, signal.SIGTERM):  # the terminal is gone, and what is written to it would be an error
+            for file in (file for file in (1, 2) if os.isatty(file)):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), file)
         print("stopping after this step; once more to stop at once", file=sys.stderr)
 
     def steps(self, dataset, batch_size: int = 0, first: int = 0, last: int = 0, rate=None, name: str = "train") -> Iterator:
@@ -442,7 +496,7 @@ class Run:
         rate set: rate(cfg, step - first), by default that of `learning_rate`."""
         self.first, self.last, self.name = first, last or self.cfg.steps, name
         if self.resumed and self.resumed["step"] > first:
-            self.optimizer.load_state_dict(self.resumed["optimizer"])
+            load_moments(self.optimizer, self.resumed["optimizer"], self.dir / "last.pt")
         if self.step == 0:
             self.save("last.pt")
         done, count = self.step - first, self.last - first
@@ -478,7 +532,8 @@ class Run:
         stop = self.stop  # read once, after validation: a signal may come at any line
         if due or stop:
             self.save("last.pt")
-            curves(self.dir / "log.jsonl").save(self.dir / "curves.png")
+            with whole(self.dir / "curves.png") as path:
+                curves(self.dir / "log.jsonl").save(path, "PNG")
         if stop:
             raise SystemExit(stop)
 
@@ -488,10 +543,16 @@ class Run:
             f.write(json.dumps(values) + "\n")
 
     def begin(self) -> None:
-        """Make the folder, without the files of an older run; print and log what a figure of this run depends on."""
-        self.dir.mkdir(parents=True, exist_ok=True)
+        """Clear the folder of an older run's files; print and log what a figure of this run depends on. OSError where the disk
+        has no room for last.pt, best.pt and the checkpoint that is being written (to go on, for the last of them)."""
+        size = 3 * sum(p.nbytes for p in self.model.parameters())  # weights and Adam's two moments
+        need, free = size if self.resumed else 3 * size, shutil.disk_usage(self.dir).free
+        if free < need:
+            raise OSError(f"{self.dir}: checkpoints need {need / 1e6:.0f} MB, the disk has {free / 1e6:.0f} MB left")
         for name in RUN_FILES if not self.resumed else ():
             (self.dir / name).unlink(missing_ok=True)
+        for path in self.dir.glob("*.partial"):  # left by a process that was killed
+            path.unlink()
         git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
         try:
             code = subprocess.run(git, capture_output=True, text=True).stdout.strip()
@@ -513,67 +574,187 @@ class Run:
         if not all(p.isfinite().all() for p in self.model.parameters()):
             raise FloatingPointError(f"weights are not finite after step {self.step}; {name} is untouched; try a lower --lr")
         states = {key: value for part in self.parts for key, value in part.state().items()}
-        save_checkpoint(self.dir / name, model=self.model.state_dict(), optimizer=self.optimizer.state_dict(),
-                        step=self.step, best=self.best, worse=self.worse, config=dataclasses.asdict(self.cfg),
-                        random=random_state(self.cfg.device), **states)  # fmt: skip
+        save_tensors(self.dir / name, states | {
+            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step, "best": self.best,
+            "worse": self.worse, "config": dataclasses.asdict(self.cfg), "random": random_state(self.cfg.device),
+        })  # fmt: skip
 
     def restore(self) -> dict:
         """Weights, counters, random state and log as last.pt left them, where every part's check_state agrees."""
-        state = load_checkpoint(self.dir / "last.pt", self.cfg.device)
+        path, log = self.dir / "last.pt", self.dir / "log.jsonl"
+        state = load_checkpoint(path, self.cfg.device)
         for part in self.parts:
             part.check_state(state)
-        load_weights(self.model, state, self.dir / "last.pt")
-        set_random_state(state["random"], self.cfg.device)
+        load_weights(self.model, state["model"], path)
+        with reading(path, ANOTHER):
+            set_random_state(state["random"], self.cfg.device)
         self.step, self.best, self.worse = state["step"], state["best"], state["worse"]
-        # A run that was killed has logged steps that it will now repeat.
-        lines = (self.dir / "log.jsonl").read_text().splitlines()
-        kept = [line for line in lines if line.endswith("}") and json.loads(line).get("step", 0) <= self.step]
-        partial = self.dir / "log.jsonl.partial"
-        partial.write_text("".join(line + "\n" for line in kept))
-        os.replace(partial, self.dir / "log.jsonl")
+        # A run that was killed has logged steps that it will now repeat, the last of them perhaps in half a line.
+        kept = [line for line in log.read_text().splitlines() if logged_step(line) <= self.step]
+        with whole(log) as partial:
+            partial.write_text("".join(line + "\n" for line in kept))
         return state
 
     def best_model(self) -> nn.Module:
         """The model with the weights of best.pt."""
-        self.model.load_state_dict(load_checkpoint(self.dir / "best.pt", self.cfg.device)["model"])
-        return self.model
+        path = self.dir / "best.pt"
+        return load_weights(self.model, load_checkpoint(path, self.cfg.device)["model"], path)
 
 
-def save_checkpoint(path: Path, **state) -> None:
-    """Plain dicts and tensors, under a temporary name first: whenever the process dies, `path` is whole."""
-    partial = Path(f"{path}.partial")
-    torch.save(state, partial)
-    os.replace(partial, path)
-
-
-def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
-    """Read what save_checkpoint wrote; nothing in the file is executed (weights_only)."""
-    if not Path(path).exists():
-        raise FileNotFoundError(f"no checkpoint at {path}; train first, or name another file")
+def logged_step(line: str) -> float:
+    """The step of a line of log.jsonl; infinity where it is no such line."""
     try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return float("inf")
+
+
+def ends() -> list[int]:
+    """The signals that ask a process to end. Under nohup SIGHUP is ignored, and stays so; Windows has none."""
+    hangup = getattr(signal, "SIGHUP", None)
+    return [signal.SIGTERM] + [hangup] * (hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+LOCK = ".lock"
+
+
+def lock(folder: Path) -> IO:
+    """Make the folder, and keep other processes out until the file that is returned is closed; ValueError where one has it.
+    Windows has no flock: there two processes in a folder are not noticed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / LOCK, "w")
+    try:
+        if fcntl:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        raise ValueError(f"another process is at work in {folder}; wait for it, or choose another folder") from e
+    except OSError as e:
+        print(f"{folder} cannot be locked ({e.strerror}): start no second process there")
+    return file
+
+
+@contextlib.contextmanager
+def whole(path: Path, size: int = 0) -> Iterator[Path]:
+    """Gives another name to write to, which becomes `path` at the end: whenever the process dies, `path` is whole. OSError
+    where the disk is full. size: what is going to be written, in bytes."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError
+        room = f"it takes {size / 1e6:.1f} MB, the disk has {shutil.disk_usage(path.parent).free / 1e6:.1f} MB left"
+        raise OSError(f"{path} could not be written ({e}); {room}") from e
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def save_tensors(path: Path, state: dict) -> None:
+    """Plain dicts and tensors into a file, whole or not at all."""
+    def size(x) -> int:
+        return x.nbytes if isinstance(x, Tensor) else sum(map(size, x.values())) if isinstance(x, dict) else 0
+
+    with whole(path, size(state)) as partial:
+        torch.save(state, partial)
+
+
+@contextlib.contextmanager
+def reading(path: str | Path, mend: str) -> Iterator[None]:
+    """Whatever the content of a file leads to in here becomes a ValueError that names the file and what to do."""
+    try:
+        yield
+    except Exception as e:  # a broken pickle raises whatever it likes
+        unpickled = isinstance(e, pickle.UnpicklingError)  # whose text is long and advises to execute the file
+        reason = "no plain tensors" if unpickled else " ".join(str(e).split())[:200] or type(e).__name__
+        raise ValueError(f"{path} cannot be used ({reason}); {mend}") from e
+
+
+def load_tensors(path: str | Path, shape: dict, mend: str, device: str = "cpu") -> dict:
+    """What save_tensors wrote, of a shape as check_shape has it. Nothing in the file is executed (weights_only). mend: what to
+    do where the file is missing or wrong."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file {str(path)!r}; {mend}")
+    with reading(path, mend), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         state = torch.load(path, map_location=device, weights_only=True)
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as e:
-        reason = (str(e) or type(e).__name__).splitlines()[0][:100]
-        raise ValueError(f"{path} is not a readable checkpoint ({reason})") from e
-    if not isinstance(state, dict) or "config" not in state:
-        raise ValueError(f"{path} is not a checkpoint of this project: it has no entry 'config'")
+        check_shape(state, shape, "content")
     return state
 
 
-def load_weights(model: nn.Module, state: dict, path: str | Path) -> None:
-    """Put a checkpoint's weights into a model; ValueError where the config no longer fits them."""
-    try:
-        model.load_state_dict(state["model"])
-    except RuntimeError as e:
-        raise ValueError(f"{path} does not fit these flags: {str(e).splitlines()[-1].strip()}") from e
+def check_shape(content, shape, where: str) -> None:
+    """ValueError where the content of a file has another shape. Shapes are written as data: str is a string, (int, str) one of
+    two types, ("a", "b") one of two words, [str] a list, [str, ...] a list that is not empty, {str: int} a dict, {"a": int} a
+    dict that has a key "a" and maybe others."""
+    if isinstance(shape, tuple) and isinstance(shape[0], str):
+        if content not in shape:
+            raise ValueError(f"{where}: expected {', '.join(shape)}, found {str(content)[:80]!r}")
+        return
+    types = shape if isinstance(shape, tuple) else (type(shape) if isinstance(shape, list | dict) else shape,)
+    if not isinstance(content, types) or (isinstance(content, bool) and bool not in types):
+        expected = " or ".join(t.__name__ for t in types)
+        raise ValueError(f"{where}: expected {expected}, found {type(content).__name__} {str(content)[:80]!r}")
+    if isinstance(shape, list):
+        if ... in shape and not content:
+            raise ValueError(f"{where}: expected a list that is not empty")
+        for n, item in enumerate(content):
+            check_shape(item, shape[0], f"{where}, item {n}")
+    elif isinstance(shape, dict) and str in shape:
+        for key, value in content.items():
+            check_shape(value, shape[str], f"{where}, {key!r}")
+    elif isinstance(shape, dict):
+        for key, part in shape.items():
+            if key not in content:
+                found = ", ".join(map(str, content))[:80]
+                raise ValueError(f"{where}: no key {key!r}; expected {', '.join(shape)}, found {found}")
+            check_shape(content[key], part, f"{where}, {key!r}")
+
+
+CHECKPOINT = {  # what Run.save and data.Dataset.state put in
+    "model": {str: Tensor}, "optimizer": {"state": dict}, "step": int, "best": float, "worse": int, "config": dict,
+    "vocab": [str], "grid": tuple, "max_len": int, "extractor": {"name": str, "state": (dict, type(None))},
+    "random": {"cpu": Tensor},
+}  # fmt: skip
+ANOTHER = "train first, or name another checkpoint"
+
+
+def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
+    """A checkpoint; ValueError where it is none."""
+    state = load_tensors(path, CHECKPOINT, ANOTHER, device)
+    sizes = [state["max_len"], len(state["vocab"]), *state["grid"]]
+    if len(sizes) != 5 or not all(type(n) is int and 1 <= n <= 10**6 for n in sizes) or state["step"] < 0:
+        raise ValueError(f"{path} cannot be used (max_len, vocab and grid are {sizes}); {ANOTHER}")
+    return state
+
+
+def load_weights(model: nn.Module, weights: dict[str, Tensor], path: str | Path, mend: str = ANOTHER) -> nn.Module:
+    """The model with the weights that a file holds; ValueError where they do not fit, or are not finite."""
+    with reading(path, mend):
+        model.load_state_dict(weights)
+        if bad := [name for name, x in model.state_dict().items() if not x.isfinite().all()]:
+            raise ValueError(f"weights are not finite: {bad[0]}")
+    return model
+
+
+def load_moments(optimizer: torch.optim.Optimizer, saved: dict, path: Path) -> None:
+    """Adam's moments from a checkpoint. ValueError where one has not its parameter's shape and type: fused Adam would write
+    past its end."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    with reading(path, ANOTHER):
+        for i, moments in saved["state"].items():
+            p = parameters[i]
+            for name, like in {"step": torch.zeros((), device=p.device), "exp_avg": p, "exp_avg_sq": p}.items():
+                x = moments[name]
+                if (x.shape, x.dtype, x.layout) != (like.shape, like.dtype, like.layout):
+                    raise ValueError(f"Adam's {name} of parameter {i} is {x.dtype} {list(x.shape)}")
+                optimizer.state[p][name] = torch.empty_like(like, requires_grad=False).copy_(x)
 
 
 def load_model(Model: Callable[..., nn.Module], cfg: RunConfig, path: str | Path) -> tuple[nn.Module, dict]:
     """-> Model(cfg, words, grid, longest caption) with a checkpoint's weights, in evaluation mode; and all that it holds."""
     state = load_checkpoint(path, cfg.device)
-    model = Model(cfg, len(state["vocab"]), tuple(state["grid"]), state["max_len"]).to(cfg.device)
-    load_weights(model, state, path)
-    return model.eval(), state
+    model = Model(cfg, len(state["vocab"]), state["grid"], state["max_len"]).to(cfg.device)
+    return load_weights(model, state["model"], path).eval(), state
 
 
 def random_state(device: str) -> dict[str, Tensor]:
@@ -617,13 +798,22 @@ class LossLog:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a script's main: an error of input or data becomes one line and exit code 2, an interrupt 130 or 143."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    """Run a script's main: an error of input or data becomes one line and exit code 2, a signal that ends it 128 + its number.
+    Output that nobody reads on (`| head`) ends it quietly."""
+    warnings.filterwarnings("ignore", module="PIL")
+    for number in ends():
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         main()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (ValueError, OSError, FloatingPointError) as e:
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(141)
+    except (ValueError, OSError, FloatingPointError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and "memory" not in str(e):
+            raise
         print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
 

@@ -13,6 +13,7 @@ folder. Nothing is downloaded at import.
 """
 
 import csv
+import functools
 import hashlib
 import itertools
 import json
@@ -32,7 +33,25 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from common import END, NULL, START, UNK, Parser, pair_picture, run_main, sample_sheet
+from common import (
+    END,
+    LOCK,
+    NULL,
+    START,
+    UNK,
+    Parser,
+    check_shape,
+    load_tensors,
+    load_weights,
+    lock,
+    pair_picture,
+    reading,
+    run_main,
+    sample_sheet,
+    save_tensors,
+    usable_device,
+    whole,
+)
 
 import h5py
 import numpy as np
@@ -185,37 +204,10 @@ def read_json(path: Path, shape=dict):
         raise missing(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is not valid JSON ({e}); make or fetch it again") from e
     check_shape(content, shape, f"{path}")
     return content
-
-
-def check_shape(content, shape, where: str) -> None:
-    """ValueError where JSON content has not this shape. Shapes are written as data: str is a string, (int, str) one of two
-    types, ("a", "b") one of two words, [str] a list, [str, ...] a list that is not empty, {str: int} an object, {"a": int} an
-    object that has a key "a" and maybe others."""
-    if isinstance(shape, tuple) and isinstance(shape[0], str):
-        if content not in shape:
-            raise ValueError(f"{where}: expected {', '.join(shape)}, found {str(content)[:80]!r}")
-        return
-    types = shape if isinstance(shape, tuple) else (type(shape) if isinstance(shape, list | dict) else shape,)
-    if type(content) not in types:
-        expected = " or ".join(t.__name__ for t in types)
-        raise ValueError(f"{where}: expected a JSON {expected}, found {type(content).__name__} {str(content)[:80]!r}")
-    if isinstance(shape, list):
-        if ... in shape and not content:
-            raise ValueError(f"{where}: expected a list that is not empty")
-        for n, item in enumerate(content):
-            check_shape(item, shape[0], f"{where}, item {n}")
-    elif isinstance(shape, dict) and str in shape:
-        for key, value in content.items():
-            check_shape(value, shape[str], f"{where}, {key!r}")
-    elif isinstance(shape, dict):
-        for key, part in shape.items():
-            if key not in content:
-                raise ValueError(f"{where}: no key {key!r}; expected {', '.join(shape)}, found {', '.join(content)[:80]}")
-            check_shape(content[key], part, f"{where}, {key!r}")
 
 
 def read_caption_lists(file: Path, keys: Iterable[str]) -> dict[str, list[str]]:
@@ -504,7 +496,7 @@ def read_pairs(root: Path) -> Release:
         file = root / "pairs.csv"
         if not file.exists():
             raise FileNotFoundError(f"neither pairs.json nor pairs.csv: {missing(root / 'pairs.json')}; {missing(file)}")
-        with open(file, encoding="utf-8-sig", newline="") as f:
+        with open(file, encoding="utf-8-sig", newline="") as f, reading(file, "correct it"):
             rows = [row | {"captions": (row.get("captions") or "").split("|")} for row in csv.DictReader(f)]
     check_shape(rows, [{"before": str, "after": str, "captions": [str], "split": SPLITS}], f"{file}")
     pairs = {split: {} for split in SPLITS}
@@ -585,7 +577,7 @@ def read_release(name: str, root: Path) -> Release:
 def read_image(path: str | Path) -> Image.Image:
     """Any image file as RGB, known by its content and not by its name (first frame of an animation); ValueError naming the
     file where it is none."""
-    Image.MAX_IMAGE_PIXELS = 10**9  # photographs of Image Editing Request pass Pillow's limit; its authors set the same
+    Image.MAX_IMAGE_PIXELS = 5 * 10**7  # Pillow refuses pictures of twice as many
     try:
         with Image.open(path) as im:
             if im.mode == "F":
@@ -646,7 +638,7 @@ class Extractor:
             net = resnet101_grid(name, state)
         elif name.startswith("mini-cnn") and state is not None:
             self.preprocessing, self.preprocess, net = MINI_PREPROCESSING, preprocess_mini, MiniCNN()
-            net.load_state_dict(state)
+            load_weights(net, state, name)
         else:
             raise ValueError(f"unknown feature extractor {name!r}; known: {', '.join(RESNETS)}, mini-cnn-<hash>")
         self.net = net.to(device, memory_format=torch.channels_last).eval()
@@ -688,7 +680,7 @@ def resnet101_grid(name: str, state: dict[str, Tensor] | None = None) -> nn.Modu
     elif name == "resnet101-layer3-256":
         grid.append(nn.AdaptiveAvgPool2d(14))
     if state:
-        grid.load_state_dict(state)
+        load_weights(grid, state, name)
     return grid
 
 
@@ -964,10 +956,11 @@ class Dataset:
             return self.score(split, captions, quick=True)["scores"]["total"]
         write_predictions(out_dir / f"captions_{split}.json", captions)
         result = self.score(split, captions) | self.report(split, captions, maps) | more
-        (out_dir / f"scores_{split}.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_whole(out_dir / f"scores_{split}.json", json.dumps(result, indent=1) + "\n")
         print(format_scores(result))
         picture = "samples.png" if split == "test" else f"samples_{split}.png"
-        sample_sheet(self, split, captions, maps, notes or {}).save(out_dir / picture)
+        with whole(out_dir / picture) as path:
+            sample_sheet(self, split, captions, maps, notes or {}).save(path, "PNG")
         return result["scores"]["total"]
 
     def check_state(self, state: dict) -> None:
@@ -1101,17 +1094,33 @@ def coco_folder() -> Path:
     return Path(next(iter(pycocoevalcap.__path__)))
 
 
-def run_java(folder: str, *arguments: str | Path, lines: Iterable[str] = ()) -> list[str]:
+def run_java(folder: str, *arguments: str | Path, lines: Iterable[str] = (), patience: float = JAVA_PATIENCE) -> list[str]:
     """What a Java program in a folder of pycocoevalcap answers to these lines. The package's own classes would wait
-    for ever where Java hangs. OSError where it fails, or is not done in JAVA_PATIENCE seconds."""
+    for ever where Java hangs. OSError where it fails, or is not done in `patience` seconds."""
     call, text = [find_java(), *JAVA_FLAGS, *arguments], "".join(f"{line}\n" for line in lines)
     try:
-        done = subprocess.run(call, input=text.encode(), capture_output=True, check=True, timeout=JAVA_PATIENCE,
+        done = subprocess.run(call, input=text.encode(), capture_output=True, check=True, timeout=patience,
                               cwd=coco_folder() / folder)  # fmt: skip
-    except subprocess.SubprocessError as e:
-        raise OSError(f"its Java program ended, or was not done in {JAVA_PATIENCE} s; METEOR needs 2 GB of memory, SPICE 8 GB "
+        return done.stdout.decode().split("\n")[:-1]
+    except (subprocess.SubprocessError, UnicodeDecodeError) as e:
+        raise OSError(f"its Java program ended, or was not done in {patience} s; METEOR needs 2 GB of memory, SPICE 8 GB "
                       "and, as a rule, Java 8") from e  # fmt: skip
-    return done.stdout.decode().split("\n")[:-1]
+
+
+def ptb_java(texts: list[str], patience: float = JAVA_PATIENCE) -> list[str] | None:
+    """A line of tokens for every text by the package's jar; None where Java does not answer so."""
+    call = ["-cp", "stanford-corenlp-3.4.1.jar", "edu.stanford.nlp.process.PTBTokenizer", "-preserveLines", "-lowerCase"]
+    try:
+        lines = run_java("tokenizer", *call, "-encoding", "UTF-8", lines=texts, patience=patience)
+    except OSError:
+        return None
+    return lines if len(lines) == len(texts) else None
+
+
+@functools.cache
+def java_answers(java: str) -> bool:
+    """Does this Java give a caption's tokens within a minute? Asked once."""
+    return ptb_java(["a red car"], 60) == ["a red car"]
 
 
 def tokenize_all(texts: list[str], java: bool) -> tuple[list[str], str]:
@@ -1121,13 +1130,8 @@ def tokenize_all(texts: list[str], java: bool) -> tuple[list[str], str]:
     if java:
         from pycocoevalcap.tokenizer.ptbtokenizer import PUNCTUATIONS
 
-        call = ["-cp", "stanford-corenlp-3.4.1.jar", "edu.stanford.nlp.process.PTBTokenizer"]
-        try:
-            lines = run_java("tokenizer", *call, "-preserveLines", "-lowerCase", "-encoding", "UTF-8", lines=texts)
-        except OSError:
-            return tokenize_all(texts, False)
-        assert len(lines) == len(texts), f"the PTB tokenizer made {len(lines)} lines of {len(texts)} captions"
-        return [" ".join(w for w in line.rstrip().split(" ") if w not in PUNCTUATIONS) for line in lines], "PTB (Java)"
+        if (lines := ptb_java(texts)) is not None:
+            return [" ".join(w for w in line.rstrip().split(" ") if w not in PUNCTUATIONS) for line in lines], "PTB (Java)"
     return [ptb_tokenize(text) for text in texts], "Python"
 
 
@@ -1184,8 +1188,11 @@ def score(predictions: dict[str, str], references: dict[str, list[str]], groups:
     groups = {name: among for name, among in groups.items() if among}
 
     java, texts = find_java(), [text for i in predictions for text in (predictions[i], *references[i])]
+    works = java is not None and java_answers(java)
+    if halves := [text for text in texts if re.search("[\ud800-\udfff]", text)]:
+        raise ValueError(f"the caption {halves[0]!r} has half a character (a lone surrogate); correct it")
     if tokens == "ptb":
-        lines, tokenizer = tokenize_all(texts, java is not None)
+        lines, tokenizer = tokenize_all(texts, works)
     elif tokens == "split":
         lines, tokenizer = [" ".join(text.split()) for text in texts], "none, words as they are"
     else:
@@ -1213,10 +1220,8 @@ def score(predictions: dict[str, str], references: dict[str, list[str]], groups:
         try:
             if metric == "SPICE" and tokens == "ids":
                 raise OSError("it reads sentences, not ids")
-            if java is None:
-                raise OSError("needs Java: java is not on the PATH")
-            if tokenizer == "Python":
-                raise OSError("needs Java: java does not run, try java -version")
+            if not works or tokenizer == "Python":
+                raise OSError("needs Java: " + ("java does not run, try java -version" if java else "java is not on the PATH"))
             for name, value in compute(refs, hyps, groups).items():
                 scores[name][metric] = value
         except OSError as error:
@@ -1315,7 +1320,7 @@ def write_predictions(path: str | Path, predictions: dict[str, str]) -> None:
     """Captions by pair id, as the field's scripts read them."""
     rows = [{"image_id": i, "caption": caption} for i, caption in predictions.items()]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    write_whole(Path(path), json.dumps(rows, indent=1) + "\n")
 
 
 # ---- phrases of captions ---------------------------------------------------------------------------------------------
@@ -1494,8 +1499,8 @@ def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = N
 
     if name == "mini":
         saved = saved or mini_clip_state(root, device)
-        clip, preprocess = open_clip.CLIP(**saved["config"]), preprocess_mini
-        clip.load_state_dict(saved["model"])
+        clip, preprocess = open_clip.CLIP(**MINI_CLIP), preprocess_mini
+        load_weights(clip, saved["model"], root / "clip.pt", "remove it: it is made again")
         tokenizer = open_clip.SimpleTokenizer(context_length=clip.context_length)
     else:
         model, _, weights = name.partition(":")
@@ -1541,13 +1546,15 @@ def clip_embeddings(name: str, root: Path, texts: list[str], paths: dict[str, Pa
     length 1; kept in root/embeddings.pt."""
     saved, file, images = clip_weights(name, root, device), root / "embeddings.pt", sorted(paths)
     key = {"clip": clip_id(name, root), "texts": texts, "images": images}
-    if file.exists() and (made := torch.load(file, weights_only=True))["key"] == key:
-        return made["texts"], made["images"]
+    if file.exists():
+        made = load_tensors(file, {"key": dict, "texts": Tensor, "images": Tensor}, "remove it: it is made again")
+        if made["key"] == key and (len(made["texts"]), len(made["images"])) == (len(texts), len(images)):
+            return made["texts"], made["images"]
     clip, tokenizer, preprocess = load_clip(name, root, device, saved)
     of_texts = torch.cat([clip.encode_text(ids.to(device), normalize=True).cpu() for ids in tokenizer(texts).split(256)])
     starts = tqdm(range(0, len(images), 64), f"CLIP {name}", unit_scale=64, unit="image", disable=None)
     of_images = torch.cat([encode_images(clip, preprocess, [paths[n] for n in images[i : i + 64]]) for i in starts])
-    write_whole(file, {"key": key, "texts": of_texts, "images": of_images})
+    save_tensors(file, {"key": key, "texts": of_texts, "images": of_images})
     return of_texts, of_images
 
 
@@ -1589,21 +1596,16 @@ def write_vocab(root: Path, vocab: Vocab) -> None:
     write_whole(root / "vocab.json", json.dumps(vocab.ids, indent=0))
 
 
-def write_whole(path: Path, content: str | dict) -> None:
-    """A text, or what torch.save takes, written under another name first, so that no half of it is ever taken for all."""
-    partial = path.with_suffix(".partial")
-    if isinstance(content, str):
-        partial.write_text(content, encoding="utf-8")
-    else:
-        torch.save(content, partial)
-    os.replace(partial, path)
+def write_whole(path: Path, text: str) -> None:
+    with whole(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
     """A feature file from the images, or from the authors' released .npy folders (layer 3) or pickle (IDC's, layer 4) where
     those are; vocab.json. A feature file that is there stays."""
     release, path = read_release(name, root), feature_file(name, root, extractor)
-    vocab = vocab_of(name, release)  # first, as it takes seconds and may be refused
+    vocab, held = vocab_of(name, release), lock(root)  # the vocabulary first, as it takes seconds and may be refused
     extractor, names = extractor or DATASETS[name].extractor, sorted(release.paths)
     npy = {n: p.parents[1] / p.parent.name.replace("images", "features") / f"{p.name}.npy" for n, p in release.paths.items()}
     absent = [p for p in npy.values() if not p.exists()]
@@ -1627,15 +1629,14 @@ def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
         batch = 64 if device.startswith("cuda") else 16  # on a CPU seconds, so that Ctrl-C does not seem to be lost
         extract(path, release, Extractor(extractor, device=device), name, batch)
     write_vocab(root, vocab)
+    held.close()
     print(*(f"note: {line}" for line in release.notes), f"{root}: {len(names)} images, {len(vocab)} words", sep="\n")
 
 
 def read_npy(path: Path) -> np.ndarray:
     """A released feature map (C, H, W); ValueError naming the file where it is none."""
-    try:
+    with reading(path, "fetch it again"):
         x = np.load(path)
-    except (OSError, ValueError, EOFError) as e:
-        raise ValueError(f"{path} is not a readable .npy file ({e}); fetch it again") from e
     if x.ndim != 3:
         raise ValueError(f"{path}: expected (channels, height, width), found {x.shape}")
     return x
@@ -2309,8 +2310,8 @@ def mini_clip_state(root: Path, device: str = "cpu") -> dict:
     if not (root / "clip.pt").exists():
         print(f"training a small CLIP on the pictures of {root}, once")
         clip = train_mini_clip(root, steps=min(580, 5 + len(read_json(root / "splits.json")["train"]) // 8), device=device)
-        write_whole(root / "clip.pt", {"config": MINI_CLIP, "model": clip.state_dict()})
-    return torch.load(root / "clip.pt", weights_only=True)
+        save_tensors(root / "clip.pt", {"config": MINI_CLIP, "model": clip.state_dict()})
+    return load_tensors(root / "clip.pt", {"config": dict, "model": {str: Tensor}}, "remove it: it is made again")
 
 
 def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "cpu"):
@@ -2376,39 +2377,43 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) 
 
     Every stage is left out where it is done and appears whole or not at all. ValueError where the folder holds a data
     set made with other settings."""
+    few, comma, many = objects.partition(",")
+    good = few.isdecimal() and comma and many.isdecimal() and 2 <= int(few) <= int(many) <= 6
+    if not good or scenes < 1 or seed < 0:
+        raise ValueError(f"--scenes {scenes} --objects {objects} --data_seed {seed}: expected a count from 1, the fewest and "
+                         "most objects of a scene, 2 to 6, such as 2,4, and a seed from 0")  # fmt: skip
     settings = {"scenes": scenes, "objects": objects, "seed": seed}
-    if not re.fullmatch(r"\d+,\d+", objects) or scenes < 1:
-        raise ValueError(f"--scenes {scenes} --objects {objects}: expected a count, and fewest and most objects, such as 2,4")
-    fewest, most = map(int, objects.split(","))
-    if (root / "mini.json").exists():
-        made = read_json(root / "mini.json")
-        if made != settings:
-            raise ValueError(f"{root} holds scenes made with {made}, not {settings}; remove it or choose another --data_dir")
-    elif root.exists() and any(root.iterdir()):
+    there = {path.name for path in root.iterdir()} - {LOCK} if root.is_dir() else set()
+    if there >= {"mini.json", "mini_cnn.pt", "features.h5", "vocab.json"} and read_json(root / "mini.json") == settings:
+        return
+    if there and not there & {"mini.json", "mini.unfinished"}:
         raise ValueError(f"{root} is not empty and no mini of this project; choose another --data_dir")
-    else:
-        partial = root.with_name(root.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        counts = {"train": scenes, "val": max(10, scenes // 20), "test": max(10, scenes // 10)}
-        render_mini(partial, counts, (fewest, most), seed)
-        (partial / "mini.json").write_text(json.dumps(settings))
-        if root.exists():
-            root.rmdir()
-        os.replace(partial, root)
-    if not (root / "mini_cnn.pt").exists():
-        net = train_mini_cnn(root, steps=min(1000, 10 + scenes // 5), seed=seed, device=device)
-        write_whole(root / "mini_cnn.pt", net.state_dict())
-    release = read_release("mini", root)
-    if not (root / "features.h5").exists():
-        state = mini_cnn_state(root)
-        extract(root / "features.h5", release, Extractor(mini_cnn_name(state), state, device), "mini", batch=512)
-    if not (root / "vocab.json").exists():
-        write_vocab(root, vocab_of("mini", release))
+    with lock(root):
+        if (root / "mini.json").exists():
+            if (made := read_json(root / "mini.json")) != settings:
+                hint = "remove it or choose another --data_dir"
+                raise ValueError(f"{root} holds scenes made with {made}, not {settings}; {hint}")
+        else:
+            (root / "mini.unfinished").write_text(json.dumps(settings))
+            counts = {"train": scenes, "val": max(10, scenes // 20), "test": max(10, scenes // 10)}
+            render_mini(root, counts, (int(few), int(many)), seed)
+            os.replace(root / "mini.unfinished", root / "mini.json")
+        if not (root / "mini_cnn.pt").exists():
+            net = train_mini_cnn(root, steps=min(1000, 10 + scenes // 5), seed=seed, device=device)
+            save_tensors(root / "mini_cnn.pt", net.state_dict())
+        release = read_release("mini", root)
+        if not (root / "features.h5").exists():
+            state = mini_cnn_state(root)
+            extract(root / "features.h5", release, Extractor(mini_cnn_name(state), state, device), "mini", batch=512)
+        if not (root / "vocab.json").exists():
+            write_vocab(root, vocab_of("mini", release))
 
 
 def mini_cnn_state(root: Path) -> dict[str, Tensor]:
-    return torch.load(root / "mini_cnn.pt", weights_only=True)
+    path, mend = root / "mini_cnn.pt", f"remove it and run: {prepare_command('mini', root)}"
+    state = load_tensors(path, {str: Tensor}, mend)
+    load_weights(MiniCNN(), state, path, mend)
+    return state
 
 
 def mini_cnn_name(state: dict[str, Tensor]) -> str:
@@ -2449,7 +2454,7 @@ def main(argv: list[str] | None = None) -> None:
         p = commands.add_parser(name, help=f"prepare or check {name}")
         p.add_argument("--data_dir", type=Path, default=Path("data", name), help="the release's folder")
         p.add_argument("--check", action="store_true", help="report what is there, missing or corrupt")
-        p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where features are made")
+        p.add_argument("--device", default="", help="where features are made (default: cuda where there is one)")
         if name == "birds_to_words":
             p.add_argument("--manifest", action="store_true", help="list the photographs to fetch in expected_images.tsv")
         if name in EMBEDDED:
@@ -2485,9 +2490,9 @@ def main(argv: list[str] | None = None) -> None:
             print("\n".join(problems), file=sys.stderr)
             sys.exit(2)
     elif args.command in EMBEDDED:
-        prepare_mini(args.data_dir, args.scenes, args.objects, args.data_seed, args.device)
+        prepare_mini(args.data_dir, args.scenes, args.objects, args.data_seed, usable_device(args.device))
     else:
-        prepare(args.command, args.data_dir, args.device, args.extractor)
+        prepare(args.command, args.data_dir, usable_device(args.device), args.extractor)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,8 @@ from torch import Tensor
 class Config(RunConfig):
     """DIRL+CCR. The fields of a run (data, steps, device) are common.RunConfig's."""
 
+    RANGES = RunConfig.RANGES | {"dropout": (0, 0.99), "tau": (0.001, 1000)}
+
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # word embedding
     heads: int = 8  # heads of every attention

@@ -62,6 +62,7 @@ from common import (
     learning_rate,
     load_checkpoint,
     load_model,
+    load_weights,
     parse_args,
     run_main,
     sinusoid,
@@ -81,6 +82,12 @@ from tqdm import tqdm
 class Config(RunConfig):
     """IDC. The fields of a run (data, steps, device) are common.RunConfig's; there steps, lr, warmup, batch_size are
     fine-tuning's."""
+
+    RANGES = RunConfig.RANGES | {
+        "pretrain_steps": (0, 10**8), "pretrain_warmup": (0, 10**8), "patience": (0, 10**8), "dropout": (0, 0.99),
+        "mlm": (0, 1000), "mvcl": (0, 1000), "fda": (0, 1000), "mask_rate": (0.01, 1), "cell_mask_rate": (0.01, 1),
+        "finetune_mask_rate": (0.01, 1), "tau_mvcl": (0.001, 1000), "tau_fda": (0.001, 1000),
+    }  # fmt: skip
 
     init: str = ""  # checkpoint of another run whose weights to start from, as far as names and shapes agree
     dim: int = 512  # width D
@@ -124,6 +131,11 @@ class Config(RunConfig):
     reading: Literal["paper", "released"] = "paper"  # disputed details as the paper says, or as the released code does
     val_decode: Literal["greedy", "sample"] = "greedy"  # how validation captions, which choose best.pt, are written
     blind: bool = False  # zero the features: what words alone can score
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.pretrain_steps and not (self.mlm or self.mvcl or self.fda or (self.nabirds and not self.cub)):
+            raise ValueError("--mlm 0 --mvcl 0 --fda 0 leave nothing to pre-train; give --pretrain_steps 0")
 
 
 # Table 6 of the paper and section "Implementation Details". A batch there counts pairs, here scenes (CLEVR-Change: two pairs).
@@ -794,8 +806,6 @@ def task_of(cfg: Config, stage: str, step: int) -> str:
         return stage
     tasks = ["mlm"] * cfg.mlm + ["mvcl"] * cfg.mvcl + ["fda"] * cfg.fda
     tasks += ["birds"] * 3 if cfg.nabirds and stage == "pretrain" else []  # a fifth of 9 + 1 + 2 + 3, appendix A.3
-    if not tasks:
-        raise ValueError("--mlm 0 --mvcl 0 --fda 0 leave nothing to pre-train; give --pretrain_steps 0")
     return tasks[np.random.default_rng([cfg.seed, step]).integers(len(tasks))]
 
 
@@ -886,7 +896,7 @@ def start_from(model: IDC, path: str, dataset) -> None:
         raise ValueError(f"--init {path} was trained with {len(state['vocab'])} other words than the {len(dataset.vocab)} of "
                          f"{dataset.root}; prepare both with one vocabulary")  # fmt: skip
     fit = {name: value for name, value in state["model"].items() if name in own and own[name].shape == value.shape}
-    model.load_state_dict(own | fit)
+    load_weights(model, own | fit, path)
     print(f"{path}: {len(fit)} of {len(own)} weights")
 
 

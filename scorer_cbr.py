@@ -73,6 +73,8 @@ from torch import Tensor
 class Config(RunConfig):
     """SCORER+CBR. The fields of a run (data, steps, device) are common.RunConfig's."""
 
+    RANGES = RunConfig.RANGES | {"layers": (0, 100), "dropout": (0, 0.99)}
+
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # word embedding
     heads: int = 8  # heads of every attention, and of the matching in "mtm"

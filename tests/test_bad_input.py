@@ -1,17 +1,26 @@
 """Whatever is wrong with the input, it is one line on stderr and exit code 2."""
 
 import json
+import os
+import resource
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
+import cheers
 import data
+import dirl_ccr
+import idc_pretrain
+import rdd_acr
 import scorer_cbr
-from common import run_main
+from common import CHECKPOINT, lock, run_main
 
 import h5py
 import numpy as np
 import pytest
+import torch
 from conftest import GRID, write_features, write_release
 from test_readers import (
     RELEASED,
@@ -90,6 +99,100 @@ WRITERS = {
 }  # fmt: skip
 
 
+# ---- flags -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method, flags", [
+    (scorer_cbr, """batch_size=0 batch_size=-1 eval_batch=0 log_every=0 eval_every=0 steps=0 scenes=0 dim=0 dim=-1
+     dim=100000000000000000000 word_dim=0 heads=0 heads=-1 heads=7 layers=-1 decoder_layers=0 dropout=nan dropout=1
+     grad_clip=-1 lr=nan lr=inf lr_drop=-1 warmup=-1 seed=-1 w_match=-1 w_cbr=nan device=meta device=gpu"""),
+    (dirl_ccr, "tau=-1 tau=0 alpha=-1 layers=0"), (rdd_acr, "tau=0 object_vectors=0"), (cheers, "k=-1 w_match=-1"),
+    (idc_pretrain, """ffn=0 pretrain_batch=0 pretrain_steps=-1 mlm=-1 mlm=100000000000000000000 tau_fda=0 mask_rate=0
+     mask_rate=1.1 patience=-1""")])  # fmt: skip
+def test_numbers_out_of_range(method, flags, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for flag in flags.split():
+        line = refused(method.main, f"--{flag}")
+        assert f"--{flag.split('=')[0]}" in line.replace("argument ", ""), line
+    assert not list(tmp_path.iterdir())
+
+
+# ---- checkpoints and runs --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(prepared, tiny, tmp_path, monkeypatch):
+    """The folder of a run that has ended, and calls of its method on it."""
+    monkeypatch.setattr(scorer_cbr, "evaluate", lambda *_: {"CIDEr": 1.0})  # is not what this is about
+    scorer_cbr.main([*tiny, "--steps", "1", "--data_dir", str(prepared), "--out_dir", str(tmp_path / "run")])
+    return tmp_path / "run"
+
+
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def changed(state, key, value):
+    """A copy of a checkpoint in which one part, "a/b/c", is another."""
+    head, _, rest = key.partition("/")
+    head = int(head) if head.isdecimal() else head
+    return state | {head: changed(state[head], rest, value) if rest else value}
+
+
+def test_checkpoints_that_are_none(run, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = run / "last.pt"
+    whole, state = file.read_bytes(), torch.load(file)
+    name, p = next(iter(state["model"].items()))
+    wrong = [b"", b"x", b"text", whole[: len(whole) // 2], None, [], 7, Payload(), {"a": Payload()}, {}]
+    wrong += [{k: v for k, v in state.items() if k != key} for key in CHECKPOINT]
+    wrong += [state | {key: junk} for key in CHECKPOINT for junk in (None, [7])]
+    parts = {f"model/{name}": p * np.nan, "model/more": p, "step": -1, "max_len": 0, "grid": (8, 2), "extractor/name": "x",
+             "config/dim": "x", "config/batch_size": 0, "config/more": 1}  # fmt: skip
+    to_resume = {"random/cpu": p, "optimizer/state/0/exp_avg": torch.ones(1), "optimizer/state/0/exp_avg_sq": p.double(),
+                 "optimizer/state/0/step": "x", "optimizer/state/999": {}, "optimizer/state": {0: {}}}  # fmt: skip
+    wrong += [changed(state, *part) for part in parts.items()]
+    wrong_to_resume = [changed(state, *part) for part in to_resume.items()]
+    resume = ["--resume", "--steps", 3, "--out_dir", run]
+    for command, contents in ((["--eval", file], wrong), (resume, wrong_to_resume)):
+        for content in contents:
+            file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+            line = refused(scorer_cbr.main, *command, "--device", "cpu")
+            assert "last.pt" in line or "the checkpoint" in line, content
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_folder_belongs_to_one_process(run, refused):
+    ready, done = os.pipe(), os.pipe()
+    if not (child := os.fork()):
+        with lock(run):
+            os.write(ready[1], b"x")
+            os.read(done[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    command = ["--resume", "--out_dir", run, "--steps", 2, "--device", "cpu"]
+    assert "another process is at work in" in refused(scorer_cbr.main, *command)
+    os.write(done[1], b"x")
+    os.waitpid(child, 0)
+    scorer_cbr.main([str(x) for x in command])
+
+
+def test_a_full_disk(run, refused, monkeypatch):
+    before = (run / "last.pt").read_bytes()
+    command = ["--resume", "--out_dir", run, "--steps", 2, "--device", "cpu"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        line = refused(scorer_cbr.main, *command)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "last.pt could not be written" in line or "best.pt could not be written" in line
+    assert "it takes 0.1 MB" in line and (run / "last.pt").read_bytes() == before and not list(run.glob("*.partial"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e4))
+    assert "checkpoints need 0 MB, the disk has 0 MB left" in refused(scorer_cbr.main, *command)
+
+
 # ---- folders and files -----------------------------------------------------------------------------------------------
 
 
@@ -133,19 +236,19 @@ def test_json_of_another_data_set(release, prepare, tmp_path):
     write(release / "change_captions.json", (tmp_path / "dc/captions.json").read_text())
     assert "no captions for CLEVR_default_000000.png; the first key is '0'" in prepare(release)
     write(release / "change_captions.json", (tmp_path / "spot/annotations/train.json").read_text())
-    assert "change_captions.json: expected a JSON dict, found list" in prepare(release)
+    assert "change_captions.json: expected dict, found list" in prepare(release)
     write(release / "change_captions.json", captions)
     write(release / "splits.json", (release / "type_mapping.json").read_text())
     assert "no key 'train'; expected train, val, test, found color, material" in prepare(release)
     write(tmp_path / "spot/annotations/val.json", captions)
-    assert "val.json: expected a JSON list, found dict" in prepare(tmp_path / "spot", "spot_the_diff")
+    assert "val.json: expected list, found dict" in prepare(tmp_path / "spot", "spot_the_diff")
 
 
 @pytest.mark.parametrize("wrong", ["12", 1.5, True, None, [3]])
 def test_ids_of_the_wrong_type(release, prepare, wrong):
     splits = json.loads((release / "splits.json").read_text())
     write(release / "splits.json", splits | {"train": [0, wrong, 2]})
-    assert "splits.json, 'train', item 1: expected a JSON int, found" in prepare(release)
+    assert "splits.json, 'train', item 1: expected int, found" in prepare(release)
 
 
 BOX, BOXES, OVERLAP = [1, 2, 3, 4.5], "change_captions_with_bbox.json", "change_captions_by_IOU.json"

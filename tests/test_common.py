@@ -122,6 +122,13 @@ class Config(RunConfig):
     width: int = 4  # width in cells
 
 
+def checkpoint(**parts):
+    """What a checkpoint holds."""
+    return {"model": {}, "optimizer": {"state": {}}, "step": 0, "best": 0.0, "worse": 0, "config": {}, "vocab": ["a", "b"],
+            "grid": (8, 2, 3), "max_len": 9, "extractor": {"name": "resnet101-layer3", "state": None},
+            "random": {"cpu": torch.get_rng_state()}} | parts  # fmt: skip
+
+
 def test_flags_over_preset_over_defaults(tmp_path, capsys):
     presets, released = {"mini": {"lr": 0.5, "width": 7}}, {"all": {"width": 1}, "other": {"lr": 3.0}}
     out = ["--out_dir", str(tmp_path / "new")]
@@ -145,9 +152,10 @@ def test_flags_over_preset_over_defaults(tmp_path, capsys):
         parse("--device", "cpu", "--help")
     text = " ".join(capsys.readouterr().out.split())
     assert "width in cells (default: 4)" in text and "What it is." in text
-    common.save_checkpoint(tmp_path / "a.pt", config=vars(cfg))
-    out = []
+    torch.save(checkpoint(config=vars(cfg)), tmp_path / "a.pt")
+    out = ["--data_dir", str(tmp_path)]
     again, _ = parse("--eval", str(tmp_path / "a.pt"), "--lr", "2", "--device", "cpu")
+    assert "--lr 2.0 (there 0.5)" in capsys.readouterr().out
     assert (again.lr, again.width, again.out_dir) == (2.0, 1, str(tmp_path))  # the checkpoint's config under the flags
     with pytest.raises(ValueError, match="was trained with released"):
         parse("--eval", str(tmp_path / "a.pt"), "--reading", "paper")
@@ -169,22 +177,8 @@ def test_learning_rate_traces():
     assert learning_rate(cosine, 109) < 1e-3
 
 
-def test_checkpoint_errors_are_one_clear_line(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no checkpoint"):
-        common.load_checkpoint(tmp_path / "none.pt")
-    (tmp_path / "half.pt").write_bytes(b"PK\x03\x04 cut off")
-    with pytest.raises(ValueError, match="not a readable checkpoint"):
-        common.load_checkpoint(tmp_path / "half.pt")
-    torch.save({"config": nn.Linear(1, 1)}, tmp_path / "code.pt")  # would execute code when loaded
-    with pytest.raises(ValueError, match="not a readable checkpoint"):
-        common.load_checkpoint(tmp_path / "code.pt")
-    common.save_checkpoint(tmp_path / "other.pt", config={"speed": 1})
-    with pytest.raises(ValueError, match="another method"):
-        common.config_of(Config, common.load_checkpoint(tmp_path / "other.pt"), "other.pt")
-
-
-def test_checkpoint_is_whole_when_saving_dies(tmp_path, monkeypatch):
-    common.save_checkpoint(tmp_path / "last.pt", config={}, step=1)
+def test_a_file_is_whole_when_writing_dies(tmp_path, monkeypatch):
+    common.save_tensors(tmp_path / "last.pt", {"step": 1})
 
     def dies(state, path):
         path.write_bytes(b"half")
@@ -192,21 +186,23 @@ def test_checkpoint_is_whole_when_saving_dies(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "save", dies)
     with pytest.raises(KeyboardInterrupt):
-        common.save_checkpoint(tmp_path / "last.pt", config={}, step=2)
-    assert common.load_checkpoint(tmp_path / "last.pt")["step"] == 1
+        common.save_tensors(tmp_path / "last.pt", {"step": 2})
+    assert torch.load(tmp_path / "last.pt") == {"step": 1} and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_new_run_takes_no_folder_that_holds_something(tmp_path):
-    common.check_folder(tmp_path / "none", resume=False, overwrite=False)
+    common.check_folder(tmp_path / "none", new=True, overwrite=False)
     (tmp_path / "important.pt").touch()
     for overwrite in (False, True):
         with pytest.raises(ValueError, match="other files, such as important.pt"):
-            common.check_folder(tmp_path, resume=False, overwrite=overwrite)
+            common.check_folder(tmp_path, new=True, overwrite=overwrite)
     (tmp_path / "last.pt").touch()
     with pytest.raises(ValueError, match="--overwrite"):
-        common.check_folder(tmp_path, resume=False, overwrite=False)
-    common.check_folder(tmp_path, resume=False, overwrite=True)
-    common.check_folder(tmp_path, resume=True, overwrite=False)
+        common.check_folder(tmp_path, new=True, overwrite=False)
+    common.check_folder(tmp_path, new=True, overwrite=True)
+    common.check_folder(tmp_path, new=False, overwrite=False)
+    with pytest.raises(ValueError, match="cannot be written"):
+        common.check_folder(tmp_path / "last.pt" / "run", new=True, overwrite=False)
 
 
 class Words:
@@ -222,7 +218,7 @@ class Words:
         return ((epoch, i) for i in range(start, 3))
 
     def state(self):
-        return {"vocab": self.words}
+        return checkpoint(vocab=self.words)
 
     def check_state(self, state):
         if state["vocab"] != self.words:
@@ -278,7 +274,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_happened(tmp_path):
     with open(tmp_path / "parts" / "log.jsonl", "a") as f:
         f.write('{"step": 4}\n{"no step": 1}\n{"step": 4, "ev')  # killed after a later step, in the middle of a line
     with pytest.raises(ValueError, match="other words"):
-        start(tmp_path / "parts", resume=True, words="a")
+        train(start(tmp_path / "parts", resume=True, words="a"))
     assert train(start(tmp_path / "parts", resume=True), scores=[2.0]) == [(1, 0)]
     a, b = (common.load_checkpoint(tmp_path / name / "last.pt") for name in ("whole", "parts"))
     assert torch.equal(a["model"]["weight"], b["model"]["weight"]) and torch.equal(a["random"]["cpu"], b["random"]["cpu"])
@@ -329,8 +325,8 @@ def test_a_second_signal_stops_at_once(tmp_path):
 def test_a_new_run_removes_only_what_runs_write(tmp_path):
     for name in ("last.pt", "best.pt", "captions_test.json", "notes.json", "mine.pt"):
         (tmp_path / name).write_text("old")
-    start(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "log.jsonl", "notes.json", "mine.pt"}
+    with start(tmp_path):
+        assert {path.name for path in tmp_path.iterdir()} == {".lock", "config.json", "log.jsonl", "notes.json", "mine.pt"}
 
 
 def test_loss_log_names_the_step_that_went_wrong():

@@ -70,7 +70,7 @@ def test_a_scene_is_a_changed_and_a_distractor_pair(release):
     [
         (lambda r: (r / "splits.json").unlink(), "splits.json is missing"),
         (lambda r: (r / "splits.json").write_text("{"), "not valid JSON"),
-        (lambda r: (r / "splits.json").write_text("[]"), "expected a JSON dict"),
+        (lambda r: (r / "splits.json").write_text("[]"), "expected dict"),
         (lambda r: (r / "splits.json").write_text('{"train": []}'), "no key 'val'"),
         (lambda r: (r / "change_captions.json").write_text("{}"), "no captions for CLEVR_default_000000.png"),
     ],

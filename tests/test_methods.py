@@ -258,8 +258,8 @@ def losses(folder):
 def test_a_run_leaves_what_it_should(method, prepared, tiny, tmp_path, capsys):
     run(method, *tiny, "--data_dir", prepared, "--out_dir", tmp_path / "run")
     files = {p.name for p in (tmp_path / "run").iterdir()}
-    assert files == {"config.json", "log.jsonl", "last.pt", "best.pt", "captions_test.json", "scores_test.json", "samples.png",
-                     "curves.png"}  # fmt: skip
+    assert files == {".lock", "config.json", "log.jsonl", "last.pt", "best.pt", "captions_test.json", "scores_test.json",
+                     "samples.png", "curves.png"}  # fmt: skip
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [x["event"] for x in log].count("train") == 4 and [x["event"] for x in log].count("eval") == 2
     assert all(math.isfinite(x["total"]) for x in log if x["event"] == "train")

@@ -150,7 +150,7 @@ def test_image_editing_request_is_keyed_by_uid(tmp_path):
     assert data.read_image_editing(tmp_path).paths["c.gif"] == tmp_path / "images" / "c.gif"
     assert data.tokenize_lower(" Crop, PLEASE... it's  50%") == ["crop", ",", "please", "...", "it", "'", "s", "50", "%"]
     write(tmp_path / "test.json", [item("B_1", "a.jpg", "c.gif", 5)])
-    with pytest.raises(ValueError, match=r"test.json, item 0, 'sents', item 0: expected a JSON str, found int '5'"):
+    with pytest.raises(ValueError, match=r"test.json, item 0, 'sents', item 0: expected str, found int '5'"):
         data.read_image_editing(tmp_path)
     (tmp_path / "test.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"test.json is missing"):
@@ -381,7 +381,7 @@ def test_your_own_pairs_from_csv_and_json(tmp_path):
         data.read_pairs(tmp_path)
     for row, line in (
         ({"captions": [" "]}, "item 3: no captions for 'a.png', 'b.png'"), ({"captions": []}, "item 3: no captions for"),
-        ({"before": ""}, "item 3: no captions for '', 'b.png'"), ({"after": 7}, "item 3, 'after': expected a JSON"),
+        ({"before": ""}, "item 3: no captions for '', 'b.png'"), ({"after": 7}, "item 3, 'after': expected"),
     ):  # fmt: skip
         write(tmp_path / "pairs.json", [*rows[:3], rows[0] | row])
         with pytest.raises(ValueError, match=line):

@@ -276,12 +276,12 @@ def test_files_and_errors(tmp_path):
     path.write_text(json.dumps({"annotations": [{"image_id": 7, "caption": "a"}, {"image_id": 7, "caption": "b"}]}))
     assert data.read_references(path) == {"7": ["a", "b"]}
     twice = '[{"image_id": 1, "caption": "a"}, {"image_id": 1, "caption": "b"}]'
-    wrong = {"[{": "not valid JSON", "{}": "expected a JSON list", '[{"image_id": 1}]': "item 0", twice: "'1' has two"}
+    wrong = {"[{": "not valid JSON", "{}": "expected list", '[{"image_id": 1}]': "item 0", twice: "'1' has two"}
     for text, message in wrong.items():
         path.write_text(text)
         with pytest.raises(ValueError, match="p.json.*" + message):
             data.read_predictions(path)
-    with pytest.raises(ValueError, match="expected a JSON dict"):
+    with pytest.raises(ValueError, match="expected dict"):
         data.read_references(path)
     with pytest.raises(FileNotFoundError, match="none.json"):
         data.read_predictions(tmp_path / "none.json")
