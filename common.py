@@ -340,8 +340,11 @@ def usable_device(name: str) -> str:
     return name
 
 
-def can_compile() -> bool:
-    """torch.compile needs a C compiler; where there is none, training goes on without, and says so."""
+def can_compile(cfg: RunConfig) -> bool:
+    """A run asks for torch.compile on CUDA, and it needs a C compiler; where there is none, training goes on without, and says
+    so."""
+    if not (cfg.compile and cfg.device.startswith("cuda")):
+        return False
     found = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if not found:
         print("no C compiler on the PATH: training without torch.compile")
@@ -418,7 +421,7 @@ class Run:
         self.begin()
         cuda = cfg.device.startswith("cuda")
         torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
-        if cfg.compile and cuda and can_compile():
+        if can_compile(cfg):
             model.compile(fullgraph=True, dynamic=False)
 
     def __enter__(self):

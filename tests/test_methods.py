@@ -265,14 +265,16 @@ def test_a_step_does_not_wait_for_the_host(method, monkeypatch):
             for name, x in m._parameters.items():
                 m._parameters[name] = x if x is None else torch.nn.Parameter(x.to("meta"))
             m._buffers.update({name: x if x is None else x.to("meta") for name, x in m._buffers.items()})
-        batch = data.Batch(*torch.rand(2, B, C, H, W).half(), torch.ones(B, V, dtype=torch.long), ["a"] * B, ["b"] * B)
+        batch = data.Batch(*torch.rand(2, B, C, H, W).half(), torch.ones(B, V, dtype=torch.long), ["a"] * B, ["b"] * B,
+                           [("a", "b")] * B)  # fmt: skip
         found = rdd_acr.Attributes(*(torch.ones(shape, device="meta") > 0 for shape in ((2 * B, 7), 2 * B, (2 * B, 2 * B))))
-        found, entities = found._replace(text=found.text.float()), torch.zeros(B, 3, dtype=torch.long, device="meta")
+        found, entities = found._replace(text=found.text.float()), object.__new__(cheers.Entities)
+        entities.__dict__ |= {"phrases": ["cube"], "device": "meta", "found": {("a", "b"): torch.zeros(3, dtype=torch.long)}}
         phrases, others = SimpleNamespace(nouns=lambda *_: found, verbs=lambda *_: found), torch.ones(B, 6, V).long()
         classes = dataclasses.replace(batch, caption=torch.ones(B, 2, dtype=torch.long))
         with NoWaiting():
             for kind in kinds:
-                more = {rdd_acr: (phrases,), cheers: (lambda _: entities,),
+                more = {rdd_acr: (phrases,), cheers: (entities,),
                         idc_pretrain: (kind, lambda ids: others[: len(ids)])}.get(method, ())  # fmt: skip
                 losses = method.losses_of(model, (classes,) if kind == "birds" else (batch, batch), model.cfg, *more)
                 losses["total"].backward()
@@ -280,12 +282,12 @@ def test_a_step_does_not_wait_for_the_host(method, monkeypatch):
                 common.LossLog().add(losses)
             if hasattr(model, "clamp_scales"):
                 model.clamp_scales()
-            there, seen = batch.to("meta"), [entities] if method is cheers else []
+            there, seen = batch.to("meta"), [entities(batch)] if method is cheers else []
             assert model.generate(there.before, there.after, *seen).device.type == "meta"
             model.attention_map(there.before, there.after, there.caption, *seen)
 
 
-# ---- compiling -------------------------------------------------------------------------------------------------------
+# ---- compiled, in bfloat16 -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -293,18 +295,34 @@ def fresh_compiler():
     torch._dynamo.reset()  # models of earlier tests count against its limits
 
 
+def learned(call, model, kind, more):
+    """Losses of one kind of step, and their gradients."""
+    before, after = pictures().float()
+    torch.manual_seed(0)  # of masks
+    caption = torch.arange(2 * B).view(B, 2) % 3 if kind == "birds" else CAPTION
+    losses = call(before, after, caption, *more)
+    return losses, torch.autograd.grad(sum(x.mean() for x in losses.values()), model.parameters(), allow_unused=True)
+
+
 def test_the_model_compiles_as_one_graph(method, fresh_compiler):
     """Losses and gradients of every kind of step are those without torch.compile."""
-    (model, kinds), (before, after) = whole(method), pictures().float()
+    model, kinds = whole(method)
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
-    for kind, more in kinds.items():
-        caption, results = torch.arange(2 * B).view(B, 2) % 3 if kind == "birds" else CAPTION, []
-        for call in (model, compiled):
-            torch.manual_seed(0)  # of masks
-            losses = call(before, after, caption, *more)
-            gradients = torch.autograd.grad(sum(x.mean() for x in losses.values()), model.parameters(), allow_unused=True)
-            results.append((losses, gradients))
-        torch.testing.assert_close(*results)
+    for step in kinds.items():
+        torch.testing.assert_close(learned(compiled, model, *step), learned(model, model, *step))
+
+
+def test_bfloat16_follows_float32(method):
+    """Losses to half a percent (of 1 where they are near 0), gradients to the three digits of bfloat16 through all layers."""
+    model, kinds = whole(method, dim=32, heads=4)
+    for step in kinds.items():
+        expected, gradients = learned(model, model, *step)
+        with torch.autocast("cpu", torch.bfloat16):
+            losses, rough = learned(model, model, *step)
+        for name, loss in losses.items():
+            assert loss.mean().item() == pytest.approx(expected[name].mean().item(), rel=0.005, abs=0.02), name
+        exact, rough = (torch.cat([x.flatten() for x in of if x is not None]) for of in (gradients, rough))
+        assert (rough - exact).norm() < 0.06 * exact.norm()
 
 
 def test_nothing_is_compiled_twice(method, prepared, tiny, tmp_path, monkeypatch, fresh_compiler):
