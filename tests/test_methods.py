@@ -59,7 +59,8 @@ def whole(method, **fields):
     torch.manual_seed(0)
     own = {rdd_acr: {"clip_dim": 7, "clip_width": 6, "distil_steps": 1},
            idc_pretrain: {"ffn": 12, "nabirds": "some folder"}}.get(method, {})  # fmt: skip
-    own |= {} if method is rdd_acr else {"layers": 1}
+    own |= {"layers": 1} if method is not rdd_acr else {}
+    own |= {"decoder_layers": 1} if method is not idc_pretrain else {}
     cfg = method.Config(**{"dim": 8, "heads": 2, "dropout": 0.0} | own | fields)
     model = MODELS[method](cfg, WORDS, (C, H, W), V, *([torch.rand(7, 5)] if method is cheers else []))
     found = rdd_acr.Attributes(torch.rand(B, 7), torch.ones(B, dtype=torch.bool), torch.eye(B, dtype=torch.bool))
