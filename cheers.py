@@ -154,7 +154,9 @@ class Entities:
 
     def __call__(self, batch) -> Tensor | None:
         """Indices (B, K) of a batch's entities."""
-        return torch.stack([self.found[pair] for pair in batch.images]).to(self.device) if self.phrases else None
+        if not self.phrases:
+            return None
+        return torch.stack([self.found[pair] for pair in batch.images]).to(self.device, non_blocking=True)
 
     def names(self, indices: Tensor) -> list[str]:
         """Indices (K,) of candidates -> their phrases."""

@@ -220,7 +220,7 @@ def decode(step: Callable[[Tensor, int], Tensor], count: int, max_len: int, devi
     """Write `count` captions word by word: the likeliest word, or one drawn from the distribution, but never UNK.
 
     step(words (B,), position) -> logits (B, vocabulary). -> (B, max_len) ids: START, at most max_len - 1 words, then NULL.
-    Stops as soon as every caption has ended."""
+    Stops when every caption has ended, at which it looks every eighth word: a GPU has to wait for the answer."""
     ids = torch.full((count, max_len), NULL, device=device)
     ids[:, 0] = START
     ended = torch.zeros(count, dtype=torch.bool, device=device)
@@ -230,7 +230,7 @@ def decode(step: Callable[[Tensor, int], Tensor], count: int, max_len: int, devi
         word = logits.softmax(-1).multinomial(1)[:, 0] if sample else logits.argmax(-1)
         ended |= (word == END) | (word == NULL)
         ids[:, t + 1] = word.masked_fill(ended, NULL)
-        if ended.all():
+        if t % 8 == 7 and ended.all():
             break
     return ids
 
@@ -382,8 +382,11 @@ def usable_device(name: str) -> str:
     return name
 
 
-def can_compile() -> bool:
-    """torch.compile needs a C compiler; where there is none, training goes on without, and says so."""
+def can_compile(cfg: RunConfig) -> bool:
+    """A run asks for torch.compile on CUDA, and it needs a C compiler; where there is none, training goes on without, and says
+    so."""
+    if not (cfg.compile and cfg.device.startswith("cuda")):
+        return False
     found = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if not found:
         print("no C compiler on the PATH: training without torch.compile")
@@ -470,8 +473,8 @@ class Run:
             self.begin()
             cuda = self.cfg.device.startswith("cuda")
             torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
-            if self.cfg.compile and cuda and can_compile():
-                self.model.compile()
+            if can_compile(self.cfg):
+                self.model.compile(fullgraph=True, dynamic=False)
             for number in (signal.SIGINT, *ends()):
                 stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
             self.held = stack.pop_all()
@@ -501,10 +504,13 @@ class Run:
             self.save("last.pt")
         done, count = self.step - first, self.last - first
         self.bar = tqdm(total=count, initial=done, desc=name, unit="step", disable=None)
-        for streams in training_batches(dataset, batch_size or self.cfg.batch_size, self.cfg.seed, done, count):
+        batch_size = batch_size or self.cfg.batch_size
+        for streams in training_batches(dataset, batch_size, self.cfg.seed, done, count):
             self.lr = (rate or learning_rate)(self.cfg, self.step - first)
             self.optimizer.param_groups[0]["lr"] = self.lr
-            yield streams
+            whole = len(streams[0].ids) == batch_size  # an epoch's last batch may be smaller: no compiled step for it alone
+            with torch.compiler.set_stance("default" if whole else "force_eager"):
+                yield streams
         self.bar.close()
 
     def end_step(self, losses: dict[str, Tensor], validate: Callable[[], dict[str, float]] | None) -> None:

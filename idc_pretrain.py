@@ -304,17 +304,17 @@ def word_loss(logits: Tensor, target: Tensor, reduction: str = "mean") -> Tensor
     return total / (target >= 0).sum().clamp(min=1) if reduction == "mean" else total
 
 
-def cell_loss(predicted: Tensor, target: Tensor, others: Tensor, tau: float, among_targets: bool) -> Tensor:
-    """Eq. 8: InfoNCE of masked cells by cosine. predicted, target (P, C) of the masked cells, others (M, C) negatives.
+def cell_loss(predicted: Tensor, features: Tensor, masked: Tensor, rows: int, tau: float, among_targets: bool) -> Tensor:
+    """Eq. 8: InfoNCE of masked cells by cosine, each against all unmasked ones. predicted, features (M, C), masked (M,) bool.
 
-    among_targets: the other masked cells' targets are negatives too, as released."""
-    p = F.normalize(predicted, dim=-1)
-    s = p @ F.normalize(torch.cat([target, others]), dim=-1).T / tau  # (P, P + M)
-    partner = torch.arange(len(p), device=p.device)
+    rows: no less than there are masked cells; a fixed number, so that shapes do not depend on the draw. among_targets: the
+    negatives are the other masked cells' features and what is predicted at the unmasked ones, as released."""
+    p, f = F.normalize(predicted, dim=-1), F.normalize(features, dim=-1)
+    weight, row = masked.to(p.dtype).topk(rows)  # the masked cells come first, others have no weight
+    s = p[row] @ (torch.where(masked[:, None], f, p) if among_targets else f).T / tau  # (rows, M)
     if not among_targets:
-        own = torch.eye(len(p), dtype=torch.bool, device=p.device)
-        s = torch.cat([s[:, : len(p)].masked_fill(~own, float("-inf")), s[:, len(p) :]], 1)
-    return F.cross_entropy(s, partner)
+        s = s.masked_fill(masked & (row[:, None] != torch.arange(len(masked), device=row.device)), float("-inf"))
+    return (F.cross_entropy(s, row, reduction="none") * weight).sum() / weight.sum()
 
 
 def align_loss(image: Tensor, text: Tensor, tau: float) -> Tensor:
@@ -421,10 +421,11 @@ class IDC(nn.Module):
         cells = visual.unflatten(1, (2, -1))[:, : len(images), 1:]  # (B, 1 or 2, N, D), without [IMG1] and [IMG2]
         # The projection's own weights, transposed, lead back to features.
         predicted = self.cell_head(cells) @ self.embed.project.weight + self.cell_bias
+        most = math.ceil(2 * self.cfg.cell_mask_rate * cells.shape[2] + 1) * len(caption)  # twice what is expected
         with torch.autocast(features.device.type, enabled=False):
-            predicted, released = predicted.to(features.dtype), self.cfg.mvcl_negatives == "predictions"
-            others = (predicted if released else features)[~masked]
-            return {"mvcl": cell_loss(predicted[masked], features[masked], others, self.cfg.tau_mvcl, released)}
+            x, y = predicted.to(features.dtype).flatten(0, 2), features.flatten(0, 2)
+            released = self.cfg.mvcl_negatives == "predictions"
+            return {"mvcl": cell_loss(x, y, masked.flatten(), min(most, len(x)), self.cfg.tau_mvcl, released)}
 
     def fda(self, pair: tuple, caption: Tensor, negatives: Tensor) -> dict[str, Tensor]:
         """Eq. 9. negatives (B, 6, V or more): rewritten captions. As mlm."""
@@ -833,7 +834,7 @@ def losses_of(model: IDC, streams: tuple, cfg: Config, task: str, negatives=None
                                         caption=batch.caption[:some], ids=batch.ids[:some])  # fmt: skip
         batch = batch.to(cfg.device)
         changed = n == 0 if len(streams) == 2 else None  # unknown where there is one stream
-        more = negatives(batch.ids).to(cfg.device) if task == "fda" else changed
+        more = negatives(batch.ids).to(cfg.device, non_blocking=True) if task == "fda" else changed
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
             of_stream = model(batch.before, None if batch.single else batch.after, batch.caption, task, more)
         losses = {name: losses.get(name, 0) + loss / len(streams) for name, loss in of_stream.items()}
@@ -860,7 +861,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     model.max_len = dataset.max_len
     if cfg.init and not resume:
         start_from(model, cfg.init, dataset)
-    torch._dynamo.config.cache_size_limit = 64  # a version a task, shape and stream: of 8, none is left to fine-tuning
+    torch._dynamo.config.cache_size_limit = 64  # graphs, one a task and stream: the default of 8 is too few
     with Run(cfg, resume, model, None, dataset) as run:
         for stage, first, last in plan(cfg):
             if run.step >= last or 0 < cfg.patience <= run.worse:

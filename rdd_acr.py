@@ -41,7 +41,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from common import END, Attention, GridPosition, Run, RunConfig, decode, full, initialise, load_model, parse_args, run_main
+from common import (
+    END,
+    Attention,
+    GridPosition,
+    Run,
+    RunConfig,
+    can_compile,
+    decode,
+    full,
+    initialise,
+    load_model,
+    parse_args,
+    run_main,
+)
 
 import torch
 import torch.nn as nn
@@ -285,7 +298,8 @@ class Phrases:
         if (cfg.clip_dim, cfg.clip_width) != (dim, width):
             raise ValueError(f"--clip {cfg.clip} needs --clip_dim {dim} --clip_width {width}")
         self.ignore_equal = cfg.equal_phrases == "ignored"
-        captions = sorted({c for s in dataset.scenes["train"] for p in [*s.pairs, *(s.swapped or ())] for c in p.captions})
+        orders = [pairs for s in dataset.scenes["train"] for pairs in (s.pairs, s.swapped) if pairs]
+        captions = sorted({c for pairs in orders for p in pairs for c in p.captions})
         segments = data.read_captions(data.segments, dataset.name, dataset.root, captions)
         noun_prompt, verb_prompt = (NOUN_PROMPT, VERB_PROMPT) if cfg.prompt == "fixed" else ("", "")
         self.noun_phrase, self.verb_phrase = {}, {}  # of each caption; "": it has none
@@ -294,7 +308,12 @@ class Phrases:
             self.verb_phrase[caption] = verb_prompt + " and ".join(verbs) if verbs else ""
         different = sorted({*self.noun_phrase.values(), *self.verb_phrase.values()} - {""})
         self.row = {text: i for i, text in enumerate(different)} | {"": -1}
-        self.encode_prompted = data.encode_prompted
+        self.encode_prompted, self.most = data.encode_prompted, 0
+        if can_compile(cfg):  # one shape for the whole run: as many phrases as can differ in a batch
+            self.encode_prompted = torch.compile(data.encode_prompted, fullgraph=True, dynamic=False)
+            for of in (self.noun_phrase, self.verb_phrase):
+                kinds = ({of[c] for p in stream for c in p.captions} for stream in zip(*orders, strict=True))
+                self.most = max(self.most, sum(min(cfg.batch_size, len(kind)) for kind in kinds))
         tokens = tokenizer(different)  # (U, context)
         self.tokens = tokens[:, : 1 + int(tokens.argmax(1).max())].to(cfg.device)  # the end token has the highest id
 
@@ -308,8 +327,10 @@ class Phrases:
 
     def encode(self, texts: list[str], prompt: Tensor | None) -> Attributes:
         """B phrases; those that occur more than once pass through CLIP once."""
-        rows = torch.tensor([self.row[t] for t in texts], device=self.tokens.device)
+        rows = torch.tensor([self.row[t] for t in texts])  # on the host, so that the GPU need not be asked how many differ
         different, place = rows.clamp(min=0).unique(return_inverse=True)
+        different = F.pad(different, (0, max(0, self.most - len(different))))
+        rows, different, place = (x.to(self.tokens.device, non_blocking=True) for x in (rows, different, place))
         text = self.encode_prompted(self.clip, self.tokens[different], prompt)[place]
         same = rows[:, None] == rows if self.ignore_equal else torch.eye(len(rows), dtype=torch.bool, device=rows.device)
         return Attributes(text, rows >= 0, same)
@@ -411,32 +432,24 @@ class RDD(nn.Module):
         return decode(step, len(before), self.max_len, before.device)
 
     @torch.no_grad()
-    def decoder_map(self, before: Tensor, after: Tensor, ids: Tensor) -> Tensor:
-        """Where the decoder looked: last layer's attention over cells, the vectors left aside, mean over heads and over the
-        words of ids (B, V) -> (B, H, W). Row t of the scores is the state that predicts word t + 1."""
-        _, query, key = self.decoder(ids, self.encode(before, after)[0])
+    def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        """Maps (B, H, W) by name. "decoder": last layer's attention over cells, the vectors left aside, mean over heads and
+        over the words of ids (B, V); row t is the state that predicts word t + 1. "objects" and "actions": where they
+        looked in their last block, mean over heads and vectors; for vectors distilled from others, both weights multiplied."""
+        tokens, found = self.encode(before, after)
+        _, query, key = self.decoder(ids, tokens)
         cells = key[:, : self.grid[1] * self.grid[2]]
         scores = self.decoder.layers[-1].cross_attention.scores(query, cells)  # (B, heads, V, N)
         weight = scores.softmax(-1).mean(1)[:, :-1]  # (B, V - 1, N)
         valid = (ids[:, 1:] > END).to(weight.dtype)[..., None]
-        return ((weight * valid).sum(1) / valid.sum(1).clamp(min=1)).unflatten(1, self.grid[1:])
-
-    @torch.no_grad()
-    def vector_maps(self, before: Tensor, after: Tensor) -> dict[str, Tensor]:
-        """Where object and action vectors looked in their last block, mean over heads and vectors: name -> (B, H, W). For
-        vectors distilled from other vectors, the weights of both are multiplied."""
-        found, maps, through = self.encode(before, after)[1], {}, None
+        maps, through = {"decoder": (weight * valid).sum(1) / valid.sum(1).clamp(min=1)}, None
         for name, distilled in found.items():
             attention = getattr(self, name).blocks[-1].cross_attention
             weight = attention.scores(distilled.query, distilled.key).softmax(-1).mean(1)  # (B, K, M)
             weight = weight if through is None else weight @ through  # (B, K, N)
             through = weight if "+" in self.cfg.order else None
-            maps[name] = weight.mean(1).unflatten(1, self.grid[1:])
-        return maps
-
-    def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """What the pictures show: the maps (B, H, W) of the decoder and of the object and action vectors."""
-        return {"decoder": self.decoder_map(before, after, ids)} | self.vector_maps(before, after)
+            maps[name] = weight.mean(1)
+        return {name: x.unflatten(1, self.grid[1:]) for name, x in maps.items()}
 
 
 # ---- training --------------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def test_sinusoid_against_formula(dim):
 
 
 def test_decode_stops_at_end_and_never_says_unk():
-    script = torch.tensor([[4, 3, 5, 5], [5, 4, 3, 4]])  # the likeliest word at each step; 3 ends
+    script = torch.tensor([[4, 3, *[5] * 10], [5, 4, 3, *[4] * 9]])  # the likeliest word at each step; 3 ends
 
     def step(words, t):
         logits = nn.functional.one_hot(script[:, t], 6).float()
@@ -101,9 +101,9 @@ def test_decode_stops_at_end_and_never_says_unk():
         return logits
 
     seen = []
-    ids = decode(step, 2, 9, "cpu")
-    assert ids.tolist() == [[2, 4, 0, 0, 0, 0, 0, 0, 0], [2, 5, 4, 0, 0, 0, 0, 0, 0]]
-    assert len(seen) == 3  # and not eight
+    ids = decode(step, 2, 12, "cpu")
+    assert ids.tolist() == [[2, 4, *[0] * 10], [2, 5, 4, *[0] * 9]]
+    assert len(seen) == 8  # and not eleven
     assert decode(step, 2, 3, "cpu").tolist() == [[2, 4, 0], [2, 5, 4]]
 
 

@@ -104,14 +104,16 @@ def test_word_loss_against_loop():
 @pytest.mark.parametrize("among_targets", [False, True])
 def test_cell_loss_against_loop(among_targets):
     torch.manual_seed(0)
-    p, t, u = torch.randn(3, 4).double(), torch.randn(3, 4).double(), torch.randn(5, 4).double()
-    total = 0.0
-    for i in range(3):
-        own = math.exp(cosine(p[i], t[i]) / 0.5)
-        others = [math.exp(cosine(p[i], x) / 0.5) for x in u]
-        others += [math.exp(cosine(p[i], t[j]) / 0.5) for j in range(3) if j != i and among_targets]
+    predicted, features = torch.randn(2, 8, 4).double().unbind(0)
+    masked = torch.tensor([0, 1, 0, 0, 1, 1, 0, 0]) > 0
+    total, hidden, shown = 0.0, [1, 4, 5], [0, 2, 3, 6, 7]
+    for i in hidden:
+        own = math.exp(cosine(predicted[i], features[i]) / 0.5)
+        others = [math.exp(cosine(predicted[i], (predicted if among_targets else features)[j]) / 0.5) for j in shown]
+        others += [math.exp(cosine(predicted[i], features[j]) / 0.5) for j in hidden if j != i and among_targets]
         total -= math.log(own / (own + sum(others))) / 3
-    assert cell_loss(p, t, u, 0.5, among_targets).item() == pytest.approx(total)
+    for rows in (3, 6, 8):  # rows beyond the masked cells have no weight
+        assert cell_loss(predicted, features, masked, rows, 0.5, among_targets).item() == pytest.approx(total)
 
 
 def test_align_loss_against_loop():
@@ -132,9 +134,11 @@ def test_known_values_of_the_losses():
     best = same.clone()
     best[:, 1:] *= -1
     assert align_loss(best, same, 1.0).item() == pytest.approx(0.594, abs=1e-3)
-    p, others = torch.ones(2, 3), torch.ones(19599, 3)
-    assert cell_loss(p, p, others, 1.0, False).item() == pytest.approx(math.log(19600), abs=1e-3)
-    assert cell_loss(p, p, -others, 1.0, False).item() == pytest.approx(math.log(1 + 19599 * math.exp(-2)), abs=1e-3)
+    cells, masked = torch.ones(19600, 3), torch.arange(19600) == 7
+    others = torch.where(masked[:, None], cells, -cells)
+    assert cell_loss(cells, cells, masked, 2, 1.0, False).item() == pytest.approx(math.log(19600), abs=1e-3)
+    known = math.log(1 + 19599 * math.exp(-2))
+    assert cell_loss(cells, others, masked, 2, 1.0, False).item() == pytest.approx(known, abs=1e-3)
     assert judge_loss(torch.zeros(3, 2), True).item() == pytest.approx(math.log(2), abs=1e-4)
 
 

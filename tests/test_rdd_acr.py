@@ -189,8 +189,8 @@ def test_a_loss_without_its_vectors_is_refused():
 @pytest.mark.parametrize("order", ["n+v", "v+n", "v&n"])
 def test_vector_maps(order):
     model, (before, after) = small(order=order).eval(), pictures()
-    maps = model.vector_maps(before, after)
-    assert set(maps) == {"objects", "actions"}
+    maps = model.attention_map(before, after, CAPTION)
+    assert set(maps) == {"decoder", "objects", "actions"}
     for name in maps:
         assert maps[name].shape == (B, H, W)
         torch.testing.assert_close(maps[name].sum((1, 2)), torch.ones(B, dtype=torch.float64))
@@ -276,6 +276,24 @@ def test_phrases_go_through_clip_once(corpus, prompt, monkeypatch):
         else:
             prefix = fixed if prompt == "fixed" else ""
             torch.testing.assert_close(text, clip.encode_text(tokenizer([prefix + w for w in words])))
+
+
+def test_compiled_phrases_have_one_shape(corpus, monkeypatch):
+    """Padded to as many as a batch can have, noun and verb phrases of all batches share one graph."""
+    original, graphs = torch.compile, []
+    torch._dynamo.reset()
+    plain, prompt = phrases_of(corpus[0]), torch.randn(4, 64, requires_grad=True)
+    monkeypatch.setattr(rdd_acr, "can_compile", lambda cfg: True)
+    flags = {"backend": lambda graph, _: graphs.append(1) or graph}
+    monkeypatch.setattr(torch, "compile", lambda f, **more: original(f, **more, **flags))
+    found = phrases_of(corpus[0])
+    for texts in (TEXTS[:2], TEXTS[1:]):
+        for kind in ("nouns", "verbs"):
+            ours, expected = (getattr(x, kind)(texts, prompt) for x in (found, plain))
+            torch.testing.assert_close(ours, expected)
+            gradients = (torch.autograd.grad(x.text.square().sum(), prompt) for x in (ours, expected))
+            torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
+    assert len(graphs) == 1
 
 
 def test_equal_phrases_can_be_negatives(corpus):
