@@ -228,7 +228,9 @@ CLEVR_FOLDERS = {"default": "images", "semantic": "sc_images", "nonsemantic": "n
 
 
 def read_clevr_change(root: Path) -> Release:
-    """CLEVR-Change's layout (Park et al., ICCV 2019), which mini shares.
+    """CLEVR-Change's layout (Park et al., ICCV 2019), which mini shares: images/, sc_images/, nsc_images/, splits.json,
+    type_mapping.json, change_captions.json, no_change_captions.json; for the view rows change_captions_by_IOU.json, for the
+    pointing game change_captions_with_bbox.json.
 
     Both caption files are keyed by the default image. A key of the distractor image, which only mini has, holds the
     change captions as that image's camera sees them: the training swap of default and distractor then uses those."""
