@@ -671,8 +671,10 @@ def reading(path: str | Path, mend: str) -> Iterator[None]:
     try:
         yield
     except Exception as e:  # a broken pickle raises whatever it likes
-        unpickled = isinstance(e, pickle.UnpicklingError)  # whose text is long and advises to execute the file
-        reason = "no plain tensors" if unpickled else " ".join(str(e).split())[:200] or type(e).__name__
+        reason = f"{e}" if isinstance(e, ValueError) else f"{type(e).__name__} {e}"
+        if isinstance(e, pickle.UnpicklingError):  # whose text is long and advises to execute the file
+            reason = "no plain tensors"
+        reason = " ".join(reason.split())[:120]
         raise ValueError(f"{path} cannot be used ({reason}); {mend}") from e
 
 

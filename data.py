@@ -995,10 +995,11 @@ def read_vocab(name: str, root: Path) -> Vocab:
     path, source, prepare = root / "vocab.json", DATASETS[name], prepare_command(name, root)
     if not path.exists():
         raise FileNotFoundError(f"no vocabulary at {path}; run: {prepare}")
-    ids = read_json(path)
-    words = {i: word for word, i in ids.items() if type(i) is int}
-    if sorted(words) != list(range(len(ids))):
-        raise ValueError(f"{path}: expected words and their ids from 0 to {len(ids) - 1}; remove it and run: {prepare}")
+    with reading(path, f"remove it and run: {prepare}"):
+        ids = read_json(path, {str: int})
+        words = {i: word for word, i in ids.items()}
+        if sorted(words) != list(range(len(ids))):
+            raise ValueError(f"expected words and their ids from 0 to {len(ids) - 1}")
     return Vocab([words[i] for i in range(len(ids))], source.tokenizer, source.max_words)
 
 
@@ -1473,7 +1474,8 @@ def read_captions(read: Callable, dataset_name: str, root: Path, captions: Itera
     name."""
     what, nlp, distinct = read.__name__, language(dataset_name), list(dict.fromkeys(captions))
     name, path = pipeline_name(nlp), root / f"{what}.json"
-    saved = read_json(path) if path.exists() else {}
+    with reading(path, "remove it: it is made again"):
+        saved = read_json(path, {"pipeline": str, what: {str: [(str, list)]}}) if path.exists() else {}
     known = saved.get(what, {}) if saved.get("pipeline") == name else {}
     new, unknown = [c for c in distinct if c not in known], {}
     for doc in tqdm(nlp.pipe(new, batch_size=1000), what, len(new), unit="caption", disable=None):
