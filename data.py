@@ -1097,9 +1097,10 @@ def coco_folder() -> Path:
     return Path(next(iter(pycocoevalcap.__path__)))
 
 
-def run_java(folder: str, *arguments: str | Path, lines: Iterable[str] = (), patience: float = JAVA_PATIENCE) -> list[str]:
+def run_java(folder: str, *arguments: str | Path, lines: Iterable[str] = (), patience: float = 0) -> list[str]:
     """What a Java program in a folder of pycocoevalcap answers to these lines. The package's own classes would wait
-    for ever where Java hangs. OSError where it fails, or is not done in `patience` seconds."""
+    for ever where Java hangs. OSError where it fails, or is not done in `patience` seconds (0: JAVA_PATIENCE)."""
+    patience = patience or JAVA_PATIENCE
     call, text = [find_java(), *JAVA_FLAGS, *arguments], "".join(f"{line}\n" for line in lines)
     try:
         done = subprocess.run(call, input=text.encode(), capture_output=True, check=True, timeout=patience,
@@ -1110,7 +1111,7 @@ def run_java(folder: str, *arguments: str | Path, lines: Iterable[str] = (), pat
                       "and, as a rule, Java 8") from e  # fmt: skip
 
 
-def ptb_java(texts: list[str], patience: float = JAVA_PATIENCE) -> list[str] | None:
+def ptb_java(texts: list[str], patience: float = 0) -> list[str] | None:
     """A line of tokens for every text by the package's jar; None where Java does not answer so."""
     call = ["-cp", "stanford-corenlp-3.4.1.jar", "edu.stanford.nlp.process.PTBTokenizer", "-preserveLines", "-lowerCase"]
     try:
@@ -1145,7 +1146,10 @@ def meteor(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, l
         return run_java("meteor", "-Xmx2G", "-jar", "meteor-1.5.jar", *"- - -stdio -l en -norm".split(), lines=lines)
 
     said = {i: text.replace("|||", "").replace("  ", " ") for i, text in hyps.items()}
-    counts = dict(zip(hyps, ask([" ||| ".join(["SCORE", *refs[i], said[i]]) for i in hyps]), strict=True))
+    matches = ask([" ||| ".join(["SCORE", *refs[i], said[i]]) for i in hyps])
+    if len(matches) != len(hyps):
+        raise OSError(f"its Java program answered {len(matches)} of {len(hyps)} captions")
+    counts = dict(zip(hyps, matches, strict=True))
     answers = iter(ask([" ||| ".join(["EVAL", *(counts[i] for i in ids)]) for ids in groups.values()]))
     # To each group the program answers a score for each caption, then the group's own.
     return {name: float([next(answers) for _ in (*ids, "group")][-1]) for name, ids in groups.items()}

@@ -304,7 +304,7 @@ def test_command_line_scores_groups_and_ids(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["total", "75.00"]
     with pytest.raises(ValueError, match="--vocab"):
         data.main([*call, "--tokens", "ids"])
-    with pytest.raises(ValueError, match="v.json, 'a': expected a JSON list"):
+    with pytest.raises(ValueError, match="v.json, 'a': expected list"):
         data.main([*call, "--groups", str(tmp_path / "v.json")])
     (tmp_path / "g.json").write_text('{"farms": ["7"]}')
     with pytest.raises(ValueError, match="g.json: no image_id of the predictions"):
