@@ -508,8 +508,8 @@ class Run:
         for streams in training_batches(dataset, batch_size, self.cfg.seed, done, count):
             self.lr = (rate or learning_rate)(self.cfg, self.step - first)
             self.optimizer.param_groups[0]["lr"] = self.lr
-            whole = len(streams[0].ids) == batch_size  # an epoch's last batch may be smaller: no compiled step for it alone
-            with torch.compiler.set_stance("default" if whole else "force_eager"):
+            smaller = len(streams[0].ids) < batch_size  # an epoch's last batch: no compiled step for it alone
+            with torch.compiler.set_stance("force_eager" if smaller else "default"):
                 yield streams
         self.bar.close()
 
