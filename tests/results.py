@@ -197,7 +197,7 @@ def write(values: dict, about: set[str], seeds: list[int]) -> None:
         scores = [cell(values.get(name, {}).get("semantic CIDEr", [])) for name in (row, other)]
         effects.append(f"| {' | '.join([row, here, otherwise, *scores])} |")
     readme = HERE.parent / "README.md"
-    methods = table(values, IN_README[:5], ["semantic CIDEr", "all four", "minutes"], commands=True)
+    methods = table(values, IN_README[:5], ["semantic CIDEr", "change type", "distractors", "all four"], commands=True)
     results = table(values, IN_README, README_COLUMNS, commands=False)
     tables = {"methods": methods, "results": results, "deviations": "\n".join(effects)}
     for name, new in tables.items():
