@@ -12,6 +12,7 @@ A feature file (features.h5; another extractor's has a name of its own) and a vo
 folder. Nothing is downloaded at import.
 """
 
+import contextlib
 import csv
 import functools
 import hashlib
@@ -25,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -1107,7 +1109,7 @@ def run_java(folder: str, *arguments: str | Path, lines: Iterable[str] = (), pat
                               cwd=coco_folder() / folder)  # fmt: skip
         return done.stdout.decode().split("\n")[:-1]
     except (subprocess.SubprocessError, UnicodeDecodeError) as e:
-        raise OSError(f"its Java program ended, or was not done in {patience} s; METEOR needs 2 GB of memory, SPICE 8 GB "
+        raise OSError(f"its Java program ended, or was not done in {patience} s; SPICE needs 8 GB of memory "
                       "and, as a rule, Java 8") from e  # fmt: skip
 
 
@@ -1140,19 +1142,33 @@ def tokenize_all(texts: list[str], java: bool) -> tuple[list[str], str]:
 
 
 def meteor(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, list[str]]) -> dict[str, float]:
-    """METEOR of every group: captions are matched once, a group's score is made of its captions' counts."""
-
-    def ask(lines: list[str]) -> list[str]:
-        return run_java("meteor", "-Xmx2G", "-jar", "meteor-1.5.jar", *"- - -stdio -l en -norm".split(), lines=lines)
-
+    """METEOR of every group: captions are matched once, a group's score is made of its captions' counts. One process, which
+    takes seconds to start; OSError where it fails, or is not done in JAVA_PATIENCE seconds."""
+    call = [find_java(), *JAVA_FLAGS, "-Xmx2G", "-jar", "meteor-1.5.jar", *"- - -stdio -l en -norm".split()]
     said = {i: text.replace("|||", "").replace("  ", " ") for i, text in hyps.items()}
-    matches = ask([" ||| ".join(["SCORE", *refs[i], said[i]]) for i in hyps])
-    if len(matches) != len(hyps):
-        raise OSError(f"its Java program answered {len(matches)} of {len(hyps)} captions")
-    counts = dict(zip(hyps, matches, strict=True))
-    answers = iter(ask([" ||| ".join(["EVAL", *(counts[i] for i in ids)]) for ids in groups.values()]))
-    # To each group the program answers a score for each caption, then the group's own.
-    return {name: float([next(answers) for _ in (*ids, "group")][-1]) for name, ids in groups.items()}
+    java = subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                            encoding="utf-8", cwd=coco_folder() / "meteor")  # fmt: skip
+    end = threading.Timer(JAVA_PATIENCE, java.kill)
+    end.start()
+
+    def ask(*parts: str, answers: int = 1) -> str:
+        """A line to the program -> the last of its answers."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended, so there is no answer either
+            java.stdin.write(" ||| ".join(parts) + "\n")
+            java.stdin.flush()
+        lines = [java.stdout.readline() for _ in range(answers)]
+        if not lines[-1]:
+            raise OSError(f"its Java program ended, or was not done in {JAVA_PATIENCE} s; METEOR needs 2 GB of memory")
+        return lines[-1].strip()
+
+    try:
+        counts = {i: ask("SCORE", *refs[i], said[i]) for i in hyps}
+        # To each group the program answers a score for each caption, then the group's own.
+        return {name: float(ask("EVAL", *(counts[i] for i in ids), answers=len(ids) + 1)) for name, ids in groups.items()}
+    finally:
+        end.cancel()
+        java.kill()
+        java.wait()
 
 
 def spice(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, list[str]]) -> dict[str, float]:
