@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import json
 import math
 import os
@@ -446,6 +447,32 @@ def training_batches(dataset, batch_size: int, seed: int, first: int, last: int)
                 break
 
 
+def sent_ahead(batches: Iterator, device: str) -> Iterator:
+    """The same batches on a GPU. Each is sent there on a stream of its own while the step before it runs. A changed and a
+    distractor pair send the "before" features that they share once."""
+    side, ready = torch.cuda.Stream(), None
+
+    def send(streams: tuple) -> tuple:
+        if streams[0].before.is_cuda:  # features that stay there
+            return streams
+        with torch.cuda.stream(side):
+            sent = [streams[0].to(device)]
+            for batch in streams[1:]:
+                shared = {"before": sent[0].before} if batch.before is streams[0].before else {}
+                sent.append(dataclasses.replace(batch, **shared).to(device))
+        return tuple(sent)
+
+    for streams in itertools.chain(batches, [None]):
+        if ready:
+            torch.cuda.current_stream().wait_stream(side)  # before the next copy is queued there, which can wait
+        coming = send(streams) if streams else None
+        if ready:
+            for x in (x for batch in ready for x in (batch.before, batch.after, batch.caption)):
+                x.record_stream(torch.cuda.current_stream())  # its memory stays taken until this step is done with it
+            yield ready
+        ready = coming
+
+
 class Run:
     """All of training but the training itself: the run's folder, checkpoints, log, learning rate, validation, resuming.
 
@@ -505,7 +532,8 @@ class Run:
         done, count = self.step - first, self.last - first
         self.bar = tqdm(total=count, initial=done, desc=name, unit="step", disable=None)
         batch_size = batch_size or self.cfg.batch_size
-        for streams in training_batches(dataset, batch_size, self.cfg.seed, done, count):
+        batches = training_batches(dataset, batch_size, self.cfg.seed, done, count)
+        for streams in sent_ahead(batches, self.cfg.device) if self.cfg.device.startswith("cuda") else batches:
             self.lr = (rate or learning_rate)(self.cfg, self.step - first)
             self.optimizer.param_groups[0]["lr"] = self.lr
             smaller = len(streams[0].ids) < batch_size  # an epoch's last batch: no compiled step for it alone

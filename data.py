@@ -855,7 +855,7 @@ class Dataset:
             for n, length in enumerate(self.lengths):  # the scenes' first pairs, then their second
                 pairs = [pairs[n] for pairs in scene_pairs]
                 drawn = [p.captions[int(draw[i, n] * len(p.captions))] for p, i in zip(pairs, chosen, strict=True)]
-                batches.append(self.batch(pairs, drawn, length))
+                batches.append(self.batch(pairs, drawn, length, batches[0] if batches else None))
             return tuple(batches)
 
         starts = range(start * batch_size, len(scenes), batch_size)
@@ -871,10 +871,13 @@ class Dataset:
         batches = prefetch(self.batch(pairs[i : i + batch_size]) for i in starts)
         return iter(tqdm(batches, split, len(starts), disable=None, leave=False))
 
-    def batch(self, pairs: list[Pair], captions: list[str] | None = None, length: int = 0) -> Batch:
-        """Pairs with one caption each (default: their first), padded to `length` ids (default: the longest there is)."""
-        captions = captions or [p.captions[0] for p in pairs]
-        before, single = self.features.rows([p.before for p in pairs]), pairs[0].after is None
+    def batch(self, pairs: list[Pair], captions: list[str] | None = None, length: int = 0,
+              other: Batch | None = None) -> Batch:  # fmt: skip
+        """Pairs with one caption each (default: their first), padded to `length` ids (default: the longest there is). Of
+        another batch with the same "before" images it takes their features."""
+        captions, single = captions or [p.captions[0] for p in pairs], pairs[0].after is None
+        shared = other is not None and [before for before, _ in other.images] == [p.before for p in pairs]
+        before = other.before if shared else self.features.rows([p.before for p in pairs])
         after = torch.zeros_like(before) if single else self.features.rows([p.after for p in pairs])
         ids = torch.tensor([self.vocab.encode(c, length or self.max_len) for c in captions], device=before.device)
         return Batch(before, after, ids, [p.id for p in pairs], captions, [(p.before, p.after) for p in pairs], single)

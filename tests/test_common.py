@@ -1,11 +1,13 @@
 """Shared layers and losses against plain float64 versions; configuration; checkpoints."""
 
+import dataclasses
 import json
 import math
 import signal
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
+from unittest import mock
 
 import common
 from common import Attention, GridPosition, LossLog, Run, RunConfig, decode, info_nce, learning_rate, sinusoid, token_match
@@ -237,6 +239,30 @@ def test_steps_go_on_where_they_stopped():
     whole = list(common.training_batches(Words(), 1, 0, 0, 7))
     assert [batch[:2] for (batch,) in whole] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
     assert [list(common.training_batches(Words(), 1, 0, first, 7)) for first in (2, 3, 7)] == [whole[2:], whole[3:], []]
+
+
+def test_each_batch_is_sent_before_the_step_before_it(monkeypatch):
+    for name in ("Stream", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    sent = []
+
+    @dataclasses.dataclass
+    class Fake:  # data.Batch without tensors
+        number: int
+        before: object
+        after: object = dataclasses.field(default_factory=lambda: mock.MagicMock(is_cuda=False))
+        caption: object = dataclasses.field(default_factory=mock.MagicMock)
+
+        def to(self, device):
+            sent.append(self.number)
+            return dataclasses.replace(self, before=mock.MagicMock(is_cuda=True) if not self.before.is_cuda else self.before)
+
+    shared = [mock.MagicMock(is_cuda=False) for _ in range(3)]
+    steps = common.sent_ahead(((Fake(n, before), Fake(n, before)) for n, before in enumerate(shared)), "cuda")
+    for n, (changed, distractor) in enumerate(steps):
+        assert changed.number == n and changed.before is distractor.before and changed.before.is_cuda
+        assert sent == [i for i in range(min(n + 2, 3)) for _ in range(2)]
+    assert n == 2
 
 
 def start(folder, resume=False, words=("a", "b"), **fields):

@@ -6,7 +6,7 @@ import cheers
 import data
 import idc_pretrain
 import rdd_acr
-from common import token_match
+from common import sent_ahead, token_match
 
 import pytest
 import torch
@@ -45,6 +45,16 @@ def test_token_match_on_the_gpu_equals_dense_on_the_cpu():
     torch.testing.assert_close(ours.cpu(), dense_match(q, k))
     for a, b in zip(torch.autograd.grad((ours * weight.cuda()).sum(), (q, k)), expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_batches_sent_ahead_are_the_batches(prepared):
+    dataset = data.load("clevr_change", prepared)
+    batches = [list(dataset.train_batches(3, 0, 0)) for _ in range(2)]
+    for host, sent in zip(batches[0], sent_ahead(batches[1], "cuda"), strict=True):
+        assert sent[0].before is sent[1].before
+        for a, b in zip(host, sent, strict=True):
+            assert a.ids == b.ids and torch.equal(a.caption, b.caption.cpu())
+            assert torch.equal(a.before.float(), b.before.cpu()) and torch.equal(a.after.float(), b.after.cpu())
 
 
 @pytest.mark.parametrize("flags", [["--no-amp", "--no-compile"], [], ["--features", "gpu"], ["--features", "file"]])

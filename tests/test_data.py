@@ -153,6 +153,7 @@ def test_swap_takes_default_or_distractor_as_before(prepared):
     seen = set()
     for epoch in range(8):
         for changed, distractor in dataset.train_batches(8, 0, epoch):
+            assert changed.before is distractor.before  # read and sent once
             for i, pair_id in enumerate(changed.ids):
                 number = pair_id[:6]
                 names = [f"CLEVR_{kind}_{number}.png" for kind in ("default", "semantic", "nonsemantic")]
