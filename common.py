@@ -21,22 +21,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, get_args, get_origin
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
-# An interrupt while torch loads, for seconds, ends without a traceback.
-shown, sys.excepthook = sys.excepthook, lambda kind, *rest: sys.exit(130) if kind is KeyboardInterrupt else shown(kind, *rest)
 # OpenMP reads these when torch loads. Idle threads then sleep: with one busy neighbour a step takes a third of the time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -48,8 +39,6 @@ import torchvision
 from PIL import Image, ImageDraw, ImageFont  # torchvision's own image library
 from torch import Tensor
 from tqdm import tqdm
-
-sys.excepthook = shown
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
@@ -63,8 +52,6 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, heads: int, dropout: float = 0.0, bias: bool = True, out_proj: bool = True):
         super().__init__()
-        if dim % heads:
-            raise ValueError(f"attention: width {dim} is not a multiple of {heads} heads; change --dim or --heads")
         self.heads, self.dropout = heads, dropout
         self.query, self.key, self.value = (nn.Linear(dim, dim, bias) for _ in range(3))
         self.out = nn.Linear(dim, dim, bias) if out_proj else nn.Identity()
@@ -181,18 +168,15 @@ def _token_match_backward(ctx, grad: Tensor, *_) -> tuple[Tensor, Tensor]:
     query_of = (best_query.long() + torch.arange(A, device=q.device)[:, None, None] * N).permute(1, 2, 0).reshape(B * M, A)
     by_key = (grad[:, None] / (2 * N)).expand(A, N, B).reshape(A * N, B)
     by_query = (grad.T[:, None] / (2 * M)).expand(B, M, A).reshape(B * M, A)
-    grad_q = weighted_rows(keys, key_of, by_key) + spread_rows(keys, query_of, by_query, A * N)
-    grad_k = weighted_rows(queries, query_of, by_query) + spread_rows(queries, key_of, by_key, B * M)
+    grad_q = F.embedding_bag(key_of, keys, mode="sum", per_sample_weights=by_key)
+    grad_k = F.embedding_bag(query_of, queries, mode="sum", per_sample_weights=by_query)
+    grad_q += spread_rows(keys, query_of, by_query, A * N)
+    grad_k += spread_rows(queries, key_of, by_key, B * M)
     return grad_q.view_as(q), grad_k.view_as(k)
 
 
-def weighted_rows(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-    """sum_w weight[r, w] x[index[r, w]]. x (rows of x, C), index and weight (R, W) -> (R, C)."""
-    return F.embedding_bag(index, x, mode="sum", per_sample_weights=weight)
-
-
 def spread_rows(x: Tensor, index: Tensor, weight: Tensor, count: int) -> Tensor:
-    """The transposed sum: row index[r, w] gets weight[r, w] x[r]. x (R, C), index and weight (R, W) -> (count, C)."""
+    """Sums of rows: row index[r, w] of the result gets weight[r, w] x[r]. x (R, C), index and weight (R, W) -> (count, C)."""
     target, order = index.flatten().sort()
     first = torch.searchsorted(target, torch.arange(count, device=x.device))  # where each row's share of `order` begins
     return F.embedding_bag(order // index.shape[1], x, first, mode="sum", per_sample_weights=weight.flatten()[order])
@@ -243,7 +227,7 @@ def decode(step: Callable[[Tensor, int], Tensor], count: int, max_len: int, devi
 class RunConfig:
     """The settings that every method's run has; a method's Config adds its own. A field's comment is its --help text.
 
-    A whole number may be 1 to 10^8 and any other number 0 to 10^8, where RANGES does not give a field another range."""
+    ValueError where a whole number is not from 1 to 10^8, any other number not from 0 to 10^8, or not as RANGES says."""
 
     RANGES = {"seed": (0, 2**32), "data_seed": (0, 2**32), "lr_drop": (0, 10**8), "warmup": (0, 10**8)}
 
@@ -273,18 +257,12 @@ class RunConfig:
     features: Literal["auto", "gpu", "file"] = "auto"  # where features stay; auto: the GPU if they fit well
 
     def __post_init__(self):
-        """ValueError where a field has another type than it should, or a number is out of its range."""
         for f in dataclasses.fields(self):
             value, (low, high) = getattr(self, f.name), self.RANGES.get(f.name, (int(f.type is int), 10**8))
-            if get_origin(f.type) is Literal:
-                fits, expected = value in get_args(f.type), " or ".join(get_args(f.type))
-            elif f.type in (int, float):
-                fits = type(value) in (int, f.type) and low <= value <= high  # not so for NaN
-                expected = f"{'a whole number' if f.type is int else 'a number'} from {low} to {high}"
-            else:
-                fits, expected = type(value) is f.type, f.type.__name__
-            if not fits:
-                raise ValueError(f"--{f.name} {value}: expected {expected}")
+            if f.type in (int, float) and not low <= value <= high:  # so is NaN
+                raise ValueError(f"--{f.name} {value}: expected a number from {low} to {high}")
+            if get_origin(f.type) is Literal and value not in get_args(f.type):
+                raise ValueError(f"--{f.name} {value}: expected {' or '.join(get_args(f.type))}")
         if getattr(self, "dim", 0) % getattr(self, "heads", 1):
             raise ValueError(f"--dim {self.dim} is not a multiple of --heads {self.heads}")
 
@@ -298,70 +276,57 @@ def _comments(cls: type) -> dict[str, str]:
 
 
 def preset(Config: type, presets: dict[str, dict], released: dict[str, dict], dataset: str, reading: str = "paper"):
-    """Config of a data set: defaults < presets[dataset], where there is one < for the released reading released["all"] <
-    released[dataset], where there is one."""
+    """Config of a data set: defaults < presets[dataset]; in the released reading also < released["all"] and its own."""
     values = {"dataset": dataset, "data_dir": f"data/{dataset}"} | presets.get(dataset, {})
     if reading == "released":
         values |= {"reading": reading} | released["all"] | released.get(dataset, {})
     return Config(**values)
 
 
-PICTURES = (".png", ".jpg", ".jpeg", ".pdf")  # what --out may be
-
-
 def parse_args(Config: type, presets: dict, script: str, doc: str, argv: list[str] | None, released: dict | None = None):
     """-> (config, commands). Every config field is a flag. A flag that is not given takes the value of the checkpoint that
     the command names (--eval, --caption, --resume), else of the preset. A run's folder is its checkpoint's. The device is
     chosen anew, except for --resume."""
-    parser = Parser(description=doc.splitlines()[0], allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    do = parser.add_argument_group("what to do (default: train, then evaluate on test)")
-    do.add_argument("--resume", action="store_true", help="continue out_dir's last.pt")
-    do.add_argument("--eval", metavar="CHECKPOINT", help="only evaluate this checkpoint")
-    do.add_argument("--split", choices=["val", "test"], help="split for --eval (default: test)")
-    do.add_argument("--caption", nargs=2, metavar=("BEFORE", "AFTER"), help="print the caption of two image files")
-    do.add_argument("--checkpoint", help="checkpoint for --caption")
-    do.add_argument("--out", metavar="PICTURE", help="with --caption: write the attention picture here")
+    parser = Parser(description=doc.splitlines()[0], allow_abbrev=False)
+    group = parser.add_argument_group("what to do (default: train, then evaluate on test)")
+    command = group.add_mutually_exclusive_group()
+    command.add_argument("--resume", action="store_true", help="continue out_dir's last.pt")
+    command.add_argument("--eval", metavar="CHECKPOINT", help="only evaluate this checkpoint")
+    command.add_argument("--caption", nargs=2, metavar=("BEFORE", "AFTER"), help="print the caption of two image files")
+    group.add_argument("--split", choices=["val", "test"], default="test", help="split to evaluate on (default: test)")
+    group.add_argument("--checkpoint", help="checkpoint for --caption")
+    group.add_argument("--out", metavar="PICTURE", help="with --caption: write the attention picture here")
     group, comments = parser.add_argument_group(f"config (presets change it for {', '.join(presets)})"), _comments(Config)
     for f in dataclasses.fields(Config):
         kind = {"choices": get_args(f.type)} if get_origin(f.type) is Literal else {"type": f.type}
         kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else kind
-        group.add_argument(f"--{f.name}", help=f"{comments[f.name]} (default: {f.default})".replace("%", "%%"), **kind)
-    given = vars(parser.parse_args(argv))
-    names = ("resume", "eval", "split", "caption", "checkpoint", "out")
-    do = argparse.Namespace(**{name: given.pop(name, None) for name in names})
+        text = f"{comments[f.name]} (default: {f.default})".replace("%", "%%")
+        group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=text, **kind)
+    do = parser.parse_args(argv)
+    given = {f.name: getattr(do, f.name) for f in dataclasses.fields(Config) if f.name in do}
     if bool(do.caption) != bool(do.checkpoint):
         raise ValueError("--caption needs --checkpoint, for example runs/<run>/best.pt, and --checkpoint needs --caption")
-    if sum(x is not None for x in (do.caption, do.eval, do.resume)) > 1:
-        raise ValueError("--resume, --eval and --caption exclude each other; give one of them")
-    if (do.out is not None and not do.caption) or (do.split and do.eval is None):
-        raise ValueError("--out goes with --caption, --split with --eval")
-    if do.out is not None and Path(do.out).suffix.lower() not in PICTURES:
-        raise ValueError(f"--out {do.out}: expected a name that ends in {', '.join(PICTURES)}")
-    do.split = do.split or "test"
 
-    dataset, reading = given.get("dataset", Config.dataset), given.get("reading", "paper")
+    dataset = given.get("dataset", Config.dataset)
     out_dir = given.get("out_dir") or f"runs/{script}-{dataset}"
-    source = do.checkpoint if do.caption else f"{out_dir}/last.pt" if do.resume else do.eval
-    if source is not None:
-        base = config_of(Config, load_checkpoint(source), source)
+    source = f"{out_dir}/last.pt" if do.resume else do.eval or do.checkpoint
+    if source:
+        state = load_checkpoint(source)
+        with reading(source, ANOTHER):
+            base = Config(**state["config"])
         for name in {"dataset", "reading"} & given.keys():
             if given[name] != getattr(base, name):
                 raise ValueError(f"--{name} {given[name]}: {source} was trained with {getattr(base, name)}")
-        if other := [f"--{name} {value} (there {getattr(base, name)})" for name, value in given.items()
-                     if value != getattr(base, name) and name not in ("data_dir", "out_dir", "device", "overwrite")]:
-            print(f"other flags than those that {source} was trained with: {', '.join(other)}")  # fmt: skip
-        if not (do.caption or given.get("data_dir") or (Path(base.data_dir).is_dir() and any(Path(base.data_dir).iterdir()))):
-            raise ValueError(f"{source} was trained on {base.data_dir}, where nothing is now; give its --data_dir")
         out_dir = given.get("out_dir") or str(Path(source).parent)
     else:
-        base = preset(Config, presets, released or {}, dataset, reading)
+        base = preset(Config, presets, released or {}, dataset, given.get("reading", "paper"))
         if dataset not in presets:
             print(f"no preset for {dataset}: running on the defaults; presets: {', '.join(presets)}")
+        if not given.get("overwrite") and any(Path(out_dir, name).exists() for name in RUN_FILES):
+            raise ValueError(f"{out_dir} holds a run already; continue it with --resume, replace it with --overwrite, "
+                             "or choose another --out_dir")  # fmt: skip
     device = usable_device(given.get("device") or (base.device if do.resume else ""))
-    cfg = dataclasses.replace(base, **given | {"out_dir": out_dir, "device": device})
-    if not do.caption:
-        check_folder(Path(out_dir), new=source is None, overwrite=cfg.overwrite)
-    return cfg, do
+    return dataclasses.replace(base, **given | {"out_dir": out_dir, "device": device}), do
 
 
 class Parser(argparse.ArgumentParser):
@@ -384,24 +349,13 @@ def usable_device(name: str) -> str:
 
 
 def can_compile(cfg: RunConfig) -> bool:
-    """A run asks for torch.compile on CUDA, and it needs a C compiler; where there is none, training goes on without, and says
-    so."""
+    """Whether a run compiles its step: on CUDA, if it is to, and where there is the C compiler that torch.compile needs."""
     if not (cfg.compile and cfg.device.startswith("cuda")):
         return False
-    found = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-    if not found:
-        print("no C compiler on the PATH: training without torch.compile")
-    return bool(found)
-
-
-def config_of(Config: type, state: dict, path: str | Path):
-    """The config that a checkpoint carries; ValueError where it is another method's."""
-    names = {f.name for f in dataclasses.fields(Config)}
-    if set(state["config"]) != names:
-        odd = ", ".join(sorted(set(state["config"]) ^ names))
-        raise ValueError(f"{path} is of another method or version: config fields differ ({odd})")
-    with reading(path, ANOTHER):
-        return Config(**state["config"])
+    if shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc"):
+        return True
+    print("no C compiler on the PATH: training without torch.compile")
+    return False
 
 
 def learning_rate(cfg: RunConfig, step: int) -> float:
@@ -417,22 +371,6 @@ def learning_rate(cfg: RunConfig, step: int) -> float:
 
 RUN_FILES = ("config.json", "log.jsonl", "last.pt", "best.pt", "pretrained.pt", "curves.png", "samples.png", "samples_val.png",
              *(f"{what}_{split}.json" for what in ("captions", "scores") for split in ("val", "test")))  # fmt: skip
-
-
-def check_folder(folder: Path, new: bool, overwrite: bool) -> None:
-    """ValueError where a run cannot write into this folder, or a new one may not: it holds another, or files of no run."""
-    try:
-        tempfile.TemporaryFile(dir=next(path for path in (folder, *folder.absolute().parents) if path.exists())).close()
-    except OSError as e:
-        raise ValueError(f"{folder} cannot be written ({e.strerror}); choose another --out_dir") from e
-    there = {path.name for path in folder.iterdir()} - {LOCK} if folder.is_dir() else set()
-    if not new or not there:
-        return
-    if not there & {"config.json", "last.pt"}:
-        raise ValueError(f"{folder} holds other files, such as {min(there)}; choose another --out_dir")
-    if not overwrite:
-        raise ValueError(f"{folder} holds a run already; continue it with --resume, replace it with --overwrite, "
-                         "or choose another --out_dir")  # fmt: skip
 
 
 def training_batches(dataset, batch_size: int, seed: int, first: int, last: int) -> Iterator:
@@ -482,15 +420,16 @@ class Run:
                 run.end_step(losses, validate)
 
     parts: whatever its captions depend on beside the model, the data set first, each with state() and check_state(state) as
-    data.Dataset's. Inside `with` no other process gets the folder, and the first Ctrl-C, SIGTERM or SIGHUP only sets `stop`
-    (130, 143, 129), so that the step under way ends and is saved; a second one stops at once. With `resume` the run goes on
-    from last.pt as if nothing had happened.
+    data.Dataset's. Inside `with` no other process gets the folder, and the first Ctrl-C or SIGTERM only sets `stop` (130 or
+    143), so that the step under way ends and is saved; a second one stops at once. With `resume` the run goes on from last.pt
+    as if nothing had happened.
     """
 
     def __init__(self, cfg: RunConfig, resume: bool, model: nn.Module, optimizer: torch.optim.Optimizer, *parts):
         self.cfg, self.dir, self.model, self.optimizer, self.parts = cfg, Path(cfg.out_dir), model, optimizer, parts
         self.step, self.best, self.worse, self.stop = 0, float("-inf"), 0, 0  # worse: validations since the best one
-        self.losses, self.bar, self.resume, self.resumed = LossLog(), None, resume, None
+        self.losses: list[dict[str, Tensor]] = []  # of the steps since the last line of the log; they stay on the device
+        self.began, self.resume, self.resumed = time.perf_counter(), resume, None
 
     def __enter__(self):
         with contextlib.ExitStack() as stack:
@@ -502,23 +441,18 @@ class Run:
             torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
             if can_compile(self.cfg):
                 self.model.compile(fullgraph=True, dynamic=False)
-            for number in (signal.SIGINT, *ends()):
+            for number in (signal.SIGINT, signal.SIGTERM):
                 stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
             self.held = stack.pop_all()
         return self
 
     def __exit__(self, *_):
-        if self.bar:
-            self.bar.close()
         self.held.close()
 
     def _on_signal(self, number, _frame):
         if self.stop:
             raise SystemExit(self.stop)
         self.stop = 128 + number
-        if number not in (signal.SIGINT, signal.SIGTERM):  # the terminal is gone, and what is written to it would be an error
-            for file in (file for file in (1, 2) if os.isatty(file)):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), file)
         print("stopping after this step; once more to stop at once", file=sys.stderr)
 
     def steps(self, dataset, batch_size: int = 0, first: int = 0, last: int = 0, rate=None, name: str = "train") -> Iterator:
@@ -547,12 +481,11 @@ class Run:
         validate() -> scores, of which cfg.select_by chooses best.pt. SystemExit where the user asked the run to stop;
         FloatingPointError where a loss or a weight is not finite."""
         self.step += 1
-        self.losses.add(losses)
+        self.losses.append({name: loss.detach() for name, loss in losses.items()})
         self.bar.update()
         due = (self.step - self.first) % self.cfg.eval_every == 0 or self.step == self.last
         if self.step % self.cfg.log_every == 0 or due or self.stop:
-            means = self.losses.take(self.step)
-            seconds = round(time.perf_counter() - self.losses.began, 2)
+            means, seconds = self.mean_losses(), round(time.perf_counter() - self.began, 2)
             self.log(step=self.step, event="train", stage=self.name, seconds=seconds, lr=self.lr, **means)
             self.bar.set_postfix({name: f"{value:.3f}" for name, value in means.items()})
         if due and validate:
@@ -571,27 +504,31 @@ class Run:
         if stop:
             raise SystemExit(stop)
 
+    def mean_losses(self) -> dict[str, float]:
+        """Mean of each loss over the steps since the last line of the log that had it. FloatingPointError naming the first
+        step whose loss is not finite, with every part of it."""
+        found: dict[str, list[float]] = {}
+        for step, losses in enumerate(self.losses, self.step - len(self.losses) + 1):
+            values = {name: loss.item() for name, loss in losses.items()}
+            if not all(map(math.isfinite, values.values())):
+                raise FloatingPointError(f"loss is not finite at step {step}: {values}; the last checkpoint is untouched; "
+                                         "try a lower --lr or --grad_clip 1")  # fmt: skip
+            for name, value in values.items():
+                found.setdefault(name, []).append(value)
+        self.losses = []
+        return {name: round(sum(values) / len(values), 6) for name, values in found.items()}
+
     def log(self, **values) -> None:
         """Append one JSON line to log.jsonl."""
         with open(self.dir / "log.jsonl", "a") as f:
             f.write(json.dumps(values) + "\n")
 
     def begin(self) -> None:
-        """Clear the folder of an older run's files; print and log what a figure of this run depends on. OSError where the disk
-        has no room for last.pt, best.pt and the checkpoint that is being written (to go on, for the last of them)."""
-        size = 3 * sum(p.nbytes for p in self.model.parameters())  # weights and Adam's two moments
-        need, free = size if self.resumed else 3 * size, shutil.disk_usage(self.dir).free
-        if free < need:
-            raise OSError(f"{self.dir}: checkpoints need {need / 1e6:.0f} MB, the disk has {free / 1e6:.0f} MB left")
+        """Clear the folder of an older run's files; print and log what a figure of this run depends on."""
         for name in RUN_FILES if not self.resumed else ():
             (self.dir / name).unlink(missing_ok=True)
-        for path in self.dir.glob("*.partial"):  # left by a process that was killed
-            path.unlink()
         git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-        try:
-            code = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-        except FileNotFoundError:  # git is not installed
-            code = ""
+        code = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         cuda = self.cfg.device.startswith("cuda")
         about = {
             "step": self.step, "event": "resume" if self.resumed else "start", "code": code or "not under git",
@@ -608,9 +545,12 @@ class Run:
         if not all(p.isfinite().all() for p in self.model.parameters()):
             raise FloatingPointError(f"weights are not finite after step {self.step}; {name} is untouched; try a lower --lr")
         states = {key: value for part in self.parts for key, value in part.state().items()}
+        random = {"cpu": torch.get_rng_state()}  # what dropout is drawn from; the order of the data needs none
+        if self.cfg.device.startswith("cuda"):
+            random["cuda"] = torch.cuda.get_rng_state()
         save_tensors(self.dir / name, states | {
             "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step, "best": self.best,
-            "worse": self.worse, "config": dataclasses.asdict(self.cfg), "random": random_state(self.cfg.device),
+            "worse": self.worse, "config": dataclasses.asdict(self.cfg), "random": random,
         })  # fmt: skip
 
     def restore(self) -> dict:
@@ -620,13 +560,13 @@ class Run:
         for part in self.parts:
             part.check_state(state)
         load_weights(self.model, state["model"], path)
-        with reading(path, ANOTHER):
-            set_random_state(state["random"], self.cfg.device)
+        torch.set_rng_state(state["random"]["cpu"].cpu())
+        if self.cfg.device.startswith("cuda") and "cuda" in state["random"]:
+            torch.cuda.set_rng_state(state["random"]["cuda"].cpu())
         self.step, self.best, self.worse = state["step"], state["best"], state["worse"]
-        # A run that was killed has logged steps that it will now repeat, the last of them perhaps in half a line.
-        kept = [line for line in log.read_text().splitlines() if logged_step(line) <= self.step]
-        with whole(log) as partial:
-            partial.write_text("".join(line + "\n" for line in kept))
+        with reading(log, "remove its last line"):  # a run that was killed has logged steps that it will now repeat
+            kept = [line for line in log.read_text().splitlines() if json.loads(line)["step"] <= self.step]
+        log.write_text("".join(line + "\n" for line in kept))
         return state
 
     def best_model(self) -> nn.Module:
@@ -635,61 +575,43 @@ class Run:
         return load_weights(self.model, load_checkpoint(path, self.cfg.device)["model"], path)
 
 
-def logged_step(line: str) -> float:
-    """The step of a line of log.jsonl; infinity where it is no such line."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):
-        return float("inf")
-
-
-def ends() -> list[int]:
-    """The signals that ask a process to end. Under nohup SIGHUP is ignored, and stays so; Windows has none."""
-    hangup = getattr(signal, "SIGHUP", None)
-    return [signal.SIGTERM] + [hangup] * (hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN)
-
-
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 LOCK = ".lock"
 
 
 def lock(folder: Path) -> IO:
-    """Make the folder, and keep other processes out until the file that is returned is closed; ValueError where one has it.
-    Windows has no flock: there two processes in a folder are not noticed."""
+    """Make the folder, and keep other processes out until the file that is returned is closed; ValueError where one has it."""
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / LOCK, "w")
     try:
-        if fcntl:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:
         raise ValueError(f"another process is at work in {folder}; wait for it, or choose another folder") from e
-    except OSError as e:
-        print(f"{folder} cannot be locked ({e.strerror}): start no second process there")
+    except (ImportError, OSError) as e:  # Windows, and file systems without locks
+        print(f"{folder} cannot be locked ({e}): start no second process there")
     return file
 
 
 @contextlib.contextmanager
-def whole(path: Path, size: int = 0) -> Iterator[Path]:
+def whole(path: Path) -> Iterator[Path]:
     """Gives another name to write to, which becomes `path` at the end: whenever the process dies, `path` is whole. OSError
-    where the disk is full. size: what is going to be written, in bytes."""
+    where the disk is full."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         yield partial
         os.replace(partial, path)
     except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError
-        room = f"it takes {size / 1e6:.1f} MB, the disk has {shutil.disk_usage(path.parent).free / 1e6:.1f} MB left"
-        raise OSError(f"{path} could not be written ({e}); {room}") from e
+        raise OSError(f"{path} could not be written: {e}") from e
     finally:
         partial.unlink(missing_ok=True)
 
 
 def save_tensors(path: Path, state: dict) -> None:
     """Plain dicts and tensors into a file, whole or not at all."""
-    def size(x) -> int:
-        return x.nbytes if isinstance(x, Tensor) else sum(map(size, x.values())) if isinstance(x, dict) else 0
-
-    with whole(path, size(state)) as partial:
+    with whole(path) as partial:
         torch.save(state, partial)
 
 
@@ -699,11 +621,8 @@ def reading(path: str | Path, mend: str) -> Iterator[None]:
     try:
         yield
     except Exception as e:  # a broken pickle raises whatever it likes
-        reason = f"{e}" if isinstance(e, ValueError) else f"{type(e).__name__} {e}"
-        if isinstance(e, pickle.UnpicklingError):  # whose text is long and advises to execute the file
-            reason = "no plain tensors"
-        reason = " ".join(reason.split())[:120]
-        raise ValueError(f"{path} cannot be used ({reason}); {mend}") from e
+        reason = "no plain tensors" if isinstance(e, pickle.UnpicklingError) else f"{type(e).__name__}: {e}"
+        raise ValueError(f"{path} cannot be used ({' '.join(reason.split())[:120]}); {mend}") from e
 
 
 def load_tensors(path: str | Path, shape: dict, mend: str, device: str = "cpu") -> dict:
@@ -711,8 +630,7 @@ def load_tensors(path: str | Path, shape: dict, mend: str, device: str = "cpu") 
     do where the file is missing or wrong."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file {str(path)!r}; {mend}")
-    with reading(path, mend), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with reading(path, mend):
         state = torch.load(path, map_location=device, weights_only=True)
         check_shape(state, shape, "content")
     return state
@@ -722,28 +640,23 @@ def check_shape(content, shape, where: str) -> None:
     """ValueError where the content of a file has another shape. Shapes are written as data: str is a string, (int, str) one of
     two types, ("a", "b") one of two words, [str] a list, [str, ...] a list that is not empty, {str: int} a dict, {"a": int} a
     dict that has a key "a" and maybe others."""
-    if isinstance(shape, tuple) and isinstance(shape[0], str):
-        if content not in shape:
-            raise ValueError(f"{where}: expected {', '.join(shape)}, found {str(content)[:80]!r}")
-        return
+    words = isinstance(shape, tuple) and isinstance(shape[0], str)
     types = shape if isinstance(shape, tuple) else (type(shape) if isinstance(shape, list | dict) else shape,)
-    if not isinstance(content, types) or (isinstance(content, bool) and bool not in types):
-        expected = " or ".join(t.__name__ for t in types)
+    fits = content in shape if words else isinstance(content, types) and (type(content) is not bool or bool in types)
+    if not fits:
+        expected = " or ".join(t if words else t.__name__ for t in types)
         raise ValueError(f"{where}: expected {expected}, found {type(content).__name__} {str(content)[:80]!r}")
     if isinstance(shape, list):
         if ... in shape and not content:
             raise ValueError(f"{where}: expected a list that is not empty")
         for n, item in enumerate(content):
             check_shape(item, shape[0], f"{where}, item {n}")
-    elif isinstance(shape, dict) and str in shape:
-        for key, value in content.items():
-            check_shape(value, shape[str], f"{where}, {key!r}")
     elif isinstance(shape, dict):
-        for key, part in shape.items():
+        for key in content if str in shape else shape:
             if key not in content:
                 found = ", ".join(map(str, content))[:80]
                 raise ValueError(f"{where}: no key {key!r}; expected {', '.join(shape)}, found {found}")
-            check_shape(content[key], part, f"{where}, {key!r}")
+            check_shape(content[key], shape.get(str) or shape[key], f"{where}, {key!r}")
 
 
 CHECKPOINT = {  # what Run.save and data.Dataset.state put in
@@ -755,35 +668,25 @@ ANOTHER = "train first, or name another checkpoint"
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
-    """A checkpoint; ValueError where it is none."""
-    state = load_tensors(path, CHECKPOINT, ANOTHER, device)
-    sizes = [state["max_len"], len(state["vocab"]), *state["grid"]]
-    if len(sizes) != 5 or not all(type(n) is int and 1 <= n <= 10**6 for n in sizes) or state["step"] < 0:
-        raise ValueError(f"{path} cannot be used (max_len, vocab and grid are {sizes}); {ANOTHER}")
-    return state
+    """A checkpoint; FileNotFoundError or ValueError where there is none."""
+    return load_tensors(path, CHECKPOINT, ANOTHER, device)
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], path: str | Path, mend: str = ANOTHER) -> nn.Module:
-    """The model with the weights that a file holds; ValueError where they do not fit, or are not finite."""
+    """The model with the weights that a file holds; ValueError where they do not fit."""
     with reading(path, mend):
         model.load_state_dict(weights)
-        if bad := [name for name, x in model.state_dict().items() if not x.isfinite().all()]:
-            raise ValueError(f"weights are not finite: {bad[0]}")
     return model
 
 
 def load_moments(optimizer: torch.optim.Optimizer, saved: dict, path: Path) -> None:
-    """Adam's moments from a checkpoint. ValueError where one has not its parameter's shape and type: fused Adam would write
-    past its end."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    """Adam's moments from a checkpoint. ValueError where one has another shape than its parameter: fused Adam would write past
+    its end."""
     with reading(path, ANOTHER):
-        for i, moments in saved["state"].items():
-            p = parameters[i]
-            for name, like in {"step": torch.zeros((), device=p.device), "exp_avg": p, "exp_avg_sq": p}.items():
-                x = moments[name]
-                if (x.shape, x.dtype, x.layout) != (like.shape, like.dtype, like.layout):
-                    raise ValueError(f"Adam's {name} of parameter {i} is {x.dtype} {list(x.shape)}")
-                optimizer.state[p][name] = torch.empty_like(like, requires_grad=False).copy_(x)
+        optimizer.load_state_dict({"state": saved["state"], "param_groups": optimizer.state_dict()["param_groups"]})
+        for p, moments in optimizer.state.items():
+            if not p.shape == moments["exp_avg"].shape == moments["exp_avg_sq"].shape:
+                raise ValueError("Adam's moments are of other parameters")
 
 
 def load_model(Model: Callable[..., nn.Module], cfg: RunConfig, path: str | Path) -> tuple[nn.Module, dict]:
@@ -793,63 +696,13 @@ def load_model(Model: Callable[..., nn.Module], cfg: RunConfig, path: str | Path
     return load_weights(model, state["model"], path).eval(), state
 
 
-def random_state(device: str) -> dict[str, Tensor]:
-    """State of the generators that a training step draws from (dropout); data order needs none."""
-    state = {"cpu": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if device.startswith("cuda") else {})
-
-
-def set_random_state(state: dict[str, Tensor], device: str) -> None:
-    torch.set_rng_state(state["cpu"].cpu())
-    if device.startswith("cuda") and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"].cpu())
-
-
-class LossLog:
-    """Losses of the steps since the last line of the log. They stay on the device until `take`."""
-
-    def __init__(self):
-        self.names: list[list[str]] = []
-        self.rows: list[Tensor] = []
-        self.began = time.perf_counter()
-
-    def add(self, losses: dict[str, Tensor]) -> None:
-        self.names.append(list(losses))
-        self.rows.append(torch.stack([v.detach() for v in losses.values()]))
-
-    def take(self, step: int) -> dict[str, float]:
-        """Mean of each loss over the steps up to `step` that had it, then forgotten. FloatingPointError naming the first step
-        whose loss is not finite, with every part of it."""
-        found: dict[str, list[float]] = {}
-        values = torch.cat(self.rows).cpu().double().split([len(names) for names in self.names]) if self.rows else []
-        for i, (names, row) in enumerate(zip(self.names, values, strict=True)):
-            if not row.isfinite().all():
-                parts = ", ".join(f"{n} {v:.4g}" for n, v in zip(names, row.tolist(), strict=True))
-                raise FloatingPointError(f"loss is not finite at step {step - len(values) + 1 + i}: {parts}; the last "
-                                         "checkpoint is untouched; try a lower --lr or --grad_clip 1")  # fmt: skip
-            for name, value in zip(names, row.tolist(), strict=True):
-                found.setdefault(name, []).append(value)
-        self.names, self.rows = [], []
-        return {name: round(sum(values) / len(values), 6) for name, values in found.items()}
-
-
 def run_main(main: Callable[[], None]) -> None:
-    """Run a script's main: an error of input or data becomes one line and exit code 2, a signal that ends it 128 + its number.
-    Output that nobody reads on (`| head`) ends it quietly."""
-    warnings.filterwarnings("ignore", module="PIL")
-    for number in ends():
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    """Run a script's main: an error of input or data becomes one line and exit code 2, Ctrl-C exit code 130."""
     try:
         main()
-        sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(141)
-    except (ValueError, OSError, FloatingPointError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and "memory" not in str(e):
-            raise
+    except (ValueError, OSError, FloatingPointError, torch.OutOfMemoryError) as e:
         print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
 
@@ -870,28 +723,21 @@ def pair_picture(before: Image.Image, after: Image.Image, maps: dict[str, Tensor
             shaded = Image.composite(im, Image.blend(im, Image.new("RGB", im.size), 0.7), mask)
             ImageDraw.Draw(shaded).text((2, 1), name, fill="white", font=font)
             pictures.append(shaded)
-    rows = [row for line in lines for row in textwrap.wrap(line, (4 * side + 9) // 6) or [""]]
-    top = -(-len(pictures) // 4) * (side + 3)  # four pictures a row
-    strip = Image.new("RGB", (4 * side + 9, top + 14 * len(rows) + 3), "white")
-    for i, im in enumerate(pictures):
-        strip.paste(im, (i % 4 * (side + 3), i // 4 * (side + 3)))
-    draw = ImageDraw.Draw(strip)
+    page = tiled(pictures, 4, 3)
+    rows = [row for line in lines for row in textwrap.wrap(line, page.width // 6) or [""]]
+    strip = Image.new("RGB", (page.width, page.height + 14 * len(rows) + 3), "white")
+    strip.paste(page)
     for i, row in enumerate(rows):
-        draw.text((1, top - 1 + 14 * i), row, fill="black", font=font)
+        ImageDraw.Draw(strip).text((1, page.height - 1 + 14 * i), row, fill="black", font=font)
     return strip
 
 
-def sheet(columns: dict[str, list[Image.Image]]) -> Image.Image:
-    """Strips in columns under their titles. -> PIL image."""
-    width = max(im.width for column in columns.values() for im in column) + 12
-    height = max(im.height for column in columns.values() for im in column) + 6
-    rows = max(len(column) for column in columns.values())
-    page = Image.new("RGB", (width * len(columns), height * rows + 24), "white")
-    draw = ImageDraw.Draw(page)
-    for x, (title, column) in enumerate(columns.items()):
-        draw.text((x * width + 4, 4), title, fill="black", font=ImageFont.load_default(14))
-        for y, im in enumerate(column):
-            page.paste(im, (x * width + 4, y * height + 24))
+def tiled(pictures: list[Image.Image], columns: int, gap: int) -> Image.Image:
+    """Pictures in rows on a white page, all in cells of the same size. -> PIL image."""
+    width, height = max(im.width for im in pictures) + gap, max(im.height for im in pictures) + gap
+    page = Image.new("RGB", (columns * width - gap, -(-len(pictures) // columns) * height), "white")
+    for i, im in enumerate(pictures):
+        page.paste(im, (i % columns * width, i // columns * height))
     return page
 
 
@@ -900,34 +746,31 @@ def sample_sheet(dataset, split: str, captions: dict[str, str], maps: dict, note
 
     By pair id: captions, maps (name -> (H, W)), notes (further lines, may lack pairs). dataset: has examples and images, as
     data.Dataset."""
-    columns = {}
+    columns = []
     for kind, pairs in dataset.examples(split, 12).items():
-        columns[kind] = []
+        columns.append([])
         for p in pairs:
-            lines = [f"reference: {p.captions[0]}", f"generated: {captions[p.id]}", *notes.get(p.id, [])]
-            columns[kind].append(pair_picture(*dataset.images(p), maps[p.id], lines))
-    return sheet(columns)
+            lines = [kind, f"reference: {p.captions[0]}", f"generated: {captions[p.id]}", *notes.get(p.id, [])]
+            columns[-1].append(pair_picture(*dataset.images(p), maps[p.id], lines))
+    rows = itertools.zip_longest(*columns, fillvalue=Image.new("RGB", (1, 1), "white"))
+    return tiled([strip for row in rows for strip in row], len(columns), 12)
 
 
 def curves(log: Path) -> Image.Image:
     """A panel for every loss and every validation score of a log.jsonl, over the steps of the run. -> PIL image."""
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
     series: dict[str, list[tuple[int, float]]] = {}
-    for line in (line for line in lines if line["event"] in ("train", "eval")):
-        title = "loss" if line["event"] == "train" else "validation"
-        for name, value in line.items():
+    for line in map(json.loads, log.read_text().splitlines()):
+        title = {"train": "loss", "eval": "validation"}.get(line["event"])
+        for name, value in line.items() if title else ():
             if isinstance(value, float) and name not in ("seconds", "lr"):
                 series.setdefault(f"{title}: {name}", []).append((line["step"], value))
-    width, height, last = 230, 150, max(line["step"] for line in lines)
-    page = Image.new("RGB", (4 * width, max(1, -(-len(series) // 4)) * height), "white")
-    draw, font = ImageDraw.Draw(page), ImageFont.load_default(11)
-    for i, (name, points) in enumerate(series.items()):
-        left, top = i % 4 * width + 10, i // 4 * height + 20
-        low, high = min(value for _, value in points), max(value for _, value in points)
-        at = [(left + (width - 20) * step / max(1, last), top + (height - 45) * (high - value) / max(high - low, 1e-12))
-              for step, value in points]  # fmt: skip
-        draw.rectangle((left, top, left + width - 20, top + height - 45), outline="lightgray")
+    last, panels, font = max(points[-1][0] for points in series.values()), [], ImageFont.load_default(11)
+    for name, points in series.items():
+        panels.append(Image.new("RGB", (230, 150), "white"))
+        draw, low, high = ImageDraw.Draw(panels[-1]), min(value for _, value in points), max(value for _, value in points)
+        at = [(10 + 210 * step / last, 20 + 105 * (high - value) / max(high - low, 1e-12)) for step, value in points]
+        draw.rectangle((10, 20, 220, 125), outline="lightgray")
         draw.line(at, fill="black") if len(at) > 1 else draw.circle(at[0], 2, fill="black")
-        draw.text((left, top - 15), name, fill="black", font=font)
-        draw.text((left, top + height - 43), f"{low:.4g} to {high:.4g}, last {points[-1][1]:.4g}", fill="gray", font=font)
-    return page
+        draw.text((10, 5), name, fill="black", font=font)
+        draw.text((10, 127), f"{low:.4g} to {high:.4g}, last {points[-1][1]:.4g}", fill="gray", font=font)
+    return tiled(panels, 4, 0)

@@ -221,13 +221,14 @@ def draw(runs: Path, seed: int, data_dir: str) -> None:
         if not (folder / "captions_test.json").exists():
             continue
         captions = data.read_predictions(folder / "captions_test.json")
-        columns: dict = {"a reference, word for word": [], "not a reference": []}
+        strips: dict = {"a reference, word for word": [], "not a reference": []}
         for pair in in_turn:
-            column = list(columns.values())[captions[pair.id] not in pair.captions]
-            if len(column) < 2:
-                lines = [f"reference: {pair.captions[0]}", f"generated: {captions[pair.id]}"]
-                column.append(common.pair_picture(*dataset.images(pair), {}, lines))
-        common.sheet(columns).save(HERE.parent / "assets" / f"{Path(ROWS[row]).stem}.png")
+            kind = list(strips)[captions[pair.id] not in pair.captions]
+            if len(strips[kind]) < 2:
+                lines = [kind, f"reference: {pair.captions[0]}", f"generated: {captions[pair.id]}"]
+                strips[kind].append(common.pair_picture(*dataset.images(pair), {}, lines))
+        page = common.tiled([strip for kind in strips.values() for strip in kind], 2, 12)
+        page.save(HERE.parent / "assets" / f"{Path(ROWS[row]).stem}.png")
 
 
 def main() -> None:

@@ -199,7 +199,7 @@ def test_levir_cc(tmp_path):
     assert vocab.words[4:] == ["a", "appears", "lake"] and vocab.encode("a villa", 4) == [2, 4, 1, 3]
     assert vocab.split("a " * 60) == ["a"] * 50
     write(tmp_path / "LevirCCcaptions.json", {"images": [levir_image("restval", 1, "x")]})
-    with pytest.raises(ValueError, match=r"item 0, 'split': expected train, val, test, found 'restval'"):
+    with pytest.raises(ValueError, match=r"item 0, 'split': expected train or val or test, found str 'restval'"):
         data.read_levir_cc(tmp_path)
 
 
