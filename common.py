@@ -21,13 +21,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, get_args, get_origin
 
+# An interrupt while torch loads, for seconds, ends without a traceback.
+shown, sys.excepthook = sys.excepthook, lambda kind, *rest: sys.exit(130) if kind is KeyboardInterrupt else shown(kind, *rest)
 # OpenMP reads these when torch loads. Idle threads then sleep: with one busy neighbour a step takes a third of the time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -39,6 +43,8 @@ import torchvision
 from PIL import Image, ImageDraw, ImageFont  # torchvision's own image library
 from torch import Tensor
 from tqdm import tqdm
+
+sys.excepthook = shown
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
@@ -259,10 +265,15 @@ class RunConfig:
     def __post_init__(self):
         for f in dataclasses.fields(self):
             value, (low, high) = getattr(self, f.name), self.RANGES.get(f.name, (int(f.type is int), 10**8))
-            if f.type in (int, float) and not low <= value <= high:  # so is NaN
-                raise ValueError(f"--{f.name} {value}: expected a number from {low} to {high}")
-            if get_origin(f.type) is Literal and value not in get_args(f.type):
-                raise ValueError(f"--{f.name} {value}: expected {' or '.join(get_args(f.type))}")
+            if get_origin(f.type) is Literal:
+                fits, expected = value in get_args(f.type), " or ".join(get_args(f.type))
+            elif f.type in (int, float):
+                fits = type(value) in (int, f.type) and low <= value <= high  # not so for NaN
+                expected = f"{'a whole number' if f.type is int else 'a number'} from {low} to {high}"
+            else:
+                fits, expected = type(value) is f.type, f.type.__name__
+            if not fits:
+                raise ValueError(f"--{f.name} {value}: expected {expected}")
         if getattr(self, "dim", 0) % getattr(self, "heads", 1):
             raise ValueError(f"--dim {self.dim} is not a multiple of --heads {self.heads}")
 
@@ -283,6 +294,9 @@ def preset(Config: type, presets: dict[str, dict], released: dict[str, dict], da
     return Config(**values)
 
 
+PICTURES = (".png", ".jpg", ".jpeg", ".pdf")  # what --out may be
+
+
 def parse_args(Config: type, presets: dict, script: str, doc: str, argv: list[str] | None, released: dict | None = None):
     """-> (config, commands). Every config field is a flag. A flag that is not given takes the value of the checkpoint that
     the command names (--eval, --caption, --resume), else of the preset. A run's folder is its checkpoint's. The device is
@@ -293,7 +307,7 @@ def parse_args(Config: type, presets: dict, script: str, doc: str, argv: list[st
     command.add_argument("--resume", action="store_true", help="continue out_dir's last.pt")
     command.add_argument("--eval", metavar="CHECKPOINT", help="only evaluate this checkpoint")
     command.add_argument("--caption", nargs=2, metavar=("BEFORE", "AFTER"), help="print the caption of two image files")
-    group.add_argument("--split", choices=["val", "test"], default="test", help="split to evaluate on (default: test)")
+    group.add_argument("--split", choices=["val", "test"], default="test", help="split for --eval (default: test)")
     group.add_argument("--checkpoint", help="checkpoint for --caption")
     group.add_argument("--out", metavar="PICTURE", help="with --caption: write the attention picture here")
     group, comments = parser.add_argument_group(f"config (presets change it for {', '.join(presets)})"), _comments(Config)
@@ -306,27 +320,38 @@ def parse_args(Config: type, presets: dict, script: str, doc: str, argv: list[st
     given = {f.name: getattr(do, f.name) for f in dataclasses.fields(Config) if f.name in do}
     if bool(do.caption) != bool(do.checkpoint):
         raise ValueError("--caption needs --checkpoint, for example runs/<run>/best.pt, and --checkpoint needs --caption")
+    if do.out is not None and not (do.caption and Path(do.out).suffix.lower() in PICTURES):
+        raise ValueError(f"--out {do.out}: expected --caption, and a name that ends in {', '.join(PICTURES)}")
+    if do.split != "test" and do.eval is None:
+        raise ValueError("--split goes with --eval")
 
     dataset = given.get("dataset", Config.dataset)
     out_dir = given.get("out_dir") or f"runs/{script}-{dataset}"
-    source = f"{out_dir}/last.pt" if do.resume else do.eval or do.checkpoint
-    if source:
+    source = f"{out_dir}/last.pt" if do.resume else do.checkpoint if do.caption else do.eval
+    if source is not None:
         state = load_checkpoint(source)
+        if odd := sorted({*state["config"]} ^ {f.name for f in dataclasses.fields(Config)}):
+            raise ValueError(f"{source} is of another method or version: config fields differ ({', '.join(odd)})")
         with reading(source, ANOTHER):
             base = Config(**state["config"])
         for name in {"dataset", "reading"} & given.keys():
             if given[name] != getattr(base, name):
                 raise ValueError(f"--{name} {given[name]}: {source} was trained with {getattr(base, name)}")
+        if other := [f"--{name} {value} (there {getattr(base, name)})" for name, value in given.items()
+                     if value != getattr(base, name) and name not in ("data_dir", "out_dir", "device", "overwrite")]:
+            print(f"other flags than those that {source} was trained with: {', '.join(other)}")  # fmt: skip
+        if not (do.caption or given.get("data_dir") or (Path(base.data_dir).is_dir() and any(Path(base.data_dir).iterdir()))):
+            raise ValueError(f"{source} was trained on {base.data_dir}, where nothing is now; give its --data_dir")
         out_dir = given.get("out_dir") or str(Path(source).parent)
     else:
         base = preset(Config, presets, released or {}, dataset, given.get("reading", "paper"))
         if dataset not in presets:
             print(f"no preset for {dataset}: running on the defaults; presets: {', '.join(presets)}")
-        if not given.get("overwrite") and any(Path(out_dir, name).exists() for name in RUN_FILES):
-            raise ValueError(f"{out_dir} holds a run already; continue it with --resume, replace it with --overwrite, "
-                             "or choose another --out_dir")  # fmt: skip
     device = usable_device(given.get("device") or (base.device if do.resume else ""))
-    return dataclasses.replace(base, **given | {"out_dir": out_dir, "device": device}), do
+    cfg = dataclasses.replace(base, **given | {"out_dir": out_dir, "device": device})
+    if not do.caption:
+        check_folder(Path(out_dir), new=source is None, overwrite=cfg.overwrite)
+    return cfg, do
 
 
 class Parser(argparse.ArgumentParser):
@@ -371,6 +396,20 @@ def learning_rate(cfg: RunConfig, step: int) -> float:
 
 RUN_FILES = ("config.json", "log.jsonl", "last.pt", "best.pt", "pretrained.pt", "curves.png", "samples.png", "samples_val.png",
              *(f"{what}_{split}.json" for what in ("captions", "scores") for split in ("val", "test")))  # fmt: skip
+
+
+def check_folder(folder: Path, new: bool, overwrite: bool) -> None:
+    """ValueError where a run cannot write into this folder, or a new one may not: it holds another, or files of no run."""
+    try:
+        tempfile.TemporaryFile(dir=next(path for path in (folder, *folder.absolute().parents) if path.exists())).close()
+    except OSError as e:
+        raise ValueError(f"{folder} cannot be written ({e.strerror}); choose another --out_dir") from e
+    there = {path.name for path in folder.iterdir()} - {LOCK} if new and folder.is_dir() else set()
+    if there and not there & {"config.json", "last.pt"}:
+        raise ValueError(f"{folder} holds other files, such as {min(there)}; choose another --out_dir")
+    if there and not overwrite:
+        raise ValueError(f"{folder} holds a run already; continue it with --resume, replace it with --overwrite, "
+                         "or choose another --out_dir")  # fmt: skip
 
 
 def training_batches(dataset, batch_size: int, seed: int, first: int, last: int) -> Iterator:
@@ -420,9 +459,9 @@ class Run:
                 run.end_step(losses, validate)
 
     parts: whatever its captions depend on beside the model, the data set first, each with state() and check_state(state) as
-    data.Dataset's. Inside `with` no other process gets the folder, and the first Ctrl-C or SIGTERM only sets `stop` (130 or
-    143), so that the step under way ends and is saved; a second one stops at once. With `resume` the run goes on from last.pt
-    as if nothing had happened.
+    data.Dataset's. Inside `with` no other process gets the folder, and the first Ctrl-C, SIGTERM or SIGHUP only sets `stop`
+    (130, 143, 129), so that the step under way ends and is saved; a second one stops at once. With `resume` the run goes on
+    from last.pt as if nothing had happened.
     """
 
     def __init__(self, cfg: RunConfig, resume: bool, model: nn.Module, optimizer: torch.optim.Optimizer, *parts):
@@ -441,7 +480,7 @@ class Run:
             torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
             if can_compile(self.cfg):
                 self.model.compile(fullgraph=True, dynamic=False)
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in ends():
                 stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
             self.held = stack.pop_all()
         return self
@@ -453,6 +492,9 @@ class Run:
         if self.stop:
             raise SystemExit(self.stop)
         self.stop = 128 + number
+        if number not in (signal.SIGINT, signal.SIGTERM):  # the terminal is gone, and what is written to it would be an error
+            for file in (file for file in (1, 2) if os.isatty(file)):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), file)
         print("stopping after this step; once more to stop at once", file=sys.stderr)
 
     def steps(self, dataset, batch_size: int = 0, first: int = 0, last: int = 0, rate=None, name: str = "train") -> Iterator:
@@ -511,7 +553,8 @@ class Run:
         for step, losses in enumerate(self.losses, self.step - len(self.losses) + 1):
             values = {name: loss.item() for name, loss in losses.items()}
             if not all(map(math.isfinite, values.values())):
-                raise FloatingPointError(f"loss is not finite at step {step}: {values}; the last checkpoint is untouched; "
+                parts = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+                raise FloatingPointError(f"loss is not finite at step {step}: {parts}; the last checkpoint is untouched; "
                                          "try a lower --lr or --grad_clip 1")  # fmt: skip
             for name, value in values.items():
                 found.setdefault(name, []).append(value)
@@ -524,9 +567,16 @@ class Run:
             f.write(json.dumps(values) + "\n")
 
     def begin(self) -> None:
-        """Clear the folder of an older run's files; print and log what a figure of this run depends on."""
+        """Clear the folder of an older run's files; print and log what a figure of this run depends on. OSError where the disk
+        has no room for last.pt, best.pt and the checkpoint that is being written (to go on, for the last of them)."""
+        size = 3 * sum(p.nbytes for p in self.model.parameters())  # weights and Adam's two moments
+        need, free = size if self.resumed else 3 * size, shutil.disk_usage(self.dir).free
+        if free < need:
+            raise OSError(f"{self.dir}: checkpoints need {need / 1e6:.0f} MB, the disk has {free / 1e6:.0f} MB left")
         for name in RUN_FILES if not self.resumed else ():
             (self.dir / name).unlink(missing_ok=True)
+        for path in self.dir.glob("*.partial"):  # left by a process that was killed
+            path.unlink()
         git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
         code = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         cuda = self.cfg.device.startswith("cuda")
@@ -560,19 +610,35 @@ class Run:
         for part in self.parts:
             part.check_state(state)
         load_weights(self.model, state["model"], path)
-        torch.set_rng_state(state["random"]["cpu"].cpu())
-        if self.cfg.device.startswith("cuda") and "cuda" in state["random"]:
-            torch.cuda.set_rng_state(state["random"]["cuda"].cpu())
+        with reading(path, ANOTHER):
+            torch.set_rng_state(state["random"]["cpu"].cpu())
+            if self.cfg.device.startswith("cuda") and "cuda" in state["random"]:
+                torch.cuda.set_rng_state(state["random"]["cuda"].cpu())
         self.step, self.best, self.worse = state["step"], state["best"], state["worse"]
-        with reading(log, "remove its last line"):  # a run that was killed has logged steps that it will now repeat
-            kept = [line for line in log.read_text().splitlines() if json.loads(line)["step"] <= self.step]
-        log.write_text("".join(line + "\n" for line in kept))
+        # A run that was killed has logged steps that it will now repeat, the last of them perhaps in half a line.
+        kept = [line for line in log.read_text().splitlines() if logged_step(line) <= self.step]
+        with whole(log) as partial:
+            partial.write_text("".join(line + "\n" for line in kept))
         return state
 
     def best_model(self) -> nn.Module:
         """The model with the weights of best.pt."""
         path = self.dir / "best.pt"
         return load_weights(self.model, load_checkpoint(path, self.cfg.device)["model"], path)
+
+
+def logged_step(line: str) -> float:
+    """The step of a line of log.jsonl; infinity where it is no such line."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return float("inf")
+
+
+def ends() -> list[int]:
+    """The signals that ask a process to end. Under nohup SIGHUP is ignored, and stays so; Windows has none."""
+    hangup = getattr(signal, "SIGHUP", None)
+    return [signal.SIGINT, signal.SIGTERM] + [hangup] * (hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -596,22 +662,26 @@ def lock(folder: Path) -> IO:
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def whole(path: Path, size: int = 0) -> Iterator[Path]:
     """Gives another name to write to, which becomes `path` at the end: whenever the process dies, `path` is whole. OSError
-    where the disk is full."""
+    where the disk is full. size: what is going to be written, in bytes."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         yield partial
         os.replace(partial, path)
     except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError
-        raise OSError(f"{path} could not be written: {e}") from e
+        room = f"it takes {size / 1e6:.1f} MB, the disk has {shutil.disk_usage(path.parent).free / 1e6:.1f} MB left"
+        raise OSError(f"{path} could not be written ({e}); {room}") from e
     finally:
         partial.unlink(missing_ok=True)
 
 
 def save_tensors(path: Path, state: dict) -> None:
     """Plain dicts and tensors into a file, whole or not at all."""
-    with whole(path) as partial:
+    def size(x) -> int:
+        return x.nbytes if isinstance(x, Tensor) else sum(map(size, x.values())) if isinstance(x, dict) else 0
+
+    with whole(path, size(state)) as partial:
         torch.save(state, partial)
 
 
@@ -621,7 +691,9 @@ def reading(path: str | Path, mend: str) -> Iterator[None]:
     try:
         yield
     except Exception as e:  # a broken pickle raises whatever it likes
-        reason = "no plain tensors" if isinstance(e, pickle.UnpicklingError) else f"{type(e).__name__}: {e}"
+        reason = f"{e}" if isinstance(e, ValueError) else f"{type(e).__name__} {e}"
+        if isinstance(e, pickle.UnpicklingError):  # whose text is long and advises to execute the file
+            reason = "no plain tensors"
         raise ValueError(f"{path} cannot be used ({' '.join(reason.split())[:120]}); {mend}") from e
 
 
@@ -630,7 +702,8 @@ def load_tensors(path: str | Path, shape: dict, mend: str, device: str = "cpu") 
     do where the file is missing or wrong."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file {str(path)!r}; {mend}")
-    with reading(path, mend):
+    with reading(path, mend), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         state = torch.load(path, map_location=device, weights_only=True)
         check_shape(state, shape, "content")
     return state
@@ -669,24 +742,34 @@ ANOTHER = "train first, or name another checkpoint"
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
     """A checkpoint; FileNotFoundError or ValueError where there is none."""
-    return load_tensors(path, CHECKPOINT, ANOTHER, device)
+    state = load_tensors(path, CHECKPOINT, ANOTHER, device)
+    sizes = [state["max_len"], len(state["vocab"]), *state["grid"]]
+    if len(sizes) != 5 or not all(type(n) is int and 1 <= n <= 10**6 for n in sizes) or state["step"] < 0:
+        raise ValueError(f"{path} cannot be used (max_len, vocab and grid are {sizes}); {ANOTHER}")
+    return state
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], path: str | Path, mend: str = ANOTHER) -> nn.Module:
-    """The model with the weights that a file holds; ValueError where they do not fit."""
+    """The model with the weights that a file holds; ValueError where they do not fit, or are not finite."""
     with reading(path, mend):
         model.load_state_dict(weights)
+        if bad := [name for name, x in model.state_dict().items() if not x.isfinite().all()]:
+            raise ValueError(f"weights are not finite: {bad[0]}")
     return model
 
 
 def load_moments(optimizer: torch.optim.Optimizer, saved: dict, path: Path) -> None:
-    """Adam's moments from a checkpoint. ValueError where one has another shape than its parameter: fused Adam would write past
-    its end."""
+    """Adam's moments from a checkpoint. ValueError where one has not its parameter's shape and type: fused Adam would write
+    past its end."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     with reading(path, ANOTHER):
-        optimizer.load_state_dict({"state": saved["state"], "param_groups": optimizer.state_dict()["param_groups"]})
-        for p, moments in optimizer.state.items():
-            if not p.shape == moments["exp_avg"].shape == moments["exp_avg_sq"].shape:
-                raise ValueError("Adam's moments are of other parameters")
+        for i, moments in saved["state"].items():
+            p = parameters[i]
+            for name, like in {"step": torch.zeros((), device=p.device), "exp_avg": p, "exp_avg_sq": p}.items():
+                x = moments[name]
+                if (x.shape, x.dtype, x.layout) != (like.shape, like.dtype, like.layout):
+                    raise ValueError(f"Adam's {name} of parameter {i} is {x.dtype} {list(x.shape)}")
+                optimizer.state[p][name] = torch.empty_like(like, requires_grad=False).copy_(x)
 
 
 def load_model(Model: Callable[..., nn.Module], cfg: RunConfig, path: str | Path) -> tuple[nn.Module, dict]:
@@ -697,12 +780,20 @@ def load_model(Model: Callable[..., nn.Module], cfg: RunConfig, path: str | Path
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a script's main: an error of input or data becomes one line and exit code 2, Ctrl-C exit code 130."""
+    """Run a script's main: an error of input or data becomes one line and exit code 2, Ctrl-C exit code 130. Output
+    that nobody reads on (`| head`) ends it quietly."""
+    warnings.filterwarnings("ignore", module="PIL")
     try:
         main()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (ValueError, OSError, FloatingPointError, torch.OutOfMemoryError) as e:
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(141)
+    except (ValueError, OSError, FloatingPointError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and "memory" not in str(e):
+            raise
         print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
 
@@ -757,7 +848,7 @@ def sample_sheet(dataset, split: str, captions: dict[str, str], maps: dict, note
 
 
 def curves(log: Path) -> Image.Image:
-    """A panel for every loss and every validation score of a log.jsonl, over the steps of the run. -> PIL image."""
+    """A panel for every loss (on a logarithmic axis) and every validation score of a log.jsonl, over steps. -> PIL image."""
     series: dict[str, list[tuple[int, float]]] = {}
     for line in map(json.loads, log.read_text().splitlines()):
         title = {"train": "loss", "eval": "validation"}.get(line["event"])
@@ -767,10 +858,16 @@ def curves(log: Path) -> Image.Image:
     last, panels, font = max(points[-1][0] for points in series.values()), [], ImageFont.load_default(11)
     for name, points in series.items():
         panels.append(Image.new("RGB", (230, 150), "white"))
-        draw, low, high = ImageDraw.Draw(panels[-1]), min(value for _, value in points), max(value for _, value in points)
-        at = [(10 + 210 * step / last, 20 + 105 * (high - value) / max(high - low, 1e-12)) for step, value in points]
+        draw, values = ImageDraw.Draw(panels[-1]), [value for _, value in points]
+        logarithmic = name.startswith("loss") and min(values) > 0
+        heights = [math.log(value) for value in values] if logarithmic else values
+        span = max(heights) - min(heights) or 1
+        at = [(10 + 210 * step / last, 125 - 105 * (y - min(heights)) / span)
+              for (step, _), y in zip(points, heights, strict=True)]  # fmt: skip
         draw.rectangle((10, 20, 220, 125), outline="lightgray")
-        draw.line(at, fill="black") if len(at) > 1 else draw.circle(at[0], 2, fill="black")
-        draw.text((10, 5), name, fill="black", font=font)
-        draw.text((10, 127), f"{low:.4g} to {high:.4g}, last {points[-1][1]:.4g}", fill="gray", font=font)
+        draw.line(at, fill="black")
+        for point in at:
+            draw.circle(point, 1.5, fill="black")
+        draw.text((10, 5), f"{name}{' (log)' * logarithmic}", fill="black", font=font)
+        draw.text((10, 127), f"{min(values):.4g} to {max(values):.4g}, last {values[-1]:.4g}", fill="gray", font=font)
     return tiled(panels, 4, 0)

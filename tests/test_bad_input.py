@@ -3,9 +3,11 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import cheers
 import data
@@ -146,9 +148,10 @@ def test_checkpoints_that_are_none(run, refused, tmp_path, monkeypatch):
     wrong = [b"", b"x", b"text", whole[: len(whole) // 2], None, [], 7, Payload(), {"a": Payload()}, {}]
     wrong += [{k: v for k, v in state.items() if k != key} for key in CHECKPOINT]
     wrong += [state | {key: junk} for key in CHECKPOINT for junk in (None, [7])]
-    parts = {f"model/{name}": torch.ones(2), "model/more": p, "extractor/name": "x", "config/dim": "x",
-             "config/batch_size": 0, "config/more": 1}  # fmt: skip
-    to_resume = {"optimizer/state/0/exp_avg": torch.ones(1), "optimizer/state/999": {}, "optimizer/state": {0: {}}}
+    parts = {f"model/{name}": p * np.nan, "model/more": p, "step": -1, "max_len": 0, "grid": (8, 2), "extractor/name": "x",
+             "config/dim": "x", "config/batch_size": 0, "config/more": 1}  # fmt: skip
+    to_resume = {"random/cpu": p, "optimizer/state/0/exp_avg": torch.ones(1), "optimizer/state/0/exp_avg_sq": p.double(),
+                 "optimizer/state/0/step": "x", "optimizer/state/999": {}, "optimizer/state": {0: {}}}  # fmt: skip
     wrong += [changed(state, *part) for part in parts.items()]
     wrong_to_resume = [changed(state, *part) for part in to_resume.items()]
     resume = ["--resume", "--steps", 3, "--out_dir", run]
@@ -175,7 +178,7 @@ def test_a_folder_belongs_to_one_process(run, refused):
     scorer_cbr.main([str(x) for x in command])
 
 
-def test_a_full_disk(run, refused):
+def test_a_full_disk(run, refused, monkeypatch):
     before = (run / "last.pt").read_bytes()
     command = ["--resume", "--out_dir", run, "--steps", 2, "--device", "cpu"]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -185,7 +188,9 @@ def test_a_full_disk(run, refused):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "last.pt could not be written" in line or "best.pt could not be written" in line
-    assert (run / "last.pt").read_bytes() == before and not list(run.glob("*.partial"))
+    assert "it takes 0.1 MB" in line and (run / "last.pt").read_bytes() == before and not list(run.glob("*.partial"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e4))
+    assert "checkpoints need 0 MB, the disk has 0 MB left" in refused(scorer_cbr.main, *command)
 
 
 # ---- folders and files -----------------------------------------------------------------------------------------------
