@@ -14,6 +14,7 @@ folder. Nothing is downloaded at import.
 
 import contextlib
 import csv
+import functools
 import hashlib
 import itertools
 import json
@@ -25,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -1100,29 +1102,37 @@ def coco_folder() -> Path:
     return Path(next(iter(pycocoevalcap.__path__)))
 
 
-def run_java(folder: str, *arguments: str | Path, lines: Iterable[str] = (), answers: int | None = None) -> list[str]:
-    """What a Java program in a folder of pycocoevalcap answers to these lines. OSError where it fails, gives another number of
-    answers, or is not done in JAVA_PATIENCE seconds; the package's own classes would wait for ever."""
+def run_java(folder: str, *arguments: str | Path, lines: Iterable[str] = (), patience: float = 0) -> list[str]:
+    """What a Java program in a folder of pycocoevalcap answers to these lines. OSError where it fails, or is not done in
+    `patience` seconds (0: JAVA_PATIENCE); the package's own classes would wait for ever."""
+    patience = patience or JAVA_PATIENCE
     call, text = [find_java(), *JAVA_FLAGS, *arguments], "".join(f"{line}\n" for line in lines)
     try:
-        done = subprocess.run(call, input=text.encode(), capture_output=True, check=True, timeout=JAVA_PATIENCE,
+        done = subprocess.run(call, input=text.encode(), capture_output=True, check=True, timeout=patience,
                               cwd=coco_folder() / folder)  # fmt: skip
-    except subprocess.SubprocessError as e:
-        raise OSError(f"its Java program ended, or was not done in {JAVA_PATIENCE} s; METEOR needs 2 GB of memory, SPICE 8 GB "
+        return done.stdout.decode().split("\n")[:-1]
+    except (subprocess.SubprocessError, UnicodeDecodeError) as e:
+        raise OSError(f"its Java program ended, or was not done in {patience} s; SPICE needs 8 GB of memory "
                       "and, as a rule, Java 8") from e  # fmt: skip
-    found = done.stdout.decode().split("\n")[:-1]
-    if answers is not None and len(found) != answers:
-        raise OSError(f"its Java program gave {len(found)} answers in place of {answers}")
-    return found
 
 
-def ptb_java(texts: list[str]) -> list[str]:
-    """Tokens, joined by spaces, of texts without line breaks, by the package's jar."""
+def ptb_java(texts: list[str], patience: float = 0) -> list[str]:
+    """Tokens, joined by spaces, of texts without line breaks, by the package's jar; OSError where Java does not answer so."""
     from pycocoevalcap.tokenizer.ptbtokenizer import PUNCTUATIONS
 
     call = ["-cp", "stanford-corenlp-3.4.1.jar", "edu.stanford.nlp.process.PTBTokenizer", "-preserveLines", "-lowerCase"]
-    lines = run_java("tokenizer", *call, "-encoding", "UTF-8", lines=texts, answers=len(texts))
+    lines = run_java("tokenizer", *call, "-encoding", "UTF-8", lines=texts, patience=patience)
+    if len(lines) != len(texts):
+        raise OSError(f"{len(lines)} lines of tokens for {len(texts)} captions")
     return [" ".join(w for w in line.rstrip().split(" ") if w not in PUNCTUATIONS) for line in lines]
+
+
+@functools.cache
+def java_works(java: str | None) -> bool:
+    """Does this Java give a caption's tokens within a minute? Asked once."""
+    with contextlib.suppress(OSError):
+        return java is not None and ptb_java(["a red car"], 60) == ["a red car"]
+    return False
 
 
 def scored_words(texts: list[str], tokens: str, ids: dict[str, int] | None) -> tuple[list[str], str]:
@@ -1133,22 +1143,40 @@ def scored_words(texts: list[str], tokens: str, ids: dict[str, int] | None) -> t
         return texts, "none, words as they are"
     if tokens == "ids":
         return [" ".join(str(ids.get(word, UNK)) for word in text.split()) for text in texts], "none, words as ids"
-    if find_java():
-        with contextlib.suppress(OSError):  # where Java does not work, the Python tokenizer serves
+    if java_works(find_java()):
+        with contextlib.suppress(OSError):  # the Python tokenizer serves
             return ptb_java(texts), "PTB (Java)"
     return [ptb_tokenize(text) for text in texts], "Python"
 
 
 def meteor(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, list[str]]) -> dict[str, float]:
-    """METEOR of every group: captions are matched once, a group's score is made of its captions' counts."""
-    call = ["-Xmx2G", "-jar", "meteor-1.5.jar", *"- - -stdio -l en -norm".split()]
-    lines = [" ||| ".join(["SCORE", *refs[i], text.replace("|||", "").replace("  ", " ")]) for i, text in hyps.items()]
-    counts = dict(zip(hyps, run_java("meteor", *call, lines=lines, answers=len(lines)), strict=True))
-    lines = [" ||| ".join(["EVAL", *(counts[i] for i in ids)]) for ids in groups.values()]
-    # To each group the program answers a score for each caption, then the group's own.
-    last = list(itertools.accumulate(len(ids) + 1 for ids in groups.values()))
-    found = run_java("meteor", *call, lines=lines, answers=last[-1])
-    return {name: float(found[n - 1]) for name, n in zip(groups, last, strict=True)}
+    """METEOR of every group: captions are matched once, a group's score is made of its captions' counts. One process, which
+    takes seconds to start; OSError where it fails, or is not done in JAVA_PATIENCE seconds."""
+    call = [find_java(), *JAVA_FLAGS, "-Xmx2G", "-jar", "meteor-1.5.jar", *"- - -stdio -l en -norm".split()]
+    said = {i: text.replace("|||", "").replace("  ", " ") for i, text in hyps.items()}
+    java = subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                            encoding="utf-8", cwd=coco_folder() / "meteor")  # fmt: skip
+    end = threading.Timer(JAVA_PATIENCE, java.kill)
+    end.start()
+
+    def ask(*parts: str, answers: int = 1) -> str:
+        """A line to the program -> the last of its answers."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended, so there is no answer either
+            java.stdin.write(" ||| ".join(parts) + "\n")
+            java.stdin.flush()
+        lines = [java.stdout.readline() for _ in range(answers)]
+        if not lines[-1]:
+            raise OSError(f"its Java program ended, or was not done in {JAVA_PATIENCE} s; METEOR needs 2 GB of memory")
+        return lines[-1].strip()
+
+    try:
+        counts = {i: ask("SCORE", *refs[i], said[i]) for i in hyps}
+        # To each group the program answers a score for each caption, then the group's own.
+        return {name: float(ask("EVAL", *(counts[i] for i in ids), answers=len(ids) + 1)) for name, ids in groups.items()}
+    finally:
+        end.cancel()
+        java.kill()
+        java.wait()
 
 
 def spice(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, list[str]]) -> dict[str, float]:
@@ -1187,7 +1215,10 @@ def score(predictions: dict[str, str], references: dict[str, list[str]], groups:
     groups = {"total": set(predictions)} | (groups or {})
     groups = {name: [i for i in predictions if i in among] for name, among in groups.items() if among & predictions.keys()}
 
-    lines, tokenizer = scored_words([text for i in predictions for text in (predictions[i], *references[i])], tokens, ids)
+    texts = [text for i in predictions for text in (predictions[i], *references[i])]
+    if halves := [text for text in texts if re.search("[\ud800-\udfff]", text)]:
+        raise ValueError(f"the caption {halves[0]!r} has half a character (a lone surrogate); correct it")
+    lines, tokenizer = scored_words(texts, tokens, ids)
     line, hyps, refs = iter(lines), {}, {}
     for i in predictions:
         hyps[i], refs[i] = next(line), [next(line) for _ in references[i]]
@@ -1195,7 +1226,9 @@ def score(predictions: dict[str, str], references: dict[str, list[str]], groups:
     scores, missing, pool = {name: {} if quick else dict.fromkeys(METRICS) for name in groups}, {}, {}
     for name, among in groups.items():  # total comes first
         gts, res = {i: refs[i] for i in among}, {i: [hyps[i]] for i in among}
-        cider, each = Cider().compute_score(gts, res)
+        cider, each = 0.0, [0.0] * len(among)
+        if any(map(any, gts.values())):  # without a word in the references, Cider fails
+            cider, each = Cider().compute_score(gts, res)
         pool = pool or dict(zip(among, each, strict=True))
         scores[name] |= zip(METRICS, Bleu(4).compute_score(gts, res, verbose=0)[0], strict=False)
         scores[name] |= {"ROUGE-L": Rouge().compute_score(gts, res)[0], "CIDEr": cider}
@@ -1205,8 +1238,9 @@ def score(predictions: dict[str, str], references: dict[str, list[str]], groups:
         try:
             if metric == "SPICE" and tokens == "ids":
                 raise OSError("it reads sentences, not ids")
-            if find_java() is None:
-                raise OSError("needs Java: java is not on the PATH")
+            if not java_works(find_java()):
+                why = "java does not run, try java -version" if find_java() else "java is not on the PATH"
+                raise OSError(f"needs Java: {why}")
             for name, value in compute(refs, hyps, groups).items():
                 scores[name][metric] = value
         except OSError as error:
@@ -1586,6 +1620,13 @@ def read_npy(path: Path) -> np.ndarray:
     return x
 
 
+class PickledArray(np.ndarray):
+    """What a pickle gets for numpy.ndarray. Called, that would take a pickle's bytes for the addresses of objects."""
+
+    def __new__(cls, *_):
+        raise ValueError("it calls numpy.ndarray")
+
+
 class ArrayUnpickler(pickle.Unpickler):
     """Reads pickles of arrays, of numpy 1 and 2. Whatever else a pickle names is refused: it could be any program."""
 
@@ -1595,7 +1636,7 @@ class ArrayUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str):
         if f"{module}.{name}".replace("numpy._core.", "numpy.core.") not in self.ALLOWED:
             raise ValueError(f"it names {module}.{name}")
-        return super().find_class(module, name)
+        return PickledArray if name == "ndarray" else super().find_class(module, name)
 
 
 def read_pickle(path: Path, names: list[str]) -> Iterator[np.ndarray]:

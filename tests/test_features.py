@@ -314,7 +314,8 @@ class Call:
 
 def test_no_code_of_a_pickle_is_run(tmp_path):
     ran, path = tmp_path / "ran", tmp_path / "full_img.pkl"
-    for harm in (Call(os.system, f"touch {ran}"), Call(eval, f"open({str(ran)!r}, 'w')"), Call(np.load, str(path))):
+    fake = Call(np.ndarray, (1,), np.dtype("O"), b"\x41" * 8)  # numpy would take these bytes for the address of an object
+    for harm in (Call(os.system, f"touch {ran}"), Call(eval, f"open({str(ran)!r}, 'w')"), Call(np.load, str(path)), fake):
         for protocol in (2, 3, 5):
             path.write_bytes(pickle.dumps({"a": harm}, protocol))
             with pytest.raises(ValueError, match=r"full_img.pkl cannot be used \("):

@@ -111,10 +111,8 @@ def test_java_adds_meteor_and_changes_nothing_else(full, monkeypatch):
 
 
 @pytest.mark.parametrize("words", [1, 20_000])  # of which METEOR reads a short line, or does not even read a long one
-@pytest.mark.parametrize(("meteor", "reason"), [
-    ("exec sleep 60", "its Java program ended, or was not done in 1 s; METEOR needs 2 GB of memory"),
-    ("exit 1", "its Java program ended"), ("echo 1; echo 1; exit 0", "gave 2 answers in place of 1")])  # fmt: skip
-def test_a_java_that_fails_or_never_answers_is_ended(monkeypatch, tmp_path, meteor, reason, words):
+@pytest.mark.parametrize("meteor", ["exec sleep 60", "exit 1"])
+def test_a_java_that_fails_or_never_answers_is_ended(monkeypatch, tmp_path, meteor, words):
     java = tmp_path / "java"  # it tokenizes
     java.write_text(f'#!/bin/sh\ncase "$*" in *meteor*) {meteor};; esac\nexec cat\n')
     java.chmod(0o755)
@@ -122,7 +120,7 @@ def test_a_java_that_fails_or_never_answers_is_ended(monkeypatch, tmp_path, mete
     monkeypatch.setattr(data, "JAVA_PATIENCE", 1)
     began, result = time.perf_counter(), data.score({"1": "a red car " * words}, {"1": ["a car"]})
     assert result["scores"]["total"]["METEOR"] is None and result["scores"]["total"]["ROUGE-L"] is not None
-    assert reason in result["missing"]["METEOR"]
+    assert "its Java program ended, or was not done in 1 s; METEOR needs 2 GB of memory" in result["missing"]["METEOR"]
     assert result["tokenizer"] == "PTB (Java)" and time.perf_counter() - began < 30
     java.write_text("#!/bin/sh\nexec sleep 60\n")
     assert data.scored_words(["a car"], "ptb", None) == (["a car"], "Python")
@@ -160,7 +158,7 @@ def test_words_as_they_are_and_as_ids(monkeypatch):
     references, said = {"1": ["a barn, by zoe", "no  change"]}, {"1": "a barn, by ann "}
     plain = data.score(said, references, tokens="split")  # nothing is dropped: "barn," is a word
     assert plain["scores"]["total"]["BLEU-1"] == 75 and "as they are" in plain["tokenizer"]
-    monkeypatch.setattr(data, "find_java", lambda: "java")
+    monkeypatch.setattr(data, "java_works", lambda java: True)
     seen, known = [], {"<UNK>": data.UNK, "a": 4, "barn,": 5, "by": 6}
     monkeypatch.setattr(data, "meteor", lambda *of: seen.append(of) or {"total": 0.5})
     result = data.score(said, references, tokens="ids", ids=known)  # zoe and ann are the same unknown word
