@@ -460,7 +460,7 @@ def test_each_data_set_tells_what_is_missing(name, tmp_path, prepare, capsys):
     assert any("no features at" in line for line in lines)
     image.unlink()
     # Birds-to-Words' photographs are fetched one by one: pairs that lack one are left out, and told.
-    expected = "both photographs" if name == "birds_to_words" else f"no image at {image} (1 of"
+    expected = "both photographs" if name == "birds_to_words" else f"there is no {image} (1 of"
     assert expected in prepare(root, name)
     for path in sorted(p for p in root.rglob("*") if p.suffix in (".json", ".txt", ".tsv")):
         content = path.read_bytes()
@@ -530,4 +530,4 @@ def test_a_pickle_that_is_none_of_arrays(prepare, tmp_path):
     write_repack("birds_to_words", tmp_path / "release", tmp_path / "repack")
     (tmp_path / "repack/full_img.pkl").write_bytes(b"cposix\nsystem\n(S'touch ran'\ntR.")
     line = prepare(tmp_path / "repack", "birds_to_words")
-    assert "img.pkl is no pickle of a dictionary of arrays (UnpicklingError('it names posix.system')); fetch it again" in line
+    assert "img.pkl cannot be used (it names posix.system); fetch it again" in line

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 import time
 from collections import Counter
@@ -17,7 +16,6 @@ import torch
 from PIL import Image
 
 SHARED = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
-needs_java = pytest.mark.skipif(data.find_java() is None, reason="java is not on the PATH")
 REFERENCES = {"1": ["the red car is gone", "the car left"], "2": ["no change was made"], "3": ["a man's hat", "hat added"]}
 PREDICTIONS = {"1": "The left red car.", "2": "no change was made", "3": ""}
 SENTENCES = """The man's (red) T-shirt isn't here -- it's gone... | Mr. Smith, etc., left at 3.5 p.m. | I cannot say "no" !!
@@ -26,22 +24,27 @@ SENTENCES = """The man's (red) T-shirt isn't here -- it's gone... | Mr. Smith, e
 SENTENCES = SENTENCES.replace("\n", "").split("|")
 
 
-@needs_java
-def test_tokens_equal_stanford_ptb_and_odd_line_breaks_shift_nothing():
+@pytest.fixture(scope="module")
+def java():
+    return data.find_java() or pytest.skip("java is not on the PATH")
+
+
+@pytest.fixture(scope="module")
+def full(java):
+    """Scores with Java's METEOR."""
+    return data.score(PREDICTIONS, REFERENCES, {"same": {"2"}, "empty": {"3"}})
+
+
+def test_tokens_equal_stanford_ptb_and_odd_line_breaks_shift_nothing(java):
     from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 
     package = PTBTokenizer().tokenize({0: [{"caption": s} for s in SENTENCES]})[0]
     assert [data.ptb_tokenize(s) for s in SENTENCES] == package
-    odd = ["", "a\u2028b", "c\n\nd", "e\x85f\r", "", "g ||| h", ""]
-    assert data.tokenize_all(odd, True) == (["", "a b", "c d", "e f", "", "g | | | h", ""], "PTB (Java)")
-
-
-@needs_java
-@pytest.mark.skipif(not SHARED.exists(), reason="no shared data")
-def test_tokens_equal_stanford_ptb_on_real_captions():
+    odd, plain = ["", "a\u2028b", "c\n\nd", "e\x85f\r", "", "g ||| h", ""], ["", "a b", "c d", "e f", "", "g | | | h", ""]
     files = [*SHARED.glob("spot_the_diff/annotations/*.json"), *SHARED.glob("image_editing_request/*.json")]
-    texts = [s for file in files for row in json.loads(file.read_text()) for s in row.get("sentences", row.get("sents"))]
-    assert texts and data.tokenize_all(texts, False)[0] == data.tokenize_all(texts, True)[0]
+    real = [s for file in files for row in json.loads(file.read_text()) for s in row.get("sentences", row.get("sents"))]
+    expected = package + plain + [data.ptb_tokenize(s) for s in real]
+    assert data.scored_words(SENTENCES + odd + real, "ptb", None) == (expected, "PTB (Java)")
 
 
 def ngrams(text: str, n: int) -> Counter:
@@ -66,9 +69,8 @@ def naive_cider(hyps: dict[str, str], refs: dict[str, list[str]], pool: dict[str
     return 10 * total / 4 / len(hyps)
 
 
-def test_without_java_bleu_cider_and_reasons(monkeypatch):
-    monkeypatch.setattr(data.shutil, "which", lambda name: None)
-    groups = {"pair": iter(["1", "2", "not predicted"]), "single": {"3"}, "nobody": ["9"]}
+def test_without_java_bleu_cider_and_reasons():
+    groups = {"pair": {"1", "2", "not predicted"}, "single": {"3"}, "nobody": {"9"}}
     result = data.score(PREDICTIONS, REFERENCES, groups)
     scores = result["scores"]
     assert list(scores) == ["total", "pair", "single"] and result["tokenizer"] == "Python"
@@ -91,7 +93,7 @@ def test_without_java_bleu_cider_and_reasons(monkeypatch):
 def test_one_pool_has_the_document_frequencies_of_all_pairs():
     refs = {"1": ["the car is gone", "the car left"], "2": ["the car is red"], "3": ["no change"], "4": ["the van is gone"]}
     hyps = {"1": "the car is red", "2": "the car is gone", "3": "no change", "4": "the van is red"}
-    scores = data.score(hyps, refs, {"cars": ["1", "2"], "rest": ["3", "4"]})["scores"]
+    scores = data.score(hyps, refs, {"cars": {"1", "2"}, "rest": {"3", "4"}})["scores"]
     for name, ids in (("total", "1234"), ("cars", "12"), ("rest", "34")):
         h, r = {i: hyps[i] for i in ids}, {i: refs[i] for i in ids}
         assert scores[name]["CIDEr (one pool)"] == pytest.approx(100 * naive_cider(h, r, refs), abs=0.01)
@@ -100,36 +102,28 @@ def test_one_pool_has_the_document_frequencies_of_all_pairs():
     assert scores["total"]["CIDEr"] == pytest.approx(halves / 2, abs=0.01)  # of equal groups, total is the mean
 
 
-@needs_java
-def test_java_adds_meteor_and_changes_nothing_else(monkeypatch, tmp_path):
-    full = data.score(PREDICTIONS, REFERENCES, {"same": ["2"], "empty": ["3"]})
+def test_java_adds_meteor_and_changes_nothing_else(full, monkeypatch):
     assert full["scores"]["same"]["METEOR"] == 100 and full["scores"]["empty"]["METEOR"] == 0
     assert 0 < full["scores"]["total"]["METEOR"] < 100 and full["tokenizer"] == "PTB (Java)"
-    broken = tmp_path / "java"  # a Java that tokenizes but dies as METEOR
-    broken.write_text(f'#!/bin/sh\ncase "$*" in *meteor*) exit 1;; esac\nexec {data.find_java()} "$@"\n')
-    broken.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    dies = data.score(PREDICTIONS, REFERENCES)
-    assert dies["scores"]["total"]["METEOR"] is None and dies["missing"]["METEOR"]
-    monkeypatch.setattr(data.shutil, "which", lambda name: None)
+    monkeypatch.setattr(data, "find_java", lambda: None)
     plain = data.score(PREDICTIONS, REFERENCES)["scores"]["total"]
     assert {m: v for m, v in plain.items() if v is not None}.items() <= full["scores"]["total"].items()
 
 
-@pytest.mark.parametrize("words", [1, 20_000])
-def test_a_java_that_never_answers_is_ended(monkeypatch, tmp_path, words):
-    """Whether it hangs after a short line, or does not even read a long one."""
-    hangs = tmp_path / "java"  # a Java that tokenizes but never answers as METEOR
-    hangs.write_text('#!/bin/sh\ncase "$*" in *meteor*) exec sleep 60;; esac\nexec cat\n')
-    hangs.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+@pytest.mark.parametrize("words", [1, 20_000])  # of which METEOR reads a short line, or does not even read a long one
+@pytest.mark.parametrize("meteor", ["exec sleep 60", "exit 1"])
+def test_a_java_that_fails_or_never_answers_is_ended(monkeypatch, tmp_path, meteor, words):
+    java = tmp_path / "java"  # it tokenizes
+    java.write_text(f'#!/bin/sh\ncase "$*" in *meteor*) {meteor};; esac\nexec cat\n')
+    java.chmod(0o755)
+    monkeypatch.setattr(data, "find_java", lambda: str(java))
     monkeypatch.setattr(data, "JAVA_PATIENCE", 1)
     began, result = time.perf_counter(), data.score({"1": "a red car " * words}, {"1": ["a car"]})
     assert result["scores"]["total"]["METEOR"] is None and result["scores"]["total"]["ROUGE-L"] is not None
     assert "its Java program ended, or was not done in 1 s; METEOR needs 2 GB of memory" in result["missing"]["METEOR"]
     assert result["tokenizer"] == "PTB (Java)" and time.perf_counter() - began < 30
-    hangs.write_text("#!/bin/sh\nexec sleep 60\n")
-    assert data.tokenize_all(["a car"], True) == (["a car"], "Python")
+    java.write_text("#!/bin/sh\nexec sleep 60\n")
+    assert data.scored_words(["a car"], "ptb", None) == (["a car"], "Python")
 
 
 def test_spice_runs_once_for_all_groups_and_never_downloads(monkeypatch, tmp_path):
@@ -161,23 +155,16 @@ json.dump(rows[::-1], open(answer, "w"))
 
 
 def test_words_as_they_are_and_as_ids(monkeypatch):
-    monkeypatch.setattr(data.shutil, "which", lambda name: None)
     references, said = {"1": ["a barn, by zoe", "no  change"]}, {"1": "a barn, by ann "}
     plain = data.score(said, references, tokens="split")  # nothing is dropped: "barn," is a word
     assert plain["scores"]["total"]["BLEU-1"] == 75 and "as they are" in plain["tokenizer"]
-    known = {"<UNK>": data.UNK, "a": 4, "barn,": 5, "by": 6}
+    monkeypatch.setattr(data, "java_works", lambda java: True)
+    seen, known = [], {"<UNK>": data.UNK, "a": 4, "barn,": 5, "by": 6}
+    monkeypatch.setattr(data, "meteor", lambda *of: seen.append(of) or {"total": 0.5})
     result = data.score(said, references, tokens="ids", ids=known)  # zoe and ann are the same unknown word
     assert result["scores"]["total"]["BLEU-4"] == 100 and "ids" in result["tokenizer"]
-    assert "ids" in result["missing"]["SPICE"] and "Java" in result["missing"]["METEOR"]
-
-
-@needs_java
-def test_meteor_of_ids_knows_no_stems():
-    references, said = {"1": ["the road is removed"]}, {"1": "the roads are removed"}
-    vocab = {"the": 4, "road": 5, "is": 6, "removed": 7, "roads": 8, "are": 9}
-    words, ids = (data.score(said, references, tokens=tokens, ids=vocab) for tokens in ("split", "ids"))
-    assert 0 < ids["scores"]["total"]["METEOR"] < words["scores"]["total"]["METEOR"]
-    assert ids["scores"]["total"]["BLEU-2"] == words["scores"]["total"]["BLEU-2"]
+    assert seen == [({"1": ["4 5 6 1", "1 1"]}, {"1": "4 5 6 1"}, {"total": ["1"]})]  # METEOR knows no stems of ids
+    assert result["scores"]["total"]["METEOR"] == 50 and "ids" in result["missing"]["SPICE"]
 
 
 def naive_resize(heat: torch.Tensor, height: int, width: int) -> list[list[float]]:
@@ -210,24 +197,25 @@ def test_pointing_game_equals_a_loop_over_pixels():
         row, column = max(((r, c) for r in range(height) for c in range(width)), key=lambda at: big[at[0]][at[1]])
         mask = [[x <= c < x + w and y <= r < y + h for c in range(width)] for r in range(height)]
         expected.append(mask[row][column])
-    assert data.pointing_game(maps, boxes, sizes) == expected
+    assert [data.pointing_hit(*of) for of in zip(maps, boxes, sizes, strict=True)] == expected
     assert 5 < sum(expected) < 35
 
 
 def test_pointing_scores_count_boxes_not_pairs(tmp_path):
     Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
-    maps = {i: torch.zeros(2, 3) for i in "123"}
-    maps["1"][0, 0] = maps["2"][1, 2] = maps["3"][0, 2] = 1  # brightest: left top, right bottom, right top
+    heat = {i: torch.zeros(2, 3) for i in "123"}
+    heat["1"][0, 0] = heat["2"][1, 2] = heat["3"][0, 2] = 1  # brightest: left top, right bottom, right top
     boxed = [(i, side, box, tmp_path / "a.png") for i, side, box in (
         ("1", "before", [0, 0, 10, 10]), ("1", "after", [20, 10, 10, 10]), ("2", "after", [20, 10, 10, 10]),
         ("3", "before", [0, 0, 30, 20]))]  # fmt: skip
+    maps = {i: {"attention": m} for i, m in heat.items()}
     scores = data.pointing_scores(maps, boxed, {"color": {"1", "9"}, "nobody": {"9"}})
     assert scores == {"attention": {"total": 75, "color": 50}, "chance": {"total": 37.5, "color": 16.67},
                       "boxes": {"total": 4, "color": 2}}  # fmt: skip
-    named = {i: {"decoder": m, "objects": -m} for i, m in maps.items()}
+    named = {i: {"decoder": m, "objects": -m} for i, m in heat.items()}
     scores = data.pointing_scores(named, boxed, {})
     assert scores["decoder"]["total"] == 75 and scores["objects"]["total"] < 75
-    own = {i: {"before": m, "after": m.roll(2, 1).roll(1, 0)} for i, m in maps.items()}  # pair 1: each map finds its box
+    own = {i: {"before": m, "after": m.roll(2, 1).roll(1, 0)} for i, m in heat.items()}  # pair 1: each map finds its box
     assert data.pointing_scores(own, boxed[:2], {})["attention"] == {"total": 100}
     result = data.score(PREDICTIONS, REFERENCES, quick=True) | {"pointing": scores}
     assert "pointing game, decoder, in %: total 75.0" in data.format_scores(result)
