@@ -742,7 +742,7 @@ def check_shape(content, shape, where: str) -> None:
         for key, part in shape.items():
             if key not in content:
                 found = ", ".join(map(str, content))[:80]
-                raise ValueError(f"{where}: no key {key!r}; expected {', '.join(shape)}, found {found}")
+                raise ValueError(f"{where}: no key {key!r}; expected {', '.join(shape)[:80]}, found {found}")
             check_shape(content[key], part, f"{where}, {key!r}")
 
 
