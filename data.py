@@ -212,10 +212,8 @@ CLEVR_FOLDERS = {"default": "images", "semantic": "sc_images", "nonsemantic": "n
 def read_clevr_change(root: Path) -> Release:
     """CLEVR-Change's layout (Park et al., ICCV 2019), which mini shares: images/, sc_images/, nsc_images/, splits.json,
     type_mapping.json, change_captions.json, no_change_captions.json; for the view rows change_captions_by_IOU.json, for the
-    pointing game change_captions_with_bbox.json.
-
-    Both caption files are keyed by the default image. A key of the distractor image, which only mini has, holds the
-    change captions as that image's camera sees them: the training swap of default and distractor then uses those."""
+    pointing game change_captions_with_bbox.json. Captions are keyed by the default image. In mini the distractor image has
+    change captions too, as its camera sees the change: the training swap of the two images then uses those."""
     splits = read_json(root / "splits.json", SPLIT_IDS)
     captioned = {f"CLEVR_default_{number:06d}.png": [str, ...] for split in SPLITS for number in splits[split]}
     change, same = (read_json(root / f"{name}_captions.json", captioned) for name in ("change", "no_change"))
@@ -224,16 +222,14 @@ def read_clevr_change(root: Path) -> Release:
     for split in SPLITS:
         release.scenes[split] = []
         for number in splits[split]:
-            name = {view: f"CLEVR_{view}_{number:06d}.png" for view in CLEVR_FOLDERS}
-            release.paths |= {name[view]: root / folder / name[view] for view, folder in CLEVR_FOLDERS.items()}
-            default, semantic, distractor = name.values()
+            default, semantic, distractor = (f"CLEVR_{view}_{number:06d}.png" for view in CLEVR_FOLDERS)
+            for folder, name in zip(CLEVR_FOLDERS.values(), (default, semantic, distractor), strict=True):
+                release.paths[name] = root / folder / name
             changed = Pair(f"{number:06d}.png", default, semantic, change[default])
             unchanged = Pair(f"{number:06d}.png_n", default, distractor, same[default])
-            swapped = (
-                replace(changed, before=distractor, captions=change.get(distractor, changed.captions)),
-                replace(unchanged, before=distractor, after=default),
-            )
-            release.scenes[split].append(Scene((changed, unchanged), swapped))
+            changed_swapped = replace(changed, before=distractor, captions=change.get(distractor, changed.captions))
+            unchanged_swapped = replace(unchanged, before=distractor, after=default)
+            release.scenes[split].append(Scene((changed, unchanged), (changed_swapped, unchanged_swapped)))
             release.groups["semantic change"].add(changed.id)
             release.groups["only distractor"].add(unchanged.id)
     kinds["no change"] = release.groups["only distractor"]
@@ -257,10 +253,8 @@ DC_KINDS = ("color", "texture", "add", "remove", "move", "no change")
 
 
 def read_clevr_dc(root: Path) -> Release:
-    """CLEVR-DC (Kim et al., ICCV 2021), one pair a scene, never swapped: bef/ and aft/<id>.png, captions.json, split.json.
-
-    No file says the kind of change. Ids come in six blocks of equal length, taken to be in the order in which the
-    authors list their changes; where ids are missing there are no kinds."""
+    """CLEVR-DC (Kim et al., ICCV 2021): bef/ and aft/<id>.png, captions.json, split.json. No file says the kind of change. Ids
+    come in six blocks of equal length, taken to be in the order in which the authors list their changes."""
     splits = read_json(root / "split.json", SPLIT_IDS)
     ids = [i for split in SPLITS for i in splits[split]]
     texts, pairs, kinds = read_json(root / "captions.json", {str(i): [str, ...] for i in ids}), {}, {}
@@ -286,9 +280,8 @@ def read_spot_the_diff(root: Path) -> Release:
 
 
 def read_image_editing(root: Path) -> Release:
-    """Image Editing Request (Tan et al., ACL 2019): {train,valid,test}.json, and the pictures in images/ or beside them.
-
-    An item is a uid: the same two images may be several items, some of them in two splits; the official split stays."""
+    """Image Editing Request (Tan et al., ACL 2019): {train,valid,test}.json, and the pictures in images/ or beside them. Items
+    with the same two images stay several, some of them in two splits."""
     pairs, shape = {}, [{"uid": (str, int), "img0": str, "img1": str, "sents": [str, ...]}]
     for split, file in (("train", "train.json"), ("val", "valid.json"), ("test", "test.json")):
         rows = read_json(root / file, shape)
@@ -302,10 +295,8 @@ LEVIR_SAME = ("the scene is the same as before", "there is no difference", "the 
 
 
 def read_levir_cc(root: Path) -> Release:
-    """LEVIR-CC (Liu et al., TGRS 2022): LevirCCcaptions.json and images/<split>/A (before) and B (after), one file name.
-
-    Captions are the file's own tokens, joined by blanks; empty ones go. `changeflag` marks changed pairs; where it is absent,
-    the sentences of unchanged ones do."""
+    """LEVIR-CC (Liu et al., TGRS 2022): LevirCCcaptions.json and images/<split>/A (before) and B (after). Captions are the
+    file's own tokens; empty ones go. `changeflag` marks changed pairs; where it is absent, LEVIR_SAME does."""
     shape = {"filename": str, "split": SPLITS, "sentences": [{"tokens": [str]}, ...]}
     pairs, kinds = {split: [] for split in SPLITS}, {"change": set(), "no change": set()}
     for row in read_json(root / "LevirCCcaptions.json", {"images": [shape]})["images"]:
@@ -332,9 +323,8 @@ def photo_file(url: str) -> str:
 
 def read_birds_to_words(root: Path) -> Release:
     """Birds-to-Words (Forbes et al., EMNLP 2019): birds-to-words-v1.0.tsv, and images/<photo id>.jpg, which everyone has
-    to fetch from iNaturalist; the manifest lists them. Pairs without both photographs are left out.
-    Rows with the same two addresses, in this order, and the same split are one pair. Descriptions are kept as lower-case
-    words and signs with blanks between, as the metrics of this data set read them."""
+    to fetch from iNaturalist; the manifest lists them. Pairs without both photographs are left out. Rows with the same split
+    and addresses are one pair. The metrics of this data set read lower-case words and signs, so captions are these."""
     texts: dict[tuple, list[str]] = {}
     for row in birds_rows(root):
         key = (row["split"], photo_file(row["img1ImgURL"]), photo_file(row["img2ImgURL"]))
@@ -389,10 +379,9 @@ def read_nabirds(root: Path) -> Release:
 
 
 def read_idc_repack(root: Path) -> Release:
-    """Birds-to-Words, CUB or NABirds as IDC's authors repack them (Yao et al., AAAI 2022): {train,val,test}.json of JSON
-    lines, and pickled features but no pictures: paths say where these would be.
-
-    A line has one image or two, and the words of a caption or of several; NABirds' has the classes of two single images."""
+    """Birds-to-Words, CUB or NABirds as IDC's authors repack them (Yao et al., AAAI 2022): pickled features without pictures,
+    and {train,val,test}.json of JSON lines. A line has one image or two, and the words of a caption or of several; that of
+    NABirds has the classes of two single images."""
     texts: dict[tuple, list[str]] = {}  # (split, before, after) -> captions
     split_of: dict[str, str] = {}  # image with a class -> the first split that has it
     for path in (root / f"{split}.json" for split in SPLITS):
@@ -610,11 +599,9 @@ def unfinished(path: Path, names: list[str], about: dict[str, str]) -> int:
 
 def write_features(path: Path, names: list[str], blocks: Iterable[np.ndarray], extractor: str, preprocessing: str,
                    dataset: str = "", start: int = 0) -> None:  # fmt: skip
-    """One feature file: `features` (n, C, H, W) float16, `image_ids` (n,), how many are `done`, and attributes `extractor`,
-    `preprocessing` and `dataset`. `blocks` gives arrays (b, C, H, W) in the order of names, from image `start` on.
-
-    It grows as path.partial, where `unfinished` finds the next `start`, and gets its name when it is whole. The features lie
-    in one piece, as Features maps them, and a kill spoils nothing but images that do not count as done yet."""
+    """One feature file: `features` (n, C, H, W) float16 in one piece, `image_ids` (n,), how many are `done`, and attributes
+    `extractor`, `preprocessing` and `dataset`. `blocks` gives arrays (b, C, H, W) in the order of names, from image `start`
+    on. It grows as path.partial, where `unfinished` finds the next `start`, and gets its name when it is whole."""
     partial, done = path.with_suffix(".partial"), start
     with h5py.File(partial, "r+" if start else "w") as f, \
             tqdm(total=len(names), initial=start, desc="features", unit="image", disable=None) as bar:  # fmt: skip
@@ -634,8 +621,7 @@ def write_features(path: Path, names: list[str], blocks: Iterable[np.ndarray], e
             f["done"][()] = done
             f.flush()
             bar.update(len(block))
-    if done != len(names):
-        raise ValueError(f"{path}: {done} feature maps for {len(names)} images")
+    assert done == len(names), f"{path}: {done} feature maps for {len(names)} images"
     os.replace(partial, path)
 
 
@@ -820,9 +806,8 @@ class Dataset:
                      "no change recognised": [c in denials for i, c in captions.items() if i in unchanged]}  # fmt: skip
             report["accuracy"] = {name: round(100 * sum(hits) / len(hits), 2) for name, hits in right.items() if hits}
         for p in (p for p in self.pairs(split) if p.id in maps and p.id in self.release.boxes):
-            before, after = self.release.boxes[p.id]
-            boxed += [(p.id, "before", before, self.paths[p.before])] if before else []
-            boxed += [(p.id, "after", after, self.paths[p.after])] if after else []
+            sides = zip(("before", "after"), self.release.boxes[p.id], (p.before, p.after), strict=True)
+            boxed += [(p.id, side, box, self.paths[name]) for side, box, name in sides if box]
         if absent := [path for *_, path in boxed if not path.exists()]:
             print(f"no pointing game: its pictures are not all there, such as {absent[0]}")
         elif boxed:
@@ -883,8 +868,7 @@ def read_vocab(name: str, root: Path) -> Vocab:
 
 
 def open_features(name: str, root: Path, extractor: str = "") -> Features:
-    """The feature file of a data set, for its own extractor or the one named; ValueError where it is another data set's, or
-    was made by another extractor or with other preprocessing."""
+    """The feature file of a data set, for its own extractor or the one named; ValueError where it is another's."""
     path, prepare = feature_file(name, root, extractor), prepare_command(name, root, extractor)
     features, wanted = Features(path, prepare), extractor or DATASETS[name].extractor
     wanted = mini_cnn_name(mini_cnn_state(root)) if wanted == "mini-cnn" else wanted

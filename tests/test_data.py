@@ -92,7 +92,7 @@ def test_feature_file_round_trip(tmp_path):
         torch.testing.assert_close(features.rows(["d", "a"]), expected)
     with pytest.raises(ValueError, match="choose file"):
         features.move_to("gpu", "cpu")
-    with pytest.raises(ValueError, match="4 feature maps for 5 images"):
+    with pytest.raises(AssertionError, match="4 feature maps for 5 images"):
         data.write_features(tmp_path / "g.h5", list("abcde"), [x[:4]], "e", "p")
     with pytest.raises(ValueError, match="'b'.*not finite"):
         data.write_features(tmp_path / "g.h5", list("abcde"), [x[:1], x[1:] * 1e6], "e", "p")
