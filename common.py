@@ -728,7 +728,7 @@ def check_shape(content, shape, where: str) -> None:
         for key in content if str in shape else shape:
             if key not in content:
                 found = ", ".join(map(str, content))[:80]
-                raise ValueError(f"{where}: no key {key!r}; expected {', '.join(shape)}, found {found}")
+                raise ValueError(f"{where}: no key {key!r}; expected {', '.join(shape)[:80]}, found {found}")
             check_shape(content[key], shape.get(str) or shape[key], f"{where}, {key!r}")
 
 

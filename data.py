@@ -62,6 +62,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
+from torchvision.models import ResNet101_Weights, resnet101
 from tqdm import tqdm
 
 SPLITS = ("train", "val", "test")
@@ -87,21 +88,15 @@ def tokenize_lower(caption: str) -> list[str]:
     return re.findall(r"\w+|\.+|[^\w\s]", caption.lower())
 
 
-def as_one_word(caption: str) -> list[str]:
-    """A class's name, which may have blanks."""
-    return [caption]
-
-
 class Vocab:
     """Words <-> ids: the four special ids, then the words of the training captions in codepoint order. `tokenizer` cuts
     captions into words, of which the first `max_words` are read (None: all)."""
 
     def __init__(self, words: list[str], tokenizer: Callable[[str], list[str]] = tokenize, max_words: int | None = None):
         if words[: len(SPECIAL)] != SPECIAL:
-            raise ValueError(f"vocabulary must begin with {' '.join(SPECIAL)}; remove vocab.json and prepare again")
+            raise ValueError(f"vocabulary must begin with {' '.join(SPECIAL)}")
         if len(words) == len(SPECIAL):
-            raise ValueError("the vocabulary has no words: none occurs often enough in the captions; add captions, or lower "
-                             "the data set's min_count in DATASETS of data.py")  # fmt: skip
+            raise ValueError("the vocabulary has no words; add captions, or lower the data set's min_count in DATASETS")
         self.words, self.ids = words, {w: i for i, w in enumerate(words)}
         self.tokenizer, self.max_words = tokenizer, max_words
 
@@ -127,11 +122,8 @@ class Vocab:
 
     def decode(self, ids: Tensor) -> list[str]:
         """(B, V) ids that begin with START -> B captions, each up to its first NULL or END."""
-        captions = []
-        for row in ids[:, 1:].tolist():
-            stop = next((i for i, w in enumerate(row) if w in (NULL, END)), len(row))
-            captions.append(" ".join(self.words[w] for w in row[:stop]))
-        return captions
+        rows = (itertools.takewhile(lambda w: w not in (NULL, END), row) for row in ids[:, 1:].tolist())
+        return [" ".join(self.words[w] for w in row) for row in rows]
 
 
 # ---- what a reader returns -------------------------------------------------------------------------------------------
@@ -168,42 +160,24 @@ class Release:
     paths: dict[str, Path]  # image name -> file
     # pair id -> the changed object's box [x, y, w, h] in pixels, before and after; None where it is not in the image
     boxes: dict[str, tuple[list | None, list | None]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # what to know of this copy: leaks, missing pairs; said once by load
+    notes: list[str] = field(default_factory=list)  # what to know of this copy, such as missing pairs; said once by load
 
 
 def of_single_pairs(pairs: dict[str, list[Pair]], folder: Path, kinds: dict | None = None, notes: tuple = ()) -> Release:
     """A release of one pair a scene, from the pairs of each split and the folder that image names are relative to. Each kind
-    of change is scored apart, pairs that are in two splits are noted. ValueError where a split that is given has no pair."""
+    of change is scored apart. ValueError where a split that is given has no pair, or a pair no caption."""
     for split, of_split in pairs.items():
         if not of_split:
-            raise ValueError("; ".join([f"no pairs in {split}", *notes]))
+            raise ValueError("; ".join([f"{folder}: no pairs in {split}", *notes]))
+        if uncaptioned := [p.id for p in of_split if not p.captions]:
+            raise ValueError(f"{folder}: no captions for {uncaptioned[0]}")
     paths = {name: folder / name for of_split in pairs.values() for p in of_split for name in (p.before, p.after) if name}
     scenes = {split: [Scene((p,)) for p in pairs.get(split, ())] for split in SPLITS}
-    release = Release(scenes, kinds or {}, kinds or {}, {}, paths, notes=[*notes])
-    for a, b in itertools.combinations(pairs, 2):
-        both = {(p.before, p.after) for p in pairs[a]} & {(p.before, p.after) for p in pairs[b]}
-        if both:
-            items = sum((p.before, p.after) in both for p in pairs[b])
-            release.notes.append(f"{len(both)} image pairs are both in {a} and {b} ({items} items of {b})")
-    return release
-
-
-def missing(path: Path) -> FileNotFoundError:
-    """The error that a release's file is not there, and where it may be: above, or up to two levels below its folder."""
-    folder, name = path.parent, path.name
-    if not folder.exists():
-        return FileNotFoundError(f"{path} is missing; there is no folder {folder}")
-    for other in (folder.parent / name, *folder.glob(f"*/{name}"), *folder.glob(f"*/*/{name}")):
-        if other.is_file():
-            hint = "--data_dir may be a level too high or too deep"
-            return FileNotFoundError(f"{path} is missing; there is one at {other}: {hint}")
-    return FileNotFoundError(f"{path} is missing; the README says where each file comes from")
+    return Release(scenes, kinds or {}, kinds or {}, {}, paths, notes=[*notes])
 
 
 def read_json(path: Path, shape=dict):
     """Parsed JSON of a shape, see check_shape; FileNotFoundError or ValueError in one line."""
-    if not path.exists():
-        raise missing(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as e:
@@ -212,13 +186,19 @@ def read_json(path: Path, shape=dict):
     return content
 
 
-def read_caption_lists(file: Path, keys: Iterable[str]) -> dict[str, list[str]]:
-    """A JSON object of lists of captions; ValueError where one of the keys is not there."""
-    texts = read_json(file, {str: [str, ...]})
-    for key in keys:
-        if key not in texts:
-            raise ValueError(f"{file}: no captions for {key}; the first key is {next(iter(texts), None)!r}")
-    return texts
+def read_table(path: Path, shape: dict[str, type], **dialect) -> list[dict]:
+    """The rows of a CSV file with a header, each of a shape, see check_shape. dialect: csv.DictReader's."""
+    with open(path, encoding="utf-8-sig", newline="") as f, reading(path, "correct it"):
+        rows = list(csv.DictReader(f, **dialect))
+    check_shape(rows, [shape], f"{path}")
+    return rows
+
+
+def read_columns(path: Path) -> dict[str, str]:
+    """The lines of a text file: the first word -> the others."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    with reading(path, "expected two columns"):
+        return dict(line.split(maxsplit=1) for line in lines if line.strip())
 
 
 SPLIT_IDS = {split: [int] for split in SPLITS}
@@ -232,29 +212,24 @@ CLEVR_FOLDERS = {"default": "images", "semantic": "sc_images", "nonsemantic": "n
 def read_clevr_change(root: Path) -> Release:
     """CLEVR-Change's layout (Park et al., ICCV 2019), which mini shares: images/, sc_images/, nsc_images/, splits.json,
     type_mapping.json, change_captions.json, no_change_captions.json; for the view rows change_captions_by_IOU.json, for the
-    pointing game change_captions_with_bbox.json.
-
-    Both caption files are keyed by the default image. A key of the distractor image, which only mini has, holds the
-    change captions as that image's camera sees them: the training swap of default and distractor then uses those."""
+    pointing game change_captions_with_bbox.json. Captions are keyed by the default image. In mini the distractor image has
+    change captions too, as its camera sees the change: the training swap of the two images then uses those."""
     splits = read_json(root / "splits.json", SPLIT_IDS)
-    defaults = [f"CLEVR_default_{number:06d}.png" for split in SPLITS for number in splits[split]]
-    change = read_caption_lists(root / "change_captions.json", defaults)
-    same = read_caption_lists(root / "no_change_captions.json", defaults)
+    captioned = {f"CLEVR_default_{number:06d}.png": [str, ...] for split in SPLITS for number in splits[split]}
+    change, same = (read_json(root / f"{name}_captions.json", captioned) for name in ("change", "no_change"))
     kinds = {kind: set(names) for kind, names in read_json(root / "type_mapping.json", {str: [str]}).items()}
     release = Release({}, {"semantic change": set(), "only distractor": set()} | kinds, kinds, {}, {})
     for split in SPLITS:
         release.scenes[split] = []
         for number in splits[split]:
-            name = {view: f"CLEVR_{view}_{number:06d}.png" for view in CLEVR_FOLDERS}
-            release.paths |= {name[view]: root / folder / name[view] for view, folder in CLEVR_FOLDERS.items()}
-            default, semantic, distractor = name.values()
+            default, semantic, distractor = (f"CLEVR_{view}_{number:06d}.png" for view in CLEVR_FOLDERS)
+            for folder, name in zip(CLEVR_FOLDERS.values(), (default, semantic, distractor), strict=True):
+                release.paths[name] = root / folder / name
             changed = Pair(f"{number:06d}.png", default, semantic, change[default])
             unchanged = Pair(f"{number:06d}.png_n", default, distractor, same[default])
-            swapped = (
-                replace(changed, before=distractor, captions=change.get(distractor, changed.captions)),
-                replace(unchanged, before=distractor, after=default),
-            )
-            release.scenes[split].append(Scene((changed, unchanged), swapped))
+            changed_swapped = replace(changed, before=distractor, captions=change.get(distractor, changed.captions))
+            unchanged_swapped = replace(unchanged, before=distractor, after=default)
+            release.scenes[split].append(Scene((changed, unchanged), (changed_swapped, unchanged_swapped)))
             release.groups["semantic change"].add(changed.id)
             release.groups["only distractor"].add(unchanged.id)
     kinds["no change"] = release.groups["only distractor"]
@@ -263,30 +238,26 @@ def read_clevr_change(root: Path) -> Release:
     for pair, both in read_by_number(file, {"bbox_before": box_or_none, "bbox_after": box_or_none}).items():
         release.boxes[pair] = both["bbox_before"], both["bbox_after"]
         for box in release.boxes[pair]:
-            if box is not None and (len(box) != 4 or any(type(value) not in NUMBER for value in box)):
-                raise ValueError(f"{file}, {pair}: expected [x, y, w, h] or null, found {box}")
+            check_shape([] if box is None else box, [NUMBER], f"{file}, {pair}")
     return release
 
 
 def read_by_number(file: Path, shape) -> dict:
     """A JSON object by numbers of scenes, "12" -> the same by pair ids, "000012.png"; empty where there is no such file."""
     content = read_json(file, {str: shape}) if file.exists() else {}
-    if wrong := [number for number in content if not number.isdecimal()]:
-        raise ValueError(f"{file}: the key {wrong[0]!r} is no number; expected one such as 12")
-    return {f"{int(number):06d}.png": value for number, value in content.items()}
+    with reading(file, "expected numbers of scenes as keys"):
+        return {f"{int(number):06d}.png": value for number, value in content.items()}
 
 
 DC_KINDS = ("color", "texture", "add", "remove", "move", "no change")
 
 
 def read_clevr_dc(root: Path) -> Release:
-    """CLEVR-DC (Kim et al., ICCV 2021), one pair a scene, never swapped: bef/ and aft/<id>.png, captions.json, split.json.
-
-    No file says the kind of change. Ids come in six blocks of equal length, taken to be in the order in which the
-    authors list their changes; where ids are missing there are no kinds."""
+    """CLEVR-DC (Kim et al., ICCV 2021): bef/ and aft/<id>.png, captions.json, split.json. No file says the kind of change. Ids
+    come in six blocks of equal length, taken to be in the order in which the authors list their changes."""
     splits = read_json(root / "split.json", SPLIT_IDS)
     ids = [i for split in SPLITS for i in splits[split]]
-    texts, pairs, kinds = read_caption_lists(root / "captions.json", map(str, ids)), {}, {}
+    texts, pairs, kinds = read_json(root / "captions.json", {str(i): [str, ...] for i in ids}), {}, {}
     for split in SPLITS:
         pairs[split] = [Pair(f"{i:06d}.png", f"bef/{i}.png", f"aft/{i}.png", texts[str(i)]) for i in splits[split]]
     block, rest = divmod(len(ids), len(DC_KINDS))
@@ -309,9 +280,8 @@ def read_spot_the_diff(root: Path) -> Release:
 
 
 def read_image_editing(root: Path) -> Release:
-    """Image Editing Request (Tan et al., ACL 2019): {train,valid,test}.json, and the pictures in images/ or beside them.
-
-    An item is a uid: the same two images may be several items, some of them in two splits; the official split stays."""
+    """Image Editing Request (Tan et al., ACL 2019): {train,valid,test}.json, and the pictures in images/ or beside them. Items
+    with the same two images stay several, some of them in two splits."""
     pairs, shape = {}, [{"uid": (str, int), "img0": str, "img1": str, "sents": [str, ...]}]
     for split, file in (("train", "train.json"), ("val", "valid.json"), ("test", "test.json")):
         rows = read_json(root / file, shape)
@@ -325,21 +295,14 @@ LEVIR_SAME = ("the scene is the same as before", "there is no difference", "the 
 
 
 def read_levir_cc(root: Path) -> Release:
-    """LEVIR-CC (Liu et al., TGRS 2022): LevirCCcaptions.json and images/<split>/A (before) and B (after), one file name.
-
-    Captions are the file's own tokens, joined by blanks, or `raw` by the field's rule where it has none; empty ones go.
-    `changeflag` marks changed pairs; where it is absent, the sentences of unchanged ones do."""
-    file, pairs = root / "LevirCCcaptions.json", {split: [] for split in SPLITS}
-    kinds = {"change": set(), "no change": set()}
-    for row in read_json(file, {"images": [{"filename": str, "split": SPLITS, "sentences": [dict, ...]}]})["images"]:
-        name, split, captions = row["filename"], row["split"], []
-        for sentence in row["sentences"]:
-            check_shape(sentence, {"tokens": [str]} if "tokens" in sentence else {"raw": str}, f"{file}, {name!r}")
-            words = sentence["tokens"] if "tokens" in sentence else tokenize(sentence["raw"])
-            captions.append(" ".join(word for word in words if word.strip()))
+    """LEVIR-CC (Liu et al., TGRS 2022): LevirCCcaptions.json and images/<split>/A (before) and B (after). Captions are the
+    file's own tokens; empty ones go. `changeflag` marks changed pairs; where it is absent, LEVIR_SAME does."""
+    shape = {"filename": str, "split": SPLITS, "sentences": [{"tokens": [str]}, ...]}
+    pairs, kinds = {split: [] for split in SPLITS}, {"change": set(), "no change": set()}
+    for row in read_json(root / "LevirCCcaptions.json", {"images": [shape]})["images"]:
+        name, split = row["filename"], row["split"]
+        captions = [" ".join(word for word in sentence["tokens"] if word.strip()) for sentence in row["sentences"]]
         captions = [c for c in captions if c]
-        if not captions:
-            raise ValueError(f"{file}: no captions for {name}")
         pairs[split].append(Pair(name, f"{split}/A/{name}", f"{split}/B/{name}", captions))
         changed = row["changeflag"] if "changeflag" in row else not set(LEVIR_SAME) & set(captions)
         kinds["change" if changed else "no change"].add(name)
@@ -348,14 +311,8 @@ def read_levir_cc(root: Path) -> Release:
 
 def birds_rows(root: Path) -> list[dict]:
     """The rows of Birds-to-Words' file, one a description."""
-    path, shape = root / "birds-to-words-v1.0.tsv", {"img1ImgURL": str, "img2ImgURL": str, "split": SPLITS, "description": str}
-    if not path.exists():
-        raise missing(path)
-    with open(path, encoding="utf-8", newline="") as f:  # descriptions hold quotes of their own
-        rows = list(csv.DictReader(f, delimiter="\t", quoting=csv.QUOTE_NONE))
-    for n, row in enumerate(rows, 2):
-        check_shape(row, shape, f"{path}, line {n}")
-    return rows
+    shape = {"img1ImgURL": str, "img2ImgURL": str, "split": SPLITS, "description": str}
+    return read_table(root / "birds-to-words-v1.0.tsv", shape, delimiter="\t", quoting=csv.QUOTE_NONE)
 
 
 def photo_file(url: str) -> str:
@@ -366,24 +323,19 @@ def photo_file(url: str) -> str:
 
 def read_birds_to_words(root: Path) -> Release:
     """Birds-to-Words (Forbes et al., EMNLP 2019): birds-to-words-v1.0.tsv, and images/<photo id>.jpg, which everyone has
-    to fetch from iNaturalist; the manifest lists them. Pairs without both photographs are left out.
-    Rows with the same two addresses, in this order, and the same split are one pair. Descriptions are kept as lower-case
-    words and signs with blanks between, as the metrics of this data set read them."""
-    if is_idc_repack(root, "birds-to-words-v1.0.tsv"):
-        return read_idc_repack(root)
+    to fetch from iNaturalist; the manifest lists them. Pairs without both photographs are left out. Rows with the same split
+    and addresses are one pair. The metrics of this data set read lower-case words and signs, so captions are these."""
     texts: dict[tuple, list[str]] = {}
     for row in birds_rows(root):
         key = (row["split"], photo_file(row["img1ImgURL"]), photo_file(row["img2ImgURL"]))
         texts.setdefault(key, []).append(" ".join(tokenize_lower(row["description"])))
     images, pairs, notes = root / "images", {split: [] for split in SPLITS}, ()
-    photographs = {p.name for p in images.iterdir()} if images.exists() else set()
     for (split, before, after), captions in texts.items():
-        if {before, after} <= photographs:
+        if (images / before).exists() and (images / after).exists():
             pairs[split].append(Pair(f"{before}_{after}", before, after, captions))
-    if sum(map(len, pairs.values())) < len(texts):
-        counts = ", ".join(f"{split} {len(pairs[split])} of {sum(key[0] == split for key in texts)}" for split in SPLITS)
+    if (here := sum(map(len, pairs.values()))) < len(texts):
         command = f"{prepare_command('birds_to_words', root)} --manifest"
-        notes = (f"pairs with both photographs in {images}: {counts}; for what is missing see: {command}",)
+        notes = (f"{here} of {len(texts)} pairs have both photographs in {images}; for what is missing see: {command}",)
     return of_single_pairs(pairs, images, notes=notes)
 
 
@@ -396,36 +348,19 @@ def write_manifest(root: Path) -> None:
     print(f"{path}: {len(urls)} photographs, of which {list(state.values()).count('here')} are in {root / 'images'}")
 
 
-def read_lines(path: Path, count: int) -> list[list[str]]:
-    """Lines of `count` columns at blanks, the last of which may hold blanks; ValueError naming the first that has fewer."""
-    if not path.exists():
-        raise missing(path)
-    rows = [line.split(maxsplit=count - 1) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    for n, row in enumerate(rows, 1):
-        if len(row) < count:
-            raise ValueError(f"{path}: line {n} has fewer than {count} columns")
-    return rows
-
-
 def read_cub(root: Path) -> Release:
     """CUB-200-2011 (images.txt, images/<class>/<name>.jpg) with the ten captions of Reed et al. (CVPR 2016) for each image,
     text_c10/<class>/<name>.txt, split by class as there: trainvalclasses.txt to train, testclasses.txt to validate (no
     test). Single images: `after` is None."""
-    if is_idc_repack(root, "images.txt"):
-        return read_idc_repack(root)
     pairs, split_of = {"train": [], "val": []}, {}
     for split, file in (("train", "trainvalclasses.txt"), ("val", "testclasses.txt")):
-        split_of |= {name: split for (name,) in read_lines(root / file, 1)}
-    for _, name in read_lines(root / "images.txt", 2):
+        split_of |= dict.fromkeys((root / file).read_text(encoding="utf-8").split(), split)
+    for name in read_columns(root / "images.txt").values():
         text, folder = root / "text_c10" / Path(name).with_suffix(".txt"), name.split("/")[0]
         if folder not in split_of:
             raise ValueError(f"{root}: {folder} of images.txt is neither in trainvalclasses.txt nor in testclasses.txt")
-        if not text.exists():
-            raise FileNotFoundError(f"{text} is missing; unpack the captions' text_c10 beside images")
         lines = text.read_text(encoding="utf-8", errors="replace").splitlines()
         captions = [" ".join(tokenize_lower(line)) for line in lines if line.strip()]
-        if not captions:
-            raise ValueError(f"{text}: no captions for {name}")
         pairs[split_of[folder]].append(Pair(name, name, None, captions))
     return of_single_pairs(pairs, root / "images")
 
@@ -433,56 +368,38 @@ def read_cub(root: Path) -> Release:
 def read_nabirds(root: Path) -> Release:
     """NABirds' official train and test images: single images whose caption is their class, one of those that images have (the
     hierarchy's 555 leaves). Image ids are written with dashes, file names without: images.txt has both."""
-    if is_idc_repack(root, "images.txt"):
-        return read_idc_repack(root)
-    classes = dict(read_lines(root / "image_class_labels.txt", 2))
-    in_train = dict(read_lines(root / "train_test_split.txt", 2))
-    names = dict(read_lines(root / "classes.txt", 2))
+    images, classes, in_train, names = (
+        read_columns(root / f"{file}.txt") for file in ("images", "image_class_labels", "train_test_split", "classes"))
+    check_shape(classes, dict.fromkeys(images, str), f"{root / 'image_class_labels.txt'}")
     pairs = {"train": [], "test": []}
-    for image, name in read_lines(root / "images.txt", 2):
-        if image not in classes:
-            raise ValueError(f"{root / 'image_class_labels.txt'}: no class for image {image} of images.txt")
+    for image, name in images.items():
         caption = names.get(classes[image], classes[image])
         pairs["train" if in_train.get(image) == "1" else "test"].append(Pair(name, name, None, [caption]))
     return of_single_pairs(pairs, root / "images")
 
 
-def is_idc_repack(root: Path, own: str) -> bool:
-    """Does the folder lack the release's `own` file, but hold IDC's?"""
-    return (root / "train.json").exists() and not (root / own).exists()
-
-
 def read_idc_repack(root: Path) -> Release:
-    """Birds-to-Words, CUB or NABirds as IDC's authors repack them (Yao et al., AAAI 2022): {train,val,test}.json of JSON
-    lines, and pickled features but no pictures: paths say where these would be.
-
-    A line has one image or two, and the words of a caption or of several; NABirds' has the classes of two single images."""
+    """Birds-to-Words, CUB or NABirds as IDC's authors repack them (Yao et al., AAAI 2022): pickled features without pictures,
+    and {train,val,test}.json of JSON lines. A line has one image or two, and the words of a caption or of several; that of
+    NABirds has the classes of two single images."""
     texts: dict[tuple, list[str]] = {}  # (split, before, after) -> captions
-    for split in SPLITS:
-        path = root / f"{split}.json"
-        if split == "test" and not path.exists():  # CUB and NABirds have none
-            continue
-        if not path.exists():
-            raise missing(path)
-        for n, line in enumerate(path.read_bytes().splitlines(), 1):
-            where = f"{path}, line {n}"
-            try:
+    split_of: dict[str, str] = {}  # image with a class -> the first split that has it
+    for path in (root / f"{split}.json" for split in SPLITS):
+        lines = path.read_bytes().splitlines() if path.exists() else []  # CUB and NABirds have no test.json
+        for n, line in enumerate(lines, 1):
+            with reading(f"{path}, line {n}", "fetch it again"):
                 row = json.loads(line)
-            except ValueError as e:
-                raise ValueError(f"{where} is not valid JSON ({e})") from e
-            check_shape(row, {"img": str} if isinstance(row, dict) and "img" in row else {"img1": str, "img2": str}, where)
-            names = [re.sub(r"\.(jpg|png)$", "", row[key]) + ".jpg" for key in ("img", "img1", "img2") if key in row]
-            if "class_id1" in row:
-                check_shape(row, {"class_id1": int, "class_id2": int}, where)
-                for name, number in zip(names, (row["class_id1"], row["class_id2"]), strict=True):
-                    if not any((other, name, None) in texts for other in SPLITS):
-                        texts[split, name, None] = [str(number)]
-            else:
-                check_shape(row, {"description": [(str, list), ...]}, where)
-                captions = row["description"] if isinstance(row["description"][0], list) else [row["description"]]
-                check_shape(captions, [[str]], where)
-                texts.setdefault((split, *names, None)[:3], []).extend(" ".join(words) for words in captions)
-    pairs = {"train": []}
+                images = [row["img"]] if "img" in row else [row["img1"], row["img2"]]
+                names = [re.sub(r"\.(jpg|png)$", "", image) + ".jpg" for image in images]
+                if "class_id1" in row:
+                    for name, number in zip(names, (row["class_id1"], row["class_id2"]), strict=True):
+                        texts[split_of.setdefault(name, path.stem), name, None] = [f"{number:d}"]
+                else:
+                    words = row["description"]
+                    captions = words if isinstance(words[0], list) else [words]
+                    check_shape(captions, [[str]], "description")
+                    texts.setdefault((path.stem, *names, None)[:3], []).extend(map(" ".join, captions))
+    pairs = {"train": [], "val": []}
     for (split, before, after), captions in texts.items():
         pairs.setdefault(split, []).append(Pair(f"{before}_{after}" if after else before, before, after, captions))
     return of_single_pairs(pairs, root / "images")
@@ -491,21 +408,15 @@ def read_idc_repack(root: Path) -> Release:
 def read_pairs(root: Path) -> Release:
     """Your own pairs: pairs.csv with the columns before, after, captions, split, or pairs.json, a list of objects with the
     same keys. Paths are relative to the folder. A pair with several captions has a list (JSON), or the signs | between
-    them, or several rows (CSV). A column or key `id`, if there is one, names the pair in result files."""
-    file = root / "pairs.json"
-    if file.exists():
-        rows = read_json(file, [{"captions": (str, list)}])
-        rows = [row | {"captions": [c] if isinstance(c := row["captions"], str) else c} for row in rows]
-    else:
-        file = root / "pairs.csv"
-        if not file.exists():
-            raise FileNotFoundError(f"neither pairs.json nor pairs.csv: {missing(root / 'pairs.json')}; {missing(file)}")
-        with open(file, encoding="utf-8-sig", newline="") as f, reading(file, "correct it"):
-            rows = [row | {"captions": (row.get("captions") or "").split("|")} for row in csv.DictReader(f)]
-    check_shape(rows, [{"before": str, "after": str, "captions": [str], "split": SPLITS}], f"{file}")
+    them, or several rows. A column or key `id`, if there is one, names the pair in result files."""
+    file = root / "pairs.json" if (root / "pairs.json").exists() else root / "pairs.csv"
+    shape = {"before": str, "after": str, "captions": (str, list), "split": SPLITS}
     pairs = {split: {} for split in SPLITS}
-    for n, row in enumerate(rows):
-        before, after, captions = row["before"], row["after"], [c.strip() for c in row["captions"] if c.strip()]
+    for n, row in enumerate(read_json(file, [shape]) if file.suffix == ".json" else read_table(file, shape)):
+        before, after, captions = row["before"], row["after"], row["captions"]
+        captions = captions.split("|") if isinstance(captions, str) else captions
+        check_shape(captions, [str], f"{file}, item {n}, 'captions'")
+        captions = [c.strip() for c in captions if c.strip()]
         if not (before and after and captions):
             raise ValueError(f"{file}, item {n}: no captions for {before!r}, {after!r}, or no images")
         name = str(row.get("id") or f"{before} {after}")
@@ -554,7 +465,8 @@ DATASETS = {
                        types={"change": 5038, "no change": 5039}),
     "birds_to_words": Source(read_birds_to_words, "resnet101-layer4", str.split, max_words=77, tokens="split"),
     "cub": Source(read_cub, "resnet101-layer4", str.split, max_words=37, tokens="split", scenes={"train": 8855, "val": 2933}),
-    "nabirds": Source(read_nabirds, "resnet101-layer4", as_one_word, vocab_splits=SPLITS,
+    # The name of a class is one word of the vocabulary.
+    "nabirds": Source(read_nabirds, "resnet101-layer4", str.splitlines, vocab_splits=SPLITS,
                       scenes={"train": 23929, "test": 24633}),
     "pairs": Source(read_pairs, tokenizer=tokenize_lower),
 }  # fmt: skip
@@ -566,14 +478,12 @@ def prepare_command(name: str, root: Path, extractor: str = "") -> str:
 
 
 def read_release(name: str, root: Path) -> Release:
-    """What a data set's reader makes of a folder; errors name the folder."""
+    """What a data set's reader makes of a folder."""
+    repacked = name in ("birds_to_words", "cub", "nabirds") and (root / "train.json").exists()
     try:
-        release = DATASETS[name].read(root)
-    except ValueError as e:
-        raise ValueError(f"{e}" if str(root) in str(e) else f"{root}: {e}") from e
-    if not release.paths:
-        raise ValueError(f"{root}: the files of {name} name no images; the README says where each file comes from")
-    return release
+        return read_idc_repack(root) if repacked else DATASETS[name].read(root)
+    except FileNotFoundError as e:
+        raise FileNotFoundError(f"{e}; --data_dir must be the folder of {name}'s release, see the README") from e
 
 
 # ---- pictures and features -------------------------------------------------------------------------------------------
@@ -581,7 +491,6 @@ def read_release(name: str, root: Path) -> Release:
 def read_image(path: str | Path) -> Image.Image:
     """Any image file as RGB, known by its content and not by its name (first frame of an animation); ValueError naming the
     file where it is none."""
-    Image.MAX_IMAGE_PIXELS = 5 * 10**7  # Pillow refuses pictures of twice as many
     try:
         with Image.open(path) as im:
             if im.mode == "F":
@@ -589,8 +498,6 @@ def read_image(path: str | Path) -> Image.Image:
             if im.mode.startswith("I"):  # 16 bits of grey, of which convert would make white
                 im = Image.fromarray((np.array(im) >> 8).clip(0, 255).astype(np.uint8))
             return im.convert("RGB")
-    except FileNotFoundError:
-        raise FileNotFoundError(f"no image at {path}") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
         raise ValueError(f"{path} is not a readable image ({e})") from e
 
@@ -613,15 +520,13 @@ def preprocess_resnet(image: Image.Image) -> Tensor:
 def preprocess_imagenet(image: Image.Image, side: int = 224) -> Tensor:
     """What the weights were trained with -> (3, side, side): Pillow's bilinear, aspect ratio not kept (Tan et al., ACL
     2019, with 224; Liu et al., TGRS 2022, whose pictures have 256)."""
-    image = image if image.size == (side, side) else image.resize((side, side), Image.Resampling.BILINEAR)
-    x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+    x = torch.from_numpy(np.array(image.resize((side, side), Image.Resampling.BILINEAR))).permute(2, 0, 1).float() / 255
     return (x - MEAN) / torch.tensor([0.229, 0.224, 0.225])[:, None, None]
 
 
 def preprocess_mini(image: Image.Image) -> Tensor:
     """-> (3, 64, 64) in -1 ... 1."""
-    image = image if image.size == (64, 64) else image.resize((64, 64), Image.Resampling.BICUBIC)
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
+    return torch.from_numpy(np.array(image.resize((64, 64), Image.Resampling.BICUBIC))).permute(2, 0, 1).float() / 127.5 - 1
 
 
 RESNETS = {  # extractor -> its preprocessing, in words and as a function
@@ -638,13 +543,13 @@ class Extractor:
     def __init__(self, name: str, state: dict[str, Tensor] | None = None, device: str = "cpu"):
         self.name, self.state, self.device = name, state, device
         if name in RESNETS:
-            self.preprocessing, self.preprocess = RESNETS[name]
-            net = resnet101_grid(name, state)
-        elif name.startswith("mini-cnn") and state is not None:
+            (self.preprocessing, self.preprocess), net = RESNETS[name], resnet101_grid(name, pretrained=not state)
+        elif name.startswith("mini-cnn") and state:
             self.preprocessing, self.preprocess, net = MINI_PREPROCESSING, preprocess_mini, MiniCNN()
-            load_weights(net, state, name)
         else:
             raise ValueError(f"unknown feature extractor {name!r}; known: {', '.join(RESNETS)}, mini-cnn-<hash>")
+        if state:
+            load_weights(net, state, name)
         self.net = net.to(device, memory_format=torch.channels_last).eval()
 
     def __call__(self, paths: list[str | Path]) -> Tensor:
@@ -652,96 +557,71 @@ class Extractor:
 
     def blocks(self, paths: list[str | Path], batch: int) -> Iterator[Tensor]:
         """Features of `batch` files after the other; the next ones are decoded while the network works."""
-        cuda = self.device.startswith("cuda")
-
         def read(files: list[str | Path]) -> Tensor:
-            x = torch.stack(list(pool.map(lambda file: self.preprocess(read_image(file)), files)))
-            return x.pin_memory() if cuda else x
+            return torch.stack(list(pool.map(lambda file: self.preprocess(read_image(file)), files)))
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for x in prefetch(read(paths[i : i + batch]) for i in range(0, len(paths), batch)):
-                with torch.inference_mode(), torch.autocast("cuda", torch.float16, enabled=cuda):
-                    x = x.to(self.device, memory_format=torch.channels_last, non_blocking=True)
-                    x = self.net(x).half().cpu().contiguous()
+                with torch.inference_mode(), torch.autocast("cuda", torch.float16, enabled=self.device.startswith("cuda")):
+                    x = self.net(x.to(self.device, memory_format=torch.channels_last)).half().cpu().contiguous()
                 yield x
 
 
-def resnet101_grid(name: str, state: dict[str, Tensor] | None = None) -> nn.Module:
+def resnet101_grid(name: str, pretrained: bool = True) -> nn.Module:
     """torchvision's ResNet-101 up to the layer in `name`: (n, 3, 224, 224) -> (n, 1024, 14, 14) or (n, 2048, 7, 7); the
-    16 x 16 cells that layer 3 makes of 256 x 256 are averaged to 14 x 14. Without `state` the ImageNet weights that the
+    16 x 16 cells that layer 3 makes of 256 x 256 are averaged to 14 x 14. pretrained: with the ImageNet weights that the
     papers used (IMAGENET1K_V1), fetched by torchvision on first use."""
-    from torchvision.models import ResNet101_Weights, resnet101
-
     weights = ResNet101_Weights.IMAGENET1K_V1
     try:
-        net = resnet101(weights=None if state else weights)
+        net = resnet101(weights=weights if pretrained else None)
     except OSError as e:
-        cache = Path(torch.hub.get_dir(), "checkpoints")
+        cache = f"{torch.hub.get_dir()}/checkpoints"
         raise OSError(f"ImageNet weights of ResNet-101 could not be fetched ({e}); put {weights.url} into {cache}") from e
     grid = nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool, net.layer1, net.layer2, net.layer3)
     if name == "resnet101-layer4":
         grid.append(net.layer4)
     elif name == "resnet101-layer3-256":
         grid.append(nn.AdaptiveAvgPool2d(14))
-    if state:
-        load_weights(grid, state, name)
     return grid
 
 
 def unfinished(path: Path, names: list[str], about: dict[str, str]) -> int:
     """How many images of `names` an interrupted write_features has left in path.partial. 0 where there are none, or where they
     are of other images or made otherwise."""
-    partial = path.with_suffix(".partial")
-    if not partial.exists():
-        return 0
-    try:
-        with h5py.File(partial, "r+") as f:
-            usable = dict(f.attrs) == about and f["image_ids"].asstr()[:].tolist() == names
-            done = int(f["done"][()]) if usable else 0
-    except BlockingIOError as e:
-        raise ValueError(f"{partial} is being written by another run; wait for it or stop it") from e
-    except (OSError, KeyError, RuntimeError):  # killed before the first block was whole
-        done = 0
-    if done:
+    partial, done = path.with_suffix(".partial"), 0
+    if partial.exists():
+        with contextlib.suppress(OSError, KeyError, RuntimeError), h5py.File(partial) as f:  # killed before the first block
+            if dict(f.attrs) == about and f["image_ids"].asstr()[:].tolist() == names:
+                done = int(f["done"][()])
         print(f"{partial}: going on after {done} of {len(names)} images")
-    else:
-        print(f"{partial}: of no use; starting anew")
     return done
 
 
 def write_features(path: Path, names: list[str], blocks: Iterable[np.ndarray], extractor: str, preprocessing: str,
                    dataset: str = "", start: int = 0) -> None:  # fmt: skip
-    """One feature file: `features` (n, C, H, W) float16, `image_ids` (n,), how many are `done`, and attributes `extractor`,
-    `preprocessing` and `dataset`. `blocks` gives arrays (b, C, H, W) in the order of names, from image `start` on.
-
-    It grows as path.partial, where `unfinished` finds the next `start`, and gets its name when it is whole. The features lie
-    in one piece, as Features maps them, and a kill spoils nothing but images that do not count as done yet."""
+    """One feature file: `features` (n, C, H, W) float16 in one piece, `image_ids` (n,), how many are `done`, and attributes
+    `extractor`, `preprocessing` and `dataset`. `blocks` gives arrays (b, C, H, W) in the order of names, from image `start`
+    on. It grows as path.partial, where `unfinished` finds the next `start`, and gets its name when it is whole."""
     partial, done = path.with_suffix(".partial"), start
     with h5py.File(partial, "r+" if start else "w") as f, \
             tqdm(total=len(names), initial=start, desc="features", unit="image", disable=None) as bar:  # fmt: skip
-        if not start:
-            f.attrs.update(extractor=extractor, preprocessing=preprocessing, dataset=dataset)
-            f["image_ids"] = names
         for block in blocks:
-            if "features" not in f:
+            if not done:
+                f.attrs.update(extractor=extractor, preprocessing=preprocessing, dataset=dataset)
+                f["image_ids"], f["done"] = names, 0
                 f.create_dataset("features", (len(names), *block.shape[1:]), "float16", fill_time="never")
-            out = f["features"]
-            if block.shape[1:] != out.shape[1:]:
-                raise ValueError(f"features of {names[done]!r} have shape {block.shape[1:]}, those before it {out.shape[1:]}")
-            with np.errstate(over="ignore"):
-                block = block.astype(np.float16)
-            finite = np.isfinite(block).all((1, 2, 3))
-            if not finite.all():
-                raise ValueError(f"features of {names[done + int(finite.argmin())]!r} are not finite in float16")
-            out[done : done + len(block)] = block
+            if block.shape[1:] != f["features"].shape[1:]:
+                raise ValueError(f"features of {names[done]!r} have shape {block.shape[1:]}, others {f['features'].shape[1:]}")
+            if not np.abs(block).max() <= np.finfo(np.float16).max:  # so NaN is refused, too
+                raise ValueError(f"features of {names[done]!r} or of an image soon after are not finite in float16")
+            f["features"][done : done + len(block)] = block.astype(np.float16)
             done += len(block)
             f.flush()
             os.fsync(f.id.get_vfd_handle())
-            f.require_dataset("done", (), "int64")[()] = done
+            f["done"][()] = done
             f.flush()
             bar.update(len(block))
-    if done != len(names):
-        raise ValueError(f"{path}: {done} feature maps for {len(names)} images")
+    assert done == len(names), f"{path}: {done} feature maps for {len(names)} images"
     os.replace(partial, path)
 
 
@@ -752,20 +632,15 @@ class Features:
     def __init__(self, path: Path, prepare: str):
         if not path.exists():
             raise FileNotFoundError(f"no features at {path}; run: {prepare}")
-        try:
-            with h5py.File(path, "r") as f:
-                table, ids = f["features"], f["image_ids"].asstr()[:]
-                self.extractor, self.preprocessing = f.attrs["extractor"], f.attrs["preprocessing"]
-                self.dataset = f.attrs.get("dataset", "")
-                shape, kind, offset = table.shape, table.dtype, table.id.get_offset()
-        except (AttributeError, OSError, KeyError, TypeError) as e:
-            raise ValueError(f"{path} is not a feature file of this project ({e}); remove it and run: {prepare}") from e
-        self.row = {name: i for i, name in enumerate(ids)}
-        if len(shape) != 4 or shape[1] < max(shape[2:]) or kind != np.float16 or len(self.row) != shape[0] or offset is None:
-            raise ValueError(f"{path}: expected float16 (images, channels, height, width) in one piece and an id each, found "
-                             f"{kind} {shape} and {len(self.row)} ids; remove it and run: {prepare}")  # fmt: skip
+        self.path, self.mend = path, f"remove it and run: {prepare}"
+        with reading(path, self.mend), h5py.File(path) as f:
+            table, ids = f["features"], f["image_ids"].asstr()[:]
+            self.extractor, self.preprocessing = f.attrs["extractor"], f.attrs["preprocessing"]
+            self.dataset, self.row = f.attrs.get("dataset", ""), {name: i for i, name in enumerate(ids)}
+            shape, kind, offset, count = table.shape, table.dtype, table.id.get_offset(), len(self.row)
+            if len(shape) != 4 or shape[1] < max(shape[2:]) or kind != np.float16 or count != shape[0] or offset is None:
+                raise ValueError(f"expected float16 (n, C, H, W) in one piece and n ids, found {kind} {shape} and {count} ids")
         self.data, self.gpu = np.memmap(path, kind, "r", offset, shape), None
-        self.path, self.prepare = path, prepare
 
     def move_to(self, where: str, device: str) -> str:
         """Chooses "gpu" or "file" ("auto": the GPU where features take less than 60 % of its free memory), says so."""
@@ -789,10 +664,8 @@ class Features:
 
     def require(self, names: Iterable[str]) -> None:
         """ValueError where features of any image are missing."""
-        absent = sorted(n for n in names if n not in self.row)
-        if absent:
-            raise ValueError(f"{self.path}: no features for {absent[0]} and {len(absent) - 1} more (its first image is "
-                             f"{next(iter(self.row), None)}); remove it and run: {self.prepare}")  # fmt: skip
+        if absent := sorted(n for n in names if n not in self.row):
+            raise ValueError(f"{self.path}: no features for {absent[0]} and {len(absent) - 1} more; {self.mend}")
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -882,9 +755,6 @@ class Dataset:
         ids = torch.tensor([self.vocab.encode(c, length or self.max_len) for c in captions], device=before.device)
         return Batch(before, after, ids, [p.id for p in pairs], captions, [(p.before, p.after) for p in pairs], single)
 
-    def references(self, split: str) -> dict[str, list[str]]:
-        return {p.id: p.captions for p in self.pairs(split)}
-
     def groups(self, split: str) -> dict[str, set[str]]:
         """Pair ids to score apart: the release's groups, those whose two images are in no other split where some are, and
         quarters of viewpoint difficulty where boxes are known."""
@@ -903,11 +773,8 @@ class Dataset:
     def examples(self, split: str, count: int) -> dict[str, list[Pair]]:
         """The first pairs of every kind of change, and of no change, in a split; of all where kinds are not known."""
         pairs = self.pairs(split)
-        examples = {kind: [p for p in pairs if p.id in ids][:count] for kind, ids in self.kinds.items()}
-        examples = examples or {"all": pairs[:count]}
-        files = [self.paths[name] for chosen in examples.values() for p in chosen for name in (p.before, p.after) if name]
-        if absent := [path for path in files if not path.exists()]:
-            print(f"samples on grey: their pictures are not all there, such as {absent[0]}")
+        kinds = self.kinds or {"all": {p.id for p in pairs}}
+        examples = {kind: [p for p in pairs if p.id in ids][:count] for kind, ids in kinds.items()}
         return {kind: chosen for kind, chosen in examples.items() if chosen}
 
     def images(self, pair: Pair) -> tuple[Image.Image, Image.Image]:
@@ -919,35 +786,28 @@ class Dataset:
     def score(self, split: str, captions: dict[str, str], quick: bool = False) -> dict:
         """Scores of a split's captions as the data set's published tables have them: over its groups, and where these tables
         did without the PTB tokenizer, over the words of its vocabulary's rule. quick: few metrics, no groups."""
-        references, tokens = self.references(split), DATASETS[self.name].tokens
+        references, tokens = {p.id: p.captions for p in self.pairs(split)}, DATASETS[self.name].tokens
         if tokens != "ptb":
             references = {i: [" ".join(self.vocab.tokenizer(c)) for c in texts] for i, texts in references.items()}
         return score(captions, references, {} if quick else self.groups(split), quick, tokens, self.vocab.ids)
 
     def report(self, split: str, captions: dict[str, str], maps: dict) -> dict:
-        """What else the captions of a split and the attention behind them show, in %, where the data set knows the truth.
-
-        "accuracy": mini's accuracies; elsewhere, where pairs are known to be unchanged, how many changed and how many
-        unchanged pairs are recognised: a caption says that nothing changed if it is one of the field's sentences for that
-        (LEVIR-CC's), or else one that training pairs without change have. "pointing": the pointing game, see pointing_scores;
-        maps: pair id -> attention (H, W), or name -> map."""
-        report, unchanged = {}, self.kinds.get("no change")
+        """What else captions and attention maps (pair id -> (H, W), or name -> map) show, in %. "accuracy": mini's accuracies,
+        or where unchanged pairs are known, how many changed and unchanged ones are recognised; a caption denies a change if
+        the field has a list of such sentences and it is one of them, or else if a training pair without change has it.
+        "pointing": see pointing_scores."""
+        report, unchanged, boxed = {}, self.kinds.get("no change"), []
         if self.name in EMBEDDED:
             report["accuracy"] = mini_accuracy(captions, read_json(self.root / "scenes.json"))
         elif unchanged:
-            sentences = DATASETS[self.name].same
-            sentences = sentences or [c for p in self.pairs("train") if p.id in unchanged for c in p.captions]
+            sentences = DATASETS[self.name].same or [c for p in self.pairs("train") if p.id in unchanged for c in p.captions]
             denials = {" ".join(self.vocab.split(c)) for c in sentences}
             right = {"change recognised": [c not in denials for i, c in captions.items() if i not in unchanged],
                      "no change recognised": [c in denials for i, c in captions.items() if i in unchanged]}  # fmt: skip
             report["accuracy"] = {name: round(100 * sum(hits) / len(hits), 2) for name, hits in right.items() if hits}
-        boxed = []
-        for p in self.pairs(split):
-            before, after = self.release.boxes.get(p.id, (None, None))
-            if before and p.id in maps:
-                boxed.append((p.id, "before", before, self.paths[p.before]))
-            if after and p.id in maps:
-                boxed.append((p.id, "after", after, self.paths[p.after]))
+        for p in (p for p in self.pairs(split) if p.id in maps and p.id in self.release.boxes):
+            sides = zip(("before", "after"), self.release.boxes[p.id], (p.before, p.after), strict=True)
+            boxed += [(p.id, side, box, self.paths[name]) for side, box, name in sides if box]
         if absent := [path for *_, path in boxed if not path.exists()]:
             print(f"no pointing game: its pictures are not all there, such as {absent[0]}")
         elif boxed:
@@ -1002,26 +862,20 @@ def read_vocab(name: str, root: Path) -> Vocab:
         raise FileNotFoundError(f"no vocabulary at {path}; run: {prepare}")
     with reading(path, f"remove it and run: {prepare}"):
         ids = read_json(path, {str: int})
-        words = {i: word for word, i in ids.items()}
-        if sorted(words) != list(range(len(ids))):
+        if sorted(ids.values()) != list(range(len(ids))):
             raise ValueError(f"expected words and their ids from 0 to {len(ids) - 1}")
-    return Vocab([words[i] for i in range(len(ids))], source.tokenizer, source.max_words)
+        return Vocab(sorted(ids, key=ids.get), source.tokenizer, source.max_words)
 
 
 def open_features(name: str, root: Path, extractor: str = "") -> Features:
-    """The feature file of a data set, for its own extractor or the one named; ValueError where it is another data set's, or
-    was made by another extractor or with other preprocessing."""
+    """The feature file of a data set, for its own extractor or the one named; ValueError where it is another's."""
     path, prepare = feature_file(name, root, extractor), prepare_command(name, root, extractor)
-    features = Features(path, prepare)
-    if features.dataset not in ("", name):
-        raise ValueError(f"{path} holds the features of {features.dataset}, not of {name}; give the --data_dir of {name}, or "
-                         f"remove it and run: {prepare}")  # fmt: skip
-    wanted = extractor or DATASETS[name].extractor
+    features, wanted = Features(path, prepare), extractor or DATASETS[name].extractor
     wanted = mini_cnn_name(mini_cnn_state(root)) if wanted == "mini-cnn" else wanted
     known = (RESNETS[wanted][0], RELEASED_FEATURES, RELEASED_PICKLES) if wanted in RESNETS else (MINI_PREPROCESSING,)
-    if features.extractor != wanted or features.preprocessing not in known:
-        raise ValueError(f"{path} was made by {features.extractor} ({features.preprocessing}), not by {wanted}; "
-                         f"remove it and run: {prepare}")  # fmt: skip
+    if features.dataset not in ("", name) or features.extractor != wanted or features.preprocessing not in known:
+        made = f"for {features.dataset or name} by {features.extractor} ({features.preprocessing})"
+        raise ValueError(f"{path} was made {made}, not for {name} by {wanted}; remove it and run: {prepare}")
     return features
 
 

