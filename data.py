@@ -1805,44 +1805,41 @@ TAN = 0.38  # tangent of half the field of view
 
 def _free_position(rng: np.random.Generator, radius: float, others: list[dict]) -> list[float] | None:
     """A floor position (x, y) at least .25 clear of all others, or None when 30 tries found none."""
-    for x, y in rng.uniform(-2.4, 2.4, (30, 2)).tolist():
-        gaps = (np.hypot(x - o["xyz"][0], y - o["xyz"][1]) - radius - RADIUS[o["size"]] for o in others)
-        if all(gap > 0.25 for gap in gaps):
-            return [x, y]
+    for position in rng.uniform(-2.4, 2.4, (30, 2)).tolist():
+        if all(math.dist(position, o["xyz"][:2]) > radius + RADIUS[o["size"]] + 0.25 for o in others):
+            return position
     return None
 
 
-def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int]) -> tuple[list, list, int] | None:
-    """Objects before, objects after, and the changed one's index (for add: in the objects after). Attribute quadruples are
-    unique in both scenes, so that words can single out every object. None where positions or attributes collide."""
+def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int]) -> tuple[list, list, int]:
+    """Objects before, objects after, and the changed one's index (for add: in the objects after). No two objects of a scene
+    share all attributes, so that words can single out every object. Where positions or attributes collide, it starts anew."""
     count = int(rng.integers(objects[0], objects[1] + 1)) + (kind == "add")
-    scene = []
-    for code in rng.choice(96, count, replace=False).tolist():
-        item = {}
-        for name, words in ATTRIBUTES.items():
-            code, index = divmod(code, len(words))
-            item[name] = words[index]
-        position = _free_position(rng, RADIUS[item["size"]], scene)
-        if position is None:
-            return None
-        half = RADIUS[item["size"]] * (0.8 if item["shape"] == "cube" else 1)
+    choices, scene = [len(words) for words in ATTRIBUTES.values()], []
+    for code in rng.choice(math.prod(choices), count, replace=False):
+        indices = np.unravel_index(code, choices, order="F")
+        item = {name: words[i] for (name, words), i in zip(ATTRIBUTES.items(), indices, strict=True)}
+        radius = RADIUS[item["size"]]
+        if not (position := _free_position(rng, radius, scene)):
+            return _sample_scene(rng, kind, objects)
+        half = radius * (0.8 if item["shape"] == "cube" else 1)
         scene.append(item | {"xyz": [*position, half], "turn": rng.uniform(0, np.pi / 2)})
     if kind == "add":
         return scene[:-1], scene, count - 1
     changed = int(rng.integers(count))
-    rest, new = scene[:changed] + scene[changed + 1:], dict(scene[changed])
+    others, new = scene[:changed] + scene[changed + 1 :], dict(scene[changed])
     if kind == "drop":
-        return scene, rest, changed
+        return scene, others, changed
     if kind == "move":
-        position = _free_position(rng, RADIUS[new["size"]], rest)
-        if position is None or math.dist(position, new["xyz"][:2]) < 1.2:
-            return None
+        position = _free_position(rng, RADIUS[new["size"]], others)
+        if not position or math.dist(position, new["xyz"][:2]) < 1.2:
+            return _sample_scene(rng, kind, objects)
         new["xyz"] = [*position, new["xyz"][2]]
     else:
         new[kind] = str(rng.choice([word for word in ATTRIBUTES[kind] if word != new[kind]]))
-        if any(all(o[a] == new[a] for a in ATTRIBUTES) for o in rest):
-            return None
-    return scene, [*scene[:changed], new, *scene[changed + 1:]], changed
+        if _phrase(new) in map(_phrase, others):
+            return _sample_scene(rng, kind, objects)
+    return scene, [*scene[:changed], new, *scene[changed + 1 :]], changed
 
 
 def _sample_cameras(rng: np.random.Generator, scenes: int, views: int, jitter: float = 2.5) -> list[dict[str, np.ndarray]]:
@@ -1853,29 +1850,45 @@ def _sample_cameras(rng: np.random.Generator, scenes: int, views: int, jitter: f
     def unit(v: np.ndarray) -> np.ndarray:
         return v / np.linalg.norm(v, axis=0)
 
-    def spread(size: np.ndarray | list) -> np.ndarray:
-        """Offsets of at most `size` (3, 1) in every direction -> (3, scenes * views)."""
+    def offsets() -> np.ndarray:
+        """At most `jitter` in every direction -> (3, scenes * views)."""
         of_scene, of_view = rng.uniform(-1, 1, (3, scenes, 1)), rng.uniform(-1, 1, (3, scenes, views))
-        return ((1 - s) * of_scene + s * of_view).reshape(3, -1) * size
+        return jitter * ((1 - s) * of_scene + s * of_view).reshape(3, -1)
 
     s, count = rng.uniform(0, 1, (scenes, 1)), scenes * views
-    eye = np.array([[7], [-7], [6]]) + spread([[jitter]] * 3)
-    target = np.array([[0], [0], [0.3]]) + 0.25 * spread([[jitter], [jitter], [0.5 * jitter]])
-    forward = unit(target - eye)
+    eye = [[7], [-7], [6]] + offsets()
+    forward = unit([[0], [0], [0.3]] + [[0.25], [0.25], [0.125]] * offsets() - eye)
     right = unit(np.stack([forward[1], -forward[0], 0 * forward[0]]))  # forward x z
     cameras = {"eye": eye, "right": right, "up": np.cross(right, forward, axis=0), "forward": forward,
-               "light": unit(np.array([[-3], [-5], [8]]) + rng.uniform(-1.5, 1.5, (3, count))),
+               "light": unit([[-3], [-5], [8]] + rng.uniform(-1.5, 1.5, (3, count))),
                "gain": rng.uniform(0.85, 1.15, count)}  # fmt: skip
-    cameras = {name: value.astype(np.float32) for name, value in cameras.items()}
-    return [{name: value[..., n] for name, value in cameras.items()} for n in range(count)]
+    return [{name: value[..., n].astype(np.float32) for name, value in cameras.items()} for n in range(count)]
 
 
 # ---- mini: ray caster ------------------------------------------------------------------------------------------------
 
 
-def _hit(shape: str, o: np.ndarray, d: np.ndarray, h: float) -> np.ndarray:
-    """Depth (S, S) at which rays meet a body of half height h centred at the origin; inf where they miss. o (3,) the eye,
-    d (3, S, S) directions, of length 1 along the camera's axis, so that the ray parameter is depth; both in its frame."""
+def _rays(view: dict[str, np.ndarray], x: np.ndarray, y: np.ndarray, count: int) -> np.ndarray:
+    """Directions (3, rows, columns) of the rays through columns x and rows y of count x count. They have length 1 along the
+    camera's axis, so that the ray parameter is depth."""
+    across, down = (TAN * ((2 * index.astype(np.float32) + 1) / count - 1) for index in (x, y[:, None]))
+    forward, right, up = (view[name][:, None, None] for name in ("forward", "right", "up"))
+    return forward + right * across - up * down
+
+
+def _body(item: dict, camera: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The vectors eye, right, up, forward, light and fill (3,) in an object's own frame, moved to its centre and turned with
+    it, so that each shape is hit and lit axis-aligned. z stays z."""
+    fill = camera["eye"] / np.linalg.norm(camera["eye"]) + 0.5 * camera["right"]  # a lamp beside the camera
+    world = {name: camera[name] for name in ("right", "up", "forward", "light")}
+    world |= {"eye": camera["eye"] - np.array(item["xyz"], np.float32), "fill": fill / np.linalg.norm(fill)}
+    cos, sin = np.cos(np.float32(item["turn"])), np.sin(np.float32(item["turn"]))
+    return {name: np.stack([cos * x + sin * y, cos * y - sin * x, z]) for name, (x, y, z) in world.items()}
+
+
+def _depth(shape: str, o: np.ndarray, d: np.ndarray, h: float) -> np.ndarray:
+    """Depth (rows, columns) at which rays meet a body of half height h centred at the origin; inf where they miss. o (3,) the
+    eye, d (3, rows, columns) directions."""
     o = o[:, None, None]
     if shape == "cube":
         near, far = (-h - o) / d, (h - o) / d
@@ -1892,31 +1905,19 @@ def _hit(shape: str, o: np.ndarray, d: np.ndarray, h: float) -> np.ndarray:
     return np.where(hit, t, np.inf)
 
 
-def _rays(view: dict[str, np.ndarray], x: np.ndarray, y: np.ndarray, count: int) -> np.ndarray:
-    """Directions (3, ...) of the rays through pixels (column x, row y) of count x count."""
-    across, down = (TAN * ((2 * index + 1) / count - 1) for index in (x.astype(np.float32), y.astype(np.float32)))
-    forward, right, up = (view[name].reshape(3, *[1] * max(x.ndim, y.ndim)) for name in ("forward", "right", "up"))
-    return forward + right * across - up * down
-
-
-def _body(item: dict, camera: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The vectors eye, right, up, forward, light and fill (3,) in an object's own frame, moved to its centre and turned with
-    it, so that each shape is hit and lit axis-aligned. z stays z."""
-    fill = camera["eye"] / np.linalg.norm(camera["eye"]) + 0.5 * camera["right"]  # a lamp beside the camera
-    world = {name: camera[name] for name in ("right", "up", "forward", "light")}
-    world |= {"eye": camera["eye"] - np.array(item["xyz"], np.float32), "fill": fill / np.linalg.norm(fill)}
-    cos, sin = np.cos(np.float32(item["turn"])), np.sin(np.float32(item["turn"]))
-    return {name: np.stack([cos * x + sin * y, cos * y - sin * x, z]) for name, (x, y, z) in world.items()}
-
-
-def _window(shape: str, half: float, body: dict[str, np.ndarray], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Columns x and rows y of the square of pixels, of count x count, that an object's bounding sphere covers."""
-    radius = half * {"sphere": 1, "cube": 3**0.5, "cylinder": 2**0.5}[shape]
+def _cast(item: dict, body: dict[str, np.ndarray], count: int) -> tuple:
+    """The rays of count x count that hit an object: their number, and of the N of them in the frame columns x (N,), rows y
+    (N,), directions (3, N) in the object's own frame, depths (N,). Only its bounding sphere's square is searched."""
+    half = np.float32(item["xyz"][2])
+    radius = half * {"sphere": 1, "cube": 3**0.5, "cylinder": 2**0.5}[item["shape"]]
     right, up, depth = (-body["eye"] @ body[axis] for axis in ("right", "up", "forward"))
     size = int(count * radius / (TAN * max(depth - radius, 0.5))) + 12
-    start = (int(count / 2 * (1 + offset / (TAN * depth)) - size / 2) for offset in (right, -up))
-    x, y = (first + np.arange(size) for first in start)
-    return x, y
+    x, y = (int(count / 2 * (1 + offset / (TAN * depth)) - size / 2) + np.arange(size) for offset in (right, -up))
+    d = _rays(body, x, y, count)
+    t = _depth(item["shape"], body["eye"], d, half)
+    hit, columns, rows = np.isfinite(t), (x >= 0) & (x < count), (y >= 0) & (y < count)
+    row, column = (hit & rows[:, None] & columns).nonzero()
+    return hit.sum(), x[column], y[row], d[:, row, column], t[row, column]
 
 
 def _shade(item: dict, body: dict[str, np.ndarray], gain: float, d: np.ndarray, t: np.ndarray) -> np.ndarray:
@@ -1949,8 +1950,7 @@ def _shade(item: dict, body: dict[str, np.ndarray], gain: float, d: np.ndarray, 
 
 def _floor(scene: list[dict], camera: dict[str, np.ndarray], side: int) -> np.ndarray:
     """The grey floor (side, side), one ray a pixel, with a soft shadow for each object, taken to be a ball."""
-    x = np.arange(side)
-    d, eye, light = _rays(camera, x, x[:, None], side), camera["eye"], camera["light"]
+    d, eye, light = _rays(camera, np.arange(side), np.arange(side), side), camera["eye"], camera["light"]
     spot = eye[:2, None, None] - eye[2] / np.minimum(d[2], -1e-3) * d[:2]  # at and over the horizon: very far
     shadow = np.ones_like(spot[0])
     for item in scene:
@@ -1966,37 +1966,26 @@ def _floor(scene: list[dict], camera: dict[str, np.ndarray], side: int) -> np.nd
 def _render(scene: list[dict], camera: dict[str, np.ndarray], side: int = 64) -> tuple[np.ndarray, list, list, list]:
     """Draws a scene of K objects through one of _sample_cameras' views, with 2 x 2 rays a pixel -> the image (side, side, 3)
     uint8 and, for each object, the box [x, y, w, h] in pixels of the whole object, cut at the frame; the area that is seen, in
-    pixels; and which part of the object this is, 0 to 1."""
-    fine, bodies, cast = 2 * side, [_body(item, camera) for item in scene], []
+    pixels; and which part of the object this is, 0 to 1. The box of an object beyond the frame means nothing."""
+    fine, casts, boxes, area, part = 2 * side, [], [], [], []
     nearest = np.full((fine, fine), np.inf, np.float32)  # the depth buffer
-    for item, body in zip(scene, bodies, strict=True):
-        x, y = _window(item["shape"], item["xyz"][2], body, fine)
-        d = _rays(body, x, y[:, None], fine)
-        t = _hit(item["shape"], body["eye"], d, np.float32(item["xyz"][2]))
-        alone = (t < np.inf).sum()
-        columns, rows = ((0 <= index) & (index < fine) for index in (x, y))
-        x, y, d, t = x[columns], y[rows], d[:, rows][:, :, columns], t[rows][:, columns]
-        window = np.ix_(y, x)
-        nearest[window] = np.minimum(nearest[window], t)
-        cast.append((window, x, y, d, t, alone))
-    light, free = np.zeros((3, fine, fine), np.float32), np.isinf(nearest).astype(np.float32)
-    boxes, area, part = [], [], []
-    for item, body, (window, x, y, d, t, alone) in zip(scene, bodies, cast, strict=True):
-        hit, seen = t < np.inf, (t < np.inf) & (t == nearest[window])
-        row, column = seen.nonzero()
-        light[:, y[row], x[column]] = _shade(item, body, camera["gain"], d[:, seen], t[seen])
-        columns, rows = x[hit.any(0)] // 2, y[hit.any(1)] // 2
-        boxes.append([int(v) for v in (columns[0], rows[0], columns[-1] + 1 - columns[0], rows[-1] + 1 - rows[0])]
-                     if hit.any() else [0, 0, 0, 0])  # fmt: skip
+    for item in scene:
+        body = _body(item, camera)
+        rays, x, y, d, t = _cast(item, body, fine)
+        nearest[y, x] = np.minimum(nearest[y, x], t)
+        casts.append((item, body, rays, x, y, d, t))
+    light = np.zeros((4, fine, fine), np.float32)  # red, green, blue, and 1 where the floor is seen
+    light[3] = np.isinf(nearest)
+    for item, body, rays, x, y, d, t in casts:
+        seen = t == nearest[y, x]
+        light[:3, y[seen], x[seen]] = _shade(item, body, camera["gain"], d[:, seen], t[seen])
+        (left, right), (top, bottom) = ((int(v.min(initial=fine)) // 2, int(v.max(initial=-1)) // 2 + 1) for v in (x, y))
+        boxes.append([left, top, right - left, bottom - top])
         area.append(seen.sum() / 4)
-        part.append(seen.sum() / max(alone, 1))
-
-    def average(x: np.ndarray) -> np.ndarray:  # of 2 x 2 samples
-        return (x[..., ::2, ::2] + x[..., ::2, 1::2] + x[..., 1::2, ::2] + x[..., 1::2, 1::2]) / 4
-
-    image = average(light) + average(free) * _floor(scene, camera, side)
-    image = (255 * np.clip(image, 0, 1) ** (1 / 1.5) + 0.5).astype(np.uint8)
-    return image.transpose(1, 2, 0), boxes, area, part
+        part.append(seen.sum() / rays)
+    *color, floor = (light[:, ::2, ::2] + light[:, ::2, 1::2] + light[:, 1::2, ::2] + light[:, 1::2, 1::2]) / 4
+    image = np.stack(color, 2) + (floor * _floor(scene, camera, side))[..., None]
+    return (255 * np.clip(image, 0, 1) ** (1 / 1.5) + 0.5).astype(np.uint8), boxes, area, part
 
 
 # ---- mini: words -----------------------------------------------------------------------------------------------------
