@@ -1856,11 +1856,11 @@ def _sample_cameras(rng: np.random.Generator, scenes: int, views: int, jitter: f
         return jitter * ((1 - s) * of_scene + s * of_view).reshape(3, -1)
 
     s, count = rng.uniform(0, 1, (scenes, 1)), scenes * views
-    eye = [[7], [-7], [6]] + offsets()
-    forward = unit([[0], [0], [0.3]] + [[0.25], [0.25], [0.125]] * offsets() - eye)
+    eye = np.array([[7], [-7], [6]]) + offsets()
+    forward = unit(np.array([[0], [0], [0.3]]) + [[0.25], [0.25], [0.125]] * offsets() - eye)
     right = unit(np.stack([forward[1], -forward[0], 0 * forward[0]]))  # forward x z
     cameras = {"eye": eye, "right": right, "up": np.cross(right, forward, axis=0), "forward": forward,
-               "light": unit([[-3], [-5], [8]] + rng.uniform(-1.5, 1.5, (3, count))),
+               "light": unit(np.array([[-3], [-5], [8]]) + rng.uniform(-1.5, 1.5, (3, count))),
                "gain": rng.uniform(0.85, 1.15, count)}  # fmt: skip
     return [{name: value[..., n].astype(np.float32) for name, value in cameras.items()} for n in range(count)]
 
@@ -2004,20 +2004,21 @@ NO_CHANGE = (
     "everything is in the same place",
 )
 NO_CHANGE_WORDS = {"no", "nothing", "same"}  # one is in each of NO_CHANGE; none is in TEMPLATES
+SIGNS = {"add": {"added", "new"}, "drop": {"missing", "removed", "gone"}, "move": {"moved", "location"}}
 CLEAR = 1.5  # a relation is clear when its axis has this many times the other axis's distance
 
 
-def _phrase(item: dict, names: tuple[str, ...] = tuple(ATTRIBUTES)) -> str:
+def _phrase(item: dict, names: Iterable[str] = ATTRIBUTES) -> str:
     """The named attributes in the usual order: "small red metal cube", "red cube"."""
-    return " ".join(item[name] for name in ATTRIBUTES if name in names)
+    return " ".join(item[name] for name in names)
 
 
 def _short_phrase(item: dict, scene: list[dict]) -> str:
     """Colour and shape, with material, size or both before them where another object of the scene has the same two."""
-    for names in (("color", "shape"), ("color", "material", "shape"), ("size", "color", "shape"), tuple(ATTRIBUTES)):
-        if sum(all(other[name] == item[name] for name in names) for other in scene) == 1:
+    for names in (("color", "shape"), ("color", "material", "shape"), ("size", "color", "shape")):
+        if [_phrase(other, names) for other in scene].count(_phrase(item, names)) == 1:
             return _phrase(item, names)
-    raise AssertionError("two objects of a scene share all attributes")
+    return _phrase(item)
 
 
 def _relation(item: dict, other: dict, right: np.ndarray) -> tuple[str, float]:
@@ -2036,63 +2037,21 @@ def _captions(kind: str, before: list[dict], after: list[dict], changed: int, ri
     is clear, named in short; beside the one such object, by its short or its full name. Names are unambiguous, relations
     those in the scene before (after for add), seen by the camera with this `right` axis."""
     scene = after if kind == "add" else before
-    item = scene[changed]
+    item, others = scene[changed], scene[:changed] + scene[changed + 1 :]
     full, value = _phrase(item), after[changed][kind] if kind in ATTRIBUTES else ""
-    others = sorted(scene[:changed] + scene[changed + 1 :], key=lambda other: math.dist(item["xyz"], other["xyz"]))
-    relations = [(*_relation(item, other, right), other) for other in others]
-    places = [(relation, other) for relation, clarity, other in relations if clarity >= CLEAR][:2]
-    names = [f"{full} that is {relation} the {_short_phrase(other, scene)}" for relation, other in places]
-    if len(places) == 1:
-        names.append(f"{full} that is {places[0][0]} the {_phrase(places[0][1])}")
+    places = []
+    for other in sorted(others, key=lambda other: math.dist(item["xyz"], other["xyz"])):
+        relation, clarity = _relation(item, other, right)
+        if clarity >= CLEAR:
+            places.append((f"{full} that is {relation} the", other))
+    names = [f"{place} {_short_phrase(other, scene)}" for place, other in places]
+    names += [f"{place} {_phrase(other)}" for place, other in places]
     names = names or [full, _short_phrase(item, scene)]
-    if names[0] == names[1]:  # an object whose shortest name is its full one
-        names[1] = f"{full} in the scene"
+    names = list(dict.fromkeys([*names, f"{full} in the scene"]))[:2]  # a short name may be the full one
     return [template.format(name, value) for template in TEMPLATES[kind] for name in names]
 
 
 # ---- mini: files -----------------------------------------------------------------------------------------------------
-
-
-def _render_scenes(root: Path, first: int, kinds: list[str], objects: tuple[int, int], seed: list[int]) -> list[dict]:
-    """Draws scenes first, first + 1, ... of these kinds, writes their pictures, returns all that is known of them.
-    A scene is drawn anew until every object shows, in all its pictures, more than 16 pixels and 40 % of itself."""
-    rng, records = np.random.default_rng(seed), {}
-    while waiting := [i for i in range(len(kinds)) if i not in records][:12]:
-        drafts = []
-        for i in waiting:
-            while (draft := _sample_scene(rng, kinds[i], objects)) is None:
-                pass
-            drafts.append((i, *draft))
-        cameras = _sample_cameras(rng, len(drafts), len(CLEVR_FOLDERS))
-        for i, before, after, changed in drafts:
-            views = [cameras.pop(0) for _ in CLEVR_FOLDERS]
-            if record := _render_views(root, first + i, kinds[i], before, after, changed, views):
-                records[i] = record | {"same": rng.permutation(NO_CHANGE)[:6].tolist()}
-    return [records[i] for i in range(len(kinds))]
-
-
-def _render_views(root: Path, number: int, kind: str, before: list[dict], after: list[dict], changed: int,
-                  views: list[dict]) -> dict | None:  # fmt: skip
-    """Draws a scene's default, semantic and nonsemantic picture, each from its view, and writes them. -> what is known of
-    them, or None where an object hides."""
-    images, seen = {}, {}
-    for name, scene, camera in zip(CLEVR_FOLDERS, (before, after, before), views, strict=True):
-        images[name], boxes, area, part = _render(scene, camera)
-        if min(area) <= 16 or min(part) <= 0.4:
-            return None
-        seen[name] = [{key: item[key] for key in ATTRIBUTES} | {"box": box, "xyz": [round(value, 3) for value in item["xyz"]]}
-                      for item, box in zip(scene, boxes, strict=True)]  # fmt: skip
-    for name, image in images.items():
-        Image.fromarray(image).save(_picture(root, name, number), compress_level=1)
-    # In both pictures, without the object that is in one only, the objects have the same order.
-    shared = {"default": [item["box"] for item in seen["default"]], "semantic": [item["box"] for item in seen["semantic"]]}
-    if kind in ("add", "drop"):
-        del shared["semantic" if kind == "add" else "default"][changed]
-    overlaps = [_box_iou(*boxes) for boxes in zip(*shared.values(), strict=True)]
-    # Whose left and right captions use: the view before (after for add), then the distractor's, which may stand for it.
-    eyes = (views[1], views[1]) if kind == "add" else (views[0], views[2])
-    return {"type": kind, "changed": changed, "objects": seen, "iou": round(float(np.mean(overlaps)), 4),
-            "change": [_captions(kind, before, after, changed, eye["right"]) for eye in eyes]}  # fmt: skip
 
 
 def _picture(root: Path, view: str, scene: int) -> Path:
@@ -2106,6 +2065,49 @@ def _box_iou(a: list[int], b: list[int]) -> float:
     return common / (a[2] * a[3] + b[2] * b[3] - common)
 
 
+def _record(kind: str, scenes: tuple[list, list, list], changed: int, views: list[dict], boxes: list[list]) -> dict:
+    """What the files say of a scene. scenes, views and boxes: objects, cameras and boxes of its default, semantic and
+    nonsemantic picture."""
+    seen = {name: [{key: item[key] for key in ATTRIBUTES} | {"box": box, "xyz": [round(value, 3) for value in item["xyz"]]}
+                   for item, box in zip(*picture, strict=True)]
+            for name, *picture in zip(CLEVR_FOLDERS, scenes, boxes, strict=True)}  # fmt: skip
+    before, after = [*boxes[0]], [*boxes[1]]
+    if kind == "add":
+        before.insert(changed, None)
+    elif kind == "drop":
+        after.insert(changed, None)
+    iou = round(float(np.mean([_box_iou(a, b) for a, b in zip(before, after, strict=True) if a and b])), 4)
+    # Whose left and right captions use: the view before (after for add), then the distractor's, which may stand for it.
+    eyes = {"default": views[1 if kind == "add" else 0], "nonsemantic": views[1 if kind == "add" else 2]}
+    return {"scene": {"type": kind, "changed": changed, "iou": iou, "objects": seen},
+            "boxes": {"bbox_before": before[changed], "bbox_after": after[changed]},
+            "change": {name: _captions(kind, *scenes[:2], changed, eye["right"]) for name, eye in eyes.items()}}  # fmt: skip
+
+
+def _render_scenes(root: Path, kinds: dict[int, str], objects: tuple[int, int], rng: np.random.Generator) -> dict[int, dict]:
+    """Draws scenes, each of its kind of change, and writes their pictures -> what the other files say of each.
+    A scene is drawn anew until every object shows, in all its pictures, more than 16 pixels and 40 % of itself."""
+    records = {}
+    while waiting := [i for i in kinds if i not in records][:12]:
+        drafts = [_sample_scene(rng, kinds[i], objects) for i in waiting]
+        cameras = iter(_sample_cameras(rng, len(waiting), len(CLEVR_FOLDERS)))
+        for i, (before, after, changed) in zip(waiting, drafts, strict=True):
+            scenes, views = (before, after, before), [next(cameras) for _ in CLEVR_FOLDERS]
+            images, boxes = [], []
+            for scene, view in zip(scenes, views, strict=True):
+                image, box, area, part = _render(scene, view)
+                if min(area) <= 16 or min(part) <= 0.4:
+                    break
+                images.append(image)
+                boxes.append(box)
+            else:
+                for name, image in zip(CLEVR_FOLDERS, images, strict=True):
+                    Image.fromarray(image).save(_picture(root, name, i), compress_level=1)
+                records[i] = _record(kinds[i], scenes, changed, views, boxes)
+                records[i]["no change"] = rng.permutation(NO_CHANGE)[:6].tolist()
+    return {i: records[i] for i in kinds}
+
+
 def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (2, 4), seed: int = 0) -> None:
     """Draws mini into the folder root, laid out as CLEVR-Change's release is, plus scenes.json, which holds the truth.
 
@@ -2113,44 +2115,35 @@ def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (
     split has the five changes equally often. objects: fewest and most in the picture before. change_captions.json also holds,
     under the names of the nonsemantic pictures, the captions for when these are the picture before: left and right are the
     viewer's. The files are a function of the arguments alone: every hundred scenes have a random stream of their own."""
-    if not 2 <= objects[0] <= objects[1] <= 6:
-        raise ValueError(f"a scene takes 2 to 6 objects (more would hide one another), not {objects}")
     for folder in CLEVR_FOLDERS.values():
         (root / folder).mkdir(parents=True, exist_ok=True)
-    splits, records = {}, []
+    splits, records = {}, {}
     with tqdm(total=sum(scenes.values()), desc="render", unit="scene", disable=None) as bar:
         for number, (split, count) in enumerate(scenes.items()):
             order = np.random.default_rng([seed, number, 1]).permutation(count) % len(KINDS)
             splits[split] = list(range(len(records), len(records) + count))
+            kinds = [(i, KINDS[kind]) for i, kind in zip(splits[split], order, strict=True)]
             for start in range(0, count, 100):
                 # The last number must not be 0, as numpy ignores zeros at the end of a seed.
-                kinds, stream = [KINDS[i] for i in order[start : start + 100]], [seed, number, 2 + start // 100]
-                records += _render_scenes(root, len(records), kinds, objects, stream)
-                bar.update(len(kinds))
-    changes, of_distractor, same, boxes, types = {}, {}, {}, {}, {kind: [] for kind in KINDS}
-    for i, record in enumerate(records):
-        default, _, distractor = (_picture(root, view, i).name for view in CLEVR_FOLDERS)
-        changes[default], of_distractor[distractor], same[default] = *record["change"], record["same"]
-        types[record["type"]].append(f"{i:06d}.png")
-        boxes[i] = {"bbox_before": None, "bbox_after": None}
-        if record["type"] != "add":
-            boxes[i]["bbox_before"] = record["objects"]["default"][record["changed"]]["box"]
-        if record["type"] != "drop":
-            boxes[i]["bbox_after"] = record["objects"]["semantic"][record["changed"]]["box"]
+                rng = np.random.default_rng([seed, number, 2 + start // 100])
+                records |= _render_scenes(root, dict(kinds[start : start + 100]), objects, rng)
+                bar.update(len(records) - bar.n)
     files = {
-        "change_captions": changes | of_distractor,
-        "no_change_captions": same,
+        "change_captions": {_picture(root, view, i).name: record["change"][view]
+                            for view in ("default", "nonsemantic") for i, record in records.items()},
+        "no_change_captions": {_picture(root, "default", i).name: record["no change"] for i, record in records.items()},
         "splits": splits,
-        "type_mapping": types,
-        "scenes": {i: {key: record[key] for key in ("type", "changed", "iou", "objects")} for i, record in enumerate(records)},
-        "change_captions_with_bbox": boxes,
-        "change_captions_by_IOU": {i: record["iou"] for i, record in enumerate(records)},
-    }
+        "type_mapping": {kind: [f"{i:06d}.png" for i, record in records.items() if record["scene"]["type"] == kind]
+                         for kind in KINDS},
+        "scenes": {i: record["scene"] for i, record in records.items()},
+        "change_captions_with_bbox": {i: record["boxes"] for i, record in records.items()},
+        "change_captions_by_IOU": {i: record["scene"]["iou"] for i, record in records.items()},
+    }  # fmt: skip
     for name, content in files.items():
         (root / f"{name}.json").write_text(json.dumps(content, separators=(",", ":")))
 
 
-SIGNS = {"add": {"added", "new"}, "drop": {"missing", "removed", "gone"}, "move": {"moved", "location"}}
+# ---- mini: accuracies ------------------------------------------------------------------------------------------------
 
 
 def parse_caption(text: str) -> dict[str, str | None]:
@@ -2158,7 +2151,7 @@ def parse_caption(text: str) -> dict[str, str | None]:
     the changed object as far as they are named, and the new "value" of a color or material change. Missing: None.
     The object is what stands before the first shape word; a relation to another object comes after it."""
     words = text.split()
-    said: dict[str, str | None] = dict.fromkeys(("type", *ATTRIBUTES, "value"))
+    said = dict.fromkeys(("type", *ATTRIBUTES, "value"))
     if NO_CHANGE_WORDS & set(words):
         return said | {"type": "same"}
     end = next((i for i, word in enumerate(words, 1) if word in ATTRIBUTES["shape"]), None)
@@ -2185,7 +2178,7 @@ def names_changed(said: dict[str, str | None], truth: dict) -> bool:
     truth: an entry of scenes.json."""
     item, scene = changed_object(truth)
     named = {name: said[name] for name in ATTRIBUTES if said[name]}
-    return bool(named) and [o for o in scene if all(o[name] == word for name, word in named.items())] == [item]
+    return bool(named) and [o for o in scene if named.items() <= o.items()] == [item]
 
 
 def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]:
@@ -2197,8 +2190,7 @@ def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]
     - "all four": changed pairs whose caption names exactly the changed object, see names_changed.
     - "size", "color", "material", "shape" of that object: named and true, or left out by a name that is "all four".
     """
-    right: dict[str, list[bool]] = {name: [] for name in (
-        "change type", "distractors", *ATTRIBUTES, "all four", "new value")}
+    right = {name: [] for name in ("change type", "distractors", *ATTRIBUTES, "all four", "new value")}
     for key, text in predictions.items():
         said, truth = parse_caption(text), scenes[str(int(key[:6]))]
         if key.endswith("_n"):
@@ -2222,8 +2214,7 @@ class _Block(nn.Module):
 
     def __init__(self, channels: int, width: int, stride: int = 1):
         super().__init__()
-        self.first = _conv(channels, width, 3, stride)
-        self.second = _conv(width, width, 3)
+        self.first, self.second = _conv(channels, width, 3, stride), _conv(width, width, 3)
         self.skip = nn.Identity() if (channels, stride) == (width, 1) else _conv(channels, width, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -2252,30 +2243,23 @@ class MiniCNN(nn.Module):
         return F.layer_norm(self.blocks(self.stem(x)).movedim(1, -1) + self.pattern, (128,)).movedim(-1, 1)
 
 
-def _attribute_data(root: Path, split: str) -> tuple[Tensor, Tensor]:
-    """All pictures of a split, (M, 3, 64, 64) uint8, and what stands in each cell of the 8 x 8 grid, (M, 4, 8, 8).
-
-    The second holds the index of size, color, material and shape where an object's box has its centre, else -100, which
-    cross_entropy ignores. Of two objects in a cell, the nearer (lower) one stays."""
+def _training_pictures(root: Path) -> tuple[Tensor, list[list[dict]]]:
+    """All training pictures (M, 3, 64, 64) uint8, and of each the objects as scenes.json has them."""
     scenes = read_json(root / "scenes.json")
-    chosen = [(i, view) for i in read_json(root / "splits.json")[split] for view in scenes[str(i)]["objects"]]
-    images = torch.empty(len(chosen), 3, 64, 64, dtype=torch.uint8)
-    cells = torch.full((len(chosen), len(ATTRIBUTES), 8, 8), -100)
-    for n, (i, view) in enumerate(chosen):
-        with Image.open(_picture(root, view, i)) as picture:
-            images[n] = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
-        for item in sorted(scenes[str(i)]["objects"][view], key=lambda item: item["box"][1] + item["box"][3]):
-            x, y, w, h = item["box"]
-            attributes = [choices.index(item[name]) for name, choices in ATTRIBUTES.items()]
-            cells[n, :, (2 * y + h) // 16, (2 * x + w) // 16] = torch.tensor(attributes)
-    return images, cells
+    chosen = [(view, i) for i in read_json(root / "splits.json")["train"] for view in CLEVR_FOLDERS]
+    images = np.stack([np.array(read_image(_picture(root, view, i))) for view, i in chosen])
+    return torch.from_numpy(images).movedim(-1, 1), [scenes[str(i)]["objects"][view] for view, i in chosen]
 
 
-def _windows(data: Tensor, index: Tensor, row: Tensor, column: Tensor, size: int) -> Tensor:
-    """B windows: size x size of data[index], from (row, column) on. (M, C, H, W), 3 x (B,) -> (B, C, size, size)."""
-    step = torch.arange(size, device=data.device)
-    rows, columns = row[:, None, None] + step[:, None], column[:, None, None] + step
-    return data[index[:, None, None], :, rows, columns].permute(0, 3, 1, 2)
+def _steps(parameters: list, rate: float, steps: int, name: str) -> Iterator[None]:
+    """A training loop: the body computes gradients, after which AdamW takes a step. One cycle of the learning rate."""
+    optimizer = torch.optim.AdamW(parameters, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, max(steps, 2), pct_start=0.15)
+    for _ in tqdm(range(steps), desc=name, unit="step", disable=None):
+        yield
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
 
 
 def train_mini_cnn(root: Path, steps: int = 1000, seed: int = 0, device: str = "cpu") -> MiniCNN:
@@ -2283,29 +2267,30 @@ def train_mini_cnn(root: Path, steps: int = 1000, seed: int = 0, device: str = "
     layer, so that whoever reads the features later can read them too. It learns from single training pictures; it sees
     no caption, no pair and no test picture. -> in eval mode, on the CPU; there the result depends on the arguments alone."""
     torch.manual_seed(seed)
-    images, cells = (data.to(device) for data in _attribute_data(root, "train"))
+    images, pictures = _training_pictures(root)
+    # The index of size, color, material and shape where an object's box has its centre, else -100, which cross_entropy
+    # ignores. Of two objects in a cell, the nearer (lower) one stays.
+    cells = torch.full((len(images), len(ATTRIBUTES), 8, 8), -100)
+    for n, objects in enumerate(pictures):
+        for item in sorted(objects, key=lambda item: item["box"][1] + item["box"][3]):
+            x, y, w, h = item["box"]
+            attributes = [choices.index(item[name]) for name, choices in ATTRIBUTES.items()]
+            cells[n, :, (2 * y + h) // 16, (2 * x + w) // 16] = torch.tensor(attributes)
     occupied = (cells[:, 0] >= 0).nonzero()  # (objects, 3): picture, row, column
+    images = images.to(device).unfold(2, 32, 8).unfold(3, 32, 8)  # (M, 3, 5, 5, 32, 32): every window of 4 x 4 cells
+    cells = cells.to(device).unfold(2, 4, 1).unfold(3, 4, 1)  # (M, 4, 5, 5, 4, 4)
     sizes = [len(choices) for choices in ATTRIBUTES.values()]
     net = MiniCNN().to(device, memory_format=torch.channels_last)
     head = nn.Conv2d(128, 1 + sum(sizes), 1).to(device)  # is there an object, and its attributes
-    optimizer = torch.optim.AdamW([*net.parameters(), *head.parameters()], weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, max(steps, 2), pct_start=0.15)
-    bar = tqdm(range(steps), desc="feature network", unit="step", disable=None)
-    for step in bar:
-        # Most of a picture is bare floor: windows of 4 x 4 cells around random objects teach more for the time.
-        index, *place = occupied[torch.randint(len(occupied), (128,)).to(device)].unbind(1)
-        row, column = ((p - torch.randint(4, (128,)).to(device)).clamp(0, 4) for p in place)
-        x = _windows(images, index, 8 * row, 8 * column, 32) / 127.5 - 1
-        target = _windows(cells, index, row, column, 4)
+    for _ in _steps([*net.parameters(), *head.parameters()], 4e-3, steps, "feature network"):
+        # Most of a picture is bare floor: windows around random objects teach more for the time.
+        picture, *centre = occupied[torch.randint(len(occupied), (128,))].unbind(1)
+        row, column = ((cell - torch.randint(4, (128,))).clamp(0, 4) for cell in centre)
+        x, target = images[picture, :, row, column] / 127.5 - 1, cells[picture, :, row, column]
         there, *logits = head(net(x)).split([1, *sizes], 1)
         loss = 4 * F.binary_cross_entropy_with_logits(there[:, 0], (target[:, 0] >= 0).float())
         loss = loss + sum(F.cross_entropy(logit, target[:, i]) for i, logit in enumerate(logits))
-        optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        optimizer.step()
-        schedule.step()
-        if step % 20 == 0:
-            bar.set_postfix(loss=f"{loss.item():.3f}")
     return net.cpu().eval()
 
 
@@ -2339,49 +2324,40 @@ def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "
     import open_clip
 
     torch.manual_seed(seed)
-    images, scenes = _attribute_data(root, "train")[0].to(device), read_json(root / "scenes.json")
-    pictures = [[[item[name] for name in ATTRIBUTES] for item in picture]  # four words an object
-                for i in read_json(root / "splits.json")["train"]
-                for picture in scenes[str(i)]["objects"].values()]  # fmt: skip
+    images, pictures = _training_pictures(root)
+    images, pictures = images.to(device), [[_phrase(item).split() for item in objects] for objects in pictures]
     clip, size = open_clip.CLIP(**MINI_CLIP), 64
     tokenizer = open_clip.SimpleTokenizer(context_length=clip.context_length)
     clip.token_embedding.requires_grad_(False)
     clip.to(device).visual.to(memory_format=torch.channels_last)
     learned = [p for p in clip.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW([{"params": [p for p in learned if p.ndim > 1], "weight_decay": 0.05},
-                                   {"params": [p for p in learned if p.ndim < 2], "weight_decay": 0.0}])  # fmt: skip
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, max(steps, 2), pct_start=0.15)
-    whole_names = [[list(words)] for words in itertools.product(*ATTRIBUTES.values())]
+    groups = [{"params": [p for p in learned if p.ndim > 1]},
+              {"params": [p for p in learned if p.ndim < 2], "weight_decay": 0.0}]  # fmt: skip
+    whole_names = [" ".join(words) for words in itertools.product(*ATTRIBUTES.values())]
 
-    def draw_names(shown: list) -> list[list[str]]:
+    def draw_names(shown: list[list[list[str]]]) -> list[str]:
         """A name of one object of each picture; half of them lack some attributes, the shape is always there."""
         chosen = (torch.rand(size) * torch.tensor([len(objects) for objects in shown])).long().tolist()
-        left_out = (torch.rand(size, 4) < 0.5) & (torch.rand(size, 1) < 0.5) & (torch.arange(4) < 3)
-        objects = [picture[i] for picture, i in zip(shown, chosen, strict=True)]
-        return [[word for word, out in zip(words, row, strict=True) if not out]
-                for words, row in zip(objects, left_out.tolist(), strict=True)]  # fmt: skip
+        kept = (torch.rand(size, 4) >= 0.5) | (torch.rand(size, 1) >= 0.5) | (torch.arange(4) == 3)
+        drawn = zip(shown, chosen, kept.tolist(), strict=True)
+        return [" ".join(itertools.compress(objects[i], row)) for objects, i, row in drawn]
 
-    bar = tqdm(range(steps), desc="CLIP", unit="step", disable=None)
-    for step in bar:
+    for _ in _steps(groups, 2e-3, steps, "CLIP"):
         index = torch.randint(len(images), (size,))
         shown = [pictures[i] for i in index.tolist()]
         first, second, single = draw_names(shown), draw_names(shown), (torch.rand(size) < 0.5).tolist()
-        phrases = whole_names + [[a] if alone else [a, b] for a, b, alone in zip(first, second, single, strict=True)]
+        phrases = whole_names + [a if alone else f"{a} and {b}" for a, b, alone in zip(first, second, single, strict=True)]
         # A phrase is true of a picture if each of its names fits an object: the object has all of the name's words.
-        true = torch.tensor([[all(any(set(name) <= set(words) for words in objects) for name in phrase) for phrase in phrases]
+        names = [[set(name.split()) for name in phrase.split(" and ")] for phrase in phrases]
+        true = torch.tensor([[all(any(name.issubset(words) for words in objects) for name in phrase) for phrase in names]
                              for objects in shown], device=device)  # fmt: skip
-        tokens = tokenizer([" and ".join(map(" ".join, phrase)) for phrase in phrases])
+        tokens = tokenizer(phrases)
         text = encode_prompted(clip, tokens[:, : 1 + int(tokens.argmax(1).max())].to(device))
         x = images[index.to(device)].to(memory_format=torch.channels_last).float() / 127.5 - 1  # as preprocess_mini
         picture = clip.encode_image(x, normalize=True)  # (B, E)
         logits = clip.logit_scale.exp() * picture @ F.normalize(text, dim=1).T + clip.logit_bias
         loss = F.binary_cross_entropy_with_logits(logits, true.float(), reduction="sum") / size
-        optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        optimizer.step()
-        schedule.step()
-        if step % 20 == 0:
-            bar.set_postfix(loss=f"{loss.item():.2f}")
     return clip.cpu().eval().requires_grad_(False)
 
 
@@ -2393,23 +2369,21 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) 
 
     Every stage is left out where it is done and appears whole or not at all. ValueError where the folder holds a data
     set made with other settings."""
-    few, comma, many = objects.partition(",")
-    good = few.isdecimal() and comma and many.isdecimal() and 2 <= int(few) <= int(many) <= 6
-    if not good or scenes < 1 or seed < 0:
+    few, _, many = objects.partition(",")
+    if not re.fullmatch("[2-6],[2-6]", objects) or few > many or scenes < 1 or seed < 0:
         raise ValueError(f"--scenes {scenes} --objects {objects} --data_seed {seed}: expected a count from 1, the fewest and "
                          "most objects of a scene, 2 to 6, such as 2,4, and a seed from 0")  # fmt: skip
     settings = {"scenes": scenes, "objects": objects, "seed": seed}
     there = {path.name for path in root.iterdir()} - {LOCK} if root.is_dir() else set()
-    if there >= {"mini.json", "mini_cnn.pt", "features.h5", "vocab.json"} and read_json(root / "mini.json") == settings:
-        return
     if there and not there & {"mini.json", "mini.unfinished"}:
         raise ValueError(f"{root} is not empty and no mini of this project; choose another --data_dir")
+    if "mini.json" in there and (made := read_json(root / "mini.json")) != settings:
+        hint = "remove it or choose another --data_dir"
+        raise ValueError(f"{root} holds scenes made with {made}, not {settings}; {hint}")
+    if there >= {"mini.json", "mini_cnn.pt", "features.h5", "vocab.json"}:
+        return
     with lock(root):
-        if (root / "mini.json").exists():
-            if (made := read_json(root / "mini.json")) != settings:
-                hint = "remove it or choose another --data_dir"
-                raise ValueError(f"{root} holds scenes made with {made}, not {settings}; {hint}")
-        else:
+        if not (root / "mini.json").exists():
             (root / "mini.unfinished").write_text(json.dumps(settings))
             counts = {"train": scenes, "val": max(10, scenes // 20), "test": max(10, scenes // 10)}
             render_mini(root, counts, (int(few), int(many)), seed)
@@ -2421,8 +2395,7 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) 
         if not (root / "features.h5").exists():
             state = mini_cnn_state(root)
             extract(root / "features.h5", release, Extractor(mini_cnn_name(state), state, device), "mini", batch=512)
-        if not (root / "vocab.json").exists():
-            write_vocab(root, vocab_of("mini", release))
+        write_vocab(root, vocab_of("mini", release))
 
 
 def mini_cnn_state(root: Path) -> dict[str, Tensor]:
