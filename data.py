@@ -62,6 +62,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
+from torchvision.ops import box_convert, box_iou
 from tqdm import tqdm
 
 SPLITS = ("train", "val", "test")
@@ -1799,6 +1800,7 @@ COLORS = {"gray": (87, 87, 87), "red": (173, 35, 35), "blue": (42, 75, 215), "gr
           "brown": (129, 74, 25), "purple": (129, 38, 192), "cyan": (41, 208, 208), "yellow": (255, 238, 51)}
 ATTRIBUTES = {"size": ("small", "large"), "color": tuple(COLORS), "material": ("rubber", "metal"),
               "shape": ("sphere", "cube", "cylinder")}  # in the order in which English names them
+LOOKS = [dict(zip(reversed(ATTRIBUTES), words, strict=True)) for words in itertools.product(*reversed(ATTRIBUTES.values()))]
 RADIUS = {"small": 0.45, "large": 0.8}
 TAN = 0.38  # tangent of half the field of view
 
@@ -1813,21 +1815,19 @@ def _free_position(rng: np.random.Generator, radius: float, others: list[dict]) 
 
 def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int]) -> tuple[list, list, int]:
     """Objects before, objects after, and the changed one's index (for add: in the objects after). No two objects of a scene
-    share all attributes, so that words can single out every object. Where positions or attributes collide, it starts anew."""
+    look the same, so that words can single out every one. Where positions or looks collide, all is drawn anew."""
     count = int(rng.integers(objects[0], objects[1] + 1)) + (kind == "add")
-    choices, scene = [len(words) for words in ATTRIBUTES.values()], []
-    for code in rng.choice(math.prod(choices), count, replace=False):
-        indices = np.unravel_index(code, choices, order="F")
-        item = {name: words[i] for (name, words), i in zip(ATTRIBUTES.items(), indices, strict=True)}
-        radius = RADIUS[item["size"]]
+    scene = []
+    for look in rng.choice(len(LOOKS), count, replace=False):
+        radius = RADIUS[LOOKS[look]["size"]]
         if not (position := _free_position(rng, radius, scene)):
             return _sample_scene(rng, kind, objects)
-        half = radius * (0.8 if item["shape"] == "cube" else 1)
-        scene.append(item | {"xyz": [*position, half], "turn": rng.uniform(0, np.pi / 2)})
-    if kind == "add":
-        return scene[:-1], scene, count - 1
-    changed = int(rng.integers(count))
+        half = radius * (0.8 if LOOKS[look]["shape"] == "cube" else 1)
+        scene.append(LOOKS[look] | {"xyz": [*position, half], "turn": rng.uniform(0, np.pi / 2)})
+    changed = count - 1 if kind == "add" else int(rng.integers(count))
     others, new = scene[:changed] + scene[changed + 1 :], dict(scene[changed])
+    if kind == "add":
+        return others, scene, changed
     if kind == "drop":
         return scene, others, changed
     if kind == "move":
@@ -1844,9 +1844,8 @@ def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int])
 
 def _sample_cameras(rng: np.random.Generator, scenes: int, views: int, jitter: float = 2.5) -> list[dict[str, np.ndarray]]:
     """Cameras and lights of all views of `scenes` scenes, a scene's views side by side: each has eye, right, up, forward,
-    light (unit, towards it), all (3,), and gain.
-
-    A scene has a camera a and a spread s in 0 ... 1, each view a camera b of its own; it is seen from (1 - s) a + s b."""
+    light (unit, towards it), all (3,), and gain. A scene has a camera a and a spread s in 0 ... 1, each view a camera b of its
+    own; it is seen from (1 - s) a + s b."""
     def unit(v: np.ndarray) -> np.ndarray:
         return v / np.linalg.norm(v, axis=0)
 
@@ -1876,16 +1875,6 @@ def _rays(view: dict[str, np.ndarray], x: np.ndarray, y: np.ndarray, count: int)
     return forward + right * across - up * down
 
 
-def _body(item: dict, camera: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The vectors eye, right, up, forward, light and fill (3,) in an object's own frame, moved to its centre and turned with
-    it, so that each shape is hit and lit axis-aligned. z stays z."""
-    fill = camera["eye"] / np.linalg.norm(camera["eye"]) + 0.5 * camera["right"]  # a lamp beside the camera
-    world = {name: camera[name] for name in ("right", "up", "forward", "light")}
-    world |= {"eye": camera["eye"] - np.array(item["xyz"], np.float32), "fill": fill / np.linalg.norm(fill)}
-    cos, sin = np.cos(np.float32(item["turn"])), np.sin(np.float32(item["turn"]))
-    return {name: np.stack([cos * x + sin * y, cos * y - sin * x, z]) for name, (x, y, z) in world.items()}
-
-
 def _depth(shape: str, o: np.ndarray, d: np.ndarray, h: float) -> np.ndarray:
     """Depth (rows, columns) at which rays meet a body of half height h centred at the origin; inf where they miss. o (3,) the
     eye, d (3, rows, columns) directions."""
@@ -1905,9 +1894,16 @@ def _depth(shape: str, o: np.ndarray, d: np.ndarray, h: float) -> np.ndarray:
     return np.where(hit, t, np.inf)
 
 
-def _cast(item: dict, body: dict[str, np.ndarray], count: int) -> tuple:
+def _cast(item: dict, camera: dict[str, np.ndarray], count: int) -> tuple:
     """The rays of count x count that hit an object: their number, and of the N of them in the frame columns x (N,), rows y
-    (N,), directions (3, N) in the object's own frame, depths (N,). Only its bounding sphere's square is searched."""
+    (N,), directions (3, N) and depths (N,). The directions are in the object's frame, moved to its centre and turned with it,
+    so that each shape is hit and lit axis-aligned; so are the vectors eye, light and fill (3,) that stand before them."""
+    fill = camera["eye"] / np.linalg.norm(camera["eye"]) + 0.5 * camera["right"]  # a lamp beside the camera
+    world = {name: camera[name] for name in ("right", "up", "forward", "light")}
+    world |= {"eye": camera["eye"] - np.array(item["xyz"], np.float32), "fill": fill / np.linalg.norm(fill)}
+    cos, sin = np.cos(np.float32(item["turn"])), np.sin(np.float32(item["turn"]))
+    body = {name: np.stack([cos * x + sin * y, cos * y - sin * x, z]) for name, (x, y, z) in world.items()}
+    # Only the square that the bounding sphere covers is searched.
     half = np.float32(item["xyz"][2])
     radius = half * {"sphere": 1, "cube": 3**0.5, "cylinder": 2**0.5}[item["shape"]]
     right, up, depth = (-body["eye"] @ body[axis] for axis in ("right", "up", "forward"))
@@ -1917,7 +1913,7 @@ def _cast(item: dict, body: dict[str, np.ndarray], count: int) -> tuple:
     t = _depth(item["shape"], body["eye"], d, half)
     hit, columns, rows = np.isfinite(t), (x >= 0) & (x < count), (y >= 0) & (y < count)
     row, column = (hit & rows[:, None] & columns).nonzero()
-    return hit.sum(), x[column], y[row], d[:, row, column], t[row, column]
+    return body, hit.sum(), x[column], y[row], d[:, row, column], t[row, column]
 
 
 def _shade(item: dict, body: dict[str, np.ndarray], gain: float, d: np.ndarray, t: np.ndarray) -> np.ndarray:
@@ -1970,8 +1966,7 @@ def _render(scene: list[dict], camera: dict[str, np.ndarray], side: int = 64) ->
     fine, casts, boxes, area, part = 2 * side, [], [], [], []
     nearest = np.full((fine, fine), np.inf, np.float32)  # the depth buffer
     for item in scene:
-        body = _body(item, camera)
-        rays, x, y, d, t = _cast(item, body, fine)
+        body, rays, x, y, d, t = _cast(item, camera, fine)
         nearest[y, x] = np.minimum(nearest[y, x], t)
         casts.append((item, body, rays, x, y, d, t))
     light = np.zeros((4, fine, fine), np.float32)  # red, green, blue, and 1 where the floor is seen
@@ -2031,11 +2026,9 @@ def _relation(item: dict, other: dict, right: np.ndarray) -> tuple[str, float]:
 
 
 def _captions(kind: str, before: list[dict], after: list[dict], changed: int, right: np.ndarray) -> list[str]:
-    """Six different sentences for a change: three verbs, each with two ways to say which object changed.
-
-    The object's full name is followed by its place beside the nearest or the second nearest object to which the relation
-    is clear, named in short; beside the one such object, by its short or its full name. Names are unambiguous, relations
-    those in the scene before (after for add), seen by the camera with this `right` axis."""
+    """Six different sentences for a change: three verbs, each with two ways to say which object changed. Its full name is
+    followed by its place beside one of the two nearest objects to which the relation is clear, named in short; where there
+    is but one, by its short or its full name. The camera with this `right` axis looks at the scene before, for add after."""
     scene = after if kind == "add" else before
     item, others = scene[changed], scene[:changed] + scene[changed + 1 :]
     full, value = _phrase(item), after[changed][kind] if kind in ATTRIBUTES else ""
@@ -2058,28 +2051,22 @@ def _picture(root: Path, view: str, scene: int) -> Path:
     return root / CLEVR_FOLDERS[view] / f"CLEVR_{view}_{scene:06d}.png"
 
 
-def _box_iou(a: list[int], b: list[int]) -> float:
-    """Intersection over union of two boxes [x, y, w, h]."""
-    width, height = (min(a[i] + a[i + 2], b[i] + b[i + 2]) - max(a[i], b[i]) for i in (0, 1))
-    common = max(width, 0) * max(height, 0)
-    return common / (a[2] * a[3] + b[2] * b[3] - common)
-
-
 def _record(kind: str, scenes: tuple[list, list, list], changed: int, views: list[dict], boxes: list[list]) -> dict:
     """What the files say of a scene. scenes, views and boxes: objects, cameras and boxes of its default, semantic and
     nonsemantic picture."""
     seen = {name: [{key: item[key] for key in ATTRIBUTES} | {"box": box, "xyz": [round(value, 3) for value in item["xyz"]]}
                    for item, box in zip(*picture, strict=True)]
             for name, *picture in zip(CLEVR_FOLDERS, scenes, boxes, strict=True)}  # fmt: skip
-    before, after = [*boxes[0]], [*boxes[1]]
+    before, after = boxes[0].copy(), boxes[1].copy()
     if kind == "add":
         before.insert(changed, None)
     elif kind == "drop":
         after.insert(changed, None)
-    iou = round(float(np.mean([_box_iou(a, b) for a, b in zip(before, after, strict=True) if a and b])), 4)
+    both = torch.tensor([pair for pair in zip(before, after, strict=True) if None not in pair], dtype=torch.float64)
+    iou = box_iou(*box_convert(both, "xywh", "xyxy").unbind(1)).diagonal().mean().item()
     # Whose left and right captions use: the view before (after for add), then the distractor's, which may stand for it.
     eyes = {"default": views[1 if kind == "add" else 0], "nonsemantic": views[1 if kind == "add" else 2]}
-    return {"scene": {"type": kind, "changed": changed, "iou": iou, "objects": seen},
+    return {"scene": {"type": kind, "changed": changed, "iou": round(iou, 4), "objects": seen},
             "boxes": {"bbox_before": before[changed], "bbox_after": after[changed]},
             "change": {name: _captions(kind, *scenes[:2], changed, eye["right"]) for name, eye in eyes.items()}}  # fmt: skip
 
@@ -2093,17 +2080,12 @@ def _render_scenes(root: Path, kinds: dict[int, str], objects: tuple[int, int], 
         cameras = iter(_sample_cameras(rng, len(waiting), len(CLEVR_FOLDERS)))
         for i, (before, after, changed) in zip(waiting, drafts, strict=True):
             scenes, views = (before, after, before), [next(cameras) for _ in CLEVR_FOLDERS]
-            images, boxes = [], []
-            for scene, view in zip(scenes, views, strict=True):
-                image, box, area, part = _render(scene, view)
-                if min(area) <= 16 or min(part) <= 0.4:
-                    break
-                images.append(image)
-                boxes.append(box)
-            else:
-                for name, image in zip(CLEVR_FOLDERS, images, strict=True):
+            pictures = map(_render, scenes, views)
+            shown = list(itertools.takewhile(lambda picture: min(picture[2]) > 16 and min(picture[3]) > 0.4, pictures))
+            if len(shown) == len(views):
+                for name, (image, *_) in zip(CLEVR_FOLDERS, shown, strict=True):
                     Image.fromarray(image).save(_picture(root, name, i), compress_level=1)
-                records[i] = _record(kinds[i], scenes, changed, views, boxes)
+                records[i] = _record(kinds[i], scenes, changed, views, [boxes for _, boxes, *_ in shown])
                 records[i]["no change"] = rng.permutation(NO_CHANGE)[:6].tolist()
     return {i: records[i] for i in kinds}
 
@@ -2111,24 +2093,24 @@ def _render_scenes(root: Path, kinds: dict[int, str], objects: tuple[int, int], 
 def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (2, 4), seed: int = 0) -> None:
     """Draws mini into the folder root, laid out as CLEVR-Change's release is, plus scenes.json, which holds the truth.
 
-    scenes: how many for each split, e.g. {"train": 5000, "val": 250, "test": 500}, numbered on in this order; each
-    split has the five changes equally often. objects: fewest and most in the picture before. change_captions.json also holds,
-    under the names of the nonsemantic pictures, the captions for when these are the picture before: left and right are the
-    viewer's. The files are a function of the arguments alone: every hundred scenes have a random stream of their own."""
+    scenes: how many for each split, e.g. {"train": 5000, "val": 250, "test": 500}, numbered on in this order, the five changes
+    equally often in each. objects: fewest and most in the picture before. The files are a function of the arguments alone."""
     for folder in CLEVR_FOLDERS.values():
         (root / folder).mkdir(parents=True, exist_ok=True)
     splits, records = {}, {}
-    with tqdm(total=sum(scenes.values()), desc="render", unit="scene", disable=None) as bar:
-        for number, (split, count) in enumerate(scenes.items()):
-            order = np.random.default_rng([seed, number, 1]).permutation(count) % len(KINDS)
-            splits[split] = list(range(len(records), len(records) + count))
-            kinds = [(i, KINDS[kind]) for i, kind in zip(splits[split], order, strict=True)]
-            for start in range(0, count, 100):
-                # The last number must not be 0, as numpy ignores zeros at the end of a seed.
-                rng = np.random.default_rng([seed, number, 2 + start // 100])
-                records |= _render_scenes(root, dict(kinds[start : start + 100]), objects, rng)
-                bar.update(len(records) - bar.n)
+    bar = tqdm(total=sum(scenes.values()), desc="render", unit="scene", disable=None)
+    for number, (split, count) in enumerate(scenes.items()):
+        order = np.random.default_rng([seed, number, 1]).permutation(count) % len(KINDS)
+        splits[split] = list(range(len(records), len(records) + count))
+        kinds = [(i, KINDS[kind]) for i, kind in zip(splits[split], order, strict=True)]
+        for start in range(0, count, 100):  # each hundred has a random stream of its own
+            # The last number must not be 0, as numpy ignores zeros at the end of a seed.
+            rng = np.random.default_rng([seed, number, 2 + start // 100])
+            records |= _render_scenes(root, dict(kinds[start : start + 100]), objects, rng)
+            bar.update(len(records) - bar.n)
+    bar.close()
     files = {
+        # Also for the nonsemantic picture as the one before: left and right are the viewer's.
         "change_captions": {_picture(root, view, i).name: record["change"][view]
                             for view in ("default", "nonsemantic") for i, record in records.items()},
         "no_change_captions": {_picture(root, "default", i).name: record["no change"] for i, record in records.items()},
@@ -2143,13 +2125,9 @@ def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (
         (root / f"{name}.json").write_text(json.dumps(content, separators=(",", ":")))
 
 
-# ---- mini: accuracies ------------------------------------------------------------------------------------------------
-
-
 def parse_caption(text: str) -> dict[str, str | None]:
-    """What a caption of mini says: "type" (one of KINDS, "same" or None), "size", "color", "material" and "shape" of
-    the changed object as far as they are named, and the new "value" of a color or material change. Missing: None.
-    The object is what stands before the first shape word; a relation to another object comes after it."""
+    """What a caption of mini says: "type" (one of KINDS, or "same"), the changed object's attributes, which stand before the
+    first shape word, and the new "value" of a color or material change. None where it does not say."""
     words = text.split()
     said = dict.fromkeys(("type", *ATTRIBUTES, "value"))
     if NO_CHANGE_WORDS & set(words):
@@ -2167,36 +2145,28 @@ def parse_caption(text: str) -> dict[str, str | None]:
     return said
 
 
-def changed_object(truth: dict) -> tuple[dict, list[dict]]:
-    """The changed object, and the scene that captions speak of: the one before, for add the one after."""
-    scene = truth["objects"]["semantic" if truth["type"] == "add" else "default"]
-    return scene[truth["changed"]], scene
-
-
 def names_changed(said: dict[str, str | None], truth: dict) -> bool:
     """Does what parse_caption returns name exactly the changed object: true of it, and of no other object of the scene?
-    truth: an entry of scenes.json."""
-    item, scene = changed_object(truth)
+    truth: an entry of scenes.json. The scene is the one before, for add the one after."""
     named = {name: said[name] for name in ATTRIBUTES if said[name]}
-    return bool(named) and [o for o in scene if named.items() <= o.items()] == [item]
+    scene = truth["objects"]["semantic" if truth["type"] == "add" else "default"]
+    return bool(named) and [i for i, item in enumerate(scene) if named.items() <= item.items()] == [truth["changed"]]
 
 
 def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]:
-    """What share of captions, in per cent, is right about the scene; nan where no caption belongs to a measure.
+    """What share of captions (pair id -> caption) is right, in per cent; nan where none belongs to a measure. scenes: the
+    content of scenes.json.
 
-    predictions: pair id -> caption; scenes: the content of scenes.json.
-    - "change type": changed pairs whose caption names the kind of change; "distractors": unchanged pairs captioned
-      as unchanged; "new value": colour and material changes whose new value is named.
-    - "all four": changed pairs whose caption names exactly the changed object, see names_changed.
-    - "size", "color", "material", "shape" of that object: named and true, or left out by a name that is "all four".
-    """
+    Of unchanged pairs, "distractors": captioned as unchanged. Of changed pairs, "change type"; "all four": names_changed;
+    "size", "color", "material" and "shape": named and true, or not needed for "all four"; "new value" of color and material."""
     right = {name: [] for name in ("change type", "distractors", *ATTRIBUTES, "all four", "new value")}
     for key, text in predictions.items():
         said, truth = parse_caption(text), scenes[str(int(key[:6]))]
         if key.endswith("_n"):
             right["distractors"].append(said["type"] == "same")
             continue
-        (item, _), exact, kind = changed_object(truth), names_changed(said, truth), truth["type"]
+        kind, exact = truth["type"], names_changed(said, truth)
+        item = truth["objects"]["semantic" if kind == "add" else "default"][truth["changed"]]
         right["change type"].append(said["type"] == kind)
         right["all four"].append(exact)
         for name in ATTRIBUTES:
@@ -2226,10 +2196,9 @@ def _conv(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Sequent
 
 
 class MiniCNN(nn.Module):
-    """Stands in for ResNet-101 on mini: pictures (B, 3, 64, 64) in [-1, 1] -> features (B, 128, 8, 8).
-
-    Every cell has mean 0 and variance 1 over its channels, so that dot products compare what cells show. A pattern of its
-    own is added before that: bare floor, where little else is found, looks the same everywhere."""
+    """Stands in for ResNet-101 on mini: pictures (B, 3, 64, 64) in [-1, 1] -> features (B, 128, 8, 8). Every cell has mean 0
+    and variance 1 over its channels, so that dot products compare what cells show. A pattern is added before that: bare
+    floor, where little else is found, looks the same everywhere."""
 
     def __init__(self, width: int = 32):
         super().__init__()
@@ -2317,7 +2286,6 @@ def mini_clip_state(root: Path, device: str = "cpu") -> dict:
 
 def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "cpu"):
     """A small open_clip.CLIP that knows which names fit an object of a picture: of training pictures, no captions, no pairs.
-
     Names are whole, partial, or two joined by "and". Every pair of a picture and a phrase of the batch counts, with the
     truth about it, in a sigmoid loss (SigLIP): what a softmax would take for a negative is often true of another picture.
     Word vectors stay as drawn: apart from each other, also those of words that are in no name."""
@@ -2330,9 +2298,8 @@ def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "
     tokenizer = open_clip.SimpleTokenizer(context_length=clip.context_length)
     clip.token_embedding.requires_grad_(False)
     clip.to(device).visual.to(memory_format=torch.channels_last)
-    learned = [p for p in clip.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in learned if p.ndim > 1]},
-              {"params": [p for p in learned if p.ndim < 2], "weight_decay": 0.0}]  # fmt: skip
+    groups = [{"params": [p for p in clip.parameters() if p.ndim > 1]},
+              {"params": [p for p in clip.parameters() if p.ndim < 2], "weight_decay": 0.0}]  # fmt: skip
     whole_names = [" ".join(words) for words in itertools.product(*ATTRIBUTES.values())]
 
     def draw_names(shown: list[list[list[str]]]) -> list[str]:
@@ -2365,10 +2332,8 @@ def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "
 
 
 def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) -> None:
-    """Render the embedded data set, train its feature network on the training pictures, extract, build the vocabulary.
-
-    Every stage is left out where it is done and appears whole or not at all. ValueError where the folder holds a data
-    set made with other settings."""
+    """Render the embedded data set, train its feature network on the training pictures, extract, build the vocabulary; each is
+    left out where it is done. ValueError where the folder holds something else, or scenes made with other settings."""
     few, _, many = objects.partition(",")
     if not re.fullmatch("[2-6],[2-6]", objects) or few > many or scenes < 1 or seed < 0:
         raise ValueError(f"--scenes {scenes} --objects {objects} --data_seed {seed}: expected a count from 1, the fewest and "
@@ -2378,8 +2343,7 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) 
     if there and not there & {"mini.json", "mini.unfinished"}:
         raise ValueError(f"{root} is not empty and no mini of this project; choose another --data_dir")
     if "mini.json" in there and (made := read_json(root / "mini.json")) != settings:
-        hint = "remove it or choose another --data_dir"
-        raise ValueError(f"{root} holds scenes made with {made}, not {settings}; {hint}")
+        raise ValueError(f"{root} holds scenes made with {made}, not {settings}; remove it or choose another --data_dir")
     if there >= {"mini.json", "mini_cnn.pt", "features.h5", "vocab.json"}:
         return
     with lock(root):
@@ -2474,8 +2438,7 @@ def main(argv: list[str] | None = None) -> None:
     elif getattr(args, "manifest", False):
         write_manifest(args.data_dir)
     elif args.check:
-        problems = check(args.command, args.data_dir, args.extractor)
-        if problems:
+        if problems := check(args.command, args.data_dir, args.extractor):
             print("\n".join(problems), file=sys.stderr)
             sys.exit(2)
     elif args.command in EMBEDDED:
