@@ -62,7 +62,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
-from torchvision.ops import box_convert, box_iou
+from torchvision.ops import Conv2dNormActivation, box_convert, box_iou
 from tqdm import tqdm
 
 SPLITS = ("train", "val", "test")
@@ -1800,7 +1800,6 @@ COLORS = {"gray": (87, 87, 87), "red": (173, 35, 35), "blue": (42, 75, 215), "gr
           "brown": (129, 74, 25), "purple": (129, 38, 192), "cyan": (41, 208, 208), "yellow": (255, 238, 51)}
 ATTRIBUTES = {"size": ("small", "large"), "color": tuple(COLORS), "material": ("rubber", "metal"),
               "shape": ("sphere", "cube", "cylinder")}  # in the order in which English names them
-LOOKS = [dict(zip(reversed(ATTRIBUTES), words, strict=True)) for words in itertools.product(*reversed(ATTRIBUTES.values()))]
 RADIUS = {"small": 0.45, "large": 0.8}
 TAN = 0.38  # tangent of half the field of view
 
@@ -1815,15 +1814,16 @@ def _free_position(rng: np.random.Generator, radius: float, others: list[dict]) 
 
 def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int]) -> tuple[list, list, int]:
     """Objects before, objects after, and the changed one's index (for add: in the objects after). No two objects of a scene
-    look the same, so that words can single out every one. Where positions or looks collide, all is drawn anew."""
+    share all attributes, so that words can single out every one. Where positions or attributes collide, all is drawn anew."""
     count = int(rng.integers(objects[0], objects[1] + 1)) + (kind == "add")
-    scene = []
-    for look in rng.choice(len(LOOKS), count, replace=False):
-        radius = RADIUS[LOOKS[look]["size"]]
+    combinations, scene = list(itertools.product(*reversed(ATTRIBUTES.values()))), []
+    for number in rng.choice(len(combinations), count, replace=False):
+        item = dict(zip(reversed(ATTRIBUTES), combinations[number], strict=True))
+        radius = RADIUS[item["size"]]
         if not (position := _free_position(rng, radius, scene)):
             return _sample_scene(rng, kind, objects)
-        half = radius * (0.8 if LOOKS[look]["shape"] == "cube" else 1)
-        scene.append(LOOKS[look] | {"xyz": [*position, half], "turn": rng.uniform(0, np.pi / 2)})
+        half = radius * (0.8 if item["shape"] == "cube" else 1)
+        scene.append(item | {"xyz": [*position, half], "turn": rng.uniform(0, np.pi / 2)})
     changed = count - 1 if kind == "add" else int(rng.integers(count))
     others, new = scene[:changed] + scene[changed + 1 :], dict(scene[changed])
     if kind == "add":
@@ -2051,9 +2051,10 @@ def _picture(root: Path, view: str, scene: int) -> Path:
     return root / CLEVR_FOLDERS[view] / f"CLEVR_{view}_{scene:06d}.png"
 
 
-def _record(kind: str, scenes: tuple[list, list, list], changed: int, views: list[dict], boxes: list[list]) -> dict:
-    """What the files say of a scene. scenes, views and boxes: objects, cameras and boxes of its default, semantic and
-    nonsemantic picture."""
+def _describe(files: dict[str, dict], i: int, kind: str, scenes: tuple[list, list, list], changed: int, views: list[dict],
+              boxes: list[list]) -> None:  # fmt: skip
+    """Adds to the content of the files what they say of scene i, of whose default, semantic and nonsemantic picture `scenes`,
+    `views` and `boxes` are the objects, cameras and boxes."""
     seen = {name: [{key: item[key] for key in ATTRIBUTES} | {"box": box, "xyz": [round(value, 3) for value in item["xyz"]]}
                    for item, box in zip(*picture, strict=True)]
             for name, *picture in zip(CLEVR_FOLDERS, scenes, boxes, strict=True)}  # fmt: skip
@@ -2063,19 +2064,20 @@ def _record(kind: str, scenes: tuple[list, list, list], changed: int, views: lis
     elif kind == "drop":
         after.insert(changed, None)
     both = torch.tensor([pair for pair in zip(before, after, strict=True) if None not in pair], dtype=torch.float64)
-    iou = box_iou(*box_convert(both, "xywh", "xyxy").unbind(1)).diagonal().mean().item()
-    # Whose left and right captions use: the view before (after for add), then the distractor's, which may stand for it.
-    eyes = {"default": views[1 if kind == "add" else 0], "nonsemantic": views[1 if kind == "add" else 2]}
-    return {"scene": {"type": kind, "changed": changed, "iou": round(iou, 4), "objects": seen},
-            "boxes": {"bbox_before": before[changed], "bbox_after": after[changed]},
-            "change": {name: _captions(kind, *scenes[:2], changed, eye["right"]) for name, eye in eyes.items()}}  # fmt: skip
+    iou = round(box_iou(*box_convert(both, "xywh", "xyxy").unbind(1)).diagonal().mean().item(), 4)
+    files["scenes"][i] = {"type": kind, "changed": changed, "iou": iou, "objects": seen}
+    files["change_captions_with_bbox"][i] = {"bbox_before": before[changed], "bbox_after": after[changed]}
+    files["change_captions_by_IOU"][i] = iou
+    # Left and right are those of the view before (after for add), and of the distractor's, which may stand for it.
+    for name, view in (("default", 0), ("nonsemantic", 2)):
+        right = views[1 if kind == "add" else view]["right"]
+        files["change_captions"][f"CLEVR_{name}_{i:06d}.png"] = _captions(kind, *scenes[:2], changed, right)
 
 
-def _render_scenes(root: Path, kinds: dict[int, str], objects: tuple[int, int], rng: np.random.Generator) -> dict[int, dict]:
-    """Draws scenes, each of its kind of change, and writes their pictures -> what the other files say of each.
-    A scene is drawn anew until every object shows, in all its pictures, more than 16 pixels and 40 % of itself."""
-    records = {}
-    while waiting := [i for i in kinds if i not in records][:12]:
+def _render_scenes(root: Path, files: dict, kinds: dict[int, str], objects: tuple[int, int], rng: np.random.Generator) -> None:
+    """Draws scenes (number -> kind of change), writes their pictures, and adds to the content of the files what they say of
+    them. A scene is drawn anew until every object shows, in all its pictures, more than 16 pixels and 40 % of itself."""
+    while waiting := [i for i in kinds if i not in files["scenes"]][:12]:
         drafts = [_sample_scene(rng, kinds[i], objects) for i in waiting]
         cameras = iter(_sample_cameras(rng, len(waiting), len(CLEVR_FOLDERS)))
         for i, (before, after, changed) in zip(waiting, drafts, strict=True):
@@ -2085,43 +2087,36 @@ def _render_scenes(root: Path, kinds: dict[int, str], objects: tuple[int, int], 
             if len(shown) == len(views):
                 for name, (image, *_) in zip(CLEVR_FOLDERS, shown, strict=True):
                     Image.fromarray(image).save(_picture(root, name, i), compress_level=1)
-                records[i] = _record(kinds[i], scenes, changed, views, [boxes for _, boxes, *_ in shown])
-                records[i]["no change"] = rng.permutation(NO_CHANGE)[:6].tolist()
-    return {i: records[i] for i in kinds}
+                _describe(files, i, kinds[i], scenes, changed, views, [boxes for _, boxes, *_ in shown])
+                files["no_change_captions"][f"CLEVR_default_{i:06d}.png"] = rng.permutation(NO_CHANGE)[:6].tolist()
 
 
 def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (2, 4), seed: int = 0) -> None:
     """Draws mini into the folder root, laid out as CLEVR-Change's release is, plus scenes.json, which holds the truth.
 
     scenes: how many for each split, e.g. {"train": 5000, "val": 250, "test": 500}, numbered on in this order, the five changes
-    equally often in each. objects: fewest and most in the picture before. The files are a function of the arguments alone."""
+    equally often in each. objects: fewest and most in the picture before. The files are a function of the arguments alone.
+    change_captions.json also has, under the nonsemantic pictures' names, captions for when these are the picture before."""
     for folder in CLEVR_FOLDERS.values():
         (root / folder).mkdir(parents=True, exist_ok=True)
-    splits, records = {}, {}
+    files = {name: {} for name in ("change_captions", "no_change_captions", "scenes", "change_captions_with_bbox",
+                                   "change_captions_by_IOU")}  # fmt: skip
+    splits, types = {}, {kind: [] for kind in KINDS}
     bar = tqdm(total=sum(scenes.values()), desc="render", unit="scene", disable=None)
     for number, (split, count) in enumerate(scenes.items()):
         order = np.random.default_rng([seed, number, 1]).permutation(count) % len(KINDS)
-        splits[split] = list(range(len(records), len(records) + count))
-        kinds = [(i, KINDS[kind]) for i, kind in zip(splits[split], order, strict=True)]
+        kinds = {i: KINDS[kind] for i, kind in enumerate(order, len(files["scenes"]))}
+        splits[split] = list(kinds)
+        for i, kind in kinds.items():
+            types[kind].append(f"{i:06d}.png")
         for start in range(0, count, 100):  # each hundred has a random stream of its own
             # The last number must not be 0, as numpy ignores zeros at the end of a seed.
             rng = np.random.default_rng([seed, number, 2 + start // 100])
-            records |= _render_scenes(root, dict(kinds[start : start + 100]), objects, rng)
-            bar.update(len(records) - bar.n)
+            _render_scenes(root, files, dict([*kinds.items()][start : start + 100]), objects, rng)
+            bar.update(len(files["scenes"]) - bar.n)
     bar.close()
-    files = {
-        # Also for the nonsemantic picture as the one before: left and right are the viewer's.
-        "change_captions": {_picture(root, view, i).name: record["change"][view]
-                            for view in ("default", "nonsemantic") for i, record in records.items()},
-        "no_change_captions": {_picture(root, "default", i).name: record["no change"] for i, record in records.items()},
-        "splits": splits,
-        "type_mapping": {kind: [f"{i:06d}.png" for i, record in records.items() if record["scene"]["type"] == kind]
-                         for kind in KINDS},
-        "scenes": {i: record["scene"] for i, record in records.items()},
-        "change_captions_with_bbox": {i: record["boxes"] for i, record in records.items()},
-        "change_captions_by_IOU": {i: record["scene"]["iou"] for i, record in records.items()},
-    }  # fmt: skip
-    for name, content in files.items():
+    files = {name: dict(sorted(content.items())) for name, content in files.items()}
+    for name, content in {**files, "splits": splits, "type_mapping": types}.items():
         (root / f"{name}.json").write_text(json.dumps(content, separators=(",", ":")))
 
 
@@ -2154,11 +2149,10 @@ def names_changed(said: dict[str, str | None], truth: dict) -> bool:
 
 
 def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]:
-    """What share of captions (pair id -> caption) is right, in per cent; nan where none belongs to a measure. scenes: the
-    content of scenes.json.
+    """What share of captions (pair id -> caption) is right, in %; nan where none is measured. scenes: content of scenes.json.
 
     Of unchanged pairs, "distractors": captioned as unchanged. Of changed pairs, "change type"; "all four": names_changed;
-    "size", "color", "material" and "shape": named and true, or not needed for "all four"; "new value" of color and material."""
+    "size", "color", "material", "shape": named and true, or not needed for "all four"; "new value" of color and material."""
     right = {name: [] for name in ("change type", "distractors", *ATTRIBUTES, "all four", "new value")}
     for key, text in predictions.items():
         said, truth = parse_caption(text), scenes[str(int(key[:6]))]
@@ -2179,6 +2173,9 @@ def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]
 # ---- mini: feature network -------------------------------------------------------------------------------------------
 
 
+_conv = partial(Conv2dNormActivation, activation_layer=None)  # a convolution without bias, then batch norm
+
+
 class _Block(nn.Module):
     """relu(skip(x) + BN(conv(relu(BN(conv(x)))))); (B, C, H, W) -> (B, width, H / stride, W / stride)."""
 
@@ -2189,10 +2186,6 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.skip(x) + self.second(F.relu(self.first(x))))
-
-
-def _conv(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(channels, width, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(width))
 
 
 class MiniCNN(nn.Module):
