@@ -1895,9 +1895,10 @@ def _depth(shape: str, o: np.ndarray, d: np.ndarray, h: float) -> np.ndarray:
 
 
 def _cast(item: dict, camera: dict[str, np.ndarray], count: int) -> tuple:
-    """The rays of count x count that hit an object: their number, and of the N of them in the frame columns x (N,), rows y
-    (N,), directions (3, N) and depths (N,). The directions are in the object's frame, moved to its centre and turned with it,
-    so that each shape is hit and lit axis-aligned; so are the vectors eye, light and fill (3,) that stand before them."""
+    """An object as the camera's count x count rays meet it: the vectors eye, light, ... (3,) in the object's own frame, the
+    number of rays that hit it, also beyond the picture, and of the N in the picture columns x (N,), rows y (N,), directions
+    (3, N) and depths (N,). The own frame is centred on the object and turned with it: all shapes are hit and lit
+    axis-aligned."""
     fill = camera["eye"] / np.linalg.norm(camera["eye"]) + 0.5 * camera["right"]  # a lamp beside the camera
     world = {name: camera[name] for name in ("right", "up", "forward", "light")}
     world |= {"eye": camera["eye"] - np.array(item["xyz"], np.float32), "fill": fill / np.linalg.norm(fill)}
@@ -2395,6 +2396,7 @@ def caption_files(model: nn.Module, state: dict, files: list[str], out: str | No
 def main(argv: list[str] | None = None) -> None:
     """The command line: prepare or check a data set, list photographs to fetch, or score a file of captions."""
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.set_defaults(extractor="", manifest=False)  # flags that not every data set has
     commands = parser.add_subparsers(dest="command", required=True)
     for name in DATASETS:
         p = commands.add_parser(name, help=f"prepare or check {name}")
@@ -2404,7 +2406,6 @@ def main(argv: list[str] | None = None) -> None:
         if name == "birds_to_words":
             p.add_argument("--manifest", action="store_true", help="list the photographs to fetch in expected_images.tsv")
         if name in EMBEDDED:
-            p.set_defaults(extractor="")
             p.add_argument("--scenes", type=int, default=5000, help="training scenes")
             p.add_argument("--objects", default="2,4", help="fewest and most objects in a scene")
             p.add_argument("--data_seed", type=int, default=0, help="seed of rendering and feature network")
@@ -2428,7 +2429,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"{args.groups}: no image_id of the predictions; expected {{group: [image_id, ...]}}")
         ids = read_json(args.vocab, {str: int}) if args.vocab else None
         print(format_scores(score(captions, references, groups, tokens=args.tokens, ids=ids)))
-    elif getattr(args, "manifest", False):
+    elif args.manifest:
         write_manifest(args.data_dir)
     elif args.check:
         if problems := check(args.command, args.data_dir, args.extractor):
