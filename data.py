@@ -63,6 +63,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 from torchvision.models import ResNet101_Weights, resnet101
+from torchvision.ops import Conv2dNormActivation, box_convert, box_iou
 from tqdm import tqdm
 
 SPLITS = ("train", "val", "test")
@@ -1596,77 +1597,78 @@ TAN = 0.38  # tangent of half the field of view
 
 def _free_position(rng: np.random.Generator, radius: float, others: list[dict]) -> list[float] | None:
     """A floor position (x, y) at least .25 clear of all others, or None when 30 tries found none."""
-    for x, y in rng.uniform(-2.4, 2.4, (30, 2)).tolist():
-        gaps = (np.hypot(x - o["xyz"][0], y - o["xyz"][1]) - radius - RADIUS[o["size"]] for o in others)
-        if all(gap > 0.25 for gap in gaps):
-            return [x, y]
+    for position in rng.uniform(-2.4, 2.4, (30, 2)).tolist():
+        if all(math.dist(position, o["xyz"][:2]) > radius + RADIUS[o["size"]] + 0.25 for o in others):
+            return position
     return None
 
 
-def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int]) -> tuple[list, list, int] | None:
-    """Objects before, objects after, and the changed one's index (for add: in the objects after). Attribute quadruples are
-    unique in both scenes, so that words can single out every object. None where positions or attributes collide."""
+def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int]) -> tuple[list, list, int]:
+    """Objects before, objects after, and the changed one's index (for add: in the objects after). No two objects of a scene
+    share all attributes, so that words can single out every one. Where positions or attributes collide, all is drawn anew."""
     count = int(rng.integers(objects[0], objects[1] + 1)) + (kind == "add")
-    scene = []
-    for code in rng.choice(96, count, replace=False).tolist():
-        item = {}
-        for name, words in ATTRIBUTES.items():
-            code, index = divmod(code, len(words))
-            item[name] = words[index]
-        position = _free_position(rng, RADIUS[item["size"]], scene)
-        if position is None:
-            return None
-        half = RADIUS[item["size"]] * (0.8 if item["shape"] == "cube" else 1)
+    combinations, scene = list(itertools.product(*reversed(ATTRIBUTES.values()))), []
+    for number in rng.choice(len(combinations), count, replace=False):
+        item = dict(zip(reversed(ATTRIBUTES), combinations[number], strict=True))
+        radius = RADIUS[item["size"]]
+        if not (position := _free_position(rng, radius, scene)):
+            return _sample_scene(rng, kind, objects)
+        half = radius * (0.8 if item["shape"] == "cube" else 1)
         scene.append(item | {"xyz": [*position, half], "turn": rng.uniform(0, np.pi / 2)})
+    changed = count - 1 if kind == "add" else int(rng.integers(count))
+    others, new = scene[:changed] + scene[changed + 1 :], dict(scene[changed])
     if kind == "add":
-        return scene[:-1], scene, count - 1
-    changed = int(rng.integers(count))
-    rest, new = scene[:changed] + scene[changed + 1:], dict(scene[changed])
+        return others, scene, changed
     if kind == "drop":
-        return scene, rest, changed
+        return scene, others, changed
     if kind == "move":
-        position = _free_position(rng, RADIUS[new["size"]], rest)
-        if position is None or math.dist(position, new["xyz"][:2]) < 1.2:
-            return None
+        position = _free_position(rng, RADIUS[new["size"]], others)
+        if not position or math.dist(position, new["xyz"][:2]) < 1.2:
+            return _sample_scene(rng, kind, objects)
         new["xyz"] = [*position, new["xyz"][2]]
     else:
         new[kind] = str(rng.choice([word for word in ATTRIBUTES[kind] if word != new[kind]]))
-        if any(all(o[a] == new[a] for a in ATTRIBUTES) for o in rest):
-            return None
-    return scene, [*scene[:changed], new, *scene[changed + 1:]], changed
+        if _phrase(new) in map(_phrase, others):
+            return _sample_scene(rng, kind, objects)
+    return scene, [*scene[:changed], new, *scene[changed + 1 :]], changed
 
 
 def _sample_cameras(rng: np.random.Generator, scenes: int, views: int, jitter: float = 2.5) -> list[dict[str, np.ndarray]]:
     """Cameras and lights of all views of `scenes` scenes, a scene's views side by side: each has eye, right, up, forward,
-    light (unit, towards it), all (3,), and gain.
-
-    A scene has a camera a and a spread s in 0 ... 1, each view a camera b of its own; it is seen from (1 - s) a + s b."""
+    light (unit, towards it), all (3,), and gain. A scene has a camera a and a spread s in 0 ... 1, each view a camera b of its
+    own; it is seen from (1 - s) a + s b."""
     def unit(v: np.ndarray) -> np.ndarray:
         return v / np.linalg.norm(v, axis=0)
 
-    def spread(size: np.ndarray | list) -> np.ndarray:
-        """Offsets of at most `size` (3, 1) in every direction -> (3, scenes * views)."""
+    def offsets() -> np.ndarray:
+        """At most `jitter` in every direction -> (3, scenes * views)."""
         of_scene, of_view = rng.uniform(-1, 1, (3, scenes, 1)), rng.uniform(-1, 1, (3, scenes, views))
-        return ((1 - s) * of_scene + s * of_view).reshape(3, -1) * size
+        return jitter * ((1 - s) * of_scene + s * of_view).reshape(3, -1)
 
     s, count = rng.uniform(0, 1, (scenes, 1)), scenes * views
-    eye = np.array([[7], [-7], [6]]) + spread([[jitter]] * 3)
-    target = np.array([[0], [0], [0.3]]) + 0.25 * spread([[jitter], [jitter], [0.5 * jitter]])
-    forward = unit(target - eye)
+    eye = np.array([[7], [-7], [6]]) + offsets()
+    forward = unit(np.array([[0], [0], [0.3]]) + [[0.25], [0.25], [0.125]] * offsets() - eye)
     right = unit(np.stack([forward[1], -forward[0], 0 * forward[0]]))  # forward x z
     cameras = {"eye": eye, "right": right, "up": np.cross(right, forward, axis=0), "forward": forward,
                "light": unit(np.array([[-3], [-5], [8]]) + rng.uniform(-1.5, 1.5, (3, count))),
                "gain": rng.uniform(0.85, 1.15, count)}  # fmt: skip
-    cameras = {name: value.astype(np.float32) for name, value in cameras.items()}
-    return [{name: value[..., n] for name, value in cameras.items()} for n in range(count)]
+    return [{name: value[..., n].astype(np.float32) for name, value in cameras.items()} for n in range(count)]
 
 
 # ---- mini: ray caster ------------------------------------------------------------------------------------------------
 
 
-def _hit(shape: str, o: np.ndarray, d: np.ndarray, h: float) -> np.ndarray:
-    """Depth (S, S) at which rays meet a body of half height h centred at the origin; inf where they miss. o (3,) the eye,
-    d (3, S, S) directions, of length 1 along the camera's axis, so that the ray parameter is depth; both in its frame."""
+def _rays(view: dict[str, np.ndarray], x: np.ndarray, y: np.ndarray, count: int) -> np.ndarray:
+    """Directions (3, rows, columns) of the rays through columns x and rows y of count x count. They have length 1 along the
+    camera's axis, so that the ray parameter is depth."""
+    across, down = (TAN * ((2 * index.astype(np.float32) + 1) / count - 1) for index in (x, y[:, None]))
+    forward, right, up = (view[name][:, None, None] for name in ("forward", "right", "up"))
+    return forward + right * across - up * down
+
+
+def _depth(shape: str, o: np.ndarray, d: np.ndarray, h: float) -> np.ndarray:
+    """Depth (rows, columns) at which rays meet a body of half height h centred at the origin; inf where they miss. o (3,) the
+    eye, d (3, rows, columns) directions."""
     o = o[:, None, None]
     if shape == "cube":
         near, far = (-h - o) / d, (h - o) / d
@@ -1683,31 +1685,27 @@ def _hit(shape: str, o: np.ndarray, d: np.ndarray, h: float) -> np.ndarray:
     return np.where(hit, t, np.inf)
 
 
-def _rays(view: dict[str, np.ndarray], x: np.ndarray, y: np.ndarray, count: int) -> np.ndarray:
-    """Directions (3, ...) of the rays through pixels (column x, row y) of count x count."""
-    across, down = (TAN * ((2 * index + 1) / count - 1) for index in (x.astype(np.float32), y.astype(np.float32)))
-    forward, right, up = (view[name].reshape(3, *[1] * max(x.ndim, y.ndim)) for name in ("forward", "right", "up"))
-    return forward + right * across - up * down
-
-
-def _body(item: dict, camera: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The vectors eye, right, up, forward, light and fill (3,) in an object's own frame, moved to its centre and turned with
-    it, so that each shape is hit and lit axis-aligned. z stays z."""
+def _cast(item: dict, camera: dict[str, np.ndarray], count: int) -> tuple:
+    """An object as the camera's count x count rays meet it: the vectors eye, light, ... (3,) in the object's own frame, the
+    number of rays that hit it, also beyond the picture, and of the N in the picture columns x (N,), rows y (N,), directions
+    (3, N) and depths (N,). The own frame is centred on the object and turned with it: all shapes are hit and lit
+    axis-aligned."""
     fill = camera["eye"] / np.linalg.norm(camera["eye"]) + 0.5 * camera["right"]  # a lamp beside the camera
     world = {name: camera[name] for name in ("right", "up", "forward", "light")}
     world |= {"eye": camera["eye"] - np.array(item["xyz"], np.float32), "fill": fill / np.linalg.norm(fill)}
     cos, sin = np.cos(np.float32(item["turn"])), np.sin(np.float32(item["turn"]))
-    return {name: np.stack([cos * x + sin * y, cos * y - sin * x, z]) for name, (x, y, z) in world.items()}
-
-
-def _window(shape: str, half: float, body: dict[str, np.ndarray], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Columns x and rows y of the square of pixels, of count x count, that an object's bounding sphere covers."""
-    radius = half * {"sphere": 1, "cube": 3**0.5, "cylinder": 2**0.5}[shape]
+    body = {name: np.stack([cos * x + sin * y, cos * y - sin * x, z]) for name, (x, y, z) in world.items()}
+    # Only the square that the bounding sphere covers is searched.
+    half = np.float32(item["xyz"][2])
+    radius = half * {"sphere": 1, "cube": 3**0.5, "cylinder": 2**0.5}[item["shape"]]
     right, up, depth = (-body["eye"] @ body[axis] for axis in ("right", "up", "forward"))
     size = int(count * radius / (TAN * max(depth - radius, 0.5))) + 12
-    start = (int(count / 2 * (1 + offset / (TAN * depth)) - size / 2) for offset in (right, -up))
-    x, y = (first + np.arange(size) for first in start)
-    return x, y
+    x, y = (int(count / 2 * (1 + offset / (TAN * depth)) - size / 2) + np.arange(size) for offset in (right, -up))
+    d = _rays(body, x, y, count)
+    t = _depth(item["shape"], body["eye"], d, half)
+    hit, columns, rows = np.isfinite(t), (x >= 0) & (x < count), (y >= 0) & (y < count)
+    row, column = (hit & rows[:, None] & columns).nonzero()
+    return body, hit.sum(), x[column], y[row], d[:, row, column], t[row, column]
 
 
 def _shade(item: dict, body: dict[str, np.ndarray], gain: float, d: np.ndarray, t: np.ndarray) -> np.ndarray:
@@ -1740,8 +1738,7 @@ def _shade(item: dict, body: dict[str, np.ndarray], gain: float, d: np.ndarray, 
 
 def _floor(scene: list[dict], camera: dict[str, np.ndarray], side: int) -> np.ndarray:
     """The grey floor (side, side), one ray a pixel, with a soft shadow for each object, taken to be a ball."""
-    x = np.arange(side)
-    d, eye, light = _rays(camera, x, x[:, None], side), camera["eye"], camera["light"]
+    d, eye, light = _rays(camera, np.arange(side), np.arange(side), side), camera["eye"], camera["light"]
     spot = eye[:2, None, None] - eye[2] / np.minimum(d[2], -1e-3) * d[:2]  # at and over the horizon: very far
     shadow = np.ones_like(spot[0])
     for item in scene:
@@ -1757,37 +1754,25 @@ def _floor(scene: list[dict], camera: dict[str, np.ndarray], side: int) -> np.nd
 def _render(scene: list[dict], camera: dict[str, np.ndarray], side: int = 64) -> tuple[np.ndarray, list, list, list]:
     """Draws a scene of K objects through one of _sample_cameras' views, with 2 x 2 rays a pixel -> the image (side, side, 3)
     uint8 and, for each object, the box [x, y, w, h] in pixels of the whole object, cut at the frame; the area that is seen, in
-    pixels; and which part of the object this is, 0 to 1."""
-    fine, bodies, cast = 2 * side, [_body(item, camera) for item in scene], []
+    pixels; and which part of the object this is, 0 to 1. The box of an object beyond the frame means nothing."""
+    fine, casts, boxes, area, part = 2 * side, [], [], [], []
     nearest = np.full((fine, fine), np.inf, np.float32)  # the depth buffer
-    for item, body in zip(scene, bodies, strict=True):
-        x, y = _window(item["shape"], item["xyz"][2], body, fine)
-        d = _rays(body, x, y[:, None], fine)
-        t = _hit(item["shape"], body["eye"], d, np.float32(item["xyz"][2]))
-        alone = (t < np.inf).sum()
-        columns, rows = ((0 <= index) & (index < fine) for index in (x, y))
-        x, y, d, t = x[columns], y[rows], d[:, rows][:, :, columns], t[rows][:, columns]
-        window = np.ix_(y, x)
-        nearest[window] = np.minimum(nearest[window], t)
-        cast.append((window, x, y, d, t, alone))
-    light, free = np.zeros((3, fine, fine), np.float32), np.isinf(nearest).astype(np.float32)
-    boxes, area, part = [], [], []
-    for item, body, (window, x, y, d, t, alone) in zip(scene, bodies, cast, strict=True):
-        hit, seen = t < np.inf, (t < np.inf) & (t == nearest[window])
-        row, column = seen.nonzero()
-        light[:, y[row], x[column]] = _shade(item, body, camera["gain"], d[:, seen], t[seen])
-        columns, rows = x[hit.any(0)] // 2, y[hit.any(1)] // 2
-        boxes.append([int(v) for v in (columns[0], rows[0], columns[-1] + 1 - columns[0], rows[-1] + 1 - rows[0])]
-                     if hit.any() else [0, 0, 0, 0])  # fmt: skip
+    for item in scene:
+        body, rays, x, y, d, t = _cast(item, camera, fine)
+        nearest[y, x] = np.minimum(nearest[y, x], t)
+        casts.append((item, body, rays, x, y, d, t))
+    light = np.zeros((4, fine, fine), np.float32)  # red, green, blue, and 1 where the floor is seen
+    light[3] = np.isinf(nearest)
+    for item, body, rays, x, y, d, t in casts:
+        seen = t == nearest[y, x]
+        light[:3, y[seen], x[seen]] = _shade(item, body, camera["gain"], d[:, seen], t[seen])
+        (left, right), (top, bottom) = ((int(v.min(initial=fine)) // 2, int(v.max(initial=-1)) // 2 + 1) for v in (x, y))
+        boxes.append([left, top, right - left, bottom - top])
         area.append(seen.sum() / 4)
-        part.append(seen.sum() / max(alone, 1))
-
-    def average(x: np.ndarray) -> np.ndarray:  # of 2 x 2 samples
-        return (x[..., ::2, ::2] + x[..., ::2, 1::2] + x[..., 1::2, ::2] + x[..., 1::2, 1::2]) / 4
-
-    image = average(light) + average(free) * _floor(scene, camera, side)
-    image = (255 * np.clip(image, 0, 1) ** (1 / 1.5) + 0.5).astype(np.uint8)
-    return image.transpose(1, 2, 0), boxes, area, part
+        part.append(seen.sum() / rays)
+    *color, floor = (light[:, ::2, ::2] + light[:, ::2, 1::2] + light[:, 1::2, ::2] + light[:, 1::2, 1::2]) / 4
+    image = np.stack(color, 2) + (floor * _floor(scene, camera, side))[..., None]
+    return (255 * np.clip(image, 0, 1) ** (1 / 1.5) + 0.5).astype(np.uint8), boxes, area, part
 
 
 # ---- mini: words -----------------------------------------------------------------------------------------------------
@@ -1806,20 +1791,21 @@ NO_CHANGE = (
     "everything is in the same place",
 )
 NO_CHANGE_WORDS = {"no", "nothing", "same"}  # one is in each of NO_CHANGE; none is in TEMPLATES
+SIGNS = {"add": {"added", "new"}, "drop": {"missing", "removed", "gone"}, "move": {"moved", "location"}}
 CLEAR = 1.5  # a relation is clear when its axis has this many times the other axis's distance
 
 
-def _phrase(item: dict, names: tuple[str, ...] = tuple(ATTRIBUTES)) -> str:
+def _phrase(item: dict, names: Iterable[str] = ATTRIBUTES) -> str:
     """The named attributes in the usual order: "small red metal cube", "red cube"."""
-    return " ".join(item[name] for name in ATTRIBUTES if name in names)
+    return " ".join(item[name] for name in names)
 
 
 def _short_phrase(item: dict, scene: list[dict]) -> str:
     """Colour and shape, with material, size or both before them where another object of the scene has the same two."""
-    for names in (("color", "shape"), ("color", "material", "shape"), ("size", "color", "shape"), tuple(ATTRIBUTES)):
-        if sum(all(other[name] == item[name] for name in names) for other in scene) == 1:
+    for names in (("color", "shape"), ("color", "material", "shape"), ("size", "color", "shape")):
+        if [_phrase(other, names) for other in scene].count(_phrase(item, names)) == 1:
             return _phrase(item, names)
-    raise AssertionError("two objects of a scene share all attributes")
+    return _phrase(item)
 
 
 def _relation(item: dict, other: dict, right: np.ndarray) -> tuple[str, float]:
@@ -1832,135 +1818,105 @@ def _relation(item: dict, other: dict, right: np.ndarray) -> tuple[str, float]:
 
 
 def _captions(kind: str, before: list[dict], after: list[dict], changed: int, right: np.ndarray) -> list[str]:
-    """Six different sentences for a change: three verbs, each with two ways to say which object changed.
-
-    The object's full name is followed by its place beside the nearest or the second nearest object to which the relation
-    is clear, named in short; beside the one such object, by its short or its full name. Names are unambiguous, relations
-    those in the scene before (after for add), seen by the camera with this `right` axis."""
+    """Six different sentences for a change: three verbs, each with two ways to say which object changed. Its full name is
+    followed by its place beside one of the two nearest objects to which the relation is clear, named in short; where there
+    is but one, by its short or its full name. The camera with this `right` axis looks at the scene before, for add after."""
     scene = after if kind == "add" else before
-    item = scene[changed]
+    item, others = scene[changed], scene[:changed] + scene[changed + 1 :]
     full, value = _phrase(item), after[changed][kind] if kind in ATTRIBUTES else ""
-    others = sorted(scene[:changed] + scene[changed + 1 :], key=lambda other: math.dist(item["xyz"], other["xyz"]))
-    relations = [(*_relation(item, other, right), other) for other in others]
-    places = [(relation, other) for relation, clarity, other in relations if clarity >= CLEAR][:2]
-    names = [f"{full} that is {relation} the {_short_phrase(other, scene)}" for relation, other in places]
-    if len(places) == 1:
-        names.append(f"{full} that is {places[0][0]} the {_phrase(places[0][1])}")
+    places = []
+    for other in sorted(others, key=lambda other: math.dist(item["xyz"], other["xyz"])):
+        relation, clarity = _relation(item, other, right)
+        if clarity >= CLEAR:
+            places.append((f"{full} that is {relation} the", other))
+    names = [f"{place} {_short_phrase(other, scene)}" for place, other in places]
+    names += [f"{place} {_phrase(other)}" for place, other in places]
     names = names or [full, _short_phrase(item, scene)]
-    if names[0] == names[1]:  # an object whose shortest name is its full one
-        names[1] = f"{full} in the scene"
+    names = list(dict.fromkeys([*names, f"{full} in the scene"]))[:2]  # a short name may be the full one
     return [template.format(name, value) for template in TEMPLATES[kind] for name in names]
 
 
 # ---- mini: files -----------------------------------------------------------------------------------------------------
 
 
-def _render_scenes(root: Path, first: int, kinds: list[str], objects: tuple[int, int], seed: list[int]) -> list[dict]:
-    """Draws scenes first, first + 1, ... of these kinds, writes their pictures, returns all that is known of them.
-    A scene is drawn anew until every object shows, in all its pictures, more than 16 pixels and 40 % of itself."""
-    rng, records = np.random.default_rng(seed), {}
-    while waiting := [i for i in range(len(kinds)) if i not in records][:12]:
-        drafts = []
-        for i in waiting:
-            while (draft := _sample_scene(rng, kinds[i], objects)) is None:
-                pass
-            drafts.append((i, *draft))
-        cameras = _sample_cameras(rng, len(drafts), len(CLEVR_FOLDERS))
-        for i, before, after, changed in drafts:
-            views = [cameras.pop(0) for _ in CLEVR_FOLDERS]
-            if record := _render_views(root, first + i, kinds[i], before, after, changed, views):
-                records[i] = record | {"same": rng.permutation(NO_CHANGE)[:6].tolist()}
-    return [records[i] for i in range(len(kinds))]
-
-
-def _render_views(root: Path, number: int, kind: str, before: list[dict], after: list[dict], changed: int,
-                  views: list[dict]) -> dict | None:  # fmt: skip
-    """Draws a scene's default, semantic and nonsemantic picture, each from its view, and writes them. -> what is known of
-    them, or None where an object hides."""
-    images, seen = {}, {}
-    for name, scene, camera in zip(CLEVR_FOLDERS, (before, after, before), views, strict=True):
-        images[name], boxes, area, part = _render(scene, camera)
-        if min(area) <= 16 or min(part) <= 0.4:
-            return None
-        seen[name] = [{key: item[key] for key in ATTRIBUTES} | {"box": box, "xyz": [round(value, 3) for value in item["xyz"]]}
-                      for item, box in zip(scene, boxes, strict=True)]  # fmt: skip
-    for name, image in images.items():
-        Image.fromarray(image).save(_picture(root, name, number), compress_level=1)
-    # In both pictures, without the object that is in one only, the objects have the same order.
-    shared = {"default": [item["box"] for item in seen["default"]], "semantic": [item["box"] for item in seen["semantic"]]}
-    if kind in ("add", "drop"):
-        del shared["semantic" if kind == "add" else "default"][changed]
-    overlaps = [_box_iou(*boxes) for boxes in zip(*shared.values(), strict=True)]
-    # Whose left and right captions use: the view before (after for add), then the distractor's, which may stand for it.
-    eyes = (views[1], views[1]) if kind == "add" else (views[0], views[2])
-    return {"type": kind, "changed": changed, "objects": seen, "iou": round(float(np.mean(overlaps)), 4),
-            "change": [_captions(kind, before, after, changed, eye["right"]) for eye in eyes]}  # fmt: skip
-
-
 def _picture(root: Path, view: str, scene: int) -> Path:
     return root / CLEVR_FOLDERS[view] / f"CLEVR_{view}_{scene:06d}.png"
 
 
-def _box_iou(a: list[int], b: list[int]) -> float:
-    """Intersection over union of two boxes [x, y, w, h]."""
-    width, height = (min(a[i] + a[i + 2], b[i] + b[i + 2]) - max(a[i], b[i]) for i in (0, 1))
-    common = max(width, 0) * max(height, 0)
-    return common / (a[2] * a[3] + b[2] * b[3] - common)
+def _describe(files: dict[str, dict], i: int, kind: str, scenes: tuple[list, list, list], changed: int, views: list[dict],
+              boxes: list[list]) -> None:  # fmt: skip
+    """Adds to the content of the files what they say of scene i, of whose default, semantic and nonsemantic picture `scenes`,
+    `views` and `boxes` are the objects, cameras and boxes."""
+    seen = {name: [{key: item[key] for key in ATTRIBUTES} | {"box": box, "xyz": [round(value, 3) for value in item["xyz"]]}
+                   for item, box in zip(*picture, strict=True)]
+            for name, *picture in zip(CLEVR_FOLDERS, scenes, boxes, strict=True)}  # fmt: skip
+    before, after = boxes[0].copy(), boxes[1].copy()
+    if kind == "add":
+        before.insert(changed, None)
+    elif kind == "drop":
+        after.insert(changed, None)
+    both = torch.tensor([pair for pair in zip(before, after, strict=True) if None not in pair], dtype=torch.float64)
+    iou = round(box_iou(*box_convert(both, "xywh", "xyxy").unbind(1)).diagonal().mean().item(), 4)
+    files["scenes"][i] = {"type": kind, "changed": changed, "iou": iou, "objects": seen}
+    files["change_captions_with_bbox"][i] = {"bbox_before": before[changed], "bbox_after": after[changed]}
+    files["change_captions_by_IOU"][i] = iou
+    # Left and right are those of the view before (after for add), and of the distractor's, which may stand for it.
+    for name, view in (("default", 0), ("nonsemantic", 2)):
+        right = views[1 if kind == "add" else view]["right"]
+        files["change_captions"][f"CLEVR_{name}_{i:06d}.png"] = _captions(kind, *scenes[:2], changed, right)
+
+
+def _render_scenes(root: Path, files: dict, kinds: dict[int, str], objects: tuple[int, int], rng: np.random.Generator) -> None:
+    """Draws scenes (number -> kind of change), writes their pictures, and adds to the content of the files what they say of
+    them. A scene is drawn anew until every object shows, in all its pictures, more than 16 pixels and 40 % of itself."""
+    while waiting := [i for i in kinds if i not in files["scenes"]][:12]:
+        drafts = [_sample_scene(rng, kinds[i], objects) for i in waiting]
+        cameras = iter(_sample_cameras(rng, len(waiting), len(CLEVR_FOLDERS)))
+        for i, (before, after, changed) in zip(waiting, drafts, strict=True):
+            scenes, views = (before, after, before), [next(cameras) for _ in CLEVR_FOLDERS]
+            pictures = map(_render, scenes, views)
+            shown = list(itertools.takewhile(lambda picture: min(picture[2]) > 16 and min(picture[3]) > 0.4, pictures))
+            if len(shown) == len(views):
+                for name, (image, *_) in zip(CLEVR_FOLDERS, shown, strict=True):
+                    Image.fromarray(image).save(_picture(root, name, i), compress_level=1)
+                _describe(files, i, kinds[i], scenes, changed, views, [boxes for _, boxes, *_ in shown])
+                files["no_change_captions"][f"CLEVR_default_{i:06d}.png"] = rng.permutation(NO_CHANGE)[:6].tolist()
 
 
 def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (2, 4), seed: int = 0) -> None:
     """Draws mini into the folder root, laid out as CLEVR-Change's release is, plus scenes.json, which holds the truth.
 
-    scenes: how many for each split, e.g. {"train": 5000, "val": 250, "test": 500}, numbered on in this order; each
-    split has the five changes equally often. objects: fewest and most in the picture before. change_captions.json also holds,
-    under the names of the nonsemantic pictures, the captions for when these are the picture before: left and right are the
-    viewer's. The files are a function of the arguments alone: every hundred scenes have a random stream of their own."""
-    if not 2 <= objects[0] <= objects[1] <= 6:
-        raise ValueError(f"a scene takes 2 to 6 objects (more would hide one another), not {objects}")
+    scenes: how many for each split, e.g. {"train": 5000, "val": 250, "test": 500}, numbered on in this order, the five changes
+    equally often in each. objects: fewest and most in the picture before. The files are a function of the arguments alone.
+    change_captions.json also has, under the nonsemantic pictures' names, captions for when these are the picture before."""
     for folder in CLEVR_FOLDERS.values():
         (root / folder).mkdir(parents=True, exist_ok=True)
-    splits, records = {}, []
-    with tqdm(total=sum(scenes.values()), desc="render", unit="scene", disable=None) as bar:
-        for number, (split, count) in enumerate(scenes.items()):
-            order = np.random.default_rng([seed, number, 1]).permutation(count) % len(KINDS)
-            splits[split] = list(range(len(records), len(records) + count))
-            for start in range(0, count, 100):
-                # The last number must not be 0, as numpy ignores zeros at the end of a seed.
-                kinds, stream = [KINDS[i] for i in order[start : start + 100]], [seed, number, 2 + start // 100]
-                records += _render_scenes(root, len(records), kinds, objects, stream)
-                bar.update(len(kinds))
-    changes, of_distractor, same, boxes, types = {}, {}, {}, {}, {kind: [] for kind in KINDS}
-    for i, record in enumerate(records):
-        default, _, distractor = (_picture(root, view, i).name for view in CLEVR_FOLDERS)
-        changes[default], of_distractor[distractor], same[default] = *record["change"], record["same"]
-        types[record["type"]].append(f"{i:06d}.png")
-        boxes[i] = {"bbox_before": None, "bbox_after": None}
-        if record["type"] != "add":
-            boxes[i]["bbox_before"] = record["objects"]["default"][record["changed"]]["box"]
-        if record["type"] != "drop":
-            boxes[i]["bbox_after"] = record["objects"]["semantic"][record["changed"]]["box"]
-    files = {
-        "change_captions": changes | of_distractor,
-        "no_change_captions": same,
-        "splits": splits,
-        "type_mapping": types,
-        "scenes": {i: {key: record[key] for key in ("type", "changed", "iou", "objects")} for i, record in enumerate(records)},
-        "change_captions_with_bbox": boxes,
-        "change_captions_by_IOU": {i: record["iou"] for i, record in enumerate(records)},
-    }
-    for name, content in files.items():
+    files = {name: {} for name in ("change_captions", "no_change_captions", "scenes", "change_captions_with_bbox",
+                                   "change_captions_by_IOU")}  # fmt: skip
+    splits, types = {}, {kind: [] for kind in KINDS}
+    bar = tqdm(total=sum(scenes.values()), desc="render", unit="scene", disable=None)
+    for number, (split, count) in enumerate(scenes.items()):
+        order = np.random.default_rng([seed, number, 1]).permutation(count) % len(KINDS)
+        kinds = {i: KINDS[kind] for i, kind in enumerate(order, len(files["scenes"]))}
+        splits[split] = list(kinds)
+        for i, kind in kinds.items():
+            types[kind].append(f"{i:06d}.png")
+        for start in range(0, count, 100):  # each hundred has a random stream of its own
+            # The last number must not be 0, as numpy ignores zeros at the end of a seed.
+            rng = np.random.default_rng([seed, number, 2 + start // 100])
+            _render_scenes(root, files, dict([*kinds.items()][start : start + 100]), objects, rng)
+            bar.update(len(files["scenes"]) - bar.n)
+    bar.close()
+    files = {name: dict(sorted(content.items())) for name, content in files.items()}
+    for name, content in {**files, "splits": splits, "type_mapping": types}.items():
         (root / f"{name}.json").write_text(json.dumps(content, separators=(",", ":")))
 
 
-SIGNS = {"add": {"added", "new"}, "drop": {"missing", "removed", "gone"}, "move": {"moved", "location"}}
-
-
 def parse_caption(text: str) -> dict[str, str | None]:
-    """What a caption of mini says: "type" (one of KINDS, "same" or None), "size", "color", "material" and "shape" of
-    the changed object as far as they are named, and the new "value" of a color or material change. Missing: None.
-    The object is what stands before the first shape word; a relation to another object comes after it."""
+    """What a caption of mini says: "type" (one of KINDS, or "same"), the changed object's attributes, which stand before the
+    first shape word, and the new "value" of a color or material change. None where it does not say."""
     words = text.split()
-    said: dict[str, str | None] = dict.fromkeys(("type", *ATTRIBUTES, "value"))
+    said = dict.fromkeys(("type", *ATTRIBUTES, "value"))
     if NO_CHANGE_WORDS & set(words):
         return said | {"type": "same"}
     end = next((i for i, word in enumerate(words, 1) if word in ATTRIBUTES["shape"]), None)
@@ -1976,37 +1932,27 @@ def parse_caption(text: str) -> dict[str, str | None]:
     return said
 
 
-def changed_object(truth: dict) -> tuple[dict, list[dict]]:
-    """The changed object, and the scene that captions speak of: the one before, for add the one after."""
-    scene = truth["objects"]["semantic" if truth["type"] == "add" else "default"]
-    return scene[truth["changed"]], scene
-
-
 def names_changed(said: dict[str, str | None], truth: dict) -> bool:
     """Does what parse_caption returns name exactly the changed object: true of it, and of no other object of the scene?
-    truth: an entry of scenes.json."""
-    item, scene = changed_object(truth)
+    truth: an entry of scenes.json. The scene is the one before, for add the one after."""
     named = {name: said[name] for name in ATTRIBUTES if said[name]}
-    return bool(named) and [o for o in scene if all(o[name] == word for name, word in named.items())] == [item]
+    scene = truth["objects"]["semantic" if truth["type"] == "add" else "default"]
+    return bool(named) and [i for i, item in enumerate(scene) if named.items() <= item.items()] == [truth["changed"]]
 
 
 def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]:
-    """What share of captions, in per cent, is right about the scene; nan where no caption belongs to a measure.
+    """What share of captions (pair id -> caption) is right, in %; nan where none is measured. scenes: content of scenes.json.
 
-    predictions: pair id -> caption; scenes: the content of scenes.json.
-    - "change type": changed pairs whose caption names the kind of change; "distractors": unchanged pairs captioned
-      as unchanged; "new value": colour and material changes whose new value is named.
-    - "all four": changed pairs whose caption names exactly the changed object, see names_changed.
-    - "size", "color", "material", "shape" of that object: named and true, or left out by a name that is "all four".
-    """
-    right: dict[str, list[bool]] = {name: [] for name in (
-        "change type", "distractors", *ATTRIBUTES, "all four", "new value")}
+    Of unchanged pairs, "distractors": captioned as unchanged. Of changed pairs, "change type"; "all four": names_changed;
+    "size", "color", "material", "shape": named and true, or not needed for "all four"; "new value" of color and material."""
+    right = {name: [] for name in ("change type", "distractors", *ATTRIBUTES, "all four", "new value")}
     for key, text in predictions.items():
         said, truth = parse_caption(text), scenes[str(int(key[:6]))]
         if key.endswith("_n"):
             right["distractors"].append(said["type"] == "same")
             continue
-        (item, _), exact, kind = changed_object(truth), names_changed(said, truth), truth["type"]
+        kind, exact = truth["type"], names_changed(said, truth)
+        item = truth["objects"]["semantic" if kind == "add" else "default"][truth["changed"]]
         right["change type"].append(said["type"] == kind)
         right["all four"].append(exact)
         for name in ATTRIBUTES:
@@ -2019,28 +1965,25 @@ def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]
 # ---- mini: feature network -------------------------------------------------------------------------------------------
 
 
+_conv = partial(Conv2dNormActivation, activation_layer=None)  # a convolution without bias, then batch norm
+
+
 class _Block(nn.Module):
     """relu(skip(x) + BN(conv(relu(BN(conv(x)))))); (B, C, H, W) -> (B, width, H / stride, W / stride)."""
 
     def __init__(self, channels: int, width: int, stride: int = 1):
         super().__init__()
-        self.first = _conv(channels, width, 3, stride)
-        self.second = _conv(width, width, 3)
+        self.first, self.second = _conv(channels, width, 3, stride), _conv(width, width, 3)
         self.skip = nn.Identity() if (channels, stride) == (width, 1) else _conv(channels, width, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.skip(x) + self.second(F.relu(self.first(x))))
 
 
-def _conv(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(channels, width, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(width))
-
-
 class MiniCNN(nn.Module):
-    """Stands in for ResNet-101 on mini: pictures (B, 3, 64, 64) in [-1, 1] -> features (B, 128, 8, 8).
-
-    Every cell has mean 0 and variance 1 over its channels, so that dot products compare what cells show. A pattern of its
-    own is added before that: bare floor, where little else is found, looks the same everywhere."""
+    """Stands in for ResNet-101 on mini: pictures (B, 3, 64, 64) in [-1, 1] -> features (B, 128, 8, 8). Every cell has mean 0
+    and variance 1 over its channels, so that dot products compare what cells show. A pattern is added before that: bare
+    floor, where little else is found, looks the same everywhere."""
 
     def __init__(self, width: int = 32):
         super().__init__()
@@ -2054,30 +1997,23 @@ class MiniCNN(nn.Module):
         return F.layer_norm(self.blocks(self.stem(x)).movedim(1, -1) + self.pattern, (128,)).movedim(-1, 1)
 
 
-def _attribute_data(root: Path, split: str) -> tuple[Tensor, Tensor]:
-    """All pictures of a split, (M, 3, 64, 64) uint8, and what stands in each cell of the 8 x 8 grid, (M, 4, 8, 8).
-
-    The second holds the index of size, color, material and shape where an object's box has its centre, else -100, which
-    cross_entropy ignores. Of two objects in a cell, the nearer (lower) one stays."""
+def _training_pictures(root: Path) -> tuple[Tensor, list[list[dict]]]:
+    """All training pictures (M, 3, 64, 64) uint8, and of each the objects as scenes.json has them."""
     scenes = read_json(root / "scenes.json")
-    chosen = [(i, view) for i in read_json(root / "splits.json")[split] for view in scenes[str(i)]["objects"]]
-    images = torch.empty(len(chosen), 3, 64, 64, dtype=torch.uint8)
-    cells = torch.full((len(chosen), len(ATTRIBUTES), 8, 8), -100)
-    for n, (i, view) in enumerate(chosen):
-        with Image.open(_picture(root, view, i)) as picture:
-            images[n] = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
-        for item in sorted(scenes[str(i)]["objects"][view], key=lambda item: item["box"][1] + item["box"][3]):
-            x, y, w, h = item["box"]
-            attributes = [choices.index(item[name]) for name, choices in ATTRIBUTES.items()]
-            cells[n, :, (2 * y + h) // 16, (2 * x + w) // 16] = torch.tensor(attributes)
-    return images, cells
+    chosen = [(view, i) for i in read_json(root / "splits.json")["train"] for view in CLEVR_FOLDERS]
+    images = np.stack([np.array(read_image(_picture(root, view, i))) for view, i in chosen])
+    return torch.from_numpy(images).movedim(-1, 1), [scenes[str(i)]["objects"][view] for view, i in chosen]
 
 
-def _windows(data: Tensor, index: Tensor, row: Tensor, column: Tensor, size: int) -> Tensor:
-    """B windows: size x size of data[index], from (row, column) on. (M, C, H, W), 3 x (B,) -> (B, C, size, size)."""
-    step = torch.arange(size, device=data.device)
-    rows, columns = row[:, None, None] + step[:, None], column[:, None, None] + step
-    return data[index[:, None, None], :, rows, columns].permute(0, 3, 1, 2)
+def _steps(parameters: list, rate: float, steps: int, name: str) -> Iterator[None]:
+    """A training loop: the body computes gradients, after which AdamW takes a step. One cycle of the learning rate."""
+    optimizer = torch.optim.AdamW(parameters, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, max(steps, 2), pct_start=0.15)
+    for _ in tqdm(range(steps), desc=name, unit="step", disable=None):
+        yield
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
 
 
 def train_mini_cnn(root: Path, steps: int = 1000, seed: int = 0, device: str = "cpu") -> MiniCNN:
@@ -2085,29 +2021,30 @@ def train_mini_cnn(root: Path, steps: int = 1000, seed: int = 0, device: str = "
     layer, so that whoever reads the features later can read them too. It learns from single training pictures; it sees
     no caption, no pair and no test picture. -> in eval mode, on the CPU; there the result depends on the arguments alone."""
     torch.manual_seed(seed)
-    images, cells = (data.to(device) for data in _attribute_data(root, "train"))
+    images, pictures = _training_pictures(root)
+    # The index of size, color, material and shape where an object's box has its centre, else -100, which cross_entropy
+    # ignores. Of two objects in a cell, the nearer (lower) one stays.
+    cells = torch.full((len(images), len(ATTRIBUTES), 8, 8), -100)
+    for n, objects in enumerate(pictures):
+        for item in sorted(objects, key=lambda item: item["box"][1] + item["box"][3]):
+            x, y, w, h = item["box"]
+            attributes = [choices.index(item[name]) for name, choices in ATTRIBUTES.items()]
+            cells[n, :, (2 * y + h) // 16, (2 * x + w) // 16] = torch.tensor(attributes)
     occupied = (cells[:, 0] >= 0).nonzero()  # (objects, 3): picture, row, column
+    images = images.to(device).unfold(2, 32, 8).unfold(3, 32, 8)  # (M, 3, 5, 5, 32, 32): every window of 4 x 4 cells
+    cells = cells.to(device).unfold(2, 4, 1).unfold(3, 4, 1)  # (M, 4, 5, 5, 4, 4)
     sizes = [len(choices) for choices in ATTRIBUTES.values()]
     net = MiniCNN().to(device, memory_format=torch.channels_last)
     head = nn.Conv2d(128, 1 + sum(sizes), 1).to(device)  # is there an object, and its attributes
-    optimizer = torch.optim.AdamW([*net.parameters(), *head.parameters()], weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, max(steps, 2), pct_start=0.15)
-    bar = tqdm(range(steps), desc="feature network", unit="step", disable=None)
-    for step in bar:
-        # Most of a picture is bare floor: windows of 4 x 4 cells around random objects teach more for the time.
-        index, *place = occupied[torch.randint(len(occupied), (128,)).to(device)].unbind(1)
-        row, column = ((p - torch.randint(4, (128,)).to(device)).clamp(0, 4) for p in place)
-        x = _windows(images, index, 8 * row, 8 * column, 32) / 127.5 - 1
-        target = _windows(cells, index, row, column, 4)
+    for _ in _steps([*net.parameters(), *head.parameters()], 4e-3, steps, "feature network"):
+        # Most of a picture is bare floor: windows around random objects teach more for the time.
+        picture, *centre = occupied[torch.randint(len(occupied), (128,))].unbind(1)
+        row, column = ((cell - torch.randint(4, (128,))).clamp(0, 4) for cell in centre)
+        x, target = images[picture, :, row, column] / 127.5 - 1, cells[picture, :, row, column]
         there, *logits = head(net(x)).split([1, *sizes], 1)
         loss = 4 * F.binary_cross_entropy_with_logits(there[:, 0], (target[:, 0] >= 0).float())
         loss = loss + sum(F.cross_entropy(logit, target[:, i]) for i, logit in enumerate(logits))
-        optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        optimizer.step()
-        schedule.step()
-        if step % 20 == 0:
-            bar.set_postfix(loss=f"{loss.item():.3f}")
     return net.cpu().eval()
 
 
@@ -2134,56 +2071,45 @@ def mini_clip_state(root: Path, device: str = "cpu") -> dict:
 
 def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "cpu"):
     """A small open_clip.CLIP that knows which names fit an object of a picture: of training pictures, no captions, no pairs.
-
     Names are whole, partial, or two joined by "and". Every pair of a picture and a phrase of the batch counts, with the
     truth about it, in a sigmoid loss (SigLIP): what a softmax would take for a negative is often true of another picture.
     Word vectors stay as drawn: apart from each other, also those of words that are in no name."""
     import open_clip
 
     torch.manual_seed(seed)
-    images, scenes = _attribute_data(root, "train")[0].to(device), read_json(root / "scenes.json")
-    pictures = [[[item[name] for name in ATTRIBUTES] for item in picture]  # four words an object
-                for i in read_json(root / "splits.json")["train"]
-                for picture in scenes[str(i)]["objects"].values()]  # fmt: skip
+    images, pictures = _training_pictures(root)
+    images, pictures = images.to(device), [[_phrase(item).split() for item in objects] for objects in pictures]
     clip, size = open_clip.CLIP(**MINI_CLIP), 64
     tokenizer = open_clip.SimpleTokenizer(context_length=clip.context_length)
     clip.token_embedding.requires_grad_(False)
     clip.to(device).visual.to(memory_format=torch.channels_last)
-    learned = [p for p in clip.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW([{"params": [p for p in learned if p.ndim > 1], "weight_decay": 0.05},
-                                   {"params": [p for p in learned if p.ndim < 2], "weight_decay": 0.0}])  # fmt: skip
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, max(steps, 2), pct_start=0.15)
-    whole_names = [[list(words)] for words in itertools.product(*ATTRIBUTES.values())]
+    groups = [{"params": [p for p in clip.parameters() if p.ndim > 1]},
+              {"params": [p for p in clip.parameters() if p.ndim < 2], "weight_decay": 0.0}]  # fmt: skip
+    whole_names = [" ".join(words) for words in itertools.product(*ATTRIBUTES.values())]
 
-    def draw_names(shown: list) -> list[list[str]]:
+    def draw_names(shown: list[list[list[str]]]) -> list[str]:
         """A name of one object of each picture; half of them lack some attributes, the shape is always there."""
         chosen = (torch.rand(size) * torch.tensor([len(objects) for objects in shown])).long().tolist()
-        left_out = (torch.rand(size, 4) < 0.5) & (torch.rand(size, 1) < 0.5) & (torch.arange(4) < 3)
-        objects = [picture[i] for picture, i in zip(shown, chosen, strict=True)]
-        return [[word for word, out in zip(words, row, strict=True) if not out]
-                for words, row in zip(objects, left_out.tolist(), strict=True)]  # fmt: skip
+        kept = (torch.rand(size, 4) >= 0.5) | (torch.rand(size, 1) >= 0.5) | (torch.arange(4) == 3)
+        drawn = zip(shown, chosen, kept.tolist(), strict=True)
+        return [" ".join(itertools.compress(objects[i], row)) for objects, i, row in drawn]
 
-    bar = tqdm(range(steps), desc="CLIP", unit="step", disable=None)
-    for step in bar:
+    for _ in _steps(groups, 2e-3, steps, "CLIP"):
         index = torch.randint(len(images), (size,))
         shown = [pictures[i] for i in index.tolist()]
         first, second, single = draw_names(shown), draw_names(shown), (torch.rand(size) < 0.5).tolist()
-        phrases = whole_names + [[a] if alone else [a, b] for a, b, alone in zip(first, second, single, strict=True)]
+        phrases = whole_names + [a if alone else f"{a} and {b}" for a, b, alone in zip(first, second, single, strict=True)]
         # A phrase is true of a picture if each of its names fits an object: the object has all of the name's words.
-        true = torch.tensor([[all(any(set(name) <= set(words) for words in objects) for name in phrase) for phrase in phrases]
+        names = [[set(name.split()) for name in phrase.split(" and ")] for phrase in phrases]
+        true = torch.tensor([[all(any(name.issubset(words) for words in objects) for name in phrase) for phrase in names]
                              for objects in shown], device=device)  # fmt: skip
-        tokens = tokenizer([" and ".join(map(" ".join, phrase)) for phrase in phrases])
+        tokens = tokenizer(phrases)
         text = encode_prompted(clip, tokens[:, : 1 + int(tokens.argmax(1).max())].to(device))
         x = images[index.to(device)].to(memory_format=torch.channels_last).float() / 127.5 - 1  # as preprocess_mini
         picture = clip.encode_image(x, normalize=True)  # (B, E)
         logits = clip.logit_scale.exp() * picture @ F.normalize(text, dim=1).T + clip.logit_bias
         loss = F.binary_cross_entropy_with_logits(logits, true.float(), reduction="sum") / size
-        optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        optimizer.step()
-        schedule.step()
-        if step % 20 == 0:
-            bar.set_postfix(loss=f"{loss.item():.2f}")
     return clip.cpu().eval().requires_grad_(False)
 
 
@@ -2191,27 +2117,22 @@ def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "
 
 
 def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) -> None:
-    """Render the embedded data set, train its feature network on the training pictures, extract, build the vocabulary.
-
-    Every stage is left out where it is done and appears whole or not at all. ValueError where the folder holds a data
-    set made with other settings."""
-    few, comma, many = objects.partition(",")
-    good = few.isdecimal() and comma and many.isdecimal() and 2 <= int(few) <= int(many) <= 6
-    if not good or scenes < 1 or seed < 0:
+    """Render the embedded data set, train its feature network on the training pictures, extract, build the vocabulary; each is
+    left out where it is done. ValueError where the folder holds something else, or scenes made with other settings."""
+    few, _, many = objects.partition(",")
+    if not re.fullmatch("[2-6],[2-6]", objects) or few > many or scenes < 1 or seed < 0:
         raise ValueError(f"--scenes {scenes} --objects {objects} --data_seed {seed}: expected a count from 1, the fewest and "
                          "most objects of a scene, 2 to 6, such as 2,4, and a seed from 0")  # fmt: skip
     settings = {"scenes": scenes, "objects": objects, "seed": seed}
     there = {path.name for path in root.iterdir()} - {LOCK} if root.is_dir() else set()
-    if there >= {"mini.json", "mini_cnn.pt", "features.h5", "vocab.json"} and read_json(root / "mini.json") == settings:
-        return
     if there and not there & {"mini.json", "mini.unfinished"}:
         raise ValueError(f"{root} is not empty and no mini of this project; choose another --data_dir")
+    if "mini.json" in there and (made := read_json(root / "mini.json")) != settings:
+        raise ValueError(f"{root} holds scenes made with {made}, not {settings}; remove it or choose another --data_dir")
+    if there >= {"mini.json", "mini_cnn.pt", "features.h5", "vocab.json"}:
+        return
     with lock(root):
-        if (root / "mini.json").exists():
-            if (made := read_json(root / "mini.json")) != settings:
-                hint = "remove it or choose another --data_dir"
-                raise ValueError(f"{root} holds scenes made with {made}, not {settings}; {hint}")
-        else:
+        if not (root / "mini.json").exists():
             (root / "mini.unfinished").write_text(json.dumps(settings))
             counts = {"train": scenes, "val": max(10, scenes // 20), "test": max(10, scenes // 10)}
             render_mini(root, counts, (int(few), int(many)), seed)
@@ -2223,8 +2144,7 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) 
         if not (root / "features.h5").exists():
             state = mini_cnn_state(root)
             extract(root / "features.h5", release, Extractor(mini_cnn_name(state), state, device), "mini", batch=512)
-        if not (root / "vocab.json").exists():
-            write_vocab(root, vocab_of("mini", release))
+        write_vocab(root, vocab_of("mini", release))
 
 
 def mini_cnn_state(root: Path) -> dict[str, Tensor]:
@@ -2267,6 +2187,7 @@ def caption_files(model: nn.Module, state: dict, files: list[str], out: str | No
 def main(argv: list[str] | None = None) -> None:
     """The command line: prepare or check a data set, list photographs to fetch, or score a file of captions."""
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.set_defaults(extractor="", manifest=False)  # flags that not every data set has
     commands = parser.add_subparsers(dest="command", required=True)
     for name in DATASETS:
         p = commands.add_parser(name, help=f"prepare or check {name}")
@@ -2276,7 +2197,6 @@ def main(argv: list[str] | None = None) -> None:
         if name == "birds_to_words":
             p.add_argument("--manifest", action="store_true", help="list the photographs to fetch in expected_images.tsv")
         if name in EMBEDDED:
-            p.set_defaults(extractor="")
             p.add_argument("--scenes", type=int, default=5000, help="training scenes")
             p.add_argument("--objects", default="2,4", help="fewest and most objects in a scene")
             p.add_argument("--data_seed", type=int, default=0, help="seed of rendering and feature network")
@@ -2300,11 +2220,10 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"{args.groups}: no image_id of the predictions; expected {{group: [image_id, ...]}}")
         ids = read_json(args.vocab, {str: int}) if args.vocab else None
         print(format_scores(score(captions, references, groups, tokens=args.tokens, ids=ids)))
-    elif getattr(args, "manifest", False):
+    elif args.manifest:
         write_manifest(args.data_dir)
     elif args.check:
-        problems = check(args.command, args.data_dir, args.extractor)
-        if problems:
+        if problems := check(args.command, args.data_dir, args.extractor):
             print("\n".join(problems), file=sys.stderr)
             sys.exit(2)
     elif args.command in EMBEDDED:

@@ -92,9 +92,7 @@ def test_captions_are_distinct_and_name_one_object(objects):
     rng, scenes = np.random.default_rng(5), {}
     while len(scenes) < 150:
         kind = data.KINDS[len(scenes) % 5]
-        if (draft := data._sample_scene(rng, kind, objects)) is None:
-            continue
-        before, after, changed = draft
+        before, after, changed = data._sample_scene(rng, kind, objects)
         for scene in (before, after):
             assert len({tuple(item[name] for name in data.ATTRIBUTES) for item in scene}) == len(scene)
         texts = data._captions(kind, before, after, changed, data._sample_cameras(rng, 1, 1)[0]["right"])

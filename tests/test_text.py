@@ -156,9 +156,7 @@ def test_every_sentence_of_mini_has_its_segments():
     nlp, rng, made = data.language("mini"), np.random.default_rng(5), 0
     while made < 40:
         kind = data.KINDS[made % 5]
-        if (draft := data._sample_scene(rng, kind, (2, 4))) is None:
-            continue
-        before, after, changed = draft
+        before, after, changed = data._sample_scene(rng, kind, (2, 4))
         scene, made = after if kind == "add" else before, made + 1
         value = after[changed][kind] if kind in data.ATTRIBUTES else ""
         names = {data._phrase(scene[changed]), data._short_phrase(scene[changed], scene)}
