@@ -29,14 +29,14 @@ Tables 1, 5  Birds-to-Words; + CUB; + NABirds  --dataset birds_to_words; --cub F
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, K heads, V words of a caption (START, words, END,
 padding), T text tokens, S = 2 (N + 1) visual tokens: [IMG1] v_1 ... v_N [IMG2] v_1 ... v_N.
 
-Where the paper is silent the released code is followed; where both are, the choice is marked [ours]. What the two do
-differently is a config field each, below; --reading released sets them all. No field has: captions padded to the longest
-of the data set (released: to 40 or 80 ids); PyTorch's LayerNorm (released: divided by the unbiased deviation plus an
-epsilon); CUB's [IMG2] passes E_s (released: goes straight to E_p). Both readings have the release's [CLS] and [IMG] without
-positions, its words times sqrt(D), its pre-norm blocks without a LayerNorm after the last, and images that do not see the
-text in fine-tuning: the paper's words allow it, but a word would then learn from later ones through the images.
-Which words fine-tuning masks the paper does not say. [ours] It asks for each word from a [MASK] in its place behind the true
-words before it, which is what decoding asks; the release masks 15 % of the words (finetune_targets).
+Where the paper is silent the released code is followed; where both are, the choice is marked [ours]. Where the two differ
+there is a config field; --reading released sets them all. Without a field: captions are padded to the longest of the data set
+(released: to 40 or 80 ids); LayerNorm is PyTorch's (released: by the unbiased deviation plus an epsilon); CUB's [IMG2] passes
+E_s (released: straight to E_p). Both readings have the release's [CLS] and [IMG] without positions, words times sqrt(D),
+pre-norm blocks without a LayerNorm after the last, and in fine-tuning images that do not see the text: the paper allows it,
+but a word would then learn from later ones through the images. Which words fine-tuning masks the paper does not say: here
+each word is asked for from a [MASK] in its place behind the true words before it, as in decoding [ours] (finetune_targets).
+
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
 
@@ -78,8 +78,7 @@ from tqdm import tqdm
 
 @dataclass
 class Config(RunConfig):
-    """IDC. The fields of a run (data, steps, device) are common.RunConfig's; there steps, lr, warmup, batch_size are
-    fine-tuning's."""
+    """IDC. common.RunConfig has the fields of a run; its steps, lr, warmup and batch_size are those of fine-tuning."""
 
     RANGES = RunConfig.RANGES | {
         "pretrain_steps": (0, 10**8), "pretrain_warmup": (0, 10**8), "patience": (0, 10**8), "dropout": (0, 0.99),
@@ -201,10 +200,8 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm layer: x + MHA(LN x), then x + W2 ReLU(W1 LN x). x (B, T, D) -> the same, key and value of x, and its query.
-
-    `past`: key and value of tokens before x, which do not see it. mask: bool (B or 1, 1, T or 1, past + T), True = may be
-    seen. rows: which tokens of x are asked for; key and value are of all."""
+    """Pre-norm layer: x + MHA(LN x), then x + W2 ReLU(W1 LN x). x (B, T, D) -> the same of the tokens `rows`, key and value of
+    all of x, and the query. past: key and value of tokens before x. mask: bool (B or 1, 1, T or 1, past + T)."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -222,10 +219,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """LayerNorm, then blocks, and no LayerNorm after them: heads read the residual stream, as released.
-
-    x (B, T, D), mask as in Block -> the same, of the tokens `rows` alone if given; each block's key and value; the last one's
-    query. `past` is such a list of keys and values of earlier tokens."""
+    """LayerNorm, then blocks, and no LayerNorm after them: heads read the residual stream, as released. As Block, but `past`
+    and the keys and values that are returned are lists, one item a block; rows and query are the last block's."""
 
     def __init__(self, cfg: Config, layers: int):
         super().__init__()
@@ -332,8 +327,7 @@ BIRDS = 555  # NABirds' classes
 
 
 class IDC(nn.Module):
-    """The model of both stages and every parameter of it. grid: (C, H, W) of the features; max_len: ids of the longest
-    caption."""
+    """The model of both stages. grid: (C, H, W) of the features; max_len: ids of the longest caption."""
 
     def __init__(self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int):
         super().__init__()
@@ -398,10 +392,9 @@ class IDC(nn.Module):
         # The projection's own weights, transposed, lead back to features.
         predicted = self.cell_head(cells) @ self.embed.project.weight + self.cell_bias
         most = math.ceil(2 * self.cfg.cell_mask_rate * cells.shape[2] + 1) * len(caption)  # twice what is expected
+        x, y, released = predicted.to(features.dtype), features.flatten(0, 2), self.cfg.mvcl_negatives == "predictions"
         with torch.autocast(features.device.type, enabled=False):
-            x, y = predicted.to(features.dtype).flatten(0, 2), features.flatten(0, 2)
-            released = self.cfg.mvcl_negatives == "predictions"
-            return {"mvcl": cell_loss(x, y, masked.flatten(), min(most, len(x)), self.cfg.tau_mvcl, released)}
+            return {"mvcl": cell_loss(x.flatten(0, 2), y, masked.flatten(), min(most, len(y)), self.cfg.tau_mvcl, released)}
 
     def fda(self, images: list[Tensor], caption: Tensor, negatives: Tensor) -> dict[str, Tensor]:
         """Eq. 9. negatives (B', 6, V or more): rewritten captions of the first B' pairs, which alone are seen. As mlm."""
@@ -428,30 +421,31 @@ class IDC(nn.Module):
         cfg, visual = self.cfg, self.visual(*images)[0]
         if cfg.finetune_targets == "every":
             target = caption[:, 1:].masked_fill(caption[:, 1:] == NULL, -1)
-            image, text = self.causal(visual, caption[:, :-1], ask_next=True)
+            image, text, _ = self.causal(visual, caption[:, :-1], ask_next=True)
         else:
             ids, target = mask_words(caption, self.vocab_size, self.embed.mask, cfg.mask_rate, cfg.mask_rules)
-            image, text = self.causal(visual, ids)
+            image, text, _ = self.causal(visual, ids)
         losses = {"caption": word_loss(self.head(text[:, -target.shape[1] :]), target, cfg.reduction)}
         if changed is not None:
             losses["judge"] = judge_loss(self.judge(image.flatten(1)), changed, cfg.reduction)
         return losses
 
-    def causal(self, visual: Tensor, ids: Tensor, ask_next: bool = False) -> tuple[Tensor, Tensor]:
+    def causal(self, visual: Tensor, ids: Tensor, ask_next: bool = False) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Eq. 5 as in fine-tuning: a word of ids (B, V) sees the images, earlier words and itself; images see images.
-        -> the images' [IMG1] and [IMG2] (B, 2, D) and text (B, T, D), with [CLS] first.
-
-        ask_next: V [MASK]s follow, each in the place of the word after one of ids. It sees what that one sees and itself, as
-        in decoding."""
+        -> the images' [IMG1] and [IMG2] (B, 2, D); text (B, T, D) with [CLS] first; the last layer's query of the text
+        (B, T, D) and key of the images (B, S, D). ask_next: V [MASK]s follow, each in the place of the word after one of
+        ids. It sees what that one sees and itself, as in decoding."""
         text, count = self.embed.words(ids), ids.shape[1]
-        text = torch.cat([self.embed.special(2, len(ids)), text], 1) if self.cfg.finetune_cls else text
+        if self.cfg.finetune_cls:
+            text = torch.cat([self.embed.special(2, len(ids)), text], 1)
         order = torch.ones(text.shape[1], text.shape[1], dtype=torch.bool, device=ids.device).tril()
         if ask_next:
             masks, own = self.embed.words(torch.full_like(ids, self.embed.mask), 1), torch.eye(count, device=ids.device) > 0
             text = torch.cat([text, masks], 1)
             order = torch.cat([F.pad(order, (0, count)), torch.cat([order[-count:], own], 1)])
         image, past, _ = self.cross(visual, rows=slice(None, None, visual.shape[1] // 2))
-        return image, self.cross(text, F.pad(order, (visual.shape[1], 0), value=True)[None, None], past)[0]
+        text, _, query = self.cross(text, F.pad(order, (visual.shape[1], 0), value=True)[None, None], past)
+        return image, text, (query, past[-1][0])
 
     def forward(self, before: Tensor, after: Tensor | None, caption: Tensor, task: str, more=None) -> dict[str, Tensor]:
         """The losses of one task ("mlm", "mvcl", "fda", "birds", "finetune") for pairs of features (B, C, H, W) and caption
@@ -465,10 +459,9 @@ class IDC(nn.Module):
         """visual of features (B, C, H, W)."""
         return self.visual(*(x.flatten(2).transpose(1, 2) for x in (before, after)))
 
-    def stepper(self, visual: Tensor, queries: list | None = None):
+    def stepper(self, visual: Tensor):
         """-> step(words (B,), position) -> logits of the next word, which a [MASK] in its place predicts. Keys and values of
-        images and earlier words are kept: nothing that comes later changes them. queries: gets the last layer's query (B, D)
-        of every [MASK]."""
+        images and earlier words are kept: nothing that comes later changes them."""
         past = self.cross(visual)[1]
         if self.cfg.finetune_cls:
             past = join(past, self.cross(self.embed.special(2, len(visual)), past=past)[1])
@@ -478,10 +471,8 @@ class IDC(nn.Module):
             nonlocal past
             x = torch.cat([self.embed.words(words[:, None], t), self.embed.words(masks, t + 1)], 1)
             order = torch.ones(2, past[0][0].shape[1] + 2, dtype=torch.bool, device=x.device).tril(past[0][0].shape[1])
-            x, new, query = self.cross(x, order[None, None], past)
+            x, new, _ = self.cross(x, order[None, None], past)
             past = join(past, [(k[:, :1], v[:, :1]) for k, v in new])  # the word stays, the [MASK] goes
-            if queries is not None:
-                queries.append(query[:, 1])
             return self.head(x[:, 1])
 
         return step
@@ -496,12 +487,8 @@ class IDC(nn.Module):
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Where the [MASK]s looked that became the words of ids (B, V): last layer's attention over the cells of both images,
         mean over heads and words -> "before" and "after" (B, H, W), together of sum 1."""
-        visual, queries = self.encode(before, after)[0], []
-        step = self.stepper(visual, queries)
-        for t in range(ids.shape[1] - 1):
-            step(ids[:, t], t)
-        keys = self.cross(visual)[1][-1][0]
-        scores = self.cross.blocks[-1].attention.scores(torch.stack(queries, 1), keys)  # (B, K, V - 1, S)
+        query, key = self.causal(self.encode(before, after)[0], ids[:, :-1], ask_next=True)[2]
+        scores = self.cross.blocks[-1].attention.scores(query[:, 1 - ids.shape[1] :], key)  # (B, K, V - 1, S)
         cells = scores.unflatten(-1, (2, -1))[..., 1:]  # without [IMG1] and [IMG2]
         weight = cells.flatten(-2).softmax(-1).mean(1)  # (B, V - 1, 2 N)
         valid = (ids[:, 1:] > END).to(weight.dtype)[..., None]
@@ -529,10 +516,9 @@ MEANING = {word: (kind, alike) for kind, meanings in KINDS.items() for alike in 
 
 
 class Negatives:
-    """Section "FDA": six rewritten captions of every training pair, from train_neg_tfidf6.json beside the features.
-
-    The file has the released layout, one JSON object a line with img1, img2, sentences, neg_samples, so the authors' own is
-    read too. Where there is none it is made, from the captions alone. ValueError where it has no entry for a pair."""
+    """Section "FDA": six rewritten captions of every training pair, from train_neg_tfidf6.json beside the features: one JSON
+    object a line, as released, so the authors' own is read too. Where there is none it is made, from the captions alone.
+    ValueError where it has no entry for a pair."""
 
     def __init__(self, dataset):
         import data
@@ -544,21 +530,17 @@ class Negatives:
             texts = rewrite(dataset)
             rows = [{"img1": p.before, "img2": p.after, "sentences": p.captions, "neg_samples": texts[p.id]} for p in pairs]
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        of = {}  # by the stems of both names: the authors' have no suffix
         try:
-            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            of = {(stem(row.get("img1") or row["img"]), stem(row.get("img2"))): row["neg_samples"] for row in rows}
-            self.of = {p.id: of[stem(p.before), stem(p.after)] for p in pairs}
+            for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+                of[Path(row.get("img1") or row["img"]).stem, Path(row.get("img2") or "").stem] = row["neg_samples"]
+            self.of = {p.id: of[Path(p.before).stem, Path(p.after or "").stem] for p in pairs}
         except (json.JSONDecodeError, KeyError) as e:
             raise ValueError(f"{path} has no neg_samples for every pair ({e}); remove the file to make it again") from e
 
     def __call__(self, ids: list[str]) -> Tensor:
         """B pair ids -> their rewritten captions (B, 6, longest caption)."""
         return torch.tensor([[self.vocab.encode(c, self.max_len) for c in self.of[i]] for i in ids])
-
-
-def stem(image: str | None) -> str:
-    """A file's name without folder and suffix, since the authors' names have none; "" for an image that is not there."""
-    return Path(image or "").stem
 
 
 def rewrite(dataset) -> dict[str, list[str]]:
@@ -591,7 +573,7 @@ def rewrite(dataset) -> dict[str, list[str]]:
             for text in source:
                 if len(chosen) >= end:
                     break
-                if text and text not in own and text not in chosen and (not mentioned or named(text) - mentioned):
+                if text not in own and text not in chosen and (not mentioned or named(text) - mentioned):
                     chosen.append(text)
         if len(chosen) < count:
             raise ValueError(f"only {len(chosen)} rewritten captions can be made for {pair.id}, expected {count}: "
@@ -668,7 +650,7 @@ def pools(captions: list[list[tuple[int, str, str]]], idf: dict[str, float]) -> 
 
 def replace_words(tokens: list[str], words: list, pool: dict[str, list[str]], rng: np.random.Generator) -> str:
     """Section "Replace": the important words give way to others of the same kind or tag, where there are any."""
-    tokens = list(tokens)
+    tokens = [*tokens]
     for i, word, kind in words:
         others = [w for w in pool.get(kind, ()) if MEANING.get(w, w) != MEANING.get(word, word)]
         if others:
