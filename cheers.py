@@ -116,12 +116,9 @@ def retrieve(x_bef: Tensor, x_aft: Tensor, entities: Tensor, k: int, signed: boo
     s_bef, s_aft = F.normalize(x_bef, dim=-1) @ entities, F.normalize(x_aft, dim=-1) @ entities  # (B, M)
     score = s_bef - s_aft if signed else (s_bef - s_aft).abs()
     relevant = (s_bef > s_bef.mean(1, keepdim=True)) | (s_aft > s_aft.mean(1, keepdim=True))
-    rest, found = ~relevant, []
-    for _ in range(min(k, len(relevant.T))):  # k is small: quicker than to sort all M
-        allowed = torch.where(relevant.any(1, keepdim=True), relevant, rest)
-        found.append(score.masked_fill(~allowed, float("-inf")).argmax(1, keepdim=True))  # the first of equal ones
-        relevant, rest = (left.scatter(1, found[-1], False) for left in (relevant, rest))
-    return torch.cat(found, 1)
+    best = score.argsort(dim=1, descending=True, stable=True)
+    relevant_first = relevant.gather(1, best).byte().argsort(dim=1, descending=True, stable=True)
+    return best.gather(1, relevant_first)[:, :k]
 
 
 class Entities:
@@ -133,7 +130,7 @@ class Entities:
     def __init__(self, cfg: Config, dataset):
         import data
 
-        self.clip, self.root, self.phrases, self.table = cfg.clip, dataset.root, [], None
+        self.clip, self.k, self.root, self.phrases, self.table = cfg.clip, cfg.k, dataset.root, [], None
         if not cfg.k:
             return
         every = [p for scenes in dataset.scenes.values() for s in scenes for p in [*s.pairs, *(s.swapped or ())]]
@@ -158,19 +155,16 @@ class Entities:
             return None
         return torch.stack([self.found[pair] for pair in batch.images]).to(self.device, non_blocking=True)
 
-    def names(self, indices: Tensor) -> list[str]:
-        """Indices (K,) of candidates -> their phrases."""
-        return [self.phrases[i] for i in indices.tolist()]
-
     def notes(self, found: Tensor | None) -> list[list[str]]:
         """What stands below the pictures of each pair of a batch, from its entities (B, K)."""
-        return [] if found is None else [["entities: " + ", ".join(self.names(indices))] for indices in found]
+        rows = [] if found is None else found.tolist()
+        return [["entities: " + ", ".join(self.phrases[m] for m in row)] for row in rows]
 
-    def right(self, dataset, split: str) -> dict[str, dict[str, set[int]]]:
-        """Candidates that name what changed: pair id -> indices, of the changed pairs of a split.
+    def right(self, dataset, split: str) -> dict[str, set[str]]:
+        """Phrases that name what changed, by the id of every changed pair of a split.
 
-        Where scenes.json holds the truth: names of the changed object and of no other, as it was "before", is "after", and
-        "either". Elsewhere "references": the subjects of the pair's own captions."""
+        Where scenes.json holds the truth: candidates that fit the changed object, as it was or as it is, and no other object.
+        Elsewhere: the subjects of the pair's own captions."""
         import data
 
         same, file = dataset.kinds.get("no change", set()), self.root / "scenes.json"
@@ -179,32 +173,31 @@ class Entities:
             captions = [c for p in pairs for c in p.captions]
             of_caption = data.read_captions(data.subjects, dataset.name, self.root, captions)
             own = {p.id: {phrase for c in p.captions for phrase in of_caption[c]} for p in pairs}
-            return {"references": {i: {m for m, x in enumerate(self.phrases) if x in own[i]} for i in own if own[i]}}
-        scenes, said = data.read_json(file), [data.parse_caption(phrase) for phrase in self.phrases]
-        before, after = {}, {}
+            return {i: phrases for i, phrases in own.items() if phrases}
+        scenes, right = data.read_json(file), {}
+        said = {phrase: data.parse_caption(phrase) for phrase in self.phrases}
         for p in pairs:
-            truth = scenes[str(int(p.id[:6]))]
-            if truth["type"] != "add":
-                before[p.id] = {m for m, x in enumerate(said) if data.names_changed(x, truth)}
-            if truth["type"] != "drop":  # names_changed looks at the scene after the change if an object was added
-                after[p.id] = {m for m, x in enumerate(said) if data.names_changed(x, truth | {"type": "add"})}
-        either = {p.id: before.get(p.id, set()) | after.get(p.id, set()) for p in pairs}
-        return {"before": before, "after": after, "either": either}
+            truths = [scenes[str(int(p.id[:6]))]]
+            if truths[0]["type"] not in ("add", "drop"):  # names_changed reads the scene before, or after for "add"
+                truths.append(truths[0] | {"type": "add"})
+            right[p.id] = {phrase for phrase, x in said.items() if any(data.names_changed(x, truth) for truth in truths)}
+        return right
 
     def report(self, dataset, split: str) -> dict:
         """In how many changed pairs (%) one of the K entities is right, and in how many one of K drawn by chance would be."""
         if not self.phrases:
             return {}
-        found = {p.id: set(self.found[p.before, p.after].tolist()) for p in dataset.pairs(split)}
-        m, k = len(self.phrases), max(map(len, found.values()))
-        retrieved: dict = {"k": k, "candidates": m}
-        for what, right in self.right(dataset, split).items():
-            chance = [1 - math.comb(m - len(names), k) / math.comb(m, k) for names in right.values()]
-            hits = {"chance": chance, "all": [bool(right[i] & found[i]) for i in right]}
-            hits |= {kind: [bool(right[i] & found[i]) for i in right if i in ids] for kind, ids in dataset.kinds.items()}
-            retrieved[what] = {name: round(100 * sum(x) / len(x), 2) for name, x in hits.items() if x}
-            print(f"retrieved, {what}, in %: " + ", ".join(f"{name} {x:g}" for name, x in retrieved[what].items()))
-        return {"retrieval": retrieved}
+        m, k = len(self.phrases), min(self.k, len(self.phrases))
+        right = {i: names & {*self.phrases} for i, names in self.right(dataset, split).items()}
+        hits = {}
+        for p in (p for p in dataset.pairs(split) if p.id in right):
+            hits[p.id] = any(self.phrases[i] in right[p.id] for i in self.found[p.before, p.after].tolist())
+        chance = [1 - math.comb(m - len(names), k) / math.comb(m, k) for names in right.values()]
+        rates = {"chance": chance, "all": list(hits.values())}
+        rates |= {kind: [hits[i] for i in hits if i in ids] for kind, ids in dataset.kinds.items()}
+        retrieved = {name: round(100 * sum(x) / len(x), 2) for name, x in rates.items() if x}
+        print("retrieved, in %: " + ", ".join(f"{name} {x:g}" for name, x in retrieved.items()))
+        return {"retrieval": {"k": k, "candidates": m} | retrieved}
 
     def check_state(self, state: dict) -> None:
         """ValueError where a checkpoint was trained with other candidates or another CLIP."""
@@ -236,7 +229,6 @@ class ImageEmbedding(nn.Module):
         self.position = GridPosition(dim, height, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features of either image -> its cells."""
         return (self.conv(features) + self.position()).flatten(2).transpose(1, 2)
 
 
@@ -262,23 +254,20 @@ class CRE(nn.Module):
         self.expand, self.norm = nn.Linear(1, cfg.dim), nn.LayerNorm(cfg.dim) if norm else None
         self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07))) if cfg.temperature == "learned" else None
 
-    def strength(self, m: Tensor) -> Tensor:
-        """What Eq. 3 expands to D channels: the likeness m (B, N)."""
-        return m
+    def strength(self, source: Tensor, target: Tensor) -> Tensor:
+        """What Eq. 3 expands to D channels (B, N)."""
+        return likeness(source, target, 1.0 if self.log_scale is None else self.log_scale.exp())
 
     def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Source (B, S, D) and target F (B, N, D) -> F' and its map P^."""
-        m = likeness(source, target, 1.0 if self.log_scale is None else self.log_scale.exp())
-        p = self.expand(self.strength(m)[..., None])
+        p = self.expand(self.strength(source, target)[..., None])
         return self.norm(p.sigmoid() * target + target) if self.norm else None, p
 
 
 class DRE(CRE):
     """Eq. 5, Difference Representation Enhancement: CRE with 1 - m in place of m."""
 
-    def strength(self, m: Tensor) -> Tensor:
-        """Where the target is unlike the source."""
-        return 1 - m
+    def strength(self, source: Tensor, target: Tensor) -> Tensor:
+        return 1 - super().strength(source, target)
 
 
 class HRD(nn.Module):
@@ -299,7 +288,6 @@ class HRD(nn.Module):
         self.entity_cre = CRE(cfg, norm=False) if cfg.dre and cfg.w_consistency else None
 
     def forward(self, x: Tensor, images: Tensor, entities: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Each image against its partner, half the batch away."""
         half, l_c, l_d = len(x) // 2, x.new_zeros(()), x.new_zeros(())
         common = x
         if self.cre:
@@ -337,7 +325,6 @@ class DecoderLayer(nn.Module):
             nn.init.ones_(self.beta.bias)
 
     def forward(self, x: Tensor, cross: tuple[Tensor, ...], past: tuple[Tensor, Tensor] | None = None):
-        """-> words (B, V, D), `past` with these words, the query (B, V, D)."""
         q, k, v = self.self_attention.project(x, x)
         if past is not None:
             k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)

@@ -29,14 +29,14 @@ Tables 1, 5  Birds-to-Words; + CUB; + NABirds  --dataset birds_to_words; --cub F
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, K heads, V words of a caption (START, words, END,
 padding), T text tokens, S = 2 (N + 1) visual tokens: [IMG1] v_1 ... v_N [IMG2] v_1 ... v_N.
 
-Where the paper is silent the released code is followed; where both are, the choice is marked [ours]. What the two do
-differently is a config field each, below; --reading released sets them all. No field has: captions padded to the longest
-of the data set (released: to 40 or 80 ids); PyTorch's LayerNorm (released: divided by the unbiased deviation plus an
-epsilon); CUB's [IMG2] passes E_s (released: goes straight to E_p). Both readings have the release's [CLS] and [IMG] without
-positions, its words times sqrt(D), its pre-norm blocks without a LayerNorm after the last, and images that do not see the
-text in fine-tuning: the paper's words allow it, but a word would then learn from later ones through the images.
-Which words fine-tuning masks the paper does not say. [ours] It asks for each word from a [MASK] in its place behind the true
-words before it, which is what decoding asks; the release masks 15 % of the words (finetune_targets).
+Where the paper is silent the released code is followed; where both are, the choice is marked [ours]. Where the two differ
+there is a config field; --reading released sets them all. Without a field: captions are padded to the longest of the data set
+(released: to 40 or 80 ids); LayerNorm is PyTorch's (released: by the unbiased deviation plus an epsilon); CUB's [IMG2] passes
+E_s (released: straight to E_p). Both readings have the release's [CLS] and [IMG] without positions, words times sqrt(D),
+pre-norm blocks without a LayerNorm after the last, and in fine-tuning images that do not see the text: the paper allows it,
+but a word would then learn from later ones through the images. Which words fine-tuning masks the paper does not say: here
+each word is asked for from a [MASK] in its place behind the true words before it, as in decoding [ours] (finetune_targets).
+
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
 
@@ -60,9 +60,7 @@ from common import (
     full,
     initialise,
     learning_rate,
-    load_checkpoint,
     load_model,
-    load_weights,
     parse_args,
     run_main,
     sinusoid,
@@ -80,16 +78,15 @@ from tqdm import tqdm
 
 @dataclass
 class Config(RunConfig):
-    """IDC. The fields of a run (data, steps, device) are common.RunConfig's; there steps, lr, warmup, batch_size are
-    fine-tuning's."""
+    """IDC. common.RunConfig has the fields of a run; its steps, lr, warmup and batch_size are those of fine-tuning."""
 
     RANGES = RunConfig.RANGES | {
         "pretrain_steps": (0, 10**8), "pretrain_warmup": (0, 10**8), "patience": (0, 10**8), "dropout": (0, 0.99),
         "mlm": (0, 1000), "mvcl": (0, 1000), "fda": (0, 1000), "mask_rate": (0.01, 1), "cell_mask_rate": (0.01, 1),
-        "finetune_mask_rate": (0.01, 1), "tau_mvcl": (0.001, 1000), "tau_fda": (0.001, 1000),
+        "tau_mvcl": (0.001, 1000), "tau_fda": (0.001, 1000),
     }  # fmt: skip
 
-    init: str = ""  # checkpoint of another run whose weights to start from, as far as names and shapes agree
+    init: str = ""  # checkpoint of another run of the same model, such as pretrained.pt, to start from
     dim: int = 512  # width D
     ffn: int = 2048  # width of the feed-forward layers
     heads: int = 8  # heads of every attention
@@ -105,9 +102,8 @@ class Config(RunConfig):
     fda: int = 2  # share of fine-grained difference aligning
     cub: str = ""  # CUB's folder: pre-train on its single images and captions first
     nabirds: str = ""  # NABirds' folder: classes and pairs of birds as a fourth task of pre-training, with share 3
-    mask_rate: float = 0.15  # share of words that MLM masks
+    mask_rate: float = 0.15  # share of words that MLM masks, and fine-tuning if its targets are "masked"
     cell_mask_rate: float = 0.15  # share of one image's cells that MVCL masks
-    finetune_mask_rate: float = 0.15  # share of words that fine-tuning masks, if its targets are "masked"
     tau_mvcl: float = 1.0  # temperature of MVCL
     tau_fda: float = 1.0  # temperature of FDA
     weight_decay: float = 0.0  # of fine-tuning
@@ -129,7 +125,6 @@ class Config(RunConfig):
     reduction: Literal["mean", "sum"] = "mean"  # of fine-tuning's losses, over words and over pairs
     # ours
     reading: Literal["paper", "released"] = "paper"  # disputed details as the paper says, or as the released code does
-    val_decode: Literal["greedy", "sample"] = "greedy"  # how validation captions, which choose best.pt, are written
     blind: bool = False  # zero the features: what words alone can score
 
     def __post_init__(self):
@@ -152,23 +147,11 @@ PRESETS = {
 # --reading released: the released code's side of every disputed detail, on all data sets and on single ones. CLEVR-Change's
 # steps and rates agree with the paper.
 RELEASED = {
-    "all": dict(
-        swap=False,
-        finetune_targets="masked",
-        start="pytorch",
-        project="sigmoid",
-        exponent="doubled",
-        special_tokens="shared",
-        mvcl_negatives="predictions",
-        see_padding=True,
-        finetune_cls=False,
-        mask_rules="released",
-        pretrain_decay="inverse_sqrt",
-        finetune_decay="halves",
-        reduction="sum",
-    ),
+    "all": dict(swap=False, finetune_targets="masked", start="pytorch", project="sigmoid", exponent="doubled",
+                special_tokens="shared", mvcl_negatives="predictions", see_padding=True, finetune_cls=False,
+                mask_rules="released", pretrain_decay="inverse_sqrt", finetune_decay="halves", reduction="sum"),
     "birds_to_words": dict(pretrain_steps=60000, pretrain_batch=150),
-}
+}  # fmt: skip
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
@@ -183,51 +166,42 @@ def doubled_sinusoid(length: int, dim: int) -> Tensor:
 class Embedding(nn.Module):
     """Eq. 1-3: y = Dropout(LN(x + type + position)) of words, of cells, and of the special tokens, which have no position.
 
-    One LayerNorm and one table of types serve all. `words` gives START, words, END, padding and [MASK] (id: mask), `cells`
-    a projected image behind its [IMG], `cls` the [CLS] before a text."""
+    One LayerNorm and one table of types serve all."""
 
     def __init__(self, cfg: Config, vocab_size: int, channels: int, length: int):
         super().__init__()
-        own = cfg.special_tokens == "own"
-        self.mask, self.special = vocab_size, vocab_size + 1
-        self.table = nn.Embedding(vocab_size + (4 if own else 2), cfg.dim)
-        self.types = nn.Embedding(3 if own else 6, cfg.dim)  # image 1, image 2, text; six: special tokens apart from the rest
+        self.own = cfg.special_tokens == "own"
+        self.mask = vocab_size  # id of [MASK]; the special tokens follow
+        self.table = nn.Embedding(vocab_size + (4 if self.own else 2), cfg.dim)
+        # Image 1, image 2, text; released: three for the special tokens, then three for the rest.
+        self.types = nn.Embedding(3 if self.own else 6, cfg.dim)
         self.project = nn.Linear(channels, cfg.dim)
         self.norm, self.dropout = nn.LayerNorm(cfg.dim, eps=1e-12), nn.Dropout(cfg.dropout)
         positions = sinusoid if cfg.exponent == "standard" else doubled_sinusoid
         self.register_buffer("position", positions(length, cfg.dim), persistent=False)
-        self.own, self.squash, self.scale = own, cfg.project == "sigmoid", cfg.dim**0.5
+        self.squash, self.scale = cfg.project == "sigmoid", cfg.dim**0.5
 
-    def _special(self, kind: int, count: int) -> Tensor:
+    def special(self, kind: int, count: int) -> Tensor:
         """[IMG1], [IMG2] or [CLS] (kind 0, 1, 2) -> (count, 1, D)."""
-        row = self.table.weight[self.special + (kind if self.own else 0)] + self.types.weight[kind]
+        row = self.table.weight[self.mask + 1 + (kind if self.own else 0)] + self.types.weight[kind]
         return self.dropout(self.norm(row)).expand(count, 1, -1)
-
-    def _type(self, kind: int) -> Tensor:
-        return self.types.weight[kind if self.own else 3 + kind]
-
-    def cls(self, count: int) -> Tensor:
-        """[CLS] for `count` texts -> (count, 1, D)."""
-        return self._special(2, count)
 
     def words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
         position = self.position[start : start + ids.shape[1]]
-        return self.dropout(self.norm(self.scale * self.table(ids) + self._type(2) + position))
+        return self.dropout(self.norm(self.scale * self.table(ids) + self.types.weight[-1] + position))
 
     def cells(self, features: Tensor, kind: int) -> Tensor:
-        """(B, N, C) of the first or second image (kind 0, 1) -> (B, 1 + N, D). Positions restart in each image."""
+        """(B, N, C) of the first or second image (kind 0, 1) -> [IMG] and cells (B, 1 + N, D). Positions restart in each."""
         x = self.project(features)
         x = x.sigmoid() if self.squash else x
-        x = self.dropout(self.norm(x + self._type(kind) + self.position[: x.shape[1]]))
-        return torch.cat([self._special(kind, len(x)), x], 1)
+        x = self.dropout(self.norm(x + self.types.weight[kind - 3] + self.position[: x.shape[1]]))
+        return torch.cat([self.special(kind, len(x)), x], 1)
 
 
 class Block(nn.Module):
-    """Pre-norm layer: x + MHA(LN x), then x + W2 ReLU(W1 LN x). x (B, T, D) -> the same, key and value of x, and its query.
-
-    `past`: key and value of tokens before x, which do not see it. mask: bool (B or 1, 1, T or 1, past + T), True = may be
-    seen. rows: which tokens of x are asked for; key and value are of all."""
+    """Pre-norm layer: x + MHA(LN x), then x + W2 ReLU(W1 LN x). x (B, T, D) -> the same of the tokens `rows`, key and value of
+    all of x, and the query. past: key and value of tokens before x. mask: bool (B or 1, 1, T or 1, past + T)."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -245,10 +219,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """LayerNorm, then blocks, and no LayerNorm after them: heads read the residual stream, as released.
-
-    x (B, T, D), mask as in Block -> the same, of the tokens `rows` alone if given; each block's key and value; the last one's
-    query. `past` is such a list of keys and values of earlier tokens."""
+    """LayerNorm, then blocks, and no LayerNorm after them: heads read the residual stream, as released. As Block, but `past`
+    and the keys and values that are returned are lists, one item a block; rows and query are the last block's."""
 
     def __init__(self, cfg: Config, layers: int):
         super().__init__()
@@ -355,8 +327,7 @@ BIRDS = 555  # NABirds' classes
 
 
 class IDC(nn.Module):
-    """The model of both stages and every parameter of it. grid: (C, H, W) of the features; max_len: ids of the longest
-    caption."""
+    """The model of both stages. grid: (C, H, W) of the features; max_len: ids of the longest caption."""
 
     def __init__(self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int):
         super().__init__()
@@ -379,25 +350,25 @@ class IDC(nn.Module):
 
     # -- the sequence
 
-    def visual(self, before: Tensor, after: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def visual(self, *images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Eq. 4. Cells (B, N, C) of both images, or of one -> E_p's (B, S, D); which tokens are there, bool (1, S): a second
         image that is not there keeps its [IMG2] alone; and E_s's [IMG1] and [IMG2] (2, B, D)."""
-        both = [before, torch.zeros_like(before) if after is None else after]
-        both = [torch.zeros_like(x) if self.cfg.blind else x for x in both]
+        before, after = (*images, torch.zeros_like(images[0]))[:2]
         there = torch.ones(2, 1 + before.shape[1], dtype=torch.bool, device=before.device)
-        there[1, 1:] = after is not None
+        there[1, 1:] = len(images) == 2
+        both = [torch.zeros_like(x) if self.cfg.blind else x for x in (before, after)]
         x = torch.cat([self.embed.cells(features, kind) for kind, features in enumerate(both)])  # (2B, 1 + N, D)
         if self.cfg.difference_encoder:
-            x = self.single(x, None if after is not None else there.repeat_interleave(len(before), 0)[:, None, None])[0]
+            x = self.single(x, None if len(images) == 2 else there.repeat_interleave(len(before), 0)[:, None, None])[0]
         alone, x, there = x[:, 0].unflatten(0, (2, -1)), torch.cat(x.chunk(2), 1), there.view(1, -1)
         if self.cfg.difference_encoder:
-            x = self.pair(x, None if after is not None else there[:, None, None])[0]
+            x = self.pair(x, None if len(images) == 2 else there[:, None, None])[0]
         return x, there, alone
 
     def joint(self, visual: Tensor, there: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Eq. 5 as in pre-training: everything sees everything but padding. ids (B, V) -> visual (B, S, D), text (B, 1 + V, D)
         with [CLS] first."""
-        text = torch.cat([self.embed.cls(len(ids)), self.embed.words(ids)], 1)
+        text = torch.cat([self.embed.special(2, len(ids)), self.embed.words(ids)], 1)
         real = F.pad((ids != NULL) | self.cfg.see_padding, (1, 0), value=True)
         mask = torch.cat([there.expand(len(ids), -1), real], 1)
         x = self.cross(torch.cat([visual, text], 1), mask[:, None, None])[0]
@@ -405,41 +376,39 @@ class IDC(nn.Module):
 
     # -- pre-training
 
-    def mlm(self, pair: tuple, caption: Tensor) -> dict[str, Tensor]:
-        """Eq. 6. pair: cells (B, N, C) of both images, the second None where there is none; caption (B, V)."""
+    def mlm(self, images: list[Tensor], caption: Tensor) -> dict[str, Tensor]:
+        """Eq. 6. images: cells (B, N, C) of both, or of one; caption (B, V)."""
         ids, target = mask_words(caption, self.vocab_size, self.embed.mask, self.cfg.mask_rate, self.cfg.mask_rules)
-        _, text = self.joint(*self.visual(*pair)[:2], ids)
+        _, text = self.joint(*self.visual(*images)[:2], ids)
         return {"mlm": word_loss(self.head(text[:, 1:]), target)}
 
-    def mvcl(self, pair: tuple, caption: Tensor) -> dict[str, Tensor]:
+    def mvcl(self, images: list[Tensor], caption: Tensor) -> dict[str, Tensor]:
         """Eq. 7-8: the masked cells of one image of each pair, recognised from the rest and the caption. As mlm."""
-        images = [x for x in pair if x is not None]
         features = torch.stack(images, 1)  # (B, 1 or 2, N, C)
         masked = mask_cells(*features.shape[:3], self.cfg.cell_mask_rate, features.device)
         shown = features.masked_fill(masked[..., None], 0).unbind(1)
-        visual, _ = self.joint(*self.visual(shown[0], shown[1] if len(shown) > 1 else None)[:2], caption)
+        visual, _ = self.joint(*self.visual(*shown)[:2], caption)
         cells = visual.unflatten(1, (2, -1))[:, : len(images), 1:]  # (B, 1 or 2, N, D), without [IMG1] and [IMG2]
         # The projection's own weights, transposed, lead back to features.
         predicted = self.cell_head(cells) @ self.embed.project.weight + self.cell_bias
         most = math.ceil(2 * self.cfg.cell_mask_rate * cells.shape[2] + 1) * len(caption)  # twice what is expected
+        x, y, released = predicted.to(features.dtype), features.flatten(0, 2), self.cfg.mvcl_negatives == "predictions"
         with torch.autocast(features.device.type, enabled=False):
-            x, y = predicted.to(features.dtype).flatten(0, 2), features.flatten(0, 2)
-            released = self.cfg.mvcl_negatives == "predictions"
-            return {"mvcl": cell_loss(x, y, masked.flatten(), min(most, len(x)), self.cfg.tau_mvcl, released)}
+            return {"mvcl": cell_loss(x.flatten(0, 2), y, masked.flatten(), min(most, len(y)), self.cfg.tau_mvcl, released)}
 
-    def fda(self, pair: tuple, caption: Tensor, negatives: Tensor) -> dict[str, Tensor]:
-        """Eq. 9. negatives (B, 6, V or more): rewritten captions. As mlm."""
-        caption = F.pad(caption, (0, negatives.shape[2] - caption.shape[1]))
-        visual, there, _ = self.visual(*pair)
+    def fda(self, images: list[Tensor], caption: Tensor, negatives: Tensor) -> dict[str, Tensor]:
+        """Eq. 9. negatives (B', 6, V or more): rewritten captions of the first B' pairs, which alone are seen. As mlm."""
+        caption = F.pad(caption[: len(negatives)], (0, negatives.shape[2] - caption.shape[1]))
+        visual, there, _ = self.visual(*(x[: len(negatives)] for x in images))
         ids = torch.cat([caption[:, None], negatives], 1)  # (B, 7, V)
         seen, text = self.joint(visual.repeat_interleave(ids.shape[1], 0), there, ids.flatten(0, 1))
         image = (seen[:, 0] + seen[:, seen.shape[1] // 2]) / 2
         image, text = (x.unflatten(0, ids.shape[:2]) for x in (image, text[:, 0]))
         return {"fda": align_loss(image, text, self.cfg.tau_fda)}
 
-    def birds(self, pair: tuple, classes: Tensor) -> dict[str, Tensor]:
+    def birds(self, images: list[Tensor], classes: Tensor) -> dict[str, Tensor]:
         """classes (B, 2) of the two images, of which there is no caption."""
-        visual, _, alone = self.visual(*pair)
+        visual, _, alone = self.visual(*images)
         both = torch.cat([visual[:, 0], visual[:, visual.shape[1] // 2]], -1)
         alone, of = alone.flatten(0, 1), classes.T.flatten()
         return {"class": class_loss(self.classify(alone), of), "contrast": contrast_loss(alone, of),
@@ -447,41 +416,42 @@ class IDC(nn.Module):
 
     # -- fine-tuning
 
-    def finetune(self, pair: tuple, caption: Tensor, changed: bool | None) -> dict[str, Tensor]:
+    def finetune(self, images: list[Tensor], caption: Tensor, changed: bool | None) -> dict[str, Tensor]:
         """L_MLM with words that see earlier words only, and L_judge where it is known whether the pairs are changed."""
-        cfg, visual = self.cfg, self.visual(*pair)[0]
+        cfg, visual = self.cfg, self.visual(*images)[0]
         if cfg.finetune_targets == "every":
             target = caption[:, 1:].masked_fill(caption[:, 1:] == NULL, -1)
-            image, text = self.causal(visual, caption[:, :-1], ask_next=True)
+            image, text, _ = self.causal(visual, caption[:, :-1], ask_next=True)
         else:
-            ids, target = mask_words(caption, self.vocab_size, self.embed.mask, cfg.finetune_mask_rate, cfg.mask_rules)
-            image, text = self.causal(visual, ids)
+            ids, target = mask_words(caption, self.vocab_size, self.embed.mask, cfg.mask_rate, cfg.mask_rules)
+            image, text, _ = self.causal(visual, ids)
         losses = {"caption": word_loss(self.head(text[:, -target.shape[1] :]), target, cfg.reduction)}
         if changed is not None:
             losses["judge"] = judge_loss(self.judge(image.flatten(1)), changed, cfg.reduction)
         return losses
 
-    def causal(self, visual: Tensor, ids: Tensor, ask_next: bool = False) -> tuple[Tensor, Tensor]:
+    def causal(self, visual: Tensor, ids: Tensor, ask_next: bool = False) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Eq. 5 as in fine-tuning: a word of ids (B, V) sees the images, earlier words and itself; images see images.
-        -> the images' [IMG1] and [IMG2] (B, 2, D) and text (B, T, D), with [CLS] first.
-
-        ask_next: V [MASK]s follow, each in the place of the word after one of ids. It sees what that one sees and itself, as
-        in decoding."""
+        -> the images' [IMG1] and [IMG2] (B, 2, D); text (B, T, D) with [CLS] first; the last layer's query of the text
+        (B, T, D) and key of the images (B, S, D). ask_next: V [MASK]s follow, each in the place of the word after one of
+        ids. It sees what that one sees and itself, as in decoding."""
         text, count = self.embed.words(ids), ids.shape[1]
-        text = torch.cat([self.embed.cls(len(ids)), text], 1) if self.cfg.finetune_cls else text
+        if self.cfg.finetune_cls:
+            text = torch.cat([self.embed.special(2, len(ids)), text], 1)
         order = torch.ones(text.shape[1], text.shape[1], dtype=torch.bool, device=ids.device).tril()
         if ask_next:
             masks, own = self.embed.words(torch.full_like(ids, self.embed.mask), 1), torch.eye(count, device=ids.device) > 0
             text = torch.cat([text, masks], 1)
             order = torch.cat([F.pad(order, (0, count)), torch.cat([order[-count:], own], 1)])
         image, past, _ = self.cross(visual, rows=slice(None, None, visual.shape[1] // 2))
-        return image, self.cross(text, F.pad(order, (visual.shape[1], 0), value=True)[None, None], past)[0]
+        text, _, query = self.cross(text, F.pad(order, (visual.shape[1], 0), value=True)[None, None], past)
+        return image, text, (query, past[-1][0])
 
     def forward(self, before: Tensor, after: Tensor | None, caption: Tensor, task: str, more=None) -> dict[str, Tensor]:
         """The losses of one task ("mlm", "mvcl", "fda", "birds", "finetune") for pairs of features (B, C, H, W) and caption
         (B, V), for birds classes (B, 2); more: fda's negatives (B, 6, V), or whether finetune's pairs are changed."""
-        pair = tuple(None if x is None else x.flatten(2).transpose(1, 2) for x in (before, after))
-        return getattr(self, task)(pair, caption, *([more] if task in ("fda", "finetune") else []))
+        images = [x.flatten(2).transpose(1, 2) for x in (before, after) if x is not None]
+        return getattr(self, task)(images, caption, *([more] if task in ("fda", "finetune") else []))
 
     # -- captions
 
@@ -489,43 +459,36 @@ class IDC(nn.Module):
         """visual of features (B, C, H, W)."""
         return self.visual(*(x.flatten(2).transpose(1, 2) for x in (before, after)))
 
-    def stepper(self, visual: Tensor, queries: list | None = None):
+    def stepper(self, visual: Tensor):
         """-> step(words (B,), position) -> logits of the next word, which a [MASK] in its place predicts. Keys and values of
-        images and earlier words are kept: nothing that comes later changes them. queries: gets the last layer's query (B, D)
-        of every [MASK]."""
+        images and earlier words are kept: nothing that comes later changes them."""
         past = self.cross(visual)[1]
         if self.cfg.finetune_cls:
-            past = join(past, self.cross(self.embed.cls(len(visual)), past=past)[1])
+            past = join(past, self.cross(self.embed.special(2, len(visual)), past=past)[1])
         masks = torch.full((len(visual), 1), self.embed.mask, device=visual.device)
 
         def step(words: Tensor, t: int) -> Tensor:
             nonlocal past
             x = torch.cat([self.embed.words(words[:, None], t), self.embed.words(masks, t + 1)], 1)
             order = torch.ones(2, past[0][0].shape[1] + 2, dtype=torch.bool, device=x.device).tril(past[0][0].shape[1])
-            x, new, query = self.cross(x, order[None, None], past)
+            x, new, _ = self.cross(x, order[None, None], past)
             past = join(past, [(k[:, :1], v[:, :1]) for k, v in new])  # the word stays, the [MASK] goes
-            if queries is not None:
-                queries.append(query[:, 1])
             return self.head(x[:, 1])
 
         return step
 
     @torch.no_grad()
-    def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
-        """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len)."""
+    def generate(self, before: Tensor, after: Tensor) -> Tensor:
+        """Greedy captions of pairs of features (B, C, H, W): ids (B, max_len)."""
         step = self.stepper(self.encode(before, after)[0])
-        return decode(step, len(before), self.max_len, before.device, sample)
+        return decode(step, len(before), self.max_len, before.device)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Where the [MASK]s looked that became the words of ids (B, V): last layer's attention over the cells of both images,
         mean over heads and words -> "before" and "after" (B, H, W), together of sum 1."""
-        visual, queries = self.encode(before, after)[0], []
-        step = self.stepper(visual, queries)
-        for t in range(ids.shape[1] - 1):
-            step(ids[:, t], t)
-        keys = self.cross(visual)[1][-1][0]
-        scores = self.cross.blocks[-1].attention.scores(torch.stack(queries, 1), keys)  # (B, K, V - 1, S)
+        query, key = self.causal(self.encode(before, after)[0], ids[:, :-1], ask_next=True)[2]
+        scores = self.cross.blocks[-1].attention.scores(query[:, 1 - ids.shape[1] :], key)  # (B, K, V - 1, S)
         cells = scores.unflatten(-1, (2, -1))[..., 1:]  # without [IMG1] and [IMG2]
         weight = cells.flatten(-2).softmax(-1).mean(1)  # (B, V - 1, 2 N)
         valid = (ids[:, 1:] > END).to(weight.dtype)[..., None]
@@ -542,8 +505,6 @@ def join(past: list, new: list) -> list:
 # ---- rewritten captions ----------------------------------------------------------------------------------------------
 
 COUNT = 6  # rewritten captions of a pair
-NEAR = 1000  # captions that Retrieve looks through, most similar first
-MIN_DOCUMENTS = 10  # words in fewer captions are not put in others' place (appendix A.2)
 ANIMAL = re.compile(r"\b(animal ?)([12])\b", re.IGNORECASE)  # Birds-to-Words names its two images so
 KINDS = {  # [ours] words that give way to their own kind only, synonyms together; other words to words of the same tag
     "size": ["small tiny", "large big"],
@@ -555,25 +516,25 @@ MEANING = {word: (kind, alike) for kind, meanings in KINDS.items() for alike in 
 
 
 class Negatives:
-    """Section "FDA": six rewritten captions of every training pair, from {split}_neg_tfidf6.json beside the features.
+    """Section "FDA": six rewritten captions of every training pair, from train_neg_tfidf6.json beside the features: one JSON
+    object a line, as released, so the authors' own is read too. Where there is none it is made, from the captions alone.
+    ValueError where it has no entry for a pair."""
 
-    The file has the released layout, one JSON object a line with img1, img2, sentences, neg_samples, so the authors' own is
-    read too. Where there is none it is made, from the captions alone. ValueError where it has no entry for a pair."""
-
-    def __init__(self, dataset, split: str = "train"):
+    def __init__(self, dataset):
         import data
 
         self.max_len = dataset.max_len
         self.vocab = data.Vocab(dataset.vocab.words, dataset.vocab.tokenizer, self.max_len - 2)  # longer ones are cut
-        path, pairs = dataset.root / f"{split}_neg_tfidf6.json", dataset.pairs(split)
+        path, pairs = dataset.root / "train_neg_tfidf6.json", dataset.pairs("train")
         if not path.exists():
-            texts = rewrite(dataset, split)
+            texts = rewrite(dataset)
             rows = [{"img1": p.before, "img2": p.after, "sentences": p.captions, "neg_samples": texts[p.id]} for p in pairs]
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        of = {}  # by the stems of both names: the authors' have no suffix
         try:
-            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            of = {(_stem(row.get("img1") or row["img"]), _stem(row.get("img2"))): row["neg_samples"] for row in rows}
-            self.of = {p.id: of[_stem(p.before), _stem(p.after)] for p in pairs}
+            for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+                of[Path(row.get("img1") or row["img"]).stem, Path(row.get("img2") or "").stem] = row["neg_samples"]
+            self.of = {p.id: of[Path(p.before).stem, Path(p.after or "").stem] for p in pairs}
         except (json.JSONDecodeError, KeyError) as e:
             raise ValueError(f"{path} has no neg_samples for every pair ({e}); remove the file to make it again") from e
 
@@ -582,48 +543,43 @@ class Negatives:
         return torch.tensor([[self.vocab.encode(c, self.max_len) for c in self.of[i]] for i in ids])
 
 
-def _stem(image: str | None) -> str:
-    return image.rsplit("/", 1)[-1].rsplit(".", 1)[0] if image else ""
-
-
-def rewrite(dataset, split: str) -> dict[str, list[str]]:
-    """Pair id -> its six negatives, two each by Retrieve, Replace and Confuse; all captions of a pair share them.
+def rewrite(dataset) -> dict[str, list[str]]:
+    """Training pair's id -> its six negatives, two each by Retrieve, Replace and Confuse; all captions of a pair share them.
 
     [ours] Single images (CUB) have no subjects to confuse; where a strategy finds too few, Retrieve and then Replace fill up.
-    A scene's changed and unchanged pair share five rewrites of the change, and each has a caption of the other in place of one
-    of Retrieve's: text alone does not tell which of the pairs a set belongs to. What may be true of the pair is left out: its
-    own captions, and what says of the same object nothing that they do not say. ValueError where six cannot be made."""
-    scenes, unchanged = dataset.scenes[split], dataset.kinds.get("no change", set())
+    A scene's changed and unchanged pair share five rewrites of the change; the sixth is a caption of the other pair, so that
+    text alone does not tell which of the pairs a set belongs to. What may be true of the pair is left out: its own captions,
+    and what says of the same object nothing that they do not say. ValueError where six cannot be made."""
+    scenes, unchanged = dataset.scenes["train"], dataset.kinds.get("no change", set())
     captions = list(dict.fromkeys(c for s in scenes for p in s.pairs for c in p.captions))
     changes = list(dict.fromkeys(c for s in scenes for p in s.pairs if p.id not in unchanged for c in p.captions))
-    idf, read = inverse_frequency(captions), dict(zip(captions, parts(dataset, captions), strict=True))
-    pool = pools([read[c].words for c in changes], idf)
-    subjects = sorted({s for c in changes for s in read[c].subjects})
+    tokens, words, subjects = parts(dataset, captions)
+    idf = inverse_frequency(captions)
+    pool = pools([words[c] for c in changes], idf)
+    others = sorted({s for c in changes for s in subjects[c]})
     nearest = retrieve([" ".join(s.pairs[0].captions) for s in scenes], changes, idf)
     negatives = {}
     for number, (scene, near) in enumerate(zip(scenes, nearest, strict=True)):
         rng, pair, chosen = np.random.default_rng([len(captions), number]), scene.pairs[0], []
         own = {c for pairs in (scene.pairs, scene.swapped or ()) for p in pairs for c in p.captions}
         mentioned = set().union(*map(named, pair.captions))
-        originals = [read[c] for c in rng.permutation(pair.captions * COUNT)]
+        originals = rng.permutation(pair.captions * COUNT).tolist()
         retrieved = (changes[i] for i in near)
-        replaced = (replace_words(caption, pool, idf, rng) for caption in originals)
-        confused = (confuse(caption, subjects, rng) for caption in originals)
+        replaced = (replace_words(tokens[c], important(words[c], idf), pool, rng) for c in originals)
+        confused = (confuse(c, subjects[c], others, rng) for c in originals)
         count = COUNT + 1 - len(scene.pairs)  # the caption of the scene's other pair comes on top
         ends = (3, 6, 6) if pair.after is None else (count - 4, count - 2, count)
         for source, end in zip((retrieved, replaced, confused, retrieved, replaced), (*ends, count, count), strict=True):
             for text in source:
                 if len(chosen) >= end:
                     break
-                if text and text not in own and text not in chosen and (not mentioned or named(text) - mentioned):
+                if text not in own and text not in chosen and (not mentioned or named(text) - mentioned):
                     chosen.append(text)
         if len(chosen) < count:
             raise ValueError(f"only {len(chosen)} rewritten captions can be made for {pair.id}, expected {count}: "
                              f"{dataset.root} has too few different captions; set --fda 0")  # fmt: skip
-        negatives |= {p.id: [*chosen] for p in scene.pairs}
-        if len(scene.pairs) == 2:
-            for p, other in zip(scene.pairs, scene.pairs[::-1], strict=True):
-                negatives[p.id].append(str(rng.choice(other.captions)))
+        for p, other in zip(scene.pairs, scene.pairs[::-1], strict=True):
+            negatives[p.id] = chosen if p is other else [*chosen, str(rng.choice(other.captions))]
     return negatives
 
 
@@ -654,32 +610,26 @@ def tfidf(texts: list[str], idf: dict[str, float]) -> Tensor:
     return torch.sparse_coo_tensor(torch.tensor(places).T, values, (len(texts), len(idf)), check_invariants=True)
 
 
-def retrieve(queries: list[str], texts: list[str], idf: dict[str, float], count: int = NEAR) -> Iterator[list[int]]:
-    """Section "Retrieve": for each query the indices of the texts that are most like it, best first, at most `count`."""
+def retrieve(queries: list[str], texts: list[str], idf: dict[str, float], count: int = 1000) -> Iterator[list[int]]:
+    """Section "Retrieve": for each query the indices of the `count` texts that are most like it, best first."""
     corpus = tfidf(texts, idf)
     for i in tqdm(range(0, len(queries), 64), "rewriting captions", disable=None):
         block = tfidf(queries[i : i + 64], idf).to_dense()
         yield from (corpus @ block.T).T.topk(min(count, len(texts))).indices.tolist()  # (64, count)
 
 
-@dataclass
-class Parts:
-    """A caption as it can be rewritten."""
-
-    tokens: list[str]  # with the blanks that follow
-    words: list[tuple[int, str, str]]  # nouns and adjectives: index, word, kind of KINDS or else tag
-    subjects: list[str]
-
-
-def parts(dataset, texts: list[str]) -> Iterator[Parts]:
-    """What each text consists of, in the order of `texts`. CLEVR's pipeline of known words has no tags: there only words of
-    KINDS are rewritten."""
+def parts(dataset, texts: list[str]) -> tuple[dict, dict, dict]:
+    """By text: its tokens, each with the blanks that follow; its nouns and adjectives as (index, word, kind of KINDS or else
+    tag); its subjects. CLEVR's pipeline of known words has no tags: there only words of KINDS are rewritten."""
     import data
 
-    nlp = data.language(dataset.name)
-    for doc in tqdm(nlp.pipe(texts, batch_size=1000), "parts of speech", len(texts), unit="caption", disable=None):
-        words = [(t.i, t.lower_, MEANING.get(t.lower_, [t.tag_])[0]) for t in doc if t.pos_ in ("NOUN", "ADJ")]
-        yield Parts([t.text_with_ws for t in doc], [word for word in words if word[2]], data.subjects(doc))
+    tokens, words, subjects = {}, {}, {}
+    docs = data.language(dataset.name).pipe(texts, batch_size=1000)
+    for text, doc in zip(texts, tqdm(docs, "parts of speech", len(texts), unit="caption", disable=None), strict=True):
+        tokens[text], subjects[text] = [t.text_with_ws for t in doc], data.subjects(doc)
+        kinds = [(t.i, t.lower_, MEANING.get(t.lower_, [t.tag_])[0]) for t in doc if t.pos_ in ("NOUN", "ADJ")]
+        words[text] = [word for word in kinds if word[2]]
+    return tokens, words, subjects
 
 
 def important(words: list[tuple[int, str, str]], idf: dict[str, float]) -> list[tuple[int, str, str]]:
@@ -691,36 +641,34 @@ def important(words: list[tuple[int, str, str]], idf: dict[str, float]) -> list[
 def pools(captions: list[list[tuple[int, str, str]]], idf: dict[str, float]) -> dict[str, list[str]]:
     """Appendix A.2: for each kind or tag the words that are important in some caption and stand in ten captions at least."""
     count = Counter(key for words in captions for key in {(kind, word) for _, word, kind in words})
-    key_words = {(kind, word) for words in captions for _, word, kind in important(words, idf)}
     pool: dict[str, list[str]] = {}
-    for kind, word in sorted(key for key in key_words if count[key] >= MIN_DOCUMENTS):
-        pool.setdefault(kind, []).append(word)
+    for kind, word in sorted({(kind, word) for words in captions for _, word, kind in important(words, idf)}):
+        if count[kind, word] >= 10:
+            pool.setdefault(kind, []).append(word)
     return pool
 
 
-def replace_words(caption: Parts, pool: dict[str, list[str]], idf: dict[str, float], rng: np.random.Generator) -> str | None:
-    """Section "Replace": the important nouns and adjectives give way to others of the same kind or tag. None where there are
-    none."""
-    tokens = list(caption.tokens)
-    for i, word, kind in important(caption.words, idf):
+def replace_words(tokens: list[str], words: list, pool: dict[str, list[str]], rng: np.random.Generator) -> str:
+    """Section "Replace": the important words give way to others of the same kind or tag, where there are any."""
+    tokens = [*tokens]
+    for i, word, kind in words:
         others = [w for w in pool.get(kind, ()) if MEANING.get(w, w) != MEANING.get(word, word)]
         if others:
             tokens[i] = tokens[i].replace(tokens[i].strip(), others[rng.integers(len(others))])
-    return "".join(tokens) if tokens != caption.tokens else None
+    return "".join(tokens)
 
 
-def confuse(caption: Parts, subjects: list[str], rng: np.random.Generator) -> str | None:
+def confuse(text: str, own: list[str], others: list[str], rng: np.random.Generator) -> str:
     """Section "Confuse": "animal 1" and "animal 2" change places; without these, the subject gives way to another caption's of
-    as many words. None where there is no subject."""
-    text = "".join(caption.tokens)
+    as many words, where there is one. own: the text's subjects, others: all captions'."""
     if len({number for _, number in ANIMAL.findall(text)}) == 2:
         return ANIMAL.sub(lambda m: m[1] + "21"[int(m[2]) - 1], text)
-    own = next((s for s in caption.subjects if s in text.lower()), None)
-    others = [s for s in subjects if own and s != own and s.count(" ") == own.count(" ")]
-    if not others:
-        return None
-    at = text.lower().index(own)
-    return text[:at] + others[rng.integers(len(others))] + text[at + len(own) :]
+    subject = next((s for s in own if s in text.lower()), "")
+    alike = [s for s in others if s != subject and s.count(" ") == subject.count(" ")]
+    if not (subject and alike):
+        return text
+    at = text.lower().index(subject)
+    return text[:at] + alike[rng.integers(len(alike))] + text[at + len(subject) :]
 
 
 # ---- cross-task data -------------------------------------------------------------------------------------------------
@@ -745,49 +693,43 @@ def open_cub(cfg: Config, dataset):
 
     cub = data.load("cub", cfg.cub, cfg.features, cfg.device)
     if cub.grid != dataset.grid:
-        raise ValueError(f"{cub.features.path} has features of shape {cub.grid}, {dataset.features.path} of {dataset.grid}; "
-                         "both should have those of one extractor")  # fmt: skip
+        raise ValueError(f"features of {cub.root} are of shape {cub.grid}, those of {dataset.root} {dataset.grid}")
     cub.vocab = data.Vocab(dataset.vocab.words, cub.vocab.tokenizer, cub.vocab.max_words)
     return cub
 
 
 class Birds:
-    """Section 2.4, fine-grained classification: pairs of NABirds' images, half of them of one class."""
+    """Section 2.4, fine-grained classification: pairs of NABirds' images, as many as there are images (48,562)."""
 
     def __init__(self, cfg: Config):
         import data
 
         dataset = data.load("nabirds", cfg.nabirds, cfg.features, cfg.device)
-        images = [p for split in dataset.scenes for p in dataset.pairs(split)]  # 48,562, as many as the paper's pairs
+        images = [p for split in dataset.scenes for p in dataset.pairs(split)]
         self.names, self.features = [p.before for p in images], dataset.features
-        self.classes = torch.tensor([dataset.vocab.ids[p.captions[0]] - len(data.SPECIAL) for p in images])
-        self.partners, self.size, self.seed = partners(self.classes.tolist(), cfg.seed), cfg.pretrain_batch, cfg.seed
+        self.classes = np.array([dataset.vocab.ids[p.captions[0]] - len(data.SPECIAL) for p in images])
+        self.partners, self.size, self.seed = partners(self.classes, cfg.seed), cfg.pretrain_batch, cfg.seed
 
     def batch(self, step: int):
         """Pairs drawn by (seed, step); in the place of captions are the classes (B, 2)."""
         import data
 
-        first = np.random.default_rng([self.seed, step, 1]).integers(len(self.names), size=self.size).tolist()
-        second = [self.partners[i] for i in first]
-        before, after = (self.features.rows([self.names[i] for i in images]) for images in (first, second))
-        return data.Batch(before, after, torch.stack([self.classes[first], self.classes[second]], 1), [], [])
+        first = np.random.default_rng([self.seed, step, 1]).integers(len(self.names), size=self.size)
+        pair = np.stack([first, self.partners[first]])  # (2, B)
+        before, after = (self.features.rows([self.names[i] for i in images]) for images in pair)
+        return data.Batch(before, after, torch.from_numpy(self.classes[pair.T]), [], [])
 
 
-def partners(classes: list[int], seed: int) -> list[int]:
+def partners(classes: np.ndarray, seed: int) -> np.ndarray:
     """For every image the index of another: for half of them, drawn by the seed, one of the same class (where there is one),
-    for the others one of another class. ValueError where there is one class only."""
-    if len(set(classes)) < 2:
-        raise ValueError(f"pairs of classes need two classes at least, found {len(set(classes))}")
-    rng, members = np.random.default_rng(seed), {}
+    for the others one of another class."""
+    rng, places = np.random.default_rng(seed), np.arange(len(classes))
+    alike, partner = rng.permutation(len(classes)) < len(classes) // 2, []
     for i, c in enumerate(classes):
-        members.setdefault(c, []).append(i)
-    same, others = rng.permutation(len(classes)) < len(classes) // 2, []
-    for i, c in enumerate(classes):
-        alike, other = same[i] and len(members[c]) > 1, i
-        while other == i or (classes[other] == c) != alike:
-            other = int(rng.choice(members[c])) if alike else int(rng.integers(len(classes)))
-        others.append(other)
-    return others
+        same = (classes == c) & (places != i)
+        fit = same if alike[i] and same.any() else classes != c
+        partner.append(rng.choice(places[fit]))
+    return np.array(partner)
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -828,13 +770,10 @@ def losses_of(model: IDC, streams: tuple, cfg: Config, task: str, negatives=None
     stay apart: a scene's default image is "before" in both, so its cells would be false negatives in MVCL."""
     losses: dict[str, Tensor] = {}
     for n, batch in enumerate(streams):
-        if task == "fda":  # a seventh of the pairs, each with its caption and six others
-            some = max(1, len(batch.ids) // 7)
-            batch = dataclasses.replace(batch, before=batch.before[:some], after=batch.after[:some],
-                                        caption=batch.caption[:some], ids=batch.ids[:some])  # fmt: skip
         batch = batch.to(cfg.device)
-        changed = n == 0 if len(streams) == 2 else None  # unknown where there is one stream
-        more = negatives(batch.ids).to(cfg.device, non_blocking=True) if task == "fda" else changed
+        more = n == 0 if len(streams) == 2 else None  # are the pairs changed? unknown where there is one stream
+        if task == "fda":  # a seventh of the pairs, each with its caption and six others
+            more = negatives(batch.ids[: max(1, len(batch.ids) // 7)]).to(cfg.device, non_blocking=True)
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
             of_stream = model(batch.before, None if batch.single else batch.after, batch.caption, task, more)
         losses = {name: losses.get(name, 0) + loss / len(streams) for name, loss in of_stream.items()}
@@ -860,7 +799,9 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     model = IDC(cfg, len(dataset.vocab), dataset.grid, max(of.max_len for of in sources.values())).to(cfg.device)
     model.max_len = dataset.max_len
     if cfg.init and not resume:
-        start_from(model, cfg.init, dataset)
+        other, state = load_model(IDC, cfg, cfg.init)
+        dataset.check_state(state)
+        model.load_state_dict(other.state_dict())
     torch._dynamo.config.cache_size_limit = 64  # graphs, one a task and stream: the default of 8 is too few
     with Run(cfg, resume, model, None, dataset) as run:
         for stage, first, last in plan(cfg):
@@ -868,9 +809,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
                 continue
             finetune = stage == "finetune"
             decay, rate = (cfg.weight_decay, finetune_rate) if finetune else (0.0, pretrain_rate)
-            run.optimizer = torch.optim.Adam(
-                model.parameters(), lr=cfg.lr, weight_decay=decay, fused=True
-            )  # anew in each stage
+            run.optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr, weight_decay=decay, fused=True)
             validate = (lambda: evaluate(model, dataset, "val", cfg)) if finetune else None
             batch_size = cfg.batch_size if finetune else cfg.pretrain_batch
             for streams in run.steps(sources[stage], batch_size, first, last, rate, stage):
@@ -890,17 +829,6 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     return run.best_model()
 
 
-def start_from(model: IDC, path: str, dataset) -> None:
-    """Weights of another run's checkpoint, as far as names and shapes agree; ValueError where its words are others."""
-    state, own = load_checkpoint(path), model.state_dict()
-    if state["vocab"] != dataset.vocab.words:
-        raise ValueError(f"--init {path} was trained with {len(state['vocab'])} other words than the {len(dataset.vocab)} of "
-                         f"{dataset.root}; prepare both with one vocabulary")  # fmt: skip
-    fit = {name: value for name, value in state["model"].items() if name in own and own[name].shape == value.shape}
-    load_weights(model, own | fit, path)
-    print(f"{path}: {len(fit)} of {len(own)} weights")
-
-
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
@@ -913,7 +841,7 @@ def evaluate(model: IDC, dataset, split: str, cfg: Config, out_dir: Path | None 
     captions, maps = {}, {}  # by pair id
     for batch in dataset.eval_batches(split, cfg.eval_batch):
         batch = batch.to(cfg.device)
-        ids = model.generate(batch.before, batch.after, sample=cfg.val_decode == "sample" and out_dir is None)
+        ids = model.generate(batch.before, batch.after)
         captions |= zip(batch.ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
             seen = model.attention_map(batch.before, batch.after, ids)
