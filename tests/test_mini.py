@@ -143,7 +143,7 @@ def test_mini_is_prepared_and_captioned_right(tmp_path, capsys):
     dataset = data.load("mini", tmp_path / "mini")
     assert dataset.grid == (128, 8, 8) and len(dataset.pairs("train")) == 40 and len(dataset.pairs("test")) == 20
     captions = {p.id: p.captions[0] for p in dataset.pairs("test")}
-    maps = {i: torch.rand(8, 8) for i in captions}
+    maps = {i: {"attention": torch.rand(8, 8)} for i in captions}
     found = dataset.report("test", captions, maps)
     assert set(found["accuracy"].values()) == {100} and found["pointing"]["boxes"]["total"] == 2 * (1 + 1 + 2 + 2 + 2)
     assert {*data.KINDS, "semantic change", "only distractor"} <= set(dataset.groups("test"))
