@@ -325,6 +325,7 @@ class DecoderLayer(nn.Module):
             nn.init.ones_(self.beta.bias)
 
     def forward(self, x: Tensor, cross: tuple[Tensor, ...], past: tuple[Tensor, Tensor] | None = None):
+        """-> words (B, V, D), `past` with these words, the query (B, V, D)."""
         q, k, v = self.self_attention.project(x, x)
         if past is not None:
             k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)

@@ -193,6 +193,7 @@ class DecoderLayer(nn.Module):
         self.dropout, self.ccr_states = nn.Dropout(cfg.dropout), cfg.ccr_states
 
     def forward(self, x: Tensor, cross: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None = None, mask=None):
+        """-> Eq. 10's words (B, V, D), the new `past`, the query, and `words` and `visual` for L_ccr (B, V, D)."""
         q, k, v = self.self_attention.project(x, x)
         if past is not None:
             k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)
