@@ -780,9 +780,11 @@ def load_model(Model: Callable[..., nn.Module], cfg: RunConfig, path: str | Path
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a script's main: an error of input or data becomes one line and exit code 2, Ctrl-C exit code 130. Output
-    that nobody reads on (`| head`) ends it quietly."""
+    """Run a script's main: an error of input or data becomes one line and exit code 2, a signal that ends it 128 + its
+    number. Output that nobody reads on (`| head`) ends it quietly."""
     warnings.filterwarnings("ignore", module="PIL")
+    for number in ends()[1:]:  # outside training too, files that are being written are cleaned up
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         main()
         sys.stdout.flush()
