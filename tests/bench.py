@@ -90,16 +90,16 @@ def work_of(args):
     torch.manual_seed(0)
     method, model = sys.modules[args.method], METHODS[args.method]
     grid = tuple(args.grid or ((2048, 7, 7) if method is idc_pretrain else (1024, 14, 14)))
+    cfg = preset(method.Config, method.PRESETS, {}, "clevr_change")
+    cfg = dataclasses.replace(cfg, dim=args.dim, device=args.device, batch_size=args.batch, amp=cfg.amp and not args.plain)
+    heads_of = lambda q, k, heads: zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True)
+    dense = lambda q, k, heads=1: sum(dense_match(*pair) for pair in heads_of(q, k, heads)) / heads
     if args.what == "match":
         cells = args.batch, grid[1] * grid[2], args.dim
         q, k = (torch.randn(cells, device=args.device, requires_grad=True) for _ in range(2))
-        match = dense_match if args.plain else token_match
-        return lambda: match(q, k).sum().backward(), lambda: None, 0
-    cfg = preset(method.Config, method.PRESETS, {}, "clevr_change")
-    cfg = dataclasses.replace(cfg, dim=args.dim, device=args.device, batch_size=args.batch, amp=cfg.amp and not args.plain)
+        match = dense if args.plain else token_match
+        return lambda: match(q, k, cfg.heads).sum().backward(), lambda: None, 0
     if args.plain:
-        heads_of = lambda q, k, heads: zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True)
-        dense = lambda q, k, heads=1: sum(dense_match(*pair) for pair in heads_of(q, k, heads)) / heads
         scorer_cbr.token_match = cheers.token_match = dense
         common.Attention.attend = plain_attend
     table = (torch.randn(ENTITIES, CLIP),) if method is cheers else ()
