@@ -139,6 +139,13 @@ def info_nce(scores: Tensor) -> Tensor:
 MATCH_SLICE = 2**25  # scores that token_match keeps at once
 
 
+def best_of_rows(s: Tensor) -> tuple[Tensor, Tensor]:
+    """s.max(1) of s (X, N, Y) -> maxima and their rows, each (X, Y). As a pooling, channels last: its loop is vectorised on a
+    CPU, and takes a fifth of Tensor.max's time."""
+    maxima, rows = F.max_pool2d(s.unsqueeze(2).permute(0, 3, 1, 2), (s.shape[1], 1), return_indices=True)
+    return maxima.flatten(1), rows.flatten(1)
+
+
 @torch.library.custom_op("common::token_match", mutates_args=())
 def _token_match(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """token_match for one head. q (A, N, C), k (B, M, C) -> (A, B), and the winners: key (A, N, B) and query (A, B, M).
@@ -156,13 +163,6 @@ def _token_match(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         best_key.append(j.to(torch.int16))
         best_query.append(i.to(torch.int16))
     return torch.cat(total), torch.cat(best_key), torch.cat(best_query)
-
-
-def best_of_rows(s: Tensor) -> tuple[Tensor, Tensor]:
-    """s.max(1) of s (X, N, Y) -> maxima and their rows, each (X, Y). As a pooling, channels last: its loop is vectorised on a
-    CPU, and takes a fifth of Tensor.max's time."""
-    maxima, rows = F.max_pool2d(s.unsqueeze(2).permute(0, 3, 1, 2), (s.shape[1], 1), return_indices=True)
-    return maxima.flatten(1), rows.flatten(1)
 
 
 @_token_match.register_fake
