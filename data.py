@@ -1404,9 +1404,9 @@ def clip_embeddings(name: str, root: Path, texts: list[str], paths: dict[str, Pa
 def encode_prompted(clip, tokens: Tensor, prompt: Tensor | None = None) -> Tensor:
     """CLIP's text encoder with P learned vectors between the start token and the words, as in CoOp; without: encode_text.
 
-    tokens (S, L) ids, prompt (P, W) -> (S, E). L may stop at the longest text's end token: what follows it is never seen.
-    Words for which the prompt leaves no room are cut off, the end token stays."""
-    count = 0 if prompt is None else len(prompt)
+    tokens (S, L) ids, prompt (P, W), or a text's own (S, P, W) -> (S, E). L may stop at the longest text's end token: what
+    follows it is never seen. Words for which the prompt leaves no room are cut off, the end token stays."""
+    count = 0 if prompt is None else prompt.shape[-2]
     room = clip.context_length - count
     if room < 3:
         raise ValueError(f"a prompt of {count} vectors leaves no room in CLIP's {clip.context_length} tokens")

@@ -302,38 +302,37 @@ class Phrases:
         captions = sorted({c for pairs in orders for p in pairs for c in p.captions})
         segments = data.read_captions(data.segments, dataset.name, dataset.root, captions)
         noun_prompt, verb_prompt = (NOUN_PROMPT, VERB_PROMPT) if cfg.prompt == "fixed" else ("", "")
-        self.noun_phrase, self.verb_phrase = {}, {}  # of each caption; "": it has none
+        self.phrase = {"nouns": {}, "verbs": {}}  # of each caption; "": it has none
         for caption, (nouns, verbs) in segments.items():
-            self.noun_phrase[caption] = noun_prompt + " and ".join(nouns) if nouns else ""
-            self.verb_phrase[caption] = verb_prompt + " and ".join(verbs) if verbs else ""
-        different = sorted({*self.noun_phrase.values(), *self.verb_phrase.values()} - {""})
+            self.phrase["nouns"][caption] = noun_prompt + " and ".join(nouns) if nouns else ""
+            self.phrase["verbs"][caption] = verb_prompt + " and ".join(verbs) if verbs else ""
+        different = sorted({text for of in self.phrase.values() for text in of.values()} - {""})
         self.row = {text: i for i, text in enumerate(different)} | {"": -1}
         self.encode_prompted, self.most = data.encode_prompted, 0
         if can_compile(cfg):  # one shape for the whole run: as many phrases as can differ in a batch
             self.encode_prompted = torch.compile(data.encode_prompted, fullgraph=True, dynamic=False)
-            for of in (self.noun_phrase, self.verb_phrase):
+            for of in self.phrase.values():
                 kinds = ({of[c] for p in stream for c in p.captions} for stream in zip(*orders, strict=True))
                 self.most = max(self.most, sum(min(cfg.batch_size, len(kind)) for kind in kinds))
         tokens = tokenizer(different)  # (U, context)
         self.tokens = tokens[:, : 1 + int(tokens.argmax(1).max())].to(cfg.device)  # the end token has the highest id
 
-    def nouns(self, captions: list[str], prompt: Tensor | None) -> Attributes:
-        """Noun phrases of B captions after a learned prompt (P, width), or without."""
-        return self.encode([self.noun_phrase[c] for c in captions], prompt)
-
-    def verbs(self, captions: list[str], prompt: Tensor | None) -> Attributes:
-        """Verb phrases, likewise."""
-        return self.encode([self.verb_phrase[c] for c in captions], prompt)
-
-    def encode(self, texts: list[str], prompt: Tensor | None) -> Attributes:
-        """B phrases; those that occur more than once pass through CLIP once."""
-        rows = torch.tensor([self.row[t] for t in texts])  # on the host, so that the GPU need not be asked how many differ
-        different, place = rows.clamp(min=0).unique(return_inverse=True)
-        different = F.pad(different, (0, max(0, self.most - len(different))))
-        rows, different, place = (x.to(self.tokens.device, non_blocking=True) for x in (rows, different, place))
-        text = self.encode_prompted(self.clip, self.tokens[different], prompt)[place]
-        same = rows[:, None] == rows if self.ignore_equal else torch.eye(len(rows), dtype=torch.bool, device=rows.device)
-        return Attributes(text, rows >= 0, same)
+    def encode(self, captions: list[str], prompts: dict[str, Tensor | None]) -> dict[str, Attributes]:
+        """The "nouns", "verbs" or both of B captions, each kind after its learned prompt (P, width) or, for None, without. One
+        pass through CLIP; phrases that occur more than once are in it once."""
+        rows = [torch.tensor([self.row[self.phrase[kind][c]] for c in captions]) for kind in prompts]
+        unique = [of.clamp(min=0).unique(return_inverse=True) for of in rows]  # on the host: asking a GPU means to wait
+        different = [F.pad(some, (0, max(0, self.most - len(some)))) for some, _ in unique]
+        sizes = [len(some) for some in different]
+        learned = [p.expand(size, -1, -1) for p, size in zip(prompts.values(), sizes, strict=True) if p is not None]
+        tokens = self.tokens[torch.cat(different).to(self.tokens.device, non_blocking=True)]
+        texts = self.encode_prompted(self.clip, tokens, torch.cat(learned) if learned else None).split(sizes)
+        found = {}
+        for kind, text, of, (_, place) in zip(prompts, texts, rows, unique, strict=True):
+            of, place = (x.to(text.device, non_blocking=True) for x in (of, place))
+            same = of[:, None] == of if self.ignore_equal else torch.eye(len(of), dtype=torch.bool, device=of.device)
+            found[kind] = Attributes(text[place], of >= 0, same)
+        return found
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
@@ -464,9 +463,9 @@ def losses_of(model: RDD, streams: tuple, cfg: Config, phrases: Phrases | None =
     before, after = torch.cat([batch.before for batch in streams]), torch.cat([batch.after for batch in streams])
     texts = [text for batch in streams for text in batch.texts]
     with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
-        nouns = phrases.nouns(texts, model.noun_prompt) if cfg.w_n2o else None
-        verbs = phrases.verbs(texts, model.verb_prompt) if cfg.w_v2a else None
-        parts = model(before, after, caption, nouns, verbs)
+        prompts = {"nouns": model.noun_prompt} if cfg.w_n2o else {}
+        prompts |= {"verbs": model.verb_prompt} if cfg.w_v2a else {}
+        parts = model(before, after, caption, **(phrases.encode(texts, prompts) if prompts else {}))
     losses = {name: part.mean() for name, part in parts.items()}
     losses["total"] = losses["caption"] + cfg.w_n2o * losses.get("n2o", 0) + cfg.w_v2a * losses.get("v2a", 0)
     if len(streams) == 2:

@@ -78,7 +78,7 @@ def phrases_of(cfg, texts):
     clip = TextTransformer(77, 49408, CLIP, heads=12, layers=12, output_dim=CLIP).to(cfg.device).requires_grad_(False).eval()
     rows = [i % REPEATED if i >= len(texts) // 2 else REPEATED + i for i in range(len(texts))]
     phrases = object.__new__(rdd_acr.Phrases)
-    phrases.noun_phrase = phrases.verb_phrase = dict(zip(texts, texts, strict=True))
+    phrases.phrase = {kind: dict(zip(texts, texts, strict=True)) for kind in ("nouns", "verbs")}
     phrases.row, phrases.clip, phrases.ignore_equal = dict(zip(texts, rows, strict=True)), clip, True
     phrases.tokens = torch.randint(49408, (REPEATED + len(texts) // 2, PHRASE), device=cfg.device)
     phrases.encode_prompted, phrases.most = data.encode_prompted, len(phrases.tokens)

@@ -271,7 +271,8 @@ def test_a_step_does_not_wait_for_the_host(method, monkeypatch):
         found = rdd_acr.Attributes(*(torch.ones(shape, device="meta") > 0 for shape in ((2 * B, 7), 2 * B, (2 * B, 2 * B))))
         found, entities = found._replace(text=found.text.float()), object.__new__(cheers.Entities)
         entities.__dict__ |= {"phrases": ["cube"], "device": "meta", "found": {("a", "b"): torch.zeros(3, dtype=torch.long)}}
-        phrases, others = SimpleNamespace(nouns=lambda *_: found, verbs=lambda *_: found), torch.ones(B, 6, V).long()
+        phrases = SimpleNamespace(encode=lambda *_: {"nouns": found, "verbs": found})
+        others = torch.ones(B, 6, V).long()
         classes = dataclasses.replace(batch, caption=torch.ones(B, 2, dtype=torch.long))
         with NoWaiting():
             for kind in kinds:

@@ -262,51 +262,61 @@ def test_phrases_go_through_clip_once(corpus, prompt, monkeypatch):
     learned = torch.zeros(4, 64, requires_grad=True) if prompt == "learnable" else None
     batch = [TEXTS[0], TEXTS[3], TEXTS[1], TEXTS[4]]
     cube, verbs = "small red cube", ["is missing", "has been moved", "has been added", "has been removed"]
-    for of_kind, words, fixed, equal in (
-        (found.nouns, [cube, cube, "large cyan metal sphere", cube], rdd_acr.NOUN_PROMPT, 10),
-        (found.verbs, verbs, rdd_acr.VERB_PROMPT, 4),
+    both = found.encode(batch, {"nouns": learned, "verbs": learned})
+    assert list(both) == ["nouns", "verbs"] and encoded == [2 + 4]
+    for kind, words, fixed, equal in (
+        ("nouns", [cube, cube, "large cyan metal sphere", cube], rdd_acr.NOUN_PROMPT, 10),
+        ("verbs", verbs, rdd_acr.VERB_PROMPT, 4),
     ):
-        encoded.clear()
-        text, valid, same = of_kind(batch, learned)
-        assert valid.all() and same.sum() == equal and encoded == [len(set(words))]
+        text, valid, same = both[kind]
+        assert valid.all() and same.sum() == equal
+        torch.testing.assert_close(both[kind], found.encode(batch, {kind: learned})[kind])  # one kind alone
         if prompt == "learnable":
-            text.sum().backward()
-            assert learned.grad.any() and all(p.grad is None for p in clip.parameters())
-            learned.grad = None
+            assert torch.autograd.grad(text.sum(), learned, retain_graph=True)[0].any()
+            assert not any(p.requires_grad for p in clip.parameters())
         else:
             prefix = fixed if prompt == "fixed" else ""
             torch.testing.assert_close(text, clip.encode_text(tokenizer([prefix + w for w in words])))
 
 
+def test_each_kind_has_its_own_prompt(corpus):
+    found, prompts = phrases_of(corpus[0]), {kind: torch.randn(4, 64, requires_grad=True) for kind in ("nouns", "verbs")}
+    both = found.encode(TEXTS, prompts)
+    for kind, prompt in prompts.items():
+        torch.testing.assert_close(both[kind], found.encode(TEXTS, {kind: prompt})[kind])
+        theirs = torch.autograd.grad(both[kind].text.square().sum(), list(prompts.values()), retain_graph=True)
+        assert [bool(x.any()) for x in theirs] == [other == kind for other in prompts]
+
+
 def test_compiled_phrases_have_one_shape(corpus, monkeypatch):
-    """Padded to as many as a batch can have, noun and verb phrases of all batches share one graph."""
+    """Padded to as many as a batch can have, the phrases of all batches share one graph."""
     original, graphs = torch.compile, []
     torch._dynamo.reset()
-    plain, prompt = phrases_of(corpus[0]), torch.randn(4, 64, requires_grad=True)
+    plain, prompts = phrases_of(corpus[0]), {kind: torch.randn(4, 64, requires_grad=True) for kind in ("nouns", "verbs")}
     monkeypatch.setattr(rdd_acr, "can_compile", lambda cfg: True)
     flags = {"backend": lambda graph, _: graphs.append(1) or graph}
     monkeypatch.setattr(torch, "compile", lambda f, **more: original(f, **more, **flags))
     found = phrases_of(corpus[0])
     for texts in (TEXTS[:2], TEXTS[1:]):
-        for kind in ("nouns", "verbs"):
-            ours, expected = (getattr(x, kind)(texts, prompt) for x in (found, plain))
-            torch.testing.assert_close(ours, expected)
-            gradients = (torch.autograd.grad(x.text.square().sum(), prompt) for x in (ours, expected))
-            torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
+        ours, expected = (x.encode(texts, prompts) for x in (found, plain))
+        torch.testing.assert_close(ours, expected)
+        total = lambda both: sum(of.text.square().sum() for of in both.values())
+        gradients = (torch.autograd.grad(total(x), list(prompts.values())) for x in (ours, expected))
+        torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
     assert len(graphs) == 1
 
 
 def test_equal_phrases_can_be_negatives(corpus):
     found = phrases_of(corpus[0], prompt="none", equal_phrases="negatives")
-    assert torch.equal(found.nouns(TEXTS, None).same, torch.eye(5, dtype=torch.bool))
+    assert torch.equal(found.encode(TEXTS, {"nouns": None})["nouns"].same, torch.eye(5, dtype=torch.bool))
 
 
 def test_captions_without_a_segment(corpus, monkeypatch):
     none = {text: ([], []) for text in TEXTS} | {TEXTS[1]: (["large cyan metal sphere", "scene"], [])}
     monkeypatch.setattr(data, "read_captions", lambda *_: none)
     found = phrases_of(corpus[0], prompt="none")
-    assert found.nouns(TEXTS, None).valid.tolist() == [False, True, False, False, False]
-    assert not found.verbs(TEXTS, None).valid.any()
+    both = found.encode(TEXTS, {"nouns": None, "verbs": None})
+    assert both["nouns"].valid.tolist() == [False, True, False, False, False] and not both["verbs"].valid.any()
 
 
 def test_other_widths_than_clip_has_are_refused(corpus):
@@ -323,8 +333,8 @@ def test_total_is_equation_16_and_the_prompts_learn(corpus):
     changed = data.Batch(before[:2], after[:2], CAPTION[:2], [], TEXTS[:2])
     streams = changed, data.Batch(before[2:], after[2:], short, [], TEXTS[2:4])
     losses = rdd_acr.losses_of(model, streams, model.cfg, found)
-    nouns, verbs = found.nouns(TEXTS[:4], model.noun_prompt), found.verbs(TEXTS[:4], model.verb_prompt)
-    parts = model(before, after, torch.cat([CAPTION[:2], CAPTION[[1, 3]]]), nouns, verbs)
+    texts = found.encode(TEXTS[:4], {"nouns": model.noun_prompt, "verbs": model.verb_prompt})
+    parts = model(before, after, torch.cat([CAPTION[:2], CAPTION[[1, 3]]]), **texts)
     expected = (parts["caption"] + 0.3 * parts["n2o"] + 0.2 * parts["v2a"]).mean().item()
     assert losses["total"].item() == pytest.approx(expected, rel=1e-5)
     for name, part in parts.items():
