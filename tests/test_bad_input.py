@@ -208,8 +208,9 @@ def test_unknown_words_of_the_command_line(refused, prepared, train):
     assert "invalid choice: 'clevr'" in refused(data.main, "clevr", "--data_dir", prepared)
     assert "unrecognized arguments: --chekc" in refused(data.main, "clevr_change", "--chekc")
     assert "--extractor vgg: clevr_change can have resnet101-layer3" in train(prepared, "--extractor", "vgg")
+    folders = "--data_dir", prepared / "mini", "--out_dir", prepared / "run"
     assert "--extractor resnet101-layer4: mini can have mini-cnn" in refused(
-        scorer_cbr.main, "--extractor", "resnet101-layer4", "--data_dir", prepared / "mini", "--device", "cpu"
+        scorer_cbr.main, "--extractor", "resnet101-layer4", *folders, "--device", "cpu"
     )
     assert "--split: invalid choice: 'dev'" in refused(scorer_cbr.main, "--eval", "x.pt", "--split", "dev")
 
