@@ -1,9 +1,9 @@
 """CHEERS: Change Entity-guided Heterogeneous Representation Disentangling for Change Captioning (Li et al., 2025).
 
-Idea. (1) The subjects of all training captions are candidate entities; those whose CLIP similarity to the two images of a
-pair differs most are probably what changed. (2) What the images share is enhanced and matched by cross-attention, what is
-left is the difference; image and entities must agree about where either is. (3) The decoder weighs entities against
-visual differences word by word: the entity knows the subject, the images know what happened to it.
+Idea. (1) The subjects of all training captions are candidate entities; those whose CLIP similarity to the two images of
+a pair differs most are probably what changed. (2) What the images share is enhanced and matched by cross-attention,
+what is left is the difference; image and entities must agree about where either is. (3) The decoder weighs entities
+against visual differences word by word: the entity knows the subject, the images know what happened to it.
 
 Eq. 1      retrieve       top K of |S_bef - S_aft|, S_i the cosines of an image and every candidate
 Eq. 2-4    CRE            F' = LN(sigmoid(P^) F + F), P^ = Linear(m), m the likeness to the source
@@ -25,14 +25,15 @@ Table 5  lambda_m, lambda_v   --w_match 0.5, --w_consistency 0.75
 Table 6  ResNet-101           (none); its two ViT rows are out of reach: no extractor here makes their features
 Fig. 5, Fig. 6                --k 3, --layers 2
 
-Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END, padding),
-K entities of a pair, M candidates, E width of CLIP's common space.
+Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END,
+padding), K entities of a pair, M candidates, E width of CLIP's common space.
 
-The abstract names a repository, github.com/yili-19/CHEER, which could not be had: the paper is the only source. Where it is
-silent or leaves two readings, the choice is marked [ours] where it is made. Two limits:
+The abstract names a repository, github.com/yili-19/CHEER, which could not be had: the paper is the only source. Where
+it is silent or leaves two readings, the choice is marked [ours] where it is made. Two limits:
 - CLIP embeds a whole image. It can find an object that came, went or looks different, but not one that only moved.
-- Over the cells of an image P^ of the entities is almost constant (trained on mini, its deviation is 1 % of its size; P^ of
-  the images 10 %) and the two do not vary together (correlation below .001). L_C and L_D align little but constants.
+- Over the cells of an image P^ of the entities is almost constant (trained on mini, its deviation is 1 % of its size;
+  P^ of the images 10 %) and the two do not vary together (correlation below .001). L_C and L_D align little but
+  constants.
 
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
@@ -42,6 +43,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
 from common import (
     END,
     Attention,
@@ -49,21 +56,16 @@ from common import (
     Run,
     RunConfig,
     decode,
-    full,
     info_nce,
     initialise,
     load_checkpoint,
     load_weights,
+    mean_of,
     parse_args,
     run_main,
     token_match,
+    upcast,
 )
-
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-from torch import Tensor
-from tqdm import tqdm
 
 # ---- config ----------------------------------------------------------------------------------------------------------
 
@@ -81,18 +83,19 @@ class Config(RunConfig):
     decoder_layers: int = 2  # decoder layers
     dropout: float = 0.1  # dropout probability
     k: int = 3  # K, entities of a pair; 0: none
-    retrieval: Literal["absolute", "signed"] = "absolute"  # |S_bef - S_aft|, or Eq. 1's bare difference (blind to "add")
+    retrieval: Literal["absolute", "signed"] = "absolute"  # |S_bef - S_aft|, or Eq. 1's difference (blind to "add")
     clip: str = "ViT-L-14:openai"  # of entities and images, open_clip's MODEL:WEIGHTS (a name or a file), or mini
     cre: bool = True  # enhance what is common, Eq. 6-7
     dre: bool = True  # enhance what differs, Eq. 10-11
-    temperature: Literal["learned", "one"] = "learned"  # of the softmax of Eq. 2; one: as written, m is then almost constant
-    gate: Literal["channels", "scalar", "none"] = "channels"  # alpha, beta: D numbers a word, or one; none: no entities read
+    temperature: Literal["learned", "one"] = "learned"  # of Eq. 2's softmax; one: as written, m is then almost constant
+    gate: Literal["channels", "scalar", "none"] = "channels"  # alpha, beta: D numbers a word, or one; none: no entities
     w_consistency: float = 0.75  # lambda_v, weight of L_C + L_D in Eq. 19; 0 leaves them out
     w_match: float = 0.5  # lambda_m, weight of L_I in Eq. 19; 0 leaves it out
     blind: bool = False  # zero the features and the entities: what words alone can score
 
 
-# Batch and rate from section 4.3; layers as Fig. 6 has them best; steps and decoder are not in the paper: 10,000 and SCORER's.
+# Batch and rate from section 4.3; layers as Fig. 6 has them best; steps and decoder are not in the paper: 10,000 and
+# SCORER's.
 PRESETS = {
     "clevr_change": dict(lr=1e-3),
     "clevr_dc": dict(lr=1e-3, layers=1),
@@ -106,12 +109,12 @@ PRESETS = {
 
 
 def retrieve(x_bef: Tensor, x_aft: Tensor, entities: Tensor, k: int, signed: bool = False) -> Tensor:
-    """Eq. 1: which candidates differ most in their cosine with the two images. x (B, E) twice, entities (M, E) -> (B, k)
-    indices, the best first; fewer where there are no k candidates.
+    """Eq. 1: which candidates differ most in their cosine with the two images. x (B, E) twice, entities (M, E) -> (B,
+    k) indices, the best first; fewer where there are no k candidates.
 
-    An entity is relevant whose cosine is above the mean of all candidates' in one image at least; the others follow only
-    where relevant ones run out. Equal ones go by index. [ours] The difference is absolute unless `signed`: the text asks
-    for the largest, and an added object is nearer to "after"."""
+    An entity is relevant whose cosine is above the mean of all candidates' in one image at least; the others follow
+    only where relevant ones run out. Equal ones go by index. [ours] The difference is absolute unless `signed`: the
+    text asks for the largest, and an added object is nearer to "after"."""
     entities = F.normalize(entities, dim=-1).T
     s_bef, s_aft = F.normalize(x_bef, dim=-1) @ entities, F.normalize(x_aft, dim=-1) @ entities  # (B, M)
     score = s_bef - s_aft if signed else (s_bef - s_aft).abs()
@@ -122,10 +125,12 @@ def retrieve(x_bef: Tensor, x_aft: Tensor, entities: Tensor, k: int, signed: boo
 
 
 class Entities:
-    """Section 3.1, once a data set: candidates are the subjects of all training captions; they and all images go through
-    CLIP, and every pair gets its K entities. No part of the model, which keeps the candidates' embeddings (`table`, (M, E)).
+    """Section 3.1, once a data set: candidates are the subjects of all training captions; they and all images go
+    through CLIP, and every pair gets its K entities. No part of the model, which keeps the candidates' embeddings
+    (`table`, (M, E)).
 
-    Embeddings stay in embeddings.pt beside the features. Without entities (k = 0) there is nothing to keep or to give."""
+    Embeddings stay in embeddings.pt beside the features. Without entities (k = 0) there is nothing to keep or to
+    give."""
 
     def __init__(self, cfg: Config, dataset):
         import data
@@ -134,11 +139,15 @@ class Entities:
         if not cfg.k:
             return
         every = [p for scenes in dataset.scenes.values() for s in scenes for p in [*s.pairs, *(s.swapped or ())]]
-        captions = sorted({c for s in dataset.scenes["train"] for p in [*s.pairs, *(s.swapped or ())] for c in p.captions})
+        captions = sorted(
+            {c for s in dataset.scenes["train"] for p in [*s.pairs, *(s.swapped or ())] for c in p.captions}
+        )
         of_caption = data.read_captions(data.subjects, dataset.name, dataset.root, captions)
         self.phrases = sorted({phrase for subjects in of_caption.values() for phrase in subjects})
         if not self.phrases:
-            raise ValueError(f"the training captions of {dataset.root} have no subject; --k 0 --gate none --w_consistency 0")
+            raise ValueError(
+                f"the training captions of {dataset.root} have no subject; --k 0 --gate none --w_consistency 0"
+            )
         self.table, images = data.clip_embeddings(cfg.clip, self.root, self.phrases, dataset.paths, cfg.device)
         row, self.found = {name: i for i, name in enumerate(sorted(dataset.paths))}, {}
         pairs = list(dict.fromkeys((p.before, p.after) for p in every))
@@ -163,8 +172,8 @@ class Entities:
     def right(self, dataset, split: str) -> dict[str, set[str]]:
         """Phrases that name what changed, by the id of every changed pair of a split.
 
-        Where scenes.json holds the truth: candidates that fit the changed object, as it was or as it is, and no other object.
-        Elsewhere: the subjects of the pair's own captions."""
+        Where scenes.json holds the truth: candidates that fit the changed object, as it was or as it is, and no other
+        object. Elsewhere: the subjects of the pair's own captions."""
         import data
 
         same, file = dataset.kinds.get("no change", set()), self.root / "scenes.json"
@@ -180,11 +189,14 @@ class Entities:
             truths = [scenes[str(int(p.id[:6]))]]
             if truths[0]["type"] not in ("add", "drop"):  # names_changed reads the scene before, or after for "add"
                 truths.append(truths[0] | {"type": "add"})
-            right[p.id] = {phrase for phrase, x in said.items() if any(data.names_changed(x, truth) for truth in truths)}
+            right[p.id] = {
+                phrase for phrase, x in said.items() if any(data.names_changed(x, truth) for truth in truths)
+            }
         return right
 
     def report(self, dataset, split: str) -> dict:
-        """In how many changed pairs (%) one of the K entities is right, and in how many one of K drawn by chance would be."""
+        """In how many changed pairs (%) one of the K entities is right, and in how many one of K drawn by chance would
+        be."""
         if not self.phrases:
             return {}
         m, k = len(self.phrases), min(self.k, len(self.phrases))
@@ -207,7 +219,9 @@ class Entities:
         trained = state["model"].get("table")
         same_shape = trained is not None and trained.shape == self.table.shape
         if self.phrases and not (same_shape and trained.cpu().allclose(self.table, atol=1e-3)):
-            raise ValueError(f"the checkpoint's candidates were embedded by another CLIP than {self.clip} of {self.root}")
+            raise ValueError(
+                f"the checkpoint's candidates were embedded by another CLIP than {self.clip} of {self.root}"
+            )
 
     def state(self) -> dict:
         """What a checkpoint needs, beside the model, to retrieve the entities of any two pictures."""
@@ -233,18 +247,19 @@ class ImageEmbedding(nn.Module):
 
 
 def likeness(source: Tensor, target: Tensor, scale: Tensor | float) -> Tensor:
-    """Eq. 2 and the maximum of Eq. 3: m(i) = max_j P(i, j), P(., j) the softmax over target positions i of the cosines of
-    i with source position j, times `scale`. source (B, S, D), target (B, N, D) -> (B, N).
+    """Eq. 2 and the maximum of Eq. 3: m(i) = max_j P(i, j), P(., j) the softmax over target positions i of the cosines
+    of i with source position j, times `scale`. source (B, S, D), target (B, N, D) -> (B, N).
 
     [ours] Over target positions, as the sum of Eq. 2 shows. Over source positions, which no flag gives, m would be 1 at
     every cell for a single entity."""
     with torch.autocast(source.device.type, enabled=False):  # bfloat16 has three digits, and `scale` may reach 100
-        x, y = (F.normalize(full(x), dim=-1) for x in (target, source))
+        x, y = (F.normalize(upcast(x), dim=-1) for x in (target, source))
         return (x @ y.transpose(1, 2) * scale).softmax(1).amax(2)  # (B, N, S) -> (B, N)
 
 
 class CRE(nn.Module):
-    """Eq. 2-4, Commonality Representation Enhancement: P^ = Linear_{1->D}(m) and F' = LN(sigmoid(P^) F + F) of the target F.
+    """Eq. 2-4, Commonality Representation Enhancement: P^ = Linear_{1->D}(m) and F' = LN(sigmoid(P^) F + F) of the
+    target F.
 
     source (B, S, D), target (B, N, D) -> F' and P^, both (B, N, D); no F' without `norm`, where the map alone is used.
     [ours] A learned temperature, as CLIP's: bare cosines make m nearly the same everywhere."""
@@ -271,13 +286,13 @@ class DRE(CRE):
 
 
 class HRD(nn.Module):
-    """Eq. 6-8, 10-11, Heterogeneous Representation Disentangling: one layer of Fig. 2, with two CRE and two DRE, for both
-    directions.
+    """Eq. 6-8, 10-11, Heterogeneous Representation Disentangling: one layer of Fig. 2, with two CRE and two DRE, for
+    both directions.
 
-    x: F of Eq. 6, images: F of Eq. 10, both (2B, N, D), "before" first; entities (2B, K, D) -> C~ and D (2B, N, D), L_C and
-    L_D. Of the two modules that read the entities the paper uses the maps alone.
-    [ours] x are the images in the first layer, C~ of the layer before in the next. Eq. 10 keeps to the images, "the original
-    raw features". F_diff reads the last layer's D; earlier layers have L_D alone."""
+    x: F of Eq. 6, images: F of Eq. 10, both (2B, N, D), "before" first; entities (2B, K, D) -> C~ and D (2B, N, D), L_C
+    and L_D. Of the two modules that read the entities the paper uses the maps alone.
+    [ours] x are the images in the first layer, C~ of the layer before in the next. Eq. 10 keeps to the images, "the
+    original raw features". F_diff reads the last layer's D; earlier layers have L_D alone."""
 
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
@@ -304,12 +319,12 @@ class HRD(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Eq. 13-17: words attend to earlier words, then to entities (H_T) and to differences (H_V), H = LN(alpha H_T + beta H_V
-    + H'). No feed-forward is written after that, so there is none.
+    """Eq. 13-17: words attend to earlier words, then to entities (H_T) and to differences (H_V), H = LN(alpha H_T +
+    beta H_V + H'). No feed-forward is written after that, so there is none.
 
-    x (B, V, D) -> (B, V, D). `cross`: key and value of the differences (B, N, D), and of the entities (B, K, D) if the decoder
-    reads them; `past`: key and value of the words before x (decoding a word at a time), None when x starts with START. Also
-    returns the new `past`, and the query that met the differences."""
+    x (B, V, D) -> (B, V, D). `cross`: key and value of the differences (B, N, D), and of the entities (B, K, D) if the
+    decoder reads them; `past`: key and value of the words before x (decoding a word at a time), None when x starts with
+    START. Also returns the new `past`, and the query that met the differences."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -339,8 +354,8 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Words, differences and entities -> hidden states; `head` gives the distribution of the next word. [ours] Matrices start
-    Xavier-uniform, as in DIRL+CCR.
+    """Words, differences and entities -> hidden states; `head` gives the distribution of the next word. [ours] Matrices
+    start Xavier-uniform, as in DIRL+CCR.
 
     Every word sees itself and earlier words only, so padding at the end of a caption needs no mask."""
 
@@ -359,8 +374,8 @@ class Decoder(nn.Module):
         return self.dropout(self.norm(x))
 
     def memory(self, seen: tuple[Tensor, Tensor | None]) -> list[tuple[Tensor, ...]]:
-        """Key and value for each layer of the differences (B, N, D), and of the entities (B, K, D) where the layer reads them:
-        once a caption, not once a word."""
+        """Key and value for each layer of the differences (B, N, D), and of the entities (B, K, D) where the layer
+        reads them: once a caption, not once a word."""
         kept = []
         for layer in self.layers:
             readers = zip((layer.cross_attention, layer.text_attention), seen, strict=True)
@@ -368,8 +383,8 @@ class Decoder(nn.Module):
         return kept
 
     def forward(self, ids: Tensor, seen: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
-        """All words at once: (B, V) -> hidden states (B, V, D), and the last layer's query (B, V, D) of the differences and
-        key (B, N, D)."""
+        """All words at once: (B, V) -> hidden states (B, V, D), and the last layer's query (B, V, D) of the differences
+        and key (B, N, D)."""
         x, memory = self.words(ids), self.memory(seen)
         for layer, cross in zip(self.layers, memory, strict=True):
             x, _, query = layer(x, cross)
@@ -397,14 +412,14 @@ def match_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
     [ours] As in SCORER, sim is the mean over tokens of the best match; tokens have length 1, and 1 / tau is learned.
     Not in bfloat16, which has three digits."""
     with torch.autocast(c_bef.device.type, enabled=False):
-        q, k = (F.normalize(full(x), dim=-1) for x in (c_bef, c_aft))
+        q, k = (F.normalize(upcast(x), dim=-1) for x in (c_bef, c_aft))
         s = scale * token_match(q, k)  # (B, B)
         return (info_nce(s) + info_nce(s.T)) / 2
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
-    """Eq. 18, L_S: cross-entropy of each next word. [ours] A mean over all real words of the batch; Eq. 18 is a sum, under
-    which L_C, L_D and L_I would weigh several times less.
+    """Eq. 18, L_S: cross-entropy of each next word. [ours] A mean over all real words of the batch; Eq. 18 is a sum,
+    under which L_C, L_D and L_I would weigh several times less.
     logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with 0."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), caption[:, 1:].flatten(), ignore_index=0)
 
@@ -413,10 +428,12 @@ def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
 
 
 class CHEERS(nn.Module):
-    """CHEERS and every parameter of it. grid: (C, H, W) of the features; max_len: ids of the longest caption; table: CLIP's
-    embeddings of the candidate entities (M, E), None without."""
+    """CHEERS and every parameter of it. grid: (C, H, W) of the features; max_len: ids of the longest caption; table:
+    CLIP's embeddings of the candidate entities (M, E), None without."""
 
-    def __init__(self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int, table: Tensor | None = None):
+    def __init__(
+        self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int, table: Tensor | None = None
+    ):
         super().__init__()
         self.cfg, self.grid, self.max_len = cfg, grid, max_len
         if cfg.w_match and not cfg.layers:
@@ -435,8 +452,8 @@ class CHEERS(nn.Module):
             self.log_scale = nn.Parameter(torch.ones(()))
 
     def encode(self, before: Tensor, after: Tensor, entities: Tensor | None = None):
-        """(B, C, H, W) twice and indices of entities (B, K) -> what the decoder reads, F_diff (B, N, D) of Eq. 12 and E (B,
-        K, D); and C~ (2B, N, D), L_C and L_D of each layer."""
+        """(B, C, H, W) twice and indices of entities (B, K) -> what the decoder reads, F_diff (B, N, D) of Eq. 12 and E
+        (B, K, D); and C~ (2B, N, D), L_C and L_D of each layer."""
         pair, e, layers = torch.cat([before, after]), None, []
         if self.project:
             e = self.table[entities]
@@ -450,9 +467,11 @@ class CHEERS(nn.Module):
             layers.append((x, l_c, l_d))
         return (self.join(torch.cat(difference.chunk(2), -1)), e), layers
 
-    def forward(self, before: Tensor, after: Tensor, caption: Tensor, entities: Tensor | None = None) -> dict[str, Tensor]:
-        """The parts of Eq. 19 for one batch of pairs: features (B, C, H, W) twice, caption (B, V), entities (B, K). A part
-        that the config leaves out is 0. [ours] L_C, L_D and L_I are means over the layers."""
+    def forward(
+        self, before: Tensor, after: Tensor, caption: Tensor, entities: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The parts of Eq. 19 for one batch of pairs: features (B, C, H, W) twice, caption (B, V), entities (B, K). A
+        part that the config leaves out is 0. [ours] L_C, L_D and L_I are means over the layers."""
         seen, layers = self.encode(before, after, entities)
         hidden, _, _ = self.decoder(caption, seen)
         l_c = l_d = l_i = seen[0].new_zeros(())
@@ -460,7 +479,12 @@ class CHEERS(nn.Module):
             l_c, l_d = l_c + layer_c / len(layers), l_d + layer_d / len(layers)
             if self.cfg.w_match:
                 l_i = l_i + match_loss(*shared.chunk(2), self.log_scale.exp()) / len(layers)
-        return {"caption": caption_loss(self.decoder.head(hidden), caption), "common": l_c, "different": l_d, "match": l_i}
+        return {
+            "caption": caption_loss(self.decoder.head(hidden), caption),
+            "common": l_c,
+            "different": l_d,
+            "match": l_i,
+        }
 
     @torch.no_grad()
     def clamp_scales(self) -> None:
@@ -476,27 +500,28 @@ class CHEERS(nn.Module):
         return decode(step, len(before), self.max_len, before.device)
 
     @torch.no_grad()
-    def attention_map(self, before: Tensor, after: Tensor, ids: Tensor, entities: Tensor | None = None) -> dict[str, Tensor]:
+    def attention_map(
+        self, before: Tensor, after: Tensor, ids: Tensor, entities: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Where the decoder looked: last layer's attention over cells, mean over heads and over the words of ids
         (B, V) -> "attention" (B, H, W). Row t of the scores is the state that predicts word t + 1."""
         _, query, key = self.decoder(ids, self.encode(before, after, entities)[0])
         scores = self.decoder.layers[-1].cross_attention.scores(query, key)  # (B, heads, V, N)
         weight = scores.softmax(-1).mean(1)[:, :-1]  # (B, V - 1, N)
-        valid = (ids[:, 1:] > END).to(weight.dtype)[..., None]
-        return {"attention": ((weight * valid).sum(1) / valid.sum(1).clamp(min=1)).unflatten(1, self.grid[1:])}
+        return {"attention": mean_of(weight, ids[:, 1:] > END).unflatten(1, self.grid[1:])}
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def losses_of(model: CHEERS, streams: tuple, cfg: Config, entities: Entities | None = None) -> dict[str, Tensor]:
-    """Eq. 19 and its parts, each a mean over the streams (changed pairs, distractor pairs). The streams stay apart: a
+def losses_of(model: CHEERS, batches: tuple, cfg: Config, entities: Entities | None = None) -> dict[str, Tensor]:
+    """Eq. 19 and its parts, each a mean over the batches (changed pairs, distractor pairs). They stay separate: a
     scene's default image is "before" in both, which a contrastive loss over all pairs would take for a negative."""
     losses: dict[str, Tensor] = {}
-    for batch in (b.to(cfg.device) for b in streams):
+    for batch in (b.to(cfg.device) for b in batches):
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
             parts = model(batch.before, batch.after, batch.caption, entities(batch) if entities else None)
-        losses = {name: losses.get(name, 0) + part / len(streams) for name, part in parts.items()}
+        losses = {name: losses.get(name, 0) + part / len(batches) for name, part in parts.items()}
     l_s, l_c, l_d, l_i = (losses[name] for name in ("caption", "common", "different", "match"))
     losses["total"] = l_s + cfg.w_consistency * (l_c + l_d) + cfg.w_match * l_i
     return losses
@@ -505,16 +530,16 @@ def losses_of(model: CHEERS, streams: tuple, cfg: Config, entities: Entities | N
 def train(cfg: Config, dataset, resume: bool = False) -> tuple[CHEERS, Entities]:
     """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation, and its entities.
 
-    Stopped by Ctrl-C or SIGTERM it saves last.pt and exits 130 or 143; with `resume` it goes on from there as if nothing had
-    happened. FloatingPointError where a loss is not finite."""
+    Stopped by Ctrl-C or SIGTERM it saves last.pt and exits 130 or 143; with `resume` it goes on from there as if
+    nothing had happened. FloatingPointError where a loss is not finite."""
     entities = Entities(cfg, dataset)
     torch.manual_seed(cfg.seed)
     model = CHEERS(cfg, len(dataset.vocab), dataset.grid, dataset.max_len, entities.table).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
     with Run(cfg, resume, model, optimizer, dataset, entities) as run:
-        for streams in run.steps(dataset):
-            losses = losses_of(model, streams, cfg, entities)
+        for batches in run.steps(dataset):
+            losses = losses_of(model, batches, cfg, entities)
             optimizer.zero_grad()
             losses["total"].backward()
             if cfg.grad_clip:
@@ -533,18 +558,18 @@ def evaluate(
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs, printed
-    and written beside captions and sample pictures."""
+    Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs,
+    printed and written beside captions and sample pictures."""
     model.eval()
     captions, maps, notes = {}, {}, {}  # by pair id
     for batch in dataset.eval_batches(split, cfg.eval_batch):
         batch, found = batch.to(cfg.device), entities(batch)
         ids = model.generate(batch.before, batch.after, found)
-        captions |= zip(batch.ids, dataset.vocab.decode(ids), strict=True)
+        captions |= zip(batch.pair_ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
             seen = model.attention_map(batch.before, batch.after, ids, found)
-            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.ids)}
-            notes |= zip(batch.ids, entities.notes(found), strict=False)
+            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.pair_ids)}
+            notes |= zip(batch.pair_ids, entities.notes(found), strict=False)
     model.train()
     retrieval = entities.report(dataset, split) if out_dir else {}
     return dataset.results(split, captions, maps, out_dir, notes, **retrieval)
@@ -575,19 +600,19 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption two image files."""
     import data
 
-    cfg, do = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv)
-    if do.caption:
-        model, state = load_model(cfg, do.checkpoint)
-        print(data.caption_files(model, state, do.caption, do.out, entities_of_files(model, state, do.caption)))
+    cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv)
+    if args.caption:
+        model, state = load_model(cfg, args.checkpoint)
+        print(data.caption_files(model, state, args.caption, args.out, entities_of_files(model, state, args.caption)))
         return
     dataset = data.open_dataset(cfg)
-    if do.eval is None:
-        model, entities = train(cfg, dataset, do.resume)
+    if args.eval is None:
+        model, entities = train(cfg, dataset, args.resume)
     else:
-        (model, state), entities = load_model(cfg, do.eval), Entities(cfg, dataset)
+        (model, state), entities = load_model(cfg, args.eval), Entities(cfg, dataset)
         dataset.check_state(state)
         entities.check_state(state)
-    evaluate(model, dataset, entities, do.split, cfg, Path(cfg.out_dir))
+    evaluate(model, dataset, entities, args.split, cfg, Path(cfg.out_dir))
 
 
 if __name__ == "__main__":

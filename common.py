@@ -22,19 +22,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, get_args, get_origin
-
-# An interrupt while torch loads, for seconds, ends without a traceback.
-shown, sys.excepthook = sys.excepthook, lambda kind, *rest: sys.exit(130) if kind is KeyboardInterrupt else shown(kind, *rest)
-# OpenMP reads these when torch loads. Idle threads then sleep: with one busy neighbour a step takes a third of the time.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+from typing import Literal, get_args, get_origin
 
 import torch
 import torch.nn as nn
@@ -43,8 +36,6 @@ import torchvision
 from PIL import Image, ImageDraw, ImageFont  # torchvision's own image library
 from torch import Tensor
 from tqdm import tqdm
-
-sys.excepthook = shown
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
@@ -114,7 +105,8 @@ class GridPosition(nn.Module):
 
 
 def sinusoid(length: int, dim: int) -> Tensor:
-    """Fixed positions, sines in even and cosines in odd channels (Vaswani et al. 2017, section 3.5). -> (length, dim)."""
+    """Fixed positions, sines in even and cosines in odd channels (Vaswani et al. 2017, section 3.5). -> (length,
+    dim)."""
     angle = torch.arange(length)[:, None] * torch.exp(torch.arange(0, dim, 2) * (-math.log(10000.0) / dim))
     table = torch.zeros(length, dim)
     table[:, 0::2] = angle.sin()
@@ -122,10 +114,16 @@ def sinusoid(length: int, dim: int) -> Tensor:
     return table
 
 
+def mean_of(x: Tensor, valid: Tensor) -> Tensor:
+    """Mean over the words of a sentence. x (B, V, D), valid (B, V) bool -> (B, D)."""
+    weight = valid.to(x.dtype)[..., None]
+    return (x * weight).sum(1) / weight.sum(1).clamp(min=1)
+
+
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
-def full(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     """bfloat16 -> float32, for sums and scores that three digits are too few for; other types as they are."""
     return x.float() if x.dtype == torch.bfloat16 else x
 
@@ -140,8 +138,8 @@ MATCH_SLICE = 2**25  # scores that token_match keeps at once
 
 
 def best_of_rows(s: Tensor) -> tuple[Tensor, Tensor]:
-    """s.max(1) of s (X, N, Y) -> maxima and their rows, each (X, Y). As a pooling, channels last: its loop is vectorised on a
-    CPU, and takes a fifth of Tensor.max's time."""
+    """s.max(1) of s (X, N, Y) -> maxima and their rows, each (X, Y). As a pooling, channels last: its loop is
+    vectorised on a CPU, and takes a fifth of Tensor.max's time."""
     maxima, rows = F.max_pool2d(s.unsqueeze(2).permute(0, 3, 1, 2), (s.shape[1], 1), return_indices=True)
     return maxima.flatten(1), rows.flatten(1)
 
@@ -150,8 +148,9 @@ def best_of_rows(s: Tensor) -> tuple[Tensor, Tensor]:
 def _token_match(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """token_match for one head. q (A, N, C), k (B, M, C) -> (A, B), and the winners: key (A, N, B) and query (A, B, M).
 
-    A dense version needs A*B*N*M scores (2.5 GB at 128 pairs of 196 cells) four times over in the backward pass. This one
-    keeps a slice of them at a time, and two winners a token for the backward pass. One operator for torch.compile."""
+    A dense version needs A*B*N*M scores (2.5 GB at 128 pairs of 196 cells) four times over in the backward pass. This
+    one keeps a slice of them at a time, and two winners a token for the backward pass. One operator for
+    torch.compile."""
     (_A, N, C), (B, M, _) = q.shape, k.shape
     keys = k.transpose(0, 1).reshape(M * B, C).T  # images innermost, so that neither maximum runs along adjacent scores
     total, best_key, best_query = [], [], []
@@ -172,13 +171,15 @@ def _(q: Tensor, k: Tensor):
 
 
 def _token_match_backward(ctx, grad: Tensor, *_) -> tuple[Tensor, Tensor]:
-    """grad (A, B) -> gradients of q and k. That of the scores is 1/(2N) or 1/(2M) at the winners and zero elsewhere, so those
-    of q and k are weighted sums over winners, which an embedding bag makes without a tensor of (winners, C)."""
+    """grad (A, B) -> gradients of q and k. That of the scores is 1/(2N) or 1/(2M) at the winners and zero elsewhere, so
+    those of q and k are weighted sums over winners, which an embedding bag makes without a tensor of (winners, C)."""
     q, k, best_key, best_query = ctx.saved_tensors
     (A, N, C), (B, M, _) = q.shape, k.shape
     queries, keys = q.reshape(-1, C), k.reshape(-1, C)
     key_of = (best_key.long() + torch.arange(B, device=q.device) * M).view(A * N, B)
-    query_of = (best_query.long() + torch.arange(A, device=q.device)[:, None, None] * N).permute(1, 2, 0).reshape(B * M, A)
+    query_of = (
+        (best_query.long() + torch.arange(A, device=q.device)[:, None, None] * N).permute(1, 2, 0).reshape(B * M, A)
+    )
     by_key = (grad[:, None] / (2 * N)).expand(A, N, B).reshape(A * N, B)
     by_query = (grad.T[:, None] / (2 * M)).expand(B, M, A).reshape(B * M, A)
     grad_q = F.embedding_bag(key_of, keys, mode="sum", per_sample_weights=by_key)
@@ -189,7 +190,8 @@ def _token_match_backward(ctx, grad: Tensor, *_) -> tuple[Tensor, Tensor]:
 
 
 def spread_rows(x: Tensor, index: Tensor, weight: Tensor, count: int) -> Tensor:
-    """Sums of rows: row index[r, w] of the result gets weight[r, w] x[r]. x (R, C), index and weight (R, W) -> (count, C)."""
+    """Sums of rows: row index[r, w] of the result gets weight[r, w] x[r]. x (R, C), index and weight (R, W) -> (count,
+    C)."""
     target, order = index.flatten().int().sort()
     rows = torch.arange(count, dtype=torch.int32, device=x.device)
     first = torch.searchsorted(target, rows)  # where each row's share of `order` begins
@@ -211,15 +213,17 @@ def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
 
 # ---- decoding --------------------------------------------------------------------------------------------------------
 
-NULL, UNK, START, END = range(4)  # padding, unknown word, and the two ends of a caption: the first ids of every vocabulary
+NULL, UNK, START, END = range(
+    4
+)  # padding, unknown word, and the two ends of a caption: the first ids of every vocabulary
 
 
 @torch.no_grad()
 def decode(step: Callable[[Tensor, int], Tensor], count: int, max_len: int, device, sample: bool = False) -> Tensor:
     """Write `count` captions word by word: the likeliest word, or one drawn from the distribution, but never UNK.
 
-    step(words (B,), position) -> logits (B, vocabulary). -> (B, max_len) ids: START, at most max_len - 1 words, then NULL.
-    Stops when every caption has ended, at which it looks every eighth word: a GPU has to wait for the answer."""
+    step(words (B,), position) -> logits (B, vocabulary). -> (B, max_len) ids: START, at most max_len - 1 words, then
+    NULL. Stops when every caption has ended, at which it looks every eighth word: a GPU has to wait for the answer."""
     ids = torch.full((count, max_len), NULL, device=device)
     ids[:, 0] = START
     ended = torch.zeros(count, dtype=torch.bool, device=device)
@@ -241,7 +245,8 @@ def decode(step: Callable[[Tensor, int], Tensor], count: int, max_len: int, devi
 class RunConfig:
     """The settings that every method's run has; a method's Config adds its own. A field's comment is its --help text.
 
-    ValueError where a whole number is not from 1 to 10^8, any other number not from 0 to 10^8, or not as RANGES says."""
+    ValueError where a whole number is not from 1 to 10^8, any other number not from 0 to 10^8, or not as RANGES
+    says."""
 
     RANGES = {"seed": (0, 2**32), "data_seed": (0, 2**32), "lr_drop": (0, 10**8), "warmup": (0, 10**8)}
 
@@ -305,10 +310,12 @@ def preset(Config: type, presets: dict[str, dict], released: dict[str, dict], da
 PICTURES = (".png", ".jpg", ".jpeg", ".pdf")  # what --out may be
 
 
-def parse_args(Config: type, presets: dict, script: str, doc: str, argv: list[str] | None, released: dict | None = None):
-    """-> (config, commands). Every config field is a flag. A flag that is not given takes the value of the checkpoint that
-    the command names (--eval, --caption, --resume), else of the preset. A run's folder is its checkpoint's. The device is
-    chosen anew, except for --resume."""
+def parse_args(
+    Config: type, presets: dict, script: str, doc: str, argv: list[str] | None, released: dict | None = None
+):
+    """-> (config, commands). Every config field is a flag. A flag that is not given takes the value of the checkpoint
+    that the command names (--eval, --caption, --resume), else of the preset. A run's folder is its checkpoint's. The
+    device is chosen anew, except for --resume."""
     parser = Parser(description=doc.splitlines()[0], allow_abbrev=False)
     group = parser.add_argument_group("what to do (default: train, then evaluate on test)")
     command = group.add_mutually_exclusive_group()
@@ -318,29 +325,34 @@ def parse_args(Config: type, presets: dict, script: str, doc: str, argv: list[st
     group.add_argument("--split", choices=["val", "test"], default="test", help="split for --eval (default: test)")
     group.add_argument("--checkpoint", help="checkpoint for --caption")
     group.add_argument("--out", metavar="PICTURE", help="with --caption: write the attention picture here")
-    group, comments = parser.add_argument_group(f"config (presets change it for {', '.join(presets)})"), _comments(Config)
+    group, comments = (
+        parser.add_argument_group(f"config (presets change it for {', '.join(presets)})"),
+        _comments(Config),
+    )
     for f in dataclasses.fields(Config):
         kind = {"choices": get_args(f.type)} if get_origin(f.type) is Literal else {"type": f.type}
         kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else kind
         text = f"{comments[f.name]} (default: {f.default})".replace("%", "%%")
         group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=text, **kind)
-    do = parser.parse_args(argv)
-    given = {f.name: getattr(do, f.name) for f in dataclasses.fields(Config) if f.name in do}
-    if bool(do.caption) != bool(do.checkpoint):
-        raise ValueError("--caption needs --checkpoint, for example runs/<run>/best.pt, and --checkpoint needs --caption")
-    if do.out is not None and not (do.caption and Path(do.out).suffix.lower() in PICTURES):
-        raise ValueError(f"--out {do.out}: expected --caption, and a name that ends in {', '.join(PICTURES)}")
-    if do.split != "test" and do.eval is None:
+    args = parser.parse_args(argv)
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if f.name in args}
+    if bool(args.caption) != bool(args.checkpoint):
+        raise ValueError(
+            "--caption needs --checkpoint, for example runs/<run>/best.pt, and --checkpoint needs --caption"
+        )
+    if args.out is not None and not (args.caption and Path(args.out).suffix.lower() in PICTURES):
+        raise ValueError(f"--out {args.out}: expected --caption, and a name that ends in {', '.join(PICTURES)}")
+    if args.split != "test" and args.eval is None:
         raise ValueError("--split goes with --eval")
 
     dataset = given.get("dataset", Config.dataset)
     out_dir = given.get("out_dir") or f"runs/{script}-{dataset}"
-    source = f"{out_dir}/last.pt" if do.resume else do.checkpoint if do.caption else do.eval
+    source = f"{out_dir}/last.pt" if args.resume else args.checkpoint if args.caption else args.eval
     if source is not None:
         state = load_checkpoint(source)
         if odd := sorted({*state["config"]} ^ {f.name for f in dataclasses.fields(Config)}):
             raise ValueError(f"{source} is of another method or version: config fields differ ({', '.join(odd)})")
-        with reading(source, ANOTHER):
+        with file_errors(source, TRAIN_FIRST):
             base = Config(**state["config"])
         for name in {"dataset", "reading"} & given.keys():
             if given[name] != getattr(base, name):
@@ -348,18 +360,22 @@ def parse_args(Config: type, presets: dict, script: str, doc: str, argv: list[st
         if other := [f"--{name} {value} (there {getattr(base, name)})" for name, value in given.items()
                      if value != getattr(base, name) and name not in ("data_dir", "out_dir", "device", "overwrite")]:
             print(f"other flags than those that {source} was trained with: {', '.join(other)}")  # fmt: skip
-        if not (do.caption or given.get("data_dir") or (Path(base.data_dir).is_dir() and any(Path(base.data_dir).iterdir()))):
+        if not (
+            args.caption
+            or given.get("data_dir")
+            or (Path(base.data_dir).is_dir() and any(Path(base.data_dir).iterdir()))
+        ):
             raise ValueError(f"{source} was trained on {base.data_dir}, where nothing is now; give its --data_dir")
         out_dir = given.get("out_dir") or str(Path(source).parent)
     else:
         base = preset(Config, presets, released or {}, dataset, given.get("reading", "paper"))
         if dataset not in presets:
             print(f"no preset for {dataset}: running on the defaults; presets: {', '.join(presets)}")
-    device = usable_device(given.get("device") or (base.device if do.resume else ""))
+    device = usable_device(given.get("device") or (base.device if args.resume else ""))
     cfg = dataclasses.replace(base, **given | {"out_dir": out_dir, "device": device})
-    if not do.caption:
+    if not args.caption:
         check_folder(Path(out_dir), new=source is None, overwrite=cfg.overwrite)
-    return cfg, do
+    return cfg, args
 
 
 class Parser(argparse.ArgumentParser):
@@ -382,7 +398,8 @@ def usable_device(name: str) -> str:
 
 
 def can_compile(cfg: RunConfig) -> bool:
-    """Whether a run compiles its step: on CUDA, if it is to, and where there is the C compiler that torch.compile needs."""
+    """Whether a run compiles its step: on CUDA, if it is to, and where there is the C compiler that torch.compile
+    needs."""
     if not (cfg.compile and cfg.device.startswith("cuda")):
         return False
     if shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc"):
@@ -407,12 +424,13 @@ RUN_FILES = ("config.json", "log.jsonl", "last.pt", "best.pt", "pretrained.pt", 
 
 
 def check_folder(folder: Path, new: bool, overwrite: bool) -> None:
-    """ValueError where a run cannot write into this folder, or a new one may not: it holds another, or files of no run."""
+    """ValueError where a run cannot write into this folder, or a new one may not: it holds another, or files of no
+    run."""
     try:
         tempfile.TemporaryFile(dir=next(path for path in (folder, *folder.absolute().parents) if path.exists())).close()
     except OSError as e:
         raise ValueError(f"{folder} cannot be written ({e.strerror}); choose another --out_dir") from e
-    there = {path.name for path in folder.iterdir()} - {LOCK} if new and folder.is_dir() else set()
+    there = {path.name for path in folder.iterdir()} if new and folder.is_dir() else set()
     if there and not there & {"config.json", "last.pt"}:
         raise ValueError(f"{folder} holds other files, such as {min(there)}; choose another --out_dir")
     if there and not overwrite:
@@ -433,8 +451,8 @@ def training_batches(dataset, batch_size: int, seed: int, first: int, last: int)
 
 
 def sent_ahead(batches: Iterator, device: str) -> Iterator:
-    """The same batches on a GPU. Each is sent there on a stream of its own while the step before it runs. A changed and a
-    distractor pair send the "before" features that they share once."""
+    """The same batches on a GPU. Each is sent there on a stream of its own while the step before it runs. A changed and
+    a distractor pair send the "before" features that they share once."""
     side, ready = torch.cuda.Stream(), None
 
     def send(streams: tuple) -> tuple:
@@ -466,21 +484,23 @@ class Run:
                 ...                                     # one step of training
                 run.end_step(losses, validate)
 
-    parts: whatever its captions depend on beside the model, the data set first, each with state() and check_state(state) as
-    data.Dataset's. Inside `with` no other process gets the folder, and the first Ctrl-C, SIGTERM or SIGHUP only sets `stop`
-    (130, 143, 129), so that the step under way ends and is saved; a second one stops at once. With `resume` the run goes on
-    from last.pt as if nothing had happened.
+    parts: whatever its captions depend on beside the model, the data set first, each with state() and
+    check_state(state) as data.Dataset's. Inside `with` no other process gets the folder, and the first Ctrl-C, SIGTERM
+    or SIGHUP only sets `stop` (130, 143, 129), so that the step under way ends and is saved; a second one stops at
+    once. With `resume` the run goes on from last.pt as if nothing had happened.
     """
 
     def __init__(self, cfg: RunConfig, resume: bool, model: nn.Module, optimizer: torch.optim.Optimizer, *parts):
         self.cfg, self.dir, self.model, self.optimizer, self.parts = cfg, Path(cfg.out_dir), model, optimizer, parts
         self.step, self.best, self.worse, self.stop = 0, float("-inf"), 0, 0  # worse: validations since the best one
-        self.losses: list[dict[str, Tensor]] = []  # of the steps since the last line of the log; they stay on the device
+        self.losses: list[
+            dict[str, Tensor]
+        ] = []  # of the steps since the last line of the log; they stay on the device
         self.began, self.resume, self.resumed = time.perf_counter(), resume, None
 
     def __enter__(self):
         with contextlib.ExitStack() as stack:
-            stack.enter_context(lock(self.dir))
+            self.dir.mkdir(parents=True, exist_ok=True)
             if self.resume:
                 self.resumed = self.restore()
             self.begin()
@@ -500,14 +520,19 @@ class Run:
         if self.stop:
             raise SystemExit(self.stop)
         self.stop = 128 + number
-        if number not in (signal.SIGINT, signal.SIGTERM):  # the terminal is gone, and what is written to it would be an error
+        if number not in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # the terminal is gone, and what is written to it would be an error
             for file in (file for file in (1, 2) if os.isatty(file)):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), file)
         print("stopping after this step; once more to stop at once", file=sys.stderr)
 
-    def steps(self, dataset, batch_size: int = 0, first: int = 0, last: int = 0, rate=None, name: str = "train") -> Iterator:
-        """The batches of steps first ... last - 1 (default: the whole run) from where the run stands, each with the learning
-        rate set: rate(cfg, step - first), by default that of `learning_rate`."""
+    def steps(
+        self, dataset, batch_size: int = 0, first: int = 0, last: int = 0, rate=None, name: str = "train"
+    ) -> Iterator:
+        """The batches of steps first ... last - 1 (default: the whole run) from where the run stands, each with the
+        learning rate set: rate(cfg, step - first), by default that of `learning_rate`."""
         self.first, self.last, self.name = first, last or self.cfg.steps, name
         if self.resumed and self.resumed["step"] > first:
             load_moments(self.optimizer, self.resumed["optimizer"], self.dir / "last.pt")
@@ -520,7 +545,7 @@ class Run:
         for streams in sent_ahead(batches, self.cfg.device) if self.cfg.device.startswith("cuda") else batches:
             self.lr = (rate or learning_rate)(self.cfg, self.step - first)
             self.optimizer.param_groups[0]["lr"] = self.lr
-            smaller = len(streams[0].ids) < batch_size  # an epoch's last batch: no compiled step for it alone
+            smaller = len(streams[0].pair_ids) < batch_size  # an epoch's last batch: no compiled step for it alone
             with torch.compiler.set_stance("force_eager" if smaller else "default"):
                 yield streams
         self.bar.close()
@@ -549,14 +574,14 @@ class Run:
         stop = self.stop  # read once, after validation: a signal may come at any line
         if due or stop:
             self.save("last.pt")
-            with whole(self.dir / "curves.png") as path:
+            with atomic_write(self.dir / "curves.png") as path:
                 curves(self.dir / "log.jsonl").save(path, "PNG")
         if stop:
             raise SystemExit(stop)
 
     def mean_losses(self) -> dict[str, float]:
-        """Mean of each loss over the steps since the last line of the log that had it. FloatingPointError naming the first
-        step whose loss is not finite, with every part of it."""
+        """Mean of each loss over the steps since the last line of the log that had it. FloatingPointError naming the
+        first step whose loss is not finite, with every part of it."""
         found: dict[str, list[float]] = {}
         for step, losses in enumerate(self.losses, self.step - len(self.losses) + 1):
             values = {name: loss.item() for name, loss in losses.items()}
@@ -575,8 +600,9 @@ class Run:
             f.write(json.dumps(values) + "\n")
 
     def begin(self) -> None:
-        """Clear the folder of an older run's files; print and log what a figure of this run depends on. OSError where the disk
-        has no room for last.pt, best.pt and the checkpoint that is being written (to go on, for the last of them)."""
+        """Clear the folder of an older run's files; print and log what a figure of this run depends on. OSError where
+        the disk has no room for last.pt, best.pt and the checkpoint that is being written (to go on, for the last of
+        them)."""
         size = 3 * sum(p.nbytes for p in self.model.parameters())  # weights and Adam's two moments
         need, free = size if self.resumed else 3 * size, shutil.disk_usage(self.dir).free
         if free < need:
@@ -599,9 +625,12 @@ class Run:
         print("\n".join(f"{k}: {json.dumps(v) if isinstance(v, dict) else v}" for k, v in about.items()))
 
     def save(self, name: str) -> None:
-        """A checkpoint of this name. FloatingPointError where a weight is not finite; the older checkpoint then stays."""
+        """A checkpoint of this name. FloatingPointError where a weight is not finite; the older checkpoint then
+        stays."""
         if not all(p.isfinite().all() for p in self.model.parameters()):
-            raise FloatingPointError(f"weights are not finite after step {self.step}; {name} is untouched; try a lower --lr")
+            raise FloatingPointError(
+                f"weights are not finite after step {self.step}; {name} is untouched; try a lower --lr"
+            )
         states = {key: value for part in self.parts for key, value in part.state().items()}
         random = {"cpu": torch.get_rng_state()}  # what dropout is drawn from; the order of the data needs none
         if self.cfg.device.startswith("cuda"):
@@ -618,14 +647,14 @@ class Run:
         for part in self.parts:
             part.check_state(state)
         load_weights(self.model, state["model"], path)
-        with reading(path, ANOTHER):
+        with file_errors(path, TRAIN_FIRST):
             torch.set_rng_state(state["random"]["cpu"].cpu())
             if self.cfg.device.startswith("cuda") and "cuda" in state["random"]:
                 torch.cuda.set_rng_state(state["random"]["cuda"].cpu())
         self.step, self.best, self.worse = state["step"], state["best"], state["worse"]
         # A run that was killed has logged steps that it will now repeat, the last of them perhaps in half a line.
         kept = [line for line in log.read_text().splitlines() if logged_step(line) <= self.step]
-        with whole(log) as partial:
+        with atomic_write(log) as partial:
             partial.write_text("".join(line + "\n" for line in kept))
         return state
 
@@ -646,33 +675,17 @@ def logged_step(line: str) -> float:
 def ends() -> list[int]:
     """The signals that ask a process to end. Under nohup SIGHUP is ignored, and stays so; Windows has none."""
     hangup = getattr(signal, "SIGHUP", None)
-    return [signal.SIGINT, signal.SIGTERM] + [hangup] * (hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN)
+    return [signal.SIGINT, signal.SIGTERM] + [hangup] * (
+        hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN
+    )
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
-LOCK = ".lock"
-
-
-def lock(folder: Path) -> IO:
-    """Make the folder, and keep other processes out until the file that is returned is closed; ValueError where one has it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / LOCK, "w")
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as e:
-        raise ValueError(f"another process is at work in {folder}; wait for it, or choose another folder") from e
-    except (ImportError, OSError) as e:  # Windows, and file systems without locks
-        print(f"{folder} cannot be locked ({e}): start no second process there")
-    return file
-
-
 @contextlib.contextmanager
-def whole(path: Path, size: int = 0) -> Iterator[Path]:
-    """Gives another name to write to, which becomes `path` at the end: whenever the process dies, `path` is whole. OSError
-    where the disk is full. size: what is going to be written, in bytes."""
+def atomic_write(path: Path, size: int = 0) -> Iterator[Path]:
+    """Gives another name to write to, which becomes `path` at the end: whenever the process dies, `path` is whole.
+    OSError where the disk is full. size: what is going to be written, in bytes."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         yield partial
@@ -689,12 +702,12 @@ def save_tensors(path: Path, state: dict) -> None:
     def size(x) -> int:
         return x.nbytes if isinstance(x, Tensor) else sum(map(size, x.values())) if isinstance(x, dict) else 0
 
-    with whole(path, size(state)) as partial:
+    with atomic_write(path, size(state)) as partial:
         torch.save(state, partial)
 
 
 @contextlib.contextmanager
-def reading(path: str | Path, mend: str) -> Iterator[None]:
+def file_errors(path: str | Path, remedy: str) -> Iterator[None]:
     """Whatever the content of a file leads to in here becomes a ValueError that names the file and what to do."""
     try:
         yield
@@ -702,64 +715,39 @@ def reading(path: str | Path, mend: str) -> Iterator[None]:
         reason = f"{e}" if isinstance(e, ValueError) else f"{type(e).__name__} {e}"
         if isinstance(e, pickle.UnpicklingError):  # whose text is long and advises to execute the file
             reason = "no plain tensors"
-        raise ValueError(f"{path} cannot be used ({' '.join(reason.split())[:120]}); {mend}") from e
+        raise ValueError(f"{path} cannot be used ({' '.join(reason.split())[:120]}); {remedy}") from e
 
 
-def load_tensors(path: str | Path, shape: dict, mend: str, device: str = "cpu") -> dict:
-    """What save_tensors wrote, of a shape as check_shape has it. Nothing in the file is executed (weights_only). mend: what to
-    do where the file is missing or wrong."""
+def load_tensors(path: str | Path, remedy: str, device: str = "cpu") -> dict:
+    """The dict that save_tensors wrote. Nothing in the file is executed (weights_only). FileNotFoundError or ValueError
+    with what to do (remedy) if the file is missing or of another kind."""
     if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no file {str(path)!r}; {mend}")
-    with reading(path, mend), warnings.catch_warnings():
+        raise FileNotFoundError(f"there is no file {str(path)!r}; {remedy}")
+    with file_errors(path, remedy), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = torch.load(path, map_location=device, weights_only=True)
-        check_shape(state, shape, "content")
+        if not isinstance(state, dict):
+            raise ValueError(f"expected a dict of tensors, found {type(state).__name__}")
     return state
 
 
-def check_shape(content, shape, where: str) -> None:
-    """ValueError where the content of a file has another shape. Shapes are written as data: str is a string, (int, str) one of
-    two types, ("a", "b") one of two words, [str] a list, [str, ...] a list that is not empty, {str: int} a dict, {"a": int} a
-    dict that has a key "a" and maybe others."""
-    words = isinstance(shape, tuple) and isinstance(shape[0], str)
-    types = shape if isinstance(shape, tuple) else (type(shape) if isinstance(shape, list | dict) else shape,)
-    fits = content in shape if words else isinstance(content, types) and (type(content) is not bool or bool in types)
-    if not fits:
-        expected = " or ".join(t if words else t.__name__ for t in types)
-        raise ValueError(f"{where}: expected {expected}, found {type(content).__name__} {str(content)[:80]!r}")
-    if isinstance(shape, list):
-        if ... in shape and not content:
-            raise ValueError(f"{where}: expected a list that is not empty")
-        for n, item in enumerate(content):
-            check_shape(item, shape[0], f"{where}, item {n}")
-    elif isinstance(shape, dict):
-        for key in content if str in shape else shape:
-            if key not in content:
-                found = ", ".join(map(str, content))[:80]
-                raise ValueError(f"{where}: no key {key!r}; expected {', '.join(shape)[:80]}, found {found}")
-            check_shape(content[key], shape.get(str) or shape[key], f"{where}, {key!r}")
-
-
-CHECKPOINT = {  # what Run.save and data.Dataset.state put in
-    "model": {str: Tensor}, "optimizer": {"state": dict}, "step": int, "best": float, "worse": int, "config": dict,
-    "vocab": [str], "grid": tuple, "max_len": int, "extractor": {"name": str, "state": (dict, type(None))},
-    "random": {"cpu": Tensor},
-}  # fmt: skip
-ANOTHER = "train first, or name another checkpoint"
+CHECKPOINT = {"model", "optimizer", "step", "best", "worse", "config", "vocab", "grid", "max_len", "extractor", "random"}
+TRAIN_FIRST = "train first, or name another checkpoint"
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
-    """A checkpoint; FileNotFoundError or ValueError where there is none."""
-    state = load_tensors(path, CHECKPOINT, ANOTHER, device)
-    sizes = [state["max_len"], len(state["vocab"]), *state["grid"]]
-    if len(sizes) != 5 or not all(type(n) is int and 1 <= n <= 10**6 for n in sizes) or state["step"] < 0:
-        raise ValueError(f"{path} cannot be used (max_len, vocab and grid are {sizes}); {ANOTHER}")
+    """What Run.save wrote; FileNotFoundError or ValueError if this is no checkpoint."""
+    state = load_tensors(path, TRAIN_FIRST, device)
+    if missing := CHECKPOINT - state.keys():
+        raise ValueError(f"{path} is no checkpoint of a run: it has no {min(missing)}; {TRAIN_FIRST}")
     return state
 
 
-def load_weights(model: nn.Module, weights: dict[str, Tensor], path: str | Path, mend: str = ANOTHER) -> nn.Module:
+def load_weights(
+    model: nn.Module, weights: dict[str, Tensor], path: str | Path, remedy: str = TRAIN_FIRST
+) -> nn.Module:
     """The model with the weights that a file holds; ValueError where they do not fit, or are not finite."""
-    with reading(path, mend):
+    with file_errors(path, remedy):
         model.load_state_dict(weights)
         if bad := [name for name, x in model.state_dict().items() if not x.isfinite().all()]:
             raise ValueError(f"weights are not finite: {bad[0]}")
@@ -767,10 +755,10 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], path: str | Path,
 
 
 def load_moments(optimizer: torch.optim.Optimizer, saved: dict, path: Path) -> None:
-    """Adam's moments from a checkpoint. ValueError where one has not its parameter's shape and type: fused Adam would write
-    past its end."""
+    """Adam's moments from a checkpoint. ValueError where one has not its parameter's shape and type: fused Adam would
+    write past its end."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    with reading(path, ANOTHER):
+    with file_errors(path, TRAIN_FIRST):
         for i, moments in saved["state"].items():
             p = parameters[i]
             for name, like in {"step": torch.zeros((), device=p.device), "exp_avg": p, "exp_avg_sq": p}.items():
@@ -781,7 +769,8 @@ def load_moments(optimizer: torch.optim.Optimizer, saved: dict, path: Path) -> N
 
 
 def load_model(Model: Callable[..., nn.Module], cfg: RunConfig, path: str | Path) -> tuple[nn.Module, dict]:
-    """-> Model(cfg, words, grid, longest caption) with a checkpoint's weights, in evaluation mode; and all that it holds."""
+    """-> Model(cfg, words, grid, longest caption) with a checkpoint's weights, in evaluation mode; and all that it
+    holds."""
     state = load_checkpoint(path, cfg.device)
     model = Model(cfg, len(state["vocab"]), state["grid"], state["max_len"]).to(cfg.device)
     return load_weights(model, state["model"], path).eval(), state
@@ -811,54 +800,9 @@ def run_main(main: Callable[[], None]) -> None:
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def pair_picture(before: Image.Image, after: Image.Image, maps: dict[str, Tensor], lines: list[str], side: int = 96):
-    """One pair as a strip: before, after, then each attention map (H, W) over both, and lines of text below. -> PIL image.
-    The maps named "before" and "after" are drawn over their own picture only."""
-    font = ImageFont.load_default(11)
-    pictures = [im.convert("RGB").resize((side, side), Image.Resampling.LANCZOS) for im in (before, after)]
-    for name, heat in maps.items():
-        heat = heat.float().cpu() / heat.max().clamp(min=1e-12).item()
-        heat = F.interpolate(heat[None, None], (side, side), mode="bilinear", align_corners=False)[0, 0]
-        mask = Image.fromarray((heat * 255).byte().numpy())
-        for im in {"before": pictures[:1], "after": pictures[1:2]}.get(name, pictures[:2]):
-            shaded = Image.composite(im, Image.blend(im, Image.new("RGB", im.size), 0.7), mask)
-            ImageDraw.Draw(shaded).text((2, 1), name, fill="white", font=font)
-            pictures.append(shaded)
-    page = tiled(pictures, 4, 3)
-    rows = [row for line in lines for row in textwrap.wrap(line, page.width // 6) or [""]]
-    strip = Image.new("RGB", (page.width, page.height + 14 * len(rows) + 3), "white")
-    strip.paste(page)
-    for i, row in enumerate(rows):
-        ImageDraw.Draw(strip).text((1, page.height - 1 + 14 * i), row, fill="black", font=font)
-    return strip
-
-
-def tiled(pictures: list[Image.Image], columns: int, gap: int) -> Image.Image:
-    """Pictures in rows on a white page, all in cells of the same size. -> PIL image."""
-    width, height = max(im.width for im in pictures) + gap, max(im.height for im in pictures) + gap
-    page = Image.new("RGB", (columns * width - gap, -(-len(pictures) // columns) * height), "white")
-    for i, im in enumerate(pictures):
-        page.paste(im, (i % columns * width, i // columns * height))
-    return page
-
-
-def sample_sheet(dataset, split: str, captions: dict[str, str], maps: dict, notes: dict[str, list[str]]) -> Image.Image:
-    """A column for every kind of change: a dozen pairs each with attention, reference and caption. -> PIL image.
-
-    By pair id: captions, maps (name -> (H, W)), notes (further lines, may lack pairs). dataset: has examples and images, as
-    data.Dataset."""
-    columns = []
-    for kind, pairs in dataset.examples(split, 12).items():
-        columns.append([])
-        for p in pairs:
-            lines = [kind, f"reference: {p.captions[0]}", f"generated: {captions[p.id]}", *notes.get(p.id, [])]
-            columns[-1].append(pair_picture(*dataset.images(p), maps[p.id], lines))
-    rows = itertools.zip_longest(*columns, fillvalue=Image.new("RGB", (1, 1), "white"))
-    return tiled([strip for row in rows for strip in row], len(columns), 12)
-
-
 def curves(log: Path) -> Image.Image:
-    """A panel for every loss (on a logarithmic axis) and every validation score of a log.jsonl, over steps. -> PIL image."""
+    """A panel for every loss (on a logarithmic axis) and every validation score of a log.jsonl, over steps. -> PIL
+    image."""
     series: dict[str, list[tuple[int, float]]] = {}
     for line in map(json.loads, log.read_text().splitlines()):
         title = {"train": "loss", "eval": "validation"}.get(line["event"])
@@ -880,4 +824,7 @@ def curves(log: Path) -> Image.Image:
             draw.circle(point, 1.5, fill="black")
         draw.text((10, 5), f"{name}{' (log)' * logarithmic}", fill="black", font=font)
         draw.text((10, 127), f"{min(values):.4g} to {max(values):.4g}, last {values[-1]:.4g}", fill="gray", font=font)
-    return tiled(panels, 4, 0)
+    page = Image.new("RGB", (4 * 230, -(-len(panels) // 4) * 150), "white")
+    for i, panel in enumerate(panels):
+        page.paste(panel, (i % 4 * 230, i // 4 * 150))
+    return page

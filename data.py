@@ -5,9 +5,9 @@
     python data.py clevr_change --data_dir D --check  what is there, missing or corrupt
     python data.py score --predictions P --references R
 
-A data set is a folder in its authors' release layout; `load` reads it into a Dataset, whose batches feed any method. There
-are mini (embedded), clevr_change, clevr_dc, spot_the_diff, image_editing_request, levir_cc, birds_to_words, cub, nabirds, and
-pairs (your own); each is a reader and a row of the table DATASETS.
+A data set is a folder in its authors' release layout; `load` reads it into a Dataset, whose batches feed any method.
+There are mini (embedded), clevr_change, clevr_dc, spot_the_diff, image_editing_request, levir_cc, birds_to_words, cub,
+nabirds, and pairs (your own); each is a reader and a row of the table DATASETS.
 A feature file (features.h5; another extractor's has a name of its own) and a vocabulary (vocab.json) are added to the
 folder. Nothing is downloaded at import.
 """
@@ -26,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -33,38 +34,33 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
-
-from common import (
-    END,
-    LOCK,
-    NULL,
-    START,
-    UNK,
-    Parser,
-    check_shape,
-    load_tensors,
-    load_weights,
-    lock,
-    pair_picture,
-    reading,
-    run_main,
-    sample_sheet,
-    save_tensors,
-    usable_device,
-    whole,
-)
+from typing import IO, Literal
 
 import h5py
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torchvision.models import ResNet101_Weights, resnet101
 from torchvision.ops import Conv2dNormActivation, box_convert, box_iou
 from tqdm import tqdm
+
+from common import (
+    END,
+    NULL,
+    START,
+    UNK,
+    Parser,
+    atomic_write,
+    file_errors,
+    load_tensors,
+    load_weights,
+    run_main,
+    save_tensors,
+    usable_device,
+)
 
 SPLITS = ("train", "val", "test")
 EMBEDDED = ("mini",)  # rendered here, with features of a small CNN; what is in every scene is known
@@ -77,8 +73,8 @@ SPECIAL = ["<NULL>", "<UNK>", "<START>", "<END>"]
 
 
 def tokenize(caption: str) -> list[str]:
-    """The field's rule for its vocabularies: ';' and ',' stand alone, '?' and '.' go, split at single blanks, case kept.
-    Double or outer blanks give empty words; published vocabulary sizes count them, so they stay."""
+    """The field's rule for its vocabularies: ';' and ',' stand alone, '?' and '.' go, split at single blanks, case
+    kept. Double or outer blanks give empty words; published vocabulary sizes count them, so they stay."""
     for mark in ";,":
         caption = caption.replace(mark, f" {mark}")
     return caption.replace("?", "").replace(".", "").split(" ")
@@ -93,16 +89,20 @@ class Vocab:
     """Words <-> ids: the four special ids, then the words of the training captions in codepoint order. `tokenizer` cuts
     captions into words, of which the first `max_words` are read (None: all)."""
 
-    def __init__(self, words: list[str], tokenizer: Callable[[str], list[str]] = tokenize, max_words: int | None = None):
+    def __init__(
+        self, words: list[str], tokenizer: Callable[[str], list[str]] = tokenize, max_words: int | None = None
+    ):
         if words[: len(SPECIAL)] != SPECIAL:
             raise ValueError(f"vocabulary must begin with {' '.join(SPECIAL)}")
         if len(words) == len(SPECIAL):
             raise ValueError("the vocabulary has no words; add captions, or lower the data set's min_count in DATASETS")
-        self.words, self.ids = words, {w: i for i, w in enumerate(words)}
+        self.words, self.index = words, {w: i for i, w in enumerate(words)}
         self.tokenizer, self.max_words = tokenizer, max_words
 
     @classmethod
-    def of(cls, captions: Iterable[str], min_count: int = 1, tokenizer: Callable = tokenize, max_words: int | None = None):
+    def of(
+        cls, captions: Iterable[str], min_count: int = 1, tokenizer: Callable = tokenize, max_words: int | None = None
+    ):
         """Of the words that occur in the captions at least `min_count` times."""
         counts = Counter(word for caption in captions for word in tokenizer(caption))
         return cls(SPECIAL + sorted(w for w, n in counts.items() if n >= min_count), tokenizer, max_words)
@@ -116,7 +116,7 @@ class Vocab:
 
     def encode(self, caption: str, length: int) -> list[int]:
         """START, words, END, then NULL up to `length`; words that are not in the vocabulary become UNK."""
-        ids = [START, *(self.ids.get(w, UNK) for w in self.split(caption)), END]
+        ids = [START, *(self.index.get(w, UNK) for w in self.split(caption)), END]
         if len(ids) > length:
             raise ValueError(f"caption of {len(ids)} ids (with START and END), longer than {length}: {caption!r}")
         return ids + [NULL] * (length - len(ids))
@@ -132,8 +132,8 @@ class Vocab:
 
 @dataclass
 class Pair:
-    """Two images and their captions. `before` and `after` are image names; `id` is the name in result files. Captions of
-    single images (CUB, NABirds) are pairs whose `after` is None."""
+    """Two images and their captions. `before` and `after` are image names; `id` is the name in result files. Captions
+    of single images (CUB, NABirds) are pairs whose `after` is None."""
 
     id: str
     before: str
@@ -143,8 +143,8 @@ class Pair:
 
 @dataclass
 class Scene:
-    """The pairs that always train together: CLEVR-Change's changed and distractor pair, else one pair. `swapped` are the
-    same pairs with the other of two equivalent "before" images."""
+    """The pairs that always train together: CLEVR-Change's changed and distractor pair, else one pair. `swapped` are
+    the same pairs with the other of two equivalent "before" images."""
 
     pairs: tuple[Pair, ...]
     swapped: tuple[Pair, ...] | None = None
@@ -161,20 +161,68 @@ class Release:
     paths: dict[str, Path]  # image name -> file
     # pair id -> the changed object's box [x, y, w, h] in pixels, before and after; None where it is not in the image
     boxes: dict[str, tuple[list | None, list | None]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # what to know of this copy, such as missing pairs; said once by load
+    notes: list[str] = field(
+        default_factory=list
+    )  # what to know of this copy, such as missing pairs; said once by load
 
 
-def of_single_pairs(pairs: dict[str, list[Pair]], folder: Path, kinds: dict | None = None, notes: tuple = ()) -> Release:
-    """A release of one pair a scene, from the pairs of each split and the folder that image names are relative to. Each kind
-    of change is scored apart. ValueError where a split that is given has no pair, or a pair no caption."""
+def of_single_pairs(
+    pairs: dict[str, list[Pair]], folder: Path, kinds: dict | None = None, notes: tuple = ()
+) -> Release:
+    """A release of one pair a scene, from the pairs of each split and the folder that image names are relative to. Each
+    kind of change is scored apart. ValueError where a split that is given has no pair, or a pair no caption."""
     for split, of_split in pairs.items():
         if not of_split:
             raise ValueError("; ".join([f"{folder}: no pairs in {split}", *notes]))
         if uncaptioned := [p.id for p in of_split if not p.captions]:
             raise ValueError(f"{folder}: no captions for {uncaptioned[0]}")
-    paths = {name: folder / name for of_split in pairs.values() for p in of_split for name in (p.before, p.after) if name}
+    paths = {
+        name: folder / name for of_split in pairs.values() for p in of_split for name in (p.before, p.after) if name
+    }
     scenes = {split: [Scene((p,)) for p in pairs.get(split, ())] for split in SPLITS}
     return Release(scenes, kinds or {}, kinds or {}, {}, paths, notes=[*notes])
+
+
+LOCK = ".lock"
+
+
+def lock(folder: Path) -> IO:
+    """Make the folder, and keep other processes out until the file that is returned is closed; ValueError where one has
+    it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / LOCK, "w")
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        raise ValueError(f"another process is at work in {folder}; wait for it, or choose another folder") from e
+    except (ImportError, OSError) as e:  # Windows, and file systems without locks
+        print(f"{folder} cannot be locked ({e}): start no second process there")
+    return file
+
+
+def check_shape(content, shape, where: str) -> None:
+    """ValueError where the content of a file has another shape. Shapes are written as data: str is a string, (int, str)
+    one of two types, ("a", "b") one of two words, [str] a list, [str, ...] a list that is not empty, {str: int} a dict,
+    {"a": int} a dict that has a key "a" and maybe others."""
+    words = isinstance(shape, tuple) and isinstance(shape[0], str)
+    types = shape if isinstance(shape, tuple) else (type(shape) if isinstance(shape, list | dict) else shape,)
+    fits = content in shape if words else isinstance(content, types) and (type(content) is not bool or bool in types)
+    if not fits:
+        expected = " or ".join(t if words else t.__name__ for t in types)
+        raise ValueError(f"{where}: expected {expected}, found {type(content).__name__} {str(content)[:80]!r}")
+    if isinstance(shape, list):
+        if ... in shape and not content:
+            raise ValueError(f"{where}: expected a list that is not empty")
+        for n, item in enumerate(content):
+            check_shape(item, shape[0], f"{where}, item {n}")
+    elif isinstance(shape, dict):
+        for key in content if str in shape else shape:
+            if key not in content:
+                found = ", ".join(map(str, content))[:80]
+                raise ValueError(f"{where}: no key {key!r}; expected {', '.join(shape)[:80]}, found {found}")
+            check_shape(content[key], shape.get(str) or shape[key], f"{where}, {key!r}")
 
 
 def read_json(path: Path, shape=dict):
@@ -189,7 +237,7 @@ def read_json(path: Path, shape=dict):
 
 def read_table(path: Path, shape: dict[str, type], **dialect) -> list[dict]:
     """The rows of a CSV file with a header, each of a shape, see check_shape. dialect: csv.DictReader's."""
-    with open(path, encoding="utf-8-sig", newline="") as f, reading(path, "correct it"):
+    with open(path, encoding="utf-8-sig", newline="") as f, file_errors(path, "correct it"):
         rows = list(csv.DictReader(f, **dialect))
     check_shape(rows, [shape], f"{path}")
     return rows
@@ -198,7 +246,7 @@ def read_table(path: Path, shape: dict[str, type], **dialect) -> list[dict]:
 def read_columns(path: Path) -> dict[str, str]:
     """The lines of a text file: the first word -> the others."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    with reading(path, "expected two columns"):
+    with file_errors(path, "expected two columns"):
         return dict(line.split(maxsplit=1) for line in lines if line.strip())
 
 
@@ -212,9 +260,10 @@ CLEVR_FOLDERS = {"default": "images", "semantic": "sc_images", "nonsemantic": "n
 
 def read_clevr_change(root: Path) -> Release:
     """CLEVR-Change's layout (Park et al., ICCV 2019), which mini shares: images/, sc_images/, nsc_images/, splits.json,
-    type_mapping.json, change_captions.json, no_change_captions.json; for the view rows change_captions_by_IOU.json, for the
-    pointing game change_captions_with_bbox.json. Captions are keyed by the default image. In mini the distractor image has
-    change captions too, as its camera sees the change: the training swap of the two images then uses those."""
+    type_mapping.json, change_captions.json, no_change_captions.json; for the view rows change_captions_by_IOU.json, for
+    the pointing game change_captions_with_bbox.json. Captions are keyed by the default image. In mini the distractor
+    image has change captions too, as its camera sees the change: the training swap of the two images then uses
+    those."""
     splits = read_json(root / "splits.json", SPLIT_IDS)
     captioned = {f"CLEVR_default_{number:06d}.png": [str, ...] for split in SPLITS for number in splits[split]}
     change, same = (read_json(root / f"{name}_captions.json", captioned) for name in ("change", "no_change"))
@@ -245,9 +294,10 @@ def read_clevr_change(root: Path) -> Release:
 
 
 def read_by_number(file: Path, shape) -> dict:
-    """A JSON object by numbers of scenes, "12" -> the same by pair ids, "000012.png"; empty where there is no such file."""
+    """A JSON object by numbers of scenes, "12" -> the same by pair ids, "000012.png"; empty where there is no such
+    file."""
     content = read_json(file, {str: shape}) if file.exists() else {}
-    with reading(file, "expected numbers of scenes as keys"):
+    with file_errors(file, "expected numbers of scenes as keys"):
         return {f"{int(number):06d}.png": value for number, value in content.items()}
 
 
@@ -255,8 +305,8 @@ DC_KINDS = ("color", "texture", "add", "remove", "move", "no change")
 
 
 def read_clevr_dc(root: Path) -> Release:
-    """CLEVR-DC (Kim et al., ICCV 2021): bef/ and aft/<id>.png, captions.json, split.json. No file says the kind of change. Ids
-    come in six blocks of equal length, taken to be in the order in which the authors list their changes."""
+    """CLEVR-DC (Kim et al., ICCV 2021): bef/ and aft/<id>.png, captions.json, split.json. No file says the kind of
+    change. Ids come in six blocks of equal length, taken to be in the order in which the authors list their changes."""
     splits = read_json(root / "split.json", SPLIT_IDS)
     ids = [i for split in SPLITS for i in splits[split]]
     texts, pairs, kinds = read_json(root / "captions.json", {str(i): [str, ...] for i in ids}), {}, {}
@@ -270,8 +320,8 @@ def read_clevr_dc(root: Path) -> Release:
 
 def read_spot_the_diff(root: Path) -> Release:
     """Spot-the-Diff (Jhamtani and Berg-Kirkpatrick, EMNLP 2018): annotations/<split>.json, resized_images/<id>.png and
-    <id>_2.png. The rows of an id (annotators) are one pair. Each sentence is a caption, empty ones (66) too, since published
-    vocabularies and scores count them."""
+    <id>_2.png. The rows of an id (annotators) are one pair. Each sentence is a caption, empty ones (66) too, since
+    published vocabularies and scores count them."""
     pairs = {}
     for split in SPLITS:
         texts: dict[str, list[str]] = {}
@@ -282,8 +332,8 @@ def read_spot_the_diff(root: Path) -> Release:
 
 
 def read_image_editing(root: Path) -> Release:
-    """Image Editing Request (Tan et al., ACL 2019): {train,valid,test}.json, and the pictures in images/ or beside them. Items
-    with the same two images stay several, some of them in two splits."""
+    """Image Editing Request (Tan et al., ACL 2019): {train,valid,test}.json, and the pictures in images/ or beside
+    them. Items with the same two images stay several, some of them in two splits."""
     pairs, shape = {}, [{"uid": (str, int), "img0": str, "img1": str, "sents": [str, ...]}]
     for split, file in (("train", "train.json"), ("val", "valid.json"), ("test", "test.json")):
         rows = read_json(root / file, shape)
@@ -297,8 +347,8 @@ LEVIR_SAME = ("the scene is the same as before", "there is no difference", "the 
 
 
 def read_levir_cc(root: Path) -> Release:
-    """LEVIR-CC (Liu et al., TGRS 2022): LevirCCcaptions.json and images/<split>/A (before) and B (after). Captions are the
-    file's own tokens; empty ones go. `changeflag` marks changed pairs; where it is absent, LEVIR_SAME does."""
+    """LEVIR-CC (Liu et al., TGRS 2022): LevirCCcaptions.json and images/<split>/A (before) and B (after). Captions are
+    the file's own tokens; empty ones go. `changeflag` marks changed pairs; where it is absent, LEVIR_SAME does."""
     shape = {"filename": str, "split": SPLITS, "sentences": [{"tokens": [str]}, ...]}
     pairs, kinds = {split: [] for split in SPLITS}, {"change": set(), "no change": set()}
     for row in read_json(root / "LevirCCcaptions.json", {"images": [shape]})["images"]:
@@ -318,15 +368,17 @@ def birds_rows(root: Path) -> list[dict]:
 
 
 def photo_file(url: str) -> str:
-    """<photo id>.jpg of an iNaturalist address (.../photos/<photo id>/large.jpg?...), of another one all its letters."""
+    """<photo id>.jpg of an iNaturalist address (.../photos/<photo id>/large.jpg?...), of another one all its
+    letters."""
     number = re.search(r"/photos/(\d+)", url)
     return f"{number[1] if number else re.sub('[^A-Za-z0-9]+', '-', url)}.jpg"
 
 
 def read_birds_to_words(root: Path) -> Release:
-    """Birds-to-Words (Forbes et al., EMNLP 2019): birds-to-words-v1.0.tsv, and images/<photo id>.jpg, which everyone has
-    to fetch from iNaturalist; the manifest lists them. Pairs without both photographs are left out. Rows with the same split
-    and addresses are one pair. The metrics of this data set read lower-case words and signs, so captions are these."""
+    """Birds-to-Words (Forbes et al., EMNLP 2019): birds-to-words-v1.0.tsv, and images/<photo id>.jpg, which everyone
+    has to fetch from iNaturalist; the manifest lists them. Pairs without both photographs are left out. Rows with the
+    same split and addresses are one pair. The metrics of this data set read lower-case words and signs, so captions are
+    these."""
     texts: dict[tuple, list[str]] = {}
     for row in birds_rows(root):
         key = (row["split"], photo_file(row["img1ImgURL"]), photo_file(row["img2ImgURL"]))
@@ -351,9 +403,9 @@ def write_manifest(root: Path) -> None:
 
 
 def read_cub(root: Path) -> Release:
-    """CUB-200-2011 (images.txt, images/<class>/<name>.jpg) with the ten captions of Reed et al. (CVPR 2016) for each image,
-    text_c10/<class>/<name>.txt, split by class as there: trainvalclasses.txt to train, testclasses.txt to validate (no
-    test). Single images: `after` is None."""
+    """CUB-200-2011 (images.txt, images/<class>/<name>.jpg) with the ten captions of Reed et al. (CVPR 2016) for each
+    image, text_c10/<class>/<name>.txt, split by class as there: trainvalclasses.txt to train, testclasses.txt to
+    validate (no test). Single images: `after` is None."""
     pairs, split_of = {"train": [], "val": []}, {}
     for split, file in (("train", "trainvalclasses.txt"), ("val", "testclasses.txt")):
         split_of |= dict.fromkeys((root / file).read_text(encoding="utf-8").split(), split)
@@ -368,8 +420,8 @@ def read_cub(root: Path) -> Release:
 
 
 def read_nabirds(root: Path) -> Release:
-    """NABirds' official train and test images: single images whose caption is their class, one of those that images have (the
-    hierarchy's 555 leaves). Image ids are written with dashes, file names without: images.txt has both."""
+    """NABirds' official train and test images: single images whose caption is their class, one of those that images
+    have (the hierarchy's 555 leaves). Image ids are written with dashes, file names without: images.txt has both."""
     images, classes, in_train, names = (
         read_columns(root / f"{file}.txt") for file in ("images", "image_class_labels", "train_test_split", "classes"))
     check_shape(classes, dict.fromkeys(images, str), f"{root / 'image_class_labels.txt'}")
@@ -381,15 +433,15 @@ def read_nabirds(root: Path) -> Release:
 
 
 def read_idc_repack(root: Path) -> Release:
-    """Birds-to-Words, CUB or NABirds as IDC's authors repack them (Yao et al., AAAI 2022): pickled features without pictures,
-    and {train,val,test}.json of JSON lines. A line has one image or two, and the words of a caption or of several; that of
-    NABirds has the classes of two single images."""
+    """Birds-to-Words, CUB or NABirds as IDC's authors repack them (Yao et al., AAAI 2022): pickled features without
+    pictures, and {train,val,test}.json of JSON lines. A line has one image or two, and the words of a caption or of
+    several; that of NABirds has the classes of two single images."""
     texts: dict[tuple, list[str]] = {}  # (split, before, after) -> captions
     split_of: dict[str, str] = {}  # image with a class -> the first split that has it
     for path in (root / f"{split}.json" for split in SPLITS):
         lines = path.read_bytes().splitlines() if path.exists() else []  # CUB and NABirds have no test.json
         for n, line in enumerate(lines, 1):
-            with reading(f"{path}, line {n}", "fetch it again"):
+            with file_errors(f"{path}, line {n}", "fetch it again"):
                 row = json.loads(line)
                 images = [row["img"]] if "img" in row else [row["img1"], row["img2"]]
                 names = [re.sub(r"\.(jpg|png)$", "", image) + ".jpg" for image in images]
@@ -408,9 +460,9 @@ def read_idc_repack(root: Path) -> Release:
 
 
 def read_pairs(root: Path) -> Release:
-    """Your own pairs: pairs.csv with the columns before, after, captions, split, or pairs.json, a list of objects with the
-    same keys. Paths are relative to the folder. A pair with several captions has a list (JSON), or the signs | between
-    them, or several rows. A column or key `id`, if there is one, names the pair in result files."""
+    """Your own pairs: pairs.csv with the columns before, after, captions, split, or pairs.json, a list of objects with
+    the same keys. Paths are relative to the folder. A pair with several captions has a list (JSON), or the signs |
+    between them, or several rows. A column or key `id`, if there is one, names the pair in result files."""
     file = root / "pairs.json" if (root / "pairs.json").exists() else root / "pairs.csv"
     shape = {"before": str, "after": str, "captions": (str, list), "split": SPLITS}
     pairs = {split: {} for split in SPLITS}
@@ -424,7 +476,9 @@ def read_pairs(root: Path) -> Release:
         name = str(row.get("id") or f"{before} {after}")
         pair = pairs[row["split"]].setdefault(name, Pair(name, before, after, []))
         if (pair.before, pair.after) != (before, after):
-            raise ValueError(f"{file}: id {name} is of {pair.before}, {pair.after} and of {before}, {after}; expected one")
+            raise ValueError(
+                f"{file}: id {name} is of {pair.before}, {pair.after} and of {before}, {after}; expected one"
+            )
         pair.captions.extend(captions)
     return of_single_pairs({split: list(of_split.values()) for split, of_split in pairs.items()}, root)
 
@@ -442,7 +496,8 @@ class Source:
     min_count: int = 1  # how often a word must occur to be in the vocabulary
     vocab_splits: tuple[str, ...] = ("train",)  # the splits whose captions the field counts
     max_words: int | None = None  # where the field cuts captions; None: nowhere
-    # How captions become words for the metrics: PTB tokenizer; at blanks; at blanks, all words out of vocabulary as one.
+    # How captions become words for the metrics: PTB tokenizer; at blanks; at blanks, all words out of vocabulary as
+    # one.
     tokens: Literal["ptb", "split", "ids"] = "ptb"
     same: tuple[str, ...] = ()  # the field's sentences for "nothing changed"; none: those of training pairs
     # Published counts, for --check: scenes a split, types of change, words with the four special ids.
@@ -491,8 +546,8 @@ def read_release(name: str, root: Path) -> Release:
 # ---- pictures and features -------------------------------------------------------------------------------------------
 
 def read_image(path: str | Path) -> Image.Image:
-    """Any image file as RGB, known by its content and not by its name (first frame of an animation); ValueError naming the
-    file where it is none."""
+    """Any image file as RGB, known by its content and not by its name (first frame of an animation); ValueError naming
+    the file where it is none."""
     Image.MAX_IMAGE_PIXELS = 5 * 10**7  # Pillow refuses pictures of twice as many
     try:
         with Image.open(path) as im:
@@ -529,12 +584,18 @@ def preprocess_imagenet(image: Image.Image, side: int = 224) -> Tensor:
 
 def preprocess_mini(image: Image.Image) -> Tensor:
     """-> (3, 64, 64) in -1 ... 1."""
-    return torch.from_numpy(np.array(image.resize((64, 64), Image.Resampling.BICUBIC))).permute(2, 0, 1).float() / 127.5 - 1
+    return (
+        torch.from_numpy(np.array(image.resize((64, 64), Image.Resampling.BICUBIC))).permute(2, 0, 1).float() / 127.5
+        - 1
+    )
 
 
 RESNETS = {  # extractor -> its preprocessing, in words and as a function
     "resnet101-layer3": (RESNET_PREPROCESSING, preprocess_resnet),  # (1024, 14, 14)
-    "resnet101-layer3-256": (IMAGENET_PREPROCESSING.replace("224x224", "256x256"), partial(preprocess_imagenet, side=256)),
+    "resnet101-layer3-256": (
+        IMAGENET_PREPROCESSING.replace("224x224", "256x256"),
+        partial(preprocess_imagenet, side=256),
+    ),
     "resnet101-layer4": (IMAGENET_PREPROCESSING, preprocess_imagenet),  # (2048, 7, 7)
 }
 
@@ -565,21 +626,26 @@ class Extractor:
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for x in prefetch(read(paths[i : i + batch]) for i in range(0, len(paths), batch)):
-                with torch.inference_mode(), torch.autocast("cuda", torch.float16, enabled=self.device.startswith("cuda")):
+                with (
+                    torch.inference_mode(),
+                    torch.autocast("cuda", torch.float16, enabled=self.device.startswith("cuda")),
+                ):
                     x = self.net(x.to(self.device, memory_format=torch.channels_last)).half().cpu().contiguous()
                 yield x
 
 
 def resnet101_grid(name: str, pretrained: bool = True) -> nn.Module:
     """torchvision's ResNet-101 up to the layer in `name`: (n, 3, 224, 224) -> (n, 1024, 14, 14) or (n, 2048, 7, 7); the
-    16 x 16 cells that layer 3 makes of 256 x 256 are averaged to 14 x 14. pretrained: with the ImageNet weights that the
-    papers used (IMAGENET1K_V1), fetched by torchvision on first use."""
+    16 x 16 cells that layer 3 makes of 256 x 256 are averaged to 14 x 14. pretrained: with the ImageNet weights that
+    the papers used (IMAGENET1K_V1), fetched by torchvision on first use."""
     weights = ResNet101_Weights.IMAGENET1K_V1
     try:
         net = resnet101(weights=weights if pretrained else None)
     except OSError as e:
         cache = f"{torch.hub.get_dir()}/checkpoints"
-        raise OSError(f"ImageNet weights of ResNet-101 could not be fetched ({e}); put {weights.url} into {cache}") from e
+        raise OSError(
+            f"ImageNet weights of ResNet-101 could not be fetched ({e}); put {weights.url} into {cache}"
+        ) from e
     grid = nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool, net.layer1, net.layer2, net.layer3)
     if name == "resnet101-layer4":
         grid.append(net.layer4)
@@ -589,11 +655,14 @@ def resnet101_grid(name: str, pretrained: bool = True) -> nn.Module:
 
 
 def unfinished(path: Path, names: list[str], about: dict[str, str]) -> int:
-    """How many images of `names` an interrupted write_features has left in path.partial. 0 where there are none, or where they
-    are of other images or made otherwise."""
+    """How many images of `names` an interrupted write_features has left in path.partial. 0 where there are none, or
+    where they are of other images or made otherwise."""
     partial, done = path.with_suffix(".partial"), 0
     if partial.exists():
-        with contextlib.suppress(OSError, KeyError, RuntimeError), h5py.File(partial) as f:  # killed before the first block
+        with (
+            contextlib.suppress(OSError, KeyError, RuntimeError),
+            h5py.File(partial) as f,
+        ):  # killed before the first block
             if dict(f.attrs) == about and f["image_ids"].asstr()[:].tolist() == names:
                 done = int(f["done"][()])
         print(f"{partial}: going on after {done} of {len(names)} images")
@@ -602,9 +671,10 @@ def unfinished(path: Path, names: list[str], about: dict[str, str]) -> int:
 
 def write_features(path: Path, names: list[str], blocks: Iterable[np.ndarray], extractor: str, preprocessing: str,
                    dataset: str = "", start: int = 0) -> None:  # fmt: skip
-    """One feature file: `features` (n, C, H, W) float16 in one piece, `image_ids` (n,), how many are `done`, and attributes
-    `extractor`, `preprocessing` and `dataset`. `blocks` gives arrays (b, C, H, W) in the order of names, from image `start`
-    on. It grows as path.partial, where `unfinished` finds the next `start`, and gets its name when it is whole."""
+    """One feature file: `features` (n, C, H, W) float16 in one piece, `image_ids` (n,), how many are `done`, and
+    attributes `extractor`, `preprocessing` and `dataset`. `blocks` gives arrays (b, C, H, W) in the order of names,
+    from image `start` on. It grows as path.partial, where `unfinished` finds the next `start`, and gets its name when
+    it is whole."""
     partial, done = path.with_suffix(".partial"), start
     with h5py.File(partial, "r+" if start else "w") as f, \
             tqdm(total=len(names), initial=start, desc="features", unit="image", disable=None) as bar:  # fmt: skip
@@ -614,7 +684,9 @@ def write_features(path: Path, names: list[str], blocks: Iterable[np.ndarray], e
                 f["image_ids"], f["done"] = names, 0
                 f.create_dataset("features", (len(names), *block.shape[1:]), "float16", fill_time="never")
             if block.shape[1:] != f["features"].shape[1:]:
-                raise ValueError(f"features of {names[done]!r} have shape {block.shape[1:]}, others {f['features'].shape[1:]}")
+                raise ValueError(
+                    f"features of {names[done]!r} have shape {block.shape[1:]}, others {f['features'].shape[1:]}"
+                )
             if not np.abs(block).max() <= np.finfo(np.float16).max:  # so NaN is refused, too
                 raise ValueError(f"features of {names[done]!r} or of an image soon after are not finite in float16")
             f["features"][done : done + len(block)] = block.astype(np.float16)
@@ -629,20 +701,28 @@ def write_features(path: Path, names: list[str], blocks: Iterable[np.ndarray], e
 
 
 class Features:
-    """A feature file, checked. Its rows are read by image name: from the file, of which the system keeps in memory what it
-    can, or from the GPU, where `move_to` puts them."""
+    """A feature file, checked. Its rows are read by image name: from the file, of which the system keeps in memory what
+    it can, or from the GPU, where `move_to` puts them."""
 
     def __init__(self, path: Path, prepare: str):
         if not path.exists():
             raise FileNotFoundError(f"no features at {path}; run: {prepare}")
-        self.path, self.mend = path, f"remove it and run: {prepare}"
-        with reading(path, self.mend), h5py.File(path) as f:
+        self.path, self.remedy = path, f"remove it and run: {prepare}"
+        with file_errors(path, self.remedy), h5py.File(path) as f:
             table, ids = f["features"], f["image_ids"].asstr()[:]
             self.extractor, self.preprocessing = f.attrs["extractor"], f.attrs["preprocessing"]
             self.dataset, self.row = f.attrs.get("dataset", ""), {name: i for i, name in enumerate(ids)}
             shape, kind, offset, count = table.shape, table.dtype, table.id.get_offset(), len(self.row)
-            if len(shape) != 4 or shape[1] < max(shape[2:]) or kind != np.float16 or count != shape[0] or offset is None:
-                raise ValueError(f"expected float16 (n, C, H, W) in one piece and n ids, found {kind} {shape} and {count} ids")
+            if (
+                len(shape) != 4
+                or shape[1] < max(shape[2:])
+                or kind != np.float16
+                or count != shape[0]
+                or offset is None
+            ):
+                raise ValueError(
+                    f"expected float16 (n, C, H, W) in one piece and n ids, found {kind} {shape} and {count} ids"
+                )
         self.data, self.gpu = np.memmap(path, kind, "r", offset, shape), None
 
     def move_to(self, where: str, device: str) -> str:
@@ -658,7 +738,8 @@ class Features:
         return f"features: {chosen} ({self.data.nbytes / 1e9:.2f} GB); override with --features"
 
     def rows(self, names: list[str]) -> Tensor:
-        """-> (n, C, H, W) float16 on the GPU, or in RAM (page-locked where there is a GPU, for a copy that does not wait)."""
+        """-> (n, C, H, W) float16 on the GPU, or in RAM (page-locked where there is a GPU, for a copy that does not
+        wait)."""
         index = [self.row[name] for name in names]
         if self.gpu is not None:
             return self.gpu[torch.tensor(index, device=self.gpu.device)]
@@ -668,7 +749,7 @@ class Features:
     def require(self, names: Iterable[str]) -> None:
         """ValueError where features of any image are missing."""
         if absent := sorted(n for n in names if n not in self.row):
-            raise ValueError(f"{self.path}: no features for {absent[0]} and {len(absent) - 1} more; {self.mend}")
+            raise ValueError(f"{self.path}: no features for {absent[0]} and {len(absent) - 1} more; {self.remedy}")
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -681,9 +762,11 @@ class Batch:
     before: Tensor  # (B, C, H, W)
     after: Tensor  # (B, C, H, W); zeros where `single`
     caption: Tensor  # (B, V) ids: START, words, END, NULL ...
-    ids: list[str]  # B pair ids
+    pair_ids: list[str]  # B pair ids
     texts: list[str]  # B captions as they were written
-    images: list[tuple[str, str]] = field(default_factory=list)  # B names of "before" and "after"; an id may have two pairs
+    images: list[tuple[str, str]] = field(
+        default_factory=list
+    )  # B names of "before" and "after"; an id may have two pairs
     single: bool = False  # captions of single images: there is no "after"
 
     def to(self, device: str) -> "Batch":
@@ -707,9 +790,13 @@ class Dataset:
         self.name, self.root, self.vocab, self.features = name, root, vocab, features
         self.scenes, self.kinds, self.paths, self.release = release.scenes, release.kinds, release.paths, release
         self.grid = features.data.shape[1:]  # C, H, W
-        scenes = [pairs for of_split in self.scenes.values() for s in of_split for pairs in (s.pairs, s.swapped) if pairs]
+        scenes = [
+            pairs for of_split in self.scenes.values() for s in of_split for pairs in (s.pairs, s.swapped) if pairs
+        ]
         # Longest caption with START and END of a scene's first pairs and of its second: a distractor's words are fewer.
-        self.lengths = [2 + max(len(vocab.split(c)) for p in pairs for c in p.captions) for pairs in zip(*scenes, strict=True)]
+        self.lengths = [
+            2 + max(len(vocab.split(c)) for p in pairs for c in p.captions) for pairs in zip(*scenes, strict=True)
+        ]
         self.max_len = max(self.lengths)
         features.require({name for pairs in scenes for p in pairs for name in (p.before, p.after) if name})
 
@@ -749,8 +836,8 @@ class Dataset:
 
     def batch(self, pairs: list[Pair], captions: list[str] | None = None, length: int = 0,
               other: Batch | None = None) -> Batch:  # fmt: skip
-        """Pairs with one caption each (default: their first), padded to `length` ids (default: the longest there is). Of
-        another batch with the same "before" images it takes their features."""
+        """Pairs with one caption each (default: their first), padded to `length` ids (default: the longest there is).
+        Of another batch with the same "before" images it takes their features."""
         captions, single = captions or [p.captions[0] for p in pairs], pairs[0].after is None
         shared = other is not None and [before for before, _ in other.images] == [p.before for p in pairs]
         before = other.before if shared else self.features.rows([p.before for p in pairs])
@@ -759,8 +846,8 @@ class Dataset:
         return Batch(before, after, ids, [p.id for p in pairs], captions, [(p.before, p.after) for p in pairs], single)
 
     def groups(self, split: str) -> dict[str, set[str]]:
-        """Pair ids to score apart: the release's groups, those whose two images are in no other split where some are, and
-        quarters of viewpoint difficulty where boxes are known."""
+        """Pair ids to score apart: the release's groups, those whose two images are in no other split where some are,
+        and quarters of viewpoint difficulty where boxes are known."""
         pairs, overlap, groups = self.pairs(split), self.release.overlap, dict(self.release.groups)
         others = {(p.before, p.after) for other in self.scenes if other != split for p in self.pairs(other)}
         clean = {p.id for p in pairs if (p.before, p.after) not in others}
@@ -778,7 +865,9 @@ class Dataset:
         pairs = self.pairs(split)
         kinds = self.kinds or {"all": {p.id for p in pairs}}
         examples = {kind: [p for p in pairs if p.id in ids][:count] for kind, ids in kinds.items()}
-        files = [self.paths[name] for chosen in examples.values() for p in chosen for name in (p.before, p.after) if name]
+        files = [
+            self.paths[name] for chosen in examples.values() for p in chosen for name in (p.before, p.after) if name
+        ]
         if absent := [path for path in files if not path.exists()]:
             print(f"samples on grey: their pictures are not all there, such as {absent[0]}")
         return {kind: chosen for kind, chosen in examples.items() if chosen}
@@ -790,23 +879,25 @@ class Dataset:
         return pictures[0], pictures[1] if pair.after else Image.new("RGB", pictures[0].size)
 
     def score(self, split: str, captions: dict[str, str], quick: bool = False) -> dict:
-        """Scores of a split's captions as the data set's published tables have them: over its groups, and where these tables
-        did without the PTB tokenizer, over the words of its vocabulary's rule. quick: few metrics, no groups."""
+        """Scores of a split's captions as the data set's published tables have them: over its groups, and where these
+        tables did without the PTB tokenizer, over the words of its vocabulary's rule. quick: few metrics, no groups."""
         references, tokens = {p.id: p.captions for p in self.pairs(split)}, DATASETS[self.name].tokens
         if tokens != "ptb":
             references = {i: [" ".join(self.vocab.tokenizer(c)) for c in texts] for i, texts in references.items()}
-        return score(captions, references, {} if quick else self.groups(split), quick, tokens, self.vocab.ids)
+        return score(captions, references, {} if quick else self.groups(split), quick, tokens, self.vocab.index)
 
     def report(self, split: str, captions: dict[str, str], maps: dict) -> dict:
-        """What else captions and attention maps (pair id -> (H, W), or name -> map) show, in %. "accuracy": mini's accuracies,
-        or where unchanged pairs are known, how many changed and unchanged ones are recognised; a caption denies a change if
-        the field has a list of such sentences and it is one of them, or else if a training pair without change has it.
-        "pointing": see pointing_scores."""
+        """What else captions and attention maps (pair id -> (H, W), or name -> map) show, in %. "accuracy": mini's
+        accuracies, or where unchanged pairs are known, how many changed and unchanged ones are recognised; a caption
+        denies a change if the field has a list of such sentences and it is one of them, or else if a training pair
+        without change has it. "pointing": see pointing_scores."""
         report, unchanged, boxed = {}, self.kinds.get("no change"), []
         if self.name in EMBEDDED:
             report["accuracy"] = mini_accuracy(captions, read_json(self.root / "scenes.json"))
         elif unchanged:
-            sentences = DATASETS[self.name].same or [c for p in self.pairs("train") if p.id in unchanged for c in p.captions]
+            sentences = DATASETS[self.name].same or [
+                c for p in self.pairs("train") if p.id in unchanged for c in p.captions
+            ]
             denials = {" ".join(self.vocab.split(c)) for c in sentences}
             right = {"change recognised": [c not in denials for i, c in captions.items() if i not in unchanged],
                      "no change recognised": [c in denials for i, c in captions.items() if i in unchanged]}  # fmt: skip
@@ -822,17 +913,18 @@ class Dataset:
 
     def results(self, split: str, captions: dict[str, str], maps: dict, out_dir: Path | None, notes: dict | None = None,
                 **more) -> dict[str, float]:  # fmt: skip
-        """Scores of a split's captions -> those of all pairs together. Without out_dir only the quick metrics. With it every
-        metric for every group of pairs, printed and written: captions_<split>.json, scores_<split>.json (with `more`), and a
-        sheet of sample pictures with attention maps (pair id -> name -> (H, W)) and notes (pair id -> lines)."""
+        """Scores of a split's captions -> those of all pairs together. Without out_dir only the quick metrics. With it
+        every metric for every group of pairs, printed and written: captions_<split>.json, scores_<split>.json (with
+        `more`), and a sheet of sample pictures with attention maps (pair id -> name -> (H, W)) and notes (pair id ->
+        lines)."""
         if out_dir is None:
             return self.score(split, captions, quick=True)["scores"]["total"]
         write_predictions(out_dir / f"captions_{split}.json", captions)
         result = self.score(split, captions) | self.report(split, captions, maps) | more
-        write_whole(out_dir / f"scores_{split}.json", json.dumps(result, indent=1) + "\n")
+        write_text(out_dir / f"scores_{split}.json", json.dumps(result, indent=1) + "\n")
         print(format_scores(result))
         picture = "samples.png" if split == "test" else f"samples_{split}.png"
-        with whole(out_dir / picture) as path:
+        with atomic_write(out_dir / picture) as path:
             sample_sheet(self, split, captions, maps, notes or {}).save(path, "PNG")
         return result["scores"]["total"]
 
@@ -866,7 +958,7 @@ def read_vocab(name: str, root: Path) -> Vocab:
     path, source, prepare = root / "vocab.json", DATASETS[name], prepare_command(name, root)
     if not path.exists():
         raise FileNotFoundError(f"no vocabulary at {path}; run: {prepare}")
-    with reading(path, f"remove it and run: {prepare}"):
+    with file_errors(path, f"remove it and run: {prepare}"):
         ids = read_json(path, {str: int})
         if sorted(ids.values()) != list(range(len(ids))):
             raise ValueError(f"expected words and their ids from 0 to {len(ids) - 1}")
@@ -898,7 +990,9 @@ def feature_file(name: str, root: Path, extractor: str = "") -> Path:
 
 # ---- scores: tokens --------------------------------------------------------------------------------------------------
 
-PTB_DROPPED = re.compile(r"""['"`]|''|``|[?!,:;]|\.+|-{1,4}""")  # the field's punctuation list; it misses !! and brackets
+PTB_DROPPED = re.compile(
+    r"""['"`]|''|``|[?!,:;]|\.+|-{1,4}"""
+)  # the field's punctuation list; it misses !! and brackets
 PTB_SPELLING = {"‘": "'", "’": "'", "“": '"', "”": '"', "«": '"', "»": '"', "–": " -- ", "—": " -- ", "…": " ... ", "‐": "-",
                 "‑": "-", "½": "1/2", "¼": "1/4", "¾": "3/4", "€": "$", "£": "#", "¢": " cents ", "&amp;": "&", "&lt;": "<",
                 "&gt;": ">", "&quot;": '"', "&apos;": "'", "&nbsp;": " "}  # fmt: skip
@@ -908,7 +1002,8 @@ PTB_ABBREVIATIONS = """adm al apr ariz assn assoc asst attys aug ave bldg blvd b
     messrs mich minn mo mon mont mr mrs ms mt neb nev nov oct okla ph plc pres prof rd rep rev sen sep sept sgt sq sr st
     ste supt tel tenn thu thurs tue tues univ va vs vt wed wis wyo"""
 
-# The first alternative that fits is the token, so special cases come first. {L} letter, {A} letter or digit, {E} word's end.
+# The first alternative that fits is the token, so special cases come first. {L} letter, {A} letter or digit, {E} word's
+# end.
 PTB_TOKEN = re.compile(
     r"""
     (?:https?://|www\.)[^\s"<>]*[^\s"<>.,!?]                                   # web addresses
@@ -935,9 +1030,9 @@ PTB_TOKEN = re.compile(
 def ptb_tokenize(text: str) -> str:
     """The tokens, joined by spaces, that pycocoevalcap's PTBTokenizer (Stanford CoreNLP 3.4.1) gives, but without Java.
 
-    Equal on every sentence of Spot-the-Diff and Image Editing Request (train and validation) and on CLEVR-like ones. Known
-    to differ: e-mail addresses, smileys, C++, phone numbers, 1 1/2, rare signs and abbreviations. Round brackets stay, as
-    -lrb- and -rrb-: the field drops -LRB-, but from tokens that are lower case by then."""
+    Equal on every sentence of Spot-the-Diff and Image Editing Request (train and validation) and on CLEVR-like ones.
+    Known to differ: e-mail addresses, smileys, C++, phone numbers, 1 1/2, rare signs and abbreviations. Round brackets
+    stay, as -lrb- and -rrb-: the field drops -LRB-, but from tokens that are lower case by then."""
     for written, meant in PTB_SPELLING.items():
         text = text.replace(written, meant)
     tokens = (PTB_BRACKETS.get(token, token.lower()) for token in PTB_TOKEN.findall(text))
@@ -963,8 +1058,8 @@ def coco_folder() -> Path:
 
 
 def run_java(folder: str, *arguments: str | Path, lines: Iterable[str] = (), patience: float = 0) -> list[str]:
-    """What a Java program in a folder of pycocoevalcap answers to these lines. OSError where it fails, or is not done in
-    `patience` seconds (0: JAVA_PATIENCE); the package's own classes would wait for ever."""
+    """What a Java program in a folder of pycocoevalcap answers to these lines. OSError where it fails, or is not done
+    in `patience` seconds (0: JAVA_PATIENCE); the package's own classes would wait for ever."""
     patience = patience or JAVA_PATIENCE
     call, text = [find_java(), *JAVA_FLAGS, *arguments], "".join(f"{line}\n" for line in lines)
     try:
@@ -977,10 +1072,17 @@ def run_java(folder: str, *arguments: str | Path, lines: Iterable[str] = (), pat
 
 
 def ptb_java(texts: list[str], patience: float = 0) -> list[str]:
-    """Tokens, joined by spaces, of texts without line breaks, by the package's jar; OSError where Java does not answer so."""
+    """Tokens, joined by spaces, of texts without line breaks, by the package's jar; OSError where Java does not answer
+    so."""
     from pycocoevalcap.tokenizer.ptbtokenizer import PUNCTUATIONS
 
-    call = ["-cp", "stanford-corenlp-3.4.1.jar", "edu.stanford.nlp.process.PTBTokenizer", "-preserveLines", "-lowerCase"]
+    call = [
+        "-cp",
+        "stanford-corenlp-3.4.1.jar",
+        "edu.stanford.nlp.process.PTBTokenizer",
+        "-preserveLines",
+        "-lowerCase",
+    ]
     lines = run_java("tokenizer", *call, "-encoding", "UTF-8", lines=texts, patience=patience)
     if len(lines) != len(texts):
         raise OSError(f"{len(lines)} lines of tokens for {len(texts)} captions")
@@ -1010,8 +1112,8 @@ def scored_words(texts: list[str], tokens: str, ids: dict[str, int] | None) -> t
 
 
 def meteor(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, list[str]]) -> dict[str, float]:
-    """METEOR of every group: captions are matched once, a group's score is made of its captions' counts. One process, which
-    takes seconds to start; OSError where it fails, or is not done in JAVA_PATIENCE seconds."""
+    """METEOR of every group: captions are matched once, a group's score is made of its captions' counts. One process,
+    which takes seconds to start; OSError where it fails, or is not done in JAVA_PATIENCE seconds."""
     call = [find_java(), *JAVA_FLAGS, "-Xmx2G", "-jar", "meteor-1.5.jar", *"- - -stdio -l en -norm".split()]
     said = {i: text.replace("|||", "").replace("  ", " ") for i, text in hyps.items()}
     java = subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -1032,7 +1134,9 @@ def meteor(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, l
     try:
         counts = {i: ask("SCORE", *refs[i], said[i]) for i in hyps}
         # To each group the program answers a score for each caption, then the group's own.
-        return {name: float(ask("EVAL", *(counts[i] for i in ids), answers=len(ids) + 1)) for name, ids in groups.items()}
+        return {
+            name: float(ask("EVAL", *(counts[i] for i in ids), answers=len(ids) + 1)) for name, ids in groups.items()
+        }
     finally:
         end.cancel()
         java.kill()
@@ -1047,7 +1151,9 @@ def spice(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, li
         asked, answer, cache = (Path(folder, name) for name in ("asked.json", "answer.json", "cache"))
         asked.write_text(json.dumps([{"image_id": i, "test": hyps[i], "refs": refs[i]} for i in hyps]))
         cache.mkdir()
-        run_java("spice", *["-Xmx8G", "-jar", "spice-1.0.jar", asked, "-cache", cache, "-out", answer, "-subset", "-silent"])
+        run_java(
+            "spice", *["-Xmx8G", "-jar", "spice-1.0.jar", asked, "-cache", cache, "-out", answer, "-subset", "-silent"]
+        )
         f = {row["image_id"]: row["scores"]["All"]["f"] for row in json.loads(answer.read_text())}
     return {name: float(np.array([f[i] for i in ids], float).mean()) for name, ids in groups.items()}
 
@@ -1055,15 +1161,17 @@ def spice(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, li
 def score(predictions: dict[str, str], references: dict[str, list[str]], groups: dict[str, set[str]] | None = None,
           quick: bool = False, tokens: Literal["ptb", "split", "ids"] = "ptb",
           ids: dict[str, int] | None = None) -> dict:  # fmt: skip
-    """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's ids that have a prediction:
-    {"scores": {group: {metric: number or None}}, "missing": {metric: reason}, "tokenizer": which made the words}.
+    """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's ids that have a
+    prediction: {"scores": {group: {metric: number or None}}, "missing": {metric: reason}, "tokenizer": which made the
+    words}.
 
-    Every group is a corpus of its own, as in the field's scripts: CIDEr counts document frequencies in the group's references,
-    so the total is no average of the groups, and a single image gets 0. "CIDEr (one pool)" is the mean of the group's captions
-    when document frequencies are those of all pairs, as in IDC's Table 3. `quick` leaves it out, and METEOR and SPICE, which
-    take programs of their own.
-    tokens: "ptb" as a rule; "split": captions are words already, split at blanks (Birds-to-Words); "ids" (LEVIR-CC): words are
-    replaced by their numbers in `ids`, those that it lacks all by that of UNK, so that they match each other."""
+    Every group is a corpus of its own, as in the field's scripts: CIDEr counts document frequencies in the group's
+    references, so the total is no average of the groups, and a single image gets 0. "CIDEr (one pool)" is the mean of
+    the group's captions when document frequencies are those of all pairs, as in IDC's Table 3. `quick` leaves it out,
+    and METEOR and SPICE, which take programs of their own.
+    tokens: "ptb" as a rule; "split": captions are words already, split at blanks (Birds-to-Words); "ids" (LEVIR-CC):
+    words are replaced by their numbers in `ids`, those that it lacks all by that of UNK, so that they match each
+    other."""
     from pycocoevalcap.bleu.bleu import Bleu
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.rouge.rouge import Rouge
@@ -1071,9 +1179,13 @@ def score(predictions: dict[str, str], references: dict[str, list[str]], groups:
     if not predictions:
         raise ValueError("no predictions to score; expected at least one {image id: caption}")
     if absent := [i for i in predictions if not references.get(i)]:
-        raise ValueError(f"prediction {absent[0]!r} has no reference; give the references of its split, or leave it out")
+        raise ValueError(
+            f"prediction {absent[0]!r} has no reference; give the references of its split, or leave it out"
+        )
     groups = {"total": set(predictions)} | (groups or {})
-    groups = {name: [i for i in predictions if i in among] for name, among in groups.items() if among & predictions.keys()}
+    groups = {
+        name: [i for i in predictions if i in among] for name, among in groups.items() if among & predictions.keys()
+    }
 
     texts = [text for i in predictions for text in (predictions[i], *references[i])]
     if halves := [text for text in texts if re.search("[\ud800-\udfff]", text)]:
@@ -1111,7 +1223,8 @@ def score(predictions: dict[str, str], references: dict[str, list[str]], groups:
 
 
 def format_scores(result: dict) -> str:
-    """What `score` returns as a table with one row a group, the reasons for missing metrics, and what Dataset.report adds."""
+    """What `score` returns as a table with one row a group, the reasons for missing metrics, and what Dataset.report
+    adds."""
     metrics = [metric for metric in METRICS if metric not in ("BLEU-2", "BLEU-3")]
     width = max(map(len, result["scores"]))
     lines = [" " * width + "".join(f"{name:>9}" for name in metrics).replace("CIDEr (one pool)", " one pool")]
@@ -1121,19 +1234,70 @@ def format_scores(result: dict) -> str:
     lines += [f"no {metric}: {reason}" for metric, reason in result["missing"].items()]
     lines.append(f"tokenizer: {result['tokenizer']}")
     shares = {"right": result.get("accuracy", {})}
-    shares |= {f"pointing game, {name}": values for name, values in result.get("pointing", {}).items() if name != "boxes"}
+    shares |= {
+        f"pointing game, {name}": values for name, values in result.get("pointing", {}).items() if name != "boxes"
+    }
     for name, values in shares.items():
         if values:
             lines.append(f"{name}, in %: " + ", ".join(f"{group} {value:.1f}" for group, value in values.items()))
     return "\n".join(lines)
 
 
+# ---- pictures of results ---------------------------------------------------------------------------------------------
+
+
+def pair_picture(before: Image.Image, after: Image.Image, maps: dict[str, Tensor], lines: list[str], side: int = 96):
+    """One pair as a strip: before, after, then each attention map (H, W) over both, and lines of text below. -> PIL
+    image. The maps named "before" and "after" are drawn over their own picture only."""
+    font = ImageFont.load_default(11)
+    pictures = [im.convert("RGB").resize((side, side), Image.Resampling.LANCZOS) for im in (before, after)]
+    for name, heat in maps.items():
+        heat = heat.float().cpu() / heat.max().clamp(min=1e-12).item()
+        heat = F.interpolate(heat[None, None], (side, side), mode="bilinear", align_corners=False)[0, 0]
+        mask = Image.fromarray((heat * 255).byte().numpy())
+        for im in {"before": pictures[:1], "after": pictures[1:2]}.get(name, pictures[:2]):
+            shaded = Image.composite(im, Image.blend(im, Image.new("RGB", im.size), 0.7), mask)
+            ImageDraw.Draw(shaded).text((2, 1), name, fill="white", font=font)
+            pictures.append(shaded)
+    page = tiled(pictures, 4, 3)
+    rows = [row for line in lines for row in textwrap.wrap(line, page.width // 6) or [""]]
+    strip = Image.new("RGB", (page.width, page.height + 14 * len(rows) + 3), "white")
+    strip.paste(page)
+    for i, row in enumerate(rows):
+        ImageDraw.Draw(strip).text((1, page.height - 1 + 14 * i), row, fill="black", font=font)
+    return strip
+
+
+def tiled(pictures: list[Image.Image], columns: int, gap: int) -> Image.Image:
+    """Pictures in rows on a white page, all in cells of the same size. -> PIL image."""
+    width, height = max(im.width for im in pictures) + gap, max(im.height for im in pictures) + gap
+    page = Image.new("RGB", (columns * width - gap, -(-len(pictures) // columns) * height), "white")
+    for i, im in enumerate(pictures):
+        page.paste(im, (i % columns * width, i // columns * height))
+    return page
+
+
+def sample_sheet(dataset, split: str, captions: dict[str, str], maps: dict, notes: dict[str, list[str]]) -> Image.Image:
+    """A column for every kind of change: a dozen pairs each with attention, reference and caption. -> PIL image.
+
+    By pair id: captions, maps (name -> (H, W)), notes (further lines, may lack pairs). dataset: has examples and
+    images, as data.Dataset."""
+    columns = []
+    for kind, pairs in dataset.examples(split, 12).items():
+        columns.append([])
+        for p in pairs:
+            lines = [kind, f"reference: {p.captions[0]}", f"generated: {captions[p.id]}", *notes.get(p.id, [])]
+            columns[-1].append(pair_picture(*dataset.images(p), maps[p.id], lines))
+    rows = itertools.zip_longest(*columns, fillvalue=Image.new("RGB", (1, 1), "white"))
+    return tiled([strip for row in rows for strip in row], len(columns), 12)
+
+
 # ---- scores: the pointing game ---------------------------------------------------------------------------------------
 
 
 def pointing_hit(heat: Tensor, box: list[int], size: tuple[int, int]) -> bool:
-    """Does the brightest pixel of a map (H, W) lie in the box? The map is resized bilinearly to the picture's size (width,
-    height); box [x, y, w, h] in its pixels. As Park et al. (2019) do it."""
+    """Does the brightest pixel of a map (H, W) lie in the box? The map is resized bilinearly to the picture's size
+    (width, height); box [x, y, w, h] in its pixels. As Park et al. (2019) do it."""
     (x, y, w, h), (width, height) = box, size
     heat = F.interpolate(heat.float()[None, None], (height, width), mode="bilinear", align_corners=False)
     row, column = divmod(int(heat.argmax()), width)
@@ -1141,9 +1305,10 @@ def pointing_hit(heat: Tensor, box: list[int], size: tuple[int, int]) -> bool:
 
 
 def pointing_scores(maps: dict, boxed: list[tuple[str, str, list[int], Path]], groups: dict[str, set[str]]) -> dict:
-    """The pointing game over all boxes and over each group's: {map's name: {group: hits in %}}, with the share of the picture
-    that boxes take ("chance") and their number ("boxes"). maps: pair id -> name -> (H, W). boxed: pair id, "before" or
-    "after", box of the changed object and picture. The two count apart; a map called before or after serves its own side."""
+    """The pointing game over all boxes and over each group's: {map's name: {group: hits in %}}, with the share of the
+    picture that boxes take ("chance") and their number ("boxes"). maps: pair id -> name -> (H, W). boxed: pair id,
+    "before" or "after", box of the changed object and picture. The two count apart; a map called before or after serves
+    its own side."""
     rows = []  # pair id, what its box adds to each column
     for i, side, box, path in boxed:
         with Image.open(path) as im:
@@ -1186,7 +1351,7 @@ def write_predictions(path: Path, predictions: dict[str, str]) -> None:
     """Captions by pair id, as the field's scripts read them."""
     rows = [{"image_id": i, "caption": caption} for i, caption in predictions.items()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(rows, indent=1) + "\n")
+    write_text(path, json.dumps(rows, indent=1) + "\n")
 
 
 # ---- phrases of captions ---------------------------------------------------------------------------------------------
@@ -1257,9 +1422,10 @@ def language(dataset_name: str):
 def segments(doc) -> tuple[list[str], list[str]]:
     """Noun segments and verb segments of one caption, in reading order, lower case; only parts of speech are read.
 
-    Nouns come with adjectives, numbers and their adverbs, and with "no" ("no change"), but without articles. Verbs come with
-    auxiliaries, adverbs, particle, and a complement without a noun of its own ("changed to gray", "there is"); a noun follows
-    only same and different ("is in the same place"). A copula without any of these stays only where it is the one verb."""
+    Nouns come with adjectives, numbers and their adverbs, and with "no" ("no change"), but without articles. Verbs come
+    with auxiliaries, adverbs, particle, and a complement without a noun of its own ("changed to gray", "there is"); a
+    noun follows only same and different ("is in the same place"). A copula without any of these stays only where it is
+    the one verb."""
     tokens, roles = [token for token in doc if not token.is_space], ""
     for token in tokens:
         role = ROLES_OF_WORDS.get(f"{token.lower_} {token.pos_}", ROLES.get(token.pos_, "OTHER"))
@@ -1278,12 +1444,13 @@ def segments(doc) -> tuple[list[str], list[str]]:
 
 
 def subjects(doc) -> list[str]:
-    """What a caption says has changed, lower case: the grammatical subject, without articles and a leading "new"; coordinated
-    subjects are several.
+    """What a caption says has changed, lower case: the grammatical subject, without articles and a leading "new";
+    coordinated subjects are several.
 
-    With a parse: the subject of the main clause, and of a clause coordinated with it. Where that is an expletive or a pronoun
-    ("there is a car", "someone added a car") or missing ("remove the car"), the object, or the noun that there is. Without
-    one, in closed vocabularies, the first noun segment. "No change", "nothing" and "everything" name no entity."""
+    With a parse: the subject of the main clause, and of a clause coordinated with it. Where that is an expletive or a
+    pronoun ("there is a car", "someone added a car") or missing ("remove the car"), the object, or the noun that there
+    is. Without one, in closed vocabularies, the first noun segment. "No change", "nothing" and "everything" name no
+    entity."""
     if not doc.has_annotation("DEP"):
         nouns = segments(doc)[0][:1]
         return [noun.removeprefix("new ") for noun in nouns if not noun.startswith("no ") and noun not in NAMES_NOTHING]
@@ -1316,12 +1483,12 @@ def subjects(doc) -> list[str]:
 
 
 def read_captions(read: Callable, dataset_name: str, root: Path, captions: Iterable[str]) -> dict[str, list]:
-    """What `read` (segments or subjects) finds in every distinct caption; kept in root/<its name>.json until this file or the
-    pipeline changes."""
+    """What `read` (segments or subjects) finds in every distinct caption; kept in root/<its name>.json until this file
+    or the pipeline changes."""
     what, nlp, distinct = read.__name__, language(dataset_name), list(dict.fromkeys(captions))
     code, path = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12], root / f"{what}.json"
     name = f"{nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}, data.py {code}"
-    with reading(path, "remove it: it is made again"):
+    with file_errors(path, "remove it: it is made again"):
         saved = read_json(path, {"pipeline": str, what: {str: [(str, list)]}}) if path.exists() else {}
     known = saved[what] if saved.get("pipeline") == name else {}
     new = [c for c in distinct if c not in known]
@@ -1331,7 +1498,7 @@ def read_captions(read: Callable, dataset_name: str, root: Path, captions: Itera
                              "word to CLOSED_WORDS in data.py")  # fmt: skip
         known[doc.text] = read(doc)
     if new:
-        write_whole(path, json.dumps({"pipeline": name, what: known}, indent=0))
+        write_text(path, json.dumps({"pipeline": name, what: known}, indent=0))
     print(f"{what}: {name} ({len(distinct)} captions, {len(new)} of them new)")
     return {c: known[c] for c in distinct}
 
@@ -1341,8 +1508,8 @@ def read_captions(read: Callable, dataset_name: str, root: Path, captions: Itera
 def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = None) -> tuple:
     """A frozen CLIP in float32, its tokenizer (texts -> ids) and its preprocessing (PIL image -> tensor).
 
-    `name` is MODEL:PRETRAINED in open_clip's words, "ViT-L-14:openai" (fetched on first use), or MODEL:FILE; "mini" is the
-    embedded data set's own, trained on first use into root/clip.pt, or `saved`, what mini_clip_state gave."""
+    `name` is MODEL:PRETRAINED in open_clip's words, "ViT-L-14:openai" (fetched on first use), or MODEL:FILE; "mini" is
+    the embedded data set's own, trained on first use into root/clip.pt, or `saved`, what mini_clip_state gave."""
     import open_clip
 
     if name == "mini":
@@ -1354,12 +1521,16 @@ def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = N
     model, _, weights = name.partition(":")
     tags = open_clip.list_pretrained_tags_by_model(model)
     if weights not in tags and not Path(weights).is_file():
-        raise ValueError(f"--clip {name}: open_clip has no such model or weights, and there is no such file; give "
-                         f"MODEL:PRETRAINED (known of {model}: {', '.join(tags) or 'none'}), MODEL:/path/to/file, or mini")
+        raise ValueError(
+            f"--clip {name}: open_clip has no such model or weights, and there is no such file; give "
+            f"MODEL:PRETRAINED (known of {model}: {', '.join(tags) or 'none'}), MODEL:/path/to/file, or mini"
+        )
     # OpenAI's weights want another activation than open_clip's model of the same name has.
     quick = bool((open_clip.get_pretrained_cfg(model, weights) or {}).get("quick_gelu"))
     file = f"{model}{'-quickgelu' * quick}:/path/to/file"
-    with reading(f"--clip {name}", f"load it once where there is a network, or fetch the weights and give --clip {file}"):
+    with file_errors(
+        f"--clip {name}", f"load it once where there is a network, or fetch the weights and give --clip {file}"
+    ):
         clip, _, preprocess = open_clip.create_model_and_transforms(model, weights, force_quick_gelu=quick)
     if not isinstance(clip, open_clip.CLIP) or clip.text_pool_type != "argmax":
         raise ValueError(f"--clip {name}: its text encoder takes no learned prompts; choose a model such as ViT-L-14")
@@ -1372,7 +1543,8 @@ def clip_weights(name: str, root: Path, device: str = "cpu") -> dict | None:
 
 
 def clip_id(name: str, root: Path) -> str:
-    """The name of a CLIP, with a hash of its weights where these are a file, so that no two are taken for each other."""
+    """The name of a CLIP, with a hash of its weights where these are a file, so that no two are taken for each
+    other."""
     file = root / "clip.pt" if name == "mini" else Path(name.partition(":")[2])
     return f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}" if file.is_file() else name
 
@@ -1384,17 +1556,21 @@ def encode_images(clip, preprocess, paths: list[str | Path]) -> Tensor:
     return clip.encode_image(x.to(next(clip.parameters()).device), normalize=True).cpu()
 
 
-def clip_embeddings(name: str, root: Path, texts: list[str], paths: dict[str, Path], device: str) -> tuple[Tensor, Tensor]:
-    """A CLIP's embeddings of texts (M, E), and of a data set's images (n, E) in the order of their sorted names, each of
-    length 1; kept in root/embeddings.pt."""
+def clip_embeddings(
+    name: str, root: Path, texts: list[str], paths: dict[str, Path], device: str
+) -> tuple[Tensor, Tensor]:
+    """A CLIP's embeddings of texts (M, E), and of a data set's images (n, E) in the order of their sorted names, each
+    of length 1; kept in root/embeddings.pt."""
     saved, file, images = clip_weights(name, root, device), root / "embeddings.pt", sorted(paths)
     key = {"clip": clip_id(name, root), "texts": texts, "images": images}
     if file.exists():
-        made = load_tensors(file, {"key": dict, "texts": Tensor, "images": Tensor}, "remove it: it is made again")
+        made = load_tensors(file, "remove it: it is made again")
         if made["key"] == key and (len(made["texts"]), len(made["images"])) == (len(texts), len(images)):
             return made["texts"], made["images"]
     clip, tokenizer, preprocess = load_clip(name, root, device, saved)
-    of_texts = torch.cat([clip.encode_text(ids.to(device), normalize=True).cpu() for ids in tokenizer(texts).split(256)])
+    of_texts = torch.cat(
+        [clip.encode_text(ids.to(device), normalize=True).cpu() for ids in tokenizer(texts).split(256)]
+    )
     starts = tqdm(range(0, len(images), 64), f"CLIP {name}", unit_scale=64, unit="image", disable=None)
     of_images = torch.cat([encode_images(clip, preprocess, [paths[n] for n in images[i : i + 64]]) for i in starts])
     save_tensors(file, {"key": key, "texts": of_texts, "images": of_images})
@@ -1402,10 +1578,11 @@ def clip_embeddings(name: str, root: Path, texts: list[str], paths: dict[str, Pa
 
 
 def encode_prompted(clip, tokens: Tensor, prompt: Tensor | None = None) -> Tensor:
-    """CLIP's text encoder with P learned vectors between the start token and the words, as in CoOp; without: encode_text.
+    """CLIP's text encoder with P learned vectors between the start token and the words, as in CoOp; without:
+    encode_text.
 
-    tokens (S, L) ids, prompt (P, W), or a text's own (S, P, W) -> (S, E). L may stop at the longest text's end token: what
-    follows it is never seen. Words for which the prompt leaves no room are cut off, the end token stays."""
+    tokens (S, L) ids, prompt (P, W), or a text's own (S, P, W) -> (S, E). L may stop at the longest text's end token:
+    what follows it is never seen. Words for which the prompt leaves no room are cut off, the end token stays."""
     count = 0 if prompt is None else prompt.shape[-2]
     room = clip.context_length - count
     if room < 3:
@@ -1436,17 +1613,17 @@ def vocab_of(name: str, release: Release) -> Vocab:
 
 def write_vocab(root: Path, vocab: Vocab) -> None:
     """vocab.json: word -> id."""
-    write_whole(root / "vocab.json", json.dumps(vocab.ids, indent=0))
+    write_text(root / "vocab.json", json.dumps(vocab.index, indent=0))
 
 
-def write_whole(path: Path, text: str) -> None:
-    with whole(path) as partial:
+def write_text(path: Path, text: str) -> None:
+    with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
-    """A feature file from the images, or from the authors' released .npy folders (layer 3) or pickle (IDC's, layer 4) where
-    those are; vocab.json. A feature file that is there stays."""
+    """A feature file from the images, or from the authors' released .npy folders (layer 3) or pickle (IDC's, layer 4)
+    where those are; vocab.json. A feature file that is there stays."""
     release, path = read_release(name, root), feature_file(name, root, extractor)
     vocab, names = vocab_of(name, release), sorted(release.paths)  # the vocabulary first, as it may be refused
     extractor, pickled = extractor or DATASETS[name].extractor, root / "full_img.pkl"
@@ -1461,7 +1638,9 @@ def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
             blocks = (x[None] for x in read_pickle(pickled, names))
             write_features(path, names, blocks, extractor, RELEASED_PICKLES, name)
         elif absent := [p for p in (npy if released else images) if not p.exists()]:
-            raise FileNotFoundError(f"there is no {absent[0]} ({len(absent)} of {len(names)} missing); complete the release")
+            raise FileNotFoundError(
+                f"there is no {absent[0]} ({len(absent)} of {len(names)} missing); complete the release"
+            )
         elif released:
             write_features(path, names, (read_npy(p)[None] for p in npy), extractor, RELEASED_FEATURES, name)
         else:
@@ -1473,7 +1652,7 @@ def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
 
 def read_npy(path: Path) -> np.ndarray:
     """A released feature map (C, H, W)."""
-    with reading(path, "fetch it again"):
+    with file_errors(path, "fetch it again"):
         x = np.load(path)
         if x.ndim != 3:
             raise ValueError(f"expected (channels, height, width), found {x.shape}")
@@ -1500,10 +1679,10 @@ class ArrayUnpickler(pickle.Unpickler):
 
 
 def read_pickle(path: Path, names: list[str]) -> Iterator[np.ndarray]:
-    """The features (C, H, W) of images, from a pickled dictionary by file names, which is read as a whole. It holds them in
-    this shape or as (C, N), N cells of a square."""
+    """The features (C, H, W) of images, from a pickled dictionary by file names, which is read as a whole. It holds
+    them in this shape or as (C, N), N cells of a square."""
     print(f"{path}: read as a whole, {path.stat().st_size / 1e9:.2f} GB of memory")
-    with reading(path, "fetch it again"), open(path, "rb") as f:
+    with file_errors(path, "fetch it again"), open(path, "rb") as f:
         arrays = {Path(name).stem: x for name, x in ArrayUnpickler(f).load().items()}
         for name, x in arrays.items():
             arrays[name] = x if x.ndim == 3 else x.reshape(len(x), math.isqrt(x.shape[1]), -1)
@@ -1522,8 +1701,8 @@ def extract(path: Path, release: Release, extractor: Extractor, name: str, batch
 
 
 def check(name: str, root: Path, extractor: str = "") -> list[str]:
-    """Problems of a folder, a line each (of a kind the first 20): what its reader raises, counts against the published ones,
-    pairs that occur twice, captions, images, features, vocabulary."""
+    """Problems of a folder, a line each (of a kind the first 20): what its reader raises, counts against the published
+    ones, pairs that occur twice, captions, images, features, vocabulary."""
     problems, source = [], DATASETS[name]
     with problems_into(problems):
         release = read_release(name, root)
@@ -1585,7 +1764,9 @@ def check_pairs(name: str, root: Path, release: Release) -> list[str]:
         splits_of.setdefault(p.id, []).append(split)
     again = {i: ", ".join(splits) for i, splits in splits_of.items() if len(splits) > 1}
     problems += at_most([f"{root}: pair {i} is there more than once ({splits})" for i, splits in again.items()])
-    empty = [f"{root}: an empty caption for {p.id} ({split})" for split, p in pairs for c in p.captions if not c.strip()]
+    empty = [
+        f"{root}: an empty caption for {p.id} ({split})" for split, p in pairs for c in p.captions if not c.strip()
+    ]
     return problems if len(empty) == source.empty else problems + at_most(empty)
 
 
@@ -1609,8 +1790,9 @@ def _free_position(rng: np.random.Generator, radius: float, others: list[dict]) 
 
 
 def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int]) -> tuple[list, list, int]:
-    """Objects before, objects after, and the changed one's index (for add: in the objects after). No two objects of a scene
-    share all attributes, so that words can single out every one. Where positions or attributes collide, all is drawn anew."""
+    """Objects before, objects after, and the changed one's index (for add: in the objects after). No two objects of a
+    scene share all attributes, so that words can single out every one. Where positions or attributes collide, all is
+    drawn anew."""
     count = int(rng.integers(objects[0], objects[1] + 1)) + (kind == "add")
     combinations, scene = list(itertools.product(*reversed(ATTRIBUTES.values()))), []
     for number in rng.choice(len(combinations), count, replace=False):
@@ -1638,10 +1820,12 @@ def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int])
     return scene, [*scene[:changed], new, *scene[changed + 1 :]], changed
 
 
-def _sample_cameras(rng: np.random.Generator, scenes: int, views: int, jitter: float = 2.5) -> list[dict[str, np.ndarray]]:
-    """Cameras and lights of all views of `scenes` scenes, a scene's views side by side: each has eye, right, up, forward,
-    light (unit, towards it), all (3,), and gain. A scene has a camera a and a spread s in 0 ... 1, each view a camera b of its
-    own; it is seen from (1 - s) a + s b."""
+def _sample_cameras(
+    rng: np.random.Generator, scenes: int, views: int, jitter: float = 2.5
+) -> list[dict[str, np.ndarray]]:
+    """Cameras and lights of all views of `scenes` scenes, a scene's views side by side: each has eye, right, up,
+    forward, light (unit, towards it), all (3,), and gain. A scene has a camera a and a spread s in 0 ... 1, each view a
+    camera b of its own; it is seen from (1 - s) a + s b."""
     def unit(v: np.ndarray) -> np.ndarray:
         return v / np.linalg.norm(v, axis=0)
 
@@ -1664,16 +1848,16 @@ def _sample_cameras(rng: np.random.Generator, scenes: int, views: int, jitter: f
 
 
 def _rays(view: dict[str, np.ndarray], x: np.ndarray, y: np.ndarray, count: int) -> np.ndarray:
-    """Directions (3, rows, columns) of the rays through columns x and rows y of count x count. They have length 1 along the
-    camera's axis, so that the ray parameter is depth."""
+    """Directions (3, rows, columns) of the rays through columns x and rows y of count x count. They have length 1 along
+    the camera's axis, so that the ray parameter is depth."""
     across, down = (TAN * ((2 * index.astype(np.float32) + 1) / count - 1) for index in (x, y[:, None]))
     forward, right, up = (view[name][:, None, None] for name in ("forward", "right", "up"))
     return forward + right * across - up * down
 
 
 def _depth(shape: str, o: np.ndarray, d: np.ndarray, h: float) -> np.ndarray:
-    """Depth (rows, columns) at which rays meet a body of half height h centred at the origin; inf where they miss. o (3,) the
-    eye, d (3, rows, columns) directions."""
+    """Depth (rows, columns) at which rays meet a body of half height h centred at the origin; inf where they miss. o
+    (3,) the eye, d (3, rows, columns) directions."""
     o = o[:, None, None]
     if shape == "cube":
         near, far = (-h - o) / d, (h - o) / d
@@ -1691,10 +1875,10 @@ def _depth(shape: str, o: np.ndarray, d: np.ndarray, h: float) -> np.ndarray:
 
 
 def _cast(item: dict, camera: dict[str, np.ndarray], count: int) -> tuple:
-    """An object as the camera's count x count rays meet it: the vectors eye, light, ... (3,) in the object's own frame, the
-    number of rays that hit it, also beyond the picture, and of the N in the picture columns x (N,), rows y (N,), directions
-    (3, N) and depths (N,). The own frame is centred on the object and turned with it: all shapes are hit and lit
-    axis-aligned."""
+    """An object as the camera's count x count rays meet it: the vectors eye, light, ... (3,) in the object's own frame,
+    the number of rays that hit it, also beyond the picture, and of the N in the picture columns x (N,), rows y (N,),
+    directions (3, N) and depths (N,). The own frame is centred on the object and turned with it: all shapes are hit and
+    lit axis-aligned."""
     fill = camera["eye"] / np.linalg.norm(camera["eye"]) + 0.5 * camera["right"]  # a lamp beside the camera
     world = {name: camera[name] for name in ("right", "up", "forward", "light")}
     world |= {"eye": camera["eye"] - np.array(item["xyz"], np.float32), "fill": fill / np.linalg.norm(fill)}
@@ -1714,7 +1898,8 @@ def _cast(item: dict, camera: dict[str, np.ndarray], count: int) -> tuple:
 
 
 def _shade(item: dict, body: dict[str, np.ndarray], gain: float, d: np.ndarray, t: np.ndarray) -> np.ndarray:
-    """Light (3, N), 0 to 1 and a little over, that an object sends back along rays d (3, N), which hit it at depth t (N,)."""
+    """Light (3, N), 0 to 1 and a little over, that an object sends back along rays d (3, N), which hit it at depth t
+    (N,)."""
     half = np.float32(item["xyz"][2])
     point, d = body["eye"][:, None] + t * d, d / np.sqrt((d * d).sum(0))
     normal = point / half  # right for spheres
@@ -1757,9 +1942,10 @@ def _floor(scene: list[dict], camera: dict[str, np.ndarray], side: int) -> np.nd
 
 
 def _render(scene: list[dict], camera: dict[str, np.ndarray], side: int = 64) -> tuple[np.ndarray, list, list, list]:
-    """Draws a scene of K objects through one of _sample_cameras' views, with 2 x 2 rays a pixel -> the image (side, side, 3)
-    uint8 and, for each object, the box [x, y, w, h] in pixels of the whole object, cut at the frame; the area that is seen, in
-    pixels; and which part of the object this is, 0 to 1. The box of an object beyond the frame means nothing."""
+    """Draws a scene of K objects through one of _sample_cameras' views, with 2 x 2 rays a pixel -> the image (side,
+    side, 3) uint8 and, for each object, the box [x, y, w, h] in pixels of the whole object, cut at the frame; the area
+    that is seen, in pixels; and which part of the object this is, 0 to 1. The box of an object beyond the frame means
+    nothing."""
     fine, casts, boxes, area, part = 2 * side, [], [], [], []
     nearest = np.full((fine, fine), np.inf, np.float32)  # the depth buffer
     for item in scene:
@@ -1771,7 +1957,9 @@ def _render(scene: list[dict], camera: dict[str, np.ndarray], side: int = 64) ->
     for item, body, rays, x, y, d, t in casts:
         seen = t == nearest[y, x]
         light[:3, y[seen], x[seen]] = _shade(item, body, camera["gain"], d[:, seen], t[seen])
-        (left, right), (top, bottom) = ((int(v.min(initial=fine)) // 2, int(v.max(initial=-1)) // 2 + 1) for v in (x, y))
+        (left, right), (top, bottom) = (
+            (int(v.min(initial=fine)) // 2, int(v.max(initial=-1)) // 2 + 1) for v in (x, y)
+        )
         boxes.append([left, top, right - left, bottom - top])
         area.append(seen.sum() / 4)
         part.append(seen.sum() / rays)
@@ -1823,9 +2011,10 @@ def _relation(item: dict, other: dict, right: np.ndarray) -> tuple[str, float]:
 
 
 def _captions(kind: str, before: list[dict], after: list[dict], changed: int, right: np.ndarray) -> list[str]:
-    """Six different sentences for a change: three verbs, each with two ways to say which object changed. Its full name is
-    followed by its place beside one of the two nearest objects to which the relation is clear, named in short; where there
-    is but one, by its short or its full name. The camera with this `right` axis looks at the scene before, for add after."""
+    """Six different sentences for a change: three verbs, each with two ways to say which object changed. Its full name
+    is followed by its place beside one of the two nearest objects to which the relation is clear, named in short; where
+    there is but one, by its short or its full name. The camera with this `right` axis looks at the scene before, for
+    add after."""
     scene = after if kind == "add" else before
     item, others = scene[changed], scene[:changed] + scene[changed + 1 :]
     full, value = _phrase(item), after[changed][kind] if kind in ATTRIBUTES else ""
@@ -1850,8 +2039,8 @@ def _picture(root: Path, view: str, scene: int) -> Path:
 
 def _describe(files: dict[str, dict], i: int, kind: str, scenes: tuple[list, list, list], changed: int, views: list[dict],
               boxes: list[list]) -> None:  # fmt: skip
-    """Adds to the content of the files what they say of scene i, of whose default, semantic and nonsemantic picture `scenes`,
-    `views` and `boxes` are the objects, cameras and boxes."""
+    """Adds to the content of the files what they say of scene i, of whose default, semantic and nonsemantic picture
+    `scenes`, `views` and `boxes` are the objects, cameras and boxes."""
     seen = {name: [{key: item[key] for key in ATTRIBUTES} | {"box": box, "xyz": [round(value, 3) for value in item["xyz"]]}
                    for item, box in zip(*picture, strict=True)]
             for name, *picture in zip(CLEVR_FOLDERS, scenes, boxes, strict=True)}  # fmt: skip
@@ -1871,9 +2060,12 @@ def _describe(files: dict[str, dict], i: int, kind: str, scenes: tuple[list, lis
         files["change_captions"][f"CLEVR_{name}_{i:06d}.png"] = _captions(kind, *scenes[:2], changed, right)
 
 
-def _render_scenes(root: Path, files: dict, kinds: dict[int, str], objects: tuple[int, int], rng: np.random.Generator) -> None:
-    """Draws scenes (number -> kind of change), writes their pictures, and adds to the content of the files what they say of
-    them. A scene is drawn anew until every object shows, in all its pictures, more than 16 pixels and 40 % of itself."""
+def _render_scenes(
+    root: Path, files: dict, kinds: dict[int, str], objects: tuple[int, int], rng: np.random.Generator
+) -> None:
+    """Draws scenes (number -> kind of change), writes their pictures, and adds to the content of the files what they
+    say of them. A scene is drawn anew until every object shows, in all its pictures, more than 16 pixels and 40 % of
+    itself."""
     while waiting := [i for i in kinds if i not in files["scenes"]][:12]:
         drafts = [_sample_scene(rng, kinds[i], objects) for i in waiting]
         cameras = iter(_sample_cameras(rng, len(waiting), len(CLEVR_FOLDERS)))
@@ -1891,9 +2083,10 @@ def _render_scenes(root: Path, files: dict, kinds: dict[int, str], objects: tupl
 def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (2, 4), seed: int = 0) -> None:
     """Draws mini into the folder root, laid out as CLEVR-Change's release is, plus scenes.json, which holds the truth.
 
-    scenes: how many for each split, e.g. {"train": 5000, "val": 250, "test": 500}, numbered on in this order, the five changes
-    equally often in each. objects: fewest and most in the picture before. The files are a function of the arguments alone.
-    change_captions.json also has, under the nonsemantic pictures' names, captions for when these are the picture before."""
+    scenes: how many for each split, e.g. {"train": 5000, "val": 250, "test": 500}, numbered on in this order, the five
+    changes equally often in each. objects: fewest and most in the picture before. The files are a function of the
+    arguments alone. change_captions.json also has, under the nonsemantic pictures' names, captions for when these are
+    the picture before."""
     for folder in CLEVR_FOLDERS.values():
         (root / folder).mkdir(parents=True, exist_ok=True)
     files = {name: {} for name in ("change_captions", "no_change_captions", "scenes", "change_captions_with_bbox",
@@ -1918,8 +2111,8 @@ def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (
 
 
 def parse_caption(text: str) -> dict[str, str | None]:
-    """What a caption of mini says: "type" (one of KINDS, or "same"), the changed object's attributes, which stand before the
-    first shape word, and the new "value" of a color or material change. None where it does not say."""
+    """What a caption of mini says: "type" (one of KINDS, or "same"), the changed object's attributes, which stand
+    before the first shape word, and the new "value" of a color or material change. None where it does not say."""
     words = text.split()
     said = dict.fromkeys(("type", *ATTRIBUTES, "value"))
     if NO_CHANGE_WORDS & set(words):
@@ -1946,10 +2139,12 @@ def names_changed(said: dict[str, str | None], truth: dict) -> bool:
 
 
 def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]:
-    """What share of captions (pair id -> caption) is right, in %; nan where none is measured. scenes: content of scenes.json.
+    """What share of captions (pair id -> caption) is right, in %; nan where none is measured. scenes: content of
+    scenes.json.
 
-    Of unchanged pairs, "distractors": captioned as unchanged. Of changed pairs, "change type"; "all four": names_changed;
-    "size", "color", "material", "shape": named and true, or not needed for "all four"; "new value" of color and material."""
+    Of unchanged pairs, "distractors": captioned as unchanged. Of changed pairs, "change type"; "all four":
+    names_changed; "size", "color", "material", "shape": named and true, or not needed for "all four"; "new value" of
+    color and material."""
     right = {name: [] for name in ("change type", "distractors", *ATTRIBUTES, "all four", "new value")}
     for key, text in predictions.items():
         said, truth = parse_caption(text), scenes[str(int(key[:6]))]
@@ -1986,9 +2181,9 @@ class _Block(nn.Module):
 
 
 class MiniCNN(nn.Module):
-    """Stands in for ResNet-101 on mini: pictures (B, 3, 64, 64) in [-1, 1] -> features (B, 128, 8, 8). Every cell has mean 0
-    and variance 1 over its channels, so that dot products compare what cells show. A pattern is added before that: bare
-    floor, where little else is found, looks the same everywhere."""
+    """Stands in for ResNet-101 on mini: pictures (B, 3, 64, 64) in [-1, 1] -> features (B, 128, 8, 8). Every cell has
+    mean 0 and variance 1 over its channels, so that dot products compare what cells show. A pattern is added before
+    that: bare floor, where little else is found, looks the same everywhere."""
 
     def __init__(self, width: int = 32):
         super().__init__()
@@ -2022,9 +2217,10 @@ def _steps(parameters: list, rate: float, steps: int, name: str) -> Iterator[Non
 
 
 def train_mini_cnn(root: Path, steps: int = 1000, seed: int = 0, device: str = "cpu") -> MiniCNN:
-    """Trains the feature network to name, in each cell that holds an object's centre, its four attributes, all by one linear
-    layer, so that whoever reads the features later can read them too. It learns from single training pictures; it sees
-    no caption, no pair and no test picture. -> in eval mode, on the CPU; there the result depends on the arguments alone."""
+    """Trains the feature network to name, in each cell that holds an object's centre, its four attributes, all by one
+    linear layer, so that whoever reads the features later can read them too. It learns from single training pictures;
+    it sees no caption, no pair and no test picture. -> in eval mode, on the CPU; there the result depends on the
+    arguments alone."""
     torch.manual_seed(seed)
     images, pictures = _training_pictures(root)
     # The index of size, color, material and shape where an object's box has its centre, else -100, which cross_entropy
@@ -2069,16 +2265,18 @@ def mini_clip_state(root: Path, device: str = "cpu") -> dict:
     """The embedded data set's own CLIP, trained on first use into root/clip.pt."""
     if not (root / "clip.pt").exists():
         print(f"training a small CLIP on the pictures of {root}, once")
-        clip = train_mini_clip(root, steps=min(580, 5 + len(read_json(root / "splits.json")["train"]) // 8), device=device)
+        clip = train_mini_clip(
+            root, steps=min(580, 5 + len(read_json(root / "splits.json")["train"]) // 8), device=device
+        )
         save_tensors(root / "clip.pt", {"config": MINI_CLIP, "model": clip.state_dict()})
-    return load_tensors(root / "clip.pt", {"config": dict, "model": {str: Tensor}}, "remove it: it is made again")
+    return load_tensors(root / "clip.pt", "remove it: it is made again")
 
 
 def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "cpu"):
-    """A small open_clip.CLIP that knows which names fit an object of a picture: of training pictures, no captions, no pairs.
-    Names are whole, partial, or two joined by "and". Every pair of a picture and a phrase of the batch counts, with the
-    truth about it, in a sigmoid loss (SigLIP): what a softmax would take for a negative is often true of another picture.
-    Word vectors stay as drawn: apart from each other, also those of words that are in no name."""
+    """A small open_clip.CLIP that knows which names fit an object of a picture: of training pictures, no captions, no
+    pairs. Names are whole, partial, or two joined by "and". Every pair of a picture and a phrase of the batch counts,
+    with the truth about it, in a sigmoid loss (SigLIP): what a softmax would take for a negative is often true of
+    another picture. Word vectors stay as drawn: apart from each other, also those of words that are in no name."""
     import open_clip
 
     torch.manual_seed(seed)
@@ -2103,7 +2301,9 @@ def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "
         index = torch.randint(len(images), (size,))
         shown = [pictures[i] for i in index.tolist()]
         first, second, single = draw_names(shown), draw_names(shown), (torch.rand(size) < 0.5).tolist()
-        phrases = whole_names + [a if alone else f"{a} and {b}" for a, b, alone in zip(first, second, single, strict=True)]
+        phrases = whole_names + [
+            a if alone else f"{a} and {b}" for a, b, alone in zip(first, second, single, strict=True)
+        ]
         # A phrase is true of a picture if each of its names fits an object: the object has all of the name's words.
         names = [[set(name.split()) for name in phrase.split(" and ")] for phrase in phrases]
         true = torch.tensor([[all(any(name.issubset(words) for words in objects) for name in phrase) for phrase in names]
@@ -2122,8 +2322,9 @@ def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "
 
 
 def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) -> None:
-    """Render the embedded data set, train its feature network on the training pictures, extract, build the vocabulary; each is
-    left out where it is done. ValueError where the folder holds something else, or scenes made with other settings."""
+    """Render the embedded data set, train its feature network on the training pictures, extract, build the vocabulary;
+    each is left out where it is done. ValueError where the folder holds something else, or scenes made with other
+    settings."""
     few, _, many = objects.partition(",")
     if not re.fullmatch("[2-6],[2-6]", objects) or few > many or scenes < 1 or seed < 0:
         raise ValueError(f"--scenes {scenes} --objects {objects} --data_seed {seed}: expected a count from 1, the fewest and "
@@ -2133,7 +2334,9 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) 
     if there and not there & {"mini.json", "mini.unfinished"}:
         raise ValueError(f"{root} is not empty and no mini of this project; choose another --data_dir")
     if "mini.json" in there and (made := read_json(root / "mini.json")) != settings:
-        raise ValueError(f"{root} holds scenes made with {made}, not {settings}; remove it or choose another --data_dir")
+        raise ValueError(
+            f"{root} holds scenes made with {made}, not {settings}; remove it or choose another --data_dir"
+        )
     if there >= {"mini.json", "mini_cnn.pt", "features.h5", "vocab.json"}:
         return
     with lock(root):
@@ -2153,10 +2356,10 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) 
 
 
 def mini_cnn_state(root: Path) -> dict[str, Tensor]:
-    path, mend = root / "mini_cnn.pt", f"remove it and run: {prepare_command('mini', root)}"
-    state = load_tensors(path, {str: Tensor}, mend)
+    path, remedy = root / "mini_cnn.pt", f"remove it and run: {prepare_command('mini', root)}"
+    state = load_tensors(path, remedy)
     with torch.random.fork_rng([]):  # a run saves this state: the weights drawn here must not move its random numbers
-        load_weights(MiniCNN(), state, path, mend)
+        load_weights(MiniCNN(), state, path, remedy)
     return state
 
 
@@ -2178,8 +2381,8 @@ def open_dataset(cfg) -> Dataset:
 
 
 def caption_files(model: nn.Module, state: dict, files: list[str], out: str | None, *more) -> str:
-    """The caption of any two image files by a model and its checkpoint's content; the attention picture is written to `out`.
-    more: further inputs of the model's generate and attention_map."""
+    """The caption of any two image files by a model and its checkpoint's content; the attention picture is written to
+    `out`. more: further inputs of the model's generate and attention_map."""
     extractor = Extractor(**state["extractor"], device=model.cfg.device)
     before, after = (extractor([f]).to(model.cfg.device).float() for f in files)
     ids = model.generate(before, after, *more)
@@ -2201,7 +2404,9 @@ def main(argv: list[str] | None = None) -> None:
         p.add_argument("--check", action="store_true", help="report what is there, missing or corrupt")
         p.add_argument("--device", default="", help="where features are made (default: cuda where there is one)")
         if name == "birds_to_words":
-            p.add_argument("--manifest", action="store_true", help="list the photographs to fetch in expected_images.tsv")
+            p.add_argument(
+                "--manifest", action="store_true", help="list the photographs to fetch in expected_images.tsv"
+            )
         if name in EMBEDDED:
             p.add_argument("--scenes", type=int, default=5000, help="training scenes")
             p.add_argument("--objects", default="2,4", help="fewest and most objects in a scene")
@@ -2212,7 +2417,9 @@ def main(argv: list[str] | None = None) -> None:
     p = commands.add_parser("score", help="score a predictions file against a references file")
     p.add_argument("--predictions", required=True, help="COCO results: a list of {image_id, caption}")
     p.add_argument("--references", required=True, help="COCO annotations: {annotations: [{image_id, caption}]}")
-    p.add_argument("--groups", type=Path, help="JSON of ids to score apart, such as type_mapping.json: {group: [image_id]}")
+    p.add_argument(
+        "--groups", type=Path, help="JSON of ids to score apart, such as type_mapping.json: {group: [image_id]}"
+    )
     p.add_argument("--tokens", choices=["ptb", "split", "ids"], default="ptb", help="PTB, words as they are, or ids")
     p.add_argument("--vocab", type=Path, help="vocab.json, for --tokens ids")
     args = parser.parse_args(argv)

@@ -1,10 +1,10 @@
-"""DIRL+CCR: Distractors-Immune Representation Learning with Cross-modal Contrastive Regularization for Change Captioning
-(Tu et al., ECCV 2024).
+"""DIRL+CCR: Distractors-Immune Representation Learning with Cross-modal Contrastive Regularization for Change
+Captioning (Tu et al., ECCV 2024).
 
 Idea. (1) A self-supervised loss correlates each channel of the "before" image with the same channel of "after" and
 decorrelates it from all others, so that features survive camera and light and stay discriminative. (2) What
-cross-attention finds of an image in its partner is shared; the image minus that is the difference. (3) While the decoder
-learns, a contrastive loss ties what it looked at to the words it wrote, sentence against sentence.
+cross-attention finds of an image in its partner is shared; the image minus that is the difference. (3) While the
+decoder learns, a contrastive loss ties what it looked at to the words it wrote, sentence against sentence.
 
 Eq. 1      ImageEmbedding       X = conv(features) + position
 Eq. 2      DIRL.mlp             Y = MLP(X), for the loss alone
@@ -29,16 +29,19 @@ discrimination (Table 7)     --w_ccr 0 --no-correlate
 Subtraction (Fig. 4)         --difference subtract --w_dirl 0 --w_ccr 0
 weights (Fig. 5)             --w_dirl 0.03, --w_ccr 0.05
 
-Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END, padding).
+Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END,
+padding).
 
-Where paper and released code differ, the default is the paper and RELEASED below names each difference. Both readings keep
-- Eq. 3 with centred channels, as released and as in Barlow Twins, whose notation it is; the printed formula does not centre;
+Where paper and released code differ, the default is the paper and RELEASED below names each difference. Both readings
+keep
+- Eq. 3 with centred channels, as released and as in Barlow Twins, whose notation it is; the printed formula does not
+  centre;
 - Eq. 5-10 inside standard layers: residuals, LayerNorms and dropout, which the equations leave out. L_ccr compares what
   Eq. 8 and 9 print, the outputs of both attentions;
 - L_ccr on the words of the reference caption, as released; the paper says generated words;
 - Eq. 12 as two means over the words; the paper divides V by HW, but V has one row for each word;
-- two cross-attention layers, alpha, the initialisation, two channels of coordinates beside the features (use_coords) and the
-  drops of the learning rate: the release has them, the paper does not give them;
+- two cross-attention layers, alpha, the initialisation, two channels of coordinates beside the features (use_coords)
+  and the drops of the learning rate: the release has them, the paper does not give them;
 - Eq. 15 as a mean over the words of a batch, as released; the paper has a sum over the words of a sentence.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
@@ -47,6 +50,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
 from common import (
     END,
     Attention,
@@ -54,19 +62,15 @@ from common import (
     Run,
     RunConfig,
     decode,
-    full,
     info_nce,
     initialise,
     load_model,
+    mean_of,
     parse_args,
     run_main,
     sinusoid,
+    upcast,
 )
-
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-from torch import Tensor
 
 # ---- config ----------------------------------------------------------------------------------------------------------
 
@@ -89,11 +93,11 @@ class Config(RunConfig):
     correlate: bool = True  # Eq. 4's first term; without it decorrelation only
     w_ccr: float = 0.3  # weight of L_ccr in Eq. 16; 0 leaves it out
     tau: float = 0.5  # temperature of Eq. 14
-    difference: Literal["attention", "stream", "subtract"] = "attention"  # X - MHCA(X), X - LN(X + MHCA(X)), or X - partner
+    difference: Literal["attention", "stream", "subtract"] = "attention"  # X - MHCA, X - LN(X + MHCA), X - partner
     channel_eps: float = 1e-5  # keeps a channel that is constant over the batch finite; 0 as released (NaN there)
-    input_norm: bool = True  # LayerNorm on what the decoder reads, words and differences; not in the release's CLEVR-Change
-    xavier: bool = True  # Xavier-uniform start of fusion and decoder too; the release's CLEVR-Change has PyTorch's start
-    ccr_pool: Literal["words", "padded"] = "words"  # Eq. 12: mean over START to END, or over the longest caption's length
+    input_norm: bool = True  # LayerNorm on what the decoder reads; not in the release's CLEVR-Change
+    xavier: bool = True  # Xavier-uniform start of fusion and decoder too; the release's CLEVR-Change has PyTorch's
+    ccr_pool: Literal["words", "padded"] = "words"  # Eq. 12: mean over START to END, or over the longest caption
     ccr_states: Literal["attention", "normed"] = "attention"  # Eq. 8-9's outputs, or both after residual and LayerNorm
     ccr_logits: Literal["two_way", "summed"] = "two_way"  # Eq. 14's two losses, or one over the rows of S + S^T
     ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # another pair with the very same caption
@@ -102,7 +106,8 @@ class Config(RunConfig):
     blind: bool = False  # zero the features: what words alone can score
 
 
-# Weights from section 4.6, drops after 15 and 30 epochs; the paper gives neither batch nor rate: the last two are SCORER's.
+# Weights from section 4.6, drops after 15 and 30 epochs; the paper gives neither batch nor rate: the last two are
+# SCORER's.
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),
@@ -150,7 +155,8 @@ class ImageEmbedding(nn.Module):
 class CrossView(nn.Module):
     """Eq. 5, one layer for both directions: shared_bef = MHCA(X_bef, X_aft), shared_aft likewise, from the old pair.
 
-    X_bef, X_aft (B, N, D) -> shared_bef, shared_aft; with `residual`, for a next layer to read, LN(X + shared) of both."""
+    X_bef, X_aft (B, N, D) -> shared_bef, shared_aft; with `residual`, for a next layer to read, LN(X + shared) of
+    both."""
 
     def __init__(self, cfg: Config, residual: bool):
         super().__init__()
@@ -165,7 +171,8 @@ class CrossView(nn.Module):
 
 
 class Fusion(nn.Module):
-    """Eq. 7: ReLU(W [difference_bef ; difference_aft] + b). Both side by side (B, N, 2D), or one (B, N, D) -> (B, N, D)."""
+    """Eq. 7: ReLU(W [difference_bef ; difference_aft] + b). Both side by side (B, N, 2D), or one (B, N, D) -> (B, N,
+    D)."""
 
     def __init__(self, cfg: Config, width: int):
         super().__init__()
@@ -180,9 +187,9 @@ class DecoderLayer(nn.Module):
     """Eq. 8-10, post-norm: words attend to earlier words, then to the difference, then a feed-forward of width 4 D.
 
     x (B, V, D) -> (B, V, D). `cross`: key and value (B, N, D) of the difference; `past`: key and value of the words
-    before x (decoding a word at a time), None when x starts with START; `mask` (B, 1, V, V): which words each may see, None
-    for all. Also returns the new `past`, the query (B, V, D) that met the difference, and words and visual (B, V, D) that
-    L_ccr compares."""
+    before x (decoding a word at a time), None when x starts with START; `mask` (B, 1, V, V): which words each may see,
+    None for all. Also returns the new `past`, the query (B, V, D) that met the difference, and words and visual (B, V,
+    D) that L_ccr compares."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -253,12 +260,6 @@ class Decoder(nn.Module):
         return step
 
 
-def mean_of(x: Tensor, valid: Tensor) -> Tensor:
-    """Eq. 12: mean over the words of a sentence. x (B, V, D), valid (B, V) bool -> (B, D)."""
-    weight = valid.to(x.dtype)[..., None]
-    return (x * weight).sum(1) / weight.sum(1).clamp(min=1)
-
-
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
@@ -267,7 +268,7 @@ def channel_correlation(y_bef: Tensor, y_aft: Tensor, eps: float) -> Tensor:
     y_bef, y_aft (B, N, D) -> (D, D). The deviation is the unbiased one, as released: C_ii is at most (BN - 1) / BN.
     Not in bfloat16: these are sums over thousands of rows."""
     with torch.autocast(y_bef.device.type, enabled=False):
-        rows = (full(y).flatten(0, 1) for y in (y_bef, y_aft))
+        rows = (upcast(y).flatten(0, 1) for y in (y_bef, y_aft))
         z_bef, z_aft = ((y - y.mean(0)) / (y.var(0) + eps).sqrt() for y in rows)
         return z_bef.T @ z_aft / len(z_bef)
 
@@ -285,7 +286,7 @@ def ccr_loss(words: Tensor, visual: Tensor, same: Tensor, tau: float, logits: st
     words, visual (B, D) of Eq. 12; same (B, B) bool: pairs that are not each other's negatives. "summed": the rows of
     (S + S^T) / 2 alone, as released. Not in bfloat16: scores may be in the hundreds."""
     with torch.autocast(words.device.type, enabled=False):
-        s = full(words) @ full(visual).T / tau  # (B, B), Eq. 13
+        s = upcast(words) @ upcast(visual).T / tau  # (B, B), Eq. 13
         s = s.masked_fill(same & ~torch.eye(len(s), dtype=torch.bool, device=s.device), float("-inf"))
         return info_nce((s + s.T) / 2) if logits == "summed" else (info_nce(s) + info_nce(s.T)) / 2
 
@@ -371,14 +372,14 @@ class DIRL(nn.Module):
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def losses_of(model: DIRL, streams: tuple, cfg: Config) -> dict[str, Tensor]:
-    """Eq. 16 and its parts, each a mean over the streams (changed pairs, distractor pairs). The streams stay apart: a
+def losses_of(model: DIRL, batches: tuple, cfg: Config) -> dict[str, Tensor]:
+    """Eq. 16 and its parts, each a mean over the batches (changed pairs, distractor pairs). They stay separate: a
     scene's default image is "before" in both, which a contrastive loss over all pairs would take for a negative."""
     losses: dict[str, Tensor] = {}
-    for batch in (b.to(cfg.device) for b in streams):
+    for batch in (b.to(cfg.device) for b in batches):
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
             parts = model(batch.before, batch.after, batch.caption)
-        losses = {name: losses.get(name, 0) + part / len(streams) for name, part in parts.items()}
+        losses = {name: losses.get(name, 0) + part / len(batches) for name, part in parts.items()}
     losses["total"] = losses["caption"] + cfg.w_dirl * losses.get("dirl", 0) + cfg.w_ccr * losses.get("ccr", 0)
     return losses
 
@@ -386,15 +387,15 @@ def losses_of(model: DIRL, streams: tuple, cfg: Config) -> dict[str, Tensor]:
 def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
     """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
 
-    Stopped by Ctrl-C or SIGTERM it saves last.pt and exits 130 or 143; with `resume` it goes on from there as if nothing had
-    happened. FloatingPointError where a loss is not finite."""
+    Stopped by Ctrl-C or SIGTERM it saves last.pt and exits 130 or 143; with `resume` it goes on from there as if
+    nothing had happened. FloatingPointError where a loss is not finite."""
     torch.manual_seed(cfg.seed)
     model = DIRL(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
     with Run(cfg, resume, model, optimizer, dataset) as run:
-        for streams in run.steps(dataset):
-            losses = losses_of(model, streams, cfg)
+        for batches in run.steps(dataset):
+            losses = losses_of(model, batches, cfg)
             optimizer.zero_grad()
             losses["total"].backward()
             if cfg.grad_clip:
@@ -410,17 +411,17 @@ def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
 def evaluate(model: DIRL, dataset, split: str, cfg: Config, out_dir: Path | None = None) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs, printed
-    and written beside captions and sample pictures."""
+    Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs,
+    printed and written beside captions and sample pictures."""
     model.eval()
     captions, maps = {}, {}  # by pair id
     for batch in dataset.eval_batches(split, cfg.eval_batch):
         batch = batch.to(cfg.device)
         ids = model.generate(batch.before, batch.after, sample=cfg.val_decode == "sample" and out_dir is None)
-        captions |= zip(batch.ids, dataset.vocab.decode(ids), strict=True)
+        captions |= zip(batch.pair_ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
             seen = model.attention_map(batch.before, batch.after, ids)
-            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.ids)}
+            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.pair_ids)}
     model.train()
     return dataset.results(split, captions, maps, out_dir)
 
@@ -429,17 +430,17 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption two image files."""
     import data
 
-    cfg, do = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED)
-    if do.caption:
-        print(data.caption_files(*load_model(DIRL, cfg, do.checkpoint), do.caption, do.out))
+    cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED)
+    if args.caption:
+        print(data.caption_files(*load_model(DIRL, cfg, args.checkpoint), args.caption, args.out))
         return
     dataset = data.open_dataset(cfg)
-    if do.eval is None:
-        model = train(cfg, dataset, do.resume)
+    if args.eval is None:
+        model = train(cfg, dataset, args.resume)
     else:
-        model, state = load_model(DIRL, cfg, do.eval)
+        model, state = load_model(DIRL, cfg, args.eval)
         dataset.check_state(state)
-    evaluate(model, dataset, do.split, cfg, Path(cfg.out_dir))
+    evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 (Yao, Wang, Jin, AAAI 2022).
 
 Idea. (1) Two images and a caption are one sequence of tokens for one transformer; before it, an encoder sees each image
-alone and another both together, so that it can compare. (2) Three tasks pre-train it on the pairs it will caption: guess
-masked words (MLM), recognise masked image cells among all others (MVCL), tell the caption from six rewritten ones (FDA).
-(3) Fine-tuning keeps the first task, with words that see only earlier ones, so that a caption is written word by word in
-the place of a [MASK]; where there are distractor pairs it also learns to judge them.
+alone and another both together, so that it can compare. (2) Three tasks pre-train it on the pairs it will caption:
+guess masked words (MLM), recognise masked image cells among all others (MVCL), tell the caption from six rewritten ones
+(FDA). (3) Fine-tuning keeps the first task, with words that see only earlier ones, so that a caption is written word by
+word in the place of a [MASK]; where there are distractor pairs it also learns to judge them.
 
 The paper's equations (1)-(9) in our copy are prose, so their numbers stand for:
 Eq. 1-3    Embedding           y = Dropout(LN(x + type + position))
@@ -15,7 +15,8 @@ Eq. 6      word_loss           MLM, of words masked by mask_words
 Eq. 7-8    cell_loss           MVCL, of cells masked by mask_cells
 Eq. 9      align_loss          FDA, captions rewritten by Negatives: Retrieve, Replace, Confuse
 Sec. 2.3   judge_loss          is the pair a distractor?
-Sec. 2.4   class_loss, contrast_loss (TransFG's), match_loss: classes and pairs of birds, for the image difference encoder
+Sec. 2.4   class_loss, contrast_loss (TransFG's), match_loss: classes and pairs of birds, for the image difference
+encoder
            losses_of           one task a step in pre-training; then L = L_MLM + w_judge L_judge
 
 Row of the paper's tables                      flags
@@ -29,13 +30,14 @@ Tables 1, 5  Birds-to-Words; + CUB; + NABirds  --dataset birds_to_words; --cub F
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, K heads, V words of a caption (START, words, END,
 padding), T text tokens, S = 2 (N + 1) visual tokens: [IMG1] v_1 ... v_N [IMG2] v_1 ... v_N.
 
-Where the paper is silent the released code is followed; where both are, the choice is marked [ours]. Where the two differ
-there is a config field; --reading released sets them all. Without a field: captions are padded to the longest of the data set
-(released: to 40 or 80 ids); LayerNorm is PyTorch's (released: by the unbiased deviation plus an epsilon); CUB's [IMG2] passes
-E_s (released: straight to E_p). Both readings have the release's [CLS] and [IMG] without positions, words times sqrt(D),
-pre-norm blocks without a LayerNorm after the last, and in fine-tuning images that do not see the text: the paper allows it,
-but a word would then learn from later ones through the images. Which words fine-tuning masks the paper does not say: here
-each word is asked for from a [MASK] in its place behind the true words before it, as in decoding [ours] (finetune_targets).
+Where the paper is silent the released code is followed; where both are, the choice is marked [ours]. Where the two
+differ there is a config field; --reading released sets them all. Without a field: captions are padded to the longest of
+the data set (released: to 40 or 80 ids); LayerNorm is PyTorch's (released: by the unbiased deviation plus an epsilon);
+CUB's [IMG2] passes E_s (released: straight to E_p). Both readings have the release's [CLS] and [IMG] without positions,
+words times sqrt(D), pre-norm blocks without a LayerNorm after the last, and in fine-tuning images that do not see the
+text: the paper allows it, but a word would then learn from later ones through the images. Which words fine-tuning masks
+the paper does not say: here each word is asked for from a [MASK] in its place behind the true words before it, as in
+decoding [ours] (finetune_targets).
 
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
@@ -50,6 +52,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
 from common import (
     END,
     NULL,
@@ -57,21 +66,15 @@ from common import (
     Run,
     RunConfig,
     decode,
-    full,
     initialise,
     learning_rate,
     load_model,
+    mean_of,
     parse_args,
     run_main,
     sinusoid,
+    upcast,
 )
-
-import numpy as np
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-from torch import Tensor
-from tqdm import tqdm
 
 # ---- config ----------------------------------------------------------------------------------------------------------
 
@@ -92,7 +95,7 @@ class Config(RunConfig):
     heads: int = 8  # heads of every attention
     layers: int = 3  # layers of the cross-modal transformer
     dropout: float = 0.2  # dropout probability
-    difference_encoder: bool = True  # E_s and E_p of Eq. 4; without them images go straight to the cross-modal transformer
+    difference_encoder: bool = True  # E_s and E_p of Eq. 4; without them images go straight to the cross transformer
     pretrain_steps: int = 250000  # steps of pre-training; 0: none
     pretrain_batch: int = 100  # scenes a step of pre-training
     pretrain_lr: float = 1e-4  # learning rate of pre-training
@@ -111,15 +114,15 @@ class Config(RunConfig):
     patience: int = 0  # validations without a better one that end fine-tuning; 0: never
     # paper | released code
     swap: bool = True  # [ours] default and distractor image change places in half of the scenes, as in the other methods
-    finetune_targets: Literal["every", "masked"] = "every"  # [ours] each word from a [MASK] in its place, or masked words only
-    start: Literal["xavier", "pytorch"] = "xavier"  # first weights: [ours] Xavier-uniform matrices and tables, or PyTorch's
+    finetune_targets: Literal["every", "masked"] = "every"  # [ours] a [MASK] for each word, or for masked words only
+    start: Literal["xavier", "pytorch"] = "xavier"  # first weights: [ours] Xavier-uniform, or PyTorch's
     project: Literal["linear", "sigmoid"] = "linear"  # features -> width D: linear, or a sigmoid after it
     exponent: Literal["standard", "doubled"] = "standard"  # of the positions' rates; doubled: most channels hardly vary
     special_tokens: Literal["own", "shared"] = "own"  # [CLS] [IMG1] [IMG2] and three types, or one vector and six types
     mvcl_negatives: Literal["features", "predictions"] = "features"  # unmasked features, or what is predicted there
     see_padding: bool = False  # pre-training attends to padding
     finetune_cls: bool = True  # [CLS] stands before the text in fine-tuning too
-    mask_rules: Literal["plain", "released"] = "plain"  # released: END only by [MASK], word 1 if none, random special ids
+    mask_rules: Literal["plain", "released"] = "plain"  # released: END only by [MASK], word 1 if none, any random id
     pretrain_decay: Literal["none", "inverse_sqrt"] = "none"  # learning rate after the warm-up of pre-training
     finetune_decay: Literal["none", "halves"] = "none"  # halves: x1/2 at step 10,000, x1/4 at 20,000
     reduction: Literal["mean", "sum"] = "mean"  # of fine-tuning's losses, over words and over pairs
@@ -133,7 +136,8 @@ class Config(RunConfig):
             raise ValueError("--mlm 0 --mvcl 0 --fda 0 leave nothing to pre-train; give --pretrain_steps 0")
 
 
-# Table 6 of the paper and section "Implementation Details". A batch there counts pairs, here scenes (CLEVR-Change: two pairs).
+# Table 6 of the paper and section "Implementation Details". A batch there counts pairs, here scenes (CLEVR-Change: two
+# pairs).
 PRESETS = {
     "clevr_change": dict(seed=1234, extractor="resnet101-layer4", lr=3e-5, batch_size=100, steps=100000, eval_every=400,
                          patience=50),
@@ -157,14 +161,15 @@ RELEASED = {
 
 
 def doubled_sinusoid(length: int, dim: int) -> Tensor:
-    """The released positions: 10000^(2i/D) for channel i, where Vaswani et al. have 10000^(i/D) for an even i, and another
-    rate for the cosine beside it. Most channels hardly change over a caption. -> (length, dim)."""
+    """The released positions: 10000^(2i/D) for channel i, where Vaswani et al. have 10000^(i/D) for an even i, and
+    another rate for the cosine beside it. Most channels hardly change over a caption. -> (length, dim)."""
     angle = torch.arange(length)[:, None] / 10000 ** (2 * torch.arange(dim) / dim)
     return torch.where(torch.arange(dim) % 2 == 0, angle.sin(), angle.cos())
 
 
 class Embedding(nn.Module):
-    """Eq. 1-3: y = Dropout(LN(x + type + position)) of words, of cells, and of the special tokens, which have no position.
+    """Eq. 1-3: y = Dropout(LN(x + type + position)) of words, of cells, and of the special tokens, which have no
+    position.
 
     One LayerNorm and one table of types serve all."""
 
@@ -192,7 +197,8 @@ class Embedding(nn.Module):
         return self.dropout(self.norm(self.scale * self.table(ids) + self.types.weight[-1] + position))
 
     def cells(self, features: Tensor, kind: int) -> Tensor:
-        """(B, N, C) of the first or second image (kind 0, 1) -> [IMG] and cells (B, 1 + N, D). Positions restart in each."""
+        """(B, N, C) of the first or second image (kind 0, 1) -> [IMG] and cells (B, 1 + N, D). Positions restart in
+        each."""
         x = self.project(features)
         x = x.sigmoid() if self.squash else x
         x = self.dropout(self.norm(x + self.types.weight[kind - 3] + self.position[: x.shape[1]]))
@@ -200,8 +206,9 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm layer: x + MHA(LN x), then x + W2 ReLU(W1 LN x). x (B, T, D) -> the same of the tokens `rows`, key and value of
-    all of x, and the query. past: key and value of tokens before x. mask: bool (B or 1, 1, T or 1, past + T)."""
+    """Pre-norm layer: x + MHA(LN x), then x + W2 ReLU(W1 LN x). x (B, T, D) -> the same of the tokens `rows`, key and
+    value of all of x, and the query. past: key and value of tokens before x. mask: bool (B or 1, 1, T or 1, past +
+    T)."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -219,8 +226,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """LayerNorm, then blocks, and no LayerNorm after them: heads read the residual stream, as released. As Block, but `past`
-    and the keys and values that are returned are lists, one item a block; rows and query are the last block's."""
+    """LayerNorm, then blocks, and no LayerNorm after them: heads read the residual stream, as released. As Block, but
+    `past` and the keys and values that are returned are lists, one item a block; rows and query are the last
+    block's."""
 
     def __init__(self, cfg: Config, layers: int):
         super().__init__()
@@ -238,11 +246,11 @@ class Transformer(nn.Module):
 
 
 def mask_words(caption: Tensor, words: int, mask: int, rate: float, rules: str) -> tuple[Tensor, Tensor]:
-    """Section "MLM": of `rate` of the words 80 % become [MASK], 10 % another word, 10 % stay. caption (B, V), START first,
-    padded with 0 -> ids with masks, and targets: the word that was there, -1 elsewhere.
+    """Section "MLM": of `rate` of the words 80 % become [MASK], 10 % another word, 10 % stay. caption (B, V), START
+    first, padded with 0 -> ids with masks, and targets: the word that was there, -1 elsewhere.
 
-    END is a word like any other: the model has to learn where a caption ends. The released rules replace it by [MASK] only,
-    make the first word a [MASK] where none was drawn, and draw other "words" from all ids."""
+    END is a word like any other: the model has to learn where a caption ends. The released rules replace it by [MASK]
+    only, make the first word a [MASK] where none was drawn, and draw other "words" from all ids."""
     released = rules == "released"
     word = (caption > END) | ((caption == END) & (not released))
     chosen = word & (torch.rand(caption.shape, device=caption.device) < rate)
@@ -276,11 +284,14 @@ def word_loss(logits: Tensor, target: Tensor, reduction: str = "mean") -> Tensor
     return total / (target >= 0).sum().clamp(min=1) if reduction == "mean" else total
 
 
-def cell_loss(predicted: Tensor, features: Tensor, masked: Tensor, rows: int, tau: float, among_targets: bool) -> Tensor:
-    """Eq. 8: InfoNCE of masked cells by cosine, each against all unmasked ones. predicted, features (M, C), masked (M,) bool.
+def cell_loss(
+    predicted: Tensor, features: Tensor, masked: Tensor, rows: int, tau: float, among_targets: bool
+) -> Tensor:
+    """Eq. 8: InfoNCE of masked cells by cosine, each against all unmasked ones. predicted, features (M, C), masked (M,)
+    bool.
 
-    rows: no less than there are masked cells; a fixed number, so that shapes do not depend on the draw. among_targets: the
-    negatives are the other masked cells' features and what is predicted at the unmasked ones, as released."""
+    rows: no less than there are masked cells; a fixed number, so that shapes do not depend on the draw. among_targets:
+    the negatives are the other masked cells' features and what is predicted at the unmasked ones, as released."""
     p, f = F.normalize(predicted, dim=-1), F.normalize(features, dim=-1)
     weight, row = masked.to(p.dtype).topk(rows)  # the masked cells come first, others have no weight
     s = p[row] @ (torch.where(masked[:, None], f, p) if among_targets else f).T / tau  # (rows, M)
@@ -290,8 +301,8 @@ def cell_loss(predicted: Tensor, features: Tensor, masked: Tensor, rows: int, ta
 
 
 def align_loss(image: Tensor, text: Tensor, tau: float) -> Tensor:
-    """Eq. 9: InfoNCE of the caption (first) among its rewritten ones by cosine. image, text (B, 1 + negatives, D): mean of
-    [IMG1] and [IMG2], and [CLS], both as they are when they have seen that caption."""
+    """Eq. 9: InfoNCE of the caption (first) among its rewritten ones by cosine. image, text (B, 1 + negatives, D): mean
+    of [IMG1] and [IMG2], and [CLS], both as they are when they have seen that caption."""
     s = F.cosine_similarity(image, text, dim=-1) / tau
     return F.cross_entropy(s, torch.zeros(len(s), dtype=torch.long, device=s.device))
 
@@ -308,10 +319,10 @@ def class_loss(logits: Tensor, classes: Tensor) -> Tensor:
 
 
 def contrast_loss(x: Tensor, classes: Tensor, margin: float = 0.4) -> Tensor:
-    """Section 2.4, after He et al. 2021 (TransFG): cosines of like images to 1, of others below the margin, a mean over all
-    ordered pairs, an image with itself included. x (2B, D), classes (2B,)."""
+    """Section 2.4, after He et al. 2021 (TransFG): cosines of like images to 1, of others below the margin, a mean over
+    all ordered pairs, an image with itself included. x (2B, D), classes (2B,)."""
     with torch.autocast(x.device.type, enabled=False):  # bfloat16 has three digits
-        x = F.normalize(full(x), dim=-1)
+        x = F.normalize(upcast(x), dim=-1)
         cos, alike = x @ x.T, classes[:, None] == classes
         return torch.where(alike, 1 - cos, (cos - margin).clamp(min=0)).mean()
 
@@ -351,8 +362,8 @@ class IDC(nn.Module):
     # -- the sequence
 
     def visual(self, *images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Eq. 4. Cells (B, N, C) of both images, or of one -> E_p's (B, S, D); which tokens are there, bool (1, S): a second
-        image that is not there keeps its [IMG2] alone; and E_s's [IMG1] and [IMG2] (2, B, D)."""
+        """Eq. 4. Cells (B, N, C) of both images, or of one -> E_p's (B, S, D); which tokens are there, bool (1, S): a
+        second image that is not there keeps its [IMG2] alone; and E_s's [IMG1] and [IMG2] (2, B, D)."""
         before, after = (*images, torch.zeros_like(images[0]))[:2]
         there = torch.ones(2, 1 + before.shape[1], dtype=torch.bool, device=before.device)
         there[1, 1:] = len(images) == 2
@@ -366,8 +377,8 @@ class IDC(nn.Module):
         return x, there, alone
 
     def joint(self, visual: Tensor, there: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Eq. 5 as in pre-training: everything sees everything but padding. ids (B, V) -> visual (B, S, D), text (B, 1 + V, D)
-        with [CLS] first."""
+        """Eq. 5 as in pre-training: everything sees everything but padding. ids (B, V) -> visual (B, S, D), text (B, 1
+        + V, D) with [CLS] first."""
         text = torch.cat([self.embed.special(2, len(ids)), self.embed.words(ids)], 1)
         real = F.pad((ids != NULL) | self.cfg.see_padding, (1, 0), value=True)
         mask = torch.cat([there.expand(len(ids), -1), real], 1)
@@ -394,10 +405,13 @@ class IDC(nn.Module):
         most = math.ceil(2 * self.cfg.cell_mask_rate * cells.shape[2] + 1) * len(caption)  # twice what is expected
         x, y, released = predicted.to(features.dtype), features.flatten(0, 2), self.cfg.mvcl_negatives == "predictions"
         with torch.autocast(features.device.type, enabled=False):
-            return {"mvcl": cell_loss(x.flatten(0, 2), y, masked.flatten(), min(most, len(y)), self.cfg.tau_mvcl, released)}
+            return {
+                "mvcl": cell_loss(x.flatten(0, 2), y, masked.flatten(), min(most, len(y)), self.cfg.tau_mvcl, released)
+            }
 
     def fda(self, images: list[Tensor], caption: Tensor, negatives: Tensor) -> dict[str, Tensor]:
-        """Eq. 9. negatives (B', 6, V or more): rewritten captions of the first B' pairs, which alone are seen. As mlm."""
+        """Eq. 9. negatives (B', 6, V or more): rewritten captions of the first B' pairs, which alone are seen. As
+        mlm."""
         caption = F.pad(caption[: len(negatives)], (0, negatives.shape[2] - caption.shape[1]))
         visual, there, _ = self.visual(*(x[: len(negatives)] for x in images))
         ids = torch.cat([caption[:, None], negatives], 1)  # (B, 7, V)
@@ -430,17 +444,22 @@ class IDC(nn.Module):
             losses["judge"] = judge_loss(self.judge(image.flatten(1)), changed, cfg.reduction)
         return losses
 
-    def causal(self, visual: Tensor, ids: Tensor, ask_next: bool = False) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    def causal(
+        self, visual: Tensor, ids: Tensor, ask_next: bool = False
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Eq. 5 as in fine-tuning: a word of ids (B, V) sees the images, earlier words and itself; images see images.
         -> the images' [IMG1] and [IMG2] (B, 2, D); text (B, T, D) with [CLS] first; the last layer's query of the text
-        (B, T, D) and key of the images (B, S, D). ask_next: V [MASK]s follow, each in the place of the word after one of
-        ids. It sees what that one sees and itself, as in decoding."""
+        (B, T, D) and key of the images (B, S, D). ask_next: V [MASK]s follow, each in the place of the word after one
+        of ids. It sees what that one sees and itself, as in decoding."""
         text, count = self.embed.words(ids), ids.shape[1]
         if self.cfg.finetune_cls:
             text = torch.cat([self.embed.special(2, len(ids)), text], 1)
         order = torch.ones(text.shape[1], text.shape[1], dtype=torch.bool, device=ids.device).tril()
         if ask_next:
-            masks, own = self.embed.words(torch.full_like(ids, self.embed.mask), 1), torch.eye(count, device=ids.device) > 0
+            masks, own = (
+                self.embed.words(torch.full_like(ids, self.embed.mask), 1),
+                torch.eye(count, device=ids.device) > 0,
+            )
             text = torch.cat([text, masks], 1)
             order = torch.cat([F.pad(order, (0, count)), torch.cat([order[-count:], own], 1)])
         image, past, _ = self.cross(visual, rows=slice(None, None, visual.shape[1] // 2))
@@ -448,8 +467,9 @@ class IDC(nn.Module):
         return image, text, (query, past[-1][0])
 
     def forward(self, before: Tensor, after: Tensor | None, caption: Tensor, task: str, more=None) -> dict[str, Tensor]:
-        """The losses of one task ("mlm", "mvcl", "fda", "birds", "finetune") for pairs of features (B, C, H, W) and caption
-        (B, V), for birds classes (B, 2); more: fda's negatives (B, 6, V), or whether finetune's pairs are changed."""
+        """The losses of one task ("mlm", "mvcl", "fda", "birds", "finetune") for pairs of features (B, C, H, W) and
+        caption (B, V), for birds classes (B, 2); more: fda's negatives (B, 6, V), or whether finetune's pairs are
+        changed."""
         images = [x.flatten(2).transpose(1, 2) for x in (before, after) if x is not None]
         return getattr(self, task)(images, caption, *([more] if task in ("fda", "finetune") else []))
 
@@ -460,8 +480,8 @@ class IDC(nn.Module):
         return self.visual(*(x.flatten(2).transpose(1, 2) for x in (before, after)))
 
     def stepper(self, visual: Tensor):
-        """-> step(words (B,), position) -> logits of the next word, which a [MASK] in its place predicts. Keys and values of
-        images and earlier words are kept: nothing that comes later changes them."""
+        """-> step(words (B,), position) -> logits of the next word, which a [MASK] in its place predicts. Keys and
+        values of images and earlier words are kept: nothing that comes later changes them."""
         past = self.cross(visual)[1]
         if self.cfg.finetune_cls:
             past = join(past, self.cross(self.embed.special(2, len(visual)), past=past)[1])
@@ -485,15 +505,13 @@ class IDC(nn.Module):
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """Where the [MASK]s looked that became the words of ids (B, V): last layer's attention over the cells of both images,
-        mean over heads and words -> "before" and "after" (B, H, W), together of sum 1."""
+        """Where the [MASK]s looked that became the words of ids (B, V): last layer's attention over the cells of both
+        images, mean over heads and words -> "before" and "after" (B, H, W), together of sum 1."""
         query, key = self.causal(self.encode(before, after)[0], ids[:, :-1], ask_next=True)[2]
         scores = self.cross.blocks[-1].attention.scores(query[:, 1 - ids.shape[1] :], key)  # (B, K, V - 1, S)
         cells = scores.unflatten(-1, (2, -1))[..., 1:]  # without [IMG1] and [IMG2]
         weight = cells.flatten(-2).softmax(-1).mean(1)  # (B, V - 1, 2 N)
-        valid = (ids[:, 1:] > END).to(weight.dtype)[..., None]
-        maps = (weight * valid).sum(1) / valid.sum(1).clamp(min=1)
-        before, after = maps.unflatten(1, (2, *self.grid[1:])).unbind(1)
+        before, after = mean_of(weight, ids[:, 1:] > END).unflatten(1, (2, *self.grid[1:])).unbind(1)
         return {"before": before, "after": after}
 
 
@@ -516,9 +534,9 @@ MEANING = {word: (kind, alike) for kind, meanings in KINDS.items() for alike in 
 
 
 class Negatives:
-    """Section "FDA": six rewritten captions of every training pair, from train_neg_tfidf6.json beside the features: one JSON
-    object a line, as released, so the authors' own is read too. Where there is none it is made, from the captions alone.
-    ValueError where it has no entry for a pair."""
+    """Section "FDA": six rewritten captions of every training pair, from train_neg_tfidf6.json beside the features: one
+    JSON object a line, as released, so the authors' own is read too. Where there is none it is made, from the captions
+    alone. ValueError where it has no entry for a pair."""
 
     def __init__(self, dataset):
         import data
@@ -528,7 +546,9 @@ class Negatives:
         path, pairs = dataset.root / "train_neg_tfidf6.json", dataset.pairs("train")
         if not path.exists():
             texts = rewrite(dataset)
-            rows = [{"img1": p.before, "img2": p.after, "sentences": p.captions, "neg_samples": texts[p.id]} for p in pairs]
+            rows = [
+                {"img1": p.before, "img2": p.after, "sentences": p.captions, "neg_samples": texts[p.id]} for p in pairs
+            ]
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         of = {}  # by the stems of both names: the authors' have no suffix
         try:
@@ -544,12 +564,14 @@ class Negatives:
 
 
 def rewrite(dataset) -> dict[str, list[str]]:
-    """Training pair's id -> its six negatives, two each by Retrieve, Replace and Confuse; all captions of a pair share them.
+    """Training pair's id -> its six negatives, two each by Retrieve, Replace and Confuse; all captions of a pair share
+    them.
 
-    [ours] Single images (CUB) have no subjects to confuse; where a strategy finds too few, Retrieve and then Replace fill up.
-    A scene's changed and unchanged pair share five rewrites of the change; the sixth is a caption of the other pair, so that
-    text alone does not tell which of the pairs a set belongs to. What may be true of the pair is left out: its own captions,
-    and what says of the same object nothing that they do not say. ValueError where six cannot be made."""
+    [ours] Single images (CUB) have no subjects to confuse; where a strategy finds too few, Retrieve and then Replace
+    fill up. A scene's changed and unchanged pair share five rewrites of the change; the sixth is a caption of the other
+    pair, so that text alone does not tell which of the pairs a set belongs to. What may be true of the pair is left
+    out: its own captions, and what says of the same object nothing that they do not say. ValueError where six cannot be
+    made."""
     scenes, unchanged = dataset.scenes["train"], dataset.kinds.get("no change", set())
     captions = list(dict.fromkeys(c for s in scenes for p in s.pairs for c in p.captions))
     changes = list(dict.fromkeys(c for s in scenes for p in s.pairs if p.id not in unchanged for c in p.captions))
@@ -569,7 +591,9 @@ def rewrite(dataset) -> dict[str, list[str]]:
         confused = (confuse(c, subjects[c], others, rng) for c in originals)
         count = COUNT + 1 - len(scene.pairs)  # the caption of the scene's other pair comes on top
         ends = (3, 6, 6) if pair.after is None else (count - 4, count - 2, count)
-        for source, end in zip((retrieved, replaced, confused, retrieved, replaced), (*ends, count, count), strict=True):
+        for source, end in zip(
+            (retrieved, replaced, confused, retrieved, replaced), (*ends, count, count), strict=True
+        ):
             for text in source:
                 if len(chosen) >= end:
                     break
@@ -619,8 +643,8 @@ def retrieve(queries: list[str], texts: list[str], idf: dict[str, float], count:
 
 
 def parts(dataset, texts: list[str]) -> tuple[dict, dict, dict]:
-    """By text: its tokens, each with the blanks that follow; its nouns and adjectives as (index, word, kind of KINDS or else
-    tag); its subjects. CLEVR's pipeline of known words has no tags: there only words of KINDS are rewritten."""
+    """By text: its tokens, each with the blanks that follow; its nouns and adjectives as (index, word, kind of KINDS or
+    else tag); its subjects. CLEVR's pipeline of known words has no tags: there only words of KINDS are rewritten."""
     import data
 
     tokens, words, subjects = {}, {}, {}
@@ -639,7 +663,8 @@ def important(words: list[tuple[int, str, str]], idf: dict[str, float]) -> list[
 
 
 def pools(captions: list[list[tuple[int, str, str]]], idf: dict[str, float]) -> dict[str, list[str]]:
-    """Appendix A.2: for each kind or tag the words that are important in some caption and stand in ten captions at least."""
+    """Appendix A.2: for each kind or tag the words that are important in some caption and stand in ten captions at
+    least."""
     count = Counter(key for words in captions for key in {(kind, word) for _, word, kind in words})
     pool: dict[str, list[str]] = {}
     for kind, word in sorted({(kind, word) for words in captions for _, word, kind in important(words, idf)}):
@@ -659,8 +684,8 @@ def replace_words(tokens: list[str], words: list, pool: dict[str, list[str]], rn
 
 
 def confuse(text: str, own: list[str], others: list[str], rng: np.random.Generator) -> str:
-    """Section "Confuse": "animal 1" and "animal 2" change places; without these, the subject gives way to another caption's of
-    as many words, where there is one. own: the text's subjects, others: all captions'."""
+    """Section "Confuse": "animal 1" and "animal 2" change places; without these, the subject gives way to another
+    caption's of as many words, where there is one. own: the text's subjects, others: all captions'."""
     if len({number for _, number in ANIMAL.findall(text)}) == 2:
         return ANIMAL.sub(lambda m: m[1] + "21"[int(m[2]) - 1], text)
     subject = next((s for s in own if s in text.lower()), "")
@@ -707,7 +732,7 @@ class Birds:
         dataset = data.load("nabirds", cfg.nabirds, cfg.features, cfg.device)
         images = [p for split in dataset.scenes for p in dataset.pairs(split)]
         self.names, self.features = [p.before for p in images], dataset.features
-        self.classes = np.array([dataset.vocab.ids[p.captions[0]] - len(data.SPECIAL) for p in images])
+        self.classes = np.array([dataset.vocab.index[p.captions[0]] - len(data.SPECIAL) for p in images])
         self.partners, self.size, self.seed = partners(self.classes, cfg.seed), cfg.pretrain_batch, cfg.seed
 
     def batch(self, step: int):
@@ -721,8 +746,8 @@ class Birds:
 
 
 def partners(classes: np.ndarray, seed: int) -> np.ndarray:
-    """For every image the index of another: for half of them, drawn by the seed, one of the same class (where there is one),
-    for the others one of another class."""
+    """For every image the index of another: for half of them, drawn by the seed, one of the same class (where there is
+    one), for the others one of another class."""
     rng, places = np.random.default_rng(seed), np.arange(len(classes))
     alike, partner = rng.permutation(len(classes)) < len(classes) // 2, []
     for i, c in enumerate(classes):
@@ -765,18 +790,18 @@ def finetune_rate(cfg: Config, step: int) -> float:
     return learning_rate(cfg, step) / 2**halves
 
 
-def losses_of(model: IDC, streams: tuple, cfg: Config, task: str, negatives=None) -> dict[str, Tensor]:
-    """The losses of one step, each a mean over the streams (changed pairs, distractor pairs), and their total. The streams
-    stay apart: a scene's default image is "before" in both, so its cells would be false negatives in MVCL."""
+def losses_of(model: IDC, batches: tuple, cfg: Config, task: str, negatives=None) -> dict[str, Tensor]:
+    """The losses of one step, each a mean over the batches (changed pairs, distractor pairs), and their total. The
+    batches stay apart: a scene's default image is "before" in both, so its cells would be false negatives in MVCL."""
     losses: dict[str, Tensor] = {}
-    for n, batch in enumerate(streams):
+    for n, batch in enumerate(batches):
         batch = batch.to(cfg.device)
-        more = n == 0 if len(streams) == 2 else None  # are the pairs changed? unknown where there is one stream
+        more = n == 0 if len(batches) == 2 else None  # are the pairs changed? unknown where there is one stream
         if task == "fda":  # a seventh of the pairs, each with its caption and six others
-            more = negatives(batch.ids[: max(1, len(batch.ids) // 7)]).to(cfg.device, non_blocking=True)
+            more = negatives(batch.pair_ids[: max(1, len(batch.pair_ids) // 7)]).to(cfg.device, non_blocking=True)
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
-            of_stream = model(batch.before, None if batch.single else batch.after, batch.caption, task, more)
-        losses = {name: losses.get(name, 0) + loss / len(streams) for name, loss in of_stream.items()}
+            of_batch = model(batch.before, None if batch.single else batch.after, batch.caption, task, more)
+        losses = {name: losses.get(name, 0) + loss / len(batches) for name, loss in of_batch.items()}
     if task == "finetune":
         losses["total"] = losses["caption"] + cfg.w_judge * losses.get("judge", 0)
     elif task == "birds":
@@ -789,9 +814,9 @@ def losses_of(model: IDC, streams: tuple, cfg: Config, task: str, negatives=None
 def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     """Pre-train, then fine-tune on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
 
-    The weights at the end of pre-training stay in pretrained.pt, for other runs' --init. Stopped by Ctrl-C or SIGTERM it saves
-    last.pt and exits 130 or 143; with `resume` it goes on from there as if nothing had happened. FloatingPointError where a
-    loss is not finite."""
+    The weights at the end of pre-training stay in pretrained.pt, for other runs' --init. Stopped by Ctrl-C or SIGTERM
+    it saves last.pt and exits 130 or 143; with `resume` it goes on from there as if nothing had happened.
+    FloatingPointError where a loss is not finite."""
     sources = {stage: open_cub(cfg, dataset) if stage == "cub" else dataset for stage, _, _ in plan(cfg)}
     negatives = {stage: Negatives(of) for stage, of in sources.items() if cfg.fda and stage != "finetune"}
     birds = Birds(cfg) if cfg.nabirds and cfg.pretrain_steps else None
@@ -812,10 +837,10 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
             run.optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr, weight_decay=decay, fused=True)
             validate = (lambda: evaluate(model, dataset, "val", cfg)) if finetune else None
             batch_size = cfg.batch_size if finetune else cfg.pretrain_batch
-            for streams in run.steps(sources[stage], batch_size, first, last, rate, stage):
+            for batches in run.steps(sources[stage], batch_size, first, last, rate, stage):
                 task = task_of(cfg, stage, run.step)
-                streams = (birds.batch(run.step),) if task == "birds" else streams
-                losses = losses_of(model, streams, cfg, task, negatives.get(stage))
+                batches = (birds.batch(run.step),) if task == "birds" else batches
+                losses = losses_of(model, batches, cfg, task, negatives.get(stage))
                 run.optimizer.zero_grad()
                 losses["total"].backward()
                 if cfg.grad_clip:
@@ -835,17 +860,17 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
 def evaluate(model: IDC, dataset, split: str, cfg: Config, out_dir: Path | None = None) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs, printed
-    and written beside captions and sample pictures."""
+    Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs,
+    printed and written beside captions and sample pictures."""
     model.eval()
     captions, maps = {}, {}  # by pair id
     for batch in dataset.eval_batches(split, cfg.eval_batch):
         batch = batch.to(cfg.device)
         ids = model.generate(batch.before, batch.after)
-        captions |= zip(batch.ids, dataset.vocab.decode(ids), strict=True)
+        captions |= zip(batch.pair_ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
             seen = model.attention_map(batch.before, batch.after, ids)
-            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.ids)}
+            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.pair_ids)}
     model.train()
     return dataset.results(split, captions, maps, out_dir)
 
@@ -854,17 +879,17 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption two image files."""
     import data
 
-    cfg, do = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED)
-    if do.caption:
-        print(data.caption_files(*load_model(IDC, cfg, do.checkpoint), do.caption, do.out))
+    cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED)
+    if args.caption:
+        print(data.caption_files(*load_model(IDC, cfg, args.checkpoint), args.caption, args.out))
         return
     dataset = open_dataset(cfg)
-    if do.eval is None:
-        model = train(cfg, dataset, do.resume)
+    if args.eval is None:
+        model = train(cfg, dataset, args.resume)
     else:
-        model, state = load_model(IDC, cfg, do.eval)
+        model, state = load_model(IDC, cfg, args.eval)
         dataset.check_state(state)
-    evaluate(model, dataset, do.split, cfg, Path(cfg.out_dir))
+    evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir))
 
 
 if __name__ == "__main__":

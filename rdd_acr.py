@@ -1,10 +1,10 @@
 """RDD+ACR: Region-aware Difference Distilling with Attribute-guided Contrastive Regularization for Change Captioning
 (Li et al., AAAI 2025).
 
-Idea. (1) Each image looks by cross-attention at the bare difference of the two: the global difference. (2) A few learned
-vectors distil from it what happened to objects; a few more distil the action from those: the concrete first, then the
-abstract. The decoder reads all three. (3) While training, the object vectors must resemble the caption's noun phrases, and
-the action vectors its verb phrases, in the space of CLIP's text encoder.
+Idea. (1) Each image looks by cross-attention at the bare difference of the two: the global difference. (2) A few
+learned vectors distil from it what happened to objects; a few more distil the action from those: the concrete first,
+then the abstract. The decoder reads all three. (3) While training, the object vectors must resemble the caption's noun
+phrases, and the action vectors its verb phrases, in the space of CLIP's text encoder.
 
 Eq. 1      ImageEmbedding      F_x = conv(features) + PE
 Eq. 2      RDD.encode          F_diff = F_bef - F_aft
@@ -26,20 +26,25 @@ Table 5    losses              --w_n2o 0, --w_v2a 0, both
 Table 6    prompts             --prompt none, fixed, learnable
 Fig. 4     vectors             --object_vectors 32, --action_vectors 5
 
-Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END, padding),
-K object or action vectors, U different phrases, E width of CLIP's text space, P vectors of a prompt.
+Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END,
+padding), K object or action vectors, U different phrases, E width of CLIP's text space, P vectors of a prompt.
 
 The authors released no code, and the supplement is not at hand. Where the paper is silent or leaves two readings, the
-choice is marked [ours] where it is made. The largest: the paper prints no residual in Eq. 4, 6 and 7. Without any, every
-vector becomes a mean of the same cells, and all K vectors start and stay alike; so the default has the residuals that the
-sentence before Eq. 6 names, and in Eq. 4 the residual and LayerNorm that DIRL+CCR's release has where its paper prints
-none. --no-residual takes Eq. 4, 6 and 7 as printed.
+choice is marked [ours] where it is made. The largest: the paper prints no residual in Eq. 4, 6 and 7. Without any,
+every vector becomes a mean of the same cells, and all K vectors start and stay alike; so the default has the residuals
+that the sentence before Eq. 6 names, and in Eq. 4 the residual and LayerNorm that DIRL+CCR's release has where its
+paper prints none. --no-residual takes Eq. 4, 6 and 7 as printed.
 To copy: this file and common.py. Training on a data set of data.py needs that file too, also for phrases and CLIP.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from common import (
     END,
@@ -49,17 +54,13 @@ from common import (
     RunConfig,
     can_compile,
     decode,
-    full,
     initialise,
     load_model,
+    mean_of,
     parse_args,
     run_main,
+    upcast,
 )
-
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-from torch import Tensor
 
 # ---- config ----------------------------------------------------------------------------------------------------------
 
@@ -76,7 +77,7 @@ class Config(RunConfig):
     decoder_layers: int = 2  # decoder layers
     dropout: float = 0.1  # dropout probability
     gde: bool = True  # Eq. 3-5; without it the bare difference is the global difference (direct-sub)
-    order: Literal["none", "n", "v", "n+v", "v+n", "v&n"] = "n+v"  # objects (n), actions (v), one from the other, or apart
+    order: Literal["none", "n", "v", "n+v", "v+n", "v&n"] = "n+v"  # objects (n), actions (v), chained (+) or both from F_c (&)
     distil_steps: int = 3  # N, distilling blocks for objects, and again for actions (not given in the paper)
     share_blocks: bool = True  # the N blocks are one and the same, "with the same parameters"
     residual: bool = True  # residual and LayerNorm in Eq. 4, residuals in Eq. 6 and 7; without: as printed
@@ -94,7 +95,8 @@ class Config(RunConfig):
     blind: bool = False  # zero the features: what words alone can score
 
 
-# K_a from section "Effect of Learnable Vectors Number"; batch, rate and drops are SCORER's: the supplement is not at hand.
+# K_a from section "Effect of Learnable Vectors Number"; batch, rate and drops are SCORER's: the supplement is not at
+# hand.
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "levir_cc": dict(action_vectors=10, batch_size=32),
@@ -112,7 +114,8 @@ NOUN_PROMPT, VERB_PROMPT = "the objects that changed: ", "what happened: "  # pr
 class ImageEmbedding(nn.Module):
     """Eq. 1: F_x = conv_1x1(features) + PE. (B, C, H, W) -> (B, N, D), cell n = row * W + column.
 
-    [ours] One table of positions for both images, so Eq. 2 cancels it: F_diff does not know places, F_bef and F_aft do."""
+    [ours] One table of positions for both images, so Eq. 2 cancels it: F_diff does not know places, F_bef and F_aft
+    do."""
 
     def __init__(self, cfg: Config, channels: int, height: int, width: int):
         super().__init__()
@@ -176,8 +179,8 @@ class Distilled(NamedTuple):
 
 
 class Distilling(nn.Module):
-    """K vectors, drawn from a Gaussian and learned, through N blocks. source (B, M, D): F_c, or the vectors that precede these
-    -> Distilled."""
+    """K vectors, drawn from a Gaussian and learned, through N blocks. source (B, M, D): F_c, or the vectors that
+    precede these -> Distilled."""
 
     def __init__(self, cfg: Config, count: int):
         super().__init__()
@@ -208,11 +211,12 @@ class Fusion(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Post-norm decoder layer: words attend to earlier words, then to the differences, then a feed-forward of width 4 D.
+    """Post-norm decoder layer: words attend to earlier words, then to the differences, then a feed-forward of width 4
+    D.
 
     x (B, V, D) -> (B, V, D). `cross`: key and value (B, M, D) of the differences; `past`: key and value of the words
-    before x (decoding a word at a time), None when x starts with START. Also returns the new `past` and the query (B, V, D)
-    that met the differences. [ours] Widths and number of layers, as in DIRL+CCR."""
+    before x (decoding a word at a time), None when x starts with START. Also returns the new `past` and the query (B,
+    V, D) that met the differences. [ours] Widths and number of layers, as in DIRL+CCR."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -257,8 +261,8 @@ class Decoder(nn.Module):
         return [(l.cross_attention.key(difference), l.cross_attention.value(difference)) for l in self.layers]
 
     def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All words at once: (B, V) -> hidden states (B, V, D), and the query (B, V, D) and key (B, M, D) with which the
-        last layer looked at the differences."""
+        """All words at once: (B, V) -> hidden states (B, V, D), and the query (B, V, D) and key (B, M, D) with which
+        the last layer looked at the differences."""
         x, memory = self.words(ids), self.memory(difference)
         for layer, cross in zip(self.layers, memory, strict=True):
             x, _, query = layer(x, cross)
@@ -286,8 +290,9 @@ class Attributes(NamedTuple):
 
 
 class Phrases:
-    """Section "Attribute-guided Tokens Generating", before the adapter: noun and verb phrases of every training caption,
-    each kind joined by "and", through CLIP's frozen text encoder. Training only; no part of the model or its checkpoint."""
+    """Section "Attribute-guided Tokens Generating", before the adapter: noun and verb phrases of every training
+    caption, each kind joined by "and", through CLIP's frozen text encoder. Training only; no part of the model or its
+    checkpoint."""
 
     def __init__(self, cfg: Config, dataset):
         import data
@@ -318,8 +323,8 @@ class Phrases:
         self.tokens = tokens[:, : 1 + int(tokens.argmax(1).max())].to(cfg.device)  # the end token has the highest id
 
     def encode(self, captions: list[str], prompts: dict[str, Tensor | None]) -> dict[str, Attributes]:
-        """The "nouns", "verbs" or both of B captions, each kind after its learned prompt (P, width) or, for None, without. One
-        pass through CLIP; phrases that occur more than once are in it once."""
+        """The "nouns", "verbs" or both of B captions, each kind after its learned prompt (P, width) or, for None,
+        without. One pass through CLIP; phrases that occur more than once are in it once."""
         rows = [torch.tensor([self.row[self.phrase[kind][c]] for c in captions]) for kind in prompts]
         unique = [of.clamp(min=0).unique(return_inverse=True) for of in rows]  # on the host: asking a GPU means to wait
         different = [F.pad(some, (0, max(0, self.most - len(some)))) for some, _ in unique]
@@ -339,12 +344,14 @@ class Phrases:
 
 
 def contrast_loss(vectors: Tensor, phrases: Tensor, valid: Tensor, same: Tensor, tau: float) -> Tensor:
-    """Eq. 10-13, L_N2O or L_V2A of each pair: InfoNCE of cosines between the mean of its vectors and its phrase, both ways.
+    """Eq. 10-13, L_N2O or L_V2A of each pair: InfoNCE of cosines between the mean of its vectors and its phrase, both
+    ways.
 
     vectors (B, K, D), phrases (B, D) -> (B,). valid (B,) bool: pairs without a phrase take no part and have loss 0.
     same (B, B) bool: pairs whose phrases are equal. Sentences from templates make many of these in a batch, and as
-    negatives they would push apart what says the same. Synonyms ("is gone", "is missing") stay negatives: among 16 changed
-    pairs of the embedded data set 72 % have one. All pairs without a change have one: among these the loss stays at chance."""
+    negatives they would push apart what says the same. Synonyms ("is gone", "is missing") stay negatives: among 16
+    changed pairs of the embedded data set 72 % have one. All pairs without a change have one: among these the loss
+    stays at chance."""
     l, c = F.normalize(phrases, dim=-1), F.normalize(vectors.mean(1), dim=-1)  # Eq. 10
     s = l @ c.T / tau  # (B, B)
     partner = torch.eye(len(s), dtype=torch.bool, device=s.device)
@@ -390,8 +397,8 @@ class RDD(nn.Module):
             self.verb_prompt = nn.Parameter(0.02 * torch.randn(size)) if cfg.w_v2a else None
 
     def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, dict[str, Distilled]]:
-        """(B, C, H, W) twice -> what the decoder reads (B, N + K_o + K_a, D) of Eq. 9, and the "objects" and "actions" that
-        `order` has."""
+        """(B, C, H, W) twice -> what the decoder reads (B, N + K_o + K_a, D) of Eq. 9, and the "objects" and "actions"
+        that `order` has."""
         if self.cfg.blind:
             before, after = torch.zeros_like(before), torch.zeros_like(after)
         f_bef, f_aft = self.embed(before), self.embed(after)
@@ -417,10 +424,10 @@ class RDD(nn.Module):
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}
         with torch.autocast(caption.device.type, enabled=False):  # cosines over a small temperature want float32
             if nouns is not None:
-                objects, text = full(found["objects"].vectors), self.adapter(full(nouns.text))
+                objects, text = upcast(found["objects"].vectors), self.adapter(upcast(nouns.text))
                 losses["n2o"] = contrast_loss(objects, text, nouns.valid, nouns.same, self.cfg.tau)
             if verbs is not None:
-                actions, text = full(found["actions"].vectors), self.adapter(full(verbs.text))
+                actions, text = upcast(found["actions"].vectors), self.adapter(upcast(verbs.text))
                 losses["v2a"] = contrast_loss(actions, text, verbs.valid, verbs.same, self.cfg.tau)
         return losses
 
@@ -432,16 +439,16 @@ class RDD(nn.Module):
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """Maps (B, H, W) by name. "decoder": last layer's attention over cells, the vectors left aside, mean over heads and
-        over the words of ids (B, V); row t is the state that predicts word t + 1. "objects" and "actions": where they
-        looked in their last block, mean over heads and vectors; for vectors distilled from others, both weights multiplied."""
+        """Maps (B, H, W) by name. "decoder": last layer's attention over cells, the vectors left aside, mean over heads
+        and over the words of ids (B, V); row t is the state that predicts word t + 1. "objects" and "actions": where
+        they looked in their last block, mean over heads and vectors; for vectors distilled from others, both weights
+        multiplied."""
         tokens, found = self.encode(before, after)
         _, query, key = self.decoder(ids, tokens)
         cells = key[:, : self.grid[1] * self.grid[2]]
         scores = self.decoder.layers[-1].cross_attention.scores(query, cells)  # (B, heads, V, N)
         weight = scores.softmax(-1).mean(1)[:, :-1]  # (B, V - 1, N)
-        valid = (ids[:, 1:] > END).to(weight.dtype)[..., None]
-        maps, through = {"decoder": (weight * valid).sum(1) / valid.sum(1).clamp(min=1)}, None
+        maps, through = {"decoder": mean_of(weight, ids[:, 1:] > END)}, None
         for name, distilled in found.items():
             attention = getattr(self, name).blocks[-1].cross_attention
             weight = attention.scores(distilled.query, distilled.key).softmax(-1).mean(1)  # (B, K, M)
@@ -454,21 +461,21 @@ class RDD(nn.Module):
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def losses_of(model: RDD, streams: tuple, cfg: Config, phrases: Phrases | None = None):
-    """Eq. 16 and its parts. The streams (changed pairs, distractor pairs of the same scenes) are one batch here: the negatives
-    of Eq. 11-12 are "all other tokens in the batch". Each part is logged for each stream as well."""
-    streams = [batch.to(cfg.device) for batch in streams]
-    longest = max(batch.caption.shape[1] for batch in streams)
-    caption = torch.cat([F.pad(batch.caption, (0, longest - batch.caption.shape[1])) for batch in streams])
-    before, after = torch.cat([batch.before for batch in streams]), torch.cat([batch.after for batch in streams])
-    texts = [text for batch in streams for text in batch.texts]
+def losses_of(model: RDD, batches: tuple, cfg: Config, phrases: Phrases | None = None):
+    """Eq. 16 and its parts. The batches (changed pairs, distractor pairs of the same scenes) are one batch here: the
+    negatives of Eq. 11-12 are "all other tokens in the batch". Each part is logged for each stream as well."""
+    batches = [batch.to(cfg.device) for batch in batches]
+    longest = max(batch.caption.shape[1] for batch in batches)
+    caption = torch.cat([F.pad(batch.caption, (0, longest - batch.caption.shape[1])) for batch in batches])
+    before, after = torch.cat([batch.before for batch in batches]), torch.cat([batch.after for batch in batches])
+    texts = [text for batch in batches for text in batch.texts]
     with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
         prompts = {"nouns": model.noun_prompt} if cfg.w_n2o else {}
         prompts |= {"verbs": model.verb_prompt} if cfg.w_v2a else {}
         parts = model(before, after, caption, **(phrases.encode(texts, prompts) if prompts else {}))
     losses = {name: part.mean() for name, part in parts.items()}
     losses["total"] = losses["caption"] + cfg.w_n2o * losses.get("n2o", 0) + cfg.w_v2a * losses.get("v2a", 0)
-    if len(streams) == 2:
+    if len(batches) == 2:
         for name, part in parts.items():
             changed, distractors = part.detach().chunk(2)
             losses |= {f"{name}, changed": changed.mean(), f"{name}, distractors": distractors.mean()}
@@ -478,16 +485,16 @@ def losses_of(model: RDD, streams: tuple, cfg: Config, phrases: Phrases | None =
 def train(cfg: Config, dataset, resume: bool = False) -> RDD:
     """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
 
-    Stopped by Ctrl-C or SIGTERM it saves last.pt and exits 130 or 143; with `resume` it goes on from there as if nothing had
-    happened. FloatingPointError where a loss is not finite."""
+    Stopped by Ctrl-C or SIGTERM it saves last.pt and exits 130 or 143; with `resume` it goes on from there as if
+    nothing had happened. FloatingPointError where a loss is not finite."""
     phrases = Phrases(cfg, dataset) if cfg.w_n2o or cfg.w_v2a else None
     torch.manual_seed(cfg.seed)
     model = RDD(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
     with Run(cfg, resume, model, optimizer, dataset) as run:
-        for streams in run.steps(dataset):
-            losses = losses_of(model, streams, cfg, phrases)
+        for batches in run.steps(dataset):
+            losses = losses_of(model, batches, cfg, phrases)
             optimizer.zero_grad()
             losses["total"].backward()
             if cfg.grad_clip:
@@ -503,17 +510,17 @@ def train(cfg: Config, dataset, resume: bool = False) -> RDD:
 def evaluate(model: RDD, dataset, split: str, cfg: Config, out_dir: Path | None = None) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs, printed
-    and written beside captions and sample pictures."""
+    Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs,
+    printed and written beside captions and sample pictures."""
     model.eval()
     captions, maps = {}, {}  # by pair id
     for batch in dataset.eval_batches(split, cfg.eval_batch):
         batch = batch.to(cfg.device)
         ids = model.generate(batch.before, batch.after)
-        captions |= zip(batch.ids, dataset.vocab.decode(ids), strict=True)
+        captions |= zip(batch.pair_ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
             seen = model.attention_map(batch.before, batch.after, ids)
-            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.ids)}
+            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.pair_ids)}
     model.train()
     return dataset.results(split, captions, maps, out_dir)
 
@@ -522,17 +529,17 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption two image files."""
     import data
 
-    cfg, do = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv)
-    if do.caption:
-        print(data.caption_files(*load_model(RDD, cfg, do.checkpoint), do.caption, do.out))
+    cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv)
+    if args.caption:
+        print(data.caption_files(*load_model(RDD, cfg, args.checkpoint), args.caption, args.out))
         return
     dataset = data.open_dataset(cfg)
-    if do.eval is None:
-        model = train(cfg, dataset, do.resume)
+    if args.eval is None:
+        model = train(cfg, dataset, args.resume)
     else:
-        model, state = load_model(RDD, cfg, do.eval)
+        model, state = load_model(RDD, cfg, args.eval)
         dataset.check_state(state)
-    evaluate(model, dataset, do.split, cfg, Path(cfg.out_dir))
+    evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir))
 
 
 if __name__ == "__main__":

@@ -25,14 +25,16 @@ matching (Fig. 3)      --matching mtm, tm, mean or max
 heads (Fig. 4)         --heads 8 (the figure changes MTM and Eq. 5 only; the flag changes decoder and CBR as well)
 layers (Fig. 5)        --layers 2
 fusion (section 6.3)   --fusion cat, sum or hadamard
-No flag reaches RR+ (Fig. 13): the paper does not name its distance. Nor the fusion of section 6.3 where words attend to each
-image before "cat": it needs a decoder of two memories.
+No flag reaches RR+ (Fig. 13): the paper does not name its distance. Nor the fusion of section 6.3 where words attend to
+each image before "cat": it needs a decoder of two memories.
 
-Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END, padding).
+Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END,
+padding).
 
-Where paper and released code differ, the default is the paper and RELEASED below names each difference. Both readings keep
-- attention without output projection, a GELU feed-forward of width D and, in place of Eq. 4's temperature, a learned scale:
-  the paper cites standard layers, but its published figures come from the release, which has these;
+Where paper and released code differ, the default is the paper and RELEASED below names each difference. Both readings
+keep
+- attention without output projection, a GELU feed-forward of width D and, in place of Eq. 4's temperature, a learned
+  scale: the paper cites standard layers, but its published figures come from the release, which has these;
 - two channels of coordinates beside the features (use_coords), the initialisation and the drops of the learning rate:
   the release has them, the paper does not mention them;
 - Eq. 12 as a mean over the words of a batch, as released; the paper has a sum over the words of a sentence.
@@ -45,6 +47,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
 from common import (
     END,
     Attention,
@@ -52,19 +59,15 @@ from common import (
     Run,
     RunConfig,
     decode,
-    full,
     info_nce,
     load_model,
+    mean_of,
     parse_args,
     run_main,
     sinusoid,
     token_match,
+    upcast,
 )
-
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-from torch import Tensor
 
 # ---- config ----------------------------------------------------------------------------------------------------------
 
@@ -88,9 +91,9 @@ class Config(RunConfig):
     fusion: Literal["cat", "sum", "hadamard"] = "cat"  # how Eq. 7 joins the two images
     matching: Literal["mtm", "tm", "mean", "max"] = "mtm"  # Eq. 3, Eq. 2, or dot product of mean- or max-pooled images
     match_layer: Literal["first", "last"] = "first"  # match before images attend to each other, or in the last layer
-    xavier: bool = True  # Xavier-uniform start of the decoder [ours], as in the other methods; the release draws N(0, .02)
+    xavier: bool = True  # Xavier-uniform start of the decoder [ours], as elsewhere; the release draws N(0, .02)
     train_cbr: bool = True  # the released code leaves CBR's parameters as they were drawn
-    sentence_mean: Literal["words", "padded"] = "words"  # CBR's sentence: mean over real words, or sum / longest caption
+    sentence_mean: Literal["words", "padded"] = "words"  # CBR's sentence: mean over real words, or sum / longest length
     ffn_residual: Literal["input", "activation"] = "input"  # what a decoder feed-forward's output is added to
     reading: Literal["paper", "released"] = "paper"  # disputed details as the paper says, or as the released code does
     val_decode: Literal["greedy", "sample"] = "greedy"  # how validation captions, which choose best.pt, are written
@@ -141,9 +144,11 @@ class ImageEmbedding(nn.Module):
 
 
 class CrossView(nn.Module):
-    """Eq. 5-6, one layer for both directions: X_bef <- LN(X_bef + MHCA(X_bef, X_aft)), X_aft likewise, from the old pair.
+    """Eq. 5-6, one layer for both directions: X_bef <- LN(X_bef + MHCA(X_bef, X_aft)), X_aft likewise, from the old
+    pair.
 
-    X_bef, X_aft (B, N, D) -> both anew, and what Eq. 4 matches: the queries of each image with the keys of the other."""
+    X_bef, X_aft (B, N, D) -> both anew, and what Eq. 4 matches: the queries of each image with the keys of the
+    other."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -159,7 +164,8 @@ class CrossView(nn.Module):
 
 
 class Fusion(nn.Module):
-    """Eq. 7: C = ReLU(W [X_bef ; X_aft] + b). Both images side by side (B, N, 2D), or joined to (B, N, D) -> (B, N, D)."""
+    """Eq. 7: C = ReLU(W [X_bef ; X_aft] + b). Both images side by side (B, N, 2D), or joined to (B, N, D) -> (B, N,
+    D)."""
 
     def __init__(self, cfg: Config, width: int):
         super().__init__()
@@ -257,12 +263,6 @@ class BackwardReasoning(nn.Module):
         return self.output(self.attention(x, x, x, need_weights=False)[0])
 
 
-def mean_of(x: Tensor, valid: Tensor) -> Tensor:
-    """Mean over the words of a sentence. x (B, V, D), valid (B, V) bool -> (B, D)."""
-    weight = valid.to(x.dtype)[..., None]
-    return (x * weight).sum(1) / weight.sum(1).clamp(min=1)
-
-
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
@@ -272,7 +272,7 @@ def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: in
     "mtm" finds each token's best match in every head apart and averages heads [ours], "tm" finds it over all channels.
     "mean" and "max" (Fig. 3) pool the tokens first. Not in bfloat16: scores near 50 differ by tenths."""
     with torch.autocast(q.device.type, enabled=False):
-        q, k = full(q), full(k)
+        q, k = upcast(q), upcast(k)
         if matching == "mtm":
             score = token_match(q, k, heads)
         elif matching == "tm":
@@ -396,14 +396,14 @@ class SCORER(nn.Module):
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def losses_of(model: SCORER, streams: tuple, cfg: Config) -> dict[str, Tensor]:
-    """Eq. 13 and its parts, each a mean over the streams (changed pairs, distractor pairs). The streams stay apart: a
+def losses_of(model: SCORER, batches: tuple, cfg: Config) -> dict[str, Tensor]:
+    """Eq. 13 and its parts, each a mean over the batches (changed pairs, distractor pairs). They stay separate: a
     scene's default image is "before" in both, which a contrastive loss over all pairs would take for a negative."""
     losses: dict[str, Tensor] = {}
-    for batch in (b.to(cfg.device) for b in streams):
+    for batch in (b.to(cfg.device) for b in batches):
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
             parts = model(batch.before, batch.after, batch.caption)
-        losses = {name: losses.get(name, 0) + part / len(streams) for name, part in parts.items()}
+        losses = {name: losses.get(name, 0) + part / len(batches) for name, part in parts.items()}
     losses["total"] = losses["caption"] + cfg.w_match * losses.get("match", 0) + cfg.w_cbr * losses.get("cbr", 0)
     return losses
 
@@ -411,15 +411,15 @@ def losses_of(model: SCORER, streams: tuple, cfg: Config) -> dict[str, Tensor]:
 def train(cfg: Config, dataset, resume: bool = False) -> SCORER:
     """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
 
-    Stopped by Ctrl-C or SIGTERM it saves last.pt and exits 130 or 143; with `resume` it goes on from there as if nothing had
-    happened. FloatingPointError where a loss is not finite."""
+    Stopped by Ctrl-C or SIGTERM it saves last.pt and exits 130 or 143; with `resume` it goes on from there as if
+    nothing had happened. FloatingPointError where a loss is not finite."""
     torch.manual_seed(cfg.seed)
     model = SCORER(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
     with Run(cfg, resume, model, optimizer, dataset) as run:
-        for streams in run.steps(dataset):
-            losses = losses_of(model, streams, cfg)
+        for batches in run.steps(dataset):
+            losses = losses_of(model, batches, cfg)
             optimizer.zero_grad()
             losses["total"].backward()
             if cfg.grad_clip:
@@ -436,17 +436,17 @@ def train(cfg: Config, dataset, resume: bool = False) -> SCORER:
 def evaluate(model: SCORER, dataset, split: str, cfg: Config, out_dir: Path | None = None) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs, printed
-    and written beside captions and sample pictures."""
+    Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs,
+    printed and written beside captions and sample pictures."""
     model.eval()
     captions, maps = {}, {}  # by pair id
     for batch in dataset.eval_batches(split, cfg.eval_batch):
         batch = batch.to(cfg.device)
         ids = model.generate(batch.before, batch.after, sample=cfg.val_decode == "sample" and out_dir is None)
-        captions |= zip(batch.ids, dataset.vocab.decode(ids), strict=True)
+        captions |= zip(batch.pair_ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
             seen = model.attention_map(batch.before, batch.after, ids)
-            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.ids)}
+            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.pair_ids)}
     model.train()
     return dataset.results(split, captions, maps, out_dir)
 
@@ -455,17 +455,17 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption two image files."""
     import data
 
-    cfg, do = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED)
-    if do.caption:
-        print(data.caption_files(*load_model(SCORER, cfg, do.checkpoint), do.caption, do.out))
+    cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED)
+    if args.caption:
+        print(data.caption_files(*load_model(SCORER, cfg, args.checkpoint), args.caption, args.out))
         return
     dataset = data.open_dataset(cfg)
-    if do.eval is None:
-        model = train(cfg, dataset, do.resume)
+    if args.eval is None:
+        model = train(cfg, dataset, args.resume)
     else:
-        model, state = load_model(SCORER, cfg, do.eval)
+        model, state = load_model(SCORER, cfg, args.eval)
         dataset.check_state(state)
-    evaluate(model, dataset, do.split, cfg, Path(cfg.out_dir))
+    evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir))
 
 
 if __name__ == "__main__":

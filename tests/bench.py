@@ -1,15 +1,18 @@
 """Speed and memory of the methods against their plain formulations, on this machine. Not a test.
 
-    python tests/bench.py step [--method dirl_ccr] [--batch 128] [--device cuda]    one training step at the papers' size
-    python tests/bench.py step --method idc_pretrain --task mvcl                    one of pre-training (default: fine-tuning)
+    python tests/bench.py step [--method dirl_ccr] [--batch 128] [--device cuda]    one training step at the papers'
+    size
+    python tests/bench.py step --method idc_pretrain --task mvcl                    one of pre-training (default:
+    fine-tuning)
     python tests/bench.py decode [--method dirl_ccr] [--batch 64]                   greedy captions, cached and not
-    python tests/bench.py match [--batch 128]                                       token-wise matching, forward and backward
+    python tests/bench.py match [--batch 128]                                       token-wise matching, forward and
+    backward
 
 The plain formulation is the one of tests/test_common.py (every matching score at once; attention's probabilities
-written out), in float32 without torch.compile, and a decoder that starts over at each word. The two take turns; each turn
-is a process of its own, so that its peak memory is its own. The share is that of the rate of one large matrix product in
-the same process, in bfloat16 where the step has it; operations are those of matrix products, of sparse ones none. RDD+ACR's
-phrases, in ViT-L-14's text encoder of random weights, and CHEERS's entities are drawn.
+written out), in float32 without torch.compile, and a decoder that starts over at each word. The two take turns; each
+turn is a process of its own, so that its peak memory is its own. The share is that of the rate of one large matrix
+product in the same process, in bfloat16 where the step has it; operations are those of matrix products, of sparse ones
+none. RDD+ACR's phrases, in ViT-L-14's text encoder of random weights, and CHEERS's entities are drawn.
 """
 
 import argparse
@@ -26,6 +29,11 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
+import torch
+from open_clip.transformer import TextTransformer
+from test_common import dense_match
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula, sdpa_backward_flop, sdpa_flop
+
 import cheers
 import common
 import data
@@ -34,11 +42,6 @@ import idc_pretrain
 import rdd_acr
 import scorer_cbr
 from common import END, NULL, decode, preset, token_match
-
-import torch
-from open_clip.transformer import TextTransformer
-from test_common import dense_match
-from torch.utils.flop_counter import FlopCounterMode, register_flop_formula, sdpa_backward_flop, sdpa_flop
 
 METHODS = {"scorer_cbr": scorer_cbr.SCORER, "dirl_ccr": dirl_ccr.DIRL, "rdd_acr": rdd_acr.RDD, "cheers": cheers.CHEERS,
            "idc_pretrain": idc_pretrain.IDC}  # fmt: skip
@@ -74,8 +77,13 @@ def plain_attend(self, q, k, v, causal=False, mask=None):
 
 
 def phrases_of(cfg, texts):
-    """rdd_acr.Phrases of two streams of captions: of the changed pairs' every one another, of the others' a few."""
-    clip = TextTransformer(77, 49408, CLIP, heads=12, layers=12, output_dim=CLIP).to(cfg.device).requires_grad_(False).eval()
+    """rdd_acr.Phrases of two batches of captions: of the changed pairs' every one another, of the others' a few."""
+    clip = (
+        TextTransformer(77, 49408, CLIP, heads=12, layers=12, output_dim=CLIP)
+        .to(cfg.device)
+        .requires_grad_(False)
+        .eval()
+    )
     rows = [i % REPEATED if i >= len(texts) // 2 else REPEATED + i for i in range(len(texts))]
     phrases = object.__new__(rdd_acr.Phrases)
     phrases.phrase = {kind: dict(zip(texts, texts, strict=True)) for kind in ("nouns", "verbs")}
@@ -91,7 +99,9 @@ def work_of(args):
     method, model = sys.modules[args.method], METHODS[args.method]
     grid = tuple(args.grid or ((2048, 7, 7) if method is idc_pretrain else (1024, 14, 14)))
     cfg = preset(method.Config, method.PRESETS, {}, "clevr_change")
-    cfg = dataclasses.replace(cfg, dim=args.dim, device=args.device, batch_size=args.batch, amp=cfg.amp and not args.plain)
+    cfg = dataclasses.replace(
+        cfg, dim=args.dim, device=args.device, batch_size=args.batch, amp=cfg.amp and not args.plain
+    )
     heads_of = lambda q, k, heads: zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True)
     dense = lambda q, k, heads=1: sum(dense_match(*pair) for pair in heads_of(q, k, heads)) / heads
     if args.what == "match":
@@ -114,7 +124,7 @@ def work_of(args):
         return torch.no_grad()(lambda: write(*pair, *entities)), lambda: None, images.nbytes
     images = images.pin_memory() if cfg.device.startswith("cuda") else images
     texts, caption = [str(i) for i in range(2 * args.batch)], torch.randint(4, WORDS, (args.batch, args.length))
-    streams = tuple(data.Batch(*images, caption, some, some) for some in (texts[: args.batch], texts[args.batch :]))
+    batches = tuple(data.Batch(*images, caption, some, some) for some in (texts[: args.batch], texts[args.batch :]))
     rewritten, more = torch.randint(4, WORDS, (args.batch, 6, args.length)), ()
     if method is rdd_acr:
         more = (phrases_of(cfg, texts),)
@@ -126,7 +136,7 @@ def work_of(args):
 
     def step():
         optimizer.zero_grad()
-        method.losses_of(model, streams, cfg, *more)["total"].backward()
+        method.losses_of(model, batches, cfg, *more)["total"].backward()
         optimizer.step()
 
     def compile_it():
@@ -140,8 +150,8 @@ def work_of(args):
 
 
 def measure(args) -> dict:
-    """Seconds of one run after a first one that counts its operations, bytes of features, peak memory (of the GPU, or of the
-    whole process), and the machine's operations a second in a product of two matrices."""
+    """Seconds of one run after a first one that counts its operations, bytes of features, peak memory (of the GPU, or
+    of the whole process), and the machine's operations a second in a product of two matrices."""
     cuda = args.device.startswith("cuda")
     torch.set_float32_matmul_precision("high" if cuda and not args.plain else "highest")
     wait = torch.cuda.synchronize if cuda else lambda: None
@@ -171,7 +181,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["step", "match", "decode"])
     parser.add_argument("--method", choices=METHODS, default="scorer_cbr")
-    parser.add_argument("--task", choices=["finetune", "mlm", "mvcl", "fda"], default="finetune", help="idc_pretrain's step")
+    parser.add_argument(
+        "--task", choices=["finetune", "mlm", "mvcl", "fda"], default="finetune", help="idc_pretrain's step"
+    )
     parser.add_argument("--batch", type=int, default=128, help="scenes a step, or pairs")
     parser.add_argument("--dim", type=int, default=512, help="width D")
     parser.add_argument("--grid", type=int, nargs=3, metavar=("C", "H", "W"), help="features (default: the paper's)")

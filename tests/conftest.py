@@ -5,11 +5,11 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import data
-
 import numpy as np
 import pytest
 from PIL import Image
+
+import data
 
 GRID = (8, 2, 3)  # channels, height, width: no two alike, so that a swapped axis fails
 COLORS = ("red", "blue", "green", "gray")
@@ -29,7 +29,11 @@ def write_release(root, train=8, val=2, test=5):
         color, other = COLORS[i % 4], COLORS[(i // 4 + i + 1) % 4]
         change[f"CLEVR_default_{i:06d}.png"] = [f"the {color} cube turned {other}", f"a {color} thing became {other}."]
         same[f"CLEVR_default_{i:06d}.png"] = ["nothing changed", "the scene, it seems, is the same"]
-    splits = {"train": list(range(train)), "val": list(range(train, train + val)), "test": list(range(train + val, count))}
+    splits = {
+        "train": list(range(train)),
+        "val": list(range(train, train + val)),
+        "test": list(range(train + val, count)),
+    }
     for file, content in (("splits", splits), ("type_mapping", types), ("change_captions", change),
                           ("no_change_captions", same)):  # fmt: skip
         (root / f"{file}.json").write_text(json.dumps(content))

@@ -23,8 +23,8 @@ def linear(theirs: str, ours: str, *shape: int) -> dict[str, tuple]:
 
 
 def fill(model: torch.nn.Module, maps: dict[int, dict[str, tuple]]) -> torch.nn.Module:
-    """Weights of the fixture into the model, in float64. maps: base stream -> {released name: (our name, or names of what
-    the release keeps as one tensor, or None; shape)}. LayerNorms and temperatures keep their first values."""
+    """Weights of the fixture into the model, in float64. maps: base stream -> {released name: (our name, or names of
+    what the release keeps as one tensor, or None; shape)}. LayerNorms and temperatures keep their first values."""
     model = model.double().eval()
     ours = dict(model.named_parameters())
     untouched = set(ours)

@@ -1,12 +1,13 @@
 """Trains the rows of tests/results.md on the embedded data set and writes that table. Not a test.
 
-    python tests/results.py                                  every row that is missing, with seeds 1111, 1 and 2: many hours
+    python tests/results.py                                  every row that is missing, with seeds 1111, 1 and 2: many
+    hours
     python tests/results.py --rows SCORER+CBR CHEERS         these rows only
     python tests/results.py --table                          train nothing: only write, from the runs that are there
 
 Each run has one thread; as many run at a time as there are cores. A run that is done is not run again, and one that was
-stopped goes on. Every figure and every verdict comes from the runs' scores_test.json, which are not part of the project. The
-main rows go into README.md as well, and a few captions of each method into assets/.
+stopped goes on. Every figure and every verdict comes from the runs' scores_test.json, which are not part of the
+project. The main rows go into README.md as well, and a few captions of each method into assets/.
 """
 
 import argparse
@@ -106,7 +107,8 @@ def folder_of(runs: Path, row: str, seed: int) -> Path:
 
 
 def train(row: str, seed: int, runs: Path, data_dir: str) -> None:
-    """One run, in a process of its own with one thread; its output goes into <folder>.txt, its minutes are added up there."""
+    """One run, in a process of its own with one thread; its output goes into <folder>.txt, its minutes are added up
+    there."""
     folder = folder_of(runs, row, seed)
     if (folder / "scores_test.json").exists():
         return
@@ -116,7 +118,9 @@ def train(row: str, seed: int, runs: Path, data_dir: str) -> None:
     print(f"{time.strftime('%H:%M')} {row}, seed {seed}", flush=True)
     began = time.perf_counter()
     with open(f"{folder}.txt", "a") as output:
-        code = subprocess.run(command, stdout=output, stderr=output, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+        code = subprocess.run(
+            command, stdout=output, stderr=output, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        ).returncode
         output.write(f"\nminutes: {(time.perf_counter() - began) / 60:.2f}\n")
     if code:
         print(f"{row}, seed {seed} ended with code {code}; see {folder}.txt", file=sys.stderr)
@@ -178,7 +182,9 @@ def verdict(values: dict, better: str, worse: str) -> str:
 
 def write(values: dict, about: set[str], seeds: list[int]) -> None:
     """tests/results.md, and the tables of README.md between their marks."""
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
+    cpu = (
+        re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
+    )
     machine = f"{cpu[1] if cpu else platform.processor()}, {os.cpu_count()} cores, {platform.system()}"
     claims = [f"| {paper} | {better} > {worse} | {verdict(values, better, worse)} |"
               for paper, pairs in CLAIMS.items() for better, worse in pairs]  # fmt: skip
@@ -210,10 +216,9 @@ def write(values: dict, about: set[str], seeds: list[int]) -> None:
 
 
 def draw(runs: Path, seed: int, data_dir: str) -> None:
-    """assets/<script>.png of every method that has a run: its first captions that are a reference word for word, and its first
-    that are not, of changed pairs of every kind in turn."""
+    """assets/<script>.png of every method that has a run: its first captions that are a reference word for word, and
+    its first that are not, of changed pairs of every kind in turn."""
     sys.path.insert(0, str(HERE.parent))
-    import common
     import data
 
     dataset = data.load("mini", data_dir)
@@ -229,15 +234,17 @@ def draw(runs: Path, seed: int, data_dir: str) -> None:
             kind = list(strips)[captions[pair.id] not in pair.captions]
             if len(strips[kind]) < 2:
                 lines = [kind, f"reference: {pair.captions[0]}", f"generated: {captions[pair.id]}"]
-                strips[kind].append(common.pair_picture(*dataset.images(pair), {}, lines))
-        page = common.tiled([strip for kind in strips.values() for strip in kind], 2, 12)
+                strips[kind].append(data.pair_picture(*dataset.images(pair), {}, lines))
+        page = data.tiled([strip for kind in strips.values() for strip in kind], 2, 12)
         page.save(HERE.parent / "assets" / f"{Path(ROWS[row]).stem}.png")
 
 
 def main() -> None:
     """Train what is missing, then write tables and pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}")
+    parser.add_argument(
+        "--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--runs", type=Path, default=Path("runs/results"), help="where the runs go")
     parser.add_argument("--data_dir", default="data/mini")

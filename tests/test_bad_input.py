@@ -9,14 +9,6 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
-import cheers
-import data
-import dirl_ccr
-import idc_pretrain
-import rdd_acr
-import scorer_cbr
-from common import CHECKPOINT, lock, run_main
-
 import h5py
 import numpy as np
 import pytest
@@ -36,6 +28,14 @@ from test_readers import (
     write_spot,
 )
 
+import cheers
+import data
+import dirl_ccr
+import idc_pretrain
+import rdd_acr
+import scorer_cbr
+from common import CHECKPOINT, lock, run_main
+
 
 @pytest.fixture
 def refused(capsys):
@@ -53,7 +53,9 @@ def refused(capsys):
 
 @pytest.fixture
 def prepare(refused):
-    return lambda root, name="clevr_change", *more: refused(data.main, name, "--data_dir", root, "--device", "cpu", *more)
+    return lambda root, name="clevr_change", *more: refused(
+        data.main, name, "--data_dir", root, "--device", "cpu", *more
+    )
 
 
 @pytest.fixture
@@ -86,7 +88,10 @@ def write_levir(root):
 
 
 def write_own(root):
-    rows = [{"before": f"{split}.png", "after": "b.png", "captions": ["it is open"], "split": split} for split in data.SPLITS]
+    rows = [
+        {"before": f"{split}.png", "after": "b.png", "captions": ["it is open"], "split": split}
+        for split in data.SPLITS
+    ]
     write(root / "pairs.json", rows)
     for name in (*data.SPLITS, "b"):
         write_picture(root / f"{name}.png")
@@ -279,12 +284,20 @@ def spoilt(content, where=()):
     """Every copy of a JSON content in which one part, down to the third level, is junk."""
     for junk in JUNK:
         yield where, junk
-    keys = list(content)[:2] if isinstance(content, dict) else range(min(2, len(content))) if isinstance(content, list) else ()
+    keys = (
+        list(content)[:2]
+        if isinstance(content, dict)
+        else range(min(2, len(content)))
+        if isinstance(content, list)
+        else ()
+    )
     for key in keys if len(where) < 4 else ():
         yield from spoilt(content[key], (*where, key))
 
 
-@pytest.mark.parametrize("name", ["clevr_change", "clevr_dc", "spot_the_diff", "levir_cc", "image_editing_request", "pairs"])
+@pytest.mark.parametrize(
+    "name", ["clevr_change", "clevr_dc", "spot_the_diff", "levir_cc", "image_editing_request", "pairs"]
+)
 def test_junk_anywhere_in_the_annotations(name, tmp_path):
     """Some junk is a release all the same (an empty list of a type's images); what is refused is refused in words."""
     WRITERS[name](tmp_path)
@@ -347,7 +360,10 @@ def rewrite(root, x=None, ids=None, **about):
 def test_features_of_another_shape(prepared, train, shape):
     rewrite(prepared, np.zeros(shape, np.float16))
     line = train(prepared)
-    assert f"found float16 {shape} and 45 ids); remove it and run: python data.py clevr_change --data_dir {prepared}" in line
+    assert (
+        f"found float16 {shape} and 45 ids); remove it and run: python data.py clevr_change --data_dir {prepared}"
+        in line
+    )
 
 
 def test_features_that_are_none_of_ours(prepared, train, prepare):
@@ -434,8 +450,13 @@ def test_a_vocabulary_that_does_not_fit(prepared, tiny, refused, tmp_path, capsy
     scorer_cbr.main([str(a) for a in flags])
     ids = json.loads((prepared / "vocab.json").read_text())
     write(prepared / "vocab.json", {("zebra" if i == 9 else w): i for w, i in ids.items()})
-    for command in (["--eval", tmp_path / "run/best.pt", "--device", "cpu"], ["--resume", "--out_dir", tmp_path / "run"]):
-        assert "the checkpoint was trained with" in (line := refused(scorer_cbr.main, *command)) and "--data_dir" in line
+    for command in (
+        ["--eval", tmp_path / "run/best.pt", "--device", "cpu"],
+        ["--resume", "--out_dir", tmp_path / "run"],
+    ):
+        assert (
+            "the checkpoint was trained with" in (line := refused(scorer_cbr.main, *command)) and "--data_dir" in line
+        )
     assert any("vocab.json is not of these captions" in line for line in problems(capsys, "clevr_change", prepared))
 
 
@@ -469,7 +490,9 @@ def test_check_counts_every_data_set(tmp_path, capsys):
         writer(tmp_path / name)
         published = {k: v for k, v in data.DATASETS[name].scenes.items() if v}
         lines = problems(capsys, name, tmp_path / name)
-        assert sum(f"published {count}" in line for line in lines for count in published.values()) >= len(published), lines
+        assert sum(f"published {count}" in line for line in lines for count in published.values()) >= len(published), (
+            lines
+        )
 
 
 def test_a_pair_in_two_splits(release, capsys):

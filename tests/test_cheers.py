@@ -3,13 +3,13 @@
 import json
 import math
 
-import cheers
-import data
-from cheers import CHEERS, CRE, DRE, PRESETS, Config, likeness, match_loss, retrieve
-
 import open_clip
 import pytest
 import torch
+
+import cheers
+import data
+from cheers import CHEERS, CRE, DRE, PRESETS, Config, likeness, match_loss, retrieve
 
 B, C, H, W, V, WORDS = 4, 5, 2, 3, 9, 12
 N, D, K, M, E = H * W, 8, 3, 7, 5
@@ -113,7 +113,8 @@ def test_cre_and_dre_against_loops(temperature, Enhance, sources):
 
 
 def test_one_entity_points_at_the_cells_that_are_like_it():
-    """The softmax runs over target positions: it sums to one over them, and one source does not make all cells equal."""
+    """The softmax runs over target positions: it sums to one over them, and one source does not make all cells
+    equal."""
     torch.manual_seed(0)
     source, target = torch.randn(B, 1, D).double(), torch.randn(B, N, D).double()
     m = likeness(source, target, 5.0)
@@ -165,7 +166,11 @@ def test_encoder_and_losses_against_equations(fields):
     assert layers == model.cfg.layers and set(losses) == {"caption", "common", "different", "match"}
     assert len(l_c) == 1 + layers * (model.cfg.cre and model.cfg.w_consistency > 0)
     assert len(l_d) == 1 + layers * (model.cfg.dre and model.cfg.w_consistency > 0)
-    for name, expected in (("common", sum(l_c) / layers), ("different", sum(l_d) / layers), ("match", mean(l_i).item())):
+    for name, expected in (
+        ("common", sum(l_c) / layers),
+        ("different", sum(l_d) / layers),
+        ("match", mean(l_i).item()),
+    ):
         assert losses[name].item() == pytest.approx(expected), name
 
 
@@ -188,9 +193,9 @@ def test_match_loss_against_loops():
 def test_total_is_equation_19():
     model, (before, after) = small(w_consistency=0.7, w_match=0.4).float().eval(), pictures().float()
     model.cfg.device = "cpu"
-    streams = tuple(data.Batch(*pair, CAPTION, [], [], []) for pair in ((before, after), (after, before)))
-    losses = cheers.losses_of(model, streams, model.cfg, lambda batch: INDICES)
-    parts = [model(b.before, b.after, b.caption, INDICES) for b in streams]
+    batches = tuple(data.Batch(*pair, CAPTION, [], [], []) for pair in ((before, after), (after, before)))
+    losses = cheers.losses_of(model, batches, model.cfg, lambda batch: INDICES)
+    parts = [model(b.before, b.after, b.caption, INDICES) for b in batches]
     weights = {"caption": 1, "common": 0.7, "different": 0.7, "match": 0.4}
     assert all(part[name] > 0 for part in parts for name in weights)
     expected = sum(weights[name] * (parts[0][name] + parts[1][name]).item() / 2 for name in weights)
@@ -200,7 +205,9 @@ def test_total_is_equation_19():
 def test_caption_loss_against_loop():
     model, (before, after) = small().eval(), pictures()
     logits = model.decoder.head(model.decoder(CAPTION, model.encode(before, after, INDICES)[0])[0])
-    rows = [-logits[b, t].log_softmax(-1)[CAPTION[b, t + 1]] for b in range(B) for t in range(V - 1) if CAPTION[b, t + 1]]
+    rows = [
+        -logits[b, t].log_softmax(-1)[CAPTION[b, t + 1]] for b in range(B) for t in range(V - 1) if CAPTION[b, t + 1]
+    ]
     torch.testing.assert_close(model(before, after, CAPTION, INDICES)["caption"], mean(rows))
 
 
@@ -268,12 +275,17 @@ def test_blind_model_sees_neither_images_nor_entities():
                                     {"k": 0, "gate": "none", "w_consistency": 0.0}])  # fmt: skip
 def test_every_parameter_learns(fields):
     model = small(**fields)
-    optimizer, start = torch.optim.Adam(model.parameters(), lr=1e-2), {n: p.clone() for n, p in model.named_parameters()}
+    optimizer, start = (
+        torch.optim.Adam(model.parameters(), lr=1e-2),
+        {n: p.clone() for n, p in model.named_parameters()},
+    )
     before, after = pictures()
     sum(model(before, after, CAPTION, INDICES).values()).backward()
     optimizer.step()
     dead = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any() or torch.equal(p, start[n])]
-    key_bias = [n for n in dead if n.endswith("attention.key.bias")]  # a softmax does not see what shifts all its scores
+    key_bias = [
+        n for n in dead if n.endswith("attention.key.bias")
+    ]  # a softmax does not see what shifts all its scores
     assert set(dead) <= set(key_bias), f"no gradient reaches {dead}"
 
 
@@ -352,7 +364,9 @@ def test_retrieval_is_measured(corpus, capsys, monkeypatch):
     dataset = corpus[0]
     entities = cheers.Entities(Config(clip="mini", device="cpu"), dataset)
     scenes, phrases = data.read_json(dataset.root / "scenes.json"), entities.phrases
-    pairs = [p for p in dataset.pairs("test") if scenes[str(int(p.id[:6]))]["type"] != "same" and not p.id.endswith("_n")]
+    pairs = [
+        p for p in dataset.pairs("test") if scenes[str(int(p.id[:6]))]["type"] != "same" and not p.id.endswith("_n")
+    ]
     fits = lambda phrase, item: set(phrase.split()) <= {item[name] for name in data.ATTRIBUTES}
     right, differ = {p.id: set() for p in pairs}, 0
     for p in pairs:
@@ -376,7 +390,9 @@ def test_retrieval_is_measured(corpus, capsys, monkeypatch):
     color = [hits[i] for i in hits if i in dataset.kinds["color"]]
     assert report["color"] == pytest.approx(100 * mean(color), abs=0.01)
     assert "retrieved, in %" in capsys.readouterr().out
-    monkeypatch.setattr(entities, "root", dataset.root / "images")  # without the truth: subjects of the pair's references
+    monkeypatch.setattr(
+        entities, "root", dataset.root / "images"
+    )  # without the truth: subjects of the pair's references
     monkeypatch.setattr(data, "read_captions", lambda read, name, root, captions: {c: of_caption(c) for c in captions})
     nlp = data.language("mini")
     of_caption = lambda c: data.subjects(nlp(c))

@@ -5,16 +5,15 @@ import json
 import math
 import signal
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Literal, NamedTuple
 from unittest import mock
-
-import common
-from common import Attention, GridPosition, Run, RunConfig, decode, info_nce, learning_rate, sinusoid, token_match
 
 import pytest
 import torch
 import torch.nn as nn
+
+import common
+from common import Attention, GridPosition, Run, RunConfig, decode, info_nce, learning_rate, sinusoid, token_match
 
 
 def dense_match(q, k):
@@ -130,9 +129,9 @@ def test_flags_over_preset_over_defaults(tmp_path, capsys):
     presets, released = {"mini": {"lr": 0.5, "width": 7}}, {"all": {"width": 1}, "other": {"lr": 3.0}}
     out = ["--out_dir", str(tmp_path / "new")]
     parse = lambda *argv: common.parse_args(Config, presets, "method", "What it is.", [*out, *argv], released)
-    cfg, do = parse("--device", "cpu", "--steps", "3", "--no-amp")
+    cfg, args = parse("--device", "cpu", "--steps", "3", "--no-amp")
     assert (cfg.lr, cfg.width, cfg.steps, cfg.amp, cfg.seed) == (0.5, 7, 3, False, 1111)
-    assert cfg.data_dir == "data/mini" and not do.resume and do.split == "test"
+    assert cfg.data_dir == "data/mini" and not args.resume and args.split == "test"
     cfg = parse("--device", "cpu", "--reading", "released")[0]
     assert (cfg.reading, cfg.width, cfg.lr) == ("released", 1, 0.5)
     assert parse("--device", "cpu", "--dataset", "other", "--reading", "released")[0].lr == 3.0
@@ -168,7 +167,9 @@ def test_every_field_has_help():
 
 def test_learning_rate_traces():
     step = RunConfig(lr=2e-4, lr_drop=3975)
-    assert [learning_rate(step, s) for s in (0, 3974, 3975, 7949, 7950)] == pytest.approx([2e-4, 2e-4, 2e-5, 2e-5, 2e-6])
+    assert [learning_rate(step, s) for s in (0, 3974, 3975, 7949, 7950)] == pytest.approx(
+        [2e-4, 2e-4, 2e-5, 2e-5, 2e-6]
+    )
     cosine = RunConfig(lr=1.0, schedule="cosine", warmup=10, steps=110)
     assert [learning_rate(cosine, s) for s in (0, 9, 10, 60)] == pytest.approx([0.1, 1.0, 1.0, 0.5])
     assert learning_rate(cosine, 109) < 1e-3
@@ -207,7 +208,7 @@ class Place(NamedTuple):
 
     epoch: int
     number: int
-    ids: tuple = ()
+    pair_ids: tuple = ()
 
 
 class Words:
@@ -250,7 +251,9 @@ def test_each_batch_is_sent_before_the_step_before_it(monkeypatch):
 
         def to(self, device):
             sent.append(self.number)
-            return dataclasses.replace(self, before=mock.MagicMock(is_cuda=True) if not self.before.is_cuda else self.before)
+            return dataclasses.replace(
+                self, before=mock.MagicMock(is_cuda=True) if not self.before.is_cuda else self.before
+            )
 
     shared = [mock.MagicMock(is_cuda=False) for _ in range(3)]
     steps = common.sent_ahead(((Fake(n, before), Fake(n, before)) for n, before in enumerate(shared)), "cuda")
@@ -306,7 +309,9 @@ def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_happened(tmp_path):
         train(start(tmp_path / "parts", resume=True, words="a"))
     assert train(start(tmp_path / "parts", resume=True), scores=[2.0]) == [(1, 0)]
     a, b = (common.load_checkpoint(tmp_path / name / "last.pt") for name in ("whole", "parts"))
-    assert torch.equal(a["model"]["weight"], b["model"]["weight"]) and torch.equal(a["random"]["cpu"], b["random"]["cpu"])
+    assert torch.equal(a["model"]["weight"], b["model"]["weight"]) and torch.equal(
+        a["random"]["cpu"], b["random"]["cpu"]
+    )
     assert (a["step"], a["best"], a["worse"]) == (b["step"], b["best"], b["worse"]) == (4, 2.0, 0)
     assert lines_of(tmp_path / "whole", "train") == lines_of(tmp_path / "parts", "train")
     assert [x["CIDEr"] for x in lines_of(tmp_path / "parts", "eval")] == [1.0, 2.0]
@@ -355,7 +360,13 @@ def test_a_new_run_removes_only_what_runs_write(tmp_path):
     for name in ("last.pt", "best.pt", "captions_test.json", "notes.json", "mine.pt"):
         (tmp_path / name).write_text("old")
     with start(tmp_path):
-        assert {path.name for path in tmp_path.iterdir()} == {".lock", "config.json", "log.jsonl", "notes.json", "mine.pt"}
+        assert {path.name for path in tmp_path.iterdir()} == {
+            ".lock",
+            "config.json",
+            "log.jsonl",
+            "notes.json",
+            "mine.pt",
+        }
 
 
 def test_a_loss_that_is_not_finite_is_named_with_its_step(tmp_path):
@@ -367,7 +378,9 @@ def test_a_loss_that_is_not_finite_is_named_with_its_step(tmp_path):
         run.mean_losses()
 
 
-@pytest.mark.parametrize("error, code", [(ValueError("a\nb"), 2), (FileNotFoundError("x"), 2), (KeyboardInterrupt(), 130)])
+@pytest.mark.parametrize(
+    "error, code", [(ValueError("a\nb"), 2), (FileNotFoundError("x"), 2), (KeyboardInterrupt(), 130)]
+)
 def test_errors_become_exit_codes(error, code, capsys):
     def main():
         raise error
@@ -378,43 +391,20 @@ def test_errors_become_exit_codes(error, code, capsys):
     assert code == 130 or capsys.readouterr().err.count("\n") == 1
 
 
-def test_pictures():
-    red, blue = (common.Image.new("RGB", (20, 10), c) for c in ("red", "blue"))
-    heat = torch.zeros(2, 3)
-    heat[0, 0] = 1.0
-    strip = common.pair_picture(red, blue, {"attention": heat}, ["a caption that is so long that it takes many lines " * 4])
-    side = 96
-    assert strip.getpixel((side // 2, side // 2)) == (255, 0, 0) and strip.getpixel((side + 3 + 5, 5)) == (0, 0, 255)
-    bright, dark = strip.getpixel((2 * (side + 3) + 4, 4)), strip.getpixel((2 * (side + 3) + 90, 90))
-    assert bright[0] > 200 > 100 > dark[0]  # attention lights its cell and leaves the rest dim
-    each = common.pair_picture(red, blue, {"before": 1 - heat, "after": heat}, [])
-    assert each.width == strip.width and each.height < 2 * side  # two pictures, two maps, one row
-    before, after = each.getpixel((2 * (side + 3) + 60, 60)), each.getpixel((3 * (side + 3) + 4, 20))
-    assert before[0] > 200 and after[2] > 100  # each over its own picture
-    assert common.tiled([strip, strip, strip], 2, 5).size == (2 * strip.width + 5, 2 * strip.height + 10)
-
-
-def test_sample_sheet_has_a_column_for_every_kind():
-    class Pictured:
-        def examples(self, split, count):
-            pair = SimpleNamespace(id="1", captions=["a dog left", "it is gone"])
-            return {"drop": [pair, pair], "add": [pair]}
-
-        def images(self, pair):
-            return tuple(common.Image.new("RGB", (20, 10), c) for c in ("red", "blue"))
-
-    captions, maps = {"1": "nothing changed"}, {"1": {"attention": torch.eye(2)}}
-    plain = common.sample_sheet(Pictured(), "test", captions, maps, {})
-    more = common.sample_sheet(Pictured(), "test", captions, maps, {"1": ["entities: dog, cat"]})
-    assert plain.width > 2 * 4 * 96 and more.size == (plain.width, plain.height + 2 * 14)
-
-
 def test_curves_fall_where_a_loss_falls(tmp_path):
     events = [{"event": "start", "step": 0}, {"event": "eval", "step": 4, "CIDEr": 90.0}]
-    events += [{"event": "train", "step": step, "lr": 0.1, "total": loss} for step, loss in ((1, 3.0), (2, 2.0), (4, 1.0))]
+    events += [
+        {"event": "train", "step": step, "lr": 0.1, "total": loss} for step, loss in ((1, 3.0), (2, 2.0), (4, 1.0))
+    ]
     (tmp_path / "log.jsonl").write_text("\n".join(json.dumps(event) for event in events))
     page = common.curves(tmp_path / "log.jsonl").convert("L")
     panel = page.crop((231, 20, 449, 124))  # validation stands first; within the second panel's frame
     dark = [[y for y in range(panel.height) if panel.getpixel((x, y)) < 100] for x in range(panel.width)]
     heights = [min(column) for column in dark if column]
-    assert page.height == 150 and len(heights) > 100 and heights == sorted(heights) and heights[0] < 10 and heights[-1] > 90
+    assert (
+        page.height == 150
+        and len(heights) > 100
+        and heights == sorted(heights)
+        and heights[0] < 10
+        and heights[-1] > 90
+    )

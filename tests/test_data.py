@@ -4,8 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-
-import data
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -13,6 +12,8 @@ import pytest
 import torch
 from conftest import GRID, write_release
 from test_features import random_resnet
+
+import data
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 real = pytest.mark.skipif(not SHARED.exists(), reason="the public annotation files are not here")
@@ -129,7 +130,10 @@ def test_features_made_otherwise_are_refused(prepared):
 
 
 def collect(dataset, *args, **kwargs):
-    return [tuple((b.ids, b.caption.tolist(), b.before.clone()) for b in s) for s in dataset.train_batches(*args, **kwargs)]
+    return [
+        tuple((b.pair_ids, b.caption.tolist(), b.before.clone()) for b in s)
+        for s in dataset.train_batches(*args, **kwargs)
+    ]
 
 
 def same(a, b):
@@ -145,7 +149,9 @@ def test_batches_are_a_function_of_seed_and_epoch(prepared):
     assert sorted(i for s in epoch for i in s[0][0]) == sorted(p.id for p in dataset.pairs("train") if "_n" not in p.id)
     assert all([f"{i}_n" for i in s[0][0]] == s[1][0] for s in epoch)  # both pairs of a scene, in the same place
     assert same(epoch, collect(dataset, 3, seed=5, epoch=2)) and same(epoch[1:], collect(dataset, 3, 5, 2, start=1))
-    assert not same(epoch, collect(dataset, 3, seed=5, epoch=3)) and not same(epoch, collect(dataset, 3, seed=6, epoch=2))
+    assert not same(epoch, collect(dataset, 3, seed=5, epoch=3)) and not same(
+        epoch, collect(dataset, 3, seed=6, epoch=2)
+    )
 
 
 def test_swap_takes_default_or_distractor_as_before(prepared):
@@ -154,7 +160,7 @@ def test_swap_takes_default_or_distractor_as_before(prepared):
     for epoch in range(8):
         for changed, distractor in dataset.train_batches(8, 0, epoch):
             assert changed.before is distractor.before  # read and sent once
-            for i, pair_id in enumerate(changed.ids):
+            for i, pair_id in enumerate(changed.pair_ids):
                 number = pair_id[:6]
                 names = [f"CLEVR_{kind}_{number}.png" for kind in ("default", "semantic", "nonsemantic")]
                 default, semantic, other = dataset.features.rows(names)
@@ -234,7 +240,9 @@ def test_samples_without_pictures_are_grey(prepared):
     dataset.paths[pair.after].unlink()
     assert pair in dataset.examples("test", 1)["color"]
     before, after = dataset.images(pair)
-    assert np.array_equal(before, data.read_image(dataset.paths[pair.before])) and after.getextrema() == ((128, 128),) * 3
+    assert (
+        np.array_equal(before, data.read_image(dataset.paths[pair.before])) and after.getextrema() == ((128, 128),) * 3
+    )
     dataset.paths[other.after].write_bytes(b"no picture")
     with pytest.raises(ValueError, match="is not a readable image"):
         dataset.images(other)
@@ -269,4 +277,41 @@ def test_check_reports_every_problem(prepared, monkeypatch, capsys):
 
 def test_write_release_is_what_the_reader_expects(tmp_path):
     write_release(tmp_path / "r", train=2, val=1, test=1)
-    assert {k: len(v) for k, v in data.read_clevr_change(tmp_path / "r").scenes.items()} == {"train": 2, "val": 1, "test": 1}
+    assert {k: len(v) for k, v in data.read_clevr_change(tmp_path / "r").scenes.items()} == {
+        "train": 2,
+        "val": 1,
+        "test": 1,
+    }
+
+
+def test_pictures():
+    red, blue = (data.Image.new("RGB", (20, 10), c) for c in ("red", "blue"))
+    heat = torch.zeros(2, 3)
+    heat[0, 0] = 1.0
+    strip = data.pair_picture(
+        red, blue, {"attention": heat}, ["a caption that is so long that it takes many lines " * 4]
+    )
+    side = 96
+    assert strip.getpixel((side // 2, side // 2)) == (255, 0, 0) and strip.getpixel((side + 3 + 5, 5)) == (0, 0, 255)
+    bright, dark = strip.getpixel((2 * (side + 3) + 4, 4)), strip.getpixel((2 * (side + 3) + 90, 90))
+    assert bright[0] > 200 > 100 > dark[0]  # attention lights its cell and leaves the rest dim
+    each = data.pair_picture(red, blue, {"before": 1 - heat, "after": heat}, [])
+    assert each.width == strip.width and each.height < 2 * side  # two pictures, two maps, one row
+    before, after = each.getpixel((2 * (side + 3) + 60, 60)), each.getpixel((3 * (side + 3) + 4, 20))
+    assert before[0] > 200 and after[2] > 100  # each over its own picture
+    assert data.tiled([strip, strip, strip], 2, 5).size == (2 * strip.width + 5, 2 * strip.height + 10)
+
+
+def test_sample_sheet_has_a_column_for_every_kind():
+    class Pictured:
+        def examples(self, split, count):
+            pair = SimpleNamespace(id="1", captions=["a dog left", "it is gone"])
+            return {"drop": [pair, pair], "add": [pair]}
+
+        def images(self, pair):
+            return tuple(data.Image.new("RGB", (20, 10), c) for c in ("red", "blue"))
+
+    captions, maps = {"1": "nothing changed"}, {"1": {"attention": torch.eye(2)}}
+    plain = data.sample_sheet(Pictured(), "test", captions, maps, {})
+    more = data.sample_sheet(Pictured(), "test", captions, maps, {"1": ["entities: dog, cat"]})
+    assert plain.width > 2 * 4 * 96 and more.size == (plain.width, plain.height + 2 * 14)

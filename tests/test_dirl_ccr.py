@@ -2,15 +2,15 @@
 
 import math
 
-import data
-import dirl_ccr
-from common import preset
-from dirl_ccr import DIRL, PRESETS, RELEASED, Config, ccr_loss, channel_correlation, dirl_loss, mean_of
-
 import numpy as np
 import pytest
 import torch
 from released import close, fill, inputs, linear
+
+import data
+import dirl_ccr
+from common import preset
+from dirl_ccr import DIRL, PRESETS, RELEASED, Config, ccr_loss, channel_correlation, dirl_loss, mean_of
 
 # ---- parity with the released code (reading "released"), recorded from it in float64 ------------------------------------
 
@@ -32,7 +32,9 @@ def released_names(words: int, channels: int, normed: bool) -> dict[int, dict[st
         encoder |= attention(f"transformer.{i}.attention", f"cross_view.{i}.attention")
         encoder |= linear(f"transformer.{i}.norm1", f"cross_view.{i}.norm", 512)
     decoder = linear("core.fc.0", "decoder.project", 512, 300) | linear("core.embed_fc.0", "fuse.project", 512, 1024)
-    decoder |= linear("logit", "decoder.head", words, 512) | {"core.embed.weight": ("decoder.embed.weight", (words, 300))}
+    decoder |= linear("logit", "decoder.head", words, 512) | {
+        "core.embed.weight": ("decoder.embed.weight", (words, 300))
+    }
     if normed:
         decoder |= linear("core.fc.1", "decoder.norm", 512) | linear("core.embed_fc.1", "fuse.norm", 512)
     for i in range(2):
@@ -172,13 +174,15 @@ def test_one_layer_is_equation_5_and_6():
 
 
 def decoded(model, before, after, caption):
-    """Eq. 8 and Eq. 9, then both after residual and norm, of the last layer, word by word: each sees the real words up to
-    itself, so padding sees them all."""
+    """Eq. 8 and Eq. 9, then both after residual and norm, of the last layer, word by word: each sees the real words up
+    to itself, so padding sees them all."""
     difference, x, last = model.encode(before, after)[0], model.decoder.words(caption), []
     for b in range(B):
         n, h = int((caption[b] > 0).sum()), x[b : b + 1]
         for layer in model.decoder.layers:
-            rows = [layer_output(layer, h[:, t : t + 1], h[:, : min(n, t + 1)], difference[b : b + 1]) for t in range(V)]
+            rows = [
+                layer_output(layer, h[:, t : t + 1], h[:, : min(n, t + 1)], difference[b : b + 1]) for t in range(V)
+            ]
             h, *read = (torch.cat(column, 1) for column in zip(*rows, strict=True))
         last.append(read)
     return [torch.cat(column) for column in zip(*last, strict=True)]
@@ -222,8 +226,8 @@ def test_ccr_loss_against_loops(fields):
 
 
 def test_ccr_cannot_be_met_by_the_words_alone():
-    """Without differences every attended vector is the same, and L_ccr cannot fall below log B; the release's can, for its
-    visual vector holds the words."""
+    """Without differences every attended vector is the same, and L_ccr cannot fall below log B; the release's can, for
+    its visual vector holds the words."""
 
     def lowest(**fields):
         model = small(dim=32, heads=4, dropout=0.0, **fields).float()
@@ -269,10 +273,10 @@ def test_total_is_equation_16(fields):
     model, (before, after) = small(**{"w_dirl": 0.03, "w_ccr": 0.2} | fields).float().eval(), pictures().float()
     cfg = model.cfg
     cfg.device = "cpu"
-    streams = tuple(data.Batch(*pair, CAPTION, [], []) for pair in ((before, after), (after, before)))
-    losses = dirl_ccr.losses_of(model, streams, cfg)
+    batches = tuple(data.Batch(*pair, CAPTION, [], []) for pair in ((before, after), (after, before)))
+    losses = dirl_ccr.losses_of(model, batches, cfg)
     assert set(losses) == {"caption", "total"} | {n for n in ("dirl", "ccr") if getattr(cfg, f"w_{n}")}
-    parts = [model(b.before, b.after, b.caption) for b in streams]
+    parts = [model(b.before, b.after, b.caption) for b in batches]
     weights = {"caption": 1, "dirl": cfg.w_dirl, "ccr": cfg.w_ccr}
     expected = sum(weights[name] * (parts[0][name] + parts[1][name]).item() / 2 for name in parts[0])
     assert losses["total"].item() == pytest.approx(expected)
@@ -281,15 +285,22 @@ def test_total_is_equation_16(fields):
 # ---- learning, presets -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields", [{}, {"difference": "stream", "layers": 3}, {"input_norm": False, "ccr_states": "normed"}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"difference": "stream", "layers": 3}, {"input_norm": False, "ccr_states": "normed"}]
+)
 def test_every_parameter_learns(fields):
     model = small(**fields).float()
-    optimizer, start = torch.optim.Adam(model.parameters(), lr=1e-2), {n: p.clone() for n, p in model.named_parameters()}
+    optimizer, start = (
+        torch.optim.Adam(model.parameters(), lr=1e-2),
+        {n: p.clone() for n, p in model.named_parameters()},
+    )
     before, after = pictures().float()
     sum(model(before, after, CAPTION).values()).backward()
     optimizer.step()
     dead = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any() or torch.equal(p, start[n])]
-    key_bias = [n for n in dead if n.endswith("attention.key.bias")]  # a softmax does not see what shifts all its scores
+    key_bias = [
+        n for n in dead if n.endswith("attention.key.bias")
+    ]  # a softmax does not see what shifts all its scores
     assert set(dead) <= set(key_bias), f"no gradient reaches {dead}"
 
 
@@ -312,6 +323,8 @@ def test_presets_and_readings():
         changed = {k for k in vars(paper) if getattr(paper, k) != getattr(released, k)}
         assert changed == set(RELEASED["all"]) | {"reading"} | own
     weights = (0.5, 0.3), (0.03, 0.05), (0.5, 0.004), (0.001, 0.05)  # section 4.6
-    for dataset, both in zip(("clevr_change", "clevr_dc", "spot_the_diff", "image_editing_request"), weights, strict=True):
+    for dataset, both in zip(
+        ("clevr_change", "clevr_dc", "spot_the_diff", "image_editing_request"), weights, strict=True
+    ):
         cfg = parse("--dataset", dataset)
         assert (cfg.w_dirl, cfg.w_ccr) == both

@@ -8,9 +8,6 @@ import sys
 import threading
 from pathlib import Path
 
-import data
-import scorer_cbr
-
 import h5py
 import numpy as np
 import pytest
@@ -18,6 +15,9 @@ import torch
 from conftest import GRID
 from PIL import Image
 from test_readers import RELEASED, write_repack
+
+import data
+import scorer_cbr
 
 
 def test_bicubic_preprocessing_against_loop():
@@ -133,7 +133,9 @@ def test_pictures_decoded_ahead_stay_in_order(tmp_path):
     extractor = data.Extractor("mini-cnn-x", data.MiniCNN().state_dict())
     blocks = list(extractor.blocks(paths, 3))
     assert [len(block) for block in blocks] == [3, 3, 1]
-    torch.testing.assert_close(torch.cat(blocks), torch.cat([extractor([path]) for path in paths]), atol=1e-3, rtol=1e-2)
+    torch.testing.assert_close(
+        torch.cat(blocks), torch.cat([extractor([path]) for path in paths]), atol=1e-3, rtol=1e-2
+    )
     began, decode, net, ahead = [], extractor.preprocess, extractor.net, threading.Event()
 
     def preprocess(image):
@@ -304,8 +306,15 @@ class Call:
 
 def test_no_code_of_a_pickle_is_run(tmp_path):
     ran, path = tmp_path / "ran", tmp_path / "full_img.pkl"
-    fake = Call(np.ndarray, (1,), np.dtype("O"), b"\x41" * 8)  # numpy would take these bytes for the address of an object
-    for harm in (Call(os.system, f"touch {ran}"), Call(eval, f"open({str(ran)!r}, 'w')"), Call(np.load, str(path)), fake):
+    fake = Call(
+        np.ndarray, (1,), np.dtype("O"), b"\x41" * 8
+    )  # numpy would take these bytes for the address of an object
+    for harm in (
+        Call(os.system, f"touch {ran}"),
+        Call(eval, f"open({str(ran)!r}, 'w')"),
+        Call(np.load, str(path)),
+        fake,
+    ):
         for protocol in (2, 3, 5):
             path.write_bytes(pickle.dumps({"a": harm}, protocol))
             with pytest.raises(ValueError, match=r"full_img.pkl cannot be used \("):

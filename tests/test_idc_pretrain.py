@@ -7,15 +7,15 @@ import signal
 from collections import Counter
 from types import SimpleNamespace
 
-import data
-import idc_pretrain as idc
-from idc_pretrain import IDC, PRESETS, RELEASED, Config, Negatives
-
 import numpy as np
 import pytest
 import torch
 from conftest import write_features, write_picture
 from test_readers import BIRD_COLUMNS, bird_row, write, write_birds, write_cub, write_nabirds, write_repack
+
+import data
+import idc_pretrain as idc
+from idc_pretrain import IDC, PRESETS, RELEASED, Config, Negatives
 
 B, C, H, W, V, WORDS = 4, 5, 2, 3, 9, 12
 N, S = H * W, 2 * (H * W + 1)
@@ -50,7 +50,18 @@ def cosine(a, b):
 @pytest.fixture
 def tiny(tiny):
     place = tiny.index("--word_dim")
-    own = ["--extractor", "resnet101-layer3", "--ffn", "24", "--layers", "1", "--pretrain_steps", "8", "--pretrain_batch", "3"]
+    own = [
+        "--extractor",
+        "resnet101-layer3",
+        "--ffn",
+        "24",
+        "--layers",
+        "1",
+        "--pretrain_steps",
+        "8",
+        "--pretrain_batch",
+        "3",
+    ]
     return tiny[:place] + tiny[place + 2 :] + own
 
 
@@ -132,7 +143,9 @@ def test_masks_of_words(rules):
     assert not chosen[:, 0].any() and not chosen[:, 5:].any()  # START and padding are never asked for
     share = chosen.double().mean(0)
     assert share[4].item() == pytest.approx(0.15, abs=0.01) and share[2].item() == pytest.approx(0.15, abs=0.01)
-    alone = 0.85**3 if rules == "released" else 0.0  # no word was drawn: the first is the only target, and always [MASK]
+    alone = (
+        0.85**3 if rules == "released" else 0.0
+    )  # no word was drawn: the first is the only target, and always [MASK]
     assert share[1].item() == pytest.approx(0.15 + alone, abs=0.015)
     masked = (ids[:, 1][chosen[:, 1]] == MASK).double().mean()
     assert masked.item() == pytest.approx((0.15 * 0.8 + alone) / (0.15 + alone), abs=0.015)
@@ -229,7 +242,9 @@ def test_fine_tuning_asks_for_every_word_as_decoding_does(reading):
     for t in range(V - 1):
         torch.testing.assert_close(asked[:, t], step(CAPTION[:, t], t))
     model.cfg.finetune_targets = "every"
-    loss = [-asked[b, t].log_softmax(-1)[CAPTION[b, t + 1]] for b in range(B) for t in range(V - 1) if CAPTION[b, t + 1]]
+    loss = [
+        -asked[b, t].log_softmax(-1)[CAPTION[b, t + 1]] for b in range(B) for t in range(V - 1) if CAPTION[b, t + 1]
+    ]
     total = sum(loss) / (1 if model.cfg.reduction == "sum" else len(loss))
     torch.testing.assert_close(model(before, after, CAPTION, "finetune", None)["caption"], total)
 
@@ -286,7 +301,9 @@ def test_blind_model_sees_nothing():
 def test_partners_are_half_alike_and_a_function_of_the_seed():
     classes = np.array([i % 10 for i in range(200)] + [99])
     made = idc.partners(classes, seed=3)
-    assert np.array_equal(made, idc.partners(classes, seed=3)) and not np.array_equal(made, idc.partners(classes, seed=4))
+    assert np.array_equal(made, idc.partners(classes, seed=3)) and not np.array_equal(
+        made, idc.partners(classes, seed=4)
+    )
     assert len(made) == 201 and not (made == np.arange(201)).any()
     alike = classes[made] == classes
     assert 99 <= alike.sum() <= 100 and not alike[-1]
@@ -306,7 +323,9 @@ def test_losses_of_birds_against_loops():
     torch.testing.assert_close(idc.match_loss(logits, torch.tensor([[0, 1], [4, 4]])), expected)
     assert idc.class_loss(torch.zeros(4, 555), torch.arange(4)).item() == pytest.approx(math.log(555), abs=1e-5)
     x = torch.randn(4, 7).double()
-    plain = sum(math.log(sum(math.exp(v) for v in row)) - float(row[c]) for row, c in zip(x, (3, 0, 3, 6), strict=True)) / 4
+    plain = (
+        sum(math.log(sum(math.exp(v) for v in row)) - float(row[c]) for row, c in zip(x, (3, 0, 3, 6), strict=True)) / 4
+    )
     assert idc.class_loss(x, torch.tensor([3, 0, 3, 6])).item() == pytest.approx(plain)
 
 
@@ -382,7 +401,11 @@ def test_parts_of_a_caption(dataset):
     text = "the tiny red cube changed its location"
     tokens, words, subjects = idc.parts(dataset, [text])
     assert "".join(tokens[text]) == text and subjects[text] == ["tiny red cube"]
-    assert words[text] == [(1, "tiny", "size"), (2, "red", "color"), (3, "cube", "shape")]  # no location among the shapes
+    assert words[text] == [
+        (1, "tiny", "size"),
+        (2, "red", "color"),
+        (3, "cube", "shape"),
+    ]  # no location among the shapes
 
 
 def test_what_a_caption_names_first():
@@ -399,7 +422,9 @@ def test_replace_takes_the_important_half(dataset):
     assert [word for _, word, _ in half] == ["red", "ball"]
     pool = {"color": ["red", "blue"], "shape": ["ball", "sphere", "cylinder"], "size": ["large"]}
     rng = np.random.default_rng(0)
-    assert idc.replace_words(tokens, half, pool, rng) == "the small blue cube is behind the cylinder"  # a sphere is a ball
+    assert (
+        idc.replace_words(tokens, half, pool, rng) == "the small blue cube is behind the cylinder"
+    )  # a sphere is a ball
     assert idc.replace_words(tokens, half, {"color": ["red"]}, rng) == text  # nothing else to put there
 
 
@@ -411,7 +436,9 @@ def test_pools_hold_frequent_important_words():
 
 def test_confuse_exchanges_subjects():
     rng, text = np.random.default_rng(0), "the red cube moved behind the ball"
-    assert idc.confuse(text, ["red cube"], ["blue ball", "red cube", "ball"], rng) == "the blue ball moved behind the ball"
+    assert (
+        idc.confuse(text, ["red cube"], ["blue ball", "red cube", "ball"], rng) == "the blue ball moved behind the ball"
+    )
     for own, others in (([], ["blue ball"]), (["red cube"], ["red cube"])):
         assert idc.confuse(text, own, others, rng) == text  # no subject, or no other
     birds = "animal1 has a longer tail than animal2"
@@ -431,14 +458,17 @@ def scenes(tmp_path):
             [f"the {thing} is gone", f"the {thing} is missing", f"the {thing} behind the {other} has been removed"],
             [f"the {thing} moved", f"someone moved the {thing}", f"the {thing} behind the {other} changed its location"],
         ])  # fmt: skip
-        made.append(data.Scene((data.Pair(f"{n}", f"{n}", f"{n}c", change), data.Pair(f"{n}_n", f"{n}", f"{n}n", same))))
+        made.append(
+            data.Scene((data.Pair(f"{n}", f"{n}", f"{n}c", change), data.Pair(f"{n}_n", f"{n}", f"{n}n", same)))
+        )
     return SimpleNamespace(name="clevr_change", root=tmp_path, scenes={"train": made},
                            kinds={"no change": {f"{n}_n" for n in range(400)}})  # fmt: skip
 
 
 def test_text_alone_does_not_find_the_caption(scenes):
-    """Among a changed pair's seven, one says that nothing changed; an n-gram model of half of the scenes ranks the other six
-    by chance in the other half. An unchanged pair's seven are made alike, so the text does not tell the two sets apart."""
+    """Among a changed pair's seven, one says that nothing changed; an n-gram model of half of the scenes ranks the
+    other six by chance in the other half. An unchanged pair's seven are made alike, so the text does not tell the two
+    sets apart."""
     made, score = idc.rewrite(scenes), Counter()
     changed, unchanged = zip(*(s.pairs for s in scenes.scenes["train"]), strict=True)
 
@@ -465,7 +495,9 @@ def test_no_negative_is_true(scenes):
     for pair, _ in (s.pairs for s in scenes.scenes["train"]):
         said = set().union(*map(idc.named, pair.captions))
         assert len(set(made[pair.id])) == 6
-        assert all(idc.named(c) - said for c in made[pair.id][:5])  # another object: what is said of it did not happen to it
+        assert all(
+            idc.named(c) - said for c in made[pair.id][:5]
+        )  # another object: what is said of it did not happen to it
     for text in (c for texts in made.values() for c in texts):
         assert " location " not in text and not text.endswith(("turned cube", "turned small", "turned metal"))
 
@@ -518,10 +550,10 @@ def test_plan_and_tasks():
 def test_the_total_is_the_papers_sum():
     batch = data.Batch(*pictures(), CAPTION, ["a"] * B, ["b"] * B)
     model = small(finetune_targets="masked", mask_rate=0.9)
-    for streams, weight in (((batch, batch), 0.5), ((batch,), 0.0)):  # one stream: nothing to judge
+    for batches, weight in (((batch, batch), 0.5), ((batch,), 0.0)):  # one stream: nothing to judge
         torch.manual_seed(0)
         cfg = Config(device="cpu", w_judge=0.5)
-        losses = idc.losses_of(model.float(), streams, cfg, "finetune")
+        losses = idc.losses_of(model.float(), batches, cfg, "finetune")
         assert ("judge" in losses) == (weight > 0)
         torch.testing.assert_close(losses["total"], losses["caption"] + weight * losses.get("judge", 0))
     assert idc.losses_of(model, (batch,), cfg, "mlm").keys() == {"mlm", "total"}
@@ -539,7 +571,9 @@ def test_pretraining_starts_another_run(prepared, tiny, tmp_path):
     run(*tiny, "--data_dir", prepared, "--out_dir", tmp_path / "first")
     run(*tiny, "--data_dir", prepared, "--pretrain_steps", 0, "--init", tmp_path / "first" / "pretrained.pt", "--steps", 1,
         "--lr", 0, "--out_dir", tmp_path / "second")  # fmt: skip
-    a, b = (torch.load(tmp_path / name, weights_only=True)["model"] for name in ("first/pretrained.pt", "second/last.pt"))
+    a, b = (
+        torch.load(tmp_path / name, weights_only=True)["model"] for name in ("first/pretrained.pt", "second/last.pt")
+    )
     assert all(torch.equal(a[name], b[name]) for name in a)
     words = json.loads((prepared / "vocab.json").read_text())
     (prepared / "vocab.json").write_text(json.dumps(words | {"zebra": len(words)}))
@@ -574,12 +608,26 @@ def test_idcs_repack_from_pickles_to_captions(tiny, tmp_path, capsys):
     root = tmp_path / "repack"
     write_birds(tmp_path / "birds")
     write_repack("birds_to_words", tmp_path / "birds", root)
-    pairs = [json.loads(line) for split in ("train", "val") for line in (root / f"{split}.json").read_text().splitlines()]
+    pairs = [
+        json.loads(line) for split in ("train", "val") for line in (root / f"{split}.json").read_text().splitlines()
+    ]
     rows = [pair | {"neg_samples": ["it is red ."] * 6} for pair in pairs]
     write(root / "train_neg_tfidf6.json", "".join(json.dumps(row) + "\n" for row in rows))
     data.main(["birds_to_words", "--data_dir", str(root), "--device", "cpu"])
     own = [*tiny, "--dataset", "birds_to_words", "--extractor", "", "--fda", "9", "--data_dir", root]
-    run(*own, "--batch_size", 1, "--pretrain_batch", 1, "--eval_every", 8, "--patience", 0, "--out_dir", tmp_path / "run")
+    run(
+        *own,
+        "--batch_size",
+        1,
+        "--pretrain_batch",
+        1,
+        "--eval_every",
+        8,
+        "--patience",
+        0,
+        "--out_dir",
+        tmp_path / "run",
+    )
     out = capsys.readouterr().out
     assert out.count("samples on grey: their pictures are not all there, such as") == 1
     lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]

@@ -12,14 +12,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-import cheers
-import common
-import data
-import dirl_ccr
-import idc_pretrain
-import rdd_acr
-import scorer_cbr
-
 import pytest
 import torch
 from conftest import write_features
@@ -29,6 +21,14 @@ from test_readers import write_clevr_dc
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+import cheers
+import common
+import data
+import dirl_ccr
+import idc_pretrain
+import rdd_acr
+import scorer_cbr
 
 MODELS = {scorer_cbr: scorer_cbr.SCORER, dirl_ccr: dirl_ccr.DIRL, rdd_acr: rdd_acr.RDD, cheers: cheers.CHEERS,
           idc_pretrain: idc_pretrain.IDC}  # fmt: skip
@@ -54,8 +54,8 @@ def small(method, **fields):
 
 
 def whole(method, **fields):
-    """A small float32 model with all that it can learn, training; and what its forward takes beside pair and caption, by kind
-    of step."""
+    """A small float32 model with all that it can learn, training; and what its forward takes beside pair and caption,
+    by kind of step."""
     torch.manual_seed(0)
     own = {rdd_acr: {"clip_dim": 7, "clip_width": 6, "distil_steps": 1},
            idc_pretrain: {"ffn": 12, "nabirds": "some folder"}}.get(method, {})  # fmt: skip
@@ -85,7 +85,11 @@ def flags_of(method, tiny):
     """conftest's tiny for one method, ALONE."""
     if method is idc_pretrain:
         place = tiny.index("--word_dim")
-        tiny = tiny[:place] + tiny[place + 2 :] + ["--pretrain_steps", "0", "--ffn", "24", "--extractor", "resnet101-layer3"]
+        tiny = (
+            tiny[:place]
+            + tiny[place + 2 :]
+            + ["--pretrain_steps", "0", "--ffn", "24", "--extractor", "resnet101-layer3"]
+        )
     return tiny + [x for name, value in ALONE.get(method, {}).items() for x in (f"--{name}", str(value))]
 
 
@@ -237,7 +241,10 @@ class NoWaiting(TorchDispatchMode):
     """Fails where a GPU would wait for the host: a tensor read back, or sent by a copy that blocks."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out, given = func(*args, **(kwargs or {})), [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        out, given = (
+            func(*args, **(kwargs or {})),
+            [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)],
+        )
         devices = [x.device.type for x in given if x.ndim or x.device.type == "meta"]
         if func is torch.ops.aten._to_copy.default and devices[:1] != [out.device.type]:
             assert devices == ["cpu"] and kwargs.get("non_blocking"), f"{func} of {given} waits"
@@ -247,8 +254,8 @@ class NoWaiting(TorchDispatchMode):
 
 
 def test_a_step_does_not_wait_for_the_host(method, monkeypatch):
-    """Losses, gradients, captions and maps of tensors that have a device, "meta" in the place of a GPU, and a shape, but no
-    content: to read one, or a shape that depends on one, is an error."""
+    """Losses, gradients, captions and maps of tensors that have a device, "meta" in the place of a GPU, and a shape,
+    but no content: to read one, or a shape that depends on one, is an error."""
 
     def two_words(step, count, max_len, device, sample=False):
         return [step(torch.full((count,), 2, device=device), t) for t in range(2)][-1]
@@ -268,9 +275,15 @@ def test_a_step_does_not_wait_for_the_host(method, monkeypatch):
             m._buffers.update({name: x if x is None else x.to("meta") for name, x in m._buffers.items()})
         batch = data.Batch(*torch.rand(2, B, C, H, W).half(), torch.ones(B, V, dtype=torch.long), ["a"] * B, ["b"] * B,
                            [("a", "b")] * B)  # fmt: skip
-        found = rdd_acr.Attributes(*(torch.ones(shape, device="meta") > 0 for shape in ((2 * B, 7), 2 * B, (2 * B, 2 * B))))
+        found = rdd_acr.Attributes(
+            *(torch.ones(shape, device="meta") > 0 for shape in ((2 * B, 7), 2 * B, (2 * B, 2 * B)))
+        )
         found, entities = found._replace(text=found.text.float()), object.__new__(cheers.Entities)
-        entities.__dict__ |= {"phrases": ["cube"], "device": "meta", "found": {("a", "b"): torch.zeros(3, dtype=torch.long)}}
+        entities.__dict__ |= {
+            "phrases": ["cube"],
+            "device": "meta",
+            "found": {("a", "b"): torch.zeros(3, dtype=torch.long)},
+        }
         phrases = SimpleNamespace(encode=lambda *_: {"nouns": found, "verbs": found})
         others = torch.ones(B, 6, V).long()
         classes = dataclasses.replace(batch, caption=torch.ones(B, 2, dtype=torch.long))
@@ -315,7 +328,8 @@ def test_the_model_compiles_as_one_graph(method, fresh_compiler):
 
 
 def test_bfloat16_follows_float32(method):
-    """Losses to half a percent (of 1 where they are near 0), gradients to the three digits of bfloat16 through all layers."""
+    """Losses to half a percent (of 1 where they are near 0), gradients to the three digits of bfloat16 through all
+    layers."""
     model, kinds = whole(method, dim=32, heads=4)
     for step in kinds.items():
         expected, gradients = learned(model, model, *step)
@@ -332,16 +346,18 @@ def test_nothing_is_compiled_twice(method, prepared, tiny, tmp_path, monkeypatch
     """Over epochs whose last batch is smaller: one graph for each stream and task."""
     original, graphs, tasks = method.losses_of, [], set()
 
-    def compiled(model, streams, *more):
+    def compiled(model, batches, *more):
         if not graphs:
             model.compile(fullgraph=True, dynamic=False, backend=lambda graph, _: graphs.append(1) or graph)
-        sizes.add(len(streams[0].ids))
+        sizes.add(len(batches[0].pair_ids))
         tasks.add(more[1] if method is idc_pretrain else "")
-        return original(model, streams, *more)
+        return original(model, batches, *more)
 
     sizes = set()
     monkeypatch.setattr(method, "losses_of", compiled)
-    more = ["--mlm", "0", "--fda", "0", "--pretrain_steps", "4", "--pretrain_batch", "3"] if method is idc_pretrain else []
+    more = (
+        ["--mlm", "0", "--fda", "0", "--pretrain_steps", "4", "--pretrain_batch", "3"] if method is idc_pretrain else []
+    )
     run(method, *tiny, *more, "--data_dir", prepared, "--out_dir", tmp_path / "run")
     assert sizes == {2, 3} and len(tasks) == (2 if method is idc_pretrain else 1)
     assert len(graphs) == 2 * len(tasks)
@@ -380,7 +396,18 @@ def test_a_data_set_of_one_pair_a_scene(method, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "find_java", lambda: None)  # METEOR takes most of an evaluation's time
     write_clevr_dc(tmp_path / "dc")
     write_features("clevr_dc", tmp_path / "dc")
-    run(method, *tiny, "--dataset", "clevr_dc", "--steps", "4", "--data_dir", tmp_path / "dc", "--out_dir", tmp_path / "run")
+    run(
+        method,
+        *tiny,
+        "--dataset",
+        "clevr_dc",
+        "--steps",
+        "4",
+        "--data_dir",
+        tmp_path / "dc",
+        "--out_dir",
+        tmp_path / "run",
+    )
     captions = json.loads((tmp_path / "run" / "captions_test.json").read_text())
     assert [c["image_id"] for c in captions] == ["000010.png", "000011.png"]
     assert set(json.loads((tmp_path / "run" / "scores_test.json").read_text())["scores"]) == {"total", "no change"}
@@ -450,7 +477,8 @@ def minis(tmp_path_factory):
 
 @pytest.fixture
 def smoke(method, minis):
-    """The embedded data set, rendered once, and learned from for a moment by each method: folder of data, of the run."""
+    """The embedded data set, rendered once, and learned from for a moment by each method: folder of data, of the
+    run."""
     out = minis / method.__name__
     if not out.exists():
         flags = ["--scenes", "60", "--steps", "40", "--log_every", "5", "--dim", "32", "--lr", "2e-3", "--device", "cpu",

@@ -2,12 +2,12 @@
 
 import json
 
-import data
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+
+import data
 
 SCENES = {"train": 20, "val": 5, "test": 10}
 NAMES = ("change_captions", "no_change_captions", "splits", "type_mapping", "change_captions_with_bbox",
@@ -147,10 +147,14 @@ def test_mini_is_prepared_and_captioned_right(tmp_path, capsys):
     found = dataset.report("test", captions, maps)
     assert set(found["accuracy"].values()) == {100} and found["pointing"]["boxes"]["total"] == 2 * (1 + 1 + 2 + 2 + 2)
     assert {*data.KINDS, "semantic change", "only distractor"} <= set(dataset.groups("test"))
-    assert set(found["pointing"]["attention"]) >= {"color", "drop"} and "no change" not in found["pointing"]["attention"]
+    assert (
+        set(found["pointing"]["attention"]) >= {"color", "drop"} and "no change" not in found["pointing"]["attention"]
+    )
     texts, images = data.clip_embeddings("mini", dataset.root, ["red cube"], dataset.paths, "cpu")  # its own CLIP
     assert len(texts) == 1 and len(images) == len(dataset.paths) == 3 * (20 + 10 + 10)
-    again, _ = data.clip_embeddings("mini", dataset.root, ["red cube", "gray ball"], dataset.paths, "cpu")  # of other texts
+    again, _ = data.clip_embeddings(
+        "mini", dataset.root, ["red cube", "gray ball"], dataset.paths, "cpu"
+    )  # of other texts
     torch.testing.assert_close(again[:1], texts)
     changed = next(p for p in dataset.pairs("test") if p.id in dataset.kinds["color"])
     dataset.paths[changed.after].unlink()  # the other scores are not lost for a picture
@@ -159,12 +163,17 @@ def test_mini_is_prepared_and_captioned_right(tmp_path, capsys):
 
 
 def test_a_scenes_views_are_spread_by_a_factor_of_its_own():
-    """Camera of view v = (1 - s) a + s b_v: near s = 0 a scene's views stand together, near 1 as far apart as two scenes'."""
-    eye = np.stack([view["eye"] for view in data._sample_cameras(np.random.default_rng(0), 500, 3)], 1).reshape(3, 500, 3)
+    """Camera of view v = (1 - s) a + s b_v: near s = 0 a scene's views stand together, near 1 as far apart as two
+    scenes'."""
+    eye = np.stack([view["eye"] for view in data._sample_cameras(np.random.default_rng(0), 500, 3)], 1).reshape(
+        3, 500, 3
+    )
     apart = np.abs(eye[:, :, 0] - eye[:, :, 1]).max(0)  # s |b_0 - b_1|, at most 5 s
     assert apart.min() < 0.05 and 3 < apart.max() < 5
     middle = np.median(apart)
-    assert 0.8 < middle < 1.6  # the median of s max_xyz |b_0 - b_1| is about 1.1; of views apart (s = 1) it would be 2.6
+    assert (
+        0.8 < middle < 1.6
+    )  # the median of s max_xyz |b_0 - b_1| is about 1.1; of views apart (s = 1) it would be 2.6
     assert (np.abs(eye - np.array([7, -7, 6])[:, None, None]) <= 2.5 + 1e-5).all()
 
 

@@ -4,13 +4,13 @@ import json
 import math
 from types import SimpleNamespace
 
-import data
-import rdd_acr
-from rdd_acr import PRESETS, RDD, Attributes, Config, contrast_loss
-
 import open_clip
 import pytest
 import torch
+
+import data
+import rdd_acr
+from rdd_acr import PRESETS, RDD, Attributes, Config, contrast_loss
 
 B, C, H, W, V, WORDS = 4, 5, 2, 3, 9, 12
 N, E = H * W, 7
@@ -20,7 +20,15 @@ CAPTION = torch.tensor([[2, 4, 5, 6, 3, 0, 0, 0], [2, 7, 3, 0, 0, 0, 0, 0], [2, 
 
 def small(**fields) -> RDD:
     torch.manual_seed(0)
-    sizes = {"dim": 8, "word_dim": 6, "heads": 2, "object_vectors": 3, "action_vectors": 2, "clip_dim": E, "clip_width": 6}
+    sizes = {
+        "dim": 8,
+        "word_dim": 6,
+        "heads": 2,
+        "object_vectors": 3,
+        "action_vectors": 2,
+        "clip_dim": E,
+        "clip_width": 6,
+    }
     return RDD(Config(**sizes | fields), WORDS, (C, H, W), V).double()
 
 
@@ -85,7 +93,10 @@ def test_a_pair_without_a_phrase_takes_no_part():
 def test_caption_loss_against_loop():
     model, (before, after) = small().eval(), pictures()
     logits = model.decoder.head(model.decoder(CAPTION, model.encode(before, after)[0])[0])
-    rows = [[-logits[b, t].log_softmax(-1)[CAPTION[b, t + 1]].item() for t in range(7) if CAPTION[b, t + 1]] for b in range(B)]
+    rows = [
+        [-logits[b, t].log_softmax(-1)[CAPTION[b, t + 1]].item() for t in range(7) if CAPTION[b, t + 1]]
+        for b in range(B)
+    ]
     assert model(before, after, CAPTION)["caption"].tolist() == pytest.approx([mean(row) for row in rows])
 
 
@@ -107,7 +118,10 @@ def attention(module, query, memory):
 @pytest.mark.parametrize("order", ["none", "n", "v", "n+v", "v+n", "v&n"])
 def test_encoder_against_equations(order, share_blocks, residual):
     weights = {"w_n2o": 0.1 * ("n" in order.replace("none", "")), "w_v2a": 0.1 * ("v" in order)}
-    model, (before, after) = small(order=order, share_blocks=share_blocks, residual=residual, **weights).eval(), pictures()
+    model, (before, after) = (
+        small(order=order, share_blocks=share_blocks, residual=residual, **weights).eval(),
+        pictures(),
+    )
     f_bef, f_aft = model.embed(before), model.embed(after)
     g = model.difference
     enriched = [attention(g.attention, f, f_bef - f_aft) for f in (f_bef, f_aft)]  # Eq. 2-4
@@ -152,7 +166,9 @@ def test_residuals_keep_object_vectors_apart():
     spread = {}
     for residual in (True, False):
         torch.manual_seed(0)
-        model = RDD(Config(residual=residual, w_n2o=0.0, w_v2a=0.0), WORDS, (64, 7, 6), V).eval()  # the paper's D, N, K_o
+        model = RDD(
+            Config(residual=residual, w_n2o=0.0, w_v2a=0.0), WORDS, (64, 7, 6), V
+        ).eval()  # the paper's D, N, K_o
         vectors = model.encode(*torch.rand(2, 2, 64, 7, 6))[1]["objects"].vectors  # (2, K, D)
         spread[residual] = (vectors.std(1).norm(dim=-1) / vectors.norm(dim=-1).mean(1)).mean().item()
     assert spread[True] > 0.8 and spread[False] < 0.01, spread
@@ -208,10 +224,15 @@ def test_vector_maps(order):
                                     {"order": "v&n", "prompt": "fixed"}])  # fmt: skip
 def test_every_parameter_learns(fields):
     model = small(**fields)
-    optimizer, start = torch.optim.Adam(model.parameters(), lr=1e-2), {n: p.clone() for n, p in model.named_parameters()}
+    optimizer, start = (
+        torch.optim.Adam(model.parameters(), lr=1e-2),
+        {n: p.clone() for n, p in model.named_parameters()},
+    )
     before, after = pictures()
     nouns, verbs = attributes(), attributes(seed=3)
-    if model.cfg.prompt == "learnable":  # its gradient comes through CLIP (test_total_is_equation_16_and_the_prompts_learn)
+    if (
+        model.cfg.prompt == "learnable"
+    ):  # its gradient comes through CLIP (test_total_is_equation_16_and_the_prompts_learn)
         nouns = nouns._replace(text=nouns.text + model.noun_prompt.sum())
         verbs = verbs._replace(text=verbs.text + model.verb_prompt.sum())
     caption = torch.nn.functional.pad(CAPTION, (0, 1))  # up to the last position
@@ -219,7 +240,9 @@ def test_every_parameter_learns(fields):
     sum(loss.mean() for loss in model(before, after, caption, nouns, verbs).values()).backward()
     optimizer.step()
     dead = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any() or torch.equal(p, start[n])]
-    key_bias = [n for n in dead if n.endswith("attention.key.bias")]  # a softmax does not see what shifts all its scores
+    key_bias = [
+        n for n in dead if n.endswith("attention.key.bias")
+    ]  # a softmax does not see what shifts all its scores
     assert set(dead) <= set(key_bias), f"no gradient reaches {dead}"
 
 
@@ -280,7 +303,10 @@ def test_phrases_go_through_clip_once(corpus, prompt, monkeypatch):
 
 
 def test_each_kind_has_its_own_prompt(corpus):
-    found, prompts = phrases_of(corpus[0]), {kind: torch.randn(4, 64, requires_grad=True) for kind in ("nouns", "verbs")}
+    found, prompts = (
+        phrases_of(corpus[0]),
+        {kind: torch.randn(4, 64, requires_grad=True) for kind in ("nouns", "verbs")},
+    )
     both = found.encode(TEXTS, prompts)
     for kind, prompt in prompts.items():
         torch.testing.assert_close(both[kind], found.encode(TEXTS, {kind: prompt})[kind])
@@ -292,7 +318,10 @@ def test_compiled_phrases_have_one_shape(corpus, monkeypatch):
     """Padded to as many as a batch can have, the phrases of all batches share one graph."""
     original, graphs = torch.compile, []
     torch._dynamo.reset()
-    plain, prompts = phrases_of(corpus[0]), {kind: torch.randn(4, 64, requires_grad=True) for kind in ("nouns", "verbs")}
+    plain, prompts = (
+        phrases_of(corpus[0]),
+        {kind: torch.randn(4, 64, requires_grad=True) for kind in ("nouns", "verbs")},
+    )
     monkeypatch.setattr(rdd_acr, "can_compile", lambda cfg: True)
     flags = {"backend": lambda graph, _: graphs.append(1) or graph}
     monkeypatch.setattr(torch, "compile", lambda f, **more: original(f, **more, **flags))
@@ -325,14 +354,14 @@ def test_other_widths_than_clip_has_are_refused(corpus):
 
 
 def test_total_is_equation_16_and_the_prompts_learn(corpus):
-    """Pairs of both streams are one batch, so they are negatives of each other."""
+    """Pairs of both batches are one batch, so they are negatives of each other."""
     dataset, clip, _ = corpus
     model = small(w_n2o=0.3, w_v2a=0.2, clip="mini", clip_dim=128, clip_width=64, device="cpu").float().eval()
     (before, after), found = pictures().float(), phrases_of(dataset)
-    short = CAPTION[[1, 3], :3]  # streams are padded each to its own longest caption
+    short = CAPTION[[1, 3], :3]  # batches are padded each to its own longest caption
     changed = data.Batch(before[:2], after[:2], CAPTION[:2], [], TEXTS[:2])
-    streams = changed, data.Batch(before[2:], after[2:], short, [], TEXTS[2:4])
-    losses = rdd_acr.losses_of(model, streams, model.cfg, found)
+    batches = changed, data.Batch(before[2:], after[2:], short, [], TEXTS[2:4])
+    losses = rdd_acr.losses_of(model, batches, model.cfg, found)
     texts = found.encode(TEXTS[:4], {"nouns": model.noun_prompt, "verbs": model.verb_prompt})
     parts = model(before, after, torch.cat([CAPTION[:2], CAPTION[[1, 3]]]), **texts)
     expected = (parts["caption"] + 0.3 * parts["n2o"] + 0.2 * parts["v2a"]).mean().item()

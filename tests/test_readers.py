@@ -6,11 +6,11 @@ import re
 import textwrap
 from pathlib import Path
 
-import data
-
 import numpy as np
 import pytest
 from conftest import GRID, write_features, write_picture
+
+import data
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 real = pytest.mark.skipif(not SHARED.exists(), reason="the public annotation files are not here")
@@ -51,7 +51,10 @@ def test_clevr_dc(tmp_path):
         "000010.png", "bef/10.png", "aft/10.png", ["the green cube moved", "a green cube, it moved."]
     )
     assert all(path.exists() for path in release.paths.values()) and len(release.paths) == 24
-    assert release.kinds["no change"] == {"000010.png", "000011.png"} and release.kinds["add"] == {"000004.png", "000005.png"}
+    assert release.kinds["no change"] == {"000010.png", "000011.png"} and release.kinds["add"] == {
+        "000004.png",
+        "000005.png",
+    }
     write(tmp_path / "split.json", {"train": [0, 3], "val": [5], "test": [11]})  # a part: nobody knows the kinds
     assert data.read_clevr_dc(tmp_path).kinds == {}
     write(tmp_path / "split.json", {"train": [0, 12], "val": [5], "test": [11]})
@@ -75,9 +78,9 @@ def test_a_data_set_of_one_pair_a_scene_makes_batches(tmp_path):
     write_features("clevr_dc", tmp_path)
     dataset = data.load("clevr_dc", tmp_path)
     assert dataset.grid == GRID and dataset.lengths == [2 + 6] and dataset.steps(3) == 3
-    epoch = [streams for streams in dataset.train_batches(3, seed=0, epoch=0)]
-    assert [len(streams) for streams in epoch] == [1, 1, 1] and not epoch[0][0].single
-    assert sorted(i for (batch,) in epoch for i in batch.ids) == [f"{i:06d}.png" for i in range(8)]
+    epoch = [batches for batches in dataset.train_batches(3, seed=0, epoch=0)]
+    assert [len(batches) for batches in epoch] == [1, 1, 1] and not epoch[0][0].single
+    assert sorted(i for (batch,) in epoch for i in batch.pair_ids) == [f"{i:06d}.png" for i in range(8)]
     drawn = {text for e in range(6) for (batch,) in dataset.train_batches(3, 0, e) for text in batch.texts}
     assert drawn == {c for p in dataset.pairs("train") for c in p.captions}  # every caption has its turn
     assert [p.id for p in dataset.pairs("test")] == ["000010.png", "000011.png"]
@@ -108,7 +111,9 @@ def test_spot_the_diff_groups_the_rows_of_an_id(tmp_path):
     )
     assert pairs(release, "test")[0].captions == [""] and all(path.exists() for path in release.paths.values())
     (tmp_path / "official" / "annotations" / "test.json").write_text('[{"img_id": "1"}]')
-    with pytest.raises(ValueError, match=r"test.json, item 0: no key 'sentences'; expected img_id, sentences, found img_id"):
+    with pytest.raises(
+        ValueError, match=r"test.json, item 0: no key 'sentences'; expected img_id, sentences, found img_id"
+    ):
         data.read_spot_the_diff(tmp_path / "official")
     (tmp_path / "official" / "annotations" / "test.json").write_text('[{"img_id": "1", "sentences": []}]')
     with pytest.raises(ValueError, match=r"test.json, item 0, 'sentences': expected a list that is not empty"):
@@ -119,13 +124,15 @@ def test_spot_the_diff_groups_the_rows_of_an_id(tmp_path):
 def test_real_spot_the_diff(tmp_path):
     """Ids, vocabularies and longest captions as published; the test split, which is not here, is one made-up row."""
     for split in ("train", "val"):
-        write(tmp_path / "annotations" / f"{split}.json", (SHARED / f"spot_the_diff/annotations/{split}.json").read_text())
+        write(
+            tmp_path / "annotations" / f"{split}.json", (SHARED / f"spot_the_diff/annotations/{split}.json").read_text()
+        )
     write(tmp_path / "annotations/test.json", [{"img_id": "99999", "sentences": ["x"]}])
     release = data.read_spot_the_diff(tmp_path)
     assert sizes(release) == {"train": 8566, "val": 1493, "test": 1} and not release.notes
     assert sum(not c for p in pairs(release, "train") + pairs(release, "val") for c in p.captions) == 59
     vocab = data.vocab_of("spot_the_diff", release)
-    assert len(vocab) == data.DATASETS["spot_the_diff"].words == 2059 and "" in vocab.ids
+    assert len(vocab) == data.DATASETS["spot_the_diff"].words == 2059 and "" in vocab.index
     captions = [c for p in pairs(release, "train") for c in p.captions]
     assert len(data.Vocab.of(captions, min_count=5)) == 743
 
@@ -138,7 +145,10 @@ def item(uid, before, after, *captions):
 
 
 def test_image_editing_request_is_keyed_by_uid(tmp_path):
-    write(tmp_path / "train.json", [item("A_1", "a.jpg", "b.jpg", "Zoom in"), item("A_2", "a.jpg", "b.jpg", "crop, so...")])
+    write(
+        tmp_path / "train.json",
+        [item("A_1", "a.jpg", "b.jpg", "Zoom in"), item("A_2", "a.jpg", "b.jpg", "crop, so...")],
+    )
     write(tmp_path / "valid.json", [item("A_3", "a.jpg", "c.gif", "x", "y", "z")])
     write(tmp_path / "test.json", [item("B_1", "a.jpg", "c.gif", "x"), item("B_2", "d.png", "c.gif", "x")])
     release = data.read_image_editing(tmp_path)
@@ -147,7 +157,17 @@ def test_image_editing_request_is_keyed_by_uid(tmp_path):
     assert release.paths["c.gif"] == tmp_path / "c.gif"
     (tmp_path / "images").mkdir()
     assert data.read_image_editing(tmp_path).paths["c.gif"] == tmp_path / "images" / "c.gif"
-    assert data.tokenize_lower(" Crop, PLEASE... it's  50%") == ["crop", ",", "please", "...", "it", "'", "s", "50", "%"]
+    assert data.tokenize_lower(" Crop, PLEASE... it's  50%") == [
+        "crop",
+        ",",
+        "please",
+        "...",
+        "it",
+        "'",
+        "s",
+        "50",
+        "%",
+    ]
     write(tmp_path / "test.json", [item("B_1", "a.jpg", "c.gif", 5)])
     with pytest.raises(ValueError, match=r"test.json, item 0, 'sents', item 0: expected str, found int '5'"):
         data.read_image_editing(tmp_path)
@@ -186,7 +206,9 @@ def test_levir_cc(tmp_path):
     write(tmp_path / "LevirCCcaptions.json", {"images": images})
     release = data.read_levir_cc(tmp_path)
     assert pairs(release, "train") == [
-        data.Pair("train_000001.png", "train/A/train_000001.png", "train/B/train_000001.png", ["a lake appears", "a lake"])
+        data.Pair(
+            "train_000001.png", "train/A/train_000001.png", "train/B/train_000001.png", ["a lake appears", "a lake"]
+        )
     ]
     assert release.paths["test/B/test_000002.png"] == tmp_path / "images/test/B/test_000002.png"
     assert release.kinds["no change"] == {"val_000001.png", "test_000001.png"}  # the second by its words
@@ -204,7 +226,19 @@ def test_levir_cc(tmp_path):
 
 def bird_row(before, after, split, text):
     url = "https://static.inaturalist.org/photos/{}/large.jpg?15"
-    row = ["obs", url.format(before), "species", "base", "obs", url.format(after), "species", "visual", split, "1", text]
+    row = [
+        "obs",
+        url.format(before),
+        "species",
+        "base",
+        "obs",
+        url.format(after),
+        "species",
+        "visual",
+        split,
+        "1",
+        text,
+    ]
     return "\t".join(row)
 
 
@@ -227,7 +261,7 @@ def test_birds_to_words_reads_the_pairs_whose_photographs_are_here(tmp_path, cap
     assert first == data.Pair("1.jpg_2.jpg", "1.jpg", "2.jpg", ['animal 1 is " big " . animal 2', "both are red"])
     assert (second.before, second.captions) == ("2.jpg", ['" animal 1 has no tail'])
     vocab = data.vocab_of("birds_to_words", release)
-    assert len(vocab.encode(pairs(release, "test")[0].captions[0], 79)) == 79 and "long" not in vocab.ids
+    assert len(vocab.encode(pairs(release, "test")[0].captions[0], 79)) == 79 and "long" not in vocab.index
     data.main(["birds_to_words", "--data_dir", str(tmp_path), "--manifest"])
     assert "4 photographs, of which 3" in capsys.readouterr().out
     lines = (tmp_path / "expected_images.tsv").read_text().splitlines()
@@ -278,7 +312,9 @@ def test_nabirds_captions_are_classes(tmp_path):
     release = data.read_nabirds(tmp_path)
     finch, goose = "House Finch (Adult Male)", "Ross's Goose"
     assert [p.captions for p in pairs(release, "train")] == [[finch], [goose], [finch], ["Verdin"], [goose]]
-    assert [(p.before, p.after, p.captions) for p in pairs(release, "test")] == [("0817/00000005aaaa.jpg", None, [finch])]
+    assert [(p.before, p.after, p.captions) for p in pairs(release, "test")] == [
+        ("0817/00000005aaaa.jpg", None, [finch])
+    ]
     assert all(path.exists() for path in release.paths.values()) and not release.scenes["val"]
     write_features("nabirds", tmp_path)
     dataset = data.load("nabirds", tmp_path)
@@ -291,7 +327,8 @@ def test_nabirds_captions_are_classes(tmp_path):
 
 
 def write_repack(name, root, to, protocol=4):
-    """A release of `root`, repacked into `to`: lines, and pickles of features, where image n by name holds n, n + 1/16 ..."""
+    """A release of `root`, repacked into `to`: lines, and pickles of features, where image n by name holds n, n + 1/16
+    ..."""
     release, folder = data.DATASETS[name].read(root), "photos/" if name == "birds_to_words" else ""
     bare = lambda image: image.rsplit(".", 1)[0]
     for split, into in (("train", "train"), ("val", "val"), ("test", "val" if name == "nabirds" else "test")):
@@ -316,7 +353,9 @@ def write_repack(name, root, to, protocol=4):
 
 
 def write_birds(root):
-    rows = [bird_row(i, i + 1, split, text) for i, split in enumerate(data.SPLITS) for text in ("it is red .", "no beak")]
+    rows = [
+        bird_row(i, i + 1, split, text) for i, split in enumerate(data.SPLITS) for text in ("it is red .", "no beak")
+    ]
     write(root / "birds-to-words-v1.0.tsv", "\n".join([BIRD_COLUMNS, *rows]))
     for photo in range(4):
         write_picture(root / "images" / f"{photo}.jpg")
@@ -357,7 +396,9 @@ def test_idcs_nabirds_are_the_images_of_its_pairs(tmp_path):
 
 
 def test_your_own_pairs_from_csv_and_json(tmp_path):
-    csv_file = "before,after,captions,split\na.png,b.png,The gate opened.| it is open,train\na.png,b.png,open now,train\n"
+    csv_file = (
+        "before,after,captions,split\na.png,b.png,The gate opened.| it is open,train\na.png,b.png,open now,train\n"
+    )
     write(tmp_path / "pairs.csv", csv_file + 'c.png,sub/d.jpg,"red, then blue",val\nb.png,d.jpg,same,test\n')
     release = data.read_pairs(tmp_path)
     assert pairs(release, "train") == [

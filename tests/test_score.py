@@ -9,14 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import data
-
 import pytest
 import torch
 from PIL import Image
 
+import data
+
 SHARED = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
-REFERENCES = {"1": ["the red car is gone", "the car left"], "2": ["no change was made"], "3": ["a man's hat", "hat added"]}
+REFERENCES = {
+    "1": ["the red car is gone", "the car left"],
+    "2": ["no change was made"],
+    "3": ["a man's hat", "hat added"],
+}
 PREDICTIONS = {"1": "The left red car.", "2": "no change was made", "3": ""}
 SENTENCES = """The man's (red) T-shirt isn't here -- it's gone... | Mr. Smith, etc., left at 3.5 p.m. | I cannot say "no" !!
 |they're 1,000 cars, $5.50, 50% off: 10-15 | the boys’ “ball” – gonna move | b&w photo & AT&T sign no. 5; no. | a.b.c. here.The
@@ -40,7 +44,10 @@ def test_tokens_equal_stanford_ptb_and_odd_line_breaks_shift_nothing(java):
 
     package = PTBTokenizer().tokenize({0: [{"caption": s} for s in SENTENCES]})[0]
     assert [data.ptb_tokenize(s) for s in SENTENCES] == package
-    odd, plain = ["", "a\u2028b", "c\n\nd", "e\x85f\r", "", "g ||| h", ""], ["", "a b", "c d", "e f", "", "g | | | h", ""]
+    odd, plain = (
+        ["", "a\u2028b", "c\n\nd", "e\x85f\r", "", "g ||| h", ""],
+        ["", "a b", "c d", "e f", "", "g | | | h", ""],
+    )
     files = [*SHARED.glob("spot_the_diff/annotations/*.json"), *SHARED.glob("image_editing_request/*.json")]
     real = [s for file in files for row in json.loads(file.read_text()) for s in row.get("sentences", row.get("sents"))]
     expected = package + plain + [data.ptb_tokenize(s) for s in real]
@@ -53,8 +60,8 @@ def ngrams(text: str, n: int) -> Counter:
 
 
 def naive_cider(hyps: dict[str, str], refs: dict[str, list[str]], pool: dict[str, list[str]] | None = None) -> float:
-    """CIDEr-D: 10 x the mean over images, n = 1..4 and references of the clipped tf-idf cosine x exp(-(length gap)^2 / 72).
-    Document frequencies are the pool's, as a rule the same images'."""
+    """CIDEr-D: 10 x the mean over images, n = 1..4 and references of the clipped tf-idf cosine x exp(-(length gap)^2 /
+    72). Document frequencies are the pool's, as a rule the same images'."""
     total, pool = 0.0, pool or refs
     for n in range(1, 5):
         df = Counter(gram for texts in pool.values() for gram in set().union(*(ngrams(t, n) for t in texts)))
@@ -74,7 +81,8 @@ def test_without_java_bleu_cider_and_reasons():
     result = data.score(PREDICTIONS, REFERENCES, groups)
     scores = result["scores"]
     assert list(scores) == ["total", "pair", "single"] and result["tokenizer"] == "Python"
-    # pair: all 8 words and 1 + 3 of 6 word pairs hit; closest references 3 (as close as 5) + 4 words: no brevity penalty
+    # pair: all 8 words and 1 + 3 of 6 word pairs hit; closest references 3 (as close as 5) + 4 words: no brevity
+    # penalty
     assert scores["pair"]["BLEU-1"] == 100 and scores["pair"]["BLEU-2"] == pytest.approx(100 * (4 / 6) ** 0.5, abs=0.01)
     assert scores["total"]["BLEU-1"] == pytest.approx(100 * math.exp(1 - 9 / 8), abs=0.01)  # + 2 unsaid words
     tokens = {i: [data.ptb_tokenize(t) for t in texts] for i, texts in REFERENCES.items()}
@@ -91,7 +99,12 @@ def test_without_java_bleu_cider_and_reasons():
 
 
 def test_one_pool_has_the_document_frequencies_of_all_pairs():
-    refs = {"1": ["the car is gone", "the car left"], "2": ["the car is red"], "3": ["no change"], "4": ["the van is gone"]}
+    refs = {
+        "1": ["the car is gone", "the car left"],
+        "2": ["the car is red"],
+        "3": ["no change"],
+        "4": ["the van is gone"],
+    }
     hyps = {"1": "the car is red", "2": "the car is gone", "3": "no change", "4": "the van is red"}
     scores = data.score(hyps, refs, {"cars": {"1", "2"}, "rest": {"3", "4"}})["scores"]
     for name, ids in (("total", "1234"), ("cars", "12"), ("rest", "34")):
@@ -215,7 +228,9 @@ def test_pointing_scores_count_boxes_not_pairs(tmp_path):
     named = {i: {"decoder": m, "objects": -m} for i, m in heat.items()}
     scores = data.pointing_scores(named, boxed, {})
     assert scores["decoder"]["total"] == 75 and scores["objects"]["total"] < 75
-    own = {i: {"before": m, "after": m.roll(2, 1).roll(1, 0)} for i, m in heat.items()}  # pair 1: each map finds its box
+    own = {
+        i: {"before": m, "after": m.roll(2, 1).roll(1, 0)} for i, m in heat.items()
+    }  # pair 1: each map finds its box
     assert data.pointing_scores(own, boxed[:2], {})["attention"] == {"total": 100}
     result = data.score(PREDICTIONS, REFERENCES, quick=True) | {"pointing": scores}
     assert "pointing game, decoder, in %: total 75.0" in data.format_scores(result)
@@ -224,7 +239,9 @@ def test_pointing_scores_count_boxes_not_pairs(tmp_path):
 def test_outer_quarters_of_difficulty_hold_a_quarter_rounded_down():
     pairs = [data.Pair(str(i), "a", "b", []) for i in range(3985)]
     overlap = {str(i): 1 - i / 4000 for i in range(3985)}
-    dataset = SimpleNamespace(release=SimpleNamespace(overlap=overlap, groups={}), pairs=lambda split: pairs, scenes=["test"])
+    dataset = SimpleNamespace(
+        release=SimpleNamespace(overlap=overlap, groups={}), pairs=lambda split: pairs, scenes=["test"]
+    )
     groups = data.Dataset.groups(dataset, "test")
     assert groups["view: hardest quarter"] == {str(i) for i in range(3985 - 996, 3985)}
     assert groups["view: easiest quarter"] == {str(i) for i in range(996)}
@@ -232,7 +249,10 @@ def test_outer_quarters_of_difficulty_hold_a_quarter_rounded_down():
 
 
 def test_pairs_of_another_split_are_also_left_out():
-    pairs = {"train": [data.Pair("1", "a", "b", [])], "test": [data.Pair("2", "a", "b", []), data.Pair("3", "b", "a", [])]}
+    pairs = {
+        "train": [data.Pair("1", "a", "b", [])],
+        "test": [data.Pair("2", "a", "b", []), data.Pair("3", "b", "a", [])],
+    }
     dataset = SimpleNamespace(release=SimpleNamespace(overlap={}, groups={}), pairs=pairs.get, scenes=pairs)
     assert data.Dataset.groups(dataset, "test") == {"without leaked pairs": {"3"}}
 

@@ -2,14 +2,14 @@
 
 import math
 
-import data
-import scorer_cbr
-from scorer_cbr import RELEASED, SCORER, Config, similarity
-
 import pytest
 import torch
 import torch.nn.functional as F
 from released import close, fill, inputs, linear
+
+import data
+import scorer_cbr
+from scorer_cbr import RELEASED, SCORER, Config, similarity
 
 # ---- parity with the released code (reading "released"), recorded from it in float64 ------------------------------------
 
@@ -118,7 +118,9 @@ def test_match_loss_against_loops(matching):
             return math.e * pool(q) @ pool(k).T
         return math.e * naive_match(q, k, heads=2 if matching == "mtm" else 1)
 
-    expected = naive_nce(plain(layer.query(x_bef), layer.key(x_aft))) + naive_nce(plain(layer.query(x_aft), layer.key(x_bef)))
+    expected = naive_nce(plain(layer.query(x_bef), layer.key(x_aft))) + naive_nce(
+        plain(layer.query(x_aft), layer.key(x_bef))
+    )
     assert model(before, after, CAPTION)["match"].item() == pytest.approx(expected / 2)
 
 
@@ -141,7 +143,10 @@ def test_caption_loss_against_loop():
     model, (before, after) = small().eval(), pictures()
     logits = model.decoder.head(model.decoder(CAPTION, model.encode(before, after)[0])[0])
     losses = [
-        -float(logits[b, t].log_softmax(-1)[CAPTION[b, t + 1]]) for b in range(B) for t in range(V - 1) if CAPTION[b, t + 1]
+        -float(logits[b, t].log_softmax(-1)[CAPTION[b, t + 1]])
+        for b in range(B)
+        for t in range(V - 1)
+        if CAPTION[b, t + 1]
     ]
     assert model(before, after, CAPTION)["caption"].item() == pytest.approx(sum(losses) / len(losses))
 
@@ -163,7 +168,10 @@ def test_both_directions_use_the_old_pair():
     *new, tokens = layer(x_bef, x_aft)
     for ours, (q, k), (x, partner) in zip(new, tokens, ((x_bef, x_aft), (x_aft, x_bef)), strict=True):
         torch.testing.assert_close(ours, layer.norm(x + layer.attention(x, partner)))
-        torch.testing.assert_close(q, layer.attention.query(x)), torch.testing.assert_close(k, layer.attention.key(partner))
+        (
+            torch.testing.assert_close(q, layer.attention.query(x)),
+            torch.testing.assert_close(k, layer.attention.key(partner)),
+        )
 
 
 @pytest.mark.parametrize("fusion", ["cat", "sum", "hadamard"])
@@ -221,16 +229,23 @@ def test_two_readings_of_the_feed_forward():
 # ---- learning --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields", [{}, {"match_layer": "last", "layers": 3}, {"fusion": "hadamard", "matching": "max"}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"match_layer": "last", "layers": 3}, {"fusion": "hadamard", "matching": "max"}]
+)
 def test_every_parameter_learns(fields):
     model = small(**fields).float()
     model.decoder.position.zero_()
-    optimizer, start = torch.optim.Adam(model.parameters(), lr=1e-2), {n: p.clone() for n, p in model.named_parameters()}
+    optimizer, start = (
+        torch.optim.Adam(model.parameters(), lr=1e-2),
+        {n: p.clone() for n, p in model.named_parameters()},
+    )
     before, after = pictures().float()
     sum(model(before, after, CAPTION).values()).backward()
     optimizer.step()
     dead = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any() or torch.equal(p, start[n])]
-    key_bias = [n for n in dead if n.endswith("attention.key.bias")]  # a softmax does not see what shifts all its scores
+    key_bias = [
+        n for n in dead if n.endswith("attention.key.bias")
+    ]  # a softmax does not see what shifts all its scores
     assert set(dead) <= set(key_bias), f"no gradient reaches {dead}"
 
 
@@ -250,7 +265,10 @@ def test_the_learned_scales_stay_below_100():
 
 
 def test_decoder_starts_as_released_the_rest_as_pytorch_does():
-    paper, model = SCORER(Config(dim=64), WORDS, (C, H, W), V), SCORER(Config(dim=64, xavier=False), WORDS, (C, H, W), V)
+    paper, model = (
+        SCORER(Config(dim=64), WORDS, (C, H, W), V),
+        SCORER(Config(dim=64, xavier=False), WORDS, (C, H, W), V),
+    )
     bound = math.sqrt(6 / (64 + 64))
     assert 0.9 * bound < paper.decoder.layers[1].hidden.weight.abs().max() <= bound
     for weight in (model.decoder.head.weight, model.decoder.embed.weight, model.decoder.layers[1].hidden.weight):
@@ -265,9 +283,9 @@ def test_total_is_equation_13(fields):
     model, (before, after) = small(**{"w_match": 0.3, "w_cbr": 0.07} | fields).float(), pictures().float()
     cfg = model.cfg
     cfg.device = "cpu"
-    streams = tuple(data.Batch(*pair, CAPTION, [], []) for pair in ((before, after), (after, before)))
-    losses = scorer_cbr.losses_of(model.eval(), streams, cfg)
-    parts = [model(b.before, b.after, b.caption) for b in streams]
+    batches = tuple(data.Batch(*pair, CAPTION, [], []) for pair in ((before, after), (after, before)))
+    losses = scorer_cbr.losses_of(model.eval(), batches, cfg)
+    parts = [model(b.before, b.after, b.caption) for b in batches]
     means = {name: (parts[0][name] + parts[1][name]) / 2 for name in parts[0]}
     assert losses["total"].item() == pytest.approx(
         sum({"caption": 1, "match": cfg.w_match, "cbr": cfg.w_cbr}[name] * loss.item() for name, loss in means.items())
@@ -278,7 +296,9 @@ def test_total_is_equation_13(fields):
 
 
 def test_released_reading_sets_every_disputed_field():
-    parse = lambda *argv: scorer_cbr.parse_args(Config, scorer_cbr.PRESETS, "s", "d", [*argv, "--device", "cpu"], RELEASED)[0]
+    parse = lambda *argv: scorer_cbr.parse_args(
+        Config, scorer_cbr.PRESETS, "s", "d", [*argv, "--device", "cpu"], RELEASED
+    )[0]
     paper, released = parse("--dataset", "clevr_change"), parse("--dataset", "clevr_change", "--reading", "released")
     changed = {k for k in vars(paper) if getattr(paper, k) != getattr(released, k)}
     assert changed == set(RELEASED["all"]) | {"reading"}

@@ -3,11 +3,11 @@
 import json
 import warnings
 
-import data
-
 import numpy as np
 import pytest
 import torch
+
+import data
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -17,7 +17,8 @@ VOCAB = spacy.blank("en").vocab
 
 # ---- segments ----
 
-# Sentences in the manner of Spot-the-Diff, LEVIR-CC and Image Editing Request, parts of speech as en_core_web_sm has them.
+# Sentences in the manner of Spot-the-Diff, LEVIR-CC and Image Editing Request, parts of speech as en_core_web_sm has
+# them.
 TAGGED = {
     "a/DET person/NOUN in/ADP a/DET red/ADJ coat/NOUN is/AUX now/ADV near/ADP the/DET two/NUM parked/VERB cars/NOUN":
         (["person", "red coat", "two parked cars"], ["is now"]),
@@ -308,7 +309,9 @@ def test_weights_in_a_file_tell_clips_apart(tmp_path):
 
 def test_errors_of_clip(tmp_path, monkeypatch):
     for name in ("ViT-L-14", "ViT-L-14:nonsense", "NoSuch:openai", f"ViT-B-32:{tmp_path / 'absent.pt'}"):
-        with pytest.raises(ValueError, match="MODEL:PRETRAINED .known of (ViT-L-14|ViT-B-32): .*openai|known of NoSuch: none"):
+        with pytest.raises(
+            ValueError, match="MODEL:PRETRAINED .known of (ViT-L-14|ViT-B-32): .*openai|known of NoSuch: none"
+        ):
             data.load_clip(name, tmp_path)
 
     def offline(model, weights, force_quick_gelu):
