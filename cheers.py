@@ -530,8 +530,8 @@ def losses_of(model: CHEERS, batches: tuple, cfg: Config, entities: Entities | N
 def train(cfg: Config, dataset, resume: bool = False) -> tuple[CHEERS, Entities]:
     """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation, and its entities.
 
-    Stopped by Ctrl-C or SIGTERM it saves last.pt and exits 130 or 143; with `resume` it goes on from there as if
-    nothing had happened. FloatingPointError where a loss is not finite."""
+    Ctrl-C and SIGTERM save last.pt and exit 130 or 143; `resume` continues from there as if training had never
+    stopped. FloatingPointError if a loss is not finite."""
     entities = Entities(cfg, dataset)
     torch.manual_seed(cfg.seed)
     model = CHEERS(cfg, len(dataset.vocab), dataset.grid, dataset.max_len, entities.table).to(cfg.device)

@@ -11,17 +11,16 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
-import itertools
 import json
 import math
 import os
 import pickle
 import re
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -206,7 +205,12 @@ _token_match.register_autograd(
 def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
     """Similarity of every image a to every image b by their best matching tokens (FILIP, ICLR 2022):
     1/2 [ mean_l max_m <q_al, k_bm> + mean_m max_l <q_al, k_bm> ], for heads > 1 in each slice of the channels,
-    averaged. q (A, N, C), k (B, M, C) -> (A, B). Memory does not grow with A*B*N*M; ties go to one winner."""
+    averaged. q (A, N, C), k (B, M, C) -> (A, B). Memory does not grow with A*B*N*M; ties go to one winner.
+    ValueError if heads do not divide C, or there is nothing to match, or more than 32,768 tokens."""
+    (A, N, C), (B, M, D) = q.shape, k.shape
+    if C != D or C % heads or not (A and B and C and 0 < N <= 2**15 and 0 < M <= 2**15):  # winners are 16-bit numbers
+        raise ValueError(f"token_match of {tuple(q.shape)}, {tuple(k.shape)} in {heads} heads: expected (A, N, C), "
+                         "(B, M, C), none of them 0, N and M at most 32768, and heads that divide C")  # fmt: skip
     pairs = zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True)
     return sum(_token_match(a, b)[0] for a, b in pairs) / heads
 
@@ -245,10 +249,9 @@ def decode(step: Callable[[Tensor, int], Tensor], count: int, max_len: int, devi
 class RunConfig:
     """The settings that every method's run has; a method's Config adds its own. A field's comment is its --help text.
 
-    ValueError where a whole number is not from 1 to 10^8, any other number not from 0 to 10^8, or not as RANGES
-    says."""
+    ValueError if a whole number is not from 1 to 10^8, any other number not from 0 to 10^8, or not as RANGES says."""
 
-    RANGES = {"seed": (0, 2**32), "data_seed": (0, 2**32), "lr_drop": (0, 10**8), "warmup": (0, 10**8)}
+    RANGES = {name: (0, 10**8) for name in ("seed", "data_seed", "lr_drop", "warmup", "patience")}
 
     dataset: str = "mini"  # data set; chooses the preset
     extractor: str = ""  # whose features, such as resnet101-layer4 (default: the data set's own)
@@ -268,9 +271,10 @@ class RunConfig:
     grad_clip: float = 0.0  # largest gradient norm; 0: no clipping
     log_every: int = 50  # steps between lines of log.jsonl
     eval_every: int = 1000  # steps between validations; last.pt is saved as often
+    patience: int = 0  # validations without a better one that end training; 0: never
     select_by: Literal["CIDEr", "BLEU-4", "ROUGE-L"] = "CIDEr"  # validation metric (all pairs) that chooses best.pt
     eval_batch: int = 64  # pairs decoded at once
-    device: str = ""  # cuda, cpu, ... (default: cuda where there is one)
+    device: str = ""  # cuda, cpu, ... (default: cuda if there is one)
     amp: bool = True  # bfloat16 autocast; CUDA only
     compile: bool = True  # torch.compile of the training step; CUDA only
     features: Literal["auto", "gpu", "file"] = "auto"  # where features stay; auto: the GPU if they fit well
@@ -291,91 +295,12 @@ class RunConfig:
             raise ValueError(f"--dim {self.dim} is not a multiple of --heads {self.heads}")
 
 
-def _comments(cls: type) -> dict[str, str]:
-    """Field name -> trailing comment, over a dataclass and its bases."""
-    comments = {}
-    for base in reversed(cls.__mro__[:-1]):
-        comments |= dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(base), flags=re.M))
-    return comments
-
-
 def preset(Config: type, presets: dict[str, dict], released: dict[str, dict], dataset: str, reading: str = "paper"):
     """Config of a data set: defaults < presets[dataset]; in the released reading also < released["all"] and its own."""
     values = {"dataset": dataset, "data_dir": f"data/{dataset}"} | presets.get(dataset, {})
     if reading == "released":
         values |= {"reading": reading} | released["all"] | released.get(dataset, {})
     return Config(**values)
-
-
-PICTURES = (".png", ".jpg", ".jpeg", ".pdf")  # what --out may be
-
-
-def parse_args(
-    Config: type, presets: dict, script: str, doc: str, argv: list[str] | None, released: dict | None = None
-):
-    """-> (config, commands). Every config field is a flag. A flag that is not given takes the value of the checkpoint
-    that the command names (--eval, --caption, --resume), else of the preset. A run's folder is its checkpoint's. The
-    device is chosen anew, except for --resume."""
-    parser = Parser(description=doc.splitlines()[0], allow_abbrev=False)
-    group = parser.add_argument_group("what to do (default: train, then evaluate on test)")
-    command = group.add_mutually_exclusive_group()
-    command.add_argument("--resume", action="store_true", help="continue out_dir's last.pt")
-    command.add_argument("--eval", metavar="CHECKPOINT", help="only evaluate this checkpoint")
-    command.add_argument("--caption", nargs=2, metavar=("BEFORE", "AFTER"), help="print the caption of two image files")
-    group.add_argument("--split", choices=["val", "test"], default="test", help="split for --eval (default: test)")
-    group.add_argument("--checkpoint", help="checkpoint for --caption")
-    group.add_argument("--out", metavar="PICTURE", help="with --caption: write the attention picture here")
-    group, comments = (
-        parser.add_argument_group(f"config (presets change it for {', '.join(presets)})"),
-        _comments(Config),
-    )
-    for f in dataclasses.fields(Config):
-        kind = {"choices": get_args(f.type)} if get_origin(f.type) is Literal else {"type": f.type}
-        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else kind
-        text = f"{comments[f.name]} (default: {f.default})".replace("%", "%%")
-        group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=text, **kind)
-    args = parser.parse_args(argv)
-    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if f.name in args}
-    if bool(args.caption) != bool(args.checkpoint):
-        raise ValueError(
-            "--caption needs --checkpoint, for example runs/<run>/best.pt, and --checkpoint needs --caption"
-        )
-    if args.out is not None and not (args.caption and Path(args.out).suffix.lower() in PICTURES):
-        raise ValueError(f"--out {args.out}: expected --caption, and a name that ends in {', '.join(PICTURES)}")
-    if args.split != "test" and args.eval is None:
-        raise ValueError("--split goes with --eval")
-
-    dataset = given.get("dataset", Config.dataset)
-    out_dir = given.get("out_dir") or f"runs/{script}-{dataset}"
-    source = f"{out_dir}/last.pt" if args.resume else args.checkpoint if args.caption else args.eval
-    if source is not None:
-        state = load_checkpoint(source)
-        if odd := sorted({*state["config"]} ^ {f.name for f in dataclasses.fields(Config)}):
-            raise ValueError(f"{source} is of another method or version: config fields differ ({', '.join(odd)})")
-        with file_errors(source, TRAIN_FIRST):
-            base = Config(**state["config"])
-        for name in {"dataset", "reading"} & given.keys():
-            if given[name] != getattr(base, name):
-                raise ValueError(f"--{name} {given[name]}: {source} was trained with {getattr(base, name)}")
-        if other := [f"--{name} {value} (there {getattr(base, name)})" for name, value in given.items()
-                     if value != getattr(base, name) and name not in ("data_dir", "out_dir", "device", "overwrite")]:
-            print(f"other flags than those that {source} was trained with: {', '.join(other)}")  # fmt: skip
-        if not (
-            args.caption
-            or given.get("data_dir")
-            or (Path(base.data_dir).is_dir() and any(Path(base.data_dir).iterdir()))
-        ):
-            raise ValueError(f"{source} was trained on {base.data_dir}, where nothing is now; give its --data_dir")
-        out_dir = given.get("out_dir") or str(Path(source).parent)
-    else:
-        base = preset(Config, presets, released or {}, dataset, given.get("reading", "paper"))
-        if dataset not in presets:
-            print(f"no preset for {dataset}: running on the defaults; presets: {', '.join(presets)}")
-    device = usable_device(given.get("device") or (base.device if args.resume else ""))
-    cfg = dataclasses.replace(base, **given | {"out_dir": out_dir, "device": device})
-    if not args.caption:
-        check_folder(Path(out_dir), new=source is None, overwrite=cfg.overwrite)
-    return cfg, args
 
 
 class Parser(argparse.ArgumentParser):
@@ -385,27 +310,72 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; --help shows every flag")
 
 
+def parse_args(
+    Config: type, presets: dict, script: str, doc: str, argv: list[str] | None, released: dict | None = None
+):
+    """-> (config, command). Every config field is a flag. A flag that is not given takes the value of the checkpoint
+    that the command names (--eval, --caption, --resume), else of the preset. A run's folder is its checkpoint's. The
+    device is chosen again, except for --resume."""
+    parser = Parser(description=doc.splitlines()[0], allow_abbrev=False)
+    group = parser.add_argument_group("what to do (default: train, then evaluate on test)")
+    command = group.add_mutually_exclusive_group()
+    command.add_argument("--resume", action="store_true", help="continue out_dir's last.pt")
+    command.add_argument("--eval", metavar="CHECKPOINT", help="only evaluate this checkpoint")
+    command.add_argument("--caption", nargs=2, metavar=("BEFORE", "AFTER"), help="print the caption of two image files")
+    group.add_argument("--split", choices=["val", "test"], default="test", help="split for --eval (default: test)")
+    group.add_argument("--checkpoint", help="checkpoint for --caption")
+    group.add_argument("--out", metavar="PICTURE", help="with --caption: write the attention picture here")
+    group = parser.add_argument_group(f"config (presets change it for {', '.join(presets)})")
+    comments = {}  # field -> its trailing comment in the class or a base of it
+    for base in reversed(Config.__mro__[:-1]):
+        comments |= re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(base), flags=re.M)
+    for f in dataclasses.fields(Config):
+        kind = {"choices": get_args(f.type)} if get_origin(f.type) is Literal else {"type": f.type}
+        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else kind
+        text = f"{comments.get(f.name, '')} (default: {f.default})".replace("%", "%%")
+        group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=text, **kind)
+    args = parser.parse_args(argv)
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if f.name in args}
+    if bool(args.caption) != bool(args.checkpoint):
+        raise ValueError("--caption and --checkpoint go together, for example --checkpoint runs/<run>/best.pt")
+    if args.out is not None and not (args.caption and Path(args.out).suffix.lower() in PICTURES):
+        raise ValueError(f"--out {args.out}: expected --caption, and a name that ends in {', '.join(PICTURES)}")
+    if args.split != "test" and args.eval is None:
+        raise ValueError("--split goes with --eval")
+
+    dataset = given.get("dataset", Config.dataset)
+    out_dir = given.get("out_dir") or f"runs/{script}-{dataset}"
+    checkpoint = f"{out_dir}/last.pt" if args.resume else args.checkpoint or args.eval
+    if checkpoint:
+        saved = load_checkpoint(checkpoint)["config"]
+        if unknown := sorted(saved.keys() - {f.name for f in dataclasses.fields(Config)}):
+            raise ValueError(f"{checkpoint} is of another method or version: no field {', '.join(unknown)} here")
+        with file_errors(checkpoint, TRAIN_FIRST):
+            base = Config(**saved)
+        for name in {"dataset", "reading"} & given.keys():
+            if given[name] != getattr(base, name):
+                raise ValueError(f"--{name} {given[name]}: {checkpoint} was trained with {getattr(base, name)}")
+        out_dir = given.get("out_dir") or str(Path(checkpoint).parent)
+    else:
+        base = preset(Config, presets, released or {}, dataset, given.get("reading", "paper"))
+        if dataset not in presets:
+            print(f"no preset for {dataset}: running on the defaults; presets: {', '.join(presets)}")
+    device = usable_device(given.get("device") or (base.device if args.resume else ""))
+    cfg = dataclasses.replace(base, **given | {"out_dir": out_dir, "device": device})
+    if not args.caption:
+        check_folder(Path(out_dir), new=not checkpoint, overwrite=cfg.overwrite)
+    return cfg, args
+
+
+PICTURES = (".png", ".jpg", ".jpeg", ".pdf")  # what --out may be
+
+
 def usable_device(name: str) -> str:
-    """The named device, or CUDA where there is one, else the CPU; ValueError where it cannot be used."""
+    """The named device, or CUDA if there is one, else the CPU; ValueError if it cannot be used."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.zeros(1, device=name).item()  # "meta" has no numbers
-    except (RuntimeError, AssertionError) as e:
-        raise ValueError(f"--device {name} cannot be used here; leave it out, or give cpu") from e
-    if name.startswith("cuda:"):
-        torch.cuda.set_device(name)
+    with file_errors(f"--device {name}", "leave it out, or give cpu"):
+        torch.zeros(1, device=name).item()
     return name
-
-
-def can_compile(cfg: RunConfig) -> bool:
-    """Whether a run compiles its step: on CUDA, if it is to, and where there is the C compiler that torch.compile
-    needs."""
-    if not (cfg.compile and cfg.device.startswith("cuda")):
-        return False
-    if shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc"):
-        return True
-    print("no C compiler on the PATH: training without torch.compile")
-    return False
 
 
 def learning_rate(cfg: RunConfig, step: int) -> float:
@@ -419,113 +389,62 @@ def learning_rate(cfg: RunConfig, step: int) -> float:
 
 # ---- running ---------------------------------------------------------------------------------------------------------
 
-RUN_FILES = ("config.json", "log.jsonl", "last.pt", "best.pt", "pretrained.pt", "curves.png", "samples.png", "samples_val.png",
-             *(f"{what}_{split}.json" for what in ("captions", "scores") for split in ("val", "test")))  # fmt: skip
+RUN_FILES = [
+    *("config.json", "log.jsonl", "last.pt", "best.pt", "pretrained.pt", "curves.png", "samples.png"),
+    *("samples_val.png", "captions_val.json", "captions_test.json", "scores_val.json", "scores_test.json"),
+]
 
 
 def check_folder(folder: Path, new: bool, overwrite: bool) -> None:
-    """ValueError where a run cannot write into this folder, or a new one may not: it holds another, or files of no
-    run."""
-    try:
-        tempfile.TemporaryFile(dir=next(path for path in (folder, *folder.absolute().parents) if path.exists())).close()
-    except OSError as e:
-        raise ValueError(f"{folder} cannot be written ({e.strerror}); choose another --out_dir") from e
-    there = {path.name for path in folder.iterdir()} if new and folder.is_dir() else set()
-    if there and not there & {"config.json", "last.pt"}:
-        raise ValueError(f"{folder} holds other files, such as {min(there)}; choose another --out_dir")
-    if there and not overwrite:
-        raise ValueError(f"{folder} holds a run already; continue it with --resume, replace it with --overwrite, "
-                         "or choose another --out_dir")  # fmt: skip
-
-
-def training_batches(dataset, batch_size: int, seed: int, first: int, last: int) -> Iterator:
-    """The batches of training steps first ... last - 1, epoch after epoch. A resumed run gets those it would have got.
-    dataset: has steps and train_batches, as data.Dataset."""
-    while first < last:
-        epoch, start = divmod(first, dataset.steps(batch_size))
-        for streams in dataset.train_batches(batch_size, seed, epoch, start):
-            yield streams
-            first += 1
-            if first == last:
-                break
-
-
-def sent_ahead(batches: Iterator, device: str) -> Iterator:
-    """The same batches on a GPU. Each is sent there on a stream of its own while the step before it runs. A changed and
-    a distractor pair send the "before" features that they share once."""
-    side, ready = torch.cuda.Stream(), None
-
-    def send(streams: tuple) -> tuple:
-        if streams[0].before.is_cuda:  # features that stay there
-            return streams
-        with torch.cuda.stream(side):
-            sent = [streams[0].to(device)]
-            for batch in streams[1:]:
-                shared = {"before": sent[0].before} if batch.before is streams[0].before else {}
-                sent.append(dataclasses.replace(batch, **shared).to(device))
-        return tuple(sent)
-
-    for streams in itertools.chain(batches, [None]):
-        if ready:
-            torch.cuda.current_stream().wait_stream(side)  # before the next copy is queued there, which can wait
-        coming = send(streams) if streams else None
-        if ready:
-            for x in (x for batch in ready for x in (batch.before, batch.after, batch.caption)):
-                x.record_stream(torch.cuda.current_stream())  # its memory stays taken until this step is done with it
-            yield ready
-        ready = coming
+    """ValueError if this folder holds files and no run of ours, or if a new run would replace one without overwrite."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    config = folder / "config.json"
+    with file_errors(config, f"{folder} holds files that are not of a run; choose another --out_dir"):
+        if not {"dataset", "out_dir", "batch_size", "select_by"} <= json.loads(config.read_text()).keys():
+            raise ValueError("not the config of a run")
+    if new and not overwrite:
+        raise ValueError(f"{folder} holds a run already; --resume continues it, --overwrite replaces it")
 
 
 class Run:
     """All of training but the training itself: the run's folder, checkpoints, log, learning rate, validation, resuming.
 
         with Run(cfg, resume, model, optimizer, dataset) as run:
-            for streams in run.steps(dataset):
+            for batches in run.steps(dataset):
                 ...                                     # one step of training
                 run.end_step(losses, validate)
 
-    parts: whatever its captions depend on beside the model, the data set first, each with state() and
-    check_state(state) as data.Dataset's. Inside `with` no other process gets the folder, and the first Ctrl-C, SIGTERM
-    or SIGHUP only sets `stop` (130, 143, 129), so that the step under way ends and is saved; a second one stops at
-    once. With `resume` the run goes on from last.pt as if nothing had happened.
-    """
+    sources: what captions depend on beside the model, the data set first, each with state() and check_state(state) as
+    data.Dataset's. Inside `with`, the first Ctrl-C or SIGTERM only sets `stop` (130, 143), so that the step under way
+    ends and is saved; a second one stops at once. With `resume` the run continues from last.pt as if it had never
+    stopped."""
 
-    def __init__(self, cfg: RunConfig, resume: bool, model: nn.Module, optimizer: torch.optim.Optimizer, *parts):
-        self.cfg, self.dir, self.model, self.optimizer, self.parts = cfg, Path(cfg.out_dir), model, optimizer, parts
+    def __init__(self, cfg: RunConfig, resume: bool, model: nn.Module, optimizer: torch.optim.Optimizer, *sources):
+        self.cfg, self.dir, self.model, self.optimizer, self.sources = cfg, Path(cfg.out_dir), model, optimizer, sources
         self.step, self.best, self.worse, self.stop = 0, float("-inf"), 0, 0  # worse: validations since the best one
-        self.losses: list[
-            dict[str, Tensor]
-        ] = []  # of the steps since the last line of the log; they stay on the device
-        self.began, self.resume, self.resumed = time.perf_counter(), resume, None
+        self.losses: list[dict[str, Tensor]] = []  # since the last line of the log; they stay on the device
+        self.resume, self.resumed = resume, None
+        self.on_cuda = cfg.device.startswith("cuda")
 
     def __enter__(self):
-        with contextlib.ExitStack() as stack:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            if self.resume:
-                self.resumed = self.restore()
-            self.begin()
-            cuda = self.cfg.device.startswith("cuda")
-            torch.set_float32_matmul_precision("high" if cuda else "highest")  # TF32 where bf16 autocast leaves float32
-            if can_compile(self.cfg):
-                self.model.compile(fullgraph=True, dynamic=False)
-            for number in ends():
-                stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
-            self.held = stack.pop_all()
+        self.dir.mkdir(parents=True, exist_ok=True)
+        if self.resume:
+            self.resumed = self.restore()
+        self.begin()
+        torch.set_float32_matmul_precision("high" if self.on_cuda else "highest")  # TF32 where autocast leaves float32
+        if self.cfg.compile and self.on_cuda:
+            self.model.compile(fullgraph=True, dynamic=False)
+        self.handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_):
-        self.held.close()
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
 
     def _on_signal(self, number, _frame):
-        if self.stop:
-            raise SystemExit(self.stop)
         self.stop = 128 + number
-        if number not in (
-            signal.SIGINT,
-            signal.SIGTERM,
-        ):  # the terminal is gone, and what is written to it would be an error
-            for file in (file for file in (1, 2) if os.isatty(file)):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), file)
+        self.__exit__()  # from here on the handlers are those of before
         print("stopping after this step; once more to stop at once", file=sys.stderr)
 
     def steps(
@@ -535,41 +454,58 @@ class Run:
         learning rate set: rate(cfg, step - first), by default that of `learning_rate`."""
         self.first, self.last, self.name = first, last or self.cfg.steps, name
         if self.resumed and self.resumed["step"] > first:
-            load_moments(self.optimizer, self.resumed["optimizer"], self.dir / "last.pt")
+            with file_errors(self.dir / "last.pt", TRAIN_FIRST):
+                self.optimizer.load_state_dict(self.resumed["optimizer"])
+                if any(x.ndim and x.shape != p.shape for p, m in self.optimizer.state.items() for x in m.values()):
+                    raise ValueError("Adam's moments have other shapes")  # fused Adam would write past their end
         if self.step == 0:
             self.save("last.pt")
-        done, count = self.step - first, self.last - first
-        self.bar = tqdm(total=count, initial=done, desc=name, unit="step", disable=None)
+        self.began, self.begun_at = time.perf_counter(), self.step
+        self.bar = tqdm(total=self.last - first, initial=self.step - first, desc=name, unit="step", disable=None)
         batch_size = batch_size or self.cfg.batch_size
-        batches = training_batches(dataset, batch_size, self.cfg.seed, done, count)
-        for streams in sent_ahead(batches, self.cfg.device) if self.cfg.device.startswith("cuda") else batches:
-            self.lr = (rate or learning_rate)(self.cfg, self.step - first)
-            self.optimizer.param_groups[0]["lr"] = self.lr
-            smaller = len(streams[0].pair_ids) < batch_size  # an epoch's last batch: no compiled step for it alone
-            with torch.compiler.set_stance("force_eager" if smaller else "default"):
-                yield streams
+        rate = rate or learning_rate
+        while self.step < self.last and not self.out_of_patience():
+            epoch, start = divmod(self.step - first, dataset.steps(batch_size))
+            for batches in dataset.train_batches(batch_size, self.cfg.seed, epoch, start):
+                self.lr = self.optimizer.param_groups[0]["lr"] = rate(self.cfg, self.step - first)
+                yield batches
+                if self.step == self.last or self.out_of_patience():
+                    break
         self.bar.close()
+        if self.step < self.last:
+            print(f"no better validation in {self.worse}: training ends at step {self.step}")
+
+    def out_of_patience(self) -> bool:
+        """Have cfg.patience validations passed without a better one?"""
+        return 0 < self.cfg.patience <= self.worse
 
     def end_step(self, losses: dict[str, Tensor], validate: Callable[[], dict[str, float]] | None) -> None:
         """After each step: log, validate every eval_every steps and at the last one, keep best.pt and last.pt.
 
-        validate() -> scores, of which cfg.select_by chooses best.pt. SystemExit where the user asked the run to stop;
-        FloatingPointError where a loss or a weight is not finite."""
+        validate() -> scores, of which cfg.select_by chooses best.pt; none of a data set without validation pairs, whose
+        last weights are the best. SystemExit if the user asked the run to stop; FloatingPointError if a loss or a
+        weight is not finite."""
         self.step += 1
         self.losses.append({name: loss.detach() for name, loss in losses.items()})
         self.bar.update()
         due = (self.step - self.first) % self.cfg.eval_every == 0 or self.step == self.last
         if self.step % self.cfg.log_every == 0 or due or self.stop:
-            means, seconds = self.mean_losses(), round(time.perf_counter() - self.began, 2)
-            self.log(step=self.step, event="train", stage=self.name, seconds=seconds, lr=self.lr, **means)
-            self.bar.set_postfix({name: f"{value:.3f}" for name, value in means.items()})
+            means, seconds = self.mean_losses(), time.perf_counter() - self.began
+            self.log(step=self.step, event="train", stage=self.name, seconds=round(seconds, 2), lr=self.lr, **means)
+            self.bar.set_postfix(line := {name: f"{value:.3f}" for name, value in means.items()})
+            if self.bar.disable:  # no terminal
+                left = seconds / (self.step - self.begun_at) * (self.last - self.step) / 60
+                losses_now = ", ".join(f"{name} {value}" for name, value in line.items())
+                print(f"{self.name} {self.step}/{self.last}: {losses_now}; {left:.0f} minutes left", flush=True)
         if due and validate:
             scores = validate()
-            self.log(step=self.step, event="eval", select_by=self.cfg.select_by, **scores)
-            tqdm.write(f"step {self.step}: validation " + ", ".join(f"{k} {v:.2f}" for k, v in scores.items()))
             self.worse += 1
-            if scores[self.cfg.select_by] > self.best:
-                self.best, self.worse = scores[self.cfg.select_by], 0
+            if scores:
+                self.log(step=self.step, event="eval", select_by=self.cfg.select_by, **scores)
+                scored = ", ".join(f"{name} {value:.2f}" for name, value in scores.items())
+                tqdm.write(f"step {self.step}: validation {scored}")
+            if not scores or scores[self.cfg.select_by] > self.best:
+                self.best, self.worse = scores.get(self.cfg.select_by, self.best), 0
                 self.save("best.pt")
         stop = self.stop  # read once, after validation: a signal may come at any line
         if due or stop:
@@ -582,17 +518,19 @@ class Run:
     def mean_losses(self) -> dict[str, float]:
         """Mean of each loss over the steps since the last line of the log that had it. FloatingPointError naming the
         first step whose loss is not finite, with every part of it."""
-        found: dict[str, list[float]] = {}
+        values_of: dict[str, list[float]] = {}
         for step, losses in enumerate(self.losses, self.step - len(self.losses) + 1):
             values = {name: loss.item() for name, loss in losses.items()}
             if not all(map(math.isfinite, values.values())):
-                parts = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-                raise FloatingPointError(f"loss is not finite at step {step}: {parts}; the last checkpoint is untouched; "
-                                         "try a lower --lr or --grad_clip 1")  # fmt: skip
+                terms = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+                raise FloatingPointError(
+                    f"loss is not finite at step {step}: {terms}; the last checkpoint is untouched; "
+                    "try a lower --lr or --grad_clip 1"
+                )
             for name, value in values.items():
-                found.setdefault(name, []).append(value)
+                values_of.setdefault(name, []).append(value)
         self.losses = []
-        return {name: round(sum(values) / len(values), 6) for name, values in found.items()}
+        return {name: round(sum(values) / len(values), 6) for name, values in values_of.items()}
 
     def log(self, **values) -> None:
         """Append one JSON line to log.jsonl."""
@@ -600,62 +538,50 @@ class Run:
             f.write(json.dumps(values) + "\n")
 
     def begin(self) -> None:
-        """Clear the folder of an older run's files; print and log what a figure of this run depends on. OSError where
-        the disk has no room for last.pt, best.pt and the checkpoint that is being written (to go on, for the last of
-        them)."""
-        size = 3 * sum(p.nbytes for p in self.model.parameters())  # weights and Adam's two moments
-        need, free = size if self.resumed else 3 * size, shutil.disk_usage(self.dir).free
-        if free < need:
-            raise OSError(f"{self.dir}: checkpoints need {need / 1e6:.0f} MB, the disk has {free / 1e6:.0f} MB left")
-        for name in RUN_FILES if not self.resumed else ():
-            (self.dir / name).unlink(missing_ok=True)
-        for path in self.dir.glob("*.partial"):  # left by a process that was killed
-            path.unlink()
+        """Clear the folder of an older run's files; log what a figure of this run depends on; print the same, of the
+        config only what differs from the defaults."""
+        for name in RUN_FILES:
+            if not self.resumed:
+                (self.dir / name).unlink(missing_ok=True)
+            for path in self.dir.glob(f"{name}.*.partial"):  # left by a process that was killed
+                path.unlink()
         git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
         code = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-        cuda = self.cfg.device.startswith("cuda")
-        about = {
-            "step": self.step, "event": "resume" if self.resumed else "start", "code": code or "not under git",
-            "torch": torch.__version__, "torchvision": torchvision.__version__,
-            "device": torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads",
-            "parameters": sum(p.numel() for p in self.model.parameters()), "config": dataclasses.asdict(self.cfg),
-        }  # fmt: skip
-        (self.dir / "config.json").write_text(json.dumps(about["config"], indent=1) + "\n")
-        self.log(**about)
-        print("\n".join(f"{k}: {json.dumps(v) if isinstance(v, dict) else v}" for k, v in about.items()))
+        device = torch.cuda.get_device_name() if self.on_cuda else f"cpu, {torch.get_num_threads()} threads"
+        about = {"code": code, "torch": torch.__version__, "torchvision": torchvision.__version__, "device": device}
+        about["parameters"] = sum(p.numel() for p in self.model.parameters())
+        config = dataclasses.asdict(self.cfg)
+        (self.dir / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        self.log(step=self.step, event="resume" if self.resumed else "start", **about, config=config)
+        changed = {f.name: config[f.name] for f in dataclasses.fields(self.cfg) if config[f.name] != f.default}
+        print(*(f"{name}: {value}" for name, value in (about | changed).items()), sep="\n", flush=True)
 
     def save(self, name: str) -> None:
-        """A checkpoint of this name. FloatingPointError where a weight is not finite; the older checkpoint then
-        stays."""
+        """A checkpoint of this name. FloatingPointError if a weight is not finite; the older checkpoint then stays."""
         if not all(p.isfinite().all() for p in self.model.parameters()):
-            raise FloatingPointError(
-                f"weights are not finite after step {self.step}; {name} is untouched; try a lower --lr"
-            )
-        states = {key: value for part in self.parts for key, value in part.state().items()}
+            raise FloatingPointError(f"weights are not finite after step {self.step}; {name} is untouched; lower --lr")
+        state = {key: value for source in self.sources for key, value in source.state().items()}
         random = {"cpu": torch.get_rng_state()}  # what dropout is drawn from; the order of the data needs none
-        if self.cfg.device.startswith("cuda"):
-            random["cuda"] = torch.cuda.get_rng_state()
-        save_tensors(self.dir / name, states | {
-            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step, "best": self.best,
-            "worse": self.worse, "config": dataclasses.asdict(self.cfg), "random": random,
-        })  # fmt: skip
+        if self.on_cuda:
+            random["cuda"] = torch.cuda.get_rng_state(self.cfg.device)
+        state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "random": random}
+        state |= {"step": self.step, "best": self.best, "worse": self.worse, "config": dataclasses.asdict(self.cfg)}
+        save_tensors(self.dir / name, state)
 
     def restore(self) -> dict:
-        """Weights, counters, random state and log as last.pt left them, where every part's check_state agrees."""
+        """Weights, counters, random state and log as last.pt left them, if every source's check_state agrees."""
         path, log = self.dir / "last.pt", self.dir / "log.jsonl"
         state = load_checkpoint(path, self.cfg.device)
-        for part in self.parts:
-            part.check_state(state)
+        for source in self.sources:
+            source.check_state(state)
         load_weights(self.model, state["model"], path)
-        with file_errors(path, TRAIN_FIRST):
-            torch.set_rng_state(state["random"]["cpu"].cpu())
-            if self.cfg.device.startswith("cuda") and "cuda" in state["random"]:
-                torch.cuda.set_rng_state(state["random"]["cuda"].cpu())
+        torch.set_rng_state(state["random"]["cpu"].cpu())
+        if self.on_cuda and "cuda" in state["random"]:
+            torch.cuda.set_rng_state(state["random"]["cuda"].cpu(), self.cfg.device)
         self.step, self.best, self.worse = state["step"], state["best"], state["worse"]
-        # A run that was killed has logged steps that it will now repeat, the last of them perhaps in half a line.
-        kept = [line for line in log.read_text().splitlines() if logged_step(line) <= self.step]
+        kept = [row for row in read_log(log) if row["step"] <= self.step]  # a killed run repeats the steps after these
         with atomic_write(log) as partial:
-            partial.write_text("".join(line + "\n" for line in kept))
+            partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
         return state
 
     def best_model(self) -> nn.Module:
@@ -664,45 +590,35 @@ class Run:
         return load_weights(self.model, load_checkpoint(path, self.cfg.device)["model"], path)
 
 
-def logged_step(line: str) -> float:
-    """The step of a line of log.jsonl; infinity where it is no such line."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):
-        return float("inf")
-
-
-def ends() -> list[int]:
-    """The signals that ask a process to end. Under nohup SIGHUP is ignored, and stays so; Windows has none."""
-    hangup = getattr(signal, "SIGHUP", None)
-    return [signal.SIGINT, signal.SIGTERM] + [hangup] * (
-        hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN
-    )
+def read_log(path: Path) -> list[dict]:
+    """The lines of a log.jsonl; none if it is missing; a line that a killed process left unfinished is skipped."""
+    rows = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
+
 @contextlib.contextmanager
-def atomic_write(path: Path, size: int = 0) -> Iterator[Path]:
-    """Gives another name to write to, which becomes `path` at the end: whenever the process dies, `path` is whole.
-    OSError where the disk is full. size: what is going to be written, in bytes."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Gives another name to write to, which becomes `path` at the end: whenever the process dies, `path` is the old
+    file or the new one. OSError naming the file if it cannot be written."""
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         yield partial
         os.replace(partial, path)
-    except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError
-        room = f"it takes {size / 1e6:.1f} MB, the disk has {shutil.disk_usage(path.parent).free / 1e6:.1f} MB left"
-        raise OSError(f"{path} could not be written ({e}); {room}") from e
+    except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError if the disk is full
+        raise OSError(f"{path} could not be written ({e})") from e
     finally:
         partial.unlink(missing_ok=True)
 
 
 def save_tensors(path: Path, state: dict) -> None:
     """Plain dicts and tensors into a file, whole or not at all."""
-    def size(x) -> int:
-        return x.nbytes if isinstance(x, Tensor) else sum(map(size, x.values())) if isinstance(x, dict) else 0
-
-    with atomic_write(path, size(state)) as partial:
+    with atomic_write(path) as partial:
         torch.save(state, partial)
 
 
@@ -719,26 +635,22 @@ def file_errors(path: str | Path, remedy: str) -> Iterator[None]:
 
 
 def load_tensors(path: str | Path, remedy: str, device: str = "cpu") -> dict:
-    """The dict that save_tensors wrote. Nothing in the file is executed (weights_only). FileNotFoundError or ValueError
-    with what to do (remedy) if the file is missing or of another kind."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no file {str(path)!r}; {remedy}")
-    with file_errors(path, remedy), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    """The dict that save_tensors wrote. Nothing in the file is executed (weights_only)."""
+    with file_errors(path, remedy):
         state = torch.load(path, map_location=device, weights_only=True)
         if not isinstance(state, dict):
             raise ValueError(f"expected a dict of tensors, found {type(state).__name__}")
     return state
 
 
-CHECKPOINT = {"model", "optimizer", "step", "best", "worse", "config", "vocab", "grid", "max_len", "extractor", "random"}
+CHECKPOINT_KEYS = {"model", "optimizer", "random", "step", "best", "worse", "config", "vocab", "grid", "max_len"}
 TRAIN_FIRST = "train first, or name another checkpoint"
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
-    """What Run.save wrote; FileNotFoundError or ValueError if this is no checkpoint."""
+    """What Run.save wrote; ValueError if this is no checkpoint."""
     state = load_tensors(path, TRAIN_FIRST, device)
-    if missing := CHECKPOINT - state.keys():
+    if missing := CHECKPOINT_KEYS - state.keys():
         raise ValueError(f"{path} is no checkpoint of a run: it has no {min(missing)}; {TRAIN_FIRST}")
     return state
 
@@ -746,85 +658,60 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
 def load_weights(
     model: nn.Module, weights: dict[str, Tensor], path: str | Path, remedy: str = TRAIN_FIRST
 ) -> nn.Module:
-    """The model with the weights that a file holds; ValueError where they do not fit, or are not finite."""
+    """The model with the weights that a file holds; ValueError if they do not fit."""
     with file_errors(path, remedy):
         model.load_state_dict(weights)
-        if bad := [name for name, x in model.state_dict().items() if not x.isfinite().all()]:
-            raise ValueError(f"weights are not finite: {bad[0]}")
     return model
 
 
-def load_moments(optimizer: torch.optim.Optimizer, saved: dict, path: Path) -> None:
-    """Adam's moments from a checkpoint. ValueError where one has not its parameter's shape and type: fused Adam would
-    write past its end."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    with file_errors(path, TRAIN_FIRST):
-        for i, moments in saved["state"].items():
-            p = parameters[i]
-            for name, like in {"step": torch.zeros((), device=p.device), "exp_avg": p, "exp_avg_sq": p}.items():
-                x = moments[name]
-                if (x.shape, x.dtype, x.layout) != (like.shape, like.dtype, like.layout):
-                    raise ValueError(f"Adam's {name} of parameter {i} is {x.dtype} {list(x.shape)}")
-                optimizer.state[p][name] = torch.empty_like(like, requires_grad=False).copy_(x)
-
-
 def load_model(Model: Callable[..., nn.Module], cfg: RunConfig, path: str | Path) -> tuple[nn.Module, dict]:
-    """-> Model(cfg, words, grid, longest caption) with a checkpoint's weights, in evaluation mode; and all that it
-    holds."""
+    """-> Model(cfg, words, grid, longest caption) with a checkpoint's weights, in evaluation mode; its content."""
     state = load_checkpoint(path, cfg.device)
     model = Model(cfg, len(state["vocab"]), state["grid"], state["max_len"]).to(cfg.device)
     return load_weights(model, state["model"], path).eval(), state
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a script's main: an error of input or data becomes one line and exit code 2, a signal that ends it 128 + its
-    number. Output that nobody reads on (`| head`) ends it quietly."""
+    """Run a script's main: errors of input, data, memory become a line and exit code 2, SIGINT 130, SIGTERM 143."""
     warnings.filterwarnings("ignore", module="PIL")
-    for number in ends()[1:]:  # outside training too, files that are being written are cleaned up
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that partial files are removed
     try:
         main()
-        sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(141)
-    except (ValueError, OSError, FloatingPointError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and "memory" not in str(e):
+    except (ValueError, OSError, FloatingPointError, MemoryError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and "memory" not in str(e):  # an error of programming keeps its traceback
             raise
-        print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
+        print(f"error: {' '.join(str(e).split()) or type(e).__name__}", file=sys.stderr)
         sys.exit(2)
 
 
-# ---- pictures --------------------------------------------------------------------------------------------------------
+# ---- curves ----------------------------------------------------------------------------------------------------------
 
 
 def curves(log: Path) -> Image.Image:
-    """A panel for every loss (on a logarithmic axis) and every validation score of a log.jsonl, over steps. -> PIL
-    image."""
+    """Losses of a log.jsonl on logarithmic axes; below them, validation scores; all over steps. -> PIL image."""
     series: dict[str, list[tuple[int, float]]] = {}
-    for line in map(json.loads, log.read_text().splitlines()):
-        title = {"train": "loss", "eval": "validation"}.get(line["event"])
-        for name, value in line.items() if title else ():
-            if isinstance(value, float) and name not in ("seconds", "lr"):
-                series.setdefault(f"{title}: {name}", []).append((line["step"], value))
-    last, panels, font = max(points[-1][0] for points in series.values()), [], ImageFont.load_default(11)
-    for name, points in series.items():
-        panels.append(Image.new("RGB", (230, 150), "white"))
-        draw, values = ImageDraw.Draw(panels[-1]), [value for _, value in points]
+    for event, title in (("train", "loss"), ("eval", "validation")):
+        for row in (row for row in read_log(log) if row.get("event") == event):
+            for name, value in row.items():
+                if isinstance(value, float) and name not in ("seconds", "lr"):
+                    series.setdefault(f"{title}: {name}", []).append((row["step"], value))
+    losses, last = sum(name.startswith("loss") for name in series), max(points[-1][0] for points in series.values())
+    cells = [*range(losses), *range(-(-losses // 4) * 4, -(-losses // 4) * 4 + len(series) - losses)]
+    page, font = Image.new("RGB", (920, 150 * (1 + cells[-1] // 4)), "white"), ImageFont.load_default(11)
+    draw = ImageDraw.Draw(page)
+    for cell, (name, points) in zip(cells, series.items(), strict=True):
+        left, top, values = 10 + cell % 4 * 230, 20 + cell // 4 * 150, [value for _, value in points]
         logarithmic = name.startswith("loss") and min(values) > 0
         heights = [math.log(value) for value in values] if logarithmic else values
-        span = max(heights) - min(heights) or 1
-        at = [(10 + 210 * step / last, 125 - 105 * (y - min(heights)) / span)
-              for (step, _), y in zip(points, heights, strict=True)]  # fmt: skip
-        draw.rectangle((10, 20, 220, 125), outline="lightgray")
-        draw.line(at, fill="black")
-        for point in at:
-            draw.circle(point, 1.5, fill="black")
-        draw.text((10, 5), f"{name}{' (log)' * logarithmic}", fill="black", font=font)
-        draw.text((10, 127), f"{min(values):.4g} to {max(values):.4g}, last {values[-1]:.4g}", fill="gray", font=font)
-    page = Image.new("RGB", (4 * 230, -(-len(panels) // 4) * 150), "white")
-    for i, panel in enumerate(panels):
-        page.paste(panel, (i % 4 * 230, i // 4 * 150))
+        low, span = min(heights), max(heights) - min(heights) or 1
+        xs, ys = [left + 210 * step / last for step, _ in points], [top + 105 * (1 - (y - low) / span) for y in heights]
+        draw.rectangle((left, top, left + 210, top + 105), outline="lightgray")
+        draw.line([*zip(xs, ys, strict=True)], fill="black")
+        for x, y in zip(xs, ys, strict=True):
+            draw.ellipse((x - 1.5, y - 1.5, x + 1.5, y + 1.5), fill="black")
+        draw.text((left, top - 15), f"{name}{' (log)' * logarithmic}", fill="black", font=font)
+        text = f"steps 0 to {last}; {min(values):.4g} to {max(values):.4g}"
+        draw.text((left, top + 107), text, fill="gray", font=font)
     return page

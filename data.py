@@ -1770,6 +1770,86 @@ def check_pairs(name: str, root: Path, release: Release) -> list[str]:
     return problems if len(empty) == source.empty else problems + at_most(empty)
 
 
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+
+def open_dataset(cfg) -> Dataset:
+    """The data set that a run's config names; the embedded one is made first where it is not there yet."""
+    if cfg.dataset in EMBEDDED:
+        feature_file(cfg.dataset, Path(cfg.data_dir), cfg.extractor)  # refuses an extractor before the work begins
+        prepare_mini(Path(cfg.data_dir), cfg.scenes, cfg.objects, cfg.data_seed, cfg.device)
+    return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
+
+
+def caption_files(model: nn.Module, state: dict, files: list[str], out: str | None, *more) -> str:
+    """The caption of any two image files by a model and its checkpoint's content; the attention picture is written to
+    `out`. more: further inputs of the model's generate and attention_map."""
+    extractor = Extractor(**state["extractor"], device=model.cfg.device)
+    before, after = (extractor([f]).to(model.cfg.device).float() for f in files)
+    ids = model.generate(before, after, *more)
+    caption = Vocab(state["vocab"]).decode(ids)[0]
+    if out:
+        maps = {name: m[0] for name, m in model.attention_map(before, after, ids, *more).items()}
+        pair_picture(*map(read_image, files), maps, [caption], side=224).save(out)
+    return caption
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line: prepare or check a data set, list photographs to fetch, or score a file of captions."""
+    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.set_defaults(extractor="", manifest=False)  # flags that not every data set has
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in DATASETS:
+        p = commands.add_parser(name, help=f"prepare or check {name}")
+        p.add_argument("--data_dir", type=Path, default=Path("data", name), help="the release's folder")
+        p.add_argument("--check", action="store_true", help="report what is there, missing or corrupt")
+        p.add_argument("--device", default="", help="where features are made (default: cuda where there is one)")
+        if name == "birds_to_words":
+            p.add_argument(
+                "--manifest", action="store_true", help="list the photographs to fetch in expected_images.tsv"
+            )
+        if name in EMBEDDED:
+            p.add_argument("--scenes", type=int, default=5000, help="training scenes")
+            p.add_argument("--objects", default="2,4", help="fewest and most objects in a scene")
+            p.add_argument("--data_seed", type=int, default=0, help="seed of rendering and feature network")
+        else:
+            known = f"{', '.join(RESNETS)}; default: {DATASETS[name].extractor}"
+            p.add_argument("--extractor", default="", help=f"whose features, each in a file of its own ({known})")
+    p = commands.add_parser("score", help="score a predictions file against a references file")
+    p.add_argument("--predictions", required=True, help="COCO results: a list of {image_id, caption}")
+    p.add_argument("--references", required=True, help="COCO annotations: {annotations: [{image_id, caption}]}")
+    p.add_argument(
+        "--groups", type=Path, help="JSON of ids to score apart, such as type_mapping.json: {group: [image_id]}"
+    )
+    p.add_argument("--tokens", choices=["ptb", "split", "ids"], default="ptb", help="PTB, words as they are, or ids")
+    p.add_argument("--vocab", type=Path, help="vocab.json, for --tokens ids")
+    args = parser.parse_args(argv)
+    if args.command == "score":
+        if (args.tokens == "ids") != bool(args.vocab):
+            raise ValueError("--tokens ids needs --vocab, the data set's vocab.json, and --vocab needs --tokens ids")
+        captions, references = read_predictions(args.predictions), read_references(args.references)
+        groups = read_json(args.groups, {str: [(int, str)]}) if args.groups else {}
+        groups = {name: set(map(str, among)) for name, among in groups.items()}
+        if groups and not any(among & captions.keys() for among in groups.values()):
+            raise ValueError(f"{args.groups}: no image_id of the predictions; expected {{group: [image_id, ...]}}")
+        ids = read_json(args.vocab, {str: int}) if args.vocab else None
+        print(format_scores(score(captions, references, groups, tokens=args.tokens, ids=ids)))
+    elif args.manifest:
+        write_manifest(args.data_dir)
+    elif args.check:
+        if problems := check(args.command, args.data_dir, args.extractor):
+            print("\n".join(problems), file=sys.stderr)
+            sys.exit(2)
+    elif args.command in EMBEDDED:
+        prepare_mini(args.data_dir, args.scenes, args.objects, args.data_seed, usable_device(args.device))
+    else:
+        prepare(args.command, args.data_dir, usable_device(args.device), args.extractor)
+
+
+# ======================================================================================================================
+# Below this line is the embedded data set, mini. Nothing above needs it; its row of DATASETS stands at the end.
+# ======================================================================================================================
+
 # ---- mini: scenes ----------------------------------------------------------------------------------------------------
 
 KINDS = ("color", "material", "add", "drop", "move")
@@ -2367,82 +2447,6 @@ def mini_cnn_name(state: dict[str, Tensor]) -> str:
     """mini-cnn-<hash of the weights>, so that features of another network are not mistaken for this one's."""
     digest = hashlib.sha256(b"".join(state[k].cpu().numpy().tobytes() for k in sorted(state)))
     return f"mini-cnn-{digest.hexdigest()[:12]}"
-
-
-# ---- command line ----------------------------------------------------------------------------------------------------
-
-
-def open_dataset(cfg) -> Dataset:
-    """The data set that a run's config names; the embedded one is made first where it is not there yet."""
-    if cfg.dataset in EMBEDDED:
-        feature_file(cfg.dataset, Path(cfg.data_dir), cfg.extractor)  # refuses an extractor before the work begins
-        prepare_mini(Path(cfg.data_dir), cfg.scenes, cfg.objects, cfg.data_seed, cfg.device)
-    return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
-
-
-def caption_files(model: nn.Module, state: dict, files: list[str], out: str | None, *more) -> str:
-    """The caption of any two image files by a model and its checkpoint's content; the attention picture is written to
-    `out`. more: further inputs of the model's generate and attention_map."""
-    extractor = Extractor(**state["extractor"], device=model.cfg.device)
-    before, after = (extractor([f]).to(model.cfg.device).float() for f in files)
-    ids = model.generate(before, after, *more)
-    caption = Vocab(state["vocab"]).decode(ids)[0]
-    if out:
-        maps = {name: m[0] for name, m in model.attention_map(before, after, ids, *more).items()}
-        pair_picture(*map(read_image, files), maps, [caption], side=224).save(out)
-    return caption
-
-
-def main(argv: list[str] | None = None) -> None:
-    """The command line: prepare or check a data set, list photographs to fetch, or score a file of captions."""
-    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.set_defaults(extractor="", manifest=False)  # flags that not every data set has
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name in DATASETS:
-        p = commands.add_parser(name, help=f"prepare or check {name}")
-        p.add_argument("--data_dir", type=Path, default=Path("data", name), help="the release's folder")
-        p.add_argument("--check", action="store_true", help="report what is there, missing or corrupt")
-        p.add_argument("--device", default="", help="where features are made (default: cuda where there is one)")
-        if name == "birds_to_words":
-            p.add_argument(
-                "--manifest", action="store_true", help="list the photographs to fetch in expected_images.tsv"
-            )
-        if name in EMBEDDED:
-            p.add_argument("--scenes", type=int, default=5000, help="training scenes")
-            p.add_argument("--objects", default="2,4", help="fewest and most objects in a scene")
-            p.add_argument("--data_seed", type=int, default=0, help="seed of rendering and feature network")
-        else:
-            known = f"{', '.join(RESNETS)}; default: {DATASETS[name].extractor}"
-            p.add_argument("--extractor", default="", help=f"whose features, each in a file of its own ({known})")
-    p = commands.add_parser("score", help="score a predictions file against a references file")
-    p.add_argument("--predictions", required=True, help="COCO results: a list of {image_id, caption}")
-    p.add_argument("--references", required=True, help="COCO annotations: {annotations: [{image_id, caption}]}")
-    p.add_argument(
-        "--groups", type=Path, help="JSON of ids to score apart, such as type_mapping.json: {group: [image_id]}"
-    )
-    p.add_argument("--tokens", choices=["ptb", "split", "ids"], default="ptb", help="PTB, words as they are, or ids")
-    p.add_argument("--vocab", type=Path, help="vocab.json, for --tokens ids")
-    args = parser.parse_args(argv)
-    if args.command == "score":
-        if (args.tokens == "ids") != bool(args.vocab):
-            raise ValueError("--tokens ids needs --vocab, the data set's vocab.json, and --vocab needs --tokens ids")
-        captions, references = read_predictions(args.predictions), read_references(args.references)
-        groups = read_json(args.groups, {str: [(int, str)]}) if args.groups else {}
-        groups = {name: set(map(str, among)) for name, among in groups.items()}
-        if groups and not any(among & captions.keys() for among in groups.values()):
-            raise ValueError(f"{args.groups}: no image_id of the predictions; expected {{group: [image_id, ...]}}")
-        ids = read_json(args.vocab, {str: int}) if args.vocab else None
-        print(format_scores(score(captions, references, groups, tokens=args.tokens, ids=ids)))
-    elif args.manifest:
-        write_manifest(args.data_dir)
-    elif args.check:
-        if problems := check(args.command, args.data_dir, args.extractor):
-            print("\n".join(problems), file=sys.stderr)
-            sys.exit(2)
-    elif args.command in EMBEDDED:
-        prepare_mini(args.data_dir, args.scenes, args.objects, args.data_seed, usable_device(args.device))
-    else:
-        prepare(args.command, args.data_dir, usable_device(args.device), args.extractor)
 
 
 if __name__ == "__main__":

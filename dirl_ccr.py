@@ -18,7 +18,7 @@ Eq. 11     Decoder.head         next word
 Eq. 12     mean_of              mean over the words of a sentence
 Eq. 13-14  ccr_loss             L_ccr  InfoNCE, words <-> attended differences
 Eq. 15     caption_loss         L_cap
-Eq. 16     losses_of            L = L_cap + w_dirl L_dirl + w_ccr L_ccr
+Eq. 16     total_loss           L = L_cap + w_dirl L_dirl + w_ccr L_ccr
 
 Row of the paper             flags
 Transformer (Tables 6, 7)    --w_dirl 0 --w_ccr 0
@@ -57,6 +57,7 @@ from torch import Tensor
 
 from common import (
     END,
+    NULL,
     Attention,
     GridPosition,
     Run,
@@ -113,18 +114,18 @@ PRESETS = {
     "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),
     "spot_the_diff": dict(w_ccr=0.004, batch_size=32, lr_drop=4020, use_coords=False),
     "image_editing_request": dict(w_dirl=0.001, w_ccr=0.05, batch_size=16, lr=1e-4, lr_drop=2880, use_coords=False),
-    "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, w_dirl=0.03, w_ccr=0.005, batch_size=16, lr=1e-3,
-                 schedule="cosine", warmup=50, grad_clip=1.0, steps=1600, eval_every=800, eval_batch=250),
+    "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, w_dirl=0.03, w_ccr=0.005, batch_size=16, 
+                 lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=1600, eval_every=800, eval_batch=250),
 }  # fmt: skip
 
-RELEASED = {  # --reading released: the released code's side of every disputed detail, on all data sets and on single ones
+RELEASED = {  # --reading released: the released code's side of every disputed detail, in general and by data set
     "all": dict(
-        difference="stream",  # Eq. 5-6 subtract what attention returns; the release subtracts its normalised residual stream
+        difference="stream",  # Eq. 5-6 subtract what attention returns; the release, its normalised residual stream
         channel_eps=0.0,  # the release divides by the bare standard deviation
         ccr_pool="padded",  # Eq. 12 is a mean over the m words; the release averages the padding's states too
-        ccr_states="normed",  # Eq. 12 pools Eq. 8-9; after the release's residuals the visual state holds the words as well
+        ccr_states="normed",  # Eq. 12 pools Eq. 8-9; after the release's residuals the visual state holds words, too
         ccr_logits="summed",  # Eq. 14 is InfoNCE both ways; the release adds S and its transpose and takes rows only
-        ccr_equal_captions="negatives",  # many pairs share a sentence, distractors above all; the release pushes them apart
+        ccr_equal_captions="negatives",  # many pairs share a sentence, most of all distractors; released: negatives
         val_decode="sample",  # section 4.2 decodes greedily; the release samples during validation
     ),
     "clevr_change": dict(input_norm=False, xavier=False, steps=15000),
@@ -223,7 +224,7 @@ class Decoder(nn.Module):
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
-        self.embed = nn.Embedding(vocab_size, cfg.word_dim, padding_idx=0)
+        self.embed = nn.Embedding(vocab_size, cfg.word_dim, padding_idx=NULL)
         self.register_buffer("position", sinusoid(max_len, cfg.word_dim), persistent=False)
         self.project, self.dropout = nn.Linear(cfg.word_dim, cfg.dim), nn.Dropout(cfg.dropout)
         self.norm = nn.LayerNorm(cfg.dim) if cfg.input_norm else nn.Identity()
@@ -242,7 +243,7 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """All words at once: (B, V) -> hidden states (B, V, D), and the last layer's `query`, `words` and `visual`."""
         x = self.words(ids)
-        mask = (ids != 0)[:, None, None, :].expand(-1, -1, ids.shape[1], -1).tril()  # (B, 1, V, V)
+        mask = (ids != NULL)[:, None, None, :].expand(-1, -1, ids.shape[1], -1).tril()  # (B, 1, V, V)
         for layer, cross in zip(self.layers, self.memory(difference), strict=True):
             x, _, query, words, visual = layer(x, cross, mask=mask)
         return x, query, words, visual
@@ -293,8 +294,13 @@ def ccr_loss(words: Tensor, visual: Tensor, same: Tensor, tau: float, logits: st
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     """Eq. 15, L_cap: cross-entropy of each next word, a mean over all real words of the batch.
-    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with 0."""
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), caption[:, 1:].flatten(), ignore_index=0)
+    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), caption[:, 1:].flatten(), ignore_index=NULL)
+
+
+def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
+    """Eq. 16: L = L_cap + w_dirl L_dirl + w_ccr L_ccr, of what DIRL.forward returns."""
+    return losses["caption"] + cfg.w_dirl * losses.get("dirl", 0) + cfg.w_ccr * losses.get("ccr", 0)
 
 
 # ---- method ----------------------------------------------------------------------------------------------------------
@@ -315,8 +321,8 @@ class DIRL(nn.Module):
         if cfg.w_dirl:
             hidden = nn.Linear(cfg.dim, 4 * cfg.dim), nn.ReLU(), nn.Dropout(cfg.dropout)
             self.mlp = nn.Sequential(*hidden, nn.Linear(4 * cfg.dim, cfg.dim))
-        for name, part in self.named_children():
-            initialise(part, xavier=cfg.xavier or name not in ("fuse", "decoder"))
+        for name, module in self.named_children():
+            initialise(module, xavier=cfg.xavier or name not in ("fuse", "decoder"))
 
     def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, C, H, W) twice -> difference (B, N, D) of Eq. 7, X_bef and X_aft (B, N, D) of Eq. 1."""
@@ -333,7 +339,7 @@ class DIRL(nn.Module):
         return self.fuse(joined), x_bef, x_aft
 
     def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
-        """The parts of Eq. 16 for one batch of pairs: features (B, C, H, W) twice, caption (B, V)."""
+        """The terms of Eq. 16 for one batch of pairs: features (B, C, H, W) twice, caption (B, V)."""
         cfg = self.cfg
         difference, x_bef, x_aft = self.encode(before, after)
         if cfg.ccr_pool == "padded":  # the states at the padding are pooled, too
@@ -344,7 +350,7 @@ class DIRL(nn.Module):
             c = channel_correlation(self.mlp(x_bef), self.mlp(x_aft), cfg.channel_eps)
             losses["dirl"] = dirl_loss(c, cfg.alpha, cfg.correlate)
         if cfg.w_ccr:
-            valid = caption != 0
+            valid = caption != NULL
             if cfg.ccr_pool == "padded":
                 valid = torch.ones_like(valid)
             same = (caption[:, None] == caption).all(-1)  # (B, B)
@@ -363,9 +369,9 @@ class DIRL(nn.Module):
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Where the decoder looked: last layer's attention over cells, mean over heads and over the words of ids
         (B, V) -> "attention" (B, H, W). Row t of the scores is the state that predicts word t + 1."""
-        difference, look = self.encode(before, after)[0], self.decoder.layers[-1].cross_attention
+        difference, attention = self.encode(before, after)[0], self.decoder.layers[-1].cross_attention
         _, query, _, _ = self.decoder(ids, difference)
-        weight = look.scores(query, look.key(difference)).softmax(-1).mean(1)  # (B, V, N)
+        weight = attention.scores(query, attention.key(difference)).softmax(-1).mean(1)  # (B, V, N)
         return {"attention": mean_of(weight[:, :-1], ids[:, 1:] > END).unflatten(1, self.grid[1:])}
 
 
@@ -373,22 +379,21 @@ class DIRL(nn.Module):
 
 
 def losses_of(model: DIRL, batches: tuple, cfg: Config) -> dict[str, Tensor]:
-    """Eq. 16 and its parts, each a mean over the batches (changed pairs, distractor pairs). They stay separate: a
+    """Eq. 16 and its terms, each a mean over a step's batches (changed pairs, distractor pairs). These stay separate: a
     scene's default image is "before" in both, which a contrastive loss over all pairs would take for a negative."""
     losses: dict[str, Tensor] = {}
     for batch in (b.to(cfg.device) for b in batches):
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
-            parts = model(batch.before, batch.after, batch.caption)
-        losses = {name: losses.get(name, 0) + part / len(batches) for name, part in parts.items()}
-    losses["total"] = losses["caption"] + cfg.w_dirl * losses.get("dirl", 0) + cfg.w_ccr * losses.get("ccr", 0)
-    return losses
+            terms = model(batch.before, batch.after, batch.caption)
+        losses = {name: losses.get(name, 0) + term / len(batches) for name, term in terms.items()}
+    return losses | {"total": total_loss(losses, cfg)}
 
 
 def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
     """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
 
-    Stopped by Ctrl-C or SIGTERM it saves last.pt and exits 130 or 143; with `resume` it goes on from there as if
-    nothing had happened. FloatingPointError where a loss is not finite."""
+    Ctrl-C and SIGTERM save last.pt and exit 130 or 143; `resume` continues from there as if training had never
+    stopped. FloatingPointError if a loss is not finite."""
     torch.manual_seed(cfg.seed)
     model = DIRL(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -412,7 +417,7 @@ def evaluate(model: DIRL, dataset, split: str, cfg: Config, out_dir: Path | None
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
     Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs,
-    printed and written beside captions and sample pictures."""
+    printed and written with captions and sample pictures."""
     model.eval()
     captions, maps = {}, {}  # by pair id
     for batch in dataset.eval_batches(split, cfg.eval_batch):
@@ -420,8 +425,8 @@ def evaluate(model: DIRL, dataset, split: str, cfg: Config, out_dir: Path | None
         ids = model.generate(batch.before, batch.after, sample=cfg.val_decode == "sample" and out_dir is None)
         captions |= zip(batch.pair_ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
-            seen = model.attention_map(batch.before, batch.after, ids)
-            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.pair_ids)}
+            batch_maps = model.attention_map(batch.before, batch.after, ids)
+            maps |= {i: {name: m[b] for name, m in batch_maps.items()} for b, i in enumerate(batch.pair_ids)}
     model.train()
     return dataset.results(split, captions, maps, out_dir)
 

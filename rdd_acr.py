@@ -52,7 +52,6 @@ from common import (
     GridPosition,
     Run,
     RunConfig,
-    can_compile,
     decode,
     initialise,
     load_model,
@@ -314,7 +313,7 @@ class Phrases:
         different = sorted({text for of in self.phrase.values() for text in of.values()} - {""})
         self.row = {text: i for i, text in enumerate(different)} | {"": -1}
         self.encode_prompted, self.most = data.encode_prompted, 0
-        if can_compile(cfg):  # one shape for the whole run: as many phrases as can differ in a batch
+        if cfg.compile and cfg.device.startswith("cuda"):  # one shape for the whole run: as many phrases as can differ in a batch
             self.encode_prompted = torch.compile(data.encode_prompted, fullgraph=True, dynamic=False)
             for of in self.phrase.values():
                 kinds = ({of[c] for p in stream for c in p.captions} for stream in zip(*orders, strict=True))
@@ -485,8 +484,8 @@ def losses_of(model: RDD, batches: tuple, cfg: Config, phrases: Phrases | None =
 def train(cfg: Config, dataset, resume: bool = False) -> RDD:
     """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
 
-    Stopped by Ctrl-C or SIGTERM it saves last.pt and exits 130 or 143; with `resume` it goes on from there as if
-    nothing had happened. FloatingPointError where a loss is not finite."""
+    Ctrl-C and SIGTERM save last.pt and exit 130 or 143; `resume` continues from there as if training had never
+    stopped. FloatingPointError if a loss is not finite."""
     phrases = Phrases(cfg, dataset) if cfg.w_n2o or cfg.w_v2a else None
     torch.manual_seed(cfg.seed)
     model = RDD(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)

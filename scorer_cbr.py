@@ -14,7 +14,7 @@ Eq. 8      Decoder            transformer decoder over C
 Eq. 9-10   BackwardReasoning  hallucination = MHSA(W [X_bef ; sentence])
 Eq. 11     cbr_loss           L_cm  InfoNCE, hallucination <-> after
 Eq. 12     caption_loss       L_cap
-Eq. 13     losses_of          L = L_cap + w_match L_cv + w_cbr L_cm
+Eq. 13     total_loss         L = L_cap + w_match L_cv + w_cbr L_cm
 
 Row of the paper       flags
 Subtraction            --difference subtract --w_match 0 --w_cbr 0
@@ -54,6 +54,7 @@ from torch import Tensor
 
 from common import (
     END,
+    NULL,
     Attention,
     GridPosition,
     Run,
@@ -117,7 +118,7 @@ RELEASED = {  # --reading released: the released code's side of every disputed d
         match_layer="last",  # section 3.2.2 matches encoded images; the last layer's have seen their partner already
         train_cbr=False,  # section 3.5 trains end to end; CBR is missing from the release's optimiser
         sentence_mean="padded",  # section 3.4 says mean; the release divides by the longest caption's length
-        ffn_residual="activation",  # a standard decoder adds the sub-layer's input; the release adds its hidden activation
+        ffn_residual="activation",  # a standard decoder adds the sub-layer's input; the release, its hidden activation
         val_decode="sample",  # section 4.3 decodes greedily; the release samples during validation
     ),
 }
@@ -147,8 +148,7 @@ class CrossView(nn.Module):
     """Eq. 5-6, one layer for both directions: X_bef <- LN(X_bef + MHCA(X_bef, X_aft)), X_aft likewise, from the old
     pair.
 
-    X_bef, X_aft (B, N, D) -> both anew, and what Eq. 4 matches: the queries of each image with the keys of the
-    other."""
+    X_bef, X_aft (B, N, D) -> the new ones, and what Eq. 4 matches: the queries of each image, the keys of the other."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -210,7 +210,7 @@ class Decoder(nn.Module):
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
-        self.embed = nn.Embedding(vocab_size, cfg.word_dim, padding_idx=0)
+        self.embed = nn.Embedding(vocab_size, cfg.word_dim, padding_idx=NULL)
         self.register_buffer("position", sinusoid(max_len, cfg.word_dim), persistent=False)
         self.project, self.dropout = nn.Linear(cfg.word_dim, cfg.dim), nn.Dropout(cfg.dropout)
         self.norm = nn.LayerNorm(cfg.dim, eps=1e-6)
@@ -248,7 +248,7 @@ class Decoder(nn.Module):
 
 class BackwardReasoning(nn.Module):
     """Eq. 9-10: what "after" should look like, from "before" and the sentence:
-    X_hat = W_2 MHSA(W_1 [X_bef ; s]) with the sentence s set beside every cell. (B, N, D), (B, D) -> (B, N, D)."""
+    X_hat = W_2 MHSA(W_1 [X_bef ; s]) with the sentence s joined to every cell. (B, N, D), (B, D) -> (B, N, D)."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -258,8 +258,8 @@ class BackwardReasoning(nn.Module):
         self.log_scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x_bef: Tensor, sentence: Tensor) -> Tensor:
-        beside = sentence[:, None].expand(-1, x_bef.shape[1], -1)  # (B, N, D)
-        x = self.join(torch.cat([x_bef, beside], -1))
+        at_every_cell = sentence[:, None].expand(-1, x_bef.shape[1], -1)  # (B, N, D)
+        x = self.join(torch.cat([x_bef, at_every_cell], -1))
         return self.output(self.attention(x, x, x, need_weights=False)[0])
 
 
@@ -269,7 +269,7 @@ class BackwardReasoning(nn.Module):
 def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: int) -> Tensor:
     """Eq. 2-3, image a to image b: q (A, N, D), k (B, M, D) -> (A, B), times a learned scale.
 
-    "mtm" finds each token's best match in every head apart and averages heads [ours], "tm" finds it over all channels.
+    "mtm" finds each token's best match in each head and averages heads [ours], "tm" finds it over all channels.
     "mean" and "max" (Fig. 3) pool the tokens first. Not in bfloat16: scores near 50 differ by tenths."""
     with torch.autocast(q.device.type, enabled=False):
         q, k = upcast(q), upcast(k)
@@ -297,8 +297,13 @@ def cbr_loss(hat_to_aft: Tensor) -> Tensor:
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     """Eq. 12, L_cap: cross-entropy of each next word, a mean over all real words of the batch.
-    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with 0."""
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), caption[:, 1:].flatten(), ignore_index=0)
+    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), caption[:, 1:].flatten(), ignore_index=NULL)
+
+
+def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
+    """Eq. 13: L = L_cap + w_match L_cv + w_cbr L_cm, of what SCORER.forward returns."""
+    return losses["caption"] + cfg.w_match * losses.get("match", 0) + cfg.w_cbr * losses.get("cbr", 0)
 
 
 # ---- method ----------------------------------------------------------------------------------------------------------
@@ -350,7 +355,7 @@ class SCORER(nn.Module):
         return self.fuse(joined), x_bef, x_aft, tokens
 
     def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
-        """The parts of Eq. 13 for one batch of pairs: features (B, C, H, W) twice, caption (B, V)."""
+        """The terms of Eq. 13 for one batch of pairs: features (B, C, H, W) twice, caption (B, V)."""
         cfg = self.cfg
         difference, x_bef, x_aft, tokens = self.encode(before, after)
         hidden, _ = self.decoder(caption, difference)
@@ -361,7 +366,7 @@ class SCORER(nn.Module):
             aft_to_bef = similarity(q_aft, k_bef, self.log_scale, cfg.matching, cfg.heads)
             losses["match"] = match_loss(bef_to_aft, aft_to_bef)
         if cfg.w_cbr:
-            valid = caption != 0
+            valid = caption != NULL
             sentence = mean_of(hidden, valid)
             if cfg.sentence_mean == "padded":
                 sentence = sentence * valid.sum(1, keepdim=True) / self.max_len
@@ -387,9 +392,9 @@ class SCORER(nn.Module):
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Where the decoder looked: last layer's attention over cells, mean over heads and over the words of ids
         (B, V) -> "attention" (B, H, W). Row t of the scores is the state that predicts word t + 1."""
-        difference, look = self.encode(before, after)[0], self.decoder.layers[-1].cross_attention
+        difference, attention = self.encode(before, after)[0], self.decoder.layers[-1].cross_attention
         _, query = self.decoder(ids, difference)
-        weight = look.scores(query, look.key(difference)).softmax(-1).mean(1)  # (B, V, N)
+        weight = attention.scores(query, attention.key(difference)).softmax(-1).mean(1)  # (B, V, N)
         return {"attention": mean_of(weight[:, :-1], ids[:, 1:] > END).unflatten(1, self.grid[1:])}
 
 
@@ -397,22 +402,21 @@ class SCORER(nn.Module):
 
 
 def losses_of(model: SCORER, batches: tuple, cfg: Config) -> dict[str, Tensor]:
-    """Eq. 13 and its parts, each a mean over the batches (changed pairs, distractor pairs). They stay separate: a
+    """Eq. 13 and its terms, each a mean over a step's batches (changed pairs, distractor pairs). These stay separate: a
     scene's default image is "before" in both, which a contrastive loss over all pairs would take for a negative."""
     losses: dict[str, Tensor] = {}
     for batch in (b.to(cfg.device) for b in batches):
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
-            parts = model(batch.before, batch.after, batch.caption)
-        losses = {name: losses.get(name, 0) + part / len(batches) for name, part in parts.items()}
-    losses["total"] = losses["caption"] + cfg.w_match * losses.get("match", 0) + cfg.w_cbr * losses.get("cbr", 0)
-    return losses
+            terms = model(batch.before, batch.after, batch.caption)
+        losses = {name: losses.get(name, 0) + term / len(batches) for name, term in terms.items()}
+    return losses | {"total": total_loss(losses, cfg)}
 
 
 def train(cfg: Config, dataset, resume: bool = False) -> SCORER:
     """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
 
-    Stopped by Ctrl-C or SIGTERM it saves last.pt and exits 130 or 143; with `resume` it goes on from there as if
-    nothing had happened. FloatingPointError where a loss is not finite."""
+    Ctrl-C and SIGTERM save last.pt and exit 130 or 143; `resume` continues from there as if training had never
+    stopped. FloatingPointError if a loss is not finite."""
     torch.manual_seed(cfg.seed)
     model = SCORER(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -437,7 +441,7 @@ def evaluate(model: SCORER, dataset, split: str, cfg: Config, out_dir: Path | No
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
     Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs,
-    printed and written beside captions and sample pictures."""
+    printed and written with captions and sample pictures."""
     model.eval()
     captions, maps = {}, {}  # by pair id
     for batch in dataset.eval_batches(split, cfg.eval_batch):
@@ -445,8 +449,8 @@ def evaluate(model: SCORER, dataset, split: str, cfg: Config, out_dir: Path | No
         ids = model.generate(batch.before, batch.after, sample=cfg.val_decode == "sample" and out_dir is None)
         captions |= zip(batch.pair_ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
-            seen = model.attention_map(batch.before, batch.after, ids)
-            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.pair_ids)}
+            batch_maps = model.attention_map(batch.before, batch.after, ids)
+            maps |= {i: {name: m[b] for name, m in batch_maps.items()} for b, i in enumerate(batch.pair_ids)}
     model.train()
     return dataset.results(split, captions, maps, out_dir)
 

@@ -1,12 +1,9 @@
 """Speed and memory of the methods against their plain formulations, on this machine. Not a test.
 
-    python tests/bench.py step [--method dirl_ccr] [--batch 128] [--device cuda]    one training step at the papers'
-    size
-    python tests/bench.py step --method idc_pretrain --task mvcl                    one of pre-training (default:
-    fine-tuning)
-    python tests/bench.py decode [--method dirl_ccr] [--batch 64]                   greedy captions, cached and not
-    python tests/bench.py match [--batch 128]                                       token-wise matching, forward and
-    backward
+    python tests/bench.py step [--method dirl_ccr] [--batch 128]    one training step at the papers' size
+    python tests/bench.py step --method idc_pretrain --task mvcl    one of pre-training (default: fine-tuning)
+    python tests/bench.py decode [--method dirl_ccr] [--batch 64]   greedy captions, cached and not
+    python tests/bench.py match [--batch 128]                       token-wise matching, forward and backward
 
 The plain formulation is the one of tests/test_common.py (every matching score at once; attention's probabilities
 written out), in float32 without torch.compile, and a decoder that starts over at each word. The two take turns; each
@@ -32,7 +29,13 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 import torch
 from open_clip.transformer import TextTransformer
 from test_common import dense_match
-from torch.utils.flop_counter import FlopCounterMode, register_flop_formula, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    flop_registry,
+    register_flop_formula,
+    sdpa_backward_flop,
+    sdpa_flop,
+)
 
 import cheers
 import common
@@ -50,8 +53,10 @@ ENTITIES, CLIP = 500, 768  # candidates of CHEERS, and ViT-L-14's width
 PHRASE, REPEATED = 16, 10  # ids of a noun phrase, and how many phrases the distractors share
 
 # What PyTorch does not count by itself.
-register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, True)(sdpa_flop)
-register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, True)(sdpa_backward_flop)
+for kernel, count in (("", sdpa_flop), ("_backward", sdpa_backward_flop)):
+    operator = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{kernel}")
+    if operator not in flop_registry:  # newer versions of PyTorch count it
+        register_flop_formula(operator, True)(count)
 register_flop_formula(torch.ops.common.token_match)(lambda q, k, **_: 2 * q[0] * q[1] * q[2] * k[0] * k[1])
 
 
@@ -78,12 +83,8 @@ def plain_attend(self, q, k, v, causal=False, mask=None):
 
 def phrases_of(cfg, texts):
     """rdd_acr.Phrases of two batches of captions: of the changed pairs' every one another, of the others' a few."""
-    clip = (
-        TextTransformer(77, 49408, CLIP, heads=12, layers=12, output_dim=CLIP)
-        .to(cfg.device)
-        .requires_grad_(False)
-        .eval()
-    )
+    clip = TextTransformer(77, 49408, CLIP, heads=12, layers=12, output_dim=CLIP).to(cfg.device)
+    clip.requires_grad_(False).eval()
     rows = [i % REPEATED if i >= len(texts) // 2 else REPEATED + i for i in range(len(texts))]
     phrases = object.__new__(rdd_acr.Phrases)
     phrases.phrase = {kind: dict(zip(texts, texts, strict=True)) for kind in ("nouns", "verbs")}
@@ -99,9 +100,7 @@ def work_of(args):
     method, model = sys.modules[args.method], METHODS[args.method]
     grid = tuple(args.grid or ((2048, 7, 7) if method is idc_pretrain else (1024, 14, 14)))
     cfg = preset(method.Config, method.PRESETS, {}, "clevr_change")
-    cfg = dataclasses.replace(
-        cfg, dim=args.dim, device=args.device, batch_size=args.batch, amp=cfg.amp and not args.plain
-    )
+    cfg = dataclasses.replace(cfg, dim=args.dim, device=args.device, batch_size=args.batch, amp=not args.plain)
     heads_of = lambda q, k, heads: zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True)
     dense = lambda q, k, heads=1: sum(dense_match(*pair) for pair in heads_of(q, k, heads)) / heads
     if args.what == "match":
@@ -140,7 +139,7 @@ def work_of(args):
         optimizer.step()
 
     def compile_it():
-        if not args.plain and common.can_compile(cfg):
+        if not args.plain and cfg.compile and cfg.device.startswith("cuda"):
             model.compile(fullgraph=True, dynamic=False)
             if method is rdd_acr:
                 more[0].encode_prompted = torch.compile(data.encode_prompted, fullgraph=True, dynamic=False)
