@@ -11,7 +11,9 @@ project. The main rows go into README.md as well, and a few captions of each met
 """
 
 import argparse
+import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -42,12 +44,19 @@ ROWS = {
     "Subtraction (DIRL's decoder)": "dirl_ccr.py --difference subtract --w_dirl 0 --w_ccr 0",
     "Transformer": "dirl_ccr.py --w_dirl 0 --w_ccr 0",
     "DIRL": "dirl_ccr.py --w_ccr 0",
+    "DIRL, non-perturbation": "dirl_ccr.py --w_ccr 0 --alpha 0",
+    "DIRL, discrimination": "dirl_ccr.py --w_ccr 0 --no-correlate",
     "CCR": "dirl_ccr.py --w_dirl 0",
     "DIRL+CCR, released": "dirl_ccr.py --reading released",
     "direct-sub": "rdd_acr.py --no-gde --order none --w_n2o 0 --w_v2a 0",
     "GDE": "rdd_acr.py --order none --w_n2o 0 --w_v2a 0",
-    "GDE+N": "rdd_acr.py --order n --w_n2o 0 --w_v2a 0",
-    "GDE+N+V": "rdd_acr.py --w_n2o 0 --w_v2a 0",
+    "GDE+N": "rdd_acr.py --order n --w_v2a 0",
+    "GDE+V": "rdd_acr.py --order v --w_n2o 0",
+    "GDE+V&N": "rdd_acr.py --order v&n",
+    "GDE+V+N": "rdd_acr.py --order v+n",
+    "RDD+ACR, no losses": "rdd_acr.py --w_n2o 0 --w_v2a 0",
+    "RDD+ACR, L_N2O": "rdd_acr.py --w_v2a 0",
+    "RDD+ACR, L_V2A": "rdd_acr.py --w_n2o 0",
     "RDD+ACR, no residual": "rdd_acr.py --no-residual",
     "CHEERS, baseline": "cheers.py --layers 0 --k 0 --gate none --w_consistency 0 --w_match 0",
     "CRE": "cheers.py --no-dre --gate none",
@@ -60,6 +69,12 @@ ROWS = {
     "IDC, MLM": "idc_pretrain.py --pretrain_steps 1000 --steps 1600 --mvcl 0 --fda 0",
     "IDC, MLM+MVCL": "idc_pretrain.py --pretrain_steps 1000 --steps 1600 --fda 0",
     "IDC, all three": "idc_pretrain.py --pretrain_steps 1000 --steps 1600",
+    # The papers' depth, which the presets of mini do not have.
+    "SCORER+CBR, 2 layers": "scorer_cbr.py --layers 2",
+    "DIRL+CCR, 2 layers": "dirl_ccr.py --layers 2",
+    "RDD+ACR, N = 3": "rdd_acr.py --distil_steps 3",
+    "CHEERS, 2 layers": "cheers.py --layers 2",
+    "IDC, 3 layers": "idc_pretrain.py --layers 3",
     "words alone": "scorer_cbr.py --blind",
 }
 IN_README = ["SCORER+CBR", "DIRL+CCR", "RDD+ACR", "CHEERS", "IDC", "Subtraction (SCORER's decoder)",
@@ -78,17 +93,50 @@ COLUMNS = {  # column -> where scores_test.json has it
     "pointing": ("pointing", ("attention", "decoder"), "total"),
 }
 README_COLUMNS = list(COLUMNS)[:6]
-# What a paper's tables say: the first row scores higher than the second.
+# The papers' ablation tables: row here -> published CIDEr.
+TABLES = {
+    "SCORER+CBR, Table 6 (CLEVR-Change)": {
+        "Subtraction (SCORER's decoder)": 119.7, "RR": 123.8, "SCORER": 126.0, "RR+CBR": 125.5, "SCORER+CBR": 126.8,
+    },
+    "DIRL+CCR, Table 6 (CLEVR-DC)": {"Transformer": 79.6, "DIRL": 81.8, "CCR": 82.7, "DIRL+CCR": 84.1},
+    "DIRL+CCR, Table 7 (CLEVR-DC)": {
+        "Transformer": 79.6, "DIRL, non-perturbation": 79.3, "DIRL, discrimination": 79.5, "DIRL": 81.8,
+    },
+    "RDD+ACR, Table 4 (CLEVR-Change)": {
+        "direct-sub": 120.4, "GDE": 125.2, "GDE+N": 124.8, "GDE+V": 127.5, "GDE+V&N": 126.4, "GDE+V+N": 127.6,
+        "RDD+ACR": 128.1,
+    },
+    "RDD+ACR, Table 5 (CLEVR-Change)": {
+        "RDD+ACR, no losses": 127.0, "RDD+ACR, L_N2O": 127.2, "RDD+ACR, L_V2A": 127.5, "RDD+ACR": 128.1,
+    },
+    "CHEERS, Table 4 (CLEVR-Change)": {
+        "CHEERS, baseline": 100.1, "CRE": 128.6, "DRE": 127.7, "HRD": 125.3, "GATE": 104.4, "CHEERS": 130.0,
+    },
+    "IDC, Table 4 (CLEVR-Change)": {
+        "IDC, 1600 steps": 89.8, "IDC, MLM": 94.9, "IDC, MLM+MVCL": 119.7, "IDC, all three": 128.9,
+    },
+}  # fmt: skip
+# Pairs of a table's rows of which the paper says that the first scores higher than the second.
 CLAIMS = {
-    "SCORER+CBR": [("RR", "Subtraction (SCORER's decoder)"), ("SCORER", "RR"), ("RR+CBR", "RR"), ("SCORER+CBR", "SCORER"),
-                   ("SCORER+CBR", "SCORER+CBR, matching tm"), ("SCORER+CBR", "SCORER+CBR, matching mean")],
-    "DIRL+CCR": [("Transformer", "Subtraction (DIRL's decoder)"), ("DIRL", "Transformer"), ("CCR", "Transformer"),
-                 ("DIRL+CCR", "DIRL"), ("DIRL+CCR", "CCR")],
-    "RDD+ACR": [("GDE", "direct-sub"), ("GDE+N", "GDE"), ("GDE+N+V", "GDE+N"), ("RDD+ACR", "GDE+N+V")],
-    "CHEERS": [("CRE", "CHEERS, baseline"), ("DRE", "CHEERS, baseline"), ("HRD", "CRE"), ("HRD", "DRE"),
-               ("GATE", "CHEERS, baseline"), ("CHEERS", "HRD"), ("CHEERS", "GATE")],
-    "IDC": [("IDC, MLM", "IDC, 1600 steps"), ("IDC, MLM+MVCL", "IDC, MLM"),
-            ("IDC, all three", "IDC, MLM+MVCL")],
+    "SCORER+CBR, Table 6 (CLEVR-Change)": [
+        ("RR", "Subtraction (SCORER's decoder)"), ("SCORER", "RR"), ("RR+CBR", "RR"), ("SCORER+CBR", "SCORER"),
+    ],
+    "DIRL+CCR, Table 6 (CLEVR-DC)": [
+        ("DIRL", "Transformer"), ("CCR", "Transformer"), ("DIRL+CCR", "DIRL"), ("DIRL+CCR", "CCR"),
+    ],
+    "DIRL+CCR, Table 7 (CLEVR-DC)": [("DIRL", "DIRL, non-perturbation"), ("DIRL", "DIRL, discrimination")],
+    "RDD+ACR, Table 4 (CLEVR-Change)": [
+        ("GDE", "direct-sub"), ("GDE", "GDE+N"), ("GDE+V", "GDE"), ("RDD+ACR", "GDE"), ("RDD+ACR", "GDE+V&N"),
+        ("RDD+ACR", "GDE+V+N"),
+    ],
+    "RDD+ACR, Table 5 (CLEVR-Change)": [("RDD+ACR", "RDD+ACR, no losses")],
+    "CHEERS, Table 4 (CLEVR-Change)": [
+        ("CRE", "CHEERS, baseline"), ("DRE", "CHEERS, baseline"), ("HRD", "CHEERS, baseline"), ("CRE", "HRD"),
+        ("GATE", "CHEERS, baseline"), ("CHEERS", "HRD"), ("CHEERS", "GATE"),
+    ],
+    "IDC, Table 4 (CLEVR-Change)": [
+        ("IDC, MLM", "IDC, 1600 steps"), ("IDC, MLM+MVCL", "IDC, MLM"), ("IDC, all three", "IDC, MLM+MVCL"),
+    ],
 }  # fmt: skip
 
 # Where papers are silent or the released code differs: a row, what it does here, and the row that does otherwise.
@@ -153,7 +201,7 @@ def collect(runs: Path, seeds: list[int]) -> tuple[dict[str, dict[str, list[floa
 
 
 def cell(values: list[float | None]) -> str:
-    """Mean and, in brackets, the distance between the lowest and the highest."""
+    """Mean and, in parentheses, the range (max - min)."""
     if not values or None in values:
         return "-"
     return f"{statistics.fmean(values):.1f}" + (f" ({max(values) - min(values):.1f})" if len(values) > 1 else "")
@@ -171,34 +219,60 @@ def table(values: dict, rows: list[str], columns: list[str], commands: bool) -> 
 
 
 def verdict(values: dict, better: str, worse: str) -> str:
-    """Does mini agree that one row scores higher than another, by semantic CIDEr in the same number of seeds?"""
+    """Does mini agree that one row scores higher than another, by semantic CIDEr? Three standard errors of the
+    difference of means decide, and a difference below 10 is none."""
     a, b = (values.get(row, {}).get("semantic CIDEr", []) for row in (better, worse))
     if min(len(a), len(b)) < 2:
         return "not run"
-    gap, spread = statistics.fmean(a) - statistics.fmean(b), max(max(x) - min(x) for x in (a, b))
-    answer = "cannot tell" if abs(gap) <= 2 * spread else "confirmed" if gap > 0 else "contradicted"
-    return f"{answer} ({gap:+.0f}, spread {spread:.0f})"
+    gap = statistics.fmean(a) - statistics.fmean(b)
+    margin = 3 * math.sqrt(statistics.variance(a) / len(a) + statistics.variance(b) / len(b))
+    answer = "cannot tell"
+    if abs(gap) >= max(margin, 10):
+        answer = "confirmed" if gap > 0 else "contradicted"
+    elif abs(gap) + margin <= 25:
+        answer = "no difference of 25"
+    return f"{answer} ({gap:+.0f}, 3 standard errors {margin:.0f})"
+
+
+def kendall(values: dict, published: dict[str, float]) -> float | None:
+    """Rank correlation (tau) of a table's rows between the paper and mini; None if a row has not been run."""
+    if not all(values.get(row, {}).get("semantic CIDEr") for row in published):
+        return None
+    rows = [(figure, statistics.fmean(values[row]["semantic CIDEr"])) for row, figure in published.items()]
+    pairs = [*itertools.combinations(rows, 2)]
+    agree = sum((a[0] > b[0]) == (a[1] > b[1]) for a, b in pairs)
+    return (2 * agree - len(pairs)) / len(pairs)
 
 
 def write(values: dict, about: set[str], seeds: list[int]) -> None:
     """tests/results.md, and the tables of README.md between their marks."""
-    cpu = (
-        re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
-    )
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpu = re.search(r"model name\s*: (.*)", cpuinfo)
     machine = f"{cpu[1] if cpu else platform.processor()}, {os.cpu_count()} cores, {platform.system()}"
-    claims = [f"| {paper} | {better} > {worse} | {verdict(values, better, worse)} |"
-              for paper, pairs in CLAIMS.items() for better, worse in pairs]  # fmt: skip
+    claims = ["| table | claim | published | on mini |", "|---|---|---|---|"]
+    for title, published in TABLES.items():
+        for better, worse in CLAIMS[title]:
+            figures = f"{published[better]} > {published[worse]}"
+            claims.append(f"| {title} | {better} > {worse} | {figures} | {verdict(values, better, worse)} |")
+    taus = ["| table | rows | Kendall's tau |", "|---|---|---|"]
+    for title, published in TABLES.items():
+        tau = kendall(values, published)
+        taus.append(f"| {title} | {len(published)} | {'not run' if tau is None else f'{tau:+.2f}'} |")
     text = "\n".join([
         "# Results on mini", "",
         "Written by `python tests/results.py`. Test split, 500 changed and 500 distractor pairs. Means over the seeds "
-        f"{', '.join(map(str, seeds))}; in brackets the distance between the lowest and the highest seed. CIDEr, BLEU-4 and "
-        "METEOR x 100, the rest in %. Minutes are of training and evaluation on one thread, beside whatever else ran.", "",
+        f"{', '.join(map(str, seeds))}, with the range (max - min) in parentheses. CIDEr, BLEU-4 and METEOR are x 100, "
+        "the rest is in %. Minutes are of training and evaluation on one thread of a machine that did other work, too.",
+        "",
         f"Machine: {machine}, Python {platform.python_version()}. Runs: {'; '.join(sorted(about))}.", "",
         table(values, list(ROWS), [*COLUMNS, "minutes"], commands=True), "",
         "## What the papers claim", "",
-        "A claim is confirmed (or contradicted) where the means of semantic CIDEr are further apart than twice the larger "
-        "spread over seeds.", "",
-        "| paper | claim | on mini |", "|---|---|---|", *claims, "",
+        "Each claim names its table and the two published CIDEr figures. It is confirmed (or contradicted) if the "
+        "means of semantic CIDEr on mini differ by at least three standard errors and by at least 10. If they do not, "
+        "and the difference with its three standard errors lies within -25 ... 25, there is no difference of 25.", "",
+        *claims, "",
+        "How well mini keeps the order of each table's rows (1: the same order, -1: the reverse):", "",
+        *taus, "",
     ])  # fmt: skip
     (HERE / "results.md").write_text(text)
     effects = ["| method | here | otherwise | CIDEr here | otherwise |", "|---|---|---|---|---|"]
