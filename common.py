@@ -321,10 +321,11 @@ def parse_args(
     command = group.add_mutually_exclusive_group()
     command.add_argument("--resume", action="store_true", help="continue out_dir's last.pt")
     command.add_argument("--eval", metavar="CHECKPOINT", help="only evaluate this checkpoint")
-    command.add_argument("--caption", nargs=2, metavar=("BEFORE", "AFTER"), help="print the caption of two image files")
+    caption = "caption two images, BEFORE AFTER, or every pair of a CSV file with the columns before, after"
+    command.add_argument("--caption", nargs="+", metavar="FILE", help=caption)
     group.add_argument("--split", choices=["val", "test"], default="test", help="split for --eval (default: test)")
     group.add_argument("--checkpoint", help="checkpoint for --caption")
-    group.add_argument("--out", metavar="PICTURE", help="with --caption: write the attention picture here")
+    group.add_argument("--out", metavar="FILE", help="with --caption: the attention picture, or captions.json of a CSV")
     group = parser.add_argument_group(f"config (presets change it for {', '.join(presets)})")
     comments = {}  # field -> its trailing comment in the class or a base of it
     for base in reversed(Config.__mro__[:-1]):
@@ -338,8 +339,12 @@ def parse_args(
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if f.name in args}
     if bool(args.caption) != bool(args.checkpoint):
         raise ValueError("--caption and --checkpoint go together, for example --checkpoint runs/<run>/best.pt")
-    if args.out is not None and not (args.caption and Path(args.out).suffix.lower() in PICTURES):
-        raise ValueError(f"--out {args.out}: expected --caption, and a name that ends in {', '.join(PICTURES)}")
+    many = args.caption and len(args.caption) == 1
+    if args.caption and not (args.caption[0].lower().endswith(".csv") if many else len(args.caption) == 2):
+        raise ValueError(f"--caption {' '.join(args.caption)}: expected two images, or a .csv file")
+    endings = (".json",) if many else (".png", ".jpg", ".jpeg", ".pdf")
+    if args.out is not None and not (args.caption and args.out.lower().endswith(endings)):
+        raise ValueError(f"--out {args.out}: expected --caption, and a name that ends in {', '.join(endings)}")
     if args.split != "test" and args.eval is None:
         raise ValueError("--split goes with --eval")
 
@@ -365,9 +370,6 @@ def parse_args(
     if not args.caption:
         check_folder(Path(out_dir), new=not checkpoint, overwrite=cfg.overwrite)
     return cfg, args
-
-
-PICTURES = (".png", ".jpg", ".jpeg", ".pdf")  # what --out may be
 
 
 def usable_device(name: str) -> str:
