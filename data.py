@@ -761,7 +761,7 @@ class Dataset:
         return groups
 
     def examples(self, split: str, count: int) -> dict[str, list[Pair]]:
-        """The first pairs of every kind of change, and of no change, in a split; of all pairs if kinds are not known."""
+        """The first pairs of every kind of change, and of no change, in a split; of all if kinds are unknown."""
         pairs = self.pairs(split)
         kinds = self.kinds or {"all": {p.id for p in pairs}}
         examples = {kind: [p for p in pairs if p.id in ids][:count] for kind, ids in kinds.items()}
