@@ -1825,9 +1825,10 @@ def main(argv: list[str] | None = None) -> None:
         p.add_argument("--device", default="", help="where features are made (default: cuda where there is one)")
         p.set_defaults(extractor="")
         if first in made:
-            p.add_argument("--scenes", type=int, default=RunConfig.scenes, help="training scenes (default: %(default)s)")
-            p.add_argument("--objects", default=RunConfig.objects, help="fewest and most objects (default: %(default)s)")
-            p.add_argument("--data_seed", type=int, default=RunConfig.data_seed, help="of scenes and features (default: %(default)s)")
+            for flag, text in (("scenes", "training scenes"), ("objects", "fewest and most objects of a scene"),
+                               ("data_seed", "seed of scenes and features")):  # fmt: skip
+                default = getattr(RunConfig, flag)
+                p.add_argument(f"--{flag}", type=type(default), default=default, help=f"{text} (default: {default})")
         else:
             p.add_argument("--extractor", choices=RESNETS, help="features of another extractor, in a file of their own")
     p = commands.add_parser("score", help="score a file of captions against a file of references")
@@ -2125,26 +2126,32 @@ def parse_caption(text: str) -> dict[str, str | None]:
     return said
 
 
+def names_changed(said: dict[str, str | None], truth: dict) -> bool:
+    """Is what parse_caption returns true of the changed object and of no other object of the scene before (for add:
+    after)? truth: an entry of scenes.json."""
+    named = {name: said[name] for name in ATTRIBUTES if said[name]}
+    scene = truth["objects"]["semantic" if truth["type"] == "add" else "default"]
+    return bool(named) and [i for i, item in enumerate(scene) if named.items() <= item.items()] == [truth["changed"]]
+
+
 def mini_accuracy(captions: dict[str, str], scenes: dict) -> dict[str, float]:
     """What share of captions (pair id -> caption) is right, in %. scenes: content of scenes.json.
 
-    Of unchanged pairs, "distractors": captioned as unchanged. Of changed pairs, "change type"; "all four": what is
-    named is true of the changed object and of no other; "size", "color", "material", "shape": named and true, or not
-    needed for "all four"; "new value" of color and material."""
+    Of unchanged pairs, "distractors": captioned as unchanged. Of changed pairs, "change type"; "all four":
+    names_changed; "size", "color", "material", "shape": named and true, or not needed for "all four"; "new value" of
+    color and material."""
     right = {name: [] for name in ("change type", "distractors", *ATTRIBUTES, "all four", "new value")}
     for key, text in captions.items():
         said, truth = parse_caption(text), scenes[str(int(key[:6]))]
         if key.endswith("_n"):
             right["distractors"].append(said["type"] == "same")
             continue
-        kind, changed = truth["type"], truth["changed"]
-        scene = truth["objects"]["semantic" if kind == "add" else "default"]
-        named = {name: said[name] for name in ATTRIBUTES if said[name]}
-        exact = bool(named) and [i for i, item in enumerate(scene) if named.items() <= item.items()] == [changed]
+        kind, changed, exact = truth["type"], truth["changed"], names_changed(said, truth)
+        item = truth["objects"]["semantic" if kind == "add" else "default"][changed]
         right["change type"].append(said["type"] == kind)
         right["all four"].append(exact)
         for name in ATTRIBUTES:
-            right[name].append(named[name] == scene[changed][name] if name in named else exact)
+            right[name].append(said[name] == item[name] if said[name] else exact)
         if kind in ATTRIBUTES:
             right["new value"].append(said["value"] == truth["objects"]["semantic"][changed][kind])
     return {name: round(100 * float(np.mean(hits)), 2) if hits else math.nan for name, hits in right.items()}
