@@ -2,7 +2,7 @@
 
     python data.py mini                               render the embedded data set and make its features
     python data.py clevr_change --data_dir D          extract features, build the vocabulary
-    python data.py clevr_change --data_dir D --check  what is there, missing or corrupt
+    python data.py clevr_change --data_dir D --check  what is there, what is missing
     python data.py score --predictions P --references R
 
 A data set is a folder in its authors' release layout; `load` reads it into a Dataset, whose batches feed any method.
@@ -73,15 +73,15 @@ SPECIAL = ["<NULL>", "<UNK>", "<START>", "<END>"]
 
 
 def tokenize(caption: str) -> list[str]:
-    """The field's rule for its vocabularies: ';' and ',' stand alone, '?' and '.' go, split at single blanks, case
-    kept. Double or outer blanks give empty words; published vocabulary sizes count them, so they stay."""
+    """The field's rule for its vocabularies: ';' and ',' are words, '?' and '.' go, the rest is split at single blanks;
+    case is kept. Double or outer blanks give empty words. Published vocabulary sizes count them, so they stay."""
     for mark in ";,":
         caption = caption.replace(mark, f" {mark}")
     return caption.replace("?", "").replace(".", "").split(" ")
 
 
 def tokenize_lower(caption: str) -> list[str]:
-    """Lower case; words, each sign by itself but for dots in a row (the rule of Image Editing Request's authors)."""
+    """Lower-case words, dots in a row, and every other sign by itself (the rule of Image Editing Request's authors)."""
     return re.findall(r"\w+|\.+|[^\w\s]", caption.lower())
 
 
@@ -89,9 +89,7 @@ class Vocab:
     """Words <-> ids: the four special ids, then the words of the training captions in codepoint order. `tokenizer` cuts
     captions into words, of which the first `max_words` are read (None: all)."""
 
-    def __init__(
-        self, words: list[str], tokenizer: Callable[[str], list[str]] = tokenize, max_words: int | None = None
-    ):
+    def __init__(self, words: list[str], tokenizer: Callable = tokenize, max_words: int | None = None):
         if words[: len(SPECIAL)] != SPECIAL:
             raise ValueError(f"vocabulary must begin with {' '.join(SPECIAL)}")
         if len(words) == len(SPECIAL):
@@ -100,10 +98,8 @@ class Vocab:
         self.tokenizer, self.max_words = tokenizer, max_words
 
     @classmethod
-    def of(
-        cls, captions: Iterable[str], min_count: int = 1, tokenizer: Callable = tokenize, max_words: int | None = None
-    ):
-        """Of the words that occur in the captions at least `min_count` times."""
+    def of(cls, captions: Iterable[str], min_count: int = 1, tokenizer: Callable = tokenize, max_words=None):
+        """The vocabulary of the words that occur in the captions at least `min_count` times."""
         counts = Counter(word for caption in captions for word in tokenizer(caption))
         return cls(SPECIAL + sorted(w for w, n in counts.items() if n >= min_count), tokenizer, max_words)
 
@@ -155,30 +151,24 @@ class Release:
     """A release as its files say."""
 
     scenes: dict[str, list[Scene]]  # split -> scenes
-    groups: dict[str, set[str]]  # pair ids that are scored apart
+    groups: dict[str, set[str]]  # pair ids that are scored separately
     kinds: dict[str, set[str]]  # kind of change -> pair ids
-    overlap: dict[str, float]  # pair id -> IoU of object boxes between the two images; empty where not released
+    overlap: dict[str, float]  # pair id -> IoU of object boxes between the two images; empty if not released
     paths: dict[str, Path]  # image name -> file
-    # pair id -> the changed object's box [x, y, w, h] in pixels, before and after; None where it is not in the image
+    # pair id -> the changed object's box [x, y, w, h] in pixels, before and after; None if it is not in the image
     boxes: dict[str, tuple[list | None, list | None]] = field(default_factory=dict)
-    notes: list[str] = field(
-        default_factory=list
-    )  # what to know of this copy, such as missing pairs; said once by load
+    notes: list[str] = field(default_factory=list)  # what to know of this copy, such as missing pairs
 
 
-def of_single_pairs(
-    pairs: dict[str, list[Pair]], folder: Path, kinds: dict | None = None, notes: tuple = ()
-) -> Release:
-    """A release of one pair a scene, from the pairs of each split and the folder that image names are relative to. Each
-    kind of change is scored apart. ValueError where a split that is given has no pair, or a pair no caption."""
-    for split, of_split in pairs.items():
-        if not of_split:
-            raise ValueError("; ".join([f"{folder}: no pairs in {split}", *notes]))
-        if uncaptioned := [p.id for p in of_split if not p.captions]:
-            raise ValueError(f"{folder}: no captions for {uncaptioned[0]}")
-    paths = {
-        name: folder / name for of_split in pairs.values() for p in of_split for name in (p.before, p.after) if name
-    }
+def of_single_pairs(pairs: dict[str, list[Pair]], folder: Path, kinds: dict | None = None, notes=()) -> Release:
+    """A release of one pair a scene. pairs: split -> its pairs, whose image names are relative to `folder`. Each kind
+    of change is scored separately."""
+    if unknown := pairs.keys() - set(SPLITS):
+        raise ValueError(f"{folder}: expected the splits {', '.join(SPLITS)}, found {min(unknown)!r}")
+    if empty := [split for split in pairs if not pairs[split]]:
+        raise ValueError("; ".join([f"{folder}: no pairs in {empty[0]}", *notes]))
+    every = [p for split_pairs in pairs.values() for p in split_pairs]
+    paths = {name: folder / name for p in every for name in (p.before, p.after) if name}
     scenes = {split: [Scene((p,)) for p in pairs.get(split, ())] for split in SPLITS}
     return Release(scenes, kinds or {}, kinds or {}, {}, paths, notes=[*notes])
 
@@ -187,8 +177,8 @@ LOCK = ".lock"
 
 
 def lock(folder: Path) -> IO:
-    """Make the folder, and keep other processes out until the file that is returned is closed; ValueError where one has
-    it."""
+    """Makes the folder and keeps other processes out until the file that it returns is closed. ValueError if another
+    process is in."""
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / LOCK, "w")
     try:
@@ -202,49 +192,42 @@ def lock(folder: Path) -> IO:
     return file
 
 
-def check_shape(content, shape, where: str) -> None:
-    """ValueError where the content of a file has another shape. Shapes are written as data: str is a string, (int, str)
-    one of two types, ("a", "b") one of two words, [str] a list, [str, ...] a list that is not empty, {str: int} a dict,
-    {"a": int} a dict that has a key "a" and maybe others."""
-    words = isinstance(shape, tuple) and isinstance(shape[0], str)
-    types = shape if isinstance(shape, tuple) else (type(shape) if isinstance(shape, list | dict) else shape,)
-    fits = content in shape if words else isinstance(content, types) and (type(content) is not bool or bool in types)
-    if not fits:
-        expected = " or ".join(t if words else t.__name__ for t in types)
-        raise ValueError(f"{where}: expected {expected}, found {type(content).__name__} {str(content)[:80]!r}")
+def check_shape(content, shape, where: str = "") -> None:
+    """ValueError if JSON is not of a shape. str is a string, (int, str) either type, [str] a list of strings,
+    {str: int} a dict of numbers, {"a": int} a dict that has the key "a". where: the part of the file that this is."""
+    types = type(shape) if isinstance(shape, list | dict) else shape
+    if isinstance(content, bool) or not isinstance(content, types):
+        names = " or ".join(t.__name__ for t in (types if isinstance(types, tuple) else [types]))
+        raise ValueError(f"{where}expected {names}, found {content!r:.60}")
     if isinstance(shape, list):
-        if ... in shape and not content:
-            raise ValueError(f"{where}: expected a list that is not empty")
         for n, item in enumerate(content):
-            check_shape(item, shape[0], f"{where}, item {n}")
+            check_shape(item, shape[0], f"{where}item {n}, ")
     elif isinstance(shape, dict):
         for key in content if str in shape else shape:
             if key not in content:
-                found = ", ".join(map(str, content))[:80]
-                raise ValueError(f"{where}: no key {key!r}; expected {', '.join(shape)[:80]}, found {found}")
-            check_shape(content[key], shape.get(str) or shape[key], f"{where}, {key!r}")
+                raise ValueError(f"{where}expected the key {key!r}, found {', '.join(map(str, content)):.60}")
+            check_shape(content[key], shape.get(str) or shape[key], f"{where}{key!r}, ")
 
 
 def read_json(path: Path, shape=dict):
-    """Parsed JSON of a shape, see check_shape; FileNotFoundError or ValueError in one line."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{path} is not valid JSON ({e}); make or fetch it again") from e
-    check_shape(content, shape, f"{path}")
+    """Parsed JSON of a shape, see check_shape."""
+    text = path.read_bytes()
+    with file_errors(path, "correct it, or fetch it again"):
+        content = json.loads(text)
+        check_shape(content, shape)
     return content
 
 
-def read_table(path: Path, shape: dict[str, type], **dialect) -> list[dict]:
-    """The rows of a CSV file with a header, each of a shape, see check_shape. dialect: csv.DictReader's."""
+def read_table(path: Path, columns: Iterable[str], **dialect) -> list[dict[str, str]]:
+    """The rows of a CSV file that has these columns. dialect: csv.DictReader's."""
     with open(path, encoding="utf-8-sig", newline="") as f, file_errors(path, "correct it"):
         rows = list(csv.DictReader(f, **dialect))
-    check_shape(rows, [shape], f"{path}")
+        check_shape(rows, [dict.fromkeys(columns, str)])
     return rows
 
 
 def read_columns(path: Path) -> dict[str, str]:
-    """The lines of a text file: the first word -> the others."""
+    """The lines of a text file: the first word -> the rest."""
     lines = path.read_text(encoding="utf-8").splitlines()
     with file_errors(path, "expected two columns"):
         return dict(line.split(maxsplit=1) for line in lines if line.strip())
@@ -260,11 +243,11 @@ CLEVR_FOLDERS = {"default": "images", "semantic": "sc_images", "nonsemantic": "n
 
 def read_clevr_change(root: Path) -> Release:
     """CLEVR-Change's layout (Park et al., ICCV 2019): images/, sc_images/, nsc_images/, splits.json, type_mapping.json,
-    change_captions.json, no_change_captions.json; for the view rows change_captions_by_IOU.json, for the pointing game
-    change_captions_with_bbox.json. Captions are keyed by the default image. If the distractor image has change captions
-    of its own, as its camera sees the change, the training swap of the two images uses those."""
+    change_captions.json, no_change_captions.json; change_captions_by_IOU.json for the view rows,
+    change_captions_with_bbox.json for the pointing game. Captions are keyed by the default image. If the distractor
+    image has change captions of its own, as its camera sees the change, swapped pairs use those."""
     splits = read_json(root / "splits.json", SPLIT_IDS)
-    captioned = {f"CLEVR_default_{number:06d}.png": [str, ...] for split in SPLITS for number in splits[split]}
+    captioned = {f"CLEVR_default_{number:06d}.png": [str] for split in SPLITS for number in splits[split]}
     change, same = (read_json(root / f"{name}_captions.json", captioned) for name in ("change", "no_change"))
     kinds = {kind: set(names) for kind, names in read_json(root / "type_mapping.json", {str: [str]}).items()}
     release = Release({}, {"semantic change": set(), "only distractor": set()} | kinds, kinds, {}, {})
@@ -283,18 +266,14 @@ def read_clevr_change(root: Path) -> Release:
             release.groups["only distractor"].add(unchanged.id)
     kinds["no change"] = release.groups["only distractor"]
     release.overlap = read_by_number(root / "change_captions_by_IOU.json", NUMBER)
-    file, box_or_none = root / "change_captions_with_bbox.json", (list, type(None))
-    for pair, both in read_by_number(file, {"bbox_before": box_or_none, "bbox_after": box_or_none}).items():
-        release.boxes[pair] = both["bbox_before"], both["bbox_after"]
-        for box in release.boxes[pair]:
-            if box is not None and (len(box) != 4 or any(type(value) not in NUMBER for value in box)):
-                raise ValueError(f"{file}, {pair}: expected [x, y, w, h] or null, found {box}")
+    box = (list, type(None))
+    boxes = read_by_number(root / "change_captions_with_bbox.json", {"bbox_before": box, "bbox_after": box})
+    release.boxes = {pair: (both["bbox_before"], both["bbox_after"]) for pair, both in boxes.items()}
     return release
 
 
 def read_by_number(file: Path, shape) -> dict:
-    """A JSON object by numbers of scenes, "12" -> the same by pair ids, "000012.png"; empty where there is no such
-    file."""
+    """A JSON object by numbers of scenes, "12" -> the same by pair ids, "000012.png"; empty if there is no file."""
     content = read_json(file, {str: shape}) if file.exists() else {}
     with file_errors(file, "expected numbers of scenes as keys"):
         return {f"{int(number):06d}.png": value for number, value in content.items()}
@@ -308,7 +287,7 @@ def read_clevr_dc(root: Path) -> Release:
     change. Ids come in six blocks of equal length, taken to be in the order in which the authors list their changes."""
     splits = read_json(root / "split.json", SPLIT_IDS)
     ids = [i for split in SPLITS for i in splits[split]]
-    texts, pairs, kinds = read_json(root / "captions.json", {str(i): [str, ...] for i in ids}), {}, {}
+    texts, pairs, kinds = read_json(root / "captions.json", {str(i): [str] for i in ids}), {}, {}
     for split in SPLITS:
         pairs[split] = [Pair(f"{i:06d}.png", f"bef/{i}.png", f"aft/{i}.png", texts[str(i)]) for i in splits[split]]
     block, rest = divmod(len(ids), len(DC_KINDS))
@@ -319,12 +298,12 @@ def read_clevr_dc(root: Path) -> Release:
 
 def read_spot_the_diff(root: Path) -> Release:
     """Spot-the-Diff (Jhamtani and Berg-Kirkpatrick, EMNLP 2018): annotations/<split>.json, resized_images/<id>.png and
-    <id>_2.png. The rows of an id (annotators) are one pair. Each sentence is a caption, empty ones (66) too, since
+    <id>_2.png. The rows of an id (annotators) are one pair. Each sentence is a caption. So are the 66 empty ones, since
     published vocabularies and scores count them."""
     pairs = {}
     for split in SPLITS:
         texts: dict[str, list[str]] = {}
-        for row in read_json(root / f"annotations/{split}.json", [{"img_id": (str, int), "sentences": [str, ...]}]):
+        for row in read_json(root / f"annotations/{split}.json", [{"img_id": (str, int), "sentences": [str]}]):
             texts.setdefault(str(row["img_id"]), []).extend(row["sentences"])
         pairs[split] = [Pair(i, f"resized_images/{i}.png", f"resized_images/{i}_2.png", c) for i, c in texts.items()]
     return of_single_pairs(pairs, root)
@@ -332,8 +311,8 @@ def read_spot_the_diff(root: Path) -> Release:
 
 def read_image_editing(root: Path) -> Release:
     """Image Editing Request (Tan et al., ACL 2019): {train,valid,test}.json, and the pictures in images/ or beside
-    them. Items with the same two images stay several, some of them in two splits."""
-    pairs, shape = {}, [{"uid": (str, int), "img0": str, "img1": str, "sents": [str, ...]}]
+    these files. Items with the same two images stay separate pairs; some are in two splits."""
+    pairs, shape = {}, [{"uid": (str, int), "img0": str, "img1": str, "sents": [str]}]
     for split, file in (("train", "train.json"), ("val", "valid.json"), ("test", "test.json")):
         rows = read_json(root / file, shape)
         pairs[split] = [Pair(str(row["uid"]), row["img0"], row["img1"], row["sents"]) for row in rows]
@@ -347,86 +326,69 @@ LEVIR_SAME = ("the scene is the same as before", "there is no difference", "the 
 
 def read_levir_cc(root: Path) -> Release:
     """LEVIR-CC (Liu et al., TGRS 2022): LevirCCcaptions.json and images/<split>/A (before) and B (after). Captions are
-    the file's own tokens; empty ones go. `changeflag` marks changed pairs; where it is absent, LEVIR_SAME does."""
-    shape = {"filename": str, "split": SPLITS, "sentences": [{"tokens": [str]}, ...]}
+    the file's own tokens, without empty ones. `changeflag` marks changed pairs. If it is absent, LEVIR_SAME does."""
+    shape = {"filename": str, "split": str, "sentences": [{"tokens": [str]}]}
     pairs, kinds = {split: [] for split in SPLITS}, {"change": set(), "no change": set()}
     for row in read_json(root / "LevirCCcaptions.json", {"images": [shape]})["images"]:
         name, split = row["filename"], row["split"]
         captions = [" ".join(word for word in sentence["tokens"] if word.strip()) for sentence in row["sentences"]]
         captions = [c for c in captions if c]
-        pairs[split].append(Pair(name, f"{split}/A/{name}", f"{split}/B/{name}", captions))
+        pairs.setdefault(split, []).append(Pair(name, f"{split}/A/{name}", f"{split}/B/{name}", captions))
         changed = row["changeflag"] if "changeflag" in row else not set(LEVIR_SAME) & set(captions)
         kinds["change" if changed else "no change"].add(name)
     return of_single_pairs(pairs, root / "images", kinds)
 
 
-def birds_rows(root: Path) -> list[dict]:
-    """The rows of Birds-to-Words' file, one a description."""
-    shape = {"img1ImgURL": str, "img2ImgURL": str, "split": SPLITS, "description": str}
-    return read_table(root / "birds-to-words-v1.0.tsv", shape, delimiter="\t", quoting=csv.QUOTE_NONE)
-
-
 def photo_file(url: str) -> str:
-    """<photo id>.jpg of an iNaturalist address (.../photos/<photo id>/large.jpg?...), of another one all its
-    letters."""
+    """<photo id>.jpg for an iNaturalist address (.../photos/<photo id>/large.jpg?...), else the address itself."""
     number = re.search(r"/photos/(\d+)", url)
     return f"{number[1] if number else re.sub('[^A-Za-z0-9]+', '-', url)}.jpg"
 
 
 def read_birds_to_words(root: Path) -> Release:
     """Birds-to-Words (Forbes et al., EMNLP 2019): birds-to-words-v1.0.tsv, and images/<photo id>.jpg, which everyone
-    has to fetch from iNaturalist; the manifest lists them. Pairs without both photographs are left out. Rows with the
+    has to fetch from the addresses in its columns 2 and 6. Pairs without both photographs are left out. Rows with the
     same split and addresses are one pair. The metrics of this data set read lower-case words and signs, so captions are
     these."""
+    file, columns = root / "birds-to-words-v1.0.tsv", ("img1ImgURL", "img2ImgURL", "split", "description")
     texts: dict[tuple, list[str]] = {}
-    for row in birds_rows(root):
+    for row in read_table(file, columns, delimiter="\t", quoting=csv.QUOTE_NONE):
         key = (row["split"], photo_file(row["img1ImgURL"]), photo_file(row["img2ImgURL"]))
         texts.setdefault(key, []).append(" ".join(tokenize_lower(row["description"])))
     images, pairs, notes = root / "images", {split: [] for split in SPLITS}, ()
     for (split, before, after), captions in texts.items():
         if (images / before).exists() and (images / after).exists():
-            pairs[split].append(Pair(f"{before}_{after}", before, after, captions))
+            pairs.setdefault(split, []).append(Pair(f"{before}_{after}", before, after, captions))
     if (here := sum(map(len, pairs.values()))) < len(texts):
-        command = f"{prepare_command('birds_to_words', root)} --manifest"
-        notes = (f"{here} of {len(texts)} pairs have both photographs in {images}; for what is missing see: {command}",)
+        notes = (f"{here} of {len(texts)} pairs have both photographs in {images}; {file.name} has their addresses",)
     return of_single_pairs(pairs, images, notes=notes)
-
-
-def write_manifest(root: Path) -> None:
-    """root/expected_images.tsv: file name in images/, address, and "here" or "missing", a line each photograph."""
-    urls = {photo_file(row[key]): row[key] for row in birds_rows(root) for key in ("img1ImgURL", "img2ImgURL")}
-    state = {name: "here" if (root / "images" / name).exists() else "missing" for name in urls}
-    path = root / "expected_images.tsv"
-    path.write_text("".join(f"{name}\t{url}\t{state[name]}\n" for name, url in urls.items()), encoding="utf-8")
-    print(f"{path}: {len(urls)} photographs, of which {list(state.values()).count('here')} are in {root / 'images'}")
 
 
 def read_cub(root: Path) -> Release:
     """CUB-200-2011 (images.txt, images/<class>/<name>.jpg) with the ten captions of Reed et al. (CVPR 2016) for each
-    image, text_c10/<class>/<name>.txt, split by class as there: trainvalclasses.txt to train, testclasses.txt to
+    image, text_c10/<class>/<name>.txt, and their split by class: trainvalclasses.txt to train, testclasses.txt to
     validate (no test). Single images: `after` is None."""
     pairs, split_of = {"train": [], "val": []}, {}
     for split, file in (("train", "trainvalclasses.txt"), ("val", "testclasses.txt")):
         split_of |= dict.fromkeys((root / file).read_text(encoding="utf-8").split(), split)
     for name in read_columns(root / "images.txt").values():
-        text, folder = root / "text_c10" / Path(name).with_suffix(".txt"), name.split("/")[0]
-        if folder not in split_of:
-            raise ValueError(f"{root}: {folder} of images.txt is neither in trainvalclasses.txt nor in testclasses.txt")
+        text = root / "text_c10" / Path(name).with_suffix(".txt")
         lines = text.read_text(encoding="utf-8", errors="replace").splitlines()
         captions = [" ".join(tokenize_lower(line)) for line in lines if line.strip()]
-        pairs[split_of[folder]].append(Pair(name, name, None, captions))
+        with file_errors(root / "images.txt", "its classes must be in trainvalclasses.txt or testclasses.txt"):
+            pairs[split_of[name.split("/")[0]]].append(Pair(name, name, None, captions))
     return of_single_pairs(pairs, root / "images")
 
 
 def read_nabirds(root: Path) -> Release:
-    """NABirds' official train and test images: single images whose caption is their class, one of those that images
-    have (the hierarchy's 555 leaves). Image ids are written with dashes, file names without: images.txt has both."""
-    images, classes, in_train, names = (
-        read_columns(root / f"{file}.txt") for file in ("images", "image_class_labels", "train_test_split", "classes"))
-    check_shape(classes, dict.fromkeys(images, str), f"{root / 'image_class_labels.txt'}")
+    """NABirds' official train and test images: single images whose caption is the name of their class (one of the
+    hierarchy's 555 leaves). Image ids are written with dashes, file names without; images.txt has both."""
+    files = ("images", "image_class_labels", "train_test_split", "classes")
+    images, classes, in_train, names = (read_columns(root / f"{file}.txt") for file in files)
     pairs = {"train": [], "test": []}
     for image, name in images.items():
-        caption = names.get(classes[image], classes[image])
+        with file_errors(root / "image_class_labels.txt", "fetch it again"):
+            caption = names.get(classes[image], classes[image])
         pairs["train" if in_train.get(image) == "1" else "test"].append(Pair(name, name, None, [caption]))
     return of_single_pairs(pairs, root / "images")
 
@@ -434,7 +396,7 @@ def read_nabirds(root: Path) -> Release:
 def read_idc_repack(root: Path) -> Release:
     """Birds-to-Words, CUB or NABirds as IDC's authors repack them (Yao et al., AAAI 2022): pickled features without
     pictures, and {train,val,test}.json of JSON lines. A line has one image or two, and the words of a caption or of
-    several; that of NABirds has the classes of two single images."""
+    several captions. A line of NABirds has the classes of two single images."""
     texts: dict[tuple, list[str]] = {}  # (split, before, after) -> captions
     split_of: dict[str, str] = {}  # image with a class -> the first split that has it
     for path in (root / f"{split}.json" for split in SPLITS):
@@ -450,7 +412,7 @@ def read_idc_repack(root: Path) -> Release:
                 else:
                     words = row["description"]
                     captions = words if isinstance(words[0], list) else [words]
-                    check_shape(captions, [[str]], "description")
+                    check_shape(captions, [[str]], "description, ")
                     texts.setdefault((path.stem, *names, None)[:3], []).extend(map(" ".join, captions))
     pairs = {"train": [], "val": []}
     for (split, before, after), captions in texts.items():
@@ -463,23 +425,22 @@ def read_pairs(root: Path) -> Release:
     the same keys. Paths are relative to the folder. A pair with several captions has a list (JSON), or the signs |
     between them, or several rows. A column or key `id`, if there is one, names the pair in result files."""
     file = root / "pairs.json" if (root / "pairs.json").exists() else root / "pairs.csv"
-    shape = {"before": str, "after": str, "captions": (str, list), "split": SPLITS}
+    shape = {"before": str, "after": str, "captions": (str, list), "split": str}
     pairs = {split: {} for split in SPLITS}
     for n, row in enumerate(read_json(file, [shape]) if file.suffix == ".json" else read_table(file, shape)):
         before, after, captions = row["before"], row["after"], row["captions"]
-        captions = captions.split("|") if isinstance(captions, str) else captions
-        check_shape(captions, [str], f"{file}, item {n}, 'captions'")
-        captions = [c.strip() for c in captions if c.strip()]
-        if not (before and after and captions):
-            raise ValueError(f"{file}, item {n}: no captions for {before!r}, {after!r}, or no images")
-        name = str(row.get("id") or f"{before} {after}")
-        pair = pairs[row["split"]].setdefault(name, Pair(name, before, after, []))
-        if (pair.before, pair.after) != (before, after):
-            raise ValueError(
-                f"{file}: id {name} is of {pair.before}, {pair.after} and of {before}, {after}; expected one"
-            )
+        with file_errors(file, "correct it"):
+            captions = captions.split("|") if isinstance(captions, str) else captions
+            check_shape(captions, [str], f"item {n}, 'captions', ")
+            captions = [c.strip() for c in captions if c.strip()]
+            if not (before and after and captions):
+                raise ValueError(f"item {n}: no captions for {before!r}, {after!r}, or no images")
+            name = str(row.get("id") or f"{before} {after}")
+            pair = pairs.setdefault(row["split"], {}).setdefault(name, Pair(name, before, after, []))
+            if (pair.before, pair.after) != (before, after):
+                raise ValueError(f"item {n}: id {name} is already of {pair.before}, {pair.after}")
         pair.captions.extend(captions)
-    return of_single_pairs({split: list(of_split.values()) for split, of_split in pairs.items()}, root)
+    return of_single_pairs({split: list(members.values()) for split, members in pairs.items()}, root)
 
 
 # ---- the table of data sets ------------------------------------------------------------------------------------------
@@ -487,23 +448,21 @@ def read_pairs(root: Path) -> Release:
 
 @dataclass(frozen=True)
 class Source:
-    """A row of DATASETS: all in which a data set differs from the others. A new one is a row and a reader."""
+    """A row of DATASETS: all that sets a data set apart from the rest. A new one is a row and a reader."""
 
     read: Callable[[Path], Release]  # folder -> what its files say
     extractor: str = "resnet101-layer3"  # the feature network, up to which layer (RESNETS)
     tokenizer: Callable[[str], list[str]] = tokenize  # caption -> words of the vocabulary
     min_count: int = 1  # how often a word must occur to be in the vocabulary
-    vocab_splits: tuple[str, ...] = ("train",)  # the splits whose captions the field counts
-    max_words: int | None = None  # where the field cuts captions; None: nowhere
-    # How captions become words for the metrics: PTB tokenizer; at blanks; at blanks, all words out of vocabulary as
-    # one.
+    vocab_splits: tuple[str] = ("train",)  # the splits whose captions the field counts
+    max_words: int | None = None  # the length at which the field cuts captions; None: it does not
+    # How captions become words for the metrics: PTB tokenizer; at blanks; at blanks, all unknown words as one.
     tokens: Literal["ptb", "split", "ids"] = "ptb"
-    same: tuple[str, ...] = ()  # the field's sentences for "nothing changed"; none: those of training pairs
+    same: tuple[str] = ()  # the field's sentences for "nothing changed"; none: those of training pairs
     # Published counts, for --check: scenes a split, types of change, words with the four special ids.
     scenes: dict[str, int] = field(default_factory=dict)
     types: dict[str, int] = field(default_factory=dict)
     words: int | None = None
-    empty: int = 0  # captions without a word, which the release itself has
     closed: bool = False  # the captions come from templates, whose words are all in CLOSED_WORDS
     # What only a data set that is made here has; see the end of this file.
     make: Callable | None = None  # folder, scenes, objects, seed, device: makes what the folder lacks
@@ -517,16 +476,17 @@ DATASETS = {
     "clevr_change": Source(read_clevr_change, closed=True, scenes={"train": 33830, "val": 1988, "test": 3985},
                            words=76, types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955}),
     "clevr_dc": Source(read_clevr_dc, scenes={"train": 40800, "val": 2400, "test": 4800}, words=87),
-    "spot_the_diff": Source(read_spot_the_diff, scenes={"train": 8566, "val": 1493, "test": 1270}, words=2059, empty=66),
+    "spot_the_diff": Source(read_spot_the_diff, scenes={"train": 8566, "val": 1493, "test": 1270}, words=2059),
     # The authors' vocabulary; that of later papers is not published.
-    "image_editing_request": Source(read_image_editing, tokenizer=tokenize_lower, min_count=3, vocab_splits=("train", "val"),
-                                    max_words=78, scenes={"train": 3061, "val": 383, "test": 495}, words=808),
+    "image_editing_request": Source(read_image_editing, tokenizer=tokenize_lower, min_count=3, max_words=78, words=808,
+                                    vocab_splits=("train", "val"), scenes={"train": 3061, "val": 383, "test": 495}),
     # The authors' vocabulary: words that occur more than five times, anywhere.
     "levir_cc": Source(read_levir_cc, "resnet101-layer3-256", str.split, min_count=6, vocab_splits=SPLITS, max_words=50,
                        tokens="ids", same=LEVIR_SAME, scenes={"train": 6815, "val": 1333, "test": 1929},
                        types={"change": 5038, "no change": 5039}),
     "birds_to_words": Source(read_birds_to_words, "resnet101-layer4", str.split, max_words=77, tokens="split"),
-    "cub": Source(read_cub, "resnet101-layer4", str.split, max_words=37, tokens="split", scenes={"train": 8855, "val": 2933}),
+    "cub": Source(read_cub, "resnet101-layer4", str.split, max_words=37, tokens="split",
+                  scenes={"train": 8855, "val": 2933}),
     # The name of a class is one word of the vocabulary.
     "nabirds": Source(read_nabirds, "resnet101-layer4", str.splitlines, vocab_splits=SPLITS,
                       scenes={"train": 23929, "test": 24633}),
@@ -543,16 +503,20 @@ def read_release(name: str, root: Path) -> Release:
     """What a data set's reader makes of a folder."""
     repacked = name in ("birds_to_words", "cub", "nabirds") and (root / "train.json").exists()
     try:
-        return read_idc_repack(root) if repacked else DATASETS[name].read(root)
+        release = read_idc_repack(root) if repacked else DATASETS[name].read(root)
     except FileNotFoundError as e:
         raise FileNotFoundError(f"{e}; --data_dir must be the folder of {name}'s release, see the README") from e
+    for pair in (p for scenes in release.scenes.values() for scene in scenes for p in scene.pairs):
+        if not pair.captions:
+            raise ValueError(f"{root}: no captions for {pair.id}")
+    return release
 
 
 # ---- pictures and features -------------------------------------------------------------------------------------------
 
 def read_image(path: str | Path) -> Image.Image:
-    """Any image file as RGB, known by its content and not by its name (first frame of an animation); ValueError naming
-    the file where it is none."""
+    """Any image file as RGB, known by its content and not by its name (first frame of an animation). ValueError naming
+    the file if it is no image."""
     Image.MAX_IMAGE_PIXELS = 5 * 10**7  # Pillow refuses pictures of twice as many
     try:
         with Image.open(path) as im:
@@ -586,12 +550,10 @@ def preprocess_imagenet(image: Image.Image, side: int = 224) -> Tensor:
     return (x - MEAN) / torch.tensor([0.229, 0.224, 0.225])[:, None, None]
 
 
+IMAGENET_256 = IMAGENET_PREPROCESSING.replace("224x224", "256x256")
 RESNETS = {  # extractor -> its preprocessing, in words and as a function
     "resnet101-layer3": (RESNET_PREPROCESSING, preprocess_resnet),  # (1024, 14, 14)
-    "resnet101-layer3-256": (
-        IMAGENET_PREPROCESSING.replace("224x224", "256x256"),
-        partial(preprocess_imagenet, side=256),
-    ),
+    "resnet101-layer3-256": (IMAGENET_256, partial(preprocess_imagenet, side=256)),  # (1024, 14, 14)
     "resnet101-layer4": (IMAGENET_PREPROCESSING, preprocess_imagenet),  # (2048, 7, 7)
 }
 # The same, and the network, of data sets that train their own. Files name it with a hash of its weights.
@@ -599,8 +561,8 @@ OWN_NETWORKS: dict[str, tuple[str, Callable, Callable[[], nn.Module]]] = {}
 
 
 class Extractor:
-    """Image files -> grid features (n, C, H, W) float16. `name` and `state` (weights, where the name alone does not
-    say which) go into feature files and checkpoints, so that a picture is always seen as in training."""
+    """Image files -> grid features (n, C, H, W) float16. `name` and `state` (weights, if the name alone does not say
+    which) go into feature files and checkpoints, so that a picture is always seen as in training."""
 
     def __init__(self, name: str, state: dict[str, Tensor] | None = None, device: str = "cpu"):
         self.name, self.state, self.device = name, state, device
@@ -618,16 +580,14 @@ class Extractor:
         return torch.cat(list(self.blocks(paths, len(paths))))
 
     def blocks(self, paths: list[str | Path], batch: int) -> Iterator[Tensor]:
-        """Features of `batch` files after the other; the next ones are decoded while the network works."""
+        """Features of `batch` files at a time; the next files are decoded while the network works."""
         def read(files: list[str | Path]) -> Tensor:
             return torch.stack(list(pool.map(lambda file: self.preprocess(read_image(file)), files)))
 
+        cuda = self.device.startswith("cuda")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for x in prefetch(read(paths[i : i + batch]) for i in range(0, len(paths), batch)):
-                with (
-                    torch.inference_mode(),
-                    torch.autocast("cuda", torch.float16, enabled=self.device.startswith("cuda")),
-                ):
+                with torch.inference_mode(), torch.autocast("cuda", torch.float16, enabled=cuda):
                     x = self.net(x.to(self.device, memory_format=torch.channels_last)).half().cpu().contiguous()
                 yield x
 
@@ -640,10 +600,8 @@ def resnet101_grid(name: str, pretrained: bool = True) -> nn.Module:
     try:
         net = resnet101(weights=weights if pretrained else None)
     except OSError as e:
-        cache = f"{torch.hub.get_dir()}/checkpoints"
-        raise OSError(
-            f"ImageNet weights of ResNet-101 could not be fetched ({e}); put {weights.url} into {cache}"
-        ) from e
+        raise OSError(f"ImageNet weights of ResNet-101 could not be fetched ({e}); "
+                      f"put {weights.url} into {torch.hub.get_dir()}/checkpoints") from e  # fmt: skip
     grid = nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool, net.layer1, net.layer2, net.layer3)
     if name == "resnet101-layer4":
         grid.append(net.layer4)
@@ -652,100 +610,52 @@ def resnet101_grid(name: str, pretrained: bool = True) -> nn.Module:
     return grid
 
 
-def unfinished(path: Path, names: list[str], about: dict[str, str]) -> int:
-    """How many images of `names` an interrupted write_features has left in path.partial. 0 where there are none, or
-    where they are of other images or made otherwise."""
-    partial, done = path.with_suffix(".partial"), 0
-    if partial.exists():
-        with (
-            contextlib.suppress(OSError, KeyError, RuntimeError),
-            h5py.File(partial) as f,
-        ):  # killed before the first block
-            if dict(f.attrs) == about and f["image_ids"].asstr()[:].tolist() == names:
-                done = int(f["done"][()])
-        print(f"{partial}: going on after {done} of {len(names)} images")
-    return done
-
-
 def write_features(path: Path, names: list[str], blocks: Iterable[np.ndarray], extractor: str, preprocessing: str,
-                   dataset: str = "", start: int = 0) -> None:  # fmt: skip
-    """One feature file: `features` (n, C, H, W) float16 in one piece, `image_ids` (n,), how many are `done`, and
-    attributes `extractor`, `preprocessing` and `dataset`. `blocks` gives arrays (b, C, H, W) in the order of names,
-    from image `start` on. It grows as path.partial, where `unfinished` finds the next `start`, and gets its name when
-    it is whole."""
-    partial, done = path.with_suffix(".partial"), start
-    with h5py.File(partial, "r+" if start else "w") as f, \
-            tqdm(total=len(names), initial=start, desc="features", unit="image", disable=None) as bar:  # fmt: skip
+                   dataset: str = "") -> None:  # fmt: skip
+    """One feature file: `features` (n, C, H, W) float16 in one piece, `image_ids` (n,), and attributes `extractor`,
+    `preprocessing` and `dataset`. `blocks` gives arrays (b, C, H, W) in the order of names."""
+    done, bar = 0, tqdm(total=len(names), desc="features", unit="image", disable=None)
+    with bar, atomic_write(path) as partial, h5py.File(partial, "w") as f:
+        f.attrs.update(extractor=extractor, preprocessing=preprocessing, dataset=dataset)
+        f["image_ids"] = names
         for block in blocks:
             if not done:
-                f.attrs.update(extractor=extractor, preprocessing=preprocessing, dataset=dataset)
-                f["image_ids"], f["done"] = names, 0
                 f.create_dataset("features", (len(names), *block.shape[1:]), "float16", fill_time="never")
             if block.shape[1:] != f["features"].shape[1:]:
-                raise ValueError(
-                    f"features of {names[done]!r} have shape {block.shape[1:]}, others {f['features'].shape[1:]}"
-                )
+                raise ValueError(f"features of {names[done]!r} have another shape than those before: {block.shape[1:]}")
             if not np.abs(block).max() <= np.finfo(np.float16).max:  # so NaN is refused, too
                 raise ValueError(f"features of {names[done]!r} or of an image soon after are not finite in float16")
             f["features"][done : done + len(block)] = block.astype(np.float16)
             done += len(block)
-            f.flush()
-            os.fsync(f.id.get_vfd_handle())
-            f["done"][()] = done
-            f.flush()
             bar.update(len(block))
-    assert done == len(names), f"{path}: {done} feature maps for {len(names)} images"
-    os.replace(partial, path)
+        assert done == len(names), f"{path}: {done} feature maps for {len(names)} images"
 
 
 class Features:
-    """A feature file, checked. Its rows are read by image name: from the file, of which the system keeps in memory what
-    it can, or from the GPU, where `move_to` puts them."""
+    """A feature file, whose rows are read by image name: from the file, of which the system keeps in memory what it
+    can, or from the GPU, if `load` has copied them there."""
 
     def __init__(self, path: Path, prepare: str):
         if not path.exists():
             raise FileNotFoundError(f"no features at {path}; run: {prepare}")
         self.path, self.remedy = path, f"remove it and run: {prepare}"
         with file_errors(path, self.remedy), h5py.File(path) as f:
-            table, ids = f["features"], f["image_ids"].asstr()[:]
+            table, names = f["features"], f["image_ids"].asstr()[:]
             self.extractor, self.preprocessing = f.attrs["extractor"], f.attrs["preprocessing"]
-            self.dataset, self.row = f.attrs.get("dataset", ""), {name: i for i, name in enumerate(ids)}
-            shape, kind, offset, count = table.shape, table.dtype, table.id.get_offset(), len(self.row)
-            if (
-                len(shape) != 4
-                or shape[1] < max(shape[2:])
-                or kind != np.float16
-                or count != shape[0]
-                or offset is None
-            ):
-                raise ValueError(
-                    f"expected float16 (n, C, H, W) in one piece and n ids, found {kind} {shape} and {count} ids"
-                )
-        self.data, self.gpu = np.memmap(path, kind, "r", offset, shape), None
-
-    def move_to(self, where: str, device: str) -> str:
-        """Chooses "gpu" or "file" ("auto": the GPU where features take less than 60 % of its free memory), says so."""
-        free = torch.cuda.mem_get_info()[0] if device.startswith("cuda") else 0
-        if where == "gpu" and not free:
-            raise ValueError(f"--features gpu: the device is {device}; choose file")
-        if where == "gpu" or (where == "auto" and self.data.nbytes < 0.6 * free):
-            self.gpu = torch.empty(self.data.shape, dtype=torch.float16, device=device)
-            for i in tqdm(range(0, len(self.data), 512), desc="loading features", disable=None, leave=False):
-                self.gpu[i : i + 512] = torch.from_numpy(self.data[i : i + 512].copy())
-        chosen = "file" if self.gpu is None else "gpu"
-        return f"features: {chosen} ({self.data.nbytes / 1e9:.2f} GB); override with --features"
+            self.dataset, self.row = f.attrs.get("dataset", ""), {name: i for i, name in enumerate(names)}
+            shape, kind, count = table.shape, table.dtype, len(self.row)
+            if len(shape) != 4 or kind != np.float16 or count != shape[0]:
+                raise ValueError(f"expected float16 (n, C, H, W) and n ids, found {kind} {shape} and {count} ids")
+            self.data = np.memmap(path, kind, "r", table.id.get_offset(), shape)
 
     def rows(self, names: list[str]) -> Tensor:
-        """-> (n, C, H, W) float16 on the GPU, or in RAM (page-locked where there is a GPU, for a copy that does not
+        """-> (n, C, H, W) float16 on the GPU, or in RAM (page-locked if there is a GPU, for a copy that does not
         wait)."""
-        index = [self.row[name] for name in names]
-        if self.gpu is not None:
-            return self.gpu[torch.tensor(index, device=self.gpu.device)]
-        rows = torch.from_numpy(self.data[index])
-        return rows.pin_memory() if torch.cuda.is_available() else rows
+        rows = torch.as_tensor(self.data[[self.row[name] for name in names]])
+        return rows.pin_memory() if torch.cuda.is_available() and not rows.is_cuda else rows
 
     def require(self, names: Iterable[str]) -> None:
-        """ValueError where features of any image are missing."""
+        """ValueError if features of any image are missing."""
         if absent := sorted(n for n in names if n not in self.row):
             raise ValueError(f"{self.path}: no features for {absent[0]} and {len(absent) - 1} more; {self.remedy}")
 
@@ -758,13 +668,11 @@ class Batch:
     """B pairs of one kind. Features as stored (float16); `to` brings them to a device as float32."""
 
     before: Tensor  # (B, C, H, W)
-    after: Tensor  # (B, C, H, W); zeros where `single`
+    after: Tensor  # (B, C, H, W); zeros if `single`
     caption: Tensor  # (B, V) ids: START, words, END, NULL ...
     pair_ids: list[str]  # B pair ids
     texts: list[str]  # B captions as they were written
-    images: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # B names of "before" and "after"; an id may have two pairs
+    images: list[tuple[str, str]] = field(default_factory=list)  # B names of "before" and "after"
     single: bool = False  # captions of single images: there is no "after"
 
     def to(self, device: str) -> "Batch":
@@ -787,14 +695,12 @@ class Dataset:
     def __init__(self, name: str, root: Path, release: Release, vocab: Vocab, features: Features):
         self.name, self.root, self.vocab, self.features = name, root, vocab, features
         self.scenes, self.kinds, self.paths, self.release = release.scenes, release.kinds, release.paths, release
-        self.grid = features.data.shape[1:]  # C, H, W
-        scenes = [
-            pairs for of_split in self.scenes.values() for s in of_split for pairs in (s.pairs, s.swapped) if pairs
-        ]
+        self.grid = tuple(features.data.shape[1:])  # C, H, W
+        scenes = [s for split_scenes in self.scenes.values() for s in split_scenes]
+        scenes = [pairs for s in scenes for pairs in (s.pairs, s.swapped) if pairs]
         # Longest caption with START and END of a scene's first pairs and of its second: a distractor's words are fewer.
-        self.lengths = [
-            2 + max(len(vocab.split(c)) for p in pairs for c in p.captions) for pairs in zip(*scenes, strict=True)
-        ]
+        longest = [max(len(vocab.split(c)) for p in pairs for c in p.captions) for pairs in zip(*scenes, strict=True)]
+        self.lengths = [2 + words for words in longest]
         self.max_len = max(self.lengths)
         features.require({name for pairs in scenes for p in pairs for name in (p.before, p.after) if name})
 
@@ -816,14 +722,14 @@ class Dataset:
             for n, length in enumerate(self.lengths):  # the scenes' first pairs, then their second
                 pairs = [pairs[n] for pairs in scene_pairs]
                 drawn = [p.captions[int(draw[i, n] * len(p.captions))] for p, i in zip(pairs, chosen, strict=True)]
-                batches.append(self.batch(pairs, drawn, length, batches[0] if batches else None))
+                batches.append(self.batch(pairs, drawn, length))
             return tuple(batches)
 
         starts = range(start * batch_size, len(scenes), batch_size)
         return prefetch(make(order[i : i + batch_size]) for i in starts)
 
     def pairs(self, split: str) -> list[Pair]:
-        """Every pair of a split: all changed pairs, then, where scenes have two, all distractor pairs."""
+        """Every pair of a split: all changed pairs, then, if scenes have two, all distractor pairs."""
         return [p for pairs in zip(*(scene.pairs for scene in self.scenes[split]), strict=True) for p in pairs]
 
     def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
@@ -832,23 +738,20 @@ class Dataset:
         batches = prefetch(self.batch(pairs[i : i + batch_size]) for i in starts)
         return iter(tqdm(batches, split, len(starts), disable=None, leave=False))
 
-    def batch(self, pairs: list[Pair], captions: list[str] | None = None, length: int = 0,
-              other: Batch | None = None) -> Batch:  # fmt: skip
-        """Pairs with one caption each (default: their first), padded to `length` ids (default: the longest there is).
-        Of another batch with the same "before" images it takes their features."""
+    def batch(self, pairs: list[Pair], captions: list[str] | None = None, length: int = 0) -> Batch:
+        """Pairs with one caption each (default: their first), padded to `length` ids (default: the longest)."""
         captions, single = captions or [p.captions[0] for p in pairs], pairs[0].after is None
-        shared = other is not None and [before for before, _ in other.images] == [p.before for p in pairs]
-        before = other.before if shared else self.features.rows([p.before for p in pairs])
+        before = self.features.rows([p.before for p in pairs])
         after = torch.zeros_like(before) if single else self.features.rows([p.after for p in pairs])
         ids = torch.tensor([self.vocab.encode(c, length or self.max_len) for c in captions], device=before.device)
         return Batch(before, after, ids, [p.id for p in pairs], captions, [(p.before, p.after) for p in pairs], single)
 
     def groups(self, split: str) -> dict[str, set[str]]:
-        """Pair ids to score apart: the release's groups, those whose two images are in no other split where some are,
-        and quarters of viewpoint difficulty where boxes are known."""
+        """Pair ids to score separately: the release's groups; the pairs whose two images are in no other split, if some
+        are; quarters of viewpoint difficulty, if boxes are known."""
         pairs, overlap, groups = self.pairs(split), self.release.overlap, dict(self.release.groups)
-        others = {(p.before, p.after) for other in self.scenes if other != split for p in self.pairs(other)}
-        clean = {p.id for p in pairs if (p.before, p.after) not in others}
+        elsewhere = {(p.before, p.after) for other in self.scenes if other != split for p in self.pairs(other)}
+        clean = {p.id for p in pairs if (p.before, p.after) not in elsewhere}
         if len(clean) < len(pairs):
             groups["without leaked pairs"] = clean
         by_overlap = sorted((p.id for p in pairs if p.id in overlap), key=overlap.get)
@@ -859,19 +762,17 @@ class Dataset:
         return groups
 
     def examples(self, split: str, count: int) -> dict[str, list[Pair]]:
-        """The first pairs of every kind of change, and of no change, in a split; of all where kinds are not known."""
+        """The first pairs of every kind of change, and of no change, in a split; of all if kinds are unknown."""
         pairs = self.pairs(split)
         kinds = self.kinds or {"all": {p.id for p in pairs}}
         examples = {kind: [p for p in pairs if p.id in ids][:count] for kind, ids in kinds.items()}
-        files = [
-            self.paths[name] for chosen in examples.values() for p in chosen for name in (p.before, p.after) if name
-        ]
-        if absent := [path for path in files if not path.exists()]:
+        names = [name for chosen in examples.values() for p in chosen for name in (p.before, p.after) if name]
+        if absent := [self.paths[name] for name in names if not self.paths[name].exists()]:
             print(f"samples on grey: their pictures are not all there, such as {absent[0]}")
         return {kind: chosen for kind, chosen in examples.items() if chosen}
 
     def images(self, pair: Pair) -> tuple[Image.Image, Image.Image]:
-        """A pair's pictures, plain grey where they are not there (released features come without)."""
+        """A pair's pictures, plain grey if they are not there (released features come without)."""
         paths = [self.paths[name] for name in (pair.before, pair.after) if name]
         pictures = [read_image(path) if path.exists() else Image.new("RGB", (96, 96), "grey") for path in paths]
         return pictures[0], pictures[1] if pair.after else Image.new("RGB", pictures[0].size)
@@ -926,11 +827,13 @@ class Dataset:
         return result["scores"]["total"]
 
     def check_state(self, state: dict) -> None:
-        """ValueError where a checkpoint was trained on other features or another vocabulary than these."""
+        """ValueError if a checkpoint was trained on other features or another vocabulary than these."""
         name, grid = state["extractor"]["name"], tuple(state["grid"])
         if (name, grid, state["vocab"]) != (self.features.extractor, self.grid, self.vocab.words):
-            raise ValueError(f"the checkpoint was trained with {name} {grid} and {len(state['vocab'])} words; {self.root} has "
-                             f"{self.features.extractor} {self.grid} and {len(self.vocab)}; give its --data_dir")  # fmt: skip
+            raise ValueError(
+                f"the checkpoint was trained with {name} {grid} and {len(state['vocab'])} words; {self.root} has "
+                f"{self.features.extractor} {self.grid} and {len(self.vocab)}; give its --data_dir"
+            )
 
     def state(self) -> dict:
         """What a checkpoint needs to caption any two pictures without the data set."""
@@ -940,13 +843,19 @@ class Dataset:
 
 
 def load(name: str, root: str | Path, where: str = "auto", device: str = "cpu", extractor: str = "") -> Dataset:
-    """Read a prepared data set; FileNotFoundError or ValueError says what is missing and which command makes it."""
+    """Read a prepared data set; FileNotFoundError or ValueError says what is missing and which command makes it.
+    where: "file" or "gpu", from which features are read ("auto": the GPU if they take less than 60 % of its free
+    memory)."""
     if name not in DATASETS:
         raise ValueError(f"no loader for the data set {name}; there are {', '.join(DATASETS)}")
     root, release = Path(root), read_release(name, Path(root))
     features = open_features(name, root, extractor)
     dataset = Dataset(name, root, release, read_vocab(name, root), features)
-    print(*(f"note: {line}" for line in release.notes), features.move_to(where, device), sep="\n")
+    size, cuda = features.data.nbytes, device.startswith("cuda")
+    if cuda and (where == "gpu" or (where == "auto" and size < 0.6 * torch.cuda.mem_get_info()[0])):
+        features.data = torch.tensor(features.data, device=device)
+    place = "on the GPU" if isinstance(features.data, Tensor) else "read from the file"
+    print(*(f"note: {line}" for line in release.notes), f"features: {size / 1e9:.2f} GB, {place}", sep="\n")
     return dataset
 
 
@@ -956,14 +865,14 @@ def read_vocab(name: str, root: Path) -> Vocab:
     if not path.exists():
         raise FileNotFoundError(f"no vocabulary at {path}; run: {prepare}")
     with file_errors(path, f"remove it and run: {prepare}"):
-        ids = read_json(path, {str: int})
-        if sorted(ids.values()) != list(range(len(ids))):
-            raise ValueError(f"expected words and their ids from 0 to {len(ids) - 1}")
-        return Vocab(sorted(ids, key=ids.get), source.tokenizer, source.max_words)
+        index = json.loads(path.read_bytes())
+        if sorted(index.values()) != list(range(len(index))):
+            raise ValueError(f"expected words and their ids from 0 to {len(index) - 1}")
+        return Vocab(sorted(index, key=index.get), source.tokenizer, source.max_words)
 
 
 def open_features(name: str, root: Path, extractor: str = "") -> Features:
-    """The feature file of a data set, for its own extractor or the one named; ValueError where it is another's."""
+    """The feature file of a data set, for its own extractor or the one named; ValueError if another made it."""
     path, prepare = feature_file(name, root, extractor), prepare_command(name, root, extractor)
     features, source = Features(path, prepare), DATASETS[name]
     wanted = extractor or source.extractor
@@ -982,7 +891,7 @@ def weights_name(extractor: str, weights: dict[str, Tensor]) -> str:
 
 
 def feature_file(name: str, root: Path, extractor: str = "") -> Path:
-    """features.h5, or features-<extractor>.h5 for another extractor than the data set's own."""
+    """features.h5, or features-<extractor>.h5 if the extractor is not the data set's own."""
     own = DATASETS[name].extractor
     if extractor in ("", own):
         return root / "features.h5"
@@ -1610,7 +1519,7 @@ def encode_prompted(clip, tokens: Tensor, prompt: Tensor | None = None) -> Tenso
 
 
 def vocab_of(name: str, release: Release) -> Vocab:
-    """Vocabulary by the data set's rule, of the training captions as a rule."""
+    """Vocabulary by the data set's rule, mostly of the training captions alone."""
     source = DATASETS[name]
     scenes = (s for split in source.vocab_splits for s in release.scenes[split])
     captions = (c for s in scenes for p in s.pairs + (s.swapped or ()) for c in p.captions)
@@ -1629,7 +1538,7 @@ def write_text(path: Path, text: str) -> None:
 
 def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
     """A feature file from the images, or from the authors' released .npy folders (layer 3) or pickle (IDC's, layer 4)
-    where those are; vocab.json. A feature file that is there stays."""
+    if they are there; vocab.json. A feature file that is there stays."""
     release, path = read_release(name, root), feature_file(name, root, extractor)
     vocab, names = vocab_of(name, release), sorted(release.paths)  # the vocabulary first, as it may be refused
     extractor, pickled = extractor or DATASETS[name].extractor, root / "full_img.pkl"
@@ -1637,6 +1546,8 @@ def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
     npy = [p.parents[1] / p.parent.name.replace("images", "features") / f"{p.name}.npy" for p in images]
     released = extractor == "resnet101-layer3" and any(p.exists() for p in npy)
     with lock(root):
+        for partial in root.glob("features*.partial"):  # left by a process that was killed
+            partial.unlink()
         if path.exists():
             open_features(name, root, extractor).require(names)
             print(f"{path} is there already")
@@ -1644,9 +1555,8 @@ def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
             blocks = (x[None] for x in read_pickle(pickled, names))
             write_features(path, names, blocks, extractor, RELEASED_PICKLES, name)
         elif absent := [p for p in (npy if released else images) if not p.exists()]:
-            raise FileNotFoundError(
-                f"there is no {absent[0]} ({len(absent)} of {len(names)} missing); complete the release"
-            )
+            count = f"{len(absent)} of {len(names)} missing"
+            raise FileNotFoundError(f"there is no {absent[0]} ({count}); complete the release")
         elif released:
             write_features(path, names, (read_npy(p)[None] for p in npy), extractor, RELEASED_FEATURES, name)
         else:
@@ -1665,11 +1575,27 @@ def read_npy(path: Path) -> np.ndarray:
     return x
 
 
-class PickledArray(np.ndarray):
-    """What a pickle gets for numpy.ndarray. Called, that would take a pickle's bytes for the addresses of objects."""
+class Described:
+    """What a pickle calls is not called: its arguments are kept, and the state that would be set."""
 
-    def __new__(cls, *_):
-        raise ValueError("it calls numpy.ndarray")
+    def __init__(self, *args):
+        self.args, self.state = args, None
+
+    def __setstate__(self, state):
+        self.state = state
+
+    def array(self) -> np.ndarray:
+        """The array that numpy would make. Numpy itself would trust a pickle's types, and take its bytes for addresses
+        of objects."""
+        if self.state:  # of numpy's _reconstruct
+            _, shape, kind, by_columns, content = self.state
+            order = "F" if by_columns else "C"
+        else:  # of numpy's _frombuffer, which pickles of protocol 5 call
+            content, kind, shape, order = self.args
+        if isinstance(content, Described):  # bytes as _codecs.encode makes them, for protocol 2
+            content = content.args[0].encode("latin1")
+        kind = np.dtype(str(kind.args[0])).newbyteorder(kind.state[1])
+        return np.frombuffer(content, kind).reshape(shape, order=order)
 
 
 class ArrayUnpickler(pickle.Unpickler):
@@ -1681,7 +1607,7 @@ class ArrayUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str):
         if f"{module}.{name}".replace("numpy._core.", "numpy.core.") not in self.ALLOWED:
             raise ValueError(f"it names {module}.{name}")
-        return PickledArray if name == "ndarray" else super().find_class(module, name)
+        return Described
 
 
 def read_pickle(path: Path, names: list[str]) -> Iterator[np.ndarray]:
@@ -1689,7 +1615,7 @@ def read_pickle(path: Path, names: list[str]) -> Iterator[np.ndarray]:
     them in this shape or as (C, N), N cells of a square."""
     print(f"{path}: read as a whole, {path.stat().st_size / 1e9:.2f} GB of memory")
     with file_errors(path, "fetch it again"), open(path, "rb") as f:
-        arrays = {Path(name).stem: x for name, x in ArrayUnpickler(f).load().items()}
+        arrays = {Path(name).stem: x.array() for name, x in ArrayUnpickler(f).load().items()}
         for name, x in arrays.items():
             arrays[name] = x if x.ndim == 3 else x.reshape(len(x), math.isqrt(x.shape[1]), -1)
     if absent := [name for name in names if Path(name).stem not in arrays]:
@@ -1698,82 +1624,37 @@ def read_pickle(path: Path, names: list[str]) -> Iterator[np.ndarray]:
 
 
 def extract(path: Path, release: Release, extractor: Extractor, name: str, batch: int) -> None:
-    """Run an extractor over every image of a release into a feature file; goes on where it was interrupted."""
+    """Run an extractor over every image of a release into a feature file."""
     names = sorted(release.paths)
-    about = {"extractor": extractor.name, "preprocessing": extractor.preprocessing, "dataset": name}
-    start = unfinished(path, names, about)
-    blocks = extractor.blocks([release.paths[n] for n in names[start:]], batch)
-    write_features(path, names, prefetch(block.numpy() for block in blocks), **about, start=start)
+    blocks = prefetch(block.numpy() for block in extractor.blocks([release.paths[n] for n in names], batch))
+    write_features(path, names, blocks, extractor.name, extractor.preprocessing, name)
 
 
 def check(name: str, root: Path, extractor: str = "") -> list[str]:
-    """Problems of a folder, a line each (of a kind the first 20): what its reader raises, counts against the published
-    ones, pairs that occur twice, captions, images, features, vocabulary."""
-    problems, source = [], DATASETS[name]
-    with problems_into(problems):
-        release = read_release(name, root)
-    if problems:
-        return problems
-    problems, pictures, broken = check_pairs(name, root, release), list(release.paths.values()), []
-
-    def read_picture(path: Path) -> None:
-        with problems_into(broken):
-            read_image(path)
-
-    if [*root.glob("full_img.pkl"), *root.glob("features*")] and not any(p.exists() for p in pictures):
-        release.notes.append(f"{root} has features and no pictures")
-    else:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(tqdm(pool.map(read_picture, pictures), "images", len(pictures), unit="image", disable=None))
-        problems += at_most(sorted(broken))
-    with problems_into(problems):
-        features = open_features(name, root, extractor)
-        features.require(release.paths)
-        rows = zip(tqdm(features.row, "features", disable=None), features.data, strict=True)
-        odd = [image for image, x in rows if not np.isfinite(x).all()]
-        problems += at_most([f"{features.path}: features of {image} are not finite" for image in odd])
-    with problems_into(problems):
-        path, words = root / "vocab.json", read_vocab(name, root).words
-        if source.words not in (None, len(words)):
-            problems.append(f"{path}: {len(words)} words, published {source.words}")
-        if odd := sorted(set(words) ^ set(vocab_of(name, release).words)):
-            command = prepare_command(name, root, extractor)
-            problems.append(f"{path} is not of these captions ({str(odd[:5])[1:-1]} ...); run: {command}")
-    counts = ", ".join(f"{split} {len(scenes)}" for split, scenes in release.scenes.items())
-    print(*(f"note: {line}" for line in release.notes),
-          f"{root}: scenes {counts}; {len(release.paths)} images, {len(problems)} problems", sep="\n")  # fmt: skip
-    return problems
-
-
-@contextlib.contextmanager
-def problems_into(problems: list[str]) -> Iterator[None]:
-    """What reading bad files raises in here becomes a line of `problems`."""
+    """Problems of a folder, a line each: counts other than the published ones, files that are missing, features and a
+    vocabulary that are not of these images and captions."""
+    source, release = DATASETS[name], read_release(name, root)
+    vocab, images = vocab_of(name, release), [*release.paths.values()]
+    counts = {part: len(members) for part, members in (release.scenes | release.kinds).items()} | {"words": len(vocab)}
+    published = source.scenes | source.types | ({"words": source.words} if source.words else {})
+    problems = [f"{root}: {part} has {counts.get(part, 0)}, published {count}"
+                for part, count in published.items() if counts.get(part, 0) != count]  # fmt: skip
+    absent = [path for path in images if not path.exists()]
+    if 0 < len(absent) < len(images):  # released features come without any picture
+        problems.append(f"there is no {absent[0]} ({len(absent)} of {len(images)} missing); complete the release")
     try:
-        yield
+        open_features(name, root, extractor).require(release.paths)
     except (OSError, ValueError) as e:
         problems.append(str(e))
-
-
-def at_most(lines: list[str], count: int = 20) -> list[str]:
-    """The first lines of a kind, and how many more there are."""
-    return lines if len(lines) <= count else [*lines[:count], f"and {len(lines) - count} more of this kind"]
-
-
-def check_pairs(name: str, root: Path, release: Release) -> list[str]:
-    """What is wrong with pairs and captions, a line each."""
-    source, splits_of = DATASETS[name], {}
-    counts = {part: len(members) for part, members in (release.scenes | release.kinds).items()}
-    problems = [f"{root}: {part} has {counts.get(part, 0)} scenes, published {count}"
-                for part, count in (source.scenes | source.types).items() if counts.get(part, 0) != count]  # fmt: skip
-    pairs = [(split, p) for split, scenes in release.scenes.items() for scene in scenes for p in scene.pairs]
-    for split, p in pairs:
-        splits_of.setdefault(p.id, []).append(split)
-    again = {i: ", ".join(splits) for i, splits in splits_of.items() if len(splits) > 1}
-    problems += at_most([f"{root}: pair {i} is there more than once ({splits})" for i, splits in again.items()])
-    empty = [
-        f"{root}: an empty caption for {p.id} ({split})" for split, p in pairs for c in p.captions if not c.strip()
-    ]
-    return problems if len(empty) == source.empty else problems + at_most(empty)
+    try:
+        if read_vocab(name, root).words != vocab.words:
+            command = prepare_command(name, root, extractor)
+            problems.append(f"{root / 'vocab.json'} is not of these captions; run: {command}")
+    except (OSError, ValueError) as e:
+        problems.append(str(e))
+    counts = ", ".join(f"{part} {count}" for part, count in counts.items())
+    print(*(f"note: {line}" for line in release.notes), f"{root}: {counts}; {len(images)} images", sep="\n")
+    return problems
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
@@ -1821,7 +1702,7 @@ def main(argv: list[str] | None = None) -> None:
     for first, *others in (made, [name for name in DATASETS if name not in made]):
         p = commands.add_parser(first, aliases=others, prog="data.py NAME", help="prepare or check this data set")
         p.add_argument("--data_dir", type=Path, help="its folder (default: data/NAME)")
-        p.add_argument("--check", action="store_true", help="report what is there, missing or corrupt")
+        p.add_argument("--check", action="store_true", help="report what is there and what is missing")
         p.add_argument("--device", default="", help="where features are made (default: cuda where there is one)")
         p.set_defaults(extractor="")
         if first in made:

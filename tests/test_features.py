@@ -1,5 +1,6 @@
-"""Pictures, extractors, and feature files that survive an interruption."""
+"""Pictures, extractors, feature files."""
 
+import itertools
 import os
 import pickle
 import signal
@@ -8,11 +9,9 @@ import sys
 import threading
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import GRID
 from PIL import Image
 from test_readers import RELEASED, write_repack
 
@@ -155,100 +154,61 @@ def test_pictures_decoded_ahead_stay_in_order(tmp_path):
         list(extractor.blocks(paths, 3))
 
 
-NAMES, ABOUT = [f"{i}.png" for i in range(10)], {"extractor": "e", "preprocessing": "p", "dataset": "d"}
-
-
-def rows(start=0, stop=10, size=2):
-    """Blocks of `size` images, image i holding i."""
-    for i in range(start, stop, size):
-        yield np.full((min(size, stop - i), *GRID), 1.0) * np.arange(i, min(i + size, stop))[:, None, None, None]
-
-
-def test_an_interrupted_extraction_goes_on(tmp_path, capsys):
-    def broken():
-        yield from rows(0, 4)
-        raise KeyboardInterrupt
-
-    path, whole = tmp_path / "f.h5", tmp_path / "whole.h5"
-    assert data.unfinished(path, NAMES, ABOUT) == 0 and not capsys.readouterr().out
-    with pytest.raises(KeyboardInterrupt):
-        data.write_features(path, NAMES, broken(), **ABOUT)
-    assert not path.exists() and data.unfinished(path, NAMES, ABOUT) == 4
-    assert "going on after 4 of 10 images" in capsys.readouterr().out
-    for names, about in ((NAMES[:9], ABOUT), (NAMES[::-1], ABOUT), (NAMES, ABOUT | {"extractor": "other"}),
-                         (NAMES, ABOUT | {"preprocessing": "q"}), (NAMES, ABOUT | {"dataset": "x"})):  # fmt: skip
-        assert data.unfinished(path, names, about) == 0
-        assert "going on after 0 of" in capsys.readouterr().out
-    data.write_features(path, NAMES, rows(4), **ABOUT, start=4)
-    data.write_features(whole, NAMES, rows(size=5), **ABOUT)
-    features, expected = data.Features(path, ""), data.Features(whole, "")
-    assert torch.equal(features.rows(NAMES), expected.rows(NAMES))
-    assert features.rows(NAMES)[:, 0, 0, 0].tolist() == [*range(10)]
-    assert features.dataset == "d" and not path.with_suffix(".partial").exists()
-    path.with_suffix(".partial").write_bytes(whole.read_bytes()[:100])
-    assert data.unfinished(path, NAMES, ABOUT) == 0 and "after 0 of" in capsys.readouterr().out
-    data.write_features(path, NAMES, rows(), **ABOUT)  # over what is of no use
-
-
-def test_a_killed_extraction_goes_on(tmp_path):
-    """SIGKILL at any moment: what counts as done is there, and right."""
-    code = """
-import sys; sys.path[:0] = sys.argv[2:]
-import itertools, test_features as t, data; from pathlib import Path
-blocks = (t.np.full((3, 64, 8, 8), float(i)) for i in itertools.count())
-def tell():
-    for n, block in enumerate(blocks):
-        print(n, flush=True); yield block
-data.write_features(Path(sys.argv[1]), [str(i) for i in range(30000)], tell(), **t.ABOUT)
-"""
-    path, names = tmp_path / "f.h5", [str(i) for i in range(30000)]
-    call = [sys.executable, "-c", code, str(path), *(str(Path(f).parent) for f in (__file__, data.__file__))]
-    with subprocess.Popen(call, stdout=subprocess.PIPE, text=True) as process:
-        for _ in range(40):
-            assert process.stdout.readline()
-        process.kill()
-    assert process.returncode == -signal.SIGKILL and not path.exists()
-    done = data.unfinished(path, names, ABOUT)
-    assert 39 * 3 <= done < 30000 and done % 3 == 0
-    with h5py.File(path.with_suffix(".partial")) as f:
-        assert np.array_equal(f["features"][:done, 5, 1, 2], np.arange(done) // 3)
-
-
 class Quick:
-    """An extractor without a network: the mean colour, on as many cells as the layer has. Dies after `alive` blocks."""
+    """An extractor without a network: the mean colour, on as many cells as the layer has."""
 
-    alive, read = 99, []
+    read = 0
 
     def __init__(self, name, device):
         self.name, self.preprocessing, self.grid = name, data.RESNETS[name][0], (4 if "layer4" in name else 3, 2, 3)
 
     def blocks(self, paths, batch):
-        for n, i in enumerate(range(0, len(paths), 10)):
-            if n == self.alive:
-                raise KeyboardInterrupt
-            self.read.extend(paths[i : i + 10])
+        for i in range(0, len(paths), 10):
             means = [np.array(data.read_image(p)).mean() for p in paths[i : i + 10]]
+            Quick.read += len(means)
             yield torch.tensor(means)[:, None, None, None].expand(-1, *self.grid).half()
 
 
-def test_preparation_goes_on_where_it_stopped(release, monkeypatch, capsys):
-    monkeypatch.setattr(data, "Extractor", Quick)
-    monkeypatch.setattr(Quick, "read", [])
-    monkeypatch.setattr(Quick, "alive", 2)
+class Stopped(Quick):
+    def blocks(self, paths, batch):
+        yield from itertools.islice(super().blocks(paths, batch), 2)
+        raise KeyboardInterrupt
+
+
+def test_preparation_once_whole(release, monkeypatch, capsys):
+    monkeypatch.setattr(data, "Extractor", Stopped)
     call = ["clevr_change", "--data_dir", str(release), "--device", "cpu"]
+    there = {*release.iterdir(), release / data.LOCK}
     with pytest.raises(KeyboardInterrupt):
         data.main(call)
-    assert not (release / "features.h5").exists() and not (release / "vocab.json").exists()
-    monkeypatch.setattr(Quick, "alive", 99)
+    assert {*release.iterdir()} == there  # nothing is left, neither half a file nor a whole one
+    (release / "features.h5.abc.partial").write_bytes(b"of a process that was killed")
+    monkeypatch.setattr(data, "Extractor", Quick)
+    monkeypatch.setattr(Quick, "read", 0)
     data.main(call)
-    out = capsys.readouterr().out
-    assert "going on after 20 of 45 images" in out and "45 images" in out
-    assert len(Quick.read) == len(set(Quick.read)) == 45  # none twice
+    assert {*release.iterdir()} == there | {release / "features.h5", release / "vocab.json"}
     dataset = data.load("clevr_change", release)
     for name, x in zip(dataset.paths, dataset.features.rows(list(dataset.paths)), strict=True):
         assert x[0, 0, 0].item() == pytest.approx(np.array(data.read_image(dataset.paths[name])).mean(), rel=1e-3)
     data.main(call)
-    assert len(Quick.read) == 45 and "is there already" in capsys.readouterr().out
+    assert Quick.read == 45 and "features.h5 is there already" in capsys.readouterr().out
+
+
+def test_a_killed_extraction_leaves_no_features(tmp_path):
+    code = """
+import itertools, sys, numpy, data; from pathlib import Path
+def blocks():
+    for n in itertools.count():
+        print(n, flush=True)
+        yield numpy.zeros((3, 64, 8, 8))
+data.write_features(Path(sys.argv[1]), [str(i) for i in range(30000)], blocks(), "e", "p")
+"""
+    call, path = [sys.executable, "-c", code, str(tmp_path / "f.h5")], Path(data.__file__).parent
+    with subprocess.Popen(call, stdout=subprocess.PIPE, text=True, cwd=path) as process:
+        for _ in range(40):
+            assert process.stdout.readline()
+        process.kill()
+    assert process.returncode == -signal.SIGKILL and not (tmp_path / "f.h5").exists()
 
 
 def test_each_extractor_has_a_file_of_its_own(release, monkeypatch, tiny, capsys):
@@ -295,26 +255,25 @@ def test_an_array_by_columns_and_one_that_is_a_view(tmp_path):
 
 
 class Call:
-    """Unpickled, a call of anything."""
+    """Unpickled, a call of anything, and then perhaps of its __setstate__."""
 
-    def __init__(self, *call):
-        self.call = call
+    def __init__(self, *call, state=None):
+        self.call, self.state = call, state
 
     def __reduce__(self):
-        return self.call[0], self.call[1:]
+        return (self.call[0], self.call[1:], self.state) if self.state else (self.call[0], self.call[1:])
 
 
 def test_no_code_of_a_pickle_is_run(tmp_path):
     ran, path = tmp_path / "ran", tmp_path / "full_img.pkl"
-    fake = Call(
-        np.ndarray, (1,), np.dtype("O"), b"\x41" * 8
-    )  # numpy would take these bytes for the address of an object
-    for harm in (
-        Call(os.system, f"touch {ran}"),
-        Call(eval, f"open({str(ran)!r}, 'w')"),
-        Call(np.load, str(path)),
-        fake,
-    ):
+    address, make = b"\x41" * 8, np._core.multiarray._reconstruct
+    # Numpy would take these eight bytes for the address of an object, in the second case since the type hides that it
+    # has objects. Whoever prints such an array crashes.
+    array = Call(np.ndarray, (1,), np.dtype("O"), address)
+    hidden = Call(np.dtype, "O", False, True, state=(3, "|", None, None, None, 8, 8, 0))
+    built = Call(make, np.ndarray, (0,), b"b", state=(1, (1, 1, 1), hidden, False, address))
+    programs = Call(os.system, f"touch {ran}"), Call(eval, f"open({str(ran)!r}, 'w')"), Call(np.load, str(path))
+    for harm in (*programs, array, built):
         for protocol in (2, 3, 5):
             path.write_bytes(pickle.dumps({"a": harm}, protocol))
             with pytest.raises(ValueError, match=r"full_img.pkl cannot be used \("):
