@@ -22,10 +22,8 @@ import math
 import os
 import pickle
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 from collections import Counter
@@ -750,8 +748,8 @@ class Dataset:
         """Pair ids to score separately: the release's groups; the pairs whose two images are in no other split, if some
         are; quarters of viewpoint difficulty, if boxes are known."""
         pairs, overlap, groups = self.pairs(split), self.release.overlap, dict(self.release.groups)
-        elsewhere = {(p.before, p.after) for other in self.scenes if other != split for p in self.pairs(other)}
-        clean = {p.id for p in pairs if (p.before, p.after) not in elsewhere}
+        leaked = {(p.before, p.after) for other in self.scenes if other != split for p in self.pairs(other)}
+        clean = {p.id for p in pairs if (p.before, p.after) not in leaked}
         if len(clean) < len(pairs):
             groups["without leaked pairs"] = clean
         by_overlap = sorted((p.id for p in pairs if p.id in overlap), key=overlap.get)
@@ -778,25 +776,25 @@ class Dataset:
         return pictures[0], pictures[1] if pair.after else Image.new("RGB", pictures[0].size)
 
     def score(self, split: str, captions: dict[str, str], quick: bool = False) -> dict:
-        """Scores of a split's captions as the data set's published tables have them: over its groups, and where these
-        tables did without the PTB tokenizer, over the words of its vocabulary's rule. quick: few metrics, no groups."""
+        """Scores of a split's captions by the rule of the data set's published tables: over its groups and, if these
+        tables did without the PTB tokenizer, over the words of its vocabulary. quick: few metrics, no groups."""
         references, tokens = {p.id: p.captions for p in self.pairs(split)}, DATASETS[self.name].tokens
         if tokens != "ptb":
             references = {i: [" ".join(self.vocab.tokenizer(c)) for c in texts] for i, texts in references.items()}
         return score(captions, references, {} if quick else self.groups(split), quick, tokens, self.vocab.index)
 
     def report(self, split: str, captions: dict[str, str], maps: dict) -> dict:
-        """What else captions and attention maps (pair id -> (H, W), or name -> map) show, in %. "accuracy": what the
-        data set's own judge says, or, if unchanged pairs are known, how many changed and unchanged ones are recognised.
-        A caption denies a change if the field has a list of such sentences and it is one of them, or else if a training
-        pair without change has it. "pointing": see pointing_scores."""
+        """What else captions and attention maps (pair id -> name -> (H, W)) show, in %. "accuracy": what the data set's own
+        judge says or, if unchanged pairs are known, how many changed and unchanged ones are recognised. A caption
+        denies a change if it is in the field's list of such sentences or, without such a list, if an unchanged training
+        pair has it. "pointing": see pointing_scores."""
         source = DATASETS[self.name]
         report, unchanged, boxed = {}, self.kinds.get("no change"), []
         if source.judge:
             report["accuracy"] = source.judge(captions, self.root)
         elif unchanged:
-            sentences = source.same or [c for p in self.pairs("train") if p.id in unchanged for c in p.captions]
-            denials = {" ".join(self.vocab.split(c)) for c in sentences}
+            of_unchanged = [c for p in self.pairs("train") if p.id in unchanged for c in p.captions]
+            denials = {" ".join(self.vocab.split(c)) for c in source.same or of_unchanged}
             right = {"change recognised": [c not in denials for i, c in captions.items() if i not in unchanged],
                      "no change recognised": [c in denials for i, c in captions.items() if i in unchanged]}  # fmt: skip
             report["accuracy"] = {name: round(100 * sum(hits) / len(hits), 2) for name, hits in right.items() if hits}
@@ -810,15 +808,15 @@ class Dataset:
         return report
 
     def results(self, split: str, captions: dict[str, str], maps: dict, out_dir: Path | None, notes: dict | None = None,
-                **more) -> dict[str, float]:  # fmt: skip
+                **findings) -> dict[str, float]:  # fmt: skip
         """Scores of a split's captions -> those of all pairs together. Without out_dir only the quick metrics. With it
         every metric for every group of pairs, printed and written: captions_<split>.json, scores_<split>.json (with
-        `more`), and a sheet of sample pictures with attention maps (pair id -> name -> (H, W)) and notes (pair id ->
-        lines)."""
+        the method's own `findings`), and a sheet of sample pictures with attention maps (pair id -> name -> (H, W)) and
+        notes (pair id -> lines)."""
         if out_dir is None:
             return self.score(split, captions, quick=True)["scores"]["total"]
         write_predictions(out_dir / f"captions_{split}.json", captions)
-        result = self.score(split, captions) | self.report(split, captions, maps) | more
+        result = self.score(split, captions) | self.report(split, captions, maps) | findings
         write_text(out_dir / f"scores_{split}.json", json.dumps(result, indent=1) + "\n")
         print(format_scores(result))
         picture = "samples.png" if split == "test" else f"samples_{split}.png"
@@ -901,179 +899,108 @@ def feature_file(name: str, root: Path, extractor: str = "") -> Path:
     return root / f"features-{extractor}.h5"
 
 
-# ---- scores: tokens --------------------------------------------------------------------------------------------------
+# ---- scores: words ---------------------------------------------------------------------------------------------------
 
-PTB_DROPPED = re.compile(
-    r"""['"`]|''|``|[?!,:;]|\.+|-{1,4}"""
-)  # the field's punctuation list; it misses !! and brackets
-PTB_SPELLING = {"‘": "'", "’": "'", "“": '"', "”": '"', "«": '"', "»": '"', "–": " -- ", "—": " -- ", "…": " ... ", "‐": "-",
-                "‑": "-", "½": "1/2", "¼": "1/4", "¾": "3/4", "€": "$", "£": "#", "¢": " cents ", "&amp;": "&", "&lt;": "<",
-                "&gt;": ">", "&quot;": '"', "&apos;": "'", "&nbsp;": " "}  # fmt: skip
-PTB_BRACKETS = {"(": "-lrb-", ")": "-rrb-", "[": "-lsb-", "]": "-rsb-", "{": "-lcb-", "}": "-rcb-"}
-PTB_ABBREVIATIONS = """adm al apr ariz assn assoc asst attys aug ave bldg blvd bros calif capt cf cmdr co col colo conn
-    corp cos cpl dec dept dr elec est etc ext feb fla fri ft ga gen gov hon inc ind jan jr jul jun kan ky lt ltd maj mar md
-    messrs mich minn mo mon mont mr mrs ms mt neb nev nov oct okla ph plc pres prof rd rep rev sen sep sept sgt sq sr st
-    ste supt tel tenn thu thurs tue tues univ va vs vt wed wis wyo"""
-
-# The first alternative that fits is the token, so special cases come first. {L} letter, {A} letter or digit, {E} word's
-# end.
-PTB_TOKEN = re.compile(
-    r"""
-    (?:https?://|www\.)[^\s"<>]*[^\s"<>.,!?]                                   # web addresses
-  | <[/!?]?[a-z][^<>]*>                                                        # tags
-  | can(?=not{E}) | (?:gon|wan)(?=na{E}) | got(?=ta{E}) | (?:lem|gim)(?=me{E}) # can|not, gon|na
-  | 'n' | '(?:[smd]|re|ve|ll|n|em|cause|\d0s)(?!{A}) | 't(?=(?:is|was){E})     # man|'s, they|'re, 't|is
-  | n['`]t(?!{A})                                                              # do|n't (with the last words below)
-  | (?:{ABBREVIATION})\.(?!{A}) | (?:no|nos|figs?|pp|art|ca)\.(?=[ ]?\d)       # mr., no. 5
-  | (?:{L}\.)+(?!{A})                                                          # p.m., U.S., x.
-  | (?-i:[A-Z]+(?:[&+][A-Z]+)+)                                                # AT&T
-  | {A}+(?:-{A}+)*(?:/{A}+(?:-{A}+)*){1,2}                                     # and/or, 1/2, 12/25/2012
-  | {A}(?:{A}|[.,])*(?:-{A}+)+                                                 # T-shirt, 10-15
-  | [-+]?\d*(?:[.,:]\d+)+ | [-+]?\d+(?!{A})                                    # 3.5, 1,000, 12:30, -5
-  | [dlo]'{L}+ | c'mon{E} | ma'am{E} | ol'(?!{A}) | y'(?=all{E})               # o'clock
-  | {L}+(?:[.!?]{L}+)+                                                         # left.right: no space, no split
-  | {A}+?(?=n['`]t(?!{A})) | {A}+(?:_{A}+)*                                    # words
-  | [#@]{L}+ | \.{2,} | [!?]+ | -+ | \*+ | _+ | '' | `` | \S                   # the rest, single signs at last
-    """.replace("{ABBREVIATION}", "|".join(PTB_ABBREVIATIONS.split()))
-    .replace("{E}", r"(?!['\w-])").replace("{L}", r"[^\W\d_]").replace("{A}", r"[^\W_]"),
-    re.VERBOSE | re.IGNORECASE,
-)  # fmt: skip
+JAVA_TIMEOUT = 60  # seconds in which `java -version` must end
 
 
-def ptb_tokenize(text: str) -> str:
-    """The tokens, joined by spaces, that pycocoevalcap's PTBTokenizer (Stanford CoreNLP 3.4.1) gives, but without Java.
+@functools.cache
+def java_works() -> bool:
+    """Does `java` run? Asked once. From then on Java programs take 0.5 for a number, also where people write 0,5."""
+    options = [os.environ.get("JAVA_TOOL_OPTIONS", ""), "-Dfile.encoding=UTF-8 -Duser.language=en -Duser.country=US"]
+    os.environ["JAVA_TOOL_OPTIONS"] = " ".join(options).strip()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)  # a pipe could outlive the time limit
+    try:
+        return subprocess.call(["java", "-version"], **streams, timeout=JAVA_TIMEOUT) == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
 
-    Equal on every sentence of Spot-the-Diff and Image Editing Request (train and validation) and on CLEVR-like ones.
-    Known to differ: e-mail addresses, smileys, C++, phone numbers, 1 1/2, rare signs and abbreviations. Round brackets
-    stay, as -lrb- and -rrb-: the field drops -LRB-, but from tokens that are lower case by then."""
-    for written, meant in PTB_SPELLING.items():
-        text = text.replace(written, meant)
-    tokens = (PTB_BRACKETS.get(token, token.lower()) for token in PTB_TOKEN.findall(text))
-    return " ".join(token for token in tokens if not PTB_DROPPED.fullmatch(token))
+
+def ptb_tokenize(texts: list[str]) -> list[str]:
+    """The words, joined by spaces, of texts without line breaks, by the Stanford tokenizer of pycocoevalcap. Its class
+    would also print to the terminal, and write a file beside itself."""
+    from pycocoevalcap.tokenizer import ptbtokenizer
+
+    jar = Path(ptbtokenizer.__file__).with_name(ptbtokenizer.STANFORD_CORENLP_3_4_1_JAR)
+    call = ["java", "-cp", jar, "edu.stanford.nlp.process.PTBTokenizer", "-preserveLines", "-lowerCase"]
+    done = subprocess.run(call, input="".join(f"{text}\n" for text in texts).encode(), capture_output=True, check=True)
+    lines = done.stdout.decode().split("\n")[:-1]
+    if len(lines) != len(texts):
+        raise ValueError(f"{len(lines)} lines of words for {len(texts)} captions")
+    return [" ".join(w for w in line.rstrip().split(" ") if w not in ptbtokenizer.PUNCTUATIONS) for line in lines]
+
+
+def plain_tokenize(text: str) -> str:
+    """What serves without Java: lower case, no punctuation. It equals the Stanford tokenizer on the sentences of mini
+    and CLEVR-Change, but leaves "cannot" and "gonna" whole."""
+    words = re.sub(r"""[.,:;?!'"`]""", " ", text.lower()).split()
+    return " ".join(word for word in words if word.strip("-"))
+
+
+def scored_words(texts: list[str], tokens: str, index: dict[str, int] | None) -> tuple[list[str], str]:
+    """The words of every text as `score` has them, joined by spaces, and which tokenizer made them."""
+    texts = [" ".join(text.split()) for text in texts]  # a line break inside a caption would shift all later ones
+    if tokens == "split":
+        return texts, "none, words as they are"
+    if tokens == "ids":
+        return [" ".join(str(index.get(word, UNK)) for word in text.split()) for text in texts], "none, words as ids"
+    if java_works():
+        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+            return ptb_tokenize(texts), "PTB (Java)"
+    return [plain_tokenize(text) for text in texts], "approximate (PTB needs Java)"
 
 
 # ---- scores: the metrics ---------------------------------------------------------------------------------------------
 
 METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "CIDEr (one pool)", "SPICE")
-JAVA_FLAGS = ("-Dfile.encoding=UTF-8", "-Duser.language=en", "-Duser.country=US")  # METEOR dies where 0.5 is 0,5
-JAVA_PATIENCE = 1200  # seconds after which a Java process is taken to hang
 SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
 
 
-def find_java() -> str | None:
-    return shutil.which("java")
+def meteor(refs: dict[str, list[str]], rows: dict[str, dict[str, str]]) -> dict[str, float]:
+    """METEOR of every row of captions, see `score`."""
+    from pycocoevalcap.meteor.meteor import Meteor
 
-
-def coco_folder() -> Path:
-    import pycocoevalcap  # a folder without __init__.py, so it has a __path__ and no __file__
-
-    return Path(next(iter(pycocoevalcap.__path__)))
-
-
-def run_java(folder: str, *arguments: str | Path, lines: Iterable[str] = (), patience: float = 0) -> list[str]:
-    """What a Java program in a folder of pycocoevalcap answers to these lines. OSError where it fails, or is not done
-    in `patience` seconds (0: JAVA_PATIENCE); the package's own classes would wait for ever."""
-    patience = patience or JAVA_PATIENCE
-    call, text = [find_java(), *JAVA_FLAGS, *arguments], "".join(f"{line}\n" for line in lines)
+    program = Meteor()
     try:
-        done = subprocess.run(call, input=text.encode(), capture_output=True, check=True, timeout=patience,
-                              cwd=coco_folder() / folder)  # fmt: skip
-        return done.stdout.decode().split("\n")[:-1]
-    except (subprocess.SubprocessError, UnicodeDecodeError) as e:
-        raise OSError(f"its Java program ended, or was not done in {patience} s; SPICE needs 8 GB of memory "
-                      "and, as a rule, Java 8") from e  # fmt: skip
+        return {name: program.compute_score({i: refs[i] for i in hyps}, {i: [text] for i, text in hyps.items()})[0]
+                for name, hyps in rows.items()}  # fmt: skip
+    finally:  # after an error the program still holds its lock and unsent lines, for which its destructor would wait
+        program.lock = threading.Lock()
+        with contextlib.suppress(OSError):
+            program.meteor_p.stdin.close()
 
 
-def ptb_java(texts: list[str], patience: float = 0) -> list[str]:
-    """Tokens, joined by spaces, of texts without line breaks, by the package's jar; OSError where Java does not answer
-    so."""
-    from pycocoevalcap.tokenizer.ptbtokenizer import PUNCTUATIONS
+def spice(refs: dict[str, list[str]], rows: dict[str, dict[str, str]]) -> dict[str, float]:
+    """SPICE of every row of captions, see `score`: a mean over captions, so one run, which takes minutes, does."""
+    from pycocoevalcap.spice.spice import Spice
 
-    call = [
-        "-cp",
-        "stanford-corenlp-3.4.1.jar",
-        "edu.stanford.nlp.process.PTBTokenizer",
-        "-preserveLines",
-        "-lowerCase",
-    ]
-    lines = run_java("tokenizer", *call, "-encoding", "UTF-8", lines=texts, patience=patience)
-    if len(lines) != len(texts):
-        raise OSError(f"{len(lines)} lines of tokens for {len(texts)} captions")
-    return [" ".join(w for w in line.rstrip().split(" ") if w not in PUNCTUATIONS) for line in lines]
+    captions = list(dict.fromkeys(caption for hyps in rows.values() for caption in hyps.items()))
+    gts, res = {n: refs[i] for n, (i, _) in enumerate(captions)}, {n: [text] for n, (_, text) in enumerate(captions)}
+    of_caption = dict(zip(captions, (each["All"]["f"] for each in Spice().compute_score(gts, res)[1]), strict=True))
+    return {name: float(np.mean([of_caption[caption] for caption in hyps.items()])) for name, hyps in rows.items()}
 
 
-@functools.cache
-def java_works(java: str | None) -> bool:
-    """Does this Java give a caption's tokens within a minute? Asked once."""
-    with contextlib.suppress(OSError):
-        return java is not None and ptb_java(["a red car"], 60) == ["a red car"]
-    return False
+def java_metric(metric: str, tokens: str, refs: dict, rows: dict) -> tuple[dict[str, float], str]:
+    """METEOR or SPICE of every row, or none and why."""
+    import pycocoevalcap.spice
 
-
-def scored_words(texts: list[str], tokens: str, ids: dict[str, int] | None) -> tuple[list[str], str]:
-    """The words of every text as `score` has them, joined by spaces, and which tokenizer made them.
-    White space becomes one space: a line break inside a caption would shift all later ones."""
-    texts = [" ".join(text.split()) for text in texts]
-    if tokens == "split":
-        return texts, "none, words as they are"
-    if tokens == "ids":
-        return [" ".join(str(ids.get(word, UNK)) for word in text.split()) for text in texts], "none, words as ids"
-    if java_works(find_java()):
-        with contextlib.suppress(OSError):  # the Python tokenizer serves
-            return ptb_java(texts), "PTB (Java)"
-    return [ptb_tokenize(text) for text in texts], "Python"
-
-
-def meteor(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, list[str]]) -> dict[str, float]:
-    """METEOR of every group: captions are matched once, a group's score is made of its captions' counts. One process,
-    which takes seconds to start; OSError where it fails, or is not done in JAVA_PATIENCE seconds."""
-    call = [find_java(), *JAVA_FLAGS, "-Xmx2G", "-jar", "meteor-1.5.jar", *"- - -stdio -l en -norm".split()]
-    said = {i: text.replace("|||", "").replace("  ", " ") for i, text in hyps.items()}
-    java = subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                            encoding="utf-8", cwd=coco_folder() / "meteor")  # fmt: skip
-    end = threading.Timer(JAVA_PATIENCE, java.kill)
-    end.start()
-
-    def ask(*parts: str, answers: int = 1) -> str:
-        """A line to the program -> the last of its answers."""
-        with contextlib.suppress(BrokenPipeError):  # it has ended, so there is no answer either
-            java.stdin.write(" ||| ".join(parts) + "\n")
-            java.stdin.flush()
-        lines = [java.stdout.readline() for _ in range(answers)]
-        if not lines[-1]:
-            raise OSError(f"its Java program ended, or was not done in {JAVA_PATIENCE} s; METEOR needs 2 GB of memory")
-        return lines[-1].strip()
-
+    models = [Path(folder, "lib", jar) for folder in pycocoevalcap.spice.__path__ for jar in SPICE_MODELS]
+    if not java_works():
+        return {}, "needs Java; is there one? Try: java -version"
+    if metric == "SPICE" and tokens == "ids":
+        return {}, "it reads sentences, not ids"
+    if metric == "SPICE" and not all(path.exists() for path in models):  # its class would download them
+        return {}, "its models are not there; run: python -m pycocoevalcap.spice.get_stanford_models"
     try:
-        counts = {i: ask("SCORE", *refs[i], said[i]) for i in hyps}
-        # To each group the program answers a score for each caption, then the group's own.
-        return {
-            name: float(ask("EVAL", *(counts[i] for i in ids), answers=len(ids) + 1)) for name, ids in groups.items()
-        }
-    finally:
-        end.cancel()
-        java.kill()
-        java.wait()
-
-
-def spice(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, list[str]]) -> dict[str, float]:
-    """SPICE of every group: a mean over captions, so one (slow) run serves all groups. Never downloads its models."""
-    if not all((coco_folder() / "spice" / "lib" / jar).exists() for jar in SPICE_MODELS):
-        raise FileNotFoundError("SPICE's models are not there; run: python -m pycocoevalcap.spice.get_stanford_models")
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answer, cache = (Path(folder, name) for name in ("asked.json", "answer.json", "cache"))
-        asked.write_text(json.dumps([{"image_id": i, "test": hyps[i], "refs": refs[i]} for i in hyps]))
-        cache.mkdir()
-        run_java(
-            "spice", *["-Xmx8G", "-jar", "spice-1.0.jar", asked, "-cache", cache, "-out", answer, "-subset", "-silent"]
-        )
-        f = {row["image_id"]: row["scores"]["All"]["f"] for row in json.loads(answer.read_text())}
-    return {name: float(np.array([f[i] for i in ids], float).mean()) for name, ids in groups.items()}
+        return {"METEOR": meteor, "SPICE": spice}[metric](refs, rows), ""
+    except (OSError, ValueError, subprocess.SubprocessError) as e:
+        needs = {"METEOR": "2 GB of memory", "SPICE": "8 GB of memory and usually Java 8"}[metric]
+        return {}, f"its Java program failed ({e}); it needs {needs}"
 
 
 def score(predictions: dict[str, str], references: dict[str, list[str]], groups: dict[str, set[str]] | None = None,
           quick: bool = False, tokens: Literal["ptb", "split", "ids"] = "ptb",
-          ids: dict[str, int] | None = None) -> dict:  # fmt: skip
+          index: dict[str, int] | None = None) -> dict:  # fmt: skip
     """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's ids that have a
     prediction: {"scores": {group: {metric: number or None}}, "missing": {metric: reason}, "tokenizer": which made the
     words}.
@@ -1082,9 +1009,9 @@ def score(predictions: dict[str, str], references: dict[str, list[str]], groups:
     references, so the total is no average of the groups, and a single image gets 0. "CIDEr (one pool)" is the mean of
     the group's captions when document frequencies are those of all pairs, as in IDC's Table 3. `quick` leaves it out,
     and METEOR and SPICE, which take programs of their own.
-    tokens: "ptb" as a rule; "split": captions are words already, split at blanks (Birds-to-Words); "ids" (LEVIR-CC):
-    words are replaced by their numbers in `ids`, those that it lacks all by that of UNK, so that they match each
-    other."""
+    tokens: "ptb" is what most data sets use; "split": captions are words already, split at blanks (Birds-to-Words);
+    "ids" (LEVIR-CC): words are replaced by their numbers in `index`, those that it lacks all by that of UNK, so that
+    they match each other."""
     from pycocoevalcap.bleu.bleu import Bleu
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.rouge.rouge import Rouge
@@ -1092,44 +1019,36 @@ def score(predictions: dict[str, str], references: dict[str, list[str]], groups:
     if not predictions:
         raise ValueError("no predictions to score; expected at least one {image id: caption}")
     if absent := [i for i in predictions if not references.get(i)]:
-        raise ValueError(
-            f"prediction {absent[0]!r} has no reference; give the references of its split, or leave it out"
-        )
-    groups = {"total": set(predictions)} | (groups or {})
-    groups = {
-        name: [i for i in predictions if i in among] for name, among in groups.items() if among & predictions.keys()
-    }
-
+        raise ValueError(f"prediction {absent[0]!r} has no reference; give its split's references, or leave it out")
+    if "total" in (groups or {}):
+        raise ValueError('a group cannot be called "total": these are all predictions; give it another name')
     texts = [text for i in predictions for text in (predictions[i], *references[i])]
     if halves := [text for text in texts if re.search("[\ud800-\udfff]", text)]:
         raise ValueError(f"the caption {halves[0]!r} has half a character (a lone surrogate); correct it")
-    lines, tokenizer = scored_words(texts, tokens, ids)
-    line, hyps, refs = iter(lines), {}, {}
+    words, tokenizer = scored_words(texts, tokens, index)
+    word, hyps, refs = iter(words), {}, {}
     for i in predictions:
-        hyps[i], refs[i] = next(line), [next(line) for _ in references[i]]
+        hyps[i], refs[i] = next(word), [next(word) for _ in references[i]]
+    rows = {"total": hyps}
+    rows |= {name: {i: hyps[i] for i in hyps if i in members} for name, members in (groups or {}).items()}
+    rows = {name: row for name, row in rows.items() if row}
 
-    scores, missing, pool = {name: {} if quick else dict.fromkeys(METRICS) for name in groups}, {}, {}
-    for name, among in groups.items():  # total comes first
-        gts, res = {i: refs[i] for i in among}, {i: [hyps[i]] for i in among}
-        cider, each = 0.0, [0.0] * len(among)
+    scores, missing, pool = {name: {} if quick else dict.fromkeys(METRICS) for name in rows}, {}, {}
+    for name, row in rows.items():  # total comes first
+        gts, res = {i: refs[i] for i in row}, {i: [text] for i, text in row.items()}
+        cider, each = 0.0, [0.0] * len(row)
         if any(map(any, gts.values())):  # without a word in the references, Cider fails
             cider, each = Cider().compute_score(gts, res)
-        pool = pool or dict(zip(among, each, strict=True))
+        pool = pool or dict(zip(row, each, strict=True))
         scores[name] |= zip(METRICS, Bleu(4).compute_score(gts, res, verbose=0)[0], strict=False)
         scores[name] |= {"ROUGE-L": Rouge().compute_score(gts, res)[0], "CIDEr": cider}
         if not quick:
-            scores[name]["CIDEr (one pool)"] = sum(pool[i] for i in among) / len(among)
-    for metric, compute in {} if quick else {"METEOR": meteor, "SPICE": spice}.items():
-        try:
-            if metric == "SPICE" and tokens == "ids":
-                raise OSError("it reads sentences, not ids")
-            if not java_works(find_java()):
-                why = "java does not run, try java -version" if find_java() else "java is not on the PATH"
-                raise OSError(f"needs Java: {why}")
-            for name, value in compute(refs, hyps, groups).items():
-                scores[name][metric] = value
-        except OSError as error:
-            missing[metric] = str(error)
+            scores[name]["CIDEr (one pool)"] = sum(pool[i] for i in row) / len(row)
+    for metric in () if quick else ("METEOR", "SPICE"):
+        values, reason = java_metric(metric, tokens, refs, rows)
+        missing |= {metric: reason} if reason else {}
+        for name, value in values.items():
+            scores[name][metric] = value
     for row in scores.values():
         row |= {metric: round(100 * float(value), 2) for metric, value in row.items() if value is not None}
     return {"scores": scores, "missing": missing, "tokenizer": tokenizer}
@@ -1138,18 +1057,18 @@ def score(predictions: dict[str, str], references: dict[str, list[str]], groups:
 def format_scores(result: dict) -> str:
     """What `score` returns as a table with one row a group, the reasons for missing metrics, and what Dataset.report
     adds."""
-    metrics = [metric for metric in METRICS if metric not in ("BLEU-2", "BLEU-3")]
+    metrics = {metric: metric for metric in METRICS if metric not in ("BLEU-2", "BLEU-3")}
+    metrics["CIDEr (one pool)"] = "one pool"
     width = max(map(len, result["scores"]))
-    lines = [" " * width + "".join(f"{name:>9}" for name in metrics).replace("CIDEr (one pool)", " one pool")]
+    lines = [" " * width + "".join(f"{heading:>9}" for heading in metrics.values())]
     for name, values in result["scores"].items():
         cells = ["-" if values.get(metric) is None else f"{values[metric]:.2f}" for metric in metrics]
         lines.append(f"{name:<{width}}" + "".join(f"{cell:>9}" for cell in cells))
     lines += [f"no {metric}: {reason}" for metric, reason in result["missing"].items()]
     lines.append(f"tokenizer: {result['tokenizer']}")
     shares = {"right": result.get("accuracy", {})}
-    shares |= {
-        f"pointing game, {name}": values for name, values in result.get("pointing", {}).items() if name != "boxes"
-    }
+    for name, values in result.get("pointing", {}).items():
+        shares |= {f"pointing game, {name}": values} if name != "boxes" else {}
     for name, values in shares.items():
         if values:
             lines.append(f"{name}, in %: " + ", ".join(f"{group} {value:.1f}" for group, value in values.items()))
@@ -1160,8 +1079,8 @@ def format_scores(result: dict) -> str:
 
 
 def pair_picture(before: Image.Image, after: Image.Image, maps: dict[str, Tensor], lines: list[str], side: int = 96):
-    """One pair as a strip: before, after, then each attention map (H, W) over both, and lines of text below. -> PIL
-    image. The maps named "before" and "after" are drawn over their own picture only."""
+    """One pair as a strip -> PIL image: before, after, then each attention map (H, W) over both, and lines of text
+    below. The maps named "before" and "after" are drawn over their own picture only."""
     font = ImageFont.load_default(11)
     pictures = [im.convert("RGB").resize((side, side), Image.Resampling.LANCZOS) for im in (before, after)]
     for name, heat in maps.items():
@@ -1182,7 +1101,7 @@ def pair_picture(before: Image.Image, after: Image.Image, maps: dict[str, Tensor
 
 
 def tiled(pictures: list[Image.Image], columns: int, gap: int) -> Image.Image:
-    """Pictures in rows on a white page, all in cells of the same size. -> PIL image."""
+    """Pictures in rows on a white page, all in cells of the same size -> PIL image."""
     width, height = max(im.width for im in pictures) + gap, max(im.height for im in pictures) + gap
     page = Image.new("RGB", (columns * width - gap, -(-len(pictures) // columns) * height), "white")
     for i, im in enumerate(pictures):
@@ -1190,11 +1109,9 @@ def tiled(pictures: list[Image.Image], columns: int, gap: int) -> Image.Image:
     return page
 
 
-def sample_sheet(dataset, split: str, captions: dict[str, str], maps: dict, notes: dict[str, list[str]]) -> Image.Image:
-    """A column for every kind of change: a dozen pairs each with attention, reference and caption. -> PIL image.
-
-    By pair id: captions, maps (name -> (H, W)), notes (further lines, may lack pairs). dataset: has examples and
-    images, as data.Dataset."""
+def sample_sheet(dataset: Dataset, split: str, captions: dict[str, str], maps: dict, notes: dict) -> Image.Image:
+    """A column for every kind of change: a dozen pairs each with attention, reference and caption -> PIL image.
+    By pair id: captions, maps (name -> (H, W)), notes (lines; pairs may have none)."""
     columns = []
     for kind, pairs in dataset.examples(split, 12).items():
         columns.append([])
@@ -1219,9 +1136,9 @@ def pointing_hit(heat: Tensor, box: list[int], size: tuple[int, int]) -> bool:
 
 def pointing_scores(maps: dict, boxed: list[tuple[str, str, list[int], Path]], groups: dict[str, set[str]]) -> dict:
     """The pointing game over all boxes and over each group's: {map's name: {group: hits in %}}, with the share of the
-    picture that boxes take ("chance") and their number ("boxes"). maps: pair id -> name -> (H, W). boxed: pair id,
-    "before" or "after", box of the changed object and picture. The two count apart; a map called before or after serves
-    its own side."""
+    picture that boxes take ("chance") and their number ("boxes"). maps: pair id -> name -> (H, W). boxed: pair id, side
+    ("before" or "after"), box of the changed object, picture. Both sides of a pair count; a map that is called before
+    or after serves its own side."""
     rows = []  # pair id, what its box adds to each column
     for i, side, box, path in boxed:
         with Image.open(path) as im:
@@ -1272,24 +1189,25 @@ def write_predictions(path: Path, predictions: dict[str, str]) -> None:
 # Parts of speech of the words of mini and CLEVR-Change, whose sentences come from templates. Materials are adjectives
 # ("became rubber"); what only says where the changed object stands ("left of", "in front of") counts as preposition.
 CLOSED_WORDS = {
-    "NOUN": "sphere ball cube block cylinder object objects thing scene scenes picture pictures image change difference "
-            "location position place color size shape material",
+    "NOUN": "sphere ball cube block cylinder object objects thing scene scenes picture pictures image change "
+            "difference location position place color size shape material",
     "PRON": "nothing everything someone something that it",
     "DET": "a an the its all no",
     "NUM": "two",
-    "ADJ": "small tiny large big gray red blue green brown purple cyan yellow rubber matte metal metallic shiny new same "
-           "different identical missing other",
+    "ADJ": "small tiny large big gray red blue green brown purple cyan yellow rubber matte metal metallic shiny new "
+           "same different identical missing other",
     "ADV": "now longer newly before there",
     "AUX": "is are was were been be has have can",
-    "VERB": "gone added removed moved changed made became turned placed appeared disappeared occurred modified remains seem "
-            "show seen",
+    "VERB": "gone added removed moved changed made became turned placed appeared disappeared occurred modified remains "
+            "seem show seen",
     "ADP": "of in to on at as after behind left right front side",
     "CCONJ": "and",
 }  # fmt: skip
 # Words that their neighbours decide: choices of words in a row, which of them, part of speech.
 CLOSED_PHRASES = [("no longer", 0, "ADV"), ("there is|are", 0, "PRON"), ("same size|color|shape|material as", 0, "ADP"),
                   ("same size|color|shape|material as", 1, "ADP")]  # fmt: skip
-# A caption becomes a line of roles, "DET ADJ NOUN AUX VERB ", and phrases are regular expressions over it.
+# A caption becomes a line of roles, "DET ADJ NOUN AUX VERB ", and phrases are regular expressions over it. (spaCy's
+# Matcher cannot look ahead or behind, so it takes "now white cars" for a noun and "built on bare" for a verb.)
 ROLES = {role: role for role in "NOUN ADJ NUM ADV AUX VERB DET ADP".split()} | {"PROPN": "NOUN"}
 ROLES_OF_WORDS = {
     "no DET": "NO", "nothing PRON": "NOUN", "everything PRON": "NOUN", "there PRON": "THERE", "to PART": "TO",
@@ -1297,6 +1215,9 @@ ROLES_OF_WORDS = {
     "there ADV": "PLACE", "here ADV": "PLACE", "before ADV": "PLACE", "anymore ADV": "PLACE", "away ADV": "PLACE",
 }  # fmt: skip
 NAMES_NOTHING = {"nothing", "everything"}
+# In closed vocabularies: "the two scenes", or "the location" of what has changed.
+NO_ENTITIES = {*"objects scene scenes picture pictures image change difference".split(),
+               *"location position place color size shape material".split()}  # fmt: skip
 
 
 def roles_pattern(text: str) -> re.Pattern:
@@ -1314,7 +1235,7 @@ VERBS = roles_pattern(f"""(?: THERE (?= ADV*AUX ) )? {_VERB} (?: ADV* TO {_VERB}
 
 
 def language(dataset_name: str):
-    """The spaCy pipeline that reads a data set's captions: rules where all its words are known, else en_core_web_sm."""
+    """The spaCy pipeline that reads a data set's captions: rules if all its words are known, else en_core_web_sm."""
     import spacy
 
     if not DATASETS[dataset_name].closed:
@@ -1337,22 +1258,22 @@ def segments(doc) -> tuple[list[str], list[str]]:
 
     Nouns come with adjectives, numbers and their adverbs, and with "no" ("no change"), but without articles. Verbs come
     with auxiliaries, adverbs, particle, and a complement without a noun of its own ("changed to gray", "there is"); a
-    noun follows only same and different ("is in the same place"). A copula without any of these stays only where it is
-    the one verb."""
+    noun follows only same and different ("is in the same place"). A copula without any of these stays only if it is the
+    one verb."""
     tokens, roles = [token for token in doc if not token.is_space], ""
     for token in tokens:
         role = ROLES_OF_WORDS.get(f"{token.lower_} {token.pos_}", ROLES.get(token.pos_, "OTHER"))
-        # Penn tags, where there are any: a particle ("show up") follows its verb as "there" does; "its" is no noun.
+        # Penn tags, if there are any: a particle ("show up") follows its verb as "there" does; "its" is no noun.
         roles += {"RP": "PLACE", "PRP$": "DET"}.get(token.tag_, role) + " "
     roles = PARTICIPLE.sub(r"\1ADJ ", roles)
 
     def phrases(pattern: re.Pattern) -> list[tuple[str, str]]:
         """(roles, words) of every phrase."""
         ends = [(roles[: m.start()].count(" "), roles[: m.end()].count(" "), m[0]) for m in pattern.finditer(roles)]
-        return [(fits, " ".join(token.lower_ for token in tokens[start:end])) for start, end, fits in ends]
+        return [(its_roles, " ".join(token.lower_ for token in tokens[start:end])) for start, end, its_roles in ends]
 
     verbs = phrases(VERBS)
-    actions = [words for fits, words in verbs if fits.replace("AUX ", "")]
+    actions = [words for its_roles, words in verbs if its_roles.replace("AUX ", "")]
     return [words for _, words in phrases(NOUNS)], actions or [words for _, words in verbs]
 
 
@@ -1360,13 +1281,17 @@ def subjects(doc) -> list[str]:
     """What a caption says has changed, lower case: the grammatical subject, without articles and a leading "new";
     coordinated subjects are several.
 
-    With a parse: the subject of the main clause, and of a clause coordinated with it. Where that is an expletive or a
+    With a parse: the subject of the main clause, and of a clause coordinated with it. If that is an expletive or a
     pronoun ("there is a car", "someone added a car") or missing ("remove the car"), the object, or the noun that there
-    is. Without one, in closed vocabularies, the first noun segment. "No change", "nothing" and "everything" name no
-    entity."""
+    is. Without one, in closed vocabularies: the first noun segment that names an object. "No change", "nothing" and
+    "everything" name no entity."""
     if not doc.has_annotation("DEP"):
-        nouns = segments(doc)[0][:1]
-        return [noun.removeprefix("new ") for noun in nouns if not noun.startswith("no ") and noun not in NAMES_NOTHING]
+        for noun in segments(doc)[0]:
+            if noun in NAMES_NOTHING or noun.startswith("no "):
+                break
+            if noun.split()[-1] not in NO_ENTITIES:
+                return [noun.removeprefix("new ")]
+        return []
 
     def children(token, *relations: str) -> list:
         return [child for child in token.children if child.dep_ in relations]
@@ -1395,25 +1320,16 @@ def subjects(doc) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def read_captions(read: Callable, dataset_name: str, root: Path, captions: Iterable[str]) -> dict[str, list]:
-    """What `read` (segments or subjects) finds in every distinct caption; kept in root/<its name>.json until this file
-    or the pipeline changes."""
-    what, nlp, distinct = read.__name__, language(dataset_name), list(dict.fromkeys(captions))
-    code, path = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12], root / f"{what}.json"
-    name = f"{nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}, data.py {code}"
-    with file_errors(path, "remove it: it is made again"):
-        saved = read_json(path, {"pipeline": str, what: {str: [(str, list)]}}) if path.exists() else {}
-    known = saved[what] if saved.get("pipeline") == name else {}
-    new = [c for c in distinct if c not in known]
-    for doc in tqdm(nlp.pipe(new, batch_size=1000), what, len(new), unit="caption", disable=None):
+def read_captions(read: Callable, dataset_name: str, captions: Iterable[str]) -> dict[str, list]:
+    """What `read` (segments or subjects) finds in every distinct caption; seconds for the captions of mini."""
+    nlp, captions, found = language(dataset_name), list(dict.fromkeys(captions)), {}
+    for doc in tqdm(nlp.pipe(captions, batch_size=1000), read.__name__, len(captions), unit="caption", disable=None):
         if unknown := [t.text for t in doc if not (t.pos or t.is_punct or t.is_space)]:
-            raise ValueError(f"{root}: {unknown[0]!r} in {doc.text!r} has no part of speech; correct the caption, or add the "
-                             "word to CLOSED_WORDS in data.py")  # fmt: skip
-        known[doc.text] = read(doc)
-    if new:
-        write_text(path, json.dumps({"pipeline": name, what: known}, indent=0))
-    print(f"{what}: {name} ({len(distinct)} captions, {len(new)} of them new)")
-    return {c: known[c] for c in distinct}
+            raise ValueError(f"{dataset_name}: {unknown[0]!r} in {doc.text!r} has no part of speech; correct the "
+                             "caption, or add the word to CLOSED_WORDS in data.py")  # fmt: skip
+        found[doc.text] = read(doc)
+    print(f"{read.__name__} of {len(captions)} captions by {nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}")
+    return found
 
 
 # ---- CLIP ------------------------------------------------------------------------------------------------------------
@@ -1435,16 +1351,13 @@ def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = N
     model, _, weights = name.partition(":")
     tags = open_clip.list_pretrained_tags_by_model(model)
     if weights not in tags and not Path(weights).is_file():
-        raise ValueError(
-            f"--clip {name}: open_clip has no such model or weights, and there is no such file; give "
-            f"MODEL:PRETRAINED (known of {model}: {', '.join(tags) or 'none'}) or MODEL:/path/to/file"
-        )
+        known = ", ".join(tags) or "none"
+        raise ValueError(f"--clip {name}: open_clip has no such model or weights, and there is no such file; give "
+                         f"MODEL:PRETRAINED (known of {model}: {known}) or MODEL:/path/to/file")  # fmt: skip
     # OpenAI's weights want another activation than open_clip's model of the same name has.
     quick = bool((open_clip.get_pretrained_cfg(model, weights) or {}).get("quick_gelu"))
     file = f"{model}{'-quickgelu' * quick}:/path/to/file"
-    with file_errors(
-        f"--clip {name}", f"load it once where there is a network, or fetch the weights and give --clip {file}"
-    ):
+    with file_errors(f"--clip {name}", f"load it once with a network, or fetch the weights and give --clip {file}"):
         clip, _, preprocess = open_clip.create_model_and_transforms(model, weights, force_quick_gelu=quick)
     if not isinstance(clip, open_clip.CLIP) or clip.text_pool_type != "argmax":
         raise ValueError(f"--clip {name}: its text encoder takes no learned prompts; choose a model such as ViT-L-14")
@@ -1458,8 +1371,7 @@ def clip_weights(name: str, root: Path, device: str = "cpu") -> dict | None:
 
 
 def clip_id(name: str, root: Path) -> str:
-    """The name of a CLIP, with a hash of its weights where these are a file, so that no two are taken for each
-    other."""
+    """The name of a CLIP, with a hash of its weights if these are a file, so that no two are taken for each other."""
     file = root / "clip.pt" if name in DATASETS else Path(name.partition(":")[2])
     return f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}" if file.is_file() else name
 
@@ -1471,9 +1383,7 @@ def encode_images(clip, preprocess, paths: list[str | Path]) -> Tensor:
     return clip.encode_image(x.to(next(clip.parameters()).device), normalize=True).cpu()
 
 
-def clip_embeddings(
-    name: str, root: Path, texts: list[str], paths: dict[str, Path], device: str
-) -> tuple[Tensor, Tensor]:
+def clip_embeddings(name: str, root: Path, texts: list[str], paths: dict[str, Path], device: str) -> tuple:
     """A CLIP's embeddings of texts (M, E), and of a data set's images (n, E) in the order of their sorted names, each
     of length 1; kept in root/embeddings.pt."""
     saved, file, images = clip_weights(name, root, device), root / "embeddings.pt", sorted(paths)
@@ -1483,9 +1393,8 @@ def clip_embeddings(
         if made["key"] == key and (len(made["texts"]), len(made["images"])) == (len(texts), len(images)):
             return made["texts"], made["images"]
     clip, tokenizer, preprocess = load_clip(name, root, device, saved)
-    of_texts = torch.cat(
-        [clip.encode_text(ids.to(device), normalize=True).cpu() for ids in tokenizer(texts).split(256)]
-    )
+    batches = tokenizer(texts).to(device).split(256)
+    of_texts = torch.cat([clip.encode_text(ids, normalize=True).cpu() for ids in batches])
     starts = tqdm(range(0, len(images), 64), f"CLIP {name}", unit_scale=64, unit="image", disable=None)
     of_images = torch.cat([encode_images(clip, preprocess, [paths[n] for n in images[i : i + 64]]) for i in starts])
     save_tensors(file, {"key": key, "texts": of_texts, "images": of_images})
@@ -1691,7 +1600,7 @@ def score_files(args) -> None:
     if groups and not any(among & captions.keys() for among in groups.values()):
         raise ValueError(f"{args.groups}: no image_id of the predictions; expected {{group: [image_id, ...]}}")
     ids = read_json(args.vocab, {str: int}) if args.vocab else None
-    print(format_scores(score(captions, references, groups, tokens=args.tokens, ids=ids)))
+    print(format_scores(score(captions, references, groups, tokens=args.tokens, index=ids)))
 
 
 def main(argv: list[str] | None = None) -> None:
