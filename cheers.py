@@ -142,7 +142,7 @@ class Entities:
         captions = sorted(
             {c for s in dataset.scenes["train"] for p in [*s.pairs, *(s.swapped or ())] for c in p.captions}
         )
-        of_caption = data.read_captions(data.subjects, dataset.name, dataset.root, captions)
+        of_caption = data.read_captions(data.subjects, dataset.name, captions)
         self.phrases = sorted({phrase for subjects in of_caption.values() for phrase in subjects})
         if not self.phrases:
             raise ValueError(
@@ -180,7 +180,7 @@ class Entities:
         pairs = [p for p in dataset.pairs(split) if p.id not in same]
         if not file.exists():
             captions = [c for p in pairs for c in p.captions]
-            of_caption = data.read_captions(data.subjects, dataset.name, self.root, captions)
+            of_caption = data.read_captions(data.subjects, dataset.name, captions)
             own = {p.id: {phrase for c in p.captions for phrase in of_caption[c]} for p in pairs}
             return {i: phrases for i, phrases in own.items() if phrases}
         scenes, right = data.read_json(file), {}

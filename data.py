@@ -22,10 +22,8 @@ import math
 import os
 import pickle
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 from collections import Counter
@@ -53,6 +51,7 @@ from common import (
     START,
     UNK,
     Parser,
+    RunConfig,
     atomic_write,
     file_errors,
     load_tensors,
@@ -63,7 +62,6 @@ from common import (
 )
 
 SPLITS = ("train", "val", "test")
-EMBEDDED = ("mini",)  # rendered here, with features of a small CNN; what is in every scene is known
 RELEASED_FEATURES = "the authors' released .npy files"  # where features come from, if not from an extractor here
 RELEASED_PICKLES = "the released pickles of IDC's authors"
 
@@ -242,10 +240,10 @@ CLEVR_FOLDERS = {"default": "images", "semantic": "sc_images", "nonsemantic": "n
 
 
 def read_clevr_change(root: Path) -> Release:
-    """CLEVR-Change's layout (Park et al., ICCV 2019), which mini shares: images/, sc_images/, nsc_images/, splits.json,
-    type_mapping.json, change_captions.json, no_change_captions.json; change_captions_by_IOU.json for the view rows,
-    change_captions_with_bbox.json for the pointing game. Captions are keyed by the default image. In mini the
-    distractor image has change captions too, as its camera sees the change. Swapped pairs use those."""
+    """CLEVR-Change's layout (Park et al., ICCV 2019): images/, sc_images/, nsc_images/, splits.json, type_mapping.json,
+    change_captions.json, no_change_captions.json; change_captions_by_IOU.json for the view rows,
+    change_captions_with_bbox.json for the pointing game. Captions are keyed by the default image. If the distractor
+    image has change captions of its own, as its camera sees the change, swapped pairs use those."""
     splits = read_json(root / "splits.json", SPLIT_IDS)
     captioned = {f"CLEVR_default_{number:06d}.png": [str] for split in SPLITS for number in splits[split]}
     change, same = (read_json(root / f"{name}_captions.json", captioned) for name in ("change", "no_change"))
@@ -463,12 +461,18 @@ class Source:
     scenes: dict[str, int] = field(default_factory=dict)
     types: dict[str, int] = field(default_factory=dict)
     words: int | None = None
+    closed: bool = False  # the captions come from templates, whose words are all in CLOSED_WORDS
+    # What only a data set that is made here has; see the end of this file.
+    make: Callable | None = None  # folder, scenes, objects, seed, device: makes what the folder lacks
+    flags: Callable[[Path], str] = lambda root: ""  # folder -> the flags of the command that made it
+    weights: Callable[[Path], dict] | None = None  # folder -> the weights of its extractor (OWN_NETWORKS)
+    clip: Callable[[Path, str], dict] | None = None  # folder, device -> its own CLIP: the "config" and "model"
+    judge: Callable[[dict, Path], dict] | None = None  # captions, folder -> what they say right, in %
 
 
 DATASETS = {
-    "mini": Source(read_clevr_change, "mini-cnn"),
-    "clevr_change": Source(read_clevr_change, scenes={"train": 33830, "val": 1988, "test": 3985}, words=76,
-                           types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955}),
+    "clevr_change": Source(read_clevr_change, closed=True, scenes={"train": 33830, "val": 1988, "test": 3985},
+                           words=76, types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955}),
     "clevr_dc": Source(read_clevr_dc, scenes={"train": 40800, "val": 2400, "test": 4800}, words=87),
     "spot_the_diff": Source(read_spot_the_diff, scenes={"train": 8566, "val": 1493, "test": 1270}, words=2059),
     # The authors' vocabulary; that of later papers is not published.
@@ -489,7 +493,7 @@ DATASETS = {
 
 
 def prepare_command(name: str, root: Path, extractor: str = "") -> str:
-    command = f"python data.py {name} --data_dir {root}"
+    command = f"python data.py {name} --data_dir {root}{DATASETS[name].flags(root)}"
     return f"{command} --extractor {extractor}" if extractor else command
 
 
@@ -526,7 +530,6 @@ def read_image(path: str | Path) -> Image.Image:
 # How each extractor wants its pictures; written into feature files and checked on load.
 RESNET_PREPROCESSING = "RGB, 224x224 bicubic without antialiasing, /255, mean .485 .456 .406, std .229 .224 .224"
 IMAGENET_PREPROCESSING = "RGB, 224x224 bilinear with antialiasing, /255, mean .485 .456 .406, std .229 .224 .225"
-MINI_PREPROCESSING = "RGB, 64x64 bicubic with antialiasing, /127.5 - 1"
 MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
 
 
@@ -545,18 +548,14 @@ def preprocess_imagenet(image: Image.Image, side: int = 224) -> Tensor:
     return (x - MEAN) / torch.tensor([0.229, 0.224, 0.225])[:, None, None]
 
 
-def preprocess_mini(image: Image.Image) -> Tensor:
-    """-> (3, 64, 64) in -1 ... 1."""
-    x = torch.from_numpy(np.array(image.resize((64, 64), Image.Resampling.BICUBIC)))
-    return x.permute(2, 0, 1).float() / 127.5 - 1
-
-
 IMAGENET_256 = IMAGENET_PREPROCESSING.replace("224x224", "256x256")
 RESNETS = {  # extractor -> its preprocessing, in words and as a function
     "resnet101-layer3": (RESNET_PREPROCESSING, preprocess_resnet),  # (1024, 14, 14)
     "resnet101-layer3-256": (IMAGENET_256, partial(preprocess_imagenet, side=256)),  # (1024, 14, 14)
     "resnet101-layer4": (IMAGENET_PREPROCESSING, preprocess_imagenet),  # (2048, 7, 7)
 }
+# The same, and the network, of data sets that train their own. Files name it with a hash of its weights.
+OWN_NETWORKS: dict[str, tuple[str, Callable, Callable[[], nn.Module]]] = {}
 
 
 class Extractor:
@@ -567,10 +566,10 @@ class Extractor:
         self.name, self.state, self.device = name, state, device
         if name in RESNETS:
             (self.preprocessing, self.preprocess), net = RESNETS[name], resnet101_grid(name, pretrained=not state)
-        elif name.startswith("mini-cnn") and state:
-            self.preprocessing, self.preprocess, net = MINI_PREPROCESSING, preprocess_mini, MiniCNN()
+        elif state and (own := OWN_NETWORKS.get(name.rpartition("-")[0])):
+            self.preprocessing, self.preprocess, net = own[0], own[1], own[2]()
         else:
-            raise ValueError(f"unknown feature extractor {name!r}; known: {', '.join(RESNETS)}, mini-cnn-<hash>")
+            raise ValueError(f"unknown feature extractor {name!r}; known: {', '.join(RESNETS)}")
         if state:
             load_weights(net, state, name)
         self.net = net.to(device, memory_format=torch.channels_last).eval()
@@ -749,8 +748,8 @@ class Dataset:
         """Pair ids to score separately: the release's groups; the pairs whose two images are in no other split, if some
         are; quarters of viewpoint difficulty, if boxes are known."""
         pairs, overlap, groups = self.pairs(split), self.release.overlap, dict(self.release.groups)
-        elsewhere = {(p.before, p.after) for other in self.scenes if other != split for p in self.pairs(other)}
-        clean = {p.id for p in pairs if (p.before, p.after) not in elsewhere}
+        leaked = {(p.before, p.after) for other in self.scenes if other != split for p in self.pairs(other)}
+        clean = {p.id for p in pairs if (p.before, p.after) not in leaked}
         if len(clean) < len(pairs):
             groups["without leaked pairs"] = clean
         by_overlap = sorted((p.id for p in pairs if p.id in overlap), key=overlap.get)
@@ -777,26 +776,25 @@ class Dataset:
         return pictures[0], pictures[1] if pair.after else Image.new("RGB", pictures[0].size)
 
     def score(self, split: str, captions: dict[str, str], quick: bool = False) -> dict:
-        """Scores of a split's captions as the data set's published tables have them: over its groups, and where these
-        tables did without the PTB tokenizer, over the words of its vocabulary's rule. quick: few metrics, no groups."""
+        """Scores of a split's captions by the rule of the data set's published tables: over its groups and, if these
+        tables did without the PTB tokenizer, over the words of its vocabulary. quick: few metrics, no groups."""
         references, tokens = {p.id: p.captions for p in self.pairs(split)}, DATASETS[self.name].tokens
         if tokens != "ptb":
             references = {i: [" ".join(self.vocab.tokenizer(c)) for c in texts] for i, texts in references.items()}
         return score(captions, references, {} if quick else self.groups(split), quick, tokens, self.vocab.index)
 
     def report(self, split: str, captions: dict[str, str], maps: dict) -> dict:
-        """What else captions and attention maps (pair id -> (H, W), or name -> map) show, in %. "accuracy": mini's
-        accuracies, or where unchanged pairs are known, how many changed and unchanged ones are recognised; a caption
-        denies a change if the field has a list of such sentences and it is one of them, or else if a training pair
-        without change has it. "pointing": see pointing_scores."""
+        """What else captions and attention maps (pair id -> name -> (H, W)) show, in %. "accuracy": what the data set's own
+        judge says or, if unchanged pairs are known, how many changed and unchanged ones are recognised. A caption
+        denies a change if it is in the field's list of such sentences or, without such a list, if an unchanged training
+        pair has it. "pointing": see pointing_scores."""
+        source = DATASETS[self.name]
         report, unchanged, boxed = {}, self.kinds.get("no change"), []
-        if self.name in EMBEDDED:
-            report["accuracy"] = mini_accuracy(captions, read_json(self.root / "scenes.json"))
+        if source.judge:
+            report["accuracy"] = source.judge(captions, self.root)
         elif unchanged:
-            sentences = DATASETS[self.name].same or [
-                c for p in self.pairs("train") if p.id in unchanged for c in p.captions
-            ]
-            denials = {" ".join(self.vocab.split(c)) for c in sentences}
+            of_unchanged = [c for p in self.pairs("train") if p.id in unchanged for c in p.captions]
+            denials = {" ".join(self.vocab.split(c)) for c in source.same or of_unchanged}
             right = {"change recognised": [c not in denials for i, c in captions.items() if i not in unchanged],
                      "no change recognised": [c in denials for i, c in captions.items() if i in unchanged]}  # fmt: skip
             report["accuracy"] = {name: round(100 * sum(hits) / len(hits), 2) for name, hits in right.items() if hits}
@@ -810,15 +808,15 @@ class Dataset:
         return report
 
     def results(self, split: str, captions: dict[str, str], maps: dict, out_dir: Path | None, notes: dict | None = None,
-                **more) -> dict[str, float]:  # fmt: skip
+                **findings) -> dict[str, float]:  # fmt: skip
         """Scores of a split's captions -> those of all pairs together. Without out_dir only the quick metrics. With it
         every metric for every group of pairs, printed and written: captions_<split>.json, scores_<split>.json (with
-        `more`), and a sheet of sample pictures with attention maps (pair id -> name -> (H, W)) and notes (pair id ->
-        lines)."""
+        the method's own `findings`), and a sheet of sample pictures with attention maps (pair id -> name -> (H, W)) and
+        notes (pair id -> lines)."""
         if out_dir is None:
             return self.score(split, captions, quick=True)["scores"]["total"]
         write_predictions(out_dir / f"captions_{split}.json", captions)
-        result = self.score(split, captions) | self.report(split, captions, maps) | more
+        result = self.score(split, captions) | self.report(split, captions, maps) | findings
         write_text(out_dir / f"scores_{split}.json", json.dumps(result, indent=1) + "\n")
         print(format_scores(result))
         picture = "samples.png" if split == "test" else f"samples_{split}.png"
@@ -837,8 +835,8 @@ class Dataset:
 
     def state(self) -> dict:
         """What a checkpoint needs to caption any two pictures without the data set."""
-        weights = mini_cnn_state(self.root) if self.name in EMBEDDED else None
-        extractor = {"name": self.features.extractor, "state": weights}
+        weights = DATASETS[self.name].weights
+        extractor = {"name": self.features.extractor, "state": weights and weights(self.root)}
         return {"vocab": self.vocab.words, "grid": self.grid, "max_len": self.max_len, "extractor": extractor}
 
 
@@ -874,13 +872,20 @@ def read_vocab(name: str, root: Path) -> Vocab:
 def open_features(name: str, root: Path, extractor: str = "") -> Features:
     """The feature file of a data set, for its own extractor or the one named; ValueError if another made it."""
     path, prepare = feature_file(name, root, extractor), prepare_command(name, root, extractor)
-    features, wanted = Features(path, prepare), extractor or DATASETS[name].extractor
-    wanted = mini_cnn_name(mini_cnn_state(root)) if wanted == "mini-cnn" else wanted
-    known = (RESNETS[wanted][0], RELEASED_FEATURES, RELEASED_PICKLES) if wanted in RESNETS else (MINI_PREPROCESSING,)
+    features, source = Features(path, prepare), DATASETS[name]
+    wanted = extractor or source.extractor
+    known = ((RESNETS | OWN_NETWORKS)[wanted][0], RELEASED_FEATURES, RELEASED_PICKLES)
+    wanted = weights_name(wanted, source.weights(root)) if source.weights else wanted
     if features.dataset not in ("", name) or features.extractor != wanted or features.preprocessing not in known:
         made = f"for {features.dataset or name} by {features.extractor} ({features.preprocessing})"
         raise ValueError(f"{path} was made {made}, not for {name} by {wanted}; remove it and run: {prepare}")
     return features
+
+
+def weights_name(extractor: str, weights: dict[str, Tensor]) -> str:
+    """<extractor>-<hash of the weights>, so that features of another network are not mistaken for this one's."""
+    digest = hashlib.sha256(b"".join(weights[key].cpu().numpy().tobytes() for key in sorted(weights)))
+    return f"{extractor}-{digest.hexdigest()[:12]}"
 
 
 def feature_file(name: str, root: Path, extractor: str = "") -> Path:
@@ -888,185 +893,114 @@ def feature_file(name: str, root: Path, extractor: str = "") -> Path:
     own = DATASETS[name].extractor
     if extractor in ("", own):
         return root / "features.h5"
-    known = [own] if own == "mini-cnn" else RESNETS
+    known = [own] if own in OWN_NETWORKS else RESNETS
     if extractor not in known:
         raise ValueError(f"--extractor {extractor}: {name} can have {', '.join(known)}")
     return root / f"features-{extractor}.h5"
 
 
-# ---- scores: tokens --------------------------------------------------------------------------------------------------
+# ---- scores: words ---------------------------------------------------------------------------------------------------
 
-PTB_DROPPED = re.compile(
-    r"""['"`]|''|``|[?!,:;]|\.+|-{1,4}"""
-)  # the field's punctuation list; it misses !! and brackets
-PTB_SPELLING = {"‘": "'", "’": "'", "“": '"', "”": '"', "«": '"', "»": '"', "–": " -- ", "—": " -- ", "…": " ... ", "‐": "-",
-                "‑": "-", "½": "1/2", "¼": "1/4", "¾": "3/4", "€": "$", "£": "#", "¢": " cents ", "&amp;": "&", "&lt;": "<",
-                "&gt;": ">", "&quot;": '"', "&apos;": "'", "&nbsp;": " "}  # fmt: skip
-PTB_BRACKETS = {"(": "-lrb-", ")": "-rrb-", "[": "-lsb-", "]": "-rsb-", "{": "-lcb-", "}": "-rcb-"}
-PTB_ABBREVIATIONS = """adm al apr ariz assn assoc asst attys aug ave bldg blvd bros calif capt cf cmdr co col colo conn
-    corp cos cpl dec dept dr elec est etc ext feb fla fri ft ga gen gov hon inc ind jan jr jul jun kan ky lt ltd maj mar md
-    messrs mich minn mo mon mont mr mrs ms mt neb nev nov oct okla ph plc pres prof rd rep rev sen sep sept sgt sq sr st
-    ste supt tel tenn thu thurs tue tues univ va vs vt wed wis wyo"""
-
-# The first alternative that fits is the token, so special cases come first. {L} letter, {A} letter or digit, {E} word's
-# end.
-PTB_TOKEN = re.compile(
-    r"""
-    (?:https?://|www\.)[^\s"<>]*[^\s"<>.,!?]                                   # web addresses
-  | <[/!?]?[a-z][^<>]*>                                                        # tags
-  | can(?=not{E}) | (?:gon|wan)(?=na{E}) | got(?=ta{E}) | (?:lem|gim)(?=me{E}) # can|not, gon|na
-  | 'n' | '(?:[smd]|re|ve|ll|n|em|cause|\d0s)(?!{A}) | 't(?=(?:is|was){E})     # man|'s, they|'re, 't|is
-  | n['`]t(?!{A})                                                              # do|n't (with the last words below)
-  | (?:{ABBREVIATION})\.(?!{A}) | (?:no|nos|figs?|pp|art|ca)\.(?=[ ]?\d)       # mr., no. 5
-  | (?:{L}\.)+(?!{A})                                                          # p.m., U.S., x.
-  | (?-i:[A-Z]+(?:[&+][A-Z]+)+)                                                # AT&T
-  | {A}+(?:-{A}+)*(?:/{A}+(?:-{A}+)*){1,2}                                     # and/or, 1/2, 12/25/2012
-  | {A}(?:{A}|[.,])*(?:-{A}+)+                                                 # T-shirt, 10-15
-  | [-+]?\d*(?:[.,:]\d+)+ | [-+]?\d+(?!{A})                                    # 3.5, 1,000, 12:30, -5
-  | [dlo]'{L}+ | c'mon{E} | ma'am{E} | ol'(?!{A}) | y'(?=all{E})               # o'clock
-  | {L}+(?:[.!?]{L}+)+                                                         # left.right: no space, no split
-  | {A}+?(?=n['`]t(?!{A})) | {A}+(?:_{A}+)*                                    # words
-  | [#@]{L}+ | \.{2,} | [!?]+ | -+ | \*+ | _+ | '' | `` | \S                   # the rest, single signs at last
-    """.replace("{ABBREVIATION}", "|".join(PTB_ABBREVIATIONS.split()))
-    .replace("{E}", r"(?!['\w-])").replace("{L}", r"[^\W\d_]").replace("{A}", r"[^\W_]"),
-    re.VERBOSE | re.IGNORECASE,
-)  # fmt: skip
+JAVA_TIMEOUT = 60  # seconds in which `java -version` must end
 
 
-def ptb_tokenize(text: str) -> str:
-    """The tokens, joined by spaces, that pycocoevalcap's PTBTokenizer (Stanford CoreNLP 3.4.1) gives, but without Java.
+@functools.cache
+def java_works() -> bool:
+    """Does `java` run? Asked once. From then on Java programs take 0.5 for a number, also where people write 0,5."""
+    options = [os.environ.get("JAVA_TOOL_OPTIONS", ""), "-Dfile.encoding=UTF-8 -Duser.language=en -Duser.country=US"]
+    os.environ["JAVA_TOOL_OPTIONS"] = " ".join(options).strip()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)  # a pipe could outlive the time limit
+    try:
+        return subprocess.call(["java", "-version"], **streams, timeout=JAVA_TIMEOUT) == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
 
-    Equal on every sentence of Spot-the-Diff and Image Editing Request (train and validation) and on CLEVR-like ones.
-    Known to differ: e-mail addresses, smileys, C++, phone numbers, 1 1/2, rare signs and abbreviations. Round brackets
-    stay, as -lrb- and -rrb-: the field drops -LRB-, but from tokens that are lower case by then."""
-    for written, meant in PTB_SPELLING.items():
-        text = text.replace(written, meant)
-    tokens = (PTB_BRACKETS.get(token, token.lower()) for token in PTB_TOKEN.findall(text))
-    return " ".join(token for token in tokens if not PTB_DROPPED.fullmatch(token))
+
+def ptb_tokenize(texts: list[str]) -> list[str]:
+    """The words, joined by spaces, of texts without line breaks, by the Stanford tokenizer of pycocoevalcap. Its class
+    would also print to the terminal, and write a file beside itself."""
+    from pycocoevalcap.tokenizer import ptbtokenizer
+
+    jar = Path(ptbtokenizer.__file__).with_name(ptbtokenizer.STANFORD_CORENLP_3_4_1_JAR)
+    call = ["java", "-cp", jar, "edu.stanford.nlp.process.PTBTokenizer", "-preserveLines", "-lowerCase"]
+    done = subprocess.run(call, input="".join(f"{text}\n" for text in texts).encode(), capture_output=True, check=True)
+    lines = done.stdout.decode().split("\n")[:-1]
+    if len(lines) != len(texts):
+        raise ValueError(f"{len(lines)} lines of words for {len(texts)} captions")
+    return [" ".join(w for w in line.rstrip().split(" ") if w not in ptbtokenizer.PUNCTUATIONS) for line in lines]
+
+
+def plain_tokenize(text: str) -> str:
+    """What serves without Java: lower case, no punctuation. It equals the Stanford tokenizer on the sentences of mini
+    and CLEVR-Change, but leaves "cannot" and "gonna" whole."""
+    words = re.sub(r"""[.,:;?!'"`]""", " ", text.lower()).split()
+    return " ".join(word for word in words if word.strip("-"))
+
+
+def scored_words(texts: list[str], tokens: str, index: dict[str, int] | None) -> tuple[list[str], str]:
+    """The words of every text as `score` has them, joined by spaces, and which tokenizer made them."""
+    texts = [" ".join(text.split()) for text in texts]  # a line break inside a caption would shift all later ones
+    if tokens == "split":
+        return texts, "none, words as they are"
+    if tokens == "ids":
+        return [" ".join(str(index.get(word, UNK)) for word in text.split()) for text in texts], "none, words as ids"
+    if java_works():
+        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+            return ptb_tokenize(texts), "PTB (Java)"
+    return [plain_tokenize(text) for text in texts], "approximate (PTB needs Java)"
 
 
 # ---- scores: the metrics ---------------------------------------------------------------------------------------------
 
 METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "CIDEr (one pool)", "SPICE")
-JAVA_FLAGS = ("-Dfile.encoding=UTF-8", "-Duser.language=en", "-Duser.country=US")  # METEOR dies where 0.5 is 0,5
-JAVA_PATIENCE = 1200  # seconds after which a Java process is taken to hang
 SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
 
 
-def find_java() -> str | None:
-    return shutil.which("java")
+def meteor(refs: dict[str, list[str]], rows: dict[str, dict[str, str]]) -> dict[str, float]:
+    """METEOR of every row of captions, see `score`."""
+    from pycocoevalcap.meteor.meteor import Meteor
 
-
-def coco_folder() -> Path:
-    import pycocoevalcap  # a folder without __init__.py, so it has a __path__ and no __file__
-
-    return Path(next(iter(pycocoevalcap.__path__)))
-
-
-def run_java(folder: str, *arguments: str | Path, lines: Iterable[str] = (), patience: float = 0) -> list[str]:
-    """What a Java program in a folder of pycocoevalcap answers to these lines. OSError where it fails, or is not done
-    in `patience` seconds (0: JAVA_PATIENCE); the package's own classes would wait for ever."""
-    patience = patience or JAVA_PATIENCE
-    call, text = [find_java(), *JAVA_FLAGS, *arguments], "".join(f"{line}\n" for line in lines)
+    program = Meteor()
     try:
-        done = subprocess.run(call, input=text.encode(), capture_output=True, check=True, timeout=patience,
-                              cwd=coco_folder() / folder)  # fmt: skip
-        return done.stdout.decode().split("\n")[:-1]
-    except (subprocess.SubprocessError, UnicodeDecodeError) as e:
-        raise OSError(f"its Java program ended, or was not done in {patience} s; SPICE needs 8 GB of memory "
-                      "and, as a rule, Java 8") from e  # fmt: skip
+        return {name: program.compute_score({i: refs[i] for i in hyps}, {i: [text] for i, text in hyps.items()})[0]
+                for name, hyps in rows.items()}  # fmt: skip
+    finally:  # after an error the program still holds its lock and unsent lines, for which its destructor would wait
+        program.lock = threading.Lock()
+        with contextlib.suppress(OSError):
+            program.meteor_p.stdin.close()
 
 
-def ptb_java(texts: list[str], patience: float = 0) -> list[str]:
-    """Tokens, joined by spaces, of texts without line breaks, by the package's jar; OSError where Java does not answer
-    so."""
-    from pycocoevalcap.tokenizer.ptbtokenizer import PUNCTUATIONS
+def spice(refs: dict[str, list[str]], rows: dict[str, dict[str, str]]) -> dict[str, float]:
+    """SPICE of every row of captions, see `score`: a mean over captions, so one run, which takes minutes, does."""
+    from pycocoevalcap.spice.spice import Spice
 
-    call = [
-        "-cp",
-        "stanford-corenlp-3.4.1.jar",
-        "edu.stanford.nlp.process.PTBTokenizer",
-        "-preserveLines",
-        "-lowerCase",
-    ]
-    lines = run_java("tokenizer", *call, "-encoding", "UTF-8", lines=texts, patience=patience)
-    if len(lines) != len(texts):
-        raise OSError(f"{len(lines)} lines of tokens for {len(texts)} captions")
-    return [" ".join(w for w in line.rstrip().split(" ") if w not in PUNCTUATIONS) for line in lines]
+    captions = list(dict.fromkeys(caption for hyps in rows.values() for caption in hyps.items()))
+    gts, res = {n: refs[i] for n, (i, _) in enumerate(captions)}, {n: [text] for n, (_, text) in enumerate(captions)}
+    of_caption = dict(zip(captions, (each["All"]["f"] for each in Spice().compute_score(gts, res)[1]), strict=True))
+    return {name: float(np.mean([of_caption[caption] for caption in hyps.items()])) for name, hyps in rows.items()}
 
 
-@functools.cache
-def java_works(java: str | None) -> bool:
-    """Does this Java give a caption's tokens within a minute? Asked once."""
-    with contextlib.suppress(OSError):
-        return java is not None and ptb_java(["a red car"], 60) == ["a red car"]
-    return False
+def java_metric(metric: str, tokens: str, refs: dict, rows: dict) -> tuple[dict[str, float], str]:
+    """METEOR or SPICE of every row, or none and why."""
+    import pycocoevalcap.spice
 
-
-def scored_words(texts: list[str], tokens: str, ids: dict[str, int] | None) -> tuple[list[str], str]:
-    """The words of every text as `score` has them, joined by spaces, and which tokenizer made them.
-    White space becomes one space: a line break inside a caption would shift all later ones."""
-    texts = [" ".join(text.split()) for text in texts]
-    if tokens == "split":
-        return texts, "none, words as they are"
-    if tokens == "ids":
-        return [" ".join(str(ids.get(word, UNK)) for word in text.split()) for text in texts], "none, words as ids"
-    if java_works(find_java()):
-        with contextlib.suppress(OSError):  # the Python tokenizer serves
-            return ptb_java(texts), "PTB (Java)"
-    return [ptb_tokenize(text) for text in texts], "Python"
-
-
-def meteor(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, list[str]]) -> dict[str, float]:
-    """METEOR of every group: captions are matched once, a group's score is made of its captions' counts. One process,
-    which takes seconds to start; OSError where it fails, or is not done in JAVA_PATIENCE seconds."""
-    call = [find_java(), *JAVA_FLAGS, "-Xmx2G", "-jar", "meteor-1.5.jar", *"- - -stdio -l en -norm".split()]
-    said = {i: text.replace("|||", "").replace("  ", " ") for i, text in hyps.items()}
-    java = subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                            encoding="utf-8", cwd=coco_folder() / "meteor")  # fmt: skip
-    end = threading.Timer(JAVA_PATIENCE, java.kill)
-    end.start()
-
-    def ask(*parts: str, answers: int = 1) -> str:
-        """A line to the program -> the last of its answers."""
-        with contextlib.suppress(BrokenPipeError):  # it has ended, so there is no answer either
-            java.stdin.write(" ||| ".join(parts) + "\n")
-            java.stdin.flush()
-        lines = [java.stdout.readline() for _ in range(answers)]
-        if not lines[-1]:
-            raise OSError(f"its Java program ended, or was not done in {JAVA_PATIENCE} s; METEOR needs 2 GB of memory")
-        return lines[-1].strip()
-
+    models = [Path(folder, "lib", jar) for folder in pycocoevalcap.spice.__path__ for jar in SPICE_MODELS]
+    if not java_works():
+        return {}, "needs Java; is there one? Try: java -version"
+    if metric == "SPICE" and tokens == "ids":
+        return {}, "it reads sentences, not ids"
+    if metric == "SPICE" and not all(path.exists() for path in models):  # its class would download them
+        return {}, "its models are not there; run: python -m pycocoevalcap.spice.get_stanford_models"
     try:
-        counts = {i: ask("SCORE", *refs[i], said[i]) for i in hyps}
-        # To each group the program answers a score for each caption, then the group's own.
-        return {
-            name: float(ask("EVAL", *(counts[i] for i in ids), answers=len(ids) + 1)) for name, ids in groups.items()
-        }
-    finally:
-        end.cancel()
-        java.kill()
-        java.wait()
-
-
-def spice(refs: dict[str, list[str]], hyps: dict[str, str], groups: dict[str, list[str]]) -> dict[str, float]:
-    """SPICE of every group: a mean over captions, so one (slow) run serves all groups. Never downloads its models."""
-    if not all((coco_folder() / "spice" / "lib" / jar).exists() for jar in SPICE_MODELS):
-        raise FileNotFoundError("SPICE's models are not there; run: python -m pycocoevalcap.spice.get_stanford_models")
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answer, cache = (Path(folder, name) for name in ("asked.json", "answer.json", "cache"))
-        asked.write_text(json.dumps([{"image_id": i, "test": hyps[i], "refs": refs[i]} for i in hyps]))
-        cache.mkdir()
-        run_java(
-            "spice", *["-Xmx8G", "-jar", "spice-1.0.jar", asked, "-cache", cache, "-out", answer, "-subset", "-silent"]
-        )
-        f = {row["image_id"]: row["scores"]["All"]["f"] for row in json.loads(answer.read_text())}
-    return {name: float(np.array([f[i] for i in ids], float).mean()) for name, ids in groups.items()}
+        return {"METEOR": meteor, "SPICE": spice}[metric](refs, rows), ""
+    except (OSError, ValueError, subprocess.SubprocessError) as e:
+        needs = {"METEOR": "2 GB of memory", "SPICE": "8 GB of memory and usually Java 8"}[metric]
+        return {}, f"its Java program failed ({e}); it needs {needs}"
 
 
 def score(predictions: dict[str, str], references: dict[str, list[str]], groups: dict[str, set[str]] | None = None,
           quick: bool = False, tokens: Literal["ptb", "split", "ids"] = "ptb",
-          ids: dict[str, int] | None = None) -> dict:  # fmt: skip
+          index: dict[str, int] | None = None) -> dict:  # fmt: skip
     """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's ids that have a
     prediction: {"scores": {group: {metric: number or None}}, "missing": {metric: reason}, "tokenizer": which made the
     words}.
@@ -1075,9 +1009,9 @@ def score(predictions: dict[str, str], references: dict[str, list[str]], groups:
     references, so the total is no average of the groups, and a single image gets 0. "CIDEr (one pool)" is the mean of
     the group's captions when document frequencies are those of all pairs, as in IDC's Table 3. `quick` leaves it out,
     and METEOR and SPICE, which take programs of their own.
-    tokens: "ptb" as a rule; "split": captions are words already, split at blanks (Birds-to-Words); "ids" (LEVIR-CC):
-    words are replaced by their numbers in `ids`, those that it lacks all by that of UNK, so that they match each
-    other."""
+    tokens: "ptb" is what most data sets use; "split": captions are words already, split at blanks (Birds-to-Words);
+    "ids" (LEVIR-CC): words are replaced by their numbers in `index`, those that it lacks all by that of UNK, so that
+    they match each other."""
     from pycocoevalcap.bleu.bleu import Bleu
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.rouge.rouge import Rouge
@@ -1085,44 +1019,36 @@ def score(predictions: dict[str, str], references: dict[str, list[str]], groups:
     if not predictions:
         raise ValueError("no predictions to score; expected at least one {image id: caption}")
     if absent := [i for i in predictions if not references.get(i)]:
-        raise ValueError(
-            f"prediction {absent[0]!r} has no reference; give the references of its split, or leave it out"
-        )
-    groups = {"total": set(predictions)} | (groups or {})
-    groups = {
-        name: [i for i in predictions if i in among] for name, among in groups.items() if among & predictions.keys()
-    }
-
+        raise ValueError(f"prediction {absent[0]!r} has no reference; give its split's references, or leave it out")
+    if "total" in (groups or {}):
+        raise ValueError('a group cannot be called "total": these are all predictions; give it another name')
     texts = [text for i in predictions for text in (predictions[i], *references[i])]
     if halves := [text for text in texts if re.search("[\ud800-\udfff]", text)]:
         raise ValueError(f"the caption {halves[0]!r} has half a character (a lone surrogate); correct it")
-    lines, tokenizer = scored_words(texts, tokens, ids)
-    line, hyps, refs = iter(lines), {}, {}
+    words, tokenizer = scored_words(texts, tokens, index)
+    word, hyps, refs = iter(words), {}, {}
     for i in predictions:
-        hyps[i], refs[i] = next(line), [next(line) for _ in references[i]]
+        hyps[i], refs[i] = next(word), [next(word) for _ in references[i]]
+    rows = {"total": hyps}
+    rows |= {name: {i: hyps[i] for i in hyps if i in members} for name, members in (groups or {}).items()}
+    rows = {name: row for name, row in rows.items() if row}
 
-    scores, missing, pool = {name: {} if quick else dict.fromkeys(METRICS) for name in groups}, {}, {}
-    for name, among in groups.items():  # total comes first
-        gts, res = {i: refs[i] for i in among}, {i: [hyps[i]] for i in among}
-        cider, each = 0.0, [0.0] * len(among)
+    scores, missing, pool = {name: {} if quick else dict.fromkeys(METRICS) for name in rows}, {}, {}
+    for name, row in rows.items():  # total comes first
+        gts, res = {i: refs[i] for i in row}, {i: [text] for i, text in row.items()}
+        cider, each = 0.0, [0.0] * len(row)
         if any(map(any, gts.values())):  # without a word in the references, Cider fails
             cider, each = Cider().compute_score(gts, res)
-        pool = pool or dict(zip(among, each, strict=True))
+        pool = pool or dict(zip(row, each, strict=True))
         scores[name] |= zip(METRICS, Bleu(4).compute_score(gts, res, verbose=0)[0], strict=False)
         scores[name] |= {"ROUGE-L": Rouge().compute_score(gts, res)[0], "CIDEr": cider}
         if not quick:
-            scores[name]["CIDEr (one pool)"] = sum(pool[i] for i in among) / len(among)
-    for metric, compute in {} if quick else {"METEOR": meteor, "SPICE": spice}.items():
-        try:
-            if metric == "SPICE" and tokens == "ids":
-                raise OSError("it reads sentences, not ids")
-            if not java_works(find_java()):
-                why = "java does not run, try java -version" if find_java() else "java is not on the PATH"
-                raise OSError(f"needs Java: {why}")
-            for name, value in compute(refs, hyps, groups).items():
-                scores[name][metric] = value
-        except OSError as error:
-            missing[metric] = str(error)
+            scores[name]["CIDEr (one pool)"] = sum(pool[i] for i in row) / len(row)
+    for metric in () if quick else ("METEOR", "SPICE"):
+        values, reason = java_metric(metric, tokens, refs, rows)
+        missing |= {metric: reason} if reason else {}
+        for name, value in values.items():
+            scores[name][metric] = value
     for row in scores.values():
         row |= {metric: round(100 * float(value), 2) for metric, value in row.items() if value is not None}
     return {"scores": scores, "missing": missing, "tokenizer": tokenizer}
@@ -1131,18 +1057,18 @@ def score(predictions: dict[str, str], references: dict[str, list[str]], groups:
 def format_scores(result: dict) -> str:
     """What `score` returns as a table with one row a group, the reasons for missing metrics, and what Dataset.report
     adds."""
-    metrics = [metric for metric in METRICS if metric not in ("BLEU-2", "BLEU-3")]
+    metrics = {metric: metric for metric in METRICS if metric not in ("BLEU-2", "BLEU-3")}
+    metrics["CIDEr (one pool)"] = "one pool"
     width = max(map(len, result["scores"]))
-    lines = [" " * width + "".join(f"{name:>9}" for name in metrics).replace("CIDEr (one pool)", " one pool")]
+    lines = [" " * width + "".join(f"{heading:>9}" for heading in metrics.values())]
     for name, values in result["scores"].items():
         cells = ["-" if values.get(metric) is None else f"{values[metric]:.2f}" for metric in metrics]
         lines.append(f"{name:<{width}}" + "".join(f"{cell:>9}" for cell in cells))
     lines += [f"no {metric}: {reason}" for metric, reason in result["missing"].items()]
     lines.append(f"tokenizer: {result['tokenizer']}")
     shares = {"right": result.get("accuracy", {})}
-    shares |= {
-        f"pointing game, {name}": values for name, values in result.get("pointing", {}).items() if name != "boxes"
-    }
+    for name, values in result.get("pointing", {}).items():
+        shares |= {f"pointing game, {name}": values} if name != "boxes" else {}
     for name, values in shares.items():
         if values:
             lines.append(f"{name}, in %: " + ", ".join(f"{group} {value:.1f}" for group, value in values.items()))
@@ -1153,8 +1079,8 @@ def format_scores(result: dict) -> str:
 
 
 def pair_picture(before: Image.Image, after: Image.Image, maps: dict[str, Tensor], lines: list[str], side: int = 96):
-    """One pair as a strip: before, after, then each attention map (H, W) over both, and lines of text below. -> PIL
-    image. The maps named "before" and "after" are drawn over their own picture only."""
+    """One pair as a strip -> PIL image: before, after, then each attention map (H, W) over both, and lines of text
+    below. The maps named "before" and "after" are drawn over their own picture only."""
     font = ImageFont.load_default(11)
     pictures = [im.convert("RGB").resize((side, side), Image.Resampling.LANCZOS) for im in (before, after)]
     for name, heat in maps.items():
@@ -1175,7 +1101,7 @@ def pair_picture(before: Image.Image, after: Image.Image, maps: dict[str, Tensor
 
 
 def tiled(pictures: list[Image.Image], columns: int, gap: int) -> Image.Image:
-    """Pictures in rows on a white page, all in cells of the same size. -> PIL image."""
+    """Pictures in rows on a white page, all in cells of the same size -> PIL image."""
     width, height = max(im.width for im in pictures) + gap, max(im.height for im in pictures) + gap
     page = Image.new("RGB", (columns * width - gap, -(-len(pictures) // columns) * height), "white")
     for i, im in enumerate(pictures):
@@ -1183,11 +1109,9 @@ def tiled(pictures: list[Image.Image], columns: int, gap: int) -> Image.Image:
     return page
 
 
-def sample_sheet(dataset, split: str, captions: dict[str, str], maps: dict, notes: dict[str, list[str]]) -> Image.Image:
-    """A column for every kind of change: a dozen pairs each with attention, reference and caption. -> PIL image.
-
-    By pair id: captions, maps (name -> (H, W)), notes (further lines, may lack pairs). dataset: has examples and
-    images, as data.Dataset."""
+def sample_sheet(dataset: Dataset, split: str, captions: dict[str, str], maps: dict, notes: dict) -> Image.Image:
+    """A column for every kind of change: a dozen pairs each with attention, reference and caption -> PIL image.
+    By pair id: captions, maps (name -> (H, W)), notes (lines; pairs may have none)."""
     columns = []
     for kind, pairs in dataset.examples(split, 12).items():
         columns.append([])
@@ -1212,9 +1136,9 @@ def pointing_hit(heat: Tensor, box: list[int], size: tuple[int, int]) -> bool:
 
 def pointing_scores(maps: dict, boxed: list[tuple[str, str, list[int], Path]], groups: dict[str, set[str]]) -> dict:
     """The pointing game over all boxes and over each group's: {map's name: {group: hits in %}}, with the share of the
-    picture that boxes take ("chance") and their number ("boxes"). maps: pair id -> name -> (H, W). boxed: pair id,
-    "before" or "after", box of the changed object and picture. The two count apart; a map called before or after serves
-    its own side."""
+    picture that boxes take ("chance") and their number ("boxes"). maps: pair id -> name -> (H, W). boxed: pair id, side
+    ("before" or "after"), box of the changed object, picture. Both sides of a pair count; a map that is called before
+    or after serves its own side."""
     rows = []  # pair id, what its box adds to each column
     for i, side, box, path in boxed:
         with Image.open(path) as im:
@@ -1265,24 +1189,25 @@ def write_predictions(path: Path, predictions: dict[str, str]) -> None:
 # Parts of speech of the words of mini and CLEVR-Change, whose sentences come from templates. Materials are adjectives
 # ("became rubber"); what only says where the changed object stands ("left of", "in front of") counts as preposition.
 CLOSED_WORDS = {
-    "NOUN": "sphere ball cube block cylinder object objects thing scene scenes picture pictures image change difference "
-            "location position place color size shape material",
+    "NOUN": "sphere ball cube block cylinder object objects thing scene scenes picture pictures image change "
+            "difference location position place color size shape material",
     "PRON": "nothing everything someone something that it",
     "DET": "a an the its all no",
     "NUM": "two",
-    "ADJ": "small tiny large big gray red blue green brown purple cyan yellow rubber matte metal metallic shiny new same "
-           "different identical missing other",
+    "ADJ": "small tiny large big gray red blue green brown purple cyan yellow rubber matte metal metallic shiny new "
+           "same different identical missing other",
     "ADV": "now longer newly before there",
     "AUX": "is are was were been be has have can",
-    "VERB": "gone added removed moved changed made became turned placed appeared disappeared occurred modified remains seem "
-            "show seen",
+    "VERB": "gone added removed moved changed made became turned placed appeared disappeared occurred modified remains "
+            "seem show seen",
     "ADP": "of in to on at as after behind left right front side",
     "CCONJ": "and",
 }  # fmt: skip
 # Words that their neighbours decide: choices of words in a row, which of them, part of speech.
 CLOSED_PHRASES = [("no longer", 0, "ADV"), ("there is|are", 0, "PRON"), ("same size|color|shape|material as", 0, "ADP"),
                   ("same size|color|shape|material as", 1, "ADP")]  # fmt: skip
-# A caption becomes a line of roles, "DET ADJ NOUN AUX VERB ", and phrases are regular expressions over it.
+# A caption becomes a line of roles, "DET ADJ NOUN AUX VERB ", and phrases are regular expressions over it. (spaCy's
+# Matcher cannot look ahead or behind, so it takes "now white cars" for a noun and "built on bare" for a verb.)
 ROLES = {role: role for role in "NOUN ADJ NUM ADV AUX VERB DET ADP".split()} | {"PROPN": "NOUN"}
 ROLES_OF_WORDS = {
     "no DET": "NO", "nothing PRON": "NOUN", "everything PRON": "NOUN", "there PRON": "THERE", "to PART": "TO",
@@ -1290,6 +1215,9 @@ ROLES_OF_WORDS = {
     "there ADV": "PLACE", "here ADV": "PLACE", "before ADV": "PLACE", "anymore ADV": "PLACE", "away ADV": "PLACE",
 }  # fmt: skip
 NAMES_NOTHING = {"nothing", "everything"}
+# In closed vocabularies: "the two scenes", or "the location" of what has changed.
+NO_ENTITIES = {*"objects scene scenes picture pictures image change difference".split(),
+               *"location position place color size shape material".split()}  # fmt: skip
 
 
 def roles_pattern(text: str) -> re.Pattern:
@@ -1307,10 +1235,10 @@ VERBS = roles_pattern(f"""(?: THERE (?= ADV*AUX ) )? {_VERB} (?: ADV* TO {_VERB}
 
 
 def language(dataset_name: str):
-    """The spaCy pipeline that reads a data set's captions: rules where all its words are known, else en_core_web_sm."""
+    """The spaCy pipeline that reads a data set's captions: rules if all its words are known, else en_core_web_sm."""
     import spacy
 
-    if dataset_name not in (*EMBEDDED, "clevr_change"):
+    if not DATASETS[dataset_name].closed:
         try:
             return spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
         except OSError as e:
@@ -1330,22 +1258,22 @@ def segments(doc) -> tuple[list[str], list[str]]:
 
     Nouns come with adjectives, numbers and their adverbs, and with "no" ("no change"), but without articles. Verbs come
     with auxiliaries, adverbs, particle, and a complement without a noun of its own ("changed to gray", "there is"); a
-    noun follows only same and different ("is in the same place"). A copula without any of these stays only where it is
-    the one verb."""
+    noun follows only same and different ("is in the same place"). A copula without any of these stays only if it is the
+    one verb."""
     tokens, roles = [token for token in doc if not token.is_space], ""
     for token in tokens:
         role = ROLES_OF_WORDS.get(f"{token.lower_} {token.pos_}", ROLES.get(token.pos_, "OTHER"))
-        # Penn tags, where there are any: a particle ("show up") follows its verb as "there" does; "its" is no noun.
+        # Penn tags, if there are any: a particle ("show up") follows its verb as "there" does; "its" is no noun.
         roles += {"RP": "PLACE", "PRP$": "DET"}.get(token.tag_, role) + " "
     roles = PARTICIPLE.sub(r"\1ADJ ", roles)
 
     def phrases(pattern: re.Pattern) -> list[tuple[str, str]]:
         """(roles, words) of every phrase."""
         ends = [(roles[: m.start()].count(" "), roles[: m.end()].count(" "), m[0]) for m in pattern.finditer(roles)]
-        return [(fits, " ".join(token.lower_ for token in tokens[start:end])) for start, end, fits in ends]
+        return [(its_roles, " ".join(token.lower_ for token in tokens[start:end])) for start, end, its_roles in ends]
 
     verbs = phrases(VERBS)
-    actions = [words for fits, words in verbs if fits.replace("AUX ", "")]
+    actions = [words for its_roles, words in verbs if its_roles.replace("AUX ", "")]
     return [words for _, words in phrases(NOUNS)], actions or [words for _, words in verbs]
 
 
@@ -1353,13 +1281,17 @@ def subjects(doc) -> list[str]:
     """What a caption says has changed, lower case: the grammatical subject, without articles and a leading "new";
     coordinated subjects are several.
 
-    With a parse: the subject of the main clause, and of a clause coordinated with it. Where that is an expletive or a
+    With a parse: the subject of the main clause, and of a clause coordinated with it. If that is an expletive or a
     pronoun ("there is a car", "someone added a car") or missing ("remove the car"), the object, or the noun that there
-    is. Without one, in closed vocabularies, the first noun segment. "No change", "nothing" and "everything" name no
-    entity."""
+    is. Without one, in closed vocabularies: the first noun segment that names an object. "No change", "nothing" and
+    "everything" name no entity."""
     if not doc.has_annotation("DEP"):
-        nouns = segments(doc)[0][:1]
-        return [noun.removeprefix("new ") for noun in nouns if not noun.startswith("no ") and noun not in NAMES_NOTHING]
+        for noun in segments(doc)[0]:
+            if noun in NAMES_NOTHING or noun.startswith("no "):
+                break
+            if noun.split()[-1] not in NO_ENTITIES:
+                return [noun.removeprefix("new ")]
+        return []
 
     def children(token, *relations: str) -> list:
         return [child for child in token.children if child.dep_ in relations]
@@ -1388,25 +1320,16 @@ def subjects(doc) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def read_captions(read: Callable, dataset_name: str, root: Path, captions: Iterable[str]) -> dict[str, list]:
-    """What `read` (segments or subjects) finds in every distinct caption; kept in root/<its name>.json until this file
-    or the pipeline changes."""
-    what, nlp, distinct = read.__name__, language(dataset_name), list(dict.fromkeys(captions))
-    code, path = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12], root / f"{what}.json"
-    name = f"{nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}, data.py {code}"
-    with file_errors(path, "remove it: it is made again"):
-        saved = read_json(path, {"pipeline": str, what: {str: [(str, list)]}}) if path.exists() else {}
-    known = saved[what] if saved.get("pipeline") == name else {}
-    new = [c for c in distinct if c not in known]
-    for doc in tqdm(nlp.pipe(new, batch_size=1000), what, len(new), unit="caption", disable=None):
+def read_captions(read: Callable, dataset_name: str, captions: Iterable[str]) -> dict[str, list]:
+    """What `read` (segments or subjects) finds in every distinct caption; seconds for the captions of mini."""
+    nlp, captions, found = language(dataset_name), list(dict.fromkeys(captions)), {}
+    for doc in tqdm(nlp.pipe(captions, batch_size=1000), read.__name__, len(captions), unit="caption", disable=None):
         if unknown := [t.text for t in doc if not (t.pos or t.is_punct or t.is_space)]:
-            raise ValueError(f"{root}: {unknown[0]!r} in {doc.text!r} has no part of speech; correct the caption, or add the "
-                             "word to CLOSED_WORDS in data.py")  # fmt: skip
-        known[doc.text] = read(doc)
-    if new:
-        write_text(path, json.dumps({"pipeline": name, what: known}, indent=0))
-    print(f"{what}: {name} ({len(distinct)} captions, {len(new)} of them new)")
-    return {c: known[c] for c in distinct}
+            raise ValueError(f"{dataset_name}: {unknown[0]!r} in {doc.text!r} has no part of speech; correct the "
+                             "caption, or add the word to CLOSED_WORDS in data.py")  # fmt: skip
+        found[doc.text] = read(doc)
+    print(f"{read.__name__} of {len(captions)} captions by {nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}")
+    return found
 
 
 # ---- CLIP ------------------------------------------------------------------------------------------------------------
@@ -1414,29 +1337,27 @@ def read_captions(read: Callable, dataset_name: str, root: Path, captions: Itera
 def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = None) -> tuple:
     """A frozen CLIP in float32, its tokenizer (texts -> ids) and its preprocessing (PIL image -> tensor).
 
-    `name` is MODEL:PRETRAINED in open_clip's words, "ViT-L-14:openai" (fetched on first use), or MODEL:FILE; "mini" is
-    the embedded data set's own, trained on first use into root/clip.pt, or `saved`, what mini_clip_state gave."""
+    `name` is MODEL:PRETRAINED in open_clip's words, "ViT-L-14:openai" (fetched on first use), or MODEL:FILE, or a data
+    set that has its own. `saved`: what clip_weights gave, if a checkpoint holds it."""
     import open_clip
 
-    if name == "mini":
-        saved = saved or mini_clip_state(root, device)
-        clip, preprocess = open_clip.CLIP(**MINI_CLIP), preprocess_mini
-        load_weights(clip, saved["model"], root / "clip.pt", "remove it: it is made again")
+    if saved := saved or clip_weights(name, root, device):
+        with file_errors(root / "clip.pt", "remove it: it is made again"):
+            clip = open_clip.CLIP(**saved["config"])
+            clip.load_state_dict(saved["model"])
+        preprocess = OWN_NETWORKS[DATASETS[name].extractor][1]
         tokenizer = open_clip.SimpleTokenizer(context_length=clip.context_length)
         return clip.to(device).eval().requires_grad_(False), tokenizer, preprocess
     model, _, weights = name.partition(":")
     tags = open_clip.list_pretrained_tags_by_model(model)
     if weights not in tags and not Path(weights).is_file():
-        raise ValueError(
-            f"--clip {name}: open_clip has no such model or weights, and there is no such file; give "
-            f"MODEL:PRETRAINED (known of {model}: {', '.join(tags) or 'none'}), MODEL:/path/to/file, or mini"
-        )
+        known = ", ".join(tags) or "none"
+        raise ValueError(f"--clip {name}: open_clip has no such model or weights, and there is no such file; give "
+                         f"MODEL:PRETRAINED (known of {model}: {known}) or MODEL:/path/to/file")  # fmt: skip
     # OpenAI's weights want another activation than open_clip's model of the same name has.
     quick = bool((open_clip.get_pretrained_cfg(model, weights) or {}).get("quick_gelu"))
     file = f"{model}{'-quickgelu' * quick}:/path/to/file"
-    with file_errors(
-        f"--clip {name}", f"load it once where there is a network, or fetch the weights and give --clip {file}"
-    ):
+    with file_errors(f"--clip {name}", f"load it once with a network, or fetch the weights and give --clip {file}"):
         clip, _, preprocess = open_clip.create_model_and_transforms(model, weights, force_quick_gelu=quick)
     if not isinstance(clip, open_clip.CLIP) or clip.text_pool_type != "argmax":
         raise ValueError(f"--clip {name}: its text encoder takes no learned prompts; choose a model such as ViT-L-14")
@@ -1444,14 +1365,14 @@ def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = N
 
 
 def clip_weights(name: str, root: Path, device: str = "cpu") -> dict | None:
-    """What a checkpoint has to carry of a CLIP: the embedded data set's own, of the others nothing."""
-    return mini_clip_state(root, device) if name == "mini" else None
+    """What a checkpoint has to carry of a CLIP: all of a data set's own, trained on first use into root/clip.pt, and
+    nothing of the published ones."""
+    return DATASETS[name].clip(root, device) if name in DATASETS and DATASETS[name].clip else None
 
 
 def clip_id(name: str, root: Path) -> str:
-    """The name of a CLIP, with a hash of its weights where these are a file, so that no two are taken for each
-    other."""
-    file = root / "clip.pt" if name == "mini" else Path(name.partition(":")[2])
+    """The name of a CLIP, with a hash of its weights if these are a file, so that no two are taken for each other."""
+    file = root / "clip.pt" if name in DATASETS else Path(name.partition(":")[2])
     return f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}" if file.is_file() else name
 
 
@@ -1462,9 +1383,7 @@ def encode_images(clip, preprocess, paths: list[str | Path]) -> Tensor:
     return clip.encode_image(x.to(next(clip.parameters()).device), normalize=True).cpu()
 
 
-def clip_embeddings(
-    name: str, root: Path, texts: list[str], paths: dict[str, Path], device: str
-) -> tuple[Tensor, Tensor]:
+def clip_embeddings(name: str, root: Path, texts: list[str], paths: dict[str, Path], device: str) -> tuple:
     """A CLIP's embeddings of texts (M, E), and of a data set's images (n, E) in the order of their sorted names, each
     of length 1; kept in root/embeddings.pt."""
     saved, file, images = clip_weights(name, root, device), root / "embeddings.pt", sorted(paths)
@@ -1474,9 +1393,8 @@ def clip_embeddings(
         if made["key"] == key and (len(made["texts"]), len(made["images"])) == (len(texts), len(images)):
             return made["texts"], made["images"]
     clip, tokenizer, preprocess = load_clip(name, root, device, saved)
-    of_texts = torch.cat(
-        [clip.encode_text(ids.to(device), normalize=True).cpu() for ids in tokenizer(texts).split(256)]
-    )
+    batches = tokenizer(texts).to(device).split(256)
+    of_texts = torch.cat([clip.encode_text(ids, normalize=True).cpu() for ids in batches])
     starts = tqdm(range(0, len(images), 64), f"CLIP {name}", unit_scale=64, unit="image", disable=None)
     of_images = torch.cat([encode_images(clip, preprocess, [paths[n] for n in images[i : i + 64]]) for i in starts])
     save_tensors(file, {"key": key, "texts": of_texts, "images": of_images})
@@ -1652,10 +1570,10 @@ def check(name: str, root: Path, extractor: str = "") -> list[str]:
 
 
 def open_dataset(cfg) -> Dataset:
-    """The data set that a run's config names; the embedded one is made first where it is not there yet."""
-    if cfg.dataset in EMBEDDED:
+    """The data set that a run's config names. One that is made here is made first if it is not there yet."""
+    if make := DATASETS[cfg.dataset].make:
         feature_file(cfg.dataset, Path(cfg.data_dir), cfg.extractor)  # refuses an extractor before the work begins
-        prepare_mini(Path(cfg.data_dir), cfg.scenes, cfg.objects, cfg.data_seed, cfg.device)
+        make(Path(cfg.data_dir), cfg.scenes, cfg.objects, cfg.data_seed, cfg.device)
     return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
 
 
@@ -1672,54 +1590,59 @@ def caption_files(model: nn.Module, state: dict, files: list[str], out: str | No
     return caption
 
 
+def score_files(args) -> None:
+    """`python data.py score`: prints the scores of a file of captions."""
+    if (args.tokens == "ids") != bool(args.vocab):
+        raise ValueError("--tokens ids needs --vocab, the data set's vocab.json, and --vocab needs --tokens ids")
+    captions, references = read_predictions(args.predictions), read_references(args.references)
+    groups = read_json(args.groups, {str: [(int, str)]}) if args.groups else {}
+    groups = {name: set(map(str, among)) for name, among in groups.items()}
+    if groups and not any(among & captions.keys() for among in groups.values()):
+        raise ValueError(f"{args.groups}: no image_id of the predictions; expected {{group: [image_id, ...]}}")
+    ids = read_json(args.vocab, {str: int}) if args.vocab else None
+    print(format_scores(score(captions, references, groups, tokens=args.tokens, index=ids)))
+
+
 def main(argv: list[str] | None = None) -> None:
-    """The command line: prepare or check a data set, or score a file of captions."""
+    """The command line: one parser for data sets that are made here, one for releases, one for `score`."""
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.set_defaults(extractor="")  # a flag that not every data set has
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name in DATASETS:
-        p = commands.add_parser(name, help=f"prepare or check {name}")
-        p.add_argument("--data_dir", type=Path, default=Path("data", name), help="the release's folder")
+    commands = parser.add_subparsers(dest="command", metavar="NAME", required=True)
+    made = [name for name, source in DATASETS.items() if source.make]
+    for first, *others in (made, [name for name in DATASETS if name not in made]):
+        p = commands.add_parser(first, aliases=others, prog="data.py NAME", help="prepare or check this data set")
+        p.add_argument("--data_dir", type=Path, help="its folder (default: data/NAME)")
         p.add_argument("--check", action="store_true", help="report what is there and what is missing")
         p.add_argument("--device", default="", help="where features are made (default: cuda where there is one)")
-        if name in EMBEDDED:
-            p.add_argument("--scenes", type=int, default=5000, help="training scenes")
-            p.add_argument("--objects", default="2,4", help="fewest and most objects in a scene")
-            p.add_argument("--data_seed", type=int, default=0, help="seed of rendering and feature network")
+        p.set_defaults(extractor="")
+        if first in made:
+            for flag, text in (("scenes", "training scenes"), ("objects", "fewest and most objects of a scene"),
+                               ("data_seed", "seed of scenes and features")):  # fmt: skip
+                default = getattr(RunConfig, flag)
+                p.add_argument(f"--{flag}", type=type(default), default=default, help=f"{text} (default: {default})")
         else:
-            known = f"{', '.join(RESNETS)}; default: {DATASETS[name].extractor}"
-            p.add_argument("--extractor", default="", help=f"whose features, each in a file of its own ({known})")
-    p = commands.add_parser("score", help="score a predictions file against a references file")
+            p.add_argument("--extractor", choices=RESNETS, help="features of another extractor, in a file of their own")
+    p = commands.add_parser("score", help="score a file of captions against a file of references")
     p.add_argument("--predictions", required=True, help="COCO results: a list of {image_id, caption}")
     p.add_argument("--references", required=True, help="COCO annotations: {annotations: [{image_id, caption}]}")
-    p.add_argument(
-        "--groups", type=Path, help="JSON of ids to score apart, such as type_mapping.json: {group: [image_id]}"
-    )
+    p.add_argument("--groups", type=Path, help="JSON of ids to score by group, such as type_mapping.json")
     p.add_argument("--tokens", choices=["ptb", "split", "ids"], default="ptb", help="PTB, words as they are, or ids")
     p.add_argument("--vocab", type=Path, help="vocab.json, for --tokens ids")
     args = parser.parse_args(argv)
     if args.command == "score":
-        if (args.tokens == "ids") != bool(args.vocab):
-            raise ValueError("--tokens ids needs --vocab, the data set's vocab.json, and --vocab needs --tokens ids")
-        captions, references = read_predictions(args.predictions), read_references(args.references)
-        groups = read_json(args.groups, {str: [(int, str)]}) if args.groups else {}
-        groups = {name: set(map(str, among)) for name, among in groups.items()}
-        if groups and not any(among & captions.keys() for among in groups.values()):
-            raise ValueError(f"{args.groups}: no image_id of the predictions; expected {{group: [image_id, ...]}}")
-        ids = read_json(args.vocab, {str: int}) if args.vocab else None
-        print(format_scores(score(captions, references, groups, tokens=args.tokens, ids=ids)))
-    elif args.check:
-        if problems := check(args.command, args.data_dir, args.extractor):
+        return score_files(args)
+    root, make = args.data_dir or Path("data", args.command), DATASETS[args.command].make
+    if args.check:
+        if problems := check(args.command, root, args.extractor):
             print("\n".join(problems), file=sys.stderr)
             sys.exit(2)
-    elif args.command in EMBEDDED:
-        prepare_mini(args.data_dir, args.scenes, args.objects, args.data_seed, usable_device(args.device))
+    elif make:
+        make(root, args.scenes, args.objects, args.data_seed, usable_device(args.device))
     else:
-        prepare(args.command, args.data_dir, usable_device(args.device), args.extractor)
+        prepare(args.command, root, usable_device(args.device), args.extractor)
 
 
 # ======================================================================================================================
-# Below this line is the embedded data set, mini. Nothing above needs it; its row of DATASETS stands at the end.
+# Below this line is the embedded data set, mini. The code above reaches it through its row of DATASETS, at the end.
 # ======================================================================================================================
 
 # ---- mini: scenes ----------------------------------------------------------------------------------------------------
@@ -1734,7 +1657,7 @@ TAN = 0.38  # tangent of half the field of view
 
 
 def _free_position(rng: np.random.Generator, radius: float, others: list[dict]) -> list[float] | None:
-    """A floor position (x, y) at least .25 clear of all others, or None when 30 tries found none."""
+    """A floor position (x, y) at least .25 clear of all others, or None if 30 tries find none."""
     for position in rng.uniform(-2.4, 2.4, (30, 2)).tolist():
         if all(math.dist(position, o["xyz"][:2]) > radius + RADIUS[o["size"]] + 0.25 for o in others):
             return position
@@ -1742,9 +1665,8 @@ def _free_position(rng: np.random.Generator, radius: float, others: list[dict]) 
 
 
 def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int]) -> tuple[list, list, int]:
-    """Objects before, objects after, and the changed one's index (for add: in the objects after). No two objects of a
-    scene share all attributes, so that words can single out every one. Where positions or attributes collide, all is
-    drawn anew."""
+    """Objects before, objects after, and the changed one's index (for add: among those after). No two objects of a
+    scene share all attributes. If positions or attributes collide, the scene is drawn again."""
     count = int(rng.integers(objects[0], objects[1] + 1)) + (kind == "add")
     combinations, scene = list(itertools.product(*reversed(ATTRIBUTES.values()))), []
     for number in rng.choice(len(combinations), count, replace=False):
@@ -1772,17 +1694,14 @@ def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int])
     return scene, [*scene[:changed], new, *scene[changed + 1 :]], changed
 
 
-def _sample_cameras(
-    rng: np.random.Generator, scenes: int, views: int, jitter: float = 2.5
-) -> list[dict[str, np.ndarray]]:
-    """Cameras and lights of all views of `scenes` scenes, a scene's views side by side: each has eye, right, up,
-    forward, light (unit, towards it), all (3,), and gain. A scene has a camera a and a spread s in 0 ... 1, each view a
-    camera b of its own; it is seen from (1 - s) a + s b."""
+def _sample_cameras(rng: np.random.Generator, scenes: int, views: int, jitter: float = 2.5) -> list[dict]:
+    """Cameras and lights of all views, scene after scene: eye, right, up, forward, light (unit, towards it), all (3,),
+    and gain. A scene has a camera a and a spread s in 0 ... 1, each view a camera b; it is seen from (1 - s) a + s b.
+    """
     def unit(v: np.ndarray) -> np.ndarray:
         return v / np.linalg.norm(v, axis=0)
 
-    def offsets() -> np.ndarray:
-        """At most `jitter` in every direction -> (3, scenes * views)."""
+    def offsets() -> np.ndarray:  # at most `jitter` in every direction
         of_scene, of_view = rng.uniform(-1, 1, (3, scenes, 1)), rng.uniform(-1, 1, (3, scenes, views))
         return jitter * ((1 - s) * of_scene + s * of_view).reshape(3, -1)
 
@@ -1808,8 +1727,8 @@ def _rays(view: dict[str, np.ndarray], x: np.ndarray, y: np.ndarray, count: int)
 
 
 def _depth(shape: str, o: np.ndarray, d: np.ndarray, h: float) -> np.ndarray:
-    """Depth (rows, columns) at which rays meet a body of half height h centred at the origin; inf where they miss. o
-    (3,) the eye, d (3, rows, columns) directions."""
+    """Depth (rows, columns) at which rays from the eye o (3,) in directions d (3, rows, columns) meet a body of half
+    height h centred at the origin; inf if they miss."""
     o = o[:, None, None]
     if shape == "cube":
         near, far = (-h - o) / d, (h - o) / d
@@ -1827,11 +1746,10 @@ def _depth(shape: str, o: np.ndarray, d: np.ndarray, h: float) -> np.ndarray:
 
 
 def _cast(item: dict, camera: dict[str, np.ndarray], count: int) -> tuple:
-    """An object as the camera's count x count rays meet it: the vectors eye, light, ... (3,) in the object's own frame,
-    the number of rays that hit it, also beyond the picture, and of the N in the picture columns x (N,), rows y (N,),
-    directions (3, N) and depths (N,). The own frame is centred on the object and turned with it: all shapes are hit and
-    lit axis-aligned."""
-    fill = camera["eye"] / np.linalg.norm(camera["eye"]) + 0.5 * camera["right"]  # a lamp beside the camera
+    """An object as the camera's count x count rays meet it -> the vectors eye, light, ... (3,) in the object's frame,
+    which is centred on it and turned with it; the number of rays that hit it, also beyond the picture; columns x, rows
+    y (N,), directions (3, N) and depths (N,) of the N in the picture."""
+    fill = camera["eye"] / np.linalg.norm(camera["eye"]) + 0.5 * camera["right"]  # a lamp next to the camera
     world = {name: camera[name] for name in ("right", "up", "forward", "light")}
     world |= {"eye": camera["eye"] - np.array(item["xyz"], np.float32), "fill": fill / np.linalg.norm(fill)}
     cos, sin = np.cos(np.float32(item["turn"])), np.sin(np.float32(item["turn"]))
@@ -1850,8 +1768,7 @@ def _cast(item: dict, camera: dict[str, np.ndarray], count: int) -> tuple:
 
 
 def _shade(item: dict, body: dict[str, np.ndarray], gain: float, d: np.ndarray, t: np.ndarray) -> np.ndarray:
-    """Light (3, N), 0 to 1 and a little over, that an object sends back along rays d (3, N), which hit it at depth t
-    (N,)."""
+    """Light (3, N), 0 to 1 and a little over, that an object sends back along rays d (3, N) of depth t (N,)."""
     half = np.float32(item["xyz"][2])
     point, d = body["eye"][:, None] + t * d, d / np.sqrt((d * d).sum(0))
     normal = point / half  # right for spheres
@@ -1894,27 +1811,25 @@ def _floor(scene: list[dict], camera: dict[str, np.ndarray], side: int) -> np.nd
 
 
 def _render(scene: list[dict], camera: dict[str, np.ndarray], side: int = 64) -> tuple[np.ndarray, list, list, list]:
-    """Draws a scene of K objects through one of _sample_cameras' views, with 2 x 2 rays a pixel -> the image (side,
-    side, 3) uint8 and, for each object, the box [x, y, w, h] in pixels of the whole object, cut at the frame; the area
-    that is seen, in pixels; and which part of the object this is, 0 to 1. The box of an object beyond the frame means
-    nothing."""
+    """Draws a scene through one of _sample_cameras' views, with 2 x 2 rays a pixel -> the image (side, side, 3) uint8
+    and, for each object, the box [x, y, w, h] in pixels of the whole object, cut at the frame; the visible area in
+    pixels; and the visible part of the object, 0 to 1. The box of an object beyond the frame means nothing."""
     fine, casts, boxes, area, part = 2 * side, [], [], [], []
     nearest = np.full((fine, fine), np.inf, np.float32)  # the depth buffer
     for item in scene:
         body, rays, x, y, d, t = _cast(item, camera, fine)
         nearest[y, x] = np.minimum(nearest[y, x], t)
         casts.append((item, body, rays, x, y, d, t))
-    light = np.zeros((4, fine, fine), np.float32)  # red, green, blue, and 1 where the floor is seen
+    light = np.zeros((4, fine, fine), np.float32)  # red, green, blue, and 1 where the floor is visible
     light[3] = np.isinf(nearest)
     for item, body, rays, x, y, d, t in casts:
-        seen = t == nearest[y, x]
-        light[:3, y[seen], x[seen]] = _shade(item, body, camera["gain"], d[:, seen], t[seen])
-        (left, right), (top, bottom) = (
-            (int(v.min(initial=fine)) // 2, int(v.max(initial=-1)) // 2 + 1) for v in (x, y)
-        )
+        front = t == nearest[y, x]
+        light[:3, y[front], x[front]] = _shade(item, body, camera["gain"], d[:, front], t[front])
+        left, top = (int(v.min(initial=fine)) // 2 for v in (x, y))
+        right, bottom = (int(v.max(initial=-1)) // 2 + 1 for v in (x, y))
         boxes.append([left, top, right - left, bottom - top])
-        area.append(seen.sum() / 4)
-        part.append(seen.sum() / rays)
+        area.append(front.sum() / 4)
+        part.append(front.sum() / rays)
     *color, floor = (light[:, ::2, ::2] + light[:, ::2, 1::2] + light[:, 1::2, ::2] + light[:, 1::2, 1::2]) / 4
     image = np.stack(color, 2) + (floor * _floor(scene, camera, side))[..., None]
     return (255 * np.clip(image, 0, 1) ** (1 / 1.5) + 0.5).astype(np.uint8), boxes, area, part
@@ -1946,7 +1861,7 @@ def _phrase(item: dict, names: Iterable[str] = ATTRIBUTES) -> str:
 
 
 def _short_phrase(item: dict, scene: list[dict]) -> str:
-    """Colour and shape, with material, size or both before them where another object of the scene has the same two."""
+    """Colour and shape, with material, size or both before them if another object of the scene has the same two."""
     for names in (("color", "shape"), ("color", "material", "shape"), ("size", "color", "shape")):
         if [_phrase(other, names) for other in scene].count(_phrase(item, names)) == 1:
             return _phrase(item, names)
@@ -1963,10 +1878,9 @@ def _relation(item: dict, other: dict, right: np.ndarray) -> tuple[str, float]:
 
 
 def _captions(kind: str, before: list[dict], after: list[dict], changed: int, right: np.ndarray) -> list[str]:
-    """Six different sentences for a change: three verbs, each with two ways to say which object changed. Its full name
-    is followed by its place beside one of the two nearest objects to which the relation is clear, named in short; where
-    there is but one, by its short or its full name. The camera with this `right` axis looks at the scene before, for
-    add after."""
+    """Six different sentences for a change: three verbs, two ways to say which object changed. Each gives its full name
+    and its place, relative to the nearest objects for which the relation is clear to a camera with this `right` axis.
+    The scene is the one before, for add the one after."""
     scene = after if kind == "add" else before
     item, others = scene[changed], scene[:changed] + scene[changed + 1 :]
     full, value = _phrase(item), after[changed][kind] if kind in ATTRIBUTES else ""
@@ -1982,89 +1896,9 @@ def _captions(kind: str, before: list[dict], after: list[dict], changed: int, ri
     return [template.format(name, value) for template in TEMPLATES[kind] for name in names]
 
 
-# ---- mini: files -----------------------------------------------------------------------------------------------------
-
-
-def _picture(root: Path, view: str, scene: int) -> Path:
-    return root / CLEVR_FOLDERS[view] / f"CLEVR_{view}_{scene:06d}.png"
-
-
-def _describe(files: dict[str, dict], i: int, kind: str, scenes: tuple[list, list, list], changed: int, views: list[dict],
-              boxes: list[list]) -> None:  # fmt: skip
-    """Adds to the content of the files what they say of scene i, of whose default, semantic and nonsemantic picture
-    `scenes`, `views` and `boxes` are the objects, cameras and boxes."""
-    seen = {name: [{key: item[key] for key in ATTRIBUTES} | {"box": box, "xyz": [round(value, 3) for value in item["xyz"]]}
-                   for item, box in zip(*picture, strict=True)]
-            for name, *picture in zip(CLEVR_FOLDERS, scenes, boxes, strict=True)}  # fmt: skip
-    before, after = boxes[0].copy(), boxes[1].copy()
-    if kind == "add":
-        before.insert(changed, None)
-    elif kind == "drop":
-        after.insert(changed, None)
-    both = torch.tensor([pair for pair in zip(before, after, strict=True) if None not in pair], dtype=torch.float64)
-    iou = round(box_iou(*box_convert(both, "xywh", "xyxy").unbind(1)).diagonal().mean().item(), 4)
-    files["scenes"][i] = {"type": kind, "changed": changed, "iou": iou, "objects": seen}
-    files["change_captions_with_bbox"][i] = {"bbox_before": before[changed], "bbox_after": after[changed]}
-    files["change_captions_by_IOU"][i] = iou
-    # Left and right are those of the view before (after for add), and of the distractor's, which may stand for it.
-    for name, view in (("default", 0), ("nonsemantic", 2)):
-        right = views[1 if kind == "add" else view]["right"]
-        files["change_captions"][f"CLEVR_{name}_{i:06d}.png"] = _captions(kind, *scenes[:2], changed, right)
-
-
-def _render_scenes(
-    root: Path, files: dict, kinds: dict[int, str], objects: tuple[int, int], rng: np.random.Generator
-) -> None:
-    """Draws scenes (number -> kind of change), writes their pictures, and adds to the content of the files what they
-    say of them. A scene is drawn anew until every object shows, in all its pictures, more than 16 pixels and 40 % of
-    itself."""
-    while waiting := [i for i in kinds if i not in files["scenes"]][:12]:
-        drafts = [_sample_scene(rng, kinds[i], objects) for i in waiting]
-        cameras = iter(_sample_cameras(rng, len(waiting), len(CLEVR_FOLDERS)))
-        for i, (before, after, changed) in zip(waiting, drafts, strict=True):
-            scenes, views = (before, after, before), [next(cameras) for _ in CLEVR_FOLDERS]
-            pictures = map(_render, scenes, views)
-            shown = list(itertools.takewhile(lambda picture: min(picture[2]) > 16 and min(picture[3]) > 0.4, pictures))
-            if len(shown) == len(views):
-                for name, (image, *_) in zip(CLEVR_FOLDERS, shown, strict=True):
-                    Image.fromarray(image).save(_picture(root, name, i), compress_level=1)
-                _describe(files, i, kinds[i], scenes, changed, views, [boxes for _, boxes, *_ in shown])
-                files["no_change_captions"][f"CLEVR_default_{i:06d}.png"] = rng.permutation(NO_CHANGE)[:6].tolist()
-
-
-def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (2, 4), seed: int = 0) -> None:
-    """Draws mini into the folder root, laid out as CLEVR-Change's release is, plus scenes.json, which holds the truth.
-
-    scenes: how many for each split, e.g. {"train": 5000, "val": 250, "test": 500}, numbered on in this order, the five
-    changes equally often in each. objects: fewest and most in the picture before. The files are a function of the
-    arguments alone. change_captions.json also has, under the nonsemantic pictures' names, captions for when these are
-    the picture before."""
-    for folder in CLEVR_FOLDERS.values():
-        (root / folder).mkdir(parents=True, exist_ok=True)
-    files = {name: {} for name in ("change_captions", "no_change_captions", "scenes", "change_captions_with_bbox",
-                                   "change_captions_by_IOU")}  # fmt: skip
-    splits, types = {}, {kind: [] for kind in KINDS}
-    bar = tqdm(total=sum(scenes.values()), desc="render", unit="scene", disable=None)
-    for number, (split, count) in enumerate(scenes.items()):
-        order = np.random.default_rng([seed, number, 1]).permutation(count) % len(KINDS)
-        kinds = {i: KINDS[kind] for i, kind in enumerate(order, len(files["scenes"]))}
-        splits[split] = list(kinds)
-        for i, kind in kinds.items():
-            types[kind].append(f"{i:06d}.png")
-        for start in range(0, count, 100):  # each hundred has a random stream of its own
-            # The last number must not be 0, as numpy ignores zeros at the end of a seed.
-            rng = np.random.default_rng([seed, number, 2 + start // 100])
-            _render_scenes(root, files, dict([*kinds.items()][start : start + 100]), objects, rng)
-            bar.update(len(files["scenes"]) - bar.n)
-    bar.close()
-    files = {name: dict(sorted(content.items())) for name, content in files.items()}
-    for name, content in {**files, "splits": splits, "type_mapping": types}.items():
-        (root / f"{name}.json").write_text(json.dumps(content, separators=(",", ":")))
-
-
 def parse_caption(text: str) -> dict[str, str | None]:
     """What a caption of mini says: "type" (one of KINDS, or "same"), the changed object's attributes, which stand
-    before the first shape word, and the new "value" of a color or material change. None where it does not say."""
+    before the first shape word, and the new "value" of a color or material change; None for what it does not say."""
     words = text.split()
     said = dict.fromkeys(("type", *ATTRIBUTES, "value"))
     if NO_CHANGE_WORDS & set(words):
@@ -2083,39 +1917,118 @@ def parse_caption(text: str) -> dict[str, str | None]:
 
 
 def names_changed(said: dict[str, str | None], truth: dict) -> bool:
-    """Does what parse_caption returns name exactly the changed object: true of it, and of no other object of the scene?
-    truth: an entry of scenes.json. The scene is the one before, for add the one after."""
+    """Is what parse_caption returns true of the changed object and of no other object of the scene before (for add:
+    after)? truth: an entry of scenes.json."""
     named = {name: said[name] for name in ATTRIBUTES if said[name]}
     scene = truth["objects"]["semantic" if truth["type"] == "add" else "default"]
     return bool(named) and [i for i, item in enumerate(scene) if named.items() <= item.items()] == [truth["changed"]]
 
 
-def mini_accuracy(predictions: dict[str, str], scenes: dict) -> dict[str, float]:
-    """What share of captions (pair id -> caption) is right, in %; nan where none is measured. scenes: content of
-    scenes.json.
+def mini_accuracy(captions: dict[str, str], scenes: dict) -> dict[str, float]:
+    """What share of captions (pair id -> caption) is right, in %. scenes: content of scenes.json.
 
     Of unchanged pairs, "distractors": captioned as unchanged. Of changed pairs, "change type"; "all four":
     names_changed; "size", "color", "material", "shape": named and true, or not needed for "all four"; "new value" of
     color and material."""
     right = {name: [] for name in ("change type", "distractors", *ATTRIBUTES, "all four", "new value")}
-    for key, text in predictions.items():
+    for key, text in captions.items():
         said, truth = parse_caption(text), scenes[str(int(key[:6]))]
         if key.endswith("_n"):
             right["distractors"].append(said["type"] == "same")
             continue
-        kind, exact = truth["type"], names_changed(said, truth)
-        item = truth["objects"]["semantic" if kind == "add" else "default"][truth["changed"]]
+        kind, changed, exact = truth["type"], truth["changed"], names_changed(said, truth)
+        item = truth["objects"]["semantic" if kind == "add" else "default"][changed]
         right["change type"].append(said["type"] == kind)
         right["all four"].append(exact)
         for name in ATTRIBUTES:
             right[name].append(said[name] == item[name] if said[name] else exact)
         if kind in ATTRIBUTES:
-            right["new value"].append(said["value"] == truth["objects"]["semantic"][truth["changed"]][kind])
+            right["new value"].append(said["value"] == truth["objects"]["semantic"][changed][kind])
     return {name: round(100 * float(np.mean(hits)), 2) if hits else math.nan for name, hits in right.items()}
 
 
-# ---- mini: feature network -------------------------------------------------------------------------------------------
+# ---- mini: files -----------------------------------------------------------------------------------------------------
 
+
+def _picture(root: Path, view: str, scene: int) -> Path:
+    return root / CLEVR_FOLDERS[view] / f"CLEVR_{view}_{scene:06d}.png"
+
+
+def _describe(kind: str, changed: int, scenes: tuple[list, list, list], views: list[dict], boxes: list[list]) -> dict:
+    """What the files say of a scene, of whose default, semantic and nonsemantic picture `scenes`, `views` and `boxes`
+    are the objects, cameras and boxes."""
+    objects = {}
+    for view, items, of_view in zip(CLEVR_FOLDERS, scenes, boxes, strict=True):
+        objects[view] = [{name: o[name] for name in ATTRIBUTES} | {"box": box, "xyz": [round(x, 3) for x in o["xyz"]]}
+                         for o, box in zip(items, of_view, strict=True)]  # fmt: skip
+    before, after = boxes[0].copy(), boxes[1].copy()
+    if kind == "add":
+        before.insert(changed, None)
+    elif kind == "drop":
+        after.insert(changed, None)
+    both = torch.tensor([pair for pair in zip(before, after, strict=True) if None not in pair], dtype=torch.float64)
+    iou = round(box_iou(*box_convert(both, "xywh", "xyxy").unbind(1)).diagonal().mean().item(), 4)
+    # Left and right are those of the view before (after for add), and of the distractor's, which may stand for it.
+    default, nonsemantic = (
+        _captions(kind, *scenes[:2], changed, views[1 if kind == "add" else view]["right"]) for view in (0, 2)
+    )
+    return {"truth": {"type": kind, "changed": changed, "iou": iou, "objects": objects},
+            "boxes": {"bbox_before": before[changed], "bbox_after": after[changed]},
+            "default": default, "nonsemantic": nonsemantic}  # fmt: skip
+
+
+def _render_scenes(root: Path, kinds: dict[int, str], objects: tuple[int, int], rng: np.random.Generator) -> dict:
+    """Draws scenes (number -> kind of change) -> number -> what _describe says of it, and six sentences for no change.
+    A scene is drawn again until every object shows, in all pictures, more than 16 pixels and 40 % of itself."""
+    made = {}
+    while waiting := [i for i in kinds if i not in made][:12]:
+        drafts = [_sample_scene(rng, kinds[i], objects) for i in waiting]
+        cameras = iter(_sample_cameras(rng, len(waiting), len(CLEVR_FOLDERS)))
+        for i, (before, after, changed) in zip(waiting, drafts, strict=True):
+            scenes, views = (before, after, before), [next(cameras) for _ in CLEVR_FOLDERS]
+            pictures = map(_render, scenes, views)
+            shown = list(itertools.takewhile(lambda picture: min(picture[2]) > 16 and min(picture[3]) > 0.4, pictures))
+            if len(shown) == len(views):
+                for view, (image, *_) in zip(CLEVR_FOLDERS, shown, strict=True):
+                    Image.fromarray(image).save(_picture(root, view, i), compress_level=1)
+                made[i] = _describe(kinds[i], changed, scenes, views, [boxes for _, boxes, *_ in shown])
+                made[i]["same"] = rng.permutation(NO_CHANGE)[:6].tolist()
+    return made
+
+
+def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (2, 4), seed: int = 0) -> None:
+    """Draws mini into the folder root in CLEVR-Change's layout, and scenes.json, which holds the truth. The files are a
+    function of the arguments alone.
+
+    scenes: how many for each split, numbered on in this order, the five changes equally often in each. objects: fewest
+    and most in the picture before."""
+    for folder in CLEVR_FOLDERS.values():
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    splits, made = {}, {}
+    bar = tqdm(total=sum(scenes.values()), desc="render", unit="scene", disable=None)
+    for number, (split, count) in enumerate(scenes.items()):
+        order = np.random.default_rng([seed, number, 1]).permutation(count) % len(KINDS)
+        kinds = {i: KINDS[kind] for i, kind in enumerate(order, len(made))}
+        splits[split] = list(kinds)
+        for start in range(0, count, 100):  # each hundred has a random stream of its own
+            # The last number must not be 0, as numpy ignores zeros at the end of a seed.
+            rng = np.random.default_rng([seed, number, 2 + start // 100])
+            made |= _render_scenes(root, dict([*kinds.items()][start : start + 100]), objects, rng)
+            bar.update(len(made) - bar.n)
+    bar.close()
+    made = sorted(made.items())
+    change = {_picture(root, view, i).name: scene[view] for view in ("default", "nonsemantic") for i, scene in made}
+    types = {kind: [f"{i:06d}.png" for i, scene in made if scene["truth"]["type"] == kind] for kind in KINDS}
+    files = {"scenes": {i: scene["truth"] for i, scene in made}, "change_captions": change,
+             "no_change_captions": {_picture(root, "default", i).name: scene["same"] for i, scene in made},
+             "change_captions_with_bbox": {i: scene["boxes"] for i, scene in made},
+             "change_captions_by_IOU": {i: scene["truth"]["iou"] for i, scene in made},
+             "type_mapping": types, "splits": splits}  # fmt: skip
+    for name, content in files.items():  # splits.json last: it shows that all is there
+        write_text(root / f"{name}.json", json.dumps(content, separators=(",", ":")))
+
+
+# ---- mini: feature network -------------------------------------------------------------------------------------------
 
 _conv = partial(Conv2dNormActivation, activation_layer=None)  # a convolution without bias, then batch norm
 
@@ -2134,8 +2047,8 @@ class _Block(nn.Module):
 
 class MiniCNN(nn.Module):
     """Stands in for ResNet-101 on mini: pictures (B, 3, 64, 64) in [-1, 1] -> features (B, 128, 8, 8). Every cell has
-    mean 0 and variance 1 over its channels, so that dot products compare what cells show. A pattern is added before
-    that: bare floor, where little else is found, looks the same everywhere."""
+    mean 0 and variance 1 over its channels, so that dot products compare what cells show. The pattern that is added
+    before that makes all bare floor look the same."""
 
     def __init__(self, width: int = 32):
         super().__init__()
@@ -2147,6 +2060,15 @@ class MiniCNN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(self.blocks(self.stem(x)).movedim(1, -1) + self.pattern, (128,)).movedim(-1, 1)
+
+
+def preprocess_mini(image: Image.Image) -> Tensor:
+    """-> (3, 64, 64) in -1 ... 1."""
+    x = torch.from_numpy(np.array(image.resize((64, 64), Image.Resampling.BICUBIC)))
+    return x.permute(2, 0, 1).float() / 127.5 - 1
+
+
+OWN_NETWORKS["mini-cnn"] = ("RGB, 64x64 bicubic with antialiasing, /127.5 - 1", preprocess_mini, MiniCNN)
 
 
 def _training_pictures(root: Path) -> tuple[Tensor, list[list[dict]]]:
@@ -2169,10 +2091,9 @@ def _steps(parameters: list, rate: float, steps: int, name: str) -> Iterator[Non
 
 
 def train_mini_cnn(root: Path, steps: int = 1000, seed: int = 0, device: str = "cpu") -> MiniCNN:
-    """Trains the feature network to name, in each cell that holds an object's centre, its four attributes, all by one
-    linear layer, so that whoever reads the features later can read them too. It learns from single training pictures;
-    it sees no caption, no pair and no test picture. -> in eval mode, on the CPU; there the result depends on the
-    arguments alone."""
+    """Trains the feature network to name, in each cell that holds an object's centre, its four attributes by one linear
+    layer, so that whoever reads the features later can read them too. It learns from single training pictures, from no
+    caption and no pair. On a CPU the result depends on the arguments alone."""
     torch.manual_seed(seed)
     images, pictures = _training_pictures(root)
     # The index of size, color, material and shape where an object's box has its centre, else -100, which cross_entropy
@@ -2214,21 +2135,20 @@ MINI_CLIP = {
 
 
 def mini_clip_state(root: Path, device: str = "cpu") -> dict:
-    """The embedded data set's own CLIP, trained on first use into root/clip.pt."""
-    if not (root / "clip.pt").exists():
+    """mini's own CLIP, trained on first use into root/clip.pt."""
+    file = root / "clip.pt"
+    if not file.exists():
         print(f"training a small CLIP on the pictures of {root}, once")
-        clip = train_mini_clip(
-            root, steps=min(580, 5 + len(read_json(root / "splits.json")["train"]) // 8), device=device
-        )
-        save_tensors(root / "clip.pt", {"config": MINI_CLIP, "model": clip.state_dict()})
-    return load_tensors(root / "clip.pt", "remove it: it is made again")
+        steps = min(580, 5 + len(read_json(root / "splits.json")["train"]) // 8)
+        save_tensors(file, {"config": MINI_CLIP, "model": train_mini_clip(root, steps, device=device).state_dict()})
+    return load_tensors(file, "remove it: it is made again")
 
 
 def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "cpu"):
-    """A small open_clip.CLIP that knows which names fit an object of a picture: of training pictures, no captions, no
-    pairs. Names are whole, partial, or two joined by "and". Every pair of a picture and a phrase of the batch counts,
-    with the truth about it, in a sigmoid loss (SigLIP): what a softmax would take for a negative is often true of
-    another picture. Word vectors stay as drawn: apart from each other, also those of words that are in no name."""
+    """A small open_clip.CLIP that knows which names fit an object of a picture, from training pictures, no captions, no
+    pairs. Names are whole, partial, or two joined by "and". Each picture and phrase of the batch counts with the truth
+    about them in a sigmoid loss (SigLIP), as what a softmax takes for a negative is often true. Word vectors stay as
+    drawn: far from each other, also those of words that are in no name."""
     import open_clip
 
     torch.manual_seed(seed)
@@ -2252,20 +2172,19 @@ def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "
     for _ in _steps(groups, 2e-3, steps, "CLIP"):
         index = torch.randint(len(images), (size,))
         shown = [pictures[i] for i in index.tolist()]
-        first, second, single = draw_names(shown), draw_names(shown), (torch.rand(size) < 0.5).tolist()
-        phrases = whole_names + [
-            a if alone else f"{a} and {b}" for a, b, alone in zip(first, second, single, strict=True)
-        ]
+        drawn = zip(draw_names(shown), draw_names(shown), (torch.rand(size) < 0.5).tolist(), strict=True)
+        phrases = whole_names + [first if single else f"{first} and {second}" for first, second, single in drawn]
         # A phrase is true of a picture if each of its names fits an object: the object has all of the name's words.
         names = [[set(name.split()) for name in phrase.split(" and ")] for phrase in phrases]
-        true = torch.tensor([[all(any(name.issubset(words) for words in objects) for name in phrase) for phrase in names]
-                             for objects in shown], device=device)  # fmt: skip
+        fits = [[all(any(name.issubset(words) for words in objects) for name in phrase) for phrase in names]
+                for objects in shown]  # fmt: skip
         tokens = tokenizer(phrases)
         text = encode_prompted(clip, tokens[:, : 1 + int(tokens.argmax(1).max())].to(device))
         x = images[index.to(device)].to(memory_format=torch.channels_last).float() / 127.5 - 1  # as preprocess_mini
         picture = clip.encode_image(x, normalize=True)  # (B, E)
         logits = clip.logit_scale.exp() * picture @ F.normalize(text, dim=1).T + clip.logit_bias
-        loss = F.binary_cross_entropy_with_logits(logits, true.float(), reduction="sum") / size
+        target = torch.tensor(fits, device=device).float()
+        loss = F.binary_cross_entropy_with_logits(logits, target, reduction="sum") / size
         loss.backward()
     return clip.cpu().eval().requires_grad_(False)
 
@@ -2274,51 +2193,64 @@ def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "
 
 
 def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) -> None:
-    """Render the embedded data set, train its feature network on the training pictures, extract, build the vocabulary;
-    each is left out where it is done. ValueError where the folder holds something else, or scenes made with other
-    settings."""
+    """Render mini, train its feature network on the training pictures, extract, build the vocabulary; what is done
+    already is left out. ValueError if the folder holds something else, or scenes made with other settings."""
     few, _, many = objects.partition(",")
     if not re.fullmatch("[2-6],[2-6]", objects) or few > many or scenes < 1 or seed < 0:
-        raise ValueError(f"--scenes {scenes} --objects {objects} --data_seed {seed}: expected a count from 1, the fewest and "
-                         "most objects of a scene, 2 to 6, such as 2,4, and a seed from 0")  # fmt: skip
+        raise ValueError(f"--scenes {scenes} --objects {objects} --data_seed {seed}: expected a count, "
+                         "the fewest and most objects of a scene (2 to 6) such as 2,4, and a seed from 0")  # fmt: skip
     settings = {"scenes": scenes, "objects": objects, "seed": seed}
     there = {path.name for path in root.iterdir()} - {LOCK} if root.is_dir() else set()
-    if there and not there & {"mini.json", "mini.unfinished"}:
+    if there and "mini.json" not in there:
         raise ValueError(f"{root} is not empty and no mini of this project; choose another --data_dir")
-    if "mini.json" in there and (made := read_json(root / "mini.json")) != settings:
-        raise ValueError(
-            f"{root} holds scenes made with {made}, not {settings}; remove it or choose another --data_dir"
-        )
-    if there >= {"mini.json", "mini_cnn.pt", "features.h5", "vocab.json"}:
+    if there and (made := read_json(root / "mini.json")) != settings:
+        raise ValueError(f"{root} is made with {made}, not {settings}; remove it or choose another --data_dir")
+    if there >= {"mini_cnn.pt", "features.h5", "vocab.json"}:
         return
     with lock(root):
-        if not (root / "mini.json").exists():
-            (root / "mini.unfinished").write_text(json.dumps(settings))
+        write_text(root / "mini.json", json.dumps(settings))
+        if not (root / "splits.json").exists():
             counts = {"train": scenes, "val": max(10, scenes // 20), "test": max(10, scenes // 10)}
             render_mini(root, counts, (int(few), int(many)), seed)
-            os.replace(root / "mini.unfinished", root / "mini.json")
         if not (root / "mini_cnn.pt").exists():
             net = train_mini_cnn(root, steps=min(1000, 10 + scenes // 5), seed=seed, device=device)
             save_tensors(root / "mini_cnn.pt", net.state_dict())
         release = read_release("mini", root)
         if not (root / "features.h5").exists():
-            state = mini_cnn_state(root)
-            extract(root / "features.h5", release, Extractor(mini_cnn_name(state), state, device), "mini", batch=512)
+            weights = mini_weights(root)
+            extractor = Extractor(weights_name("mini-cnn", weights), weights, device)
+            extract(root / "features.h5", release, extractor, "mini", batch=512)
         write_vocab(root, vocab_of("mini", release))
 
 
-def mini_cnn_state(root: Path) -> dict[str, Tensor]:
+def mini_flags(root: Path) -> str:
+    """The flags that made the folder, without those that are the default."""
+    made = read_json(root / "mini.json") if (root / "mini.json").exists() else {}
+    flags = zip(("scenes", "objects", "data_seed"), made.values(), strict=False)
+    return "".join(f" --{flag} {value}" for flag, value in flags if value != getattr(RunConfig, flag))
+
+
+def mini_weights(root: Path) -> dict[str, Tensor]:
+    """The weights of mini's feature network."""
     path, remedy = root / "mini_cnn.pt", f"remove it and run: {prepare_command('mini', root)}"
-    state = load_tensors(path, remedy)
-    with torch.random.fork_rng([]):  # a run saves this state: the weights drawn here must not move its random numbers
-        load_weights(MiniCNN(), state, path, remedy)
-    return state
+    weights = load_tensors(path, remedy)
+    with file_errors(path, remedy), torch.random.fork_rng([]):  # a run's random numbers stay as they are
+        MiniCNN().load_state_dict(weights)
+    return weights
 
 
-def mini_cnn_name(state: dict[str, Tensor]) -> str:
-    """mini-cnn-<hash of the weights>, so that features of another network are not mistaken for this one's."""
-    digest = hashlib.sha256(b"".join(state[k].cpu().numpy().tobytes() for k in sorted(state)))
-    return f"mini-cnn-{digest.hexdigest()[:12]}"
+def read_mini(root: Path) -> Release:
+    """What render_mini has drawn. A broken file of it is mended by drawing all again."""
+    try:
+        return read_clevr_change(root)
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{e}; remove {root} and run: {prepare_command('mini', root)}") from e
+
+
+DATASETS["mini"] = Source(
+    read_mini, "mini-cnn", closed=True, make=prepare_mini, flags=mini_flags, weights=mini_weights, clip=mini_clip_state,
+    judge=lambda captions, root: mini_accuracy(captions, read_json(root / "scenes.json")),
+)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -304,7 +304,7 @@ class Phrases:
         self.ignore_equal = cfg.equal_phrases == "ignored"
         orders = [pairs for s in dataset.scenes["train"] for pairs in (s.pairs, s.swapped) if pairs]
         captions = sorted({c for pairs in orders for p in pairs for c in p.captions})
-        segments = data.read_captions(data.segments, dataset.name, dataset.root, captions)
+        segments = data.read_captions(data.segments, dataset.name, captions)
         noun_prompt, verb_prompt = (NOUN_PROMPT, VERB_PROMPT) if cfg.prompt == "fixed" else ("", "")
         self.phrase = {"nouns": {}, "verbs": {}}  # of each caption; "": it has none
         for caption, (nouns, verbs) in segments.items():

@@ -58,9 +58,9 @@ def write_features(name, root):
 
 @pytest.fixture(autouse=True)
 def without_java(request, monkeypatch):
-    """Java takes seconds to start, thrice for each evaluation; some tests of test_score.py ask for it."""
+    """Java takes seconds to start, twice for each evaluation; some tests of test_score.py ask for it."""
     if "java" not in request.fixturenames:
-        monkeypatch.setattr(data, "find_java", lambda: None)
+        monkeypatch.setattr(data, "java_works", lambda: False)
 
 
 @pytest.fixture

@@ -3,17 +3,15 @@
 import json
 import os
 import resource
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import GRID, write_features, write_release
+from conftest import GRID, write_features, write_picture, write_release
 from test_readers import (
     RELEASED,
     item,
@@ -23,7 +21,6 @@ from test_readers import (
     write_clevr_dc,
     write_cub,
     write_nabirds,
-    write_picture,
     write_repack,
     write_spot,
 )
@@ -34,7 +31,7 @@ import dirl_ccr
 import idc_pretrain
 import rdd_acr
 import scorer_cbr
-from common import CHECKPOINT, lock, run_main
+from common import run_main
 
 
 @pytest.fixture
@@ -53,9 +50,7 @@ def refused(capsys):
 
 @pytest.fixture
 def prepare(refused):
-    return lambda root, name="clevr_change", *more: refused(
-        data.main, name, "--data_dir", root, "--device", "cpu", *more
-    )
+    return lambda root, name="clevr_change", *more: refused(data.main, name, "--data_dir", root, *more)
 
 
 @pytest.fixture
@@ -63,13 +58,13 @@ def train(refused, tiny, tmp_path):
     return lambda root, *more: refused(scorer_cbr.main, *tiny, "--data_dir", root, "--out_dir", tmp_path / "run", *more)
 
 
-def problems(capsys, name, root):
+def problems(capsys, name, root, *more):
     """What --check has to say."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as e:
-        data.main([name, "--data_dir", str(root), "--check"])
+        run_main(lambda: data.main([name, "--data_dir", str(root), "--check", *more]))
     assert e.value.code == 2
-    return capsys.readouterr().err.strip().splitlines()
+    return capsys.readouterr().err
 
 
 def write_edits(root):
@@ -88,11 +83,8 @@ def write_levir(root):
 
 
 def write_own(root):
-    rows = [
-        {"before": f"{split}.png", "after": "b.png", "captions": ["it is open"], "split": split}
-        for split in data.SPLITS
-    ]
-    write(root / "pairs.json", rows)
+    row = {"after": "b.png", "captions": ["it is open"]}
+    write(root / "pairs.json", [row | {"before": f"{split}.png", "split": split} for split in data.SPLITS])
     for name in (*data.SPLITS, "b"):
         write_picture(root / f"{name}.png")
 
@@ -138,64 +130,33 @@ class Payload:
         return os.mkdir, ("executed",)
 
 
-def changed(state, key, value):
-    """A copy of a checkpoint in which one part, "a/b/c", is another."""
-    head, _, rest = key.partition("/")
-    head = int(head) if head.isdecimal() else head
-    return state | {head: changed(state[head], rest, value) if rest else value}
-
-
 def test_checkpoints_that_are_none(run, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = run / "last.pt"
-    whole, state = file.read_bytes(), torch.load(file)
-    name, p = next(iter(state["model"].items()))
-    wrong = [b"", b"x", b"text", whole[: len(whole) // 2], None, [], 7, Payload(), {"a": Payload()}, {}]
-    wrong += [{k: v for k, v in state.items() if k != key} for key in CHECKPOINT]
-    wrong += [state | {key: junk} for key in CHECKPOINT for junk in (None, [7])]
-    parts = {f"model/{name}": p * np.nan, "model/more": p, "step": -1, "max_len": 0, "grid": (8, 2), "extractor/name": "x",
-             "config/dim": "x", "config/batch_size": 0, "config/more": 1}  # fmt: skip
-    to_resume = {"random/cpu": p, "optimizer/state/0/exp_avg": torch.ones(1), "optimizer/state/0/exp_avg_sq": p.double(),
-                 "optimizer/state/0/step": "x", "optimizer/state/999": {}, "optimizer/state": {0: {}}}  # fmt: skip
-    wrong += [changed(state, *part) for part in parts.items()]
-    wrong_to_resume = [changed(state, *part) for part in to_resume.items()]
-    resume = ["--resume", "--steps", 3, "--out_dir", run]
-    for command, contents in ((["--eval", file], wrong), (resume, wrong_to_resume)):
-        for content in contents:
-            file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+    content, state = file.read_bytes(), torch.load(file)
+    wrong = [b"", b"text", content[: len(content) // 2], None, [7], {}, Payload(), {"model": Payload()}]
+    wrong += [{k: v for k, v in state.items() if k != "model"}, state | {"model": {}}, state | {"vocab": ["a"]}]
+    wrong += [state | {"config": state["config"] | {key: "x"}} for key in ("dim", "more")]
+    for content in wrong:
+        file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+        for command in (["--eval", file], ["--resume", "--out_dir", run]):
             line = refused(scorer_cbr.main, *command, "--device", "cpu")
             assert "last.pt" in line or "the checkpoint" in line, content
     assert not (tmp_path / "executed").exists()
+    torch.save(state | {"optimizer": state["optimizer"] | {"state": {0: {"exp_avg": torch.ones(1)}}}}, file)
+    assert "last.pt" in refused(scorer_cbr.main, "--resume", "--steps", 3, "--out_dir", run)
 
 
-def test_a_folder_belongs_to_one_process(run, refused):
-    ready, done = os.pipe(), os.pipe()
-    if not (child := os.fork()):
-        with lock(run):
-            os.write(ready[1], b"x")
-            os.read(done[0], 1)
-        os._exit(0)
-    os.read(ready[0], 1)
-    command = ["--resume", "--out_dir", run, "--steps", 2, "--device", "cpu"]
-    assert "another process is at work in" in refused(scorer_cbr.main, *command)
-    os.write(done[1], b"x")
-    os.waitpid(child, 0)
-    scorer_cbr.main([str(x) for x in command])
-
-
-def test_a_full_disk(run, refused, monkeypatch):
+def test_a_full_disk(run, refused):
     before = (run / "last.pt").read_bytes()
-    command = ["--resume", "--out_dir", run, "--steps", 2, "--device", "cpu"]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
     try:
-        line = refused(scorer_cbr.main, *command)
+        line = refused(scorer_cbr.main, "--resume", "--out_dir", run, "--steps", 2, "--device", "cpu")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "last.pt could not be written" in line or "best.pt could not be written" in line
-    assert "it takes 0.1 MB" in line and (run / "last.pt").read_bytes() == before and not list(run.glob("*.partial"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e4))
-    assert "checkpoints need 0 MB, the disk has 0 MB left" in refused(scorer_cbr.main, *command)
+    assert (run / "last.pt").read_bytes() == before and not list(run.glob("*.partial"))
 
 
 # ---- folders and files -----------------------------------------------------------------------------------------------
@@ -211,70 +172,50 @@ def test_a_script_of_its_own(tmp_path):
 
 def test_unknown_words_of_the_command_line(refused, prepared, train):
     assert "invalid choice: 'clevr'" in refused(data.main, "clevr", "--data_dir", prepared)
-    assert "unrecognized arguments: --chekc" in refused(data.main, "clevr_change", "--chekc")
+    for flag in ("--chekc", "--scenes=5"):  # a typing error, and a flag of another data set
+        assert f"unrecognized arguments: {flag}" in refused(data.main, "clevr_change", flag)
+    assert "--extractor: invalid choice: 'vgg'" in refused(data.main, "clevr_change", "--extractor", "vgg")
     assert "--extractor vgg: clevr_change can have resnet101-layer3" in train(prepared, "--extractor", "vgg")
     folders = "--data_dir", prepared / "mini", "--out_dir", prepared / "run"
-    assert "--extractor resnet101-layer4: mini can have mini-cnn" in refused(
-        scorer_cbr.main, "--extractor", "resnet101-layer4", *folders, "--device", "cpu"
-    )
+    line = refused(scorer_cbr.main, "--extractor", "resnet101-layer4", *folders, "--device", "cpu")
+    assert "--extractor resnet101-layer4: mini can have mini-cnn" in line and not (prepared / "mini").exists()
     assert "--split: invalid choice: 'dev'" in refused(scorer_cbr.main, "--eval", "x.pt", "--split", "dev")
 
 
 @pytest.mark.parametrize("file", ["splits", "type_mapping", "change_captions", "no_change_captions"])
-def test_truncated_json(release, prepare, file):
+def test_broken_json(release, prepare, file):
     path = release / f"{file}.json"
-    path.write_text(path.read_text()[:-7])
-    assert f"{file}.json is not valid JSON" in prepare(release)
-    path.write_bytes(b"\xff\xfe{}")
-    assert f"{file}.json is not valid JSON" in prepare(release)
+    content = path.read_bytes()
+    for broken in (content[:-7], b"\xff\xfe{}", b"[" * 10**5):
+        path.write_bytes(broken)
+        assert str(path) in prepare(release)
 
 
 def test_json_of_another_data_set(release, prepare, tmp_path):
     write_spot(tmp_path / "spot")
     write_clevr_dc(tmp_path / "dc")
-    captions = (release / "change_captions.json").read_text()
-    write(release / "change_captions.json", (tmp_path / "dc/captions.json").read_text())
-    assert "no key 'CLEVR_default_000000.png'; expected CLEVR_" in prepare(release)
-    write(release / "change_captions.json", (tmp_path / "spot/annotations/train.json").read_text())
-    assert "change_captions.json: expected dict, found list" in prepare(release)
-    write(release / "change_captions.json", captions)
-    write(release / "splits.json", (release / "type_mapping.json").read_text())
-    assert "no key 'train'; expected train, val, test, found color, material" in prepare(release)
-    write(tmp_path / "spot/annotations/val.json", captions)
-    assert "val.json: expected list, found dict" in prepare(tmp_path / "spot", "spot_the_diff")
-
-
-@pytest.mark.parametrize("wrong", ["12", 1.5, True, None, [3]])
-def test_ids_of_the_wrong_type(release, prepare, wrong):
-    splits = json.loads((release / "splits.json").read_text())
-    write(release / "splits.json", splits | {"train": [0, wrong, 2]})
-    assert "splits.json, 'train', item 1: expected int, found" in prepare(release)
+    path = release / "change_captions.json"
+    for other in ("dc/captions.json", "spot/annotations/train.json"):
+        path.write_text((tmp_path / other).read_text())
+        assert str(path) in (line := prepare(release)) and "expected" in line and "found" in line
+    path.write_text((release / "no_change_captions.json").read_text())
+    (release / "splits.json").write_text((release / "type_mapping.json").read_text())
+    assert "splits.json" in (line := prepare(release)) and "'train'" in line and "found color, material" in line
 
 
 BOX, BOXES, OVERLAP = [1, 2, 3, 4.5], "change_captions_with_bbox.json", "change_captions_by_IOU.json"
 
 
 @pytest.mark.parametrize("file, key, value", [
-    (BOXES, "x", {"bbox_before": BOX, "bbox_after": None}), (BOXES, "3.png", {"bbox_before": None, "bbox_after": BOX}),
-    (BOXES, "3", {"bbox_before": BOX}),
-    (BOXES, "3", {"bbox_before": ["1", 2, 3, 4], "bbox_after": BOX}), (BOXES, "3", {"bbox_before": BOX, "bbox_after": 7}),
-    (BOXES, "3", {"bbox_before": [True, 2, 3, 4], "bbox_after": BOX}), (BOXES, "3", [BOX, BOX]), (BOXES, "3", None),
-    (OVERLAP, "x", 0.5), (OVERLAP, "3", "0.5"), (OVERLAP, "3", None), (OVERLAP, "3", [0.5])])  # fmt: skip
-def test_boxes_that_are_none(release, prepare, capsys, file, key, value):
+    (BOXES, "x", {"bbox_before": BOX, "bbox_after": None}), (BOXES, "3", {"bbox_before": BOX}), (BOXES, "3", None),
+    (BOXES, "3", {"bbox_before": BOX, "bbox_after": 7}), (OVERLAP, "x", 0.5), (OVERLAP, "3", "0.5")])  # fmt: skip
+def test_boxes_that_are_none(release, prepare, file, key, value):
     content = {"2": {"bbox_before": None, "bbox_after": BOX}} if file == BOXES else {"2": 1}
     write(release / file, content)
     read = data.read_clevr_change(release)
     assert read.boxes == {"000002.png": (None, BOX)} or read.overlap == {"000002.png": 1.0}
     write(release / file, content | {key: value})
-    line = prepare(release)
-    assert file in line and (repr(key) in line or "000003.png" in line) and "expected" in line
-    assert problems(capsys, "clevr_change", release) == [line.removeprefix("error: ")]
-
-
-def test_unknown_split(release, prepare):
-    splits = json.loads((release / "splits.json").read_text())
-    write(release / "splits.json", {{"val": "validation"}.get(k, k): v for k, v in splits.items()})
-    assert "no key 'val'; expected train, val, test, found train, validation, test" in prepare(release)
+    assert file in prepare(release)
 
 
 JUNK = [None, 7, "x", [], {}, [7], [None], ["x"], {"x": 7}, {"train": 7}]
@@ -282,22 +223,13 @@ JUNK = [None, 7, "x", [], {}, [7], [None], ["x"], {"x": 7}, {"train": 7}]
 
 def spoilt(content, where=()):
     """Every copy of a JSON content in which one part, down to the third level, is junk."""
-    for junk in JUNK:
-        yield where, junk
-    keys = (
-        list(content)[:2]
-        if isinstance(content, dict)
-        else range(min(2, len(content)))
-        if isinstance(content, list)
-        else ()
-    )
-    for key in keys if len(where) < 4 else ():
-        yield from spoilt(content[key], (*where, key))
+    yield from ((where, junk) for junk in JUNK)
+    if isinstance(content, dict | list) and len(where) < 4:
+        for key in list(content if isinstance(content, dict) else range(len(content)))[:2]:
+            yield from spoilt(content[key], (*where, key))
 
 
-@pytest.mark.parametrize(
-    "name", ["clevr_change", "clevr_dc", "spot_the_diff", "levir_cc", "image_editing_request", "pairs"]
-)
+@pytest.mark.parametrize("name", [name for name in WRITERS if name not in ("birds_to_words", "cub", "nabirds")])
 def test_junk_anywhere_in_the_annotations(name, tmp_path):
     """Some junk is a release all the same (an empty list of a type's images); what is refused is refused in words."""
     WRITERS[name](tmp_path)
@@ -320,26 +252,17 @@ def test_junk_anywhere_in_the_annotations(name, tmp_path):
     assert refusals > 50 and data.read_release(name, tmp_path)
 
 
-def test_image_missing_for_an_annotated_pair(release, prepared, prepare, capsys):
+def test_a_picture_is_missing(release, prepare, capsys):
     (release / "sc_images" / "CLEVR_semantic_000004.png").unlink()
-    lines = problems(capsys, "clevr_change", release)
-    assert any("CLEVR_semantic_000004.png is not a readable image ([Errno 2]" in line for line in lines)
-    (release / "features.h5").unlink()
     assert "CLEVR_semantic_000004.png (1 of 45 missing)" in prepare(release)
+    assert "CLEVR_semantic_000004.png" in problems(capsys, "clevr_change", release)
 
 
-def test_caption_of_no_words(prepared, capsys):
+@pytest.mark.parametrize("wrong", [[], "a red cube", [3], {"a": 1}])
+def test_captions_that_are_none(prepared, prepare, wrong):
     captions = json.loads((prepared / "change_captions.json").read_text())
-    captions["CLEVR_default_000003.png"].append("  ")
-    write(prepared / "change_captions.json", captions)
-    assert any("an empty caption for 000003.png (train)" in line for line in problems(capsys, "clevr_change", prepared))
-
-
-def test_captions_that_are_none(prepared, prepare):
-    captions = json.loads((prepared / "change_captions.json").read_text())
-    for wrong in ([], "a red cube", [3], {"a": 1}):
-        write(prepared / "change_captions.json", captions | {"CLEVR_default_000003.png": wrong})
-        assert "change_captions.json, 'CLEVR_default_000003.png'" in prepare(prepared)
+    write(prepared / "change_captions.json", captions | {"CLEVR_default_000003.png": wrong})
+    assert "000003.png" in prepare(prepared)
 
 
 # ---- feature files ---------------------------------------------------------------------------------------------------
@@ -356,29 +279,29 @@ def rewrite(root, x=None, ids=None, **about):
         f.attrs.update(attributes)
 
 
-@pytest.mark.parametrize("shape", [(45, 8, 6), (45, 2, 3, 8), (44, 8, 2, 3), (45,)])
-def test_features_of_another_shape(prepared, train, shape):
-    rewrite(prepared, np.zeros(shape, np.float16))
+HALF = np.zeros((45, *GRID), np.float16)
+
+
+@pytest.mark.parametrize("x", [HALF[..., 0], HALF[:44], HALF.astype(float), HALF])
+def test_features_of_another_shape(prepared, train, x):
+    rewrite(prepared, x, ["a"] * 45 if x is HALF else None)
     line = train(prepared)
-    assert (
-        f"found float16 {shape} and 45 ids); remove it and run: python data.py clevr_change --data_dir {prepared}"
-        in line
-    )
+    assert f"{x.shape}" in line and line.endswith(f"run: python data.py clevr_change --data_dir {prepared}")
 
 
-def test_features_that_are_none_of_ours(prepared, train, prepare):
-    rewrite(prepared, np.zeros((45, *GRID)))
-    assert "found float64" in train(prepared)
-    rewrite(prepared, np.zeros((45, *GRID), np.float16), ids=["a"] * 45)
-    assert "and 1 ids" in train(prepared)
-    (prepared / "features.h5").unlink()
-    with h5py.File(prepared / "features.h5", "w") as f:
-        f.create_group("features")
+def test_features_that_are_none(prepared, train, prepare):
+    path = prepared / "features.h5"
+    content = path.read_bytes()
+    for broken in (b"no HDF5 at all", content[:-100]):
+        path.unlink()  # a refused one may still be open
+        path.write_bytes(broken)
+        assert "features.h5 cannot be used" in train(prepared) and "features.h5" in prepare(prepared)
+    path.unlink()
+    with h5py.File(path, "w") as f:
         f["image_ids"] = ["a"]
     assert "features.h5 cannot be used" in train(prepared)
-    (prepared / "features.h5").unlink()
-    (prepared / "features.h5").write_bytes(b"no HDF5 at all")
-    assert "features.h5 cannot be used" in train(prepared) and "features.h5" in prepare(prepared)
+    path.unlink()
+    assert "no features at" in train(prepared)
 
 
 def test_features_of_another_extractor(prepared, train, prepare):
@@ -391,31 +314,14 @@ def test_features_of_another_extractor(prepared, train, prepare):
     assert "features-resnet101-layer4.h5; run: python data.py" in line and line.endswith("--extractor resnet101-layer4")
 
 
-def test_half_written_features(prepared, train):
-    whole = (prepared / "features.h5").read_bytes()
-    (prepared / "features.h5").write_bytes(whole[:-100])  # a copy that broke off
-    assert "features.h5 cannot be used (OSError Unable to" in train(prepared)
-    (prepared / "features.h5").write_bytes(whole)
-    (prepared / "features.h5").rename(prepared / "features.partial")
-    assert "no features at" in train(prepared)
-
-
 def test_features_of_another_data_set(prepared, train, tmp_path):
     rewrite(prepared, dataset="clevr_dc")
     assert "was made for clevr_dc by" in train(prepared)
     write_clevr_dc(tmp_path / "dc")
     write_features("clevr_dc", tmp_path / "dc")
-    (prepared / "features.h5").unlink()
-    (prepared / "features.h5").write_bytes((tmp_path / "dc" / "features.h5").read_bytes())
-    line = train(prepared)  # a file that does not tell its data set
+    (tmp_path / "dc" / "features.h5").replace(prepared / "features.h5")
+    line = train(prepared)  # a file that does not say of which data set it is
     assert "no features for CLEVR_default_000000.png and 44 more; remove it" in line
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_features_that_are_not_finite(prepared, value, capsys):
-    with h5py.File(prepared / "features.h5", "r+") as f:
-        f["features"][3, 1, 1, 2] = value  # CLEVR_default_000003.png, for training
-    assert any("CLEVR_default_000003.png are not finite" in line for line in problems(capsys, "clevr_change", prepared))
 
 
 # ---- vocabulary ------------------------------------------------------------------------------------------------------
@@ -423,14 +329,10 @@ def test_features_that_are_not_finite(prepared, value, capsys):
 
 def test_a_vocabulary_that_is_none(prepared, train):
     ids = json.loads((prepared / "vocab.json").read_text())
-    for wrong in ({w: str(i) for w, i in ids.items()}, {w: i + 1 for w, i in ids.items()}, dict.fromkeys(ids, 0), {}):
-        write(prepared / "vocab.json", wrong)
-        line = train(prepared)
-        assert "vocab" in line and ("run: python data.py" in line or "prepare again" in line)
-    write(prepared / "vocab.json", {w: i for i, w in enumerate(sorted(ids))})
-    assert "vocabulary must begin with <NULL> <UNK> <START> <END>" in train(prepared)
-    write(prepared / "vocab.json", json.dumps(ids)[:-9])
-    assert "vocab.json is not valid JSON" in train(prepared)
+    wrong = [{w: str(i) for w, i in ids.items()}, {w: i + 1 for w, i in ids.items()}, {}, json.dumps(ids)[:-9]]
+    for content in (*wrong, {w: i for i, w in enumerate(sorted(ids))}):
+        write(prepared / "vocab.json", content)
+        assert "vocab.json" in (line := train(prepared)) and "run: python data.py" in line
 
 
 def test_a_vocabulary_without_words(tmp_path, prepare, train, monkeypatch):
@@ -450,30 +352,26 @@ def test_a_vocabulary_that_does_not_fit(prepared, tiny, refused, tmp_path, capsy
     scorer_cbr.main([str(a) for a in flags])
     ids = json.loads((prepared / "vocab.json").read_text())
     write(prepared / "vocab.json", {("zebra" if i == 9 else w): i for w, i in ids.items()})
-    for command in (
-        ["--eval", tmp_path / "run/best.pt", "--device", "cpu"],
-        ["--resume", "--out_dir", tmp_path / "run"],
-    ):
-        assert (
-            "the checkpoint was trained with" in (line := refused(scorer_cbr.main, *command)) and "--data_dir" in line
-        )
-    assert any("vocab.json is not of these captions" in line for line in problems(capsys, "clevr_change", prepared))
+    for command in (["--eval", tmp_path / "run/best.pt"], ["--resume", "--out_dir", tmp_path / "run"]):
+        line = refused(scorer_cbr.main, *command)
+        assert "the checkpoint was trained with" in line and "--data_dir" in line
+    assert "vocab.json is not of these captions" in problems(capsys, "clevr_change", prepared)
 
 
 # ---- the other data sets ---------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_each_data_set_tells_what_is_missing(name, tmp_path, prepare, capsys):
+def test_each_data_set_says_what_is_missing(name, tmp_path, prepare, capsys):
     root = tmp_path / "deep" / "release"
     assert f"--data_dir must be the folder of {name}'s release" in prepare(root, name)
     WRITERS[name](root)
     image = sorted(data.read_release(name, root).paths.values())[0]
-    image.write_bytes(image.read_bytes()[:60])
     lines = problems(capsys, name, root)
-    assert any(f"{image} is not a readable image" in line for line in lines), lines
-    assert any("no features at" in line for line in lines)
+    assert "no features at" in lines
+    published = data.DATASETS[name].scenes.values()
+    assert sum(f"published {count}" in lines for count in published) == len(published)
     image.unlink()
-    # Birds-to-Words' photographs are fetched one by one: pairs that lack one are left out, and told.
+    # Birds-to-Words' photographs are fetched one by one: pairs that lack one are left out, and counted.
     expected = "both photographs" if name == "birds_to_words" else f"there is no {image} (1 of"
     assert expected in prepare(root, name)
     for path in sorted(p for p in root.rglob("*") if p.suffix in (".json", ".txt", ".tsv")):
@@ -485,28 +383,16 @@ def test_each_data_set_tells_what_is_missing(name, tmp_path, prepare, capsys):
         path.write_bytes(content)
 
 
-def test_check_counts_every_data_set(tmp_path, capsys):
-    for name, writer in WRITERS.items():
-        writer(tmp_path / name)
-        published = {k: v for k, v in data.DATASETS[name].scenes.items() if v}
-        lines = problems(capsys, name, tmp_path / name)
-        assert sum(f"published {count}" in line for line in lines for count in published.values()) >= len(published), (
-            lines
-        )
-
-
-def test_a_pair_in_two_splits(release, capsys):
-    splits = json.loads((release / "splits.json").read_text())
-    write(release / "splits.json", splits | {"val": [3, *splits["val"]]})
-    lines = problems(capsys, "clevr_change", release)
-    assert any("pair 000003.png is there more than once (train, val)" in line for line in lines), lines
+def test_two_processes_prepare_the_same_folder(release, prepare):
+    with data.lock(release):
+        assert f"another process is at work in {release}" in prepare(release)
 
 
 # ---- IDC's repack ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_a_bad_line_of_idcs_repack_is_named(name, tmp_path, prepare, capsys):
+def test_a_bad_line_of_idcs_repack_is_named(name, tmp_path, prepare):
     RELEASED[name](tmp_path / "release")
     root = tmp_path / "repack"
     write_repack(name, tmp_path / "release", root)
@@ -518,7 +404,6 @@ def test_a_bad_line_of_idcs_repack_is_named(name, tmp_path, prepare, capsys):
     for line in [json.dumps(value) for value in junk] + [" ", lines[1][:-9], "\xff"]:
         (root / "train.json").write_bytes("\n".join([lines[0], line, *lines[2:]]).encode("latin1"))
         assert f"{root / 'train.json'}, line 2" in prepare(root, name, "--extractor", "resnet101-layer4"), line
-    assert "train.json, line 2" in problems(capsys, name, root)[0]
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -527,18 +412,11 @@ def test_a_repack_is_checked_by_its_features(name, tmp_path, monkeypatch, capsys
     root, call = tmp_path / "repack", [name, "--data_dir", str(tmp_path / "repack"), "--extractor", "resnet101-layer4"]
     write_repack(name, tmp_path / "release", root)
     monkeypatch.setitem(data.DATASETS, name, replace(data.DATASETS[name], scenes={}, words=None))
-    with pytest.raises(SystemExit):
-        data.main([*call, "--check"])
-    lines = capsys.readouterr().err.splitlines()
-    assert all("no features at" in line or "no vocabulary at" in line for line in lines) and lines
+    assert "no features at" in problems(capsys, name, root, *call[3:])
     data.main(call)
     data.main([*call, "--check"])
-    out = capsys.readouterr().out
-    assert f"note: {root} has features and no pictures" in out and " 0 problems" in out
-    write_picture(next(iter(data.read_release(name, root).paths.values())))  # one: others are missing
-    with pytest.raises(SystemExit):
-        data.main([*call, "--check"])
-    assert "No such file" in capsys.readouterr().err
+    write_picture(next(iter(data.read_release(name, root).paths.values())))  # one: the rest is missing
+    assert "images" in problems(capsys, name, root, *call[3:])
 
 
 def test_a_pickle_that_is_none_of_arrays(prepare, tmp_path):

@@ -393,7 +393,7 @@ def test_retrieval_is_measured(corpus, capsys, monkeypatch):
     monkeypatch.setattr(
         entities, "root", dataset.root / "images"
     )  # without the truth: subjects of the pair's references
-    monkeypatch.setattr(data, "read_captions", lambda read, name, root, captions: {c: of_caption(c) for c in captions})
+    monkeypatch.setattr(data, "read_captions", lambda read, name, captions: {c: of_caption(c) for c in captions})
     nlp = data.language("mini")
     of_caption = lambda c: data.subjects(nlp(c))
     hits = []
@@ -427,7 +427,7 @@ def test_a_checkpoint_of_other_entities_is_refused(corpus):
 
 def test_resume_and_caption_with_entities(tmp_path, capsys, monkeypatch):
     """As in test_methods.py, but with entities."""
-    monkeypatch.setattr(data, "find_java", lambda: None)  # METEOR takes most of an evaluation's time
+    monkeypatch.setattr(data, "java_works", lambda: False)  # METEOR takes most of an evaluation's time
     flags = ["--scenes", "60", "--dim", "16", "--log_every", "2", "--eval_every", "6", "--device", "cpu", "--schedule", "step",
              "--data_dir", str(tmp_path / "mini")]  # fmt: skip
     cheers.main([*flags, "--steps", "6", "--out_dir", str(tmp_path / "whole")])

@@ -286,10 +286,7 @@ def test_pictures():
     red, blue = (data.Image.new("RGB", (20, 10), c) for c in ("red", "blue"))
     heat = torch.zeros(2, 3)
     heat[0, 0] = 1.0
-    strip = data.pair_picture(
-        red, blue, {"attention": heat}, ["a caption that is so long that it takes many lines " * 4]
-    )
-    side = 96
+    strip, side = data.pair_picture(red, blue, {"attention": heat}, ["a caption that takes many lines " * 6]), 96
     assert strip.getpixel((side // 2, side // 2)) == (255, 0, 0) and strip.getpixel((side + 3 + 5, 5)) == (0, 0, 255)
     bright, dark = strip.getpixel((2 * (side + 3) + 4, 4)), strip.getpixel((2 * (side + 3) + 90, 90))
     assert bright[0] > 200 > 100 > dark[0]  # attention lights its cell and leaves the rest dim
@@ -311,5 +308,5 @@ def test_sample_sheet_has_a_column_for_every_kind():
 
     captions, maps = {"1": "nothing changed"}, {"1": {"attention": torch.eye(2)}}
     plain = data.sample_sheet(Pictured(), "test", captions, maps, {})
-    more = data.sample_sheet(Pictured(), "test", captions, maps, {"1": ["entities: dog, cat"]})
-    assert plain.width > 2 * 4 * 96 and more.size == (plain.width, plain.height + 2 * 14)
+    noted = data.sample_sheet(Pictured(), "test", captions, maps, {"1": ["entities: dog, cat"]})
+    assert plain.width > 2 * 4 * 96 and noted.size == (plain.width, plain.height + 2 * 14)

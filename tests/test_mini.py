@@ -1,6 +1,7 @@
 """Tests of the embedded data set: the ray caster, the scenes, the sentences, the files and the feature network."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -144,18 +145,15 @@ def test_mini_is_prepared_and_captioned_right(tmp_path, capsys):
     assert dataset.grid == (128, 8, 8) and len(dataset.pairs("train")) == 40 and len(dataset.pairs("test")) == 20
     captions = {p.id: p.captions[0] for p in dataset.pairs("test")}
     maps = {i: {"attention": torch.rand(8, 8)} for i in captions}
-    found = dataset.report("test", captions, maps)
-    assert set(found["accuracy"].values()) == {100} and found["pointing"]["boxes"]["total"] == 2 * (1 + 1 + 2 + 2 + 2)
+    report = dataset.report("test", captions, maps)
+    assert set(report["accuracy"].values()) == {100} and report["pointing"]["boxes"]["total"] == 2 * (1 + 1 + 2 + 2 + 2)
     assert {*data.KINDS, "semantic change", "only distractor"} <= set(dataset.groups("test"))
-    assert (
-        set(found["pointing"]["attention"]) >= {"color", "drop"} and "no change" not in found["pointing"]["attention"]
-    )
+    groups = set(report["pointing"]["attention"])
+    assert groups >= {"color", "drop"} and "no change" not in groups
     texts, images = data.clip_embeddings("mini", dataset.root, ["red cube"], dataset.paths, "cpu")  # its own CLIP
     assert len(texts) == 1 and len(images) == len(dataset.paths) == 3 * (20 + 10 + 10)
-    again, _ = data.clip_embeddings(
-        "mini", dataset.root, ["red cube", "gray ball"], dataset.paths, "cpu"
-    )  # of other texts
-    torch.testing.assert_close(again[:1], texts)
+    both, _ = data.clip_embeddings("mini", dataset.root, ["red cube", "gray ball"], dataset.paths, "cpu")
+    torch.testing.assert_close(both[:1], texts)
     changed = next(p for p in dataset.pairs("test") if p.id in dataset.kinds["color"])
     dataset.paths[changed.after].unlink()  # the other scores are not lost for a picture
     assert "pointing" not in dataset.report("test", captions, maps)
@@ -165,19 +163,16 @@ def test_mini_is_prepared_and_captioned_right(tmp_path, capsys):
 def test_a_scenes_views_are_spread_by_a_factor_of_its_own():
     """Camera of view v = (1 - s) a + s b_v: near s = 0 a scene's views stand together, near 1 as far apart as two
     scenes'."""
-    eye = np.stack([view["eye"] for view in data._sample_cameras(np.random.default_rng(0), 500, 3)], 1).reshape(
-        3, 500, 3
-    )
+    cameras = data._sample_cameras(np.random.default_rng(0), 500, 3)
+    eye = np.stack([view["eye"] for view in cameras], 1).reshape(3, 500, 3)
     apart = np.abs(eye[:, :, 0] - eye[:, :, 1]).max(0)  # s |b_0 - b_1|, at most 5 s
     assert apart.min() < 0.05 and 3 < apart.max() < 5
     middle = np.median(apart)
-    assert (
-        0.8 < middle < 1.6
-    )  # the median of s max_xyz |b_0 - b_1| is about 1.1; of views apart (s = 1) it would be 2.6
+    assert 0.8 < middle < 1.6  # the median of s max_xyz |b_0 - b_1| is about 1.1; with s = 1 it would be 2.6
     assert (np.abs(eye - np.array([7, -7, 6])[:, None, None]) <= 2.5 + 1e-5).all()
 
 
-def test_a_scene_is_drawn_anew_where_an_object_hides(tmp_path, monkeypatch):
+def test_a_scene_is_drawn_again_if_an_object_hides(tmp_path, monkeypatch):
     drawn, render = [], data._render
 
     def hide(scene, camera):
@@ -231,6 +226,9 @@ def test_interrupted_preparation_is_not_taken_for_complete(tmp_path, monkeypatch
     assert (root / "features.h5").read_bytes() == features
     with pytest.raises(ValueError, match="remove it or choose another"):
         data.prepare_mini(root, 13, "2,3", 0, "cpu")
+    with pytest.raises(ValueError, match="remove it or choose another"):  # also while it is unfinished
+        (root / "features.h5").unlink()
+        data.prepare_mini(root, 12, "2,4", 0, "cpu")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("")
     with pytest.raises(ValueError, match="not empty"):
@@ -239,3 +237,20 @@ def test_interrupted_preparation_is_not_taken_for_complete(tmp_path, monkeypatch
         with pytest.raises(ValueError, match="objects"):
             data.prepare_mini(tmp_path / "odd", scenes, objects, 0, "cpu")
     assert not (tmp_path / "odd").exists()
+
+
+def test_the_remedy_for_a_broken_file_mends_it(tmp_path):
+    """The command that an error names has the flags that the folder was made with."""
+    root, flags = tmp_path / "mini", "--scenes 12 --objects 2,3 --data_seed 1"
+    data.main(["mini", "--data_dir", str(root), *flags.split(), "--device", "cpu"])
+    for name in ("vocab.json", "features.h5", "mini_cnn.pt", "splits.json"):
+        (root / name).unlink()
+        (root / name).write_bytes(b"x")
+        with pytest.raises(ValueError, match=name) as e:
+            data.load("mini", root)
+        advice, _, command = str(e.value).partition("run: python data.py ")
+        assert command == f"mini --data_dir {root} {flags}"
+        shutil.rmtree(root) if f"remove {root} and" in advice else (root / name).unlink()
+        data.main([*command.split(), "--device", "cpu"])
+        assert data.load("mini", root).grid == (128, 8, 8)
+    assert "--scenes" not in data.prepare_command("mini", tmp_path)

@@ -1,12 +1,12 @@
 """data.py's caption scores: tokens, metrics, what happens without Java, files."""
 
+import functools
 import json
 import math
-import sys
+import os
 import time
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,43 +15,51 @@ from PIL import Image
 
 import data
 
-SHARED = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
 REFERENCES = {
     "1": ["the red car is gone", "the car left"],
     "2": ["no change was made"],
     "3": ["a man's hat", "hat added"],
 }
 PREDICTIONS = {"1": "The left red car.", "2": "no change was made", "3": ""}
-SENTENCES = """The man's (red) T-shirt isn't here -- it's gone... | Mr. Smith, etc., left at 3.5 p.m. | I cannot say "no" !!
-|they're 1,000 cars, $5.50, 50% off: 10-15 | the boys’ “ball” – gonna move | b&w photo & AT&T sign no. 5; no. | a.b.c. here.The
-|e.g. x/y || don't can't won't [x] {y} | rock 'n' roll o'clock 'tis | 12:30 1/2 +5 -5 half_way _x #tag #1"""
-SENTENCES = SENTENCES.replace("\n", "").split("|")
+SENTENCES = ["The man's (red) T-shirt isn't here -- it's gone...", "Mr. Smith, etc., left at 3.5 p.m.",
+             "the boys’ “ball” – gonna move", '[x] {y} b&w photo & AT&T sign no. 5; no. I cannot say "no" !!',
+             "1 1/2 cars"]  # fmt: skip
+ASKED = data.java_works.__wrapped__
 
 
 @pytest.fixture(scope="module")
 def java():
-    return data.find_java() or pytest.skip("java is not on the PATH")
+    return data.java_works() or pytest.skip("java does not run")
 
 
-@pytest.fixture(scope="module")
-def full(java):
-    """Scores with Java's METEOR."""
-    return data.score(PREDICTIONS, REFERENCES, {"same": {"2"}, "empty": {"3"}})
+@pytest.fixture
+def fake_java(monkeypatch, tmp_path):
+    """Content of a shell script that from then on is `java`."""
+    monkeypatch.setattr(data, "java_works", functools.cache(ASKED))
+    monkeypatch.setenv("JAVA_TOOL_OPTIONS", "")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def write(script: str):
+        (tmp_path / "java").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "java").chmod(0o755)
+
+    return write
 
 
-def test_tokens_equal_stanford_ptb_and_odd_line_breaks_shift_nothing(java):
+def test_stanford_tokens_are_the_packages_and_odd_line_breaks_shift_nothing(java):
     from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 
-    package = PTBTokenizer().tokenize({0: [{"caption": s} for s in SENTENCES]})[0]
-    assert [data.ptb_tokenize(s) for s in SENTENCES] == package
-    odd, plain = (
-        ["", "a\u2028b", "c\n\nd", "e\x85f\r", "", "g ||| h", ""],
-        ["", "a b", "c d", "e f", "", "g | | | h", ""],
-    )
-    files = [*SHARED.glob("spot_the_diff/annotations/*.json"), *SHARED.glob("image_editing_request/*.json")]
-    real = [s for file in files for row in json.loads(file.read_text()) for s in row.get("sentences", row.get("sents"))]
-    expected = package + plain + [data.ptb_tokenize(s) for s in real]
-    assert data.scored_words(SENTENCES + odd + real, "ptb", None) == (expected, "PTB (Java)")
+    expected = PTBTokenizer().tokenize({0: [{"caption": s} for s in SENTENCES]})[0]
+    assert expected[1] == "mr. smith etc. left at 3.5 p.m."
+    odd = {"": "", "a\u2028b": "a b", "c\n\nd": "c d", "e\x85f\r": "e f", " ": "", "g ||| h": "g | | | h", "\t": ""}
+    assert data.scored_words([*SENTENCES, *odd], "ptb", None) == ([*expected, *odd.values()], "PTB (Java)")
+
+
+def test_plain_words_equal_stanfords_in_closed_vocabularies(java):
+    templates = [t.format("small red cube", "gray") for templates in data.TEMPLATES.values() for t in templates]
+    texts = [*templates, *data.NO_CHANGE, "The cyan thing on the left side has been newly placed.", "no, it - moved"]
+    assert [data.plain_tokenize(text) for text in texts] == data.ptb_tokenize(texts)
+    assert data.plain_tokenize("A dog's  T-shirt -- \"gone\".") == "a dog s t-shirt gone"
 
 
 def ngrams(text: str, n: int) -> Counter:
@@ -61,12 +69,14 @@ def ngrams(text: str, n: int) -> Counter:
 
 def naive_cider(hyps: dict[str, str], refs: dict[str, list[str]], pool: dict[str, list[str]] | None = None) -> float:
     """CIDEr-D: 10 x the mean over images, n = 1..4 and references of the clipped tf-idf cosine x exp(-(length gap)^2 /
-    72). Document frequencies are the pool's, as a rule the same images'."""
+    72). Document frequencies are the pool's (default: the same images')."""
     total, pool = 0.0, pool or refs
     for n in range(1, 5):
         df = Counter(gram for texts in pool.values() for gram in set().union(*(ngrams(t, n) for t in texts)))
-        vectors = [[{g: c * math.log(len(pool) / max(1, df[g])) for g, c in ngrams(t, n).items()} for t in (hyps[i], *refs[i])]
-                   for i in hyps]  # fmt: skip
+        vectors = []
+        for i in hyps:
+            counts = [ngrams(text, n) for text in (hyps[i], *refs[i])]
+            vectors.append([{g: c * math.log(len(pool) / max(1, df[g])) for g, c in grams.items()} for grams in counts])
         for i, (h, *others) in zip(hyps, vectors, strict=True):
             for text, r in zip(refs[i], others, strict=True):
                 norm = math.sqrt(sum(v * v for v in h.values()) * sum(v * v for v in r.values()))
@@ -80,13 +90,12 @@ def test_without_java_bleu_cider_and_reasons():
     groups = {"pair": {"1", "2", "not predicted"}, "single": {"3"}, "nobody": {"9"}}
     result = data.score(PREDICTIONS, REFERENCES, groups)
     scores = result["scores"]
-    assert list(scores) == ["total", "pair", "single"] and result["tokenizer"] == "Python"
-    # pair: all 8 words and 1 + 3 of 6 word pairs hit; closest references 3 (as close as 5) + 4 words: no brevity
-    # penalty
+    assert list(scores) == ["total", "pair", "single"] and "approximate" in result["tokenizer"]
+    # pair: all 8 words and 1 + 3 of 6 word pairs hit; closest references 3 (as close as 5) + 4 words: no penalty
     assert scores["pair"]["BLEU-1"] == 100 and scores["pair"]["BLEU-2"] == pytest.approx(100 * (4 / 6) ** 0.5, abs=0.01)
     assert scores["total"]["BLEU-1"] == pytest.approx(100 * math.exp(1 - 9 / 8), abs=0.01)  # + 2 unsaid words
-    tokens = {i: [data.ptb_tokenize(t) for t in texts] for i, texts in REFERENCES.items()}
-    hyps = {i: data.ptb_tokenize(t) for i, t in PREDICTIONS.items()}
+    tokens = {i: [data.plain_tokenize(t) for t in texts] for i, texts in REFERENCES.items()}
+    hyps = {i: data.plain_tokenize(t) for i, t in PREDICTIONS.items()}
     for name, ids in (("total", "123"), ("pair", "12"), ("single", "3")):  # document frequencies are the group's own
         h, r = {i: hyps[i] for i in ids}, {i: tokens[i] for i in ids}
         assert scores[name]["CIDEr"] == pytest.approx(100 * naive_cider(h, r), abs=0.01)
@@ -115,68 +124,68 @@ def test_one_pool_has_the_document_frequencies_of_all_pairs():
     assert scores["total"]["CIDEr"] == pytest.approx(halves / 2, abs=0.01)  # of equal groups, total is the mean
 
 
-def test_java_adds_meteor_and_changes_nothing_else(full, monkeypatch):
-    assert full["scores"]["same"]["METEOR"] == 100 and full["scores"]["empty"]["METEOR"] == 0
-    assert 0 < full["scores"]["total"]["METEOR"] < 100 and full["tokenizer"] == "PTB (Java)"
-    monkeypatch.setattr(data, "find_java", lambda: None)
-    plain = data.score(PREDICTIONS, REFERENCES)["scores"]["total"]
-    assert {m: v for m, v in plain.items() if v is not None}.items() <= full["scores"]["total"].items()
+def test_java_adds_meteor_and_changes_nothing_else(java, monkeypatch):
+    groups = {"same": {"2"}, "empty": {"3"}}
+    with_java = data.score(PREDICTIONS, REFERENCES, groups)
+    assert with_java["scores"]["same"]["METEOR"] == 100 and with_java["scores"]["empty"]["METEOR"] == 0
+    assert 0 < with_java["scores"]["total"]["METEOR"] < 100 and with_java["tokenizer"] == "PTB (Java)"
+    monkeypatch.setattr(data, "java_works", lambda: False)
+    without = data.score(PREDICTIONS, REFERENCES, groups)["scores"]
+    for name, values in without.items():
+        assert {m: v for m, v in values.items() if v is not None}.items() <= with_java["scores"][name].items()
 
 
-@pytest.mark.parametrize("words", [1, 20_000])  # of which METEOR reads a short line, or does not even read a long one
-@pytest.mark.parametrize("meteor", ["exec sleep 60", "exit 1"])
-def test_a_java_that_fails_or_never_answers_is_ended(monkeypatch, tmp_path, meteor, words):
-    java = tmp_path / "java"  # it tokenizes
-    java.write_text(f'#!/bin/sh\ncase "$*" in *meteor*) {meteor};; esac\nexec cat\n')
-    java.chmod(0o755)
-    monkeypatch.setattr(data, "find_java", lambda: str(java))
-    monkeypatch.setattr(data, "JAVA_PATIENCE", 1)
-    began, result = time.perf_counter(), data.score({"1": "a red car " * words}, {"1": ["a car"]})
+def test_meteor_reads_its_numbers_where_people_write_a_comma(java, monkeypatch):
+    monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-Duser.language=de -Duser.country=DE")
+    monkeypatch.setattr(data, "java_works", functools.cache(ASKED))
+    assert data.score(PREDICTIONS, REFERENCES)["scores"]["total"]["METEOR"] > 0
+
+
+@pytest.mark.parametrize("script", ["sleep 60", "exec sleep 60", "exit 1"])  # a shell that waits, Java, none
+def test_a_java_that_does_not_run_is_found_out_in_time(fake_java, monkeypatch, script):
+    fake_java(script)
+    monkeypatch.setattr(data, "JAVA_TIMEOUT", 1)
+    began = time.perf_counter()
+    assert not data.java_works() and time.perf_counter() - began < 20
+    assert "needs Java" in data.score({"1": "a car"}, {"1": ["a car"]})["missing"]["METEOR"]
+
+
+@pytest.mark.parametrize("words", [1, 20_000])  # METEOR reads a short line, of a long one not even all
+def test_programs_that_fail_are_named_and_do_not_hang(fake_java, words):
+    fake_java('case "$*" in *version) exit 0;; *) exit 1;; esac')
+    result = data.score({"1": "a red car " * words}, {"1": ["a car"]})
     assert result["scores"]["total"]["METEOR"] is None and result["scores"]["total"]["ROUGE-L"] is not None
-    assert "its Java program ended, or was not done in 1 s; METEOR needs 2 GB of memory" in result["missing"]["METEOR"]
-    assert result["tokenizer"] == "PTB (Java)" and time.perf_counter() - began < 30
-    java.write_text("#!/bin/sh\nexec sleep 60\n")
-    assert data.scored_words(["a car"], "ptb", None) == (["a car"], "Python")
+    assert "its Java program failed" in result["missing"]["METEOR"] and "approximate" in result["tokenizer"]
 
 
-def test_spice_runs_once_for_all_groups_and_never_downloads(monkeypatch, tmp_path):
-    monkeypatch.setattr(data, "coco_folder", lambda: tmp_path)
-    refs, hyps, groups = {"b": ["x"], "a": ["y"]}, {"b": "x", "a": "y"}, {"total": ["b", "a"], "one": ["b"]}
-    with pytest.raises(OSError, match="get_stanford_models"):
-        data.spice(refs, hyps, groups)
-    (tmp_path / "spice" / "lib").mkdir(parents=True)
-    for jar in data.SPICE_MODELS:
-        (tmp_path / "spice" / "lib" / jar).touch()
-    program = """import json, sys
-asked, answer = (sys.argv[sys.argv.index(flag) + n] for flag, n in (("-jar", 2), ("-out", 1)))
-f = {"x": 0.2, "y": 0.6}
-rows = [{"image_id": r["image_id"], "scores": {"All": {"f": f[r["test"]]}}} for r in json.load(open(asked)) if r["refs"]]
-json.dump(rows[::-1], open(answer, "w"))
-"""
-    java = tmp_path / "java"
-    monkeypatch.setattr(data, "find_java", lambda: str(java))
-    java.write_text(f"#!{sys.executable}\n{program}")
-    java.chmod(0o755)
-    assert data.spice(refs, hyps, groups) == {"total": 0.4, "one": 0.2}
-    java.write_text("#!/bin/sh\nexit 1\n")
-    with pytest.raises(OSError, match="Java 8"):
-        data.spice(refs, hyps, groups)
-    java.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(data, "JAVA_PATIENCE", 1)
-    with pytest.raises(OSError, match="not done in 1 s"):
-        data.spice(refs, hyps, groups)
+def test_spice_runs_once_for_all_rows_and_never_downloads(monkeypatch):
+    runs = []
+
+    class Spice:
+        def compute_score(self, gts, res):
+            runs.append(gts)
+            return 0, [{"All": {"f": {"x": 0.2, "y": 0.6}[res[i][0]]}} for i in sorted(gts)]
+
+    monkeypatch.setattr("pycocoevalcap.spice.spice.Spice", Spice)
+    monkeypatch.setattr(data, "java_works", lambda: True)
+    refs, rows = {"b": ["r"], "a": ["s"]}, {"total": {"b": "x", "a": "y"}, "one": {"b": "x"}}
+    monkeypatch.setattr(data, "SPICE_MODELS", ("absent.jar",))
+    values, reason = data.java_metric("SPICE", "ptb", refs, rows)
+    assert not values and "get_stanford_models" in reason and not runs
+    monkeypatch.setattr(data, "SPICE_MODELS", ())
+    assert data.java_metric("SPICE", "ptb", refs, rows) == ({"total": 0.4, "one": 0.2}, "") and len(runs) == 1
 
 
 def test_words_as_they_are_and_as_ids(monkeypatch):
     references, said = {"1": ["a barn, by zoe", "no  change"]}, {"1": "a barn, by ann "}
     plain = data.score(said, references, tokens="split")  # nothing is dropped: "barn," is a word
     assert plain["scores"]["total"]["BLEU-1"] == 75 and "as they are" in plain["tokenizer"]
-    monkeypatch.setattr(data, "java_works", lambda java: True)
+    monkeypatch.setattr(data, "java_works", lambda: True)
     seen, known = [], {"<UNK>": data.UNK, "a": 4, "barn,": 5, "by": 6}
-    monkeypatch.setattr(data, "meteor", lambda *of: seen.append(of) or {"total": 0.5})
-    result = data.score(said, references, tokens="ids", ids=known)  # zoe and ann are the same unknown word
+    monkeypatch.setattr(data, "meteor", lambda *inputs: seen.append(inputs) or {"total": 0.5})
+    result = data.score(said, references, tokens="ids", index=known)  # zoe and ann are the same unknown word
     assert result["scores"]["total"]["BLEU-4"] == 100 and "ids" in result["tokenizer"]
-    assert seen == [({"1": ["4 5 6 1", "1 1"]}, {"1": "4 5 6 1"}, {"total": ["1"]})]  # METEOR knows no stems of ids
+    assert seen == [({"1": ["4 5 6 1", "1 1"]}, {"total": {"1": "4 5 6 1"}})]  # METEOR knows no stems of ids
     assert result["scores"]["total"]["METEOR"] == 50 and "ids" in result["missing"]["SPICE"]
 
 
@@ -210,7 +219,7 @@ def test_pointing_game_equals_a_loop_over_pixels():
         row, column = max(((r, c) for r in range(height) for c in range(width)), key=lambda at: big[at[0]][at[1]])
         mask = [[x <= c < x + w and y <= r < y + h for c in range(width)] for r in range(height)]
         expected.append(mask[row][column])
-    assert [data.pointing_hit(*of) for of in zip(maps, boxes, sizes, strict=True)] == expected
+    assert [*map(data.pointing_hit, maps, boxes, sizes)] == expected
     assert 5 < sum(expected) < 35
 
 
@@ -228,9 +237,8 @@ def test_pointing_scores_count_boxes_not_pairs(tmp_path):
     named = {i: {"decoder": m, "objects": -m} for i, m in heat.items()}
     scores = data.pointing_scores(named, boxed, {})
     assert scores["decoder"]["total"] == 75 and scores["objects"]["total"] < 75
-    own = {
-        i: {"before": m, "after": m.roll(2, 1).roll(1, 0)} for i, m in heat.items()
-    }  # pair 1: each map finds its box
+    # Pair 1: each map finds its own side's box.
+    own = {i: {"before": m, "after": m.roll(2, 1).roll(1, 0)} for i, m in heat.items()}
     assert data.pointing_scores(own, boxed[:2], {})["attention"] == {"total": 100}
     result = data.score(PREDICTIONS, REFERENCES, quick=True) | {"pointing": scores}
     assert "pointing game, decoder, in %: total 75.0" in data.format_scores(result)
@@ -239,9 +247,8 @@ def test_pointing_scores_count_boxes_not_pairs(tmp_path):
 def test_outer_quarters_of_difficulty_hold_a_quarter_rounded_down():
     pairs = [data.Pair(str(i), "a", "b", []) for i in range(3985)]
     overlap = {str(i): 1 - i / 4000 for i in range(3985)}
-    dataset = SimpleNamespace(
-        release=SimpleNamespace(overlap=overlap, groups={}), pairs=lambda split: pairs, scenes=["test"]
-    )
+    release = SimpleNamespace(overlap=overlap, groups={})
+    dataset = SimpleNamespace(release=release, pairs=lambda split: pairs, scenes=["test"])
     groups = data.Dataset.groups(dataset, "test")
     assert groups["view: hardest quarter"] == {str(i) for i in range(3985 - 996, 3985)}
     assert groups["view: easiest quarter"] == {str(i) for i in range(996)}
@@ -297,6 +304,8 @@ def test_files_and_errors(tmp_path):
         data.score({"x": "a"}, {"y": ["b"]})
     with pytest.raises(ValueError, match="no predictions"):
         data.score({}, {})
+    with pytest.raises(ValueError, match='cannot be called "total"'):
+        data.score(PREDICTIONS, REFERENCES, {"total": {"1"}})
 
 
 def test_command_line_scores_groups_and_ids(tmp_path, capsys):
