@@ -80,6 +80,7 @@ class Config(RunConfig):
     word_dim: int = 300  # word embedding
     heads: int = 8  # heads of every attention
     layers: int = 2  # HRD layers, Eq. 6-11; 0: the bare difference of the two images
+    layer_input: Literal["residual", "attended"] = "residual"  # what the next layer reads: LN(x + C~), or C~
     decoder_layers: int = 2  # decoder layers
     dropout: float = 0.1  # dropout probability
     k: int = 3  # K, entities of a pair; 0: none
@@ -291,14 +292,16 @@ class HRD(nn.Module):
 
     x: F of Eq. 6, images: F of Eq. 10, both (2B, N, D), "before" first; entities (2B, K, D) -> C~ and D (2B, N, D), L_C
     and L_D. Of the two modules that read the entities the paper uses the maps alone.
-    [ours] x are the images in the first layer, C~ of the layer before in the next. Eq. 10 keeps to the images, "the
-    original raw features". F_diff reads the last layer's D; earlier layers have L_D alone."""
+    [ours] x are the images in the first layer. The paper does not say what the next layer reads: LN(x + C~), or C~
+    (--layer_input attended). Eq. 10 keeps to the images, "the original raw features". F_diff reads the last layer's D;
+    earlier layers have L_D alone."""
 
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
         self.cre = CRE(cfg) if cfg.cre else None
         self.entity_dre = DRE(cfg, norm=False) if cfg.cre and cfg.w_consistency else None
         self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
+        self.norm = None if last or cfg.layer_input == "attended" else nn.LayerNorm(cfg.dim)
         self.dre = DRE(cfg, norm=last) if cfg.dre and (last or cfg.w_consistency) else None
         self.entity_cre = CRE(cfg, norm=False) if cfg.dre and cfg.w_consistency else None
 
@@ -463,8 +466,9 @@ class CHEERS(nn.Module):
             return (torch.sub(*images.chunk(2)), e), layers
         both = None if e is None else torch.cat([e, e])
         for layer in self.hrd:
-            x, difference, l_c, l_d = layer(x, images, both)
-            layers.append((x, l_c, l_d))
+            shared, difference, l_c, l_d = layer(x, images, both)
+            x = layer.norm(x + shared) if layer.norm else shared
+            layers.append((shared, l_c, l_d))
         return (self.join(torch.cat(difference.chunk(2), -1)), e), layers
 
     def forward(

@@ -139,7 +139,8 @@ def square(a, b):
     return mean([(x - y) ** 2 for x, y in zip(a.flatten().tolist(), b.flatten().tolist(), strict=True)])
 
 
-@pytest.mark.parametrize("fields", [{}, {"cre": False}, {"dre": False}, {"layers": 1}, {"w_consistency": 0.0}])
+@pytest.mark.parametrize("fields", [{}, {"cre": False}, {"dre": False}, {"layers": 1}, {"w_consistency": 0.0},
+                                    {"layer_input": "attended"}])  # fmt: skip
 def test_encoder_and_losses_against_equations(fields):
     model, (before, after) = small(**fields).eval(), pictures()
     f = {"bef": model.embed(before), "aft": model.embed(after)}
@@ -152,9 +153,10 @@ def test_encoder_and_losses_against_equations(fields):
             c = {i: found[i][0] for i in x}
             if model.cfg.w_consistency:
                 l_c.append(mean([square(found[i][1], layer.entity_dre(e, x[i])[1]) for i in x]))  # Eq. 7
-        x = {i: attention(layer.attention, c[i], c[other[i]]) for i in x}  # Eq. 8
-        l_i.append(match_loss(x["bef"], x["aft"], model.log_scale.exp()))
-        d = {i: f[i] - x[i] for i in x}
+        shared = {i: attention(layer.attention, c[i], c[other[i]]) for i in x}  # Eq. 8
+        l_i.append(match_loss(shared["bef"], shared["aft"], model.log_scale.exp()))
+        x = {i: layer.norm(x[i] + shared[i]) if layer.norm else shared[i] for i in x}
+        d = {i: f[i] - shared[i] for i in x}
         if layer.dre:
             found = {i: layer.dre(f[i], d[i]) for i in x}  # Eq. 10
             if model.cfg.w_consistency:
@@ -163,6 +165,7 @@ def test_encoder_and_losses_against_equations(fields):
     f_diff = model.join(torch.cat([d["bef"], d["aft"]], -1))  # Eq. 12
     torch.testing.assert_close(model.encode(before, after, INDICES)[0], (f_diff, e))
     losses, layers = model(before, after, CAPTION, INDICES), len(model.hrd)
+    assert [bool(layer.norm) for layer in model.hrd] == [model.cfg.layer_input == "residual"] * (layers - 1) + [False]
     assert layers == model.cfg.layers and set(losses) == {"caption", "common", "different", "match"}
     assert len(l_c) == 1 + layers * (model.cfg.cre and model.cfg.w_consistency > 0)
     assert len(l_d) == 1 + layers * (model.cfg.dre and model.cfg.w_consistency > 0)
