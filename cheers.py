@@ -5,21 +5,21 @@ a pair differs most are probably what changed. (2) What the images share is enha
 what is left is the difference; image and entities must agree about where either is. (3) The decoder weighs entities
 against visual differences word by word: the entity knows the subject, the images know what happened to it.
 
-Eq. 1      retrieve       top K of |S_bef - S_aft|, S_i the cosines of an image and every candidate
-Eq. 2-4    CRE            F' = LN(sigmoid(P^) F + F), P^ = Linear(m), m the likeness to the source
-Eq. 5      DRE            the same with P^ = Linear(1 - m)
-Eq. 6, 8   HRD            C_i = CRE(F_j, F_i),  C~_i = MHCA(C_i, C_j)
-Eq. 7, 11  HRD            L_C, L_D  MSE of the maps P^ of images and of entities
-Eq. 9      match_loss     L_I  InfoNCE, "before" <-> "after"
-Eq. 10     HRD            D_i = DRE(F_i, F_i - C~_i)
-Eq. 12     CHEERS.encode  F_diff = Linear [D_bef ; D_aft]
-Eq. 13-17  DecoderLayer   H = LN(alpha H_T + beta H_V + H')
-Eq. 18     caption_loss   L_S
-Eq. 19     losses_of      L = L_S + w_consistency (L_C + L_D) + w_match L_I
+Eq. 1      retrieve          top K of |S_bef - S_aft|, S_i the cosines of an image and every candidate
+Eq. 2-4    CRE               F' = LN(sigmoid(P^) F + F), P^ = Linear(m), m the likeness to the source
+Eq. 5      DRE               the same with P^ = Linear(1 - m)
+Eq. 6, 8   HRD               C_i = CRE(F_j, F_i),  C~_i = MHCA(C_i, C_j)
+Eq. 7, 11  HRD               L_C, L_D  MSE of the maps P^ of images and of entities
+Eq. 9      contrastive_loss  L_I  InfoNCE, "before" <-> "after"
+Eq. 10     HRD               D_i = DRE(F_i, F_i - C~_i)
+Eq. 12     CHEERS.encode     F_diff = Linear [D_bef ; D_aft]
+Eq. 13-17  DecoderLayer      H = LN(alpha H_T + beta H_V + H')
+Eq. 18     caption_loss      L_S
+Eq. 19     total_loss        L = L_S + w_consistency (L_C + L_D) + w_match L_I
 
 Row of the paper's tables     flags
 Table 4  Baseline             --layers 0 --k 0 --gate none --w_consistency 0 --w_match 0
-         CRE; DRE; HRD        --no-dre --gate none; --no-cre --gate none; --gate none
+         CRE; DRE; HRD        --no-dre --gate none; --no-cre --gate none; --gate none  [ours] all three without gate
          GATE                 --layers 0 --w_consistency 0 --w_match 0
 Table 5  lambda_m, lambda_v   --w_match 0.5, --w_consistency 0.75
 Table 6  ResNet-101           (none); its two ViT rows are out of reach: no extractor here makes their features
@@ -31,9 +31,8 @@ padding), K entities of a pair, M candidates, E width of CLIP's common space.
 The abstract names a repository, github.com/yili-19/CHEER, which could not be had: the paper is the only source. Where
 it is silent or leaves two readings, the choice is marked [ours] where it is made. Two limits:
 - CLIP embeds a whole image. It can find an object that came, went or looks different, but not one that only moved.
-- Over the cells of an image P^ of the entities is almost constant (trained on mini, its deviation is 1 % of its size;
-  P^ of the images 10 %) and the two do not vary together (correlation below .001). L_C and L_D align little but
-  constants.
+- Over the cells of an image P^ of the entities is almost constant (on mini its deviation is 1 % of its size, that of
+  the images' P^ 10 %), and the two are not correlated (below .001). So L_C and L_D align little but constants.
 
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
@@ -51,6 +50,7 @@ from tqdm import tqdm
 
 from common import (
     END,
+    NULL,
     Attention,
     GridPosition,
     Run,
@@ -80,22 +80,23 @@ class Config(RunConfig):
     word_dim: int = 300  # word embedding
     heads: int = 8  # heads of every attention
     layers: int = 2  # HRD layers, Eq. 6-11; 0: the bare difference of the two images
+    layer_input: Literal["residual", "attended"] = "residual"  # what the next layer reads: LN(x + C~), or C~
     decoder_layers: int = 2  # decoder layers
     dropout: float = 0.1  # dropout probability
     k: int = 3  # K, entities of a pair; 0: none
     retrieval: Literal["absolute", "signed"] = "absolute"  # |S_bef - S_aft|, or Eq. 1's difference (blind to "add")
-    clip: str = "ViT-L-14:openai"  # of entities and images, open_clip's MODEL:WEIGHTS (a name or a file), or mini
+    clip: str = "ViT-L-14:openai"  # of entities and images, open_clip's MODEL:WEIGHTS (name or file), or mini's: mini
     cre: bool = True  # enhance what is common, Eq. 6-7
     dre: bool = True  # enhance what differs, Eq. 10-11
     temperature: Literal["learned", "one"] = "learned"  # of Eq. 2's softmax; one: as written, m is then almost constant
-    gate: Literal["channels", "scalar", "none"] = "channels"  # alpha, beta: D numbers a word, or one; none: no entities
+    gate: Literal["channels", "scalar", "none"] = "channels"  # alpha, beta: D numbers, or one; none: no entities
     w_consistency: float = 0.75  # lambda_v, weight of L_C + L_D in Eq. 19; 0 leaves them out
     w_match: float = 0.5  # lambda_m, weight of L_I in Eq. 19; 0 leaves it out
     blind: bool = False  # zero the features and the entities: what words alone can score
 
 
-# Batch and rate from section 4.3; layers as Fig. 6 has them best; steps and decoder are not in the paper: 10,000 and
-# SCORER's.
+# Batch and rate from section 4.3, layers as Fig. 6 has them best. [ours] 10,000 steps, SCORER's decoder, and a batch of
+# 128 scenes, which on CLEVR-Change are 256 pairs.
 PRESETS = {
     "clevr_change": dict(lr=1e-3),
     "clevr_dc": dict(lr=1e-3, layers=1),
@@ -109,122 +110,71 @@ PRESETS = {
 
 
 def retrieve(x_bef: Tensor, x_aft: Tensor, entities: Tensor, k: int, signed: bool = False) -> Tensor:
-    """Eq. 1: which candidates differ most in their cosine with the two images. x (B, E) twice, entities (M, E) -> (B,
-    k) indices, the best first; fewer where there are no k candidates.
+    """Eq. 1: which candidates differ most in their cosine with the two images. x (B, E) twice, entities (M, E) ->
+    indices (B, k), the best first; fewer if there are fewer than k candidates.
 
-    An entity is relevant whose cosine is above the mean of all candidates' in one image at least; the others follow
-    only where relevant ones run out. Equal ones go by index. [ours] The difference is absolute unless `signed`: the
-    text asks for the largest, and an added object is nearer to "after"."""
+    An entity is relevant if its cosine with one image at least is above the mean of all candidates. The rest follow
+    only if the relevant ones run out. Ties go by index. [ours] The difference is absolute unless `signed`: the text
+    asks for the largest, and an added object is nearer to "after"."""
     entities = F.normalize(entities, dim=-1).T
     s_bef, s_aft = F.normalize(x_bef, dim=-1) @ entities, F.normalize(x_aft, dim=-1) @ entities  # (B, M)
     score = s_bef - s_aft if signed else (s_bef - s_aft).abs()
     relevant = (s_bef > s_bef.mean(1, keepdim=True)) | (s_aft > s_aft.mean(1, keepdim=True))
-    best = score.argsort(dim=1, descending=True, stable=True)
-    relevant_first = relevant.gather(1, best).byte().argsort(dim=1, descending=True, stable=True)
-    return best.gather(1, relevant_first)[:, :k]
+    score = torch.where(relevant, score, score - 4)  # below every relevant one: cosines differ by 2 at most
+    return score.argsort(dim=1, descending=True, stable=True)[:, :k]
 
 
 class Entities:
     """Section 3.1, once a data set: candidates are the subjects of all training captions; they and all images go
     through CLIP, and every pair gets its K entities. No part of the model, which keeps the candidates' embeddings
-    (`table`, (M, E)).
-
-    Embeddings stay in embeddings.pt beside the features. Without entities (k = 0) there is nothing to keep or to
-    give."""
+    (`table`, (M, E)). They stay in embeddings.pt beside the features. Without entities (k = 0) everything is empty."""
 
     def __init__(self, cfg: Config, dataset):
         import data
 
-        self.clip, self.k, self.root, self.phrases, self.table = cfg.clip, cfg.k, dataset.root, [], None
+        self.clip, self.root, self.device = cfg.clip, dataset.root, cfg.device
+        self.phrases, self.table, self.indices = [], None, {}  # indices (K,) by the names of a pair's images
         if not cfg.k:
             return
-        every = [p for scenes in dataset.scenes.values() for s in scenes for p in [*s.pairs, *(s.swapped or ())]]
-        captions = sorted(
-            {c for s in dataset.scenes["train"] for p in [*s.pairs, *(s.swapped or ())] for c in p.captions}
-        )
-        of_caption = data.read_captions(data.subjects, dataset.name, captions)
-        self.phrases = sorted({phrase for subjects in of_caption.values() for phrase in subjects})
+        pairs = {}
+        for split, scenes in dataset.scenes.items():
+            pairs[split] = [p for scene in scenes for p in (*scene.pairs, *(scene.swapped or ()))]
+        captions = sorted({c for p in pairs["train"] for c in p.captions})
+        subjects = data.read_captions(data.subjects, dataset.name, captions)
+        self.phrases = sorted({phrase for phrases in subjects.values() for phrase in phrases})
         if not self.phrases:
-            raise ValueError(
-                f"the training captions of {dataset.root} have no subject; --k 0 --gate none --w_consistency 0"
-            )
+            raise ValueError(f"{self.root}: no training caption has a subject; --k 0 --gate none --w_consistency 0")
         self.table, images = data.clip_embeddings(cfg.clip, self.root, self.phrases, dataset.paths, cfg.device)
-        row, self.found = {name: i for i, name in enumerate(sorted(dataset.paths))}, {}
-        pairs = list(dict.fromkeys((p.before, p.after) for p in every))
-        rows, table = torch.tensor([[row[name] for name in pair] for pair in pairs]), self.table.to(cfg.device)
-        for i in tqdm(range(0, len(pairs), 256), desc="retrieval", unit_scale=256, disable=None, leave=False):
-            x = images[rows[i : i + 256]].to(cfg.device)  # (256, 2, E)
-            found = retrieve(*x.unbind(1), table, cfg.k, cfg.retrieval == "signed").cpu()
-            self.found |= zip(pairs[i : i + 256], found, strict=True)
-        self.device = cfg.device
+        row, table = {name: i for i, name in enumerate(sorted(dataset.paths))}, self.table.to(cfg.device)
+        names = list(dict.fromkeys((p.before, p.after) for split in pairs.values() for p in split))
+        for i in tqdm(range(0, len(names), 256), desc="retrieval", unit_scale=256, disable=None, leave=False):
+            some = names[i : i + 256]
+            x_bef, x_aft = (images[[row[name] for name in side]].to(cfg.device) for side in zip(*some, strict=True))
+            best = retrieve(x_bef, x_aft, table, cfg.k, cfg.retrieval == "signed").cpu()
+            self.indices |= zip(some, best, strict=True)
 
     def __call__(self, batch) -> Tensor | None:
         """Indices (B, K) of a batch's entities."""
         if not self.phrases:
             return None
-        return torch.stack([self.found[pair] for pair in batch.images]).to(self.device, non_blocking=True)
+        return torch.stack([self.indices[pair] for pair in batch.images]).to(self.device, non_blocking=True)
 
-    def notes(self, found: Tensor | None) -> list[list[str]]:
+    def notes(self, indices: Tensor | None) -> list[list[str]]:
         """What stands below the pictures of each pair of a batch, from its entities (B, K)."""
-        rows = [] if found is None else found.tolist()
+        rows = [] if indices is None else indices.tolist()
         return [["entities: " + ", ".join(self.phrases[m] for m in row)] for row in rows]
 
-    def right(self, dataset, split: str) -> dict[str, set[str]]:
-        """Phrases that name what changed, by the id of every changed pair of a split.
-
-        Where scenes.json holds the truth: candidates that fit the changed object, as it was or as it is, and no other
-        object. Elsewhere: the subjects of the pair's own captions."""
-        import data
-
-        same, file = dataset.kinds.get("no change", set()), self.root / "scenes.json"
-        pairs = [p for p in dataset.pairs(split) if p.id not in same]
-        if not file.exists():
-            captions = [c for p in pairs for c in p.captions]
-            of_caption = data.read_captions(data.subjects, dataset.name, captions)
-            own = {p.id: {phrase for c in p.captions for phrase in of_caption[c]} for p in pairs}
-            return {i: phrases for i, phrases in own.items() if phrases}
-        scenes, right = data.read_json(file), {}
-        said = {phrase: data.parse_caption(phrase) for phrase in self.phrases}
-        for p in pairs:
-            truths = [scenes[str(int(p.id[:6]))]]
-            if truths[0]["type"] not in ("add", "drop"):  # names_changed reads the scene before, or after for "add"
-                truths.append(truths[0] | {"type": "add"})
-            right[p.id] = {
-                phrase for phrase, x in said.items() if any(data.names_changed(x, truth) for truth in truths)
-            }
-        return right
-
-    def report(self, dataset, split: str) -> dict:
-        """In how many changed pairs (%) one of the K entities is right, and in how many one of K drawn by chance would
-        be."""
-        if not self.phrases:
-            return {}
-        m, k = len(self.phrases), min(self.k, len(self.phrases))
-        right = {i: names & {*self.phrases} for i, names in self.right(dataset, split).items()}
-        hits = {}
-        for p in (p for p in dataset.pairs(split) if p.id in right):
-            hits[p.id] = any(self.phrases[i] in right[p.id] for i in self.found[p.before, p.after].tolist())
-        chance = [1 - math.comb(m - len(names), k) / math.comb(m, k) for names in right.values()]
-        rates = {"chance": chance, "all": list(hits.values())}
-        rates |= {kind: [hits[i] for i in hits if i in ids] for kind, ids in dataset.kinds.items()}
-        retrieved = {name: round(100 * sum(x) / len(x), 2) for name, x in rates.items() if x}
-        print("retrieved, in %: " + ", ".join(f"{name} {x:g}" for name, x in retrieved.items()))
-        return {"retrieval": {"k": k, "candidates": m} | retrieved}
-
     def check_state(self, state: dict) -> None:
-        """ValueError where a checkpoint was trained with other candidates or another CLIP."""
-        if state["entities"]["phrases"] != self.phrases:
-            raise ValueError(f"the checkpoint was trained with {len(state['entities']['phrases'])} candidate entities, other "
-                             f"than the {len(self.phrases)} of {self.root}; give its --data_dir")  # fmt: skip
-        trained = state["model"].get("table")
-        same_shape = trained is not None and trained.shape == self.table.shape
-        if self.phrases and not (same_shape and trained.cpu().allclose(self.table, atol=1e-3)):
-            raise ValueError(
-                f"the checkpoint's candidates were embedded by another CLIP than {self.clip} of {self.root}"
-            )
+        """ValueError if a checkpoint was trained with other candidates or another CLIP."""
+        trained, table = state["entities"]["phrases"], state["model"].get("table")
+        if trained != self.phrases:
+            raise ValueError(f"the checkpoint was trained with {len(trained)} candidate entities, not the "
+                             f"{len(self.phrases)} of {self.root}; give its --data_dir")  # fmt: skip
+        if self.phrases and not (table.shape == self.table.shape and table.cpu().allclose(self.table, atol=1e-3)):
+            raise ValueError(f"the checkpoint's entities were embedded by another CLIP than {self.clip} of {self.root}")
 
     def state(self) -> dict:
-        """What a checkpoint needs, beside the model, to retrieve the entities of any two pictures."""
+        """What a checkpoint needs, besides the model, to retrieve the entities of any two pictures."""
         import data
 
         saved = data.clip_weights(self.clip, self.root) if self.phrases else None
@@ -252,16 +202,19 @@ def likeness(source: Tensor, target: Tensor, scale: Tensor | float) -> Tensor:
 
     [ours] Over target positions, as the sum of Eq. 2 shows. Over source positions, which no flag gives, m would be 1 at
     every cell for a single entity."""
-    with torch.autocast(source.device.type, enabled=False):  # bfloat16 has three digits, and `scale` may reach 100
-        x, y = (F.normalize(upcast(x), dim=-1) for x in (target, source))
-        return (x @ y.transpose(1, 2) * scale).softmax(1).amax(2)  # (B, N, S) -> (B, N)
+    x, y = (F.normalize(upcast(x), dim=-1) for x in (target, source))
+    return (x @ y.transpose(1, 2) * scale).softmax(1).amax(2)  # (B, N, S) -> (B, N)
+
+
+def other_image(x: Tensor) -> Tensor:
+    """The other image of each pair: (2B, ...), "before" first -> (2B, ...), "after" first."""
+    return x.roll(len(x) // 2, 0)
 
 
 class CRE(nn.Module):
-    """Eq. 2-4, Commonality Representation Enhancement: P^ = Linear_{1->D}(m) and F' = LN(sigmoid(P^) F + F) of the
-    target F.
+    """Eq. 2-4, Commonality Representation Enhancement: P^ = Linear_{1->D}(m), F' = LN(sigmoid(P^) F + F).
 
-    source (B, S, D), target (B, N, D) -> F' and P^, both (B, N, D); no F' without `norm`, where the map alone is used.
+    source (B, S, D), target F (B, N, D) -> F' and P^, both (B, N, D); without `norm` there is no F', only the map.
     [ours] A learned temperature, as CLIP's: bare cosines make m nearly the same everywhere."""
 
     def __init__(self, cfg: Config, norm: bool = True):
@@ -274,8 +227,10 @@ class CRE(nn.Module):
         return likeness(source, target, 1.0 if self.log_scale is None else self.log_scale.exp())
 
     def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor | None, Tensor]:
-        p = self.expand(self.strength(source, target)[..., None])
-        return self.norm(p.sigmoid() * target + target) if self.norm else None, p
+        with torch.autocast(source.device.type, enabled=False):  # in bfloat16 rounding hides how P^ differs over cells
+            p = self.expand(self.strength(source, target)[..., None])
+            gate = p.sigmoid()
+        return self.norm(gate * target + target) if self.norm else None, p
 
 
 class DRE(CRE):
@@ -291,25 +246,27 @@ class HRD(nn.Module):
 
     x: F of Eq. 6, images: F of Eq. 10, both (2B, N, D), "before" first; entities (2B, K, D) -> C~ and D (2B, N, D), L_C
     and L_D. Of the two modules that read the entities the paper uses the maps alone.
-    [ours] x are the images in the first layer, C~ of the layer before in the next. Eq. 10 keeps to the images, "the
-    original raw features". F_diff reads the last layer's D; earlier layers have L_D alone."""
+    [ours] x are the images in the first layer. The paper does not say what the next layer reads: LN(x + C~), or C~
+    (--layer_input attended), which hardly varies over cells after one layer and no longer after two. Eq. 10 keeps to
+    the images, "the original raw features". F_diff reads the last layer's D; earlier layers have L_D alone. L_C and L_D
+    are means over both images."""
 
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
         self.cre = CRE(cfg) if cfg.cre else None
         self.entity_dre = DRE(cfg, norm=False) if cfg.cre and cfg.w_consistency else None
         self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
+        self.norm = None if last or cfg.layer_input == "attended" else nn.LayerNorm(cfg.dim)
         self.dre = DRE(cfg, norm=last) if cfg.dre and (last or cfg.w_consistency) else None
         self.entity_cre = CRE(cfg, norm=False) if cfg.dre and cfg.w_consistency else None
 
     def forward(self, x: Tensor, images: Tensor, entities: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        half, l_c, l_d = len(x) // 2, x.new_zeros(()), x.new_zeros(())
-        common = x
+        common, l_c, l_d = x, x.new_zeros(()), x.new_zeros(())
         if self.cre:
-            common, p = self.cre(x.roll(half, 0), x)  # C_i = CRE(F_j, F_i)
+            common, p = self.cre(other_image(x), x)  # C_i = CRE(F_j, F_i)
             if self.entity_dre:
                 l_c = F.mse_loss(p, self.entity_dre(entities, x)[1])  # C'_i = DRE(E, F_i)
-        shared = self.attention(common, common.roll(half, 0))  # C~_i = MHCA(C_i, C_j)
+        shared = self.attention(common, other_image(common))  # C~_i = MHCA(C_i, C_j)
         rest = difference = images - shared
         if self.dre:
             difference, p = self.dre(images, rest)  # D_i = DRE(F_i, F_i - C~_i)
@@ -320,7 +277,8 @@ class HRD(nn.Module):
 
 class DecoderLayer(nn.Module):
     """Eq. 13-17: words attend to earlier words, then to entities (H_T) and to differences (H_V), H = LN(alpha H_T +
-    beta H_V + H'). No feed-forward is written after that, so there is none.
+    beta H_V + H'). No feed-forward is written after that, so there is none. [ours] H' has a residual and a LayerNorm;
+    alpha and beta are D numbers a word, where the text has "two parameters" (--gate scalar).
 
     x (B, V, D) -> (B, V, D). `cross`: key and value of the differences (B, N, D), and of the entities (B, K, D) if the
     decoder reads them; `past`: key and value of the words before x (decoding a word at a time), None when x starts with
@@ -354,10 +312,10 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Words, differences and entities -> hidden states; `head` gives the distribution of the next word. [ours] Matrices
-    start Xavier-uniform, as in DIRL+CCR.
+    """Words, differences and entities -> hidden states; `head` gives the distribution of the next word.
 
-    Every word sees itself and earlier words only, so padding at the end of a caption needs no mask."""
+    Every word sees itself and earlier words only, so padding at the end of a caption needs no mask. [ours] Matrices
+    start Xavier-uniform, as in DIRL+CCR."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -373,26 +331,26 @@ class Decoder(nn.Module):
         x = self.project(self.embed(ids)) + self.position.weight[start : start + ids.shape[1]]
         return self.dropout(self.norm(x))
 
-    def memory(self, seen: tuple[Tensor, Tensor | None]) -> list[tuple[Tensor, ...]]:
-        """Key and value for each layer of the differences (B, N, D), and of the entities (B, K, D) where the layer
-        reads them: once a caption, not once a word."""
-        kept = []
+    def memory(self, context: tuple[Tensor, Tensor | None]) -> list[tuple[Tensor, ...]]:
+        """Key and value for each layer of the differences (B, N, D), and of the entities (B, K, D) if the layer reads
+        them: once a caption, not once a word."""
+        memory = []
         for layer in self.layers:
-            readers = zip((layer.cross_attention, layer.text_attention), seen, strict=True)
-            kept.append(tuple(y for a, x in readers if a for y in (a.key(x), a.value(x))))
-        return kept
+            readers = zip((layer.cross_attention, layer.text_attention), context, strict=True)
+            memory.append(tuple(y for a, x in readers if a for y in (a.key(x), a.value(x))))
+        return memory
 
-    def forward(self, ids: Tensor, seen: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
-        """All words at once: (B, V) -> hidden states (B, V, D), and the last layer's query (B, V, D) of the differences
-        and key (B, N, D)."""
-        x, memory = self.words(ids), self.memory(seen)
+    def forward(self, ids: Tensor, context: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+        """All words at once: (B, V) -> hidden states (B, V, D), and the last layer's query (B, V, D) and key (B, N, D)
+        of the differences."""
+        x, memory = self.words(ids), self.memory(context)
         for layer, cross in zip(self.layers, memory, strict=True):
             x, _, query = layer(x, cross)
         return x, query, memory[-1][0]
 
-    def stepper(self, seen: tuple[Tensor, Tensor | None]):
+    def stepper(self, context: tuple[Tensor, Tensor | None]):
         """-> step(words (B,), position) -> logits of the next word; keys and values of earlier words are kept."""
-        memory, past = self.memory(seen), [None] * len(self.layers)
+        memory, past = self.memory(context), [None] * len(self.layers)
 
         def step(words: Tensor, t: int) -> Tensor:
             x = self.words(words[:, None], t)
@@ -406,11 +364,11 @@ class Decoder(nn.Module):
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
-def match_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
-    """Eq. 9, L_I: InfoNCE of the two images' common features (B, N, D) against the other pairs of the batch, both ways.
+def contrastive_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
+    """Eq. 9, L_I: InfoNCE of the two images' C~ (B, N, D) against the other pairs of the batch, both ways.
 
-    [ours] As in SCORER, sim is the mean over tokens of the best match; tokens have length 1, and 1 / tau is learned.
-    Not in bfloat16, which has three digits."""
+    [ours] C~, as the loss is to help the cross-attention. Queries, keys and sim as in SCORER: sim is the mean over
+    tokens of the best match; tokens have length 1, and 1 / tau is learned. Not in bfloat16, which has three digits."""
     with torch.autocast(c_bef.device.type, enabled=False):
         q, k = (F.normalize(upcast(x), dim=-1) for x in (c_bef, c_aft))
         s = scale * token_match(q, k)  # (B, B)
@@ -420,8 +378,14 @@ def match_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     """Eq. 18, L_S: cross-entropy of each next word. [ours] A mean over all real words of the batch; Eq. 18 is a sum,
     under which L_C, L_D and L_I would weigh several times less.
-    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with 0."""
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), caption[:, 1:].flatten(), ignore_index=0)
+    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), caption[:, 1:].flatten(), ignore_index=NULL)
+
+
+def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
+    """Eq. 19: L = L_S + lambda_v (L_C + L_D) + lambda_m L_I."""
+    l_s, l_c, l_d, l_i = (losses[name] for name in ("caption", "common", "different", "match"))
+    return l_s + cfg.w_consistency * (l_c + l_d) + cfg.w_match * l_i
 
 
 # ---- method ----------------------------------------------------------------------------------------------------------
@@ -440,11 +404,13 @@ class CHEERS(nn.Module):
             raise ValueError("--layers 0 has no common features for --w_match; set --w_match 0")
         if cfg.w_consistency and not (cfg.layers and (cfg.cre or cfg.dre)):
             raise ValueError("without CRE and DRE there are no maps for --w_consistency; set --w_consistency 0")
-        if (table is None or not cfg.k) and (cfg.gate != "none" or cfg.w_consistency):
-            raise ValueError("--k 0 has no entities for gate and consistency; set --gate none --w_consistency 0")
+        reads_entities = cfg.gate != "none" or cfg.w_consistency > 0
+        if reads_entities and (table is None or not cfg.k):
+            raise ValueError("gate and consistency need entities: k > 0, and table=, the embeddings (M, E) of the "
+                             "candidates; without, set --gate none --w_consistency 0")  # fmt: skip
         self.embed = ImageEmbedding(*grid, cfg.dim)
         self.register_buffer("table", table)
-        self.project = nn.Linear(table.shape[1], cfg.dim) if cfg.gate != "none" or cfg.w_consistency else None
+        self.project = nn.Linear(table.shape[1], cfg.dim) if reads_entities else None
         self.hrd = nn.ModuleList(HRD(cfg, last=i == cfg.layers - 1) for i in range(cfg.layers))
         self.join = nn.Linear(2 * cfg.dim, cfg.dim) if cfg.layers else None
         self.decoder = Decoder(cfg, vocab_size, max_len)
@@ -456,6 +422,8 @@ class CHEERS(nn.Module):
         (B, K, D); and C~ (2B, N, D), L_C and L_D of each layer."""
         pair, e, layers = torch.cat([before, after]), None, []
         if self.project:
+            if entities is None:
+                raise ValueError("gate and consistency need entities=, indices (B, K) of rows of the table")
             e = self.table[entities]
             e = self.project(torch.zeros_like(e) if self.cfg.blind else e)
         x = images = self.embed(torch.zeros_like(pair) if self.cfg.blind else pair)
@@ -463,8 +431,9 @@ class CHEERS(nn.Module):
             return (torch.sub(*images.chunk(2)), e), layers
         both = None if e is None else torch.cat([e, e])
         for layer in self.hrd:
-            x, difference, l_c, l_d = layer(x, images, both)
-            layers.append((x, l_c, l_d))
+            shared, difference, l_c, l_d = layer(x, images, both)
+            x = layer.norm(x + shared) if layer.norm else shared
+            layers.append((shared, l_c, l_d))
         return (self.join(torch.cat(difference.chunk(2), -1)), e), layers
 
     def forward(
@@ -472,19 +441,15 @@ class CHEERS(nn.Module):
     ) -> dict[str, Tensor]:
         """The parts of Eq. 19 for one batch of pairs: features (B, C, H, W) twice, caption (B, V), entities (B, K). A
         part that the config leaves out is 0. [ours] L_C, L_D and L_I are means over the layers."""
-        seen, layers = self.encode(before, after, entities)
-        hidden, _, _ = self.decoder(caption, seen)
-        l_c = l_d = l_i = seen[0].new_zeros(())
+        context, layers = self.encode(before, after, entities)
+        hidden, _, _ = self.decoder(caption, context)
+        l_s = caption_loss(self.decoder.head(hidden), caption)
+        l_c = l_d = l_i = l_s.new_zeros(())
         for shared, layer_c, layer_d in layers:
             l_c, l_d = l_c + layer_c / len(layers), l_d + layer_d / len(layers)
             if self.cfg.w_match:
-                l_i = l_i + match_loss(*shared.chunk(2), self.log_scale.exp()) / len(layers)
-        return {
-            "caption": caption_loss(self.decoder.head(hidden), caption),
-            "common": l_c,
-            "different": l_d,
-            "match": l_i,
-        }
+                l_i = l_i + contrastive_loss(*shared.chunk(2), self.log_scale.exp()) / len(layers)
+        return {"caption": l_s, "common": l_c, "different": l_d, "match": l_i}
 
     @torch.no_grad()
     def clamp_scales(self) -> None:
@@ -503,8 +468,8 @@ class CHEERS(nn.Module):
     def attention_map(
         self, before: Tensor, after: Tensor, ids: Tensor, entities: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Where the decoder looked: last layer's attention over cells, mean over heads and over the words of ids
-        (B, V) -> "attention" (B, H, W). Row t of the scores is the state that predicts word t + 1."""
+        """The decoder's last attention over cells, mean over heads and over the words of ids (B, V) -> "attention"
+        (B, H, W). Row t of the scores is the state that predicts word t + 1."""
         _, query, key = self.decoder(ids, self.encode(before, after, entities)[0])
         scores = self.decoder.layers[-1].cross_attention.scores(query, key)  # (B, heads, V, N)
         weight = scores.softmax(-1).mean(1)[:, :-1]  # (B, V - 1, N)
@@ -522,9 +487,7 @@ def losses_of(model: CHEERS, batches: tuple, cfg: Config, entities: Entities | N
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
             parts = model(batch.before, batch.after, batch.caption, entities(batch) if entities else None)
         losses = {name: losses.get(name, 0) + part / len(batches) for name, part in parts.items()}
-    l_s, l_c, l_d, l_i = (losses[name] for name in ("caption", "common", "different", "match"))
-    losses["total"] = l_s + cfg.w_consistency * (l_c + l_d) + cfg.w_match * l_i
-    return losses
+    return losses | {"total": total_loss(losses, cfg)}
 
 
 def train(cfg: Config, dataset, resume: bool = False) -> tuple[CHEERS, Entities]:
@@ -563,16 +526,15 @@ def evaluate(
     model.eval()
     captions, maps, notes = {}, {}, {}  # by pair id
     for batch in dataset.eval_batches(split, cfg.eval_batch):
-        batch, found = batch.to(cfg.device), entities(batch)
-        ids = model.generate(batch.before, batch.after, found)
+        batch, indices = batch.to(cfg.device), entities(batch)
+        ids = model.generate(batch.before, batch.after, indices)
         captions |= zip(batch.pair_ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
-            seen = model.attention_map(batch.before, batch.after, ids, found)
+            seen = model.attention_map(batch.before, batch.after, ids, indices)
             maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.pair_ids)}
-            notes |= zip(batch.pair_ids, entities.notes(found), strict=False)
+            notes |= zip(batch.pair_ids, entities.notes(indices), strict=False)
     model.train()
-    retrieval = entities.report(dataset, split) if out_dir else {}
-    return dataset.results(split, captions, maps, out_dir, notes, **retrieval)
+    return dataset.results(split, captions, maps, out_dir, notes)
 
 
 def entities_of_files(model: CHEERS, state: dict, files: list[str]) -> Tensor | None:
@@ -583,9 +545,9 @@ def entities_of_files(model: CHEERS, state: dict, files: list[str]) -> Tensor | 
         return None
     clip, _, preprocess = data.load_clip(model.cfg.clip, Path(), model.cfg.device, state["entities"]["clip"])
     x = data.encode_images(clip, preprocess, files).to(model.table.device)
-    found = retrieve(x[:1], x[1:], model.table, model.cfg.k, model.cfg.retrieval == "signed")
-    print("entities: " + ", ".join(state["entities"]["phrases"][i] for i in found[0].tolist()))
-    return found
+    indices = retrieve(x[:1], x[1:], model.table, model.cfg.k, model.cfg.retrieval == "signed")
+    print("entities: " + ", ".join(state["entities"]["phrases"][i] for i in indices[0].tolist()))
+    return indices
 
 
 def load_model(cfg: Config, checkpoint: str | Path) -> tuple[CHEERS, dict]:

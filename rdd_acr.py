@@ -12,17 +12,17 @@ Eq. 3-5    GlobalDifference    F_c = W [F^_bef ; F^_aft], F^_x = LN(F_x + MHCA(F
 Eq. 6-8    DistillingBlock     F_c^i = F_c^{i-1} + MHSA(F_c^{i-1}),  F_o^ = F_o^{i-1} + MHCA(F_o^{i-1}, F_c^i),
                                F_o^i = F_o^ + FFN(F_o^)
 Eq. 9      Fusion              MF(F_c ; F_object ; F_action), tokens beside tokens
-Eq. 10-13  contrast_loss       L_N2O, L_V2A  InfoNCE of cosines, mean of the vectors <-> phrases
+Eq. 10-13  alignment_loss      L_N2O, L_V2A  InfoNCE of cosines, mean of the vectors <-> phrases
 Eq. 14     Decoder.head        next word
 Eq. 15     caption_loss        L_XE
-Eq. 16     losses_of           L = L_XE + w_n2o L_N2O + w_v2a L_V2A
+Eq. 16     total_loss          L = L_XE + w_n2o L_N2O + w_v2a L_V2A
 
 Table 4    direct-sub          --no-gde --order none --w_n2o 0 --w_v2a 0
            GDE                 --order none --w_n2o 0 --w_v2a 0
            GDE+N, GDE+V        --order n --w_v2a 0, --order v --w_n2o 0
            GDE+V&N, GDE+V+N    --order "v&n", --order v+n
-           GDE+N+V             (none)
-Table 5    losses              --w_n2o 0, --w_v2a 0, both
+           GDE+N+V             (none), the whole method
+Table 5    losses              --w_n2o 0, --w_v2a 0, both, (none)
 Table 6    prompts             --prompt none, fixed, learnable
 Fig. 4     vectors             --object_vectors 32, --action_vectors 5
 
@@ -30,10 +30,10 @@ Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words o
 padding), K object or action vectors, U different phrases, E width of CLIP's text space, P vectors of a prompt.
 
 The authors released no code, and the supplement is not at hand. Where the paper is silent or leaves two readings, the
-choice is marked [ours] where it is made. The largest: the paper prints no residual in Eq. 4, 6 and 7. Without any,
-every vector becomes a mean of the same cells, and all K vectors start and stay alike; so the default has the residuals
-that the sentence before Eq. 6 names, and in Eq. 4 the residual and LayerNorm that DIRL+CCR's release has where its
-paper prints none. --no-residual takes Eq. 4, 6 and 7 as printed.
+choice is marked [ours] where it is made. The largest: the paper prints one residual, that of the fully connected layer
+in Eq. 8, and no LayerNorm. With that alone every vector becomes a mean of the same cells, and all K vectors start and
+stay alike. So Eq. 6 and 7 have residuals here, Eq. 6-8 are pre-norm, and Eq. 4 has the residual and LayerNorm that
+DIRL+CCR's release has where its paper prints none. --no-residual takes Eq. 4 and Eq. 6-8 as printed.
 To copy: this file and common.py. Training on a data set of data.py needs that file too, also for phrases and CLIP.
 """
 
@@ -48,6 +48,7 @@ from torch import Tensor
 
 from common import (
     END,
+    NULL,
     Attention,
     GridPosition,
     Run,
@@ -76,10 +77,10 @@ class Config(RunConfig):
     decoder_layers: int = 2  # decoder layers
     dropout: float = 0.1  # dropout probability
     gde: bool = True  # Eq. 3-5; without it the bare difference is the global difference (direct-sub)
-    order: Literal["none", "n", "v", "n+v", "v+n", "v&n"] = "n+v"  # objects (n), actions (v), chained (+) or both from F_c (&)
+    order: Literal["none", "n", "v", "n+v", "v+n", "v&n"] = "n+v"  # objects, actions; +: chained, &: both from F_c
     distil_steps: int = 3  # N, distilling blocks for objects, and again for actions (not given in the paper)
     share_blocks: bool = True  # the N blocks are one and the same, "with the same parameters"
-    residual: bool = True  # residual and LayerNorm in Eq. 4, residuals in Eq. 6 and 7; without: as printed
+    residual: bool = True  # residuals in Eq. 4, 6, 7 and LayerNorms in Eq. 4, 6-8; without: as printed
     object_vectors: int = 32  # K_o
     action_vectors: int = 5  # K_a
     w_n2o: float = 0.1  # weight of L_N2O in Eq. 16; 0 leaves it out (not given in the paper, as the next two)
@@ -88,21 +89,21 @@ class Config(RunConfig):
     equal_phrases: Literal["ignored", "negatives"] = "ignored"  # another pair with the very same phrase
     prompt: Literal["none", "fixed", "learnable"] = "learnable"  # what stands before the phrases
     prompt_tokens: int = 4  # P, vectors of a learnable prompt
-    clip: str = "ViT-L-14:openai"  # text encoder, open_clip's MODEL:WEIGHTS (a name or a file), or mini's own: mini
+    clip: str = "ViT-L-14:openai"  # text encoder, open_clip's MODEL:WEIGHTS (name or file), or mini's: mini
     clip_dim: int = 768  # E, width of CLIP's text space
     clip_width: int = 768  # width of CLIP's token embeddings, and of a learnable prompt
     blind: bool = False  # zero the features: what words alone can score
 
 
-# K_a from section "Effect of Learnable Vectors Number"; batch, rate and drops are SCORER's: the supplement is not at
-# hand.
+# K_a from section "Effect of Learnable Vectors Number"; batch, rate and drops are in the supplement. [ours] SCORER's;
+# LEVIR-CC, which SCORER does not have, takes Spot-the-Diff's batch and no drop.
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "levir_cc": dict(action_vectors=10, batch_size=32),
     "spot_the_diff": dict(action_vectors=10, batch_size=32, lr_drop=4020),
-    "mini": dict(dim=128, word_dim=128, heads=8, dropout=0.0, distil_steps=1, object_vectors=8, clip="mini", clip_dim=128,
-                 clip_width=64, batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=1500,
-                 eval_every=750, eval_batch=250),
+    "mini": dict(dim=128, word_dim=128, heads=8, dropout=0.0, distil_steps=1, object_vectors=8, clip="mini",
+                 clip_dim=128, clip_width=64, batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0,
+                 steps=1500, eval_every=750, eval_batch=250),
 }  # fmt: skip
 
 NOUN_PROMPT, VERB_PROMPT = "the objects that changed: ", "what happened: "  # prompt="fixed" [ours]
@@ -113,8 +114,7 @@ NOUN_PROMPT, VERB_PROMPT = "the objects that changed: ", "what happened: "  # pr
 class ImageEmbedding(nn.Module):
     """Eq. 1: F_x = conv_1x1(features) + PE. (B, C, H, W) -> (B, N, D), cell n = row * W + column.
 
-    [ours] One table of positions for both images, so Eq. 2 cancels it: F_diff does not know places, F_bef and F_aft
-    do."""
+    [ours] Both images have the same positions, so Eq. 2 cancels them: F_bef and F_aft know places, F_diff does not."""
 
     def __init__(self, cfg: Config, channels: int, height: int, width: int):
         super().__init__()
@@ -127,8 +127,8 @@ class ImageEmbedding(nn.Module):
 class GlobalDifference(nn.Module):
     """Eq. 3-5: F^_x = LN(F_x + MHCA(F_x, F_diff)), F_c = W [F^_bef ; F^_aft]. (B, N, D) three times -> (B, N, D).
 
-    [ours] Eq. 5 joins channels and a linear layer brings 2D back to D, so that there are N tokens as section "Caption
-    Decoder" has them; one attention serves both images. Eq. 4 as printed (residual=False) is MHCA alone."""
+    [ours] Eq. 5 joins channels, and a linear layer brings 2D back to D; one attention serves both images. Eq. 4 as
+    printed (residual=False) is MHCA alone."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -138,8 +138,8 @@ class GlobalDifference(nn.Module):
 
     def enrich(self, f_x: Tensor, f_diff: Tensor) -> Tensor:
         """Eq. 4: cells of one image and the difference (B, N, D) -> F^_x (B, N, D)."""
-        seen = self.attention(f_x, f_diff)
-        return self.norm(f_x + self.dropout(seen)) if self.norm else seen
+        attended = self.attention(f_x, f_diff)
+        return self.norm(f_x + self.dropout(attended)) if self.norm else attended
 
     def forward(self, f_bef: Tensor, f_aft: Tensor, f_diff: Tensor) -> Tensor:
         return self.join(torch.cat([self.enrich(f_bef, f_diff), self.enrich(f_aft, f_diff)], -1))
@@ -147,19 +147,21 @@ class GlobalDifference(nn.Module):
 
 class DistillingBlock(nn.Module):
     """Eq. 6-8: the source attends to itself, the vectors attend to the source, a fully connected layer.
-    source (B, M, D), vectors (B, K, D) -> both anew, and query and key of the cross-attention.
 
-    [ours] Pre-norm: N blocks without it do not train. Eq. 6 and 7 as printed (residual=False) have no residual."""
+    [ours] Pre-norm, and residuals in Eq. 6 and 7; as printed (residual=False) there are neither. The "FFN" is the one
+    fully connected layer that the text has, without an activation."""
 
     def __init__(self, cfg: Config):
         super().__init__()
         self.self_attention, self.cross_attention = (Attention(cfg.dim, cfg.heads, cfg.dropout) for _ in range(2))
         self.feed_forward, self.dropout = nn.Linear(cfg.dim, cfg.dim), nn.Dropout(cfg.dropout)
-        self.norm_source, self.norm_seen, self.norm_vectors, self.norm_out = (nn.LayerNorm(cfg.dim) for _ in range(4))
+        norms = [nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity() for _ in range(4)]
+        self.norm_source, self.norm_seen, self.norm_vectors, self.norm_out = norms
         self.residual = cfg.residual
 
     def forward(self, source: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """-> source F_c^i (B, M, D), vectors F_o^i (B, K, D), query (B, K, D) and key (B, M, D)."""
+        """Source (B, M, D), vectors (B, K, D) -> F_c^i (B, M, D), F_o^i (B, K, D), query (B, K, D) and key (B, M, D) of
+        the cross-attention."""
         x = self.norm_source(source)
         x = self.dropout(self.self_attention(x, x))
         source = source + x if self.residual else x  # Eq. 6
@@ -170,7 +172,7 @@ class DistillingBlock(nn.Module):
 
 
 class Distilled(NamedTuple):
-    """What Distilling gives: K vectors, and how they looked at their source (M tokens) in the last block."""
+    """K vectors, and the last block's query and key, with which they read their source (M tokens)."""
 
     vectors: Tensor  # (B, K, D)
     query: Tensor  # (B, K, D)
@@ -190,8 +192,8 @@ class Distilling(nn.Module):
     def forward(self, source: Tensor) -> Distilled:
         vectors = self.vectors.expand(len(source), -1, -1)
         for i in range(self.steps):
-            source, vectors, look = self.blocks[i % len(self.blocks)](source, vectors)
-        return Distilled(vectors, *look)
+            source, vectors, (query, key) = self.blocks[i % len(self.blocks)](source, vectors)
+        return Distilled(vectors, query, key)
 
 
 class Fusion(nn.Module):
@@ -210,12 +212,11 @@ class Fusion(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Post-norm decoder layer: words attend to earlier words, then to the differences, then a feed-forward of width 4
-    D.
+    """Post-norm decoder layer: words attend to earlier words, then to the differences, then a feed-forward of width 4D.
 
     x (B, V, D) -> (B, V, D). `cross`: key and value (B, M, D) of the differences; `past`: key and value of the words
-    before x (decoding a word at a time), None when x starts with START. Also returns the new `past` and the query (B,
-    V, D) that met the differences. [ours] Widths and number of layers, as in DIRL+CCR."""
+    before x (decoding a word at a time), None when x starts with START. Also returns the new `past` and the query
+    (B, V, D) that met the differences. [ours] Widths and number of layers, as in DIRL+CCR."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -239,7 +240,8 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Words and differences -> hidden states; `head` gives the distribution of the next word (Eq. 14).
 
-    Every word sees itself and earlier words only, so padding at the end of a caption needs no mask."""
+    Every word sees itself and earlier words only, so padding at the end of a caption needs no mask. [ours] A LayerNorm
+    follows words and positions, and matrices start Xavier-uniform, as in DIRL+CCR."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -248,7 +250,7 @@ class Decoder(nn.Module):
         self.norm, self.dropout = nn.LayerNorm(cfg.dim), nn.Dropout(cfg.dropout)
         self.layers = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.decoder_layers))
         self.head = nn.Linear(cfg.dim, vocab_size)
-        initialise(self, xavier=True)  # [ours] as DIRL+CCR's
+        initialise(self, xavier=True)
 
     def words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
@@ -260,8 +262,8 @@ class Decoder(nn.Module):
         return [(l.cross_attention.key(difference), l.cross_attention.value(difference)) for l in self.layers]
 
     def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All words at once: (B, V) -> hidden states (B, V, D), and the query (B, V, D) and key (B, M, D) with which
-        the last layer looked at the differences."""
+        """All words at once: (B, V) -> hidden states (B, V, D), and the last layer's query (B, V, D) and key (B, M, D)
+        of the differences."""
         x, memory = self.words(ids), self.memory(difference)
         for layer, cross in zip(self.layers, memory, strict=True):
             x, _, query = layer(x, cross)
@@ -290,80 +292,80 @@ class Attributes(NamedTuple):
 
 class Phrases:
     """Section "Attribute-guided Tokens Generating", before the adapter: noun and verb phrases of every training
-    caption, each kind joined by "and", through CLIP's frozen text encoder. Training only; no part of the model or its
-    checkpoint."""
+    caption, each kind joined by "and", through CLIP's text encoder. For training only: no part of the model or its
+    checkpoint. [ours] CLIP is ViT-L/14, and frozen."""
 
     def __init__(self, cfg: Config, dataset):
         import data
 
+        pairs = [p for scene in dataset.scenes["train"] for p in (*scene.pairs, *(scene.swapped or ()))]
+        captions = sorted({c for p in pairs for c in p.captions})
+        segments = data.read_captions(data.segments, dataset.name, captions)
         self.clip, tokenizer, _ = data.load_clip(cfg.clip, dataset.root, cfg.device)
         dim = self.clip.encode_text(tokenizer(["a cube"]).to(cfg.device)).shape[1]
         width = self.clip.token_embedding.embedding_dim
         if (cfg.clip_dim, cfg.clip_width) != (dim, width):
             raise ValueError(f"--clip {cfg.clip} needs --clip_dim {dim} --clip_width {width}")
         self.ignore_equal = cfg.equal_phrases == "ignored"
-        orders = [pairs for s in dataset.scenes["train"] for pairs in (s.pairs, s.swapped) if pairs]
-        captions = sorted({c for pairs in orders for p in pairs for c in p.captions})
-        segments = data.read_captions(data.segments, dataset.name, captions)
         noun_prompt, verb_prompt = (NOUN_PROMPT, VERB_PROMPT) if cfg.prompt == "fixed" else ("", "")
         self.phrase = {"nouns": {}, "verbs": {}}  # of each caption; "": it has none
         for caption, (nouns, verbs) in segments.items():
             self.phrase["nouns"][caption] = noun_prompt + " and ".join(nouns) if nouns else ""
             self.phrase["verbs"][caption] = verb_prompt + " and ".join(verbs) if verbs else ""
-        different = sorted({text for of in self.phrase.values() for text in of.values()} - {""})
-        self.row = {text: i for i, text in enumerate(different)} | {"": -1}
-        self.encode_prompted, self.most = data.encode_prompted, 0
-        if cfg.compile and cfg.device.startswith("cuda"):  # one shape for the whole run: as many phrases as can differ in a batch
-            self.encode_prompted = torch.compile(data.encode_prompted, fullgraph=True, dynamic=False)
-            for of in self.phrase.values():
-                kinds = ({of[c] for p in stream for c in p.captions} for stream in zip(*orders, strict=True))
-                self.most = max(self.most, sum(min(cfg.batch_size, len(kind)) for kind in kinds))
-        tokens = tokenizer(different)  # (U, context)
+        unique = sorted({text for texts in self.phrase.values() for text in texts.values()} - {""})
+        self.row = {text: i for i, text in enumerate(unique)} | {"": -1}
+        tokens = tokenizer(unique)  # (U, context)
         self.tokens = tokens[:, : 1 + int(tokens.argmax(1).max())].to(cfg.device)  # the end token has the highest id
+        self.encode_prompted = data.encode_prompted
+        if cfg.compile and cfg.device.startswith("cuda"):  # dynamic: each batch has its own number of phrases
+            self.encode_prompted = torch.compile(data.encode_prompted, fullgraph=True, dynamic=True)
 
     def encode(self, captions: list[str], prompts: dict[str, Tensor | None]) -> dict[str, Attributes]:
         """The "nouns", "verbs" or both of B captions, each kind after its learned prompt (P, width) or, for None,
         without. One pass through CLIP; phrases that occur more than once are in it once."""
         rows = [torch.tensor([self.row[self.phrase[kind][c]] for c in captions]) for kind in prompts]
-        unique = [of.clamp(min=0).unique(return_inverse=True) for of in rows]  # on the host: asking a GPU means to wait
-        different = [F.pad(some, (0, max(0, self.most - len(some)))) for some, _ in unique]
-        sizes = [len(some) for some in different]
+        unique = [r.clamp(min=0).unique(return_inverse=True) for r in rows]  # on the host: a GPU would have to wait
+        sizes = [len(values) for values, _ in unique]
         learned = [p.expand(size, -1, -1) for p, size in zip(prompts.values(), sizes, strict=True) if p is not None]
-        tokens = self.tokens[torch.cat(different).to(self.tokens.device, non_blocking=True)]
+        tokens = self.tokens[torch.cat([values for values, _ in unique]).to(self.tokens.device, non_blocking=True)]
         texts = self.encode_prompted(self.clip, tokens, torch.cat(learned) if learned else None).split(sizes)
-        found = {}
-        for kind, text, of, (_, place) in zip(prompts, texts, rows, unique, strict=True):
-            of, place = (x.to(text.device, non_blocking=True) for x in (of, place))
-            same = of[:, None] == of if self.ignore_equal else torch.eye(len(of), dtype=torch.bool, device=of.device)
-            found[kind] = Attributes(text[place], of >= 0, same)
-        return found
+        attributes = {}
+        for kind, text, row, (_, place) in zip(prompts, texts, rows, unique, strict=True):
+            row, place = (x.to(text.device, non_blocking=True) for x in (row, place))
+            same = row[:, None] == row if self.ignore_equal else torch.eye(len(row), device=row.device) > 0
+            attributes[kind] = Attributes(text[place], row >= 0, same)
+        return attributes
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
-def contrast_loss(vectors: Tensor, phrases: Tensor, valid: Tensor, same: Tensor, tau: float) -> Tensor:
-    """Eq. 10-13, L_N2O or L_V2A of each pair: InfoNCE of cosines between the mean of its vectors and its phrase, both
-    ways.
+def alignment_loss(vectors: Tensor, phrases: Tensor, valid: Tensor, same: Tensor, tau: float) -> Tensor:
+    """Eq. 10-13, L_N2O or L_V2A: InfoNCE of cosines between the mean of a pair's vectors and its phrase, both ways.
 
-    vectors (B, K, D), phrases (B, D) -> (B,). valid (B,) bool: pairs without a phrase take no part and have loss 0.
-    same (B, B) bool: pairs whose phrases are equal. Sentences from templates make many of these in a batch, and as
-    negatives they would push apart what says the same. Synonyms ("is gone", "is missing") stay negatives: among 16
-    changed pairs of the embedded data set 72 % have one. All pairs without a change have one: among these the loss
-    stays at chance."""
+    vectors (B, K, D), phrases (B, D) -> a scalar. [ours] Pairs without a phrase (not valid (B,)) are no negatives, and
+    count as 0 in the mean over all B pairs. [ours] Pairs with equal phrases (same (B, B)) are no negatives of each
+    other: templates make many of them, and would push apart what says the same. Synonyms ("is gone", "is missing") stay
+    negatives. Of 16 changed pairs of the embedded data set 72 % have one; all pairs without a change have one, so among
+    these the loss stays at chance."""
     l, c = F.normalize(phrases, dim=-1), F.normalize(vectors.mean(1), dim=-1)  # Eq. 10
     s = l @ c.T / tau  # (B, B)
     partner = torch.eye(len(s), dtype=torch.bool, device=s.device)
     s = s.masked_fill((same | ~valid[:, None] | ~valid) & ~partner, float("-inf"))
-    return -(s.log_softmax(1).diagonal() + s.log_softmax(0).diagonal()) / 2 * valid  # Eq. 11, 12
+    return (-(s.log_softmax(1).diagonal() + s.log_softmax(0).diagonal()) / 2 * valid).mean()  # Eq. 11-13
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
-    """Eq. 15, L_XE of each pair: cross-entropy of the next word, a mean over the words of the caption.
-    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with 0 -> (B,)."""
+    """Eq. 15, L_XE: cross-entropy of the next word, a mean over the words of each caption, then over the batch.
+    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
     target = caption[:, 1:]
-    loss = F.cross_entropy(logits[:, :-1].transpose(1, 2), target, ignore_index=0, reduction="none")  # (B, V - 1)
-    return loss.sum(1) / (target != 0).sum(1)
+    loss = F.cross_entropy(logits[:, :-1].transpose(1, 2), target, ignore_index=NULL, reduction="none")  # (B, V - 1)
+    return (loss.sum(1) / (target != NULL).sum(1)).mean()
+
+
+def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
+    """Eq. 16: L = L_XE + lambda_1 L_N2O + lambda_2 L_V2A."""
+    return losses["caption"] + cfg.w_n2o * losses["n2o"] + cfg.w_v2a * losses["v2a"]
 
 
 # ---- method ----------------------------------------------------------------------------------------------------------
@@ -390,44 +392,47 @@ class RDD(nn.Module):
             layers = nn.Linear(cfg.clip_dim, cfg.dim), nn.ReLU(), nn.Linear(cfg.dim, cfg.dim), nn.ReLU()
             self.adapter = nn.Sequential(*layers, nn.Linear(cfg.dim, cfg.dim))  # [ours] one for nouns and verbs
         self.noun_prompt = self.verb_prompt = None
-        if cfg.prompt == "learnable":  # [ours] nouns have theirs, verbs theirs; drawn as in CoOp
+        if cfg.prompt == "learnable":  # [ours] CoOp's: one for all nouns, one for all verbs (CoCoOp's read the text)
             size = cfg.prompt_tokens, cfg.clip_width
             self.noun_prompt = nn.Parameter(0.02 * torch.randn(size)) if cfg.w_n2o else None
             self.verb_prompt = nn.Parameter(0.02 * torch.randn(size)) if cfg.w_v2a else None
 
     def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, dict[str, Distilled]]:
-        """(B, C, H, W) twice -> what the decoder reads (B, N + K_o + K_a, D) of Eq. 9, and the "objects" and "actions"
-        that `order` has."""
+        """(B, C, H, W) twice -> what the decoder reads, and the "objects" and "actions" that `order` has. [ours] It
+        reads all N + K_o + K_a tokens of Eq. 9; section "Caption Decoder" has HW."""
         if self.cfg.blind:
             before, after = torch.zeros_like(before), torch.zeros_like(after)
         f_bef, f_aft = self.embed(before), self.embed(after)
-        f_diff = f_bef - f_aft  # Eq. 2
+        f_diff = f_bef - f_aft  # Eq. 2 [ours] as printed; its text subtracts "before" from "after"
         f_c = self.difference(f_bef, f_aft, f_diff) if self.difference else f_diff
-        found = {}
+        distilled = {}
         if self.cfg.order == "v+n":
-            found["actions"] = self.actions(f_c)
-            found["objects"] = self.objects(found["actions"].vectors)
+            distilled["actions"] = self.actions(f_c)
+            distilled["objects"] = self.objects(distilled["actions"].vectors)
         else:
             if self.objects:
-                found["objects"] = self.objects(f_c)
+                distilled["objects"] = self.objects(f_c)
             if self.actions:
-                found["actions"] = self.actions(found["objects"].vectors if self.cfg.order == "n+v" else f_c)
-        return self.fuse(torch.cat([f_c, *(distilled.vectors for distilled in found.values())], 1)), found
+                distilled["actions"] = self.actions(distilled["objects"].vectors if self.cfg.order == "n+v" else f_c)
+        return self.fuse(torch.cat([f_c, *(x.vectors for x in distilled.values())], 1)), distilled
 
     def forward(self, before: Tensor, after: Tensor, caption: Tensor, nouns: Attributes | None = None,
                 verbs: Attributes | None = None) -> dict[str, Tensor]:  # fmt: skip
-        """Features (B, C, H, W) twice, caption (B, V), its phrases -> the parts of Eq. 16, (B,) each. Without nouns no
-        L_N2O, without verbs no L_V2A."""
-        tokens, found = self.encode(before, after)
+        """The parts of Eq. 16 for one batch of pairs: features (B, C, H, W) twice, caption (B, V), its phrases. A part
+        that the config leaves out is 0."""
+        if (self.cfg.w_n2o and nouns is None) or (self.cfg.w_v2a and verbs is None):
+            raise ValueError("L_N2O needs nouns=, L_V2A verbs=, the captions' Attributes; or set w_n2o, w_v2a to 0")
+        tokens, distilled = self.encode(before, after)
         hidden, _, _ = self.decoder(caption, tokens)
-        losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}
+        l_xe = caption_loss(self.decoder.head(hidden), caption)
+        losses = {"caption": l_xe, "n2o": l_xe.new_zeros(()), "v2a": l_xe.new_zeros(())}
         with torch.autocast(caption.device.type, enabled=False):  # cosines over a small temperature want float32
-            if nouns is not None:
-                objects, text = upcast(found["objects"].vectors), self.adapter(upcast(nouns.text))
-                losses["n2o"] = contrast_loss(objects, text, nouns.valid, nouns.same, self.cfg.tau)
-            if verbs is not None:
-                actions, text = upcast(found["actions"].vectors), self.adapter(upcast(verbs.text))
-                losses["v2a"] = contrast_loss(actions, text, verbs.valid, verbs.same, self.cfg.tau)
+            if self.cfg.w_n2o:
+                objects, text = upcast(distilled["objects"].vectors), self.adapter(upcast(nouns.text))
+                losses["n2o"] = alignment_loss(objects, text, nouns.valid, nouns.same, self.cfg.tau)
+            if self.cfg.w_v2a:
+                actions, text = upcast(distilled["actions"].vectors), self.adapter(upcast(verbs.text))
+                losses["v2a"] = alignment_loss(actions, text, verbs.valid, verbs.same, self.cfg.tau)
         return losses
 
     @torch.no_grad()
@@ -438,19 +443,18 @@ class RDD(nn.Module):
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """Maps (B, H, W) by name. "decoder": last layer's attention over cells, the vectors left aside, mean over heads
-        and over the words of ids (B, V); row t is the state that predicts word t + 1. "objects" and "actions": where
-        they looked in their last block, mean over heads and vectors; for vectors distilled from others, both weights
-        multiplied."""
-        tokens, found = self.encode(before, after)
+        """Maps (B, H, W) by name. "decoder": last layer's attention over cells, mean over heads and over the words of
+        ids (B, V); row t is the state that predicts word t + 1. "objects" and "actions": attention of their last block,
+        mean over heads and vectors; for vectors distilled from others, both weights multiplied."""
+        tokens, distilled = self.encode(before, after)
         _, query, key = self.decoder(ids, tokens)
         cells = key[:, : self.grid[1] * self.grid[2]]
         scores = self.decoder.layers[-1].cross_attention.scores(query, cells)  # (B, heads, V, N)
         weight = scores.softmax(-1).mean(1)[:, :-1]  # (B, V - 1, N)
         maps, through = {"decoder": mean_of(weight, ids[:, 1:] > END)}, None
-        for name, distilled in found.items():
+        for name, (_, query, key) in distilled.items():
             attention = getattr(self, name).blocks[-1].cross_attention
-            weight = attention.scores(distilled.query, distilled.key).softmax(-1).mean(1)  # (B, K, M)
+            weight = attention.scores(query, key).softmax(-1).mean(1)  # (B, K, M)
             weight = weight if through is None else weight @ through  # (B, K, N)
             through = weight if "+" in self.cfg.order else None
             maps[name] = weight.mean(1)
@@ -460,9 +464,9 @@ class RDD(nn.Module):
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def losses_of(model: RDD, batches: tuple, cfg: Config, phrases: Phrases | None = None):
+def losses_of(model: RDD, batches: tuple, cfg: Config, phrases: Phrases | None = None) -> dict[str, Tensor]:
     """Eq. 16 and its parts. The batches (changed pairs, distractor pairs of the same scenes) are one batch here: the
-    negatives of Eq. 11-12 are "all other tokens in the batch". Each part is logged for each stream as well."""
+    negatives of Eq. 11-12 are "all other tokens in the batch"."""
     batches = [batch.to(cfg.device) for batch in batches]
     longest = max(batch.caption.shape[1] for batch in batches)
     caption = torch.cat([F.pad(batch.caption, (0, longest - batch.caption.shape[1])) for batch in batches])
@@ -471,14 +475,8 @@ def losses_of(model: RDD, batches: tuple, cfg: Config, phrases: Phrases | None =
     with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
         prompts = {"nouns": model.noun_prompt} if cfg.w_n2o else {}
         prompts |= {"verbs": model.verb_prompt} if cfg.w_v2a else {}
-        parts = model(before, after, caption, **(phrases.encode(texts, prompts) if prompts else {}))
-    losses = {name: part.mean() for name, part in parts.items()}
-    losses["total"] = losses["caption"] + cfg.w_n2o * losses.get("n2o", 0) + cfg.w_v2a * losses.get("v2a", 0)
-    if len(batches) == 2:
-        for name, part in parts.items():
-            changed, distractors = part.detach().chunk(2)
-            losses |= {f"{name}, changed": changed.mean(), f"{name}, distractors": distractors.mean()}
-    return losses
+        losses = model(before, after, caption, **(phrases.encode(texts, prompts) if prompts else {}))
+    return losses | {"total": total_loss(losses, cfg)}
 
 
 def train(cfg: Config, dataset, resume: bool = False) -> RDD:

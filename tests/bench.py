@@ -90,7 +90,7 @@ def phrases_of(cfg, texts):
     phrases.phrase = {kind: dict(zip(texts, texts, strict=True)) for kind in ("nouns", "verbs")}
     phrases.row, phrases.clip, phrases.ignore_equal = dict(zip(texts, rows, strict=True)), clip, True
     phrases.tokens = torch.randint(49408, (REPEATED + len(texts) // 2, PHRASE), device=cfg.device)
-    phrases.encode_prompted, phrases.most = data.encode_prompted, len(phrases.tokens)
+    phrases.encode_prompted = data.encode_prompted
     return phrases
 
 
@@ -142,7 +142,7 @@ def work_of(args):
         if not args.plain and cfg.compile and cfg.device.startswith("cuda"):
             model.compile(fullgraph=True, dynamic=False)
             if method is rdd_acr:
-                more[0].encode_prompted = torch.compile(data.encode_prompted, fullgraph=True, dynamic=False)
+                more[0].encode_prompted = torch.compile(data.encode_prompted, fullgraph=True, dynamic=True)
             step()
 
     return step, compile_it, 2 * images.nbytes

@@ -9,7 +9,7 @@ import torch
 
 import cheers
 import data
-from cheers import CHEERS, CRE, DRE, PRESETS, Config, likeness, match_loss, retrieve
+from cheers import CHEERS, CRE, DRE, PRESETS, Config, contrastive_loss, likeness, retrieve, total_loss
 
 B, C, H, W, V, WORDS = 4, 5, 2, 3, 9, 12
 N, D, K, M, E = H * W, 8, 3, 7, 5
@@ -45,7 +45,7 @@ def test_retrieval_against_loops(signed):
     torch.manual_seed(0)
     x_bef, x_aft, entities = (torch.randn(n, E, dtype=torch.float64) for n in (6, 6, M))
     for k in (1, 3, M):
-        found = retrieve(x_bef, x_aft, entities, k, signed)
+        best = retrieve(x_bef, x_aft, entities, k, signed)
         for b in range(6):
             s_bef, s_aft = ([cosine(x[b], e) for e in entities] for x in (x_bef, x_aft))
             difference = [p - q if signed else abs(p - q) for p, q in zip(s_bef, s_aft, strict=True)]
@@ -53,7 +53,7 @@ def test_retrieval_against_loops(signed):
             rest = [m for m in range(M) if m not in relevant]
             assert rest or b, "the constraint must matter somewhere"
             order = [m for part in (relevant, rest) for m in sorted(part, key=lambda m: -difference[m])]
-            assert found[b].tolist() == order[:k]
+            assert best[b].tolist() == order[:k]
 
 
 def test_an_entity_that_is_like_neither_image_comes_last():
@@ -66,8 +66,7 @@ def test_an_entity_that_is_like_neither_image_comes_last():
 
 def test_ties_go_to_the_lower_index():
     entities = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [2.0, 0.0]])
-    found = retrieve(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 1.0]]), entities, 3)
-    assert found.tolist() == [[1, 2, 3]]
+    assert retrieve(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 1.0]]), entities, 3).tolist() == [[1, 2, 3]]
     same = torch.ones(1, 2)
     assert retrieve(same, same, torch.ones(50, 2), 50)[0].tolist() == list(range(50))  # none is relevant
 
@@ -139,7 +138,8 @@ def square(a, b):
     return mean([(x - y) ** 2 for x, y in zip(a.flatten().tolist(), b.flatten().tolist(), strict=True)])
 
 
-@pytest.mark.parametrize("fields", [{}, {"cre": False}, {"dre": False}, {"layers": 1}, {"w_consistency": 0.0}])
+@pytest.mark.parametrize("fields", [{}, {"cre": False}, {"dre": False}, {"layers": 1}, {"w_consistency": 0.0},
+                                    {"layer_input": "attended"}])  # fmt: skip
 def test_encoder_and_losses_against_equations(fields):
     model, (before, after) = small(**fields).eval(), pictures()
     f = {"bef": model.embed(before), "aft": model.embed(after)}
@@ -148,33 +148,64 @@ def test_encoder_and_losses_against_equations(fields):
     for layer in model.hrd:
         c = dict(x)
         if model.cfg.cre:
-            found = {i: layer.cre(x[other[i]], x[i]) for i in x}  # Eq. 6
-            c = {i: found[i][0] for i in x}
+            enhanced = {i: layer.cre(x[other[i]], x[i]) for i in x}  # Eq. 6
+            c = {i: enhanced[i][0] for i in x}
             if model.cfg.w_consistency:
-                l_c.append(mean([square(found[i][1], layer.entity_dre(e, x[i])[1]) for i in x]))  # Eq. 7
-        x = {i: attention(layer.attention, c[i], c[other[i]]) for i in x}  # Eq. 8
-        l_i.append(match_loss(x["bef"], x["aft"], model.log_scale.exp()))
-        d = {i: f[i] - x[i] for i in x}
+                l_c.append(mean([square(enhanced[i][1], layer.entity_dre(e, x[i])[1]) for i in x]))  # Eq. 7
+        shared = {i: attention(layer.attention, c[i], c[other[i]]) for i in x}  # Eq. 8
+        l_i.append(contrastive_loss(shared["bef"], shared["aft"], model.log_scale.exp()))
+        x = {i: layer.norm(x[i] + shared[i]) if layer.norm else shared[i] for i in x}
+        d = {i: f[i] - shared[i] for i in x}
         if layer.dre:
-            found = {i: layer.dre(f[i], d[i]) for i in x}  # Eq. 10
+            enhanced = {i: layer.dre(f[i], d[i]) for i in x}  # Eq. 10
             if model.cfg.w_consistency:
-                l_d.append(mean([square(found[i][1], layer.entity_cre(e, d[i])[1]) for i in x]))  # Eq. 11
-            d = {i: found[i][0] for i in x}
+                l_d.append(mean([square(enhanced[i][1], layer.entity_cre(e, d[i])[1]) for i in x]))  # Eq. 11
+            d = {i: enhanced[i][0] for i in x}
     f_diff = model.join(torch.cat([d["bef"], d["aft"]], -1))  # Eq. 12
     torch.testing.assert_close(model.encode(before, after, INDICES)[0], (f_diff, e))
     losses, layers = model(before, after, CAPTION, INDICES), len(model.hrd)
+    assert [bool(layer.norm) for layer in model.hrd] == [model.cfg.layer_input == "residual"] * (layers - 1) + [False]
     assert layers == model.cfg.layers and set(losses) == {"caption", "common", "different", "match"}
     assert len(l_c) == 1 + layers * (model.cfg.cre and model.cfg.w_consistency > 0)
     assert len(l_d) == 1 + layers * (model.cfg.dre and model.cfg.w_consistency > 0)
-    for name, expected in (
-        ("common", sum(l_c) / layers),
-        ("different", sum(l_d) / layers),
-        ("match", mean(l_i).item()),
-    ):
-        assert losses[name].item() == pytest.approx(expected), name
+    expected = {"common": sum(l_c) / layers, "different": sum(l_d) / layers, "match": mean(l_i).item()}
+    assert {name: losses[name].item() for name in expected} == pytest.approx(expected)
 
 
-def test_match_loss_against_loops():
+def deviation(x):
+    """What differs over the cells of an image, x (2B, N, D)."""
+    return x - x.mean(1, keepdim=True)
+
+
+def test_maps_survive_bfloat16():
+    """P^ differs over cells by less than bfloat16's digits: at paper size its deviation stays that of float64."""
+    torch.manual_seed(0)
+    maps, model = [], CHEERS(Config(), WORDS, (32, 14, 14), V, torch.randn(M, E)).eval()
+    for module in (m for m in model.modules() if isinstance(m, CRE)):
+        module.register_forward_hook(lambda module, args, output: maps.append(output[1].detach().double()))
+    before, after = torch.randn(2, 2, 32, 14, 14)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model.encode(before, after, INDICES[:2])
+    with torch.no_grad():
+        model.double().encode(before.double(), after.double(), INDICES[:2])
+    rough, exact = [deviation(p) for p in maps[:8]], [deviation(p) for p in maps[8:]]  # four maps a layer
+    errors = [((p - q).norm() / q.norm()).item() for p, q in zip(rough, exact, strict=True)]
+    assert max(errors) < 0.01, errors
+
+
+def test_the_next_layer_reads_cells_that_differ():
+    """At paper size C~ alone is nearly the same in all cells, and that of the layer after it the same."""
+    spread = {}
+    for layer_input in ("residual", "attended"):
+        torch.manual_seed(0)
+        model = CHEERS(Config(layer_input=layer_input), WORDS, (32, 14, 14), V, torch.randn(M, E)).eval()
+        layers = model.encode(*torch.randn(2, 2, 32, 14, 14), INDICES[:2])[1]
+        spread[layer_input] = [(deviation(shared).norm() / shared.norm()).item() for shared, _, _ in layers]
+    assert spread["residual"][0] == spread["attended"][0] > 0.1
+    assert spread["residual"][1] > 0.1 and spread["attended"][1] < 0.002, spread
+
+
+def test_contrastive_loss_against_loops():
     torch.manual_seed(0)
     a, b = torch.randn(2, B, N, D).double()
 
@@ -187,7 +218,7 @@ def test_match_loss_against_loops():
         for ours, others in ((a, b), (b, a)):
             rows = [math.exp(2.5 * sim(ours[i], others[j])) for j in range(B)]
             total -= math.log(rows[i] / sum(rows)) / 2
-    assert match_loss(a, b, torch.tensor(2.5)).item() == pytest.approx(total / B)
+    assert contrastive_loss(a, b, torch.tensor(2.5)).item() == pytest.approx(total / B)
 
 
 def test_total_is_equation_19():
@@ -205,10 +236,9 @@ def test_total_is_equation_19():
 def test_caption_loss_against_loop():
     model, (before, after) = small().eval(), pictures()
     logits = model.decoder.head(model.decoder(CAPTION, model.encode(before, after, INDICES)[0])[0])
-    rows = [
-        -logits[b, t].log_softmax(-1)[CAPTION[b, t + 1]] for b in range(B) for t in range(V - 1) if CAPTION[b, t + 1]
-    ]
-    torch.testing.assert_close(model(before, after, CAPTION, INDICES)["caption"], mean(rows))
+    real = [(b, t) for b in range(B) for t in range(V - 1) if CAPTION[b, t + 1]]
+    words = [-logits[b, t].log_softmax(-1)[CAPTION[b, t + 1]] for b, t in real]
+    torch.testing.assert_close(model(before, after, CAPTION, INDICES)["caption"], mean(words))
 
 
 # ---- decoder ---------------------------------------------------------------------------------------------------------
@@ -241,18 +271,18 @@ def test_cached_decoding_equals_full_decoding_with_entities(gate):
     for p in (p for p in model.parameters() if p.ndim > 1):
         torch.nn.init.normal_(p)
     model.decoder.head.bias.data[[0, 3]] -= 3
-    seen = model.encode(before, after, INDICES)[0]
-    step, ids = model.decoder.stepper(seen), torch.full((B, 1), 2)
+    context = model.encode(before, after, INDICES)[0]
+    step, ids = model.decoder.stepper(context), torch.full((B, 1), 2)
     for t in range(V - 1):
-        logits = model.decoder.head(model.decoder(ids, seen)[0][:, -1])
+        logits = model.decoder.head(model.decoder(ids, context)[0][:, -1])
         torch.testing.assert_close(step(ids[:, -1], t), logits)
         ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
     other = CAPTION.clone()
     other[:, 4:] = 1
-    torch.testing.assert_close(model.decoder(CAPTION, seen)[0][:, :4], model.decoder(other, seen)[0][:, :4])
+    torch.testing.assert_close(model.decoder(CAPTION, context)[0][:, :4], model.decoder(other, context)[0][:, :4])
     assert model.generate(before, after, INDICES)[:, 1].tolist() == ids[:, 1].tolist()
     others = model.encode(before, after, (INDICES + 1) % M)[0]
-    assert not torch.allclose(model.decoder(CAPTION, seen)[0], model.decoder(CAPTION, others)[0])
+    assert not torch.allclose(model.decoder(CAPTION, context)[0], model.decoder(CAPTION, others)[0])
 
 
 def test_attention_maps_sum_to_one():
@@ -275,17 +305,13 @@ def test_blind_model_sees_neither_images_nor_entities():
                                     {"k": 0, "gate": "none", "w_consistency": 0.0}])  # fmt: skip
 def test_every_parameter_learns(fields):
     model = small(**fields)
-    optimizer, start = (
-        torch.optim.Adam(model.parameters(), lr=1e-2),
-        {n: p.clone() for n, p in model.named_parameters()},
-    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    start = {n: p.clone() for n, p in model.named_parameters()}
     before, after = pictures()
-    sum(model(before, after, CAPTION, INDICES).values()).backward()
+    total_loss(model(before, after, CAPTION, INDICES), model.cfg).backward()
     optimizer.step()
     dead = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any() or torch.equal(p, start[n])]
-    key_bias = [
-        n for n in dead if n.endswith("attention.key.bias")
-    ]  # a softmax does not see what shifts all its scores
+    key_bias = [n for n in dead if n.endswith("attention.key.bias")]  # a softmax ignores what shifts all its scores
     assert set(dead) <= set(key_bias), f"no gradient reaches {dead}"
 
 
@@ -297,11 +323,20 @@ def test_what_does_not_go_together_is_refused():
             small(**fields)
 
 
+def test_a_model_asks_for_the_entities_that_it_needs():
+    before, after = pictures()
+    with pytest.raises(ValueError, match="table="):
+        CHEERS(Config(dim=D, heads=2), WORDS, (C, H, W), V)
+    for call in (lambda: small()(before, after, CAPTION), lambda: small().generate(before, after)):
+        with pytest.raises(ValueError, match="entities=, indices"):
+            call()
+
+
 def test_presets():
     parse = lambda *argv: cheers.parse_args(Config, PRESETS, "s", "d", [*argv, "--device", "cpu"])[0]
-    found = {n: parse("--dataset", n) for n in ("clevr_change", "clevr_dc", "spot_the_diff")}
-    assert [(c.lr, c.batch_size, c.layers) for c in found.values()] == [(1e-3, 128, 2), (1e-3, 128, 1), (5e-4, 96, 2)]
-    assert all((c.k, c.w_consistency, c.w_match) == (3, 0.75, 0.5) for c in found.values())
+    configs = [parse("--dataset", name) for name in ("clevr_change", "clevr_dc", "spot_the_diff")]
+    assert [(c.lr, c.batch_size, c.layers) for c in configs] == [(1e-3, 128, 2), (1e-3, 128, 1), (5e-4, 96, 2)]
+    assert all((c.k, c.w_consistency, c.w_match) == (3, 0.75, 0.5) for c in configs)
 
 
 # ---- entities --------------------------------------------------------------------------------------------------------
@@ -337,7 +372,7 @@ def corpus(rendered, monkeypatch):
     return data.load("mini", rendered), counts, clip, tokenizer
 
 
-def test_entities_are_found_once_and_kept(corpus, monkeypatch):
+def test_entities_are_embedded_once_and_kept(corpus, monkeypatch):
     dataset, counts, clip, tokenizer = corpus
     cfg = Config(clip="mini", device="cpu")
     first = cheers.Entities(cfg, dataset)
@@ -346,9 +381,9 @@ def test_entities_are_found_once_and_kept(corpus, monkeypatch):
     assert counts["images"] == 120 and torch.equal(first.table, second.table)
     assert first.phrases == sorted(set(first.phrases)) and first.table.shape == (len(first.phrases), 128)
     pairs = [p for s in dataset.scenes["train"] for p in (*s.pairs, *s.swapped)]
-    found = second(dataset.batch(pairs))
+    retrieved = second(dataset.batch(pairs))
     text = clip.encode_text(tokenizer(first.phrases), normalize=True)
-    for p, indices in zip(pairs, found, strict=True):
+    for p, indices in zip(pairs, retrieved, strict=True):
         x = torch.stack([data.preprocess_mini(image) for image in dataset.images(p)])
         x_bef, x_aft = clip.encode_image(x, normalize=True).split(1)
         score = ((x_bef - x_aft) @ text.T)[0].abs()  # other batches, other last digits: two alike may change places
@@ -360,48 +395,14 @@ def test_entities_are_found_once_and_kept(corpus, monkeypatch):
     assert cheers.Entities(Config(k=0), dataset)(dataset.batch(pairs)) is None
 
 
-def test_retrieval_is_measured(corpus, capsys, monkeypatch):
-    dataset = corpus[0]
-    entities = cheers.Entities(Config(clip="mini", device="cpu"), dataset)
-    scenes, phrases = data.read_json(dataset.root / "scenes.json"), entities.phrases
-    pairs = [
-        p for p in dataset.pairs("test") if scenes[str(int(p.id[:6]))]["type"] != "same" and not p.id.endswith("_n")
-    ]
-    fits = lambda phrase, item: set(phrase.split()) <= {item[name] for name in data.ATTRIBUTES}
-    right, differ = {p.id: set() for p in pairs}, 0
-    for p in pairs:
-        truth, found = scenes[str(int(p.id[:6]))], []
-        for view, absent in (("default", "add"), ("semantic", "drop")):
-            if truth["type"] != absent:
-                names = [{i for i, x in enumerate(phrases) if fits(x, item)} for item in truth["objects"][view]]
-                own = names.pop(truth["changed"])
-                found.append(own - set().union(*names))
-        right[p.id], differ = set().union(*found), differ + (found[0] != found[-1])
-    assert differ, "names before and after the change must differ somewhere"
-    report = entities.report(dataset, "test")["retrieval"]
-    assert set(report) == {"k", "candidates", "chance", "all", *data.KINDS} and report["candidates"] == len(phrases)
-    lots = torch.randint(len(phrases), (20000, 3))
-    lots = lots[(lots.sort(1).values.diff(dim=1) > 0).all(1)]
-    hits = {p.id: bool(right[p.id] & set(entities.found[p.before, p.after].tolist())) for p in pairs}
-    names = torch.tensor([[i in own for i in range(len(phrases))] for own in right.values()])  # (pairs, candidates)
-    chance = names[:, lots].any(2).float().mean().item()
-    assert report["all"] == pytest.approx(100 * mean(list(hits.values())), abs=0.01)
-    assert report["chance"] == pytest.approx(100 * chance, abs=1)
-    color = [hits[i] for i in hits if i in dataset.kinds["color"]]
-    assert report["color"] == pytest.approx(100 * mean(color), abs=0.01)
-    assert "retrieved, in %" in capsys.readouterr().out
-    monkeypatch.setattr(
-        entities, "root", dataset.root / "images"
-    )  # without the truth: subjects of the pair's references
-    monkeypatch.setattr(data, "read_captions", lambda read, name, captions: {c: of_caption(c) for c in captions})
-    nlp = data.language("mini")
-    of_caption = lambda c: data.subjects(nlp(c))
-    hits = []
-    for p in pairs:
-        own = {x for c in p.captions for x in of_caption(c)}
-        hits.append(any(phrases[i] in own for i in entities.found[p.before, p.after]))
-    assert entities.report(dataset, "test")["retrieval"]["all"] == pytest.approx(100 * mean(hits), abs=0.01)
-    assert cheers.Entities(Config(k=0), dataset).report(dataset, "test") == {}
+def test_the_captions_are_read_before_clip_is_fetched(corpus, monkeypatch):
+    def without_model(*_):
+        raise ValueError("run: python -m spacy download en_core_web_sm")
+
+    monkeypatch.setattr(data, "language", without_model)
+    monkeypatch.setattr(data, "clip_embeddings", lambda *_: pytest.fail("a minute of retries without a network"))
+    with pytest.raises(ValueError, match="spacy download"):
+        cheers.Entities(Config(clip="mini", device="cpu"), corpus[0])
 
 
 def test_pictures_name_the_entities(corpus):
@@ -428,8 +429,8 @@ def test_a_checkpoint_of_other_entities_is_refused(corpus):
 def test_resume_and_caption_with_entities(tmp_path, capsys, monkeypatch):
     """As in test_methods.py, but with entities."""
     monkeypatch.setattr(data, "java_works", lambda: False)  # METEOR takes most of an evaluation's time
-    flags = ["--scenes", "60", "--dim", "16", "--log_every", "2", "--eval_every", "6", "--device", "cpu", "--schedule", "step",
-             "--data_dir", str(tmp_path / "mini")]  # fmt: skip
+    flags = ["--scenes", "60", "--dim", "16", "--log_every", "2", "--eval_every", "6", "--device", "cpu",
+             "--schedule", "step", "--data_dir", str(tmp_path / "mini")]  # fmt: skip
     cheers.main([*flags, "--steps", "6", "--out_dir", str(tmp_path / "whole")])
     cheers.main([*flags, "--steps", "3", "--out_dir", str(tmp_path / "parts")])
     cheers.main(["--resume", "--steps", "6", "--out_dir", str(tmp_path / "parts"), "--device", "cpu"])
@@ -439,9 +440,9 @@ def test_resume_and_caption_with_entities(tmp_path, capsys, monkeypatch):
     losses = [x for x in log if x["event"] == "train"]
     assert losses and all(math.isfinite(x[name]) for x in losses for name in ("common", "different", "match"))
     scores = json.loads((tmp_path / "whole" / "scores_test.json").read_text())
-    assert {"chance", "all", "add"} <= set(scores["retrieval"]) and "accuracy" in scores
+    assert "accuracy" in scores
     cheers.main(["--eval", str(tmp_path / "whole" / "best.pt"), "--split", "val", "--device", "cpu"])
-    assert "retrieval" in json.loads((tmp_path / "whole" / "scores_val.json").read_text())
+    assert (tmp_path / "whole" / "scores_val.json").exists()
     checkpoint, dataset = tmp_path / "alone.pt", data.load("mini", tmp_path / "mini")
     entities = cheers.Entities(Config(clip="mini", device="cpu"), dataset)
     (tmp_path / "whole" / "best.pt").rename(checkpoint)
@@ -450,6 +451,6 @@ def test_resume_and_caption_with_entities(tmp_path, capsys, monkeypatch):
     files = [dataset.paths[name].rename(tmp_path / name) for name in (pair.before, pair.after)]
     (tmp_path / "mini").rename(tmp_path / "elsewhere")
     cheers.main(["--caption", *map(str, files), "--checkpoint", str(checkpoint), "--device", "cpu"])
-    told, caption = capsys.readouterr().out.splitlines()
-    assert told == entities.notes(entities.found[pair.before, pair.after][None])[0][0]
+    printed, caption = capsys.readouterr().out.splitlines()
+    assert printed == entities.notes(entities.indices[pair.before, pair.after][None])[0][0]
     assert set(caption.split()) <= set(dataset.vocab.words)

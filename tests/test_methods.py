@@ -279,11 +279,7 @@ def test_a_step_does_not_wait_for_the_host(method, monkeypatch):
             *(torch.ones(shape, device="meta") > 0 for shape in ((2 * B, 7), 2 * B, (2 * B, 2 * B)))
         )
         found, entities = found._replace(text=found.text.float()), object.__new__(cheers.Entities)
-        entities.__dict__ |= {
-            "phrases": ["cube"],
-            "device": "meta",
-            "found": {("a", "b"): torch.zeros(3, dtype=torch.long)},
-        }
+        entities.__dict__ |= {"phrases": ["cube"], "device": "meta", "indices": {("a", "b"): torch.zeros(3).long()}}
         phrases = SimpleNamespace(encode=lambda *_: {"nouns": found, "verbs": found})
         others = torch.ones(B, 6, V).long()
         classes = dataclasses.replace(batch, caption=torch.ones(B, 2, dtype=torch.long))
