@@ -163,8 +163,6 @@ def of_single_pairs(pairs: dict[str, list[Pair]], folder: Path, kinds: dict | No
     of change is scored separately."""
     if unknown := pairs.keys() - set(SPLITS):
         raise ValueError(f"{folder}: expected the splits {', '.join(SPLITS)}, found {min(unknown)!r}")
-    if empty := [split for split in pairs if not pairs[split]]:
-        raise ValueError("; ".join([f"{folder}: no pairs in {empty[0]}", *notes]))
     every = [p for split_pairs in pairs.values() for p in split_pairs]
     paths = {name: folder / name for p in every for name in (p.before, p.after) if name}
     scenes = {split: [Scene((p,)) for p in pairs.get(split, ())] for split in SPLITS}
@@ -204,23 +202,24 @@ def check_shape(content, shape, where: str = "") -> None:
         for key in content if str in shape else shape:
             if key not in content:
                 raise ValueError(f"{where}expected the key {key!r}, found {', '.join(map(str, content)):.60}")
-            check_shape(content[key], shape.get(str) or shape[key], f"{where}{key!r}, ")
+            check_shape(content[key], shape.get(str) or shape[key], f"{where}{key}, ")
 
 
 def read_json(path: Path, shape=dict):
     """Parsed JSON of a shape, see check_shape."""
-    text = path.read_bytes()
+    text = path.read_bytes()  # of bytes, json.loads finds out the encoding
     with file_errors(path, "correct it, or fetch it again"):
         content = json.loads(text)
         check_shape(content, shape)
     return content
 
 
-def read_table(path: Path, columns: Iterable[str], **dialect) -> list[dict[str, str]]:
-    """The rows of a CSV file that has these columns. dialect: csv.DictReader's."""
+def read_table(path: Path, columns: Iterable[str], **dialect) -> dict[str, dict[str, str]]:
+    """The rows of a CSV file that has these columns, by the line that each ends on, "line 2"."""
     with open(path, encoding="utf-8-sig", newline="") as f, file_errors(path, "correct it"):
-        rows = list(csv.DictReader(f, **dialect))
-        check_shape(rows, [dict.fromkeys(columns, str)])
+        rows = csv.DictReader(f, **dialect)
+        rows = {f"line {rows.line_num}": row for row in rows}
+        check_shape(rows, {str: dict.fromkeys(columns, str)})
     return rows
 
 
@@ -350,7 +349,7 @@ def read_birds_to_words(root: Path) -> Release:
     these."""
     file, columns = root / "birds-to-words-v1.0.tsv", ("img1ImgURL", "img2ImgURL", "split", "description")
     texts: dict[tuple, list[str]] = {}
-    for row in read_table(file, columns, delimiter="\t", quoting=csv.QUOTE_NONE):
+    for row in read_table(file, columns, delimiter="\t", quoting=csv.QUOTE_NONE).values():
         key = (row["split"], photo_file(row["img1ImgURL"]), photo_file(row["img2ImgURL"]))
         texts.setdefault(key, []).append(" ".join(tokenize_lower(row["description"])))
     images, pairs, notes = root / "images", {split: [] for split in SPLITS}, ()
@@ -423,20 +422,24 @@ def read_pairs(root: Path) -> Release:
     the same keys. Paths are relative to the folder. A pair with several captions has a list (JSON), or the signs |
     between them, or several rows. A column or key `id`, if there is one, names the pair in result files."""
     file = root / "pairs.json" if (root / "pairs.json").exists() else root / "pairs.csv"
-    shape = {"before": str, "after": str, "captions": (str, list), "split": str}
+    if file.suffix == ".json":
+        shape = {"before": str, "after": str, "captions": (str, list), "split": str}
+        rows = {f"item {n}": row for n, row in enumerate(read_json(file, [shape]))}
+    else:
+        rows = read_table(file, ("before", "after", "captions", "split"))
     pairs = {split: {} for split in SPLITS}
-    for n, row in enumerate(read_json(file, [shape]) if file.suffix == ".json" else read_table(file, shape)):
+    for place, row in rows.items():
         before, after, captions = row["before"], row["after"], row["captions"]
         with file_errors(file, "correct it"):
             captions = captions.split("|") if isinstance(captions, str) else captions
-            check_shape(captions, [str], f"item {n}, 'captions', ")
+            check_shape(captions, [str], f"{place}, captions, ")
             captions = [c.strip() for c in captions if c.strip()]
             if not (before and after and captions):
-                raise ValueError(f"item {n}: no captions for {before!r}, {after!r}, or no images")
-            name = str(row.get("id") or f"{before} {after}")
+                raise ValueError(f"{place}: no captions for {before!r}, {after!r}, or no images")
+            name = f"{before} {after}" if row.get("id") in (None, "") else str(row["id"])
             pair = pairs.setdefault(row["split"], {}).setdefault(name, Pair(name, before, after, []))
             if (pair.before, pair.after) != (before, after):
-                raise ValueError(f"item {n}: id {name} is already of {pair.before}, {pair.after}")
+                raise ValueError(f"{place}: id {name} is already of {pair.before}, {pair.after}")
         pair.captions.extend(captions)
     return of_single_pairs({split: list(members.values()) for split, members in pairs.items()}, root)
 
@@ -504,6 +507,8 @@ def read_release(name: str, root: Path) -> Release:
         release = read_idc_repack(root) if repacked else DATASETS[name].read(root)
     except FileNotFoundError as e:
         raise FileNotFoundError(f"{e}; --data_dir must be the folder of {name}'s release, see the README") from e
+    if not release.scenes["train"]:
+        raise ValueError("; ".join([f"{root}: no pairs in train", *release.notes]))
     for pair in (p for scenes in release.scenes.values() for scene in scenes for p in scene.pairs):
         if not pair.captions:
             raise ValueError(f"{root}: no captions for {pair.id}")
@@ -656,6 +661,13 @@ class Features:
         """ValueError if features of any image are missing."""
         if absent := sorted(n for n in names if n not in self.row):
             raise ValueError(f"{self.path}: no features for {absent[0]} and {len(absent) - 1} more; {self.remedy}")
+
+    def doubts(self, pictures: Iterable[Path]) -> list[str]:
+        """A note if pictures are newer than their features."""
+        made = self.path.stat().st_mtime
+        newer = [path for path in pictures if path.exists() and path.stat().st_mtime > made]
+        text = "{} is older than {} and {} more pictures; if these were replaced, {}"
+        return [text.format(self.path, newer[0], len(newer) - 1, self.remedy)] if newer else []
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -812,7 +824,9 @@ class Dataset:
         """Scores of a split's captions -> those of all pairs together. Without out_dir only the quick metrics. With it
         every metric for every group of pairs, printed and written: captions_<split>.json, scores_<split>.json (with
         the method's own `findings`), and a sheet of sample pictures with attention maps (pair id -> name -> (H, W)) and
-        notes (pair id -> lines)."""
+        notes (pair id -> lines). Without a pair in the split there are no scores."""
+        if not self.scenes[split]:
+            return {}
         if out_dir is None:
             return self.score(split, captions, quick=True)["scores"]["total"]
         write_predictions(out_dir / f"captions_{split}.json", captions)
@@ -853,7 +867,9 @@ def load(name: str, root: str | Path, where: str = "auto", device: str = "cpu", 
     if cuda and (where == "gpu" or (where == "auto" and size < 0.6 * torch.cuda.mem_get_info()[0])):
         features.data = torch.tensor(features.data, device=device)
     place = "on the GPU" if isinstance(features.data, Tensor) else "read from the file"
-    print(*(f"note: {line}" for line in release.notes), f"features: {size / 1e9:.2f} GB, {place}", sep="\n")
+    notes = release.notes + [f"{root} has no {split} pairs" for split in SPLITS if not release.scenes[split]]
+    notes += features.doubts(release.paths.values())
+    print(*(f"note: {line}" for line in notes), f"features: {size / 1e9:.2f} GB, {place}", sep="\n")
     return dataset
 
 
@@ -1452,14 +1468,15 @@ def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
     vocab, names = vocab_of(name, release), sorted(release.paths)  # the vocabulary first, as it may be refused
     extractor, pickled = extractor or DATASETS[name].extractor, root / "full_img.pkl"
     images = [release.paths[n] for n in names]
-    npy = [p.parents[1] / p.parent.name.replace("images", "features") / f"{p.name}.npy" for p in images]
+    npy = [p.parent.parent / p.parent.name.replace("images", "features") / f"{p.name}.npy" for p in images]
     released = extractor == "resnet101-layer3" and any(p.exists() for p in npy)
     with lock(root):
         for partial in root.glob("features*.partial"):  # left by a process that was killed
             partial.unlink()
         if path.exists():
-            open_features(name, root, extractor).require(names)
-            print(f"{path} is there already")
+            features = open_features(name, root, extractor)
+            features.require(names)
+            release.notes += [f"{path} is there already", *features.doubts(images)]
         elif extractor == "resnet101-layer4" and pickled.exists():
             blocks = (x[None] for x in read_pickle(pickled, names))
             write_features(path, names, blocks, extractor, RELEASED_PICKLES, name)
@@ -1552,7 +1569,9 @@ def check(name: str, root: Path, extractor: str = "") -> list[str]:
     if 0 < len(absent) < len(images):  # released features come without any picture
         problems.append(f"there is no {absent[0]} ({len(absent)} of {len(images)} missing); complete the release")
     try:
-        open_features(name, root, extractor).require(release.paths)
+        features = open_features(name, root, extractor)
+        features.require(release.paths)
+        release.notes += features.doubts(images)
     except (OSError, ValueError) as e:
         problems.append(str(e))
     try:
@@ -1580,13 +1599,17 @@ def open_dataset(cfg) -> Dataset:
 def caption_files(model: nn.Module, state: dict, files: list[str], out: str | None, *more) -> str:
     """The caption of any two image files by a model and its checkpoint's content; the attention picture is written to
     `out`. more: further inputs of the model's generate and attention_map."""
+    if out and any(Path(out).exists() and Path(out).samefile(file) for file in files):
+        raise ValueError(f"--out {out} is one of the pictures to caption; choose another name")
     extractor = Extractor(**state["extractor"], device=model.cfg.device)
     before, after = (extractor([f]).to(model.cfg.device).float() for f in files)
     ids = model.generate(before, after, *more)
     caption = Vocab(state["vocab"]).decode(ids)[0]
     if out:
         maps = {name: m[0] for name, m in model.attention_map(before, after, ids, *more).items()}
-        pair_picture(*map(read_image, files), maps, [caption], side=224).save(out)
+        picture = pair_picture(*map(read_image, files), maps, [caption], side=224)
+        with atomic_write(Path(out)) as partial:
+            picture.save(partial, Image.registered_extensions()[Path(out).suffix.lower()])
     return caption
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_readers import RELEASED, write_repack
+from test_readers import RELEASED, write_picture, write_repack
 
 import data
 import scorer_cbr
@@ -191,7 +191,27 @@ def test_preparation_once_whole(release, monkeypatch, capsys):
     for name, x in zip(dataset.paths, dataset.features.rows(list(dataset.paths)), strict=True):
         assert x[0, 0, 0].item() == pytest.approx(np.array(data.read_image(dataset.paths[name])).mean(), rel=1e-3)
     data.main(call)
-    assert Quick.read == 45 and "features.h5 is there already" in capsys.readouterr().out
+    assert Quick.read == 45 and (out := capsys.readouterr().out).count("features.h5 is there already") == 1
+    picture = release / "images/CLEVR_default_000003.png"
+    later = (release / "features.h5").stat().st_mtime + 5
+    os.utime(picture, (later, later))
+    told = f"features.h5 is older than {picture} and 0 more pictures; if these were replaced, remove it and run: python"
+    monkeypatch.setitem(data.DATASETS, "clevr_change", data.Source(data.read_clevr_change))
+    for look in (lambda: data.main(call), lambda: data.main([*call, "--check"]), lambda: data.load(call[0], release)):
+        look()
+        assert told not in out and told in capsys.readouterr().out
+
+
+def test_pictures_beside_the_file_of_pairs(tmp_path, monkeypatch):
+    """From inside the folder: a relative path without a parent."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data, "Extractor", Quick)
+    lines = ["before,after,captions,split", *(f"{split}.png,b.png,it opened,{split}" for split in data.SPLITS)]
+    Path("pairs.csv").write_text("\n".join(lines))
+    for name in (*data.SPLITS, "b"):
+        write_picture(tmp_path / f"{name}.png")
+    data.main(["pairs", "--data_dir", ".", "--device", "cpu"])
+    assert data.load("pairs", ".").lengths == [4]
 
 
 def test_a_killed_extraction_leaves_no_features(tmp_path):

@@ -148,7 +148,7 @@ def test_image_editing_request_is_keyed_by_uid(tmp_path):
     assert data.read_image_editing(tmp_path).paths["c.gif"] == tmp_path / "images" / "c.gif"
     assert data.tokenize_lower(" Crop, PLEASE... it's  50%") == "crop , please ... it ' s 50 %".split()
     write(tmp_path / "test.json", [item("B_1", "a.jpg", "c.gif", 5)])
-    with pytest.raises(ValueError, match=r"test.json cannot be used \(item 0, 'sents', item 0, expected str, found 5"):
+    with pytest.raises(ValueError, match=r"test.json cannot be used \(item 0, sents, item 0, expected str, found 5"):
         data.read_image_editing(tmp_path)
     (tmp_path / "test.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"No such file.*test.json"):
@@ -216,7 +216,7 @@ def test_birds_to_words_reads_the_pairs_whose_photographs_are_here(tmp_path):
             bird_row(3, 1, "test", "long " * 90), bird_row(3, 4, "test", "y")]  # fmt: skip
     write(tmp_path / "birds-to-words-v1.0.tsv", "\n".join([BIRD_COLUMNS, *rows]))
     with pytest.raises(ValueError, match=r"no pairs in train; 0 of 5 pairs have both .*has their addresses"):
-        data.read_birds_to_words(tmp_path)
+        data.read_release("birds_to_words", tmp_path)
     for photo in (1, 2, 3):
         write_picture(tmp_path / "images" / f"{photo}.jpg")
     release = data.read_birds_to_words(tmp_path)
@@ -334,8 +334,8 @@ def test_idcs_repack_reads_as_the_release(name, tmp_path):
     text = (tmp_path / "repack/val.json").read_text()
     write(tmp_path / "repack/val.json", re.sub(r'("img2?": "[^"]*)"', r'\1.jpg"', text))  # a name with its ending
     assert data.read_release(name, tmp_path / "repack").scenes == again.scenes
-    (tmp_path / "repack/val.json").unlink()
-    with pytest.raises(ValueError, match=r"no pairs in val"):
+    (tmp_path / "repack/train.json").write_text("")
+    with pytest.raises(ValueError, match=r"repack: no pairs in train"):
         data.read_release(name, tmp_path / "repack")
 
 
@@ -365,15 +365,15 @@ def test_your_own_pairs_from_csv_and_json(tmp_path):
             for split in data.SPLITS for p in pairs(release, split)]  # fmt: skip
     write(tmp_path / "pairs.json", rows)
     assert data.read_pairs(tmp_path) == release
-    write(tmp_path / "pairs.json", [rows[0] | {"id": "gate", "captions": "opened"}, *rows[1:]])
-    assert pairs(data.read_pairs(tmp_path), "train") == [data.Pair("gate", "a.png", "b.png", ["opened"])]
-    write(tmp_path / "pairs.json", rows[:2])
-    with pytest.raises(ValueError, match=r"no pairs in test"):
-        data.read_pairs(tmp_path)
+    for given in ("gate", 0):
+        write(tmp_path / "pairs.json", [rows[0] | {"id": given, "captions": "opened"}, *rows[1:]])
+        assert pairs(data.read_pairs(tmp_path), "train") == [data.Pair(str(given), "a.png", "b.png", ["opened"])]
+    (tmp_path / "pairs.json").write_text(json.dumps(rows), encoding="utf-8-sig")  # as some editors write it
+    assert data.read_pairs(tmp_path) == release
     for row, line in (
         ({"captions": [" "]}, "item 3: no captions for 'a.png', 'b.png'"),
         ({"captions": []}, "item 3: no captions"), ({"before": ""}, "item 3: no captions for '', 'b.png'"),
-        ({"captions": [5]}, "item 3, 'captions', item 0, expected str"), ({"after": 7}, "item 3, 'after', expected"),
+        ({"captions": [5]}, "item 3, captions, item 0, expected str"), ({"after": 7}, "item 3, after, expected"),
     ):  # fmt: skip
         write(tmp_path / "pairs.json", [*rows[:3], rows[0] | row])
         with pytest.raises(ValueError, match=line):
@@ -382,12 +382,35 @@ def test_your_own_pairs_from_csv_and_json(tmp_path):
     with pytest.raises(ValueError, match=r"pairs.json cannot be used \(item 1: id 5 is already of a.png, b.png\)"):
         data.read_pairs(tmp_path)
     (tmp_path / "pairs.json").unlink()
-    write(tmp_path / "pairs.csv", "before,after,split\na,b,train\n")
-    with pytest.raises(ValueError, match=r"pairs.csv cannot be used \(item 0, expected the key 'captions', found"):
-        data.read_pairs(tmp_path)
+    head = "before,after,captions,split\n"
+    for text, line in (
+        ("before,after,split\na,b,train\n", "line 2, expected the key 'captions', found before, after, split"),
+        (head + 'a,b,"c\nd",train\na,b,,train\n', "line 4: no captions for 'a', 'b'"),
+        (head + "a,b,c,train\n\na,b,c\n", "line 4, split, expected str, found None"),
+    ):
+        write(tmp_path / "pairs.csv", text)
+        with pytest.raises(ValueError, match=rf"pairs.csv cannot be used \({line}"):
+            data.read_pairs(tmp_path)
     (tmp_path / "pairs.csv").unlink()
     with pytest.raises(FileNotFoundError, match=r"No such file.*pairs.csv"):
         data.read_pairs(tmp_path)
+
+
+def test_your_own_pairs_may_lack_validation_and_test_but_not_training(tmp_path, capsys):
+    row = {"before": "a.png", "after": "b.png", "captions": "opened", "split": "train"}
+    write(tmp_path / "pairs.json", [row])
+    write_features("pairs", tmp_path)
+    dataset = data.load("pairs", tmp_path)
+    assert capsys.readouterr().out.count("has no val pairs") == 1 and dataset.pairs("val") == []
+    for split in ("val", "test"):
+        assert [*dataset.eval_batches(split, 2)] == [] and not dataset.groups(split)
+        for out_dir in (None, tmp_path / "run"):
+            assert dataset.results(split, {}, {}, out_dir) == {}
+    assert not (tmp_path / "run").exists()
+    write(tmp_path / "pairs.json", [row | {"split": "test"}])
+    for prepared in (data.load, data.prepare, data.check):
+        with pytest.raises(ValueError, match=f"{tmp_path}: no pairs in train"):
+            prepared("pairs", tmp_path, "cpu")
 
 
 def blocks(title):
