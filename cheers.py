@@ -538,15 +538,18 @@ def evaluate(
 
 
 def entities_of_files(model: CHEERS, state: dict, files: list[str]) -> Tensor | None:
-    """Section 3.1.2 for any two image files: indices (1, K), which it also prints by name."""
+    """Section 3.1.2 for pairs of image files, before and after in turn: indices (pairs, K), which it also prints by
+    name."""
     import data
 
     if not model.cfg.k:
         return None
     clip, _, preprocess = data.load_clip(model.cfg.clip, Path(), model.cfg.device, state["entities"]["clip"])
-    x = data.encode_images(clip, preprocess, files).to(model.table.device)
-    indices = retrieve(x[:1], x[1:], model.table, model.cfg.k, model.cfg.retrieval == "signed")
-    print("entities: " + ", ".join(state["entities"]["phrases"][i] for i in indices[0].tolist()))
+    parts = [data.encode_images(clip, preprocess, files[i : i + 32]) for i in range(0, len(files), 32)]
+    x = torch.cat(parts).to(model.table.device)
+    indices = retrieve(x[::2], x[1::2], model.table, model.cfg.k, model.cfg.retrieval == "signed")
+    for row in indices.tolist():
+        print("entities: " + ", ".join(state["entities"]["phrases"][i] for i in row))
     return indices
 
 
@@ -565,7 +568,7 @@ def main(argv: list[str] | None = None) -> None:
     cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv)
     if args.caption:
         model, state = load_model(cfg, args.checkpoint)
-        print(data.caption_files(model, state, args.caption, args.out, entities_of_files(model, state, args.caption)))
+        data.caption_files(model, state, args.caption, args.out, entities_of_files)
         return
     dataset = data.open_dataset(cfg)
     if args.eval is None:

@@ -417,31 +417,48 @@ def read_idc_repack(root: Path) -> Release:
     return of_single_pairs(pairs, root / "images")
 
 
-def read_pairs(root: Path) -> Release:
-    """Your own pairs: pairs.csv with the columns before, after, captions, split, or pairs.json, a list of objects with
-    the same keys. Paths are relative to the folder. A pair with several captions has a list (JSON), or the signs |
-    between them, or several rows. A column or key `id`, if there is one, names the pair in result files."""
-    file = root / "pairs.json" if (root / "pairs.json").exists() else root / "pairs.csv"
+def read_rows(file: Path, shape: dict) -> dict[str, dict]:
+    """The rows of a JSON list or a CSV file by where they stand, "item 0" or "line 2". shape: see check_shape."""
     if file.suffix == ".json":
-        shape = {"before": str, "after": str, "captions": (str, list), "split": str}
-        rows = {f"item {n}": row for n, row in enumerate(read_json(file, [shape]))}
-    else:
-        rows = read_table(file, ("before", "after", "captions", "split"))
-    pairs = {split: {} for split in SPLITS}
-    for place, row in rows.items():
-        before, after, captions = row["before"], row["after"], row["captions"]
+        return {f"item {n}": row for n, row in enumerate(read_json(file, [shape]))}
+    return read_table(file, shape)
+
+
+def pair_name(row: dict) -> str:
+    """The id that a row gives its pair, or both paths."""
+    return f"{row['before']} {row['after']}" if row.get("id") in (None, "") else str(row["id"])
+
+
+def split_of(name: str) -> str:
+    """A split for a pair of this name: 80 % train, 10 % val, 10 % test, the same on every machine."""
+    return (["train"] * 8 + ["val", "test"])[int(hashlib.sha256(name.encode()).hexdigest(), 16) % 10]
+
+
+def read_pairs(root: Path) -> Release:
+    """Your own pairs: pairs.csv with the columns before, after, captions, or pairs.json, a list of objects with these
+    keys. Paths are relative to the folder. A pair with several captions has a list (JSON), or the signs | between them,
+    or several rows. Three more columns may be there: `split` (without it, see split_of), `id`, which names the pair in
+    result files, and `kind`: kinds of change are scored separately, "no change" also as recognised or not."""
+    file = root / "pairs.json" if (root / "pairs.json").exists() else root / "pairs.csv"
+    pairs, kinds = {split: {} for split in SPLITS}, {}
+    for place, row in read_rows(file, {"before": str, "after": str, "captions": (str, list)}).items():
+        before, after, captions, name = row["before"], row["after"], row["captions"], pair_name(row)
         with file_errors(file, "correct it"):
             captions = captions.split("|") if isinstance(captions, str) else captions
             check_shape(captions, [str], f"{place}, captions, ")
             captions = [c.strip() for c in captions if c.strip()]
             if not (before and after and captions):
                 raise ValueError(f"{place}: no captions for {before!r}, {after!r}, or no images")
-            name = f"{before} {after}" if row.get("id") in (None, "") else str(row["id"])
-            pair = pairs.setdefault(row["split"], {}).setdefault(name, Pair(name, before, after, []))
+            split = row["split"] if "split" in row else split_of(name)
+            if split not in SPLITS:
+                raise ValueError(f"{place}: expected the split {', '.join(SPLITS)}, found {split!r}")
+            pair = pairs[split].setdefault(name, Pair(name, before, after, []))
             if (pair.before, pair.after) != (before, after):
                 raise ValueError(f"{place}: id {name} is already of {pair.before}, {pair.after}")
         pair.captions.extend(captions)
-    return of_single_pairs({split: list(members.values()) for split, members in pairs.items()}, root)
+        if row.get("kind"):
+            kinds.setdefault(str(row["kind"]), set()).add(name)
+    return of_single_pairs({split: list(members.values()) for split, members in pairs.items()}, root, kinds)
 
 
 # ---- the table of data sets ------------------------------------------------------------------------------------------
@@ -517,9 +534,11 @@ def read_release(name: str, root: Path) -> Release:
 
 # ---- pictures and features -------------------------------------------------------------------------------------------
 
-def read_image(path: str | Path) -> Image.Image:
-    """Any image file as RGB, known by its content and not by its name (first frame of an animation). ValueError naming
-    the file if it is no image."""
+def read_image(path: str | Path | Image.Image) -> Image.Image:
+    """Any image file as RGB, known by its content and not by its name (first frame of an animation), or a picture that
+    is in memory. ValueError naming the file if it is no image."""
+    if isinstance(path, Image.Image):
+        return path.convert("RGB")
     Image.MAX_IMAGE_PIXELS = 5 * 10**7  # Pillow refuses pictures of twice as many
     try:
         with Image.open(path) as im:
@@ -1596,21 +1615,44 @@ def open_dataset(cfg) -> Dataset:
     return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
 
 
-def caption_files(model: nn.Module, state: dict, files: list[str], out: str | None, *more) -> str:
-    """The caption of any two image files by a model and its checkpoint's content; the attention picture is written to
-    `out`. more: further inputs of the model's generate and attention_map."""
-    if out and any(Path(out).exists() and Path(out).samefile(file) for file in files):
-        raise ValueError(f"--out {out} is one of the pictures to caption; choose another name")
-    extractor = Extractor(**state["extractor"], device=model.cfg.device)
-    before, after = (extractor([f]).to(model.cfg.device).float() for f in files)
-    ids = model.generate(before, after, *more)
-    caption = Vocab(state["vocab"]).decode(ids)[0]
-    if out:
-        maps = {name: m[0] for name, m in model.attention_map(before, after, ids, *more).items()}
+def caption_pairs(model: nn.Module, state: dict, pairs: list[tuple], inputs: Callable | None = None,
+                  batch: int = 16) -> Iterator[tuple[str, dict[str, Tensor]]]:  # fmt: skip
+    """The caption and the attention maps (name -> (H, W)) of each pair of pictures (files or PIL images) by a model and
+    its checkpoint's content. inputs(model, state, pictures) -> what else the model's generate and attention_map take, a
+    row for each pair, or None."""
+    device, vocab, pictures = model.cfg.device, Vocab(state["vocab"]), [picture for pair in pairs for picture in pair]
+    rows = inputs(model, state, pictures) if inputs else None
+    blocks = Extractor(**state["extractor"], device=device).blocks(pictures, 2 * batch)
+    for i, x in zip(range(0, len(pairs), batch), blocks, strict=True):
+        before, after = x.to(device).float().unflatten(0, (-1, 2)).unbind(1)
+        more = [] if rows is None else [rows[i : i + batch]]
+        ids = model.generate(before, after, *more)
+        maps = model.attention_map(before, after, ids, *more)
+        for n, caption in enumerate(vocab.decode(ids)):
+            yield caption, {name: m[n] for name, m in maps.items()}
+
+
+def caption_files(model: nn.Module, state: dict, files: list[str], out: str | None, inputs=None) -> None:
+    """Prints the caption of two image files, or of every pair of a CSV file with the columns before and after, whose
+    paths are relative to it. `out`: the attention picture, or the CSV file's captions as COCO results. inputs: see
+    caption_pairs."""
+    pairs, folder = {"": tuple(map(Path, files))}, Path(files[0]).parent
+    if len(files) == 1:
+        rows = read_rows(Path(files[0]), {"before": str, "after": str}).values()
+        pairs = {pair_name(row): (folder / row["before"], folder / row["after"]) for row in rows}
+    if out and Path(out).exists() and any(Path(out).samefile(f) for f in (*files, *itertools.chain(*pairs.values()))):
+        raise ValueError(f"--out {out} is one of the files to read; choose another name")
+    results = {}
+    for name, result in zip(pairs, caption_pairs(model, state, [*pairs.values()], inputs), strict=True):
+        results[name] = result
+        print(f"{name}: {result[0]}" if name else result[0], flush=True)
+    if out and len(files) == 1:
+        write_predictions(Path(out), {name: caption for name, (caption, _) in results.items()})
+    elif out:
+        caption, maps = results[""]
         picture = pair_picture(*map(read_image, files), maps, [caption], side=224)
         with atomic_write(Path(out)) as partial:
             picture.save(partial, Image.registered_extensions()[Path(out).suffix.lower()])
-    return caption
 
 
 def score_files(args) -> None:

@@ -881,7 +881,7 @@ def main(argv: list[str] | None = None) -> None:
 
     cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED)
     if args.caption:
-        print(data.caption_files(*load_model(IDC, cfg, args.checkpoint), args.caption, args.out))
+        data.caption_files(*load_model(IDC, cfg, args.checkpoint), args.caption, args.out)
         return
     dataset = open_dataset(cfg)
     if args.eval is None:

@@ -528,7 +528,7 @@ def main(argv: list[str] | None = None) -> None:
 
     cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv)
     if args.caption:
-        print(data.caption_files(*load_model(RDD, cfg, args.checkpoint), args.caption, args.out))
+        data.caption_files(*load_model(RDD, cfg, args.checkpoint), args.caption, args.out)
         return
     dataset = data.open_dataset(cfg)
     if args.eval is None:

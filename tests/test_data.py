@@ -282,6 +282,76 @@ def test_write_release_is_what_the_reader_expects(tmp_path):
     }
 
 
+class Captioner(torch.nn.Module):
+    """Says whether "after" is brighter than "before", and looks at its brightest cell."""
+
+    cfg = SimpleNamespace(device="cpu")
+
+    def generate(self, before, after, more=None):
+        brighter = (after - before).mean((1, 2, 3)) > 0
+        word = torch.where(brighter, 4, 5) if more is None else more
+        return torch.stack([torch.full_like(word, data.START), word, torch.full_like(word, data.END)], 1)
+
+    def attention_map(self, before, after, ids, more=None):
+        return {"attention": after.mean(1)}
+
+
+@pytest.fixture
+def captioner(tmp_path, monkeypatch):
+    """Two pictures, a model and its checkpoint's content, with an extractor that takes the mean."""
+    class Mean(data.Extractor):
+        def __init__(self, name, state, device):
+            self.preprocess, self.device = data.preprocess_mini, device
+            self.net = lambda x: x.unflatten(2, (8, 8)).unflatten(4, (8, 8)).mean((3, 5))
+
+    monkeypatch.setattr(data, "Extractor", Mean)
+    for name in ("dark", "bright"):
+        data.Image.new("RGB", (40, 20), {"dark": "black", "bright": "white"}[name]).save(tmp_path / f"{name}.png")
+    state = {"vocab": [*data.SPECIAL, "brighter", "darker"], "extractor": {"name": "mean", "state": None}}
+    return tmp_path / "dark.png", tmp_path / "bright.png", Captioner(), state
+
+
+def test_two_files_are_captioned(captioner, tmp_path, capsys, monkeypatch):
+    dark, bright, *model = captioner
+    data.caption_files(*model, [dark, bright], None)
+    data.caption_files(*model, [bright, dark], str(tmp_path / "out.jpg"))
+    assert capsys.readouterr().out == "brighter\ndarker\n"
+    with data.Image.open(tmp_path / "out.jpg") as im:
+        assert im.format == "JPEG" and im.width > 4 * 200
+    there = {*tmp_path.iterdir()}
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link.png").symlink_to(bright)
+    for out in (bright, tmp_path / "sub/../dark.png", tmp_path / "link.png"):  # a photograph of the user
+        with pytest.raises(ValueError, match="is one of the files to read"):
+            data.caption_files(*model, [dark, bright], str(out))
+    monkeypatch.setattr(data.Image.Image, "save", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        data.caption_files(*model, [dark, bright], str(tmp_path / "other.png"))
+    assert {*tmp_path.iterdir()} == there | {tmp_path / "sub", tmp_path / "link.png"}
+    images = tuple(map(data.read_image, (bright, dark)))  # from Python: pictures in memory
+    ((caption, maps),) = data.caption_pairs(*model, [images])
+    assert caption == "darker" and maps["attention"].shape == (8, 8)
+
+
+def test_the_pairs_of_a_file_are_captioned(captioner, tmp_path, capsys):
+    *_, model, state = captioner
+    rows = ["dark.png,bright.png,", "bright.png,dark.png,x", "dark.png,bright.png,"] + ["dark.png,dark.png,0"] * 2
+    (tmp_path / "pairs.csv").write_text("\n".join(["before,after,id", *rows]))
+    data.caption_files(model, state, [str(tmp_path / "pairs.csv")], str(tmp_path / "out.json"))
+    told = {"dark.png bright.png": "brighter", "x": "darker", "0": "darker"}
+    assert capsys.readouterr().out.splitlines() == [f"{name}: {caption}" for name, caption in told.items()]
+    assert data.read_predictions(tmp_path / "out.json") == told
+    inputs = lambda model, state, pictures: torch.tensor([4 + (picture.stem == "dark") for picture in pictures[::2]])
+    pairs = [captioner[:2], captioner[1::-1], captioner[:2]]
+    captions = [caption for caption, _ in data.caption_pairs(model, state, pairs, inputs, batch=2)]
+    assert captions == ["darker", "brighter", "darker"]
+    with pytest.raises(ValueError, match="is one of the files to read"):
+        data.caption_files(model, state, [str(tmp_path / "pairs.csv")], str(tmp_path / "pairs.csv"))
+    (tmp_path / "pairs.csv").write_text("before\na.png")
+    with pytest.raises(ValueError, match=r"pairs.csv cannot be used \(line 2, expected the key 'after', found before"):
+        data.caption_files(model, state, [str(tmp_path / "pairs.csv")], None)
+
+
 def test_pictures():
     red, blue = (data.Image.new("RGB", (20, 10), c) for c in ("red", "blue"))
     heat = torch.zeros(2, 3)

@@ -386,7 +386,8 @@ def test_your_own_pairs_from_csv_and_json(tmp_path):
     for text, line in (
         ("before,after,split\na,b,train\n", "line 2, expected the key 'captions', found before, after, split"),
         (head + 'a,b,"c\nd",train\na,b,,train\n', "line 4: no captions for 'a', 'b'"),
-        (head + "a,b,c,train\n\na,b,c\n", "line 4, split, expected str, found None"),
+        (head + "a,b,c,train\n\na,b,c\n", "line 4: expected the split train, val, test, found None"),
+        (head + "a,b,c,dev\n", "line 2: expected the split train, val, test, found 'dev'"),
     ):
         write(tmp_path / "pairs.csv", text)
         with pytest.raises(ValueError, match=rf"pairs.csv cannot be used \({line}"):
@@ -394,6 +395,21 @@ def test_your_own_pairs_from_csv_and_json(tmp_path):
     (tmp_path / "pairs.csv").unlink()
     with pytest.raises(FileNotFoundError, match=r"No such file.*pairs.csv"):
         data.read_pairs(tmp_path)
+
+
+def test_your_own_pairs_without_a_split_and_with_kinds(tmp_path):
+    lines = ["before,after,captions,kind", *(f"{n}.png,b.png,text {n},{'added' * (n % 3 == 1)}" for n in range(500))]
+    write(tmp_path / "pairs.csv", "\n".join([*lines, "3.png,b.png,once more,no change"]))
+    release = data.read_pairs(tmp_path)
+    assert sizes(release) == {"train": 390, "val": 48, "test": 62}  # a function of the names alone
+    assert [p.id for p in pairs(release, "val")][:3] == ["0.png b.png", "14.png b.png", "32.png b.png"]
+    assert sorted(map(len, release.kinds.values())) == [1, 167] and release.groups == release.kinds
+    (more,) = [p for split in data.SPLITS for p in pairs(release, split) if len(p.captions) > 1]
+    assert release.kinds["no change"] == {more.id} and more.captions == ["text 3", "once more"]
+    rows = [{"before": p.before, "after": p.after, "captions": p.captions} for p in pairs(release, "val")]
+    write(tmp_path / "pairs.json", [*rows, rows[0] | {"id": "x", "split": "train", "kind": 5}])
+    release = data.read_pairs(tmp_path)  # some have a split
+    assert sizes(release) == {"train": 1, "val": 48, "test": 0} and release.kinds == {"5": {"x"}}
 
 
 def test_your_own_pairs_may_lack_validation_and_test_but_not_training(tmp_path, capsys):
