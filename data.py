@@ -472,11 +472,11 @@ class Source:
     extractor: str = "resnet101-layer3"  # the feature network, up to which layer (RESNETS)
     tokenizer: Callable[[str], list[str]] = tokenize  # caption -> words of the vocabulary
     min_count: int = 1  # how often a word must occur to be in the vocabulary
-    vocab_splits: tuple[str] = ("train",)  # the splits whose captions the field counts
+    vocab_splits: tuple[str, ...] = ("train",)  # the splits whose captions the field counts
     max_words: int | None = None  # the length at which the field cuts captions; None: it does not
     # How captions become words for the metrics: PTB tokenizer; at blanks; at blanks, all unknown words as one.
     tokens: Literal["ptb", "split", "ids"] = "ptb"
-    same: tuple[str] = ()  # the field's sentences for "nothing changed"; none: those of training pairs
+    same: tuple[str, ...] = ()  # the field's sentences for "nothing changed"; none: those of training pairs
     # Published counts, for --check: scenes a split, types of change, words with the four special ids.
     scenes: dict[str, int] = field(default_factory=dict)
     types: dict[str, int] = field(default_factory=dict)

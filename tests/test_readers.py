@@ -11,6 +11,7 @@ import pytest
 from conftest import GRID, write_features, write_picture
 
 import data
+import scorer_cbr
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 real = pytest.mark.skipif(not SHARED.exists(), reason="the public annotation files are not here")
@@ -412,7 +413,7 @@ def test_your_own_pairs_without_a_split_and_with_kinds(tmp_path):
     assert sizes(release) == {"train": 1, "val": 48, "test": 0} and release.kinds == {"5": {"x"}}
 
 
-def test_your_own_pairs_may_lack_validation_and_test_but_not_training(tmp_path, capsys):
+def test_your_own_pairs_may_lack_validation_and_test_but_not_training(tmp_path, tiny, capsys):
     row = {"before": "a.png", "after": "b.png", "captions": "opened", "split": "train"}
     write(tmp_path / "pairs.json", [row])
     write_features("pairs", tmp_path)
@@ -423,6 +424,9 @@ def test_your_own_pairs_may_lack_validation_and_test_but_not_training(tmp_path, 
         for out_dir in (None, tmp_path / "run"):
             assert dataset.results(split, {}, {}, out_dir) == {}
     assert not (tmp_path / "run").exists()
+    scorer_cbr.main([*tiny, "--dataset", "pairs", "--data_dir", str(tmp_path), "--out_dir", str(tmp_path / "run")])
+    written = {path.name for path in (tmp_path / "run").iterdir()}
+    assert written == {"config.json", "log.jsonl", "last.pt", "best.pt", "curves.png"}
     write(tmp_path / "pairs.json", [row | {"split": "test"}])
     for prepared in (data.load, data.prepare, data.check):
         with pytest.raises(ValueError, match=f"{tmp_path}: no pairs in train"):
