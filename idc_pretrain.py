@@ -88,7 +88,7 @@ class Config(RunConfig):
     """IDC. common.RunConfig has the fields of a run; its steps, lr, warmup and batch_size are those of fine-tuning."""
 
     RANGES = RunConfig.RANGES | {
-        "pretrain_steps": (0, 10**8), "pretrain_warmup": (0, 10**8), "cub_batch": (0, 10**8), "patience": (0, 10**8),
+        "pretrain_steps": (0, 10**8), "pretrain_warmup": (0, 10**8), "cub_batch": (0, 10**8),
         "mlm": (0, 1000), "mvcl": (0, 1000), "fda": (0, 1000), "mask_rate": (0.01, 1), "cell_mask_rate": (0.01, 1),
         "tau_mvcl": (0.001, 1000), "tau_fda": (0.001, 1000), "dropout": (0, 0.99),
     }  # fmt: skip
@@ -116,7 +116,6 @@ class Config(RunConfig):
     tau_fda: float = 1.0  # temperature of FDA
     weight_decay: float = 0.0  # of fine-tuning
     w_judge: float = 1.0  # weight of L_judge in fine-tuning; nothing on data sets without distractor pairs
-    patience: int = 0  # validations without a better one that end fine-tuning; 0: never
     # paper | released code
     swap: bool = True  # [ours] half of the scenes swap default and distractor image, as in the other methods
     finetune_targets: Literal["every", "masked"] = "every"  # [ours] a [MASK] in each word's place; or masked words only
@@ -574,17 +573,17 @@ def losses_of(model: IDC, batches: tuple, cfg: Config, task: str, negatives=None
         changed = n == 0 if len(batches) == 2 else None
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
             after = None if batch.single else batch.after
-            parts = model(batch.before, after, batch.caption, task, changed, rewritten)
-        losses = {name: losses.get(name, 0) + part / len(batches) for name, part in parts.items()}
+            terms = model(batch.before, after, batch.caption, task, changed, rewritten)
+        losses = {name: losses.get(name, 0) + term / len(batches) for name, term in terms.items()}
     return losses | {"total": total_loss(losses, cfg)}
 
 
 def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     """Pre-train, then fine-tune on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
 
-    The weights at the end of pre-training stay in pretrained.pt, for other runs' --init. Stopped by Ctrl-C or SIGTERM
-    it saves last.pt and exits 130 or 143; with `resume` it goes on from there as if nothing had happened.
-    FloatingPointError if a loss is not finite."""
+    The weights at the end of pre-training stay in pretrained.pt, for other runs' --init. Ctrl-C and SIGTERM save
+    last.pt and exit 130 or 143; `resume` continues from there as if training had never stopped. FloatingPointError if
+    a loss is not finite."""
     sources = {stage: open_cub(cfg, dataset) if stage == "cub" else dataset for stage, _, _ in plan(cfg)}
     negatives = {stage: Negatives(source) for stage, source in sources.items() if cfg.fda and stage != "finetune"}
     birds = Birds(cfg) if cfg.nabirds and cfg.pretrain_steps else None
@@ -600,7 +599,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     sizes = {"cub": cfg.cub_batch or cfg.pretrain_batch, "pretrain": cfg.pretrain_batch, "finetune": cfg.batch_size}
     with Run(cfg, resume, model, None, dataset) as run:
         for stage, first, last in plan(cfg):
-            if run.step >= last or 0 < cfg.patience <= run.worse:
+            if run.step >= last:
                 continue
             finetune = stage == "finetune"
             decay, rate = (cfg.weight_decay, finetune_rate) if finetune else (0.0, pretrain_rate)
@@ -618,8 +617,6 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
                 if stage == "pretrain" and run.step + 1 == last:
                     run.save("pretrained.pt")
                 run.end_step(losses, validate)
-                if 0 < cfg.patience <= run.worse:
-                    break
     return run.best_model()
 
 
@@ -630,7 +627,7 @@ def evaluate(model: IDC, dataset, split: str, cfg: Config, out_dir: Path | None 
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
     Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs,
-    printed and written beside captions and sample pictures."""
+    printed and written with captions and sample pictures."""
     model.eval()
     captions, maps = {}, {}  # by pair id
     for batch in dataset.eval_batches(split, cfg.eval_batch):
@@ -638,8 +635,8 @@ def evaluate(model: IDC, dataset, split: str, cfg: Config, out_dir: Path | None 
         ids = model.generate(batch.before, batch.after)
         captions |= zip(batch.pair_ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
-            seen = model.attention_map(batch.before, batch.after, ids)
-            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.pair_ids)}
+            batch_maps = model.attention_map(batch.before, batch.after, ids)
+            maps |= {i: {name: m[b] for name, m in batch_maps.items()} for b, i in enumerate(batch.pair_ids)}
     model.train()
     return dataset.results(split, captions, maps, out_dir)
 

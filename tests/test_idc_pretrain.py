@@ -373,14 +373,6 @@ def test_resume_in_either_stage_equals_no_interruption(at, prepared, tiny, tmp_p
     assert (tmp_path / "stopped" / "pretrained.pt").exists()
 
 
-def test_patience_ends_fine_tuning(prepared, tiny, tmp_path):
-    run(*tiny, "--data_dir", prepared, "--pretrain_steps", 0, "--out_dir", tmp_path / "run", "--lr", 0, "--steps", 40,
-        "--eval_every", 2, "--patience", 3)  # fmt: skip
-    assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] == 8  # the first is the best
-    run("--resume", "--out_dir", tmp_path / "run", "--device", "cpu")
-    assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] == 8
-
-
 # ---- rewritten captions ----------------------------------------------------------------------------------------------
 
 
