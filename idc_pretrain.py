@@ -1,11 +1,11 @@
 """IDC pre-training and fine-tuning: Image Difference Captioning with Pre-training and Contrastive Learning
 (Yao, Wang, Jin, AAAI 2022).
 
-Idea. (1) Two images and a caption are one sequence of tokens for one transformer; before it, an encoder sees each image
-alone and another both together, so that it can compare. (2) Three tasks pre-train it on the pairs it will caption:
-guess masked words (MLM), recognise masked image cells among all others (MVCL), tell the caption from six rewritten ones
-(FDA). (3) Fine-tuning keeps the first task, with words that see only earlier ones, so that a caption is written word by
-word in the place of a [MASK]; where there are distractor pairs it also learns to judge them.
+Idea. (1) Two images and a caption are one sequence of tokens for one transformer. Before it, one encoder sees each
+image alone and another compares both. (2) Three tasks pre-train it on the pairs that it will caption: guess masked
+words (MLM), recognise masked image cells among all the rest (MVCL), tell the caption from six rewritten ones (FDA).
+(3) Fine-tuning keeps the first task, with words that see only earlier ones, so that a caption is written word by word
+in the place of a [MASK]. On data sets with distractor pairs it also learns to judge them.
 
 The paper's equations (1)-(9) in our copy are prose, so their numbers stand for:
 Eq. 1-3    Embedding           y = Dropout(LN(x + type + position))
@@ -14,10 +14,9 @@ Eq. 5      IDC.cross           cross-modal transformer over [visual ; text]
 Eq. 6      word_loss           MLM, of words masked by mask_words
 Eq. 7-8    cell_loss           MVCL, of cells masked by mask_cells
 Eq. 9      align_loss          FDA, captions rewritten by Negatives: Retrieve, Replace, Confuse
-Sec. 2.3   judge_loss          is the pair a distractor?
-Sec. 2.4   class_loss, contrast_loss (TransFG's), match_loss: classes and pairs of birds, for the image difference
-encoder
-           losses_of           one task a step in pre-training; then L = L_MLM + w_judge L_judge
+Sec. 2.4   class_loss, contrast_loss, same_class_loss: birds for the image difference encoder
+Sec. 3.1   judge_loss          is the pair a distractor?
+           total_loss          one task a step in pre-training; then L = L_MLM + w_judge L_judge
 
 Row of the paper's tables                      flags
 Tables 2, 3  CLEVR-Change                      --dataset clevr_change
@@ -30,14 +29,17 @@ Tables 1, 5  Birds-to-Words; + CUB; + NABirds  --dataset birds_to_words; --cub F
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, K heads, V words of a caption (START, words, END,
 padding), T text tokens, S = 2 (N + 1) visual tokens: [IMG1] v_1 ... v_N [IMG2] v_1 ... v_N.
 
-Where the paper is silent the released code is followed; where both are, the choice is marked [ours]. Where the two
-differ there is a config field; --reading released sets them all. Without a field: captions are padded to the longest of
-the data set (released: to 40 or 80 ids); LayerNorm is PyTorch's (released: by the unbiased deviation plus an epsilon);
-CUB's [IMG2] passes E_s (released: straight to E_p). Both readings have the release's [CLS] and [IMG] without positions,
-words times sqrt(D), pre-norm blocks without a LayerNorm after the last, and in fine-tuning images that do not see the
-text: the paper allows it, but a word would then learn from later ones through the images. Which words fine-tuning masks
-the paper does not say: here each word is asked for from a [MASK] in its place behind the true words before it, as in
-decoding [ours] (finetune_targets).
+If the paper is silent, the released code is followed; if both are, the choice is marked [ours]. If the two differ,
+RELEASED below names a config field, and --reading released sets them all. Both readings
+- have the release's [CLS] and [IMG] without positions, words times sqrt(D), and no LayerNorm after the last block;
+- hide the text from the images in fine-tuning, as released; the paper does not, but then a word would learn from later
+  ones through the images;
+- use PyTorch's LayerNorm (released: by the unbiased deviation plus an epsilon);
+- pad captions to the longest of their kind of pair, in FDA of the data set (released: to 40 or 80 ids);
+- average the losses of two batches, changed pairs and distractors (released: one batch of both);
+- lead CUB's [IMG2] through E_s (released: straight to E_p);
+- have no outputs for [MASK] and [CLS], never write UNK, and end a caption at NULL too (released: any id is written, up
+  to END).
 
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
@@ -62,10 +64,12 @@ from tqdm import tqdm
 from common import (
     END,
     NULL,
+    UNK,
     Attention,
     Run,
     RunConfig,
     decode,
+    file_errors,
     initialise,
     learning_rate,
     load_model,
@@ -84,12 +88,12 @@ class Config(RunConfig):
     """IDC. common.RunConfig has the fields of a run; its steps, lr, warmup and batch_size are those of fine-tuning."""
 
     RANGES = RunConfig.RANGES | {
-        "pretrain_steps": (0, 10**8), "pretrain_warmup": (0, 10**8), "patience": (0, 10**8), "dropout": (0, 0.99),
+        "pretrain_steps": (0, 10**8), "pretrain_warmup": (0, 10**8), "cub_batch": (0, 10**8),
         "mlm": (0, 1000), "mvcl": (0, 1000), "fda": (0, 1000), "mask_rate": (0.01, 1), "cell_mask_rate": (0.01, 1),
-        "tau_mvcl": (0.001, 1000), "tau_fda": (0.001, 1000),
+        "tau_mvcl": (0.001, 1000), "tau_fda": (0.001, 1000), "dropout": (0, 0.99),
     }  # fmt: skip
 
-    init: str = ""  # checkpoint of another run of the same model, such as pretrained.pt, to start from
+    init: str = ""  # checkpoint to start from, such as another run's pretrained.pt
     dim: int = 512  # width D
     ffn: int = 2048  # width of the feed-forward layers
     heads: int = 8  # heads of every attention
@@ -104,17 +108,17 @@ class Config(RunConfig):
     mvcl: int = 1  # share of masked visual contrastive learning
     fda: int = 2  # share of fine-grained difference aligning
     cub: str = ""  # CUB's folder: pre-train on its single images and captions first
-    nabirds: str = ""  # NABirds' folder: classes and pairs of birds as a fourth task of pre-training, with share 3
-    mask_rate: float = 0.15  # share of words that MLM masks, and fine-tuning if its targets are "masked"
+    cub_batch: int = 0  # single images a step of that stage; 0: pretrain_batch
+    nabirds: str = ""  # NABirds' folder: classes of birds as a fourth task of pre-training, with share 3
+    mask_rate: float = 0.15  # share of words that MLM masks, and fine-tuning with "masked" targets
     cell_mask_rate: float = 0.15  # share of one image's cells that MVCL masks
     tau_mvcl: float = 1.0  # temperature of MVCL
     tau_fda: float = 1.0  # temperature of FDA
     weight_decay: float = 0.0  # of fine-tuning
     w_judge: float = 1.0  # weight of L_judge in fine-tuning; nothing on data sets without distractor pairs
-    patience: int = 0  # validations without a better one that end fine-tuning; 0: never
     # paper | released code
-    swap: bool = True  # [ours] default and distractor image change places in half of the scenes, as in the other methods
-    finetune_targets: Literal["every", "masked"] = "every"  # [ours] a [MASK] for each word, or for masked words only
+    swap: bool = True  # [ours] half of the scenes swap default and distractor image, as in the other methods
+    finetune_targets: Literal["every", "masked"] = "every"  # [ours] a [MASK] in each word's place; or masked words only
     start: Literal["xavier", "pytorch"] = "xavier"  # first weights: [ours] Xavier-uniform, or PyTorch's
     project: Literal["linear", "sigmoid"] = "linear"  # features -> width D: linear, or a sigmoid after it
     exponent: Literal["standard", "doubled"] = "standard"  # of the positions' rates; doubled: most channels hardly vary
@@ -122,7 +126,7 @@ class Config(RunConfig):
     mvcl_negatives: Literal["features", "predictions"] = "features"  # unmasked features, or what is predicted there
     see_padding: bool = False  # pre-training attends to padding
     finetune_cls: bool = True  # [CLS] stands before the text in fine-tuning too
-    mask_rules: Literal["plain", "released"] = "plain"  # released: END only by [MASK], word 1 if none, any random id
+    mask_rules: Literal["plain", "released"] = "plain"  # see mask_words: END, UNK, captions without a masked word
     pretrain_decay: Literal["none", "inverse_sqrt"] = "none"  # learning rate after the warm-up of pre-training
     finetune_decay: Literal["none", "halves"] = "none"  # halves: x1/2 at step 10,000, x1/4 at 20,000
     reduction: Literal["mean", "sum"] = "mean"  # of fine-tuning's losses, over words and over pairs
@@ -136,41 +140,41 @@ class Config(RunConfig):
             raise ValueError("--mlm 0 --mvcl 0 --fda 0 leave nothing to pre-train; give --pretrain_steps 0")
 
 
-# Table 6 of the paper and section "Implementation Details". A batch there counts pairs, here scenes (CLEVR-Change: two
-# pairs).
+# Table 6 and section "Implementation Details". A batch there counts pairs, here scenes (CLEVR-Change: two pairs each).
 PRESETS = {
     "clevr_change": dict(seed=1234, extractor="resnet101-layer4", lr=3e-5, batch_size=100, steps=100000, eval_every=400,
                          patience=50),
-    "birds_to_words": dict(seed=1234, layers=2, mlm=9, pretrain_steps=50000, pretrain_warmup=4000, pretrain_batch=200, lr=3e-5,
-                           weight_decay=1e-4, batch_size=32, steps=20000, eval_every=85, patience=80, select_by="ROUGE-L"),
-    "mini": dict(dim=128, ffn=256, heads=4, layers=2, dropout=0.0, pretrain_steps=0, pretrain_batch=16, pretrain_lr=1e-3,
-                 pretrain_warmup=50, batch_size=16, lr=1e-3, schedule="cosine",
-                 warmup=50, grad_clip=1.0, steps=2600, eval_every=1300, eval_batch=250),
+    "birds_to_words": dict(seed=1234, layers=2, mlm=9, pretrain_steps=50000, pretrain_warmup=4000, pretrain_batch=200,
+                           lr=3e-5, weight_decay=1e-4, batch_size=32, steps=20000, eval_every=85, patience=80,
+                           select_by="ROUGE-L"),
+    "mini": dict(dim=128, ffn=256, heads=4, layers=2, dropout=0.0, pretrain_steps=0, pretrain_batch=16,
+                 pretrain_lr=1e-3, pretrain_warmup=50, batch_size=16, lr=1e-3, schedule="cosine", warmup=50,
+                 grad_clip=1.0, steps=2600, eval_every=1300, eval_batch=250),
 }  # fmt: skip
 
-# --reading released: the released code's side of every disputed detail, on all data sets and on single ones. CLEVR-Change's
-# steps and rates agree with the paper.
+# --reading released: the released code's side of every disputed detail. CLEVR-Change's steps and rates are the paper's.
 RELEASED = {
     "all": dict(swap=False, finetune_targets="masked", start="pytorch", project="sigmoid", exponent="doubled",
                 special_tokens="shared", mvcl_negatives="predictions", see_padding=True, finetune_cls=False,
                 mask_rules="released", pretrain_decay="inverse_sqrt", finetune_decay="halves", reduction="sum"),
-    "birds_to_words": dict(pretrain_steps=60000, pretrain_batch=150),
+    "birds_to_words": dict(pretrain_steps=60000, pretrain_batch=150, cub_batch=350),
 }  # fmt: skip
+
+BIRDS = 555  # NABirds' classes
+REWRITES = 6  # rewritten captions of a pair
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 
 def doubled_sinusoid(length: int, dim: int) -> Tensor:
-    """The released positions: 10000^(2i/D) for channel i, where Vaswani et al. have 10000^(i/D) for an even i, and
-    another rate for the cosine beside it. Most channels hardly change over a caption. -> (length, dim)."""
+    """The released positions: rate 10000^(-2i/D) in channel i, another for a pair's sine than for its cosine. Most
+    channels hardly change. -> (length, dim)."""
     angle = torch.arange(length)[:, None] / 10000 ** (2 * torch.arange(dim) / dim)
     return torch.where(torch.arange(dim) % 2 == 0, angle.sin(), angle.cos())
 
 
 class Embedding(nn.Module):
-    """Eq. 1-3: y = Dropout(LN(x + type + position)) of words, of cells, and of the special tokens, which have no
-    position.
-
+    """Eq. 1-3: y = Dropout(LN(x + type + position)) of words and cells, and of special tokens, which have no position.
     One LayerNorm and one table of types serve all."""
 
     def __init__(self, cfg: Config, vocab_size: int, channels: int, length: int):
@@ -178,7 +182,7 @@ class Embedding(nn.Module):
         self.own = cfg.special_tokens == "own"
         self.mask = vocab_size  # id of [MASK]; the special tokens follow
         self.table = nn.Embedding(vocab_size + (4 if self.own else 2), cfg.dim)
-        # Image 1, image 2, text; released: three for the special tokens, then three for the rest.
+        # Image 1, image 2, text; released: three for the special tokens, then these three.
         self.types = nn.Embedding(3 if self.own else 6, cfg.dim)
         self.project = nn.Linear(channels, cfg.dim)
         self.norm, self.dropout = nn.LayerNorm(cfg.dim, eps=1e-12), nn.Dropout(cfg.dropout)
@@ -197,8 +201,7 @@ class Embedding(nn.Module):
         return self.dropout(self.norm(self.scale * self.table(ids) + self.types.weight[-1] + position))
 
     def cells(self, features: Tensor, kind: int) -> Tensor:
-        """(B, N, C) of the first or second image (kind 0, 1) -> [IMG] and cells (B, 1 + N, D). Positions restart in
-        each."""
+        """(B, N, C) of the first or second image (kind 0, 1) -> [IMG] and cells (B, 1 + N, D)."""
         x = self.project(features)
         x = x.sigmoid() if self.squash else x
         x = self.dropout(self.norm(x + self.types.weight[kind - 3] + self.position[: x.shape[1]]))
@@ -206,9 +209,8 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm layer: x + MHA(LN x), then x + W2 ReLU(W1 LN x). x (B, T, D) -> the same of the tokens `rows`, key and
-    value of all of x, and the query. past: key and value of tokens before x. mask: bool (B or 1, 1, T or 1, past +
-    T)."""
+    """Pre-norm layer: x + MHA(LN x), then x + W2 ReLU(W1 LN x). x (B, T, D) -> the same of the tokens `rows`; key and
+    value of x; query. past: key and value of tokens before x. mask: bool (B or 1, 1, T or 1, past + T)."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -226,9 +228,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """LayerNorm, then blocks, and no LayerNorm after them: heads read the residual stream, as released. As Block, but
-    `past` and the keys and values that are returned are lists, one item a block; rows and query are the last
-    block's."""
+    """LayerNorm, then blocks; heads read the residual stream, as released. `past` and the keys and values that are
+    returned are lists with an item for each Block. `rows` and the query are the last one's."""
 
     def __init__(self, cfg: Config, layers: int):
         super().__init__()
@@ -245,26 +246,28 @@ class Transformer(nn.Module):
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 
-def mask_words(caption: Tensor, words: int, mask: int, rate: float, rules: str) -> tuple[Tensor, Tensor]:
-    """Section "MLM": of `rate` of the words 80 % become [MASK], 10 % another word, 10 % stay. caption (B, V), START
-    first, padded with 0 -> ids with masks, and targets: the word that was there, -1 elsewhere.
+def mask_words(caption: Tensor, words: int, rate: float, rules: str) -> tuple[Tensor, Tensor]:
+    """Section "MLM": of `rate` of the words 80 % become [MASK], 10 % another word, 10 % stay. caption (B, V), in a
+    vocabulary of `words` -> ids with masks; targets, NULL where nothing is asked.
 
-    END is a word like any other: the model has to learn where a caption ends. The released rules replace it by [MASK]
-    only, make the first word a [MASK] where none was drawn, and draw other "words" from all ids."""
+    END is a word like any other: the model has to learn where a caption ends. UNK is none. The released rules replace
+    END by [MASK] only, mask UNK too, make the first word a [MASK] if none was drawn, and draw from all ids."""
     released = rules == "released"
-    word = (caption > END) | ((caption == END) & (not released))
-    chosen = word & (torch.rand(caption.shape, device=caption.device) < rate)
+    is_word = (caption > END) | (caption == (UNK if released else END))
+    chosen = is_word & (torch.rand(caption.shape, device=caption.device) < rate)
     kind = torch.rand(caption.shape, device=caption.device)
     if released:
         none = ~chosen.any(1)
         chosen[:, 1] |= none
         kind[:, 1] = kind[:, 1].masked_fill(none, 0)
-    other = torch.randint(0 if released else END + 1, words, caption.shape, device=caption.device)
+    low, high = (NULL, words + 2) if released else (END + 1, words)
+    other = torch.randint(low, high, caption.shape, device=caption.device)
+    mask = words  # the id after all words; then comes [CLS]
     ids = torch.where(chosen & (kind < 0.8), mask, torch.where(chosen & (kind < 0.9), other, caption))
     if released:
         end = (caption == END) & (torch.rand(caption.shape, device=caption.device) < rate)
         ids, chosen = ids.masked_fill(end, mask), chosen | end
-    return ids, caption.masked_fill(~chosen, -1)
+    return ids, caption.masked_fill(~chosen, NULL)
 
 
 def mask_cells(pairs: int, images: int, cells: int, rate: float, device: str) -> Tensor:
@@ -279,36 +282,33 @@ def mask_cells(pairs: int, images: int, cells: int, rate: float, device: str) ->
 
 
 def word_loss(logits: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """Eq. 6: cross-entropy of masked words. logits (..., vocabulary), target (...) with -1 where nothing is asked."""
-    total = F.cross_entropy(logits.flatten(0, -2), target.flatten(), ignore_index=-1, reduction="sum")
-    return total / (target >= 0).sum().clamp(min=1) if reduction == "mean" else total
+    """Eq. 6: cross-entropy of masked words. logits (..., vocabulary), target (...) with NULL where nothing is asked."""
+    total = F.cross_entropy(logits.flatten(0, -2), target.flatten(), ignore_index=NULL, reduction="sum")
+    return total / (target != NULL).sum().clamp(min=1) if reduction == "mean" else total
 
 
-def cell_loss(
-    predicted: Tensor, features: Tensor, masked: Tensor, rows: int, tau: float, among_targets: bool
-) -> Tensor:
-    """Eq. 8: InfoNCE of masked cells by cosine, each against all unmasked ones. predicted, features (M, C), masked (M,)
-    bool.
-
-    rows: no less than there are masked cells; a fixed number, so that shapes do not depend on the draw. among_targets:
-    the negatives are the other masked cells' features and what is predicted at the unmasked ones, as released."""
+def cell_loss(predicted: Tensor, features: Tensor, masked: Tensor, rows: int, tau: float, negatives: str) -> Tensor:
+    """Eq. 8: InfoNCE of masked cells by cosine. predicted, features (M, C), masked (M,) bool; rows: at least as many as
+    are masked, a fixed number, so that shapes do not depend on the draw. negatives: the "features" of all unmasked
+    cells; released: their "predictions", and the features of the other masked cells."""
     p, f = F.normalize(predicted, dim=-1), F.normalize(features, dim=-1)
-    weight, row = masked.to(p.dtype).topk(rows)  # the masked cells come first, others have no weight
-    s = p[row] @ (torch.where(masked[:, None], f, p) if among_targets else f).T / tau  # (rows, M)
-    if not among_targets:
+    weight, row = masked.to(p.dtype).topk(rows)  # the masked cells come first; the rest have no weight
+    released = negatives == "predictions"
+    s = p[row] @ (torch.where(masked[:, None], f, p) if released else f).T / tau  # (rows, M)
+    if not released:
         s = s.masked_fill(masked & (row[:, None] != torch.arange(len(masked), device=row.device)), float("-inf"))
     return (F.cross_entropy(s, row, reduction="none") * weight).sum() / weight.sum()
 
 
 def align_loss(image: Tensor, text: Tensor, tau: float) -> Tensor:
-    """Eq. 9: InfoNCE of the caption (first) among its rewritten ones by cosine. image, text (B, 1 + negatives, D): mean
-    of [IMG1] and [IMG2], and [CLS], both as they are when they have seen that caption."""
+    """Eq. 9: InfoNCE of the caption (first) among its rewritten ones by cosine. image, text (B, 7, D): mean of [IMG1]
+    and [IMG2], and [CLS], each having seen that caption."""
     s = F.cosine_similarity(image, text, dim=-1) / tau
     return F.cross_entropy(s, torch.zeros(len(s), dtype=torch.long, device=s.device))
 
 
 def judge_loss(logits: Tensor, changed: bool, reduction: str = "mean") -> Tensor:
-    """Section 2.3: are these pairs changed (1) or distractors (0)? logits (B, 2)."""
+    """Section 3.1: are these pairs changed (1) or distractors (0)? logits (B, 2)."""
     target = torch.full((len(logits),), int(changed), device=logits.device)
     return F.cross_entropy(logits, target, reduction=reduction)
 
@@ -319,22 +319,25 @@ def class_loss(logits: Tensor, classes: Tensor) -> Tensor:
 
 
 def contrast_loss(x: Tensor, classes: Tensor, margin: float = 0.4) -> Tensor:
-    """Section 2.4, after He et al. 2021 (TransFG): cosines of like images to 1, of others below the margin, a mean over
-    all ordered pairs, an image with itself included. x (2B, D), classes (2B,)."""
+    """Section 2.4, TransFG's (He et al. 2021): cosines to 1 within a class, below the margin between classes; a mean
+    over all ordered pairs, an image with itself included. x (2B, D), classes (2B,)."""
     with torch.autocast(x.device.type, enabled=False):  # bfloat16 has three digits
         x = F.normalize(upcast(x), dim=-1)
         cos, alike = x @ x.T, classes[:, None] == classes
         return torch.where(alike, 1 - cos, (cos - margin).clamp(min=0)).mean()
 
 
-def match_loss(logits: Tensor, classes: Tensor) -> Tensor:
+def same_class_loss(logits: Tensor, classes: Tensor) -> Tensor:
     """Section 2.4: are both images of one class (1) or not (0)? logits (B, 2), classes (B, 2)."""
     return F.cross_entropy(logits, (classes[:, 0] == classes[:, 1]).long())
 
 
-# ---- method ----------------------------------------------------------------------------------------------------------
+def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
+    """Fine-tuning: L = L_MLM + w_judge L_judge (section 3.1). Pre-training: the sum of one task's losses."""
+    return sum(cfg.w_judge * loss if name == "judge" else loss for name, loss in losses.items())
 
-BIRDS = 555  # NABirds' classes
+
+# ---- method ----------------------------------------------------------------------------------------------------------
 
 
 class IDC(nn.Module):
@@ -355,15 +358,35 @@ class IDC(nn.Module):
         if cfg.nabirds:
             if not cfg.difference_encoder:
                 raise ValueError("--nabirds trains the difference encoder; leave --no-difference_encoder out")
-            self.classify, self.match = nn.Linear(cfg.dim, BIRDS), nn.Linear(2 * cfg.dim, 2)
+            self.classify, self.same_class = nn.Linear(cfg.dim, BIRDS), nn.Linear(2 * cfg.dim, 2)
         if cfg.start == "xavier":
             initialise(self, xavier=True)
+
+    def forward(self, before: Tensor, after: Tensor | None, caption: Tensor, task: str = "finetune",
+                changed: bool | None = None, negatives: Tensor | None = None) -> dict[str, Tensor]:  # fmt: skip
+        """The losses of one task: "finetune", or in pre-training "mlm", "mvcl", "fda", "birds". Features (B, C, H, W),
+        after None for single images; caption (B, V), for birds the classes (B, 2).
+
+        changed, for finetune: are the pairs changed, or distractors? None: not known, so not judged.
+        negatives, for fda: rewritten captions (B', 6, V or more) of the first B' pairs, the only ones that it takes."""
+        images = [x.flatten(2).transpose(1, 2) for x in (before, after) if x is not None]
+        if task == "finetune":
+            return self.finetune(images, caption, changed)
+        if task == "fda":
+            if negatives is None:
+                raise ValueError("task fda needs negatives: rewritten captions of the pairs, ids (B, 6, V)")
+            return self.fda(images, caption, negatives)
+        if task not in ("mlm", "mvcl", "birds"):
+            raise ValueError(f"task {task}: expected finetune, mlm, mvcl, fda or birds")
+        if task == "birds" and not self.cfg.nabirds:
+            raise ValueError("task birds needs a model with --nabirds")
+        return getattr(self, task)(images, caption)
 
     # -- the sequence
 
     def visual(self, *images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Eq. 4. Cells (B, N, C) of both images, or of one -> E_p's (B, S, D); which tokens are there, bool (1, S): a
-        second image that is not there keeps its [IMG2] alone; and E_s's [IMG1] and [IMG2] (2, B, D)."""
+        """Eq. 4. Cells (B, N, C) of both images, or of one -> E_p's tokens (B, S, D); which of them are there, bool
+        (1, S), of a missing image only [IMG2]; E_s's [IMG1] and [IMG2] (2, B, D)."""
         before, after = (*images, torch.zeros_like(images[0]))[:2]
         there = torch.ones(2, 1 + before.shape[1], dtype=torch.bool, device=before.device)
         there[1, 1:] = len(images) == 2
@@ -377,101 +400,86 @@ class IDC(nn.Module):
         return x, there, alone
 
     def joint(self, visual: Tensor, there: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Eq. 5 as in pre-training: everything sees everything but padding. ids (B, V) -> visual (B, S, D), text (B, 1
-        + V, D) with [CLS] first."""
+        """Eq. 5 as in pre-training: everything sees everything but padding. ids (B, V) -> visual (B, S, D); text
+        (B, 1 + V, D) with [CLS] first."""
         text = torch.cat([self.embed.special(2, len(ids)), self.embed.words(ids)], 1)
         real = F.pad((ids != NULL) | self.cfg.see_padding, (1, 0), value=True)
         mask = torch.cat([there.expand(len(ids), -1), real], 1)
         x = self.cross(torch.cat([visual, text], 1), mask[:, None, None])[0]
         return x[:, : visual.shape[1]], x[:, visual.shape[1] :]
 
-    # -- pre-training
-
-    def mlm(self, images: list[Tensor], caption: Tensor) -> dict[str, Tensor]:
-        """Eq. 6. images: cells (B, N, C) of both, or of one; caption (B, V)."""
-        ids, target = mask_words(caption, self.vocab_size, self.embed.mask, self.cfg.mask_rate, self.cfg.mask_rules)
-        _, text = self.joint(*self.visual(*images)[:2], ids)
-        return {"mlm": word_loss(self.head(text[:, 1:]), target)}
-
-    def mvcl(self, images: list[Tensor], caption: Tensor) -> dict[str, Tensor]:
-        """Eq. 7-8: the masked cells of one image of each pair, recognised from the rest and the caption. As mlm."""
-        features = torch.stack(images, 1)  # (B, 1 or 2, N, C)
-        masked = mask_cells(*features.shape[:3], self.cfg.cell_mask_rate, features.device)
-        shown = features.masked_fill(masked[..., None], 0).unbind(1)
-        visual, _ = self.joint(*self.visual(*shown)[:2], caption)
-        cells = visual.unflatten(1, (2, -1))[:, : len(images), 1:]  # (B, 1 or 2, N, D), without [IMG1] and [IMG2]
-        # The projection's own weights, transposed, lead back to features.
-        predicted = self.cell_head(cells) @ self.embed.project.weight + self.cell_bias
-        most = math.ceil(2 * self.cfg.cell_mask_rate * cells.shape[2] + 1) * len(caption)  # twice what is expected
-        x, y, released = predicted.to(features.dtype), features.flatten(0, 2), self.cfg.mvcl_negatives == "predictions"
-        with torch.autocast(features.device.type, enabled=False):
-            return {
-                "mvcl": cell_loss(x.flatten(0, 2), y, masked.flatten(), min(most, len(y)), self.cfg.tau_mvcl, released)
-            }
-
-    def fda(self, images: list[Tensor], caption: Tensor, negatives: Tensor) -> dict[str, Tensor]:
-        """Eq. 9. negatives (B', 6, V or more): rewritten captions of the first B' pairs, which alone are seen. As
-        mlm."""
-        caption = F.pad(caption[: len(negatives)], (0, negatives.shape[2] - caption.shape[1]))
-        visual, there, _ = self.visual(*(x[: len(negatives)] for x in images))
-        ids = torch.cat([caption[:, None], negatives], 1)  # (B, 7, V)
-        seen, text = self.joint(visual.repeat_interleave(ids.shape[1], 0), there, ids.flatten(0, 1))
-        image = (seen[:, 0] + seen[:, seen.shape[1] // 2]) / 2
-        image, text = (x.unflatten(0, ids.shape[:2]) for x in (image, text[:, 0]))
-        return {"fda": align_loss(image, text, self.cfg.tau_fda)}
-
-    def birds(self, images: list[Tensor], classes: Tensor) -> dict[str, Tensor]:
-        """classes (B, 2) of the two images, of which there is no caption."""
-        visual, _, alone = self.visual(*images)
-        both = torch.cat([visual[:, 0], visual[:, visual.shape[1] // 2]], -1)
-        alone, of = alone.flatten(0, 1), classes.T.flatten()
-        return {"class": class_loss(self.classify(alone), of), "contrast": contrast_loss(alone, of),
-                "match": match_loss(self.match(both), classes)}  # fmt: skip
-
-    # -- fine-tuning
-
-    def finetune(self, images: list[Tensor], caption: Tensor, changed: bool | None) -> dict[str, Tensor]:
-        """L_MLM with words that see earlier words only, and L_judge where it is known whether the pairs are changed."""
-        cfg, visual = self.cfg, self.visual(*images)[0]
-        if cfg.finetune_targets == "every":
-            target = caption[:, 1:].masked_fill(caption[:, 1:] == NULL, -1)
-            image, text, _ = self.causal(visual, caption[:, :-1], ask_next=True)
-        else:
-            ids, target = mask_words(caption, self.vocab_size, self.embed.mask, cfg.mask_rate, cfg.mask_rules)
-            image, text, _ = self.causal(visual, ids)
-        losses = {"caption": word_loss(self.head(text[:, -target.shape[1] :]), target, cfg.reduction)}
-        if changed is not None:
-            losses["judge"] = judge_loss(self.judge(image.flatten(1)), changed, cfg.reduction)
-        return losses
-
-    def causal(
-        self, visual: Tensor, ids: Tensor, ask_next: bool = False
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    def causal(self, visual: Tensor, ids: Tensor, ask_next: bool = False) -> tuple[Tensor, Tensor, tuple]:
         """Eq. 5 as in fine-tuning: a word of ids (B, V) sees the images, earlier words and itself; images see images.
-        -> the images' [IMG1] and [IMG2] (B, 2, D); text (B, T, D) with [CLS] first; the last layer's query of the text
-        (B, T, D) and key of the images (B, S, D). ask_next: V [MASK]s follow, each in the place of the word after one
-        of ids. It sees what that one sees and itself, as in decoding."""
+        ask_next: V [MASK]s follow, each in the place of the word after one of ids. As in decoding it sees itself and
+        what that one sees. -> [IMG1] and [IMG2] (B, 2, D); text (B, T, D) with [CLS] first; the last layer's query of
+        the text (B, T, D) and key of the images (B, S, D)."""
         text, count = self.embed.words(ids), ids.shape[1]
         if self.cfg.finetune_cls:
             text = torch.cat([self.embed.special(2, len(ids)), text], 1)
         order = torch.ones(text.shape[1], text.shape[1], dtype=torch.bool, device=ids.device).tril()
         if ask_next:
-            masks, own = (
-                self.embed.words(torch.full_like(ids, self.embed.mask), 1),
-                torch.eye(count, device=ids.device) > 0,
-            )
-            text = torch.cat([text, masks], 1)
-            order = torch.cat([F.pad(order, (0, count)), torch.cat([order[-count:], own], 1)])
+            text = torch.cat([text, self.embed.words(torch.full_like(ids, self.embed.mask), 1)], 1)
+            itself = torch.eye(count, dtype=torch.bool, device=ids.device)
+            order = torch.cat([F.pad(order, (0, count)), torch.cat([order[-count:], itself], 1)])
         image, past, _ = self.cross(visual, rows=slice(None, None, visual.shape[1] // 2))
         text, _, query = self.cross(text, F.pad(order, (visual.shape[1], 0), value=True)[None, None], past)
         return image, text, (query, past[-1][0])
 
-    def forward(self, before: Tensor, after: Tensor | None, caption: Tensor, task: str, more=None) -> dict[str, Tensor]:
-        """The losses of one task ("mlm", "mvcl", "fda", "birds", "finetune") for pairs of features (B, C, H, W) and
-        caption (B, V), for birds classes (B, 2); more: fda's negatives (B, 6, V), or whether finetune's pairs are
-        changed."""
-        images = [x.flatten(2).transpose(1, 2) for x in (before, after) if x is not None]
-        return getattr(self, task)(images, caption, *([more] if task in ("fda", "finetune") else []))
+    # -- pre-training
+
+    def mlm(self, images: list[Tensor], caption: Tensor) -> dict[str, Tensor]:
+        """Eq. 6. images: cells (B, N, C) of both, or of one; caption (B, V)."""
+        ids, target = mask_words(caption, self.vocab_size, self.cfg.mask_rate, self.cfg.mask_rules)
+        _, text = self.joint(*self.visual(*images)[:2], ids)
+        return {"mlm": word_loss(self.head(text[:, 1:]), target)}
+
+    def mvcl(self, images: list[Tensor], caption: Tensor) -> dict[str, Tensor]:
+        """Eq. 7-8: the masked cells of one image of each pair, recognised from the rest and the caption. As mlm."""
+        cfg, features = self.cfg, torch.stack(images, 1)  # (B, 1 or 2, N, C)
+        masked = mask_cells(*features.shape[:3], cfg.cell_mask_rate, features.device)
+        shown = features.masked_fill(masked[..., None], 0).unbind(1)
+        visual, _ = self.joint(*self.visual(*shown)[:2], caption)
+        cells = visual.unflatten(1, (2, -1))[:, : len(images), 1:]  # (B, 1 or 2, N, D), without [IMG1] and [IMG2]
+        # The projection's own weights, transposed, lead back to features.
+        predicted = (self.cell_head(cells) @ self.embed.project.weight + self.cell_bias).to(features.dtype)
+        inputs = predicted.flatten(0, 2), features.flatten(0, 2), masked.flatten()
+        rows = math.ceil(2 * cfg.cell_mask_rate * cells.shape[2] + 1) * len(caption)  # twice what is expected
+        with torch.autocast(features.device.type, enabled=False):
+            return {"mvcl": cell_loss(*inputs, min(rows, masked.numel()), cfg.tau_mvcl, cfg.mvcl_negatives)}
+
+    def fda(self, images: list[Tensor], caption: Tensor, negatives: Tensor) -> dict[str, Tensor]:
+        """Eq. 9. negatives (B', 6, V or more): rewritten captions of the first B' pairs. As mlm."""
+        caption = F.pad(caption[: len(negatives)], (0, negatives.shape[2] - caption.shape[1]), value=NULL)
+        visual, there, _ = self.visual(*(x[: len(negatives)] for x in images))
+        ids = torch.cat([caption[:, None], negatives], 1)  # (B', 7, V)
+        image, text = self.joint(visual.repeat_interleave(ids.shape[1], 0), there, ids.flatten(0, 1))
+        image = (image[:, 0] + image[:, image.shape[1] // 2]) / 2
+        image, text = (x.unflatten(0, ids.shape[:2]) for x in (image, text[:, 0]))
+        return {"fda": align_loss(image, text, self.cfg.tau_fda)}
+
+    def birds(self, images: list[Tensor], classes: Tensor) -> dict[str, Tensor]:
+        """classes (B, 2) of the two images, which have no caption."""
+        visual, _, alone = self.visual(*images)
+        both = torch.cat([visual[:, 0], visual[:, visual.shape[1] // 2]], -1)  # [IMG1] and [IMG2], (B, 2 D)
+        alone, class_of = alone.flatten(0, 1), classes.T.flatten()  # (2B, D), (2B,)
+        return {"class": class_loss(self.classify(alone), class_of), "contrast": contrast_loss(alone, class_of),
+                "same_class": same_class_loss(self.same_class(both), classes)}  # fmt: skip
+
+    # -- fine-tuning
+
+    def finetune(self, images: list[Tensor], caption: Tensor, changed: bool | None) -> dict[str, Tensor]:
+        """L_MLM with words that see earlier words only, and L_judge if it is known whether the pairs are changed."""
+        cfg, visual = self.cfg, self.visual(*images)[0]
+        if cfg.finetune_targets == "every":
+            target = caption[:, 1:]
+            image, text, _ = self.causal(visual, caption[:, :-1], ask_next=True)
+        else:
+            ids, target = mask_words(caption, self.vocab_size, cfg.mask_rate, cfg.mask_rules)
+            image, text, _ = self.causal(visual, ids)
+        losses = {"caption": word_loss(self.head(text[:, -target.shape[1] :]), target, cfg.reduction)}
+        if changed is not None:
+            losses["judge"] = judge_loss(self.judge(image.flatten(1)), changed, cfg.reduction)
+        return losses
 
     # -- captions
 
@@ -480,8 +488,8 @@ class IDC(nn.Module):
         return self.visual(*(x.flatten(2).transpose(1, 2) for x in (before, after)))
 
     def stepper(self, visual: Tensor):
-        """-> step(words (B,), position) -> logits of the next word, which a [MASK] in its place predicts. Keys and
-        values of images and earlier words are kept: nothing that comes later changes them."""
+        """-> step(words (B,), position) -> logits of the next word, which a [MASK] in its place predicts. Later words
+        change no keys and values of images and earlier words, so these are kept."""
         past = self.cross(visual)[1]
         if self.cfg.finetune_cls:
             past = join(past, self.cross(self.embed.special(2, len(visual)), past=past)[1])
@@ -520,9 +528,138 @@ def join(past: list, new: list) -> list:
     return [tuple(torch.cat(two, 1) for two in zip(a, b, strict=True)) for a, b in zip(past, new, strict=True)]
 
 
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def plan(cfg: Config) -> list[tuple[str, int, int]]:
+    """The stages of a run, each with its first step and the one after its last."""
+    stages = [("cub", cfg.pretrain_steps)] if cfg.cub else []
+    stages += [("pretrain", cfg.pretrain_steps), ("finetune", cfg.steps)]
+    ends = [sum(steps for _, steps in stages[: i + 1]) for i in range(len(stages))]
+    return [(name, end - steps, end) for (name, steps), end in zip(stages, ends, strict=True) if steps]
+
+
+def task_of(cfg: Config, stage: str, step: int) -> str:
+    """The task of a step, in pre-training drawn by their shares; a function of (seed, step) alone."""
+    if stage == "finetune":
+        return stage
+    tasks = ["mlm"] * cfg.mlm + ["mvcl"] * cfg.mvcl + ["fda"] * cfg.fda
+    tasks += ["birds"] * 3 if cfg.nabirds and stage == "pretrain" else []  # a fifth of 9 + 1 + 2 + 3, appendix A.3
+    return tasks[np.random.default_rng([cfg.seed, step]).integers(len(tasks))]
+
+
+def pretrain_rate(cfg: Config, step: int) -> float:
+    """Learning rate of a step (counted from 0) of pre-training."""
+    warm = max(1, cfg.pretrain_warmup)
+    decay = (warm / (step + 1)) ** 0.5 if cfg.pretrain_decay == "inverse_sqrt" else 1.0
+    return cfg.pretrain_lr * min((step + 1) / warm, 1.0, decay)
+
+
+def finetune_rate(cfg: Config, step: int) -> float:
+    """Learning rate of a step (counted from 0) of fine-tuning."""
+    halves = min(step // 10000, 2) if cfg.finetune_decay == "halves" else 0
+    return learning_rate(cfg, step) / 2**halves
+
+
+def losses_of(model: IDC, batches: tuple, cfg: Config, task: str, negatives=None) -> dict[str, Tensor]:
+    """The losses of one step, each a mean over the batches (changed pairs, distractor pairs), and their total. A
+    scene's default image is "before" in both: its cells would be false negatives of one batch in MVCL."""
+    losses: dict[str, Tensor] = {}
+    for n, batch in enumerate(batches):
+        batch, rewritten = batch.to(cfg.device), None
+        if task == "fda":  # a seventh of the pairs, each with its caption and six more
+            ids = batch.pair_ids[: max(1, len(batch.pair_ids) // (1 + REWRITES))]
+            rewritten = negatives(ids).to(cfg.device, non_blocking=True)
+        changed = n == 0 if len(batches) == 2 else None
+        with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
+            after = None if batch.single else batch.after
+            terms = model(batch.before, after, batch.caption, task, changed, rewritten)
+        losses = {name: losses.get(name, 0) + term / len(batches) for name, term in terms.items()}
+    return losses | {"total": total_loss(losses, cfg)}
+
+
+def train(cfg: Config, dataset, resume: bool = False) -> IDC:
+    """Pre-train, then fine-tune on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
+
+    The weights at the end of pre-training stay in pretrained.pt, for other runs' --init. Ctrl-C and SIGTERM save
+    last.pt and exit 130 or 143; `resume` continues from there as if training had never stopped. FloatingPointError if
+    a loss is not finite."""
+    sources = {stage: open_cub(cfg, dataset) if stage == "cub" else dataset for stage, _, _ in plan(cfg)}
+    negatives = {stage: Negatives(source) for stage, source in sources.items() if cfg.fda and stage != "finetune"}
+    birds = Birds(cfg) if cfg.nabirds and cfg.pretrain_steps else None
+    torch.manual_seed(cfg.seed)
+    longest = max(source.max_len for source in sources.values())
+    model = IDC(cfg, len(dataset.vocab), dataset.grid, longest).to(cfg.device)
+    model.max_len = dataset.max_len
+    if cfg.init and not resume:
+        other, state = load_model(IDC, cfg, cfg.init)
+        dataset.check_state(state)
+        model.load_state_dict(other.state_dict())
+    torch._dynamo.config.cache_size_limit = 64  # graphs, one for each task and batch: the default of 8 is too few
+    sizes = {"cub": cfg.cub_batch or cfg.pretrain_batch, "pretrain": cfg.pretrain_batch, "finetune": cfg.batch_size}
+    with Run(cfg, resume, model, None, dataset) as run:
+        for stage, first, last in plan(cfg):
+            if run.step >= last:
+                continue
+            finetune = stage == "finetune"
+            decay, rate = (cfg.weight_decay, finetune_rate) if finetune else (0.0, pretrain_rate)
+            run.optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr, weight_decay=decay, fused=True)
+            validate = (lambda: evaluate(model, dataset, "val", cfg)) if finetune else None
+            for batches in run.steps(sources[stage], sizes[stage], first, last, rate, stage):
+                task = task_of(cfg, stage, run.step)
+                batches = (birds.batch(run.step),) if task == "birds" else batches
+                losses = losses_of(model, batches, cfg, task, negatives.get(stage))
+                run.optimizer.zero_grad()
+                losses["total"].backward()
+                if cfg.grad_clip:
+                    nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
+                run.optimizer.step()
+                if stage == "pretrain" and run.step + 1 == last:
+                    run.save("pretrained.pt")
+                run.end_step(losses, validate)
+    return run.best_model()
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def evaluate(model: IDC, dataset, split: str, cfg: Config, out_dir: Path | None = None) -> dict[str, float]:
+    """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
+
+    Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs,
+    printed and written with captions and sample pictures."""
+    model.eval()
+    captions, maps = {}, {}  # by pair id
+    for batch in dataset.eval_batches(split, cfg.eval_batch):
+        batch = batch.to(cfg.device)
+        ids = model.generate(batch.before, batch.after)
+        captions |= zip(batch.pair_ids, dataset.vocab.decode(ids), strict=True)
+        if out_dir:
+            batch_maps = model.attention_map(batch.before, batch.after, ids)
+            maps |= {i: {name: m[b] for name, m in batch_maps.items()} for b, i in enumerate(batch.pair_ids)}
+    model.train()
+    return dataset.results(split, captions, maps, out_dir)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line: train and evaluate, only evaluate, or caption two image files."""
+    import data
+
+    cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED)
+    if args.caption:
+        data.caption_files(*load_model(IDC, cfg, args.checkpoint), args.caption, args.out)
+        return
+    dataset = open_dataset(cfg)
+    if args.eval is None:
+        model = train(cfg, dataset, args.resume)
+    else:
+        model, state = load_model(IDC, cfg, args.eval)
+        dataset.check_state(state)
+    evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir))
+
+
 # ---- rewritten captions ----------------------------------------------------------------------------------------------
 
-COUNT = 6  # rewritten captions of a pair
 ANIMAL = re.compile(r"\b(animal ?)([12])\b", re.IGNORECASE)  # Birds-to-Words names its two images so
 KINDS = {  # [ours] words that give way to their own kind only, synonyms together; other words to words of the same tag
     "size": ["small tiny", "large big"],
@@ -530,74 +667,69 @@ KINDS = {  # [ours] words that give way to their own kind only, synonyms togethe
     "material": ["rubber matte", "metal metallic shiny"],
     "shape": ["cube block", "sphere ball", "cylinder"],
 }
-MEANING = {word: (kind, alike) for kind, meanings in KINDS.items() for alike in meanings for word in alike.split()}
+MEANING = {word: (kind, synonyms) for kind, group in KINDS.items() for synonyms in group for word in synonyms.split()}
 
 
 class Negatives:
-    """Section "FDA": six rewritten captions of every training pair, from train_neg_tfidf6.json beside the features: one
-    JSON object a line, as released, so the authors' own is read too. Where there is none it is made, from the captions
-    alone. ValueError where it has no entry for a pair."""
+    """Section "FDA": six rewritten captions of every training pair, kept in train_neg_tfidf6.json in the released
+    layout, a JSON object a line, so that the authors' own file is read too."""
 
     def __init__(self, dataset):
         import data
 
-        self.max_len = dataset.max_len
-        self.vocab = data.Vocab(dataset.vocab.words, dataset.vocab.tokenizer, self.max_len - 2)  # longer ones are cut
-        path, pairs = dataset.root / "train_neg_tfidf6.json", dataset.pairs("train")
-        if not path.exists():
-            texts = rewrite(dataset)
-            rows = [
-                {"img1": p.before, "img2": p.after, "sentences": p.captions, "neg_samples": texts[p.id]} for p in pairs
-            ]
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        of = {}  # by the stems of both names: the authors' have no suffix
-        try:
-            for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-                of[Path(row.get("img1") or row["img"]).stem, Path(row.get("img2") or "").stem] = row["neg_samples"]
-            self.of = {p.id: of[Path(p.before).stem, Path(p.after or "").stem] for p in pairs}
-        except (json.JSONDecodeError, KeyError) as e:
-            raise ValueError(f"{path} has no neg_samples for every pair ({e}); remove the file to make it again") from e
+        def key(row: dict) -> tuple[str, str]:
+            """The stems of both names: the authors' names have no suffix."""
+            return Path(row.get("img1") or row["img"]).stem, Path(row.get("img2") or "").stem
 
-    def __call__(self, ids: list[str]) -> Tensor:
-        """B pair ids -> their rewritten captions (B, 6, longest caption)."""
-        return torch.tensor([[self.vocab.encode(c, self.max_len) for c in self.of[i]] for i in ids])
+        path, self.max_len = dataset.root / "train_neg_tfidf6.json", dataset.max_len
+        self.vocab = data.Vocab(dataset.vocab.words, dataset.vocab.tokenizer, self.max_len - 2)  # longer ones are cut
+        rows = {p.id: {"img1": p.before, "img2": p.after, "sentences": p.captions} for p in dataset.pairs("train")}
+        if not path.exists():
+            made = rewrite(dataset)
+            lines = (json.dumps(row | {"neg_samples": made[i]}) + "\n" for i, row in rows.items())
+            data.write_text(path, "".join(lines))
+        with file_errors(path, "every training pair needs its neg_samples; remove the file to make it again"):
+            lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+            negatives = {key(line): line["neg_samples"] for line in lines}
+            self.texts = {i: negatives[key(row)] for i, row in rows.items()}
+
+    def __call__(self, pair_ids: list[str]) -> Tensor:
+        """-> the pairs' rewritten captions (B, 6, longest caption)."""
+        return torch.tensor([[self.vocab.encode(c, self.max_len) for c in self.texts[i]] for i in pair_ids])
 
 
 def rewrite(dataset) -> dict[str, list[str]]:
-    """Training pair's id -> its six negatives, two each by Retrieve, Replace and Confuse; all captions of a pair share
-    them.
-
-    [ours] Single images (CUB) have no subjects to confuse; where a strategy finds too few, Retrieve and then Replace
-    fill up. A scene's changed and unchanged pair share five rewrites of the change; the sixth is a caption of the other
-    pair, so that text alone does not tell which of the pairs a set belongs to. What may be true of the pair is left
-    out: its own captions, and what says of the same object nothing that they do not say. ValueError where six cannot be
-    made."""
+    """Training pair's id -> its six negatives, two each by Retrieve, Replace and Confuse. [ours]
+    - All captions of a pair share its negatives.
+    - Single images (CUB) have no subjects to confuse: three come from Retrieve, three from Replace.
+    - If a strategy finds too few, Retrieve and then Replace fill up.
+    - A scene's changed and unchanged pair share five rewrites of the change. The sixth is a caption of the other pair,
+      so that text alone does not show which of the two pairs a set belongs to.
+    - A negative must be false: it says of the object that it names first what no caption of the pair says."""
     scenes, unchanged = dataset.scenes["train"], dataset.kinds.get("no change", set())
     captions = list(dict.fromkeys(c for s in scenes for p in s.pairs for c in p.captions))
     changes = list(dict.fromkeys(c for s in scenes for p in s.pairs if p.id not in unchanged for c in p.captions))
-    tokens, words, subjects = parts(dataset, captions)
-    idf = inverse_frequency(captions)
-    pool = pools([words[c] for c in changes], idf)
-    others = sorted({s for c in changes for s in subjects[c]})
+    (tokens, words, subjects), idf = parse(dataset, captions), inverse_frequency(captions)
+    pool, all_subjects = pools([words[c] for c in changes], idf), sorted({s for c in changes for s in subjects[c]})
     nearest = retrieve([" ".join(s.pairs[0].captions) for s in scenes], changes, idf)
     negatives = {}
     for number, (scene, near) in enumerate(zip(scenes, nearest, strict=True)):
-        rng, pair, chosen = np.random.default_rng([len(captions), number]), scene.pairs[0], []
-        own = {c for pairs in (scene.pairs, scene.swapped or ()) for p in pairs for c in p.captions}
+        rng, pair = np.random.default_rng([len(captions), number]), scene.pairs[0]
+        true = {c for pairs in (scene.pairs, scene.swapped or ()) for p in pairs for c in p.captions}
         mentioned = set().union(*map(named, pair.captions))
-        originals = rng.permutation(pair.captions * COUNT).tolist()
+        originals = rng.permutation(pair.captions * REWRITES).tolist()
         retrieved = (changes[i] for i in near)
         replaced = (replace_words(tokens[c], important(words[c], idf), pool, rng) for c in originals)
-        confused = (confuse(c, subjects[c], others, rng) for c in originals)
-        count = COUNT + 1 - len(scene.pairs)  # the caption of the scene's other pair comes on top
-        ends = (3, 6, 6) if pair.after is None else (count - 4, count - 2, count)
-        for source, end in zip(
-            (retrieved, replaced, confused, retrieved, replaced), (*ends, count, count), strict=True
-        ):
+        confused = (confuse(c, subjects[c], all_subjects, rng) for c in originals)
+        count = REWRITES + 1 - len(scene.pairs)  # without the caption of the scene's other pair
+        sources = [(retrieved, count - 4), (replaced, count - 2), (confused, count)]
+        sources = [(retrieved, 3), (replaced, 6)] if pair.after is None else sources
+        chosen: list[str] = []
+        for source, end in [*sources, (retrieved, count), (replaced, count)]:
             for text in source:
                 if len(chosen) >= end:
                     break
-                if text not in own and text not in chosen and (not mentioned or named(text) - mentioned):
+                if text not in true and text not in chosen and (not mentioned or named(text) - mentioned):
                     chosen.append(text)
         if len(chosen) < count:
             raise ValueError(f"only {len(chosen)} rewritten captions can be made for {pair.id}, expected {count}: "
@@ -608,7 +740,7 @@ def rewrite(dataset) -> dict[str, list[str]]:
 
 
 def named(text: str) -> set:
-    """What a caption says of the first object that it names by KINDS; an empty set where it names none."""
+    """What a caption says of the first object that it names by KINDS; an empty set if it names none."""
     properties = set()
     for word in text.lower().split():
         if word in MEANING:
@@ -642,14 +774,13 @@ def retrieve(queries: list[str], texts: list[str], idf: dict[str, float], count:
         yield from (corpus @ block.T).T.topk(min(count, len(texts))).indices.tolist()  # (64, count)
 
 
-def parts(dataset, texts: list[str]) -> tuple[dict, dict, dict]:
-    """By text: its tokens, each with the blanks that follow; its nouns and adjectives as (index, word, kind of KINDS or
-    else tag); its subjects. CLEVR's pipeline of known words has no tags: there only words of KINDS are rewritten."""
+def parse(dataset, texts: list[str]) -> tuple[dict, dict, dict]:
+    """By text: its tokens, each with the blanks that follow; its nouns and adjectives, (index, word, kind of KINDS or
+    tag); its subjects. CLEVR's pipeline of known words has no tags, so only words of KINDS are rewritten there."""
     import data
 
     tokens, words, subjects = {}, {}, {}
-    docs = data.language(dataset.name).pipe(texts, batch_size=1000)
-    for text, doc in zip(texts, tqdm(docs, "parts of speech", len(texts), unit="caption", disable=None), strict=True):
+    for text, doc in zip(texts, data.language(dataset.name).pipe(texts, batch_size=1000), strict=True):
         tokens[text], subjects[text] = [t.text_with_ws for t in doc], data.subjects(doc)
         kinds = [(t.i, t.lower_, MEANING.get(t.lower_, [t.tag_])[0]) for t in doc if t.pos_ in ("NOUN", "ADJ")]
         words[text] = [word for word in kinds if word[2]]
@@ -663,8 +794,7 @@ def important(words: list[tuple[int, str, str]], idf: dict[str, float]) -> list[
 
 
 def pools(captions: list[list[tuple[int, str, str]]], idf: dict[str, float]) -> dict[str, list[str]]:
-    """Appendix A.2: for each kind or tag the words that are important in some caption and stand in ten captions at
-    least."""
+    """Appendix A.2: for each kind or tag the words that are important in some caption and stand in at least ten."""
     count = Counter(key for words in captions for key in {(kind, word) for _, word, kind in words})
     pool: dict[str, list[str]] = {}
     for kind, word in sorted({(kind, word) for words in captions for _, word, kind in important(words, idf)}):
@@ -674,26 +804,26 @@ def pools(captions: list[list[tuple[int, str, str]]], idf: dict[str, float]) -> 
 
 
 def replace_words(tokens: list[str], words: list, pool: dict[str, list[str]], rng: np.random.Generator) -> str:
-    """Section "Replace": the important words give way to others of the same kind or tag, where there are any."""
+    """Section "Replace": the important words give way to different ones of the same kind or tag, if there are any."""
     tokens = [*tokens]
     for i, word, kind in words:
-        others = [w for w in pool.get(kind, ()) if MEANING.get(w, w) != MEANING.get(word, word)]
-        if others:
-            tokens[i] = tokens[i].replace(tokens[i].strip(), others[rng.integers(len(others))])
+        choice = [w for w in pool.get(kind, ()) if MEANING.get(w, w) != MEANING.get(word, word)]
+        if choice:
+            tokens[i] = tokens[i].replace(tokens[i].strip(), choice[rng.integers(len(choice))])
     return "".join(tokens)
 
 
-def confuse(text: str, own: list[str], others: list[str], rng: np.random.Generator) -> str:
-    """Section "Confuse": "animal 1" and "animal 2" change places; without these, the subject gives way to another
-    caption's of as many words, where there is one. own: the text's subjects, others: all captions'."""
+def confuse(text: str, own: list[str], subjects: list[str], rng: np.random.Generator) -> str:
+    """Section "Confuse": "animal 1" and "animal 2" change places; without these, the subject (the first of `own`) gives
+    way to another one of as many words, if there is one."""
     if len({number for _, number in ANIMAL.findall(text)}) == 2:
         return ANIMAL.sub(lambda m: m[1] + "21"[int(m[2]) - 1], text)
     subject = next((s for s in own if s in text.lower()), "")
-    alike = [s for s in others if s != subject and s.count(" ") == subject.count(" ")]
-    if not (subject and alike):
+    choice = [s for s in subjects if s != subject and s.count(" ") == subject.count(" ")]
+    if not (subject and choice):
         return text
     at = text.lower().index(subject)
-    return text[:at] + alike[rng.integers(len(alike))] + text[at + len(subject) :]
+    return text[:at] + choice[rng.integers(len(choice))] + text[at + len(subject) :]
 
 
 # ---- cross-task data -------------------------------------------------------------------------------------------------
@@ -724,7 +854,7 @@ def open_cub(cfg: Config, dataset):
 
 
 class Birds:
-    """Section 2.4, fine-grained classification: pairs of NABirds' images, as many as there are images (48,562)."""
+    """Section 2.4, fine-grained classification: a pair for each of NABirds' 48,562 images."""
 
     def __init__(self, cfg: Config):
         import data
@@ -736,7 +866,7 @@ class Birds:
         self.partners, self.size, self.seed = partners(self.classes, cfg.seed), cfg.pretrain_batch, cfg.seed
 
     def batch(self, step: int):
-        """Pairs drawn by (seed, step); in the place of captions are the classes (B, 2)."""
+        """Pairs drawn by (seed, step). In the place of captions are the classes (B, 2)."""
         import data
 
         first = np.random.default_rng([self.seed, step, 1]).integers(len(self.names), size=self.size)
@@ -746,8 +876,8 @@ class Birds:
 
 
 def partners(classes: np.ndarray, seed: int) -> np.ndarray:
-    """For every image the index of another: for half of them, drawn by the seed, one of the same class (where there is
-    one), for the others one of another class."""
+    """For every image the index of another: for half of them one of the same class (if there is one), for the rest one
+    of another class."""
     rng, places = np.random.default_rng(seed), np.arange(len(classes))
     alike, partner = rng.permutation(len(classes)) < len(classes) // 2, []
     for i, c in enumerate(classes):
@@ -755,141 +885,6 @@ def partners(classes: np.ndarray, seed: int) -> np.ndarray:
         fit = same if alike[i] and same.any() else classes != c
         partner.append(rng.choice(places[fit]))
     return np.array(partner)
-
-
-# ---- training --------------------------------------------------------------------------------------------------------
-
-
-def plan(cfg: Config) -> list[tuple[str, int, int]]:
-    """The stages of a run, each with its first step and the one after its last."""
-    stages = [("cub", cfg.pretrain_steps)] if cfg.cub else []
-    stages += [("pretrain", cfg.pretrain_steps), ("finetune", cfg.steps)]
-    ends = [sum(steps for _, steps in stages[: i + 1]) for i in range(len(stages))]
-    return [(name, end - steps, end) for (name, steps), end in zip(stages, ends, strict=True) if steps]
-
-
-def task_of(cfg: Config, stage: str, step: int) -> str:
-    """The task of a step, in pre-training drawn by the shares of them; a function of (seed, step) alone."""
-    if stage == "finetune":
-        return stage
-    tasks = ["mlm"] * cfg.mlm + ["mvcl"] * cfg.mvcl + ["fda"] * cfg.fda
-    tasks += ["birds"] * 3 if cfg.nabirds and stage == "pretrain" else []  # a fifth of 9 + 1 + 2 + 3, appendix A.3
-    return tasks[np.random.default_rng([cfg.seed, step]).integers(len(tasks))]
-
-
-def pretrain_rate(cfg: Config, step: int) -> float:
-    """Learning rate of a step (counted from 0) of pre-training."""
-    warm = max(1, cfg.pretrain_warmup)
-    decay = (warm / (step + 1)) ** 0.5 if cfg.pretrain_decay == "inverse_sqrt" else 1.0
-    return cfg.pretrain_lr * min((step + 1) / warm, 1.0, decay)
-
-
-def finetune_rate(cfg: Config, step: int) -> float:
-    """Learning rate of a step (counted from 0) of fine-tuning."""
-    halves = min(step // 10000, 2) if cfg.finetune_decay == "halves" else 0
-    return learning_rate(cfg, step) / 2**halves
-
-
-def losses_of(model: IDC, batches: tuple, cfg: Config, task: str, negatives=None) -> dict[str, Tensor]:
-    """The losses of one step, each a mean over the batches (changed pairs, distractor pairs), and their total. The
-    batches stay apart: a scene's default image is "before" in both, so its cells would be false negatives in MVCL."""
-    losses: dict[str, Tensor] = {}
-    for n, batch in enumerate(batches):
-        batch = batch.to(cfg.device)
-        more = n == 0 if len(batches) == 2 else None  # are the pairs changed? unknown where there is one stream
-        if task == "fda":  # a seventh of the pairs, each with its caption and six others
-            more = negatives(batch.pair_ids[: max(1, len(batch.pair_ids) // 7)]).to(cfg.device, non_blocking=True)
-        with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
-            of_batch = model(batch.before, None if batch.single else batch.after, batch.caption, task, more)
-        losses = {name: losses.get(name, 0) + loss / len(batches) for name, loss in of_batch.items()}
-    if task == "finetune":
-        losses["total"] = losses["caption"] + cfg.w_judge * losses.get("judge", 0)
-    elif task == "birds":
-        losses["total"] = losses["class"] + losses["contrast"] + losses["match"]
-    else:
-        losses["total"] = losses[task]
-    return losses
-
-
-def train(cfg: Config, dataset, resume: bool = False) -> IDC:
-    """Pre-train, then fine-tune on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
-
-    The weights at the end of pre-training stay in pretrained.pt, for other runs' --init. Stopped by Ctrl-C or SIGTERM
-    it saves last.pt and exits 130 or 143; with `resume` it goes on from there as if nothing had happened.
-    FloatingPointError where a loss is not finite."""
-    sources = {stage: open_cub(cfg, dataset) if stage == "cub" else dataset for stage, _, _ in plan(cfg)}
-    negatives = {stage: Negatives(of) for stage, of in sources.items() if cfg.fda and stage != "finetune"}
-    birds = Birds(cfg) if cfg.nabirds and cfg.pretrain_steps else None
-    torch.manual_seed(cfg.seed)
-    model = IDC(cfg, len(dataset.vocab), dataset.grid, max(of.max_len for of in sources.values())).to(cfg.device)
-    model.max_len = dataset.max_len
-    if cfg.init and not resume:
-        other, state = load_model(IDC, cfg, cfg.init)
-        dataset.check_state(state)
-        model.load_state_dict(other.state_dict())
-    torch._dynamo.config.cache_size_limit = 64  # graphs, one a task and stream: the default of 8 is too few
-    with Run(cfg, resume, model, None, dataset) as run:
-        for stage, first, last in plan(cfg):
-            if run.step >= last or 0 < cfg.patience <= run.worse:
-                continue
-            finetune = stage == "finetune"
-            decay, rate = (cfg.weight_decay, finetune_rate) if finetune else (0.0, pretrain_rate)
-            run.optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr, weight_decay=decay, fused=True)
-            validate = (lambda: evaluate(model, dataset, "val", cfg)) if finetune else None
-            batch_size = cfg.batch_size if finetune else cfg.pretrain_batch
-            for batches in run.steps(sources[stage], batch_size, first, last, rate, stage):
-                task = task_of(cfg, stage, run.step)
-                batches = (birds.batch(run.step),) if task == "birds" else batches
-                losses = losses_of(model, batches, cfg, task, negatives.get(stage))
-                run.optimizer.zero_grad()
-                losses["total"].backward()
-                if cfg.grad_clip:
-                    nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
-                run.optimizer.step()
-                if stage == "pretrain" and run.step + 1 == last:
-                    run.save("pretrained.pt")
-                run.end_step(losses, validate)
-                if 0 < cfg.patience <= run.worse:
-                    break
-    return run.best_model()
-
-
-# ---- evaluation ------------------------------------------------------------------------------------------------------
-
-
-def evaluate(model: IDC, dataset, split: str, cfg: Config, out_dir: Path | None = None) -> dict[str, float]:
-    """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
-
-    Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs,
-    printed and written beside captions and sample pictures."""
-    model.eval()
-    captions, maps = {}, {}  # by pair id
-    for batch in dataset.eval_batches(split, cfg.eval_batch):
-        batch = batch.to(cfg.device)
-        ids = model.generate(batch.before, batch.after)
-        captions |= zip(batch.pair_ids, dataset.vocab.decode(ids), strict=True)
-        if out_dir:
-            seen = model.attention_map(batch.before, batch.after, ids)
-            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.pair_ids)}
-    model.train()
-    return dataset.results(split, captions, maps, out_dir)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """The command line: train and evaluate, only evaluate, or caption two image files."""
-    import data
-
-    cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED)
-    if args.caption:
-        data.caption_files(*load_model(IDC, cfg, args.checkpoint), args.caption, args.out)
-        return
-    dataset = open_dataset(cfg)
-    if args.eval is None:
-        model = train(cfg, dataset, args.resume)
-    else:
-        model, state = load_model(IDC, cfg, args.eval)
-        dataset.check_state(state)
-    evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir))
 
 
 if __name__ == "__main__":

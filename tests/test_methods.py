@@ -67,8 +67,8 @@ def whole(method, **fields):
     rewritten = torch.randint(4, WORDS, (B, 6, V))
     return model, {
         rdd_acr: {"step": (found, found)}, cheers: {"step": (torch.tensor([[0, 1, 6]] * B),)},
-        idc_pretrain: {"finetune": ("finetune", True), "mlm": ("mlm",), "mvcl": ("mvcl",), "fda": ("fda", rewritten),
-                       "birds": ("birds",)},
+        idc_pretrain: {"finetune": ("finetune", True), "mlm": ("mlm",), "mvcl": ("mvcl",),
+                       "fda": ("fda", None, rewritten), "birds": ("birds",)},
     }.get(method, {"step": ()})  # fmt: skip
 
 
@@ -141,7 +141,6 @@ def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path):
         rdd_acr: {"fields": ", w_n2o=0.0, w_v2a=0.0"},
         cheers: {"table": ", torch.rand(7, 5)", "more": ", torch.tensor([[0, 1, 2]] * 4)",
                  "entities": ", torch.tensor([[0, 1, 2]] * 4)"},
-        idc_pretrain: {"more": ', "finetune", True'},
     }  # fmt: skip
     parts = {"fields": "", "table": "", "more": "", "entities": ""} | own.get(method, {})
     script = ALONE_IN_A_FOLDER.format(module=method.__name__, model=MODELS[method].__name__, **parts)
