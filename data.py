@@ -1612,7 +1612,11 @@ def open_dataset(cfg) -> Dataset:
     if make := DATASETS[cfg.dataset].make:
         feature_file(cfg.dataset, Path(cfg.data_dir), cfg.extractor)  # refuses an extractor before the work begins
         make(Path(cfg.data_dir), cfg.scenes, cfg.objects, cfg.data_seed, cfg.device)
-    return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
+    dataset = load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
+    if cfg.batch_size > (count := len(dataset.scenes["train"])):
+        print(f"--batch_size {cfg.batch_size} is more than there is to train on; it is {count} now")
+        cfg.batch_size = count
+    return dataset
 
 
 def caption_pairs(model: nn.Module, state: dict, pairs: list[tuple], inputs: Callable | None = None,
