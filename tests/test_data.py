@@ -353,30 +353,45 @@ def test_the_pairs_of_a_file_are_captioned(captioner, tmp_path, capsys):
 
 
 def test_pictures():
-    red, blue = (data.Image.new("RGB", (20, 10), c) for c in ("red", "blue"))
-    heat = torch.zeros(2, 3)
+    """Each in its own proportions under its heading, attention from blue to red over it, a tick or a cross."""
+    dark, wide = data.Image.new("RGB", (20, 10)), data.Image.new("RGB", (40, 10), "white")
+    heat, side = torch.zeros(2, 3), 128
     heat[0, 0] = 1.0
-    strip, side = data.pair_picture(red, blue, {"attention": heat}, ["a caption that takes many lines " * 6]), 96
-    assert strip.getpixel((side // 2, side // 2)) == (255, 0, 0) and strip.getpixel((side + 3 + 5, 5)) == (0, 0, 255)
-    bright, dark = strip.getpixel((2 * (side + 3) + 4, 4)), strip.getpixel((2 * (side + 3) + 90, 90))
-    assert bright[0] > 200 > 100 > dark[0]  # attention lights its cell and leaves the rest dim
-    each = data.pair_picture(red, blue, {"before": 1 - heat, "after": heat}, [])
-    assert each.width == strip.width and each.height < 2 * side  # two pictures, two maps, one row
-    before, after = each.getpixel((2 * (side + 3) + 60, 60)), each.getpixel((3 * (side + 3) + 4, 20))
-    assert before[0] > 200 and after[2] > 100  # each over its own picture
-    assert data.tiled([strip, strip, strip], 2, 5).size == (2 * strip.width + 5, 2 * strip.height + 10)
+    lines = ["a caption that takes many lines " * 6]
+    panel = lambda r: data.pair_picture(dark, wide, {"decoder": heat}, lines, side, r)
+    plain, right, wrong = map(panel, (None, True, False))
+    at = lambda strip, n, x, y: strip.getpixel((n * (side + 3) + x, 14 + y))  # of the n-th picture
+    assert at(plain, 0, 64, 60) == (0, 0, 0) and at(plain, 0, 64, 66) == (255, 255, 255)  # 128 x 64
+    assert at(plain, 1, 64, 40) == (255, 255, 255) and plain.height > 14 + 64 + 14
+    for n in (2, 3):
+        hot, cold = at(plain, n, 3, 3), at(plain, n, 120, 28)
+        assert hot[0] > hot[2] and cold[2] > cold[0]
+    corner = lambda strip: {c for _, c in strip.crop((strip.width - 12, 0, strip.width, 14)).getcolors()}
+    red, green = (255, 0, 0), (0, 128, 0)
+    assert green in corner(right) - corner(plain) and red in corner(wrong) - corner(plain)
+    each = data.pair_picture(dark, dark, {"before": 1 - heat, "after": heat}, [], side)
+    assert each.width == plain.width and each.height < side  # two pictures, two maps, one row
+    before, after = at(each, 2, 3, 3), at(each, 3, 3, 3)
+    assert before[2] > before[0] and after[0] > after[2]  # each over its own picture
+    assert data.tiled([plain, plain, plain], 2, 5).size == (2 * plain.width + 5, 2 * plain.height + 10)
 
 
-def test_sample_sheet_has_a_column_for_every_kind():
+def test_sample_sheet_has_a_column_for_every_kind(monkeypatch):
     class Pictured:
+        vocab = data.Vocab.of(["a dog left, it is gone"])
+
         def examples(self, split, count):
-            pair = SimpleNamespace(id="1", captions=["a dog left", "it is gone"])
+            pair = SimpleNamespace(id="1", captions=["a dog left", "it is gone."])
             return {"drop": [pair, pair], "add": [pair]}
 
         def images(self, pair):
             return tuple(data.Image.new("RGB", (20, 10), c) for c in ("red", "blue"))
 
-    captions, maps = {"1": "nothing changed"}, {"1": {"attention": torch.eye(2)}}
-    plain = data.sample_sheet(Pictured(), "test", captions, maps, {})
-    noted = data.sample_sheet(Pictured(), "test", captions, maps, {"1": ["entities: dog, cat"]})
+    drawn, draw = [], data.pair_picture
+    monkeypatch.setattr(data, "pair_picture", lambda *a, right: drawn.append((a[3], right)) or draw(*a, right=right))
+    maps = {"1": {"attention": torch.eye(2)}}
+    plain = data.sample_sheet(Pictured(), "test", {"1": "it is"}, maps, {})
+    noted = data.sample_sheet(Pictured(), "test", {"1": "it is gone"}, maps, {"1": ["entities: dog, cat"]})
     assert plain.width > 2 * 4 * 96 and noted.size == (plain.width, plain.height + 2 * 14)
+    assert drawn[0] == (["drop", "reference: a dog left", "generated: it is"], False)
+    assert drawn[3][0][:3] == ["drop", "reference: it is gone.", "generated: it is gone"] and drawn[3][1]  # that one
