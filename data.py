@@ -429,16 +429,17 @@ def pair_name(row: dict) -> str:
     return f"{row['before']} {row['after']}" if row.get("id") in (None, "") else str(row["id"])
 
 
-def split_of(name: str) -> str:
+def hashed_split(name: str) -> str:
     """A split for a pair of this name: 80 % train, 10 % val, 10 % test, the same on every machine."""
-    return (["train"] * 8 + ["val", "test"])[int(hashlib.sha256(name.encode()).hexdigest(), 16) % 10]
+    tenth = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 10
+    return {8: "val", 9: "test"}.get(tenth, "train")
 
 
 def read_pairs(root: Path) -> Release:
     """Your own pairs: pairs.csv with the columns before, after, captions, or pairs.json, a list of objects with these
     keys. Paths are relative to the folder. A pair with several captions has a list (JSON), or the signs | between them,
-    or several rows. Three more columns may be there: `split` (without it, see split_of), `id`, which names the pair in
-    result files, and `kind`: kinds of change are scored separately, "no change" also as recognised or not."""
+    or several rows. Three more columns may be there: `split` (without it, see hashed_split); `id`, the name of the pair
+    in result files; `kind`: kinds of change are scored separately, and "no change" as recognised or not."""
     file = root / "pairs.json" if (root / "pairs.json").exists() else root / "pairs.csv"
     pairs, kinds = {split: {} for split in SPLITS}, {}
     for place, row in read_rows(file, {"before": str, "after": str, "captions": (str, list)}).items():
@@ -449,7 +450,7 @@ def read_pairs(root: Path) -> Release:
             captions = [c.strip() for c in captions if c.strip()]
             if not (before and after and captions):
                 raise ValueError(f"{place}: no captions for {before!r}, {after!r}, or no images")
-            split = row["split"] if "split" in row else split_of(name)
+            split = row["split"] if "split" in row else hashed_split(name)
             if split not in SPLITS:
                 raise ValueError(f"{place}: expected the split {', '.join(SPLITS)}, found {split!r}")
             pair = pairs[split].setdefault(name, Pair(name, before, after, []))
@@ -1534,10 +1535,7 @@ def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
 def read_npy(path: Path) -> np.ndarray:
     """A released feature map (C, H, W)."""
     with file_errors(path, "fetch it again"):
-        x = np.load(path)
-        if x.ndim != 3:
-            raise ValueError(f"expected (channels, height, width), found {x.shape}")
-    return x
+        return np.load(path)
 
 
 class Described:

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import GRID, write_release
+from conftest import GRID
 from test_features import random_resnet
 
 import data
@@ -32,14 +32,6 @@ def test_tokens_and_vocabulary_follow_the_fields_rule():
 
 
 @real
-def test_vocabulary_sizes_of_real_annotations():
-    rows = json.loads((SHARED / "spot_the_diff/annotations/train.json").read_text())
-    sentences = [s for row in rows for s in row["sentences"]]
-    assert len(data.Vocab.of(sentences)) == 2059 and len(data.Vocab.of(sentences, min_count=5)) == 743
-    assert max(len(data.tokenize(s)) for s in sentences) + 2 <= 58
-
-
-@real
 def test_real_clevr_change_splits_are_read(tmp_path):
     for file in ("splits.json", "type_mapping.json"):
         shutil.copy(SHARED / "clevr_change" / file, tmp_path)
@@ -56,11 +48,8 @@ def test_real_clevr_change_splits_are_read(tmp_path):
 def test_a_scene_is_a_changed_and_a_distractor_pair(release):
     scene = data.read_clevr_change(release).scenes["train"][3]
     (changed, same), (changed_swapped, same_swapped) = scene.pairs, scene.swapped
-    assert (changed.id, changed.before, changed.after) == (
-        "000003.png",
-        "CLEVR_default_000003.png",
-        "CLEVR_semantic_000003.png",
-    )
+    assert (changed.id, changed.before) == ("000003.png", "CLEVR_default_000003.png")
+    assert changed.after == "CLEVR_semantic_000003.png"
     assert (same.id, same.after) == ("000003.png_n", "CLEVR_nonsemantic_000003.png")
     assert (changed_swapped.before, changed_swapped.after) == (same.after, changed.after)
     assert (same_swapped.before, same_swapped.after) == (same.after, same.before)
@@ -122,24 +111,9 @@ def test_load_says_what_to_run(release, prepared):
         data.load("clevr_change", prepared)
 
 
-def test_features_made_otherwise_are_refused(prepared):
-    with h5py.File(prepared / "features.h5", "a") as f:
-        f.attrs["preprocessing"] = "upside down"
-    with pytest.raises(ValueError, match="upside down.*run: python data.py"):
-        data.load("clevr_change", prepared)
-
-
 def collect(dataset, *args, **kwargs):
-    return [
-        tuple((b.pair_ids, b.caption.tolist(), b.before.clone()) for b in s)
-        for s in dataset.train_batches(*args, **kwargs)
-    ]
-
-
-def same(a, b):
-    return len(a) == len(b) and all(
-        x[:2] == y[:2] and torch.equal(x[2], y[2]) for s, t in zip(a, b, strict=True) for x, y in zip(s, t, strict=True)
-    )
+    epoch = dataset.train_batches(*args, **kwargs)
+    return [tuple((b.pair_ids, b.caption.tolist(), b.before.tolist()) for b in batches) for batches in epoch]
 
 
 def test_batches_are_a_function_of_seed_and_epoch(prepared):
@@ -148,10 +122,8 @@ def test_batches_are_a_function_of_seed_and_epoch(prepared):
     assert len(epoch) == dataset.steps(3) == 3
     assert sorted(i for s in epoch for i in s[0][0]) == sorted(p.id for p in dataset.pairs("train") if "_n" not in p.id)
     assert all([f"{i}_n" for i in s[0][0]] == s[1][0] for s in epoch)  # both pairs of a scene, in the same place
-    assert same(epoch, collect(dataset, 3, seed=5, epoch=2)) and same(epoch[1:], collect(dataset, 3, 5, 2, start=1))
-    assert not same(epoch, collect(dataset, 3, seed=5, epoch=3)) and not same(
-        epoch, collect(dataset, 3, seed=6, epoch=2)
-    )
+    assert epoch == collect(dataset, 3, seed=5, epoch=2) and epoch[1:] == collect(dataset, 3, 5, 2, start=1)
+    assert epoch != collect(dataset, 3, seed=5, epoch=3) and epoch != collect(dataset, 3, seed=6, epoch=2)
 
 
 def test_swap_takes_default_or_distractor_as_before(prepared):
@@ -239,9 +211,8 @@ def test_samples_without_pictures_are_grey(prepared):
     dataset.paths[pair.after].unlink()
     assert pair in dataset.examples("test", 1)["color"]
     before, after = dataset.images(pair)
-    assert (
-        np.array_equal(before, data.read_image(dataset.paths[pair.before])) and after.getextrema() == ((128, 128),) * 3
-    )
+    assert np.array_equal(before, data.read_image(dataset.paths[pair.before]))
+    assert after.getextrema() == ((128, 128),) * 3
     dataset.paths[other.after].write_bytes(b"no picture")
     with pytest.raises(ValueError, match="is not a readable image"):
         dataset.images(other)
@@ -271,15 +242,6 @@ def test_check_reports_every_problem(prepared, monkeypatch, capsys):
     for file in (prepared / "features.h5", prepared / "vocab.json"):
         file.unlink()
         assert any(f" at {file}; run: python data.py" in line for line in data.check("clevr_change", prepared))
-
-
-def test_write_release_is_what_the_reader_expects(tmp_path):
-    write_release(tmp_path / "r", train=2, val=1, test=1)
-    assert {k: len(v) for k, v in data.read_clevr_change(tmp_path / "r").scenes.items()} == {
-        "train": 2,
-        "val": 1,
-        "test": 1,
-    }
 
 
 class Captioner(torch.nn.Module):
