@@ -429,16 +429,17 @@ def pair_name(row: dict) -> str:
     return f"{row['before']} {row['after']}" if row.get("id") in (None, "") else str(row["id"])
 
 
-def split_of(name: str) -> str:
+def hashed_split(name: str) -> str:
     """A split for a pair of this name: 80 % train, 10 % val, 10 % test, the same on every machine."""
-    return (["train"] * 8 + ["val", "test"])[int(hashlib.sha256(name.encode()).hexdigest(), 16) % 10]
+    tenth = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 10
+    return {8: "val", 9: "test"}.get(tenth, "train")
 
 
 def read_pairs(root: Path) -> Release:
     """Your own pairs: pairs.csv with the columns before, after, captions, or pairs.json, a list of objects with these
     keys. Paths are relative to the folder. A pair with several captions has a list (JSON), or the signs | between them,
-    or several rows. Three more columns may be there: `split` (without it, see split_of), `id`, which names the pair in
-    result files, and `kind`: kinds of change are scored separately, "no change" also as recognised or not."""
+    or several rows. Three more columns may be there: `split` (without it, see hashed_split); `id`, the name of the pair
+    in result files; `kind`: kinds of change are scored separately, and "no change" as recognised or not."""
     file = root / "pairs.json" if (root / "pairs.json").exists() else root / "pairs.csv"
     pairs, kinds = {split: {} for split in SPLITS}, {}
     for place, row in read_rows(file, {"before": str, "after": str, "captions": (str, list)}).items():
@@ -449,7 +450,7 @@ def read_pairs(root: Path) -> Release:
             captions = [c.strip() for c in captions if c.strip()]
             if not (before and after and captions):
                 raise ValueError(f"{place}: no captions for {before!r}, {after!r}, or no images")
-            split = row["split"] if "split" in row else split_of(name)
+            split = row["split"] if "split" in row else hashed_split(name)
             if split not in SPLITS:
                 raise ValueError(f"{place}: expected the split {', '.join(SPLITS)}, found {split!r}")
             pair = pairs[split].setdefault(name, Pair(name, before, after, []))
@@ -1113,25 +1114,42 @@ def format_scores(result: dict) -> str:
 # ---- pictures of results ---------------------------------------------------------------------------------------------
 
 
-def pair_picture(before: Image.Image, after: Image.Image, maps: dict[str, Tensor], lines: list[str], side: int = 96):
-    """One pair as a strip -> PIL image: before, after, then each attention map (H, W) over both, and lines of text
-    below. The maps named "before" and "after" are drawn over their own picture only."""
-    font = ImageFont.load_default(11)
-    pictures = [im.convert("RGB").resize((side, side), Image.Resampling.LANCZOS) for im in (before, after)]
+def overlay(im: Image.Image, heat: Tensor) -> Image.Image:
+    """An attention map (H, W) over a picture, from blue, none, to red, its most."""
+    heat = heat.float().cpu() / heat.max().clamp(min=1e-12).item()
+    heat = F.interpolate(heat[None, None], im.size[::-1], mode="bilinear", align_corners=False)[0, 0]
+    hue, full = Image.fromarray(((1 - heat) * 170).byte().numpy()), Image.new("L", im.size, 255)
+    return Image.blend(im, Image.merge("HSV", (hue, full, full)).convert("RGB"), 0.4)
+
+
+def pair_picture(before: Image.Image, after: Image.Image, maps: dict[str, Tensor], lines: list[str], side: int = 128,
+                 right: bool | None = None) -> Image.Image:  # fmt: skip
+    """One pair as a strip -> PIL image: before, after, then each attention map (H, W) over both, each with a heading;
+    lines of text below; a tick or a cross if the caption is right or not. The longer side of a picture is `side`. The
+    maps named "before" and "after" are drawn over their own picture only."""
+    font, shown = ImageFont.load_default(11), []
+    for title, im in (("before", before), ("after", after)):
+        size = [max(1, round(side * length / max(im.size))) for length in im.size]
+        shown.append((title, im.convert("RGB").resize(size, Image.Resampling.LANCZOS)))
     for name, heat in maps.items():
-        heat = heat.float().cpu() / heat.max().clamp(min=1e-12).item()
-        heat = F.interpolate(heat[None, None], (side, side), mode="bilinear", align_corners=False)[0, 0]
-        mask = Image.fromarray((heat * 255).byte().numpy())
-        for im in {"before": pictures[:1], "after": pictures[1:2]}.get(name, pictures[:2]):
-            shaded = Image.composite(im, Image.blend(im, Image.new("RGB", im.size), 0.7), mask)
-            ImageDraw.Draw(shaded).text((2, 1), name, fill="white", font=font)
-            pictures.append(shaded)
-    page = tiled(pictures, 4, 3)
+        for title, im in [pair for pair in shown[:2] if name not in ("before", "after") or name == pair[0]]:
+            shown.append((f"{name}, {title}" if name != title else f"attention, {title}", overlay(im, heat)))
+    panels = [Image.new("RGB", (side, im.height + 14), "white") for _, im in shown]
+    for panel, (title, im) in zip(panels, shown, strict=True):
+        panel.paste(im, (0, 14))
+        ImageDraw.Draw(panel).text((1, 1), title, fill="black", font=font)
+    page = tiled(panels, 4, 3)
     rows = [row for line in lines for row in textwrap.wrap(line, page.width // 6) or [""]]
     strip = Image.new("RGB", (page.width, page.height + 14 * len(rows) + 3), "white")
     strip.paste(page)
+    draw, x = ImageDraw.Draw(strip), strip.width - 12
     for i, row in enumerate(rows):
-        ImageDraw.Draw(strip).text((1, page.height - 1 + 14 * i), row, fill="black", font=font)
+        draw.text((1, page.height - 1 + 14 * i), row, fill="black", font=font)
+    if right:
+        draw.line([(x, 7), (x + 3, 11), (x + 10, 2)], fill="green", width=2)
+    elif right is not None:
+        draw.line([(x + 1, 2), (x + 10, 11)], fill="red", width=2)
+        draw.line([(x + 1, 11), (x + 10, 2)], fill="red", width=2)
     return strip
 
 
@@ -1145,14 +1163,17 @@ def tiled(pictures: list[Image.Image], columns: int, gap: int) -> Image.Image:
 
 
 def sample_sheet(dataset: Dataset, split: str, captions: dict[str, str], maps: dict, notes: dict) -> Image.Image:
-    """A column for every kind of change: a dozen pairs each with attention, reference and caption -> PIL image.
+    """A column for every kind of change: a dozen pairs each with attention, reference and caption -> PIL image. A tick
+    marks captions that are a reference word for word; then that reference is shown.
     By pair id: captions, maps (name -> (H, W)), notes (lines; pairs may have none)."""
     columns = []
     for kind, pairs in dataset.examples(split, 12).items():
         columns.append([])
         for p in pairs:
-            lines = [kind, f"reference: {p.captions[0]}", f"generated: {captions[p.id]}", *notes.get(p.id, [])]
-            columns[-1].append(pair_picture(*dataset.images(p), maps[p.id], lines))
+            same = [c for c in p.captions if " ".join(dataset.vocab.split(c)) == captions[p.id]]
+            reference = f"reference: {(same or p.captions)[0]}"
+            lines = [kind, reference, f"generated: {captions[p.id]}", *notes.get(p.id, [])]
+            columns[-1].append(pair_picture(*dataset.images(p), maps[p.id], lines, right=bool(same)))
     rows = itertools.zip_longest(*columns, fillvalue=Image.new("RGB", (1, 1), "white"))
     return tiled([strip for row in rows for strip in row], len(columns), 12)
 
@@ -1514,10 +1535,7 @@ def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
 def read_npy(path: Path) -> np.ndarray:
     """A released feature map (C, H, W)."""
     with file_errors(path, "fetch it again"):
-        x = np.load(path)
-        if x.ndim != 3:
-            raise ValueError(f"expected (channels, height, width), found {x.shape}")
-    return x
+        return np.load(path)
 
 
 class Described:

@@ -132,9 +132,8 @@ def test_pictures_decoded_ahead_stay_in_order(tmp_path):
     extractor = data.Extractor("mini-cnn-x", data.MiniCNN().state_dict())
     blocks = list(extractor.blocks(paths, 3))
     assert [len(block) for block in blocks] == [3, 3, 1]
-    torch.testing.assert_close(
-        torch.cat(blocks), torch.cat([extractor([path]) for path in paths]), atol=1e-3, rtol=1e-2
-    )
+    each = torch.cat([extractor([path]) for path in paths])
+    torch.testing.assert_close(torch.cat(blocks), each, atol=1e-3, rtol=1e-2)
     began, decode, net, ahead = [], extractor.preprocess, extractor.net, threading.Event()
 
     def preprocess(image):
