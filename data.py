@@ -637,6 +637,8 @@ def write_features(path: Path, names: list[str], blocks: Iterable[np.ndarray], e
                    dataset: str = "") -> None:  # fmt: skip
     """One feature file: `features` (n, C, H, W) float16 in one piece, `image_ids` (n,), and attributes `extractor`,
     `preprocessing` and `dataset`. `blocks` gives arrays (b, C, H, W) in the order of names."""
+    for left in path.parent.glob(f"{path.name}.*.partial"):  # left by a process that was killed
+        left.unlink()
     done, bar = 0, tqdm(total=len(names), desc="features", unit="image", disable=None)
     with bar, atomic_write(path) as partial, h5py.File(partial, "w") as f:
         f.attrs.update(extractor=extractor, preprocessing=preprocessing, dataset=dataset)
@@ -816,8 +818,8 @@ class Dataset:
         return score(captions, references, {} if quick else self.groups(split), quick, tokens, self.vocab.index)
 
     def report(self, split: str, captions: dict[str, str], maps: dict) -> dict:
-        """What else captions and attention maps (pair id -> name -> (H, W)) show, in %. "accuracy": what the data set's own
-        judge says or, if unchanged pairs are known, how many changed and unchanged ones are recognised. A caption
+        """What else captions and attention maps (pair id -> name -> (H, W)) show, in %. "accuracy": what the data set's
+        own judge says or, if unchanged pairs are known, how many changed and unchanged ones are recognised. A caption
         denies a change if it is in the field's list of such sentences or, without such a list, if an unchanged training
         pair has it. "pointing": see pointing_scores."""
         source = DATASETS[self.name]
@@ -1511,8 +1513,6 @@ def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
     npy = [p.parent.parent / p.parent.name.replace("images", "features") / f"{p.name}.npy" for p in images]
     released = extractor == "resnet101-layer3" and any(p.exists() for p in npy)
     with lock(root):
-        for partial in root.glob("features*.partial"):  # left by a process that was killed
-            partial.unlink()
         if path.exists():
             features = open_features(name, root, extractor)
             features.require(names)
@@ -2003,32 +2003,26 @@ def parse_caption(text: str) -> dict[str, str | None]:
     return said
 
 
-def names_changed(said: dict[str, str | None], truth: dict) -> bool:
-    """Is what parse_caption returns true of the changed object and of no other object of the scene before (for add:
-    after)? truth: an entry of scenes.json."""
-    named = {name: said[name] for name in ATTRIBUTES if said[name]}
-    scene = truth["objects"]["semantic" if truth["type"] == "add" else "default"]
-    return bool(named) and [i for i, item in enumerate(scene) if named.items() <= item.items()] == [truth["changed"]]
-
-
 def mini_accuracy(captions: dict[str, str], scenes: dict) -> dict[str, float]:
     """What share of captions (pair id -> caption) is right, in %. scenes: content of scenes.json.
 
-    Of unchanged pairs, "distractors": captioned as unchanged. Of changed pairs, "change type"; "all four":
-    names_changed; "size", "color", "material", "shape": named and true, or not needed for "all four"; "new value" of
-    color and material."""
+    Of unchanged pairs, "distractors": captioned as unchanged. Of changed pairs, "change type"; "all four": what is
+    named is true of the changed object and of no other; "size", "color", "material", "shape": named and true, or not
+    needed for "all four"; "new value" of color and material."""
     right = {name: [] for name in ("change type", "distractors", *ATTRIBUTES, "all four", "new value")}
     for key, text in captions.items():
         said, truth = parse_caption(text), scenes[str(int(key[:6]))]
         if key.endswith("_n"):
             right["distractors"].append(said["type"] == "same")
             continue
-        kind, changed, exact = truth["type"], truth["changed"], names_changed(said, truth)
-        item = truth["objects"]["semantic" if kind == "add" else "default"][changed]
+        kind, changed = truth["type"], truth["changed"]
+        scene = truth["objects"]["semantic" if kind == "add" else "default"]
+        named = {name: said[name] for name in ATTRIBUTES if said[name]}
+        exact = bool(named) and [i for i, item in enumerate(scene) if named.items() <= item.items()] == [changed]
         right["change type"].append(said["type"] == kind)
         right["all four"].append(exact)
         for name in ATTRIBUTES:
-            right[name].append(said[name] == item[name] if said[name] else exact)
+            right[name].append(said[name] == scene[changed][name] if said[name] else exact)
         if kind in ATTRIBUTES:
             right["new value"].append(said["value"] == truth["objects"]["semantic"][changed][kind])
     return {name: round(100 * float(np.mean(hits)), 2) if hits else math.nan for name, hits in right.items()}
