@@ -37,6 +37,7 @@ it is silent or leaves two readings, the choice is marked [ours] where it is mad
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +64,10 @@ from common import (
     mean_of,
     parse_args,
     run_main,
+    saved_config,
     token_match,
     upcast,
+    usable_device,
 )
 
 # ---- config ----------------------------------------------------------------------------------------------------------
@@ -563,15 +566,22 @@ def load_model(cfg: Config, checkpoint: str | Path) -> tuple[CHEERS, dict]:
     return load_weights(model, state["model"], checkpoint).eval(), state
 
 
+def load(checkpoint: str | Path, device: str = ""):
+    """A trained model for any two pictures, files or PIL images: caption, maps = load("best.pt")(before, after)."""
+    import data
+
+    cfg = dataclasses.replace(saved_config(Config, checkpoint), device=usable_device(device))
+    return data.Captioner(*load_model(cfg, checkpoint), entities_of_files)
+
+
 def main(argv: list[str] | None = None) -> None:
-    """The command line: train and evaluate, only evaluate, or caption two image files."""
+    """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
     cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv)
     if args.caption:
-        model, state = load_model(cfg, args.checkpoint)
-        data.caption_files(model, state, args.caption, args.out, entities_of_files)
-        return
+        captioner = data.Captioner(*load_model(cfg, args.checkpoint), entities_of_files)
+        return data.caption_files(captioner, args.caption, args.out)
     dataset = data.open_dataset(cfg)
     if args.eval is None:
         model, entities = train(cfg, dataset, args.resume)

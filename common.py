@@ -303,6 +303,16 @@ def preset(Config: type, presets: dict[str, dict], released: dict[str, dict], da
     return Config(**values)
 
 
+def saved_config(Config: type, checkpoint: str | Path):
+    """The Config that a checkpoint was trained with; a field that it lacks has its default. ValueError if it has a
+    field that is unknown here."""
+    saved = load_checkpoint(checkpoint)["config"]
+    if unknown := sorted(saved.keys() - {f.name for f in dataclasses.fields(Config)}):
+        raise ValueError(f"{checkpoint} is of another method or version: no field {', '.join(unknown)} here")
+    with file_errors(checkpoint, TRAIN_FIRST):
+        return Config(**saved)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line (run_main prints it and exits 2)."""
 
@@ -352,11 +362,7 @@ def parse_args(
     out_dir = given.get("out_dir") or f"runs/{script}-{dataset}"
     checkpoint = f"{out_dir}/last.pt" if args.resume else args.checkpoint or args.eval
     if checkpoint:
-        saved = load_checkpoint(checkpoint)["config"]
-        if unknown := sorted(saved.keys() - {f.name for f in dataclasses.fields(Config)}):
-            raise ValueError(f"{checkpoint} is of another method or version: no field {', '.join(unknown)} here")
-        with file_errors(checkpoint, TRAIN_FIRST):
-            base = Config(**saved)
+        base = saved_config(Config, checkpoint)
         for name in {"dataset", "reading"} & given.keys():
             if given[name] != getattr(base, name):
                 raise ValueError(f"--{name} {given[name]}: {checkpoint} was trained with {getattr(base, name)}")

@@ -1637,27 +1637,37 @@ def open_dataset(cfg) -> Dataset:
     return dataset
 
 
-def caption_pairs(model: nn.Module, state: dict, pairs: list[tuple], inputs: Callable | None = None,
-                  batch: int = 16) -> Iterator[tuple[str, dict[str, Tensor]]]:  # fmt: skip
-    """The caption and the attention maps (name -> (H, W)) of each pair of pictures (files or PIL images) by a model and
-    its checkpoint's content. inputs(model, state, pictures) -> what else the model's generate and attention_map take, a
-    row for each pair, or None."""
-    device, vocab, pictures = model.cfg.device, Vocab(state["vocab"]), [picture for pair in pairs for picture in pair]
-    rows = inputs(model, state, pictures) if inputs else None
-    blocks = Extractor(**state["extractor"], device=device).blocks(pictures, 2 * batch)
-    for i, x in zip(range(0, len(pairs), batch), blocks, strict=True):
-        before, after = x.to(device).float().unflatten(0, (-1, 2)).unbind(1)
-        more = [] if rows is None else [rows[i : i + batch]]
-        ids = model.generate(before, after, *more)
-        maps = model.attention_map(before, after, ids, *more)
-        for n, caption in enumerate(vocab.decode(ids)):
-            yield caption, {name: m[n] for name, m in maps.items()}
+class Captioner:
+    """A trained model that captions any two pictures (files or PIL images): caption, maps = captioner(before, after),
+    maps: name -> where the model looked (H, W).
+
+    model, state: of common.load_model. inputs(model, state, pictures) -> what else the model's generate and
+    attention_map take, a row for each pair, or None."""
+
+    def __init__(self, model: nn.Module, state: dict, inputs: Callable | None = None):
+        self.model, self.state, self.inputs, self.device = model, state, inputs, model.cfg.device
+        self.vocab, self.extractor = Vocab(state["vocab"]), Extractor(**state["extractor"], device=self.device)
+
+    def __call__(self, before, after) -> tuple[str, dict[str, Tensor]]:
+        return next(self.pairs([(before, after)]))
+
+    def pairs(self, pairs: list[tuple], batch: int = 16) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """The same for every pair of a list."""
+        pictures = [picture for pair in pairs for picture in pair]
+        rows = self.inputs(self.model, self.state, pictures) if self.inputs else None
+        blocks = self.extractor.blocks(pictures, 2 * batch)
+        for i, x in zip(range(0, len(pairs), batch), blocks, strict=True):
+            before, after = x.to(self.device).float().unflatten(0, (-1, 2)).unbind(1)
+            more = [] if rows is None else [rows[i : i + batch]]
+            ids = self.model.generate(before, after, *more)
+            maps = self.model.attention_map(before, after, ids, *more)
+            for n, caption in enumerate(self.vocab.decode(ids)):
+                yield caption, {name: m[n] for name, m in maps.items()}
 
 
-def caption_files(model: nn.Module, state: dict, files: list[str], out: str | None, inputs=None) -> None:
+def caption_files(captioner: Captioner, files: list[str], out: str | None) -> None:
     """Prints the caption of two image files, or of every pair of a CSV file with the columns before and after, whose
-    paths are relative to it. `out`: the attention picture, or the CSV file's captions as COCO results. inputs: see
-    caption_pairs."""
+    paths are relative to it. `out`: the attention picture, or the CSV file's captions as COCO results."""
     pairs, folder = {"": tuple(map(Path, files))}, Path(files[0]).parent
     if len(files) == 1:
         rows = read_rows(Path(files[0]), {"before": str, "after": str}).values()
@@ -1665,7 +1675,7 @@ def caption_files(model: nn.Module, state: dict, files: list[str], out: str | No
     if out and Path(out).exists() and any(Path(out).samefile(f) for f in (*files, *itertools.chain(*pairs.values()))):
         raise ValueError(f"--out {out} is one of the files to read; choose another name")
     results = {}
-    for name, result in zip(pairs, caption_pairs(model, state, [*pairs.values()], inputs), strict=True):
+    for name, result in zip(pairs, captioner.pairs([*pairs.values()]), strict=True):
         results[name] = result
         print(f"{name}: {result[0]}" if name else result[0], flush=True)
     if out and len(files) == 1:

@@ -76,8 +76,10 @@ from common import (
     mean_of,
     parse_args,
     run_main,
+    saved_config,
     sinusoid,
     upcast,
+    usable_device,
 )
 
 # ---- config ----------------------------------------------------------------------------------------------------------
@@ -643,14 +645,21 @@ def evaluate(model: IDC, dataset, split: str, cfg: Config, out_dir: Path | None 
     return dataset.results(split, captions, maps, out_dir)
 
 
+def load(checkpoint: str | Path, device: str = ""):
+    """A trained model for any two pictures, files or PIL images: caption, maps = load("best.pt")(before, after)."""
+    import data
+
+    cfg = dataclasses.replace(saved_config(Config, checkpoint), device=usable_device(device))
+    return data.Captioner(*load_model(IDC, cfg, checkpoint))
+
+
 def main(argv: list[str] | None = None) -> None:
-    """The command line: train and evaluate, only evaluate, or caption two image files."""
+    """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
     cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED)
     if args.caption:
-        data.caption_files(*load_model(IDC, cfg, args.checkpoint), args.caption, args.out)
-        return
+        return data.caption_files(data.Captioner(*load_model(IDC, cfg, args.checkpoint)), args.caption, args.out)
     dataset = open_dataset(cfg)
     if args.eval is None:
         model = train(cfg, dataset, args.resume)

@@ -37,6 +37,7 @@ DIRL+CCR's release has where its paper prints none. --no-residual takes Eq. 4 an
 To copy: this file and common.py. Training on a data set of data.py needs that file too, also for phrases and CLIP.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -59,7 +60,9 @@ from common import (
     mean_of,
     parse_args,
     run_main,
+    saved_config,
     upcast,
+    usable_device,
 )
 
 # ---- config ----------------------------------------------------------------------------------------------------------
@@ -524,14 +527,21 @@ def evaluate(model: RDD, dataset, split: str, cfg: Config, out_dir: Path | None 
     return dataset.results(split, captions, maps, out_dir)
 
 
+def load(checkpoint: str | Path, device: str = ""):
+    """A trained model for any two pictures, files or PIL images: caption, maps = load("best.pt")(before, after)."""
+    import data
+
+    cfg = dataclasses.replace(saved_config(Config, checkpoint), device=usable_device(device))
+    return data.Captioner(*load_model(RDD, cfg, checkpoint))
+
+
 def main(argv: list[str] | None = None) -> None:
-    """The command line: train and evaluate, only evaluate, or caption two image files."""
+    """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
     cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv)
     if args.caption:
-        data.caption_files(*load_model(RDD, cfg, args.checkpoint), args.caption, args.out)
-        return
+        return data.caption_files(data.Captioner(*load_model(RDD, cfg, args.checkpoint)), args.caption, args.out)
     dataset = data.open_dataset(cfg)
     if args.eval is None:
         model = train(cfg, dataset, args.resume)

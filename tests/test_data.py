@@ -275,8 +275,8 @@ def captioner(tmp_path, monkeypatch):
 
 def test_two_files_are_captioned(captioner, tmp_path, capsys, monkeypatch):
     dark, bright, *model = captioner
-    data.caption_files(*model, [dark, bright], None)
-    data.caption_files(*model, [bright, dark], str(tmp_path / "out.jpg"))
+    data.caption_files(data.Captioner(*model), [dark, bright], None)
+    data.caption_files(data.Captioner(*model), [bright, dark], str(tmp_path / "out.jpg"))
     assert capsys.readouterr().out == "brighter\ndarker\n"
     with data.Image.open(tmp_path / "out.jpg") as im:
         assert im.format == "JPEG" and im.width > 4 * 200
@@ -285,13 +285,13 @@ def test_two_files_are_captioned(captioner, tmp_path, capsys, monkeypatch):
     (tmp_path / "link.png").symlink_to(bright)
     for out in (bright, tmp_path / "sub/../dark.png", tmp_path / "link.png"):  # a photograph of the user
         with pytest.raises(ValueError, match="is one of the files to read"):
-            data.caption_files(*model, [dark, bright], str(out))
+            data.caption_files(data.Captioner(*model), [dark, bright], str(out))
     monkeypatch.setattr(data.Image.Image, "save", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        data.caption_files(*model, [dark, bright], str(tmp_path / "other.png"))
+        data.caption_files(data.Captioner(*model), [dark, bright], str(tmp_path / "other.png"))
     assert {*tmp_path.iterdir()} == there | {tmp_path / "sub", tmp_path / "link.png"}
     images = tuple(map(data.read_image, (bright, dark)))  # from Python: pictures in memory
-    ((caption, maps),) = data.caption_pairs(*model, [images])
+    ((caption, maps),) = data.Captioner(*model).pairs([images])
     assert caption == "darker" and maps["attention"].shape == (8, 8)
 
 
@@ -299,19 +299,19 @@ def test_the_pairs_of_a_file_are_captioned(captioner, tmp_path, capsys):
     *_, model, state = captioner
     rows = ["dark.png,bright.png,", "bright.png,dark.png,x", "dark.png,bright.png,"] + ["dark.png,dark.png,0"] * 2
     (tmp_path / "pairs.csv").write_text("\n".join(["before,after,id", *rows]))
-    data.caption_files(model, state, [str(tmp_path / "pairs.csv")], str(tmp_path / "out.json"))
+    data.caption_files(data.Captioner(model, state), [str(tmp_path / "pairs.csv")], str(tmp_path / "out.json"))
     told = {"dark.png bright.png": "brighter", "x": "darker", "0": "darker"}
     assert capsys.readouterr().out.splitlines() == [f"{name}: {caption}" for name, caption in told.items()]
     assert data.read_predictions(tmp_path / "out.json") == told
     inputs = lambda model, state, pictures: torch.tensor([4 + (picture.stem == "dark") for picture in pictures[::2]])
     pairs = [captioner[:2], captioner[1::-1], captioner[:2]]
-    captions = [caption for caption, _ in data.caption_pairs(model, state, pairs, inputs, batch=2)]
+    captions = [caption for caption, _ in data.Captioner(model, state, inputs).pairs(pairs, batch=2)]
     assert captions == ["darker", "brighter", "darker"]
     with pytest.raises(ValueError, match="is one of the files to read"):
-        data.caption_files(model, state, [str(tmp_path / "pairs.csv")], str(tmp_path / "pairs.csv"))
+        data.caption_files(data.Captioner(model, state), [str(tmp_path / "pairs.csv")], str(tmp_path / "pairs.csv"))
     (tmp_path / "pairs.csv").write_text("before\na.png")
     with pytest.raises(ValueError, match=r"pairs.csv cannot be used \(line 2, expected the key 'after', found before"):
-        data.caption_files(model, state, [str(tmp_path / "pairs.csv")], None)
+        data.caption_files(data.Captioner(model, state), [str(tmp_path / "pairs.csv")], None)
 
 
 def test_pictures():

@@ -12,7 +12,7 @@ import dirl_ccr
 from common import preset
 from dirl_ccr import DIRL, PRESETS, RELEASED, Config, ccr_loss, channel_correlation, dirl_loss, mean_of
 
-# ---- parity with the released code (reading "released"), recorded from it in float64 ------------------------------------
+# ---- parity with the released code (reading "released"), recorded from it in float64 ---------------------------------
 
 
 def attention(theirs: str, ours: str) -> dict[str, tuple]:

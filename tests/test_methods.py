@@ -484,8 +484,8 @@ def smoke(method, minis):
     run."""
     out = minis / method.__name__
     if not out.exists():
-        flags = ["--scenes", "60", "--steps", "40", "--log_every", "5", "--dim", "32", "--lr", "2e-3", "--device", "cpu",
-                 "--warmup", "5", *(["--pretrain_steps", "0", "--lr", "8e-3"] if method is idc_pretrain else [])]  # fmt: skip
+        flags = "--scenes 60 --steps 40 --log_every 5 --dim 32 --lr 2e-3 --warmup 5 --device cpu".split()
+        flags += ["--lr", "8e-3"] if method is idc_pretrain else []
         run(method, *flags, "--data_dir", minis / "mini", "--out_dir", out)
     return minis / "mini", out
 

@@ -11,7 +11,7 @@ import data
 import scorer_cbr
 from scorer_cbr import RELEASED, SCORER, Config, similarity
 
-# ---- parity with the released code (reading "released"), recorded from it in float64 ------------------------------------
+# ---- parity with the released code (reading "released"), recorded from it in float64 ---------------------------------
 
 
 ATTENTION = ("query", "key", "value")
