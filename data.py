@@ -4,6 +4,7 @@
     python data.py clevr_change --data_dir D          extract features, build the vocabulary
     python data.py clevr_change --data_dir D --check  what is there, what is missing
     python data.py score --predictions P --references R
+    python data.py bounds clevr_change --data_dir D   what captions score that never looked, and a person
 
 A data set is a folder in its authors' release layout; `load` reads it into a Dataset, whose batches feed any method.
 There are mini (embedded), clevr_change, clevr_dc, spot_the_diff, image_editing_request, levir_cc, birds_to_words, cub,
@@ -342,7 +343,7 @@ def photo_file(url: str) -> str:
     return f"{number[1] if number else re.sub('[^A-Za-z0-9]+', '-', url)}.jpg"
 
 
-def read_birds_to_words(root: Path) -> Release:
+def read_birds_to_words(root: Path, pictures: bool = True) -> Release:
     """Birds-to-Words (Forbes et al., EMNLP 2019): birds-to-words-v1.0.tsv, and images/<photo id>.jpg, which everyone
     has to fetch from the addresses in its columns 2 and 6. Pairs without both photographs are left out. Rows with the
     same split and addresses are one pair. The metrics of this data set read lower-case words and signs, so captions are
@@ -354,7 +355,7 @@ def read_birds_to_words(root: Path) -> Release:
         texts.setdefault(key, []).append(" ".join(tokenize_lower(row["description"])))
     images, pairs, notes = root / "images", {split: [] for split in SPLITS}, ()
     for (split, before, after), captions in texts.items():
-        if (images / before).exists() and (images / after).exists():
+        if not pictures or ((images / before).exists() and (images / after).exists()):
             pairs.setdefault(split, []).append(Pair(f"{before}_{after}", before, after, captions))
     if (here := sum(map(len, pairs.values()))) < len(texts):
         notes = (f"{here} of {len(texts)} pairs have both photographs in {images}; {file.name} has their addresses",)
@@ -482,6 +483,7 @@ class Source:
     scenes: dict[str, int] = field(default_factory=dict)
     types: dict[str, int] = field(default_factory=dict)
     words: int | None = None
+    read_annotations: Callable[[Path], Release] | None = None  # as `read`, which leaves out pairs without pictures
     closed: bool = False  # the captions come from templates, whose words are all in CLOSED_WORDS
     # What only a data set that is made here has; see the end of this file.
     make: Callable | None = None  # folder, scenes, objects, seed, device: makes what the folder lacks
@@ -503,7 +505,8 @@ DATASETS = {
     "levir_cc": Source(read_levir_cc, "resnet101-layer3-256", str.split, min_count=6, vocab_splits=SPLITS, max_words=50,
                        tokens="ids", same=LEVIR_SAME, scenes={"train": 6815, "val": 1333, "test": 1929},
                        types={"change": 5038, "no change": 5039}),
-    "birds_to_words": Source(read_birds_to_words, "resnet101-layer4", str.split, max_words=77, tokens="split"),
+    "birds_to_words": Source(read_birds_to_words, "resnet101-layer4", str.split, max_words=77, tokens="split",
+                             read_annotations=partial(read_birds_to_words, pictures=False)),
     "cub": Source(read_cub, "resnet101-layer4", str.split, max_words=37, tokens="split",
                   scenes={"train": 8855, "val": 2933}),
     # The name of a class is one word of the vocabulary.
@@ -518,11 +521,13 @@ def prepare_command(name: str, root: Path, extractor: str = "") -> str:
     return f"{command} --extractor {extractor}" if extractor else command
 
 
-def read_release(name: str, root: Path) -> Release:
-    """What a data set's reader makes of a folder."""
+def read_release(name: str, root: Path, pictures: bool = True) -> Release:
+    """What a data set's reader makes of a folder. Without pictures: of annotations alone."""
     repacked = name in ("birds_to_words", "cub", "nabirds") and (root / "train.json").exists()
+    read = DATASETS[name].read if pictures else DATASETS[name].read_annotations or DATASETS[name].read
+    read = read_idc_repack if repacked else read
     try:
-        release = read_idc_repack(root) if repacked else DATASETS[name].read(root)
+        release = read(root)
     except FileNotFoundError as e:
         raise FileNotFoundError(f"{e}; --data_dir must be the folder of {name}'s release, see the README") from e
     if not release.scenes["train"]:
@@ -722,19 +727,20 @@ def prefetch(items: Iterator) -> Iterator:
 
 
 class Dataset:
-    """A data set ready for a method: vocabulary, scenes, features. Made by `load`."""
+    """A data set ready for a method: vocabulary, scenes, features. Made by `load`; for `bounds` it has no features."""
 
-    def __init__(self, name: str, root: Path, release: Release, vocab: Vocab, features: Features):
+    def __init__(self, name: str, root: Path, release: Release, vocab: Vocab, features: Features | None = None):
         self.name, self.root, self.vocab, self.features = name, root, vocab, features
         self.scenes, self.kinds, self.paths, self.release = release.scenes, release.kinds, release.paths, release
-        self.grid = tuple(features.data.shape[1:])  # C, H, W
+        self.grid = tuple(features.data.shape[1:]) if features else None  # C, H, W
         scenes = [s for split_scenes in self.scenes.values() for s in split_scenes]
         scenes = [pairs for s in scenes for pairs in (s.pairs, s.swapped) if pairs]
         # Longest caption with START and END of a scene's first pairs and of its second: a distractor's words are fewer.
         longest = [max(len(vocab.split(c)) for p in pairs for c in p.captions) for pairs in zip(*scenes, strict=True)]
         self.lengths = [2 + words for words in longest]
         self.max_len = max(self.lengths)
-        features.require({name for pairs in scenes for p in pairs for name in (p.before, p.after) if name})
+        if features:
+            features.require({name for pairs in scenes for p in pairs for name in (p.before, p.after) if name})
 
     def steps(self, batch_size: int) -> int:
         """Batches an epoch; the last may be smaller."""
@@ -809,13 +815,27 @@ class Dataset:
         pictures = [read_image(path) if path.exists() else Image.new("RGB", (96, 96), "grey") for path in paths]
         return pictures[0], pictures[1] if pair.after else Image.new("RGB", pictures[0].size)
 
-    def score(self, split: str, captions: dict[str, str], quick: bool = False) -> dict:
-        """Scores of a split's captions by the rule of the data set's published tables: over its groups and, if these
-        tables did without the PTB tokenizer, over the words of its vocabulary. quick: few metrics, no groups."""
-        references, tokens = {p.id: p.captions for p in self.pairs(split)}, DATASETS[self.name].tokens
-        if tokens != "ptb":
-            references = {i: [" ".join(self.vocab.tokenizer(c)) for c in texts] for i, texts in references.items()}
-        return score(captions, references, {} if quick else self.groups(split), quick, tokens, self.vocab.index)
+    def scored_text(self, caption: str) -> str:
+        """A reference as published scores read it: by the vocabulary's rule, if they did without the PTB tokenizer."""
+        return caption if DATASETS[self.name].tokens == "ptb" else " ".join(self.vocab.tokenizer(caption))
+
+    def scored_words(self, captions: list[str]) -> list[str]:
+        """Words of references, joined by spaces, as `score` compares them."""
+        return scored_words([*map(self.scored_text, captions)], DATASETS[self.name].tokens, self.vocab.index)[0]
+
+    @functools.cached_property
+    def one_caption(self) -> str:
+        """What to say of every pair without looking."""
+        return constant_captions(self, {}, 50)[ONE_CAPTION]
+
+    def score(self, split: str, captions: dict[str, str], quick: bool = False, constant: str = "",
+              references: dict[str, list[str]] | None = None) -> dict:  # fmt: skip
+        """Scores of a split's captions by the rule of the data set's published tables, over its groups; see `score`.
+        quick: few metrics, no groups. references: others than the split's."""
+        references = references or {p.id: p.captions for p in self.pairs(split)}
+        references = {i: [*map(self.scored_text, texts)] for i, texts in references.items()}
+        groups, tokens = {} if quick else self.groups(split), DATASETS[self.name].tokens
+        return score(captions, references, groups, quick, tokens, self.vocab.index, self.scored_text(constant))
 
     def report(self, split: str, captions: dict[str, str], maps: dict) -> dict:
         """What else captions and attention maps (pair id -> name -> (H, W)) show, in %. "accuracy": what the data set's
@@ -852,7 +872,8 @@ class Dataset:
         if out_dir is None:
             return self.score(split, captions, quick=True)["scores"]["total"]
         write_predictions(out_dir / f"captions_{split}.json", captions)
-        result = self.score(split, captions) | self.report(split, captions, maps) | findings
+        result = self.score(split, captions, constant=self.one_caption)
+        result |= self.report(split, captions, maps) | findings
         write_text(out_dir / f"scores_{split}.json", json.dumps(result, indent=1) + "\n")
         print(format_scores(result))
         picture = "samples.png" if split == "test" else f"samples_{split}.png"
@@ -1038,10 +1059,10 @@ def java_metric(metric: str, tokens: str, refs: dict, rows: dict) -> tuple[dict[
 
 def score(predictions: dict[str, str], references: dict[str, list[str]], groups: dict[str, set[str]] | None = None,
           quick: bool = False, tokens: Literal["ptb", "split", "ids"] = "ptb",
-          index: dict[str, int] | None = None) -> dict:  # fmt: skip
+          index: dict[str, int] | None = None, constant: str = "") -> dict:  # fmt: skip
     """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's ids that have a
     prediction: {"scores": {group: {metric: number or None}}, "missing": {metric: reason}, "tokenizer": which made the
-    words}.
+    words, "captions": how many there are and are different, and how many in % are a reference word for word}.
 
     Every group is a corpus of its own, as in the field's scripts: CIDEr counts document frequencies in the group's
     references, so the total is no average of the groups, and a single image gets 0. "CIDEr (one pool)" is the mean of
@@ -1049,7 +1070,7 @@ def score(predictions: dict[str, str], references: dict[str, list[str]], groups:
     and METEOR and SPICE, which take programs of their own.
     tokens: "ptb" is what most data sets use; "split": captions are words already, split at blanks (Birds-to-Words);
     "ids" (LEVIR-CC): words are replaced by their numbers in `index`, those that it lacks all by that of UNK, so that
-    they match each other."""
+    they match each other. constant: a caption to compare with, as if it were predicted for every id."""
     from pycocoevalcap.bleu.bleu import Bleu
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.rouge.rouge import Rouge
@@ -1058,30 +1079,31 @@ def score(predictions: dict[str, str], references: dict[str, list[str]], groups:
         raise ValueError("no predictions to score; expected at least one {image id: caption}")
     if absent := [i for i in predictions if not references.get(i)]:
         raise ValueError(f"prediction {absent[0]!r} has no reference; give its split's references, or leave it out")
-    if "total" in (groups or {}):
-        raise ValueError('a group cannot be called "total": these are all predictions; give it another name')
-    texts = [text for i in predictions for text in (predictions[i], *references[i])]
+    if taken := {"total", ONE_CAPTION} & {*(groups or {})}:
+        raise ValueError(f'a group cannot be called "{taken.pop()}", as another row is; give it another name')
+    texts = [text for i in predictions for text in (predictions[i], *references[i])] + [constant]
     if halves := [text for text in texts if re.search("[\ud800-\udfff]", text)]:
         raise ValueError(f"the caption {halves[0]!r} has half a character (a lone surrogate); correct it")
     words, tokenizer = scored_words(texts, tokens, index)
     word, hyps, refs = iter(words), {}, {}
     for i in predictions:
         hyps[i], refs[i] = next(word), [next(word) for _ in references[i]]
-    rows = {"total": hyps}
+    rows = {"total": hyps, ONE_CAPTION: dict.fromkeys(hyps, next(word)) if constant else {}}
     rows |= {name: {i: hyps[i] for i in hyps if i in members} for name, members in (groups or {}).items()}
     rows = {name: row for name, row in rows.items() if row}
 
     scores, missing, pool = {name: {} if quick else dict.fromkeys(METRICS) for name in rows}, {}, {}
-    for name, row in rows.items():  # total comes first
+    for name, row in rows.items():
         gts, res = {i: refs[i] for i in row}, {i: [text] for i, text in row.items()}
         cider, each = 0.0, [0.0] * len(row)
         if any(map(any, gts.values())):  # without a word in the references, Cider fails
             cider, each = Cider().compute_score(gts, res)
-        pool = pool or dict(zip(row, each, strict=True))
+        if name in ("total", ONE_CAPTION):  # they come first
+            pool |= zip(row.items(), each, strict=True)
         scores[name] |= zip(METRICS, Bleu(4).compute_score(gts, res, verbose=0)[0], strict=False)
         scores[name] |= {"ROUGE-L": Rouge().compute_score(gts, res)[0], "CIDEr": cider}
         if not quick:
-            scores[name]["CIDEr (one pool)"] = sum(pool[i] for i in row) / len(row)
+            scores[name]["CIDEr (one pool)"] = sum(pool[caption] for caption in row.items()) / len(row)
     for metric in () if quick else ("METEOR", "SPICE"):
         values, reason = java_metric(metric, tokens, refs, rows)
         missing |= {metric: reason} if reason else {}
@@ -1089,7 +1111,10 @@ def score(predictions: dict[str, str], references: dict[str, list[str]], groups:
             scores[name][metric] = value
     for row in scores.values():
         row |= {metric: round(100 * float(value), 2) for metric, value in row.items() if value is not None}
-    return {"scores": scores, "missing": missing, "tokenizer": tokenizer}
+    verbatim = round(100 * sum(hyps[i] in refs[i] for i in hyps) / len(hyps), 2)
+    captions = {"all": len(hyps), "different": len({*hyps.values()}), "verbatim": verbatim}
+    result = {"scores": scores, "missing": missing, "tokenizer": tokenizer, "captions": captions}
+    return result | ({ONE_CAPTION: constant} if constant else {})
 
 
 def format_scores(result: dict) -> str:
@@ -1104,6 +1129,11 @@ def format_scores(result: dict) -> str:
         lines.append(f"{name:<{width}}" + "".join(f"{cell:>9}" for cell in cells))
     lines += [f"no {metric}: {reason}" for metric, reason in result["missing"].items()]
     lines.append(f"tokenizer: {result['tokenizer']}")
+    if captions := result.get("captions"):
+        lines.append(f"{captions['different']} different captions for {captions['all']} pairs; "
+                     f"{captions['verbatim']:.1f} % are a reference of their pair word for word")  # fmt: skip
+    if ONE_CAPTION in result:
+        lines.append(f"{ONE_CAPTION}: {result[ONE_CAPTION]}")
     shares = {"right": result.get("accuracy", {})}
     for name, values in result.get("pointing", {}).items():
         shares |= {f"pointing game, {name}": values} if name != "boxes" else {}
@@ -1111,6 +1141,86 @@ def format_scores(result: dict) -> str:
         if values:
             lines.append(f"{name}, in %: " + ", ".join(f"{group} {value:.1f}" for group, value in values.items()))
     return "\n".join(lines)
+
+
+# ---- scores: floor and ceiling ---------------------------------------------------------------------------------------
+
+ONE_CAPTION, ONE_A_KIND, PERSON = "one caption for all", "one caption a kind", "a person"
+
+
+def cider_against(references: list[list[str]]) -> Callable[[str, int], float]:
+    """-> function of a caption and the number of a pair: the pair's CIDEr among all of these references. Words and
+    figures are pycocoevalcap's, but two texts are compared once, however many pairs share them."""
+
+    def grams(text: str) -> Counter:
+        words = text.split()
+        return Counter(tuple(words[i : i + n]) for n in range(1, 5) for i in range(len(words) - n + 1))
+
+    frequency = Counter(gram for texts in references for gram in {gram for text in texts for gram in grams(text)})
+
+    @functools.cache
+    def vector(text: str) -> tuple[dict[tuple, float], list[float]]:
+        """tf-idf of every n-gram; the norm for every n."""
+        tfidf = {gram: n * math.log(len(references) / max(1, frequency[gram])) for gram, n in grams(text).items()}
+        return tfidf, [math.hypot(*(x for gram, x in tfidf.items() if len(gram) == n)) for n in range(1, 5)]
+
+    @functools.cache
+    def likeness(caption: str, reference: str) -> float:
+        (x, x_norms), (y, y_norms), dots = vector(caption), vector(reference), [0.0] * 4
+        for gram in x.keys() & y.keys():
+            dots[len(gram) - 1] += min(x[gram], y[gram]) * y[gram]
+        cosines = [dot / (a * b) for dot, a, b in zip(dots, x_norms, y_norms, strict=True) if a * b]
+        gap = caption.count(" ") - reference.count(" ")
+        return 10 * sum(cosines) / 4 * math.exp(-(gap**2) / 72)
+
+    return lambda caption, n: sum(likeness(caption, text) for text in references[n]) / len(references[n])
+
+
+def constant_captions(dataset: Dataset, kinds: dict[str, set[str]], count: int) -> dict[str, str]:
+    """The one caption to say of all pairs (ONE_CAPTION), and of each kind's: of the `count` captions that are most
+    frequent in their training pairs (ties in the order of letters) the one with the best CIDEr on the validation pairs.
+    CIDEr is a mean over pairs, so what is best for a kind does not depend on what is said of the others."""
+    train, val, frequent, best = dataset.pairs("train"), dataset.pairs("val"), {}, {}
+    kinds = {ONE_CAPTION: {p.id for p in train + val}} | kinds
+    for kind, ids in kinds.items():
+        counts = Counter(c for p in train if p.id in ids for c in p.captions)
+        frequent[kind] = [c for c, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:count]]
+    texts = list({c for captions in (*frequent.values(), *(p.captions for p in val)) for c in captions})
+    words = dict(zip(texts, dataset.scored_words(texts), strict=True))
+    cider = cider_against([[words[c] for c in p.captions] for p in val])
+    for kind, captions in frequent.items():
+        numbers = [n for n, p in enumerate(val) if p.id in kinds[kind]]
+        sums = {c: sum(cider(words[c], n) for n in numbers) for c in captions}
+        best[kind] = max(sums, key=sums.get, default="")
+    return best
+
+
+def bounds(name: str, root: Path, out: Path | None = None) -> None:
+    """Print and write (bounds.json) what captions that never looked score on the test split, and what a person scores:
+    one reference of each pair, drawn by chance, against its others. Reads annotations only."""
+    release = read_release(name, root, pictures=False)
+    if absent := [split for split in SPLITS if not release.scenes[split]]:
+        raise ValueError(f"{name} has no {absent[0]}: captions are chosen on train and val, and scored on test")
+    dataset, rng = Dataset(name, root, release, vocab_of(name, release)), np.random.default_rng(0)
+    chosen = constant_captions(dataset, release.kinds, 200)
+    references = {p.id: p.captions for p in dataset.pairs("test")}
+    others = {i: [*captions] for i, captions in references.items() if len(captions) > 1}
+    said = {
+        ONE_CAPTION: dict.fromkeys(references, chosen[ONE_CAPTION]),
+        ONE_A_KIND: {i: chosen[kind] for kind, ids in release.kinds.items() for i in references if i in ids},
+        PERSON: {i: captions.pop(int(rng.integers(len(captions)))) for i, captions in others.items()},
+    }
+    result = {"scores": {}, "pairs": {bound: len(captions) for bound, captions in said.items()}, "chosen": chosen}
+    for bound, captions in said.items():
+        if captions:
+            captions = {i: dataset.scored_text(c) for i, c in captions.items()}
+            scored = dataset.score("test", captions, references=others if bound == PERSON else references)
+            result["scores"] |= {f"{bound}: {group}": row for group, row in scored.pop("scores").items()}
+            result |= {"missing": scored["missing"], "tokenizer": scored["tokenizer"]}
+    print(format_scores(result), *(f"said of {kind}: {c}" for kind, c in chosen.items()), sep="\n")
+    print(f"{PERSON}: of {len(references)} pairs the {len(others)} with several references; one of them, drawn by "
+          "chance, against the others, which are one fewer than a system is given")  # fmt: skip
+    write_text(out or root / "bounds.json", json.dumps(result, indent=1) + "\n")
 
 
 # ---- pictures of results ---------------------------------------------------------------------------------------------
@@ -1701,7 +1811,7 @@ def score_files(args) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command line: one parser for data sets that are made here, one for releases, one for `score`."""
+    """The command line: a parser for data sets that are made here, one for releases, `score` and `bounds`."""
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="NAME", required=True)
     made = [name for name, source in DATASETS.items() if source.make]
@@ -1724,9 +1834,15 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--groups", type=Path, help="JSON of ids to score by group, such as type_mapping.json")
     p.add_argument("--tokens", choices=["ptb", "split", "ids"], default="ptb", help="PTB, words as they are, or ids")
     p.add_argument("--vocab", type=Path, help="vocab.json, for --tokens ids")
+    p = commands.add_parser("bounds", help="score captions that never looked, and a person, on a data set's test split")
+    p.add_argument("name", choices=DATASETS)
+    p.add_argument("--data_dir", type=Path, help="the release's folder; its annotations are enough")
+    p.add_argument("--out", type=Path, help="where to write (default: bounds.json in the folder)")
     args = parser.parse_args(argv)
     if args.command == "score":
         return score_files(args)
+    if args.command == "bounds":
+        return bounds(args.name, args.data_dir or Path("data", args.name), args.out)
     root, make = args.data_dir or Path("data", args.command), DATASETS[args.command].make
     if args.check:
         if problems := check(args.command, root, args.extractor):
