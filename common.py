@@ -618,7 +618,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     try:
         yield partial
         os.replace(partial, path)
-    except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError if the disk is full
+    except OSError as e:
         raise OSError(f"{path} could not be written ({e})") from e
     finally:
         partial.unlink(missing_ok=True)
@@ -626,8 +626,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 def save_tensors(path: Path, state: dict) -> None:
     """Plain dicts and tensors into a file, whole or not at all."""
-    with atomic_write(path) as partial:
-        torch.save(state, partial)
+    with atomic_write(path) as partial, open(partial, "wb") as f:  # a full disk is an OSError of the file's
+        torch.save(state, f)
 
 
 @contextlib.contextmanager

@@ -196,8 +196,8 @@ def test_learning_rate_traces():
 def test_a_file_is_whole_when_writing_dies(tmp_path, monkeypatch):
     common.save_tensors(tmp_path / "last.pt", {"step": 1})
 
-    def dies(state, path):
-        path.write_bytes(b"half")
+    def dies(state, file):
+        file.write(b"half")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torch, "save", dies)
