@@ -444,8 +444,8 @@ class CHEERS(nn.Module):
     def forward(
         self, before: Tensor, after: Tensor, caption: Tensor, entities: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The parts of Eq. 19 for one batch of pairs: features (B, C, H, W) twice, caption (B, V), entities (B, K). A
-        part that the config leaves out is 0. [ours] L_C, L_D and L_I are means over the layers."""
+        """The terms of Eq. 19 for one batch of pairs: features (B, C, H, W) twice, caption (B, V), entities (B, K). A
+        term that the config leaves out is 0. [ours] L_C, L_D and L_I are means over the layers."""
         context, layers = self.encode(before, after, entities)
         hidden, _, _ = self.decoder(caption, context)
         l_s = caption_loss(self.decoder.head(hidden), caption)
@@ -485,13 +485,13 @@ class CHEERS(nn.Module):
 
 
 def losses_of(model: CHEERS, batches: tuple, cfg: Config, entities: Entities | None = None) -> dict[str, Tensor]:
-    """Eq. 19 and its parts, each a mean over the batches (changed pairs, distractor pairs). They stay separate: a
+    """Eq. 19 and its terms, each a mean over a step's batches (changed pairs, distractor pairs). These stay separate: a
     scene's default image is "before" in both, which a contrastive loss over all pairs would take for a negative."""
     losses: dict[str, Tensor] = {}
     for batch in (b.to(cfg.device) for b in batches):
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.device.startswith("cuda")):
-            parts = model(batch.before, batch.after, batch.caption, entities(batch) if entities else None)
-        losses = {name: losses.get(name, 0) + part / len(batches) for name, part in parts.items()}
+            terms = model(batch.before, batch.after, batch.caption, entities(batch) if entities else None)
+        losses = {name: losses.get(name, 0) + term / len(batches) for name, term in terms.items()}
     return losses | {"total": total_loss(losses, cfg)}
 
 
@@ -527,7 +527,7 @@ def evaluate(
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
     Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs,
-    printed and written beside captions and sample pictures."""
+    printed and written with captions and sample pictures."""
     model.eval()
     captions, maps, notes = {}, {}, {}  # by pair id
     for batch in dataset.eval_batches(split, cfg.eval_batch):
@@ -535,8 +535,8 @@ def evaluate(
         ids = model.generate(batch.before, batch.after, indices)
         captions |= zip(batch.pair_ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
-            seen = model.attention_map(batch.before, batch.after, ids, indices)
-            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.pair_ids)}
+            batch_maps = model.attention_map(batch.before, batch.after, ids, indices)
+            maps |= {i: {name: m[b] for name, m in batch_maps.items()} for b, i in enumerate(batch.pair_ids)}
             notes |= zip(batch.pair_ids, entities.notes(indices), strict=False)
     model.train()
     return dataset.results(split, captions, maps, out_dir, notes)

@@ -370,7 +370,7 @@ def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
 
 def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
     """Eq. 16: L = L_XE + lambda_1 L_N2O + lambda_2 L_V2A."""
-    return losses["caption"] + cfg.w_n2o * losses["n2o"] + cfg.w_v2a * losses["v2a"]
+    return losses["caption"] + cfg.w_n2o * losses.get("n2o", 0) + cfg.w_v2a * losses.get("v2a", 0)
 
 
 # ---- method ----------------------------------------------------------------------------------------------------------
@@ -423,14 +423,12 @@ class RDD(nn.Module):
 
     def forward(self, before: Tensor, after: Tensor, caption: Tensor, nouns: Attributes | None = None,
                 verbs: Attributes | None = None) -> dict[str, Tensor]:  # fmt: skip
-        """The parts of Eq. 16 for one batch of pairs: features (B, C, H, W) twice, caption (B, V), its phrases. A part
-        that the config leaves out is 0."""
+        """The terms of Eq. 16 for one batch of pairs: features (B, C, H, W) twice, caption (B, V), its phrases."""
         if (self.cfg.w_n2o and nouns is None) or (self.cfg.w_v2a and verbs is None):
             raise ValueError("L_N2O needs nouns=, L_V2A verbs=, the captions' Attributes; or set w_n2o, w_v2a to 0")
         tokens, distilled = self.encode(before, after)
         hidden, _, _ = self.decoder(caption, tokens)
-        l_xe = caption_loss(self.decoder.head(hidden), caption)
-        losses = {"caption": l_xe, "n2o": l_xe.new_zeros(()), "v2a": l_xe.new_zeros(())}
+        losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}
         with torch.autocast(caption.device.type, enabled=False):  # cosines over a small temperature want float32
             if self.cfg.w_n2o:
                 objects, text = upcast(distilled["objects"].vectors), self.adapter(upcast(nouns.text))
@@ -470,7 +468,7 @@ class RDD(nn.Module):
 
 
 def losses_of(model: RDD, batches: tuple, cfg: Config, phrases: Phrases | None = None) -> dict[str, Tensor]:
-    """Eq. 16 and its parts. The batches (changed pairs, distractor pairs of the same scenes) are one batch here: the
+    """Eq. 16 and its terms. The batches (changed pairs, distractor pairs of the same scenes) are one batch here: the
     negatives of Eq. 11-12 are "all other tokens in the batch"."""
     batches = [batch.to(cfg.device) for batch in batches]
     longest = max(batch.caption.shape[1] for batch in batches)
@@ -513,7 +511,7 @@ def evaluate(model: RDD, dataset, split: str, cfg: Config, out_dir: Path | None 
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
     Without out_dir (validation while training) only the quick metrics; with it every metric and every group of pairs,
-    printed and written beside captions and sample pictures."""
+    printed and written with captions and sample pictures."""
     model.eval()
     captions, maps = {}, {}  # by pair id
     for batch in dataset.eval_batches(split, cfg.eval_batch):
@@ -521,8 +519,8 @@ def evaluate(model: RDD, dataset, split: str, cfg: Config, out_dir: Path | None 
         ids = model.generate(batch.before, batch.after)
         captions |= zip(batch.pair_ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
-            seen = model.attention_map(batch.before, batch.after, ids)
-            maps |= {i: {name: m[b] for name, m in seen.items()} for b, i in enumerate(batch.pair_ids)}
+            batch_maps = model.attention_map(batch.before, batch.after, ids)
+            maps |= {i: {name: m[b] for name, m in batch_maps.items()} for b, i in enumerate(batch.pair_ids)}
     model.train()
     return dataset.results(split, captions, maps, out_dir)
 
