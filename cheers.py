@@ -132,7 +132,7 @@ def retrieve(x_bef: Tensor, x_aft: Tensor, entities: Tensor, k: int, signed: boo
 class Entities:
     """Section 3.1, once a data set: candidates are the subjects of all training captions; they and all images go
     through CLIP, and every pair gets its K entities. No part of the model, which keeps the candidates' embeddings
-    (`table`, (M, E)). They stay in embeddings.pt beside the features. Without entities (k = 0) everything is empty."""
+    (`table`, (M, E)). All embeddings are kept in embeddings.pt. Without entities (k = 0) everything is empty."""
 
     def __init__(self, cfg: Config, dataset):
         import data
@@ -250,11 +250,10 @@ class HRD(nn.Module):
     both directions.
 
     x: F of Eq. 6, images: F of Eq. 10, both (2B, N, D), "before" first; entities (2B, K, D) -> C~ and D (2B, N, D), L_C
-    and L_D. Of the two modules that read the entities the paper uses the maps alone.
-    [ours] x are the images in the first layer. The paper does not say what the next layer reads: LN(x + C~), or C~
-    (--layer_input attended), which hardly varies over cells after one layer and no longer after two. Eq. 10 keeps to
-    the images, "the original raw features". F_diff reads the last layer's D; earlier layers have L_D alone. L_C and L_D
-    are means over both images."""
+    and L_D. Of the two modules that read the entities the paper uses the maps alone. [ours] L_C and L_D are means over
+    both images. Eq. 10 reads the images in every layer, "the original raw features". F_diff reads the last layer's D;
+    earlier layers have L_D alone. The paper does not say what the next layer reads as x: LN(x + C~), or C~
+    (--layer_input attended). At the start C~ varies over cells by .2 of its size in layer one, by .0003 in layer two."""
 
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
@@ -372,8 +371,8 @@ class Decoder(nn.Module):
 def contrastive_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
     """Eq. 9, L_I: InfoNCE of the two images' C~ (B, N, D) against the other pairs of the batch, both ways.
 
-    [ours] C~, as the loss is to help the cross-attention. Queries, keys and sim as in SCORER: sim is the mean over
-    tokens of the best match; tokens have length 1, and 1 / tau is learned. Not in bfloat16, which has three digits."""
+    [ours] The paper does not name q and k: C~, because the loss is to help Eq. 8. As in SCORER, sim is the mean over
+    tokens of the best match, and 1 / tau is learned. Tokens have length 1. Not in bfloat16, which has three digits."""
     with torch.autocast(c_bef.device.type, enabled=False):
         q, k = (F.normalize(upcast(x), dim=-1) for x in (c_bef, c_aft))
         s = scale * token_match(q, k)  # (B, B)

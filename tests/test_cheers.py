@@ -285,12 +285,6 @@ def test_cached_decoding_equals_full_decoding_with_entities(gate):
     assert not torch.allclose(model.decoder(CAPTION, context)[0], model.decoder(CAPTION, others)[0])
 
 
-def test_attention_maps_sum_to_one():
-    model, (before, after) = small().eval(), pictures()
-    maps = model.attention_map(before, after, CAPTION, INDICES)["attention"]
-    torch.testing.assert_close(maps.sum((1, 2)), torch.ones(B).double())
-
-
 def test_blind_model_sees_neither_images_nor_entities():
     model, (before, after) = small(blind=True).eval(), pictures()
     torch.testing.assert_close(model.encode(before, after, INDICES)[0], model.encode(after * 2, before, INDICES * 0)[0])
