@@ -253,7 +253,7 @@ class HRD(nn.Module):
     and L_D. Of the two modules that read the entities the paper uses the maps alone. [ours] L_C and L_D are means over
     both images. Eq. 10 reads the images in every layer, "the original raw features". F_diff reads the last layer's D;
     earlier layers have L_D alone. The paper does not say what the next layer reads as x: LN(x + C~), or C~
-    (--layer_input attended). At the start C~ varies over cells by .2 of its size in layer one, by .0003 in layer two."""
+    (--layer_input attended). At first C~ varies over cells by .2 of its size in layer one, by .0003 in layer two."""
 
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
