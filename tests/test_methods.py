@@ -117,45 +117,30 @@ def test_a_diff_of_two_files_shows_the_science(method):
         assert ours == first, name
 
 
-ALONE_IN_A_FOLDER = """
+def readme_blocks():
+    return re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+README = Path(common.__file__).with_name("README.md").read_text(encoding="utf-8")
+ALONE = """
 import sys
 for name in ("data", "h5py", "spacy", "open_clip", "pycocoevalcap"):
     sys.modules[name] = None  # importing them fails
-import torch
-from {module} import {model}, Config
-
-cfg = Config(dim=16, heads=2{fields})
-model = {model}(cfg, 100, (8, 2, 3), 12{table})  # words, (C, H, W) of the features, longest caption
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-before, after = torch.rand(2, 4, 8, 2, 3)
-caption = torch.tensor([[2, 5, 6, 7, 3, 0]] * 4)
-sum(loss.mean() for loss in model(before, after, caption{more}).values()).backward()
-optimizer.step()
-ids = model.eval().generate(before, after{entities})
-print(list(ids.shape))
 """
 
 
 def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path):
-    own = {
-        rdd_acr: {"fields": ", w_n2o=0.0, w_v2a=0.0"},
-        cheers: {"table": ", torch.rand(7, 5)", "more": ", torch.tensor([[0, 1, 2]] * 4)",
-                 "entities": ", torch.tensor([[0, 1, 2]] * 4)"},
-    }  # fmt: skip
-    parts = {"fields": "", "table": "", "more": "", "entities": ""} | own.get(method, {})
-    script = ALONE_IN_A_FOLDER.format(module=method.__name__, model=MODELS[method].__name__, **parts)
+    """README's example, with the lines that its table has for this method, in a folder of these two files."""
+    example = next(block for block in readme_blocks() if "as Model" in block)
+    if method is not scorer_cbr:
+        row = re.search(rf"^\| `{method.__name__}.py` \| `(from .*?)` \| `(.*?)` \|$", README, re.M)
+        example = example.replace("from scorer_cbr import SCORER as Model, Config, total_loss", row[1])
+        example = example.replace("Config()", row[2])
     for file in (Path(method.__file__), Path(common.__file__)):
         (tmp_path / file.name).write_text(file.read_text())
+    script = ALONE + example.replace("1024, 14, 14", "8, 2, 3") + "print(list(ids.shape))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout.strip() == "[4, 12]", done.stderr
-
-
-def test_the_readmes_example_of_copying_runs():
-    readme = Path(common.__file__).with_name("README.md").read_text(encoding="utf-8")
-    example = next(block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "import SCORER" in block)
-    names: dict = {}
-    exec(example, names)
-    assert names["ids"].shape == (4, 24) and names["total"].isfinite()
+    assert f"import {MODELS[method].__name__} as" in script and done.stdout.strip() == "[4, 24]", done.stderr
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------
@@ -519,11 +504,26 @@ def test_any_two_files_are_captioned_with_the_checkpoint_alone(method, smoke, tm
     caption = capsys.readouterr().out.strip().split("\n")[-1]  # CHEERS tells the entities first
     words = json.loads((smoke[0] / "vocab.json").read_text())
     assert caption and set(caption.split()) <= set(words) and (tmp_path / "out.png").stat().st_size > 1000
+    said, maps = method.load(checkpoint, "cpu")(pair[0], Image.open(pair[1]))  # from Python: files or pictures
+    assert said == caption and all(m.shape == (8, 8) for m in maps.values())
     (tmp_path / "c.png").write_bytes(b"no picture")
     with pytest.raises(ValueError, match="c.png is not a readable image"):
         run(method, "--caption", pair[0], tmp_path / "c.png", "--checkpoint", checkpoint, "--device", "cpu")
     with pytest.raises(ValueError, match="--caption and --checkpoint go together"):
         run(method, "--caption", *pair)
+
+
+@pytest.mark.parametrize("method", [scorer_cbr])
+def test_the_readmes_three_lines_caption_a_pair(smoke, tmp_path, monkeypatch):
+    example = next(block for block in readme_blocks() if ".load(" in block)
+    (tmp_path / "runs/scorer_cbr-mini").mkdir(parents=True)
+    (tmp_path / "runs/scorer_cbr-mini/best.pt").write_bytes((smoke[1] / "best.pt").read_bytes())
+    for name in ("before", "after"):
+        Image.new("RGB", (30, 20)).save(tmp_path / f"{name}.png")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(example, names)
+    assert names["caption"] and names["maps"]["attention"].shape == (8, 8)
 
 
 PAIRS = Path(__file__).resolve().parents[2] / "shared" / "data" / "pairs"

@@ -434,22 +434,22 @@ def test_your_own_pairs_may_lack_validation_and_test_but_not_training(tmp_path, 
 
 
 def blocks(title):
-    """The indented or fenced examples of a section of the README."""
+    """The indented and the fenced examples of a section of the README."""
     readme = Path(data.__file__).with_name("README.md").read_text(encoding="utf-8")
-    section = readme.split(f"### {title}\n")[1].split("\n### ")[0]
-    indented = [textwrap.dedent(text) for text in re.findall(r"(?:^    .*\n)+", section.split("```")[0], re.M)]
-    return indented, re.findall(r"```python\n(.*?)```", section, re.S)
+    section = readme.split(f"## {title}\n")[1].split("\n## ")[0]
+    fenced = r"```python\n(.*?)```\n"
+    plain = re.sub(fenced, "", section, flags=re.S)
+    indented = [textwrap.dedent(text) for text in re.findall(r"(?:^    .*\n)+", plain, re.M)]
+    return indented, re.findall(fenced, section, re.S)
 
 
 def test_the_readmes_examples_of_your_own_pairs(tmp_path):
-    (csv_file, json_file, _), (reader,) = blocks("Your own pairs")
+    (_, csv_file, _), (_, reader) = blocks("Caption your own pictures")
     write(tmp_path / "pairs.csv", csv_file)
     release = data.read_pairs(tmp_path)
-    assert sizes(release) == {"train": 2, "val": 1, "test": 1}
-    assert pairs(release, "train")[1].captions == ["a red car left, the van stayed", "the red car is gone"]
-    assert pairs(release, "train")[0] in [
-        data.Pair(f"{r['before']} {r['after']}", r["before"], r["after"], r["captions"]) for r in json.loads(json_file)
-    ]
+    assert sum(sizes(release).values()) == 3 and set(release.kinds) == {"moved", "gone", "no change"}
+    (yard,) = (p for split in data.SPLITS for p in pairs(release, split) if "yard" in p.id)
+    assert yard.captions == ["a red car left, the van stayed", "the red car is gone"]
     namespace = vars(data) | {"DATASETS": {}}
     exec(reader, namespace)
     gates = {split: [["a.png", "b.png", "open"], ["c.png", "d.png", "open"]] for split in data.SPLITS}
