@@ -1815,8 +1815,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="NAME", required=True)
     made = [name for name, source in DATASETS.items() if source.make]
-    for first, *others in (made, [name for name in DATASETS if name not in made]):
-        p = commands.add_parser(first, aliases=others, prog="data.py NAME", help="prepare or check this data set")
+    releases = [name for name in DATASETS if name not in made]
+    for (first, *others), text in ((made, "make this data set, or check it"), (releases, "prepare or check a release")):
+        p = commands.add_parser(first, aliases=others, prog="data.py NAME", help=text)
         p.add_argument("--data_dir", type=Path, help="its folder (default: data/NAME)")
         p.add_argument("--check", action="store_true", help="report what is there and what is missing")
         p.add_argument("--device", default="", help="where features are made (default: cuda where there is one)")
@@ -1909,8 +1910,7 @@ def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int])
 
 def _sample_cameras(rng: np.random.Generator, scenes: int, views: int, jitter: float = 2.5) -> list[dict]:
     """Cameras and lights of all views, scene after scene: eye, right, up, forward, light (unit, towards it), all (3,),
-    and gain. A scene has a camera a and a spread s in 0 ... 1, each view a camera b; it is seen from (1 - s) a + s b.
-    """
+    and gain. A scene has a camera a and a spread s in 0 ... 1, each view a camera b. It stands at (1 - s) a + s b."""
     def unit(v: np.ndarray) -> np.ndarray:
         return v / np.linalg.norm(v, axis=0)
 
@@ -2411,7 +2411,7 @@ def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) 
     if there and "mini.json" not in there:
         raise ValueError(f"{root} is not empty and no mini of this project; choose another --data_dir")
     if there and (made := read_json(root / "mini.json")) != settings:
-        raise ValueError(f"{root} is made with {made}, not {settings}; remove it or choose another --data_dir")
+        raise ValueError(f"{root} was made with {made}, not {settings}; remove it or choose another --data_dir")
     if there >= {"mini_cnn.pt", "features.h5", "vocab.json"}:
         return
     with lock(root):
