@@ -532,6 +532,8 @@ def read_release(name: str, root: Path, pictures: bool = True) -> Release:
         raise FileNotFoundError(f"{e}; --data_dir must be the folder of {name}'s release, see the README") from e
     if not release.scenes["train"]:
         raise ValueError("; ".join([f"{root}: no pairs in train", *release.notes]))
+    if taken := OTHER_ROWS & release.groups.keys():
+        raise ValueError(f'{root}: a kind of change cannot be called "{min(taken)}", as a row of scores is')
     for pair in (p for scenes in release.scenes.values() for scene in scenes for p in scene.pairs):
         if not pair.captions:
             raise ValueError(f"{root}: no captions for {pair.id}")
@@ -1079,8 +1081,8 @@ def score(predictions: dict[str, str], references: dict[str, list[str]], groups:
         raise ValueError("no predictions to score; expected at least one {image id: caption}")
     if absent := [i for i in predictions if not references.get(i)]:
         raise ValueError(f"prediction {absent[0]!r} has no reference; give its split's references, or leave it out")
-    if taken := {"total", ONE_CAPTION} & {*(groups or {})}:
-        raise ValueError(f'a group cannot be called "{taken.pop()}", as another row is; give it another name')
+    if taken := OTHER_ROWS & {*(groups or {})}:
+        raise ValueError(f'a group cannot be called "{min(taken)}", as another row is; give it another name')
     texts = [text for i in predictions for text in (predictions[i], *references[i])] + [constant]
     if halves := [text for text in texts if re.search("[\ud800-\udfff]", text)]:
         raise ValueError(f"the caption {halves[0]!r} has half a character (a lone surrogate); correct it")
@@ -1146,6 +1148,7 @@ def format_scores(result: dict) -> str:
 # ---- scores: floor and ceiling ---------------------------------------------------------------------------------------
 
 ONE_CAPTION, ONE_A_KIND, PERSON = "one caption for all", "one caption a kind", "a person"
+OTHER_ROWS = {"total", ONE_CAPTION}  # of a table of scores, beside those of groups
 
 
 def cider_against(references: list[list[str]]) -> Callable[[str, int], float]:
