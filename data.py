@@ -839,20 +839,36 @@ class Dataset:
         groups, tokens = {} if quick else self.groups(split), DATASETS[self.name].tokens
         return score(captions, references, groups, quick, tokens, self.vocab.index, self.scored_text(constant))
 
+    @functools.cached_property
+    def denials(self) -> set[str]:
+        """Captions that say that nothing changed: the field's, or else those of unchanged training pairs."""
+        unchanged = self.kinds.get("no change", ())
+        of_unchanged = [c for p in self.pairs("train") if p.id in unchanged for c in p.captions]
+        return {" ".join(self.vocab.split(c)) for c in DATASETS[self.name].same or of_unchanged}
+
+    def right(self, pair: Pair, caption: str) -> bool:
+        """Is a caption a reference of the pair, word for word, or right by what else is known: by the data set's own
+        judge, or as one of those that say of an unchanged pair that nothing changed?"""
+        if caption in {" ".join(self.vocab.split(c)) for c in pair.captions}:
+            return True
+        if judge := DATASETS[self.name].judge:
+            shares = judge({pair.id: caption}, self.root)  # in %; NaN if it does not apply
+            return not any(shares[name] < 100 for name in ("change type", "distractors", "all four", "new value"))
+        return pair.id in self.kinds.get("no change", ()) and caption in self.denials
+
     def report(self, split: str, captions: dict[str, str], maps: dict) -> dict:
         """What else captions and attention maps (pair id -> name -> (H, W)) show, in %. "accuracy": what the data set's
-        own judge says or, if unchanged pairs are known, how many changed and unchanged ones are recognised. A caption
-        denies a change if it is in the field's list of such sentences or, without such a list, if an unchanged training
-        pair has it. "pointing": see pointing_scores."""
+        own judge says or, if unchanged pairs are known, how many changed and unchanged ones are recognised (see
+        `denials`). "pointing": see pointing_scores."""
         source = DATASETS[self.name]
         report, unchanged, boxed = {}, self.kinds.get("no change"), []
         if source.judge:
             report["accuracy"] = source.judge(captions, self.root)
         elif unchanged:
-            of_unchanged = [c for p in self.pairs("train") if p.id in unchanged for c in p.captions]
-            denials = {" ".join(self.vocab.split(c)) for c in source.same or of_unchanged}
-            right = {"change recognised": [c not in denials for i, c in captions.items() if i not in unchanged],
-                     "no change recognised": [c in denials for i, c in captions.items() if i in unchanged]}  # fmt: skip
+            right = {"change recognised": [], "no change recognised": []}
+            for i, caption in captions.items():
+                denied, same = caption in self.denials, i in unchanged
+                right["no change recognised" if same else "change recognised"].append(denied == same)
             report["accuracy"] = {name: round(100 * sum(hits) / len(hits), 2) for name, hits in right.items() if hits}
         for p in (p for p in self.pairs(split) if p.id in maps and p.id in self.release.boxes):
             sides = zip(("before", "after"), self.release.boxes[p.id], (p.before, p.after), strict=True)
@@ -1279,7 +1295,7 @@ def tiled(pictures: list[Image.Image], columns: int, gap: int) -> Image.Image:
 
 def sample_sheet(dataset: Dataset, split: str, captions: dict[str, str], maps: dict, notes: dict) -> Image.Image:
     """A column for every kind of change: a dozen pairs each with attention, reference and caption -> PIL image. A tick
-    marks captions that are a reference word for word; then that reference is shown.
+    marks captions that are right (Dataset.right). The reference is the one that was written, if one was.
     By pair id: captions, maps (name -> (H, W)), notes (lines; pairs may have none)."""
     columns = []
     for kind, pairs in dataset.examples(split, 12).items():
@@ -1287,8 +1303,9 @@ def sample_sheet(dataset: Dataset, split: str, captions: dict[str, str], maps: d
         for p in pairs:
             same = [c for c in p.captions if " ".join(dataset.vocab.split(c)) == captions[p.id]]
             reference = f"reference: {(same or p.captions)[0]}"
-            lines = [kind, reference, f"generated: {captions[p.id]}", *notes.get(p.id, [])]
-            columns[-1].append(pair_picture(*dataset.images(p), maps[p.id], lines, right=bool(same)))
+            lines, right = [kind, reference, f"generated: {captions[p.id]}"], dataset.right(p, captions[p.id])
+            lines += notes.get(p.id, [])
+            columns[-1].append(pair_picture(*dataset.images(p), maps[p.id], lines, right=right))
     rows = itertools.zip_longest(*columns, fillvalue=Image.new("RGB", (1, 1), "white"))
     return tiled([strip for row in rows for strip in row], len(columns), 12)
 
@@ -2132,6 +2149,12 @@ def parse_caption(text: str) -> dict[str, str | None]:
     return said
 
 
+@functools.lru_cache(1)
+def _scenes(root: Path) -> dict:
+    """What scenes.json says, read once."""
+    return read_json(root / "scenes.json")
+
+
 def mini_accuracy(captions: dict[str, str], scenes: dict) -> dict[str, float]:
     """What share of captions (pair id -> caption) is right, in %. scenes: content of scenes.json.
 
@@ -2459,7 +2482,7 @@ def read_mini(root: Path) -> Release:
 
 DATASETS["mini"] = Source(
     read_mini, "mini-cnn", closed=True, make=prepare_mini, flags=mini_flags, weights=mini_weights, clip=mini_clip_state,
-    judge=lambda captions, root: mini_accuracy(captions, read_json(root / "scenes.json")),
+    judge=lambda captions, root: mini_accuracy(captions, _scenes(root)),
 )  # fmt: skip
 
 

@@ -289,8 +289,8 @@ def write(values: dict, about: set[str], seeds: list[int]) -> None:
 
 
 def draw(runs: Path, seed: int, data_dir: str) -> None:
-    """assets/<script>.png of every method that has a run: its first captions that are a reference word for word, and
-    its first that are not, of changed pairs of every kind in turn."""
+    """assets/<script>.png of every method that has a run: its first right captions, and its first wrong ones,
+    of changed pairs of every kind in turn. assets/samples.png: a pair of every kind from the first method's sheet."""
     sys.path.insert(0, str(HERE.parent))
     import data
 
@@ -302,14 +302,18 @@ def draw(runs: Path, seed: int, data_dir: str) -> None:
         if not (folder / "captions_test.json").exists():
             continue
         captions = data.read_predictions(folder / "captions_test.json")
-        strips: dict = {"a reference, word for word": [], "not a reference": []}
+        strips: dict = {"right": [], "wrong": []}
         for pair in in_turn:
-            kind = list(strips)[captions[pair.id] not in pair.captions]
+            kind = list(strips)[not dataset.right(pair, captions[pair.id])]
             if len(strips[kind]) < 2:
                 lines = [kind, f"reference: {pair.captions[0]}", f"generated: {captions[pair.id]}"]
-                strips[kind].append(data.pair_picture(*dataset.images(pair), {}, lines))
+                strips[kind].append(data.pair_picture(*dataset.images(pair), {}, lines, right=kind == "right"))
         page = data.tiled([strip for kind in strips.values() for strip in kind], 2, 12)
         page.save(HERE.parent / "assets" / f"{Path(ROWS[row]).stem}.png")
+    sheet = data.Image.open(folder_of(runs, IN_README[0], seed) / "samples.png")  # a column a kind, twelve pairs each
+    width, height = (sheet.width + 12) // 6, sheet.height // 12
+    pairs = [sheet.crop((i * width, height, (i + 1) * width - 12, 2 * height)) for i in range(6)]
+    data.tiled(pairs, 2, 12).save(HERE.parent / "assets" / "samples.png")
 
 
 def main() -> None:

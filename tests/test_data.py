@@ -349,6 +349,9 @@ def test_sample_sheet_has_a_column_for_every_kind(monkeypatch):
         def images(self, pair):
             return tuple(data.Image.new("RGB", (20, 10), c) for c in ("red", "blue"))
 
+        def right(self, pair, caption):
+            return caption == "it is gone"
+
     drawn, draw = [], data.pair_picture
     monkeypatch.setattr(data, "pair_picture", lambda *a, right: drawn.append((a[3], right)) or draw(*a, right=right))
     maps = {"1": {"attention": torch.eye(2)}}
@@ -357,3 +360,18 @@ def test_sample_sheet_has_a_column_for_every_kind(monkeypatch):
     assert plain.width > 2 * 4 * 96 and noted.size == (plain.width, plain.height + 2 * 14)
     assert drawn[0] == (["drop", "reference: a dog left", "generated: it is"], False)
     assert drawn[3][0][:3] == ["drop", "reference: it is gone.", "generated: it is gone"] and drawn[3][1]  # that one
+
+
+def test_what_a_tick_means(prepared, monkeypatch):
+    """A reference word for word; right by the data set's judge; a denial of an unchanged pair."""
+    dataset = data.load("clevr_change", prepared)
+    changed, same = dataset.scenes["train"][0].pairs
+    reference = " ".join(dataset.vocab.split(changed.captions[1]))
+    assert dataset.right(changed, reference) and not dataset.right(changed, "nothing changed")
+    monkeypatch.setattr(same, "captions", ["the scene, it seems, is the same"])
+    assert dataset.right(same, "nothing changed") and not dataset.right(same, reference)
+    for share in (0.0, 100.0):
+        shares = {"change type": 100.0, "distractors": float("nan"), "all four": share, "new value": 100.0}
+        judged = data.replace(data.DATASETS["clevr_change"], judge=lambda captions, root, shares=shares: shares)
+        monkeypatch.setitem(data.DATASETS, "clevr_change", judged)
+        assert dataset.right(changed, reference) and dataset.right(changed, "a red thing") == (share == 100)
