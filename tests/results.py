@@ -312,7 +312,7 @@ def draw(runs: Path, seed: int, data_dir: str) -> None:
         page.save(HERE.parent / "assets" / f"{Path(ROWS[row]).stem}.png")
     sheet = data.Image.open(folder_of(runs, IN_README[0], seed) / "samples.png")  # a column a kind, twelve pairs each
     width, height = (sheet.width + 12) // 6, sheet.height // 12
-    pairs = [sheet.crop((i * width, height, (i + 1) * width - 12, 2 * height)) for i in range(6)]
+    pairs = [sheet.crop((i * width, 2 * height, (i + 1) * width - 12, 3 * height)) for i in range(6)]
     data.tiled(pairs, 2, 12).save(HERE.parent / "assets" / "samples.png")
 
 
