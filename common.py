@@ -562,7 +562,7 @@ class Run:
         (self.dir / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         self.log(step=self.step, event="resume" if self.resumed else "start", **about, config=config)
         changed = {f.name: config[f.name] for f in dataclasses.fields(self.cfg) if config[f.name] != f.default}
-        print(*(f"{name}: {value}" for name, value in (about | changed).items()), sep="\n", flush=True)
+        print(*(f"{name}: {value}" for name, value in [*about.items(), *changed.items()]), sep="\n", flush=True)
 
     def save(self, name: str) -> None:
         """A checkpoint of this name. FloatingPointError if a weight is not finite; the older checkpoint then stays."""
