@@ -29,11 +29,12 @@ Fig. 4     vectors             --object_vectors 32, --action_vectors 5
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END,
 padding), K object or action vectors, U different phrases, E width of CLIP's text space, P vectors of a prompt.
 
-The authors released no code, and the supplement is not at hand. Where the paper is silent or leaves two readings, the
-choice is marked [ours] where it is made. The largest: the paper prints one residual, that of the fully connected layer
-in Eq. 8, and no LayerNorm. With that alone every vector becomes a mean of the same cells, and all K vectors start and
-stay alike. So Eq. 6 and 7 have residuals here, Eq. 6-8 are pre-norm, and Eq. 4 has the residual and LayerNorm that
-DIRL+CCR's release has where its paper prints none. --no-residual takes Eq. 4 and Eq. 6-8 as printed.
+The authors' repository, github.com/guishiron/ACR, holds no code, and the supplement is not at hand. Where the paper is
+silent or leaves two readings, the choice is marked [ours] where it is made. The largest: the paper prints one residual,
+that of the fully connected layer in Eq. 8, and no LayerNorm. With that alone every vector becomes a mean of the same
+cells, and all K vectors start and stay alike. So Eq. 6 and 7 have residuals here, Eq. 6-8 are pre-norm, and Eq. 4 has
+the residual and LayerNorm that DIRL+CCR's release has where its paper prints none. --no-residual takes Eq. 4 and Eq.
+6-8 as printed.
 To copy: this file and common.py. Training on a data set of data.py needs that file too, also for phrases and CLIP.
 """
 
