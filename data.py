@@ -839,7 +839,6 @@ class Dataset:
         groups, tokens = {} if quick else self.groups(split), DATASETS[self.name].tokens
         return score(captions, references, groups, quick, tokens, self.vocab.index, self.scored_text(constant))
 
-    @functools.cached_property
     def denials(self) -> set[str]:
         """Captions that say that nothing changed: the field's, or else those of unchanged training pairs."""
         unchanged = self.kinds.get("no change", ())
@@ -854,7 +853,7 @@ class Dataset:
         if judge := DATASETS[self.name].judge:
             shares = judge({pair.id: caption}, self.root)  # in %; NaN if it does not apply
             return not any(shares[name] < 100 for name in ("change type", "distractors", "all four", "new value"))
-        return pair.id in self.kinds.get("no change", ()) and caption in self.denials
+        return pair.id in self.kinds.get("no change", ()) and caption in self.denials()
 
     def report(self, split: str, captions: dict[str, str], maps: dict) -> dict:
         """What else captions and attention maps (pair id -> name -> (H, W)) show, in %. "accuracy": what the data set's
@@ -865,9 +864,9 @@ class Dataset:
         if source.judge:
             report["accuracy"] = source.judge(captions, self.root)
         elif unchanged:
-            right = {"change recognised": [], "no change recognised": []}
+            right, denials = {"change recognised": [], "no change recognised": []}, self.denials()
             for i, caption in captions.items():
-                denied, same = caption in self.denials, i in unchanged
+                denied, same = caption in denials, i in unchanged
                 right["no change recognised" if same else "change recognised"].append(denied == same)
             report["accuracy"] = {name: round(100 * sum(hits) / len(hits), 2) for name, hits in right.items() if hits}
         for p in (p for p in self.pairs(split) if p.id in maps and p.id in self.release.boxes):
