@@ -117,9 +117,9 @@ PRESETS = {
     "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),
     "spot_the_diff": dict(w_ccr=0.004, batch_size=32, lr_drop=4020, use_coords=False),
     "image_editing_request": dict(w_dirl=0.001, w_ccr=0.05, batch_size=16, lr=1e-4, lr_drop=2880, use_coords=False),
-    # Pairs of one's own are few: Image Editing Request's weights; validation says when to stop [ours].
-    "pairs": dict(w_dirl=0.001, w_ccr=0.05, batch_size=16, lr=1e-4, use_coords=False, steps=4000, eval_every=100,
-                  patience=10),
+    # Pairs of one's own are few: Image Editing Request's weights, half its width; validation says when to stop [ours].
+    "pairs": dict(w_dirl=0.001, w_ccr=0.05, use_coords=False, dim=256, batch_size=16, lr=5e-4, warmup=50, steps=2000,
+                  eval_every=100, patience=10),
     "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, w_dirl=0.03, w_ccr=0.005, batch_size=16, 
                  lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=1600, eval_every=800, eval_batch=250),
 }  # fmt: skip

@@ -150,7 +150,8 @@ PRESETS = {
                            lr=3e-5, weight_decay=1e-4, batch_size=32, steps=20000, eval_every=85, patience=80,
                            select_by="ROUGE-L"),
     # Pairs of one's own are few: no pre-training; validation says when to stop [ours].
-    "pairs": dict(pretrain_steps=0, lr=1e-4, batch_size=16, steps=4000, eval_every=100, patience=10),
+    "pairs": dict(pretrain_steps=0, dim=256, ffn=1024, layers=2, batch_size=16, lr=5e-4, warmup=50, steps=2000,
+                  eval_every=100, patience=10),
     "mini": dict(dim=128, ffn=256, heads=4, layers=2, dropout=0.0, pretrain_steps=0, pretrain_batch=16,
                  pretrain_lr=1e-3, pretrain_warmup=50, batch_size=16, lr=1e-3, schedule="cosine", warmup=50,
                  grad_clip=1.0, steps=2600, eval_every=1300, eval_batch=250),

@@ -105,8 +105,9 @@ PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "levir_cc": dict(action_vectors=10, batch_size=32),
     "spot_the_diff": dict(action_vectors=10, batch_size=32, lr_drop=4020),
-    # Pairs of one's own are few: Spot-the-Diff's vectors; validation says when to stop [ours].
-    "pairs": dict(action_vectors=10, batch_size=16, lr=1e-4, steps=4000, eval_every=100, patience=10),
+    # Pairs of one's own are few: Spot-the-Diff's vectors, half its width; validation says when to stop [ours].
+    "pairs": dict(action_vectors=10, dim=256, batch_size=16, lr=5e-4, warmup=50, steps=2000, eval_every=100,
+                  patience=10),
     "mini": dict(dim=128, word_dim=128, heads=8, dropout=0.0, distil_steps=1, object_vectors=8, clip="mini",
                  clip_dim=128, clip_width=64, batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0,
                  steps=1500, eval_every=750, eval_batch=250),

@@ -400,7 +400,8 @@ def test_a_data_set_of_one_pair_a_scene(method, tiny, tmp_path, monkeypatch):
     run(method, *tiny, *flags)
     captions = json.loads((tmp_path / "run" / "captions_test.json").read_text())
     assert [c["image_id"] for c in captions] == ["000010.png", "000011.png"]
-    assert set(json.loads((tmp_path / "run" / "scores_test.json").read_text())["scores"]) == {"total", "no change", data.ONE_CAPTION}
+    scores = json.loads((tmp_path / "run" / "scores_test.json").read_text())["scores"]
+    assert set(scores) == {"total", data.ONE_CAPTION, "no change"}
     assert (tmp_path / "run" / "samples.png").exists() and math.isfinite(losses(tmp_path / "run")[4]["total"])
 
 
