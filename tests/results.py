@@ -74,6 +74,7 @@ ROWS = {
     "DIRL+CCR, 2 layers": "dirl_ccr.py --layers 2",
     "RDD+ACR, N = 3": "rdd_acr.py --distil_steps 3",
     "CHEERS, 2 layers": "cheers.py --layers 2",
+    "CHEERS, 2 layers, C~ alone": "cheers.py --layers 2 --layer_input attended",
     "IDC, 3 layers": "idc_pretrain.py --layers 3",
     "words alone": "scorer_cbr.py --blind",
 }
@@ -146,6 +147,7 @@ DEVIATIONS = [
     ("SCORER+CBR", "the paper's reading", "`--reading released`", "SCORER+CBR, released"),
     ("DIRL+CCR", "the paper's reading", "`--reading released`", "DIRL+CCR, released"),
     ("RDD+ACR", "residuals and LayerNorms in Eq. 4 and 6-8", "printed: Eq. 8's residual alone", "RDD+ACR, no residual"),
+    ("CHEERS, 2 layers", "the next layer reads LN(x + C~)", "the other reading: C~ alone", "CHEERS, 2 layers, C~ alone"),
     ("IDC", "fine-tuning asks for every word", "released: for 15 % of them", "IDC, masked words"),
 ]
 
