@@ -147,7 +147,7 @@ DEVIATIONS = [
     ("SCORER+CBR", "the paper's reading", "`--reading released`", "SCORER+CBR, released"),
     ("DIRL+CCR", "the paper's reading", "`--reading released`", "DIRL+CCR, released"),
     ("RDD+ACR", "residuals and LayerNorms in Eq. 4 and 6-8", "printed: Eq. 8's residual alone", "RDD+ACR, no residual"),
-    ("CHEERS, 2 layers", "the next layer reads LN(x + C~)", "the other reading: C~ alone", "CHEERS, 2 layers, C~ alone"),
+    ("CHEERS, 2 layers", "the next layer reads LN(x + C~)", "other reading: C~ alone", "CHEERS, 2 layers, C~ alone"),
     ("IDC", "fine-tuning asks for every word", "released: for 15 % of them", "IDC, masked words"),
 ]
 
