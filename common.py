@@ -1,7 +1,7 @@
 """Small parts that every method file builds on. Nothing here belongs to one paper, and nothing here reads data.
 
 Layers:   Attention, initialise, GridPosition, sinusoid    Losses:  info_nce, token_match
-Decoding: decode                                           Running: RunConfig, parse_args, Run, checkpoints, pictures
+Decoding: decode                                           Running: RunConfig, parse_args, Run, checkpoints, curves
 A data set comes as an argument: any object with the methods of data.Dataset that a function's docstring names.
 Axis letters: A, B images or pairs; N, M grid cells; D width; K heads; L, V tokens and words; C channels.
 To use a method elsewhere, take its file and this one. Training on a data set of data.py needs that file too.
@@ -42,8 +42,8 @@ from tqdm import tqdm
 class Attention(nn.Module):
     """Multi-head attention softmax(q k^T / sqrt(D/K)) v on PyTorch's fused kernel (Vaswani et al. 2017, section 3.2).
 
-    forward: x (B, L, D), memory (B, M, D) -> (B, L, D). `project` and `attend` are its two halves, apart because
-    matching losses read the projections and decoding keeps keys and values between steps.
+    forward: x (B, L, D), memory (B, M, D) -> (B, L, D). `project` and `attend` are its two halves, separate
+    because matching losses read the projections and decoding keeps keys and values between steps.
     """
 
     def __init__(self, dim: int, heads: int, dropout: float = 0.0, bias: bool = True, out_proj: bool = True):

@@ -1839,7 +1839,7 @@ def main(argv: list[str] | None = None) -> None:
         p = commands.add_parser(first, aliases=others, prog="data.py NAME", help=text)
         p.add_argument("--data_dir", type=Path, help="its folder (default: data/NAME)")
         p.add_argument("--check", action="store_true", help="report what is there and what is missing")
-        p.add_argument("--device", default="", help="where features are made (default: cuda where there is one)")
+        p.add_argument("--device", default="", help="where features are made (default: cuda if there is one)")
         p.set_defaults(extractor="")
         if first in made:
             for flag, text in (("scenes", "training scenes"), ("objects", "fewest and most objects of a scene"),

@@ -255,7 +255,7 @@ def mask_words(caption: Tensor, words: int, rate: float, rules: str) -> tuple[Te
     """Section "MLM": of `rate` of the words 80 % become [MASK], 10 % another word, 10 % stay. caption (B, V), in a
     vocabulary of `words` -> ids with masks; targets, NULL where nothing is asked.
 
-    END is a word like any other: the model has to learn where a caption ends. UNK is none. The released rules replace
+    END is a word like any other: the model has to learn where a caption ends. UNK is not. The released rules replace
     END by [MASK] only, mask UNK too, make the first word a [MASK] if none was drawn, and draw from all ids."""
     released = rules == "released"
     is_word = (caption > END) | (caption == (UNK if released else END))

@@ -285,7 +285,7 @@ class Call:
 
 def test_no_code_of_a_pickle_is_run(tmp_path):
     ran, path = tmp_path / "ran", tmp_path / "full_img.pkl"
-    address, make = b"\x41" * 8, np._core.multiarray._reconstruct
+    address, make = b"\x41" * 8, (np._core if hasattr(np, "_core") else np.core).multiarray._reconstruct
     # Numpy would take these eight bytes for the address of an object, in the second case since the type hides that it
     # has objects. Whoever prints such an array crashes.
     array = Call(np.ndarray, (1,), np.dtype("O"), address)
