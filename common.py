@@ -598,6 +598,23 @@ class Run:
         return load_weights(self.model, load_checkpoint(path, self.cfg.device)["model"], path)
 
 
+class Lines:
+    """Standard output for tqdm off a terminal: what a bar would show becomes a line."""
+
+    def write(self, text: str) -> None:
+        sys.stdout.write(text.replace("\r", "\n"))
+
+    def flush(self) -> None:
+        sys.stdout.flush()
+
+
+def progress(items=None, **options) -> tqdm:
+    """tqdm for work that takes minutes: a bar on a terminal, elsewhere a line a minute."""
+    if not sys.stderr.isatty():
+        options |= {"file": Lines(), "mininterval": 60, "maxinterval": 60, "ncols": 80, "ascii": True}
+    return tqdm(items, **options)
+
+
 def read_log(path: Path) -> list[dict]:
     """The lines of a log.jsonl; none if it is missing; a line that a killed process left unfinished is skipped."""
     rows = []

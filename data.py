@@ -57,6 +57,7 @@ from common import (
     file_errors,
     load_tensors,
     load_weights,
+    progress,
     run_main,
     save_tensors,
     usable_device,
@@ -646,7 +647,7 @@ def write_features(path: Path, names: list[str], blocks: Iterable[np.ndarray], e
     `preprocessing` and `dataset`. `blocks` gives arrays (b, C, H, W) in the order of names."""
     for left in path.parent.glob(f"{path.name}.*.partial"):  # left by a process that was killed
         left.unlink()
-    done, bar = 0, tqdm(total=len(names), desc="features", unit="image", disable=None)
+    done, bar = 0, progress(total=len(names), desc="features", unit="image")
     with bar, atomic_write(path) as partial, h5py.File(partial, "w") as f:
         f.attrs.update(extractor=extractor, preprocessing=preprocessing, dataset=dataset)
         f["image_ids"] = names
@@ -1510,7 +1511,7 @@ def subjects(doc) -> list[str]:
 def read_captions(read: Callable, dataset_name: str, captions: Iterable[str]) -> dict[str, list]:
     """What `read` (segments or subjects) finds in every distinct caption; seconds for the captions of mini."""
     nlp, captions, found = language(dataset_name), list(dict.fromkeys(captions)), {}
-    for doc in tqdm(nlp.pipe(captions, batch_size=1000), read.__name__, len(captions), unit="caption", disable=None):
+    for doc in progress(nlp.pipe(captions, batch_size=1000), desc=read.__name__, total=len(captions), unit="caption"):
         if unknown := [t.text for t in doc if not (t.pos or t.is_punct or t.is_space)]:
             raise ValueError(f"{dataset_name}: {unknown[0]!r} in {doc.text!r} has no part of speech; correct the "
                              "caption, or add the word to CLOSED_WORDS in data.py")  # fmt: skip
@@ -1582,7 +1583,7 @@ def clip_embeddings(name: str, root: Path, texts: list[str], paths: dict[str, Pa
     clip, tokenizer, preprocess = load_clip(name, root, device, saved)
     batches = tokenizer(texts).to(device).split(256)
     of_texts = torch.cat([clip.encode_text(ids, normalize=True).cpu() for ids in batches])
-    starts = tqdm(range(0, len(images), 64), f"CLIP {name}", unit_scale=64, unit="image", disable=None)
+    starts = progress(range(0, len(images), 64), desc=f"CLIP {name}", unit_scale=64, unit="image")
     of_images = torch.cat([encode_images(clip, preprocess, [paths[n] for n in images[i : i + 64]]) for i in starts])
     save_tensors(file, {"key": key, "texts": of_texts, "images": of_images})
     return of_texts, of_images
@@ -2237,7 +2238,7 @@ def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (
     for folder in CLEVR_FOLDERS.values():
         (root / folder).mkdir(parents=True, exist_ok=True)
     splits, made = {}, {}
-    bar = tqdm(total=sum(scenes.values()), desc="render", unit="scene", disable=None)
+    bar = progress(total=sum(scenes.values()), desc="drawing", unit="scene")
     for number, (split, count) in enumerate(scenes.items()):
         order = np.random.default_rng([seed, number, 1]).permutation(count) % len(KINDS)
         kinds = {i: KINDS[kind] for i, kind in enumerate(order, len(made))}
@@ -2315,7 +2316,7 @@ def _steps(parameters: list, rate: float, steps: int, name: str) -> Iterator[Non
     """A training loop: the body computes gradients, after which AdamW takes a step. One cycle of the learning rate."""
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, max(steps, 2), pct_start=0.15)
-    for _ in tqdm(range(steps), desc=name, unit="step", disable=None):
+    for _ in progress(range(steps), desc=name, unit="step"):
         yield
         optimizer.step()
         optimizer.zero_grad()

@@ -59,7 +59,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from common import (
     END,
@@ -75,6 +74,7 @@ from common import (
     load_model,
     mean_of,
     parse_args,
+    progress,
     run_main,
     saved_config,
     sinusoid,
@@ -781,7 +781,7 @@ def tfidf(texts: list[str], idf: dict[str, float]) -> Tensor:
 def retrieve(queries: list[str], texts: list[str], idf: dict[str, float], count: int = 1000) -> Iterator[list[int]]:
     """Section "Retrieve": for each query the indices of the `count` texts that are most like it, best first."""
     corpus = tfidf(texts, idf)
-    for i in tqdm(range(0, len(queries), 64), "rewriting captions", disable=None):
+    for i in progress(range(0, len(queries), 64), desc="rewriting captions"):
         block = tfidf(queries[i : i + 64], idf).to_dense()
         yield from (corpus @ block.T).T.topk(min(count, len(texts))).indices.tolist()  # (64, count)
 
