@@ -432,7 +432,7 @@ class Run:
         self.cfg, self.dir, self.model, self.optimizer, self.sources = cfg, Path(cfg.out_dir), model, optimizer, sources
         self.step, self.best, self.worse, self.stop = 0, float("-inf"), 0, 0  # worse: validations since the best one
         self.losses: list[dict[str, Tensor]] = []  # since the last line of the log; they stay on the device
-        self.resume, self.resumed = resume, None
+        self.resume, self.resumed, self.handlers = resume, None, {}
         self.on_cuda = cfg.device.startswith("cuda")
 
     def __enter__(self):
@@ -443,7 +443,8 @@ class Run:
         torch.set_float32_matmul_precision("high" if self.on_cuda else "highest")  # TF32 where autocast leaves float32
         if self.cfg.compile and self.on_cuda:
             self.model.compile(fullgraph=True, dynamic=False)
-        self.handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.handlers[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_):
