@@ -549,8 +549,8 @@ def entities_of_files(model: CHEERS, state: dict, files: list[str]) -> Tensor | 
     if not model.cfg.k:
         return None
     clip, _, preprocess = data.load_clip(model.cfg.clip, Path(), model.cfg.device, state["entities"]["clip"])
-    parts = [data.encode_images(clip, preprocess, files[i : i + 32]) for i in range(0, len(files), 32)]
-    x = torch.cat(parts).to(model.table.device)
+    blocks = [data.encode_images(clip, preprocess, files[i : i + 32]) for i in range(0, len(files), 32)]
+    x = torch.cat(blocks).to(model.table.device)
     indices = retrieve(x[::2], x[1::2], model.table, model.cfg.k, model.cfg.retrieval == "signed")
     for row in indices.tolist():
         print("entities: " + ", ".join(state["entities"]["phrases"][i] for i in row))

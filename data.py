@@ -1510,14 +1510,14 @@ def subjects(doc) -> list[str]:
 
 def read_captions(read: Callable, dataset_name: str, captions: Iterable[str]) -> dict[str, list]:
     """What `read` (segments or subjects) finds in every distinct caption; seconds for the captions of mini."""
-    nlp, captions, found = language(dataset_name), list(dict.fromkeys(captions)), {}
+    nlp, captions, readings = language(dataset_name), list(dict.fromkeys(captions)), {}
     for doc in progress(nlp.pipe(captions, batch_size=1000), desc=read.__name__, total=len(captions), unit="caption"):
         if unknown := [t.text for t in doc if not (t.pos or t.is_punct or t.is_space)]:
             raise ValueError(f"{dataset_name}: {unknown[0]!r} in {doc.text!r} has no part of speech; correct the "
                              "caption, or add the word to CLOSED_WORDS in data.py")  # fmt: skip
-        found[doc.text] = read(doc)
+        readings[doc.text] = read(doc)
     print(f"{read.__name__} of {len(captions)} captions by {nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}")
-    return found
+    return readings
 
 
 # ---- CLIP ------------------------------------------------------------------------------------------------------------
@@ -1788,9 +1788,9 @@ class Captioner:
         blocks = self.extractor.blocks(pictures, 2 * batch)
         for i, x in zip(range(0, len(pairs), batch), blocks, strict=True):
             before, after = x.to(self.device).float().unflatten(0, (-1, 2)).unbind(1)
-            more = [] if rows is None else [rows[i : i + batch]]
-            ids = self.model.generate(before, after, *more)
-            maps = self.model.attention_map(before, after, ids, *more)
+            inputs = [] if rows is None else [rows[i : i + batch]]
+            ids = self.model.generate(before, after, *inputs)
+            maps = self.model.attention_map(before, after, ids, *inputs)
             for n, caption in enumerate(self.vocab.decode(ids)):
                 yield caption, {name: m[n] for name, m in maps.items()}
 
