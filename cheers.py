@@ -265,6 +265,7 @@ class HRD(nn.Module):
         self.entity_cre = CRE(cfg, norm=False) if cfg.dre and cfg.w_consistency else None
 
     def forward(self, x: Tensor, images: Tensor, entities: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """-> C~ and D (2B, N, D), L_C and L_D."""
         common, l_c, l_d = x, x.new_zeros(()), x.new_zeros(())
         if self.cre:
             common, p = self.cre(other_image(x), x)  # C_i = CRE(F_j, F_i)

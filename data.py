@@ -879,19 +879,20 @@ class Dataset:
             report["pointing"] = pointing_scores(maps, boxed, self.groups(split))
         return report
 
-    def results(self, split: str, captions: dict[str, str], maps: dict, out_dir: Path | None, notes: dict | None = None,
-                **findings) -> dict[str, float]:  # fmt: skip
+    def results(
+        self, split: str, captions: dict[str, str], maps: dict, out_dir: Path | None, notes: dict | None = None
+    ) -> dict[str, float]:
         """Scores of a split's captions -> those of all pairs together. Without out_dir only the quick metrics. With it
-        every metric for every group of pairs, printed and written: captions_<split>.json, scores_<split>.json (with
-        the method's own `findings`), and a sheet of sample pictures with attention maps (pair id -> name -> (H, W)) and
-        notes (pair id -> lines). Without a pair in the split there are no scores."""
+        every metric for every group of pairs, printed and written: captions_<split>.json, scores_<split>.json, and a
+        sheet of sample pictures with attention maps (pair id -> name -> (H, W)) and notes (pair id -> lines). Without
+        a pair in the split there are no scores."""
         if not self.scenes[split]:
             return {}
         if out_dir is None:
             return self.score(split, captions, quick=True)["scores"]["total"]
         write_predictions(out_dir / f"captions_{split}.json", captions)
         result = self.score(split, captions, constant=self.one_caption)
-        result |= self.report(split, captions, maps) | findings
+        result |= self.report(split, captions, maps)
         write_text(out_dir / f"scores_{split}.json", json.dumps(result, indent=1) + "\n")
         print(format_scores(result))
         picture = "samples.png" if split == "test" else f"samples_{split}.png"
