@@ -277,7 +277,7 @@ def write(values: dict, about: set[str], seeds: list[int]) -> None:
         *taus, "",
     ])  # fmt: skip
     (HERE / "results.md").write_text(text)
-    effects = ["| method | here | otherwise | CIDEr here | otherwise |", "|---|---|---|---|---|"]
+    effects = ["| method | default | alternative | CIDEr, default | CIDEr, alternative |", "|---|---|---|---|---|"]
     for row, here, otherwise, other in DEVIATIONS:
         scores = [cell(values.get(name, {}).get("semantic CIDEr", [])) for name in (row, other)]
         effects.append(f"| {' | '.join([row, here, otherwise, *scores])} |")

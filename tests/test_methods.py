@@ -130,12 +130,11 @@ for name in ("data", "h5py", "spacy", "open_clip", "pycocoevalcap"):
 
 
 def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path):
-    """README's example, with the lines that its table has for this method, in a folder of these two files."""
+    """README's example, with what README says of the other methods, in a folder of these two files."""
     example = next(block for block in readme_blocks() if "as Model" in block)
-    if method is not scorer_cbr:
-        row = re.search(rf"^\| `{method.__name__}.py` \| `(from .*?)` \| `(.*?)` \|$", README, re.M)
-        example = example.replace("from scorer_cbr import SCORER as Model, Config, total_loss", row[1])
-        example = example.replace("Config()", row[2])
+    example = example.replace("scorer_cbr", method.__name__).replace("SCORER", MODELS[method].__name__)
+    if config := re.search(rf"`{method.__name__}.py` by\s`(Config\(.*?\))`", README, re.S):
+        example = example.replace("Config()", config[1])
     for file in (Path(method.__file__), Path(common.__file__)):
         (tmp_path / file.name).write_text(file.read_text())
     script = WITHOUT_PACKAGES + example.replace("1024, 14, 14", "8, 2, 3") + "print(list(ids.shape))"
