@@ -106,8 +106,8 @@ PRESETS = {
     "spot_the_diff": dict(lr=5e-4, batch_size=96),
     # Pairs of one's own are few: half of Spot-the-Diff's width, one layer; validation says when to stop [ours].
     "pairs": dict(layers=1, dim=256, batch_size=16, lr=5e-4, warmup=50, steps=2000, eval_every=100, patience=10),
-    "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, clip="mini", w_consistency=0.1, w_match=0.05,
-                 batch_size=16, lr=2e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=1400, eval_every=700,
+    "mini": dict(dim=128, word_dim=128, heads=2, layers=1, dropout=0.0, clip="mini", w_consistency=0.1, w_match=0.05,
+                 batch_size=16, lr=2e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=1700, eval_every=850,
                  eval_batch=250),
 }  # fmt: skip
 
