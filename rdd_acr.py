@@ -108,9 +108,9 @@ PRESETS = {
     # Pairs of one's own are few: Spot-the-Diff's vectors, half its width; validation says when to stop [ours].
     "pairs": dict(action_vectors=10, dim=256, batch_size=16, lr=5e-4, warmup=50, steps=2000, eval_every=100,
                   patience=10),
-    "mini": dict(dim=128, word_dim=128, heads=8, dropout=0.0, distil_steps=1, object_vectors=8, clip="mini",
+    "mini": dict(dim=128, word_dim=128, heads=2, dropout=0.0, distil_steps=1, object_vectors=8, clip="mini",
                  clip_dim=128, clip_width=64, batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0,
-                 steps=1500, eval_every=750, eval_batch=250),
+                 steps=1900, eval_every=950, eval_batch=250),
 }  # fmt: skip
 
 NOUN_PROMPT, VERB_PROMPT = "the objects that changed: ", "what happened: "  # prompt="fixed" [ours]

@@ -473,7 +473,7 @@ def smoke(method, minis):
     out = minis / method.__name__
     if not out.exists():
         flags = "--scenes 60 --steps 40 --log_every 5 --dim 32 --lr 2e-3 --warmup 5 --device cpu".split()
-        flags += ["--lr", "8e-3"] if method is idc_pretrain else []
+        flags += ["--lr", "8e-3", "--pretrain_steps", "0"] if method is idc_pretrain else []
         run(method, *flags, "--data_dir", minis / "mini", "--out_dir", out)
     return minis / "mini", out
 
