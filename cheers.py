@@ -28,7 +28,7 @@ Fig. 5, Fig. 6                --k 3, --layers 2
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END,
 padding), K entities of a pair, M candidates, E width of CLIP's common space.
 
-The abstract names a repository, github.com/yili-19/CHEER, which could not be had: the paper is the only source. Where
+The abstract names a repository, github.com/yili-19/CHEER, which could not be had: the paper is the only source. If
 it is silent or leaves two readings, the choice is marked [ours] where it is made. Two limits:
 - CLIP embeds a whole image. It can find an object that came, went or looks different, but not one that only moved.
 - Over the cells of an image P^ of the entities is almost constant (on mini its deviation is 1 % of its size, that of
@@ -104,7 +104,7 @@ PRESETS = {
     "clevr_change": dict(lr=1e-3),
     "clevr_dc": dict(lr=1e-3, layers=1),
     "spot_the_diff": dict(lr=5e-4, batch_size=96),
-    # Pairs of one's own are few: half of Spot-the-Diff's width, one layer; validation says when to stop [ours].
+    # Your own pairs are few: half of Spot-the-Diff's width, one layer; validation says when to stop [ours].
     "pairs": dict(layers=1, dim=256, batch_size=16, lr=5e-4, warmup=50, steps=2000, eval_every=100, patience=10),
     "mini": dict(dim=128, word_dim=128, heads=2, layers=1, dropout=0.0, clip="mini", w_consistency=0.1, w_match=0.05,
                  batch_size=16, lr=2e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=1700, eval_every=850,

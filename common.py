@@ -63,7 +63,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, L, D) -> (B, K, L, D/K)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, mask: Tensor | None = None) -> Tensor:
-        """mask: bool (B, 1, L or 1, M), True = may be seen; in place of causal, not beside it."""
+        """mask: bool (B, 1, L or 1, M), True = may be seen; instead of causal, not together with it."""
         q, k, v = self._split(q), self._split(k), self._split(v)
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal)
@@ -423,7 +423,7 @@ class Run:
                 ...                                     # one step of training
                 run.end_step(losses, validate)
 
-    sources: what captions depend on beside the model, the data set first, each with state() and check_state(state) as
+    sources: what captions depend on besides the model, the data set first, each with state() and check_state(state) as
     data.Dataset's. Inside `with`, the first Ctrl-C or SIGTERM only sets `stop` (130, 143), so that the step under way
     ends and is saved; a second one stops at once. With `resume` the run continues from last.pt as if it had never
     stopped."""

@@ -309,7 +309,7 @@ def read_spot_the_diff(root: Path) -> Release:
 
 
 def read_image_editing(root: Path) -> Release:
-    """Image Editing Request (Tan et al., ACL 2019): {train,valid,test}.json, and the pictures in images/ or beside
+    """Image Editing Request (Tan et al., ACL 2019): {train,valid,test}.json, and the pictures in images/ or next to
     these files. Items with the same two images stay separate pairs; some are in two splits."""
     pairs, shape = {}, [{"uid": (str, int), "img0": str, "img1": str, "sents": [str]}]
     for split, file in (("train", "train.json"), ("val", "valid.json"), ("test", "test.json")):
@@ -469,7 +469,7 @@ def read_pairs(root: Path) -> Release:
 
 @dataclass(frozen=True)
 class Source:
-    """A row of DATASETS: all that sets a data set apart from the rest. A new one is a row and a reader."""
+    """A row of DATASETS: everything that is special to one data set. A new one is a row and a reader."""
 
     read: Callable[[Path], Release]  # folder -> what its files say
     extractor: str = "resnet101-layer3"  # the feature network, up to which layer (RESNETS)
@@ -996,7 +996,7 @@ def java_works() -> bool:
 
 def ptb_tokenize(texts: list[str]) -> list[str]:
     """The words, joined by spaces, of texts without line breaks, by the Stanford tokenizer of pycocoevalcap. Its class
-    would also print to the terminal, and write a file beside itself."""
+    would also print to the terminal, and write a file next to itself."""
     from pycocoevalcap.tokenizer import ptbtokenizer
 
     jar = Path(ptbtokenizer.__file__).with_name(ptbtokenizer.STANFORD_CORENLP_3_4_1_JAR)
@@ -1165,7 +1165,7 @@ def format_scores(result: dict) -> str:
 # ---- scores: floor and ceiling ---------------------------------------------------------------------------------------
 
 ONE_CAPTION, ONE_A_KIND, PERSON = "one caption for all", "one caption a kind", "a person"
-OTHER_ROWS = {"total", ONE_CAPTION}  # of a table of scores, beside those of groups
+OTHER_ROWS = {"total", ONE_CAPTION}  # of a table of scores, besides those of groups
 
 
 def cider_against(references: list[list[str]]) -> Callable[[str, int], float]:

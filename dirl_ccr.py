@@ -32,7 +32,7 @@ weights (Fig. 5)             --w_dirl 0.03, --w_ccr 0.05
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END,
 padding).
 
-Where paper and released code differ, the default is the paper and RELEASED below names each difference. Both readings
+If paper and released code differ, the default is the paper and RELEASED below names each difference. Both readings
 keep
 - Eq. 3 with centred channels, as released and as in Barlow Twins, whose notation it is; the printed formula does not
   centre;
@@ -40,7 +40,7 @@ keep
   Eq. 8 and 9 print, the outputs of both attentions;
 - L_ccr on the words of the reference caption, as released; the paper says generated words;
 - Eq. 12 as two means over the words; the paper divides V by HW, but V has one row for each word;
-- two cross-attention layers, alpha, the initialisation, two channels of coordinates beside the features (use_coords)
+- two cross-attention layers, alpha, the initialisation, two coordinate channels next to the features (use_coords)
   and the drops of the learning rate: the release has them, the paper does not give them;
 - Eq. 15 as a mean over the words of a batch, as released; the paper has a sum over the words of a sentence.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
@@ -117,7 +117,7 @@ PRESETS = {
     "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),
     "spot_the_diff": dict(w_ccr=0.004, batch_size=32, lr_drop=4020, use_coords=False),
     "image_editing_request": dict(w_dirl=0.001, w_ccr=0.05, batch_size=16, lr=1e-4, lr_drop=2880, use_coords=False),
-    # Pairs of one's own are few: Image Editing Request's weights, half its width; validation says when to stop [ours].
+    # Your own pairs are few: Image Editing Request's weights, half its width; validation says when to stop [ours].
     "pairs": dict(w_dirl=0.001, w_ccr=0.05, use_coords=False, dim=256, batch_size=16, lr=5e-4, warmup=50, steps=2000,
                   eval_every=100, patience=10),
     "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, w_dirl=0.03, w_ccr=0.005, batch_size=16,

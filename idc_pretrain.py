@@ -149,7 +149,7 @@ PRESETS = {
     "birds_to_words": dict(seed=1234, layers=2, mlm=9, pretrain_steps=50000, pretrain_warmup=4000, pretrain_batch=200,
                            lr=3e-5, weight_decay=1e-4, batch_size=32, steps=20000, eval_every=85, patience=80,
                            select_by="ROUGE-L"),
-    # Pairs of one's own are few: no pre-training; validation says when to stop [ours].
+    # Your own pairs are few: no pre-training; validation says when to stop [ours].
     "pairs": dict(pretrain_steps=0, dim=256, ffn=1024, layers=2, batch_size=16, lr=5e-4, warmup=50, steps=2000,
                   eval_every=100, patience=10),
     # [ours] MVCL alone: MLM is learned without the images. Features of two cells have cosines near 1, hence the low

@@ -11,7 +11,7 @@ Eq. 2      RDD.encode          F_diff = F_bef - F_aft
 Eq. 3-5    GlobalDifference    F_c = W [F^_bef ; F^_aft], F^_x = LN(F_x + MHCA(F_x, F_diff))
 Eq. 6-8    DistillingBlock     F_c^i = F_c^{i-1} + MHSA(F_c^{i-1}),  F_o^ = F_o^{i-1} + MHCA(F_o^{i-1}, F_c^i),
                                F_o^i = F_o^ + FFN(F_o^)
-Eq. 9      Fusion              MF(F_c ; F_object ; F_action), tokens beside tokens
+Eq. 9      Fusion              MF(F_c ; F_object ; F_action), joined along the tokens
 Eq. 10-13  alignment_loss      L_N2O, L_V2A  InfoNCE of cosines, mean of the vectors <-> phrases
 Eq. 14     Decoder.head        next word
 Eq. 15     caption_loss        L_XE
@@ -29,7 +29,7 @@ Fig. 4     vectors             --object_vectors 32, --action_vectors 5
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END,
 padding), K object or action vectors, U different phrases, E width of CLIP's text space, P vectors of a prompt.
 
-The authors' repository, github.com/guishiron/ACR, holds no code, and the supplement is not at hand. Where the paper is
+The authors' repository, github.com/guishiron/ACR, holds no code, and the supplement is not at hand. If the paper is
 silent or leaves two readings, the choice is marked [ours] where it is made. The largest: the paper prints one residual,
 that of the fully connected layer in Eq. 8, and no LayerNorm. With that alone every vector becomes a mean of the same
 cells, and all K vectors start and stay alike. So Eq. 6 and 7 have residuals here, Eq. 6-8 are pre-norm, and Eq. 4 has
@@ -105,7 +105,7 @@ PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "levir_cc": dict(action_vectors=10, batch_size=32),
     "spot_the_diff": dict(action_vectors=10, batch_size=32, lr_drop=4020),
-    # Pairs of one's own are few: Spot-the-Diff's vectors, half its width; validation says when to stop [ours].
+    # Your own pairs are few: Spot-the-Diff's vectors, half its width; validation says when to stop [ours].
     "pairs": dict(action_vectors=10, dim=256, batch_size=16, lr=5e-4, warmup=50, steps=2000, eval_every=100,
                   patience=10),
     "mini": dict(dim=128, word_dim=128, heads=2, dropout=0.0, distil_steps=1, object_vectors=8, clip="mini",

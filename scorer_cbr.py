@@ -31,11 +31,11 @@ each image before "cat": it needs a decoder of two memories.
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END,
 padding).
 
-Where paper and released code differ, the default is the paper and RELEASED below names each difference. Both readings
+If paper and released code differ, the default is the paper and RELEASED below names each difference. Both readings
 keep
 - attention without output projection, a GELU feed-forward of width D and, in place of Eq. 4's temperature, a learned
   scale: the paper cites standard layers, but its published figures come from the release, which has these;
-- two channels of coordinates beside the features (use_coords), the initialisation and the drops of the learning rate:
+- two coordinate channels next to the features (use_coords), the initialisation and the drops of the learning rate:
   the release has them, the paper does not mention them;
 - Eq. 12 as a mean over the words of a batch, as released; the paper has a sum over the words of a sentence.
 How Eq. 3 joins its heads is lost in our copy of the paper: mtm averages them [ours].
@@ -110,7 +110,7 @@ PRESETS = {
     "clevr_dc": dict(layers=1, w_match=0.01, w_cbr=0.004, lr_drop=4785, use_coords=False),
     "spot_the_diff": dict(layers=3, w_match=0.3, w_cbr=0.5, batch_size=32, lr_drop=4020, use_coords=False),
     "image_editing_request": dict(w_match=0.003, w_cbr=0.06, batch_size=16, lr=1e-4, lr_drop=2880, use_coords=False),
-    # Pairs of one's own are few: Image Editing Request's weights, half its width; validation says when to stop [ours].
+    # Your own pairs are few: Image Editing Request's weights, half its width; validation says when to stop [ours].
     "pairs": dict(w_match=0.003, w_cbr=0.06, use_coords=False, dim=256, batch_size=16, lr=5e-4, warmup=50, steps=2000,
                   eval_every=100, patience=10),
     "mini": dict(dim=128, word_dim=128, heads=2, layers=1, dropout=0.0, w_match=0.3, batch_size=16, lr=1e-3,

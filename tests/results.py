@@ -140,7 +140,7 @@ CLAIMS = {
     ],
 }  # fmt: skip
 
-# Where papers are silent or the released code differs: a row, what it does here, and the row that does otherwise.
+# If papers are silent or the released code differs: a row, what it does here, the other choice, and its row.
 DEVIATIONS = [
     ("SCORER+CBR", "Eq. 3: the best match in each head", "released: over all channels", "SCORER+CBR, matching tm"),
     ("SCORER+CBR", "the decoder starts Xavier-uniform", "released: N(0, .02)", "SCORER+CBR, N(0, .02)"),
