@@ -40,8 +40,8 @@ keep
   Eq. 8 and 9 print, the outputs of both attentions;
 - L_ccr on the words of the reference caption, as released; the paper says generated words;
 - Eq. 12 as two means over the words; the paper divides V by HW, but V has one row for each word;
-- two cross-attention layers, alpha, the initialisation, two coordinate channels next to the features (use_coords)
-  and the drops of the learning rate: the release has them, the paper does not give them;
+- two cross-attention layers, alpha, the initialisation before the fusion, two coordinate channels next to the features
+  (use_coords) and the drops of the learning rate: the release has them, the paper does not give them;
 - Eq. 15 as a mean over the words of a batch, as released; the paper has a sum over the words of a sentence.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """

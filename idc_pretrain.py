@@ -20,7 +20,8 @@ Sec. 3.1   judge_loss          is the pair a distractor?
 
 Row of the paper's tables                      flags
 Tables 2, 3  CLEVR-Change                      --dataset clevr_change
-Table 4      1 no pre-training                 --pretrain_steps 0
+Table 4      all rows                          --dataset clevr_change, and
+             1 no pre-training                 --pretrain_steps 0
              2 MLM, 3 MLM + MVCL, 4 all three  --mvcl 0 --fda 0; --fda 0; (none)
              5 no difference encoder           --no-difference_encoder
              6 no distractor judging           --w_judge 0
@@ -142,7 +143,8 @@ class Config(RunConfig):
             raise ValueError("--mlm 0 --mvcl 0 --fda 0 leave nothing to pre-train; give --pretrain_steps 0")
 
 
-# Table 6 and section "Implementation Details". A batch there counts pairs, here scenes (CLEVR-Change: two pairs each).
+# Table 6 and section "Implementation Details"; fine-tuning's steps, eval_every and patience are the release's. A batch
+# there counts pairs, here scenes (CLEVR-Change: two pairs each).
 PRESETS = {
     "clevr_change": dict(seed=1234, extractor="resnet101-layer4", lr=3e-5, batch_size=100, steps=100000, eval_every=400,
                          patience=50),

@@ -35,8 +35,8 @@ If paper and released code differ, the default is the paper and RELEASED below n
 keep
 - attention without output projection, a GELU feed-forward of width D and, in place of Eq. 4's temperature, a learned
   scale: the paper cites standard layers, but its published figures come from the release, which has these;
-- two coordinate channels next to the features (use_coords), the initialisation and the drops of the learning rate:
-  the release has them, the paper does not mention them;
+- two coordinate channels next to the features (use_coords) and the drops of the learning rate: the release has them,
+  the paper does not mention them;
 - Eq. 12 as a mean over the words of a batch, as released; the paper has a sum over the words of a sentence.
 How Eq. 3 joins its heads is lost in our copy of the paper: mtm averages them [ours].
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
@@ -104,7 +104,8 @@ class Config(RunConfig):
     blind: bool = False  # zero the features: what words alone can score
 
 
-# Papers' settings; layers, weights, batch and rate from sections 4.1, 4.5 and 6.1-6.2; drops after 15 and 30 epochs.
+# Layers, weights and batch from sections 4.1, 4.5 and 6.1-6.2; rates and CLEVR-Change's w_cbr, lost in our copy of the
+# paper, from the release; drops after 15 and 30 epochs.
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(layers=1, w_match=0.01, w_cbr=0.004, lr_drop=4785, use_coords=False),
