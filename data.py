@@ -568,7 +568,7 @@ MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
 
 def preprocess_resnet(image: Image.Image) -> Tensor:
     """The field's preprocessing -> (3, 224, 224): aspect ratio not kept, OpenCV's bicubic (a = -0.75, no antialiasing,
-    rounded to bytes). The last .224 should be .225; every released feature was made with it, so it stays."""
+    rounded to bytes). The last .224 should be .225; the authors' scripts have .224, so it stays."""
     x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()[None]
     x = F.interpolate(x, (224, 224), mode="bicubic", align_corners=False).round_().clamp_(0, 255)[0] / 255
     return (x - MEAN) / torch.tensor([0.229, 0.224, 0.224])[:, None, None]
