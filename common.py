@@ -2,8 +2,8 @@
 
 Layers:   Attention, initialise, GridPosition, sinusoid    Losses:  info_nce, token_match
 Decoding: decode                                           Running: RunConfig, parse_args, Run, checkpoints, curves
-A data set comes as an argument: any object with the methods of data.Dataset that a function's docstring names.
-Axis letters: A, B images or pairs; N, M grid cells; D width; K heads; L, V tokens and words; C channels.
+A data set is passed as an argument: any object with the methods of data.Dataset that are called on it.
+Axis letters: A, B images or pairs; N, M grid cells; D width; K heads; L tokens; V words; C channels.
 To use a method elsewhere, take its file and this one. Training on a data set of data.py needs that file too.
 """
 
@@ -63,7 +63,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, L, D) -> (B, K, L, D/K)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, mask: Tensor | None = None) -> Tensor:
-        """mask: bool (B, 1, L or 1, M), True = may be seen; instead of causal, not together with it."""
+        """mask: bool (B, 1, L or 1, M), True = may be attended to. Give a mask or causal=True, not both."""
         q, k, v = self._split(q), self._split(k), self._split(v)
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal)
@@ -76,13 +76,13 @@ class Attention(nn.Module):
 
 
 def initialise(module: nn.Module, xavier: bool) -> None:
-    """Starts attention like nn.MultiheadAttention, and with `xavier` every matrix of the module Xavier-uniform."""
+    """Initialise attention like nn.MultiheadAttention and, with `xavier`, every matrix of the module Xavier-uniform."""
     for p in module.parameters() if xavier else ():
         if p.ndim > 1:
             nn.init.xavier_uniform_(p)
     for m in module.modules():
         if isinstance(m, Attention):
-            for linear in (m.query, m.key, m.value):  # drawn as one matrix (3D, D)
+            for linear in (m.query, m.key, m.value):  # as if they were one matrix (3D, D)
                 nn.init.xavier_uniform_(linear.weight, gain=0.5**0.5)
             for linear in (m.query, m.key, m.value, m.out):
                 nn.init.zeros_(linear.bias)
@@ -123,7 +123,7 @@ def mean_of(x: Tensor, valid: Tensor) -> Tensor:
 
 
 def upcast(x: Tensor) -> Tensor:
-    """bfloat16 -> float32, for sums and scores that three digits are too few for; other types as they are."""
+    """bfloat16 -> float32, for sums and scores that need more than its three digits; other types stay unchanged."""
     return x.float() if x.dtype == torch.bfloat16 else x
 
 
@@ -137,19 +137,19 @@ MATCH_SLICE = 2**25  # scores that token_match keeps at once
 
 
 def best_of_rows(s: Tensor) -> tuple[Tensor, Tensor]:
-    """s.max(1) of s (X, N, Y) -> maxima and their rows, each (X, Y). As a pooling, channels last: its loop is
-    vectorised on a CPU, and takes a fifth of Tensor.max's time."""
+    """s.max(1) of s (X, N, Y) -> maxima and their rows, each (X, Y). It is computed as channels-last max pooling, whose
+    CPU loop is vectorised and takes a fifth of Tensor.max's time."""
     maxima, rows = F.max_pool2d(s.unsqueeze(2).permute(0, 3, 1, 2), (s.shape[1], 1), return_indices=True)
     return maxima.flatten(1), rows.flatten(1)
 
 
 @torch.library.custom_op("common::token_match", mutates_args=())
 def _token_match(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """token_match for one head. q (A, N, C), k (B, M, C) -> (A, B), and the winners: key (A, N, B) and query (A, B, M).
+    """token_match for one head. q (A, N, C), k (B, M, C) -> (A, B), winning keys (A, N, B), winning queries (A, B, M).
 
     A dense version needs A*B*N*M scores (2.5 GB at 128 pairs of 196 cells) four times over in the backward pass. This
-    one keeps a slice of them at a time, and two winners a token for the backward pass. One operator for
-    torch.compile."""
+    one holds a slice of them at a time and keeps only its winners for the backward pass. To torch.compile it is a
+    single operator."""
     (_A, N, C), (B, M, _) = q.shape, k.shape
     keys = k.transpose(0, 1).reshape(M * B, C).T  # images innermost, so that neither maximum runs along adjacent scores
     total, best_key, best_query = [], [], []
@@ -170,8 +170,8 @@ def _(q: Tensor, k: Tensor):
 
 
 def _token_match_backward(ctx, grad: Tensor, *_) -> tuple[Tensor, Tensor]:
-    """grad (A, B) -> gradients of q and k. That of the scores is 1/(2N) or 1/(2M) at the winners and zero elsewhere, so
-    those of q and k are weighted sums over winners, which an embedding bag makes without a tensor of (winners, C)."""
+    """grad (A, B) -> gradients of q and k. The gradient of the scores is grad / 2N or grad / 2M at the winners and zero
+    elsewhere, so q and k get weighted sums over winners. An embedding bag makes these without a (winners, C) tensor."""
     q, k, best_key, best_query = ctx.saved_tensors
     (A, N, C), (B, M, _) = q.shape, k.shape
     queries, keys = q.reshape(-1, C), k.reshape(-1, C)
@@ -204,9 +204,9 @@ _token_match.register_autograd(
 
 def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
     """Similarity of every image a to every image b by their best matching tokens (FILIP, ICLR 2022):
-    1/2 [ mean_l max_m <q_al, k_bm> + mean_m max_l <q_al, k_bm> ], for heads > 1 in each slice of the channels,
-    averaged. q (A, N, C), k (B, M, C) -> (A, B). Memory does not grow with A*B*N*M; ties go to one winner.
-    ValueError if heads do not divide C, or there is nothing to match, or more than 32,768 tokens."""
+    1/2 [ mean_l max_m <q_al, k_bm> + mean_m max_l <q_al, k_bm> ], for heads > 1 the mean over heads, each a
+    slice of the channels. q (A, N, C), k (B, M, C) -> (A, B). Memory does not grow with A*B*N*M; ties go to one winner.
+    ValueError if heads do not divide C, a size is 0, or an image has more than 32,768 tokens."""
     (A, N, C), (B, M, D) = q.shape, k.shape
     if C != D or C % heads or not (A and B and C and 0 < N <= 2**15 and 0 < M <= 2**15):  # winners are 16-bit numbers
         raise ValueError(f"token_match of {tuple(q.shape)}, {tuple(k.shape)} in {heads} heads: expected (A, N, C), "
@@ -224,10 +224,10 @@ NULL, UNK, START, END = range(
 
 @torch.no_grad()
 def decode(step: Callable[[Tensor, int], Tensor], count: int, max_len: int, device, sample: bool = False) -> Tensor:
-    """Write `count` captions word by word: the likeliest word, or one drawn from the distribution, but never UNK.
+    """Write `count` captions word by word: the likeliest word or, with `sample`, a random draw; never UNK.
 
     step(words (B,), position) -> logits (B, vocabulary). -> (B, max_len) ids: START, at most max_len - 1 words, then
-    NULL. Stops when every caption has ended, at which it looks every eighth word: a GPU has to wait for the answer."""
+    NULL. Decoding stops once all captions have ended; it checks every eighth word, as each check waits for the GPU."""
     ids = torch.full((count, max_len), NULL, device=device)
     ids[:, 0] = START
     ended = torch.zeros(count, dtype=torch.bool, device=device)
@@ -247,37 +247,37 @@ def decode(step: Callable[[Tensor, int], Tensor], count: int, max_len: int, devi
 
 @dataclass
 class RunConfig:
-    """The settings that every method's run has; a method's Config adds its own. A field's comment is its --help text.
+    """The settings that all methods share; a method's Config adds its own. A field's comment is its --help text.
 
-    ValueError if a whole number is not from 1 to 10^8, any other number not from 0 to 10^8, or not as RANGES says."""
+    ValueError if a number is outside its RANGES entry (default: 1 to 10^8 if whole, else 0 to 10^8)."""
 
     RANGES = {name: (0, 10**8) for name in ("seed", "data_seed", "lr_drop", "warmup", "patience")}
 
     dataset: str = "mini"  # data set; chooses the preset
-    extractor: str = ""  # whose features, such as resnet101-layer4 (default: the data set's own)
+    extractor: str = ""  # network that made the features, such as resnet101-layer4 (default: the data set's own)
     data_dir: str = ""  # folder of the data set (default: data/<dataset>)
     out_dir: str = ""  # folder of the run (default: runs/<method>-<dataset>)
     overwrite: bool = False  # replace a run that out_dir already holds
     scenes: int = 5000  # mini: rendered training scenes (5 % as many for validation, 10 % for test)
     objects: str = "2,4"  # mini: fewest and most objects in a scene
     data_seed: int = 0  # mini: seed of the scenes and of the feature network
-    seed: int = 1111  # of weights, dropout and data order
+    seed: int = 1111  # seed of weights, dropout and data order
     steps: int = 10000  # training steps
-    batch_size: int = 128  # scenes a step (CLEVR-Change and mini: a changed and a distractor pair for each)
+    batch_size: int = 128  # scenes per step (each scene of CLEVR-Change and mini has a changed and a distractor pair)
     lr: float = 2e-4  # Adam's learning rate
     schedule: Literal["step", "cosine"] = "step"  # x0.1 every lr_drop steps, or cosine down to zero at the last step
-    lr_drop: int = 0  # steps between drops of the step schedule; 0: never
+    lr_drop: int = 0  # steps between drops of --schedule step; 0: no drops
     warmup: int = 0  # steps of linear warm-up
     grad_clip: float = 0.0  # largest gradient norm; 0: no clipping
     log_every: int = 50  # steps between lines of log.jsonl
     eval_every: int = 1000  # steps between validations; last.pt is saved as often
-    patience: int = 0  # validations without a better one that end training; 0: never
+    patience: int = 0  # stop after this many validations in a row without a new best; 0: never
     select_by: Literal["CIDEr", "BLEU-4", "ROUGE-L"] = "CIDEr"  # validation metric (all pairs) that chooses best.pt
     eval_batch: int = 64  # pairs decoded at once
     device: str = ""  # cuda, cpu, ... (default: cuda if there is one)
     amp: bool = True  # bfloat16 autocast; CUDA only
     compile: bool = True  # torch.compile of the training step; CUDA only
-    features: Literal["auto", "gpu", "file"] = "auto"  # where features stay; auto: the GPU if they fit well
+    features: Literal["auto", "gpu", "file"] = "auto"  # where features are kept; auto: on the GPU if there is room
 
     def __post_init__(self):
         for f in dataclasses.fields(self):
@@ -296,7 +296,7 @@ class RunConfig:
 
 
 def preset(Config: type, presets: dict[str, dict], released: dict[str, dict], dataset: str, reading: str = "paper"):
-    """Config of a data set: defaults < presets[dataset]; in the released reading also < released["all"] and its own."""
+    """A data set's Config: defaults < presets[dataset]; if released, then < released["all"] < released[dataset]."""
     values = {"dataset": dataset, "data_dir": f"data/{dataset}"} | presets.get(dataset, {})
     if reading == "released":
         values |= {"reading": reading} | released["all"] | released.get(dataset, {})
@@ -304,8 +304,8 @@ def preset(Config: type, presets: dict[str, dict], released: dict[str, dict], da
 
 
 def saved_config(Config: type, checkpoint: str | Path):
-    """The Config that a checkpoint was trained with; a field that it lacks has its default. ValueError if it has a
-    field that is unknown here."""
+    """The Config that a checkpoint was trained with; missing fields get their defaults. ValueError if the checkpoint
+    has a field that Config does not."""
     saved = load_checkpoint(checkpoint)["config"]
     if unknown := sorted(saved.keys() - {f.name for f in dataclasses.fields(Config)}):
         raise ValueError(f"{checkpoint} is of another method or version: no field {', '.join(unknown)} here")
@@ -323,9 +323,9 @@ class Parser(argparse.ArgumentParser):
 def parse_args(
     Config: type, presets: dict, script: str, doc: str, argv: list[str] | None, released: dict | None = None
 ):
-    """-> (config, command). Every config field is a flag. A flag that is not given takes the value of the checkpoint
-    that the command names (--eval, --caption, --resume), else of the preset. A run's folder is its checkpoint's. The
-    device is chosen again, except for --resume."""
+    """-> (config, command). Every config field is a flag. Flags that are not given take the checkpoint's value (--eval,
+    --caption, --resume) or else the preset's. With a checkpoint, out_dir is by default the checkpoint's folder, and
+    the device is the checkpoint's only for --resume."""
     parser = Parser(description=doc.splitlines()[0], allow_abbrev=False)
     group = parser.add_argument_group("what to do (default: train, then evaluate on test)")
     command = group.add_mutually_exclusive_group()
@@ -379,7 +379,7 @@ def parse_args(
 
 
 def usable_device(name: str) -> str:
-    """The named device, or CUDA if there is one, else the CPU; ValueError if it cannot be used."""
+    """The named device; for an empty name, CUDA if there is one, else the CPU. ValueError if it cannot be used."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     with file_errors(f"--device {name}", "leave it out, or give cpu"):
         torch.zeros(1, device=name).item()
@@ -404,7 +404,7 @@ RUN_FILES = [
 
 
 def check_folder(folder: Path, new: bool, overwrite: bool) -> None:
-    """ValueError if this folder holds files and no run of ours, or if a new run would replace one without overwrite."""
+    """ValueError if the folder holds files but no run, or if a new run would replace a run without `overwrite`."""
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     config = folder / "config.json"
@@ -416,17 +416,17 @@ def check_folder(folder: Path, new: bool, overwrite: bool) -> None:
 
 
 class Run:
-    """All of training but the training itself: the run's folder, checkpoints, log, learning rate, validation, resuming.
+    """Everything around a training step: the run's folder, checkpoints, log, learning rate, validation, resuming.
 
         with Run(cfg, resume, model, optimizer, dataset) as run:
             for batches in run.steps(dataset):
                 ...                                     # one step of training
                 run.end_step(losses, validate)
 
-    sources: what captions depend on besides the model, the data set first, each with state() and check_state(state) as
-    data.Dataset's. Inside `with`, the first Ctrl-C or SIGTERM only sets `stop` (130, 143), so that the step under way
-    ends and is saved; a second one stops at once. With `resume` the run continues from last.pt as if it had never
-    stopped."""
+    sources: what captions depend on besides the model, the data set first; each has state() and check_state(state),
+    like data.Dataset. Inside `with`, the first Ctrl-C or SIGTERM only sets `stop` (to 130 or 143), so that the current
+    step is finished and saved; a second one stops at once. With `resume` the run continues from last.pt as if it had
+    never stopped."""
 
     def __init__(self, cfg: RunConfig, resume: bool, model: nn.Module, optimizer: torch.optim.Optimizer, *sources):
         self.cfg, self.dir, self.model, self.optimizer, self.sources = cfg, Path(cfg.out_dir), model, optimizer, sources
@@ -453,14 +453,14 @@ class Run:
 
     def _on_signal(self, number, _frame):
         self.stop = 128 + number
-        self.__exit__()  # from here on the handlers are those of before
+        self.__exit__()  # puts the earlier handlers back
         print("stopping after this step; once more to stop at once", file=sys.stderr)
 
     def steps(
         self, dataset, batch_size: int = 0, first: int = 0, last: int = 0, rate=None, name: str = "train"
     ) -> Iterator:
-        """The batches of steps first ... last - 1 (default: the whole run) from where the run stands, each with the
-        learning rate set: rate(cfg, step - first), by default that of `learning_rate`."""
+        """Yield the batches of steps first ... last - 1 (default: the whole run), starting at the current step. Each
+        time the learning rate is set to rate(cfg, step - first); the default rate is `learning_rate`."""
         self.first, self.last, self.name = first, last or self.cfg.steps, name
         if self.resumed and self.resumed["step"] > first:
             with file_errors(self.dir / "last.pt", TRAIN_FIRST):
@@ -491,9 +491,9 @@ class Run:
     def end_step(self, losses: dict[str, Tensor], validate: Callable[[], dict[str, float]] | None) -> None:
         """After each step: log, validate every eval_every steps and at the last one, keep best.pt and last.pt.
 
-        validate() -> scores, of which cfg.select_by chooses best.pt; none of a data set without validation pairs, whose
-        last weights are the best. SystemExit if the user asked the run to stop; FloatingPointError if a loss or a
-        weight is not finite."""
+        validate() -> scores; the one that cfg.select_by names chooses best.pt. Without validation pairs it returns {},
+        and the last weights count as the best. SystemExit if the user asked the run to stop; FloatingPointError if a
+        loss or a weight is not finite."""
         self.step += 1
         self.losses.append({name: loss.detach() for name, loss in losses.items()})
         self.bar.update()
@@ -525,8 +525,8 @@ class Run:
             raise SystemExit(stop)
 
     def mean_losses(self) -> dict[str, float]:
-        """Mean of each loss over the steps since the last line of the log that had it. FloatingPointError naming the
-        first step whose loss is not finite, with every part of it."""
+        """Mean of each loss since the last line of the log, over the steps that computed it. FloatingPointError naming
+        the first step with a loss that is not finite, and all losses of that step."""
         values_of: dict[str, list[float]] = {}
         for step, losses in enumerate(self.losses, self.step - len(self.losses) + 1):
             values = {name: loss.item() for name, loss in losses.items()}
@@ -547,8 +547,8 @@ class Run:
             f.write(json.dumps(values) + "\n")
 
     def begin(self) -> None:
-        """Clear the folder of an older run's files; log what a figure of this run depends on; print the same, of the
-        config only what differs from the defaults."""
+        """Remove the files of an older run, unless this one resumes it. Log and print what this run's results depend
+        on: code, versions, device and config (printed: only fields that differ from their defaults)."""
         for name in RUN_FILES:
             if not self.resumed:
                 (self.dir / name).unlink(missing_ok=True)
@@ -566,11 +566,11 @@ class Run:
         print(*(f"{name}: {value}" for name, value in [*about.items(), *changed.items()]), sep="\n", flush=True)
 
     def save(self, name: str) -> None:
-        """A checkpoint of this name. FloatingPointError if a weight is not finite; the older checkpoint then stays."""
+        """Save a checkpoint under this name. If a weight is not finite: FloatingPointError, and the old file stays."""
         if not all(p.isfinite().all() for p in self.model.parameters()):
             raise FloatingPointError(f"weights are not finite after step {self.step}; {name} is untouched; lower --lr")
         state = {key: value for source in self.sources for key, value in source.state().items()}
-        random = {"cpu": torch.get_rng_state()}  # what dropout is drawn from; the order of the data needs none
+        random = {"cpu": torch.get_rng_state()}  # for dropout and masks; the data order follows from seed and epoch
         if self.on_cuda:
             random["cuda"] = torch.cuda.get_rng_state(self.cfg.device)
         state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "random": random}
@@ -578,7 +578,7 @@ class Run:
         save_tensors(self.dir / name, state)
 
     def restore(self) -> dict:
-        """Weights, counters, random state and log as last.pt left them, if every source's check_state agrees."""
+        """Restore weights, counters, random state from last.pt if every source accepts it; cut the log at its step."""
         path, log = self.dir / "last.pt", self.dir / "log.jsonl"
         state = load_checkpoint(path, self.cfg.device)
         for source in self.sources:
@@ -588,7 +588,7 @@ class Run:
         if self.on_cuda and "cuda" in state["random"]:
             torch.cuda.set_rng_state(state["random"]["cuda"].cpu(), self.cfg.device)
         self.step, self.best, self.worse = state["step"], state["best"], state["worse"]
-        kept = [row for row in read_log(log) if row["step"] <= self.step]  # a killed run repeats the steps after these
+        kept = [row for row in read_log(log) if row["step"] <= self.step]  # the resumed run repeats later steps
         with atomic_write(log) as partial:
             partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
         return state
@@ -600,7 +600,7 @@ class Run:
 
 
 class Lines:
-    """Standard output for tqdm off a terminal: what a bar would show becomes a line."""
+    """Standard output for tqdm without a terminal: every update of the bar becomes a line."""
 
     def write(self, text: str) -> None:
         sys.stdout.write(text.replace("\r", "\n"))
@@ -630,8 +630,8 @@ def read_log(path: Path) -> list[dict]:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Gives another name to write to, which becomes `path` at the end: whenever the process dies, `path` is the old
-    file or the new one. OSError naming the file if it cannot be written."""
+    """Yield a temporary name to write to, and rename that file to `path` at the end: whenever the process dies, `path`
+    is either the old or the new file. OSError naming the file if it cannot be written."""
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         yield partial
@@ -643,19 +643,19 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def save_tensors(path: Path, state: dict) -> None:
-    """Plain dicts and tensors into a file, whole or not at all."""
-    with atomic_write(path) as partial, open(partial, "wb") as f:  # a full disk is an OSError of the file's
+    """Write plain dicts and tensors to a file, completely or not at all."""
+    with atomic_write(path) as partial, open(partial, "wb") as f:  # open(), so that a full disk is an OSError
         torch.save(state, f)
 
 
 @contextlib.contextmanager
 def file_errors(path: str | Path, remedy: str) -> Iterator[None]:
-    """Whatever the content of a file leads to in here becomes a ValueError that names the file and what to do."""
+    """Turn any exception inside the `with` into a ValueError that names the file and what to do about it."""
     try:
         yield
     except Exception as e:  # a broken pickle raises whatever it likes
         reason = f"{e}" if isinstance(e, ValueError) else f"{type(e).__name__} {e}"
-        if isinstance(e, pickle.UnpicklingError):  # whose text is long and advises to execute the file
+        if isinstance(e, pickle.UnpicklingError):  # its text is long and advises executing the file
             reason = "no plain tensors"
         raise ValueError(f"{path} cannot be used ({' '.join(reason.split())[:120]}); {remedy}") from e
 
@@ -691,14 +691,14 @@ def load_weights(
 
 
 def load_model(Model: Callable[..., nn.Module], cfg: RunConfig, path: str | Path) -> tuple[nn.Module, dict]:
-    """-> Model(cfg, words, grid, longest caption) with a checkpoint's weights, in evaluation mode; its content."""
+    """-> a Model with a checkpoint's weights, in evaluation mode, and the checkpoint's content."""
     state = load_checkpoint(path, cfg.device)
     model = Model(cfg, len(state["vocab"]), state["grid"], state["max_len"]).to(cfg.device)
     return load_weights(model, state["model"], path).eval(), state
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a script's main: errors of input, data, memory become a line and exit code 2, SIGINT 130, SIGTERM 143."""
+    """Run a script's main. Input, data and memory errors print one line and exit 2; SIGINT exits 130, SIGTERM 143."""
     warnings.filterwarnings("ignore", module="PIL")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that partial files are removed
     try:
@@ -706,7 +706,7 @@ def run_main(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError, FloatingPointError, MemoryError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and "memory" not in str(e):  # an error of programming keeps its traceback
+        if isinstance(e, RuntimeError) and "memory" not in str(e):  # a programming error keeps its traceback
             raise
         print(f"error: {' '.join(str(e).split()) or type(e).__name__}", file=sys.stderr)
         sys.exit(2)
@@ -716,7 +716,7 @@ def run_main(main: Callable[[], None]) -> None:
 
 
 def curves(log: Path) -> Image.Image:
-    """Losses of a log.jsonl on logarithmic axes; below them, validation scores; all over steps. -> PIL image."""
+    """Plot a log.jsonl over steps: losses (logarithmic if positive), below them validation scores. -> PIL image."""
     series: dict[str, list[tuple[int, float]]] = {}
     for event, title in (("train", "loss"), ("eval", "validation")):
         for row in (row for row in read_log(log) if row.get("event") == event):

@@ -2,9 +2,9 @@
 Captioning (Tu et al., ECCV 2024).
 
 Idea. (1) A self-supervised loss correlates each channel of the "before" image with the same channel of "after" and
-decorrelates it from all others, so that features survive camera and light and stay discriminative. (2) What
-cross-attention finds of an image in its partner is shared; the image minus that is the difference. (3) While the
-decoder learns, a contrastive loss ties what it looked at to the words it wrote, sentence against sentence.
+decorrelates it from all others, so that features are robust to camera and light and stay discriminative. (2) By
+cross-attention each image finds what it shares with its partner; the image minus that is the difference. (3) Over each
+batch, a contrastive loss ties the words of a caption to the differences that the decoder attended to for them.
 
 Eq. 1      ImageEmbedding       X = conv(features) + position
 Eq. 2      DIRL.mlp             Y = MLP(X), for the loss alone
@@ -32,16 +32,15 @@ weights (Fig. 5)             --w_dirl 0.03, --w_ccr 0.05
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END,
 padding).
 
-If paper and released code differ, the default is the paper and RELEASED below names each difference. Both readings
-keep
-- Eq. 3 with centred channels, as released and as in Barlow Twins, whose notation it is; the printed formula does not
-  centre;
-- Eq. 5-10 inside standard layers: residuals, LayerNorms and dropout, which the equations leave out. L_ccr compares what
-  Eq. 8 and 9 print, the outputs of both attentions;
+If paper and released code differ, the default is the paper; RELEASED below lists the differences. Both readings keep
+- Eq. 3 with centred channels, as released and as in Barlow Twins, whose notation the paper uses; the printed formula
+  does not centre;
+- Eq. 5-10 inside standard layers, whose residuals, LayerNorms and dropout the equations mostly leave out. By default
+  L_ccr nevertheless compares exactly what Eq. 8 and 9 print, the outputs of both attentions;
 - L_ccr on the words of the reference caption, as released; the paper says generated words;
-- Eq. 12 as two means over the words; the paper divides V by HW, but V has one row for each word;
-- two cross-attention layers, alpha, the initialisation before the fusion, two coordinate channels next to the features
-  (use_coords) and the drops of the learning rate: the release has them, the paper does not give them;
+- Eq. 12 as two means over the words; the paper divides Eq. 9's V by HW, but that has one row per word;
+- two cross-attention layers, alpha, the initialisation of all that precedes the fusion, two coordinate channels next to
+  the features (use_coords) and the drops of the learning rate: the release has them, the paper does not give them;
 - Eq. 15 as a mean over the words of a batch, as released; the paper has a sum over the words of a sentence.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
@@ -86,7 +85,7 @@ class Config(RunConfig):
     RANGES = RunConfig.RANGES | {"dropout": (0, 0.99), "tau": (0.001, 1000)}
 
     dim: int = 512  # width D of images, words and decoder
-    word_dim: int = 300  # word embedding
+    word_dim: int = 300  # width of word embeddings
     heads: int = 8  # heads of every attention
     layers: int = 2  # cross-attention layers; the last one's output is Eq. 5's
     decoder_layers: int = 2  # decoder layers
@@ -100,18 +99,18 @@ class Config(RunConfig):
     difference: Literal["attention", "stream", "subtract"] = "attention"  # X - MHCA, X - LN(X + MHCA), X - partner
     channel_eps: float = 1e-5  # keeps a channel that is constant over the batch finite; 0 as released (NaN there)
     input_norm: bool = True  # LayerNorm on what the decoder reads; not in the release's CLEVR-Change
-    xavier: bool = True  # Xavier-uniform start of fusion and decoder too; the release's CLEVR-Change has PyTorch's
-    ccr_pool: Literal["words", "padded"] = "words"  # Eq. 12: mean over START to END, or over the longest caption
+    xavier: bool = True  # Xavier-uniform weights for fusion and decoder too; the release's CLEVR-Change has PyTorch's
+    ccr_pool: Literal["words", "padded"] = "words"  # Eq. 12: mean from START to END, or over the padding as well
     ccr_states: Literal["attention", "normed"] = "attention"  # Eq. 8-9's outputs, or both after residual and LayerNorm
     ccr_logits: Literal["two_way", "summed"] = "two_way"  # Eq. 14's two losses, or one over the rows of S + S^T
-    ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # another pair with the very same caption
+    ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # how L_ccr treats pairs with equal captions
     reading: Literal["paper", "released"] = "paper"  # disputed details as the paper says, or as the released code does
     val_decode: Literal["greedy", "sample"] = "greedy"  # how validation captions, which choose best.pt, are written
     blind: bool = False  # zero the features: what words alone can score
 
 
-# Weights from section 4.6, drops after 15 and 30 epochs; the paper gives neither batch nor rate: the last two are
-# SCORER's.
+# Loss weights are from section 4.6. The learning rate drops every 15 epochs. The paper gives no batch sizes or rates:
+# Spot-the-Diff and Image Editing Request take SCORER's.
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),
@@ -126,12 +125,12 @@ PRESETS = {
 
 RELEASED = {  # --reading released: the released code's side of every disputed detail, in general and by data set
     "all": dict(
-        difference="stream",  # Eq. 5-6 subtract what attention returns; the release, its normalised residual stream
+        difference="stream",  # Eq. 5-6 subtract the attention's output; the release subtracts LN(X + attention)
         channel_eps=0.0,  # the release divides by the bare standard deviation
         ccr_pool="padded",  # Eq. 12 is a mean over the m words; the release averages the padding's states too
-        ccr_states="normed",  # Eq. 12 pools Eq. 8-9; after the release's residuals the visual state holds words, too
+        ccr_states="normed",  # Eq. 12 pools Eq. 8-9; the release pools after the residuals, so `visual` contains words
         ccr_logits="summed",  # Eq. 14 is InfoNCE both ways; the release adds S and its transpose and takes rows only
-        ccr_equal_captions="negatives",  # many pairs share a sentence, most of all distractors; released: negatives
+        ccr_equal_captions="negatives",  # many pairs share a caption, above all distractors; released: negatives
         val_decode="sample",  # section 4.2 decodes greedily; the release samples during validation
     ),
     "clevr_change": dict(input_norm=False, xavier=False, steps=15000),
@@ -160,10 +159,10 @@ class ImageEmbedding(nn.Module):
 
 
 class CrossView(nn.Module):
-    """Eq. 5, one layer for both directions: shared_bef = MHCA(X_bef, X_aft), shared_aft likewise, from the old pair.
+    """Eq. 5, one layer for both directions: shared_bef = MHCA(X_bef, X_aft), shared_aft = MHCA(X_aft, X_bef).
 
-    X_bef, X_aft (B, N, D) -> shared_bef, shared_aft; with `residual`, for a next layer to read, LN(X + shared) of
-    both."""
+    X_bef, X_aft (B, N, D) -> shared_bef, shared_aft; with `residual` LN(X + shared) of both, for the next layer or
+    difference="stream"."""
 
     def __init__(self, cfg: Config, residual: bool):
         super().__init__()
@@ -178,8 +177,7 @@ class CrossView(nn.Module):
 
 
 class Fusion(nn.Module):
-    """Eq. 7: ReLU(W [difference_bef ; difference_aft] + b). Both side by side (B, N, 2D), or one (B, N, D) -> (B, N,
-    D)."""
+    """Eq. 7: ReLU(W [difference_bef ; difference_aft] + b). Both (B, N, 2D), or a single one (B, N, D) -> (B, N, D)."""
 
     def __init__(self, cfg: Config, width: int):
         super().__init__()
@@ -195,8 +193,8 @@ class DecoderLayer(nn.Module):
 
     x (B, V, D) -> (B, V, D). `cross`: key and value (B, N, D) of the difference; `past`: key and value of the words
     before x (decoding a word at a time), None when x starts with START; `mask` (B, 1, V, V): which words each may see,
-    None for all. Also returns the new `past`, the query (B, V, D) that met the difference, and words and visual (B, V,
-    D) that L_ccr compares."""
+    None for all. Also returns the new `past`, the query (B, V, D) of the cross-attention, and `words` and `visual`
+    (B, V, D), which L_ccr compares."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -226,7 +224,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Words and difference -> hidden states; `head` gives the distribution of the next word (Eq. 11).
 
-    Every word sees itself and earlier words only, and no padding: ccr_pool="padded" reads the states at the padding."""
+    No position sees later ones or padding; the latter matters to ccr_pool="padded", which reads the states there."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -243,7 +241,7 @@ class Decoder(nn.Module):
         return self.dropout(self.norm(self.project(x)))
 
     def memory(self, difference: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Key and value of the difference (B, N, D) for each layer: once a caption, not once a word."""
+        """Key and value of the difference (B, N, D) for each layer, computed once per caption."""
         return [(l.cross_attention.key(difference), l.cross_attention.value(difference)) for l in self.layers]
 
     def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -272,8 +270,8 @@ class Decoder(nn.Module):
 
 def channel_correlation(y_bef: Tensor, y_aft: Tensor, eps: float) -> Tensor:
     """Eq. 3: correlation of every channel of "before" with every channel of "after" over all cells of all images.
-    y_bef, y_aft (B, N, D) -> (D, D). The deviation is the unbiased one, as released: C_ii is at most (BN - 1) / BN.
-    Not in bfloat16: these are sums over thousands of rows."""
+    y_bef, y_aft (B, N, D) -> (D, D). The standard deviation is unbiased, as released, so C_ii <= (BN - 1) / BN.
+    Not in bfloat16, because the sums run over thousands of rows."""
     with torch.autocast(y_bef.device.type, enabled=False):
         rows = (upcast(y).flatten(0, 1) for y in (y_bef, y_aft))
         z_bef, z_aft = ((y - y.mean(0)) / (y.var(0) + eps).sqrt() for y in rows)
@@ -288,10 +286,10 @@ def dirl_loss(c: Tensor, alpha: float, correlate: bool = True) -> Tensor:
 
 
 def ccr_loss(words: Tensor, visual: Tensor, same: Tensor, tau: float, logits: str = "two_way") -> Tensor:
-    """Eq. 13-14, L_ccr: InfoNCE of sentences and what was looked at for them, words -> visual and back.
+    """Eq. 13-14, L_ccr: InfoNCE between the words of a caption and the differences attended to, in both directions.
 
-    words, visual (B, D) of Eq. 12; same (B, B) bool: pairs that are not each other's negatives. "summed": the rows of
-    (S + S^T) / 2 alone, as released. Not in bfloat16: scores may be in the hundreds."""
+    words, visual (B, D) of Eq. 12; same (B, B) bool: pairs that are not each other's negatives. "summed": only the
+    rows of (S + S^T) / 2, as released. Not in bfloat16, because scores may be in the hundreds."""
     with torch.autocast(words.device.type, enabled=False):
         s = upcast(words) @ upcast(visual).T / tau  # (B, B), Eq. 13
         s = s.masked_fill(same & ~torch.eye(len(s), dtype=torch.bool, device=s.device), float("-inf"))
@@ -305,7 +303,7 @@ def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
 
 
 def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
-    """Eq. 16: L = L_cap + w_dirl L_dirl + w_ccr L_ccr, of what DIRL.forward returns."""
+    """Eq. 16: L = L_cap + w_dirl L_dirl + w_ccr L_ccr, from the terms that DIRL.forward returns."""
     return losses["caption"] + cfg.w_dirl * losses.get("dirl", 0) + cfg.w_ccr * losses.get("ccr", 0)
 
 
@@ -313,7 +311,7 @@ def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
 
 
 class DIRL(nn.Module):
-    """DIRL+CCR and every parameter of it. grid: (C, H, W) of the features; max_len: ids of the longest caption."""
+    """DIRL+CCR with all its parameters. grid: (C, H, W) of the features; max_len: ids in the longest caption."""
 
     def __init__(self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int):
         super().__init__()
@@ -373,8 +371,8 @@ class DIRL(nn.Module):
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """Where the decoder looked: last layer's attention over cells, mean over heads and over the words of ids
-        (B, V) -> "attention" (B, H, W). Row t of the scores is the state that predicts word t + 1."""
+        """Where the decoder looked: the last layer's attention over cells, averaged over heads and over the words of
+        ids (B, V) -> "attention" (B, H, W). Row t of the scores belongs to the state that predicts word t + 1."""
         difference, attention = self.encode(before, after)[0], self.decoder.layers[-1].cross_attention
         _, query, _, _ = self.decoder(ids, difference)
         weight = attention.scores(query, attention.key(difference)).softmax(-1).mean(1)  # (B, V, N)

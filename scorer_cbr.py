@@ -1,8 +1,8 @@
 """SCORER+CBR: Self-supervised Cross-view Representation Reconstruction for Change Captioning (Tu et al., ICCV 2023).
 
-Idea. (1) A contrastive loss over token-wise matches makes the two images of a pair alike under camera and light, and
-unlike other pairs. (2) Each image then reconstructs what did not change out of the other by cross-attention; image plus
-reconstruction, fused, is what the decoder describes. (3) Backward reasoning: "before" plus the sentence must give
+Idea. (1) A contrastive loss over token-wise matches makes the two images of a pair alike despite camera and light, and
+unlike those of other pairs. (2) By cross-attention, each image reconstructs from the other what did not change and adds
+it to itself; the decoder describes the fusion of the two. (3) Backward reasoning: "before" plus the sentence must give
 back "after", so the sentence has to describe the difference.
 
 Eq. 1      ImageEmbedding     X = conv(features) + position
@@ -25,14 +25,13 @@ matching (Fig. 3)      --matching mtm, tm, mean or max
 heads (Fig. 4)         --heads 8 (the figure changes MTM and Eq. 5 only; the flag changes decoder and CBR as well)
 layers (Fig. 5)        --layers 2
 fusion (section 6.3)   --fusion cat, sum or hadamard
-No flag reaches RR+ (Fig. 13): the paper does not name its distance. Nor the fusion of section 6.3 where words attend to
-each image before "cat": it needs a decoder of two memories.
+No flag gives RR+ (Fig. 13), whose distance the paper does not name, or section 6.3's fusion in which words attend to
+each image before "cat", which needs a decoder with two memories.
 
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END,
 padding).
 
-If paper and released code differ, the default is the paper and RELEASED below names each difference. Both readings
-keep
+If paper and released code differ, the default is the paper; RELEASED below lists the differences. Both readings keep
 - attention without output projection, a GELU feed-forward of width D and, in place of Eq. 4's temperature, a learned
   scale: the paper cites standard layers, but its published figures come from the release, which has these;
 - two coordinate channels next to the features (use_coords) and the drops of the learning rate: the release has them,
@@ -83,7 +82,7 @@ class Config(RunConfig):
     RANGES = RunConfig.RANGES | {"layers": (0, 100), "dropout": (0, 0.99)}
 
     dim: int = 512  # width D of images, words and decoder
-    word_dim: int = 300  # word embedding
+    word_dim: int = 300  # width of word embeddings
     heads: int = 8  # heads of every attention, and of the matching in "mtm"
     layers: int = 2  # cross-view layers (Eq. 5-6)
     decoder_layers: int = 2  # decoder layers
@@ -95,17 +94,17 @@ class Config(RunConfig):
     fusion: Literal["cat", "sum", "hadamard"] = "cat"  # how Eq. 7 joins the two images
     matching: Literal["mtm", "tm", "mean", "max"] = "mtm"  # Eq. 3, Eq. 2, or dot product of mean- or max-pooled images
     match_layer: Literal["first", "last"] = "first"  # match before images attend to each other, or in the last layer
-    xavier: bool = True  # Xavier-uniform start of the decoder [ours], as elsewhere; the release draws N(0, .02)
-    train_cbr: bool = True  # the released code leaves CBR's parameters as they were drawn
-    sentence_mean: Literal["words", "padded"] = "words"  # CBR's sentence: mean over real words, or sum / longest length
+    xavier: bool = True  # Xavier-uniform weights for the decoder [ours], as in DIRL; the release draws N(0, .02)
+    train_cbr: bool = True  # train CBR; the released code leaves its weights as initialised
+    sentence_mean: Literal["words", "padded"] = "words"  # CBR's sentence: the words' mean, or sum / longest caption
     ffn_residual: Literal["input", "activation"] = "input"  # what a decoder feed-forward's output is added to
     reading: Literal["paper", "released"] = "paper"  # disputed details as the paper says, or as the released code does
     val_decode: Literal["greedy", "sample"] = "greedy"  # how validation captions, which choose best.pt, are written
     blind: bool = False  # zero the features: what words alone can score
 
 
-# Layers, weights and batch from sections 4.1, 4.5 and 6.1-6.2; rates and CLEVR-Change's w_cbr, lost in our copy of the
-# paper, from the release; drops after 15 and 30 epochs.
+# Layers, loss weights and batch sizes are from sections 4.1, 4.5 and 6.1-6.2. CLEVR-Change's w_cbr and the exponents of
+# the learning rates, lost in our copy of the paper, are from the release. The learning rate drops every 15 epochs.
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(layers=1, w_match=0.01, w_cbr=0.004, lr_drop=4785, use_coords=False),
@@ -122,10 +121,10 @@ RELEASED = {  # --reading released: the released code's side of every disputed d
     "all": dict(
         xavier=False,  # the paper does not say how weights start; the release draws N(0, .02)
         matching="tm",  # Eq. 3 asks for a match in each head; the release contracts heads and channels together
-        match_layer="last",  # section 3.2.2 matches encoded images; the last layer's have seen their partner already
+        match_layer="last",  # section 3.2.2 matches encoded images; in the last layer they have already seen each other
         train_cbr=False,  # section 3.5 trains end to end; CBR is missing from the release's optimiser
         sentence_mean="padded",  # section 3.4 says mean; the release divides by the longest caption's length
-        ffn_residual="activation",  # a standard decoder adds the sub-layer's input; the release, its hidden activation
+        ffn_residual="activation",  # a standard decoder adds the layer's input; the release adds the hidden activation
         val_decode="sample",  # section 4.3 decodes greedily; the release samples during validation
     ),
 }
@@ -152,10 +151,9 @@ class ImageEmbedding(nn.Module):
 
 
 class CrossView(nn.Module):
-    """Eq. 5-6, one layer for both directions: X_bef <- LN(X_bef + MHCA(X_bef, X_aft)), X_aft likewise, from the old
-    pair.
+    """Eq. 5-6, one layer: X_bef, X_aft <- LN(X_bef + MHCA(X_bef, X_aft)), LN(X_aft + MHCA(X_aft, X_bef)).
 
-    X_bef, X_aft (B, N, D) -> the new ones, and what Eq. 4 matches: the queries of each image, the keys of the other."""
+    X_bef, X_aft (B, N, D) -> the new pair, and what Eq. 4 matches: each image's queries with the other's keys."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -171,8 +169,7 @@ class CrossView(nn.Module):
 
 
 class Fusion(nn.Module):
-    """Eq. 7: C = ReLU(W [X_bef ; X_aft] + b). Both images side by side (B, N, 2D), or joined to (B, N, D) -> (B, N,
-    D)."""
+    """Eq. 7: C = ReLU(W [X_bef ; X_aft] + b). Images concatenated (B, N, 2D), or combined (B, N, D) -> (B, N, D)."""
 
     def __init__(self, cfg: Config, width: int):
         super().__init__()
@@ -187,7 +184,7 @@ class DecoderLayer(nn.Module):
 
     x (B, V, D) -> (B, V, D). `cross`: key and value (B, N, D) of the difference; `past`: key and value of the words
     before x (decoding a word at a time), None when x starts with START. Also returns the new `past` and the query
-    (B, V, D) that met the difference."""
+    (B, V, D) of the cross-attention."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -230,11 +227,11 @@ class Decoder(nn.Module):
         return self.norm(self.dropout(self.project(x)))
 
     def memory(self, difference: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Key and value of the difference (B, N, D) for each layer: once a caption, not once a word."""
+        """Key and value of the difference (B, N, D) for each layer, computed once per caption."""
         return [(l.cross_attention.key(difference), l.cross_attention.value(difference)) for l in self.layers]
 
     def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
-        """All words at once: (B, V) -> hidden states (B, V, D), and what the last layer's `query` was."""
+        """All words at once: (B, V) -> hidden states (B, V, D), and the last layer's `query` (B, V, D)."""
         x = self.words(ids)
         for layer, cross in zip(self.layers, self.memory(difference), strict=True):
             x, _, query = layer(x, cross)
@@ -255,13 +252,13 @@ class Decoder(nn.Module):
 
 class BackwardReasoning(nn.Module):
     """Eq. 9-10: what "after" should look like, from "before" and the sentence:
-    X_hat = W_2 MHSA(W_1 [X_bef ; s]) with the sentence s joined to every cell. (B, N, D), (B, D) -> (B, N, D)."""
+    X_hat = W_2 MHSA(W_1 [X_bef ; s]) with the sentence s appended to every cell. (B, N, D), (B, D) -> (B, N, D)."""
 
     def __init__(self, cfg: Config):
         super().__init__()
         self.join, self.output = nn.Linear(2 * cfg.dim, cfg.dim), nn.Linear(cfg.dim, cfg.dim)
         self.attention = nn.MultiheadAttention(cfg.dim, cfg.heads, bias=False, batch_first=True)
-        self.query, self.key = nn.Linear(cfg.dim, cfg.dim), nn.Linear(cfg.dim, cfg.dim)  # of hallucination and "after"
+        self.query, self.key = nn.Linear(cfg.dim, cfg.dim), nn.Linear(cfg.dim, cfg.dim)  # for Eq. 11's similarity
         self.log_scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x_bef: Tensor, sentence: Tensor) -> Tensor:
@@ -276,8 +273,8 @@ class BackwardReasoning(nn.Module):
 def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: int) -> Tensor:
     """Eq. 2-3, image a to image b: q (A, N, D), k (B, M, D) -> (A, B), times a learned scale.
 
-    "mtm" finds each token's best match in each head and averages heads [ours], "tm" finds it over all channels.
-    "mean" and "max" (Fig. 3) pool the tokens first. Not in bfloat16: scores near 50 differ by tenths."""
+    "mtm" finds each token's best match in each head and averages the heads [ours]; "tm" matches over all channels.
+    "mean" and "max" (Fig. 3) pool the tokens first. Not in bfloat16, because scores near 50 differ by tenths."""
     with torch.autocast(q.device.type, enabled=False):
         q, k = upcast(q), upcast(k)
         if matching == "mtm":
@@ -292,8 +289,8 @@ def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: in
 
 
 def match_loss(bef_to_aft: Tensor, aft_to_bef: Tensor) -> Tensor:
-    """Eq. 4, L_cv: InfoNCE over the rows of both similarity matrices (B, B). They are two matrices and not one and its
-    transpose: queries and keys are projected differently."""
+    """Eq. 4, L_cv: InfoNCE over the rows of both similarity matrices (B, B). The matrices are
+    not each other's transpose, because queries and keys are projected differently."""
     return (info_nce(bef_to_aft) + info_nce(aft_to_bef)) / 2
 
 
@@ -309,7 +306,7 @@ def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
 
 
 def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
-    """Eq. 13: L = L_cap + w_match L_cv + w_cbr L_cm, of what SCORER.forward returns."""
+    """Eq. 13: L = L_cap + w_match L_cv + w_cbr L_cm, from the terms that SCORER.forward returns."""
     return losses["caption"] + cfg.w_match * losses.get("match", 0) + cfg.w_cbr * losses.get("cbr", 0)
 
 
@@ -317,7 +314,7 @@ def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
 
 
 class SCORER(nn.Module):
-    """SCORER+CBR and every parameter of it. grid: (C, H, W) of the features; max_len: ids of the longest caption."""
+    """SCORER+CBR with all its parameters. grid: (C, H, W) of the features; max_len: ids in the longest caption."""
 
     def __init__(self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int):
         super().__init__()
@@ -342,8 +339,8 @@ class SCORER(nn.Module):
                 nn.init.zeros_(m.bias)
 
     def encode(self, before: Tensor, after: Tensor):
-        """(B, C, H, W) twice -> difference (B, N, D) of Eq. 7, X_bef and X_aft (B, N, D) of Eq. 1, and what each layer
-        gives Eq. 4 to match."""
+        """(B, C, H, W) twice -> difference (B, N, D) of Eq. 7, X_bef and X_aft (B, N, D) of Eq. 1, and each layer's
+        queries and keys for Eq. 4."""
         if self.cfg.blind:
             before, after = torch.zeros_like(before), torch.zeros_like(after)
         x_bef, x_aft = self.embed(before), self.embed(after)
@@ -383,7 +380,7 @@ class SCORER(nn.Module):
 
     @torch.no_grad()
     def clamp_scales(self) -> None:
-        """After each step: learned scales stay below 100, as released."""
+        """After each step: cap the learned scales at 100, as released."""
         if self.cfg.w_match:
             self.log_scale.clamp_(max=math.log(100))
         if self.cfg.w_cbr:
@@ -397,8 +394,8 @@ class SCORER(nn.Module):
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """Where the decoder looked: last layer's attention over cells, mean over heads and over the words of ids
-        (B, V) -> "attention" (B, H, W). Row t of the scores is the state that predicts word t + 1."""
+        """Where the decoder looked: the last layer's attention over cells, averaged over heads and over the words of
+        ids (B, V) -> "attention" (B, H, W). Row t of the scores belongs to the state that predicts word t + 1."""
         difference, attention = self.encode(before, after)[0], self.decoder.layers[-1].cross_attention
         _, query = self.decoder(ids, difference)
         weight = attention.scores(query, attention.key(difference)).softmax(-1).mean(1)  # (B, V, N)
