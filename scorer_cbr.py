@@ -88,7 +88,7 @@ class Config(RunConfig):
     decoder_layers: int = 2  # decoder layers
     dropout: float = 0.1  # dropout probability
     use_coords: bool = True  # append the cell's x and y to the features (CLEVR-Change's 1026 channels)
-    w_match: float = 0.1  # weight of L_cv in Eq. 13; 0 leaves plain reconstruction (RR)
+    w_match: float = 0.1  # weight of L_cv in Eq. 13; 0 leaves it out
     w_cbr: float = 0.001  # weight of L_cm in Eq. 13; 0 leaves CBR out
     difference: Literal["reconstruct", "subtract"] = "reconstruct"  # Eq. 5-7, or the bare difference of the two images
     fusion: Literal["cat", "sum", "hadamard"] = "cat"  # how Eq. 7 joins the two images
@@ -289,8 +289,8 @@ def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: in
 
 
 def match_loss(bef_to_aft: Tensor, aft_to_bef: Tensor) -> Tensor:
-    """Eq. 4, L_cv: InfoNCE over the rows of both similarity matrices (B, B). The matrices are
-    not each other's transpose, because queries and keys are projected differently."""
+    """Eq. 4, L_cv: InfoNCE over the rows of both similarity matrices (B, B). The matrices are not each
+    other's transpose, because queries and keys are projected differently."""
     return (info_nce(bef_to_aft) + info_nce(aft_to_bef)) / 2
 
 
