@@ -4,13 +4,13 @@
     python data.py clevr_change --data_dir D          extract features, build the vocabulary
     python data.py clevr_change --data_dir D --check  what is there, what is missing
     python data.py score --predictions P --references R
-    python data.py bounds clevr_change --data_dir D   what captions score that never looked, and a person
+    python data.py bounds clevr_change --data_dir D   scores of captions made without looking, and of a person
 
 A data set is a folder in its authors' release layout; `load` reads it into a Dataset, whose batches feed any method.
-There are mini (embedded), clevr_change, clevr_dc, spot_the_diff, image_editing_request, levir_cc, birds_to_words, cub,
-nabirds, and pairs (your own); each is a reader and a row of the table DATASETS.
-A feature file (features.h5; another extractor's has a name of its own) and a vocabulary (vocab.json) are added to the
-folder. Nothing is downloaded at import.
+The data sets are mini (embedded), clevr_change, clevr_dc, spot_the_diff, image_editing_request, levir_cc,
+birds_to_words, cub, nabirds, and pairs (your own); each has a reader and a row in the table DATASETS.
+Preparation adds a feature file (features.h5, or features-<extractor>.h5 for another extractor) and a vocabulary
+(vocab.json) to the folder. Nothing is downloaded at import.
 """
 
 import contextlib
@@ -73,15 +73,15 @@ SPECIAL = ["<NULL>", "<UNK>", "<START>", "<END>"]
 
 
 def tokenize(caption: str) -> list[str]:
-    """The field's rule for its vocabularies: ';' and ',' are words, '?' and '.' go, the rest is split at single blanks;
-    case is kept. Double or outer blanks give empty words. Published vocabulary sizes count them, so they stay."""
+    """The field's vocabulary rule: put a blank before ';' and ',', delete '?' and '.', split at single blanks, keep the
+    case. Double or outer blanks give empty words, which stay because published vocabulary sizes count them."""
     for mark in ";,":
         caption = caption.replace(mark, f" {mark}")
     return caption.replace("?", "").replace(".", "").split(" ")
 
 
 def tokenize_lower(caption: str) -> list[str]:
-    """Lower-case words, dots in a row, and every other sign by itself (the rule of Image Editing Request's authors)."""
+    """Lower-case words, runs of dots, and every other sign by itself (the rule of Image Editing Request's authors)."""
     return re.findall(r"\w+|\.+|[^\w\s]", caption.lower())
 
 
@@ -107,7 +107,7 @@ class Vocab:
         return len(self.words)
 
     def split(self, caption: str) -> list[str]:
-        """The words of a caption that are read."""
+        """A caption's words, up to the first `max_words`."""
         return self.tokenizer(caption)[: self.max_words]
 
     def encode(self, caption: str, length: int) -> list[int]:
@@ -128,8 +128,8 @@ class Vocab:
 
 @dataclass
 class Pair:
-    """Two images and their captions. `before` and `after` are image names; `id` is the name in result files. Captions
-    of single images (CUB, NABirds) are pairs whose `after` is None."""
+    """Two images and their captions. `before` and `after` are image names; `id` is the name in result files. A
+    single image with captions (CUB, NABirds) is a pair whose `after` is None."""
 
     id: str
     before: str
@@ -139,8 +139,8 @@ class Pair:
 
 @dataclass
 class Scene:
-    """The pairs that always train together: CLEVR-Change's changed and distractor pair, else one pair. `swapped` are
-    the same pairs with the other of two equivalent "before" images."""
+    """Pairs that always train together: CLEVR-Change's changed pair and distractor pair; elsewhere a single pair.
+    `swapped`: these pairs with the default image and the distractor image exchanged."""
 
     pairs: tuple[Pair, ...]
     swapped: tuple[Pair, ...] | None = None
@@ -148,16 +148,16 @@ class Scene:
 
 @dataclass
 class Release:
-    """A release as its files say."""
+    """What the files of a release say."""
 
     scenes: dict[str, list[Scene]]  # split -> scenes
-    groups: dict[str, set[str]]  # pair ids that are scored separately
+    groups: dict[str, set[str]]  # group that is scored separately -> pair ids
     kinds: dict[str, set[str]]  # kind of change -> pair ids
     overlap: dict[str, float]  # pair id -> IoU of object boxes between the two images; empty if not released
     paths: dict[str, Path]  # image name -> file
     # pair id -> the changed object's box [x, y, w, h] in pixels, before and after; None if it is not in the image
     boxes: dict[str, tuple[list | None, list | None]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # what to know of this copy, such as missing pairs
+    notes: list[str] = field(default_factory=list)  # what to know about this copy, such as missing pairs
 
 
 def of_single_pairs(pairs: dict[str, list[Pair]], folder: Path, kinds: dict | None = None, notes=()) -> Release:
@@ -175,8 +175,8 @@ LOCK = ".lock"
 
 
 def lock(folder: Path) -> IO:
-    """Makes the folder and keeps other processes out until the file that it returns is closed. ValueError if another
-    process is in."""
+    """Makes the folder and keeps other processes out of it until the returned file is closed. ValueError if another
+    process holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / LOCK, "w")
     try:
@@ -191,8 +191,8 @@ def lock(folder: Path) -> IO:
 
 
 def check_shape(content, shape, where: str = "") -> None:
-    """ValueError if JSON is not of a shape. str is a string, (int, str) either type, [str] a list of strings,
-    {str: int} a dict of numbers, {"a": int} a dict that has the key "a". where: the part of the file that this is."""
+    """ValueError if parsed JSON does not have this shape: str means a string, (int, str) either type, [str] a list of
+    strings, {str: int} a dict of numbers, {"a": int} one with a number under "a". where: its place in the file."""
     types = type(shape) if isinstance(shape, list | dict) else shape
     if isinstance(content, bool) or not isinstance(content, types):
         names = " or ".join(t.__name__ for t in (types if isinstance(types, tuple) else [types]))
@@ -208,8 +208,8 @@ def check_shape(content, shape, where: str = "") -> None:
 
 
 def read_json(path: Path, shape=dict):
-    """Parsed JSON of a shape, see check_shape."""
-    text = path.read_bytes()  # of bytes, json.loads finds out the encoding
+    """The parsed JSON of a file, which must have this shape (see check_shape)."""
+    text = path.read_bytes()  # given bytes, json.loads detects the encoding
     with file_errors(path, "correct it, or fetch it again"):
         content = json.loads(text)
         check_shape(content, shape)
@@ -217,7 +217,7 @@ def read_json(path: Path, shape=dict):
 
 
 def read_table(path: Path, columns: Iterable[str], **dialect) -> dict[str, dict[str, str]]:
-    """The rows of a CSV file that has these columns, by the line that each ends on, "line 2"."""
+    """The rows of a CSV file, which must have these columns, keyed by the line on which each ends ("line 2")."""
     with open(path, encoding="utf-8-sig", newline="") as f, file_errors(path, "correct it"):
         rows = csv.DictReader(f, **dialect)
         rows = {f"line {rows.line_num}": row for row in rows}
@@ -242,9 +242,9 @@ CLEVR_FOLDERS = {"default": "images", "semantic": "sc_images", "nonsemantic": "n
 
 def read_clevr_change(root: Path) -> Release:
     """CLEVR-Change's layout (Park et al., ICCV 2019): images/, sc_images/, nsc_images/, splits.json, type_mapping.json,
-    change_captions.json, no_change_captions.json; change_captions_by_IOU.json for the view rows,
-    change_captions_with_bbox.json for the pointing game. Captions are keyed by the default image. If the distractor
-    image has change captions of its own, as its camera sees the change, swapped pairs use those."""
+    change_captions.json, no_change_captions.json; optional: change_captions_by_IOU.json (scores by viewpoint) and
+    change_captions_with_bbox.json (pointing game). Captions are keyed by the default image. If there are change
+    captions for the distractor image, too (in mini), they are written from its view, and swapped pairs use them."""
     splits = read_json(root / "splits.json", SPLIT_IDS)
     captioned = {f"CLEVR_default_{number:06d}.png": [str] for split in SPLITS for number in splits[split]}
     change, same = (read_json(root / f"{name}_captions.json", captioned) for name in ("change", "no_change"))
@@ -272,7 +272,7 @@ def read_clevr_change(root: Path) -> Release:
 
 
 def read_by_number(file: Path, shape) -> dict:
-    """A JSON object by numbers of scenes, "12" -> the same by pair ids, "000012.png"; empty if there is no file."""
+    """A JSON object with its keys, scene numbers ("12"), turned into pair ids ("000012.png"); {} without the file."""
     content = read_json(file, {str: shape}) if file.exists() else {}
     with file_errors(file, "expected numbers of scenes as keys"):
         return {f"{int(number):06d}.png": value for number, value in content.items()}
@@ -282,8 +282,8 @@ DC_KINDS = ("color", "texture", "add", "remove", "move", "no change")
 
 
 def read_clevr_dc(root: Path) -> Release:
-    """CLEVR-DC (Kim et al., ICCV 2021): bef/ and aft/<id>.png, captions.json, split.json. No file says the kind of
-    change. Ids come in six blocks of equal length, taken to be in the order in which the authors list their changes."""
+    """CLEVR-DC (Kim et al., ICCV 2021): bef/ and aft/<id>.png, captions.json, split.json. No file gives the kind of
+    change. The ids form six equal blocks, which we take to be in the order in which the authors list their changes."""
     splits = read_json(root / "split.json", SPLIT_IDS)
     ids = [i for split in SPLITS for i in splits[split]]
     texts, pairs, kinds = read_json(root / "captions.json", {str(i): [str] for i in ids}), {}, {}
@@ -297,8 +297,8 @@ def read_clevr_dc(root: Path) -> Release:
 
 def read_spot_the_diff(root: Path) -> Release:
     """Spot-the-Diff (Jhamtani and Berg-Kirkpatrick, EMNLP 2018): annotations/<split>.json, resized_images/<id>.png and
-    <id>_2.png. The rows of an id (annotators) are one pair. Each sentence is a caption. So are the 66 empty ones, since
-    published vocabularies and scores count them."""
+    <id>_2.png. All rows of an id (one per annotator) form one pair. Each sentence is a caption, even the 66 empty ones,
+    because published vocabularies and scores count them."""
     pairs = {}
     for split in SPLITS:
         texts: dict[str, list[str]] = {}
@@ -325,7 +325,7 @@ LEVIR_SAME = ("the scene is the same as before", "there is no difference", "the 
 
 def read_levir_cc(root: Path) -> Release:
     """LEVIR-CC (Liu et al., TGRS 2022): LevirCCcaptions.json and images/<split>/A (before) and B (after). Captions are
-    the file's own tokens, without empty ones. `changeflag` marks changed pairs. If it is absent, LEVIR_SAME does."""
+    the file's own tokens, without empty ones. `changeflag` marks changed pairs. If it is absent, LEVIR_SAME decides."""
     shape = {"filename": str, "split": str, "sentences": [{"tokens": [str]}]}
     pairs, kinds = {split: [] for split in SPLITS}, {"change": set(), "no change": set()}
     for row in read_json(root / "LevirCCcaptions.json", {"images": [shape]})["images"]:
@@ -339,16 +339,16 @@ def read_levir_cc(root: Path) -> Release:
 
 
 def photo_file(url: str) -> str:
-    """<photo id>.jpg for an iNaturalist address (.../photos/<photo id>/large.jpg?...), else the address itself."""
+    """<photo id>.jpg for an iNaturalist address (.../photos/<photo id>/large.jpg?...), else a name from the address."""
     number = re.search(r"/photos/(\d+)", url)
     return f"{number[1] if number else re.sub('[^A-Za-z0-9]+', '-', url)}.jpg"
 
 
 def read_birds_to_words(root: Path, pictures: bool = True) -> Release:
     """Birds-to-Words (Forbes et al., EMNLP 2019): birds-to-words-v1.0.tsv, and images/<photo id>.jpg, which everyone
-    has to fetch from the addresses in its columns 2 and 6. Pairs without both photographs are left out. Rows with the
-    same split and addresses are one pair. The metrics of this data set read lower-case words and signs, so captions are
-    these."""
+    has to fetch from the addresses in the table's columns 2 and 6. If `pictures`, pairs that lack a photograph are left
+    out. Rows with the same split and addresses form one pair. Captions are turned into lower-case words and signs,
+    which is what this data set's metrics compare."""
     file, columns = root / "birds-to-words-v1.0.tsv", ("img1ImgURL", "img2ImgURL", "split", "description")
     texts: dict[tuple, list[str]] = {}
     for row in read_table(file, columns, delimiter="\t", quoting=csv.QUOTE_NONE).values():
@@ -420,14 +420,14 @@ def read_idc_repack(root: Path) -> Release:
 
 
 def read_rows(file: Path, shape: dict) -> dict[str, dict]:
-    """The rows of a JSON list or a CSV file by where they stand, "item 0" or "line 2". shape: see check_shape."""
+    """The rows of a JSON list or a CSV file, keyed by their place ("item 0", "line 2"). shape: see check_shape."""
     if file.suffix == ".json":
         return {f"item {n}": row for n, row in enumerate(read_json(file, [shape]))}
     return read_table(file, shape)
 
 
 def pair_name(row: dict) -> str:
-    """The id that a row gives its pair, or both paths."""
+    """The id in a row or, if there is none, its two paths."""
     return f"{row['before']} {row['after']}" if row.get("id") in (None, "") else str(row["id"])
 
 
@@ -439,9 +439,9 @@ def hashed_split(name: str) -> str:
 
 def read_pairs(root: Path) -> Release:
     """Your own pairs: pairs.csv with the columns before, after, captions, or pairs.json, a list of objects with these
-    keys. Paths are relative to the folder. A pair with several captions has a list (JSON), or the signs | between them,
-    or several rows. Three more columns may be there: `split` (without it, see hashed_split); `id`, the name of the pair
-    in result files; `kind`: kinds of change are scored separately, and "no change" as recognised or not."""
+    keys. Paths are relative to the folder. Several captions of a pair are a list (JSON), or are separated by |, or are
+    in several rows. Three columns are optional: `split` (default: hashed_split); `id`, the pair's name in result files;
+    `kind`, the kind of change. Each kind is scored separately; for "no change", recognition is reported, too."""
     file = root / "pairs.json" if (root / "pairs.json").exists() else root / "pairs.csv"
     pairs, kinds = {split: {} for split in SPLITS}, {}
     for place, row in read_rows(file, {"before": str, "after": str, "captions": (str, list)}).items():
@@ -469,29 +469,29 @@ def read_pairs(root: Path) -> Release:
 
 @dataclass(frozen=True)
 class Source:
-    """A row of DATASETS: everything that is special to one data set. A new one is a row and a reader."""
+    """A row of DATASETS: everything that is special to one data set. A new one needs a row and a reader."""
 
     read: Callable[[Path], Release]  # folder -> what its files say
-    extractor: str = "resnet101-layer3"  # the feature network, up to which layer (RESNETS)
+    extractor: str = "resnet101-layer3"  # the feature network and its last layer (RESNETS)
     tokenizer: Callable[[str], list[str]] = tokenize  # caption -> words of the vocabulary
     min_count: int = 1  # how often a word must occur to be in the vocabulary
-    vocab_splits: tuple[str, ...] = ("train",)  # the splits whose captions the field counts
+    vocab_splits: tuple[str, ...] = ("train",)  # the splits from which the field takes the words
     max_words: int | None = None  # the length at which the field cuts captions; None: it does not
-    # How captions become words for the metrics: PTB tokenizer; at blanks; at blanks, all unknown words as one.
+    # How the metrics get words: from the PTB tokenizer; split at blanks; split at blanks, with all unknown words alike.
     tokens: Literal["ptb", "split", "ids"] = "ptb"
-    same: tuple[str, ...] = ()  # the field's sentences for "nothing changed"; none: those of training pairs
-    # Published counts, for --check: scenes a split, types of change, words with the four special ids.
+    same: tuple[str, ...] = ()  # the field's "nothing changed" sentences; if empty, those of unchanged training pairs
+    # Published counts, for --check: scenes per split, pairs per type of change, words including the four special ids.
     scenes: dict[str, int] = field(default_factory=dict)
     types: dict[str, int] = field(default_factory=dict)
     words: int | None = None
-    read_annotations: Callable[[Path], Release] | None = None  # as `read`, which leaves out pairs without pictures
+    read_annotations: Callable[[Path], Release] | None = None  # like `read`, but keeps pairs without pictures
     closed: bool = False  # the captions come from templates, whose words are all in CLOSED_WORDS
-    # What only a data set that is made here has; see the end of this file.
+    # Only a data set that is made here has the following; see the end of this file.
     make: Callable | None = None  # folder, scenes, objects, seed, device: makes what the folder lacks
     flags: Callable[[Path], str] = lambda root: ""  # folder -> the flags of the command that made it
     weights: Callable[[Path], dict] | None = None  # folder -> the weights of its extractor (OWN_NETWORKS)
     clip: Callable[[Path, str], dict] | None = None  # folder, device -> its own CLIP: the "config" and "model"
-    judge: Callable[[dict, Path], dict] | None = None  # captions, folder -> what they say right, in %
+    judge: Callable[[dict, Path], dict] | None = None  # captions, folder -> how often they are right, in %
 
 
 DATASETS = {
@@ -502,7 +502,7 @@ DATASETS = {
     # The authors' vocabulary; that of later papers is not published.
     "image_editing_request": Source(read_image_editing, tokenizer=tokenize_lower, min_count=3, max_words=78, words=808,
                                     vocab_splits=("train", "val"), scenes={"train": 3061, "val": 383, "test": 495}),
-    # The authors' vocabulary: words that occur more than five times, anywhere.
+    # The authors' vocabulary: words that occur more than five times in all splits together.
     "levir_cc": Source(read_levir_cc, "resnet101-layer3-256", str.split, min_count=6, vocab_splits=SPLITS, max_words=50,
                        tokens="ids", same=LEVIR_SAME, scenes={"train": 6815, "val": 1333, "test": 1929},
                        types={"change": 5038, "no change": 5039}),
@@ -523,7 +523,7 @@ def prepare_command(name: str, root: Path, extractor: str = "") -> str:
 
 
 def read_release(name: str, root: Path, pictures: bool = True) -> Release:
-    """What a data set's reader makes of a folder. Without pictures: of annotations alone."""
+    """What a data set's reader finds in a folder. Without `pictures`, pairs whose pictures are missing are kept."""
     repacked = name in ("birds_to_words", "cub", "nabirds") and (root / "train.json").exists()
     read = DATASETS[name].read if pictures else DATASETS[name].read_annotations or DATASETS[name].read
     read = read_idc_repack if repacked else read
@@ -544,16 +544,16 @@ def read_release(name: str, root: Path, pictures: bool = True) -> Release:
 # ---- pictures and features -------------------------------------------------------------------------------------------
 
 def read_image(path: str | Path | Image.Image) -> Image.Image:
-    """Any image file as RGB, known by its content and not by its name (first frame of an animation), or a picture that
-    is in memory. ValueError naming the file if it is no image."""
+    """An image file (of an animation, the first frame) or a picture in memory -> RGB. The format is recognised by the
+    file's contents, not by its name. ValueError that names the file if it is not an image."""
     if isinstance(path, Image.Image):
         return path.convert("RGB")
-    Image.MAX_IMAGE_PIXELS = 5 * 10**7  # Pillow refuses pictures of twice as many
+    Image.MAX_IMAGE_PIXELS = 5 * 10**7  # Pillow refuses pictures of more than twice as many
     try:
         with Image.open(path) as im:
             if im.mode == "F":
                 raise ValueError("32-bit floats; expected 8 or 16 bits a channel")
-            if im.mode.startswith("I"):  # 16 bits of grey, of which convert would make white
+            if im.mode.startswith("I"):  # 16-bit grey, which convert would turn white
                 im = Image.fromarray((np.array(im) >> 8).clip(0, 255).astype(np.uint8))
             return im.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
@@ -575,8 +575,8 @@ def preprocess_resnet(image: Image.Image) -> Tensor:
 
 
 def preprocess_imagenet(image: Image.Image, side: int = 224) -> Tensor:
-    """What the weights were trained with -> (3, side, side): Pillow's bilinear, aspect ratio not kept (Tan et al., ACL
-    2019, with 224; Liu et al., TGRS 2022, whose pictures have 256)."""
+    """Pillow's bilinear resize, aspect ratio not kept, and ImageNet's mean and deviation -> (3, side, side). As in Tan
+    et al. (ACL 2019), with side 224, and Liu et al. (TGRS 2022), whose pictures have side 256."""
     x = torch.from_numpy(np.array(image.resize((side, side), Image.Resampling.BILINEAR))).permute(2, 0, 1).float() / 255
     return (x - MEAN) / torch.tensor([0.229, 0.224, 0.225])[:, None, None]
 
@@ -587,13 +587,13 @@ RESNETS = {  # extractor -> its preprocessing, in words and as a function
     "resnet101-layer3-256": (IMAGENET_256, partial(preprocess_imagenet, side=256)),  # (1024, 14, 14)
     "resnet101-layer4": (IMAGENET_PREPROCESSING, preprocess_imagenet),  # (2048, 7, 7)
 }
-# The same, and the network, of data sets that train their own. Files name it with a hash of its weights.
+# The same plus the network, for data sets that train their own. Files add a hash of the weights to its name.
 OWN_NETWORKS: dict[str, tuple[str, Callable, Callable[[], nn.Module]]] = {}
 
 
 class Extractor:
-    """Image files -> grid features (n, C, H, W) float16. `name` and `state` (weights, if the name alone does not say
-    which) go into feature files and checkpoints, so that a picture is always seen as in training."""
+    """Image files -> grid features (n, C, H, W) float16. Feature files hold `name`; checkpoints also hold `state` (the
+    weights, if the name alone does not say which), so that a picture is always seen as in training."""
 
     def __init__(self, name: str, state: dict[str, Tensor] | None = None, device: str = "cpu"):
         self.name, self.state, self.device = name, state, device
@@ -643,8 +643,8 @@ def resnet101_grid(name: str, pretrained: bool = True) -> nn.Module:
 
 def write_features(path: Path, names: list[str], blocks: Iterable[np.ndarray], extractor: str, preprocessing: str,
                    dataset: str = "") -> None:  # fmt: skip
-    """One feature file: `features` (n, C, H, W) float16 in one piece, `image_ids` (n,), and attributes `extractor`,
-    `preprocessing` and `dataset`. `blocks` gives arrays (b, C, H, W) in the order of names."""
+    """Writes a feature file: `features` (n, C, H, W) float16, not chunked; `image_ids` (n,); and the attributes
+    `extractor`, `preprocessing` and `dataset`. `blocks` yields arrays (b, C, H, W) in the order of names."""
     for left in path.parent.glob(f"{path.name}.*.partial"):  # left by a process that was killed
         left.unlink()
     done, bar = 0, progress(total=len(names), desc="features", unit="image")
@@ -665,8 +665,8 @@ def write_features(path: Path, names: list[str], blocks: Iterable[np.ndarray], e
 
 
 class Features:
-    """A feature file, whose rows are read by image name: from the file, of which the system keeps in memory what it
-    can, or from the GPU, if `load` has copied them there."""
+    """A feature file whose rows are read by image name: from the memory-mapped file, of which the system caches what
+    fits, or from the GPU, if `load` has copied them there."""
 
     def __init__(self, path: Path, prepare: str):
         if not path.exists():
@@ -682,8 +682,8 @@ class Features:
             self.data = np.memmap(path, kind, "r", table.id.get_offset(), shape)
 
     def rows(self, names: list[str]) -> Tensor:
-        """-> (n, C, H, W) float16 on the GPU, or in RAM (page-locked if there is a GPU, for a copy that does not
-        wait)."""
+        """Features of the named images (n, C, H, W) float16, on the GPU or in RAM (page-locked if there is a GPU, which
+        makes the copy to it asynchronous)."""
         rows = torch.as_tensor(self.data[[self.row[name] for name in names]])
         return rows.pin_memory() if torch.cuda.is_available() and not rows.is_cuda else rows
 
@@ -705,7 +705,7 @@ class Features:
 
 @dataclass
 class Batch:
-    """B pairs of one kind. Features as stored (float16); `to` brings them to a device as float32."""
+    """B pairs; in training, one from each scene. Features as stored (float16); `to` makes them float32 on a device."""
 
     before: Tensor  # (B, C, H, W)
     after: Tensor  # (B, C, H, W); zeros if `single`
@@ -721,7 +721,7 @@ class Batch:
 
 
 def prefetch(items: Iterator) -> Iterator:
-    """The same items, each made by a thread while the one before it is in use."""
+    """Yields the items; a thread makes each one while the one before it is in use."""
     with ThreadPoolExecutor(1) as pool:
         made = pool.submit(next, items, None)
         while (item := made.result()) is not None:
@@ -738,7 +738,7 @@ class Dataset:
         self.grid = tuple(features.data.shape[1:]) if features else None  # C, H, W
         scenes = [s for split_scenes in self.scenes.values() for s in split_scenes]
         scenes = [pairs for s in scenes for pairs in (s.pairs, s.swapped) if pairs]
-        # Longest caption with START and END of a scene's first pairs and of its second: a distractor's words are fewer.
+        # Longest caption with START and END among scenes' first pairs, and among the second (distractors' are shorter).
         longest = [max(len(vocab.split(c)) for p in pairs for c in p.captions) for pairs in zip(*scenes, strict=True)]
         self.lengths = [2 + words for words in longest]
         self.max_len = max(self.lengths)
@@ -750,8 +750,8 @@ class Dataset:
         return -(-len(self.scenes["train"]) // batch_size)
 
     def train_batches(self, batch_size: int, seed: int, epoch: int, start: int = 0) -> Iterator[tuple[Batch, ...]]:
-        """One epoch from batch `start` on: a tuple of Batches, one for each pair of a scene. Order, swaps (half of the
-        scenes that allow one) and the caption drawn for each pair are a function of (seed, epoch) alone."""
+        """One epoch from batch `start` on: tuples of Batches, one for the scenes' first pairs and one for any second.
+        (seed, epoch) alone decide the order, the swaps (half the time, if a scene has one) and each pair's caption."""
         scenes = self.scenes["train"]
         rng = np.random.default_rng([seed, epoch])
         order, swap = rng.permutation(len(scenes)), rng.random(len(scenes)) < 0.5
@@ -770,7 +770,7 @@ class Dataset:
         return prefetch(make(order[i : i + batch_size]) for i in starts)
 
     def pairs(self, split: str) -> list[Pair]:
-        """Every pair of a split: all changed pairs, then, if scenes have two, all distractor pairs."""
+        """Every pair of a split: the first pair of every scene, then, if scenes have two, all distractor pairs."""
         return [p for pairs in zip(*(scene.pairs for scene in self.scenes[split]), strict=True) for p in pairs]
 
     def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
@@ -788,8 +788,8 @@ class Dataset:
         return Batch(before, after, ids, [p.id for p in pairs], captions, [(p.before, p.after) for p in pairs], single)
 
     def groups(self, split: str) -> dict[str, set[str]]:
-        """Pair ids to score separately: the release's groups; the pairs whose two images are in no other split, if some
-        are; quarters of viewpoint difficulty, if boxes are known."""
+        """Pair ids to score separately: the release's groups; the pairs that no other split has (if any are shared);
+        quarters of viewpoint difficulty, if box overlaps are known."""
         pairs, overlap, groups = self.pairs(split), self.release.overlap, dict(self.release.groups)
         leaked = {(p.before, p.after) for other in self.scenes if other != split for p in self.pairs(other)}
         clean = {p.id for p in pairs if (p.before, p.after) not in leaked}
@@ -803,7 +803,7 @@ class Dataset:
         return groups
 
     def examples(self, split: str, count: int) -> dict[str, list[Pair]]:
-        """The first pairs of every kind of change, and of no change, in a split; of all if kinds are unknown."""
+        """The first pairs of every kind of change, and of no change, in a split; if kinds are unknown, of all pairs."""
         pairs = self.pairs(split)
         kinds = self.kinds or {"all": {p.id for p in pairs}}
         examples = {kind: [p for p in pairs if p.id in ids][:count] for kind, ids in kinds.items()}
@@ -813,13 +813,13 @@ class Dataset:
         return {kind: chosen for kind, chosen in examples.items() if chosen}
 
     def images(self, pair: Pair) -> tuple[Image.Image, Image.Image]:
-        """A pair's pictures, plain grey if they are not there (released features come without)."""
+        """A pair's pictures, plain grey if they are not there (released features come without pictures)."""
         paths = [self.paths[name] for name in (pair.before, pair.after) if name]
         pictures = [read_image(path) if path.exists() else Image.new("RGB", (96, 96), "grey") for path in paths]
         return pictures[0], pictures[1] if pair.after else Image.new("RGB", pictures[0].size)
 
     def scored_text(self, caption: str) -> str:
-        """A reference as published scores read it: by the vocabulary's rule, if they did without the PTB tokenizer."""
+        """A reference as published scores read it: cut by the vocabulary's rule, unless the PTB tokenizer cuts it."""
         return caption if DATASETS[self.name].tokens == "ptb" else " ".join(self.vocab.tokenizer(caption))
 
     def scored_words(self, captions: list[str]) -> list[str]:
@@ -828,13 +828,13 @@ class Dataset:
 
     @functools.cached_property
     def one_caption(self) -> str:
-        """What to say of every pair without looking."""
+        """The best caption to give every pair without looking (see constant_captions)."""
         return constant_captions(self, {}, 50)[ONE_CAPTION]
 
     def score(self, split: str, captions: dict[str, str], quick: bool = False, constant: str = "",
               references: dict[str, list[str]] | None = None) -> dict:  # fmt: skip
-        """Scores of a split's captions by the rule of the data set's published tables, over its groups; see `score`.
-        quick: few metrics, no groups. references: others than the split's."""
+        """Scores of a split's captions, and of each of its groups, by the rule of the data set's published tables; see
+        the function `score`. quick: fewer metrics, no groups. references: used instead of the split's."""
         references = references or {p.id: p.captions for p in self.pairs(split)}
         references = {i: [*map(self.scored_text, texts)] for i, texts in references.items()}
         groups, tokens = {} if quick else self.groups(split), DATASETS[self.name].tokens
@@ -847,8 +847,8 @@ class Dataset:
         return {" ".join(self.vocab.split(c)) for c in DATASETS[self.name].same or of_unchanged}
 
     def right(self, pair: Pair, caption: str) -> bool:
-        """Is a caption a reference of the pair, word for word, or right by what else is known: by the data set's own
-        judge, or as one of those that say of an unchanged pair that nothing changed?"""
+        """Is a caption right for a pair? Yes, if it is a reference word for word, or if the data set's own judge agrees
+        or, without a judge, if the pair is unchanged and the caption says that nothing changed."""
         if caption in {" ".join(self.vocab.split(c)) for c in pair.captions}:
             return True
         if judge := DATASETS[self.name].judge:
@@ -882,10 +882,10 @@ class Dataset:
     def results(
         self, split: str, captions: dict[str, str], maps: dict, out_dir: Path | None, notes: dict | None = None
     ) -> dict[str, float]:
-        """Scores of a split's captions -> those of all pairs together. Without out_dir only the quick metrics. With it
-        every metric for every group of pairs, printed and written: captions_<split>.json, scores_<split>.json, and a
-        sheet of sample pictures with attention maps (pair id -> name -> (H, W)) and notes (pair id -> lines). Without
-        a pair in the split there are no scores."""
+        """Scores a split's captions; returns the scores over all pairs, or {} if the split is empty. Without out_dir,
+        only the quick metrics. With it, every metric for every group is printed, and three files are written:
+        captions_<split>.json, scores_<split>.json, and a sheet of sample pictures with attention maps (pair id -> name
+        -> (H, W)) and notes (pair id -> lines)."""
         if not self.scenes[split]:
             return {}
         if out_dir is None:
@@ -901,7 +901,7 @@ class Dataset:
         return result["scores"]["total"]
 
     def check_state(self, state: dict) -> None:
-        """ValueError if a checkpoint was trained on other features or another vocabulary than these."""
+        """ValueError if a checkpoint was trained on other features or another vocabulary than this data set's."""
         name, grid = state["extractor"]["name"], tuple(state["grid"])
         if (name, grid, state["vocab"]) != (self.features.extractor, self.grid, self.vocab.words):
             raise ValueError(
@@ -918,7 +918,7 @@ class Dataset:
 
 def load(name: str, root: str | Path, where: str = "auto", device: str = "cpu", extractor: str = "") -> Dataset:
     """Read a prepared data set; FileNotFoundError or ValueError says what is missing and which command makes it.
-    where: "file" or "gpu", from which features are read ("auto": the GPU if they take less than 60 % of its free
+    where: where features are read from, "file" or "gpu" ("auto": the GPU if they take less than 60 % of its free
     memory)."""
     if name not in DATASETS:
         raise ValueError(f"no loader for the data set {name}; there are {', '.join(DATASETS)}")
@@ -984,7 +984,7 @@ JAVA_TIMEOUT = 60  # seconds in which `java -version` must end
 
 @functools.cache
 def java_works() -> bool:
-    """Does `java` run? Asked once. From then on Java programs take 0.5 for a number, also where people write 0,5."""
+    """Does `java` run? Asked once. Makes Java programs read and write 0.5 even if the system's language has 0,5."""
     options = [os.environ.get("JAVA_TOOL_OPTIONS", ""), "-Dfile.encoding=UTF-8 -Duser.language=en -Duser.country=US"]
     os.environ["JAVA_TOOL_OPTIONS"] = " ".join(options).strip()
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)  # a pipe could outlive the time limit
@@ -995,8 +995,8 @@ def java_works() -> bool:
 
 
 def ptb_tokenize(texts: list[str]) -> list[str]:
-    """The words, joined by spaces, of texts without line breaks, by the Stanford tokenizer of pycocoevalcap. Its class
-    would also print to the terminal, and write a file next to itself."""
+    """The words, joined by spaces, of texts without line breaks, by pycocoevalcap's Stanford tokenizer. The
+    package's own class is not used, because it prints to the terminal and writes a file next to itself."""
     from pycocoevalcap.tokenizer import ptbtokenizer
 
     jar = Path(ptbtokenizer.__file__).with_name(ptbtokenizer.STANFORD_CORENLP_3_4_1_JAR)
@@ -1009,14 +1009,14 @@ def ptb_tokenize(texts: list[str]) -> list[str]:
 
 
 def plain_tokenize(text: str) -> str:
-    """What serves without Java: lower case, no punctuation. It equals the Stanford tokenizer on the sentences of mini
+    """The substitute if there is no Java: lower case, no punctuation. It gives the Stanford tokenizer's words on mini
     and CLEVR-Change, but leaves "cannot" and "gonna" whole."""
     words = re.sub(r"""[.,:;?!'"`]""", " ", text.lower()).split()
     return " ".join(word for word in words if word.strip("-"))
 
 
 def scored_words(texts: list[str], tokens: str, index: dict[str, int] | None) -> tuple[list[str], str]:
-    """The words of every text as `score` has them, joined by spaces, and which tokenizer made them."""
+    """The words of every text as `score` compares them, joined by spaces, and which tokenizer made them."""
     texts = [" ".join(text.split()) for text in texts]  # a line break inside a caption would shift all later ones
     if tokens == "split":
         return texts, "none, words as they are"
@@ -1042,14 +1042,14 @@ def meteor(refs: dict[str, list[str]], rows: dict[str, dict[str, str]]) -> dict[
     try:
         return {name: program.compute_score({i: refs[i] for i in hyps}, {i: [text] for i, text in hyps.items()})[0]
                 for name, hyps in rows.items()}  # fmt: skip
-    finally:  # after an error the program still holds its lock and unsent lines, for which its destructor would wait
+    finally:  # after an error the object still has its lock and unsent lines; its destructor would wait for them
         program.lock = threading.Lock()
         with contextlib.suppress(OSError):
             program.meteor_p.stdin.close()
 
 
 def spice(refs: dict[str, list[str]], rows: dict[str, dict[str, str]]) -> dict[str, float]:
-    """SPICE of every row of captions, see `score`: a mean over captions, so one run, which takes minutes, does."""
+    """SPICE of every row of captions, see `score`. It is a mean over captions, so one run (minutes) serves all rows."""
     from pycocoevalcap.spice.spice import Spice
 
     captions = list(dict.fromkeys(caption for hyps in rows.values() for caption in hyps.items()))
@@ -1059,7 +1059,7 @@ def spice(refs: dict[str, list[str]], rows: dict[str, dict[str, str]]) -> dict[s
 
 
 def java_metric(metric: str, tokens: str, refs: dict, rows: dict) -> tuple[dict[str, float], str]:
-    """METEOR or SPICE of every row, or none and why."""
+    """METEOR or SPICE of every row, and "" or the reason why there is none."""
     import pycocoevalcap.spice
 
     models = [Path(folder, "lib", jar) for folder in pycocoevalcap.spice.__path__ for jar in SPICE_MODELS]
@@ -1067,7 +1067,7 @@ def java_metric(metric: str, tokens: str, refs: dict, rows: dict) -> tuple[dict[
         return {}, "needs Java; is there one? Try: java -version"
     if metric == "SPICE" and tokens == "ids":
         return {}, "it reads sentences, not ids"
-    if metric == "SPICE" and not all(path.exists() for path in models):  # its class would download them
+    if metric == "SPICE" and not all(path.exists() for path in models):  # pycocoevalcap would download them
         return {}, "its models are not there; run: python -m pycocoevalcap.spice.get_stanford_models"
     try:
         return {"METEOR": meteor, "SPICE": spice}[metric](refs, rows), ""
@@ -1080,16 +1080,16 @@ def score(predictions: dict[str, str], references: dict[str, list[str]], groups:
           quick: bool = False, tokens: Literal["ptb", "split", "ids"] = "ptb",
           index: dict[str, int] | None = None, constant: str = "") -> dict:  # fmt: skip
     """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's ids that have a
-    prediction: {"scores": {group: {metric: number or None}}, "missing": {metric: reason}, "tokenizer": which made the
-    words, "captions": how many there are and are different, and how many in % are a reference word for word}.
+    prediction: {"scores": {group: {metric: number or None}}, "missing": {metric: reason}, "tokenizer": the one
+    used, "captions": how many there are, how many different ones, and the % that are a reference word for word}.
 
-    Every group is a corpus of its own, as in the field's scripts: CIDEr counts document frequencies in the group's
-    references, so the total is no average of the groups, and a single image gets 0. "CIDEr (one pool)" is the mean of
-    the group's captions when document frequencies are those of all pairs, as in IDC's Table 3. `quick` leaves it out,
-    and METEOR and SPICE, which take programs of their own.
+    Every group is its own corpus, as in the field's scripts: CIDEr counts document frequencies in the group's
+    references, so the total is not an average of the groups, and a group of one image gets 0. "CIDEr (one pool)" is the
+    mean over the group's captions with document frequencies counted over all pairs, as in IDC's Table 3. `quick` leaves
+    out this one and, because they run Java programs, METEOR and SPICE.
     tokens: "ptb" is what most data sets use; "split": captions are words already, split at blanks (Birds-to-Words);
-    "ids" (LEVIR-CC): words are replaced by their numbers in `index`, those that it lacks all by that of UNK, so that
-    they match each other. constant: a caption to compare with, as if it were predicted for every id."""
+    "ids" (LEVIR-CC): words are replaced by their numbers in `index`, and all words that it lacks by UNK's, so that
+    these match each other. constant: a caption scored for comparison, as if it were predicted for every id."""
     from pycocoevalcap.bleu.bleu import Bleu
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.rouge.rouge import Rouge
@@ -1137,8 +1137,8 @@ def score(predictions: dict[str, str], references: dict[str, list[str]], groups:
 
 
 def format_scores(result: dict) -> str:
-    """What `score` returns as a table with one row a group, the reasons for missing metrics, and what Dataset.report
-    adds."""
+    """The result of `score` as text: a table with one row per group, the reasons for missing metrics, and what
+    Dataset.report adds."""
     metrics = {metric: metric for metric in METRICS if metric not in ("BLEU-2", "BLEU-3")}
     metrics["CIDEr (one pool)"] = "one pool"
     width = max(map(len, result["scores"]))
@@ -1165,12 +1165,12 @@ def format_scores(result: dict) -> str:
 # ---- scores: floor and ceiling ---------------------------------------------------------------------------------------
 
 ONE_CAPTION, ONE_A_KIND, PERSON = "one caption for all", "one caption a kind", "a person"
-OTHER_ROWS = {"total", ONE_CAPTION}  # of a table of scores, besides those of groups
+OTHER_ROWS = {"total", ONE_CAPTION}  # the rows of a table of scores that are not groups
 
 
 def cider_against(references: list[list[str]]) -> Callable[[str, int], float]:
-    """-> function of a caption and the number of a pair: the pair's CIDEr among all of these references. Words and
-    figures are pycocoevalcap's, but two texts are compared once, however many pairs share them."""
+    """Returns a function (caption, number of a pair) -> CIDEr of the caption against that pair's references; document
+    frequencies are those of all references. Values are pycocoevalcap's, but any two texts are compared only once."""
 
     def grams(text: str) -> Counter:
         words = text.split()
@@ -1197,9 +1197,9 @@ def cider_against(references: list[list[str]]) -> Callable[[str, int], float]:
 
 
 def constant_captions(dataset: Dataset, kinds: dict[str, set[str]], count: int) -> dict[str, str]:
-    """The one caption to say of all pairs (ONE_CAPTION), and of each kind's: of the `count` captions that are most
-    frequent in their training pairs (ties in the order of letters) the one with the best CIDEr on the validation pairs.
-    CIDEr is a mean over pairs, so what is best for a kind does not depend on what is said of the others."""
+    """The best single caption for all pairs (ONE_CAPTION), and for the pairs of each kind: among the `count` most
+    frequent captions of their training pairs (ties in alphabetical order), the one with the best CIDEr on validation.
+    CIDEr is a mean over pairs, so the best for one kind does not depend on what is said of the others."""
     train, val, frequent, best = dataset.pairs("train"), dataset.pairs("val"), {}, {}
     kinds = {ONE_CAPTION: {p.id for p in train + val}} | kinds
     for kind, ids in kinds.items():
@@ -1216,8 +1216,8 @@ def constant_captions(dataset: Dataset, kinds: dict[str, set[str]], count: int) 
 
 
 def bounds(name: str, root: Path, out: Path | None = None) -> None:
-    """Print and write (bounds.json) what captions that never looked score on the test split, and what a person scores:
-    one reference of each pair, drawn by chance, against its others. Reads annotations only."""
+    """Prints, and writes to bounds.json, the test scores of captions made without looking, and those of a person: one
+    reference of each pair, drawn at random, against the pair's others. Reads annotations only."""
     release = read_release(name, root, pictures=False)
     if absent := [split for split in SPLITS if not release.scenes[split]]:
         raise ValueError(f"{name} has no {absent[0]}: captions are chosen on train and val, and scored on test")
@@ -1247,7 +1247,7 @@ def bounds(name: str, root: Path, out: Path | None = None) -> None:
 
 
 def overlay(im: Image.Image, heat: Tensor) -> Image.Image:
-    """An attention map (H, W) over a picture, from blue, none, to red, its most."""
+    """A picture with an attention map (H, W) laid over it, from blue (none) to red (the map's maximum)."""
     heat = heat.float().cpu() / heat.max().clamp(min=1e-12).item()
     heat = F.interpolate(heat[None, None], im.size[::-1], mode="bilinear", align_corners=False)[0, 0]
     hue, full = Image.fromarray(((1 - heat) * 170).byte().numpy()), Image.new("L", im.size, 255)
@@ -1257,8 +1257,8 @@ def overlay(im: Image.Image, heat: Tensor) -> Image.Image:
 def pair_picture(before: Image.Image, after: Image.Image, maps: dict[str, Tensor], lines: list[str], side: int = 128,
                  right: bool | None = None) -> Image.Image:  # fmt: skip
     """One pair as a strip -> PIL image: before, after, then each attention map (H, W) over both, each with a heading;
-    lines of text below; a tick or a cross if the caption is right or not. The longer side of a picture is `side`. The
-    maps named "before" and "after" are drawn over their own picture only."""
+    lines of text below; a tick if `right`, a cross if not, no mark if None. The longer side of a picture is `side`.
+    Maps named "before" and "after" are drawn only over the picture of that name."""
     font, shown = ImageFont.load_default(11), []
     for title, im in (("before", before), ("after", after)):
         size = [max(1, round(side * length / max(im.size))) for length in im.size]
@@ -1295,9 +1295,9 @@ def tiled(pictures: list[Image.Image], columns: int, gap: int) -> Image.Image:
 
 
 def sample_sheet(dataset: Dataset, split: str, captions: dict[str, str], maps: dict, notes: dict) -> Image.Image:
-    """A column for every kind of change: a dozen pairs each with attention, reference and caption -> PIL image. A tick
-    marks captions that are right (Dataset.right). The reference is the one that was written, if one was.
-    By pair id: captions, maps (name -> (H, W)), notes (lines; pairs may have none)."""
+    """A column for every kind of change, with up to a dozen pairs, their attention, reference and caption -> PIL image.
+    A tick marks captions that are right (Dataset.right). The reference shown is the one that the caption equals, if
+    any, else the first. Keyed by pair id: captions, maps (name -> (H, W)), notes (lines; pairs may have none)."""
     columns = []
     for kind, pairs in dataset.examples(split, 12).items():
         columns.append([])
@@ -1326,8 +1326,8 @@ def pointing_hit(heat: Tensor, box: list[int], size: tuple[int, int]) -> bool:
 def pointing_scores(maps: dict, boxed: list[tuple[str, str, list[int], Path]], groups: dict[str, set[str]]) -> dict:
     """The pointing game over all boxes and over each group's: {map's name: {group: hits in %}}, with the share of the
     picture that boxes take ("chance") and their number ("boxes"). maps: pair id -> name -> (H, W). boxed: pair id, side
-    ("before" or "after"), box of the changed object, picture. Both sides of a pair count; a map that is called before
-    or after serves its own side."""
+    ("before" or "after"), box of the changed object, picture. Both sides of a pair count; a map
+    named "before" or "after" is used for that side only."""
     rows = []  # pair id, what its box adds to each column
     for i, side, box, path in boxed:
         with Image.open(path) as im:
@@ -1367,7 +1367,7 @@ def read_references(path: str | Path) -> dict[str, list[str]]:
 
 
 def write_predictions(path: Path, predictions: dict[str, str]) -> None:
-    """Captions by pair id, as the field's scripts read them."""
+    """Writes captions (pair id -> caption) as a COCO results file, which the field's scripts read."""
     rows = [{"image_id": i, "caption": caption} for i, caption in predictions.items()]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(rows, indent=1) + "\n")
@@ -1376,7 +1376,7 @@ def write_predictions(path: Path, predictions: dict[str, str]) -> None:
 # ---- phrases of captions ---------------------------------------------------------------------------------------------
 
 # Parts of speech of the words of mini and CLEVR-Change, whose sentences come from templates. Materials are adjectives
-# ("became rubber"); what only says where the changed object stands ("left of", "in front of") counts as preposition.
+# ("became rubber"); words that only say where the changed object stands ("left of", "in front of") are prepositions.
 CLOSED_WORDS = {
     "NOUN": "sphere ball cube block cylinder object objects thing scene scenes picture pictures image change "
             "difference location position place color size shape material",
@@ -1392,7 +1392,7 @@ CLOSED_WORDS = {
     "ADP": "of in to on at as after behind left right front side",
     "CCONJ": "and",
 }  # fmt: skip
-# Words that their neighbours decide: choices of words in a row, which of them, part of speech.
+# Words whose part of speech depends on the phrase: the phrase (| separates choices), the word's index, part of speech.
 CLOSED_PHRASES = [("no longer", 0, "ADV"), ("there is|are", 0, "PRON"), ("same size|color|shape|material as", 0, "ADP"),
                   ("same size|color|shape|material as", 1, "ADP")]  # fmt: skip
 # A caption becomes a line of roles, "DET ADJ NOUN AUX VERB ", and phrases are regular expressions over it. (spaCy's
@@ -1404,7 +1404,7 @@ ROLES_OF_WORDS = {
     "there ADV": "PLACE", "here ADV": "PLACE", "before ADV": "PLACE", "anymore ADV": "PLACE", "away ADV": "PLACE",
 }  # fmt: skip
 NAMES_NOTHING = {"nothing", "everything"}
-# In closed vocabularies: "the two scenes", or "the location" of what has changed.
+# Nouns of closed vocabularies that name no changed object: "the two scenes", "the location" of what has changed.
 NO_ENTITIES = {*"objects scene scenes picture pictures image change difference".split(),
                *"location position place color size shape material".split()}  # fmt: skip
 
@@ -1414,9 +1414,9 @@ def roles_pattern(text: str) -> re.Pattern:
     return re.compile(re.sub("[A-Z]+", lambda role: f"(?:{role[0]}[ ])", text), re.VERBOSE)
 
 
-# "a parked car": in effect an adjective.
+# The participle of "a parked car" is in effect an adjective.
 PARTICIPLE = roles_pattern("( (?:DET|NO) (?:ADJ|NUM)* ) VERB (?= (?:ADJ|SAME)* NOUN )")
-# The adverb of "is now large" is the verb's.
+# The adverb of "is now large" belongs to the verb, so an adverb that follows AUX, VERB or ADV starts no noun segment.
 NOUNS = roles_pattern("NO? (?: (?<!AUX)(?<!VERB)(?<!ADV) ADV+ (?:ADJ|SAME) | ADJ|SAME|NUM|NOUN )* NOUN")
 _VERB = "(?: (?:ADV*AUX)* ADV* VERB | (?:ADV*AUX)+ )"
 VERBS = roles_pattern(f"""(?: THERE (?= ADV*AUX ) )? {_VERB} (?: ADV* TO {_VERB} )* (?:ADV|PLACE)*
@@ -1446,13 +1446,13 @@ def segments(doc) -> tuple[list[str], list[str]]:
     """Noun segments and verb segments of one caption, in reading order, lower case; only parts of speech are read.
 
     Nouns come with adjectives, numbers and their adverbs, and with "no" ("no change"), but without articles. Verbs come
-    with auxiliaries, adverbs, particle, and a complement without a noun of its own ("changed to gray", "there is"); a
-    noun follows only same and different ("is in the same place"). A copula without any of these stays only if it is the
-    one verb."""
+    with auxiliaries, adverbs, a particle, the "there" of "there is", and a complement without a noun ("changed to
+    gray"), unless the noun follows "same" or "different" ("is in the same place"). A copula without any of these is
+    kept only if the caption has no fuller verb segment."""
     tokens, roles = [token for token in doc if not token.is_space], ""
     for token in tokens:
         role = ROLES_OF_WORDS.get(f"{token.lower_} {token.pos_}", ROLES.get(token.pos_, "OTHER"))
-        # Penn tags, if there are any: a particle ("show up") follows its verb as "there" does; "its" is no noun.
+        # Penn tags, if there are any: a particle ("show up") may end a verb segment, as "away" may; "its" is a DET.
         roles += {"RP": "PLACE", "PRP$": "DET"}.get(token.tag_, role) + " "
     roles = PARTICIPLE.sub(r"\1ADJ ", roles)
 
@@ -1468,12 +1468,12 @@ def segments(doc) -> tuple[list[str], list[str]]:
 
 def subjects(doc) -> list[str]:
     """What a caption says has changed, lower case: the grammatical subject, without articles and a leading "new";
-    coordinated subjects are several.
+    coordinated subjects count separately.
 
     With a parse: the subject of the main clause, and of a clause coordinated with it. If that is an expletive or a
-    pronoun ("there is a car", "someone added a car") or missing ("remove the car"), the object, or the noun that there
-    is. Without one, in closed vocabularies: the first noun segment that names an object. "No change", "nothing" and
-    "everything" name no entity."""
+    pronoun ("there is a car", "someone added a car") or missing ("remove the car"), the object or, after "there is",
+    the noun. Without a parse (closed vocabularies): the first noun segment that names an object. "No change", "nothing"
+    and "everything" name no entity."""
     if not doc.has_annotation("DEP"):
         for noun in segments(doc)[0]:
             if noun in NAMES_NOTHING or noun.startswith("no "):
@@ -1510,7 +1510,7 @@ def subjects(doc) -> list[str]:
 
 
 def read_captions(read: Callable, dataset_name: str, captions: Iterable[str]) -> dict[str, list]:
-    """What `read` (segments or subjects) finds in every distinct caption; seconds for the captions of mini."""
+    """What `read` (segments or subjects) finds in every distinct caption; it takes seconds for mini."""
     nlp, captions, readings = language(dataset_name), list(dict.fromkeys(captions)), {}
     for doc in progress(nlp.pipe(captions, batch_size=1000), desc=read.__name__, total=len(captions), unit="caption"):
         if unknown := [t.text for t in doc if not (t.pos or t.is_punct or t.is_space)]:
@@ -1526,8 +1526,8 @@ def read_captions(read: Callable, dataset_name: str, captions: Iterable[str]) ->
 def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = None) -> tuple:
     """A frozen CLIP in float32, its tokenizer (texts -> ids) and its preprocessing (PIL image -> tensor).
 
-    `name` is MODEL:PRETRAINED in open_clip's words, "ViT-L-14:openai" (fetched on first use), or MODEL:FILE, or a data
-    set that has its own. `saved`: what clip_weights gave, if a checkpoint holds it."""
+    `name` is MODEL:PRETRAINED in open_clip's names, such as "ViT-L-14:openai" (fetched on first use), or MODEL:FILE, or
+    a data set that has its own CLIP. `saved`: what clip_weights returned, for example from a checkpoint."""
     import open_clip
 
     if saved := saved or clip_weights(name, root, device):
@@ -1543,7 +1543,7 @@ def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = N
         known = ", ".join(tags) or "none"
         raise ValueError(f"--clip {name}: open_clip has no such model or weights, and there is no such file; give "
                          f"MODEL:PRETRAINED (known of {model}: {known}) or MODEL:/path/to/file")  # fmt: skip
-    # OpenAI's weights want another activation than open_clip's model of the same name has.
+    # OpenAI's weights need another activation (QuickGELU) than open_clip's model of the same name has.
     quick = bool((open_clip.get_pretrained_cfg(model, weights) or {}).get("quick_gelu"))
     file = f"{model}{'-quickgelu' * quick}:/path/to/file"
     with file_errors(f"--clip {name}", f"load it once with a network, or fetch the weights and give --clip {file}"):
@@ -1554,8 +1554,8 @@ def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = N
 
 
 def clip_weights(name: str, root: Path, device: str = "cpu") -> dict | None:
-    """What a checkpoint has to carry of a CLIP: all of a data set's own, trained on first use into root/clip.pt, and
-    nothing of the published ones."""
+    """What a checkpoint must hold of a CLIP: all of a data set's own CLIP, which is trained into root/clip.pt on first
+    use; nothing (None) of a published one."""
     return DATASETS[name].clip(root, device) if name in DATASETS and DATASETS[name].clip else None
 
 
@@ -1591,11 +1591,11 @@ def clip_embeddings(name: str, root: Path, texts: list[str], paths: dict[str, Pa
 
 
 def encode_prompted(clip, tokens: Tensor, prompt: Tensor | None = None) -> Tensor:
-    """CLIP's text encoder with P learned vectors between the start token and the words, as in CoOp; without:
-    encode_text.
+    """CLIP's text encoder with P learned vectors between the start token and the words, as in CoOp. Without a prompt,
+    the same as CLIP's encode_text.
 
-    tokens (S, L) ids, prompt (P, W), or a text's own (S, P, W) -> (S, E). L may stop at the longest text's end token:
-    what follows it is never seen. Words for which the prompt leaves no room are cut off, the end token stays."""
+    tokens (S, L) ids, prompt (P, W) for all texts or (S, P, W) for each (W: encoder width) -> (S, E). L may stop at the
+    longest text's end token, as what follows is never seen. Words that do not fit are cut off; the end token stays."""
     count = 0 if prompt is None else prompt.shape[-2]
     room = clip.context_length - count
     if room < 3:
@@ -1617,7 +1617,7 @@ def encode_prompted(clip, tokens: Tensor, prompt: Tensor | None = None) -> Tenso
 
 
 def vocab_of(name: str, release: Release) -> Vocab:
-    """Vocabulary by the data set's rule, mostly of the training captions alone."""
+    """The vocabulary by the data set's rule; for most data sets, of the training captions alone."""
     source = DATASETS[name]
     scenes = (s for split in source.vocab_splits for s in release.scenes[split])
     captions = (c for s in scenes for p in s.pairs + (s.swapped or ()) for c in p.captions)
@@ -1635,8 +1635,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
-    """A feature file from the images, or from the authors' released .npy folders (layer 3) or pickle (IDC's, layer 4)
-    if they are there; vocab.json. A feature file that is there stays."""
+    """Writes vocab.json and a feature file: from the authors' released .npy folders (layer 3) or IDC's pickle (layer 4)
+    if they are there, else from the images. An existing feature file is kept."""
     release, path = read_release(name, root), feature_file(name, root, extractor)
     vocab, names = vocab_of(name, release), sorted(release.paths)  # the vocabulary first, as it may be refused
     extractor, pickled = extractor or DATASETS[name].extractor, root / "full_img.pkl"
@@ -1657,7 +1657,7 @@ def prepare(name: str, root: Path, device: str, extractor: str = "") -> None:
         elif released:
             write_features(path, names, (read_npy(p)[None] for p in npy), extractor, RELEASED_FEATURES, name)
         else:
-            batch = 64 if device.startswith("cuda") else 16  # on a CPU seconds, so that Ctrl-C does not seem to be lost
+            batch = 64 if device.startswith("cuda") else 16  # 16 images take a CPU seconds: Ctrl-C acts soon
             extract(path, release, Extractor(extractor, device=device), name, batch)
         write_vocab(root, vocab)
     print(*(f"note: {line}" for line in release.notes), f"{root}: {len(names)} images, {len(vocab)} words", sep="\n")
@@ -1670,7 +1670,7 @@ def read_npy(path: Path) -> np.ndarray:
 
 
 class Described:
-    """What a pickle calls is not called: its arguments are kept, and the state that would be set."""
+    """Stands in for whatever a pickle calls: nothing runs, only the arguments and the state to be set are kept."""
 
     def __init__(self, *args):
         self.args, self.state = args, None
@@ -1679,12 +1679,12 @@ class Described:
         self.state = state
 
     def array(self) -> np.ndarray:
-        """The array that numpy would make. Numpy itself would trust a pickle's types, and take its bytes for addresses
-        of objects."""
-        if self.state:  # of numpy's _reconstruct
+        """The array that numpy would make. Numpy itself would trust a pickle's types: for the type "object" it would
+        take the pickle's bytes for memory addresses."""
+        if self.state:  # made by numpy's _reconstruct
             _, shape, kind, by_columns, content = self.state
             order = "F" if by_columns else "C"
-        else:  # of numpy's _frombuffer, which pickles of protocol 5 call
+        else:  # made by numpy's _frombuffer, which pickles of protocol 5 call
             content, kind, shape, order = self.args
         if isinstance(content, Described):  # bytes as _codecs.encode makes them, for protocol 2
             content = content.args[0].encode("latin1")
@@ -1693,7 +1693,7 @@ class Described:
 
 
 class ArrayUnpickler(pickle.Unpickler):
-    """Reads pickles of arrays, of numpy 1 and 2. Whatever else a pickle names is refused: it could be any program."""
+    """Reads pickled arrays of numpy 1 and 2. Anything else that a pickle names is refused: it could run any program."""
 
     ALLOWED = {"numpy.ndarray", "numpy.dtype", "numpy.core.multiarray._reconstruct", "numpy.core.numeric._frombuffer",
                "_codecs.encode"}  # fmt: skip
@@ -1705,8 +1705,8 @@ class ArrayUnpickler(pickle.Unpickler):
 
 
 def read_pickle(path: Path, names: list[str]) -> Iterator[np.ndarray]:
-    """The features (C, H, W) of images, from a pickled dictionary by file names, which is read as a whole. It holds
-    them in this shape or as (C, N), N cells of a square."""
+    """The features (C, H, W) of images, from a pickled dictionary file name -> array, which is read as a whole. Arrays
+    have this shape or (C, N) with the N cells of a square grid."""
     print(f"{path}: read as a whole, {path.stat().st_size / 1e9:.2f} GB of memory")
     with file_errors(path, "fetch it again"), open(path, "rb") as f:
         arrays = {Path(name).stem: x.array() for name, x in ArrayUnpickler(f).load().items()}
@@ -1725,8 +1725,8 @@ def extract(path: Path, release: Release, extractor: Extractor, name: str, batch
 
 
 def check(name: str, root: Path, extractor: str = "") -> list[str]:
-    """Problems of a folder, a line each: counts other than the published ones, files that are missing, features and a
-    vocabulary that are not of these images and captions."""
+    """Problems of a folder, one per line: counts that differ from the published ones, missing files, and features or a
+    vocabulary that do not belong to these images and captions."""
     source, release = DATASETS[name], read_release(name, root)
     vocab, images = vocab_of(name, release), [*release.paths.values()]
     counts = {part: len(members) for part, members in (release.scenes | release.kinds).items()} | {"words": len(vocab)}
@@ -1757,9 +1757,9 @@ def check(name: str, root: Path, extractor: str = "") -> list[str]:
 
 
 def open_dataset(cfg) -> Dataset:
-    """The data set that a run's config names. One that is made here is made first if it is not there yet."""
+    """The data set that a run's config names. If it is one that is made here, what is missing is made first."""
     if make := DATASETS[cfg.dataset].make:
-        feature_file(cfg.dataset, Path(cfg.data_dir), cfg.extractor)  # refuses an extractor before the work begins
+        feature_file(cfg.dataset, Path(cfg.data_dir), cfg.extractor)  # refuses a wrong extractor before the work begins
         make(Path(cfg.data_dir), cfg.scenes, cfg.objects, cfg.data_seed, cfg.device)
     dataset = load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
     if cfg.batch_size > (count := len(dataset.scenes["train"])):
@@ -1769,11 +1769,11 @@ def open_dataset(cfg) -> Dataset:
 
 
 class Captioner:
-    """A trained model that captions any two pictures (files or PIL images): caption, maps = captioner(before, after),
+    """A trained model that captions any two pictures (files or PIL images): caption, maps = captioner(before, after).
     maps: name -> where the model looked (H, W).
 
-    model, state: of common.load_model. inputs(model, state, pictures) -> what else the model's generate and
-    attention_map take, a row for each pair, or None."""
+    model, state: from common.load_model. inputs(model, state, pictures) -> what else the model's generate and
+    attention_map take, one row for each pair, or None."""
 
     def __init__(self, model: nn.Module, state: dict, inputs: Callable | None = None):
         self.model, self.state, self.inputs, self.device = model, state, inputs, model.cfg.device
@@ -1783,7 +1783,7 @@ class Captioner:
         return next(self.pairs([(before, after)]))
 
     def pairs(self, pairs: list[tuple], batch: int = 16) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """The same for every pair of a list."""
+        """Yields the caption and the maps of every pair in a list."""
         pictures = [picture for pair in pairs for picture in pair]
         rows = self.inputs(self.model, self.state, pictures) if self.inputs else None
         blocks = self.extractor.blocks(pictures, 2 * batch)
@@ -1798,7 +1798,7 @@ class Captioner:
 
 def caption_files(captioner: Captioner, files: list[str], out: str | None) -> None:
     """Prints the caption of two image files, or of every pair of a CSV file with the columns before and after, whose
-    paths are relative to it. `out`: the attention picture, or the CSV file's captions as COCO results."""
+    paths are relative to it. `out`: where to write the attention picture or, for a CSV file, COCO results."""
     pairs, folder = {"": tuple(map(Path, files))}, Path(files[0]).parent
     if len(files) == 1:
         rows = read_rows(Path(files[0]), {"before": str, "after": str}).values()
@@ -1931,7 +1931,7 @@ def _sample_scene(rng: np.random.Generator, kind: str, objects: tuple[int, int])
 
 def _sample_cameras(rng: np.random.Generator, scenes: int, views: int, jitter: float = 2.5) -> list[dict]:
     """Cameras and lights of all views, scene after scene: eye, right, up, forward, light (unit, towards it), all (3,),
-    and gain. A scene has a camera a and a spread s in 0 ... 1, each view a camera b. It stands at (1 - s) a + s b."""
+    and gain. A scene has a camera a and a spread s in 0 ... 1, each view has a camera b and uses (1 - s) a + s b."""
     def unit(v: np.ndarray) -> np.ndarray:
         return v / np.linalg.norm(v, axis=0)
 
@@ -1953,8 +1953,8 @@ def _sample_cameras(rng: np.random.Generator, scenes: int, views: int, jitter: f
 
 
 def _rays(view: dict[str, np.ndarray], x: np.ndarray, y: np.ndarray, count: int) -> np.ndarray:
-    """Directions (3, rows, columns) of the rays through columns x and rows y of count x count. They have length 1 along
-    the camera's axis, so that the ray parameter is depth."""
+    """Directions (3, rows, columns) of the rays through columns x and rows y of a grid of count x count rays. They have
+    length 1 along the camera's axis, so that the ray parameter is depth."""
     across, down = (TAN * ((2 * index.astype(np.float32) + 1) / count - 1) for index in (x, y[:, None]))
     forward, right, up = (view[name][:, None, None] for name in ("forward", "right", "up"))
     return forward + right * across - up * down
@@ -1980,9 +1980,9 @@ def _depth(shape: str, o: np.ndarray, d: np.ndarray, h: float) -> np.ndarray:
 
 
 def _cast(item: dict, camera: dict[str, np.ndarray], count: int) -> tuple:
-    """An object as the camera's count x count rays meet it -> the vectors eye, light, ... (3,) in the object's frame,
-    which is centred on it and turned with it; the number of rays that hit it, also beyond the picture; columns x, rows
-    y (N,), directions (3, N) and depths (N,) of the N in the picture."""
+    """Casts the camera's count x count rays at an object -> the vectors eye, light, ... (3,) in the object's frame,
+    which is centred on it and turned with it; the number of rays that hit it, including those outside the picture; and
+    columns x, rows y (N,), directions (3, N) and depths (N,) of the N hits inside the picture."""
     fill = camera["eye"] / np.linalg.norm(camera["eye"]) + 0.5 * camera["right"]  # a lamp next to the camera
     world = {name: camera[name] for name in ("right", "up", "forward", "light")}
     world |= {"eye": camera["eye"] - np.array(item["xyz"], np.float32), "fill": fill / np.linalg.norm(fill)}
@@ -2002,7 +2002,7 @@ def _cast(item: dict, camera: dict[str, np.ndarray], count: int) -> tuple:
 
 
 def _shade(item: dict, body: dict[str, np.ndarray], gain: float, d: np.ndarray, t: np.ndarray) -> np.ndarray:
-    """Light (3, N), 0 to 1 and a little over, that an object sends back along rays d (3, N) of depth t (N,)."""
+    """Light (3, N) that an object sends back along rays d (3, N) of depth t (N,): 0 to 1, but more in highlights."""
     half = np.float32(item["xyz"][2])
     point, d = body["eye"][:, None] + t * d, d / np.sqrt((d * d).sum(0))
     normal = point / half  # right for spheres
@@ -2086,7 +2086,7 @@ NO_CHANGE = (
 )
 NO_CHANGE_WORDS = {"no", "nothing", "same"}  # one is in each of NO_CHANGE; none is in TEMPLATES
 SIGNS = {"add": {"added", "new"}, "drop": {"missing", "removed", "gone"}, "move": {"moved", "location"}}
-CLEAR = 1.5  # a relation is clear when its axis has this many times the other axis's distance
+CLEAR = 1.5  # a relation is clear if the distance along its axis is this many times that along the other
 
 
 def _phrase(item: dict, names: Iterable[str] = ATTRIBUTES) -> str:
@@ -2095,7 +2095,7 @@ def _phrase(item: dict, names: Iterable[str] = ATTRIBUTES) -> str:
 
 
 def _short_phrase(item: dict, scene: list[dict]) -> str:
-    """Colour and shape, with material, size or both before them if another object of the scene has the same two."""
+    """Colour and shape, plus material, size or both if another object of the scene has the same colour and shape."""
     for names in (("color", "shape"), ("color", "material", "shape"), ("size", "color", "shape")):
         if [_phrase(other, names) for other in scene].count(_phrase(item, names)) == 1:
             return _phrase(item, names)
@@ -2103,7 +2103,7 @@ def _short_phrase(item: dict, scene: list[dict]) -> str:
 
 
 def _relation(item: dict, other: dict, right: np.ndarray) -> tuple[str, float]:
-    """Where `item` stands, seen from `other` along the floor by a camera with this right axis, and how clearly."""
+    """Where `item` stands on the floor relative to `other`, for a camera with this right axis, and how clearly."""
     x, y = item["xyz"][0] - other["xyz"][0], item["xyz"][1] - other["xyz"][1]
     sideways, away = x * right[0] + y * right[1], y * right[0] - x * right[1]
     if abs(sideways) > abs(away):
@@ -2112,9 +2112,9 @@ def _relation(item: dict, other: dict, right: np.ndarray) -> tuple[str, float]:
 
 
 def _captions(kind: str, before: list[dict], after: list[dict], changed: int, right: np.ndarray) -> list[str]:
-    """Six different sentences for a change: three verbs, two ways to say which object changed. Each gives its full name
-    and its place, relative to the nearest objects for which the relation is clear to a camera with this `right` axis.
-    The scene is the one before, for add the one after."""
+    """Six different sentences for a change: three verbs times two descriptions of the changed object, by its full name
+    and its place relative to the nearest objects whose relation to it is clear to a camera with this `right` axis. If
+    none is clear, no place is given. The scene described is the one before (for add, after)."""
     scene = after if kind == "add" else before
     item, others = scene[changed], scene[:changed] + scene[changed + 1 :]
     full, value = _phrase(item), after[changed][kind] if kind in ATTRIBUTES else ""
@@ -2131,8 +2131,8 @@ def _captions(kind: str, before: list[dict], after: list[dict], changed: int, ri
 
 
 def parse_caption(text: str) -> dict[str, str | None]:
-    """What a caption of mini says: "type" (one of KINDS, or "same"), the changed object's attributes, which stand
-    before the first shape word, and the new "value" of a color or material change; None for what it does not say."""
+    """What a caption of mini says: "type" (one of KINDS, or "same"), the changed object's attributes (words up to
+    the first shape word), and the new "value" of a color or material change; None for what it does not say."""
     words = text.split()
     said = dict.fromkeys(("type", *ATTRIBUTES, "value"))
     if NO_CHANGE_WORDS & set(words):
@@ -2157,11 +2157,11 @@ def _scenes(root: Path) -> dict:
 
 
 def mini_accuracy(captions: dict[str, str], scenes: dict) -> dict[str, float]:
-    """What share of captions (pair id -> caption) is right, in %. scenes: content of scenes.json.
+    """What share of captions (pair id -> caption) is right, in %. scenes: contents of scenes.json.
 
-    Of unchanged pairs, "distractors": captioned as unchanged. Of changed pairs, "change type"; "all four": what is
-    named is true of the changed object and of no other; "size", "color", "material", "shape": named and true, or not
-    needed for "all four"; "new value" of color and material."""
+    For unchanged pairs, "distractors": captioned as unchanged. For changed pairs, "change type"; "all four": the named
+    attributes are true of the changed object and of no other; "size", "color", "material", "shape": named and true, or
+    not named although "all four" holds; "new value": of changes of color and material."""
     right = {name: [] for name in ("change type", "distractors", *ATTRIBUTES, "all four", "new value")}
     for key, text in captions.items():
         said, truth = parse_caption(text), scenes[str(int(key[:6]))]
@@ -2189,8 +2189,8 @@ def _picture(root: Path, view: str, scene: int) -> Path:
 
 
 def _describe(kind: str, changed: int, scenes: tuple[list, list, list], views: list[dict], boxes: list[list]) -> dict:
-    """What the files say of a scene, of whose default, semantic and nonsemantic picture `scenes`, `views` and `boxes`
-    are the objects, cameras and boxes."""
+    """What the files say about a scene. `scenes`, `views` and `boxes` are the objects, cameras and boxes of its three
+    pictures: default, semantic and nonsemantic."""
     objects = {}
     for view, items, of_view in zip(CLEVR_FOLDERS, scenes, boxes, strict=True):
         objects[view] = [{name: o[name] for name in ATTRIBUTES} | {"box": box, "xyz": [round(x, 3) for x in o["xyz"]]}
@@ -2202,7 +2202,7 @@ def _describe(kind: str, changed: int, scenes: tuple[list, list, list], views: l
         after.insert(changed, None)
     both = torch.tensor([pair for pair in zip(before, after, strict=True) if None not in pair], dtype=torch.float64)
     iou = round(box_iou(*box_convert(both, "xywh", "xyxy").unbind(1)).diagonal().mean().item(), 4)
-    # Left and right are those of the view before (after for add), and of the distractor's, which may stand for it.
+    # Left and right are those of the default view or, for swapped pairs, the nonsemantic one; for add, of the semantic.
     default, nonsemantic = (
         _captions(kind, *scenes[:2], changed, views[1 if kind == "add" else view]["right"]) for view in (0, 2)
     )
@@ -2212,8 +2212,8 @@ def _describe(kind: str, changed: int, scenes: tuple[list, list, list], views: l
 
 
 def _render_scenes(root: Path, kinds: dict[int, str], objects: tuple[int, int], rng: np.random.Generator) -> dict:
-    """Draws scenes (number -> kind of change) -> number -> what _describe says of it, and six sentences for no change.
-    A scene is drawn again until every object shows, in all pictures, more than 16 pixels and 40 % of itself."""
+    """Draws scenes (kinds: number -> kind of change) and returns number -> what _describe says, plus six no-change
+    sentences. A scene is redrawn until every object shows more than 16 pixels and 40 % of itself in all pictures."""
     made = {}
     while waiting := [i for i in kinds if i not in made][:12]:
         drafts = [_sample_scene(rng, kinds[i], objects) for i in waiting]
@@ -2231,11 +2231,11 @@ def _render_scenes(root: Path, kinds: dict[int, str], objects: tuple[int, int], 
 
 
 def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (2, 4), seed: int = 0) -> None:
-    """Draws mini into the folder root in CLEVR-Change's layout, and scenes.json, which holds the truth. The files are a
-    function of the arguments alone.
+    """Draws mini into the folder root in CLEVR-Change's layout, and adds scenes.json, which holds the truth. The files
+    depend on the arguments alone.
 
-    scenes: how many for each split, numbered on in this order, the five changes equally often in each. objects: fewest
-    and most in the picture before."""
+    scenes: split -> how many. They are numbered consecutively in this order; each split has the five changes equally
+    often. objects: the fewest and the most in the "before" picture."""
     for folder in CLEVR_FOLDERS.values():
         (root / folder).mkdir(parents=True, exist_ok=True)
     splits, made = {}, {}
@@ -2244,7 +2244,7 @@ def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (
         order = np.random.default_rng([seed, number, 1]).permutation(count) % len(KINDS)
         kinds = {i: KINDS[kind] for i, kind in enumerate(order, len(made))}
         splits[split] = list(kinds)
-        for start in range(0, count, 100):  # each hundred has a random stream of its own
+        for start in range(0, count, 100):  # each hundred has its own random stream
             # The last number must not be 0, as numpy ignores zeros at the end of a seed.
             rng = np.random.default_rng([seed, number, 2 + start // 100])
             made |= _render_scenes(root, dict([*kinds.items()][start : start + 100]), objects, rng)
@@ -2258,7 +2258,7 @@ def render_mini(root: Path, scenes: dict[str, int], objects: tuple[int, int] = (
              "change_captions_with_bbox": {i: scene["boxes"] for i, scene in made},
              "change_captions_by_IOU": {i: scene["truth"]["iou"] for i, scene in made},
              "type_mapping": types, "splits": splits}  # fmt: skip
-    for name, content in files.items():  # splits.json last: it shows that all is there
+    for name, content in files.items():  # splits.json comes last: it shows that all files are there
         write_text(root / f"{name}.json", json.dumps(content, separators=(",", ":")))
 
 
@@ -2281,8 +2281,8 @@ class _Block(nn.Module):
 
 class MiniCNN(nn.Module):
     """Stands in for ResNet-101 on mini: pictures (B, 3, 64, 64) in [-1, 1] -> features (B, 128, 8, 8). Every cell has
-    mean 0 and variance 1 over its channels, so that dot products compare what cells show. The pattern that is added
-    before that makes all bare floor look the same."""
+    mean 0 and variance 1 over its channels, so that dot products compare what cells show. The learned pattern that is
+    added before this normalisation makes all bare floor look the same."""
 
     def __init__(self, width: int = 32):
         super().__init__()
@@ -2306,7 +2306,7 @@ OWN_NETWORKS["mini-cnn"] = ("RGB, 64x64 bicubic with antialiasing, /127.5 - 1", 
 
 
 def _training_pictures(root: Path) -> tuple[Tensor, list[list[dict]]]:
-    """All training pictures (M, 3, 64, 64) uint8, and of each the objects as scenes.json has them."""
+    """All training pictures (M, 3, 64, 64) uint8, and the objects of each as in scenes.json."""
     scenes = read_json(root / "scenes.json")
     chosen = [(view, i) for i in read_json(root / "splits.json")["train"] for view in CLEVR_FOLDERS]
     images = np.stack([np.array(read_image(_picture(root, view, i))) for view, i in chosen])
@@ -2314,7 +2314,7 @@ def _training_pictures(root: Path) -> tuple[Tensor, list[list[dict]]]:
 
 
 def _steps(parameters: list, rate: float, steps: int, name: str) -> Iterator[None]:
-    """A training loop: the body computes gradients, after which AdamW takes a step. One cycle of the learning rate."""
+    """A training loop: the caller's loop body computes gradients, then AdamW takes a step. One-cycle learning rate."""
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, max(steps, 2), pct_start=0.15)
     for _ in progress(range(steps), desc=name, unit="step"):
@@ -2325,13 +2325,13 @@ def _steps(parameters: list, rate: float, steps: int, name: str) -> Iterator[Non
 
 
 def train_mini_cnn(root: Path, steps: int = 1000, seed: int = 0, device: str = "cpu") -> MiniCNN:
-    """Trains the feature network to name, in each cell that holds an object's centre, its four attributes by one linear
-    layer, so that whoever reads the features later can read them too. It learns from single training pictures, from no
-    caption and no pair. On a CPU the result depends on the arguments alone."""
+    """Trains the feature network, with one linear layer on top, to say which cells hold an object's centre and to name
+    that object's four attributes, so that a captioner can read them from the features, too. It sees single training
+    pictures, no captions and no pairs. On a CPU the result depends on the arguments alone."""
     torch.manual_seed(seed)
     images, pictures = _training_pictures(root)
-    # The index of size, color, material and shape where an object's box has its centre, else -100, which cross_entropy
-    # ignores. Of two objects in a cell, the nearer (lower) one stays.
+    # The indices of size, color, material and shape in the cell that holds the centre of an object's box; elsewhere
+    # -100, which cross_entropy ignores. If two centres share a cell, the nearer object (lower in the picture) stays.
     cells = torch.full((len(images), len(ATTRIBUTES), 8, 8), -100)
     for n, objects in enumerate(pictures):
         for item in sorted(objects, key=lambda item: item["box"][1] + item["box"][3]):
@@ -2345,7 +2345,7 @@ def train_mini_cnn(root: Path, steps: int = 1000, seed: int = 0, device: str = "
     net = MiniCNN().to(device, memory_format=torch.channels_last)
     head = nn.Conv2d(128, 1 + sum(sizes), 1).to(device)  # is there an object, and its attributes
     for _ in _steps([*net.parameters(), *head.parameters()], 4e-3, steps, "feature network"):
-        # Most of a picture is bare floor: windows around random objects teach more for the time.
+        # Most of a picture is bare floor: windows around random objects teach more in the same time.
         picture, *centre = occupied[torch.randint(len(occupied), (128,))].unbind(1)
         row, column = ((cell - torch.randint(4, (128,))).clamp(0, 4) for cell in centre)
         x, target = images[picture, :, row, column] / 127.5 - 1, cells[picture, :, row, column]
@@ -2379,10 +2379,10 @@ def mini_clip_state(root: Path, device: str = "cpu") -> dict:
 
 
 def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "cpu"):
-    """A small open_clip.CLIP that knows which names fit an object of a picture, from training pictures, no captions, no
-    pairs. Names are whole, partial, or two joined by "and". Each picture and phrase of the batch counts with the truth
-    about them in a sigmoid loss (SigLIP), as what a softmax takes for a negative is often true. Word vectors stay as
-    drawn: far from each other, also those of words that are in no name."""
+    """Trains a small open_clip.CLIP to know which names fit an object in a picture, from training pictures and their
+    objects, no captions or pairs. A phrase is a whole or partial name, or two joined by "and". A sigmoid loss (SigLIP)
+    asks of each picture and phrase whether the phrase is true; a softmax would take true phrases for negatives. Word
+    vectors keep their random initial values, which are far apart, even those of words that are in no name."""
     import open_clip
 
     torch.manual_seed(seed)
@@ -2397,7 +2397,7 @@ def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "
     whole_names = [" ".join(words) for words in itertools.product(*ATTRIBUTES.values())]
 
     def draw_names(shown: list[list[list[str]]]) -> list[str]:
-        """A name of one object of each picture; half of them lack some attributes, the shape is always there."""
+        """A name of a random object of each picture; half of the names may lack any attribute but the shape."""
         chosen = (torch.rand(size) * torch.tensor([len(objects) for objects in shown])).long().tolist()
         kept = (torch.rand(size, 4) >= 0.5) | (torch.rand(size, 1) >= 0.5) | (torch.arange(4) == 3)
         drawn = zip(shown, chosen, kept.tolist(), strict=True)
@@ -2427,8 +2427,8 @@ def train_mini_clip(root: Path, steps: int = 580, seed: int = 0, device: str = "
 
 
 def prepare_mini(root: Path, scenes: int, objects: str, seed: int, device: str) -> None:
-    """Render mini, train its feature network on the training pictures, extract, build the vocabulary; what is done
-    already is left out. ValueError if the folder holds something else, or scenes made with other settings."""
+    """Render mini, train its feature network on the training pictures, extract, build the vocabulary; finished
+    steps are skipped. ValueError if the folder holds something else, or scenes made with other settings."""
     few, _, many = objects.partition(",")
     if not re.fullmatch("[2-6],[2-6]", objects) or few > many or scenes < 1 or seed < 0:
         raise ValueError(f"--scenes {scenes} --objects {objects} --data_seed {seed}: expected a count, "
@@ -2474,7 +2474,7 @@ def mini_weights(root: Path) -> dict[str, Tensor]:
 
 
 def read_mini(root: Path) -> Release:
-    """What render_mini has drawn. A broken file of it is mended by drawing all again."""
+    """What render_mini has drawn. If a file is broken, the error says how to draw everything again."""
     try:
         return read_clevr_change(root)
     except (OSError, ValueError) as e:
