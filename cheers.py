@@ -1,9 +1,9 @@
 """CHEERS: Change Entity-guided Heterogeneous Representation Disentangling for Change Captioning (Li et al., 2025).
 
 Idea. (1) The subjects of all training captions are candidate entities; those whose CLIP similarity to the two images of
-a pair differs most are probably what changed. (2) What the images share is enhanced and matched by cross-attention,
-what is left is the difference; image and entities must agree about where either is. (3) The decoder weighs entities
-against visual differences word by word: the entity knows the subject, the images know what happened to it.
+a pair differs most are probably what changed. (2) What the images share is enhanced and matched by cross-attention;
+what is left is the difference. Images and entities must agree on where both are. (3) The decoder weighs entities
+against visual differences word by word: the entities name the subject, the images show what happened to it.
 
 Eq. 1      retrieve          top K of |S_bef - S_aft|, S_i the cosines of an image and every candidate
 Eq. 2-4    CRE               F' = LN(sigmoid(P^) F + F), P^ = Linear(m), m the likeness to the source
@@ -28,11 +28,11 @@ Fig. 5, Fig. 6                --k 3, --layers 2
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END,
 padding), K entities of a pair, M candidates, E width of CLIP's common space.
 
-The abstract names a repository, github.com/yili-19/CHEER, which could not be had: the paper is the only source. If
+The abstract names a repository, github.com/yili-19/CHEER, which is not public: the paper is the only source. If
 it is silent or leaves two readings, the choice is marked [ours] where it is made. Two limits:
 - CLIP embeds a whole image. It can find an object that came, went or looks different, but not one that only moved.
-- Over the cells of an image P^ of the entities is almost constant (on mini its deviation is 1 % of its size, that of
-  the images' P^ 10 %), and the two are not correlated (below .001). So L_C and L_D align little but constants.
+- The entities' P^ hardly varies over the cells of an image (on mini its standard deviation is 1 % of its size, against
+  10 % for the images' P^), and the two are uncorrelated (below .001). So L_C and L_D align little more than constants.
 
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
@@ -88,18 +88,18 @@ class Config(RunConfig):
     dropout: float = 0.1  # dropout probability
     k: int = 3  # K, entities of a pair; 0: none
     retrieval: Literal["absolute", "signed"] = "absolute"  # |S_bef - S_aft|, or Eq. 1's difference (blind to "add")
-    clip: str = "ViT-L-14:openai"  # of entities and images, open_clip's MODEL:WEIGHTS (name or file), or mini's: mini
+    clip: str = "ViT-L-14:openai"  # for entities and images: open_clip's MODEL:WEIGHTS (name or file), or mini's: mini
     cre: bool = True  # enhance what is common, Eq. 6-7
     dre: bool = True  # enhance what differs, Eq. 10-11
-    temperature: Literal["learned", "one"] = "learned"  # of Eq. 2's softmax; one: as written, m is then almost constant
-    gate: Literal["channels", "scalar", "none"] = "channels"  # alpha, beta: D numbers, or one; none: no entities
+    temperature: Literal["learned", "one"] = "learned"  # of Eq. 2's softmax; one: as printed (m hardly varies)
+    gate: Literal["channels", "scalar", "none"] = "channels"  # alpha, beta: D numbers or one; none: no entities
     w_consistency: float = 0.75  # lambda_v, weight of L_C + L_D in Eq. 19; 0 leaves them out
     w_match: float = 0.5  # lambda_m, weight of L_I in Eq. 19; 0 leaves it out
     blind: bool = False  # zero the features and the entities: what words alone can score
 
 
-# Batch and rate from section 4.3, layers as Fig. 6 has them best. [ours] 10,000 steps, SCORER's decoder, and a batch of
-# 128 scenes, which on CLEVR-Change are 256 pairs.
+# Batch and rate from section 4.3, the best number of layers from Fig. 6. [ours] 10,000 steps, SCORER's decoder size,
+# and a batch of 128 scenes, which are 256 pairs on CLEVR-Change.
 PRESETS = {
     "clevr_change": dict(lr=1e-3),
     "clevr_dc": dict(lr=1e-3, layers=1),
@@ -115,12 +115,12 @@ PRESETS = {
 
 
 def retrieve(x_bef: Tensor, x_aft: Tensor, entities: Tensor, k: int, signed: bool = False) -> Tensor:
-    """Eq. 1: which candidates differ most in their cosine with the two images. x (B, E) twice, entities (M, E) ->
-    indices (B, k), the best first; fewer if there are fewer than k candidates.
+    """Eq. 1: the candidates whose cosines with the two images differ most. x (B, E) twice, entities (M, E) -> indices
+    (B, k), best first; fewer if there are fewer than k candidates.
 
-    An entity is relevant if its cosine with one image at least is above the mean of all candidates. The rest follow
-    only if the relevant ones run out. Ties go by index. [ours] The difference is absolute unless `signed`: the text
-    asks for the largest, and an added object is nearer to "after"."""
+    A candidate is relevant if its cosine with at least one of the images is above the mean over all candidates. The
+    others follow only if the relevant ones run out. In a tie the lower index comes first. [ours] The difference is
+    absolute unless `signed`: the text asks for the largest difference, and an added object is closer to "after"."""
     entities = F.normalize(entities, dim=-1).T
     s_bef, s_aft = F.normalize(x_bef, dim=-1) @ entities, F.normalize(x_aft, dim=-1) @ entities  # (B, M)
     score = s_bef - s_aft if signed else (s_bef - s_aft).abs()
@@ -130,9 +130,9 @@ def retrieve(x_bef: Tensor, x_aft: Tensor, entities: Tensor, k: int, signed: boo
 
 
 class Entities:
-    """Section 3.1, once a data set: candidates are the subjects of all training captions; they and all images go
-    through CLIP, and every pair gets its K entities. No part of the model, which keeps the candidates' embeddings
-    (`table`, (M, E)). All embeddings are kept in embeddings.pt. Without entities (k = 0) everything is empty."""
+    """Section 3.1, done once for a data set. The subjects of all training captions are the candidates; CLIP embeds them
+    and all images, and every pair gets its K entities. Not part of the model, which keeps only the candidates'
+    embeddings (`table`, (M, E)). All are cached in embeddings.pt. Without entities (k = 0) everything is empty."""
 
     def __init__(self, cfg: Config, dataset):
         import data
@@ -159,13 +159,13 @@ class Entities:
             self.indices |= zip(some, best, strict=True)
 
     def __call__(self, batch) -> Tensor | None:
-        """Indices (B, K) of a batch's entities."""
+        """Indices (B, K) of a batch's entities, None if there are none."""
         if not self.phrases:
             return None
         return torch.stack([self.indices[pair] for pair in batch.images]).to(self.device, non_blocking=True)
 
     def notes(self, indices: Tensor | None) -> list[list[str]]:
-        """What stands below the pictures of each pair of a batch, from its entities (B, K)."""
+        """Indices (B, K) of a batch's entities -> for each pair, the lines to print below its pictures."""
         rows = [] if indices is None else indices.tolist()
         return [["entities: " + ", ".join(self.phrases[m] for m in row)] for row in rows]
 
@@ -202,11 +202,11 @@ class ImageEmbedding(nn.Module):
 
 
 def likeness(source: Tensor, target: Tensor, scale: Tensor | float) -> Tensor:
-    """Eq. 2 and the maximum of Eq. 3: m(i) = max_j P(i, j), P(., j) the softmax over target positions i of the cosines
-    of i with source position j, times `scale`. source (B, S, D), target (B, N, D) -> (B, N).
+    """Eq. 2 and the maximum of Eq. 3: m(i) = max_j P(i, j), with P(., j) the softmax, over target positions i, of
+    scale * cos(i, j), and j a source position. source (B, S, D), target (B, N, D) -> (B, N).
 
-    [ours] Over target positions, as the sum of Eq. 2 shows. Over source positions, which no flag gives, m would be 1 at
-    every cell for a single entity."""
+    [ours] The softmax is over target positions, as Eq. 2's denominator, which keeps j, suggests. Over source positions
+    (there is no flag for that) a single entity would make m = 1 at every cell."""
     x, y = (F.normalize(upcast(x), dim=-1) for x in (target, source))
     return (x @ y.transpose(1, 2) * scale).softmax(1).amax(2)  # (B, N, S) -> (B, N)
 
@@ -220,7 +220,7 @@ class CRE(nn.Module):
     """Eq. 2-4, Commonality Representation Enhancement: P^ = Linear_{1->D}(m), F' = LN(sigmoid(P^) F + F).
 
     source (B, S, D), target F (B, N, D) -> F' and P^, both (B, N, D); without `norm` there is no F', only the map.
-    [ours] A learned temperature, as CLIP's: bare cosines make m nearly the same everywhere."""
+    [ours] A learned temperature, as in CLIP: bare cosines make m nearly the same everywhere."""
 
     def __init__(self, cfg: Config, norm: bool = True):
         super().__init__()
@@ -232,7 +232,7 @@ class CRE(nn.Module):
         return likeness(source, target, 1.0 if self.log_scale is None else self.log_scale.exp())
 
     def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor | None, Tensor]:
-        with torch.autocast(source.device.type, enabled=False):  # in bfloat16 rounding hides how P^ differs over cells
+        with torch.autocast(source.device.type, enabled=False):  # rounding to bfloat16 hides how P^ varies over cells
             p = self.expand(self.strength(source, target)[..., None])
             gate = p.sigmoid()
         return self.norm(gate * target + target) if self.norm else None, p
@@ -250,10 +250,10 @@ class HRD(nn.Module):
     both directions.
 
     x: F of Eq. 6, images: F of Eq. 10, both (2B, N, D), "before" first; entities (2B, K, D) -> C~ and D (2B, N, D), L_C
-    and L_D. Of the two modules that read the entities the paper uses the maps alone. [ours] L_C and L_D are means over
+    and L_D. The paper uses only the maps of the two modules that read the entities. [ours] L_C and L_D are means over
     both images. Eq. 10 reads the images in every layer, "the original raw features". F_diff reads the last layer's D;
-    earlier layers have L_D alone. The paper does not say what the next layer reads as x: LN(x + C~), or C~
-    (--layer_input attended). At first C~ varies over cells by .2 of its size in layer one, by .0003 in layer two."""
+    earlier layers have only its map, for L_D. The paper does not say what the next layer's x is: LN(x + C~), or bare C~
+    (--layer_input attended), which varies over cells at first by .2 of its size in layer one, by .0003 in layer two."""
 
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
@@ -282,8 +282,8 @@ class HRD(nn.Module):
 
 class DecoderLayer(nn.Module):
     """Eq. 13-17: words attend to earlier words, then to entities (H_T) and to differences (H_V), H = LN(alpha H_T +
-    beta H_V + H'). No feed-forward is written after that, so there is none. [ours] H' has a residual and a LayerNorm;
-    alpha and beta are D numbers a word, where the text has "two parameters" (--gate scalar).
+    beta H_V + H'). As in the paper, no feed-forward layer follows. [ours] H' has a residual and a LayerNorm; alpha and
+    beta are D numbers each, for every word, while the text has "two parameters" (--gate scalar).
 
     x (B, V, D) -> (B, V, D). `cross`: key and value of the differences (B, N, D), and of the entities (B, K, D) if the
     decoder reads them; `past`: key and value of the words before x (decoding a word at a time), None when x starts with
@@ -299,7 +299,7 @@ class DecoderLayer(nn.Module):
             self.text_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
             width = 1 if cfg.gate == "scalar" else cfg.dim
             self.alpha, self.beta = nn.Linear(2 * cfg.dim, width), nn.Linear(2 * cfg.dim, width)
-            nn.init.ones_(self.alpha.bias)  # [ours] both start open, near 1, not at random signs near 0
+            nn.init.ones_(self.alpha.bias)  # [ours] both gates start near 1, not near 0 with random signs
             nn.init.ones_(self.beta.bias)
 
     def forward(self, x: Tensor, cross: tuple[Tensor, ...], past: tuple[Tensor, Tensor] | None = None):
@@ -372,8 +372,8 @@ class Decoder(nn.Module):
 def contrastive_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
     """Eq. 9, L_I: InfoNCE of the two images' C~ (B, N, D) against the other pairs of the batch, both ways.
 
-    [ours] The paper does not name q and k: C~, because the loss is to help Eq. 8. As in SCORER, sim is the mean over
-    tokens of the best match, and 1 / tau is learned. Tokens have length 1. Not in bfloat16, which has three digits."""
+    [ours] The paper does not define q and k: here C~, as the loss is meant to help Eq. 8. As in SCORER, sim is the mean
+    over tokens of the best match, and 1 / tau is learned. Tokens have length 1. Not in bfloat16, which has 3 digits."""
     with torch.autocast(c_bef.device.type, enabled=False):
         q, k = (F.normalize(upcast(x), dim=-1) for x in (c_bef, c_aft))
         s = scale * token_match(q, k)  # (B, B)
@@ -381,8 +381,8 @@ def contrastive_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
-    """Eq. 18, L_S: cross-entropy of each next word. [ours] A mean over all real words of the batch; Eq. 18 is a sum,
-    under which L_C, L_D and L_I would weigh several times less.
+    """Eq. 18, L_S: cross-entropy of each next word. [ours] A mean over all real words of the batch; with the sum of
+    Eq. 18, L_C, L_D and L_I would weigh several times less.
     logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), caption[:, 1:].flatten(), ignore_index=NULL)
 
@@ -398,7 +398,7 @@ def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
 
 class CHEERS(nn.Module):
     """CHEERS and every parameter of it. grid: (C, H, W) of the features; max_len: ids of the longest caption; table:
-    CLIP's embeddings of the candidate entities (M, E), None without."""
+    CLIP's embeddings of the candidate entities (M, E), or None."""
 
     def __init__(
         self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int, table: Tensor | None = None
@@ -423,8 +423,8 @@ class CHEERS(nn.Module):
             self.log_scale = nn.Parameter(torch.ones(()))
 
     def encode(self, before: Tensor, after: Tensor, entities: Tensor | None = None):
-        """(B, C, H, W) twice and indices of entities (B, K) -> what the decoder reads, F_diff (B, N, D) of Eq. 12 and E
-        (B, K, D); and C~ (2B, N, D), L_C and L_D of each layer."""
+        """(B, C, H, W) twice and indices of entities (B, K) -> what the decoder reads (F_diff (B, N, D) of Eq. 12, E
+        (B, K, D)), and for each layer C~ (2B, N, D), L_C and L_D."""
         pair, e, layers = torch.cat([before, after]), None, []
         if self.project:
             if entities is None:
@@ -458,7 +458,7 @@ class CHEERS(nn.Module):
 
     @torch.no_grad()
     def clamp_scales(self) -> None:
-        """After each step: temperatures stay below 100, as CLIP's."""
+        """After each step: learned scales, 1 / temperature, stay at most 100, as in CLIP."""
         for name, p in self.named_parameters():
             if name.endswith("log_scale"):
                 p.clamp_(max=math.log(100))
@@ -473,7 +473,7 @@ class CHEERS(nn.Module):
     def attention_map(
         self, before: Tensor, after: Tensor, ids: Tensor, entities: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The decoder's last attention over cells, mean over heads and over the words of ids (B, V) -> "attention"
+        """Last decoder layer's attention over cells, mean over heads and over the words of ids (B, V) -> "attention"
         (B, H, W). Row t of the scores is the state that predicts word t + 1."""
         _, query, key = self.decoder(ids, self.encode(before, after, entities)[0])
         scores = self.decoder.layers[-1].cross_attention.scores(query, key)  # (B, heads, V, N)
@@ -543,8 +543,8 @@ def evaluate(
 
 
 def entities_of_files(model: CHEERS, state: dict, files: list[str]) -> Tensor | None:
-    """Section 3.1.2 for pairs of image files, before and after in turn: indices (pairs, K), which it also prints by
-    name."""
+    """Section 3.1.2 for image files in the order before, after, before, after, ... -> indices (pairs, K); also prints
+    the names of the entities."""
     import data
 
     if not model.cfg.k:

@@ -1,22 +1,22 @@
 """IDC pre-training and fine-tuning: Image Difference Captioning with Pre-training and Contrastive Learning
 (Yao, Wang, Jin, AAAI 2022).
 
-Idea. (1) Two images and a caption are one sequence of tokens for one transformer. Before it, one encoder sees each
-image alone and another compares both. (2) Three tasks pre-train it on the pairs that it will caption: guess masked
-words (MLM), recognise masked image cells among all the rest (MVCL), tell the caption from six rewritten ones (FDA).
-(3) Fine-tuning keeps the first task, with words that see only earlier ones, so that a caption is written word by word
-in the place of a [MASK]. On data sets with distractor pairs it also learns to judge them.
+Idea. (1) Two images and a caption are one sequence of tokens for one transformer. Before that, one encoder sees each
+image alone and another compares both. (2) Three tasks pre-train the model on the training pairs: guess masked words
+(MLM), recognise masked image cells among all others (MVCL), tell the caption from six rewritten ones (FDA).
+(3) Fine-tuning keeps the first task, but lets a word see only earlier words, so that captions can be written word by
+word, each in the place of a [MASK]. On data sets with distractor pairs the model also learns to recognise these.
 
-The paper's equations (1)-(9) in our copy are prose, so their numbers stand for:
+Our copy of the paper has lost equations (1)-(9) and kept their prose, so here their numbers stand for:
 Eq. 1-3    Embedding           y = Dropout(LN(x + type + position))
 Eq. 4      IDC.visual          E_p([E_s(v_1) ; E_s(v_2)]), the image difference encoder
 Eq. 5      IDC.cross           cross-modal transformer over [visual ; text]
-Eq. 6      word_loss           MLM, of words masked by mask_words
-Eq. 7-8    cell_loss           MVCL, of cells masked by mask_cells
-Eq. 9      align_loss          FDA, captions rewritten by Negatives: Retrieve, Replace, Confuse
-Sec. 2.4   class_loss, contrast_loss, same_class_loss: birds for the image difference encoder
+Eq. 6      word_loss           MLM, on words masked by mask_words
+Eq. 7-8    cell_loss           MVCL, on cells masked by mask_cells
+Eq. 9      align_loss          FDA, on captions rewritten by Negatives: Retrieve, Replace, Confuse
+Sec. 2.4   class_loss, contrast_loss, same_class_loss: bird classes train the image difference encoder
 Sec. 3.1   judge_loss          is the pair a distractor?
-           total_loss          one task a step in pre-training; then L = L_MLM + w_judge L_judge
+           total_loss          pre-training: one task a step; fine-tuning: L = L_MLM + w_judge L_judge
 
 Row of the paper's tables                      flags
 Tables 2, 3  CLEVR-Change                      --dataset clevr_change
@@ -30,17 +30,17 @@ Tables 1, 5  Birds-to-Words; + CUB; + NABirds  --dataset birds_to_words; --cub F
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, K heads, V words of a caption (START, words, END,
 padding), T text tokens, S = 2 (N + 1) visual tokens: [IMG1] v_1 ... v_N [IMG2] v_1 ... v_N.
 
-If the paper is silent, the released code is followed; if both are, the choice is marked [ours]. If the two differ,
-RELEASED below names a config field, and --reading released sets them all. Both readings
-- have the release's [CLS] and [IMG] without positions, words times sqrt(D), and no LayerNorm after the last block;
-- hide the text from the images in fine-tuning, as released; the paper does not, but then a word would learn from later
-  ones through the images;
-- use PyTorch's LayerNorm (released: by the unbiased deviation plus an epsilon);
-- pad captions to the longest of their kind of pair, in FDA of the data set (released: to 40 or 80 ids);
-- average the losses of two batches, changed pairs and distractors (released: one batch of both);
-- lead CUB's [IMG2] through E_s (released: straight to E_p);
-- have no outputs for [MASK] and [CLS], never write UNK, and end a caption at NULL too (released: any id is written, up
-  to END).
+If the paper is silent, we follow the released code; if both are silent, the choice is marked [ours]. If they differ,
+RELEASED below has a config field for it, and --reading released sets all of these. Both readings
+- follow the release: no positions for [CLS] and [IMG], words times sqrt(D), no LayerNorm after the last block;
+- hide the text from the images in fine-tuning, as released; the paper does not, but then a word would learn about later
+  words through the images;
+- use PyTorch's LayerNorm (the release divides by the unbiased deviation plus an epsilon);
+- pad captions to the longest one of their kind of pair, and for FDA of the data set (released: to 40 or 80 ids);
+- average the losses of two batches, changed pairs and distractors (released: one mixed batch);
+- pass CUB's [IMG2] through E_s (released: straight to E_p);
+- have no outputs for [MASK] and [CLS], never write UNK, and end a caption at NULL too (the release writes any id, up to
+  END).
 
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
@@ -106,27 +106,27 @@ class Config(RunConfig):
     pretrain_steps: int = 250000  # steps of pre-training; 0: none
     pretrain_batch: int = 100  # scenes a step of pre-training
     pretrain_lr: float = 1e-4  # learning rate of pre-training
-    pretrain_warmup: int = 8000  # steps of its linear warm-up
+    pretrain_warmup: int = 8000  # steps of linear warm-up in pre-training
     mlm: int = 8  # share of masked language modelling in the steps of pre-training; 0 leaves it out
     mvcl: int = 1  # share of masked visual contrastive learning
     fda: int = 2  # share of fine-grained difference aligning
     cub: str = ""  # CUB's folder: pre-train on its single images and captions first
     cub_batch: int = 0  # single images a step of that stage; 0: pretrain_batch
-    nabirds: str = ""  # NABirds' folder: classes of birds as a fourth task of pre-training, with share 3
-    mask_rate: float = 0.15  # share of words that MLM masks, and fine-tuning with "masked" targets
+    nabirds: str = ""  # NABirds' folder: its bird classes are a fourth task of pre-training, with share 3
+    mask_rate: float = 0.15  # share of words masked in MLM, and in fine-tuning if finetune_targets is masked
     cell_mask_rate: float = 0.15  # share of one image's cells that MVCL masks
     tau_mvcl: float = 1.0  # temperature of MVCL
     tau_fda: float = 1.0  # temperature of FDA
-    weight_decay: float = 0.0  # of fine-tuning
-    w_judge: float = 1.0  # weight of L_judge in fine-tuning; nothing on data sets without distractor pairs
+    weight_decay: float = 0.0  # weight decay of fine-tuning
+    w_judge: float = 1.0  # weight of L_judge in fine-tuning; unused on data sets without distractor pairs
     # paper | released code
     swap: bool = True  # [ours] half of the scenes swap default and distractor image, as in the other methods
-    finetune_targets: Literal["every", "masked"] = "every"  # [ours] a [MASK] in each word's place; or masked words only
-    start: Literal["xavier", "pytorch"] = "xavier"  # first weights: [ours] Xavier-uniform, or PyTorch's
+    finetune_targets: Literal["every", "masked"] = "every"  # [ours] a [MASK] for each word; or masked words only
+    start: Literal["xavier", "pytorch"] = "xavier"  # initial weights: [ours] Xavier-uniform, or PyTorch's
     project: Literal["linear", "sigmoid"] = "linear"  # features -> width D: linear, or a sigmoid after it
-    exponent: Literal["standard", "doubled"] = "standard"  # of the positions' rates; doubled: most channels hardly vary
+    exponent: Literal["standard", "doubled"] = "standard"  # in the sinusoid's rates; doubled: most channels hardly vary
     special_tokens: Literal["own", "shared"] = "own"  # [CLS] [IMG1] [IMG2] and three types, or one vector and six types
-    mvcl_negatives: Literal["features", "predictions"] = "features"  # unmasked features, or what is predicted there
+    mvcl_negatives: Literal["features", "predictions"] = "features"  # unmasked cells: features, or predictions
     see_padding: bool = False  # pre-training attends to padding
     finetune_cls: bool = True  # [CLS] stands before the text in fine-tuning too
     mask_rules: Literal["plain", "released"] = "plain"  # see mask_words: END, UNK, captions without a masked word
@@ -143,8 +143,8 @@ class Config(RunConfig):
             raise ValueError("--mlm 0 --mvcl 0 --fda 0 leave nothing to pre-train; give --pretrain_steps 0")
 
 
-# Table 6 and section "Implementation Details"; fine-tuning's steps, eval_every and patience are the release's. A batch
-# there counts pairs, here scenes (CLEVR-Change: two pairs each).
+# Table 6 and section "Implementation Details"; fine-tuning's steps, eval_every and patience are the release's. The
+# paper's batches count pairs, ours scenes (CLEVR-Change: two pairs each).
 PRESETS = {
     "clevr_change": dict(seed=1234, extractor="resnet101-layer4", lr=3e-5, batch_size=100, steps=100000, eval_every=400,
                          patience=50),
@@ -154,15 +154,15 @@ PRESETS = {
     # Your own pairs are few: no pre-training; validation says when to stop [ours].
     "pairs": dict(pretrain_steps=0, dim=256, ffn=1024, layers=2, batch_size=16, lr=5e-4, warmup=50, steps=2000,
                   eval_every=100, patience=10),
-    # [ours] MVCL alone: MLM is learned without the images. Features of two cells have cosines near 1, hence the low
-    # temperature; a cell is guessed from its neighbours unless most are masked.
+    # [ours] MVCL alone: MLM can be learned without the images. Any two cells' features have cosines near 1, hence the
+    # low temperature. Unless most cells are masked, a cell can be guessed from its neighbours.
     "mini": dict(dim=128, ffn=256, heads=4, layers=2, dropout=0.0, pretrain_steps=1200, pretrain_batch=16,
                  pretrain_lr=1e-3, pretrain_warmup=50, mlm=0, fda=0, cell_mask_rate=0.7, tau_mvcl=0.02, tau_fda=0.1,
                  batch_size=16, lr=5e-4, schedule="cosine", warmup=100, grad_clip=1.0, steps=3000, eval_every=1000,
                  eval_batch=250),
 }  # fmt: skip
 
-# --reading released: the released code's side of every disputed detail. CLEVR-Change's steps and rates are the paper's.
+# --reading released: the released code's side of every disputed detail. CLEVR-Change keeps the paper's steps and rates.
 RELEASED = {
     "all": dict(swap=False, finetune_targets="masked", start="pytorch", project="sigmoid", exponent="doubled",
                 special_tokens="shared", mvcl_negatives="predictions", see_padding=True, finetune_cls=False,
@@ -177,15 +177,15 @@ REWRITES = 6  # rewritten captions of a pair
 
 
 def doubled_sinusoid(length: int, dim: int) -> Tensor:
-    """The released positions: rate 10000^(-2i/D) in channel i, another for a pair's sine than for its cosine. Most
-    channels hardly change. -> (length, dim)."""
+    """The released positions: rate 10000^(-2i/D) in channel i, so that the sine and cosine of a pair differ in rate.
+    Most channels hardly vary. -> (length, dim)."""
     angle = torch.arange(length)[:, None] / 10000 ** (2 * torch.arange(dim) / dim)
     return torch.where(torch.arange(dim) % 2 == 0, angle.sin(), angle.cos())
 
 
 class Embedding(nn.Module):
-    """Eq. 1-3: y = Dropout(LN(x + type + position)) of words and cells, and of special tokens, which have no position.
-    One LayerNorm and one table of types serve all."""
+    """Eq. 1-3: y = Dropout(LN(x + type + position)) for words, cells, and special tokens, which have no position. All
+    of them share one LayerNorm and one table of types."""
 
     def __init__(self, cfg: Config, vocab_size: int, channels: int, length: int):
         super().__init__()
@@ -219,8 +219,8 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm layer: x + MHA(LN x), then x + W2 ReLU(W1 LN x). x (B, T, D) -> the same of the tokens `rows`; key and
-    value of x; query. past: key and value of tokens before x. mask: bool (B or 1, 1, T or 1, past + T)."""
+    """Pre-norm layer: x + MHA(LN x), then x + W2 ReLU(W1 LN x). x (B, T, D) -> the new x at the tokens `rows`; key and
+    value of x; query at `rows`. past: key and value of tokens before x. mask: bool (B or 1, 1, T or 1, past + T)."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -238,8 +238,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """LayerNorm, then blocks; heads read the residual stream, as released. `past` and the keys and values that are
-    returned are lists with an item for each Block. `rows` and the query are the last one's."""
+    """LayerNorm, then blocks; heads read the residual stream as it is, as released. `past` and the returned keys and
+    values are lists with an item for each block. `rows` and the query belong to the last block."""
 
     def __init__(self, cfg: Config, layers: int):
         super().__init__()
@@ -257,11 +257,11 @@ class Transformer(nn.Module):
 
 
 def mask_words(caption: Tensor, words: int, rate: float, rules: str) -> tuple[Tensor, Tensor]:
-    """Section "MLM": of `rate` of the words 80 % become [MASK], 10 % another word, 10 % stay. caption (B, V), in a
-    vocabulary of `words` -> ids with masks; targets, NULL where nothing is asked.
+    """Section "MLM": `rate` of the words are targets; of these, 80 % become [MASK], 10 % a random word, 10 % stay.
+    caption (B, V), `words` ids in the vocabulary -> ids with masks; targets, NULL elsewhere.
 
-    END is a word like any other: the model has to learn where a caption ends. UNK is not. The released rules replace
-    END by [MASK] only, mask UNK too, make the first word a [MASK] if none was drawn, and draw from all ids."""
+    END is masked like any word: the model has to learn where a caption ends. UNK is not. The released rules replace END
+    by [MASK] only, mask UNK too, make the first word a [MASK] if none was drawn, and draw random words from all ids."""
     released = rules == "released"
     is_word = (caption > END) | (caption == (UNK if released else END))
     chosen = is_word & (torch.rand(caption.shape, device=caption.device) < rate)
@@ -292,15 +292,15 @@ def mask_cells(pairs: int, images: int, cells: int, rate: float, device: str) ->
 
 
 def word_loss(logits: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """Eq. 6: cross-entropy of masked words. logits (..., vocabulary), target (...) with NULL where nothing is asked."""
+    """Eq. 6: cross-entropy of masked words. logits (..., vocabulary), target (...) with NULL at all other words."""
     total = F.cross_entropy(logits.flatten(0, -2), target.flatten(), ignore_index=NULL, reduction="sum")
     return total / (target != NULL).sum().clamp(min=1) if reduction == "mean" else total
 
 
 def cell_loss(predicted: Tensor, features: Tensor, masked: Tensor, rows: int, tau: float, negatives: str) -> Tensor:
-    """Eq. 8: InfoNCE of masked cells by cosine. predicted, features (M, C), masked (M,) bool; rows: at least as many as
-    are masked, a fixed number, so that shapes do not depend on the draw. negatives: the "features" of all unmasked
-    cells; released: their "predictions", and the features of the other masked cells."""
+    """Eq. 8: InfoNCE of masked cells by cosine. predicted, features (M, C) of all cells, masked (M,) bool; rows: a
+    fixed number, at least that of the masked cells, so that shapes do not depend on the draw. negatives: the "features"
+    of all unmasked cells; released: their "predictions", and the features of the other masked cells."""
     p, f = F.normalize(predicted, dim=-1), F.normalize(features, dim=-1)
     weight, row = masked.to(p.dtype).topk(rows)  # the masked cells come first; the rest have no weight
     released = negatives == "predictions"
@@ -311,8 +311,8 @@ def cell_loss(predicted: Tensor, features: Tensor, masked: Tensor, rows: int, ta
 
 
 def align_loss(image: Tensor, text: Tensor, tau: float) -> Tensor:
-    """Eq. 9: InfoNCE of the caption (first) among its rewritten ones by cosine. image, text (B, 7, D): mean of [IMG1]
-    and [IMG2], and [CLS], each having seen that caption."""
+    """Eq. 9: InfoNCE by cosine of the caption (first) against its six rewrites. image (mean of [IMG1] and [IMG2]) and
+    text ([CLS]) are (B, 7, D), each of the seven from the sequence with that caption."""
     s = F.cosine_similarity(image, text, dim=-1) / tau
     return F.cross_entropy(s, torch.zeros(len(s), dtype=torch.long, device=s.device))
 
@@ -329,8 +329,8 @@ def class_loss(logits: Tensor, classes: Tensor) -> Tensor:
 
 
 def contrast_loss(x: Tensor, classes: Tensor, margin: float = 0.4) -> Tensor:
-    """Section 2.4, TransFG's (He et al. 2021): cosines to 1 within a class, below the margin between classes; a mean
-    over all ordered pairs, an image with itself included. x (2B, D), classes (2B,)."""
+    """Section 2.4, TransFG's (He et al. 2021): pulls cosines to 1 within a class, and below the margin between
+    classes; a mean over all ordered pairs, including an image with itself. x (2B, D), classes (2B,)."""
     with torch.autocast(x.device.type, enabled=False):  # bfloat16 has three digits
         x = F.normalize(upcast(x), dim=-1)
         cos, alike = x @ x.T, classes[:, None] == classes
@@ -378,7 +378,7 @@ class IDC(nn.Module):
         after None for single images; caption (B, V), for birds the classes (B, 2).
 
         changed, for finetune: are the pairs changed, or distractors? None: not known, so not judged.
-        negatives, for fda: rewritten captions (B', 6, V or more) of the first B' pairs, the only ones that it takes."""
+        negatives, for fda: rewritten captions (B', 6, V or more) of the first B' pairs; this task drops the rest."""
         images = [x.flatten(2).transpose(1, 2) for x in (before, after) if x is not None]
         if task == "finetune":
             return self.finetune(images, caption, changed)
@@ -395,8 +395,8 @@ class IDC(nn.Module):
     # -- the sequence
 
     def visual(self, *images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Eq. 4. Cells (B, N, C) of both images, or of one -> E_p's tokens (B, S, D); which of them are there, bool
-        (1, S), of a missing image only [IMG2]; E_s's [IMG1] and [IMG2] (2, B, D)."""
+        """Eq. 4. Cells (B, N, C) of both images, or of one -> E_p's tokens (B, S, D); which of them are real, bool
+        (1, S): of a missing image only [IMG2]; E_s's [IMG1] and [IMG2] (2, B, D)."""
         before, after = (*images, torch.zeros_like(images[0]))[:2]
         there = torch.ones(2, 1 + before.shape[1], dtype=torch.bool, device=before.device)
         there[1, 1:] = len(images) == 2
@@ -410,7 +410,7 @@ class IDC(nn.Module):
         return x, there, alone
 
     def joint(self, visual: Tensor, there: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Eq. 5 as in pre-training: everything sees everything but padding. ids (B, V) -> visual (B, S, D); text
+        """Eq. 5 as in pre-training: every token sees all others but padding. ids (B, V) -> visual (B, S, D); text
         (B, 1 + V, D) with [CLS] first."""
         text = torch.cat([self.embed.special(2, len(ids)), self.embed.words(ids)], 1)
         real = F.pad((ids != NULL) | self.cfg.see_padding, (1, 0), value=True)
@@ -419,10 +419,10 @@ class IDC(nn.Module):
         return x[:, : visual.shape[1]], x[:, visual.shape[1] :]
 
     def causal(self, visual: Tensor, ids: Tensor, ask_next: bool = False) -> tuple[Tensor, Tensor, tuple]:
-        """Eq. 5 as in fine-tuning: a word of ids (B, V) sees the images, earlier words and itself; images see images.
-        ask_next: V [MASK]s follow, each in the place of the word after one of ids. As in decoding it sees itself and
-        what that one sees. -> [IMG1] and [IMG2] (B, 2, D); text (B, T, D) with [CLS] first; the last layer's query of
-        the text (B, T, D) and key of the images (B, S, D)."""
+        """Eq. 5 in fine-tuning: a word of ids (B, V) sees the images, earlier words and itself; images see only images.
+        ask_next: V [MASK]s follow, one for each word of ids, at the position after it. As in decoding, a [MASK] sees
+        itself and what that word sees. -> [IMG1] and [IMG2] (B, 2, D); text (B, T, D), with [CLS] first if it has one;
+        the last layer's query of the text (B, T, D) and key of the images (B, S, D)."""
         text, count = self.embed.words(ids), ids.shape[1]
         if self.cfg.finetune_cls:
             text = torch.cat([self.embed.special(2, len(ids)), text], 1)
@@ -444,13 +444,13 @@ class IDC(nn.Module):
         return {"mlm": word_loss(self.head(text[:, 1:]), target)}
 
     def mvcl(self, images: list[Tensor], caption: Tensor) -> dict[str, Tensor]:
-        """Eq. 7-8: the masked cells of one image of each pair, recognised from the rest and the caption. As mlm."""
+        """Eq. 7-8: masked cells of one image of each pair, recognised from the rest and the caption. Inputs: as mlm."""
         cfg, features = self.cfg, torch.stack(images, 1)  # (B, 1 or 2, N, C)
         masked = mask_cells(*features.shape[:3], cfg.cell_mask_rate, features.device)
         shown = features.masked_fill(masked[..., None], 0).unbind(1)
         visual, _ = self.joint(*self.visual(*shown)[:2], caption)
         cells = visual.unflatten(1, (2, -1))[:, : len(images), 1:]  # (B, 1 or 2, N, D), without [IMG1] and [IMG2]
-        # The projection's own weights, transposed, lead back to features.
+        # The projection's weights, transposed, map back to features.
         predicted = (self.cell_head(cells) @ self.embed.project.weight + self.cell_bias).to(features.dtype)
         inputs = predicted.flatten(0, 2), features.flatten(0, 2), masked.flatten()
         rows = math.ceil(2 * cfg.cell_mask_rate * cells.shape[2] + 1) * len(caption)  # twice what is expected
@@ -458,7 +458,7 @@ class IDC(nn.Module):
             return {"mvcl": cell_loss(*inputs, min(rows, masked.numel()), cfg.tau_mvcl, cfg.mvcl_negatives)}
 
     def fda(self, images: list[Tensor], caption: Tensor, negatives: Tensor) -> dict[str, Tensor]:
-        """Eq. 9. negatives (B', 6, V or more): rewritten captions of the first B' pairs. As mlm."""
+        """Eq. 9. negatives (B', 6, V or more): rewritten captions of the first B' pairs. Other inputs: as mlm."""
         caption = F.pad(caption[: len(negatives)], (0, negatives.shape[2] - caption.shape[1]), value=NULL)
         visual, there, _ = self.visual(*(x[: len(negatives)] for x in images))
         ids = torch.cat([caption[:, None], negatives], 1)  # (B', 7, V)
@@ -478,7 +478,7 @@ class IDC(nn.Module):
     # -- fine-tuning
 
     def finetune(self, images: list[Tensor], caption: Tensor, changed: bool | None) -> dict[str, Tensor]:
-        """L_MLM with words that see earlier words only, and L_judge if it is known whether the pairs are changed."""
+        """L_MLM, each word seeing only earlier words, and L_judge if it is known whether the pairs are changed."""
         cfg, visual = self.cfg, self.visual(*images)[0]
         if cfg.finetune_targets == "every":
             target = caption[:, 1:]
@@ -494,12 +494,12 @@ class IDC(nn.Module):
     # -- captions
 
     def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """visual of features (B, C, H, W)."""
+        """What `visual` returns, for features (B, C, H, W) of both images."""
         return self.visual(*(x.flatten(2).transpose(1, 2) for x in (before, after)))
 
     def stepper(self, visual: Tensor):
-        """-> step(words (B,), position) -> logits of the next word, which a [MASK] in its place predicts. Later words
-        change no keys and values of images and earlier words, so these are kept."""
+        """-> step(words (B,), position) -> logits of the next word, which a [MASK] in its place predicts. Keys and
+        values of images and earlier words do not depend on later words, so they are kept."""
         past = self.cross(visual)[1]
         if self.cfg.finetune_cls:
             past = join(past, self.cross(self.embed.special(2, len(visual)), past=past)[1])
@@ -523,8 +523,8 @@ class IDC(nn.Module):
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """Where the [MASK]s looked that became the words of ids (B, V): last layer's attention over the cells of both
-        images, mean over heads and words -> "before" and "after" (B, H, W), together of sum 1."""
+        """Where the model looked to write ids (B, V): last layer's attention of each word's [MASK] over the cells of
+        both images, mean over heads and words -> "before" and "after" (B, H, W), which sum to 1 together."""
         query, key = self.causal(self.encode(before, after)[0], ids[:, :-1], ask_next=True)[2]
         scores = self.cross.blocks[-1].attention.scores(query[:, 1 - ids.shape[1] :], key)  # (B, K, V - 1, S)
         cells = scores.unflatten(-1, (2, -1))[..., 1:]  # without [IMG1] and [IMG2]
@@ -550,7 +550,7 @@ def plan(cfg: Config) -> list[tuple[str, int, int]]:
 
 
 def task_of(cfg: Config, stage: str, step: int) -> str:
-    """The task of a step, in pre-training drawn by their shares; a function of (seed, step) alone."""
+    """The task of a step; in pre-training drawn by the tasks' shares. A function of (seed, step) alone."""
     if stage == "finetune":
         return stage
     tasks = ["mlm"] * cfg.mlm + ["mvcl"] * cfg.mvcl + ["fda"] * cfg.fda
@@ -677,8 +677,8 @@ def main(argv: list[str] | None = None) -> None:
 
 # ---- rewritten captions ----------------------------------------------------------------------------------------------
 
-ANIMAL = re.compile(r"\b(animal ?)([12])\b", re.IGNORECASE)  # Birds-to-Words names its two images so
-KINDS = {  # [ours] words that give way to their own kind only, synonyms together; other words to words of the same tag
+ANIMAL = re.compile(r"\b(animal ?)([12])\b", re.IGNORECASE)  # what Birds-to-Words calls its two images
+KINDS = {  # [ours] these words are replaced only within their kind, synonyms in one string; others, within their tag
     "size": ["small tiny", "large big"],
     "color": ["gray", "red", "blue", "green", "brown", "purple", "cyan", "yellow"],
     "material": ["rubber matte", "metal metallic shiny"],
@@ -689,7 +689,7 @@ MEANING = {word: (kind, synonyms) for kind, group in KINDS.items() for synonyms 
 
 class Negatives:
     """Section "FDA": six rewritten captions of every training pair, kept in train_neg_tfidf6.json in the released
-    layout, a JSON object a line, so that the authors' own file is read too."""
+    layout, one JSON object a line, so that the authors' file can be read too."""
 
     def __init__(self, dataset):
         import data
@@ -716,13 +716,13 @@ class Negatives:
 
 
 def rewrite(dataset) -> dict[str, list[str]]:
-    """Training pair's id -> its six negatives, two each by Retrieve, Replace and Confuse. [ours]
+    """Each training pair's id -> its six negatives, two each from Retrieve, Replace and Confuse. [ours]
     - All captions of a pair share its negatives.
     - Single images (CUB) have no subjects to confuse: three come from Retrieve, three from Replace.
-    - If a strategy finds too few, Retrieve and then Replace fill up.
-    - A scene's changed and unchanged pair share five rewrites of the change. The sixth is a caption of the other pair,
-      so that text alone does not show which of the two pairs a set belongs to.
-    - A negative must be false: it says of the object that it names first what no caption of the pair says."""
+    - If a strategy finds too few, Retrieve and then Replace make up for it.
+    - A scene's changed and unchanged pair share five rewrites of the change. The sixth, in place of one from Retrieve,
+      is a caption of the other pair, so that text alone does not show which of the two pairs a set belongs to.
+    - A negative must be false: of the first object it names, it says something that no caption of the pair says."""
     scenes, unchanged = dataset.scenes["train"], dataset.kinds.get("no change", set())
     captions = list(dict.fromkeys(c for s in scenes for p in s.pairs for c in p.captions))
     changes = list(dict.fromkeys(c for s in scenes for p in s.pairs if p.id not in unchanged for c in p.captions))
@@ -792,8 +792,8 @@ def retrieve(queries: list[str], texts: list[str], idf: dict[str, float], count:
 
 
 def parse(dataset, texts: list[str]) -> tuple[dict, dict, dict]:
-    """By text: its tokens, each with the blanks that follow; its nouns and adjectives, (index, word, kind of KINDS or
-    tag); its subjects. CLEVR's pipeline of known words has no tags, so only words of KINDS are rewritten there."""
+    """For each text: its tokens, with the spaces that follow; its nouns and adjectives, (index, word, kind of KINDS or
+    tag); its subjects. CLEVR's pipeline of known words sets no tags, so only words of KINDS are replaced there."""
     import data
 
     tokens, words, subjects = {}, {}, {}
@@ -811,7 +811,7 @@ def important(words: list[tuple[int, str, str]], idf: dict[str, float]) -> list[
 
 
 def pools(captions: list[list[tuple[int, str, str]]], idf: dict[str, float]) -> dict[str, list[str]]:
-    """Appendix A.2: for each kind or tag the words that are important in some caption and stand in at least ten."""
+    """Appendix A.2: for each kind or tag the words that are important in some caption and occur in at least ten."""
     count = Counter(key for words in captions for key in {(kind, word) for _, word, kind in words})
     pool: dict[str, list[str]] = {}
     for kind, word in sorted({(kind, word) for words in captions for _, word, kind in important(words, idf)}):
@@ -831,8 +831,8 @@ def replace_words(tokens: list[str], words: list, pool: dict[str, list[str]], rn
 
 
 def confuse(text: str, own: list[str], subjects: list[str], rng: np.random.Generator) -> str:
-    """Section "Confuse": "animal 1" and "animal 2" change places; without these, the subject (the first of `own`) gives
-    way to another one of as many words, if there is one."""
+    """Section "Confuse": "animal 1" and "animal 2" change places; without both, the subject (the first of `own`) gives
+    way to another subject of as many words, if there is one."""
     if len({number for _, number in ANIMAL.findall(text)}) == 2:
         return ANIMAL.sub(lambda m: m[1] + "21"[int(m[2]) - 1], text)
     subject = next((s for s in own if s in text.lower()), "")
@@ -847,7 +847,7 @@ def confuse(text: str, own: list[str], subjects: list[str], rng: np.random.Gener
 
 
 def open_dataset(cfg: Config):
-    """The data set of a run; with CUB its words are those of both."""
+    """The data set of a run; with --cub, its vocabulary covers both data sets."""
     import data
 
     dataset = data.open_dataset(cfg)
@@ -860,7 +860,7 @@ def open_dataset(cfg: Config):
 
 
 def open_cub(cfg: Config, dataset):
-    """Section 2.4, general image captioning: single images with captions, in the words of `dataset`."""
+    """Section 2.4, general image captioning: single images with captions, encoded in `dataset`'s vocabulary."""
     import data
 
     cub = data.load("cub", cfg.cub, cfg.features, cfg.device)
@@ -883,7 +883,7 @@ class Birds:
         self.partners, self.size, self.seed = partners(self.classes, cfg.seed), cfg.pretrain_batch, cfg.seed
 
     def batch(self, step: int):
-        """Pairs drawn by (seed, step). In the place of captions are the classes (B, 2)."""
+        """Random pairs that depend on (seed, step) alone. The classes (B, 2) take the place of captions."""
         import data
 
         first = np.random.default_rng([self.seed, step, 1]).integers(len(self.names), size=self.size)

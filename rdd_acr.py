@@ -1,10 +1,10 @@
 """RDD+ACR: Region-aware Difference Distilling with Attribute-guided Contrastive Regularization for Change Captioning
 (Li et al., AAAI 2025).
 
-Idea. (1) Each image looks by cross-attention at the bare difference of the two: the global difference. (2) A few
-learned vectors distil from it what happened to objects; a few more distil the action from those: the concrete first,
-then the abstract. The decoder reads all three. (3) While training, the object vectors must resemble the caption's noun
-phrases, and the action vectors its verb phrases, in the space of CLIP's text encoder.
+Idea. (1) Each image attends to the bare difference of the two, which gives the global difference. (2) From it, a set of
+learned vectors distils what concerns objects; from these, a second set distils the action: first the concrete, then the
+abstract. The decoder reads all three, fused. (3) During training, the object vectors must resemble the caption's noun
+phrases, and the action vectors its verb phrases, both encoded by CLIP and an adapter.
 
 Eq. 1      ImageEmbedding      F_x = conv(features) + PE
 Eq. 2      RDD.encode          F_diff = F_bef - F_aft
@@ -27,15 +27,15 @@ Table 6    prompts             --prompt none, fixed, learnable
 Fig. 4     vectors             --object_vectors 32, --action_vectors 5
 
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, V words of a caption (START, words, END,
-padding), K object or action vectors, U different phrases, E width of CLIP's text space, P vectors of a prompt.
+padding), K object or action vectors, U distinct phrases, E width of CLIP's text space, P vectors of a prompt.
 
-The authors' repository, github.com/guishiron/ACR, holds no code, and the supplement is not at hand. If the paper is
-silent or leaves two readings, the choice is marked [ours] where it is made. The largest: the paper prints one residual,
-that of the fully connected layer in Eq. 8, and no LayerNorm. With that alone every vector becomes a mean of the same
-cells, and all K vectors start and stay alike. So Eq. 6 and 7 have residuals here, Eq. 6-8 are pre-norm, and Eq. 4 has
-the residual and LayerNorm that DIRL+CCR's release has where its paper prints none. --no-residual takes Eq. 4 and Eq.
-6-8 as printed.
-To copy: this file and common.py. Training on a data set of data.py needs that file too, also for phrases and CLIP.
+The authors' repository, github.com/guishiron/ACR, holds no code, and we do not have the supplement. If the paper is
+silent or leaves two readings, the choice is marked [ours] where it is made. The main choice: the paper prints only
+one residual, around the fully connected layer in Eq. 8, and no LayerNorm. With that alone every vector becomes a mean
+of the same cells, and all K vectors start and stay alike. So Eq. 6 and 7 have residuals here, Eq. 6-8 are pre-norm, and
+Eq. 4 has a residual and a LayerNorm, as DIRL+CCR's released code has, although the DIRL+CCR paper prints none either.
+--no-residual takes Eq. 4 and Eq. 6-8 as printed.
+To copy: this file and common.py. Training on a data set of data.py needs that file too, as do phrases and CLIP.
 """
 
 import dataclasses
@@ -81,26 +81,26 @@ class Config(RunConfig):
     decoder_layers: int = 2  # decoder layers
     dropout: float = 0.1  # dropout probability
     gde: bool = True  # Eq. 3-5; without it the bare difference is the global difference (direct-sub)
-    order: Literal["none", "n", "v", "n+v", "v+n", "v&n"] = "n+v"  # objects, actions; +: chained, &: both from F_c
-    distil_steps: int = 3  # N, distilling blocks for objects, and again for actions (not given in the paper)
-    share_blocks: bool = True  # the N blocks are one and the same, "with the same parameters"
+    order: Literal["none", "n", "v", "n+v", "v+n", "v&n"] = "n+v"  # n objects, v actions; +: chained, &: both from F_c
+    distil_steps: int = 3  # N, distilling blocks for objects, and as many for actions (not in the paper)
+    share_blocks: bool = True  # the N blocks are one block, applied N times ("with the same parameters")
     residual: bool = True  # residuals in Eq. 4, 6, 7 and LayerNorms in Eq. 4, 6-8; without: as printed
-    object_vectors: int = 32  # K_o
-    action_vectors: int = 5  # K_a
-    w_n2o: float = 0.1  # weight of L_N2O in Eq. 16; 0 leaves it out (not given in the paper, as the next two)
+    object_vectors: int = 32  # K_o, number of object vectors
+    action_vectors: int = 5  # K_a, number of action vectors
+    w_n2o: float = 0.1  # weight of L_N2O in Eq. 16; 0 leaves it out (the paper gives neither weight nor tau)
     w_v2a: float = 0.1  # weight of L_V2A in Eq. 16; 0 leaves it out
     tau: float = 0.1  # temperature of Eq. 11-12
-    equal_phrases: Literal["ignored", "negatives"] = "ignored"  # another pair with the very same phrase
-    prompt: Literal["none", "fixed", "learnable"] = "learnable"  # what stands before the phrases
+    equal_phrases: Literal["ignored", "negatives"] = "ignored"  # how the losses treat other pairs with the same phrase
+    prompt: Literal["none", "fixed", "learnable"] = "learnable"  # what precedes each phrase
     prompt_tokens: int = 4  # P, vectors of a learnable prompt
-    clip: str = "ViT-L-14:openai"  # text encoder, open_clip's MODEL:WEIGHTS (name or file), or mini's: mini
+    clip: str = "ViT-L-14:openai"  # text encoder: open_clip's MODEL:WEIGHTS (name or file), or mini (mini's own)
     clip_dim: int = 768  # E, width of CLIP's text space
     clip_width: int = 768  # width of CLIP's token embeddings, and of a learnable prompt
     blind: bool = False  # zero the features: what words alone can score
 
 
-# K_a from section "Effect of Learnable Vectors Number"; batch, rate and drops are in the supplement. [ours] SCORER's;
-# LEVIR-CC, which SCORER does not have, takes Spot-the-Diff's batch and no drop.
+# K_a from section "Effect of Learnable Vectors Number". Batch, rate and drops are in the supplement; we take SCORER's
+# [ours]. SCORER was not trained on LEVIR-CC, which takes Spot-the-Diff's batch and no drop.
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "levir_cc": dict(action_vectors=10, batch_size=32),
@@ -121,7 +121,7 @@ NOUN_PROMPT, VERB_PROMPT = "the objects that changed: ", "what happened: "  # pr
 class ImageEmbedding(nn.Module):
     """Eq. 1: F_x = conv_1x1(features) + PE. (B, C, H, W) -> (B, N, D), cell n = row * W + column.
 
-    [ours] Both images have the same positions, so Eq. 2 cancels them: F_bef and F_aft know places, F_diff does not."""
+    [ours] Both images have the same positions, so Eq. 2 cancels them: F_bef and F_aft hold them, F_diff does not."""
 
     def __init__(self, cfg: Config, channels: int, height: int, width: int):
         super().__init__()
@@ -155,8 +155,8 @@ class GlobalDifference(nn.Module):
 class DistillingBlock(nn.Module):
     """Eq. 6-8: the source attends to itself, the vectors attend to the source, a fully connected layer.
 
-    [ours] Pre-norm, and residuals in Eq. 6 and 7; as printed (residual=False) there are neither. The "FFN" is the one
-    fully connected layer that the text has, without an activation."""
+    [ours] Pre-norm, and residuals in Eq. 6 and 7; as printed (residual=False) there is neither. The "FFN" is what the
+    text calls it, one fully connected layer, without an activation."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -179,7 +179,7 @@ class DistillingBlock(nn.Module):
 
 
 class Distilled(NamedTuple):
-    """K vectors, and the last block's query and key, with which they read their source (M tokens)."""
+    """K vectors, and the query and key of the last block's attention to the source (M tokens)."""
 
     vectors: Tensor  # (B, K, D)
     query: Tensor  # (B, K, D)
@@ -187,8 +187,8 @@ class Distilled(NamedTuple):
 
 
 class Distilling(nn.Module):
-    """K vectors, drawn from a Gaussian and learned, through N blocks. source (B, M, D): F_c, or the vectors that
-    precede these -> Distilled."""
+    """N blocks for K learned vectors, which are initialised from a Gaussian. source (B, M, D) -> Distilled; the source
+    is F_c, or the vectors of another Distilling."""
 
     def __init__(self, cfg: Config, count: int):
         super().__init__()
@@ -294,13 +294,13 @@ class Attributes(NamedTuple):
 
     text: Tensor  # (B, E) by CLIP's text encoder
     valid: Tensor  # (B,) bool: the caption has such a phrase
-    same: Tensor  # (B, B) bool: pairs whose phrases are equal, so not negatives of each other
+    same: Tensor  # (B, B) bool: not negatives (equal phrases; if these count as negatives, a pair and itself)
 
 
 class Phrases:
-    """Section "Attribute-guided Tokens Generating", before the adapter: noun and verb phrases of every training
-    caption, each kind joined by "and", through CLIP's text encoder. For training only: no part of the model or its
-    checkpoint. [ours] CLIP is ViT-L/14, and frozen."""
+    """Section "Attribute-guided Tokens Generating", before the adapter: CLIP's text encoder reads the noun phrases of
+    each training caption, joined by "and", and likewise its verb phrases. Used in training only: not part of the model
+    or its checkpoint. [ours] CLIP is ViT-L/14, and frozen."""
 
     def __init__(self, cfg: Config, dataset):
         import data
@@ -315,7 +315,7 @@ class Phrases:
             raise ValueError(f"--clip {cfg.clip} needs --clip_dim {dim} --clip_width {width}")
         self.ignore_equal = cfg.equal_phrases == "ignored"
         noun_prompt, verb_prompt = (NOUN_PROMPT, VERB_PROMPT) if cfg.prompt == "fixed" else ("", "")
-        self.phrase = {"nouns": {}, "verbs": {}}  # of each caption; "": it has none
+        self.phrase = {"nouns": {}, "verbs": {}}  # by caption; "" if it has none
         for caption, (nouns, verbs) in segments.items():
             self.phrase["nouns"][caption] = noun_prompt + " and ".join(nouns) if nouns else ""
             self.phrase["verbs"][caption] = verb_prompt + " and ".join(verbs) if verbs else ""
@@ -328,10 +328,10 @@ class Phrases:
             self.encode_prompted = torch.compile(data.encode_prompted, fullgraph=True, dynamic=True)
 
     def encode(self, captions: list[str], prompts: dict[str, Tensor | None]) -> dict[str, Attributes]:
-        """The "nouns", "verbs" or both of B captions, each kind after its learned prompt (P, width) or, for None,
-        without. One pass through CLIP; phrases that occur more than once are in it once."""
+        """Attributes of the "nouns", the "verbs" or both of B captions. prompts: by kind, the learned prompt (P, width)
+        to put in front, or None. CLIP runs once and encodes repeated phrases once."""
         rows = [torch.tensor([self.row[self.phrase[kind][c]] for c in captions]) for kind in prompts]
-        unique = [r.clamp(min=0).unique(return_inverse=True) for r in rows]  # on the host: a GPU would have to wait
+        unique = [r.clamp(min=0).unique(return_inverse=True) for r in rows]  # on the CPU: on a GPU this would stall
         sizes = [len(values) for values, _ in unique]
         learned = [p.expand(size, -1, -1) for p, size in zip(prompts.values(), sizes, strict=True) if p is not None]
         tokens = self.tokens[torch.cat([values for values, _ in unique]).to(self.tokens.device, non_blocking=True)]
@@ -350,11 +350,11 @@ class Phrases:
 def alignment_loss(vectors: Tensor, phrases: Tensor, valid: Tensor, same: Tensor, tau: float) -> Tensor:
     """Eq. 10-13, L_N2O or L_V2A: InfoNCE of cosines between the mean of a pair's vectors and its phrase, both ways.
 
-    vectors (B, K, D), phrases (B, D) -> a scalar. [ours] Pairs without a phrase (not valid (B,)) are no negatives, and
-    count as 0 in the mean over all B pairs. [ours] Pairs with equal phrases (same (B, B)) are no negatives of each
-    other: templates make many of them, and would push apart what says the same. Synonyms ("is gone", "is missing") stay
-    negatives. Of 16 changed pairs of the embedded data set 72 % have one; all pairs without a change have one, so among
-    these the loss stays at chance."""
+    vectors (B, K, D), phrases (B, D) -> a scalar. [ours] Pairs without a phrase (valid (B,) is False) are not
+    negatives, and count as 0 in the mean over all B pairs. [ours] Pairs with equal phrases (same (B, B)) are not
+    negatives of each other: templates make many of them, and the loss would push apart what says the same. Synonyms
+    ("is gone", "is missing") stay negatives: in a batch of 16 changed pairs of mini, 72 % of the pairs have one. All
+    pairs without a change have one, so among these the loss stays at chance."""
     l, c = F.normalize(phrases, dim=-1), F.normalize(vectors.mean(1), dim=-1)  # Eq. 10
     s = l @ c.T / tau  # (B, B)
     partner = torch.eye(len(s), dtype=torch.bool, device=s.device)
@@ -397,20 +397,20 @@ class RDD(nn.Module):
         self.decoder = Decoder(cfg, vocab_size, max_len)
         if cfg.w_n2o or cfg.w_v2a:
             layers = nn.Linear(cfg.clip_dim, cfg.dim), nn.ReLU(), nn.Linear(cfg.dim, cfg.dim), nn.ReLU()
-            self.adapter = nn.Sequential(*layers, nn.Linear(cfg.dim, cfg.dim))  # [ours] one for nouns and verbs
+            self.adapter = nn.Sequential(*layers, nn.Linear(cfg.dim, cfg.dim))  # [ours] one for both nouns and verbs
         self.noun_prompt = self.verb_prompt = None
-        if cfg.prompt == "learnable":  # [ours] CoOp's: one for all nouns, one for all verbs (CoCoOp's read the text)
+        if cfg.prompt == "learnable":  # [ours] CoOp's: one for all nouns, one for all verbs (CoCoOp: one per input)
             size = cfg.prompt_tokens, cfg.clip_width
             self.noun_prompt = nn.Parameter(0.02 * torch.randn(size)) if cfg.w_n2o else None
             self.verb_prompt = nn.Parameter(0.02 * torch.randn(size)) if cfg.w_v2a else None
 
     def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, dict[str, Distilled]]:
-        """(B, C, H, W) twice -> what the decoder reads, and the "objects" and "actions" that `order` has. [ours] It
-        reads all N + K_o + K_a tokens of Eq. 9; section "Caption Decoder" has HW."""
+        """(B, C, H, W) twice -> what the decoder reads, and "objects" and "actions", if `order` has them. [ours] The
+        decoder reads all N + K_o + K_a tokens of Eq. 9; in section "Caption Decoder" it reads HW tokens."""
         if self.cfg.blind:
             before, after = torch.zeros_like(before), torch.zeros_like(after)
         f_bef, f_aft = self.embed(before), self.embed(after)
-        f_diff = f_bef - f_aft  # Eq. 2 [ours] as printed; its text subtracts "before" from "after"
+        f_diff = f_bef - f_aft  # Eq. 2 [ours] as printed; the text above it subtracts "before" from "after"
         f_c = self.difference(f_bef, f_aft, f_diff) if self.difference else f_diff
         distilled = {}
         if self.cfg.order == "v+n":
@@ -449,8 +449,8 @@ class RDD(nn.Module):
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Maps (B, H, W) by name. "decoder": last layer's attention over cells, mean over heads and over the words of
-        ids (B, V); row t is the state that predicts word t + 1. "objects" and "actions": attention of their last block,
-        mean over heads and vectors; for vectors distilled from others, both weights multiplied."""
+        ids (B, V); row t is the state that predicts word t + 1. "objects" and "actions": attention of the last block,
+        mean over heads and vectors; if it reads other vectors, its weights are multiplied by theirs to reach cells."""
         tokens, distilled = self.encode(before, after)
         _, query, key = self.decoder(ids, tokens)
         cells = key[:, : self.grid[1] * self.grid[2]]
