@@ -158,7 +158,8 @@ def seeds_of(row: str) -> tuple[int, ...]:
 
 
 def folder_of(runs: Path, row: str, seed: int) -> Path:
-    return runs / f"{re.sub(r'[^a-z0-9]+', '-', row.lower()).strip('-')}-{seed}"
+    name = row.lower().replace("&", "and")  # else GDE+V&N and GDE+V+N would share a folder
+    return runs / f"{re.sub(r'[^a-z0-9]+', '-', name).strip('-')}-{seed}"
 
 
 def train(row: str, seed: int, runs: Path, data_dir: str) -> None:

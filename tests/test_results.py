@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+from pathlib import Path
 
 import pytest
 import results
@@ -17,8 +18,9 @@ def config_of(row):
     return script, dataclasses.asdict(cfg) | {"out_dir": ""}
 
 
-def test_every_row_is_a_command_of_its_own():
+def test_every_row_is_a_command_and_has_a_folder_of_its_own():
     assert len({str(config_of(row)) for row in results.ROWS}) == len(results.ROWS)
+    assert len({results.folder_of(Path(), row, 1) for row in results.ROWS}) == len(results.ROWS)
 
 
 def test_tables_claims_and_deviations_name_rows():
