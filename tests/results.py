@@ -162,9 +162,17 @@ def folder_of(runs: Path, row: str, seed: int) -> Path:
     return runs / f"{re.sub(r'[^a-z0-9]+', '-', name).strip('-')}-{seed}"
 
 
+def machine() -> str:
+    """What a run runs on."""
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    found = [re.search(rf"^{name}\s*: (.*)", cpuinfo, re.M) for name in ("model name", "cpu family", "model")]
+    cpu = "{} (family {}, model {})".format(*(m[1] for m in found)) if all(found) else platform.processor()
+    return f"{cpu}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}"
+
+
 def train(row: str, seed: int, runs: Path, data_dir: str) -> None:
-    """One run, in a process of its own with one thread; its output goes into <folder>.txt, its minutes are added up
-    there."""
+    """One run, in a process of its own with one thread; its output goes into <folder>.txt, with the machine and the
+    minutes of each stretch."""
     folder = folder_of(runs, row, seed)
     if (folder / "scores_test.json").exists():
         return
@@ -177,7 +185,7 @@ def train(row: str, seed: int, runs: Path, data_dir: str) -> None:
         code = subprocess.run(
             command, stdout=output, stderr=output, env=os.environ | {"OMP_NUM_THREADS": "1"}
         ).returncode
-        output.write(f"\nminutes: {(time.perf_counter() - began) / 60:.2f}\n")
+        output.write(f"\nmachine: {machine()}\nminutes: {(time.perf_counter() - began) / 60:.2f}\n")
     if code:
         print(f"{row}, seed {seed} ended with code {code}; see {folder}.txt", file=sys.stderr)
 
@@ -192,9 +200,9 @@ def value_of(result: dict, path: tuple) -> float | None:
     return result
 
 
-def collect(runs: Path) -> tuple[dict[str, dict[str, list[float]]], set[str]]:
-    """-> row -> column -> a value for each seed that has been run; and what the runs ran on."""
-    values, about = {}, set()
+def collect(runs: Path) -> tuple[dict[str, dict[str, list[float]]], set[str], set[str]]:
+    """-> row -> column -> a value for each seed that has been run; the code of the runs, and their machines."""
+    values, codes, machines = {}, set(), set()
     for row in ROWS:
         folders = [folder_of(runs, row, seed) for seed in seeds_of(row)]
         done = [folder for folder in folders if (folder / "scores_test.json").exists()]
@@ -202,11 +210,13 @@ def collect(runs: Path) -> tuple[dict[str, dict[str, list[float]]], set[str]]:
             continue
         results = [json.loads((folder / "scores_test.json").read_text()) for folder in done]
         values[row] = {column: [value_of(result, path) for result in results] for column, path in COLUMNS.items()}
-        times = [re.findall(r"^minutes: (.*)$", Path(f"{folder}.txt").read_text(), re.M) for folder in done]
+        outputs = [Path(f"{folder}.txt").read_text() for folder in done]
+        machines.update(*(re.findall(r"^machine: (.*)$", output, re.M) for output in outputs))
+        times = [re.findall(r"^minutes: (.*)$", output, re.M) for output in outputs]
         values[row]["minutes"] = [sum(map(float, minutes)) if minutes else None for minutes in times]
         starts = [json.loads((folder / "log.jsonl").read_text().splitlines()[0]) for folder in done]
-        about |= {f"code {start['code']}, torch {start['torch']}, {start['device']}" for start in starts}
-    return values, about
+        codes |= {f"{start['code']}, torch {start['torch']}, {start['device']}" for start in starts}
+    return values, codes, machines
 
 
 def cell(values: list[float | None]) -> str:
@@ -253,11 +263,8 @@ def kendall(values: dict, published: dict[str, float]) -> float | None:
     return (2 * agree - len(pairs)) / len(pairs)
 
 
-def write(values: dict, about: set[str]) -> None:
+def write(values: dict, codes: set[str], machines: set[str]) -> None:
     """tests/results.md, and the tables of README.md between their marks."""
-    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = re.search(r"model name\s*: (.*)", cpuinfo)
-    machine = f"{cpu[1] if cpu else platform.processor()}, {os.cpu_count()} cores, {platform.system()}"
 
     def figure(row: str) -> str:
         return cell(values.get(row, {}).get("semantic CIDEr", []))
@@ -278,7 +285,7 @@ def write(values: dict, about: set[str]) -> None:
         "are x 100, the rest is in %. Minutes are of training and evaluation on one thread; as many run at a time as "
         "there are cores.",
         "",
-        f"Machine: {machine}, Python {platform.python_version()}. Runs: {'; '.join(sorted(about))}.", "",
+        f"Code: {'; '.join(sorted(codes))}. Machine: {'; or '.join(sorted(machines))}.", "",
         table(values, list(ROWS), [*COLUMNS, "minutes"], commands=True), "",
         "## What the papers claim", "",
         "Each claim names its table and the two published CIDEr figures. It is confirmed (or contradicted) if the "
@@ -326,7 +333,10 @@ def draw(runs: Path, seed: int, data_dir: str) -> None:
                 strips[kind].append(data.pair_picture(*dataset.images(pair), {}, lines, right=kind == "right"))
         page = data.tiled([strip for kind in strips.values() for strip in kind], 2, 12)
         page.save(HERE.parent / "assets" / f"{Path(ROWS[row]).stem}.png")
-    sheet = data.Image.open(folder_of(runs, IN_README[0], seed) / "samples.png")  # a column a kind, twelve pairs each
+    samples = folder_of(runs, IN_README[0], seed) / "samples.png"  # a column a kind, twelve pairs each
+    if not samples.exists():
+        return
+    sheet = data.Image.open(samples)
     width, height = (sheet.width + 12) // 6, sheet.height // 12
     pairs = [sheet.crop((i * width, 2 * height, (i + 1) * width - 12, 3 * height)) for i in range(6)]
     data.tiled(pairs, 2, 12).save(HERE.parent / "assets" / "samples.png")

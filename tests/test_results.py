@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,19 @@ def test_kendall_is_the_share_of_pairs_in_order_less_the_share_out_of_it():
     values = {row: {"semantic CIDEr": [mean - 1, mean + 1]} for row, mean in {"a": 10, "b": 30, "c": 20}.items()}
     assert results.kendall(values, published) == pytest.approx((2 - 1) / 3)
     assert results.kendall(values, published | {"not run": 4.0}) is None
+
+
+def test_collect_names_every_machine_and_adds_up_the_minutes_of_a_resumed_run(tmp_path):
+    for seed, cider, output in [
+        (1111, 450.0, "machine: a\nminutes: 1.5\nmachine: b\nminutes: 2\n"),
+        (1, 460.0, "machine: a\nminutes: 3\n"),
+    ]:
+        folder = results.folder_of(tmp_path, "CHEERS", seed)
+        folder.mkdir()
+        (folder / "scores_test.json").write_text(json.dumps({"scores": {"semantic change": {"CIDEr": cider}}}))
+        (folder / "log.jsonl").write_text(json.dumps({"code": "c", "torch": "t", "device": "cpu"}) + "\n")
+        Path(f"{folder}.txt").write_text(output)
+    values, codes, machines = results.collect(tmp_path)
+    assert values["CHEERS"]["semantic CIDEr"] == [450, 460] and values["CHEERS"]["minutes"] == [3.5, 3]
+    assert values["CHEERS"]["METEOR"] == [None, None] and results.cell(values["CHEERS"]["METEOR"]) == "-"
+    assert codes == {"c, torch t, cpu"} and machines == {"a", "b"}
