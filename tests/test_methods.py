@@ -32,7 +32,7 @@ import scorer_cbr
 
 MODELS = {scorer_cbr: scorer_cbr.SCORER, dirl_ccr: dirl_ccr.DIRL, rdd_acr: rdd_acr.RDD, cheers: cheers.CHEERS,
           idc_pretrain: idc_pretrain.IDC}  # fmt: skip
-# IDC has no decoder apart: how it writes, and its two stages, are in test_idc_pretrain.py.
+# IDC has no separate decoder: how it writes, and its two stages, are in test_idc_pretrain.py.
 DECODERS = pytest.mark.parametrize("method", [method for method in MODELS if method is not idc_pretrain])
 # What leaves CLIP and spaCy out: their own tests are in test_rdd_acr.py and test_cheers.py.
 ALONE = {rdd_acr: {"w_n2o": 0.0, "w_v2a": 0.0}, cheers: {"k": 0, "gate": "none", "w_consistency": 0.0}}
