@@ -1,85 +1,131 @@
-"""Small parts that every method file builds on. Nothing here belongs to one paper, and nothing here reads data.
+"""Small parts that every method file builds on. Nothing here belongs to one paper or reads data.
 
-Layers:   Attention, initialise, GridPosition, sinusoid    Losses:  info_nce, token_match
-Decoding: decode                                           Running: RunConfig, parse_args, Run, checkpoints, curves
-A data set is passed as an argument: any object with the methods of data.Dataset that are called on it.
-Axis letters: A, B images or pairs; N, M grid cells; D width; K heads; L tokens; V words; C channels.
-To use a method elsewhere, take its file and this one. Training on a data set of data.py needs that file too.
+First half, what a copied method needs:
+    layers         Attention, initialise, GridPosition, sinusoid, masked_mean
+    losses         upcast, info_nce, token_match
+    decoding       NULL, UNK, START, END, decode
+    configuration  RunConfig, learning_rate
+Second half, what a run needs:
+    command line   parse_args, saved_config, usable_device
+    running        TrainingData and PairBatch (what a method expects of its data), Run, progress
+    curves         draw_curves
+    files          atomic_write, file_errors, checkpoints, load_captioner
+    main           run_main
+
+Axis letters: A, B images or pairs; N, M grid cells; D width; h heads; L tokens; V words;
+C channels; H, W rows and columns of the grid.
+To use a method elsewhere, take its file and this one. Training on a data set of data.py needs
+data.py, too.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import functools
 import inspect
+import io
 import json
 import math
 import os
 import pickle
 import re
-import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import typing
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-import torchvision
-from PIL import Image, ImageDraw, ImageFont  # torchvision's own image library
 from torch import Tensor
 from tqdm import tqdm
 
-# ---- layers ----------------------------------------------------------------------------------------------------------
+# ==================================================================================================
+# First half: what a copied method needs. For readers of a method, and for those who copy one.
+# ==================================================================================================
+
+# ---- layers --------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
-    """Multi-head attention softmax(q k^T / sqrt(D/K)) v on PyTorch's fused kernel (Vaswani et al. 2017, section 3.2).
+    """Multi-head attention softmax(q k^T / sqrt(D/h)) v on PyTorch's fused kernel.
 
-    forward: x (B, L, D), memory (B, M, D) -> (B, L, D). `project` and `attend` are its two halves, separate
-    because matching losses read the projections and decoding keeps keys and values between steps.
+    Vaswani et al. 2017, section 3.2. forward: x (B, L, D), memory (B, M, D) -> (B, L, D).
+    `project` and `attend` are its two halves. They are separate because matching losses read the
+    projections, and decoding keeps keys and values between steps.
     """
 
-    def __init__(self, dim: int, heads: int, dropout: float = 0.0, bias: bool = True, out_proj: bool = True):
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        out_proj: bool = True,
+    ):
         super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.query, self.key, self.value = (nn.Linear(dim, dim, bias) for _ in range(3))
+        if dim % heads:
+            raise ValueError(f"a width of {dim} is not a multiple of {heads} heads")
+        self.heads = heads
+        self.dropout = dropout
+        self.query = nn.Linear(dim, dim, bias)
+        self.key = nn.Linear(dim, dim, bias)
+        self.value = nn.Linear(dim, dim, bias)
         self.out = nn.Linear(dim, dim, bias) if out_proj else nn.Identity()
 
     def forward(self, x: Tensor, memory: Tensor, causal: bool = False) -> Tensor:
-        return self.attend(*self.project(x, memory), causal)
+        q, k, v = self.project(x, memory)
+        return self.attend(q, k, v, causal)
 
     def project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """-> query (B, L, D) of x, key and value (B, M, D) of memory; heads still side by side in D."""
+        """-> query (B, L, D) of x, key and value (B, M, D) of memory; heads side by side in D."""
         return self.query(x), self.key(memory), self.value(memory)
 
-    def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, L, D) -> (B, K, L, D/K)
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """q (B, L, D), k and v (B, M, D) -> (B, L, D).
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, mask: Tensor | None = None) -> Tensor:
-        """mask: bool (B, 1, L or 1, M), True = may be attended to. Give a mask or causal=True, not both."""
-        q, k, v = self._split(q), self._split(k), self._split(v)
+        mask: bool (B, 1, L or 1, M), True = may be attended to. Give a mask or causal=True,
+        not both."""
+        q = self._split(q)
+        k = self._split(k)
+        v = self._split(v)
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal)
         return self.out(y.transpose(1, 2).flatten(2))
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Scores before the softmax, which the fused kernel does not return: (B, L, D), (B, M, D) -> (B, K, L, M)."""
-        q, k = self._split(q), self._split(k)
+        """Scores before the softmax, which the fused kernel does not return.
+
+        q (B, L, D), k (B, M, D) -> (B, h, L, M)"""
+        q = self._split(q)
+        k = self._split(k)
         return q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, L, D) -> (B, h, L, D/h)
 
 
 def initialise(module: nn.Module, xavier: bool) -> None:
-    """Initialise attention like nn.MultiheadAttention and, with `xavier`, every matrix of the module Xavier-uniform."""
-    for p in module.parameters() if xavier else ():
-        if p.ndim > 1:
-            nn.init.xavier_uniform_(p)
+    """Initialise attention like nn.MultiheadAttention and, with `xavier`, every matrix of the
+    module Xavier-uniform."""
+    if xavier:
+        for p in module.parameters():
+            if p.ndim > 1:
+                nn.init.xavier_uniform_(p)
     for m in module.modules():
         if isinstance(m, Attention):
             for linear in (m.query, m.key, m.value):  # as if they were one matrix (3D, D)
@@ -89,7 +135,9 @@ def initialise(module: nn.Module, xavier: bool) -> None:
 
 
 class GridPosition(nn.Module):
-    """Learned 2-D position: pos[row, col] = [column embedding ; row embedding]. -> (D, H, W), to be added to images."""
+    """Learned 2-D position: pos[row, col] = [column embedding ; row embedding].
+
+    -> (D, H, W), to be added to images."""
 
     def __init__(self, dim: int, height: int, width: int):
         super().__init__()
@@ -97,220 +145,278 @@ class GridPosition(nn.Module):
         self.row = nn.Embedding(height, dim - dim // 2)
 
     def forward(self) -> Tensor:
-        h, w = self.row.num_embeddings, self.col.num_embeddings
-        col = self.col.weight[None].expand(h, -1, -1)  # (H, W, D/2)
-        row = self.row.weight[:, None].expand(-1, w, -1)  # (H, W, D/2)
+        height = self.row.num_embeddings
+        width = self.col.num_embeddings
+        col = self.col.weight[None].expand(height, -1, -1)  # (H, W, D/2)
+        row = self.row.weight[:, None].expand(-1, width, -1)  # (H, W, D/2)
         return torch.cat([col, row], -1).permute(2, 0, 1)
 
 
 def sinusoid(length: int, dim: int) -> Tensor:
-    """Fixed positions, sines in even and cosines in odd channels (Vaswani et al. 2017, section 3.5). -> (length,
-    dim)."""
-    angle = torch.arange(length)[:, None] * torch.exp(torch.arange(0, dim, 2) * (-math.log(10000.0) / dim))
+    """Fixed positions, sines in even and cosines in odd channels. -> (length, D)
+
+    Vaswani et al. 2017, section 3.5."""
+    position = torch.arange(length)[:, None]
+    frequency = torch.exp(torch.arange(0, dim, 2) * (-math.log(10000.0) / dim))
+    angle = position * frequency
     table = torch.zeros(length, dim)
     table[:, 0::2] = angle.sin()
     table[:, 1::2] = angle.cos()[:, : dim // 2]
     return table
 
 
-def mean_of(x: Tensor, valid: Tensor) -> Tensor:
+def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
     """Mean over the words of a sentence. x (B, V, D), valid (B, V) bool -> (B, D)."""
     weight = valid.to(x.dtype)[..., None]
     return (x * weight).sum(1) / weight.sum(1).clamp(min=1)
 
 
-# ---- losses ----------------------------------------------------------------------------------------------------------
+# ---- losses --------------------------------------------------------------------------------------
 
 
 def upcast(x: Tensor) -> Tensor:
-    """bfloat16 -> float32, for sums and scores that need more than its three digits; other types stay unchanged."""
-    return x.float() if x.dtype == torch.bfloat16 else x
+    """bfloat16 or float16 -> float32, for sums and scores that need more than its three digits or
+    its largest number, 65504. Other types stay unchanged."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def info_nce(scores: Tensor) -> Tensor:
-    """InfoNCE over rows, -mean_a log softmax_b(scores)_aa (van den Oord et al. 2018). scores (B, B), partners on the
-    diagonal -> a scalar."""
-    return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
+    """InfoNCE over rows: -mean_a log softmax_b(scores)_aa (van den Oord et al. 2018).
+
+    scores (B, B), partners on the diagonal -> a scalar."""
+    partner = torch.arange(len(scores), device=scores.device)
+    return F.cross_entropy(scores, partner)
+
+
+def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
+    """Similarity of every image a to every image b by their best matching tokens (FILIP, 2022).
+
+    1/2 [ mean_n max_m <q_an, k_bm> + mean_m max_n <q_an, k_bm> ]; for heads > 1 the mean over
+    heads, each a slice of the channels. q (A, N, C), k (B, M, C) -> (A, B).
+    Memory does not grow with A*B*N*M. Ties go to one winner. N and M at most 32768."""
+    channels = q.shape[-1]
+    if channels % heads:
+        raise ValueError(f"token_match: {channels} channels are not a multiple of {heads} heads")
+    total = 0
+    for q_head, k_head in zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True):
+        similarity, _, _ = _token_match(q_head, k_head)
+        total = total + similarity
+    return total / heads
 
 
 MATCH_SLICE = 2**25  # scores that token_match keeps at once
 
 
-def best_of_rows(s: Tensor) -> tuple[Tensor, Tensor]:
-    """s.max(1) of s (X, N, Y) -> maxima and their rows, each (X, Y). It is computed as channels-last max pooling, whose
-    CPU loop is vectorised and takes a fifth of Tensor.max's time."""
-    maxima, rows = F.max_pool2d(s.unsqueeze(2).permute(0, 3, 1, 2), (s.shape[1], 1), return_indices=True)
+@torch.library.custom_op("common::token_match", mutates_args=())
+def _token_match(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """token_match for one head.
+
+    q (A, N, C), k (B, M, C) -> (A, B), winning keys (A, N, B), winning queries (A, B, M).
+    A dense version needs A*B*N*M scores (2.5 GB at 128 pairs of 196 cells) four times over in the
+    backward pass. This one holds a slice of them at a time, and keeps only the winners for the
+    backward pass. To torch.compile it is a single operator."""
+    _, N, C = q.shape
+    B, M, _ = k.shape
+    # Images are innermost, so that neither maximum runs along adjacent scores.
+    keys = k.transpose(0, 1).reshape(M * B, C).T  # (C, M*B)
+    images = max(1, MATCH_SLICE // (N * B * M))  # in a slice
+    similarity = []
+    best_key = []
+    best_query = []
+    for part in q.split(images):  # A' images
+        scores = part.reshape(-1, C) @ keys  # (A'*N, M*B)
+        over_keys, key = max_over_rows(scores.view(-1, M, B))
+        over_queries, query = max_over_rows(scores.view(-1, N, M * B))
+        over_keys = over_keys.view(-1, N, B)
+        over_queries = over_queries.view(-1, M, B).transpose(1, 2).contiguous()  # (A', B, M)
+        mean_key = over_keys.mean(1, dtype=q.dtype)
+        mean_query = over_queries.mean(2, dtype=q.dtype)
+        similarity.append((mean_key + mean_query) / 2)
+        best_key.append(key.view(-1, N, B).to(torch.int16))
+        best_query.append(query.view(-1, M, B).transpose(1, 2).contiguous().to(torch.int16))
+    return torch.cat(similarity), torch.cat(best_key), torch.cat(best_query)
+
+
+def max_over_rows(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """scores.max(1) of scores (X, N, Y) -> maxima and their rows, each (X, Y).
+
+    Computed as channels-last max pooling. Its CPU loop is vectorised and takes a fifth of the time
+    of Tensor.max."""
+    images = scores.unsqueeze(2).permute(0, 3, 1, 2)  # (X, Y, N, 1)
+    maxima, rows = F.max_pool2d(images, (scores.shape[1], 1), return_indices=True)
     return maxima.flatten(1), rows.flatten(1)
 
 
-@torch.library.custom_op("common::token_match", mutates_args=())
-def _token_match(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """token_match for one head. q (A, N, C), k (B, M, C) -> (A, B), winning keys (A, N, B), winning queries (A, B, M).
-
-    A dense version needs A*B*N*M scores (2.5 GB at 128 pairs of 196 cells) four times over in the backward pass. This
-    one holds a slice of them at a time and keeps only its winners for the backward pass. To torch.compile it is a
-    single operator."""
-    (_A, N, C), (B, M, _) = q.shape, k.shape
-    keys = k.transpose(0, 1).reshape(M * B, C).T  # images innermost, so that neither maximum runs along adjacent scores
-    total, best_key, best_query = [], [], []
-    for part in q.split(max(1, MATCH_SLICE // (N * B * M))):
-        s = part.reshape(-1, C) @ keys
-        over_keys, j = (x.view(-1, N, B) for x in best_of_rows(s.view(-1, M, B)))
-        over_queries, i = (x.view(-1, M, B).transpose(1, 2).contiguous() for x in best_of_rows(s.view(-1, N, M * B)))
-        total.append((over_keys.mean(1, dtype=q.dtype) + over_queries.mean(2, dtype=q.dtype)) / 2)
-        best_key.append(j.to(torch.int16))
-        best_query.append(i.to(torch.int16))
-    return torch.cat(total), torch.cat(best_key), torch.cat(best_query)
-
-
 @_token_match.register_fake
-def _(q: Tensor, k: Tensor):
-    (A, N, _), (B, M, _) = q.shape, k.shape
-    return q.new_empty(A, B), q.new_empty(A, N, B, dtype=torch.int16), q.new_empty(A, B, M, dtype=torch.int16)
+def _(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The shapes alone, for torch.compile."""
+    A, N, _ = q.shape
+    B, M, _ = k.shape
+    similarity = q.new_empty(A, B)
+    best_key = q.new_empty(A, N, B, dtype=torch.int16)
+    best_query = q.new_empty(A, B, M, dtype=torch.int16)
+    return similarity, best_key, best_query
+
+
+def _keep_for_backward(ctx, inputs, output) -> None:
+    q, k = inputs
+    _, best_key, best_query = output
+    ctx.save_for_backward(q, k, best_key, best_query)
 
 
 def _token_match_backward(ctx, grad: Tensor, *_) -> tuple[Tensor, Tensor]:
-    """grad (A, B) -> gradients of q and k. The gradient of the scores is grad / 2N or grad / 2M at the winners and zero
-    elsewhere, so q and k get weighted sums over winners. An embedding bag makes these without a (winners, C) tensor."""
+    """grad (A, B) -> gradients of q (A, N, C) and k (B, M, C).
+
+    The gradient of a score is grad / 2N if its key won, plus grad / 2M if its query won, else
+    zero. So q and k get weighted sums over winners. An embedding bag adds these up without a
+    tensor of all winners' channels."""
     q, k, best_key, best_query = ctx.saved_tensors
-    (A, N, C), (B, M, _) = q.shape, k.shape
-    queries, keys = q.reshape(-1, C), k.reshape(-1, C)
-    key_of = (best_key.long() + torch.arange(B, device=q.device) * M).view(A * N, B)
-    query_of = (
-        (best_query.long() + torch.arange(A, device=q.device)[:, None, None] * N).permute(1, 2, 0).reshape(B * M, A)
-    )
+    A, N, C = q.shape
+    B, M, _ = k.shape
+    queries = q.reshape(-1, C)
+    keys = k.reshape(-1, C)
+    first_key = torch.arange(B, device=q.device) * M  # row of each image's first token in `keys`
+    first_query = torch.arange(A, device=q.device)[:, None, None] * N
+    key = (best_key.long() + first_key).view(A * N, B)
+    query = (best_query.long() + first_query).permute(1, 2, 0).reshape(B * M, A)
     by_key = (grad[:, None] / (2 * N)).expand(A, N, B).reshape(A * N, B)
     by_query = (grad.T[:, None] / (2 * M)).expand(B, M, A).reshape(B * M, A)
-    grad_q = F.embedding_bag(key_of, keys, mode="sum", per_sample_weights=by_key)
-    grad_k = F.embedding_bag(query_of, queries, mode="sum", per_sample_weights=by_query)
-    grad_q += spread_rows(keys, query_of, by_query, A * N)
-    grad_k += spread_rows(queries, key_of, by_key, B * M)
+    # Where a query has chosen its key, both get the other's channels; where a key has chosen, too.
+    grad_q = F.embedding_bag(key, keys, mode="sum", per_sample_weights=by_key)
+    grad_k = F.embedding_bag(query, queries, mode="sum", per_sample_weights=by_query)
+    grad_q += add_to_rows(keys, query, by_query, A * N)
+    grad_k += add_to_rows(queries, key, by_key, B * M)
     return grad_q.view_as(q), grad_k.view_as(k)
 
 
-def spread_rows(x: Tensor, index: Tensor, weight: Tensor, count: int) -> Tensor:
-    """Sums of rows: row index[r, w] of the result gets weight[r, w] x[r]. x (R, C), index and weight (R, W) -> (count,
-    C)."""
+def add_to_rows(x: Tensor, index: Tensor, weight: Tensor, count: int) -> Tensor:
+    """Row index[r, w] of the result gets weight[r, w] x[r], for all r and w.
+
+    x (R, C), index and weight (R, W) -> (count, C)."""
     target, order = index.flatten().int().sort()
     rows = torch.arange(count, dtype=torch.int32, device=x.device)
     first = torch.searchsorted(target, rows)  # where each row's share of `order` begins
-    return F.embedding_bag(order // index.shape[1], x, first, mode="sum", per_sample_weights=weight.flatten()[order])
+    source = order // index.shape[1]
+    weights = weight.flatten()[order]
+    return F.embedding_bag(source, x, first, mode="sum", per_sample_weights=weights)
 
 
-_token_match.register_autograd(
-    _token_match_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output[1:])
-)
+_token_match.register_autograd(_token_match_backward, setup_context=_keep_for_backward)
 
 
-def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
-    """Similarity of every image a to every image b by their best matching tokens (FILIP, ICLR 2022):
-    1/2 [ mean_l max_m <q_al, k_bm> + mean_m max_l <q_al, k_bm> ], for heads > 1 the mean over heads, each a
-    slice of the channels. q (A, N, C), k (B, M, C) -> (A, B). Memory does not grow with A*B*N*M; ties go to one winner.
-    ValueError if heads do not divide C, a size is 0, or an image has more than 32,768 tokens."""
-    (A, N, C), (B, M, D) = q.shape, k.shape
-    if C != D or C % heads or not (A and B and C and 0 < N <= 2**15 and 0 < M <= 2**15):  # winners are 16-bit numbers
-        raise ValueError(f"token_match of {tuple(q.shape)}, {tuple(k.shape)} in {heads} heads: expected (A, N, C), "
-                         "(B, M, C), none of them 0, N and M at most 32768, and heads that divide C")  # fmt: skip
-    pairs = zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True)
-    return sum(_token_match(a, b)[0] for a, b in pairs) / heads
+# ---- decoding ------------------------------------------------------------------------------------
 
-
-# ---- decoding --------------------------------------------------------------------------------------------------------
-
-NULL, UNK, START, END = range(
-    4
-)  # padding, unknown word, and the two ends of a caption: the first ids of every vocabulary
+# The first ids of every vocabulary: padding, unknown word, and the two ends of a caption.
+NULL = 0
+UNK = 1
+START = 2
+END = 3
 
 
 @torch.no_grad()
-def decode(step: Callable[[Tensor, int], Tensor], count: int, max_len: int, device, sample: bool = False) -> Tensor:
-    """Write `count` captions word by word: the likeliest word or, with `sample`, a random draw; never UNK.
+def decode(
+    step: Callable[[Tensor, int], Tensor],
+    count: int,
+    max_len: int,
+    device,
+    sample: bool = False,
+) -> Tensor:
+    """Write `count` captions word by word: the likeliest word or, with `sample`, a random draw.
 
-    step(words (B,), position) -> logits (B, vocabulary). -> (B, max_len) ids: START, at most max_len - 1 words, then
-    NULL. Decoding stops once all captions have ended; it checks every eighth word, as each check waits for the GPU."""
+    step(words (B,), position) -> logits (B, vocabulary). UNK is never chosen. END or NULL ends a
+    caption (the releases stop at END alone; the text is the same).
+    -> (B, max_len) ids: START, at most max_len - 1 words, then NULL."""
     ids = torch.full((count, max_len), NULL, device=device)
     ids[:, 0] = START
     ended = torch.zeros(count, dtype=torch.bool, device=device)
     for t in range(max_len - 1):
         logits = step(ids[:, t], t)
         logits[:, UNK] = float("-inf")
-        word = logits.softmax(-1).multinomial(1)[:, 0] if sample else logits.argmax(-1)
+        if sample:
+            word = logits.softmax(-1).multinomial(1)[:, 0]
+        else:
+            word = logits.argmax(-1)
         ended |= (word == END) | (word == NULL)
         ids[:, t + 1] = word.masked_fill(ended, NULL)
-        if t % 8 == 7 and ended.all():
+        if t % 8 == 7 and ended.all():  # not at each word, as a look waits for the GPU
             break
     return ids
 
 
-# ---- configuration ---------------------------------------------------------------------------------------------------
+# ---- configuration -------------------------------------------------------------------------------
 
 
 @dataclass
 class RunConfig:
-    """The settings that all methods share; a method's Config adds its own. A field's comment is its --help text.
+    """The settings that all methods share; a method's Config adds its own. A field's comment is
+    its --help text.
 
-    ValueError if a number is outside its RANGES entry (default: 1 to 10^8 if whole, else 0 to 10^8)."""
+    ValueError if a whole number is below 0 or, for those in AT_LEAST_1, below 1."""
 
-    RANGES = {name: (0, 10**8) for name in ("seed", "data_seed", "lr_drop", "warmup", "patience")}
+    # Below 1 these make no model, or loop for ever. A method's Config may add to them.
+    AT_LEAST_1 = {
+        *("scenes", "steps", "batch_size", "pretrain_batch", "log_every", "eval_every"),
+        *("eval_batch", "dim", "word_dim", "heads", "decoder_layers", "ffn"),
+        *("distil_steps", "object_vectors", "action_vectors"),
+    }
 
     dataset: str = "mini"  # data set; chooses the preset
-    extractor: str = ""  # network that made the features, such as resnet101-layer4 (default: the data set's own)
+    extractor: str = ""  # network that made the features (default: the data set's own)
     data_dir: str = ""  # folder of the data set (default: data/<dataset>)
     out_dir: str = ""  # folder of the run (default: runs/<method>-<dataset>)
     overwrite: bool = False  # replace a run that out_dir already holds
-    scenes: int = 5000  # mini: rendered training scenes (5 % as many for validation, 10 % for test)
+    scenes: int = 5000  # mini: training scenes (5 % as many for validation, 10 % for test)
     objects: str = "2,4"  # mini: fewest and most objects in a scene
     data_seed: int = 0  # mini: seed of the scenes and of the feature network
     seed: int = 1111  # seed of weights, dropout and data order
     steps: int = 10000  # training steps
-    batch_size: int = 128  # scenes per step (each scene of CLEVR-Change and mini has a changed and a distractor pair)
+    batch_size: int = 128  # scenes per step (each may have a changed and a distractor pair)
     lr: float = 2e-4  # Adam's learning rate
-    schedule: Literal["step", "cosine"] = "step"  # x0.1 every lr_drop steps, or cosine down to zero at the last step
+    schedule: Literal["step", "cosine"] = "step"  # x0.1 every lr_drop steps, or cosine to zero
     lr_drop: int = 0  # steps between drops of --schedule step; 0: no drops
     warmup: int = 0  # steps of linear warm-up
     grad_clip: float = 0.0  # largest gradient norm; 0: no clipping
     log_every: int = 50  # steps between lines of log.jsonl
     eval_every: int = 1000  # steps between validations; last.pt is saved as often
-    patience: int = 0  # stop after this many validations in a row without a new best; 0: never
-    select_by: Literal["CIDEr", "BLEU-4", "ROUGE-L"] = "CIDEr"  # validation metric (all pairs) that chooses best.pt
+    patience: int = 0  # stop after this many validations without a new best; 0: never
+    select_by: Literal["CIDEr", "BLEU-4", "ROUGE-L"] = "CIDEr"  # metric that chooses best.pt
     eval_batch: int = 64  # pairs decoded at once
     device: str = ""  # cuda, cpu, ... (default: cuda if there is one)
     amp: bool = True  # bfloat16 autocast; CUDA only
     compile: bool = True  # torch.compile of the training step; CUDA only
-    features: Literal["auto", "gpu", "file"] = "auto"  # where features are kept; auto: on the GPU if there is room
+    features: Literal["auto", "gpu", "file"] = "auto"  # where features are kept; auto: GPU if room
 
     def __post_init__(self):
         for f in dataclasses.fields(self):
-            value, (low, high) = getattr(self, f.name), self.RANGES.get(f.name, (int(f.type is int), 10**8))
-            if get_origin(f.type) is Literal:
-                fits, expected = value in get_args(f.type), " or ".join(get_args(f.type))
-            elif f.type in (int, float):
-                fits = type(value) in (int, f.type) and low <= value <= high  # not so for NaN
-                expected = f"{'a whole number' if f.type is int else 'a number'} from {low} to {high}"
-            else:
-                fits, expected = type(value) is f.type, f.type.__name__
-            if not fits:
-                raise ValueError(f"--{f.name} {value}: expected {expected}")
-        if getattr(self, "dim", 0) % getattr(self, "heads", 1):
-            raise ValueError(f"--dim {self.dim} is not a multiple of --heads {self.heads}")
+            value = getattr(self, f.name)
+            lowest = 1 if f.name in self.AT_LEAST_1 else 0
+            if isinstance(value, int) and value < lowest:
+                raise ValueError(f"--{f.name} {value}: expected {lowest} or more")
+        dim = getattr(self, "dim", 0)
+        heads = getattr(self, "heads", 1)
+        if dim % heads:
+            raise ValueError(f"--dim {dim} is not a multiple of --heads {heads}")
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.startswith("cuda")
 
 
-def preset(Config: type, presets: dict[str, dict], released: dict[str, dict], dataset: str, reading: str = "paper"):
-    """A data set's Config: defaults < presets[dataset]; if released, then < released["all"] < released[dataset]."""
-    values = {"dataset": dataset, "data_dir": f"data/{dataset}"} | presets.get(dataset, {})
-    if reading == "released":
-        values |= {"reading": reading} | released["all"] | released.get(dataset, {})
-    return Config(**values)
+def learning_rate(cfg: RunConfig, step: int) -> float:
+    """Learning rate of a step (counted from 0)."""
+    lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup))
+    if cfg.schedule == "cosine":
+        done = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+        return lr * (1 + math.cos(math.pi * done)) / 2
+    drops = step // cfg.lr_drop if cfg.lr_drop else 0
+    return lr * 0.1**drops
 
 
-def saved_config(Config: type, checkpoint: str | Path):
-    """The Config that a checkpoint was trained with; missing fields get their defaults. ValueError if the checkpoint
-    has a field that Config does not."""
-    saved = load_checkpoint(checkpoint)["config"]
-    if unknown := sorted(saved.keys() - {f.name for f in dataclasses.fields(Config)}):
-        raise ValueError(f"{checkpoint} is of another method or version: no field {', '.join(unknown)} here")
-    with file_errors(checkpoint, TRAIN_FIRST):
-        return Config(**saved)
+# ==================================================================================================
+# Second half: what a run needs. For those who train here; a loop of one's own can do without.
+# ==================================================================================================
+
+# ---- command line --------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
@@ -321,319 +427,646 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_args(
-    Config: type, presets: dict, script: str, doc: str, argv: list[str] | None, released: dict | None = None
-):
-    """-> (config, command). Every config field is a flag. Flags that are not given take the checkpoint's value (--eval,
-    --caption, --resume) or else the preset's. With a checkpoint, out_dir is by default the checkpoint's folder, and
-    the device is the checkpoint's only for --resume."""
+    Config: type,
+    PRESETS: dict[str, dict],
+    script: str,
+    doc: str,
+    argv: list[str] | None,
+    RELEASED: dict[str, dict] | None = None,
+) -> tuple[Any, argparse.Namespace]:
+    """-> (cfg, args). Every field of Config is a flag.
+
+    Flags that are not given take the checkpoint's value (--eval, --caption, --resume) or else the
+    preset's. With a checkpoint, out_dir is by default the checkpoint's folder, and the device is
+    the checkpoint's only for --resume. args.suffix is what --eval adds to the names of the files
+    it writes: "-last" for last.pt, nothing for best.pt."""
+    args = make_parser(Config, PRESETS, doc).parse_args(argv)
+    check_command(args)
+    given = {}
+    for f in dataclasses.fields(Config):
+        if f.name in args:
+            given[f.name] = getattr(args, f.name)
+
+    dataset = given.get("dataset", Config.dataset)
+    out_dir = given.get("out_dir") or f"runs/{script}-{dataset}"
+    checkpoint = args.eval or args.checkpoint
+    if args.resume:
+        checkpoint = f"{out_dir}/last.pt"
+    if checkpoint:
+        base = saved_config(Config, checkpoint)
+        for name in ("dataset", "variant"):
+            saved = getattr(base, name, None)
+            if name in given and given[name] != saved:
+                raise ValueError(f"--{name} {given[name]}: {checkpoint} was trained with {saved}")
+        out_dir = given.get("out_dir") or str(Path(checkpoint).parent)
+    else:
+        base = preset(Config, PRESETS, RELEASED or {}, dataset, given.get("variant", "paper"))
+        if dataset not in PRESETS:
+            known = ", ".join(PRESETS)
+            print(f"no preset for {dataset}: running on the defaults; presets: {known}")
+
+    device = given.get("device", "")
+    if args.resume:
+        device = device or base.device
+    given["device"] = usable_device(device)
+    given["out_dir"] = out_dir
+    cfg = dataclasses.replace(base, **given)
+    if cfg.amp and cfg.on_cuda and not has_bfloat16(cfg.device):
+        print(f"{torch.cuda.get_device_name(cfg.device)} has no bfloat16: amp is off")
+        cfg.amp = False
+
+    args.suffix = ""
+    if args.eval and Path(args.eval).name != "best.pt":
+        args.suffix = f"-{Path(args.eval).stem}"
+    if not args.caption:
+        own = Path(checkpoint).parent if checkpoint else None
+        check_folder(Path(out_dir), own, cfg.overwrite)
+    return cfg, args
+
+
+def make_parser(Config: type, PRESETS: dict[str, dict], doc: str) -> Parser:
+    """The parser of a method's command line: what to do, then a flag for each field of Config."""
     parser = Parser(description=doc.splitlines()[0], allow_abbrev=False)
     group = parser.add_argument_group("what to do (default: train, then evaluate on test)")
     command = group.add_mutually_exclusive_group()
     command.add_argument("--resume", action="store_true", help="continue out_dir's last.pt")
     command.add_argument("--eval", metavar="CHECKPOINT", help="only evaluate this checkpoint")
-    caption = "caption two images, BEFORE AFTER, or every pair of a CSV file with the columns before, after"
-    command.add_argument("--caption", nargs="+", metavar="FILE", help=caption)
-    group.add_argument("--split", choices=["val", "test"], default="test", help="split for --eval (default: test)")
+    text = "caption two images, BEFORE AFTER, or every pair of a CSV file (columns before, after)"
+    command.add_argument("--caption", nargs="+", metavar="FILE", help=text)
+    text = "split for --eval (default: test)"
+    group.add_argument("--split", choices=["val", "test"], default="test", help=text)
     group.add_argument("--checkpoint", help="checkpoint for --caption")
-    group.add_argument("--out", metavar="FILE", help="with --caption: the attention picture, or captions.json of a CSV")
-    group = parser.add_argument_group(f"config (presets change it for {', '.join(presets)})")
-    comments = {}  # field -> its trailing comment in the class or a base of it
-    for base in reversed(Config.__mro__[:-1]):
-        comments |= re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(base), flags=re.M)
+    text = "with --caption: the attention picture, or captions.json of a CSV file"
+    group.add_argument("--out", metavar="FILE", help=text)
+
+    group = parser.add_argument_group(f"config (presets change it for {', '.join(PRESETS)})")
+    types = typing.get_type_hints(Config)
+    comments = field_comments(Config)
     for f in dataclasses.fields(Config):
-        kind = {"choices": get_args(f.type)} if get_origin(f.type) is Literal else {"type": f.type}
-        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else kind
+        kind = types[f.name]
+        options = {"type": kind}
+        if kind is bool:
+            options = {"action": argparse.BooleanOptionalAction}
+        elif typing.get_origin(kind) is Literal:
+            options = {"choices": typing.get_args(kind)}
         text = f"{comments.get(f.name, '')} (default: {f.default})".replace("%", "%%")
-        group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=text, **kind)
-    args = parser.parse_args(argv)
-    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if f.name in args}
+        group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=text, **options)
+    return parser
+
+
+def field_comments(Config: type) -> dict[str, str]:
+    """{field: the comment behind it}, of a dataclass and its bases; none without their source."""
+    comments = {}
+    for base in reversed(Config.__mro__[:-1]):
+        with contextlib.suppress(OSError, TypeError):
+            source = inspect.getsource(base)
+            comments |= re.findall(r"^ +(\w+): .*?  # (.*)$", source, flags=re.MULTILINE)
+    return comments
+
+
+def check_command(args: argparse.Namespace) -> None:
+    """ValueError for flags that do not go together."""
     if bool(args.caption) != bool(args.checkpoint):
-        raise ValueError("--caption and --checkpoint go together, for example --checkpoint runs/<run>/best.pt")
-    many = args.caption and len(args.caption) == 1
-    if args.caption and not (args.caption[0].lower().endswith(".csv") if many else len(args.caption) == 2):
-        raise ValueError(f"--caption {' '.join(args.caption)}: expected two images, or a .csv file")
-    endings = (".json",) if many else (".png", ".jpg", ".jpeg", ".pdf")
-    if args.out is not None and not (args.caption and args.out.lower().endswith(endings)):
-        raise ValueError(f"--out {args.out}: expected --caption, and a name that ends in {', '.join(endings)}")
+        example = "--checkpoint runs/<run>/best.pt"
+        raise ValueError(f"--caption and --checkpoint go together, for example {example}")
+    if args.caption:
+        names = " ".join(args.caption)
+        is_table = len(args.caption) == 1 and names.lower().endswith(".csv")
+        if len(args.caption) != 2 and not is_table:
+            raise ValueError(f"--caption {names}: expected two images, or a .csv file")
+    if args.out is not None and not args.caption:
+        raise ValueError("--out goes with --caption")
     if args.split != "test" and args.eval is None:
         raise ValueError("--split goes with --eval")
 
-    dataset = given.get("dataset", Config.dataset)
-    out_dir = given.get("out_dir") or f"runs/{script}-{dataset}"
-    checkpoint = f"{out_dir}/last.pt" if args.resume else args.checkpoint or args.eval
-    if checkpoint:
-        base = saved_config(Config, checkpoint)
-        for name in {"dataset", "reading"} & given.keys():
-            if given[name] != getattr(base, name):
-                raise ValueError(f"--{name} {given[name]}: {checkpoint} was trained with {getattr(base, name)}")
-        out_dir = given.get("out_dir") or str(Path(checkpoint).parent)
-    else:
-        base = preset(Config, presets, released or {}, dataset, given.get("reading", "paper"))
-        if dataset not in presets:
-            print(f"no preset for {dataset}: running on the defaults; presets: {', '.join(presets)}")
-    device = usable_device(given.get("device") or (base.device if args.resume else ""))
-    cfg = dataclasses.replace(base, **given | {"out_dir": out_dir, "device": device})
-    if not args.caption:
-        check_folder(Path(out_dir), new=not checkpoint, overwrite=cfg.overwrite)
-    return cfg, args
+
+def preset(
+    Config: type,
+    presets: dict[str, dict],
+    released: dict[str, dict],
+    dataset: str,
+    variant: str = "paper",
+):
+    """A data set's Config: defaults < presets[dataset]; of the released variant, then
+    < released["all"] < released[dataset]."""
+    values = {"dataset": dataset, "data_dir": f"data/{dataset}"}
+    values |= presets.get(dataset, {})
+    if variant == "released":
+        values |= {"variant": variant}
+        values |= released["all"]
+        values |= released.get(dataset, {})
+    return Config(**values)
+
+
+def saved_config(Config: type, checkpoint: str | Path):
+    """The Config that a checkpoint was trained with; missing fields get their defaults.
+
+    ValueError if the checkpoint has a field that Config does not."""
+    saved = load_checkpoint(checkpoint)["config"]
+    known = {f.name for f in dataclasses.fields(Config)}
+    unknown = sorted(saved.keys() - known)
+    if unknown:
+        names = ", ".join(unknown)
+        raise ValueError(f"{checkpoint} is of another method or version: no field {names} here")
+    with file_errors(checkpoint, TRAIN_FIRST):
+        return Config(**saved)
 
 
 def usable_device(name: str) -> str:
-    """The named device; for an empty name, CUDA if there is one, else the CPU. ValueError if it cannot be used."""
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    """The named device; for an empty name, CUDA if there is one, else the CPU.
+
+    ValueError if it cannot be used."""
+    if not name:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     with file_errors(f"--device {name}", "leave it out, or give cpu"):
         torch.zeros(1, device=name).item()
     return name
 
 
-def learning_rate(cfg: RunConfig, step: int) -> float:
-    """Learning rate of a step (counted from 0)."""
-    lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup))
-    if cfg.schedule == "cosine":
-        done = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
-        return lr * (1 + math.cos(math.pi * done)) / 2
-    return lr * 0.1 ** (step // cfg.lr_drop if cfg.lr_drop else 0)
+def has_bfloat16(device: str) -> bool:
+    """Does this CUDA device compute in bfloat16, and not only emulate it?"""
+    with torch.cuda.device(device):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-# ---- running ---------------------------------------------------------------------------------------------------------
-
-RUN_FILES = [
-    *("config.json", "log.jsonl", "last.pt", "best.pt", "pretrained.pt", "curves.png", "samples.png"),
-    *("samples_val.png", "captions_val.json", "captions_test.json", "scores_val.json", "scores_test.json"),
-]
+# ---- running -------------------------------------------------------------------------------------
 
 
-def check_folder(folder: Path, new: bool, overwrite: bool) -> None:
-    """ValueError if the folder holds files but no run, or if a new run would replace a run without `overwrite`."""
+def run_files() -> list[str]:
+    """Every file that a run, or an evaluation in its folder, may write."""
+    names = ["config.json", "log.jsonl", "last.pt", "best.pt", "pretrained.pt", "curves.png"]
+    for suffix in ("", "-last", "-pretrained"):  # of last.pt and pretrained.pt, see parse_args
+        names += [f"captions_val{suffix}.json", f"captions_test{suffix}.json"]
+        names += [f"scores_val{suffix}.json", f"scores_test{suffix}.json"]
+        names += [f"samples_val{suffix}.png", f"samples{suffix}.png"]
+    return names
+
+
+def check_folder(folder: Path, own: Path | None, overwrite: bool) -> None:
+    """ValueError if files written to `folder` would mix with others, or replace them.
+
+    own: the folder of the checkpoint that is resumed or evaluated; None for a new run, which may
+    replace an older one if `overwrite`."""
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    config = folder / "config.json"
-    with file_errors(config, f"{folder} holds files that are not of a run; choose another --out_dir"):
-        if not {"dataset", "out_dir", "batch_size", "select_by"} <= json.loads(config.read_text()).keys():
-            raise ValueError("not the config of a run")
-    if new and not overwrite:
-        raise ValueError(f"{folder} holds a run already; --resume continues it, --overwrite replaces it")
+    if not is_run_folder(folder):
+        what = "is not empty and is not a run's folder"
+        raise ValueError(f"{folder} {what}; choose another --out_dir")
+    if own is None and not overwrite:
+        what = "holds a run already"
+        raise ValueError(f"{folder} {what}; --resume continues it, --overwrite replaces it")
+    if own is not None and own.resolve() != folder.resolve():
+        what = f"holds another run than {own}"
+        raise ValueError(f"{folder} {what}; leave out --out_dir, or name a new folder")
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Does the folder hold the config.json of a run?"""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    expected = {"dataset", "out_dir", "batch_size", "select_by"}
+    return isinstance(config, dict) and expected <= config.keys()
+
+
+class PairBatch(Protocol):
+    """B pairs of images, as train and evaluate use them. data.Batch is one.
+
+    Some methods read more: data.Batch says which."""
+
+    before: Tensor  # (B, C, H, W) features
+    after: Tensor  # (B, C, H, W)
+    caption: Tensor  # (B, V) ids: START, words, END, NULL ...
+    pair_ids: list[str]
+
+    def to(self, device: str) -> "PairBatch":
+        """The same batch with its tensors on a device, features in float32."""
+
+
+class TrainingData(Protocol):
+    """All that train and evaluate use of a data set. data.Dataset is one; so is any other object
+    with these attributes and methods."""
+
+    vocab: Any  # len(vocab): its words; vocab.decode(ids (B, V)) -> B captions
+    grid: tuple[int, int, int]  # C, H, W of an image's features
+    max_len: int  # longest caption in tokens, START and END included
+
+    def steps(self, batch_size: int) -> int:
+        """Steps of an epoch."""
+
+    def train_batches(
+        self, batch_size: int, seed: int, epoch: int, first: int = 0
+    ) -> Iterable[tuple[PairBatch, ...]]:
+        """The steps of an epoch from step `first` on. A step has one batch, or two of the same
+        scenes: changed pairs and distractor pairs. These four numbers alone decide what is in it;
+        otherwise a resumed run would not repeat what it would have done."""
+
+    def eval_batches(self, split: str, batch_size: int) -> Iterable[PairBatch]:
+        """Every pair of a split ("val" or "test") once."""
+
+    def results(
+        self,
+        split: str,
+        captions: dict[str, str],
+        maps: dict[str, dict[str, Tensor]],
+        out_dir: Path | None,
+        notes: dict[str, list[str]] | None = None,
+        suffix: str = "",
+    ) -> dict[str, float]:
+        """Score a split's captions -> {metric: score}, with cfg.select_by among them; {} if the
+        split is empty. Keys of captions, maps (name -> (H, W)) and notes are pair ids. With
+        out_dir: print all scores, and write them to files whose names end in `suffix`."""
+
+    def state(self) -> dict:
+        """What a checkpoint keeps, in plain lists, dicts and tensors: "vocab" (the words by id),
+        "grid" and "max_len", and what is needed to caption any two pictures."""
+
+    def check_state(self, state: dict) -> None:
+        """ValueError if a checkpoint comes from other data than this."""
 
 
 class Run:
-    """Everything around a training step: the run's folder, checkpoints, log, learning rate, validation, resuming.
+    """A run's folder, log, checkpoints, resuming, signals and progress bar. The loop is the
+    caller's:
 
-        with Run(cfg, resume, model, optimizer, dataset) as run:
-            for batches in run.steps(dataset):
-                ...                                     # one step of training
-                run.end_step(losses, validate)
+        with Run(cfg, model, [dataset], resume) as run:
+            run.start(optimizer, cfg.steps)
+            while not run.finished():
+                for batches in dataset.train_batches(...):
+                    ...  # one step of training
+                    run.record(losses)
+                    ...  # each log_every steps run.log_losses(), each eval_every steps
+                         # run.is_best(scores) and run.save(...)
+                    if run.stop:
+                        run.save_and_exit()
+                    if run.finished():
+                        break
 
-    sources: what captions depend on besides the model, the data set first; each has state() and check_state(state),
-    like data.Dataset. Inside `with`, the first Ctrl-C or SIGTERM only sets `stop` (to 130 or 143), so that the current
-    step is finished and saved; a second one stops at once. With `resume` the run continues from last.pt as if it had
-    never stopped."""
+    sources: all that captions depend on beside the model, the data set first. Each has state() and
+    check_state(state), as TrainingData. With `resume` the run continues from last.pt as if it had
+    never stopped. Inside `with`, the first Ctrl-C or SIGTERM only sets `stop` (to 130 or 143), so
+    that the current step is finished and saved; a second one stops at once."""
 
-    def __init__(self, cfg: RunConfig, resume: bool, model: nn.Module, optimizer: torch.optim.Optimizer, *sources):
-        self.cfg, self.dir, self.model, self.optimizer, self.sources = cfg, Path(cfg.out_dir), model, optimizer, sources
-        self.step, self.best, self.worse, self.stop = 0, float("-inf"), 0, 0  # worse: validations since the best one
-        self.losses: list[dict[str, Tensor]] = []  # since the last line of the log; they stay on the device
-        self.resume, self.resumed, self.handlers = resume, None, {}
-        self.on_cuda = cfg.device.startswith("cuda")
+    def __init__(self, cfg: RunConfig, model: nn.Module, sources: list, resume: bool = False):
+        self.cfg = cfg
+        self.dir = Path(cfg.out_dir)
+        self.model = model
+        self.sources = sources
+        self.resume = resume
+        self.resumed: dict | None = None  # what last.pt held
+        self.optimizer: torch.optim.Optimizer | None = None  # of the stage under way
+        self.step = 0  # steps done
+        self.best = float("-inf")  # best validation score
+        self.evals_since_best = 0
+        self.stop = 0  # exit code that a signal asks for
+        self.losses: list[dict[str, Tensor]] = []  # since the last line of the log, on the device
+        self.out_of_patience = False
+        self.handlers: dict[int, Any] = {}  # signal -> handler before this run
 
     def __enter__(self):
         self.dir.mkdir(parents=True, exist_ok=True)
         if self.resume:
-            self.resumed = self.restore()
-        self.begin()
-        torch.set_float32_matmul_precision("high" if self.on_cuda else "highest")  # TF32 where autocast leaves float32
-        if self.cfg.compile and self.on_cuda:
-            self.model.compile(fullgraph=True, dynamic=False)
+            self.restore()
+        self.begin_log()
+        precision = "high" if self.cfg.on_cuda else "highest"
+        torch.set_float32_matmul_precision(precision)  # TF32 where autocast leaves float32
         for number in (signal.SIGINT, signal.SIGTERM):
-            self.handlers[number] = signal.signal(number, self._on_signal)
+            self.handlers[number] = signal.signal(number, self.on_signal)
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, _kind, error, _trace):
+        self.restore_handlers()
+        if isinstance(error, OSError) and self.optimizer:  # such as a tokenizer that died
+            self.save("last.pt")  # keeps the steps so far
+
+    def restore_handlers(self) -> None:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
-    def _on_signal(self, number, _frame):
+    def on_signal(self, number: int, _frame) -> None:
         self.stop = 128 + number
-        self.__exit__()  # puts the earlier handlers back
+        self.restore_handlers()
         print("stopping after this step; once more to stop at once", file=sys.stderr)
 
-    def steps(
-        self, dataset, batch_size: int = 0, first: int = 0, last: int = 0, rate=None, name: str = "train"
-    ) -> Iterator:
-        """Yield the batches of steps first ... last - 1 (default: the whole run), starting at the current step. Each
-        time the learning rate is set to rate(cfg, step - first); the default rate is `learning_rate`."""
-        self.first, self.last, self.name = first, last or self.cfg.steps, name
+    def start(
+        self,
+        optimizer: torch.optim.Optimizer,
+        last: int,
+        first: int = 0,
+        stage: str = "train",
+    ) -> None:
+        """Begin, or continue, a stage: steps first ... last - 1, made with this optimizer."""
+        self.optimizer = optimizer
+        self.last = last
+        self.stage = stage
         if self.resumed and self.resumed["step"] > first:
             with file_errors(self.dir / "last.pt", TRAIN_FIRST):
-                self.optimizer.load_state_dict(self.resumed["optimizer"])
-                if any(x.ndim and x.shape != p.shape for p, m in self.optimizer.state.items() for x in m.values()):
-                    raise ValueError("Adam's moments have other shapes")  # fused Adam would write past their end
+                optimizer.load_state_dict(self.resumed["optimizer"])
         if self.step == 0:
             self.save("last.pt")
-        self.began, self.begun_at = time.perf_counter(), self.step
-        self.bar = tqdm(total=self.last - first, initial=self.step - first, desc=name, unit="step", disable=None)
-        batch_size = batch_size or self.cfg.batch_size
-        rate = rate or learning_rate
-        while self.step < self.last and not self.out_of_patience():
-            epoch, start = divmod(self.step - first, dataset.steps(batch_size))
-            for batches in dataset.train_batches(batch_size, self.cfg.seed, epoch, start):
-                self.lr = self.optimizer.param_groups[0]["lr"] = rate(self.cfg, self.step - first)
-                yield batches
-                if self.step == self.last or self.out_of_patience():
-                    break
-        self.bar.close()
+        self.began = time.perf_counter()
+        self.began_at = self.step
+        self.bar = tqdm(  # none if there is no terminal
+            total=last - first,
+            initial=self.step - first,
+            desc=stage,
+            unit="step",
+            disable=None,
+        )
+
+    def finished(self) -> bool:
+        """Is the stage's last step done, or patience used up? Says so once in the latter case."""
         if self.step < self.last:
-            print(f"no better validation in {self.worse}: training ends at step {self.step}")
+            if not 0 < self.cfg.patience <= self.evals_since_best:
+                return False
+            if not self.out_of_patience:
+                self.out_of_patience = True
+                count = self.evals_since_best
+                print(f"no better validation in {count}: training ends at step {self.step}")
+        self.bar.close()
+        return True
 
-    def out_of_patience(self) -> bool:
-        """Have cfg.patience validations passed without a better one?"""
-        return 0 < self.cfg.patience <= self.worse
-
-    def end_step(self, losses: dict[str, Tensor], validate: Callable[[], dict[str, float]] | None) -> None:
-        """After each step: log, validate every eval_every steps and at the last one, keep best.pt and last.pt.
-
-        validate() -> scores; the one that cfg.select_by names chooses best.pt. Without validation pairs it returns {},
-        and the last weights count as the best. SystemExit if the user asked the run to stop; FloatingPointError if a
-        loss or a weight is not finite."""
+    def record(self, losses: dict[str, Tensor]) -> None:
+        """Count a step. Its losses stay on the device until they are logged."""
         self.step += 1
-        self.losses.append({name: loss.detach() for name, loss in losses.items()})
+        detached = {}
+        for name, loss in losses.items():
+            detached[name] = loss.detach()
+        self.losses.append(detached)
         self.bar.update()
-        due = (self.step - self.first) % self.cfg.eval_every == 0 or self.step == self.last
-        if self.step % self.cfg.log_every == 0 or due or self.stop:
-            means, seconds = self.mean_losses(), time.perf_counter() - self.began
-            self.log(step=self.step, event="train", stage=self.name, seconds=round(seconds, 2), lr=self.lr, **means)
-            self.bar.set_postfix(line := {name: f"{value:.3f}" for name, value in means.items()})
-            if self.bar.disable:  # no terminal
-                left = seconds / (self.step - self.begun_at) * (self.last - self.step) / 60
-                losses_now = ", ".join(f"{name} {value}" for name, value in line.items())
-                print(f"{self.name} {self.step}/{self.last}: {losses_now}; {left:.0f} minutes left", flush=True)
-        if due and validate:
-            scores = validate()
-            self.worse += 1
-            if scores:
-                self.log(step=self.step, event="eval", select_by=self.cfg.select_by, **scores)
-                scored = ", ".join(f"{name} {value:.2f}" for name, value in scores.items())
-                tqdm.write(f"step {self.step}: validation {scored}")
-            if not scores or scores[self.cfg.select_by] > self.best:
-                self.best, self.worse = scores.get(self.cfg.select_by, self.best), 0
-                self.save("best.pt")
-        stop = self.stop  # read once, after validation: a signal may come at any line
-        if due or stop:
-            self.save("last.pt")
-            with atomic_write(self.dir / "curves.png") as path:
-                curves(self.dir / "log.jsonl").save(path, "PNG")
-        if stop:
-            raise SystemExit(stop)
+
+    def log_losses(self) -> None:
+        """A line of the log with the mean losses since the last one; off a terminal, also a
+        printed line. FloatingPointError if a loss is not finite."""
+        means = self.mean_losses()
+        seconds = time.perf_counter() - self.began
+        lr = self.optimizer.param_groups[0]["lr"]
+        about = {"stage": self.stage, "seconds": round(seconds, 2), "lr": lr}
+        self.log(step=self.step, event="train", **about, **means)
+        shown = {name: f"{value:.3f}" for name, value in means.items()}
+        self.bar.set_postfix(shown)
+        if self.bar.disable:  # no terminal
+            losses = ", ".join(f"{name} {value}" for name, value in shown.items())
+            seconds_a_step = seconds / (self.step - self.began_at)
+            minutes = seconds_a_step * (self.last - self.step) / 60
+            done = f"{self.stage} {self.step}/{self.last}"
+            print(f"{done}: {losses}; {minutes:.0f} minutes left", flush=True)
 
     def mean_losses(self) -> dict[str, float]:
-        """Mean of each loss since the last line of the log, over the steps that computed it. FloatingPointError naming
-        the first step with a loss that is not finite, and all losses of that step."""
+        """Mean of each loss since the last line of the log, over the steps that computed it.
+
+        FloatingPointError names the first step with a loss that is not finite, and its losses."""
         values_of: dict[str, list[float]] = {}
-        for step, losses in enumerate(self.losses, self.step - len(self.losses) + 1):
+        first = self.step - len(self.losses) + 1
+        for step, losses in enumerate(self.losses, first):
             values = {name: loss.item() for name, loss in losses.items()}
             if not all(map(math.isfinite, values.values())):
                 terms = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
                 raise FloatingPointError(
-                    f"loss is not finite at step {step}: {terms}; the last checkpoint is untouched; "
-                    "try a lower --lr or --grad_clip 1"
+                    f"loss is not finite at step {step}: {terms}; the last checkpoint is "
+                    "untouched; try a lower --lr or --grad_clip 1"
                 )
             for name, value in values.items():
                 values_of.setdefault(name, []).append(value)
         self.losses = []
-        return {name: round(sum(values) / len(values), 6) for name, values in values_of.items()}
+        means = {}
+        for name, values in values_of.items():
+            means[name] = round(sum(values) / len(values), 6)
+        return means
 
-    def log(self, **values) -> None:
-        """Append one JSON line to log.jsonl."""
-        with open(self.dir / "log.jsonl", "a") as f:
-            f.write(json.dumps(values) + "\n")
-
-    def begin(self) -> None:
-        """Remove the files of an older run, unless this one resumes it. Log and print what this run's results depend
-        on: code, versions, device and config (printed: only fields that differ from their defaults)."""
-        for name in RUN_FILES:
-            if not self.resumed:
-                (self.dir / name).unlink(missing_ok=True)
-            for path in self.dir.glob(f"{name}.*.partial"):  # left by a process that was killed
-                path.unlink()
-        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-        code = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-        device = torch.cuda.get_device_name() if self.on_cuda else f"cpu, {torch.get_num_threads()} threads"
-        about = {"code": code, "torch": torch.__version__, "torchvision": torchvision.__version__, "device": device}
-        about["parameters"] = sum(p.numel() for p in self.model.parameters())
-        config = dataclasses.asdict(self.cfg)
-        (self.dir / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        self.log(step=self.step, event="resume" if self.resumed else "start", **about, config=config)
-        changed = {f.name: config[f.name] for f in dataclasses.fields(self.cfg) if config[f.name] != f.default}
-        print(*(f"{name}: {value}" for name, value in [*about.items(), *changed.items()]), sep="\n", flush=True)
+    def is_best(self, scores: dict[str, float]) -> bool:
+        """Log a validation's scores. Are they the best so far? Without validation pairs (no
+        scores) the last weights count as the best."""
+        self.evals_since_best += 1
+        if scores:
+            self.log(step=self.step, event="eval", select_by=self.cfg.select_by, **scores)
+            text = ", ".join(f"{name} {value:.2f}" for name, value in scores.items())
+            tqdm.write(f"step {self.step}: validation {text}")
+            if not scores[self.cfg.select_by] > self.best:
+                return False
+            self.best = scores[self.cfg.select_by]
+        self.evals_since_best = 0
+        return True
 
     def save(self, name: str) -> None:
-        """Save a checkpoint under this name. If a weight is not finite: FloatingPointError, and the old file stays."""
-        if not all(p.isfinite().all() for p in self.model.parameters()):
-            raise FloatingPointError(f"weights are not finite after step {self.step}; {name} is untouched; lower --lr")
-        state = {key: value for source in self.sources for key, value in source.state().items()}
-        random = {"cpu": torch.get_rng_state()}  # for dropout and masks; the data order follows from seed and epoch
-        if self.on_cuda:
-            random["cuda"] = torch.cuda.get_rng_state(self.cfg.device)
-        state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "random": random}
-        state |= {"step": self.step, "best": self.best, "worse": self.worse, "config": dataclasses.asdict(self.cfg)}
-        save_tensors(self.dir / name, state)
+        """Save a checkpoint under this name and, with last.pt, curves.png.
 
-    def restore(self) -> dict:
-        """Restore weights, counters, random state from last.pt if every source accepts it; cut the log at its step."""
-        path, log = self.dir / "last.pt", self.dir / "log.jsonl"
+        If a weight is not finite: FloatingPointError, and the old file stays."""
+        if not all(p.isfinite().all() for p in self.model.parameters()):
+            raise FloatingPointError(
+                f"weights are not finite after step {self.step}; {name} is untouched; lower --lr"
+            )
+        # For dropout and masks. The order of the data follows from seed and epoch.
+        random = {"cpu": torch.get_rng_state()}
+        if self.cfg.on_cuda:
+            random["cuda"] = torch.cuda.get_rng_state(self.cfg.device)
+        state = {}
+        for source in self.sources:
+            state |= source.state()
+        state |= {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": random,
+            "step": self.step,
+            "best": self.best,
+            "evals_since_best": self.evals_since_best,
+            "config": dataclasses.asdict(self.cfg),
+        }
+        save_tensors(self.dir / name, state)
+        if name == "last.pt":
+            log = self.dir / "log.jsonl"
+            draw_curves(log, self.dir / "curves.png", self.cfg.select_by)
+
+    def save_and_exit(self) -> None:
+        """After a signal: save last.pt, from which --resume continues, and end the program."""
+        if self.losses:
+            self.log_losses()
+        self.save("last.pt")
+        raise SystemExit(self.stop)
+
+    def restore(self) -> None:
+        """Take over weights, counters and random state of last.pt, if every source accepts it.
+        The log is cut at its step, since the resumed run repeats later ones."""
+        path = self.dir / "last.pt"
         state = load_checkpoint(path, self.cfg.device)
         for source in self.sources:
             source.check_state(state)
-        load_weights(self.model, state["model"], path)
-        torch.set_rng_state(state["random"]["cpu"].cpu())
-        if self.on_cuda and "cuda" in state["random"]:
-            torch.cuda.set_rng_state(state["random"]["cuda"].cpu(), self.cfg.device)
-        self.step, self.best, self.worse = state["step"], state["best"], state["worse"]
-        kept = [row for row in read_log(log) if row["step"] <= self.step]  # the resumed run repeats later steps
-        with atomic_write(log) as partial:
-            partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        return state
+        load_own_weights(self.model, self.cfg, state, path)
+        random = state["random"]
+        torch.set_rng_state(random["cpu"].cpu())
+        if self.cfg.on_cuda and "cuda" in random:
+            torch.cuda.set_rng_state(random["cuda"].cpu(), self.cfg.device)
+        self.step = state["step"]
+        self.best = state["best"]
+        self.evals_since_best = state["evals_since_best"]
+        self.resumed = state
+        log = self.dir / "log.jsonl"
+        kept = [json.dumps(row) + "\n" for row in read_log(log) if row["step"] <= self.step]
+        write_text(log, "".join(kept))
+
+    def begin_log(self) -> None:
+        """Log and print what the results depend on: code, versions, device and config (printed:
+        only what differs from the defaults). A new run first removes the files of an older one."""
+        config = dataclasses.asdict(self.cfg)
+        write_text(self.dir / "config.json", json.dumps(config, indent=1) + "\n")
+        if not self.resume:
+            for name in run_files():
+                if name != "config.json":
+                    (self.dir / name).unlink(missing_ok=True)
+                (self.dir / f"{name}.partial").unlink(missing_ok=True)  # from a killed process
+        device = f"cpu, {torch.get_num_threads()} threads"
+        if self.cfg.on_cuda:
+            device = torch.cuda.get_device_name(self.cfg.device)
+        about = {
+            "code": code_version(),
+            "torch": torch.__version__,
+            "device": device,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+        }
+        event = "resume" if self.resume else "start"
+        self.log(step=self.step, event=event, **about, config=config)
+        for f in dataclasses.fields(self.cfg):
+            if config[f.name] != f.default:
+                about[f.name] = config[f.name]
+        for name, value in about.items():
+            print(f"{name}: {value}", flush=True)
+
+    def log(self, **values) -> None:
+        """Append one JSON line to log.jsonl."""
+        with open(self.dir / "log.jsonl", "a", encoding="utf-8") as f:
+            f.write(json.dumps(values) + "\n")
 
     def best_model(self) -> nn.Module:
         """The model with the weights of best.pt."""
         path = self.dir / "best.pt"
-        return load_weights(self.model, load_checkpoint(path, self.cfg.device)["model"], path)
+        state = load_checkpoint(path, self.cfg.device)
+        return load_weights(self.model, state["model"], path)
 
 
-class Lines:
-    """Standard output for tqdm without a terminal: every update of the bar becomes a line."""
-
-    def write(self, text: str) -> None:
-        sys.stdout.write(text.replace("\r", "\n"))
-
-    def flush(self) -> None:
-        sys.stdout.flush()
-
-
-def progress(items=None, **options) -> tqdm:
-    """tqdm for work that takes minutes: a bar on a terminal, elsewhere a line a minute."""
-    if not sys.stderr.isatty():
-        options |= {"file": Lines(), "mininterval": 60, "maxinterval": 60, "ncols": 80, "ascii": True}
-    return tqdm(items, **options)
+def code_version() -> str:
+    """The git commit of this code, "" if it is not in a repository."""
+    if not shutil.which("git"):
+        return ""
+    call = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(call, capture_output=True, text=True).stdout.strip()
 
 
 def read_log(path: Path) -> list[dict]:
-    """The lines of a log.jsonl; none if it is missing; a line that a killed process left unfinished is skipped."""
+    """The lines of a log.jsonl; none if it is missing. What a killed process left unfinished is
+    skipped."""
+    if not path.exists():
+        return []
     rows = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
+    return rows
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
+class PrintedLines(tqdm):
+    """A progress bar for where there is no terminal: each update is a printed line."""
+
+    def display(self, *_, **__):
+        print(self, flush=True)
+
+
+def progress(items=None, **options) -> tqdm:
+    """tqdm for work that takes minutes: a bar on a terminal, a line a minute off one."""
+    if sys.stderr.isatty():
+        return tqdm(items, **options)
+    seconds = {"mininterval": 60, "maxinterval": 60}
+    look = {"file": io.StringIO(), "ncols": 80, "ascii": True}  # tqdm's own output goes nowhere
+    return PrintedLines(items, **seconds, **look, **options)
+
+
+# ---- curves --------------------------------------------------------------------------------------
+
+
+@functools.cache  # so that the line is printed once
+def figure_class():
+    """matplotlib's Figure; None, with a printed line, where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        print(f"no pictures: {e}; pip install matplotlib", flush=True)
+        return None
+    return Figure
+
+
+def draw_curves(log: Path, picture: Path, metric: str) -> None:
+    """Plot a log.jsonl over steps: losses, and the validation metric that chooses best.pt."""
+    Figure = figure_class()
+    if Figure is None:
+        return
+    rows = read_log(log)
+    if not any(row.get("event") == "train" for row in rows):
+        return
+    figure = Figure(figsize=(10, 4), layout="constrained")  # no pyplot, which has a global state
+    left, right = figure.subplots(1, 2, sharex=True)
+    plot_losses(left, rows)
+    plot_validation(right, rows, metric)
+    with atomic_write(picture) as partial:
+        figure.savefig(partial, format="png", dpi=100)
+
+
+def plot_losses(axes, rows: list[dict]) -> None:
+    """Every loss of a log's lines, on a logarithmic axis."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    points: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        if row.get("event") == "train":
+            for name, value in row.items():
+                if name not in ("step", "event", "stage", "seconds", "lr"):
+                    points.setdefault(name, []).append((row["step"], value))
+    for name, steps_and_values in points.items():
+        steps, values = zip(*steps_and_values, strict=True)
+        axes.plot(steps, values, marker=".", markersize=3, linewidth=1, label=name)
+    axes.set_yscale("log", nonpositive="mask")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")  # 0.5 instead of 5 x 10^-1
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("training step")
+    axes.set_ylabel("training loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def plot_validation(axes, rows: list[dict], metric: str) -> None:
+    """A metric in a log's lines, its best point marked."""
+    evals = [row for row in rows if row.get("event") == "eval" and metric in row]
+    axes.set_xlabel("training step")
+    axes.grid(alpha=0.3)
+    if not evals:
+        axes.set_title("no validation yet")
+        return
+    steps = [row["step"] for row in evals]
+    values = [row[metric] for row in evals]
+    best = max(values)
+    best_step = steps[values.index(best)]
+    axes.plot(steps, values, marker=".")
+    axes.plot([best_step], [best], "o", color="tab:red", label="best")
+    axes.set_title(f"best: {best:.2f} at step {best_step}", color="tab:red")
+    axes.set_ylabel(f"validation {metric}")
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+TRAIN_FIRST = "train first, or name another checkpoint"
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary name to write to, and rename that file to `path` at the end: whenever the process dies, `path`
-    is either the old or the new file. OSError naming the file if it cannot be written."""
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+    """Yield a temporary name to write to, and rename that file to `path` at the end: whenever the
+    process dies, `path` is either the old or the new file. A missing folder is made.
+
+    OSError naming the file if it cannot be written."""
+    partial = path.with_name(f"{path.name}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         os.replace(partial, path)
     except OSError as e:
@@ -642,22 +1075,40 @@ def atomic_write(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, completely or not at all."""
+    with atomic_write(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
 def save_tensors(path: Path, state: dict) -> None:
     """Write plain dicts and tensors to a file, completely or not at all."""
-    with atomic_write(path) as partial, open(partial, "wb") as f:  # open(), so that a full disk is an OSError
-        torch.save(state, f)
+    with atomic_write(path) as partial, open(partial, "wb") as f:
+        try:
+            torch.save(state, f)
+        except RuntimeError as e:
+            if isinstance(e.__context__, OSError):  # a full disk; torch reports its own confusion
+                raise e.__context__ from None
+            raise
 
 
 @contextlib.contextmanager
 def file_errors(path: str | Path, remedy: str) -> Iterator[None]:
-    """Turn any exception inside the `with` into a ValueError that names the file and what to do about it."""
+    """Turn any exception inside the `with` into a ValueError that names the file and what to do
+    about it."""
     try:
         yield
-    except Exception as e:  # a broken pickle raises whatever it likes
-        reason = f"{e}" if isinstance(e, ValueError) else f"{type(e).__name__} {e}"
-        if isinstance(e, pickle.UnpicklingError):  # its text is long and advises executing the file
+    except Exception as e:  # a broken file raises whatever it likes
+        if isinstance(e, KeyError):
+            reason = f"{e.args[0]} is missing"
+        elif isinstance(e, pickle.UnpicklingError):  # its text advises executing the file
             reason = "no plain tensors"
-        raise ValueError(f"{path} cannot be used ({' '.join(reason.split())[:120]}); {remedy}") from e
+        elif isinstance(e, ValueError):
+            reason = str(e)
+        else:
+            reason = f"{type(e).__name__} {e}"
+        reason = " ".join(reason.split())[:120]
+        raise ValueError(f"{path} cannot be used ({reason}); {remedy}") from e
 
 
 def load_tensors(path: str | Path, remedy: str, device: str = "cpu") -> dict:
@@ -669,75 +1120,102 @@ def load_tensors(path: str | Path, remedy: str, device: str = "cpu") -> dict:
     return state
 
 
-CHECKPOINT_KEYS = {"model", "optimizer", "random", "step", "best", "worse", "config", "vocab", "grid", "max_len"}
-TRAIN_FIRST = "train first, or name another checkpoint"
+class Checkpoint(dict):
+    """What Run.save wrote. Looking up what is not there is a ValueError that names the file."""
+
+    def __init__(self, path: str | Path, state: dict):
+        super().__init__(state)
+        self.path = path
+
+    def __missing__(self, key: str):
+        raise ValueError(f"{self.path} is not a checkpoint ({key} is missing); {TRAIN_FIRST}")
 
 
-def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
-    """What Run.save wrote; ValueError if this is no checkpoint."""
-    state = load_tensors(path, TRAIN_FIRST, device)
-    if missing := CHECKPOINT_KEYS - state.keys():
-        raise ValueError(f"{path} is no checkpoint of a run: it has no {min(missing)}; {TRAIN_FIRST}")
-    return state
+def load_checkpoint(path: str | Path, device: str = "cpu") -> Checkpoint:
+    """What Run.save wrote."""
+    return Checkpoint(path, load_tensors(path, TRAIN_FIRST, device))
 
 
 def load_weights(
-    model: nn.Module, weights: dict[str, Tensor], path: str | Path, remedy: str = TRAIN_FIRST
+    model: nn.Module,
+    weights: dict[str, Tensor],
+    path: str | Path,
+    remedy: str = TRAIN_FIRST,
 ) -> nn.Module:
-    """The model with the weights that a file holds; ValueError if they do not fit."""
+    """The model with the weights that a file holds. ValueError if they do not fit."""
     with file_errors(path, remedy):
         model.load_state_dict(weights)
     return model
 
 
-def load_model(Model: Callable[..., nn.Module], cfg: RunConfig, path: str | Path) -> tuple[nn.Module, dict]:
+def load_own_weights(model: nn.Module, cfg: RunConfig, state: Checkpoint, path: Path) -> None:
+    """Load a checkpoint's weights into a model of this cfg. If they do not fit, the ValueError
+    names the method's fields in which cfg differs from the run's."""
+    shared = {f.name for f in dataclasses.fields(RunConfig)}
+    changed = []
+    for f in dataclasses.fields(cfg):
+        now = getattr(cfg, f.name)
+        then = state["config"].get(f.name, now)
+        if f.name not in shared and now != then:
+            changed.append(f"--{f.name} {now}: the run has {then}")
+    remedy = ", ".join(changed) or TRAIN_FIRST
+    load_weights(model, state["model"], path, remedy)
+
+
+def load_model(
+    Model: Callable[..., nn.Module], cfg: RunConfig, path: str | Path
+) -> tuple[nn.Module, Checkpoint]:
     """-> a Model with a checkpoint's weights, in evaluation mode, and the checkpoint's content."""
     state = load_checkpoint(path, cfg.device)
     model = Model(cfg, len(state["vocab"]), state["grid"], state["max_len"]).to(cfg.device)
-    return load_weights(model, state["model"], path).eval(), state
+    load_own_weights(model, cfg, state, path)
+    return model.eval(), state
+
+
+def load_captioner(
+    Model: Callable[..., nn.Module],
+    Config: type,
+    checkpoint: str | Path,
+    device: str = "",
+    inputs: Callable | None = None,
+):
+    """A trained model for any two pictures, files or PIL images (data.Captioner):
+    caption, maps = load_captioner(Model, Config, "best.pt")(before, after)."""
+    import data
+
+    cfg = saved_config(Config, checkpoint)
+    cfg.device = usable_device(device)
+    model, state = load_model(Model, cfg, checkpoint)
+    return data.Captioner(model, state, inputs)
+
+
+# ---- main ----------------------------------------------------------------------------------------
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a script's main. Input, data and memory errors print one line and exit 2; SIGINT exits 130, SIGTERM 143."""
-    warnings.filterwarnings("ignore", module="PIL")
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that partial files are removed
+    """Run a script's main.
+
+    Input, data and memory errors print one line and exit 2; programming errors keep their
+    traceback. SIGINT exits 130, SIGTERM 143."""
+    warnings.filterwarnings("ignore", module="PIL")  # of odd pictures, which readers judge
+    signal.signal(signal.SIGTERM, exit_on_signal)
     try:
         main()
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError, FloatingPointError, MemoryError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and "memory" not in str(e):  # a programming error keeps its traceback
+        if isinstance(e, RuntimeError) and not is_out_of_memory(e):
             raise
-        print(f"error: {' '.join(str(e).split()) or type(e).__name__}", file=sys.stderr)
+        text = " ".join(str(e).split()) or type(e).__name__
+        print(f"error: {text}", file=sys.stderr)
         sys.exit(2)
 
 
-# ---- curves ----------------------------------------------------------------------------------------------------------
+def exit_on_signal(number: int, _frame) -> None:
+    sys.exit(128 + number)  # an exception, so that partial files are removed
 
 
-def curves(log: Path) -> Image.Image:
-    """Plot a log.jsonl over steps: losses (logarithmic if positive), below them validation scores. -> PIL image."""
-    series: dict[str, list[tuple[int, float]]] = {}
-    for event, title in (("train", "loss"), ("eval", "validation")):
-        for row in (row for row in read_log(log) if row.get("event") == event):
-            for name, value in row.items():
-                if isinstance(value, float) and name not in ("seconds", "lr"):
-                    series.setdefault(f"{title}: {name}", []).append((row["step"], value))
-    losses, last = sum(name.startswith("loss") for name in series), max(points[-1][0] for points in series.values())
-    cells = [*range(losses), *range(-(-losses // 4) * 4, -(-losses // 4) * 4 + len(series) - losses)]
-    page, font = Image.new("RGB", (920, 150 * (1 + cells[-1] // 4)), "white"), ImageFont.load_default(11)
-    draw = ImageDraw.Draw(page)
-    for cell, (name, points) in zip(cells, series.items(), strict=True):
-        left, top, values = 10 + cell % 4 * 230, 20 + cell // 4 * 150, [value for _, value in points]
-        logarithmic = name.startswith("loss") and min(values) > 0
-        heights = [math.log(value) for value in values] if logarithmic else values
-        low, span = min(heights), max(heights) - min(heights) or 1
-        xs, ys = [left + 210 * step / last for step, _ in points], [top + 105 * (1 - (y - low) / span) for y in heights]
-        draw.rectangle((left, top, left + 210, top + 105), outline="lightgray")
-        draw.line([*zip(xs, ys, strict=True)], fill="black")
-        for x, y in zip(xs, ys, strict=True):
-            draw.ellipse((x - 1.5, y - 1.5, x + 1.5, y + 1.5), fill="black")
-        draw.text((left, top - 15), f"{name}{' (log)' * logarithmic}", fill="black", font=font)
-        text = f"steps 0 to {last}; {min(values):.4g} to {max(values):.4g}"
-        draw.text((left, top + 107), text, fill="gray", font=font)
-    return page
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Also on a CPU, where PyTorch's error has no class of its own."""
+    text = str(error)
+    return any(words in text for words in ("out of memory", "allocate memory", "enough memory"))

@@ -1,15 +1,16 @@
 """Speed and memory of the methods against their plain formulations, on this machine. Not a test.
 
-    python tests/bench.py step [--method dirl_ccr] [--batch 128]    one training step at the papers' size
-    python tests/bench.py step --method idc_pretrain --task mvcl    one of pre-training (default: fine-tuning)
+    python tests/bench.py step [--method dirl_ccr] [--batch 128]    one training step at papers' size
+    python tests/bench.py step --method idc_pretrain --task mvcl    one of pre-training
     python tests/bench.py decode [--method dirl_ccr] [--batch 64]   greedy captions, cached and not
-    python tests/bench.py match [--batch 128]                       token-wise matching, forward and backward
+    python tests/bench.py match [--batch 128]                       token-wise matching, both passes
 
-The plain formulation is the one of tests/test_common.py (every matching score at once; attention's probabilities
-written out), in float32 without torch.compile, and a decoder that starts over at each word. The two take turns; each
-turn is a process of its own, so that its peak memory is its own. The share is that of the rate of one large matrix
-product in the same process, in bfloat16 where the step has it; operations are those of matrix products, of sparse ones
-none. RDD+ACR's phrases, in ViT-L-14's text encoder of random weights, and CHEERS's entities are drawn.
+The plain formulation is the one of tests/test_common.py (every matching score at once; attention's
+probabilities written out), in float32 without torch.compile, and a decoder that starts over at each
+word. The two take turns; each turn is a process of its own, so that its peak memory is its own. The
+share is that of the rate of one large matrix product in the same process, in bfloat16 where the
+step has it; operations are those of matrix products, of sparse ones none. RDD+ACR's phrases, in
+ViT-L-14's text encoder of random weights, and CHEERS's entities are drawn.
 """
 
 import argparse
@@ -87,10 +88,12 @@ def phrases_of(cfg, texts):
     clip.requires_grad_(False).eval()
     rows = [i % REPEATED if i >= len(texts) // 2 else REPEATED + i for i in range(len(texts))]
     phrases = object.__new__(rdd_acr.Phrases)
-    phrases.phrase = {kind: dict(zip(texts, texts, strict=True)) for kind in ("nouns", "verbs")}
-    phrases.row, phrases.clip, phrases.ignore_equal = dict(zip(texts, rows, strict=True)), clip, True
+    row_of = dict(zip(texts, rows, strict=True))
+    phrases.rows = {"nouns": row_of, "verbs": row_of}
+    phrases.clip = clip
+    phrases.ignore_equal = True
     phrases.tokens = torch.randint(49408, (REPEATED + len(texts) // 2, PHRASE), device=cfg.device)
-    phrases.encode_prompted = data.encode_prompted
+    phrases.encode_prompted = rdd_acr.encode_prompted
     return phrases
 
 
@@ -135,14 +138,14 @@ def work_of(args):
 
     def step():
         optimizer.zero_grad()
-        method.losses_of(model, batches, cfg, *more)["total"].backward()
+        method.compute_losses(model, batches, cfg, *more)["total"].backward()
         optimizer.step()
 
     def compile_it():
         if not args.plain and cfg.compile and cfg.device.startswith("cuda"):
             model.compile(fullgraph=True, dynamic=False)
             if method is rdd_acr:
-                more[0].encode_prompted = torch.compile(data.encode_prompted, fullgraph=True, dynamic=True)
+                more[0].encode_prompted = torch.compile(rdd_acr.encode_prompted, fullgraph=True, dynamic=True)
             step()
 
     return step, compile_it, 2 * images.nbytes

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import common
 import data
 
 GRID = (8, 2, 3)  # channels, height, width: no two alike, so that a swapped axis fails
@@ -47,13 +48,13 @@ def write_picture(path):
 
 
 def write_features(name, root):
-    """Random features on a 2 x 3 grid for a release, and its vocabulary where it has words: what preparation leaves."""
-    release, source = data.DATASETS[name].read(root), data.DATASETS[name]
+    """Random features on a 2 x 3 grid for a release, and its vocabulary: what preparation leaves."""
+    source = data.DATASETS[name]
+    release = source.read(root)
     names = sorted(release.paths)
     features = np.random.default_rng(1).random((len(names), *GRID)).astype(np.float32)
-    data.write_features(root / "features.h5", names, [features], source.extractor, data.RELEASED_FEATURES)
-    if source.tokenizer:
-        data.write_vocab(root, data.vocab_of(name, release))
+    data.write_features(root / "features.h5", names, [features], source.extractor, "at random")
+    data.write_vocab(root, data.vocab_of(name, release))
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +62,26 @@ def without_java(request, monkeypatch):
     """Java takes seconds to start, twice for each evaluation; some tests of test_score.py ask for it."""
     if "java" not in request.fixturenames:
         monkeypatch.setattr(data, "java_works", lambda: False)
+
+
+@pytest.fixture
+def drawings():
+    """For tests that look at the pictures of a run; see below."""
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(request, monkeypatch):
+    """Each picture takes seconds to draw, so a run's are empty files unless a test asks."""
+
+    def sample_sheet(dataset, split, captions, maps, notes, path):
+        path.write_bytes(b"")
+
+    def draw_curves(log, picture, metric):
+        picture.write_bytes(b"")
+
+    if "drawings" not in request.fixturenames:
+        monkeypatch.setattr(data, "sample_sheet", sample_sheet)
+        monkeypatch.setattr(common, "draw_curves", draw_curves)
 
 
 @pytest.fixture
@@ -77,7 +98,7 @@ def prepared(release):
     names = sorted(files.paths)
     features = rng.random((len(names), *GRID)).astype(np.float32)
     blocks = [features[:7], features[7:]]
-    data.write_features(release / "features.h5", names, blocks, "resnet101-layer3", data.RELEASED_FEATURES)
+    data.write_features(release / "features.h5", names, blocks, "resnet101-layer3", "at random")
     data.write_vocab(release, data.vocab_of("clevr_change", files))
     return release
 

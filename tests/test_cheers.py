@@ -3,25 +3,48 @@
 import json
 import math
 
-import open_clip
 import pytest
 import torch
+from PIL import Image
+from test_rdd_acr import losses_of_run, random_clip, run_alone
 
 import cheers
+import common
 import data
-from cheers import CHEERS, CRE, DRE, PRESETS, Config, contrastive_loss, likeness, retrieve, total_loss
+from cheers import (
+    CHEERS,
+    CRE,
+    DRE,
+    PRESETS,
+    Config,
+    contrastive_loss,
+    embed_images,
+    embed_texts,
+    find_candidates,
+    max_probability,
+    retrieve,
+    total_loss,
+)
 
 B, C, H, W, V, WORDS = 4, 5, 2, 3, 9, 12
-N, D, K, M, E = H * W, 8, 3, 7, 5
-CAPTION = torch.tensor([[2, 4, 5, 6, 3, 0, 0, 0, 0], [2, 7, 3, 0, 0, 0, 0, 0, 0], [2, 8, 9, 10, 11, 4, 5, 6, 3],
-                        [2, 5, 5, 3, 0, 0, 0, 0, 0]])  # fmt: skip
+N, D, K, M = H * W, 8, 3, 7
+CLIP_DIM = 5
+CAPTION = torch.tensor(
+    [
+        [2, 4, 5, 6, 3, 0, 0, 0, 0],
+        [2, 7, 3, 0, 0, 0, 0, 0, 0],
+        [2, 8, 9, 10, 11, 4, 5, 6, 3],
+        [2, 5, 5, 3, 0, 0, 0, 0, 0],
+    ]
+)
 INDICES = torch.tensor([[0, 3, 6], [1, 2, 4], [5, 0, 2], [3, 4, 1]])
 
 
 def small(**fields) -> CHEERS:
     torch.manual_seed(0)
     cfg = Config(**{"dim": D, "word_dim": 6, "heads": 2} | fields)
-    return CHEERS(cfg, WORDS, (C, H, W), V, torch.randn(M, E) if cfg.k else None).double()
+    table = torch.randn(M, CLIP_DIM) if cfg.k else None
+    return CHEERS(cfg, WORDS, (C, H, W), V, table).double()
 
 
 def pictures():
@@ -37,59 +60,73 @@ def cosine(a, b):
     return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
 
 
-# ---- retrieval -------------------------------------------------------------------------------------------------------
+# ---- retrieval -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("signed", [False, True])
 def test_retrieval_against_loops(signed):
     torch.manual_seed(0)
-    x_bef, x_aft, entities = (torch.randn(n, E, dtype=torch.float64) for n in (6, 6, M))
+    x_bef, x_aft = torch.randn(2, 6, CLIP_DIM, dtype=torch.float64)
+    table = torch.randn(M, CLIP_DIM, dtype=torch.float64)
     for k in (1, 3, M):
-        best = retrieve(x_bef, x_aft, entities, k, signed)
+        best = retrieve(x_bef, x_aft, table, k, signed)
         for b in range(6):
-            s_bef, s_aft = ([cosine(x[b], e) for e in entities] for x in (x_bef, x_aft))
-            difference = [p - q if signed else abs(p - q) for p, q in zip(s_bef, s_aft, strict=True)]
-            relevant = [m for m in range(M) if s_bef[m] > mean(s_bef) or s_aft[m] > mean(s_aft)]
-            rest = [m for m in range(M) if m not in relevant]
+            s_bef = [cosine(x_bef[b], e) for e in table]
+            s_aft = [cosine(x_aft[b], e) for e in table]
+            difference = [p - q for p, q in zip(s_bef, s_aft, strict=True)]
+            if not signed:
+                difference = [abs(d) for d in difference]
+            passing = [m for m in range(M) if s_bef[m] > mean(s_bef) or s_aft[m] > mean(s_aft)]
+            rest = [m for m in range(M) if m not in passing]
             assert rest or b, "the constraint must matter somewhere"
-            order = [m for part in (relevant, rest) for m in sorted(part, key=lambda m: -difference[m])]
-            assert best[b].tolist() == order[:k]
+            passing.sort(key=lambda m: -difference[m])
+            rest.sort(key=lambda m: -difference[m])
+            assert best[b].tolist() == [*passing, *rest][:k]
 
 
 def test_an_entity_that_is_like_neither_image_comes_last():
     entities = torch.eye(4)
-    x_bef, x_aft = torch.tensor([[0.5, 0.6, -0.9, 0.4]]), torch.tensor([[0.5, 0.1, 0.1, 0.5]])
-    assert retrieve(x_bef, x_aft, entities, 1).tolist() == [[3]]  # not 2, whose difference is the largest
+    x_bef = torch.tensor([[0.5, 0.6, -0.9, 0.4]])
+    x_aft = torch.tensor([[0.5, 0.1, 0.1, 0.5]])
+    assert retrieve(x_bef, x_aft, entities, 1).tolist() == [
+        [3]
+    ]  # not 2, whose difference is the largest
     assert retrieve(x_bef, x_aft, entities, 4)[0, -1] == 2
     assert retrieve(x_bef, x_aft, entities, 9).shape == (1, 4)  # k larger than M
 
 
 def test_ties_go_to_the_lower_index():
     entities = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [2.0, 0.0]])
-    assert retrieve(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 1.0]]), entities, 3).tolist() == [[1, 2, 3]]
+    x_bef = torch.tensor([[1.0, 0.0]])
+    x_aft = torch.tensor([[1.0, 1.0]])
+    assert retrieve(x_bef, x_aft, entities, 3).tolist() == [[1, 2, 3]]
     same = torch.ones(1, 2)
-    assert retrieve(same, same, torch.ones(50, 2), 50)[0].tolist() == list(range(50))  # none is relevant
+    assert retrieve(same, same, torch.ones(50, 2), 50)[0].tolist() == list(
+        range(50)
+    )  # none is relevant
 
 
 def test_signed_retrieval_does_not_find_what_was_added():
     entities = torch.eye(3)
-    without, there = torch.tensor([[0.1, 0.5, 0.4]]), torch.tensor([[0.9, 0.5, 0.4]])
-    assert retrieve(without, there, entities, 1)[0, 0] == retrieve(there, without, entities, 1)[0, 0] == 0
+    without = torch.tensor([[0.1, 0.5, 0.4]])
+    there = torch.tensor([[0.9, 0.5, 0.4]])
+    assert retrieve(without, there, entities, 1)[0, 0] == 0
+    assert retrieve(there, without, entities, 1)[0, 0] == 0
     assert retrieve(there, without, entities, 1, signed=True)[0, 0] == 0
     assert retrieve(without, there, entities, 1, signed=True)[0, 0] != 0
 
 
-# ---- enhancement -----------------------------------------------------------------------------------------------------
+# ---- enhancement ---------------------------------------------------------------------------------
 
 
-def naive_likeness(source, target, scale):
+def naive_max_probability(source, target, scale):
     """Eq. 2 and the maximum of Eq. 3 of one pair: source (S, D), target (N, D) -> N numbers."""
-    p = {}
+    largest = [0.0] * len(target)
     for j in range(len(source)):
-        exps = [math.exp(scale * cosine(target[i], source[j])) for i in range(len(target))]
-        assert sum(exps) > 0
-        p |= {(i, j): exps[i] / sum(exps) for i in range(len(target))}
-    return [max(p[i, j] for j in range(len(source))) for i in range(len(target))]
+        exps = [math.exp(scale * cosine(x, source[j])) for x in target]
+        for i, exp in enumerate(exps):
+            largest[i] = max(largest[i], exp / sum(exps))
+    return largest
 
 
 @pytest.mark.parametrize("temperature", ["learned", "one"])
@@ -101,9 +138,10 @@ def test_cre_and_dre_against_loops(temperature, Enhance, sources):
     source, target = torch.randn(B, sources, D).double(), torch.randn(B, N, D).double()
     enhanced, p = module(source, target)
     scale = 1.0 if temperature == "one" else module.log_scale.exp().item()
-    weight, bias = module.expand.weight[:, 0], module.expand.bias
+    weight = module.expand.weight[:, 0]
+    bias = module.expand.bias
     for b in range(B):
-        for i, m in enumerate(naive_likeness(source[b], target[b], scale)):
+        for i, m in enumerate(naive_max_probability(source[b], target[b], scale)):
             own = weight * ((1 - m) if Enhance is DRE else m) + bias
             torch.testing.assert_close(p[b, i], own)
             x = target[b, i] / (1 + torch.exp(-own)) + target[b, i]
@@ -112,17 +150,18 @@ def test_cre_and_dre_against_loops(temperature, Enhance, sources):
 
 
 def test_one_entity_points_at_the_cells_that_are_like_it():
-    """The softmax runs over target positions: it sums to one over them, and one source does not make all cells
-    equal."""
+    """The softmax runs over target positions: it sums to one over them, and one source does not
+    make all cells equal."""
     torch.manual_seed(0)
-    source, target = torch.randn(B, 1, D).double(), torch.randn(B, N, D).double()
-    m = likeness(source, target, 5.0)
+    source = torch.randn(B, 1, D).double()
+    target = torch.randn(B, N, D).double()
+    m = max_probability(source, target, 5.0)
     torch.testing.assert_close(m.sum(1), torch.ones(B).double())
     assert (m.amax(1) > 2 * m.amin(1)).all()
     nearest = torch.cosine_similarity(source, target, dim=-1).argmax(1)
     assert torch.equal(m.argmax(1), nearest)
     several = torch.randn(B, K, D).double()
-    assert (likeness(several, target, 5.0).sum(1) <= K).all()
+    assert (max_probability(several, target, 5.0).sum(1) <= K).all()
 
 
 def attention(module, query, memory):
@@ -135,23 +174,40 @@ def attention(module, query, memory):
 
 def square(a, b):
     """Eq. 7 and 11: the mean squared difference of two maps."""
-    return mean([(x - y) ** 2 for x, y in zip(a.flatten().tolist(), b.flatten().tolist(), strict=True)])
+    return mean(
+        [(x - y) ** 2 for x, y in zip(a.flatten().tolist(), b.flatten().tolist(), strict=True)]
+    )
 
 
-@pytest.mark.parametrize("fields", [{}, {"cre": False}, {"dre": False}, {"layers": 1}, {"w_consistency": 0.0},
-                                    {"layer_input": "attended"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"cre": False},
+        {"dre": False},
+        {"layers": 1},
+        {"w_consistency": 0.0},
+        {"layer_input": "attended"},
+    ],
+)
 def test_encoder_and_losses_against_equations(fields):
-    model, (before, after) = small(**fields).eval(), pictures()
+    model = small(**fields).eval()
+    before, after = pictures()
     f = {"bef": model.embed(before), "aft": model.embed(after)}
-    e, x, other = model.project(model.table[INDICES]), dict(f), {"bef": "aft", "aft": "bef"}
-    l_c, l_d, l_i = [0], [0], []
+    e = model.project(model.table[INDICES])
+    x = dict(f)
+    other = {"bef": "aft", "aft": "bef"}
+    l_c = [0]
+    l_d = [0]
+    l_i = []
     for layer in model.hrd:
         c = dict(x)
         if model.cfg.cre:
             enhanced = {i: layer.cre(x[other[i]], x[i]) for i in x}  # Eq. 6
             c = {i: enhanced[i][0] for i in x}
             if model.cfg.w_consistency:
-                l_c.append(mean([square(enhanced[i][1], layer.entity_dre(e, x[i])[1]) for i in x]))  # Eq. 7
+                maps = {i: layer.entity_dre(e, x[i])[1] for i in x}
+                l_c.append(mean([square(enhanced[i][1], maps[i]) for i in x]))  # Eq. 7
         shared = {i: attention(layer.attention, c[i], c[other[i]]) for i in x}  # Eq. 8
         l_i.append(contrastive_loss(shared["bef"], shared["aft"], model.log_scale.exp()))
         x = {i: layer.norm(x[i] + shared[i]) if layer.norm else shared[i] for i in x}
@@ -159,16 +215,21 @@ def test_encoder_and_losses_against_equations(fields):
         if layer.dre:
             enhanced = {i: layer.dre(f[i], d[i]) for i in x}  # Eq. 10
             if model.cfg.w_consistency:
-                l_d.append(mean([square(enhanced[i][1], layer.entity_cre(e, d[i])[1]) for i in x]))  # Eq. 11
+                maps = {i: layer.entity_cre(e, d[i])[1] for i in x}
+                l_d.append(mean([square(enhanced[i][1], maps[i]) for i in x]))  # Eq. 11
             d = {i: enhanced[i][0] for i in x}
     f_diff = model.join(torch.cat([d["bef"], d["aft"]], -1))  # Eq. 12
-    torch.testing.assert_close(model.encode(before, after, INDICES)[0], (f_diff, e))
-    losses, layers = model(before, after, CAPTION, INDICES), len(model.hrd)
-    assert [bool(layer.norm) for layer in model.hrd] == [model.cfg.layer_input == "residual"] * (layers - 1) + [False]
+    context, _ = model.encode(before, after, INDICES)
+    torch.testing.assert_close(context, (f_diff, e))
+    losses = model(before, after, CAPTION, INDICES)
+    layers = len(model.hrd)
+    residual = model.cfg.layer_input == "residual"
+    assert [bool(layer.norm) for layer in model.hrd] == [residual] * (layers - 1) + [False]
     assert layers == model.cfg.layers and set(losses) == {"caption", "common", "different", "match"}
     assert len(l_c) == 1 + layers * (model.cfg.cre and model.cfg.w_consistency > 0)
     assert len(l_d) == 1 + layers * (model.cfg.dre and model.cfg.w_consistency > 0)
-    expected = {"common": sum(l_c) / layers, "different": sum(l_d) / layers, "match": mean(l_i).item()}
+    expected = {"common": sum(l_c) / layers, "different": sum(l_d) / layers}
+    expected["match"] = mean(l_i).item()
     assert {name: losses[name].item() for name in expected} == pytest.approx(expected)
 
 
@@ -178,29 +239,36 @@ def deviation(x):
 
 
 def test_maps_survive_bfloat16():
-    """P^ differs over cells by less than bfloat16's digits: at paper size its deviation stays that of float64."""
+    """P^ differs over cells by less than bfloat16's digits: at paper size its deviation stays that
+    of float64."""
     torch.manual_seed(0)
-    maps, model = [], CHEERS(Config(), WORDS, (32, 14, 14), V, torch.randn(M, E)).eval()
-    for module in (m for m in model.modules() if isinstance(m, CRE)):
-        module.register_forward_hook(lambda module, args, output: maps.append(output[1].detach().double()))
+    maps = []
+    model = CHEERS(Config(), WORDS, (32, 14, 14), V, torch.randn(M, CLIP_DIM)).eval()
+    for module in model.modules():
+        if isinstance(module, CRE):
+            module.register_forward_hook(lambda _module, _args, out: maps.append(out[1].double()))
     before, after = torch.randn(2, 2, 32, 14, 14)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model.encode(before, after, INDICES[:2])
     with torch.no_grad():
         model.double().encode(before.double(), after.double(), INDICES[:2])
-    rough, exact = [deviation(p) for p in maps[:8]], [deviation(p) for p in maps[8:]]  # four maps a layer
+    rough = [deviation(p) for p in maps[:8]]  # four maps a layer
+    exact = [deviation(p) for p in maps[8:]]
     errors = [((p - q).norm() / q.norm()).item() for p, q in zip(rough, exact, strict=True)]
     assert max(errors) < 0.01, errors
 
 
 def test_the_next_layer_reads_cells_that_differ():
-    """At paper size C~ alone is nearly the same in all cells, and that of the layer after it the same."""
+    """At paper size C~ alone is nearly the same in all cells, and that of the layer after it
+    the same."""
     spread = {}
     for layer_input in ("residual", "attended"):
         torch.manual_seed(0)
-        model = CHEERS(Config(layer_input=layer_input), WORDS, (32, 14, 14), V, torch.randn(M, E)).eval()
-        layers = model.encode(*torch.randn(2, 2, 32, 14, 14), INDICES[:2])[1]
-        spread[layer_input] = [(deviation(shared).norm() / shared.norm()).item() for shared, _, _ in layers]
+        cfg = Config(layer_input=layer_input)
+        model = CHEERS(cfg, WORDS, (32, 14, 14), V, torch.randn(M, CLIP_DIM)).eval()
+        _, layers = model.encode(*torch.randn(2, 2, 32, 14, 14), INDICES[:2])
+        ratios = [deviation(shared).norm() / shared.norm() for shared, _, _ in layers]
+        spread[layer_input] = [ratio.item() for ratio in ratios]
     assert spread["residual"][0] == spread["attended"][0] > 0.1
     assert spread["residual"][1] > 0.1 and spread["attended"][1] < 0.002, spread
 
@@ -222,44 +290,56 @@ def test_contrastive_loss_against_loops():
 
 
 def test_total_is_equation_19():
-    model, (before, after) = small(w_consistency=0.7, w_match=0.4).float().eval(), pictures().float()
-    model.cfg.device = "cpu"
-    batches = tuple(data.Batch(*pair, CAPTION, [], [], []) for pair in ((before, after), (after, before)))
-    losses = cheers.losses_of(model, batches, model.cfg, lambda batch: INDICES)
-    parts = [model(b.before, b.after, b.caption, INDICES) for b in batches]
+    model = small(w_consistency=0.7, w_match=0.4, device="cpu").float().eval()
+    before, after = pictures().float()
+    changed = data.Batch(before, after, CAPTION, [], [], [])
+    unchanged = data.Batch(after, before, CAPTION, [], [], [])
+    losses = cheers.compute_losses(model, (changed, unchanged), model.cfg, lambda pairs: INDICES)
+    parts = [model(b.before, b.after, b.caption, INDICES) for b in (changed, unchanged)]
     weights = {"caption": 1, "common": 0.7, "different": 0.7, "match": 0.4}
     assert all(part[name] > 0 for part in parts for name in weights)
-    expected = sum(weights[name] * (parts[0][name] + parts[1][name]).item() / 2 for name in weights)
+    means = {name: (parts[0][name] + parts[1][name]).item() / 2 for name in weights}
+    expected = sum(weight * means[name] for name, weight in weights.items())
     assert losses["total"].item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_caption_loss_against_loop():
-    model, (before, after) = small().eval(), pictures()
-    logits = model.decoder.head(model.decoder(CAPTION, model.encode(before, after, INDICES)[0])[0])
+    model = small().eval()
+    before, after = pictures()
+    context, _ = model.encode(before, after, INDICES)
+    hidden, _, _ = model.decoder(CAPTION, context)
+    log_p = model.decoder.head(hidden).log_softmax(-1)
     real = [(b, t) for b in range(B) for t in range(V - 1) if CAPTION[b, t + 1]]
-    words = [-logits[b, t].log_softmax(-1)[CAPTION[b, t + 1]] for b, t in real]
+    words = [-log_p[b, t, CAPTION[b, t + 1]] for b, t in real]
     torch.testing.assert_close(model(before, after, CAPTION, INDICES)["caption"], mean(words))
 
 
-# ---- decoder ---------------------------------------------------------------------------------------------------------
+# ---- decoder -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gate", ["channels", "scalar", "none"])
 def test_decoder_layer_against_equations(gate):
     layer = small(gate=gate).decoder.layers[0].eval()
     torch.manual_seed(2)
-    x, f_diff, e = torch.randn(B, V, D).double(), torch.randn(B, N, D).double(), torch.randn(B, K, D).double()
-    readers = [(layer.cross_attention, f_diff)] + ([(layer.text_attention, e)] if gate != "none" else [])
-    out, _, query = layer(x, tuple(y for a, m in readers for y in (a.key(m), a.value(m))))
+    x = torch.randn(B, V, D).double()
+    f_diff = torch.randn(B, N, D).double()
+    e = torch.randn(B, K, D).double()
+    differences = (layer.cross_attention.key(f_diff), layer.cross_attention.value(f_diff))
+    entities = None
+    if gate != "none":
+        entities = (layer.text_attention.key(e), layer.text_attention.value(e))
+    out, _, query = layer(x, differences, entities)
     h = []
     for t in range(V):  # Eq. 13: every word sees itself and earlier ones
-        h.append(layer.norm1(x[:, t] + attention(layer.self_attention, x[:, t : t + 1], x[:, : t + 1])[:, 0]))
+        words = attention(layer.self_attention, x[:, t : t + 1], x[:, : t + 1])[:, 0]
+        h.append(layer.norm1(x[:, t] + words))
     h = torch.stack(h, 1)
     torch.testing.assert_close(query, layer.cross_attention.query(h))
     fused = h_v = attention(layer.cross_attention, h, f_diff)
     if gate != "none":
         h_t = attention(layer.text_attention, h, e)
-        alpha, beta = layer.alpha(torch.cat([h, h_t], -1)), layer.beta(torch.cat([h, h_v], -1))  # Eq. 14-15
+        alpha = layer.alpha(torch.cat([h, h_t], -1))  # Eq. 14
+        beta = layer.beta(torch.cat([h, h_v], -1))  # Eq. 15
         assert alpha.shape == beta.shape == (B, V, D if gate == "channels" else 1)
         fused = alpha * h_t + beta * h_v  # Eq. 16
     torch.testing.assert_close(out, layer.norm2(fused + h))  # Eq. 17
@@ -267,36 +347,66 @@ def test_decoder_layer_against_equations(gate):
 
 @pytest.mark.parametrize("gate", ["channels", "scalar"])
 def test_cached_decoding_equals_full_decoding_with_entities(gate):
-    model, (before, after) = small(gate=gate).eval(), pictures()
-    for p in (p for p in model.parameters() if p.ndim > 1):
-        torch.nn.init.normal_(p)
+    model = small(gate=gate).eval()
+    before, after = pictures()
+    for p in model.parameters():
+        if p.ndim > 1:
+            torch.nn.init.normal_(p)
     model.decoder.head.bias.data[[0, 3]] -= 3
-    context = model.encode(before, after, INDICES)[0]
-    step, ids = model.decoder.stepper(context), torch.full((B, 1), 2)
+    context, _ = model.encode(before, after, INDICES)
+    step = model.decoder.stepper(context)
+    ids = torch.full((B, 1), 2)
     for t in range(V - 1):
-        logits = model.decoder.head(model.decoder(ids, context)[0][:, -1])
+        hidden, _, _ = model.decoder(ids, context)
+        logits = model.decoder.head(hidden[:, -1])
         torch.testing.assert_close(step(ids[:, -1], t), logits)
         ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+    assert model.generate(before, after, INDICES)[:, 1].tolist() == ids[:, 1].tolist()
+
+    hidden, _, _ = model.decoder(CAPTION, context)
     other = CAPTION.clone()
     other[:, 4:] = 1
-    torch.testing.assert_close(model.decoder(CAPTION, context)[0][:, :4], model.decoder(other, context)[0][:, :4])
-    assert model.generate(before, after, INDICES)[:, 1].tolist() == ids[:, 1].tolist()
-    others = model.encode(before, after, (INDICES + 1) % M)[0]
-    assert not torch.allclose(model.decoder(CAPTION, context)[0], model.decoder(CAPTION, others)[0])
+    changed, _, _ = model.decoder(other, context)
+    torch.testing.assert_close(hidden[:, :4], changed[:, :4])
+    others, _ = model.encode(before, after, (INDICES + 1) % M)
+    changed, _, _ = model.decoder(CAPTION, others)
+    assert not torch.allclose(hidden, changed)
 
 
 def test_blind_model_sees_neither_images_nor_entities():
-    model, (before, after) = small(blind=True).eval(), pictures()
-    torch.testing.assert_close(model.encode(before, after, INDICES)[0], model.encode(after * 2, before, INDICES * 0)[0])
+    model = small(blind=True).eval()
+    before, after = pictures()
+    context, _ = model.encode(before, after, INDICES)
+    others, _ = model.encode(after * 2, before, INDICES * 0)
+    torch.testing.assert_close(context, others)
 
 
-# ---- learning, presets -----------------------------------------------------------------------------------------------
+def test_features_of_another_shape_are_refused():
+    """A row of cells would be broadcast to the whole grid."""
+    model = small()
+    for shape in ((B, C, 1, W), (B, C, H, 1), (B, C + 1, H, W)):
+        features = torch.rand(shape, dtype=torch.float64)
+        with pytest.raises(ValueError, match=r"\(C, H, W\) = \(5, 2, 3\) expected") as e:
+            model.generate(features, features, INDICES)
+        assert str(shape[1:]) in str(e.value)
 
 
-@pytest.mark.parametrize("fields", [{}, {"gate": "scalar", "temperature": "one"}, {"cre": False},
-                                    {"dre": False, "gate": "none"}, {"layers": 0, "w_consistency": 0.0, "w_match": 0.0},
-                                    {"w_consistency": 0.0}, {"layers": 1},
-                                    {"k": 0, "gate": "none", "w_consistency": 0.0}])  # fmt: skip
+# ---- learning, presets ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"gate": "scalar", "temperature": "one"},
+        {"cre": False},
+        {"dre": False, "gate": "none"},
+        {"layers": 0, "w_consistency": 0.0, "w_match": 0.0},
+        {"w_consistency": 0.0},
+        {"layers": 1},
+        {"k": 0, "gate": "none", "w_consistency": 0.0},
+    ],
+)
 def test_every_parameter_learns(fields):
     model = small(**fields)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -304,15 +414,23 @@ def test_every_parameter_learns(fields):
     before, after = pictures()
     total_loss(model(before, after, CAPTION, INDICES), model.cfg).backward()
     optimizer.step()
-    dead = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any() or torch.equal(p, start[n])]
-    key_bias = [n for n in dead if n.endswith("attention.key.bias")]  # a softmax ignores what shifts all its scores
-    assert set(dead) <= set(key_bias), f"no gradient reaches {dead}"
+    dead = []
+    for n, p in model.named_parameters():
+        # A softmax ignores what shifts all its scores.
+        learns = p.grad is not None and p.grad.any() and not torch.equal(p, start[n])
+        if not learns and not n.endswith("attention.key.bias"):
+            dead.append(n)
+    assert not dead, f"no gradient reaches {dead}"
 
 
 def test_what_does_not_go_together_is_refused():
-    for fields, message in (({"layers": 0}, "--w_match 0"), ({"layers": 0, "w_match": 0.0}, "--w_consistency 0"),
-                            ({"cre": False, "dre": False}, "--w_consistency 0"), ({"k": 0}, "--gate none"),
-                            ({"k": 0, "gate": "none"}, "--w_consistency 0")):  # fmt: skip
+    for fields, message in (
+        ({"layers": 0}, "--w_match 0"),
+        ({"layers": 0, "w_match": 0.0}, "--w_consistency 0"),
+        ({"cre": False, "dre": False}, "--w_consistency 0"),
+        ({"k": 0}, "--gate none"),
+        ({"k": 0, "gate": "none"}, "--w_consistency 0"),
+    ):
         with pytest.raises(ValueError, match=message):
             small(**fields)
 
@@ -321,72 +439,254 @@ def test_a_model_asks_for_the_entities_that_it_needs():
     before, after = pictures()
     with pytest.raises(ValueError, match="table="):
         CHEERS(Config(dim=D, heads=2), WORDS, (C, H, W), V)
-    for call in (lambda: small()(before, after, CAPTION), lambda: small().generate(before, after)):
-        with pytest.raises(ValueError, match="entities=, indices"):
-            call()
+    with pytest.raises(ValueError, match="entities=, indices"):
+        small()(before, after, CAPTION)
+    with pytest.raises(ValueError, match="entities=, indices"):
+        small().generate(before, after)
 
 
 def test_presets():
-    parse = lambda *argv: cheers.parse_args(Config, PRESETS, "s", "d", [*argv, "--device", "cpu"])[0]
+    def parse(*argv):
+        cfg, _ = common.parse_args(Config, PRESETS, "s", "d", [*argv, "--device", "cpu"])
+        return cfg
+
     configs = [parse("--dataset", name) for name in ("clevr_change", "clevr_dc", "spot_the_diff")]
-    assert [(c.lr, c.batch_size, c.layers) for c in configs] == [(1e-3, 128, 2), (1e-3, 128, 1), (5e-4, 96, 2)]
+    sizes = [(c.lr, c.batch_size, c.layers) for c in configs]
+    assert sizes == [(1e-3, 128, 2), (1e-3, 128, 1), (5e-4, 96, 2)]
     assert all((c.k, c.w_consistency, c.w_match) == (3, 0.75, 0.5) for c in configs)
+    assert all(c.min_count == 2 for c in configs)
 
 
-# ---- entities --------------------------------------------------------------------------------------------------------
+# ---- CLIP ----------------------------------------------------------------------------------------
+
+TEXTS = ["cube", "small red cube and large ball", "gone"]
 
 
-@pytest.fixture(scope="module")
-def rendered(tmp_path_factory):
-    root = tmp_path_factory.mktemp("entities") / "mini"
-    data.prepare_mini(root, 20, "2,4", 0, "cpu")
-    return root
+@pytest.mark.parametrize("proj_bias", [False, True])
+def test_cropped_texts_are_embedded_as_clip_does(proj_bias):
+    text = {"context_length": 12, "width": 16, "heads": 2, "layers": 2, "proj_bias": proj_bias}
+    clip, tokenizer = random_clip(text_cfg=text)
+    for texts in (TEXTS, TEXTS[:1], TEXTS * 100):
+        expected = clip.encode_text(tokenizer(texts), normalize=True)
+        torch.testing.assert_close(embed_texts(clip, tokenizer, texts), expected, atol=1e-6, rtol=0)
+    long = "one two three four five six seven eight nine ten eleven"  # is cut
+    expected = clip.encode_text(tokenizer([long]), normalize=True)
+    torch.testing.assert_close(embed_texts(clip, tokenizer, [long]), expected, atol=1e-6, rtol=0)
+
+
+def preprocess(image) -> torch.Tensor:
+    """-> (3, 32, 32), for random_clip. Only for RGB, as CLIP's."""
+    assert image.mode == "RGB"
+    x = torch.tensor(list(image.resize((32, 32)).tobytes())) / 255
+    return x.view(32, 32, 3).permute(2, 0, 1)
+
+
+def noise(count: int) -> dict[str, Image.Image]:
+    random = torch.Generator().manual_seed(0)
+    images = {}
+    for i in range(count):
+        pixels = torch.randint(256, (20, 30, 3), generator=random, dtype=torch.uint8)
+        images[f"{i:03d}"] = Image.fromarray(pixels.numpy())
+    return images
+
+
+def test_files_and_pil_images_are_embedded_alike(tmp_path):
+    clip, _ = random_clip()
+    images = noise(70)  # more than a block
+    images["gray"] = images["000"].convert("L")
+    names = list(images)
+    embedded = embed_images(clip, preprocess, images, names)
+    x = torch.stack([preprocess(image.convert("RGB")) for image in images.values()])
+    expected = clip.encode_image(x, normalize=True)
+    torch.testing.assert_close(embedded, expected)
+    files = {}
+    for name, image in images.items():
+        files[name] = tmp_path / f"{name}.png"
+        image.save(files[name])
+    torch.testing.assert_close(embed_images(clip, preprocess, files, names), expected)
+
+
+# ---- entities from lists -------------------------------------------------------------------------
+
+SUBJECTS = {
+    "the cube and the ball are gone": ["cube", "ball"],
+    "the cube is gone": ["cube"],
+    "the red cube moved": ["red cube"],
+    "the ball moved": ["ball", "ball"],
+    "the van left": ["van"],
+    "nothing has changed": [],
+}
+PAIRS = [("000", "001"), ("002", "001"), ("001", "000"), ("000", "001")]
+
+
+def test_candidates_are_what_enough_captions_name():
+    everything = ["ball", "cube", "red cube", "van"]
+    assert find_candidates(SUBJECTS, 1, 3) == everything
+    assert find_candidates(SUBJECTS, 2, 2) == ["ball", "cube"]
+    assert find_candidates(SUBJECTS, 2, 3) == everything  # fewer than k would remain
+    assert find_candidates(SUBJECTS, 3, 1) == everything  # "ball" twice in one caption counts once
+    assert find_candidates({"nothing has changed": []}, 1, 1) == []
+
+
+def entities_from_lists(clip=None, tokenizer=None, file=None, **fields) -> cheers.Entities:
+    if clip is None:
+        clip, tokenizer = random_clip()
+    cfg = Config(**{"device": "cpu", "k": 2, "min_count": 1} | fields)
+    return cheers.Entities(cfg, clip, tokenizer, preprocess, SUBJECTS, noise(3), PAIRS, file)
+
+
+@pytest.mark.parametrize("retrieval", ["absolute", "signed"])
+def test_entities_of_pairs(retrieval):
+    clip, tokenizer = random_clip()
+    entities = entities_from_lists(clip, tokenizer, retrieval=retrieval)
+    assert entities.phrases == ["ball", "cube", "red cube", "van"]
+    table = clip.encode_text(tokenizer(entities.phrases), normalize=True)
+    torch.testing.assert_close(entities.table, table, atol=1e-6, rtol=0)
+    assert list(entities.indices) == [("000", "001"), ("002", "001"), ("001", "000")]
+    found = entities(PAIRS)
+    assert found.shape == (4, 2)
+    for (before, after), rows in zip(PAIRS, found, strict=True):
+        x = torch.stack([preprocess(noise(3)[name]) for name in (before, after)])
+        x_bef, x_aft = clip.encode_image(x, normalize=True).split(1)
+        expected = retrieve(x_bef, x_aft, entities.table, 2, retrieval == "signed")
+        assert torch.equal(rows, expected[0])
+
+
+def test_captions_without_any_subject_are_refused():
+    clip, tokenizer = random_clip()
+    subjects = {"nothing has changed": []}
+    with pytest.raises(ValueError, match="no training caption has a subject; --k 0"):
+        cheers.Entities(Config(), clip, tokenizer, preprocess, subjects, noise(3), PAIRS)
+
+
+def test_notes_name_the_entities():
+    entities = entities_from_lists()
+    notes = entities.notes(torch.tensor([[0, 1], [3, 3]]))
+    assert notes == [["entities: ball, cube"], ["entities: van, van"]]
+
+
+def test_a_checkpoint_of_other_entities_is_refused():
+    entities = entities_from_lists()
+    state = entities.state() | {"model": {"table": entities.table}}
+    entities.check_state(state)
+    for table in (entities.table.flip(0), entities.table[:, :3]):
+        with pytest.raises(ValueError, match="another CLIP"):
+            entities.check_state(state | {"model": {"table": table}})
+    state["entities"]["phrases"] = ["wombat"]
+    with pytest.raises(ValueError, match="1 candidate entities, not with these 4.*--data_dir"):
+        entities.check_state(state)
+
+
+def test_embeddings_of_pictures_are_kept(tmp_path, monkeypatch):
+    file = tmp_path / "embeddings.pt"
+    clip, tokenizer = random_clip()
+    encoded = []
+
+    def count(x, normalize, original=clip.encode_image):
+        encoded.append(len(x))
+        return original(x, normalize=normalize)
+
+    monkeypatch.setattr(clip, "encode_image", count)
+    first = entities_from_lists(clip, tokenizer, file)
+    assert encoded == [3]
+    second = entities_from_lists(clip, tokenizer, file)
+    assert encoded == [3, 1]  # the first picture alone, to see that it is the same CLIP
+    fewer = entities_from_lists(clip, tokenizer, file, min_count=2)
+    assert fewer.phrases == ["ball", "cube"] and encoded == [3, 1, 1]
+    for pair, rows in first.indices.items():
+        assert torch.equal(rows, second.indices[pair])
+
+    for p in clip.visual.parameters():  # another CLIP
+        torch.nn.init.normal_(p, std=0.1)
+    encoded.clear()
+    other = entities_from_lists(clip, tokenizer, file)
+    assert encoded == [1, 1, 3]  # looked for it before and after it had the lock
+    assert any(not torch.equal(rows, first.indices[pair]) for pair, rows in other.indices.items())
+    torch.save({"key": {}, "texts": None, "images": torch.zeros(3, 8)}, file)  # an older version's
+    encoded.clear()
+    entities_from_lists(clip, tokenizer, file)
+    assert encoded == [3]
+    file.write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match="embeddings.pt cannot be used.*remove it"):
+        entities_from_lists(clip, tokenizer, file)
+
+
+TRAIN_ALONE = """
+from PIL import Image
+
+from cheers import Config, Entities, evaluate, train
+
+cfg = Config(**SMALL, layers=1, k=2, min_count=1, out_dir="run")
+clip, tokenizer = random_clip()
+names = [f"{i} {when}" for i in range(8) for when in ("before", "after")]
+colors = {name: (30 * n % 256, 70 * n % 256, 110 * n % 256) for n, name in enumerate(names)}
+pictures = {name: Image.new("RGB", (32, 32), color) for name, color in colors.items()}
+pairs = [(f"{i} before", f"{i} after") for i in range(8)]
+subjects = {text: [text.split()[0]] for text in TEXTS}
+
+
+def preprocess(image):
+    x = torch.tensor(list(image.tobytes())) / 255
+    return x.view(32, 32, 3).permute(2, 0, 1)
+
+
+entities = Entities(cfg, clip, tokenizer, preprocess, subjects, pictures, pairs)
+data = Pairs()
+model = train(cfg, data, entities)
+print(evaluate(model, data, entities, "test", cfg)["CIDEr"])
+"""
+
+
+def test_it_trains_alone_with_entities_from_lists(tmp_path):
+    score = run_alone(cheers, TRAIN_ALONE, tmp_path)
+    assert float(score) >= 75
+    first, *_, last = losses_of_run(tmp_path / "run")
+    assert last["caption"] < 0.5 * first["caption"] and first["match"] > 0
+
+
+# ---- entities of a data set ----------------------------------------------------------------------
 
 
 @pytest.fixture
-def corpus(rendered, monkeypatch):
-    """A small mini, and a CLIP with random weights in place of its own; what has been encoded so far is counted."""
-    torch.manual_seed(0)
-    clip, counts = open_clip.CLIP(**data.MINI_CLIP).eval().requires_grad_(False), {"images": 0, "texts": 0}
-    tokenizer = open_clip.SimpleTokenizer(context_length=clip.context_length)
-    image, text = clip.encode_image, clip.encode_text
-
-    def count(what, f):
-        def counted(x, **options):
-            counts[what] += len(x)
-            return f(x, **options)
-
-        return counted
-
-    monkeypatch.setattr(clip, "encode_image", count("images", image))
-    monkeypatch.setattr(clip, "encode_text", count("texts", text))
-    monkeypatch.setattr(data, "load_clip", lambda *_: (clip, tokenizer, data.preprocess_mini))
-    monkeypatch.setattr(data, "clip_weights", lambda *_: {})
-    (rendered / "embeddings.pt").unlink(missing_ok=True)
-    return data.load("mini", rendered), counts, clip, tokenizer
+def corpus(prepared, monkeypatch):
+    """A small data set, and a CLIP with random weights in place of its own."""
+    clip, tokenizer = random_clip()
+    monkeypatch.setattr(data, "load_clip", lambda *_: (clip, tokenizer, preprocess))
+    monkeypatch.setattr(data, "clip_weights", lambda *_: {"config": "its"})
+    return data.load("clevr_change", prepared), clip, tokenizer
 
 
-def test_entities_are_embedded_once_and_kept(corpus, monkeypatch):
-    dataset, counts, clip, tokenizer = corpus
-    cfg = Config(clip="mini", device="cpu")
-    first = cheers.Entities(cfg, dataset)
-    assert counts == {"images": 120, "texts": len(first.phrases)}
-    second = cheers.Entities(cfg, dataset)
-    assert counts["images"] == 120 and torch.equal(first.table, second.table)
-    assert first.phrases == sorted(set(first.phrases)) and first.table.shape == (len(first.phrases), 128)
-    pairs = [p for s in dataset.scenes["train"] for p in (*s.pairs, *s.swapped)]
-    retrieved = second(dataset.batch(pairs))
-    text = clip.encode_text(tokenizer(first.phrases), normalize=True)
-    for p, indices in zip(pairs, retrieved, strict=True):
-        x = torch.stack([data.preprocess_mini(image) for image in dataset.images(p)])
-        x_bef, x_aft = clip.encode_image(x, normalize=True).split(1)
-        score = ((x_bef - x_aft) @ text.T)[0].abs()  # other batches, other last digits: two alike may change places
-        torch.testing.assert_close(score[indices], score[retrieve(x_bef, x_aft, text, 3)[0]], atol=1e-5, rtol=0)
-    assert not torch.equal(*second(dataset.batch([pairs[0], pairs[2]])))  # the same id, another "before"
-    monkeypatch.setattr(data, "clip_id", lambda *_: "mini with other weights")
-    cheers.Entities(cfg, dataset)
-    assert counts["texts"] == 3 * len(first.phrases)
-    assert cheers.Entities(Config(k=0), dataset)(dataset.batch(pairs)) is None
+def test_entities_of_a_data_set(corpus, monkeypatch):
+    def read_captions(read, name, captions):
+        assert read is data.subjects and name == "clevr_change"
+        return {caption: [" ".join(caption.split()[1:3])] for caption in captions}
+
+    monkeypatch.setattr(data, "read_captions", read_captions)
+    dataset, clip, tokenizer = corpus
+    entities = cheers.entities_of(dataset, Config(min_count=1, device="cpu"))
+    assert (dataset.root / "embeddings.pt").exists()
+    assert entities.state()["entities"]["clip"] == {"config": "its"}
+    assert entities.phrases == sorted(set(entities.phrases)) and "red cube" in entities.phrases
+    pairs = set()
+    for scenes in dataset.scenes.values():
+        for scene in scenes:
+            pairs |= {(p.before, p.after) for p in (*scene.pairs, *scene.swapped)}
+    assert set(entities.indices) == pairs
+    table = clip.encode_text(tokenizer(entities.phrases), normalize=True)
+    for pair in pairs:
+        x = [preprocess(data.read_image(dataset.paths[name])) for name in pair]
+        x_bef, x_aft = clip.encode_image(torch.stack(x), normalize=True).split(1)
+        score = ((x_bef - x_aft) @ table.T)[0].abs()
+        best = retrieve(x_bef, x_aft, table, 3)[0]
+        # Other batches have other last digits: two alike may change places.
+        found = entities.indices[pair]
+        torch.testing.assert_close(score[found], score[best], atol=1e-5, rtol=0)
+
+
+def test_without_entities_a_config_needs_no_clip(corpus, monkeypatch):
+    monkeypatch.setattr(data, "load_clip", lambda *_: pytest.fail("CLIP was loaded"))
+    monkeypatch.setattr(data, "read_captions", lambda *_: pytest.fail("captions were read"))
+    assert cheers.entities_of(corpus[0], Config(k=0)) is None
 
 
 def test_the_captions_are_read_before_clip_is_fetched(corpus, monkeypatch):
@@ -394,57 +694,43 @@ def test_the_captions_are_read_before_clip_is_fetched(corpus, monkeypatch):
         raise ValueError("run: python -m spacy download en_core_web_sm")
 
     monkeypatch.setattr(data, "language", without_model)
-    monkeypatch.setattr(data, "clip_embeddings", lambda *_: pytest.fail("a minute of retries without a network"))
+    reason = "a minute of retries without a network"
+    monkeypatch.setattr(data, "load_clip", lambda *_: pytest.fail(reason))
     with pytest.raises(ValueError, match="spacy download"):
-        cheers.Entities(Config(clip="mini", device="cpu"), corpus[0])
+        cheers.entities_of(corpus[0], Config(device="cpu"))
 
 
-def test_pictures_name_the_entities(corpus):
-    dataset = corpus[0]
-    entities = cheers.Entities(Config(clip="mini", device="cpu"), dataset)
-    first, second = entities.phrases[:2]
-    expected = [[f"entities: {first}, {second}"], [f"entities: {second}, {second}"]]
-    assert entities.notes(torch.tensor([[0, 1], [1, 1]])) == expected
-    assert entities.notes(None) == []
-
-
-def test_a_checkpoint_of_other_entities_is_refused(corpus):
-    dataset = corpus[0]
-    entities = cheers.Entities(Config(clip="mini", device="cpu"), dataset)
-    state = entities.state() | {"model": {"table": entities.table}}
-    entities.check_state(state)
-    with pytest.raises(ValueError, match="another CLIP"):
-        entities.check_state(state | {"model": {"table": entities.table.flip(0)}})
-    state["entities"]["phrases"] = ["wombat"]
-    with pytest.raises(ValueError, match="--data_dir"):
-        entities.check_state(state)
-
-
-def test_resume_and_caption_with_entities(tmp_path, capsys, monkeypatch):
+def test_resume_and_caption_with_entities(tmp_path, capsys):
     """As in test_methods.py, but with entities."""
-    monkeypatch.setattr(data, "java_works", lambda: False)  # METEOR takes most of an evaluation's time
-    flags = ["--scenes", "60", "--dim", "16", "--log_every", "2", "--eval_every", "6", "--device", "cpu",
-             "--schedule", "step", "--data_dir", str(tmp_path / "mini")]  # fmt: skip
-    cheers.main([*flags, "--steps", "6", "--out_dir", str(tmp_path / "whole")])
-    cheers.main([*flags, "--steps", "3", "--out_dir", str(tmp_path / "parts")])
-    cheers.main(["--resume", "--steps", "6", "--out_dir", str(tmp_path / "parts"), "--device", "cpu"])
-    a, b = (torch.load(tmp_path / name / "last.pt", weights_only=True)["model"] for name in ("whole", "parts"))
+    mini = tmp_path / "mini"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
+    flags = ["--scenes", "60", "--dim", "16", "--log_every", "2", "--eval_every", "6"]
+    flags += ["--device", "cpu", "--schedule", "step", "--data_dir", str(mini)]
+    cheers.main([*flags, "--steps", "6", "--out_dir", str(whole)])
+    cheers.main([*flags, "--steps", "3", "--out_dir", str(parts)])
+    cheers.main(["--resume", "--steps", "6", "--out_dir", str(parts), "--device", "cpu"])
+    a = torch.load(whole / "last.pt", weights_only=True)["model"]
+    b = torch.load(parts / "last.pt", weights_only=True)["model"]
     assert all(torch.equal(a[k], b[k]) for k in a) and "table" in a
-    log = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
-    losses = [x for x in log if x["event"] == "train"]
-    assert losses and all(math.isfinite(x[name]) for x in losses for name in ("common", "different", "match"))
-    scores = json.loads((tmp_path / "whole" / "scores_test.json").read_text())
-    assert "accuracy" in scores
-    cheers.main(["--eval", str(tmp_path / "whole" / "best.pt"), "--split", "val", "--device", "cpu"])
-    assert (tmp_path / "whole" / "scores_val.json").exists()
-    checkpoint, dataset = tmp_path / "alone.pt", data.load("mini", tmp_path / "mini")
-    entities = cheers.Entities(Config(clip="mini", device="cpu"), dataset)
-    (tmp_path / "whole" / "best.pt").rename(checkpoint)
+    rows = losses_of_run(whole)
+    terms = ("common", "different", "match")
+    assert rows and all(math.isfinite(row[name]) for row in rows for name in terms)
+    assert "accuracy" in json.loads((whole / "scores_test.json").read_text())
+    cheers.main(["--eval", str(whole / "best.pt"), "--split", "val", "--device", "cpu"])
+    assert (whole / "scores_val.json").exists()
+
+    # A checkpoint captions pictures without its data set.
+    checkpoint = tmp_path / "alone.pt"
+    dataset = data.load("mini", mini)
+    entities = cheers.entities_of(dataset, Config(clip="mini", device="cpu"))
+    (whole / "best.pt").rename(checkpoint)
     capsys.readouterr()
     pair = dataset.pairs("test")[0]
     files = [dataset.paths[name].rename(tmp_path / name) for name in (pair.before, pair.after)]
-    (tmp_path / "mini").rename(tmp_path / "elsewhere")
-    cheers.main(["--caption", *map(str, files), "--checkpoint", str(checkpoint), "--device", "cpu"])
+    mini.rename(tmp_path / "elsewhere")
+    files = [str(file) for file in files]
+    cheers.main(["--caption", *files, "--checkpoint", str(checkpoint), "--device", "cpu"])
     printed, caption = capsys.readouterr().out.splitlines()
-    assert printed == entities.notes(entities.indices[pair.before, pair.after][None])[0][0]
+    assert [[printed]] == entities.notes(entities([(pair.before, pair.after)]))
     assert set(caption.split()) <= set(dataset.vocab.words)

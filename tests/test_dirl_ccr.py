@@ -5,40 +5,48 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from released import close, fill, inputs, linear
 
 import data
 import dirl_ccr
-from common import preset
-from dirl_ccr import DIRL, PRESETS, RELEASED, Config, ccr_loss, channel_correlation, dirl_loss, mean_of
+from common import masked_mean, parse_args, preset
+from dirl_ccr import DIRL, PRESETS, RELEASED, Config, ccr_loss, channel_correlation, dirl_loss
 
-# ---- parity with the released code (reading "released"), recorded from it in float64 ---------------------------------
+# ---- parity with the released code (its variant), recorded from it in float64 --------------------
 
 
 def attention(theirs: str, ours: str) -> dict[str, tuple]:
     parts = ("query", "key", "value")
-    return {f"{theirs}.in_proj_weight": ([f"{ours}.{n}.weight" for n in parts], (1536, 512)),
-            f"{theirs}.in_proj_bias": ([f"{ours}.{n}.bias" for n in parts], (1536,)),
-            **linear(f"{theirs}.out_proj", f"{ours}.out", 512, 512)}  # fmt: skip
+    weights = [f"{ours}.{name}.weight" for name in parts]
+    biases = [f"{ours}.{name}.bias" for name in parts]
+    names = linear(f"{theirs}.out_proj", f"{ours}.out", 512, 512)
+    names[f"{theirs}.in_proj_weight"] = (weights, (1536, 512))
+    names[f"{theirs}.in_proj_bias"] = (biases, (1536,))
+    return names
 
 
 def released_names(words: int, channels: int, normed: bool) -> dict[int, dict[str, tuple]]:
-    """Base stream -> released parameter names -> (our name or names, shape), for encoder and decoder."""
+    """Base stream -> released parameter names -> (our name or names, shape), for encoder and
+    decoder."""
     encoder = linear("img.0", "embed.conv", 512, channels, 1, 1)
-    encoder |= linear("mlp.0", "mlp.0", 2048, 512) | linear("mlp.3", "mlp.3", 512, 2048)
-    encoder |= {"w_embedding.weight": ("embed.position.col.weight", (14, 256)),
-                "h_embedding.weight": ("embed.position.row.weight", (14, 256))}  # fmt: skip
+    encoder |= linear("mlp.0", "mlp.0", 2048, 512)
+    encoder |= linear("mlp.3", "mlp.3", 512, 2048)
+    encoder["w_embedding.weight"] = ("embed.position.col.weight", (14, 256))
+    encoder["h_embedding.weight"] = ("embed.position.row.weight", (14, 256))
     for i in range(2):
         encoder |= attention(f"transformer.{i}.attention", f"cross_view.{i}.attention")
         encoder |= linear(f"transformer.{i}.norm1", f"cross_view.{i}.norm", 512)
-    decoder = linear("core.fc.0", "decoder.project", 512, 300) | linear("core.embed_fc.0", "fuse.project", 512, 1024)
-    decoder |= linear("logit", "decoder.head", words, 512) | {
-        "core.embed.weight": ("decoder.embed.weight", (words, 300))
-    }
+    decoder = linear("core.fc.0", "decoder.project", 512, 300)
+    decoder |= linear("core.embed_fc.0", "fuse.project", 512, 1024)
+    decoder |= linear("logit", "decoder.head", words, 512)
+    decoder["core.embed.weight"] = ("decoder.embed.weight", (words, 300))
     if normed:
-        decoder |= linear("core.fc.1", "decoder.norm", 512) | linear("core.embed_fc.1", "fuse.norm", 512)
+        decoder |= linear("core.fc.1", "decoder.norm", 512)
+        decoder |= linear("core.embed_fc.1", "fuse.norm", 512)
     for i in range(2):
-        theirs, ours = f"core.layer.{i}", f"decoder.layers.{i}"
+        theirs = f"core.layer.{i}"
+        ours = f"decoder.layers.{i}"
         decoder |= attention(f"{theirs}.self_att", f"{ours}.self_attention")
         decoder |= attention(f"{theirs}.cross_att", f"{ours}.cross_attention")
         for norm in ("norm1", "norm2", "norm3"):
@@ -50,50 +58,63 @@ def released_names(words: int, channels: int, normed: bool) -> dict[int, dict[st
 
 RECORDED = {
     "clevr_change": dict(
-        words=76, length=24, channels=1026, D=(184141.199, 183876.504), caption=4.416183, dirl=477.988424, ccr=0.923401,
-        map=(0.005184, 0.005164, 0.005054), conv=7.351671, embed=0.162486, mlp=4.690704, in_proj=0.146826,
-        ids=[2, 9, 9, 9, 47, 47, 11, 9],
+        words=76, length=24, channels=1026, D=(184141.199, 183876.504), caption=4.416183,
+        dirl=477.988424, ccr=0.923401, map=(0.005184, 0.005164, 0.005054), conv=7.351671,
+        embed=0.162486, mlp=4.690704, in_proj=0.146826, ids=[2, 9, 9, 9, 47, 47, 11, 9],
     ),
     "clevr_dc": dict(
-        words=87, length=40, channels=1024, D=(184056.945, 183944.308), caption=4.514420, dirl=487.147995, ccr=0.668019,
-        map=(0.004935, 0.005004, 0.005250), conv=7.252904, embed=0.140550, mlp=4.639959, in_proj=0.299620,
-        ids=[2, 0, 0, 0, 0, 0, 0, 0],
+        words=87, length=40, channels=1024, D=(184056.945, 183944.308), caption=4.514420,
+        dirl=487.147995, ccr=0.668019, map=(0.004935, 0.005004, 0.005250), conv=7.252904,
+        embed=0.140550, mlp=4.639959, in_proj=0.299620, ids=[2, 0, 0, 0, 0, 0, 0, 0],
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("dataset", RECORDED)
-def test_released_reading_meets_recorded_values(dataset):
-    x = RECORDED[dataset]
+def test_released_variant_meets_recorded_values(dataset):
+    recorded = RECORDED[dataset]
     cfg = preset(Config, PRESETS, RELEASED, dataset, "released")
-    model = DIRL(cfg, x["words"], (1024, 14, 14), x["length"])
-    fill(model, released_names(x["words"], x["channels"], cfg.input_norm))
-    before, after, caption = inputs(x["words"], x["length"])
-    differences = []
-    model.fuse.register_forward_pre_hook(lambda _, args: differences.append(args[0]))
-    difference = model.encode(before, after)[0]
-    for d, recorded in zip(differences[0].chunk(2, -1), x["D"], strict=True):
-        close(d.abs().sum(), recorded, atol=1e-3)
-    losses = model(before, after, caption[:, :14])  # as a batch comes: no longer than its longest caption
+    words = recorded["words"]
+    model = DIRL(cfg, words, (1024, 14, 14), recorded["length"])
+    fill(model, released_names(words, recorded["channels"], cfg.input_norm))
+    before, after, caption = inputs(words, recorded["length"])
+    fused = []
+    model.fuse.register_forward_pre_hook(lambda _, args: fused.append(args[0]))
+    difference, _, _ = model.encode(before, after)
+    difference_bef, difference_aft = fused[0].chunk(2, -1)
+    close(difference_bef.abs().sum(), recorded["D"][0], atol=1e-3)
+    close(difference_aft.abs().sum(), recorded["D"][1], atol=1e-3)
+    cut = caption[:, :14]  # as a batch comes: no longer than its longest caption
+    losses = model(before, after, cut)
     for name in ("caption", "dirl", "ccr"):
-        close(losses[name], x[name])
+        close(losses[name], recorded[name])
     look = model.decoder.layers[-1].cross_attention
-    scores = look.scores(model.decoder(caption, difference)[1], look.key(difference))
-    close(scores.softmax(-1).mean(1)[0, 0, :3], x["map"])
-    (losses["caption"] + 0.03 * losses["dirl"] + 0.05 * losses["ccr"]).backward()
-    close(model.embed.conv.weight.grad.norm(), x["conv"]), close(model.decoder.embed.weight.grad.norm(), x["embed"])
-    close(model.mlp[0].weight.grad.norm(), x["mlp"])
-    a = model.cross_view[0].attention
-    close(torch.cat([m.weight.grad for m in (a.query, a.key, a.value)]).norm(), x["in_proj"])
-    assert model.generate(before, after)[0, :8].tolist() == x["ids"]
+    _, query, _, _ = model.decoder(caption, difference)
+    scores = look.scores(query, look.key(difference))
+    close(scores.softmax(-1).mean(1)[0, 0, :3], recorded["map"])
+    total = losses["caption"] + 0.03 * losses["dirl"] + 0.05 * losses["ccr"]
+    total.backward()
+    close(model.embed.conv.weight.grad.norm(), recorded["conv"])
+    close(model.decoder.embed.weight.grad.norm(), recorded["embed"])
+    close(model.mlp[0].weight.grad.norm(), recorded["mlp"])
+    first = model.cross_view[0].attention
+    in_proj = [m.weight.grad for m in (first.query, first.key, first.value)]
+    close(torch.cat(in_proj).norm(), recorded["in_proj"])
+    assert model.generate(before, after)[0, :8].tolist() == recorded["ids"]
 
 
-# ---- equations -------------------------------------------------------------------------------------------------------
+# ---- equations -----------------------------------------------------------------------------------
 
 B, C, H, W, V, WORDS = 4, 5, 2, 3, 9, 12
 N = H * W
-CAPTION = torch.tensor([[2, 4, 5, 6, 3, 0, 0, 0], [2, 7, 3, 0, 0, 0, 0, 0], [2, 8, 9, 10, 11, 4, 5, 3],
-                        [2, 7, 3, 0, 0, 0, 0, 0]])  # fmt: skip
+CAPTION = torch.tensor(
+    [
+        [2, 4, 5, 6, 3, 0, 0, 0],
+        [2, 7, 3, 0, 0, 0, 0, 0],
+        [2, 8, 9, 10, 11, 4, 5, 3],
+        [2, 7, 3, 0, 0, 0, 0, 0],  # as the second
+    ]
+)
 
 
 def small(**fields) -> DIRL:
@@ -113,27 +134,34 @@ def mean(x):
 
 @pytest.mark.parametrize("alpha, correlate", [(0.3, True), (0.0, True), (0.3, False)])
 def test_dirl_loss_against_loops(alpha, correlate):
-    model, (before, after) = small(alpha=alpha, correlate=correlate).eval(), pictures()
-    y_bef, y_aft = (model.mlp(model.embed(x)).reshape(B * N, 8).tolist() for x in (before, after))
-    rows = range(B * N)
+    model = small(alpha=alpha, correlate=correlate).eval()
+    before, after = pictures()
+    y_bef = model.mlp(model.embed(before)).reshape(B * N, 8).tolist()
+    y_aft = model.mlp(model.embed(after)).reshape(B * N, 8).tolist()
 
-    def channel(y, i):
-        y = [y[r][i] for r in rows]
-        variance = sum((v - mean(y)) ** 2 for v in y) / (len(y) - 1)
-        return [(v - mean(y)) / math.sqrt(variance + 1e-5) / math.sqrt(len(y)) for v in y]
+    def standardised(y, channel):
+        values = [row[channel] for row in y]
+        variance = sum((v - mean(values)) ** 2 for v in values) / (B * N - 1)
+        return [(v - mean(values)) / math.sqrt(variance + 1e-5) for v in values]
 
     loss = 0.0
     for i in range(8):
         for j in range(8):
-            c = sum(a * b for a, b in zip(channel(y_bef, i), channel(y_aft, j), strict=True))
-            loss += (correlate * (1 - c) ** 2) if i == j else alpha * c**2
+            z_bef = standardised(y_bef, i)
+            z_aft = standardised(y_aft, j)
+            c = mean([a * b for a, b in zip(z_bef, z_aft, strict=True)])
+            if i != j:
+                loss += alpha * c**2
+            elif correlate:
+                loss += (1 - c) ** 2
     assert model(before, after, CAPTION)["dirl"].item() == pytest.approx(loss)
 
 
 def test_correlation_of_a_view_with_itself():
     y = torch.randn(10, 5, 4, dtype=torch.float64)
     standard = channel_correlation(y, 3 * y + 7, 0.0)  # scale and shift do not matter
-    torch.testing.assert_close(standard, torch.from_numpy(np.corrcoef(y.reshape(50, 4).numpy().T)) * 49 / 50)
+    expected = torch.from_numpy(np.corrcoef(y.reshape(50, 4).numpy().T))
+    torch.testing.assert_close(standard, expected * 49 / 50)
 
 
 def test_a_constant_channel():
@@ -148,44 +176,54 @@ def test_a_constant_channel():
 
 @pytest.mark.parametrize("difference", ["attention", "stream", "subtract"])
 def test_difference(difference):
-    model, (before, after) = small(difference=difference).eval(), pictures()
-    x_bef, x_aft = model.embed(before), model.embed(after)
+    model = small(difference=difference).eval()
+    before, after = pictures()
+    x_bef = model.embed(before)
+    x_aft = model.embed(after)
     if difference == "subtract":
         joined = x_bef - x_aft
     else:
         first, last = model.cross_view
-        bef = first.norm(x_bef + first.attention(x_bef, x_aft))
-        aft = first.norm(x_aft + first.attention(x_aft, x_bef))  # of the old pair
-        s_bef, s_aft = last.attention(bef, aft), last.attention(aft, bef)
+        new_bef = first.norm(x_bef + first.attention(x_bef, x_aft))
+        new_aft = first.norm(x_aft + first.attention(x_aft, x_bef))  # of the old pair
+        shared_bef = last.attention(new_bef, new_aft)
+        shared_aft = last.attention(new_aft, new_bef)
         if difference == "stream":
-            s_bef, s_aft = last.norm(bef + s_bef), last.norm(aft + s_aft)
-        joined = torch.cat([x_bef - s_bef, x_aft - s_aft], -1)
+            shared_bef = last.norm(new_bef + shared_bef)
+            shared_aft = last.norm(new_aft + shared_aft)
+        joined = torch.cat([x_bef - shared_bef, x_aft - shared_aft], -1)
     expected = model.fuse.norm(model.fuse.project(joined)).relu()
     torch.testing.assert_close(model.encode(before, after)[0], expected)
 
 
 def test_one_layer_is_equation_5_and_6():
-    model, (before, after) = small(layers=1).eval(), pictures()
+    model = small(layers=1).eval()
+    before, after = pictures()
     assert model.cross_view[0].norm is None
-    x_bef, x_aft = model.embed(before), model.embed(after)
-    a = model.cross_view[0].attention
-    joined = torch.cat([x_bef - a(x_bef, x_aft), x_aft - a(x_aft, x_bef)], -1)
+    x_bef = model.embed(before)
+    x_aft = model.embed(after)
+    mhca = model.cross_view[0].attention
+    joined = torch.cat([x_bef - mhca(x_bef, x_aft), x_aft - mhca(x_aft, x_bef)], -1)
     torch.testing.assert_close(model.encode(before, after)[0], model.fuse(joined))
 
 
 def decoded(model, before, after, caption):
-    """Eq. 8 and Eq. 9, then both after residual and norm, of the last layer, word by word: each sees the real words up
-    to itself, so padding sees them all."""
-    difference, x, last = model.encode(before, after)[0], model.decoder.words(caption), []
+    """Eq. 8 and Eq. 9, then both after residual and norm, of the last layer, word by word: each
+    sees the real words up to itself, so padding sees them all. -> four of (B, V, D)"""
+    difference, _, _ = model.encode(before, after)
+    x = model.decoder.words(caption)
+    states = []
     for b in range(B):
-        n, h = int((caption[b] > 0).sum()), x[b : b + 1]
+        length = int((caption[b] > 0).sum())
+        h = x[b : b + 1]
         for layer in model.decoder.layers:
-            rows = [
-                layer_output(layer, h[:, t : t + 1], h[:, : min(n, t + 1)], difference[b : b + 1]) for t in range(V)
-            ]
-            h, *read = (torch.cat(column, 1) for column in zip(*rows, strict=True))
-        last.append(read)
-    return [torch.cat(column) for column in zip(*last, strict=True)]
+            rows = []
+            for t in range(V):
+                seen = h[:, : min(length, t + 1)]
+                rows.append(layer_output(layer, h[:, t : t + 1], seen, difference[b : b + 1]))
+            h, *last = (torch.cat(column, 1) for column in zip(*rows, strict=True))
+        states.append(last)
+    return [torch.cat(column) for column in zip(*states, strict=True)]
 
 
 def layer_output(layer, query, keys, difference):
@@ -194,59 +232,87 @@ def layer_output(layer, query, keys, difference):
     x1 = layer.norm1(query + words)
     visual = layer.cross_attention(x1, difference)
     x2 = layer.norm2(x1 + visual)
-    return layer.norm3(x2 + layer.output(layer.hidden(x2).relu())), words, visual, x1, x2
+    x3 = layer.norm3(x2 + layer.output(layer.hidden(x2).relu()))
+    return x3, words, visual, x1, x2
 
 
-@pytest.mark.parametrize("fields", [
-    {}, {"ccr_pool": "padded"}, {"ccr_states": "normed"}, {"ccr_logits": "summed"}, {"ccr_equal_captions": "negatives"},
-    RELEASED["all"] | {"channel_eps": 1e-5},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"ccr_pool": "padded"},
+        {"ccr_states": "normed"},
+        {"ccr_logits": "summed"},
+        {"ccr_equal_captions": "negatives"},
+        RELEASED["all"] | {"channel_eps": 1e-5},
+    ],
+)
 def test_ccr_loss_against_loops(fields):
-    model, (before, after) = small(**fields).eval(), pictures()
+    model = small(**fields).eval()
+    before, after = pictures()
     cfg = model.cfg
-    caption = torch.nn.functional.pad(CAPTION, (0, 1))  # max_len
-    states = decoded(model, before, after, caption)
-    pooled = []
-    for x in states[:2] if cfg.ccr_states == "attention" else states[2:]:
-        counts = [V if cfg.ccr_pool == "padded" else int((caption[b] > 0).sum()) for b in range(B)]
-        pooled.append([mean([x[b, t] for t in range(counts[b])]) for b in range(B)])
-    s = [[(w @ v).item() / 0.5 for v in pooled[1]] for w in pooled[0]]
-    if cfg.ccr_logits == "summed":
-        s = [[(s[a][b] + s[b][a]) / 2 for b in range(B)] for a in range(B)]
+    caption = F.pad(CAPTION, (0, 1))  # to max_len
+    words, visual, x1, x2 = decoded(model, before, after, caption)
+    if cfg.ccr_states == "normed":
+        words = x1
+        visual = x2
 
-    def nce(s):
+    def pooled(x, b):
+        count = V if cfg.ccr_pool == "padded" else int((caption[b] > 0).sum())
+        return mean([x[b, t] for t in range(count)])
+
+    def score(a, b):
+        return (pooled(words, a) @ pooled(visual, b)).item() / 0.5
+
+    def summed(a, b):
+        return (score(a, b) + score(b, a)) / 2
+
+    def nce(score):
         total = 0.0
         for a in range(B):
-            others = [b for b in range(B) if b == a or cfg.ccr_equal_captions == "negatives" or {a, b} != {1, 3}]
-            total -= s[a][a] - math.log(sum(math.exp(s[a][b]) for b in others))
+            shown = [a]
+            for b in range(B):
+                same = {a, b} == {1, 3} and cfg.ccr_equal_captions == "ignored"
+                if b != a and not same:
+                    shown.append(b)
+            total -= score(a, a) - math.log(sum(math.exp(score(a, b)) for b in shown))
         return total / B
 
-    expected = nce(s) if cfg.ccr_logits == "summed" else (nce(s) + nce([list(row) for row in zip(*s, strict=True)])) / 2
+    if cfg.ccr_logits == "summed":
+        expected = nce(summed)
+    else:
+        expected = (nce(score) + nce(lambda a, b: score(b, a))) / 2
     assert model(before, after, CAPTION)["ccr"].item() == pytest.approx(expected)
 
 
-def test_ccr_cannot_be_met_by_the_words_alone():
-    """Without differences every attended vector is the same, and L_ccr cannot fall below log B; the release's can, for
-    its visual vector holds the words."""
+def lowest_ccr(**fields):
+    """L_ccr after sixty steps of training on it alone, without differences."""
+    model = small(dim=32, heads=4, dropout=0.0, **fields).float()
+    caption = torch.randint(4, WORDS, (B, 6), generator=torch.Generator().manual_seed(0))
+    none_same = torch.zeros(B, B, dtype=torch.bool)
+    adam = torch.optim.Adam(model.decoder.parameters(), lr=1e-2)
+    for _ in range(60):
+        _, _, words, visual = model.decoder(caption, torch.zeros(B, N, 32))
+        words = masked_mean(words, caption > 0)
+        visual = masked_mean(visual, caption > 0)
+        loss = ccr_loss(words, visual, none_same, 0.5, model.cfg.ccr_logits)
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    return loss.item()
 
-    def lowest(**fields):
-        model = small(dim=32, heads=4, dropout=0.0, **fields).float()
-        caption = torch.randint(4, WORDS, (B, 6), generator=torch.Generator().manual_seed(0))
-        adam = torch.optim.Adam(model.decoder.parameters(), lr=1e-2)
-        for _ in range(60):
-            _, _, *states = model.decoder(caption, torch.zeros(B, N, 32))
-            words, visual = (mean_of(x, caption > 0) for x in states)
-            loss = ccr_loss(words, visual, torch.zeros(B, B, dtype=torch.bool), 0.5, model.cfg.ccr_logits)
-            adam.zero_grad(), loss.backward(), adam.step()
-        return loss.item()
 
-    for logits in ("two_way", "summed"):
-        assert lowest(ccr_logits=logits) > math.log(B) - 1e-4
-        assert lowest(ccr_logits=logits, ccr_states="normed") < 0.1
+@pytest.mark.parametrize("logits", ["two_way", "summed"])
+def test_ccr_cannot_be_met_by_the_words_alone(logits):
+    """Without differences every attended vector is the same, and L_ccr cannot fall below log B; the
+    release's can, for its visual vector holds the words."""
+    assert lowest_ccr(ccr_logits=logits) > math.log(B) - 1e-4
+    assert lowest_ccr(ccr_logits=logits, ccr_states="normed") < 0.1
 
 
 def test_a_batch_of_one_sentence_has_no_negatives():
-    model, (before, after) = small(), pictures()
+    model = small()
+    before, after = pictures()
     losses = model(before, after, CAPTION[1:2].expand(B, -1))
     assert losses["ccr"].item() == 0
     losses["ccr"].backward()
@@ -254,77 +320,116 @@ def test_a_batch_of_one_sentence_has_no_negatives():
 
 
 def test_caption_loss_against_loop():
-    model, (before, after) = small().eval(), pictures()
-    logits = model.decoder.head(model.decoder(CAPTION, model.encode(before, after)[0])[0])
-    chosen = [(b, t) for b in range(B) for t in range(7) if CAPTION[b, t + 1]]
-    losses = [-logits[b, t].log_softmax(-1)[CAPTION[b, t + 1]].item() for b, t in chosen]
+    model = small().eval()
+    before, after = pictures()
+    hidden = model.decoder(CAPTION, model.encode(before, after)[0])[0]
+    probability = model.decoder.head(hidden).softmax(-1)
+    losses = []
+    for b in range(B):
+        for t in range(CAPTION.shape[1] - 1):
+            following = CAPTION[b, t + 1]
+            if following:
+                losses.append(-math.log(probability[b, t, following].item()))
     assert model(before, after, CAPTION)["caption"].item() == pytest.approx(mean(losses))
 
 
 def test_padded_pooling_does_not_depend_on_how_a_batch_is_cut():
-    model, (before, after) = small(ccr_pool="padded").eval(), pictures()
-    whole = model(before, after, torch.nn.functional.pad(CAPTION, (0, 1)))
+    model = small(ccr_pool="padded").eval()
+    before, after = pictures()
+    whole = model(before, after, F.pad(CAPTION, (0, 1)))
     for name, loss in model(before, after, CAPTION).items():
         torch.testing.assert_close(loss, whole[name])
 
 
 @pytest.mark.parametrize("fields", [{}, {"w_dirl": 0.0}, {"w_ccr": 0.0}])
 def test_total_is_equation_16(fields):
-    model, (before, after) = small(**{"w_dirl": 0.03, "w_ccr": 0.2} | fields).float().eval(), pictures().float()
+    model = small(**{"w_dirl": 0.03, "w_ccr": 0.2} | fields).float().eval()
+    before, after = pictures().float()
     cfg = model.cfg
     cfg.device = "cpu"
-    batches = tuple(data.Batch(*pair, CAPTION, [], []) for pair in ((before, after), (after, before)))
-    losses = dirl_ccr.losses_of(model, batches, cfg)
-    assert set(losses) == {"caption", "total"} | {n for n in ("dirl", "ccr") if getattr(cfg, f"w_{n}")}
-    parts = [model(b.before, b.after, b.caption) for b in batches]
+    changed = data.Batch(before, after, CAPTION, [], [])
+    distractors = data.Batch(after, before, CAPTION, [], [])
+    losses = dirl_ccr.compute_losses(model, (changed, distractors), cfg)
+    first = model(before, after, CAPTION)
+    second = model(after, before, CAPTION)
+    assert losses.keys() == first.keys() | {"total"}
+    assert ("dirl" in losses, "ccr" in losses) == (cfg.w_dirl > 0, cfg.w_ccr > 0)
     weights = {"caption": 1, "dirl": cfg.w_dirl, "ccr": cfg.w_ccr}
-    expected = sum(weights[name] * (parts[0][name] + parts[1][name]).item() / 2 for name in parts[0])
+    expected = 0.0
+    for name in first:
+        expected += weights[name] * (first[name] + second[name]).item() / 2
     assert losses["total"].item() == pytest.approx(expected)
 
 
-# ---- learning, presets -----------------------------------------------------------------------------------------------
+# ---- learning, presets ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"difference": "stream", "layers": 3}, {"input_norm": False, "ccr_states": "normed"}]
+    "fields",
+    [{}, {"difference": "stream", "layers": 3}, {"input_norm": False, "ccr_states": "normed"}],
 )
 def test_every_parameter_learns(fields):
     model = small(**fields).float()
-    optimizer, start = (
-        torch.optim.Adam(model.parameters(), lr=1e-2),
-        {n: p.clone() for n, p in model.named_parameters()},
-    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    start = {name: p.clone() for name, p in model.named_parameters()}
     before, after = pictures().float()
     sum(model(before, after, CAPTION).values()).backward()
     optimizer.step()
-    dead = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any() or torch.equal(p, start[n])]
-    key_bias = [
-        n for n in dead if n.endswith("attention.key.bias")
-    ]  # a softmax does not see what shifts all its scores
-    assert set(dead) <= set(key_bias), f"no gradient reaches {dead}"
+    for name, p in model.named_parameters():
+        if name.endswith("attention.key.bias"):
+            continue  # a softmax does not see what shifts all its scores
+        assert p.grad is not None and p.grad.any(), f"no gradient reaches {name}"
+        assert not torch.equal(p, start[name]), f"{name} does not move"
 
 
 def test_attention_and_matrices_start_as_released():
     model = DIRL(Config(dim=64), WORDS, (C, H, W), V)
+    bound = math.sqrt(6 / (64 + 3 * 64))  # Xavier of one matrix (3D, D)
     for module in (model.cross_view[0].attention, model.decoder.layers[0].self_attention):
         stacked = torch.cat([module.query.weight, module.key.weight, module.value.weight])
-        bound = math.sqrt(6 / (64 + 3 * 64))  # Xavier of one matrix (3D, D)
-        assert 0.9 * bound < stacked.abs().max() <= bound and not module.query.bias.any() and not module.out.bias.any()
+        assert 0.9 * bound < stacked.abs().max() <= bound
+        assert not module.query.bias.any() and not module.out.bias.any()
     bound = math.sqrt(6 / (WORDS + 300))
     assert 0.9 * bound < model.decoder.embed.weight.abs().max() <= bound
     plain = DIRL(Config(dim=64, xavier=False), WORDS, (C, H, W), V).decoder.embed.weight
     assert 0.9 < plain[1:].std() < 1.1 and not plain[0].any()
 
 
-def test_presets_and_readings():
-    parse = lambda *argv: dirl_ccr.parse_args(Config, PRESETS, "s", "d", [*argv, "--device", "cpu"], RELEASED)[0]
-    for dataset, own in (("clevr_change", {"input_norm", "xavier", "steps"}), ("clevr_dc", {"steps"}), ("mini", set())):
-        paper, released = parse("--dataset", dataset), parse("--dataset", dataset, "--reading", "released")
-        changed = {k for k in vars(paper) if getattr(paper, k) != getattr(released, k)}
-        assert changed == set(RELEASED["all"]) | {"reading"} | own
-    weights = (0.5, 0.3), (0.03, 0.05), (0.5, 0.004), (0.001, 0.05)  # section 4.6
-    for dataset, both in zip(
-        ("clevr_change", "clevr_dc", "spot_the_diff", "image_editing_request"), weights, strict=True
-    ):
-        cfg = parse("--dataset", dataset)
-        assert (cfg.w_dirl, cfg.w_ccr) == both
+def test_a_layer_at_least():
+    with pytest.raises(ValueError, match="--layers 0"):
+        Config(layers=0)
+
+
+def parse(*flags):
+    argv = [*flags, "--device", "cpu"]
+    cfg, _ = parse_args(Config, PRESETS, "s", "d", argv, RELEASED)
+    return cfg
+
+
+@pytest.mark.parametrize(
+    "dataset, own",
+    [
+        ("clevr_change", {"input_norm", "xavier", "steps"}),
+        ("clevr_dc", {"steps"}),
+        ("mini", set()),
+    ],
+)
+def test_the_released_variant_sets_every_disputed_field(dataset, own):
+    paper = parse("--dataset", dataset)
+    released = parse("--dataset", dataset, "--variant", "released")
+    changed = {k for k in vars(paper) if getattr(paper, k) != getattr(released, k)}
+    assert changed == set(RELEASED["all"]) | {"variant"} | own
+
+
+@pytest.mark.parametrize(
+    "dataset, w_dirl, w_ccr",
+    [
+        ("clevr_change", 0.5, 0.3),
+        ("clevr_dc", 0.03, 0.05),
+        ("spot_the_diff", 0.5, 0.004),
+        ("image_editing_request", 0.001, 0.05),
+    ],
+)
+def test_weights_of_section_4_6(dataset, w_dirl, w_ccr):
+    cfg = parse("--dataset", dataset)
+    assert (cfg.w_dirl, cfg.w_ccr) == (w_dirl, w_ccr)

@@ -1,8 +1,6 @@
 """Pictures, extractors, feature files."""
 
 import itertools
-import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -11,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
-from test_readers import RELEASED, write_picture, write_repack
+from test_readers import write_picture
 
 import data
+import mini
 import scorer_cbr
 
 
@@ -119,9 +119,19 @@ def test_a_truncated_picture_is_named(form, tmp_path):
         path.write_bytes(whole[:length])
         with pytest.raises(ValueError, match="cut.png is not a readable image"):
             data.read_image(path)
-    Image.new("F", (4, 4)).save(path, "TIFF")
-    with pytest.raises(ValueError, match="cut.png is not a readable image .32-bit floats"):
-        data.read_image(path)
+
+
+def test_pictures_are_turned_upright(tmp_path):
+    """EXIF's orientation 6: the first row of the file is the right side of the picture."""
+    pixels = np.zeros((12, 16, 3), np.uint8)
+    pixels[0] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for name in ("a.png", "a.jpg"):
+        Image.fromarray(pixels).save(tmp_path / name, exif=exif, quality=95)
+        upright = np.array(data.read_image(tmp_path / name))
+        assert upright.shape == (16, 12, 3)
+        assert upright[:, -1].min() > 200 and upright[:, 0].max() < 60
 
 
 def test_pictures_decoded_ahead_stay_in_order(tmp_path):
@@ -129,7 +139,7 @@ def test_pictures_decoded_ahead_stay_in_order(tmp_path):
         Image.new("RGB", (64, 64), (i * 30, 0, 0)).save(tmp_path / f"{i}.png")
     paths = [tmp_path / f"{i}.png" for i in range(7)]
     torch.manual_seed(0)
-    extractor = data.Extractor("mini-cnn-x", data.MiniCNN().state_dict())
+    extractor = data.Extractor("mini-cnn-x", mini.FeatureNet().state_dict())
     blocks = list(extractor.blocks(paths, 3))
     assert [len(block) for block in blocks] == [3, 3, 1]
     each = torch.cat([extractor([path]) for path in paths])
@@ -158,8 +168,9 @@ class Quick:
 
     read = 0
 
-    def __init__(self, name, device):
-        self.name, self.preprocessing, self.grid = name, data.RESNETS[name][0], (4 if "layer4" in name else 3, 2, 3)
+    def __init__(self, name, weights, device):
+        self.name, self.preprocessing = name, "mean colour"
+        self.grid = (4 if "layer4" in name else 3, 2, 3)
 
     def blocks(self, paths, batch):
         for i in range(0, len(paths), 10):
@@ -177,28 +188,67 @@ class Stopped(Quick):
 def test_preparation_once_whole(release, monkeypatch, capsys):
     monkeypatch.setattr(data, "Extractor", Stopped)
     call = ["clevr_change", "--data_dir", str(release), "--device", "cpu"]
-    there = {*release.iterdir(), release / data.LOCK}
+    there = {*release.iterdir()}
     with pytest.raises(KeyboardInterrupt):
         data.main(call)
-    assert {*release.iterdir()} == there  # nothing is left, neither half a file nor a whole one
-    (release / "features.h5.abc.partial").write_bytes(b"of a process that was killed")
+    assert left(release) == there  # neither half a file nor a whole one
+    (release / "features.h5.partial").write_bytes(b"of a process that was killed")
     monkeypatch.setattr(data, "Extractor", Quick)
     monkeypatch.setattr(Quick, "read", 0)
     data.main(call)
-    assert {*release.iterdir()} == there | {release / "features.h5", release / "vocab.json"}
+    assert left(release) == there | {release / "features.h5", release / "vocab.json"}
     dataset = data.load("clevr_change", release)
     for name, x in zip(dataset.paths, dataset.features.rows(list(dataset.paths)), strict=True):
         assert x[0, 0, 0].item() == pytest.approx(np.array(data.read_image(dataset.paths[name])).mean(), rel=1e-3)
     data.main(call)
-    assert Quick.read == 45 and (out := capsys.readouterr().out).count("features.h5 is there already") == 1
-    picture = release / "images/CLEVR_default_000003.png"
-    later = (release / "features.h5").stat().st_mtime + 5
-    os.utime(picture, (later, later))
-    told = f"features.h5 is older than {picture} and 0 more pictures; if these were replaced, remove it and run: python"
-    monkeypatch.setitem(data.DATASETS, "clevr_change", data.Source(data.read_clevr_change))
-    for look in (lambda: data.main(call), lambda: data.main([*call, "--check"]), lambda: data.load(call[0], release)):
-        look()
-        assert told not in out and told in capsys.readouterr().out
+    assert Quick.read == 45 and "features.h5 is there already" in capsys.readouterr().out
+
+
+def left(folder):
+    """What lies in a folder, but for the lock."""
+    return {path for path in folder.iterdir() if path.name != ".lock"}
+
+
+def test_a_complete_folder_is_not_locked(release, monkeypatch, capsys):
+    monkeypatch.setattr(data, "Extractor", Quick)
+    data.main(["clevr_change", "--data_dir", str(release), "--device", "cpu"])
+
+    def no_lock(folder):
+        raise AssertionError("a complete folder may be read-only")
+
+    monkeypatch.setattr(data, "lock", no_lock)
+    data.main(["clevr_change", "--data_dir", str(release), "--device", "cpu"])
+    assert "features.h5 is there already" in capsys.readouterr().out
+
+
+def test_a_second_process_waits_and_looks_again(release, monkeypatch, capsys):
+    """While one prepares, another waits, says so, and then finds nothing left to do."""
+    started = threading.Event()
+
+    class Slow(Quick):
+        def blocks(self, paths, batch):
+            started.set()
+            waiting.wait(20)
+            yield from super().blocks(paths, batch)
+
+    waiting = threading.Event()
+    acquire = data.FileLock.acquire
+
+    def acquire_and_tell(self, *args, **kwargs):
+        if started.is_set() and "timeout" not in kwargs:  # the second time of the second process
+            waiting.set()
+        return acquire(self, *args, **kwargs)
+
+    monkeypatch.setattr(data, "Extractor", Slow)
+    monkeypatch.setattr(data.FileLock, "acquire", acquire_and_tell)
+    monkeypatch.setattr(Quick, "read", 0)
+    first = threading.Thread(target=data.prepare, args=("clevr_change", release, "cpu"))
+    first.start()
+    assert started.wait(20)
+    data.prepare("clevr_change", release, "cpu")
+    first.join()
+    assert Quick.read == 45
+    assert f"another process is at work in {release}; waiting for it" in capsys.readouterr().out
 
 
 def test_pictures_beside_the_file_of_pairs(tmp_path, monkeypatch):
@@ -244,65 +294,68 @@ def test_each_extractor_has_a_file_of_its_own(release, monkeypatch, tiny, capsys
     assert data.open_dataset(cfg).features.extractor == "resnet101-layer4"
 
 
-# ---- IDC's pickles ---------------------------------------------------------------------------------------------------
+# ---- backbones of timm ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-@pytest.mark.parametrize("name", RELEASED)
-def test_idcs_pickles_are_packed(name, protocol, tmp_path, capsys):
-    RELEASED[name](tmp_path / "release")
-    write_repack(name, tmp_path / "release", tmp_path / "repack", protocol)
-    for path in (tmp_path / "repack").rglob("*.pkl") if protocol == 2 else ():  # as numpy 1 wrote
-        path.write_bytes(path.read_bytes().replace(b"numpy._core.", b"numpy.core."))
-    data.main([name, "--data_dir", str(tmp_path / "repack"), "--extractor", "resnet101-layer4"])
-    out = capsys.readouterr().out
-    assert ".pkl: read as a whole, 0.00 GB of memory" in out
-    features = data.open_features(name, tmp_path / "repack", "resnet101-layer4")
-    names = sorted(data.read_release(name, tmp_path / "repack").paths)
-    assert list(features.row) == names and features.preprocessing == data.RELEASED_PICKLES
-    expected = torch.arange(len(names))[:, None, None, None] + torch.arange(9).view(3, 3) / 16
-    assert torch.equal(features.rows(names).float(), expected.expand(-1, 4, -1, -1))
+def timm_weights(model, path):
+    """A timm model with random weights, written to a file. -> the model"""
+    torch.manual_seed(0)
+    net = timm.create_model(model).eval()
+    torch.save(net.state_dict(), path)
+    return net
 
 
-def test_an_array_by_columns_and_one_that_is_a_view(tmp_path):
-    x = np.random.default_rng(0).random((4, 3, 3))
-    for array in (np.asfortranarray(x), x[:, ::-1], x.astype(">f4"), x.astype(np.float16)):
-        for protocol in (2, 5):
-            (tmp_path / "a.pkl").write_bytes(pickle.dumps({"some/where/a.jpg": array}, protocol))
-            (found,) = data.read_pickle(tmp_path / "a.pkl", ["a.png"])
-            assert np.array_equal(found, array)
+@pytest.mark.parametrize("model", ["test_resnet", "test_convnext", "test_vit"])
+def test_the_last_map_of_any_timm_model(model, tmp_path):
+    """With a file's weights, of the whole picture, with the model's own mean and deviation."""
+    net = timm_weights(model, tmp_path / "w.pt")
+    extractor = data.Extractor(f"timm/{model}:{tmp_path / 'w.pt'}")
+    pixels = np.zeros((120, 200, 3), np.uint8)
+    pixels[:, :2] = 255  # at the border, which a centre crop would cut off
+    picture = Image.fromarray(pixels)
+    x = extractor.preprocess(picture)
+    assert x.shape == (3, 224, 224)
+    assert x[:, :, 0].mean() > x[:, :, 20:].mean() + 0.5
+    mean = torch.tensor(net.default_cfg["mean"])
+    std = torch.tensor(net.default_cfg["std"])
+    torch.testing.assert_close(x[:, 112, 112], -mean / std)
+    grid = extractor([picture]).float()
+    assert grid.shape[0] == 1 and grid.shape[1] == net.num_features
+    if model != "test_vit":  # whose own size is another
+        with torch.no_grad():
+            expected = net.forward_features(x[None])
+        torch.testing.assert_close(grid, expected, atol=5e-3, rtol=5e-3)
+    other = data.Extractor(f"timm/{model}:{tmp_path / 'w.pt'}")
+    assert torch.equal(other([picture]), extractor([picture]))
 
 
-class Call:
-    """Unpickled, a call of anything, and then perhaps of its __setstate__."""
+def test_timm_models_that_are_none(tmp_path):
+    timm_weights("test_resnet", tmp_path / "w.pt")
+    for name, message in (
+        ("timm/no_such_net", "--extractor timm/no_such_net: timm has no such model"),
+        (f"timm/test_convnext:{tmp_path / 'w.pt'}", "w.pt cannot be used .*give weights of test_"),
+        (f"timm/test_resnet:{tmp_path / 'none.pt'}", "none.pt cannot be used"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            data.Extractor(name)
 
-    def __init__(self, *call, state=None):
-        self.call, self.state = call, state
 
-    def __reduce__(self):
-        return (self.call[0], self.call[1:], self.state) if self.state else (self.call[0], self.call[1:])
-
-
-def test_no_code_of_a_pickle_is_run(tmp_path):
-    ran, path = tmp_path / "ran", tmp_path / "full_img.pkl"
-    address, make = b"\x41" * 8, (np._core if hasattr(np, "_core") else np.core).multiarray._reconstruct
-    # Numpy would take these eight bytes for the address of an object, in the second case since the type hides that it
-    # has objects. Whoever prints such an array crashes.
-    array = Call(np.ndarray, (1,), np.dtype("O"), address)
-    hidden = Call(np.dtype, "O", False, True, state=(3, "|", None, None, None, 8, 8, 0))
-    built = Call(make, np.ndarray, (0,), b"b", state=(1, (1, 1, 1), hidden, False, address))
-    programs = Call(os.system, f"touch {ran}"), Call(eval, f"open({str(ran)!r}, 'w')"), Call(np.load, str(path))
-    for harm in (*programs, array, built):
-        for protocol in (2, 3, 5):
-            path.write_bytes(pickle.dumps({"a": harm}, protocol))
-            with pytest.raises(ValueError, match=r"full_img.pkl cannot be used \("):
-                list(data.read_pickle(path, ["a.jpg"]))
-            assert not ran.exists()
-    harmless = (["a"], {"a": [1.0]}, {"a": np.array(["x"], object)}, {3: np.ones((4, 3, 3))}, {"a": np.ones((4, 7))})
-    for content in harmless:
-        path.write_bytes(pickle.dumps(content))
-        with pytest.raises(ValueError, match=r"full_img.pkl cannot be used \("):
-            list(data.read_pickle(path, ["a.jpg"]))
-    path.write_bytes(pickle.dumps({"b": np.ones((4, 3, 3))}))
-    with pytest.raises(ValueError, match=r"full_img.pkl: no features of a.jpg and 0 more of 1 images"):
-        list(data.read_pickle(path, ["a.jpg"]))
+def test_a_timm_backbone_through_preparation_training_and_captioning(tmp_path, tiny, capsys):
+    rows = [f"{split}.png,b.png,it opened,{split}" for split in data.SPLITS]
+    (tmp_path / "pairs.csv").write_text("\n".join(["before,after,captions,split", *rows]))
+    for name in (*data.SPLITS, "b"):
+        write_picture(tmp_path / f"{name}.png")
+    timm_weights("test_resnet", tmp_path / "w.pt")
+    extractor = f"timm/test_resnet:{tmp_path / 'w.pt'}"
+    flags = ["--data_dir", str(tmp_path), "--extractor", extractor]
+    data.main(["pairs", *flags, "--device", "cpu"])
+    assert len(list(tmp_path.glob("features-timm-test_resnet-*.h5"))) == 1
+    run = str(tmp_path / "run")
+    scorer_cbr.main([*tiny, "--dataset", "pairs", *flags, "--out_dir", run, "--steps", "1"])
+    pictures = [str(tmp_path / "train.png"), str(tmp_path / "b.png")]
+    capsys.readouterr()
+    scorer_cbr.main(["--caption", *pictures, "--checkpoint", f"{run}/best.pt", "--device", "cpu"])
+    assert capsys.readouterr().out.count("\n") == 1
+    (tmp_path / "w.pt").unlink()  # captioning needs the weights to be there again
+    with pytest.raises(ValueError, match=r"w.pt cannot be used"):
+        scorer_cbr.load(f"{run}/best.pt", device="cpu")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,16 +31,30 @@ import idc_pretrain
 import rdd_acr
 import scorer_cbr
 
-MODELS = {scorer_cbr: scorer_cbr.SCORER, dirl_ccr: dirl_ccr.DIRL, rdd_acr: rdd_acr.RDD, cheers: cheers.CHEERS,
-          idc_pretrain: idc_pretrain.IDC}  # fmt: skip
+MODELS = {
+    scorer_cbr: scorer_cbr.SCORER,
+    dirl_ccr: dirl_ccr.DIRL,
+    rdd_acr: rdd_acr.RDD,
+    cheers: cheers.CHEERS,
+    idc_pretrain: idc_pretrain.IDC,
+}
 # IDC has no separate decoder: how it writes, and its two stages, are in test_idc_pretrain.py.
-DECODERS = pytest.mark.parametrize("method", [method for method in MODELS if method is not idc_pretrain])
+DECODERS = pytest.mark.parametrize("method", [scorer_cbr, dirl_ccr, rdd_acr, cheers])
 # What leaves CLIP and spaCy out: their own tests are in test_rdd_acr.py and test_cheers.py.
-ALONE = {rdd_acr: {"w_n2o": 0.0, "w_v2a": 0.0}, cheers: {"k": 0, "gate": "none", "w_consistency": 0.0}}
+ALONE = {
+    rdd_acr: {"w_n2o": 0.0, "w_v2a": 0.0},
+    cheers: {"k": 0, "gate": "none", "w_consistency": 0.0},
+}
 
 B, C, H, W, V, WORDS = 4, 5, 2, 3, 9, 12
-CAPTION = torch.tensor([[2, 4, 5, 6, 3, 0, 0, 0, 0], [2, 7, 3, 0, 0, 0, 0, 0, 0], [2, 8, 9, 10, 11, 4, 5, 3, 0],
-                        [2, 5, 5, 3, 0, 0, 0, 0, 0]])  # fmt: skip
+CAPTION = torch.tensor(
+    [
+        [2, 4, 5, 6, 3, 0, 0, 0, 0],
+        [2, 7, 3, 0, 0, 0, 0, 0, 0],
+        [2, 8, 9, 10, 11, 4, 5, 3, 0],
+        [2, 5, 5, 3, 0, 0, 0, 0, 0],
+    ]
+)
 
 
 @pytest.fixture(params=MODELS, ids=lambda method: method.__name__)
@@ -49,27 +64,46 @@ def method(request):
 
 def small(method, **fields):
     torch.manual_seed(0)
-    cfg = method.Config(**{"dim": 8, "word_dim": 6, "heads": 2} | ALONE.get(method, {}) | fields)
+    config = {"dim": 8, "heads": 2} | ALONE.get(method, {})
+    if method is not idc_pretrain:
+        config["word_dim"] = 6
+    cfg = method.Config(**config | fields)
     return MODELS[method](cfg, WORDS, (C, H, W), V).double().eval()
 
 
 def whole(method, **fields):
-    """A small float32 model with all that it can learn, training; and what its forward takes beside pair and caption,
-    by kind of step."""
+    """A small float32 model in training mode, with all that it can learn; and {kind of step: what
+    its forward takes beside before, after and caption}."""
     torch.manual_seed(0)
-    own = {rdd_acr: {"clip_dim": 7, "clip_width": 6, "distil_steps": 1},
-           idc_pretrain: {"ffn": 12, "nabirds": "some folder"}}.get(method, {})  # fmt: skip
-    own |= {"layers": 1} if method is not rdd_acr else {}
-    own |= {"decoder_layers": 1} if method is not idc_pretrain else {}
-    cfg = method.Config(**{"dim": 8, "heads": 2, "dropout": 0.0} | own | fields)
-    model = MODELS[method](cfg, WORDS, (C, H, W), V, *([torch.rand(7, 5)] if method is cheers else []))
-    found = rdd_acr.Attributes(torch.rand(B, 7), torch.ones(B, dtype=torch.bool), torch.eye(B, dtype=torch.bool))
-    rewritten = torch.randint(4, WORDS, (B, 6, V))
-    return model, {
-        rdd_acr: {"step": (found, found)}, cheers: {"step": (torch.tensor([[0, 1, 6]] * B),)},
-        idc_pretrain: {"finetune": ("finetune", True), "mlm": ("mlm",), "mvcl": ("mvcl",),
-                       "fda": ("fda", None, rewritten), "birds": ("birds",)},
-    }.get(method, {"step": ()})  # fmt: skip
+    config = {"dim": 8, "heads": 2, "dropout": 0.0}
+    if method is not rdd_acr:
+        config["layers"] = 1
+    if method is not idc_pretrain:
+        config["decoder_layers"] = 1
+    if method is rdd_acr:
+        config |= {"clip_dim": 7, "clip_width": 6, "distil_steps": 1}
+    if method is idc_pretrain:
+        config |= {"ffn": 12, "nabirds": "some folder"}
+    cfg = method.Config(**config | fields)
+    if method is cheers:
+        model = cheers.CHEERS(cfg, WORDS, (C, H, W), V, torch.rand(7, 5))
+        return model, {"step": (torch.tensor([[0, 1, 6]] * B),)}
+    model = MODELS[method](cfg, WORDS, (C, H, W), V)
+    if method is rdd_acr:
+        valid = torch.ones(B, dtype=torch.bool)
+        same = torch.eye(B, dtype=torch.bool)
+        found = rdd_acr.Attributes(torch.rand(B, 7), valid, same)
+        return model, {"step": (found, found)}
+    if method is idc_pretrain:
+        rewritten = torch.randint(4, WORDS, (B, 6, V))
+        return model, {
+            "finetune": ("finetune", True),
+            "mlm": ("mlm",),
+            "mvcl": ("mvcl",),
+            "fda": ("fda", None, rewritten),
+            "birds": ("birds",),
+        }
+    return model, {"step": ()}
 
 
 def pictures():
@@ -78,19 +112,20 @@ def pictures():
 
 
 def test_hash_stream():
-    assert hashed(4, 1).tolist() == pytest.approx([-0.401380, 0.460570, 0.421702, 0.790581], abs=1e-6)
+    first = [-0.401380, 0.460570, 0.421702, 0.790581]
+    assert hashed(4, 1).tolist() == pytest.approx(first, abs=1e-6)
 
 
 def flags_of(method, tiny):
     """conftest's tiny for one method, ALONE."""
+    flags = list(tiny)
     if method is idc_pretrain:
-        place = tiny.index("--word_dim")
-        tiny = (
-            tiny[:place]
-            + tiny[place + 2 :]
-            + ["--pretrain_steps", "0", "--ffn", "24", "--extractor", "resnet101-layer3"]
-        )
-    return tiny + [x for name, value in ALONE.get(method, {}).items() for x in (f"--{name}", str(value))]
+        place = flags.index("--word_dim")
+        del flags[place : place + 2]
+        flags += ["--pretrain_steps", "0", "--ffn", "24", "--extractor", "resnet101-layer3"]
+    for name, value in ALONE.get(method, {}).items():
+        flags += [f"--{name}", str(value)]
+    return flags
 
 
 @pytest.fixture
@@ -98,23 +133,39 @@ def tiny(method, tiny):
     return flags_of(method, tiny)
 
 
-def test_a_diff_of_two_files_shows_the_science(method):
-    """Training, evaluation and command line read the same, apart from a method's own lines and arguments."""
+# ---- the files -----------------------------------------------------------------------------------
 
-    def lines(module, name):
-        source = inspect.getsource(getattr(module, name)).replace(MODELS[module].__name__, "MODEL")
-        source = source.replace("data.open_dataset", "open_dataset")  # IDC's adds the words of CUB
-        added = r', sample=cfg.val_decode == "sample" and out_dir is None|, RELEASED|, phrases|, entities(.table)?'
-        source = re.sub(added, "", source)
-        return [line for line in source.splitlines() if not re.search(r"clamp_scales|phrases =|entities =", line)]
+# A method's own arguments, and the lines that are its own.
+OWN_ARGUMENTS = [
+    ", RELEASED",
+    ", sample",
+    ", phrases: Phrases | None = None",
+    ", phrases",
+    ", entities: Entities | None = None",
+    ", entities",
+    ", table",
+]
+OWN_LINES = r"^ +(model.clamp_scales|sample = |phrases = |phrases: |entities: |table = |sources = )"
 
-    for name in ("train", "evaluate", "main"):
-        if (method, name) in ((cheers, "evaluate"), (cheers, "main"), (idc_pretrain, "train")):
-            continue  # every pair has entities; two stages
-        ours, first = "\n".join(lines(method, name)), "\n".join(lines(scorer_cbr, name))
-        if method is cheers:
-            ours = ours.replace("tuple[MODEL, Entities]", "MODEL").replace("validation, and its entities", "validation")
-        assert ours == first, name
+
+def source_lines(method, name):
+    """A function's lines, without what belongs to its method alone."""
+    source = inspect.getsource(getattr(method, name))
+    source = source.replace(MODELS[method].__name__, "MODEL")
+    for argument in OWN_ARGUMENTS:
+        source = source.replace(argument, "")
+    source = source.replace("Run(cfg, model, sources", "Run(cfg, model, [dataset]")  # CHEERS
+    source = source.replace("data.open_dataset", "open_dataset")  # IDC's adds the words of CUB
+    return [line for line in source.splitlines() if not re.search(OWN_LINES, line)]
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "main"])
+def test_a_diff_of_two_files_shows_the_science(method, name):
+    """Training, evaluation and command line read the same, apart from a method's own lines and
+    arguments."""
+    if (method, name) in ((cheers, "evaluate"), (cheers, "main"), (idc_pretrain, "train")):
+        pytest.skip("every pair has entities; two stages")
+    assert source_lines(method, name) == source_lines(scorer_cbr, name)
 
 
 def readme_blocks():
@@ -130,104 +181,147 @@ for name in ("data", "h5py", "spacy", "open_clip", "pycocoevalcap"):
 
 
 def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path):
-    """README's example, with what README says of the other methods, in a folder of these two files."""
+    """README's example, with what README says of the other methods, in a folder of these two
+    files."""
+    model = MODELS[method].__name__
     example = next(block for block in readme_blocks() if "as Model" in block)
-    example = example.replace("scorer_cbr", method.__name__).replace("SCORER", MODELS[method].__name__)
-    if config := re.search(rf"`{method.__name__}.py` by\s`(Config\(.*?\))`", README, re.S):
+    example = example.replace("scorer_cbr", method.__name__)
+    example = example.replace("SCORER", model)
+    example = example.replace("1024, 14, 14", "8, 2, 3")
+    config = re.search(rf"`{method.__name__}.py` by\s`(Config\(.*?\))`", README, re.S)
+    if config:
         example = example.replace("Config()", config[1])
     for file in (Path(method.__file__), Path(common.__file__)):
         (tmp_path / file.name).write_text(file.read_text())
-    script = WITHOUT_PACKAGES + example.replace("1024, 14, 14", "8, 2, 3") + "print(list(ids.shape))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
-    assert f"import {MODELS[method].__name__} as" in script and done.stdout.strip() == "[4, 24]", done.stderr
+    script = WITHOUT_PACKAGES + example + "print(list(ids.shape))"
+    call = [sys.executable, "-c", script]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path)
+    assert f"import {model} as" in script
+    assert done.stdout.strip() == "[4, 24]", done.stderr
 
 
-# ---- decoding --------------------------------------------------------------------------------------------------------
+# ---- decoding ------------------------------------------------------------------------------------
 
 
 @DECODERS
 def test_a_later_word_changes_no_earlier_output(method):
-    model, (before, after) = small(method), pictures()
-    difference, other = model.encode(before, after)[0], CAPTION.clone()
+    model = small(method)
+    before, after = pictures()
+    difference = model.encode(before, after)[0]
+    other = CAPTION.clone()
     other[:, 4:] = 1
-    torch.testing.assert_close(model.decoder(CAPTION, difference)[0][:, :4], model.decoder(other, difference)[0][:, :4])
+    hidden = model.decoder(CAPTION, difference)[0]
+    changed = model.decoder(other, difference)[0]
+    torch.testing.assert_close(hidden[:, :4], changed[:, :4])
 
 
 @DECODERS
 def test_padding_changes_no_loss(method):
-    model, (before, after) = small(method), pictures()
+    model = small(method)
+    before, after = pictures()
+    expected = model(before, after, CAPTION)
     for name, loss in model(before, after, CAPTION[:, :8]).items():
-        torch.testing.assert_close(loss, model(before, after, CAPTION)[name])
+        torch.testing.assert_close(loss, expected[name])
 
 
 @DECODERS
 def test_cached_decoding_equals_full_decoding(method):
-    model, (before, after) = small(method), pictures()
-    for p in (p for p in model.parameters() if p.ndim > 1):  # large enough for captions of different words and lengths
-        torch.nn.init.normal_(p)
+    model = small(method)
+    before, after = pictures()
+    for p in model.parameters():
+        if p.ndim > 1:  # large enough for captions of different words and lengths
+            torch.nn.init.normal_(p)
     model.decoder.head.bias.data[[0, 3]] -= 3
     difference = model.encode(before, after)[0]
-    step, full = model.decoder.stepper(difference), torch.full((B, 1), 2)
+    step = model.decoder.stepper(difference)
+    full = torch.full((B, 1), 2)
     for t in range(V - 1):
-        logits = model.decoder.head(model.decoder(full, difference)[0][:, -1])
+        hidden = model.decoder(full, difference)[0]
+        logits = model.decoder.head(hidden[:, -1])
         torch.testing.assert_close(step(full[:, -1], t), logits)
         logits[:, 1] = -math.inf
         full = torch.cat([full, logits.argmax(-1, keepdim=True)], 1)
-    ids = model.generate(before, after)
-    for ours, plain in zip(ids.tolist(), full.tolist(), strict=True):
-        stop = next((i for i, w in enumerate(plain) if w in (0, 3)), V)
-        assert ours == plain[:stop] + [0] * (V - stop)
-    assert len({tuple(row) for row in ids.tolist()}) > 1, ids
+    ids = model.generate(before, after).tolist()
+    for ours, plain in zip(ids, full.tolist(), strict=True):
+        length = 0
+        while length < V and plain[length] not in (0, 3):
+            length += 1
+        assert ours == plain[:length] + [0] * (V - length)
+    assert len({tuple(row) for row in ids}) > 1, ids
 
 
 @DECODERS
 def test_attention_map_is_a_mean_over_the_words(method):
-    model, (before, after) = small(method), pictures()
-    look, seen = model.decoder.layers[-1].cross_attention, {}
-    for name in ("query", "key"):
-        getattr(look, name).register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
+    model = small(method)
+    before, after = pictures()
+    look = model.decoder.layers[-1].cross_attention
+    seen = {}
+    look.query.register_forward_hook(lambda module, args, out: seen.update(query=out))
+    look.key.register_forward_hook(lambda module, args, out: seen.update(key=out))
     model.decoder(CAPTION, model.encode(before, after)[0])
     scores = look.scores(seen["query"], seen["key"][:, : H * W])
     maps = next(iter(model.attention_map(before, after, CAPTION).values()))  # the decoder's
     assert maps.shape == (B, H, W)
     torch.testing.assert_close(maps.sum((1, 2)), torch.ones(B, dtype=torch.float64))
-    rows = scores[1].softmax(-1).mean(0)[:1]  # "START w1 END": the row of START predicted the only word
-    torch.testing.assert_close(maps[1].flatten(), rows.mean(0))
+    # Of "START w1 END" the row of START has predicted the only word.
+    expected = scores[1].softmax(-1).mean(0)[0]
+    torch.testing.assert_close(maps[1].flatten(), expected)
 
 
 @DECODERS
 def test_blind_model_sees_nothing(method):
-    model, (before, after) = small(method, blind=True), pictures()
-    torch.testing.assert_close(model.encode(before, after)[0], model.encode(after * 2, before)[0])
+    model = small(method, blind=True)
+    before, after = pictures()
+    seen = model.encode(before, after)[0]
+    torch.testing.assert_close(seen, model.encode(after * 2, before)[0])
 
 
-# ---- learning --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("use_coords", [True, False])
+@pytest.mark.parametrize("size", [(C, 1, W), (C, H, 1), (1, H, W), (C, W, H)])
+def test_features_of_another_shape_are_refused(method, use_coords, size):
+    """None of them may broadcast to the grid."""
+    has_coords = "use_coords" in {f.name for f in dataclasses.fields(method.Config)}
+    fields = {"use_coords": use_coords} if has_coords else {}
+    model = small(method, **fields)
+    features = torch.rand(B, *size, dtype=torch.float64)
+    text = re.escape(f"(C, H, W) = {(C, H, W)} expected, {size} found")
+    with pytest.raises(ValueError, match=text):
+        model.generate(features, features)
+
+
+# ---- learning ------------------------------------------------------------------------------------
 
 
 def test_overfits_eight_pairs(method, prepared, tiny):
-    flags = ["--data_dir", str(prepared), "--dim", "32", "--heads", "4", "--dropout", "0", "--lr", "3e-3"]
-    cfg, _ = method.parse_args(method.Config, method.PRESETS, "method", "doc", tiny + flags)
+    flags = "--dim 32 --heads 4 --dropout 0 --lr 3e-3".split()
+    argv = [*tiny, *flags, "--data_dir", str(prepared)]
+    cfg, _ = common.parse_args(method.Config, method.PRESETS, "method", "doc", argv)
     dataset = data.open_dataset(cfg)
     torch.manual_seed(0)
     model = MODELS[method](cfg, len(dataset.vocab), dataset.grid, dataset.max_len)
-    pairs = [p for scene in dataset.scenes["train"][:4] for p in scene.pairs]  # four changed, four distractor pairs
-    batch, adam = dataset.batch(pairs).to("cpu"), torch.optim.Adam(model.parameters(), lr=cfg.lr)
+    pairs = []  # four changed, four distractor pairs
+    for scene in dataset.scenes["train"][:4]:
+        pairs += scene.pairs
+    batch = dataset.batch(pairs).to("cpu")
+    more = ["finetune"] if method is idc_pretrain else []
+    adam = torch.optim.Adam(model.parameters(), lr=cfg.lr)
     for _ in range(300):
+        losses = method.compute_losses(model, (batch,), cfg, *more)
         adam.zero_grad()
-        method.losses_of(model, (batch,), cfg, *(["finetune"] if method is idc_pretrain else []))["total"].backward()
+        losses["total"].backward()
         adam.step()
-    told = dataset.vocab.decode(model.eval().generate(batch.before, batch.after))
-    assert told == [" ".join(data.tokenize(p.captions[0])) for p in pairs]
+    captions = dataset.vocab.decode(model.eval().generate(batch.before, batch.after))
+    assert captions == [" ".join(data.tokenize(p.captions[0])) for p in pairs]
 
 
 class NoWaiting(TorchDispatchMode):
-    """Fails where a GPU would wait for the host: a tensor read back, or sent by a copy that blocks."""
+    """Fails where a GPU would wait for the host: a tensor read back, or sent by a copy that
+    blocks."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out, given = (
-            func(*args, **(kwargs or {})),
-            [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)],
-        )
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         devices = [x.device.type for x in given if x.ndim or x.device.type == "meta"]
         if func is torch.ops.aten._to_copy.default and devices[:1] != [out.device.type]:
             assert devices == ["cpu"] and kwargs.get("non_blocking"), f"{func} of {given} waits"
@@ -236,12 +330,25 @@ class NoWaiting(TorchDispatchMode):
         return out
 
 
+def move_to_meta(model):
+    """What model.to("cuda") does; it cannot move tensors that have no content."""
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                module._parameters[name] = torch.nn.Parameter(p.to("meta"))
+        for name, x in module._buffers.items():
+            if x is not None:
+                module._buffers[name] = x.to("meta")
+
+
 def test_a_step_does_not_wait_for_the_host(method, monkeypatch):
-    """Losses, gradients, captions and maps of tensors that have a device, "meta" in the place of a GPU, and a shape,
-    but no content: to read one, or a shape that depends on one, is an error."""
+    """Losses, gradients, captions and maps of tensors that have a device, "meta" in the place of a
+    GPU, and a shape, but no content: to read one, or a shape that depends on one, is an error."""
 
     def two_words(step, count, max_len, device, sample=False):
-        return [step(torch.full((count,), 2, device=device), t) for t in range(2)][-1]
+        words = torch.full((count,), 2, device=device)
+        step(words, 0)
+        return step(words, 1)
 
     def tensor(*args, device="cpu", original=torch.tensor, **more):
         assert device == "cpu", "torch.tensor waits until its content has been sent"
@@ -252,35 +359,45 @@ def test_a_step_does_not_wait_for_the_host(method, monkeypatch):
     monkeypatch.setattr(torch, "tensor", tensor)
     with FakeTensorMode():
         model, kinds = whole(method, device="meta")
-        for m in model.modules():  # what model.to("cuda") moves; it cannot move these tensors
-            for name, x in m._parameters.items():
-                m._parameters[name] = x if x is None else torch.nn.Parameter(x.to("meta"))
-            m._buffers.update({name: x if x is None else x.to("meta") for name, x in m._buffers.items()})
-        batch = data.Batch(*torch.rand(2, B, C, H, W).half(), torch.ones(B, V, dtype=torch.long), ["a"] * B, ["b"] * B,
-                           [("a", "b")] * B)  # fmt: skip
+        move_to_meta(model)
+        before, after = torch.rand(2, B, C, H, W).half()
+        caption = torch.ones(B, V, dtype=torch.long)
+        ids, texts, images = ["a"] * B, ["b"] * B, [("a", "b")] * B
+        batch = data.Batch(before, after, caption, ids, texts, images)
+        classes = data.Batch(before, after, caption[:, :2], ids, texts, images)
+        entities = object.__new__(cheers.Entities)
+        entities.device = "meta"
+        entities.indices = {("a", "b"): torch.zeros(3, dtype=torch.long)}
         found = rdd_acr.Attributes(
-            *(torch.ones(shape, device="meta") > 0 for shape in ((2 * B, 7), 2 * B, (2 * B, 2 * B)))
+            text=torch.ones(2 * B, 7, device="meta"),
+            valid=torch.ones(2 * B, device="meta") > 0,
+            same=torch.ones(2 * B, 2 * B, device="meta") > 0,
         )
-        found, entities = found._replace(text=found.text.float()), object.__new__(cheers.Entities)
-        entities.__dict__ |= {"phrases": ["cube"], "device": "meta", "indices": {("a", "b"): torch.zeros(3).long()}}
         phrases = SimpleNamespace(encode=lambda *_: {"nouns": found, "verbs": found})
-        others = torch.ones(B, 6, V).long()
-        classes = dataclasses.replace(batch, caption=torch.ones(B, 2, dtype=torch.long))
+        rewritten = torch.ones(B, 6, V, dtype=torch.long)
         with NoWaiting():
             for kind in kinds:
-                more = {rdd_acr: (phrases,), cheers: (entities,),
-                        idc_pretrain: (kind, lambda ids: others[: len(ids)])}.get(method, ())  # fmt: skip
-                losses = method.losses_of(model, (classes,) if kind == "birds" else (batch, batch), model.cfg, *more)
+                batches = (classes,) if kind == "birds" else (batch, batch)
+                more = []
+                if method is rdd_acr:
+                    more = [phrases]
+                if method is cheers:
+                    more = [entities]
+                if method is idc_pretrain:
+                    more = [kind, lambda ids: rewritten[: len(ids)]]
+                losses = method.compute_losses(model, batches, model.cfg, *more)
                 losses["total"].backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             if hasattr(model, "clamp_scales"):
                 model.clamp_scales()
-            there, seen = batch.to("meta"), [entities(batch)] if method is cheers else []
-            assert model.generate(there.before, there.after, *seen).device.type == "meta"
-            model.attention_map(there.before, there.after, there.caption, *seen)
+            there = batch.to("meta")
+            rows = [entities(batch.images)] if method is cheers else []
+            ids = model.generate(there.before, there.after, *rows)
+            assert ids.device.type == "meta"
+            model.attention_map(there.before, there.after, there.caption, *rows)
 
 
-# ---- compiled, in bfloat16 -------------------------------------------------------------------------------------------
+# ---- compiled, in half precision -----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -291,174 +408,339 @@ def fresh_compiler():
 def learned(call, model, kind, more):
     """Losses of one kind of step, and their gradients."""
     before, after = pictures().float()
+    caption = CAPTION
+    if kind == "birds":
+        caption = torch.arange(2 * B).view(B, 2) % 3
     torch.manual_seed(0)  # of masks
-    caption = torch.arange(2 * B).view(B, 2) % 3 if kind == "birds" else CAPTION
     losses = call(before, after, caption, *more)
-    return losses, torch.autograd.grad(sum(x.mean() for x in losses.values()), model.parameters(), allow_unused=True)
+    total = sum(loss.mean() for loss in losses.values())
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return losses, torch.autograd.grad(total, parameters, allow_unused=True)
 
 
 def test_the_model_compiles_as_one_graph(method, fresh_compiler):
     """Losses and gradients of every kind of step are those without torch.compile."""
     model, kinds = whole(method)
-    backend = "aot_eager" if method is scorer_cbr else "eager"  # one backward graph suffices; it takes most of the time
+    # One backward graph suffices; it takes most of the time.
+    backend = "aot_eager" if method is scorer_cbr else "eager"
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
-    for step in kinds.items():
-        torch.testing.assert_close(learned(compiled, model, *step), learned(model, model, *step))
+    for kind, more in kinds.items():
+        expected = learned(model, model, kind, more)
+        torch.testing.assert_close(learned(compiled, model, kind, more), expected)
 
 
-def test_bfloat16_follows_float32(method):
-    """Losses to half a percent (of 1 where they are near 0), gradients to the three digits of bfloat16 through all
-    layers."""
-    model, kinds = whole(method, dim=32, heads=4)
-    for step in kinds.items():
-        expected, gradients = learned(model, model, *step)
-        with torch.autocast("cpu", torch.bfloat16):
-            losses, rough = learned(model, model, *step)
+@pytest.mark.parametrize("variant", ["paper", "released"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_half_precision_follows_float32(method, dtype, variant):
+    """Losses to a hundredth, gradients to the three digits of bfloat16 through all layers."""
+    fields = {"dim": 32, "heads": 4}
+    if variant == "released":
+        if not hasattr(method, "RELEASED"):
+            pytest.skip("no code was released")
+        fields |= method.RELEASED["all"]
+    model, kinds = whole(method, **fields)
+    for kind, more in kinds.items():
+        expected, exact = learned(model, model, kind, more)
+        with torch.autocast("cpu", dtype):
+            losses, rough = learned(model, model, kind, more)
         for name, loss in losses.items():
-            assert loss.mean().item() == pytest.approx(expected[name].mean().item(), rel=0.005, abs=0.02), name
-        exact, rough = (torch.cat([x.flatten() for x in of if x is not None]) for of in (gradients, rough))
+            value = expected[name].mean().item()
+            assert loss.mean().item() == pytest.approx(value, rel=0.01, abs=0.01), (kind, name)
+        exact = torch.cat([x.flatten() for x in exact if x is not None])
+        rough = torch.cat([x.flatten() for x in rough if x is not None])
         assert (rough - exact).norm() < 0.06 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_sums_over_a_full_batch_do_not_overflow(dtype):
+    """400 images of 196 cells: sums and products are beyond float16's 65504."""
+    torch.manual_seed(0)
+    y_bef = (30 * torch.randn(400, 196, 16)).to(dtype)
+    y_aft = y_bef + 3 * torch.randn(400, 196, 16).to(dtype)
+    with torch.autocast("cpu", dtype):
+        c = dirl_ccr.channel_correlation(y_bef, y_aft, 1e-5)
+    expected = dirl_ccr.channel_correlation(y_bef.double(), y_aft.double(), 1e-5)
+    torch.testing.assert_close(c.double(), expected, atol=1e-5, rtol=0)
+    q = 8 * y_bef
+    k = 8 * y_aft[:4]  # images; 400 would take a minute
+    log_scale = torch.ones(())
+    for matching in ("mtm", "tm", "max"):
+        with torch.autocast("cpu", dtype):
+            scores = scorer_cbr.similarity(q, k, log_scale, matching, 2)
+        expected = scorer_cbr.similarity(q.double(), k.double(), log_scale, matching, 2)
+        assert expected.max() > 65504
+        torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("method", [scorer_cbr, cheers, rdd_acr])
 def test_training_in_bfloat16_follows_float32(method):
-    """Autocast on the CPU in place of CUDA's: thirty steps of training have the same mean losses, within 10 %."""
+    """Autocast on the CPU in place of CUDA's: thirty steps of training have the same mean losses,
+    within 10 %."""
     means = []
     for bfloat16 in (False, True):
         model, kinds = whole(method, dim=32, heads=4)
-        ((_, inputs),) = kinds.items()
-        optimizer, (before, after) = torch.optim.Adam(model.parameters(), lr=3e-3), pictures().float()
-        sums = {}
+        before, after = pictures().float()
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        mean = {}
         for _ in range(30):
             with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-                losses = model(before, after, CAPTION, *inputs)
-            total = method.total_loss({name: loss.mean() for name, loss in losses.items()}, model.cfg)
+                losses = model(before, after, CAPTION, *kinds["step"])
+            losses = {name: loss.mean() for name, loss in losses.items()}
+            total = method.total_loss(losses, model.cfg)
             optimizer.zero_grad()
             total.backward()
             optimizer.step()
-            sums = {name: sums.get(name, 0) + loss.mean().item() for name, loss in losses.items()}
-        means.append({name: x / 30 for name, x in sums.items()})
-        assert losses["caption"].mean() < 0.7
+            for name, loss in losses.items():
+                mean[name] = mean.get(name, 0) + loss.item() / 30
+        means.append(mean)
+        assert losses["caption"] < 0.7
     assert means[1] == pytest.approx(means[0], rel=0.1, abs=0.03)
 
 
 @pytest.mark.parametrize("method", [scorer_cbr, idc_pretrain])
 def test_nothing_is_compiled_twice(method, prepared, tiny, tmp_path, monkeypatch, fresh_compiler):
     """Over epochs whose last batch is smaller: one graph for each kind of pairs, size and task."""
-    original, graphs, tasks = method.losses_of, [], set()
-
-    def compiled(model, batches, *more):
-        if not graphs:
-            model.compile(fullgraph=True, dynamic=False, backend=lambda graph, _: graphs.append(1) or graph)
-        sizes.add(len(batches[0].pair_ids))
-        tasks.add(more[1] if method is idc_pretrain else "")
-        return original(model, batches, *more)
-
+    original = method.compute_losses
+    graphs = []
     sizes = set()
-    monkeypatch.setattr(method, "losses_of", compiled)
-    stages = "--mlm 0 --fda 0 --pretrain_steps 4 --pretrain_batch 3".split() if method is idc_pretrain else []
+    tasks = set()
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def compiled(model, batches, cfg, task="", *more):
+        if not graphs:
+            model.compile(fullgraph=True, dynamic=False, backend=backend)
+        sizes.add(len(batches[0].pair_ids))
+        tasks.add(task)
+        if method is idc_pretrain:
+            more = (task, *more)
+        return original(model, batches, cfg, *more)
+
+    monkeypatch.setattr(method, "compute_losses", compiled)
+    stages = []
+    if method is idc_pretrain:
+        stages = "--mlm 0 --fda 0 --pretrain_steps 4 --pretrain_batch 3".split()
     run(method, *tiny, *stages, "--data_dir", prepared, "--out_dir", tmp_path / "run")
-    assert sizes == {2, 3} and len(tasks) == (2 if method is idc_pretrain else 1)
+    assert sizes == {2, 3}
+    assert len(tasks) == (2 if method is idc_pretrain else 1)
     assert len(graphs) == 2 * len(sizes) * len(tasks)
 
 
-# ---- running ---------------------------------------------------------------------------------------------------------
+# ---- data of one's own ---------------------------------------------------------------------------
+
+
+class Colors(list):
+    """A vocabulary: ids are places, after the four special ones."""
+
+    def decode(self, ids):
+        return [" ".join(self[i] for i in row if i > 3) for row in ids.tolist()]
+
+
+@dataclass
+class OwnBatch:
+    before: torch.Tensor
+    after: torch.Tensor
+    caption: torch.Tensor
+    pair_ids: list[str]
+
+    def to(self, device):
+        return self
+
+
+class OwnData:
+    """What common.TrainingData asks for, and nothing else: a color that every cell takes on."""
+
+    vocab = Colors(["", "", "", "", "red", "green", "blue"])
+    grid = (3, H, W)
+    max_len = 3
+
+    def batch(self, seed, size):
+        color = torch.randint(3, (size,), generator=torch.Generator().manual_seed(seed))
+        after = torch.eye(3)[color][:, :, None, None].expand(-1, -1, H, W)
+        caption = torch.tensor([[2, 4 + int(c), 3] for c in color])
+        ids = [f"{seed}-{i}-{self.vocab[4 + int(c)]}" for i, c in enumerate(color)]
+        return OwnBatch(torch.full_like(after, 0.5), after, caption, ids)
+
+    def steps(self, batch_size):
+        return 5
+
+    def train_batches(self, batch_size, seed, epoch, first=0):
+        return [(self.batch(5 * epoch + step, batch_size),) for step in range(first, 5)]
+
+    def eval_batches(self, split, batch_size):
+        return [self.batch(1000, batch_size)]
+
+    def results(self, split, captions, maps, out_dir, notes=None, suffix=""):
+        right = [pair_id.endswith(f"-{text}") for pair_id, text in captions.items()]
+        return {"CIDEr": sum(right) / len(right), "maps": len(maps)}
+
+    def state(self):
+        return {"vocab": self.vocab[:], "grid": self.grid, "max_len": self.max_len}
+
+    def check_state(self, state):
+        assert state["vocab"] == self.vocab
+
+
+def test_training_needs_the_written_protocol_alone(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "data", None)  # importing it fails
+    protocol = {**vars(common.TrainingData), **common.TrainingData.__annotations__}
+    public = {name for name in protocol if not name.startswith("_")}
+    assert {name for name in vars(OwnData) if not name.startswith("_")} == public | {"batch"}
+    fields = {"dim": 16, "word_dim": 8, "heads": 2, "layers": 1, "batch_size": 8, "lr": 5e-3}
+    run = {"steps": 120, "eval_every": 40, "eval_batch": 30, "device": "cpu"}
+    cfg = scorer_cbr.Config(out_dir=str(tmp_path / "run"), **fields, **run)
+    model = scorer_cbr.train(cfg, OwnData())
+    scores = scorer_cbr.evaluate(model, OwnData(), "test", cfg, tmp_path, "-again")
+    assert scores == {"CIDEr": 1.0, "maps": 30}
+    log = losses(tmp_path / "run")
+    assert log[120]["total"] < log[40]["total"]
+    longer = dataclasses.replace(cfg, steps=130)
+    scorer_cbr.train(longer, OwnData(), resume=True)
+    assert load_tensors(tmp_path / "run" / "last.pt")["step"] == 130
+
+
+# ---- running -------------------------------------------------------------------------------------
 
 
 def run(method, *argv):
     method.main([str(a) for a in argv])
 
 
+def read_log(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
 def losses(folder):
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return {x["step"]: {k: v for k, v in x.items() if k != "seconds"} for x in lines if x["event"] == "train"}
+    """Step -> that line of the log, without the seconds."""
+    found = {}
+    for row in read_log(folder):
+        if row["event"] == "train":
+            del row["seconds"]
+            found[row["step"]] = row
+    return found
+
+
+def load_tensors(path):
+    return torch.load(path, weights_only=True)
 
 
 def test_a_run_leaves_what_it_should(method, prepared, tiny, tmp_path, capsys):
-    run(method, *tiny, "--data_dir", prepared, "--out_dir", tmp_path / "run")
-    files = {p.name for p in (tmp_path / "run").iterdir()}
-    assert files == {"config.json", "log.jsonl", "last.pt", "best.pt", "captions_test.json", "scores_test.json",
-                     "samples.png", "curves.png"}  # fmt: skip
-    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert [x["event"] for x in log].count("train") == 4 and [x["event"] for x in log].count("eval") == 2
-    assert all(math.isfinite(x["total"]) for x in log if x["event"] == "train")
-    captions = json.loads((tmp_path / "run" / "captions_test.json").read_text())
-    assert len(captions) == 10 and {"image_id", "caption"} == set(captions[0])
-    groups = json.loads((tmp_path / "run" / "scores_test.json").read_text())["scores"]
+    out = tmp_path / "run"
+    run(method, *tiny, "--data_dir", prepared, "--out_dir", out)
+    files = {path.name for path in out.iterdir()}
+    checkpoints = {"last.pt", "best.pt"}
+    results = {"captions_test.json", "scores_test.json", "samples.png"}
+    assert files == {"config.json", "log.jsonl", "curves.png"} | checkpoints | results
+    events = [row["event"] for row in read_log(out)]
+    assert events.count("train") == 4
+    assert events.count("eval") == 2
+    assert all(math.isfinite(row["total"]) for row in losses(out).values())
+    captions = json.loads((out / "captions_test.json").read_text())
+    assert len(captions) == 10
+    assert set(captions[0]) == {"image_id", "caption"}
+    groups = json.loads((out / "scores_test.json").read_text())["scores"]
     assert {"total", "semantic change", "only distractor", "move"} <= set(groups)
     assert "CIDEr" in capsys.readouterr().out
-    run(method, "--eval", tmp_path / "run" / "best.pt", "--split", "val", "--device", "cpu")
-    assert (tmp_path / "run" / "scores_val.json").exists()
+    run(method, "--eval", out / "best.pt", "--split", "val", "--device", "cpu")
+    assert (out / "scores_val.json").exists()
 
 
-def test_a_data_set_of_one_pair_a_scene(method, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "java_works", lambda: False)  # METEOR takes most of an evaluation's time
-    write_clevr_dc(tmp_path / "dc")
-    write_features("clevr_dc", tmp_path / "dc")
-    flags = ["--dataset", "clevr_dc", "--steps", "4", "--data_dir", tmp_path / "dc", "--out_dir", tmp_path / "run"]
-    run(method, *tiny, *flags)
-    captions = json.loads((tmp_path / "run" / "captions_test.json").read_text())
+def test_another_checkpoint_writes_files_of_its_own(method, prepared, tiny, tmp_path):
+    out = tmp_path / "run"
+    run(method, *tiny, "--data_dir", prepared, "--out_dir", out)
+    kept = (out / "scores_test.json").read_bytes()
+    run(method, "--eval", out / "last.pt", "--device", "cpu")
+    assert (out / "captions_test-last.json").exists()
+    assert (out / "scores_test-last.json").exists()
+    assert (out / "scores_test.json").read_bytes() == kept
+
+
+def test_a_data_set_of_one_pair_a_scene(method, tiny, tmp_path):
+    root = tmp_path / "dc"
+    out = tmp_path / "run"
+    write_clevr_dc(root)
+    write_features("clevr_dc", root)
+    flags = ["--dataset", "clevr_dc", "--steps", "4"]
+    run(method, *tiny, *flags, "--data_dir", root, "--out_dir", out)
+    captions = json.loads((out / "captions_test.json").read_text())
     assert [c["image_id"] for c in captions] == ["000010.png", "000011.png"]
-    scores = json.loads((tmp_path / "run" / "scores_test.json").read_text())["scores"]
+    scores = json.loads((out / "scores_test.json").read_text())["scores"]
     assert set(scores) == {"total", data.ONE_CAPTION, "no change"}
-    assert (tmp_path / "run" / "samples.png").exists() and math.isfinite(losses(tmp_path / "run")[4]["total"])
+    assert (out / "samples.png").exists()
+    assert math.isfinite(losses(out)[4]["total"])
+
+
+def at_call(count, original, action):
+    """compute_losses that hands its result number `count` to `action`."""
+    calls = []
+
+    def changed(*args):
+        calls.append(1)
+        result = original(*args)
+        if len(calls) == count:
+            return action(result)
+        return result
+
+    return changed
 
 
 def test_resume_equals_no_interruption(method, prepared, tiny, tmp_path, monkeypatch):
     run(method, *tiny, "--data_dir", prepared, "--out_dir", tmp_path / "whole")
-    original = method.losses_of
 
-    def interrupted(*args):
-        calls.append(1)
-        if len(calls) == 5:
-            signal.raise_signal(signal.SIGINT)
-        return original(*args)
+    def interrupt(result):
+        signal.raise_signal(signal.SIGINT)
+        return result
 
-    calls = []
-    monkeypatch.setattr(method, "losses_of", interrupted)
-    with pytest.raises(SystemExit) as e:
-        run(method, *tiny, "--data_dir", prepared, "--out_dir", tmp_path / "parts")
+    with monkeypatch.context() as patch:
+        patch.setattr(method, "compute_losses", at_call(5, method.compute_losses, interrupt))
+        with pytest.raises(SystemExit) as e:
+            run(method, *tiny, "--data_dir", prepared, "--out_dir", tmp_path / "parts")
     assert e.value.code == 130
-    assert torch.load(tmp_path / "parts" / "last.pt", weights_only=True)["step"] == 5
-    monkeypatch.setattr(method, "losses_of", original)
+    assert load_tensors(tmp_path / "parts" / "last.pt")["step"] == 5
     run(method, "--resume", "--out_dir", tmp_path / "parts", "--device", "cpu")
-    a, b = (torch.load(tmp_path / name / "last.pt", weights_only=True) for name in ("whole", "parts"))
-    assert all(torch.equal(a["model"][k], b["model"][k]) for k in a["model"]) and a["best"] == b["best"]
-    assert torch.equal(a["random"]["cpu"], b["random"]["cpu"])
-    assert losses(tmp_path / "whole")[8] == losses(tmp_path / "parts")[8]
+    expected = load_tensors(tmp_path / "whole" / "last.pt")
+    resumed = load_tensors(tmp_path / "parts" / "last.pt")
+    for name, weight in expected["model"].items():
+        assert torch.equal(resumed["model"][name], weight), name
+    assert resumed["best"] == expected["best"]
+    assert torch.equal(resumed["random"]["cpu"], expected["random"]["cpu"])
+    assert losses(tmp_path / "parts")[8] == losses(tmp_path / "whole")[8]
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(method, prepared, tiny, tmp_path, monkeypatch, capsys):
-    original = method.losses_of
+def test_a_loss_that_is_not_finite_stops_the_run(method, prepared, tiny, tmp_path, monkeypatch):
+    def spoil(result):
+        return result | {"total": result["total"] * float("nan")}
 
-    def broken(*args):
-        calls.append(1)
-        parts = original(*args)
-        return parts | {"total": parts["total"] * float("nan")} if len(calls) == 7 else parts
-
-    calls = []
-    monkeypatch.setattr(method, "losses_of", broken)
+    monkeypatch.setattr(method, "compute_losses", at_call(7, method.compute_losses, spoil))
     with pytest.raises(FloatingPointError, match="step 7.*caption"):
         run(method, *tiny, "--data_dir", prepared, "--out_dir", tmp_path / "run")
-    state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
-    assert state["step"] == 4 and all(v.isfinite().all() for v in state["model"].values())
+    state = load_tensors(tmp_path / "run" / "last.pt")
+    assert state["step"] == 4
+    assert all(weight.isfinite().all() for weight in state["model"].values())
 
 
 def test_a_second_run_does_not_overwrite_the_first(method, prepared, tiny, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "last.pt").write_bytes(b"a week of work")
-    (tmp_path / "run" / "config.json").write_text(json.dumps(dataclasses.asdict(method.Config())))
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "last.pt").write_bytes(b"a week of work")
+    (out / "config.json").write_text(json.dumps(dataclasses.asdict(method.Config())))
     with pytest.raises(ValueError, match="--overwrite"):
-        run(method, *tiny, "--data_dir", prepared, "--out_dir", tmp_path / "run")
-    assert (tmp_path / "run" / "last.pt").read_bytes() == b"a week of work"
+        run(method, *tiny, "--data_dir", prepared, "--out_dir", out)
+    assert (out / "last.pt").read_bytes() == b"a week of work"
 
 
 def test_a_checkpoint_of_other_features_is_refused(method, prepared, tiny, tmp_path):
     run(method, *tiny, "--data_dir", prepared, "--out_dir", tmp_path / "run")
     words = json.loads((prepared / "vocab.json").read_text())
-    (prepared / "vocab.json").write_text(json.dumps(words | {"zebra": len(words)}))
+    words["zebra"] = len(words)
+    (prepared / "vocab.json").write_text(json.dumps(words))
     with pytest.raises(ValueError, match="--data_dir"):
         run(method, "--eval", tmp_path / "run" / "best.pt", "--device", "cpu")
+
+
+# ---- the embedded data set, pictures -------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -468,12 +750,15 @@ def minis(tmp_path_factory):
 
 @pytest.fixture
 def smoke(method, minis):
-    """The embedded data set, rendered once, and learned from for a moment by each method: folder of data, of the
-    run."""
+    """The embedded data set, rendered once, and learned from for a moment by each method: folder of
+    data, of the run."""
     out = minis / method.__name__
     if not out.exists():
-        flags = "--scenes 60 --steps 40 --log_every 5 --dim 32 --lr 2e-3 --warmup 5 --device cpu".split()
-        flags += ["--lr", "8e-3", "--pretrain_steps", "0"] if method is idc_pretrain else []
+        flags = "--scenes 60 --steps 40 --log_every 5 --dim 32 --warmup 5 --device cpu".split()
+        if method is idc_pretrain:
+            flags += ["--lr", "8e-3", "--pretrain_steps", "0"]
+        else:
+            flags += ["--lr", "2e-3"]
         run(method, *flags, "--data_dir", minis / "mini", "--out_dir", out)
     return minis / "mini", out
 
@@ -481,68 +766,87 @@ def smoke(method, minis):
 def test_embedded_data_set_from_nothing(method, smoke):
     root, out = smoke
     log = losses(out)
-    assert log[40]["caption"] < log[5]["caption"] and math.isfinite(log[40]["total"])
+    assert log[40]["caption"] < log[5]["caption"]
+    assert math.isfinite(log[40]["total"])
     result = json.loads((out / "scores_test.json").read_text())
     assert set(result["accuracy"]) >= {"change type", "distractors", "all four"}
     assert "view: hardest quarter" in result["scores"]
     maps = set(result["pointing"]) - {"chance", "boxes"}
-    assert maps == ({"decoder", "objects", "actions"} if method is rdd_acr else {"attention"})
-    assert {"total", "add", "drop"} <= set(result["pointing"]["chance"]) and result["pointing"]["boxes"]["drop"] == 2
-    with Image.open(out / "samples.png") as sheet:
-        assert sheet.width > 1000
-    with pytest.raises(ValueError, match="--data_dir"):  # other settings than those it was made with
-        run(method, "--scenes", "70", "--data_dir", root, "--out_dir", out / "other", "--device", "cpu")
+    expected = {"attention"}
+    if method is rdd_acr:
+        expected = {"decoder", "objects", "actions"}
+    assert maps == expected
+    assert {"total", "add", "drop"} <= set(result["pointing"]["chance"])
+    assert result["pointing"]["boxes"]["drop"] == 2
+    assert (out / "samples.png").exists()
+    other = ["--scenes", "70", "--data_dir", root, "--out_dir", out / "other"]
+    with pytest.raises(ValueError, match="--data_dir"):  # it was made with other settings
+        run(method, *other, "--device", "cpu")
 
 
 def test_any_two_files_are_captioned_with_the_checkpoint_alone(method, smoke, tmp_path, capsys):
-    checkpoint, pair = tmp_path / "moved.pt", []
-    checkpoint.write_bytes((smoke[1] / "best.pt").read_bytes())
-    for name, mode, size in (("a.jpg", "L", (31, 57)), ("b.gif", "P", (200, 90))):
-        Image.new(mode, size, 3).save(tmp_path / name)
-        pair.append(tmp_path / name)
-    run(method, "--caption", *pair, "--checkpoint", checkpoint, "--device", "cpu", "--out", tmp_path / "out.png")
-    caption = capsys.readouterr().out.strip().split("\n")[-1]  # CHEERS tells the entities first
-    words = json.loads((smoke[0] / "vocab.json").read_text())
-    assert caption and set(caption.split()) <= set(words) and (tmp_path / "out.png").stat().st_size > 1000
-    said, maps = method.load(checkpoint, "cpu")(pair[0], Image.open(pair[1]))  # from Python: files or pictures
-    assert said == caption and all(m.shape == (8, 8) for m in maps.values())
-    (tmp_path / "c.png").write_bytes(b"no picture")
+    root, out = smoke
+    checkpoint = tmp_path / "moved.pt"
+    checkpoint.write_bytes((out / "best.pt").read_bytes())
+    before = tmp_path / "a.jpg"
+    after = tmp_path / "b.gif"
+    Image.new("L", (31, 57), 3).save(before)
+    Image.new("P", (200, 90), 3).save(after)
+    with_model = ["--checkpoint", checkpoint, "--device", "cpu"]
+    run(method, "--caption", before, after, *with_model, "--out", tmp_path / "out.png")
+    caption = capsys.readouterr().out.strip().split("\n")[-1]  # after CHEERS's entities
+    words = json.loads((root / "vocab.json").read_text())
+    assert caption
+    assert set(caption.split()) <= set(words)
+    assert (tmp_path / "out.png").stat().st_size > 1000
+    captioner = method.load(checkpoint, "cpu")
+    text, maps = captioner(before, Image.open(after))  # files or pictures
+    assert text == caption
+    assert all(m.shape == (8, 8) for m in maps.values())
+    broken = tmp_path / "c.png"
+    broken.write_bytes(b"no picture")
     with pytest.raises(ValueError, match="c.png is not a readable image"):
-        run(method, "--caption", pair[0], tmp_path / "c.png", "--checkpoint", checkpoint, "--device", "cpu")
+        run(method, "--caption", before, broken, *with_model)
     with pytest.raises(ValueError, match="--caption and --checkpoint go together"):
-        run(method, "--caption", *pair)
+        run(method, "--caption", before, after)
 
 
 @pytest.mark.parametrize("method", [scorer_cbr])
 def test_the_readmes_three_lines_caption_a_pair(smoke, tmp_path, monkeypatch):
     example = next(block for block in readme_blocks() if ".load(" in block)
-    (tmp_path / "runs/scorer_cbr-mini").mkdir(parents=True)
-    (tmp_path / "runs/scorer_cbr-mini/best.pt").write_bytes((smoke[1] / "best.pt").read_bytes())
+    folder = tmp_path / "runs" / "scorer_cbr-mini"
+    folder.mkdir(parents=True)
+    (folder / "best.pt").write_bytes((smoke[1] / "best.pt").read_bytes())
     for name in ("before", "after"):
         Image.new("RGB", (30, 20)).save(tmp_path / f"{name}.png")
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     exec(example, names)
-    assert names["caption"] and names["maps"]["attention"].shape == (8, 8)
+    assert names["caption"]
+    assert names["maps"]["attention"].shape == (8, 8)
 
 
 PAIRS = Path(__file__).resolve().parents[2] / "shared" / "data" / "pairs"
 
 
 @pytest.mark.skipif(not PAIRS.exists(), reason="the photographs are not here")
-@pytest.mark.parametrize("names", [("levir_before.png", "levir_after.png"), ("bird_1.jpg", "bird_2.jpg")])
+@pytest.mark.parametrize(
+    "names", [("levir_before.png", "levir_after.png"), ("bird_1.jpg", "bird_2.jpg")]
+)
 def test_real_photographs_are_captioned(method, smoke, names, capsys):
-    run(method, "--caption", *(PAIRS / n for n in names), "--checkpoint", smoke[1] / "best.pt", "--device", "cpu")
+    pair = [PAIRS / name for name in names]
+    run(method, "--caption", *pair, "--checkpoint", smoke[1] / "best.pt", "--device", "cpu")
     assert capsys.readouterr().out.strip()
 
 
 def test_the_script_starts_and_bad_input_is_one_line(method, tmp_path):
-    script = Path(method.__file__)
-    call = [sys.executable, str(script), "--dataset", "clevr_change", "--data_dir", str(tmp_path / "none")]
-    done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and "splits.json" in done.stderr
+    script = [sys.executable, str(Path(method.__file__))]
+    flags = ["--dataset", "clevr_change", "--data_dir", str(tmp_path / "none")]
+    done = subprocess.run([*script, *flags], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "splits.json" in done.stderr
     assert not list(tmp_path.iterdir())
-    done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True)
-    assert done.returncode == 0 and "weight of L_" in " ".join(done.stdout.split())
-
-
+    done = subprocess.run([*script, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "weight of L_" in " ".join(done.stdout.split())

@@ -2,25 +2,37 @@
 
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import open_clip
 import pytest
 import torch
 
+import common
 import data
 import rdd_acr
-from rdd_acr import PRESETS, RDD, Attributes, Config, alignment_loss, total_loss
+from rdd_acr import PRESETS, RDD, Attributes, Config, alignment_loss, encode_prompted, total_loss
 
 B, C, H, W, V, WORDS = 4, 5, 2, 3, 9, 12
-N, E = H * W, 7
-CAPTION = torch.tensor([[2, 4, 5, 6, 3, 0, 0, 0], [2, 7, 3, 0, 0, 0, 0, 0], [2, 8, 9, 10, 11, 4, 5, 3],
-                        [2, 7, 3, 0, 0, 0, 0, 0]])  # fmt: skip
+N = H * W
+CLIP_DIM = 7  # width of a phrase's embedding
+CAPTION = torch.tensor(
+    [
+        [2, 4, 5, 6, 3, 0, 0, 0],
+        [2, 7, 3, 0, 0, 0, 0, 0],
+        [2, 8, 9, 10, 11, 4, 5, 3],
+        [2, 7, 3, 0, 0, 0, 0, 0],
+    ]
+)
 
 
 def small(**fields) -> RDD:
     torch.manual_seed(0)
-    sizes = dict(dim=8, word_dim=6, heads=2, object_vectors=3, action_vectors=2, clip_dim=E, clip_width=6)
+    sizes = dict(dim=8, word_dim=6, heads=2, object_vectors=3, action_vectors=2)
+    sizes |= dict(clip_dim=CLIP_DIM, clip_width=6)
     return RDD(Config(**sizes | fields), WORDS, (C, H, W), V).double()
 
 
@@ -34,7 +46,8 @@ def attributes(rows=(0, 1, 2, 1), ignore_equal=True, seed=2) -> Attributes:
     torch.manual_seed(seed)
     rows = torch.tensor(rows)
     same = rows[:, None] == rows if ignore_equal else torch.eye(len(rows), dtype=torch.bool)
-    return Attributes(torch.randn(9, E, dtype=torch.float64)[rows], rows >= 0, same)
+    text = torch.randn(9, CLIP_DIM, dtype=torch.float64)[rows]
+    return Attributes(text, rows >= 0, same)
 
 
 def mean(x):
@@ -62,9 +75,12 @@ def naive_alignment(vectors, texts, rows, tau, ignore_equal):
 @pytest.mark.parametrize("rows", [(0, 1, 2, 3), (0, 1, 2, 1), (0, -1, 2, 2), (-1, -1, -1, -1)])
 @pytest.mark.parametrize("ignore_equal", [True, False])
 def test_alignment_losses_against_loops(rows, ignore_equal):
-    model, (before, after) = small(tau=0.3).eval(), pictures()
-    nouns, verbs = attributes(rows, ignore_equal), attributes(rows, ignore_equal, seed=3)
-    losses, (_, distilled) = model(before, after, CAPTION, nouns, verbs), model.encode(before, after)
+    model = small(tau=0.3).eval()
+    before, after = pictures()
+    nouns = attributes(rows, ignore_equal)
+    verbs = attributes(rows, ignore_equal, seed=3)
+    losses = model(before, after, CAPTION, nouns, verbs)
+    _, distilled = model.encode(before, after)
     for loss, name, phrases in (("n2o", "objects", nouns), ("v2a", "actions", verbs)):
         texts = model.adapter(phrases.text).detach()
         expected = naive_alignment(distilled[name].vectors.detach(), texts, rows, 0.3, ignore_equal)
@@ -73,8 +89,10 @@ def test_alignment_losses_against_loops(rows, ignore_equal):
 
 def test_a_pair_without_a_phrase_takes_no_part():
     torch.manual_seed(0)
-    vectors, texts = torch.randn(4, 3, 8), torch.randn(4, 8)
-    valid, same = torch.tensor([True, True, True, False]), torch.eye(4, dtype=torch.bool)
+    vectors = torch.randn(4, 3, 8)
+    texts = torch.randn(4, 8)
+    valid = torch.tensor([True, True, True, False])
+    same = torch.eye(4, dtype=torch.bool)
     vectors.requires_grad_()
     loss = alignment_loss(vectors, texts, valid, same, 0.2)
     alone = alignment_loss(vectors[:3], texts[:3], valid[:3], same[:3, :3], 0.2)
@@ -84,23 +102,29 @@ def test_a_pair_without_a_phrase_takes_no_part():
 
 
 def test_caption_loss_against_loop():
-    model, (before, after) = small().eval(), pictures()
-    logits = model.decoder.head(model.decoder(CAPTION, model.encode(before, after)[0])[0])
-    word = lambda b, t: -logits[b, t].log_softmax(-1)[CAPTION[b, t + 1]].item()
-    rows = [[word(b, t) for t in range(7) if CAPTION[b, t + 1]] for b in range(B)]
+    model = small().eval()
+    before, after = pictures()
+    tokens, _ = model.encode(before, after)
+    hidden, _, _ = model.decoder(CAPTION, tokens)
+    log_p = model.decoder.head(hidden).log_softmax(-1)
+    means = []
+    for b in range(B):
+        words = [CAPTION[b, t + 1] for t in range(7) if CAPTION[b, t + 1]]
+        means.append(mean([-log_p[b, t, word].item() for t, word in enumerate(words)]))
     loss = model(before, after, CAPTION, attributes(), attributes())["caption"]
-    assert loss.item() == pytest.approx(mean([mean(row) for row in rows]))
+    assert loss.item() == pytest.approx(mean(means))
 
 
 def test_a_loss_asks_for_the_phrases_that_it_needs():
-    (before, after), phrases = pictures(), attributes()
+    before, after = pictures()
+    phrases = attributes()
     for fields, given in (({}, {}), ({}, {"nouns": phrases}), ({"w_v2a": 0.0}, {"verbs": phrases})):
         with pytest.raises(ValueError, match="L_N2O needs nouns=, L_V2A verbs="):
             small(**fields)(before, after, CAPTION, **given)
     assert set(small(w_n2o=0.0, w_v2a=0.0)(before, after, CAPTION)) == {"caption"}
 
 
-# ---- layers ----------------------------------------------------------------------------------------------------------
+# ---- layers --------------------------------------------------------------------------------------
 
 
 def attention(module, query, memory):
@@ -124,7 +148,8 @@ def test_encoder_against_equations(order, share_blocks, residual):
     for p in model.parameters():
         torch.nn.init.normal_(p)  # also LayerNorm's: one that is not printed would show
     norm = (lambda module, x: module(x)) if residual else (lambda module, x: x)
-    f_bef, f_aft = model.embed(before), model.embed(after)
+    f_bef = model.embed(before)
+    f_aft = model.embed(after)
     g = model.difference
     enriched = [attention(g.attention, f, f_bef - f_aft) for f in (f_bef, f_aft)]  # Eq. 2-4
     if residual:
@@ -138,7 +163,8 @@ def test_encoder_against_equations(order, share_blocks, residual):
             x = norm(block.norm_source, source)
             source = attention(block.self_attention, x, x) + residual * source  # Eq. 6
             x = norm(block.norm_seen, source)
-            hat = attention(block.cross_attention, norm(block.norm_vectors, vectors), x) + residual * vectors  # Eq. 7
+            attended = attention(block.cross_attention, norm(block.norm_vectors, vectors), x)
+            hat = attended + residual * vectors  # Eq. 7
             vectors = block.feed_forward(norm(block.norm_out, hat)) + hat  # Eq. 8
         return vectors
 
@@ -164,30 +190,48 @@ def test_encoder_against_equations(order, share_blocks, residual):
 
 
 def test_residuals_keep_object_vectors_apart():
-    """Eq. 4 and 6-8 as printed: every vector is a mean of nearly the same cells, so all start alike."""
+    """Eq. 4 and 6-8 as printed: every vector is a mean of nearly the same cells."""
     spread = {}
     for residual in (True, False):
         torch.manual_seed(0)
         cfg = Config(residual=residual, w_n2o=0.0, w_v2a=0.0)  # the paper's D, N, K_o
-        vectors = RDD(cfg, WORDS, (64, 7, 6), V).eval().encode(*torch.rand(2, 2, 64, 7, 6))[1]["objects"].vectors
-        spread[residual] = (vectors.std(1).norm(dim=-1) / vectors.norm(dim=-1).mean(1)).mean().item()  # (2, K, D)
+        model = RDD(cfg, WORDS, (64, 7, 6), V).eval()
+        _, distilled = model.encode(*torch.rand(2, 2, 64, 7, 6))
+        vectors = distilled["objects"].vectors  # (2, K, D)
+        deviation = vectors.std(1).norm(dim=-1)
+        spread[residual] = (deviation / vectors.norm(dim=-1).mean(1)).mean().item()
     assert spread[True] > 0.8 and spread[False] < 0.01, spread
 
 
 def test_without_gde_the_bare_difference_goes_on():
-    model, (before, after) = small(gde=False, order="none", w_n2o=0.0, w_v2a=0.0).eval(), pictures()
-    torch.testing.assert_close(model.encode(before, after)[0], torch.sub(model.embed(before), model.embed(after)))
+    model = small(gde=False, order="none", w_n2o=0.0, w_v2a=0.0).eval()
+    before, after = pictures()
+    tokens, _ = model.encode(before, after)
+    torch.testing.assert_close(tokens, model.embed(before) - model.embed(after))
 
 
 def test_embedding_against_loops():
-    model, (before, _) = small(), pictures()
-    conv, table, cells = model.embed.conv, model.embed.position, model.embed(before)
+    model = small()
+    before, _ = pictures()
+    conv = model.embed.conv
+    table = model.embed.position
+    cells = model.embed(before)
     for b in range(B):
         for i in range(H):
             for j in range(W):
                 place = torch.cat([table.col.weight[j], table.row.weight[i]])
                 cell = conv.weight[:, :, 0, 0] @ before[b, :, i, j] + conv.bias + place
                 torch.testing.assert_close(cells[b, i * W + j], cell)
+
+
+def test_features_of_another_shape_are_refused():
+    """A row of cells would be broadcast to the whole grid."""
+    model = small()
+    for shape in ((B, C, 1, W), (B, C, H, 1), (B, C + 1, H, W)):
+        features = torch.rand(shape, dtype=torch.float64)
+        with pytest.raises(ValueError, match=r"\(C, H, W\) = \(5, 2, 3\) expected") as e:
+            model.generate(features, features)
+        assert str(shape[1:]) in str(e.value)
 
 
 def test_decoder_starts_xavier_uniform():
@@ -204,7 +248,8 @@ def test_a_loss_without_its_vectors_is_refused():
 
 @pytest.mark.parametrize("order", ["n+v", "v+n", "v&n"])
 def test_vector_maps(order):
-    model, (before, after) = small(order=order).eval(), pictures()
+    model = small(order=order).eval()
+    before, after = pictures()
     maps = model.attention_map(before, after, CAPTION)
     assert set(maps) == {"decoder", "objects", "actions"}
     for name in maps:
@@ -212,173 +257,451 @@ def test_vector_maps(order):
         torch.testing.assert_close(maps[name].sum((1, 2)), torch.ones(B, dtype=torch.float64))
     weights = {}
     for name, (_, query, key) in model.encode(before, after)[1].items():
-        weights[name] = getattr(model, name).blocks[-1].cross_attention.scores(query, key).softmax(-1).mean(1)
+        attention = getattr(model, name).blocks[-1].cross_attention
+        weights[name] = attention.scores(query, key).softmax(-1).mean(1)
     first, second = weights
     through = weights[second] @ weights[first] if "+" in order else weights[second]
     torch.testing.assert_close(maps[second].flatten(1), through.mean(1))
 
 
-# ---- learning, presets -----------------------------------------------------------------------------------------------
+# ---- learning, presets ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields", [{}, {"share_blocks": False, "order": "v+n"}, {"residual": False},
-                                    {"order": "v&n", "prompt": "fixed"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"share_blocks": False, "order": "v+n"},
+        {"residual": False},
+        {"order": "v&n", "prompt": "fixed"},
+    ],
+)
 def test_every_parameter_learns(fields):
     model = small(**fields)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     start = {n: p.clone() for n, p in model.named_parameters()}
     before, after = pictures()
-    nouns, verbs = attributes(), attributes(seed=3)
-    if model.cfg.prompt == "learnable":  # its gradient comes through CLIP: test_total_is_equation_16_and_...
+    nouns = attributes()
+    verbs = attributes(seed=3)
+    if model.cfg.prompt == "learnable":  # its gradient comes through CLIP, see below
         nouns = nouns._replace(text=nouns.text + model.noun_prompt.sum())
         verbs = verbs._replace(text=verbs.text + model.verb_prompt.sum())
     caption = torch.nn.functional.pad(CAPTION, (0, 1))  # up to the last position
     caption[2] = torch.tensor([2, 8, 9, 10, 11, 4, 5, 6, 3])
     total_loss(model(before, after, caption, nouns, verbs), model.cfg).backward()
     optimizer.step()
-    dead = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any() or torch.equal(p, start[n])]
-    key_bias = [n for n in dead if n.endswith("attention.key.bias")]  # a softmax ignores what shifts all its scores
-    assert set(dead) <= set(key_bias), f"no gradient reaches {dead}"
+    dead = []
+    for n, p in model.named_parameters():
+        # A softmax ignores what shifts all its scores.
+        learns = p.grad is not None and p.grad.any() and not torch.equal(p, start[n])
+        if not learns and not n.endswith("attention.key.bias"):
+            dead.append(n)
+    assert not dead, f"no gradient reaches {dead}"
 
 
 def test_presets():
-    parse = lambda *argv: rdd_acr.parse_args(Config, PRESETS, "s", "d", [*argv, "--device", "cpu"])[0]
-    vectors = {name: parse("--dataset", name).action_vectors for name in ("clevr_change", "levir_cc", "spot_the_diff")}
-    assert vectors == {"clevr_change": 5, "levir_cc": 10, "spot_the_diff": 10}
-    with pytest.raises(ValueError, match="unrecognized arguments: --reading"):  # no code was released
-        parse("--reading", "released")
+    def parse(*argv):
+        cfg, _ = common.parse_args(Config, PRESETS, "s", "d", [*argv, "--device", "cpu"])
+        return cfg
+
+    for name, vectors in (("clevr_change", 5), ("levir_cc", 10), ("spot_the_diff", 10)):
+        assert parse("--dataset", name).action_vectors == vectors
+    # No code was released.
+    with pytest.raises(ValueError, match="unrecognized arguments: --variant"):
+        parse("--variant", "released")
 
 
-# ---- phrases ---------------------------------------------------------------------------------------------------------
+# ---- CLIP with learned prompts -------------------------------------------------------------------
 
-TEXTS = ["the small red cube is missing", "a large cyan metal sphere has been added", "there is no change",
-         "the small red cube has been moved", "the small red cube has been removed"]  # fmt: skip
+SMALL_CLIP = {
+    "embed_dim": 8,
+    "vision_cfg": {"image_size": 32, "layers": 1, "width": 16, "head_width": 8, "patch_size": 16},
+    "text_cfg": {"context_length": 12, "width": 16, "heads": 2, "layers": 2},
+}
 
 
-@pytest.fixture
-def corpus(tmp_path, monkeypatch):
-    """A data set of five captions, and a small CLIP with random weights."""
+def random_clip(**changes):
+    """open_clip's class with random weights, frozen, and its tokenizer, for 12 tokens."""
     torch.manual_seed(0)
-    clip = open_clip.CLIP(**data.MINI_CLIP).eval().requires_grad_(False)
-    tokenizer = open_clip.SimpleTokenizer(context_length=clip.context_length)
-    monkeypatch.setattr(data, "load_clip", lambda name, root, device: (clip, tokenizer, None))
-    pairs = [data.Pair(str(i), "a", "b", [text]) for i, text in enumerate(TEXTS)]
-    scene = SimpleNamespace(pairs=pairs, swapped=None)
-    return SimpleNamespace(name="mini", root=tmp_path, scenes={"train": [scene]}), clip, tokenizer
+    clip = open_clip.CLIP(**SMALL_CLIP | changes)
+    for name, p in clip.named_parameters():
+        if "bias" in name or "positional" in name:
+            torch.nn.init.normal_(p, std=0.3)
+    return clip.eval().requires_grad_(False), open_clip.SimpleTokenizer(context_length=12)
 
 
-def phrases_of(dataset, **fields) -> rdd_acr.Phrases:
-    return rdd_acr.Phrases(Config(clip="mini", clip_dim=128, clip_width=64, device="cpu", **fields), dataset)
+@pytest.fixture(scope="module")
+def clip():
+    """A random CLIP, its tokenizer, and ids of texts of 1 to 6 words in a context of 12."""
+    model, tokenizer = random_clip()
+    return model, tokenizer, tokenizer(["cube", "small red cube and large ball", "is gone"])
+
+
+def prompt_of(clip, words):
+    """Embeddings of words, as a prompt."""
+    ids = open_clip.SimpleTokenizer(context_length=77)(words)[0]
+    return clip.token_embedding(ids[1 : ids.argmax()])
+
+
+def test_without_a_prompt_it_is_clips_encoder(clip):
+    model, _, tokens = clip
+    expected = model.encode_text(tokens)
+    assert expected.shape == (3, 8) and torch.equal(encode_prompted(model, tokens), expected)
+    # Padding changes nothing.
+    torch.testing.assert_close(encode_prompted(model, tokens[:, :8]), expected)
+
+
+def test_a_prompt_of_words_equals_these_words_in_front(clip):
+    model, tokenizer, tokens = clip
+    pairs = (("the", ["cube", "red ball"]), ("a picture of", ["cube", "small red cube and ball"]))
+    for words, texts in pairs:
+        expected = model.encode_text(tokenizer([f"{words} {text}" for text in texts]))
+        for length in (12, 7):
+            x = tokenizer(texts)[:, :length]
+            prompted = encode_prompted(model, x, prompt_of(model, words))
+            torch.testing.assert_close(prompted, expected)
+    prompted = encode_prompted(model, tokens, prompt_of(model, "the"))
+    assert not torch.allclose(prompted, model.encode_text(tokens))
+
+
+def test_what_does_not_fit_is_cut_as_the_tokenizer_cuts(clip):
+    model, tokenizer, _ = clip
+    long = "one two three four five six seven eight nine ten"
+    words = "a picture of the"
+    short = " ".join(long.split()[:6])  # start, 4 of the prompt, 6 words, end
+    expected = model.encode_text(tokenizer([f"{words} {long}", f"{words} {short}"]))
+    torch.testing.assert_close(expected[0], expected[1])
+    prompted = encode_prompted(model, tokenizer([long, short]), prompt_of(model, words))
+    torch.testing.assert_close(prompted, expected)
+    with pytest.raises(ValueError, match="no room"):
+        encode_prompted(model, tokenizer([long]), torch.zeros(10, 16))
+
+
+def test_gradients_reach_the_prompt_alone(clip):
+    model, _, tokens = clip
+    prompt = torch.zeros(4, 16, requires_grad=True)
+    encode_prompted(model, tokens, prompt).sum().backward()
+    assert prompt.grad.abs().sum(1).all() and all(p.grad is None for p in model.parameters())
+    biased, _ = random_clip(text_cfg=SMALL_CLIP["text_cfg"] | {"proj_bias": True})
+    assert torch.equal(encode_prompted(biased, tokens), biased.encode_text(tokens))
+
+
+# ---- phrases -------------------------------------------------------------------------------------
+
+# Captions, and their noun and verb phrases.
+CUBE = "small red cube"
+SPHERE = "large cyan sphere"
+SEGMENTS = {
+    "the small red cube is missing": ([CUBE], ["is missing"]),
+    "a large cyan sphere has been added": ([SPHERE], ["has been added"]),
+    "there is no change": (["no change"], ["there is"]),
+    "the small red cube has been moved": ([CUBE], ["has been moved"]),
+    "the small red cube has been removed": ([CUBE], ["has been removed"]),
+}
+TEXTS = list(SEGMENTS)
+
+
+def phrases_of(clip, segments=SEGMENTS, **fields) -> rdd_acr.Phrases:
+    model, tokenizer, _ = clip
+    cfg = Config(clip_dim=8, clip_width=16, device="cpu", **fields)
+    return rdd_acr.Phrases(cfg, model, tokenizer, segments)
+
+
+def learned_prompts():
+    torch.manual_seed(0)
+    return {kind: torch.randn(4, 16, requires_grad=True) for kind in ("nouns", "verbs")}
 
 
 @pytest.mark.parametrize("prompt", ["none", "fixed", "learnable"])
-def test_phrases_go_through_clip_once(corpus, prompt, monkeypatch):
-    dataset, clip, tokenizer = corpus
-    encoded, original = [], data.encode_prompted
-    monkeypatch.setattr(data, "encode_prompted", lambda c, t, p: encoded.append(len(t)) or original(c, t, p))
-    phrases = phrases_of(dataset, prompt=prompt)
-    learned = torch.zeros(4, 64, requires_grad=True) if prompt == "learnable" else None
+def test_phrases_go_through_clip_once(clip, prompt):
+    model, tokenizer, _ = clip
+    phrases = phrases_of(clip, prompt=prompt)
+    encoded = []
+
+    def counted(clip, tokens, prompt):
+        encoded.append(len(tokens))
+        return encode_prompted(clip, tokens, prompt)
+
+    phrases.encode_prompted = counted
+    learned = torch.zeros(4, 16, requires_grad=True) if prompt == "learnable" else None
     batch = [TEXTS[0], TEXTS[3], TEXTS[1], TEXTS[4]]
-    cube, verbs = "small red cube", ["is missing", "has been moved", "has been added", "has been removed"]
     both = phrases.encode(batch, {"nouns": learned, "verbs": learned})
     assert list(both) == ["nouns", "verbs"] and encoded == [2 + 4]
+    verbs = ["is missing", "has been moved", "has been added", "has been removed"]
     for kind, words, fixed, equal in (
-        ("nouns", [cube, cube, "large cyan metal sphere", cube], rdd_acr.NOUN_PROMPT, 10),
+        ("nouns", [CUBE, CUBE, SPHERE, CUBE], rdd_acr.NOUN_PROMPT, 10),
         ("verbs", verbs, rdd_acr.VERB_PROMPT, 4),
     ):
         text, valid, same = both[kind]
         assert valid.all() and same.sum() == equal
-        torch.testing.assert_close(both[kind], phrases.encode(batch, {kind: learned})[kind])  # one kind alone
+        alone = phrases.encode(batch, {kind: learned})[kind]
+        torch.testing.assert_close(both[kind], alone)
         if prompt == "learnable":
             assert torch.autograd.grad(text.sum(), learned, retain_graph=True)[0].any()
-            assert not any(p.requires_grad for p in clip.parameters())
+            assert not any(p.requires_grad for p in model.parameters())
         else:
             prefix = fixed if prompt == "fixed" else ""
-            torch.testing.assert_close(text, clip.encode_text(tokenizer([prefix + w for w in words])))
+            expected = model.encode_text(tokenizer([prefix + w for w in words]))
+            torch.testing.assert_close(text, expected)
 
 
-def learned_prompts():
-    return {kind: torch.randn(4, 64, requires_grad=True) for kind in ("nouns", "verbs")}
+def test_several_phrases_are_joined_by_and(clip):
+    model, tokenizer, _ = clip
+    phrases = phrases_of(clip, {"a": (["cube", "ball"], ["is gone"])}, prompt="none")
+    text = phrases.encode(["a"], {"nouns": None})["nouns"].text
+    torch.testing.assert_close(text, model.encode_text(tokenizer(["cube and ball"])))
 
 
-def test_each_kind_has_its_own_prompt(corpus):
-    phrases, prompts = phrases_of(corpus[0]), learned_prompts()
+def test_each_kind_has_its_own_prompt(clip):
+    phrases = phrases_of(clip)
+    prompts = learned_prompts()
     both = phrases.encode(TEXTS, prompts)
     for kind, prompt in prompts.items():
         torch.testing.assert_close(both[kind], phrases.encode(TEXTS, {kind: prompt})[kind])
-        theirs = torch.autograd.grad(both[kind].text.square().sum(), list(prompts.values()), retain_graph=True)
+        total = both[kind].text.square().sum()
+        theirs = torch.autograd.grad(total, list(prompts.values()), retain_graph=True)
         assert [bool(x.any()) for x in theirs] == [other == kind for other in prompts]
 
 
-def test_phrases_compile_as_one_graph(corpus):
+def test_phrases_compile_as_one_graph(clip):
     """Whatever number of phrases a batch has."""
     torch._dynamo.reset()
-    plain, compiled, prompts, graphs = phrases_of(corpus[0]), phrases_of(corpus[0]), learned_prompts(), []
-    flags = {"backend": lambda graph, _: graphs.append(1) or graph, "fullgraph": True, "dynamic": True}
-    compiled.encode_prompted = torch.compile(data.encode_prompted, **flags)
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph
+
+    plain = phrases_of(clip)
+    compiled = phrases_of(clip)
+    compiled.encode_prompted = torch.compile(
+        encode_prompted, backend=count, fullgraph=True, dynamic=True
+    )
+    prompts = learned_prompts()
     for texts in (TEXTS, TEXTS[1:], TEXTS[:2]):
-        ours, expected = (x.encode(texts, prompts) for x in (compiled, plain))
-        torch.testing.assert_close(ours, expected)
-        total = lambda both: sum(x.text.square().sum() for x in both.values())
-        gradients = (torch.autograd.grad(total(x), list(prompts.values())) for x in (ours, expected))
-        torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
+        results = []
+        for phrases in (compiled, plain):
+            both = phrases.encode(texts, prompts)
+            total = both["nouns"].text.square().sum() + both["verbs"].text.square().sum()
+            results.append((both, torch.autograd.grad(total, list(prompts.values()))))
+        torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
     assert len(graphs) == 1
 
 
-def test_the_captions_are_read_before_clip_is_fetched(corpus, monkeypatch):
-    def without_model(*_):
-        raise ValueError("run: python -m spacy download en_core_web_sm")
-
-    monkeypatch.setattr(data, "language", without_model)
-    monkeypatch.setattr(data, "load_clip", lambda *_: pytest.fail("a minute of retries without a network"))
-    with pytest.raises(ValueError, match="spacy download"):
-        phrases_of(corpus[0])
+def test_equal_phrases_can_be_negatives(clip):
+    phrases = phrases_of(clip, prompt="none", equal_phrases="negatives")
+    same = phrases.encode(TEXTS, {"nouns": None})["nouns"].same
+    assert torch.equal(same, torch.eye(5, dtype=torch.bool))
 
 
-def test_equal_phrases_can_be_negatives(corpus):
-    phrases = phrases_of(corpus[0], prompt="none", equal_phrases="negatives")
-    assert torch.equal(phrases.encode(TEXTS, {"nouns": None})["nouns"].same, torch.eye(5, dtype=torch.bool))
+def test_captions_without_a_segment(clip):
+    none = {text: ([], []) for text in TEXTS} | {TEXTS[1]: ([SPHERE, "scene"], [])}
+    both = phrases_of(clip, none, prompt="none").encode(TEXTS, {"nouns": None, "verbs": None})
+    assert both["nouns"].valid.tolist() == [False, True, False, False, False]
+    assert not both["verbs"].valid.any()
 
 
-def test_captions_without_a_segment(corpus, monkeypatch):
-    none = {text: ([], []) for text in TEXTS} | {TEXTS[1]: (["large cyan metal sphere", "scene"], [])}
-    monkeypatch.setattr(data, "read_captions", lambda *_: none)
-    both = phrases_of(corpus[0], prompt="none").encode(TEXTS, {"nouns": None, "verbs": None})
-    assert both["nouns"].valid.tolist() == [False, True, False, False, False] and not both["verbs"].valid.any()
+def test_other_widths_than_clip_has_are_refused(clip):
+    model, tokenizer, _ = clip
+    with pytest.raises(ValueError, match="needs --clip_dim 8 --clip_width 16"):
+        rdd_acr.Phrases(Config(device="cpu"), model, tokenizer, SEGMENTS)
 
 
-def test_other_widths_than_clip_has_are_refused(corpus):
-    with pytest.raises(ValueError, match="--clip mini needs --clip_dim 128 --clip_width 64"):
-        rdd_acr.Phrases(Config(clip="mini", device="cpu"), corpus[0])
-
-
-def test_total_is_equation_16_and_the_prompts_learn(corpus):
-    """Pairs of both batches are one batch, so they are negatives of each other."""
-    dataset, clip, _ = corpus
-    model = small(w_n2o=0.3, w_v2a=0.2, clip="mini", clip_dim=128, clip_width=64, device="cpu").float().eval()
-    (before, after), phrases = pictures().float(), phrases_of(dataset)
+def test_a_batch_of_two_kinds_of_pairs_is_one_batch(clip):
+    """The total is Eq. 16, pairs of both batches are negatives of each other, the prompts learn."""
+    clip_model, _, _ = clip
+    sizes = dict(clip_dim=8, clip_width=16, device="cpu")
+    model = small(w_n2o=0.3, w_v2a=0.2, **sizes).float().eval()
+    before, after = pictures().float()
+    phrases = phrases_of(clip)
     short = CAPTION[[1, 3], :3]  # batches are padded each to its own longest caption
     changed = data.Batch(before[:2], after[:2], CAPTION[:2], [], TEXTS[:2])
-    batches = changed, data.Batch(before[2:], after[2:], short, [], TEXTS[2:4])
-    losses = rdd_acr.losses_of(model, batches, model.cfg, phrases)
-    texts = phrases.encode(TEXTS[:4], {"nouns": model.noun_prompt, "verbs": model.verb_prompt})
+    unchanged = data.Batch(before[2:], after[2:], short, [], TEXTS[2:4])
+    losses = rdd_acr.compute_losses(model, (changed, unchanged), model.cfg, phrases)
+    texts = phrases.encode(TEXTS[:4], model.prompts())
     parts = model(before, after, torch.cat([CAPTION[:2], CAPTION[[1, 3]]]), **texts)
     assert all(loss.shape == () for loss in losses.values())
     expected = (parts["caption"] + 0.3 * parts["n2o"] + 0.2 * parts["v2a"]).item()
     assert losses["total"].item() == pytest.approx(expected, rel=1e-5)
     losses["total"].backward()
     assert model.noun_prompt.grad.any() and model.verb_prompt.grad.any()
-    assert all(p.grad is None for p in clip.parameters())
+    assert all(p.grad is None for p in clip_model.parameters())
+
+
+def test_prompts_are_those_of_the_losses():
+    both = small().prompts()
+    assert list(both) == ["nouns", "verbs"] and both["nouns"].shape == (4, 6)
+    assert small(prompt="fixed").prompts() == {"nouns": None, "verbs": None}
+    assert list(small(w_n2o=0.0).prompts()) == ["verbs"]
+
+
+# ---- phrases of a data set -----------------------------------------------------------------------
+
+
+def corpus(root):
+    """What phrases_of reads of a data set whose scenes have swapped pairs with captions of their
+    own."""
+    changed = data.Pair("0", "a", "b", TEXTS[:2])
+    swapped = data.Pair("0", "c", "b", TEXTS[3:])
+    scene = data.Scene((changed,), (swapped,))
+    return SimpleNamespace(name="mini", root=root, scenes={"train": [scene]})
+
+
+def test_phrases_of_a_data_set(clip, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "load_clip", lambda name, root, device: (*clip[:2], None))
+    cfg = Config(clip="mini", clip_dim=8, clip_width=16, device="cpu")
+    phrases = rdd_acr.phrases_of(corpus(tmp_path), cfg)
+    assert set(phrases.rows["nouns"]) == set(phrases.rows["verbs"]) == {*TEXTS[:2], *TEXTS[3:]}
+
+
+def test_without_its_losses_a_config_needs_no_clip(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "load_clip", lambda *_: pytest.fail("CLIP was loaded"))
+    monkeypatch.setattr(data, "read_captions", lambda *_: pytest.fail("captions were read"))
+    assert rdd_acr.phrases_of(corpus(tmp_path), Config(w_n2o=0.0, w_v2a=0.0)) is None
+
+
+def test_the_captions_are_read_before_clip_is_fetched(tmp_path, monkeypatch):
+    def without_model(*_):
+        raise ValueError("run: python -m spacy download en_core_web_sm")
+
+    monkeypatch.setattr(data, "language", without_model)
+    reason = "a minute of retries without a network"
+    monkeypatch.setattr(data, "load_clip", lambda *_: pytest.fail(reason))
+    with pytest.raises(ValueError, match="spacy download"):
+        rdd_acr.phrases_of(corpus(tmp_path), Config(clip="mini", device="cpu"))
 
 
 def test_resume_equals_no_interruption_with_phrases(tmp_path):
     """As in test_methods.py, but with ACR: its prompts, its adapter and CLIP's file."""
-    flags = ["--scenes", "60", "--dim", "16", "--log_every", "2", "--eval_every", "6", "--device", "cpu",
-             "--data_dir", str(tmp_path / "mini")]  # fmt: skip
-    rdd_acr.main([*flags, "--steps", "6", "--schedule", "step", "--out_dir", str(tmp_path / "whole")])
-    rdd_acr.main([*flags, "--steps", "3", "--schedule", "step", "--out_dir", str(tmp_path / "parts")])
-    rdd_acr.main(["--resume", "--steps", "6", "--out_dir", str(tmp_path / "parts"), "--device", "cpu"])
-    a, b = (torch.load(tmp_path / name / "last.pt", weights_only=True)["model"] for name in ("whole", "parts"))
+    flags = ["--scenes", "60", "--dim", "16", "--log_every", "2", "--eval_every", "6"]
+    flags += ["--device", "cpu", "--schedule", "step", "--data_dir", str(tmp_path / "mini")]
+    rdd_acr.main([*flags, "--steps", "6", "--out_dir", str(tmp_path / "whole")])
+    rdd_acr.main([*flags, "--steps", "3", "--out_dir", str(tmp_path / "parts")])
+    resumed = ["--out_dir", str(tmp_path / "parts"), "--device", "cpu"]
+    rdd_acr.main(["--resume", "--steps", "6", *resumed])
+    a = torch.load(tmp_path / "whole" / "last.pt", weights_only=True)["model"]
+    b = torch.load(tmp_path / "parts" / "last.pt", weights_only=True)["model"]
     assert all(torch.equal(a[k], b[k]) for k in a) and not any(k.startswith("clip") for k in a)
-    log = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
-    assert all(math.isfinite(x["n2o"]) and math.isfinite(x["v2a"]) for x in log if x["event"] == "train")
+    rows = losses_of_run(tmp_path / "whole")
+    assert rows and all(math.isfinite(row["n2o"] + row["v2a"]) for row in rows)
+
+
+# ---- copied alone --------------------------------------------------------------------------------
+
+# What a copied method trains on: random features of pairs of images, captions of four words. This
+# is common.TrainingData; `images` and `texts` are what CHEERS and RDD+ACR read besides.
+OWN_DATA = """
+import sys
+
+for name in ("data", "mini", "h5py", "spacy", "pycocoevalcap"):
+    sys.modules[name] = None  # importing them fails
+
+from types import SimpleNamespace
+
+import open_clip
+import torch
+
+WORDS = ["[NULL]", "[UNK]", "[START]", "[END]", "cube", "ball", "is", "gone", "moved"]
+TEXTS = ["cube is gone", "ball is gone", "cube is moved", "ball is moved"]
+
+
+class Pairs:
+    grid = (8, 2, 3)
+    max_len = 5
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.features = torch.rand(8, 2, *self.grid)
+        self.vocab = self  # len and decode, below
+
+    def __len__(self):
+        return len(WORDS)
+
+    def decode(self, ids):
+        return [" ".join(WORDS[i] for i in row if i > 3) for row in ids.tolist()]
+
+    def batch(self, chosen):
+        before, after = self.features[chosen].unbind(1)
+        texts = [TEXTS[i % 4] for i in chosen]
+        caption = [[2, *(WORDS.index(word) for word in text.split()), 3] for text in texts]
+        images = [(f"{i} before", f"{i} after") for i in chosen]
+        batch = SimpleNamespace(before=before, after=after, caption=torch.tensor(caption))
+        batch.pair_ids = [str(i) for i in chosen]
+        batch.texts = texts
+        batch.images = images
+        batch.to = lambda device: batch
+        return batch
+
+    def steps(self, batch_size):
+        return 8 // batch_size
+
+    def train_batches(self, batch_size, seed, epoch, first=0):
+        random = torch.Generator().manual_seed(seed + epoch)
+        order = torch.randperm(8, generator=random).tolist()
+        for i in range(first * batch_size, 8, batch_size):
+            yield (self.batch(order[i : i + batch_size]),)
+
+    def eval_batches(self, split, batch_size):
+        yield self.batch(range(8))
+
+    def results(self, split, captions, maps, out_dir, notes=None, suffix=""):
+        right = [captions[str(i)] == TEXTS[i % 4] for i in range(8)]
+        return {"CIDEr": 100 * sum(right) / 8}
+
+    def state(self):
+        return {"vocab": WORDS, "grid": self.grid, "max_len": self.max_len}
+
+    def check_state(self, state):
+        pass
+
+
+def random_clip():
+    torch.manual_seed(0)
+    clip = open_clip.CLIP(
+        embed_dim=8,
+        vision_cfg=dict(image_size=32, layers=1, width=16, head_width=8, patch_size=16),
+        text_cfg=dict(context_length=12, width=16, heads=2, layers=1),
+    )
+    return clip.eval().requires_grad_(False), open_clip.SimpleTokenizer(context_length=12)
+
+
+SMALL = dict(dim=16, word_dim=8, heads=2, decoder_layers=1, dropout=0.0, lr=1e-2, device="cpu")
+SMALL |= dict(batch_size=4, steps=120, eval_every=60, log_every=20)
+"""
+
+TRAIN_ALONE = """
+from rdd_acr import Config, Phrases, evaluate, train
+
+cfg = Config(**SMALL, object_vectors=3, action_vectors=2, clip_dim=8, clip_width=16, out_dir="run")
+clip, tokenizer = random_clip()
+segments = {text: ([text.split()[0]], ["is " + text.split()[2]]) for text in TEXTS}
+phrases = Phrases(cfg, clip, tokenizer, segments)
+pairs = Pairs()
+model = train(cfg, pairs, phrases)
+print(evaluate(model, pairs, "test", cfg)["CIDEr"])
+"""
+
+
+def run_alone(method, script, folder) -> str:
+    """Run a script in a folder of a method's file and common.py -> what it prints last."""
+    for file in (Path(method.__file__), Path(common.__file__)):
+        (folder / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+    (folder / "script.py").write_text(OWN_DATA + script, encoding="utf-8")
+    call = [sys.executable, "script.py"]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+def losses_of_run(folder):
+    log = (folder / "log.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in log]
+    return [row for row in rows if row["event"] == "train"]
+
+
+def test_it_trains_alone_with_phrases_from_lists(tmp_path):
+    score = run_alone(rdd_acr, TRAIN_ALONE, tmp_path)
+    assert float(score) >= 75
+    first, *_, last = losses_of_run(tmp_path / "run")
+    assert last["caption"] < 0.5 * first["caption"]
+    assert math.isfinite(last["n2o"]) and math.isfinite(last["v2a"])

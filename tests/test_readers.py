@@ -55,7 +55,7 @@ def test_clevr_dc(tmp_path):
     write(tmp_path / "split.json", {"train": [0, 3], "val": [5], "test": [11]})  # a part: nobody knows the kinds
     assert data.read_clevr_dc(tmp_path).kinds == {}
     write(tmp_path / "split.json", {"train": [0, 12], "val": [5], "test": [11]})
-    with pytest.raises(ValueError, match=r"captions.json cannot be used \(expected the key '12', found 0, 1"):
+    with pytest.raises(ValueError, match=r"captions.json cannot be used \(12 is missing"):
         data.read_clevr_dc(tmp_path)
 
 
@@ -81,7 +81,7 @@ def test_a_data_set_of_one_pair_a_scene_makes_batches(tmp_path):
     drawn = {text for e in range(6) for (batch,) in dataset.train_batches(3, 0, e) for text in batch.texts}
     assert drawn == {c for p in dataset.pairs("train") for c in p.captions}  # every caption has its turn
     assert [p.id for p in dataset.pairs("test")] == ["000010.png", "000011.png"]
-    assert set(dataset.examples("test", 5)) == {"no change"} and dataset.groups("test") == dataset.kinds
+    assert data.groups_of(dataset, "test") == dataset.kinds
     assert np.array_equal(next(dataset.eval_batches("val", 2)).after[1], dataset.features.rows(["aft/9.png"])[0])
 
 
@@ -107,7 +107,7 @@ def test_spot_the_diff_groups_the_rows_of_an_id(tmp_path):
     assert pairs(release, "train")[0] == data.Pair("7", "resized_images/7.png", "resized_images/7_2.png", texts)
     assert pairs(release, "test")[0].captions == [""] and all(path.exists() for path in release.paths.values())
     write(tmp_path / "official/annotations/test.json", [{"img_id": "1"}])
-    with pytest.raises(ValueError, match=r"test.json cannot.* \(item 0, expected the key 'sentences', found img_id"):
+    with pytest.raises(ValueError, match=r"test.json cannot.*sentences is missing"):
         data.read_spot_the_diff(tmp_path / "official")
     write(tmp_path / "official/annotations/test.json", [{"img_id": "1", "sentences": []}])
     with pytest.raises(ValueError, match=r"official: no captions for 1"):
@@ -149,7 +149,7 @@ def test_image_editing_request_is_keyed_by_uid(tmp_path):
     assert data.read_image_editing(tmp_path).paths["c.gif"] == tmp_path / "images" / "c.gif"
     assert data.tokenize_lower(" Crop, PLEASE... it's  50%") == "crop , please ... it ' s 50 %".split()
     write(tmp_path / "test.json", [item("B_1", "a.jpg", "c.gif", 5)])
-    with pytest.raises(ValueError, match=r"test.json cannot be used \(item 0, sents, item 0, expected str, found 5"):
+    with pytest.raises(ValueError, match=r"test.json cannot be used \(expected a list of strings"):
         data.read_image_editing(tmp_path)
     (tmp_path / "test.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"No such file.*test.json"):
@@ -251,10 +251,8 @@ def test_cub_has_single_images(tmp_path):
     dataset = data.load("cub", tmp_path)
     (batch,), = dataset.train_batches(4, seed=0, epoch=0)
     assert batch.single and batch.before.all() and not batch.after.any() and batch.after.shape == (2, *GRID)
-    before, after = dataset.images(dataset.pairs("val")[0])
-    assert before.size == after.size == (16, 12) and after.getextrema() == ((0, 0),) * 3
     write(tmp_path / "testclasses.txt", "003.Auk\n")
-    with pytest.raises(ValueError, match=r"images.txt cannot be used \(KeyError '002.Tern'\); its classes must be in"):
+    with pytest.raises(ValueError, match=r"images.txt cannot be used \(002.Tern is missing\); its classes must be in"):
         data.read_cub(tmp_path)
 
 
@@ -283,35 +281,6 @@ def test_nabirds_captions_are_classes(tmp_path):
     assert batch.single and sorted(batch.caption[:, 1].tolist()) == [4, 4, 5, 5, 6]
 
 
-# ---- IDC's repack ----------------------------------------------------------------------------------------------------
-
-
-def write_repack(name, root, to, protocol=4):
-    """A release of `root`, repacked into `to`: lines, and pickles of features, where image n by name holds n, n + 1/16
-    ..."""
-    release, folder = data.DATASETS[name].read(root), "photos/" if name == "birds_to_words" else ""
-    bare = lambda image: image.rsplit(".", 1)[0]
-    for split, into in (("train", "train"), ("val", "val"), ("test", "val" if name == "nabirds" else "test")):
-        lines, of_split = [], pairs(release, split)
-        if name == "nabirds":
-            number = ["House Finch (Adult Male)", "Ross's Goose", "Verdin"].index
-            for a, b in zip(of_split, of_split[1:] + of_split[:1], strict=True):
-                lines.append({"img1": bare(a.before), "img2": bare(b.before), "class_id1": number(*a.captions),
-                              "class_id2": number(*b.captions), "label": int(a.captions == b.captions)})  # fmt: skip
-        else:
-            for p in of_split:
-                images = {"img1": bare(p.before), "img2": bare(p.after)} if p.after else {"img": bare(p.before)}
-                words = [c.split(" ") for c in p.captions]
-                lines += [images | {"description": told} for told in (words if split == "train" else [words])]
-        if lines:
-            write(to / f"{into}.json", "".join(json.dumps(row) + "\n" for row in lines))
-    arrays = {}
-    for n, image in enumerate(sorted(release.paths)):
-        x = np.broadcast_to(n + np.arange(9, dtype=np.float32).reshape(3, 3) / 16, (4, 3, 3)).copy()
-        arrays[folder + image if folder else bare(image)] = x.reshape(4, 9) if name == "nabirds" else x
-    (to / "full_img.pkl").write_bytes(pickle.dumps(arrays, protocol=protocol))
-
-
 def write_birds(root):
     texts = ("it is red .", "no beak")
     rows = [bird_row(i, i + 1, split, text) for i, split in enumerate(data.SPLITS) for text in texts]
@@ -320,35 +289,42 @@ def write_birds(root):
         write_picture(root / "images" / f"{photo}.jpg")
 
 
-RELEASED = {"birds_to_words": write_birds, "cub": write_cub, "nabirds": write_nabirds}
+# ---- released features -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["birds_to_words", "cub"])
-def test_idcs_repack_reads_as_the_release(name, tmp_path):
-    RELEASED[name](tmp_path / "release")
-    write_repack(name, tmp_path / "release", tmp_path / "repack")
-    release, again = (data.read_release(name, tmp_path / kind) for kind in ("release", "repack"))
-    assert again.scenes == release.scenes and pairs(again, "train")
-    assert (again.groups, again.kinds, again.notes) == (release.groups, release.kinds, release.notes)
-    relative = {image: path.relative_to(tmp_path / "release") for image, path in release.paths.items()}
-    assert {image: path.relative_to(tmp_path / "repack") for image, path in again.paths.items()} == relative
-    text = (tmp_path / "repack/val.json").read_text()
-    write(tmp_path / "repack/val.json", re.sub(r'("img2?": "[^"]*)"', r'\1.jpg"', text))  # a name with its ending
-    assert data.read_release(name, tmp_path / "repack").scenes == again.scenes
-    (tmp_path / "repack/train.json").write_text("")
-    with pytest.raises(ValueError, match=r"repack: no pairs in train"):
-        data.read_release(name, tmp_path / "repack")
+def test_where_released_features_lie(tmp_path):
+    places = {
+        "images/x.png": "features/x.png.npy",
+        "sc_images/x.png": "sc_features/x.png.npy",
+        "images/train/A/x.png": "features/train/A/x.png.npy",
+        "resized_images/7_2.png": "resized_features/7_2.png.npy",
+        "images/001.Gull/images.jpg": "features/001.Gull/images.jpg.npy",
+    }
+    for picture, features in places.items():
+        assert data.released_features(tmp_path / picture, tmp_path) == tmp_path / features
+    assert data.released_features(tmp_path / "bef" / "images.png", tmp_path) is None
 
 
-def test_idcs_nabirds_are_the_images_of_its_pairs(tmp_path):
-    write_nabirds(tmp_path / "release")
-    write_repack("nabirds", tmp_path / "release", tmp_path / "repack")
-    release, again = (data.read_release("nabirds", tmp_path / kind) for kind in ("release", "repack"))
-    number = {"House Finch (Adult Male)": "0", "Ross's Goose": "1", "Verdin": "2"}
-    for split, of_release in (("train", "train"), ("val", "test")):
-        expected = {p.before: [number[p.captions[0]]] for p in pairs(release, of_release)}
-        assert {p.before: p.captions for p in pairs(again, split)} == expected
-    assert set(again.paths) == set(release.paths)
+@pytest.mark.parametrize("name, writer", [("birds_to_words", write_birds), ("cub", write_cub)])
+def test_the_readmes_four_lines_turn_a_pickle_into_features(name, writer, tmp_path, monkeypatch):
+    writer(tmp_path)
+    release = data.read_release(name, tmp_path)
+    arrays = {}
+    for n, picture in enumerate(sorted(release.paths.values())):
+        key = str(picture.relative_to(tmp_path / "images").with_suffix(""))  # without .jpg
+        arrays[key] = np.full((4, 49), n, np.float32)
+        picture.unlink()
+    (tmp_path / "full_img.pkl").write_bytes(pickle.dumps(arrays))
+    readme = Path(data.__file__).with_name("README.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"```python\n(import pickle.*?)```", readme, re.S)
+    assert len(lines.strip().splitlines()) <= 6
+    monkeypatch.chdir(tmp_path)
+    exec(lines, {})
+    data.prepare(name, tmp_path, "cpu")  # counts a pair as there by its features
+    dataset = data.load(name, tmp_path)
+    assert dataset.grid == (4, 7, 7) and dataset.scenes == release.scenes
+    for n, image in enumerate(sorted(release.paths)):
+        assert (dataset.features.rows([image]) == n).all()
 
 
 # ---- your own pairs --------------------------------------------------------------------------------------------------
@@ -372,26 +348,37 @@ def test_your_own_pairs_from_csv_and_json(tmp_path):
     (tmp_path / "pairs.json").write_text(json.dumps(rows), encoding="utf-8-sig")  # as some editors write it
     assert data.read_pairs(tmp_path) == release
     for row, line in (
-        ({"captions": [" "]}, "item 3: no captions for 'a.png', 'b.png'"),
-        ({"captions": []}, "item 3: no captions"), ({"before": ""}, "item 3: no captions for '', 'b.png'"),
-        ({"captions": [5]}, "item 3, captions, item 0, expected str"), ({"after": 7}, "item 3, after, expected"),
-    ):  # fmt: skip
+        ({"captions": [" "]}, "item 3 .*expected two images and a caption"),
+        ({"captions": []}, "item 3 .*expected two images and a caption"),
+        ({"before": ""}, "item 3 .*expected two images and a caption"),
+        ({"captions": [5]}, "item 3 .*expected a list of strings"),
+        ({"after": 7}, "item 3 .*expected a list of strings"),
+        ({"split": "val"}, "item 3 .*id a.png b.png is in train, too"),
+    ):
         write(tmp_path / "pairs.json", [*rows[:3], rows[0] | row])
         with pytest.raises(ValueError, match=line):
             data.read_pairs(tmp_path)
     write(tmp_path / "pairs.json", [rows[0] | {"id": 5}, rows[0] | {"id": 5, "after": "c.png"}])
-    with pytest.raises(ValueError, match=r"pairs.json cannot be used \(item 1: id 5 is already of a.png, b.png\)"):
+    with pytest.raises(ValueError, match=r"pairs.json, item 1 cannot be used \(id 5 is already of a.png, b.png\)"):
         data.read_pairs(tmp_path)
     (tmp_path / "pairs.json").unlink()
     head = "before,after,captions,split\n"
     for text, line in (
-        ("before,after,split\na,b,train\n", "line 2, expected the key 'captions', found before, after, split"),
-        (head + 'a,b,"c\nd",train\na,b,,train\n', "line 4: no captions for 'a', 'b'"),
-        (head + "a,b,c,train\n\na,b,c\n", "line 4: expected the split train, val, test, found None"),
-        (head + "a,b,c,dev\n", "line 2: expected the split train, val, test, found 'dev'"),
+        ("before,after,split\na,b,train\n", "line 2 has no captions"),
+        (head + 'a,b,"c\nd",train\na,b,,train\n', "line 4 .*expected two images and a caption"),
+        (head + "a,b,c,train\n\na,b,c\n", "line 4 .*expected the split train, val, test, found None"),
+        (head + "a,b,c,dev\n", "line 2 .*expected the split train, val, test, found 'dev'"),
+        (head + "a,b,red left, the van stayed,train\n", "line 2 has more fields .*put quotes"),
+        (head + "a,b,c,train\na,b,c,test\n", "line 3 .*id a b is in train, too"),
+        ("before,after,captions,kind\na,b,red left, the van stayed\n", "line 2 .*put quotes"),
+        ("before,after,captions,kind\na,b,c,gone\na,b,d,moved\n", "line 3 .*two kinds, 'gone' and"),
     ):
         write(tmp_path / "pairs.csv", text)
-        with pytest.raises(ValueError, match=rf"pairs.csv cannot be used \({line}"):
+        with pytest.raises(ValueError, match=rf"pairs.csv.*{line}"):
+            data.read_pairs(tmp_path)
+    for encoding in ("latin-1", "utf-16"):
+        (tmp_path / "pairs.csv").write_text(head + "a,b,caf\xe9,train\n", encoding=encoding)
+        with pytest.raises(ValueError, match=r"pairs.csv.*save it as UTF-8"):
             data.read_pairs(tmp_path)
     (tmp_path / "pairs.csv").unlink()
     with pytest.raises(FileNotFoundError, match=r"No such file.*pairs.csv"):
@@ -399,8 +386,9 @@ def test_your_own_pairs_from_csv_and_json(tmp_path):
 
 
 def test_your_own_pairs_without_a_split_and_with_kinds(tmp_path):
-    lines = ["before,after,captions,kind", *(f"{n}.png,b.png,text {n},{'added' * (n % 3 == 1)}" for n in range(500))]
-    write(tmp_path / "pairs.csv", "\n".join([*lines, "3.png,b.png,once more,no change"]))
+    lines = ["before,after,captions,kind", *(f"{n}.png,b.png,text {n},{'added' * (n % 3 == 1)}" for n in range(500) if n != 3)]
+    more = [f"3.png,b.png,{text},no change" for text in ("text 3", "once more")]
+    write(tmp_path / "pairs.csv", "\n".join([*lines, *more]))
     release = data.read_pairs(tmp_path)
     assert sizes(release) == {"train": 390, "val": 48, "test": 62}  # a function of the names alone
     assert [p.id for p in pairs(release, "val")][:3] == ["0.png b.png", "14.png b.png", "32.png b.png"]
@@ -420,7 +408,7 @@ def test_your_own_pairs_may_lack_validation_and_test_but_not_training(tmp_path, 
     dataset = data.load("pairs", tmp_path)
     assert capsys.readouterr().out.count("has no val pairs") == 1 and dataset.pairs("val") == []
     for split in ("val", "test"):
-        assert [*dataset.eval_batches(split, 2)] == [] and not dataset.groups(split)
+        assert [*dataset.eval_batches(split, 2)] == [] and not data.groups_of(dataset, split)
         for out_dir in (None, tmp_path / "run"):
             assert dataset.results(split, {}, {}, out_dir) == {}
     assert not (tmp_path / "run").exists()
@@ -429,7 +417,7 @@ def test_your_own_pairs_may_lack_validation_and_test_but_not_training(tmp_path, 
     assert written == {"config.json", "log.jsonl", "last.pt", "best.pt", "curves.png"}
     write(tmp_path / "pairs.json", [row | {"split": "test"}])
     for prepared in (data.load, data.prepare, data.check):
-        with pytest.raises(ValueError, match=f"{tmp_path}: no pairs in train"):
+        with pytest.raises(ValueError, match=f"{tmp_path}: no pairs in train; add pairs, or a column `split`"):
             prepared("pairs", tmp_path, "cpu")
 
 

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import data
+import mini
 
 REFERENCES = {
     "1": ["the red car is gone", "the car left"],
@@ -56,8 +57,8 @@ def test_stanford_tokens_are_the_packages_and_odd_line_breaks_shift_nothing(java
 
 
 def test_plain_words_equal_stanfords_in_closed_vocabularies(java):
-    templates = [t.format("small red cube", "gray") for templates in data.TEMPLATES.values() for t in templates]
-    texts = [*templates, *data.NO_CHANGE, "The cyan thing on the left side has been newly placed.", "no, it - moved"]
+    templates = [t.format("small red cube", "gray") for templates in mini.TEMPLATES.values() for t in templates]
+    texts = [*templates, *mini.NO_CHANGE, "The cyan thing on the left side has been newly placed.", "no, it - moved"]
     assert [data.plain_tokenize(text) for text in texts] == data.ptb_tokenize(texts)
     assert data.plain_tokenize("A dog's  T-shirt -- \"gone\".") == "a dog s t-shirt gone"
 
@@ -151,11 +152,31 @@ def test_a_java_that_does_not_run_is_found_out_in_time(fake_java, monkeypatch, s
 
 
 @pytest.mark.parametrize("words", [1, 20_000])  # METEOR reads a short line, of a long one not even all
-def test_programs_that_fail_are_named_and_do_not_hang(fake_java, words):
+def test_programs_that_fail_are_named_and_do_not_hang(fake_java, monkeypatch, words):
     fake_java('case "$*" in *version) exit 0;; *) exit 1;; esac')
+    monkeypatch.setattr(data, "ptb_tokenize", lambda texts: texts)
     result = data.score({"1": "a red car " * words}, {"1": ["a car"]})
     assert result["scores"]["total"]["METEOR"] is None and result["scores"]["total"]["ROUGE-L"] is not None
-    assert "its Java program failed" in result["missing"]["METEOR"] and "approximate" in result["tokenizer"]
+    assert "its Java program failed" in result["missing"]["METEOR"]
+
+
+def test_a_tokenizer_that_fails_later_is_tried_once_more(fake_java, tmp_path):
+    """Other words would choose another checkpoint, so there is no other tokenizer then."""
+    count = f"echo x >> {tmp_path}/calls"
+    fake_java(f'case "$*" in *version) exit 0;; *) {count}; exit 1;; esac')
+    with pytest.raises(OSError, match="tokenizer's Java program failed twice .exit code 1"):
+        data.score({"1": "a car"}, {"1": ["a car"]}, quick=True)
+    assert (tmp_path / "calls").read_text().count("x") == 2
+    once = f'if [ -e {tmp_path}/again ]; then cat; else touch {tmp_path}/again; exit 1; fi'
+    fake_java(f'case "$*" in *version) exit 0;; *) {once};; esac')
+    assert data.score({"1": "a car"}, {"1": ["a car"]}, quick=True)["tokenizer"] == "PTB (Java)"
+
+
+def test_ctrl_c_in_a_terminal_does_not_reach_the_tokenizer(fake_java, tmp_path):
+    """A terminal sends it to the process group, which the tokenizer must not be in."""
+    fake_java(f'case "$*" in *version) exit 0;; *) cut -d" " -f5 /proc/$$/stat > {tmp_path}/group; cat;; esac')
+    data.score({"1": "a car"}, {"1": ["a car"]}, quick=True)
+    assert int((tmp_path / "group").read_text()) != os.getpgrp()
 
 
 def test_spice_runs_once_for_all_rows_and_never_downloads(monkeypatch):
@@ -249,7 +270,7 @@ def test_outer_quarters_of_difficulty_hold_a_quarter_rounded_down():
     overlap = {str(i): 1 - i / 4000 for i in range(3985)}
     release = SimpleNamespace(overlap=overlap, groups={})
     dataset = SimpleNamespace(release=release, pairs=lambda split: pairs, scenes=["test"])
-    groups = data.Dataset.groups(dataset, "test")
+    groups = data.groups_of(dataset, "test")
     assert groups["view: hardest quarter"] == {str(i) for i in range(3985 - 996, 3985)}
     assert groups["view: easiest quarter"] == {str(i) for i in range(996)}
     assert sum(map(len, groups.values())) == 3985 and len(set().union(*groups.values())) == 3985
@@ -261,27 +282,98 @@ def test_pairs_of_another_split_are_also_left_out():
         "test": [data.Pair("2", "a", "b", []), data.Pair("3", "b", "a", [])],
     }
     dataset = SimpleNamespace(release=SimpleNamespace(overlap={}, groups={}), pairs=pairs.get, scenes=pairs)
-    assert data.Dataset.groups(dataset, "test") == {"without leaked pairs": {"3"}}
+    assert data.groups_of(dataset, "test") == {"without leaked pairs": {"3"}}
 
 
 def test_a_data_set_is_scored_by_its_protocol(prepared, monkeypatch):
     dataset = data.load("clevr_change", prepared)
     captions = {p.id: dataset.vocab.decode(dataset.batch([p]).caption)[0] for p in dataset.pairs("test")}
-    assert dataset.score("test", captions, quick=True)["scores"].keys() == {"total"}
-    assert dataset.score("test", captions)["scores"]["total"]["CIDEr (one pool)"] > 0
-    assert dataset.report("test", captions, {})["accuracy"] == {"change recognised": 100, "no change recognised": 100}
+    quick = data.score_split(dataset, "test", captions, quick=True)
+    assert quick["scores"].keys() == {"total"}
+    assert data.score_split(dataset, "test", captions)["scores"]["total"]["CIDEr (one pool)"] > 0
+    assert data.report(dataset, "test", captions, {})["accuracy"] == {"change recognised": 100, "no change recognised": 100}
     same = next(i for i in captions if i.endswith("_n"))
     captions[same], captions[same[:-2]] = "a red thing became blue", "the scene , it seems , is the same"
-    assert dataset.report("test", captions, {})["accuracy"] == {"change recognised": 80, "no change recognised": 80}
+    assert data.report(dataset, "test", captions, {})["accuracy"] == {"change recognised": 80, "no change recognised": 80}
     # LEVIR-CC's authors have a list of sentences for it.
     row = replace(data.DATASETS["clevr_change"], same=("a red thing became blue",))
     monkeypatch.setitem(data.DATASETS, "clevr_change", row)
-    assert dataset.report("test", captions, {})["accuracy"] == {"change recognised": 100, "no change recognised": 20}
+    assert data.report(dataset, "test", captions, {})["accuracy"] == {"change recognised": 100, "no change recognised": 20}
     # Without the PTB tokenizer, references have the words of the vocabulary's rule, as captions do.
     monkeypatch.setitem(data.DATASETS, "clevr_change", replace(data.DATASETS["clevr_change"], tokens="ids"))
     captions = {p.id: " ".join(data.tokenize(p.captions[1])) for p in dataset.pairs("test")}
-    result = dataset.score("test", captions)
+    result = data.score_split(dataset, "test", captions)
     assert "ids" in result["tokenizer"] and result["scores"]["total"]["BLEU-4"] == 100
+
+
+def best_by_hand(dataset, pairs):
+    """Of the training captions, the one with the best CIDEr, every one scored on its own."""
+    references = {p.id: p.captions for p in pairs}
+    cider = {}
+    for caption in {c for p in dataset.pairs("train") for c in p.captions}:
+        result = data.score(dict.fromkeys(references, caption), references, quick=True)
+        cider[caption] = result["scores"]["total"]["CIDEr"]
+    return {caption for caption, value in cider.items() if value == max(cider.values())}
+
+
+def test_one_caption_is_the_best_frequent_one(prepared):
+    dataset = data.load("clevr_change", prepared)
+    counts = Counter(c for p in dataset.pairs("train") for c in p.captions)
+    assert len(counts) <= 20 and len(dataset.pairs("val")) <= 250  # none is left out
+    assert data.one_caption(dataset) in best_by_hand(dataset, dataset.pairs("val"))
+    dataset.scenes["val"] = []
+    assert data.one_caption(dataset) in best_by_hand(dataset, dataset.pairs("train"))
+
+
+def test_one_caption_is_a_frequent_one(prepared):
+    dataset = data.load("clevr_change", prepared)
+    train, val = dataset.pairs("train"), dataset.pairs("val")
+    frequent = [f"a {n}" for n in range(20)]
+    train[0].captions[:] = ["rare as gold", *frequent * 2]
+    for pair in train[1:]:
+        pair.captions[:] = frequent * 2
+    for pair in val:
+        pair.captions[:] = ["rare as gold"]
+    val[0].captions[:] = ["a 7"]
+    assert data.one_caption(dataset) == "a 7"
+    for pair in val:
+        pair.captions[:] = [""]
+    assert data.one_caption(dataset) == "a 0"  # the most frequent, as nothing can be scored
+
+
+def test_every_table_has_the_row_of_one_caption_and_counts_captions(prepared, tmp_path, capsys):
+    dataset = data.load("clevr_change", prepared)
+    captions = {p.id: p.captions[0] for p in dataset.pairs("test")}
+    for i in captions:
+        if "_n" in i:
+            captions[i] = "the gray cube turned red"
+    maps = {i: {"attention": torch.eye(2) / 2} for i in captions}
+    total = dataset.results("test", captions, maps, tmp_path)
+    table = capsys.readouterr().out
+    scores = json.loads((tmp_path / "scores_test.json").read_text())
+    one = data.one_caption(dataset)
+    alone = data.score_split(dataset, "test", dict.fromkeys(captions, one))["scores"]["total"]
+    rows = scores["scores"]
+    assert rows["one caption for all"] == alone and rows["total"] == total
+    assert f"one caption for all: {one}" in table
+    different = len({*captions.values()})
+    assert different > 1
+    assert scores["captions"] == {"all": 10, "different": different, "verbatim": 50}
+    counted = f"{different} different captions for 10 pairs; 50.0 % are a reference of their pair"
+    assert counted in table
+
+
+def test_what_a_tick_means(prepared):
+    """A reference word for word; of others, that nothing changed, said of an unchanged pair."""
+    dataset = data.load("clevr_change", prepared)
+    changed, same = dataset.scenes["train"][0].pairs
+    reference = " ".join(dataset.vocab.split(changed.captions[1]))
+    assert data.is_right(dataset, changed, reference) is True
+    assert data.is_right(dataset, changed, "nothing changed") is False
+    assert data.is_right(dataset, changed, "a red thing") is None  # nobody can tell
+    same.captions[:] = ["the scene, it seems, is the same"]
+    assert data.is_right(dataset, same, "nothing changed") is True
+    assert data.is_right(dataset, same, reference) is False
 
 
 def test_files_and_errors(tmp_path):
@@ -291,12 +383,18 @@ def test_files_and_errors(tmp_path):
     path.write_text(json.dumps({"annotations": [{"image_id": 7, "caption": "a"}, {"image_id": 7, "caption": "b"}]}))
     assert data.read_references(path) == {"7": ["a", "b"]}
     twice = '[{"image_id": 1, "caption": "a"}, {"image_id": 1, "caption": "b"}]'
-    wrong = {"[{": "correct it", "{}": "expected list", '[{"image_id": 1}]': "item 0", twice: "'1' has two"}
+    wrong = {
+        "[{": "correct it",
+        '["a"]': "expected a list of",
+        '[{"image_id": 1}]': "caption is missing",
+        '[{"image_id": 1, "caption": 5}]': "expected a list of strings",
+        twice: "'1' has two",
+    }
     for text, message in wrong.items():
         path.write_text(text)
         with pytest.raises(ValueError, match="p.json.*" + message):
             data.read_predictions(path)
-    with pytest.raises(ValueError, match="expected dict"):
+    with pytest.raises(ValueError, match="expected {annotations"):
         data.read_references(path)
     with pytest.raises(FileNotFoundError, match="none.json"):
         data.read_predictions(tmp_path / "none.json")
@@ -304,8 +402,11 @@ def test_files_and_errors(tmp_path):
         data.score({"x": "a"}, {"y": ["b"]})
     with pytest.raises(ValueError, match="no predictions"):
         data.score({}, {})
-    with pytest.raises(ValueError, match='cannot be called "total"'):
-        data.score(PREDICTIONS, REFERENCES, {"total": {"1"}})
+    groups = {"total": {"1"}, data.ONE_CAPTION: {"1"}}  # cannot replace the rows of these names
+    scores = data.score(PREDICTIONS, REFERENCES, groups, constant="no change")["scores"]
+    assert scores["total"] == data.score(PREDICTIONS, REFERENCES)["scores"]["total"]
+    same = data.score(dict.fromkeys(PREDICTIONS, "no change"), REFERENCES)["scores"]["total"]
+    assert scores[data.ONE_CAPTION] == same
 
 
 def test_command_line_scores_groups_and_ids(tmp_path, capsys):
@@ -321,7 +422,7 @@ def test_command_line_scores_groups_and_ids(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["total", "75.00"]
     with pytest.raises(ValueError, match="--vocab"):
         data.main([*call, "--tokens", "ids"])
-    with pytest.raises(ValueError, match="v.json.*a, expected list"):
+    with pytest.raises(ValueError, match="v.json.*expected {group"):
         data.main([*call, "--groups", str(tmp_path / "v.json")])
     (tmp_path / "g.json").write_text('{"farms": ["7"]}')
     with pytest.raises(ValueError, match="g.json: no image_id of the predictions"):
