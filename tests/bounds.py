@@ -1,0 +1,217 @@
+"""Floor and ceiling of a data set's scores, from its annotations alone. Not a test.
+
+    python tests/bounds.py levir_cc --data_dir D [--out FILE]
+
+Scores on the test split, by the data set's own protocol:
+  one caption for all                  the best training caption, said of every pair
+  one caption per kind of change       the best one for each kind, said of that kind's pairs
+  human (one reference held out)       a reference of each pair, drawn by chance, against the others
+Prints them, and writes them as the data set's entry into a JSON file (default: tests/bounds.json,
+which is committed).
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import data
+from common import run_main, write_text
+
+ONE_CAPTION = "one caption for all"
+ONE_PER_KIND = "one caption per kind of change"
+HUMAN = "human (one reference held out)"
+CANDIDATES = 200  # the most frequent training captions, among which the best is sought
+
+
+def ngrams(text: str) -> Counter:
+    """How often a text has each run of one to four words."""
+    words = text.split()
+    counts = Counter()
+    for n in range(1, 5):
+        for start in range(len(words) - n + 1):
+            counts[tuple(words[start : start + n])] += 1
+    return counts
+
+
+class Cider:
+    """CIDEr of a caption against the references of one pair, its document frequencies over all.
+
+    references: the references of every pair. The values are pycocoevalcap's, but here two texts are
+    compared only once, although many pairs have the same references.
+    """
+
+    def __init__(self, references: list[list[str]]):
+        self.references = references
+        self.frequency = Counter()  # n-gram -> in the references of how many pairs it occurs
+        for texts in references:
+            found = set()
+            for text in texts:
+                found |= ngrams(text).keys()
+            self.frequency.update(found)
+        self.vectors = {}
+        self.similarities = {}
+
+    def vector(self, text: str) -> tuple[dict[tuple, float], list[float]]:
+        """tf-idf of every n-gram, and their norm for each n."""
+        if text not in self.vectors:
+            weights = {}
+            for gram, count in ngrams(text).items():
+                frequency = max(1, self.frequency[gram])
+                weights[gram] = count * math.log(len(self.references) / frequency)
+            norms = []
+            for n in range(1, 5):
+                norms.append(math.hypot(*(x for gram, x in weights.items() if len(gram) == n)))
+            self.vectors[text] = (weights, norms)
+        return self.vectors[text]
+
+    def similarity(self, caption: str, reference: str) -> float:
+        """Mean cosine over the lengths of n-grams, less for texts of different length."""
+        key = (caption, reference)
+        if key not in self.similarities:
+            x, x_norms = self.vector(caption)
+            y, y_norms = self.vector(reference)
+            dots = [0.0] * 4
+            for gram in x.keys() & y.keys():
+                dots[len(gram) - 1] += min(x[gram], y[gram]) * y[gram]
+            cosines = 0.0
+            for dot, x_norm, y_norm in zip(dots, x_norms, y_norms, strict=True):
+                if x_norm * y_norm:
+                    cosines += dot / (x_norm * y_norm)
+            gap = caption.count(" ") - reference.count(" ")
+            self.similarities[key] = 10 * cosines / 4 * math.exp(-(gap**2) / 72)
+        return self.similarities[key]
+
+    def __call__(self, caption: str, pair: int) -> float:
+        """CIDEr (not x 100) of a caption for the pair of this number."""
+        texts = self.references[pair]
+        return sum(self.similarity(caption, text) for text in texts) / len(texts)
+
+
+def best_captions(dataset: data.Dataset, kinds: dict[str, set[str]]) -> dict[str, str]:
+    """The best single caption for all pairs, and for the pairs of each kind.
+
+    It is chosen among the most frequent training captions of these pairs (ties in alphabetical
+    order), by CIDEr on their validation pairs. CIDEr is a mean over pairs, so that the best for one
+    kind does not depend on what is said of the others.
+    """
+    train = dataset.pairs("train")
+    val = dataset.pairs("val")
+    kinds = {ONE_CAPTION: {p.id for p in train + val}} | kinds
+    candidates = {}
+    for kind, ids in kinds.items():
+        counts = Counter(c for p in train if p.id in ids for c in p.captions)
+        ranked = sorted(counts, key=lambda caption: (-counts[caption], caption))
+        candidates[kind] = ranked[:CANDIDATES]
+
+    texts = set().union(*candidates.values(), *(p.captions for p in val))
+    texts = sorted(texts)
+    as_read = [data.scored_text(dataset, text) for text in texts]
+    tokens = data.source_of(dataset.name).tokens
+    scored, _ = data.scored_words(as_read, tokens, dataset.vocab.index)
+    words = dict(zip(texts, scored, strict=True))
+    references = []
+    for pair in val:
+        references.append([words[c] for c in pair.captions])
+    cider = Cider(references)
+
+    best = {}
+    for kind, captions in candidates.items():
+        numbers = [n for n, p in enumerate(val) if p.id in kinds[kind]]
+        sums = {}
+        for caption in captions:
+            sums[caption] = sum(cider(words[caption], n) for n in numbers)
+        best[kind] = max(sums, key=sums.get, default="")
+    return best
+
+
+def protocol_scores(
+    dataset: data.Dataset, captions: dict[str, str], references: dict[str, list[str]]
+) -> dict:
+    """Scores of captions of test pairs, against references that may be fewer than the data set's."""
+    captions = {i: data.scored_text(dataset, text) for i, text in captions.items()}
+    return data.score_split(dataset, "test", captions, references=references)
+
+
+def bounds(name: str, root: Path) -> dict:
+    """Floor and ceiling of a data set in the folder root; its photographs need not be there."""
+    if name == "birds_to_words":  # everyone has to fetch its photographs
+        release = data.read_birds_to_words(root, pictures=False)
+    else:
+        release = data.read_release(name, root)
+    for split in data.SPLITS:
+        if not release.scenes[split]:
+            raise ValueError(
+                f"{name} has no {split}: captions are chosen on train and val, and scored on test"
+            )
+    dataset = data.Dataset(name, root, release, data.vocab_of(name, release))
+    chosen = best_captions(dataset, release.kinds)
+
+    references = {p.id: p.captions for p in dataset.pairs("test")}
+    per_kind = {}
+    for kind, ids in release.kinds.items():
+        for i in references:
+            if i in ids:
+                per_kind[i] = chosen[kind]
+    rng = np.random.default_rng(0)
+    human = {}
+    others = {}
+    for i, captions in references.items():
+        if len(captions) > 1:
+            held_out = int(rng.integers(len(captions)))
+            human[i] = captions[held_out]
+            others[i] = captions[:held_out] + captions[held_out + 1 :]
+    candidates = {
+        ONE_CAPTION: (dict.fromkeys(references, chosen[ONE_CAPTION]), references),
+        ONE_PER_KIND: (per_kind, references),
+        HUMAN: (human, others),
+    }
+    result = {"scores": {}, "pairs": {}, "chosen": chosen}
+    for bound, (captions, against) in candidates.items():
+        result["pairs"][bound] = len(captions)
+        if captions:
+            scored = protocol_scores(dataset, captions, against)
+            for group, row in scored["scores"].items():
+                result["scores"][f"{bound}: {group}"] = row
+            result["missing"] = scored["missing"]
+            result["tokenizer"] = scored["tokenizer"]
+    return result
+
+
+def write_entry(path: Path, name: str, result: dict) -> None:
+    """Puts a data set's bounds into a JSON file, which keeps those of other data sets."""
+    entries = {}
+    if path.exists():
+        entries = json.loads(path.read_text())
+    entries[name] = result
+    write_text(path, json.dumps(dict(sorted(entries.items())), indent=1) + "\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", choices=data.DATASETS)
+    parser.add_argument("--data_dir", type=Path, help="folder of the release (default: data/NAME)")
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "bounds.json", help="file that gets the entry"
+    )
+    args = parser.parse_args(argv)
+    result = bounds(args.name, args.data_dir or Path("data", args.name))
+    print(data.format_scores(result))
+    for kind, caption in result["chosen"].items():
+        print(f"chosen, {kind}: {caption}")
+    print(
+        f"{HUMAN}: of {result['pairs'][ONE_CAPTION]} pairs the {result['pairs'][HUMAN]} with "
+        "several references; a system is given one reference more"
+    )
+    write_entry(args.out, args.name, result)
+
+
+if __name__ == "__main__":
+    run_main(main)
