@@ -941,8 +941,7 @@ class Extractor:
         return torch.cat(list(self.blocks(paths, len(paths))))
 
     def blocks(self, paths: list[str | Path], batch: int) -> Iterator[Tensor]:
-        """Features of `batch` files at a time; the next files are decoded while the network works.
-        """
+        """Features of `batch` files at a time; the next files are decoded while the network works."""
         cuda = self.device.startswith("cuda")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
 
@@ -1060,9 +1059,7 @@ def extractor_of(name: str, root: Path, extractor: str = "") -> tuple[str, dict 
 def open_features(name: str, root: Path, extractor: str = "") -> Features:
     """The feature file of a data set, for its own extractor or the one named; ValueError if another
     made it."""
-    features = Features(
-        feature_file(name, root, extractor), prepare_command(name, root, extractor)
-    )
+    features = Features(feature_file(name, root, extractor), prepare_command(name, root, extractor))
     wanted, _ = extractor_of(name, root, extractor)
     if features.extractor != wanted:
         raise ValueError(
@@ -1340,7 +1337,9 @@ class Dataset:
                 pairs = []
                 captions = []
                 for i in chosen:
-                    in_order = scenes[i].swapped if scenes[i].swapped and swap[i] else scenes[i].pairs
+                    in_order = (
+                        scenes[i].swapped if scenes[i].swapped and swap[i] else scenes[i].pairs
+                    )
                     pair = in_order[n]
                     pairs.append(pair)
                     captions.append(pair.captions[int(draw[i, n] * len(pair.captions))])
@@ -1363,9 +1362,7 @@ class Dataset:
         batches = prefetch(self.batch(pairs[i : i + batch_size]) for i in starts)
         return iter(tqdm(batches, split, len(starts), disable=None, leave=False))
 
-    def batch(
-        self, pairs: list[Pair], captions: list[str] | None = None, length: int = 0
-    ) -> Batch:
+    def batch(self, pairs: list[Pair], captions: list[str] | None = None, length: int = 0) -> Batch:
         """Pairs with one caption each (default: their first), padded to `length` ids (default: the
         longest)."""
         captions = captions or [pair.captions[0] for pair in pairs]
@@ -2151,8 +2148,7 @@ def read_references(path: str | Path) -> dict[str, list[str]]:
 
 
 def write_predictions(path: Path, predictions: dict[str, str]) -> None:
-    """Writes captions (pair id -> caption) as a COCO results file, which the field's scripts read.
-    """
+    """Writes captions (pair id -> caption) as a COCO results file, which the field's scripts read."""
     rows = [{"image_id": i, "caption": caption} for i, caption in predictions.items()]
     write_text(path, json.dumps(rows, indent=1) + "\n")
 
@@ -2206,7 +2202,9 @@ class Page:
         self.axes.set_axis_off()
         # Transparent up to uniform attention, so that the picture stays visible.
         levels = np.linspace(0, SATURATED, 256)
-        colours = colormaps["turbo"](0.9 * levels / SATURATED)  # (256, 4): red, green, blue, opacity
+        colours = colormaps["turbo"](
+            0.9 * levels / SATURATED
+        )  # (256, 4): red, green, blue, opacity
         colours[:, 3] = np.interp(levels, [1, 4], [0, 0.6])
         self.colours = ListedColormap(colours)
 
@@ -2607,9 +2605,7 @@ def main(argv: list[str] | None = None) -> None:
         first, aliases=others, prog="data.py NAME", help="prepare or check a data set"
     )
     p.add_argument("--data_dir", type=Path, help="its folder (default: data/NAME)")
-    p.add_argument(
-        "--check", action="store_true", help="report what is there and what is missing"
-    )
+    p.add_argument("--check", action="store_true", help="report what is there and what is missing")
     p.add_argument("--device", default="", help="where features are made (default: cuda if any)")
     text = f"network that makes the features: {', '.join(RESNETS)}, timm/MODEL, timm/MODEL:FILE"
     p.add_argument("--extractor", default="", help=f"{text} (default: the data set's own)")

@@ -58,7 +58,9 @@ for kernel, count in (("", sdpa_flop), ("_backward", sdpa_backward_flop)):
     operator = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{kernel}")
     if operator not in flop_registry:  # newer versions of PyTorch count it
         register_flop_formula(operator, True)(count)
-register_flop_formula(torch.ops.common.token_match)(lambda q, k, **_: 2 * q[0] * q[1] * q[2] * k[0] * k[1])
+register_flop_formula(torch.ops.common.token_match)(
+    lambda q, k, **_: 2 * q[0] * q[1] * q[2] * k[0] * k[1]
+)
 
 
 def plain_decode(model, before, after, *entities):
@@ -103,7 +105,9 @@ def work_of(args):
     method, model = sys.modules[args.method], METHODS[args.method]
     grid = tuple(args.grid or ((2048, 7, 7) if method is idc_pretrain else (1024, 14, 14)))
     cfg = preset(method.Config, method.PRESETS, {}, "clevr_change")
-    cfg = dataclasses.replace(cfg, dim=args.dim, device=args.device, batch_size=args.batch, amp=not args.plain)
+    cfg = dataclasses.replace(
+        cfg, dim=args.dim, device=args.device, batch_size=args.batch, amp=not args.plain
+    )
     heads_of = lambda q, k, heads: zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True)
     dense = lambda q, k, heads=1: sum(dense_match(*pair) for pair in heads_of(q, k, heads)) / heads
     if args.what == "match":
@@ -116,17 +120,29 @@ def work_of(args):
         common.Attention.attend = plain_attend
     table = (torch.randn(ENTITIES, CLIP),) if method is cheers else ()
     model = model(cfg, WORDS, grid, args.length, *table).to(args.device)
-    entities = (torch.randint(ENTITIES, (args.batch, cfg.k), device=args.device),) if method is cheers else ()
+    entities = (
+        (torch.randint(ENTITIES, (args.batch, cfg.k), device=args.device),)
+        if method is cheers
+        else ()
+    )
     images = torch.rand(2, args.batch, *grid).half()
     if args.what == "decode":
         model.eval()
-        getattr(model, "decoder", model).head.bias.data[[NULL, END]] = -1e9  # every caption takes every step
+        getattr(model, "decoder", model).head.bias.data[
+            [NULL, END]
+        ] = -1e9  # every caption takes every step
         pair = images.to(args.device).float()
         write = (lambda *seen: plain_decode(model, *seen)) if args.plain else model.generate
         return torch.no_grad()(lambda: write(*pair, *entities)), lambda: None, images.nbytes
     images = images.pin_memory() if cfg.device.startswith("cuda") else images
-    texts, caption = [str(i) for i in range(2 * args.batch)], torch.randint(4, WORDS, (args.batch, args.length))
-    batches = tuple(data.Batch(*images, caption, some, some) for some in (texts[: args.batch], texts[args.batch :]))
+    texts, caption = (
+        [str(i) for i in range(2 * args.batch)],
+        torch.randint(4, WORDS, (args.batch, args.length)),
+    )
+    batches = tuple(
+        data.Batch(*images, caption, some, some)
+        for some in (texts[: args.batch], texts[args.batch :])
+    )
     rewritten, more = torch.randint(4, WORDS, (args.batch, 6, args.length)), ()
     if method is rdd_acr:
         more = (phrases_of(cfg, texts),)
@@ -145,7 +161,9 @@ def work_of(args):
         if not args.plain and cfg.compile and cfg.device.startswith("cuda"):
             model.compile(fullgraph=True, dynamic=False)
             if method is rdd_acr:
-                more[0].encode_prompted = torch.compile(rdd_acr.encode_prompted, fullgraph=True, dynamic=True)
+                more[0].encode_prompted = torch.compile(
+                    rdd_acr.encode_prompted, fullgraph=True, dynamic=True
+                )
             step()
 
     return step, compile_it, 2 * images.nbytes
@@ -172,11 +190,23 @@ def measure(args) -> dict:
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     taken = seconds(work)
-    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = (
+        torch.cuda.max_memory_allocated()
+        if cuda
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
     n = 8192 if cuda else 2048
-    x = torch.randn(n, n, device=args.device, dtype=torch.bfloat16 if cuda and not args.plain else torch.float32)
+    x = torch.randn(
+        n, n, device=args.device, dtype=torch.bfloat16 if cuda and not args.plain else torch.float32
+    )
     rate = 2 * n**3 / min(seconds(lambda: x @ x) for _ in range(4))
-    return {"seconds": taken, "operations": counter.get_total_flops(), "moved": moved, "peak": peak, "rate": rate}
+    return {
+        "seconds": taken,
+        "operations": counter.get_total_flops(),
+        "moved": moved,
+        "peak": peak,
+        "rate": rate,
+    }
 
 
 def main():
@@ -184,15 +214,22 @@ def main():
     parser.add_argument("what", choices=["step", "match", "decode"])
     parser.add_argument("--method", choices=METHODS, default="scorer_cbr")
     parser.add_argument(
-        "--task", choices=["finetune", "mlm", "mvcl", "fda"], default="finetune", help="idc_pretrain's step"
+        "--task",
+        choices=["finetune", "mlm", "mvcl", "fda"],
+        default="finetune",
+        help="idc_pretrain's step",
     )
     parser.add_argument("--batch", type=int, default=128, help="scenes a step, or pairs")
     parser.add_argument("--dim", type=int, default=512, help="width D")
-    parser.add_argument("--grid", type=int, nargs=3, metavar=("C", "H", "W"), help="features (default: the paper's)")
+    parser.add_argument(
+        "--grid", type=int, nargs=3, metavar=("C", "H", "W"), help="features (default: the paper's)"
+    )
     parser.add_argument("--length", type=int, default=24, help="ids of a caption")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--runs", type=int, default=3, help="turns of each formulation")
-    parser.add_argument("--row", choices=["plain", "ours"], help="measure only this, once, print JSON")
+    parser.add_argument(
+        "--row", choices=["plain", "ours"], help="measure only this, once, print JSON"
+    )
     args = parser.parse_args()
     if args.what == "decode" and args.method == "idc_pretrain":
         parser.error("idc_pretrain has no plain decoding")
@@ -200,20 +237,28 @@ def main():
     if args.row:
         print(json.dumps(measure(args)))
         return
-    name = torch.cuda.get_device_name() if args.device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name()
+        if args.device.startswith("cuda")
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     about = args.method + (f" {args.task}" if args.method == "idc_pretrain" else "")
     print(f"{args.what}, {about}, batch {args.batch}, {name}, torch {torch.__version__}")
     turns = {"plain": [], "ours": []}
     for _ in range(args.runs):
         for row, results in turns.items():
-            done = subprocess.run([sys.executable, *sys.argv, "--row", row], stdout=subprocess.PIPE, text=True)
+            done = subprocess.run(
+                [sys.executable, *sys.argv, "--row", row], stdout=subprocess.PIPE, text=True
+            )
             if not done.returncode:
                 results.append(json.loads(done.stdout.splitlines()[-1]))
     for row, results in turns.items():
         if not results:
             print(f"{row:5} did not finish")
             continue
-        turns[row], rate, peak = (statistics.median(x[name] for x in results) for name in ("seconds", "rate", "peak"))
+        turns[row], rate, peak = (
+            statistics.median(x[name] for x in results) for name in ("seconds", "rate", "peak")
+        )
         operations, moved = results[0]["operations"] / 1e12, results[0]["moved"]
         share = f"{operations * 1e12 / turns[row] / rate:.1%} of {rate / 1e12:.3f} T a second"
         print(f"{row:5} {turns[row]:8.3f} s, {operations:.3f} T operations ({share}), peak {peak / 1e9:.2f} GB, "

@@ -28,7 +28,10 @@ def write_release(root, train=8, val=2, test=5):
             picture.save(root / folder / f"CLEVR_{kind}_{i:06d}.png")
         types[list(types)[i % 5]].append(f"{i:06d}.png")
         color, other = COLORS[i % 4], COLORS[(i // 4 + i + 1) % 4]
-        change[f"CLEVR_default_{i:06d}.png"] = [f"the {color} cube turned {other}", f"a {color} thing became {other}."]
+        change[f"CLEVR_default_{i:06d}.png"] = [
+            f"the {color} cube turned {other}",
+            f"a {color} thing became {other}.",
+        ]
         same[f"CLEVR_default_{i:06d}.png"] = ["nothing changed", "the scene, it seems, is the same"]
     splits = {
         "train": list(range(train)),
@@ -43,7 +46,9 @@ def write_release(root, train=8, val=2, test=5):
 def write_picture(path):
     """Noise, 16 x 12."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture = np.random.default_rng(list(str(path.name).encode())).integers(0, 255, (12, 16, 3), dtype=np.uint8)
+    picture = np.random.default_rng(list(str(path.name).encode())).integers(
+        0, 255, (12, 16, 3), dtype=np.uint8
+    )
     Image.fromarray(picture).save(path)
 
 

@@ -19,7 +19,10 @@ def hashed(n: int, j: int) -> np.ndarray:
 
 def linear(theirs: str, ours: str, *shape: int) -> dict[str, tuple]:
     """Map of a layer's weight and bias: released name -> (our name, shape)."""
-    return {f"{theirs}.weight": (ours + ".weight", shape), f"{theirs}.bias": (ours + ".bias", shape[:1])}
+    return {
+        f"{theirs}.weight": (ours + ".weight", shape),
+        f"{theirs}.bias": (ours + ".bias", shape[:1]),
+    }
 
 
 def fill(model: torch.nn.Module, maps: dict[int, dict[str, tuple]]) -> torch.nn.Module:
@@ -35,7 +38,11 @@ def fill(model: torch.nn.Module, maps: dict[int, dict[str, tuple]]) -> torch.nn.
                 continue
             n = math.prod(shape)
             scale = (n / shape[0]) ** -0.5 if len(shape) > 1 else 0.02
-            value = torch.from_numpy((hashed(n, base + j) * scale).astype(np.float32)).double().reshape(shape)
+            value = (
+                torch.from_numpy((hashed(n, base + j) * scale).astype(np.float32))
+                .double()
+                .reshape(shape)
+            )
             targets = target if isinstance(target, list) else [target]
             for name, part in zip(targets, value.chunk(len(targets)), strict=True):
                 ours[name].data.copy_(part.reshape(ours[name].shape))
@@ -47,7 +54,9 @@ def fill(model: torch.nn.Module, maps: dict[int, dict[str, tuple]]) -> torch.nn.
 def inputs(words: int, length: int):
     """-> features before and after (3, 1024, 14, 14), captions (3, length) of a vocabulary of `words`."""
     before, after = (
-        torch.from_numpy(np.maximum(0, hashed(3 * 1024 * 196, j)).astype(np.float32)).double().view(3, 1024, 14, 14)
+        torch.from_numpy(np.maximum(0, hashed(3 * 1024 * 196, j)).astype(np.float32))
+        .double()
+        .view(3, 1024, 14, 14)
         for j in (1, 2)
     )
     caption = torch.zeros(3, length, dtype=torch.long)
@@ -59,5 +68,6 @@ def inputs(words: int, length: int):
 
 
 def close(ours: torch.Tensor, recorded, atol: float = 1e-5) -> None:
-    torch.testing.assert_close(ours.detach(), torch.tensor(recorded, dtype=torch.float64), atol=atol, rtol=0)
-
+    torch.testing.assert_close(
+        ours.detach(), torch.tensor(recorded, dtype=torch.float64), atol=atol, rtol=0
+    )

@@ -49,12 +49,16 @@ def refused(capsys):
 
 @pytest.fixture
 def prepare(refused):
-    return lambda root, name="clevr_change", *more: refused(data.main, name, "--data_dir", root, *more)
+    return lambda root, name="clevr_change", *more: refused(
+        data.main, name, "--data_dir", root, *more
+    )
 
 
 @pytest.fixture
 def train(refused, tiny, tmp_path):
-    return lambda root, *more: refused(scorer_cbr.main, *tiny, "--data_dir", root, "--out_dir", tmp_path / "run", *more)
+    return lambda root, *more: refused(
+        scorer_cbr.main, *tiny, "--data_dir", root, "--out_dir", tmp_path / "run", *more
+    )
 
 
 def problems(capsys, name, root, *more):
@@ -68,13 +72,19 @@ def problems(capsys, name, root, *more):
 
 def write_edits(root):
     for split, uid in (("train", "A"), ("valid", "B"), ("test", "C")):
-        write(root / f"{split}.json", [item(uid, f"{uid}.jpg", f"{uid}2.png", "zoom in", "crop it in")])
+        write(
+            root / f"{split}.json",
+            [item(uid, f"{uid}.jpg", f"{uid}2.png", "zoom in", "crop it in")],
+        )
         for name in (f"{uid}.jpg", f"{uid}2.png"):
             write_picture(root / "images" / name)
 
 
 def write_levir(root):
-    images = [levir_image(split, 1, "a lake by a lake", "no change", changeflag=1) for split in data.SPLITS]
+    images = [
+        levir_image(split, 1, "a lake by a lake", "no change", changeflag=1)
+        for split in data.SPLITS
+    ]
     write(root / "LevirCCcaptions.json", {"images": images})
     for split in data.SPLITS:
         for folder in "AB":
@@ -83,7 +93,10 @@ def write_levir(root):
 
 def write_own(root):
     row = {"after": "b.png", "captions": ["it is open"]}
-    write(root / "pairs.json", [row | {"before": f"{split}.png", "split": split} for split in data.SPLITS])
+    write(
+        root / "pairs.json",
+        [row | {"before": f"{split}.png", "split": split} for split in data.SPLITS],
+    )
     for name in (*data.SPLITS, "b"):
         write_picture(root / f"{name}.png")
 
@@ -129,7 +142,9 @@ def test_numbers_out_of_range(method, flags, refused, tmp_path, monkeypatch):
 def run(prepared, tiny, tmp_path, monkeypatch):
     """The folder of a run that has ended, and calls of its method on it."""
     monkeypatch.setattr(scorer_cbr, "evaluate", lambda *_: {"CIDEr": 1.0})  # not what this is about
-    scorer_cbr.main([*tiny, "--steps", "1", "--data_dir", str(prepared), "--out_dir", str(tmp_path / "run")])
+    scorer_cbr.main(
+        [*tiny, "--steps", "1", "--data_dir", str(prepared), "--out_dir", str(tmp_path / "run")]
+    )
     return tmp_path / "run"
 
 
@@ -142,8 +157,21 @@ def test_checkpoints_that_are_none(run, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = run / "last.pt"
     content, state = file.read_bytes(), torch.load(file)
-    wrong = [b"", b"text", content[: len(content) // 2], None, [7], {}, Payload(), {"model": Payload()}]
-    wrong += [{k: v for k, v in state.items() if k != "model"}, state | {"model": {}}, state | {"vocab": ["a"]}]
+    wrong = [
+        b"",
+        b"text",
+        content[: len(content) // 2],
+        None,
+        [7],
+        {},
+        Payload(),
+        {"model": Payload()},
+    ]
+    wrong += [
+        {k: v for k, v in state.items() if k != "model"},
+        state | {"model": {}},
+        state | {"vocab": ["a"]},
+    ]
     wrong += [state | {"config": state["config"] | {"more": "x"}}]
     for content in wrong:
         file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
@@ -158,7 +186,9 @@ def test_a_full_disk(run, refused):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
     try:
-        line = refused(scorer_cbr.main, "--resume", "--out_dir", run, "--steps", 2, "--device", "cpu")
+        line = refused(
+            scorer_cbr.main, "--resume", "--out_dir", run, "--steps", 2, "--device", "cpu"
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "last.pt could not be written" in line or "best.pt could not be written" in line
@@ -186,11 +216,17 @@ def test_unknown_words_of_the_command_line(refused, prepared, train):
         assert "--extractor timm/no_such_net" in line or "features-timm-no_such_net.h5" in line
     line = train(prepared, "--dataset", "clevr_chance")
     assert "no such data set (did you mean clevr_change?); there are mini, clevr_change," in line
-    assert "--extractor vgg: clevr_change can have resnet101-layer3" in train(prepared, "--extractor", "vgg")
-    assert "--split: invalid choice: 'dev'" in refused(scorer_cbr.main, "--eval", "x.pt", "--split", "dev")
+    assert "--extractor vgg: clevr_change can have resnet101-layer3" in train(
+        prepared, "--extractor", "vgg"
+    )
+    assert "--split: invalid choice: 'dev'" in refused(
+        scorer_cbr.main, "--eval", "x.pt", "--split", "dev"
+    )
 
 
-@pytest.mark.parametrize("file", ["splits", "type_mapping", "change_captions", "no_change_captions"])
+@pytest.mark.parametrize(
+    "file", ["splits", "type_mapping", "change_captions", "no_change_captions"]
+)
 def test_broken_json(release, prepare, file):
     path = release / f"{file}.json"
     content = path.read_bytes()
@@ -211,7 +247,11 @@ def test_json_of_another_data_set(release, prepare, tmp_path):
     assert "splits.json cannot be used (train is missing)" in prepare(release)
 
 
-BOX, BOXES, OVERLAP = [1, 2, 3, 4.5], "change_captions_with_bbox.json", "change_captions_by_IOU.json"
+BOX, BOXES, OVERLAP = (
+    [1, 2, 3, 4.5],
+    "change_captions_with_bbox.json",
+    "change_captions_by_IOU.json",
+)
 
 
 @pytest.mark.parametrize("file, key, value", [
@@ -237,7 +277,9 @@ def spoilt(content, where=()):
             yield from spoilt(content[key], (*where, key))
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS if name not in ("birds_to_words", "cub", "nabirds")])
+@pytest.mark.parametrize(
+    "name", [name for name in WRITERS if name not in ("birds_to_words", "cub", "nabirds")]
+)
 def test_junk_anywhere_in_the_annotations(name, tmp_path):
     """Some junk is a release all the same (an empty list of a type's images); what is refused is refused in words."""
     WRITERS[name](tmp_path)
@@ -270,7 +312,9 @@ def test_a_picture_is_missing(release, prepare, capsys):
 def test_captions_that_are_none(prepared, prepare, wrong):
     captions = json.loads((prepared / "change_captions.json").read_text())
     write(prepared / "change_captions.json", captions | {"CLEVR_default_000003.png": wrong})
-    expected = "no captions for 000003.png" if wrong == [] else "change_captions.json cannot be used"
+    expected = (
+        "no captions for 000003.png" if wrong == [] else "change_captions.json cannot be used"
+    )
     assert expected in prepare(prepared)
 
 
@@ -295,7 +339,9 @@ HALF = np.zeros((45, *GRID), np.float16)
 def test_features_of_another_shape(prepared, train, x):
     rewrite(prepared, x, ["a"] * 45 if x is HALF else None)
     line = train(prepared)
-    assert f"{x.shape}" in line and line.endswith(f"run: python data.py clevr_change --data_dir {prepared}")
+    assert f"{x.shape}" in line and line.endswith(
+        f"run: python data.py clevr_change --data_dir {prepared}"
+    )
 
 
 def test_features_that_are_none(prepared, train, prepare):
@@ -304,7 +350,9 @@ def test_features_that_are_none(prepared, train, prepare):
     for broken in (b"no HDF5 at all", content[:-100]):
         path.unlink()  # a refused one may still be open
         path.write_bytes(broken)
-        assert "features.h5 cannot be used" in train(prepared) and "features.h5" in prepare(prepared)
+        assert "features.h5 cannot be used" in train(prepared) and "features.h5" in prepare(
+            prepared
+        )
     path.unlink()
     with h5py.File(path, "w") as f:
         f["image_ids"] = ["a"]
@@ -316,9 +364,13 @@ def test_features_that_are_none(prepared, train, prepare):
 def test_features_of_another_extractor(prepared, train, prepare):
     rewrite(prepared, extractor="resnet101-layer4")
     for line in (train(prepared), prepare(prepared)):
-        assert "features.h5 was made by resnet101-layer4, not by resnet101-layer3; remove it" in line
+        assert (
+            "features.h5 was made by resnet101-layer4, not by resnet101-layer3; remove it" in line
+        )
     line = train(prepared, "--extractor", "resnet101-layer4")
-    assert "features-resnet101-layer4.h5; run: python data.py" in line and line.endswith("--extractor resnet101-layer4")
+    assert "features-resnet101-layer4.h5; run: python data.py" in line and line.endswith(
+        "--extractor resnet101-layer4"
+    )
 
 
 # ---- vocabulary ------------------------------------------------------------------------------------------------------
@@ -344,18 +396,24 @@ def test_a_vocabulary_without_words(tmp_path, prepare, train, monkeypatch):
 
 
 def test_a_vocabulary_that_does_not_fit(prepared, tiny, refused, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(scorer_cbr, "evaluate", lambda *_: {"CIDEr": 1.0})  # is not what this is about
+    monkeypatch.setattr(
+        scorer_cbr, "evaluate", lambda *_: {"CIDEr": 1.0}
+    )  # is not what this is about
     flags = [*tiny, "--steps", 1, "--data_dir", prepared, "--out_dir", tmp_path / "run"]
     scorer_cbr.main([str(a) for a in flags])
     ids = json.loads((prepared / "vocab.json").read_text())
     write(prepared / "vocab.json", {("zebra" if i == 9 else w): i for w, i in ids.items()})
-    for command in (["--eval", tmp_path / "run/best.pt"], ["--resume", "--out_dir", tmp_path / "run"]):
+    for command in (
+        ["--eval", tmp_path / "run/best.pt"],
+        ["--resume", "--out_dir", tmp_path / "run"],
+    ):
         line = refused(scorer_cbr.main, *command)
         assert "the checkpoint was trained with" in line and "--data_dir" in line
     assert "vocab.json is not of these captions" in problems(capsys, "clevr_change", prepared)
 
 
 # ---- the other data sets ---------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_each_data_set_says_what_is_missing(name, tmp_path, prepare, capsys):

@@ -43,11 +43,15 @@ def test_token_match_on_the_gpu_equals_dense_on_the_cpu():
     expected = torch.autograd.grad((dense_match(q, k) * weight).sum(), (q, k))
     ours = token_match(q.cuda(), k.cuda())
     torch.testing.assert_close(ours.cpu(), dense_match(q, k))
-    for a, b in zip(torch.autograd.grad((ours * weight.cuda()).sum(), (q, k)), expected, strict=True):
+    for a, b in zip(
+        torch.autograd.grad((ours * weight.cuda()).sum(), (q, k)), expected, strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("flags", [["--no-amp", "--no-compile"], [], ["--features", "gpu"], ["--features", "file"]])
+@pytest.mark.parametrize(
+    "flags", [["--no-amp", "--no-compile"], [], ["--features", "gpu"], ["--features", "file"]]
+)
 def test_a_run_on_the_gpu_follows_one_on_the_cpu(method, prepared, tiny, tmp_path, flags):
     common = [*tiny, "--data_dir", str(prepared), "--dropout", "0", "--steps", "4"]
     if method is idc_pretrain:
@@ -60,9 +64,20 @@ def test_a_run_on_the_gpu_follows_one_on_the_cpu(method, prepared, tiny, tmp_pat
 
 @pytest.mark.parametrize("flags", [[], ["--no-compile"]])
 def test_resume_on_the_gpu(method, prepared, tiny, tmp_path, flags):
-    run = [*tiny, "--data_dir", str(prepared), "--device", "cuda", "--out_dir", str(tmp_path / "run"), *flags]
+    run = [
+        *tiny,
+        "--data_dir",
+        str(prepared),
+        "--device",
+        "cuda",
+        "--out_dir",
+        str(tmp_path / "run"),
+        *flags,
+    ]
     method.main([*run, "--steps", "4"])
-    method.main(["--resume", "--out_dir", str(tmp_path / "run"), "--device", "cuda", "--steps", "8"])
+    method.main(
+        ["--resume", "--out_dir", str(tmp_path / "run"), "--device", "cuda", "--steps", "8"]
+    )
     assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] == 8
 
 
@@ -71,7 +86,11 @@ def test_resume_on_the_gpu(method, prepared, tiny, tmp_path, flags):
 def test_phrases_entities_and_pretraining_on_the_gpu(method, own, tmp_path):
     """What the runs above leave out, on the embedded data set, which the GPU prepares; and a pair captioned there."""
     flags = "--scenes 60 --objects 2,4 --dim 32 --steps 4 --log_every 1 --eval_every 4".split()
-    flags += ["--mlm", "1", "--mvcl", "1", "--fda", "1", "--pretrain_steps", "12"] if method is idc_pretrain else []
+    flags += (
+        ["--mlm", "1", "--mvcl", "1", "--fda", "1", "--pretrain_steps", "12"]
+        if method is idc_pretrain
+        else []
+    )
     devices = ("cuda",) if method is idc_pretrain else ("cuda", "cpu")
     for device in devices:
         out = ["--data_dir", str(tmp_path / "mini"), "--out_dir", str(tmp_path / device)]
@@ -93,5 +112,7 @@ def test_features_made_on_the_gpu_are_those_of_the_cpu(tmp_path):
         Image.effect_noise((60, 40), 50).convert("RGB").save(tmp_path / f"{i}.png")
     paths = [tmp_path / f"{i}.png" for i in range(5)]
     plain = data.Extractor("resnet101-layer3", state)(paths).float()
-    fast = torch.cat(list(data.Extractor("resnet101-layer3", state, "cuda").blocks(paths, 2))).float()
+    fast = torch.cat(
+        list(data.Extractor("resnet101-layer3", state, "cuda").blocks(paths, 2))
+    ).float()
     assert (fast - plain).norm() < 0.01 * plain.norm()  # float16 has three digits

@@ -20,7 +20,16 @@ real = pytest.mark.skipif(not SHARED.exists(), reason="the public annotation fil
 
 
 def test_tokens_and_vocabulary_follow_the_fields_rule():
-    assert data.tokenize("A cube, was; it moved? yes.") == ["A", "cube", ",", "was", ";", "it", "moved", "yes"]
+    assert data.tokenize("A cube, was; it moved? yes.") == [
+        "A",
+        "cube",
+        ",",
+        "was",
+        ";",
+        "it",
+        "moved",
+        "yes",
+    ]
     assert data.tokenize("two  blanks ") == ["two", "", "blanks", ""]
     vocab = data.Vocab.of(["b a", "B, a"])
     assert vocab.words == [*data.SPECIAL, ",", "B", "a", "b"]
@@ -42,7 +51,10 @@ def test_real_clevr_change_splits_are_read(tmp_path):
     release = data.read_clevr_change(tmp_path)
     assert {s: len(v) for s, v in release.scenes.items()} == data.DATASETS["clevr_change"].scenes
     test = {p.id for s in release.scenes["test"] for p in s.pairs}
-    assert all(len(release.groups[kind] & test) == 797 for kind in ("color", "material", "add", "drop", "move"))
+    assert all(
+        len(release.groups[kind] & test) == 797
+        for kind in ("color", "material", "add", "drop", "move")
+    )
 
 
 def test_a_scene_is_a_changed_and_a_distractor_pair(release):
@@ -59,10 +71,16 @@ def test_a_scene_is_a_changed_and_a_distractor_pair(release):
     "spoil, message",
     [
         (lambda r: (r / "splits.json").unlink(), "No such file.*splits.json"),
-        (lambda r: (r / "splits.json").write_text("{"), r"splits.json cannot be used \(Expecting property name"),
+        (
+            lambda r: (r / "splits.json").write_text("{"),
+            r"splits.json cannot be used \(Expecting property name",
+        ),
         (lambda r: (r / "splits.json").write_text("[]"), "splits.json cannot be used"),
         (lambda r: (r / "splits.json").write_text('{"train": []}'), "splits.json.*val is missing"),
-        (lambda r: (r / "change_captions.json").write_text("{}"), "captions.json.*CLEVR_default_000000.png is missing"),
+        (
+            lambda r: (r / "change_captions.json").write_text("{}"),
+            "captions.json.*CLEVR_default_000000.png is missing",
+        ),
     ],
 )
 def test_bad_release_files_are_named(release, spoil, message):
@@ -73,7 +91,9 @@ def test_bad_release_files_are_named(release, spoil, message):
 
 def test_feature_file_round_trip(tmp_path):
     x = np.random.default_rng(0).random((5, *GRID)).astype(np.float32)
-    data.write_features(tmp_path / "f.h5", list("abcde"), iter([x[:2], x[2:]]), "resnet101-layer3", "how")
+    data.write_features(
+        tmp_path / "f.h5", list("abcde"), iter([x[:2], x[2:]]), "resnet101-layer3", "how"
+    )
     features = data.Features(tmp_path / "f.h5", "make it")
     assert features.extractor == "resnet101-layer3"
     expected = torch.from_numpy(x[[3, 0]]).half()
@@ -104,7 +124,9 @@ def test_feature_file_round_trip(tmp_path):
 def test_load_says_what_to_run(release, prepared):
     dataset = data.load("clevr_change", prepared)
     assert dataset.grid == GRID and dataset.max_len == 2 + 9  # "the scene , it seems , is the same"
-    with pytest.raises(ValueError, match="--dataset else: no such data set; there are mini, clevr_change"):
+    with pytest.raises(
+        ValueError, match="--dataset else: no such data set; there are mini, clevr_change"
+    ):
         data.load("else", prepared)
     (prepared / "vocab.json").unlink()
     with pytest.raises(FileNotFoundError, match="python data.py clevr_change --data_dir"):
@@ -113,17 +135,28 @@ def test_load_says_what_to_run(release, prepared):
 
 def collect(dataset, *args, **kwargs):
     epoch = dataset.train_batches(*args, **kwargs)
-    return [tuple((b.pair_ids, b.caption.tolist(), b.before.tolist()) for b in batches) for batches in epoch]
+    return [
+        tuple((b.pair_ids, b.caption.tolist(), b.before.tolist()) for b in batches)
+        for batches in epoch
+    ]
 
 
 def test_batches_are_a_function_of_seed_and_epoch(prepared):
     dataset = data.load("clevr_change", prepared)
     epoch = collect(dataset, 3, seed=5, epoch=2)
     assert len(epoch) == dataset.steps(3) == 3
-    assert sorted(i for s in epoch for i in s[0][0]) == sorted(p.id for p in dataset.pairs("train") if "_n" not in p.id)
-    assert all([f"{i}_n" for i in s[0][0]] == s[1][0] for s in epoch)  # both pairs of a scene, in the same place
-    assert epoch == collect(dataset, 3, seed=5, epoch=2) and epoch[1:] == collect(dataset, 3, 5, 2, start=1)
-    assert epoch != collect(dataset, 3, seed=5, epoch=3) and epoch != collect(dataset, 3, seed=6, epoch=2)
+    assert sorted(i for s in epoch for i in s[0][0]) == sorted(
+        p.id for p in dataset.pairs("train") if "_n" not in p.id
+    )
+    assert all(
+        [f"{i}_n" for i in s[0][0]] == s[1][0] for s in epoch
+    )  # both pairs of a scene, in the same place
+    assert epoch == collect(dataset, 3, seed=5, epoch=2) and epoch[1:] == collect(
+        dataset, 3, 5, 2, start=1
+    )
+    assert epoch != collect(dataset, 3, seed=5, epoch=3) and epoch != collect(
+        dataset, 3, seed=6, epoch=2
+    )
 
 
 def test_swap_takes_default_or_distractor_as_before(prepared):
@@ -133,15 +166,21 @@ def test_swap_takes_default_or_distractor_as_before(prepared):
         for changed, distractor in dataset.train_batches(8, 0, epoch):
             for i, pair_id in enumerate(changed.pair_ids):
                 number = pair_id[:6]
-                names = [f"CLEVR_{kind}_{number}.png" for kind in ("default", "semantic", "nonsemantic")]
+                names = [
+                    f"CLEVR_{kind}_{number}.png" for kind in ("default", "semantic", "nonsemantic")
+                ]
                 default, semantic, other = dataset.features.rows(names)
-                assert torch.equal(changed.after[i], semantic) and torch.equal(changed.before[i], distractor.before[i])
+                assert torch.equal(changed.after[i], semantic) and torch.equal(
+                    changed.before[i], distractor.before[i]
+                )
                 swapped = torch.equal(changed.before[i], other)
                 assert torch.equal(distractor.after[i], default if swapped else other)
                 seen.add(swapped)
     assert seen == {True, False}
     evaluation = next(dataset.eval_batches("test", 5))
-    assert torch.equal(evaluation.before[0], dataset.features.rows(["CLEVR_default_000010.png"])[0])  # never at test
+    assert torch.equal(
+        evaluation.before[0], dataset.features.rows(["CLEVR_default_000010.png"])[0]
+    )  # never at test
 
 
 def test_swapped_view_brings_its_own_captions(release):
@@ -157,7 +196,10 @@ def test_quarters_of_viewpoint_difficulty(prepared):
     (prepared / "change_captions_by_IOU.json").write_text(json.dumps(overlap))
     dataset = data.load("clevr_change", prepared)
     groups = data.groups_of(dataset, "test")
-    assert groups["view: hardest quarter"] == {"000014.png"} and len(groups["view: easiest quarter"]) == 1
+    assert (
+        groups["view: hardest quarter"] == {"000014.png"}
+        and len(groups["view: easiest quarter"]) == 1
+    )
     assert not any(name.startswith("view") for name in data.groups_of(dataset, "val"))
 
 
@@ -227,7 +269,10 @@ def test_check_reports_every_problem(prepared, monkeypatch, capsys):
     ]  # fmt: skip
     for file in (prepared / "features.h5", prepared / "vocab.json"):
         file.unlink()
-        assert any(f" at {file}; run: python data.py" in line for line in data.check("clevr_change", prepared))
+        assert any(
+            f" at {file}; run: python data.py" in line
+            for line in data.check("clevr_change", prepared)
+        )
 
 
 class Captioner(torch.nn.Module):
@@ -238,7 +283,9 @@ class Captioner(torch.nn.Module):
     def generate(self, before, after, more=None):
         brighter = (after - before).mean((1, 2, 3)) > 0
         word = torch.where(brighter, 4, 5) if more is None else more
-        return torch.stack([torch.full_like(word, data.START), word, torch.full_like(word, data.END)], 1)
+        return torch.stack(
+            [torch.full_like(word, data.START), word, torch.full_like(word, data.END)], 1
+        )
 
     def attention_map(self, before, after, ids, more=None):
         return {"attention": after.mean(1)}
@@ -247,6 +294,7 @@ class Captioner(torch.nn.Module):
 @pytest.fixture
 def captioner(tmp_path, monkeypatch):
     """Two pictures, a model and its checkpoint's content, with an extractor that takes the mean."""
+
     class Mean(data.Extractor):
         def __init__(self, name, state, device):
             self.preprocess = lambda image: data.preprocess_imagenet(image, 64)
@@ -255,8 +303,13 @@ def captioner(tmp_path, monkeypatch):
 
     monkeypatch.setattr(data, "Extractor", Mean)
     for name in ("dark", "bright"):
-        data.Image.new("RGB", (40, 20), {"dark": "black", "bright": "white"}[name]).save(tmp_path / f"{name}.png")
-    state = {"vocab": [*data.SPECIAL, "brighter", "darker"], "extractor": {"name": "mean", "state": None}}
+        data.Image.new("RGB", (40, 20), {"dark": "black", "bright": "white"}[name]).save(
+            tmp_path / f"{name}.png"
+        )
+    state = {
+        "vocab": [*data.SPECIAL, "brighter", "darker"],
+        "extractor": {"name": "mean", "state": None},
+    }
     return tmp_path / "dark.png", tmp_path / "bright.png", Captioner(), state
 
 
@@ -270,7 +323,11 @@ def test_two_files_are_captioned(captioner, tmp_path, capsys, monkeypatch):
     there = {*tmp_path.iterdir()}
     (tmp_path / "sub").mkdir()
     (tmp_path / "link.png").symlink_to(bright)
-    for out in (bright, tmp_path / "sub/../dark.png", tmp_path / "link.png"):  # a photograph of the user
+    for out in (
+        bright,
+        tmp_path / "sub/../dark.png",
+        tmp_path / "link.png",
+    ):  # a photograph of the user
         with pytest.raises(ValueError, match="is one of the files to read"):
             data.caption_files(data.Captioner(*model), [dark, bright], str(out))
     monkeypatch.setattr(data.Image.Image, "save", lambda *_, **__: 1 / 0)
@@ -286,13 +343,21 @@ def test_the_pairs_of_a_file_are_captioned(captioner, tmp_path, capsys):
     *_, model, state = captioner
     rows = ["dark.png,bright.png,", "bright.png,dark.png,x", "dark.png,dark.png,0"]
     (tmp_path / "pairs.csv").write_text("\n".join(["before,after,id", *rows]))
-    data.caption_files(data.Captioner(model, state), [str(tmp_path / "pairs.csv")], str(tmp_path / "out.json"))
+    data.caption_files(
+        data.Captioner(model, state), [str(tmp_path / "pairs.csv")], str(tmp_path / "out.json")
+    )
     told = {"dark.png bright.png": "brighter", "x": "darker", "0": "darker"}
-    assert capsys.readouterr().out.splitlines() == [f"{name}: {caption}" for name, caption in told.items()]
+    assert capsys.readouterr().out.splitlines() == [
+        f"{name}: {caption}" for name, caption in told.items()
+    ]
     assert data.read_predictions(tmp_path / "out.json") == told
-    inputs = lambda model, state, pictures: torch.tensor([4 + (picture.stem == "dark") for picture in pictures[::2]])
+    inputs = lambda model, state, pictures: torch.tensor(
+        [4 + (picture.stem == "dark") for picture in pictures[::2]]
+    )
     pairs = [captioner[:2], captioner[1::-1], captioner[:2]]
-    captions = [caption for caption, _ in data.Captioner(model, state, inputs).pairs(pairs, batch=2)]
+    captions = [
+        caption for caption, _ in data.Captioner(model, state, inputs).pairs(pairs, batch=2)
+    ]
     assert captions == ["darker", "brighter", "darker"]
     (tmp_path / "pairs.csv").write_text("before\na.png")
     for text, message in (

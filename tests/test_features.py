@@ -21,12 +21,20 @@ import scorer_cbr
 
 def test_bicubic_preprocessing_against_loop():
     """OpenCV's bicubic: half-pixel centres, a = -0.75, border repeated, no antialiasing, rounded to bytes."""
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (300, 280, 3), dtype=np.uint8))
+    image = Image.fromarray(
+        np.random.default_rng(0).integers(0, 255, (300, 280, 3), dtype=np.uint8)
+    )
     x, pixels = data.preprocess_resnet(image), np.array(image).astype(float)
 
     def weight(d, a=-0.75):
         d = abs(d)
-        return (a + 2) * d**3 - (a + 3) * d**2 + 1 if d <= 1 else a * (d**3 - 5 * d**2 + 8 * d - 4) if d < 2 else 0.0
+        return (
+            (a + 2) * d**3 - (a + 3) * d**2 + 1
+            if d <= 1
+            else a * (d**3 - 5 * d**2 + 8 * d - 4)
+            if d < 2
+            else 0.0
+        )
 
     for row, col in ((0, 0), (100, 37), (223, 223)):
         y, z = (row + 0.5) * 300 / 224 - 0.5, (col + 0.5) * 280 / 224 - 0.5
@@ -37,17 +45,28 @@ def test_bicubic_preprocessing_against_loop():
         )
         byte = np.clip(np.round(value), 0, 255) / 255
         expected = (byte - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.224]
-        np.testing.assert_allclose(x[:, row, col], expected, atol=0.02)  # a tie may round the other way: 1/255/.224
+        np.testing.assert_allclose(
+            x[:, row, col], expected, atol=0.02
+        )  # a tie may round the other way: 1/255/.224
 
 
 def test_resnet_extractor_has_the_papers_shape(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *a, **k: pytest.fail("nothing may be downloaded"))
+    monkeypatch.setattr(
+        torch.hub,
+        "load_state_dict_from_url",
+        lambda *a, **k: pytest.fail("nothing may be downloaded"),
+    )
     state = random_resnet()
     Image.new("RGB", (30, 20), "red").save(tmp_path / "a.png")
     Image.new("P", (20, 20)).save(tmp_path / "b.gif")
     extractor = data.Extractor("resnet101-layer3", state)
     x = extractor([tmp_path / "a.png", tmp_path / "b.gif"])
-    assert x.shape == (2, 1024, 14, 14) and x.dtype == torch.float16 and (x >= 0).all() and x.isfinite().all()
+    assert (
+        x.shape == (2, 1024, 14, 14)
+        and x.dtype == torch.float16
+        and (x >= 0).all()
+        and x.isfinite().all()
+    )
     with pytest.raises(ValueError, match="unknown feature extractor"):
         data.Extractor("vgg")
 
@@ -57,8 +76,12 @@ def random_resnet(name="resnet101-layer3"):
     from torchvision.models import resnet101
 
     torch.manual_seed(0)
-    net = resnet101(weights=None, zero_init_residual=True)  # else 30 residual blocks pass float16's range
-    layers = "conv1 bn1 relu maxpool layer1 layer2 layer3 layer4".split()[: 8 if "layer4" in name else 7]
+    net = resnet101(
+        weights=None, zero_init_residual=True
+    )  # else 30 residual blocks pass float16's range
+    layers = "conv1 bn1 relu maxpool layer1 layer2 layer3 layer4".split()[
+        : 8 if "layer4" in name else 7
+    ]
     return torch.nn.Sequential(*(getattr(net, layer) for layer in layers)).state_dict()
 
 
@@ -68,21 +91,29 @@ def test_the_other_resnet_extractors(name, side, tmp_path):
     from torchvision.models import resnet101
     from torchvision.transforms import Compose, Normalize, Resize, ToTensor
 
-    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (300, 280, 3), dtype=np.uint8))
+    picture = Image.fromarray(
+        np.random.default_rng(0).integers(0, 255, (300, 280, 3), dtype=np.uint8)
+    )
     picture.save(tmp_path / "a.png")
     extractor = data.Extractor(name, random_resnet(name))
-    x = Compose([Resize((side, side)), ToTensor(), Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])])(picture)
+    x = Compose(
+        [Resize((side, side)), ToTensor(), Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])]
+    )(picture)
     torch.testing.assert_close(extractor.preprocess(picture), x)
     assert str(side) in extractor.preprocessing and ".225" in extractor.preprocessing
     net = resnet101().eval()
-    parts = [getattr(net, part) for part in "conv1 bn1 relu maxpool layer1 layer2 layer3 layer4".split()]
+    parts = [
+        getattr(net, part) for part in "conv1 bn1 relu maxpool layer1 layer2 layer3 layer4".split()
+    ]
     trunk = torch.nn.Sequential(*parts[: 8 if side == 224 else 7])
     trunk.load_state_dict(extractor.state)
     with torch.no_grad():
         expected = trunk(x[None])
     expected = torch.nn.functional.adaptive_avg_pool2d(expected, 14) if side == 256 else expected
     assert expected.shape == ((1, 2048, 7, 7) if side == 224 else (1, 1024, 14, 14))
-    torch.testing.assert_close(extractor([tmp_path / "a.png"]).float(), expected, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(
+        extractor([tmp_path / "a.png"]).float(), expected, atol=2e-3, rtol=2e-3
+    )
 
 
 def test_any_picture_is_read_by_its_content(tmp_path):
@@ -113,7 +144,9 @@ def test_any_picture_is_read_by_its_content(tmp_path):
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "TIFF", "BMP"])
 def test_a_truncated_picture_is_named(form, tmp_path):
     path = tmp_path / "cut.png"
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (12, 16, 3), dtype=np.uint8)).save(path, form)
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (12, 16, 3), dtype=np.uint8)).save(
+        path, form
+    )
     whole = path.read_bytes()
     for length in (0, 3, 20, len(whole) // 2, len(whole) * 4 // 5):
         path.write_bytes(whole[:length])
@@ -153,7 +186,9 @@ def test_pictures_decoded_ahead_stay_in_order(tmp_path):
         return decode(image)
 
     def slow(x):
-        assert ahead.wait(10)  # the second block is being decoded before the network is done with the first
+        assert ahead.wait(
+            10
+        )  # the second block is being decoded before the network is done with the first
         return net(x)
 
     extractor.preprocess, extractor.net = preprocess, slow
@@ -199,7 +234,9 @@ def test_preparation_once_whole(release, monkeypatch, capsys):
     assert left(release) == there | {release / "features.h5", release / "vocab.json"}
     dataset = data.load("clevr_change", release)
     for name, x in zip(dataset.paths, dataset.features.rows(list(dataset.paths)), strict=True):
-        assert x[0, 0, 0].item() == pytest.approx(np.array(data.read_image(dataset.paths[name])).mean(), rel=1e-3)
+        assert x[0, 0, 0].item() == pytest.approx(
+            np.array(data.read_image(dataset.paths[name])).mean(), rel=1e-3
+        )
     data.main(call)
     assert Quick.read == 45 and "features.h5 is there already" in capsys.readouterr().out
 
@@ -255,7 +292,10 @@ def test_pictures_beside_the_file_of_pairs(tmp_path, monkeypatch):
     """From inside the folder: a relative path without a parent."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(data, "Extractor", Quick)
-    lines = ["before,after,captions,split", *(f"{split}.png,b.png,it opened,{split}" for split in data.SPLITS)]
+    lines = [
+        "before,after,captions,split",
+        *(f"{split}.png,b.png,it opened,{split}" for split in data.SPLITS),
+    ]
     Path("pairs.csv").write_text("\n".join(lines))
     for name in (*data.SPLITS, "b"):
         write_picture(tmp_path / f"{name}.png")
@@ -288,9 +328,15 @@ def test_each_extractor_has_a_file_of_its_own(release, monkeypatch, tiny, capsys
     assert {p.name for p in release.glob("*.h5")} == {"features.h5", "features-resnet101-layer4.h5"}
     assert data.load("clevr_change", release).grid == (3, 2, 3)
     assert data.load("clevr_change", release, extractor="resnet101-layer4").grid == (4, 2, 3)
-    assert data.load("clevr_change", release, extractor="resnet101-layer3").grid == (3, 2, 3)  # the data set's own
+    assert data.load("clevr_change", release, extractor="resnet101-layer3").grid == (
+        3,
+        2,
+        3,
+    )  # the data set's own
     flags = [*tiny, "--data_dir", str(release), "--extractor", "resnet101-layer4"]
-    cfg, _ = scorer_cbr.parse_args(scorer_cbr.Config, scorer_cbr.PRESETS, "scorer_cbr", "doc", flags)
+    cfg, _ = scorer_cbr.parse_args(
+        scorer_cbr.Config, scorer_cbr.PRESETS, "scorer_cbr", "doc", flags
+    )
     assert data.open_dataset(cfg).features.extractor == "resnet101-layer4"
 
 

@@ -46,13 +46,21 @@ def write_clevr_dc(root):
 
 def test_clevr_dc(tmp_path):
     write_clevr_dc(tmp_path)
-    release, green = data.read_clevr_dc(tmp_path), ["the green cube moved", "a green cube, it moved."]
-    assert sizes(release) == {"train": 8, "val": 2, "test": 2} and release.scenes["val"][0].swapped is None
+    release, green = (
+        data.read_clevr_dc(tmp_path),
+        ["the green cube moved", "a green cube, it moved."],
+    )
+    assert (
+        sizes(release) == {"train": 8, "val": 2, "test": 2}
+        and release.scenes["val"][0].swapped is None
+    )
     assert pairs(release, "test")[0] == data.Pair("000010.png", "bef/10.png", "aft/10.png", green)
     assert all(path.exists() for path in release.paths.values()) and len(release.paths) == 24
     assert release.kinds["no change"] == {"000010.png", "000011.png"}
     assert release.kinds["add"] == {"000004.png", "000005.png"}
-    write(tmp_path / "split.json", {"train": [0, 3], "val": [5], "test": [11]})  # a part: nobody knows the kinds
+    write(
+        tmp_path / "split.json", {"train": [0, 3], "val": [5], "test": [11]}
+    )  # a part: nobody knows the kinds
     assert data.read_clevr_dc(tmp_path).kinds == {}
     write(tmp_path / "split.json", {"train": [0, 12], "val": [5], "test": [11]})
     with pytest.raises(ValueError, match=r"captions.json cannot be used \(12 is missing"):
@@ -63,7 +71,9 @@ def test_clevr_dc(tmp_path):
 def test_real_clevr_dc_split(tmp_path):
     splits = json.loads((SHARED / "clevr_dc/split.json").read_text())
     write(tmp_path / "split.json", splits)
-    write(tmp_path / "captions.json", {str(i): ["a caption"] for ids in splits.values() for i in ids})
+    write(
+        tmp_path / "captions.json", {str(i): ["a caption"] for ids in splits.values() for i in ids}
+    )
     release = data.read_clevr_dc(tmp_path)
     assert sizes(release) == data.DATASETS["clevr_dc"].scenes and not release.notes
     test = {p.id for p in pairs(release, "test")}
@@ -77,12 +87,23 @@ def test_a_data_set_of_one_pair_a_scene_makes_batches(tmp_path):
     assert dataset.grid == GRID and dataset.lengths == [2 + 6] and dataset.steps(3) == 3
     epoch = [batches for batches in dataset.train_batches(3, seed=0, epoch=0)]
     assert [len(batches) for batches in epoch] == [1, 1, 1] and not epoch[0][0].single
-    assert sorted(i for (batch,) in epoch for i in batch.pair_ids) == [f"{i:06d}.png" for i in range(8)]
-    drawn = {text for e in range(6) for (batch,) in dataset.train_batches(3, 0, e) for text in batch.texts}
-    assert drawn == {c for p in dataset.pairs("train") for c in p.captions}  # every caption has its turn
+    assert sorted(i for (batch,) in epoch for i in batch.pair_ids) == [
+        f"{i:06d}.png" for i in range(8)
+    ]
+    drawn = {
+        text
+        for e in range(6)
+        for (batch,) in dataset.train_batches(3, 0, e)
+        for text in batch.texts
+    }
+    assert drawn == {
+        c for p in dataset.pairs("train") for c in p.captions
+    }  # every caption has its turn
     assert [p.id for p in dataset.pairs("test")] == ["000010.png", "000011.png"]
     assert data.groups_of(dataset, "test") == dataset.kinds
-    assert np.array_equal(next(dataset.eval_batches("val", 2)).after[1], dataset.features.rows(["aft/9.png"])[0])
+    assert np.array_equal(
+        next(dataset.eval_batches("val", 2)).after[1], dataset.features.rows(["aft/9.png"])[0]
+    )
 
 
 # ---- Spot-the-Diff ---------------------------------------------------------------------------------------------------
@@ -93,7 +114,10 @@ SPOT = {"train": [("7", ["a man left", ""]), ("12", ["the red car is gone"]), ("
 
 def write_spot(root):
     for split, rows in SPOT.items():
-        write(root / "annotations" / f"{split}.json", [{"img_id": i, "sentences": found} for i, found in rows])
+        write(
+            root / "annotations" / f"{split}.json",
+            [{"img_id": i, "sentences": found} for i, found in rows],
+        )
         for i, _ in rows:
             for name in (f"{i}.png", f"{i}_2.png"):
                 write_picture(root / "resized_images" / name)
@@ -104,8 +128,12 @@ def test_spot_the_diff_groups_the_rows_of_an_id(tmp_path):
     release = data.read_spot_the_diff(tmp_path / "official")
     assert sizes(release) == {"train": 2, "val": 1, "test": 1}
     texts = ["a man left", "", "no man"]
-    assert pairs(release, "train")[0] == data.Pair("7", "resized_images/7.png", "resized_images/7_2.png", texts)
-    assert pairs(release, "test")[0].captions == [""] and all(path.exists() for path in release.paths.values())
+    assert pairs(release, "train")[0] == data.Pair(
+        "7", "resized_images/7.png", "resized_images/7_2.png", texts
+    )
+    assert pairs(release, "test")[0].captions == [""] and all(
+        path.exists() for path in release.paths.values()
+    )
     write(tmp_path / "official/annotations/test.json", [{"img_id": "1"}])
     with pytest.raises(ValueError, match=r"test.json cannot.*sentences is missing"):
         data.read_spot_the_diff(tmp_path / "official")
@@ -122,7 +150,10 @@ def test_real_spot_the_diff(tmp_path):
     write(tmp_path / "annotations/test.json", [{"img_id": "99999", "sentences": ["x"]}])
     release = data.read_spot_the_diff(tmp_path)
     assert sizes(release) == {"train": 8566, "val": 1493, "test": 1} and not release.notes
-    assert sum(not c for p in pairs(release, "train") + pairs(release, "val") for c in p.captions) == 59
+    assert (
+        sum(not c for p in pairs(release, "train") + pairs(release, "val") for c in p.captions)
+        == 59
+    )
     vocab = data.vocab_of("spot_the_diff", release)
     assert len(vocab) == data.DATASETS["spot_the_diff"].words == 2059 and "" in vocab.index
     captions = [c for p in pairs(release, "train") for c in p.captions]
@@ -140,14 +171,19 @@ def test_image_editing_request_is_keyed_by_uid(tmp_path):
     train = [item("A_1", "a.jpg", "b.jpg", "Zoom in"), item("A_2", "a.jpg", "b.jpg", "crop, so...")]
     write(tmp_path / "train.json", train)
     write(tmp_path / "valid.json", [item("A_3", "a.jpg", "c.gif", "x", "y", "z")])
-    write(tmp_path / "test.json", [item("B_1", "a.jpg", "c.gif", "x"), item("B_2", "d.png", "c.gif", "x")])
+    write(
+        tmp_path / "test.json",
+        [item("B_1", "a.jpg", "c.gif", "x"), item("B_2", "d.png", "c.gif", "x")],
+    )
     release = data.read_image_editing(tmp_path)
     assert [p.id for p in pairs(release, "train")] == ["A_1", "A_2"] and set(release.paths) == {
         "a.jpg", "b.jpg", "c.gif", "d.png"}  # fmt: skip
     assert release.paths["c.gif"] == tmp_path / "c.gif"
     (tmp_path / "images").mkdir()
     assert data.read_image_editing(tmp_path).paths["c.gif"] == tmp_path / "images" / "c.gif"
-    assert data.tokenize_lower(" Crop, PLEASE... it's  50%") == "crop , please ... it ' s 50 %".split()
+    assert (
+        data.tokenize_lower(" Crop, PLEASE... it's  50%") == "crop , please ... it ' s 50 %".split()
+    )
     write(tmp_path / "test.json", [item("B_1", "a.jpg", "c.gif", 5)])
     with pytest.raises(ValueError, match=r"test.json cannot be used \(expected a list of strings"):
         data.read_image_editing(tmp_path)
@@ -159,11 +195,16 @@ def test_image_editing_request_is_keyed_by_uid(tmp_path):
 @real
 def test_real_image_editing_request(tmp_path):
     for split in ("train", "valid"):
-        write(tmp_path / f"{split}.json", (SHARED / f"image_editing_request/{split}.json").read_text())
+        write(
+            tmp_path / f"{split}.json", (SHARED / f"image_editing_request/{split}.json").read_text()
+        )
     write(tmp_path / "test.json", [item("T_1", "a.jpg", "b.jpg", "x")])
     release = data.read_image_editing(tmp_path)
     assert sizes(release) == {"train": 3061, "val": 383, "test": 1}
-    assert sum(len(p.captions) for split in ("train", "val") for p in pairs(release, split)) == 3061 + 1149
+    assert (
+        sum(len(p.captions) for split in ("train", "val") for p in pairs(release, split))
+        == 3061 + 1149
+    )
     vocab = data.vocab_of("image_editing_request", release)
     assert len(vocab) == data.DATASETS["image_editing_request"].words == 808
     captions = [c for split in ("train", "val") for p in pairs(release, split) for c in p.captions]
@@ -188,10 +229,18 @@ def test_levir_cc(tmp_path):
     name, texts = "train_000001.png", ["a lake appears", "a lake"]
     assert pairs(release, "train") == [data.Pair(name, f"train/A/{name}", f"train/B/{name}", texts)]
     assert release.paths["test/B/test_000002.png"] == tmp_path / "images/test/B/test_000002.png"
-    assert release.kinds["no change"] == {"val_000001.png", "test_000001.png"}  # the second by its words
+    assert release.kinds["no change"] == {
+        "val_000001.png",
+        "test_000001.png",
+    }  # the second by its words
     assert pairs(release, "test")[1].captions == ["a lake appears"] * 5
     vocab = data.vocab_of("levir_cc", release)  # more than five times, in all splits
-    assert vocab.words[4:] == ["a", "appears", "lake"] and vocab.encode("a villa", 4) == [2, 4, 1, 3]
+    assert vocab.words[4:] == ["a", "appears", "lake"] and vocab.encode("a villa", 4) == [
+        2,
+        4,
+        1,
+        3,
+    ]
     assert vocab.split("a " * 60) == ["a"] * 50
     write(tmp_path / "LevirCCcaptions.json", {"images": [levir_image("restval", 1, "x")]})
     with pytest.raises(ValueError, match=r"expected the splits train, val, test, found 'restval'"):
@@ -203,7 +252,18 @@ def test_levir_cc(tmp_path):
 
 def bird_row(before, after, split, text):
     url = "https://static.inaturalist.org/photos/{}/large.jpg?15"
-    row = ["obs", url.format(before), "species", "base", "obs", url.format(after), "species", "visual", split, "1"]
+    row = [
+        "obs",
+        url.format(before),
+        "species",
+        "base",
+        "obs",
+        url.format(after),
+        "species",
+        "visual",
+        split,
+        "1",
+    ]
     return "\t".join([*row, text])
 
 
@@ -216,17 +276,26 @@ def test_birds_to_words_reads_the_pairs_whose_photographs_are_here(tmp_path):
             bird_row(2, 1, "train", '"Animal 1 has no tail'), bird_row(1, 2, "val", "x"),
             bird_row(3, 1, "test", "long " * 90), bird_row(3, 4, "test", "y")]  # fmt: skip
     write(tmp_path / "birds-to-words-v1.0.tsv", "\n".join([BIRD_COLUMNS, *rows]))
-    with pytest.raises(ValueError, match=r"no pairs in train; 0 of 5 pairs have both .*has their addresses"):
+    with pytest.raises(
+        ValueError, match=r"no pairs in train; 0 of 5 pairs have both .*has their addresses"
+    ):
         data.read_release("birds_to_words", tmp_path)
     for photo in (1, 2, 3):
         write_picture(tmp_path / "images" / f"{photo}.jpg")
     release = data.read_birds_to_words(tmp_path)
-    assert sizes(release) == {"train": 2, "val": 1, "test": 1} and "4 of 5 pairs" in release.notes[0]
+    assert (
+        sizes(release) == {"train": 2, "val": 1, "test": 1} and "4 of 5 pairs" in release.notes[0]
+    )
     first, second = pairs(release, "train")  # the order of the images is part of the pair
-    assert first == data.Pair("1.jpg_2.jpg", "1.jpg", "2.jpg", ['animal 1 is " big " . animal 2', "both are red"])
+    assert first == data.Pair(
+        "1.jpg_2.jpg", "1.jpg", "2.jpg", ['animal 1 is " big " . animal 2', "both are red"]
+    )
     assert (second.before, second.captions) == ("2.jpg", ['" animal 1 has no tail'])
     vocab = data.vocab_of("birds_to_words", release)
-    assert len(vocab.encode(pairs(release, "test")[0].captions[0], 79)) == 79 and "long" not in vocab.index
+    assert (
+        len(vocab.encode(pairs(release, "test")[0].captions[0], 79)) == 79
+        and "long" not in vocab.index
+    )
     assert data.photo_file("https://elsewhere.org/a/b.jpeg") == "https-elsewhere-org-a-b-jpeg.jpg"
 
 
@@ -237,7 +306,10 @@ def write_cub(root):
     write(root / "testclasses.txt", "002.Tern\n")
     for name in names:
         write_picture(root / "images" / name)
-        write(root / "text_c10" / name.replace(".jpg", ".txt"), "A white bird.\r\n\nthis bird, it has a red bill\n")
+        write(
+            root / "text_c10" / name.replace(".jpg", ".txt"),
+            "A white bird.\r\n\nthis bird, it has a red bill\n",
+        )
         write(root / "text_c10" / name.replace(".jpg", ".t7"), "not text")
 
 
@@ -249,19 +321,36 @@ def test_cub_has_single_images(tmp_path):
                                                  ["a white bird .", "this bird , it has a red bill"])  # fmt: skip
     write_features("cub", tmp_path)
     dataset = data.load("cub", tmp_path)
-    (batch,), = dataset.train_batches(4, seed=0, epoch=0)
-    assert batch.single and batch.before.all() and not batch.after.any() and batch.after.shape == (2, *GRID)
+    ((batch,),) = dataset.train_batches(4, seed=0, epoch=0)
+    assert (
+        batch.single
+        and batch.before.all()
+        and not batch.after.any()
+        and batch.after.shape == (2, *GRID)
+    )
     write(tmp_path / "testclasses.txt", "003.Auk\n")
-    with pytest.raises(ValueError, match=r"images.txt cannot be used \(002.Tern is missing\); its classes must be in"):
+    with pytest.raises(
+        ValueError,
+        match=r"images.txt cannot be used \(002.Tern is missing\); its classes must be in",
+    ):
         data.read_cub(tmp_path)
 
 
 def write_nabirds(root):
-    files = {f"{n:08d}-aaaa": f"{c:04d}/{n:08d}aaaa.jpg" for n, c in enumerate((817, 295, 817, 1010, 295, 817))}
+    files = {
+        f"{n:08d}-aaaa": f"{c:04d}/{n:08d}aaaa.jpg"
+        for n, c in enumerate((817, 295, 817, 1010, 295, 817))
+    }
     write(root / "images.txt", "".join(f"{i} {name}\n" for i, name in files.items()))
-    write(root / "image_class_labels.txt", "".join(f"{i} {int(name[:4])}\n" for i, name in files.items()))
+    write(
+        root / "image_class_labels.txt",
+        "".join(f"{i} {int(name[:4])}\n" for i, name in files.items()),
+    )
     write(root / "train_test_split.txt", "".join(f"{i} {int(i[7] != '5')}\n" for i in files))
-    write(root / "classes.txt", "0 Birds\n295 Ross's Goose\n817 House Finch (Adult Male)\n1010 Verdin\n")
+    write(
+        root / "classes.txt",
+        "0 Birds\n295 Ross's Goose\n817 House Finch (Adult Male)\n1010 Verdin\n",
+    )
     for name in files.values():
         write_picture(root / "images" / name)
 
@@ -270,20 +359,28 @@ def test_nabirds_captions_are_classes(tmp_path):
     write_nabirds(tmp_path)
     release = data.read_nabirds(tmp_path)
     finch, goose = "House Finch (Adult Male)", "Ross's Goose"
-    assert [p.captions for p in pairs(release, "train")] == [[finch], [goose], [finch], ["Verdin"], [goose]]
+    assert [p.captions for p in pairs(release, "train")] == [
+        [finch],
+        [goose],
+        [finch],
+        ["Verdin"],
+        [goose],
+    ]
     name = "0817/00000005aaaa.jpg"
     assert pairs(release, "test") == [data.Pair(name, name, None, [finch])]
     assert all(path.exists() for path in release.paths.values()) and not release.scenes["val"]
     write_features("nabirds", tmp_path)
     dataset = data.load("nabirds", tmp_path)
     assert dataset.vocab.words[4:] == [finch, goose, "Verdin"]
-    (batch,), = dataset.train_batches(5, seed=0, epoch=0)
+    ((batch,),) = dataset.train_batches(5, seed=0, epoch=0)
     assert batch.single and sorted(batch.caption[:, 1].tolist()) == [4, 4, 5, 5, 6]
 
 
 def write_birds(root):
     texts = ("it is red .", "no beak")
-    rows = [bird_row(i, i + 1, split, text) for i, split in enumerate(data.SPLITS) for text in texts]
+    rows = [
+        bird_row(i, i + 1, split, text) for i, split in enumerate(data.SPLITS) for text in texts
+    ]
     write(root / "birds-to-words-v1.0.tsv", "\n".join([BIRD_COLUMNS, *rows]))
     for photo in range(4):
         write_picture(root / "images" / f"{photo}.jpg")
@@ -344,8 +441,12 @@ def test_your_own_pairs_from_csv_and_json(tmp_path):
     assert data.read_pairs(tmp_path) == release
     for given in ("gate", 0):
         write(tmp_path / "pairs.json", [rows[0] | {"id": given, "captions": "opened"}, *rows[1:]])
-        assert pairs(data.read_pairs(tmp_path), "train") == [data.Pair(str(given), "a.png", "b.png", ["opened"])]
-    (tmp_path / "pairs.json").write_text(json.dumps(rows), encoding="utf-8-sig")  # as some editors write it
+        assert pairs(data.read_pairs(tmp_path), "train") == [
+            data.Pair(str(given), "a.png", "b.png", ["opened"])
+        ]
+    (tmp_path / "pairs.json").write_text(
+        json.dumps(rows), encoding="utf-8-sig"
+    )  # as some editors write it
     assert data.read_pairs(tmp_path) == release
     for row, line in (
         ({"captions": [" "]}, "item 3 .*expected two images and a caption"),
@@ -359,14 +460,19 @@ def test_your_own_pairs_from_csv_and_json(tmp_path):
         with pytest.raises(ValueError, match=line):
             data.read_pairs(tmp_path)
     write(tmp_path / "pairs.json", [rows[0] | {"id": 5}, rows[0] | {"id": 5, "after": "c.png"}])
-    with pytest.raises(ValueError, match=r"pairs.json, item 1 cannot be used \(id 5 is already of a.png, b.png\)"):
+    with pytest.raises(
+        ValueError, match=r"pairs.json, item 1 cannot be used \(id 5 is already of a.png, b.png\)"
+    ):
         data.read_pairs(tmp_path)
     (tmp_path / "pairs.json").unlink()
     head = "before,after,captions,split\n"
     for text, line in (
         ("before,after,split\na,b,train\n", "line 2 has no captions"),
         (head + 'a,b,"c\nd",train\na,b,,train\n', "line 4 .*expected two images and a caption"),
-        (head + "a,b,c,train\n\na,b,c\n", "line 4 .*expected the split train, val, test, found None"),
+        (
+            head + "a,b,c,train\n\na,b,c\n",
+            "line 4 .*expected the split train, val, test, found None",
+        ),
         (head + "a,b,c,dev\n", "line 2 .*expected the split train, val, test, found 'dev'"),
         (head + "a,b,red left, the van stayed,train\n", "line 2 has more fields .*put quotes"),
         (head + "a,b,c,train\na,b,c,test\n", "line 3 .*id a b is in train, too"),
@@ -386,16 +492,26 @@ def test_your_own_pairs_from_csv_and_json(tmp_path):
 
 
 def test_your_own_pairs_without_a_split_and_with_kinds(tmp_path):
-    lines = ["before,after,captions,kind", *(f"{n}.png,b.png,text {n},{'added' * (n % 3 == 1)}" for n in range(500) if n != 3)]
+    lines = [
+        "before,after,captions,kind",
+        *(f"{n}.png,b.png,text {n},{'added' * (n % 3 == 1)}" for n in range(500) if n != 3),
+    ]
     more = [f"3.png,b.png,{text},no change" for text in ("text 3", "once more")]
     write(tmp_path / "pairs.csv", "\n".join([*lines, *more]))
     release = data.read_pairs(tmp_path)
     assert sizes(release) == {"train": 390, "val": 48, "test": 62}  # a function of the names alone
-    assert [p.id for p in pairs(release, "val")][:3] == ["0.png b.png", "14.png b.png", "32.png b.png"]
+    assert [p.id for p in pairs(release, "val")][:3] == [
+        "0.png b.png",
+        "14.png b.png",
+        "32.png b.png",
+    ]
     assert sorted(map(len, release.kinds.values())) == [1, 167] and release.groups == release.kinds
     (more,) = [p for split in data.SPLITS for p in pairs(release, split) if len(p.captions) > 1]
     assert release.kinds["no change"] == {more.id} and more.captions == ["text 3", "once more"]
-    rows = [{"before": p.before, "after": p.after, "captions": p.captions} for p in pairs(release, "val")]
+    rows = [
+        {"before": p.before, "after": p.after, "captions": p.captions}
+        for p in pairs(release, "val")
+    ]
     write(tmp_path / "pairs.json", [*rows, rows[0] | {"id": "x", "split": "train", "kind": 5}])
     release = data.read_pairs(tmp_path)  # some have a split
     assert sizes(release) == {"train": 1, "val": 48, "test": 0} and release.kinds == {"5": {"x"}}
@@ -412,19 +528,38 @@ def test_your_own_pairs_may_lack_validation_and_test_but_not_training(tmp_path, 
         for out_dir in (None, tmp_path / "run"):
             assert dataset.results(split, {}, {}, out_dir) == {}
     assert not (tmp_path / "run").exists()
-    scorer_cbr.main([*tiny, "--dataset", "pairs", "--data_dir", str(tmp_path), "--out_dir", str(tmp_path / "run")])
+    scorer_cbr.main(
+        [
+            *tiny,
+            "--dataset",
+            "pairs",
+            "--data_dir",
+            str(tmp_path),
+            "--out_dir",
+            str(tmp_path / "run"),
+        ]
+    )
     written = {path.name for path in (tmp_path / "run").iterdir()}
     assert written == {"config.json", "log.jsonl", "last.pt", "best.pt", "curves.png"}
     write(tmp_path / "pairs.json", [row | {"split": "test"}])
     for prepared in (data.load, data.prepare, data.check):
-        with pytest.raises(ValueError, match=f"{tmp_path}: no pairs in train; add pairs, or a column `split`"):
+        with pytest.raises(
+            ValueError, match=f"{tmp_path}: no pairs in train; add pairs, or a column `split`"
+        ):
             prepared("pairs", tmp_path, "cpu")
 
 
 def test_the_readmes_example_of_your_own_pairs(tmp_path):
     readme = Path(data.__file__).with_name("README.md").read_text(encoding="utf-8")
-    write(tmp_path / "pairs.csv", textwrap.dedent(re.search(r"^    before,after,.*?\n\n", readme, re.M | re.S)[0]))
+    write(
+        tmp_path / "pairs.csv",
+        textwrap.dedent(re.search(r"^    before,after,.*?\n\n", readme, re.M | re.S)[0]),
+    )
     release = data.read_pairs(tmp_path)
-    assert sum(sizes(release).values()) == 3 and set(release.kinds) == {"moved", "gone", "no change"}
+    assert sum(sizes(release).values()) == 3 and set(release.kinds) == {
+        "moved",
+        "gone",
+        "no change",
+    }
     (yard,) = (p for split in data.SPLITS for p in pairs(release, split) if "yard" in p.id)
     assert yard.captions == ["a red car left, the van stayed", "the red car is gone"]

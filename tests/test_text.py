@@ -325,7 +325,12 @@ CLIP_16 = {
 
 
 def test_errors_of_clip(tmp_path, monkeypatch):
-    for name in ("ViT-L-14", "ViT-L-14:nonsense", "NoSuch:openai", f"ViT-B-32:{tmp_path / 'absent.pt'}"):
+    for name in (
+        "ViT-L-14",
+        "ViT-L-14:nonsense",
+        "NoSuch:openai",
+        f"ViT-B-32:{tmp_path / 'absent.pt'}",
+    ):
         message = "MODEL:PRETRAINED .known of (ViT-L-14|ViT-B-32): .*openai|known of NoSuch: none"
         with pytest.raises(ValueError, match=message):
             data.load_clip(name, tmp_path)
@@ -335,7 +340,9 @@ def test_errors_of_clip(tmp_path, monkeypatch):
         raise RuntimeError("Failed to download\nweights")
 
     monkeypatch.setattr(open_clip, "create_model_and_transforms", offline)
-    with pytest.raises(ValueError, match=r"Failed to download weights.*--clip ViT-L-14-quickgelu:/path/to/file"):
+    with pytest.raises(
+        ValueError, match=r"Failed to download weights.*--clip ViT-L-14-quickgelu:/path/to/file"
+    ):
         data.load_clip("ViT-L-14:openai", tmp_path)
     with pytest.raises(ValueError, match="--clip ViT-B-32:/path/to/file"):
         data.load_clip("ViT-B-32:laion2b_s34b_b79k", tmp_path)
@@ -343,9 +350,17 @@ def test_errors_of_clip(tmp_path, monkeypatch):
 
 def test_other_models_are_loaded_frozen(tmp_path, monkeypatch):
     model, other = open_clip.CLIP(**CLIP_16), object()
-    monkeypatch.setattr(open_clip, "create_model_and_transforms", lambda *_, **__: (model.train(), other, "preprocess"))
+    monkeypatch.setattr(
+        open_clip,
+        "create_model_and_transforms",
+        lambda *_, **__: (model.train(), other, "preprocess"),
+    )
     loaded, tokenizer, preprocess = data.load_clip("ViT-L-14:openai", tmp_path)
-    assert loaded is model and not model.training and not any(p.requires_grad for p in model.parameters())
+    assert (
+        loaded is model
+        and not model.training
+        and not any(p.requires_grad for p in model.parameters())
+    )
     assert tokenizer(["cube"]).shape == (1, 77) and preprocess == "preprocess"
     monkeypatch.setattr(model, "text_pool_type", "last")
     with pytest.raises(ValueError, match="learned prompts"):
