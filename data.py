@@ -656,7 +656,8 @@ def captions_of_row(row: dict) -> list[str]:
 
 @dataclass(frozen=True)
 class Source:
-    """A row of DATASETS: all that is special to one data set. A new one needs a row and a reader."""
+    """A row of DATASETS: all that is special to one data set. A new one needs a row and a
+    reader."""
 
     read: Callable[[Path], Release]  # folder -> what its files say
     extractor: str = "resnet101-layer3"  # the feature network and its last layer
@@ -845,8 +846,8 @@ RESNETS = {
 
 
 def resnet101_grid(name: str, pretrained: bool = True) -> nn.Module:
-    """torchvision's ResNet-101 up to the layer in `name`. pretrained: with the ImageNet weights that
-    the papers used (IMAGENET1K_V1), fetched by torchvision on first use.
+    """torchvision's ResNet-101 up to the layer in `name`. pretrained: with the ImageNet weights
+    that the papers used (IMAGENET1K_V1), fetched by torchvision on first use.
 
     (n, 3, 224, 224) -> (n, 1024, 14, 14) or (n, 2048, 7, 7). The 16 x 16 cells that layer 3 makes
     of 256 x 256 pixels are averaged to 14 x 14."""
@@ -941,7 +942,8 @@ class Extractor:
         return torch.cat(list(self.blocks(paths, len(paths))))
 
     def blocks(self, paths: list[str | Path], batch: int) -> Iterator[Tensor]:
-        """Features of `batch` files at a time; the next files are decoded while the network works."""
+        """Features of `batch` files at a time; the next files are decoded while the network
+        works."""
         cuda = self.device.startswith("cuda")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
 
@@ -1126,8 +1128,8 @@ def prepare(name: str, root: Path, device: str, extractor: str = "", settings=Ru
         root.mkdir(parents=True, exist_ok=True)
     if not root.is_dir():
         raise FileNotFoundError(
-            f"there is no folder {root}; --data_dir must be the folder of {name}'s release, see the "
-            "README"
+            f"there is no folder {root}; --data_dir must be the folder of {name}'s release, see "
+            "the README"
         )
     if is_prepared(name, root, extractor):  # perhaps in a folder that cannot be written to
         print_notes([f"{made} is there already"])
@@ -2148,7 +2150,8 @@ def read_references(path: str | Path) -> dict[str, list[str]]:
 
 
 def write_predictions(path: Path, predictions: dict[str, str]) -> None:
-    """Writes captions (pair id -> caption) as a COCO results file, which the field's scripts read."""
+    """Writes captions (pair id -> caption) as a COCO results file, which the field's scripts
+    read."""
     rows = [{"image_id": i, "caption": caption} for i, caption in predictions.items()]
     write_text(path, json.dumps(rows, indent=1) + "\n")
 

@@ -1,6 +1,6 @@
 """Speed and memory of the methods against their plain formulations, on this machine. Not a test.
 
-    python tests/bench.py step [--method dirl_ccr] [--batch 128]    one training step at papers' size
+    python tests/bench.py step [--method dirl_ccr] [--batch 128]    one training step, papers' size
     python tests/bench.py step --method idc_pretrain --task mvcl    one of pre-training
     python tests/bench.py decode [--method dirl_ccr] [--batch 64]   greedy captions, cached and not
     python tests/bench.py match [--batch 128]                       token-wise matching, both passes
@@ -47,8 +47,13 @@ import rdd_acr
 import scorer_cbr
 from common import END, NULL, decode, preset, token_match
 
-METHODS = {"scorer_cbr": scorer_cbr.SCORER, "dirl_ccr": dirl_ccr.DIRL, "rdd_acr": rdd_acr.RDD, "cheers": cheers.CHEERS,
-           "idc_pretrain": idc_pretrain.IDC}  # fmt: skip
+METHODS = {
+    "scorer_cbr": scorer_cbr.SCORER,
+    "dirl_ccr": dirl_ccr.DIRL,
+    "rdd_acr": rdd_acr.RDD,
+    "cheers": cheers.CHEERS,
+    "idc_pretrain": idc_pretrain.IDC,
+}
 WORDS = 76  # CLEVR-Change's
 ENTITIES, CLIP = 500, 768  # candidates of CHEERS, and ViT-L-14's width
 PHRASE, REPEATED = 16, 10  # ids of a noun phrase, and how many phrases the distractors share
@@ -85,7 +90,8 @@ def plain_attend(self, q, k, v, causal=False, mask=None):
 
 
 def phrases_of(cfg, texts):
-    """rdd_acr.Phrases of two batches of captions: of the changed pairs' every one another, of the others' a few."""
+    """rdd_acr.Phrases of two batches of captions: of the changed pairs' every one another, of the
+    others' a few."""
     clip = TextTransformer(77, 49408, CLIP, heads=12, layers=12, output_dim=CLIP).to(cfg.device)
     clip.requires_grad_(False).eval()
     rows = [i % REPEATED if i >= len(texts) // 2 else REPEATED + i for i in range(len(texts))]
@@ -100,7 +106,8 @@ def phrases_of(cfg, texts):
 
 
 def work_of(args):
-    """-> the function to time, what compiles it once it has run, and the bytes of features that it moves."""
+    """-> the function to time, what compiles it once it has run, and the bytes of features that it
+    moves."""
     torch.manual_seed(0)
     method, model = sys.modules[args.method], METHODS[args.method]
     grid = tuple(args.grid or ((2048, 7, 7) if method is idc_pretrain else (1024, 14, 14)))
@@ -170,8 +177,9 @@ def work_of(args):
 
 
 def measure(args) -> dict:
-    """Seconds of one run after a first one that counts its operations, bytes of features, peak memory (of the GPU, or
-    of the whole process), and the machine's operations a second in a product of two matrices."""
+    """Seconds of one run after a first one that counts its operations, bytes of features, peak
+    memory (of the GPU, or of the whole process), and the machine's operations a second in a
+    product of two matrices."""
     cuda = args.device.startswith("cuda")
     torch.set_float32_matmul_precision("high" if cuda and not args.plain else "highest")
     wait = torch.cuda.synchronize if cuda else lambda: None
@@ -261,8 +269,10 @@ def main():
         )
         operations, moved = results[0]["operations"] / 1e12, results[0]["moved"]
         share = f"{operations * 1e12 / turns[row] / rate:.1%} of {rate / 1e12:.3f} T a second"
-        print(f"{row:5} {turns[row]:8.3f} s, {operations:.3f} T operations ({share}), peak {peak / 1e9:.2f} GB, "
-              f"features {moved / 1e6:.0f} MB")  # fmt: skip
+        print(
+            f"{row:5} {turns[row]:8.3f} s, {operations:.3f} T operations ({share}), "
+            f"peak {peak / 1e9:.2f} GB, features {moved / 1e6:.0f} MB"
+        )
     if all(turns.values()):
         print(f"ratio {turns['plain'] / turns['ours']:9.2f} x")
 

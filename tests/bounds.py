@@ -135,7 +135,8 @@ def best_captions(dataset: data.Dataset, kinds: dict[str, set[str]]) -> dict[str
 def protocol_scores(
     dataset: data.Dataset, captions: dict[str, str], references: dict[str, list[str]]
 ) -> dict:
-    """Scores of captions of test pairs, against references that may be fewer than the data set's."""
+    """Scores of captions of test pairs, against references that may be fewer than the data
+    set's."""
     captions = {i: data.scored_text(dataset, text) for i, text in captions.items()}
     return data.score_split(dataset, "test", captions, references=references)
 

@@ -17,7 +17,8 @@ COLORS = ("red", "blue", "green", "gray")
 
 
 def write_release(root, train=8, val=2, test=5):
-    """A CLEVR-Change release without features: scenes 0, 1, ... in train, val, test, of the five types in turn."""
+    """A CLEVR-Change release without features: scenes 0, 1, ... in train, val, test, of the five
+    types in turn."""
     rng, count = np.random.default_rng(0), train + val + test
     types = {kind: [] for kind in ("color", "material", "add", "drop", "move")}
     change, same = {}, {}
@@ -38,8 +39,12 @@ def write_release(root, train=8, val=2, test=5):
         "val": list(range(train, train + val)),
         "test": list(range(train + val, count)),
     }
-    for file, content in (("splits", splits), ("type_mapping", types), ("change_captions", change),
-                          ("no_change_captions", same)):  # fmt: skip
+    for file, content in (
+        ("splits", splits),
+        ("type_mapping", types),
+        ("change_captions", change),
+        ("no_change_captions", same),
+    ):
         (root / f"{file}.json").write_text(json.dumps(content))
 
 
@@ -53,7 +58,8 @@ def write_picture(path):
 
 
 def write_features(name, root):
-    """Random features on a 2 x 3 grid for a release, and its vocabulary: what preparation leaves."""
+    """Random features on a 2 x 3 grid for a release, and its vocabulary: what preparation
+    leaves."""
     source = data.DATASETS[name]
     release = source.read(root)
     names = sorted(release.paths)
@@ -64,7 +70,8 @@ def write_features(name, root):
 
 @pytest.fixture(autouse=True)
 def without_java(request, monkeypatch):
-    """Java takes seconds to start, twice for each evaluation; some tests of test_score.py ask for it."""
+    """Java takes seconds to start, twice for each evaluation; some tests of test_score.py ask for
+    it."""
     if "java" not in request.fixturenames:
         monkeypatch.setattr(data, "java_works", lambda: False)
 
@@ -111,5 +118,23 @@ def prepared(release):
 @pytest.fixture
 def tiny():
     """Flags that make any method small and quick on `prepared`."""
-    return ["--dataset", "clevr_change", "--device", "cpu", "--dim", "16", "--word_dim", "10", "--heads", "2",
-            "--batch_size", "3", "--eval_every", "4", "--log_every", "2", "--steps", "8"]  # fmt: skip
+    return [
+        "--dataset",
+        "clevr_change",
+        "--device",
+        "cpu",
+        "--dim",
+        "16",
+        "--word_dim",
+        "10",
+        "--heads",
+        "2",
+        "--batch_size",
+        "3",
+        "--eval_every",
+        "4",
+        "--log_every",
+        "2",
+        "--steps",
+        "8",
+    ]

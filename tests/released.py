@@ -1,4 +1,5 @@
-"""How the fixtures recorded from the released code were made: numbers that any language can repeat."""
+"""How the fixtures recorded from the released code were made: numbers that any language can
+repeat."""
 
 import math
 
@@ -26,8 +27,9 @@ def linear(theirs: str, ours: str, *shape: int) -> dict[str, tuple]:
 
 
 def fill(model: torch.nn.Module, maps: dict[int, dict[str, tuple]]) -> torch.nn.Module:
-    """Weights of the fixture into the model, in float64. maps: base stream -> {released name: (our name, or names of
-    what the release keeps as one tensor, or None; shape)}. LayerNorms and temperatures keep their first values."""
+    """Weights of the fixture into the model, in float64. maps: base stream -> {released name: (our
+    name, or names of what the release keeps as one tensor, or None; shape)}. LayerNorms and
+    temperatures keep their first values."""
     model = model.double().eval()
     ours = dict(model.named_parameters())
     untouched = set(ours)
@@ -52,7 +54,8 @@ def fill(model: torch.nn.Module, maps: dict[int, dict[str, tuple]]) -> torch.nn.
 
 
 def inputs(words: int, length: int):
-    """-> features before and after (3, 1024, 14, 14), captions (3, length) of a vocabulary of `words`."""
+    """-> features before and after (3, 1024, 14, 14), captions (3, length) of a vocabulary of
+    `words`."""
     before, after = (
         torch.from_numpy(np.maximum(0, hashed(3 * 1024 * 196, j)).astype(np.float32))
         .double()

@@ -102,13 +102,19 @@ def write_own(root):
 
 
 WRITERS = {
-    "clevr_change": write_release, "clevr_dc": write_clevr_dc, "spot_the_diff": write_spot, "levir_cc": write_levir,
-    "image_editing_request": write_edits, "birds_to_words": write_birds, "cub": write_cub, "nabirds": write_nabirds,
+    "clevr_change": write_release,
+    "clevr_dc": write_clevr_dc,
+    "spot_the_diff": write_spot,
+    "levir_cc": write_levir,
+    "image_editing_request": write_edits,
+    "birds_to_words": write_birds,
+    "cub": write_cub,
+    "nabirds": write_nabirds,
     "pairs": write_own,
-}  # fmt: skip
+}
 
 
-# ---- flags -----------------------------------------------------------------------------------------------------------
+# ---- flags ---------------------------------------------------------------------------------------
 
 
 SCORER_FLAGS = """batch_size=0 batch_size=-1 eval_batch=0 log_every=0 eval_every=0 steps=0 scenes=0
@@ -135,7 +141,7 @@ def test_numbers_out_of_range(method, flags, refused, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-# ---- checkpoints and runs --------------------------------------------------------------------------------------------
+# ---- checkpoints and runs ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -195,11 +201,12 @@ def test_a_full_disk(run, refused):
     assert (run / "last.pt").read_bytes() == before and not list(run.glob("*.partial"))
 
 
-# ---- folders and files -----------------------------------------------------------------------------------------------
+# ---- folders and files ---------------------------------------------------------------------------
 
 
 def test_a_script_of_its_own(tmp_path):
-    """data.py turns errors into a line itself; the other tests go through common.run_main, as the methods do."""
+    """data.py turns errors into a line itself; the other tests go through common.run_main, as the
+    methods do."""
     call = [sys.executable, data.__file__, "clevr_change", "--data_dir", str(tmp_path / "none")]
     done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
@@ -254,9 +261,17 @@ BOX, BOXES, OVERLAP = (
 )
 
 
-@pytest.mark.parametrize("file, key, value", [
-    (BOXES, "x", {"bbox_before": BOX, "bbox_after": None}), (BOXES, "3", {"bbox_before": BOX}), (BOXES, "3", None),
-    (BOXES, "3", {"bbox_before": BOX, "bbox_after": 7}), (OVERLAP, "x", 0.5), (OVERLAP, "3", None)])  # fmt: skip
+@pytest.mark.parametrize(
+    "file, key, value",
+    [
+        (BOXES, "x", {"bbox_before": BOX, "bbox_after": None}),
+        (BOXES, "3", {"bbox_before": BOX}),
+        (BOXES, "3", None),
+        (BOXES, "3", {"bbox_before": BOX, "bbox_after": 7}),
+        (OVERLAP, "x", 0.5),
+        (OVERLAP, "3", None),
+    ],
+)
 def test_boxes_that_are_none(release, prepare, file, key, value):
     content = {"2": {"bbox_before": None, "bbox_after": BOX}} if file == BOXES else {"2": 1}
     write(release / file, content)
@@ -281,7 +296,8 @@ def spoilt(content, where=()):
     "name", [name for name in WRITERS if name not in ("birds_to_words", "cub", "nabirds")]
 )
 def test_junk_anywhere_in_the_annotations(name, tmp_path):
-    """Some junk is a release all the same (an empty list of a type's images); what is refused is refused in words."""
+    """Some junk is a release all the same (an empty list of a type's images); what is refused is
+    refused in words."""
     WRITERS[name](tmp_path)
     refusals = 0
     for path in sorted(tmp_path.rglob("*.json")):
@@ -318,7 +334,7 @@ def test_captions_that_are_none(prepared, prepare, wrong):
     assert expected in prepare(prepared)
 
 
-# ---- feature files ---------------------------------------------------------------------------------------------------
+# ---- feature files -------------------------------------------------------------------------------
 
 
 def rewrite(root, x=None, ids=None, **about):
@@ -373,7 +389,7 @@ def test_features_of_another_extractor(prepared, train, prepare):
     )
 
 
-# ---- vocabulary ------------------------------------------------------------------------------------------------------
+# ---- vocabulary ----------------------------------------------------------------------------------
 
 
 def test_a_vocabulary_that_is_none(prepared, train):
@@ -412,7 +428,7 @@ def test_a_vocabulary_that_does_not_fit(prepared, tiny, refused, tmp_path, capsy
     assert "vocab.json is not of these captions" in problems(capsys, "clevr_change", prepared)
 
 
-# ---- the other data sets ---------------------------------------------------------------------------------------------
+# ---- the other data sets -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -426,7 +442,8 @@ def test_each_data_set_says_what_is_missing(name, tmp_path, prepare, capsys):
     published = data.DATASETS[name].scenes.values()
     assert sum(f"published {count}" in lines for count in published) == len(published)
     image.unlink()
-    # Birds-to-Words' photographs are fetched one by one: pairs that lack one are left out, and counted.
+    # Birds-to-Words' photographs are fetched one by one: pairs that lack one are left out, and
+    # counted.
     expected = "both photographs" if name == "birds_to_words" else f"there is no {image} (1 of"
     assert expected in prepare(root, name)
     for path in sorted(p for p in root.rglob("*") if p.suffix in (".json", ".txt", ".tsv")):

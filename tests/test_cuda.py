@@ -81,10 +81,17 @@ def test_resume_on_the_gpu(method, prepared, tiny, tmp_path, flags):
     assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] == 8
 
 
-@pytest.mark.parametrize("method, own", [(rdd_acr, {"n2o", "v2a"}), (cheers, {"common", "different", "match"}),
-                                         (idc_pretrain, {"mlm", "mvcl", "fda"})])  # fmt: skip
+@pytest.mark.parametrize(
+    "method, own",
+    [
+        (rdd_acr, {"n2o", "v2a"}),
+        (cheers, {"common", "different", "match"}),
+        (idc_pretrain, {"mlm", "mvcl", "fda"}),
+    ],
+)
 def test_phrases_entities_and_pretraining_on_the_gpu(method, own, tmp_path):
-    """What the runs above leave out, on the embedded data set, which the GPU prepares; and a pair captioned there."""
+    """What the runs above leave out, on the embedded data set, which the GPU prepares; and a pair
+    captioned there."""
     flags = "--scenes 60 --objects 2,4 --dim 32 --steps 4 --log_every 1 --eval_every 4".split()
     flags += (
         ["--mlm", "1", "--mvcl", "1", "--fda", "1", "--pretrain_steps", "12"]
@@ -101,8 +108,19 @@ def test_phrases_entities_and_pretraining_on_the_gpu(method, own, tmp_path):
         for name in a.keys() & (own | {"caption", "total"}):
             assert b[name] == pytest.approx(a[name], rel=0.02, abs=0.01)
     picture, run = sorted((tmp_path / "mini" / "images").iterdir())[0], tmp_path / "cuda"
-    method.main(["--caption", str(picture), str(picture), "--checkpoint", str(run / "best.pt"), "--device", "cuda",
-                 "--out", str(tmp_path / "out.png")])  # fmt: skip
+    method.main(
+        [
+            "--caption",
+            str(picture),
+            str(picture),
+            "--checkpoint",
+            str(run / "best.pt"),
+            "--device",
+            "cuda",
+            "--out",
+            str(tmp_path / "out.png"),
+        ]
+    )
     assert (tmp_path / "out.png").stat().st_size > 1000
 
 

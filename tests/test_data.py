@@ -263,10 +263,13 @@ def test_check_reports_every_problem(prepared, monkeypatch, capsys):
     with pytest.raises(SystemExit) as e:
         data.main(["clevr_change", "--data_dir", str(prepared), "--check"])
     assert e.value.code == 2 and capsys.readouterr().err.strip().splitlines() == [
-        f"{prepared}: train has 9, published 8", f"{prepared}: size has 0, published 1",
-        f"{prepared}: words has 23, published 5", f"there is no {picture} (1 of 45 missing); complete the release",
-        f"{prepared / 'vocab.json'} is not of these captions; run: python data.py clevr_change --data_dir {prepared}",
-    ]  # fmt: skip
+        f"{prepared}: train has 9, published 8",
+        f"{prepared}: size has 0, published 1",
+        f"{prepared}: words has 23, published 5",
+        f"there is no {picture} (1 of 45 missing); complete the release",
+        f"{prepared / 'vocab.json'} is not of these captions; run: python data.py clevr_change "
+        f"--data_dir {prepared}",
+    ]
     for file in (prepared / "features.h5", prepared / "vocab.json"):
         file.unlink()
         assert any(

@@ -58,16 +58,36 @@ def released_names(words: int, channels: int, normed: bool) -> dict[int, dict[st
 
 RECORDED = {
     "clevr_change": dict(
-        words=76, length=24, channels=1026, D=(184141.199, 183876.504), caption=4.416183,
-        dirl=477.988424, ccr=0.923401, map=(0.005184, 0.005164, 0.005054), conv=7.351671,
-        embed=0.162486, mlp=4.690704, in_proj=0.146826, ids=[2, 9, 9, 9, 47, 47, 11, 9],
+        words=76,
+        length=24,
+        channels=1026,
+        D=(184141.199, 183876.504),
+        caption=4.416183,
+        dirl=477.988424,
+        ccr=0.923401,
+        map=(0.005184, 0.005164, 0.005054),
+        conv=7.351671,
+        embed=0.162486,
+        mlp=4.690704,
+        in_proj=0.146826,
+        ids=[2, 9, 9, 9, 47, 47, 11, 9],
     ),
     "clevr_dc": dict(
-        words=87, length=40, channels=1024, D=(184056.945, 183944.308), caption=4.514420,
-        dirl=487.147995, ccr=0.668019, map=(0.004935, 0.005004, 0.005250), conv=7.252904,
-        embed=0.140550, mlp=4.639959, in_proj=0.299620, ids=[2, 0, 0, 0, 0, 0, 0, 0],
+        words=87,
+        length=40,
+        channels=1024,
+        D=(184056.945, 183944.308),
+        caption=4.514420,
+        dirl=487.147995,
+        ccr=0.668019,
+        map=(0.004935, 0.005004, 0.005250),
+        conv=7.252904,
+        embed=0.140550,
+        mlp=4.639959,
+        in_proj=0.299620,
+        ids=[2, 0, 0, 0, 0, 0, 0, 0],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dataset", RECORDED)

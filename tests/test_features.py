@@ -20,7 +20,8 @@ import scorer_cbr
 
 
 def test_bicubic_preprocessing_against_loop():
-    """OpenCV's bicubic: half-pixel centres, a = -0.75, border repeated, no antialiasing, rounded to bytes."""
+    """OpenCV's bicubic: half-pixel centres, a = -0.75, border repeated, no antialiasing, rounded to
+    bytes."""
     image = Image.fromarray(
         np.random.default_rng(0).integers(0, 255, (300, 280, 3), dtype=np.uint8)
     )
@@ -117,7 +118,8 @@ def test_the_other_resnet_extractors(name, side, tmp_path):
 
 
 def test_any_picture_is_read_by_its_content(tmp_path):
-    """A name says nothing: a TIFF in .png, a GIF in .jpg; palette, grey of 8 and 16 bits, transparency, animation."""
+    """A name says nothing: a TIFF in .png, a GIF in .jpg; palette, grey of 8 and 16 bits,
+    transparency, animation."""
     rgb = Image.fromarray(np.random.default_rng(0).integers(0, 255, (12, 16, 3), dtype=np.uint8))
     plain = np.array(rgb)
     rgb.save(tmp_path / "tiff.png", "TIFF")

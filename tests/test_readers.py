@@ -30,17 +30,23 @@ def pairs(release, split):
     return [p for scene in release.scenes[split] for p in scene.pairs]
 
 
-# ---- CLEVR-DC --------------------------------------------------------------------------------------------------------
+# ---- CLEVR-DC ------------------------------------------------------------------------------------
 
 
 def write_clevr_dc(root):
-    """Twelve pairs as released: 2 a kind of change, 8 for training, 2 each for validation and test."""
+    """Twelve pairs as released: 2 a kind of change, 8 for training, 2 each for validation and
+    test."""
     for i in range(12):
         for folder in ("bef", "aft"):
             write_picture(root / folder / f"{i}.png")
     color = ("red", "blue", "green", "gray")
-    write(root / "captions.json", {str(i): [f"the {color[i % 4]} cube moved", f"a {color[i % 4]} cube, it moved."]
-                                   for i in range(12)})  # fmt: skip
+    write(
+        root / "captions.json",
+        {
+            str(i): [f"the {color[i % 4]} cube moved", f"a {color[i % 4]} cube, it moved."]
+            for i in range(12)
+        },
+    )
     write(root / "split.json", {"train": list(range(8)), "val": [8, 9], "test": [10, 11]})
 
 
@@ -106,10 +112,13 @@ def test_a_data_set_of_one_pair_a_scene_makes_batches(tmp_path):
     )
 
 
-# ---- Spot-the-Diff ---------------------------------------------------------------------------------------------------
+# ---- Spot-the-Diff -------------------------------------------------------------------------------
 
-SPOT = {"train": [("7", ["a man left", ""]), ("12", ["the red car is gone"]), ("7", ["no man"])],
-        "val": [("3", ["one person " * 40, "x y"])], "test": [("100", [""])]}  # fmt: skip
+SPOT = {
+    "train": [("7", ["a man left", ""]), ("12", ["the red car is gone"]), ("7", ["no man"])],
+    "val": [("3", ["one person " * 40, "x y"])],
+    "test": [("100", [""])],
+}
 
 
 def write_spot(root):
@@ -144,7 +153,8 @@ def test_spot_the_diff_groups_the_rows_of_an_id(tmp_path):
 
 @real
 def test_real_spot_the_diff(tmp_path):
-    """Ids, vocabularies and longest captions as published; the test split, which is not here, is one made-up row."""
+    """Ids, vocabularies and longest captions as published; the test split, which is not here, is
+    one made-up row."""
     for file in ("annotations/train.json", "annotations/val.json"):
         write(tmp_path / file, (SHARED / "spot_the_diff" / file).read_text())
     write(tmp_path / "annotations/test.json", [{"img_id": "99999", "sentences": ["x"]}])
@@ -160,7 +170,7 @@ def test_real_spot_the_diff(tmp_path):
     assert len(data.Vocab.of(captions, min_count=5)) == 743
 
 
-# ---- Image Editing Request -------------------------------------------------------------------------------------------
+# ---- Image Editing Request -----------------------------------------------------------------------
 
 
 def item(uid, before, after, *captions):
@@ -177,7 +187,11 @@ def test_image_editing_request_is_keyed_by_uid(tmp_path):
     )
     release = data.read_image_editing(tmp_path)
     assert [p.id for p in pairs(release, "train")] == ["A_1", "A_2"] and set(release.paths) == {
-        "a.jpg", "b.jpg", "c.gif", "d.png"}  # fmt: skip
+        "a.jpg",
+        "b.jpg",
+        "c.gif",
+        "d.png",
+    }
     assert release.paths["c.gif"] == tmp_path / "c.gif"
     (tmp_path / "images").mkdir()
     assert data.read_image_editing(tmp_path).paths["c.gif"] == tmp_path / "images" / "c.gif"
@@ -211,7 +225,7 @@ def test_real_image_editing_request(tmp_path):
     assert 2 + max(len(vocab.split(c)) for c in captions) == 60
 
 
-# ---- LEVIR-CC --------------------------------------------------------------------------------------------------------
+# ---- LEVIR-CC ------------------------------------------------------------------------------------
 
 
 def levir_image(split, number, *captions, **more):
@@ -221,9 +235,12 @@ def levir_image(split, number, *captions, **more):
 
 def test_levir_cc(tmp_path):
     same = "the scene is the same as before"
-    images = [levir_image("train", 1, "a lake appears", "a  lake", changeflag=1),
-              levir_image("val", 1, same, "a lake", changeflag=0), levir_image("test", 1, "one villa", same),
-              levir_image("test", 2, *["a lake appears"] * 5)]  # fmt: skip
+    images = [
+        levir_image("train", 1, "a lake appears", "a  lake", changeflag=1),
+        levir_image("val", 1, same, "a lake", changeflag=0),
+        levir_image("test", 1, "one villa", same),
+        levir_image("test", 2, *["a lake appears"] * 5),
+    ]
     write(tmp_path / "LevirCCcaptions.json", {"images": images})
     release = data.read_levir_cc(tmp_path)
     name, texts = "train_000001.png", ["a lake appears", "a lake"]
@@ -247,7 +264,7 @@ def test_levir_cc(tmp_path):
         data.read_levir_cc(tmp_path)
 
 
-# ---- birds -----------------------------------------------------------------------------------------------------------
+# ---- birds ---------------------------------------------------------------------------------------
 
 
 def bird_row(before, after, split, text):
@@ -267,14 +284,21 @@ def bird_row(before, after, split, text):
     return "\t".join([*row, text])
 
 
-BIRD_COLUMNS = ("img1ObservationURL img1ImgURL img1Species img1Selection img2ObservationURL img2ImgURL img2Species "
-                "img2Selection split annN description").replace(" ", "\t")  # fmt: skip
+BIRD_COLUMNS = (
+    "img1ObservationURL img1ImgURL img1Species img1Selection "
+    "img2ObservationURL img2ImgURL img2Species img2Selection split annN description"
+).replace(" ", "\t")
 
 
 def test_birds_to_words_reads_the_pairs_whose_photographs_are_here(tmp_path):
-    rows = [bird_row(1, 2, "train", 'Animal 1 is "big". Animal 2'), bird_row(1, 2, "train", "Both are red"),
-            bird_row(2, 1, "train", '"Animal 1 has no tail'), bird_row(1, 2, "val", "x"),
-            bird_row(3, 1, "test", "long " * 90), bird_row(3, 4, "test", "y")]  # fmt: skip
+    rows = [
+        bird_row(1, 2, "train", 'Animal 1 is "big". Animal 2'),
+        bird_row(1, 2, "train", "Both are red"),
+        bird_row(2, 1, "train", '"Animal 1 has no tail'),
+        bird_row(1, 2, "val", "x"),
+        bird_row(3, 1, "test", "long " * 90),
+        bird_row(3, 4, "test", "y"),
+    ]
     write(tmp_path / "birds-to-words-v1.0.tsv", "\n".join([BIRD_COLUMNS, *rows]))
     with pytest.raises(
         ValueError, match=r"no pairs in train; 0 of 5 pairs have both .*has their addresses"
@@ -317,8 +341,12 @@ def test_cub_has_single_images(tmp_path):
     write_cub(tmp_path)
     release = data.read_cub(tmp_path)
     assert sizes(release) == {"train": 2, "val": 1, "test": 0}
-    assert pairs(release, "val")[0] == data.Pair("002.Tern/Tern_0001.jpg", "002.Tern/Tern_0001.jpg", None,
-                                                 ["a white bird .", "this bird , it has a red bill"])  # fmt: skip
+    assert pairs(release, "val")[0] == data.Pair(
+        "002.Tern/Tern_0001.jpg",
+        "002.Tern/Tern_0001.jpg",
+        None,
+        ["a white bird .", "this bird , it has a red bill"],
+    )
     write_features("cub", tmp_path)
     dataset = data.load("cub", tmp_path)
     ((batch,),) = dataset.train_batches(4, seed=0, epoch=0)
@@ -386,7 +414,7 @@ def write_birds(root):
         write_picture(root / "images" / f"{photo}.jpg")
 
 
-# ---- released features -------------------------------------------------------------------------------------------
+# ---- released features ---------------------------------------------------------------------------
 
 
 def test_where_released_features_lie(tmp_path):
@@ -424,19 +452,27 @@ def test_the_readmes_four_lines_turn_a_pickle_into_features(name, writer, tmp_pa
         assert (dataset.features.rows([image]) == n).all()
 
 
-# ---- your own pairs --------------------------------------------------------------------------------------------------
+# ---- your own pairs ------------------------------------------------------------------------------
 
 
 def test_your_own_pairs_from_csv_and_json(tmp_path):
-    lines = ["before,after,captions,split", "a.png,b.png,The gate opened.| it is open,train",
-             "a.png,b.png,open now,train", 'c.png,sub/d.jpg,"red, then blue",val', "b.png,d.jpg,same,test"]  # fmt: skip
+    lines = [
+        "before,after,captions,split",
+        "a.png,b.png,The gate opened.| it is open,train",
+        "a.png,b.png,open now,train",
+        'c.png,sub/d.jpg,"red, then blue",val',
+        "b.png,d.jpg,same,test",
+    ]
     write(tmp_path / "pairs.csv", "\n".join(lines))
     release, texts = data.read_pairs(tmp_path), ["The gate opened.", "it is open", "open now"]
     assert pairs(release, "train") == [data.Pair("a.png b.png", "a.png", "b.png", texts)]
     assert pairs(release, "val")[0].captions == ["red, then blue"]
     assert release.paths["sub/d.jpg"] == tmp_path / "sub/d.jpg"
-    rows = [{"before": p.before, "after": p.after, "captions": p.captions, "split": split}
-            for split in data.SPLITS for p in pairs(release, split)]  # fmt: skip
+    rows = [
+        {"before": p.before, "after": p.after, "captions": p.captions, "split": split}
+        for split in data.SPLITS
+        for p in pairs(release, split)
+    ]
     write(tmp_path / "pairs.json", rows)
     assert data.read_pairs(tmp_path) == release
     for given in ("gate", 0):

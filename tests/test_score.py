@@ -22,9 +22,13 @@ REFERENCES = {
     "3": ["a man's hat", "hat added"],
 }
 PREDICTIONS = {"1": "The left red car.", "2": "no change was made", "3": ""}
-SENTENCES = ["The man's (red) T-shirt isn't here -- it's gone...", "Mr. Smith, etc., left at 3.5 p.m.",
-             "the boys’ “ball” – gonna move", '[x] {y} b&w photo & AT&T sign no. 5; no. I cannot say "no" !!',
-             "1 1/2 cars"]  # fmt: skip
+SENTENCES = [
+    "The man's (red) T-shirt isn't here -- it's gone...",
+    "Mr. Smith, etc., left at 3.5 p.m.",
+    "the boys’ “ball” – gonna move",
+    '[x] {y} b&w photo & AT&T sign no. 5; no. I cannot say "no" !!',
+    "1 1/2 cars",
+]
 ASKED = data.java_works.__wrapped__
 
 
@@ -91,7 +95,8 @@ def ngrams(text: str, n: int) -> Counter:
 def naive_cider(
     hyps: dict[str, str], refs: dict[str, list[str]], pool: dict[str, list[str]] | None = None
 ) -> float:
-    """CIDEr-D: 10 x the mean over images, n = 1..4 and references of the clipped tf-idf cosine x exp(-(length gap)^2 /
+    """CIDEr-D: 10 x the mean over images, n = 1..4 and references of the clipped tf-idf cosine x
+    exp(-(length gap)^2 /
     72). Document frequencies are the pool's (default: the same images')."""
     total, pool = 0.0, pool or refs
     for n in range(1, 5):
@@ -121,7 +126,8 @@ def test_without_java_bleu_cider_and_reasons():
     result = data.score(PREDICTIONS, REFERENCES, groups)
     scores = result["scores"]
     assert list(scores) == ["total", "pair", "single"] and "approximate" in result["tokenizer"]
-    # pair: all 8 words and 1 + 3 of 6 word pairs hit; closest references 3 (as close as 5) + 4 words: no penalty
+    # pair: all 8 words and 1 + 3 of 6 word pairs hit; closest references 3 (as close as 5) + 4
+    # words: no penalty
     assert scores["pair"]["BLEU-1"] == 100 and scores["pair"]["BLEU-2"] == pytest.approx(
         100 * (4 / 6) ** 0.5, abs=0.01
     )
@@ -235,7 +241,8 @@ def test_a_tokenizer_that_fails_later_is_tried_once_more(fake_java, tmp_path):
 def test_ctrl_c_in_a_terminal_does_not_reach_the_tokenizer(fake_java, tmp_path):
     """A terminal sends it to the process group, which the tokenizer must not be in."""
     fake_java(
-        f'case "$*" in *version) exit 0;; *) cut -d" " -f5 /proc/$$/stat > {tmp_path}/group; cat;; esac'
+        'case "$*" in *version) exit 0;; '
+        f'*) cut -d" " -f5 /proc/$$/stat > {tmp_path}/group; cat;; esac'
     )
     data.score({"1": "a car"}, {"1": ["a car"]}, quick=True)
     assert int((tmp_path / "group").read_text()) != os.getpgrp()
@@ -304,9 +311,8 @@ def naive_resize(heat: torch.Tensor, height: int, width: int) -> list[list[float
 def test_pointing_game_equals_a_loop_over_pixels():
     g = torch.Generator().manual_seed(0)
     maps, boxes, sizes = torch.rand(40, 5, 6, generator=g), [], []
-    maps[:, [0, -1]] *= (
-        0.1  # all pixels beyond the middle of a border cell are equally bright: rounding would choose
-    )
+    # Beyond the middle of a border cell all pixels are equally bright: rounding would choose.
+    maps[:, [0, -1]] *= 0.1
     maps[:, :, [0, -1]] *= 0.1
     for left, top, width, height in torch.randint(9, 20, (40, 4), generator=g).tolist():
         boxes.append(
@@ -331,13 +337,22 @@ def test_pointing_scores_count_boxes_not_pairs(tmp_path):
     heat["1"][0, 0] = heat["2"][1, 2] = heat["3"][0, 2] = (
         1  # brightest: left top, right bottom, right top
     )
-    boxed = [(i, side, box, tmp_path / "a.png") for i, side, box in (
-        ("1", "before", [0, 0, 10, 10]), ("1", "after", [20, 10, 10, 10]), ("2", "after", [20, 10, 10, 10]),
-        ("3", "before", [0, 0, 30, 20]))]  # fmt: skip
+    boxed = [
+        (i, side, box, tmp_path / "a.png")
+        for i, side, box in (
+            ("1", "before", [0, 0, 10, 10]),
+            ("1", "after", [20, 10, 10, 10]),
+            ("2", "after", [20, 10, 10, 10]),
+            ("3", "before", [0, 0, 30, 20]),
+        )
+    ]
     maps = {i: {"attention": m} for i, m in heat.items()}
     scores = data.pointing_scores(maps, boxed, {"color": {"1", "9"}, "nobody": {"9"}})
-    assert scores == {"attention": {"total": 75, "color": 50}, "chance": {"total": 37.5, "color": 16.67},
-                      "boxes": {"total": 4, "color": 2}}  # fmt: skip
+    assert scores == {
+        "attention": {"total": 75, "color": 50},
+        "chance": {"total": 37.5, "color": 16.67},
+        "boxes": {"total": 4, "color": 2},
+    }
     named = {i: {"decoder": m, "objects": -m} for i, m in heat.items()}
     scores = data.pointing_scores(named, boxed, {})
     assert scores["decoder"]["total"] == 75 and scores["objects"]["total"] < 75

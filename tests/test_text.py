@@ -1,4 +1,5 @@
-"""Text: noun and verb segments of captions, their subjects, CLIP with learned prompts, mini's CLIP."""
+"""Text: noun and verb segments of captions, their subjects, CLIP with learned prompts, mini's
+CLIP."""
 
 import json
 import warnings
