@@ -759,7 +759,7 @@ PRESETS = {
                   patience=10),
     "mini": dict(dim=128, word_dim=128, heads=2, layers=1, dropout=0.0, clip="mini",
                  w_consistency=0.1, w_match=0.05, batch_size=16, lr=2e-3, schedule="cosine",
-                 warmup=50, grad_clip=1.0, steps=1700, eval_every=850, eval_batch=250),
+                 warmup=50, grad_clip=1.0, steps=1700, eval_every=300, eval_batch=250),
 }  # fmt: skip
 
 # ---- training ------------------------------------------------------------------------------------

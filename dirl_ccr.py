@@ -460,7 +460,7 @@ PRESETS = {
                   warmup=50, steps=2000, eval_every=100, patience=10),
     "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, w_dirl=0.03, w_ccr=0.005,
                  batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=2300,
-                 eval_every=1150, eval_batch=250),
+                 eval_every=300, eval_batch=250),
 }  # fmt: skip
 
 RELEASED = {  # --variant released: the released code's side of each disputed detail

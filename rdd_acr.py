@@ -712,7 +712,7 @@ PRESETS = {
                   eval_every=100, patience=10),
     "mini": dict(dim=128, word_dim=128, heads=2, dropout=0.0, distil_steps=1, object_vectors=8,
                  clip="mini", clip_dim=128, clip_width=64, batch_size=16, lr=1e-3,
-                 schedule="cosine", warmup=50, grad_clip=1.0, steps=1900, eval_every=950,
+                 schedule="cosine", warmup=50, grad_clip=1.0, steps=1900, eval_every=300,
                  eval_batch=250),
 }  # fmt: skip
 
