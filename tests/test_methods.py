@@ -181,8 +181,8 @@ for name in ("data", "h5py", "spacy", "open_clip", "pycocoevalcap"):
 
 
 def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path):
-    """README's example, with what README says of the other methods, in a folder of these two
-    files."""
+    """README's loop, with what README says of the other methods, in a folder of these two files;
+    then its backbone in front."""
     model = MODELS[method].__name__
     example = next(block for block in readme_blocks() if "as Model" in block)
     example = example.replace("scorer_cbr", method.__name__)
@@ -193,11 +193,16 @@ def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path):
         example = example.replace("Config()", config[1])
     for file in (Path(method.__file__), Path(common.__file__)):
         (tmp_path / file.name).write_text(file.read_text())
-    script = WITHOUT_PACKAGES + example + "print(list(ids.shape))"
+    if not hasattr(MODELS[method], "clamp_scales"):
+        example = re.sub(r"    model.clamp_scales\(\).*\n", "", example)
+    backbone = next(block for block in readme_blocks() if "resnet18" in block)
+    shown = "print(list(ids.shape), sorted(losses))"
+    script = "\n".join([WITHOUT_PACKAGES, example, backbone, shown])
     call = [sys.executable, "-c", script]
     done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path)
     assert f"import {model} as" in script
-    assert done.stdout.strip() == "[4, 24]", done.stderr
+    assert done.stdout.startswith("[4, 24] ['caption'"), done.stderr
+    assert (tmp_path / "model.pt").exists()
 
 
 # ---- decoding ------------------------------------------------------------------------------------
