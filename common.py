@@ -927,7 +927,7 @@ class Run:
         event = "resume" if self.resume else "start"
         self.log(step=self.step, event=event, **about, config=config)
         for f in dataclasses.fields(self.cfg):
-            if config[f.name] != f.default:
+            if config[f.name] != f.default and f.name not in about:
                 about[f.name] = config[f.name]
         for name, value in about.items():
             print(f"{name}: {value}", flush=True)

@@ -1,6 +1,8 @@
 """Pictures of results: the sheet of samples and the picture of --caption."""
 
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +14,7 @@ import data
 import scorer_cbr
 
 SIDE = data.SIDE
+README = Path(data.__file__).with_name("README.md")
 
 
 class Pictured:
@@ -200,3 +203,16 @@ def test_the_pictures_of_a_run(drawings, prepared, tiny, tmp_path):
     scorer_cbr.main([*tiny, *flags])
     for name in ("samples.png", "curves.png"):
         assert pixels(run / name).shape[1] >= 1000
+
+
+def test_the_readmes_ten_seconds(drawings, tmp_path, monkeypatch, capsys):
+    """The trained model in assets/ writes what README says of the pair there."""
+    text = README.read_text(encoding="utf-8")
+    command = r"python scorer_cbr.py (--caption assets.*?)\\\n +(--out \S+) +# (.*)\n +# (.*)"
+    command, out, *says = re.search(command, text).groups()
+    flags = [str(README.parent / x) if x.startswith("assets") else x for x in command.split()]
+    monkeypatch.chdir(tmp_path)
+    scorer_cbr.main([*flags, *out.split(), "--device", "cpu"])
+    caption = capsys.readouterr().out.strip()
+    assert " ".join(says) == f"ten seconds: {caption}"
+    assert (tmp_path / "attention.png").stat().st_size > 1000
