@@ -34,7 +34,7 @@ Baseline (Table 4)            --layers 0 --k 0 --gate none --w_consistency 0 --w
 CRE, DRE, HRD                 --gate none [ours], and for CRE --no-dre, for DRE --no-cre
 GATE                          --layers 0 --w_consistency 0 --w_match 0
 lambda_m, lambda_v (Table 5)  --w_match 0.5, --w_consistency 0.75
-ResNet-101 (Table 6)          none; no extractor here makes the features of its two ViTs
+ResNet-101 (Table 6)          none; for its ViTs perhaps --extractor timm/NAME, untested
 entities (Fig. 5)             --k 3
 layers (Fig. 6)               --layers 2
 
@@ -176,7 +176,7 @@ class DRE(CRE):
     """Eq. 5, Difference Representation Enhancement: CRE with 1 - m in place of m."""
 
     def strength(self, source: Tensor, target: Tensor) -> Tensor:
-        return 1 - super().strength(source, target)
+        return 1 - super().strength(source, target)  # Eq. 5
 
 
 def other_image(x: Tensor) -> Tensor:
@@ -460,18 +460,19 @@ class CHEERS(nn.Module):
         """The terms of Eq. 19 for one batch of pairs: features (B, C, H, W) twice, caption (B, V),
         rows of the table (B, K). A term that the config leaves out is 0. [ours] L_C, L_D and L_I
         are means over the layers."""
-        context, layers = self.encode(before, after, entities)
-        hidden, _, _ = self.decoder(caption, context)
-        l_s = caption_loss(self.decoder.head(hidden), caption)
+        context, layers = self.encode(before, after, entities)  # Eq. 2-8, 10-12
+        hidden, _, _ = self.decoder(caption, context)  # Eq. 13-17
+        l_s = caption_loss(self.decoder.head(hidden), caption)  # Eq. 18
         l_c = l_s.new_zeros(())
         l_d = l_s.new_zeros(())
         l_i = l_s.new_zeros(())
         for shared, layer_c, layer_d in layers:
-            l_c = l_c + layer_c / len(layers)
-            l_d = l_d + layer_d / len(layers)
+            l_c = l_c + layer_c / len(layers)  # Eq. 7
+            l_d = l_d + layer_d / len(layers)  # Eq. 11
             if self.cfg.w_match:
                 c_bef, c_aft = shared.chunk(2)
-                l_i = l_i + contrastive_loss(c_bef, c_aft, self.log_scale.exp()) / len(layers)
+                layer_i = contrastive_loss(c_bef, c_aft, self.log_scale.exp())  # Eq. 9
+                l_i = l_i + layer_i / len(layers)
         return {"caption": l_s, "common": l_c, "different": l_d, "match": l_i}
 
     @torch.no_grad()
@@ -552,12 +553,12 @@ def embed_texts(clip, tokenizer, texts: list[str]) -> Tensor:
 @torch.no_grad()
 def embed_images(clip, preprocess, pictures, names) -> Tensor:
     """CLIP's embeddings (n, d), each of length 1, of pictures[name] for every name."""
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     def read(name) -> Tensor:
         picture = pictures[name]
         if not isinstance(picture, Image.Image):
-            picture = Image.open(picture)
+            picture = ImageOps.exif_transpose(Image.open(picture))  # upright, as data.py reads it
         return preprocess(picture.convert("RGB"))
 
     device = clip.positional_embedding.device
@@ -780,7 +781,7 @@ def compute_losses(
             terms = model(batch.before, batch.after, batch.caption, rows)
         for name, term in terms.items():
             losses[name] = losses.get(name, 0) + term / len(batches)
-    losses["total"] = total_loss(losses, cfg)
+    losses["total"] = total_loss(losses, cfg)  # Eq. 19
     return losses
 
 

@@ -355,13 +355,20 @@ class RunConfig:
 
     # Below 1 these make no model, or loop for ever. A method's Config may add to them.
     AT_LEAST_1 = {
-        *("scenes", "steps", "batch_size", "pretrain_batch", "log_every", "eval_every"),
-        *("eval_batch", "dim", "word_dim", "heads", "decoder_layers", "ffn"),
-        *("distil_steps", "object_vectors", "action_vectors"),
+        "scenes",
+        "steps",
+        "batch_size",
+        "log_every",
+        "eval_every",
+        "eval_batch",
+        "dim",
+        "word_dim",
+        "heads",
+        "decoder_layers",
     }
 
     dataset: str = "mini"  # data set; chooses the preset
-    extractor: str = ""  # network that made the features (default: the data set's own)
+    extractor: str = ""  # resnet101-layer4, timm/NAME, ... (default: the data set's own)
     data_dir: str = ""  # folder of the data set (default: data/<dataset>)
     out_dir: str = ""  # folder of the run (default: runs/<method>-<dataset>)
     overwrite: bool = False  # replace a run that out_dir already holds
@@ -509,7 +516,10 @@ def make_parser(Config: type, PRESETS: dict[str, dict], doc: str) -> Parser:
             options = {"action": argparse.BooleanOptionalAction}
         elif typing.get_origin(kind) is Literal:
             options = {"choices": typing.get_args(kind)}
-        text = f"{comments.get(f.name, '')} (default: {f.default})".replace("%", "%%")
+        text = comments.get(f.name, "")
+        if f.default != "":
+            text = f"{text} (default: {f.default})"
+        text = text.replace("%", "%%")
         group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=text, **options)
     return parser
 
@@ -633,7 +643,8 @@ def is_run_folder(folder: Path) -> bool:
 class PairBatch(Protocol):
     """B pairs of images, as train and evaluate use them. data.Batch is one.
 
-    Some methods read more: data.Batch says which."""
+    Some methods read more: RDD+ACR's phrases `texts`, the B captions as written, and CHEERS's
+    entities `images`, the B pairs of image names."""
 
     before: Tensor  # (B, C, H, W) features
     after: Tensor  # (B, C, H, W)
@@ -703,7 +714,7 @@ class Run:
                     if run.finished():
                         break
 
-    sources: all that captions depend on beside the model, the data set first. Each has state() and
+    sources: all that captions depend on besides the model, the data set first. Each has state() and
     check_state(state), as TrainingData. With `resume` the run continues from last.pt as if it had
     never stopped. Inside `with`, the first Ctrl-C or SIGTERM only sets `stop` (to 130 or 143), so
     that the current step is finished and saved; a second one stops at once."""
@@ -725,6 +736,10 @@ class Run:
         self.handlers: dict[int, Any] = {}  # signal -> handler before this run
 
     def __enter__(self):
+        if not self.cfg.out_dir:
+            raise ValueError("no folder for the run; give out_dir")
+        if not self.resume:
+            check_folder(self.dir, None, self.cfg.overwrite)
         self.dir.mkdir(parents=True, exist_ok=True)
         if self.resume:
             self.restore()
@@ -938,10 +953,10 @@ class Run:
             f.write(json.dumps(values) + "\n")
 
     def best_model(self) -> nn.Module:
-        """The model with the weights of best.pt."""
+        """The model with the weights of best.pt, in evaluation mode."""
         path = self.dir / "best.pt"
         state = load_checkpoint(path, self.cfg.device)
-        return load_weights(self.model, state["model"], path)
+        return load_weights(self.model, state["model"], path).eval()
 
 
 def code_version() -> str:

@@ -1278,8 +1278,8 @@ def prefetch(items: Iterator) -> Iterator:
 class Dataset:
     """A data set ready for a method: vocabulary, scenes, features. Made by `load`.
 
-    Attributes: grid (C, H, W) of the features; max_len, ids in the longest caption with START and
-    END; lengths, the same for the scenes' first pairs, and for the second, which are shorter
+    Attributes: grid (C, H, W) of the features; max_len, longest caption in tokens, START and END
+    included; lengths, the same for the scenes' first pairs, and for the second, which are shorter
     (distractors). Without features (for counting words) there are no batches."""
 
     def __init__(
@@ -1322,9 +1322,9 @@ class Dataset:
         return -(-len(self.scenes["train"]) // batch_size)
 
     def train_batches(
-        self, batch_size: int, seed: int, epoch: int, start: int = 0
+        self, batch_size: int, seed: int, epoch: int, first: int = 0
     ) -> Iterator[tuple[Batch, ...]]:
-        """One epoch from batch `start` on: tuples of Batches, one for the scenes' first pairs and
+        """One epoch from batch `first` on: tuples of Batches, one for the scenes' first pairs and
         one for any second. (seed, epoch) alone decide the order, the swaps (half the time, if a
         scene has one) and each pair's caption."""
         scenes = self.scenes["train"]
@@ -1348,7 +1348,7 @@ class Dataset:
                 batches.append(self.batch(pairs, captions, length))
             return tuple(batches)
 
-        starts = range(start * batch_size, len(scenes), batch_size)
+        starts = range(first * batch_size, len(scenes), batch_size)
         return prefetch(make(order[i : i + batch_size]) for i in starts)
 
     def pairs(self, split: str) -> list[Pair]:

@@ -432,7 +432,8 @@ class DIRL(nn.Module):
         """Where the decoder looked: the last layer's attention over cells, averaged over heads and
         over the words of ids (B, V) -> "attention" (B, H, W).
 
-        Row t belongs to the state that predicts word t + 1."""
+        The weights are those after the softmax. Row t belongs to the state that predicts word
+        t + 1."""
         difference, _, _ = self.encode(before, after)
         _, query, _, _ = self.decoder(ids, difference)
         attention = self.decoder.layers[-1].cross_attention

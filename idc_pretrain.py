@@ -16,8 +16,8 @@ Sec. 2.4   class_loss, contrast_loss, same_class_loss: bird classes train the di
 Sec. 3.1   judge_loss     is the pair a distractor? Fine-tuning: L = L_MLM + w_judge L_judge
 E_s is `single`, E_p `pair`; [BOS], [EOS] are START, END. Axis letters: B pairs, C channels, H x W
 grid, N = H*W cells, D width, h heads, V words of a caption (START, words, END, padding), T tokens,
-S = 2 (N + 1) visual tokens: [IMG1] v_1 ... v_N [IMG2] v_1 ... v_N. Differences to the released
-code are in RELEASED, behind the model; what both variants share is explained where it occurs.
+S = 2 (N + 1) visual tokens: [IMG1] v_1 ... v_N [IMG2] v_1 ... v_N. Differences from the released
+code are in RELEASED, after the model; what both variants share is explained where it occurs.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
 
@@ -518,7 +518,8 @@ class IDC(nn.Module):
             seen_by_masks = torch.cat([seen[-count:], itself], 1)
             seen_by_words = F.pad(seen, (0, count))  # no [MASK]
             seen = torch.cat([seen_by_words, seen_by_masks])
-        image, past, _ = self.cross(visual, rows=slice(None, None, self.img2))
+        img1_and_img2 = slice(None, None, self.img2)  # their tokens, 0 and self.img2
+        image, past, _ = self.cross(visual, rows=img1_and_img2)  # Eq. 5
         mask = F.pad(seen, (visual.shape[1], 0), value=True)  # everyone sees the images
         text, _, query = self.cross(text, mask[None, None], past)  # Eq. 5
         key, _ = past[-1]
@@ -531,7 +532,7 @@ class IDC(nn.Module):
         cfg = self.cfg
         ids, target = mask_words(caption, self.vocab_size, cfg.mask_rate, cfg.mask_rules)
         visual, there, _ = self.visual(*images)
-        _, text = self.joint(visual, there, ids)
+        _, text = self.joint(visual, there, ids)  # Eq. 5
         logits = self.head(text[:, 1:])  # without [CLS]
         return {"mlm": word_loss(logits, target)}  # Eq. 6
 
@@ -544,7 +545,7 @@ class IDC(nn.Module):
         masked = mask_cells(pairs, count, cells, cfg.cell_mask_rate, features.device)
         shown = features.masked_fill(masked[..., None], 0)
         visual, there, _ = self.visual(*shown.unbind(1))
-        visual, _ = self.joint(visual, there, caption)
+        visual, _ = self.joint(visual, there, caption)  # Eq. 5
         visual = visual.unflatten(1, (2, -1))  # (B, 2, 1 + N, D)
         hidden = self.cell_head(visual[:, :count, 1:])  # without [IMG1] and [IMG2]
         # The projection's weights, transposed, map back to features.
@@ -616,7 +617,7 @@ class IDC(nn.Module):
         """-> step(words (B,), position) -> logits of the next word, which a [MASK] in its place
         predicts. Keys and values of images and earlier words do not depend on later words, so they
         are kept."""
-        _, past, _ = self.cross(visual)
+        _, past, _ = self.cross(visual)  # Eq. 5
         if self.cfg.finetune_cls:
             cls = self.embed.special(Embedding.TEXT, len(visual))
             _, new, _ = self.cross(cls, past=past)
@@ -630,7 +631,7 @@ class IDC(nn.Module):
             earlier = past[0][0].shape[1]
             seen = torch.ones(2, earlier + 2, dtype=torch.bool, device=visual.device)
             seen = seen.tril(earlier)  # the word does not see the [MASK]
-            x, new, _ = self.cross(torch.cat([word, mask], 1), seen[None, None], past)
+            x, new, _ = self.cross(torch.cat([word, mask], 1), seen[None, None], past)  # Eq. 5
             past = append(past, new, 1)  # the word stays, the [MASK] goes
             return self.head(x[:, 1])
 
@@ -769,8 +770,10 @@ def tasks(cfg: Config, stage: str) -> list[str]:
 
 def check_config(cfg: Config) -> None:
     """ValueError if a number makes no model or no loss, or pre-training has nothing to do."""
-    if cfg.layers < 1:
-        raise ValueError(f"--layers {cfg.layers}: expected 1 or more")
+    for name in ("layers", "ffn", "pretrain_batch"):
+        value = getattr(cfg, name)
+        if value < 1:
+            raise ValueError(f"--{name} {value}: expected 1 or more")
     for name in ("mask_rate", "cell_mask_rate", "tau_mvcl", "tau_fda"):
         value = getattr(cfg, name)
         if not value > 0:
@@ -817,7 +820,8 @@ def compute_losses(
     losses: dict[str, Tensor] = {}
     for n, batch in enumerate(batches):
         batch = batch.to(cfg.device)
-        after = None if batch.single else batch.after
+        single = getattr(batch, "single", False)  # CUB's images have no "after"
+        after = None if single else batch.after
         changed = None  # one kind of pairs: nothing to judge
         if len(batches) == 2:
             changed = n == 0
@@ -834,8 +838,9 @@ def compute_losses(
 
 
 def train(cfg: Config, dataset, resume: bool = False) -> IDC:
-    """Pre-train, then fine-tune on a data set (common.TrainingData) into cfg.out_dir -> the best
-    model by validation. The weights after pre-training stay in pretrained.pt, for --init.
+    """Pre-train, then fine-tune on a data set (common.TrainingData; with FDA, CUB or NABirds
+    data.Dataset) into cfg.out_dir -> the best model by validation. The weights after pre-training
+    stay in pretrained.pt, for --init.
 
     Ctrl-C and SIGTERM save last.pt and exit 130 or 143; `resume` continues from there as if
     training had never stopped. FloatingPointError if a loss is not finite."""

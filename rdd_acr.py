@@ -75,6 +75,8 @@ from common import (
 class Config(RunConfig):
     """RDD+ACR. The fields of a run (data, steps, device) are common.RunConfig's."""
 
+    AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"distil_steps", "object_vectors", "action_vectors"}
+
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings
     heads: int = 8  # heads of every attention
@@ -140,7 +142,7 @@ class GlobalDifference(nn.Module):
         attended = self.attention(f_x, f_diff)  # Eq. 3-4
         if self.norm is None:
             return attended
-        return self.norm(f_x + self.dropout(attended))
+        return self.norm(f_x + self.dropout(attended))  # Eq. 4
 
     def forward(self, f_bef: Tensor, f_aft: Tensor, f_diff: Tensor) -> Tensor:
         """(B, N, D) three times -> F_c (B, N, D)."""
@@ -427,7 +429,7 @@ class RDD(nn.Module):
             before = torch.zeros_like(before)
             after = torch.zeros_like(after)
         f_bef = self.embed(before)  # Eq. 1
-        f_aft = self.embed(after)
+        f_aft = self.embed(after)  # Eq. 1
         # [ours] Eq. 2 as printed; the text above it subtracts "before" from "after".
         f_diff = f_bef - f_aft  # Eq. 2
         if self.difference is None:
@@ -440,11 +442,11 @@ class RDD(nn.Module):
         if order in ("n", "n+v", "v&n"):
             distilled["objects"] = self.objects(f_c)  # Eq. 6-8
         if order in ("v", "v+n", "v&n"):
-            distilled["actions"] = self.actions(f_c)
+            distilled["actions"] = self.actions(f_c)  # Eq. 6-8
         if order == "n+v":  # the paper's: actions from objects
-            distilled["actions"] = self.actions(distilled["objects"].vectors)
+            distilled["actions"] = self.actions(distilled["objects"].vectors)  # Eq. 6-8
         if order == "v+n":
-            distilled["objects"] = self.objects(distilled["actions"].vectors)
+            distilled["objects"] = self.objects(distilled["actions"].vectors)  # Eq. 6-8
         tokens = [f_c] + [x.vectors for x in distilled.values()]
         return self.fuse(torch.cat(tokens, 1)), distilled  # Eq. 9
 
@@ -464,7 +466,7 @@ class RDD(nn.Module):
                 "L_N2O needs nouns=, L_V2A verbs=, the captions' Attributes; "
                 "or set w_n2o, w_v2a to 0"
             )
-        tokens, distilled = self.encode(before, after)
+        tokens, distilled = self.encode(before, after)  # Eq. 1-9
         hidden, _, _ = self.decoder(caption, tokens)
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 14-15
         # Cosines over a small temperature want float32.
@@ -472,11 +474,13 @@ class RDD(nn.Module):
             if cfg.w_n2o:
                 f_object = upcast(distilled["objects"].vectors)
                 f_noun = self.adapter(upcast(nouns.text))
-                losses["n2o"] = alignment_loss(f_object, f_noun, nouns.valid, nouns.same, cfg.tau)
+                n2o = alignment_loss(f_object, f_noun, nouns.valid, nouns.same, cfg.tau)
+                losses["n2o"] = n2o  # Eq. 10-13
             if cfg.w_v2a:
                 f_action = upcast(distilled["actions"].vectors)
                 f_verb = self.adapter(upcast(verbs.text))
-                losses["v2a"] = alignment_loss(f_action, f_verb, verbs.valid, verbs.same, cfg.tau)
+                v2a = alignment_loss(f_action, f_verb, verbs.valid, verbs.same, cfg.tau)
+                losses["v2a"] = v2a  # Eq. 10-13
         return losses
 
     def prompts(self) -> dict[str, Tensor | None]:
@@ -732,11 +736,12 @@ def compute_losses(
     texts = []
     for batch in batches:
         captions.append(F.pad(batch.caption, (0, longest - batch.caption.shape[1])))
-        texts += batch.texts
+        if phrases:
+            texts += batch.texts
     with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.on_cuda):
         attributes = phrases.encode(texts, model.prompts()) if phrases else {}
         losses = model(before, after, torch.cat(captions), **attributes)
-    losses["total"] = total_loss(losses, cfg)
+    losses["total"] = total_loss(losses, cfg)  # Eq. 16
     return losses
 
 

@@ -714,9 +714,21 @@ def test_a_new_run_removes_only_what_runs_write(tmp_path):
     for name in kept | replaced:
         (tmp_path / name).write_text("old")
     cfg = config_of(tmp_path)
+    cfg.overwrite = True
+    config = json.dumps(dataclasses.asdict(cfg))
+    (tmp_path / "config.json").write_text(config)  # so that it is a run's folder
     with Run(cfg, Linear(cfg), [Words()]):
         found = {path.name for path in tmp_path.iterdir()}
     assert found == {"config.json", "log.jsonl"} | kept
+
+
+def test_a_run_from_python_replaces_no_other_unasked(tmp_path):
+    """The command line looks before; train() may be called without it."""
+    train(tmp_path)
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(tmp_path)
+    with pytest.raises(ValueError, match="no folder for the run; give out_dir"):
+        train("")
 
 
 def test_a_flag_that_makes_weights_not_fit_is_named(tmp_path):

@@ -152,7 +152,7 @@ def test_batches_are_a_function_of_seed_and_epoch(prepared):
         [f"{i}_n" for i in s[0][0]] == s[1][0] for s in epoch
     )  # both pairs of a scene, in the same place
     assert epoch == collect(dataset, 3, seed=5, epoch=2) and epoch[1:] == collect(
-        dataset, 3, 5, 2, start=1
+        dataset, 3, 5, 2, first=1
     )
     assert epoch != collect(dataset, 3, seed=5, epoch=3) and epoch != collect(
         dataset, 3, seed=6, epoch=2
