@@ -1087,8 +1087,9 @@ def choose(turns: list[tuple], scene) -> list[str]:
         mentioned |= named(c)
     chosen = []
     for candidates, end in turns:
-        for text in candidates:
-            if len(chosen) >= end:
+        while len(chosen) < end:
+            text = next(candidates, None)
+            if text is None:
                 break
             is_new = text not in true and text not in chosen
             if is_new and (not mentioned or named(text) - mentioned):

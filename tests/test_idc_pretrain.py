@@ -695,6 +695,14 @@ def test_single_images_are_rewritten_without_subjects(scenes, monkeypatch):
         assert set(texts[:3]) <= captions
 
 
+def test_no_candidate_is_lost_between_turns():
+    pair = SimpleNamespace(captions=["true"])
+    scene = SimpleNamespace(pairs=(pair,), swapped=None)
+    letters = iter(["a", "true", "b", "c"])
+    turns = [(letters, 2), (iter("xy"), 3), (letters, 4)]
+    assert idc.choose(turns, scene) == ["a", "b", "x", "c"]
+
+
 def test_six_negatives_are_kept_in_a_file(dataset, monkeypatch):
     path = dataset.root / "train_neg_tfidf6.json"
     original = Path.write_text
