@@ -617,7 +617,9 @@ def check_folder(folder: Path, own: Path | None, overwrite: bool) -> None:
 
     own: the folder of the checkpoint that is resumed or evaluated; None for a new run, which may
     replace an older one if `overwrite`."""
-    if not folder.is_dir() or not any(folder.iterdir()):
+    if not folder.is_dir():
+        return
+    if all(path.suffix == ".partial" for path in folder.iterdir()):  # of a killed process
         return
     if not is_run_folder(folder):
         what = "is not empty and is not a run's folder"
@@ -754,6 +756,7 @@ class Run:
         self.restore_handlers()
         if isinstance(error, OSError) and self.optimizer:  # such as a tokenizer that died
             self.save("last.pt")  # keeps the steps so far
+            print(f"last.pt is of step {self.step}; --resume goes on after it, without what failed")
 
     def restore_handlers(self) -> None:
         for number, handler in self.handlers.items():
@@ -1087,7 +1090,20 @@ def atomic_write(path: Path) -> Iterator[Path]:
     except OSError as e:
         raise OSError(f"{path} could not be written ({e})") from e
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def full_disk_errors() -> Iterator[None]:
+    """On a full disk torch's and HDF5's writers raise a RuntimeError about their own confusion:
+    raise the OSError behind it instead."""
+    try:
+        yield
+    except RuntimeError as e:
+        if isinstance(e.__context__, OSError):
+            raise e.__context__ from None
+        raise
 
 
 def write_text(path: Path, text: str) -> None:
@@ -1098,13 +1114,8 @@ def write_text(path: Path, text: str) -> None:
 
 def save_tensors(path: Path, state: dict) -> None:
     """Write plain dicts and tensors to a file, completely or not at all."""
-    with atomic_write(path) as partial, open(partial, "wb") as f:
-        try:
-            torch.save(state, f)
-        except RuntimeError as e:
-            if isinstance(e.__context__, OSError):  # a full disk; torch reports its own confusion
-                raise e.__context__ from None
-            raise
+    with atomic_write(path) as partial, full_disk_errors(), open(partial, "wb") as f:
+        torch.save(state, f)
 
 
 @contextlib.contextmanager

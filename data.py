@@ -55,6 +55,7 @@ from common import (
     RunConfig,
     atomic_write,
     file_errors,
+    full_disk_errors,
     load_tensors,
     load_weights,
     progress,
@@ -279,6 +280,8 @@ def released_features(picture: Path, root: Path) -> Path | None:
     "features", and .npy follows the picture's name. None if no folder is called so.
 
     images/x.png -> features/x.png.npy, sc_images/x.png -> sc_features/x.png.npy"""
+    if not picture.is_relative_to(root):
+        return None
     *folders, name = picture.relative_to(root).parts
     if not any("images" in folder for folder in folders):
         return None
@@ -497,9 +500,10 @@ def read_birds_to_words(root: Path, pictures: bool = True) -> Release:
     """Birds-to-Words (Forbes et al., EMNLP 2019): birds-to-words-v1.0.tsv, and images/<photo
     id>.jpg, which everyone has to fetch from the addresses in the table's columns 2 and 6.
 
-    With `pictures`, pairs are left out if a photograph is missing and its released features are,
-    too. Rows with the same split and addresses form one pair. Captions are turned into lower-case
-    words and signs, which is what this data set's metrics compare."""
+    With `pictures`, pairs are left out if a photograph is missing or, where there is a folder
+    features/, its released features are. Rows with the same split and addresses form one pair.
+    Captions are turned into lower-case words and signs, which is what this data set's metrics
+    compare."""
     file = root / "birds-to-words-v1.0.tsv"
     columns = ("img1ImgURL", "img2ImgURL", "split", "description")
     captions: dict[tuple, list[str]] = {}
@@ -511,7 +515,10 @@ def read_birds_to_words(root: Path, pictures: bool = True) -> Release:
 
     @functools.cache
     def there(photo: str) -> bool:
-        return (images / photo).exists() or released_features(images / photo, root).exists()
+        file = images / photo
+        if (root / "features").is_dir():
+            file = released_features(file, root)
+        return file.exists()
 
     pairs = {split: [] for split in SPLITS}
     here = 0
@@ -766,9 +773,10 @@ def read_release(name: str, root: Path) -> Release:
     try:
         release = source.read(root)
     except FileNotFoundError as e:
-        raise FileNotFoundError(
-            f"{e}; --data_dir must be the folder of {name}'s release, see the README"
-        ) from e
+        advice = f"--data_dir must be the folder of {name}'s release, see the README"
+        if name == "mini":
+            advice = f"run: {prepare_command(name, root)}"
+        raise FileNotFoundError(f"{e}; {advice}") from e
     except ValueError as e:
         if name != "mini":
             raise
@@ -777,7 +785,7 @@ def read_release(name: str, root: Path) -> Release:
         notes = "; ".join([f"{root}: no pairs in train", *release.notes])
         raise ValueError(f"{notes}; add pairs, or a column `split` if these are your own")
     for scene in release.all_scenes():
-        for pair in scene.pairs:
+        for pair in itertools.chain(*scene.orders()):
             if not pair.captions:
                 raise ValueError(f"{root}: no captions for {pair.id}")
     return release
@@ -793,17 +801,22 @@ def read_image(path: str | Path | Image.Image) -> Image.Image:
     is up (EXIF) is followed; published features of photographs were made without. ValueError that
     names the file if it is not an image."""
     if isinstance(path, Image.Image):
-        return path.convert("RGB")
+        return upright_rgb(path)
     Image.MAX_IMAGE_PIXELS = 5 * 10**7  # Pillow refuses pictures of more than twice as many
     try:
         with Image.open(path) as picture:
-            upright = ImageOps.exif_transpose(picture)
-            if upright.mode.startswith("I"):  # 16-bit grey, which convert would turn white
-                bytes_of = (np.array(upright) >> 8).clip(0, 255).astype(np.uint8)
-                upright = Image.fromarray(bytes_of)
-            return upright.convert("RGB")
+            return upright_rgb(picture)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
         raise ValueError(f"{path} is not a readable image ({e})") from e
+
+
+def upright_rgb(picture: Image.Image) -> Image.Image:
+    """A picture of any mode -> RGB, turned as its EXIF says."""
+    upright = ImageOps.exif_transpose(picture)
+    if upright.mode.startswith("I"):  # 16-bit grey, which convert would turn white
+        high_bytes = (np.array(upright) >> 8).clip(0, 255).astype(np.uint8)
+        upright = Image.fromarray(high_bytes)
+    return upright.convert("RGB")
 
 
 MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
@@ -965,15 +978,14 @@ def write_features(
     blocks: Iterable[np.ndarray],
     extractor: str,
     preprocessing: str,
-    dataset: str = "",
 ) -> None:
     """Write a feature file: `features` (n, C, H, W) float16, not chunked; `image_ids` (n,); and the
-    attributes `extractor`, `preprocessing` and `dataset`. `blocks` yields arrays (b, C, H, W) in
+    attributes `extractor` and `preprocessing`. `blocks` yields arrays (b, C, H, W) in
     the order of names. ValueError if they differ in shape or do not fit into float16."""
     done = 0
     bar = progress(total=len(names), desc="features", unit="image")
-    with bar, atomic_write(path) as partial, h5py.File(partial, "w") as f:
-        f.attrs.update(extractor=extractor, preprocessing=preprocessing, dataset=dataset)
+    with bar, atomic_write(path) as partial, full_disk_errors(), h5py.File(partial, "w") as f:
+        f.attrs.update(extractor=extractor, preprocessing=preprocessing)
         f["image_ids"] = names
         for block in blocks:
             if not done:
@@ -1176,18 +1188,18 @@ def make_features(name: str, root: Path, release: Release, device: str, extracto
     pictures = [release.paths[n] for n in names]
     released = [released_features(picture, root) for picture in pictures]
     own = extractor in ("", source_of(name).extractor)
-    if own and any(file is not None and file.exists() for file in released):
+    if own and None not in released and any(file.exists() for file in released):
         demand(released)
         blocks = (read_npy(file)[None] for file in released)
-        write_features(path, names, blocks, full_name, "the authors' released .npy files", name)
+        write_features(path, names, blocks, full_name, "the authors' released .npy files")
         return
     demand(pictures)
     network = Extractor(full_name, weights, device)
     batch = 64 if device.startswith("cuda") else 16  # a CPU takes seconds, so that Ctrl-C acts soon
-    if name == "mini":
+    if full_name.startswith("mini-cnn"):
         batch = 512  # its pictures are small
     blocks = prefetch(block.numpy() for block in network.blocks(pictures, batch))
-    write_features(path, names, blocks, full_name, network.preprocessing, name)
+    write_features(path, names, blocks, full_name, network.preprocessing)
 
 
 def demand(files: list[Path]) -> None:
@@ -2554,7 +2566,7 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
 
 
 def pairs_of_table(file: Path) -> dict[str, tuple[Path, Path]]:
-    """The pairs of a CSV or JSON file: name -> two image files. ValueError if there are none, or
+    """The pairs of a CSV file: name -> two image files. ValueError if there are none, or
     two of one name."""
     pairs = {}
     for place, row in read_rows(file, ("before", "after")):
@@ -2605,7 +2617,11 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", metavar="NAME", required=True)
     first, *others = DATASETS
     p = commands.add_parser(
-        first, aliases=others, prog="data.py NAME", help="prepare or check a data set"
+        first,
+        aliases=others,
+        prog="data.py NAME",
+        help="prepare or check a data set",
+        allow_abbrev=False,
     )
     p.add_argument("--data_dir", type=Path, help="its folder (default: data/NAME)")
     p.add_argument("--check", action="store_true", help="report what is there and what is missing")
@@ -2620,7 +2636,8 @@ def main(argv: list[str] | None = None) -> None:
         default = getattr(RunConfig, flag)
         text = f"{text} (default: {default})"
         p.add_argument(f"--{flag}", type=type(default), default=default, help=text)
-    p = commands.add_parser("score", help="score a file of captions against references")
+    text = "score a file of captions against references"
+    p = commands.add_parser("score", help=text, allow_abbrev=False)
     p.add_argument(
         "--predictions", required=True, help="COCO results: a list of {image_id, caption}"
     )

@@ -891,10 +891,10 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
                         scores = evaluate(model, dataset, "val", cfg)
                         if run.is_best(scores):
                             run.save("best.pt")
-                    if save:
-                        run.save("last.pt")
                     if stage == "pretrain" and run.step == last:
                         run.save("pretrained.pt")
+                    if save:
+                        run.save("last.pt")
                     if run.stop:  # Ctrl-C or SIGTERM
                         run.save_and_exit()
                     if run.finished():

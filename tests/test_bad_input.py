@@ -201,6 +201,24 @@ def test_a_full_disk(run, refused):
     assert (run / "last.pt").read_bytes() == before and not list(run.glob("*.partial"))
 
 
+def test_a_disk_full_of_features(release, prepare, monkeypatch):
+    monkeypatch.setattr(data, "make_features", features_of_a_megabyte)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, limits[1]))
+    try:
+        line = prepare(release)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "features.h5 could not be written" in line
+    assert not list(release.glob("features*"))
+
+
+def features_of_a_megabyte(name, root, release, device, extractor):
+    names = sorted(release.paths)
+    block = np.ones((len(names), 100, 20, 20), np.float32)
+    data.write_features(root / "features.h5", names, [block], "resnet101-layer3", "ones")
+
+
 # ---- folders and files ---------------------------------------------------------------------------
 
 

@@ -167,6 +167,8 @@ def test_pictures_are_turned_upright(tmp_path):
         upright = np.array(data.read_image(tmp_path / name))
         assert upright.shape == (16, 12, 3)
         assert upright[:, -1].min() > 200 and upright[:, 0].max() < 60
+        with Image.open(tmp_path / name) as picture:  # from Python
+            assert np.array_equal(data.read_image(picture), upright)
 
 
 def test_pictures_decoded_ahead_stay_in_order(tmp_path):

@@ -428,6 +428,8 @@ def test_where_released_features_lie(tmp_path):
     for picture, features in places.items():
         assert data.released_features(tmp_path / picture, tmp_path) == tmp_path / features
     assert data.released_features(tmp_path / "bef" / "images.png", tmp_path) is None
+    elsewhere = tmp_path.parent / "images" / "x.png"  # an absolute path in pairs.csv
+    assert data.released_features(elsewhere, tmp_path) is None
 
 
 @pytest.mark.parametrize("name, writer", [("birds_to_words", write_birds), ("cub", write_cub)])
