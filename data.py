@@ -208,7 +208,7 @@ class Release:
 
 
 def release_from_pairs(
-    pairs: dict[str, list[Pair]], folder: Path, kinds: dict | None = None, notes: tuple = ()
+    pairs: dict[str, list[Pair]], folder: Path, kinds: dict | None = None, notes: Iterable = ()
 ) -> Release:
     """A release of one pair a scene. pairs: split -> its pairs, whose image names are relative to
     `folder`. Each kind of change is scored separately. ValueError if a split is unknown."""
@@ -640,10 +640,17 @@ def read_pairs(root: Path) -> Release:
     for name, kind in kind_of.items():
         if kind:
             kinds.setdefault(kind, set()).add(name)
+    notes = []
+    for kind, names in kinds.items():
+        if len(names) == 1 and len(kind.split()) > 2:  # the rest of a caption cut at its comma?
+            notes.append(
+                f"{file}: only {min(names)} is of the kind {kind!r}; if that belongs to its "
+                "caption, put quotes around captions with commas"
+            )
     by_split = {split: [] for split in SPLITS}
     for name, pair in pairs.items():
         by_split[split_of[name]].append(pair)
-    return release_from_pairs(by_split, root, kinds)
+    return release_from_pairs(by_split, root, kinds, notes)
 
 
 def captions_of_row(row: dict) -> list[str]:

@@ -520,6 +520,10 @@ def test_your_own_pairs_from_csv_and_json(tmp_path):
         write(tmp_path / "pairs.csv", text)
         with pytest.raises(ValueError, match=rf"pairs.csv.*{line}"):
             data.read_pairs(tmp_path)
+    text = "before,after,captions,kind\na,b,the red car left,the van stayed\nc,d,e,no change\n"
+    write(tmp_path / "pairs.csv", text)  # nobody can tell, but a kind of one pair is odd
+    (note,) = data.read_pairs(tmp_path).notes
+    assert "only a b is of the kind 'the van stayed'" in note and "put quotes" in note
     for encoding in ("latin-1", "utf-16"):
         (tmp_path / "pairs.csv").write_text(head + "a,b,caf\xe9,train\n", encoding=encoding)
         with pytest.raises(ValueError, match=r"pairs.csv.*save it as UTF-8"):
