@@ -702,11 +702,11 @@ PRESETS = {
                   steps=2000, eval_every=100, patience=10),
     # [ours] MVCL alone: MLM can be learned without the images. Any two cells' features have cosines
     # near 1, hence the low temperature. Unless most cells are masked, a cell can be guessed from
-    # its neighbours.
-    "mini": dict(dim=128, ffn=256, heads=4, layers=2, dropout=0.0, pretrain_steps=1200,
+    # its neighbours. Three layers, a higher rate and a light L_judge were chosen on validation.
+    "mini": dict(dim=128, ffn=256, heads=4, layers=3, dropout=0.0, pretrain_steps=1200,
                  pretrain_batch=16, pretrain_lr=1e-3, pretrain_warmup=50, mlm=0, fda=0,
-                 cell_mask_rate=0.7, tau_mvcl=0.02, tau_fda=0.1, batch_size=16, lr=5e-4,
-                 schedule="cosine", warmup=100, grad_clip=1.0, steps=3000, eval_every=300,
+                 cell_mask_rate=0.7, tau_mvcl=0.02, tau_fda=0.1, w_judge=0.2, batch_size=16,
+                 lr=1e-3, schedule="cosine", warmup=100, grad_clip=1.0, steps=3000, eval_every=300,
                  eval_batch=250),
 }  # fmt: skip
 
