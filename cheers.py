@@ -885,7 +885,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     dataset = data.open_dataset(cfg)
     entities = entities_of(dataset, cfg)
-    if args.eval:
+    if args.eval is not None:
         model, state = load_model(model_of(args.eval), cfg, args.eval)
         dataset.check_state(state)
         if entities:

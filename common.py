@@ -456,10 +456,10 @@ def parse_args(
 
     dataset = given.get("dataset", Config.dataset)
     out_dir = given.get("out_dir") or f"runs/{script}-{dataset}"
-    checkpoint = args.eval or args.checkpoint
+    checkpoint = args.checkpoint if args.eval is None else args.eval
     if args.resume:
         checkpoint = f"{out_dir}/last.pt"
-    if checkpoint:
+    if checkpoint is not None:
         base = saved_config(Config, checkpoint)
         for name in ("dataset", "variant"):
             saved = getattr(base, name, None)
@@ -483,10 +483,10 @@ def parse_args(
         cfg.amp = False
 
     args.suffix = ""
-    if args.eval and Path(args.eval).name != "best.pt":
+    if args.eval is not None and Path(args.eval).name != "best.pt":
         args.suffix = f"-{Path(args.eval).stem}"
     if not args.caption:
-        own = Path(checkpoint).parent if checkpoint else None
+        own = None if checkpoint is None else Path(checkpoint).parent
         check_folder(Path(out_dir), own, cfg.overwrite)
     return cfg, args
 

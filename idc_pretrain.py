@@ -553,8 +553,8 @@ class IDC(nn.Module):
         predicted = predicted.to(features.dtype).flatten(0, 2)
         features = features.flatten(0, 2)
         masked = masked.flatten()
-        rows = math.ceil(2 * cfg.cell_mask_rate * cells + 1) * pairs  # twice what is expected
-        rows = min(rows, masked.numel())
+        rows = math.ceil(2 * cfg.cell_mask_rate * cells + 1)  # of a pair, twice what is expected
+        rows = min(rows, cells) * pairs
         with torch.autocast(features.device.type, enabled=False):
             loss = cell_loss(predicted, features, masked, rows, cfg.tau_mvcl, cfg.mvcl_negatives)
         return {"mvcl": loss}  # Eq. 7-8
@@ -706,7 +706,7 @@ PRESETS = {
     "mini": dict(dim=128, ffn=256, heads=4, layers=3, dropout=0.0, pretrain_steps=1200,
                  pretrain_batch=16, pretrain_lr=1e-3, pretrain_warmup=50, mlm=0, fda=0,
                  cell_mask_rate=0.7, tau_mvcl=0.02, tau_fda=0.1, w_judge=0.2, batch_size=16,
-                 lr=1e-3, schedule="cosine", warmup=100, grad_clip=1.0, steps=3000, eval_every=300,
+                 lr=1e-3, schedule="cosine", warmup=100, grad_clip=1.0, steps=2500, eval_every=300,
                  eval_batch=250),
 }  # fmt: skip
 
@@ -947,7 +947,7 @@ def main(argv: list[str] | None = None) -> None:
         data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
         return
     dataset = open_dataset(cfg)
-    if args.eval:
+    if args.eval is not None:
         model, state = load_model(IDC, cfg, args.eval)
         dataset.check_state(state)
     else:

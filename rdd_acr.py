@@ -830,7 +830,7 @@ def main(argv: list[str] | None = None) -> None:
         data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
         return
     dataset = data.open_dataset(cfg)
-    if args.eval:
+    if args.eval is not None:
         model, state = load_model(RDD, cfg, args.eval)
         dataset.check_state(state)
     else:
