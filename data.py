@@ -313,7 +313,10 @@ def read_clevr_change(root: Path) -> Release:
     no_change_captions.json; optional: change_captions_by_IOU.json (scores by viewpoint) and
     change_captions_with_bbox.json (pointing game). Captions are keyed by the default image. If
     there are change captions for the distractor image too (in mini), they are written from its
-    view, and swapped pairs use them."""
+    view, and swapped pairs use them.
+
+    The Google Drive file of the authors' repository has been reported gone or failing since 2023
+    (its issues 18, 21 and 22); the repository of SCORER links a copy."""
     splits = read_splits(root / "splits.json")
     change_file = root / "change_captions.json"
     change = read_json(change_file)
@@ -415,7 +418,8 @@ def read_spot_the_diff(root: Path) -> Release:
 
     annotations/<split>.json, resized_images/<id>.png and <id>_2.png. All rows of an id (one per
     annotator) form one pair. Each sentence is a caption, even the 66 empty ones, because published
-    vocabularies and scores count them."""
+    vocabularies and scores count them. The full-size pictures are no longer to be had (issue 2 of
+    the authors' repository); papers use the resized ones."""
     pairs = {}
     for split in SPLITS:
         file = root / f"annotations/{split}.json"

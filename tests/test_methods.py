@@ -817,16 +817,14 @@ def test_any_two_files_are_captioned_with_the_checkpoint_alone(method, smoke, tm
 
 
 @pytest.mark.parametrize("method", [scorer_cbr])
-def test_the_readmes_three_lines_caption_a_pair(smoke, tmp_path, monkeypatch):
-    example = next(block for block in readme_blocks() if ".load(" in block)
-    folder = tmp_path / "runs" / "scorer_cbr-mini"
-    folder.mkdir(parents=True)
-    (folder / "best.pt").write_bytes((smoke[1] / "best.pt").read_bytes())
+def test_the_readmes_line_captions_a_pair_from_python(smoke, tmp_path, monkeypatch):
+    line = re.search(r"`(caption, maps = [^`]*)`", README)[1]
+    (tmp_path / "best.pt").write_bytes((smoke[1] / "best.pt").read_bytes())
     for name in ("before", "after"):
         Image.new("RGB", (30, 20)).save(tmp_path / f"{name}.png")
     monkeypatch.chdir(tmp_path)
-    names: dict = {}
-    exec(example, names)
+    names = {"scorer_cbr": scorer_cbr}
+    exec(line, names)
     assert names["caption"]
     assert names["maps"]["attention"].shape == (8, 8)
 

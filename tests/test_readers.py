@@ -457,35 +457,45 @@ def test_the_readmes_four_lines_turn_a_pickle_into_features(name, writer, tmp_pa
 # ---- your own pairs ------------------------------------------------------------------------------
 
 
-def test_your_own_pairs_from_csv_and_json(tmp_path):
-    lines = [
-        "before,after,captions,split",
-        "a.png,b.png,The gate opened.| it is open,train",
-        "a.png,b.png,open now,train",
-        'c.png,sub/d.jpg,"red, then blue",val',
-        "b.png,d.jpg,same,test",
+OWN_PAIRS = """before,after,captions,split
+a.png,b.png,The gate opened.| it is open,train
+a.png,b.png,open now,train
+c.png,sub/d.jpg,"red, then blue",val
+b.png,d.jpg,same,test
+"""
+
+
+def own_rows(folder):
+    """OWN_PAIRS as pairs.json has them."""
+    write(folder / "pairs.csv", OWN_PAIRS)
+    release = data.read_pairs(folder)
+    return [
+        {"before": pair.before, "after": pair.after, "captions": pair.captions, "split": split}
+        for split in data.SPLITS
+        for pair in pairs(release, split)
     ]
-    write(tmp_path / "pairs.csv", "\n".join(lines))
-    release, texts = data.read_pairs(tmp_path), ["The gate opened.", "it is open", "open now"]
+
+
+def test_your_own_pairs_from_csv_and_json(tmp_path):
+    rows = own_rows(tmp_path)
+    release = data.read_pairs(tmp_path)
+    texts = ["The gate opened.", "it is open", "open now"]
     assert pairs(release, "train") == [data.Pair("a.png b.png", "a.png", "b.png", texts)]
     assert pairs(release, "val")[0].captions == ["red, then blue"]
     assert release.paths["sub/d.jpg"] == tmp_path / "sub/d.jpg"
-    rows = [
-        {"before": p.before, "after": p.after, "captions": p.captions, "split": split}
-        for split in data.SPLITS
-        for p in pairs(release, split)
-    ]
     write(tmp_path / "pairs.json", rows)
+    assert data.read_pairs(tmp_path) == release
+    with_mark = json.dumps(rows).encode("utf-8-sig")  # as some editors write it
+    (tmp_path / "pairs.json").write_bytes(with_mark)
     assert data.read_pairs(tmp_path) == release
     for given in ("gate", 0):
         write(tmp_path / "pairs.json", [rows[0] | {"id": given, "captions": "opened"}, *rows[1:]])
-        assert pairs(data.read_pairs(tmp_path), "train") == [
-            data.Pair(str(given), "a.png", "b.png", ["opened"])
-        ]
-    (tmp_path / "pairs.json").write_text(
-        json.dumps(rows), encoding="utf-8-sig"
-    )  # as some editors write it
-    assert data.read_pairs(tmp_path) == release
+        expected = data.Pair(str(given), "a.png", "b.png", ["opened"])
+        assert pairs(data.read_pairs(tmp_path), "train") == [expected]
+
+
+def test_a_wrong_item_of_your_own_json_is_named(tmp_path):
+    rows = own_rows(tmp_path)
     for row, line in (
         ({"captions": [" "]}, "item 3 .*expected two images and a caption"),
         ({"captions": []}, "item 3 .*expected two images and a caption"),
@@ -498,32 +508,27 @@ def test_your_own_pairs_from_csv_and_json(tmp_path):
         with pytest.raises(ValueError, match=line):
             data.read_pairs(tmp_path)
     write(tmp_path / "pairs.json", [rows[0] | {"id": 5}, rows[0] | {"id": 5, "after": "c.png"}])
-    with pytest.raises(
-        ValueError, match=r"pairs.json, item 1 cannot be used \(id 5 is already of a.png, b.png\)"
-    ):
+    line = r"pairs.json, item 1 cannot be used \(id 5 is already of a.png, b.png\)"
+    with pytest.raises(ValueError, match=line):
         data.read_pairs(tmp_path)
-    (tmp_path / "pairs.json").unlink()
+
+
+def test_a_wrong_line_of_your_own_csv_is_named(tmp_path):
     head = "before,after,captions,split\n"
+    kinds = "before,after,captions,kind\n"
     for text, line in (
         ("before,after,split\na,b,train\n", "line 2 has no captions"),
         (head + 'a,b,"c\nd",train\na,b,,train\n', "line 4 .*expected two images and a caption"),
-        (
-            head + "a,b,c,train\n\na,b,c\n",
-            "line 4 .*expected the split train, val, test, found None",
-        ),
+        (head + "a,b,c,train\n\na,b,c\n", "line 4 .*the split train, val, test, found None"),
         (head + "a,b,c,dev\n", "line 2 .*expected the split train, val, test, found 'dev'"),
         (head + "a,b,red left, the van stayed,train\n", "line 2 has more fields .*put quotes"),
         (head + "a,b,c,train\na,b,c,test\n", "line 3 .*id a b is in train, too"),
-        ("before,after,captions,kind\na,b,red left, the van stayed\n", "line 2 .*put quotes"),
-        ("before,after,captions,kind\na,b,c,gone\na,b,d,moved\n", "line 3 .*two kinds, 'gone' and"),
+        (kinds + "a,b,red left, the van stayed\n", "line 2 .*put quotes"),
+        (kinds + "a,b,c,gone\na,b,d,moved\n", "line 3 .*two kinds, 'gone' and"),
     ):
         write(tmp_path / "pairs.csv", text)
         with pytest.raises(ValueError, match=rf"pairs.csv.*{line}"):
             data.read_pairs(tmp_path)
-    text = "before,after,captions,kind\na,b,the red car left,the van stayed\nc,d,e,no change\n"
-    write(tmp_path / "pairs.csv", text)  # nobody can tell, but a kind of one pair is odd
-    (note,) = data.read_pairs(tmp_path).notes
-    assert "only a b is of the kind 'the van stayed'" in note and "put quotes" in note
     for encoding in ("latin-1", "utf-16"):
         (tmp_path / "pairs.csv").write_text(head + "a,b,caf\xe9,train\n", encoding=encoding)
         with pytest.raises(ValueError, match=r"pairs.csv.*save it as UTF-8"):
@@ -531,6 +536,15 @@ def test_your_own_pairs_from_csv_and_json(tmp_path):
     (tmp_path / "pairs.csv").unlink()
     with pytest.raises(FileNotFoundError, match=r"No such file.*pairs.csv"):
         data.read_pairs(tmp_path)
+
+
+def test_a_kind_that_may_be_the_rest_of_a_caption_gets_a_note(tmp_path):
+    """Nobody can tell, but a kind of one pair is odd."""
+    text = "before,after,captions,kind\na,b,the red car left,the van stayed\nc,d,e,no change\n"
+    write(tmp_path / "pairs.csv", text)
+    (note,) = data.read_pairs(tmp_path).notes
+    assert "only a b is of the kind 'the van stayed'" in note
+    assert "put quotes" in note
 
 
 def test_your_own_pairs_without_a_split_and_with_kinds(tmp_path):
