@@ -22,6 +22,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -30,6 +32,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 import torch
 from open_clip.transformer import TextTransformer
 from test_common import dense_match
+from torch import Tensor
 from torch.utils.flop_counter import (
     FlopCounterMode,
     flop_registry,
@@ -55,8 +58,10 @@ METHODS = {
     "idc_pretrain": idc_pretrain.IDC,
 }
 WORDS = 76  # CLEVR-Change's
-ENTITIES, CLIP = 500, 768  # candidates of CHEERS, and ViT-L-14's width
-PHRASE, REPEATED = 16, 10  # ids of a noun phrase, and how many phrases the distractors share
+ENTITIES = 500  # candidates of CHEERS
+CLIP = 768  # ViT-L-14's width
+PHRASE = 16  # ids of a noun phrase
+REPEATED = 10  # phrases that the distractors share
 
 # What PyTorch does not count by itself.
 for kernel, count in (("", sdpa_flop), ("_backward", sdpa_backward_flop)):
@@ -70,11 +75,13 @@ register_flop_formula(torch.ops.common.token_match)(
 
 def plain_decode(model, before, after, *entities):
     """Greedy decoding that runs the whole decoder on all words so far, at every word."""
-    seen, so_far = model.encode(before, after, *entities)[0], []
+    seen = model.encode(before, after, *entities)[0]
+    so_far = []
 
     def step(words, t):
         so_far.append(words)
-        return model.decoder.head(model.decoder(torch.stack(so_far, 1), seen)[0][:, -1])
+        hidden = model.decoder(torch.stack(so_far, 1), seen)[0]
+        return model.decoder.head(hidden[:, -1])
 
     return decode(step, len(before), model.max_len, before.device)
 
@@ -84,96 +91,154 @@ def plain_attend(self, q, k, v, causal=False, mask=None):
     scores = self.scores(q, k)
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
     weights = torch.dropout(scores.softmax(-1), self.dropout, self.training)
     return self.out((weights @ self._split(v)).transpose(1, 2).flatten(2))
+
+
+def plain_match(q, k, heads=1):
+    """common.token_match with every matching score at once."""
+    total = 0
+    for q_of_head, k_of_head in zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True):
+        total = total + dense_match(q_of_head, k_of_head)
+    return total / heads
 
 
 def phrases_of(cfg, texts):
     """rdd_acr.Phrases of two batches of captions: of the changed pairs' every one another, of the
     others' a few."""
+    half = len(texts) // 2
+    row_of = {}
+    for i, text in enumerate(texts):
+        row_of[text] = REPEATED + i if i < half else i % REPEATED
     clip = TextTransformer(77, 49408, CLIP, heads=12, layers=12, output_dim=CLIP).to(cfg.device)
     clip.requires_grad_(False).eval()
-    rows = [i % REPEATED if i >= len(texts) // 2 else REPEATED + i for i in range(len(texts))]
     phrases = object.__new__(rdd_acr.Phrases)
-    row_of = dict(zip(texts, rows, strict=True))
     phrases.rows = {"nouns": row_of, "verbs": row_of}
     phrases.clip = clip
     phrases.ignore_equal = True
-    phrases.tokens = torch.randint(49408, (REPEATED + len(texts) // 2, PHRASE), device=cfg.device)
+    phrases.tokens = torch.randint(49408, (REPEATED + half, PHRASE), device=cfg.device)
     phrases.encode_prompted = rdd_acr.encode_prompted
     return phrases
 
 
-def work_of(args):
-    """-> the function to time, what compiles it once it has run, and the bytes of features that it
-    moves."""
-    torch.manual_seed(0)
-    method, model = sys.modules[args.method], METHODS[args.method]
-    grid = tuple(args.grid or ((2048, 7, 7) if method is idc_pretrain else (1024, 14, 14)))
+# ---- what is timed -------------------------------------------------------------------------------
+
+
+def nothing():
+    pass
+
+
+@dataclass
+class Work:
+    run: Callable  # the function to time
+    compile: Callable = nothing  # compiles it, once it has run
+    moved: int = 0  # bytes of features that go to the device
+
+
+def config_of(args):
+    """The paper's Config on CLEVR-Change, of this size."""
+    method = sys.modules[args.method]
     cfg = preset(method.Config, method.PRESETS, {}, "clevr_change")
-    cfg = dataclasses.replace(
+    return dataclasses.replace(
         cfg, dim=args.dim, device=args.device, batch_size=args.batch, amp=not args.plain
     )
-    heads_of = lambda q, k, heads: zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True)
-    dense = lambda q, k, heads=1: sum(dense_match(*pair) for pair in heads_of(q, k, heads)) / heads
-    if args.what == "match":
-        cells = args.batch, grid[1] * grid[2], args.dim
-        q, k = (torch.randn(cells, device=args.device, requires_grad=True) for _ in range(2))
-        match = dense if args.plain else token_match
-        return lambda: match(q, k, cfg.heads).sum().backward(), lambda: None, 0
-    if args.plain:
-        scorer_cbr.token_match = cheers.token_match = dense
-        common.Attention.attend = plain_attend
-    table = (torch.randn(ENTITIES, CLIP),) if method is cheers else ()
-    model = model(cfg, WORDS, grid, args.length, *table).to(args.device)
-    entities = (
-        (torch.randint(ENTITIES, (args.batch, cfg.k), device=args.device),)
-        if method is cheers
-        else ()
-    )
-    images = torch.rand(2, args.batch, *grid).half()
-    if args.what == "decode":
-        model.eval()
-        getattr(model, "decoder", model).head.bias.data[
-            [NULL, END]
-        ] = -1e9  # every caption takes every step
-        pair = images.to(args.device).float()
-        write = (lambda *seen: plain_decode(model, *seen)) if args.plain else model.generate
-        return torch.no_grad()(lambda: write(*pair, *entities)), lambda: None, images.nbytes
-    images = images.pin_memory() if cfg.device.startswith("cuda") else images
-    texts, caption = (
-        [str(i) for i in range(2 * args.batch)],
-        torch.randint(4, WORDS, (args.batch, args.length)),
-    )
-    batches = tuple(
-        data.Batch(*images, caption, some, some)
-        for some in (texts[: args.batch], texts[args.batch :])
-    )
-    rewritten, more = torch.randint(4, WORDS, (args.batch, 6, args.length)), ()
-    if method is rdd_acr:
-        more = (phrases_of(cfg, texts),)
-    elif method is cheers:
-        more = (lambda _: entities[0],)
-    elif method is idc_pretrain:
-        more = (args.task, lambda ids: rewritten[: len(ids)])
+
+
+def match_work(args) -> Work:
+    """Token-wise matching, both passes."""
+    _, height, width = args.grid
+    shape = (args.batch, height * width, args.dim)
+    q = torch.randn(shape, device=args.device, requires_grad=True)
+    k = torch.randn(shape, device=args.device, requires_grad=True)
+    match = plain_match if args.plain else token_match
+    heads = config_of(args).heads
+    return Work(lambda: match(q, k, heads).sum().backward())
+
+
+def model_of(args, cfg):
+    """A model of random weights; for CHEERS, with a table of entities."""
+    inputs = []
+    if args.method == "cheers":
+        inputs.append(torch.randn(ENTITIES, CLIP))
+    return METHODS[args.method](cfg, WORDS, args.grid, args.length, *inputs).to(args.device)
+
+
+def entities_of(args, cfg) -> list[Tensor]:
+    """CHEERS's entities of each pair (B, K); nothing for the other methods."""
+    if args.method != "cheers":
+        return []
+    return [torch.randint(ENTITIES, (args.batch, cfg.k), device=args.device)]
+
+
+def decode_work(args) -> Work:
+    """Greedy captions, of which every one takes every step."""
+    cfg = config_of(args)
+    model = model_of(args, cfg).eval()
+    decoder = getattr(model, "decoder", model)
+    decoder.head.bias.data[[NULL, END]] = -1e9
+    entities = entities_of(args, cfg)
+    images = torch.rand(2, args.batch, *args.grid).half()
+    before, after = images.to(args.device).float()
+
+    @torch.no_grad()
+    def run():
+        if args.plain:
+            plain_decode(model, before, after, *entities)
+        else:
+            model.generate(before, after, *entities)
+
+    return Work(run, moved=images.nbytes)
+
+
+def step_work(args) -> Work:
+    """A training step: changed pairs and distractor pairs of the same scenes."""
+    cfg = config_of(args)
+    method = sys.modules[args.method]
+    model = model_of(args, cfg)
+    entities = entities_of(args, cfg)
+    before, after = torch.rand(2, args.batch, *args.grid).half()
+    if args.device.startswith("cuda"):
+        before = before.pin_memory()
+        after = after.pin_memory()
+    caption = torch.randint(4, WORDS, (args.batch, args.length))
+    texts = [str(i) for i in range(2 * args.batch)]
+    batches = []
+    for some in (texts[: args.batch], texts[args.batch :]):
+        batches.append(data.Batch(before, after, caption, some, some))
+
+    more = []  # what compute_losses of the method needs besides
+    if args.method == "rdd_acr":
+        more.append(phrases_of(cfg, texts))
+    elif args.method == "cheers":
+        more.append(lambda images: entities[0])
+    elif args.method == "idc_pretrain":
+        rewritten = torch.randint(4, WORDS, (args.batch, 6, args.length))
+        more += [args.task, lambda ids: rewritten[: len(ids)]]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=not args.plain)
 
-    def step():
+    def run():
         optimizer.zero_grad()
-        method.compute_losses(model, batches, cfg, *more)["total"].backward()
+        method.compute_losses(model, tuple(batches), cfg, *more)["total"].backward()
         optimizer.step()
 
     def compile_it():
-        if not args.plain and cfg.compile and cfg.device.startswith("cuda"):
-            model.compile(fullgraph=True, dynamic=False)
-            if method is rdd_acr:
-                more[0].encode_prompted = torch.compile(
-                    rdd_acr.encode_prompted, fullgraph=True, dynamic=True
-                )
-            step()
+        if args.plain or not cfg.compile or not args.device.startswith("cuda"):
+            return
+        model.compile(fullgraph=True, dynamic=False)
+        if args.method == "rdd_acr":
+            encode = torch.compile(rdd_acr.encode_prompted, fullgraph=True, dynamic=True)
+            more[0].encode_prompted = encode
+        run()
 
-    return step, compile_it, 2 * images.nbytes
+    images_of_a_batch = before.nbytes + after.nbytes
+    return Work(run, compile_it, 2 * images_of_a_batch)
+
+
+WORKS = {"step": step_work, "match": match_work, "decode": decode_work}
+
+# ---- measuring -----------------------------------------------------------------------------------
 
 
 def measure(args) -> dict:
@@ -182,99 +247,123 @@ def measure(args) -> dict:
     product of two matrices."""
     cuda = args.device.startswith("cuda")
     torch.set_float32_matmul_precision("high" if cuda and not args.plain else "highest")
-    wait = torch.cuda.synchronize if cuda else lambda: None
-
-    def seconds(work) -> float:
-        wait()
-        began = time.perf_counter()
-        work()
-        wait()
-        return time.perf_counter() - began
-
-    work, compile_it, moved = work_of(args)
+    if args.plain:
+        scorer_cbr.token_match = plain_match
+        cheers.token_match = plain_match
+        common.Attention.attend = plain_attend
+    torch.manual_seed(0)
+    work = WORKS[args.what](args)
     with FlopCounterMode(display=False) as counter:
-        work()
-    compile_it()
+        work.run()
+    work.compile()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    taken = seconds(work)
-    peak = (
-        torch.cuda.max_memory_allocated()
-        if cuda
-        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )
-    n = 8192 if cuda else 2048
-    x = torch.randn(
-        n, n, device=args.device, dtype=torch.bfloat16 if cuda and not args.plain else torch.float32
-    )
-    rate = 2 * n**3 / min(seconds(lambda: x @ x) for _ in range(4))
+    taken = seconds(work.run, cuda)
+    if cuda:
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "seconds": taken,
         "operations": counter.get_total_flops(),
-        "moved": moved,
+        "moved": work.moved,
         "peak": peak,
-        "rate": rate,
+        "rate": product_rate(args.device, cuda and not args.plain),
     }
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["step", "match", "decode"])
-    parser.add_argument("--method", choices=METHODS, default="scorer_cbr")
-    parser.add_argument(
-        "--task",
-        choices=["finetune", "mlm", "mvcl", "fda"],
-        default="finetune",
-        help="idc_pretrain's step",
+def seconds(run: Callable, cuda: bool) -> float:
+    """The time of one call."""
+    if cuda:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    run()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def product_rate(device: str, bfloat16: bool) -> float:
+    """Operations a second of a product of two large matrices, the best of four."""
+    cuda = device.startswith("cuda")
+    n = 8192 if cuda else 2048
+    dtype = torch.bfloat16 if bfloat16 else torch.float32
+    x = torch.randn(n, n, device=device, dtype=dtype)
+    times = [seconds(lambda: x @ x, cuda) for _ in range(4)]
+    return 2 * n**3 / min(times)
+
+
+def take_turns(count: int) -> dict[str, list[dict]]:
+    """Both formulations in turn, each time in a process of its own -> their measurements."""
+    turns = {"plain": [], "ours": []}
+    for _ in range(count):
+        for row, results in turns.items():
+            call = [sys.executable, *sys.argv, "--row", row]
+            done = subprocess.run(call, stdout=subprocess.PIPE, text=True)
+            if done.returncode == 0:
+                results.append(json.loads(done.stdout.splitlines()[-1]))
+    return turns
+
+
+def print_row(row: str, results: list[dict]) -> float:
+    """Prints the medians of a formulation -> its seconds."""
+    taken = statistics.median(x["seconds"] for x in results)
+    rate = statistics.median(x["rate"] for x in results)
+    peak = statistics.median(x["peak"] for x in results)
+    operations = results[0]["operations"]
+    moved = results[0]["moved"]
+    print(
+        f"{row:5} {taken:8.3f} s, {operations / 1e12:.3f} T operations "
+        f"({operations / taken / rate:.1%} of {rate / 1e12:.3f} T a second), "
+        f"peak {peak / 1e9:.2f} GB, features {moved / 1e6:.0f} MB"
     )
+    return taken
+
+
+def parse_command():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=WORKS)
+    parser.add_argument("--method", choices=METHODS, default="scorer_cbr")
+    tasks = ["finetune", "mlm", "mvcl", "fda"]
+    parser.add_argument("--task", choices=tasks, default="finetune", help="idc_pretrain's step")
     parser.add_argument("--batch", type=int, default=128, help="scenes a step, or pairs")
     parser.add_argument("--dim", type=int, default=512, help="width D")
-    parser.add_argument(
-        "--grid", type=int, nargs=3, metavar=("C", "H", "W"), help="features (default: the paper's)"
-    )
+    text = "features (default: the paper's)"
+    parser.add_argument("--grid", type=int, nargs=3, metavar=("C", "H", "W"), help=text)
     parser.add_argument("--length", type=int, default=24, help="ids of a caption")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--runs", type=int, default=3, help="turns of each formulation")
-    parser.add_argument(
-        "--row", choices=["plain", "ours"], help="measure only this, once, print JSON"
-    )
+    text = "measure only this, once, print JSON"
+    parser.add_argument("--row", choices=["plain", "ours"], help=text)
     args = parser.parse_args()
     if args.what == "decode" and args.method == "idc_pretrain":
         parser.error("idc_pretrain has no plain decoding")
+    if args.grid is None:
+        args.grid = (2048, 7, 7) if args.method == "idc_pretrain" else (1024, 14, 14)
     args.plain = args.row == "plain"
+    return args
+
+
+def main():
+    args = parse_command()
     if args.row:
         print(json.dumps(measure(args)))
         return
-    name = (
-        torch.cuda.get_device_name()
-        if args.device.startswith("cuda")
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
-    about = args.method + (f" {args.task}" if args.method == "idc_pretrain" else "")
+    name = f"CPU, {torch.get_num_threads()} threads"
+    if args.device.startswith("cuda"):
+        name = torch.cuda.get_device_name()
+    about = args.method
+    if args.method == "idc_pretrain":
+        about += f" {args.task}"
     print(f"{args.what}, {about}, batch {args.batch}, {name}, torch {torch.__version__}")
-    turns = {"plain": [], "ours": []}
-    for _ in range(args.runs):
-        for row, results in turns.items():
-            done = subprocess.run(
-                [sys.executable, *sys.argv, "--row", row], stdout=subprocess.PIPE, text=True
-            )
-            if not done.returncode:
-                results.append(json.loads(done.stdout.splitlines()[-1]))
-    for row, results in turns.items():
-        if not results:
+    taken = {}
+    for row, results in take_turns(args.runs).items():
+        if results:
+            taken[row] = print_row(row, results)
+        else:
             print(f"{row:5} did not finish")
-            continue
-        turns[row], rate, peak = (
-            statistics.median(x[name] for x in results) for name in ("seconds", "rate", "peak")
-        )
-        operations, moved = results[0]["operations"] / 1e12, results[0]["moved"]
-        share = f"{operations * 1e12 / turns[row] / rate:.1%} of {rate / 1e12:.3f} T a second"
-        print(
-            f"{row:5} {turns[row]:8.3f} s, {operations:.3f} T operations ({share}), "
-            f"peak {peak / 1e9:.2f} GB, features {moved / 1e6:.0f} MB"
-        )
-    if all(turns.values()):
-        print(f"ratio {turns['plain'] / turns['ours']:9.2f} x")
+    if len(taken) == 2:
+        print(f"ratio {taken['plain'] / taken['ours']:9.2f} x")
 
 
 if __name__ == "__main__":
