@@ -7,6 +7,7 @@ enhanced and matched by cross-attention; what is left is the difference. Images 
 agree on where both are. (3) The decoder weighs entities against visual differences word by word:
 the entities name the subject, the images show what happened to it.
 
+Sec. 3.1   Entities          candidates (find_candidates: subjects of training captions), by CLIP
 Eq. 1      retrieve          top K of |S_bef - S_aft|, S_i the cosines of an image and candidates
 Eq. 2-4    CRE               F' = LN(sigmoid(P^) F + F), P^ = Linear(m), m the largest probability
 Eq. 5      DRE               the same with P^ = Linear(1 - m)
@@ -29,12 +30,12 @@ Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, 
 (START, words, END, padding), K entities of a pair, M candidates, S cells or entities of a source,
 d width of CLIP's common space.
 
-Row of the paper              flags
+Row of the paper              flags (on mini, unless --dataset is given)
 Baseline (Table 4)            --layers 0 --k 0 --gate none --w_consistency 0 --w_match 0
 CRE, DRE, HRD                 --gate none [ours], and for CRE --no-dre, for DRE --no-cre
 GATE                          --layers 0 --w_consistency 0 --w_match 0
 lambda_m, lambda_v (Table 5)  --w_match 0.5, --w_consistency 0.75
-ResNet-101 (Table 6)          none; for its ViTs perhaps --extractor timm/NAME, untested
+ResNet-101 (Table 6)          no flag; for the table's ViTs --extractor timm/NAME, untested
 entities (Fig. 5)             --k 3
 layers (Fig. 6)               --layers 2
 
@@ -127,9 +128,9 @@ class ImageEmbedding(nn.Module):
 
 
 def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Tensor:
-    """Eq. 2 and the maximum of Eq. 3: m(i) = max_j P(i, j), with P(., j) the softmax, over target
-    positions i, of scale * cos(i, j), and j a source position. source (B, S, D), target (B, N, D)
-    -> (B, N).
+    """Eq. 2 and the maximum of Eq. 3: m(i) = max_j P(i, j), over source positions j. For each j,
+    P(., j) is the softmax of scale * cos(., j) over all target positions.
+    source (B, S, D), target (B, N, D) -> m (B, N).
 
     [ours] The softmax is over target positions, as Eq. 2's denominator, which keeps j, suggests.
     Over source positions (there is no flag for that) a single entity would make m = 1 everywhere.
@@ -292,7 +293,8 @@ class Decoder(nn.Module):
     word. `context`: F_diff (B, N, D), and the entities (B, K, D) or None.
 
     Every word sees itself and earlier words only, so padding at the end of a caption needs no mask.
-    [ours] Matrices start Xavier-uniform, as in DIRL+CCR."""
+    [ours] Positions are learned and followed by a LayerNorm, as in RDD+ACR; matrices start
+    Xavier-uniform, as in DIRL+CCR."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -356,9 +358,10 @@ def contrastive_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
     """Eq. 9, L_I: InfoNCE of the two images' C~ (B, N, D) against the other pairs of the batch,
     both ways.
 
-    [ours] The paper does not define q and k: here C~, as the loss is meant to help Eq. 8. As in
-    SCORER, sim is the mean over tokens of the best match, and scale = 1 / tau is learned. Tokens
-    have length 1. Not in bfloat16, which has 3 digits."""
+    [ours] The paper does not define q and k: here C~, as the loss is meant to help Eq. 8. Eq. 9 has
+    one direction, here are both. As in SCORER, sim is the mean over tokens of the best match, and
+    scale = 1 / tau is learned; unlike there, tokens have length 1. Not in bfloat16, which has 3
+    digits."""
     with torch.autocast(c_bef.device.type, enabled=False):
         q = F.normalize(upcast(c_bef), dim=-1)
         k = F.normalize(upcast(c_aft), dim=-1)
@@ -369,7 +372,7 @@ def contrastive_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     """Eq. 18, L_S: cross-entropy of each next word. [ours] A mean over all real words of the batch;
     with the sum of Eq. 18, L_C, L_D and L_I would weigh several times less.
-    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V), then NULL."""
+    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
     scores = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
     return F.cross_entropy(scores, target, ignore_index=NULL)  # Eq. 18
@@ -513,8 +516,8 @@ def retrieve(x_bef: Tensor, x_aft: Tensor, table: Tensor, k: int, signed: bool =
     (M, d) -> rows (B, k), best first; fewer if there are fewer than k candidates.
 
     A candidate passes if its cosine with at least one of the images is above the mean over all
-    candidates; if fewer than k candidates pass, the best remaining ones fill the list. In a tie the
-    lower row comes first. [ours] The difference is absolute unless `signed`: the text asks for the
+    candidates. [ours] If fewer than k candidates pass, the best remaining ones fill the list. In a
+    tie the lower row comes first. The difference is absolute unless `signed`: the text asks for the
     largest difference, and an added object is closer to "after"."""
     e = F.normalize(table, dim=-1)
     s_bef = F.normalize(x_bef, dim=-1) @ e.T  # (B, M)
@@ -603,9 +606,9 @@ def keep_images(file: Path, clip, preprocess, pictures, names: list[str]) -> Ten
 
 
 def find_candidates(subjects: dict[str, list[str]], min_count: int, k: int) -> list[str]:
-    """Section 3.1.1: caption -> subjects, to the candidates, sorted. [ours] Subjects of fewer than
-    min_count captions are left out, as most of them are errors of the parser; if fewer than k
-    candidates remain, all stay."""
+    """Section 3.1.1: the subjects of each caption -> the candidates, sorted. [ours] Subjects of
+    fewer than min_count captions are left out, as most of them are errors of the parser; if fewer
+    than k candidates remain, all stay."""
     counts: dict[str, int] = {}
     for phrases in subjects.values():
         for phrase in set(phrases):

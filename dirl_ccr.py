@@ -26,7 +26,7 @@ their fusion its F~_d; words is E^[W], visual is V^; w_dirl is lambda_d, w_ccr i
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a
 caption (START, words, END, padding).
 
-Row of the paper             flags
+Row of the paper             flags (on mini, unless --dataset is given)
 Transformer (Tables 6, 7)    --w_dirl 0 --w_ccr 0
 DIRL (Table 6)               --w_ccr 0
 CCR (Table 6)                --w_dirl 0
@@ -35,8 +35,10 @@ discrimination (Table 7)     --w_ccr 0 --no-correlate
 Subtraction (Fig. 4)         --difference subtract --w_dirl 0 --w_ccr 0
 weights (Fig. 5)             --w_dirl 0.03, --w_ccr 0.05
 
-Where the paper and the released code differ, the default is the paper. RELEASED, after the
-model, lists these differences; details that both variants share are explained where they occur.
+Where the paper and the released code differ, the default is mostly the paper, and RELEASED, after
+the model, lists the differences. Both variants take some details from the release: centred channels
+and sums over cells in Eq. 3, reference words in L_ccr, coordinates, and a mean over words in
+Eq. 15. These are explained where they occur.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
 
@@ -93,7 +95,7 @@ class Config(RunConfig):
     difference: Literal["attention", "stream", "subtract"] = "attention"  # what Eq. 6 takes from X
     channel_eps: float = 1e-5  # keeps a constant channel finite in Eq. 3; 0 as released (NaN there)
     input_norm: bool = True  # LayerNorm on what the decoder reads; the release's CLEVR-Change: none
-    xavier: bool = True  # Xavier-uniform fusion and decoder, too; release's CLEVR-Change: PyTorch's
+    xavier: bool = True  # Xavier-uniform fusion and decoder; no: PyTorch's (release's CLEVR-Change)
     ccr_pool: Literal["words", "padded"] = "words"  # Eq. 12: from START to END, or padding as well
     ccr_states: Literal["attention", "normed"] = "attention"  # Eq. 8-9, or after their LayerNorms
     ccr_logits: Literal["two_way", "summed"] = "two_way"  # Eq. 14, or one loss over S + S^T
@@ -279,12 +281,14 @@ class Decoder(nn.Module):
 
 
 def channel_correlation(y_bef: Tensor, y_aft: Tensor, eps: float) -> Tensor:
-    """Eq. 3: correlation of every channel of "before" with every channel of "after" over all cells
-    of all images. y_bef, y_aft (B, N, D) -> C (D, D).
+    """Eq. 3: correlation of every channel of "before" with every channel of "after".
+    y_bef, y_aft (B, N, D) -> C (D, D).
 
-    Channels are centred, as released and as in Barlow Twins, whose notation the paper uses; the
-    printed formula does not centre. The standard deviation is unbiased, as released, so C_ii is at
-    most (BN - 1) / BN. In float32 even under autocast: the sums run over thousands of rows."""
+    The paper sums over the samples of a batch; here, as released, over their cells as well, cell n
+    of "before" with cell n of "after", wherever the camera has moved. Channels are centred, as
+    released and as in Barlow Twins, whose notation the paper uses; the printed formula does not
+    centre. The standard deviation is unbiased, as released, so C_ii is at most (BN - 1) / BN. In
+    float32 even under autocast: the sums run over thousands of rows."""
     with torch.autocast(y_bef.device.type, enabled=False):
         y_bef = upcast(y_bef).flatten(0, 1)  # (BN, D)
         y_aft = upcast(y_aft).flatten(0, 1)
@@ -378,6 +382,8 @@ class DIRL(nn.Module):
         x_aft = self.embed(after)  # Eq. 1
         shared_bef = x_bef
         shared_aft = x_aft
+        # Between layers these are LN(X + shared). The last layer returns the shared features alone
+        # (Eq. 5), or LN(X + shared) with difference="stream".
         for layer in self.cross_view:
             shared_bef, shared_aft = layer(shared_bef, shared_aft)  # Eq. 5
         if self.cfg.difference == "subtract":
@@ -399,6 +405,7 @@ class DIRL(nn.Module):
         logits = self.decoder.head(hidden)  # Eq. 11
         losses["caption"] = caption_loss(logits, caption)  # Eq. 15
         if cfg.w_dirl:
+            # Positions are part of X and equal in both images: they correlate in any pair.
             y_bef = self.mlp(x_bef)  # Eq. 2
             y_aft = self.mlp(x_aft)  # Eq. 2
             c = channel_correlation(y_bef, y_aft, cfg.channel_eps)  # Eq. 3
@@ -492,8 +499,8 @@ RELEASED = {  # --variant released: the released code's side of each disputed de
 def compute_losses(model: DIRL, batches: tuple, cfg: Config) -> dict[str, Tensor]:
     """Eq. 16 and its terms, each a mean over a step's batches (changed pairs, distractor pairs).
 
-    Keep the two batches separate: they share their before images, so a joint contrastive loss
-    would treat an image as its own negative."""
+    Keep the two batches separate, as released: the correlations of Eq. 3 and the negatives of
+    Eq. 14 are then those of one kind of pairs."""
     losses: dict[str, Tensor] = {}
     for batch in batches:
         batch = batch.to(cfg.device)

@@ -4,6 +4,7 @@ Idea. (1) Two images and a caption are one sequence for one transformer; before 
 sees each image alone and another compares both. (2) Three tasks pre-train it: guess masked words
 (MLM), recognise masked image cells (MVCL), tell the caption from rewritten ones (FDA). (3)
 Fine-tuning is MLM in which a word sees only earlier words; so captions are written word by word.
+Here it asks for every word [ours], in paper and release for 15 % (--finetune_targets masked).
 
 Our copy of the paper has lost equations (1)-(9) and kept their prose. Their numbers stand for:
 Eq. 1-3    Embedding      y = Dropout(LN(x + type + position))
@@ -12,12 +13,14 @@ Eq. 5      IDC.cross      cross-modal transformer over [visual ; text]
 Eq. 6      word_loss      L_MLM, on words masked by mask_words
 Eq. 7-8    cell_loss      L_MVCL, on cells masked by mask_cells
 Eq. 9      align_loss     L_FDA, on captions rewritten by Negatives: Retrieve, Replace, Confuse
+Sec. 2.3   IDC.causal     mask of fine-tuning; IDC.stepper: a [MASK] after the words so far
 Sec. 2.4   class_loss, contrast_loss, same_class_loss: bird classes train the difference encoder
 Sec. 3.1   judge_loss     is the pair a distractor? Fine-tuning: L = L_MLM + w_judge L_judge
 E_s is `single`, E_p `pair`; [BOS], [EOS] are START, END. Axis letters: B pairs, C channels, H x W
 grid, N = H*W cells, D width, h heads, V words of a caption (START, words, END, padding), T tokens,
-S = 2 (N + 1) visual tokens: [IMG1] v_1 ... v_N [IMG2] v_1 ... v_N. Differences from the released
-code are in RELEASED, after the model; what both variants share is explained where it occurs.
+S = 2 (N + 1) visual tokens: [IMG1] v_1 ... v_N [IMG2] v_1 ... v_N.
+Rows of the paper's tables -> flags: above PRESETS. Differences from the released code: RELEASED,
+both after the model; what both variants share is explained where it occurs.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
 
@@ -249,7 +252,7 @@ def mask_words(caption: Tensor, words: int, rate: float, rules: str) -> tuple[Te
     released rules mask UNK, too, replace END by [MASK] only, make the first word a [MASK] if no
     word was drawn, and draw random words from all ids."""
     device = caption.device
-    mask = words  # the id after all words; then comes [CLS]
+    mask = words  # [MASK]'s id, the first after all words; the special tokens follow
     if rules == "released":
         is_word = (caption > END) | (caption == UNK)
     else:
@@ -260,7 +263,7 @@ def mask_words(caption: Tensor, words: int, rate: float, rules: str) -> tuple[Te
         none = ~chosen.any(1)
         chosen[:, 1] |= none
         kind[:, 1] = kind[:, 1].masked_fill(none, 0)
-        other = torch.randint(NULL, words + 2, caption.shape, device=device)
+        other = torch.randint(NULL, words + 2, caption.shape, device=device)  # [MASK], [CLS] too
     else:
         other = torch.randint(END + 1, words, caption.shape, device=device)
     ids = torch.where(chosen & (kind < 0.9), other, caption)
@@ -300,8 +303,9 @@ def cell_loss(
     predicted: Tensor, features: Tensor, masked: Tensor, rows: int, tau: float, negatives: str
 ) -> Tensor:
     """Eq. 8, L_MVCL: InfoNCE of masked cells by cosine. predicted, features (M, C) of all cells,
-    masked (M,) bool; rows: a fixed number, at least that of the masked cells, so that shapes do not
-    depend on the draw.
+    masked (M,) bool; rows: how many cells are compared, a fixed number, so that shapes do not
+    depend on the draw. If fewer are masked, the rest of the rows weigh 0; if more, which `mvcl`
+    makes all but impossible, the surplus has no loss.
 
     negatives: the "features" of all unmasked cells; released: their "predictions", and the features
     of the other masked cells."""
@@ -453,8 +457,8 @@ class IDC(nn.Module):
         return features.flatten(2).transpose(1, 2)
 
     def visual(self, before: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Eq. 4. Cells (B, N, C) of both images, or of one -> E_p's tokens (B, S, D); which of them
-        are real, bool (1, S): of a missing image only [IMG2]; E_s's [IMG1] and [IMG2] (2, B, D).
+        """Eq. 4. Cells (B, N, C) of both images, or of one -> E_p's tokens (B, S, D); bool (1, S),
+        True for real tokens (of a missing image, [IMG2] alone); E_s's [IMG1] and [IMG2] (2, B, D).
 
         The release takes the [IMG2] of a missing image straight to E_p."""
         there = torch.ones(2, before.shape[1] + 1, dtype=torch.bool, device=before.device)
@@ -591,7 +595,10 @@ class IDC(nn.Module):
         self, images: list[Tensor], caption: Tensor, changed: bool | None
     ) -> dict[str, Tensor]:
         """L_MLM, each word seeing only earlier words, and L_judge if it is known whether the pairs
-        are changed."""
+        are changed.
+
+        finetune_targets: "masked", as in paper and release, masks 15 % of the words and asks for
+        these; "every" [ours] asks for each word by a [MASK] in its place, as in decoding."""
         cfg = self.cfg
         visual, _, _ = self.visual(*images)
         if cfg.finetune_targets == "every":
@@ -710,13 +717,15 @@ PRESETS = {
                  eval_batch=250),
 }  # fmt: skip
 
-# --variant released: the released code's side of each disputed detail. Where the paper is silent,
-# the default is the release's, or ours [ours]. CLEVR-Change keeps the paper's steps and rates.
+# --variant released: the released code's side of each disputed detail. The default is the paper's,
+# but for what is marked [ours]; where the paper is silent, it is the release's, or [ours].
+# CLEVR-Change keeps the paper's steps and rates.
 RELEASED = {
     "all": dict(
         # [ours] Half of the scenes swap default and distractor image, as in the other methods.
         swap=False,
-        # The release asks for 15 % of the words, as in MLM; [ours] a [MASK] asks for every word.
+        # Section 2.3 keeps MLM's 15 % of the words, as the release does; [ours] a [MASK] asks for
+        # every word, as in decoding.
         finetune_targets="masked",
         # The release has PyTorch's initial weights; [ours] Xavier-uniform ones.
         start="pytorch",

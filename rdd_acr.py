@@ -17,10 +17,13 @@ Eq. 10-13  alignment_loss      L_N2O, L_V2A  InfoNCE of cosines, mean of the vec
 Eq. 14     Decoder.head        next word
 Eq. 15     caption_loss        L_XE
 Eq. 16     total_loss          L = L_XE + w_n2o L_N2O + w_v2a L_V2A
+Sec. ACR   segments, Phrases   noun and verb phrases of a caption by spaCy, read by a frozen CLIP
+           RDD.adapter         CLIP's text vectors -> F_noun, F_verb
 
 The authors' repository, github.com/guishiron/ACR, holds no code, and we do not have the supplement.
-Where the paper is silent or leaves two readings, the choice is marked [ours]; the main one is in
-DistillingBlock. In every attention, biases and the output projection are [ours].
+Where the paper is silent or leaves two readings, the choice is marked [ours]. The main one: the
+residuals and LayerNorms of Eq. 4, 6 and 7 above are ours, see DistillingBlock; --no-residual is as
+printed. In every attention, biases and the output projection are [ours].
 
 Symbols: objects and actions are the paper's F_object and F_action, distil_steps is its N, w_n2o and
 w_v2a are lambda_1 and lambda_2. K vectors are K_o objects or K_a actions; the paper writes k.
@@ -28,13 +31,14 @@ Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, 
 (START, words, END, padding), K vectors, M tokens that they read, P vectors of a prompt, S texts,
 d width of CLIP's text space.
 
-Row of the paper            flags
+Row of the paper            flags (on mini, unless --dataset is given)
 direct-sub (Table 4)        --no-gde --order none --w_n2o 0 --w_v2a 0
 GDE                         --order none --w_n2o 0 --w_v2a 0
 GDE+N, GDE+V                --order n --w_v2a 0, --order v --w_n2o 0
-GDE+V&N, GDE+V+N, GDE+N+V   --order "v&n", --order v+n, none: the whole method
-losses (Table 5)            --w_n2o 0, --w_v2a 0, both, none
-prompts (Table 6)           --prompt none, fixed, learnable
+GDE+V&N, GDE+V+N            --order "v&n", --order v+n
+GDE+N+V, the whole method   no flag
+no loss, N2O, V2A (Table 5) --w_n2o 0 --w_v2a 0, --w_v2a 0, --w_n2o 0
+prompts (Table 6)           --prompt none, fixed or learnable
 vectors (Fig. 4)            --object_vectors 32, --action_vectors 5
 
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
@@ -84,8 +88,8 @@ class Config(RunConfig):
     dropout: float = 0.1  # dropout probability
     gde: bool = True  # Eq. 3-5; without, the bare difference is the global difference
     order: Literal["none", "n", "v", "n+v", "v+n", "v&n"] = "n+v"  # n objects, v actions (Table 4)
-    distil_steps: int = 3  # the paper's N: blocks for objects, and as many for actions [ours]
-    share_blocks: bool = True  # the N blocks are one ("with the same parameters")
+    distil_steps: int = 3  # the paper's N: passes through a block, objects and actions each [ours]
+    share_blocks: bool = True  # all passes use one block ("with the same parameters")
     residual: bool = True  # residuals in Eq. 4, 6, 7, LayerNorms in Eq. 4, 6-8; without: as printed
     object_vectors: int = 32  # K_o, number of object vectors
     action_vectors: int = 5  # K_a, number of action vectors
@@ -154,10 +158,11 @@ class DistillingBlock(nn.Module):
     """Eq. 6-8: the source attends to itself, the vectors attend to the source, a linear layer.
 
     [ours] Eq. 6 and 7 have residuals, and Eq. 6-8 are pre-norm. The paper prints a single residual,
-    in Eq. 8, and no LayerNorm: then every vector becomes a mean of the same cells, and all K start
-    and stay alike. Likewise Eq. 4 has a residual and a LayerNorm, as DIRL+CCR's released code has,
-    although that paper prints none either. residual=False: Eq. 4 and 6-8 as printed. The "FFN" is
-    what the text calls it, one fully connected layer, without an activation."""
+    in Eq. 8, and no LayerNorm: then Eq. 7 makes every vector a weighted mean of cells. At first the
+    weights hardly differ between vectors, so that all K are alike, and they stay alike. Likewise
+    Eq. 4 has a residual and a LayerNorm, as DIRL+CCR's released code has, although that paper
+    prints none either. residual=False: Eq. 4 and 6-8 as printed. The "FFN" is what the text calls
+    it, one fully connected layer, without an activation."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -193,8 +198,8 @@ class Distilled(NamedTuple):
 
 
 class Distilling(nn.Module):
-    """N blocks for K learned vectors, which are initialised from a Gaussian. The source (B, M, D)
-    is F_c, or the vectors of another Distilling."""
+    """K learned vectors, which start from a Gaussian, and the blocks they pass through distil_steps
+    times. The source (B, M, D) is F_c, or the vectors of another Distilling."""
 
     def __init__(self, cfg: Config, count: int):
         super().__init__()
@@ -349,10 +354,11 @@ def alignment_loss(
     [ours] Pairs without a phrase (valid (B,) is False) are not negatives, and count as 0 in the
     mean over all B pairs. [ours] Pairs with equal phrases (same (B, B)) are not negatives of each
     other: templates make many of them, and the loss would push apart what says the same. Synonyms
-    ("is gone", "is missing") stay negatives: in a batch of 16 changed pairs of mini, 72 % of the
-    pairs have one. All pairs without a change have one, so among these the loss stays at chance."""
-    f_c = F.normalize(vectors.mean(1), dim=-1)  # Eq. 10, F_object or F_action at length 1
-    f_l = F.normalize(phrases, dim=-1)  # F_noun or F_verb
+    ("is gone", "is missing") stay negatives: in a batch of 16 changed pairs of mini, some 70 % of
+    the pairs have one. All pairs without a change have one, so among these the loss stays at
+    chance."""
+    f_c = F.normalize(vectors.mean(1), dim=-1)  # Eq. 10; F_c of Eq. 11-12, not of Eq. 5
+    f_l = F.normalize(phrases, dim=-1)  # F_l of Eq. 11-12: F_noun or F_verb
     s = f_l @ f_c.T / tau  # (B, B), phrases in rows
     partner = torch.eye(len(s), dtype=torch.bool, device=s.device)
     no_negative = same | ~valid[:, None] | ~valid
@@ -364,7 +370,8 @@ def alignment_loss(
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     """Eq. 15, L_XE: cross-entropy of the next word, a mean over the words of each caption, then
-    over the batch. logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V), then NULL."""
+    over the batch. logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with
+    NULL."""
     target = caption[:, 1:]
     scores = logits[:, :-1].transpose(1, 2)  # (B, vocabulary, V - 1)
     loss = F.cross_entropy(scores, target, ignore_index=NULL, reduction="none")  # (B, V - 1)
@@ -405,14 +412,16 @@ class RDD(nn.Module):
         self.fuse = nn.Identity() if cfg.order == "none" else Fusion(cfg)
         self.decoder = Decoder(cfg, vocab_size, max_len)
         if cfg.w_n2o or cfg.w_v2a:
-            self.adapter = nn.Sequential(  # [ours] one for both nouns and verbs
+            # [ours] One adapter for nouns and verbs, with ReLUs between its layers.
+            self.adapter = nn.Sequential(
                 nn.Linear(cfg.clip_dim, cfg.dim),
                 nn.ReLU(),
                 nn.Linear(cfg.dim, cfg.dim),
                 nn.ReLU(),
                 nn.Linear(cfg.dim, cfg.dim),
             )
-        # [ours] As in CoOp, one prompt for all nouns and one for all verbs (CoCoOp: one an input).
+        # [ours] As in CoOp, all nouns share one prompt and all verbs another; CoCoOp makes one for
+        # each input.
         self.noun_prompt = None
         self.verb_prompt = None
         size = (cfg.prompt_tokens, cfg.clip_width)
@@ -503,9 +512,10 @@ class RDD(nn.Module):
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Maps (B, H, W) by name. "decoder": last layer's attention over cells, mean over heads and
-        over the words of ids (B, V). "objects" and "actions": attention of the last block, mean
-        over heads and vectors; if it reads other vectors, its weights are multiplied by theirs to
-        reach cells."""
+        over the words of ids (B, V); the softmax is over the N cells alone, without the object and
+        action vectors, so that each map sums to 1. "objects" and "actions": attention of the last
+        block, mean over heads and vectors; if it reads other vectors, its weights are multiplied by
+        theirs to reach cells."""
         _, height, width = self.grid
         tokens, distilled = self.encode(before, after)
         _, query, key = self.decoder(ids, tokens)
@@ -612,7 +622,9 @@ class Phrases:
         count = 0
         for kind, prompt in prompts.items():
             row = torch.tensor([self.rows[kind][caption] for caption in captions])
-            distinct, place = row.clamp(min=0).unique(return_inverse=True)  # on a GPU it would wait
+            # Without a phrase (-1) any text stands in: `valid` leaves these pairs out. On the CPU,
+            # because `unique` makes a GPU wait.
+            distinct, place = row.clamp(min=0).unique(return_inverse=True)
             rows[kind] = row
             places[kind] = place + count
             chosen.append(distinct)
@@ -636,8 +648,9 @@ class Phrases:
         return attributes
 
 
-# The patterns of verb segments, for spaCy's Matcher: "there is", "is not walking anymore"; "seem to
-# have been built"; "changed to gray", "is now large"; "is in the same place".
+# The patterns of verb segments, for spaCy's Matcher. THERE_VERB: "there is", "is not walking
+# anymore". VERB_TO_VERB: "seem to have been built". VERB_ADJECTIVE: "changed to gray", "is now
+# large". VERB_SAME_NOUN: "is in the same place".
 AUXILIARIES = {"POS": {"IN": ["AUX", "ADV", "PART"]}, "TAG": {"NOT_IN": ["TO"]}, "OP": "*"}
 ADVERBS = {"TAG": {"IN": ["RB", "RBR", "RP"]}, "OP": "*"}
 VERB = [AUXILIARIES, {"POS": {"IN": ["VERB", "AUX"]}}, ADVERBS]
@@ -704,10 +717,10 @@ def phrases_of(dataset, cfg: Config) -> Phrases | None:
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# K_a from section "Effect of Learnable Vectors Number". Batch, rate and drops are in the
-# supplement; we take SCORER's [ours]. SCORER was not trained on LEVIR-CC, which takes
-# Spot-the-Diff's batch and no drop. Own pairs are few: half the width, and validation says when to
-# stop [ours].
+# K_a from section "Effect of Learnable Vectors Number". The main text has no batch size, learning
+# rate or schedule, and we do not have the supplement: we take SCORER's [ours]. SCORER was not
+# trained on LEVIR-CC, which takes Spot-the-Diff's batch and no drop. Own pairs are few: half the
+# width, and validation says when to stop [ours].
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "levir_cc": dict(action_vectors=10, batch_size=32),
@@ -727,7 +740,8 @@ def compute_losses(
     model: RDD, batches: tuple, cfg: Config, phrases: Phrases | None = None
 ) -> dict[str, Tensor]:
     """Eq. 16 and its terms. The batches (changed pairs, distractor pairs of the same scenes) are
-    one batch here: the negatives of Eq. 11-12 are "all other tokens in the batch"."""
+    one batch here: the negatives of Eq. 11-12 are "all other tokens in the batch". The "before"
+    images that both share do no harm, as differences are compared with texts, not with images."""
     batches = [batch.to(cfg.device) for batch in batches]
     before = torch.cat([batch.before for batch in batches])
     after = torch.cat([batch.after for batch in batches])

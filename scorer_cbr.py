@@ -13,7 +13,7 @@ Eq. 4      match_loss         L_cv  InfoNCE, before -> after and after -> before
 Eq. 5-6    CrossView          X <- LN(X + MHCA(X, partner))
 Eq. 7      Fusion             difference = ReLU(W [X_bef ; X_aft])
 Eq. 8      Decoder            transformer decoder over the difference
-Eq. 9-10   BackwardReasoning  hallucination = MHSA(W [X_bef ; sentence])
+Eq. 9-10   BackwardReasoning  hallucination = W_2 MHSA(W_1 [X_bef ; sentence])
 Eq. 11     cbr_loss           L_cm  InfoNCE, hallucination <-> after
 Eq. 12     caption_loss       L_cap
 Eq. 13     total_loss         L = L_cap + w_match L_cv + w_cbr L_cm
@@ -23,20 +23,22 @@ has lost its formulas; the other names follow DIRL+CCR, by the same authors.
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a
 caption (START, words, END, padding).
 
-Row of the paper       flags
-Subtraction            --difference subtract --w_match 0 --w_cbr 0
-RR                     --w_match 0 --w_cbr 0
-RR+CBR                 --w_match 0
-SCORER                 --w_cbr 0
-matching (Fig. 3)      --matching mtm, tm, mean or max
-heads (Fig. 4)         --heads 8 (the figure changes Eq. 3 and 5; the flag the decoder and CBR, too)
-layers (Fig. 5)        --layers 2
-fusion (section 6.3)   --fusion cat, sum or hadamard
+Row of the paper               flags (on mini, unless --dataset is given)
+Subtraction (Tables 6, 10-12)  --difference subtract --w_match 0 --w_cbr 0
+RR                             --w_match 0 --w_cbr 0
+RR+CBR                         --w_match 0
+SCORER                         --w_cbr 0
+matching (Fig. 3)              --matching mtm, tm, mean or max
+heads (Fig. 4)                 --heads 8 (the figure: Eq. 3 and 5; the flag: decoder and CBR, too)
+layers (Fig. 5)                --layers 2
+fusion (section 6.3)           --fusion cat, sum or hadamard
 No flag gives RR+ (Fig. 13), whose distance the paper does not name, or section 6.3's fusion in
 which words attend to each image before "cat", which needs a decoder with two memories.
 
-Where the paper and the released code differ, the default is the paper. RELEASED, after the
-model, lists these differences; details that both variants share are explained where they occur.
+Where the paper and the released code differ, the default is mostly the paper, and RELEASED, after
+the model, lists the differences. Both variants take some details from the release: a learned scale
+for 1 / tau, coordinates, attention without output projection, feed-forwards of width D, and a mean
+over words in Eq. 12. These are explained where they occur.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 """
 
@@ -153,7 +155,7 @@ class CrossView(nn.Module):
 
 
 class Fusion(nn.Module):
-    """Eq. 7: difference = ReLU(W [X_bef ; X_aft] + b).
+    """Eq. 7: difference = ReLU(W [X_bef ; X_aft] + b), with dropout before the ReLU, as released.
 
     Images concatenated (B, N, 2D), or combined (B, N, D) -> (B, N, D)."""
 
@@ -267,7 +269,8 @@ class BackwardReasoning(nn.Module):
     """Eq. 9-10: what "after" should look like, from "before" and the sentence:
     X_hat = W_2 MHSA(W_1 [X_bef ; s]), with the sentence s appended to every cell.
 
-    X_bef (B, N, D), s (B, D) -> X_hat (B, N, D)."""
+    X_bef (B, N, D), s (B, D) -> X_hat (B, N, D). Eq. 9-10 are lost in our copy of the paper: W_2,
+    and attention without biases, dropout, residual or LayerNorm, are as released."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -303,8 +306,9 @@ def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: in
     """Eq. 2-3 times exp(log_scale), image a to image b: q (A, N, D), k (B, M, D) -> (A, B).
 
     "mtm" and "tm" are match_by_definition with `heads` heads and with one; "mean" and "max"
-    (Fig. 3) pool the tokens first. The learned scale stands for Eq. 4's 1 / temperature, as
-    released. In float32 even under autocast, because scores near 50 differ by tenths."""
+    (Fig. 3) pool the tokens first. As released, tokens are not normalised, and a learned scale
+    stands for Eq. 4's 1 / temperature. In float32 even under autocast, because scores near 50
+    differ by tenths."""
     with torch.autocast(q.device.type, enabled=False):
         q = upcast(q)
         k = upcast(k)
@@ -426,6 +430,8 @@ class SCORER(nn.Module):
             aft_to_bef = similarity(q_aft, k_bef, self.log_scale, cfg.matching, cfg.heads)  # Eq. 3
             losses["match"] = match_loss(bef_to_aft, aft_to_bef)  # Eq. 4
         if cfg.w_cbr:
+            # `hidden` comes from the reference caption, START and END included, and has attended
+            # to the difference. So X_hat learns of "after" by more than the words.
             valid = caption != NULL
             sentence = masked_mean(hidden, valid)  # (B, D), section 3.4
             if cfg.sentence_mean == "padded":
@@ -474,9 +480,10 @@ class SCORER(nn.Module):
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# Layers, loss weights and batch sizes are from sections 4.1, 4.5 and 6.1-6.2. CLEVR-Change's w_cbr
-# and the exponents of the learning rates, lost in our copy of the paper, are from the release. So
-# are the drops of the learning rate every 15 epochs (lr_drop), which the paper does not mention.
+# Layers, loss weights and batch sizes are from sections 4.5 and 6.1-6.2; the layers "2, 1, 3, and
+# 2" are read in Table 8's order, as section 4.5 says that Spot-the-Diff has most. CLEVR-Change's
+# w_cbr and the exponents of the learning rates, lost in our copy of the paper, are from the
+# release. So are the drops every 15 epochs (lr_drop), which the paper does not mention.
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(layers=1, w_match=0.01, w_cbr=0.004, lr_drop=4785, use_coords=False),
