@@ -571,9 +571,11 @@ def read_cub(root: Path) -> Release:
 
 
 def read_nabirds(root: Path) -> Release:
-    """NABirds' official train and test images: single images whose caption is the name of their
-    class (one of the hierarchy's 555 leaves). Image ids are written with dashes, file names
-    without; images.txt has both."""
+    """NABirds: images.txt, classes.txt, image_class_labels.txt, train_test_split.txt, images/.
+
+    The official train and test images, each a single image whose caption is the name of its class
+    (one of the hierarchy's 555 leaves). Image ids are written with dashes, file names without;
+    images.txt has both."""
     classes = read_columns(root / "image_class_labels.txt")
     in_train = read_columns(root / "train_test_split.txt")
     names = read_columns(root / "classes.txt")

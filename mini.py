@@ -3,7 +3,7 @@
     python data.py mini --data_dir data/mini
 
 Published data sets, ImageNet's weights and CLIP's have to be downloaded. mini is made here instead,
-in about a minute, so that every method can be tried and tested on any computer.
+in two or three minutes, so that every method can be tried and tested on any computer.
 
 A scene has two to four balls, cubes and cylinders on a grey floor. It is drawn three times, each
 time from another camera and under another light: as it is (the "default" picture), with one change
