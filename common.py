@@ -12,8 +12,8 @@ Second half, what a run needs:
     files          atomic_write, file_errors, checkpoints, load_captioner
     main           run_main
 
-Axis letters: A, B images or pairs; N, M grid cells; D width; h heads; L tokens; V words;
-C channels; H, W rows and columns of the grid.
+Axis letters: A, B images or pairs; N, M grid cells; D width; h heads; L tokens; V words of a
+caption, padding included; C channels; H, W rows and columns of the grid.
 To use a method elsewhere, take its file and this one. Training on a data set of data.py needs
 data.py, too.
 """
@@ -59,7 +59,8 @@ class Attention(nn.Module):
 
     Vaswani et al. 2017, section 3.2. forward: x (B, L, D), memory (B, M, D) -> (B, L, D).
     `project` and `attend` are its two halves. They are separate because matching losses read the
-    projections, and decoding keeps keys and values between steps.
+    projections, and decoding keeps keys and values between steps. out_proj=False leaves out the
+    linear layer behind the heads. ValueError if dim is not a multiple of heads.
     """
 
     def __init__(
@@ -120,8 +121,9 @@ class Attention(nn.Module):
 
 
 def initialise(module: nn.Module, xavier: bool) -> None:
-    """Initialise attention like nn.MultiheadAttention and, with `xavier`, every matrix of the
-    module Xavier-uniform."""
+    """Initialise attention like nn.MultiheadAttention and, with `xavier`, every other tensor of two
+    or more dimensions (convolutions and embeddings, too) Xavier-uniform. Each Attention in the
+    module must have biases and an output projection."""
     if xavier:
         for p in module.parameters():
             if p.ndim > 1:
@@ -175,8 +177,8 @@ def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
 
 
 def upcast(x: Tensor) -> Tensor:
-    """bfloat16 or float16 -> float32, for sums and scores that need more than its three digits or
-    its largest number, 65504. Other types stay unchanged."""
+    """bfloat16 or float16 -> float32, for sums and scores that need more than two or three digits,
+    or numbers above float16's largest, 65504. Other types stay unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -323,9 +325,10 @@ def decode(
 ) -> Tensor:
     """Write `count` captions word by word: the likeliest word or, with `sample`, a random draw.
 
-    step(words (B,), position) -> logits (B, vocabulary). UNK is never chosen. END or NULL ends a
-    caption (the releases stop at END alone; the text is the same).
-    -> (B, max_len) ids: START, at most max_len - 1 words, then NULL."""
+    step(words (B,), position) -> logits (B, vocabulary), of which UNK's are overwritten, so that it
+    is never chosen. END or NULL ends a caption (the releases stop at END alone; the text is the
+    same); its row goes on with NULL until all have ended.
+    -> (B, max_len) ids, B = count: START, at most max_len - 1 words, then NULL; END is left out."""
     ids = torch.full((count, max_len), NULL, device=device)
     ids[:, 0] = START
     ended = torch.zeros(count, dtype=torch.bool, device=device)
@@ -348,10 +351,13 @@ def decode(
 
 @dataclass
 class RunConfig:
-    """The settings that all methods share; a method's Config adds its own. A field's comment is
-    its --help text.
+    """The settings that all methods share; a method's Config adds its own. The comment behind a
+    field, on its line, is its --help text.
 
-    ValueError if a whole number is below 0 or, for those in AT_LEAST_1, below 1."""
+    parse_args fills in data_dir, out_dir and device. A Config made in Python keeps them empty, so
+    give out_dir and device (and data_dir to data.open_dataset) before `train`.
+    ValueError if a whole number is below 0 or, for those in AT_LEAST_1, below 1, or if dim is not a
+    multiple of heads."""
 
     # Below 1 these make no model, or loop for ever. A method's Config may add to them.
     AT_LEAST_1 = {
@@ -603,7 +609,8 @@ def has_bfloat16(device: str) -> bool:
 
 
 def run_files() -> list[str]:
-    """Every file that a run, or an evaluation in its folder, may write."""
+    """Every file that a run, or an evaluation of a checkpoint under the name that the run gave it,
+    may write."""
     names = ["config.json", "log.jsonl", "last.pt", "best.pt", "pretrained.pt", "curves.png"]
     for suffix in ("", "-last", "-pretrained"):  # of last.pt and pretrained.pt, see parse_args
         names += [f"captions_val{suffix}.json", f"captions_test{suffix}.json"]
@@ -645,12 +652,12 @@ def is_run_folder(folder: Path) -> bool:
 class PairBatch(Protocol):
     """B pairs of images, as train and evaluate use them. data.Batch is one.
 
-    Some methods read more: RDD+ACR's phrases `texts`, the B captions as written, and CHEERS's
-    entities `images`, the B pairs of image names."""
+    Some methods read more: RDD+ACR's phrases `texts`, the B captions as written; CHEERS's entities
+    `images`, the B pairs of image names; IDC `single` (default: False), is there no "after"?"""
 
     before: Tensor  # (B, C, H, W) features
     after: Tensor  # (B, C, H, W)
-    caption: Tensor  # (B, V) ids: START, words, END, NULL ...
+    caption: Tensor  # (B, V) ids: START, words, END, NULL ...; V at most the data's max_len
     pair_ids: list[str]
 
     def to(self, device: str) -> "PairBatch":
@@ -693,7 +700,8 @@ class TrainingData(Protocol):
 
     def state(self) -> dict:
         """What a checkpoint keeps, in plain lists, dicts and tensors: "vocab" (the words by id),
-        "grid" and "max_len", and what is needed to caption any two pictures."""
+        "grid" and "max_len", from which load_model builds the model; and, for load_captioner,
+        "extractor": {"name", "state"}, the arguments of data.Extractor."""
 
     def check_state(self, state: dict) -> None:
         """ValueError if a checkpoint comes from other data than this."""
@@ -706,11 +714,13 @@ class Run:
         with Run(cfg, model, [dataset], resume) as run:
             run.start(optimizer, cfg.steps)
             while not run.finished():
-                for batches in dataset.train_batches(...):
+                epoch, first = divmod(run.step, dataset.steps(cfg.batch_size))
+                for batches in dataset.train_batches(cfg.batch_size, cfg.seed, epoch, first):
                     ...  # one step of training
                     run.record(losses)
-                    ...  # each log_every steps run.log_losses(), each eval_every steps
-                         # run.is_best(scores) and run.save(...)
+                    ...  # each log_every steps: run.log_losses()
+                    ...  # each eval_every steps and at cfg.steps: if run.is_best(scores),
+                         # run.save("best.pt"); in any case run.save("last.pt")
                     if run.stop:
                         run.save_and_exit()
                     if run.finished():
@@ -778,10 +788,11 @@ class Run:
         self.optimizer = optimizer
         self.last = last
         self.stage = stage
+        # A last.pt of the step before `first` holds the optimizer of the stage before.
         if self.resumed and self.resumed["step"] > first:
             with file_errors(self.dir / "last.pt", TRAIN_FIRST):
                 optimizer.load_state_dict(self.resumed["optimizer"])
-        if self.step == 0:
+        if self.step == 0:  # so that --resume works even if the first validation is never reached
             self.save("last.pt")
         self.began = time.perf_counter()
         self.began_at = self.step
@@ -924,8 +935,9 @@ class Run:
         write_text(log, "".join(kept))
 
     def begin_log(self) -> None:
-        """Log and print what the results depend on: code, versions, device and config (printed:
-        only what differs from the defaults). A new run first removes the files of an older one."""
+        """Log and print what the results depend on: versions of the code and of torch, device,
+        number of parameters, and config (printed: only what differs from the defaults). A new run
+        first removes the files of an older one."""
         config = dataclasses.asdict(self.cfg)
         write_text(self.dir / "config.json", json.dumps(config, indent=1) + "\n")
         if not self.resume:
@@ -1138,7 +1150,8 @@ def file_errors(path: str | Path, remedy: str) -> Iterator[None]:
 
 
 def load_tensors(path: str | Path, remedy: str, device: str = "cpu") -> dict:
-    """The dict that save_tensors wrote. Nothing in the file is executed (weights_only)."""
+    """The dict that save_tensors wrote, its tensors on `device`. Nothing in the file is executed
+    (weights_only). ValueError with the remedy if the file is missing, broken or holds no dict."""
     with file_errors(path, remedy):
         state = torch.load(path, map_location=device, weights_only=True)
         if not isinstance(state, dict):
@@ -1191,7 +1204,9 @@ def load_own_weights(model: nn.Module, cfg: RunConfig, state: Checkpoint, path: 
 def load_model(
     Model: Callable[..., nn.Module], cfg: RunConfig, path: str | Path
 ) -> tuple[nn.Module, Checkpoint]:
-    """-> a Model with a checkpoint's weights, in evaluation mode, and the checkpoint's content."""
+    """-> a model with a checkpoint's weights, in evaluation mode on cfg.device, and the content of
+    the checkpoint. Model(cfg, words in the vocabulary, grid, max_len) makes it. ValueError if the
+    file is missing or does not fit."""
     state = load_checkpoint(path, cfg.device)
     model = Model(cfg, len(state["vocab"]), state["grid"], state["max_len"]).to(cfg.device)
     load_own_weights(model, cfg, state, path)
@@ -1205,8 +1220,11 @@ def load_captioner(
     device: str = "",
     inputs: Callable | None = None,
 ):
-    """A trained model for any two pictures, files or PIL images (data.Captioner):
-    caption, maps = load_captioner(Model, Config, "best.pt")(before, after)."""
+    """A trained model for any two pictures, files or PIL images (data.Captioner, so data.py is
+    needed): caption, maps = load_captioner(Model, Config, "best.pt")(before, after).
+
+    Model: as in load_model, with generate and attention_map. device: default cuda if there is one.
+    inputs: see data.Captioner. ValueError if the checkpoint or the device cannot be used."""
     import data
 
     cfg = saved_config(Config, checkpoint)
@@ -1223,7 +1241,8 @@ def run_main(main: Callable[[], None]) -> None:
 
     Input, data and memory errors print one line and exit 2; programming errors keep their
     traceback. SIGINT exits 130, SIGTERM 143."""
-    warnings.filterwarnings("ignore", module="PIL")  # of odd pictures, which readers judge
+    # Pillow warns of odd pictures that it can read; those that it cannot read are errors anyway.
+    warnings.filterwarnings("ignore", module="PIL")
     signal.signal(signal.SIGTERM, exit_on_signal)
     try:
         main()
@@ -1242,6 +1261,6 @@ def exit_on_signal(number: int, _frame) -> None:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Also on a CPU, where PyTorch's error has no class of its own."""
+    """Is it a lack of memory? The text decides, as on a CPU PyTorch's error has no own class."""
     text = str(error)
     return any(words in text for words in ("out of memory", "allocate memory", "enough memory"))

@@ -11,6 +11,17 @@ mini.py), clevr_change, clevr_dc, spot_the_diff, image_editing_request, levir_cc
 cub, nabirds, and pairs (your own).
 Preparation adds a feature file (features.h5, or features-<extractor>.h5 for another extractor)
 and a vocabulary (vocab.json) to the folder. Nothing is downloaded at import.
+
+Sections:
+    what a data set is    vocabulary; pairs and releases; readers; the table of data sets
+    what methods get      pictures and features; preparation and check; load and batches
+    language              phrases of captions (RDD+ACR, CHEERS, IDC)
+    scores                words, metrics, of a data set's split, the pointing game, files
+    pictures, CLIP, and the command line (with Captioner, for any two pictures)
+
+To add a data set, write a reader (folder -> Release; release_from_pairs makes one of plain pairs)
+and a row in DATASETS. `python data.py NAME` and `--dataset NAME` then work; a method runs on its
+defaults until its PRESETS have an entry NAME.
 """
 
 import contextlib
@@ -91,7 +102,7 @@ def tokenize_lower(caption: str) -> list[str]:
 
 
 class Vocab:
-    """Words <-> ids: the four special ids, then the training captions' words in codepoint order.
+    """Words <-> ids: the four special ids, then the captions' words in codepoint order.
 
     `tokenizer` cuts captions into words, of which the first `max_words` are read (None: all).
     ValueError if the special words are not the first, or if there are no others."""
@@ -158,8 +169,10 @@ class Vocab:
 
 @dataclass
 class Pair:
-    """Two images and their captions. `before` and `after` are image names; `id` is the name in
-    result files. A single image with captions (CUB, NABirds) is a pair whose `after` is None."""
+    """Two images and their captions, at least one. `before` and `after` are image names, the keys
+    of Release.paths. `id` is the name in result files, unique in its split and, where groups,
+    kinds, overlap or boxes use it, in the data set. A single image with captions (CUB, NABirds) is
+    a pair whose `after` is None; a data set has only such pairs or none."""
 
     id: str
     before: str
@@ -169,8 +182,10 @@ class Pair:
 
 @dataclass
 class Scene:
-    """Pairs that always train together: CLEVR-Change's changed pair and distractor pair; elsewhere
-    a single pair. `swapped`: these pairs with default image and distractor image exchanged."""
+    """Pairs that always train together: CLEVR-Change's changed pair and distractor pair, in this
+    order; elsewhere a single pair. All scenes of a data set have the same number of pairs.
+    `swapped`: these pairs with default image and distractor image exchanged, which training takes
+    half the time."""
 
     pairs: tuple[Pair, ...]
     swapped: tuple[Pair, ...] | None = None
@@ -182,12 +197,15 @@ class Scene:
 
 @dataclass
 class Release:
-    """What the files of a release say."""
+    """What the files of a release say. A reader fills in scenes and paths; the rest is optional."""
 
-    scenes: dict[str, list[Scene]] = field(default_factory=dict)  # by split
-    paths: dict[str, Path] = field(default_factory=dict)  # image name -> file
+    # By split. All of SPLITS must be there, with an empty list for a split that is not released.
+    scenes: dict[str, list[Scene]] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)  # name of every image of a pair -> file
     groups: dict[str, set[str]] = field(default_factory=dict)  # pair ids that are scored separately
-    kinds: dict[str, set[str]] = field(default_factory=dict)  # kind of change -> pair ids
+    # Kind of change -> pair ids; they choose the sample pictures. The pairs of the kind "no change"
+    # are unchanged, and how many of them are recognised is reported.
+    kinds: dict[str, set[str]] = field(default_factory=dict)
     overlap: dict[str, float] = field(default_factory=dict)  # pair id -> IoU of the object boxes
     # Pair id -> boxes of the changed object before and after, [x, y, w, h] in pixels, or None.
     boxes: dict[str, tuple[list | None, list | None]] = field(default_factory=dict)
@@ -277,7 +295,8 @@ def read_columns(path: Path) -> dict[str, str]:
 
 def released_features(picture: Path, root: Path) -> Path | None:
     """Where a picture's released features lie: "images" in the name of a folder gives way to
-    "features", and .npy follows the picture's name. None if no folder is called so.
+    "features", and .npy follows the picture's name. None if no folder below root is called so, or
+    if the picture is elsewhere.
 
     images/x.png -> features/x.png.npy, sc_images/x.png -> sc_features/x.png.npy"""
     if not picture.is_relative_to(root):
@@ -295,7 +314,8 @@ CLEVR_FOLDERS = {"default": "images", "semantic": "sc_images", "nonsemantic": "n
 
 
 def read_splits(file: Path) -> dict[str, list[int]]:
-    """splits.json of the CLEVR data sets: split -> numbers of scenes."""
+    """splits.json of CLEVR-Change, split.json of CLEVR-DC: split -> the numbers that name its
+    scenes."""
     content = read_json(file)
     splits = {}
     with file_errors(file, FETCH_AGAIN):
@@ -313,10 +333,12 @@ def read_clevr_change(root: Path) -> Release:
     no_change_captions.json; optional: change_captions_by_IOU.json (scores by viewpoint) and
     change_captions_with_bbox.json (pointing game). Captions are keyed by the default image. If
     there are change captions for the distractor image too (in mini), they are written from its
-    view, and swapped pairs use them.
+    view, and swapped pairs use them. Pair ids are those of the authors' scripts: 000012.png for the
+    changed pair of scene 12, 000012.png_n for its distractor pair.
 
     The Google Drive file of the authors' repository has been reported gone or failing since 2023
-    (its issues 18, 21 and 22); the repository of SCORER links a copy."""
+    (its issues 18, 21 and 22); the repository of SCORER links a copy of everything and holds the
+    four JSON files that are required here, in its folder data/."""
     splits = read_splits(root / "splits.json")
     change_file = root / "change_captions.json"
     change = read_json(change_file)
@@ -510,11 +532,14 @@ def read_birds_to_words(root: Path, pictures: bool = True) -> Release:
     compare.
 
     IDC's authors share their features of Birds-to-Words and of CUB as a pickle, which can run any
-    program when it is read. Whoever trusts it runs these lines in the folder, and then data.py:
+    program when it is read. We have not seen it: its keys may have folders and ".jpg", both of
+    which IDC's loader removes. If you trust it, run these lines in the folder, and then data.py:
 
         import pickle, pathlib, numpy as np
 
+        keep = 2 if pathlib.Path("images.txt").exists() else 1  # CUB's names have their class
         for name, x in pickle.load(open("full_img.pkl", "rb")).items():
+            name = "/".join(name.removesuffix(".jpg").split("/")[-keep:])
             file = pathlib.Path("features", f"{name}.jpg.npy")
             file.parent.mkdir(parents=True, exist_ok=True)
             np.save(file, x.reshape(len(x), 7, 7))
@@ -622,11 +647,13 @@ def read_pairs(root: Path) -> Release:
     """Your own pairs: pairs.csv with the columns before, after, captions, or pairs.json, a list of
     objects with these keys. Paths are relative to the folder.
 
-    Several captions of a pair are a list (JSON), or are separated by |, or are in several rows.
-    Three columns are optional: `split` (default: hashed_split); `id`, the pair's name in result
-    files; `kind`, the kind of change. Each kind is scored separately; for "no change", recognition
-    is reported, too. ValueError that names the row if an id stands for two pairs, is in two splits
-    or has two kinds."""
+    If both files are there, pairs.json is read. Several captions of a pair are a list (JSON), or
+    are separated by |, or are in several rows. Three columns are optional: `split` (train, val or
+    test in every row; without the column: hashed_split); `id`, the pair's name in result files
+    (default: its two paths); `kind`, the kind of change. Each kind is scored separately; for "no
+    change", recognition is reported, too. ValueError that names the row if an image or all captions
+    are missing, the split is unknown, or an id stands for two pairs, is in two splits or has two
+    kinds."""
     file = root / "pairs.json"
     if not file.exists():
         file = root / "pairs.csv"
@@ -691,14 +718,16 @@ class Source:
     reader."""
 
     read: Callable[[Path], Release]  # folder -> what its files say
-    extractor: str = "resnet101-layer3"  # the feature network and its last layer
+    extractor: str = "resnet101-layer3"  # its own features: a name in RESNETS, timm/MODEL, mini-cnn
     tokenizer: Callable[[str], list[str]] = tokenize  # caption -> words of the vocabulary
     min_count: int = 1  # how often a word must occur to be in the vocabulary
     vocab_splits: tuple[str, ...] = ("train",)  # the splits from which the field takes the words
     max_words: int | None = None  # the length at which the field cuts captions; None: it does not
     # How metrics get words: from the PTB tokenizer; split at blanks; split at blanks, as ids.
     tokens: Literal["ptb", "split", "ids"] = "ptb"
-    closed: bool = False  # the captions come from templates: see template_segments
+    # Captions come from CLEVR-like templates: phrases are read by rules (see template_segments),
+    # which refuse other captions. If False, spaCy's English model reads them.
+    closed: bool = False
     # The field's "nothing changed" sentences; if empty, those of unchanged training pairs.
     same: tuple[str, ...] = ()
     # Published counts, for --check: scenes per split, pairs per kind of change, words including
@@ -792,7 +821,8 @@ def prepare_command(name: str, root: Path, extractor: str = "") -> str:
 
 
 def read_release(name: str, root: Path) -> Release:
-    """What a data set's reader finds in a folder. ValueError if there is nothing to train on."""
+    """What a data set's reader finds in a folder. FileNotFoundError if a file of the release is
+    missing; ValueError if one is broken, train has no pairs, or a pair has no captions."""
     source = source_of(name)
     try:
         release = source.read(root)
@@ -1151,11 +1181,13 @@ def lock(folder: Path) -> Iterator[None]:
 
 
 def prepare(name: str, root: Path, device: str, extractor: str = "", settings=RunConfig) -> None:
-    """Write vocab.json and a feature file: from the authors' released .npy files if they are there,
-    else from the pictures. What is there already is kept.
+    """Write vocab.json and a feature file: from the authors' released .npy files if they are there
+    and the extractor is the data set's own, else from the pictures. A feature file that is there is
+    kept; a vocab.json of other captions is replaced.
 
     settings: has mini's `scenes`, `objects` and `data_seed`; mini is drawn first. FileNotFoundError
-    or ValueError says what is missing."""
+    or ValueError says what is missing, or that a feature file lacks images or is of another
+    extractor."""
     made = feature_file(name, root, extractor)
     if name == "mini":
         import mini
@@ -1219,7 +1251,8 @@ def make_features(name: str, root: Path, release: Release, device: str, extracto
         return
     demand(pictures)
     network = Extractor(full_name, weights, device)
-    batch = 64 if device.startswith("cuda") else 16  # a CPU takes seconds, so that Ctrl-C acts soon
+    # Ctrl-C acts between batches; on a CPU one of 16 takes seconds.
+    batch = 64 if device.startswith("cuda") else 16
     if full_name.startswith("mini-cnn"):
         batch = 512  # its pictures are small
     blocks = prefetch(block.numpy() for block in network.blocks(pictures, batch))
@@ -1241,8 +1274,9 @@ def read_npy(path: Path) -> np.ndarray:
 
 
 def check(name: str, root: Path, extractor: str = "") -> list[str]:
-    """Problems of a folder, one per line: counts that differ from the published ones, missing
-    files, and features or a vocabulary that do not belong to these images and captions."""
+    """-> the problems of a folder, each a line: counts that differ from the published ones, missing
+    files, and features or a vocabulary that do not belong to these images and captions. Prints
+    notes and counts. Errors as in read_release if the release cannot be read."""
     source = source_of(name)
     release = read_release(name, root)
     vocab = vocab_of(name, release)
@@ -1300,7 +1334,8 @@ class Batch:
 
 
 def prefetch(items: Iterator) -> Iterator:
-    """Yields the items; a thread makes each one while the one before it is in use."""
+    """Yields the items of an iterator, which must not be None (that ends it); a thread makes each
+    one while the one before it is in use."""
     with ThreadPoolExecutor(1) as pool:
         upcoming = pool.submit(next, items, None)
         while True:
@@ -1314,9 +1349,10 @@ def prefetch(items: Iterator) -> Iterator:
 class Dataset:
     """A data set ready for a method: vocabulary, scenes, features. Made by `load`.
 
-    Attributes: grid (C, H, W) of the features; max_len, longest caption in tokens, START and END
-    included; lengths, the same for the scenes' first pairs, and for the second, which are shorter
-    (distractors). Without features (for counting words) there are no batches."""
+    Attributes: grid, (C, H, W) of the features; max_len, ids of the longest caption, START and END
+    included; lengths, the same for the scenes' first pairs alone and, if scenes have two, for their
+    second pairs alone (distractors): to these each batch is padded. Without features (for counting
+    words) there are no batches and no grid."""
 
     def __init__(
         self,
@@ -1344,7 +1380,7 @@ class Dataset:
 
     def _lengths(self) -> list[int]:
         lengths = []
-        for scene in self.release.all_scenes():
+        for scene in self.release.all_scenes():  # of all splits, as in the field's scripts
             for pairs in scene.orders():
                 for n, pair in enumerate(pairs):
                     longest = 2 + max(len(self.vocab.split(caption)) for caption in pair.captions)
@@ -1470,7 +1506,8 @@ def load(
 
 
 def open_dataset(cfg: RunConfig) -> Dataset:
-    """The data set that a run's config names. mini is made first, if it is missing."""
+    """The data set that a run's config names. mini is made first, if it is missing. cfg.batch_size
+    is lowered to the number of training scenes, if it is larger. Errors: see `load`."""
     if cfg.dataset == "mini":
         prepare("mini", Path(cfg.data_dir), cfg.device, cfg.extractor, cfg)
     dataset = load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
@@ -1498,7 +1535,7 @@ ALL_SAME = re.compile(
     r"(?:the |all )*((?:two )?(?:scenes?|pictures?|images?|objects)|everything)\W+"
     r"(.*?)(?: as before)?"
 )
-# Words with which a phrase that names no entity ends, and begins.
+# A phrase names no entity if its last word is in NO_ENTITIES, or its first word in NEGATIONS.
 NO_ENTITIES = {
     *"scene scenes image images picture pictures pic pics photo photos".split(),
     *"change changes difference differences".split(),
@@ -1510,7 +1547,7 @@ QUANTITIES = {"NUM", "ADJ", "DET", "PRON"}  # "one of the cars", "most of the ca
 
 
 def language(dataset_name: str):
-    """The spaCy pipeline for a data set's captions."""
+    """The spaCy pipeline for a data set's captions; ValueError if the English model is missing."""
     import spacy
 
     if DATASETS[dataset_name].closed:
@@ -1526,7 +1563,8 @@ def language(dataset_name: str):
 
 def template_segments(caption: str) -> tuple[list[str], list[str]]:
     """Noun segments and verb segments of a caption from a template, lower case: its objects, and
-    the text after the last of them, or before the first if nothing follows."""
+    the text after the last of them, or before the first if nothing follows. ValueError if it names
+    no object and does not say that nothing has changed."""
     text = " ".join(caption.lower().split()).rstrip(" .")
     no_change = NOTHING_CHANGED.fullmatch(text)
     all_same = ALL_SAME.fullmatch(text)
@@ -1658,7 +1696,8 @@ def ptb_tokenize(texts: list[str]) -> list[str]:
 
 def plain_tokenize(text: str) -> str:
     """The substitute if there is no Java: lower case, no punctuation. It gives the Stanford
-    tokenizer's words on mini and CLEVR-Change, but leaves "cannot" and "gonna" whole."""
+    tokenizer's words on mini's templates. Elsewhere it differs: "dog s", "don t", "3 5" and
+    "cannot" for Stanford's "dog 's", "do n't", "3.5" and "can not"; brackets stay."""
     words = re.sub(r"""[.,:;?!'"`]""", " ", text.lower()).split()
     return " ".join(word for word in words if word.strip("-"))
 
@@ -1769,8 +1808,8 @@ def score(
 ) -> dict:
     """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's
     ids that have a prediction: {"scores": {group: {metric: number or None}}, "missing": {metric:
-    reason}, "tokenizer": the one used, "captions": how many there are, how many different ones,
-    and the % that are a reference word for word}.
+    reason}, "tokenizer": the one used, "captions": {"all": how many there are, "different": how
+    many different ones, "verbatim": the % that are a reference of their id word for word}}.
 
     The metrics are pycocoevalcap's, whose CIDEr is CIDEr-D. An id is scored against its own
     references: in Spot-the-Diff all captions of a pair, even empty ones; in Image Editing Request
@@ -1778,13 +1817,14 @@ def score(
     photographs. Every group is its own corpus, as in the field's scripts: CIDEr counts document
     frequencies in the group's references, so the total is not an average of the groups, and a
     group of one image gets 0. "CIDEr (one pool)" is the mean over the group's captions with
-    document frequencies counted over all pairs, as in IDC's Table 3. `quick` leaves out this one
-    and, because they run Java programs, METEOR and SPICE.
+    document frequencies counted over all pairs, as IDC's own row of its Table 3 seems to be made.
+    `quick` leaves out this one and, because they run Java programs, METEOR and SPICE.
     tokens: "ptb" is what most data sets use: the Stanford tokenizer's lower-case words without
     punctuation; "split": captions are words already, split at blanks (Birds-to-Words); "ids"
-    (LEVIR-CC): words are replaced by their numbers in `index`, and all words that it lacks by
-    UNK's, so that these match each other. constant: a caption scored for comparison, as if it were
-    predicted for every id. ValueError if an id has no reference, or there is none to score."""
+    (LEVIR-CC): words are replaced by their numbers in `index`, which must be given, and all words
+    that it lacks by UNK's, so that these match each other. constant: a caption scored for
+    comparison, as if it were predicted for every id. ValueError if an id has no reference, or
+    there is none to score."""
     if not predictions:
         raise ValueError("no predictions to score; expected at least one {image id: caption}")
     absent = [i for i in predictions if not references.get(i)]
@@ -1998,8 +2038,8 @@ def score_split(
 
 
 def scored_text(dataset: Dataset, caption: str) -> str:
-    """A reference as published scores read it: cut by the vocabulary's rule, unless the PTB
-    tokenizer cuts it."""
+    """A reference as published scores read it: split into words by the vocabulary's rule and never
+    shortened, or unchanged if the PTB tokenizer will split it."""
     if source_of(dataset.name).tokens == "ptb":
         return caption
     return " ".join(dataset.vocab.tokenizer(caption))
@@ -2535,8 +2575,9 @@ class Captioner:
     """A trained model that captions any two pictures (files or PIL images): caption, maps =
     captioner(before, after). maps: name -> where the model looked (H, W).
 
-    model, state: from common.load_model. inputs(model, state, pictures) -> what else the model's
-    generate and attention_map take, one row for each pair, or None."""
+    model, state: from common.load_model; state["extractor"] names the feature network.
+    inputs(model, state, pictures) -> what else the model's generate and attention_map take, one row
+    for each pair, or None; pictures are in the order before, after, before, after, ..."""
 
     def __init__(self, model: nn.Module, state: dict, inputs: Callable | None = None):
         self.model = model

@@ -20,7 +20,9 @@ Both networks learn from single training pictures and their objects. They see no
 and no pictures of validation or test.
 
 An object ("item") is a dict with size, color, material, shape, its centre xyz, and its turn about
-the vertical. The world's z axis points up, and the floor is at z = 0.
+the vertical in radians. The world's z axis points up, and the floor is at z = 0. Objects stand on
+it, so xyz[2] is also half the height, which the ray caster calls `half`: a ball's and a cylinder's
+radius, half a cube's side. In scenes.json items have a box [x, y, w, h] and no turn.
 """
 
 import functools
@@ -64,7 +66,7 @@ ATTRIBUTES = {  # in the order in which English names them
 COMBINATIONS = list(itertools.product(*reversed(ATTRIBUTES.values())))  # (shape, ..., size)
 RADIUS = {"small": 0.45, "large": 0.8}
 FLOOR = 2.4  # objects stand within this distance of the middle, along x and along y
-GAP = 0.25  # between any two objects, at least
+GAP = 0.25  # between the RADIUS circles of any two objects, at least; cubes' corners stick out
 LEAST_MOVE = 1.2  # a moved object's distance from its old place, at least
 VIEWS = {"default": "images", "semantic": "sc_images", "nonsemantic": "nsc_images"}  # and folders
 SIDE = 64  # of a picture, in pixels
@@ -183,7 +185,8 @@ def sample_cameras(
 
 # ---- ray caster ----------------------------------------------------------------------------------
 
-# A picture's bytes depend on the order of these sums, so it stays.
+# Do not reorder the float32 sums of this section: another order changes pictures' bytes, and with
+# them the features and every number measured on mini.
 TAN = 0.38  # tangent of half the field of view
 BOUND = {"sphere": 1, "cube": 3**0.5, "cylinder": 2**0.5}  # bounding ball's radius / half height
 
@@ -280,6 +283,7 @@ def cast(item: dict, camera: Camera, count: int) -> Hits:
     sideways = -body.eye @ body.right
     upwards = -body.eye @ body.up
     depth = -body.eye @ body.forward
+    # At the depth of its nearest point the ball would look largest; 12 rays are a margin.
     size = int(count * radius / (TAN * max(depth - radius, 0.5))) + 12
     left = int(count / 2 * (1 + sideways / (TAN * depth)) - size / 2)
     top = int(count / 2 * (1 + -upwards / (TAN * depth)) - size / 2)
@@ -599,7 +603,7 @@ def truth_of(pair_id: str, scenes: dict) -> dict:
 
 # ---- files ---------------------------------------------------------------------------------------
 
-# splits.json is written last: it shows that all files are there.
+# The JSON files that `render` writes, after all pictures. `is_drawn` asks for every one of them.
 FILES = (
     "scenes",
     "change_captions",
@@ -609,8 +613,8 @@ FILES = (
     "type_mapping",
     "splits",
 )
-VISIBLE_AREA = 16  # pixels of an object that every picture shows, at least
-VISIBLE_PART = 0.4  # part of an object that every picture shows, at least
+VISIBLE_AREA = 16  # every picture shows more pixels than this of each of its objects,
+VISIBLE_PART = 0.4  # and a greater part of it than this
 
 
 def remedy(root: Path) -> str:
@@ -872,7 +876,8 @@ def train_feature_net(
 ) -> FeatureNet:
     """Trains the feature network, with one linear layer on top, to say which cells hold an object's
     centre and to name that object's four attributes, so that a captioner can read them from the
-    features, too. On a CPU the result depends on the arguments alone."""
+    features, too. On one CPU with one number of threads the result depends on the arguments alone;
+    elsewhere rounding differs, and with it the name that `extractor` gives."""
     torch.manual_seed(seed)
     images, pictures = training_pictures(root)
     cells = cells_of(pictures)
