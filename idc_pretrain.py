@@ -711,9 +711,9 @@ PRESETS = {
     # near 1, hence the low temperature. Unless most cells are masked, a cell can be guessed from
     # its neighbours. Three layers, a higher rate and a light L_judge were chosen on validation.
     "mini": dict(dim=128, ffn=256, heads=4, layers=3, dropout=0.0, pretrain_steps=1200,
-                 pretrain_batch=16, pretrain_lr=1e-3, pretrain_warmup=50, mlm=0, fda=0,
+                 pretrain_batch=8, pretrain_lr=1e-3, pretrain_warmup=50, mlm=0, fda=0,
                  cell_mask_rate=0.7, tau_mvcl=0.02, tau_fda=0.1, w_judge=0.2, batch_size=16,
-                 lr=1e-3, schedule="cosine", warmup=100, grad_clip=1.0, steps=2500, eval_every=300,
+                 lr=1e-3, schedule="cosine", warmup=100, grad_clip=1.0, steps=3000, eval_every=300,
                  eval_batch=250),
 }  # fmt: skip
 
