@@ -31,9 +31,9 @@ Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, 
 d width of CLIP's common space.
 
 Row of the paper              flags (on mini, unless --dataset is given)
-Baseline (Table 4)            --layers 0 --k 0 --gate none --w_consistency 0 --w_match 0
-CRE, DRE, HRD                 --gate none [ours], and for CRE --no-dre, for DRE --no-cre
-GATE                          --layers 0 --w_consistency 0 --w_match 0
+Baseline (Table 4) [ours]     --layers 0 --k 0 --gate none --w_consistency 0 --w_match 0
+CRE, DRE, HDR (here HRD)      --gate none [ours], and for CRE --no-dre, for DRE --no-cre
+GATE [ours]                   --layers 0 --w_consistency 0 --w_match 0
 lambda_m, lambda_v (Table 5)  --w_match 0.5, --w_consistency 0.75
 ResNet-101 (Table 6)          no flag; for the table's ViTs --extractor timm/NAME, untested
 entities (Fig. 5)             --k 3

@@ -28,7 +28,7 @@ caption (START, words, END, padding).
 
 Row of the paper             flags (on mini, unless --dataset is given)
 Transformer (Tables 6, 7)    --w_dirl 0 --w_ccr 0
-DIRL (Table 6)               --w_ccr 0
+DIRL (Tables 6, 7)           --w_ccr 0
 CCR (Table 6)                --w_dirl 0
 non-perturbation (Table 7)   --w_ccr 0 --alpha 0
 discrimination (Table 7)     --w_ccr 0 --no-correlate

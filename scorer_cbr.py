@@ -23,17 +23,17 @@ has lost its formulas; the other names follow DIRL+CCR, by the same authors.
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a
 caption (START, words, END, padding).
 
-Row of the paper               flags (on mini, unless --dataset is given)
-Subtraction (Tables 6, 10-12)  --difference subtract --w_match 0 --w_cbr 0
-RR                             --w_match 0 --w_cbr 0
-RR+CBR                         --w_match 0
-SCORER                         --w_cbr 0
-matching (Fig. 3)              --matching mtm, tm, mean or max
-heads (Fig. 4)                 --heads 8 (the figure: Eq. 3 and 5; the flag: decoder and CBR, too)
-layers (Fig. 5)                --layers 2
-fusion (section 6.3)           --fusion cat, sum or hadamard
-No flag gives RR+ (Fig. 13), whose distance the paper does not name, or section 6.3's fusion in
-which words attend to each image before "cat", which needs a decoder with two memories.
+Row of the paper                flags (on mini, unless --dataset is given)
+Subtraction (Tables 6-7, 10-12) --difference subtract --w_match 0 --w_cbr 0
+RR                              --w_match 0 --w_cbr 0
+RR+CBR                          --w_match 0
+SCORER                          --w_cbr 0
+matching (Fig. 3)               --matching mtm, tm, mean or max
+heads (Fig. 4)                  --heads 8 (the figure: Eq. 3 and 5; the flag: decoder and CBR, too)
+layers (Fig. 5)                 --layers 2
+fusion (section 6.3)            --fusion cat, sum or hadamard
+No flag gives RR+ (Fig. 13), whose distance our copy has lost, or section 6.3's fusion in which
+words attend to each image before "cat", which needs a decoder with two memories.
 
 Where the paper and the released code differ, the default is mostly the paper, and RELEASED, after
 the model, lists the differences. Both variants take some details from the release: a learned scale
@@ -337,7 +337,7 @@ def cbr_loss(hat_to_aft: Tensor) -> Tensor:
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     """Eq. 12, L_cap: cross-entropy of each next word, a mean over all real words of the batch, as
-    released; the paper has a sum over the words of a sentence.
+    released; the formula is lost in our copy, and DIRL's, by the same authors, is a sum over words.
     logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
     predicted = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()

@@ -166,7 +166,7 @@ DEVIATIONS = [
     Deviation(
         "RDD+ACR",
         "residuals in Eq. 4, 6 and 7, LayerNorms in Eq. 4 and 6 to 8",
-        "as printed: the residual of Eq. 8 alone",
+        "as printed: of Eq. 4 to 8, only Eq. 8 has a residual",
         "RDD+ACR, as printed",
     ),
     Deviation(
@@ -703,8 +703,9 @@ def bounds_notes(bounds: dict) -> list[str]:
         notes.append(
             f"Read differences, not levels: on LEVIR-CC, one sentence for all pairs has a CIDEr of "
             f"{one:.0f} where 138 is published, and to know only whether anything changed gives "
-            f"{per_kind:.0f}. So read the changed pairs by themselves. On the others a human has "
-            "0, as the five references of an unchanged pair have no words in common."
+            f"{per_kind:.0f}. So read the changed pairs by themselves. Of the others, all have "
+            "the same five references: by themselves no word of these has weight, and any caption "
+            "has 0."
         )
     if "image_editing_request" in bounds:
         one = bounds["image_editing_request"]["scores"][f"{ONE_CAPTION}: total"]["CIDEr"]
@@ -715,7 +716,7 @@ def bounds_notes(bounds: dict) -> list[str]:
     if "spot_the_diff" in bounds:
         count = bounds["spot_the_diff"]["pairs"][HUMAN]
         notes.append(
-            f"On Spot-the-Diff, the human's row is of the {count} pairs with several references."
+            f"On Spot-the-Diff, the human's figure is of the {count} pairs with several references."
         )
     return notes
 
@@ -740,27 +741,28 @@ def results_text(results: dict[str, Results], bounds: dict) -> str:
         legend(letters_of(results)),
         results_table(results, list(ROWS), [*COLUMNS, "minutes"], with_command=True),
         "## What the papers claim",
-        "Published figures are CIDEr, differences on mini are of semantic CIDEr, with their "
-        "standard error. A claim is confirmed (or contradicted) if the means differ by at least "
-        "three standard errors and by at least 10. If they do not, and the difference with three "
-        "standard errors on either side lies within -25 ... 25, there is no difference of 25.",
+        "Published figures are CIDEr of all pairs, differences on mini are of semantic CIDEr, with "
+        "their standard error. A claim is confirmed (or contradicted) if the means differ by at "
+        "least three standard errors and by at least 10. If they do not, and the difference with "
+        "three standard errors on either side lies within -25 ... 25, there is no difference of "
+        "25.",
         precision_text(results),
         claims_table(results),
         "How large a difference is on mini says nothing about its size on another data set. "
         f"{idc_text()}",
         "## Deviations",
-        "Where paper and released code disagree, the default is the paper; `RELEASED` in a "
-        "method's file has each difference, `--variant released` sets them all. Choices on which "
-        "a paper is silent are marked [ours] in the files. What some of them do to semantic CIDEr "
-        "on mini, whose presets were chosen for the defaults:",
+        "Where paper and released code disagree, the default is the paper, except where a comment "
+        'in the method\'s file says "as released" or [ours]; `RELEASED` there lists what '
+        "`--variant released` switches. [ours] also marks choices on which a paper is silent. What "
+        "some of them do to semantic CIDEr on mini, whose presets were chosen for the defaults:",
         deviations_table(results),
         dirl_text(),
         "## Published figures, floors and ceilings",
-        "BLEU-4 / CIDEr. Blank: not published, or without such a bound. The last three columns "
-        "are ours, by `python tests/bounds.py NAME --data_dir D` from annotations alone (-: these "
-        "were not at hand). One caption: the best of 200 frequent training captions, chosen on "
-        "validation. Human: one reference against the others. None of the published figures was "
-        "reproduced here.",
+        "BLEU-4 / CIDEr. Blank: not in the paper (without its supplement), or without such a "
+        "bound. The last three columns are ours, by `python tests/bounds.py NAME --data_dir D` "
+        "from annotations alone (-: these were not at hand). One caption: the best of 200 frequent "
+        "training captions, chosen on validation. Human: one reference against the others. None "
+        "of the published figures was reproduced here.",
         bounds_table(bounds),
         " ".join(bounds_notes(bounds)),
     ]
@@ -769,7 +771,7 @@ def results_text(results: dict[str, Results], bounds: dict) -> str:
 
 def precision_text(results: dict[str, Results]) -> str:
     """What mini can tell."""
-    text = "With three seeds, mini can tell differences of 25 and more, and no smaller ones."
+    text = "With three seeds, mini can tell differences of 25 and more where seeds agree."
     deviation = spread(results)
     if deviation is not None:
         error = deviation * math.sqrt(2 / len(SEEDS))
