@@ -154,7 +154,8 @@ DEVIATIONS = [
     Deviation(
         "SCORER+CBR",
         "the paper's variant",
-        f"the released code's, in twice the steps: {names_of(scorer_cbr.RELEASED)}",
+        f"the released code's, in twice the steps: {names_of(scorer_cbr.RELEASED)} (`match_layer` "
+        "means nothing with mini's one layer)",
         "SCORER+CBR, released",
     ),
     Deviation(
