@@ -952,7 +952,7 @@ def copy_file(source: Path, target: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     rows = {"choices": ROWS, "default": list(ROWS), "metavar": "ROW"}
-    text = f"only these rows, of {', '.join(ROWS)}"
+    text = f"only these rows, of {'; '.join(ROWS)}"
     parser.add_argument("--rows", nargs="+", help=text, **rows)
     parser.add_argument("--runs", type=Path, default=Path("runs/results"), help="where runs go")
     parser.add_argument("--data_dir", default="data/mini")
