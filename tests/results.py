@@ -1,6 +1,6 @@
 """Trains the rows of tests/results.md on mini, and writes that table. Not a test.
 
-    python tests/results.py                        run what is missing: seven hours on two cores
+    python tests/results.py                        run what is missing: six hours on two cores
     python tests/results.py --rows SCORER+CBR GDE  only these rows
     python tests/results.py --table                run nothing, only write the tables
 
