@@ -29,6 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -643,14 +644,13 @@ def claims_table(results: dict[str, Results]) -> str:
     return markdown(["table", "claim", "published", "difference on mini", "verdict"], lines)
 
 
-def spread(results: dict[str, Results]) -> float | None:
-    """Standard deviation of semantic CIDEr between seeds, pooled over all rows with several.
-
-    Words alone, which see nothing, do not count."""
+def spread(results: dict[str, Results], rows: Iterable[str]) -> float | None:
+    """Standard deviation of semantic CIDEr between seeds, pooled over those of `rows` with several.
+    None if there are none."""
     variances = []
-    for row, of_row in results.items():
-        values = of_row.values("semantic CIDEr")
-        if row != "words alone" and len(values) > 1 and None not in values:
+    for row in rows:
+        values = results[row].values("semantic CIDEr")
+        if len(values) > 1 and None not in values:
             variances.append(statistics.variance(values))
     return math.sqrt(statistics.fmean(variances)) if variances else None
 
@@ -741,6 +741,7 @@ def results_text(results: dict[str, Results], bounds: dict) -> str:
         "mini.py) and of one machine.",
         legend(letters_of(results)),
         results_table(results, list(ROWS), [*COLUMNS, "minutes"], with_command=True),
+        "Words alone see no image, so they write one caption for all pairs, and have its scores.",
         "## What the papers claim",
         "Published figures are CIDEr of all pairs, differences on mini are of semantic CIDEr, with "
         "their standard error. A claim is confirmed (or contradicted) if the means differ by at "
@@ -773,12 +774,19 @@ def results_text(results: dict[str, Results], bounds: dict) -> str:
 def precision_text(results: dict[str, Results]) -> str:
     """What mini can tell."""
     text = "With three seeds, mini can tell differences of 25 and more where seeds agree."
-    deviation = spread(results)
+    rows_of_claims = set()
+    for claim in CLAIMS:
+        rows_of_claims |= {claim.better, claim.worse}
+    deviation = spread(results, rows_of_claims)
     if deviation is not None:
+        # The seeds of words alone differ by the one caption that each repeats.
+        rows_that_see = [row for row in ROWS if row != "words alone"]
+        of_all = spread(results, rows_that_see)
         error = deviation * math.sqrt(2 / len(SEEDS))
         text += (
-            f" Between seeds, the standard deviation is {deviation:.0f} (pooled over all rows), "
-            f"and three standard errors of a difference of two rows are then {3 * error:.0f}."
+            f" Between seeds, the standard deviation is {deviation:.0f} (pooled over the rows of "
+            f"these claims; {of_all:.0f} over all rows but words alone), and three standard errors "
+            f"of a difference of two rows are then {3 * error:.0f}."
         )
     return text
 

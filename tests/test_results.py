@@ -272,7 +272,7 @@ def test_tables_come_from_the_records_and_bounds_alone(project):
     assert "| SCORER | `python scorer_cbr.py --w_cbr 0` | 3 | B | 480.0 (20.0) |" in text
     assert "| 1 | A | 390.0 | 50.0 |" in text
     assert "| +10 ± 8.2 | cannot tell (machines A and B) |" in text
-    assert "deviation is 10 (pooled over all rows)" in text
+    assert "deviation is 10 (pooled over the rows of these claims; 10 over all rows" in text
     assert "two rows are then 24." in text  # 3 sqrt(2 / 3) 10
     assert next(line for line in lines if line.startswith("| LEVIR-CC |")) == (
         "| LEVIR-CC |  |  | 65.6 / 138.3 |  |  | 1.2 / 45.7 | 1.2 / 45.7 |  |"
@@ -289,14 +289,16 @@ def test_tables_come_from_the_records_and_bounds_alone(project):
 
 
 def test_spread_is_the_pooled_standard_deviation(project):
-    values = {"RR": [400.0, 410.0, 430.0], "GDE": [300.0, 350.0, 310.0], "words alone": [0.0, 90.0]}
+    values = {"RR": [400.0, 410.0, 430.0], "GDE": [300.0, 350.0, 310.0], "HRD": [0.0, 90.0, 40.0]}
     records = []
     for row, ciders in values.items():
-        for seed, cider in zip(results.SEEDS, ciders, strict=False):
+        for seed, cider in zip(results.SEEDS, ciders, strict=True):
             records.append(record(row, seed, cider))
+    of_rows = results.results_of_rows(records)
     expected = (statistics.variance(values["RR"]) + statistics.variance(values["GDE"])) / 2
-    spread = results.spread(results.results_of_rows(records))
+    spread = results.spread(of_rows, ["RR", "GDE", "SCORER"])  # of SCORER there is no record
     assert spread == pytest.approx(math.sqrt(expected))
+    assert results.spread(of_rows, ["SCORER"]) is None
 
 
 # ---- running -------------------------------------------------------------------------------------
