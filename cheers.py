@@ -59,6 +59,7 @@ from common import (
     NULL,
     Attention,
     GridPosition,
+    InputError,
     Run,
     RunConfig,
     decode,
@@ -406,12 +407,12 @@ class CHEERS(nn.Module):
         self.grid = grid
         self.max_len = max_len
         if cfg.w_match and not cfg.layers:
-            raise ValueError("--layers 0 has no common features for --w_match; set --w_match 0")
+            raise InputError("--layers 0 has no common features for --w_match; set --w_match 0")
         if cfg.w_consistency and not (cfg.layers and (cfg.cre or cfg.dre)):
-            raise ValueError("--w_consistency needs the maps of CRE or DRE; set --w_consistency 0")
+            raise InputError("--w_consistency needs the maps of CRE or DRE; set --w_consistency 0")
         reads_entities = cfg.gate != "none" or cfg.w_consistency > 0
         if reads_entities and (table is None or not cfg.k):
-            raise ValueError(
+            raise InputError(
                 "gate and consistency need entities: k > 0, and table=, the embeddings (M, d) of "
                 "the candidates; without, set --gate none --w_consistency 0"
             )
@@ -645,7 +646,7 @@ class Entities:
         self.phrases = find_candidates(subjects, cfg.min_count, cfg.k)
         if not self.phrases:
             remedy = "--k 0 --gate none --w_consistency 0"
-            raise ValueError(f"no training caption has a subject; {remedy}")
+            raise InputError(f"no training caption has a subject; {remedy}")
         self.table = embed_texts(clip, tokenizer, self.phrases)  # (M, d)
         names = sorted({name for pair in pairs for name in pair})
         if file is None:
@@ -684,16 +685,16 @@ class Entities:
         return {"entities": {"phrases": self.phrases, "clip": self.clip_weights}}
 
     def check_state(self, state: dict) -> None:
-        """ValueError if a checkpoint was trained with other candidates or another CLIP."""
+        """InputError if a checkpoint was trained with other candidates or another CLIP."""
         trained = state["entities"]["phrases"]
         if trained != self.phrases:
-            raise ValueError(
+            raise InputError(
                 f"the checkpoint was trained with {len(trained)} candidate entities, not with "
                 f"these {len(self.phrases)}; give its --data_dir"
             )
         table = state["model"]["table"].cpu()
         if table.shape != self.table.shape or not table.allclose(self.table, atol=1e-3):
-            raise ValueError("the checkpoint's entities were embedded by another CLIP than these")
+            raise InputError("the checkpoint's entities were embedded by another CLIP than these")
 
 
 class Pictures:

@@ -4,7 +4,7 @@ First half, what a copied method needs:
     layers         Attention, initialise, GridPosition, sinusoid, masked_mean
     losses         upcast, info_nce, token_match
     decoding       NULL, UNK, START, END, decode
-    configuration  RunConfig, learning_rate
+    configuration  InputError, RunConfig, learning_rate
 Second half, what a run needs:
     command line   parse_args, saved_config, usable_device
     running        TrainingData and PairBatch (what a method expects of its data), Run, progress
@@ -349,6 +349,11 @@ def decode(
 # ---- configuration -------------------------------------------------------------------------------
 
 
+class InputError(ValueError):
+    """A user's flags, files or data are at fault. run_main prints it as one line, without the
+    traceback that any other ValueError keeps."""
+
+
 @dataclass
 class RunConfig:
     """The settings that all methods share; a method's Config adds its own. The comment behind a
@@ -356,7 +361,7 @@ class RunConfig:
 
     parse_args fills in data_dir, out_dir and device. A Config made in Python keeps them empty, so
     give out_dir and device (and data_dir to data.open_dataset) before `train`.
-    ValueError if a whole number is below 0 or, for those in AT_LEAST_1, below 1, or if dim is not a
+    InputError if a whole number is below 0 or, for those in AT_LEAST_1, below 1, or if dim is not a
     multiple of heads."""
 
     # Below 1 these make no model, or loop for ever. A method's Config may add to them.
@@ -404,11 +409,11 @@ class RunConfig:
             value = getattr(self, f.name)
             lowest = 1 if f.name in self.AT_LEAST_1 else 0
             if isinstance(value, int) and value < lowest:
-                raise ValueError(f"--{f.name} {value}: expected {lowest} or more")
+                raise InputError(f"--{f.name} {value}: expected {lowest} or more")
         dim = getattr(self, "dim", 0)
         heads = getattr(self, "heads", 1)
         if dim % heads:
-            raise ValueError(f"--dim {dim} is not a multiple of --heads {heads}")
+            raise InputError(f"--dim {dim} is not a multiple of --heads {heads}")
 
     @property
     def on_cuda(self) -> bool:
@@ -436,7 +441,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line (run_main prints it and exits 2)."""
 
     def error(self, message: str):
-        raise ValueError(f"{message}; --help shows every flag")
+        raise InputError(f"{message}; --help shows every flag")
 
 
 def parse_args(
@@ -470,7 +475,7 @@ def parse_args(
         for name in ("dataset", "variant"):
             saved = getattr(base, name, None)
             if name in given and given[name] != saved:
-                raise ValueError(f"--{name} {given[name]}: {checkpoint} was trained with {saved}")
+                raise InputError(f"--{name} {given[name]}: {checkpoint} was trained with {saved}")
         out_dir = given.get("out_dir") or str(Path(checkpoint).parent)
     else:
         base = preset(Config, PRESETS, RELEASED or {}, dataset, given.get("variant", "paper"))
@@ -541,19 +546,19 @@ def field_comments(Config: type) -> dict[str, str]:
 
 
 def check_command(args: argparse.Namespace) -> None:
-    """ValueError for flags that do not go together."""
+    """InputError for flags that do not go together."""
     if bool(args.caption) != bool(args.checkpoint):
         example = "--checkpoint runs/<run>/best.pt"
-        raise ValueError(f"--caption and --checkpoint go together, for example {example}")
+        raise InputError(f"--caption and --checkpoint go together, for example {example}")
     if args.caption:
         names = " ".join(args.caption)
         is_table = len(args.caption) == 1 and names.lower().endswith(".csv")
         if len(args.caption) != 2 and not is_table:
-            raise ValueError(f"--caption {names}: expected two images, or a .csv file")
+            raise InputError(f"--caption {names}: expected two images, or a .csv file")
     if args.out is not None and not args.caption:
-        raise ValueError("--out goes with --caption")
+        raise InputError("--out goes with --caption")
     if args.split != "test" and args.eval is None:
-        raise ValueError("--split goes with --eval")
+        raise InputError("--split goes with --eval")
 
 
 def preset(
@@ -577,13 +582,13 @@ def preset(
 def saved_config(Config: type, checkpoint: str | Path):
     """The Config that a checkpoint was trained with; missing fields get their defaults.
 
-    ValueError if the checkpoint has a field that Config does not."""
+    InputError if the checkpoint has a field that Config does not."""
     saved = load_checkpoint(checkpoint)["config"]
     known = {f.name for f in dataclasses.fields(Config)}
     unknown = sorted(saved.keys() - known)
     if unknown:
         names = ", ".join(unknown)
-        raise ValueError(f"{checkpoint} is of another method or version: no field {names} here")
+        raise InputError(f"{checkpoint} is of another method or version: no field {names} here")
     with file_errors(checkpoint, TRAIN_FIRST):
         return Config(**saved)
 
@@ -591,7 +596,7 @@ def saved_config(Config: type, checkpoint: str | Path):
 def usable_device(name: str) -> str:
     """The named device; for an empty name, CUDA if there is one, else the CPU.
 
-    ValueError if it cannot be used."""
+    InputError if it cannot be used."""
     if not name:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     with file_errors(f"--device {name}", "leave it out, or give cpu"):
@@ -620,7 +625,7 @@ def run_files() -> list[str]:
 
 
 def check_folder(folder: Path, own: Path | None, overwrite: bool) -> None:
-    """ValueError if files written to `folder` would mix with others, or replace them.
+    """InputError if files written to `folder` would mix with others, or replace them.
 
     own: the folder of the checkpoint that is resumed or evaluated; None for a new run, which may
     replace an older one if `overwrite`."""
@@ -630,13 +635,13 @@ def check_folder(folder: Path, own: Path | None, overwrite: bool) -> None:
         return
     if not is_run_folder(folder):
         what = "is not empty and is not a run's folder"
-        raise ValueError(f"{folder} {what}; choose another --out_dir")
+        raise InputError(f"{folder} {what}; choose another --out_dir")
     if own is None and not overwrite:
         what = "holds a run already"
-        raise ValueError(f"{folder} {what}; --resume continues it, --overwrite replaces it")
+        raise InputError(f"{folder} {what}; --resume continues it, --overwrite replaces it")
     if own is not None and own.resolve() != folder.resolve():
         what = f"holds another run than {own}"
-        raise ValueError(f"{folder} {what}; leave out --out_dir, or name a new folder")
+        raise InputError(f"{folder} {what}; leave out --out_dir, or name a new folder")
 
 
 def is_run_folder(folder: Path) -> bool:
@@ -704,7 +709,7 @@ class TrainingData(Protocol):
         "extractor": {"name", "state"}, the arguments of data.Extractor."""
 
     def check_state(self, state: dict) -> None:
-        """ValueError if a checkpoint comes from other data than this."""
+        """InputError if a checkpoint comes from other data than this."""
 
 
 class Run:
@@ -749,7 +754,7 @@ class Run:
 
     def __enter__(self):
         if not self.cfg.out_dir:
-            raise ValueError("no folder for the run; give out_dir")
+            raise InputError("no folder for the run; give out_dir")
         if not self.resume:
             check_folder(self.dir, None, self.cfg.overwrite)
         self.dir.mkdir(parents=True, exist_ok=True)
@@ -1132,7 +1137,7 @@ def save_tensors(path: Path, state: dict) -> None:
 
 @contextlib.contextmanager
 def file_errors(path: str | Path, remedy: str) -> Iterator[None]:
-    """Turn any exception inside the `with` into a ValueError that names the file and what to do
+    """Turn any exception inside the `with` into an InputError that names the file and what to do
     about it."""
     try:
         yield
@@ -1146,28 +1151,28 @@ def file_errors(path: str | Path, remedy: str) -> Iterator[None]:
         else:
             reason = f"{type(e).__name__} {e}"
         reason = " ".join(reason.split())[:120]
-        raise ValueError(f"{path} cannot be used ({reason}); {remedy}") from e
+        raise InputError(f"{path} cannot be used ({reason}); {remedy}") from e
 
 
 def load_tensors(path: str | Path, remedy: str, device: str = "cpu") -> dict:
     """The dict that save_tensors wrote, its tensors on `device`. Nothing in the file is executed
-    (weights_only). ValueError with the remedy if the file is missing, broken or holds no dict."""
+    (weights_only). InputError with the remedy if the file is missing, broken or holds no dict."""
     with file_errors(path, remedy):
         state = torch.load(path, map_location=device, weights_only=True)
         if not isinstance(state, dict):
-            raise ValueError(f"expected a dict of tensors, found {type(state).__name__}")
+            raise InputError(f"expected a dict of tensors, found {type(state).__name__}")
     return state
 
 
 class Checkpoint(dict):
-    """What Run.save wrote. Looking up what is not there is a ValueError that names the file."""
+    """What Run.save wrote. Looking up what is not there is a InputError that names the file."""
 
     def __init__(self, path: str | Path, state: dict):
         super().__init__(state)
         self.path = path
 
     def __missing__(self, key: str):
-        raise ValueError(f"{self.path} is not a checkpoint ({key} is missing); {TRAIN_FIRST}")
+        raise InputError(f"{self.path} is not a checkpoint ({key} is missing); {TRAIN_FIRST}")
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> Checkpoint:
@@ -1181,14 +1186,14 @@ def load_weights(
     path: str | Path,
     remedy: str = TRAIN_FIRST,
 ) -> nn.Module:
-    """The model with the weights that a file holds. ValueError if they do not fit."""
+    """The model with the weights that a file holds. InputError if they do not fit."""
     with file_errors(path, remedy):
         model.load_state_dict(weights)
     return model
 
 
 def load_own_weights(model: nn.Module, cfg: RunConfig, state: Checkpoint, path: Path) -> None:
-    """Load a checkpoint's weights into a model of this cfg. If they do not fit, the ValueError
+    """Load a checkpoint's weights into a model of this cfg. If they do not fit, the InputError
     names the method's fields in which cfg differs from the run's."""
     shared = {f.name for f in dataclasses.fields(RunConfig)}
     changed = []
@@ -1205,7 +1210,7 @@ def load_model(
     Model: Callable[..., nn.Module], cfg: RunConfig, path: str | Path
 ) -> tuple[nn.Module, Checkpoint]:
     """-> a model with a checkpoint's weights, in evaluation mode on cfg.device, and the content of
-    the checkpoint. Model(cfg, words in the vocabulary, grid, max_len) makes it. ValueError if the
+    the checkpoint. Model(cfg, words in the vocabulary, grid, max_len) makes it. InputError if the
     file is missing or does not fit."""
     state = load_checkpoint(path, cfg.device)
     model = Model(cfg, len(state["vocab"]), state["grid"], state["max_len"]).to(cfg.device)
@@ -1224,7 +1229,7 @@ def load_captioner(
     needed): caption, maps = load_captioner(Model, Config, "best.pt")(before, after).
 
     Model: as in load_model, with generate and attention_map. device: default cuda if there is one.
-    inputs: see data.Captioner. ValueError if the checkpoint or the device cannot be used."""
+    inputs: see data.Captioner. InputError if the checkpoint or the device cannot be used."""
     import data
 
     cfg = saved_config(Config, checkpoint)
@@ -1248,7 +1253,7 @@ def run_main(main: Callable[[], None]) -> None:
         main()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (ValueError, OSError, FloatingPointError, MemoryError, RuntimeError) as e:
+    except (InputError, OSError, FloatingPointError, MemoryError, RuntimeError) as e:
         if isinstance(e, RuntimeError) and not is_out_of_memory(e):
             raise
         text = " ".join(str(e).split()) or type(e).__name__

@@ -62,6 +62,7 @@ from common import (
     NULL,
     START,
     UNK,
+    InputError,
     Parser,
     RunConfig,
     atomic_write,
@@ -105,15 +106,15 @@ class Vocab:
     """Words <-> ids: the four special ids, then the captions' words in codepoint order.
 
     `tokenizer` cuts captions into words, of which the first `max_words` are read (None: all).
-    ValueError if the special words are not the first, or if there are no others."""
+    InputError if the special words are not the first, or if there are no others."""
 
     def __init__(
         self, words: list[str], tokenizer: Callable = tokenize, max_words: int | None = None
     ):
         if words[: len(SPECIAL)] != SPECIAL:
-            raise ValueError(f"vocabulary must begin with {' '.join(SPECIAL)}")
+            raise InputError(f"vocabulary must begin with {' '.join(SPECIAL)}")
         if len(words) == len(SPECIAL):
-            raise ValueError(
+            raise InputError(
                 "the vocabulary has no words; add captions, or lower the data set's min_count in "
                 "DATASETS"
             )
@@ -146,11 +147,11 @@ class Vocab:
 
     def encode(self, caption: str, length: int) -> list[int]:
         """START, words, END, then NULL up to `length`. Words that are not in the vocabulary become
-        UNK. ValueError if the caption is longer."""
+        UNK. InputError if the caption is longer."""
         words = [self.index.get(word, UNK) for word in self.split(caption)]
         ids = [START, *words, END]
         if len(ids) > length:
-            raise ValueError(
+            raise InputError(
                 f"caption of {len(ids)} ids (with START and END), longer than {length}: {caption!r}"
             )
         return ids + [NULL] * (length - len(ids))
@@ -229,11 +230,11 @@ def release_from_pairs(
     pairs: dict[str, list[Pair]], folder: Path, kinds: dict | None = None, notes: Iterable = ()
 ) -> Release:
     """A release of one pair a scene. pairs: split -> its pairs, whose image names are relative to
-    `folder`. Each kind of change is scored separately. ValueError if a split is unknown."""
+    `folder`. Each kind of change is scored separately. InputError if a split is unknown."""
     unknown = pairs.keys() - set(SPLITS)
     if unknown:
         expected = ", ".join(SPLITS)
-        raise ValueError(f"{folder}: expected the splits {expected}, found {min(unknown)!r}")
+        raise InputError(f"{folder}: expected the splits {expected}, found {min(unknown)!r}")
     release = Release(groups=kinds or {}, kinds=kinds or {}, notes=[*notes])
     for split in SPLITS:
         release.scenes[split] = [Scene((pair,)) for pair in pairs.get(split, [])]
@@ -248,23 +249,23 @@ FETCH_AGAIN = "correct it, or fetch it again"
 
 
 def read_json(path: Path):
-    """The parsed JSON of a file, in any of JSON's encodings. ValueError that names a broken one."""
+    """The parsed JSON of a file, in any of JSON's encodings. InputError that names a broken one."""
     content = path.read_bytes()
     with file_errors(path, FETCH_AGAIN):
         return json.loads(content)
 
 
 def strings(x) -> list[str]:
-    """x, if it is a list of strings, else ValueError. A bare string would train on its letters."""
+    """x, if it is a list of strings, else InputError. A bare string would train on its letters."""
     if not isinstance(x, list) or not all(isinstance(item, str) for item in x):
-        raise ValueError(f"expected a list of strings, found {x!r:.60}")
+        raise InputError(f"expected a list of strings, found {x!r:.60}")
     return x
 
 
 def read_table(path: Path, columns: Iterable[str], **dialect) -> list[tuple[str, dict[str, str]]]:
     """The rows of a CSV file and the line on which each ends: ("line 2", column -> text), ...
 
-    ValueError if the file is not UTF-8, lacks a column, or has a row with more fields than the
+    InputError if the file is not UTF-8, lacks a column, or has a row with more fields than the
     header: an unquoted comma would cut a caption in silence."""
     rows = []
     with open(path, encoding="utf-8-sig", newline="") as f, file_errors(path, "correct it"):
@@ -273,16 +274,16 @@ def read_table(path: Path, columns: Iterable[str], **dialect) -> list[tuple[str,
             for row in table:
                 place = f"line {table.line_num}"
                 if None in row:
-                    raise ValueError(
+                    raise InputError(
                         f"{place} has more fields than the header; put quotes around captions with "
                         "commas"
                     )
                 absent = [column for column in columns if row.get(column) is None]
                 if absent:
-                    raise ValueError(f"{place} has no {absent[0]}")
+                    raise InputError(f"{place} has no {absent[0]}")
                 rows.append((place, row))
         except UnicodeDecodeError as e:
-            raise ValueError("it is not UTF-8; save it as UTF-8") from e
+            raise InputError("it is not UTF-8; save it as UTF-8") from e
     return rows
 
 
@@ -321,7 +322,7 @@ def read_splits(file: Path) -> dict[str, list[int]]:
     with file_errors(file, FETCH_AGAIN):
         for split in SPLITS:
             if not all(isinstance(number, int) for number in content[split]):
-                raise ValueError(f"{split}: expected a list of whole numbers")
+                raise InputError(f"{split}: expected a list of whole numbers")
             splits[split] = content[split]
     return splits
 
@@ -400,7 +401,7 @@ def read_boxes(root: Path) -> dict[str, tuple[list | None, list | None]]:
             after = both["bbox_after"]
             for box in (before, after):
                 if box is not None and len(box) != 4:
-                    raise ValueError(f"scene {number}: expected [x, y, w, h], found {box!r:.60}")
+                    raise InputError(f"scene {number}: expected [x, y, w, h], found {box!r:.60}")
             boxes[f"{int(number):06d}.png"] = (before, after)
     return boxes
 
@@ -621,11 +622,11 @@ def read_rows(file: Path, columns: Iterable[str]) -> list[tuple[str, dict]]:
     rows = []
     with file_errors(file, "correct it"):
         if not isinstance(content, list):
-            raise ValueError("expected a list of objects")
+            raise InputError("expected a list of objects")
         for n, row in enumerate(content):
             absent = [column for column in columns if column not in row]
             if absent:
-                raise ValueError(f"item {n} has no {absent[0]}")
+                raise InputError(f"item {n} has no {absent[0]}")
             rows.append((f"item {n}", row))
     return rows
 
@@ -651,7 +652,7 @@ def read_pairs(root: Path) -> Release:
     are separated by |, or are in several rows. Three columns are optional: `split` (train, val or
     test in every row; without the column: hashed_split); `id`, the pair's name in result files
     (default: its two paths); `kind`, the kind of change. Each kind is scored separately; for "no
-    change", recognition is reported, too. ValueError that names the row if an image or all captions
+    change", recognition is reported, too. InputError that names the row if an image or all captions
     are missing, the split is unknown, or an id stands for two pairs, is in two splits or has two
     kinds."""
     file = root / "pairs.json"
@@ -666,20 +667,20 @@ def read_pairs(root: Path) -> Release:
             captions = captions_of_row(row)
             pair = pairs.setdefault(name, Pair(name, row["before"], row["after"], []))
             if (pair.before, pair.after) != (row["before"], row["after"]):
-                raise ValueError(f"id {name} is already of {pair.before}, {pair.after}")
+                raise InputError(f"id {name} is already of {pair.before}, {pair.after}")
             pair.captions.extend(captions)
             split = row["split"] if "split" in row else hashed_split(name)
             if split not in SPLITS:
-                raise ValueError(f"expected the split {', '.join(SPLITS)}, found {split!r}")
+                raise InputError(f"expected the split {', '.join(SPLITS)}, found {split!r}")
             if split_of.setdefault(name, split) != split:
-                raise ValueError(f"id {name} is in {split_of[name]}, too; give it an id of its own")
+                raise InputError(f"id {name} is in {split_of[name]}, too; give it an id of its own")
             kind = str(row.get("kind") or "")
             if kind.startswith(" "):
-                raise ValueError(
+                raise InputError(
                     f"the kind {kind!r} begins with a blank; put quotes around captions with commas"
                 )
             if kind_of.setdefault(name, kind) != kind:
-                raise ValueError(f"id {name} has two kinds, {kind_of[name]!r} and {kind!r}")
+                raise InputError(f"id {name} has two kinds, {kind_of[name]!r} and {kind!r}")
     kinds: dict[str, set[str]] = {}
     for name, kind in kind_of.items():
         if kind:
@@ -698,14 +699,14 @@ def read_pairs(root: Path) -> Release:
 
 
 def captions_of_row(row: dict) -> list[str]:
-    """The captions in a row of your own pairs, without empty ones; ValueError if none are left."""
+    """The captions in a row of your own pairs, without empty ones; InputError if none are left."""
     captions = row["captions"]
     if isinstance(captions, str):
         captions = captions.split("|")
     captions = [text.strip() for text in strings(captions) if text.strip()]
     strings([row["before"], row["after"]])
     if not (row["before"] and row["after"] and captions):
-        raise ValueError("expected two images and a caption")
+        raise InputError("expected two images and a caption")
     return captions
 
 
@@ -805,12 +806,12 @@ DATASETS = {
 
 
 def source_of(name: str) -> Source:
-    """A data set's row of the table; ValueError with the names that there are."""
+    """A data set's row of the table; InputError with the names that there are."""
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, 1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         known = ", ".join(DATASETS)
-        raise ValueError(f"--dataset {name}: no such data set{hint}; there are {known}")
+        raise InputError(f"--dataset {name}: no such data set{hint}; there are {known}")
     return DATASETS[name]
 
 
@@ -822,7 +823,7 @@ def prepare_command(name: str, root: Path, extractor: str = "") -> str:
 
 def read_release(name: str, root: Path) -> Release:
     """What a data set's reader finds in a folder. FileNotFoundError if a file of the release is
-    missing; ValueError if one is broken, train has no pairs, or a pair has no captions."""
+    missing; InputError if one is broken, train has no pairs, or a pair has no captions."""
     source = source_of(name)
     try:
         release = source.read(root)
@@ -831,17 +832,17 @@ def read_release(name: str, root: Path) -> Release:
         if name == "mini":
             advice = f"run: {prepare_command(name, root)}"
         raise FileNotFoundError(f"{e}; {advice}") from e
-    except ValueError as e:
+    except InputError as e:
         if name != "mini":
             raise
-        raise ValueError(f"{e}; remove {root} and run: {prepare_command(name, root)}") from e
+        raise InputError(f"{e}; remove {root} and run: {prepare_command(name, root)}") from e
     if not release.scenes["train"]:
         notes = "; ".join([f"{root}: no pairs in train", *release.notes])
-        raise ValueError(f"{notes}; add pairs, or a column `split` if these are your own")
+        raise InputError(f"{notes}; add pairs, or a column `split` if these are your own")
     for scene in release.all_scenes():
         for pair in itertools.chain(*scene.orders()):
             if not pair.captions:
-                raise ValueError(f"{root}: no captions for {pair.id}")
+                raise InputError(f"{root}: no captions for {pair.id}")
     return release
 
 
@@ -852,7 +853,7 @@ def read_image(path: str | Path | Image.Image) -> Image.Image:
     """An image file (of an animation, the first frame) or a picture in memory -> RGB, upright.
 
     The format is recognised by the file's contents, not by its name. A camera's note on which side
-    is up (EXIF) is followed; published features of photographs were made without. ValueError that
+    is up (EXIF) is followed; published features of photographs were made without. InputError that
     names the file if it is not an image."""
     if isinstance(path, Image.Image):
         return upright_rgb(path)
@@ -861,7 +862,7 @@ def read_image(path: str | Path | Image.Image) -> Image.Image:
         with Image.open(path) as picture:
             return upright_rgb(picture)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
-        raise ValueError(f"{path} is not a readable image ({e})") from e
+        raise InputError(f"{path} is not a readable image ({e})") from e
 
 
 def upright_rgb(picture: Image.Image) -> Image.Image:
@@ -938,7 +939,7 @@ def resnet101_grid(name: str, pretrained: bool = True) -> nn.Module:
 class TimmGrid(nn.Module):
     """The last feature map of a timm model: (n, 3, 224, 224) -> (n, C, H, W).
 
-    name: timm/MODEL, whose weights timm fetches, or timm/MODEL:FILE. ValueError if timm has no such
+    name: timm/MODEL, whose weights timm fetches, or timm/MODEL:FILE. InputError if timm has no such
     model, or the file does not hold its weights."""
 
     def __init__(self, name: str):
@@ -947,7 +948,7 @@ class TimmGrid(nn.Module):
 
         model, _, file = name.removeprefix("timm/").partition(":")
         if not timm.is_model(model):
-            raise ValueError(
+            raise InputError(
                 f"--extractor {name}: timm has no such model; timm.list_models() has the names"
             )
         defaults = timm.get_pretrained_cfg(model)
@@ -979,7 +980,7 @@ class TimmGrid(nn.Module):
 class Extractor:
     """Image files -> grid features (n, C, H, W) float16. Feature files hold `name`; checkpoints
     also hold `state` (the weights, if the name alone does not say which), so that a picture is
-    always seen as in training. ValueError if the name is unknown."""
+    always seen as in training. InputError if the name is unknown."""
 
     def __init__(self, name: str, state: dict[str, Tensor] | None = None, device: str = "cpu"):
         self.name = name
@@ -1000,7 +1001,7 @@ class Extractor:
             self.preprocessing = mini.PREPROCESSING
         else:
             known = ", ".join(RESNETS)
-            raise ValueError(f"unknown feature extractor {name!r}; known: {known}, timm/MODEL")
+            raise InputError(f"unknown feature extractor {name!r}; known: {known}, timm/MODEL")
         if state is not None:
             load_weights(net, state, name)
         self.net = net.to(device, memory_format=torch.channels_last).eval()
@@ -1035,7 +1036,7 @@ def write_features(
 ) -> None:
     """Write a feature file: `features` (n, C, H, W) float16, not chunked; `image_ids` (n,); and the
     attributes `extractor` and `preprocessing`. `blocks` yields arrays (b, C, H, W) in
-    the order of names. ValueError if they differ in shape or do not fit into float16."""
+    the order of names. InputError if they differ in shape or do not fit into float16."""
     done = 0
     bar = progress(total=len(names), desc="features", unit="image")
     with bar, atomic_write(path) as partial, full_disk_errors(), h5py.File(partial, "w") as f:
@@ -1046,12 +1047,12 @@ def write_features(
                 shape = (len(names), *block.shape[1:])
                 table = f.create_dataset("features", shape, "float16", fill_time="never")
             if block.shape[1:] != table.shape[1:]:
-                raise ValueError(
+                raise InputError(
                     f"features of {names[done]!r} have another shape than those before: "
                     f"{block.shape[1:]}"
                 )
             if not np.abs(block).max() <= np.finfo(np.float16).max:  # so NaN is refused, too
-                raise ValueError(
+                raise InputError(
                     f"features of {names[done]!r} or of an image soon after are not finite in "
                     "float16"
                 )
@@ -1059,13 +1060,13 @@ def write_features(
             done += len(block)
             bar.update(len(block))
         if done != len(names):
-            raise ValueError(f"{path}: {done} feature maps for {len(names)} images")
+            raise InputError(f"{path}: {done} feature maps for {len(names)} images")
 
 
 class Features:
     """A feature file whose rows are read by image name: from the memory-mapped file, of which the
     system caches what fits, or from the GPU, if `load` has copied them there. FileNotFoundError or
-    ValueError with the command that makes the file."""
+    InputError with the command that makes the file."""
 
     def __init__(self, path: Path, prepare: str):
         if not path.exists():
@@ -1079,7 +1080,7 @@ class Features:
             self.row = {name: i for i, name in enumerate(names)}
             kind = table.dtype
             if len(table.shape) != 4 or kind != np.float16 or len(self.row) != table.shape[0]:
-                raise ValueError(
+                raise InputError(
                     f"expected float16 (n, C, H, W) and n ids, found {kind} {table.shape} and "
                     f"{len(self.row)} ids"
                 )
@@ -1094,11 +1095,11 @@ class Features:
         return rows
 
     def require(self, names: Iterable[str]) -> None:
-        """ValueError if features of any image are missing."""
+        """InputError if features of any image are missing."""
         absent = sorted(name for name in names if name not in self.row)
         if absent:
             more = len(absent) - 1
-            raise ValueError(
+            raise InputError(
                 f"{self.path}: no features for {absent[0]} and {more} more; {self.remedy}"
             )
 
@@ -1109,7 +1110,7 @@ def feature_file(name: str, root: Path, extractor: str = "") -> Path:
         return root / "features.h5"
     if extractor not in RESNETS and not extractor.startswith("timm/"):
         known = ", ".join(dict.fromkeys([DATASETS[name].extractor, *RESNETS]))
-        raise ValueError(f"--extractor {extractor}: {name} can have {known}, timm/MODEL")
+        raise InputError(f"--extractor {extractor}: {name} can have {known}, timm/MODEL")
     return root / f"features-{re.sub('[/:]', '-', extractor)}.h5"
 
 
@@ -1125,12 +1126,12 @@ def extractor_of(name: str, root: Path, extractor: str = "") -> tuple[str, dict 
 
 
 def open_features(name: str, root: Path, extractor: str = "") -> Features:
-    """The feature file of a data set, for its own extractor or the one named; ValueError if another
+    """The feature file of a data set, for its own extractor or the one named; InputError if another
     made it."""
     features = Features(feature_file(name, root, extractor), prepare_command(name, root, extractor))
     wanted, _ = extractor_of(name, root, extractor)
     if features.extractor != wanted:
-        raise ValueError(
+        raise InputError(
             f"{features.path} was made by {features.extractor}, not by {wanted}; {features.remedy}"
         )
     return features
@@ -1152,7 +1153,7 @@ def write_vocab(root: Path, vocab: Vocab) -> None:
 
 
 def read_vocab(name: str, root: Path) -> Vocab:
-    """The vocabulary that preparation has written; FileNotFoundError or ValueError says which
+    """The vocabulary that preparation has written; FileNotFoundError or InputError says which
     command makes it."""
     path = root / "vocab.json"
     command = prepare_command(name, root)
@@ -1186,7 +1187,7 @@ def prepare(name: str, root: Path, device: str, extractor: str = "", settings=Ru
     kept; a vocab.json of other captions is replaced.
 
     settings: has mini's `scenes`, `objects` and `data_seed`; mini is drawn first. FileNotFoundError
-    or ValueError says what is missing, or that a feature file lacks images or is of another
+    or InputError says what is missing, or that a feature file lacks images or is of another
     extractor."""
     made = feature_file(name, root, extractor)
     if name == "mini":
@@ -1296,13 +1297,13 @@ def check(name: str, root: Path, extractor: str = "") -> list[str]:
         problems.append(f"there is no {absent[0]} ({count}); complete the release")
     try:
         open_features(name, root, extractor).require(release.paths)
-    except (OSError, ValueError) as e:
+    except (OSError, InputError) as e:
         problems.append(str(e))
     try:
         if read_vocab(name, root).words != vocab.words:
             command = prepare_command(name, root, extractor)
             problems.append(f"{root / 'vocab.json'} is not of these captions; run: {command}")
-    except (OSError, ValueError) as e:
+    except (OSError, InputError) as e:
         problems.append(str(e))
     print_notes(release.notes)
     summary = ", ".join(f"{part} {count}" for part, count in counts.items())
@@ -1469,12 +1470,12 @@ class Dataset:
         return {"vocab": self.vocab.words, "extractor": extractor} | sizes
 
     def check_state(self, state: dict) -> None:
-        """ValueError if a checkpoint was trained on other features or another vocabulary."""
+        """InputError if a checkpoint was trained on other features or another vocabulary."""
         name = state["extractor"]["name"]
         grid = tuple(state["grid"])
         same_features = (name, grid) == (self.features.extractor, self.grid)
         if not same_features or state["vocab"] != self.vocab.words:
-            raise ValueError(
+            raise InputError(
                 f"the checkpoint was trained with {name} {grid} and {len(state['vocab'])} words; "
                 f"{self.root} has {self.features.extractor} {self.grid} and {len(self.vocab)}; "
                 "give its --data_dir"
@@ -1484,7 +1485,7 @@ class Dataset:
 def load(
     name: str, root: str | Path, where: str = "auto", device: str = "cpu", extractor: str = ""
 ) -> Dataset:
-    """Read a prepared data set; FileNotFoundError or ValueError says what is missing and which
+    """Read a prepared data set; FileNotFoundError or InputError says what is missing and which
     command makes it. where: where features are read from, "file" or "gpu" ("auto": the GPU if they
     take less than 60 % of its free memory)."""
     root = Path(root)
@@ -1547,7 +1548,7 @@ QUANTITIES = {"NUM", "ADJ", "DET", "PRON"}  # "one of the cars", "most of the ca
 
 
 def language(dataset_name: str):
-    """The spaCy pipeline for a data set's captions; ValueError if the English model is missing."""
+    """The spaCy pipeline for a data set's captions; InputError if the English model is missing."""
     import spacy
 
     if DATASETS[dataset_name].closed:
@@ -1555,7 +1556,7 @@ def language(dataset_name: str):
     try:
         return spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
     except OSError as e:
-        raise ValueError(
+        raise InputError(
             f"the captions of {dataset_name} need spaCy's English model; "
             "run: python -m spacy download en_core_web_sm"
         ) from e
@@ -1563,7 +1564,7 @@ def language(dataset_name: str):
 
 def template_segments(caption: str) -> tuple[list[str], list[str]]:
     """Noun segments and verb segments of a caption from a template, lower case: its objects, and
-    the text after the last of them, or before the first if nothing follows. ValueError if it names
+    the text after the last of them, or before the first if nothing follows. InputError if it names
     no object and does not say that nothing has changed."""
     text = " ".join(caption.lower().split()).rstrip(" .")
     no_change = NOTHING_CHANGED.fullmatch(text)
@@ -1584,7 +1585,7 @@ def template_segments(caption: str) -> tuple[list[str], list[str]]:
             action = text[: objects[0].start()].removeprefix("someone ")
             action = re.sub(r"(?:\b(?:a|an|the|new|other) )*$", "", action).strip()
     else:
-        raise ValueError(
+        raise InputError(
             f"{caption!r} names no object and does not say that nothing has changed; "
             "correct the caption, or add its words to OBJECT in data.py"
         )
@@ -1823,13 +1824,13 @@ def score(
     punctuation; "split": captions are words already, split at blanks (Birds-to-Words); "ids"
     (LEVIR-CC): words are replaced by their numbers in `index`, which must be given, and all words
     that it lacks by UNK's, so that these match each other. constant: a caption scored for
-    comparison, as if it were predicted for every id. ValueError if an id has no reference, or
+    comparison, as if it were predicted for every id. InputError if an id has no reference, or
     there is none to score."""
     if not predictions:
-        raise ValueError("no predictions to score; expected at least one {image id: caption}")
+        raise InputError("no predictions to score; expected at least one {image id: caption}")
     absent = [i for i in predictions if not references.get(i)]
     if absent:
-        raise ValueError(
+        raise InputError(
             f"prediction {absent[0]!r} has no reference; give its split's references, or leave it "
             "out"
         )
@@ -2202,14 +2203,14 @@ def pointing_scores(
 
 
 def read_predictions(path: str | Path) -> dict[str, str]:
-    """{image id: caption} of a COCO results file. ValueError if an image has two captions."""
+    """{image id: caption} of a COCO results file. InputError if an image has two captions."""
     predictions = {}
     rows = read_json(Path(path))
     with file_errors(path, "expected a list of {image_id, caption}"):
         for row in rows:
             image = str(row["image_id"])
             if image in predictions:
-                raise ValueError(f"image_id {image!r} has two predictions")
+                raise InputError(f"image_id {image!r} has two predictions")
             (predictions[image],) = strings([row["caption"]])
     return predictions
 
@@ -2511,7 +2512,7 @@ def caption_picture(
 
 def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = None) -> tuple:
     """A frozen CLIP in float32, its tokenizer (texts -> ids) and its preprocessing (PIL image ->
-    tensor). ValueError if there is no such CLIP.
+    tensor). InputError if there is no such CLIP.
 
     `name` is MODEL:PRETRAINED in open_clip's names, such as "ViT-L-14:openai" (fetched on first
     use), or MODEL:FILE, or mini for mini's own. `saved`: what clip_weights returned, for example
@@ -2531,7 +2532,7 @@ def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = N
     tags = open_clip.list_pretrained_tags_by_model(model)
     if weights not in tags and not Path(weights).is_file():
         known = ", ".join(tags) or "none"
-        raise ValueError(
+        raise InputError(
             f"--clip {name}: open_clip has no such model or weights, and there is no such file; "
             f"give MODEL:PRETRAINED (known of {model}: {known}) or MODEL:/path/to/file"
         )
@@ -2543,7 +2544,7 @@ def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = N
         create = open_clip.create_model_and_transforms
         clip, _, preprocess = create(model, weights, force_quick_gelu=quick)
     if not isinstance(clip, open_clip.CLIP) or clip.text_pool_type != "argmax":
-        raise ValueError(
+        raise InputError(
             f"--clip {name}: its text encoder takes no learned prompts; choose a model such as "
             "ViT-L-14"
         )
@@ -2609,7 +2610,7 @@ class Captioner:
 def caption_files(captioner: Captioner, files: list[str], out: str | None) -> None:
     """Prints the caption of two image files, or of every pair of a CSV file with the columns before
     and after, whose paths are relative to it. `out`: where to write the attention picture or, for
-    a CSV file, COCO results. ValueError if `out` is one of the files read."""
+    a CSV file, COCO results. InputError if `out` is one of the files read."""
     if len(files) == 2:
         pairs = {"": (Path(files[0]), Path(files[1]))}
     else:
@@ -2631,32 +2632,32 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
 
 
 def pairs_of_table(file: Path) -> dict[str, tuple[Path, Path]]:
-    """The pairs of a CSV file: name -> two image files. ValueError if there are none, or
+    """The pairs of a CSV file: name -> two image files. InputError if there are none, or
     two of one name."""
     pairs = {}
     for place, row in read_rows(file, ("before", "after")):
         name = pair_name(row)
         if name in pairs:
-            raise ValueError(f"{file}, {place}: id {name} is there already; correct it")
+            raise InputError(f"{file}, {place}: id {name} is there already; correct it")
         pairs[name] = (file.parent / row["before"], file.parent / row["after"])
     if not pairs:
-        raise ValueError(f"{file} has no rows; expected the columns before, after and a pair a row")
+        raise InputError(f"{file} has no rows; expected the columns before, after and a pair a row")
     return pairs
 
 
 def check_out(out: Path, inputs: list[Path], count: int) -> None:
-    """ValueError if --out has no fitting ending, or would replace a file that is read."""
+    """InputError if --out has no fitting ending, or would replace a file that is read."""
     endings = (".json",) if count == 1 else (".png", ".jpg", ".jpeg", ".pdf")
     if out.suffix.lower() not in endings:
-        raise ValueError(f"--out {out}: expected a name that ends in {', '.join(endings)}")
+        raise InputError(f"--out {out}: expected a name that ends in {', '.join(endings)}")
     if out.exists() and any(file.exists() and out.samefile(file) for file in inputs):
-        raise ValueError(f"--out {out} is one of the files to read; choose another name")
+        raise InputError(f"--out {out} is one of the files to read; choose another name")
 
 
 def score_files(args) -> None:
     """`python data.py score`: prints the scores of a file of captions."""
     if (args.tokens == "ids") != bool(args.vocab):
-        raise ValueError(
+        raise InputError(
             "--tokens ids needs --vocab, the data set's vocab.json, and --vocab needs --tokens ids"
         )
     captions = read_predictions(args.predictions)
@@ -2668,7 +2669,7 @@ def score_files(args) -> None:
             for name, members in content.items():
                 groups[name] = {str(member) for member in members}
         if not any(members & captions.keys() for members in groups.values()):
-            raise ValueError(
+            raise InputError(
                 f"{args.groups}: no image_id of the predictions; expected {{group: [image_id, "
                 "...]}"
             )

@@ -43,6 +43,7 @@ from common import (
     NULL,
     UNK,
     Attention,
+    InputError,
     Run,
     RunConfig,
     decode,
@@ -402,7 +403,7 @@ class IDC(nn.Module):
         self.judge = nn.Linear(2 * cfg.dim, 2)
         if cfg.nabirds:
             if not cfg.difference_encoder:
-                raise ValueError(
+                raise InputError(
                     "--nabirds trains the difference encoder; leave --no-difference_encoder out"
                 )
             self.classify = nn.Linear(cfg.dim, BIRDS)
@@ -778,18 +779,18 @@ def tasks(cfg: Config, stage: str) -> list[str]:
 
 
 def check_config(cfg: Config) -> None:
-    """ValueError if a number makes no model or no loss, or pre-training has nothing to do."""
+    """InputError if a number makes no model or no loss, or pre-training has nothing to do."""
     for name in ("layers", "ffn", "pretrain_batch"):
         value = getattr(cfg, name)
         if value < 1:
-            raise ValueError(f"--{name} {value}: expected 1 or more")
+            raise InputError(f"--{name} {value}: expected 1 or more")
     for name in ("mask_rate", "cell_mask_rate", "tau_mvcl", "tau_fda"):
         value = getattr(cfg, name)
         if not value > 0:
-            raise ValueError(f"--{name} {value}: expected a number above 0")
+            raise InputError(f"--{name} {value}: expected a number above 0")
     for stage, _, _ in stages(cfg):
         if stage != "finetune" and not tasks(cfg, stage):
-            raise ValueError(
+            raise InputError(
                 "--mlm 0 --mvcl 0 --fda 0 leave nothing to pre-train; give --pretrain_steps 0"
             )
 
@@ -1072,7 +1073,7 @@ def rewrite(dataset) -> dict[str, list[str]]:
         turns += [(retrieved, count), (replaced, count)]
         chosen = choose(turns, scene)
         if len(chosen) < count:
-            raise ValueError(
+            raise InputError(
                 f"only {len(chosen)} rewritten captions can be made for {pair.id}, expected "
                 f"{count}: {dataset.root} has too few different captions; set --fda 0"
             )
@@ -1283,7 +1284,7 @@ def open_cub(cfg: Config, dataset):
 
     cub = data.load("cub", cfg.cub, cfg.features, cfg.device)
     if cub.grid != dataset.grid:
-        raise ValueError(f"features of {cub.root}: {dataset.grid} expected, {cub.grid} found")
+        raise InputError(f"features of {cub.root}: {dataset.grid} expected, {cub.grid} found")
     cub.vocab = data.Vocab(dataset.vocab.words, cub.vocab.tokenizer, cub.vocab.max_words)
     return cub
 

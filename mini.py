@@ -42,7 +42,15 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from common import file_errors, load_tensors, load_weights, progress, save_tensors, write_text
+from common import (
+    InputError,
+    file_errors,
+    load_tensors,
+    load_weights,
+    progress,
+    save_tensors,
+    write_text,
+)
 
 # ---- scenes --------------------------------------------------------------------------------------
 
@@ -622,11 +630,11 @@ def remedy(root: Path) -> str:
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object of a mini; ValueError that names the file if it is broken or missing."""
+    """A JSON object of a mini; InputError that names the file if it is broken or missing."""
     with file_errors(path, remedy(path.parent)):
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
-            raise ValueError(f"expected an object, found {type(content).__name__}")
+            raise InputError(f"expected an object, found {type(content).__name__}")
     return content
 
 
@@ -1034,7 +1042,7 @@ def read_objects(text: str) -> tuple[int, int]:
     """The fewest and the most objects of a scene: "2,4" -> (2, 4)."""
     match = re.fullmatch("([2-6]),([2-6])", text)
     if not match or match[1] > match[2]:
-        raise ValueError(
+        raise InputError(
             f"--objects {text}: expected the fewest and the most objects of a scene (2 to 6), "
             "such as 2,4"
         )
@@ -1042,20 +1050,20 @@ def read_objects(text: str) -> tuple[int, int]:
 
 
 def check_folder(root: Path, scenes: int, objects: str, seed: int) -> None:
-    """ValueError if the settings make no sense, or if the folder holds something else, or a mini
+    """InputError if the settings make no sense, or if the folder holds something else, or a mini
     that was made with other settings."""
     read_objects(objects)
     if scenes < 1:
-        raise ValueError(f"--scenes {scenes}: expected a count")
+        raise InputError(f"--scenes {scenes}: expected a count")
     if seed < 0:
-        raise ValueError(f"--data_seed {seed}: expected a whole number from 0")
+        raise InputError(f"--data_seed {seed}: expected a whole number from 0")
     file = root / "mini.json"
     if file.exists():
         made = read_json(file)
         if made != {"scenes": scenes, "objects": objects, "seed": seed}:
             with file_errors(file, remedy(root)):
                 flags = "--scenes {scenes} --objects {objects} --data_seed {seed}".format(**made)
-            raise ValueError(
+            raise InputError(
                 f"{root} was made with {flags}; give these flags, remove it or choose another "
                 "--data_dir"
             )
@@ -1063,7 +1071,7 @@ def check_folder(root: Path, scenes: int, objects: str, seed: int) -> None:
         # A name that begins with a dot is a lock; a partial file is left by a killed process.
         names = [path.name for path in root.iterdir()]
         if any(not name.startswith(".") and not name.endswith(".partial") for name in names):
-            raise ValueError(
+            raise InputError(
                 f"{root} is not empty and no mini of this project; choose another --data_dir"
             )
 
@@ -1084,7 +1092,7 @@ def is_made(root: Path) -> bool:
 
 def make(root: Path, scenes: int, objects: str, seed: int, device: str) -> None:
     """Draws mini and trains its feature network on the training pictures. What is there is kept.
-    ValueError as in check_folder."""
+    InputError as in check_folder."""
     check_folder(root, scenes, objects, seed)
     root.mkdir(parents=True, exist_ok=True)
     settings = {"scenes": scenes, "objects": objects, "seed": seed}

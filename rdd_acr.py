@@ -59,6 +59,7 @@ from common import (
     NULL,
     Attention,
     GridPosition,
+    InputError,
     Run,
     RunConfig,
     decode,
@@ -400,9 +401,9 @@ class RDD(nn.Module):
         has_objects = cfg.order not in ("none", "v")
         has_actions = cfg.order not in ("none", "n")
         if cfg.w_n2o and not has_objects:
-            raise ValueError(f"--order {cfg.order} has no object vectors for L_N2O; set --w_n2o 0")
+            raise InputError(f"--order {cfg.order} has no object vectors for L_N2O; set --w_n2o 0")
         if cfg.w_v2a and not has_actions:
-            raise ValueError(f"--order {cfg.order} has no action vectors for L_V2A; set --w_v2a 0")
+            raise InputError(f"--order {cfg.order} has no action vectors for L_V2A; set --w_v2a 0")
 
         self.embed = ImageEmbedding(cfg, *grid)
         self.difference = GlobalDifference(cfg) if cfg.gde else None
@@ -551,7 +552,7 @@ def encode_prompted(clip, tokens: Tensor, prompt: Tensor | None = None) -> Tenso
     count = 0 if prompt is None else prompt.shape[-2]
     room = clip.context_length - count
     if room < 3:
-        raise ValueError(f"prompt of {count} vectors: no room in {clip.context_length} tokens")
+        raise InputError(f"prompt of {count} vectors: no room in {clip.context_length} tokens")
     if tokens.shape[1] > room:
         end = tokens.max(1, keepdim=True).values  # the end token has the highest id
         cut = torch.cat([tokens[:, : room - 1], end], 1)
@@ -585,7 +586,7 @@ class Phrases:
         width = clip.token_embedding.embedding_dim
         dim = encode_prompted(clip, tokenizer(["a cube"]).to(cfg.device)).shape[1]
         if (cfg.clip_dim, cfg.clip_width) != (dim, width):
-            raise ValueError(f"--clip {cfg.clip} needs --clip_dim {dim} --clip_width {width}")
+            raise InputError(f"--clip {cfg.clip} needs --clip_dim {dim} --clip_width {width}")
         self.clip = clip
         self.ignore_equal = cfg.equal_phrases == "ignored"
         noun_prompt = NOUN_PROMPT if cfg.prompt == "fixed" else ""

@@ -57,6 +57,7 @@ from common import (
     NULL,
     Attention,
     GridPosition,
+    InputError,
     Run,
     RunConfig,
     decode,
@@ -366,7 +367,7 @@ class SCORER(nn.Module):
         subtract = cfg.difference == "subtract"
         layers = 0 if subtract else cfg.layers
         if cfg.w_match and layers == 0:
-            raise ValueError("without a cross-view layer nothing can be matched; set --w_match 0")
+            raise InputError("without a cross-view layer nothing can be matched; set --w_match 0")
         joined_width = 2 * cfg.dim if cfg.fusion == "cat" and not subtract else cfg.dim
         self.embed = ImageEmbedding(*grid, cfg.dim, cfg.use_coords)
         self.cross_view = nn.ModuleList(CrossView(cfg) for _ in range(layers))
