@@ -86,6 +86,9 @@ from common import (
 class Config(RunConfig):
     """CHEERS. The fields of a run (data, steps, device) are common.RunConfig's."""
 
+    MAY_CHANGE = RunConfig.MAY_CHANGE | {"clip"}
+    CAPTION_USES = RunConfig.CAPTION_USES | {"clip"}
+
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings
     heads: int = 8  # heads of every attention
@@ -790,7 +793,7 @@ def compute_losses(
 
 
 def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool = False) -> CHEERS:
-    """Train on a data set (common.TrainingData) into cfg.out_dir -> the best model by validation.
+    """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
     entities: those of its pairs, unless k is 0.
 
     Ctrl-C and SIGTERM save last.pt and exit 130 or 143; `resume` continues from there as if
@@ -803,32 +806,19 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
     optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
     if cfg.compile and cfg.on_cuda:
         model.compile(fullgraph=True, dynamic=False)
-    with Run(cfg, model, sources, resume) as run:
-        run.start(optimizer, cfg.steps)
-        while not run.finished():
-            epoch, first = divmod(run.step, dataset.steps(cfg.batch_size))
-            for batches in dataset.train_batches(cfg.batch_size, cfg.seed, epoch, first):
-                optimizer.param_groups[0]["lr"] = learning_rate(cfg, run.step)
-                losses = compute_losses(model, batches, cfg, entities)
-                optimizer.zero_grad()
-                losses["total"].backward()
-                if cfg.grad_clip:
-                    nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
-                optimizer.step()
-                model.clamp_scales()
-                run.record(losses)  # and counts the step
-                validate = run.step % cfg.eval_every == 0 or run.step == cfg.steps
-                if validate or run.step % cfg.log_every == 0:
-                    run.log_losses()
-                if validate:
-                    scores = evaluate(model, dataset, entities, "val", cfg)
-                    if run.is_best(scores):
-                        run.save("best.pt")
-                    run.save("last.pt")
-                if run.stop:  # Ctrl-C or SIGTERM
-                    run.save_and_exit()
-                if run.finished():
-                    break
+    run = Run(cfg, model, sources, resume)
+    for batches in run.steps(dataset, cfg.batch_size, optimizer, cfg.steps):
+        optimizer.param_groups[0]["lr"] = learning_rate(cfg, run.step)
+        losses = compute_losses(model, batches, cfg, entities)
+        optimizer.zero_grad()
+        losses["total"].backward()
+        if cfg.grad_clip:
+            nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
+        optimizer.step()
+        model.clamp_scales()
+        run.record(losses)  # and counts the step
+        if run.due():
+            run.checkpoint(evaluate(model, dataset, entities, "val", cfg))
     return run.best_model()
 
 
@@ -844,7 +834,7 @@ def evaluate(
     out_dir: Path | None = None,
     suffix: str = "",
 ) -> dict[str, float]:
-    """Caption a split of a data set (common.TrainingData) -> the scores of all its pairs together.
+    """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
     Without out_dir (validation while training) only the quick metrics; with it every metric and
     every group of pairs, printed and written with captions and sample pictures."""

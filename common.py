@@ -7,9 +7,8 @@ First half, what a copied method needs:
     configuration  InputError, RunConfig, learning_rate
 Second half, what a run needs:
     command line   parse_args, saved_config, usable_device
-    running        TrainingData and PairBatch (what a method expects of its data), Run, progress
-    curves         draw_curves
-    files          atomic_write, file_errors, checkpoints, load_captioner
+    running        Run, draw_curves
+    files          progress, atomic_write, file_errors, checkpoints, load_captioner
     main           run_main
 
 Axis letters: A, B images or pairs; N, M grid cells; D width; h heads; L tokens; V words of a
@@ -21,25 +20,22 @@ data.py, too.
 import argparse
 import contextlib
 import dataclasses
-import functools
 import inspect
-import io
 import json
 import math
 import os
 import pickle
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -360,9 +356,9 @@ class RunConfig:
     field, on its line, is its --help text.
 
     parse_args fills in data_dir, out_dir and device. A Config made in Python keeps them empty, so
-    give out_dir and device (and data_dir to data.open_dataset) before `train`.
-    InputError if a whole number is below 0 or, for those in AT_LEAST_1, below 1, or if dim is not a
-    multiple of heads."""
+    give out_dir and device (and data_dir to data.open_dataset) before `train`. A data set's preset,
+    or the released variant, comes from `preset`: Config(variant="released") alone changes nothing.
+    InputError if a value is not one of a field's choices, or a number that makes no sense."""
 
     # Below 1 these make no model, or loop for ever. A method's Config may add to them.
     AT_LEAST_1 = {
@@ -377,12 +373,25 @@ class RunConfig:
         "heads",
         "decoder_layers",
     }
+    # What flags may change of a checkpoint's Config: paths that may have moved, and what leaves the
+    # steps already done as they were. A method's Config may add to them.
+    MAY_CHANGE = {
+        "data_dir",
+        "out_dir",
+        "device",
+        "features",
+        "steps",
+        "log_every",
+        "eval_every",
+        "eval_batch",
+        "patience",
+    }
+    CAPTION_USES = {"device"}  # the fields that --caption takes from flags
 
     dataset: str = "mini"  # data set; chooses the preset
     extractor: str = ""  # resnet101-layer4, timm/NAME, ... (default: the data set's own)
     data_dir: str = ""  # folder of the data set (default: data/<dataset>)
     out_dir: str = ""  # folder of the run (default: runs/<method>-<dataset>)
-    overwrite: bool = False  # replace a run that out_dir already holds
     scenes: int = 5000  # mini: training scenes (5 % as many for validation, 10 % for test)
     objects: str = "2,4"  # mini: fewest and most objects in a scene
     data_seed: int = 0  # mini: seed of the scenes and of the feature network
@@ -405,11 +414,22 @@ class RunConfig:
     features: Literal["auto", "gpu", "file"] = "auto"  # where features are kept; auto: GPU if room
 
     def __post_init__(self):
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            lowest = 1 if f.name in self.AT_LEAST_1 else 0
-            if isinstance(value, int) and value < lowest:
-                raise InputError(f"--{f.name} {value}: expected {lowest} or more")
+        for name, kind in typing.get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            if typing.get_origin(kind) is Literal:
+                choices = typing.get_args(kind)
+                if value not in choices:
+                    expected = ", ".join(map(str, choices))
+                    raise InputError(f"--{name} {value}: expected one of {expected}")
+            elif kind in (int, float):
+                lowest = 1 if name in self.AT_LEAST_1 else 0
+                if not lowest <= value < math.inf:  # NaN is not, either
+                    raise InputError(f"--{name} {value}: expected a number from {lowest} up")
+        for name, end in (("seed", 2**63), ("steps", 2**31)):
+            if getattr(self, name) >= end:
+                raise InputError(f"--{name} {getattr(self, name)}: expected less than {end}")
+        if getattr(self, "dropout", 0) > 1:
+            raise InputError(f"--dropout {self.dropout}: expected at most 1")
         dim = getattr(self, "dim", 0)
         heads = getattr(self, "heads", 1)
         if dim % heads:
@@ -454,10 +474,11 @@ def parse_args(
 ) -> tuple[Any, argparse.Namespace]:
     """-> (cfg, args). Every field of Config is a flag.
 
-    Flags that are not given take the checkpoint's value (--eval, --caption, --resume) or else the
-    preset's. With a checkpoint, out_dir is by default the checkpoint's folder, and the device is
-    the checkpoint's only for --resume. args.suffix is what --eval adds to the names of the files
-    it writes: "-last" for last.pt, nothing for best.pt."""
+    A new run starts from its data set's preset, and flags change that. --resume, --eval and
+    --caption start from their checkpoint, of which flags can change only Config.MAY_CHANGE
+    (--caption: Config.CAPTION_USES); out_dir is by default the checkpoint's folder. args.suffix is
+    what --eval adds to the names of the files it writes: "-last" for last.pt, nothing for best.pt.
+    """
     args = make_parser(Config, PRESETS, doc).parse_args(argv)
     check_command(args)
     given = {}
@@ -466,52 +487,59 @@ def parse_args(
             given[f.name] = getattr(args, f.name)
 
     dataset = given.get("dataset", Config.dataset)
-    out_dir = given.get("out_dir") or f"runs/{script}-{dataset}"
-    checkpoint = args.checkpoint if args.eval is None else args.eval
+    out_dir = Path(given.get("out_dir") or f"runs/{script}-{dataset}")
+    checkpoint = None
     if args.resume:
-        checkpoint = f"{out_dir}/last.pt"
-    if checkpoint is not None:
-        base = saved_config(Config, checkpoint)
-        for name in ("dataset", "variant"):
-            saved = getattr(base, name, None)
-            if name in given and given[name] != saved:
-                raise InputError(f"--{name} {given[name]}: {checkpoint} was trained with {saved}")
-        out_dir = given.get("out_dir") or str(Path(checkpoint).parent)
-    else:
+        checkpoint = out_dir / "last.pt"
+        if not checkpoint.exists():
+            raise InputError(f"there is no {checkpoint} to resume; remove {out_dir} and train anew")
+    elif args.eval is not None:
+        checkpoint = Path(args.eval)
+    elif args.caption:
+        checkpoint = Path(args.checkpoint)
+
+    if checkpoint is None:
         base = preset(Config, PRESETS, RELEASED or {}, dataset, given.get("variant", "paper"))
         if dataset not in PRESETS:
             known = ", ".join(PRESETS)
             print(f"no preset for {dataset}: running on the defaults; presets: {known}")
+    else:
+        base = saved_config(Config, checkpoint)
+        free = Config.CAPTION_USES if args.caption else Config.MAY_CHANGE
+        refuse_changes(base, given, free, checkpoint)
+        out_dir = Path(given.get("out_dir") or checkpoint.parent)
+    in_its_own_folder = checkpoint is not None and out_dir.resolve() == checkpoint.parent.resolve()
+    if not args.caption and not in_its_own_folder:
+        refuse_used_folder(out_dir)
 
     device = given.get("device", "")
-    if args.resume:
-        device = device or base.device
+    if args.resume and not device:
+        device = base.device
     given["device"] = usable_device(device)
-    given["out_dir"] = out_dir
+    given["out_dir"] = str(out_dir)
     cfg = dataclasses.replace(base, **given)
+    set_up_device(cfg.device)
     if cfg.amp and cfg.on_cuda and not has_bfloat16(cfg.device):
         print(f"{torch.cuda.get_device_name(cfg.device)} has no bfloat16: amp is off")
         cfg.amp = False
 
     args.suffix = ""
-    if args.eval is not None and Path(args.eval).name != "best.pt":
-        args.suffix = f"-{Path(args.eval).stem}"
-    if not args.caption:
-        own = None if checkpoint is None else Path(checkpoint).parent
-        check_folder(Path(out_dir), own, cfg.overwrite)
+    if args.eval is not None and checkpoint.name != "best.pt":
+        args.suffix = f"-{checkpoint.stem}"
     return cfg, args
 
 
 def make_parser(Config: type, PRESETS: dict[str, dict], doc: str) -> Parser:
     """The parser of a method's command line: what to do, then a flag for each field of Config."""
-    parser = Parser(description=doc.splitlines()[0], allow_abbrev=False)
+    summary = (doc or "").partition("\n")[0]  # python -OO removes docstrings
+    parser = Parser(description=summary, allow_abbrev=False)
     group = parser.add_argument_group("what to do (default: train, then evaluate on test)")
     command = group.add_mutually_exclusive_group()
     command.add_argument("--resume", action="store_true", help="continue out_dir's last.pt")
     command.add_argument("--eval", metavar="CHECKPOINT", help="only evaluate this checkpoint")
     text = "caption two images, BEFORE AFTER, or every pair of a CSV file (columns before, after)"
     command.add_argument("--caption", nargs="+", metavar="FILE", help=text)
-    text = "split for --eval (default: test)"
+    text = "split to evaluate (default: test)"
     group.add_argument("--split", choices=["val", "test"], default="test", help=text)
     group.add_argument("--checkpoint", help="checkpoint for --caption")
     text = "with --caption: the attention picture, or captions.json of a CSV file"
@@ -547,18 +575,18 @@ def field_comments(Config: type) -> dict[str, str]:
 
 def check_command(args: argparse.Namespace) -> None:
     """InputError for flags that do not go together."""
-    if bool(args.caption) != bool(args.checkpoint):
-        example = "--checkpoint runs/<run>/best.pt"
-        raise InputError(f"--caption and --checkpoint go together, for example {example}")
-    if args.caption:
-        names = " ".join(args.caption)
-        is_table = len(args.caption) == 1 and names.lower().endswith(".csv")
-        if len(args.caption) != 2 and not is_table:
-            raise InputError(f"--caption {names}: expected two images, or a .csv file")
-    if args.out is not None and not args.caption:
-        raise InputError("--out goes with --caption")
-    if args.split != "test" and args.eval is None:
-        raise InputError("--split goes with --eval")
+    if not args.caption:
+        if args.checkpoint is not None or args.out is not None:
+            raise InputError(
+                "--checkpoint and --out go with --caption; a run's folder is --out_dir"
+            )
+        return
+    if not args.checkpoint:
+        raise InputError("--caption needs --checkpoint, for example runs/<run>/best.pt")
+    names = " ".join(args.caption)
+    is_table = len(args.caption) == 1 and names.lower().endswith(".csv")
+    if len(args.caption) != 2 and not is_table:
+        raise InputError(f"--caption {names}: expected two images, or a .csv file")
 
 
 def preset(
@@ -583,14 +611,33 @@ def saved_config(Config: type, checkpoint: str | Path):
     """The Config that a checkpoint was trained with; missing fields get their defaults.
 
     InputError if the checkpoint has a field that Config does not."""
-    saved = load_checkpoint(checkpoint)["config"]
-    known = {f.name for f in dataclasses.fields(Config)}
-    unknown = sorted(saved.keys() - known)
-    if unknown:
-        names = ", ".join(unknown)
-        raise InputError(f"{checkpoint} is of another method or version: no field {names} here")
-    with file_errors(checkpoint, TRAIN_FIRST):
-        return Config(**saved)
+    state = load_checkpoint(checkpoint)
+    with file_errors(checkpoint, "it is of another method or version; train again"):
+        return Config(**state["config"])
+
+
+def refuse_changes(base: RunConfig, given: dict, free: set[str], checkpoint: Path) -> None:
+    """InputError if a flag that is not `free` differs from the checkpoint's Config: its weights
+    would be read as another model's, or its results would be those of no single run."""
+    for name, value in given.items():
+        saved = getattr(base, name)
+        # A method's path that was not used cannot have moved.
+        changeable = name in free and (saved or hasattr(RunConfig, name))
+        if value != saved and not changeable:
+            raise InputError(
+                f"--{name} {value}: {checkpoint} was trained with {saved}, which cannot be changed "
+                "now; leave the flag out, or train a new run"
+            )
+
+
+def refuse_used_folder(folder: Path) -> None:
+    """InputError unless the folder is new or empty: a run's files never mix with others, and never
+    replace them."""
+    if folder.is_dir() and any(folder.iterdir()):
+        raise InputError(
+            f"{folder} is not empty; --resume continues a run, else remove it or choose another "
+            "--out_dir"
+        )
 
 
 def usable_device(name: str) -> str:
@@ -604,6 +651,13 @@ def usable_device(name: str) -> str:
     return name
 
 
+def set_up_device(device: str) -> None:
+    """TF32 on CUDA, where autocast leaves float32. It is set here, and not in training, so that a
+    later --eval computes as the run's own test scores did."""
+    precision = "high" if device.startswith("cuda") else "highest"
+    torch.set_float32_matmul_precision(precision)
+
+
 def has_bfloat16(device: str) -> bool:
     """Does this CUDA device compute in bfloat16, and not only emulate it?"""
     with torch.cuda.device(device):
@@ -613,278 +667,163 @@ def has_bfloat16(device: str) -> bool:
 # ---- running -------------------------------------------------------------------------------------
 
 
-def run_files() -> list[str]:
-    """Every file that a run, or an evaluation of a checkpoint under the name that the run gave it,
-    may write."""
-    names = ["config.json", "log.jsonl", "last.pt", "best.pt", "pretrained.pt", "curves.png"]
-    for suffix in ("", "-last", "-pretrained"):  # of last.pt and pretrained.pt, see parse_args
-        names += [f"captions_val{suffix}.json", f"captions_test{suffix}.json"]
-        names += [f"scores_val{suffix}.json", f"scores_test{suffix}.json"]
-        names += [f"samples_val{suffix}.png", f"samples{suffix}.png"]
-    return names
-
-
-def check_folder(folder: Path, own: Path | None, overwrite: bool) -> None:
-    """InputError if files written to `folder` would mix with others, or replace them.
-
-    own: the folder of the checkpoint that is resumed or evaluated; None for a new run, which may
-    replace an older one if `overwrite`."""
-    if not folder.is_dir():
-        return
-    if all(path.suffix == ".partial" for path in folder.iterdir()):  # of a killed process
-        return
-    if not is_run_folder(folder):
-        what = "is not empty and is not a run's folder"
-        raise InputError(f"{folder} {what}; choose another --out_dir")
-    if own is None and not overwrite:
-        what = "holds a run already"
-        raise InputError(f"{folder} {what}; --resume continues it, --overwrite replaces it")
-    if own is not None and own.resolve() != folder.resolve():
-        what = f"holds another run than {own}"
-        raise InputError(f"{folder} {what}; leave out --out_dir, or name a new folder")
-
-
-def is_run_folder(folder: Path) -> bool:
-    """Does the folder hold the config.json of a run?"""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    expected = {"dataset", "out_dir", "batch_size", "select_by"}
-    return isinstance(config, dict) and expected <= config.keys()
-
-
-class PairBatch(Protocol):
-    """B pairs of images, as train and evaluate use them. data.Batch is one.
-
-    Some methods read more: RDD+ACR's phrases `texts`, the B captions as written; CHEERS's entities
-    `images`, the B pairs of image names; IDC `single` (default: False), is there no "after"?"""
-
-    before: Tensor  # (B, C, H, W) features
-    after: Tensor  # (B, C, H, W)
-    caption: Tensor  # (B, V) ids: START, words, END, NULL ...; V at most the data's max_len
-    pair_ids: list[str]
-
-    def to(self, device: str) -> "PairBatch":
-        """The same batch with its tensors on a device, features in float32."""
-
-
-class TrainingData(Protocol):
-    """All that train and evaluate use of a data set. data.Dataset is one; so is any other object
-    with these attributes and methods."""
-
-    vocab: Any  # len(vocab): its words; vocab.decode(ids (B, V)) -> B captions
-    grid: tuple[int, int, int]  # C, H, W of an image's features
-    max_len: int  # longest caption in tokens, START and END included
-
-    def steps(self, batch_size: int) -> int:
-        """Steps of an epoch."""
-
-    def train_batches(
-        self, batch_size: int, seed: int, epoch: int, first: int = 0
-    ) -> Iterable[tuple[PairBatch, ...]]:
-        """The steps of an epoch from step `first` on. A step has one batch, or two of the same
-        scenes: changed pairs and distractor pairs. These four numbers alone decide what is in it;
-        otherwise a resumed run would not repeat what it would have done."""
-
-    def eval_batches(self, split: str, batch_size: int) -> Iterable[PairBatch]:
-        """Every pair of a split ("val" or "test") once."""
-
-    def results(
-        self,
-        split: str,
-        captions: dict[str, str],
-        maps: dict[str, dict[str, Tensor]],
-        out_dir: Path | None,
-        notes: dict[str, list[str]] | None = None,
-        suffix: str = "",
-    ) -> dict[str, float]:
-        """Score a split's captions -> {metric: score}, with cfg.select_by among them; {} if the
-        split is empty. Keys of captions, maps (name -> (H, W)) and notes are pair ids. With
-        out_dir: print all scores, and write them to files whose names end in `suffix`."""
-
-    def state(self) -> dict:
-        """What a checkpoint keeps, in plain lists, dicts and tensors: "vocab" (the words by id),
-        "grid" and "max_len", from which load_model builds the model; and, for load_captioner,
-        "extractor": {"name", "state"}, the arguments of data.Extractor."""
-
-    def check_state(self, state: dict) -> None:
-        """InputError if a checkpoint comes from other data than this."""
-
-
 class Run:
-    """A run's folder, log, checkpoints, resuming, signals and progress bar. The loop is the
-    caller's:
+    """A run: its loop over batches, and its folder with log, checkpoints and curves. What a step
+    does is the caller's:
 
-        with Run(cfg, model, [dataset], resume) as run:
-            run.start(optimizer, cfg.steps)
-            while not run.finished():
-                epoch, first = divmod(run.step, dataset.steps(cfg.batch_size))
-                for batches in dataset.train_batches(cfg.batch_size, cfg.seed, epoch, first):
-                    ...  # one step of training
-                    run.record(losses)
-                    ...  # each log_every steps: run.log_losses()
-                    ...  # each eval_every steps and at cfg.steps: if run.is_best(scores),
-                         # run.save("best.pt"); in any case run.save("last.pt")
-                    if run.stop:
-                        run.save_and_exit()
-                    if run.finished():
-                        break
+        run = Run(cfg, model, [dataset], resume)
+        for batches in run.steps(dataset, cfg.batch_size, optimizer, cfg.steps):
+            ...  # losses, gradients, optimizer.step()
+            run.record(losses)
+            if run.due():
+                run.checkpoint(evaluate(...))
 
-    sources: all that captions depend on besides the model, the data set first. Each has state() and
-    check_state(state), as TrainingData. With `resume` the run continues from last.pt as if it had
-    never stopped. Inside `with`, the first Ctrl-C or SIGTERM only sets `stop` (to 130 or 143), so
-    that the current step is finished and saved; a second one stops at once."""
+    sources: all that captions depend on besides the model, the data set first. Each has state(),
+    which a checkpoint keeps, and check_state(state), an InputError if that comes from other data
+    than this. With `resume` the run continues from last.pt as if it had never stopped.
+    InputError if there is no out_dir or, without `resume`, if it is not empty."""
 
     def __init__(self, cfg: RunConfig, model: nn.Module, sources: list, resume: bool = False):
+        if not cfg.out_dir:
+            raise InputError("no folder for the run; give out_dir")
         self.cfg = cfg
         self.dir = Path(cfg.out_dir)
         self.model = model
         self.sources = sources
-        self.resume = resume
         self.resumed: dict | None = None  # what last.pt held
-        self.optimizer: torch.optim.Optimizer | None = None  # of the stage under way
         self.step = 0  # steps done
         self.best = float("-inf")  # best validation score
         self.evals_since_best = 0
-        self.stop = 0  # exit code that a signal asks for
         self.losses: list[dict[str, Tensor]] = []  # since the last line of the log, on the device
-        self.out_of_patience = False
-        self.handlers: dict[int, Any] = {}  # signal -> handler before this run
-
-    def __enter__(self):
-        if not self.cfg.out_dir:
-            raise InputError("no folder for the run; give out_dir")
-        if not self.resume:
-            check_folder(self.dir, None, self.cfg.overwrite)
-        self.dir.mkdir(parents=True, exist_ok=True)
-        if self.resume:
+        self.stop = 0  # exit code that a signal asks for
+        self.handlers: dict[int, Any] = {}  # signal -> its handler outside the loop
+        if resume:
             self.restore()
+        else:
+            refuse_used_folder(self.dir)
         self.begin_log()
-        precision = "high" if self.cfg.on_cuda else "highest"
-        torch.set_float32_matmul_precision(precision)  # TF32 where autocast leaves float32
+
+    def steps(
+        self,
+        source,
+        batch_size: int,
+        optimizer: torch.optim.Optimizer,
+        last: int,
+        first: int = 0,
+        stage: str = "train",
+    ) -> Iterator[tuple]:
+        """Yield the batches of a stage, steps first ... last - 1 of the run, from where the run is.
+        source: a data set; optimizer: what the stage is trained with.
+
+        Each batch must be followed by `record`. The first Ctrl-C or SIGTERM finishes the step,
+        saves last.pt and ends the program with 130 or 143; a second one stops at once."""
+        self.optimizer = optimizer
+        self.first = first
+        self.last = last
+        self.stage = stage
+        # A last.pt of the step before `first` holds the optimizer of the stage before.
+        if self.resumed and first < self.resumed["step"] < last:
+            with file_errors(self.dir / "last.pt", TRAIN_FIRST):
+                optimizer.load_state_dict(self.resumed["optimizer"])
         for number in (signal.SIGINT, signal.SIGTERM):
             self.handlers[number] = signal.signal(number, self.on_signal)
-        return self
-
-    def __exit__(self, _kind, error, _trace):
-        self.restore_handlers()
-        if isinstance(error, OSError) and self.optimizer:  # such as a tokenizer that died
-            self.save("last.pt")  # keeps the steps so far
-            print(f"last.pt is of step {self.step}; --resume goes on after it, without what failed")
-
-    def restore_handlers(self) -> None:
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+        self.began = time.perf_counter()
+        bar = tqdm(total=last - first, initial=self.step - first, desc=stage, disable=None)
+        try:
+            while not self.finished():
+                epoch, start = divmod(self.step - first, source.steps(batch_size))
+                for batches in source.train_batches(batch_size, self.cfg.seed, epoch, start):
+                    yield batches
+                    bar.update()
+                    if self.stop:
+                        self.save_and_exit()
+                    if self.finished():
+                        break
+        finally:
+            bar.close()
+            self.restore_handlers()
 
     def on_signal(self, number: int, _frame) -> None:
         self.stop = 128 + number
         self.restore_handlers()
         print("stopping after this step; once more to stop at once", file=sys.stderr)
 
-    def start(
-        self,
-        optimizer: torch.optim.Optimizer,
-        last: int,
-        first: int = 0,
-        stage: str = "train",
-    ) -> None:
-        """Begin, or continue, a stage: steps first ... last - 1, made with this optimizer."""
-        self.optimizer = optimizer
-        self.last = last
-        self.stage = stage
-        # A last.pt of the step before `first` holds the optimizer of the stage before.
-        if self.resumed and self.resumed["step"] > first:
-            with file_errors(self.dir / "last.pt", TRAIN_FIRST):
-                optimizer.load_state_dict(self.resumed["optimizer"])
-        if self.step == 0:  # so that --resume works even if the first validation is never reached
-            self.save("last.pt")
-        self.began = time.perf_counter()
-        self.began_at = self.step
-        self.bar = tqdm(  # none if there is no terminal
-            total=last - first,
-            initial=self.step - first,
-            desc=stage,
-            unit="step",
-            disable=None,
-        )
+    def restore_handlers(self) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    def save_and_exit(self) -> None:
+        """After a signal: save last.pt, from which --resume continues, and end the program."""
+        if self.losses:
+            self.log_losses()
+        self.save("last.pt")
+        raise SystemExit(self.stop)
 
     def finished(self) -> bool:
-        """Is the stage's last step done, or patience used up? Says so once in the latter case."""
-        if self.step < self.last:
-            if not 0 < self.cfg.patience <= self.evals_since_best:
-                return False
-            if not self.out_of_patience:
-                self.out_of_patience = True
-                count = self.evals_since_best
-                print(f"no better validation in {count}: training ends at step {self.step}")
-        self.bar.close()
-        return True
+        """Is the stage's last step done, or patience used up?"""
+        return self.step >= self.last or 0 < self.cfg.patience <= self.evals_since_best
+
+    def due(self) -> bool:
+        """Is it time to validate and to save?"""
+        return (self.step - self.first) % self.cfg.eval_every == 0 or self.step == self.last
 
     def record(self, losses: dict[str, Tensor]) -> None:
-        """Count a step. Its losses stay on the device until they are logged."""
+        """Count a step. Its losses stay on the device until they are logged: every log_every steps,
+        and before a validation."""
         self.step += 1
         detached = {}
         for name, loss in losses.items():
             detached[name] = loss.detach()
         self.losses.append(detached)
-        self.bar.update()
+        if self.step % self.cfg.log_every == 0 or self.due():
+            self.log_losses()
 
     def log_losses(self) -> None:
-        """A line of the log with the mean losses since the last one; off a terminal, also a
-        printed line. FloatingPointError if a loss is not finite."""
-        means = self.mean_losses()
-        seconds = time.perf_counter() - self.began
-        lr = self.optimizer.param_groups[0]["lr"]
-        about = {"stage": self.stage, "seconds": round(seconds, 2), "lr": lr}
-        self.log(step=self.step, event="train", **about, **means)
-        shown = {name: f"{value:.3f}" for name, value in means.items()}
-        self.bar.set_postfix(shown)
-        if self.bar.disable:  # no terminal
-            losses = ", ".join(f"{name} {value}" for name, value in shown.items())
-            seconds_a_step = seconds / (self.step - self.began_at)
-            minutes = seconds_a_step * (self.last - self.step) / 60
-            done = f"{self.stage} {self.step}/{self.last}"
-            print(f"{done}: {losses}; {minutes:.0f} minutes left", flush=True)
+        """Log and print the mean of each loss since the last time, over the steps that computed it.
 
-    def mean_losses(self) -> dict[str, float]:
-        """Mean of each loss since the last line of the log, over the steps that computed it.
-
-        FloatingPointError names the first step with a loss that is not finite, and its losses."""
+        FloatingPointError with these steps if a loss is not finite."""
         values_of: dict[str, list[float]] = {}
-        first = self.step - len(self.losses) + 1
-        for step, losses in enumerate(self.losses, first):
-            values = {name: loss.item() for name, loss in losses.items()}
-            if not all(map(math.isfinite, values.values())):
-                terms = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-                raise FloatingPointError(
-                    f"loss is not finite at step {step}: {terms}; the last checkpoint is "
-                    "untouched; try a lower --lr or --grad_clip 1"
-                )
-            for name, value in values.items():
-                values_of.setdefault(name, []).append(value)
-        self.losses = []
+        for losses in self.losses:
+            for name, loss in losses.items():
+                values_of.setdefault(name, []).append(loss.item())
         means = {}
         for name, values in values_of.items():
             means[name] = round(sum(values) / len(values), 6)
-        return means
+        text = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
+        if not all(map(math.isfinite, means.values())):
+            first = self.step - len(self.losses) + 1
+            raise FloatingPointError(
+                f"a loss is not finite in steps {first} to {self.step}: {text}; the last "
+                "checkpoint is untouched; try a lower --lr or --grad_clip 1"
+            )
+        self.losses = []
+        seconds = round(time.perf_counter() - self.began, 2)
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.log("train", stage=self.stage, seconds=seconds, lr=lr, **means)
+        tqdm.write(f"{self.stage} {self.step}/{self.last}: {text}")
 
-    def is_best(self, scores: dict[str, float]) -> bool:
-        """Log a validation's scores. Are they the best so far? Without validation pairs (no
-        scores) the last weights count as the best."""
+    def checkpoint(self, scores: dict[str, float]) -> None:
+        """After a validation: log its scores, and save last.pt and, if they are the best so far,
+        best.pt. Of equal scores the later one is best, because early ones may all be 0. Without
+        validation pairs (no scores) the last weights count as the best."""
         self.evals_since_best += 1
+        score = self.best
         if scores:
-            self.log(step=self.step, event="eval", select_by=self.cfg.select_by, **scores)
+            score = scores[self.cfg.select_by]
+            self.log("eval", select_by=self.cfg.select_by, **scores)
             text = ", ".join(f"{name} {value:.2f}" for name, value in scores.items())
             tqdm.write(f"step {self.step}: validation {text}")
-            if not scores[self.cfg.select_by] > self.best:
-                return False
-            self.best = scores[self.cfg.select_by]
-        self.evals_since_best = 0
-        return True
+        if score >= self.best:
+            self.best = score
+            self.evals_since_best = 0
+            self.save("best.pt")
+        self.save("last.pt")
+        draw_curves(self.dir / "log.jsonl", self.dir / "curves.png", self.cfg.select_by)
+        if self.finished() and self.step < self.last:
+            tqdm.write(f"no better validation in {self.evals_since_best}: training ends here")
 
     def save(self, name: str) -> None:
-        """Save a checkpoint under this name and, with last.pt, curves.png.
+        """Save a checkpoint under this name.
 
         If a weight is not finite: FloatingPointError, and the old file stays."""
         if not all(p.isfinite().all() for p in self.model.parameters()):
@@ -908,16 +847,6 @@ class Run:
             "config": dataclasses.asdict(self.cfg),
         }
         save_tensors(self.dir / name, state)
-        if name == "last.pt":
-            log = self.dir / "log.jsonl"
-            draw_curves(log, self.dir / "curves.png", self.cfg.select_by)
-
-    def save_and_exit(self) -> None:
-        """After a signal: save last.pt, from which --resume continues, and end the program."""
-        if self.losses:
-            self.log_losses()
-        self.save("last.pt")
-        raise SystemExit(self.stop)
 
     def restore(self) -> None:
         """Take over weights, counters and random state of last.pt, if every source accepts it.
@@ -926,30 +855,30 @@ class Run:
         state = load_checkpoint(path, self.cfg.device)
         for source in self.sources:
             source.check_state(state)
-        load_own_weights(self.model, self.cfg, state, path)
-        random = state["random"]
-        torch.set_rng_state(random["cpu"].cpu())
-        if self.cfg.on_cuda and "cuda" in random:
-            torch.cuda.set_rng_state(random["cuda"].cpu(), self.cfg.device)
-        self.step = state["step"]
-        self.best = state["best"]
-        self.evals_since_best = state["evals_since_best"]
+        with file_errors(path, TRAIN_FIRST):
+            self.model.load_state_dict(state["model"])
+            random = state["random"]
+            torch.set_rng_state(random["cpu"].cpu())
+            if self.cfg.on_cuda and "cuda" in random:
+                torch.cuda.set_rng_state(random["cuda"].cpu(), self.cfg.device)
+            self.step = state["step"]
+            self.best = state["best"]
+            self.evals_since_best = state["evals_since_best"]
         self.resumed = state
+        best = self.dir / "best.pt"
+        if not best.exists() and self.best > float("-inf"):
+            print(f"{best} is missing: last.pt stands in for it until the next validation")
+            self.best = float("-inf")
+            save_tensors(best, state)
         log = self.dir / "log.jsonl"
         kept = [json.dumps(row) + "\n" for row in read_log(log) if row["step"] <= self.step]
         write_text(log, "".join(kept))
 
     def begin_log(self) -> None:
         """Log and print what the results depend on: versions of the code and of torch, device,
-        number of parameters, and config (printed: only what differs from the defaults). A new run
-        first removes the files of an older one."""
+        number of parameters, and config (printed: only what differs from the defaults)."""
         config = dataclasses.asdict(self.cfg)
         write_text(self.dir / "config.json", json.dumps(config, indent=1) + "\n")
-        if not self.resume:
-            for name in run_files():
-                if name != "config.json":
-                    (self.dir / name).unlink(missing_ok=True)
-                (self.dir / f"{name}.partial").unlink(missing_ok=True)  # from a killed process
         device = f"cpu, {torch.get_num_threads()} threads"
         if self.cfg.on_cuda:
             device = torch.cuda.get_device_name(self.cfg.device)
@@ -959,18 +888,19 @@ class Run:
             "device": device,
             "parameters": sum(p.numel() for p in self.model.parameters()),
         }
-        event = "resume" if self.resume else "start"
-        self.log(step=self.step, event=event, **about, config=config)
+        event = "resume" if self.resumed else "start"
+        self.log(event, **about, config=config)
         for f in dataclasses.fields(self.cfg):
             if config[f.name] != f.default and f.name not in about:
                 about[f.name] = config[f.name]
         for name, value in about.items():
             print(f"{name}: {value}", flush=True)
 
-    def log(self, **values) -> None:
+    def log(self, event: str, **values) -> None:
         """Append one JSON line to log.jsonl."""
+        row = {"step": self.step, "event": event} | values
         with open(self.dir / "log.jsonl", "a", encoding="utf-8") as f:
-            f.write(json.dumps(values) + "\n")
+            f.write(json.dumps(row) + "\n")
 
     def best_model(self) -> nn.Module:
         """The model with the weights of best.pt, in evaluation mode."""
@@ -981,10 +911,11 @@ class Run:
 
 def code_version() -> str:
     """The git commit of this code, "" if it is not in a repository."""
-    if not shutil.which("git"):
-        return ""
     call = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(call, capture_output=True, text=True).stdout.strip()
+    try:
+        return subprocess.run(call, capture_output=True, text=True).stdout.strip()
+    except OSError:  # there is no git
+        return ""
 
 
 def read_log(path: Path) -> list[dict]:
@@ -996,101 +927,53 @@ def read_log(path: Path) -> list[dict]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             row = json.loads(line)
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
+            if isinstance(row, dict) and "step" in row:
                 rows.append(row)
     return rows
 
 
-class PrintedLines(tqdm):
-    """A progress bar for where there is no terminal: each update is a printed line."""
-
-    def display(self, *_, **__):
-        print(self, flush=True)
-
-
-def progress(items=None, **options) -> tqdm:
-    """tqdm for work that takes minutes: a bar on a terminal, a line a minute off one."""
-    if sys.stderr.isatty():
-        return tqdm(items, **options)
-    seconds = {"mininterval": 60, "maxinterval": 60}
-    look = {"file": io.StringIO(), "ncols": 80, "ascii": True}  # tqdm's own output goes nowhere
-    return PrintedLines(items, **seconds, **look, **options)
-
-
-# ---- curves --------------------------------------------------------------------------------------
-
-
-@functools.cache  # so that the line is printed once
-def figure_class():
-    """matplotlib's Figure; None, with a printed line, where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        print(f"no pictures: {e}; pip install matplotlib", flush=True)
-        return None
-    return Figure
-
-
 def draw_curves(log: Path, picture: Path, metric: str) -> None:
     """Plot a log.jsonl over steps: losses, and the validation metric that chooses best.pt."""
-    Figure = figure_class()
-    if Figure is None:
-        return
-    rows = read_log(log)
-    if not any(row.get("event") == "train" for row in rows):
-        return
-    figure = Figure(figsize=(10, 4), layout="constrained")  # no pyplot, which has a global state
-    left, right = figure.subplots(1, 2, sharex=True)
-    plot_losses(left, rows)
-    plot_validation(right, rows, metric)
-    with atomic_write(picture) as partial:
-        figure.savefig(partial, format="png", dpi=100)
+    import matplotlib.style
+    from matplotlib.figure import Figure
 
-
-def plot_losses(axes, rows: list[dict]) -> None:
-    """Every loss of a log's lines, on a logarithmic axis."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    points: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        if row.get("event") == "train":
-            for name, value in row.items():
-                if name not in ("step", "event", "stage", "seconds", "lr"):
-                    points.setdefault(name, []).append((row["step"], value))
-    for name, steps_and_values in points.items():
-        steps, values = zip(*steps_and_values, strict=True)
-        axes.plot(steps, values, marker=".", markersize=3, linewidth=1, label=name)
-    axes.set_yscale("log", nonpositive="mask")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")  # 0.5 instead of 5 x 10^-1
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("training step")
-    axes.set_ylabel("training loss")
-    axes.grid(alpha=0.3)
-    axes.legend()
-
-
-def plot_validation(axes, rows: list[dict], metric: str) -> None:
-    """A metric in a log's lines, its best point marked."""
-    evals = [row for row in rows if row.get("event") == "eval" and metric in row]
-    axes.set_xlabel("training step")
-    axes.grid(alpha=0.3)
-    if not evals:
-        axes.set_title("no validation yet")
-        return
-    steps = [row["step"] for row in evals]
-    values = [row[metric] for row in evals]
-    best = max(values)
-    best_step = steps[values.index(best)]
-    axes.plot(steps, values, marker=".")
-    axes.plot([best_step], [best], "o", color="tab:red", label="best")
-    axes.set_title(f"best: {best:.2f} at step {best_step}", color="tab:red")
-    axes.set_ylabel(f"validation {metric}")
+    points: dict[str, list[tuple[int, float]]] = {}  # of each loss: (step, value)
+    validations = []
+    for row in read_log(log):
+        if row["event"] == "train":
+            for name in row.keys() - {"step", "event", "stage", "seconds", "lr"}:
+                points.setdefault(name, []).append((row["step"], row[name]))
+        elif row["event"] == "eval":
+            validations.append((row["step"], row[metric]))
+    with matplotlib.style.context("default"):  # whatever a user's matplotlibrc says
+        figure = Figure(figsize=(10, 4), layout="constrained")  # no pyplot: it has global state
+        left, right = figure.subplots(1, 2, sharex=True)
+        for name in sorted(points):
+            steps, values = zip(*points[name], strict=True)
+            left.plot(steps, values, marker=".", label=name)
+        left.set(xlabel="training step", ylabel="training loss", yscale="log")
+        left.legend()
+        right.set(xlabel="training step", ylabel=f"validation {metric}")
+        if validations:
+            steps, values = zip(*validations, strict=True)
+            best = max(values)
+            best_step = max(step for step, value in validations if value == best)
+            right.plot(steps, values, marker=".")
+            right.plot(best_step, best, "o", color="tab:red")
+            right.set_title(f"best: {best:.2f} at step {best_step}", color="tab:red")
+        with atomic_write(picture) as partial:
+            figure.savefig(partial, format="png", dpi=100)
 
 
 # ---- files ---------------------------------------------------------------------------------------
 
 TRAIN_FIRST = "train first, or name another checkpoint"
+
+
+def progress(items=None, **options) -> tqdm:
+    """tqdm for work that takes minutes. Off a terminal it prints once a minute."""
+    pause = 0.1 if sys.stderr.isatty() else 60
+    return tqdm(items, mininterval=pause, maxinterval=max(pause, 10), **options)
 
 
 @contextlib.contextmanager
@@ -1106,21 +989,13 @@ def atomic_write(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
     except OSError as e:
         raise OSError(f"{path} could not be written ({e})") from e
+    except RuntimeError as e:  # what torch and HDF5 make of an OSError, such as a full disk
+        if not isinstance(e.__context__, OSError):
+            raise
+        raise OSError(f"{path} could not be written ({e.__context__})") from e
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def full_disk_errors() -> Iterator[None]:
-    """On a full disk torch's and HDF5's writers raise a RuntimeError about their own confusion:
-    raise the OSError behind it instead."""
-    try:
-        yield
-    except RuntimeError as e:
-        if isinstance(e.__context__, OSError):
-            raise e.__context__ from None
-        raise
 
 
 def write_text(path: Path, text: str) -> None:
@@ -1131,7 +1006,7 @@ def write_text(path: Path, text: str) -> None:
 
 def save_tensors(path: Path, state: dict) -> None:
     """Write plain dicts and tensors to a file, completely or not at all."""
-    with atomic_write(path) as partial, full_disk_errors(), open(partial, "wb") as f:
+    with atomic_write(path) as partial, open(partial, "wb") as f:
         torch.save(state, f)
 
 
@@ -1164,20 +1039,13 @@ def load_tensors(path: str | Path, remedy: str, device: str = "cpu") -> dict:
     return state
 
 
-class Checkpoint(dict):
-    """What Run.save wrote. Looking up what is not there is a InputError that names the file."""
-
-    def __init__(self, path: str | Path, state: dict):
-        super().__init__(state)
-        self.path = path
-
-    def __missing__(self, key: str):
-        raise InputError(f"{self.path} is not a checkpoint ({key} is missing); {TRAIN_FIRST}")
-
-
-def load_checkpoint(path: str | Path, device: str = "cpu") -> Checkpoint:
-    """What Run.save wrote."""
-    return Checkpoint(path, load_tensors(path, TRAIN_FIRST, device))
+def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
+    """What Run.save wrote. InputError if it is no checkpoint."""
+    state = load_tensors(path, TRAIN_FIRST, device)
+    for name in ("model", "config", "vocab", "grid", "max_len"):
+        if name not in state:
+            raise InputError(f"{path} is not a checkpoint ({name} is missing); {TRAIN_FIRST}")
+    return state
 
 
 def load_weights(
@@ -1192,30 +1060,15 @@ def load_weights(
     return model
 
 
-def load_own_weights(model: nn.Module, cfg: RunConfig, state: Checkpoint, path: Path) -> None:
-    """Load a checkpoint's weights into a model of this cfg. If they do not fit, the InputError
-    names the method's fields in which cfg differs from the run's."""
-    shared = {f.name for f in dataclasses.fields(RunConfig)}
-    changed = []
-    for f in dataclasses.fields(cfg):
-        now = getattr(cfg, f.name)
-        then = state["config"].get(f.name, now)
-        if f.name not in shared and now != then:
-            changed.append(f"--{f.name} {now}: the run has {then}")
-    remedy = ", ".join(changed) or TRAIN_FIRST
-    load_weights(model, state["model"], path, remedy)
-
-
 def load_model(
     Model: Callable[..., nn.Module], cfg: RunConfig, path: str | Path
-) -> tuple[nn.Module, Checkpoint]:
+) -> tuple[nn.Module, dict]:
     """-> a model with a checkpoint's weights, in evaluation mode on cfg.device, and the content of
     the checkpoint. Model(cfg, words in the vocabulary, grid, max_len) makes it. InputError if the
     file is missing or does not fit."""
     state = load_checkpoint(path, cfg.device)
     model = Model(cfg, len(state["vocab"]), state["grid"], state["max_len"]).to(cfg.device)
-    load_own_weights(model, cfg, state, path)
-    return model.eval(), state
+    return load_weights(model, state["model"], path).eval(), state
 
 
 def load_captioner(
@@ -1266,6 +1119,6 @@ def exit_on_signal(number: int, _frame) -> None:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Is it a lack of memory? The text decides, as on a CPU PyTorch's error has no own class."""
+    """Did memory run out? The text decides: on a CPU, PyTorch's error has no class of its own."""
     text = str(error)
     return any(words in text for words in ("out of memory", "allocate memory", "enough memory"))

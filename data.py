@@ -67,7 +67,6 @@ from common import (
     RunConfig,
     atomic_write,
     file_errors,
-    full_disk_errors,
     load_tensors,
     load_weights,
     progress,
@@ -1039,7 +1038,7 @@ def write_features(
     the order of names. InputError if they differ in shape or do not fit into float16."""
     done = 0
     bar = progress(total=len(names), desc="features", unit="image")
-    with bar, atomic_write(path) as partial, full_disk_errors(), h5py.File(partial, "w") as f:
+    with bar, atomic_write(path) as partial, h5py.File(partial, "w") as f:
         f.attrs.update(extractor=extractor, preprocessing=preprocessing)
         f["image_ids"] = names
         for block in blocks:
@@ -1350,8 +1349,19 @@ def prefetch(items: Iterator) -> Iterator:
 class Dataset:
     """A data set ready for a method: vocabulary, scenes, features. Made by `load`.
 
-    Attributes: grid, (C, H, W) of the features; max_len, ids of the longest caption, START and END
-    included; lengths, the same for the scenes' first pairs alone and, if scenes have two, for their
+    A method's train and evaluate use the following, so any object that has it can take the place
+    of a Dataset (some methods read more, and say so where they do):
+
+        vocab                     len(vocab); vocab.decode(ids (B, V)) -> B captions
+        grid                      (C, H, W) of an image's features
+        max_len                   ids of the longest caption, START and END included
+        steps(batch_size)         steps of an epoch
+        train_batches(...)        the steps of an epoch, each a tuple of one or two Batches
+        eval_batches(split, ...)  every pair of "val" or "test" once, in Batches
+        results(split, ...)       scores of a split's captions
+        state(), check_state()    what a checkpoint keeps of the data, and whether it fits
+
+    Also: lengths, max_len for the scenes' first pairs alone and, if scenes have two, for their
     second pairs alone (distractors): to these each batch is padded. Without features (for counting
     words) there are no batches and no grid."""
 

@@ -513,7 +513,7 @@ def compute_losses(model: DIRL, batches: tuple, cfg: Config) -> dict[str, Tensor
 
 
 def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
-    """Train on a data set (common.TrainingData) into cfg.out_dir -> the best model by validation.
+    """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
 
     Ctrl-C and SIGTERM save last.pt and exit 130 or 143; `resume` continues from there as if
     training had never stopped. FloatingPointError if a loss is not finite."""
@@ -523,31 +523,18 @@ def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
     optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
     if cfg.compile and cfg.on_cuda:
         model.compile(fullgraph=True, dynamic=False)
-    with Run(cfg, model, [dataset], resume) as run:
-        run.start(optimizer, cfg.steps)
-        while not run.finished():
-            epoch, first = divmod(run.step, dataset.steps(cfg.batch_size))
-            for batches in dataset.train_batches(cfg.batch_size, cfg.seed, epoch, first):
-                optimizer.param_groups[0]["lr"] = learning_rate(cfg, run.step)
-                losses = compute_losses(model, batches, cfg)
-                optimizer.zero_grad()
-                losses["total"].backward()
-                if cfg.grad_clip:
-                    nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
-                optimizer.step()
-                run.record(losses)  # and counts the step
-                validate = run.step % cfg.eval_every == 0 or run.step == cfg.steps
-                if validate or run.step % cfg.log_every == 0:
-                    run.log_losses()
-                if validate:
-                    scores = evaluate(model, dataset, "val", cfg)
-                    if run.is_best(scores):
-                        run.save("best.pt")
-                    run.save("last.pt")
-                if run.stop:  # Ctrl-C or SIGTERM
-                    run.save_and_exit()
-                if run.finished():
-                    break
+    run = Run(cfg, model, [dataset], resume)
+    for batches in run.steps(dataset, cfg.batch_size, optimizer, cfg.steps):
+        optimizer.param_groups[0]["lr"] = learning_rate(cfg, run.step)
+        losses = compute_losses(model, batches, cfg)
+        optimizer.zero_grad()
+        losses["total"].backward()
+        if cfg.grad_clip:
+            nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
+        optimizer.step()
+        run.record(losses)  # and counts the step
+        if run.due():
+            run.checkpoint(evaluate(model, dataset, "val", cfg))
     return run.best_model()
 
 
@@ -562,7 +549,7 @@ def evaluate(
     out_dir: Path | None = None,
     suffix: str = "",
 ) -> dict[str, float]:
-    """Caption a split of a data set (common.TrainingData) -> the scores of all its pairs together.
+    """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
     Without out_dir (validation while training) only the quick metrics; with it every metric and
     every group of pairs, printed and written with captions and sample pictures."""

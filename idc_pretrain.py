@@ -68,6 +68,9 @@ from common import (
 class Config(RunConfig):
     """IDC. RunConfig's steps, lr, warmup and batch_size are those of fine-tuning."""
 
+    AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"layers", "ffn", "pretrain_batch"}
+    MAY_CHANGE = RunConfig.MAY_CHANGE | {"init", "cub", "nabirds"}
+
     init: str = ""  # checkpoint to start from, such as another run's pretrained.pt
     dim: int = 512  # width D
     ffn: int = 2048  # width of the feed-forward layers
@@ -779,11 +782,7 @@ def tasks(cfg: Config, stage: str) -> list[str]:
 
 
 def check_config(cfg: Config) -> None:
-    """InputError if a number makes no model or no loss, or pre-training has nothing to do."""
-    for name in ("layers", "ffn", "pretrain_batch"):
-        value = getattr(cfg, name)
-        if value < 1:
-            raise InputError(f"--{name} {value}: expected 1 or more")
+    """InputError if a number makes no loss, or pre-training has nothing to do."""
     for name in ("mask_rate", "cell_mask_rate", "tau_mvcl", "tau_fda"):
         value = getattr(cfg, name)
         if not value > 0:
@@ -848,9 +847,8 @@ def compute_losses(
 
 
 def train(cfg: Config, dataset, resume: bool = False) -> IDC:
-    """Pre-train, then fine-tune on a data set (common.TrainingData; with FDA, CUB or NABirds
-    data.Dataset) into cfg.out_dir -> the best model by validation. The weights after pre-training
-    stay in pretrained.pt, for --init.
+    """Pre-train, then fine-tune on a data set (data.Dataset) into cfg.out_dir -> the best model by
+    validation. The weights after pre-training stay in pretrained.pt, for --init.
 
     Ctrl-C and SIGTERM save last.pt and exit 130 or 143; `resume` continues from there as if
     training had never stopped. FloatingPointError if a loss is not finite."""
@@ -871,44 +869,29 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     if cfg.compile and cfg.on_cuda:
         torch._dynamo.config.cache_size_limit = 64  # graphs: one for each task and batch
         model.compile(fullgraph=True, dynamic=False)
-    with Run(cfg, model, [dataset], resume) as run:
-        for stage, first, last in stages(cfg):
-            if run.step >= last:  # the run that is resumed had ended this stage
-                continue
-            source = sources[stage]
-            size = sizes[stage]
-            decay = cfg.weight_decay if stage == "finetune" else 0.0
-            optimizer = torch.optim.Adam(parameters, lr=cfg.lr, weight_decay=decay, fused=True)
-            run.start(optimizer, last, first, stage)
-            while not run.finished():
-                epoch, start = divmod(run.step - first, source.steps(size))
-                for batches in source.train_batches(size, cfg.seed, epoch, start):
-                    optimizer.param_groups[0]["lr"] = stage_rate(cfg, stage, run.step - first)
-                    task = draw_task(cfg, stage, run.step)
-                    if task == "birds":
-                        batches = (birds.batch(run.step),)
-                    losses = compute_losses(model, batches, cfg, task, negatives.get(stage))
-                    optimizer.zero_grad()
-                    losses["total"].backward()
-                    if cfg.grad_clip:
-                        nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
-                    optimizer.step()
-                    run.record(losses)  # and counts the step
-                    save = (run.step - first) % cfg.eval_every == 0 or run.step == last
-                    if save or run.step % cfg.log_every == 0:
-                        run.log_losses()
-                    if save and stage == "finetune":
-                        scores = evaluate(model, dataset, "val", cfg)
-                        if run.is_best(scores):
-                            run.save("best.pt")
-                    if stage == "pretrain" and run.step == last:
-                        run.save("pretrained.pt")
-                    if save:
-                        run.save("last.pt")
-                    if run.stop:  # Ctrl-C or SIGTERM
-                        run.save_and_exit()
-                    if run.finished():
-                        break
+    run = Run(cfg, model, [dataset], resume)
+    for stage, first, last in stages(cfg):
+        source = sources[stage]
+        size = sizes[stage]
+        decay = cfg.weight_decay if stage == "finetune" else 0.0
+        optimizer = torch.optim.Adam(parameters, lr=cfg.lr, weight_decay=decay, fused=True)
+        for batches in run.steps(source, size, optimizer, last, first, stage):
+            optimizer.param_groups[0]["lr"] = stage_rate(cfg, stage, run.step - first)
+            task = draw_task(cfg, stage, run.step)
+            if task == "birds":
+                batches = (birds.batch(run.step),)
+            losses = compute_losses(model, batches, cfg, task, negatives.get(stage))
+            optimizer.zero_grad()
+            losses["total"].backward()
+            if cfg.grad_clip:
+                nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
+            optimizer.step()
+            run.record(losses)  # and counts the step
+            if run.due() and stage == "finetune":
+                run.checkpoint(evaluate(model, dataset, "val", cfg))
+            elif run.due():
+                run.save("pretrained.pt")  # the latest weights of pre-training
+                run.save("last.pt")
     return run.best_model()
 
 
@@ -923,7 +906,7 @@ def evaluate(
     out_dir: Path | None = None,
     suffix: str = "",
 ) -> dict[str, float]:
-    """Caption a split of a data set (common.TrainingData) -> the scores of all its pairs together.
+    """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
     Without out_dir (validation while training) only the quick metrics; with it every metric and
     every group of pairs, printed and written with captions and sample pictures."""
