@@ -865,11 +865,8 @@ class Run:
             self.best = state["best"]
             self.evals_since_best = state["evals_since_best"]
         self.resumed = state
-        best = self.dir / "best.pt"
-        if not best.exists() and self.best > float("-inf"):
-            print(f"{best} is missing: last.pt stands in for it until the next validation")
-            self.best = float("-inf")
-            save_tensors(best, state)
+        if not (self.dir / "best.pt").exists():
+            self.best = float("-inf")  # the next validation makes a new one
         log = self.dir / "log.jsonl"
         kept = [json.dumps(row) + "\n" for row in read_log(log) if row["step"] <= self.step]
         write_text(log, "".join(kept))
