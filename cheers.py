@@ -40,6 +40,7 @@ entities (Fig. 5)             --k 3
 layers (Fig. 6)               --layers 2
 
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
+Licence: MIT. Written from the paper, whose authors have published no code.
 """
 
 import functools
@@ -714,7 +715,10 @@ class Pictures:
 
 def entities_of(dataset, cfg: Config) -> Entities | None:
     """The entities of a data set (data.Dataset); None if K is 0. CLIP's embeddings of its pictures
-    are kept in the data set's folder."""
+    are kept in the data set's folder.
+
+    [ours] Rules read the captions of templates (mini, CLEVR-Change, CLEVR-DC), on which spaCy often
+    errs; the paper: "we utilize SpaCy [...] to extract the subjects" (section 3.1.1)."""
     import data
 
     if not cfg.k:
@@ -756,9 +760,10 @@ def entities_of_files(model: CHEERS, state: dict, files: list) -> Tensor | None:
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# Batch and rate from section 4.3, the best number of layers from Fig. 6. [ours] 10,000 steps,
-# SCORER's decoder size, and a batch of 128 scenes, which are 256 pairs on CLEVR-Change. Own pairs
-# are few: half of Spot-the-Diff's width, one layer; validation says when to stop [ours].
+# Batch and rate from section 4.3. [ours] 10,000 steps, SCORER's decoder size, and a batch of 128
+# scenes, which are 256 pairs on CLEVR-Change. [ours] The number of layers: Fig. 6 shows the best one
+# for each data set, but our copy of it has no numbers. Own pairs are few: half of Spot-the-Diff's
+# width, one layer; validation says when to stop [ours].
 PRESETS = {
     "clevr_change": dict(lr=1e-3),
     "clevr_dc": dict(lr=1e-3, layers=1),

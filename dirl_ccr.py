@@ -40,6 +40,7 @@ the model, lists the differences. Both variants take some details from the relea
 and sums over cells in Eq. 3, reference words in L_ccr, coordinates, and a mean over words in
 Eq. 15. These are explained where they occur.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
+Licence: MIT. Written from the paper; no code of the authors' repository is in it.
 """
 
 from dataclasses import dataclass
@@ -99,7 +100,9 @@ class Config(RunConfig):
     ccr_pool: Literal["words", "padded"] = "words"  # Eq. 12: from START to END, or padding as well
     ccr_states: Literal["attention", "normed"] = "attention"  # Eq. 8-9, or after their LayerNorms
     ccr_logits: Literal["two_way", "summed"] = "two_way"  # Eq. 14, or one loss over S + S^T
-    ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # pairs of equal captions
+    ccr_equal_captions: Literal["ignored", "negatives"] = (
+        "ignored"  # equal captions in L_ccr [ours]
+    )
     variant: Literal["paper", "released"] = "paper"  # disputed details: paper's, or released code's
     val_decode: Literal["greedy", "sample"] = "greedy"  # decoding of validation captions
     blind: bool = False  # zero the image features (language-only baseline)
@@ -417,6 +420,8 @@ class DIRL(nn.Module):
             valid = caption != NULL
             if cfg.ccr_pool == "padded":
                 valid = torch.ones_like(valid)
+            # [ours] Pairs of equal captions are no negatives of each other. The paper: "the others
+            # will be the negatives in this batch" (section 3.5).
             same = (caption[:, None] == caption).all(-1)  # (B, B)
             if cfg.ccr_equal_captions == "negatives":
                 same = torch.zeros_like(same)
@@ -483,7 +488,7 @@ RELEASED = {  # --variant released: the released code's side of each disputed de
         ccr_states="normed",
         # Eq. 14 is InfoNCE both ways; the release adds S and its transpose and takes rows only.
         ccr_logits="summed",
-        # Many pairs share a caption, above all distractors; in the release they are negatives.
+        # Many pairs share a caption, above all distractors; in paper and release they are negatives.
         ccr_equal_captions="negatives",
         # Section 4.2 decodes greedily; the release samples during validation.
         val_decode="sample",

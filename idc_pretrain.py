@@ -22,6 +22,7 @@ S = 2 (N + 1) visual tokens: [IMG1] v_1 ... v_N [IMG2] v_1 ... v_N.
 Rows of the paper's tables -> flags: above PRESETS. Differences from the released code: RELEASED,
 both after the model; what both variants share is explained where it occurs.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
+Licence: MIT. Written from the paper; no code of the authors' repository is in it.
 """
 
 import json
@@ -118,7 +119,8 @@ class Embedding(nn.Module):
     """Eq. 1-3: y = Dropout(LN(x + type + position)) for words, cells and special tokens, which
     share one LayerNorm and one table of types.
 
-    As released, special tokens have no position, and words are multiplied by sqrt(D)."""
+    As released, special tokens have no position, where the paper adds one to each token (section
+    2.1), and words are multiplied by sqrt(D)."""
 
     # The parts of the sequence; [IMG1], [IMG2] and [CLS] stand before them.
     IMAGE_1 = 0
@@ -811,10 +813,11 @@ def stage_rate(cfg: Config, stage: str, step: int) -> float:
             lr = lr / 2 ** min(step // 10000, 2)
         return lr
     warmup = max(1, cfg.pretrain_warmup)
-    factor = min((step + 1) / warmup, 1.0)
-    if cfg.pretrain_decay == "inverse_sqrt":
-        factor = min(factor, (warmup / (step + 1)) ** 0.5)
-    return cfg.pretrain_lr * factor
+    if cfg.pretrain_decay == "none":
+        return cfg.pretrain_lr * min((step + 1) / warmup, 1.0)
+    if step == 0:
+        return 1e-8  # as released, whose rates are a step behind the ones above
+    return cfg.pretrain_lr * min(step / warmup, (warmup / step) ** 0.5)
 
 
 def compute_losses(
@@ -1013,13 +1016,15 @@ def stems(before: str, after: str | None) -> tuple[str, str]:
 
 
 def rewrite(dataset) -> dict[str, list[str]]:
-    """Each training pair's id -> its six negatives, two each from Retrieve, Replace and Confuse.
+    """Each training pair's id -> its six negatives, two each from Retrieve, Replace and Confuse, as
+    in section "Implementation Details" ("retrieve:replace:confuse=2:2:2").
 
     [ours] All captions of a pair share its negatives. Single images (CUB) have no subjects to
     confuse: three come from Retrieve, three from Replace. If a strategy finds too few, Retrieve and
-    then Replace make up for it. A scene's changed and unchanged pair share five rewrites of the
-    change. The sixth, in place of one from Retrieve, is a caption of the other pair, so that text
-    alone does not show which of the two pairs a set belongs to."""
+    then Replace make up for it. On CLEVR-Change the ratio is 1:2:2 and one: a scene's changed and
+    distractor pair share five rewrites of the change. The sixth, in place of one from Retrieve, is
+    a caption of the other pair, so that text alone does not show which of the two pairs a set
+    belongs to."""
     scenes = dataset.scenes["train"]
     unchanged = dataset.kinds.get("no change", set())
     captions = []
@@ -1140,8 +1145,9 @@ def retrieve(queries: list[str], texts: list[str], idf: dict[str, float], count:
 
 def parse(dataset, texts: list[str]) -> tuple[dict, dict, dict]:
     """For each text: its tokens, with the spaces that follow; its words of KINDS, and others that
-    spaCy tags as nouns or adjectives, (index, word, kind or tag); its subjects. Captions from
-    templates are not tagged, so only words of KINDS are replaced there."""
+    spaCy tags as nouns or adjectives, (index, word, kind or tag); its subjects. [ours] The paper
+    tags with "Stanford CoreNLP tool" (section "Replace"). Captions from templates are not tagged,
+    so only words of KINDS are replaced there."""
     import data
 
     tokens = {}

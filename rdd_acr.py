@@ -42,6 +42,7 @@ prompts (Table 6)           --prompt none, fixed or learnable
 vectors (Fig. 4)            --object_vectors 32, --action_vectors 5
 
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
+Licence: MIT. Written from the paper, whose authors have published no code.
 """
 
 import functools
@@ -424,6 +425,9 @@ class RDD(nn.Module):
             )
         # [ours] As in CoOp, all nouns share one prompt and all verbs another; CoCoOp makes one for
         # each input.
+        # [ours] One prompt for all noun phrases and one for all verb phrases, as in CoOp. The paper
+        # also cites CoCoOp, and says that prompts "adaptively generate different prompts for
+        # different segments": ours is the weaker reading.
         self.noun_prompt = None
         self.verb_prompt = None
         size = (cfg.prompt_tokens, cfg.clip_width)
@@ -703,7 +707,10 @@ def segments(doc) -> tuple[list[str], list[str]]:
 
 
 def phrases_of(dataset, cfg: Config) -> Phrases | None:
-    """The phrases of a data set's (data.Dataset) training captions; None if no loss needs them."""
+    """The phrases of a data set's (data.Dataset) training captions; None if no loss needs them.
+
+    [ours] Rules read the captions of templates (mini, CLEVR-Change, CLEVR-DC), on which spaCy often
+    errs; the paper: "we use spaCy [...] to extract all noun and verb segments" (section ACR)."""
     import data
 
     if not (cfg.w_n2o or cfg.w_v2a):

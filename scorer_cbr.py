@@ -40,6 +40,7 @@ the model, lists the differences. Both variants take some details from the relea
 for 1 / tau, coordinates, attention without output projection, feed-forwards of width D, and a mean
 over words in Eq. 12. These are explained where they occur.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
+Licence: MIT. Written from the paper; no code of the authors' repository is in it.
 """
 
 import math
@@ -484,7 +485,9 @@ class SCORER(nn.Module):
 # Layers, loss weights and batch sizes are from sections 4.5 and 6.1-6.2; the layers "2, 1, 3, and
 # 2" are read in Table 8's order, as section 4.5 says that Spot-the-Diff has most. CLEVR-Change's
 # w_cbr and the exponents of the learning rates, lost in our copy of the paper, are from the
-# release. So are the drops every 15 epochs (lr_drop), which the paper does not mention.
+# release. So are the drops every 15 epochs (lr_drop), which the paper does not mention. No code of
+# SCORER is released for the other data sets: use_coords=False is what DIRL's release has there
+# [ours].
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(layers=1, w_match=0.01, w_cbr=0.004, lr_drop=4785, use_coords=False),
