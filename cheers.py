@@ -761,9 +761,9 @@ def entities_of_files(model: CHEERS, state: dict, files: list) -> Tensor | None:
 # ---- presets -------------------------------------------------------------------------------------
 
 # Batch and rate from section 4.3. [ours] 10,000 steps, SCORER's decoder size, and a batch of 128
-# scenes, which are 256 pairs on CLEVR-Change. [ours] The number of layers: Fig. 6 shows the best one
-# for each data set, but our copy of it has no numbers. Own pairs are few: half of Spot-the-Diff's
-# width, one layer; validation says when to stop [ours].
+# scenes, which are 256 pairs on CLEVR-Change. [ours] The number of layers: Fig. 6 shows the best
+# one for each data set, but our copy of it has no numbers. Own pairs are few: half of
+# Spot-the-Diff's width, one layer; validation says when to stop [ours].
 PRESETS = {
     "clevr_change": dict(lr=1e-3),
     "clevr_dc": dict(lr=1e-3, layers=1),

@@ -2552,7 +2552,10 @@ def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = N
     remedy = f"load it once with a network, or fetch the weights and give --clip {file}"
     with file_errors(f"--clip {name}", remedy):
         create = open_clip.create_model_and_transforms
-        clip, _, preprocess = create(model, weights, force_quick_gelu=quick)
+        # [ours] CLIP's own transform crops the centre, and would miss changes at the border.
+        clip, _, preprocess = create(
+            model, weights, force_quick_gelu=quick, image_resize_mode="squash"
+        )
     if not isinstance(clip, open_clip.CLIP) or clip.text_pool_type != "argmax":
         raise InputError(
             f"--clip {name}: its text encoder takes no learned prompts; choose a model such as "

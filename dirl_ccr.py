@@ -488,7 +488,7 @@ RELEASED = {  # --variant released: the released code's side of each disputed de
         ccr_states="normed",
         # Eq. 14 is InfoNCE both ways; the release adds S and its transpose and takes rows only.
         ccr_logits="summed",
-        # Many pairs share a caption, above all distractors; in paper and release they are negatives.
+        # Many pairs share a caption, above all distractors; paper and release: they are negatives.
         ccr_equal_captions="negatives",
         # Section 4.2 decodes greedily; the release samples during validation.
         val_decode="sample",
