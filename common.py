@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
+import io
 import json
 import math
 import os
@@ -728,11 +729,15 @@ class Run:
         for number in (signal.SIGINT, signal.SIGTERM):
             self.handlers[number] = signal.signal(number, self.on_signal)
         self.began = time.perf_counter()
+        begun = False
         bar = tqdm(total=last - first, initial=self.step - first, desc=stage, disable=None)
         try:
             while not self.finished():
                 epoch, start = divmod(self.step - first, source.steps(batch_size))
                 for batches in source.train_batches(batch_size, self.cfg.seed, epoch, start):
+                    if not begun:
+                        check_captions(batches)
+                    begun = True
                     yield batches
                     bar.update()
                     if self.stop:
@@ -904,6 +909,18 @@ class Run:
         path = self.dir / "best.pt"
         state = load_checkpoint(path, self.cfg.device)
         return load_weights(self.model, state["model"], path).eval()
+
+
+def check_captions(batches: tuple) -> None:
+    """InputError if captions begin with another id than START: they were made with other special
+    ids, so that words would be taken for padding or ends, in silence."""
+    for batch in batches:
+        if not (batch.caption[:, 0] == START).all():
+            raise InputError(
+                f"captions must begin with the id {START} (START in common.py), found "
+                f"{batch.caption[:, 0].unique().tolist()}; give these ids, or change the four "
+                "special ids in common.py before a method is imported"
+            )
 
 
 def code_version() -> str:
@@ -1091,11 +1108,27 @@ def load_captioner(
 # ---- main ----------------------------------------------------------------------------------------
 
 
+# Modules that are imported when they are needed -> what pip calls them.
+PACKAGES = {
+    "h5py": "h5py",
+    "matplotlib": "matplotlib",
+    "open_clip": "open_clip_torch",
+    "PIL": "pillow",
+    "pycocoevalcap": "pycocoevalcap",
+    "spacy": "spacy",
+    "timm": "timm",
+    "torchvision": "torchvision",
+}
+
+
 def run_main(main: Callable[[], None]) -> None:
     """Run a script's main.
 
-    Input, data and memory errors print one line and exit 2; programming errors keep their
-    traceback. SIGINT exits 130, SIGTERM 143."""
+    Input, data and memory errors and missing packages print one line and exit 2; programming errors
+    keep their traceback. SIGINT exits 130, SIGTERM 143."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may lack signs of captions
+            stream.reconfigure(errors="replace")
     # Pillow warns of odd pictures that it can read; those that it cannot read are errors anyway.
     warnings.filterwarnings("ignore", module="PIL")
     signal.signal(signal.SIGTERM, exit_on_signal)
@@ -1106,9 +1139,16 @@ def run_main(main: Callable[[], None]) -> None:
     except (InputError, OSError, FloatingPointError, MemoryError, RuntimeError) as e:
         if isinstance(e, RuntimeError) and not is_out_of_memory(e):
             raise
-        text = " ".join(str(e).split()) or type(e).__name__
-        print(f"error: {text}", file=sys.stderr)
-        sys.exit(2)
+        exit_with_error(" ".join(str(e).split()) or type(e).__name__)
+    except ModuleNotFoundError as e:
+        if e.name not in PACKAGES:
+            raise
+        exit_with_error(f"the package {e.name} is missing; run: pip install {PACKAGES[e.name]}")
+
+
+def exit_with_error(text: str) -> None:
+    print(f"error: {text}", file=sys.stderr)
+    sys.exit(2)
 
 
 def exit_on_signal(number: int, _frame) -> None:

@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import signal
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -454,6 +455,8 @@ def test_a_run_needs_a_folder():
 class Words:
     """As much of a data set as a run's checkpoints need: three batches an epoch."""
 
+    first_id = common.START
+
     def __init__(self, words=("a", "b")):
         self.words = list(words)
 
@@ -461,7 +464,9 @@ class Words:
         return 3
 
     def train_batches(self, batch_size, seed, epoch, first=0):
-        return [(epoch, number) for number in range(first, 3)]
+        caption = torch.tensor([[self.first_id, 4, common.END]])
+        steps = [(epoch, number) for number in range(first, 3)]
+        return [(SimpleNamespace(place=step, caption=caption),) for step in steps]
 
     def state(self):
         return {"vocab": self.words, "grid": (2,), "max_len": 3}
@@ -499,13 +504,13 @@ def train(
     model = Linear(cfg)
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
     run = Run(cfg, model, [dataset], resume)
-    for batch in run.steps(dataset, cfg.batch_size, optimizer, cfg.steps):
+    for (batch,) in run.steps(dataset, cfg.batch_size, optimizer, cfg.steps):
         optimizer.param_groups[0]["lr"] = learning_rate(cfg, run.step)
         loss = model.layer(torch.ones(2) + torch.rand(2)).square().sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        seen.append(batch)
+        seen.append(batch.place)
         if each:
             each(run.step)
         run.record({"total": loss})
@@ -649,6 +654,12 @@ def test_stages_each_have_an_optimizer(tmp_path):
         assert run.step == 2
         next(run.steps(Words(), 1, optimizer, last=4, first=first, stage="two"))
         assert len(optimizer.state) == taken_over
+
+
+def test_captions_with_other_special_ids_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(Words, "first_id", 1)
+    with pytest.raises(InputError, match="special"):
+        train(tmp_path)
 
 
 def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path):
@@ -817,6 +828,7 @@ def test_errors_of_a_file_name_it_and_the_remedy(error, reason):
         (OSError("x"), 2),
         (FloatingPointError("x"), 2),
         (MemoryError(), 2),
+        (ModuleNotFoundError("No module named 'open_clip'", name="open_clip"), 2),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), 2),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2),
         (KeyboardInterrupt(), 130),
@@ -831,6 +843,15 @@ def test_errors_become_exit_codes(error, code, capsys):
     assert e.value.code == code
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (0 if code == 130 else 1)
+
+
+def test_what_a_terminal_cannot_show_is_replaced():
+    script = "import common; common.run_main(lambda: print('Gebäude \u2713'))"
+    environment = os.environ | {"PYTHONIOENCODING": "cp1252"}
+    root = Path(common.__file__).parent
+    call = [sys.executable, "-c", script]
+    done = subprocess.run(call, cwd=root, env=environment, capture_output=True)
+    assert done.stdout.decode("cp1252").strip() == "Gebäude ?", done.stderr
 
 
 def test_sigterm_outside_training_exits_143():
@@ -848,6 +869,7 @@ def test_sigterm_outside_training_exits_143():
         RuntimeError("an illegal memory access"),
         KeyError("x"),
         ValueError("too many values to unpack"),
+        ModuleNotFoundError("No module named 'mine'", name="mine"),
     ],
 )
 def test_programming_errors_keep_their_traceback(error):
