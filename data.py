@@ -34,6 +34,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -1658,44 +1659,36 @@ def read_captions(read: Callable, dataset_name: str, captions: Iterable[str]) ->
 
 # ---- scores: words -------------------------------------------------------------------------------
 
-JAVA_TIMEOUT = 60  # seconds in which `java -version` must end
-
 
 @functools.cache
 def java_works() -> bool:
-    """Does `java` run? Asked once. Makes Java programs read and write 0.5 even if the system's
-    language has 0,5."""
-    options = os.environ.get("JAVA_TOOL_OPTIONS", "")
-    options += " -Dfile.encoding=UTF-8 -Duser.language=en -Duser.country=US"
-    os.environ["JAVA_TOOL_OPTIONS"] = options.strip()
-    # A pipe could outlive the time limit.
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    try:
-        return subprocess.call(["java", "-version"], **streams, timeout=JAVA_TIMEOUT) == 0
-    except (OSError, subprocess.SubprocessError):
-        return False
+    """Does `java` run? Asked once; if it does not, a line says what is lost."""
+    # A Mac without Java has a `java`, too, which only says where to get one.
+    works = bool(shutil.which("java"))
+    works = works and subprocess.run(["java", "-version"], capture_output=True).returncode == 0
+    if not works:
+        print("no METEOR, no SPICE, and other words than the PTB tokenizer's: they need Java")
+    return works
 
 
 def ptb_tokenize(texts: list[str]) -> list[str]:
     """The words, joined by spaces, of texts without line breaks, by pycocoevalcap's Stanford
-    tokenizer. The package's own class is not used, because it prints to the terminal and writes a
-    file next to itself. OSError if Java fails twice."""
+    tokenizer. OSError if it fails.
+
+    The package's own class is not used: it does not notice a lost line, after which every caption
+    would be compared with the references of another."""
     from pycocoevalcap.tokenizer import ptbtokenizer
 
     jar = Path(ptbtokenizer.__file__).with_name(ptbtokenizer.STANFORD_CORENLP_3_4_1_JAR)
     program = "edu.stanford.nlp.process.PTBTokenizer"
     call = ["java", "-cp", str(jar), program, "-preserveLines", "-lowerCase"]
     content = "".join(f"{text}\n" for text in texts).encode()
-    for _ in range(2):
-        # In a session of its own, as Ctrl-C in a terminal reaches every program of ours.
-        done = subprocess.run(call, input=content, capture_output=True, start_new_session=True)
-        lines = done.stdout.decode().split("\n")[:-1]
-        if done.returncode == 0 and len(lines) == len(texts):
-            break
-    else:
+    done = subprocess.run(call, input=content, capture_output=True)
+    lines = done.stdout.decode().split("\n")[:-1]
+    if done.returncode != 0 or len(lines) != len(texts):
         raise OSError(
-            f"the PTB tokenizer's Java program failed twice (exit code {done.returncode}, "
-            f"{len(lines)} lines for {len(texts)} captions); try again"
+            f"the PTB tokenizer's Java program failed (exit code {done.returncode}, {len(lines)} "
+            f"lines for {len(texts)} captions); try again"
         )
     tokenized = []
     for line in lines:
@@ -1706,7 +1699,7 @@ def ptb_tokenize(texts: list[str]) -> list[str]:
 
 
 def plain_tokenize(text: str) -> str:
-    """The substitute if there is no Java: lower case, no punctuation. It gives the Stanford
+    """For validation, and where there is no Java: lower case, no punctuation. It gives the Stanford
     tokenizer's words on mini's templates. Elsewhere it differs: "dog s", "don t", "3 5" and
     "cannot" for Stanford's "dog 's", "do n't", "3.5" and "can not"; brackets stay."""
     words = re.sub(r"""[.,:;?!'"`]""", " ", text.lower()).split()
@@ -1714,98 +1707,33 @@ def plain_tokenize(text: str) -> str:
 
 
 def scored_words(
-    texts: list[str], tokens: str, index: dict[str, int] | None
-) -> tuple[list[str], str]:
-    """The words of every text as `score` compares them, joined by spaces, and which tokenizer made
-    them."""
+    texts: list[str], tokens: str, index: dict[str, int] | None, quick: bool
+) -> list[str]:
+    """The words of every text as `score` compares them, joined by spaces."""
     # A line break inside a caption would shift all later ones.
     texts = [" ".join(text.split()) for text in texts]
     if tokens == "split":
-        return texts, "none, words as they are"
+        return texts
     if tokens == "ids":
         numbered = []
         for text in texts:
             ids = [str(index.get(word, UNK)) for word in text.split()]
             numbered.append(" ".join(ids))
-        return numbered, "none, words as ids"
-    if java_works():
-        return ptb_tokenize(texts), "PTB (Java)"
-    return [plain_tokenize(text) for text in texts], "approximate (PTB needs Java)"
+        return numbered
+    if quick or not java_works():
+        return [plain_tokenize(text) for text in texts]
+    return ptb_tokenize(texts)
 
 
 # ---- scores: metrics -----------------------------------------------------------------------------
 
-METRICS = (
-    "BLEU-1",
-    "BLEU-2",
-    "BLEU-3",
-    "BLEU-4",
-    "METEOR",
-    "ROUGE-L",
-    "CIDEr",
-    "CIDEr (one pool)",
-    "SPICE",
-)
-ONE_CAPTION = "one caption for all"
+METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
 SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
-
-
-def meteor(refs: dict[str, list[str]], rows: dict[str, dict[str, str]]) -> dict[str, float]:
-    """METEOR of every row of captions, see `score`."""
-    from pycocoevalcap.meteor.meteor import Meteor
-
-    program = Meteor()
-    scores = {}
-    try:
-        for name, hyps in rows.items():
-            gts = {i: refs[i] for i in hyps}
-            res = {i: [text] for i, text in hyps.items()}
-            scores[name] = program.compute_score(gts, res)[0]
-    finally:
-        # After an error the object still has its lock and unsent lines; its destructor would wait
-        # for them.
-        program.lock = threading.Lock()
-        with contextlib.suppress(OSError):
-            program.meteor_p.stdin.close()
-    return scores
-
-
-def spice(refs: dict[str, list[str]], rows: dict[str, dict[str, str]]) -> dict[str, float]:
-    """SPICE of every row of captions, see `score`. It is a mean over captions, so one run (minutes)
-    serves all rows."""
-    from pycocoevalcap.spice.spice import Spice
-
-    captions = list(dict.fromkeys(caption for hyps in rows.values() for caption in hyps.items()))
-    gts = {n: refs[i] for n, (i, _) in enumerate(captions)}
-    res = {n: [text] for n, (_, text) in enumerate(captions)}
-    _, each = Spice().compute_score(gts, res)
-    of_caption = {caption: parts["All"]["f"] for caption, parts in zip(captions, each, strict=True)}
-    scores = {}
-    for name, hyps in rows.items():
-        scores[name] = float(np.mean([of_caption[caption] for caption in hyps.items()]))
-    return scores
-
-
-def java_metric(metric: str, tokens: str, refs: dict, rows: dict) -> tuple[dict[str, float], str]:
-    """METEOR or SPICE of every row, and "" or the reason why there is none."""
-    import pycocoevalcap.spice
-
-    if not java_works():
-        return {}, "needs Java; is there one? Try: java -version"
-    if metric == "SPICE":
-        if tokens == "ids":
-            return {}, "it reads sentences, not ids"
-        lib = Path(pycocoevalcap.spice.__path__[0], "lib")
-        if not all((lib / jar).exists() for jar in SPICE_MODELS):  # they would be downloaded
-            command = "python -m pycocoevalcap.spice.get_stanford_models"
-            return {}, f"its models are not there; run: {command}"
-    try:
-        if metric == "METEOR":
-            return meteor(refs, rows), ""
-        return spice(refs, rows), ""
-    except (OSError, ValueError, subprocess.SubprocessError) as e:
-        needs = {"METEOR": "2 GB of memory", "SPICE": "8 GB of memory and usually Java 8"}[metric]
-        return {}, f"its Java program failed ({e}); it needs {needs}"
+NEEDS = {
+    "METEOR": "It needs 2 GB of memory, and a language that writes 0.5 and not 0,5: "
+    "JAVA_TOOL_OPTIONS=-Duser.language=en",
+    "SPICE": "It needs 8 GB of memory and usually Java 8.",
+}
 
 
 def score(
@@ -1815,27 +1743,22 @@ def score(
     quick: bool = False,
     tokens: Literal["ptb", "split", "ids"] = "ptb",
     index: dict[str, int] | None = None,
-    constant: str | None = None,
-) -> dict:
+) -> dict[str, dict[str, float]]:
     """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's
-    ids that have a prediction: {"scores": {group: {metric: number or None}}, "missing": {metric:
-    reason}, "tokenizer": the one used, "captions": {"all": how many there are, "different": how
-    many different ones, "verbatim": the % that are a reference of their id word for word}}.
+    ids that have a prediction: {group: {metric: number}}.
 
     The metrics are pycocoevalcap's, whose CIDEr is CIDEr-D. An id is scored against its own
     references: in Spot-the-Diff all captions of a pair, even empty ones; in Image Editing Request
     the three of a `uid`; in LEVIR-CC the five of a file name; in Birds-to-Words those of its two
-    photographs. Every group is its own corpus, as in the field's scripts: CIDEr counts document
+    photographs. Every group is its own corpus, as in the published scripts: CIDEr counts document
     frequencies in the group's references, so the total is not an average of the groups, and a
-    group of one image gets 0. "CIDEr (one pool)" is the mean over the group's captions with
-    document frequencies counted over all pairs, as IDC's own row of its Table 3 seems to be made.
-    `quick` leaves out this one and, because they run Java programs, METEOR and SPICE.
+    group of one image gets 0.
     tokens: "ptb" is what most data sets use: the Stanford tokenizer's lower-case words without
     punctuation; "split": captions are words already, split at blanks (Birds-to-Words); "ids"
     (LEVIR-CC): words are replaced by their numbers in `index`, which must be given, and all words
-    that it lacks by UNK's, so that these match each other. constant: a caption scored for
-    comparison, as if it were predicted for every id. InputError if an id has no reference, or
-    there is none to score."""
+    that it lacks by UNK's, so that these match each other.
+    quick: without the Java programs: no METEOR and SPICE, and plain_tokenize for "ptb". Without
+    Java every score is quick. InputError if an id has no reference, or there is none to score."""
     if not predictions:
         raise InputError("no predictions to score; expected at least one {image id: caption}")
     absent = [i for i in predictions if not references.get(i)]
@@ -1844,153 +1767,109 @@ def score(
             f"prediction {absent[0]!r} has no reference; give its split's references, or leave it "
             "out"
         )
-    hyps, refs, constant, tokenizer = compared_words(
-        predictions, references, constant, tokens, index
-    )
-    # The last two come last, so that a group of such a name cannot replace them.
-    rows = {}
-    for name, members in (groups or {}).items():
-        row = {i: hyps[i] for i in hyps if i in members}
-        if row:
-            rows[name] = row
-    if constant is not None:
-        rows[ONE_CAPTION] = dict.fromkeys(hyps, constant)
-    rows["total"] = hyps
-    scores, missing = score_rows(refs, rows, quick, tokens)
-    verbatim = sum(hyps[i] in refs[i] for i in hyps)
-    first = [name for name in ("total", ONE_CAPTION) if name in rows]
-    return {
-        "scores": {name: scores[name] for name in dict.fromkeys([*first, *rows])},
-        "missing": missing,
-        "tokenizer": tokenizer,
-        "captions": {
-            "all": len(hyps),
-            "different": len(set(hyps.values())),
-            "verbatim": round(100 * verbatim / len(hyps), 2),
-        },
-    }
-
-
-def compared_words(
-    predictions: dict[str, str],
-    references: dict[str, list[str]],
-    constant: str | None,
-    tokens: str,
-    index: dict[str, int] | None,
-) -> tuple[dict[str, str], dict[str, list[str]], str | None, str]:
-    """Predictions, their references and the constant as `score` compares them, and the tokenizer
-    used. It is asked once, as it takes seconds to start."""
-    texts = [constant or ""]
+    texts = []
     for i, caption in predictions.items():
         texts += [caption, *references[i]]
-    words, tokenizer = scored_words(texts, tokens, index)
-    remaining = iter(words)
-    constant_words = next(remaining)
-    if constant is not None:
-        constant = constant_words
+    # All at once, because the tokenizer takes a second to start.
+    words = iter(scored_words(texts, tokens, index, quick))
     hyps = {}
     refs = {}
     for i in predictions:
-        hyps[i] = next(remaining)
-        refs[i] = [next(remaining) for _ in references[i]]
-    return hyps, refs, constant, tokenizer
+        hyps[i] = [next(words)]
+        refs[i] = [next(words) for _ in references[i]]
 
-
-def score_rows(
-    refs: dict[str, list[str]], rows: dict[str, dict[str, str]], quick: bool, tokens: str
-) -> tuple[dict[str, dict], dict[str, str]]:
-    """The metrics of each row of captions, and of missing ones the reason, see `score`."""
-    scores = {}
-    pool = {}  # (id, caption) -> CIDEr with document frequencies counted over all pairs
-    for name, row in rows.items():
-        scores[name] = {} if quick else dict.fromkeys(METRICS)
-        metrics, each = quick_metrics(refs, row)
-        scores[name] |= metrics
-        if name in ("total", ONE_CAPTION):
-            pool |= zip(row.items(), each, strict=True)
-    missing = {}
+    rows = {"total": hyps}
+    for name, members in (groups or {}).items():
+        row = {i: hyps[i] for i in hyps if i in members}
+        if row and name != "total":  # a kind of own pairs may have any name
+            rows[name] = row
+    scores = {name: quick_metrics(refs, row) for name, row in rows.items()}
     if not quick:
-        for name, row in rows.items():
-            pooled = [pool[caption] for caption in row.items()]
-            scores[name]["CIDEr (one pool)"] = sum(pooled) / len(pooled)
-        for metric in ("METEOR", "SPICE"):
-            values, reason = java_metric(metric, tokens, refs, rows)
-            if reason:
-                missing[metric] = reason
-            for name, value in values.items():
+        for metric, program in java_programs(tokens).items():
+            for name, value in java_metric(metric, program, refs, rows).items():
                 scores[name][metric] = value
     for row in scores.values():
         for metric, value in row.items():
-            if value is not None:
-                row[metric] = round(100 * float(value), 2)
-    return scores, missing
+            row[metric] = round(100 * float(value), 2)
+    return scores
 
 
-def quick_metrics(
-    refs: dict[str, list[str]], row: dict[str, str]
-) -> tuple[dict[str, float], list[float]]:
-    """BLEU, ROUGE-L and CIDEr of a row of captions, and CIDEr of each of them."""
+def quick_metrics(refs: dict[str, list[str]], hyps: dict[str, list[str]]) -> dict[str, float]:
+    """BLEU, ROUGE-L and CIDEr of a row of captions: id -> [caption]."""
     from pycocoevalcap.bleu.bleu import Bleu
+    from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.rouge.rouge import Rouge
 
-    gts = {i: refs[i] for i in row}
-    res = {i: [text] for i, text in row.items()}
-    bleu, _ = Bleu(4).compute_score(gts, res, verbose=0)
+    gts = {i: refs[i] for i in hyps}
+    bleu, _ = Bleu(4).compute_score(gts, hyps, verbose=0)
     metrics = dict(zip(METRICS[:4], bleu, strict=True))
-    metrics["ROUGE-L"], _ = Rouge().compute_score(gts, res)
-    metrics["CIDEr"], each = cider(refs, row)
-    return metrics, each
+    metrics["ROUGE-L"], _ = Rouge().compute_score(gts, hyps)
+    metrics["CIDEr"] = 0.0
+    if any(any(texts) for texts in gts.values()):  # without a word in them, Cider fails
+        metrics["CIDEr"], _ = Cider().compute_score(gts, hyps)
+    return metrics
 
 
-def cider(refs: dict[str, list[str]], row: dict[str, str]) -> tuple[float, list[float]]:
-    """CIDEr of a row of captions, and of each of them."""
-    from pycocoevalcap.cider.cider import Cider
+@functools.cache
+def spice_works() -> bool:
+    """Are SPICE's models there? Asked once; if they are not, a line says how to get them."""
+    import pycocoevalcap.spice
 
-    gts = {i: refs[i] for i in row}
-    res = {i: [text] for i, text in row.items()}
-    if not any(any(texts) for texts in gts.values()):  # without a word in them, Cider fails
-        return 0.0, [0.0] * len(row)
-    mean, each = Cider().compute_score(gts, res)
-    return mean, list(each)
+    lib = Path(pycocoevalcap.spice.__path__[0], "lib")
+    works = all((lib / jar).exists() for jar in SPICE_MODELS)
+    if not works:
+        command = "python -m pycocoevalcap.spice.get_stanford_models"
+        print(f"no SPICE: its models are not there; run: {command}")
+    return works
 
 
-def format_scores(result: dict) -> str:
-    """The result of `score` as text: a table with one row per group, the reasons for missing
-    metrics, and what `report` adds."""
-    headings = {name: name for name in METRICS if name not in ("BLEU-2", "BLEU-3")}
-    headings["CIDEr (one pool)"] = "one pool"
-    width = max(len(name) for name in result["scores"])
-    lines = [" " * width + "".join(f"{heading:>9}" for heading in headings.values())]
-    for name, values in result["scores"].items():
+def java_programs(tokens: str) -> dict:
+    """pycocoevalcap's Meteor and Spice, as far as they work here."""
+    from pycocoevalcap.meteor.meteor import Meteor
+    from pycocoevalcap.spice.spice import Spice
+
+    programs = {}
+    if java_works():
+        programs["METEOR"] = Meteor()
+        # SPICE reads sentences, not ids. Without its models Spice() would download them.
+        if tokens != "ids" and spice_works():
+            programs["SPICE"] = Spice()
+    return programs
+
+
+def java_metric(metric: str, program, refs: dict, rows: dict) -> dict[str, float]:
+    """METEOR or SPICE of every row of captions; {} and a printed line if the program fails."""
+    values = {}
+    try:
+        for name, hyps in rows.items():
+            gts = {i: refs[i] for i in hyps}
+            values[name], _ = program.compute_score(gts, hyps)
+    except (OSError, ValueError, subprocess.SubprocessError) as e:
+        print(f"no {metric}: its Java program failed ({e}). {NEEDS[metric]}")
+        return {}
+    finally:
+        # After an error Meteor still has its lock, for which its destructor would wait for ever.
+        program.lock = threading.Lock()
+    return values
+
+
+def format_scores(scores: dict[str, dict[str, float]]) -> str:
+    """The result of `score` as a table with one row per group."""
+    headings = [name for name in METRICS if name not in ("BLEU-2", "BLEU-3")]
+    width = max(len(name) for name in scores)
+    lines = [" " * width + "".join(f"{heading:>9}" for heading in headings)]
+    for name, values in scores.items():
         line = f"{name:<{width}}"
         for metric in headings:
-            value = values.get(metric)
-            cell = "-" if value is None else f"{value:.2f}"
+            cell = f"{values[metric]:.2f}" if metric in values else "-"
             line += f"{cell:>9}"
         lines.append(line)
-    for metric, reason in result["missing"].items():
-        lines.append(f"no {metric}: {reason}")
-    lines.append(f"tokenizer: {result['tokenizer']}")
-    captions = result.get("captions")
-    if captions:
-        lines.append(
-            f"{captions['different']} different captions for {captions['all']} pairs; "
-            f"{captions['verbatim']:.1f} % are a reference of their pair word for word"
-        )
-    if ONE_CAPTION in result:
-        lines.append(f"{ONE_CAPTION}: {result[ONE_CAPTION]}")
-    shares = {"right": result.get("accuracy", {})}
-    for name, values in result.get("pointing", {}).items():
-        if name != "boxes":
-            shares[f"pointing game, {name}"] = values
-    for name, values in shares.items():
-        if values:
-            numbers = ", ".join(f"{group} {value:.1f}" for group, value in values.items())
-            lines.append(f"{name}, in %: {numbers}")
     return "\n".join(lines)
 
 
 # ---- scores: of a data set's split ---------------------------------------------------------------
+
+ONE_CAPTION = "one caption for all"
 
 
 def results(
@@ -2010,42 +1889,59 @@ def results(
     lines)."""
     if not dataset.scenes[split]:
         return {}
+    references = {pair.id: pair.captions for pair in dataset.pairs(split)}
     if out_dir is None:
-        return score_split(dataset, split, captions, quick=True)["scores"]["total"]
+        return protocol_scores(dataset, captions, references, quick=True)["total"]
     write_predictions(out_dir / f"captions_{split}{suffix}.json", captions)
+    groups = groups_of(dataset, split)
+    scores = protocol_scores(dataset, captions, references, groups)
     constant = one_caption(dataset)
-    result = score_split(dataset, split, captions, constant=constant)
-    result[ONE_CAPTION] = constant
-    result |= report(dataset, split, captions, maps)
+    said_of_all = dict.fromkeys(captions, scored_text(dataset, constant))
+    scores[ONE_CAPTION] = protocol_scores(dataset, said_of_all, references)["total"]
+    accuracy = accuracy_of(dataset, captions)
+    pointing = pointing_scores(dataset, split, maps, groups)
+    result = {
+        "scores": scores,
+        ONE_CAPTION: constant,
+        "different captions": len(set(captions.values())),
+        "accuracy": accuracy,
+        "pointing": pointing,
+    }
     text = json.dumps(result, indent=1) + "\n"
     write_text(out_dir / f"scores_{split}{suffix}.json", text)
-    print(format_scores(result))
+    print(format_scores(scores))
+    print(f"{ONE_CAPTION}: {constant}")
+    print(f"{result['different captions']} different captions for {len(captions)} pairs")
+    print_shares("right", accuracy)
+    for name, shares in pointing.items():
+        if name != "boxes":
+            print_shares(f"pointing game, {name}", shares)
     sheet = f"samples{'' if split == 'test' else f'_{split}'}{suffix}.png"
     sample_sheet(dataset, split, captions, maps, notes or {}, out_dir / sheet)
-    return result["scores"]["total"]
+    return scores["total"]
 
 
-def score_split(
+def print_shares(name: str, shares: dict[str, float]) -> None:
+    """A line of shares in %, if there are any."""
+    if shares:
+        numbers = ", ".join(f"{group} {value:.1f}" for group, value in shares.items())
+        print(f"{name}, in %: {numbers}")
+
+
+def protocol_scores(
     dataset: Dataset,
-    split: str,
     captions: dict[str, str],
+    references: dict[str, list[str]],
+    groups: dict[str, set[str]] | None = None,
     quick: bool = False,
-    constant: str | None = None,
-    references: dict[str, list[str]] | None = None,
-) -> dict:
-    """Scores of a split's captions, and of each of its groups, by the rule of the data set's
-    published tables; see `score`. quick: fewer metrics, no groups. references: used instead of the
-    split's."""
-    tokens = source_of(dataset.name).tokens
-    if references is None:
-        references = {pair.id: pair.captions for pair in dataset.pairs(split)}
+) -> dict[str, dict[str, float]]:
+    """`score` by the rule of the data set's published tables. captions: words of the vocabulary,
+    joined by spaces, as a model gives them; references: as they were written."""
     as_read = {}
-    for i, texts in references.items():
-        as_read[i] = [scored_text(dataset, text) for text in texts]
-    groups = {} if quick else groups_of(dataset, split)
-    if constant is not None:
-        constant = scored_text(dataset, constant)
-    return score(captions, as_read, groups, quick, tokens, dataset.vocab.index, constant)
+    for i in captions:
+        as_read[i] = [scored_text(dataset, text) for text in references[i]]
+    tokens = source_of(dataset.name).tokens
+    return score(captions, as_read, groups, quick, tokens, dataset.vocab.index)
 
 
 def scored_text(dataset: Dataset, caption: str) -> str:
@@ -2058,7 +1954,7 @@ def scored_text(dataset: Dataset, caption: str) -> str:
 
 def groups_of(dataset: Dataset, split: str) -> dict[str, set[str]]:
     """Pair ids to score separately: the release's groups; the pairs that no other split has (if any
-    are shared); quarters of viewpoint difficulty, if box overlaps are known."""
+    are shared); the hardest and easiest quarter of viewpoints, if box overlaps are known."""
     pairs = dataset.pairs(split)
     groups = dict(dataset.release.groups)
     elsewhere = set()
@@ -2070,12 +1966,10 @@ def groups_of(dataset: Dataset, split: str) -> dict[str, set[str]]:
         groups["without leaked pairs"] = clean
     overlap = dataset.release.overlap
     by_overlap = sorted((pair.id for pair in pairs if pair.id in overlap), key=overlap.get)
-    count = len(by_overlap)
-    if count:
-        # The outer two hold int(n / 4) pairs, as in the field's scripts.
-        ends = (0, count // 4, count // 2, count - count // 4, count)
-        for i, name in enumerate(("hardest", "2nd", "3rd", "easiest")):
-            groups[f"view: {name} quarter"] = set(by_overlap[ends[i] : ends[i + 1]])
+    if by_overlap:
+        quarter = len(by_overlap) // 4  # rounded down, as in the published scripts
+        groups["view: hardest quarter"] = set(by_overlap[:quarter])
+        groups["view: easiest quarter"] = set(by_overlap[len(by_overlap) - quarter :])
     return groups
 
 
@@ -2083,23 +1977,20 @@ def one_caption(dataset: Dataset) -> str:
     """The caption to give every pair without looking: of the 20 most frequent training captions the
     one with the best CIDEr on at most 250 validation pairs (training pairs if there are none)."""
     counts = Counter(text for pair in dataset.pairs("train") for text in pair.captions)
-    frequent = [text for text, _ in counts.most_common(20)]
     pairs = dataset.pairs("val") or dataset.pairs("train")
     pairs = pairs[:: math.ceil(len(pairs) / 250)]
-    texts = frequent + [text for pair in pairs for text in pair.captions]
-    as_read = [scored_text(dataset, text) for text in texts]
-    words, _ = scored_words(as_read, source_of(dataset.name).tokens, dataset.vocab.index)
-    words_of = dict(zip(texts, words, strict=True))
-    refs = {pair.id: [words_of[text] for text in pair.captions] for pair in pairs}
+    references = {pair.id: pair.captions for pair in pairs}
     ciders = {}
-    for text in frequent:
-        ciders[text], _ = cider(refs, dict.fromkeys(refs, words_of[text]))
+    for text, _ in counts.most_common(20):
+        said_of_all = dict.fromkeys(references, scored_text(dataset, text))
+        scores = protocol_scores(dataset, said_of_all, references, quick=True)
+        ciders[text] = scores["total"]["CIDEr"]
     return max(ciders, key=ciders.get)
 
 
 def no_change_captions(dataset: Dataset) -> set[str]:
-    """Captions that say that nothing changed: the field's, or else those of unchanged training
-    pairs."""
+    """Captions that say that nothing changed: those on the list of the data set's authors, or else
+    those of unchanged training pairs."""
     captions = source_of(dataset.name).same
     if not captions:
         unchanged = dataset.kinds.get("no change", set())
@@ -2123,38 +2014,17 @@ def is_right(dataset: Dataset, pair: Pair, caption: str) -> bool | None:
     return False if says_same else None
 
 
-def report(dataset: Dataset, split: str, captions: dict[str, str], maps: dict) -> dict:
-    """What else captions and attention maps (pair id -> name -> (H, W)) show, in %. "accuracy":
-    what mini's own judge says or, if unchanged pairs are known, how many changed and unchanged ones
-    are recognised (see `no_change_captions`). "pointing": see `pointing_scores`."""
-    shares = {}
-    unchanged = dataset.kinds.get("no change")
+def accuracy_of(dataset: Dataset, captions: dict[str, str]) -> dict[str, float]:
+    """What mini's own judge says of captions, in %; elsewhere, if unchanged pairs are known, the %
+    of changed and of unchanged pairs whose caption says so (see `no_change_captions`)."""
     if dataset.name == "mini":
         import mini
 
-        shares["accuracy"] = mini.accuracy(captions, dataset.root)
-    elif unchanged:
-        shares["accuracy"] = recognition(captions, unchanged, no_change_captions(dataset))
-    boxed = []  # pair id, side, box, picture
-    for pair in dataset.pairs(split):
-        if pair.id in maps and pair.id in dataset.release.boxes:
-            box_before, box_after = dataset.release.boxes[pair.id]
-            if box_before:
-                boxed.append((pair.id, "before", box_before, dataset.paths[pair.before]))
-            if box_after:
-                boxed.append((pair.id, "after", box_after, dataset.paths[pair.after]))
-    absent = [path for *_, path in boxed if not path.exists()]
-    if absent:
-        print(f"no pointing game: its pictures are not all there, such as {absent[0]}")
-    elif boxed:
-        shares["pointing"] = pointing_scores(maps, boxed, groups_of(dataset, split))
-    return shares
-
-
-def recognition(
-    captions: dict[str, str], unchanged: set[str], no_change: set[str]
-) -> dict[str, float]:
-    """Of changed and of unchanged pairs, the % whose caption says so."""
+        return mini.accuracy(captions, dataset.root)
+    unchanged = dataset.kinds.get("no change")
+    if not unchanged:
+        return {}
+    no_change = no_change_captions(dataset)
     hits = {"change recognised": [], "no change recognised": []}
     for i, caption in captions.items():
         says_same = caption in no_change
@@ -2180,22 +2050,37 @@ def pointing_hit(heat: Tensor, box: list[int], size: tuple[int, int]) -> bool:
 
 
 def pointing_scores(
-    maps: dict, boxed: list[tuple[str, str, list[int], Path]], groups: dict[str, set[str]]
-) -> dict:
-    """The pointing game over all boxes and over each group's: {map's name: {group: hits in %}},
-    with the share of the picture that boxes take ("chance") and their number ("boxes").
+    dataset: Dataset, split: str, maps: dict, groups: dict[str, set[str]]
+) -> dict[str, dict[str, float]]:
+    """The pointing game over all boxes of changed objects and over each group's: {map's name:
+    {group: hits in %}}, with the share of the picture that boxes take ("chance") and their number
+    ("boxes"). {} where no box is known, or a picture, whose size is needed, is missing.
 
-    maps: pair id -> name -> (H, W). boxed: pair id, side ("before" or "after"), box of the changed
-    object, picture. Both sides of a pair count; a map named "before" or "after" is used for that
-    side only."""
+    maps: pair id -> name -> (H, W). Both sides of a pair count; a map named "before" or "after" is
+    used for that side only."""
     rows = []  # pair id, what its box adds to each column
-    for i, side, box, path in boxed:
-        with Image.open(path) as picture:
-            size = picture.size
-        named = {"attention": maps[i][side]} if side in maps[i] else maps[i]
-        hits = {name: pointing_hit(heat.cpu(), box, size) for name, heat in named.items()}
-        hits["chance"] = box[2] * box[3] / (size[0] * size[1])
-        rows.append((i, hits))
+    for pair in dataset.pairs(split):
+        box_before, box_after = dataset.release.boxes.get(pair.id, (None, None))
+        for side, image, box in (
+            ("before", pair.before, box_before),
+            ("after", pair.after, box_after),
+        ):
+            if not box or pair.id not in maps:
+                continue
+            path = dataset.paths[image]
+            if not path.exists():
+                print(f"no pointing game: there is no picture {path}")
+                return {}
+            with Image.open(path) as picture:
+                size = picture.size
+            named = maps[pair.id]
+            if side in named:
+                named = {"attention": named[side]}
+            hits = {name: pointing_hit(heat.cpu(), box, size) for name, heat in named.items()}
+            hits["chance"] = box[2] * box[3] / (size[0] * size[1])
+            rows.append((pair.id, hits))
+    if not rows:
+        return {}
     columns = list(rows[0][1])
     scores = {name: {} for name in [*columns, "boxes"]}
     for group, members in {"total": maps.keys(), **groups}.items():
@@ -2237,21 +2122,18 @@ def read_references(path: str | Path) -> dict[str, list[str]]:
 
 
 def write_predictions(path: Path, predictions: dict[str, str]) -> None:
-    """Writes captions (pair id -> caption) as a COCO results file, which the field's scripts
-    read."""
+    """Writes captions (pair id -> caption) as a COCO results file, which published scripts read."""
     rows = [{"image_id": i, "caption": caption} for i, caption in predictions.items()]
     write_text(path, json.dumps(rows, indent=1) + "\n")
 
 
 # ---- pictures of results -------------------------------------------------------------------------
 
-# Lengths on a page, in pixels.
-MARGIN = 12  # around a pair
-GAP = 4  # between a pair's pictures
-LINE = 14  # from one line of text to the next
-CHARACTER = 5.1  # mean width of a character
-SIDE = 128  # the longer side of a picture on a sheet
-IN_A_ROW = 4  # a pair's pictures side by side
+SIDE = 1.4  # the longer side of a picture, in inches
+LINE = 0.15  # from one line of text to the next, in inches
+DOTS = 120  # an inch, in a .png or .jpg
+CHARACTERS = 25  # of text in a picture's width
+TEXT = {"size": 7.5, "parse_math": False}  # a caption's $ begins no formula
 SATURATED = 8  # attention of this many times the uniform weight, or more, has the last colour
 # Label and colour of a generated caption by whether it is right; None: nobody can tell.
 VERDICTS = {
@@ -2272,176 +2154,126 @@ class Panel:
 
 @dataclass
 class Drawing:
-    """A pair on a page: its pictures, and below them lines of text with their colours."""
+    """A pair: its panels side by side, and below them lines of text with their colours."""
 
     panels: list[Panel]
     lines: list[tuple[str, str]]
 
 
-class Page:
-    """A page drawn by matplotlib. Lengths are in pixels from the upper left corner."""
-
-    def __init__(self, width: int):
-        from matplotlib import colormaps
-        from matplotlib.colors import ListedColormap
-        from matplotlib.figure import Figure
-
-        self.width = width
-        self.figure = Figure(dpi=100)
-        self.axes = self.figure.add_axes((0, 0, 1, 1))
-        self.axes.set_axis_off()
-        # Transparent up to uniform attention, so that the picture stays visible.
-        levels = np.linspace(0, SATURATED, 256)
-        colours = colormaps["turbo"](
-            0.9 * levels / SATURATED
-        )  # (256, 4): red, green, blue, opacity
-        colours[:, 3] = np.interp(levels, [1, 4], [0, 0.6])
-        self.colours = ListedColormap(colours)
-
-    def text(self, x: float, y: float, text: str, **style) -> None:
-        self.axes.text(x, y, text, size=7.5, va="top", parse_math=False, **style)
-
-    def picture(self, x: int, y: int, picture: Image.Image) -> None:
-        self.axes.imshow(picture, extent=(x, x + picture.width, y + picture.height, y))
-
-    def attention(self, x: int, y: int, width: int, height: int, levels: Tensor) -> None:
-        """Attention levels (H, W), stretched to the given size."""
-        self.axes.imshow(
-            levels.numpy(),
-            cmap=self.colours,
-            vmin=0,
-            vmax=SATURATED,
-            interpolation="bilinear",
-            extent=(x, x + width, y + height, y),
-        )
-
-    def colour_bar(self, x: int, y: int, width: int) -> None:
-        self.attention(x, y, width, 10, torch.linspace(0, SATURATED, 256)[None])
-        for level in (0, 1, 2, 4, 6):
-            self.text(x + width * level / SATURATED, y + 12, str(level), ha="center")
-        self.text(x + width, y + 12, f"{SATURATED}+", ha="center")
-        title = "attention, in multiples of uniform attention"
-        self.text(x + width / 2, y + 25, title, ha="center")
-
-    def save(self, path: Path, height: int) -> None:
-        self.axes.set(xlim=(0, self.width), ylim=(height, 0), aspect="auto")
-        self.figure.set_size_inches(self.width / 100, height / 100)
-        with atomic_write(path) as partial:
-            self.figure.savefig(partial, format=path.suffix[1:].lower())
-
-
-def attention_levels(maps: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A pair's attention maps (H, W) in multiples of the uniform weight, at most SATURATED.
-
-    A map sums to 1, so its uniform weight is 1 / (H * W). Two maps named "before" and "after"
-    (IDC) sum to 1 together, so theirs is 1 / (2 * H * W).
-    """
-    images = 2 if maps.keys() == {"before", "after"} else 1
-    levels = {}
-    for name, weight in maps.items():
-        cells = images * weight.numel()
-        levels[name] = (weight.float().cpu() * cells).clamp(max=SATURATED)
-    return levels
-
-
 def pair_panels(before: Image.Image, after: Image.Image, maps: dict[str, Tensor]) -> list[Panel]:
-    """Both pictures, then each map over both; "before" and "after" only over their own picture."""
-    panels = [Panel("before", before), Panel("after", after)]
-    for name, levels in attention_levels(maps).items():
-        if name == "before":
-            panels.append(Panel("attention, before", before, levels))
-        elif name == "after":
-            panels.append(Panel("attention, after", after, levels))
+    """Both pictures, then each attention map (H, W) over both; IDC's maps "before" and "after" only
+    over their own picture.
+
+    Levels are multiples of the uniform weight, at most SATURATED. A map sums to 1, so its uniform
+    weight is 1 / (H * W); IDC's two sum to 1 together, so theirs is 1 / (2 * H * W)."""
+    pictures = {"before": before, "after": after}
+    panels = [Panel(side, picture) for side, picture in pictures.items()]
+    for name, weight in maps.items():
+        cells = 2 * weight.numel() if name in pictures else weight.numel()
+        levels = (weight.float().cpu() * cells).clamp(max=SATURATED)
+        if name in pictures:
+            panels.append(Panel(f"attention, {name}", pictures[name], levels))
         else:
-            panels.append(Panel(f"{name}, before", before, levels))
-            panels.append(Panel(f"{name}, after", after, levels))
+            for side, picture in pictures.items():
+                panels.append(Panel(f"{name}, {side}", picture, levels))
     return panels
 
 
-def row_width(side: int) -> int:
-    """Width of a pair whose pictures are `side` pixels wide."""
-    return IN_A_ROW * (side + GAP) - GAP
+def draw_pairs(path: Path, drawings: list[Drawing], columns: int = 1, header: str = "") -> None:
+    """Draws a header, a colour bar and pairs, column by column -> a file (.png, .jpg, .pdf)."""
+    import matplotlib.style
+
+    # The user's own style may need LaTeX, or fonts that are not there.
+    with matplotlib.style.context("default"), atomic_write(path) as partial:
+        figure = pairs_figure(drawings, columns, header)
+        kind = path.suffix[1:].lower()
+        figure.savefig(partial, format=kind, dpi=DOTS, bbox_inches="tight", pad_inches=0.1)
 
 
-def text_lines(text: str, width: int, colour: str) -> list[tuple[str, str]]:
-    """At most two lines of `width` pixels, in a colour; the end of a longer text is left out."""
-    characters = int(width / CHARACTER)
-    lines = textwrap.wrap(text, characters, max_lines=2, placeholder=" ...")
-    return [(line, colour) for line in lines]
+def pairs_figure(drawings: list[Drawing], columns: int, header: str):
+    """The matplotlib figure of `draw_pairs`."""
+    from matplotlib.figure import Figure
 
-
-def draw_pair(page: Page, drawing: Drawing, x: int, y: int, side: int) -> int:
-    """Draws a pair whose upper left corner is at (x, y) -> the y at which it ends."""
-    for start in range(0, len(drawing.panels), IN_A_ROW):
-        left = x
-        height = 0
-        for panel in drawing.panels[start : start + IN_A_ROW]:
-            # In its own proportions, enlarged or reduced.
-            picture = ImageOps.contain(panel.picture, (side, side), Image.Resampling.LANCZOS)
-            page.text(left, y, panel.title, weight="bold")
-            page.picture(left, y + LINE, picture)
-            if panel.levels is not None:
-                page.attention(left, y + LINE, picture.width, picture.height, panel.levels)
-            height = max(height, picture.height)
-            left += side + GAP
-        y += LINE + height + GAP
-    for text, colour in drawing.lines:
-        page.text(x, y, text, color=colour)
-        y += LINE
-    return y
-
-
-def draw_page(
-    path: Path, header: list[str], drawings: list[Drawing], side: int, columns: int
-) -> None:
-    """Draws a header, a colour bar and pairs, column by column -> a file (.png, .jpg, .pdf).
-
-    The longer side of each picture has `side` pixels. Without matplotlib there is no file but a
-    printed line.
-    """
-    step = row_width(side) + 2 * MARGIN  # from one column to the next
-    try:
-        page = Page(columns * step)
-    except ImportError:
-        print(f"{path} is not drawn, as matplotlib is missing; run: pip install matplotlib")
-        return
-    for n, line in enumerate(header):
-        page.text(MARGIN, MARGIN + n * LINE, line)
-    bar = 2 * side + GAP  # as wide as two pictures
-    page.colour_bar(page.width - MARGIN - bar, MARGIN, bar)
-    y = 2 * MARGIN + 3 * LINE
+    # Every pair has the room that the highest picture and the longest text need.
+    wide = max(len(drawing.panels) for drawing in drawings)
+    texts = [wrapped(drawing.lines, wide * CHARACTERS) for drawing in drawings]
+    gap = (max(len(lines) for lines in texts) + 2.5) * LINE  # with the titles below
+    height = 0.0
+    for drawing in drawings:
+        for panel in drawing.panels:
+            height = max(height, SIDE * panel.picture.height / max(panel.picture.size))
     rows = math.ceil(len(drawings) / columns)
-    for row in range(rows):
-        ends = []
-        for column, drawing in enumerate(drawings[row::rows]):
-            ends.append(draw_pair(page, drawing, MARGIN + column * step, y, side))
-        y = max(ends) + MARGIN
-    page.save(path, y)
+    total_height = rows * height + (rows - 1) * gap
+    # Right of each pair's panels stands a narrow one that stays empty.
+    widths = ([1] * wide + [0.1]) * columns
+    figure = Figure(figsize=(1.03 * sum(widths) * SIDE, total_height))
+    spaces = {"width_ratios": widths, "wspace": 0.03, "hspace": gap / height}
+    edges = {"left": 0, "right": 1, "bottom": 0, "top": 1}
+    grid = figure.subplots(rows, len(widths), squeeze=False, gridspec_kw=spaces | edges)
+    for axes in grid.flat:
+        axes.set_axis_off()
+        axes.set_anchor("NW")
+
+    colours = attention_colours()
+    for n, (drawing, lines) in enumerate(zip(drawings, texts, strict=True)):
+        place = grid[n % rows, n // rows * (wide + 1) :]
+        for axes, panel in zip(place, drawing.panels, strict=False):
+            axes.set_title(panel.title, weight="bold", loc="left", pad=3, **TEXT)
+            extent = (0, panel.picture.width, panel.picture.height, 0)
+            axes.imshow(panel.picture, extent=extent)
+            if panel.levels is not None:
+                levels = panel.levels.numpy()
+                axes.imshow(levels, extent=extent, interpolation="bilinear", **colours)
+        cell = place[0].get_subplotspec().get_position(figure)  # in parts of the figure
+        for k, (line, colour) in enumerate(lines):
+            y = cell.y0 - (k + 0.3) * LINE / total_height
+            figure.text(cell.x0, y, line, color=colour, va="top", **TEXT)
+
+    # Above the uppermost titles.
+    line = LINE / total_height
+    figure.text(0, 1 + 2 * line, header, **TEXT)
+    bar = figure.add_axes((0.6, 1 + 3 * line, 0.4, line))
+    levels = np.linspace(0, SATURATED, 256)
+    bar.imshow(levels[None], extent=(0, SATURATED, 0, 1), aspect="auto", **colours)
+    bar.set_title("attention, in multiples of uniform attention", pad=3, **TEXT)
+    bar.set_xticks([0, 1, 2, 4, 6, SATURATED], ["0", "1", "2", "4", "6", f"{SATURATED}+"], **TEXT)
+    bar.set_yticks([])
+    return figure
 
 
-def examples(dataset: Dataset, split: str, count: int) -> dict[str, list[Pair]]:
-    """The first pairs of every kind of change in a split; of all pairs if kinds are unknown."""
-    pairs = dataset.pairs(split)
-    kinds = dataset.kinds or {"all": {pair.id for pair in pairs}}
-    chosen = {}
-    for kind, ids in kinds.items():
-        of_kind = [pair for pair in pairs if pair.id in ids]
-        if of_kind:
-            chosen[kind] = of_kind[:count]
-    return chosen
+def wrapped(lines: list[tuple[str, str]], width: int) -> list[tuple[str, str]]:
+    """Texts with their colours, each text in at most four lines of `width` characters; the end of a
+    longer one is left out."""
+    short = []
+    for text, colour in lines:
+        text = " ".join(text.split())
+        for line in textwrap.wrap(text, width, max_lines=4, placeholder=" ..."):
+            short.append((line, colour))
+    return short
+
+
+def attention_colours() -> dict:
+    """How imshow colours attention: transparent up to the uniform weight, so that the picture
+    stays visible."""
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap
+
+    levels = np.linspace(0, SATURATED, 256)
+    colours = colormaps["turbo"](0.9 * levels / SATURATED)  # (256, 4): red, green, blue, opacity
+    colours[:, 3] = np.interp(levels, [1, 4], [0, 0.6])
+    return {"cmap": ListedColormap(colours), "vmin": 0, "vmax": SATURATED}
 
 
 def images_of(dataset: Dataset, pair: Pair) -> tuple[Image.Image, Image.Image]:
-    """A pair's pictures: grey where the file is absent (features may come without pictures), black
-    where there is no "after"."""
+    """A pair's pictures, at most 256 pixels wide and high: grey where the file is absent (features
+    may come without pictures), or where there is no "after"."""
     pictures = []
     for name in (pair.before, pair.after):
-        if name is None:
-            pictures.append(Image.new("RGB", pictures[0].size))
-        elif dataset.paths[name].exists():
-            pictures.append(read_image(dataset.paths[name]))
-        else:
-            pictures.append(Image.new("RGB", (96, 96), "grey"))
+        picture = Image.new("RGB", (96, 96), "grey")
+        if name is not None and dataset.paths[name].exists():
+            picture = read_image(dataset.paths[name])
+            picture.thumbnail((256, 256))
+        pictures.append(picture)
     before, after = pictures
     return before, after
 
@@ -2454,24 +2286,21 @@ def sample(
     maps: dict[str, Tensor],
     notes: Iterable[str] = (),
 ) -> Drawing:
-    """A pair on a page, with a reference, its generated caption, and notes (lines of text).
+    """A pair for `draw_pairs`, with a reference, its generated caption, and notes (lines of text).
 
     Of several maps only the first is drawn, or IDC's two, each over its own picture; the other
-    maps of RDD+ACR are drawn by `caption_picture`.
-    """
+    maps of RDD+ACR are drawn by `caption_picture`."""
     before, after = images_of(dataset, pair)
-    panels = pair_panels(before, after, maps)[:IN_A_ROW]
+    panels = pair_panels(before, after, maps)[:4]
     panels[0].title = title
     panels[1].title = ""  # the title above may be long
     # The reference that the caption equals, if any, else the first.
     same = [c for c in pair.captions if " ".join(dataset.vocab.split(c)) == caption]
     reference = (same or pair.captions)[0]
     label, colour = VERDICTS[is_right(dataset, pair, caption)]
-    width = row_width(SIDE)
-    lines = text_lines(f"reference: {reference}", width, "black")
-    lines += text_lines(f"{label}: {caption}", width, colour)
+    lines = [(f"reference: {reference}", "black"), (f"{label}: {caption}", colour)]
     for note in notes:
-        lines += text_lines(note, width, "grey")
+        lines.append((note, "grey"))
     return Drawing(panels, lines)
 
 
@@ -2483,38 +2312,34 @@ def sample_sheet(
     notes: dict[str, list[str]],
     path: Path,
 ) -> None:
-    """Draws three pairs of every kind of change, or a dozen if kinds are unknown -> a file.
+    """Draws the first three pairs of every kind of change, but at most 60, or the first twelve if
+    kinds are unknown -> a file.
 
-    Keyed by pair id: captions, maps (name -> (H, W)), notes (pairs may have none); see `sample`.
-    """
-    count = 3 if dataset.kinds else 12
+    Keyed by pair id: captions, maps (name -> (H, W)), notes (pairs may have none); see `sample`."""
+    pairs = dataset.pairs(split)
+    chosen = []
+    for kind, ids in dataset.kinds.items():
+        of_kind = [pair for pair in pairs if pair.id in ids]
+        chosen += [(kind, pair) for pair in of_kind[:3]]
+    if not chosen:
+        chosen = [("", pair) for pair in pairs[:12]]
     drawings = []
-    absent = []
-    for kind, pairs in examples(dataset, split, count).items():
-        for pair in pairs:
-            pair_notes = notes.get(pair.id, [])
-            drawings.append(
-                sample(dataset, pair, kind, captions[pair.id], maps[pair.id], pair_notes)
-            )
-            files = [dataset.paths[name] for name in (pair.before, pair.after) if name]
-            absent += [file for file in files if not file.exists()]
-    if absent:
-        print(f"samples on grey: {len(absent)} pictures are not there, such as {absent[0]}")
-    header = [
-        f"{dataset.name}, {split}: before, after, and attention over both",
-        "generated captions: ✓ and green if right, ✗ and red if wrong, black if not judged",
-    ]
-    draw_page(path, header, drawings, SIDE, columns=2)
+    for kind, pair in chosen[:60]:
+        pair_notes = notes.get(pair.id, [])
+        drawings.append(sample(dataset, pair, kind, captions[pair.id], maps[pair.id], pair_notes))
+    header = (
+        f"{dataset.name}, {split}: before, after, and attention over both\n"
+        "generated captions: ✓ and green if right, ✗ and red if wrong, black if not judged"
+    )
+    draw_pairs(path, drawings, columns=2, header=header)
 
 
 def caption_picture(
     before: Image.Image, after: Image.Image, maps: dict[str, Tensor], caption: str, path: Path
 ) -> None:
     """Draws a pair, every attention map (H, W) over it, and its caption -> a file."""
-    side = 224
-    lines = text_lines(caption, row_width(side), "black")
-    drawing = Drawing(pair_panels(before, after, maps), lines)
-    draw_page(path, [], [drawing], side, columns=1)
+    drawing = Drawing(pair_panels(before, after, maps), [(caption, "black")])
+    draw_pairs(path, [drawing])
 
 
 # ---- CLIP ----------------------------------------------------------------------------------------
@@ -2669,25 +2494,11 @@ def check_out(out: Path, inputs: list[Path], count: int) -> None:
 
 def score_files(args) -> None:
     """`python data.py score`: prints the scores of a file of captions."""
-    if (args.tokens == "ids") != bool(args.vocab):
-        raise InputError(
-            "--tokens ids needs --vocab, the data set's vocab.json, and --vocab needs --tokens ids"
-        )
     captions = read_predictions(args.predictions)
     references = read_references(args.references)
-    groups = {}
-    if args.groups:
-        content = read_json(args.groups)
-        with file_errors(args.groups, "expected {group: [image_id, ...]}"):
-            for name, members in content.items():
-                groups[name] = {str(member) for member in members}
-        if not any(members & captions.keys() for members in groups.values()):
-            raise InputError(
-                f"{args.groups}: no image_id of the predictions; expected {{group: [image_id, "
-                "...]}"
-            )
-    index = read_json(args.vocab) if args.vocab else None
-    print(format_scores(score(captions, references, groups, tokens=args.tokens, index=index)))
+    print(format_scores(score(captions, references)))
+    absent = len(references.keys() - captions.keys())
+    print(f"{absent} of {len(references)} images with references have no prediction")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -2725,11 +2536,6 @@ def main(argv: list[str] | None = None) -> None:
         required=True,
         help="COCO annotations: {annotations: [{image_id, caption}]}",
     )
-    text = "JSON of ids to score by group, such as type_mapping.json"
-    p.add_argument("--groups", type=Path, help=text)
-    text = "PTB, words as they are, or ids"
-    p.add_argument("--tokens", choices=["ptb", "split", "ids"], default="ptb", help=text)
-    p.add_argument("--vocab", type=Path, help="vocab.json, for --tokens ids")
     args = parser.parse_args(argv)
     if args.command == "score":
         return score_files(args)

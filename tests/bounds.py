@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import data
-from common import run_main, write_text
+from common import InputError, run_main, write_text
 
 ONE_CAPTION = "one caption for all"
 ONE_PER_KIND = "one caption per kind of change"
@@ -115,7 +115,7 @@ def best_captions(dataset: data.Dataset, kinds: dict[str, set[str]]) -> dict[str
     texts = sorted(texts)
     as_read = [data.scored_text(dataset, text) for text in texts]
     tokens = data.source_of(dataset.name).tokens
-    scored, _ = data.scored_words(as_read, tokens, dataset.vocab.index)
+    scored = data.scored_words(as_read, tokens, dataset.vocab.index, quick=False)
     words = dict(zip(texts, scored, strict=True))
     references = []
     for pair in val:
@@ -132,15 +132,6 @@ def best_captions(dataset: data.Dataset, kinds: dict[str, set[str]]) -> dict[str
     return best
 
 
-def protocol_scores(
-    dataset: data.Dataset, captions: dict[str, str], references: dict[str, list[str]]
-) -> dict:
-    """Scores of captions of test pairs, against references that may be fewer than the data
-    set's."""
-    captions = {i: data.scored_text(dataset, text) for i, text in captions.items()}
-    return data.score_split(dataset, "test", captions, references=references)
-
-
 def bounds(name: str, root: Path) -> dict:
     """Floor and ceiling of a data set in the folder root; its photographs need not be there."""
     if name == "birds_to_words":  # everyone has to fetch its photographs
@@ -149,7 +140,7 @@ def bounds(name: str, root: Path) -> dict:
         release = data.read_release(name, root)
     for split in data.SPLITS:
         if not release.scenes[split]:
-            raise ValueError(
+            raise InputError(
                 f"{name} has no {split}: captions are chosen on train and val, and scored on test"
             )
     dataset = data.Dataset(name, root, release, data.vocab_of(name, release))
@@ -174,15 +165,15 @@ def bounds(name: str, root: Path) -> dict:
         ONE_PER_KIND: (per_kind, references),
         HUMAN: (human, others),
     }
+    groups = data.groups_of(dataset, "test")
     result = {"scores": {}, "pairs": {}, "chosen": chosen}
     for bound, (captions, against) in candidates.items():
         result["pairs"][bound] = len(captions)
         if captions:
-            scored = protocol_scores(dataset, captions, against)
-            for group, row in scored["scores"].items():
+            said = {i: data.scored_text(dataset, text) for i, text in captions.items()}
+            scores = data.protocol_scores(dataset, said, against, groups)
+            for group, row in scores.items():
                 result["scores"][f"{bound}: {group}"] = row
-            result["missing"] = scored["missing"]
-            result["tokenizer"] = scored["tokenizer"]
     return result
 
 
@@ -204,7 +195,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     result = bounds(args.name, args.data_dir or Path("data", args.name))
-    print(data.format_scores(result))
+    print(data.format_scores(result["scores"]))
     for kind, caption in result["chosen"].items():
         print(f"chosen, {kind}: {caption}")
     print(
