@@ -1663,9 +1663,9 @@ def read_captions(read: Callable, dataset_name: str, captions: Iterable[str]) ->
 @functools.cache
 def java_works() -> bool:
     """Does `java` run? Asked once; if it does not, a line says what is lost."""
-    # A Mac without Java has a `java`, too, which only says where to get one.
-    works = bool(shutil.which("java"))
-    works = works and subprocess.run(["java", "-version"], capture_output=True).returncode == 0
+    works = False
+    if shutil.which("java"):  # which on a Mac without Java only says where to get it
+        works = subprocess.run(["java", "-version"], capture_output=True).returncode == 0
     if not works:
         print("no METEOR, no SPICE, and other words than the PTB tokenizer's: they need Java")
     return works
@@ -1729,11 +1729,6 @@ def scored_words(
 
 METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
 SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
-NEEDS = {
-    "METEOR": "It needs 2 GB of memory, and a language that writes 0.5 and not 0,5: "
-    "JAVA_TOOL_OPTIONS=-Duser.language=en",
-    "SPICE": "It needs 8 GB of memory and usually Java 8.",
-}
 
 
 def score(
@@ -1845,7 +1840,11 @@ def java_metric(metric: str, program, refs: dict, rows: dict) -> dict[str, float
             gts = {i: refs[i] for i in hyps}
             values[name], _ = program.compute_score(gts, hyps)
     except (OSError, ValueError, subprocess.SubprocessError) as e:
-        print(f"no {metric}: its Java program failed ({e}). {NEEDS[metric]}")
+        print(
+            f"no {metric}: its Java program failed ({e}); METEOR needs 2 GB of memory and a "
+            "language with decimal points (JAVA_TOOL_OPTIONS=-Duser.language=en), SPICE 8 GB and "
+            "usually Java 8"
+        )
         return {}
     finally:
         # After an error Meteor still has its lock, for which its destructor would wait for ever.
@@ -2106,7 +2105,7 @@ def read_predictions(path: str | Path) -> dict[str, str]:
             image = str(row["image_id"])
             if image in predictions:
                 raise InputError(f"image_id {image!r} has two predictions")
-            (predictions[image],) = strings([row["caption"]])
+            predictions[image] = strings([row["caption"]])[0]
     return predictions
 
 

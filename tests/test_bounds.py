@@ -28,16 +28,16 @@ def test_cider_is_pycocoevalcaps():
     cider = bounds.Cider(references)
     for caption in captions:
         predictions = dict.fromkeys("0123", caption)
-        result = data.score(predictions, dict(zip("0123", references, strict=True)), quick=True)
-        expected = result["scores"]["total"]["CIDEr"]
+        scores = data.score(predictions, dict(zip("0123", references, strict=True)), quick=True)
+        expected = scores["total"]["CIDEr"]
         mean = sum(cider(caption, n) for n in range(4)) / 4
         assert 100 * mean == pytest.approx(expected, abs=0.01)
 
 
 def total_cider(pairs, captions):
     """pycocoevalcap's CIDEr of captions by pair id."""
-    result = data.score(captions, {p.id: p.captions for p in pairs}, quick=True)
-    return result["scores"]["total"]["CIDEr"]
+    scores = data.score(captions, {p.id: p.captions for p in pairs}, quick=True)
+    return scores["total"]["CIDEr"]
 
 
 def best_caption(train, val, others, ids):

@@ -1,10 +1,10 @@
 """Pictures of results: the sheet of samples and the picture of --caption."""
 
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -13,112 +13,77 @@ from PIL import Image
 import data
 import scorer_cbr
 
-SIDE = data.SIDE
 README = Path(data.__file__).with_name("README.md")
-
-
-class Pictured:
-    """A data set of one pair that is shown twice as "drop" and once as "add"."""
-
-    name = "pets"
-    kinds = {"drop": {"1"}, "add": {"1"}}
-    vocab = data.Vocab.of(["a dog left, it is gone"])
-    paths = {"a": SimpleNamespace(exists=lambda: True), "b": SimpleNamespace(exists=lambda: False)}
-
-    def examples(self, split, count):
-        captions = ["a dog left", "it is gone."]
-        pair = SimpleNamespace(id="1", captions=captions, before="a", after="b")
-        return {"drop": [pair, pair], "add": [pair]}
-
-    def images(self, pair):
-        return Image.new("RGB", (20, 10), "red"), Image.new("RGB", (20, 10), "blue")
+ODD = "it costs $1, $x_1$ and \\frac{1}{2}; a_b & 50% #1\nand a new line\r\n\tand a tab"
 
 
 @pytest.fixture
-def judged(monkeypatch):
-    """A caption is right if it is "it is gone", and nobody can tell about "hm"."""
+def pets(monkeypatch, tmp_path):
+    """A data set of one pair, whose second picture is missing. A caption is right if it is "it is
+    gone", and nobody can tell about "hm"."""
 
     def is_right(dataset, pair, caption):
         return None if caption == "hm" else caption == "it is gone"
 
     monkeypatch.setattr(data, "is_right", is_right)
-    monkeypatch.setattr(data, "examples", Pictured.examples)
-    monkeypatch.setattr(data, "images_of", Pictured.images)
+    Image.new("RGB", (20, 10), "red").save(tmp_path / "a.png")
+    pair = data.Pair("1", "a", "b", ["a dog left", "it is gone."])
+    return SimpleNamespace(
+        name="pets",
+        kinds={"drop": {"1"}, "$a_1$": {"1"}, "never": {"2"}},
+        vocab=data.Vocab.of(["a dog left, it is gone"]),
+        paths={"a": tmp_path / "a.png", "b": tmp_path / "b.png"},
+        pairs=lambda split: [pair],
+    )
 
 
-def pixels(path):
-    return np.asarray(Image.open(path).convert("RGB")).astype(int)
+def picture_size(path):
+    with Image.open(path) as picture:
+        return picture.size
 
 
 def test_levels_are_multiples_of_uniform_attention():
+    black = Image.new("RGB", (20, 10))
     uniform = torch.full((2, 3), 1 / 6, dtype=torch.bfloat16)
     peaked = torch.zeros(3, 4)
     peaked[1, 2] = 1  # 12 times the uniform weight
     maps = {"decoder": uniform, "objects": peaked, "actions": peaked / 2}
-    levels = data.attention_levels(maps)
-    assert torch.allclose(levels["decoder"], torch.ones(2, 3), atol=0.01)
-    assert levels["objects"][1, 2] == 8 and levels["objects"].sum() == 8  # saturated
-    assert levels["actions"][1, 2] == 6
+    decoder, _, objects, _, actions, _ = data.pair_panels(black, black, maps)[2:]
+    assert torch.allclose(decoder.levels, torch.ones(2, 3), atol=0.01)
+    assert objects.levels[1, 2] == objects.levels.sum() == data.SATURATED
+    assert actions.levels[1, 2] == 6
     # IDC's two maps sum to 1 together.
     both = torch.full((2, 3), 1 / 12)
-    levels = data.attention_levels({"before": both, "after": both})
-    assert torch.allclose(levels["before"], torch.ones(2, 3))
-    assert torch.allclose(levels["after"], torch.ones(2, 3))
+    before, after = data.pair_panels(black, black, {"before": both, "after": both})[2:]
+    assert torch.allclose(before.levels, torch.ones(2, 3))
+    assert torch.allclose(after.levels, torch.ones(2, 3))
 
 
 def test_maps_lie_over_both_pictures_or_over_their_own():
-    before, after = Image.new("RGB", (20, 10)), Image.new("RGB", (10, 20))
+    before = Image.new("RGB", (20, 10))
+    after = Image.new("RGB", (10, 20))
     heat = torch.ones(2, 3) / 6
     panels = data.pair_panels(before, after, {"decoder": heat, "objects": heat})
-    titles = ["before", "after", "decoder, before", "decoder, after"]
-    titles += ["objects, before", "objects, after"]
-    assert [panel.title for panel in panels] == titles
     assert [panel.picture for panel in panels] == [before, after] * 3
     assert [panel.levels is None for panel in panels] == [True, True] + [False] * 4
     panels = data.pair_panels(before, after, {"after": heat, "before": heat / 2})
-    titles = ["before", "after", "attention, after", "attention, before"]
-    assert [panel.title for panel in panels] == titles
     assert [panel.picture for panel in panels] == [before, after, after, before]
     assert torch.equal(panels[2].levels, 2 * panels[3].levels)
 
 
+def test_attention_is_transparent_where_it_is_uniform():
+    """So that a model that looks everywhere alike does not glow."""
+    colours = data.attention_colours()
+    opacity = [colours["cmap"](level / data.SATURATED)[3] for level in (0, 0.9, 2, 8)]
+    assert opacity[0] == opacity[1] == 0
+    assert 0 < opacity[2] < opacity[3] < 1
+
+
 def test_long_captions_are_shortened():
-    lines = data.text_lines("a bird with a long tail " * 20, 500, "red")
-    characters = 500 / data.CHARACTER
-    assert len(lines) == 2 and lines[1][0].endswith(" ...") and lines[0][1] == "red"
-    assert all(0.7 * characters < len(line) <= characters for line, _ in lines)
-    assert data.text_lines("", 500, "red") == []
-
-
-def test_caption_picture_keeps_proportions_and_shows_attention(tmp_path):
-    white, wide = Image.new("RGB", (100, 100), "white"), Image.new("RGB", (40, 10), "black")
-    heat = torch.zeros(4, 4)
-    heat[0, 0] = 1
-    path = tmp_path / "out.png"
-    data.caption_picture(white, wide, {"attention": heat}, "costs $1 and $2", path)
-    page = pixels(path)
-    assert 900 < page.shape[1] < 1000 and 300 < page.shape[0] < 400
-
-    def panel(n):
-        """The n-th picture's 224 x 224 pixels."""
-        top = 2 * data.MARGIN + 4 * data.LINE
-        left = data.MARGIN + n * (224 + data.GAP)
-        return page[top : top + 224, left : left + 224]
-
-    assert (panel(0) == 255).all()
-    black = (panel(1) == 0).all(-1)
-    assert black[:56].all() and not black[57:].any()  # 224 x 56
-    attended = panel(2)
-    red, _, blue = attended[20, 20]
-    assert 1.5 * blue < red < 255  # the picture shines through
-    assert (attended[120:] == 255).all()  # nothing where the weight is small
-    dark = panel(3)[:56]
-    assert dark[5, 20, 0] > 100 and (dark[:, 120:] == 0).all()
-
-    uniform = torch.ones(4, 4) / 16
-    data.caption_picture(white, wide, {"attention": uniform}, "the same", path)
-    page = pixels(path)
-    assert (panel(2) == 255).all()  # "no change" does not glow
+    lines = data.wrapped([("a bird with\na long tail " * 40, "red"), ("", "red")], 80)
+    assert len(lines) == 4
+    assert all(len(text) <= 80 and "\n" not in text for text, _ in lines)
+    assert lines[-1][0].endswith("...")
 
 
 @pytest.mark.parametrize("ending", ["png", "JPG", "jpeg", "pdf"])
@@ -126,74 +91,84 @@ def test_caption_picture_in_every_format(tmp_path, ending):
     maps = {name: torch.ones(2, 3) / 6 for name in ("decoder", "objects", "actions")}
     tall = Image.new("RGB", (10, 30))
     path = tmp_path / f"out.{ending}"
-    data.caption_picture(tall, tall, maps, "a caption " * 50, path)
+    data.caption_picture(tall, tall, maps, "a caption", path)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
-    start = path.read_bytes()[:4]
     signatures = {"png": b"\x89PNG", "pdf": b"%PDF"}
-    assert start == signatures.get(ending, b"\xff\xd8\xff\xe0")
-    if ending != "pdf":
-        assert Image.open(path).height > 2 * 224  # eight pictures in two rows
+    assert path.read_bytes()[:4] == signatures.get(ending, b"\xff\xd8\xff\xe0")
 
 
-def test_sample_shows_reference_caption_and_verdict(judged):
-    dataset = Pictured()
-    pair = dataset.examples("test", 3)["add"][0]
+@pytest.mark.parametrize("caption", [ODD, "word " * 200, "x" * 1000, ""])
+@pytest.mark.parametrize("sizes", [((8, 800), (800, 8)), ((800, 8), (800, 8)), ((8, 800), (8, 8))])
+def test_odd_captions_and_pictures_are_drawn(tmp_path, caption, sizes):
+    before, after = (Image.new("RGB", size) for size in sizes)
+    path = tmp_path / "out.png"
+    data.caption_picture(before, after, {"attention": torch.eye(2) / 2}, caption, path)
+    width, height = picture_size(path)
+    assert 4 * data.SIDE < width / data.DOTS < 6 * data.SIDE
+    assert height < width
+
+
+def test_the_users_style_changes_no_picture(tmp_path):
+    square = Image.new("RGB", (20, 20), "red")
+    maps = {"attention": torch.eye(2) / 2}
+    data.caption_picture(square, square, maps, ODD, tmp_path / "plain.png")
+    odd = {"text.usetex": True, "axes.titlesize": 40, "image.origin": "lower", "font.size": 30}
+    with matplotlib.rc_context(odd | {"figure.constrained_layout.use": True}):
+        data.caption_picture(square, square, maps, ODD, tmp_path / "styled.png")
+        assert matplotlib.rcParams["font.size"] == 30
+    assert (tmp_path / "styled.png").read_bytes() == (tmp_path / "plain.png").read_bytes()
+
+
+def test_sample_shows_reference_caption_and_verdict(pets):
+    (pair,) = pets.pairs("test")
     maps = {name: torch.eye(2) / 2 for name in ("decoder", "objects")}
-    right = data.sample(dataset, pair, "add", "it is gone", maps, ["entities: dog, cat"])
-    assert right.lines == [
-        ("reference: it is gone.", "black"),  # the one that the caption equals
-        ("✓ generated: it is gone", data.VERDICTS[True][1]),
-        ("entities: dog, cat", "grey"),
-    ]
-    titles = ["add", "", "decoder, before", "decoder, after"]  # only the first map
-    assert [panel.title for panel in right.panels] == titles
-    wrong = data.sample(dataset, pair, "add", "it is", maps)
-    assert wrong.lines == [
-        ("reference: a dog left", "black"),
-        ("✗ generated: it is", data.VERDICTS[False][1]),
-    ]
-    unknown = data.sample(dataset, pair, "add", "hm", maps)
-    assert unknown.lines[1] == ("generated: hm", "black")
+    right = data.sample(pets, pair, "drop", "it is gone", maps, ["entities: dog, cat"])
+    texts = [text for text, _ in right.lines]
+    assert "it is gone." in texts[0]  # the reference that the caption equals
+    assert "✓" in texts[1]
+    assert texts[2] == "entities: dog, cat"
+    assert [panel.levels is None for panel in right.panels] == [True, True, False, False]
+    wrong = data.sample(pets, pair, "drop", "it is", maps)
+    assert "a dog left" in wrong.lines[0][0]
+    assert "✗" in wrong.lines[1][0]
+    unknown = data.sample(pets, pair, "drop", "hm", maps)
+    assert not {"✓", "✗"} & set(unknown.lines[1][0])
+    assert len({drawing.lines[1][1] for drawing in (right, wrong, unknown)}) == 3  # colours
 
 
-def test_sample_sheet_is_a_readable_page(drawings, judged, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "kinds", [{"drop": {"1"}, "$a_1$": {"1"}, "never": {"2"}}, {}, {"never": {"2"}}]
+)
+def test_sample_sheet_shows_every_kind_or_the_first_pairs(
+    drawings, pets, tmp_path, monkeypatch, kinds
+):
+    shown = []
+
+    def sample(dataset, pair, title, *args):
+        shown.append(title)
+        return original(dataset, pair, title, *args)
+
+    original = data.sample
+    monkeypatch.setattr(data, "sample", sample)
+    pets.kinds = kinds
     path = tmp_path / "samples.png"
     maps = {"1": {"attention": torch.eye(2) / 2}}
-    data.sample_sheet(Pictured(), "test", {"1": "it is gone"}, maps, {}, path)
-    page = pixels(path)
-    height, width = page.shape[:2]
-    rows = 2  # three pairs in two columns
-    assert 1050 < width < 1150 and rows * SIDE / 2 < height < rows * SIDE + 150
-    red, green, blue = page[..., 0], page[..., 1], page[..., 2]
-    assert ((green > red + 60) & (green > blue + 60)).sum() > 200  # the caption's colour
-    printed = capsys.readouterr().out
-    assert "samples on grey: 3 pictures are not there" in printed
-    data.sample_sheet(Pictured(), "test", {"1": "it is gone"}, maps, {"1": ["a", "b"]}, path)
-    assert pixels(path).shape[0] == height + rows * 2 * data.LINE
-
-
-def test_without_matplotlib_there_is_a_line(drawings, judged, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    picture = Image.new("RGB", (20, 10))
-    maps = {"attention": torch.eye(2) / 2}
-    data.caption_picture(picture, picture, maps, "it left", tmp_path / "out.png")
-    data.sample_sheet(Pictured(), "test", {"1": "it"}, {"1": maps}, {}, tmp_path / "samples.png")
-    printed = capsys.readouterr().out
-    assert "out.png is not drawn, as matplotlib is missing" in printed and "samples.png" in printed
-    assert not list(tmp_path.iterdir())
+    data.sample_sheet(pets, "test", {"1": ODD}, maps, {"1": ["a", ODD]}, path)
+    assert shown == (["drop", "$a_1$"] if "drop" in kinds else [""])
+    assert picture_size(path)[0] > 8 * data.SIDE * data.DOTS
 
 
 def test_samples_without_pictures_are_grey(prepared):
     dataset = data.load("clevr_change", prepared)
     pair, other = dataset.pairs("test")[:2]
     dataset.paths[pair.after].unlink()
-    assert pair in data.examples(dataset, "test", 1)["color"]
     before, after = data.images_of(dataset, pair)
     assert np.array_equal(before, data.read_image(dataset.paths[pair.before]))
     assert after.getextrema() == ((128, 128),) * 3
+    single = data.Pair("1", pair.before, None, ["a"])
+    assert data.images_of(dataset, single)[1].getextrema() == ((128, 128),) * 3
     dataset.paths[other.after].write_bytes(b"no picture")
-    with pytest.raises(ValueError, match="is not a readable image"):
+    with pytest.raises(data.InputError, match=other.after):
         data.images_of(dataset, other)
 
 
@@ -202,7 +177,7 @@ def test_the_pictures_of_a_run(drawings, prepared, tiny, tmp_path):
     flags = ["--data_dir", str(prepared), "--out_dir", str(run), "--steps", "4"]
     scorer_cbr.main([*tiny, *flags])
     for name in ("samples.png", "curves.png"):
-        assert pixels(run / name).shape[1] >= 1000
+        assert picture_size(run / name)[0] >= 500
 
 
 def test_the_readmes_ten_seconds(drawings, tmp_path, monkeypatch, capsys):
