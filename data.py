@@ -124,7 +124,7 @@ class Vocab:
         self.max_words = max_words
 
     @classmethod
-    def of(
+    def from_captions(
         cls,
         captions: Iterable[str],
         min_count: int = 1,
@@ -255,7 +255,7 @@ def read_json(path: Path):
         return json.loads(content)
 
 
-def strings(x) -> list[str]:
+def check_strings(x) -> list[str]:
     """x, if it is a list of strings, else InputError. A bare string would train on its letters."""
     if not isinstance(x, list) or not all(isinstance(item, str) for item in x):
         raise InputError(f"expected a list of strings, found {x!r:.60}")
@@ -294,7 +294,7 @@ def read_columns(path: Path) -> dict[str, str]:
         return dict(line.split(maxsplit=1) for line in lines if line.strip())
 
 
-def released_features(picture: Path, root: Path) -> Path | None:
+def authors_features(picture: Path, root: Path) -> Path | None:
     """Where a picture's released features lie: "images" in the name of a folder gives way to
     "features", and .npy follows the picture's name. None if no folder below root is called so, or
     if the picture is elsewhere.
@@ -356,10 +356,10 @@ def read_clevr_change(root: Path) -> Release:
             default = names["default"]
             distractor = names["nonsemantic"]
             with file_errors(change_file, FETCH_AGAIN):
-                changed_captions = strings(change[default])
-                swapped_captions = strings(change.get(distractor, changed_captions))
+                changed_captions = check_strings(change[default])
+                swapped_captions = check_strings(change.get(distractor, changed_captions))
             with file_errors(same_file, FETCH_AGAIN):
-                same_captions = strings(same[default])
+                same_captions = check_strings(same[default])
             pair_id = f"{number:06d}.png"
             changed = Pair(pair_id, default, names["semantic"], changed_captions)
             unchanged = Pair(f"{pair_id}_n", default, distractor, same_captions)
@@ -372,7 +372,7 @@ def read_clevr_change(root: Path) -> Release:
     types_file = root / "type_mapping.json"
     types = read_json(types_file)
     with file_errors(types_file, FETCH_AGAIN):
-        release.kinds = {kind: set(strings(names)) for kind, names in types.items()}
+        release.kinds = {kind: set(check_strings(names)) for kind, names in types.items()}
     release.groups |= release.kinds
     release.kinds["no change"] = release.groups["only distractor"]
     return release
@@ -423,7 +423,7 @@ def read_clevr_dc(root: Path) -> Release:
         for split, numbers in splits.items():
             pairs[split] = []
             for number in numbers:
-                texts = strings(captions[str(number)])
+                texts = check_strings(captions[str(number)])
                 names = (f"bef/{number}.png", f"aft/{number}.png")
                 pairs[split].append(Pair(f"{number:06d}.png", *names, texts))
     numbers = sorted(number for numbers in splits.values() for number in numbers)
@@ -450,7 +450,7 @@ def read_spot_the_diff(root: Path) -> Release:
         captions: dict[str, list[str]] = {}
         with file_errors(file, FETCH_AGAIN):
             for row in rows:
-                captions.setdefault(str(row["img_id"]), []).extend(strings(row["sentences"]))
+                captions.setdefault(str(row["img_id"]), []).extend(check_strings(row["sentences"]))
         pairs[split] = []
         for i, texts in captions.items():
             names = (f"resized_images/{i}.png", f"resized_images/{i}_2.png")
@@ -469,8 +469,8 @@ def read_image_editing(root: Path) -> Release:
         pairs[split] = []
         with file_errors(file, FETCH_AGAIN):
             for row in rows:
-                before, after = strings([row["img0"], row["img1"]])
-                captions = strings(row["sents"])
+                before, after = check_strings([row["img0"], row["img1"]])
+                captions = check_strings(row["sents"])
                 pairs[split].append(Pair(str(row["uid"]), before, after, captions))
     folder = root / "images"
     return release_from_pairs(pairs, folder if folder.exists() else root)
@@ -501,7 +501,7 @@ def read_levir_cc(root: Path) -> Release:
             split = row["split"]
             captions = []
             for sentence in row["sentences"]:
-                words = [word for word in strings(sentence["tokens"]) if word.strip()]
+                words = [word for word in check_strings(sentence["tokens"]) if word.strip()]
                 if words:
                     captions.append(" ".join(words))
             pair = Pair(name, f"{split}/A/{name}", f"{split}/B/{name}", captions)
@@ -558,7 +558,7 @@ def read_birds_to_words(root: Path, pictures: bool = True) -> Release:
     def there(photo: str) -> bool:
         file = images / photo
         if (root / "features").is_dir():
-            file = released_features(file, root)
+            file = authors_features(file, root)
         return file.exists()
 
     pairs = {split: [] for split in SPLITS}
@@ -703,8 +703,8 @@ def captions_of_row(row: dict) -> list[str]:
     captions = row["captions"]
     if isinstance(captions, str):
         captions = captions.split("|")
-    captions = [text.strip() for text in strings(captions) if text.strip()]
-    strings([row["before"], row["after"]])
+    captions = [text.strip() for text in check_strings(captions) if text.strip()]
+    check_strings([row["before"], row["after"]])
     if not (row["before"] and row["after"] and captions):
         raise InputError("expected two images and a caption")
     return captions
@@ -714,7 +714,7 @@ def captions_of_row(row: dict) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Source:
+class Settings:
     """A row of DATASETS: all that is special to one data set. A new one needs a row and a
     reader."""
 
@@ -728,9 +728,9 @@ class Source:
     tokens: Literal["ptb", "split", "ids"] = "ptb"
     # Captions come from CLEVR-like templates: phrases are read by rules (see template_segments),
     # which refuse other captions. If False, spaCy's English model reads them.
-    closed: bool = False
+    templates: bool = False
     # The field's "nothing changed" sentences; if empty, those of unchanged training pairs.
-    same: tuple[str, ...] = ()
+    no_change: tuple[str, ...] = ()
     # Published counts, for --check: scenes per split, pairs per kind of change, words including
     # the four special ids.
     scenes: dict[str, int] = field(default_factory=dict)
@@ -739,24 +739,24 @@ class Source:
 
 
 DATASETS = {
-    "mini": Source(read_clevr_change, extractor="mini-cnn", closed=True),
-    "clevr_change": Source(
+    "mini": Settings(read_clevr_change, extractor="mini-cnn", templates=True),
+    "clevr_change": Settings(
         read_clevr_change,
-        closed=True,
+        templates=True,
         scenes={"train": 33830, "val": 1988, "test": 3985},
         types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955},
         words=76,
     ),
-    "clevr_dc": Source(
+    "clevr_dc": Settings(
         read_clevr_dc,
-        closed=True,
+        templates=True,
         scenes={"train": 40800, "val": 2400, "test": 4800},
         words=87,
     ),
-    "spot_the_diff": Source(
+    "spot_the_diff": Settings(
         read_spot_the_diff, scenes={"train": 8566, "val": 1493, "test": 1270}, words=2059
     ),
-    "image_editing_request": Source(
+    "image_editing_request": Settings(
         read_image_editing,
         # The authors' vocabulary; that of later papers is not published.
         tokenizer=tokenize_lower,
@@ -766,7 +766,7 @@ DATASETS = {
         scenes={"train": 3061, "val": 383, "test": 495},
         words=808,
     ),
-    "levir_cc": Source(
+    "levir_cc": Settings(
         read_levir_cc,
         extractor="resnet101-layer3-256",
         # The authors' vocabulary: words that occur more than five times in all splits together.
@@ -775,18 +775,18 @@ DATASETS = {
         vocab_splits=SPLITS,
         max_words=50,
         tokens="ids",
-        same=LEVIR_SAME,
+        no_change=LEVIR_SAME,
         scenes={"train": 6815, "val": 1333, "test": 1929},
         types={"change": 5038, "no change": 5039},
     ),
-    "birds_to_words": Source(
+    "birds_to_words": Settings(
         read_birds_to_words,
         extractor="resnet101-layer4",
         tokenizer=str.split,
         max_words=77,
         tokens="split",
     ),
-    "cub": Source(
+    "cub": Settings(
         read_cub,
         extractor="resnet101-layer4",
         tokenizer=str.split,
@@ -794,18 +794,18 @@ DATASETS = {
         tokens="split",
         scenes={"train": 8855, "val": 2933},
     ),
-    "nabirds": Source(
+    "nabirds": Settings(
         read_nabirds,
         extractor="resnet101-layer4",
         tokenizer=str.splitlines,  # the name of a class is one word
         vocab_splits=SPLITS,
         scenes={"train": 23929, "test": 24633},
     ),
-    "pairs": Source(read_pairs, tokenizer=tokenize_lower),
+    "pairs": Settings(read_pairs, tokenizer=tokenize_lower),
 }
 
 
-def source_of(name: str) -> Source:
+def settings_of(name: str) -> Settings:
     """A data set's row of the table; InputError with the names that there are."""
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, 1)
@@ -824,7 +824,7 @@ def prepare_command(name: str, root: Path, extractor: str = "") -> str:
 def read_release(name: str, root: Path) -> Release:
     """What a data set's reader finds in a folder. FileNotFoundError if a file of the release is
     missing; InputError if one is broken, train has no pairs, or a pair has no captions."""
-    source = source_of(name)
+    source = settings_of(name)
     try:
         release = source.read(root)
     except FileNotFoundError as e:
@@ -876,7 +876,7 @@ def upright_rgb(picture: Image.Image) -> Image.Image:
 
 MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
 STD = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
-RELEASED_STD = torch.tensor([0.229, 0.224, 0.224])[:, None, None]  # as in the authors' scripts
+AUTHORS_STD = torch.tensor([0.229, 0.224, 0.224])[:, None, None]  # as in the authors' scripts
 
 
 def preprocess_resnet(image: Image.Image) -> Tensor:
@@ -885,7 +885,7 @@ def preprocess_resnet(image: Image.Image) -> Tensor:
     x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()  # (3, height, width)
     x = F.interpolate(x[None], (224, 224), mode="bicubic", align_corners=False)[0]
     x = x.round().clamp(0, 255) / 255
-    return (x - MEAN) / RELEASED_STD
+    return (x - MEAN) / AUTHORS_STD
 
 
 def preprocess_imagenet(image: Image.Image, side: int = 224) -> Tensor:
@@ -1106,7 +1106,7 @@ class Features:
 
 def feature_file(name: str, root: Path, extractor: str = "") -> Path:
     """features.h5, or features-<extractor>.h5 if the extractor is not the data set's own."""
-    if extractor in ("", source_of(name).extractor):
+    if extractor in ("", settings_of(name).extractor):
         return root / "features.h5"
     if extractor not in RESNETS and not extractor.startswith("timm/"):
         known = ", ".join(dict.fromkeys([DATASETS[name].extractor, *RESNETS]))
@@ -1117,7 +1117,7 @@ def feature_file(name: str, root: Path, extractor: str = "") -> Path:
 def extractor_of(name: str, root: Path, extractor: str = "") -> tuple[str, dict | None]:
     """The full name of the extractor that a data set's features are made by, and its weights if
     the name alone does not say which (mini trains its own)."""
-    extractor = extractor or source_of(name).extractor
+    extractor = extractor or settings_of(name).extractor
     if extractor == "mini-cnn":
         import mini
 
@@ -1142,9 +1142,9 @@ def open_features(name: str, root: Path, extractor: str = "") -> Features:
 
 def vocab_of(name: str, release: Release) -> Vocab:
     """The vocabulary by the data set's rule; for most data sets, of the training captions alone."""
-    source = source_of(name)
+    source = settings_of(name)
     captions = release.captions(source.vocab_splits)
-    return Vocab.of(captions, source.min_count, source.tokenizer, source.max_words)
+    return Vocab.from_captions(captions, source.min_count, source.tokenizer, source.max_words)
 
 
 def write_vocab(root: Path, vocab: Vocab) -> None:
@@ -1159,7 +1159,7 @@ def read_vocab(name: str, root: Path) -> Vocab:
     command = prepare_command(name, root)
     if not path.exists():
         raise FileNotFoundError(f"no vocabulary at {path}; run: {command}")
-    source = source_of(name)
+    source = settings_of(name)
     with file_errors(path, f"remove it and run: {command}"):
         index = json.loads(path.read_bytes())
         words = sorted(index, key=index.get)
@@ -1243,14 +1243,14 @@ def make_features(name: str, root: Path, release: Release, device: str, extracto
     full_name, weights = extractor_of(name, root, extractor)
     names = sorted(release.paths)
     pictures = [release.paths[n] for n in names]
-    released = [released_features(picture, root) for picture in pictures]
-    own = extractor in ("", source_of(name).extractor)
+    released = [authors_features(picture, root) for picture in pictures]
+    own = extractor in ("", settings_of(name).extractor)
     if own and None not in released and any(file.exists() for file in released):
-        demand(released)
+        require_files(released)
         blocks = (read_npy(file)[None] for file in released)
         write_features(path, names, blocks, full_name, "the authors' released .npy files")
         return
-    demand(pictures)
+    require_files(pictures)
     network = Extractor(full_name, weights, device)
     # Ctrl-C acts between batches; on a CPU one of 16 takes seconds.
     batch = 64 if device.startswith("cuda") else 16
@@ -1260,7 +1260,7 @@ def make_features(name: str, root: Path, release: Release, device: str, extracto
     write_features(path, names, blocks, full_name, network.preprocessing)
 
 
-def demand(files: list[Path]) -> None:
+def require_files(files: list[Path]) -> None:
     """FileNotFoundError if any of a release's files is missing."""
     absent = [file for file in files if not file.exists()]
     if absent:
@@ -1278,7 +1278,7 @@ def check(name: str, root: Path, extractor: str = "") -> list[str]:
     """-> the problems of a folder, each a line: counts that differ from the published ones, missing
     files, and features or a vocabulary that do not belong to these images and captions. Prints
     notes and counts. Errors as in read_release if the release cannot be read."""
-    source = source_of(name)
+    source = settings_of(name)
     release = read_release(name, root)
     vocab = vocab_of(name, release)
     counts = {part: len(members) for part, members in (release.scenes | release.kinds).items()}
@@ -1562,7 +1562,7 @@ def language(dataset_name: str):
     """The spaCy pipeline for a data set's captions; InputError if the English model is missing."""
     import spacy
 
-    if DATASETS[dataset_name].closed:
+    if DATASETS[dataset_name].templates:
         return spacy.blank("en", meta={"name": "template_rules"})  # splits into tokens, no more
     try:
         return spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
@@ -1939,14 +1939,14 @@ def protocol_scores(
     as_read = {}
     for i in captions:
         as_read[i] = [scored_text(dataset, text) for text in references[i]]
-    tokens = source_of(dataset.name).tokens
+    tokens = settings_of(dataset.name).tokens
     return score(captions, as_read, groups, quick, tokens, dataset.vocab.index)
 
 
 def scored_text(dataset: Dataset, caption: str) -> str:
     """A reference as published scores read it: split into words by the vocabulary's rule and never
     shortened, or unchanged if the PTB tokenizer will split it."""
-    if source_of(dataset.name).tokens == "ptb":
+    if settings_of(dataset.name).tokens == "ptb":
         return caption
     return " ".join(dataset.vocab.tokenizer(caption))
 
@@ -1990,7 +1990,7 @@ def one_caption(dataset: Dataset) -> str:
 def no_change_captions(dataset: Dataset) -> set[str]:
     """Captions that say that nothing changed: those on the list of the data set's authors, or else
     those of unchanged training pairs."""
-    captions = source_of(dataset.name).same
+    captions = settings_of(dataset.name).no_change
     if not captions:
         unchanged = dataset.kinds.get("no change", set())
         pairs = [pair for pair in dataset.pairs("train") if pair.id in unchanged]
@@ -2105,7 +2105,7 @@ def read_predictions(path: str | Path) -> dict[str, str]:
             image = str(row["image_id"])
             if image in predictions:
                 raise InputError(f"image_id {image!r} has two predictions")
-            predictions[image] = strings([row["caption"]])[0]
+            predictions[image] = check_strings([row["caption"]])[0]
     return predictions
 
 
@@ -2115,7 +2115,7 @@ def read_references(path: str | Path) -> dict[str, list[str]]:
     content = read_json(Path(path))
     with file_errors(path, "expected {annotations: [{image_id, caption}]}"):
         for row in content["annotations"]:
-            captions = strings([row["caption"]])
+            captions = check_strings([row["caption"]])
             references.setdefault(str(row["image_id"]), []).extend(captions)
     return references
 

@@ -114,7 +114,7 @@ def best_captions(dataset: data.Dataset, kinds: dict[str, set[str]]) -> dict[str
     texts = set().union(*candidates.values(), *(p.captions for p in val))
     texts = sorted(texts)
     as_read = [data.scored_text(dataset, text) for text in texts]
-    tokens = data.source_of(dataset.name).tokens
+    tokens = data.settings_of(dataset.name).tokens
     scored = data.scored_words(as_read, tokens, dataset.vocab.index, quick=False)
     words = dict(zip(texts, scored, strict=True))
     references = []

@@ -31,13 +31,13 @@ def test_tokens_and_vocabulary_follow_the_fields_rule():
         "yes",
     ]
     assert data.tokenize("two  blanks ") == ["two", "", "blanks", ""]
-    vocab = data.Vocab.of(["b a", "B, a"])
+    vocab = data.Vocab.from_captions(["b a", "B, a"])
     assert vocab.words == [*data.SPECIAL, ",", "B", "a", "b"]
     assert vocab.encode("a c b", 7) == [2, 6, 1, 7, 3, 0, 0]
     assert vocab.decode(torch.tensor([[2, 6, 7, 3, 5], [2, 7, 0, 6, 6]])) == ["a b", "b"]
     with pytest.raises(ValueError, match="longer than 4"):
         vocab.encode("a a a", 4)
-    assert len(data.Vocab.of(["x x y"], min_count=2)) == 5
+    assert len(data.Vocab.from_captions(["x x y"], min_count=2)) == 5
 
 
 @real
@@ -247,7 +247,7 @@ def test_preparation_from_images_and_from_released_features(release, monkeypatch
 
 
 def test_check_reports_every_problem(prepared, monkeypatch, capsys):
-    source = data.Source(data.read_clevr_change)
+    source = data.Settings(data.read_clevr_change)
     monkeypatch.setitem(data.DATASETS, "clevr_change", source)
     data.main(["clevr_change", "--data_dir", str(prepared), "--check"])
     assert "train 8, val 2, test 5" in capsys.readouterr().out

@@ -31,7 +31,7 @@ def pets(monkeypatch, tmp_path):
     return SimpleNamespace(
         name="pets",
         kinds={"drop": {"1"}, "$a_1$": {"1"}, "never": {"2"}},
-        vocab=data.Vocab.of(["a dog left, it is gone"]),
+        vocab=data.Vocab.from_captions(["a dog left, it is gone"]),
         paths={"a": tmp_path / "a.png", "b": tmp_path / "b.png"},
         pairs=lambda split: [pair],
     )

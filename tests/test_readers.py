@@ -167,7 +167,7 @@ def test_real_spot_the_diff(tmp_path):
     vocab = data.vocab_of("spot_the_diff", release)
     assert len(vocab) == data.DATASETS["spot_the_diff"].words == 2059 and "" in vocab.index
     captions = [c for p in pairs(release, "train") for c in p.captions]
-    assert len(data.Vocab.of(captions, min_count=5)) == 743
+    assert len(data.Vocab.from_captions(captions, min_count=5)) == 743
 
 
 # ---- Image Editing Request -----------------------------------------------------------------------
@@ -426,10 +426,10 @@ def test_where_released_features_lie(tmp_path):
         "images/001.Gull/images.jpg": "features/001.Gull/images.jpg.npy",
     }
     for picture, features in places.items():
-        assert data.released_features(tmp_path / picture, tmp_path) == tmp_path / features
-    assert data.released_features(tmp_path / "bef" / "images.png", tmp_path) is None
+        assert data.authors_features(tmp_path / picture, tmp_path) == tmp_path / features
+    assert data.authors_features(tmp_path / "bef" / "images.png", tmp_path) is None
     elsewhere = tmp_path.parent / "images" / "x.png"  # an absolute path in pairs.csv
-    assert data.released_features(elsewhere, tmp_path) is None
+    assert data.authors_features(elsewhere, tmp_path) is None
 
 
 @pytest.mark.parametrize("name, writer", [("birds_to_words", write_birds), ("cub", write_cub)])

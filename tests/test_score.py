@@ -284,7 +284,7 @@ def test_changed_and_unchanged_pairs_are_recognised(dataset, monkeypatch):
     both = {"change recognised": 80, "no change recognised": 80}
     assert data.accuracy_of(dataset, captions) == both
     # LEVIR-CC's authors have a list of sentences for it.
-    row = replace(data.DATASETS["clevr_change"], same=("a red thing became blue",))
+    row = replace(data.DATASETS["clevr_change"], no_change=("a red thing became blue",))
     monkeypatch.setitem(data.DATASETS, "clevr_change", row)
     both = {"change recognised": 100, "no change recognised": 20}
     assert data.accuracy_of(dataset, captions) == both
