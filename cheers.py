@@ -64,10 +64,10 @@ from common import (
     Run,
     RunConfig,
     decode,
+    file_errors,
     info_nce,
     initialise,
     learning_rate,
-    load_captioner,
     load_checkpoint,
     load_model,
     load_tensors,
@@ -566,7 +566,9 @@ def embed_images(clip, preprocess, pictures, names) -> Tensor:
     def read(name) -> Tensor:
         picture = pictures[name]
         if not isinstance(picture, Image.Image):
-            picture = ImageOps.exif_transpose(Image.open(picture))  # upright, as data.py reads it
+            with file_errors(picture, "give a readable image"), Image.open(picture) as opened:
+                # Upright, as data.py reads it.
+                picture = ImageOps.exif_transpose(opened).convert("RGB")
         return preprocess(picture.convert("RGB"))
 
     device = clip.positional_embedding.device
@@ -597,16 +599,10 @@ def kept_images(file: Path, clip, preprocess, pictures, names: list[str]) -> Ten
 
 def keep_images(file: Path, clip, preprocess, pictures, names: list[str]) -> Tensor:
     """embed_images, kept in a file for later runs."""
-    from filelock import FileLock  # a dependency of torch
-
     images = kept_images(file, clip, preprocess, pictures, names)
-    if images is not None:
-        return images
-    with FileLock(file.with_name(f".{file.name}.lock")):  # another run may be making it
-        images = kept_images(file, clip, preprocess, pictures, names)
-        if images is None:
-            images = embed_images(clip, preprocess, pictures, names)
-            save_tensors(file, {"names": names, "images": images})
+    if images is None:
+        images = embed_images(clip, preprocess, pictures, names)
+        save_tensors(file, {"names": names, "images": images})
     return images
 
 
@@ -863,7 +859,7 @@ def evaluate(
 
 
 def model_of(checkpoint: str | Path):
-    """CHEERS with a checkpoint's candidates, for load_model and load_captioner."""
+    """CHEERS with a checkpoint's candidates, for load_model and data.load_captioner."""
     table = load_checkpoint(checkpoint)["model"].get("table")
     return functools.partial(CHEERS, table=table)
 
@@ -871,7 +867,9 @@ def model_of(checkpoint: str | Path):
 def load(checkpoint: str | Path, device: str = ""):
     """A trained model for any two pictures, files or PIL images:
     caption, maps = load("best.pt")(before, after)."""
-    return load_captioner(model_of(checkpoint), Config, checkpoint, device, entities_of_files)
+    import data
+
+    return data.load_captioner(model_of(checkpoint), Config, checkpoint, device, entities_of_files)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -8,7 +8,7 @@ First half, what a copied method needs:
 Second half, what a run needs:
     command line   parse_args, saved_config, usable_device
     running        Run, draw_curves
-    files          progress, atomic_write, file_errors, checkpoints, load_captioner
+    files          progress, atomic_write, file_errors, checkpoints
     main           run_main
 
 Axis letters: A, B images or pairs; N, M grid cells; D width; h heads; L tokens; V words of a
@@ -993,10 +993,11 @@ def progress(items=None, **options) -> tqdm:
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary name to write to, and rename that file to `path` at the end: whenever the
-    process dies, `path` is either the old or the new file. A missing folder is made.
+    process dies, `path` is either the old or the new file. The temporary name has the process's
+    number, so several may write at once: the last one's file stays. A missing folder is made.
 
     OSError naming the file if it cannot be written."""
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
@@ -1083,26 +1084,6 @@ def load_model(
     state = load_checkpoint(path, cfg.device)
     model = Model(cfg, len(state["vocab"]), state["grid"], state["max_len"]).to(cfg.device)
     return load_weights(model, state["model"], path).eval(), state
-
-
-def load_captioner(
-    Model: Callable[..., nn.Module],
-    Config: type,
-    checkpoint: str | Path,
-    device: str = "",
-    inputs: Callable | None = None,
-):
-    """A trained model for any two pictures, files or PIL images (data.Captioner, so data.py is
-    needed): caption, maps = load_captioner(Model, Config, "best.pt")(before, after).
-
-    Model: as in load_model, with generate and attention_map. device: default cuda if there is one.
-    inputs: see data.Captioner. InputError if the checkpoint or the device cannot be used."""
-    import data
-
-    cfg = saved_config(Config, checkpoint)
-    cfg.device = usable_device(device)
-    model, state = load_model(Model, cfg, checkpoint)
-    return data.Captioner(model, state, inputs)
 
 
 # ---- main ----------------------------------------------------------------------------------------

@@ -2,25 +2,25 @@
 
     python data.py mini                               make the built-in toy data set
     python data.py clevr_change --data_dir D          extract features, build the vocabulary
-    python data.py clevr_change --data_dir D --check  what is there, what is missing
     python data.py score --predictions P --references R
 
 A data set is a folder in its authors' release layout. `load` reads it into a Dataset, whose
-batches feed any method. Each data set has a reader and a row in the table DATASETS: mini (made by
-mini.py), clevr_change, clevr_dc, spot_the_diff, image_editing_request, levir_cc, birds_to_words,
-cub, nabirds, and pairs (your own).
+batches feed any method. Each data set has a reader and, right behind it, a row in the table
+DATASETS: mini (made by mini.py), clevr_change, clevr_dc, spot_the_diff, image_editing_request,
+levir_cc, birds_to_words, cub, nabirds, and pairs (your own).
 Preparation adds a feature file (features.h5, or features-<extractor>.h5 for another extractor)
 and a vocabulary (vocab.json) to the folder. Nothing is downloaded at import.
 
 Sections:
-    what a data set is    vocabulary; pairs and releases; readers; the table of data sets
-    what methods get      pictures and features; preparation and check; load and batches
+    what a data set is    vocabulary; pairs and releases; the table of data sets; readers
+    features              pictures and extractors; captions of any two pictures; feature files
+    what methods get      preparation; load and batches
     language              phrases of captions (RDD+ACR, CHEERS, IDC)
     scores                words, metrics, of a data set's split, the pointing game, files
-    pictures, CLIP, and the command line (with Captioner, for any two pictures)
+    pictures, CLIP, and the command line
 
 To add a data set, write a reader (folder -> Release; release_from_pairs makes one of plain pairs)
-and a row in DATASETS. `python data.py NAME` and `--dataset NAME` then work; a method runs on its
+and its row of DATASETS. `python data.py NAME` and `--dataset NAME` then work; a method runs on its
 defaults until its PRESETS have an entry NAME.
 """
 
@@ -36,7 +36,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import textwrap
 import threading
 from collections import Counter
@@ -52,7 +51,6 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from filelock import FileLock, Timeout
 from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.models import ResNet101_Weights, resnet101
@@ -68,10 +66,12 @@ from common import (
     RunConfig,
     atomic_write,
     file_errors,
+    load_model,
     load_tensors,
     load_weights,
     progress,
     run_main,
+    saved_config,
     usable_device,
     write_text,
 )
@@ -84,7 +84,8 @@ SPECIAL = ["<NULL>", "<UNK>", "<START>", "<END>"]
 
 
 def tokenize(caption: str) -> list[str]:
-    """The field's vocabulary rule: a blank before ';' and ',', no '?' and '.', the case is kept.
+    """The rule of most published vocabularies: a blank before ';' and ',', no '?' and '.', the case
+    is kept.
 
     Captions are cut at single blanks. Double or outer blanks give empty words, which stay because
     published vocabulary sizes count them."""
@@ -198,7 +199,8 @@ class Scene:
 
 @dataclass
 class Release:
-    """What the files of a release say. A reader fills in scenes and paths; the rest is optional."""
+    """What the files of a data set say, as its authors release them. A reader fills in scenes and
+    paths; the rest is optional."""
 
     # By split. All of SPLITS must be there, with an empty list for a split that is not released.
     scenes: dict[str, list[Scene]] = field(default_factory=dict)
@@ -265,7 +267,7 @@ def check_strings(x) -> list[str]:
 def read_table(path: Path, columns: Iterable[str], **dialect) -> list[tuple[str, dict[str, str]]]:
     """The rows of a CSV file and the line on which each ends: ("line 2", column -> text), ...
 
-    InputError if the file is not UTF-8, lacks a column, or has a row with more fields than the
+    InputError if the file is not UTF-8, lacks a column, or has a row with more cells than the
     header: an unquoted comma would cut a caption in silence."""
     rows = []
     with open(path, encoding="utf-8-sig", newline="") as f, file_errors(path, "correct it"):
@@ -275,7 +277,7 @@ def read_table(path: Path, columns: Iterable[str], **dialect) -> list[tuple[str,
                 place = f"line {table.line_num}"
                 if None in row:
                     raise InputError(
-                        f"{place} has more fields than the header; put quotes around captions with "
+                        f"{place} has more cells than the header; put quotes around captions with "
                         "commas"
                     )
                 absent = [column for column in columns if row.get(column) is None]
@@ -287,17 +289,26 @@ def read_table(path: Path, columns: Iterable[str], **dialect) -> list[tuple[str,
     return rows
 
 
+def read_lines(path: Path, errors: str = "strict") -> list[str]:
+    """The lines of a text file, without empty ones. InputError if it is not UTF-8; with errors
+    "replace", bytes that are not become U+FFFD."""
+    content = path.read_bytes()
+    with file_errors(path, FETCH_AGAIN):
+        lines = content.decode("utf-8", errors).splitlines()
+    return [line for line in lines if line.strip()]
+
+
 def read_columns(path: Path) -> dict[str, str]:
     """The lines of a text file: the first word -> the rest."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = read_lines(path)
     with file_errors(path, "expected two columns"):
-        return dict(line.split(maxsplit=1) for line in lines if line.strip())
+        return dict(line.split(maxsplit=1) for line in lines)
 
 
 def authors_features(picture: Path, root: Path) -> Path | None:
-    """Where a picture's released features lie: "images" in the name of a folder gives way to
-    "features", and .npy follows the picture's name. None if no folder below root is called so, or
-    if the picture is elsewhere.
+    """Where the features lie that a data set's authors offer for a picture: "images" in the name of
+    a folder gives way to "features", and .npy follows the picture's name. None if no folder below
+    root is called so, or if the picture is elsewhere.
 
     images/x.png -> features/x.png.npy, sc_images/x.png -> sc_features/x.png.npy"""
     if not picture.is_relative_to(root):
@@ -307,6 +318,79 @@ def authors_features(picture: Path, root: Path) -> Path | None:
         return None
     renamed = [folder.replace("images", "features") for folder in folders]
     return root.joinpath(*renamed, f"{name}.npy")
+
+
+# ---- the table of data sets ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A row of DATASETS: the reader of a data set, and all else that is special to it."""
+
+    read: Callable[[Path], Release]  # folder -> what its files say
+    extractor: str = "resnet101-layer3"  # its own features: a name in RESNETS, timm/MODEL, mini-cnn
+    tokenizer: Callable[[str], list[str]] = tokenize  # caption -> words of the vocabulary
+    min_count: int = 1  # how often a word must occur to be in the vocabulary
+    vocab_splits: tuple[str, ...] = ("train",)  # the splits from which papers take the words
+    max_words: int | None = None  # the length at which papers cut captions; None: they do not
+    # How metrics get words: from the PTB tokenizer; split at blanks; split at blanks, as ids.
+    tokens: Literal["ptb", "split", "ids"] = "ptb"
+    # Captions come from CLEVR-like templates: phrases are read by rules (see template_segments),
+    # which refuse other captions. If False, spaCy's English model reads them.
+    templates: bool = False
+    # Published sentences that say that nothing changed; if empty, those of unchanged training
+    # pairs.
+    no_change: tuple[str, ...] = ()
+    # Published counts: scenes per split, pairs per kind of change, words including the four special
+    # ids. Preparation says where a folder's differ.
+    scenes: dict[str, int] = field(default_factory=dict)
+    types: dict[str, int] = field(default_factory=dict)
+    words: int | None = None
+
+
+# Name of a data set -> its row, which stands behind its reader, below.
+DATASETS: dict[str, Settings] = {}
+
+
+def settings_of(name: str) -> Settings:
+    """A data set's row of the table; InputError with the names that there are."""
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, 1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        known = ", ".join(DATASETS)
+        raise InputError(f"--dataset {name}: no such data set{hint}; there are {known}")
+    return DATASETS[name]
+
+
+def prepare_command(name: str, root: Path, extractor: str = "") -> str:
+    """The command that makes what a folder lacks, for error messages."""
+    command = f"python data.py {name} --data_dir {root}"
+    return f"{command} --extractor {extractor}" if extractor else command
+
+
+def read_release(name: str, root: Path) -> Release:
+    """What a data set's reader finds in a folder. FileNotFoundError if a file of the release is
+    missing; InputError if one is broken, train has no pairs, or a pair has no captions."""
+    settings = settings_of(name)
+    try:
+        release = settings.read(root)
+    except FileNotFoundError as e:
+        advice = f"--data_dir must be the folder of {name}'s files, see the README"
+        if name == "mini":
+            advice = f"run: {prepare_command(name, root)}"
+        raise FileNotFoundError(f"{e}; {advice}") from e
+    except InputError as e:
+        if name != "mini":
+            raise
+        raise InputError(f"{e}; remove {root} and run: {prepare_command(name, root)}") from e
+    if not release.scenes["train"]:
+        notes = "; ".join([f"{root}: no pairs in train", *release.notes])
+        raise InputError(f"{notes}; add pairs, or a column `split` if these are your own")
+    for scene in release.all_scenes():
+        for pair in itertools.chain(*scene.orders()):
+            if not pair.captions:
+                raise InputError(f"{root}: no captions for {pair.id}")
+    return release
 
 
 # ---- readers, one for each release ---------------------------------------------------------------
@@ -378,6 +462,16 @@ def read_clevr_change(root: Path) -> Release:
     return release
 
 
+DATASETS["mini"] = Settings(read_clevr_change, extractor="mini-cnn", templates=True)
+DATASETS["clevr_change"] = Settings(
+    read_clevr_change,
+    templates=True,
+    scenes={"train": 33830, "val": 1988, "test": 3985},
+    types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955},
+    words=76,
+)
+
+
 def read_overlap(root: Path) -> dict[str, float]:
     """Pair id -> IoU of the object boxes in the two images; {} if that was not released."""
     file = root / "change_captions_by_IOU.json"
@@ -397,13 +491,19 @@ def read_boxes(root: Path) -> dict[str, tuple[list | None, list | None]]:
     boxes = {}
     with file_errors(file, FETCH_AGAIN):
         for number, both in content.items():
-            before = both["bbox_before"]
-            after = both["bbox_after"]
-            for box in (before, after):
-                if box is not None and len(box) != 4:
-                    raise InputError(f"scene {number}: expected [x, y, w, h], found {box!r:.60}")
+            before = check_box(both["bbox_before"])
+            after = check_box(both["bbox_after"])
             boxes[f"{int(number):06d}.png"] = (before, after)
     return boxes
+
+
+def check_box(x) -> list | None:
+    """x, if it is None or a box of four numbers, else InputError."""
+    if x is None:
+        return None
+    if not isinstance(x, list) or [type(n) in (int, float) for n in x] != [True] * 4:
+        raise InputError(f"expected [x, y, w, h], found {x!r:.60}")
+    return x
 
 
 DC_KINDS = ("color", "texture", "add", "remove", "move", "no change")
@@ -436,6 +536,14 @@ def read_clevr_dc(root: Path) -> Release:
     return release_from_pairs(pairs, root, kinds)
 
 
+DATASETS["clevr_dc"] = Settings(
+    read_clevr_dc,
+    templates=True,
+    scenes={"train": 40800, "val": 2400, "test": 4800},
+    words=87,
+)
+
+
 def read_spot_the_diff(root: Path) -> Release:
     """Spot-the-Diff (Jhamtani and Berg-Kirkpatrick, EMNLP 2018).
 
@@ -458,6 +566,13 @@ def read_spot_the_diff(root: Path) -> Release:
     return release_from_pairs(pairs, root)
 
 
+DATASETS["spot_the_diff"] = Settings(
+    read_spot_the_diff,
+    scenes={"train": 8566, "val": 1493, "test": 1270},
+    words=2059,
+)
+
+
 def read_image_editing(root: Path) -> Release:
     """Image Editing Request (Tan et al., ACL 2019): {train,valid,test}.json, and the pictures in
     images/ or next to these files. Items with the same two images stay separate pairs; some are in
@@ -474,6 +589,18 @@ def read_image_editing(root: Path) -> Release:
                 pairs[split].append(Pair(str(row["uid"]), before, after, captions))
     folder = root / "images"
     return release_from_pairs(pairs, folder if folder.exists() else root)
+
+
+DATASETS["image_editing_request"] = Settings(
+    read_image_editing,
+    # The authors' vocabulary; that of later papers is not published.
+    tokenizer=tokenize_lower,
+    min_count=3,
+    vocab_splits=("train", "val"),
+    max_words=78,
+    scenes={"train": 3061, "val": 383, "test": 495},
+    words=808,
+)
 
 
 # An unchanged pair of LEVIR-CC has one of these among its captions.
@@ -497,8 +624,7 @@ def read_levir_cc(root: Path) -> Release:
     kinds = {"change": set(), "no change": set()}
     with file_errors(file, FETCH_AGAIN):
         for row in content["images"]:
-            name = row["filename"]
-            split = row["split"]
+            name, split = check_strings([row["filename"], row["split"]])
             captions = []
             for sentence in row["sentences"]:
                 words = [word for word in check_strings(sentence["tokens"]) if word.strip()]
@@ -512,6 +638,21 @@ def read_levir_cc(root: Path) -> Release:
                 changed = not set(LEVIR_SAME) & set(captions)
             kinds["change" if changed else "no change"].add(name)
     return release_from_pairs(pairs, root / "images", kinds)
+
+
+DATASETS["levir_cc"] = Settings(
+    read_levir_cc,
+    extractor="resnet101-layer3-256",
+    # The authors' vocabulary: words that occur more than five times in all splits together.
+    tokenizer=str.split,
+    min_count=6,
+    vocab_splits=SPLITS,
+    max_words=50,
+    tokens="ids",
+    no_change=LEVIR_SAME,
+    scenes={"train": 6815, "val": 1333, "test": 1929},
+    types={"change": 5038, "no change": 5039},
+)
 
 
 def photo_file(url: str) -> str:
@@ -528,7 +669,7 @@ def read_birds_to_words(root: Path, pictures: bool = True) -> Release:
     id>.jpg, which everyone has to fetch from the addresses in the table's columns 2 and 6.
 
     With `pictures`, pairs are left out if a photograph is missing or, where there is a folder
-    features/, its released features are. Rows with the same split and addresses form one pair.
+    features/, its features are. Rows with the same split and addresses form one pair.
     Captions are turned into lower-case words and signs, which is what this data set's metrics
     compare.
 
@@ -576,24 +717,43 @@ def read_birds_to_words(root: Path, pictures: bool = True) -> Release:
     return release_from_pairs(pairs, images, notes=notes)
 
 
+DATASETS["birds_to_words"] = Settings(
+    read_birds_to_words,
+    extractor="resnet101-layer4",
+    tokenizer=str.split,
+    max_words=77,
+    tokens="split",
+)
+
+
 def read_cub(root: Path) -> Release:
     """CUB-200-2011 (images.txt, images/<class>/<name>.jpg) with ten captions of Reed et al. (CVPR
     2016) for each image, text_c10/<class>/<name>.txt, and their split by class: trainvalclasses.txt
     to train, testclasses.txt to validate (no test). Single images: `after` is None."""
     split_of = {}
     for split, file in (("train", "trainvalclasses.txt"), ("val", "testclasses.txt")):
-        for bird in (root / file).read_text(encoding="utf-8").split():
-            split_of[bird] = split
+        for line in read_lines(root / file):
+            split_of[line.strip()] = split
     pairs = {"train": [], "val": []}
     for name in read_columns(root / "images.txt").values():
-        text = root / "text_c10" / Path(name).with_suffix(".txt")
-        lines = text.read_text(encoding="utf-8", errors="replace").splitlines()
-        captions = [" ".join(tokenize_lower(line)) for line in lines if line.strip()]
-        bird = name.split("/")[0]
         remedy = "its classes must be in trainvalclasses.txt or testclasses.txt"
         with file_errors(root / "images.txt", remedy):
-            pairs[split_of[bird]].append(Pair(name, name, None, captions))
+            split = split_of[name.split("/")[0]]
+        text = root / "text_c10" / f"{name.removesuffix('.jpg')}.txt"
+        lines = read_lines(text, errors="replace")
+        captions = [" ".join(tokenize_lower(line)) for line in lines]
+        pairs[split].append(Pair(name, name, None, captions))
     return release_from_pairs(pairs, root / "images")
+
+
+DATASETS["cub"] = Settings(
+    read_cub,
+    extractor="resnet101-layer4",
+    tokenizer=str.split,
+    max_words=37,
+    tokens="split",
+    scenes={"train": 8855, "val": 2933},
+)
 
 
 def read_nabirds(root: Path) -> Release:
@@ -607,35 +767,25 @@ def read_nabirds(root: Path) -> Release:
     names = read_columns(root / "classes.txt")
     pairs = {"train": [], "test": []}
     for image, name in read_columns(root / "images.txt").items():
-        with file_errors(root / "image_class_labels.txt", "fetch it again"):
+        with file_errors(root / "image_class_labels.txt", FETCH_AGAIN):
             bird = classes[image]
         split = "train" if in_train.get(image) == "1" else "test"
         pairs[split].append(Pair(name, name, None, [names.get(bird, bird)]))
     return release_from_pairs(pairs, root / "images")
 
 
-def read_rows(file: Path, columns: Iterable[str]) -> list[tuple[str, dict]]:
-    """The rows of a JSON list or a CSV file, each with its place ("item 0", "line 2")."""
-    if file.suffix.lower() != ".json":
-        return read_table(file, columns)
-    content = read_json(file)
-    rows = []
-    with file_errors(file, "correct it"):
-        if not isinstance(content, list):
-            raise InputError("expected a list of objects")
-        for n, row in enumerate(content):
-            absent = [column for column in columns if column not in row]
-            if absent:
-                raise InputError(f"item {n} has no {absent[0]}")
-            rows.append((f"item {n}", row))
-    return rows
+DATASETS["nabirds"] = Settings(
+    read_nabirds,
+    extractor="resnet101-layer4",
+    tokenizer=str.splitlines,  # the name of a class is one word
+    vocab_splits=SPLITS,
+    scenes={"train": 23929, "test": 24633},
+)
 
 
-def pair_name(row: dict) -> str:
+def pair_name(row: dict[str, str]) -> str:
     """The id in a row or, if there is none, its two paths."""
-    if row.get("id") in (None, ""):
-        return f"{row['before']} {row['after']}"
-    return str(row["id"])
+    return row.get("id") or f"{row['before']} {row['after']}"
 
 
 def hashed_split(name: str) -> str:
@@ -645,26 +795,25 @@ def hashed_split(name: str) -> str:
 
 
 def read_pairs(root: Path) -> Release:
-    """Your own pairs: pairs.csv with the columns before, after, captions, or pairs.json, a list of
-    objects with these keys. Paths are relative to the folder.
+    """Your own pairs: pairs.csv with the columns before, after, captions. Paths are relative to the
+    folder.
 
-    If both files are there, pairs.json is read. Several captions of a pair are a list (JSON), or
-    are separated by |, or are in several rows. Three columns are optional: `split` (train, val or
-    test in every row; without the column: hashed_split); `id`, the pair's name in result files
-    (default: its two paths); `kind`, the kind of change. Each kind is scored separately; for "no
-    change", recognition is reported, too. InputError that names the row if an image or all captions
-    are missing, the split is unknown, or an id stands for two pairs, is in two splits or has two
-    kinds."""
-    file = root / "pairs.json"
-    if not file.exists():
-        file = root / "pairs.csv"
+    Several captions of a pair are separated by |, or are in several rows. Three columns are
+    optional: `split` (train, val or test in every row; without the column: hashed_split); `id`, the
+    pair's name in result files (default: its two paths); `kind`, the kind of change. Each kind is
+    scored separately; for "no change", recognition is reported, too. InputError that names the row
+    if an image or all captions are missing, the split is unknown, or an id stands for two pairs, is
+    in two splits or has two kinds."""
+    file = root / "pairs.csv"
     pairs: dict[str, Pair] = {}
     split_of: dict[str, str] = {}
     kind_of: dict[str, str] = {}
-    for place, row in read_rows(file, ("before", "after", "captions")):
+    for place, row in read_table(file, ("before", "after", "captions")):
         with file_errors(f"{file}, {place}", "correct it"):
             name = pair_name(row)
-            captions = captions_of_row(row)
+            captions = [text.strip() for text in row["captions"].split("|") if text.strip()]
+            if not (row["before"] and row["after"] and captions):
+                raise InputError("expected two images and a caption")
             pair = pairs.setdefault(name, Pair(name, row["before"], row["after"], []))
             if (pair.before, pair.after) != (row["before"], row["after"]):
                 raise InputError(f"id {name} is already of {pair.before}, {pair.after}")
@@ -674,7 +823,7 @@ def read_pairs(root: Path) -> Release:
                 raise InputError(f"expected the split {', '.join(SPLITS)}, found {split!r}")
             if split_of.setdefault(name, split) != split:
                 raise InputError(f"id {name} is in {split_of[name]}, too; give it an id of its own")
-            kind = str(row.get("kind") or "")
+            kind = row.get("kind") or ""
             if kind.startswith(" "):
                 raise InputError(
                     f"the kind {kind!r} begins with a blank; put quotes around captions with commas"
@@ -698,155 +847,10 @@ def read_pairs(root: Path) -> Release:
     return release_from_pairs(by_split, root, kinds, notes)
 
 
-def captions_of_row(row: dict) -> list[str]:
-    """The captions in a row of your own pairs, without empty ones; InputError if none are left."""
-    captions = row["captions"]
-    if isinstance(captions, str):
-        captions = captions.split("|")
-    captions = [text.strip() for text in check_strings(captions) if text.strip()]
-    check_strings([row["before"], row["after"]])
-    if not (row["before"] and row["after"] and captions):
-        raise InputError("expected two images and a caption")
-    return captions
+DATASETS["pairs"] = Settings(read_pairs, tokenizer=tokenize_lower)
 
 
-# ---- the table of data sets ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Settings:
-    """A row of DATASETS: all that is special to one data set. A new one needs a row and a
-    reader."""
-
-    read: Callable[[Path], Release]  # folder -> what its files say
-    extractor: str = "resnet101-layer3"  # its own features: a name in RESNETS, timm/MODEL, mini-cnn
-    tokenizer: Callable[[str], list[str]] = tokenize  # caption -> words of the vocabulary
-    min_count: int = 1  # how often a word must occur to be in the vocabulary
-    vocab_splits: tuple[str, ...] = ("train",)  # the splits from which the field takes the words
-    max_words: int | None = None  # the length at which the field cuts captions; None: it does not
-    # How metrics get words: from the PTB tokenizer; split at blanks; split at blanks, as ids.
-    tokens: Literal["ptb", "split", "ids"] = "ptb"
-    # Captions come from CLEVR-like templates: phrases are read by rules (see template_segments),
-    # which refuse other captions. If False, spaCy's English model reads them.
-    templates: bool = False
-    # The field's "nothing changed" sentences; if empty, those of unchanged training pairs.
-    no_change: tuple[str, ...] = ()
-    # Published counts, for --check: scenes per split, pairs per kind of change, words including
-    # the four special ids.
-    scenes: dict[str, int] = field(default_factory=dict)
-    types: dict[str, int] = field(default_factory=dict)
-    words: int | None = None
-
-
-DATASETS = {
-    "mini": Settings(read_clevr_change, extractor="mini-cnn", templates=True),
-    "clevr_change": Settings(
-        read_clevr_change,
-        templates=True,
-        scenes={"train": 33830, "val": 1988, "test": 3985},
-        types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955},
-        words=76,
-    ),
-    "clevr_dc": Settings(
-        read_clevr_dc,
-        templates=True,
-        scenes={"train": 40800, "val": 2400, "test": 4800},
-        words=87,
-    ),
-    "spot_the_diff": Settings(
-        read_spot_the_diff, scenes={"train": 8566, "val": 1493, "test": 1270}, words=2059
-    ),
-    "image_editing_request": Settings(
-        read_image_editing,
-        # The authors' vocabulary; that of later papers is not published.
-        tokenizer=tokenize_lower,
-        min_count=3,
-        vocab_splits=("train", "val"),
-        max_words=78,
-        scenes={"train": 3061, "val": 383, "test": 495},
-        words=808,
-    ),
-    "levir_cc": Settings(
-        read_levir_cc,
-        extractor="resnet101-layer3-256",
-        # The authors' vocabulary: words that occur more than five times in all splits together.
-        tokenizer=str.split,
-        min_count=6,
-        vocab_splits=SPLITS,
-        max_words=50,
-        tokens="ids",
-        no_change=LEVIR_SAME,
-        scenes={"train": 6815, "val": 1333, "test": 1929},
-        types={"change": 5038, "no change": 5039},
-    ),
-    "birds_to_words": Settings(
-        read_birds_to_words,
-        extractor="resnet101-layer4",
-        tokenizer=str.split,
-        max_words=77,
-        tokens="split",
-    ),
-    "cub": Settings(
-        read_cub,
-        extractor="resnet101-layer4",
-        tokenizer=str.split,
-        max_words=37,
-        tokens="split",
-        scenes={"train": 8855, "val": 2933},
-    ),
-    "nabirds": Settings(
-        read_nabirds,
-        extractor="resnet101-layer4",
-        tokenizer=str.splitlines,  # the name of a class is one word
-        vocab_splits=SPLITS,
-        scenes={"train": 23929, "test": 24633},
-    ),
-    "pairs": Settings(read_pairs, tokenizer=tokenize_lower),
-}
-
-
-def settings_of(name: str) -> Settings:
-    """A data set's row of the table; InputError with the names that there are."""
-    if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, 1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        known = ", ".join(DATASETS)
-        raise InputError(f"--dataset {name}: no such data set{hint}; there are {known}")
-    return DATASETS[name]
-
-
-def prepare_command(name: str, root: Path, extractor: str = "") -> str:
-    """The command that makes what a folder lacks, for error messages."""
-    command = f"python data.py {name} --data_dir {root}"
-    return f"{command} --extractor {extractor}" if extractor else command
-
-
-def read_release(name: str, root: Path) -> Release:
-    """What a data set's reader finds in a folder. FileNotFoundError if a file of the release is
-    missing; InputError if one is broken, train has no pairs, or a pair has no captions."""
-    source = settings_of(name)
-    try:
-        release = source.read(root)
-    except FileNotFoundError as e:
-        advice = f"--data_dir must be the folder of {name}'s release, see the README"
-        if name == "mini":
-            advice = f"run: {prepare_command(name, root)}"
-        raise FileNotFoundError(f"{e}; {advice}") from e
-    except InputError as e:
-        if name != "mini":
-            raise
-        raise InputError(f"{e}; remove {root} and run: {prepare_command(name, root)}") from e
-    if not release.scenes["train"]:
-        notes = "; ".join([f"{root}: no pairs in train", *release.notes])
-        raise InputError(f"{notes}; add pairs, or a column `split` if these are your own")
-    for scene in release.all_scenes():
-        for pair in itertools.chain(*scene.orders()):
-            if not pair.captions:
-                raise InputError(f"{root}: no captions for {pair.id}")
-    return release
-
-
-# ---- pictures and features -----------------------------------------------------------------------
+# ---- pictures and extractors ---------------------------------------------------------------------
 
 
 def read_image(path: str | Path | Image.Image) -> Image.Image:
@@ -858,11 +862,8 @@ def read_image(path: str | Path | Image.Image) -> Image.Image:
     if isinstance(path, Image.Image):
         return upright_rgb(path)
     Image.MAX_IMAGE_PIXELS = 5 * 10**7  # Pillow refuses pictures of more than twice as many
-    try:
-        with Image.open(path) as picture:
-            return upright_rgb(picture)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
-        raise InputError(f"{path} is not a readable image ({e})") from e
+    with file_errors(path, "give a readable image"), Image.open(path) as picture:
+        return upright_rgb(picture)
 
 
 def upright_rgb(picture: Image.Image) -> Image.Image:
@@ -880,8 +881,8 @@ AUTHORS_STD = torch.tensor([0.229, 0.224, 0.224])[:, None, None]  # as in the au
 
 
 def preprocess_resnet(image: Image.Image) -> Tensor:
-    """The field's preprocessing -> (3, 224, 224): aspect ratio not kept, OpenCV's bicubic (a =
-    -0.75, no antialiasing, rounded to bytes), and a deviation of .224 where ImageNet's is .225."""
+    """The preprocessing of most papers -> (3, 224, 224): aspect ratio not kept, OpenCV's bicubic (a
+    = -0.75, no antialiasing, rounded to bytes), a deviation of .224 where ImageNet's is .225."""
     x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()  # (3, height, width)
     x = F.interpolate(x[None], (224, 224), mode="bicubic", align_corners=False)[0]
     x = x.round().clamp(0, 255) / 255
@@ -1027,6 +1028,65 @@ class Extractor:
                 yield grid.half().cpu().contiguous()
 
 
+# ---- captions of any two pictures ----------------------------------------------------------------
+
+
+class Captioner:
+    """A trained model that captions any two pictures (files or PIL images): caption, maps =
+    captioner(before, after). maps: name -> where the model looked (H, W).
+
+    model, state: from common.load_model; state["extractor"] names the feature network.
+    inputs(model, state, pictures) -> what else the model's generate and attention_map take, one row
+    for each pair, or None; pictures are in the order before, after, before, after, ..."""
+
+    def __init__(self, model: nn.Module, state: dict, inputs: Callable | None = None):
+        self.model = model
+        self.state = state
+        self.inputs = inputs
+        self.device = model.cfg.device
+        self.vocab = Vocab(state["vocab"])
+        self.extractor = Extractor(**state["extractor"], device=self.device)
+
+    def __call__(self, before, after) -> tuple[str, dict[str, Tensor]]:
+        return next(self.pairs([(before, after)]))
+
+    def pairs(self, pairs: list[tuple], batch: int = 16) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yields the caption and the maps of every pair in a list."""
+        pictures = [picture for pair in pairs for picture in pair]
+        rows = self.inputs(self.model, self.state, pictures) if self.inputs else None
+        starts = range(0, len(pairs), batch)
+        blocks = self.extractor.blocks(pictures, 2 * batch)
+        for i, x in zip(starts, blocks, strict=True):
+            x = x.to(self.device).float().unflatten(0, (-1, 2))  # (B, 2, C, H, W)
+            before, after = x.unbind(1)
+            inputs = [] if rows is None else [rows[i : i + batch]]
+            ids = self.model.generate(before, after, *inputs)
+            maps = self.model.attention_map(before, after, ids, *inputs)
+            for n, caption in enumerate(self.vocab.decode(ids)):
+                yield caption, {name: heat[n] for name, heat in maps.items()}
+
+
+def load_captioner(
+    Model: Callable[..., nn.Module],
+    Config: type,
+    checkpoint: str | Path,
+    device: str = "",
+    inputs: Callable | None = None,
+) -> Captioner:
+    """A trained model for any two pictures, files or PIL images: caption, maps =
+    load_captioner(Model, Config, "best.pt")(before, after).
+
+    Model: as in common.load_model, with generate and attention_map. device: default cuda if there
+    is one. inputs: see Captioner. InputError if the checkpoint or the device cannot be used."""
+    cfg = saved_config(Config, checkpoint)
+    cfg.device = usable_device(device)
+    model, state = load_model(Model, cfg, checkpoint)
+    return Captioner(model, state, inputs)
+
+
+# ---- feature files -------------------------------------------------------------------------------
+
+
 def write_features(
     path: Path,
     names: list[str],
@@ -1137,19 +1197,22 @@ def open_features(name: str, root: Path, extractor: str = "") -> Features:
     return features
 
 
-# ---- preparation and check -----------------------------------------------------------------------
+# ---- preparation ---------------------------------------------------------------------------------
 
 
 def vocab_of(name: str, release: Release) -> Vocab:
     """The vocabulary by the data set's rule; for most data sets, of the training captions alone."""
-    source = settings_of(name)
-    captions = release.captions(source.vocab_splits)
-    return Vocab.from_captions(captions, source.min_count, source.tokenizer, source.max_words)
+    settings = settings_of(name)
+    captions = release.captions(settings.vocab_splits)
+    return Vocab.from_captions(captions, settings.min_count, settings.tokenizer, settings.max_words)
 
 
 def write_vocab(root: Path, vocab: Vocab) -> None:
-    """vocab.json: word -> id."""
-    write_text(root / "vocab.json", json.dumps(vocab.index, indent=0))
+    """vocab.json: word -> id. A file of the same content stays, as the folder may be read-only."""
+    path = root / "vocab.json"
+    text = json.dumps(vocab.index, indent=0)
+    if not path.exists() or path.read_bytes() != text.encode():
+        write_text(path, text)
 
 
 def read_vocab(name: str, root: Path) -> Vocab:
@@ -1159,82 +1222,60 @@ def read_vocab(name: str, root: Path) -> Vocab:
     command = prepare_command(name, root)
     if not path.exists():
         raise FileNotFoundError(f"no vocabulary at {path}; run: {command}")
-    source = settings_of(name)
+    settings = settings_of(name)
     with file_errors(path, f"remove it and run: {command}"):
         index = json.loads(path.read_bytes())
         words = sorted(index, key=index.get)
-        return Vocab(words, source.tokenizer, source.max_words)
+        return Vocab(words, settings.tokenizer, settings.max_words)
 
 
-@contextlib.contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Keeps other processes out of a folder; waits, and says so, if one is at work there."""
-    guard = FileLock(folder / ".lock")
-    try:
-        guard.acquire(timeout=0)
-    except Timeout:
-        print(f"another process is at work in {folder}; waiting for it", flush=True)
-        guard.acquire()
-    try:
-        yield
-    finally:
-        guard.release()
+def prepare(name: str, root: Path, device: str, extractor: str = "", cfg=RunConfig) -> None:
+    """Write a feature file, unless it is there, and vocab.json: features are the authors' .npy
+    files if these are there and the extractor is the data set's own, else made from the pictures.
 
-
-def prepare(name: str, root: Path, device: str, extractor: str = "", settings=RunConfig) -> None:
-    """Write vocab.json and a feature file: from the authors' released .npy files if they are there
-    and the extractor is the data set's own, else from the pictures. A feature file that is there is
-    kept; a vocab.json of other captions is replaced.
-
-    settings: has mini's `scenes`, `objects` and `data_seed`; mini is drawn first. FileNotFoundError
-    or InputError says what is missing, or that a feature file lacks images or is of another
-    extractor."""
-    made = feature_file(name, root, extractor)
+    Every file is written whole, under a name of its own until it is complete. So this may be
+    stopped, repeated, and run twice at once; only a process that was killed leaves its partial
+    file (features.h5.<process>.partial), which nothing reads.
+    cfg: has mini's `scenes`, `objects` and `data_seed`; mini is drawn first. FileNotFoundError or
+    InputError says what is missing, or that a feature file lacks images or is of another extractor.
+    """
+    path = feature_file(name, root, extractor)
     if name == "mini":
         import mini
 
-        mini.check_folder(root, settings.scenes, settings.objects, settings.data_seed)
-        root.mkdir(parents=True, exist_ok=True)
-    if not root.is_dir():
-        raise FileNotFoundError(
-            f"there is no folder {root}; --data_dir must be the folder of {name}'s release, see "
-            "the README"
-        )
-    if is_prepared(name, root, extractor):  # perhaps in a folder that cannot be written to
-        print_notes([f"{made} is there already"])
-        return
-    with lock(root):
-        if is_prepared(name, root, extractor):  # by the process that was waited for
-            return
-        if name == "mini":
-            mini.make(root, settings.scenes, settings.objects, settings.data_seed, device)
-        release = read_release(name, root)
-        vocab = vocab_of(name, release)  # before the features, as it may be refused
-        if not made.exists():
-            make_features(name, root, release, device, extractor)
-        open_features(name, root, extractor).require(release.paths)
-        write_vocab(root, vocab)
-    print_notes(release.notes)
+        mini.make(root, cfg.scenes, cfg.objects, cfg.data_seed, device)
+    release = read_release(name, root)
+    vocab = vocab_of(name, release)
+    # Before the features, which may take hours.
+    print_notes([*release.notes, *differing_counts(name, release, vocab)])
+    if path.exists():
+        print_notes([f"{path} is there already"])
+    else:
+        make_features(name, root, release, device, extractor)
+    open_features(name, root, extractor).require(release.paths)
+    write_vocab(root, vocab)
     print(f"{root}: {len(release.paths)} images, {len(vocab)} words")
+
+
+def differing_counts(name: str, release: Release, vocab: Vocab) -> list[str]:
+    """The counts in which a folder differs from the published ones, each a line."""
+    settings = settings_of(name)
+    published = settings.scenes | settings.types
+    if settings.words:
+        published["words"] = settings.words
+    counts = {part: len(members) for part, members in (release.scenes | release.kinds).items()}
+    counts["words"] = len(vocab)
+    lines = []
+    for part, count in published.items():
+        found = counts.get(part, 0)
+        if found != count:
+            lines.append(f"{part} has {found}, published {count}")
+    return lines
 
 
 def print_notes(notes: Iterable[str]) -> None:
     for note in notes:
-        print(f"note: {note}")
-
-
-def is_prepared(name: str, root: Path, extractor: str = "") -> bool:
-    """Are there features of a folder's images and the vocabulary of its captions?"""
-    if name == "mini":
-        import mini
-
-        if not mini.is_made(root):
-            return False
-    if not (feature_file(name, root, extractor).exists() and (root / "vocab.json").exists()):
-        return False
-    release = read_release(name, root)
-    open_features(name, root, extractor).require(release.paths)
-    return read_vocab(name, root).words == vocab_of(name, release).words
+        print(f"note: {note}", flush=True)
 
 
 def make_features(name: str, root: Path, release: Release, device: str, extractor: str) -> None:
@@ -1243,12 +1284,12 @@ def make_features(name: str, root: Path, release: Release, device: str, extracto
     full_name, weights = extractor_of(name, root, extractor)
     names = sorted(release.paths)
     pictures = [release.paths[n] for n in names]
-    released = [authors_features(picture, root) for picture in pictures]
+    arrays = [authors_features(picture, root) for picture in pictures]
     own = extractor in ("", settings_of(name).extractor)
-    if own and None not in released and any(file.exists() for file in released):
-        require_files(released)
-        blocks = (read_npy(file)[None] for file in released)
-        write_features(path, names, blocks, full_name, "the authors' released .npy files")
+    if own and None not in arrays and any(file.exists() for file in arrays):
+        require_files(arrays)
+        blocks = (read_npy(file)[None] for file in arrays)
+        write_features(path, names, blocks, full_name, "the authors' .npy files")
         return
     require_files(pictures)
     network = Extractor(full_name, weights, device)
@@ -1269,46 +1310,13 @@ def require_files(files: list[Path]) -> None:
 
 
 def read_npy(path: Path) -> np.ndarray:
-    """A released feature map (C, H, W)."""
-    with file_errors(path, "fetch it again"):
-        return np.load(path)  # refuses pickles, which could run any program
-
-
-def check(name: str, root: Path, extractor: str = "") -> list[str]:
-    """-> the problems of a folder, each a line: counts that differ from the published ones, missing
-    files, and features or a vocabulary that do not belong to these images and captions. Prints
-    notes and counts. Errors as in read_release if the release cannot be read."""
-    source = settings_of(name)
-    release = read_release(name, root)
-    vocab = vocab_of(name, release)
-    counts = {part: len(members) for part, members in (release.scenes | release.kinds).items()}
-    counts["words"] = len(vocab)
-    published = source.scenes | source.types
-    if source.words:
-        published["words"] = source.words
-    problems = []
-    for part, count in published.items():
-        if counts.get(part, 0) != count:
-            problems.append(f"{root}: {part} has {counts.get(part, 0)}, published {count}")
-    pictures = list(release.paths.values())
-    absent = [path for path in pictures if not path.exists()]
-    if 0 < len(absent) < len(pictures):  # released features come without any picture
-        count = f"{len(absent)} of {len(pictures)} missing"
-        problems.append(f"there is no {absent[0]} ({count}); complete the release")
-    try:
-        open_features(name, root, extractor).require(release.paths)
-    except (OSError, InputError) as e:
-        problems.append(str(e))
-    try:
-        if read_vocab(name, root).words != vocab.words:
-            command = prepare_command(name, root, extractor)
-            problems.append(f"{root / 'vocab.json'} is not of these captions; run: {command}")
-    except (OSError, InputError) as e:
-        problems.append(str(e))
-    print_notes(release.notes)
-    summary = ", ".join(f"{part} {count}" for part, count in counts.items())
-    print(f"{root}: {summary}; {len(pictures)} images")
-    return problems
+    """A feature map (C, H, W) that the authors offer. InputError that names the file if it is
+    none."""
+    with file_errors(path, FETCH_AGAIN):
+        x = np.load(path)  # refuses pickles, which could run any program
+        if x.ndim != 3 or not np.issubdtype(x.dtype, np.floating):
+            raise InputError(f"expected numbers (C, H, W), found {x.dtype} {x.shape}")
+    return x
 
 
 # ---- load and batches ----------------------------------------------------------------------------
@@ -1392,7 +1400,7 @@ class Dataset:
 
     def _lengths(self) -> list[int]:
         lengths = []
-        for scene in self.release.all_scenes():  # of all splits, as in the field's scripts
+        for scene in self.release.all_scenes():  # of all splits, as in the authors' scripts
             for pairs in scene.orders():
                 for n, pair in enumerate(pairs):
                     longest = 2 + max(len(self.vocab.split(caption)) for caption in pair.captions)
@@ -1562,7 +1570,7 @@ def language(dataset_name: str):
     """The spaCy pipeline for a data set's captions; InputError if the English model is missing."""
     import spacy
 
-    if DATASETS[dataset_name].templates:
+    if settings_of(dataset_name).templates:
         return spacy.blank("en", meta={"name": "template_rules"})  # splits into tokens, no more
     try:
         return spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
@@ -2400,48 +2408,10 @@ def clip_weights(name: str, root: Path, device: str = "cpu") -> dict | None:
         return None
     import mini
 
-    if not (root / "clip.pt").exists():
-        with lock(root):
-            mini.clip_state(root, device)
     return mini.clip_state(root, device)
 
 
 # ---- command line --------------------------------------------------------------------------------
-
-
-class Captioner:
-    """A trained model that captions any two pictures (files or PIL images): caption, maps =
-    captioner(before, after). maps: name -> where the model looked (H, W).
-
-    model, state: from common.load_model; state["extractor"] names the feature network.
-    inputs(model, state, pictures) -> what else the model's generate and attention_map take, one row
-    for each pair, or None; pictures are in the order before, after, before, after, ..."""
-
-    def __init__(self, model: nn.Module, state: dict, inputs: Callable | None = None):
-        self.model = model
-        self.state = state
-        self.inputs = inputs
-        self.device = model.cfg.device
-        self.vocab = Vocab(state["vocab"])
-        self.extractor = Extractor(**state["extractor"], device=self.device)
-
-    def __call__(self, before, after) -> tuple[str, dict[str, Tensor]]:
-        return next(self.pairs([(before, after)]))
-
-    def pairs(self, pairs: list[tuple], batch: int = 16) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yields the caption and the maps of every pair in a list."""
-        pictures = [picture for pair in pairs for picture in pair]
-        rows = self.inputs(self.model, self.state, pictures) if self.inputs else None
-        starts = range(0, len(pairs), batch)
-        blocks = self.extractor.blocks(pictures, 2 * batch)
-        for i, x in zip(starts, blocks, strict=True):
-            x = x.to(self.device).float().unflatten(0, (-1, 2))  # (B, 2, C, H, W)
-            before, after = x.unbind(1)
-            inputs = [] if rows is None else [rows[i : i + batch]]
-            ids = self.model.generate(before, after, *inputs)
-            maps = self.model.attention_map(before, after, ids, *inputs)
-            for n, caption in enumerate(self.vocab.decode(ids)):
-                yield caption, {name: heat[n] for name, heat in maps.items()}
 
 
 def caption_files(captioner: Captioner, files: list[str], out: str | None) -> None:
@@ -2472,7 +2442,7 @@ def pairs_of_table(file: Path) -> dict[str, tuple[Path, Path]]:
     """The pairs of a CSV file: name -> two image files. InputError if there are none, or
     two of one name."""
     pairs = {}
-    for place, row in read_rows(file, ("before", "after")):
+    for place, row in read_table(file, ("before", "after")):
         name = pair_name(row)
         if name in pairs:
             raise InputError(f"{file}, {place}: id {name} is there already; correct it")
@@ -2501,7 +2471,7 @@ def score_files(args) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command line: NAME prepares or checks a data set, `score` scores a file of captions."""
+    """The command line: NAME prepares a data set, `score` scores a file of captions."""
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="NAME", required=True)
     first, *others = DATASETS
@@ -2509,11 +2479,10 @@ def main(argv: list[str] | None = None) -> None:
         first,
         aliases=others,
         prog="data.py NAME",
-        help="prepare or check a data set",
+        help="prepare a data set",
         allow_abbrev=False,
     )
     p.add_argument("--data_dir", type=Path, help="its folder (default: data/NAME)")
-    p.add_argument("--check", action="store_true", help="report what is there and what is missing")
     p.add_argument("--device", default="", help="where features are made (default: cuda if any)")
     text = f"network that makes the features: {', '.join(RESNETS)}, timm/MODEL, timm/MODEL:FILE"
     p.add_argument("--extractor", default="", help=f"{text} (default: the data set's own)")
@@ -2539,13 +2508,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.command == "score":
         return score_files(args)
     root = args.data_dir or Path("data", args.command)
-    if args.check:
-        problems = check(args.command, root, args.extractor)
-        if problems:
-            print("\n".join(problems), file=sys.stderr)
-            sys.exit(2)
-    else:
-        prepare(args.command, root, usable_device(args.device), args.extractor, args)
+    prepare(args.command, root, usable_device(args.device), args.extractor, args)
 
 
 if __name__ == "__main__":

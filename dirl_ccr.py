@@ -63,7 +63,6 @@ from common import (
     info_nce,
     initialise,
     learning_rate,
-    load_captioner,
     load_model,
     masked_mean,
     parse_args,
@@ -577,7 +576,9 @@ def evaluate(
 def load(checkpoint: str | Path, device: str = ""):
     """A trained model for any two pictures, files or PIL images:
     caption, maps = load("best.pt")(before, after)."""
-    return load_captioner(DIRL, Config, checkpoint, device)
+    import data
+
+    return data.load_captioner(DIRL, Config, checkpoint, device)
 
 
 def main(argv: list[str] | None = None) -> None:

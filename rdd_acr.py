@@ -66,7 +66,6 @@ from common import (
     decode,
     initialise,
     learning_rate,
-    load_captioner,
     load_model,
     masked_mean,
     parse_args,
@@ -828,7 +827,9 @@ def evaluate(
 def load(checkpoint: str | Path, device: str = ""):
     """A trained model for any two pictures, files or PIL images:
     caption, maps = load("best.pt")(before, after)."""
-    return load_captioner(RDD, Config, checkpoint, device)
+    import data
+
+    return data.load_captioner(RDD, Config, checkpoint, device)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -64,7 +64,6 @@ from common import (
     decode,
     info_nce,
     learning_rate,
-    load_captioner,
     load_model,
     masked_mean,
     parse_args,
@@ -603,7 +602,9 @@ def evaluate(
 def load(checkpoint: str | Path, device: str = ""):
     """A trained model for any two pictures, files or PIL images:
     caption, maps = load("best.pt")(before, after)."""
-    return load_captioner(SCORER, Config, checkpoint, device)
+    import data
+
+    return data.load_captioner(SCORER, Config, checkpoint, device)
 
 
 def main(argv: list[str] | None = None) -> None:
