@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import common
@@ -60,12 +61,26 @@ def write_picture(path):
 def write_features(name, root):
     """Random features on a 2 x 3 grid for a release, and its vocabulary: what preparation
     leaves."""
-    source = data.DATASETS[name]
-    release = source.read(root)
+    settings = data.DATASETS[name]
+    release = settings.read(root)
     names = sorted(release.paths)
     features = np.random.default_rng(1).random((len(names), *GRID)).astype(np.float32)
-    data.write_features(root / "features.h5", names, [features], source.extractor, "at random")
+    data.write_features(root / "features.h5", names, [features], settings.extractor, "at random")
     data.write_vocab(root, data.vocab_of(name, release))
+
+
+class MeanColor:
+    """An extractor without a network: a picture's mean colour, on a small grid that has another
+    number of channels for each layer of ResNet."""
+
+    def __init__(self, name, weights, device):
+        self.preprocessing = "mean colour"
+        self.grid = (4 if "layer4" in name else 3, 2, 3)
+
+    def blocks(self, paths, batch):
+        for path in paths:
+            mean = np.array(data.read_image(path)).mean()
+            yield torch.full((1, *self.grid), mean).half()
 
 
 @pytest.fixture(autouse=True)

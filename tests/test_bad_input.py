@@ -6,7 +6,6 @@ import resource
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 
 import h5py
 import numpy as np
@@ -30,7 +29,7 @@ import dirl_ccr
 import idc_pretrain
 import rdd_acr
 import scorer_cbr
-from common import run_main
+from common import InputError, run_main
 
 
 @pytest.fixture
@@ -61,15 +60,6 @@ def train(refused, tiny, tmp_path):
     )
 
 
-def problems(capsys, name, root, *more):
-    """What --check has to say."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as e:
-        run_main(lambda: data.main([name, "--data_dir", str(root), "--check", *more]))
-    assert e.value.code == 2
-    return capsys.readouterr().err
-
-
 def write_edits(root):
     for split, uid in (("train", "A"), ("valid", "B"), ("test", "C")):
         write(
@@ -92,11 +82,8 @@ def write_levir(root):
 
 
 def write_own(root):
-    row = {"after": "b.png", "captions": ["it is open"]}
-    write(
-        root / "pairs.json",
-        [row | {"before": f"{split}.png", "split": split} for split in data.SPLITS],
-    )
+    rows = [f"{split}.png,b.png,it is open,{split}" for split in data.SPLITS]
+    write(root / "pairs.csv", "\n".join(["before,after,captions,split", *rows]))
     for name in (*data.SPLITS, "b"):
         write_picture(root / f"{name}.png")
 
@@ -227,26 +214,22 @@ def test_a_script_of_its_own(tmp_path):
     methods do."""
     call = [sys.executable, data.__file__, "clevr_change", "--data_dir", str(tmp_path / "none")]
     done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
-    assert f"there is no folder {tmp_path / 'none'}; --data_dir must be" in done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert str(tmp_path / "none") in done.stderr and "--data_dir" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_unknown_words_of_the_command_line(refused, prepared, train):
-    assert "invalid choice: 'clevr'" in refused(data.main, "clevr", "--data_dir", prepared)
-    assert "unrecognized arguments: --chekc" in refused(data.main, "clevr_change", "--chekc")
-    prepare = partial(refused, data.main, "clevr_change", "--data_dir", prepared)
-    for place in (prepare, partial(train, prepared)):
-        assert "--extractor vgg: clevr_change can have resnet" in place("--extractor", "vgg")
-        line = place("--extractor", "timm/no_such_net")
-        assert "--extractor timm/no_such_net" in line or "features-timm-no_such_net.h5" in line
+    assert "'clevr'" in refused(data.main, "clevr", "--data_dir", prepared)
+    assert "--chekc" in refused(data.main, "clevr_change", "--chekc")
+    for extractor in ("vgg", "timm/no_such_net"):
+        flags = ("--data_dir", prepared, "--extractor", extractor)
+        line = refused(data.main, "clevr_change", *flags)
+        assert f"--extractor {extractor}" in line
+        assert f"--extractor {extractor}" in train(prepared, "--extractor", extractor)
     line = train(prepared, "--dataset", "clevr_chance")
-    assert "no such data set (did you mean clevr_change?); there are mini, clevr_change," in line
-    assert "--extractor vgg: clevr_change can have resnet101-layer3" in train(
-        prepared, "--extractor", "vgg"
-    )
-    assert "--split: invalid choice: 'dev'" in refused(
-        scorer_cbr.main, "--eval", "x.pt", "--split", "dev"
-    )
+    assert "did you mean clevr_change?" in line
+    assert "--split" in refused(scorer_cbr.main, "--eval", "x.pt", "--split", "dev")
 
 
 @pytest.mark.parametrize(
@@ -266,17 +249,15 @@ def test_json_of_another_data_set(release, prepare, tmp_path):
     path = release / "change_captions.json"
     for other in ("dc/captions.json", "spot/annotations/train.json"):
         path.write_text((tmp_path / other).read_text())
-        assert f"{path} cannot be used" in prepare(release)
+        assert str(path) in prepare(release)
     path.write_text((release / "no_change_captions.json").read_text())
     (release / "splits.json").write_text((release / "type_mapping.json").read_text())
-    assert "splits.json cannot be used (train is missing)" in prepare(release)
+    assert "splits.json" in prepare(release)
 
 
-BOX, BOXES, OVERLAP = (
-    [1, 2, 3, 4.5],
-    "change_captions_with_bbox.json",
-    "change_captions_by_IOU.json",
-)
+BOX = [1, 2, 3, 4.5]
+BOXES = "change_captions_with_bbox.json"
+OVERLAP = "change_captions_by_IOU.json"
 
 
 @pytest.mark.parametrize(
@@ -286,12 +267,16 @@ BOX, BOXES, OVERLAP = (
         (BOXES, "3", {"bbox_before": BOX}),
         (BOXES, "3", None),
         (BOXES, "3", {"bbox_before": BOX, "bbox_after": 7}),
+        (BOXES, "3", {"bbox_before": BOX, "bbox_after": [1, 2, 3]}),
+        (BOXES, "3", {"bbox_before": BOX, "bbox_after": ["1", "2", "3", "4"]}),
         (OVERLAP, "x", 0.5),
         (OVERLAP, "3", None),
     ],
 )
 def test_boxes_that_are_none(release, prepare, file, key, value):
-    content = {"2": {"bbox_before": None, "bbox_after": BOX}} if file == BOXES else {"2": 1}
+    content = {"2": 1}
+    if file == BOXES:
+        content = {"2": {"bbox_before": None, "bbox_after": BOX}}
     write(release / file, content)
     read = data.read_clevr_change(release)
     assert read.boxes == {"000002.png": (None, BOX)} or read.overlap == {"000002.png": 1.0}
@@ -302,54 +287,80 @@ def test_boxes_that_are_none(release, prepare, file, key, value):
 JUNK = [None, 7, "x", [], {}, [7], [None], ["x"], {"x": 7}, {"train": 7}]
 
 
-def spoilt(content, where=()):
-    """Every copy of a JSON content in which one part, down to the third level, is junk."""
-    yield from ((where, junk) for junk in JUNK)
+def places(content, where=()):
+    """Where in a JSON content a part is, down to the fourth level; of each level the first two."""
+    yield where
     if isinstance(content, dict | list) and len(where) < 4:
-        for key in list(content if isinstance(content, dict) else range(len(content)))[:2]:
-            yield from spoilt(content[key], (*where, key))
+        keys = list(content) if isinstance(content, dict) else range(len(content))
+        for key in keys[:2]:
+            yield from places(content[key], (*where, key))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in WRITERS if name not in ("birds_to_words", "cub", "nabirds")]
-)
+def spoilt(text):
+    """Every copy of a JSON text in which one part is junk."""
+    for where in places(json.loads(text)):
+        for junk in JUNK:
+            content = {"": json.loads(text)}
+            part = content
+            last = ""
+            for key in where:
+                part = part[last]
+                last = key
+            part[last] = junk
+            yield json.dumps(content[""])
+
+
+def is_refused(name, root):
+    """Is a folder refused with a line that names it? Any error but these two fails the test."""
+    try:
+        data.read_release(name, root)
+    except (InputError, FileNotFoundError) as e:
+        assert str(root) in str(e)
+        return True
+    return False
+
+
+JSON_RELEASES = ["clevr_change", "clevr_dc", "spot_the_diff", "levir_cc", "image_editing_request"]
+
+
+@pytest.mark.parametrize("name", JSON_RELEASES)
 def test_junk_anywhere_in_the_annotations(name, tmp_path):
-    """Some junk is a release all the same (an empty list of a type's images); what is refused is
-    refused in words."""
+    """Some junk is a release all the same (an empty list of a type's images)."""
     WRITERS[name](tmp_path)
     refusals = 0
     for path in sorted(tmp_path.rglob("*.json")):
         text = path.read_text()
-        for where, junk in spoilt(json.loads(text)):
-            content = {"": json.loads(text)}
-            part, last = content, ""
-            for key in where:
-                part, last = part[last], key
-            part[last] = junk
-            write(path, json.dumps(content[""]))
-            try:
-                data.read_release(name, tmp_path)
-            except ValueError as e:
-                assert str(tmp_path) in str(e)
-                refusals += 1
-        write(path, text)
-    assert refusals > 50 and data.read_release(name, tmp_path)
+        for junk in spoilt(text):
+            path.write_text(junk)
+            refusals += is_refused(name, tmp_path)
+        path.write_text(text)
+    assert refusals > 50 and not is_refused(name, tmp_path)
 
 
-def test_a_picture_is_missing(release, prepare, capsys):
+@pytest.mark.parametrize("name", ["birds_to_words", "cub", "nabirds", "pairs"])
+def test_junk_in_tables_and_lists(name, tmp_path):
+    WRITERS[name](tmp_path)
+    refusals = 0
+    for path in sorted(p for p in tmp_path.rglob("*") if p.suffix in (".txt", ".tsv", ".csv")):
+        content = path.read_bytes()
+        for junk in (b"\n", b"\xff\xfe", b"1 \xe9.jpg\n", b"x", b"\0", b'"', b"1 x\n1 / y\n"):
+            path.write_bytes(junk)
+            refusals += is_refused(name, tmp_path)
+        path.write_bytes(content)
+    assert refusals > 5 and not is_refused(name, tmp_path)
+
+
+def test_a_picture_is_missing(release, prepare):
     (release / "sc_images" / "CLEVR_semantic_000004.png").unlink()
-    assert "CLEVR_semantic_000004.png (1 of 45 missing)" in prepare(release)
-    assert "CLEVR_semantic_000004.png" in problems(capsys, "clevr_change", release)
+    assert "CLEVR_semantic_000004.png" in prepare(release)
 
 
 @pytest.mark.parametrize("wrong", [[], "a red cube", [3], {"a": 1}])
 def test_captions_that_are_none(prepared, prepare, wrong):
     captions = json.loads((prepared / "change_captions.json").read_text())
     write(prepared / "change_captions.json", captions | {"CLEVR_default_000003.png": wrong})
-    expected = (
-        "no captions for 000003.png" if wrong == [] else "change_captions.json cannot be used"
-    )
-    assert expected in prepare(prepared)
+    line = prepare(prepared)
+    assert "change_captions.json" in line or "000003.png" in line
 
 
 # ---- feature files -------------------------------------------------------------------------------
@@ -358,11 +369,13 @@ def test_captions_that_are_none(prepared, prepare, wrong):
 def rewrite(root, x=None, ids=None, **about):
     """The feature file with another content: an array, a list of ids, attributes."""
     with h5py.File(root / "features.h5") as f:
-        x = f["features"][:] if x is None else x
-        ids, attributes = f["image_ids"].asstr()[:] if ids is None else ids, dict(f.attrs) | about
+        kept_x = f["features"][:]
+        kept_ids = f["image_ids"].asstr()[:]
+        attributes = dict(f.attrs) | about
     (root / "features.h5").unlink()  # a refused one may still be open
     with h5py.File(root / "features.h5", "w") as f:
-        f["features"], f["image_ids"] = x, list(ids)
+        f["features"] = kept_x if x is None else x
+        f["image_ids"] = list(kept_ids if ids is None else ids)
         f.attrs.update(attributes)
 
 
@@ -373,9 +386,8 @@ HALF = np.zeros((45, *GRID), np.float16)
 def test_features_of_another_shape(prepared, train, x):
     rewrite(prepared, x, ["a"] * 45 if x is HALF else None)
     line = train(prepared)
-    assert f"{x.shape}" in line and line.endswith(
-        f"run: python data.py clevr_change --data_dir {prepared}"
-    )
+    assert "features.h5" in line and f"{x.shape}" in line
+    assert line.endswith(f"run: python data.py clevr_change --data_dir {prepared}")
 
 
 def test_features_that_are_none(prepared, train, prepare):
@@ -384,27 +396,23 @@ def test_features_that_are_none(prepared, train, prepare):
     for broken in (b"no HDF5 at all", content[:-100]):
         path.unlink()  # a refused one may still be open
         path.write_bytes(broken)
-        assert "features.h5 cannot be used" in train(prepared) and "features.h5" in prepare(
-            prepared
-        )
+        assert "features.h5" in train(prepared)
+        assert "features.h5" in prepare(prepared)
     path.unlink()
     with h5py.File(path, "w") as f:
         f["image_ids"] = ["a"]
-    assert "features.h5 cannot be used" in train(prepared)
+    assert "features.h5" in train(prepared)
     path.unlink()
-    assert "no features at" in train(prepared)
+    assert "features.h5" in train(prepared)
 
 
 def test_features_of_another_extractor(prepared, train, prepare):
     rewrite(prepared, extractor="resnet101-layer4")
     for line in (train(prepared), prepare(prepared)):
-        assert (
-            "features.h5 was made by resnet101-layer4, not by resnet101-layer3; remove it" in line
-        )
+        assert "features.h5" in line and "resnet101-layer4" in line and "resnet101-layer3" in line
     line = train(prepared, "--extractor", "resnet101-layer4")
-    assert "features-resnet101-layer4.h5; run: python data.py" in line and line.endswith(
-        "--extractor resnet101-layer4"
-    )
+    assert "features-resnet101-layer4.h5" in line
+    assert line.endswith("--extractor resnet101-layer4")
 
 
 # ---- vocabulary ----------------------------------------------------------------------------------
@@ -412,62 +420,52 @@ def test_features_of_another_extractor(prepared, train, prepare):
 
 def test_a_vocabulary_that_is_none(prepared, train):
     ids = json.loads((prepared / "vocab.json").read_text())
-    wrong = [{w: str(i) for w, i in ids.items()}, {}, json.dumps(ids)[:-9]]
-    for content in (*wrong, {w: i for i, w in enumerate(sorted(ids))}):
+    as_text = {word: str(i) for word, i in ids.items()}
+    without_specials = {word: i for i, word in enumerate(sorted(ids))}
+    for content in (as_text, {}, json.dumps(ids)[:-9], without_specials):
         write(prepared / "vocab.json", content)
-        assert "vocab.json" in (line := train(prepared)) and "run: python data.py" in line
+        line = train(prepared)
+        assert "vocab.json" in line and "run: python data.py" in line
 
 
 def test_a_vocabulary_without_words(tmp_path, prepare, train, monkeypatch):
-    write_levir(tmp_path / "levir")
-    monkeypatch.setitem(data.DATASETS, "levir_cc", replace(data.DATASETS["levir_cc"], min_count=7))
-    assert "the vocabulary has no words" in prepare(tmp_path / "levir", "levir_cc")
-    assert not list((tmp_path / "levir").glob("*.*5"))  # refused before the features are made
+    root = tmp_path / "levir"
+    write_levir(root)
+    settings = replace(data.DATASETS["levir_cc"], min_count=7)
+    monkeypatch.setitem(data.DATASETS, "levir_cc", settings)
+    assert "min_count" in prepare(root, "levir_cc")
+    assert not list(root.glob("features*"))  # refused before the features are made
     monkeypatch.undo()
-    write_features("levir_cc", tmp_path / "levir")
-    write(tmp_path / "levir/vocab.json", {word: i for i, word in enumerate(data.SPECIAL)})
-    assert "the vocabulary has no words" in train(tmp_path / "levir", "--dataset", "levir_cc")
+    write_features("levir_cc", root)
+    write(root / "vocab.json", {word: i for i, word in enumerate(data.SPECIAL)})
+    assert "vocab.json" in train(root, "--dataset", "levir_cc")
 
 
-def test_a_vocabulary_that_does_not_fit(prepared, tiny, refused, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        scorer_cbr, "evaluate", lambda *_: {"CIDEr": 1.0}
-    )  # is not what this is about
-    flags = [*tiny, "--steps", 1, "--data_dir", prepared, "--out_dir", tmp_path / "run"]
-    scorer_cbr.main([str(a) for a in flags])
+def test_a_vocabulary_that_does_not_fit(prepared, run, refused):
     ids = json.loads((prepared / "vocab.json").read_text())
-    write(prepared / "vocab.json", {("zebra" if i == 9 else w): i for w, i in ids.items()})
-    for command in (
-        ["--eval", tmp_path / "run/best.pt"],
-        ["--resume", "--out_dir", tmp_path / "run"],
-    ):
-        line = refused(scorer_cbr.main, *command)
-        assert "the checkpoint was trained with" in line and "--data_dir" in line
-    assert "vocab.json is not of these captions" in problems(capsys, "clevr_change", prepared)
+    words = sorted(ids, key=ids.get)
+    words[9] = "zebra"
+    write(prepared / "vocab.json", {word: i for i, word in enumerate(words)})
+    for command in (["--eval", run / "best.pt"], ["--resume", "--out_dir", run]):
+        assert "--data_dir" in refused(scorer_cbr.main, *command)
 
 
 # ---- the other data sets -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_each_data_set_says_what_is_missing(name, tmp_path, prepare, capsys):
+def test_each_data_set_says_what_is_missing(name, tmp_path, prepare):
     root = tmp_path / "deep" / "release"
-    assert f"--data_dir must be the folder of {name}'s release" in prepare(root, name)
+    assert str(root) in prepare(root, name)
     WRITERS[name](root)
-    image = sorted(data.read_release(name, root).paths.values())[0]
-    lines = problems(capsys, name, root)
-    assert "no features at" in lines
-    published = data.DATASETS[name].scenes.values()
-    assert sum(f"published {count}" in lines for count in published) == len(published)
+    image = min(data.read_release(name, root).paths.values())
     image.unlink()
     # Birds-to-Words' photographs are fetched one by one: pairs that lack one are left out, and
     # counted.
-    expected = "both photographs" if name == "birds_to_words" else f"there is no {image} (1 of"
+    expected = "both photographs" if name == "birds_to_words" else str(image)
     assert expected in prepare(root, name)
-    for path in sorted(p for p in root.rglob("*") if p.suffix in (".json", ".txt", ".tsv")):
+    for path in sorted(p for p in root.rglob("*") if p.suffix in (".json", ".txt", ".tsv", ".csv")):
         content = path.read_bytes()
         path.unlink()
         assert path.stem in prepare(root, name)
-        path.write_bytes(content[: len(content) // 2 - 2] if path.suffix == ".json" else b"\n")
-        assert str(root) in prepare(root, name)
         path.write_bytes(content)

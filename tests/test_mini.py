@@ -647,7 +647,7 @@ def test_a_folder_made_before_is_still_read(drawn, tmp_path):
         for caption in captions:
             words |= set(caption.split())
     vocab = ["<NULL>", "<UNK>", "<START>", "<END>", *sorted(words)]
-    (root / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(vocab)}))
+    data.write_vocab(root, data.Vocab(vocab))
     made = contents(root)
     dataset = data.load("mini", root)
     assert dataset.grid == (128, 8, 8) and len(dataset.pairs("train")) == 40
