@@ -1081,6 +1081,8 @@ def load_captioner(
     cfg = saved_config(Config, checkpoint)
     cfg.device = usable_device(device)
     model, state = load_model(Model, cfg, checkpoint)
+    if "extractor" not in state:  # trained on features of one's own
+        raise InputError(f"{checkpoint} does not name the network that makes its features")
     return Captioner(model, state, inputs)
 
 

@@ -1,5 +1,6 @@
 """Vocabulary, CLEVR-Change's layout, feature files, batches, captions of any two pictures."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from conftest import GRID
 
 import data
+import scorer_cbr
 from common import InputError
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -299,6 +301,17 @@ def test_a_method_may_look_at_the_pictures_itself(captioner):
     pairs = [(dark, bright), (bright, dark), (dark, bright)]
     captions = [caption for caption, _ in make(word_of).pairs(pairs, batch=2)]
     assert captions == ["darker", "brighter", "darker"]
+
+
+def test_a_checkpoint_without_an_extractor_is_named(tmp_path):
+    """Of a model that was trained on features of one's own."""
+    cfg = scorer_cbr.Config(dim=8, word_dim=8, heads=2)
+    model = scorer_cbr.SCORER(cfg, vocab_size=6, grid=GRID, max_len=5)
+    state = {"model": model.state_dict(), "config": dataclasses.asdict(cfg), "grid": GRID}
+    state |= {"vocab": [*data.SPECIAL, "brighter", "darker"], "max_len": 5}
+    torch.save(state, tmp_path / "best.pt")
+    with pytest.raises(InputError, match="best.pt"):
+        scorer_cbr.load(tmp_path / "best.pt", device="cpu")
 
 
 def test_out_has_a_fitting_name(captioner, tmp_path):

@@ -336,7 +336,7 @@ def test_errors_of_clip(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=message):
             data.load_clip(name, tmp_path)
 
-    def offline(model, weights, force_quick_gelu):
+    def offline(model, weights, force_quick_gelu, **options):
         assert force_quick_gelu == (weights == "openai")
         raise RuntimeError("Failed to download\nweights")
 
