@@ -24,7 +24,6 @@ and its row of DATASETS. `python data.py NAME` and `--dataset NAME` then work; a
 defaults until its PRESETS have an entry NAME.
 """
 
-import contextlib
 import csv
 import difflib
 import functools
