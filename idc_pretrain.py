@@ -854,13 +854,13 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
 
     Ctrl-C and SIGTERM save last.pt and exit 130 or 143; `resume` continues from there as if
     training had never stopped. FloatingPointError if a loss is not finite."""
-    sources = open_sources(cfg, dataset)
-    negatives = open_negatives(cfg, sources)
+    datasets = open_datasets(cfg, dataset)
+    negatives = open_negatives(cfg, datasets)
     birds = Birds(cfg) if cfg.nabirds and cfg.pretrain_steps else None
     sizes = {"pretrain": cfg.pretrain_batch, "finetune": cfg.batch_size}
     sizes["cub"] = cfg.cub_batch or cfg.pretrain_batch
     torch.manual_seed(cfg.seed)
-    longest = max(source.max_len for source in sources.values())
+    longest = max(stage_data.max_len for stage_data in datasets.values())
     model = IDC(cfg, len(dataset.vocab), dataset.grid, longest).to(cfg.device)
     model.max_len = dataset.max_len
     if cfg.init and not resume:
@@ -873,11 +873,11 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
         model.compile(fullgraph=True, dynamic=False)
     run = Run(cfg, model, [dataset], resume)
     for stage, first, last in stages(cfg):
-        source = sources[stage]
+        stage_data = datasets[stage]
         size = sizes[stage]
         decay = cfg.weight_decay if stage == "finetune" else 0.0
         optimizer = torch.optim.Adam(parameters, lr=cfg.lr, weight_decay=decay, fused=True)
-        for batches in run.steps(source, size, optimizer, last, first, stage):
+        for batches in run.steps(stage_data, size, optimizer, last, first, stage):
             optimizer.param_groups[0]["lr"] = stage_rate(cfg, stage, run.step - first)
             task = draw_task(cfg, stage, run.step)
             if task == "birds":
@@ -995,7 +995,10 @@ class Negatives:
             for line in path.read_text(encoding="utf-8").splitlines():
                 row = json.loads(line)
                 before = row.get("img1") or row["img"]
-                by_images[stems(before, row.get("img2"))] = row["neg_samples"]
+                texts = data.check_strings(row["neg_samples"])
+                if len(texts) != 6:
+                    raise InputError(f"expected six neg_samples, found {len(texts)}")
+                by_images[stems(before, row.get("img2"))] = texts
             for p in pairs:
                 self.texts[p.id] = by_images[stems(p.before, p.after)]
         self.max_len = dataset.max_len  # longer rewrites are cut
@@ -1258,13 +1261,13 @@ def open_dataset(cfg: Config):
     return dataset
 
 
-def open_sources(cfg: Config, dataset) -> dict:
-    """-> where the batches of each stage come from: the run's data set, but for the first stage
+def open_datasets(cfg: Config, dataset) -> dict:
+    """-> the data set that each stage takes its batches from: the run's, but for the first stage
     with --cub."""
-    sources = {}
+    datasets = {}
     for stage, _, _ in stages(cfg):
-        sources[stage] = open_cub(cfg, dataset) if stage == "cub" else dataset
-    return sources
+        datasets[stage] = open_cub(cfg, dataset) if stage == "cub" else dataset
+    return datasets
 
 
 def open_cub(cfg: Config, dataset):
@@ -1279,12 +1282,12 @@ def open_cub(cfg: Config, dataset):
     return cub
 
 
-def open_negatives(cfg: Config, sources: dict) -> dict[str, Negatives]:
+def open_negatives(cfg: Config, datasets: dict) -> dict[str, Negatives]:
     """The rewritten captions of each stage of pre-training."""
     negatives = {}
-    for stage, source in sources.items():
+    for stage, stage_data in datasets.items():
         if cfg.fda and stage != "finetune":
-            negatives[stage] = Negatives(source)
+            negatives[stage] = Negatives(stage_data)
     return negatives
 
 

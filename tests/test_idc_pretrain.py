@@ -751,9 +751,10 @@ def test_a_file_of_the_released_layout_is_read(dataset):
     path.write_text("".join(rows[1:]))
     with pytest.raises(ValueError, match=rf"{refused} .*CLEVR_default_000000.*remove the file"):
         Negatives(dataset)
-    path.write_text('{"img1": "a"}\n')
-    with pytest.raises(ValueError, match=rf"{refused} .*neg_samples"):
-        Negatives(dataset)
+    for wrong in ('{"img1": "a"}', '{"img1": "a", "neg_samples": ["x"]}'):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match=rf"{refused} .*neg_samples"):
+            Negatives(dataset)
 
 
 # ---- cross-task data -----------------------------------------------------------------------------
