@@ -323,8 +323,8 @@ def decode(
     """Write `count` captions word by word: the likeliest word or, with `sample`, a random draw.
 
     step(words (B,), position) -> logits (B, vocabulary), of which UNK's are overwritten, so that it
-    is never chosen. END or NULL ends a caption (the releases stop at END alone; the text is the
-    same); its row goes on with NULL until all have ended.
+    is never chosen. END or NULL ends a caption (the released codes stop at END alone; the text is
+    the same); its row goes on with NULL until all have ended.
     -> (B, max_len) ids, B = count: START, at most max_len - 1 words, then NULL; END is left out."""
     ids = torch.full((count, max_len), NULL, device=device)
     ids[:, 0] = START

@@ -36,9 +36,9 @@ Subtraction (Fig. 4)         --difference subtract --w_dirl 0 --w_ccr 0
 weights (Fig. 5)             --w_dirl 0.03, --w_ccr 0.05
 
 Where the paper and the released code differ, the default is mostly the paper, and RELEASED, after
-the model, lists the differences. Both variants take some details from the release: centred channels
-and sums over cells in Eq. 3, reference words in L_ccr, coordinates, and a mean over words in
-Eq. 15. These are explained where they occur.
+the model, lists the differences. Both variants take some details from the released code: centred
+channels and sums over cells in Eq. 3, reference words in L_ccr, coordinates, and a mean over words
+in Eq. 15. These are explained where they occur.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 Licence: MIT. Written from the paper; no code of the authors' repository is in it.
 """
@@ -94,8 +94,8 @@ class Config(RunConfig):
     tau: float = 0.5  # temperature of Eq. 14
     difference: Literal["attention", "stream", "subtract"] = "attention"  # what Eq. 6 takes from X
     channel_eps: float = 1e-5  # keeps a constant channel finite in Eq. 3; 0 as released (NaN there)
-    input_norm: bool = True  # LayerNorm on what the decoder reads; the release's CLEVR-Change: none
-    xavier: bool = True  # Xavier-uniform fusion and decoder; no: PyTorch's (release's CLEVR-Change)
+    input_norm: bool = True  # LayerNorm on the decoder's input; none as released for CLEVR-Change
+    xavier: bool = True  # Xavier-uniform fusion and decoder; no: PyTorch's (released, CLEVR-Change)
     ccr_pool: Literal["words", "padded"] = "words"  # Eq. 12: from START to END, or padding as well
     ccr_states: Literal["attention", "normed"] = "attention"  # Eq. 8-9, or after their LayerNorms
     ccr_logits: Literal["two_way", "summed"] = "two_way"  # Eq. 14, or one loss over S + S^T
@@ -114,7 +114,8 @@ class ImageEmbedding(nn.Module):
     """Eq. 1: X = conv_1x1(features) + position. (B, C, H, W) -> (B, N, D), n = row * W + column.
 
     With use_coords, two channels with the cell's x and y (from -1 up to, not including, 1) come
-    after the features: the release has them for CLEVR-Change, the paper does not mention them."""
+    after the features: the released code has them for CLEVR-Change, the paper does not mention
+    them."""
 
     def __init__(self, channels: int, height: int, width: int, dim: int, use_coords: bool):
         super().__init__()
@@ -433,7 +434,8 @@ class DIRL(nn.Module):
     def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
         """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len).
 
-        A caption ends at END or NULL; in the release at END alone, but its text stops at NULL."""
+        A caption ends at END or NULL; in the released code at END alone, but its text stops at
+        NULL."""
         difference, _, _ = self.encode(before, after)
         step = self.decoder.stepper(difference)
         return decode(step, len(before), self.max_len, before.device, sample)
@@ -477,22 +479,25 @@ PRESETS = {
 
 RELEASED = {  # --variant released: the released code's side of each disputed detail
     "all": dict(
-        # Eq. 5-6 subtract the attention's output; the release subtracts LN(X + attention).
+        # Eq. 5-6 subtract the attention's output; the released code subtracts LN(X + attention).
         difference="stream",
-        # The release divides by the bare standard deviation.
+        # The released code divides by the bare standard deviation.
         channel_eps=0.0,
-        # Eq. 12 is a mean over the m words; the release averages the padding's states, too.
+        # Eq. 12 is a mean over the m words; the released code averages the padding's states, too.
         ccr_pool="padded",
-        # Eq. 12 pools Eq. 8-9; the release pools after the residuals, so `visual` contains words.
+        # Eq. 12 pools Eq. 8-9; the released code pools after the residuals, so `visual` contains
+        # words.
         ccr_states="normed",
-        # Eq. 14 is InfoNCE both ways; the release adds S and its transpose and takes rows only.
+        # Eq. 14 is InfoNCE both ways; the released code adds S and its transpose and takes rows
+        # only.
         ccr_logits="summed",
-        # Many pairs share a caption, above all distractors; paper and release: they are negatives.
+        # Many pairs share a caption, above all distractors; paper and released code: they are
+        # negatives.
         ccr_equal_captions="negatives",
-        # Section 4.2 decodes greedily; the release samples during validation.
+        # Section 4.2 decodes greedily; the released code samples during validation.
         val_decode="sample",
     ),
-    # The release has another decoder for CLEVR-Change, and more steps than the paper.
+    # The released code has another decoder for CLEVR-Change, and more steps than the paper.
     "clevr_change": dict(input_norm=False, xavier=False, steps=15000),
     "clevr_dc": dict(steps=13000),
 }

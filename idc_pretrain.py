@@ -4,7 +4,7 @@ Idea. (1) Two images and a caption are one sequence for one transformer; before 
 sees each image alone and another compares both. (2) Three tasks pre-train it: guess masked words
 (MLM), recognise masked image cells (MVCL), tell the caption from rewritten ones (FDA). (3)
 Fine-tuning is MLM in which a word sees only earlier words; so captions are written word by word.
-Here it asks for every word [ours], in paper and release for 15 % (--finetune_targets masked).
+Here it asks for every word [ours], in paper and released code for 15 % (--finetune_targets masked).
 
 Our copy of the paper has lost equations (1)-(9) and kept their prose. Their numbers stand for:
 Eq. 1-3    Embedding      y = Dropout(LN(x + type + position))
@@ -215,7 +215,8 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     """LayerNorm, then blocks. As released, no LayerNorm follows: heads read the residual stream.
-    The LayerNorms are PyTorch's (the release divides by the unbiased deviation plus an epsilon).
+    The LayerNorms are PyTorch's (the released code divides by the unbiased deviation plus an
+    epsilon).
 
     `past` and the returned keys and values are lists with an item for each block. `rows` and the
     query belong to the last block."""
@@ -465,7 +466,7 @@ class IDC(nn.Module):
         """Eq. 4. Cells (B, N, C) of both images, or of one -> E_p's tokens (B, S, D); bool (1, S),
         True for real tokens (of a missing image, [IMG2] alone); E_s's [IMG1] and [IMG2] (2, B, D).
 
-        The release takes the [IMG2] of a missing image straight to E_p."""
+        The released code takes the [IMG2] of a missing image straight to E_p."""
         there = torch.ones(2, before.shape[1] + 1, dtype=torch.bool, device=before.device)
         single_mask = None  # every token is real
         pair_mask = None
@@ -602,8 +603,8 @@ class IDC(nn.Module):
         """L_MLM, each word seeing only earlier words, and L_judge if it is known whether the pairs
         are changed.
 
-        finetune_targets: "masked", as in paper and release, masks 15 % of the words and asks for
-        these; "every" [ours] asks for each word by a [MASK] in its place, as in decoding."""
+        finetune_targets: "masked", as in paper and released code, masks 15 % of the words and asks
+        for these; "every" [ours] asks for each word by a [MASK] in its place, as in decoding."""
         cfg = self.cfg
         visual, _, _ = self.visual(*images)
         if cfg.finetune_targets == "every":
@@ -653,7 +654,8 @@ class IDC(nn.Module):
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
         """Greedy captions of pairs of features (B, C, H, W): ids (B, max_len).
 
-        UNK is never written, and NULL ends a caption, too; the release writes any id, up to END."""
+        UNK is never written, and NULL ends a caption, too; the released code writes any id, up to
+        END."""
         visual, _, _ = self.encode(before, after)
         return decode(self.stepper(visual), len(before), self.max_len, before.device)
 
@@ -701,8 +703,8 @@ def append(past: list, new: list, count: int | None = None) -> list:
 #              with NABirds            --nabirds FOLDER
 #
 # Values are from Table 6 and section "Implementation Details"; fine-tuning's steps, eval_every and
-# patience are the release's. The paper's batches count pairs, ours scenes (CLEVR-Change: two pairs
-# each).
+# patience are the released code's. The paper's batches count pairs, ours scenes (CLEVR-Change: two
+# pairs each).
 PRESETS = {
     "clevr_change": dict(seed=1234, extractor="resnet101-layer4", lr=3e-5, batch_size=100,
                          steps=100000, eval_every=400, patience=50),
@@ -723,35 +725,37 @@ PRESETS = {
 }  # fmt: skip
 
 # --variant released: the released code's side of each disputed detail. The default is the paper's,
-# but for what is marked [ours]; where the paper is silent, it is the release's, or [ours].
+# but for what is marked [ours]; where the paper is silent, it is the released code's, or [ours].
 # CLEVR-Change keeps the paper's steps and rates.
 RELEASED = {
     "all": dict(
         # [ours] Half of the scenes swap default and distractor image, as in the other methods.
         swap=False,
-        # Section 2.3 keeps MLM's 15 % of the words, as the release does; [ours] a [MASK] asks for
-        # every word, as in decoding.
+        # Section 2.3 keeps MLM's 15 % of the words, as the released code does; [ours] a [MASK] asks
+        # for every word, as in decoding.
         finetune_targets="masked",
-        # The release has PyTorch's initial weights; [ours] Xavier-uniform ones.
+        # The released code has PyTorch's initial weights; [ours] Xavier-uniform ones.
         start="pytorch",
-        # Section 2.1 has a linear layer; the release puts a sigmoid after it.
+        # Section 2.1 has a linear layer; the released code puts a sigmoid after it.
         project="sigmoid",
-        # Section 2.1 has Vaswani's positions; the release's have twice the exponent.
+        # Section 2.1 has Vaswani's positions; the released code's have twice the exponent.
         exponent="doubled",
-        # Section 2.1 names three special tokens and three types; the release has one and six.
+        # Section 2.1 names three special tokens and three types; the released code has one and six.
         special_tokens="shared",
-        # Eq. 8's negatives are features of unmasked cells; the release's are predictions of them.
+        # Eq. 8's negatives are features of unmasked cells; the released code's are predictions of
+        # them.
         mvcl_negatives="predictions",
-        # Without a mask in pre-training the release sees padding, which the paper does not mention.
+        # Without a mask in pre-training the released code sees padding, which the paper does not
+        # mention.
         see_padding=True,
-        # Section 2.3 feeds [CLS] in inference; the release does not, nor in fine-tuning.
+        # Section 2.3 feeds [CLS] in inference; the released code does not, nor in fine-tuning.
         finetune_cls=False,
-        # Section 2.2 masks any word; the release has special cases, see mask_words.
+        # Section 2.2 masks any word; the released code has special cases, see mask_words.
         mask_rules="released",
-        # The paper has a warm-up; the release also lowers both stages' rates afterwards.
+        # The paper has a warm-up; the released code also lowers both stages' rates afterwards.
         pretrain_decay="inverse_sqrt",
         finetune_decay="halves",
-        # The release's losses are means in pre-training and sums in fine-tuning.
+        # The released code's losses are means in pre-training and sums in fine-tuning.
         reduction="sum",
     ),
     "birds_to_words": dict(pretrain_steps=60000, pretrain_batch=150, cub_batch=350),
@@ -826,8 +830,8 @@ def compute_losses(
     their total.
 
     Keep the two batches separate: they share their before images, so a joint contrastive loss
-    would treat an image as its own negative. (The release has one mixed batch, with captions padded
-    to 40 or 80 ids; here they are padded to the longest of their kind of pair.)"""
+    would treat an image as its own negative. (The released code has one mixed batch, with captions
+    padded to 40 or 80 ids; here they are padded to the longest of their kind of pair.)"""
     losses: dict[str, Tensor] = {}
     for n, batch in enumerate(batches):
         batch = batch.to(cfg.device)

@@ -36,9 +36,9 @@ No flag gives RR+ (Fig. 13), whose distance our copy has lost, or section 6.3's 
 words attend to each image before "cat", which needs a decoder with two memories.
 
 Where the paper and the released code differ, the default is mostly the paper, and RELEASED, after
-the model, lists the differences. Both variants take some details from the release: a learned scale
-for 1 / tau, coordinates, attention without output projection, feed-forwards of width D, and a mean
-over words in Eq. 12. These are explained where they occur.
+the model, lists the differences. Both variants take some details from the released code: a learned
+scale for 1 / tau, coordinates, attention without output projection, feed-forwards of width D, and a
+mean over words in Eq. 12. These are explained where they occur.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 Licence: MIT. Written from the paper; no code of the authors' repository is in it.
 """
@@ -93,7 +93,7 @@ class Config(RunConfig):
     fusion: Literal["cat", "sum", "hadamard"] = "cat"  # how Eq. 7 joins the two images
     matching: Literal["mtm", "tm", "mean", "max"] = "mtm"  # Eq. 3, Eq. 2, or pooled images
     match_layer: Literal["first", "last"] = "first"  # the cross-view layer that Eq. 4 matches in
-    xavier: bool = True  # Xavier-uniform weights for the decoder [ours]; the release: N(0, .02)
+    xavier: bool = True  # Xavier-uniform weights for the decoder [ours]; released code: N(0, .02)
     train_cbr: bool = True  # train CBR; the released code leaves its weights as initialised
     sentence_mean: Literal["words", "padded"] = "words"  # CBR: divide by words, or longest caption
     ffn_residual: Literal["input", "activation"] = "input"  # what a feed-forward is added to
@@ -109,7 +109,8 @@ class ImageEmbedding(nn.Module):
     """Eq. 1: X = conv_1x1(features) + position. (B, C, H, W) -> (B, N, D), n = row * W + column.
 
     With use_coords, two channels with the cell's x and y (from -1 up to, not including, 1) come
-    after the features: the release has them for CLEVR-Change, the paper does not mention them."""
+    after the features: the released code has them for CLEVR-Change, the paper does not mention
+    them."""
 
     def __init__(self, channels: int, height: int, width: int, dim: int, use_coords: bool):
         super().__init__()
@@ -175,7 +176,7 @@ class DecoderLayer(nn.Module):
 
     `cross`: key and value (B, N, D) of the difference. Also returns `past` (see attend_to_words)
     and the query (B, V, D) of the cross-attention. Attention without output projection and a GELU
-    feed-forward of width D are the release's; the paper cites the standard layer."""
+    feed-forward of width D are the released code's; the paper cites the standard layer."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -380,7 +381,7 @@ class SCORER(nn.Module):
         self.initialise_decoder()
 
     def initialise_decoder(self) -> None:
-        """Draw the decoder's matrices; the rest starts as PyTorch has it, as in the release."""
+        """Draw the decoder's matrices; the rest starts as PyTorch has it, as released."""
         for p in self.decoder.parameters():
             if p.ndim == 1:
                 continue
@@ -457,7 +458,8 @@ class SCORER(nn.Module):
     def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
         """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len).
 
-        A caption ends at END or NULL; in the release at END alone, but its text stops at NULL."""
+        A caption ends at END or NULL; in the released code at END alone, but its text stops at
+        NULL."""
         difference, _, _, _ = self.encode(before, after)
         step = self.decoder.stepper(difference)
         return decode(step, len(before), self.max_len, before.device, sample)
@@ -467,7 +469,7 @@ class SCORER(nn.Module):
         """Where the decoder looked: the last layer's attention over cells, averaged over heads and
         over the words of ids (B, V) -> "attention" (B, H, W).
 
-        The weights are those after the softmax; the release shows the scores before it. Row t
+        The weights are those after the softmax; the released code shows the scores before it. Row t
         belongs to the state that predicts word t + 1."""
         difference, _, _, _ = self.encode(before, after)
         _, query = self.decoder(ids, difference)
@@ -484,8 +486,8 @@ class SCORER(nn.Module):
 # Layers, loss weights and batch sizes are from sections 4.5 and 6.1-6.2; the layers "2, 1, 3, and
 # 2" are read in Table 8's order, as section 4.5 says that Spot-the-Diff has most. CLEVR-Change's
 # w_cbr and the exponents of the learning rates, lost in our copy of the paper, are from the
-# release. So are the drops every 15 epochs (lr_drop), which the paper does not mention. No code of
-# SCORER is released for the other data sets: use_coords=False is what DIRL's release has there
+# released code. So are the drops every 15 epochs (lr_drop), which the paper does not mention. No
+# code of SCORER is released for the other data sets: use_coords=False is what DIRL's has there
 # [ours].
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
@@ -505,19 +507,20 @@ PRESETS = {
 
 RELEASED = {  # --variant released: the released code's side of each disputed detail
     "all": dict(
-        # The paper does not say how weights start; the release draws N(0, .02).
+        # The paper does not say how weights start; the released code draws N(0, .02).
         xavier=False,
-        # Eq. 3 asks for a match in each head; the release contracts heads and channels together.
+        # Eq. 3 asks for a match in each head; the released code contracts heads and channels
+        # together.
         matching="tm",
         # Section 3.2.2 matches encoded images; in the last layer they have seen each other already.
         match_layer="last",
-        # Section 3.5 trains end to end; CBR is missing from the release's optimiser.
+        # Section 3.5 trains end to end; CBR is missing from the released code's optimiser.
         train_cbr=False,
-        # Section 3.4 says mean; the release divides by the longest caption's length.
+        # Section 3.4 says mean; the released code divides by the longest caption's length.
         sentence_mean="padded",
-        # A standard decoder adds the layer's input; the release adds the hidden activation.
+        # A standard decoder adds the layer's input; the released code adds the hidden activation.
         ffn_residual="activation",
-        # Section 4.3 decodes greedily; the release samples during validation.
+        # Section 4.3 decodes greedily; the released code samples during validation.
         val_decode="sample",
     ),
 }
