@@ -1231,12 +1231,13 @@ def read_vocab(name: str, root: Path) -> Vocab:
 
 
 def prepare(name: str, root: Path, device: str, extractor: str = "", cfg=RunConfig) -> None:
-    """Write a feature file, unless it is there, and vocab.json: features are the authors' .npy
-    files if these are there and the extractor is the data set's own, else made from the pictures.
+    """Write vocab.json and a feature file, which is kept if it is there already. Features are the
+    authors' .npy files, if these are there and the extractor is the data set's own, or else made
+    from the pictures.
 
-    Every file is written whole, under a name of its own until it is complete. So this may be
-    stopped, repeated, and run twice at once; only a process that was killed leaves its partial
-    file (features.h5.<process>.partial), which nothing reads.
+    A file gets its name when it is complete. So this may be stopped, repeated, and run twice at
+    once. A killed process leaves a partial file (features.h5.<its number>.partial): nothing reads
+    it, remove it.
     cfg: has mini's `scenes`, `objects` and `data_seed`; mini is drawn first. FileNotFoundError or
     InputError says what is missing, or that a feature file lacks images or is of another extractor.
     """
@@ -1259,7 +1260,7 @@ def prepare(name: str, root: Path, device: str, extractor: str = "", cfg=RunConf
 
 
 def differing_counts(name: str, release: Release, vocab: Vocab) -> list[str]:
-    """The counts in which a folder differs from the published ones, each a line."""
+    """What differs from the published counts, a line for each count."""
     settings = settings_of(name)
     published = settings.scenes | settings.types
     if settings.words:
@@ -1311,8 +1312,7 @@ def require_files(files: list[Path]) -> None:
 
 
 def read_npy(path: Path) -> np.ndarray:
-    """A feature map (C, H, W) that the authors offer. InputError that names the file if it is
-    none."""
+    """A feature map (C, H, W) of the authors. InputError that names the file if it is none."""
     with file_errors(path, FETCH_AGAIN):
         x = np.load(path)  # refuses pickles, which could run any program
         if x.ndim != 3 or not np.issubdtype(x.dtype, np.floating):

@@ -229,8 +229,10 @@ def test_levir_cc(tmp_path):
 
 # ---- birds ---------------------------------------------------------------------------------------
 
-BIRD_COLUMNS = """img1ObservationURL img1ImgURL img1Species img1Selection
-    img2ObservationURL img2ImgURL img2Species img2Selection split annN description"""
+BIRD_COLUMNS = (
+    "img1ObservationURL img1ImgURL img1Species img1Selection "
+    "img2ObservationURL img2ImgURL img2Species img2Selection split annN description"
+).replace(" ", "\t")
 
 
 def bird_row(before, after, split, text):
@@ -241,8 +243,7 @@ def bird_row(before, after, split, text):
 
 
 def write_bird_table(root, rows):
-    header = "\t".join(BIRD_COLUMNS.split())
-    write(root / "birds-to-words-v1.0.tsv", "\n".join([header, *rows]))
+    write(root / "birds-to-words-v1.0.tsv", "\n".join([BIRD_COLUMNS, *rows]))
 
 
 def write_birds(root):
