@@ -20,42 +20,40 @@ COLORS = ("red", "blue", "green", "gray")
 def write_release(root, train=8, val=2, test=5):
     """A CLEVR-Change release without features: scenes 0, 1, ... in train, val, test, of the five
     types in turn."""
-    rng, count = np.random.default_rng(0), train + val + test
+    rng = np.random.default_rng(0)
+    count = train + val + test
     types = {kind: [] for kind in ("color", "material", "add", "drop", "move")}
-    change, same = {}, {}
+    change = {}
+    same = {}
     for i in range(count):
-        for kind, folder in data.CLEVR_FOLDERS.items():
+        for view, folder in data.CLEVR_FOLDERS.items():
             (root / folder).mkdir(parents=True, exist_ok=True)
             picture = Image.fromarray(rng.integers(0, 255, (12, 16, 3), dtype=np.uint8))
-            picture.save(root / folder / f"CLEVR_{kind}_{i:06d}.png")
-        types[list(types)[i % 5]].append(f"{i:06d}.png")
-        color, other = COLORS[i % 4], COLORS[(i // 4 + i + 1) % 4]
-        change[f"CLEVR_default_{i:06d}.png"] = [
-            f"the {color} cube turned {other}",
-            f"a {color} thing became {other}.",
-        ]
-        same[f"CLEVR_default_{i:06d}.png"] = ["nothing changed", "the scene, it seems, is the same"]
+            picture.save(root / folder / f"CLEVR_{view}_{i:06d}.png")
+        kind = list(types)[i % 5]
+        types[kind].append(f"{i:06d}.png")
+        color = COLORS[i % 4]
+        other = COLORS[(i // 4 + i + 1) % 4]
+        default = f"CLEVR_default_{i:06d}.png"
+        change[default] = [f"the {color} cube turned {other}", f"a {color} thing became {other}."]
+        same[default] = ["nothing changed", "the scene, it seems, is the same"]
     splits = {
         "train": list(range(train)),
         "val": list(range(train, train + val)),
         "test": list(range(train + val, count)),
     }
-    for file, content in (
-        ("splits", splits),
-        ("type_mapping", types),
-        ("change_captions", change),
-        ("no_change_captions", same),
-    ):
-        (root / f"{file}.json").write_text(json.dumps(content))
+    (root / "splits.json").write_text(json.dumps(splits))
+    (root / "type_mapping.json").write_text(json.dumps(types))
+    (root / "change_captions.json").write_text(json.dumps(change))
+    (root / "no_change_captions.json").write_text(json.dumps(same))
 
 
 def write_picture(path):
     """Noise, 16 x 12."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture = np.random.default_rng(list(str(path.name).encode())).integers(
-        0, 255, (12, 16, 3), dtype=np.uint8
-    )
-    Image.fromarray(picture).save(path)
+    rng = np.random.default_rng(list(path.name.encode()))
+    pixels = rng.integers(0, 255, (12, 16, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
 
 
 def write_features(name, root):
@@ -121,7 +119,8 @@ def release(tmp_path):
 @pytest.fixture
 def prepared(release):
     """The same with vocabulary and features; a scene's features differ where its change is."""
-    files, rng = data.read_clevr_change(release), np.random.default_rng(1)
+    files = data.read_clevr_change(release)
+    rng = np.random.default_rng(1)
     names = sorted(files.paths)
     features = rng.random((len(names), *GRID)).astype(np.float32)
     blocks = [features[:7], features[7:]]
