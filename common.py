@@ -1,12 +1,12 @@
 """Small parts that every method file builds on. Nothing here belongs to one paper or reads data.
 
 First half, what a copied method needs:
-    layers         Attention, initialise, GridPosition, sinusoid, masked_mean
+    layers         Attention, initialise, GridPosition, sinusoid, masked_mean, check_length
     losses         upcast, info_nce, token_match
     decoding       NULL, UNK, START, END, decode
     configuration  InputError, RunConfig, learning_rate
 Second half, what a run needs:
-    command line   parse_args, saved_config, usable_device
+    command line   parse_args, saved_config, usable_device, set_up_device
     running        Run, draw_curves
     files          progress, atomic_write, file_errors, checkpoints
     main           run_main
@@ -36,7 +36,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -170,6 +170,12 @@ def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
     return (x * weight).sum(1) / weight.sum(1).clamp(min=1)
 
 
+def check_length(words: int, max_len: int) -> None:
+    """ValueError if a caption of so many ids has more than a model has positions."""
+    if words > max_len:
+        raise ValueError(f"a caption of {words} ids is longer than the model's max_len, {max_len}")
+
+
 # ---- losses --------------------------------------------------------------------------------------
 
 
@@ -183,19 +189,46 @@ def info_nce(scores: Tensor) -> Tensor:
     """InfoNCE over rows: -mean_a log softmax_b(scores)_aa (van den Oord et al. 2018).
 
     scores (B, B), partners on the diagonal -> a scalar."""
-    partner = torch.arange(len(scores), device=scores.device)
+    partner = torch.arange(scores.shape[0], device=scores.device)
     return F.cross_entropy(scores, partner)
+
+
+class MatchSpeed(NamedTuple):
+    """How token_match computes on a kind of device. The kinds agree but for rounding."""
+
+    scores: int  # scores that are kept at once
+    pooling: bool  # maxima by max pooling, or by Tensor.max
+    bag: int  # entries that one embedding bag sums; 0: any number
+
+
+# A CPU wants small slices, for its caches, and its max pooling is vectorised, as its Tensor.max is
+# not. A GPU wants few and large kernels: pooling would start 42 blocks on the 132 multiprocessors
+# of an H100. It sums a bag in a single warp, and where many tokens have the same winner, a bag has
+# thousands of entries. (These are counts of kernels; no GPU has timed them yet.)
+MATCH_ON_CPU = MatchSpeed(scores=2**25, pooling=True, bag=0)
+MATCH_ON_CUDA = MatchSpeed(scores=2**28, pooling=False, bag=256)
+
+
+def match_speed(device: torch.device) -> MatchSpeed:
+    """The one place where token_match looks at its device."""
+    return MATCH_ON_CUDA if device.type == "cuda" else MATCH_ON_CPU
 
 
 def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
     """Similarity of every image a to every image b by their best matching tokens (FILIP, 2022).
 
     1/2 [ mean_n max_m <q_an, k_bm> + mean_m max_n <q_an, k_bm> ]; for heads > 1 the mean over
-    heads, each a slice of the channels. q (A, N, C), k (B, M, C) -> (A, B).
-    Memory does not grow with A*B*N*M. Ties go to one winner. N and M at most 32768."""
+    heads, each a slice of the channels. q (A, N, C), k (B, M, C) -> (A, B). Dot products are taken
+    as they are: for cosines, give tokens of length 1. Every token counts: images with padded tokens
+    go in groups of the same number of real ones, one call for each two groups.
+    Memory does not grow with A*B*N*M. Ties go to one winner. ValueError if N or M is above 32768,
+    because winners are kept as int16."""
     channels = q.shape[-1]
+    tokens = max(q.shape[1], k.shape[1])
     if channels % heads:
         raise ValueError(f"token_match: {channels} channels are not a multiple of {heads} heads")
+    if tokens > 2**15:
+        raise ValueError(f"token_match: {tokens} tokens of an image, expected at most {2**15}")
     total = 0
     for q_head, k_head in zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True):
         similarity, _, _ = _token_match(q_head, k_head)
@@ -203,10 +236,11 @@ def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
     return total / heads
 
 
-MATCH_SLICE = 2**25  # scores that token_match keeps at once
+# The operator has this module's name, so that copies in other packages do not replace it.
+OPERATOR = __name__.replace(".", "_") + "::token_match"
 
 
-@torch.library.custom_op("common::token_match", mutates_args=())
+@torch.library.custom_op(OPERATOR, mutates_args=())
 def _token_match(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """token_match for one head.
 
@@ -216,16 +250,17 @@ def _token_match(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     backward pass. To torch.compile it is a single operator."""
     _, N, C = q.shape
     B, M, _ = k.shape
+    speed = match_speed(q.device)
     # Images are innermost, so that neither maximum runs along adjacent scores.
     keys = k.transpose(0, 1).reshape(M * B, C).T  # (C, M*B)
-    images = max(1, MATCH_SLICE // (N * B * M))  # in a slice
+    images = max(1, speed.scores // (N * B * M))  # in a slice
     similarity = []
     best_key = []
     best_query = []
     for part in q.split(images):  # A' images
         scores = part.reshape(-1, C) @ keys  # (A'*N, M*B)
-        over_keys, key = max_over_rows(scores.view(-1, M, B))
-        over_queries, query = max_over_rows(scores.view(-1, N, M * B))
+        over_keys, key = max_over_rows(scores.view(-1, M, B), speed.pooling)
+        over_queries, query = max_over_rows(scores.view(-1, N, M * B), speed.pooling)
         over_keys = over_keys.view(-1, N, B)
         over_queries = over_queries.view(-1, M, B).transpose(1, 2).contiguous()  # (A', B, M)
         mean_key = over_keys.mean(1, dtype=q.dtype)
@@ -236,11 +271,13 @@ def _token_match(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(similarity), torch.cat(best_key), torch.cat(best_query)
 
 
-def max_over_rows(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """scores.max(1) of scores (X, N, Y) -> maxima and their rows, each (X, Y).
+def max_over_rows(scores: Tensor, pooling: bool) -> tuple[Tensor, Tensor]:
+    """scores (X, N, Y) -> maxima over N and their rows, each (X, Y); of equal ones the first row.
 
-    Computed as channels-last max pooling. Its CPU loop is vectorised and takes a fifth of the time
-    of Tensor.max."""
+    pooling: by channels-last max pooling, whose CPU loop takes a fifth of the time of
+    Tensor.max."""
+    if not pooling:
+        return scores.max(1)
     images = scores.unsqueeze(2).permute(0, 3, 1, 2)  # (X, Y, N, 1)
     maxima, rows = F.max_pool2d(images, (scores.shape[1], 1), return_indices=True)
     return maxima.flatten(1), rows.flatten(1)
@@ -281,23 +318,34 @@ def _token_match_backward(ctx, grad: Tensor, *_) -> tuple[Tensor, Tensor]:
     by_key = (grad[:, None] / (2 * N)).expand(A, N, B).reshape(A * N, B)
     by_query = (grad.T[:, None] / (2 * M)).expand(B, M, A).reshape(B * M, A)
     # Where a query has chosen its key, both get the other's channels; where a key has chosen, too.
+    bag = match_speed(q.device).bag
     grad_q = F.embedding_bag(key, keys, mode="sum", per_sample_weights=by_key)
     grad_k = F.embedding_bag(query, queries, mode="sum", per_sample_weights=by_query)
-    grad_q += add_to_rows(keys, query, by_query, A * N)
-    grad_k += add_to_rows(queries, key, by_key, B * M)
+    grad_q += add_to_rows(keys, query, by_query, A * N, bag)
+    grad_k += add_to_rows(queries, key, by_key, B * M, bag)
     return grad_q.view_as(q), grad_k.view_as(k)
 
 
-def add_to_rows(x: Tensor, index: Tensor, weight: Tensor, count: int) -> Tensor:
+def add_to_rows(x: Tensor, index: Tensor, weight: Tensor, count: int, bag: int = 0) -> Tensor:
     """Row index[r, w] of the result gets weight[r, w] x[r], for all r and w.
 
-    x (R, C), index and weight (R, W) -> (count, C)."""
+    x (R, C), index and weight (R, W) -> (count, C). bag: no embedding bag sums more than so many
+    entries; 0: any number."""
     target, order = index.flatten().int().sort()
     rows = torch.arange(count, dtype=torch.int32, device=x.device)
     first = torch.searchsorted(target, rows)  # where each row's share of `order` begins
     source = order // index.shape[1]
     weights = weight.flatten()[order]
-    return F.embedding_bag(source, x, first, mode="sum", per_sample_weights=weights)
+    if not bag:
+        return F.embedding_bag(source, x, first, mode="sum", per_sample_weights=weights)
+    # Bags also begin at every multiple of `bag`. A row's parts lie side by side: a second bag sums
+    # them.
+    cuts = torch.arange(0, target.shape[0], bag, device=x.device)
+    begin = torch.cat([first, cuts]).sort().values
+    parts = F.embedding_bag(source, x, begin, mode="sum", per_sample_weights=weights)
+    first_part = torch.searchsorted(begin, first)
+    every = torch.arange(parts.shape[0], device=x.device)
+    return F.embedding_bag(every, parts, first_part, mode="sum")
 
 
 _token_match.register_autograd(_token_match_backward, setup_context=_keep_for_backward)
@@ -653,10 +701,15 @@ def usable_device(name: str) -> str:
 
 
 def set_up_device(device: str) -> None:
-    """TF32 on CUDA, where autocast leaves float32. It is set here, and not in training, so that a
-    later --eval computes as the run's own test scores did."""
-    precision = "high" if device.startswith("cuda") else "highest"
-    torch.set_float32_matmul_precision(precision)
+    """Settings of PyTorch, for the whole process, that suit the device it computes on. Once they
+    are made, training, its own test scores and a later --eval compute alike."""
+    on_cuda = device.startswith("cuda")
+    # "high" is TF32, for the products that leave autocast's bfloat16.
+    torch.set_float32_matmul_precision("high" if on_cuda else "highest")
+    if on_cuda:
+        # cuDNN's attention plans anew for every shape, which can take a second, and the number of
+        # phrases that CLIP reads varies from step to step. The other kernels need no plan.
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def has_bfloat16(device: str) -> bool:

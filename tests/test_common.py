@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import importlib.util
 import math
 import os
 import resource
@@ -42,9 +43,16 @@ def dense_match(q, k):
     return (s.amax(3).mean(2) + s.amax(2).mean(2)) / 2
 
 
+SMALL_SPEEDS = {  # as on a CPU and as on a GPU, with several slices, and several bags to a row
+    "pooling": common.MatchSpeed(scores=100, pooling=True, bag=0),
+    "Tensor.max and bags": common.MatchSpeed(scores=100, pooling=False, bag=3),
+}
+
+
 @pytest.mark.parametrize("heads", [1, 2])
-def test_token_match_equals_dense_autograd(heads, monkeypatch):
-    monkeypatch.setattr(common, "MATCH_SLICE", 100)  # several slices
+@pytest.mark.parametrize("speed", SMALL_SPEEDS.values(), ids=SMALL_SPEEDS)
+def test_token_match_equals_dense_autograd(heads, speed, monkeypatch):
+    monkeypatch.setattr(common, "MATCH_ON_CPU", speed)
     q = torch.randn(4, 5, 6, dtype=torch.float64, requires_grad=True)
     k = torch.randn(3, 7, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4, 3, dtype=torch.float64)
@@ -56,6 +64,69 @@ def test_token_match_equals_dense_autograd(heads, monkeypatch):
     our_gradients = torch.autograd.grad((ours * weight).sum(), (q, k))
     plain_gradients = torch.autograd.grad((plain * weight).sum(), (q, k))
     torch.testing.assert_close(our_gradients, plain_gradients)
+
+
+def test_only_a_gpu_takes_the_maxima_without_pooling():
+    assert common.match_speed(torch.device("cuda:1")) == common.MATCH_ON_CUDA
+    assert common.match_speed(torch.device("cpu")) == common.MATCH_ON_CPU
+    assert common.MATCH_ON_CPU.pooling and not common.MATCH_ON_CUDA.pooling
+
+
+def test_both_maxima_agree_on_ties():
+    scores = torch.randint(0, 3, (7, 33, 20)).float()
+    maxima, rows = common.max_over_rows(scores, pooling=True)
+    other_maxima, other_rows = common.max_over_rows(scores, pooling=False)
+    assert torch.equal(maxima, other_maxima)
+    assert torch.equal(rows, other_rows)
+    for x in range(7):
+        for y in range(20):
+            column = scores[x, :, y].tolist()
+            assert rows[x, y] == column.index(max(column))  # the first of equal ones
+
+
+@pytest.mark.parametrize("skew", [1, 4])  # 4: two rows of 40 get most of the weights, some get none
+@pytest.mark.parametrize("bag", [0, 1, 3, 64, 10_000])
+def test_weights_are_added_to_rows(skew, bag):
+    torch.manual_seed(0)
+    x = torch.randn(50, 4, dtype=torch.float64)
+    weight = torch.randn(50, 13, dtype=torch.float64)
+    index = (torch.rand(50, 13) ** skew * 40).long()
+    index[index == 7] = 8
+    expected = torch.zeros(42, 4, dtype=torch.float64)
+    for r in range(50):
+        for w in range(13):
+            expected[index[r, w]] += weight[r, w] * x[r]
+    assert not expected[[7, 40, 41]].any()  # rows without an entry, in the middle and at the end
+    torch.testing.assert_close(common.add_to_rows(x, index, weight, 42, bag), expected)
+
+
+def test_winners_must_fit_into_int16():
+    tokens = torch.zeros(1, 2**15 + 1, 1)
+    for q, k in ((tokens, tokens[:, :1]), (tokens[:, :1], tokens)):
+        with pytest.raises(ValueError, match="32769 tokens"):
+            token_match(q, k)
+    last = torch.zeros(1, 2**15, 1)
+    last[0, -1] = 1
+    q = torch.ones(1, 1, 1, requires_grad=True)
+    (gradient,) = torch.autograd.grad(token_match(q, last).sum(), q)
+    assert gradient.item() == pytest.approx(0.5 + 0.5 / 2**15)  # of the last token, and of the mean
+
+
+def test_a_copy_of_common_does_not_replace_the_operator(monkeypatch):
+    name = "other_project.common"
+    spec = importlib.util.spec_from_file_location(name, common.__file__)
+    copy = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, copy)
+    spec.loader.exec_module(copy)
+
+    def fails(*_):
+        raise AssertionError("this is the copy's")
+
+    monkeypatch.setattr(copy, "max_over_rows", fails)
+    q = torch.randn(2, 3, 4)
+    torch.testing.assert_close(token_match(q, q), dense_match(q, q))
+    with pytest.raises(AssertionError, match="the copy's"):
+        copy.token_match(q, q)
 
 
 def test_token_match_of_one_head_ignores_how_channels_are_split():
@@ -401,6 +472,20 @@ def test_configs_of_other_versions(tmp_path):
     torch.save(checkpoint(config={"lr": 0.5, "colour": "red"}), path)
     with pytest.raises(InputError, match=r"a\.pt.*colour"):
         parse("--caption", "a", "b", "--checkpoint", path)
+
+
+def test_a_gpu_gets_tf32_and_no_plans_of_cudnn():
+    precision = torch.get_float32_matmul_precision()
+    plans = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        common.set_up_device("cuda:1")
+        assert torch.get_float32_matmul_precision() == "high"
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        common.set_up_device("cpu")
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cuda.enable_cudnn_sdp(plans)
 
 
 def test_a_gpu_without_bfloat16_gets_no_autocast(monkeypatch):
