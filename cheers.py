@@ -45,6 +45,7 @@ Licence: MIT. Written from the paper, whose authors have published no code.
 
 import functools
 import math
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,7 @@ from common import (
     InputError,
     Run,
     RunConfig,
+    check_length,
     decode,
     file_errors,
     info_nce,
@@ -187,7 +189,7 @@ class DRE(CRE):
 
 def other_image(x: Tensor) -> Tensor:
     """The other image of each pair: (2B, ...), "before" first -> (2B, ...), "after" first."""
-    return x.roll(len(x) // 2, 0)
+    return x.roll(x.shape[0] // 2, 0)
 
 
 class HRD(nn.Module):
@@ -323,7 +325,9 @@ class Decoder(nn.Module):
 
     def words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
-        position = self.position.weight[start : start + ids.shape[1]]
+        end = start + ids.shape[1]
+        check_length(end, self.position.num_embeddings)
+        position = self.position.weight[start:end]
         return self.dropout(self.norm(self.project(self.embed(ids)) + position))
 
     def memory(self, context: tuple[Tensor, Tensor | None]) -> list[tuple]:
@@ -496,7 +500,7 @@ class CHEERS(nn.Module):
         (B, max_len)."""
         context, _ = self.encode(before, after, entities)
         step = self.decoder.stepper(context)
-        return decode(step, len(before), self.max_len, before.device)
+        return decode(step, before.shape[0], self.max_len, before.device)
 
     @torch.no_grad()
     def attention_map(
@@ -549,7 +553,7 @@ def embed_texts(clip, tokenizer, texts: list[str]) -> Tensor:
     for ids in tokens[:, :longest].split(256):
         x = clip.token_embedding(ids) + position  # (256, longest, width)
         x = clip.ln_final(clip.transformer(x, attn_mask=mask))
-        x = x[torch.arange(len(ids), device=ids.device), ids.argmax(1)]  # (256, width)
+        x = x[torch.arange(ids.shape[0], device=ids.device), ids.argmax(1)]  # (256, width)
         if isinstance(clip.text_projection, nn.Linear):
             x = clip.text_projection(x)
         else:
@@ -575,7 +579,7 @@ def embed_images(clip, preprocess, pictures, names) -> Tensor:
     starts = range(0, len(names), 64)
     bar = {"desc": "CLIP", "unit": "image", "unit_scale": 64, "disable": len(names) <= 64}
     blocks = []
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         for start in progress(starts, **bar):
             x = torch.stack(list(pool.map(read, names[start : start + 64])))
             blocks.append(clip.encode_image(x.to(device), normalize=True).cpu())

@@ -59,6 +59,7 @@ from common import (
     GridPosition,
     Run,
     RunConfig,
+    check_length,
     decode,
     info_nce,
     initialise,
@@ -76,7 +77,10 @@ from common import (
 
 @dataclass
 class Config(RunConfig):
-    """DIRL+CCR. The fields of a run (data, steps, device) are common.RunConfig's."""
+    """DIRL+CCR. The fields of a run (data, steps, device) are common.RunConfig's.
+
+    From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
+    released variant; Config(variant="released") has its name only, not RELEASED's values."""
 
     AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"layers"}
 
@@ -133,7 +137,7 @@ class ImageEmbedding(nn.Module):
         if found != self.grid:
             raise ValueError(f"features: (C, H, W) = {self.grid} expected, {found} found")
         if self.use_coords:
-            coords = self.coords.to(features.dtype).expand(len(features), -1, -1, -1)
+            coords = self.coords.to(features.dtype).expand(features.shape[0], -1, -1, -1)
             features = torch.cat([features, coords], 1)
         x = self.conv(features) + self.position()  # Eq. 1, (B, D, H, W)
         return x.flatten(2).transpose(1, 2)  # (B, N, D)
@@ -253,7 +257,9 @@ class Decoder(nn.Module):
 
     def words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
-        x = self.embed(ids) + self.position[start : start + ids.shape[1]]
+        end = start + ids.shape[1]
+        check_length(end, self.position.shape[0])
+        x = self.embed(ids) + self.position[start:end]
         return self.dropout(self.norm(self.project(x)))
 
     def memory(self, difference: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -297,7 +303,7 @@ def channel_correlation(y_bef: Tensor, y_aft: Tensor, eps: float) -> Tensor:
         y_aft = upcast(y_aft).flatten(0, 1)
         z_bef = (y_bef - y_bef.mean(0)) / (y_bef.var(0) + eps).sqrt()
         z_aft = (y_aft - y_aft.mean(0)) / (y_aft.var(0) + eps).sqrt()
-        return z_bef.T @ z_aft / len(z_bef)  # Eq. 3
+        return z_bef.T @ z_aft / z_bef.shape[0]  # Eq. 3
 
 
 def dirl_loss(c: Tensor, alpha: float, correlate: bool = True) -> Tensor:
@@ -321,7 +327,7 @@ def ccr_loss(
     scores may be in the hundreds."""
     with torch.autocast(words.device.type, enabled=False):
         s = upcast(words) @ upcast(visual).T / tau  # Eq. 13, (B, B)
-        own = torch.eye(len(s), dtype=torch.bool, device=s.device)
+        own = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
         s = s.masked_fill(same & ~own, float("-inf"))
         if logits == "summed":
             return info_nce((s + s.T) / 2)
@@ -403,7 +409,8 @@ class DIRL(nn.Module):
         losses = {}
         difference, x_bef, x_aft = self.encode(before, after)  # Eq. 1, 5-7
         if cfg.ccr_pool == "padded":  # the states at the padding are pooled, too
-            caption = F.pad(caption, (0, self.max_len - caption.shape[1]))
+            missing = max(0, self.max_len - caption.shape[1])  # below 0 `pad` would cut words off
+            caption = F.pad(caption, (0, missing))
         hidden, _, words, visual = self.decoder(caption, difference)  # Eq. 8-10
         logits = self.decoder.head(hidden)  # Eq. 11
         losses["caption"] = caption_loss(logits, caption)  # Eq. 15
@@ -438,7 +445,7 @@ class DIRL(nn.Module):
         NULL."""
         difference, _, _ = self.encode(before, after)
         step = self.decoder.stepper(difference)
-        return decode(step, len(before), self.max_len, before.device, sample)
+        return decode(step, before.shape[0], self.max_len, before.device, sample)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:

@@ -47,6 +47,7 @@ from common import (
     InputError,
     Run,
     RunConfig,
+    check_length,
     decode,
     file_errors,
     initialise,
@@ -66,7 +67,10 @@ from common import (
 
 @dataclass
 class Config(RunConfig):
-    """IDC. RunConfig's steps, lr, warmup and batch_size are those of fine-tuning."""
+    """IDC. RunConfig's steps, lr, warmup and batch_size are those of fine-tuning.
+
+    From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
+    released variant; Config(variant="released") has its name only, not RELEASED's values."""
 
     AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"layers", "ffn", "pretrain_batch"}
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"init", "cub", "nabirds"}
@@ -126,8 +130,9 @@ class Embedding(nn.Module):
     IMAGE_2 = 1
     TEXT = 2
 
-    def __init__(self, cfg: Config, vocab_size: int, channels: int, length: int):
+    def __init__(self, cfg: Config, vocab_size: int, channels: int, cells: int, max_len: int):
         super().__init__()
+        self.max_len = max_len
         self.mask_id = vocab_size  # of [MASK]; the special tokens follow
         first = vocab_size + 1
         if cfg.special_tokens == "own":
@@ -143,6 +148,7 @@ class Embedding(nn.Module):
         self.project = nn.Linear(channels, cfg.dim)
         self.norm = nn.LayerNorm(cfg.dim, eps=1e-12)
         self.dropout = nn.Dropout(cfg.dropout)
+        length = max(cells, max_len)
         if cfg.exponent == "standard":
             position = sinusoid(length, cfg.dim)
         else:
@@ -159,8 +165,10 @@ class Embedding(nn.Module):
 
     def words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
+        end = start + ids.shape[1]
+        check_length(end, self.max_len)
         x = self.scale * self.table(ids) + self.types.weight[self.types_of_parts[self.TEXT]]
-        x = x + self.position[start : start + ids.shape[1]]
+        x = x + self.position[start:end]
         return self.dropout(self.norm(x))  # Eq. 1
 
     def cells(self, features: Tensor, part: int) -> Tensor:
@@ -170,7 +178,7 @@ class Embedding(nn.Module):
             x = x.sigmoid()
         x = x + self.types.weight[self.types_of_parts[part]] + self.position[: x.shape[1]]
         y = self.dropout(self.norm(x))  # Eq. 2-3
-        return torch.cat([self.special(part, len(y)), y], 1)
+        return torch.cat([self.special(part, y.shape[0]), y], 1)
 
 
 def doubled_sinusoid(length: int, dim: int) -> Tensor:
@@ -323,7 +331,7 @@ def cell_loss(
         s = p[row] @ candidates.T / tau  # (rows, M)
     else:
         s = p[row] @ f.T / tau  # (rows, M)
-        own = row[:, None] == torch.arange(len(masked), device=row.device)
+        own = row[:, None] == torch.arange(masked.shape[0], device=row.device)
         s = s.masked_fill(masked & ~own, float("-inf"))
     losses = F.cross_entropy(s, row, reduction="none")  # Eq. 8
     return (losses * weight).sum() / weight.sum()
@@ -334,14 +342,14 @@ def align_loss(image: Tensor, text: Tensor, tau: float) -> Tensor:
     of [IMG1] and [IMG2]) and text ([CLS]) are (B, 7, D), each of the seven from the sequence with
     that caption."""
     s = F.cosine_similarity(image, text, dim=-1) / tau  # (B, 7)
-    first = torch.zeros(len(s), dtype=torch.long, device=s.device)
+    first = torch.zeros(s.shape[0], dtype=torch.long, device=s.device)
     return F.cross_entropy(s, first)  # Eq. 9
 
 
-def judge_loss(logits: Tensor, changed: bool, reduction: str = "mean") -> Tensor:
-    """Section 3.1, L_judge: are these pairs changed (1) or distractors (0)? logits (B, 2)."""
-    target = torch.full((len(logits),), int(changed), device=logits.device)
-    return F.cross_entropy(logits, target, reduction=reduction)
+def judge_loss(logits: Tensor, changed: Tensor, reduction: str = "mean") -> Tensor:
+    """Section 3.1, L_judge: is each pair changed (1) or a distractor (0)? logits (B, 2), changed
+    (B,) bool."""
+    return F.cross_entropy(logits, changed.long(), reduction=reduction)
 
 
 def class_loss(logits: Tensor, classes: Tensor) -> Tensor:
@@ -395,7 +403,7 @@ class IDC(nn.Module):
         channels, height, width = grid
         cells = height * width
         self.img2 = 1 + cells  # place of [IMG2] among the visual tokens; [IMG1] is the first
-        self.embed = Embedding(cfg, vocab_size, channels, max(max_len + 1, cells))
+        self.embed = Embedding(cfg, vocab_size, channels, cells, max_len)
         if cfg.difference_encoder:
             self.single = Transformer(cfg, 1)
             self.pair = Transformer(cfg, 1)
@@ -422,15 +430,15 @@ class IDC(nn.Module):
         after: Tensor | None,
         caption: Tensor,
         task: str = "finetune",
-        changed: bool | None = None,
+        changed: Tensor | None = None,
         negatives: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """The losses of one task: "finetune", or in pre-training "mlm", "mvcl", "fda", "birds".
         Features (B, C, H, W), after None for single images; caption (B, V), for birds the classes
         (B, 2).
 
-        changed, for finetune: are the pairs changed, or distractors? None: not known, not judged.
-        negatives, for fda: rewritten captions (B', 6, V or more) of the first B' pairs; this task
+        changed, for finetune: bool (B,), is each pair changed, or a distractor? None: not judged.
+        negatives, for fda: rewritten captions (B', 6, V') of the first B' pairs; this task
         drops the rest."""
         images = [self.cells(before)]
         if after is not None:
@@ -473,7 +481,7 @@ class IDC(nn.Module):
         if after is None:
             after = torch.zeros_like(before)
             there[1, 1:] = False
-            single_mask = there.repeat_interleave(len(before), 0)  # (2B, 1 + N)
+            single_mask = there.repeat_interleave(before.shape[0], 0)  # (2B, 1 + N)
             single_mask = single_mask[:, None, None]
             pair_mask = there.view(1, 1, 1, -1)  # (1, 1, 1, S)
         if self.cfg.blind:
@@ -495,11 +503,11 @@ class IDC(nn.Module):
         """Eq. 5 as in pre-training: every token sees all others but padding. ids (B, V) -> visual
         (B, S, D); text (B, 1 + V, D) with [CLS] first."""
         count = visual.shape[1]
-        cls = self.embed.special(Embedding.TEXT, len(ids))
+        cls = self.embed.special(Embedding.TEXT, ids.shape[0])
         text = torch.cat([cls, self.embed.words(ids)], 1)
         real = (ids != NULL) | self.cfg.see_padding
         real = F.pad(real, (1, 0), value=True)  # [CLS]
-        mask = torch.cat([there.expand(len(ids), -1), real], 1)
+        mask = torch.cat([there.expand(ids.shape[0], -1), real], 1)
         x, _, _ = self.cross(torch.cat([visual, text], 1), mask[:, None, None])  # Eq. 5
         return x[:, :count], x[:, count:]
 
@@ -517,7 +525,7 @@ class IDC(nn.Module):
         count = ids.shape[1]
         text = self.embed.words(ids)
         if self.cfg.finetune_cls:
-            cls = self.embed.special(Embedding.TEXT, len(ids))
+            cls = self.embed.special(Embedding.TEXT, ids.shape[0])
             text = torch.cat([cls, text], 1)
         length = text.shape[1]
         seen = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
@@ -570,11 +578,13 @@ class IDC(nn.Module):
         return {"mvcl": loss}  # Eq. 7-8
 
     def fda(self, images: list[Tensor], caption: Tensor, negatives: Tensor) -> dict[str, Tensor]:
-        """Eq. 9. caption (B, V); negatives (B', 6, V or more): rewritten captions of the first B'
+        """Eq. 9. caption (B, V); negatives (B', 6, V'): rewritten captions of the first B'
         pairs."""
-        count, _, length = negatives.shape
+        count = negatives.shape[0]
         visual, there, _ = self.visual(*[x[:count] for x in images])
-        caption = F.pad(caption[:count], (0, length - caption.shape[1]), value=NULL)
+        longest = max(caption.shape[1], negatives.shape[2])
+        caption = F.pad(caption[:count], (0, longest - caption.shape[1]), value=NULL)
+        negatives = F.pad(negatives, (0, longest - negatives.shape[2]), value=NULL)
         ids = torch.cat([caption[:, None], negatives], 1)  # (B', 7, V)
         visual = visual.repeat_interleave(ids.shape[1], 0)  # (7B', S, D)
         visual, text = self.joint(visual, there, ids.flatten(0, 1))
@@ -598,10 +608,10 @@ class IDC(nn.Module):
     # -- fine-tuning
 
     def finetune(
-        self, images: list[Tensor], caption: Tensor, changed: bool | None
+        self, images: list[Tensor], caption: Tensor, changed: Tensor | None
     ) -> dict[str, Tensor]:
-        """L_MLM, each word seeing only earlier words, and L_judge if it is known whether the pairs
-        are changed.
+        """L_MLM, each word seeing only earlier words, and L_judge if it is known which pairs are
+        changed.
 
         finetune_targets: "masked", as in paper and released code, masks 15 % of the words and asks
         for these; "every" [ours] asks for each word by a [MASK] in its place, as in decoding."""
@@ -632,10 +642,10 @@ class IDC(nn.Module):
         are kept."""
         _, past, _ = self.cross(visual)  # Eq. 5
         if self.cfg.finetune_cls:
-            cls = self.embed.special(Embedding.TEXT, len(visual))
+            cls = self.embed.special(Embedding.TEXT, visual.shape[0])
             _, new, _ = self.cross(cls, past=past)
             past = append(past, new)
-        masks = torch.full((len(visual), 1), self.embed.mask_id, device=visual.device)
+        masks = torch.full((visual.shape[0], 1), self.embed.mask_id, device=visual.device)
 
         def step(words: Tensor, t: int) -> Tensor:
             nonlocal past
@@ -657,7 +667,7 @@ class IDC(nn.Module):
         UNK is never written, and NULL ends a caption, too; the released code writes any id, up to
         END."""
         visual, _, _ = self.encode(before, after)
-        return decode(self.stepper(visual), len(before), self.max_len, before.device)
+        return decode(self.stepper(visual), before.shape[0], self.max_len, before.device)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
@@ -839,7 +849,8 @@ def compute_losses(
         after = None if single else batch.after
         changed = None  # one kind of pairs: nothing to judge
         if len(batches) == 2:
-            changed = n == 0
+            is_changed = n == 0
+            changed = torch.full((batch.caption.shape[0],), is_changed, device=cfg.device)
         rewritten = None
         if task == "fda":  # a seventh of the pairs, each with its caption and six more
             count = max(1, len(batch.pair_ids) // (1 + REWRITES))
@@ -854,7 +865,9 @@ def compute_losses(
 
 def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     """Pre-train, then fine-tune on a data set (data.Dataset) into cfg.out_dir -> the best model by
-    validation. The weights after pre-training stay in pretrained.pt, for --init.
+    validation. The weights after pre-training stay in pretrained.pt, for --init. A task trains only
+    the heads that it needs: in a loop of one's own, DistributedDataParallel wants
+    find_unused_parameters=True.
 
     Ctrl-C and SIGTERM save last.pt and exit 130 or 143; `resume` continues from there as if
     training had never stopped. FloatingPointError if a loss is not finite."""

@@ -63,6 +63,7 @@ from common import (
     InputError,
     Run,
     RunConfig,
+    check_length,
     decode,
     initialise,
     learning_rate,
@@ -212,7 +213,7 @@ class Distilling(nn.Module):
         self.blocks = nn.ModuleList(DistillingBlock(cfg) for _ in range(blocks))
 
     def forward(self, source: Tensor) -> Distilled:
-        vectors = self.vectors.expand(len(source), -1, -1)  # (K, D) -> (B, K, D)
+        vectors = self.vectors.expand(source.shape[0], -1, -1)  # (K, D) -> (B, K, D)
         for i in range(self.steps):
             block = self.blocks[0] if self.shared else self.blocks[i]
             source, vectors, query, key = block(source, vectors)
@@ -309,7 +310,9 @@ class Decoder(nn.Module):
 
     def words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
-        position = self.position.weight[start : start + ids.shape[1]]
+        end = start + ids.shape[1]
+        check_length(end, self.position.num_embeddings)
+        position = self.position.weight[start:end]
         return self.dropout(self.norm(self.project(self.embed(ids)) + position))
 
     def memory(self, difference: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -362,7 +365,7 @@ def alignment_loss(
     f_c = F.normalize(vectors.mean(1), dim=-1)  # Eq. 10; F_c of Eq. 11-12, not of Eq. 5
     f_l = F.normalize(phrases, dim=-1)  # F_l of Eq. 11-12: F_noun or F_verb
     s = f_l @ f_c.T / tau  # (B, B), phrases in rows
-    partner = torch.eye(len(s), dtype=torch.bool, device=s.device)
+    partner = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
     no_negative = same | ~valid[:, None] | ~valid
     s = s.masked_fill(no_negative & ~partner, float("-inf"))
     l_lc = -s.log_softmax(1).diagonal()  # Eq. 11, (B,)
@@ -377,7 +380,8 @@ def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     target = caption[:, 1:]
     scores = logits[:, :-1].transpose(1, 2)  # (B, vocabulary, V - 1)
     loss = F.cross_entropy(scores, target, ignore_index=NULL, reduction="none")  # (B, V - 1)
-    return (loss.sum(1) / (target != NULL).sum(1)).mean()  # Eq. 15
+    words = (target != NULL).sum(1).clamp(min=1)  # an empty caption has loss 0, not NaN
+    return (loss.sum(1) / words).mean()  # Eq. 15
 
 
 def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
@@ -512,7 +516,7 @@ class RDD(nn.Module):
         """Captions of pairs of features (B, C, H, W): greedy ids (B, max_len)."""
         tokens, _ = self.encode(before, after)
         step = self.decoder.stepper(tokens)
-        return decode(step, len(before), self.max_len, before.device)
+        return decode(step, before.shape[0], self.max_len, before.device)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
@@ -564,13 +568,13 @@ def encode_prompted(clip, tokens: Tensor, prompt: Tensor | None = None) -> Tenso
         tokens = torch.where(fits, tokens[:, :room], cut)
     x = clip.token_embedding(tokens)  # (S, L, width)
     if prompt is not None:
-        prompt = prompt.expand(len(x), -1, -1)
+        prompt = prompt.expand(x.shape[0], -1, -1)
         x = torch.cat([x[:, :1], prompt, x[:, 1:]], 1)  # (S, L + P, width)
     size = x.shape[1]
     x = x + clip.positional_embedding[:size]
     x = clip.transformer(x, attn_mask=clip.attn_mask[:size, :size])
     ends = tokens.argmax(1) + count
-    x = clip.ln_final(x)[torch.arange(len(x), device=x.device), ends]  # (S, width)
+    x = clip.ln_final(x)[torch.arange(x.shape[0], device=x.device), ends]  # (S, width)
     if isinstance(clip.text_projection, nn.Linear):
         return clip.text_projection(x)
     return x @ clip.text_projection
@@ -634,8 +638,8 @@ class Phrases:
             places[kind] = place + count
             chosen.append(distinct)
             if prompt is not None:
-                learned.append(prompt.expand(len(distinct), -1, -1))
-            count += len(distinct)
+                learned.append(prompt.expand(distinct.shape[0], -1, -1))
+            count += distinct.shape[0]
 
         device = self.tokens.device
         tokens = self.tokens[torch.cat(chosen).to(device, non_blocking=True)]
@@ -648,7 +652,7 @@ class Phrases:
             if self.ignore_equal:
                 same = row[:, None] == row
             else:
-                same = torch.eye(len(row), dtype=torch.bool, device=device)
+                same = torch.eye(row.shape[0], dtype=torch.bool, device=device)
             attributes[kind] = Attributes(texts[place], row >= 0, same)
         return attributes
 

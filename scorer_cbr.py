@@ -61,6 +61,7 @@ from common import (
     InputError,
     Run,
     RunConfig,
+    check_length,
     decode,
     info_nce,
     learning_rate,
@@ -78,7 +79,10 @@ from common import (
 
 @dataclass
 class Config(RunConfig):
-    """SCORER+CBR. The fields of a run (data, steps, device) are common.RunConfig's."""
+    """SCORER+CBR. The fields of a run (data, steps, device) are common.RunConfig's.
+
+    From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
+    released variant; Config(variant="released") has its name only, not RELEASED's values."""
 
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings
@@ -128,7 +132,7 @@ class ImageEmbedding(nn.Module):
         if found != self.grid:
             raise ValueError(f"features: (C, H, W) = {self.grid} expected, {found} found")
         if self.use_coords:
-            coords = self.coords.to(features.dtype).expand(len(features), -1, -1, -1)
+            coords = self.coords.to(features.dtype).expand(features.shape[0], -1, -1, -1)
             features = torch.cat([features, coords], 1)
         x = self.conv(features) + self.position()  # Eq. 1, (B, D, H, W)
         return x.flatten(2).transpose(1, 2)  # (B, N, D)
@@ -240,7 +244,9 @@ class Decoder(nn.Module):
 
     def words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
-        x = self.embed(ids) + self.position[start : start + ids.shape[1]]
+        end = start + ids.shape[1]
+        check_length(end, self.position.shape[0])
+        x = self.embed(ids) + self.position[start:end]
         return self.norm(self.dropout(self.project(x)))
 
     def memory(self, difference: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -462,7 +468,7 @@ class SCORER(nn.Module):
         NULL."""
         difference, _, _, _ = self.encode(before, after)
         step = self.decoder.stepper(difference)
-        return decode(step, len(before), self.max_len, before.device, sample)
+        return decode(step, before.shape[0], self.max_len, before.device, sample)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:

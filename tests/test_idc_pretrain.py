@@ -82,7 +82,7 @@ def run(*argv):
 # ---- losses --------------------------------------------------------------------------------------
 
 
-def test_word_and_judge_loss_against_loops():
+def test_word_loss_against_loop():
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 5).double()
     target = torch.tensor([[1, NULL, 4], [NULL, NULL, 2]])
@@ -95,10 +95,17 @@ def test_word_and_judge_loss_against_loops():
     torch.testing.assert_close(idc.word_loss(logits, target, "sum"), total)
     nothing = torch.full((2, 3), NULL)  # no word was masked: no loss, no division by zero
     assert idc.word_loss(logits, nothing) == 0
-    for changed in (True, False):
-        expected = sum(-float(row.log_softmax(0)[int(changed)]) for row in logits[0, :, :2])
-        assert idc.judge_loss(logits[0, :, :2], changed, "sum").item() == pytest.approx(expected)
-        assert idc.judge_loss(logits[0, :, :2], changed).item() == pytest.approx(expected / 3)
+
+
+def test_judge_loss_of_mixed_pairs_against_loop():
+    logits = torch.randn(3, 2).double()
+    changed = torch.tensor([True, False, True])
+    total = 0.0
+    for b in range(3):
+        right = 1 if changed[b] else 0
+        total = total - logits[b].log_softmax(0)[right]
+    torch.testing.assert_close(idc.judge_loss(logits, changed, "sum"), total)
+    torch.testing.assert_close(idc.judge_loss(logits, changed), total / 3)
 
 
 @pytest.mark.parametrize("negatives", ["features", "predictions"])
@@ -194,6 +201,19 @@ def test_the_total_is_the_papers_sum():
     assert idc.total_loss(birds, cfg) == 7
 
 
+def test_only_pairs_of_the_first_batch_are_changed(monkeypatch):
+    seen = []
+
+    def judge_loss(logits, changed, reduction):
+        seen.append(changed.tolist())
+        return logits.sum()
+
+    monkeypatch.setattr(idc, "judge_loss", judge_loss)
+    batch = data.Batch(*pictures(), CAPTION, ["a"] * B, ["b"] * B)
+    idc.compute_losses(small().float(), (batch, batch), Config(device="cpu"), "finetune")
+    assert seen == [[True] * B, [False] * B]
+
+
 # ---- masks ---------------------------------------------------------------------------------------
 
 
@@ -260,7 +280,7 @@ def test_sinusoid_of_the_release():
 def test_every_parameter_learns(variant):
     model = small(**VARIANTS[variant]).train()
     before, after = pictures()
-    losses = model(before, after, CAPTION, changed=True)  # of fine-tuning
+    losses = model(before, after, CAPTION, changed=torch.ones(B) > 0)  # of fine-tuning
     for task, more in TASKS.items():
         losses |= model(before, after, CAPTION, task, **more)
     assert losses.keys() == {"caption", "judge", *TASKS}
@@ -301,6 +321,17 @@ def test_padding_is_not_seen_unless_asked_for():
         _, padded = model.joint(visual, there, CAPTION)
         _, short = model.joint(visual, there, CAPTION[:, :5])
         assert torch.allclose(padded[1, :4], short[1, :4]) != see_padding
+
+
+def test_captions_and_rewrites_may_be_padded_to_different_lengths():
+    model = small()
+    before, after = pictures()
+    expected = model(before, after, CAPTION, "fda", negatives=REWRITTEN)["fda"]
+    shorter = REWRITTEN[..., :8]  # without padding that all have
+    fda = model(before, after, CAPTION, "fda", negatives=shorter)["fda"]
+    torch.testing.assert_close(fda, expected)
+    fda = model(before, after, CAPTION[:, :8], "fda", negatives=REWRITTEN)["fda"]
+    torch.testing.assert_close(fda, expected)
 
 
 def test_a_second_image_that_is_not_there_is_not_seen():

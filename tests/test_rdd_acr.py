@@ -115,6 +115,13 @@ def test_caption_loss_against_loop():
     assert loss.item() == pytest.approx(mean(means))
 
 
+def test_an_empty_caption_has_no_loss():
+    logits = torch.randn(2, 4, 6)
+    caption = torch.tensor([[2, 5, 3, 0], [0, 0, 0, 0]])
+    alone = rdd_acr.caption_loss(logits[:1], caption[:1])
+    torch.testing.assert_close(rdd_acr.caption_loss(logits, caption), alone / 2)
+
+
 def test_a_loss_asks_for_the_phrases_that_it_needs():
     before, after = pictures()
     phrases = attributes()
