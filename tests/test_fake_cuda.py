@@ -1,0 +1,334 @@
+"""What can be known of the CUDA path without a GPU: every method's steps, captions and maps on
+PyTorch's fake tensors, which have a device, cuda:0, and a shape, but no content.
+
+An operation that mixes devices, that makes the host wait for the GPU, or that reads what a tensor
+holds is an error. Autocast works as on a GPU, so matrix products in float32 are counted, too: a
+cast at the wrong place makes more of them. Speed, memory and results stay unknown.
+
+Each method runs in a process of its own, because PyTorch is patched for it:
+    python tests/test_fake_cuda.py METHOD
+"""
+
+import dataclasses
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import cheers
+import data
+import dirl_ccr
+import idc_pretrain
+import rdd_acr
+import scorer_cbr
+from common import preset
+
+GPU = torch.device("cuda:0")
+B = 8  # pairs
+WORDS = 76  # in the vocabulary
+LENGTH = 24  # ids of a caption
+CLIP = 768  # ViT-L-14's width
+ENTITIES = 500  # candidates of CHEERS
+
+MODELS = {
+    scorer_cbr: scorer_cbr.SCORER,
+    dirl_ccr: dirl_ccr.DIRL,
+    rdd_acr: rdd_acr.RDD,
+    cheers: cheers.CHEERS,
+    idc_pretrain: idc_pretrain.IDC,
+}
+RELEASED = {"variant": "released"}
+NO_AMP = {"amp": False}
+SUBTRACTION = {"difference": "subtract"}
+
+# For each method: what its config changes, and how many matrix products of each kind of step run in
+# float32, where the code leaves autocast (with NO_AMP all do). A token_match counts once, another
+# product three times: its backward pass has two. Products of attention (bmm) do not count, as
+# PyTorch computes fake attention in float32.
+CASES = {
+    scorer_cbr: [
+        ({}, {"step": 48}),  # token_match: three in each of 8 heads and 2 batches
+        (RELEASED, {"step": 6}),
+        (NO_AMP, {}),
+        (SUBTRACTION | {"w_match": 0, "w_cbr": 0}, {}),
+        ({"w_match": 0}, {"step": 16}),
+        ({"w_cbr": 0}, {"step": 32}),
+        ({"matching": "tm"}, {"step": 6}),
+        ({"matching": "mean"}, {"step": 18}),
+        ({"matching": "max"}, {"step": 18}),
+        ({"fusion": "sum"}, {"step": 48}),
+        ({"fusion": "hadamard"}, {"step": 48}),
+    ],
+    dirl_ccr: [
+        ({}, {"step": 12}),  # Eq. 3 and Eq. 13 in 2 batches
+        (RELEASED, {"step": 12}),
+        (NO_AMP, {}),
+        (SUBTRACTION | {"w_dirl": 0, "w_ccr": 0}, {}),
+        ({"w_dirl": 0}, {"step": 6}),
+        ({"w_ccr": 0}, {"step": 6}),
+        ({"correlate": False}, {"step": 12}),
+    ],
+    rdd_acr: [
+        # Nouns and verbs: Eq. 11's cosines, and the adapter's three layers, of which the first has
+        # one product less, as its input is frozen.
+        ({}, {"step": 22}),
+        (NO_AMP, {}),
+        ({"gde": False, "order": "none", "w_n2o": 0, "w_v2a": 0}, {}),
+        ({"order": "n", "w_v2a": 0}, {"step": 11}),
+        ({"order": "v+n"}, {"step": 22}),
+        ({"order": "v&n"}, {"step": 22}),
+        ({"residual": False}, {"step": 22}),
+    ],
+    cheers: [
+        ({}, {"step": 52}),  # four maps P^ and a token_match in each of 2 layers and 2 batches
+        (NO_AMP, {}),
+        ({"layers": 0, "k": 0, "gate": "none", "w_consistency": 0, "w_match": 0}, {}),
+        ({"gate": "scalar"}, {"step": 52}),
+        ({"cre": False}, {"step": 28}),
+        ({"dre": False}, {"step": 28}),
+    ],
+    idc_pretrain: [
+        ({}, {"mvcl": 4, "birds": 3}),  # Eq. 8, whose features are frozen, and contrast_loss
+        (RELEASED, {"mvcl": 6, "birds": 3}),  # Eq. 8's negatives are predictions
+        (NO_AMP, {}),
+        ({"difference_encoder": False}, {"mvcl": 4}),
+        ({"w_judge": 0}, {"mvcl": 4, "birds": 3}),
+        ({"finetune_targets": "masked"}, {"mvcl": 4, "birds": 3}),
+    ],
+}
+
+
+@pytest.mark.skipif(
+    torch.torch_version.TorchVersion(torch.__version__) < (2, 14),
+    reason="in older versions of PyTorch (2.6) fake CUDA tensors end the process",
+)
+@pytest.mark.parametrize("method", CASES, ids=lambda method: method.__name__)
+def test_no_method_mixes_devices_waits_or_leaves_bfloat16(method):
+    call = [sys.executable, __file__, method.__name__]
+    done = subprocess.run(call, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) >= len(CASES[method])
+
+
+# ---- the process ---------------------------------------------------------------------------------
+
+
+class Watch(TorchDispatchMode):
+    """Counts matrix products by type. AssertionError where an operation mixes devices, or a copy
+    makes the host wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.products = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        # A number on the CPU may meet tensors on the GPU.
+        devices = {x.device for x in given if x.ndim or x.device == GPU}
+        if func is torch.ops.aten._to_copy.default and devices != {out.device}:
+            assert out.device == GPU and kwargs.get("non_blocking"), f"{func} of {given} waits"
+        assert len(devices) < 2, f"{func} mixes devices"
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "convolution", "token_match"):
+            self.products[given[-1].dtype] += 1
+        return out
+
+
+def pretend_to_have_a_gpu():
+    """autocast asks these two before it works."""
+    torch.cuda.is_bf16_supported = lambda *_, **__: True
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+
+
+def move_to_gpu(model):
+    """model.to(GPU), which PyTorch refuses for tensors without content."""
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                moved = nn.Parameter(p.detach().to(GPU), p.requires_grad)
+                module._parameters[name] = moved
+        for name, x in module._buffers.items():
+            if x is not None:
+                module._buffers[name] = x.to(GPU)
+
+
+def nodes_behind(loss):
+    """The nodes of the graph of a loss, each before all that it hands gradients to."""
+    found = [loss.grad_fn]
+    seen = {loss.grad_fn}
+    for node in found:  # which grows meanwhile
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                found.append(following)
+    leaves = []  # they add to a parameter's gradient
+    inner = []
+    for node in found:
+        if hasattr(node, "variable"):
+            leaves.append(node)
+        else:
+            inner.append(node)
+    inner.sort(key=lambda node: node._sequence_nr(), reverse=True)  # the last one made comes first
+    return inner + leaves
+
+
+@torch.no_grad()
+def backward(loss):
+    """loss.backward(), node by node: PyTorch's own loop would look for a GPU's driver."""
+    gradients = {loss.grad_fn: {0: torch.ones_like(loss)}}  # node -> output's number -> gradient
+    for node in nodes_behind(loss):
+        known = gradients.pop(node, {})
+        if not known:
+            continue
+        arguments = [known.get(i) for i in range(len(node._input_metadata))]
+        call = getattr(node, "apply", node)  # of an operator written in Python
+        results = call(*arguments)
+        if not isinstance(results, tuple):
+            results = (results,)
+        for (following, number), gradient in zip(node.next_functions, results, strict=False):
+            if following is not None and gradient is not None:
+                wanted = following._input_metadata[number]
+                assert gradient.device == wanted.device, f"{node}: gradient on {gradient.device}"
+                gradient = gradient.sum_to_size(wanted.shape).to(wanted.dtype)  # as PyTorch does
+                slots = gradients.setdefault(following, {})
+                if number in slots:
+                    gradient = slots[number] + gradient
+                slots[number] = gradient
+
+
+def config_of(method, changes):
+    """The paper's or the release's Config on CLEVR-Change, with some changes."""
+    released = getattr(method, "RELEASED", {})
+    variant = changes.get("variant", "paper")
+    cfg = preset(method.Config, method.PRESETS, released, "clevr_change", variant)
+    cfg = dataclasses.replace(cfg, device=str(GPU), **changes)
+    if method is idc_pretrain and cfg.difference_encoder:
+        cfg.nabirds = "a folder"
+    return cfg
+
+
+def kinds_of(method, cfg):
+    """The kinds of a method's steps."""
+    if method is not idc_pretrain:
+        return ["step"]
+    kinds = ["finetune", "mlm", "mvcl", "fda", "mlm of single images"]
+    if cfg.nabirds:
+        kinds.append("birds")
+    return kinds
+
+
+def batches_of(kind, grid):
+    """The batches of a step, on the CPU."""
+    features = torch.rand(B, *grid).half()
+    caption = torch.ones(B, LENGTH, dtype=torch.long)
+    names = [("a", "b")] * B
+    batch = data.Batch(features, features, caption, ["1"] * B, ["a"] * B, names)
+    if kind == "birds":
+        return (dataclasses.replace(batch, caption=caption[:, :2]),)
+    if kind == "mlm of single images":
+        return (dataclasses.replace(batch, single=True),)
+    return (batch, batch)
+
+
+def entities_of(cfg):
+    """cheers.Entities with one pair of pictures."""
+    entities = object.__new__(cheers.Entities)
+    entities.device = cfg.device
+    entities.indices = {("a", "b"): torch.zeros(cfg.k, dtype=torch.long)}
+    return entities
+
+
+def phrases_of():
+    """rdd_acr.Phrases, whose own work on the CPU reads what tensors hold."""
+    text = torch.rand(2 * B, CLIP, device=GPU)
+    valid = text[:, 0] > 0
+    same = text @ text.T > 0
+    attributes = rdd_acr.Attributes(text, valid, same)
+    return SimpleNamespace(encode=lambda _, prompts: dict.fromkeys(prompts, attributes))
+
+
+def rewrites(pair_ids):
+    """idc_pretrain.Negatives."""
+    return torch.ones(len(pair_ids), idc_pretrain.REWRITES, LENGTH, dtype=torch.long)
+
+
+def take_step(model, batches, optimizer, *more):
+    """A step of training -> its losses."""
+    method = sys.modules[type(model).__module__]
+    losses = method.compute_losses(model, batches, model.cfg, *more)
+    optimizer.zero_grad()
+    backward(losses["total"])
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    if hasattr(model, "clamp_scales"):
+        model.clamp_scales()
+    return losses
+
+
+def run_case(method, changes, expected):
+    """A step of each kind, then captions and maps, of a method with some changes to its config."""
+    cfg = config_of(method, changes)
+    grid = (2048, 7, 7) if method is idc_pretrain else (1024, 14, 14)
+    table = []  # what the model needs besides
+    more = []  # what its losses need besides
+    if method is cheers and cfg.k:
+        table.append(torch.rand(ENTITIES, CLIP))
+        more.append(entities_of(cfg))
+    if method is rdd_acr and (cfg.w_n2o or cfg.w_v2a):
+        more.append(phrases_of())
+    model = MODELS[method](cfg, WORDS, grid, LENGTH, *table)
+    move_to_gpu(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=1e-4, fused=True)
+
+    for kind in kinds_of(method, cfg):
+        if method is idc_pretrain:
+            more = [kind.split()[0], rewrites]
+        with Watch() as watch:
+            losses = take_step(model, batches_of(kind, grid), optimizer, *more)
+        about = f"{method.__name__} {changes}, {kind}"
+        print(about, dict(watch.products), flush=True)
+        for name, loss in losses.items():
+            assert loss.dtype == torch.float32, f"{about}: loss {name} in {loss.dtype}"
+        if cfg.amp:
+            found = watch.products[torch.float32]
+            wanted = expected.get(kind, 0)
+            assert found == wanted, f"{about}: {found} products in float32, expected {wanted}"
+        else:
+            assert set(watch.products) == {torch.float32}, about
+
+    model.eval()
+    model.max_len = 8  # before the ninth word `decode` asks whether all captions have ended
+    with Watch():
+        batch = batches_of("step", grid)[0].to(cfg.device)
+        rows = []
+        if method is cheers and cfg.k:
+            rows.append(more[0](batch.images))
+        ids = model.generate(batch.before, batch.after, *rows)
+        maps = model.attention_map(batch.before, batch.after, ids, *rows)
+    for x in (ids, *maps.values()):
+        assert x.device == GPU
+
+
+def main(name):
+    pretend_to_have_a_gpu()
+    method = sys.modules[name]
+    for changes, expected in CASES[method]:
+        with FakeTensorMode():
+            run_case(method, changes, expected)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
