@@ -1147,18 +1147,19 @@ class Features:
                     f"{len(self.row)} ids"
                 )
             self.data = np.memmap(path, kind, "r", table.id.get_offset(), table.shape)
-            self.pinned = False  # `load` sets it for a GPU
+            self.pinned = False  # `load` sets it for a GPU that does not hold the features itself
 
     def rows(self, names: list[str]) -> Tensor:
         """Features of the named images (n, C, H, W) float16: on the GPU, or in RAM (page-locked if
         `pinned`, which makes the copy to a GPU asynchronous)."""
         index = [self.row[name] for name in names]
-        if isinstance(self.data, Tensor):
-            return self.data[index]
-        shape = (len(names), *self.data.shape[1:])
-        rows = torch.empty(shape, dtype=torch.float16, pin_memory=self.pinned)
-        # Only with a mode other than "raise" does numpy write straight into `out`. "clip" cannot
-        # hide a wrong index here, as each one comes out of self.row.
+        if not self.pinned:
+            return torch.as_tensor(self.data[index])
+        # Page-locked memory is kept for the next call, so it pays to read straight into it. numpy
+        # does so only with a mode other than "raise". "clip" cannot hide a wrong index here, as
+        # each one comes out of self.row.
+        shape = (len(index), *self.data.shape[1:])
+        rows = torch.empty(shape, dtype=torch.float16, pin_memory=True)
         np.take(self.data, index, axis=0, out=rows.numpy(), mode="clip")
         return rows
 
@@ -1523,7 +1524,6 @@ def load(
     size = features.data.nbytes
     place = "read from the file"
     if device.startswith("cuda"):
-        features.pinned = True
         # If nothing has used this GPU yet, this does. The next use, pinning memory, is in another
         # thread (`prefetch`), whose own choice would be GPU 0.
         free, _ = torch.cuda.mem_get_info(device)
@@ -1531,6 +1531,8 @@ def load(
         if where == "gpu" or (where == "auto" and fits):
             features.data = torch.tensor(features.data, device=device)
             place = "on the GPU"
+        else:
+            features.pinned = True
     empty = [f"{root} has no {split} pairs" for split in SPLITS if not release.scenes[split]]
     print_notes(release.notes + empty)
     print(f"features: {size / 1e9:.2f} GB, {place}")

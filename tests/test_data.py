@@ -105,6 +105,45 @@ def test_feature_file_round_trip(tmp_path):
     torch.testing.assert_close(read.rows(["d", "a"]), expected)
 
 
+def test_features_are_read_into_page_locked_memory_for_a_gpu(tmp_path, monkeypatch):
+    x = features()
+    data.write_features(tmp_path / "f.h5", list("abcde"), [x], "resnet101-layer3", "how")
+    read = data.Features(tmp_path / "f.h5", "make it")
+    read.pinned = True
+    original = torch.empty
+    asked = []
+
+    def empty(shape, dtype, pin_memory):  # here may be no GPU to page-lock memory for
+        asked.append(pin_memory)
+        return original(shape, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    expected = torch.from_numpy(x[[3, 0, 3]]).half()
+    torch.testing.assert_close(read.rows(["d", "a", "d"]), expected)
+    assert asked == [True]
+    with pytest.raises(KeyError):
+        read.rows(["d", "z"])
+
+
+def test_only_the_named_gpu_is_asked(prepared, monkeypatch):
+    """Not a broken or busy one that is not used: to page-lock memory, too, is to use a GPU."""
+    asked = []
+
+    def free_memory(device):
+        asked.append(device)
+        return 0, 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free_memory)
+    dataset = data.load("clevr_change", prepared, device="cpu")
+    assert not dataset.features.pinned
+    assert len(dataset.features.rows(list(dataset.paths))) == len(dataset.paths)
+    assert asked == []
+    dataset = data.load("clevr_change", prepared, device="cuda:1")
+    assert dataset.features.pinned
+    assert asked == ["cuda:1"]
+
+
 def test_features_that_cannot_be_kept_are_named(tmp_path):
     x = features()
     for blocks, named in (
