@@ -11,7 +11,8 @@ ends adds its record to tests/results.json, and the tables come from these recor
 A record counts as long as the code does the same, however it is written: by its row's fingerprint,
 which is of the machine, and of ten steps of the row's command on a small mini. Records with another
 fingerprint leave results.json as soon as a run has ended (git keeps them), so that a table mixes
-neither two codes nor two machines.
+neither two codes nor two machines. Fingerprints are taken once, at the start: as long as runs go
+on, nobody may edit the code that they start from.
 
 Runs lie in runs/results, each in a folder named for row, seed and fingerprint. What is interrupted
 there is continued; folders of old fingerprints may be removed.
@@ -448,8 +449,8 @@ def write_assets(run: Path, data_dir: str) -> None:
     drawings = []
     for kind, (pair, caption, maps) in shown.items():
         drawings.append(data.sample(dataset, pair, kind, caption, maps))
-    header = ["before, after, and attention over both"]
-    data.draw_page(ASSETS / "samples.png", header, drawings, data.SIDE, columns=1)
+    header = "before, after, and attention over both"
+    data.draw_pairs(ASSETS / "samples.png", drawings, columns=1, header=header)
     pair, caption, _ = next(iter(shown.values()))
     shutil.copyfile(dataset.paths[pair.before], ASSETS / "before.png")
     shutil.copyfile(dataset.paths[pair.after], ASSETS / "after.png")
