@@ -174,7 +174,14 @@ def test_an_interrupted_run_is_continued_if_its_fingerprint_is_the_same(project,
 
 def test_float16_weights_keep_what_a_captioner_needs(tmp_path):
     model = {"w": torch.ones(2), "n": torch.tensor(3)}
-    state = {"model": model, "optimizer": {}, "random": {}, "vocab": ["x"]}
+    state = {
+        "model": model,
+        "optimizer": {},
+        "random": {},
+        "vocab": ["x"],
+        "grid": [1],
+        "max_len": 2,
+    }
     torch.save(state | {"config": {"out_dir": "runs/x", "dim": 8}}, tmp_path / "best.pt")
     results.write_weights(tmp_path / "best.pt", tmp_path / "small.pt")
     small = torch.load(tmp_path / "small.pt", weights_only=True)
