@@ -155,7 +155,7 @@ def fingerprint_of(row: str, root: Path) -> str:
 
 
 def fingerprints() -> dict[str, str]:
-    """Row -> today's fingerprint on this machine; two minutes."""
+    """Row -> today's fingerprint on this machine; two or three minutes."""
     print("ten steps of every row, to see which records count", flush=True)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
