@@ -267,8 +267,8 @@ class DecoderLayer(nn.Module):
         """Words x (B, V, D), key and value of the differences (B, N, D) and, unless --gate none, of
         the entities (B, K, D) -> words H (B, V, D), `past` (see attend_to_words), and the query
         (B, V, D) that met the differences."""
-        words, past = self.attend_to_words(x, past)
-        hidden = self.norm1(x + self.dropout(words))  # H'
+        attended, past = self.attend_to_words(x, past)
+        hidden = self.norm1(x + self.dropout(attended))  # H'
         query = self.cross_attention.query(hidden)
         h_v = self.cross_attention.attend(query, *differences)  # Eq. 13
         if self.text_attention:
@@ -317,13 +317,13 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor, context: tuple[Tensor, Tensor | None]):
         """All words at once: (B, V) -> hidden states (B, V, D), and the last layer's query
         (B, V, D) and key (B, N, D) of the differences."""
-        x = self.words(ids)
+        x = self.embed_words(ids)
         for layer, (differences, entities) in zip(self.layers, self.memory(context), strict=True):
             x, _, query = layer(x, differences, entities)  # Eq. 13-17
         key, _ = differences
         return x, query, key
 
-    def words(self, ids: Tensor, start: int = 0) -> Tensor:
+    def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
         end = start + ids.shape[1]
         check_length(end, self.position.num_embeddings)
@@ -345,13 +345,13 @@ class Decoder(nn.Module):
         return memory
 
     def stepper(self, context: tuple[Tensor, Tensor | None]):
-        """-> step(words (B,), position) -> logits of the next word (B, vocabulary), for `decode`.
+        """-> step(ids (B,), position) -> logits of the next word (B, vocabulary), for `decode`.
         Keys and values of the context and of earlier words are kept between steps."""
         memory = self.memory(context)
         past = [None] * len(self.layers)
 
-        def step(words: Tensor, t: int) -> Tensor:
-            x = self.words(words[:, None], t)
+        def step(ids: Tensor, t: int) -> Tensor:
+            x = self.embed_words(ids[:, None], t)
             for i, layer in enumerate(self.layers):
                 differences, entities = memory[i]
                 x, past[i], _ = layer(x, differences, entities, past[i])

@@ -370,7 +370,7 @@ def decode(
 ) -> Tensor:
     """Write `count` captions word by word: the likeliest word or, with `sample`, a random draw.
 
-    step(words (B,), position) -> logits (B, vocabulary), of which UNK's are overwritten, so that it
+    step(ids (B,), position) -> logits (B, vocabulary), of which UNK's are overwritten, so that it
     is never chosen. END or NULL ends a caption (the released codes stop at END alone; the text is
     the same); its row goes on with NULL until all have ended.
     -> (B, max_len) ids, B = count: START, at most max_len - 1 words, then NULL; END is left out."""
@@ -759,7 +759,7 @@ class Run:
 
     def steps(
         self,
-        source,
+        dataset,
         batch_size: int,
         optimizer: torch.optim.Optimizer,
         last: int,
@@ -767,7 +767,7 @@ class Run:
         stage: str = "train",
     ) -> Iterator[tuple]:
         """Yield the batches of a stage, steps first ... last - 1 of the run, from where the run is.
-        source: a data set; optimizer: what the stage is trained with.
+        dataset: a data.Dataset, or its like; optimizer: what the stage is trained with.
 
         Each batch must be followed by `record`. The first Ctrl-C or SIGTERM finishes the step,
         saves last.pt and ends the program with 130 or 143; a second one stops at once."""
@@ -786,8 +786,8 @@ class Run:
         bar = tqdm(total=last - first, initial=self.step - first, desc=stage, disable=None)
         try:
             while not self.finished():
-                epoch, start = divmod(self.step - first, source.steps(batch_size))
-                for batches in source.train_batches(batch_size, self.cfg.seed, epoch, start):
+                epoch, start = divmod(self.step - first, dataset.steps(batch_size))
+                for batches in dataset.train_batches(batch_size, self.cfg.seed, epoch, start):
                     if not begun:
                         check_captions(batches)
                     begun = True

@@ -248,14 +248,14 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """All words at once: ids (B, V), difference (B, N, D) -> hidden states (B, V, D), and the
         last layer's `query`, `words` and `visual` (B, V, D)."""
-        x = self.words(ids)
+        x = self.embed_words(ids)
         is_word = (ids != NULL)[:, None, None, :]  # (B, 1, 1, V)
         mask = is_word.expand(-1, -1, ids.shape[1], -1).tril()  # (B, 1, V, V)
         for layer, cross in zip(self.layers, self.memory(difference), strict=True):
             x, _, query, words, visual = layer(x, cross, mask)  # Eq. 8-10
         return x, query, words, visual
 
-    def words(self, ids: Tensor, start: int = 0) -> Tensor:
+    def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
         end = start + ids.shape[1]
         check_length(end, self.position.shape[0])
@@ -272,13 +272,13 @@ class Decoder(nn.Module):
         return memory
 
     def stepper(self, difference: Tensor):
-        """-> step(words (B,), position) -> logits of the next word (B, vocabulary), for `decode`.
+        """-> step(ids (B,), position) -> logits of the next word (B, vocabulary), for `decode`.
         Keys and values of the difference and of earlier words are kept between steps."""
         memory = self.memory(difference)
         past = [None] * len(self.layers)
 
-        def step(words: Tensor, t: int) -> Tensor:
-            x = self.words(words[:, None], t)  # (B, 1, D)
+        def step(ids: Tensor, t: int) -> Tensor:
+            x = self.embed_words(ids[:, None], t)  # (B, 1, D)
             for i, layer in enumerate(self.layers):
                 x, past[i], _, _, _ = layer(x, memory[i], past=past[i])
             return self.head(x[:, 0])

@@ -245,11 +245,11 @@ class Transformer(nn.Module):
             past = [None] * len(self.blocks)
         x = self.norm(x)
         cache = []
-        for block, before in zip(self.blocks, past, strict=True):
+        for block, earlier in zip(self.blocks, past, strict=True):
             wanted = slice(None)
             if block is self.blocks[-1]:
                 wanted = rows
-            x, key_value, query = block(x, mask, before, wanted)
+            x, key_value, query = block(x, mask, earlier, wanted)
             cache.append(key_value)
         return x, cache, query
 
@@ -637,7 +637,7 @@ class IDC(nn.Module):
         return self.visual(self.cells(before), self.cells(after))
 
     def stepper(self, visual: Tensor):
-        """-> step(words (B,), position) -> logits of the next word, which a [MASK] in its place
+        """-> step(ids (B,), position) -> logits of the next word, which a [MASK] in its place
         predicts. Keys and values of images and earlier words do not depend on later words, so they
         are kept."""
         _, past, _ = self.cross(visual)  # Eq. 5
@@ -647,9 +647,9 @@ class IDC(nn.Module):
             past = append(past, new)
         masks = torch.full((visual.shape[0], 1), self.embed.mask_id, device=visual.device)
 
-        def step(words: Tensor, t: int) -> Tensor:
+        def step(ids: Tensor, t: int) -> Tensor:
             nonlocal past
-            word = self.embed.words(words[:, None], t)
+            word = self.embed.words(ids[:, None], t)
             mask = self.embed.words(masks, t + 1)
             earlier = past[0][0].shape[1]
             seen = torch.ones(2, earlier + 2, dtype=torch.bool, device=visual.device)

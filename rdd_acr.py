@@ -258,8 +258,8 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, cross: tuple[Tensor, Tensor], past=None):
         """Words x (B, V, D), key and value `cross` (B, M, D) of the differences -> words (B, V, D),
         `past` (see attend_to_words), and the query (B, V, D) that met the differences."""
-        words, past = self.attend_to_words(x, past)
-        x = self.norm1(x + self.dropout(words))
+        attended, past = self.attend_to_words(x, past)
+        x = self.norm1(x + self.dropout(attended))
         query = self.cross_attention.query(x)
         differences = self.cross_attention.attend(query, *cross)
         x = self.norm2(x + self.dropout(differences))
@@ -302,13 +302,13 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All words at once: (B, V) -> hidden states (B, V, D), and the last layer's query
         (B, V, D) and key (B, M, D) of the differences."""
-        x = self.words(ids)
+        x = self.embed_words(ids)
         for layer, cross in zip(self.layers, self.memory(difference), strict=True):
             x, _, query = layer(x, cross)
         key, _ = cross
         return x, query, key
 
-    def words(self, ids: Tensor, start: int = 0) -> Tensor:
+    def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
         end = start + ids.shape[1]
         check_length(end, self.position.num_embeddings)
@@ -325,13 +325,13 @@ class Decoder(nn.Module):
         return memory
 
     def stepper(self, difference: Tensor):
-        """-> step(words (B,), position) -> logits of the next word (B, vocabulary), for `decode`.
+        """-> step(ids (B,), position) -> logits of the next word (B, vocabulary), for `decode`.
         Keys and values of the differences and of earlier words are kept between steps."""
         memory = self.memory(difference)
         past = [None] * len(self.layers)
 
-        def step(words: Tensor, t: int) -> Tensor:
-            x = self.words(words[:, None], t)
+        def step(ids: Tensor, t: int) -> Tensor:
+            x = self.embed_words(ids[:, None], t)
             for i, layer in enumerate(self.layers):
                 x, past[i], _ = layer(x, memory[i], past[i])
             return self.head(x[:, 0])

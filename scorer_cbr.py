@@ -195,8 +195,8 @@ class DecoderLayer(nn.Module):
         self.ffn_residual = cfg.ffn_residual
 
     def forward(self, x: Tensor, cross: tuple[Tensor, Tensor], past=None):
-        words, past = self.attend_to_words(x, past)
-        x1 = self.norm1(x + words)
+        attended, past = self.attend_to_words(x, past)
+        x1 = self.norm1(x + attended)
         query = self.cross_attention.query(x1)
         visual = self.cross_attention.attend(query, *cross)
         x2 = self.norm2(x1 + visual)
@@ -215,8 +215,8 @@ class DecoderLayer(nn.Module):
             past_k, past_v = past
             k = torch.cat([past_k, k], 1)
             v = torch.cat([past_v, v], 1)
-        words = self.self_attention.attend(q, k, v, causal=past is None)
-        return words, (k, v)
+        attended = self.self_attention.attend(q, k, v, causal=past is None)
+        return attended, (k, v)
 
 
 class Decoder(nn.Module):
@@ -237,12 +237,12 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
         """All words at once: ids (B, V), difference (B, N, D) -> hidden states (B, V, D), and the
         last layer's query (B, V, D) of the difference."""
-        x = self.words(ids)
+        x = self.embed_words(ids)
         for layer, cross in zip(self.layers, self.memory(difference), strict=True):
             x, _, query = layer(x, cross)
         return x, query
 
-    def words(self, ids: Tensor, start: int = 0) -> Tensor:
+    def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
         end = start + ids.shape[1]
         check_length(end, self.position.shape[0])
@@ -259,13 +259,13 @@ class Decoder(nn.Module):
         return memory
 
     def stepper(self, difference: Tensor):
-        """-> step(words (B,), position) -> logits of the next word (B, vocabulary), for `decode`.
+        """-> step(ids (B,), position) -> logits of the next word (B, vocabulary), for `decode`.
         Keys and values of the difference and of earlier words are kept between steps."""
         memory = self.memory(difference)
         past = [None] * len(self.layers)
 
-        def step(words: Tensor, t: int) -> Tensor:
-            x = self.words(words[:, None], t)  # (B, 1, D)
+        def step(ids: Tensor, t: int) -> Tensor:
+            x = self.embed_words(ids[:, None], t)  # (B, 1, D)
             for i, layer in enumerate(self.layers):
                 x, past[i], _ = layer(x, memory[i], past[i])
             return self.head(x[:, 0])
@@ -409,10 +409,10 @@ class SCORER(nn.Module):
         x_aft = self.embed(after)  # Eq. 1
         new_bef = x_bef
         new_aft = x_aft
-        tokens = []
+        projections = []
         for layer in self.cross_view:
-            new_bef, new_aft, layer_tokens = layer(new_bef, new_aft)  # Eq. 5-6
-            tokens.append(layer_tokens)
+            new_bef, new_aft, projection = layer(new_bef, new_aft)  # Eq. 5-6
+            projections.append(projection)
         if self.cfg.difference == "subtract":
             joined = x_bef - x_aft
         elif self.cfg.fusion == "cat":
@@ -421,19 +421,19 @@ class SCORER(nn.Module):
             joined = new_bef + new_aft
         else:
             joined = new_bef * new_aft
-        return self.fuse(joined), x_bef, x_aft, tokens  # Eq. 7
+        return self.fuse(joined), x_bef, x_aft, projections  # Eq. 7
 
     def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
         """The terms of Eq. 13 for a batch of pairs: features (B, C, H, W) twice, caption (B, V)."""
         cfg = self.cfg
         losses = {}
-        difference, x_bef, x_aft, tokens = self.encode(before, after)  # Eq. 1, 5-7
+        difference, x_bef, x_aft, projections = self.encode(before, after)  # Eq. 1, 5-7
         hidden, _ = self.decoder(caption, difference)  # (B, V, D)
         logits = self.decoder.head(hidden)  # Eq. 8
         losses["caption"] = caption_loss(logits, caption)  # Eq. 12
         if cfg.w_match:
             layer = 0 if cfg.match_layer == "first" else -1
-            q_bef, k_aft, q_aft, k_bef = tokens[layer]
+            q_bef, k_aft, q_aft, k_bef = projections[layer]
             bef_to_aft = similarity(q_bef, k_aft, self.log_scale, cfg.matching, cfg.heads)  # Eq. 3
             aft_to_bef = similarity(q_aft, k_bef, self.log_scale, cfg.matching, cfg.heads)  # Eq. 3
             losses["match"] = match_loss(bef_to_aft, aft_to_bef)  # Eq. 4

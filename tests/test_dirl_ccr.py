@@ -231,7 +231,7 @@ def decoded(model, before, after, caption):
     """Eq. 8 and Eq. 9, then both after residual and norm, of the last layer, word by word: each
     sees the real words up to itself, so padding sees them all. -> four of (B, V, D)"""
     difference, _, _ = model.encode(before, after)
-    x = model.decoder.words(caption)
+    x = model.decoder.embed_words(caption)
     states = []
     for b in range(B):
         length = int((caption[b] > 0).sum())
