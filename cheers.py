@@ -646,7 +646,6 @@ class Entities:
         file: Path | None = None,
     ):
         self.device = cfg.device
-        self.clip_weights = None  # of a CLIP that has no public name, for the checkpoint
         self.phrases = find_candidates(subjects, cfg.min_count, cfg.k)
         if not self.phrases:
             remedy = "--k 0 --gate none --w_consistency 0"
@@ -686,7 +685,7 @@ class Entities:
 
     def state(self) -> dict:
         """What a checkpoint needs, besides the model, to find the entities of any two pictures."""
-        return {"entities": {"phrases": self.phrases, "clip": self.clip_weights}}
+        return {"entities": {"phrases": self.phrases}}
 
     def check_state(self, state: dict) -> None:
         """InputError if a checkpoint was trained with other candidates or another CLIP."""
@@ -732,12 +731,10 @@ def entities_of(dataset, cfg: Config) -> Entities | None:
                 if split == "train":
                     captions.update(pair.captions)
     subjects = data.read_captions(data.subjects, dataset.name, sorted(captions))
-    clip, tokenizer, preprocess = data.load_clip(cfg.clip, dataset.root, cfg.device)
+    clip, tokenizer, preprocess = data.load_clip(cfg.clip, cfg.device)
     pictures = Pictures(dataset.paths)
     file = dataset.root / "embeddings.pt"
-    entities = Entities(cfg, clip, tokenizer, preprocess, subjects, pictures, pairs, file)
-    entities.clip_weights = data.clip_weights(cfg.clip, dataset.root, cfg.device)
-    return entities
+    return Entities(cfg, clip, tokenizer, preprocess, subjects, pictures, pairs, file)
 
 
 def entities_of_files(model: CHEERS, state: dict, files: list) -> Tensor | None:
@@ -748,12 +745,11 @@ def entities_of_files(model: CHEERS, state: dict, files: list) -> Tensor | None:
     cfg = model.cfg
     if not cfg.k:
         return None
-    saved = state["entities"]
-    clip, _, preprocess = data.load_clip(cfg.clip, Path(), cfg.device, saved["clip"])
+    clip, _, preprocess = data.load_clip(cfg.clip, cfg.device)
     x = embed_images(clip, preprocess, Pictures(files), range(len(files))).to(cfg.device)
     rows = retrieve(x[::2], x[1::2], model.table, cfg.k, cfg.retrieval == "signed")
     for row in rows.tolist():
-        phrases = [saved["phrases"][m] for m in row]
+        phrases = [state["entities"]["phrases"][m] for m in row]
         print("entities: " + ", ".join(phrases))
     return rows
 

@@ -439,11 +439,9 @@ class RunConfig:
 
     dataset: str = "mini"  # data set; chooses the preset
     extractor: str = ""  # resnet101-layer4, timm/NAME, ... (default: the data set's own)
-    data_dir: str = ""  # folder of the data set (default: data/<dataset>)
+    data_dir: str = ""  # folder of the data set (default: data/<dataset>, or data/mini-<scenes>)
     out_dir: str = ""  # folder of the run (default: runs/<method>-<dataset>)
     scenes: int = 5000  # mini: training scenes (5 % as many for validation, 10 % for test)
-    objects: str = "2,4"  # mini: fewest and most objects in a scene
-    data_seed: int = 0  # mini: seed of the scenes and of the feature network
     seed: int = 1111  # seed of weights, dropout and data order
     steps: int = 10000  # training steps
     batch_size: int = 128  # scenes per step (each may have a changed and a distractor pair)
@@ -549,6 +547,7 @@ def parse_args(
 
     if checkpoint is None:
         base = preset(Config, PRESETS, RELEASED or {}, dataset, given.get("variant", "paper"))
+        base.data_dir = data_folder(dataset, given.get("scenes", base.scenes))
         if dataset not in PRESETS:
             known = ", ".join(PRESETS)
             print(f"no preset for {dataset}: running on the defaults; presets: {known}")
@@ -654,6 +653,13 @@ def preset(
         values |= released["all"]
         values |= released.get(dataset, {})
     return Config(**values)
+
+
+def data_folder(dataset: str, scenes: int) -> str:
+    """data/<dataset>; a mini of another size has its own, such as data/mini-500."""
+    if dataset == "mini" and scenes != RunConfig.scenes:
+        return f"data/mini-{scenes}"
+    return f"data/{dataset}"
 
 
 def saved_config(Config: type, checkpoint: str | Path):

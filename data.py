@@ -64,6 +64,7 @@ from common import (
     Parser,
     RunConfig,
     atomic_write,
+    data_folder,
     file_errors,
     load_model,
     load_tensors,
@@ -913,15 +914,15 @@ RESNETS = {
 }
 
 
-def resnet101_grid(name: str, pretrained: bool = True) -> nn.Module:
-    """torchvision's ResNet-101 up to the layer in `name`. pretrained: with the ImageNet weights
-    that the papers used (IMAGENET1K_V1), fetched by torchvision on first use.
+def resnet101_grid(name: str) -> nn.Module:
+    """torchvision's ResNet-101 up to the layer in `name`, with the ImageNet weights that the papers
+    used (IMAGENET1K_V1), fetched by torchvision on first use.
 
     (n, 3, 224, 224) -> (n, 1024, 14, 14) or (n, 2048, 7, 7). The 16 x 16 cells that layer 3 makes
     of 256 x 256 pixels are averaged to 14 x 14."""
     weights = ResNet101_Weights.IMAGENET1K_V1
     try:
-        net = resnet101(weights=weights if pretrained else None)
+        net = resnet101(weights=weights)
     except OSError as e:
         raise OSError(
             f"ImageNet weights of ResNet-101 could not be fetched ({e}); "
@@ -978,32 +979,28 @@ class TimmGrid(nn.Module):
 
 
 class Extractor:
-    """Image files -> grid features (n, C, H, W) float16. Feature files hold `name`; checkpoints
-    also hold `state` (the weights, if the name alone does not say which), so that a picture is
-    always seen as in training. InputError if the name is unknown."""
+    """Image files -> grid features (n, C, H, W) float16. Feature files and checkpoints hold `name`,
+    so that a picture is always seen as in training. InputError if the name is unknown."""
 
-    def __init__(self, name: str, state: dict[str, Tensor] | None = None, device: str = "cpu"):
+    def __init__(self, name: str, device: str = "cpu"):
         self.name = name
-        self.state = state
         self.device = device
         if name in RESNETS:
-            net = resnet101_grid(name, pretrained=state is None)
+            net = resnet101_grid(name)
             self.preprocess, self.preprocessing = RESNETS[name]
         elif name.startswith("timm/"):
             net = TimmGrid(name)
             self.preprocess = net.preprocess
             self.preprocessing = " ".join(str(net.preprocess).split())
-        elif name.startswith("mini-cnn"):
+        elif name == "mini-cnn":
             import mini
 
-            net = mini.FeatureNet()
+            net = mini.feature_net()
             self.preprocess = mini.preprocess
             self.preprocessing = mini.PREPROCESSING
         else:
             known = ", ".join(RESNETS)
             raise InputError(f"unknown feature extractor {name!r}; known: {known}, timm/MODEL")
-        if state is not None:
-            load_weights(net, state, name)
         self.net = net.to(device, memory_format=torch.channels_last).eval()
 
     def __call__(self, paths: list[str | Path]) -> Tensor:
@@ -1045,7 +1042,7 @@ class Captioner:
         self.inputs = inputs
         self.device = model.cfg.device
         self.vocab = Vocab(state["vocab"])
-        self.extractor = Extractor(**state["extractor"], device=self.device)
+        self.extractor = Extractor(state["extractor"], self.device)
 
     def __call__(self, before, after) -> tuple[str, dict[str, Tensor]]:
         return next(self.pairs([(before, after)]))
@@ -1183,22 +1180,11 @@ def feature_file(name: str, root: Path, extractor: str = "") -> Path:
     return root / f"features-{re.sub('[/:]', '-', extractor)}.h5"
 
 
-def extractor_of(name: str, root: Path, extractor: str = "") -> tuple[str, dict | None]:
-    """The full name of the extractor that a data set's features are made by, and its weights if
-    the name alone does not say which (mini trains its own)."""
-    extractor = extractor or settings_of(name).extractor
-    if extractor == "mini-cnn":
-        import mini
-
-        return mini.extractor(root)
-    return extractor, None
-
-
 def open_features(name: str, root: Path, extractor: str = "") -> Features:
     """The feature file of a data set, for its own extractor or the one named; InputError if another
     made it."""
     features = Features(feature_file(name, root, extractor), prepare_command(name, root, extractor))
-    wanted, _ = extractor_of(name, root, extractor)
+    wanted = extractor or settings_of(name).extractor
     if features.extractor != wanted:
         raise InputError(
             f"{features.path} was made by {features.extractor}, not by {wanted}; {features.remedy}"
@@ -1238,7 +1224,9 @@ def read_vocab(name: str, root: Path) -> Vocab:
         return Vocab(words, settings.tokenizer, settings.max_words)
 
 
-def prepare(name: str, root: Path, device: str, extractor: str = "", cfg=RunConfig) -> None:
+def prepare(
+    name: str, root: Path, device: str, extractor: str = "", scenes: int = RunConfig.scenes
+) -> None:
     """Write vocab.json and a feature file, which is kept if it is there already. Features are the
     authors' .npy files, if these are there and the extractor is the data set's own, or else made
     from the pictures.
@@ -1246,14 +1234,13 @@ def prepare(name: str, root: Path, device: str, extractor: str = "", cfg=RunConf
     A file gets its name when it is complete. So this may be stopped, repeated, and run twice at
     once. A killed process leaves a partial file (features.h5.<its number>.partial): nothing reads
     it, remove it.
-    cfg: has mini's `scenes`, `objects` and `data_seed`; mini is drawn first. FileNotFoundError or
-    InputError says what is missing, or that a feature file lacks images or is of another extractor.
-    """
+    mini is drawn first, with so many training scenes. FileNotFoundError or InputError says what is
+    missing, or that a feature file lacks images or is of another extractor."""
     path = feature_file(name, root, extractor)
     if name == "mini":
         import mini
 
-        mini.make(root, cfg.scenes, cfg.objects, cfg.data_seed, device)
+        mini.make(root, scenes)
     release = read_release(name, root)
     vocab = vocab_of(name, release)
     # Before the features, which may take hours.
@@ -1291,24 +1278,24 @@ def print_notes(notes: Iterable[str]) -> None:
 def make_features(name: str, root: Path, release: Release, device: str, extractor: str) -> None:
     """Write the feature file of a release, see `prepare`."""
     path = feature_file(name, root, extractor)
-    full_name, weights = extractor_of(name, root, extractor)
+    own = settings_of(name).extractor
+    extractor = extractor or own
     names = sorted(release.paths)
     pictures = [release.paths[n] for n in names]
     arrays = [authors_features(picture, root) for picture in pictures]
-    own = extractor in ("", settings_of(name).extractor)
-    if own and None not in arrays and any(file.exists() for file in arrays):
+    if extractor == own and None not in arrays and any(file.exists() for file in arrays):
         require_files(arrays)
         blocks = (read_npy(file)[None] for file in arrays)
-        write_features(path, names, blocks, full_name, "the authors' .npy files")
+        write_features(path, names, blocks, extractor, "the authors' .npy files")
         return
     require_files(pictures)
-    network = Extractor(full_name, weights, device)
+    network = Extractor(extractor, device)
     # Ctrl-C acts between batches; on a CPU one of 16 takes seconds.
     batch = 64 if device.startswith("cuda") else 16
-    if full_name.startswith("mini-cnn"):
+    if extractor == "mini-cnn":
         batch = 512  # its pictures are small
     blocks = prefetch(block.numpy() for block in network.blocks(pictures, batch))
-    write_features(path, names, blocks, full_name, network.preprocessing)
+    write_features(path, names, blocks, extractor, network.preprocessing)
 
 
 def require_files(files: list[Path]) -> None:
@@ -1390,7 +1377,6 @@ class Dataset:
         release: Release,
         vocab: Vocab,
         features: Features | None = None,
-        extractor_weights: dict | None = None,
     ):
         self.name = name
         self.root = root
@@ -1400,7 +1386,6 @@ class Dataset:
         self.paths = release.paths
         self.vocab = vocab
         self.features = features
-        self.extractor_weights = extractor_weights
         self.lengths = self._lengths()
         self.max_len = max(self.lengths)
         if features is not None:
@@ -1493,13 +1478,16 @@ class Dataset:
 
     def state(self) -> dict:
         """What a checkpoint needs to caption any two pictures without the data set."""
-        extractor = {"name": self.features.extractor, "state": self.extractor_weights}
-        sizes = {"grid": self.grid, "max_len": self.max_len}
-        return {"vocab": self.vocab.words, "extractor": extractor} | sizes
+        return {
+            "vocab": self.vocab.words,
+            "extractor": self.features.extractor,
+            "grid": self.grid,
+            "max_len": self.max_len,
+        }
 
     def check_state(self, state: dict) -> None:
         """InputError if a checkpoint was trained on other features or another vocabulary."""
-        name = state["extractor"]["name"]
+        name = state["extractor"]
         grid = tuple(state["grid"])
         same_features = (name, grid) == (self.features.extractor, self.grid)
         if not same_features or state["vocab"] != self.vocab.words:
@@ -1519,8 +1507,7 @@ def load(
     root = Path(root)
     release = read_release(name, root)
     features = open_features(name, root, extractor)
-    _, weights = extractor_of(name, root, extractor)
-    dataset = Dataset(name, root, release, read_vocab(name, root), features, weights)
+    dataset = Dataset(name, root, release, read_vocab(name, root), features)
     size = features.data.nbytes
     place = "read from the file"
     if device.startswith("cuda"):
@@ -1543,7 +1530,7 @@ def open_dataset(cfg: RunConfig) -> Dataset:
     """The data set that a run's config names. mini is made first, if it is missing. cfg.batch_size
     is lowered to the number of training scenes, if it is larger. Errors: see `load`."""
     if cfg.dataset == "mini":
-        prepare("mini", Path(cfg.data_dir), cfg.device, cfg.extractor, cfg)
+        prepare("mini", Path(cfg.data_dir), cfg.device, cfg.extractor, cfg.scenes)
     dataset = load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
     count = len(dataset.scenes["train"])
     if cfg.batch_size > count:
@@ -2366,23 +2353,18 @@ def caption_picture(
 # ---- CLIP ----------------------------------------------------------------------------------------
 
 
-def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = None) -> tuple:
+def load_clip(name: str, device: str = "cpu") -> tuple:
     """A frozen CLIP in float32, its tokenizer (texts -> ids) and its preprocessing (PIL image ->
     tensor). InputError if there is no such CLIP.
 
     `name` is MODEL:PRETRAINED in open_clip's names, such as "ViT-L-14:openai" (fetched on first
-    use), or MODEL:FILE, or mini for mini's own. `saved`: what clip_weights returned, for example
-    from a checkpoint."""
+    use), or MODEL:FILE, or mini for mini's own."""
     import open_clip
 
     if name == "mini":
         import mini
 
-        saved = saved or clip_weights(name, root, device)
-        with file_errors(root / "clip.pt", "remove it: it is made again"):
-            clip = open_clip.CLIP(**saved["config"])
-            clip.load_state_dict(saved["model"])
-        tokenizer = open_clip.SimpleTokenizer(context_length=clip.context_length)
+        clip, tokenizer = mini.load_clip()
         return frozen(clip, device), tokenizer, mini.preprocess
     model, _, weights = name.partition(":")
     tags = open_clip.list_pretrained_tags_by_model(model)
@@ -2413,16 +2395,6 @@ def load_clip(name: str, root: Path, device: str = "cpu", saved: dict | None = N
 def frozen(model: nn.Module, device: str) -> nn.Module:
     """The model on a device, to be used as it is."""
     return model.to(device).eval().requires_grad_(False)
-
-
-def clip_weights(name: str, root: Path, device: str = "cpu") -> dict | None:
-    """What a checkpoint must hold of a CLIP: all of mini's own CLIP, which is trained into
-    root/clip.pt on first use; nothing (None) of a published one."""
-    if name != "mini":
-        return None
-    import mini
-
-    return mini.clip_state(root, device)
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -2496,18 +2468,14 @@ def main(argv: list[str] | None = None) -> None:
         help="prepare a data set",
         allow_abbrev=False,
     )
-    p.add_argument("--data_dir", type=Path, help="its folder (default: data/NAME)")
+    text = "its folder (default: data/NAME, or data/mini-SCENES)"
+    p.add_argument("--data_dir", help=text)
     p.add_argument("--device", default="", help="where features are made (default: cuda if any)")
     text = f"network that makes the features: {', '.join(RESNETS)}, timm/MODEL, timm/MODEL:FILE"
     p.add_argument("--extractor", default="", help=f"{text} (default: the data set's own)")
-    for flag, text in (
-        ("scenes", "mini: training scenes"),
-        ("objects", "mini: fewest and most objects of a scene"),
-        ("data_seed", "mini: seed of scenes and features"),
-    ):
-        default = getattr(RunConfig, flag)
-        text = f"{text} (default: {default})"
-        p.add_argument(f"--{flag}", type=type(default), default=default, help=text)
+    default = RunConfig.scenes
+    text = f"mini: training scenes (default: {default})"
+    p.add_argument("--scenes", type=int, default=default, help=text)
     text = "score a file of captions against references"
     p = commands.add_parser("score", help=text, allow_abbrev=False)
     p.add_argument(
@@ -2521,8 +2489,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.command == "score":
         return score_files(args)
-    root = args.data_dir or Path("data", args.command)
-    prepare(args.command, root, usable_device(args.device), args.extractor, args)
+    root = Path(args.data_dir or data_folder(args.command, args.scenes))
+    prepare(args.command, root, usable_device(args.device), args.extractor, args.scenes)
 
 
 if __name__ == "__main__":

@@ -723,7 +723,7 @@ def phrases_of(dataset, cfg: Config) -> Phrases | None:
         for pair in (*scene.pairs, *(scene.swapped or ())):
             captions.update(pair.captions)
     readings = data.read_captions(segments, dataset.name, sorted(captions))
-    clip, tokenizer, _ = data.load_clip(cfg.clip, dataset.root, cfg.device)
+    clip, tokenizer, _ = data.load_clip(cfg.clip, cfg.device)
     return Phrases(cfg, clip, tokenizer, readings)
 
 

@@ -71,7 +71,7 @@ class MeanColor:
     """An extractor without a network: a picture's mean colour, on a small grid that has another
     number of channels for each layer of ResNet."""
 
-    def __init__(self, name, weights, device):
+    def __init__(self, name, device):
         self.preprocessing = "mean colour"
         self.grid = (4 if "layer4" in name else 3, 2, 3)
 

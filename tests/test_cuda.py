@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 from test_common import dense_match
-from test_features import random_resnet
+from test_features import without_training
 from test_methods import MODELS, flags_of
 
 import cheers
@@ -100,7 +100,7 @@ def test_resume_on_the_gpu(method, prepared, tiny, tmp_path, flags):
 def test_phrases_entities_and_pretraining_on_the_gpu(method, own, tmp_path):
     """What the runs above leave out, on the embedded data set, which the GPU prepares; and a pair
     captioned there."""
-    flags = "--scenes 60 --objects 2,4 --dim 32 --steps 4 --log_every 1 --eval_every 4".split()
+    flags = "--scenes 60 --dim 32 --steps 4 --log_every 1 --eval_every 4".split()
     flags += ["--data_dir", str(tmp_path / "mini")]
     if method is idc_pretrain:
         flags += "--mlm 1 --mvcl 1 --fda 1 --pretrain_steps 12".split()
@@ -131,12 +131,12 @@ def test_features_from_the_file_are_page_locked_for_a_gpu(prepared):
     assert torch.equal(batch.before, same.before.cpu())
 
 
-def test_features_made_on_the_gpu_are_those_of_the_cpu(tmp_path):
-    state = random_resnet()
+def test_features_made_on_the_gpu_are_those_of_the_cpu(tmp_path, monkeypatch):
+    without_training(monkeypatch)
     for i in range(5):
         Image.effect_noise((60, 40), 50).convert("RGB").save(tmp_path / f"{i}.png")
     paths = [tmp_path / f"{i}.png" for i in range(5)]
-    plain = data.Extractor("resnet101-layer3", state)(paths).float()
-    blocks = data.Extractor("resnet101-layer3", state, "cuda").blocks(paths, 2)
+    plain = data.Extractor("resnet101-layer3")(paths).float()
+    blocks = data.Extractor("resnet101-layer3", "cuda").blocks(paths, 2)
     fast = torch.cat(list(blocks)).float()
     assert (fast - plain).norm() < 0.01 * plain.norm()  # float16 has three digits

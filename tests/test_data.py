@@ -268,7 +268,7 @@ def captioner(tmp_path, monkeypatch):
     mean of each cell."""
 
     class Mean(data.Extractor):
-        def __init__(self, name, state, device):
+        def __init__(self, name, device):
             self.preprocess = lambda image: data.preprocess_imagenet(image, 64)
             self.device = device
             self.net = lambda x: x.unflatten(2, (8, 8)).unflatten(4, (8, 8)).mean((3, 5))
@@ -278,7 +278,7 @@ def captioner(tmp_path, monkeypatch):
     data.Image.new("RGB", (40, 20), "white").save(tmp_path / "bright.png")
     state = {
         "vocab": [*data.SPECIAL, "brighter", "darker"],
-        "extractor": {"name": "mean", "state": None},
+        "extractor": "mean",
     }
 
     def make(inputs=None):

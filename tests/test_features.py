@@ -17,7 +17,6 @@ from PIL import Image
 from torchvision.models import resnet101
 
 import data
-import mini
 import scorer_cbr
 from common import InputError
 
@@ -71,19 +70,21 @@ def trunk(name):
     return torch.nn.Sequential(*[getattr(net, layer) for layer in layers]).eval()
 
 
-def random_resnet(name="resnet101-layer3"):
-    """Weights of the extractor's architecture, not trained."""
-    return trunk(name).state_dict()
+def without_training(monkeypatch):
+    """Extractors have `trunk`'s weights, instead of those that would be downloaded."""
+
+    def make(weights):
+        torch.manual_seed(0)
+        return resnet101(zero_init_residual=True)
+
+    monkeypatch.setattr(data, "resnet101", make)
 
 
 def test_resnet_extractor_has_the_papers_shape(tmp_path, monkeypatch):
-    def no_download(*args, **kwargs):
-        raise AssertionError("nothing may be downloaded")
-
-    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", no_download)
+    without_training(monkeypatch)
     Image.new("RGB", (30, 20), "red").save(tmp_path / "a.png")
     Image.new("P", (20, 20)).save(tmp_path / "b.gif")
-    extractor = data.Extractor("resnet101-layer3", random_resnet())
+    extractor = data.Extractor("resnet101-layer3")
     x = extractor([tmp_path / "a.png", tmp_path / "b.gif"])
     assert x.shape == (2, 1024, 14, 14) and x.dtype == torch.float16
     assert (x >= 0).all() and x.isfinite().all()
@@ -92,7 +93,7 @@ def test_resnet_extractor_has_the_papers_shape(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, side", [("resnet101-layer4", 224), ("resnet101-layer3-256", 256)])
-def test_the_other_resnet_extractors(name, side):
+def test_the_other_resnet_extractors(name, side, monkeypatch):
     """torchvision's own preprocessing and layers; LEVIR-CC's 16 x 16 cells averaged to 14 x 14."""
     from torchvision.transforms import Compose, Normalize, Resize, ToTensor
 
@@ -100,7 +101,8 @@ def test_the_other_resnet_extractors(name, side):
     normalize = Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
     x = Compose([Resize((side, side)), ToTensor(), normalize])(picture)
     net = trunk(name)
-    extractor = data.Extractor(name, net.state_dict())
+    without_training(monkeypatch)
+    extractor = data.Extractor(name)
     torch.testing.assert_close(extractor.preprocess(picture), x)
     assert str(side) in extractor.preprocessing and ".225" in extractor.preprocessing
     with torch.no_grad():
@@ -170,8 +172,7 @@ def test_features_stay_in_the_order_of_the_pictures(tmp_path):
     for i in range(7):
         paths.append(tmp_path / f"{i}.png")
         Image.new("RGB", (64, 64), (i * 30, 0, 0)).save(paths[i])
-    torch.manual_seed(0)
-    extractor = data.Extractor("mini-cnn-x", mini.FeatureNet().state_dict())
+    extractor = data.Extractor("mini-cnn")
     blocks = list(extractor.blocks(paths, 3))
     assert [len(block) for block in blocks] == [3, 3, 1]
     each = torch.cat([extractor([path]) for path in paths])

@@ -555,7 +555,7 @@ def corpus(root):
 
 
 def test_phrases_of_a_data_set(clip, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "load_clip", lambda name, root, device: (*clip[:2], None))
+    monkeypatch.setattr(data, "load_clip", lambda name, device: (*clip[:2], None))
     cfg = Config(clip="mini", clip_dim=8, clip_width=16, device="cpu")
     phrases = rdd_acr.phrases_of(corpus(tmp_path), cfg)
     assert set(phrases.rows["nouns"]) == set(phrases.rows["verbs"]) == {*TEXTS[:2], *TEXTS[3:]}
@@ -579,7 +579,7 @@ def test_the_captions_are_read_before_clip_is_fetched(tmp_path, monkeypatch):
 
 
 def test_resume_equals_no_interruption_with_phrases(tmp_path):
-    """As in test_methods.py, but with ACR: its prompts, its adapter and CLIP's file."""
+    """As in test_methods.py, but with ACR: its prompts and its adapter."""
     flags = ["--scenes", "60", "--dim", "16", "--log_every", "2", "--eval_every", "6"]
     flags += ["--device", "cpu", "--schedule", "step", "--data_dir", str(tmp_path / "mini")]
     rdd_acr.main([*flags, "--steps", "6", "--out_dir", str(tmp_path / "whole")])

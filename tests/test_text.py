@@ -334,7 +334,7 @@ def test_errors_of_clip(tmp_path, monkeypatch):
     ):
         message = "MODEL:PRETRAINED .known of (ViT-L-14|ViT-B-32): .*openai|known of NoSuch: none"
         with pytest.raises(ValueError, match=message):
-            data.load_clip(name, tmp_path)
+            data.load_clip(name)
 
     def offline(model, weights, force_quick_gelu, **options):
         assert force_quick_gelu == (weights == "openai")
@@ -344,19 +344,19 @@ def test_errors_of_clip(tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match=r"Failed to download weights.*--clip ViT-L-14-quickgelu:/path/to/file"
     ):
-        data.load_clip("ViT-L-14:openai", tmp_path)
+        data.load_clip("ViT-L-14:openai")
     with pytest.raises(ValueError, match="--clip ViT-B-32:/path/to/file"):
-        data.load_clip("ViT-B-32:laion2b_s34b_b79k", tmp_path)
+        data.load_clip("ViT-B-32:laion2b_s34b_b79k")
 
 
-def test_other_models_are_loaded_frozen(tmp_path, monkeypatch):
+def test_other_models_are_loaded_frozen(monkeypatch):
     model, other = open_clip.CLIP(**CLIP_16), object()
     monkeypatch.setattr(
         open_clip,
         "create_model_and_transforms",
         lambda *_, **__: (model.train(), other, "preprocess"),
     )
-    loaded, tokenizer, preprocess = data.load_clip("ViT-L-14:openai", tmp_path)
+    loaded, tokenizer, preprocess = data.load_clip("ViT-L-14:openai")
     assert (
         loaded is model
         and not model.training
@@ -365,4 +365,4 @@ def test_other_models_are_loaded_frozen(tmp_path, monkeypatch):
     assert tokenizer(["cube"]).shape == (1, 77) and preprocess == "preprocess"
     monkeypatch.setattr(model, "text_pool_type", "last")
     with pytest.raises(ValueError, match="learned prompts"):
-        data.load_clip("ViT-L-14:openai", tmp_path)
+        data.load_clip("ViT-L-14:openai")
