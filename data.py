@@ -37,6 +37,7 @@ import shutil
 import subprocess
 import textwrap
 import threading
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -103,10 +104,57 @@ def tokenize_lower(caption: str) -> list[str]:
     return re.findall(r"\w+|\.+|[^\w\s]", caption.lower())
 
 
+def tokenize_pairs(caption: str) -> list[str]:
+    """Lower-case words between blanks. Signs at a word's ends, such as a full stop, are words of
+    their own; inside a word they stay: "red-brick", "isn't", "3.5".
+
+    This is the rule for your own pairs, in any language that puts blanks between words. Text is
+    brought into Unicode's form NFC first, so that "\u00fc" and "u" with a mark are the same
+    letter."""
+    words = []
+    for text in unicodedata.normalize("NFC", caption.lower()).split():
+        parts = characters(text)
+        first = 0
+        while first < len(parts) and is_sign(parts[first]):
+            first += 1
+        last = len(parts)
+        while last > first and is_sign(parts[last - 1]):
+            last -= 1
+        words += parts[:first]
+        if first < last:
+            words.append("".join(parts[first:last]))
+        words += parts[last:]
+    return words
+
+
+JOINER = "\u200d"  # makes one emoji of two
+SKIN_TONES = "\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"
+MARKS = {"Mn", "Mc", "Me", "Cf"}  # Unicode's categories of marks and of invisible characters
+
+
+def characters(text: str) -> list[str]:
+    """What a reader takes for one character: a letter or sign with the marks that belong to it, and
+    joined emoji."""
+    parts = []
+    for char in text:
+        is_mark = unicodedata.category(char) in MARKS or char in SKIN_TONES
+        if parts and (is_mark or parts[-1][-1] == JOINER):
+            parts[-1] += char
+        else:
+            parts.append(char)
+    return parts
+
+
+def is_sign(character: str) -> bool:
+    """Is it punctuation or a symbol, and not a letter or digit?"""
+    return unicodedata.category(character[0])[0] in "PS"
+
+
 class Vocab:
     """Words <-> ids: the four special ids, then the captions' words in codepoint order.
 
-    `tokenizer` cuts captions into words, of which the first `max_words` are read (None: all).
+    `tokenizer` cuts captions into words, of which the first `max_words` are read (None: all). A
+    special word inside a caption, such as a release's own "<UNK>", is an unknown word.
     InputError if the special words are not the first, or if there are no others."""
 
     def __init__(
@@ -120,7 +168,7 @@ class Vocab:
                 "DATASETS"
             )
         self.words = words
-        self.index = {word: i for i, word in enumerate(words)}
+        self.index = {word: i for i, word in enumerate(words) if word not in SPECIAL}
         self.tokenizer = tokenizer
         self.max_words = max_words
 
@@ -136,6 +184,8 @@ class Vocab:
         counts = Counter()
         for caption in captions:
             counts.update(tokenizer(caption))
+        for word in SPECIAL:
+            counts.pop(word, None)
         words = sorted(word for word, count in counts.items() if count >= min_count)
         return cls(SPECIAL + words, tokenizer, max_words)
 
@@ -218,6 +268,19 @@ class Release:
         """The scenes of every split."""
         return [scene for scenes in self.scenes.values() for scene in scenes]
 
+    def leaked(self, split: str) -> set[str]:
+        """Ids of a split's pairs that share an image with a pair of another split."""
+        elsewhere = set()
+        for other, scenes in self.scenes.items():
+            if other != split:
+                elsewhere |= images_of_scenes(scenes)
+        ids = set()
+        for scene in self.scenes[split]:
+            for pair in scene.pairs:
+                if pair.before in elsewhere or pair.after in elsewhere:
+                    ids.add(pair.id)
+        return ids
+
     def captions(self, splits: Iterable[str]) -> list[str]:
         """All captions of these splits, those of swapped pairs included."""
         captions = []
@@ -226,6 +289,17 @@ class Release:
                 for pair in itertools.chain(*scene.orders()):
                     captions += pair.captions
         return captions
+
+
+def images_of_scenes(scenes: list[Scene]) -> set[str]:
+    """The names of all images of these scenes."""
+    names = set()
+    for scene in scenes:
+        for pair in scene.pairs:
+            names.add(pair.before)
+            if pair.after is not None:
+                names.add(pair.after)
+    return names
 
 
 def release_from_pairs(
@@ -254,7 +328,19 @@ def read_json(path: Path):
     """The parsed JSON of a file, in any of JSON's encodings. InputError that names a broken one."""
     content = path.read_bytes()
     with file_errors(path, FETCH_AGAIN):
-        return json.loads(content)
+        return parse_json(content)
+
+
+def parse_json(content: bytes | str):
+    """json.loads, but an InputError for half a character (an unpaired surrogate): no file of
+    results could be written with it."""
+    parsed = json.loads(content)
+    try:
+        json.dumps(parsed, ensure_ascii=False).encode()
+    except UnicodeEncodeError as e:
+        before = e.object[max(0, e.start - 40) : e.start]
+        raise InputError(f"half a character after {before!r}") from e
+    return parsed
 
 
 def check_strings(x) -> list[str]:
@@ -264,29 +350,62 @@ def check_strings(x) -> list[str]:
     return x
 
 
-def read_table(path: Path, columns: Iterable[str], **dialect) -> list[tuple[str, dict[str, str]]]:
-    """The rows of a CSV file and the line on which each ends: ("line 2", column -> text), ...
+def read_rows(path: Path, **dialect) -> list[tuple[str, list[str]]]:
+    """The rows of a CSV file, without empty ones: "FILE, line 2" (where the row begins), and its
+    cells without outer blanks.
 
-    InputError if the file is not UTF-8, lacks a column, or has a row with more cells than the
-    header: an unquoted comma would cut a caption in silence."""
+    InputError that names the line if a quote is wrong or a cell has a line break, which is what a
+    stray quote makes of several rows; or if the file is not UTF-8."""
     rows = []
-    with open(path, encoding="utf-8-sig", newline="") as f, file_errors(path, "correct it"):
-        try:
-            table = csv.DictReader(f, **dialect)
-            for row in table:
-                place = f"line {table.line_num}"
-                if None in row:
-                    raise InputError(
-                        f"{place} has more cells than the header; put quotes around captions with "
-                        "commas"
-                    )
-                absent = [column for column in columns if row.get(column) is None]
-                if absent:
-                    raise InputError(f"{place} has no {absent[0]}")
-                rows.append((place, row))
-        except UnicodeDecodeError as e:
-            raise InputError("it is not UTF-8; save it as UTF-8") from e
-    return rows
+    with open(path, encoding="utf-8-sig", newline="") as f:
+        reader = csv.reader(f, strict=True, skipinitialspace=True, **dialect)
+        while True:
+            place = f"{path}, line {reader.line_num + 1}"
+            try:
+                cells = next(reader, None)
+            except UnicodeDecodeError as e:
+                raise InputError(f"{path} is not UTF-8; save it as UTF-8") from e
+            except csv.Error as e:
+                f.seek(0)
+                header = f.readline().strip()
+                raise InputError(
+                    f"{place}: {e}; expected cells separated by commas, and double quotes only "
+                    f"around whole cells; the file begins with {header[:80]!r}"
+                ) from e
+            if cells is None:
+                return rows
+            cells = [cell.strip() for cell in cells]
+            if any(len(cell.splitlines()) > 1 for cell in cells):
+                raise InputError(f"{place}: a cell with a line break; is its quote closed?")
+            if any(cells):
+                rows.append((place, cells))
+
+
+def read_table(path: Path, columns: Iterable[str], **dialect) -> list[tuple[str, dict[str, str]]]:
+    """The rows of a CSV file: ("FILE, line 2", column -> cell), ... Heads become lower case.
+
+    A column `captions` must be the last one: then an unquoted comma makes a row longer than the
+    header, which is an error, and never cuts a caption in silence. InputError if the file lacks a
+    column or has one twice, or if a row has not as many cells as the header; see also read_rows."""
+    rows = read_rows(path, **dialect)
+    heads = [cell.lower() for cell in rows[0][1]] if rows else []
+    complete = set(columns) <= set(heads) and len(set(heads)) == len(heads)
+    if not complete or "captions" in heads[:-1]:
+        delimiter = "tabs" if dialect.get("delimiter") == "\t" else "commas"
+        raise InputError(
+            f"{path}: found the columns {', '.join(heads)[:80]!r}; expected "
+            f"{', '.join(columns)}, each once, separated by {delimiter}; a column captions "
+            "must be the last one"
+        )
+    table = []
+    for place, cells in rows[1:]:
+        if len(cells) != len(heads):
+            raise InputError(
+                f"{place}: {len(cells)} cells, but {len(heads)} columns; put double quotes around "
+                "captions with commas"
+            )
+        table.append((place, dict(zip(heads, cells, strict=True))))
+    return table
 
 
 def read_lines(path: Path, errors: str = "strict") -> list[str]:
@@ -390,6 +509,14 @@ def read_release(name: str, root: Path) -> Release:
         for pair in itertools.chain(*scene.orders()):
             if not pair.captions:
                 raise InputError(f"{root}: no captions for {pair.id}")
+    for split in ("val", "test"):
+        leaked = len(release.leaked(split))
+        if leaked:
+            count = sum(len(scene.pairs) for scene in release.scenes[split])
+            release.notes.append(
+                f"{leaked} of {count} {split} pairs share a picture with another split; scores are "
+                "given once more without them"
+            )
     return release
 
 
@@ -575,8 +702,9 @@ DATASETS["spot_the_diff"] = Settings(
 
 def read_image_editing(root: Path) -> Release:
     """Image Editing Request (Tan et al., ACL 2019): {train,valid,test}.json, and the pictures in
-    images/ or next to these files. Items with the same two images stay separate pairs; some are in
-    two splits, so scores are given once more without these."""
+    images/ or next to these files. Items with the same two images stay separate pairs. 66 of the
+    495 test items have both images in common with an item of another split, 147 at least one;
+    scores are given once more without the 147."""
     pairs = {}
     for split, name in (("train", "train.json"), ("val", "valid.json"), ("test", "test.json")):
         file = root / name
@@ -687,10 +815,10 @@ def read_birds_to_words(root: Path, pictures: bool = True) -> Release:
             np.save(file, x.reshape(len(x), 7, 7))
     """
     file = root / "birds-to-words-v1.0.tsv"
-    columns = ("img1ImgURL", "img2ImgURL", "split", "description")
+    columns = ("img1imgurl", "img2imgurl", "split", "description")
     captions: dict[tuple, list[str]] = {}
     for _, row in read_table(file, columns, delimiter="\t", quoting=csv.QUOTE_NONE):
-        key = (row["split"], photo_file(row["img1ImgURL"]), photo_file(row["img2ImgURL"]))
+        key = (row["split"], photo_file(row["img1imgurl"]), photo_file(row["img2imgurl"]))
         captions.setdefault(key, []).append(" ".join(tokenize_lower(row["description"])))
 
     images = root / "images"
@@ -783,20 +911,33 @@ DATASETS["nabirds"] = Settings(
 )
 
 
-def pair_name(row: dict[str, str]) -> str:
-    """The id in a row or, if there is none, its two paths."""
-    return row.get("id") or f"{row['before']} {row['after']}"
+OWN_COLUMNS = ("before", "after", "captions", "id", "split", "kind")
+OWN_MAX_WORDS = 60  # of a caption of your own pairs; the longest one sets the size of batches
 
 
-def hashed_split(name: str) -> str:
-    """A split for a pair of this name: 80 % train, 10 % val, 10 % test, the same everywhere."""
-    tenth = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 10
+def own_pair(row: dict[str, str]) -> Pair:
+    """The pair in a row of a table of your own. Its id is the row's or, if there is none, its two
+    paths; these are written in one way ("./a.png" is "a.png"). InputError if a path is missing."""
+    if not (row["before"] and row["after"]):
+        raise InputError("expected two images")
+    before = os.path.normpath(row["before"]).replace(os.sep, "/")
+    after = os.path.normpath(row["after"]).replace(os.sep, "/")
+    captions = [text.strip() for text in row.get("captions", "").split("|") if text.strip()]
+    return Pair(row.get("id") or f"{before} {after}", before, after, captions)
+
+
+def hashed_split(pair: Pair) -> str:
+    """A split for a pair: 80 % train, 10 % val, 10 % test, the same everywhere. It follows from the
+    first of the two image names (in sorted order), so that a pair and its reverse, and the pairs of
+    a camera's first picture with later ones, fall into one split."""
+    first = min(pair.before, pair.after)
+    tenth = int(hashlib.sha256(first.encode()).hexdigest(), 16) % 10
     return {8: "val", 9: "test"}.get(tenth, "train")
 
 
 def read_pairs(root: Path) -> Release:
-    """Your own pairs: pairs.csv with the columns before, after, captions. Paths are relative to the
-    folder.
+    """Your own pairs: pairs.csv with the columns before, after and, as the last one, captions.
+    Paths are relative to the folder.
 
     Several captions of a pair are separated by |, or are in several rows. Three columns are
     optional: `split` (train, val or test in every row; without the column: hashed_split); `id`, the
@@ -808,46 +949,68 @@ def read_pairs(root: Path) -> Release:
     pairs: dict[str, Pair] = {}
     split_of: dict[str, str] = {}
     kind_of: dict[str, str] = {}
+    unused: dict[str, None] = {}  # columns, in order
     for place, row in read_table(file, ("before", "after", "captions")):
-        with file_errors(f"{file}, {place}", "correct it"):
-            name = pair_name(row)
-            captions = [text.strip() for text in row["captions"].split("|") if text.strip()]
-            if not (row["before"] and row["after"] and captions):
-                raise InputError("expected two images and a caption")
-            pair = pairs.setdefault(name, Pair(name, row["before"], row["after"], []))
-            if (pair.before, pair.after) != (row["before"], row["after"]):
+        with file_errors(place, "correct it"):
+            new = own_pair(row)
+            name = new.id
+            if not new.captions:
+                raise InputError("expected a caption")
+            pair = pairs.setdefault(name, replace(new, captions=[]))
+            if (pair.before, pair.after) != (new.before, new.after):
                 raise InputError(f"id {name} is already of {pair.before}, {pair.after}")
-            pair.captions.extend(captions)
-            split = row["split"] if "split" in row else hashed_split(name)
+            pair.captions.extend(new.captions)
+            split = row["split"].lower() if "split" in row else hashed_split(pair)
             if split not in SPLITS:
                 raise InputError(f"expected the split {', '.join(SPLITS)}, found {split!r}")
             if split_of.setdefault(name, split) != split:
                 raise InputError(f"id {name} is in {split_of[name]}, too; give it an id of its own")
-            kind = row.get("kind") or ""
-            if kind.startswith(" "):
-                raise InputError(
-                    f"the kind {kind!r} begins with a blank; put quotes around captions with commas"
-                )
+            # "No_change " is "no change".
+            kind = " ".join(re.split(r"[\s_-]+", row.get("kind", "").lower())).strip()
             if kind_of.setdefault(name, kind) != kind:
                 raise InputError(f"id {name} has two kinds, {kind_of[name]!r} and {kind!r}")
+        for column in row:
+            if column not in OWN_COLUMNS:
+                unused[column] = None
     kinds: dict[str, set[str]] = {}
     for name, kind in kind_of.items():
         if kind:
             kinds.setdefault(kind, set()).add(name)
-    notes = []
-    for kind, names in kinds.items():
-        if len(names) == 1 and len(kind.split()) > 2:  # the rest of a caption cut at its comma?
-            notes.append(
-                f"{file}: only {min(names)} is of the kind {kind!r}; if that belongs to its "
-                "caption, put quotes around captions with commas"
-            )
     by_split = {split: [] for split in SPLITS}
     for name, pair in pairs.items():
         by_split[split_of[name]].append(pair)
+    notes = [f"{file}: the column {column!r} is not used" for column in unused]
+    captions = [caption for pair in pairs.values() for caption in pair.captions]
+    notes += [f"{file}: {note}" for note in notes_on_captions(captions)]
     return release_from_pairs(by_split, root, kinds, notes)
 
 
-DATASETS["pairs"] = Settings(read_pairs, tokenizer=tokenize_lower)
+def notes_on_captions(captions: list[str]) -> list[str]:
+    """What to know about captions of your own: are some too long, or without blanks?"""
+    notes = []
+    long = 0
+    single_words = []  # with letters beyond ASCII, as in scripts without blanks
+    for caption in captions:
+        words = tokenize_pairs(caption)
+        long += len(words) > OWN_MAX_WORDS
+        if len(caption.split()) == 1 and not caption.isascii():
+            single_words.append(caption)
+    if long:
+        notes.append(
+            f"{long} of {len(captions)} captions are longer than {OWN_MAX_WORDS} words and are cut"
+        )
+    if 2 * len(single_words) > len(captions):
+        notes.append(
+            f"{len(single_words)} of {len(captions)} captions are a single word, such as "
+            f"{single_words[0]!r:.40}; words are what stands between blanks, so put blanks there"
+        )
+    return notes
+
+
+# The words are compared as the model learns them, so that a model without a mistake scores 100.
+DATASETS["pairs"] = Settings(
+    read_pairs, tokenizer=tokenize_pairs, max_words=OWN_MAX_WORDS, tokens="split"
+)
 
 
 # ---- pictures and extractors ---------------------------------------------------------------------
@@ -864,6 +1027,11 @@ def read_image(path: str | Path | Image.Image) -> Image.Image:
     Image.MAX_IMAGE_PIXELS = 5 * 10**7  # Pillow refuses pictures of more than twice as many
     with file_errors(path, "give a readable image"), Image.open(path) as picture:
         return upright_rgb(picture)
+
+
+def check_image(path: Path) -> None:
+    """InputError that names the file if it is not an image."""
+    read_image(path)
 
 
 def upright_rgb(picture: Image.Image) -> Image.Image:
@@ -1205,7 +1373,8 @@ def vocab_of(name: str, release: Release) -> Vocab:
 def write_vocab(root: Path, vocab: Vocab) -> None:
     """vocab.json: word -> id. A file of the same content stays, as the folder may be read-only."""
     path = root / "vocab.json"
-    text = json.dumps(vocab.index, indent=0)
+    index = {word: i for i, word in enumerate(vocab.words)}
+    text = json.dumps(index, indent=0)
     if not path.exists() or path.read_bytes() != text.encode():
         write_text(path, text)
 
@@ -1483,10 +1652,12 @@ class Dataset:
             "extractor": self.features.extractor,
             "grid": self.grid,
             "max_len": self.max_len,
+            "training_pairs": id_digests(self.pairs("train")),
         }
 
     def check_state(self, state: dict) -> None:
-        """InputError if a checkpoint was trained on other features or another vocabulary."""
+        """InputError if a checkpoint was trained on other features or another vocabulary. A note if
+        it was trained on other pairs than these, some of which are now in val or test."""
         name = state["extractor"]
         grid = tuple(state["grid"])
         same_features = (name, grid) == (self.features.extractor, self.grid)
@@ -1496,6 +1667,25 @@ class Dataset:
                 f"{self.root} has {self.features.extractor} {self.grid} and {len(self.vocab)}; "
                 "give its --data_dir"
             )
+        trained = state["training_pairs"].cpu()
+        if torch.equal(trained, id_digests(self.pairs("train"))):
+            return
+        for split in ("val", "test"):
+            pairs = self.pairs(split)
+            seen = int(torch.isin(id_digests(pairs), trained).sum())
+            if seen:
+                print_notes(
+                    [f"the checkpoint was trained on {seen} of the {len(pairs)} {split} pairs"]
+                )
+
+
+def id_digests(pairs: list[Pair]) -> Tensor:
+    """A number for each pair's id, sorted: the first eight bytes of its SHA-256. -> int64 (n,)"""
+    numbers = []
+    for pair in pairs:
+        digest = hashlib.sha256(pair.id.encode()).digest()
+        numbers.append(int.from_bytes(digest[:8], "big", signed=True))
+    return torch.tensor(sorted(numbers), dtype=torch.int64)
 
 
 def load(
@@ -1758,7 +1948,8 @@ def score(
     frequencies in the group's references, so the total is not an average of the groups, and a
     group of one image gets 0.
     tokens: "ptb" is what most data sets use: the Stanford tokenizer's lower-case words without
-    punctuation; "split": captions are words already, split at blanks (Birds-to-Words); "ids"
+    punctuation; "split": captions are words already, split at blanks (Birds-to-Words, your own
+    pairs, where signs are words, too); "ids"
     (LEVIR-CC): words are replaced by their numbers in `index`, which must be given, and all words
     that it lacks by UNK's, so that these match each other.
     quick: without the Java programs: no METEOR and SPICE, and plain_tokenize for "ptb". Without
@@ -1912,12 +2103,14 @@ def results(
         "scores": scores,
         ONE_CAPTION: constant,
         "different captions": len(set(captions.values())),
+        "without prediction": len(references.keys() - captions.keys()),
         "accuracy": accuracy,
         "pointing": pointing,
     }
     text = json.dumps(result, indent=1) + "\n"
     write_text(out_dir / f"scores_{split}{suffix}.json", text)
     print(format_scores(scores))
+    print_absent(captions, references)
     print(f"{ONE_CAPTION}: {constant}")
     print(f"{result['different captions']} different captions for {len(captions)} pairs")
     print_shares("right", accuracy)
@@ -1927,6 +2120,12 @@ def results(
     sheet = f"samples{'' if split == 'test' else f'_{split}'}{suffix}.png"
     sample_sheet(dataset, split, captions, maps, notes or {}, out_dir / sheet)
     return scores["total"]
+
+
+def print_absent(captions: dict[str, str], references: dict[str, list[str]]) -> None:
+    """A line that says how many pairs with references have no prediction."""
+    absent = len(references.keys() - captions.keys())
+    print(f"{absent} of {len(references)} pairs with references have no prediction")
 
 
 def print_shares(name: str, shares: dict[str, float]) -> None:
@@ -1961,17 +2160,14 @@ def scored_text(dataset: Dataset, caption: str) -> str:
 
 
 def groups_of(dataset: Dataset, split: str) -> dict[str, set[str]]:
-    """Pair ids to score separately: the release's groups; the pairs that no other split has (if any
-    are shared); the hardest and easiest quarter of viewpoints, if box overlaps are known."""
+    """Pair ids to score separately: the release's groups; the pairs that share no image with
+    another split (if any do); the hardest and easiest quarter of viewpoints, if box overlaps are
+    known."""
     pairs = dataset.pairs(split)
     groups = dict(dataset.release.groups)
-    elsewhere = set()
-    for other in dataset.scenes:
-        if other != split:
-            elsewhere |= {(pair.before, pair.after) for pair in dataset.pairs(other)}
-    clean = {pair.id for pair in pairs if (pair.before, pair.after) not in elsewhere}
-    if len(clean) < len(pairs):
-        groups["without leaked pairs"] = clean
+    leaked = dataset.release.leaked(split)
+    if leaked:
+        groups["without leaked pairs"] = {pair.id for pair in pairs} - leaked
     overlap = dataset.release.overlap
     by_overlap = sorted((pair.id for pair in pairs if pair.id in overlap), key=overlap.get)
     if by_overlap:
@@ -2324,7 +2520,7 @@ def sample_sheet(
     kinds are unknown -> a file.
 
     Keyed by pair id: captions, maps (name -> (H, W)), notes (pairs may have none); see `sample`."""
-    pairs = dataset.pairs(split)
+    pairs = [pair for pair in dataset.pairs(split) if pair.id in captions]
     chosen = []
     for kind, ids in dataset.kinds.items():
         of_kind = [pair for pair in pairs if pair.id in ids]
@@ -2408,8 +2604,14 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
         pairs = {"": (Path(files[0]), Path(files[1]))}
     else:
         pairs = pairs_of_table(Path(files[0]))
+    pictures = [*dict.fromkeys(itertools.chain(*pairs.values()))]
     if out:
-        check_out(Path(out), [*map(Path, files), *itertools.chain(*pairs.values())], len(files))
+        check_out(Path(out), [*map(Path, files), *pictures], len(files))
+    # A picture that cannot be read must not end the work when it is half done.
+    bar = {"desc": "pictures", "total": len(pictures), "disable": len(pictures) <= 64}
+    with ThreadPoolExecutor() as pool:
+        for _ in progress(pool.map(check_image, pictures), **bar):
+            pass
     results = {}
     for name, result in zip(pairs, captioner.pairs([*pairs.values()]), strict=True):
         results[name] = result
@@ -2425,14 +2627,16 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
 
 
 def pairs_of_table(file: Path) -> dict[str, tuple[Path, Path]]:
-    """The pairs of a CSV file: name -> two image files. InputError if there are none, or
-    two of one name."""
+    """The pairs of a CSV file with the columns before and after: name -> two image files. A table
+    for training fits too: its other columns, but for `id`, are not used. InputError if there are no
+    pairs, or two of one name."""
     pairs = {}
     for place, row in read_table(file, ("before", "after")):
-        name = pair_name(row)
-        if name in pairs:
-            raise InputError(f"{file}, {place}: id {name} is there already; correct it")
-        pairs[name] = (file.parent / row["before"], file.parent / row["after"])
+        with file_errors(place, "correct it"):
+            pair = own_pair(row)
+            if pair.id in pairs:
+                raise InputError(f"id {pair.id} is there already")
+        pairs[pair.id] = (file.parent / pair.before, file.parent / pair.after)
     if not pairs:
         raise InputError(f"{file} has no rows; expected the columns before, after and a pair a row")
     return pairs
@@ -2452,8 +2656,7 @@ def score_files(args) -> None:
     captions = read_predictions(args.predictions)
     references = read_references(args.references)
     print(format_scores(score(captions, references)))
-    absent = len(references.keys() - captions.keys())
-    print(f"{absent} of {len(references)} images with references have no prediction")
+    print_absent(captions, references)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -83,8 +83,8 @@ def write_levir(root):
 
 
 def write_own(root):
-    rows = [f"{split}.png,b.png,it is open,{split}" for split in data.SPLITS]
-    write(root / "pairs.csv", "\n".join(["before,after,captions,split", *rows]))
+    rows = [f"{split}.png,b.png,{split},it is open" for split in data.SPLITS]
+    write(root / "pairs.csv", "\n".join(["before,after,split,captions", *rows]))
     for name in (*data.SPLITS, "b"):
         write_picture(root / f"{name}.png")
 
@@ -241,6 +241,18 @@ def test_broken_json(release, prepare, file):
     content = path.read_bytes()
     for broken in (content[:-7], b"\xff\xfe{}", b"[" * 10**5):
         path.write_bytes(broken)
+        assert str(path) in prepare(release)
+
+
+def test_half_a_character(release, prepare):
+    """Half an emoji, in the two ways in which JSON can have it; whole ones are fine."""
+    path = release / "change_captions.json"
+    content = path.read_bytes()
+    for whole in (rb"red \ud83d\ude97", "red \U0001f697".encode()):
+        path.write_bytes(content.replace(b"red", whole))
+        assert data.read_release("clevr_change", release)
+    for half in (rb"red \ud83d", rb"red \ude97 ", b"red \xed\xa0\xbd"):
+        path.write_bytes(content.replace(b"red", half))
         assert str(path) in prepare(release)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,41 @@ def test_tokens_and_vocabulary_follow_the_published_rule():
     with pytest.raises(InputError, match="'a a a'"):
         vocab.encode("a a a", 4)
     assert len(data.Vocab.from_captions(["x x y"], min_count=2)) == 5
+
+
+def test_special_words_are_no_words_of_captions():
+    """Some releases have <UNK> in their captions."""
+    vocab = data.Vocab.from_captions(["a <UNK> b", "<NULL> <START> <END>"])
+    assert vocab.words == [*data.SPECIAL, "a", "b"]
+    assert data.Vocab(vocab.words).words == vocab.words
+    ids = [data.START, 4, data.UNK, data.UNK, data.UNK, data.UNK, 5, data.END]
+    assert vocab.encode("a <NULL> <UNK> <START> <END> b", 8) == ids
+
+
+@pytest.mark.parametrize(
+    "caption, words",
+    [
+        ("A red-brick wall isn't 3.5 m", "a red-brick wall isn't 3.5 m"),
+        ('(the "new" gate), 50%!', '( the " new " gate ) , 50 % !'),
+        ("gone... -- drivers' _x_", "gone . . . - - drivers ' _ x _"),
+        ("Die Tu\u0308r\u3000ist\xa0zu", "die t\xfcr ist zu"),
+        (
+            "\u0917\u093e\u0921\u093c\u0940 \u0917\u0908\u0964",
+            "\u0917\u093e\u0921\u093c\u0940 \u0917\u0908 \u0964",
+        ),
+        (
+            "\u0627\u0644\u0633\u0651\u064e\u064a\u060c",
+            "\u0627\u0644\u0633\u064e\u0651\u064a \u060c",
+        ),
+        ("\U0001f469\u200d\U0001f692.", "\U0001f469\u200d\U0001f692 ."),
+        ("\U0001f44b\U0001f3fd\U0001f697\ufe0f", "\U0001f44b\U0001f3fd \U0001f697\ufe0f"),
+        ("left\U0001f697", "left \U0001f697"),
+        (" \n", ""),
+    ],
+)
+def test_words_of_own_pairs(caption, words):
+    assert data.tokenize_pairs(caption) == words.split()
+    assert data.tokenize_pairs(words) == data.tokenize_pairs(caption)  # words stay words
 
 
 # ---- CLEVR-Change --------------------------------------------------------------------------------
@@ -321,13 +357,38 @@ def test_the_pairs_of_a_file_are_captioned(captioner, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == lines
     assert data.read_predictions(tmp_path / "out.json") == expected
     for text, named in (
-        ("before\na.png", "line 2"),
+        ("before\na.png", "before.*commas"),
+        ("before;after\na.png;b.png", "before;after.*commas"),
         ("before,after,id\n", "rows"),
         ("before,after,id\na,b,1\nc,d,1", "line 3"),
+        ("before,after\n,b\n", "line 2"),
+        ("before,after,captions\na,b,c, d\n", "line 2"),
     ):
         table.write_text(text)
         with pytest.raises(InputError, match=rf"pairs.csv.*{named}"):
             data.caption_files(make(), [str(table)], None)
+
+
+def test_a_table_for_training_is_captioned_too(captioner, tmp_path, capsys):
+    *_, make = captioner
+    table = tmp_path / "pairs.csv"
+    table.write_text("Before, After,kind,captions\n./dark.png,bright.png,,\n,,,\n")
+    data.caption_files(make(), [str(table)], None)
+    assert capsys.readouterr().out == "dark.png bright.png: brighter\n"
+
+
+@pytest.mark.parametrize(
+    "last", ["bright.png,none.png", "cut.png,bright.png", "pairs.csv,dark.png"]
+)
+def test_every_file_is_looked_at_before_the_first_is_captioned(captioner, tmp_path, capsys, last):
+    _, bright, make = captioner
+    (tmp_path / "cut.png").write_bytes(bright.read_bytes()[:-30])
+    table = tmp_path / "pairs.csv"
+    table.write_text(f"before,after\ndark.png,bright.png\n{last}\n")
+    named = re.escape(last.replace("bright.png", "").replace("dark.png", "").strip(","))
+    with pytest.raises(InputError, match=named):
+        data.caption_files(make(), [str(table)], str(tmp_path / "out.json"))
+    assert capsys.readouterr().out == ""
 
 
 def test_a_method_may_look_at_the_pictures_itself(captioner):

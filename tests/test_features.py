@@ -354,8 +354,8 @@ def test_pictures_beside_the_file_of_pairs(tmp_path, monkeypatch):
 
 def write_own_pairs(root):
     """One pair in each split, beside its pictures."""
-    rows = [f"{split}.png,b.png,it opened,{split}" for split in data.SPLITS]
-    (root / "pairs.csv").write_text("\n".join(["before,after,captions,split", *rows]))
+    rows = [f"{split}.png,b.png,{split},it opened" for split in data.SPLITS]
+    (root / "pairs.csv").write_text("\n".join(["before,after,split,captions", *rows]))
     for name in (*data.SPLITS, "b"):
         write_picture(root / f"{name}.png")
 

@@ -387,11 +387,11 @@ def test_the_docstrings_lines_turn_a_pickle_into_features(name, writer, tmp_path
 # ---- your own pairs ------------------------------------------------------------------------------
 
 
-OWN_PAIRS = """before,after,captions,split
-a.png,b.png,The gate opened.| it is open,train
-a.png,b.png,open now,train
-c.png,sub/d.jpg,"red, then blue",val
-b.png,d.jpg,same,test
+OWN_PAIRS = """before,after,split,captions
+a.png,b.png,train,The gate opened.| it is open
+a.png,b.png,train,open now
+c.png,sub/d.jpg,val,"red, then blue"
+b.png,d.jpg,test,same
 """
 
 
@@ -402,70 +402,172 @@ def test_your_own_pairs(tmp_path):
     assert pairs(release, "train") == [data.Pair("a.png b.png", "a.png", "b.png", texts)]
     assert captions(release, "val") == ["red, then blue"]
     assert release.paths["sub/d.jpg"] == tmp_path / "sub/d.jpg"
+    assert release.notes == []
     (tmp_path / "pairs.csv").write_text(OWN_PAIRS, encoding="utf-8-sig")  # as spreadsheets do
     assert data.read_pairs(tmp_path) == release
-    write(tmp_path / "pairs.csv", "before,after,captions,id\na.png,b.png,c,gate\na.png,b.png,d,\n")
+    write(tmp_path / "pairs.csv", "before,after,id,captions\na.png,b.png,gate,c\na.png,b.png,,d\n")
     names = {pair.id for split in data.SPLITS for pair in pairs(data.read_pairs(tmp_path), split)}
     assert names == {"gate", "a.png b.png"}
 
 
-HEAD = "before,after,captions,split\n"
-KINDS = "before,after,captions,kind\n"
+@pytest.mark.parametrize(
+    "text",
+    [
+        "BEFORE, After ,Split,Captions\n" + OWN_PAIRS.partition("\n")[2],
+        OWN_PAIRS.replace("\n", "\n,,,\n") + "\n , ,,\n",
+        OWN_PAIRS.replace(",", ", ").replace("red,  then", "red, then"),
+        OWN_PAIRS.replace("a.png,b.png", "./a.png,sub/../b.png"),
+        OWN_PAIRS.replace("train", "Train "),
+        OWN_PAIRS.replace("\n", "\r\n"),
+    ],
+)
+def test_the_same_pairs_written_in_another_way(text, tmp_path):
+    write(tmp_path / "pairs.csv", OWN_PAIRS)
+    expected = data.read_pairs(tmp_path)
+    (tmp_path / "pairs.csv").write_bytes(text.encode())
+    assert data.read_pairs(tmp_path) == expected
+
+
+HEAD = "before,after,split,captions\n"
+KINDS = "before,after,kind,captions\n"
 
 
 @pytest.mark.parametrize(
     "text, place",
     [
-        ("before,after,split\na,b,train\n", "line 2.*captions"),
-        (HEAD + 'a,b,"c\nd",train\na,b,,train\n', "line 4"),
-        (HEAD + "a,,c,train\n", "line 2"),
-        (HEAD + "a,b,c,train\n\na,b,c\n", "line 4.*split"),
-        (HEAD + "a,b,c,dev\n", "line 2.*'dev'"),
-        (HEAD + "a,b,red left, the van stayed,train\n", "line 2.*put quotes"),
-        (HEAD + "a,b,c,train\na,b,c,test\n", "line 3.*a b"),
-        (KINDS + "a,b,red left, the van stayed\n", "line 2.*put quotes"),
-        (KINDS + "a,b,c,gone\na,b,d,moved\n", "line 3.*'gone'.*'moved'"),
-        ("before,after,captions,id\na,b,c,5\na,x,c,5\n", "line 3.* 5 .*a, b"),
+        (HEAD + 'a,b,train,"c\nd"\n', "line 2.*line break"),
+        (HEAD + 'a,b,train,c\na,b,train,"d\na,b,train,e\na,"b",train,f\n', "line 3"),
+        (HEAD + 'a,b,train,c\n\na,b,train,"d\na,b,train,e\n', "line 4"),
+        (HEAD + 'a,b,train,"gate" opened\n', "line 2.*quotes"),
+        (HEAD + "a,b,train,c\na,b,train,\n", "line 3.*caption"),
+        (HEAD + "a,,train,c\n", "line 2"),
+        (HEAD + "a,b,train,c\n\na,b,train\n", "line 4"),
+        (HEAD + "a,b,dev,c\n", "line 2.*'dev'"),
+        (HEAD + "a,b,,c\n", "line 2.*''"),
+        (HEAD + "a,b,train,red left, the van stayed\n", "line 2.*quotes"),
+        (HEAD + "a,b,train,red left,\n", "line 2.*quotes"),
+        (HEAD + "a,b,train,c\n./a,b,test,c\n", "line 3.*a b"),
+        (KINDS + "a,b,gone,c\na,b,moved,d\n", "line 3.*'gone'.*'moved'"),
+        ("before,after,id,captions\na,b,5,c\na,x,5,c\n", "line 3.* 5 .*a, b"),
     ],
 )
 def test_a_wrong_line_of_your_own_pairs_is_named(text, place, tmp_path):
     write(tmp_path / "pairs.csv", text)
-    with pytest.raises(InputError, match=rf"pairs.csv.*{place}"):
+    with pytest.raises(InputError, match=rf"pairs.csv, {place}"):
+        data.read_pairs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("before,after,split\na,b,train\n", "before, after, split"),
+        ("before,after,captions,kind\na,b,c,gone\n", "before, after, captions, kind"),
+        ("before,after,after,captions\na,b,b,c\n", "before, after, after, captions"),
+        ("before;after;captions\na;b;red left, the van stayed\n", "before;after;captions"),
+        ("before\tafter\tcaptions\na\tb\tc\n", r"before\\tafter\\tcaptions"),
+        ('{"before": "a", "after": "b", "captions": ["c"]}\n', '"before": "a", "after"'),
+        ("a,b,c\n", "a, b, c"),
+        ("", "''"),
+    ],
+)
+def test_other_columns_are_shown(text, found, tmp_path):
+    write(tmp_path / "pairs.csv", text)
+    with pytest.raises(InputError, match=f"pairs.csv.*{found}.*commas|pairs.csv.*commas.*{found}"):
         data.read_pairs(tmp_path)
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
 def test_your_own_pairs_are_utf_8(encoding, tmp_path):
-    (tmp_path / "pairs.csv").write_text(f"{HEAD}a,b,caf\xe9,train\n", encoding=encoding)
+    (tmp_path / "pairs.csv").write_text(f"{HEAD}a,b,train,caf\xe9\n", encoding=encoding)
     with pytest.raises(InputError, match=r"pairs.csv.*UTF-8"):
         data.read_pairs(tmp_path)
 
 
-def test_a_kind_that_may_be_the_rest_of_a_caption_gets_a_note(tmp_path):
-    """Nobody can tell, but a kind of one pair is odd."""
-    write(tmp_path / "pairs.csv", KINDS + "a,b,the red car left,the van stayed\nc,d,e,no change\n")
+def test_notes_on_your_own_pairs(tmp_path):
+    long = "the gate moved and then " * 20
+    rows = [f"a,b,train,,{long}\n", "c,d,train,,the gate moved\n"]
+    write(tmp_path / "pairs.csv", "before,after,split,Set,captions\n" + "".join(rows))
+    unused, cut = data.read_pairs(tmp_path).notes
+    assert "'set'" in unused and "1 of 2" in cut
+    vocab = data.vocab_of("pairs", data.read_pairs(tmp_path))
+    assert len(vocab.encode(long, 200)) == 200 and vocab.encode(long, 62)[-1] == data.END
+    # A script without blanks: most captions are one word.
+    rows = ["a,b,train,门开了\n", "c,d,train,红色汽车开走了。\n", "c,d,train,it is open\n"]
+    write(tmp_path / "pairs.csv", HEAD + "".join(rows))
     (note,) = data.read_pairs(tmp_path).notes
-    assert "a b" in note and "'the van stayed'" in note
+    assert "2 of 3" in note and "blanks" in note
+
+
+def test_kinds_without_regard_to_case_blanks_and_underscores(tmp_path):
+    spellings = ("no change", "No change", "no_change", " NO  CHANGE ", "no-change", "Colour", "")
+    rows = [f"{n}.png,b.png,{kind},c\n" for n, kind in enumerate(spellings)]
+    write(tmp_path / "pairs.csv", KINDS + "".join(rows))
+    kinds = data.read_pairs(tmp_path).kinds
+    assert kinds == {
+        "no change": {f"{n}.png b.png" for n in range(5)},
+        "colour": {"5.png b.png"},
+    }
+
+
+def split_of_pairs(rows, root):
+    """The split of each pair of a table without the column `split`, by its pictures."""
+    write(root / "pairs.csv", "before,after,captions\n" + "".join(f"{row},c\n" for row in rows))
+    release = data.read_pairs(root)
+    found = {}
+    for split in data.SPLITS:
+        for pair in pairs(release, split):
+            found[pair.before, pair.after] = split
+    return found
+
+
+def test_pairs_with_the_same_first_picture_fall_into_one_split(tmp_path):
+    """Reversed pairs, and a fixed camera's first picture with later ones."""
+    rows = []
+    for n in range(300):
+        rows += [f"{n}.png,{n}x.png", f"{n}x.png,{n}.png", f"{n}.png,{n}y.png"]
+    found = split_of_pairs(rows, tmp_path)
+    assert len(found) == 900 and set(found.values()) == set(data.SPLITS)
+    for n in range(300):
+        split = found[f"{n}.png", f"{n}x.png"]
+        assert split == found[f"{n}x.png", f"{n}.png"] == found[f"{n}.png", f"{n}y.png"]
+    assert not data.read_release("pairs", tmp_path).notes
 
 
 def test_your_own_pairs_without_a_split_and_with_kinds(tmp_path):
     lines = []
     for n in range(500):
         kind = "added" if n % 3 == 1 else ""
-        lines.append(f"{n}.png,b.png,text {n},{kind}\n")
-    lines[3] = "3.png,b.png,text 3,no change\n3.png,b.png,once more,no change\n"
+        lines.append(f"{n}.png,b.png,{kind},text {n}\n")
+    lines[3] = "3.png,b.png,no change,text 3\n3.png,b.png,no change,once more\n"
     write(tmp_path / "pairs.csv", KINDS + "".join(lines))
     release = data.read_pairs(tmp_path)
-    assert sizes(release) == {"train": 390, "val": 48, "test": 62}  # a function of the names alone
+    assert sizes(release) == {"train": 399, "val": 48, "test": 53}  # a function of the names alone
     first = [pair.before for pair in pairs(release, "val")[:3]]
-    assert first == ["0.png", "14.png", "32.png"]
+    assert first == ["5.png", "31.png", "44.png"]
     assert len(release.kinds["added"]) == 167 and release.groups == release.kinds
     assert release.kinds["no change"] == {"3.png b.png"}
     assert "once more" in captions(release, *data.SPLITS)
 
 
+def test_pictures_shared_between_splits_are_counted(tmp_path):
+    rows = [
+        "a.png,b.png,train,c",
+        "b.png,x.png,val,c",  # one picture
+        "y.png,z.png,val,c",
+        "./b.png,a.png,test,c",  # both, the other way round
+        "sub/../x.png,w.png,test,c",  # with val
+        "u.png,v.png,test,c",
+    ]
+    write(tmp_path / "pairs.csv", HEAD + "\n".join(rows))
+    release = data.read_release("pairs", tmp_path)
+    assert release.leaked("val") == {"b.png x.png"}
+    assert release.leaked("test") == {"b.png a.png", "x.png w.png"}
+    val, test = release.notes
+    assert "1 of 2 val" in val and "2 of 3 test" in test
+
+
 def test_your_own_pairs_may_lack_validation_and_test_but_not_training(tmp_path, tiny, capsys):
-    write(tmp_path / "pairs.csv", f"{HEAD}a.png,b.png,opened,train\n")
+    write(tmp_path / "pairs.csv", f"{HEAD}a.png,b.png,train,opened\n")
     write_features("pairs", tmp_path)
     dataset = data.load("pairs", tmp_path)
     assert capsys.readouterr().out.count("has no val pairs") == 1
@@ -479,7 +581,7 @@ def test_your_own_pairs_may_lack_validation_and_test_but_not_training(tmp_path, 
     scorer_cbr.main([*tiny, "--dataset", "pairs", *folders])
     written = {path.name for path in (tmp_path / "run").iterdir()}
     assert written == {"config.json", "log.jsonl", "last.pt", "best.pt", "curves.png"}
-    write(tmp_path / "pairs.csv", f"{HEAD}a.png,b.png,opened,test\n")
+    write(tmp_path / "pairs.csv", f"{HEAD}a.png,b.png,test,opened\n")
     for read in (data.load, data.prepare):
         with pytest.raises(InputError, match=f"{tmp_path}.*train"):
             read("pairs", tmp_path, "cpu")

@@ -5,6 +5,7 @@ import math
 import threading
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -233,22 +234,38 @@ def test_spice_runs_if_its_models_are_there_and_never_downloads(monkeypatch):
 def test_outer_quarters_of_difficulty_hold_a_quarter_rounded_down():
     pairs = [data.Pair(str(i), "a", "b", []) for i in range(3985)]
     overlap = {str(i): 1 - i / 4000 for i in range(3985)}
-    release = SimpleNamespace(overlap=overlap, groups={})
-    dataset = SimpleNamespace(release=release, pairs=lambda split: pairs, scenes=["test"])
+    release = data.Release(overlap=overlap, scenes={"test": []})
+    dataset = SimpleNamespace(release=release, pairs=lambda split: pairs)
     assert data.groups_of(dataset, "test") == {
         "view: hardest quarter": {str(i) for i in range(3985 - 996, 3985)},
         "view: easiest quarter": {str(i) for i in range(996)},
     }
 
 
-def test_pairs_of_another_split_are_also_left_out():
+def test_pairs_with_a_picture_of_another_split_are_also_left_out():
     pairs = {
         "train": [data.Pair("1", "a", "b", [])],
-        "test": [data.Pair("2", "a", "b", []), data.Pair("3", "b", "a", [])],
+        "val": [data.Pair("2", "c", "d", [])],
+        "test": [
+            data.Pair("3", "b", "a", []),
+            data.Pair("4", "a", "x", []),
+            data.Pair("5", "y", "d", []),
+            data.Pair("6", "y", "x", []),
+        ],
     }
-    release = SimpleNamespace(overlap={}, groups={})
-    dataset = SimpleNamespace(release=release, pairs=pairs.get, scenes=pairs)
-    assert data.groups_of(dataset, "test") == {"without leaked pairs": {"3"}}
+    release = data.release_from_pairs(pairs, Path())
+    dataset = SimpleNamespace(release=release, pairs=pairs.get)
+    assert data.groups_of(dataset, "test") == {"without leaked pairs": {"6"}}
+    assert data.groups_of(dataset, "train") == {"without leaked pairs": set()}
+    pairs["test"] = pairs["test"][3:]
+    release = data.release_from_pairs(pairs, Path())
+    dataset = SimpleNamespace(release=release, pairs=pairs.get)
+    assert data.groups_of(dataset, "test") == {}
+
+
+def test_single_images_share_no_absent_picture():
+    pairs = {split: [data.Pair(split, split, None, [])] for split in data.SPLITS}
+    assert not data.release_from_pairs(pairs, Path()).leaked("test")
 
 
 @pytest.fixture
@@ -354,6 +371,41 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
     assert result["different captions"] == len({*captions.values()}) > 1
     assert result["accuracy"] == {"change recognised": 100, "no change recognised": 0}
     assert data.read_predictions(tmp_path / "captions_test.json") == captions
+    assert result["without prediction"] == 0 and "0 of 10 pairs" in table
+
+
+def test_a_split_with_missing_predictions(dataset, tmp_path, capsys, drawings):
+    captions = first_references(dataset)
+    del captions[min(captions)]
+    maps = {i: {"attention": torch.eye(2) / 2} for i in captions}
+    dataset.results("test", captions, maps, tmp_path)
+    assert "1 of 10 pairs" in capsys.readouterr().out
+    assert json.loads((tmp_path / "scores_test.json").read_text())["without prediction"] == 1
+    assert (tmp_path / "samples.png").stat().st_size
+
+
+OWN_CAPTIONS = [
+    "The red-brick wall isn't there.",
+    'A 3.5 m gate (the "left-hand" one) was moved, 50% of it!',
+    "two t-shirts aren't on the drivers' line",
+    "ein Tu\u0308r ist geo\u0308ffnet...",
+    "\u0932\u093e\u0932 \u0917\u093e\u0921\u093c\u0940 \u091a\u0932\u0940 \u0917\u0908\u0964",
+    "the \U0001f469\u200d\U0001f692 has left \U0001f44b\U0001f3fd\U0001f44b\U0001f3fd",
+]
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_model_of_own_pairs_without_a_mistake_scores_100(quick):
+    vocab = data.Vocab.from_captions(OWN_CAPTIONS, tokenizer=data.tokenize_pairs)
+    dataset = SimpleNamespace(name="pairs", vocab=vocab)
+    references = {str(n): [caption] for n, caption in enumerate(OWN_CAPTIONS)}
+    said = {}
+    for i, (caption,) in references.items():
+        (said[i],) = vocab.decode(torch.tensor([vocab.encode(caption, 40)]))
+    scores = data.protocol_scores(dataset, said, references, quick=quick)["total"]
+    for metric in ("BLEU-1", "BLEU-4", "ROUGE-L"):
+        assert scores[metric] == 100
+    assert scores["CIDEr"] == pytest.approx(1000, abs=0.1)
 
 
 def test_what_a_tick_means(dataset):
@@ -487,6 +539,8 @@ def test_files(tmp_path):
         '[{"image_id": 1}]',
         '[{"image_id": 1, "caption": 5}]',
         '[{"image_id": 1, "caption": "a"}, {"image_id": 1, "caption": "b"}]',
+        r'[{"image_id": 1, "caption": "half an emoji \ud83d"}]',
+        r'{"annotations": [{"image_id": "\udc00", "caption": "a"}]}',
     ],
 )
 def test_a_broken_file_is_named(tmp_path, text):
