@@ -695,9 +695,16 @@ class Entities:
                 f"the checkpoint was trained with {len(trained)} candidate entities, not with "
                 f"these {len(self.phrases)}; give its --data_dir"
             )
-        table = state["model"]["table"].cpu()
-        if table.shape != self.table.shape or not table.allclose(self.table, atol=1e-3):
-            raise InputError("the checkpoint's entities were embedded by another CLIP than these")
+        check_table(self.table, state["model"]["table"])
+
+
+def check_table(table: Tensor, trained: Tensor) -> None:
+    """InputError if a CLIP's embeddings of candidates (M, d) are not those of a checkpoint."""
+    trained = trained.cpu()
+    if table.shape != trained.shape or not table.allclose(trained, atol=1e-3):
+        raise InputError(
+            "the checkpoint's entities were embedded by another CLIP than this one; give its --clip"
+        )
 
 
 class Pictures:
@@ -739,17 +746,20 @@ def entities_of(dataset, cfg: Config) -> Entities | None:
 
 def entities_of_files(model: CHEERS, state: dict, files: list) -> Tensor | None:
     """Section 3.1.2 for pictures in the order before, after, before, after, ... -> rows of the
-    table (pairs, K), or None if K is 0. Also prints the names of the entities."""
+    table (pairs, K), or None if K is 0. Also prints the names of the entities. InputError if the
+    checkpoint was trained with another CLIP."""
     import data
 
     cfg = model.cfg
     if not cfg.k:
         return None
-    clip, _, preprocess = data.load_clip(cfg.clip, cfg.device)
+    candidates = state["entities"]["phrases"]
+    clip, tokenizer, preprocess = data.load_clip(cfg.clip, cfg.device)
+    check_table(embed_texts(clip, tokenizer, candidates[:1]), model.table[:1])
     x = embed_images(clip, preprocess, Pictures(files), range(len(files))).to(cfg.device)
     rows = retrieve(x[::2], x[1::2], model.table, cfg.k, cfg.retrieval == "signed")
     for row in rows.tolist():
-        phrases = [state["entities"]["phrases"][m] for m in row]
+        phrases = [candidates[m] for m in row]
         print("entities: " + ", ".join(phrases))
     return rows
 
@@ -864,12 +874,18 @@ def model_of(checkpoint: str | Path):
     return functools.partial(CHEERS, table=table)
 
 
-def load(checkpoint: str | Path, device: str = ""):
+def load(checkpoint: str | Path, device: str = "", clip: str = ""):
     """A trained model for any two pictures, files or PIL images:
-    caption, maps = load("best.pt")(before, after)."""
+    caption, maps = load("best.pt")(before, after). clip: where its CLIP is now, if not where it was
+    in training."""
     import data
 
-    return data.load_captioner(model_of(checkpoint), Config, checkpoint, device, entities_of_files)
+    captioner = data.load_captioner(
+        model_of(checkpoint), Config, checkpoint, device, entities_of_files
+    )
+    if clip:
+        captioner.model.cfg.clip = clip
+    return captioner
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -878,17 +894,17 @@ def main(argv: list[str] | None = None) -> None:
 
     cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv)
     if args.caption:
-        data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
+        data.caption_files(load(args.checkpoint, cfg.device, cfg.clip), args.caption, args.out)
         return
-    dataset = data.open_dataset(cfg)
-    entities = entities_of(dataset, cfg)
+    dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
         model, state = load_model(model_of(args.eval), cfg, args.eval)
-        dataset.check_state(state)
-        if entities:
-            entities.check_state(state)
-    else:
+        dataset.check_state(state)  # before CLIP embeds every picture
+    entities = entities_of(dataset, cfg)
+    if args.eval is None:
         model = train(cfg, dataset, entities, args.resume)
+    elif entities:
+        entities.check_state(state)
     evaluate(model, dataset, entities, args.split, cfg, Path(cfg.out_dir), args.suffix)
 
 

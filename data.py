@@ -1716,10 +1716,11 @@ def load(
     return dataset
 
 
-def open_dataset(cfg: RunConfig) -> Dataset:
-    """The data set that a run's config names. mini is made first, if it is missing. cfg.batch_size
-    is lowered to the number of training scenes, if it is larger. Errors: see `load`."""
-    if cfg.dataset == "mini":
+def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
+    """The data set that a run's config names. With `make`, mini is made first, if it is missing
+    (not to evaluate a checkpoint, which was trained on one that is there). cfg.batch_size is
+    lowered to the number of training scenes, if it is larger. Errors: see `load`."""
+    if cfg.dataset == "mini" and make:
         prepare("mini", Path(cfg.data_dir), cfg.device, cfg.extractor, cfg.scenes)
     dataset = load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
     count = len(dataset.scenes["train"])

@@ -960,7 +960,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
         return
-    dataset = open_dataset(cfg)
+    dataset = open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
         model, state = load_model(IDC, cfg, args.eval)
         dataset.check_state(state)
@@ -1259,12 +1259,13 @@ def other_animal(match: re.Match) -> str:
 # ---- cross-task data -----------------------------------------------------------------------------
 
 
-def open_dataset(cfg: Config):
-    """The data set of a run; with --cub, its vocabulary covers both data sets."""
+def open_dataset(cfg: Config, make: bool = True):
+    """The data set of a run, see data.open_dataset; with --cub, its vocabulary covers both data
+    sets."""
     import data
 
     check_config(cfg)
-    dataset = data.open_dataset(cfg)
+    dataset = data.open_dataset(cfg, make)
     if cfg.cub:
         path = Path(cfg.cub) / "vocab.json"
         with file_errors(path, f"run: python data.py cub --data_dir {cfg.cub}"):

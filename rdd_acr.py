@@ -844,7 +844,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
         return
-    dataset = data.open_dataset(cfg)
+    dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
         model, state = load_model(RDD, cfg, args.eval)
         dataset.check_state(state)

@@ -698,7 +698,7 @@ def test_the_captions_are_read_before_clip_is_fetched(corpus, monkeypatch):
         cheers.entities_of(corpus[0], Config(device="cpu"))
 
 
-def test_resume_and_caption_with_entities(tmp_path, capsys):
+def test_resume_and_caption_with_entities(tmp_path, capsys, monkeypatch):
     """As in test_methods.py, but with entities."""
     mini = tmp_path / "mini"
     whole = tmp_path / "whole"
@@ -732,3 +732,33 @@ def test_resume_and_caption_with_entities(tmp_path, capsys):
     printed, caption = capsys.readouterr().out.splitlines()
     assert [[printed]] == entities.notes(entities([(pair.before, pair.after)]))
     assert set(caption.split()) <= set(dataset.vocab.words)
+
+    # The checkpoint's CLIP may be a file that has moved; another CLIP is refused.
+    asked = []
+
+    def load_clip(name, device, original=data.load_clip):
+        asked.append(name)
+        clip, *rest = original("mini", device)
+        if name == "other":
+            clip.text_projection.data.neg_()
+        return clip, *rest
+
+    monkeypatch.setattr(data, "load_clip", load_clip)
+    assert cheers.load(checkpoint, "cpu", clip="moved")(*files)[0] == caption
+    call = ["--caption", *files, "--checkpoint", str(checkpoint), "--device", "cpu"]
+    cheers.main([*call, "--clip", "moved"])
+    cheers.main(call)
+    assert asked == ["moved", "moved", "mini"]
+    with pytest.raises(ValueError, match="--clip"):
+        cheers.main([*call, "--clip", "other"])
+
+
+def test_eval_looks_at_the_data_before_clip_embeds_anything(tmp_path, monkeypatch):
+    flags = ["--scenes", "60", "--dim", "16", "--steps", "1", "--device", "cpu"]
+    run = tmp_path / "run"
+    cheers.main([*flags, "--data_dir", str(tmp_path / "mini"), "--out_dir", str(run)])
+    state = torch.load(run / "best.pt", weights_only=True)
+    torch.save(state | {"vocab": [*state["vocab"][:-1], "zebra"]}, run / "best.pt")
+    monkeypatch.setattr(cheers, "entities_of", lambda *_: pytest.fail("entities were asked for"))
+    with pytest.raises(ValueError, match="--data_dir"):
+        cheers.main(["--eval", str(run / "best.pt"), "--device", "cpu"])

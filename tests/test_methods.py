@@ -579,6 +579,40 @@ def test_a_checkpoint_of_other_features_is_refused(method, prepared, tiny, tmp_p
         run(method, "--eval", tmp_path / "run" / "best.pt", "--device", "cpu")
 
 
+@pytest.mark.parametrize("method", [scorer_cbr])
+def test_eval_of_pairs_that_were_trained_on_gets_a_note(method, tmp_path, tiny, capsys):
+    """pairs.csv edited after training: two training pairs are test pairs now."""
+    splits = ["train"] * 6 + ["val", "test"]
+    rows = [f"{n}a.png,{n}b.png,{split},it opened" for n, split in enumerate(splits)]
+    table = tmp_path / "pairs.csv"
+    table.write_text("\n".join(["before,after,split,captions", *rows]))
+    write_features("pairs", tmp_path)
+    folders = ["--data_dir", tmp_path, "--out_dir", tmp_path / "run"]
+    run(method, *tiny, "--dataset", "pairs", *folders, "--steps", 1)
+    command = ["--eval", tmp_path / "run" / "best.pt", "--device", "cpu"]
+    capsys.readouterr()
+    run(method, *command)
+    assert "was trained on" not in capsys.readouterr().out
+    text = table.read_text()
+    for n in (0, 3):
+        text = text.replace(f"{n}b.png,train", f"{n}b.png,test")
+    table.write_text(text)
+    run(method, *command)
+    assert "trained on 2 of the 3 test pairs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", [scorer_cbr])
+def test_eval_draws_no_mini(method, tmp_path, tiny, prepared):
+    run(method, *tiny, "--data_dir", prepared, "--out_dir", tmp_path / "run")
+    file = tmp_path / "run" / "best.pt"
+    state = load_tensors(file)
+    torch.save(state | {"config": state["config"] | {"dataset": "mini"}}, file)
+    command = ["--eval", file, "--data_dir", tmp_path / "mini", "--device", "cpu"]
+    with pytest.raises(FileNotFoundError, match="data.py mini"):
+        run(method, *command)
+    assert not (tmp_path / "mini").exists()
+
+
 # ---- the embedded data set, pictures -------------------------------------------------------------
 
 
