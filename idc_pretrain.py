@@ -27,6 +27,7 @@ Licence: MIT. Written from the paper; no code of the authors' repository is in i
 
 import json
 import math
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -990,7 +991,9 @@ MEANING = {
 
 class Negatives:
     """Section "FDA": six rewritten captions of every training pair, kept in train_neg_tfidf6.json
-    in the released layout, one JSON object a line, so that the authors' file can be read, too."""
+    in the released layout, one JSON object a line, so that the authors' file can be read, too.
+    InputError if a pair has no row there that was made of its present captions: a negative might be
+    true of it."""
 
     def __init__(self, dataset):
         import data
@@ -1005,19 +1008,25 @@ class Negatives:
                 row["neg_samples"] = made[p.id]
                 lines.append(json.dumps(row) + "\n")
             write_text(path, "".join(lines))
-        by_images = {}
+        made_of = {}  # images and captions -> negatives
         self.texts = {}  # by pair id
         remedy = "every training pair needs its neg_samples; remove the file to make it again"
         with file_errors(path, remedy):
             for line in path.read_text(encoding="utf-8").splitlines():
-                row = json.loads(line)
+                row = data.parse_json(line)
                 before = row.get("img1") or row["img"]
                 texts = data.check_strings(row["neg_samples"])
                 if len(texts) != 6:
                     raise InputError(f"expected six neg_samples, found {len(texts)}")
-                by_images[stems(before, row.get("img2"))] = texts
+                made_of[origin(before, row.get("img2") or "", row["sentences"])] = texts
             for p in pairs:
-                self.texts[p.id] = by_images[stems(p.before, p.after)]
+                own = origin(p.before, p.after or "", p.captions)
+                before, _ = os.path.splitext(p.before)  # the authors' names have no suffix
+                after, _ = os.path.splitext(p.after or "")
+                texts = made_of.get(own) or made_of.get(origin(before, after, p.captions))
+                if texts is None:
+                    raise InputError(f"none for {p.id} with its present captions")
+                self.texts[p.id] = texts
         self.max_len = dataset.max_len  # longer rewrites are cut
         words = dataset.vocab.words
         self.vocab = data.Vocab(words, dataset.vocab.tokenizer, self.max_len - 2)
@@ -1031,9 +1040,11 @@ class Negatives:
         return torch.tensor(ids)
 
 
-def stems(before: str, after: str | None) -> tuple[str, str]:
-    """Names of images without suffixes, as the authors' names are."""
-    return Path(before).stem, Path(after or "").stem
+def origin(before: str, after: str, captions: list[str]) -> tuple:
+    """What negatives were made of, as a key: names of images, and the words of their captions,
+    whose signs and case the authors may have changed."""
+    words = {" ".join(re.findall(r"\w+", caption.lower())) for caption in captions}
+    return before, after, frozenset(words)
 
 
 def rewrite(dataset) -> dict[str, list[str]]:

@@ -780,12 +780,39 @@ def test_a_file_of_the_released_layout_is_read(dataset):
     assert {len(texts) for texts in Negatives(dataset).texts.values()} == {6}
     refused = "neg_tfidf6.json cannot be used"
     path.write_text("".join(rows[1:]))
-    with pytest.raises(ValueError, match=rf"{refused} .*CLEVR_default_000000.*remove the file"):
+    with pytest.raises(ValueError, match=rf"{refused} .*000000.*remove the file"):
+        Negatives(dataset)
+    # Written otherwise, the captions are the same; other captions are not.
+    path.write_text("".join(rows).replace("the scene, it seems", "The scene , it seems"))
+    Negatives(dataset)
+    path.write_text("".join(rows).replace("nothing changed", "a thing changed", 1))
+    with pytest.raises(ValueError, match=rf"{refused} .*000000.*remove the file"):
         Negatives(dataset)
     for wrong in ('{"img1": "a"}', '{"img1": "a", "neg_samples": ["x"]}'):
         path.write_text(wrong)
         with pytest.raises(ValueError, match=rf"{refused} .*neg_samples"):
             Negatives(dataset)
+
+
+def test_negatives_of_pictures_with_the_same_name_in_two_folders(tmp_path):
+    """And of pairs of the same two pictures: each pair has those of its own captions."""
+    pairs = []
+    for before, after, captions in (
+        ("monday/gate.jpg", "tuesday/gate.jpg", ["a gate opened"]),
+        ("may/gate.jpg", "june/gate.jpg", ["the red car left"]),
+        ("may/gate.jpg", "june/gate.png", ["a van came"]),
+        ("may/gate.jpg", "june/gate.png", ["a bus came"]),
+    ):
+        pairs.append(data.Pair(f"{len(pairs)}", before, after, captions))
+    rows = []
+    for p in pairs:
+        row = {"img1": p.before, "img2": p.after, "sentences": p.captions}
+        rows.append(json.dumps(row | {"neg_samples": [f"not {p.captions[0]}"] * 6}) + "\n")
+    (tmp_path / "train_neg_tfidf6.json").write_text("".join(rows))
+    vocab = data.Vocab.from_captions([f"not {p.captions[0]}" for p in pairs])
+    small = SimpleNamespace(root=tmp_path, pairs=lambda _: pairs, vocab=vocab, max_len=7)
+    texts = Negatives(small).texts
+    assert texts == {p.id: [f"not {p.captions[0]}"] * 6 for p in pairs}
 
 
 # ---- cross-task data -----------------------------------------------------------------------------
