@@ -721,7 +721,8 @@ class Pictures:
 
 def entities_of(dataset, cfg: Config) -> Entities | None:
     """The entities of a data set (data.Dataset); None if K is 0. CLIP's embeddings of its pictures
-    are kept in the data set's folder.
+    are kept in the data set's folder, and made again if its features are newer: then pictures may
+    have been replaced.
 
     [ours] Rules read the captions of templates (mini, CLEVR-Change, CLEVR-DC), on which spaCy often
     errs; the paper: "we utilize SpaCy [...] to extract the subjects" (section 3.1.1)."""
@@ -741,6 +742,8 @@ def entities_of(dataset, cfg: Config) -> Entities | None:
     clip, tokenizer, preprocess = data.load_clip(cfg.clip, cfg.device)
     pictures = Pictures(dataset.paths)
     file = dataset.root / "embeddings.pt"
+    if file.exists() and file.stat().st_mtime < dataset.features.path.stat().st_mtime:
+        file.unlink()
     return Entities(cfg, clip, tokenizer, preprocess, subjects, pictures, pairs, file)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -679,6 +680,30 @@ def test_entities_of_a_data_set(corpus, monkeypatch):
         # Other batches have other last digits: two alike may change places.
         found = entities.indices[pair]
         torch.testing.assert_close(score[found], score[best], atol=1e-5, rtol=0)
+
+
+def test_embeddings_older_than_features_are_made_again(corpus, monkeypatch):
+    """Pictures were replaced, and features.h5 was made again."""
+
+    def read_captions(read, name, captions):
+        return {caption: [caption.split()[1]] for caption in captions}
+
+    monkeypatch.setattr(data, "read_captions", read_captions)
+    dataset, *_ = corpus
+    cfg = Config(min_count=1, device="cpu")
+    cheers.entities_of(dataset, cfg)
+    file = dataset.root / "embeddings.pt"
+    first = torch.load(file)
+    last = first["names"][-1]
+    Image.new("RGB", (16, 12), "red").save(dataset.paths[last])
+    cheers.entities_of(dataset, cfg)
+    assert torch.equal(torch.load(file)["images"], first["images"])  # nobody looked
+    later = file.stat().st_mtime + 1
+    os.utime(dataset.features.path, (later, later))
+    cheers.entities_of(dataset, cfg)
+    images = torch.load(file)["images"]
+    assert not torch.equal(images[-1], first["images"][-1])
+    torch.testing.assert_close(images[:-1], first["images"][:-1])
 
 
 def test_without_entities_a_config_needs_no_clip(corpus, monkeypatch):
