@@ -571,8 +571,14 @@ def embed_images(clip, preprocess, pictures, names) -> Tensor:
         picture = pictures[name]
         if not isinstance(picture, Image.Image):
             with file_errors(picture, "give a readable image"), Image.open(picture) as opened:
-                # Upright, as data.py reads it.
-                picture = ImageOps.exif_transpose(opened).convert("RGB")
+                # As data.py reads it: 8 bits a channel, upright, on white.
+                if opened.mode[0] in "IF":
+                    raise InputError(f"{opened.mode} pixels, not 8 bits a channel")
+                picture = ImageOps.exif_transpose(opened)
+        if picture.has_transparency_data:
+            rgba = picture.convert("RGBA")
+            white = Image.new("RGBA", rgba.size, "white")
+            picture = Image.alpha_composite(white, rgba)
         return preprocess(picture.convert("RGB"))
 
     device = clip.positional_embedding.device

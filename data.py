@@ -324,6 +324,24 @@ def release_from_pairs(
 FETCH_AGAIN = "correct it, or fetch it again"
 
 
+def other_spelling(file: Path) -> str:
+    """What to say of a missing file if a file or folder is there whose name differs only in case or
+    in Unicode form (an accent may be a sign of its own); else ""."""
+    missing = file
+    while not missing.parent.exists():
+        missing = missing.parent
+    if missing.parent.is_dir():
+        for other in missing.parent.iterdir():
+            if other.name != missing.name and plain_name(other) == plain_name(missing):
+                return f"; {other} is there: upper or lower case or the form of an accent differs"
+    return ""
+
+
+def plain_name(path: Path) -> str:
+    """A file's name, without regard to case and Unicode form."""
+    return unicodedata.normalize("NFC", path.name.casefold())
+
+
 def read_json(path: Path):
     """The parsed JSON of a file, in any of JSON's encodings. InputError that names a broken one."""
     content = path.read_bytes()
@@ -497,7 +515,8 @@ def read_release(name: str, root: Path) -> Release:
         advice = f"--data_dir must be the folder of {name}'s files, see the README"
         if name == "mini":
             advice = f"run: {prepare_command(name, root)}"
-        raise FileNotFoundError(f"{e}; {advice}") from e
+        hint = other_spelling(Path(e.filename)) if e.filename else ""
+        raise FileNotFoundError(f"{e}{hint}; {advice}") from e
     except InputError as e:
         if name != "mini":
             raise
@@ -1017,13 +1036,16 @@ DATASETS["pairs"] = Settings(
 
 
 def read_image(path: str | Path | Image.Image) -> Image.Image:
-    """An image file (of an animation, the first frame) or a picture in memory -> RGB, upright.
+    """An image file (of an animation, the first frame) or a picture in memory -> RGB, upright. What
+    is transparent lies on white.
 
     The format is recognised by the file's contents, not by its name. A camera's note on which side
     is up (EXIF) is followed; published features of photographs were made without. InputError that
-    names the file if it is not an image."""
+    names the file if it is not an image, has not 8 bits a channel, or is a strip."""
     if isinstance(path, Image.Image):
         return upright_rgb(path)
+    if not Path(path).exists():
+        raise InputError(f"there is no {path}{other_spelling(Path(path))}")
     Image.MAX_IMAGE_PIXELS = 5 * 10**7  # Pillow refuses pictures of more than twice as many
     with file_errors(path, "give a readable image"), Image.open(path) as picture:
         return upright_rgb(picture)
@@ -1035,11 +1057,23 @@ def check_image(path: Path) -> None:
 
 
 def upright_rgb(picture: Image.Image) -> Image.Image:
-    """A picture of any mode -> RGB, turned as its EXIF says."""
+    """A picture of 8 bits a channel -> RGB on white, turned as its EXIF says. InputError for any
+    other picture, and for one of which a side is more than 100 times the other."""
+    # Modes of whole and of real numbers; of colours in 16 bits Pillow would keep the upper eight.
+    wide = re.search(r"\w+;16[BLN]", str(getattr(picture, "tile", "")))
+    if wide or picture.mode[0] in "IF":
+        pixels = wide[0] if wide else picture.mode
+        raise InputError(
+            f"{pixels} pixels, not 8 bits a channel; scale its values to 0 ... 255 and save "
+            "it as 8-bit PNG"
+        )
+    if max(picture.size) > 100 * min(picture.size):
+        raise InputError(f"{picture.width} x {picture.height} pixels; cut it into parts")
     upright = ImageOps.exif_transpose(picture)
-    if upright.mode.startswith("I"):  # 16-bit grey, which convert would turn white
-        high_bytes = (np.array(upright) >> 8).clip(0, 255).astype(np.uint8)
-        upright = Image.fromarray(high_bytes)
+    if upright.has_transparency_data:
+        rgba = upright.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, "white")
+        upright = Image.alpha_composite(white, rgba)
     return upright.convert("RGB")
 
 
@@ -1120,7 +1154,8 @@ class TimmGrid(nn.Module):
             raise InputError(
                 f"--extractor {name}: timm has no such model; timm.list_models() has the names"
             )
-        defaults = timm.get_pretrained_cfg(model)
+        with file_errors(f"--extractor {name}", "timm.list_pretrained() has the names with tags"):
+            defaults = timm.get_pretrained_cfg(model)
         options = {}
         if defaults.fixed_input_size:  # ViTs, whose own size may be 518
             options["img_size"] = 224
@@ -1472,7 +1507,8 @@ def require_files(files: list[Path]) -> None:
     absent = [file for file in files if not file.exists()]
     if absent:
         count = f"{len(absent)} of {len(files)} missing"
-        raise FileNotFoundError(f"there is no {absent[0]} ({count}); complete the release")
+        hint = other_spelling(absent[0])
+        raise FileNotFoundError(f"there is no {absent[0]} ({count}){hint}; complete the release")
 
 
 def read_npy(path: Path) -> np.ndarray:
@@ -2662,7 +2698,8 @@ def score_files(args) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """The command line: NAME prepares a data set, `score` scores a file of captions."""
-    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    summary = (__doc__ or "").partition("\n")[0]  # python -OO removes docstrings
+    parser = Parser(description=summary, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="NAME", required=True)
     first, *others = DATASETS
     p = commands.add_parser(

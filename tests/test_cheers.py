@@ -507,6 +507,19 @@ def test_files_and_pil_images_are_embedded_alike(tmp_path):
     torch.testing.assert_close(embed_images(clip, preprocess, files, names), expected)
 
 
+def test_alpha_lies_on_white_and_wide_pixels_are_refused(tmp_path):
+    """Of a copy without data.py."""
+    clip, _ = random_clip()
+    erased = Image.new("RGBA", (30, 20), (9, 9, 9, 0))
+    erased.save(tmp_path / "a.png")
+    pictures = {"file": tmp_path / "a.png", "picture": erased, "white": Image.new("L", (9, 9), 255)}
+    x = embed_images(clip, preprocess, pictures, ["file", "picture", "white"])
+    torch.testing.assert_close(x[:2], x[2:].expand(2, -1))
+    Image.new("I", (30, 20)).save(tmp_path / "b.tif")
+    with pytest.raises(common.InputError, match="b.tif"):
+        embed_images(clip, preprocess, [tmp_path / "b.tif"], [0])
+
+
 # ---- entities from lists -------------------------------------------------------------------------
 
 SUBJECTS = {
