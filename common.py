@@ -20,6 +20,7 @@ data.py, too. Licence: MIT.
 import argparse
 import contextlib
 import dataclasses
+import errno
 import inspect
 import io
 import json
@@ -1041,6 +1042,8 @@ def draw_curves(log: Path, picture: Path, metric: str) -> None:
 # ---- files ---------------------------------------------------------------------------------------
 
 TRAIN_FIRST = "train first, or name another checkpoint"
+# The system did not let a file be read, whose content may be all right: rights, locks, the disk.
+UNREADABLE = (errno.EACCES, errno.EPERM, errno.EAGAIN, errno.EIO)
 
 
 def progress(items=None, **options) -> tqdm:
@@ -1100,6 +1103,8 @@ def file_errors(path: str | Path, remedy: str) -> Iterator[None]:
         else:
             reason = f"{type(e).__name__} {e}"
         reason = " ".join(reason.split())[:120]
+        if isinstance(e, OSError) and e.errno in UNREADABLE:
+            remedy = "see who may read it, and whether another program has locked it"
         raise InputError(f"{path} cannot be used ({reason}); {remedy}") from e
 
 

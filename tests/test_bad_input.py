@@ -1,5 +1,6 @@
 """Whatever is wrong with the input, it is one line on stderr and exit code 2."""
 
+import errno
 import json
 import os
 import resource
@@ -220,6 +221,25 @@ def test_a_script_of_its_own(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+WITHOUT_DOCSTRINGS = """
+import contextlib
+
+import cheers, data, dirl_ccr, idc_pretrain, rdd_acr, scorer_cbr
+
+for module in (cheers, data, dirl_ccr, idc_pretrain, rdd_acr, scorer_cbr):
+    with contextlib.suppress(SystemExit):
+        module.main(["--help"])
+"""
+
+
+def test_a_command_line_without_docstrings():
+    call = [sys.executable, "-OO", "-c", WITHOUT_DOCSTRINGS]
+    folder = os.path.dirname(data.__file__)
+    done = subprocess.run(call, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("--help") == 6 and done.stdout.count("--decoder_layers") >= 5
+
+
 def test_unknown_words_of_the_command_line(refused, prepared, train):
     assert "'clevr'" in refused(data.main, "clevr", "--data_dir", prepared)
     assert "--chekc" in refused(data.main, "clevr_change", "--chekc")
@@ -363,6 +383,28 @@ def test_junk_in_tables_and_lists(name, tmp_path):
     assert refusals > 5 and not is_refused(name, tmp_path)
 
 
+def test_names_that_differ_in_case_or_accents(tmp_path, prepare):
+    """From a system that does not mind, or that writes an accent as a sign of its own."""
+    write_own(tmp_path)
+    table = (tmp_path / "pairs.csv").read_text()
+    (tmp_path / "pairs.csv").write_text(table.replace("b.png", "caf\u00e9.png"))
+    (tmp_path / "b.png").rename(tmp_path / "cafe\u0301.png")
+    assert "cafe\u0301.png is there" in prepare(tmp_path, "pairs")
+    (tmp_path / "cafe\u0301.png").rename(tmp_path / "CAF\u00c9.png")
+    assert "CAF\u00c9.png is there" in prepare(tmp_path, "pairs")
+    (tmp_path / "CAF\u00c9.png").unlink()
+    assert "is there" not in prepare(tmp_path, "pairs")
+    (tmp_path / "pairs.csv").rename(tmp_path / "Pairs.csv")
+    assert "Pairs.csv is there" in prepare(tmp_path, "pairs")
+    with pytest.raises(InputError, match="val.png is there"):
+        data.read_image(tmp_path / "Val.png")
+
+
+def test_a_folder_whose_name_differs_in_case(release, prepare):
+    (release / "sc_images").rename(release / "SC_Images")
+    assert "SC_Images is there" in prepare(release)
+
+
 def test_a_picture_is_missing(release, prepare):
     (release / "sc_images" / "CLEVR_semantic_000004.png").unlink()
     assert "CLEVR_semantic_000004.png" in prepare(release)
@@ -417,6 +459,38 @@ def test_features_that_are_none(prepared, train, prepare):
     assert "features.h5" in train(prepared)
     path.unlink()
     assert "features.h5" in train(prepared)
+
+
+LOCK = """
+import sys
+
+import h5py
+
+with h5py.File(sys.argv[1], "a"):
+    print("locked", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_features_that_another_program_has_locked(prepared, train):
+    """They took hours, and are all right: nothing may advise to remove them."""
+    call = [sys.executable, "-c", LOCK, str(prepared / "features.h5")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(call, **pipes, text=True) as process:
+        assert process.stdout.readline() == "locked\n"
+        line = train(prepared)
+        process.communicate("\n")
+    assert "features.h5" in line and "lock" in line and "remove" not in line
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_features_that_cannot_be_read(prepared, train, monkeypatch, number):
+    def refuse(path):
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(h5py, "File", refuse)
+    line = train(prepared)
+    assert "features.h5" in line and "remove" not in line
 
 
 def test_features_of_another_extractor(prepared, train, prepare):
