@@ -1,15 +1,15 @@
 """Data of change captioning: vocabulary, release layouts, grid features, batches, scores.
 
     python data.py mini                               make the built-in toy data set
-    python data.py clevr_change --data_dir D          extract features, build the vocabulary
+    python data.py clevr_change --data_dir D          extract features
     python data.py score --predictions P --references R
 
 A data set is a folder in its authors' release layout. `load` reads it into a Dataset, whose
 batches feed any method. Each data set has a reader and, right behind it, a row in the table
 DATASETS: mini (made by mini.py), clevr_change, clevr_dc, spot_the_diff, image_editing_request,
 levir_cc, birds_to_words, cub, nabirds, and pairs (your own).
-Preparation adds a feature file (features.h5, or features-<extractor>.h5 for another extractor)
-and a vocabulary (vocab.json) to the folder. Nothing is downloaded at import.
+Preparation adds a feature file to the folder (features.h5, or features-<extractor>.h5 for another
+extractor); the vocabulary is read from the captions each time. Nothing is downloaded at import.
 
 Sections:
     what a data set is    vocabulary; pairs and releases; the table of data sets; readers
@@ -182,8 +182,9 @@ class Vocab:
     ) -> "Vocab":
         """The vocabulary of the words that occur in the captions at least `min_count` times."""
         counts = Counter()
-        for caption in captions:
-            counts.update(tokenizer(caption))
+        for caption, times in Counter(captions).items():  # many captions occur often
+            for word in tokenizer(caption):
+                counts[word] += times
         for word in SPECIAL:
             counts.pop(word, None)
         words = sorted(word for word, count in counts.items() if count >= min_count)
@@ -1405,35 +1406,12 @@ def vocab_of(name: str, release: Release) -> Vocab:
     return Vocab.from_captions(captions, settings.min_count, settings.tokenizer, settings.max_words)
 
 
-def write_vocab(root: Path, vocab: Vocab) -> None:
-    """vocab.json: word -> id. A file of the same content stays, as the folder may be read-only."""
-    path = root / "vocab.json"
-    index = {word: i for i, word in enumerate(vocab.words)}
-    text = json.dumps(index, indent=0)
-    if not path.exists() or path.read_bytes() != text.encode():
-        write_text(path, text)
-
-
-def read_vocab(name: str, root: Path) -> Vocab:
-    """The vocabulary that preparation has written; FileNotFoundError or InputError says which
-    command makes it."""
-    path = root / "vocab.json"
-    command = prepare_command(name, root)
-    if not path.exists():
-        raise FileNotFoundError(f"no vocabulary at {path}; run: {command}")
-    settings = settings_of(name)
-    with file_errors(path, f"remove it and run: {command}"):
-        index = json.loads(path.read_bytes())
-        words = sorted(index, key=index.get)
-        return Vocab(words, settings.tokenizer, settings.max_words)
-
-
 def prepare(
     name: str, root: Path, device: str, extractor: str = "", scenes: int = RunConfig.scenes
 ) -> None:
-    """Write vocab.json and a feature file, which is kept if it is there already. Features are the
-    authors' .npy files, if these are there and the extractor is the data set's own, or else made
-    from the pictures.
+    """Write a feature file, which is kept if it is there already. Features are the authors' .npy
+    files, if these are there and the extractor is the data set's own, or else made from the
+    pictures.
 
     A file gets its name when it is complete. So this may be stopped, repeated, and run twice at
     once. A killed process leaves a partial file (features.h5.<its number>.partial): nothing reads
@@ -1454,7 +1432,6 @@ def prepare(
     else:
         make_features(name, root, release, device, extractor)
     open_features(name, root, extractor).require(release.paths)
-    write_vocab(root, vocab)
     print(f"{root}: {len(release.paths)} images, {len(vocab)} words")
 
 
@@ -1733,7 +1710,7 @@ def load(
     root = Path(root)
     release = read_release(name, root)
     features = open_features(name, root, extractor)
-    dataset = Dataset(name, root, release, read_vocab(name, root), features)
+    dataset = Dataset(name, root, release, vocab_of(name, release), features)
     size = features.data.nbytes
     place = "read from the file"
     if device.startswith("cuda"):

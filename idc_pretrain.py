@@ -1278,11 +1278,9 @@ def open_dataset(cfg: Config, make: bool = True):
     check_config(cfg)
     dataset = data.open_dataset(cfg, make)
     if cfg.cub:
-        path = Path(cfg.cub) / "vocab.json"
-        with file_errors(path, f"run: python data.py cub --data_dir {cfg.cub}"):
-            words = set(json.loads(path.read_text(encoding="utf-8")))
+        cub = data.vocab_of("cub", data.read_release("cub", Path(cfg.cub)))
         vocab = dataset.vocab
-        words = words.union(vocab.words) - set(data.SPECIAL)
+        words = set(cub.words).union(vocab.words) - set(data.SPECIAL)
         dataset.vocab = data.Vocab(data.SPECIAL + sorted(words), vocab.tokenizer, vocab.max_words)
     if not cfg.swap:
         scenes = dataset.scenes["train"]

@@ -57,14 +57,12 @@ def write_picture(path):
 
 
 def write_features(name, root):
-    """Random features on a 2 x 3 grid for a release, and its vocabulary: what preparation
-    leaves."""
+    """Random features on a 2 x 3 grid for a release: what preparation leaves."""
     settings = data.DATASETS[name]
     release = settings.read(root)
     names = sorted(release.paths)
     features = np.random.default_rng(1).random((len(names), *GRID)).astype(np.float32)
     data.write_features(root / "features.h5", names, [features], settings.extractor, "at random")
-    data.write_vocab(root, data.vocab_of(name, release))
 
 
 class MeanColor:
@@ -79,6 +77,14 @@ class MeanColor:
         for path in paths:
             mean = np.array(data.read_image(path)).mean()
             yield torch.full((1, *self.grid), mean).half()
+
+
+def add_word(root, word):
+    """Writes a training caption of a release anew, with a word more."""
+    path = root / "change_captions.json"
+    captions = json.loads(path.read_text())
+    captions["CLEVR_default_000001.png"][0] = f"a {word}"
+    path.write_text(json.dumps(captions))
 
 
 @pytest.fixture(autouse=True)
@@ -118,14 +124,13 @@ def release(tmp_path):
 
 @pytest.fixture
 def prepared(release):
-    """The same with vocabulary and features; a scene's features differ where its change is."""
+    """The same with features; a scene's features differ where its change is."""
     files = data.read_clevr_change(release)
     rng = np.random.default_rng(1)
     names = sorted(files.paths)
     features = rng.random((len(names), *GRID)).astype(np.float32)
     blocks = [features[:7], features[7:]]
     data.write_features(release / "features.h5", names, blocks, "resnet101-layer3", "at random")
-    data.write_vocab(release, data.vocab_of("clevr_change", files))
     return release
 
 

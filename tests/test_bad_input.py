@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import GRID, write_features, write_picture, write_release
+from conftest import GRID, add_word, write_features, write_picture, write_release
 from test_readers import (
     item,
     levir_image,
@@ -505,16 +505,6 @@ def test_features_of_another_extractor(prepared, train, prepare):
 # ---- vocabulary ----------------------------------------------------------------------------------
 
 
-def test_a_vocabulary_that_is_none(prepared, train):
-    ids = json.loads((prepared / "vocab.json").read_text())
-    as_text = {word: str(i) for word, i in ids.items()}
-    without_specials = {word: i for i, word in enumerate(sorted(ids))}
-    for content in (as_text, {}, json.dumps(ids)[:-9], without_specials):
-        write(prepared / "vocab.json", content)
-        line = train(prepared)
-        assert "vocab.json" in line and "run: python data.py" in line
-
-
 def test_a_vocabulary_without_words(tmp_path, prepare, train, monkeypatch):
     root = tmp_path / "levir"
     write_levir(root)
@@ -522,17 +512,12 @@ def test_a_vocabulary_without_words(tmp_path, prepare, train, monkeypatch):
     monkeypatch.setitem(data.DATASETS, "levir_cc", settings)
     assert "min_count" in prepare(root, "levir_cc")
     assert not list(root.glob("features*"))  # refused before the features are made
-    monkeypatch.undo()
     write_features("levir_cc", root)
-    write(root / "vocab.json", {word: i for i, word in enumerate(data.SPECIAL)})
-    assert "vocab.json" in train(root, "--dataset", "levir_cc")
+    assert "min_count" in train(root, "--dataset", "levir_cc")
 
 
 def test_a_vocabulary_that_does_not_fit(prepared, run, refused):
-    ids = json.loads((prepared / "vocab.json").read_text())
-    words = sorted(ids, key=ids.get)
-    words[9] = "zebra"
-    write(prepared / "vocab.json", {word: i for i, word in enumerate(words)})
+    add_word(prepared, "zebra")
     for command in (["--eval", run / "best.pt"], ["--resume", "--out_dir", run]):
         assert "--data_dir" in refused(scorer_cbr.main, *command)
 

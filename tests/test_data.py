@@ -212,7 +212,7 @@ def test_load_says_what_to_run(release, prepared):
     assert dataset.max_len == 2 + 9  # "the scene , it seems , is the same"
     with pytest.raises(InputError, match="--dataset else.*mini, clevr_change"):
         data.load("else", prepared)
-    (prepared / "vocab.json").unlink()
+    (prepared / "features.h5").unlink()
     with pytest.raises(FileNotFoundError, match="python data.py clevr_change --data_dir"):
         data.load("clevr_change", prepared)
 

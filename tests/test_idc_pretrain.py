@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import spacy
 import torch
-from conftest import write_features, write_picture
+from conftest import add_word, write_features, write_picture
 from test_readers import BIRD_COLUMNS, bird_row, write, write_cub, write_nabirds
 
 import data
@@ -493,8 +493,7 @@ def test_pretraining_starts_another_run(prepared, tiny, tmp_path):
     assert first["step"] == 8
     for name, weight in first["model"].items():
         assert torch.equal(weight, second["model"][name])
-    words = json.loads((prepared / "vocab.json").read_text())
-    (prepared / "vocab.json").write_text(json.dumps(words | {"zebra": len(words)}))
+    add_word(prepared, "zebra")
     with pytest.raises(ValueError, match="the checkpoint was trained with"):
         run(*own, "--out_dir", tmp_path / "third")
 
