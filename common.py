@@ -426,6 +426,7 @@ class RunConfig:
     # What flags may change of a checkpoint's Config: paths that may have moved, and what leaves the
     # steps already done as they were. A method's Config may add to them.
     MAY_CHANGE = {
+        "extractor",  # its file of weights may have moved; the data set knows it by its content
         "data_dir",
         "out_dir",
         "device",

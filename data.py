@@ -38,6 +38,7 @@ import subprocess
 import textwrap
 import threading
 import unicodedata
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -323,6 +324,7 @@ def release_from_pairs(
 
 
 FETCH_AGAIN = "correct it, or fetch it again"
+AUTHORS_FILES = "the authors' .npy files"  # as preprocessing, in feature files
 
 
 def other_spelling(file: Path) -> str:
@@ -467,6 +469,7 @@ class Settings:
 
     read: Callable[[Path], Release]  # folder -> what its files say
     extractor: str = "resnet101-layer3"  # its own features: a name in RESNETS, timm/MODEL, mini-cnn
+    authors_features: bool = False  # do authors publish these as .npy files? See the function
     tokenizer: Callable[[str], list[str]] = tokenize  # caption -> words of the vocabulary
     min_count: int = 1  # how often a word must occur to be in the vocabulary
     vocab_splits: tuple[str, ...] = ("train",)  # the splits from which papers take the words
@@ -612,6 +615,7 @@ def read_clevr_change(root: Path) -> Release:
 DATASETS["mini"] = Settings(read_clevr_change, extractor="mini-cnn", templates=True)
 DATASETS["clevr_change"] = Settings(
     read_clevr_change,
+    authors_features=True,
     templates=True,
     scenes={"train": 33830, "val": 1988, "test": 3985},
     types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955},
@@ -868,6 +872,7 @@ def read_birds_to_words(root: Path, pictures: bool = True) -> Release:
 DATASETS["birds_to_words"] = Settings(
     read_birds_to_words,
     extractor="resnet101-layer4",
+    authors_features=True,
     tokenizer=str.split,
     max_words=77,
     tokens="split",
@@ -897,6 +902,7 @@ def read_cub(root: Path) -> Release:
 DATASETS["cub"] = Settings(
     read_cub,
     extractor="resnet101-layer4",
+    authors_features=True,
     tokenizer=str.split,
     max_words=37,
     tokens="split",
@@ -925,6 +931,7 @@ def read_nabirds(root: Path) -> Release:
 DATASETS["nabirds"] = Settings(
     read_nabirds,
     extractor="resnet101-layer4",
+    authors_features=True,
     tokenizer=str.splitlines,  # the name of a class is one word
     vocab_splits=SPLITS,
     scenes={"train": 23929, "test": 24633},
@@ -1100,19 +1107,23 @@ def preprocess_imagenet(image: Image.Image, side: int = 224) -> Tensor:
     return (x - MEAN) / STD
 
 
-# Extractors of the papers: name -> preprocessing, as a function and in the words of feature files.
+# Extractors of the papers: name -> preprocessing, as a function and in the words of feature files;
+# (C, H, W) of the features.
 RESNETS = {
-    "resnet101-layer3": (  # (1024, 14, 14)
+    "resnet101-layer3": (
         preprocess_resnet,
         "RGB, 224x224 bicubic without antialiasing, /255, mean .485 .456 .406, std .229 .224 .224",
+        (1024, 14, 14),
     ),
-    "resnet101-layer3-256": (  # (1024, 14, 14)
+    "resnet101-layer3-256": (
         partial(preprocess_imagenet, side=256),
         "RGB, 256x256 bilinear with antialiasing, /255, mean .485 .456 .406, std .229 .224 .225",
+        (1024, 14, 14),
     ),
-    "resnet101-layer4": (  # (2048, 7, 7)
+    "resnet101-layer4": (
         preprocess_imagenet,
         "RGB, 224x224 bilinear with antialiasing, /255, mean .485 .456 .406, std .229 .224 .225",
+        (2048, 7, 7),
     ),
 }
 
@@ -1183,15 +1194,15 @@ class TimmGrid(nn.Module):
 
 
 class Extractor:
-    """Image files -> grid features (n, C, H, W) float16. Feature files and checkpoints hold `name`,
-    so that a picture is always seen as in training. InputError if the name is unknown."""
+    """Image files -> grid features (n, C, H, W) float16. Feature files and checkpoints hold the
+    extractor's name (see extractor_name), so that a picture is always seen as in training.
+    InputError if the name is unknown."""
 
     def __init__(self, name: str, device: str = "cpu"):
-        self.name = name
         self.device = device
         if name in RESNETS:
             net = resnet101_grid(name)
-            self.preprocess, self.preprocessing = RESNETS[name]
+            self.preprocess, self.preprocessing, _ = RESNETS[name]
         elif name.startswith("timm/"):
             net = TimmGrid(name)
             self.preprocess = net.preprocess
@@ -1284,7 +1295,25 @@ def load_captioner(
     model, state = load_model(Model, cfg, checkpoint)
     if "extractor" not in state:  # trained on features of one's own
         raise InputError(f"{checkpoint} does not name the network that makes its features")
+    if ":" in cfg.extractor:
+        state["extractor"] = find_weights(cfg.extractor, state["extractor"], Path(checkpoint))
     return Captioner(model, state, inputs)
+
+
+def find_weights(extractor: str, name: str, checkpoint: Path) -> str:
+    """The extractor timm/MODEL:FILE of a checkpoint, with the place of FILE now: where it was, or
+    beside the checkpoint. `name`: what extractor_name has called it. InputError if FILE is at
+    neither place."""
+    model, _, file = extractor.partition(":")
+    beside = checkpoint.parent / Path(file).name
+    for place in (Path(file), beside):
+        found = f"{model}:{place}"
+        if place.is_file() and extractor_name(found) == name:
+            return found
+    raise InputError(
+        f"{checkpoint} was trained on features of {name}, which were made with {file}; neither "
+        f"{file} nor {beside} is that file of weights: put it there"
+    )
 
 
 # ---- feature files -------------------------------------------------------------------------------
@@ -1293,14 +1322,17 @@ def load_captioner(
 def write_features(
     path: Path,
     names: list[str],
+    files: list[Path],
     blocks: Iterable[np.ndarray],
     extractor: str,
     preprocessing: str,
 ) -> None:
-    """Write a feature file: `features` (n, C, H, W) float16, not chunked; `image_ids` (n,); and the
-    attributes `extractor` and `preprocessing`. `blocks` yields arrays (b, C, H, W) in
-    the order of names. InputError if they differ in shape or do not fit into float16."""
+    """Write a feature file: `features` (n, C, H, W) float16, not chunked; `image_ids` (n,);
+    `stamps` (n, 3) of the files that the features are made from; and the attributes `extractor` and
+    `preprocessing`. `blocks` yields arrays (b, C, H, W) in the order of names and files. InputError
+    if they differ in shape or do not fit into float16."""
     done = 0
+    stamps = []
     bar = progress(total=len(names), desc="features", unit="image")
     with bar, atomic_write(path) as partial, h5py.File(partial, "w") as f:
         f.attrs.update(extractor=extractor, preprocessing=preprocessing)
@@ -1320,10 +1352,19 @@ def write_features(
                     "float16"
                 )
             table[done : done + len(block)] = block.astype(np.float16)
+            stamps += [stamp(file) for file in files[done : done + len(block)]]
             done += len(block)
             bar.update(len(block))
+        f["stamps"] = np.array(stamps, np.int64)
         if done != len(names):
             raise InputError(f"{path}: {done} feature maps for {len(names)} images")
+
+
+def stamp(file: Path) -> tuple[int, int, int]:
+    """What shows whether a file is still the same: its size in bytes, when it was last changed (in
+    ns), and a checksum of its content."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns, zlib.crc32(file.read_bytes())
 
 
 class Features:
@@ -1337,9 +1378,13 @@ class Features:
         self.path = path
         self.remedy = f"remove it and run: {prepare}"
         with file_errors(path, self.remedy), h5py.File(path) as f:
+            if "stamps" not in f:
+                raise InputError("it does not say from which files it was made")
             table = f["features"]
             names = f["image_ids"].asstr()[:]
+            self.stamps = f["stamps"][:].tolist()
             self.extractor = f.attrs["extractor"]
+            self.preprocessing = f.attrs["preprocessing"]
             self.row = {name: i for i, name in enumerate(names)}
             kind = table.dtype
             if len(table.shape) != 4 or kind != np.float16 or len(self.row) != table.shape[0]:
@@ -1364,14 +1409,38 @@ class Features:
         np.take(self.data, index, axis=0, out=rows.numpy(), mode="clip")
         return rows
 
-    def require(self, names: Iterable[str]) -> None:
-        """InputError if features of any image are missing."""
-        absent = sorted(name for name in names if name not in self.row)
+    def require(self, paths: dict[str, Path], root: Path) -> None:
+        """InputError if features of any image are missing, or were made from another picture (or
+        the authors' .npy file) than lies there now. paths: image name -> picture, of the data set
+        in the folder root."""
+        absent = sorted(name for name in paths if name not in self.row)
         if absent:
             more = len(absent) - 1
             raise InputError(
                 f"{self.path}: no features for {absent[0]} and {more} more; {self.remedy}"
             )
+        touched = []
+        for name, picture in paths.items():
+            file = picture
+            if self.preprocessing == AUTHORS_FILES:
+                file = authors_features(picture, root)
+            size, time, checksum = self.stamps[self.row[name]]
+            try:
+                status = os.stat(file)
+            except OSError:  # features may come without what they were made from
+                continue
+            if status.st_size != size:
+                self.refuse(file)
+            if status.st_mtime_ns != time:
+                touched.append((file, checksum))
+        # Files that were only copied have another time, too. So contents decide, of at most 100
+        # files, as a whole data set may have been copied.
+        for file, checksum in touched[:: len(touched) // 100 + 1]:
+            if stamp(file)[2] != checksum:
+                self.refuse(file)
+
+    def refuse(self, file: Path) -> None:
+        raise InputError(f"{self.path} was made before {file} was replaced; {self.remedy}")
 
 
 def feature_file(name: str, root: Path, extractor: str = "") -> Path:
@@ -1381,14 +1450,25 @@ def feature_file(name: str, root: Path, extractor: str = "") -> Path:
     if extractor not in RESNETS and not extractor.startswith("timm/"):
         known = ", ".join(dict.fromkeys([DATASETS[name].extractor, *RESNETS]))
         raise InputError(f"--extractor {extractor}: {name} can have {known}, timm/MODEL")
-    return root / f"features-{re.sub('[/:]', '-', extractor)}.h5"
+    return root / f"features-{re.sub('[/:]', '-', extractor_name(extractor))}.h5"
+
+
+def extractor_name(extractor: str) -> str:
+    """What feature files and checkpoints call an extractor: of timm/MODEL:FILE they hold a digest
+    of the weights in place of FILE, which may move, or be replaced by other weights."""
+    model, colon, file = extractor.partition(":")
+    if not colon:
+        return extractor
+    with file_errors(f"--extractor {extractor}", "give timm/MODEL:FILE"):
+        digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return f"{model}:{digest[:12]}"
 
 
 def open_features(name: str, root: Path, extractor: str = "") -> Features:
     """The feature file of a data set, for its own extractor or the one named; InputError if another
     made it."""
     features = Features(feature_file(name, root, extractor), prepare_command(name, root, extractor))
-    wanted = extractor or settings_of(name).extractor
+    wanted = extractor_name(extractor or settings_of(name).extractor)
     if features.extractor != wanted:
         raise InputError(
             f"{features.path} was made by {features.extractor}, not by {wanted}; {features.remedy}"
@@ -1431,7 +1511,7 @@ def prepare(
         print_notes([f"{path} is there already"])
     else:
         make_features(name, root, release, device, extractor)
-    open_features(name, root, extractor).require(release.paths)
+    open_features(name, root, extractor).require(release.paths, root)
     print(f"{root}: {len(release.paths)} images, {len(vocab)} words")
 
 
@@ -1459,15 +1539,17 @@ def print_notes(notes: Iterable[str]) -> None:
 def make_features(name: str, root: Path, release: Release, device: str, extractor: str) -> None:
     """Write the feature file of a release, see `prepare`."""
     path = feature_file(name, root, extractor)
-    own = settings_of(name).extractor
-    extractor = extractor or own
+    settings = settings_of(name)
+    extractor = extractor or settings.extractor
     names = sorted(release.paths)
     pictures = [release.paths[n] for n in names]
     arrays = [authors_features(picture, root) for picture in pictures]
-    if extractor == own and None not in arrays and any(file.exists() for file in arrays):
+    offered = settings.authors_features and extractor == settings.extractor
+    if offered and None not in arrays and any(file.exists() for file in arrays):
         require_files(arrays)
-        blocks = (read_npy(file)[None] for file in arrays)
-        write_features(path, names, blocks, extractor, "the authors' .npy files")
+        _, _, grid = RESNETS[extractor]
+        blocks = (read_npy(file, grid)[None] for file in arrays)
+        write_features(path, names, arrays, blocks, extractor, AUTHORS_FILES)
         return
     require_files(pictures)
     network = Extractor(extractor, device)
@@ -1476,7 +1558,8 @@ def make_features(name: str, root: Path, release: Release, device: str, extracto
     if extractor == "mini-cnn":
         batch = 512  # its pictures are small
     blocks = prefetch(block.numpy() for block in network.blocks(pictures, batch))
-    write_features(path, names, blocks, extractor, network.preprocessing)
+    made_by = extractor_name(extractor)
+    write_features(path, names, pictures, blocks, made_by, network.preprocessing)
 
 
 def require_files(files: list[Path]) -> None:
@@ -1488,12 +1571,13 @@ def require_files(files: list[Path]) -> None:
         raise FileNotFoundError(f"there is no {absent[0]} ({count}){hint}; complete the release")
 
 
-def read_npy(path: Path) -> np.ndarray:
-    """A feature map (C, H, W) of the authors. InputError that names the file if it is none."""
+def read_npy(path: Path, grid: tuple[int, int, int]) -> np.ndarray:
+    """A feature map of the authors, whose (C, H, W) is `grid`. InputError that names the file if it
+    is none."""
     with file_errors(path, FETCH_AGAIN):
         x = np.load(path)  # refuses pickles, which could run any program
-        if x.ndim != 3 or not np.issubdtype(x.dtype, np.floating):
-            raise InputError(f"expected numbers (C, H, W), found {x.dtype} {x.shape}")
+        if x.shape != grid or not np.issubdtype(x.dtype, np.floating):
+            raise InputError(f"expected numbers (C, H, W) {grid}, found {x.dtype} {x.shape}")
     return x
 
 
@@ -1572,7 +1656,7 @@ class Dataset:
         self.max_len = max(self.lengths)
         if features is not None:
             self.grid = tuple(features.data.shape[1:])
-            features.require(self.paths)
+            features.require(self.paths, root)
 
     def _lengths(self) -> list[int]:
         lengths = []
@@ -1678,7 +1762,7 @@ class Dataset:
             raise InputError(
                 f"the checkpoint was trained with {name} {grid} and {len(state['vocab'])} words; "
                 f"{self.root} has {self.features.extractor} {self.grid} and {len(self.vocab)}; "
-                "give its --data_dir"
+                "give its --data_dir and --extractor"
             )
         trained = state["training_pairs"].cpu()
         if torch.equal(trained, id_digests(self.pairs("train"))):

@@ -62,7 +62,9 @@ def write_features(name, root):
     release = settings.read(root)
     names = sorted(release.paths)
     features = np.random.default_rng(1).random((len(names), *GRID)).astype(np.float32)
-    data.write_features(root / "features.h5", names, [features], settings.extractor, "at random")
+    files = [release.paths[name] for name in names]
+    path = root / "features.h5"
+    data.write_features(path, names, files, [features], settings.extractor, "at random")
 
 
 class MeanColor:
@@ -125,12 +127,14 @@ def release(tmp_path):
 @pytest.fixture
 def prepared(release):
     """The same with features; a scene's features differ where its change is."""
-    files = data.read_clevr_change(release)
+    paths = data.read_clevr_change(release).paths
     rng = np.random.default_rng(1)
-    names = sorted(files.paths)
+    names = sorted(paths)
+    files = [paths[name] for name in names]
     features = rng.random((len(names), *GRID)).astype(np.float32)
     blocks = [features[:7], features[7:]]
-    data.write_features(release / "features.h5", names, blocks, "resnet101-layer3", "at random")
+    path = release / "features.h5"
+    data.write_features(path, names, files, blocks, "resnet101-layer3", "at random")
     return release
 
 

@@ -205,7 +205,9 @@ def test_a_disk_full_of_features(release, prepare, monkeypatch):
 def features_of_a_megabyte(name, root, release, device, extractor):
     names = sorted(release.paths)
     block = np.ones((len(names), 100, 20, 20), np.float32)
-    data.write_features(root / "features.h5", names, [block], "resnet101-layer3", "ones")
+    files = [release.paths[name] for name in names]
+    path = root / "features.h5"
+    data.write_features(path, names, files, [block], "resnet101-layer3", "ones")
 
 
 # ---- folders and files ---------------------------------------------------------------------------
@@ -426,11 +428,13 @@ def rewrite(root, x=None, ids=None, **about):
     with h5py.File(root / "features.h5") as f:
         kept_x = f["features"][:]
         kept_ids = f["image_ids"].asstr()[:]
+        stamps = f["stamps"][:]
         attributes = dict(f.attrs) | about
     (root / "features.h5").unlink()  # a refused one may still be open
     with h5py.File(root / "features.h5", "w") as f:
         f["features"] = kept_x if x is None else x
         f["image_ids"] = list(kept_ids if ids is None else ids)
+        f["stamps"] = stamps
         f.attrs.update(attributes)
 
 
@@ -491,6 +495,14 @@ def test_features_that_cannot_be_read(prepared, train, monkeypatch, number):
     monkeypatch.setattr(h5py, "File", refuse)
     line = train(prepared)
     assert "features.h5" in line and "remove" not in line
+
+
+def test_features_of_an_older_version(prepared, train):
+    """They do not say from which files they were made."""
+    with h5py.File(prepared / "features.h5", "a") as f:
+        del f["stamps"]
+    line = train(prepared)
+    assert "features.h5" in line and "remove it and run: python data.py" in line
 
 
 def test_features_of_another_extractor(prepared, train, prepare):

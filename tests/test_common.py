@@ -443,7 +443,6 @@ def test_a_checkpoint_brings_its_config(tmp_path):
         ("--heads", "4"),
         ("--variant", "paper"),
         ("--dataset", "other"),
-        ("--extractor", "other"),
         ("--select_by", "BLEU-4"),
         ("--lr", "2"),
         ("--clip", "x"),  # it had none

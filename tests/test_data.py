@@ -124,6 +124,9 @@ def test_quarters_of_viewpoint_difficulty(prepared):
 # ---- feature files -------------------------------------------------------------------------------
 
 
+FILES = [Path(__file__)] * 5  # of which they are said to be made
+
+
 def features():
     """Feature maps of five images."""
     return np.random.default_rng(0).random((5, *GRID)).astype(np.float32)
@@ -132,7 +135,7 @@ def features():
 def test_feature_file_round_trip(tmp_path):
     x = features()
     blocks = iter([x[:2], x[2:]])
-    data.write_features(tmp_path / "f.h5", list("abcde"), blocks, "resnet101-layer3", "how")
+    data.write_features(tmp_path / "f.h5", list("abcde"), FILES, blocks, "resnet101-layer3", "how")
     read = data.Features(tmp_path / "f.h5", "make it")
     assert read.extractor == "resnet101-layer3"
     expected = torch.from_numpy(x[[3, 0]]).half()
@@ -143,7 +146,7 @@ def test_feature_file_round_trip(tmp_path):
 
 def test_features_are_read_into_page_locked_memory_for_a_gpu(tmp_path, monkeypatch):
     x = features()
-    data.write_features(tmp_path / "f.h5", list("abcde"), [x], "resnet101-layer3", "how")
+    data.write_features(tmp_path / "f.h5", list("abcde"), FILES, [x], "resnet101-layer3", "how")
     read = data.Features(tmp_path / "f.h5", "make it")
     read.pinned = True
     original = torch.empty
@@ -188,13 +191,14 @@ def test_features_that_cannot_be_kept_are_named(tmp_path):
         ([x[:1], x[1:, :, :1, :1]], "'b'"),  # of another shape
     ):
         with pytest.raises(InputError, match=named):
-            data.write_features(tmp_path / "g.h5", list("abcde"), blocks, "e", "p")
+            data.write_features(tmp_path / "g.h5", list("abcde"), FILES, blocks, "e", "p")
     assert not list(tmp_path.iterdir())  # never half a file
 
 
 def test_files_that_hold_no_features(tmp_path):
     with h5py.File(tmp_path / "pieces.h5", "w") as f:  # chunks cannot be mapped
         f["image_ids"] = list("abcde")
+        f["stamps"] = np.zeros((5, 3), np.int64)
         f.create_dataset("features", data=features().astype(np.float16), chunks=(1, *GRID))
         f.attrs.update(extractor="e", preprocessing="p")
     with h5py.File(tmp_path / "other.h5", "w") as f:

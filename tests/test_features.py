@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -278,17 +279,28 @@ def test_features_stay_in_the_order_of_the_pictures(tmp_path):
 # ---- preparation ---------------------------------------------------------------------------------
 
 
-def test_preparation_from_images_and_from_the_authors_features(release, monkeypatch, capsys):
+def small_maps(monkeypatch, grid):
+    """The maps of CLEVR-Change's extractor are said to be (C, H, W) = grid."""
+    preprocess, words, _ = data.RESNETS["resnet101-layer3"]
+    monkeypatch.setitem(data.RESNETS, "resnet101-layer3", (preprocess, words, grid))
+
+
+def write_maps(root, grid):
+    """The authors' .npy files of a CLEVR-Change release: a map holds its scene's last digit."""
+    for name, picture in data.read_clevr_change(root).paths.items():
+        file = data.authors_features(picture, root)
+        file.parent.mkdir(exist_ok=True)
+        np.save(file, np.full(grid, float(name[-5]), np.float32))
+    return file
+
+
+def test_preparation_from_images_and_from_the_authors_features(release, monkeypatch):
     monkeypatch.setattr(data, "Extractor", MeanColor)
     call = ["clevr_change", "--data_dir", str(release), "--device", "cpu"]
     data.main(call)
-    dataset = data.load("clevr_change", release)
-    for name, path in dataset.paths.items():
-        mean = np.array(data.read_image(path)).mean()
-        assert dataset.features.rows([name]).mean().item() == pytest.approx(mean, rel=1e-3)
-        folder = release / path.parent.name.replace("images", "features")
-        folder.mkdir(exist_ok=True)
-        np.save(folder / f"{name}.npy", np.full((4, 2, 3), float(name[-5]), np.float32))
+    check_prepared(release)
+    small_maps(monkeypatch, (4, 2, 3))
+    write_maps(release, (4, 2, 3))
     before = (release / "features.h5").read_bytes()
     data.main(call)
     assert (release / "features.h5").read_bytes() == before  # features that are there are kept
@@ -299,13 +311,12 @@ def test_preparation_from_images_and_from_the_authors_features(release, monkeypa
     assert (packed.features.rows(["CLEVR_semantic_000002.png"]) == 2).all()
 
 
-def test_the_authors_features_are_checked(release):
+def test_the_authors_features_are_checked(release, monkeypatch):
     """Nothing in a file is executed, and what is no feature map is named."""
-    for picture in data.read_clevr_change(release).paths.values():
-        file = data.authors_features(picture, release)
-        file.parent.mkdir(exist_ok=True)
-        np.save(file, np.zeros(GRID, np.float32))
-    for wrong in (np.zeros(4), np.array(["x"]), np.array([{}], dtype=object)):
+    small_maps(monkeypatch, GRID)
+    file = write_maps(release, GRID)
+    rows_first = np.zeros((2, 3, 8), np.float32)  # (H, W, C)
+    for wrong in (np.zeros(4), np.array(["x"]), np.array([{}], dtype=object), rows_first):
         np.save(file, wrong)
         with pytest.raises(InputError, match=file.name):
             data.prepare("clevr_change", release, "cpu")
@@ -314,6 +325,84 @@ def test_the_authors_features_are_checked(release):
     with pytest.raises(InputError, match=file.name):
         data.prepare("clevr_change", release, "cpu")
     assert not list(release.glob("features.h5*"))
+
+
+def test_all_maps_of_another_layer_are_refused(release):
+    """As they are equal in shape, only the extractor's sizes tell."""
+    write_maps(release, GRID)
+    with pytest.raises(InputError, match=r"\.npy.*1024, 14, 14"):
+        data.prepare("clevr_change", release, "cpu")
+
+
+def test_arrays_beside_own_pictures_are_not_taken(tmp_path, monkeypatch):
+    """They are the user's, of some network or none."""
+    monkeypatch.setattr(data, "Extractor", MeanColor)
+    (tmp_path / "features").mkdir()
+    for name in ("a", "b"):
+        write_picture(tmp_path / "images" / f"{name}.png")
+        np.save(tmp_path / "features" / f"{name}.png.npy", np.zeros((1024, 14, 14), np.float32))
+    rows = [
+        f"images/a.png,images/b.png,it opened {n},{split},{n}"
+        for n, split in enumerate(data.SPLITS)
+    ]
+    (tmp_path / "pairs.csv").write_text("\n".join(["before,after,captions,split,id", *rows]))
+    data.prepare("pairs", tmp_path, "cpu")
+    assert data.load("pairs", tmp_path).grid == (3, 2, 3)
+
+
+# ---- files that change after features were made --------------------------------------------------
+
+
+def is_stale(root):
+    """Is the feature file of a folder refused, with the command that makes it anew?"""
+    try:
+        data.load("clevr_change", root)
+    except InputError as e:
+        assert "features.h5" in str(e) and "remove it and run: python data.py" in str(e)
+        return True
+    return False
+
+
+def test_pictures_that_were_replaced(prepared):
+    picture = prepared / "sc_images" / "CLEVR_semantic_000004.png"
+    content = picture.read_bytes()
+    other_pixels = bytearray(content)
+    other_pixels[-30] ^= 1
+    assert not is_stale(prepared)
+    for replaced in (content + b"x", other_pixels):  # of another size, of the same
+        picture.write_bytes(replaced)
+        assert is_stale(prepared)
+        with pytest.raises(InputError, match=picture.name):
+            data.prepare("clevr_change", prepared, "cpu")
+    picture.write_bytes(content)  # with another time
+    assert not is_stale(prepared)
+    picture.unlink()  # features may come without pictures
+    assert not is_stale(prepared)
+
+
+def test_a_copied_folder_is_as_good(prepared, tmp_path):
+    """Copies may have other times; features.h5 may be older than the pictures, or newer."""
+    copy = tmp_path / "copy"
+    shutil.copytree(prepared, copy, copy_function=shutil.copy)
+    os.utime(copy / "features.h5", (0, 0))
+    assert not is_stale(copy)
+    for picture in copy.glob("*images/*.png"):  # all replaced by others of the same size
+        picture.write_bytes(bytes(picture.stat().st_size))
+    assert is_stale(copy)
+
+
+def test_the_authors_files_that_were_replaced(release, monkeypatch):
+    small_maps(monkeypatch, GRID)
+    file = write_maps(release, GRID)
+    data.prepare("clevr_change", release, "cpu")
+    for picture in release.glob("*images/*.png"):
+        picture.write_bytes(b"not what features were made from")
+    assert not is_stale(release)
+    np.save(file, np.ones(GRID, np.float32))
+    assert is_stale(release)
+
+
+# ---- preparation, stopped and repeated -----------------------------------------------------------
 
 
 def test_other_counts_than_published_are_told_before_features_are_made(
@@ -468,9 +557,9 @@ def test_each_extractor_has_a_file_of_its_own(release, monkeypatch, tiny):
 # ---- backbones of timm ---------------------------------------------------------------------------
 
 
-def timm_weights(model, path):
+def timm_weights(model, path, seed=0):
     """A timm model with random weights, written to a file. -> the model"""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     net = timm.create_model(model).eval()
     torch.save(net.state_dict(), path)
     return net
@@ -525,6 +614,34 @@ def test_a_timm_backbone_through_preparation_training_and_captioning(tmp_path, t
     capsys.readouterr()
     scorer_cbr.main(["--caption", *pictures, "--checkpoint", f"{run}/best.pt", "--device", "cpu"])
     assert capsys.readouterr().out.count("\n") == 1
-    (tmp_path / "w.pt").unlink()  # captioning needs the weights to be there again
+    caption_with = ["--caption", *pictures, "--checkpoint", f"{run}/best.pt", "--device", "cpu"]
+    (tmp_path / "w.pt").rename(tmp_path / "run" / "w.pt")  # beside the checkpoint
+    scorer_cbr.main(caption_with)
+    (tmp_path / "run" / "w.pt").rename(tmp_path / "elsewhere.pt")
+    with pytest.raises(InputError, match=r"best.pt.*w.pt"):
+        scorer_cbr.main(caption_with)
+    timm_weights("test_resnet", tmp_path / "w.pt", seed=1)
+    with pytest.raises(InputError, match=r"best.pt.*w.pt"):  # other weights of the same name
+        scorer_cbr.main(caption_with)
+
+
+def test_weights_are_known_by_their_content(tmp_path):
+    write_own_pairs(tmp_path)
+    file = tmp_path / "w.pt"
+    extractor = f"timm/test_resnet:{file}"
+    timm_weights("test_resnet", file)
+    data.prepare("pairs", tmp_path, "cpu", extractor)
+    trained = data.load("pairs", tmp_path, extractor=extractor).state()
+    file.rename(tmp_path / "moved.pt")
+    moved = data.load("pairs", tmp_path, extractor=f"timm/test_resnet:{tmp_path / 'moved.pt'}")
+    moved.check_state(trained)  # the same weights
+    timm_weights("test_resnet", file, seed=1)
+    with pytest.raises(FileNotFoundError, match="--extractor timm/test_resnet:.*w.pt"):
+        data.load("pairs", tmp_path, extractor=extractor)
+    data.prepare("pairs", tmp_path, "cpu", extractor)
+    other = data.load("pairs", tmp_path, extractor=extractor)
+    with pytest.raises(InputError, match="--extractor"):
+        other.check_state(trained)
+    file.unlink()
     with pytest.raises(InputError, match="w.pt"):
-        scorer_cbr.load(f"{run}/best.pt", device="cpu")
+        data.load("pairs", tmp_path, extractor=extractor)

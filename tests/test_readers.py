@@ -370,7 +370,7 @@ def test_the_docstrings_lines_turn_a_pickle_into_features(name, writer, tmp_path
     arrays = {}
     for n, picture in enumerate(sorted(release.paths.values())):
         key = str(picture.relative_to(tmp_path / "images").with_suffix(""))  # without .jpg
-        arrays[key] = np.full((4, 49), n, np.float32)
+        arrays[key] = np.full((2048, 49), n, np.float32)
         picture.unlink()
     (tmp_path / "full_img.pkl").write_bytes(pickle.dumps(arrays))
     text = data.read_birds_to_words.__doc__
@@ -379,7 +379,7 @@ def test_the_docstrings_lines_turn_a_pickle_into_features(name, writer, tmp_path
     exec(lines, {})
     data.prepare(name, tmp_path, "cpu")  # counts a pair as there by its features
     dataset = data.load(name, tmp_path)
-    assert dataset.grid == (4, 7, 7) and dataset.scenes == release.scenes
+    assert dataset.grid == (2048, 7, 7) and dataset.scenes == release.scenes
     for n, image in enumerate(sorted(release.paths)):
         assert (dataset.features.rows([image]) == n).all()
 
@@ -568,6 +568,8 @@ def test_pictures_shared_between_splits_are_counted(tmp_path):
 
 def test_your_own_pairs_may_lack_validation_and_test_but_not_training(tmp_path, tiny, capsys):
     write(tmp_path / "pairs.csv", f"{HEAD}a.png,b.png,train,opened\n")
+    for name in ("a", "b"):
+        write_picture(tmp_path / f"{name}.png")
     write_features("pairs", tmp_path)
     dataset = data.load("pairs", tmp_path)
     assert capsys.readouterr().out.count("has no val pairs") == 1
