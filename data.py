@@ -1049,7 +1049,8 @@ def read_image(path: str | Path | Image.Image) -> Image.Image:
 
     The format is recognised by the file's contents, not by its name. A camera's note on which side
     is up (EXIF) is followed; published features of photographs were made without. InputError that
-    names the file if it is not an image, has not 8 bits a channel, or is a strip."""
+    names the file if it is not an image of 8 bits a channel, or if one side is more than 100 times
+    the other."""
     if isinstance(path, Image.Image):
         return upright_rgb(path)
     if not Path(path).exists():
@@ -1440,6 +1441,7 @@ class Features:
                 self.refuse(file)
 
     def refuse(self, file: Path) -> None:
+        """InputError about a file that is another now."""
         raise InputError(f"{self.path} was made before {file} was replaced; {self.remedy}")
 
 
