@@ -342,10 +342,10 @@ def test_arrays_beside_own_pictures_are_not_taken(tmp_path, monkeypatch):
         write_picture(tmp_path / "images" / f"{name}.png")
         np.save(tmp_path / "features" / f"{name}.png.npy", np.zeros((1024, 14, 14), np.float32))
     rows = [
-        f"images/a.png,images/b.png,it opened {n},{split},{n}"
+        f"images/a.png,images/b.png,{split},{n},it opened {n}"
         for n, split in enumerate(data.SPLITS)
     ]
-    (tmp_path / "pairs.csv").write_text("\n".join(["before,after,captions,split,id", *rows]))
+    (tmp_path / "pairs.csv").write_text("\n".join(["before,after,split,id,captions", *rows]))
     data.prepare("pairs", tmp_path, "cpu")
     assert data.load("pairs", tmp_path).grid == (3, 2, 3)
 
