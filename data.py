@@ -110,8 +110,7 @@ def tokenize_pairs(caption: str) -> list[str]:
     their own; inside a word they stay: "red-brick", "isn't", "3.5".
 
     This is the rule for your own pairs, in any language that puts blanks between words. Text is
-    brought into Unicode's form NFC first, so that "\u00fc" and "u" with a mark are the same
-    letter."""
+    brought into Unicode's form NFC first: an accent may be part of its letter or follow it."""
     words = []
     for text in unicodedata.normalize("NFC", caption.lower()).split():
         parts = characters(text)
@@ -395,9 +394,9 @@ def read_rows(path: Path, **dialect) -> list[tuple[str, list[str]]]:
                 ) from e
             if cells is None:
                 return rows
-            cells = [cell.strip() for cell in cells]
-            if any(len(cell.splitlines()) > 1 for cell in cells):
+            if any("\n" in cell or "\r" in cell for cell in cells):
                 raise InputError(f"{place}: a cell with a line break; is its quote closed?")
+            cells = [cell.strip() for cell in cells]
             if any(cells):
                 rows.append((place, cells))
 

@@ -436,6 +436,7 @@ KINDS = "before,after,kind,captions\n"
     "text, place",
     [
         (HEAD + 'a,b,train,"c\nd"\n', "line 2.*line break"),
+        (HEAD + 'a,b,train,"c\n"\n', "line 2.*line break"),
         (HEAD + 'a,b,train,c\na,b,train,"d\na,b,train,e\na,"b",train,f\n', "line 3"),
         (HEAD + 'a,b,train,c\n\na,b,train,"d\na,b,train,e\n', "line 4"),
         (HEAD + 'a,b,train,"gate" opened\n', "line 2.*quotes"),
