@@ -965,12 +965,16 @@ def read_pairs(root: Path) -> Release:
     """Your own pairs: pairs.csv with the columns before, after and, as the last one, captions.
     Paths are relative to the folder.
 
-    Several captions of a pair are separated by |, or are in several rows. Three columns are
-    optional: `split` (train, val or test in every row; without the column: hashed_split); `id`, the
-    pair's name in result files (default: its two paths); `kind`, the kind of change. Each kind is
-    scored separately; for "no change", recognition is reported, too. InputError that names the row
-    if an image or all captions are missing, the split is unknown, or an id stands for two pairs, is
-    in two splits or has two kinds."""
+    Several captions of a pair are separated by |, or are in several rows. Put double quotes around
+    captions with commas. Captions are read as lower-case words between blanks, with signs at a
+    word's ends apart, and cut at OWN_MAX_WORDS words. Three columns are optional: `split` (train,
+    val or test in every row; without the column: hashed_split); `id`, the pair's name in result
+    files (default: its two paths); `kind`, the kind of change. Each kind is scored separately; for
+    "no change", recognition is reported, too. Pairs that share a picture with another split are
+    counted, and scores are given once more without them.
+
+    InputError that names the row if an image or all captions are missing, the split is unknown, or
+    an id stands for two pairs, is in two splits or has two kinds."""
     file = root / "pairs.csv"
     pairs: dict[str, Pair] = {}
     split_of: dict[str, str] = {}
