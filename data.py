@@ -21,7 +21,7 @@ Sections:
 
 To add a data set, write a reader (folder -> Release; release_from_pairs makes one of plain pairs)
 and its row of DATASETS. `python data.py NAME` and `--dataset NAME` then work; a method runs on its
-defaults until its PRESETS have an entry NAME.
+defaults until its PRESETS have an entry NAME. Licence: MIT; no code of other repositories.
 """
 
 import csv

@@ -21,7 +21,7 @@ they have seen no captions, no pairs, and no pictures of validation or test.
 An object ("item") is a dict with size, color, material, shape, its centre xyz, and its turn about
 the vertical in radians. The world's z axis points up, and the floor is at z = 0. Objects stand on
 it, so xyz[2] is also half the height, which the ray caster calls `half`: a ball's and a cylinder's
-radius, half a cube's side. In scenes.json items have a box [x, y, w, h] and no turn.
+radius, half a cube's side. In scenes.json items have a box [x, y, w, h] and no turn. Licence: MIT.
 """
 
 import functools
