@@ -2226,9 +2226,9 @@ def results(
 
 
 def print_absent(captions: dict[str, str], references: dict[str, list[str]]) -> None:
-    """A line that says how many pairs with references have no prediction."""
+    """A line that says how many of the pairs in the references have no prediction."""
     absent = len(references.keys() - captions.keys())
-    print(f"{absent} of {len(references)} pairs with references have no prediction")
+    print(f"{absent} of {len(references)} pairs have no prediction")
 
 
 def print_shares(name: str, shares: dict[str, float]) -> None:
