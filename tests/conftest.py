@@ -56,6 +56,14 @@ def write_picture(path):
     Image.fromarray(pixels).save(path)
 
 
+def write_own_pairs(root):
+    """Your own pairs: one in each split, beside its pictures."""
+    for name in (*data.SPLITS, "b"):
+        write_picture(root / f"{name}.png")
+    rows = [f"{split}.png,b.png,{split},it is open" for split in data.SPLITS]
+    (root / "pairs.csv").write_text("\n".join(["before,after,split,captions", *rows]))
+
+
 def write_features(name, root):
     """Random features on a 2 x 3 grid for a release: what preparation leaves."""
     settings = data.DATASETS[name]

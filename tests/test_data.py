@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,19 +48,10 @@ def test_special_words_are_no_words_of_captions():
     [
         ("A red-brick wall isn't 3.5 m", "a red-brick wall isn't 3.5 m"),
         ('(the "new" gate), 50%!', '( the " new " gate ) , 50 % !'),
-        ("gone... -- drivers' _x_", "gone . . . - - drivers ' _ x _"),
         ("Die Tu\u0308r\u3000ist\xa0zu", "die t\xfcr ist zu"),
-        (
-            "\u0917\u093e\u0921\u093c\u0940 \u0917\u0908\u0964",
-            "\u0917\u093e\u0921\u093c\u0940 \u0917\u0908 \u0964",
-        ),
-        (
-            "\u0627\u0644\u0633\u0651\u064e\u064a\u060c",
-            "\u0627\u0644\u0633\u064e\u0651\u064a \u060c",
-        ),
+        ("\u0917\u093e\u0921\u093c\u0940\u0964", "\u0917\u093e\u0921\u093c\u0940 \u0964"),
         ("\U0001f469\u200d\U0001f692.", "\U0001f469\u200d\U0001f692 ."),
         ("\U0001f44b\U0001f3fd\U0001f697\ufe0f", "\U0001f44b\U0001f3fd \U0001f697\ufe0f"),
-        ("left\U0001f697", "left \U0001f697"),
         (" \n", ""),
     ],
 )
@@ -92,6 +82,10 @@ def test_real_clevr_change_splits_are_read(tmp_path):
 
 
 def test_a_scene_is_a_changed_and_a_distractor_pair(release):
+    path = release / "change_captions.json"
+    captions = json.loads(path.read_text())
+    captions["CLEVR_nonsemantic_000003.png"] = ["seen from there"]
+    path.write_text(json.dumps(captions))
     scene = data.read_clevr_change(release).scenes["train"][3]
     changed, same = scene.pairs
     changed_swapped, same_swapped = scene.swapped
@@ -100,31 +94,10 @@ def test_a_scene_is_a_changed_and_a_distractor_pair(release):
     assert (same.id, same.after) == ("000003.png_n", "CLEVR_nonsemantic_000003.png")
     assert (changed_swapped.before, changed_swapped.after) == (same.after, changed.after)
     assert (same_swapped.before, same_swapped.after) == (same.after, same.before)
-
-
-def test_swapped_view_brings_its_own_captions(release):
-    path = release / "change_captions.json"
-    captions = json.loads(path.read_text())
-    captions["CLEVR_nonsemantic_000000.png"] = ["seen from there"]
-    path.write_text(json.dumps(captions))
-    scene = data.read_clevr_change(release).scenes["train"][0]
-    assert scene.swapped[0].captions == ["seen from there"] != scene.pairs[0].captions
-
-
-def test_quarters_of_viewpoint_difficulty(prepared):
-    overlap = {str(i): 1 - i / 100 for i in range(10, 15)}
-    (prepared / "change_captions_by_IOU.json").write_text(json.dumps(overlap))
-    dataset = data.load("clevr_change", prepared)
-    groups = data.groups_of(dataset, "test")
-    assert groups["view: hardest quarter"] == {"000014.png"}
-    assert groups["view: easiest quarter"] == {"000010.png"}
-    assert not any(name.startswith("view") for name in data.groups_of(dataset, "val"))
+    assert changed_swapped.captions == ["seen from there"] != changed.captions
 
 
 # ---- feature files -------------------------------------------------------------------------------
-
-
-FILES = [Path(__file__)] * 5  # of which they are said to be made
 
 
 def features():
@@ -132,36 +105,31 @@ def features():
     return np.random.default_rng(0).random((5, *GRID)).astype(np.float32)
 
 
-def test_feature_file_round_trip(tmp_path):
+def write(path, blocks):
+    """A feature file of the images "a" to "e"."""
+    files = [Path(__file__)] * 5  # of which they are said to be made
+    data.write_features(path, list("abcde"), files, blocks, "resnet101-layer3", "how")
+
+
+def test_feature_file_round_trip(tmp_path, monkeypatch):
     x = features()
-    blocks = iter([x[:2], x[2:]])
-    data.write_features(tmp_path / "f.h5", list("abcde"), FILES, blocks, "resnet101-layer3", "how")
+    write(tmp_path / "f.h5", iter([x[:2], x[2:]]))
     read = data.Features(tmp_path / "f.h5", "make it")
     assert read.extractor == "resnet101-layer3"
-    expected = torch.from_numpy(x[[3, 0]]).half()
-    torch.testing.assert_close(read.rows(["d", "a"]), expected)
-    read.data = torch.tensor(read.data)  # as on a GPU
-    torch.testing.assert_close(read.rows(["d", "a"]), expected)
-
-
-def test_features_are_read_into_page_locked_memory_for_a_gpu(tmp_path, monkeypatch):
-    x = features()
-    data.write_features(tmp_path / "f.h5", list("abcde"), FILES, [x], "resnet101-layer3", "how")
-    read = data.Features(tmp_path / "f.h5", "make it")
-    read.pinned = True
-    original = torch.empty
-    asked = []
-
-    def empty(shape, dtype, pin_memory):  # here may be no GPU to page-lock memory for
-        asked.append(pin_memory)
-        return original(shape, dtype=dtype)
-
-    monkeypatch.setattr(torch, "empty", empty)
     expected = torch.from_numpy(x[[3, 0, 3]]).half()
     torch.testing.assert_close(read.rows(["d", "a", "d"]), expected)
+
+    empty = torch.empty
+    asked = []
+
+    def unpinned(shape, dtype, pin_memory):  # here may be no GPU to page-lock memory for
+        asked.append(pin_memory)
+        return empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", unpinned)
+    read.pinned = True
+    torch.testing.assert_close(read.rows(["d", "a", "d"]), expected)
     assert asked == [True]
-    with pytest.raises(KeyError):
-        read.rows(["d", "z"])
 
 
 def test_only_the_named_gpu_is_asked(prepared, monkeypatch):
@@ -191,30 +159,26 @@ def test_features_that_cannot_be_kept_are_named(tmp_path):
         ([x[:1], x[1:, :, :1, :1]], "'b'"),  # of another shape
     ):
         with pytest.raises(InputError, match=named):
-            data.write_features(tmp_path / "g.h5", list("abcde"), FILES, blocks, "e", "p")
+            write(tmp_path / "g.h5", blocks)
     assert not list(tmp_path.iterdir())  # never half a file
 
 
-def test_files_that_hold_no_features(tmp_path):
-    with h5py.File(tmp_path / "pieces.h5", "w") as f:  # chunks cannot be mapped
-        f["image_ids"] = list("abcde")
-        f["stamps"] = np.zeros((5, 3), np.int64)
-        f.create_dataset("features", data=features().astype(np.float16), chunks=(1, *GRID))
-        f.attrs.update(extractor="e", preprocessing="p")
-    with h5py.File(tmp_path / "other.h5", "w") as f:
-        f["x"] = 1
-    for name in ("pieces", "other"):
-        with pytest.raises(InputError, match=rf"{name}.h5.*make it"):
-            data.Features(tmp_path / f"{name}.h5", "make it")
-    with pytest.raises(FileNotFoundError, match=r"none.h5.*make it"):
-        data.Features(tmp_path / "none.h5", "make it")
+def test_features_in_pieces_are_refused(tmp_path):
+    """They cannot be mapped into memory."""
+    write(tmp_path / "f.h5", [features()])
+    with h5py.File(tmp_path / "f.h5", "a") as f:
+        table = f["features"][:]
+        del f["features"]
+        f.create_dataset("features", data=table, chunks=(1, *GRID))
+    with pytest.raises(InputError, match=r"f.h5.*make it"):
+        data.Features(tmp_path / "f.h5", "make it")
 
 
 def test_load_says_what_to_run(release, prepared):
     dataset = data.load("clevr_change", prepared)
     assert dataset.grid == GRID
     assert dataset.max_len == 2 + 9  # "the scene , it seems , is the same"
-    with pytest.raises(InputError, match="--dataset else.*mini, clevr_change"):
+    with pytest.raises(InputError, match="--dataset else"):
         data.load("else", prepared)
     (prepared / "features.h5").unlink()
     with pytest.raises(FileNotFoundError, match="python data.py clevr_change --data_dir"):
@@ -339,58 +303,49 @@ def test_two_files_are_captioned(captioner, tmp_path, capsys):
     assert caption == "darker" and maps["attention"].shape == (8, 8)
 
 
-def test_no_file_of_the_user_is_overwritten(captioner, tmp_path):
+def test_out_is_no_file_of_the_user_and_has_a_fitting_name(captioner, tmp_path):
     dark, bright, make = captioner
     photographs = dark.read_bytes(), bright.read_bytes()
     (tmp_path / "sub").mkdir()
     (tmp_path / "link.png").symlink_to(bright)
-    for out in (bright, tmp_path / "sub/../dark.png", tmp_path / "link.png"):
+    for out in ("bright.png", "sub/../dark.png", "link.png", "x.json"):
         with pytest.raises(InputError, match="--out"):
-            data.caption_files(make(), [dark, bright], str(out))
+            data.caption_files(make(), [dark, bright], str(tmp_path / out))
     assert (dark.read_bytes(), bright.read_bytes()) == photographs
+    table = tmp_path / "pairs.csv"
+    table.write_text("before,after\ndark.png,bright.png")
+    with pytest.raises(InputError, match="--out"):
+        data.caption_files(make(), [str(table)], str(tmp_path / "x.png"))
 
 
 def test_the_pairs_of_a_file_are_captioned(captioner, tmp_path, capsys):
     *_, make = captioner
     table = tmp_path / "pairs.csv"
-    rows = ["dark.png,bright.png,", "bright.png,dark.png,x", "dark.png,dark.png,0"]
-    table.write_text("\n".join(["before,after,id", *rows]))
+    rows = ["./dark.png,bright.png,,", "bright.png,dark.png,x,", "dark.png,dark.png,0,", ",,,"]
+    table.write_text("\n".join(["Before, After,id,captions", *rows]))  # as for training
     data.caption_files(make(), [str(table)], str(tmp_path / "out.json"))
     expected = {"dark.png bright.png": "brighter", "x": "darker", "0": "darker"}
     lines = [f"{name}: {caption}" for name, caption in expected.items()]
     assert capsys.readouterr().out.splitlines() == lines
     assert data.read_predictions(tmp_path / "out.json") == expected
     for text, named in (
-        ("before\na.png", "before.*commas"),
-        ("before;after\na.png;b.png", "before;after.*commas"),
-        ("before,after,id\n", "rows"),
-        ("before,after,id\na,b,1\nc,d,1", "line 3"),
-        ("before,after\n,b\n", "line 2"),
-        ("before,after,captions\na,b,c, d\n", "line 2"),
+        ("before;after\na.png;b.png", ""),
+        ("before,after,id\n", ""),
+        ("before,after,id\na,b,1\nc,d,1", ", line 3"),
+        ("before,after\n,b\n", ", line 2"),
     ):
         table.write_text(text)
-        with pytest.raises(InputError, match=rf"pairs.csv.*{named}"):
+        with pytest.raises(InputError, match=f"pairs.csv{named}"):
             data.caption_files(make(), [str(table)], None)
 
 
-def test_a_table_for_training_is_captioned_too(captioner, tmp_path, capsys):
-    *_, make = captioner
-    table = tmp_path / "pairs.csv"
-    table.write_text("Before, After,kind,captions\n./dark.png,bright.png,,\n,,,\n")
-    data.caption_files(make(), [str(table)], None)
-    assert capsys.readouterr().out == "dark.png bright.png: brighter\n"
-
-
-@pytest.mark.parametrize(
-    "last", ["bright.png,none.png", "cut.png,bright.png", "pairs.csv,dark.png"]
-)
+@pytest.mark.parametrize("last", ["none.png", "cut.png", "pairs.csv"])
 def test_every_file_is_looked_at_before_the_first_is_captioned(captioner, tmp_path, capsys, last):
     _, bright, make = captioner
     (tmp_path / "cut.png").write_bytes(bright.read_bytes()[:-30])
     table = tmp_path / "pairs.csv"
-    table.write_text(f"before,after\ndark.png,bright.png\n{last}\n")
-    named = re.escape(last.replace("bright.png", "").replace("dark.png", "").strip(","))
-    with pytest.raises(InputError, match=named):
+    table.write_text(f"before,after\ndark.png,bright.png\nbright.png,{last}\n")
+    with pytest.raises(InputError, match=last):
         data.caption_files(make(), [str(table)], str(tmp_path / "out.json"))
     assert capsys.readouterr().out == ""
 
@@ -416,12 +371,3 @@ def test_a_checkpoint_without_an_extractor_is_named(tmp_path):
     torch.save(state, tmp_path / "best.pt")
     with pytest.raises(InputError, match="best.pt"):
         scorer_cbr.load(tmp_path / "best.pt", device="cpu")
-
-
-def test_out_has_a_fitting_name(captioner, tmp_path):
-    dark, bright, make = captioner
-    table = tmp_path / "pairs.csv"
-    table.write_text("before,after\ndark.png,bright.png")
-    for files, out in (([dark, bright], "x.json"), ([str(table)], "x.png")):
-        with pytest.raises(InputError, match="--out"):
-            data.caption_files(make(), files, str(tmp_path / out))
