@@ -128,13 +128,6 @@ def test_spot_the_diff_groups_the_rows_of_an_id(tmp_path):
     assert pairs(release, "train")[0] == data.Pair("7", *names, ["a man left", "", "no man"])
     assert pairs(release, "test")[0].captions == [""]
     assert all(path.exists() for path in release.paths.values())
-    file = tmp_path / "annotations/test.json"
-    write(file, [{"img_id": "1"}])
-    with pytest.raises(InputError, match=r"test.json.*sentences"):
-        data.read_spot_the_diff(tmp_path)
-    write(file, [{"img_id": "1", "sentences": []}])
-    with pytest.raises(InputError, match=f"{tmp_path}.* 1$"):  # no captions
-        data.read_release("spot_the_diff", tmp_path)
 
 
 @real
@@ -173,9 +166,6 @@ def test_image_editing_request_is_keyed_by_uid(tmp_path):
     assert data.read_image_editing(tmp_path).paths["c.gif"] == tmp_path / "images" / "c.gif"
     words = data.tokenize_lower(" Crop, PLEASE... it's  50%")
     assert words == "crop , please ... it ' s 50 %".split()
-    write(tmp_path / "test.json", [item("B_1", "a.jpg", "c.gif", 5)])
-    with pytest.raises(InputError, match=r"test.json"):
-        data.read_image_editing(tmp_path)
 
 
 @real
@@ -222,9 +212,6 @@ def test_levir_cc(tmp_path):
     assert vocab.words[4:] == ["a", "appears", "lake"]
     assert vocab.encode("a villa", 4) == [2, 4, 1, 3]
     assert vocab.split("a " * 60) == ["a"] * 50
-    write(tmp_path / "LevirCCcaptions.json", {"images": [levir_image("restval", 1, "x")]})
-    with pytest.raises(InputError, match=r"'restval'"):
-        data.read_levir_cc(tmp_path)
 
 
 # ---- birds ---------------------------------------------------------------------------------------
@@ -358,8 +345,6 @@ def test_where_the_authors_features_lie(tmp_path):
     for picture, features in places.items():
         assert data.authors_features(tmp_path / picture, tmp_path) == tmp_path / features
     assert data.authors_features(tmp_path / "bef" / "images.png", tmp_path) is None
-    elsewhere = tmp_path.parent / "images" / "x.png"  # an absolute path in pairs.csv
-    assert data.authors_features(elsewhere, tmp_path) is None
 
 
 @pytest.mark.parametrize("name, writer", [("birds_to_words", write_birds), ("cub", write_cub)])
