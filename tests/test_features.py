@@ -180,17 +180,18 @@ def test_half_transparent_is_half_white():
     assert (np.array(data.read_image(palette)) == 255).all()
 
 
-def png_of_16_bits(kind, channels):
-    """A PNG of noise, 16 bits a channel, which Pillow cannot write. kind: PNG's number."""
+def png_of_16_bits():
+    """A PNG of noise in RGB, 16 bits a channel, which Pillow cannot write."""
 
     def chunk(name, content):
         checksum = zlib.crc32(name + content)
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", checksum)
 
-    header = struct.pack(">IIBBBBB", 16, 12, 16, kind, 0, 0, 0)
-    row = b"\0" + bytes(range(32)) * channels
-    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(row * 12)) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + body
+    header = struct.pack(">IIBBBBB", 16, 12, 16, 2, 0, 0, 0)
+    rows = zlib.compress((b"\0" + bytes(range(96))) * 12)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    )
 
 
 def test_other_than_8_bits_a_channel_is_refused(tmp_path):
@@ -198,13 +199,9 @@ def test_other_than_8_bits_a_channel_is_refused(tmp_path):
     values = np.random.default_rng(0).random((12, 16))
     Image.fromarray(values.astype(np.float32)).save(tmp_path / "float.tif")
     Image.fromarray((values * 255).astype(np.int32)).save(tmp_path / "int.tif")
-    Image.fromarray((values * 2047).astype(np.uint16)).save(tmp_path / "11_bits.tif")
-    Image.fromarray((values * 65535).astype(np.uint16)).save(tmp_path / "16_bits.png")
-    for kind, channels in ((2, 3), (4, 2), (6, 4)):  # RGB, grey with alpha, RGBA
-        (tmp_path / f"{kind}.png").write_bytes(png_of_16_bits(kind, channels))
-    files = sorted(tmp_path.iterdir())
-    assert len(files) == 7
-    for file in files:
+    Image.fromarray((values * 2047).astype(np.uint16)).save(tmp_path / "11_bits.png")
+    (tmp_path / "16_bits.png").write_bytes(png_of_16_bits())
+    for file in tmp_path.iterdir():
         with pytest.raises(InputError, match=rf"{file.name}.*8 bits"):
             data.read_image(file)
 

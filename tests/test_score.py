@@ -24,9 +24,7 @@ PREDICTIONS = {"1": "The left red car.", "2": "no change was made", "3": ""}
 SENTENCES = [
     "The man's (red) T-shirt isn't here -- it's gone...",
     "Mr. Smith, etc., left at 3.5 p.m.",
-    "the boys’ “ball” – gonna move",
     '[x] {y} b&w photo & AT&T sign no. 5; no. I cannot say "no" !!',
-    "1 1/2 cars",
 ]
 
 
@@ -43,17 +41,18 @@ def test_stanford_tokens_are_the_packages_and_odd_line_breaks_shift_nothing(java
 
     expected = PTBTokenizer().tokenize({0: [{"caption": s} for s in SENTENCES]})[0]
     assert expected[1] == "mr. smith etc. left at 3.5 p.m."
-    odd = {
-        "": "",
-        "a\u2028b": "a b",
-        "c\n\nd": "c d",
-        "e\x85f\r": "e f",
-        " ": "",
-        "g ||| h": "g | | | h",
-        "\t": "",
-    }
+    odd = {"": "", "a\u2028b": "a b", "c\n\nd": "c d", "e\x85f\r": "e f", "\t": ""}
     words = data.scored_words([*SENTENCES, *odd], "ptb", None, quick=False)
     assert words == [*expected, *odd.values()]
+
+
+def test_a_tokenizer_that_loses_lines_gives_no_scores(monkeypatch):
+    def run(call, **streams):
+        return SimpleNamespace(returncode=0, stdout=b"a\n")
+
+    monkeypatch.setattr(data.subprocess, "run", run)
+    with pytest.raises(OSError, match="tokenizer"):
+        data.ptb_tokenize(["a", "b"])
 
 
 def test_plain_words_equal_stanfords_on_minis_templates(java):
@@ -67,16 +66,6 @@ def test_plain_words_equal_stanfords_on_minis_templates(java):
     assert data.plain_tokenize('A dog\'s  T-shirt -- "gone".') == "a dog s t-shirt gone"
 
 
-@pytest.mark.parametrize(("code", "output"), [(0, b"a\n"), (0, b"a\n\nb\n"), (1, b"a\nb\n")])
-def test_a_tokenizer_that_loses_lines_gives_no_scores(monkeypatch, code, output):
-    def run(call, **streams):
-        return SimpleNamespace(returncode=code, stdout=output)
-
-    monkeypatch.setattr(data.subprocess, "run", run)
-    with pytest.raises(OSError, match="tokenizer"):
-        data.ptb_tokenize(["a", "b"])
-
-
 def test_words_as_they_are_and_as_ids():
     references = {"1": ["a barn, by zoe", "no  change"]}
     said = {"1": "a barn, by ann "}
@@ -85,8 +74,6 @@ def test_words_as_they_are_and_as_ids():
     # zoe and ann are the same unknown word.
     known = {"<UNK>": data.UNK, "a": 4, "barn,": 5, "by": 6}
     assert data.score(said, references, tokens="ids", index=known)["total"]["BLEU-4"] == 100
-    numbers = data.scored_words(["a barn, by zoe"], "ids", known, quick=False)
-    assert numbers == [f"4 5 6 {data.UNK}"]
 
 
 # ---- metrics -------------------------------------------------------------------------------------
@@ -155,11 +142,6 @@ def test_bleu_and_cider_of_groups_by_hand():
     assert data.score({"1": "a"}, {"1": [""]})["total"]["CIDEr"] == 0
 
 
-def test_a_group_cannot_replace_the_total():
-    scores = data.score(PREDICTIONS, REFERENCES, {"total": {"2"}})
-    assert scores == data.score(PREDICTIONS, REFERENCES)
-
-
 def test_without_java_metrics_are_absent_and_shown_as_such():
     scores = data.score(PREDICTIONS, REFERENCES)
     assert set(data.METRICS) - set(scores["total"]) == {"METEOR", "SPICE"}
@@ -170,42 +152,32 @@ def test_without_java_metrics_are_absent_and_shown_as_such():
 
 
 def test_java_adds_meteor_and_changes_nothing_else(java, monkeypatch):
-    groups = {"same": {"2"}, "empty": {"3"}}
-    with_java = data.score(PREDICTIONS, REFERENCES, groups)
+    with_java = data.score(PREDICTIONS, REFERENCES, {"same": {"2"}})
     assert with_java["same"]["METEOR"] == 100
-    assert with_java["empty"]["METEOR"] == 0
     assert 0 < with_java["total"]["METEOR"] < 100
     monkeypatch.setattr(data, "java_works", lambda: False)
-    for name, row in data.score(PREDICTIONS, REFERENCES, groups).items():
+    for name, row in data.score(PREDICTIONS, REFERENCES, {"same": {"2"}}).items():
         assert row.items() <= with_java[name].items()
 
 
-class Failing:
-    """A metric that dies as pycocoevalcap's Meteor does: with its lock."""
+@pytest.mark.parametrize("error", [BrokenPipeError("it died"), KeyboardInterrupt()])
+def test_a_java_program_that_fails_leaves_no_lock(error):
+    """pycocoevalcap's Meteor dies with its lock, for which its destructor waits."""
 
-    def __init__(self, error):
-        self.error = error
-        self.lock = threading.Lock()
+    class Failing:
+        lock = threading.Lock()
 
-    def compute_score(self, gts, res):
-        self.lock.acquire()
-        raise self.error
+        def compute_score(self, gts, res):
+            self.lock.acquire()
+            raise error
 
-
-@pytest.mark.parametrize("error", [BrokenPipeError("it died"), ValueError("0,5")])
-def test_a_java_program_that_fails_is_named_and_leaves_no_lock(monkeypatch, capsys, error):
-    program = Failing(error)
-    monkeypatch.setattr(data, "java_programs", lambda tokens: {"METEOR": program})
-    scores = data.score(PREDICTIONS, REFERENCES)
-    assert scores == data.score(PREDICTIONS, REFERENCES, quick=True)
-    assert "METEOR" in capsys.readouterr().out
-    assert not program.lock.locked()  # Meteor's destructor waits for it
-
-
-def test_ctrl_c_leaves_no_lock():
-    program = Failing(KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        data.java_metric("METEOR", program, {"1": ["a"]}, {"total": {"1": ["a"]}})
+    program = Failing()
+    captions = {"1": ["a"]}
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            data.java_metric("METEOR", program, captions, {"total": captions})
+    else:
+        assert data.java_metric("METEOR", program, captions, {"total": captions}) == {}
     assert not program.lock.locked()
 
 
@@ -223,9 +195,6 @@ def test_spice_runs_if_its_models_are_there_and_never_downloads(monkeypatch):
     assert "SPICE" not in data.score(PREDICTIONS, REFERENCES)["total"]
     monkeypatch.setattr(data, "SPICE_MODELS", ())
     assert data.score(PREDICTIONS, REFERENCES)["total"]["SPICE"] == 25
-    numbered = data.score(PREDICTIONS, REFERENCES, tokens="ids", index={})["total"]
-    assert "METEOR" in numbered
-    assert "SPICE" not in numbered  # it reads sentences
 
 
 # ---- of a data set's split -----------------------------------------------------------------------
@@ -256,16 +225,8 @@ def test_pairs_with_a_picture_of_another_split_are_also_left_out():
     release = data.release_from_pairs(pairs, Path())
     dataset = SimpleNamespace(release=release, pairs=pairs.get)
     assert data.groups_of(dataset, "test") == {"without leaked pairs": {"6"}}
-    assert data.groups_of(dataset, "train") == {"without leaked pairs": set()}
-    pairs["test"] = pairs["test"][3:]
-    release = data.release_from_pairs(pairs, Path())
-    dataset = SimpleNamespace(release=release, pairs=pairs.get)
-    assert data.groups_of(dataset, "test") == {}
-
-
-def test_single_images_share_no_absent_picture():
     pairs = {split: [data.Pair(split, split, None, [])] for split in data.SPLITS}
-    assert not data.release_from_pairs(pairs, Path()).leaked("test")
+    assert not data.release_from_pairs(pairs, Path()).leaked("test")  # of single images
 
 
 @pytest.fixture
@@ -279,16 +240,6 @@ def first_references(dataset) -> dict[str, str]:
     for pair in dataset.pairs("test"):
         captions[pair.id] = " ".join(dataset.vocab.split(pair.captions[0]))
     return captions
-
-
-def test_validation_asks_for_no_java(dataset, monkeypatch):
-    def java_works():
-        raise AssertionError("validation asked for Java")
-
-    monkeypatch.setattr(data, "java_works", java_works)
-    scores = dataset.results("test", first_references(dataset), {}, None)
-    assert scores.keys() == {"BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "ROUGE-L", "CIDEr"}
-    assert scores["BLEU-4"] == 100
 
 
 def test_changed_and_unchanged_pairs_are_recognised(dataset, monkeypatch):
@@ -307,41 +258,13 @@ def test_changed_and_unchanged_pairs_are_recognised(dataset, monkeypatch):
     assert data.accuracy_of(dataset, captions) == both
 
 
-def test_without_ptb_references_have_the_words_of_the_vocabularys_rule(dataset, monkeypatch):
-    row = replace(data.DATASETS["clevr_change"], tokens="ids")
-    monkeypatch.setitem(data.DATASETS, "clevr_change", row)
-    captions = {}
-    references = {}
-    for pair in dataset.pairs("test"):
-        captions[pair.id] = " ".join(data.tokenize(pair.captions[1]))
-        references[pair.id] = pair.captions
-    assert data.protocol_scores(dataset, captions, references)["total"]["BLEU-4"] == 100
-
-
-def best_by_hand(dataset, pairs) -> set[str]:
-    """The training captions with the best CIDEr, each said of all pairs."""
-    references = {pair.id: pair.captions for pair in pairs}
-    ciders = {}
-    for pair in dataset.pairs("train"):
-        for caption in pair.captions:
-            said = dict.fromkeys(references, caption)
-            ciders[caption] = data.score(said, references, quick=True)["total"]["CIDEr"]
-    return {caption for caption, cider in ciders.items() if cider == max(ciders.values())}
-
-
-def test_one_caption_is_the_best_one(dataset):
-    assert data.one_caption(dataset) in best_by_hand(dataset, dataset.pairs("val"))
-    dataset.scenes["val"] = []
-    assert data.one_caption(dataset) in best_by_hand(dataset, dataset.pairs("train"))
-
-
-def test_one_caption_is_a_frequent_one(dataset):
+def test_one_caption_is_the_best_of_the_frequent_ones(dataset):
     train = dataset.pairs("train")
-    val = dataset.pairs("val")
     frequent = [f"a {n}" for n in range(20)]
     for pair in train:
         pair.captions[:] = frequent * 2
     train[0].captions.insert(0, "rare as gold")
+    val = dataset.pairs("val")
     for pair in val:
         pair.captions[:] = ["rare as gold"]
     val[0].captions[:] = ["a 7"]
@@ -356,8 +279,7 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
     for i in captions:
         if i.endswith("_n"):
             captions[i] = "the gray cube turned red"
-    maps = {i: {"attention": torch.eye(2) / 2} for i in captions}
-    total = dataset.results("test", captions, maps, tmp_path)
+    total = dataset.results("test", captions, {}, tmp_path)
     table = capsys.readouterr().out
     result = json.loads((tmp_path / "scores_test.json").read_text())
     assert result["scores"]["total"] == total
@@ -371,41 +293,40 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
     assert result["different captions"] == len({*captions.values()}) > 1
     assert result["accuracy"] == {"change recognised": 100, "no change recognised": 0}
     assert data.read_predictions(tmp_path / "captions_test.json") == captions
-    assert result["without prediction"] == 0 and "0 of 10 pairs" in table
-
-
-def test_a_split_with_missing_predictions(dataset, tmp_path, capsys, drawings):
-    captions = first_references(dataset)
+    assert result["without prediction"] == 0
     del captions[min(captions)]
-    maps = {i: {"attention": torch.eye(2) / 2} for i in captions}
-    dataset.results("test", captions, maps, tmp_path)
+    dataset.results("test", captions, {}, tmp_path)
     assert "1 of 10 pairs" in capsys.readouterr().out
     assert json.loads((tmp_path / "scores_test.json").read_text())["without prediction"] == 1
-    assert (tmp_path / "samples.png").stat().st_size
+
+
+def test_validation_asks_for_no_java(dataset, monkeypatch):
+    def java_works():
+        raise AssertionError("validation asked for Java")
+
+    monkeypatch.setattr(data, "java_works", java_works)
+    scores = dataset.results("test", first_references(dataset), {}, None)
+    assert scores.keys() == {"BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "ROUGE-L", "CIDEr"}
+    assert scores["BLEU-4"] == 100
 
 
 OWN_CAPTIONS = [
-    "The red-brick wall isn't there.",
-    'A 3.5 m gate (the "left-hand" one) was moved, 50% of it!',
-    "two t-shirts aren't on the drivers' line",
+    'A 3.5 m gate (the "left-hand" one) wasn\'t moved, 50% of it!',
     "ein Tu\u0308r ist geo\u0308ffnet...",
-    "\u0932\u093e\u0932 \u0917\u093e\u0921\u093c\u0940 \u091a\u0932\u0940 \u0917\u0908\u0964",
     "the \U0001f469\u200d\U0001f692 has left \U0001f44b\U0001f3fd\U0001f44b\U0001f3fd",
 ]
 
 
-@pytest.mark.parametrize("quick", [True, False])
-def test_a_model_of_own_pairs_without_a_mistake_scores_100(quick):
+def test_a_model_of_own_pairs_without_a_mistake_scores_100():
     vocab = data.Vocab.from_captions(OWN_CAPTIONS, tokenizer=data.tokenize_pairs)
     dataset = SimpleNamespace(name="pairs", vocab=vocab)
     references = {str(n): [caption] for n, caption in enumerate(OWN_CAPTIONS)}
     said = {}
     for i, (caption,) in references.items():
         (said[i],) = vocab.decode(torch.tensor([vocab.encode(caption, 40)]))
-    scores = data.protocol_scores(dataset, said, references, quick=quick)["total"]
+    scores = data.protocol_scores(dataset, said, references)["total"]
     for metric in ("BLEU-1", "BLEU-4", "ROUGE-L"):
         assert scores[metric] == 100
-    assert scores["CIDEr"] == pytest.approx(1000, abs=0.1)
 
 
 def test_what_a_tick_means(dataset):
@@ -501,34 +422,14 @@ def test_pointing_scores_count_boxes_not_pairs(boxed, heat):
         "chance": {"total": 37.5, "color": 16.67},
         "boxes": {"total": 4, "color": 2},
     }
-
-
-def test_pointing_uses_a_sides_own_map(boxed, heat):
-    # Of pair 1 each map finds its own side's box.
+    # Of pair 1 each side's own map finds its box.
     maps = {"1": {"before": heat["1"], "after": heat["2"]}}
-    scores = data.pointing_scores(boxed, "test", maps, {})
-    assert scores["attention"] == {"total": 100}
-
-
-def test_no_pointing_without_boxes_or_pictures(boxed, heat, capsys):
-    maps = {i: {"attention": m} for i, m in heat.items()}
+    assert data.pointing_scores(boxed, "test", maps, {})["attention"] == {"total": 100}
     boxed.paths["a"].unlink()
-    assert data.pointing_scores(boxed, "test", maps, {}) == {}
-    assert str(boxed.paths["a"]) in capsys.readouterr().out
-    boxed.release.boxes.clear()
     assert data.pointing_scores(boxed, "test", maps, {}) == {}
 
 
 # ---- files ---------------------------------------------------------------------------------------
-
-
-def test_files(tmp_path):
-    path = tmp_path / "p.json"
-    data.write_predictions(path, PREDICTIONS)
-    assert data.read_predictions(path) == PREDICTIONS
-    rows = [{"image_id": 7, "caption": "a"}, {"image_id": 7, "caption": "b"}]
-    path.write_text(json.dumps({"annotations": rows}))
-    assert data.read_references(path) == {"7": ["a", "b"]}
 
 
 @pytest.mark.parametrize(
@@ -536,27 +437,17 @@ def test_files(tmp_path):
     [
         "[{",
         '["a"]',
-        '[{"image_id": 1}]',
         '[{"image_id": 1, "caption": 5}]',
         '[{"image_id": 1, "caption": "a"}, {"image_id": 1, "caption": "b"}]',
         r'[{"image_id": 1, "caption": "half an emoji \ud83d"}]',
-        r'{"annotations": [{"image_id": "\udc00", "caption": "a"}]}',
     ],
 )
 def test_a_broken_file_is_named(tmp_path, text):
     path = tmp_path / "p.json"
     path.write_text(text)
-    with pytest.raises(data.InputError, match="p.json"):
-        data.read_predictions(path)
-    with pytest.raises(data.InputError, match="p.json"):
-        data.read_references(path)
-
-
-def test_what_cannot_be_scored():
-    with pytest.raises(data.InputError, match="'x'"):
-        data.score({"x": "a"}, {"y": ["b"]})
-    with pytest.raises(data.InputError):
-        data.score({}, {})
+    for read in (data.read_predictions, data.read_references):
+        with pytest.raises(data.InputError, match="p.json"):
+            read(path)
 
 
 def test_command_line_scores_and_counts_what_has_no_prediction(tmp_path, capsys):
@@ -564,10 +455,13 @@ def test_command_line_scores_and_counts_what_has_no_prediction(tmp_path, capsys)
     references = tmp_path / "r.json"
     data.write_predictions(predictions, {"1": "a barn.", "2": "a road"})
     rows = []
-    for i, caption in (("1", "A barn"), ("2", "a house"), ("3", "a hill"), ("3", "hills")):
+    for i, caption in ((1, "A barn"), (2, "a house"), (3, "a hill"), (3, "hills")):
         rows.append({"image_id": i, "caption": caption})
     references.write_text(json.dumps({"annotations": rows}))
     data.main(["score", "--predictions", str(predictions), "--references", str(references)])
     _, total, absent = capsys.readouterr().out.splitlines()
     assert total.split()[:2] == ["total", "75.00"]
     assert absent.split()[:3] == ["1", "of", "3"]
+    data.write_predictions(predictions, {"x": "a barn."})
+    with pytest.raises(data.InputError, match="'x'"):
+        data.main(["score", "--predictions", str(predictions), "--references", str(references)])

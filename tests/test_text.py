@@ -1,5 +1,4 @@
-"""Text: noun and verb segments of captions, their subjects, CLIP with learned prompts, mini's
-CLIP."""
+"""Text: noun and verb segments of captions, their subjects, CLIP."""
 
 import json
 import warnings
@@ -9,6 +8,7 @@ import pytest
 
 import data
 import rdd_acr
+from common import InputError
 from mini import NO_CHANGE, TEMPLATES
 
 with warnings.catch_warnings():
@@ -19,7 +19,7 @@ VOCAB = spacy.blank("en").vocab
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 SPOT_THE_DIFF = SHARED / "spot_the_diff" / "annotations" / "val.json"
 
-# ---- segments and subjects ----
+# ---- segments and subjects -----------------------------------------------------------------------
 
 # Sentence -> noun segments, verb segments, subjects.
 READINGS = {
@@ -27,11 +27,6 @@ READINGS = {
         ["suv", "right side", "lot"],
         ["is gone"],
         ["suv"],
-    ),
-    "the person walking towards the truck is missing": (
-        ["person", "truck"],
-        ["walking", "is missing"],
-        ["person"],
     ),
     "there is now a dark red car near the gate": (
         ["dark red car", "gate"],
@@ -43,7 +38,6 @@ READINGS = {
         ["there are no longer", "walking"],
         ["people"],
     ),
-    "the man is not walking anymore": (["man"], ["is not walking anymore"], ["man"]),
     "the people are in a different position": (
         ["people", "different position"],
         ["are in a different position"],
@@ -54,18 +48,7 @@ READINGS = {
         ["seem to have been built"],
         ["many houses"],
     ),
-    "a t-shaped road is built": (["t-shaped road"], ["is built"], ["t-shaped road"]),
-    "a winding road with two parked cars appears": (
-        ["winding road", "two parked cars"],
-        ["appears"],
-        ["winding road"],
-    ),
     "the tall man and the dog have left": (["tall man", "dog"], ["have left"], ["tall man", "dog"]),
-    "a white car is missing and a man has appeared": (
-        ["white car", "man"],
-        ["is missing", "has appeared"],
-        ["white car", "man"],
-    ),
     "one of the cars has moved": (["cars"], ["has moved"], ["cars"]),
     "the picture on the right has more people": (
         ["picture", "right", "more people"],
@@ -78,24 +61,14 @@ READINGS = {
         ["remove", "brighten"],
         ["people", "whole sky"],
     ),
-    "Brighten the whole sky": (["whole sky"], ["brighten"], ["whole sky"]),
     "the color changed to gray": (["color"], ["changed to gray"], ["color"]),
-    "the lamp looks very bright and its shade is red": (
-        ["lamp", "shade"],
-        ["looks very bright", "is red"],
-        ["lamp", "shade"],
-    ),
     # a copula counts only if there is nothing else
     "two people are on the steps": (["two people", "steps"], ["are"], ["two people"]),
     "the man that was behind the bus has moved": (["man", "bus"], ["has moved"], ["man"]),
-    "less street traffic": (["less street traffic"], [], ["less street traffic"]),
     "it has disappeared": ([], ["has disappeared"], []),
     "make the image brighter": (["image"], ["make"], []),
     "no change has occurred": (["no change"], ["has occurred"], []),
-    "there is no difference": (["no difference"], ["there is"], []),
-    "nothing has left the scene": (["nothing", "scene"], ["has left"], []),
     "everything is the same": (["everything"], ["is the same"], []),
-    "the scene is the same as before": (["scene"], ["is the same"], []),
     "the two scenes seem identical": (["two scenes"], ["seem identical"], []),
 }
 
@@ -107,8 +80,6 @@ ANNOTATED = [
     "there/PRON/EX/2/expl is/VERB/VBZ/0/ROOT now/ADV/RB/2/advmod a/DET/DT/7/det "
     "dark/ADJ/JJ/7/amod red/ADJ/JJ/7/amod car/NOUN/NN/2/attr near/ADP/IN/7/prep "
     "the/DET/DT/10/det gate/NOUN/NN/8/pobj",
-    "the/DET/DT/2/det man/NOUN/NN/5/nsubj is/AUX/VBZ/5/aux not/PART/RB/5/neg "
-    "walking/VERB/VBG/0/ROOT anymore/ADV/RB/5/advmod",
     "the/DET/DT/2/det people/NOUN/NNS/3/nsubj are/AUX/VBP/0/ROOT in/ADP/IN/3/prep "
     "a/DET/DT/7/det different/ADJ/JJ/7/amod position/NOUN/NN/4/pobj",
     "many/ADJ/JJ/2/amod houses/NOUN/NNS/3/nsubj seem/VERB/VBP/0/ROOT to/PART/TO/7/aux "
@@ -122,11 +93,11 @@ ANNOTATED = [
     "right/NOUN/NN/3/pobj has/VERB/VBZ/0/ROOT more/ADJ/JJR/8/amod people/NOUN/NNS/6/dobj",
     "remove/VERB/VB/0/ROOT the/DET/DT/3/det people/NOUN/NNS/1/dobj and/CCONJ/CC/1/cc "
     "brighten/VERB/VBD/1/conj the/DET/DT/8/det whole/ADJ/JJ/8/amod sky/NOUN/NN/5/dobj",
-    "two/NUM/CD/2/nummod people/NOUN/NNS/3/nsubj are/AUX/VBP/0/ROOT on/ADP/IN/3/prep "
-    "the/DET/DT/6/det steps/NOUN/NNS/4/pobj",
     "the/DET/DT/2/det man/NOUN/NN/9/nsubj that/PRON/WDT/4/nsubj was/AUX/VBD/2/relcl "
     "behind/ADP/IN/4/prep the/DET/DT/7/det bus/NOUN/NN/5/pobj has/AUX/VBZ/9/aux "
     "moved/VERB/VBN/0/ROOT",
+    "two/NUM/CD/2/nummod people/NOUN/NNS/3/nsubj are/AUX/VBP/0/ROOT on/ADP/IN/3/prep "
+    "the/DET/DT/6/det steps/NOUN/NNS/4/pobj",
     "it/PRON/PRP/3/nsubj has/AUX/VBZ/3/aux disappeared/VERB/VBN/0/ROOT",
     "no/DET/DT/2/det change/NOUN/NN/4/nsubj has/AUX/VBZ/4/aux occurred/VERB/VBN/0/ROOT",
 ]
@@ -134,10 +105,16 @@ ANNOTATED = [
 
 def annotated(line):
     """A sentence with the parse that a line of ANNOTATED gives."""
-    words, pos, tags, heads, deps = zip(*(item.split("/") for item in line.split()), strict=True)
-    heads = [n if head == "0" else int(head) - 1 for n, head in enumerate(heads)]
-    annotations = {"pos": list(pos), "tags": list(tags), "heads": heads, "deps": list(deps)}
-    return spacy.tokens.Doc(VOCAB, words=list(words), **annotations)
+    words = []
+    annotations = {"pos": [], "tags": [], "heads": [], "deps": []}
+    for n, token in enumerate(line.split()):
+        word, pos, tag, head, dep = token.split("/")
+        words.append(word)
+        annotations["pos"].append(pos)
+        annotations["tags"].append(tag)
+        annotations["heads"].append(n if head == "0" else int(head) - 1)
+        annotations["deps"].append(dep)
+    return spacy.tokens.Doc(VOCAB, words=words, **annotations)
 
 
 @pytest.mark.parametrize("line", ANNOTATED)
@@ -175,7 +152,7 @@ def test_annotations_are_those_of_the_real_model(english):
             assert found == (other.text, other.pos_, other.tag_, other.head.i, other.dep_)
 
 
-def test_captions_by_the_real_model(english, capsys):
+def test_captions_by_the_real_model(english):
     captions = ["the car is gone", "Remove the  car", "the car is gone", "", " "]
     found = data.read_captions(rdd_acr.segments, "levir_cc", captions)
     assert found == {
@@ -184,7 +161,6 @@ def test_captions_by_the_real_model(english, capsys):
         "": ([], []),
         " ": ([], []),
     }
-    assert "segments of 4 captions by en_core_web_sm" in capsys.readouterr().out
     assert data.read_captions(data.subjects, "pairs", captions[:1]) == {"the car is gone": ["car"]}
 
 
@@ -205,7 +181,7 @@ def test_real_captions_mostly_have_phrases(english):
     assert sum(not s for s in subjects) < 0.1 * len(captions)
 
 
-# ---- templates ----
+# ---- templates -----------------------------------------------------------------------------------
 
 # The verb segment that each of mini's sentences has; {} is the new value.
 VERBS = {
@@ -224,14 +200,9 @@ VERBS = {
 }
 WITHOUT_OBJECT = {
     "there is no change": (["no change"], ["there is"]),
-    "no change was made": (["no change"], ["was made"]),
-    "no difference can be seen": (["no difference"], ["can be seen"]),
     "there is no difference in the color of the cube": (["no difference"], ["there is"]),
-    "no change": (["no change"], []),
     "Nothing was modified.": (["nothing"], ["was modified"]),
     "the scene is the same as before": (["scene"], ["is the same"]),
-    "the scene remains the same": (["scene"], ["remains the same"]),
-    "the two scenes seem identical": (["two scenes"], ["seem identical"]),
     "the two pictures show the same scene": (
         ["two pictures", "same scene"],
         ["show the same scene"],
@@ -241,10 +212,6 @@ WITHOUT_OBJECT = {
 }
 # Sentences as CLEVR-Change and CLEVR-DC have them. The first object is the subject.
 WITH_OBJECTS = {
-    "the tiny metallic block behind the big ball is no longer there": (
-        ["tiny metallic block", "big ball"],
-        ["is no longer there"],
-    ),
     "The cyan thing on the left side of the matte sphere has been newly placed.": (
         ["cyan thing", "matte sphere"],
         ["has been newly placed"],
@@ -285,38 +252,32 @@ def test_sentences_of_closed_vocabularies(dataset):
         assert data.subjects(doc) == (expected[0][:1] if text in WITH_OBJECTS else [])
 
 
-def test_every_distinct_caption_is_read_once(capsys):
+def test_every_distinct_caption_is_read_once():
     captions = ["the cube is gone", "nothing has changed", "the cube is gone"]
     found = data.read_captions(rdd_acr.segments, "mini", captions)
     assert found == {
         "the cube is gone": (["cube"], ["is gone"]),
         "nothing has changed": (["nothing"], ["has changed"]),
     }
-    assert "segments of 2 captions by en_template_rules" in capsys.readouterr().out
-
     read = []
-
-    def keep(doc):
-        read.append(doc.text)
-
-    data.read_captions(keep, "mini", captions)
+    data.read_captions(lambda doc: read.append(doc.text), "mini", captions)
     assert read == captions[:2]
 
 
 def test_errors_of_language(monkeypatch):
     captions = ["the cube is gone", "the sofa is gone"]
-    with pytest.raises(ValueError, match="'the sofa is gone' names no object.*OBJECT in data.py"):
+    with pytest.raises(InputError, match="the sofa is gone"):
         data.read_captions(data.subjects, "clevr_dc", captions)
 
     def absent(*_, **__):
         raise OSError("no such model")
 
     monkeypatch.setattr(spacy, "load", absent)
-    with pytest.raises(ValueError, match="spot_the_diff.*python -m spacy download en_core_web_sm"):
+    with pytest.raises(InputError, match="spacy download en_core_web_sm"):
         data.language("spot_the_diff")
 
 
-# ---- CLIP ----
+# ---- CLIP ----------------------------------------------------------------------------------------
 
 CLIP_16 = {
     "embed_dim": 8,
@@ -326,43 +287,35 @@ CLIP_16 = {
 
 
 def test_errors_of_clip(tmp_path, monkeypatch):
-    for name in (
-        "ViT-L-14",
-        "ViT-L-14:nonsense",
-        "NoSuch:openai",
-        f"ViT-B-32:{tmp_path / 'absent.pt'}",
-    ):
-        message = "MODEL:PRETRAINED .known of (ViT-L-14|ViT-B-32): .*openai|known of NoSuch: none"
-        with pytest.raises(ValueError, match=message):
+    file = tmp_path / "absent.pt"
+    for name in ("ViT-L-14", "ViT-L-14:nonsense", "NoSuch:openai", f"ViT-B-32:{file}"):
+        with pytest.raises(InputError, match=name.partition(":")[0]):
             data.load_clip(name)
 
     def offline(model, weights, force_quick_gelu, **options):
         assert force_quick_gelu == (weights == "openai")
-        raise RuntimeError("Failed to download\nweights")
+        raise RuntimeError("Failed to download")
 
     monkeypatch.setattr(open_clip, "create_model_and_transforms", offline)
-    with pytest.raises(
-        ValueError, match=r"Failed to download weights.*--clip ViT-L-14-quickgelu:/path/to/file"
-    ):
+    with pytest.raises(InputError, match="--clip ViT-L-14-quickgelu:"):
         data.load_clip("ViT-L-14:openai")
-    with pytest.raises(ValueError, match="--clip ViT-B-32:/path/to/file"):
+    with pytest.raises(InputError, match="--clip ViT-B-32:"):
         data.load_clip("ViT-B-32:laion2b_s34b_b79k")
 
 
 def test_other_models_are_loaded_frozen(monkeypatch):
-    model, other = open_clip.CLIP(**CLIP_16), object()
-    monkeypatch.setattr(
-        open_clip,
-        "create_model_and_transforms",
-        lambda *_, **__: (model.train(), other, "preprocess"),
-    )
+    model = open_clip.CLIP(**CLIP_16)
+
+    def create(*_, **__):
+        return model.train(), None, "preprocess"
+
+    monkeypatch.setattr(open_clip, "create_model_and_transforms", create)
     loaded, tokenizer, preprocess = data.load_clip("ViT-L-14:openai")
-    assert (
-        loaded is model
-        and not model.training
-        and not any(p.requires_grad for p in model.parameters())
-    )
-    assert tokenizer(["cube"]).shape == (1, 77) and preprocess == "preprocess"
-    monkeypatch.setattr(model, "text_pool_type", "last")
-    with pytest.raises(ValueError, match="learned prompts"):
+    assert loaded is model
+    assert not model.training
+    assert not any(p.requires_grad for p in model.parameters())
+    assert tokenizer(["cube"]).shape == (1, 77)
+    assert preprocess == "preprocess"
+    model.text_pool_type = "last"
+    with pytest.raises(InputError):
         data.load_clip("ViT-L-14:openai")
