@@ -74,7 +74,11 @@ def untrained_resnet():
 
 def without_training(monkeypatch):
     """Extractors have random weights, instead of those that would be downloaded."""
-    monkeypatch.setattr(data, "resnet101", lambda weights: copy.deepcopy(untrained_resnet()))
+
+    def make(weights):
+        return copy.deepcopy(untrained_resnet())
+
+    monkeypatch.setattr(data, "resnet101", make)
 
 
 @pytest.mark.parametrize(

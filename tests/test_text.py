@@ -260,7 +260,11 @@ def test_every_distinct_caption_is_read_once():
         "nothing has changed": (["nothing"], ["has changed"]),
     }
     read = []
-    data.read_captions(lambda doc: read.append(doc.text), "mini", captions)
+
+    def keep(doc):
+        read.append(doc.text)
+
+    data.read_captions(keep, "mini", captions)
     assert read == captions[:2]
 
 
