@@ -92,29 +92,6 @@ def test_bounds_are_a_naive_searchs(tmp_path, capsys):
     assert result["pairs"][HUMAN] == 20
 
 
-def test_bounds_of_birds_need_no_photograph(tmp_path):
-    rows = [("img1ImgURL", "img2ImgURL", "split", "description")]
-    for n, split in enumerate(("train", "val", "test", "test")):
-        photos = [f"https://x/photos/{n}{side}/large.jpg" for side in (1, 2)]
-        rows.append((*photos, split, "Animal1 is red."))
-    table = "".join("\t".join(row) + "\n" for row in rows)
-    (tmp_path / "birds-to-words-v1.0.tsv").write_text(table)
-    result = bounds.bounds("birds_to_words", tmp_path)
-    assert result["pairs"] == {ONE_CAPTION: 2, ONE_PER_KIND: 0, HUMAN: 0}
-    assert result["chosen"] == {ONE_CAPTION: "animal1 is red ."}
-    assert result["scores"][f"{ONE_CAPTION}: total"]["BLEU-4"] == 100  # words as they are
-
-
-def test_an_entry_keeps_those_of_other_data_sets(tmp_path):
-    path = tmp_path / "bounds.json"
-    bounds.write_entry(path, "spot_the_diff", {"chosen": {}})
-    bounds.write_entry(path, "levir_cc", {"pairs": {"total": 1}})
-    bounds.write_entry(path, "spot_the_diff", {"pairs": {"total": 2}})
-    entries = json.loads(path.read_text())
-    assert list(entries) == ["levir_cc", "spot_the_diff"]
-    assert entries["spot_the_diff"] == {"pairs": {"total": 2}}
-
-
 @pytest.mark.skipif(not SHARED.exists(), reason="the public annotation files are not here")
 @pytest.mark.parametrize("name", ["levir_cc", "spot_the_diff", "image_editing_request"])
 def test_committed_bounds_are_those_of_the_real_annotations(name):

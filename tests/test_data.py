@@ -111,44 +111,13 @@ def write(path, blocks):
     data.write_features(path, list("abcde"), files, blocks, "resnet101-layer3", "how")
 
 
-def test_feature_file_round_trip(tmp_path, monkeypatch):
+def test_feature_file_round_trip(tmp_path):
     x = features()
     write(tmp_path / "f.h5", iter([x[:2], x[2:]]))
     read = data.Features(tmp_path / "f.h5", "make it")
     assert read.extractor == "resnet101-layer3"
     expected = torch.from_numpy(x[[3, 0, 3]]).half()
     torch.testing.assert_close(read.rows(["d", "a", "d"]), expected)
-
-    empty = torch.empty
-    asked = []
-
-    def unpinned(shape, dtype, pin_memory):  # here may be no GPU to page-lock memory for
-        asked.append(pin_memory)
-        return empty(shape, dtype=dtype)
-
-    monkeypatch.setattr(torch, "empty", unpinned)
-    read.pinned = True
-    torch.testing.assert_close(read.rows(["d", "a", "d"]), expected)
-    assert asked == [True]
-
-
-def test_only_the_named_gpu_is_asked(prepared, monkeypatch):
-    """Not a broken or busy one that is not used: to page-lock memory, too, is to use a GPU."""
-    asked = []
-
-    def free_memory(device):
-        asked.append(device)
-        return 0, 0
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", free_memory)
-    dataset = data.load("clevr_change", prepared, device="cpu")
-    assert not dataset.features.pinned
-    assert len(dataset.features.rows(list(dataset.paths))) == len(dataset.paths)
-    assert asked == []
-    dataset = data.load("clevr_change", prepared, device="cuda:1")
-    assert dataset.features.pinned
-    assert asked == ["cuda:1"]
 
 
 def test_features_that_cannot_be_kept_are_named(tmp_path):
@@ -348,18 +317,6 @@ def test_every_file_is_looked_at_before_the_first_is_captioned(captioner, tmp_pa
     with pytest.raises(InputError, match=last):
         data.caption_files(make(), [str(table)], str(tmp_path / "out.json"))
     assert capsys.readouterr().out == ""
-
-
-def test_a_method_may_look_at_the_pictures_itself(captioner):
-    dark, bright, make = captioner
-
-    def word_of(model, state, pictures):
-        firsts = pictures[::2]  # before, after, before, after, ...
-        return torch.tensor([5 if picture.stem == "dark" else 4 for picture in firsts])
-
-    pairs = [(dark, bright), (bright, dark), (dark, bright)]
-    captions = [caption for caption, _ in make(word_of).pairs(pairs, batch=2)]
-    assert captions == ["darker", "brighter", "darker"]
 
 
 def test_a_checkpoint_without_an_extractor_is_named(tmp_path):

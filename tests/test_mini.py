@@ -1,8 +1,10 @@
 """Tests of the built-in data set: drawing, the sentences, what is judged true of them, the files,
 the two networks, and the preparation."""
 
+import functools
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import signal
@@ -66,16 +68,17 @@ def test_box_and_area_equal_a_march_along_every_ray(shape):
     turn = np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]]) / 0.8
     centre = np.array(item["xyz"])
     eye = camera.eye.astype(float)
-    hit = np.zeros((128, 128), bool)  # two rays a pixel each way
+    place = 0.38 * ((2 * np.arange(128) + 1) / 128 - 1)  # two rays a pixel each way
+    steps = np.linspace(-1.2, 1.2, 193)
+    hit = np.zeros((128, 128), bool)
     for row in range(128):
-        for column in range(128):
-            u = 0.38 * ((2 * column + 1) / 128 - 1)
-            v = 0.38 * ((2 * row + 1) / 128 - 1)
-            ray = camera.forward.astype(float) + u * camera.right - v * camera.up
-            middle = (centre - eye) @ ray / (ray @ ray)
-            t = np.linspace(middle - 1.2, middle + 1.2, 193)
-            points = (eye - centre)[:, None] + t * ray[:, None]
-            hit[row, column] = is_inside(shape, *(turn @ points)).any()
+        rays = camera.forward.astype(float) + place[:, None] * camera.right
+        rays -= place[row] * camera.up  # (128, 3)
+        middle = rays @ (centre - eye) / np.square(rays).sum(1)
+        t = middle[:, None] + steps  # (128, 193)
+        points = eye - centre + t[..., None] * rays[:, None]
+        own = np.moveaxis(points @ turn.T, -1, 0)
+        hit[row] = is_inside(shape, *own).any(1)
     rows = np.flatnonzero(hit.any(1)) // 2
     columns = np.flatnonzero(hit.any(0)) // 2
     width = columns[-1] - columns[0] + 1
@@ -98,44 +101,6 @@ def test_the_nearer_object_hides_the_other():
     assert red > 2 * blue
 
 
-def test_shadows_fall_away_from_the_lamp():
-    """Floor along y = 0.5, light in the plane of x and z: 0.6 to the side for 0.8 up."""
-    light = np.array([[0.6], [0], [0.8]], np.float32)
-    x = np.linspace(-3, 3, 61, dtype=np.float32)
-    points = np.stack([x, 0 * x + 0.5, 0 * x])
-    bright = mini.floor_light([], points, light)
-
-    def in_shadow(shape):
-        return mini.floor_light([ball(0.5, 0.5, shape=shape)], points, light) < bright
-
-    # A ball's shadow is an ellipse around -0.1, where the ray through its centre ends.
-    assert (in_shadow("sphere") == (abs(x + 0.1) < 0.8 / 0.8)).all()
-    # What is 1.6 high has a shadow of 1.2. The floor below it is not seen.
-    for shape, half in (("cylinder", 0.8), ("cube", 0.8 / math.cos(0.3))):
-        outside = abs(x - 0.5) > half
-        expected = (x < 0.5) & (x > 0.5 - half - 1.2)
-        assert (in_shadow(shape) == expected)[outside].all()
-
-
-@pytest.mark.parametrize("shape", mini.ATTRIBUTES["shape"])
-def test_normals_point_out_of_the_surface(shape):
-    """A step along a point's normal leaves the object, a step against it goes inside."""
-    item = ball(0.4, -0.3, shape=shape)
-    camera = camera_at(2)
-    eye = camera.eye[:, None]
-    d = mini.rays(camera)
-    t = mini.hit(item, eye, d)
-    d = d[:, np.isfinite(t)]
-    points = eye + t[np.isfinite(t)] * d
-    normal = mini.normals(item, points)
-    assert points.shape[1] > 200
-    np.testing.assert_allclose(mini.dot(normal, normal), 1, atol=1e-3)
-    assert (mini.dot(normal, d) < 1e-3).all()
-    for step, expected in ((0.02, False), (-0.02, True)):
-        own = mini.turned(mini.from_centre(item, points + step * normal), -item["turn"]) / 0.8
-        assert (is_inside(shape, *own) == expected).mean() > 0.98  # but at edges
-
-
 def test_a_scenes_views_are_spread_by_a_factor_of_its_own():
     """Camera of a view = (1 - s) a + s b: near s = 0 a scene's views stand together, near 1 as far
     apart as two scenes'."""
@@ -145,10 +110,9 @@ def test_a_scenes_views_are_spread_by_a_factor_of_its_own():
         eyes.append([camera.eye for camera in mini.sample_cameras(rng)])
     eyes = np.array(eyes)  # scene, view, xyz
     apart = np.abs(eyes[:, 0] - eyes[:, 1]).max(1)  # s |b_0 - b_1|, at most 5 s
-    assert apart.min() < 0.05 and 3 < apart.max() < 5
-    # The median of s max_xyz |b_0 - b_1| is about 1.1; with s = 1 it would be 2.6.
-    assert 0.8 < np.median(apart) < 1.6
-    assert (np.abs(eyes - np.array([7, -7, 6])) <= 2.5 + 1e-5).all()
+    assert apart.min() < 0.05
+    assert 0.8 < np.median(apart) < 1.6  # of 1.1; with s = 1 it would be 2.6
+    assert 3 < apart.max() < 5
 
 
 # ---- words and what is true ----------------------------------------------------------------------
@@ -192,6 +156,7 @@ def test_relations_turn_with_the_camera():
 
 def test_captions_are_distinct_and_true():
     places = 0
+    wrong_from_there = 0
     for scenes, scene in sampled(300):
         for items in scenes:
             names = {mini.phrase(item) for item in items}
@@ -205,16 +170,11 @@ def test_captions_are_distinct_and_true():
         verdicts = judged(default, truth) + judged(nonsemantic, swapped(truth))
         assert all(all(verdict.values()) for verdict in verdicts)
         places += sum("place" in verdict for verdict in verdicts)
+        if truth["type"] != "add":
+            verdicts = judged(nonsemantic, truth)  # as if they were of the default view
+            wrong_from_there += not all(verdict.get("place", True) for verdict in verdicts)
     assert places > 0.8 * 300 * 12
-
-
-def test_captions_of_other_views_can_be_wrong_about_the_place():
-    wrong = 0
-    for _, scene in sampled(600):
-        if scene["truth"]["type"] != "add":
-            verdicts = judged(scene["nonsemantic"], scene["truth"])
-            wrong += not all(verdict.get("place", True) for verdict in verdicts)
-    assert 0 < wrong < 60
+    assert 0 < wrong_from_there < 30
 
 
 def test_the_parser_and_the_scores_see_mistakes():
@@ -275,16 +235,12 @@ def place_of(caption):
         ("in front of the", False),
         ("in front of the gray cube that is left of the large sphere", True),
         ("in front of the gray cube that is left of the small sphere", False),
+        ("in the scene", None),  # says no place
     ],
 )
 def test_places_are_judged(place, expected):
     assert place_of(f"the yellow cube that is {place} is gone") is expected
     assert place_of(f"someone moved the yellow cube that is {place}") is expected
-
-
-def test_a_caption_without_a_place_is_not_judged_by_it():
-    assert place_of("the yellow cube is gone") is None
-    assert place_of("the yellow cube in the scene is gone") is None
 
 
 def test_accuracy_and_is_right_read_the_truth(drawn):
@@ -336,12 +292,6 @@ def test_files_follow_the_release(drawn):
             assert math.hypot(*right) == pytest.approx(1, abs=1e-3)
 
 
-def test_overlap_is_that_of_two_boxes():
-    assert mini.overlap([0, 0, 4, 2], [0, 0, 4, 2]) == 1
-    assert mini.overlap([0, 0, 4, 2], [2, 0, 4, 2]) == pytest.approx(1 / 3)
-    assert mini.overlap([0, 0, 4, 2], [5, 5, 4, 2]) == 0
-
-
 def test_every_picture_shows_every_object(drawn, monkeypatch, tmp_path):
     """A scene is drawn until it does."""
     shown = []
@@ -365,7 +315,10 @@ def contents(root):
     return {path.relative_to(root): path.read_bytes() for path in root.rglob("*.*")}
 
 
-def test_a_scene_depends_on_its_split_and_number_alone(drawn, tmp_path):
+def test_a_scene_depends_on_its_split_and_number_alone(drawn, tmp_path, monkeypatch):
+    """Also where processes are spawned, as on macOS and Windows."""
+    spawn = multiprocessing.get_context("spawn").Pool
+    monkeypatch.setattr(multiprocessing, "Pool", functools.partial(spawn, 1))
     root, files = drawn
     mini.render(tmp_path, {"train": 7, "val": 2})
     for i, same in ((0, 0), (6, 6), (7, 20), (8, 21)):  # 7 and 8 are the first two of val
@@ -375,27 +328,6 @@ def test_a_scene_depends_on_its_split_and_number_alone(drawn, tmp_path):
     scenes = json.loads((tmp_path / "scenes.json").read_text())
     assert scenes["8"] == files["scenes"]["21"]
     assert len({json.dumps(scene) for scene in files["scenes"].values()}) == 35
-
-
-SPAWN = """
-import multiprocessing, sys
-from pathlib import Path
-import mini
-
-if __name__ == "__main__":
-    multiprocessing.set_start_method("spawn")
-    mini.render(Path(sys.argv[1]), {"train": 20, "val": 5, "test": 10})
-"""
-
-
-def test_spawned_processes_draw_the_same(drawn, tmp_path):
-    """As on macOS and Windows."""
-    script = tmp_path / "script.py"
-    script.write_text(SPAWN)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    call = [sys.executable, str(script), str(tmp_path / "mini")]
-    subprocess.run(call, env=environment, check=True, timeout=120)
-    assert contents(tmp_path / "mini") == contents(drawn[0])
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -439,25 +371,6 @@ def three_pictures():
         pictures.append(mini.preprocess(Image.fromarray(image)))
         names.append({mini.phrase(item) for item in scene})
     return torch.stack(pictures), names
-
-
-def test_the_feature_network_learns_from_the_nearer_of_two_objects_in_a_cell():
-    far = ball(0, 0, color="red") | {"box": [10, 9, 9, 9]}  # the centre (14.5, 13.5) is in (1, 1)
-    near = ball(0, 0, color="blue", shape="cube") | {"box": [10, 10, 9, 9]}
-    cells = training.cells_of([[near, far], [far]])
-    assert cells.shape == (2, 4, 8, 8)
-    assert cells[0, :, 1, 1].tolist() == [1, 2, 0, 1]  # large, blue, rubber, cube
-    assert cells[1, :, 1, 1].tolist() == [1, 1, 0, 0]
-    assert (cells >= 0).sum() == 2 * 4
-
-
-def test_preprocess_gives_the_pictures_of_training(drawn):
-    images, objects = training.read_pictures(drawn[0], "train")
-    assert len(images) == len(objects) == 3 * 20
-    with Image.open(mini.picture_file(drawn[0], "semantic", 0)) as image:
-        x = mini.preprocess(image)
-    torch.testing.assert_close(x, images[1].float() / 127.5 - 1)
-    assert -1 <= x.min() < x.max() <= 1
 
 
 # Of each picture, two cells in the middle, in every 32nd channel.
@@ -517,34 +430,16 @@ def test_clip_refuses_what_it_cannot_read(text):
 
 
 def test_the_networks_learn(drawn):
-    """The script that made them, for a moment: losses fall, so that accuracy is above chance."""
+    """The script that made them, for a moment."""
     images, objects = training.read_pictures(drawn[0], "train")
     net, head = training.train_feature_net(images, objects, steps=30)
     accuracy = training.attribute_accuracy(net, head, images, objects)
-    assert accuracy["size"] > 0.6 and accuracy["color"] > 0.25
+    assert accuracy["size"] > 0.6  # chance is 0.5
     words = training.words_of_mini()
     clip = training.train_clip(images, objects, words, steps=2)
     _, tokenizer = mini.load_clip()
     assert list(tokenizer.ids) == words
     assert 0 <= training.name_ranking(clip, tokenizer, images, objects) <= 1
-
-
-def test_phrases_are_true_if_every_name_fits_an_object():
-    objects = ["large red rubber sphere".split(), "small blue metal cube".split()]
-    assert training.is_true([{"sphere"}], objects)
-    assert training.is_true([{"red", "sphere"}, {"metal", "cube"}], objects)
-    assert not training.is_true([{"red", "cube"}], objects)
-    assert not training.is_true([{"sphere"}, {"cylinder"}], objects)
-
-
-def test_random_names_keep_the_shape():
-    torch.manual_seed(0)
-    words = "large red rubber sphere".split()
-    names = training.random_names([[words]] * 400)
-    assert all(name.endswith("sphere") for name in names)
-    whole = names.count("large red rubber sphere")
-    assert 190 < whole < 270  # half of them, and an eighth of the others
-    assert len(set(names)) == 8
 
 
 # ---- preparation ---------------------------------------------------------------------------------
@@ -577,30 +472,14 @@ def test_mini_is_prepared_and_its_references_are_right(prepared):
     assert set(mini.accuracy(captions, prepared).values()) == {100}
 
 
-def test_swapped_pairs_have_captions_of_their_own_view(prepared):
-    dataset = data.load("mini", prepared)
-    scenes = json.loads((prepared / "scenes.json").read_text())
-    for scene in dataset.scenes["train"]:
-        pair = scene.pairs[0]
-        other = scene.swapped[0]
-        truth = scenes[str(int(pair.id[:6]))]
-        assert "nonsemantic" in other.before
-        assert all(all(verdict.values()) for verdict in judged(pair.captions, truth))
-        assert all(all(verdict.values()) for verdict in judged(other.captions, swapped(truth)))
-
-
 def test_each_size_has_its_own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = []
     monkeypatch.setattr(mini, "make", lambda root, scenes: made.append((root, scenes)))
     for flags in ([], ["--scenes", "500"], ["--scenes", "500", "--data_dir", "other"]):
-        with pytest.raises((FileNotFoundError, ValueError)):
+        with pytest.raises(FileNotFoundError):
             data.main(["mini", *flags])
-    assert made == [
-        (Path("data/mini"), 5000),
-        (Path("data/mini-500"), 500),
-        (Path("other"), 500),
-    ]
+    assert made == [(Path("data/mini"), 5000), (Path("data/mini-500"), 500), (Path("other"), 500)]
 
 
 def test_what_a_folder_holds_already_is_never_mixed(prepared, tmp_path):
@@ -613,14 +492,12 @@ def test_what_a_folder_holds_already_is_never_mixed(prepared, tmp_path):
     (of_others / "thesis.txt").write_text("")
     with pytest.raises(mini.InputError, match="--data_dir"):
         prepare(of_others)
-    before = tmp_path / "before"  # as an earlier version made it
+    before = tmp_path / "before"
     before.mkdir()
-    (before / "mini.json").write_text('{"scenes": 5000, "objects": "2,4", "seed": 0}')
-    with pytest.raises(mini.InputError, match="remove it"):
-        prepare(before)
-    for broken in ("x", "[]"):
-        (before / "mini.json").write_text(broken)
-        with pytest.raises(mini.InputError, match=r"mini\.json"):
+    earlier = '{"scenes": 5000, "objects": "2,4", "seed": 0}'  # as an earlier version made it
+    for content in (earlier, "x", "[]"):
+        (before / "mini.json").write_text(content)
+        with pytest.raises(mini.InputError, match=r"mini\.json|remove it"):
             prepare(before)
 
 
@@ -644,7 +521,7 @@ def test_interrupted_preparation_is_not_taken_for_complete(tmp_path, monkeypatch
 def test_the_remedy_for_a_broken_file_mends_it(prepared, tmp_path):
     root = tmp_path / "mini"
     shutil.copytree(prepared, root)
-    for name in ("features.h5", "splits.json", "scenes.json", "change_captions.json"):
+    for name in ("features.h5", "scenes.json"):
         (root / name).write_bytes(b"x")
         mini.read_scenes.cache_clear()
         with pytest.raises(ValueError, match=name) as e:

@@ -100,26 +100,6 @@ def test_sample_shows_reference_caption_and_verdict(pets):
         assert texts[2] == "entities: dog, cat"
 
 
-@pytest.mark.parametrize("kinds", [{"drop": {"1"}, "$a_1$": {"1"}, "never": {"2"}}, {}])
-def test_sample_sheet_shows_every_kind_or_the_first_pairs(
-    drawings, pets, tmp_path, monkeypatch, kinds
-):
-    shown = []
-
-    def sample(dataset, pair, title, *args):
-        shown.append(title)
-        return original(dataset, pair, title, *args)
-
-    original = data.sample
-    monkeypatch.setattr(data, "sample", sample)
-    pets.kinds = kinds
-    path = tmp_path / "samples.png"
-    maps = {"1": {"attention": torch.eye(2) / 2}}
-    data.sample_sheet(pets, "test", {"1": ODD}, maps, {"1": ["a", ODD]}, path)
-    assert shown == (["drop", "$a_1$"] if "drop" in kinds else [""])
-    assert picture_size(path)[0] > 500
-
-
 def test_samples_without_pictures_are_grey(prepared):
     dataset = data.load("clevr_change", prepared)
     pair, other = dataset.pairs("test")[:2]

@@ -70,18 +70,6 @@ def test_every_row_is_a_command_of_its_own_and_has_flags_of_its_method():
         assert set(flags) <= fields, command
 
 
-def test_the_page_compares_rows_that_are_there():
-    text = results.RESULTS.read_text(encoding="utf-8")
-    _, claims, _ = results.parts(text, "claims")
-    compared = re.findall(r"\| ([^|]+) >=? ([^|]+) \| \d", claims)
-    assert len(compared) == 9
-    _, deviations, _ = results.parts(text, "deviations")
-    compared += re.findall(r"^\| ([^|]+) \| [^|]+ \| ([^|]+, [^|]+) \|", deviations, re.M)
-    assert len(compared) == 9 + 4
-    for pair in compared:
-        assert set(pair) <= set(results.ROWS)
-
-
 @pytest.mark.parametrize(
     "better, worse, answer",
     [
