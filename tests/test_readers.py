@@ -83,25 +83,6 @@ def test_real_clevr_dc_split(tmp_path):
     assert all(len(ids & test) == 800 for ids in release.kinds.values())
 
 
-def test_a_data_set_of_one_pair_a_scene_makes_batches(tmp_path):
-    write_clevr_dc(tmp_path)
-    write_features("clevr_dc", tmp_path)
-    dataset = data.load("clevr_dc", tmp_path)
-    assert dataset.grid == GRID and dataset.lengths == [2 + 6] and dataset.steps(3) == 3
-    epoch = list(dataset.train_batches(3, seed=0, epoch=0))
-    assert [len(batches) for batches in epoch] == [1, 1, 1] and not epoch[0][0].single
-    seen = [i for (batch,) in epoch for i in batch.pair_ids]
-    assert sorted(seen) == [f"{i:06d}.png" for i in range(8)]
-    drawn = set()
-    for number in range(6):
-        for (batch,) in dataset.train_batches(3, 0, number):
-            drawn.update(batch.texts)
-    assert drawn == set(captions(dataset.release, "train"))  # every caption has its turn
-    assert [pair.id for pair in dataset.pairs("test")] == ["000010.png", "000011.png"]
-    after = next(dataset.eval_batches("val", 2)).after
-    assert np.array_equal(after[1:], dataset.features.rows(["aft/9.png"]))
-
-
 # ---- Spot-the-Diff -------------------------------------------------------------------------------
 
 SPOT = {
@@ -334,23 +315,9 @@ def test_nabirds_captions_are_classes(tmp_path):
 # ---- the authors' features -----------------------------------------------------------------------
 
 
-def test_where_the_authors_features_lie(tmp_path):
-    places = {
-        "images/x.png": "features/x.png.npy",
-        "sc_images/x.png": "sc_features/x.png.npy",
-        "images/train/A/x.png": "features/train/A/x.png.npy",
-        "resized_images/7_2.png": "resized_features/7_2.png.npy",
-        "images/001.Gull/images.jpg": "features/001.Gull/images.jpg.npy",
-    }
-    for picture, features in places.items():
-        assert data.authors_features(tmp_path / picture, tmp_path) == tmp_path / features
-    assert data.authors_features(tmp_path / "bef" / "images.png", tmp_path) is None
-
-
-@pytest.mark.parametrize("name, writer", [("birds_to_words", write_birds), ("cub", write_cub)])
-def test_the_docstrings_lines_turn_a_pickle_into_features(name, writer, tmp_path, monkeypatch):
-    writer(tmp_path)
-    release = data.read_release(name, tmp_path)
+def test_the_docstrings_lines_turn_a_pickle_into_features(tmp_path, monkeypatch):
+    write_birds(tmp_path)
+    release = data.read_birds_to_words(tmp_path)
     arrays = {}
     for n, picture in enumerate(sorted(release.paths.values())):
         key = str(picture.relative_to(tmp_path / "images").with_suffix(""))  # without .jpg
@@ -361,8 +328,8 @@ def test_the_docstrings_lines_turn_a_pickle_into_features(name, writer, tmp_path
     lines = textwrap.dedent(text[text.index("        import pickle") :])
     monkeypatch.chdir(tmp_path)
     exec(lines, {})
-    data.prepare(name, tmp_path, "cpu")  # counts a pair as there by its features
-    dataset = data.load(name, tmp_path)
+    data.prepare("birds_to_words", tmp_path, "cpu")  # counts a pair as there by its features
+    dataset = data.load("birds_to_words", tmp_path)
     assert dataset.grid == (2048, 7, 7) and dataset.scenes == release.scenes
     for n, image in enumerate(sorted(release.paths)):
         assert (dataset.features.rows([image]) == n).all()
@@ -444,13 +411,6 @@ def test_a_wrong_line_of_your_own_pairs_is_named(text, place, tmp_path):
         data.read_pairs(tmp_path)
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
-def test_your_own_pairs_are_utf_8(encoding, tmp_path):
-    (tmp_path / "pairs.csv").write_text(f"{HEAD}a,b,train,caf\xe9\n", encoding=encoding)
-    with pytest.raises(InputError, match=r"pairs.csv.*UTF-8"):
-        data.read_pairs(tmp_path)
-
-
 def test_notes_on_your_own_pairs(tmp_path):
     long = "the gate moved and then " * 20
     rows = [f"a,b,train,,{long}\n", "c,d,train,,the gate moved\n"]
@@ -506,23 +466,6 @@ def test_your_own_pairs_without_a_split(tmp_path):
     assert sizes(release) == {"train": 399, "val": 48, "test": 53}
     first = [pair.before for pair in pairs(release, "val")[:3]]
     assert first == ["5.png", "31.png", "44.png"]
-
-
-def test_pictures_shared_between_splits_are_counted(tmp_path):
-    rows = [
-        "a.png,b.png,train,c",
-        "b.png,x.png,val,c",  # one picture
-        "y.png,z.png,val,c",
-        "./b.png,a.png,test,c",  # both, the other way round
-        "sub/../x.png,w.png,test,c",  # with val
-        "u.png,v.png,test,c",
-    ]
-    write(tmp_path / "pairs.csv", HEAD + "\n".join(rows))
-    release = data.read_release("pairs", tmp_path)
-    assert release.leaked("val") == {"b.png x.png"}
-    assert release.leaked("test") == {"b.png a.png", "x.png w.png"}
-    val, test = release.notes
-    assert "1 of 2 val" in val and "2 of 3 test" in test
 
 
 def test_your_own_pairs_may_lack_validation_and_test_but_not_training(tmp_path, tiny):

@@ -51,7 +51,7 @@ def test_a_tokenizer_that_loses_lines_gives_no_scores(monkeypatch):
         return SimpleNamespace(returncode=0, stdout=b"a\n")
 
     monkeypatch.setattr(data.subprocess, "run", run)
-    with pytest.raises(OSError, match="tokenizer"):
+    with pytest.raises(OSError):
         data.ptb_tokenize(["a", "b"])
 
 
@@ -140,15 +140,6 @@ def test_bleu_and_cider_of_groups_by_hand():
     for metric in ("BLEU-1", "BLEU-4", "ROUGE-L", "CIDEr"):
         assert scores["single"][metric] == 0
     assert data.score({"1": "a"}, {"1": [""]})["total"]["CIDEr"] == 0
-
-
-def test_without_java_metrics_are_absent_and_shown_as_such():
-    scores = data.score(PREDICTIONS, REFERENCES)
-    assert set(data.METRICS) - set(scores["total"]) == {"METEOR", "SPICE"}
-    heads, total = data.format_scores(scores).splitlines()
-    cells = dict(zip(heads.split(), total.split()[1:], strict=True))
-    assert cells["METEOR"] == cells["SPICE"] == "-"
-    assert float(cells["CIDEr"]) == scores["total"]["CIDEr"]
 
 
 def test_java_adds_meteor_and_changes_nothing_else(java, monkeypatch):
@@ -383,7 +374,7 @@ def test_pointing_game_equals_a_loop_over_pixels():
 
 @pytest.fixture
 def boxed(tmp_path):
-    """Three pairs with boxes of the changed object, all of the same picture."""
+    """Three pairs with boxes of the changed object, and one without, all of the same picture."""
     Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
     left_top = [0, 0, 10, 10]
     right_bottom = [20, 10, 10, 10]
@@ -393,10 +384,9 @@ def boxed(tmp_path):
         "3": ([0, 0, 30, 20], None),
         "not in this split": (left_top, left_top),
     }
-    pairs = [data.Pair(i, "a", "a", []) for i in "1234"]
     return SimpleNamespace(
         release=SimpleNamespace(boxes=boxes),
-        pairs=lambda split: pairs,
+        pairs=lambda split: [data.Pair(i, "a", "a", []) for i in "1234"],
         paths={"a": tmp_path / "a.png"},
     )
 
@@ -404,12 +394,10 @@ def boxed(tmp_path):
 @pytest.fixture
 def heat():
     """The brightest cell: left top of pair 1, right bottom of pair 2, right top of the others."""
-    heat = {i: torch.zeros(2, 3) for i in "1234"}
-    heat["1"][0, 0] = 1
-    heat["2"][1, 2] = 1
-    heat["3"][0, 2] = 1
-    heat["4"][0, 2] = 1
-    return heat
+    left_top = torch.tensor([[1.0, 0, 0], [0, 0, 0]])
+    right_bottom = torch.tensor([[0, 0, 0], [0, 0, 1.0]])
+    right_top = torch.tensor([[0, 0, 1.0], [0, 0, 0]])
+    return {"1": left_top, "2": right_bottom, "3": right_top, "4": right_top}
 
 
 def test_pointing_scores_count_boxes_not_pairs(boxed, heat):
