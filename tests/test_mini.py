@@ -488,7 +488,7 @@ def test_interrupted_preparation_is_not_taken_for_complete(tmp_path, monkeypatch
 def test_the_remedy_for_a_broken_file_mends_it(prepared, tmp_path):
     root = tmp_path / "mini"
     shutil.copytree(prepared, root)
-    for name in ("features.h5", "scenes.json"):
+    for name in ("features.h5", "splits.json", "scenes.json"):
         (root / name).write_bytes(b"x")
         mini.read_scenes.cache_clear()
         with pytest.raises(ValueError, match=name) as e:

@@ -100,6 +100,13 @@ def test_sample_shows_reference_caption_and_verdict(pets):
         assert texts[2] == "entities: dog, cat"
 
 
+def test_a_sheet_without_kinds_shows_the_first_pairs(drawings, pets, tmp_path):
+    pets.kinds = {}
+    maps = {"1": {"attention": torch.eye(2) / 2}}
+    data.sample_sheet(pets, "test", {"1": ODD}, maps, {"1": ["a", ODD]}, tmp_path / "samples.png")
+    assert picture_size(tmp_path / "samples.png")[0] > 500
+
+
 def test_samples_without_pictures_are_grey(prepared):
     dataset = data.load("clevr_change", prepared)
     pair, other = dataset.pairs("test")[:2]
