@@ -429,7 +429,8 @@ def half_prepared(release):
 
 
 def test_preparation_twice_at_once_and_killed(release, half_prepared, monkeypatch):
-    killed, slow = half_prepared
+    killed = half_prepared[0]
+    slow = half_prepared[1]
     assert len(list(release.glob("features.h5.*"))) == 2  # each writes a file of its own
     killed.kill()
     assert killed.wait() == -signal.SIGKILL

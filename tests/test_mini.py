@@ -111,7 +111,7 @@ def sampled(count):
         kind = mini.KINDS[n % 5]
         before, after, changed = mini.sample_scene(rng, kind)
         scenes = [before, after, before]
-        boxes = [[[0, 0, 9, 9] for _ in scene] for scene in scenes]
+        boxes = [[[0, 0, 9, 9]] * len(scene) for scene in scenes]
         cameras = mini.sample_cameras(rng)
         yield scenes, mini.describe(kind, changed, scenes, cameras, boxes)
 
