@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import resource
-import subprocess
-import sys
 
 import h5py
 import numpy as np
@@ -130,18 +128,6 @@ def test_unknown_words_of_the_command_line(refused, prepared, train, monkeypatch
         flags = ("--data_dir", prepared, "--extractor", extractor)
         assert f"--extractor {extractor}" in refused(data.main, "clevr_change", *flags)
         assert f"--extractor {extractor}" in train(prepared, "--extractor", extractor)
-
-
-def test_a_script_of_its_own(tmp_path):
-    """data.py turns errors into a line itself; the other tests go through common.run_main, as the
-    methods do."""
-    folder = str(tmp_path / "none")
-    call = [sys.executable, data.__file__, "clevr_change", "--data_dir", folder]
-    done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert folder in done.stderr and "--data_dir" in done.stderr
-    assert not list(tmp_path.iterdir())
 
 
 # ---- checkpoints and full disks ------------------------------------------------------------------

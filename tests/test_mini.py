@@ -299,6 +299,7 @@ def test_a_scene_depends_on_its_split_and_number_alone(drawn, tmp_path, monkeypa
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_drawing_can_be_interrupted_and_goes_on(number, code, tmp_path):
+    """By data.py as a script, which turns signals and errors into exit codes itself."""
     root = tmp_path / "mini"
     flags = ["--data_dir", str(root), "--scenes", "100000", "--device", "cpu"]
 
