@@ -1,6 +1,8 @@
-"""Small generated data: a release in CLEVR-Change's layout with features on a 2 x 3 grid."""
+"""Small generated data: a batch for models, and a release in CLEVR-Change's layout with features on
+a 2 x 3 grid."""
 
 import json
+import math
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -15,6 +17,87 @@ import data
 
 GRID = (8, 2, 3)  # channels, height, width: no two alike, so that a swapped axis fails
 COLORS = ("red", "blue", "green", "gray")
+
+
+# ---- a batch for models --------------------------------------------------------------------------
+
+B = 4  # pairs
+C = 5  # channels
+H = 2
+W = 3
+N = H * W  # cells
+V = 9  # ids of the longest caption
+WORDS = 12  # in the vocabulary
+CAPTION = torch.tensor(
+    [
+        [2, 4, 5, 6, 3, 0, 0, 0, 0],
+        [2, 7, 3, 0, 0, 0, 0, 0, 0],
+        [2, 8, 9, 10, 11, 4, 5, 3, 0],
+        [2, 5, 5, 3, 0, 0, 0, 0, 0],
+    ]
+)
+
+
+def pictures():
+    """Features before and after, (2, B, C, H, W), in float64."""
+    torch.manual_seed(1)
+    return torch.rand(2, B, C, H, W, dtype=torch.float64)
+
+
+def mean(x):
+    return sum(x) / len(x)
+
+
+def cosine(a, b):
+    return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
+
+
+def attention_by_heads(module, query, memory):
+    """softmax(q k^T / sqrt(D/h)) v in a loop over heads, of an Attention."""
+    q, k, v = module.project(query, memory)
+    width = q.shape[-1] // module.heads
+    heads = []
+    for h in range(module.heads):
+        part = slice(h * width, (h + 1) * width)
+        scores = q[..., part] @ k[..., part].transpose(1, 2) / math.sqrt(width)
+        heads.append(scores.softmax(-1) @ v[..., part])
+    return module.out(torch.cat(heads, -1))
+
+
+SMALL_CLIP = {
+    "embed_dim": 8,
+    "vision_cfg": {"image_size": 32, "layers": 1, "width": 16, "head_width": 8, "patch_size": 16},
+    "text_cfg": {"context_length": 12, "width": 16, "heads": 2, "layers": 2},
+}
+
+
+def random_clip(**text):
+    """open_clip's class with random weights, frozen, and its tokenizer, for 12 tokens. text: what
+    changes text_cfg."""
+    import open_clip
+
+    torch.manual_seed(0)
+    clip = open_clip.CLIP(**SMALL_CLIP | {"text_cfg": SMALL_CLIP["text_cfg"] | text})
+    for name, p in clip.named_parameters():
+        if "bias" in name or "positional" in name:
+            torch.nn.init.normal_(p, std=0.3)
+    return clip.eval().requires_grad_(False), open_clip.SimpleTokenizer(context_length=12)
+
+
+def preprocess(image) -> torch.Tensor:
+    """-> (3, 32, 32), for random_clip. Only for RGB, as CLIP's."""
+    assert image.mode == "RGB"
+    x = torch.tensor(list(image.resize((32, 32)).tobytes())) / 255
+    return x.view(32, 32, 3).permute(2, 0, 1)
+
+
+def train_lines(folder):
+    """The lines of a run's log with losses."""
+    rows = common.read_log(folder / "log.jsonl")
+    return [row for row in rows if row["event"] == "train"]
+
+
+# ---- data sets -----------------------------------------------------------------------------------
 
 
 def write_release(root, train=8, val=2, test=5):
