@@ -6,8 +6,24 @@ import os
 
 import pytest
 import torch
+from conftest import (
+    CAPTION,
+    WORDS,
+    B,
+    C,
+    H,
+    N,
+    V,
+    W,
+    attention_by_heads,
+    cosine,
+    mean,
+    pictures,
+    preprocess,
+    random_clip,
+    train_lines,
+)
 from PIL import Image
-from test_rdd_acr import losses_of_run, random_clip, run_alone
 
 import cheers
 import common
@@ -16,7 +32,6 @@ from cheers import (
     CHEERS,
     CRE,
     DRE,
-    PRESETS,
     Config,
     contrastive_loss,
     embed_images,
@@ -24,20 +39,12 @@ from cheers import (
     find_candidates,
     max_probability,
     retrieve,
-    total_loss,
 )
 
-B, C, H, W, V, WORDS = 4, 5, 2, 3, 9, 12
-N, D, K, M = H * W, 8, 3, 7
+D = 8  # width
+K = 3  # entities of a pair
+M = 7  # entities in all
 CLIP_DIM = 5
-CAPTION = torch.tensor(
-    [
-        [2, 4, 5, 6, 3, 0, 0, 0, 0],
-        [2, 7, 3, 0, 0, 0, 0, 0, 0],
-        [2, 8, 9, 10, 11, 4, 5, 6, 3],
-        [2, 5, 5, 3, 0, 0, 0, 0, 0],
-    ]
-)
 INDICES = torch.tensor([[0, 3, 6], [1, 2, 4], [5, 0, 2], [3, 4, 1]])
 
 
@@ -46,19 +53,6 @@ def small(**fields) -> CHEERS:
     cfg = Config(**{"dim": D, "word_dim": 6, "heads": 2} | fields)
     table = torch.randn(M, CLIP_DIM) if cfg.k else None
     return CHEERS(cfg, WORDS, (C, H, W), V, table).double()
-
-
-def pictures():
-    torch.manual_seed(1)
-    return torch.rand(2, B, C, H, W, dtype=torch.float64)
-
-
-def mean(x):
-    return sum(x) / len(x)
-
-
-def cosine(a, b):
-    return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
 
 
 # ---- retrieval -----------------------------------------------------------------------------------
@@ -165,14 +159,6 @@ def test_one_entity_points_at_the_cells_that_are_like_it():
     assert (max_probability(several, target, 5.0).sum(1) <= K).all()
 
 
-def attention(module, query, memory):
-    """Multi-head attention in loops over heads."""
-    q, k, v = module.project(query, memory)
-    parts = [slice(4 * h, 4 * h + 4) for h in range(2)]
-    heads = [(q[..., p] @ k[..., p].transpose(1, 2) / 2).softmax(-1) @ v[..., p] for p in parts]
-    return module.out(torch.cat(heads, -1))
-
-
 def square(a, b):
     """Eq. 7 and 11: the mean squared difference of two maps."""
     return mean(
@@ -209,7 +195,7 @@ def test_encoder_and_losses_against_equations(fields):
             if model.cfg.w_consistency:
                 maps = {i: layer.entity_dre(e, x[i])[1] for i in x}
                 l_c.append(mean([square(enhanced[i][1], maps[i]) for i in x]))  # Eq. 7
-        shared = {i: attention(layer.attention, c[i], c[other[i]]) for i in x}  # Eq. 8
+        shared = {i: attention_by_heads(layer.attention, c[i], c[other[i]]) for i in x}  # Eq. 8
         l_i.append(contrastive_loss(shared["bef"], shared["aft"], model.log_scale.exp()))
         x = {i: layer.norm(x[i] + shared[i]) if layer.norm else shared[i] for i in x}
         d = {i: f[i] - shared[i] for i in x}
@@ -290,31 +276,6 @@ def test_contrastive_loss_against_loops():
     assert contrastive_loss(a, b, torch.tensor(2.5)).item() == pytest.approx(total / B)
 
 
-def test_total_is_equation_19():
-    model = small(w_consistency=0.7, w_match=0.4, device="cpu").float().eval()
-    before, after = pictures().float()
-    changed = data.Batch(before, after, CAPTION, [], [], [])
-    unchanged = data.Batch(after, before, CAPTION, [], [], [])
-    losses = cheers.compute_losses(model, (changed, unchanged), model.cfg, lambda pairs: INDICES)
-    parts = [model(b.before, b.after, b.caption, INDICES) for b in (changed, unchanged)]
-    weights = {"caption": 1, "common": 0.7, "different": 0.7, "match": 0.4}
-    assert all(part[name] > 0 for part in parts for name in weights)
-    means = {name: (parts[0][name] + parts[1][name]).item() / 2 for name in weights}
-    expected = sum(weight * means[name] for name, weight in weights.items())
-    assert losses["total"].item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_caption_loss_against_loop():
-    model = small().eval()
-    before, after = pictures()
-    context, _ = model.encode(before, after, INDICES)
-    hidden, _, _ = model.decoder(CAPTION, context)
-    log_p = model.decoder.head(hidden).log_softmax(-1)
-    real = [(b, t) for b in range(B) for t in range(V - 1) if CAPTION[b, t + 1]]
-    words = [-log_p[b, t, CAPTION[b, t + 1]] for b, t in real]
-    torch.testing.assert_close(model(before, after, CAPTION, INDICES)["caption"], mean(words))
-
-
 # ---- decoder -------------------------------------------------------------------------------------
 
 
@@ -332,96 +293,18 @@ def test_decoder_layer_against_equations(gate):
     out, _, query = layer(x, differences, entities)
     h = []
     for t in range(V):  # Eq. 13: every word sees itself and earlier ones
-        words = attention(layer.self_attention, x[:, t : t + 1], x[:, : t + 1])[:, 0]
+        words = attention_by_heads(layer.self_attention, x[:, t : t + 1], x[:, : t + 1])[:, 0]
         h.append(layer.norm1(x[:, t] + words))
     h = torch.stack(h, 1)
     torch.testing.assert_close(query, layer.cross_attention.query(h))
-    fused = h_v = attention(layer.cross_attention, h, f_diff)
+    fused = h_v = attention_by_heads(layer.cross_attention, h, f_diff)
     if gate != "none":
-        h_t = attention(layer.text_attention, h, e)
+        h_t = attention_by_heads(layer.text_attention, h, e)
         alpha = layer.alpha(torch.cat([h, h_t], -1))  # Eq. 14
         beta = layer.beta(torch.cat([h, h_v], -1))  # Eq. 15
         assert alpha.shape == beta.shape == (B, V, D if gate == "channels" else 1)
         fused = alpha * h_t + beta * h_v  # Eq. 16
     torch.testing.assert_close(out, layer.norm2(fused + h))  # Eq. 17
-
-
-@pytest.mark.parametrize("gate", ["channels", "scalar"])
-def test_cached_decoding_equals_full_decoding_with_entities(gate):
-    model = small(gate=gate).eval()
-    before, after = pictures()
-    for p in model.parameters():
-        if p.ndim > 1:
-            torch.nn.init.normal_(p)
-    model.decoder.head.bias.data[[0, 3]] -= 3
-    context, _ = model.encode(before, after, INDICES)
-    step = model.decoder.stepper(context)
-    ids = torch.full((B, 1), 2)
-    for t in range(V - 1):
-        hidden, _, _ = model.decoder(ids, context)
-        logits = model.decoder.head(hidden[:, -1])
-        torch.testing.assert_close(step(ids[:, -1], t), logits)
-        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
-    assert model.generate(before, after, INDICES)[:, 1].tolist() == ids[:, 1].tolist()
-
-    hidden, _, _ = model.decoder(CAPTION, context)
-    other = CAPTION.clone()
-    other[:, 4:] = 1
-    changed, _, _ = model.decoder(other, context)
-    torch.testing.assert_close(hidden[:, :4], changed[:, :4])
-    others, _ = model.encode(before, after, (INDICES + 1) % M)
-    changed, _, _ = model.decoder(CAPTION, others)
-    assert not torch.allclose(hidden, changed)
-
-
-def test_blind_model_sees_neither_images_nor_entities():
-    model = small(blind=True).eval()
-    before, after = pictures()
-    context, _ = model.encode(before, after, INDICES)
-    others, _ = model.encode(after * 2, before, INDICES * 0)
-    torch.testing.assert_close(context, others)
-
-
-def test_features_of_another_shape_are_refused():
-    """A row of cells would be broadcast to the whole grid."""
-    model = small()
-    for shape in ((B, C, 1, W), (B, C, H, 1), (B, C + 1, H, W)):
-        features = torch.rand(shape, dtype=torch.float64)
-        with pytest.raises(ValueError, match=r"\(C, H, W\) = \(5, 2, 3\) expected") as e:
-            model.generate(features, features, INDICES)
-        assert str(shape[1:]) in str(e.value)
-
-
-# ---- learning, presets ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"gate": "scalar", "temperature": "one"},
-        {"cre": False},
-        {"dre": False, "gate": "none"},
-        {"layers": 0, "w_consistency": 0.0, "w_match": 0.0},
-        {"w_consistency": 0.0},
-        {"layers": 1},
-        {"k": 0, "gate": "none", "w_consistency": 0.0},
-    ],
-)
-def test_every_parameter_learns(fields):
-    model = small(**fields)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    start = {n: p.clone() for n, p in model.named_parameters()}
-    before, after = pictures()
-    total_loss(model(before, after, CAPTION, INDICES), model.cfg).backward()
-    optimizer.step()
-    dead = []
-    for n, p in model.named_parameters():
-        # A softmax ignores what shifts all its scores.
-        learns = p.grad is not None and p.grad.any() and not torch.equal(p, start[n])
-        if not learns and not n.endswith("attention.key.bias"):
-            dead.append(n)
-    assert not dead, f"no gradient reaches {dead}"
 
 
 def test_what_does_not_go_together_is_refused():
@@ -446,18 +329,6 @@ def test_a_model_asks_for_the_entities_that_it_needs():
         small().generate(before, after)
 
 
-def test_presets():
-    def parse(*argv):
-        cfg, _ = common.parse_args(Config, PRESETS, "s", "d", [*argv, "--device", "cpu"])
-        return cfg
-
-    configs = [parse("--dataset", name) for name in ("clevr_change", "clevr_dc", "spot_the_diff")]
-    sizes = [(c.lr, c.batch_size, c.layers) for c in configs]
-    assert sizes == [(1e-3, 128, 2), (1e-3, 128, 1), (5e-4, 96, 2)]
-    assert all((c.k, c.w_consistency, c.w_match) == (3, 0.75, 0.5) for c in configs)
-    assert all(c.min_count == 2 for c in configs)
-
-
 # ---- CLIP ----------------------------------------------------------------------------------------
 
 TEXTS = ["cube", "small red cube and large ball", "gone"]
@@ -465,21 +336,13 @@ TEXTS = ["cube", "small red cube and large ball", "gone"]
 
 @pytest.mark.parametrize("proj_bias", [False, True])
 def test_cropped_texts_are_embedded_as_clip_does(proj_bias):
-    text = {"context_length": 12, "width": 16, "heads": 2, "layers": 2, "proj_bias": proj_bias}
-    clip, tokenizer = random_clip(text_cfg=text)
+    clip, tokenizer = random_clip(proj_bias=proj_bias)
     for texts in (TEXTS, TEXTS[:1], TEXTS * 100):
         expected = clip.encode_text(tokenizer(texts), normalize=True)
         torch.testing.assert_close(embed_texts(clip, tokenizer, texts), expected, atol=1e-6, rtol=0)
     long = "one two three four five six seven eight nine ten eleven"  # is cut
     expected = clip.encode_text(tokenizer([long]), normalize=True)
     torch.testing.assert_close(embed_texts(clip, tokenizer, [long]), expected, atol=1e-6, rtol=0)
-
-
-def preprocess(image) -> torch.Tensor:
-    """-> (3, 32, 32), for random_clip. Only for RGB, as CLIP's."""
-    assert image.mode == "RGB"
-    x = torch.tensor(list(image.resize((32, 32)).tobytes())) / 255
-    return x.view(32, 32, 3).permute(2, 0, 1)
 
 
 def noise(count: int) -> dict[str, Image.Image]:
@@ -625,39 +488,6 @@ def test_embeddings_of_pictures_are_kept(tmp_path, monkeypatch):
         entities_from_lists(clip, tokenizer, file)
 
 
-TRAIN_ALONE = """
-from PIL import Image
-
-from cheers import Config, Entities, evaluate, train
-
-cfg = Config(**SMALL, layers=1, k=2, min_count=1, out_dir="run")
-clip, tokenizer = random_clip()
-names = [f"{i} {when}" for i in range(8) for when in ("before", "after")]
-colors = {name: (30 * n % 256, 70 * n % 256, 110 * n % 256) for n, name in enumerate(names)}
-pictures = {name: Image.new("RGB", (32, 32), color) for name, color in colors.items()}
-pairs = [(f"{i} before", f"{i} after") for i in range(8)]
-subjects = {text: [text.split()[0]] for text in TEXTS}
-
-
-def preprocess(image):
-    x = torch.tensor(list(image.tobytes())) / 255
-    return x.view(32, 32, 3).permute(2, 0, 1)
-
-
-entities = Entities(cfg, clip, tokenizer, preprocess, subjects, pictures, pairs)
-data = Pairs()
-model = train(cfg, data, entities)
-print(evaluate(model, data, entities, "test", cfg)["CIDEr"])
-"""
-
-
-def test_it_trains_alone_with_entities_from_lists(tmp_path):
-    score = run_alone(cheers, TRAIN_ALONE, tmp_path)
-    assert float(score) >= 75
-    first, *_, last = losses_of_run(tmp_path / "run")
-    assert last["caption"] < 0.5 * first["caption"] and first["match"] > 0
-
-
 # ---- entities of a data set ----------------------------------------------------------------------
 
 
@@ -749,7 +579,7 @@ def test_resume_and_caption_with_entities(tmp_path, capsys, monkeypatch):
     a = torch.load(whole / "last.pt", weights_only=True)["model"]
     b = torch.load(parts / "last.pt", weights_only=True)["model"]
     assert all(torch.equal(a[k], b[k]) for k in a) and "table" in a
-    rows = losses_of_run(whole)
+    rows = train_lines(whole)
     terms = ("common", "different", "match")
     assert rows and all(math.isfinite(row[name]) for row in rows for name in terms)
     assert "accuracy" in json.loads((whole / "scores_test.json").read_text())

@@ -1,13 +1,12 @@
 """Shared layers and losses against plain float64 versions; command line; runs; files."""
 
 import dataclasses
-import importlib
 import importlib.util
+import io
 import math
 import os
 import resource
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,8 @@ from typing import Literal
 import pytest
 import torch
 import torch.nn as nn
-from PIL import Image
 
 import common
-import scorer_cbr
 from common import (
     Attention,
     GridPosition,
@@ -64,12 +61,6 @@ def test_token_match_equals_dense_autograd(heads, speed, monkeypatch):
     our_gradients = torch.autograd.grad((ours * weight).sum(), (q, k))
     plain_gradients = torch.autograd.grad((plain * weight).sum(), (q, k))
     torch.testing.assert_close(our_gradients, plain_gradients)
-
-
-def test_only_a_gpu_takes_the_maxima_without_pooling():
-    assert common.match_speed(torch.device("cuda:1")) == common.MATCH_ON_CUDA
-    assert common.match_speed(torch.device("cpu")) == common.MATCH_ON_CPU
-    assert common.MATCH_ON_CPU.pooling and not common.MATCH_ON_CUDA.pooling
 
 
 def test_both_maxima_agree_on_ties():
@@ -129,20 +120,10 @@ def test_a_copy_of_common_does_not_replace_the_operator(monkeypatch):
         copy.token_match(q, q)
 
 
-def test_token_match_of_one_head_ignores_how_channels_are_split():
-    q = torch.randn(2, 3, 8)
-    k = torch.randn(4, 5, 8)
-    order = torch.arange(8).view(2, 4).T.flatten()  # mixes the heads
-    mixed_q = q[..., order]
-    mixed_k = k[..., order]
-    torch.testing.assert_close(token_match(q, k), token_match(mixed_q, mixed_k))
-    assert not torch.allclose(token_match(q, k, 2), token_match(mixed_q, mixed_k, 2))
-
-
 def test_heads_must_divide_the_width():
-    with pytest.raises(ValueError, match="6 channels are not a multiple of 4 heads"):
+    with pytest.raises(ValueError, match="4 heads"):
         token_match(torch.zeros(2, 3, 6), torch.zeros(2, 3, 6), 4)
-    with pytest.raises(ValueError, match="width of 6 is not a multiple of 4 heads"):
+    with pytest.raises(ValueError, match="4 heads"):
         Attention(6, heads=4)
 
 
@@ -227,8 +208,8 @@ def test_sinusoid_against_formula(dim):
 
 
 def test_decode_stops_at_end_and_never_says_unk():
-    # The likeliest word at each step; 3 ends a caption.
-    script = torch.tensor([[4, 3, *[5] * 10], [5, 4, 3, *[4] * 9]])
+    # The likeliest word at each step; 3 ends a caption, and so does 0.
+    script = torch.tensor([[4, 3, *[5] * 10], [5, 4, 3, *[4] * 9], [4, 0, *[5] * 10]])
     seen = []
 
     def step(words, t):
@@ -237,19 +218,10 @@ def test_decode_stops_at_end_and_never_says_unk():
         seen.append(words.tolist())
         return logits
 
-    ids = decode(step, 2, 12, "cpu")
-    assert ids.tolist() == [[2, 4, *[0] * 10], [2, 5, 4, *[0] * 9]]
+    ids = decode(step, 3, 12, "cpu")
+    assert ids.tolist() == [[2, 4, *[0] * 10], [2, 5, 4, *[0] * 9], [2, 4, *[0] * 10]]
     assert len(seen) == 8  # and not eleven
-    assert decode(step, 2, 3, "cpu").tolist() == [[2, 4, 0], [2, 5, 4]]
-
-
-def test_decode_ends_a_caption_at_null():
-    script = torch.tensor([[4, 0, 5, 5]])
-
-    def step(words, t):
-        return nn.functional.one_hot(script[:, t], 6).float()
-
-    assert decode(step, 1, 5, "cpu").tolist() == [[2, 4, 0, 0, 0]]
+    assert decode(step, 3, 3, "cpu").tolist() == [[2, 4, 0], [2, 5, 4], [2, 4, 0]]
 
 
 def test_decode_samples_in_proportion():
@@ -261,9 +233,6 @@ def test_decode_samples_in_proportion():
 
     ids = decode(step, 4000, 2, "cpu", sample=True)
     assert (ids[:, 1] == 4).float().mean().item() == pytest.approx(0.75, abs=0.03)
-
-
-# ---- configuration and command line --------------------------------------------------------------
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -384,45 +353,8 @@ def test_help_is_read_from_the_comments(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     text = " ".join(capsys.readouterr().out.split())
-    assert "What it is." in text
     assert "width in cells (default: 4)" in text
-    assert "training steps (default: 10000)" in text
-    assert "5 % as many" in text
-    assert "--amp, --no-amp" in text
-
-
-CONFIG_OF_A_FILE = """
-from __future__ import annotations
-from dataclasses import dataclass
-from typing import Literal
-from common import RunConfig
-
-@dataclass
-class Config(RunConfig):
-    width: int = 4  # width in cells
-    shape: Literal["round", "square"] = "round"  # of a cell
-    bold: bool = False  # thick lines
-"""
-
-
-def test_a_config_may_postpone_its_annotations(tmp_path, monkeypatch):
-    (tmp_path / "postponed.py").write_text(CONFIG_OF_A_FILE)
-    monkeypatch.syspath_prepend(tmp_path)
-    Config = importlib.import_module("postponed").Config
-    flags = ["--width", "5", "--shape", "square", "--bold", "--device", "cpu"]
-    cfg, _ = common.parse_args(Config, {}, "method", "Doc.", flags)
-    assert (cfg.width, cfg.shape, cfg.bold) == (5, "square", True)
-    with pytest.raises(InputError, match="flat"):
-        Config(shape="flat")
-
-
-def test_a_command_line_without_docstrings_and_source():
-    """As with python -OO, and in a frozen program."""
-    space = {"__name__": "of_no_file"}
-    exec(CONFIG_OF_A_FILE.replace("from __future__ import annotations", ""), space)
-    flags = ["--width", "5", "--device", "cpu"]
-    cfg, _ = common.parse_args(space["Config"], {}, "m", None, flags)
-    assert cfg.width == 5
+    assert "5 % as many" in text  # a base class's comment, with a sign that argparse would format
 
 
 def test_a_checkpoint_brings_its_config(tmp_path):
@@ -453,14 +385,11 @@ def test_a_checkpoints_model_cannot_be_changed(tmp_path, flags):
     for command in (["--eval", folder / "best.pt"], ["--resume", "--out_dir", folder]):
         with pytest.raises(InputError, match=flags[0]):
             parse(*command, *flags)
+    caption = ["--caption", "a", "b", "--checkpoint", folder / "best.pt"]
     with pytest.raises(InputError, match=flags[0]):
-        parse("--caption", "a", "b", "--checkpoint", folder / "best.pt", *flags)
-
-
-def test_captioning_follows_no_flag_of_training(tmp_path):
-    folder = make_run_folder(tmp_path / "run")
-    with pytest.raises(InputError, match="--steps"):
-        parse("--caption", "a", "b", "--checkpoint", folder / "best.pt", "--steps", "5")
+        parse(*caption, *flags)
+    with pytest.raises(InputError, match="--steps"):  # captioning follows no flag of training
+        parse(*caption, "--steps", "5")
 
 
 def test_configs_of_other_versions(tmp_path):
@@ -471,20 +400,6 @@ def test_configs_of_other_versions(tmp_path):
     torch.save(checkpoint(config={"lr": 0.5, "colour": "red"}), path)
     with pytest.raises(InputError, match=r"a\.pt.*colour"):
         parse("--caption", "a", "b", "--checkpoint", path)
-
-
-def test_a_gpu_gets_tf32_and_no_plans_of_cudnn():
-    precision = torch.get_float32_matmul_precision()
-    plans = torch.backends.cuda.cudnn_sdp_enabled()
-    try:
-        common.set_up_device("cuda:1")
-        assert torch.get_float32_matmul_precision() == "high"
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-        common.set_up_device("cpu")
-        assert torch.get_float32_matmul_precision() == "highest"
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cuda.enable_cudnn_sdp(plans)
 
 
 def test_a_gpu_without_bfloat16_gets_no_autocast(monkeypatch):
@@ -525,10 +440,7 @@ def test_a_used_folder_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     parse("--out_dir", tmp_path / "empty")
     assert {path.name for path in folder.iterdir()} == {"last.pt", "best.pt"}
-
-
-def test_a_run_needs_a_folder():
-    cfg = config_of("")
+    cfg.out_dir = ""
     with pytest.raises(InputError, match="out_dir"):
         Run(cfg, Linear(cfg), [Words()])
 
@@ -809,15 +721,6 @@ def test_a_missing_or_broken_log_blocks_no_run(tmp_path, log):
     assert [row["step"] for row in log_of(tmp_path, "train")] == [5, 6]
 
 
-def test_curves_are_drawn_whatever_the_users_style_says(tmp_path, drawings, monkeypatch):
-    import matplotlib
-
-    monkeypatch.setitem(matplotlib.rcParams, "text.usetex", True)  # needs LaTeX
-    train(tmp_path, scores=[0.0, 0.0])
-    with Image.open(tmp_path / "curves.png") as picture:
-        assert picture.size == (1000, 400)
-
-
 # ---- files ---------------------------------------------------------------------------------------
 
 
@@ -834,11 +737,6 @@ def test_a_file_is_whole_when_writing_dies(tmp_path, monkeypatch):
         common.save_tensors(path, {"step": 2})
     assert torch.load(path) == {"step": 1}
     assert [file.name for file in path.parent.iterdir()] == ["last.pt"]
-
-
-def test_text_is_written_as_utf_8(tmp_path):
-    common.write_text(tmp_path / "a.txt", "é")
-    assert (tmp_path / "a.txt").read_bytes() == "é".encode()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
@@ -929,13 +827,12 @@ def test_errors_become_exit_codes(error, code, capsys):
     assert len(lines) == (0 if code == 130 else 1)
 
 
-def test_what_a_terminal_cannot_show_is_replaced():
-    script = "import common; common.run_main(lambda: print('Gebäude \u2713'))"
-    environment = os.environ | {"PYTHONIOENCODING": "cp1252"}
-    root = Path(common.__file__).parent
-    call = [sys.executable, "-c", script]
-    done = subprocess.run(call, cwd=root, env=environment, capture_output=True)
-    assert done.stdout.decode("cp1252").strip() == "Gebäude ?", done.stderr
+def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="cp1252"))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    common.run_main(lambda: print("Gebäude \u2713", flush=True))
+    assert shown.getvalue().decode("cp1252").strip() == "Gebäude ?"
 
 
 def test_sigterm_outside_training_exits_143():
@@ -966,75 +863,6 @@ def test_programming_errors_keep_their_traceback(error):
 
 
 # ---- a data set of one's own ---------------------------------------------------------------------
-
-
-class OwnVocab(list):
-    """Words by id."""
-
-    def decode(self, ids):
-        return [" ".join(self[i] for i in row if i > common.END) for row in ids.tolist()]
-
-
-@dataclass
-class OwnBatch:
-    before: torch.Tensor
-    after: torch.Tensor
-    caption: torch.Tensor
-    pair_ids: list[str]
-
-    def to(self, device):
-        return self
-
-
-class OwnData:
-    """What data.Dataset's docstring lists, and nothing else: which image is brighter?"""
-
-    vocab = OwnVocab(["", "", "", "", "brighter", "darker"])
-    grid = (5, 2, 3)
-    max_len = 3
-
-    def steps(self, batch_size):
-        return 10
-
-    def train_batches(self, batch_size, seed, epoch, first=0):
-        for number in range(first, 10):
-            yield (self.batch(1000 * epoch + number),)
-
-    def eval_batches(self, split, batch_size):
-        yield self.batch(10**6)
-
-    def batch(self, seed):
-        generator = torch.Generator().manual_seed(seed)
-        before = torch.rand(8, *self.grid, generator=generator)
-        brighter = torch.rand(8, generator=generator) < 0.5
-        after = before + torch.where(brighter, 1, -1)[:, None, None, None]
-        caption = torch.tensor([[common.START, 4 if x else 5, common.END] for x in brighter])
-        pair_ids = [f"{i} {self.vocab[row[1]]}" for i, row in enumerate(caption.tolist())]
-        return OwnBatch(before, after, caption, pair_ids)
-
-    def results(self, split, captions, maps, out_dir, notes=None, suffix=""):
-        right = [caption == pair_id.split()[1] for pair_id, caption in captions.items()]
-        return {"CIDEr": 100 * sum(right) / len(right)}
-
-    def state(self):
-        return {"vocab": list(self.vocab), "grid": self.grid, "max_len": self.max_len}
-
-    def check_state(self, state):
-        assert state["vocab"] == self.vocab
-
-
-def test_a_method_trains_on_any_object_with_these_methods(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "data", None)  # importing it fails
-    small = {"dim": 16, "word_dim": 8, "heads": 2, "layers": 1, "decoder_layers": 1, "dropout": 0.0}
-    run = {"steps": 60, "eval_every": 30, "batch_size": 8, "lr": 3e-3, "seed": 1}
-    cfg = scorer_cbr.Config(**small, **run, out_dir=str(tmp_path / "run"), device="cpu")
-    dataset = OwnData()
-    model = scorer_cbr.train(cfg, dataset)
-    scores = scorer_cbr.evaluate(model, dataset, "test", cfg, tmp_path / "run")
-    assert scores == {"CIDEr": 100.0}
-    cfg.steps = 70
-    scorer_cbr.train(cfg, dataset, resume=True)
-    assert common.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 70
 
 
 @pytest.mark.parametrize("what", ["match", "step", "decode"])

@@ -1,32 +1,33 @@
 """RDD+ACR against its equations, and itself."""
 
-import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import open_clip
 import pytest
 import torch
+from conftest import (
+    CAPTION,
+    WORDS,
+    B,
+    C,
+    H,
+    V,
+    W,
+    attention_by_heads,
+    cosine,
+    mean,
+    pictures,
+    random_clip,
+    train_lines,
+)
 
-import common
 import data
 import rdd_acr
-from rdd_acr import PRESETS, RDD, Attributes, Config, alignment_loss, encode_prompted, total_loss
+from rdd_acr import RDD, Attributes, Config, alignment_loss, encode_prompted
 
-B, C, H, W, V, WORDS = 4, 5, 2, 3, 9, 12
-N = H * W
+CAPTION = CAPTION[[0, 1, 2, 1], :8]
 CLIP_DIM = 7  # width of a phrase's embedding
-CAPTION = torch.tensor(
-    [
-        [2, 4, 5, 6, 3, 0, 0, 0],
-        [2, 7, 3, 0, 0, 0, 0, 0],
-        [2, 8, 9, 10, 11, 4, 5, 3],
-        [2, 7, 3, 0, 0, 0, 0, 0],
-    ]
-)
 
 
 def small(**fields) -> RDD:
@@ -34,11 +35,6 @@ def small(**fields) -> RDD:
     sizes = dict(dim=8, word_dim=6, heads=2, object_vectors=3, action_vectors=2)
     sizes |= dict(clip_dim=CLIP_DIM, clip_width=6)
     return RDD(Config(**sizes | fields), WORDS, (C, H, W), V).double()
-
-
-def pictures():
-    torch.manual_seed(1)
-    return torch.rand(2, B, C, H, W, dtype=torch.float64)
 
 
 def attributes(rows=(0, 1, 2, 1), ignore_equal=True, seed=2) -> Attributes:
@@ -50,17 +46,10 @@ def attributes(rows=(0, 1, 2, 1), ignore_equal=True, seed=2) -> Attributes:
     return Attributes(text, rows >= 0, same)
 
 
-def mean(x):
-    return sum(x) / len(x)
-
-
 def naive_alignment(vectors, texts, rows, tau, ignore_equal):
     """Eq. 10-13 word for word, among the pairs that have a phrase; the mean is over all."""
     have = [k for k in range(len(rows)) if rows[k] >= 0]
     pooled = [mean(list(vectors[k])) for k in range(len(rows))]
-
-    def cosine(a, b):
-        return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
 
     losses = [0.0] * len(rows)
     for k in have:
@@ -101,20 +90,6 @@ def test_a_pair_without_a_phrase_takes_no_part():
     assert not vectors.grad[3].any() and vectors.grad[:3].any() and vectors.grad.isfinite().all()
 
 
-def test_caption_loss_against_loop():
-    model = small().eval()
-    before, after = pictures()
-    tokens, _ = model.encode(before, after)
-    hidden, _, _ = model.decoder(CAPTION, tokens)
-    log_p = model.decoder.head(hidden).log_softmax(-1)
-    means = []
-    for b in range(B):
-        words = [CAPTION[b, t + 1] for t in range(7) if CAPTION[b, t + 1]]
-        means.append(mean([-log_p[b, t, word].item() for t, word in enumerate(words)]))
-    loss = model(before, after, CAPTION, attributes(), attributes())["caption"]
-    assert loss.item() == pytest.approx(mean(means))
-
-
 def test_an_empty_caption_has_no_loss():
     logits = torch.randn(2, 4, 6)
     caption = torch.tensor([[2, 5, 3, 0], [0, 0, 0, 0]])
@@ -134,16 +109,6 @@ def test_a_loss_asks_for_the_phrases_that_it_needs():
 # ---- layers --------------------------------------------------------------------------------------
 
 
-def attention(module, query, memory):
-    """Eq. 3 in loops over heads."""
-    q, k, v = module.project(query, memory)
-    heads = []
-    for h in range(2):
-        part = slice(4 * h, 4 * h + 4)
-        heads.append((q[..., part] @ k[..., part].transpose(1, 2) / 2).softmax(-1) @ v[..., part])
-    return module.out(torch.cat(heads, -1))
-
-
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("share_blocks", [True, False])
 @pytest.mark.parametrize("order", ["none", "n", "v", "n+v", "v+n", "v&n"])
@@ -158,7 +123,9 @@ def test_encoder_against_equations(order, share_blocks, residual):
     f_bef = model.embed(before)
     f_aft = model.embed(after)
     g = model.difference
-    enriched = [attention(g.attention, f, f_bef - f_aft) for f in (f_bef, f_aft)]  # Eq. 2-4
+    enriched = [
+        attention_by_heads(g.attention, f, f_bef - f_aft) for f in (f_bef, f_aft)
+    ]  # Eq. 2-4
     if residual:
         enriched = [g.norm(f + x) for f, x in zip((f_bef, f_aft), enriched, strict=True)]
     f_c = g.join(torch.cat(enriched, -1))  # Eq. 5
@@ -168,9 +135,11 @@ def test_encoder_against_equations(order, share_blocks, residual):
         for i in range(3):
             block = module.blocks[0 if share_blocks else i]
             x = norm(block.norm_source, source)
-            source = attention(block.self_attention, x, x) + residual * source  # Eq. 6
+            source = attention_by_heads(block.self_attention, x, x) + residual * source  # Eq. 6
             x = norm(block.norm_seen, source)
-            attended = attention(block.cross_attention, norm(block.norm_vectors, vectors), x)
+            attended = attention_by_heads(
+                block.cross_attention, norm(block.norm_vectors, vectors), x
+            )
             hat = attended + residual * vectors  # Eq. 7
             vectors = block.feed_forward(norm(block.norm_out, hat)) + hat  # Eq. 8
         return vectors
@@ -191,7 +160,7 @@ def test_encoder_against_equations(order, share_blocks, residual):
     x = torch.cat([f_c, *(expected[name] for name in distilled)], 1)
     if expected:  # Eq. 9
         f = model.fuse
-        x = x + attention(f.attention, f.norm1(x), f.norm1(x))
+        x = x + attention_by_heads(f.attention, f.norm1(x), f.norm1(x))
         x = x + f.feed_forward(f.norm2(x)).relu()
     torch.testing.assert_close(tokens, x)
 
@@ -231,16 +200,6 @@ def test_embedding_against_loops():
                 torch.testing.assert_close(cells[b, i * W + j], cell)
 
 
-def test_features_of_another_shape_are_refused():
-    """A row of cells would be broadcast to the whole grid."""
-    model = small()
-    for shape in ((B, C, 1, W), (B, C, H, 1), (B, C + 1, H, W)):
-        features = torch.rand(shape, dtype=torch.float64)
-        with pytest.raises(ValueError, match=r"\(C, H, W\) = \(5, 2, 3\) expected") as e:
-            model.generate(features, features)
-        assert str(shape[1:]) in str(e.value)
-
-
 def test_decoder_starts_xavier_uniform():
     out = small(dim=64).decoder.layers[0].cross_attention.out.weight
     assert out.std().item() == pytest.approx(64**-0.5, rel=0.05)  # uniform in +- sqrt(6 / 2D)
@@ -271,70 +230,7 @@ def test_vector_maps(order):
     torch.testing.assert_close(maps[second].flatten(1), through.mean(1))
 
 
-# ---- learning, presets ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"share_blocks": False, "order": "v+n"},
-        {"residual": False},
-        {"order": "v&n", "prompt": "fixed"},
-    ],
-)
-def test_every_parameter_learns(fields):
-    model = small(**fields)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    start = {n: p.clone() for n, p in model.named_parameters()}
-    before, after = pictures()
-    nouns = attributes()
-    verbs = attributes(seed=3)
-    if model.cfg.prompt == "learnable":  # its gradient comes through CLIP, see below
-        nouns = nouns._replace(text=nouns.text + model.noun_prompt.sum())
-        verbs = verbs._replace(text=verbs.text + model.verb_prompt.sum())
-    caption = torch.nn.functional.pad(CAPTION, (0, 1))  # up to the last position
-    caption[2] = torch.tensor([2, 8, 9, 10, 11, 4, 5, 6, 3])
-    total_loss(model(before, after, caption, nouns, verbs), model.cfg).backward()
-    optimizer.step()
-    dead = []
-    for n, p in model.named_parameters():
-        # A softmax ignores what shifts all its scores.
-        learns = p.grad is not None and p.grad.any() and not torch.equal(p, start[n])
-        if not learns and not n.endswith("attention.key.bias"):
-            dead.append(n)
-    assert not dead, f"no gradient reaches {dead}"
-
-
-def test_presets():
-    def parse(*argv):
-        cfg, _ = common.parse_args(Config, PRESETS, "s", "d", [*argv, "--device", "cpu"])
-        return cfg
-
-    for name, vectors in (("clevr_change", 5), ("levir_cc", 10), ("spot_the_diff", 10)):
-        assert parse("--dataset", name).action_vectors == vectors
-    # No code was released.
-    with pytest.raises(ValueError, match="unrecognized arguments: --variant"):
-        parse("--variant", "released")
-
-
 # ---- CLIP with learned prompts -------------------------------------------------------------------
-
-SMALL_CLIP = {
-    "embed_dim": 8,
-    "vision_cfg": {"image_size": 32, "layers": 1, "width": 16, "head_width": 8, "patch_size": 16},
-    "text_cfg": {"context_length": 12, "width": 16, "heads": 2, "layers": 2},
-}
-
-
-def random_clip(**changes):
-    """open_clip's class with random weights, frozen, and its tokenizer, for 12 tokens."""
-    torch.manual_seed(0)
-    clip = open_clip.CLIP(**SMALL_CLIP | changes)
-    for name, p in clip.named_parameters():
-        if "bias" in name or "positional" in name:
-            torch.nn.init.normal_(p, std=0.3)
-    return clip.eval().requires_grad_(False), open_clip.SimpleTokenizer(context_length=12)
 
 
 @pytest.fixture(scope="module")
@@ -389,7 +285,7 @@ def test_gradients_reach_the_prompt_alone(clip):
     prompt = torch.zeros(4, 16, requires_grad=True)
     encode_prompted(model, tokens, prompt).sum().backward()
     assert prompt.grad.abs().sum(1).all() and all(p.grad is None for p in model.parameters())
-    biased, _ = random_clip(text_cfg=SMALL_CLIP["text_cfg"] | {"proj_bias": True})
+    biased, _ = random_clip(proj_bias=True)
     assert torch.equal(encode_prompted(biased, tokens), biased.encode_text(tokens))
 
 
@@ -589,126 +485,9 @@ def test_resume_equals_no_interruption_with_phrases(tmp_path):
     a = torch.load(tmp_path / "whole" / "last.pt", weights_only=True)["model"]
     b = torch.load(tmp_path / "parts" / "last.pt", weights_only=True)["model"]
     assert all(torch.equal(a[k], b[k]) for k in a) and not any(k.startswith("clip") for k in a)
-    rows = losses_of_run(tmp_path / "whole")
+    rows = train_lines(tmp_path / "whole")
     assert rows and all(math.isfinite(row["n2o"] + row["v2a"]) for row in rows)
 
 
-# ---- copied alone --------------------------------------------------------------------------------
-
 # What a copied method trains on: random features of pairs of images, captions of four words. This
 # is common.TrainingData; `images` and `texts` are what CHEERS and RDD+ACR read besides.
-OWN_DATA = """
-import sys
-
-for name in ("data", "mini", "h5py", "spacy", "pycocoevalcap"):
-    sys.modules[name] = None  # importing them fails
-
-from types import SimpleNamespace
-
-import open_clip
-import torch
-
-WORDS = ["[NULL]", "[UNK]", "[START]", "[END]", "cube", "ball", "is", "gone", "moved"]
-TEXTS = ["cube is gone", "ball is gone", "cube is moved", "ball is moved"]
-
-
-class Pairs:
-    grid = (8, 2, 3)
-    max_len = 5
-
-    def __init__(self):
-        torch.manual_seed(0)
-        self.features = torch.rand(8, 2, *self.grid)
-        self.vocab = self  # len and decode, below
-
-    def __len__(self):
-        return len(WORDS)
-
-    def decode(self, ids):
-        return [" ".join(WORDS[i] for i in row if i > 3) for row in ids.tolist()]
-
-    def batch(self, chosen):
-        before, after = self.features[chosen].unbind(1)
-        texts = [TEXTS[i % 4] for i in chosen]
-        caption = [[2, *(WORDS.index(word) for word in text.split()), 3] for text in texts]
-        images = [(f"{i} before", f"{i} after") for i in chosen]
-        batch = SimpleNamespace(before=before, after=after, caption=torch.tensor(caption))
-        batch.pair_ids = [str(i) for i in chosen]
-        batch.texts = texts
-        batch.images = images
-        batch.to = lambda device: batch
-        return batch
-
-    def steps(self, batch_size):
-        return 8 // batch_size
-
-    def train_batches(self, batch_size, seed, epoch, first=0):
-        random = torch.Generator().manual_seed(seed + epoch)
-        order = torch.randperm(8, generator=random).tolist()
-        for i in range(first * batch_size, 8, batch_size):
-            yield (self.batch(order[i : i + batch_size]),)
-
-    def eval_batches(self, split, batch_size):
-        yield self.batch(range(8))
-
-    def results(self, split, captions, maps, out_dir, notes=None, suffix=""):
-        right = [captions[str(i)] == TEXTS[i % 4] for i in range(8)]
-        return {"CIDEr": 100 * sum(right) / 8}
-
-    def state(self):
-        return {"vocab": WORDS, "grid": self.grid, "max_len": self.max_len}
-
-    def check_state(self, state):
-        pass
-
-
-def random_clip():
-    torch.manual_seed(0)
-    clip = open_clip.CLIP(
-        embed_dim=8,
-        vision_cfg=dict(image_size=32, layers=1, width=16, head_width=8, patch_size=16),
-        text_cfg=dict(context_length=12, width=16, heads=2, layers=1),
-    )
-    return clip.eval().requires_grad_(False), open_clip.SimpleTokenizer(context_length=12)
-
-
-SMALL = dict(dim=16, word_dim=8, heads=2, decoder_layers=1, dropout=0.0, lr=1e-2, device="cpu")
-SMALL |= dict(batch_size=4, steps=120, eval_every=60, log_every=20)
-"""
-
-TRAIN_ALONE = """
-from rdd_acr import Config, Phrases, evaluate, train
-
-cfg = Config(**SMALL, object_vectors=3, action_vectors=2, clip_dim=8, clip_width=16, out_dir="run")
-clip, tokenizer = random_clip()
-segments = {text: ([text.split()[0]], ["is " + text.split()[2]]) for text in TEXTS}
-phrases = Phrases(cfg, clip, tokenizer, segments)
-pairs = Pairs()
-model = train(cfg, pairs, phrases)
-print(evaluate(model, pairs, "test", cfg)["CIDEr"])
-"""
-
-
-def run_alone(method, script, folder) -> str:
-    """Run a script in a folder of a method's file and common.py -> what it prints last."""
-    for file in (Path(method.__file__), Path(common.__file__)):
-        (folder / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
-    (folder / "script.py").write_text(OWN_DATA + script, encoding="utf-8")
-    call = [sys.executable, "script.py"]
-    done = subprocess.run(call, capture_output=True, text=True, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
-
-
-def losses_of_run(folder):
-    log = (folder / "log.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in log]
-    return [row for row in rows if row["event"] == "train"]
-
-
-def test_it_trains_alone_with_phrases_from_lists(tmp_path):
-    score = run_alone(rdd_acr, TRAIN_ALONE, tmp_path)
-    assert float(score) >= 75
-    first, *_, last = losses_of_run(tmp_path / "run")
-    assert last["caption"] < 0.5 * first["caption"]
-    assert math.isfinite(last["n2o"]) and math.isfinite(last["v2a"])
