@@ -37,7 +37,6 @@ from cheers import (
     embed_images,
     embed_texts,
     find_candidates,
-    max_probability,
     retrieve,
 )
 
@@ -79,36 +78,14 @@ def test_retrieval_against_loops(signed):
             assert best[b].tolist() == [*passing, *rest][:k]
 
 
-def test_an_entity_that_is_like_neither_image_comes_last():
-    entities = torch.eye(4)
-    x_bef = torch.tensor([[0.5, 0.6, -0.9, 0.4]])
-    x_aft = torch.tensor([[0.5, 0.1, 0.1, 0.5]])
-    assert retrieve(x_bef, x_aft, entities, 1).tolist() == [
-        [3]
-    ]  # not 2, whose difference is the largest
-    assert retrieve(x_bef, x_aft, entities, 4)[0, -1] == 2
-    assert retrieve(x_bef, x_aft, entities, 9).shape == (1, 4)  # k larger than M
-
-
 def test_ties_go_to_the_lower_index():
     entities = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [2.0, 0.0]])
     x_bef = torch.tensor([[1.0, 0.0]])
     x_aft = torch.tensor([[1.0, 1.0]])
     assert retrieve(x_bef, x_aft, entities, 3).tolist() == [[1, 2, 3]]
     same = torch.ones(1, 2)
-    assert retrieve(same, same, torch.ones(50, 2), 50)[0].tolist() == list(
-        range(50)
-    )  # none is relevant
-
-
-def test_signed_retrieval_does_not_find_what_was_added():
-    entities = torch.eye(3)
-    without = torch.tensor([[0.1, 0.5, 0.4]])
-    there = torch.tensor([[0.9, 0.5, 0.4]])
-    assert retrieve(without, there, entities, 1)[0, 0] == 0
-    assert retrieve(there, without, entities, 1)[0, 0] == 0
-    assert retrieve(there, without, entities, 1, signed=True)[0, 0] == 0
-    assert retrieve(without, there, entities, 1, signed=True)[0, 0] != 0
+    none_passes = retrieve(same, same, torch.ones(50, 2), 60)  # k larger than M
+    assert none_passes[0].tolist() == list(range(50))
 
 
 # ---- enhancement ---------------------------------------------------------------------------------
@@ -142,21 +119,6 @@ def test_cre_and_dre_against_loops(temperature, Enhance, sources):
             x = target[b, i] / (1 + torch.exp(-own)) + target[b, i]
             x = (x - x.mean()) / (((x - x.mean()) ** 2).mean() + 1e-5).sqrt()
             torch.testing.assert_close(enhanced[b, i], x)
-
-
-def test_one_entity_points_at_the_cells_that_are_like_it():
-    """The softmax runs over target positions: it sums to one over them, and one source does not
-    make all cells equal."""
-    torch.manual_seed(0)
-    source = torch.randn(B, 1, D).double()
-    target = torch.randn(B, N, D).double()
-    m = max_probability(source, target, 5.0)
-    torch.testing.assert_close(m.sum(1), torch.ones(B).double())
-    assert (m.amax(1) > 2 * m.amin(1)).all()
-    nearest = torch.cosine_similarity(source, target, dim=-1).argmax(1)
-    assert torch.equal(m.argmax(1), nearest)
-    several = torch.randn(B, K, D).double()
-    assert (max_probability(several, target, 5.0).sum(1) <= K).all()
 
 
 def square(a, b):
@@ -429,13 +391,6 @@ def test_entities_of_pairs(retrieval):
         assert torch.equal(rows, expected[0])
 
 
-def test_captions_without_any_subject_are_refused():
-    clip, tokenizer = random_clip()
-    subjects = {"nothing has changed": []}
-    with pytest.raises(ValueError, match="no training caption has a subject; --k 0"):
-        cheers.Entities(Config(), clip, tokenizer, preprocess, subjects, noise(3), PAIRS)
-
-
 def test_notes_name_the_entities():
     entities = entities_from_lists()
     notes = entities.notes(torch.tensor([[0, 1], [3, 3]]))
@@ -496,7 +451,7 @@ def corpus(prepared, monkeypatch):
     """A small data set, and a CLIP with random weights in place of its own."""
     clip, tokenizer = random_clip()
     monkeypatch.setattr(data, "load_clip", lambda *_: (clip, tokenizer, preprocess))
-    return data.load("clevr_change", prepared), clip, tokenizer
+    return data.load("clevr_change", prepared)
 
 
 def test_entities_of_a_data_set(corpus, monkeypatch):
@@ -505,7 +460,7 @@ def test_entities_of_a_data_set(corpus, monkeypatch):
         return {caption: [" ".join(caption.split()[1:3])] for caption in captions}
 
     monkeypatch.setattr(data, "read_captions", read_captions)
-    dataset, clip, tokenizer = corpus
+    dataset = corpus
     entities = cheers.entities_of(dataset, Config(min_count=1, device="cpu"))
     assert (dataset.root / "embeddings.pt").exists()
     assert entities.phrases == sorted(set(entities.phrases)) and "red cube" in entities.phrases
@@ -514,15 +469,6 @@ def test_entities_of_a_data_set(corpus, monkeypatch):
         for scene in scenes:
             pairs |= {(p.before, p.after) for p in (*scene.pairs, *scene.swapped)}
     assert set(entities.indices) == pairs
-    table = clip.encode_text(tokenizer(entities.phrases), normalize=True)
-    for pair in pairs:
-        x = [preprocess(data.read_image(dataset.paths[name])) for name in pair]
-        x_bef, x_aft = clip.encode_image(torch.stack(x), normalize=True).split(1)
-        score = ((x_bef - x_aft) @ table.T)[0].abs()
-        best = retrieve(x_bef, x_aft, table, 3)[0]
-        # Other batches have other last digits: two alike may change places.
-        found = entities.indices[pair]
-        torch.testing.assert_close(score[found], score[best], atol=1e-5, rtol=0)
 
 
 def test_embeddings_older_than_features_are_made_again(corpus, monkeypatch):
@@ -532,7 +478,7 @@ def test_embeddings_older_than_features_are_made_again(corpus, monkeypatch):
         return {caption: [caption.split()[1]] for caption in captions}
 
     monkeypatch.setattr(data, "read_captions", read_captions)
-    dataset, *_ = corpus
+    dataset = corpus
     cfg = Config(min_count=1, device="cpu")
     cheers.entities_of(dataset, cfg)
     file = dataset.root / "embeddings.pt"
@@ -552,18 +498,7 @@ def test_embeddings_older_than_features_are_made_again(corpus, monkeypatch):
 def test_without_entities_a_config_needs_no_clip(corpus, monkeypatch):
     monkeypatch.setattr(data, "load_clip", lambda *_: pytest.fail("CLIP was loaded"))
     monkeypatch.setattr(data, "read_captions", lambda *_: pytest.fail("captions were read"))
-    assert cheers.entities_of(corpus[0], Config(k=0)) is None
-
-
-def test_the_captions_are_read_before_clip_is_fetched(corpus, monkeypatch):
-    def without_model(*_):
-        raise ValueError("run: python -m spacy download en_core_web_sm")
-
-    monkeypatch.setattr(data, "language", without_model)
-    reason = "a minute of retries without a network"
-    monkeypatch.setattr(data, "load_clip", lambda *_: pytest.fail(reason))
-    with pytest.raises(ValueError, match="spacy download"):
-        cheers.entities_of(corpus[0], Config(device="cpu"))
+    assert cheers.entities_of(corpus, Config(k=0)) is None
 
 
 def test_resume_and_caption_with_entities(tmp_path, capsys, monkeypatch):
@@ -583,8 +518,14 @@ def test_resume_and_caption_with_entities(tmp_path, capsys, monkeypatch):
     terms = ("common", "different", "match")
     assert rows and all(math.isfinite(row[name]) for row in rows for name in terms)
     assert "accuracy" in json.loads((whole / "scores_test.json").read_text())
-    cheers.main(["--eval", str(whole / "best.pt"), "--split", "val", "--device", "cpu"])
-    assert (whole / "scores_val.json").exists()
+
+    # --eval looks at the data before CLIP embeds anything.
+    other = tmp_path / "other.pt"
+    state = torch.load(whole / "best.pt", weights_only=True)
+    torch.save(state | {"vocab": [*state["vocab"][:-1], "zebra"]}, other)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="--data_dir"):
+        patch.setattr(cheers, "entities_of", lambda *_: pytest.fail("entities were asked for"))
+        cheers.main(["--eval", str(other), "--device", "cpu"])
 
     # A checkpoint captions pictures without its data set.
     checkpoint = tmp_path / "alone.pt"
@@ -619,14 +560,3 @@ def test_resume_and_caption_with_entities(tmp_path, capsys, monkeypatch):
     assert asked == ["moved", "moved", "mini"]
     with pytest.raises(ValueError, match="--clip"):
         cheers.main([*call, "--clip", "other"])
-
-
-def test_eval_looks_at_the_data_before_clip_embeds_anything(tmp_path, monkeypatch):
-    flags = ["--scenes", "60", "--dim", "16", "--steps", "1", "--device", "cpu"]
-    run = tmp_path / "run"
-    cheers.main([*flags, "--data_dir", str(tmp_path / "mini"), "--out_dir", str(run)])
-    state = torch.load(run / "best.pt", weights_only=True)
-    torch.save(state | {"vocab": [*state["vocab"][:-1], "zebra"]}, run / "best.pt")
-    monkeypatch.setattr(cheers, "entities_of", lambda *_: pytest.fail("entities were asked for"))
-    with pytest.raises(ValueError, match="--data_dir"):
-        cheers.main(["--eval", str(run / "best.pt"), "--device", "cpu"])

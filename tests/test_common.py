@@ -314,19 +314,12 @@ def test_flags_over_preset_over_defaults():
     "flags, named",
     [
         ("--stepz=3", "--stepz"),
-        ("--steps=x", "--steps"),
         ("--schedule=x", "--schedule"),
-        ("--device=no", "--device no"),
         ("--steps=0", "--steps 0"),
-        ("--batch_size=-1", "--batch_size -1"),
-        ("--seed=-1", "--seed -1"),
         ("--seed=9223372036854775808", "--seed 9223372036854775808"),
         ("--steps=2147483648", "--steps 2147483648"),
-        ("--width=-1", "--width -1"),
-        ("--grad_clip=-1", "--grad_clip -1"),
         ("--rate=nan", "--rate nan"),
         ("--lr=inf", "--lr inf"),
-        ("--heads=3", "--heads 3"),
         ("--resume --eval x.pt", "--resume"),
         ("--resume", "runs/method-mini/last.pt"),
         ("--checkpoint x.pt", "--checkpoint"),
@@ -355,6 +348,13 @@ def test_help_is_read_from_the_comments(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "width in cells (default: 4)" in text
     assert "5 % as many" in text  # a base class's comment, with a sign that argparse would format
+
+
+def test_a_command_line_without_docstrings_and_source():
+    """As with python -OO, and in a frozen program."""
+    Made = dataclasses.make_dataclass("Made", [("width", int, 4)], bases=(RunConfig,))
+    cfg, _ = common.parse_args(Made, {}, "method", None, ["--width", "5", "--device", "cpu"])
+    assert cfg.width == 5
 
 
 def test_a_checkpoint_brings_its_config(tmp_path):
@@ -577,16 +577,6 @@ def test_last_pt_alone_is_enough_to_resume(tmp_path):
     assert saved(moved, "best.pt")["step"] == 6  # best of what is left
 
 
-def test_lines_of_the_log_keep_their_keys(tmp_path):
-    train(tmp_path)
-    start, *_, last = common.read_log(tmp_path / "log.jsonl")
-    assert set(start) == {"step", "event", "code", "torch", "device", "parameters", "config"}
-    assert last == {"step": 4, "event": "eval", "select_by": "CIDEr", "CIDEr": 2.0}
-    line = log_of(tmp_path, "train")[0]
-    assert list(line) == ["step", "event", "stage", "lr", "total"]  # and seconds
-    assert (line["stage"], line["lr"]) == ("train", Config.lr)
-
-
 def test_the_best_validation_is_kept(tmp_path):
     run, _ = train(tmp_path, scores=[2.0, 1.0])
     best = saved(tmp_path, "best.pt")
@@ -785,19 +775,11 @@ def test_files_that_are_no_checkpoints(content, tmp_path):
     assert not Path("executed").exists()
 
 
-@pytest.mark.parametrize(
-    "error, reason",
-    [
-        (KeyError("train"), "train is missing"),
-        (ValueError("two\nlines"), "two lines"),
-        (TypeError("not a list"), "TypeError not a list"),
-    ],
-)
-def test_errors_of_a_file_name_it_and_the_remedy(error, reason):
-    with pytest.raises(InputError) as e, common.file_errors("a.json", "fetch it again"):
-        raise error
-    for part in ("a.json", reason, "fetch it again"):
-        assert part in str(e.value)
+def test_errors_of_a_file_name_it_and_the_remedy():
+    for error in (KeyError("train"), ValueError("two\nlines"), TypeError("not a list")):
+        with pytest.raises(InputError, match="a.json.*fetch it again"):
+            with common.file_errors("a.json", "fetch it again"):
+                raise error
 
 
 # ---- main ----------------------------------------------------------------------------------------
@@ -846,9 +828,7 @@ def test_sigterm_outside_training_exits_143():
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError("shapes differ"),
         RuntimeError("an illegal memory access"),
-        KeyError("x"),
         ValueError("too many values to unpack"),
         ModuleNotFoundError("No module named 'mine'", name="mine"),
     ],

@@ -5,8 +5,8 @@ An operation that mixes devices, that makes the host wait for the GPU, or that r
 holds is an error. Autocast works as on a GPU, so matrix products in float32 are counted, too: a
 cast at the wrong place makes more of them. Speed, memory and results stay unknown.
 
-Each method runs in a process of its own, because PyTorch is patched for it:
-    python tests/test_fake_cuda.py METHOD
+All run in a process of their own, because PyTorch is patched for it:
+    python tests/test_fake_cuda.py
 """
 
 import dataclasses
@@ -61,37 +61,27 @@ CASES = {
         (RELEASED, {"step": 6}),
         (NO_AMP, {}),
         (SUBTRACTION | {"w_match": 0, "w_cbr": 0}, {}),
-        ({"w_match": 0}, {"step": 16}),
-        ({"w_cbr": 0}, {"step": 32}),
         ({"matching": "tm"}, {"step": 6}),
         ({"matching": "mean"}, {"step": 18}),
         ({"matching": "max"}, {"step": 18}),
-        ({"fusion": "sum"}, {"step": 48}),
-        ({"fusion": "hadamard"}, {"step": 48}),
     ],
     dirl_ccr: [
         ({}, {"step": 12}),  # Eq. 3 and Eq. 13 in 2 batches
         (RELEASED, {"step": 12}),
-        (NO_AMP, {}),
         (SUBTRACTION | {"w_dirl": 0, "w_ccr": 0}, {}),
-        ({"w_dirl": 0}, {"step": 6}),
-        ({"w_ccr": 0}, {"step": 6}),
         ({"correlate": False}, {"step": 12}),
     ],
     rdd_acr: [
         # Nouns and verbs: Eq. 11's cosines, and the adapter's three layers, of which the first has
         # one product less, as its input is frozen.
         ({}, {"step": 22}),
-        (NO_AMP, {}),
         ({"gde": False, "order": "none", "w_n2o": 0, "w_v2a": 0}, {}),
         ({"order": "n", "w_v2a": 0}, {"step": 11}),
         ({"order": "v+n"}, {"step": 22}),
-        ({"order": "v&n"}, {"step": 22}),
         ({"residual": False}, {"step": 22}),
     ],
     cheers: [
         ({}, {"step": 52}),  # four maps P^ and a token_match in each of 2 layers and 2 batches
-        (NO_AMP, {}),
         ({"layers": 0, "k": 0, "gate": "none", "w_consistency": 0, "w_match": 0}, {}),
         ({"gate": "scalar"}, {"step": 52}),
         ({"cre": False}, {"step": 28}),
@@ -100,10 +90,7 @@ CASES = {
     idc_pretrain: [
         ({}, {"mvcl": 4, "birds": 3}),  # Eq. 8, whose features are frozen, and contrast_loss
         (RELEASED, {"mvcl": 6, "birds": 3}),  # Eq. 8's negatives are predictions
-        (NO_AMP, {}),
         ({"difference_encoder": False}, {"mvcl": 4}),
-        ({"w_judge": 0}, {"mvcl": 4, "birds": 3}),
-        ({"finetune_targets": "masked"}, {"mvcl": 4, "birds": 3}),
     ],
 }
 
@@ -112,12 +99,10 @@ CASES = {
     torch.torch_version.TorchVersion(torch.__version__) < (2, 14),
     reason="in older versions of PyTorch (2.6) fake CUDA tensors end the process",
 )
-@pytest.mark.parametrize("method", CASES, ids=lambda method: method.__name__)
-def test_no_method_mixes_devices_waits_or_leaves_bfloat16(method):
-    call = [sys.executable, __file__, method.__name__]
-    done = subprocess.run(call, capture_output=True, text=True)
+def test_no_method_mixes_devices_waits_or_leaves_bfloat16():
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) >= len(CASES[method])
+    assert len(done.stdout.splitlines()) >= sum(len(cases) for cases in CASES.values())
 
 
 # ---- the process ---------------------------------------------------------------------------------
@@ -322,13 +307,13 @@ def run_case(method, changes, expected):
         assert x.device == GPU
 
 
-def main(name):
+def main():
     pretend_to_have_a_gpu()
-    method = sys.modules[name]
-    for changes, expected in CASES[method]:
-        with FakeTensorMode():
-            run_case(method, changes, expected)
+    for method, cases in CASES.items():
+        for changes, expected in cases:
+            with FakeTensorMode():
+                run_case(method, changes, expected)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
