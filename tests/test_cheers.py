@@ -107,7 +107,8 @@ def naive_max_probability(source, target, scale):
 def test_cre_and_dre_against_loops(temperature, Enhance, sources):
     torch.manual_seed(0)
     module = Enhance(Config(dim=D, temperature=temperature)).double()
-    source, target = torch.randn(B, sources, D).double(), torch.randn(B, N, D).double()
+    source = torch.randn(B, sources, D).double()
+    target = torch.randn(B, N, D).double()
     enhanced, p = module(source, target)
     scale = 1.0 if temperature == "one" else module.log_scale.exp().item()
     weight = module.expand.weight[:, 0]
@@ -123,9 +124,7 @@ def test_cre_and_dre_against_loops(temperature, Enhance, sources):
 
 def square(a, b):
     """Eq. 7 and 11: the mean squared difference of two maps."""
-    return mean(
-        [(x - y) ** 2 for x, y in zip(a.flatten().tolist(), b.flatten().tolist(), strict=True)]
-    )
+    return mean([d**2 for d in (a - b).flatten().tolist()])
 
 
 @pytest.mark.parametrize(
@@ -227,8 +226,13 @@ def test_contrastive_loss_against_loops():
     a, b = torch.randn(2, B, N, D).double()
 
     def sim(x, y):
-        there = mean([max(cosine(p, q) for q in y) for p in x])
-        return (there + mean([max(cosine(p, q) for p in x) for q in y])) / 2
+        best_of_x = []
+        best_of_y = []
+        for p in x:
+            best_of_x.append(max(cosine(p, q) for q in y))
+        for q in y:
+            best_of_y.append(max(cosine(p, q) for p in x))
+        return (mean(best_of_x) + mean(best_of_y)) / 2
 
     total = 0.0
     for i in range(B):

@@ -222,8 +222,9 @@ def decoded(model, before, after, caption):
             for t in range(V):
                 seen = h[:, : min(length, t + 1)]
                 rows.append(layer_output(layer, h[:, t : t + 1], seen, difference[b : b + 1]))
-            h, *last = (torch.cat(column, 1) for column in zip(*rows, strict=True))
-        states.append(last)
+            layer_states = [torch.cat(column, 1) for column in zip(*rows, strict=True)]
+            h = layer_states[0]
+        states.append(layer_states[1:])
     return [torch.cat(column) for column in zip(*states, strict=True)]
 
 

@@ -295,7 +295,7 @@ def run_case(method, changes, expected):
             assert set(watch.products) == {torch.float32}, about
 
     model.eval()
-    model.max_len = 8  # before the ninth word `decode` asks whether all captions have ended
+    model.max_len = 4  # at the eighth word `decode` asks whether all captions have ended
     with Watch():
         batch = batches_of("step", grid)[0].to(cfg.device)
         rows = []

@@ -533,7 +533,8 @@ def test_pools_hold_frequent_important_words():
 
 
 def test_confuse_exchanges_subjects():
-    rng, text = np.random.default_rng(0), "the red cube moved behind the ball"
+    rng = np.random.default_rng(0)
+    text = "the red cube moved behind the ball"
     confused = idc.confuse(text, ["red cube"], ["blue ball", "red cube", "ball"], rng)
     assert confused == "the blue ball moved behind the ball"
     for own, subjects in (([], ["blue ball"]), (["red cube"], ["red cube"])):

@@ -674,7 +674,10 @@ class OwnVocab(list):
     """Words by id."""
 
     def decode(self, ids):
-        return [" ".join(self[i] for i in row if i > common.END) for row in ids.tolist()]
+        texts = []
+        for row in ids.tolist():
+            texts.append(" ".join(self[i] for i in row if i > common.END))
+        return texts
 
 
 @dataclass

@@ -106,7 +106,9 @@ def naive_match(q, k, heads=1):
         for b in range(len(k)):
             for h in range(heads):
                 part = slice(h * width, (h + 1) * width)
-                s = [[float(x[part] @ y[part]) for y in k[b]] for x in q[a]]
+                s = []
+                for x in q[a]:
+                    s.append([float(x[part] @ y[part]) for y in k[b]])
                 columns = zip(*s, strict=True)
                 there = sum(max(row) for row in s) / len(q[a])
                 back = sum(max(column) for column in columns) / len(k[b])
