@@ -510,8 +510,8 @@ def test_resume_and_caption_with_entities(tmp_path, capsys, monkeypatch):
     mini = tmp_path / "mini"
     whole = tmp_path / "whole"
     parts = tmp_path / "parts"
-    flags = ["--scenes", "60", "--dim", "16", "--log_every", "2", "--eval_every", "6"]
-    flags += ["--device", "cpu", "--dropout", "0.1", "--schedule", "step", "--data_dir", str(mini)]
+    flags = "--scenes 60 --dim 16 --dropout 0.1 --schedule step --device cpu".split()
+    flags += ["--log_every", "2", "--eval_every", "6", "--data_dir", str(mini)]
     cheers.main([*flags, "--steps", "6", "--out_dir", str(whole)])
     cheers.main([*flags, "--steps", "3", "--out_dir", str(parts)])
     cheers.main(["--resume", "--steps", "6", "--out_dir", str(parts), "--device", "cpu"])

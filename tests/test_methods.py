@@ -149,7 +149,9 @@ def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path, monke
     method's file is imported anew from a folder without the others."""
     name = method.__name__
     model = MODELS[method].__name__
-    loop, backbone, *_ = re.findall(r"```python\n(.*?)```", README, re.S)
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    loop = next(block for block in blocks if "as Model" in block)
+    backbone = next(block for block in blocks if "resnet18" in block)
     loop = loop.replace("scorer_cbr", name)
     loop = loop.replace("SCORER", model)
     loop = loop.replace("1024, 14, 14", "8, 2, 3")

@@ -452,17 +452,8 @@ def test_without_its_losses_a_config_needs_no_clip(tmp_path, monkeypatch):
 
 def test_resume_equals_no_interruption_with_phrases(tmp_path):
     """As in test_methods.py, but with ACR: its prompts and its adapter."""
-    flags = ["--scenes", "60", "--dim", "16", "--log_every", "2", "--eval_every", "6"]
-    flags += [
-        "--device",
-        "cpu",
-        "--dropout",
-        "0.1",
-        "--schedule",
-        "step",
-        "--data_dir",
-        str(tmp_path / "mini"),
-    ]
+    flags = "--scenes 60 --dim 16 --dropout 0.1 --schedule step --device cpu".split()
+    flags += ["--log_every", "2", "--eval_every", "6", "--data_dir", str(tmp_path / "mini")]
     rdd_acr.main([*flags, "--steps", "6", "--out_dir", str(tmp_path / "whole")])
     rdd_acr.main([*flags, "--steps", "3", "--out_dir", str(tmp_path / "parts")])
     resumed = ["--out_dir", str(tmp_path / "parts"), "--device", "cpu"]
