@@ -255,7 +255,7 @@ def test_sinusoid_of_the_release():
 
 
 def test_padding_is_not_seen_unless_asked_for():
-    before, after = (x.flatten(2).transpose(1, 2) for x in pictures())
+    before, after = pictures().flatten(3).transpose(2, 3)  # (B, N, C) each
     for see_padding in (False, True):
         model = small(see_padding=see_padding)
         visual, there, _ = model.visual(before, after)
