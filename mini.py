@@ -686,7 +686,11 @@ def render(root: Path, counts: dict[str, int]) -> None:
         for number in range(count):
             jobs.append((split, number, first + number))
     draw_job = functools.partial(draw_scene, root)
+    # SIGTERM is how the pool ends its processes. They would inherit a handler, such as a run's,
+    # that lets a process go on.
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with multiprocessing.Pool(initializer=ignore_interrupts) as pool:
+        signal.signal(signal.SIGTERM, handler)
         drawn = pool.imap(draw_job, jobs, chunksize=10)
         made = list(progress(drawn, total=len(jobs), desc="drawing", unit="scene"))
     files = {name: {} for name in FILES}

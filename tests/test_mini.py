@@ -467,7 +467,9 @@ def test_what_a_folder_holds_already_is_never_mixed(prepared, tmp_path):
 
 
 def test_interrupted_preparation_is_not_taken_for_complete(tmp_path, monkeypatch):
+    """Even where the first SIGTERM ends no process, as in training."""
     root = tmp_path / "mini"
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
     for module, stage in ((mini, "write_text"), (mini, "progress"), (data, "write_features")):
         with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
             m.setattr(module, stage, interrupted)
@@ -480,6 +482,7 @@ def test_interrupted_preparation_is_not_taken_for_complete(tmp_path, monkeypatch
         m.setattr(mini, "render", interrupted)
         m.setattr(data, "write_features", interrupted)
         prepare(root, "--scenes", "20")  # all is there: nothing is made again
+    signal.signal(signal.SIGTERM, before)
     assert contents(root) == made
 
 
