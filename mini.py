@@ -44,7 +44,6 @@ from torch import Tensor
 
 from common import (
     InputError,
-    atomic_write,
     file_errors,
     load_tensors,
     load_weights,
@@ -649,8 +648,7 @@ def draw_scene(root: Path, job: tuple[int, int, int]) -> dict:
         cameras = sample_cameras(rng)
         pictures = draw_visible(scenes, cameras)
     for view, picture in zip(VIEWS, pictures, strict=True):
-        with atomic_write(picture_file(root, view, i)) as partial:
-            Image.fromarray(picture.image).save(partial, "PNG", compress_level=1)
+        Image.fromarray(picture.image).save(picture_file(root, view, i), compress_level=1)
     boxes = [picture.boxes for picture in pictures]
     made = describe(kind, changed, scenes, cameras, boxes)
     made["same"] = rng.permutation(NO_CHANGE)[:6].tolist()
@@ -685,9 +683,11 @@ def render(root: Path, counts: dict[str, int]) -> None:
         splits[name] = list(range(first, first + count))
         for number in range(count):
             jobs.append((split, number, first + number))
+    for folder in VIEWS.values():
+        (root / folder).mkdir(exist_ok=True)
     draw_job = functools.partial(draw_scene, root)
-    # SIGTERM is how the pool ends its processes. They would inherit a handler, such as a run's,
-    # that lets a process go on.
+    # SIGTERM is how the pool ends its processes, wherever they are. They would inherit a handler,
+    # such as a run's, that lets a process go on. A picture cut short by it is drawn anew next time.
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with multiprocessing.Pool(initializer=ignore_interrupts) as pool:
         signal.signal(signal.SIGTERM, handler)

@@ -318,7 +318,6 @@ def test_drawing_can_be_interrupted_and_goes_on(tmp_path):
     assert "Traceback" not in errors
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)  # none is left
-    assert not list(root.glob("images/*.partial"))
     mini.check_folder(root, 100000)
 
 
