@@ -3,9 +3,9 @@
 
 Idea. (1) The subjects of all training captions are candidate entities; those whose CLIP similarity
 to the two images of a pair differs most are probably what changed. (2) What the images share is
-enhanced and matched by cross-attention; what is left is the difference. Images and entities must
-agree on where both are. (3) The decoder weighs entities against visual differences word by word:
-the entities name the subject, the images show what happened to it.
+enhanced and matched by cross-attention; what remains is the difference. Images and entities must
+agree on where the shared and the different parts are. (3) The decoder weighs entities against
+visual differences word by word: the entities name the subject, the images show what happened to it.
 
 Sec. 3.1   Entities          candidates (find_candidates: subjects of training captions), by CLIP
 Eq. 1      retrieve          top K of |S_bef - S_aft|, S_i the cosines of an image and candidates
@@ -21,8 +21,8 @@ Eq. 18     caption_loss      L_S
 Eq. 19     total_loss        L = L_S + w_consistency (L_C + L_D) + w_match L_I
 
 The abstract names a repository, github.com/yili-19/CHEER, which is not public: the paper is the
-only source. Where it is silent or leaves two readings, the choice is marked [ours] where it is
-made. In every attention, biases and the output projection are [ours].
+only source. Where it is silent or leaves two readings, our choice is marked [ours]. In every
+attention, biases and the output projection are [ours].
 
 Symbols: x and images are the paper's F in Eq. 6 and 10, entities its E, common C, shared C~, rest
 F - C~, difference D, p P^; w_match is lambda_m, w_consistency is lambda_v.
@@ -87,7 +87,7 @@ from common import (
 
 @dataclass
 class Config(RunConfig):
-    """CHEERS. The fields of a run (data, steps, device) are common.RunConfig's."""
+    """CHEERS. The settings of a run (data, steps, device) are in common.RunConfig."""
 
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"clip"}
     CAPTION_USES = RunConfig.CAPTION_USES | {"clip"}
@@ -100,13 +100,13 @@ class Config(RunConfig):
     decoder_layers: int = 2  # decoder layers
     dropout: float = 0.1  # dropout probability
     k: int = 3  # K, entities of a pair; 0: none
-    min_count: int = 2  # fewest training captions that name a candidate entity [ours]
+    min_count: int = 2  # a candidate is the subject of at least so many training captions [ours]
     retrieval: Literal["absolute", "signed"] = "absolute"  # |S_bef - S_aft|, or Eq. 1 as printed
     clip: str = "ViT-L-14:openai"  # open_clip's MODEL:WEIGHTS (name or file), or mini
     cre: bool = True  # enhance what is common, Eq. 6-7
     dre: bool = True  # enhance what differs, Eq. 10-11
     temperature: Literal["learned", "one"] = "learned"  # of Eq. 2's softmax; one: as printed
-    gate: Literal["channels", "scalar", "none"] = "channels"  # alpha, beta: D numbers, one, none
+    gate: Literal["channels", "scalar", "none"] = "channels"  # alpha, beta: D numbers, 1, or none
     w_consistency: float = 0.75  # lambda_v, weight of L_C + L_D in Eq. 19; 0 leaves them out
     w_match: float = 0.5  # lambda_m, weight of L_I in Eq. 19; 0 leaves it out
     blind: bool = False  # zero the image features and the entities (language-only baseline)
@@ -118,7 +118,7 @@ class Config(RunConfig):
 class ImageEmbedding(nn.Module):
     """F = conv_1x1(features) + position. (B, C, H, W) -> (B, N, D), cell n = row * W + column.
 
-    [ours] As in SCORER; positions are a column's and a row's vector."""
+    [ours] As in SCORER; a position is a column's and a row's vector."""
 
     def __init__(self, cfg: Config, channels: int, height: int, width: int):
         super().__init__()
@@ -153,7 +153,7 @@ class CRE(nn.Module):
     """Eq. 2-4, Commonality Representation Enhancement: P^ = Linear_{1->D}(m),
     F' = LN(sigmoid(P^) F + F). Without `norm` there is no F', only the map P^.
 
-    [ours] A learned temperature, as in CLIP, one for each CRE and DRE: bare cosines make m nearly
+    [ours] Each CRE and DRE learns a temperature, as in CLIP: with bare cosines, m would be nearly
     the same everywhere."""
 
     def __init__(self, cfg: Config, norm: bool = True):
@@ -165,7 +165,7 @@ class CRE(nn.Module):
             self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
 
     def strength(self, source: Tensor, target: Tensor) -> Tensor:
-        """What Eq. 3 expands to D channels: m (B, N)."""
+        """m (B, N), which Eq. 3 expands to D channels."""
         scale = 1.0 if self.log_scale is None else self.log_scale.exp()
         return max_probability(source, target, scale)
 
@@ -196,11 +196,12 @@ class HRD(nn.Module):
     """Eq. 6-8, 10-11, Heterogeneous Representation Disentangling: one layer of Fig. 2, with two CRE
     and two DRE, for both directions.
 
-    The paper uses only the maps of the two modules that read the entities. [ours] L_C and L_D are
+    Of the two modules that read the entities, the paper uses only the maps. [ours] L_C and L_D are
     means over both images. Eq. 10 reads the images in every layer, "the original raw features".
-    F_diff reads the last layer's D; earlier layers have only its map, for L_D. The paper does not
-    say what the next layer's x is: LN(x + C~), by `norm`, or bare C~ (--layer_input attended),
-    which varies over cells at first by .2 of its size in layer one, by .0003 in layer two.
+    F_diff reads the last layer's D; in earlier layers, DRE gives only its map, for L_D. The paper
+    does not say what the next layer's x is: here LN(x + C~), by `norm`, or C~ alone (--layer_input
+    attended). At first, C~ alone varies over cells by .2 of its size in layer one, but only by
+    .0003 in layer two.
 
     L_C and L_D align little more than constants: the entities' P^ hardly varies over the cells of
     an image (on mini its standard deviation is 1 % of its size, against 10 % for the images' P^),
@@ -243,9 +244,9 @@ class HRD(nn.Module):
 class DecoderLayer(nn.Module):
     """Eq. 13-17: words attend to earlier words (H'), then to entities (H_T) and to differences
     (H_V), H = LN(alpha H_T + beta H_V + H'). As in the paper, no feed-forward layer follows.
-    [ours] H' has a residual and a LayerNorm; alpha and beta are D numbers each, for every word,
-    while the text has "two parameters" (--gate scalar). --gate none: the decoder reads no entities,
-    H = LN(H_V + H')."""
+    [ours] H' has a residual and a LayerNorm; alpha and beta have D numbers each, for every word,
+    where the text speaks of "two parameters" (--gate scalar). --gate none: the decoder reads no
+    entities, H = LN(H_V + H')."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -266,7 +267,7 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, differences: tuple, entities: tuple | None, past=None):
         """Words x (B, V, D), key and value of the differences (B, N, D) and, unless --gate none, of
         the entities (B, K, D) -> words H (B, V, D), `past` (see attend_to_words), and the query
-        (B, V, D) that met the differences."""
+        (B, V, D) of the differences."""
         attended, past = self.attend_to_words(x, past)
         hidden = self.norm1(x + self.dropout(attended))  # H'
         query = self.cross_attention.query(hidden)
@@ -284,8 +285,8 @@ class DecoderLayer(nn.Module):
     def attend_to_words(self, x: Tensor, past: tuple[Tensor, Tensor] | None):
         """-> attended words (B, V, D), and keys and values of all words so far: the next `past`.
 
-        Without `past`, x holds all words from START on. With it, x is the one word that comes after
-        those of `past`: `stepper` decodes this way."""
+        Without `past`, x holds all words from START on. With `past`, x is the single word after
+        those of `past`; `stepper` decodes this way."""
         q, k, v = self.self_attention.project(x, x)
         if past is None:
             return self.self_attention.attend(q, k, v, causal=True), (k, v)
@@ -300,8 +301,8 @@ class Decoder(nn.Module):
     word. `context`: F_diff (B, N, D), and the entities (B, K, D) or None.
 
     Every word sees itself and earlier words only, so padding at the end of a caption needs no mask.
-    [ours] Positions are learned and followed by a LayerNorm, as in RDD+ACR; matrices start
-    Xavier-uniform, as in DIRL+CCR."""
+    [ours] Positions are learned and followed by a LayerNorm, as in RDD+ACR; matrices are
+    initialised Xavier-uniform, as in DIRL+CCR."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -367,10 +368,10 @@ def contrastive_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
     """Eq. 9, L_I: InfoNCE of the two images' C~ (B, N, D) against the other pairs of the batch,
     both ways.
 
-    [ours] The paper does not define q and k: here C~, as the loss is meant to help Eq. 8. Eq. 9 has
-    one direction, here are both. As in SCORER, sim is the mean over tokens of the best match, and
-    scale = 1 / tau is learned; unlike there, tokens have length 1. Not in bfloat16, which has 3
-    digits."""
+    [ours] The paper does not define q and k: we take C~, because the loss is meant to help Eq. 8.
+    Eq. 9 has one direction, we use both. As in SCORER, sim is the mean over tokens of the best
+    match, and scale = 1 / tau is learned; unlike in SCORER, tokens are scaled to length 1. Computed
+    in float32 even under autocast, because bfloat16 has only two or three digits."""
     with torch.autocast(c_bef.device.type, enabled=False):
         q = F.normalize(upcast(c_bef), dim=-1)
         k = F.normalize(upcast(c_aft), dim=-1)
@@ -379,8 +380,8 @@ def contrastive_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
-    """Eq. 18, L_S: cross-entropy of each next word. [ours] A mean over all real words of the batch;
-    with the sum of Eq. 18, L_C, L_D and L_I would weigh several times less.
+    """Eq. 18, L_S: cross-entropy of each next word. [ours] Averaged over all real words of the
+    batch; with the sum of Eq. 18, L_C, L_D and L_I would weigh several times less.
     logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
     scores = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
@@ -398,9 +399,9 @@ def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
 
 
 class CHEERS(nn.Module):
-    """CHEERS and every parameter of it. grid: (C, H, W) of the features; max_len: longest caption
-    in tokens, START and END included; table: CLIP's embeddings of the candidate entities (M, d), or
-    None. [ours] A linear layer brings these to width D."""
+    """CHEERS with all its parameters. grid: (C, H, W) of the features; max_len: longest caption in
+    tokens, START and END included; table: CLIP's embeddings of the candidate entities (M, d), or
+    None. [ours] A linear layer maps these embeddings to width D."""
 
     def __init__(
         self,
@@ -422,7 +423,7 @@ class CHEERS(nn.Module):
         if reads_entities and (table is None or not cfg.k):
             raise InputError(
                 "gate and consistency need entities: k > 0, and table=, the embeddings (M, d) of "
-                "the candidates; without, set --gate none --w_consistency 0"
+                "the candidates; without entities, set --gate none --w_consistency 0"
             )
         self.embed = ImageEmbedding(cfg, *grid)
         self.register_buffer("table", table)
@@ -489,7 +490,7 @@ class CHEERS(nn.Module):
 
     @torch.no_grad()
     def clamp_scales(self) -> None:
-        """After each step: learned scales, 1 / temperature, stay at most 100, as in CLIP."""
+        """After each step: cap the learned scales, 1 / temperature, at 100, as in CLIP."""
         for name, p in self.named_parameters():
             if name.endswith("log_scale"):
                 p.clamp_(max=math.log(100))
@@ -506,8 +507,8 @@ class CHEERS(nn.Module):
     def attention_map(
         self, before: Tensor, after: Tensor, ids: Tensor, entities: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Last decoder layer's attention over cells, mean over heads and over the words of ids
-        (B, V) -> "attention" (B, H, W)."""
+        """The last decoder layer's attention over cells, averaged over heads and over the words of
+        ids (B, V) -> "attention" (B, H, W)."""
         context, _ = self.encode(before, after, entities)
         _, query, key = self.decoder(ids, context)
         scores = self.decoder.layers[-1].cross_attention.scores(query, key)  # (B, h, V, N)
@@ -536,15 +537,15 @@ def retrieve(x_bef: Tensor, x_aft: Tensor, table: Tensor, k: int, signed: bool =
         score = score.abs()
     above_bef = s_bef > s_bef.mean(1, keepdim=True)
     above_aft = s_aft > s_aft.mean(1, keepdim=True)
-    # Cosines differ by 2 at most: what does not pass comes after all that passes.
+    # Cosines differ by at most 2, so - 4 moves the candidates that fail behind all that pass.
     score = torch.where(above_bef | above_aft, score, score - 4)
     return score.argsort(dim=1, descending=True, stable=True)[:, :k]  # Eq. 1
 
 
 @torch.no_grad()
 def embed_texts(clip, tokenizer, texts: list[str]) -> Tensor:
-    """CLIP's embeddings of texts (n, d), each of length 1. As clip.encode_text, but for texts that
-    are cropped to the longest, which is six times as fast on a CPU."""
+    """CLIP's embeddings of texts (n, d), each of length 1. Like clip.encode_text, but the padding
+    after the longest text is cut off, which is six times as fast on a CPU."""
     tokens = tokenizer(texts).to(clip.positional_embedding.device)  # (n, context)
     longest = 1 + int(tokens.argmax(1).max())  # the end token has the highest id
     position = clip.positional_embedding[:longest]
@@ -593,11 +594,11 @@ def embed_images(clip, preprocess, pictures, names) -> Tensor:
 
 
 def kept_images(file: Path, clip, preprocess, pictures, names: list[str]) -> Tensor | None:
-    """What keep_images has kept, if it is of these names, and if this CLIP embeds the first picture
-    as the file has it; else None."""
+    """The embeddings that keep_images saved, if they are of these names, and if this CLIP embeds
+    the first picture as in the file; else None."""
     if not file.exists():
         return None
-    kept = load_tensors(file, "remove it: it is made again")
+    kept = load_tensors(file, "remove it, and it will be made again")
     if kept.get("names") != names:
         return None
     first = embed_images(clip, preprocess, pictures, names[:1])
@@ -608,7 +609,7 @@ def kept_images(file: Path, clip, preprocess, pictures, names: list[str]) -> Ten
 
 
 def keep_images(file: Path, clip, preprocess, pictures, names: list[str]) -> Tensor:
-    """embed_images, kept in a file for later runs."""
+    """embed_images, with the embeddings saved in a file for later runs."""
     images = kept_images(file, clip, preprocess, pictures, names)
     if images is None:
         images = embed_images(clip, preprocess, pictures, names)
@@ -618,8 +619,8 @@ def keep_images(file: Path, clip, preprocess, pictures, names: list[str]) -> Ten
 
 def find_candidates(subjects: dict[str, list[str]], min_count: int, k: int) -> list[str]:
     """Section 3.1.1: the subjects of each caption -> the candidates, sorted. [ours] Subjects of
-    fewer than min_count captions are left out, as most of them are errors of the parser; if fewer
-    than k candidates remain, all stay."""
+    fewer than min_count captions are left out, because most of them are errors of the parser; if
+    fewer than k candidates would remain, all are kept."""
     counts: dict[str, int] = {}
     for phrases in subjects.values():
         for phrase in set(phrases):
@@ -633,12 +634,12 @@ def find_candidates(subjects: dict[str, list[str]], min_count: int, k: int) -> l
 class Entities:
     """Section 3.1, done once for a data set: the candidates, their embeddings, and the K entities
     of each pair. Not part of the model, which keeps only the candidates' embeddings (`table`).
-    CLIP embeds a whole image: it can find an object that came, went or looks different, but not one
-    that only moved.
+    CLIP embeds a whole image, so it can find an object that appeared, vanished or looks different,
+    but not one that only moved.
 
     clip: an open_clip.CLIP, frozen; tokenizer: texts -> ids (n, context); preprocess: PIL image ->
     tensor; subjects: training caption -> its subjects; pictures: name -> file or PIL image; pairs:
-    names (before, after) of all splits; file: where embeddings of pictures are kept, if at all."""
+    names (before, after) of all splits; file: where to keep embeddings of pictures, or None."""
 
     def __init__(
         self,
@@ -654,7 +655,7 @@ class Entities:
         self.device = cfg.device
         self.phrases = find_candidates(subjects, cfg.min_count, cfg.k)
         if not self.phrases:
-            remedy = "--k 0 --gate none --w_consistency 0"
+            remedy = "set --k 0 --gate none --w_consistency 0"
             raise InputError(f"no training caption has a subject; {remedy}")
         self.table = embed_texts(clip, tokenizer, self.phrases)  # (M, d)
         names = sorted({name for pair in pairs for name in pair})
@@ -709,7 +710,7 @@ def check_table(table: Tensor, trained: Tensor) -> None:
     trained = trained.cpu()
     if table.shape != trained.shape or not table.allclose(trained, atol=1e-3):
         raise InputError(
-            "the checkpoint's entities were embedded by another CLIP than this one; give its --clip"
+            "the checkpoint's entities were embedded by another CLIP; give --clip as in training"
         )
 
 
@@ -727,11 +728,12 @@ class Pictures:
 
 def entities_of(dataset, cfg: Config) -> Entities | None:
     """The entities of a data set (data.Dataset); None if K is 0. CLIP's embeddings of its pictures
-    are kept in the data set's folder, and made again if its features are newer: then pictures may
+    are kept in the data set's folder, and made again if its features are newer, since pictures may
     have been replaced.
 
-    [ours] Rules read the captions of templates (mini, CLEVR-Change, CLEVR-DC), on which spaCy often
-    errs; the paper: "we utilize SpaCy [...] to extract the subjects" (section 3.1.1)."""
+    [ours] Captions from templates (mini, CLEVR-Change, CLEVR-DC) are read by rules, because spaCy
+    often errs on them. The paper: "we utilize SpaCy [...] to extract the subjects" (section 3.1.1).
+    """
     import data
 
     if not cfg.k:
@@ -775,10 +777,11 @@ def entities_of_files(model: CHEERS, state: dict, files: list) -> Tensor | None:
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# Batch and rate from section 4.3. [ours] 10,000 steps, SCORER's decoder size, and a batch of 128
-# scenes, which are 256 pairs on CLEVR-Change. [ours] The number of layers: Fig. 6 shows the best
-# one for each data set, but our copy of it has no numbers. Own pairs are few: half of
-# Spot-the-Diff's width, one layer; validation says when to stop [ours].
+# Batch sizes and learning rates are from section 4.3. [ours] 10,000 steps, SCORER's decoder size,
+# and a batch of 128 scenes, which are 256 pairs on CLEVR-Change. [ours] The number of layers:
+# Fig. 6 shows the best one for each data set, but our copy of it has no numbers. For your own
+# pairs (usually few): half of Spot-the-Diff's width, one layer, and early stopping on validation
+# [ours].
 PRESETS = {
     "clevr_change": dict(lr=1e-3),
     "clevr_dc": dict(lr=1e-3, layers=1),
@@ -836,7 +839,7 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
             nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
         optimizer.step()
         model.clamp_scales()
-        run.record(losses)  # and counts the step
+        run.record(losses)  # also counts the step
         if run.due():
             run.checkpoint(evaluate(model, dataset, entities, "val", cfg))
     return run.best_model()
@@ -856,8 +859,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation while training) only the quick metrics; with it every metric and
-    every group of pairs, printed and written with captions and sample pictures."""
+    Without out_dir (validation during training): the quick metrics only. With it: every metric for
+    every group of pairs, printed and written, along with captions and sample pictures."""
     model.eval()
     captions = {}  # by pair id
     maps = {}
@@ -884,9 +887,9 @@ def model_of(checkpoint: str | Path):
 
 
 def load(checkpoint: str | Path, device: str = "", clip: str = ""):
-    """A trained model for any two pictures, files or PIL images:
-    caption, maps = load("best.pt")(before, after). clip: where its CLIP is now, if not where it was
-    in training."""
+    """A trained model that captions any two pictures (files or PIL images):
+    caption, maps = load("best.pt")(before, after). clip: its CLIP, if that has moved since
+    training."""
     import data
 
     captioner = data.load_captioner(

@@ -14,7 +14,7 @@ Second half, what a run needs:
 Axis letters: A, B images or pairs; N, M grid cells; D width; h heads; L tokens; V words of a
 caption, padding included; C channels; H, W rows and columns of the grid.
 To use a method elsewhere, take its file and this one. Training on a data set of data.py needs
-data.py, too. Licence: MIT.
+data.py as well. Licence: MIT.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 # ==================================================================================================
-# First half: what a copied method needs. For readers of a method, and for those who copy one.
+# First half: what a copied method needs.
 # ==================================================================================================
 
 # ---- layers --------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ class Attention(nn.Module):
     Vaswani et al. 2017, section 3.2. forward: x (B, L, D), memory (B, M, D) -> (B, L, D).
     `project` and `attend` are its two halves. They are separate because matching losses read the
     projections, and decoding keeps keys and values between steps. out_proj=False leaves out the
-    linear layer behind the heads. ValueError if dim is not a multiple of heads.
+    linear layer after the heads. ValueError if dim is not a multiple of heads.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ def initialise(module: nn.Module, xavier: bool) -> None:
 
 
 class GridPosition(nn.Module):
-    """Learned 2-D position: pos[row, col] = [column embedding ; row embedding].
+    """Learned 2-D positions: pos[row, col] = [column embedding ; row embedding].
 
     -> (D, H, W), to be added to images."""
 
@@ -153,7 +153,7 @@ class GridPosition(nn.Module):
 
 
 def sinusoid(length: int, dim: int) -> Tensor:
-    """Fixed positions, sines in even and cosines in odd channels. -> (length, D)
+    """Fixed sinusoidal positions: sines in even channels, cosines in odd ones. -> (length, D)
 
     Vaswani et al. 2017, section 3.5."""
     position = torch.arange(length)[:, None]
@@ -172,7 +172,7 @@ def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
 
 
 def check_length(words: int, max_len: int) -> None:
-    """ValueError if a caption of so many ids has more than a model has positions."""
+    """ValueError if a caption of `words` ids is longer than the model's max_len positions."""
     if words > max_len:
         raise ValueError(f"a caption of {words} ids is longer than the model's max_len, {max_len}")
 
@@ -181,8 +181,8 @@ def check_length(words: int, max_len: int) -> None:
 
 
 def upcast(x: Tensor) -> Tensor:
-    """bfloat16 or float16 -> float32, for sums and scores that need more than two or three digits,
-    or numbers above float16's largest, 65504. Other types stay unchanged."""
+    """bfloat16 or float16 -> float32, for sums and scores that need more than two or three digits
+    or may exceed float16's largest number, 65504. Other types stay unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -195,35 +195,35 @@ def info_nce(scores: Tensor) -> Tensor:
 
 
 class MatchSpeed(NamedTuple):
-    """How token_match computes on a kind of device. The kinds agree but for rounding."""
+    """How token_match computes on one type of device. Results differ by rounding only."""
 
-    scores: int  # scores that are kept at once
-    pooling: bool  # maxima by max pooling, or by Tensor.max
-    bag: int  # entries that one embedding bag sums; 0: any number
+    scores: int  # scores held at a time (one image's may be more)
+    pooling: bool  # take maxima by max pooling; else by Tensor.max
+    bag: int  # most entries that one embedding bag sums; 0: no limit
 
 
-# A CPU wants small slices, for its caches, and its max pooling is vectorised, as its Tensor.max is
-# not. A GPU wants few and large kernels: pooling would start 42 blocks on the 132 multiprocessors
-# of an H100. It sums a bag in a single warp, and where many tokens have the same winner, a bag has
-# thousands of entries. (These are counts of kernels; no GPU has timed them yet.)
+# On a CPU, small slices suit the caches, and max pooling is vectorised while Tensor.max is not. A
+# GPU needs few, large kernels: max pooling would start 42 blocks on the 132 multiprocessors of an
+# H100. It sums each bag in a single warp, so bags need a limit: a token that many others choose
+# would have a bag of thousands of entries. (Kernels were counted, but not yet timed on a GPU.)
 MATCH_ON_CPU = MatchSpeed(scores=2**25, pooling=True, bag=0)
 MATCH_ON_CUDA = MatchSpeed(scores=2**28, pooling=False, bag=256)
 
 
 def match_speed(device: torch.device) -> MatchSpeed:
-    """The one place where token_match looks at its device."""
+    """The settings for a device. Nothing else in token_match depends on the device."""
     return MATCH_ON_CUDA if device.type == "cuda" else MATCH_ON_CPU
 
 
 def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
-    """Similarity of every image a to every image b by their best matching tokens (FILIP, 2022).
+    """Similarity of every image a to every image b by their best-matching tokens (FILIP, 2022).
 
     1/2 [ mean_n max_m <q_an, k_bm> + mean_m max_n <q_an, k_bm> ]; for heads > 1 the mean over
-    heads, each a slice of the channels. q (A, N, C), k (B, M, C) -> (A, B). Dot products are taken
-    as they are: for cosines, give tokens of length 1. Every token counts: images with padded tokens
-    go in groups of the same number of real ones, one call for each two groups.
-    Memory does not grow with A*B*N*M. Ties go to one winner. ValueError if N or M is above 32768,
-    because winners are kept as int16."""
+    heads, each a slice of the channels. q (A, N, C), k (B, M, C) -> (A, B). Dot products are not
+    normalised: for cosines, pass tokens of length 1. There is no mask: group images with padding by
+    their number of real tokens, and make one call for each pair of groups.
+    Memory does not grow with A*B*N*M. In a tie, one winner gets the whole gradient. ValueError if N
+    or M is above 32768, because winners are kept as int16."""
     channels = q.shape[-1]
     tokens = max(q.shape[1], k.shape[1])
     if channels % heads:
@@ -252,7 +252,8 @@ def _token_match(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     _, N, C = q.shape
     B, M, _ = k.shape
     speed = match_speed(q.device)
-    # Images are innermost, so that neither maximum runs along adjacent scores.
+    # Image b is the last axis of the scores, so each maximum runs over a strided one, as
+    # max_over_rows expects.
     keys = k.transpose(0, 1).reshape(M * B, C).T  # (C, M*B)
     images = max(1, speed.scores // (N * B * M))  # in a slice
     similarity = []
@@ -273,9 +274,9 @@ def _token_match(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def max_over_rows(scores: Tensor, pooling: bool) -> tuple[Tensor, Tensor]:
-    """scores (X, N, Y) -> maxima over N and their rows, each (X, Y); of equal ones the first row.
+    """scores (X, N, Y) -> maxima over N and their rows, each (X, Y); in a tie, the first row.
 
-    pooling: by channels-last max pooling, whose CPU loop takes a fifth of the time of
+    pooling: use channels-last max pooling, which on a CPU takes a fifth of the time of
     Tensor.max."""
     if not pooling:
         return scores.max(1)
@@ -318,7 +319,7 @@ def _token_match_backward(ctx, grad: Tensor, *_) -> tuple[Tensor, Tensor]:
     query = (best_query.long() + first_query).permute(1, 2, 0).reshape(B * M, A)
     by_key = (grad[:, None] / (2 * N)).expand(A, N, B).reshape(A * N, B)
     by_query = (grad.T[:, None] / (2 * M)).expand(B, M, A).reshape(B * M, A)
-    # Where a query has chosen its key, both get the other's channels; where a key has chosen, too.
+    # A query and its winning key each get the other's channels; so do a key and its winning query.
     bag = match_speed(q.device).bag
     grad_q = F.embedding_bag(key, keys, mode="sum", per_sample_weights=by_key)
     grad_k = F.embedding_bag(query, queries, mode="sum", per_sample_weights=by_query)
@@ -328,10 +329,10 @@ def _token_match_backward(ctx, grad: Tensor, *_) -> tuple[Tensor, Tensor]:
 
 
 def add_to_rows(x: Tensor, index: Tensor, weight: Tensor, count: int, bag: int = 0) -> Tensor:
-    """Row index[r, w] of the result gets weight[r, w] x[r], for all r and w.
+    """Add weight[r, w] x[r] to row index[r, w] of the result, for all r and w.
 
-    x (R, C), index and weight (R, W) -> (count, C). bag: no embedding bag sums more than so many
-    entries; 0: any number."""
+    x (R, C), index and weight (R, W) -> (count, C). bag: most entries of x that one embedding bag
+    sums; 0: no limit."""
     target, order = index.flatten().int().sort()
     rows = torch.arange(count, dtype=torch.int32, device=x.device)
     first = torch.searchsorted(target, rows)  # where each row's share of `order` begins
@@ -339,8 +340,8 @@ def add_to_rows(x: Tensor, index: Tensor, weight: Tensor, count: int, bag: int =
     weights = weight.flatten()[order]
     if not bag:
         return F.embedding_bag(source, x, first, mode="sum", per_sample_weights=weights)
-    # Bags also begin at every multiple of `bag`. A row's parts lie side by side: a second bag sums
-    # them.
+    # Bags also begin at every multiple of `bag`, which may split a row into parts. Its parts are
+    # adjacent, so a second bag sums them.
     cuts = torch.arange(0, target.shape[0], bag, device=x.device)
     begin = torch.cat([first, cuts]).sort().values
     parts = F.embedding_bag(source, x, begin, mode="sum", per_sample_weights=weights)
@@ -371,9 +372,9 @@ def decode(
 ) -> Tensor:
     """Write `count` captions word by word: the likeliest word or, with `sample`, a random draw.
 
-    step(ids (B,), position) -> logits (B, vocabulary), of which UNK's are overwritten, so that it
-    is never chosen. END or NULL ends a caption (the released codes stop at END alone; the text is
-    the same); its row goes on with NULL until all have ended.
+    step(ids (B,), position) -> logits (B, vocabulary). UNK is never chosen: its logits are
+    overwritten. END or NULL ends a caption, and NULL fills the rest of its row. (The released codes
+    stop at END alone; the text is the same.)
     -> (B, max_len) ids, B = count: START, at most max_len - 1 words, then NULL; END is left out."""
     ids = torch.full((count, max_len), NULL, device=device)
     ids[:, 0] = START
@@ -387,7 +388,7 @@ def decode(
             word = logits.argmax(-1)
         ended |= (word == END) | (word == NULL)
         ids[:, t + 1] = word.masked_fill(ended, NULL)
-        if t % 8 == 7 and ended.all():  # not at each word, as a look waits for the GPU
+        if t % 8 == 7 and ended.all():  # not after every word: the check waits for the GPU
             break
     return ids
 
@@ -396,21 +397,21 @@ def decode(
 
 
 class InputError(ValueError):
-    """A user's flags, files or data are at fault. run_main prints it as one line, without the
-    traceback that any other ValueError keeps."""
+    """A user's flags, files or data are at fault. run_main prints this error as one line; any other
+    ValueError keeps its traceback."""
 
 
 @dataclass
 class RunConfig:
-    """The settings that all methods share; a method's Config adds its own. The comment behind a
-    field, on its line, is its --help text.
+    """The settings that all methods share; a method's Config adds its own. The comment on a field's
+    line is its --help text.
 
-    parse_args fills in data_dir, out_dir and device. A Config made in Python keeps them empty, so
-    give out_dir and device (and data_dir to data.open_dataset) before `train`. A data set's preset,
-    or the released variant, comes from `preset`: Config(variant="released") alone changes nothing.
-    InputError if a value is not one of a field's choices, or a number that makes no sense."""
+    parse_args fills in data_dir, out_dir and device. In a Config made in Python they stay empty:
+    set out_dir and device before `train`, and data_dir before data.open_dataset. `preset` makes the
+    Config of a data set or of the released variant; Config(variant="released") sets the name only.
+    InputError if a value is not one of a field's choices, or if a number is out of range."""
 
-    # Below 1 these make no model, or loop for ever. A method's Config may add to them.
+    # Below 1, there would be no model or an endless loop. A method's Config may add to these.
     AT_LEAST_1 = {
         "scenes",
         "steps",
@@ -423,10 +424,10 @@ class RunConfig:
         "heads",
         "decoder_layers",
     }
-    # What flags may change of a checkpoint's Config: paths that may have moved, and what leaves the
-    # steps already done as they were. A method's Config may add to them.
+    # The fields of a checkpoint's Config that flags may change: paths, as files may have moved, and
+    # what does not affect the steps already done. A method's Config may add to these.
     MAY_CHANGE = {
-        "extractor",  # its file of weights may have moved; the data set knows it by its content
+        "extractor",  # its file of weights may have moved; the data set compares the content
         "data_dir",
         "out_dir",
         "device",
@@ -444,14 +445,14 @@ class RunConfig:
     data_dir: str = ""  # folder of the data set (default: data/<dataset>, or data/mini-<scenes>)
     out_dir: str = ""  # folder of the run (default: runs/<method>-<dataset>)
     scenes: int = 5000  # mini: training scenes (5 % as many for validation, 10 % for test)
-    seed: int = 1111  # seed of weights, dropout and data order
+    seed: int = 1111  # random seed for weights, dropout and data order
     steps: int = 10000  # training steps
     batch_size: int = 128  # scenes per step (each may have a changed and a distractor pair)
     lr: float = 2e-4  # Adam's learning rate
     schedule: Literal["step", "cosine"] = "step"  # x0.1 every lr_drop steps, or cosine to zero
     lr_drop: int = 0  # steps between drops of --schedule step; 0: no drops
     warmup: int = 0  # steps of linear warm-up
-    grad_clip: float = 0.0  # largest gradient norm; 0: no clipping
+    grad_clip: float = 0.0  # maximum gradient norm; 0: no clipping
     log_every: int = 50  # steps between lines of log.jsonl
     eval_every: int = 1000  # steps between validations; last.pt is saved as often
     patience: int = 0  # stop after this many validations without a new best; 0: never
@@ -460,7 +461,7 @@ class RunConfig:
     device: str = ""  # cuda, cpu, ... (default: cuda if there is one)
     amp: bool = True  # bfloat16 autocast; CUDA only
     compile: bool = True  # torch.compile of the training step; CUDA only
-    features: Literal["auto", "gpu", "file"] = "auto"  # where features are kept; auto: GPU if room
+    features: Literal["auto", "gpu", "file"] = "auto"  # where features are; auto: GPU if they fit
 
     def __post_init__(self):
         for name, kind in typing.get_type_hints(type(self)).items():
@@ -472,11 +473,11 @@ class RunConfig:
                     raise InputError(f"--{name} {value}: expected one of {expected}")
             elif kind in (int, float):
                 lowest = 1 if name in self.AT_LEAST_1 else 0
-                if not lowest <= value < math.inf:  # NaN is not, either
-                    raise InputError(f"--{name} {value}: expected a number from {lowest} up")
+                if not lowest <= value < math.inf:  # also refuses NaN
+                    raise InputError(f"--{name} {value}: expected a number of at least {lowest}")
         for name, end in (("seed", 2**63), ("steps", 2**31)):
             if getattr(self, name) >= end:
-                raise InputError(f"--{name} {getattr(self, name)}: expected less than {end}")
+                raise InputError(f"--{name} {getattr(self, name)}: expected a number below {end}")
         if getattr(self, "dropout", 0) > 1:
             raise InputError(f"--dropout {self.dropout}: expected at most 1")
         dim = getattr(self, "dim", 0)
@@ -500,7 +501,7 @@ def learning_rate(cfg: RunConfig, step: int) -> float:
 
 
 # ==================================================================================================
-# Second half: what a run needs. For those who train here; a loop of one's own can do without.
+# Second half: what a run needs. A training loop of your own can do without it.
 # ==================================================================================================
 
 # ---- command line --------------------------------------------------------------------------------
@@ -523,10 +524,11 @@ def parse_args(
 ) -> tuple[Any, argparse.Namespace]:
     """-> (cfg, args). Every field of Config is a flag.
 
-    A new run starts from its data set's preset, and flags change that. --resume, --eval and
-    --caption start from their checkpoint, of which flags can change only Config.MAY_CHANGE
-    (--caption: Config.CAPTION_USES); out_dir is by default the checkpoint's folder. args.suffix is
-    what --eval adds to the names of the files it writes: "-last" for last.pt, nothing for best.pt.
+    A new run starts from its data set's preset, and flags override it. --resume, --eval and
+    --caption start from their checkpoint's Config, in which flags may change only the fields in
+    Config.MAY_CHANGE (--caption: Config.CAPTION_USES); out_dir defaults to the checkpoint's folder.
+    args.suffix is what --eval adds to the names of the files it writes: "-last" for last.pt,
+    nothing for best.pt.
     """
     args = make_parser(Config, PRESETS, doc).parse_args(argv)
     check_command(args)
@@ -541,7 +543,7 @@ def parse_args(
     if args.resume:
         checkpoint = out_dir / "last.pt"
         if not checkpoint.exists():
-            raise InputError(f"there is no {checkpoint} to resume; remove {out_dir} and train anew")
+            raise InputError(f"there is no {checkpoint} to resume; remove {out_dir} and retrain")
     elif args.eval is not None:
         checkpoint = Path(args.eval)
     elif args.caption:
@@ -552,7 +554,7 @@ def parse_args(
         base.data_dir = data_folder(dataset, given.get("scenes", base.scenes))
         if dataset not in PRESETS:
             known = ", ".join(PRESETS)
-            print(f"no preset for {dataset}: running on the defaults; presets: {known}")
+            print(f"no preset for {dataset}: using the defaults; there are presets for {known}")
     else:
         base = saved_config(Config, checkpoint)
         free = Config.CAPTION_USES if args.caption else Config.MAY_CHANGE
@@ -570,7 +572,7 @@ def parse_args(
     cfg = dataclasses.replace(base, **given)
     set_up_device(cfg.device)
     if cfg.amp and cfg.on_cuda and not has_bfloat16(cfg.device):
-        print(f"{torch.cuda.get_device_name(cfg.device)} has no bfloat16: amp is off")
+        print(f"{torch.cuda.get_device_name(cfg.device)} does not support bfloat16: amp is off")
         cfg.amp = False
 
     args.suffix = ""
@@ -585,17 +587,17 @@ def make_parser(Config: type, PRESETS: dict[str, dict], doc: str) -> Parser:
     parser = Parser(description=summary, allow_abbrev=False)
     group = parser.add_argument_group("what to do (default: train, then evaluate on test)")
     command = group.add_mutually_exclusive_group()
-    command.add_argument("--resume", action="store_true", help="continue out_dir's last.pt")
+    command.add_argument("--resume", action="store_true", help="continue from last.pt in out_dir")
     command.add_argument("--eval", metavar="CHECKPOINT", help="only evaluate this checkpoint")
     text = "caption two images, BEFORE AFTER, or every pair of a CSV file (columns before, after)"
     command.add_argument("--caption", nargs="+", metavar="FILE", help=text)
     text = "split to evaluate (default: test)"
     group.add_argument("--split", choices=["val", "test"], default="test", help=text)
     group.add_argument("--checkpoint", help="checkpoint for --caption")
-    text = "with --caption: the attention picture, or captions.json of a CSV file"
+    text = "with --caption: where to write the attention picture or, for a CSV file, the captions"
     group.add_argument("--out", metavar="FILE", help=text)
 
-    group = parser.add_argument_group(f"config (presets change it for {', '.join(PRESETS)})")
+    group = parser.add_argument_group(f"config (defaults differ for {', '.join(PRESETS)}: PRESETS)")
     types = typing.get_type_hints(Config)
     comments = field_comments(Config)
     for f in dataclasses.fields(Config):
@@ -614,7 +616,7 @@ def make_parser(Config: type, PRESETS: dict[str, dict], doc: str) -> Parser:
 
 
 def field_comments(Config: type) -> dict[str, str]:
-    """{field: the comment behind it}, of a dataclass and its bases; none without their source."""
+    """{field: its comment} of a dataclass and its bases; none if their source is not available."""
     comments = {}
     for base in reversed(Config.__mro__[:-1]):
         with contextlib.suppress(OSError, TypeError):
@@ -628,7 +630,7 @@ def check_command(args: argparse.Namespace) -> None:
     if not args.caption:
         if args.checkpoint is not None or args.out is not None:
             raise InputError(
-                "--checkpoint and --out go with --caption; a run's folder is --out_dir"
+                "--checkpoint and --out go with --caption; --out_dir is the folder of a run"
             )
         return
     if not args.checkpoint:
@@ -646,8 +648,8 @@ def preset(
     dataset: str,
     variant: str = "paper",
 ):
-    """A data set's Config: defaults < presets[dataset]; of the released variant, then
-    < released["all"] < released[dataset]."""
+    """A data set's Config: the defaults, overridden by presets[dataset] and, for the released
+    variant, by released["all"] and then released[dataset]."""
     values = {"dataset": dataset, "data_dir": f"data/{dataset}"}
     values |= presets.get(dataset, {})
     if variant == "released":
@@ -658,7 +660,7 @@ def preset(
 
 
 def data_folder(dataset: str, scenes: int) -> str:
-    """data/<dataset>; a mini of another size has its own, such as data/mini-500."""
+    """data/<dataset>; a mini of another size has a folder of its own, such as data/mini-500."""
     if dataset == "mini" and scenes != RunConfig.scenes:
         return f"data/mini-{scenes}"
     return f"data/{dataset}"
@@ -669,16 +671,16 @@ def saved_config(Config: type, checkpoint: str | Path):
 
     InputError if the checkpoint has a field that Config does not."""
     state = load_checkpoint(checkpoint)
-    with file_errors(checkpoint, "it is of another method or version; train again"):
+    with file_errors(checkpoint, "it comes from another method or version; train again"):
         return Config(**state["config"])
 
 
 def refuse_changes(base: RunConfig, given: dict, free: set[str], checkpoint: Path) -> None:
-    """InputError if a flag that is not `free` differs from the checkpoint's Config: its weights
-    would be read as another model's, or its results would be those of no single run."""
+    """InputError if a flag that is not `free` differs from the checkpoint's Config: the weights
+    would be read into a different model, or the results would belong to no single run."""
     for name, value in given.items():
         saved = getattr(base, name)
-        # A method's path that was not used cannot have moved.
+        # A method's path that training did not use cannot have moved.
         changeable = name in free and (saved or hasattr(RunConfig, name))
         if value != saved and not changeable:
             raise InputError(
@@ -688,11 +690,11 @@ def refuse_changes(base: RunConfig, given: dict, free: set[str], checkpoint: Pat
 
 
 def refuse_used_folder(folder: Path) -> None:
-    """InputError unless the folder is new or empty: a run's files never mix with others, and never
-    replace them."""
+    """InputError unless the folder is new or empty: a run's files never mix with other files, and
+    never replace them."""
     if folder.is_dir() and any(folder.iterdir()):
         raise InputError(
-            f"{folder} is not empty; --resume continues a run, else remove it or choose another "
+            f"{folder} is not empty; continue its run with --resume, remove it, or choose another "
             "--out_dir"
         )
 
@@ -709,19 +711,19 @@ def usable_device(name: str) -> str:
 
 
 def set_up_device(device: str) -> None:
-    """Settings of PyTorch, for the whole process, that suit the device it computes on. Once they
-    are made, training, its own test scores and a later --eval compute alike."""
+    """Set PyTorch up for the device, in the whole process, so that training, the test scores at its
+    end and a later --eval all compute in the same way."""
     on_cuda = device.startswith("cuda")
-    # "high" is TF32, for the products that leave autocast's bfloat16.
+    # "high" is TF32, for matrix products that run outside autocast's bfloat16.
     torch.set_float32_matmul_precision("high" if on_cuda else "highest")
     if on_cuda:
-        # cuDNN's attention plans anew for every shape, which can take a second, and the number of
-        # phrases that CLIP reads varies from step to step. The other kernels need no plan.
+        # cuDNN's attention makes a plan for every new shape, which can take a second, and the
+        # number of phrases that CLIP reads varies between steps. Other kernels need no plan.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def has_bfloat16(device: str) -> bool:
-    """Does this CUDA device compute in bfloat16, and not only emulate it?"""
+    """Does this CUDA device support bfloat16 without emulation?"""
     with torch.cuda.device(device):
         return torch.cuda.is_bf16_supported(including_emulation=False)
 
@@ -730,8 +732,8 @@ def has_bfloat16(device: str) -> bool:
 
 
 class Run:
-    """A run: its loop over batches, and its folder with log, checkpoints and curves. What a step
-    does is the caller's:
+    """A run: its loop over batches, and its folder with log, checkpoints and curves. The caller
+    writes what a step does:
 
         run = Run(cfg, model, [dataset], resume)
         for batches in run.steps(dataset, cfg.batch_size, optimizer, cfg.steps):
@@ -740,10 +742,10 @@ class Run:
             if run.due():
                 run.checkpoint(evaluate(...))
 
-    sources: all that captions depend on besides the model, the data set first. Each has state(),
-    which a checkpoint keeps, and check_state(state), an InputError if that comes from other data
-    than this. With `resume` the run continues from last.pt as if it had never stopped.
-    InputError if there is no out_dir or, without `resume`, if it is not empty."""
+    sources: everything besides the model that captions depend on, the data set first. Each has
+    state(), which checkpoints store, and check_state(state), which raises InputError if a stored
+    state comes from other data. With `resume` the run continues from last.pt as if it had never
+    stopped. InputError if out_dir is not set or, without `resume`, not empty."""
 
     def __init__(self, cfg: RunConfig, model: nn.Module, sources: list, resume: bool = False):
         if not cfg.out_dir:
@@ -774,16 +776,17 @@ class Run:
         first: int = 0,
         stage: str = "train",
     ) -> Iterator[tuple]:
-        """Yield the batches of a stage, steps first ... last - 1 of the run, from where the run is.
-        dataset: a data.Dataset, or its like; optimizer: what the stage is trained with.
+        """Yield the batches of a stage, beginning with the run's next step. The stage has the run's
+        steps first ... last - 1. dataset: a data.Dataset, or any object with the same methods
+        `steps` and `train_batches`; optimizer: the stage's.
 
-        Each batch must be followed by `record`. The first Ctrl-C or SIGTERM finishes the step,
-        saves last.pt and ends the program with 130 or 143; a second one stops at once."""
+        Call `record` after each batch. The first Ctrl-C or SIGTERM finishes the step, saves last.pt
+        and ends the program with exit code 130 or 143; a second one stops at once."""
         self.optimizer = optimizer
         self.first = first
         self.last = last
         self.stage = stage
-        # A last.pt of the step before `first` holds the optimizer of the stage before.
+        # A last.pt saved when `first` steps were done holds the previous stage's optimizer.
         if self.resumed and first < self.resumed["step"] < last:
             with file_errors(self.dir / "last.pt", TRAIN_FIRST):
                 optimizer.load_state_dict(self.resumed["optimizer"])
@@ -812,7 +815,7 @@ class Run:
     def on_signal(self, number: int, _frame) -> None:
         self.stop = 128 + number
         self.restore_handlers()
-        print("stopping after this step; once more to stop at once", file=sys.stderr)
+        print("stopping after this step; interrupt again to stop at once", file=sys.stderr)
 
     def restore_handlers(self) -> None:
         for number, handler in self.handlers.items():
@@ -826,7 +829,7 @@ class Run:
         raise SystemExit(self.stop)
 
     def finished(self) -> bool:
-        """Is the stage's last step done, or patience used up?"""
+        """Is the stage's last step done, or is patience used up?"""
         return self.step >= self.last or 0 < self.cfg.patience <= self.evals_since_best
 
     def due(self) -> bool:
@@ -845,9 +848,9 @@ class Run:
             self.log_losses()
 
     def log_losses(self) -> None:
-        """Log and print the mean of each loss since the last time, over the steps that computed it.
+        """Log and print the mean of each loss since the last line, over the steps that computed it.
 
-        FloatingPointError with these steps if a loss is not finite."""
+        FloatingPointError that names the steps if a loss is not finite."""
         values_of: dict[str, list[float]] = {}
         for losses in self.losses:
             for name, loss in losses.items():
@@ -870,7 +873,7 @@ class Run:
 
     def checkpoint(self, scores: dict[str, float]) -> None:
         """After a validation: log its scores, and save last.pt and, if they are the best so far,
-        best.pt. Of equal scores the later one is best, because early ones may all be 0. Without
+        best.pt. In a tie the later weights are best, because early scores may all be 0. Without
         validation pairs (no scores) the last weights count as the best."""
         self.evals_since_best += 1
         score = self.best
@@ -886,17 +889,17 @@ class Run:
         self.save("last.pt")
         draw_curves(self.dir / "log.jsonl", self.dir / "curves.png", self.cfg.select_by)
         if self.finished() and self.step < self.last:
-            tqdm.write(f"no better validation in {self.evals_since_best}: training ends here")
+            tqdm.write(f"validations without a new best: {self.evals_since_best}; training ends")
 
     def save(self, name: str) -> None:
         """Save a checkpoint under this name.
 
-        If a weight is not finite: FloatingPointError, and the old file stays."""
+        FloatingPointError if a weight is not finite; the old file stays."""
         if not all(p.isfinite().all() for p in self.model.parameters()):
             raise FloatingPointError(
                 f"weights are not finite after step {self.step}; {name} is untouched; lower --lr"
             )
-        # For dropout and masks. The order of the data follows from seed and epoch.
+        # For dropout and random masks. The order of the data depends on seed and epoch alone.
         random = {"cpu": torch.get_rng_state()}
         if self.cfg.on_cuda:
             random["cuda"] = torch.cuda.get_rng_state(self.cfg.device)
@@ -915,8 +918,8 @@ class Run:
         save_tensors(self.dir / name, state)
 
     def restore(self) -> None:
-        """Take over weights, counters and random state of last.pt, if every source accepts it.
-        The log is cut at its step, since the resumed run repeats later ones."""
+        """Load weights, counters and random state from last.pt, if every source accepts it. Later
+        lines of the log are dropped, since the resumed run repeats their steps."""
         path = self.dir / "last.pt"
         state = load_checkpoint(path, self.cfg.device)
         for source in self.sources:
@@ -932,7 +935,7 @@ class Run:
             self.evals_since_best = state["evals_since_best"]
         self.resumed = state
         if not (self.dir / "best.pt").exists():
-            self.best = float("-inf")  # the next validation makes a new one
+            self.best = float("-inf")  # so that the next validation saves a new one
         log = self.dir / "log.jsonl"
         kept = [json.dumps(row) + "\n" for row in read_log(log) if row["step"] <= self.step]
         write_text(log, "".join(kept))
@@ -973,19 +976,19 @@ class Run:
 
 
 def check_captions(batches: tuple) -> None:
-    """InputError if captions begin with another id than START: they were made with other special
-    ids, so that words would be taken for padding or ends, in silence."""
+    """InputError if captions do not begin with START: they were made with other special ids, and
+    words would silently be taken for padding or END."""
     for batch in batches:
         if not (batch.caption[:, 0] == START).all():
             raise InputError(
                 f"captions must begin with the id {START} (START in common.py), found "
-                f"{batch.caption[:, 0].unique().tolist()}; give these ids, or change the four "
-                "special ids in common.py before a method is imported"
+                f"{batch.caption[:, 0].unique().tolist()}; use the four special ids of common.py, "
+                "or change them there before a method is imported"
             )
 
 
 def code_version() -> str:
-    """The git commit of this code, "" if it is not in a repository."""
+    """The git commit of this code; "" if it is not in a repository."""
     call = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(call, capture_output=True, text=True).stdout.strip()
@@ -994,8 +997,8 @@ def code_version() -> str:
 
 
 def read_log(path: Path) -> list[dict]:
-    """The lines of a log.jsonl; none if it is missing. What a killed process left unfinished is
-    skipped."""
+    """The rows of a log.jsonl; none if the file is missing. Lines that a killed process left
+    unfinished are skipped."""
     if not path.exists():
         return []
     rows = []
@@ -1012,7 +1015,7 @@ def draw_curves(log: Path, picture: Path, metric: str) -> None:
     import matplotlib.style
     from matplotlib.figure import Figure
 
-    points: dict[str, list[tuple[int, float]]] = {}  # of each loss: (step, value)
+    points: dict[str, list[tuple[int, float]]] = {}  # name of a loss -> (step, value)
     validations = []
     for row in read_log(log):
         if row["event"] == "train":
@@ -1043,7 +1046,7 @@ def draw_curves(log: Path, picture: Path, metric: str) -> None:
 # ---- files ---------------------------------------------------------------------------------------
 
 TRAIN_FIRST = "train first, or name another checkpoint"
-# The system did not let a file be read, whose content may be all right: rights, locks, the disk.
+# The file could not be read, but its content may be fine: permissions, locks, or the disk.
 UNREADABLE = (errno.EACCES, errno.EPERM, errno.EAGAIN, errno.EIO)
 
 
@@ -1055,9 +1058,10 @@ def progress(items=None, **options) -> tqdm:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary name to write to, and rename that file to `path` at the end: whenever the
-    process dies, `path` is either the old or the new file. The temporary name has the process's
-    number, so several may write at once: the last one's file stays. A missing folder is made.
+    """Yield a temporary path to write to, and rename that file to `path` at the end: whenever the
+    process dies, `path` is either the old file or the new one. The temporary name contains the
+    process id, so processes may write at the same time; the last to finish wins. A missing folder
+    is made.
 
     OSError naming the file if it cannot be written."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
@@ -1067,7 +1071,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
     except OSError as e:
         raise OSError(f"{path} could not be written ({e})") from e
-    except RuntimeError as e:  # what torch and HDF5 make of an OSError, such as a full disk
+    except RuntimeError as e:  # torch and HDF5 turn an OSError, such as a full disk, into this
         if not isinstance(e.__context__, OSError):
             raise
         raise OSError(f"{path} could not be written ({e.__context__})") from e
@@ -1094,24 +1098,24 @@ def file_errors(path: str | Path, remedy: str) -> Iterator[None]:
     about it."""
     try:
         yield
-    except Exception as e:  # a broken file raises whatever it likes
+    except Exception as e:  # a broken file can raise anything
         if isinstance(e, KeyError):
             reason = f"{e.args[0]} is missing"
-        elif isinstance(e, pickle.UnpicklingError):  # its text advises executing the file
-            reason = "no plain tensors"
+        elif isinstance(e, pickle.UnpicklingError):  # its own text advises executing the file
+            reason = "not plain tensors"
         elif isinstance(e, ValueError):
             reason = str(e)
         else:
             reason = f"{type(e).__name__} {e}"
         reason = " ".join(reason.split())[:120]
         if isinstance(e, OSError) and e.errno in UNREADABLE:
-            remedy = "see who may read it, and whether another program has locked it"
+            remedy = "check its permissions, and whether another program has locked it"
         raise InputError(f"{path} cannot be used ({reason}); {remedy}") from e
 
 
 def load_tensors(path: str | Path, remedy: str, device: str = "cpu") -> dict:
     """The dict that save_tensors wrote, its tensors on `device`. Nothing in the file is executed
-    (weights_only). InputError with the remedy if the file is missing, broken or holds no dict."""
+    (weights_only). InputError with the remedy if the file is missing, broken, or holds no dict."""
     with file_errors(path, remedy):
         state = torch.load(path, map_location=device, weights_only=True)
         if not isinstance(state, dict):
@@ -1120,7 +1124,7 @@ def load_tensors(path: str | Path, remedy: str, device: str = "cpu") -> dict:
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
-    """What Run.save wrote. InputError if it is no checkpoint."""
+    """The dict that Run.save wrote. InputError if the file is not a checkpoint."""
     state = load_tensors(path, TRAIN_FIRST, device)
     for name in ("model", "config", "vocab", "grid", "max_len"):
         if name not in state:
@@ -1134,7 +1138,8 @@ def load_weights(
     path: str | Path,
     remedy: str = TRAIN_FIRST,
 ) -> nn.Module:
-    """The model with the weights that a file holds. InputError if they do not fit."""
+    """The model with these weights, which come from the file `path`. InputError if they do not
+    fit."""
     with file_errors(path, remedy):
         model.load_state_dict(weights)
     return model
@@ -1144,7 +1149,7 @@ def load_model(
     Model: Callable[..., nn.Module], cfg: RunConfig, path: str | Path
 ) -> tuple[nn.Module, dict]:
     """-> a model with a checkpoint's weights, in evaluation mode on cfg.device, and the content of
-    the checkpoint. Model(cfg, words in the vocabulary, grid, max_len) makes it. InputError if the
+    the checkpoint. Model(cfg, vocabulary size, grid, max_len) makes the model. InputError if the
     file is missing or does not fit."""
     state = load_checkpoint(path, cfg.device)
     model = Model(cfg, len(state["vocab"]), state["grid"], state["max_len"]).to(cfg.device)
@@ -1154,7 +1159,7 @@ def load_model(
 # ---- main ----------------------------------------------------------------------------------------
 
 
-# Modules that are imported when they are needed -> what pip calls them.
+# Modules that are imported only when needed -> the names of their packages.
 PACKAGES = {
     "h5py": "h5py",
     "matplotlib": "matplotlib",
@@ -1170,12 +1175,12 @@ PACKAGES = {
 def run_main(main: Callable[[], None]) -> None:
     """Run a script's main.
 
-    Input, data and memory errors and missing packages print one line and exit 2; programming errors
-    keep their traceback. SIGINT exits 130, SIGTERM 143."""
+    Errors of input, data or memory and missing packages print one line, with exit code 2;
+    programming errors keep their traceback. SIGINT exits with 130, SIGTERM with 143."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal may lack signs of captions
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may lack characters of a caption
             stream.reconfigure(errors="replace")
-    # Pillow warns of odd pictures that it can read; those that it cannot read are errors anyway.
+    # Pillow warns about odd but readable pictures; unreadable ones raise an error anyway.
     warnings.filterwarnings("ignore", module="PIL")
     signal.signal(signal.SIGTERM, exit_on_signal)
     try:
@@ -1198,7 +1203,7 @@ def exit_with_error(text: str) -> None:
 
 
 def exit_on_signal(number: int, _frame) -> None:
-    sys.exit(128 + number)  # an exception, so that partial files are removed
+    sys.exit(128 + number)  # raises SystemExit, so partial files are removed
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

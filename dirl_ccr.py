@@ -2,19 +2,19 @@
 for Change Captioning (Tu et al., ECCV 2024).
 
 Idea. (1) A self-supervised loss correlates each channel of the "before" image with the same channel
-of "after" and decorrelates it from all others, so that features are robust to camera and light and
-stay discriminative. (2) By cross-attention each image finds what it shares with its partner; the
-image minus that is the difference. (3) Over each batch, a contrastive loss ties the words of a
-caption to the differences that the decoder attended to for them.
+of "after" and decorrelates it from all others, so that features are robust to camera and lighting
+and stay discriminative. (2) With cross-attention, each image finds what it shares with its partner;
+the image minus the shared part is the difference. (3) Within each batch, a contrastive loss ties
+the words of a caption to the differences that the decoder attended to at those words.
 
 Eq. 1      ImageEmbedding       X = conv(features) + position
-Eq. 2      DIRL.mlp             Y = MLP(X), for the loss alone
+Eq. 2      DIRL.mlp             Y = MLP(X), used by the loss only
 Eq. 3      channel_correlation  C_ij between channel i of Y_bef and channel j of Y_aft
 Eq. 4      dirl_loss            L_dirl = sum_i (1 - C_ii)^2 + alpha sum_{i != j} C_ij^2
 Eq. 5      CrossView            shared = MHCA(X, partner)
 Eq. 6      DIRL.encode          difference of each image = X - shared
 Eq. 7      Fusion               ReLU(W [difference_bef ; difference_aft])
-Eq. 8-10   DecoderLayer         words among themselves, words to differences, feed-forward
+Eq. 8-10   DecoderLayer         words attend to words, then to the difference; feed-forward
 Eq. 11     Decoder.head         next word
 Eq. 12     masked_mean          mean over the words of a sentence
 Eq. 13-14  ccr_loss             L_ccr  InfoNCE, words <-> attended differences
@@ -35,12 +35,12 @@ discrimination (Table 7)     --w_ccr 0 --no-correlate
 Subtraction (Fig. 4)         --difference subtract --w_dirl 0 --w_ccr 0
 weights (Fig. 5)             --w_dirl 0.03, --w_ccr 0.05
 
-Where the paper and the released code differ, the default is mostly the paper, and RELEASED, after
-the model, lists the differences. Both variants take some details from the released code: centred
-channels and sums over cells in Eq. 3, reference words in L_ccr, coordinates, and a mean over words
-in Eq. 15. These are explained where they occur.
+Where the paper and the released code differ, the default mostly follows the paper, and RELEASED,
+after the model, lists the differences. Both variants take some details from the released code:
+centred channels and sums over cells in Eq. 3, reference words in L_ccr, coordinates, and a mean
+over words in Eq. 15. These are explained where they occur.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
-Licence: MIT. Written from the paper; no code of the authors' repository is in it.
+Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
 
 from dataclasses import dataclass
@@ -77,10 +77,10 @@ from common import (
 
 @dataclass
 class Config(RunConfig):
-    """DIRL+CCR. The fields of a run (data, steps, device) are common.RunConfig's.
+    """DIRL+CCR. The settings of a run (data, steps, device) are in common.RunConfig.
 
     From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
-    released variant; Config(variant="released") has its name only, not RELEASED's values."""
+    released variant; Config(variant="released") sets the name only, not RELEASED's values."""
 
     AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"layers"}
 
@@ -96,17 +96,17 @@ class Config(RunConfig):
     correlate: bool = True  # Eq. 4's first term; without it decorrelation only
     w_ccr: float = 0.3  # weight of L_ccr in Eq. 16; 0 leaves it out
     tau: float = 0.5  # temperature of Eq. 14
-    difference: Literal["attention", "stream", "subtract"] = "attention"  # what Eq. 6 takes from X
+    difference: Literal["attention", "stream", "subtract"] = "attention"  # what Eq. 6 subtracts
     channel_eps: float = 1e-5  # keeps a constant channel finite in Eq. 3; 0 as released (NaN there)
-    input_norm: bool = True  # LayerNorm on the decoder's input; none as released for CLEVR-Change
-    xavier: bool = True  # Xavier-uniform fusion and decoder; no: PyTorch's (released, CLEVR-Change)
+    input_norm: bool = True  # LayerNorm on the decoder's inputs (released for CLEVR-Change: none)
+    xavier: bool = True  # Xavier-uniform fusion, decoder; no: PyTorch's (released for CLEVR-Change)
     ccr_pool: Literal["words", "padded"] = "words"  # Eq. 12: from START to END, or padding as well
     ccr_states: Literal["attention", "normed"] = "attention"  # Eq. 8-9, or after their LayerNorms
     ccr_logits: Literal["two_way", "summed"] = "two_way"  # Eq. 14, or one loss over S + S^T
     ccr_equal_captions: Literal["ignored", "negatives"] = (
         "ignored"  # equal captions in L_ccr [ours]
     )
-    variant: Literal["paper", "released"] = "paper"  # disputed details: paper's, or released code's
+    variant: Literal["paper", "released"] = "paper"  # whose version of the details in RELEASED
     val_decode: Literal["greedy", "sample"] = "greedy"  # decoding of validation captions
     blind: bool = False  # zero the image features (language-only baseline)
 
@@ -117,9 +117,8 @@ class Config(RunConfig):
 class ImageEmbedding(nn.Module):
     """Eq. 1: X = conv_1x1(features) + position. (B, C, H, W) -> (B, N, D), n = row * W + column.
 
-    With use_coords, two channels with the cell's x and y (from -1 up to, not including, 1) come
-    after the features: the released code has them for CLEVR-Change, the paper does not mention
-    them."""
+    With use_coords, two channels follow the features: the cell's x and y, from -1 up to, but not
+    including, 1. The released code has them for CLEVR-Change; the paper does not mention them."""
 
     def __init__(self, channels: int, height: int, width: int, dim: int, use_coords: bool):
         super().__init__()
@@ -184,11 +183,11 @@ class DecoderLayer(nn.Module):
     """Eq. 8-10, post-norm: words attend to earlier words, then to the difference, then a
     feed-forward of width 4 D. x (B, V, D) -> (B, V, D).
 
-    `cross`: key and value (B, N, D) of the difference; `mask` (B, 1, V, V): which words each may
-    see, None for all. Also returns `past` (see attend_to_words), the query (B, V, D) of the
+    `cross`: key and value (B, N, D) of the difference; `mask` (B, 1, V, V): which words each word
+    may see, None for all. Also returns `past` (see attend_to_words), the query (B, V, D) of the
     cross-attention, and `words` and `visual` (B, V, D), which L_ccr compares. Residuals, LayerNorms
-    and dropout are the standard layer's; the printed equations leave most of them out. L_ccr still
-    compares what Eq. 8 and 9 print, unless ccr_states is "normed"."""
+    and dropout are those of the standard layer; the printed equations leave most of them out. L_ccr
+    still compares the results of Eq. 8 and 9 as printed, unless ccr_states is "normed"."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -218,8 +217,8 @@ class DecoderLayer(nn.Module):
     def attend_to_words(self, x: Tensor, mask: Tensor | None, past: tuple[Tensor, Tensor] | None):
         """-> attended words (B, V, D), and keys and values of all words so far: the next `past`.
 
-        Without `past`, x holds all words from START on. With it, x is the one word that comes after
-        those of `past`: `stepper` decodes this way."""
+        Without `past`, x holds all words from START on. With `past`, x is the single word after
+        those of `past`; `stepper` decodes this way."""
         q, k, v = self.self_attention.project(x, x)
         if past is not None:
             past_k, past_v = past
@@ -232,8 +231,8 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Words and difference -> hidden states; `head` gives the distribution of the next word.
 
-    No position sees later ones or padding; the latter matters to ccr_pool="padded", which reads the
-    states at the padding."""
+    A position sees neither later positions nor padding. Padding is masked for the sake of
+    ccr_pool="padded", which pools the states at the padding, too."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -293,11 +292,11 @@ def channel_correlation(y_bef: Tensor, y_aft: Tensor, eps: float) -> Tensor:
     """Eq. 3: correlation of every channel of "before" with every channel of "after".
     y_bef, y_aft (B, N, D) -> C (D, D).
 
-    The paper sums over the samples of a batch; here, as released, over their cells as well, cell n
-    of "before" with cell n of "after", wherever the camera has moved. Channels are centred, as
-    released and as in Barlow Twins, whose notation the paper uses; the printed formula does not
-    centre. The standard deviation is unbiased, as released, so C_ii is at most (BN - 1) / BN. In
-    float32 even under autocast: the sums run over thousands of rows."""
+    The paper sums over the samples of a batch. Here, as released, the sum runs over their cells as
+    well: cell n of "before" meets cell n of "after", even if the camera has moved. Channels are
+    centred, as released and as in Barlow Twins, whose notation the paper uses; the printed formula
+    does not centre them. The standard deviation is unbiased, as released, so C_ii is at most
+    (BN - 1) / BN. Computed in float32 even under autocast: the sums run over thousands of rows."""
     with torch.autocast(y_bef.device.type, enabled=False):
         y_bef = upcast(y_bef).flatten(0, 1)  # (BN, D)
         y_aft = upcast(y_aft).flatten(0, 1)
@@ -323,8 +322,8 @@ def ccr_loss(
     both directions.
 
     words, visual (B, D) of Eq. 12; same (B, B) bool: pairs that are not each other's negatives.
-    "summed": only the rows of (S + S^T) / 2, as released. In float32 even under autocast, because
-    scores may be in the hundreds."""
+    "summed": only the rows of (S + S^T) / 2, as released. Computed in float32 even under autocast,
+    because scores may be in the hundreds."""
     with torch.autocast(words.device.type, enabled=False):
         s = upcast(words) @ upcast(visual).T / tau  # Eq. 13, (B, B)
         own = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
@@ -335,8 +334,8 @@ def ccr_loss(
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
-    """Eq. 15, L_cap: cross-entropy of each next word, a mean over all real words of the batch, as
-    released; the paper has a sum over the words of a sentence.
+    """Eq. 15, L_cap: cross-entropy of each next word, averaged over all real words of the batch, as
+    released; the paper sums over the words of a sentence.
     logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
     predicted = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
@@ -379,7 +378,7 @@ class DIRL(nn.Module):
                 nn.Dropout(cfg.dropout),
                 nn.Linear(4 * cfg.dim, cfg.dim),
             )
-        for name, module in self.named_children():  # the paper does not say how; as released
+        for name, module in self.named_children():  # as released; the paper does not say how
             initialise(module, xavier=cfg.xavier or name not in ("fuse", "decoder"))
 
     def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -391,8 +390,8 @@ class DIRL(nn.Module):
         x_aft = self.embed(after)  # Eq. 1
         shared_bef = x_bef
         shared_aft = x_aft
-        # Between layers these are LN(X + shared). The last layer returns the shared features alone
-        # (Eq. 5), or LN(X + shared) with difference="stream".
+        # Between layers, both are LN(X + shared). The last layer returns the shared features alone
+        # (Eq. 5) or, with difference="stream", LN(X + shared).
         for layer in self.cross_view:
             shared_bef, shared_aft = layer(shared_bef, shared_aft)  # Eq. 5
         if self.cfg.difference == "subtract":
@@ -409,26 +408,26 @@ class DIRL(nn.Module):
         losses = {}
         difference, x_bef, x_aft = self.encode(before, after)  # Eq. 1, 5-7
         if cfg.ccr_pool == "padded":  # the states at the padding are pooled, too
-            missing = max(0, self.max_len - caption.shape[1])  # below 0 `pad` would cut words off
+            missing = max(0, self.max_len - caption.shape[1])  # a negative pad would cut words off
             caption = F.pad(caption, (0, missing))
         hidden, _, words, visual = self.decoder(caption, difference)  # Eq. 8-10
         logits = self.decoder.head(hidden)  # Eq. 11
         losses["caption"] = caption_loss(logits, caption)  # Eq. 15
         if cfg.w_dirl:
-            # Positions are part of X and equal in both images: they correlate in any pair.
+            # X includes positions, which are equal in both images, so they correlate in any pair.
             y_bef = self.mlp(x_bef)  # Eq. 2
             y_aft = self.mlp(x_aft)  # Eq. 2
             c = channel_correlation(y_bef, y_aft, cfg.channel_eps)  # Eq. 3
             losses["dirl"] = dirl_loss(c, cfg.alpha, cfg.correlate)  # Eq. 4
         if cfg.w_ccr:
-            # The words are those of the reference caption, as released; the paper says generated
-            # words. Both means run over words: the paper divides V^ by HW, but V^ of Eq. 9 has one
-            # row for each word.
+            # As released, the words are those of the reference caption; the paper speaks of
+            # generated words. Both means run over words: the paper divides V^ by HW, but V^ of
+            # Eq. 9 has one row for each word.
             valid = caption != NULL
             if cfg.ccr_pool == "padded":
                 valid = torch.ones_like(valid)
-            # [ours] Pairs of equal captions are no negatives of each other. The paper: "the others
-            # will be the negatives in this batch" (section 3.5).
+            # [ours] Pairs with equal captions are not each other's negatives. The paper: "the
+            # others will be the negatives in this batch" (section 3.5).
             same = (caption[:, None] == caption).all(-1)  # (B, B)
             if cfg.ccr_equal_captions == "negatives":
                 same = torch.zeros_like(same)
@@ -441,8 +440,8 @@ class DIRL(nn.Module):
     def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
         """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len).
 
-        A caption ends at END or NULL; in the released code at END alone, but its text stops at
-        NULL."""
+        A caption ends at END or NULL. In the released code it ends at END alone, but the text is
+        cut at NULL."""
         difference, _, _ = self.encode(before, after)
         step = self.decoder.stepper(difference)
         return decode(step, before.shape[0], self.max_len, before.device, sample)
@@ -452,8 +451,8 @@ class DIRL(nn.Module):
         """Where the decoder looked: the last layer's attention over cells, averaged over heads and
         over the words of ids (B, V) -> "attention" (B, H, W).
 
-        The weights are those after the softmax. Row t belongs to the state that predicts word
-        t + 1."""
+        The map shows weights, after the softmax. Row t of the weights is from the state that
+        predicts word t + 1."""
         difference, _, _ = self.encode(before, after)
         _, query, _, _ = self.decoder(ids, difference)
         attention = self.decoder.layers[-1].cross_attention
@@ -466,17 +465,17 @@ class DIRL(nn.Module):
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# Loss weights are from section 4.6. The paper gives no batch sizes or rates: Spot-the-Diff and
-# Image Editing Request take SCORER's. The learning rate drops every 15 epochs (lr_drop), as
-# released; the paper does not mention it.
+# Loss weights are from section 4.6. The paper gives no batch sizes or learning rates: Spot-the-Diff
+# and Image Editing Request take SCORER's. The learning rate drops every 15 epochs (lr_drop), as
+# released; the paper does not mention these drops.
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),
     "spot_the_diff": dict(w_ccr=0.004, batch_size=32, lr_drop=4020, use_coords=False),
     "image_editing_request": dict(w_dirl=0.001, w_ccr=0.05, batch_size=16, lr=1e-4, lr_drop=2880,
                                   use_coords=False),
-    # Your own pairs are few: Image Editing Request's weights at half its width; validation says
-    # when to stop [ours].
+    # For your own pairs (usually few): Image Editing Request's loss weights, half its width, and
+    # early stopping on validation [ours].
     "pairs": dict(w_dirl=0.001, w_ccr=0.05, use_coords=False, dim=256, batch_size=16, lr=5e-4,
                   warmup=50, steps=2000, eval_every=100, patience=10),
     "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, w_dirl=0.03, w_ccr=0.005,
@@ -484,7 +483,7 @@ PRESETS = {
                  eval_every=300, eval_batch=250),
 }  # fmt: skip
 
-RELEASED = {  # --variant released: the released code's side of each disputed detail
+RELEASED = {  # --variant released: the details in which the released code differs from the paper
     "all": dict(
         # Eq. 5-6 subtract the attention's output; the released code subtracts LN(X + attention).
         difference="stream",
@@ -492,19 +491,19 @@ RELEASED = {  # --variant released: the released code's side of each disputed de
         channel_eps=0.0,
         # Eq. 12 is a mean over the m words; the released code averages the padding's states, too.
         ccr_pool="padded",
-        # Eq. 12 pools Eq. 8-9; the released code pools after the residuals, so `visual` contains
-        # words.
+        # Eq. 12 pools the results of Eq. 8-9; the released code pools after the residuals, so
+        # `visual` contains words.
         ccr_states="normed",
         # Eq. 14 is InfoNCE both ways; the released code adds S and its transpose and takes rows
         # only.
         ccr_logits="summed",
-        # Many pairs share a caption, above all distractors; paper and released code: they are
+        # Many pairs, above all distractors, share a caption; paper and released code treat them as
         # negatives.
         ccr_equal_captions="negatives",
         # Section 4.2 decodes greedily; the released code samples during validation.
         val_decode="sample",
     ),
-    # The released code has another decoder for CLEVR-Change, and more steps than the paper.
+    # For CLEVR-Change the released code has a different decoder, and more steps than the paper.
     "clevr_change": dict(input_norm=False, xavier=False, steps=15000),
     "clevr_dc": dict(steps=13000),
 }
@@ -515,8 +514,8 @@ RELEASED = {  # --variant released: the released code's side of each disputed de
 def compute_losses(model: DIRL, batches: tuple, cfg: Config) -> dict[str, Tensor]:
     """Eq. 16 and its terms, each a mean over a step's batches (changed pairs, distractor pairs).
 
-    Keep the two batches separate, as released: the correlations of Eq. 3 and the negatives of
-    Eq. 14 are then those of one kind of pairs."""
+    Keep the two batches separate, as released, so that the correlations of Eq. 3 and the negatives
+    of Eq. 14 come from one kind of pair."""
     losses: dict[str, Tensor] = {}
     for batch in batches:
         batch = batch.to(cfg.device)
@@ -548,7 +547,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
         if cfg.grad_clip:
             nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
         optimizer.step()
-        run.record(losses)  # and counts the step
+        run.record(losses)  # also counts the step
         if run.due():
             run.checkpoint(evaluate(model, dataset, "val", cfg))
     return run.best_model()
@@ -567,8 +566,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation while training) only the quick metrics; with it every metric and
-    every group of pairs, printed and written with captions and sample pictures."""
+    Without out_dir (validation during training): the quick metrics only. With it: every metric for
+    every group of pairs, printed and written, along with captions and sample pictures."""
     sample = cfg.val_decode == "sample" and out_dir is None
     model.eval()
     captions = {}  # by pair id
@@ -586,7 +585,7 @@ def evaluate(
 
 
 def load(checkpoint: str | Path, device: str = ""):
-    """A trained model for any two pictures, files or PIL images:
+    """A trained model that captions any two pictures (files or PIL images):
     caption, maps = load("best.pt")(before, after)."""
     import data
 

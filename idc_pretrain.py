@@ -1,12 +1,14 @@
 """IDC: Image Difference Captioning with Pre-training and Contrastive Learning (Yao et al., 2022).
 
-Idea. (1) Two images and a caption are one sequence for one transformer; before that, one encoder
-sees each image alone and another compares both. (2) Three tasks pre-train it: guess masked words
-(MLM), recognise masked image cells (MVCL), tell the caption from rewritten ones (FDA). (3)
-Fine-tuning is MLM in which a word sees only earlier words; so captions are written word by word.
-Here it asks for every word [ours], in paper and released code for 15 % (--finetune_targets masked).
+Idea. (1) One transformer reads two images and a caption as one sequence; before that, one encoder
+sees each image alone and another compares the two. (2) Three tasks pre-train the model: predict
+masked words (MLM), recognise masked image cells (MVCL), tell the caption from rewritten ones (FDA).
+(3) Fine-tuning is MLM in which a word sees only earlier words, so captions can be written word by
+word. Here it predicts every word [ours]; in paper and released code, 15 % of the words
+(--finetune_targets masked).
 
-Our copy of the paper has lost equations (1)-(9) and kept their prose. Their numbers stand for:
+Equations (1)-(9) are missing from our copy of the paper, which has only the text around them. Their
+numbers stand for:
 Eq. 1-3    Embedding      y = Dropout(LN(x + type + position))
 Eq. 4      IDC.visual     E_p([E_s(v_1) ; E_s(v_2)]), the image difference encoder
 Eq. 5      IDC.cross      cross-modal transformer over [visual ; text]
@@ -19,10 +21,11 @@ Sec. 3.1   judge_loss     is the pair a distractor? Fine-tuning: L = L_MLM + w_j
 E_s is `single`, E_p `pair`; [BOS], [EOS] are START, END. Axis letters: B pairs, C channels, H x W
 grid, N = H*W cells, D width, h heads, V words of a caption (START, words, END, padding), T tokens,
 S = 2 (N + 1) visual tokens: [IMG1] v_1 ... v_N [IMG2] v_1 ... v_N.
-Rows of the paper's tables -> flags: above PRESETS. Differences from the released code: RELEASED,
-both after the model; what both variants share is explained where it occurs.
+After the model, the comment above PRESETS has the flags for each row of the paper's tables, and
+RELEASED the differences from the released code. What both variants take from the released code is
+explained where it occurs.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
-Licence: MIT. Written from the paper; no code of the authors' repository is in it.
+Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
 
 import json
@@ -71,7 +74,7 @@ class Config(RunConfig):
     """IDC. RunConfig's steps, lr, warmup and batch_size are those of fine-tuning.
 
     From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
-    released variant; Config(variant="released") has its name only, not RELEASED's values."""
+    released variant; Config(variant="released") sets the name only, not RELEASED's values."""
 
     AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"layers", "ffn", "pretrain_batch"}
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"init", "cub", "nabirds"}
@@ -84,35 +87,35 @@ class Config(RunConfig):
     dropout: float = 0.2  # dropout probability
     difference_encoder: bool = True  # E_s and E_p of Eq. 4, before the cross-modal transformer
     pretrain_steps: int = 250000  # steps of pre-training; 0: none
-    pretrain_batch: int = 100  # scenes a step of pre-training
+    pretrain_batch: int = 100  # scenes per step of pre-training
     pretrain_lr: float = 1e-4  # learning rate of pre-training
     pretrain_warmup: int = 8000  # steps of linear warm-up in pre-training
     mlm: int = 8  # share of masked language modelling in the steps of pre-training; 0: left out
     mvcl: int = 1  # share of masked visual contrastive learning
     fda: int = 2  # share of fine-grained difference aligning
     cub: str = ""  # CUB's folder: pre-train on its single images and captions first
-    cub_batch: int = 0  # single images a step of that stage; 0: pretrain_batch
-    nabirds: str = ""  # NABirds' folder: its classes are a fourth task of pre-training, of share 3
+    cub_batch: int = 0  # single images per step of that stage; 0: pretrain_batch
+    nabirds: str = ""  # NABirds' folder: its classes make a fourth pre-training task, with share 3
     mask_rate: float = 0.15  # share of words masked in MLM, and by --finetune_targets masked
     cell_mask_rate: float = 0.15  # share of one image's cells that MVCL masks
     tau_mvcl: float = 1.0  # temperature of MVCL
     tau_fda: float = 1.0  # temperature of FDA
     weight_decay: float = 0.0  # weight decay of fine-tuning
     w_judge: float = 1.0  # weight of L_judge; unused on data sets without distractor pairs
-    swap: bool = True  # half of the scenes swap default and distractor image
-    finetune_targets: Literal["every", "masked"] = "every"  # which words fine-tuning asks for
+    swap: bool = True  # in half of the scenes, swap default and distractor image
+    finetune_targets: Literal["every", "masked"] = "every"  # which words fine-tuning predicts
     start: Literal["xavier", "pytorch"] = "xavier"  # initial weights
-    project: Literal["linear", "sigmoid"] = "linear"  # features -> width D; sigmoid: and squashed
-    exponent: Literal["standard", "doubled"] = "standard"  # in the rates of the positions
-    special_tokens: Literal["own", "shared"] = "own"  # a vector for each of [CLS], [IMG1], [IMG2]
-    mvcl_negatives: Literal["features", "predictions"] = "features"  # what stands for other cells
+    project: Literal["linear", "sigmoid"] = "linear"  # features -> width D; sigmoid: then squashed
+    exponent: Literal["standard", "doubled"] = "standard"  # in the sinusoids' frequencies
+    special_tokens: Literal["own", "shared"] = "own"  # [CLS], [IMG1], [IMG2]: own vectors, or one
+    mvcl_negatives: Literal["features", "predictions"] = "features"  # what represents other cells
     see_padding: bool = False  # pre-training attends to padding
-    finetune_cls: bool = True  # [CLS] stands before the text in fine-tuning too
+    finetune_cls: bool = True  # put [CLS] before the text in fine-tuning, too
     mask_rules: Literal["plain", "released"] = "plain"  # which words mask_words may choose
     pretrain_decay: Literal["none", "inverse_sqrt"] = "none"  # after the warm-up of pre-training
     finetune_decay: Literal["none", "halves"] = "none"  # halves: x1/2 at step 10000, x1/4 at 20000
     reduction: Literal["mean", "sum"] = "mean"  # of fine-tuning's losses, over words and pairs
-    variant: Literal["paper", "released"] = "paper"  # side of all details in RELEASED
+    variant: Literal["paper", "released"] = "paper"  # whose version of the details in RELEASED
     blind: bool = False  # zero the image features (language-only baseline)
 
 
@@ -123,10 +126,10 @@ class Embedding(nn.Module):
     """Eq. 1-3: y = Dropout(LN(x + type + position)) for words, cells and special tokens, which
     share one LayerNorm and one table of types.
 
-    As released, special tokens have no position, where the paper adds one to each token (section
-    2.1), and words are multiplied by sqrt(D)."""
+    As released, words are multiplied by sqrt(D), and special tokens have no position; the paper
+    adds a position to every token (section 2.1)."""
 
-    # The parts of the sequence; [IMG1], [IMG2] and [CLS] stand before them.
+    # The parts of the sequence, which begin with [IMG1], [IMG2] and [CLS].
     IMAGE_1 = 0
     IMAGE_2 = 1
     TEXT = 2
@@ -183,8 +186,8 @@ class Embedding(nn.Module):
 
 
 def doubled_sinusoid(length: int, dim: int) -> Tensor:
-    """The released positions: rate 10000^(-2i/D) in channel i, so that the sine and cosine of a
-    pair differ in rate. Most channels hardly vary. -> (length, dim)."""
+    """The released positions: channel i has frequency 10000^(-2i/D), so the sine and the cosine of
+    a pair differ in frequency, and most channels hardly vary. -> (length, dim)."""
     channel = torch.arange(dim)
     angle = torch.arange(length)[:, None] / 10000 ** (2 * channel / dim)
     return torch.where(channel % 2 == 0, angle.sin(), angle.cos())
@@ -223,12 +226,12 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """LayerNorm, then blocks. As released, no LayerNorm follows: heads read the residual stream.
-    The LayerNorms are PyTorch's (the released code divides by the unbiased deviation plus an
-    epsilon).
+    """LayerNorm, then blocks. As released, no LayerNorm follows the blocks: the heads read the
+    residual stream. The LayerNorms are PyTorch's (the released code divides by the unbiased
+    standard deviation plus an epsilon).
 
     `past` and the returned keys and values are lists with an item for each block. `rows` and the
-    query belong to the last block."""
+    query are those of the last block."""
 
     def __init__(self, cfg: Config, layers: int):
         super().__init__()
@@ -260,12 +263,12 @@ class Transformer(nn.Module):
 
 def mask_words(caption: Tensor, words: int, rate: float, rules: str) -> tuple[Tensor, Tensor]:
     """Section "MLM": `rate` of the words are targets; of these, 80 % become [MASK], 10 % a random
-    word, 10 % stay. caption (B, V), `words` ids in the vocabulary -> ids with masks; targets, NULL
-    elsewhere.
+    word, and 10 % stay. caption (B, V), words: size of the vocabulary -> ids (B, V) with masks;
+    targets (B, V), NULL elsewhere.
 
-    END is masked like any word: the model has to learn where a caption ends. UNK is not. The
-    released rules mask UNK, too, replace END by [MASK] only, make the first word a [MASK] if no
-    word was drawn, and draw random words from all ids."""
+    END is masked like any word, because the model has to learn where a caption ends. UNK is not
+    masked. The released rules also mask UNK, replace END by [MASK] only, make the first word a
+    [MASK] if no word was drawn, and draw random words from all ids."""
     device = caption.device
     mask = words  # [MASK]'s id, the first after all words; the special tokens follow
     if rules == "released":
@@ -291,7 +294,7 @@ def mask_words(caption: Tensor, words: int, rate: float, rules: str) -> tuple[Te
 
 
 def mask_cells(pairs: int, images: int, cells: int, rate: float, device: str) -> Tensor:
-    """Section "MVCL": `rate` of the cells of one image of each pair, at least one.
+    """Section "MVCL": mask `rate` of the cells of one image of each pair, but at least one cell.
     -> bool (B, images, N)."""
     draw = torch.rand(pairs, cells, device=device)
     lowest = draw.min(1, keepdim=True).values
@@ -317,13 +320,13 @@ def word_loss(logits: Tensor, target: Tensor, reduction: str = "mean") -> Tensor
 def cell_loss(
     predicted: Tensor, features: Tensor, masked: Tensor, rows: int, tau: float, negatives: str
 ) -> Tensor:
-    """Eq. 8, L_MVCL: InfoNCE of masked cells by cosine. predicted, features (M, C) of all cells,
-    masked (M,) bool; rows: how many cells are compared, a fixed number, so that shapes do not
-    depend on the draw. If fewer are masked, the rest of the rows weigh 0; if more, which `mvcl`
-    makes all but impossible, the surplus has no loss.
+    """Eq. 8, L_MVCL: InfoNCE over cosines, for masked cells. predicted, features (M, C) of all
+    cells, masked (M,) bool; rows: how many cells get a loss, a fixed number, so that shapes do not
+    depend on the draw. If fewer are masked, the other rows have weight 0; if more, which `mvcl`
+    makes very unlikely, the surplus has no loss.
 
-    negatives: the "features" of all unmasked cells; released: their "predictions", and the features
-    of the other masked cells."""
+    negatives: the "features" of all unmasked cells; as released, their "predictions" and the
+    features of the other masked cells."""
     p = F.normalize(predicted, dim=-1)
     f = F.normalize(features, dim=-1)
     weight, row = masked.to(p.dtype).topk(rows)  # masked cells come first; the rest have weight 0
@@ -339,9 +342,9 @@ def cell_loss(
 
 
 def align_loss(image: Tensor, text: Tensor, tau: float) -> Tensor:
-    """Eq. 9, L_FDA: InfoNCE by cosine of the caption (first) against its six rewrites. image (mean
-    of [IMG1] and [IMG2]) and text ([CLS]) are (B, 7, D), each of the seven from the sequence with
-    that caption."""
+    """Eq. 9, L_FDA: InfoNCE over cosines, the caption (first) against its six rewrites. image (mean
+    of [IMG1] and [IMG2]) and text ([CLS]) are (B, 7, D): each caption makes a sequence of its own,
+    and both are read from it."""
     s = F.cosine_similarity(image, text, dim=-1) / tau  # (B, 7)
     first = torch.zeros(s.shape[0], dtype=torch.long, device=s.device)
     return F.cross_entropy(s, first)  # Eq. 9
@@ -360,10 +363,10 @@ def class_loss(logits: Tensor, classes: Tensor) -> Tensor:
 
 
 def contrast_loss(x: Tensor, classes: Tensor, margin: float = 0.4) -> Tensor:
-    """Section 2.4, TransFG's (He et al. 2021): pulls cosines to 1 within a class, and below the
-    margin between classes; a mean over all ordered pairs, including an image with itself.
-    x (2B, D), classes (2B,)."""
-    with torch.autocast(x.device.type, enabled=False):  # bfloat16 has three digits
+    """Section 2.4, TransFG's loss (He et al. 2021): pulls cosines to 1 within a class, and pushes
+    them below the margin between classes; averaged over all ordered pairs, including an image with
+    itself. x (2B, D), classes (2B,)."""
+    with torch.autocast(x.device.type, enabled=False):  # bfloat16 has two or three digits
         x = F.normalize(upcast(x), dim=-1)
         cos = x @ x.T
         alike = classes[:, None] == classes
@@ -373,13 +376,13 @@ def contrast_loss(x: Tensor, classes: Tensor, margin: float = 0.4) -> Tensor:
 
 
 def same_class_loss(logits: Tensor, classes: Tensor) -> Tensor:
-    """Section 2.4: are both images of one class (1) or not (0)? logits (B, 2), classes (B, 2)."""
+    """Section 2.4: do both images show one class (1) or not (0)? logits (B, 2), classes (B, 2)."""
     target = classes[:, 0] == classes[:, 1]
     return F.cross_entropy(logits, target.long())
 
 
 def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
-    """The total of one step. Pre-training has one task a step: the sum of its losses."""
+    """The total loss of one step. A step of pre-training has one task, whose losses are summed."""
     if "judge" in losses:
         return losses["caption"] + cfg.w_judge * losses["judge"]  # fine-tuning, section 3.1
     return sum(losses.values())
@@ -392,7 +395,7 @@ REWRITES = 6  # rewritten captions of a pair
 
 
 class IDC(nn.Module):
-    """The model of both stages. grid: (C, H, W) of the features; max_len: longest caption in
+    """IDC with all its parameters. grid: (C, H, W) of the features; max_len: longest caption in
     tokens, START and END included."""
 
     def __init__(self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int):
@@ -435,12 +438,12 @@ class IDC(nn.Module):
         negatives: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """The losses of one task: "finetune", or in pre-training "mlm", "mvcl", "fda", "birds".
-        Features (B, C, H, W), after None for single images; caption (B, V), for birds the classes
-        (B, 2).
+        before and after: features (B, C, H, W); after is None for single images. caption (B, V), or
+        for birds the classes (B, 2).
 
-        changed, for finetune: bool (B,), is each pair changed, or a distractor? None: not judged.
-        negatives, for fda: rewritten captions (B', 6, V') of the first B' pairs; this task
-        drops the rest."""
+        changed, for finetune: bool (B,), False for distractors; None: no L_judge. negatives, for
+        fda: rewritten captions (B', 6, V') of the first B' pairs; this task ignores the other
+        pairs."""
         images = [self.cells(before)]
         if after is not None:
             images.append(self.cells(after))
@@ -473,9 +476,9 @@ class IDC(nn.Module):
 
     def visual(self, before: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Eq. 4. Cells (B, N, C) of both images, or of one -> E_p's tokens (B, S, D); bool (1, S),
-        True for real tokens (of a missing image, [IMG2] alone); E_s's [IMG1] and [IMG2] (2, B, D).
+        True for real tokens (of a missing image, only [IMG2]); E_s's [IMG1] and [IMG2] (2, B, D).
 
-        The released code takes the [IMG2] of a missing image straight to E_p."""
+        The released code passes the [IMG2] of a missing image directly to E_p."""
         there = torch.ones(2, before.shape[1] + 1, dtype=torch.bool, device=before.device)
         single_mask = None  # every token is real
         pair_mask = None
@@ -519,7 +522,7 @@ class IDC(nn.Module):
         released, images see only images; in the paper they see the text too, but then a word would
         learn about later words through the images.
 
-        ask_next: V [MASK]s follow, one for each word of ids, at the position after it. As in
+        ask_next: append V [MASK]s, one for each word of ids, at the position after it. As in
         decoding, a [MASK] sees itself and what that word sees. -> [IMG1] and [IMG2] (B, 2, D); text
         (B, T, D), with [CLS] first if it has one; the last layer's query of the text (B, T, D) and
         key of the images (B, S, D)."""
@@ -539,7 +542,7 @@ class IDC(nn.Module):
             seen = torch.cat([seen_by_words, seen_by_masks])
         img1_and_img2 = slice(None, None, self.img2)  # their tokens, 0 and self.img2
         image, past, _ = self.cross(visual, rows=img1_and_img2)  # Eq. 5
-        mask = F.pad(seen, (visual.shape[1], 0), value=True)  # everyone sees the images
+        mask = F.pad(seen, (visual.shape[1], 0), value=True)  # all text sees the images
         text, _, query = self.cross(text, mask[None, None], past)  # Eq. 5
         key, _ = past[-1]
         return image, text, (query, key)
@@ -547,7 +550,7 @@ class IDC(nn.Module):
     # -- pre-training; images: cells (B, N, C) of both, or of one
 
     def mlm(self, images: list[Tensor], caption: Tensor) -> dict[str, Tensor]:
-        """Eq. 6: masked words of the caption (B, V), from the rest of it and the images."""
+        """Eq. 6: predict masked words of the caption (B, V) from its other words and the images."""
         cfg = self.cfg
         ids, target = mask_words(caption, self.vocab_size, cfg.mask_rate, cfg.mask_rules)
         visual, there, _ = self.visual(*images)
@@ -556,8 +559,8 @@ class IDC(nn.Module):
         return {"mlm": word_loss(logits, target)}  # Eq. 6
 
     def mvcl(self, images: list[Tensor], caption: Tensor) -> dict[str, Tensor]:
-        """Eq. 7-8: masked cells of one image of each pair, recognised from the rest and the caption
-        (B, V)."""
+        """Eq. 7-8: recognise masked cells of one image of each pair from the other cells and the
+        caption (B, V)."""
         cfg = self.cfg
         features = torch.stack(images, 1)  # (B, 1 or 2, N, C)
         pairs, count, cells, _ = features.shape
@@ -572,7 +575,7 @@ class IDC(nn.Module):
         predicted = predicted.to(features.dtype).flatten(0, 2)
         features = features.flatten(0, 2)
         masked = masked.flatten()
-        rows = math.ceil(2 * cfg.cell_mask_rate * cells + 1)  # of a pair, twice what is expected
+        rows = math.ceil(2 * cfg.cell_mask_rate * cells + 1)  # per pair, twice the expected number
         rows = min(rows, cells) * pairs
         with torch.autocast(features.device.type, enabled=False):
             loss = cell_loss(predicted, features, masked, rows, cfg.tau_mvcl, cfg.mvcl_negatives)
@@ -611,11 +614,12 @@ class IDC(nn.Module):
     def finetune(
         self, images: list[Tensor], caption: Tensor, changed: Tensor | None
     ) -> dict[str, Tensor]:
-        """L_MLM, each word seeing only earlier words, and L_judge if it is known which pairs are
-        changed.
+        """L_MLM, in which each word sees only earlier words, and L_judge if it is known which pairs
+        are changed.
 
-        finetune_targets: "masked", as in paper and released code, masks 15 % of the words and asks
-        for these; "every" [ours] asks for each word by a [MASK] in its place, as in decoding."""
+        finetune_targets: "masked", as in paper and released code, masks 15 % of the words and
+        predicts these; "every" [ours] predicts every word from a [MASK] in its place, as in
+        decoding."""
         cfg = self.cfg
         visual, _, _ = self.visual(*images)
         if cfg.finetune_targets == "every":
@@ -638,9 +642,9 @@ class IDC(nn.Module):
         return self.visual(self.cells(before), self.cells(after))
 
     def stepper(self, visual: Tensor):
-        """-> step(ids (B,), position) -> logits of the next word, which a [MASK] in its place
-        predicts. Keys and values of images and earlier words do not depend on later words, so they
-        are kept."""
+        """-> step(ids (B,), position) -> logits of the next word, predicted from a [MASK] in its
+        place. Keys and values of images and earlier words do not depend on later words, so they are
+        kept."""
         _, past, _ = self.cross(visual)  # Eq. 5
         if self.cfg.finetune_cls:
             cls = self.embed.special(Embedding.TEXT, visual.shape[0])
@@ -656,7 +660,7 @@ class IDC(nn.Module):
             seen = torch.ones(2, earlier + 2, dtype=torch.bool, device=visual.device)
             seen = seen.tril(earlier)  # the word does not see the [MASK]
             x, new, _ = self.cross(torch.cat([word, mask], 1), seen[None, None], past)  # Eq. 5
-            past = append(past, new, 1)  # the word stays, the [MASK] goes
+            past = append(past, new, 1)  # keep the word, drop the [MASK]
             return self.head(x[:, 1])
 
         return step
@@ -665,16 +669,16 @@ class IDC(nn.Module):
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
         """Greedy captions of pairs of features (B, C, H, W): ids (B, max_len).
 
-        UNK is never written, and NULL ends a caption, too; the released code writes any id, up to
-        END."""
+        UNK is never written, and NULL ends a caption, too; the released code may write any id, and
+        stops at END alone."""
         visual, _, _ = self.encode(before, after)
         return decode(self.stepper(visual), before.shape[0], self.max_len, before.device)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """Where the model looked to write ids (B, V): last layer's attention of each word's [MASK]
-        over the cells of both images, mean over heads and words -> "before" and "after" (B, H, W),
-        which sum to 1 together."""
+        """Where the model looked to write ids (B, V): the last layer's attention from each word's
+        [MASK] to the cells of both images, averaged over heads and words -> "before" and "after"
+        (B, H, W), which together sum to 1."""
         _, height, width = self.grid
         visual, _, _ = self.encode(before, after)
         words = ids[:, 1:]
@@ -689,7 +693,7 @@ class IDC(nn.Module):
 
 
 def append(past: list, new: list, count: int | None = None) -> list:
-    """Keys and values of earlier tokens and of the first `count` new ones (None: all), by layer."""
+    """Each layer's keys and values of earlier tokens and the first `count` new ones (None: all)."""
     joined = []
     for (keys, values), (k, v) in zip(past, new, strict=True):
         keys = torch.cat([keys, k[:, :count]], 1)
@@ -714,20 +718,21 @@ def append(past: list, new: list, count: int | None = None) -> list:
 #              with NABirds            --nabirds FOLDER
 #
 # Values are from Table 6 and section "Implementation Details"; fine-tuning's steps, eval_every and
-# patience are the released code's. The paper's batches count pairs, ours scenes (CLEVR-Change: two
-# pairs each).
+# patience are from the released code. The paper counts pairs in a batch, we count scenes
+# (CLEVR-Change: two pairs each).
 PRESETS = {
     "clevr_change": dict(seed=1234, extractor="resnet101-layer4", lr=3e-5, batch_size=100,
                          steps=100000, eval_every=400, patience=50),
     "birds_to_words": dict(seed=1234, layers=2, mlm=9, pretrain_steps=50000, pretrain_warmup=4000,
                            pretrain_batch=200, lr=3e-5, weight_decay=1e-4, batch_size=32,
                            steps=20000, eval_every=85, patience=80, select_by="ROUGE-L"),
-    # Your own pairs are few: no pre-training; validation says when to stop [ours].
+    # For your own pairs (usually few): no pre-training, and early stopping on validation [ours].
     "pairs": dict(pretrain_steps=0, dim=256, ffn=1024, layers=2, batch_size=16, lr=5e-4, warmup=50,
                   steps=2000, eval_every=100, patience=10),
-    # [ours] MVCL alone: MLM can be learned without the images. Any two cells' features have cosines
-    # near 1, hence the low temperature. Unless most cells are masked, a cell can be guessed from
-    # its neighbours. Three layers, a higher rate and a light L_judge were chosen on validation.
+    # [ours] Pre-training is MVCL alone, because MLM can be learned without the images. Features of
+    # any two cells have cosines near 1, hence the low temperature. Unless most cells are masked, a
+    # cell can be guessed from its neighbours. Three layers, a higher learning rate and a lower
+    # w_judge were chosen on validation.
     "mini": dict(dim=128, ffn=256, heads=4, layers=3, dropout=0.0, pretrain_steps=1200,
                  pretrain_batch=8, pretrain_lr=1e-3, pretrain_warmup=50, mlm=0, fda=0,
                  cell_mask_rate=0.7, tau_mvcl=0.02, tau_fda=0.1, w_judge=0.2, batch_size=16,
@@ -735,38 +740,38 @@ PRESETS = {
                  eval_batch=250),
 }  # fmt: skip
 
-# --variant released: the released code's side of each disputed detail. The default is the paper's,
-# but for what is marked [ours]; where the paper is silent, it is the released code's, or [ours].
-# CLEVR-Change keeps the paper's steps and rates.
+# --variant released: the details in which the released code differs from the defaults. A default
+# follows the paper unless it is marked [ours]; where the paper is silent, it follows the released
+# code or is [ours]. CLEVR-Change keeps the paper's steps and learning rates.
 RELEASED = {
     "all": dict(
-        # [ours] Half of the scenes swap default and distractor image, as in the other methods.
+        # [ours] In half of the scenes, default and distractor image are swapped, as in the other
+        # methods.
         swap=False,
-        # Section 2.3 keeps MLM's 15 % of the words, as the released code does; [ours] a [MASK] asks
-        # for every word, as in decoding.
+        # Section 2.3 keeps MLM's 15 % of the words, as the released code does; [ours] every word is
+        # predicted from a [MASK], as in decoding.
         finetune_targets="masked",
-        # The released code has PyTorch's initial weights; [ours] Xavier-uniform ones.
+        # The released code keeps PyTorch's initial weights; [ours] they are Xavier-uniform.
         start="pytorch",
         # Section 2.1 has a linear layer; the released code puts a sigmoid after it.
         project="sigmoid",
-        # Section 2.1 has Vaswani's positions; the released code's have twice the exponent.
+        # Section 2.1 has Vaswani et al.'s positions; the released code doubles their exponent.
         exponent="doubled",
         # Section 2.1 names three special tokens and three types; the released code has one and six.
         special_tokens="shared",
-        # Eq. 8's negatives are features of unmasked cells; the released code's are predictions of
-        # them.
+        # Eq. 8's negatives are features of unmasked cells; the released code takes predictions for
+        # these cells.
         mvcl_negatives="predictions",
-        # Without a mask in pre-training the released code sees padding, which the paper does not
-        # mention.
+        # The released code does not mask padding in pre-training; the paper does not mention it.
         see_padding=True,
         # Section 2.3 feeds [CLS] in inference; the released code does not, nor in fine-tuning.
         finetune_cls=False,
         # Section 2.2 masks any word; the released code has special cases, see mask_words.
         mask_rules="released",
-        # The paper has a warm-up; the released code also lowers both stages' rates afterwards.
+        # The paper has a warm-up; the released code also lowers both stages' learning rates later.
         pretrain_decay="inverse_sqrt",
         finetune_decay="halves",
-        # The released code's losses are means in pre-training and sums in fine-tuning.
+        # The released code averages losses in pre-training, but sums them in fine-tuning.
         reduction="sum",
     ),
     "birds_to_words": dict(pretrain_steps=60000, pretrain_batch=150, cub_batch=350),
@@ -790,7 +795,7 @@ def stages(cfg: Config) -> list[tuple[str, int, int]]:
 
 
 def tasks(cfg: Config, stage: str) -> list[str]:
-    """The tasks of a stage of pre-training, each as often as its share says."""
+    """The tasks of a stage of pre-training, each repeated as often as its share says."""
     found = ["mlm"] * cfg.mlm + ["mvcl"] * cfg.mvcl + ["fda"] * cfg.fda
     if cfg.nabirds and stage == "pretrain":
         found += ["birds"] * 3  # a fifth of 9 + 1 + 2 + 3, appendix A.3
@@ -798,7 +803,7 @@ def tasks(cfg: Config, stage: str) -> list[str]:
 
 
 def check_config(cfg: Config) -> None:
-    """InputError if a number makes no loss, or pre-training has nothing to do."""
+    """InputError if a rate of masking or a temperature is 0, or pre-training has no task."""
     for name in ("mask_rate", "cell_mask_rate", "tau_mvcl", "tau_fda"):
         value = getattr(cfg, name)
         if not value > 0:
@@ -806,12 +811,13 @@ def check_config(cfg: Config) -> None:
     for stage, _, _ in stages(cfg):
         if stage != "finetune" and not tasks(cfg, stage):
             raise InputError(
-                "--mlm 0 --mvcl 0 --fda 0 leave nothing to pre-train; give --pretrain_steps 0"
+                "--mlm 0 --mvcl 0 --fda 0 leave pre-training no task; give --pretrain_steps 0"
             )
 
 
 def draw_task(cfg: Config, stage: str, step: int) -> str:
-    """The task of a step, in pre-training drawn by the tasks' shares. (seed, step) decide."""
+    """The task of a step. In pre-training it is drawn by the tasks' shares, and depends on (seed,
+    step) alone."""
     if stage == "finetune":
         return "finetune"
     choice = tasks(cfg, stage)
@@ -830,7 +836,7 @@ def stage_rate(cfg: Config, stage: str, step: int) -> float:
     if cfg.pretrain_decay == "none":
         return cfg.pretrain_lr * min((step + 1) / warmup, 1.0)
     if step == 0:
-        return 1e-8  # as released, whose rates are a step behind the ones above
+        return 1e-8  # as released; there, rates are one step behind those above
     return cfg.pretrain_lr * min(step / warmup, (warmup / step) ** 0.5)
 
 
@@ -867,7 +873,7 @@ def compute_losses(
 def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     """Pre-train, then fine-tune on a data set (data.Dataset) into cfg.out_dir -> the best model by
     validation. The weights after pre-training stay in pretrained.pt, for --init. A task trains only
-    the heads that it needs: in a loop of one's own, DistributedDataParallel wants
+    the output layers that it needs, so in a loop of your own, DistributedDataParallel needs
     find_unused_parameters=True.
 
     Ctrl-C and SIGTERM save last.pt and exit 130 or 143; `resume` continues from there as if
@@ -887,7 +893,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
         model.load_state_dict(other.state_dict())
     parameters = list(model.parameters())
     if cfg.compile and cfg.on_cuda:
-        torch._dynamo.config.cache_size_limit = 64  # graphs: one for each task and batch
+        torch._dynamo.config.cache_size_limit = 64  # a graph for each task and batch shape
         model.compile(fullgraph=True, dynamic=False)
     run = Run(cfg, model, [dataset], resume)
     for stage, first, last in stages(cfg):
@@ -906,7 +912,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
             if cfg.grad_clip:
                 nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
             optimizer.step()
-            run.record(losses)  # and counts the step
+            run.record(losses)  # also counts the step
             if run.due() and stage == "finetune":
                 run.checkpoint(evaluate(model, dataset, "val", cfg))
             elif run.due():
@@ -928,8 +934,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation while training) only the quick metrics; with it every metric and
-    every group of pairs, printed and written with captions and sample pictures."""
+    Without out_dir (validation during training): the quick metrics only. With it: every metric for
+    every group of pairs, printed and written, along with captions and sample pictures."""
     model.eval()
     captions = {}  # by pair id
     maps = {}
@@ -946,7 +952,7 @@ def evaluate(
 
 
 def load(checkpoint: str | Path, device: str = ""):
-    """A trained model for any two pictures, files or PIL images:
+    """A trained model that captions any two pictures (files or PIL images):
     caption, maps = load("best.pt")(before, after)."""
     import data
 
@@ -972,9 +978,9 @@ def main(argv: list[str] | None = None) -> None:
 
 # ---- rewritten captions --------------------------------------------------------------------------
 
-ANIMAL = re.compile(r"\b(animal ?)([12])\b", re.IGNORECASE)  # Birds-to-Words' names of two images
-# [ours] These words are replaced only within their kind; others, within their tag. Synonyms are in
-# one string.
+ANIMAL = re.compile(r"\b(animal ?)([12])\b", re.IGNORECASE)  # Birds-to-Words' names of both images
+# [ours] These words are replaced only by words of the same kind, other words only by words with the
+# same tag. A string lists synonyms.
 KINDS = {
     "size": ["small tiny", "large big"],
     "color": ["gray", "red", "blue", "green", "brown", "purple", "cyan", "yellow"],
@@ -991,9 +997,9 @@ MEANING = {
 
 class Negatives:
     """Section "FDA": six rewritten captions of every training pair, kept in train_neg_tfidf6.json
-    in the released layout, one JSON object a line, so that the authors' file can be read, too.
-    InputError if a pair has no row there that was made of its present captions: a negative might be
-    true of it."""
+    in the released layout, one JSON object per line, so that the authors' file can be read, too.
+    InputError if the file has no row for a pair with its current captions: negatives made from
+    other captions might be true of the pair."""
 
     def __init__(self, dataset):
         import data
@@ -1021,11 +1027,11 @@ class Negatives:
                 made_of[origin(before, row.get("img2") or "", row["sentences"])] = texts
             for p in pairs:
                 own = origin(p.before, p.after or "", p.captions)
-                before, _ = os.path.splitext(p.before)  # the authors' names have no suffix
+                before, _ = os.path.splitext(p.before)  # the authors' names have no extension
                 after, _ = os.path.splitext(p.after or "")
                 texts = made_of.get(own) or made_of.get(origin(before, after, p.captions))
                 if texts is None:
-                    raise InputError(f"none for {p.id} with its present captions")
+                    raise InputError(f"none for {p.id} with its current captions")
                 self.texts[p.id] = texts
         self.max_len = dataset.max_len  # longer rewrites are cut
         words = dataset.vocab.words
@@ -1041,8 +1047,8 @@ class Negatives:
 
 
 def origin(before: str, after: str, captions: list[str]) -> tuple:
-    """What negatives were made of, as a key: names of images, and the words of their captions,
-    whose signs and case the authors may have changed."""
+    """What negatives were made from, as a key: names of images, and the words of their captions,
+    in lower case and without punctuation, because the authors may have changed both."""
     words = {" ".join(re.findall(r"\w+", caption.lower())) for caption in captions}
     return before, after, frozenset(words)
 
@@ -1053,10 +1059,10 @@ def rewrite(dataset) -> dict[str, list[str]]:
 
     [ours] All captions of a pair share its negatives. Single images (CUB) have no subjects to
     confuse: three come from Retrieve, three from Replace. If a strategy finds too few, Retrieve and
-    then Replace make up for it. On CLEVR-Change the ratio is 1:2:2 and one: a scene's changed and
-    distractor pair share five rewrites of the change. The sixth, in place of one from Retrieve, is
-    a caption of the other pair, so that text alone does not show which of the two pairs a set
-    belongs to."""
+    then Replace fill the gap. On CLEVR-Change the ratio is 1:2:2 plus one: a scene's changed pair
+    and its distractor pair share five rewrites of the change. The sixth, in place of one from
+    Retrieve, is a caption of the other pair, so that the text alone does not reveal to which of the
+    two pairs a set belongs."""
     scenes = dataset.scenes["train"]
     unchanged = dataset.kinds.get("no change", set())
     captions = []
@@ -1079,7 +1085,7 @@ def rewrite(dataset) -> dict[str, list[str]]:
         rng = np.random.default_rng([len(captions), number])
         pair = scene.pairs[0]
         originals = rng.permutation(pair.captions * REWRITES).tolist()
-        # Candidates of each strategy, made one by one as they are asked for.
+        # The candidates of each strategy are generators: each candidate is made when it is needed.
         retrieved = (changes[i] for i in near)
         replaced = (
             replace_words(tokens[c], important(words[c], idf), pool, rng) for c in originals
@@ -1108,8 +1114,8 @@ def rewrite(dataset) -> dict[str, list[str]]:
 
 def choose(turns: list[tuple], scene) -> list[str]:
     """Different candidates that are false of a scene. turns: (candidates, how many texts there may
-    be after this turn). [ours] A negative must be false: of the first object it names, it says
-    something that no caption of the pair says."""
+    be after this turn). [ours] A negative counts as false if it says something about the first
+    object it names that no caption of the pair says."""
     pairs = [*scene.pairs, *(scene.swapped or ())]
     true = {c for p in pairs for c in p.captions}
     mentioned = set()
@@ -1128,7 +1134,7 @@ def choose(turns: list[tuple], scene) -> list[str]:
 
 
 def named(text: str) -> set[tuple[str, str]]:
-    """What a caption says of the first object that it names by KINDS; empty if it names none."""
+    """What a caption says, in words of KINDS, about the first object it names; empty if none."""
     properties = set()
     for word in text.lower().split():
         kind = ""
@@ -1176,10 +1182,10 @@ def retrieve(queries: list[str], texts: list[str], idf: dict[str, float], count:
 
 
 def parse(dataset, texts: list[str]) -> tuple[dict, dict, dict]:
-    """For each text: its tokens, with the spaces that follow; its words of KINDS, and others that
-    spaCy tags as nouns or adjectives, (index, word, kind or tag); its subjects. [ours] The paper
+    """For each text: its tokens, each with the space after it; as (index, word, kind or tag), its
+    words of KINDS and others that spaCy tags as nouns or adjectives; its subjects. [ours] The paper
     tags with "Stanford CoreNLP tool" (section "Replace"). Captions from templates are not tagged,
-    so only words of KINDS are replaced there."""
+    so only words of KINDS are replaced in them."""
     import data
 
     tokens = {}
@@ -1213,8 +1219,8 @@ def important(words: list[tuple[int, str, str]], idf: dict[str, float]) -> list[
 
 
 def pools(captions: list[list[tuple]], idf: dict[str, float]) -> dict[str, list[str]]:
-    """Appendix A.2: for each kind or tag the words that are important in some caption and occur in
-    at least ten."""
+    """Appendix A.2: for each kind or tag, the words that are important in at least one caption and
+    occur in at least ten."""
     occurs = Counter()
     chosen = set()
     for words in captions:
@@ -1228,8 +1234,8 @@ def pools(captions: list[list[tuple]], idf: dict[str, float]) -> dict[str, list[
 
 
 def replace_words(tokens: list[str], words: list, pool: dict[str, list[str]], rng) -> str:
-    """Section "Replace": the important words give way to different ones of the same kind or tag, if
-    there are any."""
+    """Section "Replace": the important words are replaced by different words of the same kind or
+    tag, if there are any."""
     tokens = list(tokens)
     for i, word, kind in words:
         meaning = MEANING.get(word, word)
@@ -1241,8 +1247,8 @@ def replace_words(tokens: list[str], words: list, pool: dict[str, list[str]], rn
 
 
 def confuse(text: str, own: list[str], subjects: list[str], rng) -> str:
-    """Section "Confuse": "animal 1" and "animal 2" change places; without both, the subject (the
-    first of `own`) gives way to another subject of as many words, if there is one."""
+    """Section "Confuse": "animal 1" and "animal 2" are swapped; in a caption without both, the
+    subject (the first of `own`) is replaced by another with as many words, if there is one."""
     numbers = {number for _, number in ANIMAL.findall(text)}
     if len(numbers) == 2:
         return ANIMAL.sub(other_animal, text)
@@ -1289,8 +1295,7 @@ def open_dataset(cfg: Config, make: bool = True):
 
 
 def open_datasets(cfg: Config, dataset) -> dict:
-    """-> the data set that each stage takes its batches from: the run's, but for the first stage
-    with --cub."""
+    """-> the data set that each stage takes its batches from: the run's, except for stage "cub"."""
     datasets = {}
     for stage, _, _ in stages(cfg):
         datasets[stage] = open_cub(cfg, dataset) if stage == "cub" else dataset

@@ -1,11 +1,11 @@
 """RDD+ACR: Region-aware Difference Distilling with Attribute-guided Contrastive Regularization for
 Change Captioning (Li et al., AAAI 2025).
 
-Idea. (1) Each image attends to the bare difference of the two, which gives the global difference.
-(2) From it, a set of learned vectors distils what concerns objects; from these, a second set
-distils the action: first the concrete, then the abstract. The decoder reads all three, fused.
-(3) During training, the object vectors must resemble the caption's noun phrases, and the action
-vectors its verb phrases, both encoded by CLIP and an adapter.
+Idea. (1) Each image attends to the bare difference of the two; both results together make the
+global difference. (2) A set of learned vectors distils from it what concerns objects, and a second
+set distils the action from the first set: first the concrete, then the abstract. The decoder reads
+all three, fused. (3) During training, the object vectors must resemble the caption's noun phrases,
+and the action vectors its verb phrases, both encoded by CLIP and an adapter.
 
 Eq. 1      ImageEmbedding      F_x = conv(features) + PE
 Eq. 2      RDD.encode          F_diff = F_bef - F_aft
@@ -22,8 +22,8 @@ Sec. ACR   segments, Phrases   noun and verb phrases of a caption by spaCy, read
 
 The authors' repository, github.com/guishiron/ACR, holds no code, and we do not have the supplement.
 Where the paper is silent or leaves two readings, the choice is marked [ours]. The main one: the
-residuals and LayerNorms of Eq. 4, 6 and 7 above are ours, see DistillingBlock; --no-residual is as
-printed. In every attention, biases and the output projection are [ours].
+residuals and LayerNorms of Eq. 4, 6 and 7 above are ours (see DistillingBlock); --no-residual
+follows the printed equations. In every attention, biases and the output projection are [ours].
 
 Symbols: objects and actions are the paper's F_object and F_action, distil_steps is its N, w_n2o and
 w_v2a are lambda_1 and lambda_2. K vectors are K_o objects or K_a actions; the paper writes k.
@@ -79,7 +79,7 @@ from common import (
 
 @dataclass
 class Config(RunConfig):
-    """RDD+ACR. The fields of a run (data, steps, device) are common.RunConfig's."""
+    """RDD+ACR. The settings of a run (data, steps, device) are in common.RunConfig."""
 
     AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"distil_steps", "object_vectors", "action_vectors"}
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"clip"}
@@ -89,11 +89,11 @@ class Config(RunConfig):
     heads: int = 8  # heads of every attention
     decoder_layers: int = 2  # decoder layers
     dropout: float = 0.1  # dropout probability
-    gde: bool = True  # Eq. 3-5; without, the bare difference is the global difference
+    gde: bool = True  # Eq. 3-5; without it, F_diff is the global difference
     order: Literal["none", "n", "v", "n+v", "v+n", "v&n"] = "n+v"  # n objects, v actions (Table 4)
-    distil_steps: int = 3  # the paper's N: passes through a block, objects and actions each [ours]
+    distil_steps: int = 3  # the paper's N: passes, for objects and for actions each [ours]
     share_blocks: bool = True  # all passes use one block ("with the same parameters")
-    residual: bool = True  # residuals in Eq. 4, 6, 7, LayerNorms in Eq. 4, 6-8; without: as printed
+    residual: bool = True  # residuals in Eq. 4, 6, 7, LayerNorms in Eq. 4, 6-8; no: as printed
     object_vectors: int = 32  # K_o, number of object vectors
     action_vectors: int = 5  # K_a, number of action vectors
     w_n2o: float = 0.1  # lambda_1, weight of L_N2O in Eq. 16; 0 leaves it out [ours]
@@ -114,8 +114,8 @@ class Config(RunConfig):
 class ImageEmbedding(nn.Module):
     """Eq. 1: F_x = conv_1x1(features) + PE. (B, C, H, W) -> (B, N, D), cell n = row * W + column.
 
-    [ours] Positions are a column's and a row's vector. Both images have the same ones, so Eq. 2
-    cancels them: F_bef and F_aft hold positions, F_diff does not."""
+    [ours] A position is a column's and a row's vector. Both images have the same positions, so they
+    cancel in Eq. 2: F_bef and F_aft contain positions, F_diff does not."""
 
     def __init__(self, cfg: Config, channels: int, height: int, width: int):
         super().__init__()
@@ -161,11 +161,11 @@ class DistillingBlock(nn.Module):
     """Eq. 6-8: the source attends to itself, the vectors attend to the source, a linear layer.
 
     [ours] Eq. 6 and 7 have residuals, and Eq. 6-8 are pre-norm. The paper prints a single residual,
-    in Eq. 8, and no LayerNorm: then Eq. 7 makes every vector a weighted mean of cells. At first the
-    weights hardly differ between vectors, so that all K are alike, and they stay alike. Likewise
-    Eq. 4 has a residual and a LayerNorm, as DIRL+CCR's released code has, although that paper
-    prints none either. residual=False: Eq. 4 and 6-8 as printed. The "FFN" is what the text calls
-    it, one fully connected layer, without an activation."""
+    in Eq. 8, and no LayerNorm. Eq. 7 then makes every vector a weighted mean of cells; at first the
+    weights hardly differ between vectors, so all K vectors are alike, and they stay alike. Eq. 4,
+    too, has a residual and a LayerNorm, as in DIRL+CCR's released code, although that paper prints
+    neither. residual=False: Eq. 4 and 6-8 as printed. The "FFN" is one fully connected layer, as
+    the text says, without an activation."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -193,7 +193,7 @@ class DistillingBlock(nn.Module):
 
 
 class Distilled(NamedTuple):
-    """K vectors, and query and key of the attention by which the last block read its M tokens."""
+    """K vectors, and the query and key with which the last block attended to its M tokens."""
 
     vectors: Tensor  # (B, K, D)
     query: Tensor  # (B, K, D)
@@ -201,8 +201,8 @@ class Distilled(NamedTuple):
 
 
 class Distilling(nn.Module):
-    """K learned vectors, which start from a Gaussian, and the blocks they pass through distil_steps
-    times. The source (B, M, D) is F_c, or the vectors of another Distilling."""
+    """K learned vectors, initially Gaussian, which pass through distil_steps blocks, or as often
+    through one shared block. The source (B, M, D) is F_c, or the vectors of another Distilling."""
 
     def __init__(self, cfg: Config, count: int):
         super().__init__()
@@ -242,7 +242,7 @@ class Fusion(nn.Module):
 
 class DecoderLayer(nn.Module):
     """Post-norm decoder layer: words attend to earlier words, then to the differences, then a
-    feed-forward of width 4D. [ours] Widths and number of layers, as in DIRL+CCR."""
+    feed-forward of width 4D. [ours] Widths and the number of layers are DIRL+CCR's."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -257,7 +257,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cross: tuple[Tensor, Tensor], past=None):
         """Words x (B, V, D), key and value `cross` (B, M, D) of the differences -> words (B, V, D),
-        `past` (see attend_to_words), and the query (B, V, D) that met the differences."""
+        `past` (see attend_to_words), and the query (B, V, D) of the cross-attention."""
         attended, past = self.attend_to_words(x, past)
         x = self.norm1(x + self.dropout(attended))
         query = self.cross_attention.query(x)
@@ -270,8 +270,8 @@ class DecoderLayer(nn.Module):
     def attend_to_words(self, x: Tensor, past: tuple[Tensor, Tensor] | None):
         """-> attended words (B, V, D), and keys and values of all words so far: the next `past`.
 
-        Without `past`, x holds all words from START on. With it, x is the one word that comes after
-        those of `past`: `stepper` decodes this way."""
+        Without `past`, x holds all words from START on. With `past`, x is the single word after
+        those of `past`; `stepper` decodes this way."""
         q, k, v = self.self_attention.project(x, x)
         if past is None:
             return self.self_attention.attend(q, k, v, causal=True), (k, v)
@@ -285,8 +285,8 @@ class Decoder(nn.Module):
     """Words and differences -> hidden states; `head` gives the distribution of the next word.
 
     Every word sees itself and earlier words only, so padding at the end of a caption needs no mask.
-    [ours] A LayerNorm follows words and positions, and matrices start Xavier-uniform, as in
-    DIRL+CCR."""
+    [ours] A LayerNorm follows the sum of words and positions, and matrices are initialised
+    Xavier-uniform, as in DIRL+CCR."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -296,7 +296,7 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
         self.layers = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.decoder_layers))
-        self.head = nn.Linear(cfg.dim, vocab_size)  # Eq. 14; the softmax is the loss's
+        self.head = nn.Linear(cfg.dim, vocab_size)  # Eq. 14, without its softmax
         initialise(self, xavier=True)
 
     def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -358,10 +358,10 @@ def alignment_loss(
 
     [ours] Pairs without a phrase (valid (B,) is False) are not negatives, and count as 0 in the
     mean over all B pairs. [ours] Pairs with equal phrases (same (B, B)) are not negatives of each
-    other: templates make many of them, and the loss would push apart what says the same. Synonyms
-    ("is gone", "is missing") stay negatives: in a batch of 16 changed pairs of mini, some 70 % of
-    the pairs have one. All pairs without a change have one, so among these the loss stays at
-    chance."""
+    other: templates make many such pairs, and the loss would push apart what says the same. Phrases
+    of equal meaning ("is gone", "is missing") remain negatives: in a batch of 16 changed pairs of
+    mini, about 70 % of the pairs have such a negative. All pairs without a change have one, so
+    among these the loss stays at chance."""
     f_c = F.normalize(vectors.mean(1), dim=-1)  # Eq. 10; F_c of Eq. 11-12, not of Eq. 5
     f_l = F.normalize(phrases, dim=-1)  # F_l of Eq. 11-12: F_noun or F_verb
     s = f_l @ f_c.T / tau  # (B, B), phrases in rows
@@ -374,7 +374,7 @@ def alignment_loss(
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
-    """Eq. 15, L_XE: cross-entropy of the next word, a mean over the words of each caption, then
+    """Eq. 15, L_XE: cross-entropy of each next word, averaged over the words of each caption, then
     over the batch. logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with
     NULL."""
     target = caption[:, 1:]
@@ -395,8 +395,8 @@ def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
 
 
 class RDD(nn.Module):
-    """RDD+ACR and every parameter of it. grid: (C, H, W) of the features; max_len: longest caption
-    in tokens, START and END included."""
+    """RDD+ACR with all its parameters. grid: (C, H, W) of the features; max_len: longest caption in
+    tokens, START and END included."""
 
     def __init__(self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int):
         super().__init__()
@@ -414,7 +414,7 @@ class RDD(nn.Module):
         self.difference = GlobalDifference(cfg) if cfg.gde else None
         self.objects = Distilling(cfg, cfg.object_vectors) if has_objects else None
         self.actions = Distilling(cfg, cfg.action_vectors) if has_actions else None
-        # [ours] The row GDE of Table 4 has nothing to fuse.
+        # [ours] Without distilled vectors (direct-sub and GDE in Table 4) there is nothing to fuse.
         self.fuse = nn.Identity() if cfg.order == "none" else Fusion(cfg)
         self.decoder = Decoder(cfg, vocab_size, max_len)
         if cfg.w_n2o or cfg.w_v2a:
@@ -426,11 +426,9 @@ class RDD(nn.Module):
                 nn.ReLU(),
                 nn.Linear(cfg.dim, cfg.dim),
             )
-        # [ours] As in CoOp, all nouns share one prompt and all verbs another; CoCoOp makes one for
-        # each input.
         # [ours] One prompt for all noun phrases and one for all verb phrases, as in CoOp. The paper
-        # also cites CoCoOp, and says that prompts "adaptively generate different prompts for
-        # different segments": ours is the weaker reading.
+        # also cites CoCoOp, which makes a prompt for each input, and says that prompts "adaptively
+        # generate different prompts for different segments": ours is the weaker reading.
         self.noun_prompt = None
         self.verb_prompt = None
         size = (cfg.prompt_tokens, cfg.clip_width)
@@ -482,12 +480,12 @@ class RDD(nn.Module):
         if (cfg.w_n2o and nouns is None) or (cfg.w_v2a and verbs is None):
             raise ValueError(
                 "L_N2O needs nouns=, L_V2A verbs=, the captions' Attributes; "
-                "or set w_n2o, w_v2a to 0"
+                "set w_n2o and w_v2a to 0 to leave them out"
             )
         tokens, distilled = self.encode(before, after)  # Eq. 1-9
         hidden, _, _ = self.decoder(caption, tokens)
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 14-15
-        # Cosines over a small temperature want float32.
+        # Cosines divided by a small temperature need float32.
         with torch.autocast(caption.device.type, enabled=False):
             if cfg.w_n2o:
                 f_object = upcast(distilled["objects"].vectors)
@@ -520,11 +518,11 @@ class RDD(nn.Module):
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """Maps (B, H, W) by name. "decoder": last layer's attention over cells, mean over heads and
-        over the words of ids (B, V); the softmax is over the N cells alone, without the object and
-        action vectors, so that each map sums to 1. "objects" and "actions": attention of the last
-        block, mean over heads and vectors; if it reads other vectors, its weights are multiplied by
-        theirs to reach cells."""
+        """Maps (B, H, W) by name. "decoder": the last layer's attention over cells, averaged over
+        heads and over the words of ids (B, V); the softmax runs over the N cells only, without the
+        object and action vectors, so each map sums to 1. "objects" and "actions": the last block's
+        attention, averaged over heads and vectors; if a block reads the other set of vectors, its
+        weights are multiplied by that set's weights over cells."""
         _, height, width = self.grid
         tokens, distilled = self.encode(before, after)
         _, query, key = self.decoder(ids, tokens)
@@ -555,12 +553,15 @@ def encode_prompted(clip, tokens: Tensor, prompt: Tensor | None = None) -> Tenso
     Without a prompt, the same as CLIP's encode_text.
 
     tokens (S, L) ids, prompt (P, width) for all texts or (S, P, width) for each -> (S, d). L may
-    stop at the longest text's end token, as what follows is never seen. Words that do not fit are
-    cut off; the end token stays."""
+    stop at the longest text's end token, since later tokens are never seen. Words that do not fit
+    are cut off; the end token stays."""
     count = 0 if prompt is None else prompt.shape[-2]
     room = clip.context_length - count
     if room < 3:
-        raise InputError(f"prompt of {count} vectors: no room in {clip.context_length} tokens")
+        raise InputError(
+            f"a prompt of {count} vectors leaves no room for words in CLIP's {clip.context_length} "
+            "tokens; lower --prompt_tokens"
+        )
     if tokens.shape[1] > room:
         end = tokens.max(1, keepdim=True).values  # the end token has the highest id
         cut = torch.cat([tokens[:, : room - 1], end], 1)
@@ -616,7 +617,7 @@ class Phrases:
         self.tokens = tokens[:, :longest].to(cfg.device)
         self.encode_prompted = encode_prompted
         if cfg.compile and cfg.on_cuda:
-            # dynamic: each batch has its own number of phrases.
+            # dynamic: the number of phrases varies between batches.
             self.encode_prompted = torch.compile(encode_prompted, fullgraph=True, dynamic=True)
 
     def encode(
@@ -625,14 +626,14 @@ class Phrases:
         """Attributes of the "nouns", the "verbs" or both of B captions. prompts: see RDD.prompts.
         CLIP runs once and encodes repeated phrases once."""
         rows = {}  # kind -> (B,) rows of self.tokens
-        places = {}  # kind -> (B,) which of the texts below is a caption's
-        chosen = []  # rows of the texts, each kind's in turn
-        learned = []  # and the prompt of each
+        places = {}  # kind -> (B,) index of each caption's text in `texts` below
+        chosen = []  # rows of self.tokens that make `texts`, kind after kind
+        learned = []  # the prompt of each of these rows
         count = 0
         for kind, prompt in prompts.items():
             row = torch.tensor([self.rows[kind][caption] for caption in captions])
-            # Without a phrase (-1) any text stands in: `valid` leaves these pairs out. On the CPU,
-            # because `unique` makes a GPU wait.
+            # A pair without a phrase (-1) gets any text: `valid` leaves the pair out. This is done
+            # on the CPU, because `unique` would make the program wait for the GPU.
             distinct, place = row.clamp(min=0).unique(return_inverse=True)
             rows[kind] = row
             places[kind] = place + count
@@ -693,7 +694,7 @@ def segments(doc) -> tuple[list[str], list[str]]:
 
     import data
 
-    if not doc.has_annotation("DEP"):  # only split into tokens: a template
+    if not doc.has_annotation("DEP"):  # a template's caption, split into tokens but not parsed
         return data.template_segments(doc.text)
     chunks = list(doc.noun_chunks)
     nouns = [data.noun_phrase(chunk) for chunk in chunks]
@@ -712,8 +713,9 @@ def segments(doc) -> tuple[list[str], list[str]]:
 def phrases_of(dataset, cfg: Config) -> Phrases | None:
     """The phrases of a data set's (data.Dataset) training captions; None if no loss needs them.
 
-    [ours] Rules read the captions of templates (mini, CLEVR-Change, CLEVR-DC), on which spaCy often
-    errs; the paper: "we use spaCy [...] to extract all noun and verb segments" (section ACR)."""
+    [ours] Captions from templates (mini, CLEVR-Change, CLEVR-DC) are read by rules, because spaCy
+    often errs on them. The paper: "we use spaCy [...] to extract all noun and verb segments"
+    (section ACR)."""
     import data
 
     if not (cfg.w_n2o or cfg.w_v2a):
@@ -731,8 +733,8 @@ def phrases_of(dataset, cfg: Config) -> Phrases | None:
 
 # K_a from section "Effect of Learnable Vectors Number". The main text has no batch size, learning
 # rate or schedule, and we do not have the supplement: we take SCORER's [ours]. SCORER was not
-# trained on LEVIR-CC, which takes Spot-the-Diff's batch and no drop. Own pairs are few: half the
-# width, and validation says when to stop [ours].
+# trained on LEVIR-CC: here it has Spot-the-Diff's batch size and no drops of the learning rate. For
+# your own pairs (usually few): half the width, and early stopping on validation [ours].
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "levir_cc": dict(action_vectors=10, batch_size=32),
@@ -752,8 +754,9 @@ def compute_losses(
     model: RDD, batches: tuple, cfg: Config, phrases: Phrases | None = None
 ) -> dict[str, Tensor]:
     """Eq. 16 and its terms. The batches (changed pairs, distractor pairs of the same scenes) are
-    one batch here: the negatives of Eq. 11-12 are "all other tokens in the batch". The "before"
-    images that both share do no harm, as differences are compared with texts, not with images."""
+    joined into one, because the negatives of Eq. 11-12 are "all other tokens in the batch". That
+    they share "before" images does no harm: differences are compared with texts, not with images.
+    """
     batches = [batch.to(cfg.device) for batch in batches]
     before = torch.cat([batch.before for batch in batches])
     after = torch.cat([batch.after for batch in batches])
@@ -792,7 +795,7 @@ def train(cfg: Config, dataset, phrases: Phrases | None = None, resume: bool = F
         if cfg.grad_clip:
             nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
         optimizer.step()
-        run.record(losses)  # and counts the step
+        run.record(losses)  # also counts the step
         if run.due():
             run.checkpoint(evaluate(model, dataset, "val", cfg))
     return run.best_model()
@@ -811,8 +814,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation while training) only the quick metrics; with it every metric and
-    every group of pairs, printed and written with captions and sample pictures."""
+    Without out_dir (validation during training): the quick metrics only. With it: every metric for
+    every group of pairs, printed and written, along with captions and sample pictures."""
     model.eval()
     captions = {}  # by pair id
     maps = {}
@@ -829,7 +832,7 @@ def evaluate(
 
 
 def load(checkpoint: str | Path, device: str = ""):
-    """A trained model for any two pictures, files or PIL images:
+    """A trained model that captions any two pictures (files or PIL images):
     caption, maps = load("best.pt")(before, after)."""
     import data
 

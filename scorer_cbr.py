@@ -1,11 +1,11 @@
 """SCORER+CBR: Self-supervised Cross-view Representation Reconstruction for Change Captioning
 (Tu et al., ICCV 2023).
 
-Idea. (1) A contrastive loss over token-wise matches makes the two images of a pair alike despite
-camera and light, and unlike those of other pairs. (2) By cross-attention, each image reconstructs
-from the other what did not change and adds it to itself; the decoder describes the fusion of the
-two. (3) Backward reasoning: "before" plus the sentence must give back "after", so the sentence
-has to describe the difference.
+Idea. (1) A contrastive loss on token-wise matches makes the two images of a pair alike despite
+changes of camera and lighting, and unlike the images of other pairs. (2) With cross-attention, each
+image reconstructs what did not change from the other image and adds it to itself; the decoder
+describes the fusion of the two. (3) Backward reasoning: "before" plus the sentence must give
+"after", so the sentence has to describe the difference.
 
 Eq. 1      ImageEmbedding     X = conv(features) + position
 Eq. 2-3    similarity         mean over tokens of the best match, both ways (TM), in each head (MTM)
@@ -18,8 +18,8 @@ Eq. 11     cbr_loss           L_cm  InfoNCE, hallucination <-> after
 Eq. 12     caption_loss       L_cap
 Eq. 13     total_loss         L = L_cap + w_match L_cv + w_cbr L_cm
 
-Symbols: lambda_v is w_match, lambda_m is w_cbr, 1 / tau is exp(log_scale). Our copy of the paper
-has lost its formulas; the other names follow DIRL+CCR, by the same authors.
+Symbols: lambda_v is w_match, lambda_m is w_cbr, 1 / tau is exp(log_scale). The formulas are missing
+from our copy of the paper; the other names follow DIRL+CCR, by the same authors.
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a
 caption (START, words, END, padding).
 
@@ -32,15 +32,15 @@ matching (Fig. 3)               --matching mtm, tm, mean or max
 heads (Fig. 4)                  --heads 8 (the figure: Eq. 3 and 5; the flag: decoder and CBR, too)
 layers (Fig. 5)                 --layers 2
 fusion (section 6.3)            --fusion cat, sum or hadamard
-No flag gives RR+ (Fig. 13), whose distance our copy has lost, or section 6.3's fusion in which
-words attend to each image before "cat", which needs a decoder with two memories.
+There is no flag for RR+ (Fig. 13), whose distance is missing from our copy, nor for the fusion in
+section 6.3 in which words attend to each image before "cat": it needs a decoder with two memories.
 
-Where the paper and the released code differ, the default is mostly the paper, and RELEASED, after
-the model, lists the differences. Both variants take some details from the released code: a learned
-scale for 1 / tau, coordinates, attention without output projection, feed-forwards of width D, and a
-mean over words in Eq. 12. These are explained where they occur.
+Where the paper and the released code differ, the default mostly follows the paper, and RELEASED,
+after the model, lists the differences. Both variants take some details from the released code: a
+learned scale for 1 / tau, coordinates, attention without output projection, feed-forward layers of
+width D, and a mean over words in Eq. 12. These are explained where they occur.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
-Licence: MIT. Written from the paper; no code of the authors' repository is in it.
+Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
 
 import math
@@ -79,14 +79,14 @@ from common import (
 
 @dataclass
 class Config(RunConfig):
-    """SCORER+CBR. The fields of a run (data, steps, device) are common.RunConfig's.
+    """SCORER+CBR. The settings of a run (data, steps, device) are in common.RunConfig.
 
     From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
-    released variant; Config(variant="released") has its name only, not RELEASED's values."""
+    released variant; Config(variant="released") sets the name only, not RELEASED's values."""
 
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings
-    heads: int = 8  # heads of every attention, and of the matching in "mtm"
+    heads: int = 8  # heads in every attention, and in the matching "mtm"
     layers: int = 2  # cross-view layers (Eq. 5-6)
     decoder_layers: int = 2  # decoder layers
     dropout: float = 0.1  # dropout probability
@@ -96,12 +96,12 @@ class Config(RunConfig):
     difference: Literal["reconstruct", "subtract"] = "reconstruct"  # Eq. 5-7, or X_bef - X_aft
     fusion: Literal["cat", "sum", "hadamard"] = "cat"  # how Eq. 7 joins the two images
     matching: Literal["mtm", "tm", "mean", "max"] = "mtm"  # Eq. 3, Eq. 2, or pooled images
-    match_layer: Literal["first", "last"] = "first"  # the cross-view layer that Eq. 4 matches in
+    match_layer: Literal["first", "last"] = "first"  # the cross-view layer that Eq. 4 reads
     xavier: bool = True  # Xavier-uniform weights for the decoder [ours]; released code: N(0, .02)
     train_cbr: bool = True  # train CBR; the released code leaves its weights as initialised
-    sentence_mean: Literal["words", "padded"] = "words"  # CBR: divide by words, or longest caption
-    ffn_residual: Literal["input", "activation"] = "input"  # what a feed-forward is added to
-    variant: Literal["paper", "released"] = "paper"  # disputed details: paper's, or released code's
+    sentence_mean: Literal["words", "padded"] = "words"  # CBR: divide by word count, or by max_len
+    ffn_residual: Literal["input", "activation"] = "input"  # residual of the feed-forward layer
+    variant: Literal["paper", "released"] = "paper"  # whose version of the details in RELEASED
     val_decode: Literal["greedy", "sample"] = "greedy"  # decoding of validation captions
     blind: bool = False  # zero the image features (language-only baseline)
 
@@ -112,9 +112,8 @@ class Config(RunConfig):
 class ImageEmbedding(nn.Module):
     """Eq. 1: X = conv_1x1(features) + position. (B, C, H, W) -> (B, N, D), n = row * W + column.
 
-    With use_coords, two channels with the cell's x and y (from -1 up to, not including, 1) come
-    after the features: the released code has them for CLEVR-Change, the paper does not mention
-    them."""
+    With use_coords, two channels follow the features: the cell's x and y, from -1 up to, but not
+    including, 1. The released code has them for CLEVR-Change; the paper does not mention them."""
 
     def __init__(self, channels: int, height: int, width: int, dim: int, use_coords: bool):
         super().__init__()
@@ -142,8 +141,8 @@ class CrossView(nn.Module):
     """Eq. 5-6, one layer: X <- LN(X + MHCA(X, partner)) for both images of a pair.
 
     X_bef, X_aft (B, N, D) -> the new pair, and what Eq. 4 matches: (q_bef, k_aft, q_aft, k_bef),
-    each image's queries and the other's keys. The attention has no output projection, as released;
-    the paper cites the standard layer."""
+    each image's queries and the other's keys. As released, the attention has no output projection;
+    the standard layer, which the paper cites, has one."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -163,7 +162,7 @@ class CrossView(nn.Module):
 class Fusion(nn.Module):
     """Eq. 7: difference = ReLU(W [X_bef ; X_aft] + b), with dropout before the ReLU, as released.
 
-    Images concatenated (B, N, 2D), or combined (B, N, D) -> (B, N, D)."""
+    Both images, concatenated (B, N, 2D) or combined (B, N, D) -> (B, N, D)."""
 
     def __init__(self, cfg: Config, width: int):
         super().__init__()
@@ -180,7 +179,7 @@ class DecoderLayer(nn.Module):
 
     `cross`: key and value (B, N, D) of the difference. Also returns `past` (see attend_to_words)
     and the query (B, V, D) of the cross-attention. Attention without output projection and a GELU
-    feed-forward of width D are the released code's; the paper cites the standard layer."""
+    feed-forward of width D follow the released code; the paper cites the standard layer."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -209,7 +208,7 @@ class DecoderLayer(nn.Module):
         """-> attended words (B, V, D), and keys and values of all words so far: the next `past`.
 
         Without `past`, x holds all words from START on, and each sees itself and earlier ones. With
-        it, x is the one word that comes after those of `past`: `stepper` decodes this way."""
+        `past`, x is the single word after those of `past`; `stepper` decodes this way."""
         q, k, v = self.self_attention.project(x, x)
         if past is not None:
             past_k, past_v = past
@@ -277,8 +276,8 @@ class BackwardReasoning(nn.Module):
     """Eq. 9-10: what "after" should look like, from "before" and the sentence:
     X_hat = W_2 MHSA(W_1 [X_bef ; s]), with the sentence s appended to every cell.
 
-    X_bef (B, N, D), s (B, D) -> X_hat (B, N, D). Eq. 9-10 are lost in our copy of the paper: W_2,
-    and attention without biases, dropout, residual or LayerNorm, are as released."""
+    X_bef (B, N, D), s (B, D) -> X_hat (B, N, D). Eq. 9-10 are missing from our copy of the paper.
+    W_2, and attention without biases, dropout, residual or LayerNorm, follow the released code."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -300,9 +299,9 @@ class BackwardReasoning(nn.Module):
 
 
 def match_by_definition(q: Tensor, k: Tensor, heads: int) -> Tensor:
-    """Eq. 2-3 of every image a with every image b, as they are defined: q (A, N, D), k (B, M, D)
-    -> (A, B). Training uses common.token_match, which is the same in less memory. How Eq. 3 joins
-    its heads is lost in our copy of the paper: they are averaged [ours]."""
+    """Eq. 2-3 for every image a and every image b, as they are defined: q (A, N, D), k (B, M, D)
+    -> (A, B). Training uses common.token_match, which computes the same in less memory. How Eq. 3
+    combines its heads is missing from our copy of the paper: we average them [ours]."""
     q = q.unflatten(-1, (heads, -1))  # (A, N, h, D/h)
     k = k.unflatten(-1, (heads, -1))  # (B, M, h, D/h)
     s = torch.einsum("anhc,bmhc->abhnm", q, k)
@@ -315,8 +314,8 @@ def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: in
 
     "mtm" and "tm" are match_by_definition with `heads` heads and with one; "mean" and "max"
     (Fig. 3) pool the tokens first. As released, tokens are not normalised, and a learned scale
-    stands for Eq. 4's 1 / temperature. In float32 even under autocast, because scores near 50
-    differ by tenths."""
+    replaces Eq. 4's 1 / temperature. Computed in float32 even under autocast, because scores near
+    50 differ by tenths, which bfloat16 rounds away."""
     with torch.autocast(q.device.type, enabled=False):
         q = upcast(q)
         k = upcast(k)
@@ -344,8 +343,9 @@ def cbr_loss(hat_to_aft: Tensor) -> Tensor:
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
-    """Eq. 12, L_cap: cross-entropy of each next word, a mean over all real words of the batch, as
-    released; the formula is lost in our copy, and DIRL's, by the same authors, is a sum over words.
+    """Eq. 12, L_cap: cross-entropy of each next word, averaged over all real words of the batch, as
+    released. The formula is missing from our copy; in DIRL's paper, by the same authors, it is a
+    sum over words.
     logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
     predicted = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
@@ -387,7 +387,7 @@ class SCORER(nn.Module):
         self.initialise_decoder()
 
     def initialise_decoder(self) -> None:
-        """Draw the decoder's matrices; the rest starts as PyTorch has it, as released."""
+        """Initialise the decoder. The other modules keep PyTorch's initial weights, as released."""
         for p in self.decoder.parameters():
             if p.ndim == 1:
                 continue
@@ -439,7 +439,7 @@ class SCORER(nn.Module):
             losses["match"] = match_loss(bef_to_aft, aft_to_bef)  # Eq. 4
         if cfg.w_cbr:
             # `hidden` comes from the reference caption, START and END included, and has attended
-            # to the difference. So X_hat learns of "after" by more than the words.
+            # to the difference. So words are not all that X_hat knows of "after".
             valid = caption != NULL
             sentence = masked_mean(hidden, valid)  # (B, D), section 3.4
             if cfg.sentence_mean == "padded":
@@ -464,8 +464,8 @@ class SCORER(nn.Module):
     def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
         """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len).
 
-        A caption ends at END or NULL; in the released code at END alone, but its text stops at
-        NULL."""
+        A caption ends at END or NULL. In the released code it ends at END alone, but the text is
+        cut at NULL."""
         difference, _, _, _ = self.encode(before, after)
         step = self.decoder.stepper(difference)
         return decode(step, before.shape[0], self.max_len, before.device, sample)
@@ -475,8 +475,8 @@ class SCORER(nn.Module):
         """Where the decoder looked: the last layer's attention over cells, averaged over heads and
         over the words of ids (B, V) -> "attention" (B, H, W).
 
-        The weights are those after the softmax; the released code shows the scores before it. Row t
-        belongs to the state that predicts word t + 1."""
+        The map shows weights, after the softmax; the released code shows the scores before it. Row
+        t of the weights is from the state that predicts word t + 1."""
         difference, _, _, _ = self.encode(before, after)
         _, query = self.decoder(ids, difference)
         attention = self.decoder.layers[-1].cross_attention
@@ -489,12 +489,12 @@ class SCORER(nn.Module):
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# Layers, loss weights and batch sizes are from sections 4.5 and 6.1-6.2; the layers "2, 1, 3, and
-# 2" are read in Table 8's order, as section 4.5 says that Spot-the-Diff has most. CLEVR-Change's
-# w_cbr and the exponents of the learning rates, lost in our copy of the paper, are from the
-# released code. So are the drops every 15 epochs (lr_drop), which the paper does not mention. No
-# code of SCORER is released for the other data sets: use_coords=False is what DIRL's has there
-# [ours].
+# Layers, loss weights and batch sizes are from sections 4.5 and 6.1-6.2. We read the layers "2, 1,
+# 3, and 2" in Table 8's order, because section 4.5 says that Spot-the-Diff has the most. The
+# released code gives CLEVR-Change's w_cbr and the exponents of the learning rates, missing from our
+# copy of the paper, and the drops every 15 epochs (lr_drop), which the paper does not mention.
+# SCORER's code is released for CLEVR-Change only; for the other data sets, use_coords=False follows
+# DIRL's code [ours].
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(layers=1, w_match=0.01, w_cbr=0.004, lr_drop=4785, use_coords=False),
@@ -502,8 +502,8 @@ PRESETS = {
                           use_coords=False),
     "image_editing_request": dict(w_match=0.003, w_cbr=0.06, batch_size=16, lr=1e-4, lr_drop=2880,
                                   use_coords=False),
-    # Your own pairs are few: Image Editing Request's weights at half its width; validation says
-    # when to stop [ours].
+    # For your own pairs (usually few): Image Editing Request's loss weights, half its width, and
+    # early stopping on validation [ours].
     "pairs": dict(w_match=0.003, w_cbr=0.06, use_coords=False, dim=256, batch_size=16, lr=5e-4,
                   warmup=50, steps=2000, eval_every=100, patience=10),
     "mini": dict(dim=128, word_dim=128, heads=2, layers=1, dropout=0.0, w_match=0.3, batch_size=16,
@@ -511,16 +511,17 @@ PRESETS = {
                  eval_batch=250),
 }  # fmt: skip
 
-RELEASED = {  # --variant released: the released code's side of each disputed detail
+RELEASED = {  # --variant released: the details in which the released code differs from the paper
     "all": dict(
-        # The paper does not say how weights start; the released code draws N(0, .02).
+        # The paper does not say how weights are initialised; the released code draws N(0, .02).
         xavier=False,
-        # Eq. 3 asks for a match in each head; the released code contracts heads and channels
-        # together.
+        # Eq. 3 matches within each head; the released code takes dot products over all heads at
+        # once.
         matching="tm",
-        # Section 3.2.2 matches encoded images; in the last layer they have seen each other already.
+        # Section 3.2.2 matches encoded images; the released code matches in the last layer, where
+        # they have seen each other already.
         match_layer="last",
-        # Section 3.5 trains end to end; CBR is missing from the released code's optimiser.
+        # Section 3.5 trains end to end; the released code's optimiser does not update CBR.
         train_cbr=False,
         # Section 3.4 says mean; the released code divides by the longest caption's length.
         sentence_mean="padded",
@@ -571,7 +572,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> SCORER:
             nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
         optimizer.step()
         model.clamp_scales()
-        run.record(losses)  # and counts the step
+        run.record(losses)  # also counts the step
         if run.due():
             run.checkpoint(evaluate(model, dataset, "val", cfg))
     return run.best_model()
@@ -590,8 +591,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation while training) only the quick metrics; with it every metric and
-    every group of pairs, printed and written with captions and sample pictures."""
+    Without out_dir (validation during training): the quick metrics only. With it: every metric for
+    every group of pairs, printed and written, along with captions and sample pictures."""
     sample = cfg.val_decode == "sample" and out_dir is None
     model.eval()
     captions = {}  # by pair id
@@ -609,7 +610,7 @@ def evaluate(
 
 
 def load(checkpoint: str | Path, device: str = ""):
-    """A trained model for any two pictures, files or PIL images:
+    """A trained model that captions any two pictures (files or PIL images):
     caption, maps = load("best.pt")(before, after)."""
     import data
 
