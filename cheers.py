@@ -57,7 +57,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import (
-    END,
     NULL,
     Attention,
     GridPosition,
@@ -69,6 +68,7 @@ from common import (
     file_errors,
     info_nce,
     initialise,
+    is_word,
     learning_rate,
     load_checkpoint,
     load_model,
@@ -514,7 +514,7 @@ class CHEERS(nn.Module):
         scores = self.decoder.layers[-1].cross_attention.scores(query, key)  # (B, h, V, N)
         weight = scores.softmax(-1).mean(1)  # (B, V, N)
         # Row t is the state that predicts word t + 1.
-        attention = masked_mean(weight[:, :-1], ids[:, 1:] > END)  # (B, N)
+        attention = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
         return {"attention": attention.unflatten(1, self.grid[1:])}
 
 

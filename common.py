@@ -362,6 +362,11 @@ START = 2
 END = 3
 
 
+def is_word(ids: Tensor) -> Tensor:
+    """Which ids are words, and none of the four special ids. Any shape -> bool, the same shape."""
+    return (ids != NULL) & (ids != UNK) & (ids != START) & (ids != END)
+
+
 @torch.no_grad()
 def decode(
     step: Callable[[Tensor, int], Tensor],
@@ -983,7 +988,7 @@ def check_captions(batches: tuple) -> None:
             raise InputError(
                 f"captions must begin with the id {START} (START in common.py), found "
                 f"{batch.caption[:, 0].unique().tolist()}; use the four special ids of common.py, "
-                "or change them there before a method is imported"
+                "or change them there"
             )
 
 

@@ -53,7 +53,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import (
-    END,
     NULL,
     Attention,
     GridPosition,
@@ -63,6 +62,7 @@ from common import (
     decode,
     info_nce,
     initialise,
+    is_word,
     learning_rate,
     load_model,
     masked_mean,
@@ -458,8 +458,7 @@ class DIRL(nn.Module):
         attention = self.decoder.layers[-1].cross_attention
         scores = attention.scores(query, attention.key(difference))  # (B, h, V, N)
         weight = scores.softmax(-1).mean(1)  # (B, V, N)
-        is_word = ids[:, 1:] > END
-        over_cells = masked_mean(weight[:, :-1], is_word)  # (B, N)
+        over_cells = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
         return {"attention": over_cells.unflatten(1, self.grid[1:])}
 
 

@@ -55,6 +55,7 @@ from common import (
     decode,
     file_errors,
     initialise,
+    is_word,
     learning_rate,
     load_model,
     masked_mean,
@@ -272,10 +273,10 @@ def mask_words(caption: Tensor, words: int, rate: float, rules: str) -> tuple[Te
     device = caption.device
     mask = words  # [MASK]'s id, the first after all words; the special tokens follow
     if rules == "released":
-        is_word = (caption > END) | (caption == UNK)
+        may_be_masked = (caption > END) | (caption == UNK)
     else:
-        is_word = caption >= END
-    chosen = is_word & (torch.rand(caption.shape, device=device) < rate)
+        may_be_masked = caption >= END
+    chosen = may_be_masked & (torch.rand(caption.shape, device=device) < rate)
     kind = torch.rand(caption.shape, device=device)
     if rules == "released":
         none = ~chosen.any(1)
@@ -687,7 +688,7 @@ class IDC(nn.Module):
         scores = self.cross.blocks[-1].attention.scores(query, key)  # (B, h, V - 1, S)
         cells = scores.unflatten(-1, (2, -1))[..., 1:]  # without [IMG1] and [IMG2]
         weight = cells.flatten(-2).softmax(-1).mean(1)  # (B, V - 1, 2N)
-        weight = masked_mean(weight, words > END)  # (B, 2N)
+        weight = masked_mean(weight, is_word(words))  # (B, 2N)
         map_before, map_after = weight.unflatten(1, (2, height, width)).unbind(1)
         return {"before": map_before, "after": map_after}
 

@@ -56,7 +56,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import (
-    END,
     NULL,
     Attention,
     GridPosition,
@@ -66,6 +65,7 @@ from common import (
     check_length,
     decode,
     initialise,
+    is_word,
     learning_rate,
     load_model,
     masked_mean,
@@ -530,7 +530,7 @@ class RDD(nn.Module):
         scores = self.decoder.layers[-1].cross_attention.scores(query, cells)  # (B, h, V, N)
         weight = scores.softmax(-1).mean(1)  # (B, V, N)
         # Row t is the state that predicts word t + 1.
-        maps = {"decoder": masked_mean(weight[:, :-1], ids[:, 1:] > END)}  # (B, N)
+        maps = {"decoder": masked_mean(weight[:, :-1], is_word(ids[:, 1:]))}  # (B, N)
         first = None  # (B, K, N) of the vectors that read cells
         for name, (_, query, key) in distilled.items():
             attention = getattr(self, name).blocks[-1].cross_attention
