@@ -273,7 +273,7 @@ def normals(item: dict, points: np.ndarray) -> np.ndarray:
 
 
 def surface(item: dict, points: np.ndarray, d: np.ndarray, light: np.ndarray) -> np.ndarray:
-    """Colours (3, N) of an object's points, seen along d (3, N): 0 to 1, but higher in highlights."""
+    """Colours (3, N) of an object's points, seen along d (3, N): 0 to 1, highlights above 1."""
     normal = normals(item, points)
     d = unit(d)
     facing = -dot(d, normal)  # 1 where the surface faces the camera

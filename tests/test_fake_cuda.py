@@ -264,7 +264,7 @@ def take_step(model, batches, optimizer, *more):
 
 
 def run_case(method, changes, expected):
-    """Runs a method with some changes to its config: a step of each kind, then captions and maps."""
+    """Runs a step of each kind, then captions and maps, of a method with a changed config."""
     cfg = config_of(method, changes)
     grid = (2048, 7, 7) if method is idc_pretrain else (1024, 14, 14)
     table = []  # further arguments of the model
