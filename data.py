@@ -1048,8 +1048,8 @@ DATASETS["pairs"] = Settings(
 
 
 def read_image(path: str | Path | Image.Image) -> Image.Image:
-    """An image file (of an animation, the first frame) or a PIL image -> upright RGB. Transparent
-    parts become white.
+    """An image file (of an animation, the first frame) or a PIL image -> upright RGB. Transparency
+    is blended with white.
 
     The format is recognised by the file's contents, not by its name. The EXIF orientation is
     applied; published features of photographs were made without it. InputError names the file if it
@@ -1065,7 +1065,7 @@ def read_image(path: str | Path | Image.Image) -> Image.Image:
 
 
 def check_image(path: Path) -> None:
-    """InputError that names the file if it is not an image."""
+    """InputError names the file if it is not an image."""
     read_image(path)
 
 
@@ -1338,7 +1338,7 @@ def write_features(
     """Write a feature file: `features` (n, C, H, W) float16, not chunked; `image_ids` (n,);
     `stamps` (n, 3) of the files that the features are made from; and the attributes `extractor` and
     `preprocessing`. `blocks` yields arrays (b, C, H, W) in the order of names and files. InputError
-    if arrays differ in shape or exceed float16, or if their number is wrong."""
+    if arrays differ in shape or exceed float16's range, or if there are too few."""
     done = 0
     stamps = []
     bar = progress(total=len(names), desc="features", unit="image")
@@ -1602,7 +1602,7 @@ class Batch:
     caption: Tensor  # (B, V) ids: START, words, END, NULL ...
     pair_ids: list[str]  # B pair ids
     texts: list[str]  # B captions as they were written
-    images: list[tuple[str, str]] = field(default_factory=list)  # B names of "before" and "after"
+    images: list[tuple[str, str]] = field(default_factory=list)  # B image names (before, after)
     single: bool = False  # captions of single images: there is no "after"
 
     def to(self, device: str) -> "Batch":
