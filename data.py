@@ -5,7 +5,7 @@
     python data.py score --predictions P --references R
 
 A data set is a folder in its authors' release layout. `load` reads it into a Dataset, whose
-batches feed any method. Each data set has a reader and, right behind it, a row in the table
+batches feed any method. Each data set has a reader and, right after it, a row in the table
 DATASETS: mini (made by mini.py), clevr_change, clevr_dc, spot_the_diff, image_editing_request,
 levir_cc, birds_to_words, cub, nabirds, and pairs (your own).
 Preparation adds a feature file to the folder (features.h5, or features-<extractor>.h5 for another
@@ -16,12 +16,13 @@ Sections:
     features              pictures and extractors; captions of any two pictures; feature files
     what methods get      preparation; load and batches
     language              phrases of captions (RDD+ACR, CHEERS, IDC)
-    scores                words, metrics, of a data set's split, the pointing game, files
+    scores                words; metrics; scores of a split; the pointing game; files
     pictures, CLIP, and the command line
 
 To add a data set, write a reader (folder -> Release; release_from_pairs makes one of plain pairs)
 and its row of DATASETS. `python data.py NAME` and `--dataset NAME` then work; a method runs on its
-defaults until its PRESETS have an entry NAME. Licence: MIT; no code of other repositories.
+defaults until its PRESETS have an entry NAME. Licence: MIT; contains no code from other
+repositories.
 """
 
 import csv
@@ -86,11 +87,11 @@ SPECIAL = ["<NULL>", "<UNK>", "<START>", "<END>"]
 
 
 def tokenize(caption: str) -> list[str]:
-    """The rule of most published vocabularies: a blank before ';' and ',', no '?' and '.', the case
-    is kept.
+    """The rule behind most published vocabularies: put a space before ';' and ',', drop '?' and
+    '.', keep the case.
 
-    Captions are cut at single blanks. Double or outer blanks give empty words, which stay because
-    published vocabulary sizes count them."""
+    Captions are split at single spaces. Double, leading or trailing spaces give empty words, which
+    are kept because published vocabulary sizes count them."""
     for mark in ";,":
         caption = caption.replace(mark, f" {mark}")
     for mark in "?.":
@@ -99,18 +100,18 @@ def tokenize(caption: str) -> list[str]:
 
 
 def tokenize_lower(caption: str) -> list[str]:
-    """Lower-case words, runs of dots, and every other sign by itself.
+    """Lower-case words, runs of dots, and every other punctuation mark or symbol on its own.
 
     This is the rule of Image Editing Request's authors."""
     return re.findall(r"\w+|\.+|[^\w\s]", caption.lower())
 
 
 def tokenize_pairs(caption: str) -> list[str]:
-    """Lower-case words between blanks. Signs at a word's ends, such as a full stop, are words of
-    their own; inside a word they stay: "red-brick", "isn't", "3.5".
+    """Lower-case words, split at whitespace. Punctuation marks and symbols at either end of a word
+    become words of their own; those inside a word stay: "red-brick", "isn't", "3.5".
 
-    This is the rule for your own pairs, in any language that puts blanks between words. Text is
-    brought into Unicode's form NFC first: an accent may be part of its letter or follow it."""
+    This is the rule for your own pairs, in any language that puts spaces between words. Text is
+    first normalised to Unicode NFC, because an accented letter may be one character or two."""
     words = []
     for text in unicodedata.normalize("NFC", caption.lower()).split():
         parts = characters(text)
@@ -127,14 +128,14 @@ def tokenize_pairs(caption: str) -> list[str]:
     return words
 
 
-JOINER = "\u200d"  # makes one emoji of two
+JOINER = "\u200d"  # joins two emoji into one
 SKIN_TONES = "\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"
-MARKS = {"Mn", "Mc", "Me", "Cf"}  # Unicode's categories of marks and of invisible characters
+MARKS = {"Mn", "Mc", "Me", "Cf"}  # Unicode categories: combining marks, invisible characters
 
 
 def characters(text: str) -> list[str]:
-    """What a reader takes for one character: a letter or sign with the marks that belong to it, and
-    joined emoji."""
+    """Splits text into what a reader sees as characters: a letter or symbol with its combining
+    marks is one, and so are joined emoji."""
     parts = []
     for char in text:
         is_mark = unicodedata.category(char) in MARKS or char in SKIN_TONES
@@ -146,16 +147,16 @@ def characters(text: str) -> list[str]:
 
 
 def is_sign(character: str) -> bool:
-    """Is it punctuation or a symbol, and not a letter or digit?"""
+    """Is it punctuation or a symbol, rather than a letter or digit?"""
     return unicodedata.category(character[0])[0] in "PS"
 
 
 class Vocab:
     """Words <-> ids: the four special ids, then the captions' words in codepoint order.
 
-    `tokenizer` cuts captions into words, of which the first `max_words` are read (None: all). A
+    `tokenizer` splits captions into words; only the first `max_words` are used (None: all). A
     special word inside a caption, such as a release's own "<UNK>", is an unknown word.
-    InputError if the special words are not the first, or if there are no others."""
+    InputError if `words` does not begin with the special words, or contains no others."""
 
     def __init__(
         self, words: list[str], tokenizer: Callable = tokenize, max_words: int | None = None
@@ -182,7 +183,7 @@ class Vocab:
     ) -> "Vocab":
         """The vocabulary of the words that occur in the captions at least `min_count` times."""
         counts = Counter()
-        for caption, times in Counter(captions).items():  # many captions occur often
+        for caption, times in Counter(captions).items():  # tokenizes repeated captions once
             for word in tokenizer(caption):
                 counts[word] += times
         for word in SPECIAL:
@@ -204,7 +205,7 @@ class Vocab:
         ids = [START, *words, END]
         if len(ids) > length:
             raise InputError(
-                f"caption of {len(ids)} ids (with START and END), longer than {length}: {caption!r}"
+                f"caption of {len(ids)} ids (with START and END) exceeds {length}: {caption!r}"
             )
         return ids + [NULL] * (length - len(ids))
 
@@ -222,10 +223,10 @@ class Vocab:
 
 @dataclass
 class Pair:
-    """Two images and their captions, at least one. `before` and `after` are image names, the keys
-    of Release.paths. `id` is the name in result files, unique in its split and, where groups,
-    kinds, overlap or boxes use it, in the data set. A single image with captions (CUB, NABirds) is
-    a pair whose `after` is None; a data set has only such pairs or none."""
+    """Two images and at least one caption. `before` and `after` are image names, the keys of
+    Release.paths. `id` names the pair in result files. It is unique within its split, and within
+    the data set if groups, kinds, overlap or boxes refer to it. A single image with captions (CUB,
+    NABirds) is a pair whose `after` is None; a data set has only such pairs or none."""
 
     id: str
     before: str
@@ -237,8 +238,8 @@ class Pair:
 class Scene:
     """Pairs that always train together: CLEVR-Change's changed pair and distractor pair, in this
     order; elsewhere a single pair. All scenes of a data set have the same number of pairs.
-    `swapped`: these pairs with default image and distractor image exchanged, which training takes
-    half the time."""
+    `swapped`: the same pairs with the default and the distractor image exchanged; training uses
+    them half of the time."""
 
     pairs: tuple[Pair, ...]
     swapped: tuple[Pair, ...] | None = None
@@ -250,20 +251,20 @@ class Scene:
 
 @dataclass
 class Release:
-    """What the files of a data set say, as its authors release them. A reader fills in scenes and
+    """The contents of a data set's files as released by its authors. A reader fills in scenes and
     paths; the rest is optional."""
 
     # By split. All of SPLITS must be there, with an empty list for a split that is not released.
     scenes: dict[str, list[Scene]] = field(default_factory=dict)
-    paths: dict[str, Path] = field(default_factory=dict)  # name of every image of a pair -> file
-    groups: dict[str, set[str]] = field(default_factory=dict)  # pair ids that are scored separately
-    # Kind of change -> pair ids; they choose the sample pictures. The pairs of the kind "no change"
-    # are unchanged, and how many of them are recognised is reported.
+    paths: dict[str, Path] = field(default_factory=dict)  # name of an image of any pair -> file
+    groups: dict[str, set[str]] = field(default_factory=dict)  # pair ids to score separately
+    # Kind of change -> pair ids. Sample pictures are chosen by kind. The pairs of the kind
+    # "no change" are unchanged, and the share of them that is recognised is reported.
     kinds: dict[str, set[str]] = field(default_factory=dict)
     overlap: dict[str, float] = field(default_factory=dict)  # pair id -> IoU of the object boxes
     # Pair id -> boxes of the changed object before and after, [x, y, w, h] in pixels, or None.
     boxes: dict[str, tuple[list | None, list | None]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # what to know about this copy
+    notes: list[str] = field(default_factory=list)  # remarks on this copy, to be printed
 
     def all_scenes(self) -> list[Scene]:
         """The scenes of every split."""
@@ -306,8 +307,8 @@ def images_of_scenes(scenes: list[Scene]) -> set[str]:
 def release_from_pairs(
     pairs: dict[str, list[Pair]], folder: Path, kinds: dict | None = None, notes: Iterable = ()
 ) -> Release:
-    """A release of one pair a scene. pairs: split -> its pairs, whose image names are relative to
-    `folder`. Each kind of change is scored separately. InputError if a split is unknown."""
+    """A release with one pair per scene. pairs: split -> its pairs, whose image names are relative
+    to `folder`. Each kind of change is scored separately. InputError if a split is unknown."""
     unknown = pairs.keys() - set(SPLITS)
     if unknown:
         expected = ", ".join(SPLITS)
@@ -323,59 +324,60 @@ def release_from_pairs(
 
 
 FETCH_AGAIN = "correct it, or fetch it again"
-AUTHORS_FILES = "the authors' .npy files"  # as preprocessing, in feature files
+AUTHORS_FILES = "the authors' .npy files"  # the attribute `preprocessing` of such feature files
 
 
 def other_spelling(file: Path) -> str:
-    """What to say of a missing file if a file or folder is there whose name differs only in case or
-    in Unicode form (an accent may be a sign of its own); else ""."""
+    """A hint for the error about a missing file: a file or folder whose name differs only in case
+    or in Unicode form (an accent may be a separate character). "" if there is none."""
     missing = file
     while not missing.parent.exists():
         missing = missing.parent
     if missing.parent.is_dir():
         for other in missing.parent.iterdir():
             if other.name != missing.name and plain_name(other) == plain_name(missing):
-                return f"; {other} is there: upper or lower case or the form of an accent differs"
+                return f"; {other} is there, but differs in case or in how an accent is encoded"
     return ""
 
 
 def plain_name(path: Path) -> str:
-    """A file's name, without regard to case and Unicode form."""
+    """A file's name, normalised in case and Unicode form."""
     return unicodedata.normalize("NFC", path.name.casefold())
 
 
 def read_json(path: Path):
-    """The parsed JSON of a file, in any of JSON's encodings. InputError that names a broken one."""
+    """The parsed JSON of a file in UTF-8, UTF-16 or UTF-32. InputError names a broken file."""
     content = path.read_bytes()
     with file_errors(path, FETCH_AGAIN):
         return parse_json(content)
 
 
 def parse_json(content: bytes | str):
-    """json.loads, but an InputError for half a character (an unpaired surrogate): no file of
-    results could be written with it."""
+    """json.loads, but with an InputError for an unpaired surrogate (half a character), which could
+    not be written to a results file."""
     parsed = json.loads(content)
     try:
         json.dumps(parsed, ensure_ascii=False).encode()
     except UnicodeEncodeError as e:
         before = e.object[max(0, e.start - 40) : e.start]
-        raise InputError(f"half a character after {before!r}") from e
+        raise InputError(f"half a character (an unpaired surrogate) after {before!r}") from e
     return parsed
 
 
 def check_strings(x) -> list[str]:
-    """x, if it is a list of strings, else InputError. A bare string would train on its letters."""
+    """Returns x if it is a list of strings; otherwise InputError. A bare string would be read as a
+    list of its letters."""
     if not isinstance(x, list) or not all(isinstance(item, str) for item in x):
         raise InputError(f"expected a list of strings, found {x!r:.60}")
     return x
 
 
 def read_rows(path: Path, **dialect) -> list[tuple[str, list[str]]]:
-    """The rows of a CSV file, without empty ones: "FILE, line 2" (where the row begins), and its
-    cells without outer blanks.
+    """The non-empty rows of a CSV file: "FILE, line 2" (where the row begins), and its cells
+    without surrounding whitespace.
 
-    InputError that names the line if a quote is wrong or a cell has a line break, which is what a
-    stray quote makes of several rows; or if the file is not UTF-8."""
+    InputError names the line if a quote is misplaced, or if a cell contains a line break (a stray
+    quote merges several rows into one). InputError also if the file is not UTF-8."""
     rows = []
     with open(path, encoding="utf-8-sig", newline="") as f:
         reader = csv.reader(f, strict=True, skipinitialspace=True, **dialect)
@@ -395,18 +397,19 @@ def read_rows(path: Path, **dialect) -> list[tuple[str, list[str]]]:
             if cells is None:
                 return rows
             if any("\n" in cell or "\r" in cell for cell in cells):
-                raise InputError(f"{place}: a cell with a line break; is its quote closed?")
+                raise InputError(f"{place}: a cell contains a line break; is a quote left open?")
             cells = [cell.strip() for cell in cells]
             if any(cells):
                 rows.append((place, cells))
 
 
 def read_table(path: Path, columns: Iterable[str], **dialect) -> list[tuple[str, dict[str, str]]]:
-    """The rows of a CSV file: ("FILE, line 2", column -> cell), ... Heads become lower case.
+    """The rows of a CSV file: ("FILE, line 2", column -> cell), ... Column names become lower case.
 
     A column `captions` must be the last one: then an unquoted comma makes a row longer than the
-    header, which is an error, and never cuts a caption in silence. InputError if the file lacks a
-    column or has one twice, or if a row has not as many cells as the header; see also read_rows."""
+    header, which is an error; elsewhere it could silently cut a caption. InputError if the file
+    lacks a column or has one twice, or if a row and the header differ in their number of cells;
+    see also read_rows."""
     rows = read_rows(path, **dialect)
     heads = [cell.lower() for cell in rows[0][1]] if rows else []
     complete = set(columns) <= set(heads) and len(set(heads)) == len(heads)
@@ -414,7 +417,7 @@ def read_table(path: Path, columns: Iterable[str], **dialect) -> list[tuple[str,
         delimiter = "tabs" if dialect.get("delimiter") == "\t" else "commas"
         raise InputError(
             f"{path}: found the columns {', '.join(heads)[:80]!r}; expected "
-            f"{', '.join(columns)}, each once, separated by {delimiter}; a column captions "
+            f"{', '.join(columns)}, each once, separated by {delimiter}; a column named captions "
             "must be the last one"
         )
     table = []
@@ -429,8 +432,8 @@ def read_table(path: Path, columns: Iterable[str], **dialect) -> list[tuple[str,
 
 
 def read_lines(path: Path, errors: str = "strict") -> list[str]:
-    """The lines of a text file, without empty ones. InputError if it is not UTF-8; with errors
-    "replace", bytes that are not become U+FFFD."""
+    """The non-empty lines of a text file. InputError if it is not UTF-8; with errors="replace",
+    invalid bytes become U+FFFD instead."""
     content = path.read_bytes()
     with file_errors(path, FETCH_AGAIN):
         lines = content.decode("utf-8", errors).splitlines()
@@ -438,16 +441,16 @@ def read_lines(path: Path, errors: str = "strict") -> list[str]:
 
 
 def read_columns(path: Path) -> dict[str, str]:
-    """The lines of a text file: the first word -> the rest."""
+    """The lines of a text file: first word -> rest of the line. InputError if there is no rest."""
     lines = read_lines(path)
     with file_errors(path, "expected two columns"):
         return dict(line.split(maxsplit=1) for line in lines)
 
 
 def authors_features(picture: Path, root: Path) -> Path | None:
-    """Where the features lie that a data set's authors offer for a picture: "images" in the name of
-    a folder gives way to "features", and .npy follows the picture's name. None if no folder below
-    root is called so, or if the picture is elsewhere.
+    """The path of the features that a data set's authors publish for a picture: "images" in the
+    names of folders becomes "features", and .npy is appended to the picture's name. None if no
+    folder between root and the picture has "images" in its name, or the picture is not below root.
 
     images/x.png -> features/x.png.npy, sc_images/x.png -> sc_features/x.png.npy"""
     if not picture.is_relative_to(root):
@@ -464,53 +467,53 @@ def authors_features(picture: Path, root: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Settings:
-    """A row of DATASETS: the reader of a data set, and all else that is special to it."""
+    """A row of DATASETS: the reader of a data set, and everything else specific to it."""
 
-    read: Callable[[Path], Release]  # folder -> what its files say
-    extractor: str = "resnet101-layer3"  # its own features: a name in RESNETS, timm/MODEL, mini-cnn
-    authors_features: bool = False  # do authors publish these as .npy files? See the function
+    read: Callable[[Path], Release]  # folder -> its contents
+    extractor: str = "resnet101-layer3"  # the default: a name in RESNETS, timm/MODEL, or mini-cnn
+    authors_features: bool = False  # are features published as .npy files? See authors_features()
     tokenizer: Callable[[str], list[str]] = tokenize  # caption -> words of the vocabulary
     min_count: int = 1  # how often a word must occur to be in the vocabulary
     vocab_splits: tuple[str, ...] = ("train",)  # the splits from which papers take the words
-    max_words: int | None = None  # the length at which papers cut captions; None: they do not
-    # How metrics get words: from the PTB tokenizer; split at blanks; split at blanks, as ids.
+    max_words: int | None = None  # papers cut captions after this many words; None: they do not
+    # What metrics compare: words from the PTB tokenizer; words split at spaces; ids of the latter.
     tokens: Literal["ptb", "split", "ids"] = "ptb"
-    # Captions come from CLEVR-like templates: phrases are read by rules (see template_segments),
-    # which refuse other captions. If False, spaCy's English model reads them.
+    # Do captions come from CLEVR-like templates? Then rules extract their phrases (see
+    # template_segments) and reject any other caption. If not, spaCy's English model does.
     templates: bool = False
-    # Published sentences that say that nothing changed; if empty, those of unchanged training
-    # pairs.
+    # Published sentences which say that nothing changed. If empty, the captions of unchanged
+    # training pairs are used.
     no_change: tuple[str, ...] = ()
     # Published counts: scenes per split, pairs per kind of change, words including the four special
-    # ids. Preparation says where a folder's differ.
+    # ids. Preparation prints a note for each count that differs.
     scenes: dict[str, int] = field(default_factory=dict)
     types: dict[str, int] = field(default_factory=dict)
     words: int | None = None
 
 
-# Name of a data set -> its row, which stands behind its reader, below.
+# Name of a data set -> its row. The rows are filled in below, each after its reader.
 DATASETS: dict[str, Settings] = {}
 
 
 def settings_of(name: str) -> Settings:
-    """A data set's row of the table; InputError with the names that there are."""
+    """A data set's row of the table. InputError lists the known names if there is none."""
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, 1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         known = ", ".join(DATASETS)
-        raise InputError(f"--dataset {name}: no such data set{hint}; there are {known}")
+        raise InputError(f"--dataset {name}: no such data set{hint}; known: {known}")
     return DATASETS[name]
 
 
 def prepare_command(name: str, root: Path, extractor: str = "") -> str:
-    """The command that makes what a folder lacks, for error messages."""
+    """The command that prepares a data set, for error messages."""
     command = f"python data.py {name} --data_dir {root}"
     return f"{command} --extractor {extractor}" if extractor else command
 
 
 def read_release(name: str, root: Path) -> Release:
-    """What a data set's reader finds in a folder. FileNotFoundError if a file of the release is
-    missing; InputError if one is broken, train has no pairs, or a pair has no captions."""
+    """Reads a data set's folder. FileNotFoundError if a file of the release is missing; InputError
+    if one is broken, train has no pairs, or a pair has no captions."""
     settings = settings_of(name)
     try:
         release = settings.read(root)
@@ -537,7 +540,7 @@ def read_release(name: str, root: Path) -> Release:
             count = sum(len(scene.pairs) for scene in release.scenes[split])
             release.notes.append(
                 f"{leaked} of {count} {split} pairs share a picture with another split; scores are "
-                "given once more without them"
+                "also given without them"
             )
     return release
 
@@ -548,8 +551,7 @@ CLEVR_FOLDERS = {"default": "images", "semantic": "sc_images", "nonsemantic": "n
 
 
 def read_splits(file: Path) -> dict[str, list[int]]:
-    """splits.json of CLEVR-Change, split.json of CLEVR-DC: split -> the numbers that name its
-    scenes."""
+    """Reads splits.json (CLEVR-Change) or split.json (CLEVR-DC): split -> its scenes' numbers."""
     content = read_json(file)
     splits = {}
     with file_errors(file, FETCH_AGAIN):
@@ -566,13 +568,13 @@ def read_clevr_change(root: Path) -> Release:
     images/, sc_images/, nsc_images/, splits.json, type_mapping.json, change_captions.json and
     no_change_captions.json; optional: change_captions_by_IOU.json (scores by viewpoint) and
     change_captions_with_bbox.json (pointing game). Captions are keyed by the default image. If
-    there are change captions for the distractor image too (in mini), they are written from its
-    view, and swapped pairs use them. Pair ids are those of the authors' scripts: 000012.png for the
-    changed pair of scene 12, 000012.png_n for its distractor pair.
+    change captions are also keyed by the distractor image (as in mini), they describe the change
+    from its view, and swapped pairs use them. Pair ids are those of the authors' scripts:
+    000012.png for the changed pair of scene 12, 000012.png_n for its distractor pair.
 
-    The Google Drive file of the authors' repository has been reported gone or failing since 2023
-    (its issues 18, 21 and 22); the repository of SCORER links a copy of everything and holds the
-    four JSON files that are required here, in its folder data/."""
+    The authors' Google Drive file has been reported missing or broken since 2023 (issues 18, 21 and
+    22 of their repository). SCORER's repository links to a copy of everything, and its folder data/
+    holds the four JSON files required here."""
     splits = read_splits(root / "splits.json")
     change_file = root / "change_captions.json"
     change = read_json(change_file)
@@ -623,7 +625,7 @@ DATASETS["clevr_change"] = Settings(
 
 
 def read_overlap(root: Path) -> dict[str, float]:
-    """Pair id -> IoU of the object boxes in the two images; {} if that was not released."""
+    """Pair id -> IoU of the object boxes in the two images; {} if not released."""
     file = root / "change_captions_by_IOU.json"
     if not file.exists():
         return {}
@@ -633,7 +635,7 @@ def read_overlap(root: Path) -> dict[str, float]:
 
 
 def read_boxes(root: Path) -> dict[str, tuple[list | None, list | None]]:
-    """Pair id -> the changed object's boxes before and after; {} if that was not released."""
+    """Pair id -> the changed object's boxes before and after; {} if not released."""
     file = root / "change_captions_with_bbox.json"
     if not file.exists():
         return {}
@@ -648,7 +650,7 @@ def read_boxes(root: Path) -> dict[str, tuple[list | None, list | None]]:
 
 
 def check_box(x) -> list | None:
-    """x, if it is None or a box of four numbers, else InputError."""
+    """Returns x if it is None or a box of four numbers; otherwise InputError."""
     if x is None:
         return None
     if not isinstance(x, list) or [type(n) in (int, float) for n in x] != [True] * 4:
@@ -660,10 +662,10 @@ DC_KINDS = ("color", "texture", "add", "remove", "move", "no change")
 
 
 def read_clevr_dc(root: Path) -> Release:
-    """CLEVR-DC (Kim et al., ICCV 2021): bef/ and aft/<id>.png, captions.json, split.json.
+    """CLEVR-DC (Kim et al., ICCV 2021): bef/<id>.png, aft/<id>.png, captions.json, split.json.
 
-    No file gives the kind of change. The ids form six equal blocks, which we take to be in the
-    order in which the authors list their changes. If the ids are not all there, kinds stay
+    No file gives the kind of change. The ids form six equal blocks, which we assume to follow the
+    order in which the authors list the kinds of change. If ids are missing, the kinds stay
     unknown."""
     splits = read_splits(root / "split.json")
     file = root / "captions.json"
@@ -699,7 +701,7 @@ def read_spot_the_diff(root: Path) -> Release:
 
     annotations/<split>.json, resized_images/<id>.png and <id>_2.png. All rows of an id (one per
     annotator) form one pair. Each sentence is a caption, even the 66 empty ones, because published
-    vocabularies and scores count them. The full-size pictures are no longer to be had (issue 2 of
+    vocabularies and scores count them. The full-size pictures are no longer available (issue 2 of
     the authors' repository); papers use the resized ones."""
     pairs = {}
     for split in SPLITS:
@@ -725,9 +727,9 @@ DATASETS["spot_the_diff"] = Settings(
 
 def read_image_editing(root: Path) -> Release:
     """Image Editing Request (Tan et al., ACL 2019): {train,valid,test}.json, and the pictures in
-    images/ or next to these files. Items with the same two images stay separate pairs. 66 of the
-    495 test items have both images in common with an item of another split, 147 at least one;
-    scores are given once more without the 147."""
+    images/ or next to these files. Items with the same two images stay separate pairs. Of the 495
+    test items, 66 share both images with an item of another split, and 147 share at least one;
+    scores are also given without these 147."""
     pairs = {}
     for split, name in (("train", "train.json"), ("val", "valid.json"), ("test", "test.json")):
         file = root / name
@@ -754,7 +756,7 @@ DATASETS["image_editing_request"] = Settings(
 )
 
 
-# An unchanged pair of LEVIR-CC has one of these among its captions.
+# Every unchanged pair of LEVIR-CC has one of these among its captions.
 LEVIR_SAME = (
     "the scene is the same as before",
     "there is no difference",
@@ -766,9 +768,8 @@ LEVIR_SAME = (
 
 def read_levir_cc(root: Path) -> Release:
     """LEVIR-CC (Liu et al., TGRS 2022): LevirCCcaptions.json, and images/<split>/A (before) and B
-    (after). Captions are the file's own tokens, without empty ones. `changeflag` marks changed
-    pairs; if it is absent, LEVIR_SAME decides. The split is the one of this file, not LEVIR-CD's.
-    """
+    (after). Captions are the non-empty tokens given in the file. `changeflag` marks changed pairs;
+    if it is absent, LEVIR_SAME decides. The split is this file's, not LEVIR-CD's."""
     file = root / "LevirCCcaptions.json"
     content = read_json(file)
     pairs = {split: [] for split in SPLITS}
@@ -807,8 +808,8 @@ DATASETS["levir_cc"] = Settings(
 
 
 def photo_file(url: str) -> str:
-    """The file name for a photograph's address: <photo id>.jpg for one of iNaturalist
-    (.../photos/<photo id>/large.jpg?...), else a name made of the address."""
+    """The file name for a photograph's URL: <photo id>.jpg if it is from iNaturalist
+    (.../photos/<photo id>/large.jpg?...), else a name made from the URL."""
     number = re.search(r"/photos/(\d+)", url)
     if number:
         return f"{number[1]}.jpg"
@@ -817,20 +818,20 @@ def photo_file(url: str) -> str:
 
 def read_birds_to_words(root: Path, pictures: bool = True) -> Release:
     """Birds-to-Words (Forbes et al., EMNLP 2019): birds-to-words-v1.0.tsv, and images/<photo
-    id>.jpg, which everyone has to fetch from the addresses in the table's columns 2 and 6.
+    id>.jpg. You have to download the photographs from the URLs in columns 2 and 6 of the table.
 
-    With `pictures`, pairs are left out if a photograph is missing or, where there is a folder
-    features/, its features are. Rows with the same split and addresses form one pair.
-    Captions are turned into lower-case words and signs, which is what this data set's metrics
-    compare.
+    With `pictures`, pairs are left out unless both photographs are there or, if there is a folder
+    features/, the features of both. Rows with the same split and URLs form one pair. Captions
+    become lower-case words and punctuation marks, which this data set's metrics compare.
 
-    IDC's authors share their features of Birds-to-Words and of CUB as a pickle, which can run any
-    program when it is read. We have not seen it: its keys may have folders and ".jpg", both of
-    which IDC's loader removes. If you trust it, run these lines in the folder, and then data.py:
+    IDC's authors share their features of Birds-to-Words and of CUB as a pickle, which can run
+    arbitrary code when loaded. We have not seen this file; its keys may contain folders and ".jpg",
+    both of which IDC's loader removes. If you trust the file, run these lines in the data set's
+    folder, and then data.py:
 
         import pickle, pathlib, numpy as np
 
-        keep = 2 if pathlib.Path("images.txt").exists() else 1  # CUB's names have their class
+        keep = 2 if pathlib.Path("images.txt").exists() else 1  # CUB's names include the class
         for name, x in pickle.load(open("full_img.pkl", "rb")).items():
             name = "/".join(name.removesuffix(".jpg").split("/")[-keep:])
             file = pathlib.Path("features", f"{name}.jpg.npy")
@@ -863,7 +864,7 @@ def read_birds_to_words(root: Path, pictures: bool = True) -> Release:
     if here < len(captions):
         notes.append(
             f"{here} of {len(captions)} pairs have both photographs in {images}; {file.name} has "
-            "their addresses"
+            "their URLs"
         )
     return release_from_pairs(pairs, images, notes=notes)
 
@@ -879,9 +880,9 @@ DATASETS["birds_to_words"] = Settings(
 
 
 def read_cub(root: Path) -> Release:
-    """CUB-200-2011 (images.txt, images/<class>/<name>.jpg) with ten captions of Reed et al. (CVPR
-    2016) for each image, text_c10/<class>/<name>.txt, and their split by class: trainvalclasses.txt
-    to train, testclasses.txt to validate (no test). Single images: `after` is None."""
+    """CUB-200-2011 (images.txt, images/<class>/<name>.jpg) with ten captions per image by Reed et
+    al. (CVPR 2016), text_c10/<class>/<name>.txt, and their split by class: trainvalclasses.txt for
+    training, testclasses.txt for validation, none for test. Single images: `after` is None."""
     split_of = {}
     for split, file in (("train", "trainvalclasses.txt"), ("val", "testclasses.txt")):
         for line in read_lines(root / file):
@@ -913,8 +914,8 @@ def read_nabirds(root: Path) -> Release:
     """NABirds: images.txt, classes.txt, image_class_labels.txt, train_test_split.txt, images/.
 
     The official train and test images, each a single image whose caption is the name of its class
-    (one of the hierarchy's 555 leaves). Image ids are written with dashes, file names without;
-    images.txt has both."""
+    (one of the hierarchy's 555 leaves). Image ids contain dashes, file names do not; images.txt
+    has both."""
     classes = read_columns(root / "image_class_labels.txt")
     in_train = read_columns(root / "train_test_split.txt")
     names = read_columns(root / "classes.txt")
@@ -931,19 +932,19 @@ DATASETS["nabirds"] = Settings(
     read_nabirds,
     extractor="resnet101-layer4",
     authors_features=True,
-    tokenizer=str.splitlines,  # the name of a class is one word
+    tokenizer=str.splitlines,  # a whole class name is one word
     vocab_splits=SPLITS,
     scenes={"train": 23929, "test": 24633},
 )
 
 
 OWN_COLUMNS = ("before", "after", "captions", "id", "split", "kind")
-OWN_MAX_WORDS = 60  # of a caption of your own pairs; the longest one sets the size of batches
+OWN_MAX_WORDS = 60  # limit for your own captions: every batch is padded to the longest one
 
 
 def own_pair(row: dict[str, str]) -> Pair:
-    """The pair in a row of a table of your own. Its id is the row's or, if there is none, its two
-    paths; these are written in one way ("./a.png" is "a.png"). InputError if a path is missing."""
+    """The pair in a row of your own table. Its id is given in the row or else made of its two
+    paths, which are normalised ("./a.png" is "a.png"). InputError if a path is missing."""
     if not (row["before"] and row["after"]):
         raise InputError("expected two images")
     before = os.path.normpath(row["before"]).replace(os.sep, "/")
@@ -953,9 +954,9 @@ def own_pair(row: dict[str, str]) -> Pair:
 
 
 def hashed_split(pair: Pair) -> str:
-    """A split for a pair: 80 % train, 10 % val, 10 % test, the same everywhere. It follows from the
-    first of the two image names (in sorted order), so that a pair and its reverse, and the pairs of
-    a camera's first picture with later ones, fall into one split."""
+    """A split for a pair, the same on every machine: 80 % train, 10 % val, 10 % test. It depends
+    only on the first of the two image names in sorted order. So a pair and its reverse share a
+    split, as do the pairs that compare a camera's first picture with later ones."""
     first = min(pair.before, pair.after)
     tenth = int(hashlib.sha256(first.encode()).hexdigest(), 16) % 10
     return {8: "val", 9: "test"}.get(tenth, "train")
@@ -966,20 +967,20 @@ def read_pairs(root: Path) -> Release:
     Paths are relative to the folder.
 
     Several captions of a pair are separated by |, or are in several rows. Put double quotes around
-    captions with commas. Captions are read as lower-case words between blanks, with signs at a
-    word's ends apart, and cut at OWN_MAX_WORDS words. Three columns are optional: `split` (train,
-    val or test in every row; without the column: hashed_split); `id`, the pair's name in result
-    files (default: its two paths); `kind`, the kind of change. Each kind is scored separately; for
-    "no change", recognition is reported, too. Pairs that share a picture with another split are
-    counted, and scores are given once more without them.
+    captions with commas. Captions are split into words by tokenize_pairs and cut after
+    OWN_MAX_WORDS words. Three columns are optional: `split` (train, val or test in every row;
+    without the column: hashed_split); `id`, the pair's name in result files (default: its two
+    paths); `kind`, the kind of change. Each kind is scored separately; for "no change", the share
+    of pairs recognised is reported, too. Pairs that share a picture with another split are counted,
+    and scores are also given without them.
 
-    InputError that names the row if an image or all captions are missing, the split is unknown, or
-    an id stands for two pairs, is in two splits or has two kinds."""
+    InputError names the row if an image or all captions are missing, the split is unknown, or an id
+    stands for two pairs, is in two splits or has two kinds."""
     file = root / "pairs.csv"
     pairs: dict[str, Pair] = {}
     split_of: dict[str, str] = {}
     kind_of: dict[str, str] = {}
-    unused: dict[str, None] = {}  # columns, in order
+    unused: dict[str, None] = {}  # unknown columns, in order
     for place, row in read_table(file, ("before", "after", "captions")):
         with file_errors(place, "correct it"):
             new = own_pair(row)
@@ -988,14 +989,14 @@ def read_pairs(root: Path) -> Release:
                 raise InputError("expected a caption")
             pair = pairs.setdefault(name, replace(new, captions=[]))
             if (pair.before, pair.after) != (new.before, new.after):
-                raise InputError(f"id {name} is already of {pair.before}, {pair.after}")
+                raise InputError(f"id {name} already names {pair.before}, {pair.after}")
             pair.captions.extend(new.captions)
             split = row["split"].lower() if "split" in row else hashed_split(pair)
             if split not in SPLITS:
                 raise InputError(f"expected the split {', '.join(SPLITS)}, found {split!r}")
             if split_of.setdefault(name, split) != split:
-                raise InputError(f"id {name} is in {split_of[name]}, too; give it an id of its own")
-            # "No_change " is "no change".
+                raise InputError(f"id {name} is in {split_of[name]}, too; give it another id")
+            # "No_change " becomes "no change".
             kind = " ".join(re.split(r"[\s_-]+", row.get("kind", "").lower())).strip()
             if kind_of.setdefault(name, kind) != kind:
                 raise InputError(f"id {name} has two kinds, {kind_of[name]!r} and {kind!r}")
@@ -1016,10 +1017,10 @@ def read_pairs(root: Path) -> Release:
 
 
 def notes_on_captions(captions: list[str]) -> list[str]:
-    """What to know about captions of your own: are some too long, or without blanks?"""
+    """Notes on your own captions, if some are too long or most contain no spaces."""
     notes = []
     long = 0
-    single_words = []  # with letters beyond ASCII, as in scripts without blanks
+    single_words = []  # non-ASCII captions of one word, as in scripts without spaces
     for caption in captions:
         words = tokenize_pairs(caption)
         long += len(words) > OWN_MAX_WORDS
@@ -1032,12 +1033,12 @@ def notes_on_captions(captions: list[str]) -> list[str]:
     if 2 * len(single_words) > len(captions):
         notes.append(
             f"{len(single_words)} of {len(captions)} captions are a single word, such as "
-            f"{single_words[0]!r:.40}; words are what stands between blanks, so put blanks there"
+            f"{single_words[0]!r:.40}; captions are split at spaces, so put spaces between words"
         )
     return notes
 
 
-# The words are compared as the model learns them, so that a model without a mistake scores 100.
+# Metrics compare words as the model learns them, so a perfect model loses no points to splitting.
 DATASETS["pairs"] = Settings(
     read_pairs, tokenizer=tokenize_pairs, max_words=OWN_MAX_WORDS, tokens="split"
 )
@@ -1047,40 +1048,42 @@ DATASETS["pairs"] = Settings(
 
 
 def read_image(path: str | Path | Image.Image) -> Image.Image:
-    """An image file (of an animation, the first frame) or a picture in memory -> RGB, upright. What
-    is transparent lies on white.
+    """An image file (of an animation, the first frame) or a PIL image -> upright RGB. Transparency
+    is blended with white.
 
-    The format is recognised by the file's contents, not by its name. A camera's note on which side
-    is up (EXIF) is followed; published features of photographs were made without. InputError that
-    names the file if it is not an image of 8 bits a channel, or if one side is more than 100 times
-    the other."""
+    The format is recognised by the file's contents, not by its name. The EXIF orientation is
+    applied; published features of photographs were made without it. InputError names the file if it
+    is not an image with 8 bits per channel, or if one side is more than 100 times as long as the
+    other."""
     if isinstance(path, Image.Image):
         return upright_rgb(path)
     if not Path(path).exists():
         raise InputError(f"there is no {path}{other_spelling(Path(path))}")
-    Image.MAX_IMAGE_PIXELS = 5 * 10**7  # Pillow refuses pictures of more than twice as many
+    Image.MAX_IMAGE_PIXELS = 5 * 10**7  # Pillow refuses pictures of more than twice as many pixels
     with file_errors(path, "give a readable image"), Image.open(path) as picture:
         return upright_rgb(picture)
 
 
 def check_image(path: Path) -> None:
-    """InputError that names the file if it is not an image."""
+    """InputError names the file if it is not an image."""
     read_image(path)
 
 
 def upright_rgb(picture: Image.Image) -> Image.Image:
-    """A picture of 8 bits a channel -> RGB on white, turned as its EXIF says. InputError for any
-    other picture, and for one of which a side is more than 100 times the other."""
-    # Modes of whole and of real numbers; of colours in 16 bits Pillow would keep the upper eight.
+    """A picture with 8 bits per channel -> upright RGB on white. InputError for other bit depths,
+    or if one side is more than 100 times as long as the other."""
+    # Modes I and F hold integers and floats; of 16-bit colours Pillow would keep the upper 8 bits.
     wide = re.search(r"\w+;16[BLN]", str(getattr(picture, "tile", "")))
     if wide or picture.mode[0] in "IF":
         pixels = wide[0] if wide else picture.mode
         raise InputError(
-            f"{pixels} pixels, not 8 bits a channel; scale its values to 0 ... 255 and save "
-            "it as 8-bit PNG"
+            f"{pixels} pixels, not 8 bits per channel; scale the values to 0 ... 255 and save "
+            "the picture as an 8-bit PNG"
         )
     if max(picture.size) > 100 * min(picture.size):
-        raise InputError(f"{picture.width} x {picture.height} pixels; cut it into parts")
+        raise InputError(
+            f"{picture.width} x {picture.height} pixels are too elongated; cut it into parts"
+        )
     upright = ImageOps.exif_transpose(picture)
     if upright.has_transparency_data:
         rgba = upright.convert("RGBA")
@@ -1096,7 +1099,8 @@ AUTHORS_STD = torch.tensor([0.229, 0.224, 0.224])[:, None, None]  # as in the au
 
 def preprocess_resnet(image: Image.Image) -> Tensor:
     """The preprocessing of most papers -> (3, 224, 224): aspect ratio not kept, OpenCV's bicubic (a
-    = -0.75, no antialiasing, rounded to bytes), a deviation of .224 where ImageNet's is .225."""
+    = -0.75, no antialiasing, rounded to bytes), a standard deviation of .224 where ImageNet's is
+    .225."""
     x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()  # (3, height, width)
     x = F.interpolate(x[None], (224, 224), mode="bicubic", align_corners=False)[0]
     x = x.round().clamp(0, 255) / 255
@@ -1104,14 +1108,14 @@ def preprocess_resnet(image: Image.Image) -> Tensor:
 
 
 def preprocess_imagenet(image: Image.Image, side: int = 224) -> Tensor:
-    """Pillow's bilinear resize, aspect ratio not kept, and ImageNet's mean and deviation -> (3,
-    side, side). As in Tan et al. (ACL 2019), and, with side 256, in Liu et al. (TGRS 2022)."""
+    """Pillow's bilinear resize, aspect ratio not kept, and ImageNet's mean and standard deviation
+    -> (3, side, side). As in Tan et al. (ACL 2019) and, with side 256, Liu et al. (TGRS 2022)."""
     resized = np.array(image.resize((side, side), Image.Resampling.BILINEAR))
     x = torch.from_numpy(resized).permute(2, 0, 1).float() / 255
     return (x - MEAN) / STD
 
 
-# Extractors of the papers: name -> preprocessing, as a function and in the words of feature files;
+# The papers' extractors: name -> preprocessing function, its description in feature files, and the
 # (C, H, W) of the features.
 RESNETS = {
     "resnet101-layer3": (
@@ -1136,8 +1140,8 @@ def resnet101_grid(name: str) -> nn.Module:
     """torchvision's ResNet-101 up to the layer in `name`, with the ImageNet weights that the papers
     used (IMAGENET1K_V1), fetched by torchvision on first use.
 
-    (n, 3, 224, 224) -> (n, 1024, 14, 14) or (n, 2048, 7, 7). The 16 x 16 cells that layer 3 makes
-    of 256 x 256 pixels are averaged to 14 x 14."""
+    (n, 3, 224, 224) -> (n, 1024, 14, 14) or (n, 2048, 7, 7). For 256 x 256 pixels, layer 3 gives
+    16 x 16 cells, which are averaged to 14 x 14."""
     weights = ResNet101_Weights.IMAGENET1K_V1
     try:
         net = resnet101(weights=weights)
@@ -1168,20 +1172,20 @@ class TimmGrid(nn.Module):
         model, _, file = name.removeprefix("timm/").partition(":")
         if not timm.is_model(model):
             raise InputError(
-                f"--extractor {name}: timm has no such model; timm.list_models() has the names"
+                f"--extractor {name}: timm has no such model; timm.list_models() lists the names"
             )
-        with file_errors(f"--extractor {name}", "timm.list_pretrained() has the names with tags"):
+        with file_errors(f"--extractor {name}", "timm.list_pretrained() lists names with tags"):
             defaults = timm.get_pretrained_cfg(model)
         options = {}
-        if defaults.fixed_input_size:  # ViTs, whose own size may be 518
+        if defaults.fixed_input_size:  # ViTs, whose native size may be 518
             options["img_size"] = 224
         if file:
             weights = load_tensors(file, "give a file of the model's weights")
-            # Features are taken without the classifier, and then timm does not mind if others are
-            # missing, too. So the file is first tried on the whole model, where timm does mind.
+            # With features_only, timm drops the classifier and then tolerates other missing
+            # weights, too. So the file is first loaded into the whole model, which is strict.
             load_weights(timm.create_model(model), weights, file, f"give weights of {model}")
             options["pretrained_cfg_overlay"] = {"state_dict": weights}
-        remedy = "load it once with a network, or give timm/MODEL:FILE"
+        remedy = "load it once while online, or give timm/MODEL:FILE"
         with file_errors(f"--extractor {name}", remedy):
             self.net = timm.create_model(model, pretrained=True, features_only=True, **options)
         self.channels = self.net.feature_info.channels()[-1]
@@ -1199,7 +1203,7 @@ class TimmGrid(nn.Module):
 
 class Extractor:
     """Image files -> grid features (n, C, H, W) float16. Feature files and checkpoints hold the
-    extractor's name (see extractor_name), so that a picture is always seen as in training.
+    extractor's name (see extractor_name), so that pictures are always encoded as in training.
     InputError if the name is unknown."""
 
     def __init__(self, name: str, device: str = "cpu"):
@@ -1227,7 +1231,7 @@ class Extractor:
 
     def blocks(self, paths: list[str | Path], batch: int) -> Iterator[Tensor]:
         """Features of `batch` files at a time; the next files are decoded while the network
-        works."""
+        runs."""
         cuda = self.device.startswith("cuda")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
 
@@ -1240,7 +1244,7 @@ class Extractor:
                 x = x.to(self.device, memory_format=torch.channels_last)
                 with torch.inference_mode(), torch.autocast("cuda", torch.float16, enabled=cuda):
                     grid = self.net(x)
-                # Channels come last in memory; the GPU puts them first faster than a CPU would.
+                # The layout is channels-last; the GPU converts it faster than the CPU would.
                 yield grid.half().contiguous().cpu()
 
 
@@ -1249,11 +1253,11 @@ class Extractor:
 
 class Captioner:
     """A trained model that captions any two pictures (files or PIL images): caption, maps =
-    captioner(before, after). maps: name -> where the model looked (H, W).
+    captioner(before, after). maps: name -> attention map (H, W).
 
     model, state: from common.load_model; state["extractor"] names the feature network.
-    inputs(model, state, pictures) -> what else the model's generate and attention_map take, one row
-    for each pair, or None; pictures are in the order before, after, before, after, ..."""
+    inputs(model, state, pictures) -> a further input of the model's generate and attention_map, one
+    row per pair, or None; pictures are in the order before, after, before, after, ..."""
 
     def __init__(self, model: nn.Module, state: dict, inputs: Callable | None = None):
         self.model = model
@@ -1292,12 +1296,12 @@ def load_captioner(
     """A trained model for any two pictures, files or PIL images: caption, maps =
     load_captioner(Model, Config, "best.pt")(before, after).
 
-    Model: as in common.load_model, with generate and attention_map. device: default cuda if there
-    is one. inputs: see Captioner. InputError if the checkpoint or the device cannot be used."""
+    Model: as in common.load_model, with generate and attention_map. device: default cuda if
+    available. inputs: see Captioner. InputError if the checkpoint or the device cannot be used."""
     cfg = saved_config(Config, checkpoint)
     cfg.device = usable_device(device)
     model, state = load_model(Model, cfg, checkpoint)
-    if "extractor" not in state:  # trained on features of one's own
+    if "extractor" not in state:  # trained on the user's own features
         raise InputError(f"{checkpoint} does not name the network that makes its features")
     if ":" in cfg.extractor:
         state["extractor"] = find_weights(cfg.extractor, state["extractor"], Path(checkpoint))
@@ -1305,9 +1309,9 @@ def load_captioner(
 
 
 def find_weights(extractor: str, name: str, checkpoint: Path) -> str:
-    """The extractor timm/MODEL:FILE of a checkpoint, with the place of FILE now: where it was, or
-    beside the checkpoint. `name`: what extractor_name has called it. InputError if FILE is at
-    neither place."""
+    """The extractor timm/MODEL:FILE of a checkpoint, with FILE where it is now: at its old path or
+    beside the checkpoint. name: the result of extractor_name in training. InputError if the weights
+    are at neither place."""
     model, _, file = extractor.partition(":")
     beside = checkpoint.parent / Path(file).name
     for place in (Path(file), beside):
@@ -1316,7 +1320,7 @@ def find_weights(extractor: str, name: str, checkpoint: Path) -> str:
             return found
     raise InputError(
         f"{checkpoint} was trained on features of {name}, which were made with {file}; neither "
-        f"{file} nor {beside} is that file of weights: put it there"
+        f"{file} nor {beside} holds these weights: put the file there"
     )
 
 
@@ -1334,7 +1338,7 @@ def write_features(
     """Write a feature file: `features` (n, C, H, W) float16, not chunked; `image_ids` (n,);
     `stamps` (n, 3) of the files that the features are made from; and the attributes `extractor` and
     `preprocessing`. `blocks` yields arrays (b, C, H, W) in the order of names and files. InputError
-    if they differ in shape or do not fit into float16."""
+    if arrays differ in shape or exceed float16's range, or if there are too few."""
     done = 0
     stamps = []
     bar = progress(total=len(names), desc="features", unit="image")
@@ -1347,12 +1351,12 @@ def write_features(
                 table = f.create_dataset("features", shape, "float16", fill_time="never")
             if block.shape[1:] != table.shape[1:]:
                 raise InputError(
-                    f"features of {names[done]!r} have another shape than those before: "
+                    f"features of {names[done]!r} differ in shape from the previous ones: "
                     f"{block.shape[1:]}"
                 )
-            if not np.abs(block).max() <= np.finfo(np.float16).max:  # so NaN is refused, too
+            if not np.abs(block).max() <= np.finfo(np.float16).max:  # phrased to refuse NaN, too
                 raise InputError(
-                    f"features of {names[done]!r} or of an image soon after are not finite in "
+                    f"features of {names[done]!r}, or of an image soon after, are not finite in "
                     "float16"
                 )
             table[done : done + len(block)] = block.astype(np.float16)
@@ -1365,16 +1369,16 @@ def write_features(
 
 
 def stamp(file: Path) -> tuple[int, int, int]:
-    """What shows whether a file is still the same: its size in bytes, when it was last changed (in
-    ns), and a checksum of its content."""
+    """What shows whether a file has changed: its size in bytes, its modification time in ns, and a
+    checksum of its content (CRC-32)."""
     status = file.stat()
     return status.st_size, status.st_mtime_ns, zlib.crc32(file.read_bytes())
 
 
 class Features:
-    """A feature file whose rows are read by image name: from the memory-mapped file, of which the
-    system caches what fits, or from the GPU, if `load` has copied them there. FileNotFoundError or
-    InputError with the command that makes the file."""
+    """A feature file whose rows are read by image name: from the memory-mapped file, which the
+    system caches as far as memory allows, or from the GPU, if `load` has copied them there.
+    FileNotFoundError or InputError gives the command that makes the file."""
 
     def __init__(self, path: Path, prepare: str):
         if not path.exists():
@@ -1383,7 +1387,7 @@ class Features:
         self.remedy = f"remove it and run: {prepare}"
         with file_errors(path, self.remedy), h5py.File(path) as f:
             if "stamps" not in f:
-                raise InputError("it does not say from which files it was made")
+                raise InputError("it does not record the files that it was made from")
             table = f["features"]
             names = f["image_ids"].asstr()[:]
             self.stamps = f["stamps"][:].tolist()
@@ -1397,7 +1401,7 @@ class Features:
                     f"{len(self.row)} ids"
                 )
             self.data = np.memmap(path, kind, "r", table.id.get_offset(), table.shape)
-            self.pinned = False  # `load` sets it for a GPU that does not hold the features itself
+            self.pinned = False  # `load` sets it if each batch is copied to a GPU
 
     def rows(self, names: list[str]) -> Tensor:
         """Features of the named images (n, C, H, W) float16: on the GPU, or in RAM (page-locked if
@@ -1405,18 +1409,17 @@ class Features:
         index = [self.row[name] for name in names]
         if not self.pinned:
             return torch.as_tensor(self.data[index])
-        # Page-locked memory is kept for the next call, so it pays to read straight into it. numpy
-        # does so only with a mode other than "raise". "clip" cannot hide a wrong index here, as
-        # each one comes out of self.row.
+        # PyTorch reuses page-locked memory, so reading straight into it pays. With mode "raise",
+        # np.take would read into a buffer first. "clip" hides no wrong index, as all of them come
+        # from self.row.
         shape = (len(index), *self.data.shape[1:])
         rows = torch.empty(shape, dtype=torch.float16, pin_memory=True)
         np.take(self.data, index, axis=0, out=rows.numpy(), mode="clip")
         return rows
 
     def require(self, paths: dict[str, Path], root: Path) -> None:
-        """InputError if features of any image are missing, or were made from another picture (or
-        the authors' .npy file) than lies there now. paths: image name -> picture, of the data set
-        in the folder root."""
+        """InputError if an image has no features, or if its picture (or the authors' .npy file) has
+        changed since they were made. paths: image name -> picture; root: the data set's folder."""
         absent = sorted(name for name in paths if name not in self.row)
         if absent:
             more = len(absent) - 1
@@ -1431,20 +1434,20 @@ class Features:
             size, time, checksum = self.stamps[self.row[name]]
             try:
                 status = os.stat(file)
-            except OSError:  # features may come without what they were made from
+            except OSError:  # features may be shared without the files they were made from
                 continue
             if status.st_size != size:
                 self.refuse(file)
             if status.st_mtime_ns != time:
                 touched.append((file, checksum))
-        # Files that were only copied have another time, too. So contents decide, of at most 100
-        # files, as a whole data set may have been copied.
+        # A copied file may also have a new time, so the contents decide. At most 100 files are
+        # read, because a whole data set may have been copied.
         for file, checksum in touched[:: len(touched) // 100 + 1]:
             if stamp(file)[2] != checksum:
                 self.refuse(file)
 
     def refuse(self, file: Path) -> None:
-        """InputError about a file that is another now."""
+        """Raises InputError: a file has changed since features were made."""
         raise InputError(f"{self.path} was made before {file} was replaced; {self.remedy}")
 
 
@@ -1454,13 +1457,13 @@ def feature_file(name: str, root: Path, extractor: str = "") -> Path:
         return root / "features.h5"
     if extractor not in RESNETS and not extractor.startswith("timm/"):
         known = ", ".join(dict.fromkeys([DATASETS[name].extractor, *RESNETS]))
-        raise InputError(f"--extractor {extractor}: {name} can have {known}, timm/MODEL")
+        raise InputError(f"--extractor {extractor}: {name} accepts {known}, timm/MODEL")
     return root / f"features-{re.sub('[/:]', '-', extractor_name(extractor))}.h5"
 
 
 def extractor_name(extractor: str) -> str:
-    """What feature files and checkpoints call an extractor: of timm/MODEL:FILE they hold a digest
-    of the weights in place of FILE, which may move, or be replaced by other weights."""
+    """The name of an extractor in feature files and checkpoints. In timm/MODEL:FILE, a digest of
+    the weights replaces FILE, because the file may be moved or overwritten."""
     model, colon, file = extractor.partition(":")
     if not colon:
         return extractor
@@ -1470,8 +1473,8 @@ def extractor_name(extractor: str) -> str:
 
 
 def open_features(name: str, root: Path, extractor: str = "") -> Features:
-    """The feature file of a data set, for its own extractor or the one named; InputError if another
-    made it."""
+    """Opens the feature file of a data set, for its own extractor or the given one. InputError if
+    another extractor made it."""
     features = Features(feature_file(name, root, extractor), prepare_command(name, root, extractor))
     wanted = extractor_name(extractor or settings_of(name).extractor)
     if features.extractor != wanted:
@@ -1485,7 +1488,7 @@ def open_features(name: str, root: Path, extractor: str = "") -> Features:
 
 
 def vocab_of(name: str, release: Release) -> Vocab:
-    """The vocabulary by the data set's rule; for most data sets, of the training captions alone."""
+    """The vocabulary by the data set's rule; most data sets use the training captions alone."""
     settings = settings_of(name)
     captions = release.captions(settings.vocab_splits)
     return Vocab.from_captions(captions, settings.min_count, settings.tokenizer, settings.max_words)
@@ -1494,15 +1497,15 @@ def vocab_of(name: str, release: Release) -> Vocab:
 def prepare(
     name: str, root: Path, device: str, extractor: str = "", scenes: int = RunConfig.scenes
 ) -> None:
-    """Write a feature file, which is kept if it is there already. Features are the authors' .npy
-    files, if these are there and the extractor is the data set's own, or else made from the
-    pictures.
+    """Write a data set's feature file; an existing one is kept. Features are taken from the
+    authors' .npy files if these exist and the extractor is the data set's own; otherwise they are
+    made from the pictures.
 
-    A file gets its name when it is complete. So this may be stopped, repeated, and run twice at
-    once. A killed process leaves a partial file (features.h5.<its number>.partial): nothing reads
-    it, remove it.
-    mini is drawn first, with so many training scenes. FileNotFoundError or InputError says what is
-    missing, or that a feature file lacks images or is of another extractor."""
+    A file gets its final name only when it is complete, so preparation may be stopped, repeated, or
+    run twice at the same time. A killed process leaves a partial file
+    (features.h5.<process id>.partial), which nothing reads and you may remove.
+    mini is drawn first, with `scenes` training scenes. FileNotFoundError or InputError says what is
+    missing, or that a feature file lacks images or was made by another extractor."""
     path = feature_file(name, root, extractor)
     if name == "mini":
         import mini
@@ -1510,10 +1513,10 @@ def prepare(
         mini.make(root, scenes)
     release = read_release(name, root)
     vocab = vocab_of(name, release)
-    # Before the features, which may take hours.
+    # Printed before features are made, which may take hours.
     print_notes([*release.notes, *differing_counts(name, release, vocab)])
     if path.exists():
-        print_notes([f"{path} is there already"])
+        print_notes([f"{path} exists and is kept"])
     else:
         make_features(name, root, release, device, extractor)
     open_features(name, root, extractor).require(release.paths, root)
@@ -1521,7 +1524,7 @@ def prepare(
 
 
 def differing_counts(name: str, release: Release, vocab: Vocab) -> list[str]:
-    """What differs from the published counts, a line for each count."""
+    """A line for each count that differs from the published one."""
     settings = settings_of(name)
     published = settings.scenes | settings.types
     if settings.words:
@@ -1532,7 +1535,7 @@ def differing_counts(name: str, release: Release, vocab: Vocab) -> list[str]:
     for part, count in published.items():
         found = counts.get(part, 0)
         if found != count:
-            lines.append(f"{part} has {found}, published {count}")
+            lines.append(f"{part}: found {found}, published {count}")
     return lines
 
 
@@ -1558,7 +1561,7 @@ def make_features(name: str, root: Path, release: Release, device: str, extracto
         return
     require_files(pictures)
     network = Extractor(extractor, device)
-    # Ctrl-C acts between batches; on a CPU one of 16 takes seconds.
+    # Ctrl-C takes effect between batches; on a CPU, a batch of 16 takes seconds.
     batch = 64 if device.startswith("cuda") else 16
     if extractor == "mini-cnn":
         batch = 512  # its pictures are small
@@ -1577,12 +1580,12 @@ def require_files(files: list[Path]) -> None:
 
 
 def read_npy(path: Path, grid: tuple[int, int, int]) -> np.ndarray:
-    """A feature map of the authors, whose (C, H, W) is `grid`. InputError that names the file if it
-    is none."""
+    """A feature map published by the authors; grid: its (C, H, W). InputError names a file that
+    holds anything else."""
     with file_errors(path, FETCH_AGAIN):
-        x = np.load(path)  # refuses pickles, which could run any program
+        x = np.load(path)  # refuses pickles, which could run arbitrary code
         if x.shape != grid or not np.issubdtype(x.dtype, np.floating):
-            raise InputError(f"expected numbers (C, H, W) {grid}, found {x.dtype} {x.shape}")
+            raise InputError(f"expected floats (C, H, W) = {grid}, found {x.dtype} {x.shape}")
     return x
 
 
@@ -1599,7 +1602,7 @@ class Batch:
     caption: Tensor  # (B, V) ids: START, words, END, NULL ...
     pair_ids: list[str]  # B pair ids
     texts: list[str]  # B captions as they were written
-    images: list[tuple[str, str]] = field(default_factory=list)  # B names of "before" and "after"
+    images: list[tuple[str, str]] = field(default_factory=list)  # B image names (before, after)
     single: bool = False  # captions of single images: there is no "after"
 
     def to(self, device: str) -> "Batch":
@@ -1610,8 +1613,8 @@ class Batch:
 
 
 def prefetch(items: Iterator) -> Iterator:
-    """Yields the items of an iterator, which must not be None (that ends it); a thread makes each
-    one while the one before it is in use."""
+    """Yields the items of an iterator; a thread makes the next one while the current one is in use.
+    Items must not be None, which marks the end."""
     with ThreadPoolExecutor(1) as pool:
         upcoming = pool.submit(next, items, None)
         while True:
@@ -1625,21 +1628,21 @@ def prefetch(items: Iterator) -> Iterator:
 class Dataset:
     """A data set ready for a method: vocabulary, scenes, features. Made by `load`.
 
-    A method's train and evaluate use the following, so any object that has it can take the place
-    of a Dataset (some methods read more, and say so where they do):
+    A method's train and evaluate use only the following, so any object that provides it can replace
+    a Dataset (methods that read more say so where they do):
 
         vocab                     len(vocab); vocab.decode(ids (B, V)) -> B captions
         grid                      (C, H, W) of an image's features
         max_len                   ids of the longest caption, START and END included
-        steps(batch_size)         steps of an epoch
+        steps(batch_size)         steps per epoch
         train_batches(...)        the steps of an epoch, each a tuple of one or two Batches
         eval_batches(split, ...)  every pair of "val" or "test" once, in Batches
         results(split, ...)       scores of a split's captions
         state(), check_state()    what a checkpoint keeps of the data, and whether it fits
 
-    Also: lengths, max_len for the scenes' first pairs alone and, if scenes have two, for their
-    second pairs alone (distractors): to these each batch is padded. Without features (for counting
-    words) there are no batches and no grid."""
+    Also: `lengths`, the max_len of the scenes' first pairs and, if scenes have two pairs, that of
+    their second pairs (distractors). Training batches are padded to these. Without features (for
+    counting words) there are no batches and no grid."""
 
     def __init__(
         self,
@@ -1675,15 +1678,16 @@ class Dataset:
         return lengths
 
     def steps(self, batch_size: int) -> int:
-        """Batches an epoch; the last may be smaller."""
+        """Batches per epoch; the last may be smaller."""
         return -(-len(self.scenes["train"]) // batch_size)
 
     def train_batches(
         self, batch_size: int, seed: int, epoch: int, first: int = 0
     ) -> Iterator[tuple[Batch, ...]]:
-        """One epoch from batch `first` on: tuples of Batches, one for the scenes' first pairs and
-        one for any second. (seed, epoch) alone decide the order, the swaps (half the time, if a
-        scene has one) and each pair's caption."""
+        """The batches of an epoch, from batch `first` on: tuples of a Batch of the scenes' first
+        pairs and, if scenes have two pairs, a Batch of their second ones. (seed, epoch) alone
+        determine the order, which scenes are swapped (with probability 1/2, if they can be) and
+        each pair's caption."""
         scenes = self.scenes["train"]
         rng = np.random.default_rng([seed, epoch])
         order = rng.permutation(len(scenes))
@@ -1692,7 +1696,7 @@ class Dataset:
 
         def make(chosen: np.ndarray) -> tuple[Batch, ...]:
             batches = []
-            for n, length in enumerate(self.lengths):  # the scenes' first pairs, then their second
+            for n, length in enumerate(self.lengths):  # first pairs of the scenes, then second ones
                 pairs = []
                 captions = []
                 for i in chosen:
@@ -1722,8 +1726,8 @@ class Dataset:
         return iter(tqdm(batches, split, len(starts), disable=None, leave=False))
 
     def batch(self, pairs: list[Pair], captions: list[str] | None = None, length: int = 0) -> Batch:
-        """Pairs with one caption each (default: their first), padded to `length` ids (default: the
-        longest)."""
+        """Pairs with one caption each (default: their first), padded to `length` ids (default:
+        max_len)."""
         captions = captions or [pair.captions[0] for pair in pairs]
         length = length or self.max_len
         single = pairs[0].after is None
@@ -1758,8 +1762,8 @@ class Dataset:
         }
 
     def check_state(self, state: dict) -> None:
-        """InputError if a checkpoint was trained on other features or another vocabulary. A note if
-        it was trained on other pairs than these, some of which are now in val or test."""
+        """InputError if a checkpoint was trained on other features or another vocabulary. Prints a
+        note if some of the pairs that it was trained on are now in val or test."""
         name = state["extractor"]
         grid = tuple(state["grid"])
         same_features = (name, grid) == (self.features.extractor, self.grid)
@@ -1767,7 +1771,7 @@ class Dataset:
             raise InputError(
                 f"the checkpoint was trained with {name} {grid} and {len(state['vocab'])} words; "
                 f"{self.root} has {self.features.extractor} {self.grid} and {len(self.vocab)}; "
-                "give its --data_dir and --extractor"
+                "give the --data_dir and --extractor of its training"
             )
         trained = state["training_pairs"].cpu()
         if torch.equal(trained, id_digests(self.pairs("train"))):
@@ -1794,8 +1798,8 @@ def load(
     name: str, root: str | Path, where: str = "auto", device: str = "cpu", extractor: str = ""
 ) -> Dataset:
     """Read a prepared data set; FileNotFoundError or InputError says what is missing and which
-    command makes it. where: where features are read from, "file" or "gpu" ("auto": the GPU if they
-    take less than 60 % of its free memory)."""
+    command makes it. where: features are read from the "file" or kept on the "gpu" ("auto": on the
+    GPU if they take less than 60 % of its free memory)."""
     root = Path(root)
     release = read_release(name, root)
     features = open_features(name, root, extractor)
@@ -1803,8 +1807,8 @@ def load(
     size = features.data.nbytes
     place = "read from the file"
     if device.startswith("cuda"):
-        # If nothing has used this GPU yet, this does. The next use, pinning memory, is in another
-        # thread (`prefetch`), whose own choice would be GPU 0.
+        # This call also initialises CUDA on this GPU. Otherwise its first use could be to pin
+        # memory in the thread of `prefetch`, which would pick GPU 0.
         free, _ = torch.cuda.mem_get_info(device)
         fits = size < 0.6 * free
         if where == "gpu" or (where == "auto" and fits):
@@ -1819,23 +1823,23 @@ def load(
 
 
 def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
-    """The data set that a run's config names. With `make`, mini is made first, if it is missing
-    (not to evaluate a checkpoint, which was trained on one that is there). cfg.batch_size is
-    lowered to the number of training scenes, if it is larger. Errors: see `load`."""
+    """The data set that a run's config names. With `make`, mini is made first if it is missing; to
+    evaluate a checkpoint, the mini that it was trained on must exist. cfg.batch_size is lowered to
+    the number of training scenes if it is larger. Errors: see `load`."""
     if cfg.dataset == "mini" and make:
         prepare("mini", Path(cfg.data_dir), cfg.device, cfg.extractor, cfg.scenes)
     dataset = load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
     count = len(dataset.scenes["train"])
     if cfg.batch_size > count:
-        print(f"--batch_size {cfg.batch_size} is more than there is to train on; it is {count} now")
+        print(f"--batch_size {cfg.batch_size} lowered to {count}, the number of training scenes")
         cfg.batch_size = count
     return dataset
 
 
 # ---- phrases of captions -------------------------------------------------------------------------
 
-# The language model errs often on the templates of mini, CLEVR-Change and CLEVR-DC, so their
-# captions are read by rules: an object, and two kinds of sentences without an object.
+# spaCy's model often misreads the templates of mini, CLEVR-Change and CLEVR-DC, so rules read their
+# captions: a pattern of an object, and patterns of two kinds of sentences without an object.
 OBJECT = re.compile(
     r"\b(?:(?:small|tiny|large|big"
     r"|gray|red|blue|green|brown|purple|cyan|yellow"
@@ -1855,7 +1859,7 @@ NO_ENTITIES = {
     *"change changes difference differences".split(),
 }
 NEGATIONS = {"no", "none", "nothing", "everything"}
-# A clause with one of these relations is part of the clause above it, or coordinated with it.
+# A clause with one of these relations is part of its governing clause, or coordinated with it.
 INNER_CLAUSES = {*"conj aux auxpass nsubj nsubjpass csubj csubjpass ccomp xcomp".split()}
 QUANTITIES = {"NUM", "ADJ", "DET", "PRON"}  # "one of the cars", "most of the cars", "some of ..."
 
@@ -1865,7 +1869,7 @@ def language(dataset_name: str):
     import spacy
 
     if settings_of(dataset_name).templates:
-        return spacy.blank("en", meta={"name": "template_rules"})  # splits into tokens, no more
+        return spacy.blank("en", meta={"name": "template_rules"})  # only a tokenizer
     try:
         return spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
     except OSError as e:
@@ -1876,9 +1880,9 @@ def language(dataset_name: str):
 
 
 def template_segments(caption: str) -> tuple[list[str], list[str]]:
-    """Noun segments and verb segments of a caption from a template, lower case: its objects, and
-    the text after the last of them, or before the first if nothing follows. InputError if it names
-    no object and does not say that nothing has changed."""
+    """Noun segments and verb segments of a template caption, in lower case: its objects, and the
+    text after the last object, or before the first one if nothing follows. InputError if the
+    caption names no object and does not say that nothing has changed."""
     text = " ".join(caption.lower().split()).rstrip(" .")
     no_change = NOTHING_CHANGED.fullmatch(text)
     all_same = ALL_SAME.fullmatch(text)
@@ -1914,12 +1918,13 @@ def noun_phrase(chunk) -> str:
 
 
 def subjects(doc) -> list[str]:
-    """What a caption says has changed, lower case, without articles and a leading "new".
+    """What has changed according to a caption, in lower case, without articles or a leading "new".
 
-    From a template: its first object. Else the subjects of the main clause and of those that are
-    coordinated with it; without any ("there is a car", "remove the car", "the left image has a
-    car"), the objects. "No change", "nothing" and the pictures name no entity."""
-    if not doc.has_annotation("DEP"):  # only split into tokens: a template
+    Of a template caption: its first object. Otherwise: the subjects of the main clause and of
+    clauses coordinated with it or, if these have none ("there is a car", "remove the car", "the
+    left image has a car"), their objects. "No change", "nothing" and words for the pictures
+    themselves are not entities."""
+    if not doc.has_annotation("DEP"):  # not parsed: a template caption
         nouns, _ = template_segments(doc.text)
         return [noun for noun in nouns if OBJECT.fullmatch(noun)][:1]
     subject_phrases = []
@@ -1929,7 +1934,7 @@ def subjects(doc) -> list[str]:
         if not phrase or phrase.split()[-1] in NO_ENTITIES:
             continue
         noun = chunk.root
-        while noun.dep_ == "conj":  # the van of "the car and the van": what holds for the car
+        while noun.dep_ == "conj":  # in "the car and the van", the van has the role of the car
             noun = noun.head
         if noun.dep_ == "pobj" and noun.head.lower_ == "of" and noun.head.head.pos_ in QUANTITIES:
             noun = noun.head.head
@@ -1964,21 +1969,21 @@ def read_captions(read: Callable, dataset_name: str, captions: Iterable[str]) ->
 
 @functools.cache
 def java_works() -> bool:
-    """Does `java` run? Asked once; if it does not, a line says what is lost."""
+    """Does `java` run? Checked once; if it does not, prints which scores are lost."""
     works = False
-    if shutil.which("java"):  # which on a Mac without Java only says where to get it
+    if shutil.which("java"):  # a Mac without Java has a `java` that only says where to get it
         works = subprocess.run(["java", "-version"], capture_output=True).returncode == 0
     if not works:
-        print("no METEOR, no SPICE, and other words than the PTB tokenizer's: they need Java")
+        print("no Java: no METEOR, no SPICE, and plain words instead of the PTB tokenizer's")
     return works
 
 
 def ptb_tokenize(texts: list[str]) -> list[str]:
-    """The words, joined by spaces, of texts without line breaks, by pycocoevalcap's Stanford
-    tokenizer. OSError if it fails.
+    """Splits texts, which must not contain line breaks, with pycocoevalcap's Stanford tokenizer ->
+    each text's words, joined by spaces. OSError if the tokenizer fails.
 
-    The package's own class is not used: it does not notice a lost line, after which every caption
-    would be compared with the references of another."""
+    The package's own class is not used: it does not notice if a line is lost, and would then
+    compare every later caption with the wrong references."""
     from pycocoevalcap.tokenizer import ptbtokenizer
 
     jar = Path(ptbtokenizer.__file__).with_name(ptbtokenizer.STANFORD_CORENLP_3_4_1_JAR)
@@ -2001,9 +2006,9 @@ def ptb_tokenize(texts: list[str]) -> list[str]:
 
 
 def plain_tokenize(text: str) -> str:
-    """For validation, and where there is no Java: lower case, no punctuation. It gives the Stanford
-    tokenizer's words on mini's templates. Elsewhere it differs: "dog s", "don t", "3 5" and
-    "cannot" for Stanford's "dog 's", "do n't", "3.5" and "can not"; brackets stay."""
+    """For validation, and if there is no Java: lower case, no punctuation. On mini's templates, it
+    gives the same words as the Stanford tokenizer. Elsewhere it differs: "dog s", "don t", "3 5"
+    and "cannot" for Stanford's "dog 's", "do n't", "3.5" and "can not"; brackets stay."""
     words = re.sub(r"""[.,:;?!'"`]""", " ", text.lower()).split()
     return " ".join(word for word in words if word.strip("-"))
 
@@ -2051,12 +2056,11 @@ def score(
     frequencies in the group's references, so the total is not an average of the groups, and a
     group of one image gets 0.
     tokens: "ptb" is what most data sets use: the Stanford tokenizer's lower-case words without
-    punctuation; "split": captions are words already, split at blanks (Birds-to-Words, your own
-    pairs, where signs are words, too); "ids"
-    (LEVIR-CC): words are replaced by their numbers in `index`, which must be given, and all words
-    that it lacks by UNK's, so that these match each other.
-    quick: without the Java programs: no METEOR and SPICE, and plain_tokenize for "ptb". Without
-    Java every score is quick. InputError if an id has no reference, or there is none to score."""
+    punctuation; "split" (Birds-to-Words, your own pairs): captions are already tokenized, and are
+    split at spaces; "ids" (LEVIR-CC): the same, but words are replaced by their ids in `index`,
+    which must be given, and unknown words by UNK's, so that they match each other.
+    quick: skip the Java programs: no METEOR, no SPICE, and plain_tokenize for "ptb". Without Java,
+    every score is quick. InputError if an id has no reference, or if there are no predictions."""
     if not predictions:
         raise InputError("no predictions to score; expected at least one {image id: caption}")
     absent = [i for i in predictions if not references.get(i)]
@@ -2068,7 +2072,7 @@ def score(
     texts = []
     for i, caption in predictions.items():
         texts += [caption, *references[i]]
-    # All at once, because the tokenizer takes a second to start.
+    # All texts at once, because the tokenizer takes a second to start.
     words = iter(scored_words(texts, tokens, index, quick))
     hyps = {}
     refs = {}
@@ -2079,7 +2083,7 @@ def score(
     rows = {"total": hyps}
     for name, members in (groups or {}).items():
         row = {i: hyps[i] for i in hyps if i in members}
-        if row and name != "total":  # a kind of own pairs may have any name
+        if row and name != "total":  # in your own pairs, a kind may have any name
             rows[name] = row
     scores = {name: quick_metrics(refs, row) for name, row in rows.items()}
     if not quick:
@@ -2093,7 +2097,7 @@ def score(
 
 
 def quick_metrics(refs: dict[str, list[str]], hyps: dict[str, list[str]]) -> dict[str, float]:
-    """BLEU, ROUGE-L and CIDEr of a row of captions: id -> [caption]."""
+    """BLEU, ROUGE-L and CIDEr of a group of captions. hyps: id -> [caption]."""
     from pycocoevalcap.bleu.bleu import Bleu
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.rouge.rouge import Rouge
@@ -2103,26 +2107,26 @@ def quick_metrics(refs: dict[str, list[str]], hyps: dict[str, list[str]]) -> dic
     metrics = dict(zip(METRICS[:4], bleu, strict=True))
     metrics["ROUGE-L"], _ = Rouge().compute_score(gts, hyps)
     metrics["CIDEr"] = 0.0
-    if any(any(texts) for texts in gts.values()):  # without a word in them, Cider fails
+    if any(any(texts) for texts in gts.values()):  # Cider fails if no reference has a word
         metrics["CIDEr"], _ = Cider().compute_score(gts, hyps)
     return metrics
 
 
 @functools.cache
 def spice_works() -> bool:
-    """Are SPICE's models there? Asked once; if they are not, a line says how to get them."""
+    """Are SPICE's models installed? Checked once; if they are not, prints how to get them."""
     import pycocoevalcap.spice
 
     lib = Path(pycocoevalcap.spice.__path__[0], "lib")
     works = all((lib / jar).exists() for jar in SPICE_MODELS)
     if not works:
         command = "python -m pycocoevalcap.spice.get_stanford_models"
-        print(f"no SPICE: its models are not there; run: {command}")
+        print(f"no SPICE: its models are not installed; run: {command}")
     return works
 
 
 def java_programs(tokens: str) -> dict:
-    """pycocoevalcap's Meteor and Spice, as far as they work here."""
+    """pycocoevalcap's Meteor and Spice, if they work on this computer."""
     from pycocoevalcap.meteor.meteor import Meteor
     from pycocoevalcap.spice.spice import Spice
 
@@ -2136,7 +2140,7 @@ def java_programs(tokens: str) -> dict:
 
 
 def java_metric(metric: str, program, refs: dict, rows: dict) -> dict[str, float]:
-    """METEOR or SPICE of every row of captions; {} and a printed line if the program fails."""
+    """METEOR or SPICE of every group of captions; {} and a printed line if the program fails."""
     values = {}
     try:
         for name, hyps in rows.items():
@@ -2145,12 +2149,12 @@ def java_metric(metric: str, program, refs: dict, rows: dict) -> dict[str, float
     except (OSError, ValueError, subprocess.SubprocessError) as e:
         print(
             f"no {metric}: its Java program failed ({e}); METEOR needs 2 GB of memory and a "
-            "language with decimal points (JAVA_TOOL_OPTIONS=-Duser.language=en), SPICE 8 GB and "
+            "locale with decimal points (JAVA_TOOL_OPTIONS=-Duser.language=en), SPICE 8 GB and "
             "usually Java 8"
         )
         return {}
     finally:
-        # After an error Meteor still has its lock, for which its destructor would wait for ever.
+        # After an error, Meteor still holds its lock, and its destructor would wait for it forever.
         program.lock = threading.Lock()
     return values
 
@@ -2185,10 +2189,10 @@ def results(
 ) -> dict[str, float]:
     """Scores a split's captions -> the scores over all pairs, or {} if the split is empty.
 
-    Without out_dir, only the quick metrics. With it, every metric for every group is printed, and
-    three files are written: captions_<split><suffix>.json, scores_<split><suffix>.json, and a
-    sheet of sample pictures with attention maps (pair id -> name -> (H, W)) and notes (pair id ->
-    lines)."""
+    Without out_dir, only the quick metrics are computed. With it, every metric for every group is
+    printed, and three files are written: captions_<split><suffix>.json,
+    scores_<split><suffix>.json, and a sheet of sample pictures with attention maps and notes.
+    maps: pair id -> name -> (H, W); notes: pair id -> lines."""
     if not dataset.scenes[split]:
         return {}
     references = {pair.id: pair.captions for pair in dataset.pairs(split)}
@@ -2226,13 +2230,13 @@ def results(
 
 
 def print_absent(captions: dict[str, str], references: dict[str, list[str]]) -> None:
-    """A line that says how many of the pairs in the references have no prediction."""
+    """Prints how many of the pairs in the references have no prediction."""
     absent = len(references.keys() - captions.keys())
     print(f"{absent} of {len(references)} pairs have no prediction")
 
 
 def print_shares(name: str, shares: dict[str, float]) -> None:
-    """A line of shares in %, if there are any."""
+    """Prints a line of shares in %, if there are any."""
     if shares:
         numbers = ", ".join(f"{group} {value:.1f}" for group, value in shares.items())
         print(f"{name}, in %: {numbers}")
@@ -2245,8 +2249,8 @@ def protocol_scores(
     groups: dict[str, set[str]] | None = None,
     quick: bool = False,
 ) -> dict[str, dict[str, float]]:
-    """`score` by the rule of the data set's published tables. captions: words of the vocabulary,
-    joined by spaces, as a model gives them; references: as they were written."""
+    """`score` by the rules of the data set's published tables. captions: words of the vocabulary,
+    joined by spaces, as a model outputs them; references: as they were written."""
     as_read = {}
     for i in captions:
         as_read[i] = [scored_text(dataset, text) for text in references[i]]
@@ -2255,8 +2259,8 @@ def protocol_scores(
 
 
 def scored_text(dataset: Dataset, caption: str) -> str:
-    """A reference as published scores read it: split into words by the vocabulary's rule and never
-    shortened, or unchanged if the PTB tokenizer will split it."""
+    """A reference in the form that published scores use: split into words by the vocabulary's rule
+    and never shortened, or unchanged if the PTB tokenizer will split it."""
     if settings_of(dataset.name).tokens == "ptb":
         return caption
     return " ".join(dataset.vocab.tokenizer(caption))
@@ -2281,8 +2285,9 @@ def groups_of(dataset: Dataset, split: str) -> dict[str, set[str]]:
 
 
 def one_caption(dataset: Dataset) -> str:
-    """The caption to give every pair without looking: of the 20 most frequent training captions the
-    one with the best CIDEr on at most 250 validation pairs (training pairs if there are none)."""
+    """The best caption to give to every pair without looking: of the 20 most frequent training
+    captions, the one with the highest CIDEr on at most 250 validation pairs (training pairs if
+    there are none)."""
     counts = Counter(text for pair in dataset.pairs("train") for text in pair.captions)
     pairs = dataset.pairs("val") or dataset.pairs("train")
     pairs = pairs[:: math.ceil(len(pairs) / 250)]
@@ -2296,7 +2301,7 @@ def one_caption(dataset: Dataset) -> str:
 
 
 def no_change_captions(dataset: Dataset) -> set[str]:
-    """Captions that say that nothing changed: those on the list of the data set's authors, or else
+    """Captions which say that nothing changed: those listed by the data set's authors, or else
     those of unchanged training pairs."""
     captions = settings_of(dataset.name).no_change
     if not captions:
@@ -2307,8 +2312,9 @@ def no_change_captions(dataset: Dataset) -> set[str]:
 
 
 def is_right(dataset: Dataset, pair: Pair, caption: str) -> bool | None:
-    """Is a caption right for a pair? A reference word for word is. Of others, mini's can be judged,
-    and those that say that nothing changed; None: nobody knows."""
+    """Is a caption right for a pair? It is if it equals a reference. Otherwise, mini judges its own
+    captions; elsewhere, all that can be judged is whether a caption rightly says, or fails to say,
+    that nothing changed. None: undecided."""
     if caption in {" ".join(dataset.vocab.split(text)) for text in pair.captions}:
         return True
     if dataset.name == "mini":
@@ -2322,8 +2328,8 @@ def is_right(dataset: Dataset, pair: Pair, caption: str) -> bool | None:
 
 
 def accuracy_of(dataset: Dataset, captions: dict[str, str]) -> dict[str, float]:
-    """What mini's own judge says of captions, in %; elsewhere, if unchanged pairs are known, the %
-    of changed and of unchanged pairs whose caption says so (see `no_change_captions`)."""
+    """mini's own judgement of captions, in %. For other data sets, if unchanged pairs are known:
+    the % of changed and of unchanged pairs whose caption says so (see `no_change_captions`)."""
     if dataset.name == "mini":
         import mini
 
@@ -2347,7 +2353,7 @@ def accuracy_of(dataset: Dataset, captions: dict[str, str]) -> dict[str, float]:
 
 def pointing_hit(heat: Tensor, box: list[int], size: tuple[int, int]) -> bool:
     """Does the brightest pixel of a map (H, W) lie in the box? The map is resized bilinearly to the
-    picture's size (width, height); box [x, y, w, h] in its pixels. As Park et al. (2019) do it."""
+    picture's size (width, height); box is [x, y, w, h] in its pixels. As in Park et al. (2019)."""
     x, y, w, h = box
     width, height = size
     heat = heat.float()[None, None]
@@ -2360,12 +2366,13 @@ def pointing_scores(
     dataset: Dataset, split: str, maps: dict, groups: dict[str, set[str]]
 ) -> dict[str, dict[str, float]]:
     """The pointing game over all boxes of changed objects and over each group's: {map's name:
-    {group: hits in %}}, with the share of the picture that boxes take ("chance") and their number
-    ("boxes"). {} where no box is known, or a picture, whose size is needed, is missing.
+    {group: hits in %}}. Further rows are "chance", the mean share of the picture that a box covers,
+    and "boxes", their number. {} if no boxes are known, or if a picture is missing, so that its
+    size is not known.
 
     maps: pair id -> name -> (H, W). Both sides of a pair count; a map named "before" or "after" is
     used for that side only."""
-    rows = []  # pair id, what its box adds to each column
+    rows = []  # for each box: pair id, and its value for every column
     for pair in dataset.pairs(split):
         box_before, box_after = dataset.release.boxes.get(pair.id, (None, None))
         for side, image, box in (
@@ -2438,11 +2445,11 @@ def write_predictions(path: Path, predictions: dict[str, str]) -> None:
 
 SIDE = 1.4  # the longer side of a picture, in inches
 LINE = 0.15  # from one line of text to the next, in inches
-DOTS = 120  # an inch, in a .png or .jpg
-CHARACTERS = 25  # of text in a picture's width
-TEXT = {"size": 7.5, "parse_math": False}  # a caption's $ begins no formula
+DOTS = 120  # per inch, in a .png or .jpg
+CHARACTERS = 25  # that fit into a picture's width
+TEXT = {"size": 7.5, "parse_math": False}  # a $ in a caption must not begin a formula
 SATURATED = 8  # attention of this many times the uniform weight, or more, has the last colour
-# Label and colour of a generated caption by whether it is right; None: nobody can tell.
+# Label and colour of a generated caption, by the result of is_right.
 VERDICTS = {
     True: ("✓ generated", "#0a7d26"),
     False: ("✗ generated", "#cc1111"),
@@ -2461,15 +2468,15 @@ class Panel:
 
 @dataclass
 class Drawing:
-    """A pair: its panels side by side, and below them lines of text with their colours."""
+    """A pair: its panels side by side, and the lines of text below them with their colours."""
 
     panels: list[Panel]
     lines: list[tuple[str, str]]
 
 
 def pair_panels(before: Image.Image, after: Image.Image, maps: dict[str, Tensor]) -> list[Panel]:
-    """Both pictures, then each attention map (H, W) over both; IDC's maps "before" and "after" only
-    over their own picture.
+    """Both pictures, then each attention map (H, W) over both; IDC's maps "before" and "after" are
+    drawn over their own picture only.
 
     Levels are multiples of the uniform weight, at most SATURATED. A map sums to 1, so its uniform
     weight is 1 / (H * W); IDC's two sum to 1 together, so theirs is 1 / (2 * H * W)."""
@@ -2501,17 +2508,17 @@ def pairs_figure(drawings: list[Drawing], columns: int, header: str):
     """The matplotlib figure of `draw_pairs`."""
     from matplotlib.figure import Figure
 
-    # Every pair has the room that the highest picture and the longest text need.
+    # Every pair gets the space that the tallest picture and the longest text need.
     wide = max(len(drawing.panels) for drawing in drawings)
     texts = [wrapped(drawing.lines, wide * CHARACTERS) for drawing in drawings]
-    gap = (max(len(lines) for lines in texts) + 2.5) * LINE  # with the titles below
+    gap = (max(len(lines) for lines in texts) + 2.5) * LINE  # includes the titles of the next row
     height = 0.0
     for drawing in drawings:
         for panel in drawing.panels:
             height = max(height, SIDE * panel.picture.height / max(panel.picture.size))
     rows = math.ceil(len(drawings) / columns)
     total_height = rows * height + (rows - 1) * gap
-    # Right of each pair's panels stands a narrow one that stays empty.
+    # A narrow empty panel to the right of each pair's panels.
     widths = ([1] * wide + [0.1]) * columns
     figure = Figure(figsize=(1.03 * sum(widths) * SIDE, total_height))
     spaces = {"width_ratios": widths, "wspace": 0.03, "hspace": gap / height}
@@ -2531,12 +2538,12 @@ def pairs_figure(drawings: list[Drawing], columns: int, header: str):
             if panel.levels is not None:
                 levels = panel.levels.numpy()
                 axes.imshow(levels, extent=extent, interpolation="bilinear", **colours)
-        cell = place[0].get_subplotspec().get_position(figure)  # in parts of the figure
+        cell = place[0].get_subplotspec().get_position(figure)  # in fractions of the figure
         for k, (line, colour) in enumerate(lines):
             y = cell.y0 - (k + 0.3) * LINE / total_height
             figure.text(cell.x0, y, line, color=colour, va="top", **TEXT)
 
-    # Above the uppermost titles.
+    # The header and the colour bar stand above the titles of the first row.
     line = LINE / total_height
     figure.text(0, 1 + 2 * line, header, **TEXT)
     bar = figure.add_axes((0.6, 1 + 3 * line, 0.4, line))
@@ -2549,8 +2556,8 @@ def pairs_figure(drawings: list[Drawing], columns: int, header: str):
 
 
 def wrapped(lines: list[tuple[str, str]], width: int) -> list[tuple[str, str]]:
-    """Texts with their colours, each text in at most four lines of `width` characters; the end of a
-    longer one is left out."""
+    """Wraps texts, given with their colours, to at most four lines of `width` characters each;
+    longer texts are cut."""
     short = []
     for text, colour in lines:
         text = " ".join(text.split())
@@ -2572,8 +2579,8 @@ def attention_colours() -> dict:
 
 
 def images_of(dataset: Dataset, pair: Pair) -> tuple[Image.Image, Image.Image]:
-    """A pair's pictures, at most 256 pixels wide and high: grey where the file is absent (features
-    may come without pictures), or where there is no "after"."""
+    """A pair's pictures, at most 256 pixels wide and high. A grey one stands in for a missing file
+    (features may be shared without pictures), or if there is no "after"."""
     pictures = []
     for name in (pair.before, pair.after):
         picture = Image.new("RGB", (96, 96), "grey")
@@ -2601,7 +2608,7 @@ def sample(
     panels = pair_panels(before, after, maps)[:4]
     panels[0].title = title
     panels[1].title = ""  # the title above may be long
-    # The reference that the caption equals, if any, else the first.
+    # Show the reference that equals the caption, if any, else the first one.
     same = [c for c in pair.captions if " ".join(dataset.vocab.split(c)) == caption]
     reference = (same or pair.captions)[0]
     label, colour = VERDICTS[is_right(dataset, pair, caption)]
@@ -2671,12 +2678,12 @@ def load_clip(name: str, device: str = "cpu") -> tuple:
         known = ", ".join(tags) or "none"
         raise InputError(
             f"--clip {name}: open_clip has no such model or weights, and there is no such file; "
-            f"give MODEL:PRETRAINED (known of {model}: {known}) or MODEL:/path/to/file"
+            f"give MODEL:PRETRAINED (known for {model}: {known}) or MODEL:/path/to/file"
         )
-    # OpenAI's weights need another activation (QuickGELU) than open_clip's model of this name has.
+    # OpenAI's weights need QuickGELU, an activation that open_clip's model of this name lacks.
     quick = bool((open_clip.get_pretrained_cfg(model, weights) or {}).get("quick_gelu"))
     file = f"{model}{'-quickgelu' * quick}:/path/to/file"
-    remedy = f"load it once with a network, or fetch the weights and give --clip {file}"
+    remedy = f"load it once while online, or fetch the weights and give --clip {file}"
     with file_errors(f"--clip {name}", remedy):
         create = open_clip.create_model_and_transforms
         # [ours] CLIP's own transform crops the centre, and would miss changes at the border.
@@ -2685,14 +2692,14 @@ def load_clip(name: str, device: str = "cpu") -> tuple:
         )
     if not isinstance(clip, open_clip.CLIP) or clip.text_pool_type != "argmax":
         raise InputError(
-            f"--clip {name}: its text encoder takes no learned prompts; choose a model such as "
+            f"--clip {name}: its text encoder does not accept learned prompts; choose a model like "
             "ViT-L-14"
         )
     return frozen(clip, device), open_clip.get_tokenizer(model), preprocess
 
 
 def frozen(model: nn.Module, device: str) -> nn.Module:
-    """The model on a device, to be used as it is."""
+    """The model on a device, in evaluation mode and without gradients."""
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -2710,7 +2717,7 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
     pictures = [*dict.fromkeys(itertools.chain(*pairs.values()))]
     if out:
         check_out(Path(out), [*map(Path, files), *pictures], len(files))
-    # A picture that cannot be read must not end the work when it is half done.
+    # Check all pictures first: an unreadable one must not stop the work halfway.
     bar = {"desc": "pictures", "total": len(pictures), "disable": len(pictures) <= 64}
     with ThreadPoolExecutor() as pool:
         for _ in progress(pool.map(check_image, pictures), **bar):
@@ -2731,22 +2738,22 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
 
 def pairs_of_table(file: Path) -> dict[str, tuple[Path, Path]]:
     """The pairs of a CSV file with the columns before and after: name -> two image files. A table
-    for training fits too: its other columns, but for `id`, are not used. InputError if there are no
-    pairs, or two of one name."""
+    for training works, too: of its other columns only `id` is used. InputError if there are no
+    pairs, or two with the same name."""
     pairs = {}
     for place, row in read_table(file, ("before", "after")):
         with file_errors(place, "correct it"):
             pair = own_pair(row)
             if pair.id in pairs:
-                raise InputError(f"id {pair.id} is there already")
+                raise InputError(f"id {pair.id} occurs twice")
         pairs[pair.id] = (file.parent / pair.before, file.parent / pair.after)
     if not pairs:
-        raise InputError(f"{file} has no rows; expected the columns before, after and a pair a row")
+        raise InputError(f"{file} has no rows; expected columns before and after, one pair per row")
     return pairs
 
 
 def check_out(out: Path, inputs: list[Path], count: int) -> None:
-    """InputError if --out has no fitting ending, or would replace a file that is read."""
+    """InputError if --out has the wrong suffix, or would replace a file that is read."""
     endings = (".json",) if count == 1 else (".png", ".jpg", ".jpeg", ".pdf")
     if out.suffix.lower() not in endings:
         raise InputError(f"--out {out}: expected a name that ends in {', '.join(endings)}")
@@ -2777,7 +2784,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     text = "its folder (default: data/NAME, or data/mini-SCENES)"
     p.add_argument("--data_dir", help=text)
-    p.add_argument("--device", default="", help="where features are made (default: cuda if any)")
+    p.add_argument("--device", default="", help="for the extractor (default: cuda if available)")
     text = f"network that makes the features: {', '.join(RESNETS)}, timm/MODEL, timm/MODEL:FILE"
     p.add_argument("--extractor", default="", help=f"{text} (default: the data set's own)")
     default = RunConfig.scenes

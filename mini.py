@@ -1,27 +1,28 @@
-"""mini: the built-in toy data set. Nothing else needs this file, and it needs common.py alone.
+"""mini: the built-in toy data set. Only this data set needs the file; it imports common.py alone.
 
     python data.py mini --data_dir data/mini
 
-Published data sets, ImageNet's weights and CLIP's have to be downloaded. mini is made here instead,
-in a minute, so that every method can be tried and tested on any computer.
+Published data sets and the weights of ImageNet networks and of CLIP have to be downloaded. mini is
+drawn in a minute instead, so that every method can be tried and tested on any computer.
 
 A scene has two to four balls, cubes and cylinders on a grey floor. It is drawn three times, each
-time from another camera and under another light: as it is (the "default" picture), with one change
-("semantic"), and as it is once more ("nonsemantic", the distractor). Six sentences say what has
-changed, six others that nothing has. The folder has the layout of CLEVR-Change's release (Park et
-al., ICCV 2019), and two files more:
+time with a different camera and light: unchanged (the "default" picture), with one change
+("semantic"), and unchanged once more ("nonsemantic", the distractor). Six sentences describe the
+change, and six others say that nothing has changed. The folder has the layout of CLEVR-Change's
+release (Park et al., ICCV 2019), plus two files:
 
     mini.json     how many training scenes it has, and which version of this file made it
     scenes.json   the truth about each scene, by which `accuracy` judges captions
 
 Two small networks are shipped in assets/: one whose features stand in for those of ResNet-101, and
-a CLIP. tests/make_mini_networks.py has trained them, on single training pictures and their objects:
-they have seen no captions, no pairs, and no pictures of validation or test.
+a CLIP. tests/make_mini_networks.py trained them on single training pictures and their objects. They
+have seen no captions, no pairs, and no validation or test pictures.
 
-An object ("item") is a dict with size, color, material, shape, its centre xyz, and its turn about
-the vertical in radians. The world's z axis points up, and the floor is at z = 0. Objects stand on
-it, so xyz[2] is also half the height, which the ray caster calls `half`: a ball's and a cylinder's
-radius, half a cube's side. In scenes.json items have a box [x, y, w, h] and no turn. Licence: MIT.
+An object ("item") is a dict with size, color, material, shape, its centre xyz, and its turn, the
+rotation about the vertical in radians. The z axis points up, and the floor is at z = 0. Objects
+stand on it, so xyz[2] is also half the height, which the ray caster calls `half`: the radius of a
+ball or cylinder, half the side of a cube. In scenes.json, items have a box [x, y, w, h] and no
+turn. Licence: MIT.
 """
 
 import functools
@@ -64,7 +65,7 @@ COLORS = {
     "cyan": (41, 208, 208),
     "yellow": (255, 238, 51),
 }
-ATTRIBUTES = {  # in the order in which English names them
+ATTRIBUTES = {  # in the usual order of English adjectives
     "size": ("small", "large"),
     "color": tuple(COLORS),
     "material": ("rubber", "metal"),
@@ -74,11 +75,11 @@ COMBINATIONS = list(itertools.product(*ATTRIBUTES.values()))  # (size, color, ma
 OBJECTS = (2, 4)  # fewest and most objects in the "before" picture
 RADIUS = {"small": 0.45, "large": 0.8}
 FLOOR = 2.4  # objects stand within this distance of the middle, along x and along y
-GAP = 0.25  # between the RADIUS circles of any two objects, at least; cubes' corners stick out
-LEAST_MOVE = 1.2  # a moved object's distance from its old place, at least
+GAP = 0.25  # least gap between the RADIUS circles of any two objects; corners of cubes stick out
+LEAST_MOVE = 1.2  # least distance of a moved object from its old place
 VIEWS = {"default": "images", "semantic": "sc_images", "nonsemantic": "nsc_images"}  # and folders
 SEED = 0  # of all scenes
-VERSION = 2  # of the pictures and of all else in the folder
+VERSION = 2  # of the pictures and of everything else in the folder
 SIDE = 64  # of a picture, in pixels
 
 
@@ -97,8 +98,8 @@ def free_position(
 
 
 def sample_scene(rng: np.random.Generator, kind: str) -> tuple[list, list, int]:
-    """-> objects before, objects after, and the changed one's index (for add: among those after).
-    No two objects of a scene share all attributes."""
+    """-> objects before, objects after, and the index of the changed one (for add: its index
+    after). No two objects of a scene share all attributes."""
     scene = None
     while scene is None:
         scene = try_scene(rng, kind)
@@ -106,7 +107,7 @@ def sample_scene(rng: np.random.Generator, kind: str) -> tuple[list, list, int]:
 
 
 def try_scene(rng: np.random.Generator, kind: str) -> tuple[list, list, int] | None:
-    """sample_scene, or None if places or attributes collide."""
+    """One attempt of sample_scene; None if positions or attributes collide."""
     fewest, most = OBJECTS
     count = int(rng.integers(fewest, most + 1))
     if kind == "add":
@@ -152,11 +153,11 @@ RAYS = 2 * SIDE  # across a picture: four rays make a pixel
 class Camera:
     """A camera and the lamp of its picture. Vectors are (3,); all but eye have length 1."""
 
-    eye: np.ndarray  # where it stands
-    right: np.ndarray  # its axes: to the right,
+    eye: np.ndarray  # position
+    right: np.ndarray  # axes: to the right,
     up: np.ndarray  # up,
     forward: np.ndarray  # and ahead
-    light: np.ndarray  # towards the lamp
+    light: np.ndarray  # direction to the lamp
     gain: float  # brightness of the picture
 
 
@@ -165,9 +166,9 @@ class Picture:
     """What `draw` makes of a scene: the image, and a value for each object."""
 
     image: np.ndarray  # (SIDE, SIDE, 3) uint8
-    boxes: list[list[int]]  # [x, y, w, h] in pixels of the whole object, cut at the frame
-    areas: list[float]  # visible pixels
-    parts: list[float]  # visible part of what lies inside the frame, 0 to 1
+    boxes: list[list[int]]  # [x, y, w, h] in pixels, also around hidden parts; cut at the frame
+    areas: list[float]  # number of visible pixels
+    parts: list[float]  # visible share of the object's area inside the frame, 0 to 1
 
 
 def dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -182,10 +183,11 @@ def unit(v: np.ndarray) -> np.ndarray:
 def sample_cameras(rng: np.random.Generator) -> list[Camera]:
     """The cameras of a scene's views.
 
-    A scene draws a camera a and a spread s in 0 ... 1, each of its views a camera b, and the view
-    uses (1 - s) a + s b: the views of some scenes are alike, those of others far apart."""
+    A camera a and a spread s in 0 ... 1 are drawn for the scene, and a camera b for each view. The
+    view uses (1 - s) a + s b, so the views of some scenes are alike, and those of others far apart.
+    """
     spread = rng.uniform()
-    a = rng.uniform(-2.5, 2.5, (2, 3))  # offsets of where the camera stands, of where it looks
+    a = rng.uniform(-2.5, 2.5, (2, 3))  # offsets of the camera's position and of its target
     cameras = []
     for _ in VIEWS:
         b = rng.uniform(-2.5, 2.5, (2, 3))
@@ -202,8 +204,8 @@ def sample_cameras(rng: np.random.Generator) -> list[Camera]:
 
 
 def rays(camera: Camera) -> np.ndarray:
-    """Directions (3, N) of the picture's N = RAYS * RAYS rays, row after row. They have length 1
-    along the camera's axis, so that t in eye + t d is depth."""
+    """Directions (3, N) of the picture's N = RAYS * RAYS rays, row by row. Their component along
+    the camera's axis is 1, so that t in eye + t d is depth."""
     steps = TAN * ((2 * np.arange(RAYS, dtype=np.float32) + 1) / RAYS - 1)  # -TAN ... TAN
     x, y = np.meshgrid(steps, -steps)  # the first row is the highest
     right = camera.right[:, None]
@@ -213,19 +215,19 @@ def rays(camera: Camera) -> np.ndarray:
 
 
 def turned(v: np.ndarray, angle: float) -> np.ndarray:
-    """Vectors (3, N), turned about the vertical."""
+    """Vectors (3, N), rotated by an angle about the vertical."""
     cos = math.cos(angle)
     sin = math.sin(angle)
     return np.stack([cos * v[0] - sin * v[1], sin * v[0] + cos * v[1], v[2]])
 
 
 def from_centre(item: dict, points: np.ndarray) -> np.ndarray:
-    """Points (3, N), seen from the centre of an object."""
+    """Points (3, N), relative to the centre of an object."""
     return points - np.array(item["xyz"], np.float32)[:, None]
 
 
 def hit(item: dict, origin: np.ndarray, d: np.ndarray) -> np.ndarray:
-    """How far along d rays from `origin` enter an object: t (N,) > 0, or inf if they miss it.
+    """Where rays origin + t d enter an object: t (N,) > 0, or inf if they miss it.
 
     origin and d are (3, N), or (3, 1) if all rays share them."""
     half = item["xyz"][2]
@@ -234,7 +236,7 @@ def hit(item: dict, origin: np.ndarray, d: np.ndarray) -> np.ndarray:
         if item["shape"] == "cube":
             o = turned(o, -item["turn"])
             d = turned(d, -item["turn"])
-            # A ray is inside the cube while it is between both faces of each of the three axes.
+            # A ray is inside the cube while, along each of the axes, it is between the two faces.
             low = (-half - o) / d
             high = (half - o) / d
             enters = np.minimum(low, high).max(0)
@@ -245,10 +247,10 @@ def hit(item: dict, origin: np.ndarray, d: np.ndarray) -> np.ndarray:
             a = dot(d[:axes], d[:axes])
             b = dot(o[:axes], d[:axes])
             c = dot(o[:axes], o[:axes]) - half * half
-            root = np.sqrt(b * b - a * c)  # NaN if the ray misses, and then so is all below
+            root = np.sqrt(b * b - a * c)  # NaN if the ray misses; comparisons below are then False
             enters = (-b - root) / a
             leaves = (-b + root) / a
-        if item["shape"] == "cylinder":  # and it is between bottom and top
+        if item["shape"] == "cylinder":  # also between bottom and top
             low = (-half - o[2]) / d[2]
             high = (half - o[2]) / d[2]
             enters = np.maximum(enters, np.minimum(low, high))
@@ -257,30 +259,30 @@ def hit(item: dict, origin: np.ndarray, d: np.ndarray) -> np.ndarray:
 
 
 def normals(item: dict, points: np.ndarray) -> np.ndarray:
-    """Directions (3, N) of length 1 in which an object's surface faces at these of its points."""
+    """Unit normals (3, N) of an object's surface at some of its points (3, N)."""
     p = from_centre(item, points) / item["xyz"][2]
     if item["shape"] == "cube":
         p = turned(p, -item["turn"])
         size = np.abs(p)
-        axis = size == size.max(0)  # a face's points are farthest out along the face's own axis
+        axis = size == size.max(0)  # points of a face are farthest out along the face's normal
         return turned(np.sign(p) * axis, item["turn"])
     if item["shape"] == "cylinder":
         up = np.array([[0], [0], [1]], np.float32)
-        return np.where(p[2] > 0.9999, up, p * (1 - up))  # the top, or else the mantle
+        return np.where(p[2] > 0.9999, up, p * (1 - up))  # the top, or else the side
     return p
 
 
 def surface(item: dict, points: np.ndarray, d: np.ndarray, light: np.ndarray) -> np.ndarray:
-    """Colours (3, N) of an object's points, seen along d (3, N): 0 to 1, but more in highlights."""
+    """Colours (3, N) of an object's points, seen along d (3, N): 0 to 1, highlights above 1."""
     normal = normals(item, points)
     d = unit(d)
-    facing = -dot(d, normal)  # 1 where one looks straight at the surface
+    facing = -dot(d, normal)  # 1 where the surface faces the camera
     lit = np.maximum(dot(light, normal), 0)
     albedo = np.array(COLORS[item["color"]], np.float32)[:, None] / 255
     if item["material"] == "rubber":
         return albedo * (0.2 + 0.8 * lit + 0.25 * facing)
-    # Metal mirrors a dark floor, a bright band above the horizon, and a lamp with a hard edge:
-    # without hard edges it looks like rubber at this size.
+    # Metal mirrors a dark floor, a bright band above the horizon, and a lamp with a hard edge.
+    # Without hard edges, it would look like rubber at this picture size.
     mirrored = d + 2 * facing * normal
     rise = mirrored[2]
     sky = np.where(rise < 0, 0.15, np.where(rise < 0.45, 0.9, 0.35))
@@ -289,8 +291,8 @@ def surface(item: dict, points: np.ndarray, d: np.ndarray, light: np.ndarray) ->
 
 
 def floor_light(scene: list[dict], points: np.ndarray, light: np.ndarray) -> np.ndarray:
-    """Brightness (N,) of the grey floor at these of its points (3, N)."""
-    lamp = np.full_like(points[2], light[2])  # the floor looks up
+    """Brightness (N,) of the grey floor at some of its points (3, N)."""
+    lamp = np.full_like(points[2], light[2])  # the floor faces up
     for item in scene:
         in_shadow = np.isfinite(hit(item, points, light))
         lamp[in_shadow] *= 0.5
@@ -299,7 +301,7 @@ def floor_light(scene: list[dict], points: np.ndarray, light: np.ndarray) -> np.
 
 
 def box_of(area: np.ndarray) -> list[int]:
-    """[x, y, w, h] in pixels of the rays (RAYS, RAYS) where `area` is True."""
+    """[x, y, w, h] in pixels of the box around the rays for which `area` (RAYS, RAYS) is True."""
     columns = np.flatnonzero(area.any(0)) // 2
     rows = np.flatnonzero(area.any(1)) // 2
     if not len(rows):
@@ -310,13 +312,13 @@ def box_of(area: np.ndarray) -> list[int]:
 
 
 def draw(scene: list[dict], camera: Camera) -> Picture:
-    """Draws a scene. An object beyond the frame has the box [0, 0, 0, 0]."""
+    """Draws a scene. An object outside the frame gets the box [0, 0, 0, 0]."""
     eye = camera.eye[:, None]
     light = camera.light[:, None]
     d = rays(camera)
-    depth = eye[2] / np.maximum(-d[2], 1e-3)  # of the floor, which is very far at the horizon
+    depth = eye[2] / np.maximum(-d[2], 1e-3)  # of the floor; very large at the horizon
     owner = np.full(len(depth), -1)  # the object that a ray meets first; -1 is the floor
-    whole = []  # for each object, the rays that meet it, if another one hides it or not
+    whole = []  # for each object, the rays that meet it, whether or not another object hides it
     for n, item in enumerate(scene):
         t = hit(item, eye, d)
         whole.append(np.isfinite(t))
@@ -364,7 +366,7 @@ NO_CHANGE = (
     "all objects are the same",
     "everything is in the same place",
 )
-CLEAR = 1.5  # a relation is clear if the distance along its axis is this many times the other's
+CLEAR = 1.5  # a relation is clear if its clarity (see `relation`) is at least this
 
 
 def phrase(item: dict, names: Iterable[str] = ATTRIBUTES) -> str:
@@ -382,9 +384,9 @@ def short_phrase(item: dict, scene: list[dict]) -> str:
 
 
 def relation(item: dict, other: dict, right: np.ndarray) -> tuple[str, float]:
-    """Where `item` stands on the floor relative to `other`, for a camera with this right axis: the
-    longer of the two distances decides, sideways or away. And how clearly: the longer over the
-    shorter one."""
+    """-> where `item` stands on the floor relative to `other`, and how clearly, for a camera with
+    this right axis. The longer of two distances decides, the one sideways or the one away from the
+    camera; clarity is the longer over the shorter one."""
     x = item["xyz"][0] - other["xyz"][0]
     y = item["xyz"][1] - other["xyz"][1]
     sideways = x * right[0] + y * right[1]
@@ -399,11 +401,12 @@ def relation(item: dict, other: dict, right: np.ndarray) -> tuple[str, float]:
 def change_captions(
     kind: str, before: list[dict], after: list[dict], changed: int, right: np.ndarray
 ) -> list[str]:
-    """Six different sentences for a change: three verbs times two descriptions of what has changed.
+    """Six different sentences for a change: three verbs times two descriptions of the changed
+    object.
 
-    A description is the full name and the place relative to an object nearby, if there is one whose
-    relation is clear to a camera with this `right` axis. The scene described is the one before (for
-    add, after)."""
+    A description gives the object's full name and its place relative to a nearby object, if any
+    relation is clear for a camera with this `right` axis. It describes the scene before the change
+    (for add, after it)."""
     scene = after if kind == "add" else before
     item = scene[changed]
     others = scene[:changed] + scene[changed + 1 :]
@@ -420,7 +423,7 @@ def change_captions(
     names = by_short_name + by_full_name
     if not names:
         names = [full, short_phrase(item, scene)]
-    names.append(f"{full} in the scene")  # needed if a short name is the full one
+    names.append(f"{full} in the scene")  # needed if the two names before are equal
     names = list(dict.fromkeys(names))[:2]
     value = after[changed][kind] if kind in ATTRIBUTES else ""
     captions = []
@@ -431,20 +434,21 @@ def change_captions(
 
 # ---- judging captions ----------------------------------------------------------------------------
 
-NO_CHANGE_WORDS = {"no", "nothing", "same"}  # one is in each of NO_CHANGE; none is in TEMPLATES
+# At least one of these is in each sentence of NO_CHANGE, and none is in TEMPLATES.
+NO_CHANGE_WORDS = {"no", "nothing", "same"}
 SIGNS = {
     "add": {"added", "new"},
     "drop": {"missing", "removed", "gone"},
     "move": {"moved", "location"},
 }
-# A relation, and all words after it up to the first shape word or, if there is none, to the end.
+# A relation, and the words after it up to the first shape word or, without one, to the end.
 PLACE = re.compile(r"(left of|right of|in front of|behind)\b(.*?(?:sphere|cube|cylinder|$))")
 
 
 def parse_caption(text: str) -> dict[str, str | None]:
-    """What a caption says: "type" (one of KINDS, or "same"), the changed object's attributes (words
-    up to the first shape word), and the new "value" of a color or material change; None for what it
-    does not say."""
+    """What a caption says: "type" (one of KINDS, or "same"), the changed object's attributes (from
+    the words up to the first shape word), and the new "value" of a color or material change. What
+    the caption leaves out is None."""
     words = text.split()
     said = dict.fromkeys(("type", *ATTRIBUTES, "value"))
     if NO_CHANGE_WORDS & set(words):
@@ -478,15 +482,15 @@ def named_attributes(words: Iterable[str]) -> dict[str, str]:
 
 
 def fitting(named: dict[str, str], scene: list[dict]) -> list[int]:
-    """Indices of the objects that have all the named attributes; none if nothing is named."""
+    """Indices of the objects that have all the named attributes; [] if nothing is named."""
     if not named:
         return []
     return [i for i, item in enumerate(scene) if named.items() <= item.items()]
 
 
 def places_are_true(caption: str, scene: list[dict], changed: int, right: list[float]) -> bool:
-    """Does every relation that a caption names hold between the changed object and another object
-    that fits the reference? right: the right axis of the camera that captions are written from."""
+    """Does every relation in a caption hold between the changed object and another object that fits
+    the reference? right: the right axis of the camera from whose view captions are written."""
     for word, reference in PLACE.findall(caption):
         references = fitting(named_attributes(reference.split()), scene)
         others = [scene[i] for i in references if i != changed]
@@ -496,8 +500,8 @@ def places_are_true(caption: str, scene: list[dict], changed: int, right: list[f
 
 
 def judge(pair_id: str, caption: str, truth: dict) -> dict[str, bool]:
-    """Which of a caption's statements are true; only those that can be judged. `accuracy` says what
-    they are. truth: the scene's entry in scenes.json."""
+    """Which of a caption's statements are true, without those that cannot be judged; see
+    `accuracy`. truth: the scene's entry in scenes.json."""
     said = parse_caption(caption)
     if pair_id.endswith("_n"):
         return {"distractors": said["type"] == "same"}
@@ -518,11 +522,11 @@ def judge(pair_id: str, caption: str, truth: dict) -> dict[str, bool]:
 
 
 def accuracy(captions: dict[str, str], root: Path) -> dict[str, float]:
-    """What share of captions (pair id -> caption) is right, in %; NaN where none can be judged.
+    """The shares of captions (pair id -> caption) that are right, in %; NaN if none can be judged.
 
-    Of changed pairs: "change type"; "all four", if the attributes that are named fit the changed
-    object and no other; "new value", of changes of color and material; "place", of captions that
-    say where the object stands. Of unchanged pairs: "distractors", captioned as unchanged."""
+    For changed pairs: "change type"; "all four": the named attributes fit the changed object and no
+    other; "new value", of color and material changes; "place", of captions that say where the
+    object stands. For unchanged pairs: "distractors", captioned as unchanged."""
     scenes = read_scenes(root)
     names = ["change type", "all four", "new value", "place", "distractors"]
     verdicts = {name: [] for name in names}
@@ -536,19 +540,19 @@ def accuracy(captions: dict[str, str], root: Path) -> dict[str, float]:
 
 
 def is_right(pair_id: str, caption: str, root: Path) -> bool:
-    """Is all true that a caption says: the type of change, the changed object, its new value, its
-    place; or, for an unchanged pair, that nothing changed?"""
+    """Is everything true that a caption says: the type of change, the changed object, its new value
+    and its place or, for an unchanged pair, that nothing changed?"""
     verdicts = judge(pair_id, caption, truth_of(pair_id, read_scenes(root)))
     return all(verdicts.values())
 
 
 def truth_of(pair_id: str, scenes: dict) -> dict:
-    return scenes[str(int(pair_id[:6]))]  # 000012.png and 000012.png_n are of scene 12
+    return scenes[str(int(pair_id[:6]))]  # 000012.png and 000012.png_n belong to scene 12
 
 
 # ---- files ---------------------------------------------------------------------------------------
 
-# The JSON files that `render` writes, after all pictures. `is_drawn` asks for every one of them.
+# The JSON files that `render` writes after all pictures. `is_drawn` checks for every one of them.
 FILES = (
     "scenes",
     "change_captions",
@@ -558,8 +562,8 @@ FILES = (
     "type_mapping",
     "splits",
 )
-VISIBLE_AREA = 16  # every picture shows more pixels than this of each of its objects,
-VISIBLE_PART = 0.4  # and a greater part of it than this
+VISIBLE_AREA = 16  # every picture shows more pixels than this of each object,
+VISIBLE_PART = 0.4  # and a larger share of it than this
 
 
 def remedy(root: Path) -> str:
@@ -567,7 +571,7 @@ def remedy(root: Path) -> str:
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object of a mini; InputError that names the file if it is broken or missing."""
+    """A JSON object from mini's folder. InputError names the file if it is broken or missing."""
     with file_errors(path, remedy(path.parent)):
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
@@ -577,7 +581,7 @@ def read_json(path: Path) -> dict:
 
 @functools.lru_cache(1)
 def read_scenes(root: Path) -> dict:
-    """What scenes.json says, read once."""
+    """The content of scenes.json, cached for the last folder."""
     return read_json(root / "scenes.json")
 
 
@@ -596,8 +600,8 @@ def overlap(a: list[int], b: list[int]) -> float:
 def describe(
     kind: str, changed: int, scenes: list[list[dict]], cameras: list[Camera], boxes: list[list]
 ) -> dict:
-    """What the files say about a scene. `scenes`, `cameras` and `boxes` are the objects, the camera
-    and the objects' boxes of its three pictures, in the order of VIEWS."""
+    """What the files say about a scene. scenes, cameras, boxes: for each of its three pictures, in
+    the order of VIEWS, the objects, the camera, and the objects' boxes."""
     objects = {}
     right_axes = {}
     for view, items, camera, in_view in zip(VIEWS, scenes, cameras, boxes, strict=True):
@@ -617,8 +621,8 @@ def describe(
     pairs = zip(before, after, strict=True)
     overlaps = [overlap(a, b) for a, b in pairs if a is not None and b is not None]
     iou = round(sum(overlaps) / len(overlaps), 4)
-    # Left and right are those of the "before" picture, the nonsemantic one in swapped pairs. What
-    # was added is seen in the semantic one alone.
+    # Left and right are as seen in the "before" picture, which in swapped pairs is the nonsemantic
+    # one. An added object, however, is visible in the semantic picture alone.
     default, semantic, nonsemantic = cameras
     if kind == "add":
         default = semantic
@@ -636,8 +640,9 @@ def describe(
 def draw_scene(root: Path, job: tuple[int, int, int]) -> dict:
     """Draws a scene into the folder root -> what `describe` says, and six no-change sentences.
 
-    job: the number of the split, the scene's number in it, and its number in the folder. The first
-    two decide all: a scene depends neither on how many there are nor on who draws them."""
+    job: the number of the split, the scene's number in it, and its number in the folder. Only the
+    first two matter: a scene depends neither on how many there are nor on which process draws it.
+    """
     split, number, i = job
     rng = np.random.default_rng([SEED, split, number])
     kind = KINDS[number % len(KINDS)]
@@ -656,7 +661,7 @@ def draw_scene(root: Path, job: tuple[int, int, int]) -> dict:
 
 
 def draw_visible(scenes: list[list[dict]], cameras: list[Camera]) -> list[Picture] | None:
-    """A scene's pictures, or None if one of them hides an object."""
+    """A scene's pictures, or None if any of them shows too little of an object."""
     pictures = []
     for items, camera in zip(scenes, cameras, strict=True):
         picture = draw(items, camera)
@@ -667,15 +672,15 @@ def draw_visible(scenes: list[list[dict]], cameras: list[Camera]) -> list[Pictur
 
 
 def ignore_interrupts() -> None:
-    """For processes that draw: Ctrl-C is for the one that started them, which ends them."""
+    """For drawing processes: only the process that started them handles Ctrl-C, and ends them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def render(root: Path, counts: dict[str, int]) -> None:
     """Draws mini into the folder root, with one process for each core.
 
-    counts: split -> how many scenes. They are numbered consecutively in this order; each split has
-    the five changes equally often."""
+    counts: split -> number of scenes. Scenes are numbered consecutively in this order; the five
+    kinds of change take turns within each split."""
     splits = {}
     jobs = []
     for split, (name, count) in enumerate(counts.items()):
@@ -686,8 +691,8 @@ def render(root: Path, counts: dict[str, int]) -> None:
     for folder in VIEWS.values():
         (root / folder).mkdir(exist_ok=True)
     draw_job = functools.partial(draw_scene, root)
-    # SIGTERM is how the pool ends its processes, wherever they are. They would inherit a handler,
-    # such as a run's, that lets a process go on. A picture cut short by it is drawn anew next time.
+    # The pool ends its processes by SIGTERM, whatever they are doing. Without SIG_DFL they would
+    # inherit a handler, such as a run's, that lets a process go on. Cut-short scenes are redrawn.
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with multiprocessing.Pool(initializer=ignore_interrupts) as pool:
         signal.signal(signal.SIGTERM, handler)
@@ -714,8 +719,8 @@ def render(root: Path, counts: dict[str, int]) -> None:
 # ---- feature network -----------------------------------------------------------------------------
 
 ASSETS = Path(__file__).parent / "assets"
-SHIPPED = "it comes with the code: fetch it again"  # what mends a network's file
-PREPROCESSING = "RGB, 64x64 bicubic with antialiasing, /127.5 - 1"  # what feature files say
+SHIPPED = "it comes with the code: fetch it again"  # the remedy for a broken weight file
+PREPROCESSING = "RGB, 64x64 bicubic with antialiasing, /127.5 - 1"  # as noted in feature files
 
 
 def conv(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Sequential:
@@ -746,14 +751,15 @@ class FeatureNet(nn.Module):
     """Stands in for ResNet-101: pictures (B, 3, 64, 64) in -1 ... 1 -> features (B, 128, 8, 8).
 
     Every cell has mean 0 and variance 1 over its channels, so that dot products compare what cells
-    show. The learned pattern that is added before makes all bare floor look the same."""
+    show. A learned pattern is added before this normalisation, so that all bare floor looks the
+    same."""
 
     def __init__(self, width: int = 32):
         super().__init__()
-        # Folding 2 x 2 pixels into channels lets the first convolution see everything at a quarter
-        # of the cost.
+        # With 2 x 2 pixels folded into channels, the first convolution sees every pixel at a
+        # quarter of the cost.
         self.stem = nn.Sequential(nn.PixelUnshuffle(2), conv(12, width, 3), nn.ReLU())
-        # At equal time, the extra block reads shapes better at 16 x 16 than at 8 x 8.
+        # For equal time, the extra block recognises shapes better at 16 x 16 than at 8 x 8.
         self.blocks = nn.Sequential(Block(width, 64, 2), Block(64, 64), Block(64, 128, 2))
         self.pattern = nn.Parameter(torch.randn(128))
 
@@ -779,19 +785,19 @@ def feature_net() -> FeatureNet:
 
 CLIP_CONFIG = {
     "embed_dim": 128,
-    # At equal time this picture tower ranks names better than a ViT of patch 8, width 128, 3
-    # layers: after some hundred steps, AUC is .95 against .88.
+    # In equal time, this image encoder ranks names better than a ViT of patch 8, width 128 and 3
+    # layers: after a few hundred steps, its AUC is .95, the ViT's .88.
     "vision_cfg": {"image_size": SIDE, "layers": [1, 1, 1, 1], "width": 16},
     # The longest sentence of mini has 20 ids; RDD+ACR puts four learned vectors before them.
     "text_cfg": {"context_length": 32, "width": 64, "heads": 4, "layers": 2},
-    "init_logit_bias": -5.0,  # few of the pairs of a picture and a phrase are true
+    "init_logit_bias": -5.0,  # few phrases are true of a given picture
 }
 
 
 class Tokenizer:
-    """Texts -> ids (n, 32) for mini's CLIP: a start, an id for each word, an end, zeros.
+    """Texts -> ids (n, 32) for mini's CLIP: start, an id for each word, end, zeros.
 
-    The end has the highest id, as open_clip reads a text's embedding where the id is highest."""
+    End has the highest id, because open_clip takes a text's embedding at its highest id."""
 
     def __init__(self, words: list[str]):
         self.ids = {word: i for i, word in enumerate(words, 1)}
@@ -806,9 +812,9 @@ class Tokenizer:
             words = re.findall(r"\w+", text)
             unknown = [word for word in words if word not in self.ids]
             if unknown or len(words) > self.context - 2:
-                reason = f"it knows no {unknown[0]!r}" if unknown else "it is too long"
+                reason = f"unknown word {unknown[0]!r}" if unknown else "too long"
                 raise InputError(
-                    f"--clip mini is for mini's sentences and cannot read {text!r}: {reason}; "
+                    f"--clip mini reads only mini's sentences, not {text!r}: {reason}; "
                     "choose another CLIP"
                 )
             ids = [self.start, *[self.ids[word] for word in words], self.end]
@@ -817,7 +823,7 @@ class Tokenizer:
 
 
 def new_clip(words: list[str]) -> tuple[nn.Module, Tokenizer]:
-    """A CLIP without training that knows these words, and its tokenizer."""
+    """An untrained CLIP with these words as its vocabulary, and its tokenizer."""
     import open_clip
 
     text = CLIP_CONFIG["text_cfg"] | {"vocab_size": len(words) + 3}
@@ -839,12 +845,12 @@ def load_clip() -> tuple[nn.Module, Tokenizer]:
 
 
 def check_folder(root: Path, scenes: int) -> None:
-    """InputError if a folder holds anything but a mini of so many training scenes."""
+    """InputError if a folder holds anything but a mini with this number of training scenes."""
     file = root / "mini.json"
     if not file.exists():
         if not root.exists() or not any(root.iterdir()):
             return
-        raise InputError(f"{root} is not empty and no mini; choose another --data_dir")
+        raise InputError(f"{root} is neither empty nor a mini; choose another --data_dir")
     made = read_json(file)
     if made.get("version") != VERSION:
         raise InputError(
@@ -858,7 +864,7 @@ def check_folder(root: Path, scenes: int) -> None:
 
 
 def is_drawn(root: Path) -> bool:
-    """Are all of `render`'s files there? If not, drawing again makes the same ones."""
+    """Do all of `render`'s files exist? If not, drawing again makes the same files."""
     files = [root / f"{name}.json" for name in FILES]
     if not all(file.exists() for file in files):
         return False
@@ -867,10 +873,10 @@ def is_drawn(root: Path) -> bool:
 
 
 def make(root: Path, scenes: int) -> None:
-    """Draws mini, with so many training scenes, unless it is there already. InputError as in
-    check_folder."""
+    """Draws mini with this number of training scenes, unless it exists. InputError as in
+    check_folder, or if the number is not positive."""
     if scenes < 1:
-        raise InputError(f"--scenes {scenes}: expected a count")
+        raise InputError(f"--scenes {scenes}: expected at least 1")
     check_folder(root, scenes)
     if is_drawn(root):
         return

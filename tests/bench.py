@@ -5,12 +5,12 @@
     python tests/bench.py decode [--method dirl_ccr] [--batch 64]   greedy captions, cached and not
     python tests/bench.py match [--batch 128]                       token-wise matching, both passes
 
-The plain formulation is the one of tests/test_common.py (every matching score at once; attention's
-probabilities written out), in float32 without torch.compile, and a decoder that starts over at each
-word. The two take turns; each turn is a process of its own, so that its peak memory is its own. The
-share is that of the rate of one large matrix product in the same process, in bfloat16 where the
-step has it; operations are those of matrix products, of sparse ones none. RDD+ACR's phrases, in
-ViT-L-14's text encoder of random weights, and CHEERS's entities are drawn.
+The plain formulation computes every matching score at once (as in tests/test_common.py), writes out
+attention's probabilities, uses float32 without torch.compile, and starts decoding over at each
+word. The two formulations take turns. Each turn is a separate process, so that its peak memory can
+be measured. Operations are those of dense matrix products. They are also given as a share of the
+rate of one large matrix product in the same process, in bfloat16 if the step uses it. RDD+ACR's
+phrases (for ViT-L-14's text encoder, with random weights) and CHEERS's entities are random.
 """
 
 import argparse
@@ -63,7 +63,7 @@ CLIP = 768  # ViT-L-14's width
 PHRASE = 16  # ids of a noun phrase
 REPEATED = 10  # phrases that the distractors share
 
-# What PyTorch does not count by itself.
+# Operations that PyTorch does not count by itself.
 for kernel, count in (("", sdpa_flop), ("_backward", sdpa_backward_flop)):
     operator = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{kernel}")
     if operator not in flop_registry:  # newer versions of PyTorch count it
@@ -74,7 +74,7 @@ register_flop_formula(torch.ops.common.token_match)(
 
 
 def plain_decode(model, before, after, *entities):
-    """Greedy decoding that runs the whole decoder on all words so far, at every word."""
+    """Greedy decoding that, for every word, runs the whole decoder on all words so far."""
     seen = model.encode(before, after, *entities)[0]
     so_far = []
 
@@ -87,7 +87,7 @@ def plain_decode(model, before, after, *entities):
 
 
 def plain_attend(self, q, k, v, causal=False, mask=None):
-    """common.Attention.attend with every probability written out."""
+    """common.Attention.attend, but with every probability written out."""
     scores = self.scores(q, k)
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -98,7 +98,7 @@ def plain_attend(self, q, k, v, causal=False, mask=None):
 
 
 def plain_match(q, k, heads=1):
-    """common.token_match with every matching score at once."""
+    """common.token_match, but with every matching score at once."""
     total = 0
     for q_of_head, k_of_head in zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True):
         total = total + dense_match(q_of_head, k_of_head)
@@ -106,8 +106,8 @@ def plain_match(q, k, heads=1):
 
 
 def phrases_of(cfg, texts):
-    """rdd_acr.Phrases of two batches of captions: of the changed pairs' every one another, of the
-    others' a few."""
+    """rdd_acr.Phrases of two batches of captions: each changed pair has its own phrase; the other
+    pairs share a few."""
     half = len(texts) // 2
     row_of = {}
     for i, text in enumerate(texts):
@@ -133,12 +133,12 @@ def nothing():
 @dataclass
 class Work:
     run: Callable  # the function to time
-    compile: Callable = nothing  # compiles it, once it has run
-    moved: int = 0  # bytes of features that go to the device
+    compile: Callable = nothing  # compiles the function after its first run
+    moved: int = 0  # bytes of features copied to the device
 
 
 def config_of(args):
-    """The paper's Config on CLEVR-Change, of this size."""
+    """The paper's Config on CLEVR-Change, with the size given by the flags."""
     method = sys.modules[args.method]
     cfg = preset(method.Config, method.PRESETS, {}, "clevr_change")
     return dataclasses.replace(
@@ -147,7 +147,7 @@ def config_of(args):
 
 
 def match_work(args) -> Work:
-    """Token-wise matching, both passes."""
+    """Token-wise matching, forward and backward."""
     _, height, width = args.grid
     shape = (args.batch, height * width, args.dim)
     q = torch.randn(shape, device=args.device, requires_grad=True)
@@ -158,7 +158,7 @@ def match_work(args) -> Work:
 
 
 def model_of(args, cfg):
-    """A model of random weights; for CHEERS, with a table of entities."""
+    """A model with random weights and, for CHEERS, with a table of entities."""
     inputs = []
     if args.method == "cheers":
         inputs.append(torch.randn(ENTITIES, CLIP))
@@ -173,7 +173,7 @@ def entities_of(args, cfg) -> list[Tensor]:
 
 
 def decode_work(args) -> Work:
-    """Greedy captions, of which every one takes every step."""
+    """Greedy decoding; no caption ends early."""
     cfg = config_of(args)
     model = model_of(args, cfg).eval()
     decoder = getattr(model, "decoder", model)
@@ -208,7 +208,7 @@ def step_work(args) -> Work:
     for some in (texts[: args.batch], texts[args.batch :]):
         batches.append(data.Batch(before, after, caption, some, some))
 
-    more = []  # what compute_losses of the method needs besides
+    more = []  # further arguments of the method's compute_losses
     if args.method == "rdd_acr":
         more.append(phrases_of(cfg, texts))
     elif args.method == "cheers":
@@ -242,9 +242,9 @@ WORKS = {"step": step_work, "match": match_work, "decode": decode_work}
 
 
 def measure(args) -> dict:
-    """Seconds of one run after a first one that counts its operations, bytes of features, peak
-    memory (of the GPU, or of the whole process), and the machine's operations a second in a
-    product of two matrices."""
+    """Measures one run, after a first run that counts its operations: seconds, operations, bytes of
+    features copied, peak memory (of the GPU, or of the whole process), and the machine's rate, in
+    operations per second of a matrix product."""
     cuda = args.device.startswith("cuda")
     torch.set_float32_matmul_precision("high" if cuda and not args.plain else "highest")
     if args.plain:
@@ -273,7 +273,7 @@ def measure(args) -> dict:
 
 
 def seconds(run: Callable, cuda: bool) -> float:
-    """The time of one call."""
+    """The time of one call, in seconds."""
     if cuda:
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -284,7 +284,7 @@ def seconds(run: Callable, cuda: bool) -> float:
 
 
 def product_rate(device: str, bfloat16: bool) -> float:
-    """Operations a second of a product of two large matrices, the best of four."""
+    """Operations per second in a product of two large matrices, the best of four."""
     cuda = device.startswith("cuda")
     n = 8192 if cuda else 2048
     dtype = torch.bfloat16 if bfloat16 else torch.float32
@@ -294,7 +294,7 @@ def product_rate(device: str, bfloat16: bool) -> float:
 
 
 def take_turns(count: int) -> dict[str, list[dict]]:
-    """Both formulations in turn, each time in a process of its own -> their measurements."""
+    """Runs both formulations in turn, each time in a separate process -> their measurements."""
     turns = {"plain": [], "ours": []}
     for _ in range(count):
         for row, results in turns.items():
@@ -306,7 +306,7 @@ def take_turns(count: int) -> dict[str, list[dict]]:
 
 
 def print_row(row: str, results: list[dict]) -> float:
-    """Prints the medians of a formulation -> its seconds."""
+    """Prints the medians of a formulation -> its median time in seconds."""
     taken = statistics.median(x["seconds"] for x in results)
     rate = statistics.median(x["rate"] for x in results)
     peak = statistics.median(x["peak"] for x in results)
@@ -314,7 +314,7 @@ def print_row(row: str, results: list[dict]) -> float:
     moved = results[0]["moved"]
     print(
         f"{row:5} {taken:8.3f} s, {operations / 1e12:.3f} T operations "
-        f"({operations / taken / rate:.1%} of {rate / 1e12:.3f} T a second), "
+        f"({operations / taken / rate:.1%} of {rate / 1e12:.3f} T per second), "
         f"peak {peak / 1e9:.2f} GB, features {moved / 1e6:.0f} MB"
     )
     return taken
@@ -326,14 +326,14 @@ def parse_command():
     parser.add_argument("--method", choices=METHODS, default="scorer_cbr")
     tasks = ["finetune", "mlm", "mvcl", "fda"]
     parser.add_argument("--task", choices=tasks, default="finetune", help="idc_pretrain's step")
-    parser.add_argument("--batch", type=int, default=128, help="scenes a step, or pairs")
+    parser.add_argument("--batch", type=int, default=128, help="scenes per step, or pairs")
     parser.add_argument("--dim", type=int, default=512, help="width D")
-    text = "features (default: the paper's)"
+    text = "shape of the features (default: the paper's)"
     parser.add_argument("--grid", type=int, nargs=3, metavar=("C", "H", "W"), help=text)
-    parser.add_argument("--length", type=int, default=24, help="ids of a caption")
+    parser.add_argument("--length", type=int, default=24, help="ids in a caption")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--runs", type=int, default=3, help="turns of each formulation")
-    text = "measure only this, once, print JSON"
+    text = "measure only this formulation, once, and print JSON"
     parser.add_argument("--row", choices=["plain", "ours"], help=text)
     args = parser.parse_args()
     if args.what == "decode" and args.method == "idc_pretrain":

@@ -3,11 +3,11 @@
     python tests/bounds.py levir_cc --data_dir D [--out FILE]
 
 Scores on the test split, by the data set's own protocol:
-  one caption for all                  the best training caption, said of every pair
-  one caption per kind of change       the best one for each kind, said of that kind's pairs
-  human (one reference held out)       a reference of each pair, drawn by chance, against the others
-Prints them, and writes them as the data set's entry into a JSON file (default: tests/bounds.json,
-which is committed).
+  one caption for all                  the best training caption, given to every pair
+  one caption per kind of change       the best one for each kind, given to that kind's pairs
+  human (one reference held out)       a random reference of each pair, scored against the others
+Prints the scores, and writes them as the data set's entry into a JSON file (default:
+tests/bounds.json, which is committed).
 """
 
 import argparse
@@ -28,11 +28,11 @@ from common import InputError, run_main, write_text
 ONE_CAPTION = "one caption for all"
 ONE_PER_KIND = "one caption per kind of change"
 HUMAN = "human (one reference held out)"
-CANDIDATES = 200  # the most frequent training captions, among which the best is sought
+CANDIDATES = 200  # the best caption is sought among this many of the most frequent
 
 
 def ngrams(text: str) -> Counter:
-    """How often a text has each run of one to four words."""
+    """Counts of all runs of one to four words in a text."""
     words = text.split()
     counts = Counter()
     for n in range(1, 5):
@@ -42,15 +42,16 @@ def ngrams(text: str) -> Counter:
 
 
 class Cider:
-    """CIDEr of a caption against the references of one pair, its document frequencies over all.
+    """CIDEr of a caption against the references of one pair; document frequencies are counted over
+    all pairs.
 
-    references: the references of every pair. The values are pycocoevalcap's, but here two texts are
-    compared only once, although many pairs have the same references.
+    references: the references of every pair. The values equal pycocoevalcap's, but two texts are
+    compared only once here, because many pairs have the same references.
     """
 
     def __init__(self, references: list[list[str]]):
         self.references = references
-        self.frequency = Counter()  # n-gram -> in the references of how many pairs it occurs
+        self.frequency = Counter()  # n-gram -> number of pairs whose references contain it
         for texts in references:
             found = set()
             for text in texts:
@@ -73,7 +74,7 @@ class Cider:
         return self.vectors[text]
 
     def similarity(self, caption: str, reference: str) -> float:
-        """Mean cosine over the lengths of n-grams, less for texts of different length."""
+        """Mean cosine over n = 1 ... 4, times 10, reduced if the texts differ in length."""
         key = (caption, reference)
         if key not in self.similarities:
             x, x_norms = self.vector(caption)
@@ -90,7 +91,7 @@ class Cider:
         return self.similarities[key]
 
     def __call__(self, caption: str, pair: int) -> float:
-        """CIDEr (not x 100) of a caption for the pair of this number."""
+        """CIDEr (not x 100) of a caption for the pair with this number."""
         texts = self.references[pair]
         return sum(self.similarity(caption, text) for text in texts) / len(texts)
 
@@ -98,9 +99,9 @@ class Cider:
 def best_captions(dataset: data.Dataset, kinds: dict[str, set[str]]) -> dict[str, str]:
     """The best single caption for all pairs, and for the pairs of each kind.
 
-    It is chosen among the most frequent training captions of these pairs (ties in alphabetical
-    order), by CIDEr on their validation pairs. CIDEr is a mean over pairs, so that the best for one
-    kind does not depend on what is said of the others.
+    Each is chosen among the most frequent training captions of these pairs (ties in alphabetical
+    order), by CIDEr on their validation pairs. CIDEr is a mean over pairs, so the best caption for
+    one kind does not depend on those given to the others.
     """
     train = dataset.pairs("train")
     val = dataset.pairs("val")
@@ -133,15 +134,15 @@ def best_captions(dataset: data.Dataset, kinds: dict[str, set[str]]) -> dict[str
 
 
 def bounds(name: str, root: Path) -> dict:
-    """Floor and ceiling of a data set in the folder root; its photographs need not be there."""
-    if name == "birds_to_words":  # everyone has to fetch its photographs
+    """Floor and ceiling of a data set in the folder root. Its pictures are not needed."""
+    if name == "birds_to_words":  # its photographs are not part of the release
         release = data.read_birds_to_words(root, pictures=False)
     else:
         release = data.read_release(name, root)
     for split in data.SPLITS:
         if not release.scenes[split]:
             raise InputError(
-                f"{name} has no {split}: captions are chosen on train and val, and scored on test"
+                f"{name} has no {split} pairs: captions are chosen on train, val and scored on test"
             )
     dataset = data.Dataset(name, root, release, data.vocab_of(name, release))
     chosen = best_captions(dataset, release.kinds)
@@ -178,7 +179,7 @@ def bounds(name: str, root: Path) -> dict:
 
 
 def write_entry(path: Path, name: str, result: dict) -> None:
-    """Puts a data set's bounds into a JSON file, which keeps those of other data sets."""
+    """Writes a data set's bounds into a JSON file, keeping those of other data sets."""
     entries = {}
     if path.exists():
         entries = json.loads(path.read_text())
@@ -191,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("name", choices=data.DATASETS)
     parser.add_argument("--data_dir", type=Path, help="folder of the release (default: data/NAME)")
     parser.add_argument(
-        "--out", type=Path, default=HERE / "bounds.json", help="file that gets the entry"
+        "--out", type=Path, default=HERE / "bounds.json", help="JSON file to add the entry to"
     )
     args = parser.parse_args(argv)
     result = bounds(args.name, args.data_dir or Path("data", args.name))
@@ -200,7 +201,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"chosen, {kind}: {caption}")
     print(
         f"{HUMAN}: of {result['pairs'][ONE_CAPTION]} pairs the {result['pairs'][HUMAN]} with "
-        "several references; a system is given one reference more"
+        "several references; a system is scored against one reference more"
     )
     write_entry(args.out, args.name, result)
 

@@ -15,7 +15,7 @@ from PIL import Image
 import common
 import data
 
-GRID = (8, 2, 3)  # channels, height, width: no two alike, so that a swapped axis fails
+GRID = (8, 2, 3)  # channels, height, width: all different, so that swapped axes are noticed
 COLORS = ("red", "blue", "green", "gray")
 
 
@@ -53,7 +53,7 @@ def cosine(a, b):
 
 
 def attention_by_heads(module, query, memory):
-    """softmax(q k^T / sqrt(D/h)) v in a loop over heads, of an Attention."""
+    """softmax(q k^T / sqrt(D/h)) v with the weights of an Attention, in a loop over heads."""
     q, k, v = module.project(query, memory)
     width = q.shape[-1] // module.heads
     heads = []
@@ -72,8 +72,8 @@ SMALL_CLIP = {
 
 
 def random_clip(**text):
-    """open_clip's class with random weights, frozen, and its tokenizer, for 12 tokens. text: what
-    changes text_cfg."""
+    """A frozen open_clip.CLIP with random weights, and its tokenizer, for 12 tokens. text: changes
+    to text_cfg."""
     import open_clip
 
     torch.manual_seed(0)
@@ -85,14 +85,14 @@ def random_clip(**text):
 
 
 def preprocess(image) -> torch.Tensor:
-    """-> (3, 32, 32), for random_clip. Only for RGB, as CLIP's."""
+    """Preprocessing for random_clip: RGB image -> (3, 32, 32)."""
     assert image.mode == "RGB"
     x = torch.tensor(list(image.resize((32, 32)).tobytes())) / 255
     return x.view(32, 32, 3).permute(2, 0, 1)
 
 
 def train_lines(folder):
-    """The lines of a run's log with losses."""
+    """The lines of a run's log that hold losses."""
     rows = common.read_log(folder / "log.jsonl")
     return [row for row in rows if row["event"] == "train"]
 
@@ -101,8 +101,8 @@ def train_lines(folder):
 
 
 def write_release(root, train=8, val=2, test=5):
-    """A CLEVR-Change release without features: scenes 0, 1, ... in train, val, test, of the five
-    types in turn."""
+    """A CLEVR-Change release without features. Scenes are numbered through train, val and test, and
+    the five types of change take turns."""
     rng = np.random.default_rng(0)
     count = train + val + test
     types = {kind: [] for kind in ("color", "material", "add", "drop", "move")}
@@ -132,7 +132,7 @@ def write_release(root, train=8, val=2, test=5):
 
 
 def write_picture(path):
-    """Noise, 16 x 12."""
+    """A picture of noise, 16 x 12 pixels."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(list(path.name.encode()))
     pixels = rng.integers(0, 255, (12, 16, 3), dtype=np.uint8)
@@ -140,7 +140,7 @@ def write_picture(path):
 
 
 def write_own_pairs(root):
-    """Your own pairs: one in each split, beside its pictures."""
+    """A table of own pairs, one in each split, and their pictures."""
     for name in (*data.SPLITS, "b"):
         write_picture(root / f"{name}.png")
     rows = [f"{split}.png,b.png,{split},it is open" for split in data.SPLITS]
@@ -148,7 +148,7 @@ def write_own_pairs(root):
 
 
 def write_features(name, root):
-    """Random features on a 2 x 3 grid for a release: what preparation leaves."""
+    """Random features on a 2 x 3 grid for a release, in place of those that preparation makes."""
     settings = data.DATASETS[name]
     release = settings.read(root)
     names = sorted(release.paths)
@@ -159,8 +159,8 @@ def write_features(name, root):
 
 
 class MeanColor:
-    """An extractor without a network: a picture's mean colour, on a small grid that has another
-    number of channels for each layer of ResNet."""
+    """An extractor without a network: a picture's mean brightness, on a small grid. For layer4 the
+    grid has four channels, otherwise three."""
 
     def __init__(self, name, device):
         self.preprocessing = "mean colour"
@@ -173,7 +173,7 @@ class MeanColor:
 
 
 def add_word(root, word):
-    """Writes a training caption of a release anew, with a word more."""
+    """Replaces a training caption of a release by one with a new word."""
     path = root / "change_captions.json"
     captions = json.loads(path.read_text())
     captions["CLEVR_default_000001.png"][0] = f"a {word}"
@@ -182,20 +182,21 @@ def add_word(root, word):
 
 @pytest.fixture(autouse=True)
 def without_java(request, monkeypatch):
-    """Java takes seconds to start, twice for each evaluation; some tests of test_score.py ask for
-    it."""
+    """Java takes seconds to start, twice for each evaluation. Tests of test_score.py that need it
+    ask for the fixture `java`."""
     if "java" not in request.fixturenames:
         monkeypatch.setattr(data, "java_works", lambda: False)
 
 
 @pytest.fixture
 def drawings():
-    """For tests that look at the pictures of a run; see below."""
+    """Requested by tests that look at the pictures of a run; see without_pictures."""
 
 
 @pytest.fixture(autouse=True)
 def without_pictures(request, monkeypatch):
-    """Each picture takes seconds to draw, so a run's are empty files unless a test asks."""
+    """Each picture takes seconds to draw, so runs write empty files unless a test requests
+    `drawings`."""
 
     def sample_sheet(dataset, split, captions, maps, notes, path):
         path.write_bytes(b"")
@@ -210,14 +211,14 @@ def without_pictures(request, monkeypatch):
 
 @pytest.fixture
 def release(tmp_path):
-    """A release's folder, not prepared."""
+    """The folder of a release that is not prepared."""
     write_release(tmp_path / "clevr")
     return tmp_path / "clevr"
 
 
 @pytest.fixture
 def prepared(release):
-    """The same with features; a scene's features differ where its change is."""
+    """The same folder with random features."""
     paths = data.read_clevr_change(release).paths
     rng = np.random.default_rng(1)
     names = sorted(paths)

@@ -1,13 +1,14 @@
 """What the code computes, whatever it looks like: hashes of ten steps of every method. Not a test.
 
-    python tests/fingerprint.py                          prints hashes: two minutes on one core
-    python tests/fingerprint.py --out before.json        and keeps them
-    python tests/fingerprint.py --compare before.json    and says what differs from kept ones
+    python tests/fingerprint.py                          print hashes: two minutes on one core
+    python tests/fingerprint.py --out before.json        and keep them
+    python tests/fingerprint.py --compare before.json    and say what differs from kept ones
 
 A case is a method and its flags. Its weights after ten steps, its logged losses and its captions of
-the test split are hashed one by one. Equal hashes before and after a change show that it moved
-nothing, as far as the same machine, torch and data are used. The data are a mini of 200 scenes,
-which is drawn for the purpose, or kept in --data_dir: name a folder if drawing itself may change.
+the test split are hashed separately. Equal hashes before and after a change of the code show that
+no number has moved, provided that machine, torch and data are the same. The data are a mini of 200
+scenes. It is drawn into a temporary folder, or kept in --data_dir: name a folder if the drawing
+itself may change.
 """
 
 import argparse
@@ -44,13 +45,13 @@ def method_of(command: str):
 
 
 def run(command: str, root: Path, out: Path) -> None:
-    """Ten steps of a command on one thread, into the folder `out`; then it captions and scores.
+    """Runs ten steps of a command on one thread, then captions and scores, into the folder `out`.
 
     root: the folder of the small mini, which the first command draws."""
     torch.set_num_threads(1)
     _, *flags = command.split()
     if command.startswith("idc_pretrain.py"):
-        flags = ["--pretrain_steps", "10", *flags]  # a command that has none may say so
+        flags = ["--pretrain_steps", "10", *flags]  # first, so that the command can override it
     flags += [*SHORT.split(), "--data_dir", str(root), "--out_dir", str(out)]
     silence = io.StringIO()
     with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
@@ -95,8 +96,8 @@ def main() -> None:
     parser.add_argument(
         "--data_dir", type=Path, help="folder of the small mini (default: a temporary one)"
     )
-    parser.add_argument("--out", type=Path, help="where to keep the hashes")
-    parser.add_argument("--compare", type=Path, help="kept hashes")
+    parser.add_argument("--out", type=Path, help="file to write the hashes to")
+    parser.add_argument("--compare", type=Path, help="file of kept hashes to compare with")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(args.data_dir or Path(folder, "mini"))

@@ -1,17 +1,18 @@
 """Trains mini's two networks and writes assets/mini_cnn.pt and assets/mini_clip.pt. Not a test.
 
-    python tests/make_mini_networks.py --data_dir data/mini     some 13 minutes of one CPU core
+    python tests/make_mini_networks.py --data_dir data/mini     some 13 minutes on one CPU core
 
-It has been run once, on the pictures that mini.py draws. It need be run again only if these change,
-and then features and every number measured on mini change, too: raise mini.VERSION, and give the
-feature network another name in data.py. It printed, of validation pictures: size .99, color .991,
-material .99 and shape .97 of objects named rightly; CLIP .982, see name_ranking.
+It was run once, on the pictures that mini.py draws. It has to be run again only if these change.
+Features and every number measured on mini then change, too: raise mini.VERSION, and give the
+feature network another name in data.py. On validation pictures, it printed the share of objects
+whose attributes are named correctly: size .99, color .991, material .99, shape .97; and for CLIP
+.982, see name_ranking.
 
-What the networks learn from: single training pictures of mini, and what scenes.json says about
-their objects, which are size, color, material, shape and box. They see no captions, no pairs of
-pictures, and no pictures of validation or test. These are used to print how good the networks are.
+The networks learn from single training pictures of mini and what scenes.json says about their
+objects: size, color, material, shape and box. They see no captions, no pairs of pictures, and no
+test pictures. Validation pictures only serve to print how good the networks are.
 
-The files hold weights in float16, and mini_clip.pt also the words that its text encoder knows.
+Both files hold weights in float16; mini_clip.pt also holds the words that its text encoder knows.
 """
 
 import argparse
@@ -33,7 +34,7 @@ import mini
 import rdd_acr
 from common import progress, save_tensors
 
-CLIP_BATCH = 64  # pictures a step
+CLIP_BATCH = 64  # pictures per step
 
 
 def read_pictures(root: Path, split: str) -> tuple[Tensor, list[list[dict]]]:
@@ -60,7 +61,7 @@ def one_cycle(parameters: list, rate: float, steps: int) -> tuple:
 
 
 def half(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights in float16; counters as they are."""
+    """Converts weights to float16; counters stay as they are."""
     return {name: w.half() if w.is_floating_point() else w for name, w in weights.items()}
 
 
@@ -68,9 +69,9 @@ def half(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def cells_of(pictures: list[list[dict]]) -> Tensor:
-    """What the feature network learns to say (M, 4, 8, 8): the indices of size, color, material and
-    shape in the cell that holds the centre of an object's box; elsewhere -100, which cross_entropy
-    ignores. If two centres share a cell, the nearer object (lower in the picture) stays."""
+    """Targets of the feature network (M, 4, 8, 8): indices of size, color, material and shape in
+    the cell that holds the centre of an object's box; elsewhere -100, which cross_entropy ignores.
+    If two centres share a cell, the nearer object (lower in the picture) is kept."""
     cells = torch.full((len(pictures), len(mini.ATTRIBUTES), 8, 8), -100)
     for n, objects in enumerate(pictures):
         for item in sorted(objects, key=lambda item: item["box"][1] + item["box"][3]):
@@ -85,10 +86,10 @@ def cells_of(pictures: list[list[dict]]) -> Tensor:
 def train_feature_net(
     images: Tensor, pictures: list[list[dict]], steps: int
 ) -> tuple[nn.Module, nn.Module]:
-    """-> the feature network, and the linear layer on top by which it learns.
+    """-> the feature network, and the linear layer on top that is used to train it.
 
-    They learn to say which cells hold an object's centre and to name that object's four attributes,
-    so that a captioner can read them from the features, too."""
+    They learn which cells hold an object's centre, and that object's four attributes, so that a
+    captioner can read these from the features, too."""
     torch.manual_seed(0)
     cells = cells_of(pictures)
     occupied = (cells[:, 0] >= 0).nonzero()  # (objects, 3): picture, row, column
@@ -97,10 +98,10 @@ def train_feature_net(
     cells = cells.unfold(2, 4, 1).unfold(3, 4, 1)  # (M, 4, 5, 5, 4, 4)
     sizes = [len(choices) for choices in mini.ATTRIBUTES.values()]
     net = mini.FeatureNet().to(memory_format=torch.channels_last)
-    head = nn.Conv2d(128, 1 + sum(sizes), 1)  # is there an object, and its attributes
+    head = nn.Conv2d(128, 1 + sum(sizes), 1)  # logits: is there an object, and its attributes
     optimizer, schedule = one_cycle([*net.parameters(), *head.parameters()], 4e-3, steps)
     for _ in progress(range(steps), desc="feature network", unit="step"):
-        # Most of a picture is bare floor: windows around random objects teach more in equal time.
+        # Most of a picture is bare floor, so windows around random objects teach more per step.
         chosen = occupied[torch.randint(len(occupied), (128,))]
         picture, row, column = chosen.unbind(1)
         row = (row - torch.randint(4, (128,))).clamp(0, 4)
@@ -124,7 +125,7 @@ def train_feature_net(
 def attribute_accuracy(
     net: nn.Module, head: nn.Module, images: Tensor, pictures: list[list[dict]]
 ) -> dict[str, float]:
-    """Attribute -> share of objects for which it is named rightly in the cell of their centre."""
+    """Attribute -> share of objects for which their centre's cell predicts it correctly."""
     cells = cells_of(pictures)
     sizes = [len(choices) for choices in mini.ATTRIBUTES.values()]
     logits = torch.cat([head(net(x / 127.5 - 1)) for x in images.split(250)])
@@ -141,7 +142,7 @@ def attribute_accuracy(
 
 
 def words_of_mini() -> list[str]:
-    """All words of mini's sentences, and those that RDD+ACR puts around their phrases."""
+    """All words of mini's sentences, and those of the prompts that RDD+ACR adds to phrases."""
     texts = [*mini.NO_CHANGE, rdd_acr.NOUN_PROMPT, rdd_acr.VERB_PROMPT]
     texts += ["that is in the scene", "left of", "right of", "in front of", "behind", "and"]
     for templates in mini.TEMPLATES.values():
@@ -155,8 +156,9 @@ def words_of_mini() -> list[str]:
 
 
 def random_names(pictures: list[list[list[str]]]) -> list[str]:
-    """A name of a random object of each picture. Half of the names are whole; in the others, each
-    attribute but the shape is left out half of the time. pictures: per object, its four words."""
+    """A name of a random object of each picture. Half of the names are complete; in the others,
+    each attribute except the shape is left out with probability 1/2. pictures: for each picture and
+    object, the object's four words."""
     size = len(pictures)
     counts = torch.tensor([len(objects) for objects in pictures])
     chosen = (torch.rand(size) * counts).long().tolist()
@@ -170,7 +172,7 @@ def random_names(pictures: list[list[list[str]]]) -> list[str]:
 
 
 def is_true(names: list[set[str]], objects: list[list[str]]) -> bool:
-    """Does each name fit an object of a picture, which has all of the name's words?"""
+    """Does each name fit some object of a picture? It fits if the object has all of its words."""
     for name in names:
         if not any(name.issubset(words) for words in objects):
             return False
@@ -178,7 +180,7 @@ def is_true(names: list[set[str]], objects: list[list[str]]) -> bool:
 
 
 def object_words(pictures: list[list[dict]]) -> list[list[list[str]]]:
-    """Per picture and object, the words of its full name."""
+    """For each picture and object, the words of the object's full name."""
     words = []
     for objects in pictures:
         words.append([mini.phrase(item).split() for item in objects])
@@ -194,9 +196,9 @@ def train_clip(images: Tensor, pictures: list[list[dict]], words: list[str], ste
     """-> a small open_clip.CLIP that knows which phrases are true of a picture. A phrase is a whole
     or partial name of an object, or two of these joined by "and".
 
-    A sigmoid loss (SigLIP) asks this of each picture and each phrase; a softmax would take true
-    phrases for negatives. Word vectors keep their random initial values, which are far apart, even
-    those of words that are in no name."""
+    A sigmoid loss (SigLIP) judges each picture with each phrase; a softmax would treat true phrases
+    as negatives. Word vectors keep their random initial values, so that all words, even those in no
+    name, stay far apart."""
     torch.manual_seed(0)
     clip, tokenizer = mini.new_clip(words)
     clip.token_embedding.requires_grad_(False)
@@ -236,8 +238,8 @@ def train_clip(images: Tensor, pictures: list[list[dict]], words: list[str], ste
 
 @torch.no_grad()
 def name_ranking(clip, tokenizer, images: Tensor, pictures: list[list[dict]]) -> float:
-    """How well a picture ranks the 96 full names: the share of pairs of a true and a false name of
-    which the true one is nearer to the picture (AUC), averaged over pictures."""
+    """How well a picture ranks the 96 full names: the share of (true name, false name) pairs in
+    which the true name is closer to the picture (AUC), averaged over pictures."""
     names = whole_names()
     text = clip.encode_text(tokenizer(names), normalize=True)
     x = torch.cat([clip.encode_image(x / 127.5 - 1, normalize=True) for x in images.split(250)])
@@ -253,7 +255,7 @@ def name_ranking(clip, tokenizer, images: Tensor, pictures: list[list[dict]]) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data_dir", type=Path, required=True, help="mini, drawn")
+    parser.add_argument("--data_dir", type=Path, required=True, help="folder of a prepared mini")
     parser.add_argument("--cnn_steps", type=int, default=6000)
     parser.add_argument("--clip_steps", type=int, default=2000)
     parser.add_argument("--out_dir", type=Path, default=mini.ASSETS)

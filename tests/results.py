@@ -5,17 +5,18 @@
     python tests/results.py --table                run nothing, only fill in the tables
     python tests/results.py --assets RUN           run nothing, make assets/ from a run's folder
 
-A row is a command, run with three seeds or six, on one thread; two runs go on at a time. A run that
-ends adds its record to tests/results.json, and the tables come from these records alone.
+A row is a command. It is run with three or six seeds, each run on one thread; two runs go on at a
+time. A finished run adds its record to tests/results.json, and the tables are made from these
+records alone.
 
-A record counts as long as the code does the same, however it is written: by its row's fingerprint,
-which is of the machine, and of ten steps of the row's command on a small mini. Records with another
-fingerprint leave results.json as soon as a run has ended (git keeps them), so that a table mixes
-neither two codes nor two machines. Fingerprints are taken once, at the start: as long as runs go
-on, nobody may edit the code that they start from.
+A record counts as long as its row has the same fingerprint, which covers the machine and the
+results of ten steps of the row's command on a small mini: the code may be rewritten, but must
+compute the same. When a run ends, records with other fingerprints are dropped from results.json
+(git keeps them), so that a table never mixes versions of the code or machines. Fingerprints are
+taken once, at the start, so the code must not be edited while runs are under way.
 
-Runs lie in runs/results, each in a folder named for row, seed and fingerprint. What is interrupted
-there is continued; folders of old fingerprints may be removed.
+Runs are kept in runs/results, each in a folder named after row, seed and fingerprint. Interrupted
+runs are continued; folders with old fingerprints may be removed.
 """
 
 import argparse
@@ -84,7 +85,7 @@ SEEDS = (1111, 1, 2)
 MORE_SEEDS = (3, 4, 5)  # for the rows of two claims that three seeds cannot decide
 ROWS_WITH_MORE = ("RDD+ACR", "RDD+ACR, no losses", "CHEERS", "HRD")
 
-# What a record keeps, and where scores_test.json has it.
+# The scores that a record keeps, and where they are found in scores_test.json.
 SCORES = {
     "semantic CIDEr": ("scores", "semantic change", "CIDEr"),
     "change type": ("accuracy", "change type"),
@@ -106,7 +107,7 @@ SCORES = {
 }
 README_COLUMNS = ["semantic CIDEr", "change type", "all four", "new value", "place", "distractors"]
 COLUMNS = [*README_COLUMNS, "hardest views", "total CIDEr", "pointing", "minutes"]
-# Of floors and ceiling, see bounds.py.
+# Names of the floors and the ceiling, see bounds.py.
 BOUND_NAMES = (
     "one caption for all",
     "one caption per kind of change",
@@ -124,7 +125,7 @@ def seeds_of(row: str) -> tuple[int, ...]:
 
 
 def machine() -> dict:
-    """What a run that starts now runs on."""
+    """A description of this machine and of how a run uses it."""
     about = {"processor": platform.processor() or platform.machine()}
     if Path("/proc/cpuinfo").exists():
         text = Path("/proc/cpuinfo").read_text()
@@ -135,7 +136,7 @@ def machine() -> dict:
 
 
 def fingerprint_of(row: str, root: Path) -> str:
-    """Hash of what this machine and this code make of a row in ten steps.
+    """Hash of the results of ten steps of a row, with the present code on this machine.
 
     root: the folder of fingerprint.py's small mini."""
     with tempfile.TemporaryDirectory() as folder:
@@ -155,7 +156,7 @@ def fingerprint_of(row: str, root: Path) -> str:
 
 
 def fingerprints() -> dict[str, str]:
-    """Row -> today's fingerprint on this machine; two or three minutes."""
+    """Row -> its present fingerprint on this machine. Takes two or three minutes."""
     print("ten steps of every row, to see which records count", flush=True)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -187,13 +188,13 @@ def read_records() -> list[dict]:
 
 
 def write_records(records: list[dict]) -> None:
-    """Each on a line of its own, as git compares lines."""
+    """Writes each record on a line of its own, because git compares lines."""
     lines = [json.dumps(record) for record in records]
     write_text(RECORDS, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def counting(records: list[dict], today: dict[str, str]) -> list[dict]:
-    """The records that have today's fingerprint of their row."""
+    """The records that have the present fingerprint of their row."""
     found = []
     for record in records:
         row = record["row"]
@@ -209,7 +210,7 @@ def counting(records: list[dict], today: dict[str, str]) -> list[dict]:
 class Job:
     """A run under way."""
 
-    record: dict  # of what is known when it starts
+    record: dict  # what is known at its start
     folder: Path
     resumed: bool
     began: float
@@ -232,11 +233,11 @@ def folder_of(record: dict, runs: Path) -> Path:
 
 
 def start(record: dict, runs: Path, data_dir: str) -> Job:
-    """Starts a run, or continues it. What it prints goes into <folder>.txt."""
+    """Starts or continues a run. Its output goes to <folder>.txt."""
     folder = folder_of(record, runs)
     resumed = (folder / "last.pt").exists()
     if folder.exists() and not resumed:
-        shutil.rmtree(folder)  # it was killed before it had saved anything
+        shutil.rmtree(folder)  # the run was killed before it had saved anything
     _, script, *flags = record["command"].split()
     call = [sys.executable, str(ROOT / script), *flags, "--device", "cpu"]
     call += ["--data_dir", data_dir, "--out_dir", str(folder)]
@@ -250,13 +251,13 @@ def start(record: dict, runs: Path, data_dir: str) -> Job:
             stdout=output,
             stderr=output,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C does not reach it, only run_all's SIGTERM does
+            start_new_session=True,  # shields it from Ctrl-C; run_all ends it by SIGTERM
         )
     return Job(record, folder, resumed, time.perf_counter(), process)
 
 
 def finish(job: Job, today: dict[str, str]) -> bool:
-    """Records a run that has ended. Has it succeeded?"""
+    """Records a run that has ended -> whether it succeeded."""
     record = job.record
     if job.process.returncode:
         print(f"{record['row']}, seed {record['seed']} failed; see {job.folder}.txt", flush=True)
@@ -269,8 +270,8 @@ def finish(job: Job, today: dict[str, str]) -> bool:
 
 
 def run_all(waiting: list[dict], today: dict[str, str], args: argparse.Namespace) -> bool:
-    """Makes the runs of new records, args.jobs at a time; fills in the tables after each. Did all
-    succeed? If this is interrupted, the runs under way save and end, too."""
+    """Makes the runs of new records, args.jobs at a time, and fills in the tables after each ->
+    whether all succeeded. On Ctrl-C, the runs under way save and end, too."""
     running: list[Job] = []
     succeeded = True
     try:
@@ -296,7 +297,7 @@ def run_all(waiting: list[dict], today: dict[str, str], args: argparse.Namespace
 
 
 def values(records: list[dict], row: str, column: str) -> list[float]:
-    """A column's values in a row's records that have one."""
+    """A column's values in the records of a row, without missing ones."""
     found = []
     for record in records:
         if record["row"] == row:
@@ -311,7 +312,7 @@ def ciders(records: list[dict], row: str) -> list[float]:
 
 
 def cell(found: list[float]) -> str:
-    """Mean and, in parentheses, the range: the largest less the smallest."""
+    """Mean and, in parentheses, the range: the largest value minus the smallest."""
     if not found:
         return "-"
     mean = f"{statistics.fmean(found):.1f}"
@@ -325,7 +326,7 @@ def table_line(cells: list[str]) -> str:
 
 
 def results_table(records: list[dict], rows: list[str], columns: list[str]) -> str:
-    """A table with a line for each row, and below it the machine."""
+    """A table with a line for each row, and the machine below it."""
     lines = [table_line(["row", "seeds", *columns]), "|---" * (len(columns) + 2) + "|"]
     for row in rows:
         seeds = sum(record["row"] == row for record in records)
@@ -344,8 +345,8 @@ def commands() -> str:
 
 
 def verdict(better: list[float], worse: list[float]) -> tuple[str, str]:
-    """-> the difference of two means with its standard error, and what it says of the claim that
-    the first is higher. tests/results.md has the rule in words."""
+    """-> the difference of two means with its standard error, and the verdict on the claim that the
+    first is higher. tests/results.md states the rule in words."""
     if min(len(better), len(worse)) < 2:
         return "", "not run"
     gap = statistics.fmean(better) - statistics.fmean(worse)
@@ -360,23 +361,23 @@ def verdict(better: list[float], worse: list[float]) -> tuple[str, str]:
     return f"{gap:+.0f} ± {error:.1f}", answer
 
 
-# The tables below are written by hand in tests/results.md, but for their last cells.
+# These tables are written by hand in tests/results.md, except for the last cells of each line.
 
 
 def claim_cells(cells: list[str], records: list[dict]) -> tuple[str, ...]:
-    """table, claim (row > row), published -> difference, verdict"""
+    """Cells: table, claim (row > row), published -> difference, verdict."""
     better, worse = re.split(" >=? ", cells[1])
     return verdict(ciders(records, better), ciders(records, worse))
 
 
 def deviation_cells(cells: list[str], records: list[dict]) -> tuple[str, ...]:
-    """row, what it does, other row, what this does -> CIDEr of both"""
+    """Cells: row, what it does, other row, what that one does -> CIDEr of both rows."""
     return cell(ciders(records, cells[0])), cell(ciders(records, cells[2]))
 
 
 def bound_cells(cells: list[str], bounds: dict) -> tuple[str, ...]:
-    """data set: group of pairs, published figures -> BLEU-4 / CIDEr of floors and ceiling; "-"
-    without the data set, blank without such a bound"""
+    """Cells: "data set: group of pairs", published figures -> BLEU-4 / CIDEr of floors and ceiling;
+    "-" if bounds.json lacks the data set, blank if it lacks this bound."""
     dataset, group = cells[0].split(": ")
     found = []
     for name in BOUND_NAMES:
@@ -389,7 +390,8 @@ def bound_cells(cells: list[str], bounds: dict) -> tuple[str, ...]:
 
 
 def parts(text: str, name: str) -> tuple[str, str, str]:
-    """A page up to the first mark of a table, between its marks, and from the second one on."""
+    """A page in three parts: up to and with a table's first mark, the table, and from its second
+    mark on."""
     begin = f"<!-- {name}, by tests/results.py -->\n"
     end = "<!-- end -->\n"
     before, rest = text.split(begin)
@@ -398,7 +400,7 @@ def parts(text: str, name: str) -> tuple[str, str, str]:
 
 
 def replaced(text: str, name: str, new: str) -> str:
-    """A page with something else between the marks."""
+    """A page with `new` between the marks of a table."""
     before, _, after = parts(text, name)
     return before + new + after
 
@@ -435,9 +437,10 @@ def write_tables() -> None:
 
 
 def write_assets(run: Path, data_dir: str) -> None:
-    """Makes of a run of scorer_cbr.py its weights in float16, a pair of pictures that these caption
-    rightly, and a picture of a pair of each kind of change: the first that is right; last, of the
-    kind that is most often wrong, the first that is wrong."""
+    """From a run of scorer_cbr.py, writes its weights in float16, a pair of pictures that they
+    caption correctly, and a sheet with a pair of each kind of change. The sheet shows the first
+    pair with a right caption; last, for the kind that is most often wrong, the first with a wrong
+    one."""
     weights = ASSETS / "scorer_cbr-mini.pt"
     write_weights(run / "best.pt", weights)
     dataset = data.load("mini", data_dir)
@@ -458,7 +461,7 @@ def write_assets(run: Path, data_dir: str) -> None:
 
 
 def write_weights(best: Path, file: Path) -> None:
-    """What a captioner needs of a checkpoint, with the model in float16."""
+    """Writes what a captioner needs from a checkpoint, with the model in float16."""
     kept = dict(load_checkpoint(best))
     for name in ("optimizer", "random"):  # only training needs them
         del kept[name]
@@ -470,8 +473,8 @@ def write_weights(best: Path, file: Path) -> None:
 
 
 def caption_pairs(checkpoint: Path, dataset: data.Dataset) -> tuple[dict, dict]:
-    """The changed test pairs, captioned from their pictures: those that are right and those that
-    are wrong, by kind of change, each a list of (pair, caption, attention maps)."""
+    """Captions the changed test pairs from their pictures -> those captioned rightly and those
+    captioned wrongly: kind of change -> list of (pair, caption, attention maps)."""
     pairs = dataset.pairs("test")
     pictures = [(dataset.paths[pair.before], dataset.paths[pair.after]) for pair in pairs]
     results = scorer_cbr.load(checkpoint, "cpu").pairs(pictures, 64)
@@ -494,11 +497,11 @@ def main() -> None:
     text = f"only these rows, of {'; '.join(ROWS)}"
     rows = list(ROWS)
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows, metavar="ROW", help=text)
-    text = "only these of a row's seeds"
+    text = "only these seeds"
     seeds = SEEDS + MORE_SEEDS
     parser.add_argument("--seeds", nargs="+", type=int, choices=seeds, default=seeds, help=text)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--runs", type=Path, default=Path("runs/results"), help="where runs go")
+    parser.add_argument("--runs", type=Path, default=Path("runs/results"), help="folder of runs")
     parser.add_argument("--data_dir", default="data/mini")
     parser.add_argument("--table", action="store_true", help="only fill in the tables")
     text = "only make assets/ from a finished run of scorer_cbr.py"
@@ -513,8 +516,9 @@ def main() -> None:
 
 
 def run_missing(args: argparse.Namespace) -> None:
-    """Makes the runs that have no record which counts."""
-    data.main(["mini", "--data_dir", args.data_dir, "--device", "cpu"])  # in no run's minutes
+    """Makes the runs for which no record counts."""
+    # Prepare mini first, so that no run's minutes include it.
+    data.main(["mini", "--data_dir", args.data_dir, "--device", "cpu"])
     today = fingerprints()
     records = read_records()
     done = {(record["row"], record["seed"]) for record in counting(records, today)}
@@ -523,7 +527,7 @@ def run_missing(args: argparse.Namespace) -> None:
         for seed in seeds_of(row):
             if seed in args.seeds and (row, seed) not in done:
                 missing.append(new_record(row, seed, today))
-    print(f"{len(done)} of {len(records)} records count, {len(missing)} runs are missing")
+    print(f"{len(done)} of {len(records)} records still count, {len(missing)} runs are missing")
     if not run_all(missing, today, args):
         raise InputError("some runs failed, see above")
 

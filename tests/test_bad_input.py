@@ -1,4 +1,4 @@
-"""Whatever is wrong with the input, it is one line on stderr and exit code 2."""
+"""Whatever is wrong with the input, the user sees one line on stderr, and exit code 2."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ from common import InputError, run_main
 @pytest.fixture
 def refused(capsys):
     def of(main, *argv):
-        """The one line with which a script's main refuses a command."""
+        """The one-line error with which a script's main refuses a command."""
         capsys.readouterr()
         with pytest.raises(SystemExit) as e:
             run_main(lambda: main([str(a) for a in argv]))
@@ -135,7 +135,7 @@ def test_unknown_words_of_the_command_line(refused, prepared, train, monkeypatch
 
 @pytest.fixture
 def run(prepared, tiny, tmp_path, monkeypatch):
-    """The folder of a run that has ended."""
+    """The folder of a finished run."""
     monkeypatch.setattr(scorer_cbr, "evaluate", lambda *_: {"CIDEr": 1.0})  # not what this is about
     folder = tmp_path / "run"
     folders = ["--data_dir", str(prepared), "--out_dir", str(folder)]
@@ -176,7 +176,7 @@ def test_a_vocabulary_that_does_not_fit(prepared, run, refused):
 
 @pytest.fixture
 def full_disk():
-    """A function: from its call to the end of the test no file can grow beyond some bytes."""
+    """A function: after full_disk(size), no file can exceed `size` bytes until the test ends."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(size):
@@ -212,7 +212,7 @@ def test_a_disk_full_of_features(release, prepare, monkeypatch, full_disk):
 
 
 def test_broken_json(release, prepare):
-    """Also half an emoji, in the ways in which JSON can have it; whole ones are fine."""
+    """Half an emoji is broken, too, however JSON writes it; whole ones are fine."""
     path = release / "change_captions.json"
     content = path.read_bytes()
     for broken in (content[:-7], b"\xff\xfe{}", b"[" * 10**5):
@@ -230,7 +230,8 @@ JUNK = [None, 7, "x", [], {}, ["x"], {"x": 7}]
 
 
 def places(content, where=()):
-    """Where in a JSON content a part is, down to the fourth level; of each level the first two."""
+    """The paths of the parts of a JSON content, down to the fourth level; the first two parts of
+    each level."""
     yield where
     if isinstance(content, dict | list) and len(where) < 4:
         keys = list(content) if isinstance(content, dict) else range(len(content))
@@ -239,7 +240,7 @@ def places(content, where=()):
 
 
 def spoilt(text):
-    """Every copy of a JSON text in which one part is junk."""
+    """Copies of a JSON text, each with one part replaced by junk."""
     for where in places(json.loads(text)):
         for junk in JUNK:
             content = {"": json.loads(text)}
@@ -253,7 +254,7 @@ def spoilt(text):
 
 
 def is_refused(name, root):
-    """Is a folder refused with a line that names it? Any error but these two fails the test."""
+    """Is a folder refused with a line that names it? Any other kind of error fails the test."""
     try:
         data.read_release(name, root)
     except (InputError, FileNotFoundError) as e:
@@ -267,7 +268,7 @@ JSON_RELEASES = ["clevr_change", "clevr_dc", "spot_the_diff", "levir_cc", "image
 
 @pytest.mark.parametrize("name", JSON_RELEASES)
 def test_junk_anywhere_in_the_annotations(name, tmp_path):
-    """Some junk is a release all the same (an empty list of a type's images)."""
+    """Some junk still makes a valid release (an empty list of a type's images)."""
     WRITERS[name](tmp_path)
     refusals = 0
     for path in sorted(tmp_path.rglob("*.json")):
@@ -319,7 +320,8 @@ def test_each_data_set_says_what_is_missing(name, tmp_path, prepare):
 
 
 def test_names_that_differ_in_case_or_accents(tmp_path, prepare):
-    """From a system that does not mind, or that writes an accent as a sign of its own."""
+    """Files may come from a system that ignores case, or that stores accents as separate
+    characters."""
     write_own_pairs(tmp_path)
     table = (tmp_path / "pairs.csv").read_text()
     (tmp_path / "pairs.csv").write_text(table.replace("b.png", "caf\u00e9.png"))
@@ -373,7 +375,7 @@ def test_features_that_are_none(prepared, train, prepare):
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.EIO])
 def test_features_that_are_locked_or_cannot_be_read(prepared, train, monkeypatch, number):
-    """They took hours, and are all right: nothing may advise to remove them."""
+    """They took hours to make and are intact, so no message may advise removing them."""
 
     def refuse(path):
         raise OSError(number, "no")

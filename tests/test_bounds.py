@@ -1,4 +1,4 @@
-"""tests/bounds.py: floor and ceiling of a data set, and its own CIDEr."""
+"""Tests of bounds.py: floor and ceiling of a data set, and the script's own CIDEr."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def total_cider(pairs, captions):
 
 
 def best_caption(train, val, others, ids):
-    """The best caption for the pairs in ids, if the other pairs have the captions in `others`."""
+    """The best caption for the pairs in ids, if the other pairs get the captions in `others`."""
     counts = Counter(c for p in train if p.id in ids for c in p.captions)
     candidates = sorted(sorted(counts), key=lambda c: -counts[c])[:200]
     of_val = [p.id for p in val if p.id in ids]
@@ -60,7 +60,7 @@ def test_bounds_are_a_naive_searchs(tmp_path, capsys):
     write_release(tmp_path, train=20, val=10, test=10)
     release = data.read_clevr_change(tmp_path)
     for folder in data.CLEVR_FOLDERS.values():
-        shutil.rmtree(tmp_path / folder)  # annotations are enough
+        shutil.rmtree(tmp_path / folder)  # the script needs annotations only
     out = tmp_path / "bounds.json"
     bounds.main(["clevr_change", "--data_dir", str(tmp_path), "--out", str(out)])
     table = capsys.readouterr().out

@@ -92,7 +92,7 @@ def test_ties_go_to_the_lower_index():
 
 
 def naive_max_probability(source, target, scale):
-    """Eq. 2 and the maximum of Eq. 3 of one pair: source (S, D), target (N, D) -> N numbers."""
+    """Eq. 2 and the maximum in Eq. 3, for one pair: source (S, D), target (N, D) -> N numbers."""
     largest = [0.0] * len(target)
     for j in range(len(source)):
         exps = [math.exp(scale * cosine(x, source[j])) for x in target]
@@ -182,13 +182,13 @@ def test_encoder_and_losses_against_equations(fields):
 
 
 def deviation(x):
-    """What differs over the cells of an image, x (2B, N, D)."""
+    """x (2B, N, D) minus its mean over the cells of each image."""
     return x - x.mean(1, keepdim=True)
 
 
 def test_maps_survive_bfloat16():
-    """P^ differs over cells by less than bfloat16's digits: at paper size its deviation stays that
-    of float64."""
+    """P^ varies over cells by less than bfloat16 can resolve. At the paper's size, its deviations
+    must still equal those of float64."""
     torch.manual_seed(0)
     maps = []
     model = CHEERS(Config(), WORDS, (32, 14, 14), V, torch.randn(M, CLIP_DIM)).eval()
@@ -207,8 +207,8 @@ def test_maps_survive_bfloat16():
 
 
 def test_the_next_layer_reads_cells_that_differ():
-    """At paper size C~ alone is nearly the same in all cells, and that of the layer after it
-    the same."""
+    """If layers passed on C~ alone ("attended"), the next layer's C~ would, at the paper's size, be
+    the same in all cells."""
     spread = {}
     for layer_input in ("residual", "attended"):
         torch.manual_seed(0)
@@ -337,7 +337,7 @@ def test_files_and_pil_images_are_embedded_alike(tmp_path):
 
 
 def test_alpha_lies_on_white_and_wide_pixels_are_refused(tmp_path):
-    """Of a copy without data.py."""
+    """When the file is copied without data.py."""
     clip, _ = random_clip()
     erased = Image.new("RGBA", (30, 20), (9, 9, 9, 0))
     erased.save(tmp_path / "a.png")
@@ -426,7 +426,7 @@ def test_embeddings_of_pictures_are_kept(tmp_path, monkeypatch):
     first = entities_from_lists(clip, tokenizer, file)
     assert encoded == [3]
     second = entities_from_lists(clip, tokenizer, file)
-    assert encoded == [3, 1]  # the first picture alone, to see that it is the same CLIP
+    assert encoded == [3, 1]  # the first picture again, to check that the CLIP is the same
     fewer = entities_from_lists(clip, tokenizer, file, min_count=2)
     assert fewer.phrases == ["ball", "cube"] and encoded == [3, 1, 1]
     for pair, rows in first.indices.items():
@@ -476,7 +476,7 @@ def test_entities_of_a_data_set(corpus, monkeypatch):
 
 
 def test_embeddings_older_than_features_are_made_again(corpus, monkeypatch):
-    """Pictures were replaced, and features.h5 was made again."""
+    """This happens if pictures were replaced and features.h5 was made again."""
 
     def read_captions(read, name, captions):
         return {caption: [caption.split()[1]] for caption in captions}
@@ -490,7 +490,7 @@ def test_embeddings_older_than_features_are_made_again(corpus, monkeypatch):
     last = first["names"][-1]
     Image.new("RGB", (16, 12), "red").save(dataset.paths[last])
     cheers.entities_of(dataset, cfg)
-    assert torch.equal(torch.load(file)["images"], first["images"])  # nobody looked
+    assert torch.equal(torch.load(file)["images"], first["images"])  # not checked
     later = file.stat().st_mtime + 1
     os.utime(dataset.features.path, (later, later))
     cheers.entities_of(dataset, cfg)
@@ -523,7 +523,7 @@ def test_resume_and_caption_with_entities(tmp_path, capsys, monkeypatch):
     assert rows and all(math.isfinite(row[name]) for row in rows for name in terms)
     assert "accuracy" in json.loads((whole / "scores_test.json").read_text())
 
-    # --eval looks at the data before CLIP embeds anything.
+    # --eval checks the data before CLIP embeds anything.
     other = tmp_path / "other.pt"
     state = torch.load(whole / "best.pt", weights_only=True)
     torch.save(state | {"vocab": [*state["vocab"][:-1], "zebra"]}, other)

@@ -35,12 +35,12 @@ from common import (
 
 
 def dense_match(q, k):
-    """The formula of token_match, every score at once."""
+    """token_match by its formula, with every score at once."""
     s = torch.einsum("anc,bmc->abnm", q, k)
     return (s.amax(3).mean(2) + s.amax(2).mean(2)) / 2
 
 
-SMALL_SPEEDS = {  # as on a CPU and as on a GPU, with several slices, and several bags to a row
+SMALL_SPEEDS = {  # as on a CPU and as on a GPU, with several slices, and several bags per row
     "pooling": common.MatchSpeed(scores=100, pooling=True, bag=0),
     "Tensor.max and bags": common.MatchSpeed(scores=100, pooling=False, bag=3),
 }
@@ -75,7 +75,7 @@ def test_both_maxima_agree_on_ties():
             assert rows[x, y] == column.index(max(column))  # the first of equal ones
 
 
-@pytest.mark.parametrize("skew", [1, 4])  # 4: two rows of 40 get most of the weights, some get none
+@pytest.mark.parametrize("skew", [1, 4])  # 4: two of 40 rows get most of the weights, some get none
 @pytest.mark.parametrize("bag", [0, 1, 3, 64, 10_000])
 def test_weights_are_added_to_rows(skew, bag):
     torch.manual_seed(0)
@@ -100,7 +100,7 @@ def test_winners_must_fit_into_int16():
     last[0, -1] = 1
     q = torch.ones(1, 1, 1, requires_grad=True)
     (gradient,) = torch.autograd.grad(token_match(q, last).sum(), q)
-    assert gradient.item() == pytest.approx(0.5 + 0.5 / 2**15)  # of the last token, and of the mean
+    assert gradient.item() == pytest.approx(0.5 + 0.5 / 2**15)  # from the last token and the mean
 
 
 def test_a_copy_of_common_does_not_replace_the_operator(monkeypatch):
@@ -351,7 +351,7 @@ def test_help_is_read_from_the_comments(capsys):
 
 
 def test_a_command_line_without_docstrings_and_source():
-    """As with python -OO, and in a frozen program."""
+    """This is the case with python -OO, and in a frozen program."""
     Made = dataclasses.make_dataclass("Made", [("width", int, 4)], bases=(RunConfig,))
     cfg, _ = common.parse_args(Made, {}, "method", None, ["--width", "5", "--device", "cpu"])
     assert cfg.width == 5
@@ -388,7 +388,7 @@ def test_a_checkpoints_model_cannot_be_changed(tmp_path, flags):
     caption = ["--caption", "a", "b", "--checkpoint", folder / "best.pt"]
     with pytest.raises(InputError, match=flags[0]):
         parse(*caption, *flags)
-    with pytest.raises(InputError, match="--steps"):  # captioning follows no flag of training
+    with pytest.raises(InputError, match="--steps"):  # captioning accepts no training flags
         parse(*caption, "--steps", "5")
 
 
@@ -425,7 +425,7 @@ def test_learning_rate_traces():
 
 
 def test_a_used_folder_is_refused(tmp_path):
-    """By a new run, by a run from Python, and by an evaluation of another run's checkpoint."""
+    """A new run, a run from Python, and an evaluation of another run's checkpoint refuse it."""
     folder = make_run_folder(tmp_path / "run")
     other = make_run_folder(tmp_path / "other")
     cfg = config_of(folder)
@@ -449,7 +449,7 @@ def test_a_used_folder_is_refused(tmp_path):
 
 
 class Words:
-    """As much of a data set as a run's checkpoints need: three batches an epoch."""
+    """As much of a data set as a run's checkpoints need; three batches per epoch."""
 
     first_id = common.START
 
@@ -488,10 +488,10 @@ def config_of(folder, **fields):
 def train(
     folder, resume=False, scores=(1.0, 2.0), words=("a", "b"), validate=None, each=None, **fields
 ):
-    """A run as in the method files -> the run, and the batches that it saw.
+    """Trains as the method files do -> the run, and the batches that it saw.
 
-    validate() gives the scores of a validation, by default `scores` in turn; each(step) is called
-    in each step."""
+    validate() returns the scores of a validation, by default those in `scores` one after another;
+    each(step) is called in each step."""
     cfg = config_of(folder, **fields)
     coming = iter(scores)
     dataset = Words(words)
@@ -516,7 +516,7 @@ def train(
 
 
 def log_of(folder, event):
-    """The lines of a log of one event, without times."""
+    """A log's lines for one event, without times."""
     rows = []
     for row in common.read_log(folder / "log.jsonl"):
         if row["event"] == event:
@@ -530,7 +530,7 @@ def saved(folder, name):
 
 
 def interrupt_at(step):
-    """For `each` of train: Ctrl-C in the step after this one."""
+    """An argument `each` for train: Ctrl-C in the step after this one."""
 
     def each(done):
         if done == step:
@@ -550,7 +550,7 @@ def test_a_stopped_run_continues_as_if_it_had_never_stopped(tmp_path):
     assert saved(parts, "last.pt")["step"] == 3
 
     with open(parts / "log.jsonl", "a") as f:
-        f.write('{"step": 4, "event": ""}\n{"no step": 1}\n{"step": 4, "ev')  # killed in a line
+        f.write('{"step": 4, "event": ""}\n{"no step": 1}\n{"step": 4, "ev')  # killed while writing
     with pytest.raises(InputError, match="other words"):
         train(parts, resume=True, words="a")
     _, seen = train(parts, resume=True, scores=[2.0])
@@ -574,7 +574,7 @@ def test_last_pt_alone_is_enough_to_resume(tmp_path):
     moved.mkdir()
     (whole / "last.pt").rename(moved / "last.pt")
     train(moved, resume=True, steps=6, scores=[4.0])
-    assert saved(moved, "best.pt")["step"] == 6  # best of what is left
+    assert saved(moved, "best.pt")["step"] == 6  # the best of those that are left
 
 
 def test_the_best_validation_is_kept(tmp_path):
@@ -731,7 +731,7 @@ def test_a_file_is_whole_when_writing_dies(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
 def test_a_full_disk_is_an_oserror_and_keeps_the_old_file(tmp_path, share):
-    """Where torch's writer stops, it raises a RuntimeError or an OSError."""
+    """On a full disk, torch's writer raises a RuntimeError or an OSError."""
     path = tmp_path / "last.pt"
     state = {"model": torch.rand(300, 300), "more": torch.rand(1000)}
     common.save_tensors(path, state)
@@ -847,7 +847,7 @@ def test_programming_errors_keep_their_traceback(error):
 
 @pytest.mark.parametrize("what", ["match", "step", "decode"])
 def test_the_benchmarks_run(what):
-    import bench  # which registers with PyTorch what its counter of operations lacks
+    import bench  # it registers with PyTorch the operations that its counter lacks
 
     flags = {"method": "scorer_cbr", "batch": 2, "dim": 16, "grid": (4, 2, 3), "length": 5}
     result = bench.measure(SimpleNamespace(what=what, plain=False, device="cpu", **flags))

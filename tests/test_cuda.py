@@ -1,5 +1,5 @@
-"""The fast paths on a CUDA GPU against the plain ones. What can be known without a GPU is in
-test_fake_cuda.py."""
+"""The fast paths on a CUDA GPU against the plain ones. Tests of the CUDA path that need no GPU are
+in test_fake_cuda.py."""
 
 import json
 
@@ -36,7 +36,7 @@ def fresh_compiler():
 
 
 def losses(folder):
-    """The lines of a run's log with losses."""
+    """The lines of a run's log that hold losses."""
     rows = [json.loads(line) for line in (folder / "log.jsonl").open()]
     return [row for row in rows if row["event"] == "train"]
 
@@ -47,7 +47,7 @@ def test_token_match_on_the_gpu_equals_dense_on_the_cpu(slice_of, monkeypatch):
     monkeypatch.setattr(common, "MATCH_ON_CUDA", speed)
     q = torch.randn(20, 50, 32, dtype=torch.float64)
     k = torch.randn(20, 50, 32, dtype=torch.float64)
-    q[:, 7] *= 10  # the winner of about half of the keys: a bag with several parts
+    q[:, 7] *= 10  # wins about half of the keys, so that its bag has several parts
     q.requires_grad_()
     k.requires_grad_()
     weight = torch.randn(20, 20, dtype=torch.float64)
@@ -72,12 +72,12 @@ def test_maxima_on_the_gpu_agree_on_ties():
 )
 def test_a_run_on_the_gpu_follows_one_on_the_cpu(method, prepared, tiny, tmp_path, flags):
     if method is idc_pretrain:
-        pytest.skip("masks are drawn by the device")
+        pytest.skip("masks are drawn on the device, so they differ")
     shared = [*tiny, "--data_dir", str(prepared), "--dropout", "0", "--steps", "4"]
     method.main([*shared, "--out_dir", str(tmp_path / "cpu")])
     method.main([*shared, "--out_dir", str(tmp_path / "gpu"), "--device", "cuda", *flags])
     for cpu, gpu in zip(losses(tmp_path / "cpu"), losses(tmp_path / "gpu"), strict=True):
-        # bfloat16 has three digits.
+        # bfloat16 has two to three digits.
         assert gpu["caption"] == pytest.approx(cpu["caption"], rel=0.02)
 
 
@@ -98,7 +98,7 @@ def test_resume_on_the_gpu(method, prepared, tiny, tmp_path, flags):
     ],
 )
 def test_phrases_entities_and_pretraining_on_the_gpu(method, own, tmp_path):
-    """What the runs above leave out, on the embedded data set, which the GPU prepares; and a pair
+    """What the runs above leave out, on mini, whose features are made on the GPU; then a pair is
     captioned there."""
     flags = "--scenes 60 --dim 32 --steps 4 --log_every 1 --eval_every 4".split()
     flags += ["--data_dir", str(tmp_path / "mini")]
@@ -108,7 +108,7 @@ def test_phrases_entities_and_pretraining_on_the_gpu(method, own, tmp_path):
     on_gpu = losses(tmp_path / "gpu")
     names = {name for row in on_gpu for name in row}
     assert own <= names
-    if method is not idc_pretrain:  # whose masks are drawn by the device
+    if method is not idc_pretrain:  # its masks are drawn on the device, so they differ
         method.main([*flags, "--out_dir", str(tmp_path / "cpu"), "--device", "cpu"])
         for cpu, gpu in zip(losses(tmp_path / "cpu"), on_gpu, strict=True):
             for name in own | {"caption", "total"}:

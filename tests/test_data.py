@@ -35,7 +35,7 @@ def test_tokens_and_vocabulary_follow_the_published_rule():
 
 
 def test_special_words_are_no_words_of_captions():
-    """Some releases have <UNK> in their captions."""
+    """Some releases contain <UNK> in their captions."""
     vocab = data.Vocab.from_captions(["a <UNK> b", "<NULL> <START> <END>"])
     assert vocab.words == [*data.SPECIAL, "a", "b"]
     assert data.Vocab(vocab.words).words == vocab.words
@@ -107,7 +107,7 @@ def features():
 
 def write(path, blocks):
     """A feature file of the images "a" to "e"."""
-    files = [Path(__file__)] * 5  # of which they are said to be made
+    files = [Path(__file__)] * 5  # the files that they are said to be made from
     data.write_features(path, list("abcde"), files, blocks, "resnet101-layer3", "how")
 
 
@@ -121,7 +121,7 @@ def test_feature_file_round_trip(tmp_path):
 
 
 def test_only_the_named_gpu_is_asked_and_gets_page_locked_features(prepared, monkeypatch):
-    """Not a broken or busy one that is not used: to page-lock memory, too, is to use a GPU."""
+    """A GPU that is not used may be broken or busy. Page-locking memory also uses a GPU."""
     empty = torch.empty
     asked = []
 
@@ -129,7 +129,7 @@ def test_only_the_named_gpu_is_asked_and_gets_page_locked_features(prepared, mon
         asked.append(device)
         return 0, 0
 
-    def unpinned(shape, dtype, pin_memory):  # here may be no GPU to page-lock memory for
+    def unpinned(shape, dtype, pin_memory):  # this computer may have no GPU to page-lock memory for
         asked.append("pinned")
         return empty(shape, dtype=dtype)
 
@@ -211,7 +211,7 @@ def test_swap_takes_default_or_distractor_as_before(prepared):
                 assert torch.equal(distractor.after[i], default if swapped else other)
                 seen.add(swapped)
     assert seen == {True, False}
-    evaluation = next(dataset.eval_batches("test", 5))  # where nothing is swapped
+    evaluation = next(dataset.eval_batches("test", 5))  # swaps nothing
     expected = dataset.features.rows(["CLEVR_default_000010.png"])
     assert torch.equal(evaluation.before[:1], expected)
 
@@ -253,8 +253,8 @@ class Brightness(torch.nn.Module):
 
 @pytest.fixture
 def captioner(tmp_path, monkeypatch):
-    """dark.png, bright.png, and a function from `inputs` to a Captioner whose extractor takes the
-    mean of each cell."""
+    """dark.png, bright.png, and a function: `inputs` -> a Captioner whose extractor takes the mean
+    of each cell."""
 
     class Mean(data.Extractor):
         def __init__(self, name, device):

@@ -103,7 +103,7 @@ def test_released_variant_meets_recorded_values(dataset):
     difference_bef, difference_aft = fused[0].chunk(2, -1)
     close(difference_bef.abs().sum(), recorded["D"][0], atol=1e-3)
     close(difference_aft.abs().sum(), recorded["D"][1], atol=1e-3)
-    cut = caption[:, :14]  # as a batch comes: no longer than its longest caption
+    cut = caption[:, :14]  # as in a batch: no longer than its longest caption
     losses = model(before, after, cut)
     for name in ("caption", "dirl", "ccr"):
         close(losses[name], recorded[name])
@@ -209,8 +209,8 @@ def test_one_layer_is_equation_5_and_6():
 
 
 def decoded(model, before, after, caption):
-    """Eq. 8 and Eq. 9, then both after residual and norm, of the last layer, word by word: each
-    sees the real words up to itself, so padding sees them all. -> four of (B, V, D)"""
+    """Eq. 8 and Eq. 9 of the last layer, and both after residual and norm, word by word. Each word
+    sees the real words up to itself, so padding sees them all. -> four tensors (B, V, D)"""
     difference, _, _ = model.encode(before, after)
     x = model.decoder.embed_words(caption)
     states = []
@@ -229,7 +229,7 @@ def decoded(model, before, after, caption):
 
 
 def layer_output(layer, query, keys, difference):
-    """A decoder layer at one word, by its equations."""
+    """The output of a decoder layer at one word, by its equations."""
     words = layer.self_attention(query, keys)
     x1 = layer.norm1(query + words)
     visual = layer.cross_attention(x1, difference)
@@ -306,8 +306,8 @@ def lowest_ccr(**fields):
 
 @pytest.mark.parametrize("logits", ["two_way", "summed"])
 def test_ccr_cannot_be_met_by_the_words_alone(logits):
-    """Without differences every attended vector is the same, and L_ccr cannot fall below log B; the
-    release's can, for its visual vector holds the words."""
+    """Without differences, every attended vector is the same, and L_ccr cannot fall below log B.
+    The release's can, because its visual vector contains the words."""
     assert lowest_ccr(ccr_logits=logits) > math.log(B) - 1e-4
     assert lowest_ccr(ccr_logits=logits, ccr_states="normed") < 0.1
 

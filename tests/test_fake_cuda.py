@@ -1,11 +1,11 @@
-"""What can be known of the CUDA path without a GPU: every method's steps, captions and maps on
-PyTorch's fake tensors, which have a device, cuda:0, and a shape, but no content.
+"""Tests of the CUDA path without a GPU: every method's steps, captions and maps on PyTorch's fake
+tensors, which have a shape and a device (cuda:0), but no content.
 
-An operation that mixes devices, that makes the host wait for the GPU, or that reads what a tensor
-holds is an error. Autocast works as on a GPU, so matrix products in float32 are counted, too: a
-cast at the wrong place makes more of them. Speed, memory and results stay unknown.
+An operation that mixes devices, that makes the host wait for the GPU, or that reads the content of
+a tensor is an error. Autocast works as on a GPU, so matrix products in float32 are counted, too: a
+misplaced cast causes more of them. Speed, memory and results cannot be tested this way.
 
-All run in a process of their own, because PyTorch is patched for it:
+Everything runs in a separate process, because it patches PyTorch:
     python tests/test_fake_cuda.py
 """
 
@@ -51,10 +51,10 @@ RELEASED = {"variant": "released"}
 NO_AMP = {"amp": False}
 SUBTRACTION = {"difference": "subtract"}
 
-# For each method: what its config changes, and how many matrix products of each kind of step run in
-# float32, where the code leaves autocast (with NO_AMP all do). A token_match counts once, another
-# product three times: its backward pass has two. Products of attention (bmm) do not count, as
-# PyTorch computes fake attention in float32.
+# For each method: changes to its config, and for each kind of step the number of matrix products in
+# float32, which occur where the code leaves autocast (with NO_AMP, all products are in float32). A
+# token_match counts once, any other product three times, because its backward pass has two more.
+# Products of attention (bmm) do not count, because PyTorch computes fake attention in float32.
 CASES = {
     scorer_cbr: [
         ({}, {"step": 48}),  # token_match: three in each of 8 heads and 2 batches
@@ -72,8 +72,8 @@ CASES = {
         ({"correlate": False}, {"step": 12}),
     ],
     rdd_acr: [
-        # Nouns and verbs: Eq. 11's cosines, and the adapter's three layers, of which the first has
-        # one product less, as its input is frozen.
+        # For nouns and verbs each: Eq. 11's cosines, and the adapter's three layers. The first
+        # layer has one product less, because its input needs no gradient.
         ({}, {"step": 22}),
         ({"gde": False, "order": "none", "w_n2o": 0, "w_v2a": 0}, {}),
         ({"order": "n", "w_v2a": 0}, {"step": 11}),
@@ -88,7 +88,8 @@ CASES = {
         ({"dre": False}, {"step": 28}),
     ],
     idc_pretrain: [
-        ({}, {"mvcl": 4, "birds": 3}),  # Eq. 8, whose features are frozen, and contrast_loss
+        # Eq. 8, whose features need no gradient, and contrast_loss.
+        ({}, {"mvcl": 4, "birds": 3}),
         (RELEASED, {"mvcl": 6, "birds": 3}),  # Eq. 8's negatives are predictions
         ({"difference_encoder": False}, {"mvcl": 4}),
     ],
@@ -109,7 +110,7 @@ def test_no_method_mixes_devices_waits_or_leaves_bfloat16():
 
 
 class Watch(TorchDispatchMode):
-    """Counts matrix products by type. AssertionError where an operation mixes devices, or a copy
+    """Counts matrix products by dtype. AssertionError if an operation mixes devices, or if a copy
     makes the host wait."""
 
     def __init__(self):
@@ -132,7 +133,7 @@ class Watch(TorchDispatchMode):
 
 
 def pretend_to_have_a_gpu():
-    """autocast asks these two before it works."""
+    """Patches the two functions by which autocast checks for a GPU."""
     torch.cuda.is_bf16_supported = lambda *_, **__: True
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
 
@@ -150,35 +151,35 @@ def move_to_gpu(model):
 
 
 def nodes_behind(loss):
-    """The nodes of the graph of a loss, each before all that it hands gradients to."""
+    """The nodes of a loss's autograd graph, each before all nodes that it passes gradients to."""
     found = [loss.grad_fn]
     seen = {loss.grad_fn}
-    for node in found:  # which grows meanwhile
+    for node in found:  # the list grows during the loop
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 found.append(following)
-    leaves = []  # they add to a parameter's gradient
+    leaves = []  # nodes that accumulate a parameter's gradient
     inner = []
     for node in found:
         if hasattr(node, "variable"):
             leaves.append(node)
         else:
             inner.append(node)
-    inner.sort(key=lambda node: node._sequence_nr(), reverse=True)  # the last one made comes first
+    inner.sort(key=lambda node: node._sequence_nr(), reverse=True)  # in reverse order of creation
     return inner + leaves
 
 
 @torch.no_grad()
 def backward(loss):
-    """loss.backward(), node by node: PyTorch's own loop would look for a GPU's driver."""
+    """loss.backward(), node by node, because PyTorch's own loop would need a GPU driver."""
     gradients = {loss.grad_fn: {0: torch.ones_like(loss)}}  # node -> output's number -> gradient
     for node in nodes_behind(loss):
         known = gradients.pop(node, {})
         if not known:
             continue
         arguments = [known.get(i) for i in range(len(node._input_metadata))]
-        call = getattr(node, "apply", node)  # of an operator written in Python
+        call = getattr(node, "apply", node)  # operators written in Python have `apply`
         results = call(*arguments)
         if not isinstance(results, tuple):
             results = (results,)
@@ -236,7 +237,7 @@ def entities_of(cfg):
 
 
 def phrases_of():
-    """rdd_acr.Phrases, whose own work on the CPU reads what tensors hold."""
+    """Stands in for rdd_acr.Phrases, which reads the content of tensors on the CPU."""
     text = torch.rand(2 * B, CLIP, device=GPU)
     valid = text[:, 0] > 0
     same = text @ text.T > 0
@@ -245,7 +246,7 @@ def phrases_of():
 
 
 def rewrites(pair_ids):
-    """idc_pretrain.Negatives."""
+    """Stands in for idc_pretrain.Negatives."""
     return torch.ones(len(pair_ids), idc_pretrain.REWRITES, LENGTH, dtype=torch.long)
 
 
@@ -263,11 +264,11 @@ def take_step(model, batches, optimizer, *more):
 
 
 def run_case(method, changes, expected):
-    """A step of each kind, then captions and maps, of a method with some changes to its config."""
+    """Runs a step of each kind, then captions and maps, of a method with a changed config."""
     cfg = config_of(method, changes)
     grid = (2048, 7, 7) if method is idc_pretrain else (1024, 14, 14)
-    table = []  # what the model needs besides
-    more = []  # what its losses need besides
+    table = []  # further arguments of the model
+    more = []  # further arguments of compute_losses
     if method is cheers and cfg.k:
         table.append(torch.rand(ENTITIES, CLIP))
         more.append(entities_of(cfg))
@@ -295,7 +296,7 @@ def run_case(method, changes, expected):
             assert set(watch.products) == {torch.float32}, about
 
     model.eval()
-    model.max_len = 4  # at the eighth word `decode` asks whether all captions have ended
+    model.max_len = 4  # at the eighth word, `decode` would wait to see if all captions have ended
     with Watch():
         batch = batches_of("step", grid)[0].to(cfg.device)
         rows = []

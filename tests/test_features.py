@@ -69,7 +69,7 @@ def test_bicubic_preprocessing_against_loop(row, col):
 @functools.cache
 def untrained_resnet():
     torch.manual_seed(0)
-    return resnet101(zero_init_residual=True).eval()  # else residuals pass float16's range
+    return resnet101(zero_init_residual=True).eval()  # otherwise residuals exceed float16's range
 
 
 def without_training(monkeypatch):
@@ -94,7 +94,7 @@ def test_resnet_extractors_are_torchvisions_layers(name, side, grid, monkeypatch
     picture = noise(300, 280)
     extractor = data.Extractor(name)
     x = extractor.preprocess(picture)[None]
-    if name != "resnet101-layer3":  # whose preprocessing is tested above
+    if name != "resnet101-layer3":  # the preprocessing of that one is tested above
         normalize = Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
         preprocess = Compose([Resize((side, side)), ToTensor(), normalize])
         torch.testing.assert_close(x[0], preprocess(picture))
@@ -116,7 +116,7 @@ def test_resnet_extractors_are_torchvisions_layers(name, side, grid, monkeypatch
 
 
 def test_any_picture_is_read_by_its_content(tmp_path):
-    """A name says nothing: a TIFF in .png, a GIF in .jpg. Of an animation the first picture."""
+    """The name is ignored: a TIFF in .png, a GIF in .jpg. An animation gives its first frame."""
     rgb = noise(12, 16)
     rgb.save(tmp_path / "tiff.png", "TIFF")
     rgb.save(tmp_path / "no_suffix", "PNG")
@@ -163,7 +163,8 @@ def png_of_16_bits():
 
 
 def test_other_than_8_bits_a_channel_and_strips_are_refused(tmp_path):
-    """Values of 0 to 1, of 11 bits in 16, or of 32 bits would all turn black or white."""
+    """Values in 0 ... 1, 11-bit values stored in 16 bits, and 32-bit values would all turn black or
+    white."""
     values = np.random.default_rng(0).random((12, 16))
     Image.fromarray(values.astype(np.float32)).save(tmp_path / "float.tif")
     Image.fromarray((values * 255).astype(np.int32)).save(tmp_path / "int.tif")
@@ -189,7 +190,7 @@ def test_a_truncated_picture_is_named(form, tmp_path):
 
 
 def test_pictures_are_turned_upright(tmp_path):
-    """EXIF's orientation 6: the first row of the file is the right side of the picture."""
+    """EXIF orientation 6: the first row of the file is the right side of the picture."""
     pixels = np.zeros((12, 16, 3), np.uint8)
     pixels[0] = 255
     exif = Image.Exif()
@@ -222,7 +223,7 @@ def test_features_stay_in_the_order_of_the_pictures(tmp_path):
 
 
 def small_maps(monkeypatch, grid):
-    """The maps of CLEVR-Change's extractor are said to be (C, H, W) = grid."""
+    """Declares that CLEVR-Change's extractor gives maps of (C, H, W) = grid."""
     preprocess, words, _ = data.RESNETS["resnet101-layer3"]
     monkeypatch.setitem(data.RESNETS, "resnet101-layer3", (preprocess, words, grid))
 
@@ -254,7 +255,7 @@ def test_preparation_from_images_and_from_the_authors_features(release, monkeypa
 
 
 def test_the_authors_features_are_checked(release, monkeypatch):
-    """Nothing in a file is executed, and what is no feature map is named."""
+    """Nothing in a file is executed, and a file that is no feature map is named."""
     small_maps(monkeypatch, GRID)
     file = write_maps(release, GRID)
     rows_first = np.zeros((2, 3, 8), np.float32)  # (H, W, C)
@@ -274,7 +275,7 @@ def test_the_authors_features_are_checked(release, monkeypatch):
 
 
 def test_arrays_beside_own_pictures_are_not_taken(tmp_path, monkeypatch):
-    """They are the user's, of some network or none."""
+    """They belong to the user, and may not even be features."""
     monkeypatch.setattr(data, "Extractor", MeanColor)
     (tmp_path / "features").mkdir()
     for name in ("a", "b"):
@@ -320,7 +321,7 @@ def test_pictures_that_were_replaced(prepared):
 
 
 def test_a_copied_folder_is_as_good(prepared, tmp_path):
-    """Copies may have other times; features.h5 may be older than the pictures, or newer."""
+    """Copied files may have new times, so features.h5 may be older or newer than the pictures."""
     copy = tmp_path / "copy"
     shutil.copytree(prepared, copy, copy_function=shutil.copy)
     os.utime(copy / "features.h5", (0, 0))
@@ -361,7 +362,7 @@ def test_other_counts_than_published_are_told_before_features_are_made(
 
 
 def check_prepared(root):
-    """The features of a folder are those of its pictures."""
+    """Asserts that the features in a folder are those of its pictures."""
     dataset = data.load("clevr_change", root)
     for name, x in zip(dataset.paths, dataset.features.rows(list(dataset.paths)), strict=True):
         mean = np.array(data.read_image(dataset.paths[name])).mean()
@@ -469,7 +470,8 @@ def timm_weights(model, path, seed=0):
 
 @pytest.mark.parametrize("model", ["test_resnet", "test_convnext", "test_vit"])
 def test_the_last_map_of_any_timm_model(model, tmp_path):
-    """With a file's weights, of the whole picture, with the model's own mean and deviation."""
+    """It is made with the weights of a file, from the whole picture, and with the model's own mean
+    and standard deviation."""
     net = timm_weights(model, tmp_path / "w.pt")
     extractor = data.Extractor(f"timm/{model}:{tmp_path / 'w.pt'}")
     pixels = np.zeros((120, 200, 3), np.uint8)
@@ -483,7 +485,7 @@ def test_the_last_map_of_any_timm_model(model, tmp_path):
     torch.testing.assert_close(x[:, 112, 112], -mean / std)
     grid = extractor([picture]).float()
     assert grid.shape[0] == 1 and grid.shape[1] == net.num_features
-    if model != "test_vit":  # whose own size is another
+    if model != "test_vit":  # its native size is another
         with torch.no_grad():
             expected = net.forward_features(x[None])
         torch.testing.assert_close(grid, expected, atol=5e-3, rtol=5e-3)

@@ -53,7 +53,7 @@ def small(**fields) -> IDC:
 
 
 def shake(model):
-    """Weights large enough that outputs differ."""
+    """Makes weights large enough for outputs to differ."""
     for p in (p for p in model.parameters() if p.ndim > 1):
         torch.nn.init.normal_(p)
     return model
@@ -88,7 +88,7 @@ def test_word_loss_against_loop():
                 total = total - logits[b, t].log_softmax(0)[target[b, t]]
     torch.testing.assert_close(idc.word_loss(logits, target), total / 3)
     torch.testing.assert_close(idc.word_loss(logits, target, "sum"), total)
-    nothing = torch.full((2, 3), NULL)  # no word was masked: no loss, no division by zero
+    nothing = torch.full((2, 3), NULL)  # no word is masked: no loss, no division by zero
     assert idc.word_loss(logits, nothing) == 0
 
 
@@ -205,13 +205,13 @@ def test_masks_of_words(rules):
     chosen = target != NULL
     assert torch.equal(target[chosen], caption[chosen])
     assert torch.equal(ids[~chosen], caption[~chosen])
-    assert not chosen[:, 0].any()  # START and padding are never asked for
+    assert not chosen[:, 0].any()  # START and padding are never targets
     assert not chosen[:, 5:].any()
     share = chosen.double().mean(0).tolist()
     assert share[2] == pytest.approx(0.15, abs=0.01) == share[4]
     # The release masks UNK like any word.
     assert share[3] == pytest.approx(0.15 if released else 0, abs=0.01 if released else 0)
-    # If it has drawn no word, the first is the only target, and always [MASK].
+    # If no word is drawn, the first one is the only target, and always becomes [MASK].
     none = 0.85**3 if released else 0.0
     assert share[1] == pytest.approx(0.15 + none, abs=0.015)
     masked = (ids[:, 1][chosen[:, 1]] == MASK).double().mean()
@@ -235,7 +235,7 @@ def test_masks_of_cells():
     assert images[:, 0].double().mean().item() == pytest.approx(0.5, abs=0.03)
     expected = 6 * 0.15 + 0.85**6 * 0.85
     assert masked.sum((1, 2)).double().mean().item() == pytest.approx(expected, abs=0.15)
-    assert idc.mask_cells(100, 1, 6, 0.15, "cpu").any(2).all()  # a single image is the one
+    assert idc.mask_cells(100, 1, 6, 0.15, "cpu").any(2).all()  # of a single image, that one
 
 
 # ---- the sequence --------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_sinusoid_of_the_release():
             assert table[pos, i + 1].item() == pytest.approx(cosine, abs=1e-6)
     table = idc.doubled_sinusoid(49, 512)
     still = table.amax(0) - table.amin(0) < 0.02
-    assert still.sum() == 327  # "positions" that hardly tell cells apart
+    assert still.sum() == 327  # channels of the "positions" that hardly differ between cells
 
 
 def test_padding_is_not_seen_unless_asked_for():
@@ -268,7 +268,7 @@ def test_captions_and_rewrites_may_be_padded_to_different_lengths():
     model = small()
     before, after = pictures()
     expected = model(before, after, CAPTION, "fda", negatives=REWRITTEN)["fda"]
-    shorter = REWRITTEN[..., :8]  # without padding that all have
+    shorter = REWRITTEN[..., :8]  # without the padding common to all
     fda = model(before, after, CAPTION, "fda", negatives=shorter)["fda"]
     torch.testing.assert_close(fda, expected)
     fda = model(before, after, CAPTION[:, :8], "fda", negatives=REWRITTEN)["fda"]
@@ -281,7 +281,7 @@ def test_a_second_image_that_is_not_there_is_not_seen():
     visual, there, _ = model.visual(picture.flatten(2).transpose(1, 2))
     assert there.tolist() == [[True] * (N + 2) + [False] * N]
     image, text = model.joint(visual, there, CAPTION)
-    visual[:, N + 2 :] += 1  # what stands in the place of its cells reaches nobody
+    visual[:, N + 2 :] += 1  # whatever fills the place of its cells has no effect
     other_image, other_text = model.joint(visual, there, CAPTION)
     torch.testing.assert_close(image[:, : N + 2], other_image[:, : N + 2])
     torch.testing.assert_close(text, other_text)
@@ -291,7 +291,7 @@ def test_a_second_image_that_is_not_there_is_not_seen():
 
 
 def text_of(model, ids):
-    """Words of ids (B, V) behind their [CLS], if they have one."""
+    """The embedded words of ids (B, V), after their [CLS] if there is one."""
     words = model.embed.words(ids)
     if not model.cfg.finetune_cls:
         return words
@@ -300,8 +300,8 @@ def text_of(model, ids):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fine_tuning_is_the_joint_sequence_with_a_mask(variant):
-    """Images first and words on top of their keys and values: the same as one sequence with one
-    mask (S + T, S + T)."""
+    """Encoding the images first and then the words, with the images' keys and values, equals one
+    sequence with one mask (S + T, S + T)."""
     model = shake(small(**VARIANTS[variant]))
     before, after = pictures()
     visual, _, _ = model.encode(before, after)
@@ -318,8 +318,8 @@ def test_fine_tuning_is_the_joint_sequence_with_a_mask(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fine_tuning_and_decoding_ask_as_a_full_pass_does(variant):
-    """A caption with a [MASK] behind it asks for the next word. Decoding with kept keys and values
-    asks for the same, and so does fine-tuning for all words at once."""
+    """A [MASK] after the words so far predicts the next word. Decoding with cached keys and values
+    predicts the same, and so does fine-tuning for all words at once."""
     model = shake(small(**VARIANTS[variant]))
     before, after = 10 * (pictures() - 0.5)
     model.head.bias.data.zero_()
@@ -357,7 +357,7 @@ def test_fine_tuning_and_decoding_ask_as_a_full_pass_does(variant):
 
 
 def test_attention_maps_are_of_both_images():
-    """One word: where the [MASK] behind START looked, from a full forward pass."""
+    """For one word: where the [MASK] after START attended, from a full forward pass."""
     model = shake(small(layers=1))
     before, after = pictures()
     maps = model.attention_map(before, after, torch.tensor([[2, 7, 3, 0]]).expand(B, 4))
@@ -484,7 +484,7 @@ def test_what_a_caption_says_of_its_first_object(dataset):
     tokens, words, subjects = idc.parse(dataset, [text])
     assert "".join(tokens[text]) == text
     assert subjects[text] == ["tiny red cube"]
-    # Templates are not tagged: a location is of no kind.
+    # Template captions are not tagged, so a location has no kind.
     assert words[text] == [(1, "tiny", "size"), (2, "red", "color"), (3, "cube", "shape")]
     small = ("size", "small tiny")
     ball = ("shape", "sphere ball")
@@ -498,7 +498,7 @@ def test_what_a_caption_says_of_its_first_object(dataset):
 
 
 def test_words_of_a_known_kind_need_no_tag(monkeypatch):
-    """And other words need that of a noun or an adjective."""
+    """Other words need the tag of a noun or an adjective."""
     vocab = spacy.blank("en").vocab
     words = ["red", "cars", "left"]
     pos = ["PROPN", "NOUN", "VERB"]
@@ -521,7 +521,7 @@ def test_replace_takes_the_important_half(dataset):
     replaced = idc.replace_words(tokens, half, pool, rng)
     assert replaced == "the small blue cube is behind the cylinder"  # a sphere is a ball
     unchanged = idc.replace_words(tokens, half, {"color": ["red"]}, rng)
-    assert unchanged == text  # nothing else to put there
+    assert unchanged == text  # there is no replacement
 
 
 def test_pools_hold_frequent_important_words():
@@ -545,8 +545,8 @@ def test_confuse_exchanges_subjects():
 
 @pytest.fixture
 def scenes(tmp_path):
-    """400 scenes of captions as CLEVR-Change has them, without images: three kinds of change in
-    three wordings."""
+    """Captions of 400 scenes in the style of CLEVR-Change, without images: three kinds of change,
+    each in three wordings."""
     rng = random.Random(0)
     same = ["no change was made", "the scene is the same as before", "nothing has changed"]
 
@@ -595,9 +595,9 @@ def grams(text):
 
 
 def test_text_alone_does_not_find_the_caption(scenes):
-    """An n-gram model of half of the scenes ranks a changed pair's caption among its rewrites by
-    chance in the other half. An unchanged pair has the same rewrites, and each pair a caption of
-    the other."""
+    """An n-gram model of half of the scenes ranks a changed pair's caption among its rewrites about
+    as well as chance in the other half. The unchanged pair of a scene has the same rewrites, and
+    each of the two pairs has a caption of the other."""
     made = idc.rewrite(scenes)
     changed, unchanged = zip(*(s.pairs for s in scenes.scenes["train"]), strict=True)
     score = Counter()
@@ -680,7 +680,7 @@ def test_six_negatives_are_kept_in_a_file(dataset):
     first = path.read_bytes()
     path.unlink()
     Negatives(dataset)
-    assert path.read_bytes() == first  # nothing but the captions decides
+    assert path.read_bytes() == first  # it depends on the captions alone
 
 
 def test_a_file_of_the_released_layout_is_read(dataset):
@@ -696,7 +696,7 @@ def test_a_file_of_the_released_layout_is_read(dataset):
         rows.append(json.dumps(row) + "\n")
     path.write_text("".join(rows))
     assert {len(texts) for texts in Negatives(dataset).texts.values()} == {6}
-    # Written otherwise, the captions are the same; other captions are not.
+    # Captions formatted differently in the file are accepted; other captions are not.
     path.write_text("".join(rows).replace("the scene, it seems", "The scene , it seems"))
     Negatives(dataset)
     other_caption = "".join(rows).replace("nothing changed", "a thing changed", 1)
@@ -707,7 +707,7 @@ def test_a_file_of_the_released_layout_is_read(dataset):
 
 
 def test_negatives_of_pictures_with_the_same_name_in_two_folders(tmp_path):
-    """And of pairs of the same two pictures: each pair has those of its own captions."""
+    """Also of pairs of the same two pictures: each has the negatives of its own captions."""
     pairs = []
     for before, after, captions in (
         ("monday/gate.jpg", "tuesday/gate.jpg", ["a gate opened"]),
@@ -755,7 +755,7 @@ def test_birds_train_the_difference_encoder_alone():
 
 @pytest.fixture
 def birds(tmp_path):
-    """Three tiny data sets of birds as released, with features: birds, cub, nabirds."""
+    """Tiny birds_to_words, cub and nabirds in their authors' layouts, with features."""
     splits = ["train"] * 8 + ["val"] * 2 + ["test"] * 2
     rows = []
     for n, split in enumerate(splits):

@@ -1,4 +1,4 @@
-"""What every method file does alike: decoding, learning, running, captioning."""
+"""What all method files have in common: decoding, learning, running, captioning."""
 
 import json
 import math
@@ -45,9 +45,9 @@ MODELS = {
     cheers: cheers.CHEERS,
     idc_pretrain: idc_pretrain.IDC,
 }
-# IDC has no separate decoder: how it writes, and its two stages, are in test_idc_pretrain.py.
+# IDC has no separate decoder: its decoding and its two stages are tested in test_idc_pretrain.py.
 DECODERS = pytest.mark.parametrize("method", [scorer_cbr, dirl_ccr, rdd_acr, cheers])
-# What leaves CLIP and spaCy out: their own tests are in test_rdd_acr.py and test_cheers.py.
+# Flags that avoid CLIP and spaCy, which are tested in test_rdd_acr.py and test_cheers.py.
 ALONE = {
     rdd_acr: {"w_n2o": 0.0, "w_v2a": 0.0},
     cheers: {"k": 0, "gate": "none", "w_consistency": 0.0},
@@ -64,7 +64,7 @@ def method(request):
 
 
 def small(method, **fields):
-    """A small model in training mode, without dropout, with all that it can learn."""
+    """A small model in training mode, without dropout, with all of its trainable parts."""
     torch.manual_seed(0)
     sizes = {"dim": 8, "heads": 2, "dropout": 0.0} | SIZES.get(method, {"word_dim": 6})
     cfg = method.Config(**sizes | fields)
@@ -84,14 +84,14 @@ def shallow(method, **fields):
 
 
 def entities_of(model):
-    """What a model looks at besides the images: CHEERS's entities of each pair."""
+    """A model's input besides the images: CHEERS's entities of each pair."""
     if isinstance(model, cheers.CHEERS) and model.cfg.k:
         return (torch.tensor([[0, 1, 6]] * B),)
     return ()
 
 
 def steps_of(model, dtype=torch.float32):
-    """{kind of step: what the model's forward takes besides before, after and caption}"""
+    """{kind of step: the arguments of the model's forward besides before, after and caption}"""
     if isinstance(model, rdd_acr.RDD):
         valid = torch.ones(B, dtype=torch.bool)
         same = torch.eye(B, dtype=torch.bool)
@@ -112,7 +112,7 @@ def steps_of(model, dtype=torch.float32):
 
 
 def caption_of(kind):
-    """What stands in the place of captions: for photographs of birds, their classes."""
+    """The captions or, for photographs of birds, their classes in place of captions."""
     return torch.arange(2 * B).view(B, 2) % 3 if kind == "birds" else CAPTION
 
 
@@ -145,8 +145,8 @@ PACKAGES = ("data", "mini", "h5py", "spacy", "open_clip", "pycocoevalcap")
 
 
 def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path, monkeypatch):
-    """README's loop, with what README says of the other methods. The method's file is imported anew
-    from a folder without the others."""
+    """README's loop, with README's changes for the other methods. The method's file is imported
+    anew from a folder without the other files."""
     name = method.__name__
     model = MODELS[method].__name__
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
@@ -257,7 +257,7 @@ def test_attention_map_is_a_mean_over_the_words(method):
     maps = next(iter(maps.values()))  # the decoder's
     assert maps.shape == (B, H, W)
     torch.testing.assert_close(maps.sum((1, 2)), torch.ones(B, dtype=torch.float64))
-    # Of "START w1 END" the row of START has predicted the only word.
+    # In "START w1 END", the row of START predicts the only word.
     expected = scores[1].softmax(-1).mean(0)[0]
     torch.testing.assert_close(maps[1].flatten(), expected)
 
@@ -273,7 +273,7 @@ def test_blind_model_sees_nothing(method):
 
 @pytest.mark.parametrize("size", [(C, 1, W), (C, H, 1), (1, H, W), (C, W, H)])
 def test_features_of_another_shape_are_refused(method, size):
-    """None of them may broadcast to the grid."""
+    """None of these shapes may be broadcast to the grid."""
     model = small(method)
     features = torch.rand(B, *size)
     with pytest.raises(ValueError, match=re.escape(f"{(C, H, W)} expected, {size} found")):
@@ -325,7 +325,8 @@ WEIGHTS = {
     ],
 )
 def test_total_is_the_papers_sum_and_a_mean_over_both_kinds_of_pairs(method, fields):
-    """RDD+ACR's pairs are one batch, and IDC's loss has parts of one kind: see their own tests."""
+    """RDD+ACR merges both kinds into one batch, and IDC has losses for one kind alone: see their
+    own tests."""
     model = small(method, device="cpu", **fields)
     before, after = pictures().float()
     entities = entities_of(model)
@@ -366,8 +367,8 @@ LEARNING = [
     (idc_pretrain, idc_pretrain.RELEASED["all"]),
     (idc_pretrain, {"difference_encoder": False, "nabirds": ""}),
 ]
-# A softmax does not see what shifts all its scores; the gradient of RDD+ACR's prompts comes through
-# CLIP, see test_rdd_acr.py.
+# A parameter that shifts all scores of a softmax has no gradient; that of RDD+ACR's prompts comes
+# through CLIP, see test_rdd_acr.py.
 WITHOUT_GRADIENT = ("attention.key.bias", "noun_prompt", "verb_prompt")
 
 
@@ -418,12 +419,12 @@ def test_overfits_eight_pairs(method, prepared, tiny):
 def test_a_caption_longer_than_max_len_is_refused(method):
     fields = {}
     if method is dirl_ccr:
-        fields = {"ccr_pool": "padded"}  # to max_len: must not cut what is longer
+        fields = {"ccr_pool": "padded"}  # padding to max_len must not cut longer captions
     model = small(method, **fields)
     before, after = pictures().float()
     caption = torch.full((B, V + 1), 4)
     for kind, more in steps_of(model).items():
-        if kind != "birds":  # which have no captions
+        if kind != "birds":  # birds have classes, no captions
             with pytest.raises(ValueError, match="max_len"):
                 model(before, after, caption, *more)
 
@@ -447,7 +448,7 @@ def learned(call, model, kind, more):
 
 
 def test_the_model_compiles_as_one_graph(method, fresh_compiler):
-    """Losses and gradients of every kind of step are those without torch.compile."""
+    """Losses and gradients of every kind of step equal those without torch.compile."""
     model = shallow(method)
     # One backward graph suffices; it takes most of the time.
     backend = "aot_eager" if method is scorer_cbr else "eager"
@@ -465,7 +466,7 @@ HALF = pytest.mark.parametrize(
 @pytest.mark.parametrize("variant", ["paper", "released"])
 @HALF
 def test_half_precision_follows_float32(method, dtype, variant):
-    """Losses to a hundredth, gradients to the three digits of bfloat16 through all layers."""
+    """Losses agree to 1 %, gradients to 6 %."""
     fields = {"dim": 32, "heads": 4}
     if variant == "released":
         if not hasattr(method, "RELEASED"):
@@ -486,7 +487,7 @@ def test_half_precision_follows_float32(method, dtype, variant):
 
 @HALF
 def test_sums_over_a_full_batch_do_not_overflow(dtype):
-    """400 images of 196 cells: sums and products are beyond float16's 65504."""
+    """400 images of 196 cells: sums and products exceed 65504, the largest float16."""
     torch.manual_seed(0)
     y_bef = (30 * torch.randn(400, 196, 16)).to(dtype)
     y_aft = y_bef + 3 * torch.randn(400, 196, 16).to(dtype)
@@ -495,7 +496,7 @@ def test_sums_over_a_full_batch_do_not_overflow(dtype):
     expected = dirl_ccr.channel_correlation(y_bef.double(), y_aft.double(), 1e-5)
     torch.testing.assert_close(c.double(), expected, atol=1e-5, rtol=0)
     q = 8 * y_bef
-    k = 8 * y_aft[:4]  # images; 400 would take a minute
+    k = 8 * y_aft[:4]  # four images, because 400 would take a minute
     log_scale = torch.ones(())
     for matching in ("mtm", "tm", "max"):
         with torch.autocast("cpu", dtype):
@@ -507,7 +508,7 @@ def test_sums_over_a_full_batch_do_not_overflow(dtype):
 
 @pytest.mark.parametrize("method", [scorer_cbr, cheers, rdd_acr])
 def test_training_in_bfloat16_follows_float32(method):
-    """Autocast on the CPU in place of CUDA's: thirty steps of training have the same mean losses,
+    """Autocast on the CPU stands in for CUDA's: the mean losses of thirty training steps agree
     within 10 %."""
     means = []
     for bfloat16 in (False, True):
@@ -531,7 +532,7 @@ def test_training_in_bfloat16_follows_float32(method):
 
 @pytest.mark.parametrize("method", [scorer_cbr, idc_pretrain])
 def test_nothing_is_compiled_twice(method, prepared, tiny, tmp_path, monkeypatch, fresh_compiler):
-    """Over epochs whose last batch is smaller: one graph for each kind of pairs, size and task."""
+    """In epochs with a smaller last batch, there is one graph per kind of pairs, size and task."""
     original = method.compute_losses
     graphs = []
     sizes = set()
@@ -633,7 +634,7 @@ def test_resume_equals_no_interruption(method, prepared, tiny, tmp_path, monkeyp
 
 @SCORER
 def test_eval_of_pairs_that_were_trained_on_gets_a_note(method, tmp_path, tiny, capsys):
-    """pairs.csv edited after training: two training pairs are test pairs now."""
+    """pairs.csv is edited after training, so that two training pairs become test pairs."""
     splits = ["train"] * 6 + ["val", "test"]
     rows = [f"{n}a.png,{n}b.png,{split},it opened" for n, split in enumerate(splits)]
     table = tmp_path / "pairs.csv"
@@ -695,7 +696,7 @@ class OwnBatch:
 
 
 class OwnData:
-    """What data.Dataset's docstring lists, and nothing else: which image is brighter?"""
+    """What data.Dataset's docstring lists, and nothing else. The task: which image is brighter?"""
 
     vocab = OwnVocab(["", "", "", "", "brighter", "darker"])
     grid = (5, 2, 3)
@@ -762,7 +763,7 @@ def own_entities(cfg):
 def test_a_method_trains_on_any_object_with_these_methods(
     method, fields, source, tmp_path, monkeypatch
 ):
-    """And with phrases and entities from lists."""
+    """Phrases and entities are given as lists."""
     monkeypatch.setitem(sys.modules, "data", None)  # importing it fails
     sizes = {"dim": 16, "word_dim": 8, "heads": 2, "dropout": 0.0}
     schedule = {"steps": 60, "eval_every": 30, "batch_size": 8, "lr": 3e-3, "seed": 1}
@@ -790,8 +791,7 @@ def minis(tmp_path_factory):
 
 @pytest.fixture
 def smoke(method, minis):
-    """The embedded data set, rendered once, and learned from for a moment by each method: folder of
-    data, of the run."""
+    """mini, drawn once, and a short run of each method on it -> folder of the data, of the run."""
     out = minis / method.__name__
     if not out.exists():
         flags = "--scenes 60 --steps 40 --log_every 5 --dim 32 --warmup 5 --device cpu".split()

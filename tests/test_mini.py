@@ -1,5 +1,5 @@
-"""Tests of the built-in data set: drawing, the sentences, what is judged true of them, the files,
-the two networks, and the preparation."""
+"""Tests of the built-in data set: drawing, sentences and how they are judged, files, the two
+networks, preparation."""
 
 import functools
 import json
@@ -30,7 +30,7 @@ COUNTS = {"train": 20, "val": 5, "test": 10}
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """A small mini, not to be changed, and its files' contents."""
+    """A small mini, which tests must not change, and its files' contents."""
     root = tmp_path_factory.mktemp("mini")
     mini.render(root, COUNTS)
     return root, {name: json.loads((root / f"{name}.json").read_text()) for name in mini.FILES}
@@ -42,7 +42,7 @@ def ball(x, y, **other):
 
 
 def camera_at(number):
-    """One of some cameras."""
+    """A random camera; number is the seed."""
     return mini.sample_cameras(np.random.default_rng(number))[0]
 
 
@@ -50,7 +50,8 @@ def camera_at(number):
 
 
 def is_inside(shape, x, y, z):
-    """Which points of an object's own frame, in units of its half height, lie in it?"""
+    """Which points lie inside an object? They are given in its own frame, in units of half its
+    height."""
     if shape == "sphere":
         return x * x + y * y + z * z <= 1
     if shape == "cylinder":
@@ -105,7 +106,7 @@ def test_the_nearer_object_hides_the_other():
 
 
 def sampled(count):
-    """Scenes that are described as in the files, but not drawn."""
+    """Scenes as the files describe them, but not drawn."""
     rng = np.random.default_rng(5)
     for n in range(count):
         kind = mini.KINDS[n % 5]
@@ -117,7 +118,7 @@ def sampled(count):
 
 
 def swapped(truth):
-    """The truth about a pair whose "before" is the nonsemantic picture."""
+    """The truth about a swapped pair, whose "before" is the nonsemantic picture."""
     swapped = dict(truth)
     for name in ("objects", "right_axes"):
         views = dict(truth[name])
@@ -137,7 +138,7 @@ def test_relations_turn_with_the_camera():
     words = [mini.relation(here, there, np.array(right))[0] for right in rights]
     assert words == ["right of", "left of", "in front of", "behind"]
     _, clarity = mini.relation(ball(1, 1), ball(0, 0), np.array([1, 0, 0]))
-    assert clarity == pytest.approx(1)  # on the diagonal: as unclear as can be
+    assert clarity == pytest.approx(1)  # on the diagonal: as unclear as possible
 
 
 def test_captions_are_distinct_and_true():
@@ -157,7 +158,7 @@ def test_captions_are_distinct_and_true():
         assert all(all(verdict.values()) for verdict in verdicts)
         places += sum("place" in verdict for verdict in verdicts)
         if truth["type"] != "add":
-            verdicts = judged(nonsemantic, truth)  # as if they were of the default view
+            verdicts = judged(nonsemantic, truth)  # as if they were written from the default view
             wrong_from_there += not all(verdict.get("place", True) for verdict in verdicts)
     assert places > 0.8 * 300 * 12
     assert 0 < wrong_from_there < 30
@@ -188,7 +189,7 @@ def test_the_parser_and_the_scores_see_mistakes():
 
 
 def place_of(caption):
-    """Is the place true that a caption gives to the yellow cube of a certain scene?"""
+    """Is it true where a caption places the yellow cube of a fixed scene?"""
     cube = {"shape": "cube", "color": "yellow"}
     scene = [
         ball(0, 0, **cube),
@@ -211,8 +212,8 @@ def place_of(caption):
         ("left of the large red sphere", True),
         ("right of the large red sphere", False),
         ("right of the small sphere", True),
-        ("left of the red sphere", True),  # there is one of which this is true
-        ("right of the red sphere", True),  # and another one
+        ("left of the red sphere", True),  # true of one red sphere
+        ("right of the red sphere", True),  # and of another
         ("behind the red sphere", False),
         ("in front of the gray cube", True),
         ("in front of the yellow cube", False),  # an object is not in front of itself
@@ -283,7 +284,7 @@ def contents(root):
 
 
 def test_a_scene_depends_on_its_split_and_number_alone(drawn, tmp_path, monkeypatch):
-    """Also where processes are spawned, as on macOS and Windows."""
+    """This also holds if processes are spawned, as on macOS and Windows."""
     spawn = multiprocessing.get_context("spawn").Pool
     monkeypatch.setattr(multiprocessing, "Pool", functools.partial(spawn, 1))
     root, files = drawn
@@ -298,11 +299,11 @@ def test_a_scene_depends_on_its_split_and_number_alone(drawn, tmp_path, monkeypa
 
 
 def test_drawing_can_be_interrupted_and_goes_on(tmp_path):
-    """By data.py as a script, which turns signals and errors into exit codes itself."""
+    """Interrupts data.py as a script, which turns signals and errors into exit codes."""
     root = tmp_path / "mini"
     flags = ["--data_dir", str(root), "--scenes", "100000", "--device", "cpu"]
 
-    def begin():  # a group of its own, as in a terminal, where Ctrl-C is seen as in a terminal
+    def begin():  # a process group of its own that handles Ctrl-C, as in a terminal
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -325,7 +326,7 @@ def test_drawing_can_be_interrupted_and_goes_on(tmp_path):
 
 
 def three_pictures():
-    """As the networks see them (3, 3, 64, 64), and the names of the objects in each."""
+    """Pictures as the networks see them (3, 3, 64, 64), and the names of the objects in each."""
     pictures = []
     names = []
     for number in range(3):
@@ -348,7 +349,7 @@ RECORDED = torch.tensor(
 
 
 def test_the_shipped_networks_are_those_of_every_number_measured_on_mini():
-    """Whoever trains them anew, or changes the pictures, records these values anew."""
+    """If the networks are retrained or the pictures change, these values must be updated."""
     x, _ = three_pictures()
     with torch.no_grad():
         features = mini.feature_net().eval()(x)
@@ -371,7 +372,7 @@ def test_clip_ranks_the_names_of_what_a_picture_shows():
 
 
 def test_clip_reads_all_that_methods_ask_of_it():
-    """RDD+ACR's and CHEERS's ways to read texts are those of CLIP itself, to the last word."""
+    """The text encoding of RDD+ACR and CHEERS equals that of CLIP itself, to the last word."""
     clip, tokenizer = mini.load_clip()
     texts = [*mini.NO_CHANGE, rdd_acr.NOUN_PROMPT + "red cube", rdd_acr.VERB_PROMPT + "is gone"]
     for _, scene in sampled(100):
@@ -394,7 +395,7 @@ def test_clip_refuses_what_it_cannot_read(text):
 
 
 def test_the_networks_can_be_trained_anew(drawn):
-    """The script that made them, for a moment."""
+    """Runs the script that made them for a few steps."""
     images, objects = training.read_pictures(drawn[0], "train")
     net, head = training.train_feature_net(images, objects, steps=3)
     accuracy = training.attribute_accuracy(net, head, images, objects)
@@ -419,7 +420,7 @@ def interrupted(*_, **__):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A complete mini, not to be changed."""
+    """A complete mini, which tests must not change."""
     root = tmp_path_factory.mktemp("prepared") / "mini"
     prepare(root, "--scenes", "20")
     return root
@@ -466,7 +467,7 @@ def test_what_a_folder_holds_already_is_never_mixed(prepared, tmp_path):
 
 
 def test_interrupted_preparation_is_not_taken_for_complete(tmp_path, monkeypatch):
-    """Even where the first SIGTERM ends no process, as in training."""
+    """This holds even if the first SIGTERM ends no process, as in training."""
     root = tmp_path / "mini"
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     for module, stage in ((mini, "write_text"), (mini, "progress"), (data, "write_features")):
@@ -480,7 +481,7 @@ def test_interrupted_preparation_is_not_taken_for_complete(tmp_path, monkeypatch
     with monkeypatch.context() as m:
         m.setattr(mini, "render", interrupted)
         m.setattr(data, "write_features", interrupted)
-        prepare(root, "--scenes", "20")  # all is there: nothing is made again
+        prepare(root, "--scenes", "20")  # everything exists: nothing is made again
     signal.signal(signal.SIGTERM, before)
     assert contents(root) == made
 

@@ -1,4 +1,4 @@
-"""Pictures of results: the sheet of samples and the picture of --caption."""
+"""Pictures of results: the sheet of samples, and the picture that --caption draws."""
 
 import re
 from pathlib import Path
@@ -19,8 +19,8 @@ ODD = "it costs $1, $x_1$ and \\frac{1}{2}; a_b & 50% #1\nand a new line\r\n\tan
 
 @pytest.fixture
 def pets(monkeypatch, tmp_path):
-    """A data set of one pair, whose second picture is missing. A caption is right if it is "it is
-    gone", and nobody can tell about "hm"."""
+    """A data set of one pair, whose second picture is missing. Only the caption "it is gone" is
+    right, and "hm" cannot be judged."""
 
     def is_right(dataset, pair, caption):
         return None if caption == "hm" else caption == "it is gone"
@@ -130,7 +130,7 @@ def test_the_pictures_of_a_run(drawings, prepared, tiny, tmp_path):
 
 
 def test_the_readmes_ten_seconds(drawings, tmp_path, monkeypatch, capsys):
-    """The trained model in assets/ writes what README says of the pair there."""
+    """The trained model in assets/ gives the caption that README shows for the pair there."""
     text = README.read_text(encoding="utf-8")
     command = r"python scorer_cbr.py (--caption assets.*?)\\\n +(--out \S+) +# (.*)\n +# (.*)"
     command, out, *says = re.search(command, text).groups()

@@ -38,7 +38,7 @@ def small(**fields) -> RDD:
 
 
 def attributes(rows=(0, 1, 2, 1), ignore_equal=True, seed=2) -> Attributes:
-    """What Phrases gives for captions whose phrases are `rows`; -1 is a caption without."""
+    """What Phrases returns for captions whose phrases are `rows`; -1 is a caption without one."""
     torch.manual_seed(seed)
     rows = torch.tensor(rows)
     same = rows[:, None] == rows if ignore_equal else torch.eye(len(rows), dtype=torch.bool)
@@ -47,7 +47,7 @@ def attributes(rows=(0, 1, 2, 1), ignore_equal=True, seed=2) -> Attributes:
 
 
 def naive_alignment(vectors, texts, rows, tau, ignore_equal):
-    """Eq. 10-13 word for word, among the pairs that have a phrase; the mean is over all."""
+    """Eq. 10-13 to the letter, among the pairs that have a phrase; the mean is over all pairs."""
     have = [k for k in range(len(rows)) if rows[k] >= 0]
     pooled = [mean(list(vectors[k])) for k in range(len(rows))]
 
@@ -111,7 +111,7 @@ def test_encoder_against_equations(order, share_blocks, residual):
     model = small(order=order, share_blocks=share_blocks, residual=residual, **weights).eval()
     before, after = pictures()
     for p in model.parameters():
-        torch.nn.init.normal_(p)  # also LayerNorm's: one that is not printed would show
+        torch.nn.init.normal_(p)  # LayerNorm's, too, so that an extra LayerNorm would be noticed
     norm = (lambda module, x: module(x)) if residual else (lambda module, x: x)
     f_bef = model.embed(before)
     f_aft = model.embed(after)
@@ -159,7 +159,7 @@ def test_encoder_against_equations(order, share_blocks, residual):
 
 
 def test_residuals_keep_object_vectors_apart():
-    """Eq. 4 and 6-8 as printed: every vector is a mean of nearly the same cells."""
+    """By Eq. 4 and 6-8 as printed, every vector is a mean of nearly the same cells."""
     spread = {}
     for residual in (True, False):
         torch.manual_seed(0)
@@ -243,7 +243,7 @@ def test_without_a_prompt_it_is_clips_encoder(clip):
     model, _, tokens = clip
     expected = model.encode_text(tokens)
     assert expected.shape == (3, 8) and torch.equal(encode_prompted(model, tokens), expected)
-    # Padding changes nothing.
+    # Padding has no effect.
     torch.testing.assert_close(encode_prompted(model, tokens[:, :8]), expected)
 
 
@@ -360,7 +360,7 @@ def test_each_kind_has_its_own_prompt(clip):
 
 
 def test_phrases_compile_as_one_graph(clip):
-    """Whatever number of phrases a batch has."""
+    """The graph serves batches with any number of phrases."""
     torch._dynamo.reset()
     graphs = []
 
@@ -398,13 +398,14 @@ def test_captions_without_a_segment(clip):
 
 
 def test_a_batch_of_two_kinds_of_pairs_is_one_batch(clip):
-    """The total is Eq. 16, pairs of both batches are negatives of each other, the prompts learn."""
+    """The total is Eq. 16, pairs of both batches serve as each other's negatives, and the prompts
+    learn."""
     clip_model, _, _ = clip
     sizes = dict(clip_dim=8, clip_width=16, device="cpu")
     model = small(w_n2o=0.3, w_v2a=0.2, **sizes).float().eval()
     before, after = pictures().float()
     phrases = phrases_of(clip)
-    short = CAPTION[[1, 3], :3]  # batches are padded each to its own longest caption
+    short = CAPTION[[1, 3], :3]  # each batch is padded to its own longest caption
     changed = data.Batch(before[:2], after[:2], CAPTION[:2], [], TEXTS[:2])
     unchanged = data.Batch(before[2:], after[2:], short, [], TEXTS[2:4])
     losses = rdd_acr.compute_losses(model, (changed, unchanged), model.cfg, phrases)
@@ -429,8 +430,8 @@ def test_prompts_are_those_of_the_losses():
 
 
 def corpus(root):
-    """What phrases_of reads of a data set whose scenes have swapped pairs with captions of their
-    own."""
+    """The parts of a data set that phrases_of reads; scenes have swapped pairs with captions of
+    their own."""
     changed = data.Pair("0", "a", "b", TEXTS[:2])
     swapped = data.Pair("0", "c", "b", TEXTS[3:])
     scene = data.Scene((changed,), (swapped,))
@@ -451,7 +452,7 @@ def test_without_its_losses_a_config_needs_no_clip(tmp_path, monkeypatch):
 
 
 def test_resume_equals_no_interruption_with_phrases(tmp_path):
-    """As in test_methods.py, but with ACR: its prompts and its adapter."""
+    """As in test_methods.py, but with ACR's prompts and adapter."""
     flags = "--scenes 60 --dim 16 --dropout 0.1 --schedule step --device cpu".split()
     flags += ["--log_every", "2", "--eval_every", "6", "--data_dir", str(tmp_path / "mini")]
     rdd_acr.main([*flags, "--steps", "6", "--out_dir", str(tmp_path / "whole")])
@@ -465,5 +466,5 @@ def test_resume_equals_no_interruption_with_phrases(tmp_path):
     assert rows and all(math.isfinite(row["n2o"] + row["v2a"]) for row in rows)
 
 
-# What a copied method trains on: random features of pairs of images, captions of four words. This
-# is common.TrainingData; `images` and `texts` are what CHEERS and RDD+ACR read besides.
+# Data for training a copied method: random features of pairs of images, captions of four words.
+# It implements common.TrainingData; CHEERS also reads `images`, and RDD+ACR `texts`.

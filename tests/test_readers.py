@@ -1,4 +1,4 @@
-"""A small release in every layout, read; the real annotation files, counted."""
+"""Readers: a small release in every layout is read, and the real annotation files are counted."""
 
 import json
 import pickle
@@ -39,8 +39,8 @@ def captions(release, *splits):
 
 
 def write_clevr_dc(root):
-    """Twelve pairs as released: 2 a kind of change, 8 for training, 2 each for validation and
-    test."""
+    """Twelve pairs as released: two of each kind of change; eight for training, two each for
+    validation and test."""
     texts = {}
     for i in range(12):
         write_picture(root / "bef" / f"{i}.png")
@@ -61,7 +61,7 @@ def test_clevr_dc(tmp_path):
     assert all(path.exists() for path in release.paths.values()) and len(release.paths) == 24
     assert release.kinds["no change"] == {"000010.png", "000011.png"}
     assert release.kinds["add"] == {"000004.png", "000005.png"}
-    # Of a part of the ids nobody knows the kinds.
+    # If ids are missing, the kinds stay unknown.
     write(tmp_path / "split.json", {"train": [0, 3], "val": [5], "test": [11]})
     assert data.read_clevr_dc(tmp_path).kinds == {}
     write(tmp_path / "split.json", {"train": [0, 12], "val": [5], "test": [11]})
@@ -113,8 +113,8 @@ def test_spot_the_diff_groups_the_rows_of_an_id(tmp_path):
 
 @real
 def test_real_spot_the_diff(tmp_path):
-    """Ids, vocabularies and longest captions as published; the test split, which is not here, is
-    one made-up row."""
+    """Ids, vocabularies and longest captions are as published. The test split is not available
+    here, so it has one made-up row."""
     for file in ("annotations/train.json", "annotations/val.json"):
         write(tmp_path / file, (SHARED / "spot_the_diff" / file).read_text())
     write(tmp_path / "annotations/test.json", [{"img_id": "99999", "sentences": ["x"]}])
@@ -186,7 +186,7 @@ def test_levir_cc(tmp_path):
     texts = ["a lake appears", "a lake"]
     assert pairs(release, "train") == [data.Pair(name, f"train/A/{name}", f"train/B/{name}", texts)]
     assert release.paths["test/B/test_000002.png"] == tmp_path / "images/test/B/test_000002.png"
-    # The second by its words, as it has no flag.
+    # The second one is recognised by its words, because it has no flag.
     assert release.kinds["no change"] == {"val_000001.png", "test_000001.png"}
     assert pairs(release, "test")[1].captions == ["a lake appears"] * 5
     vocab = data.vocab_of("levir_cc", release)  # more than five times, in all splits
@@ -330,7 +330,7 @@ def test_the_docstrings_lines_turn_a_pickle_into_features(tmp_path, monkeypatch)
     lines = textwrap.dedent(text[text.index("        import pickle") :])
     monkeypatch.chdir(tmp_path)
     exec(lines, {})
-    data.prepare("birds_to_words", tmp_path, "cpu")  # counts a pair as there by its features
+    data.prepare("birds_to_words", tmp_path, "cpu")  # a pair is kept if its features are there
     dataset = data.load("birds_to_words", tmp_path)
     assert dataset.grid == (2048, 7, 7) and dataset.scenes == release.scenes
     for n, image in enumerate(sorted(release.paths)):
@@ -422,7 +422,7 @@ def test_notes_on_your_own_pairs(tmp_path):
     assert "1 of 2" in cut
     vocab = data.vocab_of("pairs", data.read_pairs(tmp_path))
     assert len(vocab.encode(long, 200)) == 200 and vocab.encode(long, 62)[-1] == data.END
-    # A script without blanks: most captions are one word.
+    # In a script without spaces, most captions are one word.
     rows = ["a,b,train,门开了\n", "c,d,train,红色汽车开走了。\n", "c,d,train,it is open\n"]
     write(tmp_path / "pairs.csv", HEAD + "".join(rows))
     (note,) = data.read_pairs(tmp_path).notes
@@ -442,7 +442,7 @@ def test_kinds_without_regard_to_case_blanks_and_underscores(tmp_path):
 
 
 def test_pairs_with_the_same_first_picture_fall_into_one_split(tmp_path):
-    """Reversed pairs, and a fixed camera's first picture with later ones."""
+    """This concerns reversed pairs, and pairs of a fixed camera's first picture with later ones."""
     rows = []
     for n in range(300):
         rows += [f"{n}.png,{n}x.png,c", f"{n}x.png,{n}.png,c", f"{n}.png,{n}y.png,c"]

@@ -1,4 +1,5 @@
-"""results.py: its rows are commands, a table mixes nothing, interrupted runs are continued."""
+"""Tests of results.py: rows are valid commands, a table never mixes versions or machines, and
+interrupted runs are continued."""
 
 import argparse
 import dataclasses
@@ -14,7 +15,7 @@ import torch
 HERE = {"processor": "here", "cores": 2, "torch": "2", "threads": 1}
 TODAY = {row: f"{n:012x}" for n, row in enumerate(results.ROWS)}
 
-# A script that does as a method does, without learning: it waits while there is a file "wait".
+# A script that behaves like a method but learns nothing. It waits while there is a file "wait".
 FAKE_METHOD = """
 import json, signal, sys, time
 from pathlib import Path
@@ -37,7 +38,7 @@ scores = {"semantic change": {"CIDEr": 400.0 + seed % 10}}
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A folder with fake methods, and with the pages and records that results.py writes."""
+    """A folder with fake methods, and with pages and records as results.py writes them."""
     for command in results.ROWS.values():
         (tmp_path / command.split()[0]).write_text(FAKE_METHOD)
     for name in ("README", "RESULTS", "BOUNDS"):
@@ -137,7 +138,7 @@ def test_an_interrupted_run_is_continued_if_its_fingerprint_is_the_same(project,
     assert results.read_records() == []
     (project / "wait").unlink()
     assert run(project, "CHEERS", seeds=[1111])
-    assert [r["minutes"] for r in results.read_records()] == [None]  # part of it is unknown
+    assert [r["minutes"] for r in results.read_records()] == [None]  # unknown for a resumed run
     assert run(project, "CHEERS", seeds=[1], today=TODAY | {"CHEERS": "another"})
     (made,) = results.read_records()
     assert made["seed"] == 1 and made["minutes"] is not None

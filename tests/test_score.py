@@ -69,9 +69,9 @@ def test_plain_words_equal_stanfords_on_minis_templates(java):
 def test_words_as_they_are_and_as_ids():
     references = {"1": ["a barn, by zoe", "no  change"]}
     said = {"1": "a barn, by ann "}
-    # Nothing is dropped: "barn," is a word.
+    # No punctuation is dropped: "barn," is a word.
     assert data.score(said, references, tokens="split")["total"]["BLEU-1"] == 75
-    # zoe and ann are the same unknown word.
+    # "zoe" and "ann" are both UNK.
     known = {"<UNK>": data.UNK, "a": 4, "barn,": 5, "by": 6}
     assert data.score(said, references, tokens="ids", index=known)["total"]["BLEU-4"] == 100
 
@@ -85,7 +85,7 @@ def ngrams(text: str, n: int) -> Counter:
 
 
 def document_frequencies(refs: dict[str, list[str]], n: int) -> Counter:
-    """n-gram -> in the references of how many images it occurs."""
+    """n-gram -> number of images whose references contain it."""
     frequency = Counter()
     for texts in refs.values():
         found = set()
@@ -124,11 +124,11 @@ def test_bleu_and_cider_of_groups_by_hand():
     groups = {"pair": {"1", "2", "not predicted"}, "single": {"3"}, "nobody": {"9"}}
     scores = data.score(PREDICTIONS, REFERENCES, groups)
     assert list(scores) == ["total", "pair", "single"]
-    # pair: all 8 words and 1 + 3 of 6 word pairs hit; the closest references have 3 (as close as
-    # 5) and 4 words, so there is no penalty.
+    # pair: all 8 words and 1 + 3 of the 6 word pairs match. The closest references have 3 words (as
+    # close as 5) and 4 words, so there is no brevity penalty.
     assert scores["pair"]["BLEU-1"] == 100
     assert scores["pair"]["BLEU-2"] == pytest.approx(100 * (4 / 6) ** 0.5, abs=0.01)
-    # total: two words more in the references
+    # total: the third reference adds two words, so there are 9 against 8 in the predictions.
     assert scores["total"]["BLEU-1"] == pytest.approx(100 * math.exp(1 - 9 / 8), abs=0.01)
     hyps = {i: data.plain_tokenize(text) for i, text in PREDICTIONS.items()}
     for name, ids in (("total", "123"), ("pair", "12"), ("single", "3")):
@@ -153,7 +153,7 @@ def test_java_adds_meteor_and_changes_nothing_else(java, monkeypatch):
 
 @pytest.mark.parametrize("error", [BrokenPipeError("it died"), KeyboardInterrupt()])
 def test_a_java_program_that_fails_leaves_no_lock(error):
-    """pycocoevalcap's Meteor dies with its lock, for which its destructor waits."""
+    """pycocoevalcap's Meteor fails while it holds its lock, which its destructor waits for."""
 
     class Failing:
         lock = threading.Lock()
@@ -242,7 +242,7 @@ def test_changed_and_unchanged_pairs_are_recognised(dataset, monkeypatch):
     captions[same[:-2]] = "the scene , it seems , is the same"
     both = {"change recognised": 80, "no change recognised": 80}
     assert data.accuracy_of(dataset, captions) == both
-    # LEVIR-CC's authors have a list of sentences for it.
+    # LEVIR-CC's authors list the sentences for "no change".
     row = replace(data.DATASETS["clevr_change"], no_change=("a red thing became blue",))
     monkeypatch.setitem(data.DATASETS, "clevr_change", row)
     both = {"change recognised": 100, "no change recognised": 20}
@@ -275,7 +275,7 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
     result = json.loads((tmp_path / "scores_test.json").read_text())
     assert result["scores"]["total"] == total
     assert result["scores"]["only distractor"]["BLEU-1"] < result["scores"]["color"]["BLEU-1"]
-    # The floor: one caption, said of every pair.
+    # The floor: one caption for every pair.
     constant = data.one_caption(dataset)
     references = {pair.id: pair.captions for pair in dataset.pairs("test")}
     alone = data.score(dict.fromkeys(captions, constant), references)["total"]
@@ -321,12 +321,12 @@ def test_a_model_of_own_pairs_without_a_mistake_scores_100():
 
 
 def test_what_a_tick_means(dataset):
-    """A reference word for word; of others, that nothing changed, said of an unchanged pair."""
+    """The caption equals a reference, or says of an unchanged pair that nothing changed."""
     changed, same = dataset.scenes["train"][0].pairs
     reference = " ".join(dataset.vocab.split(changed.captions[1]))
     assert data.is_right(dataset, changed, reference) is True
     assert data.is_right(dataset, changed, "nothing changed") is False
-    assert data.is_right(dataset, changed, "a red thing") is None  # nobody can tell
+    assert data.is_right(dataset, changed, "a red thing") is None  # undecided
     same.captions[:] = ["the scene, it seems, is the same"]
     assert data.is_right(dataset, same, "nothing changed") is True
     assert data.is_right(dataset, same, reference) is False
@@ -336,7 +336,7 @@ def test_what_a_tick_means(dataset):
 
 
 def naive_resize(heat: torch.Tensor, height: int, width: int) -> dict[tuple[int, int], float]:
-    """Bilinear, pixel centres as in image programs; cells at the border reach beyond it."""
+    """Bilinear, with pixel centres as in image programs; border cells extend beyond the border."""
     h, w = heat.shape
     out = {}
     for row in range(height):
@@ -357,7 +357,8 @@ def test_pointing_game_equals_a_loop_over_pixels():
     hits = 0
     for left, top, width, height in torch.randint(9, 16, (20, 4), generator=g).tolist():
         heat = torch.rand(4, 5, generator=g)
-        # Beyond the middle of a border cell all pixels are equally bright: rounding would choose.
+        # Beyond the centre of a border cell, all pixels are equally bright, so that rounding would
+        # decide. Dim border cells avoid this.
         heat[[0, -1]] *= 0.1
         heat[:, [0, -1]] *= 0.1
         x = left % 2 * width // 3
@@ -374,7 +375,7 @@ def test_pointing_game_equals_a_loop_over_pixels():
 
 @pytest.fixture
 def boxed(tmp_path):
-    """Three pairs with boxes of the changed object, and one without, all of the same picture."""
+    """Three pairs with boxes of the changed object and one without; all use the same picture."""
     Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
     left_top = [0, 0, 10, 10]
     right_bottom = [20, 10, 10, 10]
@@ -410,7 +411,7 @@ def test_pointing_scores_count_boxes_not_pairs(boxed, heat):
         "chance": {"total": 37.5, "color": 16.67},
         "boxes": {"total": 4, "color": 2},
     }
-    # Of pair 1 each side's own map finds its box.
+    # In pair 1, each side's own map finds its box.
     maps = {"1": {"before": heat["1"], "after": heat["2"]}}
     assert data.pointing_scores(boxed, "test", maps, {})["attention"] == {"total": 100}
     boxed.paths["a"].unlink()

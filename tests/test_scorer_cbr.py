@@ -99,7 +99,7 @@ def small(**fields) -> SCORER:
 
 @torch.no_grad()
 def naive_match(q, k, heads=1):
-    """Eq. 2-3 word for word."""
+    """Eq. 2-3 to the letter."""
     out = torch.zeros(len(q), len(k), dtype=torch.float64)
     width = q.shape[2] // heads
     for a in range(len(q)):
@@ -127,7 +127,7 @@ def naive_nce(s):
 
 @pytest.mark.parametrize("heads", [1, 2, 3])
 def test_token_match_is_the_definition(heads):
-    """Of images with different numbers of tokens; test_common.py has the gradients."""
+    """Images have different numbers of tokens. Gradients are tested in test_common.py."""
     torch.manual_seed(0)
     q = torch.randn(3, 5, 6, dtype=torch.float64)
     k = torch.randn(4, 7, 6, dtype=torch.float64)
@@ -228,8 +228,8 @@ def test_subtraction_sees_the_bare_difference_only():
 
 
 def matched_without_relation(match_layer):
-    """Train matching on unrelated images, new ones each step -> how often the last 30 steps found
-    the partner."""
+    """Trains matching on unrelated images, new ones each step -> how often the partner was found in
+    the last 30 steps."""
     torch.manual_seed(0)
     cfg = Config(dim=32, word_dim=6, heads=4, match_layer=match_layer, w_cbr=0.0, dropout=0.0)
     model = SCORER(cfg, WORDS, (8, 2, 3), V)
@@ -237,7 +237,7 @@ def matched_without_relation(match_layer):
     layer = 0 if match_layer == "first" else -1
     hits = []
     for step in range(130):
-        style = torch.randn(2, 12, 8, 1, 1)  # each image its own, no two related
+        style = torch.randn(2, 12, 8, 1, 1)  # each image has its own, so no two are related
         before, after = style + 0.3 * torch.randn(2, 12, 8, 2, 3)
         _, _, _, tokens = model.encode(before, after)
         q_bef, k_aft, q_aft, k_bef = tokens[layer]
@@ -253,7 +253,7 @@ def matched_without_relation(match_layer):
 
 
 def test_first_layer_matching_has_no_leak_and_last_layer_has():
-    """Nothing can be learned, unless a layer has shown each image its partner."""
+    """Nothing can be learned unless an earlier layer has let each image see its partner."""
     assert matched_without_relation("last") > 0.9
     assert matched_without_relation("first") < 0.3  # chance: 1/12
 

@@ -62,7 +62,7 @@ READINGS = {
         ["people", "whole sky"],
     ),
     "the color changed to gray": (["color"], ["changed to gray"], ["color"]),
-    # a copula counts only if there is nothing else
+    # A copula counts only if there is no other verb.
     "two people are on the steps": (["two people", "steps"], ["are"], ["two people"]),
     "the man that was behind the bus has moved": (["man", "bus"], ["has moved"], ["man"]),
     "it has disappeared": ([], ["has disappeared"], []),
@@ -72,7 +72,7 @@ READINGS = {
     "the two scenes seem identical": (["two scenes"], ["seem identical"], []),
 }
 
-# What en_core_web_sm 3.8 says of some of them: word/part of speech/tag/head, from 1/relation.
+# en_core_web_sm 3.8's analysis of some of them: word/part of speech/tag/head (from 1)/relation.
 ANNOTATED = [
     "the/DET/DT/2/det suv/NOUN/NN/10/nsubj on/ADP/IN/2/prep the/DET/DT/6/det "
     "right/ADJ/JJ/6/amod side/NOUN/NN/3/pobj of/ADP/IN/6/prep the/DET/DT/9/det "
@@ -165,8 +165,8 @@ def test_captions_by_the_real_model(english):
 
 
 def test_real_captions_mostly_have_phrases(english):
-    """Of Spot-the-Diff's captions, few have nothing but a copula, and few no subject ("there is no
-    car" among them)."""
+    """Few of Spot-the-Diff's captions have only a copula as verb, and few have no subject (as in
+    "there is no car")."""
     if not SPOT_THE_DIFF.exists():
         pytest.skip(f"needs {SPOT_THE_DIFF}")
     rows = json.loads(SPOT_THE_DIFF.read_text())
@@ -209,7 +209,7 @@ WITHOUT_OBJECT = {
     ),
     "everything is in the same place": (["everything", "same place"], ["is in the same place"]),
 }
-# Sentences as CLEVR-Change and CLEVR-DC have them. The first object is the subject.
+# Sentences in the style of CLEVR-Change and CLEVR-DC. The first object is the subject.
 WITH_OBJECTS = {
     "The cyan thing on the left side of the matte sphere has been newly placed.": (
         ["cyan thing", "matte sphere"],
