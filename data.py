@@ -940,6 +940,7 @@ DATASETS["nabirds"] = Settings(
 
 OWN_COLUMNS = ("before", "after", "captions", "id", "split", "kind")
 OWN_MAX_WORDS = 60  # limit for your own captions: every batch is padded to the longest one
+FEW_PAIRS = 10  # of fewer pairs, CIDEr says little; of a single one it is always 0
 
 
 def own_pair(row: dict[str, str]) -> Pair:
@@ -1010,7 +1011,11 @@ def read_pairs(root: Path) -> Release:
     by_split = {split: [] for split in SPLITS}
     for name, pair in pairs.items():
         by_split[split_of[name]].append(pair)
-    notes = [f"{file}: the column {column!r} is not used" for column in unused]
+    counts = ", ".join(f"{len(of_split)} {split}" for split, of_split in by_split.items())
+    notes = [f"{file}: {counts} pairs"]
+    if 0 < len(by_split["val"]) < FEW_PAIRS:
+        notes.append(f"{file}: too few val pairs to choose best.pt by their scores")
+    notes += [f"{file}: the column {column!r} is not used" for column in unused]
     captions = [caption for pair in pairs.values() for caption in pair.captions]
     notes += [f"{file}: {note}" for note in notes_on_captions(captions)]
     return release_from_pairs(by_split, root, kinds, notes)
@@ -1382,7 +1387,9 @@ class Features:
 
     def __init__(self, path: Path, prepare: str):
         if not path.exists():
-            raise FileNotFoundError(f"no features at {path}; run: {prepare}")
+            others = ", ".join(file.name for file in sorted(path.parent.glob("features-*.h5")))
+            hint = f" (for {others}, give its --extractor)" if others else ""
+            raise FileNotFoundError(f"no features at {path}{hint}; run: {prepare}")
         self.path = path
         self.remedy = f"remove it and run: {prepare}"
         with file_errors(path, self.remedy), h5py.File(path) as f:
@@ -1422,9 +1429,8 @@ class Features:
         changed since they were made. paths: image name -> picture; root: the data set's folder."""
         absent = sorted(name for name in paths if name not in self.row)
         if absent:
-            more = len(absent) - 1
             raise InputError(
-                f"{self.path}: no features for {absent[0]} and {more} more; {self.remedy}"
+                f"{self.path} lacks {len(absent)} images, the first is {absent[0]}; {self.remedy}"
             )
         touched = []
         for name, picture in paths.items():
@@ -1576,7 +1582,7 @@ def require_files(files: list[Path]) -> None:
     if absent:
         count = f"{len(absent)} of {len(files)} missing"
         hint = other_spelling(absent[0])
-        raise FileNotFoundError(f"there is no {absent[0]} ({count}){hint}; complete the release")
+        raise FileNotFoundError(f"there is no {absent[0]} ({count}){hint}; add what is missing")
 
 
 def read_npy(path: Path, grid: tuple[int, int, int]) -> np.ndarray:
@@ -1766,12 +1772,17 @@ class Dataset:
         note if some of the pairs that it was trained on are now in val or test."""
         name = state["extractor"]
         grid = tuple(state["grid"])
-        same_features = (name, grid) == (self.features.extractor, self.grid)
-        if not same_features or state["vocab"] != self.vocab.words:
+        if (name, grid) != (self.features.extractor, self.grid):
             raise InputError(
-                f"the checkpoint was trained with {name} {grid} and {len(state['vocab'])} words; "
-                f"{self.root} has {self.features.extractor} {self.grid} and {len(self.vocab)}; "
-                "give the --data_dir and --extractor of its training"
+                f"the checkpoint was trained with features of {name} {grid}, {self.root} has those "
+                f"of {self.features.extractor} {self.grid}; give the --data_dir and --extractor of "
+                "its training"
+            )
+        if state["vocab"] != self.vocab.words:
+            raise InputError(
+                f"the checkpoint was trained with {len(state['vocab'])} words, but {self.root} has "
+                f"others ({len(self.vocab)}); give the --data_dir of its training, or train a new "
+                "model if captions were edited"
             )
         trained = state["training_pairs"].cpu()
         if torch.equal(trained, id_digests(self.pairs("train"))):
@@ -2230,9 +2241,10 @@ def results(
 
 
 def print_absent(captions: dict[str, str], references: dict[str, list[str]]) -> None:
-    """Prints how many of the pairs in the references have no prediction."""
+    """Prints how many of the pairs in the references have no prediction, if there are any."""
     absent = len(references.keys() - captions.keys())
-    print(f"{absent} of {len(references)} pairs have no prediction")
+    if absent:
+        print(f"{absent} of {len(references)} pairs have no prediction")
 
 
 def print_shares(name: str, shares: dict[str, float]) -> None:
@@ -2328,7 +2340,7 @@ def is_right(dataset: Dataset, pair: Pair, caption: str) -> bool | None:
 
 
 def accuracy_of(dataset: Dataset, captions: dict[str, str]) -> dict[str, float]:
-    """mini's own judgement of captions, in %. For other data sets, if unchanged pairs are known:
+    """mini's own judgement of captions, in %. For other data sets, if there are captions of both:
     the % of changed and of unchanged pairs whose caption says so (see `no_change_captions`)."""
     if dataset.name == "mini":
         import mini
@@ -2345,7 +2357,9 @@ def accuracy_of(dataset: Dataset, captions: dict[str, str]) -> dict[str, float]:
             hits["no change recognised"].append(says_same)
         else:
             hits["change recognised"].append(not says_same)
-    return {name: round(100 * sum(of) / len(of), 2) for name, of in hits.items() if of}
+    if not all(hits.values()):  # of one kind alone, one caption for all pairs would be 100 % right
+        return {}
+    return {name: round(100 * sum(of) / len(of), 2) for name, of in hits.items()}
 
 
 # ---- scores: the pointing game -------------------------------------------------------------------
@@ -2738,15 +2752,15 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
 
 def pairs_of_table(file: Path) -> dict[str, tuple[Path, Path]]:
     """The pairs of a CSV file with the columns before and after: name -> two image files. A table
-    for training works, too: of its other columns only `id` is used. InputError if there are no
-    pairs, or two with the same name."""
+    for training works, too: of its other columns only `id` is used, and a pair in several rows
+    counts once. InputError if there are no pairs, or two with the same name."""
     pairs = {}
     for place, row in read_table(file, ("before", "after")):
         with file_errors(place, "correct it"):
             pair = own_pair(row)
-            if pair.id in pairs:
-                raise InputError(f"id {pair.id} occurs twice")
-        pairs[pair.id] = (file.parent / pair.before, file.parent / pair.after)
+            pictures = (file.parent / pair.before, file.parent / pair.after)
+            if pairs.setdefault(pair.id, pictures) != pictures:
+                raise InputError(f"id {pair.id} names two pairs")
     if not pairs:
         raise InputError(f"{file} has no rows; expected columns before and after, one pair per row")
     return pairs

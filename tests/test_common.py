@@ -80,15 +80,16 @@ def test_both_maxima_agree_on_ties():
 def test_weights_are_added_to_rows(skew, bag):
     torch.manual_seed(0)
     x = torch.randn(50, 4, dtype=torch.float64)
-    weight = torch.randn(50, 13, dtype=torch.float64)
-    index = (torch.rand(50, 13) ** skew * 40).long()
-    index[index == 7] = 8
+    weight = torch.randn(650, dtype=torch.float64)
+    source = torch.randint(0, 50, (650,))
+    target = (torch.rand(650) ** skew * 40).long()
+    target[target == 7] = 8
     expected = torch.zeros(42, 4, dtype=torch.float64)
-    for r in range(50):
-        for w in range(13):
-            expected[index[r, w]] += weight[r, w] * x[r]
+    for i in range(650):
+        expected[target[i]] += weight[i] * x[source[i]]
     assert not expected[[7, 40, 41]].any()  # rows without an entry, in the middle and at the end
-    torch.testing.assert_close(common.add_to_rows(x, index, weight, 42, bag), expected)
+    result = common.add_to_rows(x, target, source, weight, 42, bag)
+    torch.testing.assert_close(result, expected)
 
 
 def test_winners_must_fit_into_int16():
