@@ -940,7 +940,6 @@ DATASETS["nabirds"] = Settings(
 
 OWN_COLUMNS = ("before", "after", "captions", "id", "split", "kind")
 OWN_MAX_WORDS = 60  # limit for your own captions: every batch is padded to the longest one
-FEW_PAIRS = 10  # of fewer pairs, CIDEr says little; of a single one it is always 0
 
 
 def own_pair(row: dict[str, str]) -> Pair:
@@ -1011,11 +1010,7 @@ def read_pairs(root: Path) -> Release:
     by_split = {split: [] for split in SPLITS}
     for name, pair in pairs.items():
         by_split[split_of[name]].append(pair)
-    counts = ", ".join(f"{len(of_split)} {split}" for split, of_split in by_split.items())
-    notes = [f"{file}: {counts} pairs"]
-    if 0 < len(by_split["val"]) < FEW_PAIRS:
-        notes.append(f"{file}: too few val pairs to choose best.pt by their scores")
-    notes += [f"{file}: the column {column!r} is not used" for column in unused]
+    notes = [f"{file}: the column {column!r} is not used" for column in unused]
     captions = [caption for pair in pairs.values() for caption in pair.captions]
     notes += [f"{file}: {note}" for note in notes_on_captions(captions)]
     return release_from_pairs(by_split, root, kinds, notes)
@@ -1805,6 +1800,9 @@ def id_digests(pairs: list[Pair]) -> Tensor:
     return torch.tensor(sorted(numbers), dtype=torch.int64)
 
 
+FEW_PAIRS = 10  # CIDEr of fewer pairs says little; of a single pair it is always 0
+
+
 def load(
     name: str, root: str | Path, where: str = "auto", device: str = "cpu", extractor: str = ""
 ) -> Dataset:
@@ -1827,8 +1825,11 @@ def load(
             place = "on the GPU"
         else:
             features.pinned = True
-    empty = [f"{root} has no {split} pairs" for split in SPLITS if not release.scenes[split]]
-    print_notes(release.notes + empty)
+    print_notes(release.notes)
+    counts = {split: len(dataset.pairs(split)) for split in SPLITS}
+    print(f"{root}: {counts['train']} train, {counts['val']} val, {counts['test']} test pairs")
+    if 0 < counts["val"] < FEW_PAIRS:
+        print_notes(["with so few val pairs, their scores choose best.pt almost at random"])
     print(f"features: {size / 1e9:.2f} GB, {place}")
     return dataset
 
