@@ -639,7 +639,16 @@ class Entities:
 
     clip: an open_clip.CLIP, frozen; tokenizer: texts -> ids (n, context); preprocess: PIL image ->
     tensor; subjects: training caption -> its subjects; pictures: name -> file or PIL image; pairs:
-    names (before, after) of all splits; file: where to keep embeddings of pictures, or None."""
+    names (before, after) of all splits; file: where to keep embeddings of pictures, or None. In a
+    loop of your own (with cfg.device set; `preprocess` must not crop, or changes at the border are
+    lost):
+
+        subjects = {"the red cube is gone": ["red cube"]}
+        pictures = {"before": "a.png", "after": "b.png"}
+        pairs = [("before", "after")]
+        entities = Entities(cfg, clip, tokenizer, preprocess, subjects, pictures, pairs)
+        model = CHEERS(cfg, vocab_size, grid, max_len, entities.table)
+        losses = model(before, after, ids, entities(pairs))"""
 
     def __init__(
         self,

@@ -974,8 +974,8 @@ def read_pairs(root: Path) -> Release:
     of pairs recognised is reported, too. Pairs that share a picture with another split are counted,
     and scores are also given without them.
 
-    InputError names the row if an image or all captions are missing, the split is unknown, or an id
-    stands for two pairs, is in two splits or has two kinds."""
+    InputError names the row if it has no path or no caption, the split is unknown, or an id stands
+    for two pairs, is in two splits or has two kinds."""
     file = root / "pairs.csv"
     pairs: dict[str, Pair] = {}
     split_of: dict[str, str] = {}
@@ -1468,7 +1468,7 @@ def extractor_name(extractor: str) -> str:
     model, colon, file = extractor.partition(":")
     if not colon:
         return extractor
-    with file_errors(f"--extractor {extractor}", "give timm/MODEL:FILE"):
+    with file_errors(f"--extractor {extractor}", "put the file of weights there"):
         digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return f"{model}:{digest[:12]}"
 
@@ -2789,22 +2789,16 @@ def main(argv: list[str] | None = None) -> None:
     summary = (__doc__ or "").partition("\n")[0]  # python -OO removes docstrings
     parser = Parser(description=summary, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="NAME", required=True)
-    first, *others = DATASETS
-    p = commands.add_parser(
-        first,
-        aliases=others,
-        prog="data.py NAME",
-        help="prepare a data set",
-        allow_abbrev=False,
-    )
-    text = "its folder (default: data/NAME, or data/mini-SCENES)"
-    p.add_argument("--data_dir", help=text)
-    p.add_argument("--device", default="", help="for the extractor (default: cuda if available)")
-    text = f"network that makes the features: {', '.join(RESNETS)}, timm/MODEL, timm/MODEL:FILE"
-    p.add_argument("--extractor", default="", help=f"{text} (default: the data set's own)")
-    default = RunConfig.scenes
-    text = f"mini: training scenes (default: {default})"
-    p.add_argument("--scenes", type=int, default=default, help=text)
+    for name in DATASETS:
+        text = f"prepare the data set {name}"
+        p = commands.add_parser(name, help=text, allow_abbrev=False)
+        p.add_argument("--data_dir", help="its folder (default: data/NAME, or data/mini-SCENES)")
+        p.add_argument("--device", default="", help="of the extractor (default: cuda if available)")
+        text = f"network that makes the features: {', '.join(RESNETS)}, timm/MODEL, timm/MODEL:FILE"
+        p.add_argument("--extractor", default="", help=f"{text} (default: the data set's own)")
+        default = RunConfig.scenes
+        text = f"mini: training scenes (default: {default})"
+        p.add_argument("--scenes", type=int, default=default, help=text)
     text = "score a file of captions against references"
     p = commands.add_parser("score", help=text, allow_abbrev=False)
     p.add_argument(

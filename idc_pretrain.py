@@ -763,13 +763,15 @@ RELEASED = {
         # Eq. 8's negatives are features of unmasked cells; the released code takes predictions for
         # these cells.
         mvcl_negatives="predictions",
-        # The released code does not mask padding in pre-training; the paper does not mention it.
+        # The released code does not mask padding in pre-training; the paper is silent, and
+        # [ours] it is masked.
         see_padding=True,
         # Section 2.3 feeds [CLS] in inference; the released code does not, nor in fine-tuning.
         finetune_cls=False,
         # Section 2.2 masks any word; the released code has special cases, see mask_words.
         mask_rules="released",
-        # The paper has a warm-up; the released code also lowers both stages' learning rates later.
+        # The paper has a warm-up and is silent on what follows: [ours] constant learning rates. The
+        # released code lowers them later, in both stages.
         pretrain_decay="inverse_sqrt",
         finetune_decay="halves",
         # The released code averages losses in pre-training, but sums them in fine-tuning.

@@ -587,7 +587,12 @@ class Phrases:
     in training only: not part of the model or its checkpoint. [ours] CLIP is ViT-L/14, and frozen.
 
     clip: an open_clip.CLIP, frozen, on cfg.device; tokenizer: texts -> ids (S, context);
-    segments: caption -> (noun phrases, verb phrases), for every training caption."""
+    segments: caption -> (noun phrases, verb phrases), for every training caption. In a loop of your
+    own:
+
+        phrases = Phrases(cfg, clip, tokenizer, {"the cube is gone": (["the cube"], ["is gone"])})
+        attributes = phrases.encode(["the cube is gone"], model.prompts())
+        losses = model(before, after, ids, **attributes)"""
 
     def __init__(
         self, cfg: Config, clip, tokenizer, segments: dict[str, tuple[list[str], list[str]]]
