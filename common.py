@@ -313,10 +313,11 @@ def _token_match_backward(ctx, grad: Tensor, *_) -> tuple[Tensor, Tensor]:
     B, M, _ = k.shape
     queries = q.reshape(-1, C)
     keys = k.reshape(-1, C)
-    first_key = torch.arange(B, device=q.device) * M  # row of each image's first token in `keys`
-    first_query = torch.arange(A, device=q.device)[:, None, None] * N
-    key = (best_key.long() + first_key).view(A * N, B)
-    query = (best_query.long() + first_query).permute(1, 2, 0).reshape(B * M, A)
+    # Rows of the winners in `keys` and `queries`, in int32, which is half as much to read.
+    first_key = torch.arange(B, dtype=torch.int32, device=q.device) * M
+    first_query = torch.arange(A, dtype=torch.int32, device=q.device)[:, None, None] * N
+    key = (best_key + first_key).view(A * N, B)
+    query = (best_query + first_query).permute(1, 2, 0).reshape(B * M, A)
     by_key = (grad[:, None] / (2 * N)).expand(A, N, B).reshape(A * N, B)
     by_query = (grad.T[:, None] / (2 * M)).expand(B, M, A).reshape(B * M, A)
     # Where a query has chosen its key, both get the other's channels; where a key has chosen, too.
@@ -336,7 +337,8 @@ def _token_match_backward(ctx, grad: Tensor, *_) -> tuple[Tensor, Tensor]:
 def rows_of(x: Tensor) -> Tensor:
     """The row of each entry of a matrix (R, W) -> (R * W,)."""
     rows, columns = x.shape
-    return torch.arange(rows, device=x.device).repeat_interleave(columns)
+    row = torch.arange(rows, dtype=torch.int32, device=x.device)
+    return row[:, None].expand(rows, columns).flatten()
 
 
 def add_to_rows(
@@ -344,18 +346,19 @@ def add_to_rows(
 ) -> Tensor:
     """Row target[i] of the result gets weight[i] x[source[i]], for all i.
 
-    x (R, C); target, source and weight (n,) -> (count, C). bag: no embedding bag sums more than so
-    many entries; 0: any number."""
-    target, order = target.int().sort()
+    x (R, C); target and source (n,) int32, weight (n,) -> (count, C). bag: most entries that one
+    embedding bag sums; 0: no limit."""
+    target, order = target.sort()
     source = source[order]
     weight = weight[order]
     rows = torch.arange(count, dtype=torch.int32, device=x.device)
-    first = torch.searchsorted(target, rows)  # where each row's share of `order` begins
+    # Where each row's share of `order` begins.
+    first = torch.searchsorted(target, rows, out_int32=True)
     if not bag:
         return F.embedding_bag(source, x, first, mode="sum", per_sample_weights=weight)
     # Bags also begin at every multiple of `bag`. The parts of a row are adjacent; a second
     # embedding bag sums them.
-    cuts = torch.arange(0, target.shape[0], bag, device=x.device)
+    cuts = torch.arange(0, target.shape[0], bag, dtype=torch.int32, device=x.device)
     begin = torch.cat([first, cuts]).sort().values
     parts = F.embedding_bag(source, x, begin, mode="sum", per_sample_weights=weight)
     first_part = torch.searchsorted(begin, first)

@@ -81,8 +81,8 @@ def test_weights_are_added_to_rows(skew, bag):
     torch.manual_seed(0)
     x = torch.randn(50, 4, dtype=torch.float64)
     weight = torch.randn(650, dtype=torch.float64)
-    source = torch.randint(0, 50, (650,))
-    target = (torch.rand(650) ** skew * 40).long()
+    source = torch.randint(0, 50, (650,), dtype=torch.int32)
+    target = (torch.rand(650) ** skew * 40).int()
     target[target == 7] = 8
     expected = torch.zeros(42, 4, dtype=torch.float64)
     for i in range(650):
