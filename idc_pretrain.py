@@ -212,6 +212,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None, past: tuple[Tensor, Tensor] | None, rows: slice
     ):
+        """x (B, T, D) -> the new x (B, rows, D), (key, value) of x, and the query (B, rows, D)."""
         y = self.norm1(x)
         q, k, v = self.attention.project(y[:, rows], y)
         keys = k
@@ -246,6 +247,8 @@ class Transformer(nn.Module):
         past: list | None = None,
         rows: slice = slice(None),
     ):
+        """x (B, T, D) -> the new x (B, rows, D), (key, value) of each block, and the query of the
+        last block."""
         if past is None:
             past = [None] * len(self.blocks)
         x = self.norm(x)
