@@ -92,6 +92,14 @@ def test_weights_are_added_to_rows(skew, bag):
     torch.testing.assert_close(result, expected)
 
 
+def test_words_are_told_from_special_ids_wherever_these_lie(monkeypatch):
+    ids = torch.tensor([[2, 5, 1, 3, 0], [7, 8, 9, 6, 4]])
+    assert common.is_word(ids).nonzero().tolist() == [[0, 1], *([1, i] for i in range(5))]
+    for name, number in (("NULL", 9), ("UNK", 8), ("START", 7), ("END", 6)):
+        monkeypatch.setattr(common, name, number)
+    assert common.is_word(ids).nonzero().tolist() == [*([0, i] for i in range(5)), [1, 4]]
+
+
 def test_winners_must_fit_into_int16():
     tokens = torch.zeros(1, 2**15 + 1, 1)
     for q, k in ((tokens, tokens[:, :1]), (tokens[:, :1], tokens)):

@@ -492,3 +492,14 @@ def test_the_readmes_example_of_your_own_pairs(tmp_path):
     release = data.read_pairs(tmp_path)
     assert sum(sizes(release).values()) > 1
     assert all(captions(release, *data.SPLITS))
+
+
+def test_a_training_table_can_be_captioned(tmp_path):
+    """A pair in several rows counts once; an id of two pairs is refused."""
+    file = tmp_path / "pairs.csv"
+    rows = ["id,before,after,captions", "1,a.png,b.png,gone", "1,a.png,b.png,it is gone"]
+    file.write_text("\n".join(rows))
+    assert data.pairs_of_table(file) == {"1": (tmp_path / "a.png", tmp_path / "b.png")}
+    file.write_text("\n".join([*rows, "1,a.png,c.png,moved"]))
+    with pytest.raises(InputError, match="line 4"):
+        data.pairs_of_table(file)
