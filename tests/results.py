@@ -9,11 +9,12 @@ A row is a command. It is run with three or six seeds, each run on one thread; t
 time. A finished run adds its record to tests/results.json, and the tables are made from these
 records alone.
 
-A record counts as long as its row has the same fingerprint, which covers the machine and the
-results of ten steps of the row's command on a small mini: the code may be rewritten, but must
-compute the same. When a run ends, records with other fingerprints are dropped from results.json
-(git keeps them), so that a table never mixes versions of the code or machines. Fingerprints are
-taken once, at the start, so the code must not be edited while runs are under way.
+A record counts as long as its row has the same fingerprint: a hash of the results of ten steps of
+the row's command on a small mini, to the last bit. So the code may be rewritten and the machine may
+be another, but both must compute the same. When a run ends, records with other fingerprints are
+dropped from results.json (git keeps them), so that a table never mixes versions of the code, or
+machines that round differently. Fingerprints are taken once, at the start, so the code must not be
+edited while runs are under way.
 
 Runs are kept in runs/results, each in a folder named after row, seed and fingerprint. Interrupted
 runs are continued; folders with old fingerprints may be removed.
@@ -136,7 +137,7 @@ def machine() -> dict:
 
 
 def fingerprint_of(row: str, root: Path) -> str:
-    """Hash of the results of ten steps of a row, with the present code on this machine.
+    """Hash of the results of ten steps of a row, with the present code.
 
     root: the folder of fingerprint.py's small mini."""
     with tempfile.TemporaryDirectory() as folder:
@@ -145,7 +146,6 @@ def fingerprint_of(row: str, root: Path) -> str:
         hashes = fingerprint.hashes(out)
         scores = read_scores(out)
     seen = {
-        "machine": machine(),
         "command": ROWS[row],
         "preset": fingerprint.method_of(ROWS[row]).PRESETS["mini"],  # has more than ten steps
         "losses": hashes["losses"],
@@ -156,7 +156,7 @@ def fingerprint_of(row: str, root: Path) -> str:
 
 
 def fingerprints() -> dict[str, str]:
-    """Row -> its present fingerprint on this machine. Takes two or three minutes."""
+    """Row -> its present fingerprint. Takes some five minutes."""
     print("ten steps of every row, to see which records count", flush=True)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -326,16 +326,16 @@ def table_line(cells: list[str]) -> str:
 
 
 def results_table(records: list[dict], rows: list[str], columns: list[str]) -> str:
-    """A table with a line for each row, and the machine below it."""
+    """A table with a line for each row, and the machines below it."""
     lines = [table_line(["row", "seeds", *columns]), "|---" * (len(columns) + 2) + "|"]
     for row in rows:
         seeds = sum(record["row"] == row for record in records)
         cells = [cell(values(records, row, column)) for column in columns]
         lines.append(table_line([row, str(seeds), *cells]))
-    if records:
-        about = records[-1]["machine"]
-        text = "Machine: {processor}, {cores} cores, torch {torch}; {threads} thread a run."
-        lines += ["", text.format(**about)]
+    text = "{processor}, {cores} cores, torch {torch}, {threads} thread a run"
+    machines = {text.format(**record["machine"]) for record in records}
+    if machines:
+        lines += ["", f"Computed on: {'; '.join(sorted(machines))}."]
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Tests of results.py: rows are valid commands, a table never mixes versions or machines, and
+"""Tests of results.py: rows are valid commands, a table never mixes versions of the code, and
 interrupted runs are continued."""
 
 import argparse
@@ -101,7 +101,7 @@ def test_pages_are_filled_in_from_records_and_bounds(project):
     assert "| levir_cc: total |  |  | 65.6 / 138.3 |  |  | 1.2 / 45.7 |  |  |" in page
     assert "| mini: total |  |  |  |  |  | - | - | - |" in page
     readme = results.README.read_text(encoding="utf-8")
-    assert "| Subtraction | 3 | 310.0 (0.0) |" in readme and "Machine: here" in readme
+    assert "| Subtraction | 3 | 310.0 (0.0) |" in readme and "Computed on: here, " in readme
     results.write_tables()
     assert results.RESULTS.read_text(encoding="utf-8") == page
     assert results.README.read_text(encoding="utf-8") == readme
