@@ -100,7 +100,7 @@ class Config(RunConfig):
     decoder_layers: int = 2  # decoder layers
     dropout: float = 0.1  # dropout probability
     k: int = 3  # K, entities of a pair; 0: none
-    min_count: int = 2  # a candidate is the subject of at least so many training captions [ours]
+    min_count: int = 2  # a candidate is the subject of at least this many training captions [ours]
     retrieval: Literal["absolute", "signed"] = "absolute"  # |S_bef - S_aft|, or Eq. 1 as printed
     clip: str = "ViT-L-14:openai"  # open_clip's MODEL:WEIGHTS (name or file), or mini
     cre: bool = True  # enhance what is common, Eq. 6-7
@@ -203,9 +203,9 @@ class HRD(nn.Module):
     attended). At first, C~ alone varies over cells by .2 of its size in layer one, but only by
     .0003 in layer two.
 
-    L_C and L_D align little more than constants: the entities' P^ hardly varies over the cells of
-    an image (on mini its standard deviation is 1 % of its size, against 10 % for the images' P^),
-    and the two are uncorrelated (below .001)."""
+    L_C and L_D align hardly anything but constants: over the cells of an image, the entities' P^
+    is nearly constant (on mini its standard deviation is 1 % of its size, against 10 % for the
+    images' P^), and the two are uncorrelated (below .001)."""
 
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
@@ -810,8 +810,8 @@ def compute_losses(
 ) -> dict[str, Tensor]:
     """Eq. 19 and its terms, each a mean over a step's batches (changed pairs, distractor pairs).
 
-    Keep the two batches separate: they share their before images, so a joint contrastive loss
-    would treat an image as its own negative."""
+    Keep the two batches separate: they share their before images, so in a joint contrastive
+    loss, the partner of an "after" would be among its negatives."""
     losses: dict[str, Tensor] = {}
     for batch in batches:
         batch = batch.to(cfg.device)

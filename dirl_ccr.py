@@ -96,16 +96,14 @@ class Config(RunConfig):
     correlate: bool = True  # Eq. 4's first term; without it decorrelation only
     w_ccr: float = 0.3  # weight of L_ccr in Eq. 16; 0 leaves it out
     tau: float = 0.5  # temperature of Eq. 14
-    difference: Literal["attention", "stream", "subtract"] = "attention"  # what Eq. 6 subtracts
+    difference: Literal["attention", "stream", "subtract"] = "attention"  # Eq. 5-6 or X_aft - X_bef
     channel_eps: float = 1e-5  # keeps a constant channel finite in Eq. 3; 0 as released (NaN there)
     input_norm: bool = True  # LayerNorm on the decoder's inputs (released for CLEVR-Change: none)
-    xavier: bool = True  # Xavier-uniform fusion, decoder; no: PyTorch's (released for CLEVR-Change)
+    xavier: bool = True  # Xavier-uniform fusion and decoder; released for CLEVR-Change: PyTorch's
     ccr_pool: Literal["words", "padded"] = "words"  # Eq. 12: from START to END, or padding as well
     ccr_states: Literal["attention", "normed"] = "attention"  # Eq. 8-9, or after their LayerNorms
     ccr_logits: Literal["two_way", "summed"] = "two_way"  # Eq. 14, or one loss over S + S^T
-    ccr_equal_captions: Literal["ignored", "negatives"] = (
-        "ignored"  # equal captions in L_ccr [ours]
-    )
+    ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # equal captions [ours]
     variant: Literal["paper", "released"] = "paper"  # whose version of the details in RELEASED
     val_decode: Literal["greedy", "sample"] = "greedy"  # decoding of validation captions
     blind: bool = False  # zero the image features (language-only baseline)
@@ -248,8 +246,8 @@ class Decoder(nn.Module):
         """All words at once: ids (B, V), difference (B, N, D) -> hidden states (B, V, D), and the
         last layer's `query`, `words` and `visual` (B, V, D)."""
         x = self.embed_words(ids)
-        is_word = (ids != NULL)[:, None, None, :]  # (B, 1, 1, V)
-        mask = is_word.expand(-1, -1, ids.shape[1], -1).tril()  # (B, 1, V, V)
+        valid = (ids != NULL)[:, None, None, :]  # (B, 1, 1, V)
+        mask = valid.expand(-1, -1, ids.shape[1], -1).tril()  # (B, 1, V, V)
         for layer, cross in zip(self.layers, self.memory(difference), strict=True):
             x, _, query, words, visual = layer(x, cross, mask)  # Eq. 8-10
         return x, query, words, visual

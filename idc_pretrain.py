@@ -4,7 +4,7 @@ Idea. (1) One transformer reads two images and a caption as one sequence; before
 sees each image alone and another compares the two. (2) Three tasks pre-train the model: predict
 masked words (MLM), recognise masked image cells (MVCL), tell the caption from rewritten ones (FDA).
 (3) Fine-tuning is MLM in which a word sees only earlier words, so captions can be written word by
-word. Here it predicts every word [ours]; in paper and released code, 15 % of the words
+word. Here it predicts every word [ours]; in the paper and the released code, 15 % of them
 (--finetune_targets masked).
 
 Equations (1)-(9) are missing from our copy of the paper, which has only the text around them. Their
@@ -80,7 +80,7 @@ class Config(RunConfig):
     AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"layers", "ffn", "pretrain_batch"}
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"init", "cub", "nabirds"}
 
-    init: str = ""  # checkpoint to start from, such as another run's pretrained.pt
+    init: str = ""  # checkpoint to start from; with --pretrain_steps 0, it is only fine-tuned
     dim: int = 512  # width D
     ffn: int = 2048  # width of the feed-forward layers
     heads: int = 8  # heads of every attention
@@ -106,13 +106,13 @@ class Config(RunConfig):
     swap: bool = True  # in half of the scenes, swap default and distractor image
     finetune_targets: Literal["every", "masked"] = "every"  # which words fine-tuning predicts
     start: Literal["xavier", "pytorch"] = "xavier"  # initial weights
-    project: Literal["linear", "sigmoid"] = "linear"  # features -> width D; sigmoid: then squashed
+    project: Literal["linear", "sigmoid"] = "linear"  # features -> width D; sigmoid: one follows
     exponent: Literal["standard", "doubled"] = "standard"  # in the sinusoids' frequencies
     special_tokens: Literal["own", "shared"] = "own"  # [CLS], [IMG1], [IMG2]: own vectors, or one
     mvcl_negatives: Literal["features", "predictions"] = "features"  # what represents other cells
     see_padding: bool = False  # pre-training attends to padding
     finetune_cls: bool = True  # put [CLS] before the text in fine-tuning, too
-    mask_rules: Literal["plain", "released"] = "plain"  # which words mask_words may choose
+    mask_rules: Literal["plain", "released"] = "plain"  # which words are masked, and by what
     pretrain_decay: Literal["none", "inverse_sqrt"] = "none"  # after the warm-up of pre-training
     finetune_decay: Literal["none", "halves"] = "none"  # halves: x1/2 at step 10000, x1/4 at 20000
     reduction: Literal["mean", "sum"] = "mean"  # of fine-tuning's losses, over words and pairs
@@ -854,7 +854,8 @@ def compute_losses(
 
     Keep the two batches separate: they share their before images, so a joint contrastive loss
     would treat an image as its own negative. (The released code has one mixed batch, with captions
-    padded to 40 or 80 ids; here they are padded to the longest of their kind of pair.)"""
+    padded to 40 or 80 ids; here they are padded to the longest of their kind of pair. So under
+    reduction="sum", the mean over the two batches is half of the released sum.)"""
     losses: dict[str, Tensor] = {}
     for n, batch in enumerate(batches):
         batch = batch.to(cfg.device)

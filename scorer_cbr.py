@@ -536,8 +536,8 @@ RELEASED = {  # --variant released: the details in which the released code diffe
 def compute_losses(model: SCORER, batches: tuple, cfg: Config) -> dict[str, Tensor]:
     """Eq. 13 and its terms, each a mean over a step's batches (changed pairs, distractor pairs).
 
-    Keep the two batches separate: they share their before images, so a joint contrastive loss
-    would treat an image as its own negative."""
+    Keep the two batches separate: they share their before images, so in a joint contrastive
+    loss, the partner of an "after" would be among its negatives."""
     losses: dict[str, Tensor] = {}
     for batch in batches:
         batch = batch.to(cfg.device)
