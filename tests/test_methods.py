@@ -1,11 +1,13 @@
 """What all method files have in common: decoding, learning, running, captioning."""
 
+import inspect
 import json
 import math
 import re
 import signal
 import subprocess
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,6 +144,12 @@ def test_hash_stream():
 
 README = Path(common.__file__).with_name("README.md").read_text(encoding="utf-8")
 PACKAGES = ("data", "mini", "h5py", "spacy", "open_clip", "pycocoevalcap")
+
+
+def test_readme_shows_forward_as_it_is():
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    excerpt = next(block for block in blocks if "self.encode" in block)
+    assert textwrap.indent(excerpt, "    ") in inspect.getsource(scorer_cbr.SCORER.forward)
 
 
 def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path, monkeypatch):
