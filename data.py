@@ -824,20 +824,8 @@ def read_birds_to_words(root: Path, pictures: bool = True) -> Release:
     features/, the features of both. Rows with the same split and URLs form one pair. Captions
     become lower-case words and punctuation marks, which this data set's metrics compare.
 
-    IDC's authors share their features of Birds-to-Words and of CUB as a pickle, which can run
-    arbitrary code when loaded. We have not seen this file; its keys may contain folders and ".jpg",
-    both of which IDC's loader removes. If you trust the file, run these lines in the data set's
-    folder, and then data.py:
-
-        import pickle, pathlib, numpy as np
-
-        keep = 2 if pathlib.Path("images.txt").exists() else 1  # CUB's names include the class
-        for name, x in pickle.load(open("full_img.pkl", "rb")).items():
-            name = "/".join(name.removesuffix(".jpg").split("/")[-keep:])
-            file = pathlib.Path("features", f"{name}.jpg.npy")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            np.save(file, x.reshape(len(x), 7, 7))
-    """
+    IDC's authors share their features of Birds-to-Words and of CUB as a pickle. It is not read,
+    because a pickle can run arbitrary code when loaded, and we have not seen this one."""
     file = root / "birds-to-words-v1.0.tsv"
     columns = ("img1imgurl", "img2imgurl", "split", "description")
     captions: dict[tuple, list[str]] = {}
@@ -972,7 +960,7 @@ def read_pairs(root: Path) -> Release:
     without the column: hashed_split); `id`, the pair's name in result files (default: its two
     paths); `kind`, the kind of change. Each kind is scored separately; for "no change", the share
     of pairs recognised is reported, too. Pairs that share a picture with another split are counted,
-    and scores are also given without them.
+    and scores are also given without them; copies of a picture under other names are not noticed.
 
     InputError names the row if it has no path or no caption, the split is unknown, or an id stands
     for two pairs, is in two splits or has two kinds."""
@@ -1440,10 +1428,10 @@ class Features:
             if status.st_size != size:
                 self.refuse(file)
             if status.st_mtime_ns != time:
-                touched.append((file, checksum))
-        # A copied file may also have a new time, so the contents decide. At most 100 files are
-        # read, because a whole data set may have been copied.
-        for file, checksum in touched[:: len(touched) // 100 + 1]:
+                touched.append((status.st_mtime_ns, file, checksum))
+        # A copied file may also have a new time, so the contents decide. Only the newest 100 files
+        # are read, because a whole data set may have been copied; files replaced later are newer.
+        for _, file, checksum in sorted(touched, reverse=True)[:100]:
             if stamp(file)[2] != checksum:
                 self.refuse(file)
 
@@ -1763,8 +1751,8 @@ class Dataset:
         }
 
     def check_state(self, state: dict) -> None:
-        """InputError if a checkpoint was trained on other features or another vocabulary. Prints a
-        note if some of the pairs that it was trained on are now in val or test."""
+        """InputError if a checkpoint was trained on other features or another vocabulary. Prints
+        notes if it was trained on other pairs, and if some of these are now in val or test."""
         name = state["extractor"]
         grid = tuple(state["grid"])
         if (name, grid) != (self.features.extractor, self.grid):
@@ -1782,13 +1770,16 @@ class Dataset:
         trained = state["training_pairs"].cpu()
         if torch.equal(trained, id_digests(self.pairs("train"))):
             return
+        notes = [
+            f"the checkpoint was trained on other pairs than those of {self.root}; do not --resume "
+            "it here: validation scores before and after could not be compared"
+        ]
         for split in ("val", "test"):
             pairs = self.pairs(split)
             seen = int(torch.isin(id_digests(pairs), trained).sum())
             if seen:
-                print_notes(
-                    [f"the checkpoint was trained on {seen} of the {len(pairs)} {split} pairs"]
-                )
+                notes.append(f"the ids of {seen} of the {len(pairs)} {split} pairs were among them")
+        print_notes(notes)
 
 
 def id_digests(pairs: list[Pair]) -> Tensor:
@@ -1836,16 +1827,10 @@ def load(
 
 def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
     """The data set that a run's config names. With `make`, mini is made first if it is missing; to
-    evaluate a checkpoint, the mini that it was trained on must exist. cfg.batch_size is lowered to
-    the number of training scenes if it is larger. Errors: see `load`."""
+    evaluate a checkpoint, the mini that it was trained on must exist. Errors: see `load`."""
     if cfg.dataset == "mini" and make:
         prepare("mini", Path(cfg.data_dir), cfg.device, cfg.extractor, cfg.scenes)
-    dataset = load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
-    count = len(dataset.scenes["train"])
-    if cfg.batch_size > count:
-        print(f"--batch_size {cfg.batch_size} lowered to {count}, the number of training scenes")
-        cfg.batch_size = count
-    return dataset
+    return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
 
 
 # ---- phrases of captions -------------------------------------------------------------------------
@@ -2206,6 +2191,8 @@ def results(
     scores_<split><suffix>.json, and a sheet of sample pictures with attention maps and notes.
     maps: pair id -> name -> (H, W); notes: pair id -> lines."""
     if not dataset.scenes[split]:
+        if out_dir:
+            print(f"{dataset.root} has no {split} pairs: nothing to score")
         return {}
     references = {pair.id: pair.captions for pair in dataset.pairs(split)}
     if out_dir is None:
@@ -2219,6 +2206,7 @@ def results(
     accuracy = accuracy_of(dataset, captions)
     pointing = pointing_scores(dataset, split, maps, groups)
     result = {
+        "data": str(dataset.root),
         "scores": scores,
         ONE_CAPTION: constant,
         "different captions": len(set(captions.values())),
@@ -2358,6 +2346,8 @@ def accuracy_of(dataset: Dataset, captions: dict[str, str]) -> dict[str, float]:
             hits["no change recognised"].append(says_same)
         else:
             hits["change recognised"].append(not says_same)
+    if not no_change:  # no training caption shows how "no change" is said
+        return {}
     if not all(hits.values()):  # of one kind alone, one caption for all pairs would be 100 % right
         return {}
     return {name: round(100 * sum(of) / len(of), 2) for name, of in hits.items()}

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import GRID, MeanColor, write_own_pairs, write_picture
+from conftest import GRID, MeanColor, write_features, write_own_pairs, write_picture
 from PIL import Image
 from torchvision.models import resnet101
 from torchvision.transforms import Compose, Normalize, Resize, ToTensor
@@ -329,6 +329,23 @@ def test_a_copied_folder_is_as_good(prepared, tmp_path):
     for picture in copy.glob("*images/*.png"):  # all replaced by others of the same size
         picture.write_bytes(bytes(picture.stat().st_size))
     assert is_stale(copy)
+
+
+def test_one_picture_replaced_among_many_copied_ones(tmp_path):
+    rows = ["before,after,captions"]
+    for n in range(60):
+        rows.append(f"{n}a.bmp,{n}b.bmp,it opened")
+        for picture in (f"{n}a.bmp", f"{n}b.bmp"):
+            write_picture(tmp_path / picture)
+    (tmp_path / "pairs.csv").write_text("\n".join(rows))
+    write_features("pairs", tmp_path)
+    for picture in tmp_path.glob("*.bmp"):
+        os.utime(picture, (1, 1))
+    data.load("pairs", tmp_path)
+    picture = tmp_path / "3b.bmp"
+    picture.write_bytes(bytes(picture.stat().st_size))
+    with pytest.raises(InputError, match="3b.bmp was replaced"):
+        data.load("pairs", tmp_path)
 
 
 def test_the_authors_files_that_were_replaced(release, monkeypatch):

@@ -662,7 +662,8 @@ def test_eval_of_pairs_that_were_trained_on_gets_a_note(method, tmp_path, tiny, 
         text = text.replace(f"{n}b.png,train", f"{n}b.png,test")
     table.write_text(text)
     run(method, *command)
-    assert "trained on 2 of the 3 test pairs" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "was trained on other pairs" in out and "ids of 2 of the 3 test pairs" in out
 
 
 @SCORER
