@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch._functorch.config
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
@@ -452,6 +453,7 @@ class RunConfig:
         "data_dir",
         "out_dir",
         "device",
+        "compile",
         "features",
         "steps",
         "log_every",
@@ -744,6 +746,9 @@ def set_up_device(device: str) -> None:
         # cuDNN's attention makes a plan for every new shape, which can take a second, and the
         # number of phrases that CLIP reads varies between steps. Other kernels need no plan.
         torch.backends.cuda.enable_cudnn_sdp(False)
+        # Compiled or not, the backward pass of what a loss computes in float32 stays in float32.
+        # By default, compiled ones repeat the autocast around the whole forward pass.
+        torch._functorch.config.backward_pass_autocast = "off"
 
 
 def has_bfloat16(device: str) -> bool:

@@ -246,11 +246,13 @@ def measure(args) -> dict:
     features copied, peak memory (of the GPU, or of the whole process), and the machine's rate, in
     operations per second of a matrix product."""
     cuda = args.device.startswith("cuda")
-    torch.set_float32_matmul_precision("high" if cuda and not args.plain else "highest")
     if args.plain:
+        torch.set_float32_matmul_precision("highest")
         scorer_cbr.token_match = plain_match
         cheers.token_match = plain_match
         common.Attention.attend = plain_attend
+    else:
+        common.set_up_device(args.device)
     torch.manual_seed(0)
     work = WORKS[args.what](args)
     with FlopCounterMode(display=False) as counter:
@@ -268,7 +270,7 @@ def measure(args) -> dict:
         "operations": counter.get_total_flops(),
         "moved": work.moved,
         "peak": peak,
-        "rate": product_rate(args.device, cuda and not args.plain),
+        "rate": product_rate(args.device, cuda and not args.plain and args.what == "step"),
     }
 
 

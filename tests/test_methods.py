@@ -19,6 +19,7 @@ from conftest import (
     B,
     C,
     H,
+    N,
     V,
     W,
     mean,
@@ -464,6 +465,23 @@ def test_the_model_compiles_as_one_graph(method, fresh_compiler):
     for kind, more in steps_of(model).items():
         expected = learned(model, model, kind, more)
         torch.testing.assert_close(learned(compiled, model, kind, more), expected)
+
+
+def test_compiled_losses_have_gradients_in_float32(fresh_compiler):
+    """DIRL's Eq. 3 under autocast (here the CPU's), as it is compiled on CUDA."""
+
+    def gradient(function):
+        y = torch.rand(2, B, N, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            c = function(y[0], y[1], 1e-5)
+        return torch.autograd.grad(c.diagonal().sum(), y)
+
+    plain = dirl_ccr.channel_correlation
+    with torch._functorch.config.patch(backward_pass_autocast="same_as_forward"):
+        common.set_up_device("cuda")
+        compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(gradient(compiled), gradient(plain))
+    common.set_up_device("cpu")
 
 
 HALF = pytest.mark.parametrize(
