@@ -96,7 +96,7 @@ class Config(RunConfig):
     correlate: bool = True  # Eq. 4's first term; without it decorrelation only
     w_ccr: float = 0.3  # weight of L_ccr in Eq. 16; 0 leaves it out
     tau: float = 0.5  # temperature of Eq. 14
-    difference: Literal["attention", "stream", "subtract"] = "attention"  # Eq. 5-6 or X_aft - X_bef
+    difference: Literal["attention", "stream", "subtract"] = "attention"  # Eq. 5-6 or X_bef - X_aft
     channel_eps: float = 1e-5  # keeps a constant channel finite in Eq. 3; 0 as released (NaN there)
     input_norm: bool = True  # LayerNorm on the decoder's inputs (released for CLEVR-Change: none)
     xavier: bool = True  # Xavier-uniform fusion and decoder; released for CLEVR-Change: PyTorch's
