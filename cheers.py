@@ -569,6 +569,7 @@ def embed_images(clip, preprocess, pictures, names) -> Tensor:
     from PIL import Image, ImageOps
 
     def read(name) -> Tensor:
+        """A picture as CLIP's input (3, height, width)."""
         picture = pictures[name]
         if not isinstance(picture, Image.Image):
             with file_errors(picture, "give a readable image"), Image.open(picture) as opened:

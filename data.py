@@ -1684,6 +1684,7 @@ class Dataset:
         draw = rng.random((len(scenes), len(scenes[0].pairs)))
 
         def make(chosen: np.ndarray) -> tuple[Batch, ...]:
+            """The Batches of the scenes with these numbers."""
             batches = []
             for n, length in enumerate(self.lengths):  # first pairs of the scenes, then second ones
                 pairs = []
