@@ -749,6 +749,11 @@ def set_up_device(device: str) -> None:
         # Compiled or not, the backward pass of what a loss computes in float32 stays in float32.
         # By default, compiled ones repeat the autocast around the whole forward pass.
         torch._functorch.config.backward_pass_autocast = "off"
+        # PyTorch keeps compiled graphs on disk and finds them by the forward pass alone. After an
+        # edit of token_match's backward pass, it would go on with the old one.
+        torch._functorch.config.enable_autograd_cache = False
+        # One graph for each shape of a batch, for each of IDC's tasks, and for each model.
+        torch._dynamo.config.recompile_limit = 64
 
 
 def has_bfloat16(device: str) -> bool:
@@ -1123,10 +1128,12 @@ def save_tensors(path: Path, state: dict) -> None:
 
 @contextlib.contextmanager
 def file_errors(path: str | Path, remedy: str) -> Iterator[None]:
-    """Turn any exception inside the `with` into an InputError that names the file and what to do
-    about it."""
+    """Turn any exception inside the `with`, but for a GPU's lack of memory, into an InputError that
+    names the file and what to do about it."""
     try:
         yield
+    except torch.OutOfMemoryError:  # a full GPU is not the file's fault
+        raise
     except Exception as e:  # a broken file can raise anything
         if isinstance(e, KeyError):
             reason = f"{e.args[0]} is missing"

@@ -1397,8 +1397,12 @@ class Features:
         """Features of the named images (n, C, H, W) float16: on the GPU, or in RAM (page-locked if
         `pinned`, which makes the copy to a GPU asynchronous)."""
         index = [self.row[name] for name in names]
+        if isinstance(self.data, Tensor):
+            # Indexing by the list itself would wait for what the GPU has to do before.
+            on_gpu = torch.tensor(index).to(self.data.device, non_blocking=True)
+            return self.data[on_gpu]
         if not self.pinned:
-            return torch.as_tensor(self.data[index])
+            return torch.from_numpy(self.data[index])
         # PyTorch reuses page-locked memory, so reading straight into it pays. With mode "raise",
         # np.take would read into a buffer first. "clip" hides no wrong index, as all of them come
         # from self.row.
@@ -1726,11 +1730,11 @@ class Dataset:
             after = torch.zeros_like(before)
         else:
             after = self.features.rows([pair.after for pair in pairs])
-        ids = [self.vocab.encode(caption, length) for caption in captions]
+        ids = torch.tensor([self.vocab.encode(caption, length) for caption in captions])
         return Batch(
             before,
             after,
-            torch.tensor(ids, device=before.device),
+            ids.to(before.device, non_blocking=True),
             [pair.id for pair in pairs],
             captions,
             [(pair.before, pair.after) for pair in pairs],

@@ -900,7 +900,6 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
         model.load_state_dict(other.state_dict())
     parameters = list(model.parameters())
     if cfg.compile and cfg.on_cuda:
-        torch._dynamo.config.cache_size_limit = 64  # a graph for each task and batch shape
         model.compile(fullgraph=True, dynamic=False)
     run = Run(cfg, model, [dataset], resume)
     for stage, first, last in stages(cfg):

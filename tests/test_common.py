@@ -818,6 +818,11 @@ def test_errors_become_exit_codes(error, code, capsys):
     assert len(lines) == (0 if code == 130 else 1)
 
 
+def test_a_full_gpu_is_not_blamed_on_the_file():
+    with pytest.raises(torch.OutOfMemoryError), common.file_errors("best.pt", "train first"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
 def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="cp1252"))

@@ -118,6 +118,8 @@ def test_feature_file_round_trip(tmp_path):
     assert read.extractor == "resnet101-layer3"
     expected = torch.from_numpy(x[[3, 0, 3]]).half()
     torch.testing.assert_close(read.rows(["d", "a", "d"]), expected)
+    read.data = torch.tensor(read.data)  # as on a GPU
+    torch.testing.assert_close(read.rows(["d", "a", "d"]), expected)
 
 
 def test_only_the_named_gpu_is_asked_and_gets_page_locked_features(prepared, monkeypatch):
