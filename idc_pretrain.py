@@ -62,6 +62,7 @@ from common import (
     parse_args,
     progress,
     run_main,
+    saved_config,
     sinusoid,
     upcast,
     write_text,
@@ -895,6 +896,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     model = IDC(cfg, len(dataset.vocab), dataset.grid, longest).to(cfg.device)
     model.max_len = dataset.max_len
     if cfg.init and not resume:
+        check_init(cfg)
         other, state = load_model(IDC, cfg, cfg.init)
         dataset.check_state(state)
         model.load_state_dict(other.state_dict())
@@ -1308,12 +1310,21 @@ def open_datasets(cfg: Config, dataset) -> dict:
     return datasets
 
 
+def check_init(cfg: Config) -> None:
+    """InputError if the weights of --init would work differently in this model."""
+    pretrained = saved_config(Config, cfg.init)
+    for name in ("heads", "project", "exponent"):  # the shapes of the weights do not show these
+        value = getattr(pretrained, name)
+        if getattr(cfg, name) != value:
+            raise InputError(f"--init {cfg.init} was trained with --{name} {value}; give the same")
+
+
 def open_cub(cfg: Config, dataset):
     """Section 2.4, general image captioning: single images with captions, encoded in `dataset`'s
     vocabulary."""
     import data
 
-    cub = data.load("cub", cfg.cub, cfg.features, cfg.device)
+    cub = data.load("cub", cfg.cub, cfg.features, cfg.device, cfg.extractor)
     if cub.grid != dataset.grid:
         raise InputError(f"features of {cub.root}: {dataset.grid} expected, {cub.grid} found")
     cub.vocab = data.Vocab(dataset.vocab.words, cub.vocab.tokenizer, cub.vocab.max_words)
@@ -1335,7 +1346,7 @@ class Birds:
     def __init__(self, cfg: Config):
         import data
 
-        dataset = data.load("nabirds", cfg.nabirds, cfg.features, cfg.device)
+        dataset = data.load("nabirds", cfg.nabirds, cfg.features, cfg.device, cfg.extractor)
         self.features = dataset.features
         self.names = []
         classes = []

@@ -420,6 +420,8 @@ def test_pretraining_starts_another_run(prepared, tiny, tmp_path):
     assert first["step"] == 8
     for name, weight in first["model"].items():
         assert torch.equal(weight, second["model"][name])
+    with pytest.raises(InputError, match=r"pretrained.pt.*--project linear"):
+        run(*own, "--project", "sigmoid", "--out_dir", tmp_path / "third")
     add_word(prepared, "zebra")
     with pytest.raises(ValueError, match="the checkpoint was trained with"):
         run(*own, "--out_dir", tmp_path / "third")
