@@ -577,6 +577,8 @@ def embed_images(clip, preprocess, pictures, names) -> Tensor:
                 if opened.mode[0] in "IF":
                     raise InputError(f"{opened.mode} pixels, not 8 bits a channel")
                 picture = ImageOps.exif_transpose(opened)
+                if opened.format == "TIFF":  # its fourth band may be near infrared
+                    picture = picture.convert("RGB")
         if picture.has_transparency_data:
             rgba = picture.convert("RGBA")
             white = Image.new("RGBA", rgba.size, "white")

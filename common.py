@@ -455,7 +455,7 @@ class RunConfig:
         "device",
         "compile",
         "features",
-        "steps",
+        "steps",  # with --schedule cosine, the rate goes on along the new number's curve
         "log_every",
         "eval_every",
         "eval_batch",

@@ -664,27 +664,22 @@ DC_KINDS = ("color", "texture", "add", "remove", "move", "no change")
 def read_clevr_dc(root: Path) -> Release:
     """CLEVR-DC (Kim et al., ICCV 2021): bef/<id>.png, aft/<id>.png, captions.json, split.json.
 
-    No file gives the kind of change. The ids form six equal blocks, which we assume to follow the
-    order in which the authors list the kinds of change. If ids are missing, the kinds stay
-    unknown."""
+    No file gives the kind of change. The ids form six blocks of 8,000. We assume that these follow
+    the order in which the authors list the kinds of change."""
     splits = read_splits(root / "split.json")
     file = root / "captions.json"
     captions = read_json(file)
     pairs = {}
+    kinds: dict[str, set[str]] = {}
     with file_errors(file, FETCH_AGAIN):
         for split, numbers in splits.items():
             pairs[split] = []
             for number in numbers:
                 texts = check_strings(captions[str(number)])
                 names = (f"bef/{number}.png", f"aft/{number}.png")
-                pairs[split].append(Pair(f"{number:06d}.png", *names, texts))
-    numbers = sorted(number for numbers in splits.values() for number in numbers)
-    block, rest = divmod(len(numbers), len(DC_KINDS))
-    kinds = {}
-    if numbers == list(range(len(numbers))) and not rest:
-        for n, kind in enumerate(DC_KINDS):
-            members = range(n * block, (n + 1) * block)
-            kinds[kind] = {f"{number:06d}.png" for number in members}
+                pair = Pair(f"{number:06d}.png", *names, texts)
+                pairs[split].append(pair)
+                kinds.setdefault(DC_KINDS[number // 8000], set()).add(pair.id)
     return release_from_pairs(pairs, root, kinds)
 
 
@@ -926,19 +921,19 @@ DATASETS["nabirds"] = Settings(
 )
 
 
-OWN_COLUMNS = ("before", "after", "captions", "id", "split", "kind")
+OWN_COLUMNS = ("before", "after", "captions", "split", "kind")
 OWN_MAX_WORDS = 60  # limit for your own captions: every batch is padded to the longest one
 
 
 def own_pair(row: dict[str, str]) -> Pair:
-    """The pair in a row of your own table. Its id is given in the row or else made of its two
-    paths, which are normalised ("./a.png" is "a.png"). InputError if a path is missing."""
+    """The pair in a row of your own table. Its id is made of its two paths, which are normalised
+    ("./a.png" is "a.png"). InputError if a path is missing."""
     if not (row["before"] and row["after"]):
         raise InputError("expected two images")
     before = os.path.normpath(row["before"]).replace(os.sep, "/")
     after = os.path.normpath(row["after"]).replace(os.sep, "/")
     captions = [text.strip() for text in row.get("captions", "").split("|") if text.strip()]
-    return Pair(row.get("id") or f"{before} {after}", before, after, captions)
+    return Pair(f"{before} {after}", before, after, captions)
 
 
 def hashed_split(pair: Pair) -> str:
@@ -956,14 +951,14 @@ def read_pairs(root: Path) -> Release:
 
     Several captions of a pair are separated by |, or are in several rows. Put double quotes around
     captions with commas. Captions are split into words by tokenize_pairs and cut after
-    OWN_MAX_WORDS words. Three columns are optional: `split` (train, val or test in every row;
-    without the column: hashed_split); `id`, the pair's name in result files (default: its two
-    paths); `kind`, the kind of change. Each kind is scored separately; for "no change", the share
-    of pairs recognised is reported, too. Pairs that share a picture with another split are counted,
-    and scores are also given without them; copies of a picture under other names are not noticed.
+    OWN_MAX_WORDS words. Two columns are optional: `split` (train, val or test in every row; without
+    the column: hashed_split) and `kind`, the kind of change. Each kind is scored separately; for
+    "no change", the share of pairs recognised is reported, too. In result files, a pair is named by
+    its two paths. Pairs that share a picture with another split are counted, and scores are also
+    given without them; copies of a picture under other names are not noticed.
 
-    InputError names the row if it has no path or no caption, the split is unknown, or an id stands
-    for two pairs, is in two splits or has two kinds."""
+    InputError names the row if it has no path or no caption, the split is unknown, or the pair is
+    in two splits or has two kinds."""
     file = root / "pairs.csv"
     pairs: dict[str, Pair] = {}
     split_of: dict[str, str] = {}
@@ -976,18 +971,16 @@ def read_pairs(root: Path) -> Release:
             if not new.captions:
                 raise InputError("expected a caption")
             pair = pairs.setdefault(name, replace(new, captions=[]))
-            if (pair.before, pair.after) != (new.before, new.after):
-                raise InputError(f"id {name} already names {pair.before}, {pair.after}")
             pair.captions.extend(new.captions)
             split = row["split"].lower() if "split" in row else hashed_split(pair)
             if split not in SPLITS:
                 raise InputError(f"expected the split {', '.join(SPLITS)}, found {split!r}")
             if split_of.setdefault(name, split) != split:
-                raise InputError(f"id {name} is in {split_of[name]}, too; give it another id")
+                raise InputError(f"{name} is in {split_of[name]}, too")
             # "No_change " becomes "no change".
             kind = " ".join(re.split(r"[\s_-]+", row.get("kind", "").lower())).strip()
             if kind_of.setdefault(name, kind) != kind:
-                raise InputError(f"id {name} has two kinds, {kind_of[name]!r} and {kind!r}")
+                raise InputError(f"{name} has two kinds, {kind_of[name]!r} and {kind!r}")
         for column in row:
             if column not in OWN_COLUMNS:
                 unused[column] = None
@@ -999,6 +992,8 @@ def read_pairs(root: Path) -> Release:
     for name, pair in pairs.items():
         by_split[split_of[name]].append(pair)
     notes = [f"{file}: the column {column!r} is not used" for column in unused]
+    if not by_split["val"]:
+        notes.append(f"{file}: no val pairs, so the last checkpoint will be best.pt")
     captions = [caption for pair in pairs.values() for caption in pair.captions]
     notes += [f"{file}: {note}" for note in notes_on_captions(captions)]
     return release_from_pairs(by_split, root, kinds, notes)
@@ -1026,9 +1021,15 @@ def notes_on_captions(captions: list[str]) -> list[str]:
     return notes
 
 
+# Photographs have many more pixels than the network's input. Most papers' extractor resizes without
+# antialiasing, so a slightly moved camera would change what it sees; this one averages pixels.
 # Metrics compare words as the model learns them, so a perfect model loses no points to splitting.
 DATASETS["pairs"] = Settings(
-    read_pairs, tokenizer=tokenize_pairs, max_words=OWN_MAX_WORDS, tokens="split"
+    read_pairs,
+    extractor="resnet101-layer3-256",
+    tokenizer=tokenize_pairs,
+    max_words=OWN_MAX_WORDS,
+    tokens="split",
 )
 
 
@@ -1037,7 +1038,7 @@ DATASETS["pairs"] = Settings(
 
 def read_image(path: str | Path | Image.Image) -> Image.Image:
     """An image file (of an animation, the first frame) or a PIL image -> upright RGB. Transparency
-    is blended with white.
+    is blended with white; of a TIFF with four bands, the first three are taken.
 
     The format is recognised by the file's contents, not by its name. The EXIF orientation is
     applied; published features of photographs were made without it. InputError names the file if it
@@ -1073,7 +1074,8 @@ def upright_rgb(picture: Image.Image) -> Image.Image:
             f"{picture.width} x {picture.height} pixels are too elongated; cut it into parts"
         )
     upright = ImageOps.exif_transpose(picture)
-    if upright.has_transparency_data:
+    # Writers of TIFF mark any fourth band as transparency, and it may be near infrared.
+    if upright.has_transparency_data and picture.format != "TIFF":
         rgba = upright.convert("RGBA")
         white = Image.new("RGBA", rgba.size, "white")
         upright = Image.alpha_composite(white, rgba)
@@ -1097,7 +1099,8 @@ def preprocess_resnet(image: Image.Image) -> Tensor:
 
 def preprocess_imagenet(image: Image.Image, side: int = 224) -> Tensor:
     """Pillow's bilinear resize, aspect ratio not kept, and ImageNet's mean and standard deviation
-    -> (3, side, side). As in Tan et al. (ACL 2019) and, with side 256, Liu et al. (TGRS 2022)."""
+    -> (3, side, side). As in Tan et al. (ACL 2019) and, with side 256, Liu et al. (TGRS 2022) and
+    for your own pairs."""
     resized = np.array(image.resize((side, side), Image.Resampling.BILINEAR))
     x = torch.from_numpy(resized).permute(2, 0, 1).float() / 255
     return (x - MEAN) / STD
@@ -2748,15 +2751,13 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
 
 def pairs_of_table(file: Path) -> dict[str, tuple[Path, Path]]:
     """The pairs of a CSV file with the columns before and after: name -> two image files. A table
-    for training works, too: of its other columns only `id` is used, and a pair in several rows
-    counts once. InputError if there are no pairs, or two with the same name."""
+    for training works, too: a pair in several rows counts once. InputError if there are no
+    pairs."""
     pairs = {}
     for place, row in read_table(file, ("before", "after")):
         with file_errors(place, "correct it"):
             pair = own_pair(row)
-            pictures = (file.parent / pair.before, file.parent / pair.after)
-            if pairs.setdefault(pair.id, pictures) != pictures:
-                raise InputError(f"id {pair.id} names two pairs")
+            pairs[pair.id] = (file.parent / pair.before, file.parent / pair.after)
     if not pairs:
         raise InputError(f"{file} has no rows; expected columns before and after, one pair per row")
     return pairs

@@ -344,6 +344,10 @@ def test_alpha_lies_on_white_and_wide_pixels_are_refused(tmp_path):
     pictures = {"file": tmp_path / "a.png", "picture": erased, "white": Image.new("L", (9, 9), 255)}
     x = embed_images(clip, preprocess, pictures, ["file", "picture", "white"])
     torch.testing.assert_close(x[:2], x[2:].expand(2, -1))
+    Image.new("RGBA", (30, 20), (9, 99, 199, 50)).save(tmp_path / "c.tif")  # with near infrared
+    Image.new("RGB", (30, 20), (9, 99, 199)).save(tmp_path / "c.png")
+    same = embed_images(clip, preprocess, [tmp_path / "c.tif", tmp_path / "c.png"], [0, 1])
+    torch.testing.assert_close(same[0], same[1])
     Image.new("I", (30, 20)).save(tmp_path / "b.tif")
     with pytest.raises(common.InputError, match="b.tif"):
         embed_images(clip, preprocess, [tmp_path / "b.tif"], [0])

@@ -308,17 +308,20 @@ def test_out_is_no_file_of_the_user_and_has_a_fitting_name(captioner, tmp_path):
 def test_the_pairs_of_a_file_are_captioned(captioner, tmp_path, capsys):
     *_, make = captioner
     table = tmp_path / "pairs.csv"
-    rows = ["./dark.png,bright.png,,", "bright.png,dark.png,x,", "dark.png,dark.png,0,", ",,,"]
-    table.write_text("\n".join(["Before, After,id,captions", *rows]))  # as for training
+    rows = ["./dark.png,bright.png,", "bright.png,dark.png,", "dark.png,dark.png,", ",,"]
+    table.write_text("\n".join(["Before, After,captions", *rows]))  # as for training
     data.caption_files(make(), [str(table)], str(tmp_path / "out.json"))
-    expected = {"dark.png bright.png": "brighter", "x": "darker", "0": "darker"}
+    expected = {
+        "dark.png bright.png": "brighter",
+        "bright.png dark.png": "darker",
+        "dark.png dark.png": "darker",
+    }
     lines = [f"{name}: {caption}" for name, caption in expected.items()]
     assert capsys.readouterr().out.splitlines() == lines
     assert data.read_predictions(tmp_path / "out.json") == expected
     for text, named in (
         ("before;after\na.png;b.png", ""),
-        ("before,after,id\n", ""),
-        ("before,after,id\na,b,1\nc,d,1", ", line 3"),
+        ("before,after\n", ""),
         ("before,after\n,b\n", ", line 2"),
     ):
         table.write_text(text)

@@ -142,6 +142,12 @@ def test_what_is_transparent_lies_on_white(form, mode, tmp_path):
     assert (np.array(data.read_image(grey)) == 224).all()
 
 
+def test_the_fourth_band_of_a_tiff_is_not_transparency(tmp_path):
+    """Satellite pictures have near infrared there."""
+    Image.new("RGBA", (16, 12), (40, 50, 60, 70)).save(tmp_path / "a.tif")
+    assert (np.array(data.read_image(tmp_path / "a.tif")) == [40, 50, 60]).all()
+
+
 def test_a_colour_may_be_transparent(tmp_path):
     for mode, black in (("RGB", (0, 0, 0)), ("L", 0)):
         Image.new(mode, (16, 12)).save(tmp_path / "a.png", transparency=black)
@@ -278,14 +284,13 @@ def test_arrays_beside_own_pictures_are_not_taken(tmp_path, monkeypatch):
     """They belong to the user, and may not even be features."""
     monkeypatch.setattr(data, "Extractor", MeanColor)
     (tmp_path / "features").mkdir()
-    for name in ("a", "b"):
-        write_picture(tmp_path / "images" / f"{name}.png")
-        np.save(tmp_path / "features" / f"{name}.png.npy", np.zeros((1024, 14, 14), np.float32))
-    rows = [
-        f"images/a.png,images/b.png,{split},{n},it opened {n}"
-        for n, split in enumerate(data.SPLITS)
-    ]
-    (tmp_path / "pairs.csv").write_text("\n".join(["before,after,split,id,captions", *rows]))
+    rows = ["before,after,split,captions"]
+    for split in data.SPLITS:
+        name = f"{split}.png"
+        write_picture(tmp_path / "images" / name)
+        np.save(tmp_path / "features" / f"{name}.npy", np.zeros((1024, 14, 14), np.float32))
+        rows.append(f"images/{name},images/train.png,{split},it opened")
+    (tmp_path / "pairs.csv").write_text("\n".join(rows))
     data.prepare("pairs", tmp_path, "cpu")
     assert data.load("pairs", tmp_path).grid == (3, 2, 3)
 

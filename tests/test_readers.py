@@ -38,16 +38,18 @@ def captions(release, *splits):
 
 
 def write_clevr_dc(root):
-    """Twelve pairs as released: two of each kind of change; eight for training, two each for
-    validation and test."""
+    """Twelve pairs in the released layout: two of each kind of change; eight for training, two each
+    for validation and test."""
+    numbers = [8000 * kind + i for kind in range(6) for i in range(2)]
     texts = {}
-    for i in range(12):
-        write_picture(root / "bef" / f"{i}.png")
-        write_picture(root / "aft" / f"{i}.png")
-        color = ("red", "blue", "green", "gray")[i % 4]
-        texts[str(i)] = [f"the {color} cube moved", f"a {color} cube, it moved."]
+    for n, number in enumerate(numbers):
+        write_picture(root / "bef" / f"{number}.png")
+        write_picture(root / "aft" / f"{number}.png")
+        color = ("red", "blue", "green", "gray")[n % 4]
+        texts[str(number)] = [f"the {color} cube moved", f"a {color} cube, it moved."]
     write(root / "captions.json", texts)
-    write(root / "split.json", {"train": list(range(8)), "val": [8, 9], "test": [10, 11]})
+    splits = {"train": numbers[:8], "val": numbers[8:10], "test": numbers[10:]}
+    write(root / "split.json", splits)
 
 
 def test_clevr_dc(tmp_path):
@@ -56,14 +58,16 @@ def test_clevr_dc(tmp_path):
     assert sizes(release) == {"train": 8, "val": 2, "test": 2}
     assert release.scenes["val"][0].swapped is None
     green = ["the green cube moved", "a green cube, it moved."]
-    assert pairs(release, "test")[0] == data.Pair("000010.png", "bef/10.png", "aft/10.png", green)
+    same = data.Pair("040000.png", "bef/40000.png", "aft/40000.png", green)
+    assert pairs(release, "test")[0] == same
     assert all(path.exists() for path in release.paths.values()) and len(release.paths) == 24
-    assert release.kinds["no change"] == {"000010.png", "000011.png"}
-    assert release.kinds["add"] == {"000004.png", "000005.png"}
-    # If ids are missing, the kinds stay unknown.
-    write(tmp_path / "split.json", {"train": [0, 3], "val": [5], "test": [11]})
-    assert data.read_clevr_dc(tmp_path).kinds == {}
-    write(tmp_path / "split.json", {"train": [0, 12], "val": [5], "test": [11]})
+    assert release.kinds["no change"] == {"040000.png", "040001.png"}
+    assert release.kinds["add"] == {"016000.png", "016001.png"}
+    # A subset keeps its kinds.
+    write(tmp_path / "split.json", {"train": [0, 8000], "val": [8001], "test": [1]})
+    kinds = {"color": {"000000.png", "000001.png"}, "texture": {"008000.png", "008001.png"}}
+    assert data.read_clevr_dc(tmp_path).kinds == kinds
+    write(tmp_path / "split.json", {"train": [0, 12], "val": [1], "test": [8000]})
     with pytest.raises(InputError, match=r"captions.json.*12"):
         data.read_clevr_dc(tmp_path)
 
@@ -351,9 +355,6 @@ def test_your_own_pairs(tmp_path):
     assert release.notes == []
     (tmp_path / "pairs.csv").write_text(OWN_PAIRS, encoding="utf-8-sig")  # as spreadsheets do
     assert data.read_pairs(tmp_path) == release
-    write(tmp_path / "pairs.csv", "before,after,id,captions\na.png,b.png,gate,c\na.png,b.png,,d\n")
-    names = {pair.id for split in data.SPLITS for pair in pairs(data.read_pairs(tmp_path), split)}
-    assert names == {"gate", "a.png b.png"}
 
 
 @pytest.mark.parametrize(
@@ -392,7 +393,6 @@ KINDS = "before,after,kind,captions\n"
         (HEAD + "a,b,train,red left,\n", ", line 2"),
         (HEAD + "a,b,train,c\n./a,b,test,c\n", ", line 3.*a b"),
         (KINDS + "a,b,gone,c\na,b,moved,d\n", ", line 3.*gone.*moved"),
-        ("before,after,id,captions\na,b,5,c\na,x,5,c\n", ", line 3.* 5 "),
         ("before,after,split\na,b,train\n", ".*captions"),
         ("before,after,captions,kind\na,b,c,gone\n", ".*captions"),  # must be the last column
         ("before,after,after,captions\na,b,b,c\n", ".*after, after"),
@@ -410,13 +410,14 @@ def test_notes_on_your_own_pairs(tmp_path):
     long = "the gate moved and then " * 20
     rows = [f"a,b,train,,{long}\n", "c,d,train,,the gate moved\n"]
     write(tmp_path / "pairs.csv", "before,after,split,Set,captions\n" + "".join(rows))
-    unused, cut = data.read_pairs(tmp_path).notes
+    unused, no_val, cut = data.read_pairs(tmp_path).notes
     assert "'set'" in unused
+    assert "val" in no_val
     assert "1 of 2" in cut
     vocab = data.vocab_of("pairs", data.read_pairs(tmp_path))
     assert len(vocab.encode(long, 200)) == 200 and vocab.encode(long, 62)[-1] == data.END
     # In a script without spaces, most captions are one word.
-    rows = ["a,b,train,门开了\n", "c,d,train,红色汽车开走了。\n", "c,d,train,it is open\n"]
+    rows = ["a,b,train,门开了\n", "c,d,val,红色汽车开走了。\n", "c,d,val,it is open\n"]
     write(tmp_path / "pairs.csv", HEAD + "".join(rows))
     (note,) = data.read_pairs(tmp_path).notes
     assert "2 of 3" in note
@@ -488,11 +489,7 @@ def test_the_readmes_example_of_your_own_pairs(tmp_path):
 
 
 def test_a_training_table_can_be_captioned(tmp_path):
-    """A pair in several rows counts once; an id of two pairs is refused."""
+    """A pair in several rows counts once."""
     file = tmp_path / "pairs.csv"
-    rows = ["id,before,after,captions", "1,a.png,b.png,gone", "1,a.png,b.png,it is gone"]
-    file.write_text("\n".join(rows))
-    assert data.pairs_of_table(file) == {"1": (tmp_path / "a.png", tmp_path / "b.png")}
-    file.write_text("\n".join([*rows, "1,a.png,c.png,moved"]))
-    with pytest.raises(InputError, match="line 4"):
-        data.pairs_of_table(file)
+    file.write_text("before,after,captions\na.png,b.png,gone\na.png,b.png,it is gone\n")
+    assert data.pairs_of_table(file) == {"a.png b.png": (tmp_path / "a.png", tmp_path / "b.png")}
