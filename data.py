@@ -938,8 +938,8 @@ def own_pair(row: dict[str, str]) -> Pair:
 
 def hashed_split(pair: Pair) -> str:
     """A split for a pair, the same on every machine: 80 % train, 10 % val, 10 % test. It depends
-    only on the first of the two image names in sorted order. So a pair and its reverse share a
-    split, as do the pairs that compare a camera's first picture with later ones."""
+    only on the first of the two paths in sorted order. So a pair and its reverse share a split, as
+    do the pairs of a camera's first picture with later ones, if its path sorts before theirs."""
     first = min(pair.before, pair.after)
     tenth = int(hashlib.sha256(first.encode()).hexdigest(), 16) % 10
     return {8: "val", 9: "test"}.get(tenth, "train")
@@ -994,6 +994,8 @@ def read_pairs(root: Path) -> Release:
     notes = [f"{file}: the column {column!r} is not used" for column in unused]
     if not by_split["val"]:
         notes.append(f"{file}: no val pairs, so the last checkpoint will be best.pt")
+    if not by_split["test"]:
+        notes.append(f"{file}: no test pairs, so there will be no scores")
     captions = [caption for pair in pairs.values() for caption in pair.captions]
     notes += [f"{file}: {note}" for note in notes_on_captions(captions)]
     return release_from_pairs(by_split, root, kinds, notes)

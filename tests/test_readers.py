@@ -410,14 +410,14 @@ def test_notes_on_your_own_pairs(tmp_path):
     long = "the gate moved and then " * 20
     rows = [f"a,b,train,,{long}\n", "c,d,train,,the gate moved\n"]
     write(tmp_path / "pairs.csv", "before,after,split,Set,captions\n" + "".join(rows))
-    unused, no_val, cut = data.read_pairs(tmp_path).notes
+    unused, no_val, no_test, cut = data.read_pairs(tmp_path).notes
     assert "'set'" in unused
-    assert "val" in no_val
+    assert "val" in no_val and "test" in no_test
     assert "1 of 2" in cut
     vocab = data.vocab_of("pairs", data.read_pairs(tmp_path))
     assert len(vocab.encode(long, 200)) == 200 and vocab.encode(long, 62)[-1] == data.END
     # In a script without spaces, most captions are one word.
-    rows = ["a,b,train,门开了\n", "c,d,val,红色汽车开走了。\n", "c,d,val,it is open\n"]
+    rows = ["a,b,train,门开了\n", "c,d,val,红色汽车开走了。\n", "e,f,test,it is open\n"]
     write(tmp_path / "pairs.csv", HEAD + "".join(rows))
     (note,) = data.read_pairs(tmp_path).notes
     assert "2 of 3" in note
