@@ -429,9 +429,10 @@ class RunConfig:
     line is its --help text.
 
     parse_args fills in data_dir, out_dir and device. In a Config made in Python they stay empty:
-    set out_dir and device before `train`, and data_dir before data.open_dataset. `preset` makes the
-    Config of a data set or of the released variant; Config(variant="released") sets the name only.
-    InputError if a value is not one of a field's choices, or if a number is out of range."""
+    set out_dir and device and call set_up_device before `train`, and set data_dir before
+    data.open_dataset. `preset` makes the Config of a data set or of the released variant;
+    Config(variant="released") sets the name only. InputError if a value is not one of a field's
+    choices, or if a number is out of range."""
 
     # Below 1, there would be no model or an endless loop. A method's Config may add to these.
     AT_LEAST_1 = {

@@ -326,7 +326,7 @@ def table_line(cells: list[str]) -> str:
 
 
 def results_table(records: list[dict], rows: list[str], columns: list[str]) -> str:
-    """A table with a line for each row, and the machines below it."""
+    """A table with a line for each row; below it, what is noise, and the machines."""
     lines = [table_line(["row", "seeds", *columns]), "|---" * (len(columns) + 2) + "|"]
     for row in rows:
         seeds = sum(record["row"] == row for record in records)
@@ -335,8 +335,23 @@ def results_table(records: list[dict], rows: list[str], columns: list[str]) -> s
     text = "{processor}, {cores} cores, torch {torch}, {threads} thread a run"
     machines = {text.format(**record["machine"]) for record in records}
     if machines:
+        lines += ["", f"Noise: differences below {noise(records):.0f} in semantic CIDEr."]
         lines += ["", f"Computed on: {'; '.join(sorted(machines))}."]
     return "\n".join(lines) + "\n"
+
+
+def noise(records: list[dict]) -> float:
+    """Three standard errors of the difference between two means of three seeds, in semantic CIDEr.
+    The variance between seeds is pooled over all rows."""
+    squares = 0.0
+    freedom = 0
+    for row in ROWS:
+        ciders = values(records, row, "semantic CIDEr")
+        if len(ciders) > 1:
+            squares += statistics.variance(ciders) * (len(ciders) - 1)
+            freedom += len(ciders) - 1
+    variance = squares / max(freedom, 1)
+    return 3 * math.sqrt(variance / 3 + variance / 3)
 
 
 def commands() -> str:

@@ -93,6 +93,8 @@ def test_pages_are_filled_in_from_records_and_bounds(project):
     bound = {"BLEU-4": 1.23, "CIDEr": 45.67}
     bounds = {"levir_cc": {"scores": {f"{results.BOUND_NAMES[0]}: total": bound}}}
     results.BOUNDS.write_text(json.dumps(bounds))
+    # Variances of 1 and 0, each with two degrees of freedom: 3 sqrt(0.5 / 3 + 0.5 / 3)
+    assert results.noise(records) == pytest.approx(1.7321, abs=1e-4)
     results.write_tables()
     page = results.RESULTS.read_text(encoding="utf-8")
     assert "| RR | 3 | 391.0 (2.0) | - |" in page and "| GDE | 0 | - |" in page
