@@ -445,7 +445,7 @@ class CHEERS(nn.Module):
         images = self.embed(features)  # (2B, N, D), "before" first
         layers = []
         if not self.join:
-            f_bef, f_aft = images.chunk(2)
+            f_bef, f_aft = images.unflatten(0, (2, -1))
             return (f_bef - f_aft, e), layers
         e_of_both = None if e is None else torch.cat([e, e])
         x = images
@@ -453,7 +453,7 @@ class CHEERS(nn.Module):
             shared, difference, l_c, l_d = layer(x, images, e_of_both)  # Eq. 6-8, 10-11
             layers.append((shared, l_c, l_d))
             x = layer.norm(x + shared) if layer.norm else shared
-        d_bef, d_aft = difference.chunk(2)
+        d_bef, d_aft = difference.unflatten(0, (2, -1))
         f_diff = self.join(torch.cat([d_bef, d_aft], -1))  # Eq. 12
         return (f_diff, e), layers
 
@@ -473,7 +473,7 @@ class CHEERS(nn.Module):
             l_c = l_c + layer_c / len(layers)  # Eq. 7
             l_d = l_d + layer_d / len(layers)  # Eq. 11
             if self.cfg.w_match:
-                c_bef, c_aft = shared.chunk(2)
+                c_bef, c_aft = shared.unflatten(0, (2, -1))
                 layer_i = contrastive_loss(c_bef, c_aft, self.log_scale.exp())  # Eq. 9
                 l_i = l_i + layer_i / len(layers)
         return {"caption": l_s, "common": l_c, "different": l_d, "match": l_i}

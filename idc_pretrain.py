@@ -491,8 +491,8 @@ class IDC(nn.Module):
         x = torch.cat([x_1, x_2])  # (2B, 1 + N, D)
         if self.cfg.difference_encoder:
             x, _, _ = self.single(x, single_mask)  # E_s of Eq. 4
-        alone = x[:, 0].unflatten(0, (2, -1))  # (2, B, D)
-        x_1, x_2 = x.chunk(2)
+        x_1, x_2 = x.unflatten(0, (2, -1))
+        alone = torch.stack([x_1[:, 0], x_2[:, 0]])  # (2, B, D)
         x = torch.cat([x_1, x_2], 1)  # (B, S, D)
         if self.cfg.difference_encoder:
             x, _, _ = self.pair(x, pair_mask)  # E_p of Eq. 4
