@@ -58,7 +58,6 @@ from common import (
     GridPosition,
     Run,
     RunConfig,
-    check_length,
     decode,
     info_nce,
     initialise,
@@ -130,9 +129,8 @@ class ImageEmbedding(nn.Module):
         self.position = GridPosition(dim, height, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        found = tuple(features.shape[1:])
-        if found != self.grid:
-            raise ValueError(f"features: (C, H, W) = {self.grid} expected, {found} found")
+        # Broadcasting would accept some other shapes in silence.
+        assert features.shape[1:] == self.grid, f"{self.grid} expected, {features.shape} found"
         if self.use_coords:
             coords = self.coords.to(features.dtype).expand(features.shape[0], -1, -1, -1)
             features = torch.cat([features, coords], 1)
@@ -255,7 +253,7 @@ class Decoder(nn.Module):
     def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
         end = start + ids.shape[1]
-        check_length(end, self.position.shape[0])
+        assert end <= self.position.shape[0], "a caption is longer than max_len"
         x = self.embed(ids) + self.position[start:end]
         return self.dropout(self.norm(self.project(x)))
 
@@ -332,9 +330,10 @@ def ccr_loss(
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
-    """Eq. 15, L_cap: cross-entropy of each next word, averaged over all real words of the batch, as
-    released; the paper sums over the words of a sentence.
+    """Eq. 15, L_cap: cross-entropy of each next word.
+
     logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
+    # As released, a mean over all real words of the batch; the paper sums over a sentence's words.
     predicted = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
     return F.cross_entropy(predicted, target, ignore_index=NULL)  # Eq. 15
@@ -407,7 +406,7 @@ class DIRL(nn.Module):
         difference, x_bef, x_aft = self.encode(before, after)  # Eq. 1, 5-7
         if cfg.ccr_pool == "padded":  # the states at the padding are pooled, too
             missing = max(0, self.max_len - caption.shape[1])  # a negative pad would cut words off
-            caption = F.pad(caption, (0, missing))
+            caption = F.pad(caption, (0, missing), value=NULL)
         hidden, _, words, visual = self.decoder(caption, difference)  # Eq. 8-10
         logits = self.decoder.head(hidden)  # Eq. 11
         losses["caption"] = caption_loss(logits, caption)  # Eq. 15
@@ -436,10 +435,7 @@ class DIRL(nn.Module):
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
-        """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len).
-
-        A caption ends at END or NULL. In the released code it ends at END alone, but the text is
-        cut at NULL."""
+        """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len)."""
         difference, _, _ = self.encode(before, after)
         step = self.decoder.stepper(difference)
         return decode(step, before.shape[0], self.max_len, before.device, sample)

@@ -29,7 +29,7 @@ RR                              --w_match 0 --w_cbr 0
 RR+CBR                          --w_match 0
 SCORER                          --w_cbr 0
 matching (Fig. 3)               --matching mtm, tm, mean or max
-heads (Fig. 4)                  --heads 8 (the figure: Eq. 3 and 5; the flag: decoder and CBR, too)
+heads (Fig. 4)                  --heads 8 (the flag also changes the heads of decoder and CBR)
 layers (Fig. 5)                 --layers 2
 fusion (section 6.3)            --fusion cat, sum or hadamard
 There is no flag for RR+ (Fig. 13), whose distance is missing from our copy, nor for the fusion in
@@ -60,7 +60,6 @@ from common import (
     InputError,
     Run,
     RunConfig,
-    check_length,
     decode,
     info_nce,
     is_word,
@@ -127,9 +126,8 @@ class ImageEmbedding(nn.Module):
         self.position = GridPosition(dim, height, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        found = tuple(features.shape[1:])
-        if found != self.grid:
-            raise ValueError(f"features: (C, H, W) = {self.grid} expected, {found} found")
+        # Broadcasting would accept some other shapes in silence.
+        assert features.shape[1:] == self.grid, f"{self.grid} expected, {features.shape} found"
         if self.use_coords:
             coords = self.coords.to(features.dtype).expand(features.shape[0], -1, -1, -1)
             features = torch.cat([features, coords], 1)
@@ -244,7 +242,7 @@ class Decoder(nn.Module):
     def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
         end = start + ids.shape[1]
-        check_length(end, self.position.shape[0])
+        assert end <= self.position.shape[0], "a caption is longer than max_len"
         x = self.embed(ids) + self.position[start:end]
         return self.norm(self.dropout(self.project(x)))
 
@@ -331,8 +329,8 @@ def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: in
 
 
 def match_loss(bef_to_aft: Tensor, aft_to_bef: Tensor) -> Tensor:
-    """Eq. 4, L_cv: InfoNCE over the rows of both similarity matrices (B, B). The matrices are not
-    each other's transpose, because queries and keys are projected differently."""
+    """Eq. 4, L_cv: InfoNCE over the rows of both similarity matrices (B, B)."""
+    # Neither is the other's transpose: queries and keys are projected differently.
     return (info_nce(bef_to_aft) + info_nce(aft_to_bef)) / 2  # Eq. 4
 
 
@@ -343,10 +341,11 @@ def cbr_loss(hat_to_aft: Tensor) -> Tensor:
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
-    """Eq. 12, L_cap: cross-entropy of each next word, averaged over all real words of the batch, as
-    released. The formula is missing from our copy; in DIRL's paper, by the same authors, it is a
-    sum over words.
+    """Eq. 12, L_cap: cross-entropy of each next word.
+
     logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
+    # As released, a mean over all real words of the batch. The formula is missing from our copy;
+    # in DIRL's paper, by the same authors, it is a sum over words.
     predicted = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
     return F.cross_entropy(predicted, target, ignore_index=NULL)  # Eq. 12
@@ -461,10 +460,7 @@ class SCORER(nn.Module):
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
-        """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len).
-
-        A caption ends at END or NULL. In the released code it ends at END alone, but the text is
-        cut at NULL."""
+        """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len)."""
         difference, _, _, _ = self.encode(before, after)
         step = self.decoder.stepper(difference)
         return decode(step, before.shape[0], self.max_len, before.device, sample)
