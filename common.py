@@ -753,7 +753,7 @@ def set_up_device(device: str) -> None:
         # PyTorch keeps compiled graphs on disk and finds them by the forward pass alone. After an
         # edit of token_match's backward pass, it would go on with the old one.
         torch._functorch.config.enable_autograd_cache = False
-        # One graph for each shape of a batch, for each of IDC's tasks, and for each model.
+        # One graph for each model, and for each of IDC's tasks.
         torch._dynamo.config.recompile_limit = 64
 
 
@@ -829,6 +829,7 @@ class Run:
             self.handlers[number] = signal.signal(number, self.on_signal)
         self.began = time.perf_counter()
         begun = False
+        largest = 0  # batch so far
         bar = tqdm(total=last - first, initial=self.step - first, desc=stage, disable=None)
         try:
             while not self.finished():
@@ -837,7 +838,13 @@ class Run:
                     if not begun:
                         check_captions(batches)
                     begun = True
-                    yield batches
+                    # An epoch's last batch may be smaller. It runs without torch.compile, which
+                    # would need a minute for its graph.
+                    size = len(batches[0].caption)
+                    largest = max(largest, size)
+                    stance = "force_eager" if size < largest else "default"
+                    with torch.compiler.set_stance(stance):
+                        yield batches
                     bar.update()
                     if self.stop:
                         self.save_and_exit()

@@ -404,9 +404,6 @@ class DIRL(nn.Module):
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft = self.encode(before, after)  # Eq. 1, 5-7
-        if cfg.ccr_pool == "padded":  # the states at the padding are pooled, too
-            missing = max(0, self.max_len - caption.shape[1])  # a negative pad would cut words off
-            caption = F.pad(caption, (0, missing), value=NULL)
         hidden, _, words, visual = self.decoder(caption, difference)  # Eq. 8-10
         logits = self.decoder.head(hidden)  # Eq. 11
         losses["caption"] = caption_loss(logits, caption)  # Eq. 15
@@ -421,7 +418,8 @@ class DIRL(nn.Module):
             # generated words. Both means run over words: the paper divides V^ by HW, but V^ of
             # Eq. 9 has one row for each word.
             valid = caption != NULL
-            if cfg.ccr_pool == "padded":
+            if cfg.ccr_pool == "padded":  # up to the longest caption of the data set
+                assert caption.shape[1] == self.max_len, "pad captions to max_len"
                 valid = torch.ones_like(valid)
             # [ours] Pairs with equal captions are not each other's negatives. The paper: "the
             # others will be the negatives in this batch" (section 3.5).

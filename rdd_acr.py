@@ -736,16 +736,15 @@ def compute_losses(
     batches = [batch.to(cfg.device) for batch in batches]
     before = torch.cat([batch.before for batch in batches])
     after = torch.cat([batch.after for batch in batches])
-    longest = max(batch.caption.shape[1] for batch in batches)
-    captions = []
-    texts = []
-    for batch in batches:
-        captions.append(F.pad(batch.caption, (0, longest - batch.caption.shape[1])))
-        if phrases:
-            texts += batch.texts
+    caption = torch.cat([batch.caption for batch in batches])
     with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.on_cuda):
-        attributes = phrases.encode(texts, model.prompts()) if phrases else {}
-        losses = model(before, after, torch.cat(captions), **attributes)
+        attributes = {}
+        if phrases:
+            texts = []
+            for batch in batches:
+                texts += batch.texts
+            attributes = phrases.encode(texts, model.prompts())
+        losses = model(before, after, caption, **attributes)
     losses["total"] = total_loss(losses, cfg)  # Eq. 16
     return losses
 

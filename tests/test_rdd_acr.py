@@ -367,9 +367,8 @@ def test_a_batch_of_two_kinds_of_pairs_is_one_batch(clip):
     model = small(w_n2o=0.3, w_v2a=0.2, **sizes).float().eval()
     before, after = pictures().float()
     phrases = phrases_of(clip)
-    short = CAPTION[[1, 3], :3]  # each batch is padded to its own longest caption
     changed = data.Batch(before[:2], after[:2], CAPTION[:2], [], TEXTS[:2])
-    unchanged = data.Batch(before[2:], after[2:], short, [], TEXTS[2:4])
+    unchanged = data.Batch(before[2:], after[2:], CAPTION[[1, 3]], [], TEXTS[2:4])
     losses = rdd_acr.compute_losses(model, (changed, unchanged), model.cfg, phrases)
     texts = phrases.encode(TEXTS[:4], model.prompts())
     parts = model(before, after, torch.cat([CAPTION[:2], CAPTION[[1, 3]]]), **texts)
