@@ -214,7 +214,7 @@ class DecoderLayer(nn.Module):
         """-> attended words (B, V, D), and keys and values of all words so far: the next `past`.
 
         Without `past`, x holds all words from START on. With `past`, x is the single word after
-        those of `past`; `stepper` decodes this way."""
+        those of `past`; a Cache decodes this way."""
         q, k, v = self.self_attention.project(x, x)
         if past is not None:
             past_k, past_v = past
@@ -266,19 +266,28 @@ class Decoder(nn.Module):
             memory.append((key, value))
         return memory
 
-    def stepper(self, difference: Tensor):
-        """-> step(ids (B,), position) -> logits of the next word (B, vocabulary), for `decode`.
-        Keys and values of the difference and of earlier words are kept between steps."""
-        memory = self.memory(difference)
-        past = [None] * len(self.layers)
 
-        def step(ids: Tensor, t: int) -> Tensor:
-            x = self.embed_words(ids[:, None], t)  # (B, 1, D)
-            for i, layer in enumerate(self.layers):
-                x, past[i], _, _, _ = layer(x, memory[i], past=past[i])
-            return self.head(x[:, 0])
+class Cache:
+    """Writes captions word by word, see common.decode. `memory` and `past` hold the keys and values
+    of the difference and of the words so far, for each layer."""
 
-        return step
+    def __init__(self, decoder: Decoder, difference: Tensor):
+        self.decoder = decoder
+        self.memory = decoder.memory(difference)
+        self.past = [None] * len(decoder.layers)
+
+    def step(self, ids: Tensor, t: int) -> Tensor:
+        """ids (B,) at position t -> logits of the next word (B, vocabulary)."""
+        x = self.decoder.embed_words(ids[:, None], t)  # (B, 1, D)
+        for i, layer in enumerate(self.decoder.layers):
+            x, self.past[i], _, _, _ = layer(x, self.memory[i], past=self.past[i])
+        return self.decoder.head(x[:, 0])
+
+    def reorder(self, rows: Tensor) -> None:
+        """After a step: caption i goes on from what caption rows[i] has so far. rows: any number
+        of row numbers of the batch."""
+        self.memory = [(key[rows], value[rows]) for key, value in self.memory]
+        self.past = [(key[rows], value[rows]) for key, value in self.past]
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -435,8 +444,8 @@ class DIRL(nn.Module):
     def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
         """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len)."""
         difference, _, _ = self.encode(before, after)
-        step = self.decoder.stepper(difference)
-        return decode(step, before.shape[0], self.max_len, before.device, sample)
+        cache = Cache(self.decoder, difference)
+        return decode(cache.step, before.shape[0], self.max_len, before.device, sample)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:

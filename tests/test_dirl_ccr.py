@@ -283,7 +283,7 @@ def test_ccr_loss_against_loops(fields):
         expected = nce(summed)
     else:
         expected = (nce(score) + nce(lambda a, b: score(b, a))) / 2
-    assert model(before, after, CAPTION)["ccr"].item() == pytest.approx(expected)
+    assert model(before, after, caption)["ccr"].item() == pytest.approx(expected)
 
 
 def lowest_ccr(**fields):

@@ -235,12 +235,12 @@ def test_cached_decoding_equals_full_decoding(method, fields):
     model.decoder.head.bias.data[[0, 3]] -= 3
     entities = entities_of(model)
     context = model.encode(before, after, *entities)[0]
-    step = model.decoder.stepper(context)
+    cache = method.Cache(model.decoder, context)
     full = torch.full((B, 1), 2)
     for t in range(V - 1):
         hidden = model.decoder(full, context)[0]
         logits = model.decoder.head(hidden[:, -1])
-        torch.testing.assert_close(step(full[:, -1], t), logits)
+        torch.testing.assert_close(cache.step(full[:, -1], t), logits)
         logits[:, 1] = -math.inf
         full = torch.cat([full, logits.argmax(-1, keepdim=True)], 1)
     ids = model.generate(before, after, *entities).tolist()
@@ -250,6 +250,69 @@ def test_cached_decoding_equals_full_decoding(method, fields):
             length += 1
         assert ours == plain[:length] + [0] * (V - length)
     assert len({tuple(row) for row in ids}) > 1, ids
+
+
+def cache_of(model, before, after):
+    context = model.encode(before, after, *entities_of(model))[0]
+    if isinstance(model, idc_pretrain.IDC):
+        return idc_pretrain.Cache(model, context)
+    return sys.modules[type(model).__module__].Cache(model.decoder, context)
+
+
+def next_word(cache, ids, t):
+    """Log probabilities of the next word, UNK excluded; a caption that has ended goes on with
+    NULL."""
+    logits = cache.step(ids, t)
+    logits[:, common.UNK] = -math.inf
+    log_p = logits.log_softmax(-1)
+    ended = (ids == common.END) | (ids == common.NULL)
+    log_p[ended] = -math.inf
+    log_p[ended, common.NULL] = 0
+    return log_p
+
+
+@torch.no_grad()
+def beam_search(cache, width, max_len):
+    """-> ids (B, width, max_len), END included, and their log probabilities (B, width)."""
+    ids = torch.full((B, 1, 1), common.START)
+    total = torch.zeros(B, 1)
+    for t in range(max_len - 1):
+        log_p = next_word(cache, ids[..., t].flatten(), t)
+        scores = total[..., None] + log_p.view(B, -1, WORDS)
+        total, choice = scores.flatten(1).topk(width)  # (B, width)
+        parent = choice // WORDS
+        first = torch.arange(B)[:, None] * ids.shape[1]  # a pair's first row in the cache
+        cache.reorder((first + parent).flatten())
+        so_far = ids.gather(1, parent[..., None].expand(-1, -1, t + 1))
+        ids = torch.cat([so_far, (choice % WORDS)[..., None]], -1)
+    return ids, total
+
+
+def test_a_beam_search_is_a_loop_over_the_cache(method):
+    """A beam of width 1 is greedy. In a wider one, each caption has the log probability that a
+    cache of its own gives it. For captions of two words, the best is never less likely than the
+    greedy one; of longer ones, a beam may lose the greedy caption on the way."""
+    model = small(method).eval()
+    before, after = pictures().float()
+    for p in model.parameters():
+        if p.ndim > 1:
+            torch.nn.init.normal_(p)
+    greedy, _ = beam_search(cache_of(model, before, after), 1, V)
+    greedy = greedy[:, 0].masked_fill(greedy[:, 0] == common.END, common.NULL)
+    assert torch.equal(greedy, model.generate(before, after, *entities_of(model)))
+
+    ids, total = beam_search(cache_of(model, before, after), 3, V)
+    for k in range(3):
+        cache = cache_of(model, before, after)
+        expected = torch.zeros(B)
+        for t in range(V - 1):
+            log_p = next_word(cache, ids[:, k, t], t)
+            expected += log_p.gather(1, ids[:, k, t + 1, None])[:, 0].detach()
+        torch.testing.assert_close(total[:, k], expected, rtol=1e-4, atol=1e-4)
+
+    _, best_of_1 = beam_search(cache_of(model, before, after), 1, 3)
+    _, best_of_3 = beam_search(cache_of(model, before, after), 3, 3)
+    assert (best_of_3[:, 0] >= best_of_1[:, 0] - 1e-4).all()
 
 
 @DECODERS
