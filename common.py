@@ -416,7 +416,10 @@ def decode(
             word = logits.argmax(-1)
         ended |= (word == END) | (word == NULL)
         ids[:, t + 1] = word.masked_fill(ended, NULL)
-        if t % 8 == 7 and ended.all():  # not after every word: the check waits for the GPU
+        # A trace or an export must not end where its example's captions end.
+        exporting = torch.jit.is_tracing() or torch.compiler.is_compiling()
+        # Not after every word, because the check waits for the GPU.
+        if t % 8 == 7 and not exporting and ended.all():
             break
     return ids
 

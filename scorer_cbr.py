@@ -413,7 +413,7 @@ class SCORER(nn.Module):
         if self.cfg.blind:
             before = torch.zeros_like(before)
             after = torch.zeros_like(after)
-        x_bef, x_aft = self.embed(torch.cat([before, after])).chunk(2)  # Eq. 1
+        x_bef, x_aft = self.embed(torch.cat([before, after])).unflatten(0, (2, -1))  # Eq. 1
         new_bef = x_bef
         new_aft = x_aft
         projections = []

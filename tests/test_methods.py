@@ -66,7 +66,7 @@ def method(request):
     return request.param
 
 
-def small(method, **fields):
+def small(method, max_len=V, **fields):
     """A small model in training mode, without dropout, with all of its trainable parts."""
     torch.manual_seed(0)
     sizes = {"dim": 8, "heads": 2, "dropout": 0.0} | SIZES.get(method, {"word_dim": 6})
@@ -74,7 +74,7 @@ def small(method, **fields):
     table = []
     if method is cheers and cfg.k:
         table.append(torch.rand(7, 5))
-    return MODELS[method](cfg, WORDS, (C, H, W), V, *table)
+    return MODELS[method](cfg, WORDS, (C, H, W), max_len, *table)
 
 
 def shallow(method, **fields):
@@ -252,8 +252,8 @@ def test_cached_decoding_equals_full_decoding(method, fields):
     assert len({tuple(row) for row in ids}) > 1, ids
 
 
-def cache_of(model, before, after):
-    context = model.encode(before, after, *entities_of(model))[0]
+def cache_of(model, before, after, *entities):
+    context = model.encode(before, after, *entities)[0]
     if isinstance(model, idc_pretrain.IDC):
         return idc_pretrain.Cache(model, context)
     return sys.modules[type(model).__module__].Cache(model.decoder, context)
@@ -293,26 +293,80 @@ def test_a_beam_search_is_a_loop_over_the_cache(method):
     cache of its own gives it. For captions of two words, the best is never less likely than the
     greedy one; of longer ones, a beam may lose the greedy caption on the way."""
     model = small(method).eval()
-    before, after = pictures().float()
+    pairs = (*pictures().float(), *entities_of(model))
     for p in model.parameters():
         if p.ndim > 1:
             torch.nn.init.normal_(p)
-    greedy, _ = beam_search(cache_of(model, before, after), 1, V)
+    greedy, _ = beam_search(cache_of(model, *pairs), 1, V)
     greedy = greedy[:, 0].masked_fill(greedy[:, 0] == common.END, common.NULL)
-    assert torch.equal(greedy, model.generate(before, after, *entities_of(model)))
+    assert torch.equal(greedy, model.generate(*pairs))
 
-    ids, total = beam_search(cache_of(model, before, after), 3, V)
+    ids, total = beam_search(cache_of(model, *pairs), 3, V)
     for k in range(3):
-        cache = cache_of(model, before, after)
+        cache = cache_of(model, *pairs)
         expected = torch.zeros(B)
         for t in range(V - 1):
             log_p = next_word(cache, ids[:, k, t], t)
             expected += log_p.gather(1, ids[:, k, t + 1, None])[:, 0].detach()
         torch.testing.assert_close(total[:, k], expected, rtol=1e-4, atol=1e-4)
 
-    _, best_of_1 = beam_search(cache_of(model, before, after), 1, 3)
-    _, best_of_3 = beam_search(cache_of(model, before, after), 3, 3)
+    _, best_of_1 = beam_search(cache_of(model, *pairs), 1, 3)
+    _, best_of_3 = beam_search(cache_of(model, *pairs), 3, 3)
     assert (best_of_3[:, 0] >= best_of_1[:, 0] - 1e-4).all()
+
+
+class Part(torch.nn.Module):
+    """A function of a model and tensors, as torch.export and torch.jit.trace want it."""
+
+    def __init__(self, model, function):
+        super().__init__()
+        self.model = model
+        self.function = function
+
+    def forward(self, tensors):
+        return self.function(self.model, *tensors)
+
+
+def encoded(model, *pairs):
+    return model.encode(*pairs)[0]
+
+
+def second_word(model, ids, *pairs):
+    """ids (B, 2) -> logits of the word after them."""
+    cache = cache_of(model, *pairs)
+    cache.step(ids[:, 0], 0)
+    return cache.step(ids[:, 1], 1)
+
+
+def test_encode_and_a_step_export_with_any_number_of_pairs(method):
+    model = small(method).eval()
+    pairs = (*pictures().float(), *entities_of(model))
+    any_number = {0: torch.export.Dim.DYNAMIC}
+    for function, inputs in ((encoded, pairs), (second_word, (CAPTION[:, :2].clone(), *pairs))):
+        part = Part(model, function)
+        shapes = ((any_number,) * len(inputs),)
+        exported = torch.export.export(part, (inputs,), dynamic_shapes=shapes).module()
+        for rows in ([2, 0, 3], [1]):
+            others = tuple(x[rows] for x in inputs)
+            torch.testing.assert_close(exported(others), part(others))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_traced_generate_does_not_end_where_its_example_ends(method):
+    """The example's captions are empty, those of other pairs are as long as can be."""
+    longest = 12
+    model = small(method, max_len=longest).eval()
+    head = model.head if method is idc_pretrain else model.decoder.head
+    before, after = pictures().float()
+    pairs = (before, after, *entities_of(model))
+    others = (after, before, *entities_of(model))
+    head.bias.data[common.END] = 100
+    traced = torch.jit.trace(Part(model, MODELS[method].generate), (pairs,), check_trace=False)
+    assert not traced(pairs)[:, 1:].any()
+    head.bias.data[[common.NULL, common.END]] = -100
+    ids = traced(others)
+    assert ids.all()
+    assert torch.equal(ids, model.generate(*others))
 
 
 @DECODERS
