@@ -1631,16 +1631,15 @@ class Dataset:
 
         vocab                     len(vocab); vocab.decode(ids (B, V)) -> B captions
         grid                      (C, H, W) of an image's features
-        max_len                   ids of the longest caption, START and END included
+        max_len                   ids of the longest caption, START and END included; all captions
+                                  in Batches are padded to it
         steps(batch_size)         steps per epoch
         train_batches(...)        the steps of an epoch, each a tuple of one or two Batches
         eval_batches(split, ...)  every pair of "val" or "test" once, in Batches
         results(split, ...)       scores of a split's captions
         state(), check_state()    what a checkpoint keeps of the data, and whether it fits
 
-    Also: `lengths`, the max_len of the scenes' first pairs and, if scenes have two pairs, that of
-    their second pairs (distractors). Training batches are padded to these. Without features (for
-    counting words) there are no batches and no grid."""
+    Without features (for counting words) there are no batches and no grid."""
 
     def __init__(
         self,
@@ -1658,22 +1657,14 @@ class Dataset:
         self.paths = release.paths
         self.vocab = vocab
         self.features = features
-        self.lengths = self._lengths()
-        self.max_len = max(self.lengths)
+        self.max_len = 0
+        for scene in release.all_scenes():  # of all splits, as in the authors' scripts
+            for pair in itertools.chain(*scene.orders()):
+                for caption in pair.captions:
+                    self.max_len = max(self.max_len, 2 + len(vocab.split(caption)))
         if features is not None:
             self.grid = tuple(features.data.shape[1:])
             features.require(self.paths, root)
-
-    def _lengths(self) -> list[int]:
-        lengths = []
-        for scene in self.release.all_scenes():  # of all splits, as in the authors' scripts
-            for pairs in scene.orders():
-                for n, pair in enumerate(pairs):
-                    longest = 2 + max(len(self.vocab.split(caption)) for caption in pair.captions)
-                    if n == len(lengths):
-                        lengths.append(longest)
-                    lengths[n] = max(lengths[n], longest)
-        return lengths
 
     def steps(self, batch_size: int) -> int:
         """Batches per epoch; the last may be smaller."""
@@ -1695,7 +1686,7 @@ class Dataset:
         def make(chosen: np.ndarray) -> tuple[Batch, ...]:
             """The Batches of the scenes with these numbers."""
             batches = []
-            for n, length in enumerate(self.lengths):  # first pairs of the scenes, then second ones
+            for n in range(len(scenes[0].pairs)):  # first pairs of the scenes, then second ones
                 pairs = []
                 captions = []
                 for i in chosen:
@@ -1705,7 +1696,7 @@ class Dataset:
                     pair = in_order[n]
                     pairs.append(pair)
                     captions.append(pair.captions[int(draw[i, n] * len(pair.captions))])
-                batches.append(self.batch(pairs, captions, length))
+                batches.append(self.batch(pairs, captions))
             return tuple(batches)
 
         starts = range(first * batch_size, len(scenes), batch_size)
@@ -1724,18 +1715,17 @@ class Dataset:
         batches = prefetch(self.batch(pairs[i : i + batch_size]) for i in starts)
         return iter(tqdm(batches, split, len(starts), disable=None, leave=False))
 
-    def batch(self, pairs: list[Pair], captions: list[str] | None = None, length: int = 0) -> Batch:
-        """Pairs with one caption each (default: their first), padded to `length` ids (default:
-        max_len)."""
+    def batch(self, pairs: list[Pair], captions: list[str] | None = None) -> Batch:
+        """Pairs with one caption each (default: their first), padded to max_len ids. All batches
+        have the same length, so that torch.compile makes one graph for them."""
         captions = captions or [pair.captions[0] for pair in pairs]
-        length = length or self.max_len
         single = pairs[0].after is None
         before = self.features.rows([pair.before for pair in pairs])
         if single:
             after = torch.zeros_like(before)
         else:
             after = self.features.rows([pair.after for pair in pairs])
-        ids = torch.tensor([self.vocab.encode(caption, length) for caption in captions])
+        ids = torch.tensor([self.vocab.encode(caption, self.max_len) for caption in captions])
         return Batch(
             before,
             after,

@@ -118,7 +118,6 @@ def phrases_of(cfg, texts):
     phrases.clip = clip
     phrases.ignore_equal = True
     phrases.tokens = torch.randint(49408, (REPEATED + half, PHRASE), device=cfg.device)
-    phrases.encode_prompted = rdd_acr.encode_prompted
     return phrases
 
 
@@ -223,9 +222,6 @@ def step_work(args) -> Work:
         if args.plain or not cfg.compile or not args.device.startswith("cuda"):
             return
         model.compile(fullgraph=True, dynamic=False)
-        if args.method == "rdd_acr":
-            encode = torch.compile(rdd_acr.encode_prompted, fullgraph=True, dynamic=True)
-            more[0].encode_prompted = encode
         run()
 
     images_of_a_batch = before.nbytes + after.nbytes
