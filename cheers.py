@@ -289,7 +289,7 @@ class DecoderLayer(nn.Module):
         """-> attended words (B, V, D), and keys and values of all words so far: the next `past`.
 
         Without `past`, x holds all words from START on. With `past`, x is the single word after
-        those of `past`; `stepper` decodes this way."""
+        those of `past`; a Cache decodes this way."""
         q, k, v = self.self_attention.project(x, x)
         if past is None:
             return self.self_attention.attend(q, k, v, causal=True), (k, v)
@@ -348,20 +348,34 @@ class Decoder(nn.Module):
             memory.append((differences, entities))
         return memory
 
-    def stepper(self, context: tuple[Tensor, Tensor | None]):
-        """-> step(ids (B,), position) -> logits of the next word (B, vocabulary), for `decode`.
-        Keys and values of the context and of earlier words are kept between steps."""
-        memory = self.memory(context)
-        past = [None] * len(self.layers)
 
-        def step(ids: Tensor, t: int) -> Tensor:
-            x = self.embed_words(ids[:, None], t)
-            for i, layer in enumerate(self.layers):
-                differences, entities = memory[i]
-                x, past[i], _ = layer(x, differences, entities, past[i])
-            return self.head(x[:, 0])
+class Cache:
+    """Writes captions word by word, see common.decode. `memory` and `past` hold the keys and values
+    of differences and entities and of the words so far, for each layer."""
 
-        return step
+    def __init__(self, decoder: Decoder, context: tuple[Tensor, Tensor | None]):
+        self.decoder = decoder
+        self.memory = decoder.memory(context)
+        self.past = [None] * len(decoder.layers)
+
+    def step(self, ids: Tensor, t: int) -> Tensor:
+        """ids (B,) at position t -> logits of the next word (B, vocabulary)."""
+        x = self.decoder.embed_words(ids[:, None], t)  # (B, 1, D)
+        for i, layer in enumerate(self.decoder.layers):
+            differences, entities = self.memory[i]
+            x, self.past[i], _ = layer(x, differences, entities, self.past[i])
+        return self.decoder.head(x[:, 0])
+
+    def reorder(self, rows: Tensor) -> None:
+        """After a step: caption i goes on from what caption rows[i] has so far. rows: any number
+        of row numbers of the batch."""
+        memory = []
+        for (key, value), entities in self.memory:
+            if entities:
+                entities = (entities[0][rows], entities[1][rows])
+            memory.append(((key[rows], value[rows]), entities))
+        self.memory = memory
+        self.past = [(key[rows], value[rows]) for key, value in self.past]
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -490,8 +504,8 @@ class CHEERS(nn.Module):
         """Captions of pairs of features (B, C, H, W) and entities (B, K, d): greedy ids
         (B, max_len)."""
         context, _ = self.encode(before, after, entities)
-        step = self.decoder.stepper(context)
-        return decode(step, before.shape[0], self.max_len, before.device)
+        cache = Cache(self.decoder, context)
+        return decode(cache.step, before.shape[0], self.max_len, before.device)
 
     @torch.no_grad()
     def attention_map(

@@ -15,7 +15,7 @@ Eq. 5      IDC.cross      cross-modal transformer over [visual ; text]
 Eq. 6      word_loss      L_MLM, on words masked by mask_words
 Eq. 7-8    cell_loss      L_MVCL, on cells masked by mask_cells
 Eq. 9      align_loss     L_FDA, on captions rewritten by Negatives: Retrieve, Replace, Confuse
-Sec. 2.3   IDC.causal     mask of fine-tuning; IDC.stepper: a [MASK] after the words so far
+Sec. 2.3   IDC.causal     mask of fine-tuning; Cache: a [MASK] after the words so far
 Sec. 2.4   class_loss, contrast_loss, same_class_loss: bird classes train the difference encoder
 Sec. 3.1   judge_loss     is the pair a distractor? Fine-tuning: L = L_MLM + w_judge L_judge
 E_s is `single`, E_p `pair`; [BOS], [EOS] are START, END. Axis letters: B pairs, C channels, H x W
@@ -444,7 +444,7 @@ class IDC(nn.Module):
         for birds the classes (B, 2).
 
         changed, for finetune: bool (B,), False for distractors; None: no L_judge. negatives, for
-        fda: rewritten captions (B', 6, V') of the first B' pairs; this task ignores the other
+        fda: rewritten captions (B', 6, V) of the first B' pairs; this task ignores the other
         pairs."""
         images = [self.cells(before)]
         if after is not None:
@@ -585,14 +585,10 @@ class IDC(nn.Module):
         return {"mvcl": loss}  # Eq. 7-8
 
     def fda(self, images: list[Tensor], caption: Tensor, negatives: Tensor) -> dict[str, Tensor]:
-        """Eq. 9. caption (B, V); negatives (B', 6, V'): rewritten captions of the first B'
-        pairs."""
+        """Eq. 9. caption (B, V); negatives (B', 6, V): rewritten captions of the first B' pairs."""
         count = negatives.shape[0]
         visual, real, _ = self.visual(*[x[:count] for x in images])
-        longest = max(caption.shape[1], negatives.shape[2])
-        caption = F.pad(caption[:count], (0, longest - caption.shape[1]), value=NULL)
-        negatives = F.pad(negatives, (0, longest - negatives.shape[2]), value=NULL)
-        ids = torch.cat([caption[:, None], negatives], 1)  # (B', 7, V)
+        ids = torch.cat([caption[:count, None], negatives], 1)  # (B', 7, V)
         visual = visual.repeat_interleave(ids.shape[1], 0)  # (7B', S, D)
         visual, text = self.joint(visual, real, ids.flatten(0, 1))
         image = (visual[:, 0] + visual[:, self.img2]) / 2
@@ -644,30 +640,6 @@ class IDC(nn.Module):
         """What `visual` returns, for features (B, C, H, W) of both images."""
         return self.visual(self.cells(before), self.cells(after))
 
-    def stepper(self, visual: Tensor):
-        """-> step(ids (B,), position) -> logits of the next word, predicted from a [MASK] in its
-        place. Keys and values of images and earlier words do not depend on later words, so they are
-        kept."""
-        _, past, _ = self.cross(visual)  # Eq. 5
-        if self.cfg.finetune_cls:
-            cls = self.embed.special(Embedding.TEXT, visual.shape[0])
-            _, new, _ = self.cross(cls, past=past)
-            past = append(past, new)
-        masks = torch.full((visual.shape[0], 1), self.embed.mask_id, device=visual.device)
-
-        def step(ids: Tensor, t: int) -> Tensor:
-            nonlocal past
-            word = self.embed.words(ids[:, None], t)
-            mask = self.embed.words(masks, t + 1)
-            earlier = past[0][0].shape[1]
-            seen = torch.ones(2, earlier + 2, dtype=torch.bool, device=visual.device)
-            seen = seen.tril(earlier)  # the word does not see the [MASK]
-            x, new, _ = self.cross(torch.cat([word, mask], 1), seen[None, None], past)  # Eq. 5
-            past = append(past, new, 1)  # keep the word, drop the [MASK]
-            return self.head(x[:, 1])
-
-        return step
-
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
         """Greedy captions of pairs of features (B, C, H, W): ids (B, max_len).
@@ -675,7 +647,8 @@ class IDC(nn.Module):
         UNK is never written, and NULL ends a caption, too; the released code may write any id, and
         stops at END alone."""
         visual, _, _ = self.encode(before, after)
-        return decode(self.stepper(visual), before.shape[0], self.max_len, before.device)
+        cache = Cache(self, visual)
+        return decode(cache.step, before.shape[0], self.max_len, before.device)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
@@ -695,14 +668,44 @@ class IDC(nn.Module):
         return {"before": map_before, "after": map_after}
 
 
-def append(past: list, new: list, count: int | None = None) -> list:
-    """Each layer's keys and values of earlier tokens and the first `count` new ones (None: all)."""
-    joined = []
-    for (keys, values), (k, v) in zip(past, new, strict=True):
-        keys = torch.cat([keys, k[:, :count]], 1)
-        values = torch.cat([values, v[:, :count]], 1)
-        joined.append((keys, values))
-    return joined
+class Cache:
+    """Writes captions word by word, see common.decode. `past` holds the keys and values of the
+    images and of the words so far, for each layer; they do not depend on later words."""
+
+    def __init__(self, model: IDC, visual: Tensor):
+        self.model = model
+        _, self.past, _ = model.cross(visual)  # Eq. 5
+        if model.cfg.finetune_cls:
+            cls = model.embed.special(Embedding.TEXT, visual.shape[0])
+            _, new, _ = model.cross(cls, past=self.past)
+            self.append(new)
+
+    def step(self, ids: Tensor, t: int) -> Tensor:
+        """ids (B,) at position t -> logits of the next word (B, vocabulary), predicted from a
+        [MASK] in its place."""
+        embed = self.model.embed
+        word = embed.words(ids[:, None], t)
+        mask = embed.words(torch.full_like(ids, embed.mask_id)[:, None], t + 1)
+        earlier = self.past[0][0].shape[1]
+        seen = torch.ones(2, earlier + 2, dtype=torch.bool, device=ids.device)
+        seen = seen.tril(earlier)  # the word does not see the [MASK]
+        x, new, _ = self.model.cross(torch.cat([word, mask], 1), seen[None, None], self.past)
+        self.append(new)
+        return self.model.head(x[:, 1])
+
+    def append(self, new: list) -> None:
+        """Add the keys and values of the first new token; a [MASK] after it is dropped."""
+        past = []
+        for (keys, values), (k, v) in zip(self.past, new, strict=True):
+            keys = torch.cat([keys, k[:, :1]], 1)
+            values = torch.cat([values, v[:, :1]], 1)
+            past.append((keys, values))
+        self.past = past
+
+    def reorder(self, rows: Tensor) -> None:
+        """After a step: caption i goes on from what caption rows[i] has so far. rows: any number
+        of row numbers of the batch."""
+        self.past = [(keys[rows], values[rows]) for keys, values in self.past]
 
 
 # ---- presets -------------------------------------------------------------------------------------
@@ -839,8 +842,7 @@ def compute_losses(
     their total.
 
     Keep the two batches separate: they share their before images, so a joint contrastive loss
-    would treat an image as its own negative. (The released code has one mixed batch, with captions
-    padded to 40 or 80 ids; here they are padded to the longest of their kind of pair. So under
+    would treat an image as its own negative. (The released code has one mixed batch. So under
     reduction="sum", the mean over the two batches is half of the released sum.)"""
     losses: dict[str, Tensor] = {}
     for n, batch in enumerate(batches):
