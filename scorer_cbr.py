@@ -314,19 +314,17 @@ def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: in
 
     "mtm" and "tm" are match_by_definition with `heads` heads and with one; "mean" and "max"
     (Fig. 3) pool the tokens first. As released, tokens are not normalised, and a learned scale
-    replaces Eq. 4's 1 / temperature. Computed in float32 even under autocast, because scores near
+    replaces Eq. 4's 1 / temperature. Scores are in float32 even under autocast, because those near
     50 differ by tenths, which bfloat16 rounds away."""
     with torch.autocast(q.device.type, enabled=False):
-        q = upcast(q)
-        k = upcast(k)
         if matching == "mtm":
             score = token_match(q, k, heads)  # Eq. 3
         elif matching == "tm":
             score = token_match(q, k)  # Eq. 2
         elif matching == "mean":
-            score = q.mean(1) @ k.mean(1).T
+            score = upcast(q).mean(1) @ upcast(k).mean(1).T
         else:
-            score = q.amax(1) @ k.amax(1).T
+            score = upcast(q).amax(1) @ upcast(k).amax(1).T
         return log_scale.exp() * score
 
 
