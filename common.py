@@ -953,11 +953,7 @@ def draw_curves(log: Path, picture: Path, metric: str) -> None:
     right.set(xlabel="training step", ylabel=f"validation {metric}")
     if validations:
         steps, values = zip(*validations, strict=True)
-        best = max(values)
-        best_step = max(step for step, value in validations if value == best)
         right.plot(steps, values, marker=".")
-        right.plot(best_step, best, "o", color="tab:red")
-        right.set_title(f"best: {best:.2f} at step {best_step}", color="tab:red")
     with atomic_write(picture) as partial:
         figure.savefig(partial, format="png", dpi=100)
 
