@@ -90,7 +90,6 @@ class Config(RunConfig):
     """CHEERS. The settings of a run (data, steps, device) are in common.RunConfig."""
 
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"clip"}
-    CAPTION_USES = RunConfig.CAPTION_USES | {"clip"}
 
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings

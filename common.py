@@ -20,20 +20,16 @@ data.py as well. Licence: MIT.
 import argparse
 import contextlib
 import dataclasses
-import errno
 import inspect
-import io
 import json
 import math
 import os
-import pickle
 import re
 import signal
 import subprocess
 import sys
 import time
 import typing
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -551,39 +547,21 @@ class RunConfig:
 
     parse_args fills in data_dir, out_dir and device. In a Config made in Python they stay empty:
     set out_dir and device and call set_up_device before `train`, and set data_dir before
-    data.open_dataset. `preset` makes the Config of a data set or of the released variant;
-    Config(variant="released") sets the name only. InputError if a value is not one of a field's
-    choices, or if a number is out of range."""
+    data.open_dataset. `preset` makes the Config of a data set, as in the paper or as in the
+    released code. InputError if a value is not one of a field's choices, or if a number is out of
+    range."""
 
     # Below 1, there would be no model or an endless loop. A method's Config may add to these.
-    AT_LEAST_1 = {
-        "scenes",
-        "steps",
-        "batch_size",
-        "log_every",
-        "eval_every",
-        "eval_batch",
-        "dim",
-        "word_dim",
-        "heads",
-        "decoder_layers",
-    }
+    AT_LEAST_1 = set(
+        "scenes steps batch_size log_every eval_every eval_batch dim word_dim heads "
+        "decoder_layers".split()
+    )
     # The fields of a checkpoint's Config that flags may change: paths, as files may have moved, and
     # what does not affect the steps already done. A method's Config may add to these.
-    MAY_CHANGE = {
-        "extractor",  # its file of weights may have moved; the data set compares the content
-        "data_dir",
-        "out_dir",
-        "device",
-        "compile",
-        "features",
-        "steps",  # with --schedule cosine, the rate goes on along the new number's curve
-        "log_every",
-        "eval_every",
-        "eval_batch",
-        "patience",
-    }
-    CAPTION_USES = {"device"}  # the fields that --caption takes from flags
+    MAY_CHANGE = set(
+        "extractor data_dir out_dir device compile features steps log_every eval_every eval_batch "
+        "patience".split()
+    )
 
     dataset: str = "mini"  # data set; chooses the preset
     extractor: str = ""  # resnet101-layer4, timm/NAME, ... (default: the data set's own)
@@ -620,15 +598,6 @@ class RunConfig:
                 lowest = 1 if name in self.AT_LEAST_1 else 0
                 if not lowest <= value < math.inf:  # also refuses NaN
                     raise InputError(f"--{name} {value}: expected a number of at least {lowest}")
-        for name, end in (("seed", 2**63), ("steps", 2**31)):
-            if getattr(self, name) >= end:
-                raise InputError(f"--{name} {getattr(self, name)}: expected a number below {end}")
-        if getattr(self, "dropout", 0) > 1:
-            raise InputError(f"--dropout {self.dropout}: expected at most 1")
-        dim = getattr(self, "dim", 0)
-        heads = getattr(self, "heads", 1)
-        if dim % heads:
-            raise InputError(f"--dim {dim} is not a multiple of --heads {heads}")
 
     @property
     def on_cuda(self) -> bool:
@@ -652,13 +621,6 @@ def learning_rate(cfg: RunConfig, step: int) -> float:
 # ---- command line --------------------------------------------------------------------------------
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line (run_main prints it and exits 2)."""
-
-    def error(self, message: str):
-        raise InputError(f"{message}; --help shows every flag")
-
-
 def parse_args(
     Config: type,
     PRESETS: dict[str, dict],
@@ -667,72 +629,60 @@ def parse_args(
     argv: list[str] | None,
     RELEASED: dict[str, dict] | None = None,
 ) -> tuple[Any, argparse.Namespace]:
-    """-> (cfg, args). Every field of Config is a flag.
+    """-> (cfg, args). Every field of Config is a flag, and with RELEASED there is --variant.
 
-    A new run starts from its data set's preset, and flags override it. --resume, --eval and
-    --caption start from their checkpoint's Config, in which flags may change only the fields in
-    Config.MAY_CHANGE (--caption: Config.CAPTION_USES); out_dir defaults to the checkpoint's folder.
-    args.suffix is what --eval adds to the names of the files it writes: "-last" for last.pt,
-    nothing for best.pt.
-    """
-    args = make_parser(Config, PRESETS, doc).parse_args(argv)
-    check_command(args)
+    A new run starts from the preset of its data set and variant, and flags override it. --resume,
+    --eval and --caption start from their checkpoint's Config, in which flags may change only the
+    fields in Config.MAY_CHANGE; out_dir defaults to the checkpoint's folder. args.suffix is what
+    --eval adds to the names of the files it writes: "-last" for last.pt, nothing for best.pt."""
+    args = make_parser(Config, PRESETS, doc, bool(RELEASED)).parse_args(argv)
     given = {}
     for f in dataclasses.fields(Config):
         if f.name in args:
             given[f.name] = getattr(args, f.name)
-
     dataset = given.get("dataset", Config.dataset)
     out_dir = Path(given.get("out_dir") or f"runs/{script}-{dataset}")
-    checkpoint = None
+    if args.caption and not args.checkpoint:
+        raise InputError("--caption needs --checkpoint, for example runs/<run>/best.pt")
+
+    checkpoint = args.eval or args.checkpoint
     if args.resume:
         checkpoint = out_dir / "last.pt"
-        if not checkpoint.exists():
-            raise InputError(
-                f"there is no {checkpoint} to resume; give the run's --dataset or --out_dir, or "
-                "train anew"
-            )
-    elif args.eval is not None:
-        checkpoint = Path(args.eval)
-    elif args.caption:
-        checkpoint = Path(args.checkpoint)
-
-    if checkpoint is None:
-        base = preset(Config, PRESETS, RELEASED or {}, dataset, given.get("variant", "paper"))
+    if checkpoint:
+        checkpoint = Path(checkpoint)
+        base = saved_config(Config, checkpoint)
+        released = RELEASED["all"] if args.variant == "released" else {}
+        refuse_changes(base, released | given, checkpoint)
+        out_dir = Path(given.get("out_dir") or checkpoint.parent)
+    else:
+        base = preset(Config, PRESETS, RELEASED, dataset, args.variant)
         base.data_dir = data_folder(dataset, given.get("scenes", base.scenes))
         if dataset not in PRESETS:
             known = ", ".join(PRESETS)
             print(f"no preset for {dataset}: using the defaults; there are presets for {known}")
-    else:
-        base = saved_config(Config, checkpoint)
-        free = Config.CAPTION_USES if args.caption else Config.MAY_CHANGE
-        refuse_changes(base, given, free, checkpoint)
-        out_dir = Path(given.get("out_dir") or checkpoint.parent)
-    in_its_own_folder = checkpoint is not None and out_dir.resolve() == checkpoint.parent.resolve()
-    if not args.caption and not in_its_own_folder:
+    if not checkpoint or out_dir.resolve() != checkpoint.parent.resolve():
         refuse_used_folder(out_dir)
 
-    device = given.get("device", "")
-    if args.resume and not device:
-        device = base.device
-    given["device"] = usable_device(device)
+    given["device"] = usable_device(given.get("device", ""))
     given["out_dir"] = str(out_dir)
     cfg = dataclasses.replace(base, **given)
     set_up_device(cfg.device)
-    if cfg.amp and cfg.on_cuda and not has_bfloat16(cfg.device):
-        print(f"{torch.cuda.get_device_name(cfg.device)} does not support bfloat16: amp is off")
+    if cfg.amp and cfg.on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+        print("this GPU does not support bfloat16: amp is off")
         cfg.amp = False
-
     args.suffix = ""
-    if args.eval is not None and checkpoint.name != "best.pt":
+    if args.eval and checkpoint.name != "best.pt":
         args.suffix = f"-{checkpoint.stem}"
     return cfg, args
 
 
-def make_parser(Config: type, PRESETS: dict[str, dict], doc: str) -> Parser:
+def make_parser(
+    Config: type, PRESETS: dict[str, dict], doc: str, variants: bool
+) -> argparse.ArgumentParser:
     """The parser of a method's command line: what to do, then a flag for each field of Config."""
-    summary = (doc or "").partition("\n")[0]  # python -OO removes docstrings
-    parser = Parser(description=summary, allow_abbrev=False)
+    summary, _, _ = doc.partition("\n")
+    usage = "%(prog)s [flags]; --help shows every flag"
+    parser = argparse.ArgumentParser(description=summary, usage=usage, allow_abbrev=False)
     group = parser.add_argument_group("what to do (default: train, then evaluate on test)")
     command = group.add_mutually_exclusive_group()
     command.add_argument("--resume", action="store_true", help="continue from last.pt in out_dir")
@@ -746,6 +696,10 @@ def make_parser(Config: type, PRESETS: dict[str, dict], doc: str) -> Parser:
     group.add_argument("--out", metavar="FILE", help=text)
 
     group = parser.add_argument_group(f"config (defaults differ for {', '.join(PRESETS)}: PRESETS)")
+    parser.set_defaults(variant="paper")
+    if variants:
+        text = "whose version of the details in RELEASED (default: paper)"
+        group.add_argument("--variant", choices=["paper", "released"], help=text)
     types = typing.get_type_hints(Config)
     comments = field_comments(Config)
     for f in dataclasses.fields(Config):
@@ -764,44 +718,26 @@ def make_parser(Config: type, PRESETS: dict[str, dict], doc: str) -> Parser:
 
 
 def field_comments(Config: type) -> dict[str, str]:
-    """{field: its comment} of a dataclass and its bases; none if their source is not available."""
+    """{field: the comment on its line} of a dataclass and its bases."""
     comments = {}
     for base in reversed(Config.__mro__[:-1]):
-        with contextlib.suppress(OSError, TypeError):
-            source = inspect.getsource(base)
-            comments |= re.findall(r"^ +(\w+): .*?  # (.*)$", source, flags=re.MULTILINE)
+        source = inspect.getsource(base)
+        comments |= re.findall(r"^ +(\w+): .*?  # (.*)$", source, flags=re.MULTILINE)
     return comments
-
-
-def check_command(args: argparse.Namespace) -> None:
-    """InputError for flags that do not go together."""
-    if not args.caption:
-        if args.checkpoint is not None or args.out is not None:
-            raise InputError(
-                "--checkpoint and --out go with --caption; --out_dir is the folder of a run"
-            )
-        return
-    if not args.checkpoint:
-        raise InputError("--caption needs --checkpoint, for example runs/<run>/best.pt")
-    names = " ".join(args.caption)
-    is_table = len(args.caption) == 1 and names.lower().endswith(".csv")
-    if len(args.caption) != 2 and not is_table:
-        raise InputError(f"--caption {names}: expected two images, or a .csv file")
 
 
 def preset(
     Config: type,
     presets: dict[str, dict],
-    released: dict[str, dict],
+    released: dict[str, dict] | None,
     dataset: str,
     variant: str = "paper",
 ):
-    """A data set's Config: the defaults, overridden by presets[dataset] and, for the released
-    variant, by released["all"] and then released[dataset]."""
+    """A data set's Config: the defaults, overridden by presets[dataset] and, for the variant
+    "released", by released["all"] and then released[dataset]."""
     values = {"dataset": dataset, "data_dir": f"data/{dataset}"}
     values |= presets.get(dataset, {})
     if variant == "released":
-        values |= {"variant": variant}
         values |= released["all"]
         values |= released.get(dataset, {})
     return Config(**values)
@@ -815,47 +751,33 @@ def data_folder(dataset: str, scenes: int) -> str:
 
 
 def saved_config(Config: type, checkpoint: str | Path):
-    """The Config that a checkpoint was trained with; missing fields get their defaults.
-
-    InputError if the checkpoint has a field that Config does not."""
+    """The Config that a checkpoint was trained with; missing fields get their defaults. InputError
+    if the file is missing or is not this method's."""
     state = load_checkpoint(checkpoint)
-    with file_errors(checkpoint, "it comes from another method or version; train again"):
+    with file_errors(checkpoint, "it comes from another method or version"):
         return Config(**state["config"])
 
 
-def refuse_changes(base: RunConfig, given: dict, free: set[str], checkpoint: Path) -> None:
-    """InputError if a flag that is not `free` differs from the checkpoint's Config: the weights
+def refuse_changes(base: RunConfig, given: dict, checkpoint: Path) -> None:
+    """InputError if a flag that may not change differs from the checkpoint's Config: the weights
     would be read into a different model, or the results would belong to no single run."""
     for name, value in given.items():
         saved = getattr(base, name)
-        # A method's path that training did not use cannot have moved.
-        changeable = name in free and (saved or hasattr(RunConfig, name))
-        if value != saved and not changeable:
-            raise InputError(
-                f"--{name} {value}: {checkpoint} was trained with {saved}, which cannot be changed "
-                "now; leave the flag out, or train a new run"
-            )
+        if value != saved and name not in base.MAY_CHANGE:
+            raise InputError(f"--{name} {value}: {checkpoint} was trained with {saved}")
 
 
 def refuse_used_folder(folder: Path) -> None:
-    """InputError unless the folder is new or empty: a run's files never mix with other files, and
-    never replace them."""
+    """InputError unless the folder is new or empty: a run's files never replace other files."""
     if folder.is_dir() and any(folder.iterdir()):
         raise InputError(
-            f"{folder} is not empty; continue its run with --resume, remove it, or choose another "
-            "--out_dir"
+            f"{folder} is not empty; continue its run with --resume, or give another --out_dir"
         )
 
 
 def usable_device(name: str) -> str:
-    """The named device; for an empty name, CUDA if there is one, else the CPU.
-
-    InputError if it cannot be used."""
-    if not name:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    with file_errors(f"--device {name}", "leave it out, or give cpu"):
-        torch.zeros(1, device=name).item()
-    return name
+    """The named device; for an empty name, CUDA if there is one, else the CPU."""
+    return name or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def set_up_device(device: str) -> None:
@@ -876,12 +798,6 @@ def set_up_device(device: str) -> None:
         torch._functorch.config.enable_autograd_cache = False
         # One graph for each shape of a batch, for each of IDC's tasks, and for each model.
         torch._dynamo.config.recompile_limit = 64
-
-
-def has_bfloat16(device: str) -> bool:
-    """Does this CUDA device support bfloat16 without emulation?"""
-    with torch.cuda.device(device):
-        return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -915,8 +831,7 @@ class Run:
         self.best = float("-inf")  # best validation score
         self.evals_since_best = 0
         self.losses: list[dict[str, Tensor]] = []  # since the last line of the log, on the device
-        self.stop = 0  # exit code that a signal asks for
-        self.handlers: dict[int, Any] = {}  # signal -> its handler outside the loop
+        self.exit_code = 0  # 130 or 143 after a signal
         if resume:
             self.restore()
         else:
@@ -937,59 +852,54 @@ class Run:
         `steps` and `train_batches`; optimizer: the stage's.
 
         Call `record` after each batch. The first Ctrl-C or SIGTERM finishes the step, saves last.pt
-        and ends the program with exit code 130 or 143; a second one stops at once."""
+        and ends the program with exit code 130 or 143; a second one ends it at once."""
         self.optimizer = optimizer
         self.first = first
         self.last = last
         self.stage = stage
         # A last.pt saved when `first` steps were done holds the previous stage's optimizer.
         if self.resumed and first < self.resumed["step"] < last:
-            with file_errors(self.dir / "last.pt", TRAIN_FIRST):
-                optimizer.load_state_dict(self.resumed["optimizer"])
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.handlers[number] = signal.signal(number, self.on_signal)
+            optimizer.load_state_dict(self.resumed["optimizer"])
         self.began = time.perf_counter()
-        begun = False
         bar = tqdm(total=last - first, initial=self.step - first, desc=stage, disable=None)
+        on_interrupt = signal.signal(signal.SIGINT, self.on_signal)
+        on_terminate = signal.signal(signal.SIGTERM, self.on_signal)
         try:
-            while not self.finished():
-                epoch, start = divmod(self.step - first, dataset.steps(batch_size))
-                for batches in dataset.train_batches(batch_size, self.cfg.seed, epoch, start):
-                    if not begun:
-                        check_captions(batches)
-                    begun = True
-                    yield batches
-                    bar.update()
-                    if self.stop:
-                        self.save_and_exit()
-                    if self.finished():
-                        break
+            for batches in self.remaining_batches(dataset, batch_size):
+                yield batches
+                bar.update()
+                if self.exit_code:
+                    self.save("last.pt")
+                    raise SystemExit(self.exit_code)
         finally:
             bar.close()
-            self.restore_handlers()
+            signal.signal(signal.SIGINT, on_interrupt)
+            signal.signal(signal.SIGTERM, on_terminate)
+
+    def remaining_batches(self, dataset, batch_size: int) -> Iterator[tuple]:
+        """The batches of the stage from the run's next step to its last."""
+        while not self.finished():
+            epoch, start = divmod(self.step - self.first, dataset.steps(batch_size))
+            for batches in dataset.train_batches(batch_size, self.cfg.seed, epoch, start):
+                if self.step == self.first:  # with other ids, words would be taken for padding
+                    assert all((batch.caption[:, 0] == START).all() for batch in batches)
+                yield batches
+                if self.finished():
+                    break
 
     def on_signal(self, number: int, _frame) -> None:
-        self.stop = 128 + number
-        self.restore_handlers()
+        """Ask the loop to stop after this step; if it has been asked already, stop at once."""
+        if self.exit_code:
+            raise SystemExit(128 + number)
+        self.exit_code = 128 + number
         print("stopping after this step; interrupt again to stop at once", file=sys.stderr)
 
-    def restore_handlers(self) -> None:
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-
-    def save_and_exit(self) -> None:
-        """After a signal: save last.pt, from which --resume continues, and end the program."""
-        if self.losses:
-            self.log_losses()
-        self.save("last.pt")
-        raise SystemExit(self.stop)
-
     def finished(self) -> bool:
-        """Is the stage's last step done, or is patience used up?"""
+        """True if the stage's last step is done, or if patience is used up."""
         return self.step >= self.last or 0 < self.cfg.patience <= self.evals_since_best
 
     def due(self) -> bool:
-        """Is it time to validate and to save?"""
+        """True if it is time to validate and to save."""
         return (self.step - self.first) % self.cfg.eval_every == 0 or self.step == self.last
 
     def record(self, losses: dict[str, Tensor]) -> None:
@@ -1005,23 +915,20 @@ class Run:
 
     def log_losses(self) -> None:
         """Log and print the mean of each loss since the last line, over the steps that computed it.
-
-        FloatingPointError that names the steps if a loss is not finite."""
+        FloatingPointError if a loss is not finite."""
         values_of: dict[str, list[float]] = {}
         for losses in self.losses:
             for name, loss in losses.items():
                 values_of.setdefault(name, []).append(loss.item())
+        self.losses = []
         means = {}
         for name, values in values_of.items():
             means[name] = round(sum(values) / len(values), 6)
         text = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
         if not all(map(math.isfinite, means.values())):
-            first = self.step - len(self.losses) + 1
             raise FloatingPointError(
-                f"a loss is not finite in steps {first} to {self.step}: {text}; the last "
-                "checkpoint is untouched; try a lower --lr or --grad_clip 1"
+                f"a loss is not finite: step {self.step}, {text}; try --grad_clip 1 or a lower --lr"
             )
-        self.losses = []
         seconds = round(time.perf_counter() - self.began, 2)
         lr = self.optimizer.param_groups[0]["lr"]
         self.log("train", stage=self.stage, seconds=seconds, lr=lr, **means)
@@ -1044,17 +951,13 @@ class Run:
             self.save("best.pt")
         self.save("last.pt")
         draw_curves(self.dir / "log.jsonl", self.dir / "curves.png", self.cfg.select_by)
-        if self.finished() and self.step < self.last:
-            tqdm.write(f"validations without a new best: {self.evals_since_best}; training ends")
 
     def save(self, name: str) -> None:
         """Save a checkpoint under this name.
 
         FloatingPointError if a weight is not finite; the old file stays."""
         if not all(p.isfinite().all() for p in self.model.parameters()):
-            raise FloatingPointError(
-                f"weights are not finite after step {self.step}; {name} is untouched; lower --lr"
-            )
+            raise FloatingPointError(f"weights are not finite after step {self.step}; lower --lr")
         # For dropout and random masks. The order of the data depends on seed and epoch alone.
         random = {"cpu": torch.get_rng_state()}
         if self.cfg.on_cuda:
@@ -1076,19 +979,17 @@ class Run:
     def restore(self) -> None:
         """Load weights, counters and random state from last.pt, if every source accepts it. Later
         lines of the log are dropped, since the resumed run repeats their steps."""
-        path = self.dir / "last.pt"
-        state = load_checkpoint(path, self.cfg.device)
+        state = load_checkpoint(self.dir / "last.pt", self.cfg.device)
         for source in self.sources:
             source.check_state(state)
-        with file_errors(path, TRAIN_FIRST):
-            self.model.load_state_dict(state["model"])
-            random = state["random"]
-            torch.set_rng_state(random["cpu"].cpu())
-            if self.cfg.on_cuda and "cuda" in random:
-                torch.cuda.set_rng_state(random["cuda"].cpu(), self.cfg.device)
-            self.step = state["step"]
-            self.best = state["best"]
-            self.evals_since_best = state["evals_since_best"]
+        self.model.load_state_dict(state["model"])
+        random = state["random"]
+        torch.set_rng_state(random["cpu"].cpu())
+        if self.cfg.on_cuda and "cuda" in random:  # else the run began on a CPU
+            torch.cuda.set_rng_state(random["cuda"].cpu(), self.cfg.device)
+        self.step = state["step"]
+        self.best = state["best"]
+        self.evals_since_best = state["evals_since_best"]
         self.resumed = state
         if not (self.dir / "best.pt").exists():
             self.best = float("-inf")  # so that the next validation saves a new one
@@ -1131,18 +1032,6 @@ class Run:
         return load_weights(self.model, state["model"], path).eval()
 
 
-def check_captions(batches: tuple) -> None:
-    """InputError if captions do not begin with START: they were made with other special ids, and
-    words would silently be taken for padding or END."""
-    for batch in batches:
-        if not (batch.caption[:, 0] == START).all():
-            raise InputError(
-                f"captions must begin with the id {START} (START in common.py), found "
-                f"{batch.caption[:, 0].unique().tolist()}; use the four special ids of common.py, "
-                "or change them there"
-            )
-
-
 def code_version() -> str:
     """The git commit of this code; "" if it is not in a repository."""
     call = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
@@ -1153,22 +1042,18 @@ def code_version() -> str:
 
 
 def read_log(path: Path) -> list[dict]:
-    """The rows of a log.jsonl; none if the file is missing. Lines that a killed process left
-    unfinished are skipped."""
+    """The rows of a log.jsonl; none if the file is missing."""
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict) and "step" in row:
-                rows.append(row)
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):  # a killed process may leave half a line
+            rows.append(json.loads(line))
     return rows
 
 
 def draw_curves(log: Path, picture: Path, metric: str) -> None:
     """Plot a log.jsonl over steps: losses, and the validation metric that chooses best.pt."""
-    import matplotlib.style
     from matplotlib.figure import Figure
 
     points: dict[str, list[tuple[int, float]]] = {}  # name of a loss -> (step, value)
@@ -1179,31 +1064,24 @@ def draw_curves(log: Path, picture: Path, metric: str) -> None:
                 points.setdefault(name, []).append((row["step"], row[name]))
         elif row["event"] == "eval":
             validations.append((row["step"], row[metric]))
-    with matplotlib.style.context("default"):  # whatever a user's matplotlibrc says
-        figure = Figure(figsize=(10, 4), layout="constrained")  # no pyplot: it has global state
-        left, right = figure.subplots(1, 2, sharex=True)
-        for name in sorted(points):
-            steps, values = zip(*points[name], strict=True)
-            left.plot(steps, values, marker=".", label=name)
-        left.set(xlabel="training step", ylabel="training loss", yscale="log")
-        left.legend()
-        right.set(xlabel="training step", ylabel=f"validation {metric}")
-        if validations:
-            steps, values = zip(*validations, strict=True)
-            best = max(values)
-            best_step = max(step for step, value in validations if value == best)
-            right.plot(steps, values, marker=".")
-            right.plot(best_step, best, "o", color="tab:red")
-            right.set_title(f"best: {best:.2f} at step {best_step}", color="tab:red")
-        with atomic_write(picture) as partial:
-            figure.savefig(partial, format="png", dpi=100)
+    figure = Figure(figsize=(10, 4), layout="constrained")  # no pyplot: it has global state
+    left, right = figure.subplots(1, 2, sharex=True)
+    for name in sorted(points):
+        steps, values = zip(*points[name], strict=True)
+        left.plot(steps, values, marker=".", label=name)
+    left.set(xlabel="training step", ylabel="training loss", yscale="log")
+    left.legend()
+    right.set(xlabel="training step", ylabel=f"validation {metric}")
+    if validations:
+        steps, values = zip(*validations, strict=True)
+        right.plot(steps, values, marker=".")
+    with atomic_write(picture) as partial:
+        figure.savefig(partial, format="png", dpi=100)
 
 
 # ---- files ---------------------------------------------------------------------------------------
 
 TRAIN_FIRST = "train first, or name another checkpoint"
-# The file could not be read, but its content may be fine: permissions, locks, or the disk.
-UNREADABLE = (errno.EACCES, errno.EPERM, errno.EAGAIN, errno.EIO)
 
 
 def progress(items=None, **options) -> tqdm:
@@ -1217,23 +1095,14 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to, and rename that file to `path` at the end: whenever the
     process dies, `path` is either the old file or the new one. The temporary name contains the
     process id, so processes may write at the same time; the last to finish wins. A missing folder
-    is made.
-
-    OSError naming the file if it cannot be written."""
+    is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         os.replace(partial, path)
-    except OSError as e:
-        raise OSError(f"{path} could not be written ({e})") from e
-    except RuntimeError as e:  # torch and HDF5 turn an OSError, such as a full disk, into this
-        if not isinstance(e.__context__, OSError):
-            raise
-        raise OSError(f"{path} could not be written ({e.__context__})") from e
     finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -1250,44 +1119,25 @@ def save_tensors(path: Path, state: dict) -> None:
 
 @contextlib.contextmanager
 def file_errors(path: str | Path, remedy: str) -> Iterator[None]:
-    """Turn any exception inside the `with`, but for a GPU's lack of memory, into an InputError that
-    names the file and what to do about it."""
+    """Turn any exception inside the `with` into an InputError that names the file and what to do
+    about it."""
     try:
         yield
-    except torch.OutOfMemoryError:  # a full GPU is not the file's fault
-        raise
     except Exception as e:  # a broken file can raise anything
-        if isinstance(e, KeyError):
-            reason = f"{e.args[0]} is missing"
-        elif isinstance(e, pickle.UnpicklingError):  # its own text advises executing the file
-            reason = "not plain tensors"
-        elif isinstance(e, ValueError):
-            reason = str(e)
-        else:
-            reason = f"{type(e).__name__} {e}"
-        reason = " ".join(reason.split())[:120]
-        if isinstance(e, OSError) and e.errno in UNREADABLE:
-            remedy = "check its permissions, and whether another program has locked it"
+        reason = " ".join(f"{type(e).__name__}: {e}".split())[:120]
         raise InputError(f"{path} cannot be used ({reason}); {remedy}") from e
 
 
 def load_tensors(path: str | Path, remedy: str, device: str = "cpu") -> dict:
     """The dict that save_tensors wrote, its tensors on `device`. Nothing in the file is executed
-    (weights_only). InputError with the remedy if the file is missing, broken, or holds no dict."""
+    (weights_only). InputError with the remedy if the file is missing or broken."""
     with file_errors(path, remedy):
-        state = torch.load(path, map_location=device, weights_only=True)
-        if not isinstance(state, dict):
-            raise InputError(f"expected a dict of tensors, found {type(state).__name__}")
-    return state
+        return torch.load(path, map_location=device, weights_only=True)
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
-    """The dict that Run.save wrote. InputError if the file is not a checkpoint."""
-    state = load_tensors(path, TRAIN_FIRST, device)
-    for name in ("model", "config", "vocab", "grid", "max_len"):
-        if name not in state:
-            raise InputError(f"{path} is not a checkpoint ({name} is missing); {TRAIN_FIRST}")
-    return state
+    """The dict that Run.save wrote. InputError if the file is missing or broken."""
+    return load_tensors(path, TRAIN_FIRST, device)
 
 
 def load_weights(
@@ -1317,54 +1167,15 @@ def load_model(
 # ---- main ----------------------------------------------------------------------------------------
 
 
-# Modules that are imported only when needed -> the names of their packages.
-PACKAGES = {
-    "h5py": "h5py",
-    "matplotlib": "matplotlib",
-    "open_clip": "open_clip_torch",
-    "PIL": "pillow",
-    "pycocoevalcap": "pycocoevalcap",
-    "spacy": "spacy",
-    "timm": "timm",
-    "torchvision": "torchvision",
-}
-
-
 def run_main(main: Callable[[], None]) -> None:
-    """Run a script's main.
-
-    Errors of input, data or memory and missing packages print one line, with exit code 2;
-    programming errors keep their traceback. SIGINT exits with 130, SIGTERM with 143."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal may lack characters of a caption
-            stream.reconfigure(errors="replace")
-    # Pillow warns about odd but readable pictures; unreadable ones raise an error anyway.
-    warnings.filterwarnings("ignore", module="PIL")
-    signal.signal(signal.SIGTERM, exit_on_signal)
+    """Run a script's main. A user's mistakes, files that cannot be read or written, and losses that
+    are not finite print one line, with exit code 2; all other errors keep their traceback. Ctrl-C
+    exits with 130."""
+    sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters of a caption
     try:
         main()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (InputError, OSError, FloatingPointError, MemoryError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and not is_out_of_memory(e):
-            raise
-        exit_with_error(" ".join(str(e).split()) or type(e).__name__)
-    except ModuleNotFoundError as e:
-        if e.name not in PACKAGES:
-            raise
-        exit_with_error(f"the package {e.name} is missing; run: pip install {PACKAGES[e.name]}")
-
-
-def exit_with_error(text: str) -> None:
-    print(f"error: {text}", file=sys.stderr)
-    sys.exit(2)
-
-
-def exit_on_signal(number: int, _frame) -> None:
-    sys.exit(128 + number)  # raises SystemExit, so partial files are removed
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Did memory run out? The text decides: on a CPU, PyTorch's error has no class of its own."""
-    text = str(error)
-    return any(words in text for words in ("out of memory", "allocate memory", "enough memory"))
+    except (InputError, OSError, FloatingPointError) as e:
+        print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
+        sys.exit(2)

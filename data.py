@@ -25,6 +25,7 @@ defaults until its PRESETS have an entry NAME. Licence: MIT; contains no code fr
 repositories.
 """
 
+import argparse
 import csv
 import difflib
 import functools
@@ -64,7 +65,6 @@ from common import (
     START,
     UNK,
     InputError,
-    Parser,
     RunConfig,
     atomic_write,
     data_folder,
@@ -2785,7 +2785,7 @@ def score_files(args) -> None:
 def main(argv: list[str] | None = None) -> None:
     """The command line: NAME prepares a data set, `score` scores a file of captions."""
     summary = (__doc__ or "").partition("\n")[0]  # python -OO removes docstrings
-    parser = Parser(description=summary, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=summary, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="NAME", required=True)
     for name in DATASETS:
         text = f"prepare the data set {name}"

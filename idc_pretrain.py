@@ -76,7 +76,7 @@ class Config(RunConfig):
     """IDC. RunConfig's steps, lr, warmup and batch_size are those of fine-tuning.
 
     From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
-    released variant; Config(variant="released") sets the name only, not RELEASED's values."""
+    released variant."""
 
     AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"layers", "ffn", "pretrain_batch"}
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"init", "cub", "nabirds"}
@@ -117,7 +117,6 @@ class Config(RunConfig):
     pretrain_decay: Literal["none", "inverse_sqrt"] = "none"  # after the warm-up of pre-training
     finetune_decay: Literal["none", "halves"] = "none"  # halves: x1/2 at step 10000, x1/4 at 20000
     reduction: Literal["mean", "sum"] = "mean"  # of fine-tuning's losses, over words and pairs
-    variant: Literal["paper", "released"] = "paper"  # whose version of the details in RELEASED
     blind: bool = False  # zero the image features (language-only baseline)
 
 

@@ -82,7 +82,7 @@ class Config(RunConfig):
     """SCORER+CBR. The settings of a run (data, steps, device) are in common.RunConfig.
 
     From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
-    released variant; Config(variant="released") sets the name only, not RELEASED's values."""
+    released variant."""
 
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings
@@ -101,7 +101,6 @@ class Config(RunConfig):
     train_cbr: bool = True  # train CBR; the released code leaves its weights as initialised
     sentence_mean: Literal["words", "padded"] = "words"  # CBR: divide by word count, or by max_len
     ffn_residual: Literal["input", "activation"] = "input"  # residual of the feed-forward layer
-    variant: Literal["paper", "released"] = "paper"  # whose version of the details in RELEASED
     val_decode: Literal["greedy", "sample"] = "greedy"  # decoding of validation captions
     blind: bool = False  # zero the image features (language-only baseline)
 

@@ -197,9 +197,10 @@ def backward(loss):
 def config_of(method, changes):
     """The paper's or the release's Config on CLEVR-Change, with some changes."""
     released = getattr(method, "RELEASED", {})
-    variant = changes.get("variant", "paper")
+    fields = dict(changes)
+    variant = fields.pop("variant", "paper")
     cfg = preset(method.Config, method.PRESETS, released, "clevr_change", variant)
-    cfg = dataclasses.replace(cfg, device=str(GPU), **changes)
+    cfg = dataclasses.replace(cfg, device=str(GPU), **fields)
     if method is idc_pretrain and cfg.difference_encoder:
         cfg.nabirds = "a folder"
     return cfg
