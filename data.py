@@ -361,17 +361,10 @@ def read_columns(path: Path) -> dict[str, str]:
     return dict(line.split(maxsplit=1) for line in read_lines(path))
 
 
-def authors_features(picture: Path, root: Path) -> Path | None:
-    """The path of the features that a data set's authors publish for a picture: "images" in the
-    names of folders becomes "features", and .npy is appended to the picture's name. None if no
-    folder between root and the picture has "images" in its name, or the picture is not below root.
-
+def authors_features(picture: Path, root: Path) -> Path:
+    """The path of the features that a data set's authors publish for a picture:
     images/x.png -> features/x.png.npy, sc_images/x.png -> sc_features/x.png.npy"""
-    if not picture.is_relative_to(root):
-        return None
     *folders, name = picture.relative_to(root).parts
-    if not any("images" in folder for folder in folders):
-        return None
     renamed = [folder.replace("images", "features") for folder in folders]
     return root.joinpath(*renamed, f"{name}.npy")
 
@@ -385,24 +378,22 @@ class Settings:
 
     read: Callable[[Path], Release]  # folder -> its contents
     extractor: str = "resnet101-layer3"  # the default: a name in RESNETS, timm/MODEL, or mini-cnn
-    authors_features: bool = False  # are features published as .npy files? See authors_features()
+    authors_features: bool = False  # features are published as .npy files, see authors_features()
     tokenizer: Callable[[str], list[str]] = tokenize  # caption -> words of the vocabulary
     min_count: int = 1  # how often a word must occur to be in the vocabulary
     vocab_splits: tuple[str, ...] = ("train",)  # the splits from which papers take the words
     max_words: int | None = None  # papers cut captions after this many words; None: they do not
     # What metrics compare: words from the PTB tokenizer; words split at spaces; ids of the latter.
     tokens: Literal["ptb", "split", "ids"] = "ptb"
-    # Do captions come from CLEVR-like templates? Then rules extract their phrases (see
-    # template_segments) and reject any other caption. If not, spaCy's English model does.
+    # Captions come from CLEVR-like templates: rules extract their phrases (see template_segments)
+    # and reject any other caption. Otherwise, spaCy's English model extracts them.
     templates: bool = False
     # Published sentences which say that nothing changed. If empty, the captions of unchanged
     # training pairs are used.
     no_change: tuple[str, ...] = ()
-    # Published counts: scenes per split, pairs per kind of change, words including the four special
-    # ids. Preparation prints a note for each count that differs.
-    scenes: dict[str, int] = field(default_factory=dict)
-    types: dict[str, int] = field(default_factory=dict)
-    words: int | None = None
+    # Published counts: scenes of each split, pairs of each kind of change, and "words" with the
+    # four special ids. Preparation prints a note for each count that differs.
+    published: dict[str, int] = field(default_factory=dict)
 
 
 # Name of a data set -> its row. The rows are filled in below, each after its reader.
@@ -516,9 +507,8 @@ DATASETS["clevr_change"] = Settings(
     read_clevr_change,
     authors_features=True,
     templates=True,
-    scenes={"train": 33830, "val": 1988, "test": 3985},
-    types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955},
-    words=76,
+    published={"train": 33830, "val": 1988, "test": 3985}
+    | {"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955, "words": 76},
 )
 
 
@@ -547,8 +537,7 @@ def read_clevr_dc(root: Path) -> Release:
 DATASETS["clevr_dc"] = Settings(
     read_clevr_dc,
     templates=True,
-    scenes={"train": 40800, "val": 2400, "test": 4800},
-    words=87,
+    published={"train": 40800, "val": 2400, "test": 4800, "words": 87},
 )
 
 
@@ -574,8 +563,7 @@ def read_spot_the_diff(root: Path) -> Release:
 
 DATASETS["spot_the_diff"] = Settings(
     read_spot_the_diff,
-    scenes={"train": 8566, "val": 1493, "test": 1270},
-    words=2059,
+    published={"train": 8566, "val": 1493, "test": 1270, "words": 2059},
 )
 
 
@@ -601,8 +589,7 @@ DATASETS["image_editing_request"] = Settings(
     min_count=3,
     vocab_splits=("train", "val"),
     max_words=78,
-    scenes={"train": 3061, "val": 383, "test": 495},
-    words=808,
+    published={"train": 3061, "val": 383, "test": 495, "words": 808},
 )
 
 
@@ -653,8 +640,7 @@ DATASETS["levir_cc"] = Settings(
     max_words=50,
     tokens="ids",
     no_change=LEVIR_SAME,
-    scenes={"train": 6815, "val": 1333, "test": 1929},
-    types={"change": 5038, "no change": 5039},
+    published={"train": 6815, "val": 1333, "test": 1929, "change": 5038, "no change": 5039},
 )
 
 
@@ -743,7 +729,7 @@ DATASETS["cub"] = Settings(
     tokenizer=str.split,
     max_words=37,
     tokens="split",
-    scenes={"train": 8855, "val": 2933},
+    published={"train": 8855, "val": 2933},
 )
 
 
@@ -769,7 +755,7 @@ DATASETS["nabirds"] = Settings(
     authors_features=True,
     tokenizer=str.splitlines,  # a whole class name is one word
     vocab_splits=SPLITS,
-    scenes={"train": 23929, "test": 24633},
+    published={"train": 23929, "test": 24633},
 )
 
 
@@ -1092,8 +1078,8 @@ class Features:
             self.stamps = f["stamps"][:].tolist()
             self.extractor = f.attrs["extractor"]
             self.preprocessing = f.attrs["preprocessing"]
-            self.row = {name: i for i, name in enumerate(names)}
-            assert table.dtype == np.float16 and len(self.row) == table.shape[0]
+            self.row_of = {name: i for i, name in enumerate(names)}
+            assert table.dtype == np.float16 and len(self.row_of) == table.shape[0]
             # h5py reads rows in sorted order only. The file is not chunked, so it can be mapped.
             self.data = np.memmap(path, table.dtype, "r", table.id.get_offset(), table.shape)
             self.pinned = False  # `load` sets it if each batch is copied to a GPU
@@ -1101,7 +1087,7 @@ class Features:
     def rows(self, names: list[str]) -> Tensor:
         """Features of the named images (n, C, H, W) float16: on the GPU, or in RAM (page-locked if
         `pinned`, which makes the copy to a GPU asynchronous)."""
-        index = [self.row[name] for name in names]
+        index = [self.row_of[name] for name in names]
         if isinstance(self.data, Tensor):
             # Indexing by the list itself would wait for what the GPU has to do before.
             on_gpu = torch.tensor(index).to(self.data.device, non_blocking=True)
@@ -1110,7 +1096,7 @@ class Features:
             return torch.from_numpy(self.data[index])
         # PyTorch reuses page-locked memory, so reading straight into it pays. With mode "raise",
         # np.take would read into a buffer first. "clip" hides no wrong index, as all of them come
-        # from self.row.
+        # from self.row_of.
         shape = (len(index), *self.data.shape[1:])
         rows = torch.empty(shape, dtype=torch.float16, pin_memory=True)
         np.take(self.data, index, axis=0, out=rows.numpy(), mode="clip")
@@ -1121,14 +1107,14 @@ class Features:
         been replaced since they were made. paths: image name -> picture; root: the data set's
         folder."""
         for name, picture in paths.items():
-            if name not in self.row:
+            if name not in self.row_of:
                 raise InputError(f"{self.path} lacks {name}; {self.remedy}")
             file = picture
             if self.preprocessing == AUTHORS_FILES:
                 file = authors_features(picture, root)
             if not file.exists():  # features may be shared without the files they were made from
                 continue
-            size, time, checksum = self.stamps[self.row[name]]
+            size, time, checksum = self.stamps[self.row_of[name]]
             status = file.stat()
             untouched = status.st_size == size and status.st_mtime_ns == time
             # A copied file may have a new time, so its content decides.
@@ -1205,14 +1191,10 @@ def prepare(
 
 def differing_counts(name: str, release: Release, vocab: Vocab) -> list[str]:
     """A line for each count that differs from the published one."""
-    settings = settings_of(name)
-    published = settings.scenes | settings.types
-    if settings.words:
-        published["words"] = settings.words
     counts = {part: len(members) for part, members in (release.scenes | release.kinds).items()}
     counts["words"] = len(vocab)
     lines = []
-    for part, count in published.items():
+    for part, count in settings_of(name).published.items():
         if counts.get(part, 0) != count:
             lines.append(f"{part}: found {counts.get(part, 0)}, published {count}")
     return lines
@@ -1230,14 +1212,14 @@ def make_features(name: str, root: Path, release: Release, device: str, extracto
     extractor = extractor or settings.extractor
     names = sorted(release.paths)
     pictures = [release.paths[n] for n in names]
-    arrays = [authors_features(picture, root) for picture in pictures]
-    offered = settings.authors_features and extractor == settings.extractor
-    if offered and None not in arrays and any(file.exists() for file in arrays):
-        require_files(arrays)
-        _, _, grid = RESNETS[extractor]
-        blocks = (read_npy(file, grid)[None] for file in arrays)
-        write_features(path, names, arrays, blocks, extractor, AUTHORS_FILES)
-        return
+    if settings.authors_features and extractor == settings.extractor:
+        maps = [authors_features(picture, root) for picture in pictures]
+        if any(file.exists() for file in maps):
+            require_files(maps)
+            _, _, grid = RESNETS[extractor]
+            blocks = (read_npy(file, grid)[None] for file in maps)
+            write_features(path, names, maps, blocks, extractor, AUTHORS_FILES)
+            return
     require_files(pictures)
     network = Extractor(extractor, device)
     # Ctrl-C takes effect between batches; on a CPU, a batch of 16 takes seconds.
@@ -1245,8 +1227,8 @@ def make_features(name: str, root: Path, release: Release, device: str, extracto
     if extractor == "mini-cnn":
         batch = 512  # its pictures are small
     blocks = prefetch(block.numpy() for block in network.blocks(pictures, batch))
-    made_by = extractor_name(extractor)
-    write_features(path, names, pictures, blocks, made_by, network.preprocessing)
+    extractor = extractor_name(extractor)
+    write_features(path, names, pictures, blocks, extractor, network.preprocessing)
 
 
 def require_files(files: list[Path]) -> None:

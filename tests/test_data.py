@@ -72,7 +72,7 @@ def test_real_clevr_change_splits_are_read(tmp_path):
         (tmp_path / file).write_text(json.dumps(captions))
     release = data.read_clevr_change(tmp_path)
     sizes = {split: len(scenes) for split, scenes in release.scenes.items()}
-    assert sizes == data.DATASETS["clevr_change"].scenes
+    assert sizes.items() <= data.DATASETS["clevr_change"].published.items()
     test = {pair.id for scene in release.scenes["test"] for pair in scene.pairs}
     for kind in ("color", "material", "add", "drop", "move"):
         assert len(release.groups[kind] & test) == 797

@@ -318,7 +318,7 @@ def test_other_counts_than_published_are_told_before_features_are_made(
     notes = capsys.readouterr().out
     for part, found, published in (("train", 8, 33830), ("color", 3, 7958), ("words", 22, 76)):
         assert re.search(rf"\b{part}\b.* {found},.* {published}\n", notes)
-    settings = data.Settings(data.read_clevr_change, scenes={"train": 8}, types={"drop": 3})
+    settings = data.Settings(data.read_clevr_change, published={"train": 8, "drop": 3})
     monkeypatch.setitem(data.DATASETS, "clevr_change", settings)
     with pytest.raises(FileNotFoundError):
         data.prepare("clevr_change", release, "cpu")
