@@ -11,13 +11,22 @@ levir_cc, birds_to_words, cub, nabirds, and pairs (your own).
 Preparation adds a feature file to the folder (features.h5, or features-<extractor>.h5 for another
 extractor); the vocabulary is read from the captions each time. Nothing is downloaded at import.
 
-Sections:
-    what a data set is    vocabulary; pairs and releases; the table of data sets; readers
-    features              pictures and extractors; captions of any two pictures; feature files
-    what methods get      preparation; load and batches
-    language              phrases of captions (RDD+ACR, CHEERS, IDC)
-    scores                words; metrics; scores of a split; the pointing game; files
-    pictures, CLIP, and the command line
+First half, from a folder to batches:
+    vocabulary           three tokenizers, Vocab
+    pairs and releases   Pair, Scene, Release; JSON files and tables
+    table of data sets   Settings, DATASETS, read_release
+    readers              one for each release
+    pictures             read_image, Extractor
+    feature files        write_features, Features
+    preparation          prepare
+    load and batches     Batch, Dataset, load
+Second half, what a run needs:
+    phrases of captions  by rules or spaCy, for RDD+ACR, CHEERS, IDC
+    any two pictures     Captioner, load_captioner
+    scores               words and metrics; of a data set's split
+    pictures of results  sample_sheet, caption_picture
+    CLIP                 load_clip
+    command line         main
 
 To add a data set, write a reader (folder -> Release; release_from_pairs makes one of plain pairs)
 and its row of DATASETS. `python data.py NAME` and `--dataset NAME` then work; a method runs on its
@@ -26,7 +35,6 @@ repositories.
 """
 
 import csv
-import difflib
 import functools
 import hashlib
 import itertools
@@ -46,7 +54,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import h5py
 import numpy as np
@@ -81,6 +89,10 @@ from common import (
 
 SPLITS = ("train", "val", "test")
 
+# ==================================================================================================
+# First half: from a folder to batches.
+# ==================================================================================================
+
 # ---- vocabulary ----------------------------------------------------------------------------------
 
 SPECIAL = ["<NULL>", "<UNK>", "<START>", "<END>"]
@@ -114,60 +126,34 @@ def tokenize_pairs(caption: str) -> list[str]:
     first normalised to Unicode NFC, because an accented letter may be one character or two."""
     words = []
     for text in unicodedata.normalize("NFC", caption.lower()).split():
-        parts = characters(text)
         first = 0
-        while first < len(parts) and is_sign(parts[first]):
+        while first < len(text) and is_punctuation(text[first]):
             first += 1
-        last = len(parts)
-        while last > first and is_sign(parts[last - 1]):
+        last = len(text)
+        while last > first and is_punctuation(text[last - 1]):
             last -= 1
-        words += parts[:first]
+        words += list(text[:first])
         if first < last:
-            words.append("".join(parts[first:last]))
-        words += parts[last:]
+            words.append(text[first:last])
+        words += list(text[last:])
     return words
 
 
-JOINER = "\u200d"  # joins two emoji into one
-SKIN_TONES = "\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"
-MARKS = {"Mn", "Mc", "Me", "Cf"}  # Unicode categories: combining marks, invisible characters
-
-
-def characters(text: str) -> list[str]:
-    """Splits text into what a reader sees as characters: a letter or symbol with its combining
-    marks is one, and so are joined emoji."""
-    parts = []
-    for char in text:
-        is_mark = unicodedata.category(char) in MARKS or char in SKIN_TONES
-        if parts and (is_mark or parts[-1][-1] == JOINER):
-            parts[-1] += char
-        else:
-            parts.append(char)
-    return parts
-
-
-def is_sign(character: str) -> bool:
-    """Is it punctuation or a symbol, rather than a letter or digit?"""
-    return unicodedata.category(character[0])[0] in "PS"
+def is_punctuation(character: str) -> bool:
+    """Whether a character is a punctuation mark or a symbol, by its Unicode category."""
+    return unicodedata.category(character)[0] in "PS"
 
 
 class Vocab:
     """Words <-> ids: the four special ids, then the captions' words in codepoint order.
 
     `tokenizer` splits captions into words; only the first `max_words` are used (None: all). A
-    special word inside a caption, such as a release's own "<UNK>", is an unknown word.
-    InputError if `words` does not begin with the special words, or contains no others."""
+    special word inside a caption, such as a release's own "<UNK>", is an unknown word."""
 
     def __init__(
         self, words: list[str], tokenizer: Callable = tokenize, max_words: int | None = None
     ):
-        if words[: len(SPECIAL)] != SPECIAL:
-            raise InputError(f"vocabulary must begin with {' '.join(SPECIAL)}")
-        if len(words) == len(SPECIAL):
-            raise InputError(
-                "the vocabulary has no words; add captions, or lower the data set's min_count in "
-                "DATASETS"
-            )
+        assert words[: len(SPECIAL)] == SPECIAL, words[: len(SPECIAL)]
         self.words = words
         self.index = {word: i for i, word in enumerate(words) if word not in SPECIAL}
         self.tokenizer = tokenizer
@@ -266,22 +252,26 @@ class Release:
     boxes: dict[str, tuple[list | None, list | None]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # remarks on this copy, to be printed
 
-    def all_scenes(self) -> list[Scene]:
-        """The scenes of every split."""
-        return [scene for scenes in self.scenes.values() for scene in scenes]
+    def pairs(self, split: str) -> list[Pair]:
+        """Every pair of a split: the first pair of every scene, then, if scenes have two, all
+        distractor pairs."""
+        columns = zip(*(scene.pairs for scene in self.scenes[split]), strict=True)
+        return list(itertools.chain(*columns))
+
+    def images(self, split: str) -> set[str]:
+        """The names of all images of a split."""
+        names = set()
+        for pair in self.pairs(split):
+            names |= {pair.before, pair.after}
+        return names - {None}
 
     def leaked(self, split: str) -> set[str]:
         """Ids of a split's pairs that share an image with a pair of another split."""
         elsewhere = set()
-        for other, scenes in self.scenes.items():
+        for other in SPLITS:
             if other != split:
-                elsewhere |= images_of_scenes(scenes)
-        ids = set()
-        for scene in self.scenes[split]:
-            for pair in scene.pairs:
-                if pair.before in elsewhere or pair.after in elsewhere:
-                    ids.add(pair.id)
-        return ids
+                elsewhere |= self.images(other)
+        return {pair.id for pair in self.pairs(split) if {pair.before, pair.after} & elsewhere}
 
     def captions(self, splits: Iterable[str]) -> list[str]:
         """All captions of these splits, those of swapped pairs included."""
@@ -291,17 +281,6 @@ class Release:
                 for pair in itertools.chain(*scene.orders()):
                     captions += pair.captions
         return captions
-
-
-def images_of_scenes(scenes: list[Scene]) -> set[str]:
-    """The names of all images of these scenes."""
-    names = set()
-    for scene in scenes:
-        for pair in scene.pairs:
-            names.add(pair.before)
-            if pair.after is not None:
-                names.add(pair.after)
-    return names
 
 
 def release_from_pairs(
@@ -327,137 +306,65 @@ FETCH_AGAIN = "correct it, or fetch it again"
 AUTHORS_FILES = "the authors' .npy files"  # the attribute `preprocessing` of such feature files
 
 
-def other_spelling(file: Path) -> str:
-    """A hint for the error about a missing file: a file or folder whose name differs only in case
-    or in Unicode form (an accent may be a separate character). "" if there is none."""
-    missing = file
-    while not missing.parent.exists():
-        missing = missing.parent
-    if missing.parent.is_dir():
-        for other in missing.parent.iterdir():
-            if other.name != missing.name and plain_name(other) == plain_name(missing):
-                return f"; {other} is there, but differs in case or in how an accent is encoded"
-    return ""
-
-
-def plain_name(path: Path) -> str:
-    """A file's name, normalised in case and Unicode form."""
-    return unicodedata.normalize("NFC", path.name.casefold())
-
-
 def read_json(path: Path):
-    """The parsed JSON of a file in UTF-8, UTF-16 or UTF-32. InputError names a broken file."""
+    """The parsed JSON of a file. InputError names a broken file."""
     content = path.read_bytes()
     with file_errors(path, FETCH_AGAIN):
-        return parse_json(content)
-
-
-def parse_json(content: bytes | str):
-    """json.loads, but with an InputError for an unpaired surrogate (half a character), which could
-    not be written to a results file."""
-    parsed = json.loads(content)
-    try:
-        json.dumps(parsed, ensure_ascii=False).encode()
-    except UnicodeEncodeError as e:
-        before = e.object[max(0, e.start - 40) : e.start]
-        raise InputError(f"half a character (an unpaired surrogate) after {before!r}") from e
-    return parsed
+        return json.loads(content)
 
 
 def check_strings(x) -> list[str]:
-    """Returns x if it is a list of strings; otherwise InputError. A bare string would be read as a
-    list of its letters."""
+    """Returns x if it is a list of strings. TypeError if not: a bare string would be read as a list
+    of its letters."""
     if not isinstance(x, list) or not all(isinstance(item, str) for item in x):
-        raise InputError(f"expected a list of strings, found {x!r:.60}")
+        raise TypeError(f"expected a list of strings, found {x!r:.60}")
     return x
 
 
-def read_rows(path: Path, **dialect) -> list[tuple[str, list[str]]]:
-    """The non-empty rows of a CSV file: "FILE, line 2" (where the row begins), and its cells
-    without surrounding whitespace.
-
-    InputError names the line if a quote is misplaced, or if a cell contains a line break (a stray
-    quote merges several rows into one). InputError also if the file is not UTF-8."""
-    rows = []
-    with open(path, encoding="utf-8-sig", newline="") as f:
-        reader = csv.reader(f, strict=True, skipinitialspace=True, **dialect)
-        while True:
-            place = f"{path}, line {reader.line_num + 1}"
-            try:
-                cells = next(reader, None)
-            except UnicodeDecodeError as e:
-                raise InputError(f"{path} is not UTF-8; save it as UTF-8") from e
-            except csv.Error as e:
-                f.seek(0)
-                header = f.readline().strip()
-                raise InputError(
-                    f"{place}: {e}; expected cells separated by commas, and double quotes only "
-                    f"around whole cells; the file begins with {header[:80]!r}"
-                ) from e
-            if cells is None:
-                return rows
-            if any("\n" in cell or "\r" in cell for cell in cells):
-                raise InputError(f"{place}: a cell contains a line break; is a quote left open?")
-            cells = [cell.strip() for cell in cells]
-            if any(cells):
-                rows.append((place, cells))
-
-
-def read_table(path: Path, columns: Iterable[str], **dialect) -> list[tuple[str, dict[str, str]]]:
-    """The rows of a CSV file: ("FILE, line 2", column -> cell), ... Column names become lower case.
+def read_table(path: Path, columns: Iterable[str], **dialect) -> list[dict[str, str]]:
+    """The non-empty rows of a CSV file in UTF-8, each {column: cell}. Column names become lower
+    case.
 
     A column `captions` must be the last one: then an unquoted comma makes a row longer than the
     header, which is an error; elsewhere it could silently cut a caption. InputError if the file
-    lacks a column or has one twice, or if a row and the header differ in their number of cells;
-    see also read_rows."""
-    rows = read_rows(path, **dialect)
-    heads = [cell.lower() for cell in rows[0][1]] if rows else []
-    complete = set(columns) <= set(heads) and len(set(heads)) == len(heads)
-    if not complete or "captions" in heads[:-1]:
-        delimiter = "tabs" if dialect.get("delimiter") == "\t" else "commas"
-        raise InputError(
-            f"{path}: found the columns {', '.join(heads)[:80]!r}; expected "
-            f"{', '.join(columns)}, each once, separated by {delimiter}; a column named captions "
-            "must be the last one"
-        )
-    table = []
-    for place, cells in rows[1:]:
-        if len(cells) != len(heads):
+    lacks a column or has one twice, or if a row and the header differ in their number of cells."""
+    remedy = "save it as UTF-8, with double quotes around cells that contain commas"
+    with open(path, encoding="utf-8-sig", newline="") as f, file_errors(path, remedy):
+        table = csv.DictReader(f, strict=True, skipinitialspace=True, **dialect)
+        heads = [head.strip().lower() for head in table.fieldnames or []]
+        table.fieldnames = heads
+        complete = set(columns) <= set(heads) and len(set(heads)) == len(heads)
+        if not complete or "captions" in heads[:-1]:
             raise InputError(
-                f"{place}: {len(cells)} cells, but {len(heads)} columns; put double quotes around "
-                "captions with commas"
+                f"found the columns {', '.join(heads)!r:.60}, expected {', '.join(columns)}"
             )
-        table.append((place, dict(zip(heads, cells, strict=True))))
-    return table
+        rows = []
+        for row in table:
+            cells = row.values()
+            if None in row or None in cells:  # DictReader's marks of a long and of a short row
+                raise InputError(f"line {table.line_num} does not have {len(heads)} cells")
+            if "\n" in "".join(cells):  # a stray quote merges rows into one
+                raise InputError(f"line {table.line_num} continues a cell; is a quote left open?")
+            if any(cells):
+                rows.append({column: cell.strip() for column, cell in row.items()})
+        return rows
 
 
 def read_lines(path: Path, errors: str = "strict") -> list[str]:
-    """The non-empty lines of a text file. InputError if it is not UTF-8; with errors="replace",
-    invalid bytes become U+FFFD instead."""
-    content = path.read_bytes()
-    with file_errors(path, FETCH_AGAIN):
-        lines = content.decode("utf-8", errors).splitlines()
+    """The non-empty lines of a text file in UTF-8. errors: as in open()."""
+    lines = path.read_text(encoding="utf-8", errors=errors).splitlines()
     return [line for line in lines if line.strip()]
 
 
 def read_columns(path: Path) -> dict[str, str]:
-    """The lines of a text file: first word -> rest of the line. InputError if there is no rest."""
-    lines = read_lines(path)
-    with file_errors(path, "expected two columns"):
-        return dict(line.split(maxsplit=1) for line in lines)
+    """The lines of a text file: first word -> rest of the line."""
+    return dict(line.split(maxsplit=1) for line in read_lines(path))
 
 
-def authors_features(picture: Path, root: Path) -> Path | None:
-    """The path of the features that a data set's authors publish for a picture: "images" in the
-    names of folders becomes "features", and .npy is appended to the picture's name. None if no
-    folder between root and the picture has "images" in its name, or the picture is not below root.
-
+def authors_features(picture: Path, root: Path) -> Path:
+    """The path of the features that a data set's authors publish for a picture:
     images/x.png -> features/x.png.npy, sc_images/x.png -> sc_features/x.png.npy"""
-    if not picture.is_relative_to(root):
-        return None
     *folders, name = picture.relative_to(root).parts
-    if not any("images" in folder for folder in folders):
-        return None
     renamed = [folder.replace("images", "features") for folder in folders]
     return root.joinpath(*renamed, f"{name}.npy")
 
@@ -471,24 +378,22 @@ class Settings:
 
     read: Callable[[Path], Release]  # folder -> its contents
     extractor: str = "resnet101-layer3"  # the default: a name in RESNETS, timm/MODEL, or mini-cnn
-    authors_features: bool = False  # are features published as .npy files? See authors_features()
+    authors_features: bool = False  # features are published as .npy files, see authors_features()
     tokenizer: Callable[[str], list[str]] = tokenize  # caption -> words of the vocabulary
     min_count: int = 1  # how often a word must occur to be in the vocabulary
     vocab_splits: tuple[str, ...] = ("train",)  # the splits from which papers take the words
     max_words: int | None = None  # papers cut captions after this many words; None: they do not
     # What metrics compare: words from the PTB tokenizer; words split at spaces; ids of the latter.
     tokens: Literal["ptb", "split", "ids"] = "ptb"
-    # Do captions come from CLEVR-like templates? Then rules extract their phrases (see
-    # template_segments) and reject any other caption. If not, spaCy's English model does.
+    # Captions come from CLEVR-like templates: rules extract their phrases (see template_segments)
+    # and reject any other caption. Otherwise, spaCy's English model extracts them.
     templates: bool = False
     # Published sentences which say that nothing changed. If empty, the captions of unchanged
     # training pairs are used.
     no_change: tuple[str, ...] = ()
-    # Published counts: scenes per split, pairs per kind of change, words including the four special
-    # ids. Preparation prints a note for each count that differs.
-    scenes: dict[str, int] = field(default_factory=dict)
-    types: dict[str, int] = field(default_factory=dict)
-    words: int | None = None
+    # Published counts: scenes of each split, pairs of each kind of change, and "words" with the
+    # four special ids. Preparation prints a note for each count that differs.
+    published: dict[str, int] = field(default_factory=dict)
 
 
 # Name of a data set -> its row. The rows are filled in below, each after its reader.
@@ -498,10 +403,7 @@ DATASETS: dict[str, Settings] = {}
 def settings_of(name: str) -> Settings:
     """A data set's row of the table. InputError lists the known names if there is none."""
     if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, 1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        known = ", ".join(DATASETS)
-        raise InputError(f"--dataset {name}: no such data set{hint}; known: {known}")
+        raise InputError(f"--dataset {name}: expected one of {', '.join(DATASETS)}")
     return DATASETS[name]
 
 
@@ -513,34 +415,23 @@ def prepare_command(name: str, root: Path, extractor: str = "") -> str:
 
 def read_release(name: str, root: Path) -> Release:
     """Reads a data set's folder. FileNotFoundError if a file of the release is missing; InputError
-    if one is broken, train has no pairs, or a pair has no captions."""
-    settings = settings_of(name)
+    if one is broken, or train has no pairs."""
     try:
-        release = settings.read(root)
+        release = settings_of(name).read(root)
     except FileNotFoundError as e:
         advice = f"--data_dir must be the folder of {name}'s files, see the README"
         if name == "mini":
             advice = f"run: {prepare_command(name, root)}"
-        hint = other_spelling(Path(e.filename)) if e.filename else ""
-        raise FileNotFoundError(f"{e}{hint}; {advice}") from e
-    except InputError as e:
-        if name != "mini":
-            raise
-        raise InputError(f"{e}; remove {root} and run: {prepare_command(name, root)}") from e
+        raise FileNotFoundError(f"{e}; {advice}") from e
     if not release.scenes["train"]:
         notes = "; ".join([f"{root}: no pairs in train", *release.notes])
         raise InputError(f"{notes}; add pairs, or a column `split` if these are your own")
-    for scene in release.all_scenes():
-        for pair in itertools.chain(*scene.orders()):
-            if not pair.captions:
-                raise InputError(f"{root}: no captions for {pair.id}")
     for split in ("val", "test"):
-        leaked = len(release.leaked(split))
+        leaked = release.leaked(split)
         if leaked:
-            count = sum(len(scene.pairs) for scene in release.scenes[split])
             release.notes.append(
-                f"{leaked} of {count} {split} pairs share a picture with another split; scores are "
-                "also given without them"
+                f"{len(leaked)} of {len(release.pairs(split))} {split} pairs share a picture with "
+                "another split; scores are also given without them"
             )
     return release
 
@@ -553,13 +444,7 @@ CLEVR_FOLDERS = {"default": "images", "semantic": "sc_images", "nonsemantic": "n
 def read_splits(file: Path) -> dict[str, list[int]]:
     """Reads splits.json (CLEVR-Change) or split.json (CLEVR-DC): split -> its scenes' numbers."""
     content = read_json(file)
-    splits = {}
-    with file_errors(file, FETCH_AGAIN):
-        for split in SPLITS:
-            if not all(isinstance(number, int) for number in content[split]):
-                raise InputError(f"{split}: expected a list of whole numbers")
-            splits[split] = content[split]
-    return splits
+    return {split: content[split] for split in SPLITS}
 
 
 def read_clevr_change(root: Path) -> Release:
@@ -576,11 +461,9 @@ def read_clevr_change(root: Path) -> Release:
     22 of their repository). SCORER's repository links to a copy of everything, and its folder data/
     holds the four JSON files required here."""
     splits = read_splits(root / "splits.json")
-    change_file = root / "change_captions.json"
-    change = read_json(change_file)
-    same_file = root / "no_change_captions.json"
-    same = read_json(same_file)
-    release = Release(overlap=read_overlap(root), boxes=read_boxes(root))
+    change = read_json(root / "change_captions.json")
+    same = read_json(root / "no_change_captions.json")
+    release = Release()
     release.groups = {"semantic change": set(), "only distractor": set()}
     for split, numbers in splits.items():
         release.scenes[split] = []
@@ -590,11 +473,9 @@ def read_clevr_change(root: Path) -> Release:
                 release.paths[names[view]] = root / folder / names[view]
             default = names["default"]
             distractor = names["nonsemantic"]
-            with file_errors(change_file, FETCH_AGAIN):
-                changed_captions = check_strings(change[default])
-                swapped_captions = check_strings(change.get(distractor, changed_captions))
-            with file_errors(same_file, FETCH_AGAIN):
-                same_captions = check_strings(same[default])
+            changed_captions = check_strings(change[default])
+            swapped_captions = check_strings(change.get(distractor, changed_captions))
+            same_captions = check_strings(same[default])
             pair_id = f"{number:06d}.png"
             changed = Pair(pair_id, default, names["semantic"], changed_captions)
             unchanged = Pair(f"{pair_id}_n", default, distractor, same_captions)
@@ -604,13 +485,21 @@ def read_clevr_change(root: Path) -> Release:
             release.scenes[split].append(scene)
             release.groups["semantic change"].add(changed.id)
             release.groups["only distractor"].add(unchanged.id)
-    types_file = root / "type_mapping.json"
-    types = read_json(types_file)
-    with file_errors(types_file, FETCH_AGAIN):
-        release.kinds = {kind: set(check_strings(names)) for kind, names in types.items()}
+    types = read_json(root / "type_mapping.json")
+    release.kinds = {kind: set(ids) for kind, ids in types.items()}
     release.groups |= release.kinds
     release.kinds["no change"] = release.groups["only distractor"]
+    for pair_id, iou in read_by_pair(root / "change_captions_by_IOU.json").items():
+        release.overlap[pair_id] = float(iou)
+    for pair_id, sides in read_by_pair(root / "change_captions_with_bbox.json").items():
+        release.boxes[pair_id] = (sides["bbox_before"], sides["bbox_after"])
     return release
+
+
+def read_by_pair(file: Path) -> dict:
+    """The parsed JSON of a file {scene's number: ...}, by pair id; {} if it is not released."""
+    content = read_json(file) if file.exists() else {}
+    return {f"{int(number):06d}.png": value for number, value in content.items()}
 
 
 DATASETS["mini"] = Settings(read_clevr_change, extractor="mini-cnn", templates=True)
@@ -618,44 +507,9 @@ DATASETS["clevr_change"] = Settings(
     read_clevr_change,
     authors_features=True,
     templates=True,
-    scenes={"train": 33830, "val": 1988, "test": 3985},
-    types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955},
-    words=76,
+    published={"train": 33830, "val": 1988, "test": 3985}
+    | {"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955, "words": 76},
 )
-
-
-def read_overlap(root: Path) -> dict[str, float]:
-    """Pair id -> IoU of the object boxes in the two images; {} if not released."""
-    file = root / "change_captions_by_IOU.json"
-    if not file.exists():
-        return {}
-    content = read_json(file)
-    with file_errors(file, FETCH_AGAIN):
-        return {f"{int(number):06d}.png": float(iou) for number, iou in content.items()}
-
-
-def read_boxes(root: Path) -> dict[str, tuple[list | None, list | None]]:
-    """Pair id -> the changed object's boxes before and after; {} if not released."""
-    file = root / "change_captions_with_bbox.json"
-    if not file.exists():
-        return {}
-    content = read_json(file)
-    boxes = {}
-    with file_errors(file, FETCH_AGAIN):
-        for number, both in content.items():
-            before = check_box(both["bbox_before"])
-            after = check_box(both["bbox_after"])
-            boxes[f"{int(number):06d}.png"] = (before, after)
-    return boxes
-
-
-def check_box(x) -> list | None:
-    """Returns x if it is None or a box of four numbers; otherwise InputError."""
-    if x is None:
-        return None
-    if not isinstance(x, list) or [type(n) in (int, float) for n in x] != [True] * 4:
-        raise InputError(f"expected [x, y, w, h], found {x!r:.60}")
-    return x
 
 
 DC_KINDS = ("color", "texture", "add", "remove", "move", "no change")
@@ -667,27 +521,23 @@ def read_clevr_dc(root: Path) -> Release:
     No file gives the kind of change. The ids form six blocks of 8,000. We assume that these follow
     the order in which the authors list the kinds of change."""
     splits = read_splits(root / "split.json")
-    file = root / "captions.json"
-    captions = read_json(file)
+    captions = read_json(root / "captions.json")
     pairs = {}
     kinds: dict[str, set[str]] = {}
-    with file_errors(file, FETCH_AGAIN):
-        for split, numbers in splits.items():
-            pairs[split] = []
-            for number in numbers:
-                texts = check_strings(captions[str(number)])
-                names = (f"bef/{number}.png", f"aft/{number}.png")
-                pair = Pair(f"{number:06d}.png", *names, texts)
-                pairs[split].append(pair)
-                kinds.setdefault(DC_KINDS[number // 8000], set()).add(pair.id)
+    for split, numbers in splits.items():
+        pairs[split] = []
+        for number in numbers:
+            texts = check_strings(captions[str(number)])
+            pair = Pair(f"{number:06d}.png", f"bef/{number}.png", f"aft/{number}.png", texts)
+            pairs[split].append(pair)
+            kinds.setdefault(DC_KINDS[number // 8000], set()).add(pair.id)
     return release_from_pairs(pairs, root, kinds)
 
 
 DATASETS["clevr_dc"] = Settings(
     read_clevr_dc,
     templates=True,
-    scenes={"train": 40800, "val": 2400, "test": 4800},
-    words=87,
+    published={"train": 40800, "val": 2400, "test": 4800, "words": 87},
 )
 
 
@@ -700,23 +550,20 @@ def read_spot_the_diff(root: Path) -> Release:
     the authors' repository); papers use the resized ones."""
     pairs = {}
     for split in SPLITS:
-        file = root / f"annotations/{split}.json"
-        rows = read_json(file)
         captions: dict[str, list[str]] = {}
-        with file_errors(file, FETCH_AGAIN):
-            for row in rows:
-                captions.setdefault(str(row["img_id"]), []).extend(check_strings(row["sentences"]))
+        for row in read_json(root / f"annotations/{split}.json"):
+            captions.setdefault(str(row["img_id"]), []).extend(check_strings(row["sentences"]))
         pairs[split] = []
         for i, texts in captions.items():
-            names = (f"resized_images/{i}.png", f"resized_images/{i}_2.png")
-            pairs[split].append(Pair(i, *names, texts))
+            before = f"resized_images/{i}.png"
+            after = f"resized_images/{i}_2.png"
+            pairs[split].append(Pair(i, before, after, texts))
     return release_from_pairs(pairs, root)
 
 
 DATASETS["spot_the_diff"] = Settings(
     read_spot_the_diff,
-    scenes={"train": 8566, "val": 1493, "test": 1270},
-    words=2059,
+    published={"train": 8566, "val": 1493, "test": 1270, "words": 2059},
 )
 
 
@@ -726,15 +573,11 @@ def read_image_editing(root: Path) -> Release:
     test items, 66 share both images with an item of another split, and 147 share at least one;
     scores are also given without these 147."""
     pairs = {}
-    for split, name in (("train", "train.json"), ("val", "valid.json"), ("test", "test.json")):
-        file = root / name
-        rows = read_json(file)
+    for split, file in (("train", "train.json"), ("val", "valid.json"), ("test", "test.json")):
         pairs[split] = []
-        with file_errors(file, FETCH_AGAIN):
-            for row in rows:
-                before, after = check_strings([row["img0"], row["img1"]])
-                captions = check_strings(row["sents"])
-                pairs[split].append(Pair(str(row["uid"]), before, after, captions))
+        for row in read_json(root / file):
+            captions = check_strings(row["sents"])
+            pairs[split].append(Pair(str(row["uid"]), row["img0"], row["img1"], captions))
     folder = root / "images"
     return release_from_pairs(pairs, folder if folder.exists() else root)
 
@@ -746,8 +589,7 @@ DATASETS["image_editing_request"] = Settings(
     min_count=3,
     vocab_splits=("train", "val"),
     max_words=78,
-    scenes={"train": 3061, "val": 383, "test": 495},
-    words=808,
+    published={"train": 3061, "val": 383, "test": 495, "words": 808},
 )
 
 
@@ -771,7 +613,8 @@ def read_levir_cc(root: Path) -> Release:
     kinds = {"change": set(), "no change": set()}
     with file_errors(file, FETCH_AGAIN):
         for row in content["images"]:
-            name, split = check_strings([row["filename"], row["split"]])
+            name = row["filename"]
+            split = row["split"]
             captions = []
             for sentence in row["sentences"]:
                 words = [word for word in check_strings(sentence["tokens"]) if word.strip()]
@@ -797,8 +640,7 @@ DATASETS["levir_cc"] = Settings(
     max_words=50,
     tokens="ids",
     no_change=LEVIR_SAME,
-    scenes={"train": 6815, "val": 1333, "test": 1929},
-    types={"change": 5038, "no change": 5039},
+    published={"train": 6815, "val": 1333, "test": 1929, "change": 5038, "no change": 5039},
 )
 
 
@@ -824,29 +666,29 @@ def read_birds_to_words(root: Path, pictures: bool = True) -> Release:
     file = root / "birds-to-words-v1.0.tsv"
     columns = ("img1imgurl", "img2imgurl", "split", "description")
     captions: dict[tuple, list[str]] = {}
-    for _, row in read_table(file, columns, delimiter="\t", quoting=csv.QUOTE_NONE):
+    for row in read_table(file, columns, delimiter="\t", quoting=csv.QUOTE_NONE):
         key = (row["split"], photo_file(row["img1imgurl"]), photo_file(row["img2imgurl"]))
         captions.setdefault(key, []).append(" ".join(tokenize_lower(row["description"])))
 
     images = root / "images"
 
     @functools.cache
-    def there(photo: str) -> bool:
+    def is_downloaded(photo: str) -> bool:
         file = images / photo
         if (root / "features").is_dir():
             file = authors_features(file, root)
         return file.exists()
 
     pairs = {split: [] for split in SPLITS}
-    here = 0
+    kept = 0
     for (split, before, after), texts in captions.items():
-        if not pictures or (there(before) and there(after)):
-            here += 1
+        if not pictures or (is_downloaded(before) and is_downloaded(after)):
+            kept += 1
             pairs.setdefault(split, []).append(Pair(f"{before}_{after}", before, after, texts))
     notes = []
-    if here < len(captions):
+    if kept < len(captions):
         notes.append(
-            f"{here} of {len(captions)} pairs have both photographs in {images}; {file.name} has "
+            f"{kept} of {len(captions)} pairs have both photographs in {images}; {file.name} has "
             "their URLs"
         )
     return release_from_pairs(pairs, images, notes=notes)
@@ -872,9 +714,7 @@ def read_cub(root: Path) -> Release:
             split_of[line.strip()] = split
     pairs = {"train": [], "val": []}
     for name in read_columns(root / "images.txt").values():
-        remedy = "its classes must be in trainvalclasses.txt or testclasses.txt"
-        with file_errors(root / "images.txt", remedy):
-            split = split_of[name.split("/")[0]]
+        split = split_of[name.split("/")[0]]
         text = root / "text_c10" / f"{name.removesuffix('.jpg')}.txt"
         lines = read_lines(text, errors="replace")
         captions = [" ".join(tokenize_lower(line)) for line in lines]
@@ -889,7 +729,7 @@ DATASETS["cub"] = Settings(
     tokenizer=str.split,
     max_words=37,
     tokens="split",
-    scenes={"train": 8855, "val": 2933},
+    published={"train": 8855, "val": 2933},
 )
 
 
@@ -899,15 +739,13 @@ def read_nabirds(root: Path) -> Release:
     The official train and test images, each a single image whose caption is the name of its class
     (one of the hierarchy's 555 leaves). Image ids contain dashes, file names do not; images.txt
     has both."""
-    classes = read_columns(root / "image_class_labels.txt")
+    class_of = read_columns(root / "image_class_labels.txt")
     in_train = read_columns(root / "train_test_split.txt")
-    names = read_columns(root / "classes.txt")
+    class_names = read_columns(root / "classes.txt")
     pairs = {"train": [], "test": []}
     for image, name in read_columns(root / "images.txt").items():
-        with file_errors(root / "image_class_labels.txt", FETCH_AGAIN):
-            bird = classes[image]
-        split = "train" if in_train.get(image) == "1" else "test"
-        pairs[split].append(Pair(name, name, None, [names.get(bird, bird)]))
+        split = "train" if in_train[image] == "1" else "test"
+        pairs[split].append(Pair(name, name, None, [class_names[class_of[image]]]))
     return release_from_pairs(pairs, root / "images")
 
 
@@ -917,7 +755,7 @@ DATASETS["nabirds"] = Settings(
     authors_features=True,
     tokenizer=str.splitlines,  # a whole class name is one word
     vocab_splits=SPLITS,
-    scenes={"train": 23929, "test": 24633},
+    published={"train": 23929, "test": 24633},
 )
 
 
@@ -929,7 +767,7 @@ def own_pair(row: dict[str, str]) -> Pair:
     """The pair in a row of your own table. Its id is made of its two paths, which are normalised
     ("./a.png" is "a.png"). InputError if a path is missing."""
     if not (row["before"] and row["after"]):
-        raise InputError("expected two images")
+        raise InputError(f"expected two images in the row {', '.join(row.values())!r}")
     before = os.path.normpath(row["before"]).replace(os.sep, "/")
     after = os.path.normpath(row["after"]).replace(os.sep, "/")
     captions = [text.strip() for text in row.get("captions", "").split("|") if text.strip()]
@@ -957,70 +795,37 @@ def read_pairs(root: Path) -> Release:
     its two paths. Pairs that share a picture with another split are counted, and scores are also
     given without them; copies of a picture under other names are not noticed.
 
-    InputError names the row if it has no path or no caption, the split is unknown, or the pair is
-    in two splits or has two kinds."""
+    InputError if a row has no path or no caption, a split is unknown, or a pair is in two splits or
+    has two kinds."""
     file = root / "pairs.csv"
+    table = read_table(file, ("before", "after", "captions"))
     pairs: dict[str, Pair] = {}
     split_of: dict[str, str] = {}
     kind_of: dict[str, str] = {}
-    unused: dict[str, None] = {}  # unknown columns, in order
-    for place, row in read_table(file, ("before", "after", "captions")):
-        with file_errors(place, "correct it"):
+    for row in table:
+        with file_errors(file, "correct it"):
             new = own_pair(row)
-            name = new.id
+            pair = pairs.setdefault(new.id, replace(new, captions=[]))
             if not new.captions:
-                raise InputError("expected a caption")
-            pair = pairs.setdefault(name, replace(new, captions=[]))
+                raise InputError(f"expected a caption of {pair.id}")
             pair.captions.extend(new.captions)
             split = row["split"].lower() if "split" in row else hashed_split(pair)
-            if split not in SPLITS:
-                raise InputError(f"expected the split {', '.join(SPLITS)}, found {split!r}")
-            if split_of.setdefault(name, split) != split:
-                raise InputError(f"{name} is in {split_of[name]}, too")
+            if split_of.setdefault(pair.id, split) != split:
+                raise InputError(f"{pair.id} is in {split_of[pair.id]!r} and in {split!r}")
             # "No_change " becomes "no change".
             kind = " ".join(re.split(r"[\s_-]+", row.get("kind", "").lower())).strip()
-            if kind_of.setdefault(name, kind) != kind:
-                raise InputError(f"{name} has two kinds, {kind_of[name]!r} and {kind!r}")
-        for column in row:
-            if column not in OWN_COLUMNS:
-                unused[column] = None
-    kinds: dict[str, set[str]] = {}
-    for name, kind in kind_of.items():
-        if kind:
-            kinds.setdefault(kind, set()).add(name)
+            if kind_of.setdefault(pair.id, kind) != kind:
+                raise InputError(f"{pair.id} has two kinds, {kind_of[pair.id]!r} and {kind!r}")
     by_split = {split: [] for split in SPLITS}
-    for name, pair in pairs.items():
-        by_split[split_of[name]].append(pair)
+    kinds: dict[str, set[str]] = {}
+    for pair in pairs.values():
+        by_split.setdefault(split_of[pair.id], []).append(pair)
+        if kind_of[pair.id]:
+            kinds.setdefault(kind_of[pair.id], set()).add(pair.id)
+    unused = [column for column in (table[0] if table else ()) if column not in OWN_COLUMNS]
     notes = [f"{file}: the column {column!r} is not used" for column in unused]
-    if not by_split["val"]:
-        notes.append(f"{file}: no val pairs, so the last checkpoint will be best.pt")
-    if not by_split["test"]:
-        notes.append(f"{file}: no test pairs, so there will be no scores")
-    captions = [caption for pair in pairs.values() for caption in pair.captions]
-    notes += [f"{file}: {note}" for note in notes_on_captions(captions)]
+    notes += [f"{file}: no {split} pairs" for split in ("val", "test") if not by_split[split]]
     return release_from_pairs(by_split, root, kinds, notes)
-
-
-def notes_on_captions(captions: list[str]) -> list[str]:
-    """Notes on your own captions, if some are too long or most contain no spaces."""
-    notes = []
-    long = 0
-    single_words = []  # non-ASCII captions of one word, as in scripts without spaces
-    for caption in captions:
-        words = tokenize_pairs(caption)
-        long += len(words) > OWN_MAX_WORDS
-        if len(caption.split()) == 1 and not caption.isascii():
-            single_words.append(caption)
-    if long:
-        notes.append(
-            f"{long} of {len(captions)} captions are longer than {OWN_MAX_WORDS} words and are cut"
-        )
-    if 2 * len(single_words) > len(captions):
-        notes.append(
-            f"{len(single_words)} of {len(captions)} captions are a single word, such as "
-            f"{single_words[0]!r:.40}; captions are split at spaces, so put spaces between words"
-        )
-    return notes
 
 
 # Photographs have many more pixels than the network's input. Most papers' extractor resizes without
@@ -1040,48 +845,24 @@ DATASETS["pairs"] = Settings(
 
 def read_image(path: str | Path | Image.Image) -> Image.Image:
     """An image file (of an animation, the first frame) or a PIL image -> upright RGB. Transparency
-    is blended with white; of a TIFF with four bands, the first three are taken.
-
-    The format is recognised by the file's contents, not by its name. The EXIF orientation is
-    applied; published features of photographs were made without it. InputError names the file if it
-    is not an image with 8 bits per channel, or if one side is more than 100 times as long as the
-    other."""
-    if isinstance(path, Image.Image):
-        return upright_rgb(path)
-    if not Path(path).exists():
-        raise InputError(f"there is no {path}{other_spelling(Path(path))}")
-    Image.MAX_IMAGE_PIXELS = 5 * 10**7  # Pillow refuses pictures of more than twice as many pixels
-    with file_errors(path, "give a readable image"), Image.open(path) as picture:
-        return upright_rgb(picture)
+    is blended with white. The EXIF orientation is applied; published features of photographs were
+    made without it. InputError if it is not an image with 8 bits per channel."""
+    if not isinstance(path, Image.Image):
+        with file_errors(path, "give a readable image"), Image.open(path) as picture:
+            return read_image(picture)
+    if path.mode[0] in "IF":  # integers and floats, which Pillow would cut to 0 ... 255
+        raise InputError(f"{path.mode} pixels, expected 8 bits per channel")
+    upright = ImageOps.exif_transpose(path)
+    if upright.has_transparency_data:
+        rgba = upright.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, "white")
+        upright = Image.alpha_composite(white, rgba)
+    return upright.convert("RGB")
 
 
 def check_image(path: Path) -> None:
     """InputError names the file if it is not an image."""
     read_image(path)
-
-
-def upright_rgb(picture: Image.Image) -> Image.Image:
-    """A picture with 8 bits per channel -> upright RGB on white. InputError for other bit depths,
-    or if one side is more than 100 times as long as the other."""
-    # Modes I and F hold integers and floats; of 16-bit colours Pillow would keep the upper 8 bits.
-    wide = re.search(r"\w+;16[BLN]", str(getattr(picture, "tile", "")))
-    if wide or picture.mode[0] in "IF":
-        pixels = wide[0] if wide else picture.mode
-        raise InputError(
-            f"{pixels} pixels, not 8 bits per channel; scale the values to 0 ... 255 and save "
-            "the picture as an 8-bit PNG"
-        )
-    if max(picture.size) > 100 * min(picture.size):
-        raise InputError(
-            f"{picture.width} x {picture.height} pixels are too elongated; cut it into parts"
-        )
-    upright = ImageOps.exif_transpose(picture)
-    # Writers of TIFF mark any fourth band as transparency, and it may be near infrared.
-    if upright.has_transparency_data and picture.format != "TIFF":
-        rgba = upright.convert("RGBA")
-        white = Image.new("RGBA", rgba.size, "white")
-        upright = Image.alpha_composite(white, rgba)
-    return upright.convert("RGB")
 
 
 MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
@@ -1135,14 +916,7 @@ def resnet101_grid(name: str) -> nn.Module:
 
     (n, 3, 224, 224) -> (n, 1024, 14, 14) or (n, 2048, 7, 7). For 256 x 256 pixels, layer 3 gives
     16 x 16 cells, which are averaged to 14 x 14."""
-    weights = ResNet101_Weights.IMAGENET1K_V1
-    try:
-        net = resnet101(weights=weights)
-    except OSError as e:
-        raise OSError(
-            f"ImageNet weights of ResNet-101 could not be fetched ({e}); "
-            f"put {weights.url} into {torch.hub.get_dir()}/checkpoints"
-        ) from e
+    net = resnet101(weights=ResNet101_Weights.IMAGENET1K_V1)
     stem = [net.conv1, net.bn1, net.relu, net.maxpool]
     grid = nn.Sequential(*stem, net.layer1, net.layer2, net.layer3)
     if name == "resnet101-layer4":
@@ -1216,7 +990,7 @@ class Extractor:
             self.preprocessing = mini.PREPROCESSING
         else:
             known = ", ".join(RESNETS)
-            raise InputError(f"unknown feature extractor {name!r}; known: {known}, timm/MODEL")
+            raise InputError(f"--extractor {name}: expected {known}, timm/MODEL or timm/MODEL:FILE")
         self.net = net.to(device, memory_format=torch.channels_last).eval()
 
     def __call__(self, paths: list[str | Path]) -> Tensor:
@@ -1241,82 +1015,6 @@ class Extractor:
                 yield grid.half().contiguous().cpu()
 
 
-# ---- captions of any two pictures ----------------------------------------------------------------
-
-
-class Captioner:
-    """A trained model that captions any two pictures (files or PIL images): caption, maps =
-    captioner(before, after). maps: name -> attention map (H, W).
-
-    model, state: from common.load_model; state["extractor"] names the feature network.
-    inputs(model, state, pictures) -> a further input of the model's generate and attention_map, one
-    row per pair, or None; pictures are in the order before, after, before, after, ..."""
-
-    def __init__(self, model: nn.Module, state: dict, inputs: Callable | None = None):
-        self.model = model
-        self.state = state
-        self.inputs = inputs
-        self.device = model.cfg.device
-        self.vocab = Vocab(state["vocab"])
-        self.extractor = Extractor(state["extractor"], self.device)
-
-    def __call__(self, before, after) -> tuple[str, dict[str, Tensor]]:
-        return next(self.pairs([(before, after)]))
-
-    def pairs(self, pairs: list[tuple], batch: int = 16) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yields the caption and the maps of every pair in a list."""
-        pictures = [picture for pair in pairs for picture in pair]
-        rows = self.inputs(self.model, self.state, pictures) if self.inputs else None
-        starts = range(0, len(pairs), batch)
-        blocks = self.extractor.blocks(pictures, 2 * batch)
-        for i, x in zip(starts, blocks, strict=True):
-            x = x.to(self.device).float().unflatten(0, (-1, 2))  # (B, 2, C, H, W)
-            before, after = x.unbind(1)
-            inputs = [] if rows is None else [rows[i : i + batch]]
-            ids = self.model.generate(before, after, *inputs)
-            maps = self.model.attention_map(before, after, ids, *inputs)
-            for n, caption in enumerate(self.vocab.decode(ids)):
-                yield caption, {name: heat[n] for name, heat in maps.items()}
-
-
-def load_captioner(
-    Model: Callable[..., nn.Module],
-    Config: type,
-    checkpoint: str | Path,
-    device: str = "",
-    inputs: Callable | None = None,
-) -> Captioner:
-    """A trained model for any two pictures, files or PIL images: caption, maps =
-    load_captioner(Model, Config, "best.pt")(before, after).
-
-    Model: as in common.load_model, with generate and attention_map. device: default cuda if
-    available. inputs: see Captioner. InputError if the checkpoint or the device cannot be used."""
-    cfg = saved_config(Config, checkpoint)
-    cfg.device = usable_device(device)
-    model, state = load_model(Model, cfg, checkpoint)
-    if "extractor" not in state:  # trained on the user's own features
-        raise InputError(f"{checkpoint} does not name the network that makes its features")
-    if ":" in cfg.extractor:
-        state["extractor"] = find_weights(cfg.extractor, state["extractor"], Path(checkpoint))
-    return Captioner(model, state, inputs)
-
-
-def find_weights(extractor: str, name: str, checkpoint: Path) -> str:
-    """The extractor timm/MODEL:FILE of a checkpoint, with FILE where it is now: at its old path or
-    beside the checkpoint. name: the result of extractor_name in training. InputError if the weights
-    are at neither place."""
-    model, _, file = extractor.partition(":")
-    beside = checkpoint.parent / Path(file).name
-    for place in (Path(file), beside):
-        found = f"{model}:{place}"
-        if place.is_file() and extractor_name(found) == name:
-            return found
-    raise InputError(
-        f"{checkpoint} was trained on features of {name}, which were made with {file}; neither "
-        f"{file} nor {beside} holds these weights: put the file there"
-    )
-
-
 # ---- feature files -------------------------------------------------------------------------------
 
 
@@ -1331,7 +1029,7 @@ def write_features(
     """Write a feature file: `features` (n, C, H, W) float16, not chunked; `image_ids` (n,);
     `stamps` (n, 3) of the files that the features are made from; and the attributes `extractor` and
     `preprocessing`. `blocks` yields arrays (b, C, H, W) in the order of names and files. InputError
-    if arrays differ in shape or exceed float16's range, or if there are too few."""
+    if a feature is NaN or exceeds float16's range."""
     done = 0
     stamps = []
     bar = progress(total=len(names), desc="features", unit="image")
@@ -1342,11 +1040,6 @@ def write_features(
             if not done:
                 shape = (len(names), *block.shape[1:])
                 table = f.create_dataset("features", shape, "float16", fill_time="never")
-            if block.shape[1:] != table.shape[1:]:
-                raise InputError(
-                    f"features of {names[done]!r} differ in shape from the previous ones: "
-                    f"{block.shape[1:]}"
-                )
             if not np.abs(block).max() <= np.finfo(np.float16).max:  # phrased to refuse NaN, too
                 raise InputError(
                     f"features of {names[done]!r}, or of an image soon after, are not finite in "
@@ -1356,9 +1049,8 @@ def write_features(
             stamps += [stamp(file) for file in files[done : done + len(block)]]
             done += len(block)
             bar.update(len(block))
+        assert done == len(names), f"{done} feature maps for {len(names)} images"
         f["stamps"] = np.array(stamps, np.int64)
-        if done != len(names):
-            raise InputError(f"{path}: {done} feature maps for {len(names)} images")
 
 
 def stamp(file: Path) -> tuple[int, int, int]:
@@ -1381,27 +1073,21 @@ class Features:
         self.path = path
         self.remedy = f"remove it and run: {prepare}"
         with file_errors(path, self.remedy), h5py.File(path) as f:
-            if "stamps" not in f:
-                raise InputError("it does not record the files that it was made from")
             table = f["features"]
             names = f["image_ids"].asstr()[:]
             self.stamps = f["stamps"][:].tolist()
             self.extractor = f.attrs["extractor"]
             self.preprocessing = f.attrs["preprocessing"]
-            self.row = {name: i for i, name in enumerate(names)}
-            kind = table.dtype
-            if len(table.shape) != 4 or kind != np.float16 or len(self.row) != table.shape[0]:
-                raise InputError(
-                    f"expected float16 (n, C, H, W) and n ids, found {kind} {table.shape} and "
-                    f"{len(self.row)} ids"
-                )
-            self.data = np.memmap(path, kind, "r", table.id.get_offset(), table.shape)
+            self.row_of = {name: i for i, name in enumerate(names)}
+            assert table.dtype == np.float16 and len(self.row_of) == table.shape[0]
+            # h5py reads rows in sorted order only. The file is not chunked, so it can be mapped.
+            self.data = np.memmap(path, table.dtype, "r", table.id.get_offset(), table.shape)
             self.pinned = False  # `load` sets it if each batch is copied to a GPU
 
     def rows(self, names: list[str]) -> Tensor:
         """Features of the named images (n, C, H, W) float16: on the GPU, or in RAM (page-locked if
         `pinned`, which makes the copy to a GPU asynchronous)."""
-        index = [self.row[name] for name in names]
+        index = [self.row_of[name] for name in names]
         if isinstance(self.data, Tensor):
             # Indexing by the list itself would wait for what the GPU has to do before.
             on_gpu = torch.tensor(index).to(self.data.device, non_blocking=True)
@@ -1410,7 +1096,7 @@ class Features:
             return torch.from_numpy(self.data[index])
         # PyTorch reuses page-locked memory, so reading straight into it pays. With mode "raise",
         # np.take would read into a buffer first. "clip" hides no wrong index, as all of them come
-        # from self.row.
+        # from self.row_of.
         shape = (len(index), *self.data.shape[1:])
         rows = torch.empty(shape, dtype=torch.float16, pin_memory=True)
         np.take(self.data, index, axis=0, out=rows.numpy(), mode="clip")
@@ -1418,44 +1104,28 @@ class Features:
 
     def require(self, paths: dict[str, Path], root: Path) -> None:
         """InputError if an image has no features, or if its picture (or the authors' .npy file) has
-        changed since they were made. paths: image name -> picture; root: the data set's folder."""
-        absent = sorted(name for name in paths if name not in self.row)
-        if absent:
-            raise InputError(
-                f"{self.path} lacks {len(absent)} images, the first is {absent[0]}; {self.remedy}"
-            )
-        touched = []
+        been replaced since they were made. paths: image name -> picture; root: the data set's
+        folder."""
         for name, picture in paths.items():
+            if name not in self.row_of:
+                raise InputError(f"{self.path} lacks {name}; {self.remedy}")
             file = picture
             if self.preprocessing == AUTHORS_FILES:
                 file = authors_features(picture, root)
-            size, time, checksum = self.stamps[self.row[name]]
-            try:
-                status = os.stat(file)
-            except OSError:  # features may be shared without the files they were made from
+            if not file.exists():  # features may be shared without the files they were made from
                 continue
-            if status.st_size != size:
-                self.refuse(file)
-            if status.st_mtime_ns != time:
-                touched.append((status.st_mtime_ns, file, checksum))
-        # A copied file may also have a new time, so the contents decide. Only the newest 100 files
-        # are read, because a whole data set may have been copied; files replaced later are newer.
-        for _, file, checksum in sorted(touched, reverse=True)[:100]:
-            if stamp(file)[2] != checksum:
-                self.refuse(file)
-
-    def refuse(self, file: Path) -> None:
-        """Raises InputError: a file has changed since features were made."""
-        raise InputError(f"{self.path} was made before {file} was replaced; {self.remedy}")
+            size, time, checksum = self.stamps[self.row_of[name]]
+            status = file.stat()
+            untouched = status.st_size == size and status.st_mtime_ns == time
+            # A copied file may have a new time, so its content decides.
+            if not untouched and stamp(file)[2] != checksum:
+                raise InputError(f"{self.path} was made before {file} was replaced; {self.remedy}")
 
 
 def feature_file(name: str, root: Path, extractor: str = "") -> Path:
     """features.h5, or features-<extractor>.h5 if the extractor is not the data set's own."""
     if extractor in ("", settings_of(name).extractor):
         return root / "features.h5"
-    if extractor not in RESNETS and not extractor.startswith("timm/"):
-        known = ", ".join(dict.fromkeys([DATASETS[name].extractor, *RESNETS]))
-        raise InputError(f"--extractor {extractor}: {name} accepts {known}, timm/MODEL")
     return root / f"features-{re.sub('[/:]', '-', extractor_name(extractor))}.h5"
 
 
@@ -1499,9 +1169,7 @@ def prepare(
     authors' .npy files if these exist and the extractor is the data set's own; otherwise they are
     made from the pictures.
 
-    A file gets its final name only when it is complete, so preparation may be stopped, repeated, or
-    run twice at the same time. A killed process leaves a partial file
-    (features.h5.<process id>.partial), which nothing reads and you may remove.
+    A file gets its final name only when it is complete, so preparation may be stopped and repeated.
     mini is drawn first, with `scenes` training scenes. FileNotFoundError or InputError says what is
     missing, or that a feature file lacks images or was made by another extractor."""
     path = feature_file(name, root, extractor)
@@ -1523,17 +1191,12 @@ def prepare(
 
 def differing_counts(name: str, release: Release, vocab: Vocab) -> list[str]:
     """A line for each count that differs from the published one."""
-    settings = settings_of(name)
-    published = settings.scenes | settings.types
-    if settings.words:
-        published["words"] = settings.words
     counts = {part: len(members) for part, members in (release.scenes | release.kinds).items()}
     counts["words"] = len(vocab)
     lines = []
-    for part, count in published.items():
-        found = counts.get(part, 0)
-        if found != count:
-            lines.append(f"{part}: found {found}, published {count}")
+    for part, count in settings_of(name).published.items():
+        if counts.get(part, 0) != count:
+            lines.append(f"{part}: found {counts.get(part, 0)}, published {count}")
     return lines
 
 
@@ -1549,14 +1212,14 @@ def make_features(name: str, root: Path, release: Release, device: str, extracto
     extractor = extractor or settings.extractor
     names = sorted(release.paths)
     pictures = [release.paths[n] for n in names]
-    arrays = [authors_features(picture, root) for picture in pictures]
-    offered = settings.authors_features and extractor == settings.extractor
-    if offered and None not in arrays and any(file.exists() for file in arrays):
-        require_files(arrays)
-        _, _, grid = RESNETS[extractor]
-        blocks = (read_npy(file, grid)[None] for file in arrays)
-        write_features(path, names, arrays, blocks, extractor, AUTHORS_FILES)
-        return
+    if settings.authors_features and extractor == settings.extractor:
+        maps = [authors_features(picture, root) for picture in pictures]
+        if any(file.exists() for file in maps):
+            require_files(maps)
+            _, _, grid = RESNETS[extractor]
+            blocks = (read_npy(file, grid)[None] for file in maps)
+            write_features(path, names, maps, blocks, extractor, AUTHORS_FILES)
+            return
     require_files(pictures)
     network = Extractor(extractor, device)
     # Ctrl-C takes effect between batches; on a CPU, a batch of 16 takes seconds.
@@ -1564,26 +1227,23 @@ def make_features(name: str, root: Path, release: Release, device: str, extracto
     if extractor == "mini-cnn":
         batch = 512  # its pictures are small
     blocks = prefetch(block.numpy() for block in network.blocks(pictures, batch))
-    made_by = extractor_name(extractor)
-    write_features(path, names, pictures, blocks, made_by, network.preprocessing)
+    extractor = extractor_name(extractor)
+    write_features(path, names, pictures, blocks, extractor, network.preprocessing)
 
 
 def require_files(files: list[Path]) -> None:
     """FileNotFoundError if any of a release's files is missing."""
     absent = [file for file in files if not file.exists()]
     if absent:
-        count = f"{len(absent)} of {len(files)} missing"
-        hint = other_spelling(absent[0])
-        raise FileNotFoundError(f"there is no {absent[0]} ({count}){hint}; add what is missing")
+        raise FileNotFoundError(f"there is no {absent[0]} ({len(absent)} of {len(files)} missing)")
 
 
 def read_npy(path: Path, grid: tuple[int, int, int]) -> np.ndarray:
-    """A feature map published by the authors; grid: its (C, H, W). InputError names a file that
-    holds anything else."""
+    """A feature map published by the authors. InputError if its shape is not grid = (C, H, W)."""
     with file_errors(path, FETCH_AGAIN):
         x = np.load(path)  # refuses pickles, which could run arbitrary code
-        if x.shape != grid or not np.issubdtype(x.dtype, np.floating):
-            raise InputError(f"expected floats (C, H, W) = {grid}, found {x.dtype} {x.shape}")
+        if x.shape != grid:
+            raise InputError(f"expected features (C, H, W) = {grid}, found {x.shape}")
     return x
 
 
@@ -1623,24 +1283,31 @@ def prefetch(items: Iterator) -> Iterator:
             yield item
 
 
+class DatasetProtocol(Protocol):
+    """All that a method's train and evaluate use of a data set. Any object that provides it can
+    replace a Dataset; methods that use more say so where they do."""
+
+    vocab: Vocab  # len(vocab); vocab.decode(ids (B, V)) -> B captions
+    grid: tuple[int, int, int]  # (C, H, W) of an image's features
+    max_len: int  # ids of the longest caption, START and END included
+
+    def steps(self, batch_size: int) -> int: ...  # per epoch
+    # The steps of an epoch from step `first` on: one or two Batches each.
+    def train_batches(self, batch_size, seed, epoch, first=0) -> Iterator[tuple[Batch, ...]]: ...
+    # Every pair of "val" or "test" once.
+    def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]: ...
+    # The scores of a split's captions, see the function `results`.
+    def results(self, split: str, captions: dict, *args, **kwargs) -> dict[str, float]: ...
+    def state(self) -> dict: ...  # what a checkpoint keeps of the data
+    def check_state(self, state: dict) -> None: ...  # InputError if a checkpoint does not fit
+
+
 class Dataset:
     """A data set ready for a method: vocabulary, scenes, features. Made by `load`.
 
-    A method's train and evaluate use only the following, so any object that provides it can replace
-    a Dataset (methods that read more say so where they do):
-
-        vocab                     len(vocab); vocab.decode(ids (B, V)) -> B captions
-        grid                      (C, H, W) of an image's features
-        max_len                   ids of the longest caption, START and END included
-        steps(batch_size)         steps per epoch
-        train_batches(...)        the steps of an epoch, each a tuple of one or two Batches
-        eval_batches(split, ...)  every pair of "val" or "test" once, in Batches
-        results(split, ...)       scores of a split's captions
-        state(), check_state()    what a checkpoint keeps of the data, and whether it fits
-
-    Also: `lengths`, the max_len of the scenes' first pairs and, if scenes have two pairs, that of
-    their second pairs (distractors). Training batches are padded to these. Without features (for
-    counting words) there are no batches and no grid."""
+    `lengths`: the max_len of the scenes' first pairs and, if scenes have two pairs, that of their
+    second pairs (distractors). Training batches are padded to these. Without features (for counting
+    words) there are no batches and no grid."""
 
     def __init__(
         self,
@@ -1666,7 +1333,7 @@ class Dataset:
 
     def _lengths(self) -> list[int]:
         lengths = []
-        for scene in self.release.all_scenes():  # of all splits, as in the authors' scripts
+        for scene in itertools.chain(*self.scenes.values()):  # all splits, as the authors' scripts
             for pairs in scene.orders():
                 for n, pair in enumerate(pairs):
                     longest = 2 + max(len(self.vocab.split(caption)) for caption in pair.captions)
@@ -1699,10 +1366,8 @@ class Dataset:
                 pairs = []
                 captions = []
                 for i in chosen:
-                    in_order = (
-                        scenes[i].swapped if scenes[i].swapped and swap[i] else scenes[i].pairs
-                    )
-                    pair = in_order[n]
+                    scene = scenes[i]
+                    pair = scene.swapped[n] if scene.swapped and swap[i] else scene.pairs[n]
                     pairs.append(pair)
                     captions.append(pair.captions[int(draw[i, n] * len(pair.captions))])
                 batches.append(self.batch(pairs, captions, length))
@@ -1712,10 +1377,8 @@ class Dataset:
         return prefetch(make(order[i : i + batch_size]) for i in starts)
 
     def pairs(self, split: str) -> list[Pair]:
-        """Every pair of a split: the first pair of every scene, then, if scenes have two, all
-        distractor pairs."""
-        columns = zip(*(scene.pairs for scene in self.scenes[split]), strict=True)
-        return list(itertools.chain(*columns))
+        """Every pair of a split, see Release.pairs."""
+        return self.release.pairs(split)
 
     def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
         """Every pair of a split in order, with its first caption."""
@@ -1757,12 +1420,10 @@ class Dataset:
             "extractor": self.features.extractor,
             "grid": self.grid,
             "max_len": self.max_len,
-            "training_pairs": id_digests(self.pairs("train")),
         }
 
     def check_state(self, state: dict) -> None:
-        """InputError if a checkpoint was trained on other features or another vocabulary. Prints
-        notes if it was trained on other pairs, and if some of these are now in val or test."""
+        """InputError if a checkpoint was trained on other features or another vocabulary."""
         name = state["extractor"]
         grid = tuple(state["grid"])
         if (name, grid) != (self.features.extractor, self.grid):
@@ -1777,28 +1438,6 @@ class Dataset:
                 f"others ({len(self.vocab)}); give the --data_dir of its training, or train a new "
                 "model if captions were edited"
             )
-        trained = state["training_pairs"].cpu()
-        if torch.equal(trained, id_digests(self.pairs("train"))):
-            return
-        notes = [
-            f"the checkpoint was trained on other pairs than those of {self.root}; do not --resume "
-            "it here: validation scores before and after could not be compared"
-        ]
-        for split in ("val", "test"):
-            pairs = self.pairs(split)
-            seen = int(torch.isin(id_digests(pairs), trained).sum())
-            if seen:
-                notes.append(f"the ids of {seen} of the {len(pairs)} {split} pairs were among them")
-        print_notes(notes)
-
-
-def id_digests(pairs: list[Pair]) -> Tensor:
-    """A number for each pair's id, sorted: the first eight bytes of its SHA-256. -> int64 (n,)"""
-    numbers = []
-    for pair in pairs:
-        digest = hashlib.sha256(pair.id.encode()).digest()
-        numbers.append(int.from_bytes(digest[:8], "big", signed=True))
-    return torch.tensor(sorted(numbers), dtype=torch.int64)
 
 
 FEW_PAIRS = 10  # CIDEr of fewer pairs says little; of a single pair it is always 0
@@ -1829,9 +1468,10 @@ def load(
     print_notes(release.notes)
     counts = {split: len(dataset.pairs(split)) for split in SPLITS}
     print(f"{root}: {counts['train']} train, {counts['val']} val, {counts['test']} test pairs")
-    if 0 < counts["val"] < FEW_PAIRS:
-        print_notes(["with so few val pairs, their scores choose best.pt almost at random"])
-    print(f"features: {size / 1e9:.2f} GB, {place}")
+    for split in ("val", "test"):
+        if 0 < counts[split] < FEW_PAIRS:
+            print_notes([f"scores of so few {split} pairs are almost random"])
+    print(f"features: {size / 1e6:.0f} MB, {place}")
     return dataset
 
 
@@ -1842,6 +1482,10 @@ def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
         prepare("mini", Path(cfg.data_dir), cfg.device, cfg.extractor, cfg.scenes)
     return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
 
+
+# ==================================================================================================
+# Second half: what a run needs. A data set of your own can do without it.
+# ==================================================================================================
 
 # ---- phrases of captions -------------------------------------------------------------------------
 
@@ -1970,6 +1614,71 @@ def read_captions(read: Callable, dataset_name: str, captions: Iterable[str]) ->
     reader = f"{nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}"
     print(f"{read.__name__} of {len(captions)} captions by {reader}")
     return readings
+
+
+# ---- captions of any two pictures ----------------------------------------------------------------
+
+
+class Captioner:
+    """A trained model that captions any two pictures (files or PIL images): caption, maps =
+    captioner(before, after). maps: name -> attention map (H, W).
+
+    model, state: from common.load_model; state["extractor"] names the feature network.
+    inputs(model, state, pictures) -> a further input of the model's generate and attention_map, one
+    row per pair, or None; pictures are in the order before, after, before, after, ..."""
+
+    def __init__(self, model: nn.Module, state: dict, inputs: Callable | None = None):
+        self.model = model
+        self.state = state
+        self.inputs = inputs
+        self.device = model.cfg.device
+        self.vocab = Vocab(state["vocab"])
+        self.extractor = Extractor(state["extractor"], self.device)
+
+    def __call__(self, before, after) -> tuple[str, dict[str, Tensor]]:
+        return next(self.pairs([(before, after)]))
+
+    def pairs(self, pairs: list[tuple], batch: int = 16) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yields the caption and the maps of every pair in a list."""
+        pictures = [picture for pair in pairs for picture in pair]
+        rows = self.inputs(self.model, self.state, pictures) if self.inputs else None
+        starts = range(0, len(pairs), batch)
+        blocks = self.extractor.blocks(pictures, 2 * batch)
+        for i, x in zip(starts, blocks, strict=True):
+            x = x.to(self.device).float().unflatten(0, (-1, 2))  # (B, 2, C, H, W)
+            before, after = x.unbind(1)
+            inputs = [] if rows is None else [rows[i : i + batch]]
+            ids = self.model.generate(before, after, *inputs)
+            maps = self.model.attention_map(before, after, ids, *inputs)
+            for n, caption in enumerate(self.vocab.decode(ids)):
+                yield caption, {name: heat[n] for name, heat in maps.items()}
+
+
+def load_captioner(
+    Model: Callable[..., nn.Module],
+    Config: type,
+    checkpoint: str | Path,
+    device: str = "",
+    inputs: Callable | None = None,
+) -> Captioner:
+    """A trained model for any two pictures, files or PIL images: caption, maps =
+    load_captioner(Model, Config, "best.pt")(before, after).
+
+    Model: as in common.load_model, with generate and attention_map. device: default cuda if
+    available. inputs: see Captioner. InputError if the checkpoint or the device cannot be used."""
+    cfg = saved_config(Config, checkpoint)
+    cfg.device = usable_device(device)
+    model, state = load_model(Model, cfg, checkpoint)
+    if "extractor" not in state:  # trained on the user's own features
+        raise InputError(f"{checkpoint} does not name the network that makes its features")
+    if ":" in cfg.extractor:  # timm/MODEL:FILE
+        if extractor_name(cfg.extractor) != state["extractor"]:
+            raise InputError(
+                f"{checkpoint} was trained on features of {state['extractor']}, but "
+                f"{cfg.extractor} now has other weights; put the former file there"
+            )
+        state["extractor"] = cfg.extractor
+    return Captioner(model, state, inputs)
 
 
 # ---- scores: words and metrics -------------------------------------------------------------------
@@ -2526,7 +2235,7 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
         pairs[""] = tuple(map(Path, files))
     else:
         table = Path(files[0])
-        for _, row in read_table(table, ("before", "after")):
+        for row in read_table(table, ("before", "after")):
             pair = own_pair(row)
             pairs[pair.id] = (table.parent / pair.before, table.parent / pair.after)
     pictures = dict.fromkeys(itertools.chain(*pairs.values()))
