@@ -198,7 +198,7 @@ def test_spice_runs_if_its_models_are_there_and_never_downloads(monkeypatch, tmp
 def test_outer_quarters_of_difficulty_hold_a_quarter_rounded_down():
     pairs = [data.Pair(str(i), "a", "b", []) for i in range(3985)]
     overlap = {str(i): 1 - i / 4000 for i in range(3985)}
-    release = data.Release(overlap=overlap, scenes={"test": []})
+    release = data.Release(overlap=overlap, scenes={split: [] for split in data.SPLITS})
     dataset = SimpleNamespace(release=release, pairs=lambda split: pairs)
     assert data.groups_of(dataset, "test") == {
         "view: hardest quarter": {str(i) for i in range(3985 - 996, 3985)},
