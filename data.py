@@ -1516,18 +1516,26 @@ QUANTITIES = {"NUM", "ADJ", "DET", "PRON"}  # "one of the cars", "most of the ca
 
 
 def language(dataset_name: str):
-    """The spaCy pipeline for a data set's captions; InputError if the English model is missing."""
-    import spacy
-
-    if settings_of(dataset_name).templates:
-        return spacy.blank("en", meta={"name": "template_rules"})  # only a tokenizer
+    """spaCy's English pipeline; InputError if spaCy or the model is missing."""
     try:
-        return spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
-    except OSError as e:
+        import spacy
+
+        nlp = spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
+    except (ImportError, OSError) as e:
         raise InputError(
-            f"the captions of {dataset_name} need spaCy's English model; "
-            "run: python -m spacy download en_core_web_sm"
+            f"the captions of {dataset_name} need spaCy and its English model; "
+            "run: pip install spacy && python -m spacy download en_core_web_sm"
         ) from e
+    print(f"captions are analysed by {nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}")
+    return nlp
+
+
+def analysed(dataset_name: str, captions: list[str]) -> Iterable:
+    """Each caption as spaCy analyses it (a Doc) or, of a data set whose captions are made from
+    templates, each caption as it is: rules read these, without spaCy."""
+    if settings_of(dataset_name).templates:
+        return captions
+    return language(dataset_name).pipe(captions, batch_size=1000)
 
 
 def template_segments(caption: str) -> tuple[list[str], list[str]]:
@@ -1569,14 +1577,15 @@ def noun_phrase(chunk) -> str:
 
 
 def subjects(doc) -> list[str]:
-    """What has changed according to a caption, in lower case, without articles or a leading "new".
+    """What has changed according to a caption (see `analysed`), in lower case, without articles or
+    a leading "new".
 
     Of a template caption: its first object. Otherwise: the subjects of the main clause and of
     clauses coordinated with it or, if these have none ("there is a car", "remove the car", "the
     left image has a car"), their objects. "No change", "nothing" and words for the pictures
     themselves are not entities."""
-    if not doc.has_annotation("DEP"):  # not parsed: a template caption
-        nouns, _ = template_segments(doc.text)
+    if isinstance(doc, str):  # a template's caption
+        nouns, _ = template_segments(doc)
         return [noun for noun in nouns if OBJECT.fullmatch(noun)][:1]
     subject_phrases = []
     object_phrases = []
@@ -1603,17 +1612,11 @@ def subjects(doc) -> list[str]:
 
 
 def read_captions(read: Callable, dataset_name: str, captions: Iterable[str]) -> dict[str, list]:
-    """Reads every distinct caption: {caption: result of `read`}. read: subjects, or RDD's segments,
-    of a caption that spaCy has analysed."""
-    nlp = language(dataset_name)
+    """Every distinct caption -> what `read` makes of it: `subjects`, or RDD's segments."""
     captions = list(dict.fromkeys(captions))
-    docs = nlp.pipe(captions, batch_size=1000)
-    readings = {}
-    for doc in progress(docs, desc=read.__name__, total=len(captions), unit="caption"):
-        readings[doc.text] = read(doc)
-    reader = f"{nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}"
-    print(f"{read.__name__} of {len(captions)} captions by {reader}")
-    return readings
+    docs = analysed(dataset_name, captions)
+    bar = progress(docs, desc=read.__name__, total=len(captions), unit="caption")
+    return {caption: read(doc) for caption, doc in zip(captions, bar, strict=True)}
 
 
 # ---- captions of any two pictures ----------------------------------------------------------------

@@ -818,8 +818,12 @@ def minis(tmp_path_factory):
 
 
 @pytest.fixture
-def smoke(method, minis):
-    """mini, drawn once, and a short run of each method on it -> folder of the data, of the run."""
+def smoke(method, minis, monkeypatch):
+    """mini, drawn once, and a short run of each method on it, which needs no spaCy -> folder of the
+    data, of the run."""
+    for name in ("spacy", *sys.modules):
+        if name.split(".")[0] == "spacy":
+            monkeypatch.setitem(sys.modules, name, None)
     out = minis / method.__name__
     if not out.exists():
         flags = "--scenes 60 --steps 40 --log_every 5 --dim 32 --warmup 5 --device cpu".split()
