@@ -1198,18 +1198,21 @@ def parse(dataset, texts: list[str]) -> tuple[dict, dict, dict]:
     tokens = {}
     words = {}
     subjects = {}
-    docs = data.language(dataset.name).pipe(texts, batch_size=1000)
-    for text, doc in zip(texts, docs, strict=True):
-        tokens[text] = [token.text_with_ws for token in doc]
+    for text, doc in zip(texts, data.analysed(dataset.name, texts), strict=True):
+        if isinstance(doc, str):  # from a template
+            tagged = [(token, "", "") for token in re.findall(r"\w+\s*|\W\s*", doc)]
+        else:
+            tagged = [(token.text_with_ws, token.pos_, token.tag_) for token in doc]
+        tokens[text] = [token for token, _, _ in tagged]
         subjects[text] = data.subjects(doc)
         words[text] = []
-        for token in doc:
-            word = token.lower_
+        for i, (token, pos, tag) in enumerate(tagged):
+            word = token.strip().lower()
             if word in MEANING:
                 kind, _ = MEANING[word]
-                words[text].append((token.i, word, kind))
-            elif token.pos_ in ("NOUN", "ADJ"):
-                words[text].append((token.i, word, token.tag_))
+                words[text].append((i, word, kind))
+            elif pos in ("NOUN", "ADJ"):
+                words[text].append((i, word, tag))
     return tokens, words, subjects
 
 
