@@ -1289,7 +1289,7 @@ class DatasetProtocol(Protocol):
 
     vocab: Vocab  # len(vocab); vocab.decode(ids (B, V)) -> B captions
     grid: tuple[int, int, int]  # (C, H, W) of an image's features
-    max_len: int  # ids of the longest caption, START and END included
+    max_len: int  # ids of the longest caption, START and END included; batches are padded to it
 
     def steps(self, batch_size: int) -> int: ...  # per epoch
     # The steps of an epoch from step `first` on: one or two Batches each.
@@ -1305,9 +1305,7 @@ class DatasetProtocol(Protocol):
 class Dataset:
     """A data set ready for a method: vocabulary, scenes, features. Made by `load`.
 
-    `lengths`: the max_len of the scenes' first pairs and, if scenes have two pairs, that of their
-    second pairs (distractors). Training batches are padded to these. Without features (for counting
-    words) there are no batches and no grid."""
+    Without features (for counting words) there are no batches and no grid."""
 
     def __init__(
         self,
@@ -1325,22 +1323,14 @@ class Dataset:
         self.paths = release.paths
         self.vocab = vocab
         self.features = features
-        self.lengths = self._lengths()
-        self.max_len = max(self.lengths)
+        self.max_len = 0
+        for scene in itertools.chain(*self.scenes.values()):  # all splits, as the authors' scripts
+            for pair in itertools.chain(*scene.orders()):
+                for caption in pair.captions:
+                    self.max_len = max(self.max_len, 2 + len(vocab.split(caption)))
         if features is not None:
             self.grid = tuple(features.data.shape[1:])
             features.require(self.paths, root)
-
-    def _lengths(self) -> list[int]:
-        lengths = []
-        for scene in itertools.chain(*self.scenes.values()):  # all splits, as the authors' scripts
-            for pairs in scene.orders():
-                for n, pair in enumerate(pairs):
-                    longest = 2 + max(len(self.vocab.split(caption)) for caption in pair.captions)
-                    if n == len(lengths):
-                        lengths.append(longest)
-                    lengths[n] = max(lengths[n], longest)
-        return lengths
 
     def steps(self, batch_size: int) -> int:
         """Batches per epoch; the last may be smaller."""
@@ -1362,7 +1352,7 @@ class Dataset:
         def make(chosen: np.ndarray) -> tuple[Batch, ...]:
             """The Batches of the scenes with these numbers."""
             batches = []
-            for n, length in enumerate(self.lengths):  # first pairs of the scenes, then second ones
+            for n in range(len(scenes[0].pairs)):  # first pairs of the scenes, then second ones
                 pairs = []
                 captions = []
                 for i in chosen:
@@ -1370,7 +1360,7 @@ class Dataset:
                     pair = scene.swapped[n] if scene.swapped and swap[i] else scene.pairs[n]
                     pairs.append(pair)
                     captions.append(pair.captions[int(draw[i, n] * len(pair.captions))])
-                batches.append(self.batch(pairs, captions, length))
+                batches.append(self.batch(pairs, captions))
             return tuple(batches)
 
         starts = range(first * batch_size, len(scenes), batch_size)
@@ -1387,18 +1377,17 @@ class Dataset:
         batches = prefetch(self.batch(pairs[i : i + batch_size]) for i in starts)
         return iter(tqdm(batches, split, len(starts), disable=None, leave=False))
 
-    def batch(self, pairs: list[Pair], captions: list[str] | None = None, length: int = 0) -> Batch:
-        """Pairs with one caption each (default: their first), padded to `length` ids (default:
-        max_len)."""
+    def batch(self, pairs: list[Pair], captions: list[str] | None = None) -> Batch:
+        """Pairs with one caption each (default: their first), padded to max_len ids. All batches
+        have the same length, so that torch.compile makes one graph for them."""
         captions = captions or [pair.captions[0] for pair in pairs]
-        length = length or self.max_len
         single = pairs[0].after is None
         before = self.features.rows([pair.before for pair in pairs])
         if single:
             after = torch.zeros_like(before)
         else:
             after = self.features.rows([pair.after for pair in pairs])
-        ids = torch.tensor([self.vocab.encode(caption, length) for caption in captions])
+        ids = torch.tensor([self.vocab.encode(caption, self.max_len) for caption in captions])
         return Batch(
             before,
             after,

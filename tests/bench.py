@@ -119,7 +119,6 @@ def phrases_of(cfg, texts):
     phrases.clip = clip
     phrases.ignore_equal = True
     phrases.tokens = torch.randint(49408, (REPEATED + half, PHRASE), device=cfg.device)
-    phrases.encode_prompted = rdd_acr.encode_prompted
     return phrases
 
 
