@@ -58,7 +58,6 @@ METHODS = {
     "idc_pretrain": idc_pretrain.IDC,
 }
 WORDS = 76  # CLEVR-Change's
-ENTITIES = 500  # candidates of CHEERS
 CLIP = 768  # ViT-L-14's width
 PHRASE = 16  # ids of a noun phrase
 REPEATED = 10  # phrases that the distractors share
@@ -157,18 +156,15 @@ def match_work(args) -> Work:
 
 
 def model_of(args, cfg):
-    """A model with random weights and, for CHEERS, with a table of entities."""
-    inputs = []
-    if args.method == "cheers":
-        inputs.append(torch.randn(ENTITIES, CLIP))
-    return METHODS[args.method](cfg, WORDS, args.grid, args.length, *inputs).to(args.device)
+    """A model with random weights."""
+    return METHODS[args.method](cfg, WORDS, args.grid, args.length).to(args.device)
 
 
 def entities_of(args, cfg) -> list[Tensor]:
-    """CHEERS's entities of each pair (B, K); nothing for the other methods."""
+    """CHEERS's entities of each pair (B, K, d); nothing for the other methods."""
     if args.method != "cheers":
         return []
-    return [torch.randint(ENTITIES, (args.batch, cfg.k), device=args.device)]
+    return [torch.randn(args.batch, cfg.k, cfg.clip_dim, device=args.device)]
 
 
 def decode_work(args) -> Work:

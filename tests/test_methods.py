@@ -56,6 +56,7 @@ ALONE = {
     cheers: {"k": 0, "gate": "none", "w_consistency": 0.0},
 }
 SIZES = {
+    cheers: {"word_dim": 6, "clip_dim": 5},
     rdd_acr: {"word_dim": 6, "clip_dim": 7, "clip_width": 6, "object_vectors": 3},
     idc_pretrain: {"ffn": 12, "nabirds": "some folder"},
 }
@@ -71,10 +72,7 @@ def small(method, max_len=V, **fields):
     torch.manual_seed(0)
     sizes = {"dim": 8, "heads": 2, "dropout": 0.0} | SIZES.get(method, {"word_dim": 6})
     cfg = method.Config(**sizes | fields)
-    table = []
-    if method is cheers and cfg.k:
-        table.append(torch.rand(7, 5))
-    return MODELS[method](cfg, WORDS, (C, H, W), max_len, *table)
+    return MODELS[method](cfg, WORDS, (C, H, W), max_len)
 
 
 def shallow(method, **fields):
@@ -89,7 +87,8 @@ def shallow(method, **fields):
 def entities_of(model):
     """A model's input besides the images: CHEERS's entities of each pair."""
     if isinstance(model, cheers.CHEERS) and model.cfg.k:
-        return (torch.tensor([[0, 1, 6]] * B),)
+        torch.manual_seed(2)
+        return (torch.rand(B, 3, 5).to(next(model.parameters()).dtype),)
     return ()
 
 
@@ -887,13 +886,13 @@ def own_phrases(cfg):
 
 def own_entities(cfg):
     clip, tokenizer = random_clip()
-    images = {}
-    for text, color in (("brighter", "white"), ("darker", "black")):
-        images[f"before {text}"] = Image.new("RGB", (32, 32), "gray")
-        images[f"after {text}"] = Image.new("RGB", (32, 32), color)
-    pairs = [("before brighter", "after brighter"), ("before darker", "after darker")]
-    subjects = {"brighter": ["light"], "darker": ["shade"]}
-    return cheers.Entities(cfg, clip, tokenizer, preprocess, subjects, images, pairs)
+    names = ["before brighter", "after brighter", "before darker", "after darker"]
+    colors = ["gray", "white", "gray", "black"]
+    pictures = [Image.new("RGB", (32, 32), color) for color in colors]
+    images = dict(zip(names, cheers.embed_images(clip, preprocess, pictures), strict=True))
+    phrases = ["light", "shade"]
+    table = cheers.embed_texts(clip, tokenizer, phrases)
+    return cheers.Entities(cfg, phrases, table, images, [tuple(names[:2]), tuple(names[2:])])
 
 
 @pytest.mark.parametrize(
@@ -902,7 +901,7 @@ def own_entities(cfg):
         (scorer_cbr, {}, None),
         (dirl_ccr, {}, None),
         (rdd_acr, {"clip_dim": 8, "clip_width": 16}, own_phrases),
-        (cheers, {"k": 1, "min_count": 1}, own_entities),
+        (cheers, {"k": 1, "clip_dim": 8}, own_entities),
     ],
 )
 def test_a_method_trains_on_any_object_with_these_methods(
