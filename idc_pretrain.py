@@ -76,7 +76,7 @@ class Config(RunConfig):
     """IDC. RunConfig's steps, lr, warmup and batch_size are those of fine-tuning.
 
     From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
-    released variant; Config(variant="released") sets the name only, not RELEASED's values."""
+    released variant."""
 
     AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"layers", "ffn", "pretrain_batch"}
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"init", "cub", "nabirds"}
@@ -117,7 +117,6 @@ class Config(RunConfig):
     pretrain_decay: Literal["none", "inverse_sqrt"] = "none"  # after the warm-up of pre-training
     finetune_decay: Literal["none", "halves"] = "none"  # halves: x1/2 at step 10000, x1/4 at 20000
     reduction: Literal["mean", "sum"] = "mean"  # of fine-tuning's losses, over words and pairs
-    variant: Literal["paper", "released"] = "paper"  # whose version of the details in RELEASED
     blind: bool = False  # zero the image features (language-only baseline)
 
 
@@ -1149,18 +1148,21 @@ def parse(dataset, texts: list[str]) -> tuple[dict, dict, dict]:
     tokens = {}
     words = {}
     subjects = {}
-    docs = data.language(dataset.name).pipe(texts, batch_size=1000)
-    for text, doc in zip(texts, docs, strict=True):
-        tokens[text] = [token.text_with_ws for token in doc]
+    for text, doc in zip(texts, data.analysed(dataset.name, texts), strict=True):
+        if isinstance(doc, str):  # from a template
+            tagged = [(token, "", "") for token in re.findall(r"\w+\s*|\W\s*", doc)]
+        else:
+            tagged = [(token.text_with_ws, token.pos_, token.tag_) for token in doc]
+        tokens[text] = [token for token, _, _ in tagged]
         subjects[text] = data.subjects(doc)
         words[text] = []
-        for token in doc:
-            word = token.lower_
+        for i, (token, pos, tag) in enumerate(tagged):
+            word = token.strip().lower()
             if word in MEANING:
                 kind, _ = MEANING[word]
-                words[text].append((token.i, word, kind))
-            elif token.pos_ in ("NOUN", "ADJ"):
-                words[text].append((token.i, word, token.tag_))
+                words[text].append((i, word, kind))
+            elif pos in ("NOUN", "ADJ"):
+                words[text].append((i, word, tag))
     return tokens, words, subjects
 
 

@@ -671,15 +671,15 @@ def verb_matcher(vocab):
 
 
 def segments(doc) -> tuple[list[str], list[str]]:
-    """Noun segments and verb segments of one caption that spaCy has read, in reading order, lower
+    """Noun segments and verb segments of one caption (see data.analysed), in reading order, lower
     case. Nouns come without articles, but with "no" ("no change"). A copula without a complement
     ("is") counts only if the caption has no other verb segment."""
-    from spacy.util import filter_spans
-
     import data
 
-    if not doc.has_annotation("DEP"):  # a template's caption, split into tokens but not parsed
-        return data.template_segments(doc.text)
+    if isinstance(doc, str):  # a template's caption, which needs no spaCy
+        return data.template_segments(doc)
+    from spacy.util import filter_spans
+
     chunks = list(doc.noun_chunks)
     nouns = [data.noun_phrase(chunk) for chunk in chunks]
     in_chunks = {token.i for chunk in chunks for token in chunk}

@@ -81,7 +81,7 @@ class Config(RunConfig):
     """SCORER+CBR. The settings of a run (data, steps, device) are in common.RunConfig.
 
     From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
-    released variant; Config(variant="released") sets the name only, not RELEASED's values."""
+    released variant."""
 
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings
@@ -100,7 +100,6 @@ class Config(RunConfig):
     train_cbr: bool = True  # train CBR; the released code leaves its weights as initialised
     sentence_mean: Literal["words", "padded"] = "words"  # CBR: divide by word count, or by max_len
     ffn_residual: Literal["input", "activation"] = "input"  # residual of the feed-forward layer
-    variant: Literal["paper", "released"] = "paper"  # whose version of the details in RELEASED
     val_decode: Literal["greedy", "sample"] = "greedy"  # decoding of validation captions
     blind: bool = False  # zero the image features (language-only baseline)
 
@@ -321,19 +320,17 @@ def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: in
 
     "mtm" and "tm" are match_by_definition with `heads` heads and with one; "mean" and "max"
     (Fig. 3) pool the tokens first. As released, tokens are not normalised, and a learned scale
-    replaces Eq. 4's 1 / temperature. Computed in float32 even under autocast, because scores near
+    replaces Eq. 4's 1 / temperature. Scores are in float32 even under autocast, because those near
     50 differ by tenths, which bfloat16 rounds away."""
     with torch.autocast(q.device.type, enabled=False):
-        q = upcast(q)
-        k = upcast(k)
         if matching == "mtm":
             score = token_match(q, k, heads)  # Eq. 3
         elif matching == "tm":
             score = token_match(q, k)  # Eq. 2
         elif matching == "mean":
-            score = q.mean(1) @ k.mean(1).T
+            score = upcast(q).mean(1) @ upcast(k).mean(1).T
         else:
-            score = q.amax(1) @ k.amax(1).T
+            score = upcast(q).amax(1) @ upcast(k).amax(1).T
         return log_scale.exp() * score
 
 

@@ -5,7 +5,7 @@
     python tests/bench.py decode [--method dirl_ccr] [--batch 64]   greedy captions, cached and not
     python tests/bench.py match [--batch 128]                       token-wise matching, both passes
 
-The plain formulation computes every matching score at once (as in tests/test_common.py), writes out
+The plain formulation computes every matching score at once (as in tests/test_match.py), writes out
 attention's probabilities, uses float32 without torch.compile, and starts decoding over at each
 word. The two formulations take turns. Each turn is a separate process, so that its peak memory can
 be measured. Operations are those of dense matrix products. They are also given as a share of the
@@ -31,7 +31,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 import torch
 from open_clip.transformer import TextTransformer
-from test_common import dense_match
+from test_match import dense_match
 from torch import Tensor
 from torch.utils.flop_counter import (
     FlopCounterMode,
@@ -97,7 +97,7 @@ def plain_attend(self, q, k, v, causal=False, mask=None):
 
 
 def plain_match(q, k, heads=1):
-    """common.token_match, but with every matching score at once."""
+    """common.token_match, but with every matching score of a head at once."""
     total = 0
     for q_of_head, k_of_head in zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True):
         total = total + dense_match(q_of_head, k_of_head)

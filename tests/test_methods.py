@@ -934,8 +934,12 @@ def minis(tmp_path_factory):
 
 
 @pytest.fixture
-def smoke(method, minis):
-    """mini, drawn once, and a short run of each method on it -> folder of the data, of the run."""
+def smoke(method, minis, monkeypatch):
+    """mini, drawn once, and a short run of each method on it, which needs no spaCy -> folder of the
+    data, of the run."""
+    for name in ("spacy", *sys.modules):
+        if name.split(".")[0] == "spacy":
+            monkeypatch.setitem(sys.modules, name, None)
     out = minis / method.__name__
     if not out.exists():
         flags = "--scenes 60 --steps 40 --log_every 5 --dim 32 --warmup 5 --device cpu".split()
@@ -955,13 +959,9 @@ def test_embedded_data_set_from_nothing(method, smoke):
     result = json.loads((out / "scores_test.json").read_text())
     assert set(result["accuracy"]) >= {"change type", "distractors", "all four"}
     assert "view: hardest quarter" in result["scores"]
-    maps = set(result["pointing"]) - {"chance", "boxes"}
-    expected = {"attention"}
-    if method is rdd_acr:
-        expected = {"decoder", "objects", "actions"}
-    assert maps == expected
-    assert {"total", "add", "drop"} <= set(result["pointing"]["chance"])
-    assert result["pointing"]["boxes"]["drop"] == 2
+    for group in ("total", "add", "drop"):
+        assert 0 <= result["scores"][group]["pointing"] <= 100
+        assert 0 < result["scores"][group]["chance"] < 20
     assert (out / "samples.png").exists()
     other = ["--scenes", "70", "--data_dir", root, "--out_dir", out / "other"]
     with pytest.raises(ValueError, match="--data_dir"):  # it was made with other settings
