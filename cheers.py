@@ -63,7 +63,6 @@ from common import (
     InputError,
     Run,
     RunConfig,
-    check_length,
     decode,
     info_nce,
     initialise,
@@ -126,9 +125,8 @@ class ImageEmbedding(nn.Module):
         self.position = GridPosition(cfg.dim, height, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        found = tuple(features.shape[1:])
-        if found != self.grid:
-            raise ValueError(f"features: (C, H, W) = {self.grid} expected, {found} found")
+        # Broadcasting would accept some other shapes in silence.
+        assert features.shape[1:] == self.grid, f"{self.grid} expected, {features.shape} found"
         x = self.conv(features) + self.position()
         return x.flatten(2).transpose(1, 2)  # (B, D, H, W) -> (B, N, D)
 
@@ -329,7 +327,7 @@ class Decoder(nn.Module):
     def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
         end = start + ids.shape[1]
-        check_length(end, self.position.num_embeddings)
+        assert end <= self.position.num_embeddings, "a caption is longer than max_len"
         position = self.position.weight[start:end]
         return self.dropout(self.norm(self.project(self.embed(ids)) + position))
 

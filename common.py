@@ -1,7 +1,7 @@
 """Small parts that every method file builds on. Nothing here belongs to one paper or reads data.
 
 First half, what a copied method needs:
-    layers         Attention, initialise, GridPosition, sinusoid, masked_mean, check_length
+    layers         Attention, initialise, GridPosition, sinusoid, masked_mean
     losses         upcast, info_nce, token_match
     decoding       NULL, UNK, START, END, decode
     configuration  InputError, RunConfig, learning_rate
@@ -61,7 +61,7 @@ class Attention(nn.Module):
     Vaswani et al. 2017, section 3.2. forward: x (B, L, D), memory (B, M, D) -> (B, L, D).
     `project` and `attend` are its two halves. They are separate because matching losses read the
     projections, and decoding keeps keys and values between steps. out_proj=False leaves out the
-    linear layer after the heads. ValueError if dim is not a multiple of heads.
+    linear layer after the heads.
     """
 
     def __init__(
@@ -73,8 +73,7 @@ class Attention(nn.Module):
         out_proj: bool = True,
     ):
         super().__init__()
-        if dim % heads:
-            raise ValueError(f"a width of {dim} is not a multiple of {heads} heads")
+        assert dim % heads == 0, f"a width of {dim} is not a multiple of {heads} heads"
         self.heads = heads
         self.dropout = dropout
         self.query = nn.Linear(dim, dim, bias)
@@ -172,12 +171,6 @@ def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
     """Mean over the words of a sentence. x (B, V, D), valid (B, V) bool -> (B, D)."""
     weight = valid.to(x.dtype)[..., None]
     return (x * weight).sum(1) / weight.sum(1).clamp(min=1)
-
-
-def check_length(words: int, max_len: int) -> None:
-    """ValueError if a caption of `words` ids is longer than the model's max_len positions."""
-    if words > max_len:
-        raise ValueError(f"a caption of {words} ids is longer than the model's max_len, {max_len}")
 
 
 # ---- losses --------------------------------------------------------------------------------------

@@ -51,7 +51,6 @@ from common import (
     InputError,
     Run,
     RunConfig,
-    check_length,
     decode,
     initialise,
     is_word,
@@ -171,7 +170,7 @@ class Embedding(nn.Module):
     def words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
         end = start + ids.shape[1]
-        check_length(end, self.max_len)
+        assert end <= self.max_len, "a caption is longer than max_len"
         x = self.scale * self.table(ids) + self.types.weight[self.types_of_parts[self.TEXT]]
         x = x + self.position[start:end]
         return self.dropout(self.norm(x))  # Eq. 1
@@ -464,9 +463,7 @@ class IDC(nn.Module):
 
     def cells(self, features: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, N, C), cell n = row * W + column."""
-        size = tuple(features.shape[1:])
-        if size != self.grid:
-            raise ValueError(f"features: (C, H, W) = {self.grid} expected, {size} found")
+        assert features.shape[1:] == self.grid, f"{self.grid} expected, {features.shape} found"
         return features.flatten(2).transpose(1, 2)
 
     def visual(self, before: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
