@@ -708,6 +708,7 @@ def append(past: list, new: list, count: int | None = None) -> list:
 
 # ---- presets -------------------------------------------------------------------------------------
 
+# Each row needs an --out_dir of its own.
 # Row of the paper's tables            flags
 # Tables 2, 3  CLEVR-Change            --dataset clevr_change
 # Table 4      all rows                --dataset clevr_change, and
@@ -970,7 +971,9 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED)
+    cfg, args = parse_args(
+        Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED, data.DATASETS
+    )
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
         return
