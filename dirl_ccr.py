@@ -59,7 +59,6 @@ from common import (
     GridPosition,
     Run,
     RunConfig,
-    check_length,
     decode,
     info_nce,
     initialise,
@@ -130,9 +129,8 @@ class ImageEmbedding(nn.Module):
         self.position = GridPosition(dim, height, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        found = tuple(features.shape[1:])
-        if found != self.grid:
-            raise ValueError(f"features: (C, H, W) = {self.grid} expected, {found} found")
+        # Broadcasting would accept some other shapes in silence.
+        assert features.shape[1:] == self.grid, f"{self.grid} expected, {features.shape} found"
         if self.use_coords:
             coords = self.coords.to(features.dtype).expand(features.shape[0], -1, -1, -1)
             features = torch.cat([features, coords], 1)
@@ -216,7 +214,7 @@ class DecoderLayer(nn.Module):
         """-> attended words (B, V, D), and keys and values of all words so far: the next `past`.
 
         Without `past`, x holds all words from START on. With `past`, x is the single word after
-        those of `past`; `stepper` decodes this way."""
+        those of `past`; a Cache decodes this way."""
         q, k, v = self.self_attention.project(x, x)
         if past is not None:
             past_k, past_v = past
@@ -255,7 +253,7 @@ class Decoder(nn.Module):
     def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
         end = start + ids.shape[1]
-        check_length(end, self.position.shape[0])
+        assert end <= self.position.shape[0], "a caption is longer than max_len"
         x = self.embed(ids) + self.position[start:end]
         return self.dropout(self.norm(self.project(x)))
 
@@ -268,19 +266,28 @@ class Decoder(nn.Module):
             memory.append((key, value))
         return memory
 
-    def stepper(self, difference: Tensor):
-        """-> step(ids (B,), position) -> logits of the next word (B, vocabulary), for `decode`.
-        Keys and values of the difference and of earlier words are kept between steps."""
-        memory = self.memory(difference)
-        past = [None] * len(self.layers)
 
-        def step(ids: Tensor, t: int) -> Tensor:
-            x = self.embed_words(ids[:, None], t)  # (B, 1, D)
-            for i, layer in enumerate(self.layers):
-                x, past[i], _, _, _ = layer(x, memory[i], past=past[i])
-            return self.head(x[:, 0])
+class Cache:
+    """Writes captions word by word, see common.decode. `memory` and `past` hold the keys and values
+    of the difference and of the words so far, for each layer."""
 
-        return step
+    def __init__(self, decoder: Decoder, difference: Tensor):
+        self.decoder = decoder
+        self.memory = decoder.memory(difference)
+        self.past = [None] * len(decoder.layers)
+
+    def step(self, ids: Tensor, t: int) -> Tensor:
+        """ids (B,) at position t -> logits of the next word (B, vocabulary)."""
+        x = self.decoder.embed_words(ids[:, None], t)  # (B, 1, D)
+        for i, layer in enumerate(self.decoder.layers):
+            x, self.past[i], _, _, _ = layer(x, self.memory[i], past=self.past[i])
+        return self.decoder.head(x[:, 0])
+
+    def reorder(self, rows: Tensor) -> None:
+        """After a step: caption i goes on from what caption rows[i] has so far. rows: any number
+        of row numbers of the batch."""
+        self.memory = [(key[rows], value[rows]) for key, value in self.memory]
+        self.past = [(key[rows], value[rows]) for key, value in self.past]
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -332,9 +339,10 @@ def ccr_loss(
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
-    """Eq. 15, L_cap: cross-entropy of each next word, averaged over all real words of the batch, as
-    released; the paper sums over the words of a sentence.
+    """Eq. 15, L_cap: cross-entropy of each next word.
+
     logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
+    # As released, a mean over all real words of the batch; the paper sums over a sentence's words.
     predicted = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
     return F.cross_entropy(predicted, target, ignore_index=NULL)  # Eq. 15
@@ -405,9 +413,6 @@ class DIRL(nn.Module):
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft = self.encode(before, after)  # Eq. 1, 5-7
-        if cfg.ccr_pool == "padded":  # the states at the padding are pooled, too
-            missing = max(0, self.max_len - caption.shape[1])  # a negative pad would cut words off
-            caption = F.pad(caption, (0, missing))
         hidden, _, words, visual = self.decoder(caption, difference)  # Eq. 8-10
         logits = self.decoder.head(hidden)  # Eq. 11
         losses["caption"] = caption_loss(logits, caption)  # Eq. 15
@@ -422,7 +427,8 @@ class DIRL(nn.Module):
             # generated words. Both means run over words: the paper divides V^ by HW, but V^ of
             # Eq. 9 has one row for each word.
             valid = caption != NULL
-            if cfg.ccr_pool == "padded":
+            if cfg.ccr_pool == "padded":  # up to the longest caption of the data set
+                assert caption.shape[1] == self.max_len, "pad captions to max_len"
                 valid = torch.ones_like(valid)
             # [ours] Pairs with equal captions are not each other's negatives. The paper: "the
             # others will be the negatives in this batch" (section 3.5).
@@ -436,13 +442,10 @@ class DIRL(nn.Module):
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
-        """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len).
-
-        A caption ends at END or NULL. In the released code it ends at END alone, but the text is
-        cut at NULL."""
+        """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len)."""
         difference, _, _ = self.encode(before, after)
-        step = self.decoder.stepper(difference)
-        return decode(step, before.shape[0], self.max_len, before.device, sample)
+        cache = Cache(self.decoder, difference)
+        return decode(cache.step, before.shape[0], self.max_len, before.device, sample)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:

@@ -1,7 +1,6 @@
 """Shared layers and losses against plain float64 versions; command line; runs; files."""
 
 import dataclasses
-import importlib.util
 import io
 import math
 import os
@@ -28,68 +27,9 @@ from common import (
     info_nce,
     learning_rate,
     sinusoid,
-    token_match,
 )
 
 # ---- layers and losses ---------------------------------------------------------------------------
-
-
-def dense_match(q, k):
-    """token_match by its formula, with every score at once."""
-    s = torch.einsum("anc,bmc->abnm", q, k)
-    return (s.amax(3).mean(2) + s.amax(2).mean(2)) / 2
-
-
-SMALL_SPEEDS = {  # as on a CPU and as on a GPU, with several slices, and several bags per row
-    "pooling": common.MatchSpeed(scores=100, pooling=True, bag=0),
-    "Tensor.max and bags": common.MatchSpeed(scores=100, pooling=False, bag=3),
-}
-
-
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("speed", SMALL_SPEEDS.values(), ids=SMALL_SPEEDS)
-def test_token_match_equals_dense_autograd(heads, speed, monkeypatch):
-    monkeypatch.setattr(common, "MATCH_ON_CPU", speed)
-    q = torch.randn(4, 5, 6, dtype=torch.float64, requires_grad=True)
-    k = torch.randn(3, 7, 6, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(4, 3, dtype=torch.float64)
-    ours = token_match(q, k, heads)
-    plain = 0
-    for q_head, k_head in zip(q.chunk(heads, 2), k.chunk(heads, 2), strict=True):
-        plain = plain + dense_match(q_head, k_head) / heads
-    torch.testing.assert_close(ours, plain)
-    our_gradients = torch.autograd.grad((ours * weight).sum(), (q, k))
-    plain_gradients = torch.autograd.grad((plain * weight).sum(), (q, k))
-    torch.testing.assert_close(our_gradients, plain_gradients)
-
-
-def test_both_maxima_agree_on_ties():
-    scores = torch.randint(0, 3, (7, 33, 20)).float()
-    maxima, rows = common.max_over_rows(scores, pooling=True)
-    other_maxima, other_rows = common.max_over_rows(scores, pooling=False)
-    assert torch.equal(maxima, other_maxima)
-    assert torch.equal(rows, other_rows)
-    for x in range(7):
-        for y in range(20):
-            column = scores[x, :, y].tolist()
-            assert rows[x, y] == column.index(max(column))  # the first of equal ones
-
-
-@pytest.mark.parametrize("skew", [1, 4])  # 4: two of 40 rows get most of the weights, some get none
-@pytest.mark.parametrize("bag", [0, 1, 3, 64, 10_000])
-def test_weights_are_added_to_rows(skew, bag):
-    torch.manual_seed(0)
-    x = torch.randn(50, 4, dtype=torch.float64)
-    weight = torch.randn(650, dtype=torch.float64)
-    source = torch.randint(0, 50, (650,), dtype=torch.int32)
-    target = (torch.rand(650) ** skew * 40).int()
-    target[target == 7] = 8
-    expected = torch.zeros(42, 4, dtype=torch.float64)
-    for i in range(650):
-        expected[target[i]] += weight[i] * x[source[i]]
-    assert not expected[[7, 40, 41]].any()  # rows without an entry, in the middle and at the end
-    result = common.add_to_rows(x, target, source, weight, 42, bag)
-    torch.testing.assert_close(result, expected)
 
 
 def test_words_are_told_from_special_ids_wherever_these_lie(monkeypatch):
@@ -100,38 +40,7 @@ def test_words_are_told_from_special_ids_wherever_these_lie(monkeypatch):
     assert common.is_word(ids).nonzero().tolist() == [*([0, i] for i in range(5)), [1, 4]]
 
 
-def test_winners_must_fit_into_int16():
-    tokens = torch.zeros(1, 2**15 + 1, 1)
-    for q, k in ((tokens, tokens[:, :1]), (tokens[:, :1], tokens)):
-        with pytest.raises(ValueError, match="32769 tokens"):
-            token_match(q, k)
-    last = torch.zeros(1, 2**15, 1)
-    last[0, -1] = 1
-    q = torch.ones(1, 1, 1, requires_grad=True)
-    (gradient,) = torch.autograd.grad(token_match(q, last).sum(), q)
-    assert gradient.item() == pytest.approx(0.5 + 0.5 / 2**15)  # from the last token and the mean
-
-
-def test_a_copy_of_common_does_not_replace_the_operator(monkeypatch):
-    name = "other_project.common"
-    spec = importlib.util.spec_from_file_location(name, common.__file__)
-    copy = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, copy)
-    spec.loader.exec_module(copy)
-
-    def fails(*_):
-        raise AssertionError("this is the copy's")
-
-    monkeypatch.setattr(copy, "max_over_rows", fails)
-    q = torch.randn(2, 3, 4)
-    torch.testing.assert_close(token_match(q, q), dense_match(q, q))
-    with pytest.raises(AssertionError, match="the copy's"):
-        copy.token_match(q, q)
-
-
 def test_heads_must_divide_the_width():
-    with pytest.raises(ValueError, match="4 heads"):
-        token_match(torch.zeros(2, 3, 6), torch.zeros(2, 3, 6), 4)
     with pytest.raises(ValueError, match="4 heads"):
         Attention(6, heads=4)
 
@@ -142,16 +51,6 @@ def test_half_precision_is_raised_for_sums(dtype):
     assert common.upcast(x).dtype == torch.float32
     assert (common.upcast(x) ** 2).tolist() == [90000.0, 90000.0]  # more than float16 can hold
     assert common.upcast(x.double()).dtype == torch.float64
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_token_match_in_half_precision(dtype):
-    q = torch.randn(4, 5, 64)
-    k = torch.randn(3, 7, 64)
-    expected = dense_match(q, k)
-    with torch.autocast("cpu", dtype):
-        ours = token_match(q, k)
-    assert (ours - expected).norm() < 0.01 * expected.norm()
 
 
 def test_info_nce_against_loop():
