@@ -198,6 +198,27 @@ def test_levir_cc(tmp_path):
     assert vocab.split("a " * 60) == ["a"] * 50
 
 
+@pytest.mark.parametrize("no, yes", [(0, 1), ("0", "1"), (False, True), ("False", "true")])
+def test_changeflag_is_read_in_any_form(no, yes, tmp_path):
+    images = [
+        levir_image("train", 1, "a house", changeflag=yes),
+        levir_image("train", 2, "nothing is different", changeflag=no),
+    ]
+    write(tmp_path / "LevirCCcaptions.json", {"images": images})
+    kinds = data.read_levir_cc(tmp_path).kinds
+    assert kinds == {"change": {"train_000001.png"}, "no change": {"train_000002.png"}}
+
+
+@pytest.mark.parametrize("flag", [2, "", None, "yes", [1]])
+def test_other_changeflags_are_refused(flag, tmp_path):
+    write(
+        tmp_path / "LevirCCcaptions.json",
+        {"images": [levir_image("train", 1, "a", changeflag=flag)]},
+    )
+    with pytest.raises(InputError, match="LevirCCcaptions.json.*changeflag of train_000001.png"):
+        data.read_levir_cc(tmp_path)
+
+
 # ---- birds ---------------------------------------------------------------------------------------
 
 BIRD_COLUMNS = (
