@@ -23,7 +23,7 @@ First half, from a folder to batches:
 Second half, what a run needs:
     phrases of captions  by rules or spaCy, for RDD+ACR, CHEERS, IDC
     any two pictures     Captioner, load_captioner
-    scores               words; metrics; of a split; the pointing game; files
+    scores               words and metrics; of a data set's split
     pictures of results  sample_sheet, caption_picture
     CLIP                 load_clip
     command line         main
@@ -34,6 +34,7 @@ defaults until its PRESETS have an entry NAME. Licence: MIT; contains no code fr
 repositories.
 """
 
+import argparse
 import contextlib
 import csv
 import functools
@@ -74,7 +75,6 @@ from common import (
     START,
     UNK,
     InputError,
-    Parser,
     RunConfig,
     atomic_write,
     data_folder,
@@ -384,8 +384,8 @@ class Settings:
     # Captions come from CLEVR-like templates: rules extract their phrases (see template_segments)
     # and reject any other caption. Otherwise, spaCy's English model extracts them.
     templates: bool = False
-    # Published sentences which say that nothing changed. If empty, the captions of unchanged
-    # training pairs are used.
+    # Published sentences which say that nothing changed. Captions of unchanged training pairs count
+    # as such, too.
     no_change: tuple[str, ...] = ()
     # Published counts: scenes of each split, pairs of each kind of change, and "words" with the
     # four special ids. Preparation prints a note for each count that differs.
@@ -848,8 +848,8 @@ DATASETS["pairs"] = Settings(
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 PICTURES = (
     f"give a {', '.join(FORMATS[:-1])} or TIFF with 8 bits a channel and 1, 3 or 4 channels; make "
-    "it, for example, by: gdal_translate -of PNG -ot Byte -scale 0 MAX 0 255 -b 1 -b 2 -b 3 IN OUT.png, "
-    "with the same MAX for all pictures"
+    "it for example by: gdal_translate -of PNG -ot Byte -scale 0 MAX 0 255 -b 1 -b 2 -b 3 IN "
+    "OUT.png, with the same MAX for all pictures"
 )
 
 
@@ -1352,7 +1352,7 @@ class DatasetProtocol(Protocol):
 
     vocab: Vocab  # len(vocab); vocab.decode(ids (B, V)) -> B captions
     grid: tuple[int, int, int]  # (C, H, W) of an image's features
-    max_len: int  # ids of the longest caption, START and END included
+    max_len: int  # ids of the longest caption, START and END included; batches are padded to it
 
     def steps(self, batch_size: int) -> int: ...  # per epoch
     # The steps of an epoch from step `first` on: one or two Batches each.
@@ -1368,9 +1368,7 @@ class DatasetProtocol(Protocol):
 class Dataset:
     """A data set ready for a method: vocabulary, scenes, features. Made by `load`.
 
-    `lengths`: the max_len of the scenes' first pairs and, if scenes have two pairs, that of their
-    second pairs (distractors). Training batches are padded to these. Without features (for counting
-    words) there are no batches and no grid."""
+    Without features (for counting words) there are no batches and no grid."""
 
     def __init__(
         self,
@@ -1388,22 +1386,14 @@ class Dataset:
         self.paths = release.paths
         self.vocab = vocab
         self.features = features
-        self.lengths = self._lengths()
-        self.max_len = max(self.lengths)
+        self.max_len = 0
+        for scene in itertools.chain(*self.scenes.values()):  # all splits, as the authors' scripts
+            for pair in itertools.chain(*scene.orders()):
+                for caption in pair.captions:
+                    self.max_len = max(self.max_len, 2 + len(vocab.split(caption)))
         if features is not None:
             self.grid = tuple(features.data.shape[1:])
             features.require(self.paths, root)
-
-    def _lengths(self) -> list[int]:
-        lengths = []
-        for scene in itertools.chain(*self.scenes.values()):  # all splits, as the authors' scripts
-            for pairs in scene.orders():
-                for n, pair in enumerate(pairs):
-                    longest = 2 + max(len(self.vocab.split(caption)) for caption in pair.captions)
-                    if n == len(lengths):
-                        lengths.append(longest)
-                    lengths[n] = max(lengths[n], longest)
-        return lengths
 
     def steps(self, batch_size: int) -> int:
         """Batches per epoch; the last may be smaller."""
@@ -1425,7 +1415,7 @@ class Dataset:
         def make(chosen: np.ndarray) -> tuple[Batch, ...]:
             """The Batches of the scenes with these numbers."""
             batches = []
-            for n, length in enumerate(self.lengths):  # first pairs of the scenes, then second ones
+            for n in range(len(scenes[0].pairs)):  # first pairs of the scenes, then second ones
                 pairs = []
                 captions = []
                 for i in chosen:
@@ -1433,7 +1423,7 @@ class Dataset:
                     pair = scene.swapped[n] if scene.swapped and swap[i] else scene.pairs[n]
                     pairs.append(pair)
                     captions.append(pair.captions[int(draw[i, n] * len(pair.captions))])
-                batches.append(self.batch(pairs, captions, length))
+                batches.append(self.batch(pairs, captions))
             return tuple(batches)
 
         starts = range(first * batch_size, len(scenes), batch_size)
@@ -1450,18 +1440,17 @@ class Dataset:
         batches = prefetch(self.batch(pairs[i : i + batch_size]) for i in starts)
         return iter(tqdm(batches, split, len(starts), disable=None, leave=False))
 
-    def batch(self, pairs: list[Pair], captions: list[str] | None = None, length: int = 0) -> Batch:
-        """Pairs with one caption each (default: their first), padded to `length` ids (default:
-        max_len)."""
+    def batch(self, pairs: list[Pair], captions: list[str] | None = None) -> Batch:
+        """Pairs with one caption each (default: their first), padded to max_len ids. All batches
+        have the same length, so that torch.compile makes one graph for them."""
         captions = captions or [pair.captions[0] for pair in pairs]
-        length = length or self.max_len
         single = pairs[0].after is None
         before = self.features.rows([pair.before for pair in pairs])
         if single:
             after = torch.zeros_like(before)
         else:
             after = self.features.rows([pair.after for pair in pairs])
-        ids = torch.tensor([self.vocab.encode(caption, length) for caption in captions])
+        ids = torch.tensor([self.vocab.encode(caption, self.max_len) for caption in captions])
         return Batch(
             before,
             after,
@@ -1607,18 +1596,26 @@ QUANTITIES = {"NUM", "ADJ", "DET", "PRON"}  # "one of the cars", "most of the ca
 
 
 def language(dataset_name: str):
-    """The spaCy pipeline for a data set's captions; InputError if the English model is missing."""
-    import spacy
-
-    if settings_of(dataset_name).templates:
-        return spacy.blank("en", meta={"name": "template_rules"})  # only a tokenizer
+    """spaCy's English pipeline; InputError if spaCy or the model is missing."""
     try:
-        return spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
-    except OSError as e:
+        import spacy
+
+        nlp = spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
+    except (ImportError, OSError) as e:
         raise InputError(
-            f"the captions of {dataset_name} need spaCy's English model; "
-            "run: python -m spacy download en_core_web_sm"
+            f"the captions of {dataset_name} need spaCy and its English model; "
+            "run: pip install spacy && python -m spacy download en_core_web_sm"
         ) from e
+    print(f"captions are analysed by {nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}")
+    return nlp
+
+
+def analysed(dataset_name: str, captions: list[str]) -> Iterable:
+    """Each caption as spaCy analyses it (a Doc) or, of a data set whose captions are made from
+    templates, each caption as it is: rules read these, without spaCy."""
+    if settings_of(dataset_name).templates:
+        return captions
+    return language(dataset_name).pipe(captions, batch_size=1000)
 
 
 def template_segments(caption: str) -> tuple[list[str], list[str]]:
@@ -1630,9 +1627,9 @@ def template_segments(caption: str) -> tuple[list[str], list[str]]:
     all_same = ALL_SAME.fullmatch(text)
     objects = list(OBJECT.finditer(text))
     if no_change:
-        there, noun, action = no_change.groups()
+        opening, noun, action = no_change.groups()
         nouns = [noun]
-        action = there or action
+        action = opening or action
     elif all_same:
         noun, action = all_same.groups()
         nouns = [noun, *re.findall(r"same (?!as\b)\w+", action)]
@@ -1660,14 +1657,15 @@ def noun_phrase(chunk) -> str:
 
 
 def subjects(doc) -> list[str]:
-    """What has changed according to a caption, in lower case, without articles or a leading "new".
+    """What has changed according to a caption (see `analysed`), in lower case, without articles or
+    a leading "new".
 
     Of a template caption: its first object. Otherwise: the subjects of the main clause and of
     clauses coordinated with it or, if these have none ("there is a car", "remove the car", "the
     left image has a car"), their objects. "No change", "nothing" and words for the pictures
     themselves are not entities."""
-    if not doc.has_annotation("DEP"):  # not parsed: a template caption
-        nouns, _ = template_segments(doc.text)
+    if isinstance(doc, str):  # a template's caption
+        nouns, _ = template_segments(doc)
         return [noun for noun in nouns if OBJECT.fullmatch(noun)][:1]
     subject_phrases = []
     object_phrases = []
@@ -1694,16 +1692,11 @@ def subjects(doc) -> list[str]:
 
 
 def read_captions(read: Callable, dataset_name: str, captions: Iterable[str]) -> dict[str, list]:
-    """What `read` (subjects, or RDD's segments) finds in every distinct caption."""
-    nlp = language(dataset_name)
+    """Every distinct caption -> what `read` makes of it: `subjects`, or RDD's segments."""
     captions = list(dict.fromkeys(captions))
-    docs = nlp.pipe(captions, batch_size=1000)
-    readings = {}
-    for doc in progress(docs, desc=read.__name__, total=len(captions), unit="caption"):
-        readings[doc.text] = read(doc)
-    reader = f"{nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}"
-    print(f"{read.__name__} of {len(captions)} captions by {reader}")
-    return readings
+    docs = analysed(dataset_name, captions)
+    bar = progress(docs, desc=read.__name__, total=len(captions), unit="caption")
+    return {caption: read(doc) for caption, doc in zip(captions, bar, strict=True)}
 
 
 # ---- captions of any two pictures ----------------------------------------------------------------
@@ -1771,12 +1764,14 @@ def load_captioner(
     return Captioner(model, state, inputs)
 
 
-# ---- scores: words -------------------------------------------------------------------------------
+# ---- scores: words and metrics -------------------------------------------------------------------
+
+METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
 
 
 @functools.cache
 def java_works() -> bool:
-    """Does `java` run? Checked once; if it does not, prints which scores are lost."""
+    """Whether `java` runs. Checked once; if it does not, prints which scores are lost."""
     works = False
     if shutil.which("java"):  # a Mac without Java has a `java` that only says where to get it
         works = subprocess.run(["java", "-version"], capture_output=True).returncode == 0
@@ -1786,30 +1781,15 @@ def java_works() -> bool:
 
 
 def ptb_tokenize(texts: list[str]) -> list[str]:
-    """Splits texts, which must not contain line breaks, with pycocoevalcap's Stanford tokenizer ->
-    each text's words, joined by spaces. OSError if the tokenizer fails.
+    """pycocoevalcap's Stanford tokenizer: lower case, no punctuation, words joined by spaces."""
+    from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 
-    The package's own class is not used: it does not notice if a line is lost, and would then
-    compare every later caption with the wrong references."""
-    from pycocoevalcap.tokenizer import ptbtokenizer
-
-    jar = Path(ptbtokenizer.__file__).with_name(ptbtokenizer.STANFORD_CORENLP_3_4_1_JAR)
-    program = "edu.stanford.nlp.process.PTBTokenizer"
-    call = ["java", "-cp", str(jar), program, "-preserveLines", "-lowerCase"]
-    content = "".join(f"{text}\n" for text in texts).encode()
-    done = subprocess.run(call, input=content, capture_output=True)
-    lines = done.stdout.decode().split("\n")[:-1]
-    if done.returncode != 0 or len(lines) != len(texts):
-        raise OSError(
-            f"the PTB tokenizer's Java program failed (exit code {done.returncode}, {len(lines)} "
-            f"lines for {len(texts)} captions); try again"
-        )
-    tokenized = []
-    for line in lines:
-        words = line.rstrip().split(" ")
-        kept = [word for word in words if word not in ptbtokenizer.PUNCTUATIONS]
-        tokenized.append(" ".join(kept))
-    return tokenized
+    captions = {n: [{"caption": text}] for n, text in enumerate([*texts, "last"])}
+    words = PTBTokenizer().tokenize(captions)
+    # After a lost line, captions would be compared with the references of others.
+    if words.get(len(texts)) != ["last"]:
+        raise OSError("the PTB tokenizer's Java program failed or lost lines; try again")
+    return [words[n][0] for n in range(len(texts))]
 
 
 def plain_tokenize(text: str) -> str:
@@ -1839,12 +1819,6 @@ def scored_words(
     return ptb_tokenize(texts)
 
 
-# ---- scores: metrics -----------------------------------------------------------------------------
-
-METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
-SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
-
-
 def score(
     predictions: dict[str, str],
     references: dict[str, list[str]],
@@ -1856,12 +1830,9 @@ def score(
     """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's
     ids that have a prediction: {group: {metric: number}}.
 
-    The metrics are pycocoevalcap's, whose CIDEr is CIDEr-D. An id is scored against its own
-    references: in Spot-the-Diff all captions of a pair, even empty ones; in Image Editing Request
-    the three of a `uid`; in LEVIR-CC the five of a file name; in Birds-to-Words those of its two
-    photographs. Every group is its own corpus, as in the published scripts: CIDEr counts document
-    frequencies in the group's references, so the total is not an average of the groups, and a
-    group of one image gets 0.
+    The metrics are pycocoevalcap's, whose CIDEr is CIDEr-D. Every group is its own corpus, as in
+    the published scripts: CIDEr counts document frequencies in the group's references, so the total
+    is not an average of the groups, and a group of one image gets 0.
     tokens: "ptb" is what most data sets use: the Stanford tokenizer's lower-case words without
     punctuation; "split" (Birds-to-Words, your own pairs): captions are already tokenized, and are
     split at spaces; "ids" (LEVIR-CC): the same, but words are replaced by their ids in `index`,
@@ -1887,97 +1858,80 @@ def score(
         hyps[i] = [next(words)]
         refs[i] = [next(words) for _ in references[i]]
 
-    rows = {"total": hyps}
+    programs = {} if quick else java_programs(tokens)
+    scores = {"total": metrics_of(hyps, refs, programs)}
     for name, members in (groups or {}).items():
-        row = {i: hyps[i] for i in hyps if i in members}
-        if row and name != "total":  # in your own pairs, a kind may have any name
-            rows[name] = row
-    scores = {name: quick_metrics(refs, row) for name, row in rows.items()}
-    if not quick:
-        for metric, program in java_programs(tokens).items():
-            for name, value in java_metric(metric, program, refs, rows).items():
-                scores[name][metric] = value
-    for row in scores.values():
-        for metric, value in row.items():
-            row[metric] = round(100 * float(value), 2)
+        group = [i for i in hyps if i in members]
+        if group and name != "total":  # in your own pairs, a kind may have any name
+            group_refs = {i: refs[i] for i in group}
+            scores[name] = metrics_of({i: hyps[i] for i in group}, group_refs, programs)
     return scores
-
-
-def quick_metrics(refs: dict[str, list[str]], hyps: dict[str, list[str]]) -> dict[str, float]:
-    """BLEU, ROUGE-L and CIDEr of a group of captions. hyps: id -> [caption]."""
-    from pycocoevalcap.bleu.bleu import Bleu
-    from pycocoevalcap.cider.cider import Cider
-    from pycocoevalcap.rouge.rouge import Rouge
-
-    gts = {i: refs[i] for i in hyps}
-    bleu, _ = Bleu(4).compute_score(gts, hyps, verbose=0)
-    metrics = dict(zip(METRICS[:4], bleu, strict=True))
-    metrics["ROUGE-L"], _ = Rouge().compute_score(gts, hyps)
-    metrics["CIDEr"] = 0.0
-    if any(any(texts) for texts in gts.values()):  # Cider fails if no reference has a word
-        metrics["CIDEr"], _ = Cider().compute_score(gts, hyps)
-    return metrics
-
-
-@functools.cache
-def spice_works() -> bool:
-    """Are SPICE's models installed? Checked once; if they are not, prints how to get them."""
-    import pycocoevalcap.spice
-
-    lib = Path(pycocoevalcap.spice.__path__[0], "lib")
-    works = all((lib / jar).exists() for jar in SPICE_MODELS)
-    if not works:
-        command = "python -m pycocoevalcap.spice.get_stanford_models"
-        print(f"no SPICE: its models are not installed; run: {command}")
-    return works
 
 
 def java_programs(tokens: str) -> dict:
     """pycocoevalcap's Meteor and Spice, if they work on this computer."""
     from pycocoevalcap.meteor.meteor import Meteor
-    from pycocoevalcap.spice.spice import Spice
+    from pycocoevalcap.spice import spice
 
     programs = {}
     if java_works():
         programs["METEOR"] = Meteor()
-        # SPICE reads sentences, not ids. Without its models Spice() would download them.
-        if tokens != "ids" and spice_works():
-            programs["SPICE"] = Spice()
+        # SPICE reads sentences, not ids. Without its models, Spice() would download them.
+        models = Path(spice.__file__).with_name("lib").glob("stanford-corenlp-*-models.jar")
+        if tokens != "ids" and any(models):
+            programs["SPICE"] = spice.Spice()
     return programs
 
 
-def java_metric(metric: str, program, refs: dict, rows: dict) -> dict[str, float]:
-    """METEOR or SPICE of every group of captions; {} and a printed line if the program fails."""
-    values = {}
-    try:
-        for name, hyps in rows.items():
-            gts = {i: refs[i] for i in hyps}
-            values[name], _ = program.compute_score(gts, hyps)
-    except (OSError, ValueError, subprocess.SubprocessError) as e:
-        print(
-            f"no {metric}: its Java program failed ({e}); METEOR needs 2 GB of memory and a "
-            "locale with decimal points (JAVA_TOOL_OPTIONS=-Duser.language=en), SPICE 8 GB and "
-            "usually Java 8"
-        )
-        return {}
-    finally:
-        # After an error, Meteor still holds its lock, and its destructor would wait for it forever.
-        program.lock = threading.Lock()
-    return values
+def metrics_of(
+    hyps: dict[str, list[str]], refs: dict[str, list[str]], programs: dict
+) -> dict[str, float]:
+    """Metrics (x 100) of a group of captions. hyps: id -> [caption]; programs: see java_programs;
+    one that fails is taken out."""
+    from pycocoevalcap.bleu.bleu import Bleu
+    from pycocoevalcap.cider.cider import Cider
+    from pycocoevalcap.rouge.rouge import Rouge
+
+    bleu, _ = Bleu(4).compute_score(refs, hyps, verbose=0)
+    metrics = dict(zip(METRICS[:4], bleu, strict=True))
+    metrics["ROUGE-L"], _ = Rouge().compute_score(refs, hyps)
+    metrics["CIDEr"] = 0.0
+    if any(any(texts) for texts in refs.values()):  # Cider fails if no reference has a word
+        metrics["CIDEr"], _ = Cider().compute_score(refs, hyps)
+    for name, program in list(programs.items()):
+        try:
+            metrics[name], _ = program.compute_score(refs, hyps)
+        except (OSError, ValueError, subprocess.SubprocessError) as e:
+            print(
+                f"no {name}: its Java program failed ({e}); METEOR needs 2 GB of memory and a "
+                "locale with decimal points (JAVA_TOOL_OPTIONS=-Duser.language=en), SPICE 8 GB "
+                "and usually Java 8"
+            )
+            del programs[name]
+        finally:  # after an error, Meteor still holds its lock, and its destructor would wait
+            program.lock = threading.Lock()
+    return {name: round(100 * float(value), 2) for name, value in metrics.items()}
 
 
 def format_scores(scores: dict[str, dict[str, float]]) -> str:
-    """The result of `score` as a table with one row per group."""
+    """Scores as a table with one row per group; "-" for a number that does not exist."""
     headings = [name for name in METRICS if name not in ("BLEU-2", "BLEU-3")]
+    headings += ["pointing", "chance"]
     width = max(len(name) for name in scores)
     lines = [" " * width + "".join(f"{heading:>9}" for heading in headings)]
     for name, values in scores.items():
         line = f"{name:<{width}}"
-        for metric in headings:
-            cell = f"{values[metric]:.2f}" if metric in values else "-"
+        for heading in headings:
+            cell = f"{values[heading]:.2f}" if heading in values else "-"
             line += f"{cell:>9}"
         lines.append(line)
     return "\n".join(lines)
+
+
+def percent(values: Iterable[float]) -> float:
+    """The mean of numbers between 0 and 1, in %."""
+    values = list(values)
+    return round(100 * sum(values) / len(values), 2)
 
 
 # ---- scores: of a data set's split ---------------------------------------------------------------
@@ -2007,50 +1961,30 @@ def results(
     references = {pair.id: pair.captions for pair in dataset.pairs(split)}
     if out_dir is None:
         return protocol_scores(dataset, captions, references, quick=True)["total"]
-    write_predictions(out_dir / f"captions_{split}{suffix}.json", captions)
+    write_captions(out_dir / f"captions_{split}{suffix}.json", captions)
     groups = groups_of(dataset, split)
     scores = protocol_scores(dataset, captions, references, groups)
+    for group, shares in pointing_scores(dataset, split, maps, groups).items():
+        scores[group] |= shares
     constant = one_caption(dataset)
-    said_of_all = dict.fromkeys(captions, scored_text(dataset, constant))
-    scores[ONE_CAPTION] = protocol_scores(dataset, said_of_all, references)["total"]
+    constant_captions = dict.fromkeys(captions, scored_text(dataset, constant))
+    scores[ONE_CAPTION] = protocol_scores(dataset, constant_captions, references)["total"]
     accuracy = accuracy_of(dataset, captions)
-    pointing = pointing_scores(dataset, split, maps, groups)
-    result = {
-        "data": str(dataset.root),
-        "scores": scores,
+    facts = {
         ONE_CAPTION: constant,
         "different captions": len(set(captions.values())),
         "without prediction": len(references.keys() - captions.keys()),
-        "accuracy": accuracy,
-        "pointing": pointing,
     }
-    text = json.dumps(result, indent=1) + "\n"
-    write_text(out_dir / f"scores_{split}{suffix}.json", text)
+    result = {"data": str(dataset.root), "scores": scores, **facts, "accuracy": accuracy}
+    write_text(out_dir / f"scores_{split}{suffix}.json", json.dumps(result, indent=1) + "\n")
     print(format_scores(scores))
-    print_absent(captions, references)
-    print(f"{ONE_CAPTION}: {constant}")
-    print(f"{result['different captions']} different captions for {len(captions)} pairs")
-    print_shares("right", accuracy)
-    for name, shares in pointing.items():
-        if name != "boxes":
-            print_shares(f"pointing game, {name}", shares)
+    for name, fact in facts.items():
+        print(f"{name}: {fact}")
+    for name, share in accuracy.items():
+        print(f"{name}, in %: {share:.1f}")
     sheet = f"samples{'' if split == 'test' else f'_{split}'}{suffix}.png"
     sample_sheet(dataset, split, captions, maps, notes or {}, out_dir / sheet)
     return scores["total"]
-
-
-def print_absent(captions: dict[str, str], references: dict[str, list[str]]) -> None:
-    """Prints how many of the pairs in the references have no prediction, if there are any."""
-    absent = len(references.keys() - captions.keys())
-    if absent:
-        print(f"{absent} of {len(references)} pairs have no prediction")
-
-
-def print_shares(name: str, shares: dict[str, float]) -> None:
-    """Prints a line of shares in %, if there are any."""
-    if shares:
-        numbers = ", ".join(f"{group} {value:.1f}" for group, value in shares.items())
-        print(f"{name}, in %: {numbers}")
 
 
 def protocol_scores(
@@ -2105,37 +2039,39 @@ def one_caption(dataset: Dataset) -> str:
     references = {pair.id: pair.captions for pair in pairs}
     ciders = {}
     for text, _ in counts.most_common(20):
-        said_of_all = dict.fromkeys(references, scored_text(dataset, text))
-        scores = protocol_scores(dataset, said_of_all, references, quick=True)
+        constant_captions = dict.fromkeys(references, scored_text(dataset, text))
+        scores = protocol_scores(dataset, constant_captions, references, quick=True)
         ciders[text] = scores["total"]["CIDEr"]
     return max(ciders, key=ciders.get)
 
 
 def no_change_captions(dataset: Dataset) -> set[str]:
-    """Captions which say that nothing changed: those listed by the data set's authors, or else
-    those of unchanged training pairs."""
-    captions = settings_of(dataset.name).no_change
-    if not captions:
-        unchanged = dataset.kinds.get("no change", set())
-        pairs = [pair for pair in dataset.pairs("train") if pair.id in unchanged]
-        captions = [caption for pair in pairs for caption in pair.captions]
+    """Captions, as a model outputs them, which say that nothing changed: those listed by the data
+    set's authors, and those of unchanged training pairs."""
+    captions = set(settings_of(dataset.name).no_change)
+    unchanged = dataset.kinds.get("no change", set())
+    for pair in dataset.pairs("train"):
+        if pair.id in unchanged:
+            captions.update(pair.captions)
     return {" ".join(dataset.vocab.split(caption)) for caption in captions}
 
 
 def is_right(dataset: Dataset, pair: Pair, caption: str) -> bool | None:
-    """Is a caption right for a pair? It is if it equals a reference. Otherwise, mini judges its own
-    captions; elsewhere, all that can be judged is whether a caption rightly says, or fails to say,
-    that nothing changed. None: undecided."""
+    """Whether a caption is right for a pair; None: undecided.
+
+    It is right if it equals a reference. Otherwise, mini judges its own captions; elsewhere, all
+    that can be judged is whether a caption rightly says, or fails to say, that nothing changed."""
     if caption in {" ".join(dataset.vocab.split(text)) for text in pair.captions}:
         return True
     if dataset.name == "mini":
         import mini
 
         return mini.is_right(pair.id, caption, dataset.root)
-    says_same = caption in no_change_captions(dataset)
-    if pair.id in dataset.kinds.get("no change", set()):
-        return says_same
-    return False if says_same else None
+    unchanged = pair.id in dataset.kinds.get("no change", set())
+    says_unchanged = caption in no_change_captions(dataset)
+    if unchanged or says_unchanged:
+        return unchanged and says_unchanged
+    return None
 
 
 def accuracy_of(dataset: Dataset, captions: dict[str, str]) -> dict[str, float]:
@@ -2145,30 +2081,22 @@ def accuracy_of(dataset: Dataset, captions: dict[str, str]) -> dict[str, float]:
         import mini
 
         return mini.accuracy(captions, dataset.root)
-    unchanged = dataset.kinds.get("no change")
-    if not unchanged:
-        return {}
     no_change = no_change_captions(dataset)
-    hits = {"change recognised": [], "no change recognised": []}
-    for i, caption in captions.items():
-        says_same = caption in no_change
-        if i in unchanged:
-            hits["no change recognised"].append(says_same)
-        else:
-            hits["change recognised"].append(not says_same)
-    if not no_change:  # no training caption shows how "no change" is said
+    unchanged = captions.keys() & dataset.kinds.get("no change", set())
+    changed = captions.keys() - unchanged
+    # Without pairs of both kinds, one caption for all pairs would be 100 % right.
+    if not (no_change and unchanged and changed):
         return {}
-    if not all(hits.values()):  # of one kind alone, one caption for all pairs would be 100 % right
-        return {}
-    return {name: round(100 * sum(of) / len(of), 2) for name, of in hits.items()}
-
-
-# ---- scores: the pointing game -------------------------------------------------------------------
+    return {
+        "change recognised": percent(captions[i] not in no_change for i in changed),
+        "no change recognised": percent(captions[i] in no_change for i in unchanged),
+    }
 
 
 def pointing_hit(heat: Tensor, box: list[int], size: tuple[int, int]) -> bool:
-    """Does the brightest pixel of a map (H, W) lie in the box? The map is resized bilinearly to the
-    picture's size (width, height); box is [x, y, w, h] in its pixels. As in Park et al. (2019)."""
+    """Whether the brightest pixel of a map (H, W) lies in the box. The map is resized bilinearly to
+    the picture's size (width, height); box is [x, y, w, h] in its pixels. As in Park et al.
+    (2019)."""
     x, y, w, h = box
     width, height = size
     heat = heat.float()[None, None]
@@ -2180,217 +2108,93 @@ def pointing_hit(heat: Tensor, box: list[int], size: tuple[int, int]) -> bool:
 def pointing_scores(
     dataset: Dataset, split: str, maps: dict, groups: dict[str, set[str]]
 ) -> dict[str, dict[str, float]]:
-    """The pointing game over all boxes of changed objects and over each group's: {map's name:
-    {group: hits in %}}. Further rows are "chance", the mean share of the picture that a box covers,
-    and "boxes", their number. {} if no boxes are known, or if a picture is missing, so that its
-    size is not known.
+    """The pointing game over all boxes of changed objects and over each group's, in %: {group:
+    {"pointing": boxes that are hit, "chance": mean share of the picture that a box covers}}. {} if
+    no boxes are known, or if a picture is missing, so that its size is not known.
 
-    maps: pair id -> name -> (H, W). Both sides of a pair count; a map named "before" or "after" is
-    used for that side only."""
-    rows = []  # for each box: pair id, and its value for every column
+    maps: pair id -> name -> (H, W). Both sides of a pair count. Of a pair's maps, the one of this
+    name ("before" or "after") is used, or else the first."""
+    boxes = []  # of all pairs: pair id, whether the box is hit, its share of the picture
     for pair in dataset.pairs(split):
-        box_before, box_after = dataset.release.boxes.get(pair.id, (None, None))
-        for side, image, box in (
-            ("before", pair.before, box_before),
-            ("after", pair.after, box_after),
+        pair_maps = maps.get(pair.id, {})
+        pair_boxes = dataset.release.boxes.get(pair.id, (None, None))
+        for side, image, box in zip(
+            ("before", "after"), (pair.before, pair.after), pair_boxes, strict=True
         ):
-            if not box or pair.id not in maps:
+            if not (box and pair_maps):
                 continue
-            path = dataset.paths[image]
-            if not path.exists():
-                print(f"no pointing game: there is no picture {path}")
+            if not dataset.paths[image].exists():
                 return {}
-            with Image.open(path) as picture:
-                size = picture.size
-            named = maps[pair.id]
-            if side in named:
-                named = {"attention": named[side]}
-            hits = {name: pointing_hit(heat.cpu(), box, size) for name, heat in named.items()}
-            hits["chance"] = box[2] * box[3] / (size[0] * size[1])
-            rows.append((pair.id, hits))
-    if not rows:
-        return {}
-    columns = list(rows[0][1])
-    scores = {name: {} for name in [*columns, "boxes"]}
-    for group, members in {"total": maps.keys(), **groups}.items():
-        chosen = [hits for i, hits in rows if i in members]
-        if not chosen:
-            continue
-        for name in columns:
-            share = sum(hits[name] for hits in chosen) / len(chosen)
-            scores[name][group] = round(100 * share, 2)
-        scores["boxes"][group] = len(chosen)
+            with Image.open(dataset.paths[image]) as picture:
+                width, height = picture.size
+            heat = pair_maps.get(side, next(iter(pair_maps.values())))
+            hit = pointing_hit(heat.cpu(), box, (width, height))
+            boxes.append((pair.id, hit, box[2] * box[3] / (width * height)))
+    scores = {}
+    for group, members in {**groups, "total": maps.keys()}.items():
+        chosen = [(hit, share) for i, hit, share in boxes if i in members]
+        if chosen:
+            hits, shares = zip(*chosen, strict=True)
+            scores[group] = {"pointing": percent(hits), "chance": percent(shares)}
     return scores
 
 
-# ---- scores: files -------------------------------------------------------------------------------
-
-
-def read_predictions(path: str | Path) -> dict[str, str]:
-    """{image id: caption} of a COCO results file. InputError if an image has two captions."""
-    predictions = {}
-    rows = read_json(Path(path))
-    with file_errors(path, "expected a list of {image_id, caption}"):
-        for row in rows:
-            image = str(row["image_id"])
-            if image in predictions:
-                raise InputError(f"image_id {image!r} has two predictions")
-            predictions[image] = check_strings([row["caption"]])[0]
-    return predictions
-
-
-def read_references(path: str | Path) -> dict[str, list[str]]:
-    """{image id: captions} of a COCO annotation file."""
-    references: dict[str, list[str]] = {}
-    content = read_json(Path(path))
-    with file_errors(path, "expected {annotations: [{image_id, caption}]}"):
-        for row in content["annotations"]:
-            captions = check_strings([row["caption"]])
-            references.setdefault(str(row["image_id"]), []).extend(captions)
-    return references
-
-
-def write_predictions(path: Path, predictions: dict[str, str]) -> None:
+def write_captions(path: Path, captions: dict[str, str]) -> None:
     """Writes captions (pair id -> caption) as a COCO results file, which published scripts read."""
-    rows = [{"image_id": i, "caption": caption} for i, caption in predictions.items()]
+    rows = [{"image_id": i, "caption": caption} for i, caption in captions.items()]
     write_text(path, json.dumps(rows, indent=1) + "\n")
 
 
 # ---- pictures of results -------------------------------------------------------------------------
 
-SIDE = 1.4  # the longer side of a picture, in inches
-LINE = 0.15  # from one line of text to the next, in inches
-DOTS = 120  # per inch, in a .png or .jpg
-CHARACTERS = 25  # that fit into a picture's width
-TEXT = {"size": 7.5, "parse_math": False}  # a $ in a caption must not begin a formula
+TEXT = {"size": 7, "parse_math": False}  # a $ in a caption must not begin a formula
 SATURATED = 8  # attention of this many times the uniform weight, or more, has the last colour
 # Label and colour of a generated caption, by the result of is_right.
-VERDICTS = {
-    True: ("✓ generated", "#0a7d26"),
-    False: ("✗ generated", "#cc1111"),
-    None: ("generated", "black"),
-}
+VERDICTS = {True: ("✓", "#0a7d26"), False: ("✗", "#cc1111"), None: ("generated:", "black")}
 
 
-@dataclass
-class Panel:
-    """A picture under its title; `levels` (H, W) of attention may lie over it."""
-
-    title: str
-    picture: Image.Image
-    levels: Tensor | None = None
-
-
-@dataclass
-class Drawing:
-    """A pair: its panels side by side, and the lines of text below them with their colours."""
-
-    panels: list[Panel]
-    lines: list[tuple[str, str]]
-
-
-def pair_panels(before: Image.Image, after: Image.Image, maps: dict[str, Tensor]) -> list[Panel]:
-    """Both pictures, then each attention map (H, W) over both; IDC's maps "before" and "after" are
-    drawn over their own picture only.
-
-    Levels are multiples of the uniform weight, at most SATURATED. A map sums to 1, so its uniform
-    weight is 1 / (H * W); IDC's two sum to 1 together, so theirs is 1 / (2 * H * W)."""
-    pictures = {"before": before, "after": after}
-    panels = [Panel(side, picture) for side, picture in pictures.items()]
-    for name, weight in maps.items():
-        cells = 2 * weight.numel() if name in pictures else weight.numel()
-        levels = (weight.float().cpu() * cells).clamp(max=SATURATED)
-        if name in pictures:
-            panels.append(Panel(f"attention, {name}", pictures[name], levels))
-        else:
-            for side, picture in pictures.items():
-                panels.append(Panel(f"{name}, {side}", picture, levels))
-    return panels
-
-
-def draw_pairs(path: Path, drawings: list[Drawing], columns: int = 1, header: str = "") -> None:
-    """Draws a header, a colour bar and pairs, column by column -> a file (.png, .jpg, .pdf)."""
-    import matplotlib.style
-
-    # The user's own style may need LaTeX, or fonts that are not there.
-    with matplotlib.style.context("default"), atomic_write(path) as partial:
-        figure = pairs_figure(drawings, columns, header)
-        kind = path.suffix[1:].lower()
-        figure.savefig(partial, format=kind, dpi=DOTS, bbox_inches="tight", pad_inches=0.1)
-
-
-def pairs_figure(drawings: list[Drawing], columns: int, header: str):
-    """The matplotlib figure of `draw_pairs`."""
+def new_figure(width: float, height: float):
+    """An empty matplotlib figure, in inches, which finds room for titles and texts by itself."""
     from matplotlib.figure import Figure
 
-    # Every pair gets the space that the tallest picture and the longest text need.
-    wide = max(len(drawing.panels) for drawing in drawings)
-    texts = [wrapped(drawing.lines, wide * CHARACTERS) for drawing in drawings]
-    gap = (max(len(lines) for lines in texts) + 2.5) * LINE  # includes the titles of the next row
-    height = 0.0
-    for drawing in drawings:
-        for panel in drawing.panels:
-            height = max(height, SIDE * panel.picture.height / max(panel.picture.size))
-    rows = math.ceil(len(drawings) / columns)
-    total_height = rows * height + (rows - 1) * gap
-    # A narrow empty panel to the right of each pair's panels.
-    widths = ([1] * wide + [0.1]) * columns
-    figure = Figure(figsize=(1.03 * sum(widths) * SIDE, total_height))
-    spaces = {"width_ratios": widths, "wspace": 0.03, "hspace": gap / height}
-    edges = {"left": 0, "right": 1, "bottom": 0, "top": 1}
-    grid = figure.subplots(rows, len(widths), squeeze=False, gridspec_kw=spaces | edges)
-    for axes in grid.flat:
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure, path: Path) -> None:
+    """Writes a matplotlib figure into a file (.png, .jpg, .pdf)."""
+    with atomic_write(path) as partial:
+        figure.savefig(partial, format=path.suffix[1:].lower(), dpi=120)
+
+
+def draw_pair(
+    figure, before: Image.Image, after: Image.Image, maps: dict, below: str, colour: str = "black"
+) -> None:
+    """Draws a pair into a matplotlib figure: both pictures, then each attention map (H, W) over
+    both, and a text below. IDC's maps "before" and "after" are drawn over their own picture only.
+
+    Levels of attention are multiples of the uniform weight: 1 / (H * W), as a map sums to 1, or
+    half of that for IDC's two maps, which sum to 1 together."""
+    pictures = {"before": before, "after": after}
+    panels = [(side, picture, None) for side, picture in pictures.items()]
+    for name, weight in maps.items():
+        levels = weight.float().cpu().numpy() * weight.numel()
+        if name in pictures:
+            panels.append((f"attention, {name}", pictures[name], 2 * levels))
+        else:
+            for side, picture in pictures.items():
+                panels.append((f"{name}, {side}", picture, levels))
+    for axes, (title, picture, levels) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         axes.set_axis_off()
-        axes.set_anchor("NW")
-
-    colours = attention_colours()
-    for n, (drawing, lines) in enumerate(zip(drawings, texts, strict=True)):
-        place = grid[n % rows, n // rows * (wide + 1) :]
-        for axes, panel in zip(place, drawing.panels, strict=False):
-            axes.set_title(panel.title, weight="bold", loc="left", pad=3, **TEXT)
-            extent = (0, panel.picture.width, panel.picture.height, 0)
-            axes.imshow(panel.picture, extent=extent)
-            if panel.levels is not None:
-                levels = panel.levels.numpy()
-                axes.imshow(levels, extent=extent, interpolation="bilinear", **colours)
-        cell = place[0].get_subplotspec().get_position(figure)  # in fractions of the figure
-        for k, (line, colour) in enumerate(lines):
-            y = cell.y0 - (k + 0.3) * LINE / total_height
-            figure.text(cell.x0, y, line, color=colour, va="top", **TEXT)
-
-    # The header and the colour bar stand above the titles of the first row.
-    line = LINE / total_height
-    figure.text(0, 1 + 2 * line, header, **TEXT)
-    bar = figure.add_axes((0.6, 1 + 3 * line, 0.4, line))
-    levels = np.linspace(0, SATURATED, 256)
-    bar.imshow(levels[None], extent=(0, SATURATED, 0, 1), aspect="auto", **colours)
-    bar.set_title("attention, in multiples of uniform attention", pad=3, **TEXT)
-    bar.set_xticks([0, 1, 2, 4, 6, SATURATED], ["0", "1", "2", "4", "6", f"{SATURATED}+"], **TEXT)
-    bar.set_yticks([])
-    return figure
-
-
-def wrapped(lines: list[tuple[str, str]], width: int) -> list[tuple[str, str]]:
-    """Wraps texts, given with their colours, to at most four lines of `width` characters each;
-    longer texts are cut."""
-    short = []
-    for text, colour in lines:
-        text = " ".join(text.split())
-        for line in textwrap.wrap(text, width, max_lines=4, placeholder=" ..."):
-            short.append((line, colour))
-    return short
-
-
-def attention_colours() -> dict:
-    """How imshow colours attention: transparent up to the uniform weight, so that the picture
-    stays visible."""
-    from matplotlib import colormaps
-    from matplotlib.colors import ListedColormap
-
-    levels = np.linspace(0, SATURATED, 256)
-    colours = colormaps["turbo"](0.9 * levels / SATURATED)  # (256, 4): red, green, blue, opacity
-    colours[:, 3] = np.interp(levels, [1, 4], [0, 0.6])
-    return {"cmap": ListedColormap(colours), "vmin": 0, "vmax": SATURATED}
+        axes.set_title(title, **TEXT)
+        extent = (0, picture.width, picture.height, 0)
+        axes.imshow(picture, extent=extent)
+        if levels is not None:  # transparent up to uniform attention, so that the picture shows
+            opacity = np.interp(levels, [1, 4], [0, 0.6])
+            colours = {"cmap": "turbo", "vmin": 0, "vmax": SATURATED, "interpolation": "bilinear"}
+            axes.imshow(levels, alpha=opacity, extent=extent, **colours)
+    width = 24 * len(panels)  # in characters
+    lines = [textwrap.fill(line, width, max_lines=4) for line in below.splitlines()]
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", color=colour, **TEXT)
 
 
 def images_of(dataset: Dataset, pair: Pair) -> tuple[Image.Image, Image.Image]:
@@ -2407,32 +2211,6 @@ def images_of(dataset: Dataset, pair: Pair) -> tuple[Image.Image, Image.Image]:
     return before, after
 
 
-def sample(
-    dataset: Dataset,
-    pair: Pair,
-    title: str,
-    caption: str,
-    maps: dict[str, Tensor],
-    notes: Iterable[str] = (),
-) -> Drawing:
-    """A pair for `draw_pairs`, with a reference, its generated caption, and notes (lines of text).
-
-    Of several maps only the first is drawn, or IDC's two, each over its own picture; the other
-    maps of RDD+ACR are drawn by `caption_picture`."""
-    before, after = images_of(dataset, pair)
-    panels = pair_panels(before, after, maps)[:4]
-    panels[0].title = title
-    panels[1].title = ""  # the title above may be long
-    # Show the reference that equals the caption, if any, else the first one.
-    same = [c for c in pair.captions if " ".join(dataset.vocab.split(c)) == caption]
-    reference = (same or pair.captions)[0]
-    label, colour = VERDICTS[is_right(dataset, pair, caption)]
-    lines = [(f"reference: {reference}", "black"), (f"{label}: {caption}", colour)]
-    for note in notes:
-        lines.append((note, "grey"))
-    return Drawing(panels, lines)
-
-
 def sample_sheet(
     dataset: Dataset,
     split: str,
@@ -2441,10 +2219,10 @@ def sample_sheet(
     notes: dict[str, list[str]],
     path: Path,
 ) -> None:
-    """Draws the first three pairs of every kind of change, but at most 60, or the first twelve if
-    kinds are unknown -> a file.
+    """Draws the first three pairs of every kind of change, but at most 24, or the first twelve if
+    kinds are unknown -> a file. Of RDD+ACR's maps only the first is drawn.
 
-    Keyed by pair id: captions, maps (name -> (H, W)), notes (pairs may have none); see `sample`."""
+    Keyed by pair id: captions, maps (name -> (H, W)), notes (lines of text, if a pair has any)."""
     pairs = [pair for pair in dataset.pairs(split) if pair.id in captions]
     chosen = []
     for kind, ids in dataset.kinds.items():
@@ -2452,23 +2230,32 @@ def sample_sheet(
         chosen += [(kind, pair) for pair in of_kind[:3]]
     if not chosen:
         chosen = [("", pair) for pair in pairs[:12]]
-    drawings = []
-    for kind, pair in chosen[:60]:
-        pair_notes = notes.get(pair.id, [])
-        drawings.append(sample(dataset, pair, kind, captions[pair.id], maps[pair.id], pair_notes))
-    header = (
-        f"{dataset.name}, {split}: before, after, and attention over both\n"
-        "generated captions: ✓ and green if right, ✗ and red if wrong, black if not judged"
+    chosen = chosen[:24]
+    rows = math.ceil(len(chosen) / 2)
+    figure = new_figure(13, 2.3 * rows + 0.4)
+    legend = (
+        f"{dataset.name}, {split}. Attention is transparent up to uniform attention, and dark red "
+        f"from {SATURATED} times that. Captions: ✓ right, ✗ wrong, black if not judged"
     )
-    draw_pairs(path, drawings, columns=2, header=header)
+    figure.suptitle(legend, x=0.01, ha="left", **TEXT)
+    places = figure.subfigures(rows, 2, squeeze=False).T.flat  # column by column
+    for place, (kind, pair) in zip(places, chosen, strict=False):
+        caption = captions[pair.id]
+        label, colour = VERDICTS[is_right(dataset, pair, caption)]
+        place.suptitle(f"{kind}: {pair.captions[0]}", x=0.01, ha="left", **TEXT)
+        below = "\n".join([f"{label} {caption}", *notes.get(pair.id, [])])
+        drawn_maps = dict(list(maps[pair.id].items())[:2])
+        draw_pair(place, *images_of(dataset, pair), drawn_maps, below, colour)
+    save_figure(figure, path)
 
 
 def caption_picture(
     before: Image.Image, after: Image.Image, maps: dict[str, Tensor], caption: str, path: Path
 ) -> None:
     """Draws a pair, every attention map (H, W) over it, and its caption -> a file."""
-    drawing = Drawing(pair_panels(before, after, maps), [(caption, "black")])
-    draw_pairs(path, [drawing])
+    figure = new_figure(3 + 3 * len(maps), 2.2)
+    draw_pair(figure, before, after, maps, caption)
+    save_figure(figure, path)
 
 
 # ---- CLIP ----------------------------------------------------------------------------------------
@@ -2529,66 +2316,55 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
     """Prints the caption of two image files, or of every pair of a CSV file with the columns before
     and after, whose paths are relative to it. `out`: where to write the attention picture or, for
     a CSV file, COCO results. InputError if `out` is one of the files read."""
+    pairs = {}  # name -> two files
     if len(files) == 2:
-        pairs = {"": (Path(files[0]), Path(files[1]))}
+        pairs[""] = tuple(map(Path, files))
     else:
-        pairs = pairs_of_table(Path(files[0]))
-    pictures = [*dict.fromkeys(itertools.chain(*pairs.values()))]
-    if out:
-        check_out(Path(out), [*map(Path, files), *pictures], len(files))
-    # Check all pictures first: an unreadable one must not stop the work halfway.
-    bar = {"desc": "pictures", "total": len(pictures), "disable": len(pictures) <= 64}
-    with ThreadPoolExecutor() as pool:
-        for _ in progress(pool.map(read_image, pictures), **bar):
-            pass
-    results = {}
-    for name, result in zip(pairs, captioner.pairs([*pairs.values()]), strict=True):
-        results[name] = result
-        print(f"{name}: {result[0]}" if name else result[0], flush=True)
-    if not out:
-        return
-    if len(files) == 1:
-        captions = {name: caption for name, (caption, _) in results.items()}
-        write_predictions(Path(out), captions)
-    else:
-        caption, maps = results[""]
-        caption_picture(read_image(files[0]), read_image(files[1]), maps, caption, Path(out))
-
-
-def pairs_of_table(file: Path) -> dict[str, tuple[Path, Path]]:
-    """The pairs of a CSV file with the columns before and after: name -> two image files. A table
-    for training works, too: a pair in several rows counts once. InputError if there are no
-    pairs."""
-    pairs = {}
-    for row in read_table(file, ("before", "after")):
-        pair = own_pair(row)
-        pairs[pair.id] = (file.parent / pair.before, file.parent / pair.after)
-    if not pairs:
-        raise InputError(f"{file} has no rows; expected columns before and after, one pair per row")
-    return pairs
-
-
-def check_out(out: Path, inputs: list[Path], count: int) -> None:
-    """InputError if --out has the wrong suffix, or would replace a file that is read."""
-    endings = (".json",) if count == 1 else (".png", ".jpg", ".jpeg", ".pdf")
-    if out.suffix.lower() not in endings:
-        raise InputError(f"--out {out}: expected a name that ends in {', '.join(endings)}")
-    if out.exists() and any(file.exists() and out.samefile(file) for file in inputs):
+        table = Path(files[0])
+        for row in read_table(table, ("before", "after")):
+            pair = own_pair(row)
+            pairs[pair.id] = (table.parent / pair.before, table.parent / pair.after)
+    pictures = dict.fromkeys(itertools.chain(*pairs.values()))
+    if out and Path(out).resolve() in {Path(file).resolve() for file in (*files, *pictures)}:
         raise InputError(f"--out {out} is one of the files to read; choose another name")
+    for picture in pictures:  # an unreadable one must not stop the work halfway
+        read_image(picture)
+    captions = {}
+    for name, result in zip(pairs, captioner.pairs([*pairs.values()]), strict=True):
+        caption, maps = result
+        captions[name] = caption
+        print(f"{name}: {caption}" if name else caption, flush=True)
+    if out and len(files) == 1:
+        write_captions(Path(out), captions)
+    elif out:
+        before, after = map(read_image, files)
+        caption_picture(before, after, maps, caption, Path(out))
 
 
-def score_files(args) -> None:
-    """`python data.py score`: prints the scores of a file of captions."""
-    captions = read_predictions(args.predictions)
-    references = read_references(args.references)
-    print(format_scores(score(captions, references)))
-    print_absent(captions, references)
+def score_files(predictions: Path, references: Path) -> None:
+    """`python data.py score`: prints the scores of a COCO results file against a COCO annotation
+    file."""
+    captions = {}
+    rows = read_json(predictions)
+    with file_errors(predictions, "expected a list of {image_id, caption}, each image_id once"):
+        for row in rows:
+            captions[str(row["image_id"])] = row["caption"]
+        check_strings(list(captions.values()))
+        if len(captions) < len(rows):
+            raise InputError("an image_id has two predictions")
+    known: dict[str, list[str]] = {}
+    content = read_json(references)
+    with file_errors(references, "expected {annotations: [{image_id, caption}]}"):
+        for row in content["annotations"]:
+            known.setdefault(str(row["image_id"]), []).extend(check_strings([row["caption"]]))
+    print(format_scores(score(captions, known)))
+    print(f"without prediction: {len(known.keys() - captions.keys())}")
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command line: NAME prepares a data set, `score` scores a file of captions."""
     summary = (__doc__ or "").partition("\n")[0]  # python -OO removes docstrings
-    parser = Parser(description=summary, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=summary, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="NAME", required=True)
     for name in DATASETS:
         text = f"prepare the data set {name}"
@@ -2612,7 +2388,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     if args.command == "score":
-        return score_files(args)
+        return score_files(Path(args.predictions), Path(args.references))
     root = Path(args.data_dir or data_folder(args.command, args.scenes))
     prepare(args.command, root, usable_device(args.device), args.extractor, args.scenes)
 

@@ -11,7 +11,7 @@ time with a different camera and light: unchanged (the "default" picture), with 
 change, and six others say that nothing has changed. The folder has the layout of CLEVR-Change's
 release (Park et al., ICCV 2019), plus two files:
 
-    mini.json     how many training scenes it has, and which version of this file made it
+    mini.json     the number of training scenes and this file's VERSION, written when all is done
     scenes.json   the truth about each scene, by which `accuracy` judges captions
 
 Two small networks are shipped in assets/: one whose features stand in for those of ResNet-101, and
@@ -43,14 +43,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from common import (
-    InputError,
-    file_errors,
-    load_tensors,
-    load_weights,
-    progress,
-    write_text,
-)
+from common import InputError, load_tensors, load_weights, progress, write_text
 
 # ---- scenes --------------------------------------------------------------------------------------
 
@@ -168,7 +161,7 @@ class Picture:
     image: np.ndarray  # (SIDE, SIDE, 3) uint8
     boxes: list[list[int]]  # [x, y, w, h] in pixels, also around hidden parts; cut at the frame
     areas: list[float]  # number of visible pixels
-    parts: list[float]  # visible share of the object's area inside the frame, 0 to 1
+    shares: list[float]  # visible share of the object's area inside the frame, 0 to 1
 
 
 def dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -318,10 +311,10 @@ def draw(scene: list[dict], camera: Camera) -> Picture:
     d = rays(camera)
     depth = eye[2] / np.maximum(-d[2], 1e-3)  # of the floor; very large at the horizon
     owner = np.full(len(depth), -1)  # the object that a ray meets first; -1 is the floor
-    whole = []  # for each object, the rays that meet it, whether or not another object hides it
+    covered = []  # for each object, the rays that meet it, even if another object hides it
     for n, item in enumerate(scene):
         t = hit(item, eye, d)
-        whole.append(np.isfinite(t))
+        covered.append(np.isfinite(t))
         nearer = t < depth
         depth[nearer] = t[nearer]
         owner[nearer] = n
@@ -329,18 +322,18 @@ def draw(scene: list[dict], camera: Camera) -> Picture:
     colors = np.tile(floor_light(scene, points, light), (3, 1))  # drawn whole, then covered
     boxes = []
     areas = []
-    parts = []
+    shares = []
     for n, item in enumerate(scene):
-        seen = owner == n
-        colors[:, seen] = surface(item, points[:, seen], d[:, seen], light)
-        boxes.append(box_of(whole[n].reshape(RAYS, RAYS)))
-        areas.append(seen.sum() / 4)
-        parts.append(seen.sum() / max(whole[n].sum(), 1))
+        visible = owner == n
+        colors[:, visible] = surface(item, points[:, visible], d[:, visible], light)
+        boxes.append(box_of(covered[n].reshape(RAYS, RAYS)))
+        areas.append(visible.sum() / 4)
+        shares.append(visible.sum() / max(covered[n].sum(), 1))
     image = colors.reshape(3, RAYS, RAYS)
     image = image[:, ::2] + image[:, 1::2]  # a pixel is the mean of 2 x 2 rays
     image = (image[:, :, ::2] + image[:, :, 1::2]) / 4  # (3, SIDE, SIDE)
     image = 255 * (camera.gain * image).clip(0, 1) ** (1 / 1.5) + 0.5  # gamma, and .5 for rounding
-    return Picture(image.transpose(1, 2, 0).astype(np.uint8), boxes, areas, parts)
+    return Picture(image.transpose(1, 2, 0).astype(np.uint8), boxes, areas, shares)
 
 
 # ---- words ---------------------------------------------------------------------------------------
@@ -450,25 +443,25 @@ def parse_caption(text: str) -> dict[str, str | None]:
     the words up to the first shape word), and the new "value" of a color or material change. What
     the caption leaves out is None."""
     words = text.split()
-    said = dict.fromkeys(("type", *ATTRIBUTES, "value"))
+    statement = dict.fromkeys(("type", *ATTRIBUTES, "value"))
     if NO_CHANGE_WORDS & set(words):
-        said["type"] = "same"
-        return said
+        statement["type"] = "same"
+        return statement
     shapes = [i for i, word in enumerate(words) if word in ATTRIBUTES["shape"]]
     if not shapes:
-        return said
+        return statement
     end = shapes[0] + 1
-    said |= named_attributes(words[:end])
+    statement |= named_attributes(words[:end])
     for kind, signs in SIGNS.items():
         if signs & set(words):
-            said["type"] = kind
-            return said
+            statement["type"] = kind
+            return statement
     if {"changed", "became", "now"} & set(words[end:]):
         for kind in ("color", "material"):
             if words[-1] in ATTRIBUTES[kind]:
-                said["type"] = kind
-                said["value"] = words[-1]
-    return said
+                statement["type"] = kind
+                statement["value"] = words[-1]
+    return statement
 
 
 def named_attributes(words: Iterable[str]) -> dict[str, str]:
@@ -500,89 +493,62 @@ def places_are_true(caption: str, scene: list[dict], changed: int, right: list[f
 
 
 def judge(pair_id: str, caption: str, truth: dict) -> dict[str, bool]:
-    """Which of a caption's statements are true, without those that cannot be judged; see
-    `accuracy`. truth: the scene's entry in scenes.json."""
-    said = parse_caption(caption)
+    """Which of a caption's statements are true, without those that cannot be judged.
+
+    Of a changed pair: "change type"; "all four": the named attributes fit the changed object and no
+    other; "new value", of color and material changes; "place", of captions that say where the
+    object stands. Of an unchanged pair: "distractors", captioned as unchanged."""
+    statement = parse_caption(caption)
     if pair_id.endswith("_n"):
-        return {"distractors": said["type"] == "same"}
+        return {"distractors": statement["type"] == "same"}
     kind = truth["type"]
     changed = truth["changed"]
     view = "semantic" if kind == "add" else "default"  # the picture that shows the changed object
     scene = truth["objects"][view]
-    named = {name: said[name] for name in ATTRIBUTES if said[name]}
-    verdicts = {"change type": said["type"] == kind}
+    named = {name: statement[name] for name in ATTRIBUTES if statement[name]}
+    verdicts = {"change type": statement["type"] == kind}
     verdicts["all four"] = fitting(named, scene) == [changed]
     if kind in ATTRIBUTES:
         new = truth["objects"]["semantic"][changed]
-        verdicts["new value"] = said["value"] == new[kind]
+        verdicts["new value"] = statement["value"] == new[kind]
     if PLACE.search(caption):
         right = truth["right_axes"][view]
         verdicts["place"] = places_are_true(caption, scene, changed, right)
     return verdicts
 
 
-def accuracy(captions: dict[str, str], root: Path) -> dict[str, float]:
-    """The shares of captions (pair id -> caption) that are right, in %; NaN if none can be judged.
-
-    For changed pairs: "change type"; "all four": the named attributes fit the changed object and no
-    other; "new value", of color and material changes; "place", of captions that say where the
-    object stands. For unchanged pairs: "distractors", captioned as unchanged."""
-    scenes = read_scenes(root)
-    names = ["change type", "all four", "new value", "place", "distractors"]
-    verdicts = {name: [] for name in names}
-    for pair_id, caption in captions.items():
-        for name, true in judge(pair_id, caption, truth_of(pair_id, scenes)).items():
-            verdicts[name].append(true)
-    shares = {}
-    for name, hits in verdicts.items():
-        shares[name] = round(100 * float(np.mean(hits)), 2) if hits else math.nan
-    return shares
+def truth_of(pair_id: str, root: Path) -> dict:
+    return read_scenes(root)[str(int(pair_id[:6]))]  # 000012.png and 000012.png_n: scene 12
 
 
 def is_right(pair_id: str, caption: str, root: Path) -> bool:
-    """Is everything true that a caption says: the type of change, the changed object, its new value
-    and its place or, for an unchanged pair, that nothing changed?"""
-    verdicts = judge(pair_id, caption, truth_of(pair_id, read_scenes(root)))
-    return all(verdicts.values())
+    """Whether everything is true that a caption says."""
+    return all(judge(pair_id, caption, truth_of(pair_id, root)).values())
 
 
-def truth_of(pair_id: str, scenes: dict) -> dict:
-    return scenes[str(int(pair_id[:6]))]  # 000012.png and 000012.png_n belong to scene 12
+def accuracy(captions: dict[str, str], root: Path) -> dict[str, float]:
+    """The share of true statements of each sort (see `judge`), in %; NaN if there are none.
+    captions: pair id -> caption."""
+    verdicts = {"change type": [], "all four": [], "new value": [], "place": [], "distractors": []}
+    for pair_id, caption in captions.items():
+        for name, is_true in judge(pair_id, caption, truth_of(pair_id, root)).items():
+            verdicts[name].append(is_true)
+    shares = {}
+    for name, answers in verdicts.items():
+        shares[name] = round(100 * float(np.mean(answers)), 2) if answers else math.nan
+    return shares
 
 
 # ---- files ---------------------------------------------------------------------------------------
 
-# The JSON files that `render` writes after all pictures. `is_drawn` checks for every one of them.
-FILES = (
-    "scenes",
-    "change_captions",
-    "no_change_captions",
-    "change_captions_with_bbox",
-    "change_captions_by_IOU",
-    "type_mapping",
-    "splits",
-)
 VISIBLE_AREA = 16  # every picture shows more pixels than this of each object,
-VISIBLE_PART = 0.4  # and a larger share of it than this
-
-
-def remedy(root: Path) -> str:
-    return f"remove it and run: python data.py mini --data_dir {root}"
-
-
-def read_json(path: Path) -> dict:
-    """A JSON object from mini's folder. InputError names the file if it is broken or missing."""
-    with file_errors(path, remedy(path.parent)):
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise InputError(f"expected an object, found {type(content).__name__}")
-    return content
+VISIBLE_SHARE = 0.4  # and a larger share of it than this
 
 
 @functools.lru_cache(1)
 def read_scenes(root: Path) -> dict:
     """The content of scenes.json, cached for the last folder."""
-    return read_json(root / "scenes.json")
+    return json.loads((root / "scenes.json").read_text(encoding="utf-8"))
 
 
 def picture_file(root: Path, view: str, scene: int) -> Path:
@@ -665,15 +631,10 @@ def draw_visible(scenes: list[list[dict]], cameras: list[Camera]) -> list[Pictur
     pictures = []
     for items, camera in zip(scenes, cameras, strict=True):
         picture = draw(items, camera)
-        if min(picture.areas) <= VISIBLE_AREA or min(picture.parts) <= VISIBLE_PART:
+        if min(picture.areas) <= VISIBLE_AREA or min(picture.shares) <= VISIBLE_SHARE:
             return None
         pictures.append(picture)
     return pictures
-
-
-def ignore_interrupts() -> None:
-    """For drawing processes: only the process that started them handles Ctrl-C, and ends them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def render(root: Path, counts: dict[str, int]) -> None:
@@ -689,19 +650,17 @@ def render(root: Path, counts: dict[str, int]) -> None:
         for number in range(count):
             jobs.append((split, number, first + number))
     for folder in VIEWS.values():
-        (root / folder).mkdir(exist_ok=True)
-    draw_job = functools.partial(draw_scene, root)
-    # The pool ends its processes by SIGTERM, whatever they are doing. Without SIG_DFL they would
-    # inherit a handler, such as a run's, that lets a process go on. Cut-short scenes are redrawn.
-    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with multiprocessing.Pool(initializer=ignore_interrupts) as pool:
-        signal.signal(signal.SIGTERM, handler)
-        drawn = pool.imap(draw_job, jobs, chunksize=10)
-        made = list(progress(drawn, total=len(jobs), desc="drawing", unit="scene"))
-    files = {name: {} for name in FILES}
+        (root / folder).mkdir(parents=True)
+    # On Ctrl-C, only this process raises KeyboardInterrupt; leaving the pool ends the others.
+    ignore_ctrl_c = (signal.SIGINT, signal.SIG_IGN)
+    with multiprocessing.Pool(initializer=signal.signal, initargs=ignore_ctrl_c) as pool:
+        drawn = pool.imap(functools.partial(draw_scene, root), jobs, chunksize=10)
+        scenes = list(progress(drawn, total=len(jobs), desc="drawing", unit="scene"))
+    files = {"scenes": {}, "change_captions": {}, "no_change_captions": {}}
+    files |= {"change_captions_with_bbox": {}, "change_captions_by_IOU": {}}
     files["splits"] = splits
     files["type_mapping"] = {kind: [] for kind in KINDS}
-    for i, scene in enumerate(made):
+    for i, scene in enumerate(scenes):
         default = picture_file(root, "default", i).name
         files["scenes"][i] = scene["truth"]
         files["change_captions"][default] = scene["default"]
@@ -709,7 +668,7 @@ def render(root: Path, counts: dict[str, int]) -> None:
         files["change_captions_with_bbox"][i] = scene["boxes"]
         files["change_captions_by_IOU"][i] = scene["truth"]["iou"]
         files["type_mapping"][scene["truth"]["type"]].append(f"{i:06d}.png")
-    for i, scene in enumerate(made):
+    for i, scene in enumerate(scenes):
         nonsemantic = picture_file(root, "nonsemantic", i).name
         files["change_captions"][nonsemantic] = scene["nonsemantic"]
     for name, content in files.items():
@@ -785,8 +744,6 @@ def feature_net() -> FeatureNet:
 
 CLIP_CONFIG = {
     "embed_dim": 128,
-    # In equal time, this image encoder ranks names better than a ViT of patch 8, width 128 and 3
-    # layers: after a few hundred steps, its AUC is .95, the ViT's .88.
     "vision_cfg": {"image_size": SIDE, "layers": [1, 1, 1, 1], "width": 16},
     # The longest sentence of mini has 20 ids; RDD+ACR puts four learned vectors before them.
     "text_cfg": {"context_length": 32, "width": 64, "heads": 4, "layers": 2},
@@ -810,13 +767,8 @@ class Tokenizer:
         tokens = torch.zeros(len(texts), self.context, dtype=torch.long)
         for row, text in zip(tokens, texts, strict=True):
             words = re.findall(r"\w+", text)
-            unknown = [word for word in words if word not in self.ids]
-            if unknown or len(words) > self.context - 2:
-                reason = f"unknown word {unknown[0]!r}" if unknown else "too long"
-                raise InputError(
-                    f"--clip mini reads only mini's sentences, not {text!r}: {reason}; "
-                    "choose another CLIP"
-                )
+            if not self.ids.keys() >= set(words) or len(words) > self.context - 2:
+                raise InputError(f"--clip mini reads only mini's sentences, not {text!r}")
             ids = [self.start, *[self.ids[word] for word in words], self.end]
             row[: len(ids)] = torch.tensor(ids)
         return tokens
@@ -835,50 +787,24 @@ def load_clip() -> tuple[nn.Module, Tokenizer]:
     """mini's CLIP, as shipped, and its tokenizer."""
     file = ASSETS / "mini_clip.pt"
     state = load_tensors(file, SHIPPED)
-    with file_errors(file, SHIPPED):
-        clip, tokenizer = new_clip(state["words"])
-        clip.load_state_dict(state["weights"])
-    return clip.eval(), tokenizer
+    clip, tokenizer = new_clip(state["words"])
+    return load_weights(clip, state["weights"], file, SHIPPED).eval(), tokenizer
 
 
 # ---- preparation ---------------------------------------------------------------------------------
 
 
-def check_folder(root: Path, scenes: int) -> None:
-    """InputError if a folder holds anything but a mini with this number of training scenes."""
-    file = root / "mini.json"
-    if not file.exists():
-        if not root.exists() or not any(root.iterdir()):
-            return
-        raise InputError(f"{root} is neither empty nor a mini; choose another --data_dir")
-    made = read_json(file)
-    if made.get("version") != VERSION:
-        raise InputError(
-            f"{root} was made by another version of mini.py; remove it or choose another --data_dir"
-        )
-    if made["scenes"] != scenes:
-        raise InputError(
-            f"{root} has {made['scenes']} training scenes, not {scenes}; give --scenes "
-            f"{made['scenes']} or choose another --data_dir"
-        )
-
-
-def is_drawn(root: Path) -> bool:
-    """Do all of `render`'s files exist? If not, drawing again makes the same files."""
-    files = [root / f"{name}.json" for name in FILES]
-    if not all(file.exists() for file in files):
-        return False
-    scenes = read_json(root / "scenes.json")
-    return all(picture_file(root, view, int(i)).exists() for i in scenes for view in VIEWS)
-
-
 def make(root: Path, scenes: int) -> None:
-    """Draws mini with this number of training scenes, unless it exists. InputError as in
-    check_folder, or if the number is not positive."""
-    if scenes < 1:
-        raise InputError(f"--scenes {scenes}: expected at least 1")
-    check_folder(root, scenes)
-    if is_drawn(root):
+    """Draws mini with this number of training scenes, unless it exists. InputError if the folder
+    holds anything else, such as a mini of another size or half a mini."""
+    content = json.dumps({"scenes": scenes, "version": VERSION})
+    complete = root / "mini.json"
+    if complete.exists() and complete.read_text(encoding="utf-8") == content:
         return
-    write_text(root / "mini.json", json.dumps({"scenes": scenes, "version": VERSION}))
+    if root.exists() and any(root.iterdir()):
+        raise InputError(
+            f"{root} is not empty, and holds no complete mini of {scenes} training scenes; remove "
+            "the folder, or choose another --data_dir or --scenes"
+        )
     render(root, {"train": scenes, "val": max(10, scenes // 20), "test": max(10, scenes // 10)})
+    write_text(complete, content)  # last

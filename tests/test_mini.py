@@ -1,12 +1,11 @@
 """Tests of the built-in data set: drawing, sentences and how they are judged, files, the two
-networks, preparation."""
+networks."""
 
 import functools
 import json
 import math
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -33,7 +32,7 @@ def drawn(tmp_path_factory):
     """A small mini, which tests must not change, and its files' contents."""
     root = tmp_path_factory.mktemp("mini")
     mini.render(root, COUNTS)
-    return root, {name: json.loads((root / f"{name}.json").read_text()) for name in mini.FILES}
+    return root, {file.stem: json.loads(file.read_text()) for file in root.glob("*.json")}
 
 
 def ball(x, y, **other):
@@ -86,7 +85,7 @@ def test_box_and_area_equal_a_march_along_every_ray(shape):
     height = rows[-1] - rows[0] + 1
     assert picture.boxes == [[columns[0], rows[0], width, height]]
     assert picture.areas[0] == pytest.approx(hit.sum() / 4, rel=0.02)
-    assert picture.parts == [1]
+    assert picture.shares == [1]
 
 
 def test_the_nearer_object_hides_the_other():
@@ -94,12 +93,9 @@ def test_the_nearer_object_hides_the_other():
     far = ball(-0.8, 0.8, color="blue")
     both = mini.draw([far, near], camera_at(1))
     alone = mini.draw([far], camera_at(1))
-    assert both.parts[1] == 1 and both.parts[0] < 1
+    assert both.shares[1] == 1 and both.shares[0] < 1
     assert both.areas[0] < alone.areas[0]
     assert both.boxes[0] == alone.boxes[0]  # a box is that of the whole object
-    x, y, w, h = both.boxes[1]
-    red, _, blue = both.image[y + h // 2, x + w // 2].astype(int)
-    assert red > 2 * blue
 
 
 # ---- words and what is true ----------------------------------------------------------------------
@@ -117,25 +113,11 @@ def sampled(count):
         yield scenes, mini.describe(kind, changed, scenes, cameras, boxes)
 
 
-def swapped(truth):
-    """The truth about a swapped pair, whose "before" is the nonsemantic picture."""
-    swapped = dict(truth)
-    for name in ("objects", "right_axes"):
-        views = dict(truth[name])
-        views["default"] = views["nonsemantic"]
-        swapped[name] = views
-    return swapped
-
-
-def judged(captions, truth):
-    return [mini.judge("000000.png", caption, truth) for caption in captions]
-
-
 def test_relations_turn_with_the_camera():
-    here = ball(1.0, 0.2)
-    there = ball(-1.0, 0.0)
+    east = ball(1.0, 0.2)
+    west = ball(-1.0, 0.0)
     rights = [[1, 0, 0], [-1, 0, 0], [0, 1, 0], [0, -1, 0]]
-    words = [mini.relation(here, there, np.array(right))[0] for right in rights]
+    words = [mini.relation(east, west, np.array(right))[0] for right in rights]
     assert words == ["right of", "left of", "in front of", "behind"]
     _, clarity = mini.relation(ball(1, 1), ball(0, 0), np.array([1, 0, 0]))
     assert clarity == pytest.approx(1)  # on the diagonal: as unclear as possible
@@ -143,25 +125,30 @@ def test_relations_turn_with_the_camera():
 
 def test_captions_are_distinct_and_true():
     places = 0
-    wrong_from_there = 0
+    wrong_from_default = 0
     for scenes, scene in sampled(300):
         for items in scenes:
-            names = {mini.phrase(item) for item in items}
-            assert len(names) == len(items)
-        default = scene["default"]
-        nonsemantic = scene["nonsemantic"]
-        for captions in (default, nonsemantic):
+            assert len({mini.phrase(item) for item in items}) == len(items)
+        truth = scene["truth"]
+        # In a swapped pair, "before" is the nonsemantic picture.
+        views = ("objects", "right_axes")
+        swapped = truth | {
+            name: truth[name] | {"default": truth[name]["nonsemantic"]} for name in views
+        }
+        for captions, seen in ((scene["default"], truth), (scene["nonsemantic"], swapped)):
             assert len(set(captions)) == 6
             assert max(len(caption.split()) for caption in captions) <= 18
-        truth = scene["truth"]
-        verdicts = judged(default, truth) + judged(nonsemantic, swapped(truth))
-        assert all(all(verdict.values()) for verdict in verdicts)
-        places += sum("place" in verdict for verdict in verdicts)
+            for caption in captions:
+                verdict = mini.judge("000000.png", caption, seen)
+                assert all(verdict.values())
+                places += "place" in verdict
         if truth["type"] != "add":
-            verdicts = judged(nonsemantic, truth)  # as if they were written from the default view
-            wrong_from_there += not all(verdict.get("place", True) for verdict in verdicts)
+            verdicts = [
+                mini.judge("000000.png", caption, truth) for caption in scene["nonsemantic"]
+            ]
+            wrong_from_default += not all(verdict.get("place", True) for verdict in verdicts)
     assert places > 0.8 * 300 * 12
-    assert 0 < wrong_from_there < 30
+    assert 0 < wrong_from_default < 30
 
 
 def test_the_parser_and_the_scores_see_mistakes():
@@ -211,15 +198,11 @@ def place_of(caption):
     [
         ("left of the large red sphere", True),
         ("right of the large red sphere", False),
-        ("right of the small sphere", True),
         ("left of the red sphere", True),  # true of one red sphere
         ("right of the red sphere", True),  # and of another
-        ("behind the red sphere", False),
         ("in front of the gray cube", True),
         ("in front of the yellow cube", False),  # an object is not in front of itself
-        ("in front of the cube", True),
         ("in front of the gray sphere", False),  # there is no such object
-        ("in front of the", False),
         ("in front of the gray cube that is left of the large sphere", True),
         ("in front of the gray cube that is left of the small sphere", False),
         ("in the scene", None),  # says no place
@@ -232,22 +215,17 @@ def test_places_are_judged(place, expected):
 
 def test_accuracy_and_is_right_read_the_truth(drawn):
     root, files = drawn
-    captions = {}
+    wrong = {}
     for i, name in enumerate(files["no_change_captions"]):
-        captions[f"{i:06d}.png"] = files["change_captions"][name][0]
-        captions[f"{i:06d}.png_n"] = files["no_change_captions"][name][0]
-    names = ["change type", "all four", "new value", "place", "distractors"]
-    assert mini.accuracy(captions, root) == dict.fromkeys(names, 100)
-    assert all(mini.is_right(pair, caption, root) for pair, caption in captions.items())
-    turned = {"left": "right", "right": "left", "front": "back", "behind": "left of"}
-    for pair, caption in captions.items():
-        words = [turned.get(word, word) for word in caption.split()]
-        wrong = " ".join(words).replace("in back of", "behind")
-        assert mini.is_right(pair, wrong, root) == (wrong == caption)
-    place = mini.accuracy({"000000.png": "the cube that is behind the cow is gone"}, root)["place"]
-    assert place == 0
-    silent = mini.accuracy({"000000.png": "the cube is gone"}, root)
-    assert math.isnan(silent["place"]) and math.isnan(silent["distractors"])
+        change = files["change_captions"][name][0]
+        same = files["no_change_captions"][name][0]
+        assert mini.is_right(f"{i:06d}.png", change, root)
+        assert mini.is_right(f"{i:06d}.png_n", same, root)
+        assert not mini.is_right(f"{i:06d}.png", same, root)
+        wrong[f"{i:06d}.png_n"] = change
+    shares = mini.accuracy(wrong, root)
+    assert shares.pop("distractors") == 0
+    assert all(math.isnan(share) for share in shares.values())  # there is nothing to judge
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -279,10 +257,6 @@ def test_files_follow_the_release(drawn):
             assert math.hypot(*right) == pytest.approx(1, abs=1e-3)
 
 
-def contents(root):
-    return {path.relative_to(root): path.read_bytes() for path in root.rglob("*.*")}
-
-
 def test_a_scene_depends_on_its_split_and_number_alone(drawn, tmp_path, monkeypatch):
     """This also holds if processes are spawned, as on macOS and Windows."""
     spawn = multiprocessing.get_context("spawn").Pool
@@ -298,8 +272,7 @@ def test_a_scene_depends_on_its_split_and_number_alone(drawn, tmp_path, monkeypa
     assert len({json.dumps(scene) for scene in files["scenes"].values()}) == 35
 
 
-def test_drawing_can_be_interrupted_and_goes_on(tmp_path):
-    """Interrupts data.py as a script, which turns signals and errors into exit codes."""
+def test_ctrl_c_ends_all_drawing_processes_and_half_a_mini_is_refused(tmp_path):
     root = tmp_path / "mini"
     flags = ["--data_dir", str(root), "--scenes", "100000", "--device", "cpu"]
 
@@ -308,18 +281,49 @@ def test_drawing_can_be_interrupted_and_goes_on(tmp_path):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     call = [sys.executable, str(ROOT / "data.py"), "mini", *flags]
-    process = subprocess.Popen(call, stderr=subprocess.PIPE, text=True, preexec_fn=begin)
+    process = subprocess.Popen(call, preexec_fn=begin)
     for _ in range(600):
         if list(root.glob("images/*.png")):
             break
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches all processes
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in errors
+    assert process.wait(timeout=60) == 130
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)  # none is left
-    mini.check_folder(root, 100000)
+    with pytest.raises(mini.InputError, match="remove the folder"):
+        mini.make(root, 100000)
+
+
+def test_a_complete_mini_is_kept_and_nothing_else_is_drawn_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(mini, "render", lambda root, _: root.mkdir())
+    mini.make(tmp_path / "mini", 20)
+    mini.make(tmp_path / "mini", 20)  # render would fail, because the folder exists
+    with pytest.raises(mini.InputError, match="--scenes"):
+        mini.make(tmp_path / "mini", 21)
+    with pytest.raises(mini.InputError, match="--data_dir"):
+        mini.make(tmp_path, 20)
+
+
+def test_mini_is_prepared_and_its_references_are_right(tmp_path):
+    data.main(["mini", "--data_dir", str(tmp_path), "--device", "cpu", "--scenes", "20"])
+    dataset = data.load("mini", tmp_path)
+    assert dataset.grid == (128, 8, 8)
+    assert dataset.state()["extractor"] == "mini-cnn"
+    assert len(dataset.pairs("train")) == 40 and len(dataset.pairs("test")) == 20
+    assert len(dataset.paths) == 3 * (20 + 10 + 10)
+    assert {*mini.KINDS, "semantic change", "only distractor"} <= set(dataset.release.groups)
+    captions = {pair.id: pair.captions[0] for pair in dataset.pairs("test")}
+    assert set(mini.accuracy(captions, tmp_path).values()) == {100}
+
+
+def test_each_size_has_its_own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = []
+    monkeypatch.setattr(mini, "make", lambda root, scenes: folders.append((root, scenes)))
+    for flags in ([], ["--scenes", "500"]):
+        with pytest.raises(FileNotFoundError):
+            data.main(["mini", *flags])
+    assert folders == [(Path("data/mini"), 5000), (Path("data/mini-500"), 500)]
 
 
 # ---- networks ------------------------------------------------------------------------------------
@@ -371,8 +375,7 @@ def test_clip_ranks_the_names_of_what_a_picture_shows():
         assert true <= set(best)
 
 
-def test_clip_reads_all_that_methods_ask_of_it():
-    """The text encoding of RDD+ACR and CHEERS equals that of CLIP itself, to the last word."""
+def test_clip_reads_the_longest_captions():
     clip, tokenizer = mini.load_clip()
     texts = [*mini.NO_CHANGE, rdd_acr.NOUN_PROMPT + "red cube", rdd_acr.VERB_PROMPT + "is gone"]
     for _, scene in sampled(100):
@@ -380,18 +383,14 @@ def test_clip_reads_all_that_methods_ask_of_it():
     tokens = tokenizer(texts)
     longest = int(tokens.argmax(1).max()) + 1
     assert longest + 4 <= clip.context_length  # RDD+ACR puts four learned vectors before the words
-    expected = clip.encode_text(tokens, normalize=True)
-    assert len(expected.unique(dim=0)) == len(set(texts))
-    torch.testing.assert_close(cheers.embed_texts(clip, tokenizer, texts), expected)
-    prompted = rdd_acr.encode_prompted(clip, tokens[:, :longest])
-    torch.testing.assert_close(torch.nn.functional.normalize(prompted, dim=-1), expected)
+    vectors = clip.encode_text(tokens, normalize=True)
+    assert len(vectors.unique(dim=0)) == len(set(texts))
 
 
-@pytest.mark.parametrize("text", ["the red pyramid is gone", "the cube " * 20])
-def test_clip_refuses_what_it_cannot_read(text):
+def test_clip_refuses_words_that_it_has_not_learned():
     _, tokenizer = mini.load_clip()
     with pytest.raises(mini.InputError, match="--clip mini"):
-        tokenizer([text])
+        tokenizer(["the red pyramid is gone"])
 
 
 def test_the_networks_can_be_trained_anew(drawn):
@@ -405,97 +404,3 @@ def test_the_networks_can_be_trained_anew(drawn):
     _, tokenizer = mini.load_clip()
     assert list(tokenizer.ids) == words
     assert 0 <= training.name_ranking(clip, tokenizer, images, objects) <= 1
-
-
-# ---- preparation ---------------------------------------------------------------------------------
-
-
-def prepare(root, *flags):
-    data.main(["mini", "--data_dir", str(root), "--device", "cpu", *flags])
-
-
-def interrupted(*_, **__):
-    raise KeyboardInterrupt
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    """A complete mini, which tests must not change."""
-    root = tmp_path_factory.mktemp("prepared") / "mini"
-    prepare(root, "--scenes", "20")
-    return root
-
-
-def test_mini_is_prepared_and_its_references_are_right(prepared):
-    dataset = data.load("mini", prepared)
-    assert dataset.grid == (128, 8, 8)
-    assert dataset.state()["extractor"] == "mini-cnn"
-    assert len(dataset.pairs("train")) == 40 and len(dataset.pairs("test")) == 20
-    assert len(dataset.paths) == 3 * (20 + 10 + 10)
-    assert {*mini.KINDS, "semantic change", "only distractor"} <= set(dataset.release.groups)
-    captions = {pair.id: pair.captions[0] for pair in dataset.pairs("test")}
-    assert set(mini.accuracy(captions, prepared).values()) == {100}
-
-
-def test_each_size_has_its_own_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    made = []
-    monkeypatch.setattr(mini, "make", lambda root, scenes: made.append((root, scenes)))
-    for flags in ([], ["--scenes", "500"], ["--scenes", "500", "--data_dir", "other"]):
-        with pytest.raises(FileNotFoundError):
-            data.main(["mini", *flags])
-    assert made == [(Path("data/mini"), 5000), (Path("data/mini-500"), 500), (Path("other"), 500)]
-
-
-def test_what_a_folder_holds_already_is_never_mixed(prepared, tmp_path):
-    with pytest.raises(mini.InputError, match="--scenes"):
-        prepare(tmp_path / "mini", "--scenes", "0")
-    with pytest.raises(mini.InputError, match="--scenes 20"):
-        prepare(prepared, "--scenes", "21")
-    of_others = tmp_path / "thesis"
-    of_others.mkdir()
-    (of_others / "thesis.txt").write_text("")
-    with pytest.raises(mini.InputError, match="--data_dir"):
-        prepare(of_others)
-    before = tmp_path / "before"
-    before.mkdir()
-    earlier = '{"scenes": 5000, "objects": "2,4", "seed": 0}'  # as an earlier version made it
-    for content in (earlier, "x", "[]"):
-        (before / "mini.json").write_text(content)
-        with pytest.raises(mini.InputError, match=r"mini\.json|remove it"):
-            prepare(before)
-
-
-def test_interrupted_preparation_is_not_taken_for_complete(tmp_path, monkeypatch):
-    """This holds even if the first SIGTERM ends no process, as in training."""
-    root = tmp_path / "mini"
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    for module, stage in ((mini, "write_text"), (mini, "progress"), (data, "write_features")):
-        with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-            m.setattr(module, stage, interrupted)
-            prepare(root, "--scenes", "20")
-        with pytest.raises((FileNotFoundError, ValueError)):
-            data.load("mini", root)
-    prepare(root, "--scenes", "20")
-    made = contents(root)
-    with monkeypatch.context() as m:
-        m.setattr(mini, "render", interrupted)
-        m.setattr(data, "write_features", interrupted)
-        prepare(root, "--scenes", "20")  # everything exists: nothing is made again
-    signal.signal(signal.SIGTERM, before)
-    assert contents(root) == made
-
-
-def test_the_remedy_for_a_broken_file_mends_it(prepared, tmp_path):
-    root = tmp_path / "mini"
-    shutil.copytree(prepared, root)
-    for name in ("features.h5", "splits.json", "scenes.json"):
-        (root / name).write_bytes(b"x")
-        mini.read_scenes.cache_clear()
-        with pytest.raises(ValueError, match=name) as e:
-            mini.accuracy({}, data.load("mini", root).root)
-        assert f"run: python data.py mini --data_dir {root}" in str(e.value)
-        (root / name).unlink()
-        prepare(root, "--scenes", "20")
-        assert data.load("mini", root).grid == (128, 8, 8)
-    mini.read_scenes.cache_clear()
