@@ -845,7 +845,7 @@ def main(argv: list[str] | None = None) -> None:
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
         model, state = load_model(CHEERS, cfg, args.eval)
-        dataset.check_state(state)  # before CLIP embeds every picture
+        dataset.adopt(state)  # before CLIP embeds every picture
     entities = entities_of(dataset, cfg)
     if args.eval is None:
         model = train(cfg, dataset, entities, args.resume)

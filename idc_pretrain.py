@@ -962,7 +962,7 @@ def main(argv: list[str] | None = None) -> None:
     dataset = open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
         model, state = load_model(IDC, cfg, args.eval)
-        dataset.check_state(state)
+        dataset.adopt(state)
     else:
         model = train(cfg, dataset, args.resume)
     evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)

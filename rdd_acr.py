@@ -837,7 +837,7 @@ def main(argv: list[str] | None = None) -> None:
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
         model, state = load_model(RDD, cfg, args.eval)
-        dataset.check_state(state)
+        dataset.adopt(state)
     else:
         phrases = phrases_of(dataset, cfg)
         model = train(cfg, dataset, phrases, args.resume)

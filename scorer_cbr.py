@@ -631,7 +631,7 @@ def main(argv: list[str] | None = None) -> None:
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
         model, state = load_model(SCORER, cfg, args.eval)
-        dataset.check_state(state)
+        dataset.adopt(state)
     else:
         model = train(cfg, dataset, args.resume)
     evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)
