@@ -30,6 +30,7 @@ Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, 
 (START, words, END, padding), K entities of a pair, M candidates, S cells or entities of a source,
 d width of CLIP's common space.
 
+Flags for each row of the paper's tables. Each row needs an --out_dir of its own.
 Row of the paper              flags (on mini, unless --dataset is given)
 Baseline (Table 4) [ours]     --layers 0 --k 0 --gate none --w_consistency 0 --w_match 0
 CRE, DRE, HDR (here HRD)      --gate none [ours], and for CRE --no-dre, for DRE --no-cre
@@ -847,14 +848,16 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv)
+    cfg, args = parse_args(
+        Config, PRESETS, Path(__file__).stem, __doc__, argv, datasets=data.DATASETS
+    )
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device, cfg.clip), args.caption, args.out)
         return
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
         model, state = load_model(CHEERS, cfg, args.eval)
-        dataset.check_state(state)  # before CLIP embeds every picture
+        dataset.adopt(state)  # before CLIP embeds every picture
     entities = entities_of(dataset, cfg)
     if args.eval is None:
         model = train(cfg, dataset, entities, args.resume)

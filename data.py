@@ -35,11 +35,13 @@ repositories.
 """
 
 import argparse
+import contextlib
 import csv
 import functools
 import hashlib
 import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -50,19 +52,19 @@ import threading
 import unicodedata
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import BinaryIO, Literal, Protocol
 
 import h5py
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, TiffImagePlugin
 from torch import Tensor
 from torchvision.models import ResNet101_Weights, resnet101
 from tqdm import tqdm
@@ -78,8 +80,6 @@ from common import (
     data_folder,
     file_errors,
     load_model,
-    load_tensors,
-    load_weights,
     progress,
     run_main,
     saved_config,
@@ -186,13 +186,9 @@ class Vocab:
 
     def encode(self, caption: str, length: int) -> list[int]:
         """START, words, END, then NULL up to `length`. Words that are not in the vocabulary become
-        UNK. InputError if the caption is longer."""
+        UNK. Longer captions are cut."""
         words = [self.index.get(word, UNK) for word in self.split(caption)]
-        ids = [START, *words, END]
-        if len(ids) > length:
-            raise InputError(
-                f"caption of {len(ids)} ids (with START and END) exceeds {length}: {caption!r}"
-            )
+        ids = [START, *words[: length - 2], END]
         return ids + [NULL] * (length - len(ids))
 
     def decode(self, ids: Tensor) -> list[str]:
@@ -234,6 +230,13 @@ class Scene:
         """The pairs and, if there are any, the swapped ones."""
         return [self.pairs] if self.swapped is None else [self.pairs, self.swapped]
 
+    def images(self) -> set[str]:
+        """The names of the scene's images."""
+        names = set()
+        for pair in self.pairs:
+            names |= {pair.before, pair.after}
+        return names - {None}
+
 
 @dataclass
 class Release:
@@ -258,19 +261,12 @@ class Release:
         columns = zip(*(scene.pairs for scene in self.scenes[split]), strict=True)
         return list(itertools.chain(*columns))
 
-    def images(self, split: str) -> set[str]:
-        """The names of all images of a split."""
-        names = set()
-        for pair in self.pairs(split):
-            names |= {pair.before, pair.after}
-        return names - {None}
-
     def leaked(self, split: str) -> set[str]:
         """Ids of a split's pairs that share an image with a pair of another split."""
         elsewhere = set()
         for other in SPLITS:
             if other != split:
-                elsewhere |= self.images(other)
+                elsewhere = elsewhere.union(*(scene.images() for scene in self.scenes[other]))
         return {pair.id for pair in self.pairs(split) if {pair.before, pair.after} & elsewhere}
 
     def captions(self, splits: Iterable[str]) -> list[str]:
@@ -388,8 +384,8 @@ class Settings:
     # Captions come from CLEVR-like templates: rules extract their phrases (see template_segments)
     # and reject any other caption. Otherwise, spaCy's English model extracts them.
     templates: bool = False
-    # Published sentences which say that nothing changed. If empty, the captions of unchanged
-    # training pairs are used.
+    # Published sentences which say that nothing changed. Captions of unchanged training pairs count
+    # as such, too.
     no_change: tuple[str, ...] = ()
     # Published counts: scenes of each split, pairs of each kind of change, and "words" with the
     # four special ids. Preparation prints a note for each count that differs.
@@ -603,10 +599,14 @@ LEVIR_SAME = (
 )
 
 
+CHANGE_FLAGS = {"0": "no change", "false": "no change", "1": "change", "true": "change"}
+
+
 def read_levir_cc(root: Path) -> Release:
     """LEVIR-CC (Liu et al., TGRS 2022): LevirCCcaptions.json, and images/<split>/A (before) and B
-    (after). Captions are the non-empty tokens given in the file. `changeflag` marks changed pairs;
-    if it is absent, LEVIR_SAME decides. The split is this file's, not LEVIR-CD's."""
+    (after). Captions are the non-empty tokens given in the file. `changeflag` (0 or 1, false or
+    true) marks changed pairs; if it is absent, LEVIR_SAME decides. The split is this file's, not
+    LEVIR-CD's."""
     file = root / "LevirCCcaptions.json"
     content = read_json(file)
     pairs = {split: [] for split in SPLITS}
@@ -623,10 +623,12 @@ def read_levir_cc(root: Path) -> Release:
             pair = Pair(name, f"{split}/A/{name}", f"{split}/B/{name}", captions)
             pairs.setdefault(split, []).append(pair)
             if "changeflag" in row:
-                changed = row["changeflag"]
+                kind = CHANGE_FLAGS.get(str(row["changeflag"]).lower())
             else:
-                changed = not set(LEVIR_SAME) & set(captions)
-            kinds["change" if changed else "no change"].add(name)
+                kind = "no change" if set(LEVIR_SAME) & set(captions) else "change"
+            if kind is None:
+                raise InputError(f"changeflag of {name} is {row['changeflag']!r}, not 0 or 1")
+            kinds[kind].add(name)
     return release_from_pairs(pairs, root / "images", kinds)
 
 
@@ -843,26 +845,69 @@ DATASETS["pairs"] = Settings(
 # ---- pictures and extractors ---------------------------------------------------------------------
 
 
-def read_image(path: str | Path | Image.Image) -> Image.Image:
-    """An image file (of an animation, the first frame) or a PIL image -> upright RGB. Transparency
-    is blended with white. The EXIF orientation is applied; published features of photographs were
-    made without it. InputError if it is not an image with 8 bits per channel."""
-    if not isinstance(path, Image.Image):
-        with file_errors(path, "give a readable image"), Image.open(path) as picture:
-            return read_image(picture)
-    if path.mode[0] in "IF":  # integers and floats, which Pillow would cut to 0 ... 255
-        raise InputError(f"{path.mode} pixels, expected 8 bits per channel")
-    upright = ImageOps.exif_transpose(path)
-    if upright.has_transparency_data:
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+PICTURES = (
+    f"give a {', '.join(FORMATS[:-1])} or TIFF with 8 bits a channel and 1, 3 or 4 channels; make "
+    "it for example by: gdal_translate -of PNG -ot Byte -scale 0 MAX 0 255 -b 1 -b 2 -b 3 IN "
+    "OUT.png, with the same MAX for all pictures"
+)
+
+
+def read_image(picture) -> Image.Image:
+    """A picture -> upright RGB; of an animation, the first frame. Transparency is blended with
+    white. The EXIF orientation is applied; published features of photographs were made without it.
+
+    picture: a path, an open binary file or a PIL image. InputError if its format is not one of
+    FORMATS, or if it does not have 8 bits a channel."""
+    if isinstance(picture, np.ndarray):
+        raise TypeError("expected a file or a PIL image; for an array, use PIL.Image.fromarray")
+    if isinstance(picture, Image.Image):
+        with file_errors(picture, PICTURES):
+            return upright_rgb(picture)
+    is_path = isinstance(picture, (str, Path))
+    with open(picture, "rb") if is_path else contextlib.nullcontext(picture) as f:
+        with file_errors(picture, PICTURES):
+            check_tiff(tiff_tags(f))
+            return upright_rgb(Image.open(f, formats=FORMATS))
+
+
+def upright_rgb(picture: Image.Image) -> Image.Image:
+    """A PIL image -> upright RGB on white. InputError if it does not have 8 bits per channel."""
+    check_tiff(getattr(picture, "tag_v2", {}))
+    # Modes I and F hold integers and floats; Pillow keeps the upper 8 bits of 16-bit colours, which
+    # are all 0 in a picture that uses fewer bits.
+    if picture.mode[0] in "IF" or ";16" in str(getattr(picture, "tile", "")):
+        raise InputError(f"mode {picture.mode}, more than 8 bits a channel")
+    upright = ImageOps.exif_transpose(picture)
+    # Writers of TIFF mark any fourth band as transparency, and it may be near infrared.
+    if upright.has_transparency_data and picture.format != "TIFF":
         rgba = upright.convert("RGBA")
         white = Image.new("RGBA", rgba.size, "white")
         upright = Image.alpha_composite(white, rgba)
     return upright.convert("RGB")
 
 
-def check_image(path: Path) -> None:
-    """InputError names the file if it is not an image."""
-    read_image(path)
+def tiff_tags(f: BinaryIO) -> Mapping[int, object]:
+    """The tags of a TIFF file, even of one that Pillow does not open; {} of other files."""
+    f.seek(0)
+    head = f.read(8)
+    if head[:4] not in (b"II*\0", b"MM\0*"):
+        return {}
+    tags = TiffImagePlugin.ImageFileDirectory_v2(head)
+    f.seek(tags.next)
+    tags.load(f)
+    return tags
+
+
+def check_tiff(tags: Mapping[int, object]) -> None:
+    """InputError if a TIFF's tags do not say 8 unsigned bits in 1, 3 or 4 bands. Pillow would read
+    some of these files in a wrong way."""
+    bits = "/".join(str(number) for number in sorted(set(tags.get(258, (8,)))))
+    names = {1: "unsigned", 2: "signed", 3: "float"}
+    sign = "/".join(names.get(number, "other") for number in sorted(set(tags.get(339, (1,)))))
+    bands = tags.get(277, 1)
+    if bits != "8" or sign != "unsigned" or bands not in (1, 3, 4):
+        raise InputError(f"{bands} bands of {bits} {sign} bits")
 
 
 MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
@@ -947,11 +992,20 @@ class TimmGrid(nn.Module):
         if defaults.fixed_input_size:  # ViTs, whose native size may be 518
             options["img_size"] = 224
         if file:
-            weights = load_tensors(file, "give a file of the model's weights")
-            # With features_only, timm drops the classifier and then tolerates other missing
-            # weights, too. So the file is first loaded into the whole model, which is strict.
-            load_weights(timm.create_model(model), weights, file, f"give weights of {model}")
+            with file_errors(file, f"give weights of {model}"):
+                weights = timm.models.load_state_dict(file)
+                trunk = timm.create_model(model, num_classes=0)
+                missing, unexpected = trunk.load_state_dict(weights, strict=False)
+            classifier = defaults.classifier or ()  # one name or several; it may have other classes
+            unexpected = [key for key in unexpected if not key.startswith(classifier)]
+            if missing or unexpected:
+                raise InputError(
+                    f"{file} does not hold the weights of {model} under timm's names; first missing"
+                    f": {missing[:1]}, first unexpected: {unexpected[:1]}"
+                )
             options["pretrained_cfg_overlay"] = {"state_dict": weights}
+        # It remarks that the classifier's weights are not used.
+        logging.getLogger("timm").setLevel(logging.ERROR)
         remedy = "load it once while online, or give timm/MODEL:FILE"
         with file_errors(f"--extractor {name}", remedy):
             self.net = timm.create_model(model, pretrained=True, features_only=True, **options)
@@ -997,14 +1051,16 @@ class Extractor:
         return torch.cat(list(self.blocks(paths, len(paths))))
 
     def blocks(self, paths: list[str | Path], batch: int) -> Iterator[Tensor]:
-        """Features of `batch` files at a time; the next files are decoded while the network
-        runs."""
+        """Features of `batch` pictures at a time, see read_image; the next ones are decoded while
+        the network runs."""
         cuda = self.device.startswith("cuda")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
 
             def read(start: int) -> Tensor:
-                files = paths[start : start + batch]
-                pictures = pool.map(lambda file: self.preprocess(read_image(file)), files)
+                block = paths[start : start + batch]
+                # Two threads must not read the same PIL image or open file at once.
+                block = [x if isinstance(x, (str, Path)) else read_image(x) for x in block]
+                pictures = pool.map(lambda picture: self.preprocess(read_image(picture)), block)
                 return torch.stack(list(pictures))
 
             for x in prefetch(read(start) for start in range(0, len(paths), batch)):
@@ -1080,9 +1136,16 @@ class Features:
             self.preprocessing = f.attrs["preprocessing"]
             self.row_of = {name: i for i, name in enumerate(names)}
             assert table.dtype == np.float16 and len(self.row_of) == table.shape[0]
-            # h5py reads rows in sorted order only. The file is not chunked, so it can be mapped.
-            self.data = np.memmap(path, table.dtype, "r", table.id.get_offset(), table.shape)
-            self.pinned = False  # `load` sets it if each batch is copied to a GPU
+            shape = table.shape
+            offset = table.id.get_offset()
+        if offset is None:
+            raise InputError(
+                f"{path} is chunked or compressed, so it cannot be mapped into memory; run: "
+                f"h5repack -f NONE -l CONTI {path} NEW, and give NEW this name"
+            )
+        # h5py reads rows in sorted order only.
+        self.data = np.memmap(path, np.float16, "r", offset, shape)
+        self.pinned = False  # `load` sets it if each batch is copied to a GPU
 
     def rows(self, names: list[str]) -> Tensor:
         """Features of the named images (n, C, H, W) float16: on the GPU, or in RAM (page-locked if
@@ -1412,7 +1475,24 @@ class Dataset:
         }
 
     def check_state(self, state: dict) -> None:
-        """InputError if a checkpoint was trained on other features or another vocabulary."""
+        """InputError if a run cannot go on here: it used other features or words."""
+        self.check_features(state)
+        if state["vocab"] != self.vocab.words:
+            raise InputError(
+                f"the checkpoint was trained with {len(state['vocab'])} words, but {self.root} has "
+                f"others ({len(self.vocab)}); give the --data_dir of its training, or train a new "
+                "model if captions were edited"
+            )
+
+    def adopt(self, state: dict) -> None:
+        """Takes the words and the max_len of a checkpoint, to evaluate it here: references are
+        texts, so only features must fit. InputError if they do not."""
+        self.check_features(state)
+        self.vocab = Vocab(state["vocab"], self.vocab.tokenizer, self.vocab.max_words)
+        self.max_len = state["max_len"]
+
+    def check_features(self, state: dict) -> None:
+        """InputError if a checkpoint was trained on other features."""
         name = state["extractor"]
         grid = tuple(state["grid"])
         if (name, grid) != (self.features.extractor, self.grid):
@@ -1420,12 +1500,6 @@ class Dataset:
                 f"the checkpoint was trained with features of {name} {grid}, {self.root} has those "
                 f"of {self.features.extractor} {self.grid}; give the --data_dir and --extractor of "
                 "its training"
-            )
-        if state["vocab"] != self.vocab.words:
-            raise InputError(
-                f"the checkpoint was trained with {len(state['vocab'])} words, but {self.root} has "
-                f"others ({len(self.vocab)}); give the --data_dir of its training, or train a new "
-                "model if captions were edited"
             )
 
 
@@ -1470,6 +1544,23 @@ def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
     if cfg.dataset == "mini" and make:
         prepare("mini", Path(cfg.data_dir), cfg.device, cfg.extractor, cfg.scenes)
     return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
+
+
+def note_on_negatives(dataset: Dataset, cfg: RunConfig, weights: Iterable[str]) -> None:
+    """Prints a note where losses that contrast the pairs of a batch cannot work: pairs that share a
+    picture are false negatives of each other, and a batch of one pair has no negatives. weights:
+    the fields of cfg that weigh these losses."""
+    flags = " ".join(f"--{name} 0" for name in weights if getattr(cfg, name))
+    scenes_with = Counter()  # image -> in how many scenes it occurs
+    for scene in dataset.scenes["train"]:
+        scenes_with.update(scene.images())
+    pairs = dataset.pairs("train")
+    sharing = [p for p in pairs if scenes_with[p.before] > 1 or scenes_with[p.after] > 1]
+    if flags and 10 * len(sharing) > len(pairs):
+        shares = f"{len(sharing)} of {len(pairs)} training pairs share a picture with another scene"
+        print_notes([f"{shares}, but contrastive losses take them for different: set {flags}"])
+    if flags and cfg.batch_size == 1:
+        print_notes([f"one pair a batch leaves contrastive losses without negatives: set {flags}"])
 
 
 # ==================================================================================================
@@ -1956,13 +2047,12 @@ def one_caption(dataset: Dataset) -> str:
 
 def no_change_captions(dataset: Dataset) -> set[str]:
     """Captions, as a model outputs them, which say that nothing changed: those listed by the data
-    set's authors, or else those of unchanged training pairs."""
+    set's authors, and those of unchanged training pairs."""
     captions = set(settings_of(dataset.name).no_change)
-    if not captions:
-        unchanged = dataset.kinds.get("no change", set())
-        for pair in dataset.pairs("train"):
-            if pair.id in unchanged:
-                captions.update(pair.captions)
+    unchanged = dataset.kinds.get("no change", set())
+    for pair in dataset.pairs("train"):
+        if pair.id in unchanged:
+            captions.update(pair.captions)
     return {" ".join(dataset.vocab.split(caption)) for caption in captions}
 
 
@@ -2191,6 +2281,10 @@ def load_clip(name: str, device: str = "cpu") -> tuple:
         raise InputError(
             f"--clip {name}: open_clip has no such model or weights, and there is no such file; "
             f"give MODEL:PRETRAINED (known for {model}: {known}) or MODEL:/path/to/file"
+        )
+    if weights not in tags and f"{model}-quickgelu" in open_clip.list_models():
+        print_notes(
+            [f"--clip {name} computes with GELU; OpenAI's weights need {model}-quickgelu:{weights}"]
         )
     # OpenAI's weights need QuickGELU, an activation that open_clip's model of this name lacks.
     quick = bool((open_clip.get_pretrained_cfg(model, weights) or {}).get("quick_gelu"))

@@ -706,6 +706,7 @@ class Cache:
 
 # ---- presets -------------------------------------------------------------------------------------
 
+# Each row needs an --out_dir of its own.
 # Row of the paper's tables            flags
 # Tables 2, 3  CLEVR-Change            --dataset clevr_change
 # Table 4      all rows                --dataset clevr_change, and
@@ -951,14 +952,16 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED)
+    cfg, args = parse_args(
+        Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED, data.DATASETS
+    )
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
         return
     dataset = open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
         model, state = load_model(IDC, cfg, args.eval)
-        dataset.check_state(state)
+        dataset.adopt(state)
     else:
         model = train(cfg, dataset, args.resume)
     evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)
