@@ -451,11 +451,7 @@ def read_clevr_change(root: Path) -> Release:
     change_captions_with_bbox.json (pointing game). Captions are keyed by the default image. If
     change captions are also keyed by the distractor image (as in mini), they describe the change
     from its view, and swapped pairs use them. Pair ids are those of the authors' scripts:
-    000012.png for the changed pair of scene 12, 000012.png_n for its distractor pair.
-
-    The authors' Google Drive file has been reported missing or broken since 2023 (issues 18, 21 and
-    22 of their repository). SCORER's repository links to a copy of everything, and its folder data/
-    holds the four JSON files required here."""
+    000012.png for the changed pair of scene 12, 000012.png_n for its distractor pair."""
     splits = read_splits(root / "splits.json")
     change = read_json(root / "change_captions.json")
     same = read_json(root / "no_change_captions.json")
@@ -507,7 +503,6 @@ DATASETS["clevr_change"] = Settings(
     | {"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955, "words": 76},
 )
 
-
 DC_KINDS = ("color", "texture", "add", "remove", "move", "no change")
 
 
@@ -542,8 +537,7 @@ def read_spot_the_diff(root: Path) -> Release:
 
     annotations/<split>.json, resized_images/<id>.png and <id>_2.png. All rows of an id (one per
     annotator) form one pair. Each sentence is a caption, even the 66 empty ones, because published
-    vocabularies and scores count them. The full-size pictures are no longer available (issue 2 of
-    the authors' repository); papers use the resized ones."""
+    vocabularies and scores count them."""
     pairs = {}
     for split in SPLITS:
         captions: dict[str, list[str]] = {}
@@ -597,8 +591,6 @@ LEVIR_SAME = (
     "no change has occurred",
     "almost nothing has changed",
 )
-
-
 CHANGE_FLAGS = {"0": "no change", "false": "no change", "1": "change", "true": "change"}
 
 
@@ -844,7 +836,6 @@ DATASETS["pairs"] = Settings(
 
 # ---- pictures and extractors ---------------------------------------------------------------------
 
-
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 PICTURES = (
     f"give a {', '.join(FORMATS[:-1])} or TIFF with 8 bits a channel and 1, 3 or 4 channels; make "
@@ -862,8 +853,7 @@ def read_image(picture) -> Image.Image:
     if isinstance(picture, np.ndarray):
         raise TypeError("expected a file or a PIL image; for an array, use PIL.Image.fromarray")
     if isinstance(picture, Image.Image):
-        with file_errors(picture, PICTURES):
-            return upright_rgb(picture)
+        return upright_rgb(picture)
     is_path = isinstance(picture, (str, Path))
     with open(picture, "rb") if is_path else contextlib.nullcontext(picture) as f:
         with file_errors(picture, PICTURES):
@@ -982,12 +972,8 @@ class TimmGrid(nn.Module):
         import timm
 
         model, _, file = name.removeprefix("timm/").partition(":")
-        if not timm.is_model(model):
-            raise InputError(
-                f"--extractor {name}: timm has no such model; timm.list_models() lists the names"
-            )
-        with file_errors(f"--extractor {name}", "timm.list_pretrained() lists names with tags"):
-            defaults = timm.get_pretrained_cfg(model)
+        with file_errors(f"--extractor {name}", "timm.list_pretrained() lists the names"):
+            defaults = timm.get_pretrained_cfg(model, allow_unregistered=False)
         options = {}
         if defaults.fixed_input_size:  # ViTs, whose native size may be 518
             options["img_size"] = 224
@@ -1006,8 +992,7 @@ class TimmGrid(nn.Module):
             options["pretrained_cfg_overlay"] = {"state_dict": weights}
         # It remarks that the classifier's weights are not used.
         logging.getLogger("timm").setLevel(logging.ERROR)
-        remedy = "load it once while online, or give timm/MODEL:FILE"
-        with file_errors(f"--extractor {name}", remedy):
+        with file_errors(f"--extractor {name}", "load it once online, or give timm/MODEL:FILE"):
             self.net = timm.create_model(model, pretrained=True, features_only=True, **options)
         self.channels = self.net.feature_info.channels()[-1]
         data_config = timm.data.resolve_data_config({}, pretrained_cfg=defaults.to_dict())
@@ -1097,10 +1082,7 @@ def write_features(
                 shape = (len(names), *block.shape[1:])
                 table = f.create_dataset("features", shape, "float16", fill_time="never")
             if not np.abs(block).max() <= np.finfo(np.float16).max:  # phrased to refuse NaN, too
-                raise InputError(
-                    f"features of {names[done]!r}, or of an image soon after, are not finite in "
-                    "float16"
-                )
+                raise InputError(f"features of {names[done]!r} or soon after exceed float16")
             table[done : done + len(block)] = block.astype(np.float16)
             stamps += [stamp(file) for file in files[done : done + len(block)]]
             done += len(block)
@@ -1119,9 +1101,9 @@ def stamp(file: Path) -> tuple[int, int, int]:
 class Features:
     """A feature file whose rows are read by image name: from the memory-mapped file, which the
     system caches as far as memory allows, or from the GPU, if `load` has copied them there.
-    FileNotFoundError or InputError gives the command that makes the file."""
+    FileNotFoundError or InputError gives the command that makes the file with this extractor."""
 
-    def __init__(self, path: Path, prepare: str):
+    def __init__(self, path: Path, prepare: str, extractor: str):
         if not path.exists():
             others = ", ".join(file.name for file in sorted(path.parent.glob("features-*.h5")))
             hint = f" (for {others}, give its --extractor)" if others else ""
@@ -1138,6 +1120,8 @@ class Features:
             assert table.dtype == np.float16 and len(self.row_of) == table.shape[0]
             shape = table.shape
             offset = table.id.get_offset()
+        if self.extractor != extractor:
+            raise InputError(f"{path} was made by {self.extractor}, not {extractor}; {self.remedy}")
         if offset is None:
             raise InputError(
                 f"{path} is chunked or compressed, so it cannot be mapped into memory; run: "
@@ -1204,15 +1188,10 @@ def extractor_name(extractor: str) -> str:
 
 
 def open_features(name: str, root: Path, extractor: str = "") -> Features:
-    """Opens the feature file of a data set, for its own extractor or the given one. InputError if
-    another extractor made it."""
-    features = Features(feature_file(name, root, extractor), prepare_command(name, root, extractor))
-    wanted = extractor_name(extractor or settings_of(name).extractor)
-    if features.extractor != wanted:
-        raise InputError(
-            f"{features.path} was made by {features.extractor}, not by {wanted}; {features.remedy}"
-        )
-    return features
+    """Opens the feature file of a data set, for its own extractor or the given one."""
+    command = prepare_command(name, root, extractor)
+    made_by = extractor_name(extractor or settings_of(name).extractor)
+    return Features(feature_file(name, root, extractor), command, made_by)
 
 
 # ---- preparation ---------------------------------------------------------------------------------
@@ -1228,13 +1207,10 @@ def vocab_of(name: str, release: Release) -> Vocab:
 def prepare(
     name: str, root: Path, device: str, extractor: str = "", scenes: int = RunConfig.scenes
 ) -> None:
-    """Write a data set's feature file; an existing one is kept. Features are taken from the
-    authors' .npy files if these exist and the extractor is the data set's own; otherwise they are
-    made from the pictures.
-
-    A file gets its final name only when it is complete, so preparation may be stopped and repeated.
-    mini is drawn first, with `scenes` training scenes. FileNotFoundError or InputError says what is
-    missing, or that a feature file lacks images or was made by another extractor."""
+    """Write a data set's feature file; an existing one is kept. mini is drawn first, with `scenes`
+    training scenes. Features are taken from the authors' .npy files if these exist and the
+    extractor is the data set's own; otherwise they are made from the pictures. FileNotFoundError or
+    InputError says what is missing, or that a feature file does not fit."""
     path = feature_file(name, root, extractor)
     if name == "mini":
         import mini
@@ -1479,9 +1455,8 @@ class Dataset:
         self.check_features(state)
         if state["vocab"] != self.vocab.words:
             raise InputError(
-                f"the checkpoint was trained with {len(state['vocab'])} words, but {self.root} has "
-                f"others ({len(self.vocab)}); give the --data_dir of its training, or train a new "
-                "model if captions were edited"
+                f"the checkpoint was trained with other words than those of {self.root}; give the "
+                "--data_dir of its training, or train anew if captions were edited"
             )
 
     def adopt(self, state: dict) -> None:
@@ -1493,13 +1468,12 @@ class Dataset:
 
     def check_features(self, state: dict) -> None:
         """InputError if a checkpoint was trained on other features."""
-        name = state["extractor"]
-        grid = tuple(state["grid"])
-        if (name, grid) != (self.features.extractor, self.grid):
+        trained = (state["extractor"], tuple(state["grid"]))
+        own = (self.features.extractor, self.grid)
+        if trained != own:
             raise InputError(
-                f"the checkpoint was trained with features of {name} {grid}, {self.root} has those "
-                f"of {self.features.extractor} {self.grid}; give the --data_dir and --extractor of "
-                "its training"
+                f"the checkpoint was trained with features {trained}, {self.root} has {own}; give "
+                "the --data_dir and --extractor of its training"
             )
 
 
