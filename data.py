@@ -854,7 +854,7 @@ def read_image(picture) -> Image.Image:
         raise TypeError("expected a file or a PIL image; for an array, use PIL.Image.fromarray")
     if isinstance(picture, Image.Image):
         return upright_rgb(picture)
-    is_path = isinstance(picture, (str, Path))
+    is_path = isinstance(picture, (str, os.PathLike))
     with open(picture, "rb") if is_path else contextlib.nullcontext(picture) as f:
         with file_errors(picture, PICTURES):
             check_tiff(tiff_tags(f))
@@ -1008,7 +1008,7 @@ class TimmGrid(nn.Module):
 
 
 class Extractor:
-    """Image files -> grid features (n, C, H, W) float16. Feature files and checkpoints hold the
+    """Pictures -> grid features (n, C, H, W) float16. Feature files and checkpoints hold the
     extractor's name (see extractor_name), so that pictures are always encoded as in training.
     InputError if the name is unknown."""
 
@@ -1032,23 +1032,23 @@ class Extractor:
             raise InputError(f"--extractor {name}: expected {known}, timm/MODEL or timm/MODEL:FILE")
         self.net = net.to(device, memory_format=torch.channels_last).eval()
 
-    def __call__(self, paths: list[str | Path]) -> Tensor:
-        return torch.cat(list(self.blocks(paths, len(paths))))
+    def __call__(self, pictures: list) -> Tensor:
+        return torch.cat(list(self.blocks(pictures, len(pictures))))
 
-    def blocks(self, paths: list[str | Path], batch: int) -> Iterator[Tensor]:
-        """Features of `batch` pictures at a time, see read_image; the next ones are decoded while
-        the network runs."""
+    def blocks(self, pictures: list, batch: int) -> Iterator[Tensor]:
+        """Features of `batch` pictures at a time (anything that read_image takes); the next ones
+        are decoded while the network runs."""
         cuda = self.device.startswith("cuda")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
 
             def read(start: int) -> Tensor:
-                block = paths[start : start + batch]
+                block = pictures[start : start + batch]
                 # Two threads must not read the same PIL image or open file at once.
-                block = [x if isinstance(x, (str, Path)) else read_image(x) for x in block]
-                pictures = pool.map(lambda picture: self.preprocess(read_image(picture)), block)
-                return torch.stack(list(pictures))
+                block = [x if isinstance(x, (str, os.PathLike)) else read_image(x) for x in block]
+                inputs = pool.map(lambda picture: self.preprocess(read_image(picture)), block)
+                return torch.stack(list(inputs))
 
-            for x in prefetch(read(start) for start in range(0, len(paths), batch)):
+            for x in prefetch(read(start) for start in range(0, len(pictures), batch)):
                 x = x.to(self.device, memory_format=torch.channels_last)
                 with torch.inference_mode(), torch.autocast("cuda", torch.float16, enabled=cuda):
                     grid = self.net(x)

@@ -27,8 +27,6 @@ from conftest import (
     preprocess,
     random_clip,
     train_lines,
-    write_features,
-    write_picture,
 )
 from PIL import Image
 from released import hashed
@@ -776,29 +774,18 @@ def test_resume_equals_no_interruption(method, prepared, tiny, tmp_path, monkeyp
 
 
 @SCORER
-def test_eval_of_pairs_that_were_trained_on_gets_a_note(method, tmp_path, tiny, capsys):
-    """pairs.csv is edited after training, so that two training pairs become test pairs."""
-    splits = ["train"] * 6 + ["val", "test"]
-    rows = [f"{n}a.png,{n}b.png,{split},it opened" for n, split in enumerate(splits)]
-    table = tmp_path / "pairs.csv"
-    table.write_text("\n".join(["before,after,split,captions", *rows]))
-    for n in range(len(splits)):
-        write_picture(tmp_path / f"{n}a.png")
-        write_picture(tmp_path / f"{n}b.png")
-    write_features("pairs", tmp_path)
-    folders = ["--data_dir", tmp_path, "--out_dir", tmp_path / "run"]
-    run(method, *tiny, "--dataset", "pairs", *folders, "--steps", 1)
-    command = ["--eval", tmp_path / "run" / "best.pt", "--device", "cpu"]
-    capsys.readouterr()
-    run(method, *command)
-    assert "was trained on" not in capsys.readouterr().out
-    text = table.read_text()
-    for n in (0, 3):
-        text = text.replace(f"{n}b.png,train", f"{n}b.png,test")
-    table.write_text(text)
-    run(method, *command)
-    out = capsys.readouterr().out
-    assert "was trained on other pairs" in out and "ids of 2 of the 3 test pairs" in out
+def test_eval_on_a_data_set_with_other_words(method, tmp_path, tiny, prepared):
+    """A checkpoint brings its words; --resume refuses others."""
+    folder = tmp_path / "run"
+    run(method, *tiny, "--steps", 1, "--data_dir", prepared, "--out_dir", folder)
+    path = prepared / "change_captions.json"
+    path.write_text(path.read_text().replace("turned", "has suddenly and fully turned"))
+    command = ["--eval", folder / "best.pt", "--data_dir", prepared, "--out_dir", tmp_path / "new"]
+    run(method, *command, "--device", "cpu")
+    scores = json.loads((tmp_path / "new" / "scores_test.json").read_text())
+    assert scores["scores"]["total"]["BLEU-1"] >= 0
+    with pytest.raises(common.InputError, match="other words"):
+        run(method, "--resume", "--out_dir", folder, "--device", "cpu")
 
 
 @SCORER
