@@ -1741,6 +1741,7 @@ def load_captioner(
 # ---- scores: words and metrics -------------------------------------------------------------------
 
 METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
+COLUMNS = ("pairs", *METRICS, "pointing", "chance")  # of the table of scores
 
 
 @functools.cache
@@ -1802,7 +1803,7 @@ def score(
     index: dict[str, int] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's
-    ids that have a prediction: {group: {metric: number}}.
+    ids that have a prediction: {group: {metric: number}}. "pairs" is the number of predictions.
 
     The metrics are pycocoevalcap's, whose CIDEr is CIDEr-D. Every group is its own corpus, as in
     the published scripts: CIDEr counts document frequencies in the group's references, so the total
@@ -1833,12 +1834,13 @@ def score(
         refs[i] = [next(words) for _ in references[i]]
 
     programs = {} if quick else java_programs(tokens)
-    scores = {"total": metrics_of(hyps, refs, programs)}
+    scores = {"total": {"pairs": len(hyps), **metrics_of(hyps, refs, programs)}}
     for name, members in (groups or {}).items():
         group = [i for i in hyps if i in members]
         if group and name != "total":  # in your own pairs, a kind may have any name
+            group_hyps = {i: hyps[i] for i in group}
             group_refs = {i: refs[i] for i in group}
-            scores[name] = metrics_of({i: hyps[i] for i in group}, group_refs, programs)
+            scores[name] = {"pairs": len(group), **metrics_of(group_hyps, group_refs, programs)}
     return scores
 
 
@@ -1887,16 +1889,29 @@ def metrics_of(
     return {name: round(100 * float(value), 2) for name, value in metrics.items()}
 
 
-def format_scores(scores: dict[str, dict[str, float]]) -> str:
-    """Scores as a table with one row per group; "-" for a number that does not exist."""
-    headings = [name for name in METRICS if name not in ("BLEU-2", "BLEU-3")]
-    headings += ["pointing", "chance"]
+def with_gaps(values: dict, names: Iterable[str]) -> dict[str, float | None]:
+    """The values of these names. One that is missing or NaN becomes None, which JSON calls null."""
+    row = {}
+    for name in names:
+        value = values.get(name)
+        row[name] = None if value is None or math.isnan(value) else value
+    return row
+
+
+def format_scores(scores: dict[str, dict[str, float | None]]) -> str:
+    """Scores as a table with one row per group; "-" for a value that does not exist."""
+    headings = [name for name in COLUMNS if name not in ("BLEU-2", "BLEU-3")]
     width = max(len(name) for name in scores)
     lines = [" " * width + "".join(f"{heading:>9}" for heading in headings)]
     for name, values in scores.items():
         line = f"{name:<{width}}"
-        for heading in headings:
-            cell = f"{values[heading]:.2f}" if heading in values else "-"
+        for heading, value in with_gaps(values, headings).items():
+            if value is None:
+                cell = "-"
+            elif heading == "pairs":
+                cell = str(value)
+            else:
+                cell = f"{value:.2f}"
             line += f"{cell:>9}"
         lines.append(line)
     return "\n".join(lines)
@@ -1911,6 +1926,7 @@ def percent(values: Iterable[float]) -> float:
 # ---- scores: of a data set's split ---------------------------------------------------------------
 
 ONE_CAPTION = "one caption for all"
+ENOUGH_PAIRS = 100  # of validation, to choose this caption on them
 
 
 def results(
@@ -1925,8 +1941,8 @@ def results(
     """Scores a split's captions -> the scores over all pairs, or {} if the split is empty.
 
     Without out_dir, only the quick metrics are computed. With it, every metric for every group is
-    printed, and three files are written: captions_<split><suffix>.json,
-    scores_<split><suffix>.json, and a sheet of sample pictures with attention maps and notes.
+    printed, and four files are written, whose names end in <split><suffix>: captions, references
+    and scores (.json), and a sheet of sample pictures with attention maps and notes.
     maps: pair id -> name -> (H, W); notes: pair id -> lines."""
     if not dataset.scenes[split]:
         if out_dir:
@@ -1934,8 +1950,15 @@ def results(
         return {}
     references = {pair.id: pair.captions for pair in dataset.pairs(split)}
     if out_dir is None:
-        return protocol_scores(dataset, captions, references, quick=True)["total"]
-    write_captions(out_dir / f"captions_{split}{suffix}.json", captions)
+        total = protocol_scores(dataset, captions, references, quick=True)["total"]
+        return {metric: total[metric] for metric in METRICS if metric in total}
+    end = f"{split}{suffix}.json"
+    annotations = []
+    for i, texts in references.items():
+        annotations += coco_rows((i, text) for text in texts)
+    write_json(out_dir / f"captions_{end}", coco_rows(captions.items()))
+    write_json(out_dir / f"references_{end}", {"annotations": annotations})
+
     groups = groups_of(dataset, split)
     scores = protocol_scores(dataset, captions, references, groups)
     for group, shares in pointing_scores(dataset, split, maps, groups).items():
@@ -1943,22 +1966,40 @@ def results(
     constant = one_caption(dataset)
     constant_captions = dict.fromkeys(captions, scored_text(dataset, constant))
     scores[ONE_CAPTION] = protocol_scores(dataset, constant_captions, references)["total"]
+    scores = {group: with_gaps(row, COLUMNS) for group, row in scores.items()}
     accuracy = accuracy_of(dataset, captions)
+    accuracy = with_gaps(accuracy, accuracy)
     facts = {
         ONE_CAPTION: constant,
         "different captions": len(set(captions.values())),
         "without prediction": len(references.keys() - captions.keys()),
     }
-    result = {"data": str(dataset.root), "scores": scores, **facts, "accuracy": accuracy}
-    write_text(out_dir / f"scores_{split}{suffix}.json", json.dumps(result, indent=1) + "\n")
+
     print(format_scores(scores))
     for name, fact in facts.items():
         print(f"{name}: {fact}")
     for name, share in accuracy.items():
-        print(f"{name}, in %: {share:.1f}")
+        print(f"{name}, in %: {'-' if share is None else share}")
+    train = {pair.id for pair in dataset.pairs("train")}
+    for kind, ids in dataset.kinds.items():
+        if ids & train and not ids & references.keys():
+            print_notes([f"of the kind {kind!r}, which is in train, there are no {split} pairs"])
+
+    result = {"data": str(dataset.root), "scores": scores, **facts, "accuracy": accuracy}
+    write_json(out_dir / f"scores_{end}", result)
     sheet = f"samples{'' if split == 'test' else f'_{split}'}{suffix}.png"
     sample_sheet(dataset, split, captions, maps, notes or {}, out_dir / sheet)
+    print(f"written into {out_dir}: captions_{end}, references_{end}, scores_{end}, {sheet}")
     return scores["total"]
+
+
+def coco_rows(captions: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+    """Pair ids and captions in the form of COCO's files, which published scripts read."""
+    return [{"image_id": i, "caption": caption} for i, caption in captions]
+
+
+def write_json(path: Path, content) -> None:
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def protocol_scores(
@@ -2005,10 +2046,12 @@ def groups_of(dataset: Dataset, split: str) -> dict[str, set[str]]:
 
 def one_caption(dataset: Dataset) -> str:
     """The best caption to give to every pair without looking: of the 20 most frequent training
-    captions, the one with the highest CIDEr on at most 250 validation pairs (training pairs if
-    there are none)."""
+    captions, the one with the highest CIDEr on at most 250 validation pairs or, if there are fewer
+    than ENOUGH_PAIRS, training pairs."""
     counts = Counter(text for pair in dataset.pairs("train") for text in pair.captions)
-    pairs = dataset.pairs("val") or dataset.pairs("train")
+    pairs = dataset.pairs("val")
+    if len(pairs) < ENOUGH_PAIRS:
+        pairs = dataset.pairs("train")
     pairs = pairs[:: math.ceil(len(pairs) / 250)]
     references = {pair.id: pair.captions for pair in pairs}
     ciders = {}
@@ -2020,8 +2063,8 @@ def one_caption(dataset: Dataset) -> str:
 
 
 def no_change_captions(dataset: Dataset) -> set[str]:
-    """Captions, as a model outputs them, which say that nothing changed: those listed by the data
-    set's authors, and those of unchanged training pairs."""
+    """Captions, as a model outputs them, which say that nothing changed: those of unchanged
+    training pairs, and those listed by the data set's authors."""
     captions = set(settings_of(dataset.name).no_change)
     unchanged = dataset.kinds.get("no change", set())
     for pair in dataset.pairs("train"):
@@ -2111,12 +2154,6 @@ def pointing_scores(
             hits, shares = zip(*chosen, strict=True)
             scores[group] = {"pointing": percent(hits), "chance": percent(shares)}
     return scores
-
-
-def write_captions(path: Path, captions: dict[str, str]) -> None:
-    """Writes captions (pair id -> caption) as a COCO results file, which published scripts read."""
-    rows = [{"image_id": i, "caption": caption} for i, caption in captions.items()]
-    write_text(path, json.dumps(rows, indent=1) + "\n")
 
 
 # ---- pictures of results -------------------------------------------------------------------------
@@ -2309,7 +2346,7 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
         captions[name] = caption
         print(f"{name}: {caption}" if name else caption, flush=True)
     if out and len(files) == 1:
-        write_captions(Path(out), captions)
+        write_json(Path(out), coco_rows(captions.items()))
     elif out:
         before, after = map(read_image, files)
         caption_picture(before, after, maps, caption, Path(out))
