@@ -111,7 +111,7 @@ def write(path, blocks):
 def test_feature_file_round_trip(tmp_path):
     x = features()
     write(tmp_path / "f.h5", iter([x[:2], x[2:]]))
-    read = data.Features(tmp_path / "f.h5", "make it")
+    read = data.Features(tmp_path / "f.h5", "make it", "resnet101-layer3")
     assert read.extractor == "resnet101-layer3"
     expected = torch.from_numpy(x[[3, 0, 3]]).half()
     torch.testing.assert_close(read.rows(["d", "a", "d"]), expected)
@@ -160,7 +160,7 @@ def test_chunked_features_are_refused_with_the_command_that_mends_them(tmp_path)
         del f["features"]
         f.create_dataset("features", data=table, compression="gzip")
     with pytest.raises(InputError, match="f.h5.*h5repack -f NONE -l CONTI") as e:
-        data.Features(tmp_path / "f.h5", "make it")
+        data.Features(tmp_path / "f.h5", "make it", "resnet101-layer3")
     assert "remove" not in str(e.value)
 
 
