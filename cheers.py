@@ -43,7 +43,7 @@ To copy: this file and common.py. Training on a data set of data.py needs that f
 Licence: MIT. Written from the paper, whose authors have published no code.
 """
 
-import functools
+import hashlib
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -65,12 +65,10 @@ from common import (
     RunConfig,
     check_length,
     decode,
-    file_errors,
     info_nce,
     initialise,
     is_word,
     learning_rate,
-    load_checkpoint,
     load_model,
     load_tensors,
     masked_mean,
@@ -90,7 +88,6 @@ class Config(RunConfig):
     """CHEERS. The settings of a run (data, steps, device) are in common.RunConfig."""
 
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"clip"}
-    CAPTION_USES = RunConfig.CAPTION_USES | {"clip"}
 
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings
@@ -103,6 +100,7 @@ class Config(RunConfig):
     min_count: int = 2  # a candidate is the subject of at least this many training captions [ours]
     retrieval: Literal["absolute", "signed"] = "absolute"  # |S_bef - S_aft|, or Eq. 1 as printed
     clip: str = "ViT-L-14:openai"  # open_clip's MODEL:WEIGHTS (name or file), or mini
+    clip_dim: int = 768  # d, width of CLIP's common space
     cre: bool = True  # enhance what is common, Eq. 6-7
     dre: bool = True  # enhance what differs, Eq. 10-11
     temperature: Literal["learned", "one"] = "learned"  # of Eq. 2's softmax; one: as printed
@@ -118,7 +116,8 @@ class Config(RunConfig):
 class ImageEmbedding(nn.Module):
     """F = conv_1x1(features) + position. (B, C, H, W) -> (B, N, D), cell n = row * W + column.
 
-    [ours] As in SCORER; a position is a column's and a row's vector."""
+    [ours] As in SCORER: a cell's position is the vector of its column followed by the vector of its
+    row."""
 
     def __init__(self, cfg: Config, channels: int, height: int, width: int):
         super().__init__()
@@ -149,42 +148,43 @@ def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Te
     return p.amax(2)  # Eq. 3, (B, N)
 
 
-class CRE(nn.Module):
-    """Eq. 2-4, Commonality Representation Enhancement: P^ = Linear_{1->D}(m),
-    F' = LN(sigmoid(P^) F + F). Without `norm` there is no F', only the map P^.
+class StrengthMap(nn.Module):
+    """P^ = Linear_{1->D}(m) of Eq. 3 or, with `difference`, P^ = Linear_{1->D}(1 - m) of Eq. 5.
 
-    [ours] Each CRE and DRE learns a temperature, as in CLIP: with bare cosines, m would be nearly
-    the same everywhere."""
+    [ours] Each map learns a temperature, as in CLIP: with bare cosines, m would be nearly the same
+    everywhere."""
 
-    def __init__(self, cfg: Config, norm: bool = True):
+    def __init__(self, cfg: Config, difference: bool = False):
         super().__init__()
+        self.difference = difference
         self.expand = nn.Linear(1, cfg.dim)
-        self.norm = nn.LayerNorm(cfg.dim) if norm else None
         self.log_scale = None
         if cfg.temperature == "learned":
             self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
 
-    def strength(self, source: Tensor, target: Tensor) -> Tensor:
-        """m (B, N), which Eq. 3 expands to D channels."""
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """source (B, S, D), target (B, N, D) -> P^ (B, N, D)."""
         scale = 1.0 if self.log_scale is None else self.log_scale.exp()
-        return max_probability(source, target, scale)
-
-    def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor | None, Tensor]:
-        """source (B, S, D), target F (B, N, D) -> F' (or None) and P^, both (B, N, D)."""
         # Rounding to bfloat16 would hide how P^ varies over cells.
         with torch.autocast(source.device.type, enabled=False):
-            p = self.expand(self.strength(source, target)[..., None])  # Eq. 3 or 5
-            gate = p.sigmoid()
-        if self.norm is None:
-            return None, p
-        return self.norm(gate * target + target), p  # Eq. 4
+            m = max_probability(source, target, scale)
+            if self.difference:
+                m = 1 - m
+            return self.expand(m[..., None])  # Eq. 3 or 5
 
 
-class DRE(CRE):
-    """Eq. 5, Difference Representation Enhancement: CRE with 1 - m in place of m."""
+class Enhancement(StrengthMap):
+    """Eq. 2-5: Commonality Representation Enhancement (CRE) or, with `difference`, Difference
+    Representation Enhancement (DRE)."""
 
-    def strength(self, source: Tensor, target: Tensor) -> Tensor:
-        return 1 - super().strength(source, target)  # Eq. 5
+    def __init__(self, cfg: Config, difference: bool = False):
+        super().__init__(cfg, difference)
+        self.norm = nn.LayerNorm(cfg.dim)
+
+    def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """source (B, S, D), target F (B, N, D) -> F' and P^, both (B, N, D)."""
+        p = super().forward(source, target)
+        return self.norm(p.sigmoid() * target + target), p  # Eq. 4
 
 
 def other_image(x: Tensor) -> Tensor:
@@ -194,30 +194,29 @@ def other_image(x: Tensor) -> Tensor:
 
 class HRD(nn.Module):
     """Eq. 6-8, 10-11, Heterogeneous Representation Disentangling: one layer of Fig. 2, with two CRE
-    and two DRE, for both directions.
+    and two DRE, for both directions. Of the two that read the entities, only the maps P^ are used.
 
-    Of the two modules that read the entities, the paper uses only the maps. [ours] L_C and L_D are
-    means over both images. Eq. 10 reads the images in every layer, "the original raw features".
-    F_diff reads the last layer's D; in earlier layers, DRE gives only its map, for L_D. The paper
-    does not say what the next layer's x is: here LN(x + C~), by `norm`, or C~ alone (--layer_input
-    attended). At first, C~ alone varies over cells by .2 of its size in layer one, but only by
-    .0003 in layer two.
-
-    L_C and L_D align hardly anything but constants: over the cells of an image, the entities' P^
-    is nearly constant (on mini its standard deviation is 1 % of its size, against 10 % for the
-    images' P^), and the two are uncorrelated (below .001)."""
+    [ours] L_C and L_D are means over both images. Eq. 10 reads the images in every layer, "the
+    original raw features". Only the last layer's D is read, by Eq. 12; in earlier layers, DRE gives
+    its map, for L_D. The paper does not say what the next layer's x is: here LN(x + C~), by `norm`,
+    or C~ alone (--layer_input attended), which at first hardly varies over cells in layer two."""
 
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
+        self.last = last
         maps = cfg.w_consistency > 0  # the entities' maps P^
-        self.cre = CRE(cfg) if cfg.cre else None
-        self.entity_dre = DRE(cfg, norm=False) if cfg.cre and maps else None
+        self.cre = Enhancement(cfg) if cfg.cre else None
+        self.entity_dre = StrengthMap(cfg, difference=True) if cfg.cre and maps else None
         self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
         self.norm = None
         if cfg.layer_input == "residual" and not last:
             self.norm = nn.LayerNorm(cfg.dim)
-        self.dre = DRE(cfg, norm=last) if cfg.dre and (last or maps) else None
-        self.entity_cre = CRE(cfg, norm=False) if cfg.dre and maps else None
+        self.dre = None
+        if cfg.dre and last:
+            self.dre = Enhancement(cfg, difference=True)
+        elif cfg.dre and maps:
+            self.dre = StrengthMap(cfg, difference=True)
+        self.entity_cre = StrengthMap(cfg) if cfg.dre and maps else None
 
     def forward(self, x: Tensor, images: Tensor, entities: Tensor | None):
         """x: F of Eq. 6, images: F of Eq. 10, both (2B, N, D), "before" first; entities (2B, K, D)
@@ -228,15 +227,18 @@ class HRD(nn.Module):
         if self.cre:
             common, p_c = self.cre(other_image(x), x)  # Eq. 6, C_i = CRE(F_j, F_i)
             if self.entity_dre:
-                _, p_entity = self.entity_dre(entities, x)  # Eq. 6, C'_i = DRE(E, F_i)
+                p_entity = self.entity_dre(entities, x)  # Eq. 6, C'_i = DRE(E, F_i)
                 l_c = F.mse_loss(p_c, p_entity)  # Eq. 7
         shared = self.attention(common, other_image(common))  # Eq. 8, C~_i = MHCA(C_i, C_j)
-        rest = images - shared
-        difference = rest
+        difference = images - shared
         if self.dre:
-            difference, p_d = self.dre(images, rest)  # Eq. 10, D_i = DRE(F_i, F_i - C~_i)
+            rest = difference
+            if self.last:
+                difference, p_d = self.dre(images, rest)  # Eq. 10, D_i = DRE(F_i, F_i - C~_i)
+            else:
+                p_d = self.dre(images, rest)  # its map alone
             if self.entity_cre:
-                _, p_entity = self.entity_cre(entities, rest)  # Eq. 10, D'_i = CRE(E, F_i - C~_i)
+                p_entity = self.entity_cre(entities, rest)  # Eq. 10, D'_i = CRE(E, F_i - C~_i)
                 l_d = F.mse_loss(p_d, p_entity)  # Eq. 11
         return shared, difference, l_c, l_d
 
@@ -370,11 +372,14 @@ def contrastive_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
 
     [ours] The paper does not define q and k: we take C~, because the loss is meant to help Eq. 8.
     Eq. 9 has one direction, we use both. As in SCORER, sim is the mean over tokens of the best
-    match, and scale = 1 / tau is learned; unlike in SCORER, tokens are scaled to length 1. Computed
-    in float32 even under autocast, because bfloat16 has only two or three digits."""
+    match, and scale = 1 / tau is learned; unlike in SCORER, tokens are scaled to length 1.
+
+    Lengths and sums are in float32 even under autocast. The tokens themselves stay in the type they
+    come in: rounding them to bfloat16 moves a cosine by up to 5e-4 and the mean over tokens by
+    2e-5, and halves what the matching reads."""
     with torch.autocast(c_bef.device.type, enabled=False):
-        q = F.normalize(upcast(c_bef), dim=-1)
-        k = F.normalize(upcast(c_aft), dim=-1)
+        q = F.normalize(upcast(c_bef), dim=-1).to(c_bef.dtype)
+        k = F.normalize(upcast(c_aft), dim=-1).to(c_aft.dtype)
         s = scale * token_match(q, k)  # (B, B)
         return (info_nce(s) + info_nce(s.T)) / 2  # Eq. 9
 
@@ -400,17 +405,10 @@ def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
 
 class CHEERS(nn.Module):
     """CHEERS with all its parameters. grid: (C, H, W) of the features; max_len: longest caption in
-    tokens, START and END included; table: CLIP's embeddings of the candidate entities (M, d), or
-    None. [ours] A linear layer maps these embeddings to width D."""
+    tokens, START and END included. [ours] A linear layer maps CLIP's embeddings of entities to
+    width D."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        vocab_size: int,
-        grid: tuple[int, int, int],
-        max_len: int,
-        table: Tensor | None = None,
-    ):
+    def __init__(self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int):
         super().__init__()
         self.cfg = cfg
         self.grid = grid
@@ -420,14 +418,10 @@ class CHEERS(nn.Module):
         if cfg.w_consistency and not (cfg.layers and (cfg.cre or cfg.dre)):
             raise InputError("--w_consistency needs the maps of CRE or DRE; set --w_consistency 0")
         reads_entities = cfg.gate != "none" or cfg.w_consistency > 0
-        if reads_entities and (table is None or not cfg.k):
-            raise InputError(
-                "gate and consistency need entities: k > 0, and table=, the embeddings (M, d) of "
-                "the candidates; without entities, set --gate none --w_consistency 0"
-            )
+        if reads_entities and not cfg.k:
+            raise InputError("--k 0 has no entities; set --gate none --w_consistency 0")
         self.embed = ImageEmbedding(cfg, *grid)
-        self.register_buffer("table", table)
-        self.project = nn.Linear(table.shape[1], cfg.dim) if reads_entities else None
+        self.project = nn.Linear(cfg.clip_dim, cfg.dim) if reads_entities else None
         self.hrd = nn.ModuleList(HRD(cfg, last=i == cfg.layers - 1) for i in range(cfg.layers))
         self.join = nn.Linear(2 * cfg.dim, cfg.dim) if cfg.layers else None
         self.decoder = Decoder(cfg, vocab_size, max_len)
@@ -435,18 +429,16 @@ class CHEERS(nn.Module):
             self.log_scale = nn.Parameter(torch.ones(()))
 
     def embed_entities(self, entities: Tensor | None) -> Tensor | None:
-        """Rows (B, K) of the table -> (B, K, D); None if nothing reads them."""
+        """CLIP's embeddings (B, K, d) -> (B, K, D); None if nothing reads them."""
         if self.project is None:
             return None
-        if entities is None:
-            raise ValueError("gate and consistency need entities=, indices (B, K) of table rows")
-        e = self.table[entities]  # (B, K, d)
+        assert entities is not None, "gate and consistency need entities, (B, K, d)"
         if self.cfg.blind:
-            e = torch.zeros_like(e)
-        return self.project(e)
+            entities = torch.zeros_like(entities)
+        return self.project(entities)
 
     def encode(self, before: Tensor, after: Tensor, entities: Tensor | None = None):
-        """(B, C, H, W) twice and rows of the table (B, K) -> what the decoder reads, F_diff
+        """Features (B, C, H, W) twice and entities (B, K, d) -> what the decoder reads, F_diff
         (B, N, D) and the entities (B, K, D) or None; and for each layer C~ (2B, N, D), L_C, L_D."""
         e = self.embed_entities(entities)
         features = torch.cat([before, after])
@@ -455,7 +447,7 @@ class CHEERS(nn.Module):
         images = self.embed(features)  # (2B, N, D), "before" first
         layers = []
         if not self.join:
-            f_bef, f_aft = images.chunk(2)
+            f_bef, f_aft = images.unflatten(0, (2, -1))
             return (f_bef - f_aft, e), layers
         e_of_both = None if e is None else torch.cat([e, e])
         x = images
@@ -463,7 +455,7 @@ class CHEERS(nn.Module):
             shared, difference, l_c, l_d = layer(x, images, e_of_both)  # Eq. 6-8, 10-11
             layers.append((shared, l_c, l_d))
             x = layer.norm(x + shared) if layer.norm else shared
-        d_bef, d_aft = difference.chunk(2)
+        d_bef, d_aft = difference.unflatten(0, (2, -1))
         f_diff = self.join(torch.cat([d_bef, d_aft], -1))  # Eq. 12
         return (f_diff, e), layers
 
@@ -471,8 +463,8 @@ class CHEERS(nn.Module):
         self, before: Tensor, after: Tensor, caption: Tensor, entities: Tensor | None = None
     ) -> dict[str, Tensor]:
         """The terms of Eq. 19 for one batch of pairs: features (B, C, H, W) twice, caption (B, V),
-        rows of the table (B, K). A term that the config leaves out is 0. [ours] L_C, L_D and L_I
-        are means over the layers."""
+        CLIP's embeddings of the entities (B, K, d). A term that the config leaves out is 0. [ours]
+        L_C, L_D and L_I are means over the layers."""
         context, layers = self.encode(before, after, entities)  # Eq. 2-8, 10-12
         hidden, _, _ = self.decoder(caption, context)  # Eq. 13-17
         l_s = caption_loss(self.decoder.head(hidden), caption)  # Eq. 18
@@ -483,7 +475,7 @@ class CHEERS(nn.Module):
             l_c = l_c + layer_c / len(layers)  # Eq. 7
             l_d = l_d + layer_d / len(layers)  # Eq. 11
             if self.cfg.w_match:
-                c_bef, c_aft = shared.chunk(2)
+                c_bef, c_aft = shared.unflatten(0, (2, -1))
                 layer_i = contrastive_loss(c_bef, c_aft, self.log_scale.exp())  # Eq. 9
                 l_i = l_i + layer_i / len(layers)
         return {"caption": l_s, "common": l_c, "different": l_d, "match": l_i}
@@ -497,7 +489,7 @@ class CHEERS(nn.Module):
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor, entities: Tensor | None = None) -> Tensor:
-        """Captions of pairs of features (B, C, H, W) and entities (B, K): greedy ids
+        """Captions of pairs of features (B, C, H, W) and entities (B, K, d): greedy ids
         (B, max_len)."""
         context, _ = self.encode(before, after, entities)
         step = self.decoder.stepper(context)
@@ -555,69 +547,23 @@ def embed_texts(clip, tokenizer, texts: list[str]) -> Tensor:
         x = clip.token_embedding(ids) + position  # (256, longest, width)
         x = clip.ln_final(clip.transformer(x, attn_mask=mask))
         x = x[torch.arange(ids.shape[0], device=ids.device), ids.argmax(1)]  # (256, width)
-        if isinstance(clip.text_projection, nn.Linear):
-            x = clip.text_projection(x)
-        else:
-            x = x @ clip.text_projection
-        blocks.append(F.normalize(x, dim=-1).cpu())
+        blocks.append(F.normalize(x @ clip.text_projection, dim=-1).cpu())
     return torch.cat(blocks)
 
 
 @torch.no_grad()
-def embed_images(clip, preprocess, pictures, names) -> Tensor:
-    """CLIP's embeddings (n, d), each of length 1, of pictures[name] for every name."""
-    from PIL import Image, ImageOps
-
-    def read(name) -> Tensor:
-        """A picture as CLIP's input (3, height, width)."""
-        picture = pictures[name]
-        if not isinstance(picture, Image.Image):
-            with file_errors(picture, "give a readable image"), Image.open(picture) as opened:
-                # As data.py reads it: 8 bits a channel, upright, on white.
-                if opened.mode[0] in "IF":
-                    raise InputError(f"{opened.mode} pixels, not 8 bits a channel")
-                picture = ImageOps.exif_transpose(opened)
-                if opened.format == "TIFF":  # its fourth band may be near infrared
-                    picture = picture.convert("RGB")
-        if picture.has_transparency_data:
-            rgba = picture.convert("RGBA")
-            white = Image.new("RGBA", rgba.size, "white")
-            picture = Image.alpha_composite(white, rgba)
-        return preprocess(picture.convert("RGB"))
-
+def embed_images(clip, preprocess, pictures: list) -> Tensor:
+    """CLIP's embeddings of pictures (n, d), each of length 1. preprocess: one of them -> CLIP's
+    input (3, height, width)."""
     device = clip.positional_embedding.device
-    starts = range(0, len(names), 64)
-    bar = {"desc": "CLIP", "unit": "image", "unit_scale": 64, "disable": len(names) <= 64}
+    starts = range(0, len(pictures), 64)
+    bar = {"desc": "CLIP", "unit": "image", "unit_scale": 64, "disable": len(pictures) <= 64}
     blocks = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for start in progress(starts, **bar):
-            x = torch.stack(list(pool.map(read, names[start : start + 64])))
+            x = torch.stack(list(pool.map(preprocess, pictures[start : start + 64])))
             blocks.append(clip.encode_image(x.to(device), normalize=True).cpu())
     return torch.cat(blocks)
-
-
-def kept_images(file: Path, clip, preprocess, pictures, names: list[str]) -> Tensor | None:
-    """The embeddings that keep_images saved, if they are of these names, and if this CLIP embeds
-    the first picture as in the file; else None."""
-    if not file.exists():
-        return None
-    kept = load_tensors(file, "remove it, and it will be made again")
-    if kept.get("names") != names:
-        return None
-    first = embed_images(clip, preprocess, pictures, names[:1])
-    images = kept["images"]
-    if images.shape[1] != first.shape[1] or not images[:1].allclose(first, atol=1e-3):
-        return None
-    return images
-
-
-def keep_images(file: Path, clip, preprocess, pictures, names: list[str]) -> Tensor:
-    """embed_images, with the embeddings saved in a file for later runs."""
-    images = kept_images(file, clip, preprocess, pictures, names)
-    if images is None:
-        images = embed_images(clip, preprocess, pictures, names)
-        save_tensors(file, {"names": names, "images": images})
-    return images
 
 
 def find_candidates(subjects: dict[str, list[str]], min_count: int, k: int) -> list[str]:
@@ -635,113 +581,77 @@ def find_candidates(subjects: dict[str, list[str]], min_count: int, k: int) -> l
 
 
 class Entities:
-    """Section 3.1, done once for a data set: the candidates, their embeddings, and the K entities
-    of each pair. Not part of the model, which keeps only the candidates' embeddings (`table`).
-    CLIP embeds a whole image, so it can find an object that appeared, vanished or looks different,
-    but not one that only moved.
+    """Section 3.1, done once for a data set: the K entities of each pair. CLIP embeds a whole
+    image, so it can find an object that appeared, vanished or looks different, but not one that
+    only moved.
 
-    clip: an open_clip.CLIP, frozen; tokenizer: texts -> ids (n, context); preprocess: PIL image ->
-    tensor; subjects: training caption -> its subjects; pictures: name -> file or PIL image; pairs:
-    names (before, after) of all splits; file: where to keep embeddings of pictures, or None. In a
-    loop of your own (with cfg.device set; `preprocess` must not crop, or changes at the border are
-    lost):
+    phrases: M candidates, and table (M, d), their embeddings; images: name -> embedding (d,);
+    pairs: names (before, after). In a loop of your own, with an open_clip.CLIP, its tokenizer and
+    its preprocessing (which must not crop, or changes at the border are lost):
 
-        subjects = {"the red cube is gone": ["red cube"]}
-        pictures = {"before": "a.png", "after": "b.png"}
-        pairs = [("before", "after")]
-        entities = Entities(cfg, clip, tokenizer, preprocess, subjects, pictures, pairs)
-        model = CHEERS(cfg, vocab_size, grid, max_len, entities.table)
-        losses = model(before, after, ids, entities(pairs))"""
+        phrases = find_candidates({"the red cube is gone": ["red cube"]}, cfg.min_count, cfg.k)
+        table = embed_texts(clip, tokenizer, phrases)
+        x = embed_images(clip, preprocess, [picture_a, picture_b])  # PIL images
+        images = {"a": x[0], "b": x[1]}
+        entities = Entities(cfg, phrases, table, images, [("a", "b")])
+        model = CHEERS(cfg, vocab_size, grid, max_len)
+        losses = model(before, after, ids, entities([("a", "b")]))"""
 
     def __init__(
         self,
         cfg: Config,
-        clip,
-        tokenizer,
-        preprocess,
-        subjects: dict[str, list[str]],
-        pictures,
+        phrases: list[str],
+        table: Tensor,
+        images: dict[str, Tensor],
         pairs: list[tuple[str, str]],
-        file: Path | None = None,
     ):
-        self.device = cfg.device
-        self.phrases = find_candidates(subjects, cfg.min_count, cfg.k)
-        if not self.phrases:
-            remedy = "set --k 0 --gate none --w_consistency 0"
-            raise InputError(f"no training caption has a subject; {remedy}")
-        self.table = embed_texts(clip, tokenizer, self.phrases)  # (M, d)
-        names = sorted({name for pair in pairs for name in pair})
-        if file is None:
-            images = embed_images(clip, preprocess, pictures, names)  # (n, d)
-        else:
-            images = keep_images(file, clip, preprocess, pictures, names)
-
-        images = images.to(cfg.device)
-        table = self.table.to(cfg.device)
-        signed = cfg.retrieval == "signed"
-        row = {name: i for i, name in enumerate(names)}
+        self.phrases = phrases
+        self.table = table.to(cfg.device)
+        self.rows = {}  # names of a pair -> its rows of the table (K,)
         pairs = list(dict.fromkeys(pairs))
-        self.indices = {}  # names of a pair -> its rows of the table (K,)
         for start in range(0, len(pairs), 256):
-            some = pairs[start : start + 256]
-            x_bef = images[[row[before] for before, _ in some]]
-            x_aft = images[[row[after] for _, after in some]]
-            best = retrieve(x_bef, x_aft, table, cfg.k, signed)
-            self.indices |= zip(some, best.cpu(), strict=True)
+            block = pairs[start : start + 256]
+            x_bef = torch.stack([images[before] for before, _ in block]).to(cfg.device)
+            x_aft = torch.stack([images[after] for _, after in block]).to(cfg.device)
+            best = retrieve(x_bef, x_aft, self.table, cfg.k, cfg.retrieval == "signed")
+            self.rows |= zip(block, best.cpu(), strict=True)
 
     def __call__(self, pairs: list[tuple[str, str]]) -> Tensor:
-        """Names (before, after) of B pairs -> their rows of the table (B, K)."""
-        rows = torch.stack([self.indices[pair] for pair in pairs])
-        return rows.to(self.device, non_blocking=True)
+        """Names (before, after) of B pairs -> CLIP's embeddings of their entities (B, K, d)."""
+        rows = torch.stack([self.rows[pair] for pair in pairs])
+        return self.table[rows.to(self.table.device, non_blocking=True)]
 
-    def notes(self, rows: Tensor) -> list[list[str]]:
-        """Rows of the table (B, K) -> for each pair, the lines to print below its pictures."""
-        notes = []
-        for row in rows.tolist():
-            phrases = [self.phrases[m] for m in row]
-            notes.append(["entities: " + ", ".join(phrases)])
-        return notes
+    def note(self, pair: tuple[str, str]) -> str:
+        """The line to print below a pair's pictures."""
+        return "entities: " + ", ".join(self.phrases[m] for m in self.rows[pair])
 
     def state(self) -> dict:
         """What a checkpoint needs, besides the model, to find the entities of any two pictures."""
-        return {"entities": {"phrases": self.phrases}}
+        return {"entities": {"phrases": self.phrases, "table": self.table}}
 
     def check_state(self, state: dict) -> None:
         """InputError if a checkpoint was trained with other candidates or another CLIP."""
-        trained = state["entities"]["phrases"]
-        if trained != self.phrases:
+        trained = state["entities"]
+        if trained["phrases"] != self.phrases:
             raise InputError(
-                f"the checkpoint was trained with {len(trained)} candidate entities, not with "
-                f"these {len(self.phrases)}; give its --data_dir"
+                f"the checkpoint was trained with {len(trained['phrases'])} candidate entities, "
+                f"not with these {len(self.phrases)}; give its --data_dir"
             )
-        check_table(self.table, state["model"]["table"])
+        check_table(self.table, trained["table"])
 
 
 def check_table(table: Tensor, trained: Tensor) -> None:
     """InputError if a CLIP's embeddings of candidates (M, d) are not those of a checkpoint."""
-    trained = trained.cpu()
+    trained = trained.to(table.device)
     if table.shape != trained.shape or not table.allclose(trained, atol=1e-3):
         raise InputError(
             "the checkpoint's entities were embedded by another CLIP; give --clip as in training"
         )
 
 
-class Pictures:
-    """Files or PIL images by name or number, read when asked for, as data.py reads them."""
-
-    def __init__(self, files):
-        self.files = files
-
-    def __getitem__(self, name):
-        import data
-
-        return data.read_image(self.files[name])
-
-
 def entities_of(dataset, cfg: Config) -> Entities | None:
-    """The entities of a data set (data.Dataset); None if K is 0. CLIP's embeddings of its pictures
-    are kept in the data set's folder, and made again if its features are newer, since pictures may
-    have been replaced.
+    """The entities of a data set (data.Dataset); None if K is 0. InputError if no caption has a
+    subject.
 
     [ours] Captions from templates (mini, CLEVR-Change, CLEVR-DC) are read by rules, because spaCy
     often errs on them. The paper: "we utilize SpaCy [...] to extract the subjects" (section 3.1.1).
@@ -759,32 +669,50 @@ def entities_of(dataset, cfg: Config) -> Entities | None:
                 if split == "train":
                     captions.update(pair.captions)
     subjects = data.read_captions(data.subjects, dataset.name, sorted(captions))
+    phrases = find_candidates(subjects, cfg.min_count, cfg.k)
+    if not phrases:
+        remedy = "set --k 0 --gate none --w_consistency 0"
+        raise InputError(f"no training caption has a subject; {remedy}")
     clip, tokenizer, preprocess = data.load_clip(cfg.clip, cfg.device)
-    pictures = Pictures(dataset.paths)
-    file = dataset.root / "embeddings.pt"
-    if file.exists() and file.stat().st_mtime < dataset.features.path.stat().st_mtime:
-        file.unlink()
-    return Entities(cfg, clip, tokenizer, preprocess, subjects, pictures, pairs, file)
+    table = embed_texts(clip, tokenizer, phrases)
+    if table.shape[1] != cfg.clip_dim:
+        raise InputError(f"--clip {cfg.clip} needs --clip_dim {table.shape[1]}")
+
+    def open_picture(name: str) -> Tensor:
+        return preprocess(data.read_image(dataset.paths[name]))
+
+    names = sorted({name for pair in pairs for name in pair})
+    digest = hashlib.sha256("\n".join([cfg.clip, *names]).encode()).hexdigest()[:12]
+    file = dataset.root / f"clip-{digest}.pt"
+    # If pictures were replaced, the features are newer.
+    if not file.exists() or file.stat().st_mtime < dataset.features.path.stat().st_mtime:
+        save_tensors(file, {"images": embed_images(clip, open_picture, names)})
+    images = load_tensors(file, "remove it, and it will be made again")["images"]
+    return Entities(cfg, phrases, table, dict(zip(names, images, strict=True)), pairs)
 
 
 def entities_of_files(model: CHEERS, state: dict, files: list) -> Tensor | None:
-    """Section 3.1.2 for pictures in the order before, after, before, after, ... -> rows of the
-    table (pairs, K), or None if K is 0. Also prints the names of the entities. InputError if the
-    checkpoint was trained with another CLIP."""
+    """Section 3.1.2 for pictures in the order before, after, before, after, ... -> CLIP's
+    embeddings of their entities (pairs, K, d), or None if K is 0. Also prints the entities.
+    InputError if the checkpoint was trained with another CLIP."""
     import data
 
     cfg = model.cfg
     if not cfg.k:
         return None
-    candidates = state["entities"]["phrases"]
+    phrases = state["entities"]["phrases"]
+    table = state["entities"]["table"].to(cfg.device)
     clip, tokenizer, preprocess = data.load_clip(cfg.clip, cfg.device)
-    check_table(embed_texts(clip, tokenizer, candidates[:1]), model.table[:1])
-    x = embed_images(clip, preprocess, Pictures(files), range(len(files))).to(cfg.device)
-    rows = retrieve(x[::2], x[1::2], model.table, cfg.k, cfg.retrieval == "signed")
-    for row in rows.tolist():
-        phrases = [candidates[m] for m in row]
-        print("entities: " + ", ".join(phrases))
-    return rows
+    check_table(embed_texts(clip, tokenizer, phrases[:1]), table[:1])
+
+    def open_picture(file) -> Tensor:
+        return preprocess(data.read_image(file))
+
+    x = embed_images(clip, open_picture, files).to(cfg.device)
+    rows = retrieve(x[::2], x[1::2], table, cfg.k, cfg.retrieval == "signed")
+    for row in rows:
+        print("entities: " + ", ".join(phrases[m] for m in row))
+    return table[rows]
 
 
 # ---- presets -------------------------------------------------------------------------------------
@@ -800,7 +728,7 @@ PRESETS = {
     "spot_the_diff": dict(lr=5e-4, batch_size=96),
     "pairs": dict(layers=1, dim=256, batch_size=16, lr=5e-4, warmup=50, steps=2000, eval_every=100,
                   patience=10),
-    "mini": dict(dim=128, word_dim=128, heads=2, layers=1, dropout=0.0, clip="mini",
+    "mini": dict(dim=128, word_dim=128, heads=2, layers=1, dropout=0.0, clip="mini", clip_dim=128,
                  w_consistency=0.1, w_match=0.05, batch_size=16, lr=2e-3, schedule="cosine",
                  warmup=50, grad_clip=1.0, steps=1700, eval_every=300, eval_batch=250),
 }  # fmt: skip
@@ -818,9 +746,9 @@ def compute_losses(
     losses: dict[str, Tensor] = {}
     for batch in batches:
         batch = batch.to(cfg.device)
-        rows = entities(batch.images) if entities else None
+        e = entities(batch.images) if entities else None
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.on_cuda):
-            terms = model(batch.before, batch.after, batch.caption, rows)
+            terms = model(batch.before, batch.after, batch.caption, e)
         for name, term in terms.items():
             losses[name] = losses.get(name, 0) + term / len(batches)
     losses["total"] = total_loss(losses, cfg)  # Eq. 19
@@ -834,10 +762,9 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
     Ctrl-C and SIGTERM save last.pt and exit 130 or 143; `resume` continues from there as if
     training had never stopped. FloatingPointError if a loss is not finite."""
     torch.manual_seed(cfg.seed)
-    table = entities.table if entities else None
     sources = [dataset, entities] if entities else [dataset]
-    model = CHEERS(cfg, len(dataset.vocab), dataset.grid, dataset.max_len, table).to(cfg.device)
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    model = CHEERS(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
+    parameters = list(model.parameters())
     optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
     if cfg.compile and cfg.on_cuda:
         model.compile(fullgraph=True, dynamic=False)
@@ -879,23 +806,17 @@ def evaluate(
     notes = {}
     for batch in dataset.eval_batches(split, cfg.eval_batch):
         batch = batch.to(cfg.device)
-        rows = entities(batch.images) if entities else None
-        ids = model.generate(batch.before, batch.after, rows)
+        e = entities(batch.images) if entities else None
+        ids = model.generate(batch.before, batch.after, e)
         captions |= zip(batch.pair_ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
-            batch_maps = model.attention_map(batch.before, batch.after, ids, rows)
+            batch_maps = model.attention_map(batch.before, batch.after, ids, e)
             for b, pair_id in enumerate(batch.pair_ids):
                 maps[pair_id] = {name: m[b] for name, m in batch_maps.items()}
-        if out_dir and entities:
-            notes |= zip(batch.pair_ids, entities.notes(rows), strict=True)
+                if entities:
+                    notes[pair_id] = [entities.note(batch.images[b])]
     model.train()
     return dataset.results(split, captions, maps, out_dir, notes, suffix=suffix)
-
-
-def model_of(checkpoint: str | Path):
-    """CHEERS with a checkpoint's candidates, for load_model and data.load_captioner."""
-    table = load_checkpoint(checkpoint)["model"].get("table")
-    return functools.partial(CHEERS, table=table)
 
 
 def load(checkpoint: str | Path, device: str = "", clip: str = ""):
@@ -904,9 +825,7 @@ def load(checkpoint: str | Path, device: str = "", clip: str = ""):
     training."""
     import data
 
-    captioner = data.load_captioner(
-        model_of(checkpoint), Config, checkpoint, device, entities_of_files
-    )
+    captioner = data.load_captioner(CHEERS, Config, checkpoint, device, entities_of_files)
     if clip:
         captioner.model.cfg.clip = clip
     return captioner
@@ -922,7 +841,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
-        model, state = load_model(model_of(args.eval), cfg, args.eval)
+        model, state = load_model(CHEERS, cfg, args.eval)
         dataset.check_state(state)  # before CLIP embeds every picture
     entities = entities_of(dataset, cfg)
     if args.eval is None:

@@ -11,13 +11,22 @@ levir_cc, birds_to_words, cub, nabirds, and pairs (your own).
 Preparation adds a feature file to the folder (features.h5, or features-<extractor>.h5 for another
 extractor); the vocabulary is read from the captions each time. Nothing is downloaded at import.
 
-Sections:
-    what a data set is    vocabulary; pairs and releases; the table of data sets; readers
-    features              pictures and extractors; captions of any two pictures; feature files
-    what methods get      preparation; load and batches
-    language              phrases of captions (RDD+ACR, CHEERS, IDC)
-    scores                words; metrics; scores of a split; the pointing game; files
-    pictures, CLIP, and the command line
+First half, from a folder to batches:
+    vocabulary           three tokenizers, Vocab
+    pairs and releases   Pair, Scene, Release; JSON files and tables
+    table of data sets   Settings, DATASETS, read_release
+    readers              one for each release
+    pictures             read_image, Extractor
+    feature files        write_features, Features
+    preparation          prepare
+    load and batches     Batch, Dataset, load
+Second half, what a run needs:
+    phrases of captions  by rules or spaCy, for RDD+ACR, CHEERS, IDC
+    any two pictures     Captioner, load_captioner
+    scores               words and metrics; of a data set's split
+    pictures of results  sample_sheet, caption_picture
+    CLIP                 load_clip
+    command line         main
 
 To add a data set, write a reader (folder -> Release; release_from_pairs makes one of plain pairs)
 and its row of DATASETS. `python data.py NAME` and `--dataset NAME` then work; a method runs on its
@@ -25,8 +34,8 @@ defaults until its PRESETS have an entry NAME. Licence: MIT; contains no code fr
 repositories.
 """
 
+import argparse
 import csv
-import difflib
 import functools
 import hashlib
 import itertools
@@ -46,7 +55,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import h5py
 import numpy as np
@@ -64,7 +73,6 @@ from common import (
     START,
     UNK,
     InputError,
-    Parser,
     RunConfig,
     atomic_write,
     data_folder,
@@ -80,6 +88,10 @@ from common import (
 )
 
 SPLITS = ("train", "val", "test")
+
+# ==================================================================================================
+# First half: from a folder to batches.
+# ==================================================================================================
 
 # ---- vocabulary ----------------------------------------------------------------------------------
 
@@ -114,60 +126,34 @@ def tokenize_pairs(caption: str) -> list[str]:
     first normalised to Unicode NFC, because an accented letter may be one character or two."""
     words = []
     for text in unicodedata.normalize("NFC", caption.lower()).split():
-        parts = characters(text)
         first = 0
-        while first < len(parts) and is_sign(parts[first]):
+        while first < len(text) and is_punctuation(text[first]):
             first += 1
-        last = len(parts)
-        while last > first and is_sign(parts[last - 1]):
+        last = len(text)
+        while last > first and is_punctuation(text[last - 1]):
             last -= 1
-        words += parts[:first]
+        words += list(text[:first])
         if first < last:
-            words.append("".join(parts[first:last]))
-        words += parts[last:]
+            words.append(text[first:last])
+        words += list(text[last:])
     return words
 
 
-JOINER = "\u200d"  # joins two emoji into one
-SKIN_TONES = "\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"
-MARKS = {"Mn", "Mc", "Me", "Cf"}  # Unicode categories: combining marks, invisible characters
-
-
-def characters(text: str) -> list[str]:
-    """Splits text into what a reader sees as characters: a letter or symbol with its combining
-    marks is one, and so are joined emoji."""
-    parts = []
-    for char in text:
-        is_mark = unicodedata.category(char) in MARKS or char in SKIN_TONES
-        if parts and (is_mark or parts[-1][-1] == JOINER):
-            parts[-1] += char
-        else:
-            parts.append(char)
-    return parts
-
-
-def is_sign(character: str) -> bool:
-    """Is it punctuation or a symbol, rather than a letter or digit?"""
-    return unicodedata.category(character[0])[0] in "PS"
+def is_punctuation(character: str) -> bool:
+    """Whether a character is a punctuation mark or a symbol, by its Unicode category."""
+    return unicodedata.category(character)[0] in "PS"
 
 
 class Vocab:
     """Words <-> ids: the four special ids, then the captions' words in codepoint order.
 
     `tokenizer` splits captions into words; only the first `max_words` are used (None: all). A
-    special word inside a caption, such as a release's own "<UNK>", is an unknown word.
-    InputError if `words` does not begin with the special words, or contains no others."""
+    special word inside a caption, such as a release's own "<UNK>", is an unknown word."""
 
     def __init__(
         self, words: list[str], tokenizer: Callable = tokenize, max_words: int | None = None
     ):
-        if words[: len(SPECIAL)] != SPECIAL:
-            raise InputError(f"vocabulary must begin with {' '.join(SPECIAL)}")
-        if len(words) == len(SPECIAL):
-            raise InputError(
-                "the vocabulary has no words; add captions, or lower the data set's min_count in "
-                "DATASETS"
-            )
+        assert words[: len(SPECIAL)] == SPECIAL, words[: len(SPECIAL)]
         self.words = words
         self.index = {word: i for i, word in enumerate(words) if word not in SPECIAL}
         self.tokenizer = tokenizer
@@ -266,22 +252,26 @@ class Release:
     boxes: dict[str, tuple[list | None, list | None]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # remarks on this copy, to be printed
 
-    def all_scenes(self) -> list[Scene]:
-        """The scenes of every split."""
-        return [scene for scenes in self.scenes.values() for scene in scenes]
+    def pairs(self, split: str) -> list[Pair]:
+        """Every pair of a split: the first pair of every scene, then, if scenes have two, all
+        distractor pairs."""
+        columns = zip(*(scene.pairs for scene in self.scenes[split]), strict=True)
+        return list(itertools.chain(*columns))
+
+    def images(self, split: str) -> set[str]:
+        """The names of all images of a split."""
+        names = set()
+        for pair in self.pairs(split):
+            names |= {pair.before, pair.after}
+        return names - {None}
 
     def leaked(self, split: str) -> set[str]:
         """Ids of a split's pairs that share an image with a pair of another split."""
         elsewhere = set()
-        for other, scenes in self.scenes.items():
+        for other in SPLITS:
             if other != split:
-                elsewhere |= images_of_scenes(scenes)
-        ids = set()
-        for scene in self.scenes[split]:
-            for pair in scene.pairs:
-                if pair.before in elsewhere or pair.after in elsewhere:
-                    ids.add(pair.id)
-        return ids
+                elsewhere |= self.images(other)
+        return {pair.id for pair in self.pairs(split) if {pair.before, pair.after} & elsewhere}
 
     def captions(self, splits: Iterable[str]) -> list[str]:
         """All captions of these splits, those of swapped pairs included."""
@@ -291,17 +281,6 @@ class Release:
                 for pair in itertools.chain(*scene.orders()):
                     captions += pair.captions
         return captions
-
-
-def images_of_scenes(scenes: list[Scene]) -> set[str]:
-    """The names of all images of these scenes."""
-    names = set()
-    for scene in scenes:
-        for pair in scene.pairs:
-            names.add(pair.before)
-            if pair.after is not None:
-                names.add(pair.after)
-    return names
 
 
 def release_from_pairs(
@@ -327,137 +306,65 @@ FETCH_AGAIN = "correct it, or fetch it again"
 AUTHORS_FILES = "the authors' .npy files"  # the attribute `preprocessing` of such feature files
 
 
-def other_spelling(file: Path) -> str:
-    """A hint for the error about a missing file: a file or folder whose name differs only in case
-    or in Unicode form (an accent may be a separate character). "" if there is none."""
-    missing = file
-    while not missing.parent.exists():
-        missing = missing.parent
-    if missing.parent.is_dir():
-        for other in missing.parent.iterdir():
-            if other.name != missing.name and plain_name(other) == plain_name(missing):
-                return f"; {other} is there, but differs in case or in how an accent is encoded"
-    return ""
-
-
-def plain_name(path: Path) -> str:
-    """A file's name, normalised in case and Unicode form."""
-    return unicodedata.normalize("NFC", path.name.casefold())
-
-
 def read_json(path: Path):
-    """The parsed JSON of a file in UTF-8, UTF-16 or UTF-32. InputError names a broken file."""
+    """The parsed JSON of a file. InputError names a broken file."""
     content = path.read_bytes()
     with file_errors(path, FETCH_AGAIN):
-        return parse_json(content)
-
-
-def parse_json(content: bytes | str):
-    """json.loads, but with an InputError for an unpaired surrogate (half a character), which could
-    not be written to a results file."""
-    parsed = json.loads(content)
-    try:
-        json.dumps(parsed, ensure_ascii=False).encode()
-    except UnicodeEncodeError as e:
-        before = e.object[max(0, e.start - 40) : e.start]
-        raise InputError(f"half a character (an unpaired surrogate) after {before!r}") from e
-    return parsed
+        return json.loads(content)
 
 
 def check_strings(x) -> list[str]:
-    """Returns x if it is a list of strings; otherwise InputError. A bare string would be read as a
-    list of its letters."""
+    """Returns x if it is a list of strings. TypeError if not: a bare string would be read as a list
+    of its letters."""
     if not isinstance(x, list) or not all(isinstance(item, str) for item in x):
-        raise InputError(f"expected a list of strings, found {x!r:.60}")
+        raise TypeError(f"expected a list of strings, found {x!r:.60}")
     return x
 
 
-def read_rows(path: Path, **dialect) -> list[tuple[str, list[str]]]:
-    """The non-empty rows of a CSV file: "FILE, line 2" (where the row begins), and its cells
-    without surrounding whitespace.
-
-    InputError names the line if a quote is misplaced, or if a cell contains a line break (a stray
-    quote merges several rows into one). InputError also if the file is not UTF-8."""
-    rows = []
-    with open(path, encoding="utf-8-sig", newline="") as f:
-        reader = csv.reader(f, strict=True, skipinitialspace=True, **dialect)
-        while True:
-            place = f"{path}, line {reader.line_num + 1}"
-            try:
-                cells = next(reader, None)
-            except UnicodeDecodeError as e:
-                raise InputError(f"{path} is not UTF-8; save it as UTF-8") from e
-            except csv.Error as e:
-                f.seek(0)
-                header = f.readline().strip()
-                raise InputError(
-                    f"{place}: {e}; expected cells separated by commas, and double quotes only "
-                    f"around whole cells; the file begins with {header[:80]!r}"
-                ) from e
-            if cells is None:
-                return rows
-            if any("\n" in cell or "\r" in cell for cell in cells):
-                raise InputError(f"{place}: a cell contains a line break; is a quote left open?")
-            cells = [cell.strip() for cell in cells]
-            if any(cells):
-                rows.append((place, cells))
-
-
-def read_table(path: Path, columns: Iterable[str], **dialect) -> list[tuple[str, dict[str, str]]]:
-    """The rows of a CSV file: ("FILE, line 2", column -> cell), ... Column names become lower case.
+def read_table(path: Path, columns: Iterable[str], **dialect) -> list[dict[str, str]]:
+    """The non-empty rows of a CSV file in UTF-8, each {column: cell}. Column names become lower
+    case.
 
     A column `captions` must be the last one: then an unquoted comma makes a row longer than the
     header, which is an error; elsewhere it could silently cut a caption. InputError if the file
-    lacks a column or has one twice, or if a row and the header differ in their number of cells;
-    see also read_rows."""
-    rows = read_rows(path, **dialect)
-    heads = [cell.lower() for cell in rows[0][1]] if rows else []
-    complete = set(columns) <= set(heads) and len(set(heads)) == len(heads)
-    if not complete or "captions" in heads[:-1]:
-        delimiter = "tabs" if dialect.get("delimiter") == "\t" else "commas"
-        raise InputError(
-            f"{path}: found the columns {', '.join(heads)[:80]!r}; expected "
-            f"{', '.join(columns)}, each once, separated by {delimiter}; a column named captions "
-            "must be the last one"
-        )
-    table = []
-    for place, cells in rows[1:]:
-        if len(cells) != len(heads):
+    lacks a column or has one twice, or if a row and the header differ in their number of cells."""
+    remedy = "save it as UTF-8, with double quotes around cells that contain commas"
+    with open(path, encoding="utf-8-sig", newline="") as f, file_errors(path, remedy):
+        table = csv.DictReader(f, strict=True, skipinitialspace=True, **dialect)
+        heads = [head.strip().lower() for head in table.fieldnames or []]
+        table.fieldnames = heads
+        complete = set(columns) <= set(heads) and len(set(heads)) == len(heads)
+        if not complete or "captions" in heads[:-1]:
             raise InputError(
-                f"{place}: {len(cells)} cells, but {len(heads)} columns; put double quotes around "
-                "captions with commas"
+                f"found the columns {', '.join(heads)!r:.60}, expected {', '.join(columns)}"
             )
-        table.append((place, dict(zip(heads, cells, strict=True))))
-    return table
+        rows = []
+        for row in table:
+            cells = row.values()
+            if None in row or None in cells:  # DictReader's marks of a long and of a short row
+                raise InputError(f"line {table.line_num} does not have {len(heads)} cells")
+            if "\n" in "".join(cells):  # a stray quote merges rows into one
+                raise InputError(f"line {table.line_num} continues a cell; is a quote left open?")
+            if any(cells):
+                rows.append({column: cell.strip() for column, cell in row.items()})
+        return rows
 
 
 def read_lines(path: Path, errors: str = "strict") -> list[str]:
-    """The non-empty lines of a text file. InputError if it is not UTF-8; with errors="replace",
-    invalid bytes become U+FFFD instead."""
-    content = path.read_bytes()
-    with file_errors(path, FETCH_AGAIN):
-        lines = content.decode("utf-8", errors).splitlines()
+    """The non-empty lines of a text file in UTF-8. errors: as in open()."""
+    lines = path.read_text(encoding="utf-8", errors=errors).splitlines()
     return [line for line in lines if line.strip()]
 
 
 def read_columns(path: Path) -> dict[str, str]:
-    """The lines of a text file: first word -> rest of the line. InputError if there is no rest."""
-    lines = read_lines(path)
-    with file_errors(path, "expected two columns"):
-        return dict(line.split(maxsplit=1) for line in lines)
+    """The lines of a text file: first word -> rest of the line."""
+    return dict(line.split(maxsplit=1) for line in read_lines(path))
 
 
-def authors_features(picture: Path, root: Path) -> Path | None:
-    """The path of the features that a data set's authors publish for a picture: "images" in the
-    names of folders becomes "features", and .npy is appended to the picture's name. None if no
-    folder between root and the picture has "images" in its name, or the picture is not below root.
-
+def authors_features(picture: Path, root: Path) -> Path:
+    """The path of the features that a data set's authors publish for a picture:
     images/x.png -> features/x.png.npy, sc_images/x.png -> sc_features/x.png.npy"""
-    if not picture.is_relative_to(root):
-        return None
     *folders, name = picture.relative_to(root).parts
-    if not any("images" in folder for folder in folders):
-        return None
     renamed = [folder.replace("images", "features") for folder in folders]
     return root.joinpath(*renamed, f"{name}.npy")
 
@@ -471,24 +378,22 @@ class Settings:
 
     read: Callable[[Path], Release]  # folder -> its contents
     extractor: str = "resnet101-layer3"  # the default: a name in RESNETS, timm/MODEL, or mini-cnn
-    authors_features: bool = False  # are features published as .npy files? See authors_features()
+    authors_features: bool = False  # features are published as .npy files, see authors_features()
     tokenizer: Callable[[str], list[str]] = tokenize  # caption -> words of the vocabulary
     min_count: int = 1  # how often a word must occur to be in the vocabulary
     vocab_splits: tuple[str, ...] = ("train",)  # the splits from which papers take the words
     max_words: int | None = None  # papers cut captions after this many words; None: they do not
     # What metrics compare: words from the PTB tokenizer; words split at spaces; ids of the latter.
     tokens: Literal["ptb", "split", "ids"] = "ptb"
-    # Do captions come from CLEVR-like templates? Then rules extract their phrases (see
-    # template_segments) and reject any other caption. If not, spaCy's English model does.
+    # Captions come from CLEVR-like templates: rules extract their phrases (see template_segments)
+    # and reject any other caption. Otherwise, spaCy's English model extracts them.
     templates: bool = False
     # Published sentences which say that nothing changed. If empty, the captions of unchanged
     # training pairs are used.
     no_change: tuple[str, ...] = ()
-    # Published counts: scenes per split, pairs per kind of change, words including the four special
-    # ids. Preparation prints a note for each count that differs.
-    scenes: dict[str, int] = field(default_factory=dict)
-    types: dict[str, int] = field(default_factory=dict)
-    words: int | None = None
+    # Published counts: scenes of each split, pairs of each kind of change, and "words" with the
+    # four special ids. Preparation prints a note for each count that differs.
+    published: dict[str, int] = field(default_factory=dict)
 
 
 # Name of a data set -> its row. The rows are filled in below, each after its reader.
@@ -498,10 +403,7 @@ DATASETS: dict[str, Settings] = {}
 def settings_of(name: str) -> Settings:
     """A data set's row of the table. InputError lists the known names if there is none."""
     if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, 1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        known = ", ".join(DATASETS)
-        raise InputError(f"--dataset {name}: no such data set{hint}; known: {known}")
+        raise InputError(f"--dataset {name}: expected one of {', '.join(DATASETS)}")
     return DATASETS[name]
 
 
@@ -513,34 +415,23 @@ def prepare_command(name: str, root: Path, extractor: str = "") -> str:
 
 def read_release(name: str, root: Path) -> Release:
     """Reads a data set's folder. FileNotFoundError if a file of the release is missing; InputError
-    if one is broken, train has no pairs, or a pair has no captions."""
-    settings = settings_of(name)
+    if one is broken, or train has no pairs."""
     try:
-        release = settings.read(root)
+        release = settings_of(name).read(root)
     except FileNotFoundError as e:
         advice = f"--data_dir must be the folder of {name}'s files, see the README"
         if name == "mini":
             advice = f"run: {prepare_command(name, root)}"
-        hint = other_spelling(Path(e.filename)) if e.filename else ""
-        raise FileNotFoundError(f"{e}{hint}; {advice}") from e
-    except InputError as e:
-        if name != "mini":
-            raise
-        raise InputError(f"{e}; remove {root} and run: {prepare_command(name, root)}") from e
+        raise FileNotFoundError(f"{e}; {advice}") from e
     if not release.scenes["train"]:
         notes = "; ".join([f"{root}: no pairs in train", *release.notes])
         raise InputError(f"{notes}; add pairs, or a column `split` if these are your own")
-    for scene in release.all_scenes():
-        for pair in itertools.chain(*scene.orders()):
-            if not pair.captions:
-                raise InputError(f"{root}: no captions for {pair.id}")
     for split in ("val", "test"):
-        leaked = len(release.leaked(split))
+        leaked = release.leaked(split)
         if leaked:
-            count = sum(len(scene.pairs) for scene in release.scenes[split])
             release.notes.append(
-                f"{leaked} of {count} {split} pairs share a picture with another split; scores are "
-                "also given without them"
+                f"{len(leaked)} of {len(release.pairs(split))} {split} pairs share a picture with "
+                "another split; scores are also given without them"
             )
     return release
 
@@ -553,13 +444,7 @@ CLEVR_FOLDERS = {"default": "images", "semantic": "sc_images", "nonsemantic": "n
 def read_splits(file: Path) -> dict[str, list[int]]:
     """Reads splits.json (CLEVR-Change) or split.json (CLEVR-DC): split -> its scenes' numbers."""
     content = read_json(file)
-    splits = {}
-    with file_errors(file, FETCH_AGAIN):
-        for split in SPLITS:
-            if not all(isinstance(number, int) for number in content[split]):
-                raise InputError(f"{split}: expected a list of whole numbers")
-            splits[split] = content[split]
-    return splits
+    return {split: content[split] for split in SPLITS}
 
 
 def read_clevr_change(root: Path) -> Release:
@@ -576,11 +461,9 @@ def read_clevr_change(root: Path) -> Release:
     22 of their repository). SCORER's repository links to a copy of everything, and its folder data/
     holds the four JSON files required here."""
     splits = read_splits(root / "splits.json")
-    change_file = root / "change_captions.json"
-    change = read_json(change_file)
-    same_file = root / "no_change_captions.json"
-    same = read_json(same_file)
-    release = Release(overlap=read_overlap(root), boxes=read_boxes(root))
+    change = read_json(root / "change_captions.json")
+    same = read_json(root / "no_change_captions.json")
+    release = Release()
     release.groups = {"semantic change": set(), "only distractor": set()}
     for split, numbers in splits.items():
         release.scenes[split] = []
@@ -590,11 +473,9 @@ def read_clevr_change(root: Path) -> Release:
                 release.paths[names[view]] = root / folder / names[view]
             default = names["default"]
             distractor = names["nonsemantic"]
-            with file_errors(change_file, FETCH_AGAIN):
-                changed_captions = check_strings(change[default])
-                swapped_captions = check_strings(change.get(distractor, changed_captions))
-            with file_errors(same_file, FETCH_AGAIN):
-                same_captions = check_strings(same[default])
+            changed_captions = check_strings(change[default])
+            swapped_captions = check_strings(change.get(distractor, changed_captions))
+            same_captions = check_strings(same[default])
             pair_id = f"{number:06d}.png"
             changed = Pair(pair_id, default, names["semantic"], changed_captions)
             unchanged = Pair(f"{pair_id}_n", default, distractor, same_captions)
@@ -604,13 +485,21 @@ def read_clevr_change(root: Path) -> Release:
             release.scenes[split].append(scene)
             release.groups["semantic change"].add(changed.id)
             release.groups["only distractor"].add(unchanged.id)
-    types_file = root / "type_mapping.json"
-    types = read_json(types_file)
-    with file_errors(types_file, FETCH_AGAIN):
-        release.kinds = {kind: set(check_strings(names)) for kind, names in types.items()}
+    types = read_json(root / "type_mapping.json")
+    release.kinds = {kind: set(ids) for kind, ids in types.items()}
     release.groups |= release.kinds
     release.kinds["no change"] = release.groups["only distractor"]
+    for pair_id, iou in read_by_pair(root / "change_captions_by_IOU.json").items():
+        release.overlap[pair_id] = float(iou)
+    for pair_id, sides in read_by_pair(root / "change_captions_with_bbox.json").items():
+        release.boxes[pair_id] = (sides["bbox_before"], sides["bbox_after"])
     return release
+
+
+def read_by_pair(file: Path) -> dict:
+    """The parsed JSON of a file {scene's number: ...}, by pair id; {} if it is not released."""
+    content = read_json(file) if file.exists() else {}
+    return {f"{int(number):06d}.png": value for number, value in content.items()}
 
 
 DATASETS["mini"] = Settings(read_clevr_change, extractor="mini-cnn", templates=True)
@@ -618,44 +507,9 @@ DATASETS["clevr_change"] = Settings(
     read_clevr_change,
     authors_features=True,
     templates=True,
-    scenes={"train": 33830, "val": 1988, "test": 3985},
-    types={"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955},
-    words=76,
+    published={"train": 33830, "val": 1988, "test": 3985}
+    | {"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955, "words": 76},
 )
-
-
-def read_overlap(root: Path) -> dict[str, float]:
-    """Pair id -> IoU of the object boxes in the two images; {} if not released."""
-    file = root / "change_captions_by_IOU.json"
-    if not file.exists():
-        return {}
-    content = read_json(file)
-    with file_errors(file, FETCH_AGAIN):
-        return {f"{int(number):06d}.png": float(iou) for number, iou in content.items()}
-
-
-def read_boxes(root: Path) -> dict[str, tuple[list | None, list | None]]:
-    """Pair id -> the changed object's boxes before and after; {} if not released."""
-    file = root / "change_captions_with_bbox.json"
-    if not file.exists():
-        return {}
-    content = read_json(file)
-    boxes = {}
-    with file_errors(file, FETCH_AGAIN):
-        for number, both in content.items():
-            before = check_box(both["bbox_before"])
-            after = check_box(both["bbox_after"])
-            boxes[f"{int(number):06d}.png"] = (before, after)
-    return boxes
-
-
-def check_box(x) -> list | None:
-    """Returns x if it is None or a box of four numbers; otherwise InputError."""
-    if x is None:
-        return None
-    if not isinstance(x, list) or [type(n) in (int, float) for n in x] != [True] * 4:
-        raise InputError(f"expected [x, y, w, h], found {x!r:.60}")
-    return x
 
 
 DC_KINDS = ("color", "texture", "add", "remove", "move", "no change")
@@ -667,27 +521,23 @@ def read_clevr_dc(root: Path) -> Release:
     No file gives the kind of change. The ids form six blocks of 8,000. We assume that these follow
     the order in which the authors list the kinds of change."""
     splits = read_splits(root / "split.json")
-    file = root / "captions.json"
-    captions = read_json(file)
+    captions = read_json(root / "captions.json")
     pairs = {}
     kinds: dict[str, set[str]] = {}
-    with file_errors(file, FETCH_AGAIN):
-        for split, numbers in splits.items():
-            pairs[split] = []
-            for number in numbers:
-                texts = check_strings(captions[str(number)])
-                names = (f"bef/{number}.png", f"aft/{number}.png")
-                pair = Pair(f"{number:06d}.png", *names, texts)
-                pairs[split].append(pair)
-                kinds.setdefault(DC_KINDS[number // 8000], set()).add(pair.id)
+    for split, numbers in splits.items():
+        pairs[split] = []
+        for number in numbers:
+            texts = check_strings(captions[str(number)])
+            pair = Pair(f"{number:06d}.png", f"bef/{number}.png", f"aft/{number}.png", texts)
+            pairs[split].append(pair)
+            kinds.setdefault(DC_KINDS[number // 8000], set()).add(pair.id)
     return release_from_pairs(pairs, root, kinds)
 
 
 DATASETS["clevr_dc"] = Settings(
     read_clevr_dc,
     templates=True,
-    scenes={"train": 40800, "val": 2400, "test": 4800},
-    words=87,
+    published={"train": 40800, "val": 2400, "test": 4800, "words": 87},
 )
 
 
@@ -700,23 +550,20 @@ def read_spot_the_diff(root: Path) -> Release:
     the authors' repository); papers use the resized ones."""
     pairs = {}
     for split in SPLITS:
-        file = root / f"annotations/{split}.json"
-        rows = read_json(file)
         captions: dict[str, list[str]] = {}
-        with file_errors(file, FETCH_AGAIN):
-            for row in rows:
-                captions.setdefault(str(row["img_id"]), []).extend(check_strings(row["sentences"]))
+        for row in read_json(root / f"annotations/{split}.json"):
+            captions.setdefault(str(row["img_id"]), []).extend(check_strings(row["sentences"]))
         pairs[split] = []
         for i, texts in captions.items():
-            names = (f"resized_images/{i}.png", f"resized_images/{i}_2.png")
-            pairs[split].append(Pair(i, *names, texts))
+            before = f"resized_images/{i}.png"
+            after = f"resized_images/{i}_2.png"
+            pairs[split].append(Pair(i, before, after, texts))
     return release_from_pairs(pairs, root)
 
 
 DATASETS["spot_the_diff"] = Settings(
     read_spot_the_diff,
-    scenes={"train": 8566, "val": 1493, "test": 1270},
-    words=2059,
+    published={"train": 8566, "val": 1493, "test": 1270, "words": 2059},
 )
 
 
@@ -726,15 +573,11 @@ def read_image_editing(root: Path) -> Release:
     test items, 66 share both images with an item of another split, and 147 share at least one;
     scores are also given without these 147."""
     pairs = {}
-    for split, name in (("train", "train.json"), ("val", "valid.json"), ("test", "test.json")):
-        file = root / name
-        rows = read_json(file)
+    for split, file in (("train", "train.json"), ("val", "valid.json"), ("test", "test.json")):
         pairs[split] = []
-        with file_errors(file, FETCH_AGAIN):
-            for row in rows:
-                before, after = check_strings([row["img0"], row["img1"]])
-                captions = check_strings(row["sents"])
-                pairs[split].append(Pair(str(row["uid"]), before, after, captions))
+        for row in read_json(root / file):
+            captions = check_strings(row["sents"])
+            pairs[split].append(Pair(str(row["uid"]), row["img0"], row["img1"], captions))
     folder = root / "images"
     return release_from_pairs(pairs, folder if folder.exists() else root)
 
@@ -746,8 +589,7 @@ DATASETS["image_editing_request"] = Settings(
     min_count=3,
     vocab_splits=("train", "val"),
     max_words=78,
-    scenes={"train": 3061, "val": 383, "test": 495},
-    words=808,
+    published={"train": 3061, "val": 383, "test": 495, "words": 808},
 )
 
 
@@ -771,7 +613,8 @@ def read_levir_cc(root: Path) -> Release:
     kinds = {"change": set(), "no change": set()}
     with file_errors(file, FETCH_AGAIN):
         for row in content["images"]:
-            name, split = check_strings([row["filename"], row["split"]])
+            name = row["filename"]
+            split = row["split"]
             captions = []
             for sentence in row["sentences"]:
                 words = [word for word in check_strings(sentence["tokens"]) if word.strip()]
@@ -797,8 +640,7 @@ DATASETS["levir_cc"] = Settings(
     max_words=50,
     tokens="ids",
     no_change=LEVIR_SAME,
-    scenes={"train": 6815, "val": 1333, "test": 1929},
-    types={"change": 5038, "no change": 5039},
+    published={"train": 6815, "val": 1333, "test": 1929, "change": 5038, "no change": 5039},
 )
 
 
@@ -824,29 +666,29 @@ def read_birds_to_words(root: Path, pictures: bool = True) -> Release:
     file = root / "birds-to-words-v1.0.tsv"
     columns = ("img1imgurl", "img2imgurl", "split", "description")
     captions: dict[tuple, list[str]] = {}
-    for _, row in read_table(file, columns, delimiter="\t", quoting=csv.QUOTE_NONE):
+    for row in read_table(file, columns, delimiter="\t", quoting=csv.QUOTE_NONE):
         key = (row["split"], photo_file(row["img1imgurl"]), photo_file(row["img2imgurl"]))
         captions.setdefault(key, []).append(" ".join(tokenize_lower(row["description"])))
 
     images = root / "images"
 
     @functools.cache
-    def there(photo: str) -> bool:
+    def is_downloaded(photo: str) -> bool:
         file = images / photo
         if (root / "features").is_dir():
             file = authors_features(file, root)
         return file.exists()
 
     pairs = {split: [] for split in SPLITS}
-    here = 0
+    kept = 0
     for (split, before, after), texts in captions.items():
-        if not pictures or (there(before) and there(after)):
-            here += 1
+        if not pictures or (is_downloaded(before) and is_downloaded(after)):
+            kept += 1
             pairs.setdefault(split, []).append(Pair(f"{before}_{after}", before, after, texts))
     notes = []
-    if here < len(captions):
+    if kept < len(captions):
         notes.append(
-            f"{here} of {len(captions)} pairs have both photographs in {images}; {file.name} has "
+            f"{kept} of {len(captions)} pairs have both photographs in {images}; {file.name} has "
             "their URLs"
         )
     return release_from_pairs(pairs, images, notes=notes)
@@ -872,9 +714,7 @@ def read_cub(root: Path) -> Release:
             split_of[line.strip()] = split
     pairs = {"train": [], "val": []}
     for name in read_columns(root / "images.txt").values():
-        remedy = "its classes must be in trainvalclasses.txt or testclasses.txt"
-        with file_errors(root / "images.txt", remedy):
-            split = split_of[name.split("/")[0]]
+        split = split_of[name.split("/")[0]]
         text = root / "text_c10" / f"{name.removesuffix('.jpg')}.txt"
         lines = read_lines(text, errors="replace")
         captions = [" ".join(tokenize_lower(line)) for line in lines]
@@ -889,7 +729,7 @@ DATASETS["cub"] = Settings(
     tokenizer=str.split,
     max_words=37,
     tokens="split",
-    scenes={"train": 8855, "val": 2933},
+    published={"train": 8855, "val": 2933},
 )
 
 
@@ -899,15 +739,13 @@ def read_nabirds(root: Path) -> Release:
     The official train and test images, each a single image whose caption is the name of its class
     (one of the hierarchy's 555 leaves). Image ids contain dashes, file names do not; images.txt
     has both."""
-    classes = read_columns(root / "image_class_labels.txt")
+    class_of = read_columns(root / "image_class_labels.txt")
     in_train = read_columns(root / "train_test_split.txt")
-    names = read_columns(root / "classes.txt")
+    class_names = read_columns(root / "classes.txt")
     pairs = {"train": [], "test": []}
     for image, name in read_columns(root / "images.txt").items():
-        with file_errors(root / "image_class_labels.txt", FETCH_AGAIN):
-            bird = classes[image]
-        split = "train" if in_train.get(image) == "1" else "test"
-        pairs[split].append(Pair(name, name, None, [names.get(bird, bird)]))
+        split = "train" if in_train[image] == "1" else "test"
+        pairs[split].append(Pair(name, name, None, [class_names[class_of[image]]]))
     return release_from_pairs(pairs, root / "images")
 
 
@@ -917,7 +755,7 @@ DATASETS["nabirds"] = Settings(
     authors_features=True,
     tokenizer=str.splitlines,  # a whole class name is one word
     vocab_splits=SPLITS,
-    scenes={"train": 23929, "test": 24633},
+    published={"train": 23929, "test": 24633},
 )
 
 
@@ -929,7 +767,7 @@ def own_pair(row: dict[str, str]) -> Pair:
     """The pair in a row of your own table. Its id is made of its two paths, which are normalised
     ("./a.png" is "a.png"). InputError if a path is missing."""
     if not (row["before"] and row["after"]):
-        raise InputError("expected two images")
+        raise InputError(f"expected two images in the row {', '.join(row.values())!r}")
     before = os.path.normpath(row["before"]).replace(os.sep, "/")
     after = os.path.normpath(row["after"]).replace(os.sep, "/")
     captions = [text.strip() for text in row.get("captions", "").split("|") if text.strip()]
@@ -957,70 +795,37 @@ def read_pairs(root: Path) -> Release:
     its two paths. Pairs that share a picture with another split are counted, and scores are also
     given without them; copies of a picture under other names are not noticed.
 
-    InputError names the row if it has no path or no caption, the split is unknown, or the pair is
-    in two splits or has two kinds."""
+    InputError if a row has no path or no caption, a split is unknown, or a pair is in two splits or
+    has two kinds."""
     file = root / "pairs.csv"
+    table = read_table(file, ("before", "after", "captions"))
     pairs: dict[str, Pair] = {}
     split_of: dict[str, str] = {}
     kind_of: dict[str, str] = {}
-    unused: dict[str, None] = {}  # unknown columns, in order
-    for place, row in read_table(file, ("before", "after", "captions")):
-        with file_errors(place, "correct it"):
+    for row in table:
+        with file_errors(file, "correct it"):
             new = own_pair(row)
-            name = new.id
+            pair = pairs.setdefault(new.id, replace(new, captions=[]))
             if not new.captions:
-                raise InputError("expected a caption")
-            pair = pairs.setdefault(name, replace(new, captions=[]))
+                raise InputError(f"expected a caption of {pair.id}")
             pair.captions.extend(new.captions)
             split = row["split"].lower() if "split" in row else hashed_split(pair)
-            if split not in SPLITS:
-                raise InputError(f"expected the split {', '.join(SPLITS)}, found {split!r}")
-            if split_of.setdefault(name, split) != split:
-                raise InputError(f"{name} is in {split_of[name]}, too")
+            if split_of.setdefault(pair.id, split) != split:
+                raise InputError(f"{pair.id} is in {split_of[pair.id]!r} and in {split!r}")
             # "No_change " becomes "no change".
             kind = " ".join(re.split(r"[\s_-]+", row.get("kind", "").lower())).strip()
-            if kind_of.setdefault(name, kind) != kind:
-                raise InputError(f"{name} has two kinds, {kind_of[name]!r} and {kind!r}")
-        for column in row:
-            if column not in OWN_COLUMNS:
-                unused[column] = None
-    kinds: dict[str, set[str]] = {}
-    for name, kind in kind_of.items():
-        if kind:
-            kinds.setdefault(kind, set()).add(name)
+            if kind_of.setdefault(pair.id, kind) != kind:
+                raise InputError(f"{pair.id} has two kinds, {kind_of[pair.id]!r} and {kind!r}")
     by_split = {split: [] for split in SPLITS}
-    for name, pair in pairs.items():
-        by_split[split_of[name]].append(pair)
+    kinds: dict[str, set[str]] = {}
+    for pair in pairs.values():
+        by_split.setdefault(split_of[pair.id], []).append(pair)
+        if kind_of[pair.id]:
+            kinds.setdefault(kind_of[pair.id], set()).add(pair.id)
+    unused = [column for column in (table[0] if table else ()) if column not in OWN_COLUMNS]
     notes = [f"{file}: the column {column!r} is not used" for column in unused]
-    if not by_split["val"]:
-        notes.append(f"{file}: no val pairs, so the last checkpoint will be best.pt")
-    if not by_split["test"]:
-        notes.append(f"{file}: no test pairs, so there will be no scores")
-    captions = [caption for pair in pairs.values() for caption in pair.captions]
-    notes += [f"{file}: {note}" for note in notes_on_captions(captions)]
+    notes += [f"{file}: no {split} pairs" for split in ("val", "test") if not by_split[split]]
     return release_from_pairs(by_split, root, kinds, notes)
-
-
-def notes_on_captions(captions: list[str]) -> list[str]:
-    """Notes on your own captions, if some are too long or most contain no spaces."""
-    notes = []
-    long = 0
-    single_words = []  # non-ASCII captions of one word, as in scripts without spaces
-    for caption in captions:
-        words = tokenize_pairs(caption)
-        long += len(words) > OWN_MAX_WORDS
-        if len(caption.split()) == 1 and not caption.isascii():
-            single_words.append(caption)
-    if long:
-        notes.append(
-            f"{long} of {len(captions)} captions are longer than {OWN_MAX_WORDS} words and are cut"
-        )
-    if 2 * len(single_words) > len(captions):
-        notes.append(
-            f"{len(single_words)} of {len(captions)} captions are a single word, such as "
-            f"{single_words[0]!r:.40}; captions are split at spaces, so put spaces between words"
-        )
-    return notes
 
 
 # Photographs have many more pixels than the network's input. Most papers' extractor resizes without
@@ -1040,48 +845,24 @@ DATASETS["pairs"] = Settings(
 
 def read_image(path: str | Path | Image.Image) -> Image.Image:
     """An image file (of an animation, the first frame) or a PIL image -> upright RGB. Transparency
-    is blended with white; of a TIFF with four bands, the first three are taken.
-
-    The format is recognised by the file's contents, not by its name. The EXIF orientation is
-    applied; published features of photographs were made without it. InputError names the file if it
-    is not an image with 8 bits per channel, or if one side is more than 100 times as long as the
-    other."""
-    if isinstance(path, Image.Image):
-        return upright_rgb(path)
-    if not Path(path).exists():
-        raise InputError(f"there is no {path}{other_spelling(Path(path))}")
-    Image.MAX_IMAGE_PIXELS = 5 * 10**7  # Pillow refuses pictures of more than twice as many pixels
-    with file_errors(path, "give a readable image"), Image.open(path) as picture:
-        return upright_rgb(picture)
+    is blended with white. The EXIF orientation is applied; published features of photographs were
+    made without it. InputError if it is not an image with 8 bits per channel."""
+    if not isinstance(path, Image.Image):
+        with file_errors(path, "give a readable image"), Image.open(path) as picture:
+            return read_image(picture)
+    if path.mode[0] in "IF":  # integers and floats, which Pillow would cut to 0 ... 255
+        raise InputError(f"{path.mode} pixels, expected 8 bits per channel")
+    upright = ImageOps.exif_transpose(path)
+    if upright.has_transparency_data:
+        rgba = upright.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, "white")
+        upright = Image.alpha_composite(white, rgba)
+    return upright.convert("RGB")
 
 
 def check_image(path: Path) -> None:
     """InputError names the file if it is not an image."""
     read_image(path)
-
-
-def upright_rgb(picture: Image.Image) -> Image.Image:
-    """A picture with 8 bits per channel -> upright RGB on white. InputError for other bit depths,
-    or if one side is more than 100 times as long as the other."""
-    # Modes I and F hold integers and floats; of 16-bit colours Pillow would keep the upper 8 bits.
-    wide = re.search(r"\w+;16[BLN]", str(getattr(picture, "tile", "")))
-    if wide or picture.mode[0] in "IF":
-        pixels = wide[0] if wide else picture.mode
-        raise InputError(
-            f"{pixels} pixels, not 8 bits per channel; scale the values to 0 ... 255 and save "
-            "the picture as an 8-bit PNG"
-        )
-    if max(picture.size) > 100 * min(picture.size):
-        raise InputError(
-            f"{picture.width} x {picture.height} pixels are too elongated; cut it into parts"
-        )
-    upright = ImageOps.exif_transpose(picture)
-    # Writers of TIFF mark any fourth band as transparency, and it may be near infrared.
-    if upright.has_transparency_data and picture.format != "TIFF":
-        rgba = upright.convert("RGBA")
-        white = Image.new("RGBA", rgba.size, "white")
-        upright = Image.alpha_composite(white, rgba)
-    return upright.convert("RGB")
 
 
 MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
@@ -1135,14 +916,7 @@ def resnet101_grid(name: str) -> nn.Module:
 
     (n, 3, 224, 224) -> (n, 1024, 14, 14) or (n, 2048, 7, 7). For 256 x 256 pixels, layer 3 gives
     16 x 16 cells, which are averaged to 14 x 14."""
-    weights = ResNet101_Weights.IMAGENET1K_V1
-    try:
-        net = resnet101(weights=weights)
-    except OSError as e:
-        raise OSError(
-            f"ImageNet weights of ResNet-101 could not be fetched ({e}); "
-            f"put {weights.url} into {torch.hub.get_dir()}/checkpoints"
-        ) from e
+    net = resnet101(weights=ResNet101_Weights.IMAGENET1K_V1)
     stem = [net.conv1, net.bn1, net.relu, net.maxpool]
     grid = nn.Sequential(*stem, net.layer1, net.layer2, net.layer3)
     if name == "resnet101-layer4":
@@ -1216,7 +990,7 @@ class Extractor:
             self.preprocessing = mini.PREPROCESSING
         else:
             known = ", ".join(RESNETS)
-            raise InputError(f"unknown feature extractor {name!r}; known: {known}, timm/MODEL")
+            raise InputError(f"--extractor {name}: expected {known}, timm/MODEL or timm/MODEL:FILE")
         self.net = net.to(device, memory_format=torch.channels_last).eval()
 
     def __call__(self, paths: list[str | Path]) -> Tensor:
@@ -1239,6 +1013,599 @@ class Extractor:
                     grid = self.net(x)
                 # The layout is channels-last; the GPU converts it faster than the CPU would.
                 yield grid.half().contiguous().cpu()
+
+
+# ---- feature files -------------------------------------------------------------------------------
+
+
+def write_features(
+    path: Path,
+    names: list[str],
+    files: list[Path],
+    blocks: Iterable[np.ndarray],
+    extractor: str,
+    preprocessing: str,
+) -> None:
+    """Write a feature file: `features` (n, C, H, W) float16, not chunked; `image_ids` (n,);
+    `stamps` (n, 3) of the files that the features are made from; and the attributes `extractor` and
+    `preprocessing`. `blocks` yields arrays (b, C, H, W) in the order of names and files. InputError
+    if a feature is NaN or exceeds float16's range."""
+    done = 0
+    stamps = []
+    bar = progress(total=len(names), desc="features", unit="image")
+    with bar, atomic_write(path) as partial, h5py.File(partial, "w") as f:
+        f.attrs.update(extractor=extractor, preprocessing=preprocessing)
+        f["image_ids"] = names
+        for block in blocks:
+            if not done:
+                shape = (len(names), *block.shape[1:])
+                table = f.create_dataset("features", shape, "float16", fill_time="never")
+            if not np.abs(block).max() <= np.finfo(np.float16).max:  # phrased to refuse NaN, too
+                raise InputError(
+                    f"features of {names[done]!r}, or of an image soon after, are not finite in "
+                    "float16"
+                )
+            table[done : done + len(block)] = block.astype(np.float16)
+            stamps += [stamp(file) for file in files[done : done + len(block)]]
+            done += len(block)
+            bar.update(len(block))
+        assert done == len(names), f"{done} feature maps for {len(names)} images"
+        f["stamps"] = np.array(stamps, np.int64)
+
+
+def stamp(file: Path) -> tuple[int, int, int]:
+    """What shows whether a file has changed: its size in bytes, its modification time in ns, and a
+    checksum of its content (CRC-32)."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns, zlib.crc32(file.read_bytes())
+
+
+class Features:
+    """A feature file whose rows are read by image name: from the memory-mapped file, which the
+    system caches as far as memory allows, or from the GPU, if `load` has copied them there.
+    FileNotFoundError or InputError gives the command that makes the file."""
+
+    def __init__(self, path: Path, prepare: str):
+        if not path.exists():
+            others = ", ".join(file.name for file in sorted(path.parent.glob("features-*.h5")))
+            hint = f" (for {others}, give its --extractor)" if others else ""
+            raise FileNotFoundError(f"no features at {path}{hint}; run: {prepare}")
+        self.path = path
+        self.remedy = f"remove it and run: {prepare}"
+        with file_errors(path, self.remedy), h5py.File(path) as f:
+            table = f["features"]
+            names = f["image_ids"].asstr()[:]
+            self.stamps = f["stamps"][:].tolist()
+            self.extractor = f.attrs["extractor"]
+            self.preprocessing = f.attrs["preprocessing"]
+            self.row_of = {name: i for i, name in enumerate(names)}
+            assert table.dtype == np.float16 and len(self.row_of) == table.shape[0]
+            # h5py reads rows in sorted order only. The file is not chunked, so it can be mapped.
+            self.data = np.memmap(path, table.dtype, "r", table.id.get_offset(), table.shape)
+            self.pinned = False  # `load` sets it if each batch is copied to a GPU
+
+    def rows(self, names: list[str]) -> Tensor:
+        """Features of the named images (n, C, H, W) float16: on the GPU, or in RAM (page-locked if
+        `pinned`, which makes the copy to a GPU asynchronous)."""
+        index = [self.row_of[name] for name in names]
+        if isinstance(self.data, Tensor):
+            # Indexing by the list itself would wait for what the GPU has to do before.
+            on_gpu = torch.tensor(index).to(self.data.device, non_blocking=True)
+            return self.data[on_gpu]
+        if not self.pinned:
+            return torch.from_numpy(self.data[index])
+        # PyTorch reuses page-locked memory, so reading straight into it pays. With mode "raise",
+        # np.take would read into a buffer first. "clip" hides no wrong index, as all of them come
+        # from self.row_of.
+        shape = (len(index), *self.data.shape[1:])
+        rows = torch.empty(shape, dtype=torch.float16, pin_memory=True)
+        np.take(self.data, index, axis=0, out=rows.numpy(), mode="clip")
+        return rows
+
+    def require(self, paths: dict[str, Path], root: Path) -> None:
+        """InputError if an image has no features, or if its picture (or the authors' .npy file) has
+        been replaced since they were made. paths: image name -> picture; root: the data set's
+        folder."""
+        for name, picture in paths.items():
+            if name not in self.row_of:
+                raise InputError(f"{self.path} lacks {name}; {self.remedy}")
+            file = picture
+            if self.preprocessing == AUTHORS_FILES:
+                file = authors_features(picture, root)
+            if not file.exists():  # features may be shared without the files they were made from
+                continue
+            size, time, checksum = self.stamps[self.row_of[name]]
+            status = file.stat()
+            untouched = status.st_size == size and status.st_mtime_ns == time
+            # A copied file may have a new time, so its content decides.
+            if not untouched and stamp(file)[2] != checksum:
+                raise InputError(f"{self.path} was made before {file} was replaced; {self.remedy}")
+
+
+def feature_file(name: str, root: Path, extractor: str = "") -> Path:
+    """features.h5, or features-<extractor>.h5 if the extractor is not the data set's own."""
+    if extractor in ("", settings_of(name).extractor):
+        return root / "features.h5"
+    return root / f"features-{re.sub('[/:]', '-', extractor_name(extractor))}.h5"
+
+
+def extractor_name(extractor: str) -> str:
+    """The name of an extractor in feature files and checkpoints. In timm/MODEL:FILE, a digest of
+    the weights replaces FILE, because the file may be moved or overwritten."""
+    model, colon, file = extractor.partition(":")
+    if not colon:
+        return extractor
+    with file_errors(f"--extractor {extractor}", "put the file of weights there"):
+        digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return f"{model}:{digest[:12]}"
+
+
+def open_features(name: str, root: Path, extractor: str = "") -> Features:
+    """Opens the feature file of a data set, for its own extractor or the given one. InputError if
+    another extractor made it."""
+    features = Features(feature_file(name, root, extractor), prepare_command(name, root, extractor))
+    wanted = extractor_name(extractor or settings_of(name).extractor)
+    if features.extractor != wanted:
+        raise InputError(
+            f"{features.path} was made by {features.extractor}, not by {wanted}; {features.remedy}"
+        )
+    return features
+
+
+# ---- preparation ---------------------------------------------------------------------------------
+
+
+def vocab_of(name: str, release: Release) -> Vocab:
+    """The vocabulary by the data set's rule; most data sets use the training captions alone."""
+    settings = settings_of(name)
+    captions = release.captions(settings.vocab_splits)
+    return Vocab.from_captions(captions, settings.min_count, settings.tokenizer, settings.max_words)
+
+
+def prepare(
+    name: str, root: Path, device: str, extractor: str = "", scenes: int = RunConfig.scenes
+) -> None:
+    """Write a data set's feature file; an existing one is kept. Features are taken from the
+    authors' .npy files if these exist and the extractor is the data set's own; otherwise they are
+    made from the pictures.
+
+    A file gets its final name only when it is complete, so preparation may be stopped and repeated.
+    mini is drawn first, with `scenes` training scenes. FileNotFoundError or InputError says what is
+    missing, or that a feature file lacks images or was made by another extractor."""
+    path = feature_file(name, root, extractor)
+    if name == "mini":
+        import mini
+
+        mini.make(root, scenes)
+    release = read_release(name, root)
+    vocab = vocab_of(name, release)
+    # Printed before features are made, which may take hours.
+    print_notes([*release.notes, *differing_counts(name, release, vocab)])
+    if path.exists():
+        print_notes([f"{path} exists and is kept"])
+    else:
+        make_features(name, root, release, device, extractor)
+    open_features(name, root, extractor).require(release.paths, root)
+    print(f"{root}: {len(release.paths)} images, {len(vocab)} words")
+
+
+def differing_counts(name: str, release: Release, vocab: Vocab) -> list[str]:
+    """A line for each count that differs from the published one."""
+    counts = {part: len(members) for part, members in (release.scenes | release.kinds).items()}
+    counts["words"] = len(vocab)
+    lines = []
+    for part, count in settings_of(name).published.items():
+        if counts.get(part, 0) != count:
+            lines.append(f"{part}: found {counts.get(part, 0)}, published {count}")
+    return lines
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"note: {note}", flush=True)
+
+
+def make_features(name: str, root: Path, release: Release, device: str, extractor: str) -> None:
+    """Write the feature file of a release, see `prepare`."""
+    path = feature_file(name, root, extractor)
+    settings = settings_of(name)
+    extractor = extractor or settings.extractor
+    names = sorted(release.paths)
+    pictures = [release.paths[n] for n in names]
+    if settings.authors_features and extractor == settings.extractor:
+        maps = [authors_features(picture, root) for picture in pictures]
+        if any(file.exists() for file in maps):
+            require_files(maps)
+            _, _, grid = RESNETS[extractor]
+            blocks = (read_npy(file, grid)[None] for file in maps)
+            write_features(path, names, maps, blocks, extractor, AUTHORS_FILES)
+            return
+    require_files(pictures)
+    network = Extractor(extractor, device)
+    # Ctrl-C takes effect between batches; on a CPU, a batch of 16 takes seconds.
+    batch = 64 if device.startswith("cuda") else 16
+    if extractor == "mini-cnn":
+        batch = 512  # its pictures are small
+    blocks = prefetch(block.numpy() for block in network.blocks(pictures, batch))
+    extractor = extractor_name(extractor)
+    write_features(path, names, pictures, blocks, extractor, network.preprocessing)
+
+
+def require_files(files: list[Path]) -> None:
+    """FileNotFoundError if any of a release's files is missing."""
+    absent = [file for file in files if not file.exists()]
+    if absent:
+        raise FileNotFoundError(f"there is no {absent[0]} ({len(absent)} of {len(files)} missing)")
+
+
+def read_npy(path: Path, grid: tuple[int, int, int]) -> np.ndarray:
+    """A feature map published by the authors. InputError if its shape is not grid = (C, H, W)."""
+    with file_errors(path, FETCH_AGAIN):
+        x = np.load(path)  # refuses pickles, which could run arbitrary code
+        if x.shape != grid:
+            raise InputError(f"expected features (C, H, W) = {grid}, found {x.shape}")
+    return x
+
+
+# ---- load and batches ----------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """B pairs; in training, one from each scene. Features as stored (float16); `to` makes them
+    float32 on a device."""
+
+    before: Tensor  # (B, C, H, W)
+    after: Tensor  # (B, C, H, W); zeros if `single`
+    caption: Tensor  # (B, V) ids: START, words, END, NULL ...
+    pair_ids: list[str]  # B pair ids
+    texts: list[str]  # B captions as they were written
+    images: list[tuple[str, str]] = field(default_factory=list)  # B image names (before, after)
+    single: bool = False  # captions of single images: there is no "after"
+
+    def to(self, device: str) -> "Batch":
+        before = self.before.to(device, non_blocking=True).float()
+        after = self.after.to(device, non_blocking=True).float()
+        caption = self.caption.to(device, non_blocking=True)
+        return replace(self, before=before, after=after, caption=caption)
+
+
+def prefetch(items: Iterator) -> Iterator:
+    """Yields the items of an iterator; a thread makes the next one while the current one is in use.
+    Items must not be None, which marks the end."""
+    with ThreadPoolExecutor(1) as pool:
+        upcoming = pool.submit(next, items, None)
+        while True:
+            item = upcoming.result()
+            if item is None:
+                return
+            upcoming = pool.submit(next, items, None)
+            yield item
+
+
+class DatasetProtocol(Protocol):
+    """All that a method's train and evaluate use of a data set. Any object that provides it can
+    replace a Dataset; methods that use more say so where they do."""
+
+    vocab: Vocab  # len(vocab); vocab.decode(ids (B, V)) -> B captions
+    grid: tuple[int, int, int]  # (C, H, W) of an image's features
+    max_len: int  # ids of the longest caption, START and END included; batches are padded to it
+
+    def steps(self, batch_size: int) -> int: ...  # per epoch
+    # The steps of an epoch from step `first` on: one or two Batches each.
+    def train_batches(self, batch_size, seed, epoch, first=0) -> Iterator[tuple[Batch, ...]]: ...
+    # Every pair of "val" or "test" once.
+    def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]: ...
+    # The scores of a split's captions, see the function `results`.
+    def results(self, split: str, captions: dict, *args, **kwargs) -> dict[str, float]: ...
+    def state(self) -> dict: ...  # what a checkpoint keeps of the data
+    def check_state(self, state: dict) -> None: ...  # InputError if a checkpoint does not fit
+
+
+class Dataset:
+    """A data set ready for a method: vocabulary, scenes, features. Made by `load`.
+
+    Without features (for counting words) there are no batches and no grid."""
+
+    def __init__(
+        self,
+        name: str,
+        root: Path,
+        release: Release,
+        vocab: Vocab,
+        features: Features | None = None,
+    ):
+        self.name = name
+        self.root = root
+        self.release = release
+        self.scenes = release.scenes
+        self.kinds = release.kinds
+        self.paths = release.paths
+        self.vocab = vocab
+        self.features = features
+        self.max_len = 0
+        for scene in itertools.chain(*self.scenes.values()):  # all splits, as the authors' scripts
+            for pair in itertools.chain(*scene.orders()):
+                for caption in pair.captions:
+                    self.max_len = max(self.max_len, 2 + len(vocab.split(caption)))
+        if features is not None:
+            self.grid = tuple(features.data.shape[1:])
+            features.require(self.paths, root)
+
+    def steps(self, batch_size: int) -> int:
+        """Batches per epoch; the last may be smaller."""
+        return -(-len(self.scenes["train"]) // batch_size)
+
+    def train_batches(
+        self, batch_size: int, seed: int, epoch: int, first: int = 0
+    ) -> Iterator[tuple[Batch, ...]]:
+        """The batches of an epoch, from batch `first` on: tuples of a Batch of the scenes' first
+        pairs and, if scenes have two pairs, a Batch of their second ones. (seed, epoch) alone
+        determine the order, which scenes are swapped (with probability 1/2, if they can be) and
+        each pair's caption."""
+        scenes = self.scenes["train"]
+        rng = np.random.default_rng([seed, epoch])
+        order = rng.permutation(len(scenes))
+        swap = rng.random(len(scenes)) < 0.5
+        draw = rng.random((len(scenes), len(scenes[0].pairs)))
+
+        def make(chosen: np.ndarray) -> tuple[Batch, ...]:
+            """The Batches of the scenes with these numbers."""
+            batches = []
+            for n in range(len(scenes[0].pairs)):  # first pairs of the scenes, then second ones
+                pairs = []
+                captions = []
+                for i in chosen:
+                    scene = scenes[i]
+                    pair = scene.swapped[n] if scene.swapped and swap[i] else scene.pairs[n]
+                    pairs.append(pair)
+                    captions.append(pair.captions[int(draw[i, n] * len(pair.captions))])
+                batches.append(self.batch(pairs, captions))
+            return tuple(batches)
+
+        starts = range(first * batch_size, len(scenes), batch_size)
+        return prefetch(make(order[i : i + batch_size]) for i in starts)
+
+    def pairs(self, split: str) -> list[Pair]:
+        """Every pair of a split, see Release.pairs."""
+        return self.release.pairs(split)
+
+    def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
+        """Every pair of a split in order, with its first caption."""
+        pairs = self.pairs(split)
+        starts = range(0, len(pairs), batch_size)
+        batches = prefetch(self.batch(pairs[i : i + batch_size]) for i in starts)
+        return iter(tqdm(batches, split, len(starts), disable=None, leave=False))
+
+    def batch(self, pairs: list[Pair], captions: list[str] | None = None) -> Batch:
+        """Pairs with one caption each (default: their first), padded to max_len ids. All batches
+        have the same length, so that torch.compile makes one graph for them."""
+        captions = captions or [pair.captions[0] for pair in pairs]
+        single = pairs[0].after is None
+        before = self.features.rows([pair.before for pair in pairs])
+        if single:
+            after = torch.zeros_like(before)
+        else:
+            after = self.features.rows([pair.after for pair in pairs])
+        ids = torch.tensor([self.vocab.encode(caption, self.max_len) for caption in captions])
+        return Batch(
+            before,
+            after,
+            ids.to(before.device, non_blocking=True),
+            [pair.id for pair in pairs],
+            captions,
+            [(pair.before, pair.after) for pair in pairs],
+            single,
+        )
+
+    def results(self, split: str, captions: dict[str, str], *args, **kwargs) -> dict[str, float]:
+        """The scores of a split's captions, see the function `results`."""
+        return results(self, split, captions, *args, **kwargs)
+
+    def state(self) -> dict:
+        """What a checkpoint needs to caption any two pictures without the data set."""
+        return {
+            "vocab": self.vocab.words,
+            "extractor": self.features.extractor,
+            "grid": self.grid,
+            "max_len": self.max_len,
+        }
+
+    def check_state(self, state: dict) -> None:
+        """InputError if a checkpoint was trained on other features or another vocabulary."""
+        name = state["extractor"]
+        grid = tuple(state["grid"])
+        if (name, grid) != (self.features.extractor, self.grid):
+            raise InputError(
+                f"the checkpoint was trained with features of {name} {grid}, {self.root} has those "
+                f"of {self.features.extractor} {self.grid}; give the --data_dir and --extractor of "
+                "its training"
+            )
+        if state["vocab"] != self.vocab.words:
+            raise InputError(
+                f"the checkpoint was trained with {len(state['vocab'])} words, but {self.root} has "
+                f"others ({len(self.vocab)}); give the --data_dir of its training, or train a new "
+                "model if captions were edited"
+            )
+
+
+FEW_PAIRS = 10  # CIDEr of fewer pairs says little; of a single pair it is always 0
+
+
+def load(
+    name: str, root: str | Path, where: str = "auto", device: str = "cpu", extractor: str = ""
+) -> Dataset:
+    """Read a prepared data set; FileNotFoundError or InputError says what is missing and which
+    command makes it. where: features are read from the "file" or kept on the "gpu" ("auto": on the
+    GPU if they take less than 60 % of its free memory)."""
+    root = Path(root)
+    release = read_release(name, root)
+    features = open_features(name, root, extractor)
+    dataset = Dataset(name, root, release, vocab_of(name, release), features)
+    size = features.data.nbytes
+    place = "read from the file"
+    if device.startswith("cuda"):
+        # This call also initialises CUDA on this GPU. Otherwise its first use could be to pin
+        # memory in the thread of `prefetch`, which would pick GPU 0.
+        free, _ = torch.cuda.mem_get_info(device)
+        fits = size < 0.6 * free
+        if where == "gpu" or (where == "auto" and fits):
+            features.data = torch.tensor(features.data, device=device)
+            place = "on the GPU"
+        else:
+            features.pinned = True
+    print_notes(release.notes)
+    counts = {split: len(dataset.pairs(split)) for split in SPLITS}
+    print(f"{root}: {counts['train']} train, {counts['val']} val, {counts['test']} test pairs")
+    for split in ("val", "test"):
+        if 0 < counts[split] < FEW_PAIRS:
+            print_notes([f"scores of so few {split} pairs are almost random"])
+    print(f"features: {size / 1e6:.0f} MB, {place}")
+    return dataset
+
+
+def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
+    """The data set that a run's config names. With `make`, mini is made first if it is missing; to
+    evaluate a checkpoint, the mini that it was trained on must exist. Errors: see `load`."""
+    if cfg.dataset == "mini" and make:
+        prepare("mini", Path(cfg.data_dir), cfg.device, cfg.extractor, cfg.scenes)
+    return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
+
+
+# ==================================================================================================
+# Second half: what a run needs. A data set of your own can do without it.
+# ==================================================================================================
+
+# ---- phrases of captions -------------------------------------------------------------------------
+
+# spaCy's model often misreads the templates of mini, CLEVR-Change and CLEVR-DC, so rules read their
+# captions: a pattern of an object, and patterns of two kinds of sentences without an object.
+OBJECT = re.compile(
+    r"\b(?:(?:small|tiny|large|big"
+    r"|gray|red|blue|green|brown|purple|cyan|yellow"
+    r"|rubber|matte|metal|metallic|shiny) )*"
+    r"(?:sphere|ball|cube|block|cylinder|thing|object)\b"
+)
+# "there is no change", "no change was made", "nothing has changed"
+NOTHING_CHANGED = re.compile(r"(there (?:is|are))? ?\b(no (?!longer)\w+|nothing)\b ?(.*)")
+# "the scene is the same as before", "the two pictures show the same scene", "everything is ..."
+ALL_SAME = re.compile(
+    r"(?:the |all )*((?:two )?(?:scenes?|pictures?|images?|objects)|everything)\W+"
+    r"(.*?)(?: as before)?"
+)
+# A phrase names no entity if its last word is in NO_ENTITIES, or its first word in NEGATIONS.
+NO_ENTITIES = {
+    *"scene scenes image images picture pictures pic pics photo photos".split(),
+    *"change changes difference differences".split(),
+}
+NEGATIONS = {"no", "none", "nothing", "everything"}
+# A clause with one of these relations is part of its governing clause, or coordinated with it.
+INNER_CLAUSES = {*"conj aux auxpass nsubj nsubjpass csubj csubjpass ccomp xcomp".split()}
+QUANTITIES = {"NUM", "ADJ", "DET", "PRON"}  # "one of the cars", "most of the cars", "some of ..."
+
+
+def language(dataset_name: str):
+    """spaCy's English pipeline; InputError if spaCy or the model is missing."""
+    try:
+        import spacy
+
+        nlp = spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
+    except (ImportError, OSError) as e:
+        raise InputError(
+            f"the captions of {dataset_name} need spaCy and its English model; "
+            "run: pip install spacy && python -m spacy download en_core_web_sm"
+        ) from e
+    print(f"captions are analysed by {nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}")
+    return nlp
+
+
+def analysed(dataset_name: str, captions: list[str]) -> Iterable:
+    """Each caption as spaCy analyses it (a Doc) or, of a data set whose captions are made from
+    templates, each caption as it is: rules read these, without spaCy."""
+    if settings_of(dataset_name).templates:
+        return captions
+    return language(dataset_name).pipe(captions, batch_size=1000)
+
+
+def template_segments(caption: str) -> tuple[list[str], list[str]]:
+    """Noun segments and verb segments of a template caption, in lower case: its objects, and the
+    text after the last object, or before the first one if nothing follows. InputError if the
+    caption names no object and does not say that nothing has changed."""
+    text = " ".join(caption.lower().split()).rstrip(" .")
+    no_change = NOTHING_CHANGED.fullmatch(text)
+    all_same = ALL_SAME.fullmatch(text)
+    objects = list(OBJECT.finditer(text))
+    if no_change:
+        opening, noun, action = no_change.groups()
+        nouns = [noun]
+        action = opening or action
+    elif all_same:
+        noun, action = all_same.groups()
+        nouns = [noun, *re.findall(r"same (?!as\b)\w+", action)]
+    elif objects:
+        nouns = [match[0] for match in objects]
+        action = text[objects[-1].end() :].strip(" ,")
+        action = re.sub(r"^in the (?:before|after) image ", "", action)  # in CLEVR-DC
+        if not action:  # "someone added a red cube", "there is a new red cube"
+            action = text[: objects[0].start()].removeprefix("someone ")
+            action = re.sub(r"(?:\b(?:a|an|the|new|other) )*$", "", action).strip()
+    else:
+        raise InputError(
+            f"{caption!r} names no object and does not say that nothing has changed; "
+            "correct the caption, or add its words to OBJECT in data.py"
+        )
+    verbs = [action] if action else []
+    return nouns, verbs
+
+
+def noun_phrase(chunk) -> str:
+    """A noun chunk of spaCy in lower case, without leading articles and pronouns."""
+    while chunk and chunk[0].pos_ in ("DET", "PRON") and chunk[0].lower_ not in NEGATIONS:
+        chunk = chunk[1:]
+    return " ".join(chunk.text.lower().split())
+
+
+def subjects(doc) -> list[str]:
+    """What has changed according to a caption (see `analysed`), in lower case, without articles or
+    a leading "new".
+
+    Of a template caption: its first object. Otherwise: the subjects of the main clause and of
+    clauses coordinated with it or, if these have none ("there is a car", "remove the car", "the
+    left image has a car"), their objects. "No change", "nothing" and words for the pictures
+    themselves are not entities."""
+    if isinstance(doc, str):  # a template's caption
+        nouns, _ = template_segments(doc)
+        return [noun for noun in nouns if OBJECT.fullmatch(noun)][:1]
+    subject_phrases = []
+    object_phrases = []
+    for chunk in doc.noun_chunks:
+        phrase = noun_phrase(chunk).removeprefix("new ")
+        if not phrase or phrase.split()[-1] in NO_ENTITIES:
+            continue
+        noun = chunk.root
+        while noun.dep_ == "conj":  # in "the car and the van", the van has the role of the car
+            noun = noun.head
+        if noun.dep_ == "pobj" and noun.head.lower_ == "of" and noun.head.head.pos_ in QUANTITIES:
+            noun = noun.head.head
+        clause = noun if noun.dep_ == "ROOT" else noun.head
+        while clause.dep_ in INNER_CLAUSES:
+            clause = clause.head
+        if clause.dep_ != "ROOT":
+            continue
+        if noun.dep_ in ("nsubj", "nsubjpass"):
+            subject_phrases.append(phrase)
+        elif noun.dep_ in ("attr", "dobj", "ROOT"):
+            object_phrases.append(phrase)
+    phrases = dict.fromkeys(subject_phrases or object_phrases)
+    return [phrase for phrase in phrases if phrase.split()[0] not in NEGATIONS]
+
+
+def read_captions(read: Callable, dataset_name: str, captions: Iterable[str]) -> dict[str, list]:
+    """Every distinct caption -> what `read` makes of it: `subjects`, or RDD's segments."""
+    captions = list(dict.fromkeys(captions))
+    docs = analysed(dataset_name, captions)
+    bar = progress(docs, desc=read.__name__, total=len(captions), unit="caption")
+    return {caption: read(doc) for caption, doc in zip(captions, bar, strict=True)}
 
 
 # ---- captions of any two pictures ----------------------------------------------------------------
@@ -1296,687 +1663,24 @@ def load_captioner(
     model, state = load_model(Model, cfg, checkpoint)
     if "extractor" not in state:  # trained on the user's own features
         raise InputError(f"{checkpoint} does not name the network that makes its features")
-    if ":" in cfg.extractor:
-        state["extractor"] = find_weights(cfg.extractor, state["extractor"], Path(checkpoint))
+    if ":" in cfg.extractor:  # timm/MODEL:FILE
+        if extractor_name(cfg.extractor) != state["extractor"]:
+            raise InputError(
+                f"{checkpoint} was trained on features of {state['extractor']}, but "
+                f"{cfg.extractor} now has other weights; put the former file there"
+            )
+        state["extractor"] = cfg.extractor
     return Captioner(model, state, inputs)
 
 
-def find_weights(extractor: str, name: str, checkpoint: Path) -> str:
-    """The extractor timm/MODEL:FILE of a checkpoint, with FILE where it is now: at its old path or
-    beside the checkpoint. name: the result of extractor_name in training. InputError if the weights
-    are at neither place."""
-    model, _, file = extractor.partition(":")
-    beside = checkpoint.parent / Path(file).name
-    for place in (Path(file), beside):
-        found = f"{model}:{place}"
-        if place.is_file() and extractor_name(found) == name:
-            return found
-    raise InputError(
-        f"{checkpoint} was trained on features of {name}, which were made with {file}; neither "
-        f"{file} nor {beside} holds these weights: put the file there"
-    )
+# ---- scores: words and metrics -------------------------------------------------------------------
 
-
-# ---- feature files -------------------------------------------------------------------------------
-
-
-def write_features(
-    path: Path,
-    names: list[str],
-    files: list[Path],
-    blocks: Iterable[np.ndarray],
-    extractor: str,
-    preprocessing: str,
-) -> None:
-    """Write a feature file: `features` (n, C, H, W) float16, not chunked; `image_ids` (n,);
-    `stamps` (n, 3) of the files that the features are made from; and the attributes `extractor` and
-    `preprocessing`. `blocks` yields arrays (b, C, H, W) in the order of names and files. InputError
-    if arrays differ in shape or exceed float16's range, or if there are too few."""
-    done = 0
-    stamps = []
-    bar = progress(total=len(names), desc="features", unit="image")
-    with bar, atomic_write(path) as partial, h5py.File(partial, "w") as f:
-        f.attrs.update(extractor=extractor, preprocessing=preprocessing)
-        f["image_ids"] = names
-        for block in blocks:
-            if not done:
-                shape = (len(names), *block.shape[1:])
-                table = f.create_dataset("features", shape, "float16", fill_time="never")
-            if block.shape[1:] != table.shape[1:]:
-                raise InputError(
-                    f"features of {names[done]!r} differ in shape from the previous ones: "
-                    f"{block.shape[1:]}"
-                )
-            if not np.abs(block).max() <= np.finfo(np.float16).max:  # phrased to refuse NaN, too
-                raise InputError(
-                    f"features of {names[done]!r}, or of an image soon after, are not finite in "
-                    "float16"
-                )
-            table[done : done + len(block)] = block.astype(np.float16)
-            stamps += [stamp(file) for file in files[done : done + len(block)]]
-            done += len(block)
-            bar.update(len(block))
-        f["stamps"] = np.array(stamps, np.int64)
-        if done != len(names):
-            raise InputError(f"{path}: {done} feature maps for {len(names)} images")
-
-
-def stamp(file: Path) -> tuple[int, int, int]:
-    """What shows whether a file has changed: its size in bytes, its modification time in ns, and a
-    checksum of its content (CRC-32)."""
-    status = file.stat()
-    return status.st_size, status.st_mtime_ns, zlib.crc32(file.read_bytes())
-
-
-class Features:
-    """A feature file whose rows are read by image name: from the memory-mapped file, which the
-    system caches as far as memory allows, or from the GPU, if `load` has copied them there.
-    FileNotFoundError or InputError gives the command that makes the file."""
-
-    def __init__(self, path: Path, prepare: str):
-        if not path.exists():
-            others = ", ".join(file.name for file in sorted(path.parent.glob("features-*.h5")))
-            hint = f" (for {others}, give its --extractor)" if others else ""
-            raise FileNotFoundError(f"no features at {path}{hint}; run: {prepare}")
-        self.path = path
-        self.remedy = f"remove it and run: {prepare}"
-        with file_errors(path, self.remedy), h5py.File(path) as f:
-            if "stamps" not in f:
-                raise InputError("it does not record the files that it was made from")
-            table = f["features"]
-            names = f["image_ids"].asstr()[:]
-            self.stamps = f["stamps"][:].tolist()
-            self.extractor = f.attrs["extractor"]
-            self.preprocessing = f.attrs["preprocessing"]
-            self.row = {name: i for i, name in enumerate(names)}
-            kind = table.dtype
-            if len(table.shape) != 4 or kind != np.float16 or len(self.row) != table.shape[0]:
-                raise InputError(
-                    f"expected float16 (n, C, H, W) and n ids, found {kind} {table.shape} and "
-                    f"{len(self.row)} ids"
-                )
-            self.data = np.memmap(path, kind, "r", table.id.get_offset(), table.shape)
-            self.pinned = False  # `load` sets it if each batch is copied to a GPU
-
-    def rows(self, names: list[str]) -> Tensor:
-        """Features of the named images (n, C, H, W) float16: on the GPU, or in RAM (page-locked if
-        `pinned`, which makes the copy to a GPU asynchronous)."""
-        index = [self.row[name] for name in names]
-        if isinstance(self.data, Tensor):
-            # Indexing by the list itself would wait for what the GPU has to do before.
-            on_gpu = torch.tensor(index).to(self.data.device, non_blocking=True)
-            return self.data[on_gpu]
-        if not self.pinned:
-            return torch.from_numpy(self.data[index])
-        # PyTorch reuses page-locked memory, so reading straight into it pays. With mode "raise",
-        # np.take would read into a buffer first. "clip" hides no wrong index, as all of them come
-        # from self.row.
-        shape = (len(index), *self.data.shape[1:])
-        rows = torch.empty(shape, dtype=torch.float16, pin_memory=True)
-        np.take(self.data, index, axis=0, out=rows.numpy(), mode="clip")
-        return rows
-
-    def require(self, paths: dict[str, Path], root: Path) -> None:
-        """InputError if an image has no features, or if its picture (or the authors' .npy file) has
-        changed since they were made. paths: image name -> picture; root: the data set's folder."""
-        absent = sorted(name for name in paths if name not in self.row)
-        if absent:
-            raise InputError(
-                f"{self.path} lacks {len(absent)} images, the first is {absent[0]}; {self.remedy}"
-            )
-        touched = []
-        for name, picture in paths.items():
-            file = picture
-            if self.preprocessing == AUTHORS_FILES:
-                file = authors_features(picture, root)
-            size, time, checksum = self.stamps[self.row[name]]
-            try:
-                status = os.stat(file)
-            except OSError:  # features may be shared without the files they were made from
-                continue
-            if status.st_size != size:
-                self.refuse(file)
-            if status.st_mtime_ns != time:
-                touched.append((status.st_mtime_ns, file, checksum))
-        # A copied file may also have a new time, so the contents decide. Only the newest 100 files
-        # are read, because a whole data set may have been copied; files replaced later are newer.
-        for _, file, checksum in sorted(touched, reverse=True)[:100]:
-            if stamp(file)[2] != checksum:
-                self.refuse(file)
-
-    def refuse(self, file: Path) -> None:
-        """Raises InputError: a file has changed since features were made."""
-        raise InputError(f"{self.path} was made before {file} was replaced; {self.remedy}")
-
-
-def feature_file(name: str, root: Path, extractor: str = "") -> Path:
-    """features.h5, or features-<extractor>.h5 if the extractor is not the data set's own."""
-    if extractor in ("", settings_of(name).extractor):
-        return root / "features.h5"
-    if extractor not in RESNETS and not extractor.startswith("timm/"):
-        known = ", ".join(dict.fromkeys([DATASETS[name].extractor, *RESNETS]))
-        raise InputError(f"--extractor {extractor}: {name} accepts {known}, timm/MODEL")
-    return root / f"features-{re.sub('[/:]', '-', extractor_name(extractor))}.h5"
-
-
-def extractor_name(extractor: str) -> str:
-    """The name of an extractor in feature files and checkpoints. In timm/MODEL:FILE, a digest of
-    the weights replaces FILE, because the file may be moved or overwritten."""
-    model, colon, file = extractor.partition(":")
-    if not colon:
-        return extractor
-    with file_errors(f"--extractor {extractor}", "put the file of weights there"):
-        digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    return f"{model}:{digest[:12]}"
-
-
-def open_features(name: str, root: Path, extractor: str = "") -> Features:
-    """Opens the feature file of a data set, for its own extractor or the given one. InputError if
-    another extractor made it."""
-    features = Features(feature_file(name, root, extractor), prepare_command(name, root, extractor))
-    wanted = extractor_name(extractor or settings_of(name).extractor)
-    if features.extractor != wanted:
-        raise InputError(
-            f"{features.path} was made by {features.extractor}, not by {wanted}; {features.remedy}"
-        )
-    return features
-
-
-# ---- preparation ---------------------------------------------------------------------------------
-
-
-def vocab_of(name: str, release: Release) -> Vocab:
-    """The vocabulary by the data set's rule; most data sets use the training captions alone."""
-    settings = settings_of(name)
-    captions = release.captions(settings.vocab_splits)
-    return Vocab.from_captions(captions, settings.min_count, settings.tokenizer, settings.max_words)
-
-
-def prepare(
-    name: str, root: Path, device: str, extractor: str = "", scenes: int = RunConfig.scenes
-) -> None:
-    """Write a data set's feature file; an existing one is kept. Features are taken from the
-    authors' .npy files if these exist and the extractor is the data set's own; otherwise they are
-    made from the pictures.
-
-    A file gets its final name only when it is complete, so preparation may be stopped, repeated, or
-    run twice at the same time. A killed process leaves a partial file
-    (features.h5.<process id>.partial), which nothing reads and you may remove.
-    mini is drawn first, with `scenes` training scenes. FileNotFoundError or InputError says what is
-    missing, or that a feature file lacks images or was made by another extractor."""
-    path = feature_file(name, root, extractor)
-    if name == "mini":
-        import mini
-
-        mini.make(root, scenes)
-    release = read_release(name, root)
-    vocab = vocab_of(name, release)
-    # Printed before features are made, which may take hours.
-    print_notes([*release.notes, *differing_counts(name, release, vocab)])
-    if path.exists():
-        print_notes([f"{path} exists and is kept"])
-    else:
-        make_features(name, root, release, device, extractor)
-    open_features(name, root, extractor).require(release.paths, root)
-    print(f"{root}: {len(release.paths)} images, {len(vocab)} words")
-
-
-def differing_counts(name: str, release: Release, vocab: Vocab) -> list[str]:
-    """A line for each count that differs from the published one."""
-    settings = settings_of(name)
-    published = settings.scenes | settings.types
-    if settings.words:
-        published["words"] = settings.words
-    counts = {part: len(members) for part, members in (release.scenes | release.kinds).items()}
-    counts["words"] = len(vocab)
-    lines = []
-    for part, count in published.items():
-        found = counts.get(part, 0)
-        if found != count:
-            lines.append(f"{part}: found {found}, published {count}")
-    return lines
-
-
-def print_notes(notes: Iterable[str]) -> None:
-    for note in notes:
-        print(f"note: {note}", flush=True)
-
-
-def make_features(name: str, root: Path, release: Release, device: str, extractor: str) -> None:
-    """Write the feature file of a release, see `prepare`."""
-    path = feature_file(name, root, extractor)
-    settings = settings_of(name)
-    extractor = extractor or settings.extractor
-    names = sorted(release.paths)
-    pictures = [release.paths[n] for n in names]
-    arrays = [authors_features(picture, root) for picture in pictures]
-    offered = settings.authors_features and extractor == settings.extractor
-    if offered and None not in arrays and any(file.exists() for file in arrays):
-        require_files(arrays)
-        _, _, grid = RESNETS[extractor]
-        blocks = (read_npy(file, grid)[None] for file in arrays)
-        write_features(path, names, arrays, blocks, extractor, AUTHORS_FILES)
-        return
-    require_files(pictures)
-    network = Extractor(extractor, device)
-    # Ctrl-C takes effect between batches; on a CPU, a batch of 16 takes seconds.
-    batch = 64 if device.startswith("cuda") else 16
-    if extractor == "mini-cnn":
-        batch = 512  # its pictures are small
-    blocks = prefetch(block.numpy() for block in network.blocks(pictures, batch))
-    made_by = extractor_name(extractor)
-    write_features(path, names, pictures, blocks, made_by, network.preprocessing)
-
-
-def require_files(files: list[Path]) -> None:
-    """FileNotFoundError if any of a release's files is missing."""
-    absent = [file for file in files if not file.exists()]
-    if absent:
-        count = f"{len(absent)} of {len(files)} missing"
-        hint = other_spelling(absent[0])
-        raise FileNotFoundError(f"there is no {absent[0]} ({count}){hint}; add what is missing")
-
-
-def read_npy(path: Path, grid: tuple[int, int, int]) -> np.ndarray:
-    """A feature map published by the authors; grid: its (C, H, W). InputError names a file that
-    holds anything else."""
-    with file_errors(path, FETCH_AGAIN):
-        x = np.load(path)  # refuses pickles, which could run arbitrary code
-        if x.shape != grid or not np.issubdtype(x.dtype, np.floating):
-            raise InputError(f"expected floats (C, H, W) = {grid}, found {x.dtype} {x.shape}")
-    return x
-
-
-# ---- load and batches ----------------------------------------------------------------------------
-
-
-@dataclass
-class Batch:
-    """B pairs; in training, one from each scene. Features as stored (float16); `to` makes them
-    float32 on a device."""
-
-    before: Tensor  # (B, C, H, W)
-    after: Tensor  # (B, C, H, W); zeros if `single`
-    caption: Tensor  # (B, V) ids: START, words, END, NULL ...
-    pair_ids: list[str]  # B pair ids
-    texts: list[str]  # B captions as they were written
-    images: list[tuple[str, str]] = field(default_factory=list)  # B image names (before, after)
-    single: bool = False  # captions of single images: there is no "after"
-
-    def to(self, device: str) -> "Batch":
-        before = self.before.to(device, non_blocking=True).float()
-        after = self.after.to(device, non_blocking=True).float()
-        caption = self.caption.to(device, non_blocking=True)
-        return replace(self, before=before, after=after, caption=caption)
-
-
-def prefetch(items: Iterator) -> Iterator:
-    """Yields the items of an iterator; a thread makes the next one while the current one is in use.
-    Items must not be None, which marks the end."""
-    with ThreadPoolExecutor(1) as pool:
-        upcoming = pool.submit(next, items, None)
-        while True:
-            item = upcoming.result()
-            if item is None:
-                return
-            upcoming = pool.submit(next, items, None)
-            yield item
-
-
-class Dataset:
-    """A data set ready for a method: vocabulary, scenes, features. Made by `load`.
-
-    A method's train and evaluate use only the following, so any object that provides it can replace
-    a Dataset (methods that read more say so where they do):
-
-        vocab                     len(vocab); vocab.decode(ids (B, V)) -> B captions
-        grid                      (C, H, W) of an image's features
-        max_len                   ids of the longest caption, START and END included
-        steps(batch_size)         steps per epoch
-        train_batches(...)        the steps of an epoch, each a tuple of one or two Batches
-        eval_batches(split, ...)  every pair of "val" or "test" once, in Batches
-        results(split, ...)       scores of a split's captions
-        state(), check_state()    what a checkpoint keeps of the data, and whether it fits
-
-    Also: `lengths`, the max_len of the scenes' first pairs and, if scenes have two pairs, that of
-    their second pairs (distractors). Training batches are padded to these. Without features (for
-    counting words) there are no batches and no grid."""
-
-    def __init__(
-        self,
-        name: str,
-        root: Path,
-        release: Release,
-        vocab: Vocab,
-        features: Features | None = None,
-    ):
-        self.name = name
-        self.root = root
-        self.release = release
-        self.scenes = release.scenes
-        self.kinds = release.kinds
-        self.paths = release.paths
-        self.vocab = vocab
-        self.features = features
-        self.lengths = self._lengths()
-        self.max_len = max(self.lengths)
-        if features is not None:
-            self.grid = tuple(features.data.shape[1:])
-            features.require(self.paths, root)
-
-    def _lengths(self) -> list[int]:
-        lengths = []
-        for scene in self.release.all_scenes():  # of all splits, as in the authors' scripts
-            for pairs in scene.orders():
-                for n, pair in enumerate(pairs):
-                    longest = 2 + max(len(self.vocab.split(caption)) for caption in pair.captions)
-                    if n == len(lengths):
-                        lengths.append(longest)
-                    lengths[n] = max(lengths[n], longest)
-        return lengths
-
-    def steps(self, batch_size: int) -> int:
-        """Batches per epoch; the last may be smaller."""
-        return -(-len(self.scenes["train"]) // batch_size)
-
-    def train_batches(
-        self, batch_size: int, seed: int, epoch: int, first: int = 0
-    ) -> Iterator[tuple[Batch, ...]]:
-        """The batches of an epoch, from batch `first` on: tuples of a Batch of the scenes' first
-        pairs and, if scenes have two pairs, a Batch of their second ones. (seed, epoch) alone
-        determine the order, which scenes are swapped (with probability 1/2, if they can be) and
-        each pair's caption."""
-        scenes = self.scenes["train"]
-        rng = np.random.default_rng([seed, epoch])
-        order = rng.permutation(len(scenes))
-        swap = rng.random(len(scenes)) < 0.5
-        draw = rng.random((len(scenes), len(scenes[0].pairs)))
-
-        def make(chosen: np.ndarray) -> tuple[Batch, ...]:
-            """The Batches of the scenes with these numbers."""
-            batches = []
-            for n, length in enumerate(self.lengths):  # first pairs of the scenes, then second ones
-                pairs = []
-                captions = []
-                for i in chosen:
-                    in_order = (
-                        scenes[i].swapped if scenes[i].swapped and swap[i] else scenes[i].pairs
-                    )
-                    pair = in_order[n]
-                    pairs.append(pair)
-                    captions.append(pair.captions[int(draw[i, n] * len(pair.captions))])
-                batches.append(self.batch(pairs, captions, length))
-            return tuple(batches)
-
-        starts = range(first * batch_size, len(scenes), batch_size)
-        return prefetch(make(order[i : i + batch_size]) for i in starts)
-
-    def pairs(self, split: str) -> list[Pair]:
-        """Every pair of a split: the first pair of every scene, then, if scenes have two, all
-        distractor pairs."""
-        columns = zip(*(scene.pairs for scene in self.scenes[split]), strict=True)
-        return list(itertools.chain(*columns))
-
-    def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
-        """Every pair of a split in order, with its first caption."""
-        pairs = self.pairs(split)
-        starts = range(0, len(pairs), batch_size)
-        batches = prefetch(self.batch(pairs[i : i + batch_size]) for i in starts)
-        return iter(tqdm(batches, split, len(starts), disable=None, leave=False))
-
-    def batch(self, pairs: list[Pair], captions: list[str] | None = None, length: int = 0) -> Batch:
-        """Pairs with one caption each (default: their first), padded to `length` ids (default:
-        max_len)."""
-        captions = captions or [pair.captions[0] for pair in pairs]
-        length = length or self.max_len
-        single = pairs[0].after is None
-        before = self.features.rows([pair.before for pair in pairs])
-        if single:
-            after = torch.zeros_like(before)
-        else:
-            after = self.features.rows([pair.after for pair in pairs])
-        ids = torch.tensor([self.vocab.encode(caption, length) for caption in captions])
-        return Batch(
-            before,
-            after,
-            ids.to(before.device, non_blocking=True),
-            [pair.id for pair in pairs],
-            captions,
-            [(pair.before, pair.after) for pair in pairs],
-            single,
-        )
-
-    def results(self, split: str, captions: dict[str, str], *args, **kwargs) -> dict[str, float]:
-        """The scores of a split's captions, see the function `results`."""
-        return results(self, split, captions, *args, **kwargs)
-
-    def state(self) -> dict:
-        """What a checkpoint needs to caption any two pictures without the data set."""
-        return {
-            "vocab": self.vocab.words,
-            "extractor": self.features.extractor,
-            "grid": self.grid,
-            "max_len": self.max_len,
-            "training_pairs": id_digests(self.pairs("train")),
-        }
-
-    def check_state(self, state: dict) -> None:
-        """InputError if a checkpoint was trained on other features or another vocabulary. Prints
-        notes if it was trained on other pairs, and if some of these are now in val or test."""
-        name = state["extractor"]
-        grid = tuple(state["grid"])
-        if (name, grid) != (self.features.extractor, self.grid):
-            raise InputError(
-                f"the checkpoint was trained with features of {name} {grid}, {self.root} has those "
-                f"of {self.features.extractor} {self.grid}; give the --data_dir and --extractor of "
-                "its training"
-            )
-        if state["vocab"] != self.vocab.words:
-            raise InputError(
-                f"the checkpoint was trained with {len(state['vocab'])} words, but {self.root} has "
-                f"others ({len(self.vocab)}); give the --data_dir of its training, or train a new "
-                "model if captions were edited"
-            )
-        trained = state["training_pairs"].cpu()
-        if torch.equal(trained, id_digests(self.pairs("train"))):
-            return
-        notes = [
-            f"the checkpoint was trained on other pairs than those of {self.root}; do not --resume "
-            "it here: validation scores before and after could not be compared"
-        ]
-        for split in ("val", "test"):
-            pairs = self.pairs(split)
-            seen = int(torch.isin(id_digests(pairs), trained).sum())
-            if seen:
-                notes.append(f"the ids of {seen} of the {len(pairs)} {split} pairs were among them")
-        print_notes(notes)
-
-
-def id_digests(pairs: list[Pair]) -> Tensor:
-    """A number for each pair's id, sorted: the first eight bytes of its SHA-256. -> int64 (n,)"""
-    numbers = []
-    for pair in pairs:
-        digest = hashlib.sha256(pair.id.encode()).digest()
-        numbers.append(int.from_bytes(digest[:8], "big", signed=True))
-    return torch.tensor(sorted(numbers), dtype=torch.int64)
-
-
-FEW_PAIRS = 10  # CIDEr of fewer pairs says little; of a single pair it is always 0
-
-
-def load(
-    name: str, root: str | Path, where: str = "auto", device: str = "cpu", extractor: str = ""
-) -> Dataset:
-    """Read a prepared data set; FileNotFoundError or InputError says what is missing and which
-    command makes it. where: features are read from the "file" or kept on the "gpu" ("auto": on the
-    GPU if they take less than 60 % of its free memory)."""
-    root = Path(root)
-    release = read_release(name, root)
-    features = open_features(name, root, extractor)
-    dataset = Dataset(name, root, release, vocab_of(name, release), features)
-    size = features.data.nbytes
-    place = "read from the file"
-    if device.startswith("cuda"):
-        # This call also initialises CUDA on this GPU. Otherwise its first use could be to pin
-        # memory in the thread of `prefetch`, which would pick GPU 0.
-        free, _ = torch.cuda.mem_get_info(device)
-        fits = size < 0.6 * free
-        if where == "gpu" or (where == "auto" and fits):
-            features.data = torch.tensor(features.data, device=device)
-            place = "on the GPU"
-        else:
-            features.pinned = True
-    print_notes(release.notes)
-    counts = {split: len(dataset.pairs(split)) for split in SPLITS}
-    print(f"{root}: {counts['train']} train, {counts['val']} val, {counts['test']} test pairs")
-    if 0 < counts["val"] < FEW_PAIRS:
-        print_notes(["with so few val pairs, their scores choose best.pt almost at random"])
-    print(f"features: {size / 1e9:.2f} GB, {place}")
-    return dataset
-
-
-def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
-    """The data set that a run's config names. With `make`, mini is made first if it is missing; to
-    evaluate a checkpoint, the mini that it was trained on must exist. Errors: see `load`."""
-    if cfg.dataset == "mini" and make:
-        prepare("mini", Path(cfg.data_dir), cfg.device, cfg.extractor, cfg.scenes)
-    return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
-
-
-# ---- phrases of captions -------------------------------------------------------------------------
-
-# spaCy's model often misreads the templates of mini, CLEVR-Change and CLEVR-DC, so rules read their
-# captions: a pattern of an object, and patterns of two kinds of sentences without an object.
-OBJECT = re.compile(
-    r"\b(?:(?:small|tiny|large|big"
-    r"|gray|red|blue|green|brown|purple|cyan|yellow"
-    r"|rubber|matte|metal|metallic|shiny) )*"
-    r"(?:sphere|ball|cube|block|cylinder|thing|object)\b"
-)
-# "there is no change", "no change was made", "nothing has changed"
-NOTHING_CHANGED = re.compile(r"(there (?:is|are))? ?\b(no (?!longer)\w+|nothing)\b ?(.*)")
-# "the scene is the same as before", "the two pictures show the same scene", "everything is ..."
-ALL_SAME = re.compile(
-    r"(?:the |all )*((?:two )?(?:scenes?|pictures?|images?|objects)|everything)\W+"
-    r"(.*?)(?: as before)?"
-)
-# A phrase names no entity if its last word is in NO_ENTITIES, or its first word in NEGATIONS.
-NO_ENTITIES = {
-    *"scene scenes image images picture pictures pic pics photo photos".split(),
-    *"change changes difference differences".split(),
-}
-NEGATIONS = {"no", "none", "nothing", "everything"}
-# A clause with one of these relations is part of its governing clause, or coordinated with it.
-INNER_CLAUSES = {*"conj aux auxpass nsubj nsubjpass csubj csubjpass ccomp xcomp".split()}
-QUANTITIES = {"NUM", "ADJ", "DET", "PRON"}  # "one of the cars", "most of the cars", "some of ..."
-
-
-def language(dataset_name: str):
-    """The spaCy pipeline for a data set's captions; InputError if the English model is missing."""
-    import spacy
-
-    if settings_of(dataset_name).templates:
-        return spacy.blank("en", meta={"name": "template_rules"})  # only a tokenizer
-    try:
-        return spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
-    except OSError as e:
-        raise InputError(
-            f"the captions of {dataset_name} need spaCy's English model; "
-            "run: python -m spacy download en_core_web_sm"
-        ) from e
-
-
-def template_segments(caption: str) -> tuple[list[str], list[str]]:
-    """Noun segments and verb segments of a template caption, in lower case: its objects, and the
-    text after the last object, or before the first one if nothing follows. InputError if the
-    caption names no object and does not say that nothing has changed."""
-    text = " ".join(caption.lower().split()).rstrip(" .")
-    no_change = NOTHING_CHANGED.fullmatch(text)
-    all_same = ALL_SAME.fullmatch(text)
-    objects = list(OBJECT.finditer(text))
-    if no_change:
-        there, noun, action = no_change.groups()
-        nouns = [noun]
-        action = there or action
-    elif all_same:
-        noun, action = all_same.groups()
-        nouns = [noun, *re.findall(r"same (?!as\b)\w+", action)]
-    elif objects:
-        nouns = [match[0] for match in objects]
-        action = text[objects[-1].end() :].strip(" ,")
-        action = re.sub(r"^in the (?:before|after) image ", "", action)  # in CLEVR-DC
-        if not action:  # "someone added a red cube", "there is a new red cube"
-            action = text[: objects[0].start()].removeprefix("someone ")
-            action = re.sub(r"(?:\b(?:a|an|the|new|other) )*$", "", action).strip()
-    else:
-        raise InputError(
-            f"{caption!r} names no object and does not say that nothing has changed; "
-            "correct the caption, or add its words to OBJECT in data.py"
-        )
-    verbs = [action] if action else []
-    return nouns, verbs
-
-
-def noun_phrase(chunk) -> str:
-    """A noun chunk of spaCy in lower case, without leading articles and pronouns."""
-    while chunk and chunk[0].pos_ in ("DET", "PRON") and chunk[0].lower_ not in NEGATIONS:
-        chunk = chunk[1:]
-    return " ".join(chunk.text.lower().split())
-
-
-def subjects(doc) -> list[str]:
-    """What has changed according to a caption, in lower case, without articles or a leading "new".
-
-    Of a template caption: its first object. Otherwise: the subjects of the main clause and of
-    clauses coordinated with it or, if these have none ("there is a car", "remove the car", "the
-    left image has a car"), their objects. "No change", "nothing" and words for the pictures
-    themselves are not entities."""
-    if not doc.has_annotation("DEP"):  # not parsed: a template caption
-        nouns, _ = template_segments(doc.text)
-        return [noun for noun in nouns if OBJECT.fullmatch(noun)][:1]
-    subject_phrases = []
-    object_phrases = []
-    for chunk in doc.noun_chunks:
-        phrase = noun_phrase(chunk).removeprefix("new ")
-        if not phrase or phrase.split()[-1] in NO_ENTITIES:
-            continue
-        noun = chunk.root
-        while noun.dep_ == "conj":  # in "the car and the van", the van has the role of the car
-            noun = noun.head
-        if noun.dep_ == "pobj" and noun.head.lower_ == "of" and noun.head.head.pos_ in QUANTITIES:
-            noun = noun.head.head
-        clause = noun if noun.dep_ == "ROOT" else noun.head
-        while clause.dep_ in INNER_CLAUSES:
-            clause = clause.head
-        if clause.dep_ != "ROOT":
-            continue
-        if noun.dep_ in ("nsubj", "nsubjpass"):
-            subject_phrases.append(phrase)
-        elif noun.dep_ in ("attr", "dobj", "ROOT"):
-            object_phrases.append(phrase)
-    phrases = dict.fromkeys(subject_phrases or object_phrases)
-    return [phrase for phrase in phrases if phrase.split()[0] not in NEGATIONS]
-
-
-def read_captions(read: Callable, dataset_name: str, captions: Iterable[str]) -> dict[str, list]:
-    """What `read` (subjects, or RDD's segments) finds in every distinct caption."""
-    nlp = language(dataset_name)
-    captions = list(dict.fromkeys(captions))
-    docs = nlp.pipe(captions, batch_size=1000)
-    readings = {}
-    for doc in progress(docs, desc=read.__name__, total=len(captions), unit="caption"):
-        readings[doc.text] = read(doc)
-    reader = f"{nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}"
-    print(f"{read.__name__} of {len(captions)} captions by {reader}")
-    return readings
-
-
-# ---- scores: words -------------------------------------------------------------------------------
+METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
 
 
 @functools.cache
 def java_works() -> bool:
-    """Does `java` run? Checked once; if it does not, prints which scores are lost."""
+    """Whether `java` runs. Checked once; if it does not, prints which scores are lost."""
     works = False
     if shutil.which("java"):  # a Mac without Java has a `java` that only says where to get it
         works = subprocess.run(["java", "-version"], capture_output=True).returncode == 0
@@ -1986,30 +1690,15 @@ def java_works() -> bool:
 
 
 def ptb_tokenize(texts: list[str]) -> list[str]:
-    """Splits texts, which must not contain line breaks, with pycocoevalcap's Stanford tokenizer ->
-    each text's words, joined by spaces. OSError if the tokenizer fails.
+    """pycocoevalcap's Stanford tokenizer: lower case, no punctuation, words joined by spaces."""
+    from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 
-    The package's own class is not used: it does not notice if a line is lost, and would then
-    compare every later caption with the wrong references."""
-    from pycocoevalcap.tokenizer import ptbtokenizer
-
-    jar = Path(ptbtokenizer.__file__).with_name(ptbtokenizer.STANFORD_CORENLP_3_4_1_JAR)
-    program = "edu.stanford.nlp.process.PTBTokenizer"
-    call = ["java", "-cp", str(jar), program, "-preserveLines", "-lowerCase"]
-    content = "".join(f"{text}\n" for text in texts).encode()
-    done = subprocess.run(call, input=content, capture_output=True)
-    lines = done.stdout.decode().split("\n")[:-1]
-    if done.returncode != 0 or len(lines) != len(texts):
-        raise OSError(
-            f"the PTB tokenizer's Java program failed (exit code {done.returncode}, {len(lines)} "
-            f"lines for {len(texts)} captions); try again"
-        )
-    tokenized = []
-    for line in lines:
-        words = line.rstrip().split(" ")
-        kept = [word for word in words if word not in ptbtokenizer.PUNCTUATIONS]
-        tokenized.append(" ".join(kept))
-    return tokenized
+    captions = {n: [{"caption": text}] for n, text in enumerate([*texts, "last"])}
+    words = PTBTokenizer().tokenize(captions)
+    # After a lost line, captions would be compared with the references of others.
+    if words.get(len(texts)) != ["last"]:
+        raise OSError("the PTB tokenizer's Java program failed or lost lines; try again")
+    return [words[n][0] for n in range(len(texts))]
 
 
 def plain_tokenize(text: str) -> str:
@@ -2039,12 +1728,6 @@ def scored_words(
     return ptb_tokenize(texts)
 
 
-# ---- scores: metrics -----------------------------------------------------------------------------
-
-METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
-SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
-
-
 def score(
     predictions: dict[str, str],
     references: dict[str, list[str]],
@@ -2056,12 +1739,9 @@ def score(
     """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's
     ids that have a prediction: {group: {metric: number}}.
 
-    The metrics are pycocoevalcap's, whose CIDEr is CIDEr-D. An id is scored against its own
-    references: in Spot-the-Diff all captions of a pair, even empty ones; in Image Editing Request
-    the three of a `uid`; in LEVIR-CC the five of a file name; in Birds-to-Words those of its two
-    photographs. Every group is its own corpus, as in the published scripts: CIDEr counts document
-    frequencies in the group's references, so the total is not an average of the groups, and a
-    group of one image gets 0.
+    The metrics are pycocoevalcap's, whose CIDEr is CIDEr-D. Every group is its own corpus, as in
+    the published scripts: CIDEr counts document frequencies in the group's references, so the total
+    is not an average of the groups, and a group of one image gets 0.
     tokens: "ptb" is what most data sets use: the Stanford tokenizer's lower-case words without
     punctuation; "split" (Birds-to-Words, your own pairs): captions are already tokenized, and are
     split at spaces; "ids" (LEVIR-CC): the same, but words are replaced by their ids in `index`,
@@ -2087,97 +1767,80 @@ def score(
         hyps[i] = [next(words)]
         refs[i] = [next(words) for _ in references[i]]
 
-    rows = {"total": hyps}
+    programs = {} if quick else java_programs(tokens)
+    scores = {"total": metrics_of(hyps, refs, programs)}
     for name, members in (groups or {}).items():
-        row = {i: hyps[i] for i in hyps if i in members}
-        if row and name != "total":  # in your own pairs, a kind may have any name
-            rows[name] = row
-    scores = {name: quick_metrics(refs, row) for name, row in rows.items()}
-    if not quick:
-        for metric, program in java_programs(tokens).items():
-            for name, value in java_metric(metric, program, refs, rows).items():
-                scores[name][metric] = value
-    for row in scores.values():
-        for metric, value in row.items():
-            row[metric] = round(100 * float(value), 2)
+        group = [i for i in hyps if i in members]
+        if group and name != "total":  # in your own pairs, a kind may have any name
+            group_refs = {i: refs[i] for i in group}
+            scores[name] = metrics_of({i: hyps[i] for i in group}, group_refs, programs)
     return scores
-
-
-def quick_metrics(refs: dict[str, list[str]], hyps: dict[str, list[str]]) -> dict[str, float]:
-    """BLEU, ROUGE-L and CIDEr of a group of captions. hyps: id -> [caption]."""
-    from pycocoevalcap.bleu.bleu import Bleu
-    from pycocoevalcap.cider.cider import Cider
-    from pycocoevalcap.rouge.rouge import Rouge
-
-    gts = {i: refs[i] for i in hyps}
-    bleu, _ = Bleu(4).compute_score(gts, hyps, verbose=0)
-    metrics = dict(zip(METRICS[:4], bleu, strict=True))
-    metrics["ROUGE-L"], _ = Rouge().compute_score(gts, hyps)
-    metrics["CIDEr"] = 0.0
-    if any(any(texts) for texts in gts.values()):  # Cider fails if no reference has a word
-        metrics["CIDEr"], _ = Cider().compute_score(gts, hyps)
-    return metrics
-
-
-@functools.cache
-def spice_works() -> bool:
-    """Are SPICE's models installed? Checked once; if they are not, prints how to get them."""
-    import pycocoevalcap.spice
-
-    lib = Path(pycocoevalcap.spice.__path__[0], "lib")
-    works = all((lib / jar).exists() for jar in SPICE_MODELS)
-    if not works:
-        command = "python -m pycocoevalcap.spice.get_stanford_models"
-        print(f"no SPICE: its models are not installed; run: {command}")
-    return works
 
 
 def java_programs(tokens: str) -> dict:
     """pycocoevalcap's Meteor and Spice, if they work on this computer."""
     from pycocoevalcap.meteor.meteor import Meteor
-    from pycocoevalcap.spice.spice import Spice
+    from pycocoevalcap.spice import spice
 
     programs = {}
     if java_works():
         programs["METEOR"] = Meteor()
-        # SPICE reads sentences, not ids. Without its models Spice() would download them.
-        if tokens != "ids" and spice_works():
-            programs["SPICE"] = Spice()
+        # SPICE reads sentences, not ids. Without its models, Spice() would download them.
+        models = Path(spice.__file__).with_name("lib").glob("stanford-corenlp-*-models.jar")
+        if tokens != "ids" and any(models):
+            programs["SPICE"] = spice.Spice()
     return programs
 
 
-def java_metric(metric: str, program, refs: dict, rows: dict) -> dict[str, float]:
-    """METEOR or SPICE of every group of captions; {} and a printed line if the program fails."""
-    values = {}
-    try:
-        for name, hyps in rows.items():
-            gts = {i: refs[i] for i in hyps}
-            values[name], _ = program.compute_score(gts, hyps)
-    except (OSError, ValueError, subprocess.SubprocessError) as e:
-        print(
-            f"no {metric}: its Java program failed ({e}); METEOR needs 2 GB of memory and a "
-            "locale with decimal points (JAVA_TOOL_OPTIONS=-Duser.language=en), SPICE 8 GB and "
-            "usually Java 8"
-        )
-        return {}
-    finally:
-        # After an error, Meteor still holds its lock, and its destructor would wait for it forever.
-        program.lock = threading.Lock()
-    return values
+def metrics_of(
+    hyps: dict[str, list[str]], refs: dict[str, list[str]], programs: dict
+) -> dict[str, float]:
+    """Metrics (x 100) of a group of captions. hyps: id -> [caption]; programs: see java_programs;
+    one that fails is taken out."""
+    from pycocoevalcap.bleu.bleu import Bleu
+    from pycocoevalcap.cider.cider import Cider
+    from pycocoevalcap.rouge.rouge import Rouge
+
+    bleu, _ = Bleu(4).compute_score(refs, hyps, verbose=0)
+    metrics = dict(zip(METRICS[:4], bleu, strict=True))
+    metrics["ROUGE-L"], _ = Rouge().compute_score(refs, hyps)
+    metrics["CIDEr"] = 0.0
+    if any(any(texts) for texts in refs.values()):  # Cider fails if no reference has a word
+        metrics["CIDEr"], _ = Cider().compute_score(refs, hyps)
+    for name, program in list(programs.items()):
+        try:
+            metrics[name], _ = program.compute_score(refs, hyps)
+        except (OSError, ValueError, subprocess.SubprocessError) as e:
+            print(
+                f"no {name}: its Java program failed ({e}); METEOR needs 2 GB of memory and a "
+                "locale with decimal points (JAVA_TOOL_OPTIONS=-Duser.language=en), SPICE 8 GB "
+                "and usually Java 8"
+            )
+            del programs[name]
+        finally:  # after an error, Meteor still holds its lock, and its destructor would wait
+            program.lock = threading.Lock()
+    return {name: round(100 * float(value), 2) for name, value in metrics.items()}
 
 
 def format_scores(scores: dict[str, dict[str, float]]) -> str:
-    """The result of `score` as a table with one row per group."""
+    """Scores as a table with one row per group; "-" for a number that does not exist."""
     headings = [name for name in METRICS if name not in ("BLEU-2", "BLEU-3")]
+    headings += ["pointing", "chance"]
     width = max(len(name) for name in scores)
     lines = [" " * width + "".join(f"{heading:>9}" for heading in headings)]
     for name, values in scores.items():
         line = f"{name:<{width}}"
-        for metric in headings:
-            cell = f"{values[metric]:.2f}" if metric in values else "-"
+        for heading in headings:
+            cell = f"{values[heading]:.2f}" if heading in values else "-"
             line += f"{cell:>9}"
         lines.append(line)
     return "\n".join(lines)
+
+
+def percent(values: Iterable[float]) -> float:
+    """The mean of numbers between 0 and 1, in %."""
+    values = list(values)
+    return round(100 * sum(values) / len(values), 2)
 
 
 # ---- scores: of a data set's split ---------------------------------------------------------------
@@ -2207,50 +1870,30 @@ def results(
     references = {pair.id: pair.captions for pair in dataset.pairs(split)}
     if out_dir is None:
         return protocol_scores(dataset, captions, references, quick=True)["total"]
-    write_predictions(out_dir / f"captions_{split}{suffix}.json", captions)
+    write_captions(out_dir / f"captions_{split}{suffix}.json", captions)
     groups = groups_of(dataset, split)
     scores = protocol_scores(dataset, captions, references, groups)
+    for group, shares in pointing_scores(dataset, split, maps, groups).items():
+        scores[group] |= shares
     constant = one_caption(dataset)
-    said_of_all = dict.fromkeys(captions, scored_text(dataset, constant))
-    scores[ONE_CAPTION] = protocol_scores(dataset, said_of_all, references)["total"]
+    constant_captions = dict.fromkeys(captions, scored_text(dataset, constant))
+    scores[ONE_CAPTION] = protocol_scores(dataset, constant_captions, references)["total"]
     accuracy = accuracy_of(dataset, captions)
-    pointing = pointing_scores(dataset, split, maps, groups)
-    result = {
-        "data": str(dataset.root),
-        "scores": scores,
+    facts = {
         ONE_CAPTION: constant,
         "different captions": len(set(captions.values())),
         "without prediction": len(references.keys() - captions.keys()),
-        "accuracy": accuracy,
-        "pointing": pointing,
     }
-    text = json.dumps(result, indent=1) + "\n"
-    write_text(out_dir / f"scores_{split}{suffix}.json", text)
+    result = {"data": str(dataset.root), "scores": scores, **facts, "accuracy": accuracy}
+    write_text(out_dir / f"scores_{split}{suffix}.json", json.dumps(result, indent=1) + "\n")
     print(format_scores(scores))
-    print_absent(captions, references)
-    print(f"{ONE_CAPTION}: {constant}")
-    print(f"{result['different captions']} different captions for {len(captions)} pairs")
-    print_shares("right", accuracy)
-    for name, shares in pointing.items():
-        if name != "boxes":
-            print_shares(f"pointing game, {name}", shares)
+    for name, fact in facts.items():
+        print(f"{name}: {fact}")
+    for name, share in accuracy.items():
+        print(f"{name}, in %: {share:.1f}")
     sheet = f"samples{'' if split == 'test' else f'_{split}'}{suffix}.png"
     sample_sheet(dataset, split, captions, maps, notes or {}, out_dir / sheet)
     return scores["total"]
-
-
-def print_absent(captions: dict[str, str], references: dict[str, list[str]]) -> None:
-    """Prints how many of the pairs in the references have no prediction, if there are any."""
-    absent = len(references.keys() - captions.keys())
-    if absent:
-        print(f"{absent} of {len(references)} pairs have no prediction")
-
-
-def print_shares(name: str, shares: dict[str, float]) -> None:
-    """Prints a line of shares in %, if there are any."""
-    if shares:
-        numbers = ", ".join(f"{group} {value:.1f}" for group, value in shares.items())
-        print(f"{name}, in %: {numbers}")
 
 
 def protocol_scores(
@@ -2305,37 +1948,40 @@ def one_caption(dataset: Dataset) -> str:
     references = {pair.id: pair.captions for pair in pairs}
     ciders = {}
     for text, _ in counts.most_common(20):
-        said_of_all = dict.fromkeys(references, scored_text(dataset, text))
-        scores = protocol_scores(dataset, said_of_all, references, quick=True)
+        constant_captions = dict.fromkeys(references, scored_text(dataset, text))
+        scores = protocol_scores(dataset, constant_captions, references, quick=True)
         ciders[text] = scores["total"]["CIDEr"]
     return max(ciders, key=ciders.get)
 
 
 def no_change_captions(dataset: Dataset) -> set[str]:
-    """Captions which say that nothing changed: those listed by the data set's authors, or else
-    those of unchanged training pairs."""
-    captions = settings_of(dataset.name).no_change
+    """Captions, as a model outputs them, which say that nothing changed: those listed by the data
+    set's authors, or else those of unchanged training pairs."""
+    captions = set(settings_of(dataset.name).no_change)
     if not captions:
         unchanged = dataset.kinds.get("no change", set())
-        pairs = [pair for pair in dataset.pairs("train") if pair.id in unchanged]
-        captions = [caption for pair in pairs for caption in pair.captions]
+        for pair in dataset.pairs("train"):
+            if pair.id in unchanged:
+                captions.update(pair.captions)
     return {" ".join(dataset.vocab.split(caption)) for caption in captions}
 
 
 def is_right(dataset: Dataset, pair: Pair, caption: str) -> bool | None:
-    """Is a caption right for a pair? It is if it equals a reference. Otherwise, mini judges its own
-    captions; elsewhere, all that can be judged is whether a caption rightly says, or fails to say,
-    that nothing changed. None: undecided."""
+    """Whether a caption is right for a pair; None: undecided.
+
+    It is right if it equals a reference. Otherwise, mini judges its own captions; elsewhere, all
+    that can be judged is whether a caption rightly says, or fails to say, that nothing changed."""
     if caption in {" ".join(dataset.vocab.split(text)) for text in pair.captions}:
         return True
     if dataset.name == "mini":
         import mini
 
         return mini.is_right(pair.id, caption, dataset.root)
-    says_same = caption in no_change_captions(dataset)
-    if pair.id in dataset.kinds.get("no change", set()):
-        return says_same
-    return False if says_same else None
+    unchanged = pair.id in dataset.kinds.get("no change", set())
+    says_unchanged = caption in no_change_captions(dataset)
+    if unchanged or says_unchanged:
+        return unchanged and says_unchanged
+    return None
 
 
 def accuracy_of(dataset: Dataset, captions: dict[str, str]) -> dict[str, float]:
@@ -2345,30 +1991,22 @@ def accuracy_of(dataset: Dataset, captions: dict[str, str]) -> dict[str, float]:
         import mini
 
         return mini.accuracy(captions, dataset.root)
-    unchanged = dataset.kinds.get("no change")
-    if not unchanged:
-        return {}
     no_change = no_change_captions(dataset)
-    hits = {"change recognised": [], "no change recognised": []}
-    for i, caption in captions.items():
-        says_same = caption in no_change
-        if i in unchanged:
-            hits["no change recognised"].append(says_same)
-        else:
-            hits["change recognised"].append(not says_same)
-    if not no_change:  # no training caption shows how "no change" is said
+    unchanged = captions.keys() & dataset.kinds.get("no change", set())
+    changed = captions.keys() - unchanged
+    # Without pairs of both kinds, one caption for all pairs would be 100 % right.
+    if not (no_change and unchanged and changed):
         return {}
-    if not all(hits.values()):  # of one kind alone, one caption for all pairs would be 100 % right
-        return {}
-    return {name: round(100 * sum(of) / len(of), 2) for name, of in hits.items()}
-
-
-# ---- scores: the pointing game -------------------------------------------------------------------
+    return {
+        "change recognised": percent(captions[i] not in no_change for i in changed),
+        "no change recognised": percent(captions[i] in no_change for i in unchanged),
+    }
 
 
 def pointing_hit(heat: Tensor, box: list[int], size: tuple[int, int]) -> bool:
-    """Does the brightest pixel of a map (H, W) lie in the box? The map is resized bilinearly to the
-    picture's size (width, height); box is [x, y, w, h] in its pixels. As in Park et al. (2019)."""
+    """Whether the brightest pixel of a map (H, W) lies in the box. The map is resized bilinearly to
+    the picture's size (width, height); box is [x, y, w, h] in its pixels. As in Park et al.
+    (2019)."""
     x, y, w, h = box
     width, height = size
     heat = heat.float()[None, None]
@@ -2380,217 +2018,93 @@ def pointing_hit(heat: Tensor, box: list[int], size: tuple[int, int]) -> bool:
 def pointing_scores(
     dataset: Dataset, split: str, maps: dict, groups: dict[str, set[str]]
 ) -> dict[str, dict[str, float]]:
-    """The pointing game over all boxes of changed objects and over each group's: {map's name:
-    {group: hits in %}}. Further rows are "chance", the mean share of the picture that a box covers,
-    and "boxes", their number. {} if no boxes are known, or if a picture is missing, so that its
-    size is not known.
+    """The pointing game over all boxes of changed objects and over each group's, in %: {group:
+    {"pointing": boxes that are hit, "chance": mean share of the picture that a box covers}}. {} if
+    no boxes are known, or if a picture is missing, so that its size is not known.
 
-    maps: pair id -> name -> (H, W). Both sides of a pair count; a map named "before" or "after" is
-    used for that side only."""
-    rows = []  # for each box: pair id, and its value for every column
+    maps: pair id -> name -> (H, W). Both sides of a pair count. Of a pair's maps, the one of this
+    name ("before" or "after") is used, or else the first."""
+    boxes = []  # of all pairs: pair id, whether the box is hit, its share of the picture
     for pair in dataset.pairs(split):
-        box_before, box_after = dataset.release.boxes.get(pair.id, (None, None))
-        for side, image, box in (
-            ("before", pair.before, box_before),
-            ("after", pair.after, box_after),
+        pair_maps = maps.get(pair.id, {})
+        pair_boxes = dataset.release.boxes.get(pair.id, (None, None))
+        for side, image, box in zip(
+            ("before", "after"), (pair.before, pair.after), pair_boxes, strict=True
         ):
-            if not box or pair.id not in maps:
+            if not (box and pair_maps):
                 continue
-            path = dataset.paths[image]
-            if not path.exists():
-                print(f"no pointing game: there is no picture {path}")
+            if not dataset.paths[image].exists():
                 return {}
-            with Image.open(path) as picture:
-                size = picture.size
-            named = maps[pair.id]
-            if side in named:
-                named = {"attention": named[side]}
-            hits = {name: pointing_hit(heat.cpu(), box, size) for name, heat in named.items()}
-            hits["chance"] = box[2] * box[3] / (size[0] * size[1])
-            rows.append((pair.id, hits))
-    if not rows:
-        return {}
-    columns = list(rows[0][1])
-    scores = {name: {} for name in [*columns, "boxes"]}
-    for group, members in {"total": maps.keys(), **groups}.items():
-        chosen = [hits for i, hits in rows if i in members]
-        if not chosen:
-            continue
-        for name in columns:
-            share = sum(hits[name] for hits in chosen) / len(chosen)
-            scores[name][group] = round(100 * share, 2)
-        scores["boxes"][group] = len(chosen)
+            with Image.open(dataset.paths[image]) as picture:
+                width, height = picture.size
+            heat = pair_maps.get(side, next(iter(pair_maps.values())))
+            hit = pointing_hit(heat.cpu(), box, (width, height))
+            boxes.append((pair.id, hit, box[2] * box[3] / (width * height)))
+    scores = {}
+    for group, members in {**groups, "total": maps.keys()}.items():
+        chosen = [(hit, share) for i, hit, share in boxes if i in members]
+        if chosen:
+            hits, shares = zip(*chosen, strict=True)
+            scores[group] = {"pointing": percent(hits), "chance": percent(shares)}
     return scores
 
 
-# ---- scores: files -------------------------------------------------------------------------------
-
-
-def read_predictions(path: str | Path) -> dict[str, str]:
-    """{image id: caption} of a COCO results file. InputError if an image has two captions."""
-    predictions = {}
-    rows = read_json(Path(path))
-    with file_errors(path, "expected a list of {image_id, caption}"):
-        for row in rows:
-            image = str(row["image_id"])
-            if image in predictions:
-                raise InputError(f"image_id {image!r} has two predictions")
-            predictions[image] = check_strings([row["caption"]])[0]
-    return predictions
-
-
-def read_references(path: str | Path) -> dict[str, list[str]]:
-    """{image id: captions} of a COCO annotation file."""
-    references: dict[str, list[str]] = {}
-    content = read_json(Path(path))
-    with file_errors(path, "expected {annotations: [{image_id, caption}]}"):
-        for row in content["annotations"]:
-            captions = check_strings([row["caption"]])
-            references.setdefault(str(row["image_id"]), []).extend(captions)
-    return references
-
-
-def write_predictions(path: Path, predictions: dict[str, str]) -> None:
+def write_captions(path: Path, captions: dict[str, str]) -> None:
     """Writes captions (pair id -> caption) as a COCO results file, which published scripts read."""
-    rows = [{"image_id": i, "caption": caption} for i, caption in predictions.items()]
+    rows = [{"image_id": i, "caption": caption} for i, caption in captions.items()]
     write_text(path, json.dumps(rows, indent=1) + "\n")
 
 
 # ---- pictures of results -------------------------------------------------------------------------
 
-SIDE = 1.4  # the longer side of a picture, in inches
-LINE = 0.15  # from one line of text to the next, in inches
-DOTS = 120  # per inch, in a .png or .jpg
-CHARACTERS = 25  # that fit into a picture's width
-TEXT = {"size": 7.5, "parse_math": False}  # a $ in a caption must not begin a formula
+TEXT = {"size": 7, "parse_math": False}  # a $ in a caption must not begin a formula
 SATURATED = 8  # attention of this many times the uniform weight, or more, has the last colour
 # Label and colour of a generated caption, by the result of is_right.
-VERDICTS = {
-    True: ("✓ generated", "#0a7d26"),
-    False: ("✗ generated", "#cc1111"),
-    None: ("generated", "black"),
-}
+VERDICTS = {True: ("✓", "#0a7d26"), False: ("✗", "#cc1111"), None: ("generated:", "black")}
 
 
-@dataclass
-class Panel:
-    """A picture under its title; `levels` (H, W) of attention may lie over it."""
-
-    title: str
-    picture: Image.Image
-    levels: Tensor | None = None
-
-
-@dataclass
-class Drawing:
-    """A pair: its panels side by side, and the lines of text below them with their colours."""
-
-    panels: list[Panel]
-    lines: list[tuple[str, str]]
-
-
-def pair_panels(before: Image.Image, after: Image.Image, maps: dict[str, Tensor]) -> list[Panel]:
-    """Both pictures, then each attention map (H, W) over both; IDC's maps "before" and "after" are
-    drawn over their own picture only.
-
-    Levels are multiples of the uniform weight, at most SATURATED. A map sums to 1, so its uniform
-    weight is 1 / (H * W); IDC's two sum to 1 together, so theirs is 1 / (2 * H * W)."""
-    pictures = {"before": before, "after": after}
-    panels = [Panel(side, picture) for side, picture in pictures.items()]
-    for name, weight in maps.items():
-        cells = 2 * weight.numel() if name in pictures else weight.numel()
-        levels = (weight.float().cpu() * cells).clamp(max=SATURATED)
-        if name in pictures:
-            panels.append(Panel(f"attention, {name}", pictures[name], levels))
-        else:
-            for side, picture in pictures.items():
-                panels.append(Panel(f"{name}, {side}", picture, levels))
-    return panels
-
-
-def draw_pairs(path: Path, drawings: list[Drawing], columns: int = 1, header: str = "") -> None:
-    """Draws a header, a colour bar and pairs, column by column -> a file (.png, .jpg, .pdf)."""
-    import matplotlib.style
-
-    # The user's own style may need LaTeX, or fonts that are not there.
-    with matplotlib.style.context("default"), atomic_write(path) as partial:
-        figure = pairs_figure(drawings, columns, header)
-        kind = path.suffix[1:].lower()
-        figure.savefig(partial, format=kind, dpi=DOTS, bbox_inches="tight", pad_inches=0.1)
-
-
-def pairs_figure(drawings: list[Drawing], columns: int, header: str):
-    """The matplotlib figure of `draw_pairs`."""
+def new_figure(width: float, height: float):
+    """An empty matplotlib figure, in inches, which finds room for titles and texts by itself."""
     from matplotlib.figure import Figure
 
-    # Every pair gets the space that the tallest picture and the longest text need.
-    wide = max(len(drawing.panels) for drawing in drawings)
-    texts = [wrapped(drawing.lines, wide * CHARACTERS) for drawing in drawings]
-    gap = (max(len(lines) for lines in texts) + 2.5) * LINE  # includes the titles of the next row
-    height = 0.0
-    for drawing in drawings:
-        for panel in drawing.panels:
-            height = max(height, SIDE * panel.picture.height / max(panel.picture.size))
-    rows = math.ceil(len(drawings) / columns)
-    total_height = rows * height + (rows - 1) * gap
-    # A narrow empty panel to the right of each pair's panels.
-    widths = ([1] * wide + [0.1]) * columns
-    figure = Figure(figsize=(1.03 * sum(widths) * SIDE, total_height))
-    spaces = {"width_ratios": widths, "wspace": 0.03, "hspace": gap / height}
-    edges = {"left": 0, "right": 1, "bottom": 0, "top": 1}
-    grid = figure.subplots(rows, len(widths), squeeze=False, gridspec_kw=spaces | edges)
-    for axes in grid.flat:
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure, path: Path) -> None:
+    """Writes a matplotlib figure into a file (.png, .jpg, .pdf)."""
+    with atomic_write(path) as partial:
+        figure.savefig(partial, format=path.suffix[1:].lower(), dpi=120)
+
+
+def draw_pair(
+    figure, before: Image.Image, after: Image.Image, maps: dict, below: str, colour: str = "black"
+) -> None:
+    """Draws a pair into a matplotlib figure: both pictures, then each attention map (H, W) over
+    both, and a text below. IDC's maps "before" and "after" are drawn over their own picture only.
+
+    Levels of attention are multiples of the uniform weight: 1 / (H * W), as a map sums to 1, or
+    half of that for IDC's two maps, which sum to 1 together."""
+    pictures = {"before": before, "after": after}
+    panels = [(side, picture, None) for side, picture in pictures.items()]
+    for name, weight in maps.items():
+        levels = weight.float().cpu().numpy() * weight.numel()
+        if name in pictures:
+            panels.append((f"attention, {name}", pictures[name], 2 * levels))
+        else:
+            for side, picture in pictures.items():
+                panels.append((f"{name}, {side}", picture, levels))
+    for axes, (title, picture, levels) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         axes.set_axis_off()
-        axes.set_anchor("NW")
-
-    colours = attention_colours()
-    for n, (drawing, lines) in enumerate(zip(drawings, texts, strict=True)):
-        place = grid[n % rows, n // rows * (wide + 1) :]
-        for axes, panel in zip(place, drawing.panels, strict=False):
-            axes.set_title(panel.title, weight="bold", loc="left", pad=3, **TEXT)
-            extent = (0, panel.picture.width, panel.picture.height, 0)
-            axes.imshow(panel.picture, extent=extent)
-            if panel.levels is not None:
-                levels = panel.levels.numpy()
-                axes.imshow(levels, extent=extent, interpolation="bilinear", **colours)
-        cell = place[0].get_subplotspec().get_position(figure)  # in fractions of the figure
-        for k, (line, colour) in enumerate(lines):
-            y = cell.y0 - (k + 0.3) * LINE / total_height
-            figure.text(cell.x0, y, line, color=colour, va="top", **TEXT)
-
-    # The header and the colour bar stand above the titles of the first row.
-    line = LINE / total_height
-    figure.text(0, 1 + 2 * line, header, **TEXT)
-    bar = figure.add_axes((0.6, 1 + 3 * line, 0.4, line))
-    levels = np.linspace(0, SATURATED, 256)
-    bar.imshow(levels[None], extent=(0, SATURATED, 0, 1), aspect="auto", **colours)
-    bar.set_title("attention, in multiples of uniform attention", pad=3, **TEXT)
-    bar.set_xticks([0, 1, 2, 4, 6, SATURATED], ["0", "1", "2", "4", "6", f"{SATURATED}+"], **TEXT)
-    bar.set_yticks([])
-    return figure
-
-
-def wrapped(lines: list[tuple[str, str]], width: int) -> list[tuple[str, str]]:
-    """Wraps texts, given with their colours, to at most four lines of `width` characters each;
-    longer texts are cut."""
-    short = []
-    for text, colour in lines:
-        text = " ".join(text.split())
-        for line in textwrap.wrap(text, width, max_lines=4, placeholder=" ..."):
-            short.append((line, colour))
-    return short
-
-
-def attention_colours() -> dict:
-    """How imshow colours attention: transparent up to the uniform weight, so that the picture
-    stays visible."""
-    from matplotlib import colormaps
-    from matplotlib.colors import ListedColormap
-
-    levels = np.linspace(0, SATURATED, 256)
-    colours = colormaps["turbo"](0.9 * levels / SATURATED)  # (256, 4): red, green, blue, opacity
-    colours[:, 3] = np.interp(levels, [1, 4], [0, 0.6])
-    return {"cmap": ListedColormap(colours), "vmin": 0, "vmax": SATURATED}
+        axes.set_title(title, **TEXT)
+        extent = (0, picture.width, picture.height, 0)
+        axes.imshow(picture, extent=extent)
+        if levels is not None:  # transparent up to uniform attention, so that the picture shows
+            opacity = np.interp(levels, [1, 4], [0, 0.6])
+            colours = {"cmap": "turbo", "vmin": 0, "vmax": SATURATED, "interpolation": "bilinear"}
+            axes.imshow(levels, alpha=opacity, extent=extent, **colours)
+    width = 24 * len(panels)  # in characters
+    lines = [textwrap.fill(line, width, max_lines=4) for line in below.splitlines()]
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", color=colour, **TEXT)
 
 
 def images_of(dataset: Dataset, pair: Pair) -> tuple[Image.Image, Image.Image]:
@@ -2607,32 +2121,6 @@ def images_of(dataset: Dataset, pair: Pair) -> tuple[Image.Image, Image.Image]:
     return before, after
 
 
-def sample(
-    dataset: Dataset,
-    pair: Pair,
-    title: str,
-    caption: str,
-    maps: dict[str, Tensor],
-    notes: Iterable[str] = (),
-) -> Drawing:
-    """A pair for `draw_pairs`, with a reference, its generated caption, and notes (lines of text).
-
-    Of several maps only the first is drawn, or IDC's two, each over its own picture; the other
-    maps of RDD+ACR are drawn by `caption_picture`."""
-    before, after = images_of(dataset, pair)
-    panels = pair_panels(before, after, maps)[:4]
-    panels[0].title = title
-    panels[1].title = ""  # the title above may be long
-    # Show the reference that equals the caption, if any, else the first one.
-    same = [c for c in pair.captions if " ".join(dataset.vocab.split(c)) == caption]
-    reference = (same or pair.captions)[0]
-    label, colour = VERDICTS[is_right(dataset, pair, caption)]
-    lines = [(f"reference: {reference}", "black"), (f"{label}: {caption}", colour)]
-    for note in notes:
-        lines.append((note, "grey"))
-    return Drawing(panels, lines)
-
-
 def sample_sheet(
     dataset: Dataset,
     split: str,
@@ -2641,10 +2129,10 @@ def sample_sheet(
     notes: dict[str, list[str]],
     path: Path,
 ) -> None:
-    """Draws the first three pairs of every kind of change, but at most 60, or the first twelve if
-    kinds are unknown -> a file.
+    """Draws the first three pairs of every kind of change, but at most 24, or the first twelve if
+    kinds are unknown -> a file. Of RDD+ACR's maps only the first is drawn.
 
-    Keyed by pair id: captions, maps (name -> (H, W)), notes (pairs may have none); see `sample`."""
+    Keyed by pair id: captions, maps (name -> (H, W)), notes (lines of text, if a pair has any)."""
     pairs = [pair for pair in dataset.pairs(split) if pair.id in captions]
     chosen = []
     for kind, ids in dataset.kinds.items():
@@ -2652,23 +2140,32 @@ def sample_sheet(
         chosen += [(kind, pair) for pair in of_kind[:3]]
     if not chosen:
         chosen = [("", pair) for pair in pairs[:12]]
-    drawings = []
-    for kind, pair in chosen[:60]:
-        pair_notes = notes.get(pair.id, [])
-        drawings.append(sample(dataset, pair, kind, captions[pair.id], maps[pair.id], pair_notes))
-    header = (
-        f"{dataset.name}, {split}: before, after, and attention over both\n"
-        "generated captions: ✓ and green if right, ✗ and red if wrong, black if not judged"
+    chosen = chosen[:24]
+    rows = math.ceil(len(chosen) / 2)
+    figure = new_figure(13, 2.3 * rows + 0.4)
+    legend = (
+        f"{dataset.name}, {split}. Attention is transparent up to uniform attention, and dark red "
+        f"from {SATURATED} times that. Captions: ✓ right, ✗ wrong, black if not judged"
     )
-    draw_pairs(path, drawings, columns=2, header=header)
+    figure.suptitle(legend, x=0.01, ha="left", **TEXT)
+    places = figure.subfigures(rows, 2, squeeze=False).T.flat  # column by column
+    for place, (kind, pair) in zip(places, chosen, strict=False):
+        caption = captions[pair.id]
+        label, colour = VERDICTS[is_right(dataset, pair, caption)]
+        place.suptitle(f"{kind}: {pair.captions[0]}", x=0.01, ha="left", **TEXT)
+        below = "\n".join([f"{label} {caption}", *notes.get(pair.id, [])])
+        drawn_maps = dict(list(maps[pair.id].items())[:2])
+        draw_pair(place, *images_of(dataset, pair), drawn_maps, below, colour)
+    save_figure(figure, path)
 
 
 def caption_picture(
     before: Image.Image, after: Image.Image, maps: dict[str, Tensor], caption: str, path: Path
 ) -> None:
     """Draws a pair, every attention map (H, W) over it, and its caption -> a file."""
-    drawing = Drawing(pair_panels(before, after, maps), [(caption, "black")])
-    draw_pairs(path, [drawing])
+    figure = new_figure(3 + 3 * len(maps), 2.2)
+    draw_pair(figure, before, after, maps, caption)
+    save_figure(figure, path)
 
 
 # ---- CLIP ----------------------------------------------------------------------------------------
@@ -2725,67 +2222,55 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
     """Prints the caption of two image files, or of every pair of a CSV file with the columns before
     and after, whose paths are relative to it. `out`: where to write the attention picture or, for
     a CSV file, COCO results. InputError if `out` is one of the files read."""
+    pairs = {}  # name -> two files
     if len(files) == 2:
-        pairs = {"": (Path(files[0]), Path(files[1]))}
+        pairs[""] = tuple(map(Path, files))
     else:
-        pairs = pairs_of_table(Path(files[0]))
-    pictures = [*dict.fromkeys(itertools.chain(*pairs.values()))]
-    if out:
-        check_out(Path(out), [*map(Path, files), *pictures], len(files))
-    # Check all pictures first: an unreadable one must not stop the work halfway.
-    bar = {"desc": "pictures", "total": len(pictures), "disable": len(pictures) <= 64}
-    with ThreadPoolExecutor() as pool:
-        for _ in progress(pool.map(check_image, pictures), **bar):
-            pass
-    results = {}
-    for name, result in zip(pairs, captioner.pairs([*pairs.values()]), strict=True):
-        results[name] = result
-        print(f"{name}: {result[0]}" if name else result[0], flush=True)
-    if not out:
-        return
-    if len(files) == 1:
-        captions = {name: caption for name, (caption, _) in results.items()}
-        write_predictions(Path(out), captions)
-    else:
-        caption, maps = results[""]
-        caption_picture(read_image(files[0]), read_image(files[1]), maps, caption, Path(out))
-
-
-def pairs_of_table(file: Path) -> dict[str, tuple[Path, Path]]:
-    """The pairs of a CSV file with the columns before and after: name -> two image files. A table
-    for training works, too: a pair in several rows counts once. InputError if there are no
-    pairs."""
-    pairs = {}
-    for place, row in read_table(file, ("before", "after")):
-        with file_errors(place, "correct it"):
+        table = Path(files[0])
+        for row in read_table(table, ("before", "after")):
             pair = own_pair(row)
-            pairs[pair.id] = (file.parent / pair.before, file.parent / pair.after)
-    if not pairs:
-        raise InputError(f"{file} has no rows; expected columns before and after, one pair per row")
-    return pairs
-
-
-def check_out(out: Path, inputs: list[Path], count: int) -> None:
-    """InputError if --out has the wrong suffix, or would replace a file that is read."""
-    endings = (".json",) if count == 1 else (".png", ".jpg", ".jpeg", ".pdf")
-    if out.suffix.lower() not in endings:
-        raise InputError(f"--out {out}: expected a name that ends in {', '.join(endings)}")
-    if out.exists() and any(file.exists() and out.samefile(file) for file in inputs):
+            pairs[pair.id] = (table.parent / pair.before, table.parent / pair.after)
+    pictures = dict.fromkeys(itertools.chain(*pairs.values()))
+    if out and Path(out).resolve() in {Path(file).resolve() for file in (*files, *pictures)}:
         raise InputError(f"--out {out} is one of the files to read; choose another name")
+    for picture in pictures:  # an unreadable one must not stop the work halfway
+        read_image(picture)
+    captions = {}
+    for name, result in zip(pairs, captioner.pairs([*pairs.values()]), strict=True):
+        caption, maps = result
+        captions[name] = caption
+        print(f"{name}: {caption}" if name else caption, flush=True)
+    if out and len(files) == 1:
+        write_captions(Path(out), captions)
+    elif out:
+        before, after = map(read_image, files)
+        caption_picture(before, after, maps, caption, Path(out))
 
 
-def score_files(args) -> None:
-    """`python data.py score`: prints the scores of a file of captions."""
-    captions = read_predictions(args.predictions)
-    references = read_references(args.references)
-    print(format_scores(score(captions, references)))
-    print_absent(captions, references)
+def score_files(predictions: Path, references: Path) -> None:
+    """`python data.py score`: prints the scores of a COCO results file against a COCO annotation
+    file."""
+    captions = {}
+    rows = read_json(predictions)
+    with file_errors(predictions, "expected a list of {image_id, caption}, each image_id once"):
+        for row in rows:
+            captions[str(row["image_id"])] = row["caption"]
+        check_strings(list(captions.values()))
+        if len(captions) < len(rows):
+            raise InputError("an image_id has two predictions")
+    known: dict[str, list[str]] = {}
+    content = read_json(references)
+    with file_errors(references, "expected {annotations: [{image_id, caption}]}"):
+        for row in content["annotations"]:
+            known.setdefault(str(row["image_id"]), []).extend(check_strings([row["caption"]]))
+    print(format_scores(score(captions, known)))
+    print(f"without prediction: {len(known.keys() - captions.keys())}")
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command line: NAME prepares a data set, `score` scores a file of captions."""
     summary = (__doc__ or "").partition("\n")[0]  # python -OO removes docstrings
-    parser = Parser(description=summary, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=summary, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="NAME", required=True)
     for name in DATASETS:
         text = f"prepare the data set {name}"
@@ -2809,7 +2294,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     if args.command == "score":
-        return score_files(args)
+        return score_files(Path(args.predictions), Path(args.references))
     root = Path(args.data_dir or data_folder(args.command, args.scenes))
     prepare(args.command, root, usable_device(args.device), args.extractor, args.scenes)
 

@@ -58,7 +58,6 @@ from common import (
     GridPosition,
     Run,
     RunConfig,
-    check_length,
     decode,
     info_nce,
     initialise,
@@ -80,7 +79,7 @@ class Config(RunConfig):
     """DIRL+CCR. The settings of a run (data, steps, device) are in common.RunConfig.
 
     From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
-    released variant; Config(variant="released") sets the name only, not RELEASED's values."""
+    released variant."""
 
     AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"layers"}
 
@@ -104,7 +103,6 @@ class Config(RunConfig):
     ccr_states: Literal["attention", "normed"] = "attention"  # Eq. 8-9, or after their LayerNorms
     ccr_logits: Literal["two_way", "summed"] = "two_way"  # Eq. 14, or one loss over S + S^T
     ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # equal captions [ours]
-    variant: Literal["paper", "released"] = "paper"  # whose version of the details in RELEASED
     val_decode: Literal["greedy", "sample"] = "greedy"  # decoding of validation captions
     blind: bool = False  # zero the image features (language-only baseline)
 
@@ -130,9 +128,8 @@ class ImageEmbedding(nn.Module):
         self.position = GridPosition(dim, height, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        found = tuple(features.shape[1:])
-        if found != self.grid:
-            raise ValueError(f"features: (C, H, W) = {self.grid} expected, {found} found")
+        # Broadcasting would accept some other shapes in silence.
+        assert features.shape[1:] == self.grid, f"{self.grid} expected, {features.shape} found"
         if self.use_coords:
             coords = self.coords.to(features.dtype).expand(features.shape[0], -1, -1, -1)
             features = torch.cat([features, coords], 1)
@@ -216,7 +213,7 @@ class DecoderLayer(nn.Module):
         """-> attended words (B, V, D), and keys and values of all words so far: the next `past`.
 
         Without `past`, x holds all words from START on. With `past`, x is the single word after
-        those of `past`; `stepper` decodes this way."""
+        those of `past`; a Cache decodes this way."""
         q, k, v = self.self_attention.project(x, x)
         if past is not None:
             past_k, past_v = past
@@ -255,7 +252,7 @@ class Decoder(nn.Module):
     def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
         end = start + ids.shape[1]
-        check_length(end, self.position.shape[0])
+        assert end <= self.position.shape[0], "a caption is longer than max_len"
         x = self.embed(ids) + self.position[start:end]
         return self.dropout(self.norm(self.project(x)))
 
@@ -268,19 +265,28 @@ class Decoder(nn.Module):
             memory.append((key, value))
         return memory
 
-    def stepper(self, difference: Tensor):
-        """-> step(ids (B,), position) -> logits of the next word (B, vocabulary), for `decode`.
-        Keys and values of the difference and of earlier words are kept between steps."""
-        memory = self.memory(difference)
-        past = [None] * len(self.layers)
 
-        def step(ids: Tensor, t: int) -> Tensor:
-            x = self.embed_words(ids[:, None], t)  # (B, 1, D)
-            for i, layer in enumerate(self.layers):
-                x, past[i], _, _, _ = layer(x, memory[i], past=past[i])
-            return self.head(x[:, 0])
+class Cache:
+    """Writes captions word by word, see common.decode. `memory` and `past` hold the keys and values
+    of the difference and of the words so far, for each layer."""
 
-        return step
+    def __init__(self, decoder: Decoder, difference: Tensor):
+        self.decoder = decoder
+        self.memory = decoder.memory(difference)
+        self.past = [None] * len(decoder.layers)
+
+    def step(self, ids: Tensor, t: int) -> Tensor:
+        """ids (B,) at position t -> logits of the next word (B, vocabulary)."""
+        x = self.decoder.embed_words(ids[:, None], t)  # (B, 1, D)
+        for i, layer in enumerate(self.decoder.layers):
+            x, self.past[i], _, _, _ = layer(x, self.memory[i], past=self.past[i])
+        return self.decoder.head(x[:, 0])
+
+    def reorder(self, rows: Tensor) -> None:
+        """After a step: caption i goes on from what caption rows[i] has so far. rows: any number
+        of row numbers of the batch."""
+        self.memory = [(key[rows], value[rows]) for key, value in self.memory]
+        self.past = [(key[rows], value[rows]) for key, value in self.past]
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -332,9 +338,10 @@ def ccr_loss(
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
-    """Eq. 15, L_cap: cross-entropy of each next word, averaged over all real words of the batch, as
-    released; the paper sums over the words of a sentence.
+    """Eq. 15, L_cap: cross-entropy of each next word.
+
     logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
+    # As released, a mean over all real words of the batch; the paper sums over a sentence's words.
     predicted = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
     return F.cross_entropy(predicted, target, ignore_index=NULL)  # Eq. 15
@@ -405,9 +412,6 @@ class DIRL(nn.Module):
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft = self.encode(before, after)  # Eq. 1, 5-7
-        if cfg.ccr_pool == "padded":  # the states at the padding are pooled, too
-            missing = max(0, self.max_len - caption.shape[1])  # a negative pad would cut words off
-            caption = F.pad(caption, (0, missing))
         hidden, _, words, visual = self.decoder(caption, difference)  # Eq. 8-10
         logits = self.decoder.head(hidden)  # Eq. 11
         losses["caption"] = caption_loss(logits, caption)  # Eq. 15
@@ -422,7 +426,8 @@ class DIRL(nn.Module):
             # generated words. Both means run over words: the paper divides V^ by HW, but V^ of
             # Eq. 9 has one row for each word.
             valid = caption != NULL
-            if cfg.ccr_pool == "padded":
+            if cfg.ccr_pool == "padded":  # up to the longest caption of the data set
+                assert caption.shape[1] == self.max_len, "pad captions to max_len"
                 valid = torch.ones_like(valid)
             # [ours] Pairs with equal captions are not each other's negatives. The paper: "the
             # others will be the negatives in this batch" (section 3.5).
@@ -436,13 +441,10 @@ class DIRL(nn.Module):
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
-        """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len).
-
-        A caption ends at END or NULL. In the released code it ends at END alone, but the text is
-        cut at NULL."""
+        """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len)."""
         difference, _, _ = self.encode(before, after)
-        step = self.decoder.stepper(difference)
-        return decode(step, before.shape[0], self.max_len, before.device, sample)
+        cache = Cache(self.decoder, difference)
+        return decode(cache.step, before.shape[0], self.max_len, before.device, sample)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:

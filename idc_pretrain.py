@@ -28,9 +28,9 @@ To copy: this file and common.py. Training on a data set of data.py needs that f
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
 
+import hashlib
 import json
 import math
-import os
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -53,16 +53,16 @@ from common import (
     RunConfig,
     check_length,
     decode,
-    file_errors,
     initialise,
     is_word,
     learning_rate,
+    load_checkpoint,
     load_model,
+    load_weights,
     masked_mean,
     parse_args,
     progress,
     run_main,
-    saved_config,
     sinusoid,
     upcast,
     write_text,
@@ -76,7 +76,7 @@ class Config(RunConfig):
     """IDC. RunConfig's steps, lr, warmup and batch_size are those of fine-tuning.
 
     From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
-    released variant; Config(variant="released") sets the name only, not RELEASED's values."""
+    released variant."""
 
     AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"layers", "ffn", "pretrain_batch"}
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"init", "cub", "nabirds"}
@@ -117,7 +117,6 @@ class Config(RunConfig):
     pretrain_decay: Literal["none", "inverse_sqrt"] = "none"  # after the warm-up of pre-training
     finetune_decay: Literal["none", "halves"] = "none"  # halves: x1/2 at step 10000, x1/4 at 20000
     reduction: Literal["mean", "sum"] = "mean"  # of fine-tuning's losses, over words and pairs
-    variant: Literal["paper", "released"] = "paper"  # whose version of the details in RELEASED
     blind: bool = False  # zero the image features (language-only baseline)
 
 
@@ -196,10 +195,7 @@ def doubled_sinusoid(length: int, dim: int) -> Tensor:
 
 
 class Block(nn.Module):
-    """Pre-norm layer: x + MHA(LN x), then x + W2 ReLU(W1 LN x).
-
-    x (B, T, D) -> the new x at the tokens `rows`; key and value of x; query at `rows`. past: key
-    and value of tokens before x. mask: bool (B or 1, 1, T or 1, past + T), True = may be seen."""
+    """Pre-norm layer: x + MHA(LN x), then x + W2 ReLU(W1 LN x)."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -211,18 +207,20 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None, past: tuple[Tensor, Tensor] | None, rows: slice
+        self, x: Tensor, mask: Tensor | None, past: tuple[Tensor, Tensor] | None, wanted: slice
     ):
-        """x (B, T, D) -> the new x (B, rows, D), (key, value) of x, and the query (B, rows, D)."""
+        """x (B, T, D) -> the new x of the Q tokens `wanted` (B, Q, D), (key, value) of all T
+        tokens, and the query (B, Q, D). past: (key, value) of P tokens before x. mask: bool
+        (B or 1, 1, Q or 1, P + T), True = may be seen."""
         y = self.norm1(x)
-        q, k, v = self.attention.project(y[:, rows], y)
+        q, k, v = self.attention.project(y[:, wanted], y)
         keys = k
         values = v
         if past is not None:
             keys = torch.cat([past[0], k], 1)
             values = torch.cat([past[1], v], 1)
         attended = self.attention.attend(q, keys, values, mask=mask)
-        x = x[:, rows] + self.dropout(attended)
+        x = x[:, wanted] + self.dropout(attended)
         hidden = F.relu(self.hidden(self.norm2(x)))
         x = x + self.dropout(self.output(self.dropout(hidden)))
         return x, (k, v), q
@@ -231,10 +229,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """LayerNorm, then blocks. As released, no LayerNorm follows the blocks: the heads read the
     residual stream. The LayerNorms are PyTorch's (the released code divides by the unbiased
-    standard deviation plus an epsilon).
-
-    `past` and the returned keys and values are lists with an item for each block. `rows` and the
-    query are those of the last block."""
+    standard deviation plus an epsilon)."""
 
     def __init__(self, cfg: Config, layers: int):
         super().__init__()
@@ -246,19 +241,18 @@ class Transformer(nn.Module):
         x: Tensor,
         mask: Tensor | None = None,
         past: list | None = None,
-        rows: slice = slice(None),
+        wanted: slice = slice(None),
     ):
-        """x (B, T, D) -> the new x (B, rows, D), (key, value) of each block, and the query of the
-        last block."""
+        """x (B, T, D) -> the new x of the tokens `wanted` (B, Q, D); for each block (key, value) of
+        all tokens; and the query of the last block (B, Q, D). past: for each block (key, value) of
+        the tokens before x; mask: as for Block."""
         if past is None:
             past = [None] * len(self.blocks)
         x = self.norm(x)
         cache = []
         for block, earlier in zip(self.blocks, past, strict=True):
-            wanted = slice(None)
-            if block is self.blocks[-1]:
-                wanted = rows
-            x, key_value, query = block(x, mask, earlier, wanted)
+            is_last = block is self.blocks[-1]
+            x, key_value, query = block(x, mask, earlier, wanted if is_last else slice(None))
             cache.append(key_value)
         return x, cache, query
 
@@ -266,16 +260,15 @@ class Transformer(nn.Module):
 # ---- masks ---------------------------------------------------------------------------------------
 
 
-def mask_words(caption: Tensor, words: int, rate: float, rules: str) -> tuple[Tensor, Tensor]:
+def mask_words(caption: Tensor, vocab_size: int, rate: float, rules: str) -> tuple[Tensor, Tensor]:
     """Section "MLM": `rate` of the words are targets; of these, 80 % become [MASK], 10 % a random
-    word, and 10 % stay. caption (B, V), words: size of the vocabulary -> ids (B, V) with masks;
-    targets (B, V), NULL elsewhere.
+    word, and 10 % stay. caption (B, V) -> ids (B, V) with masks; targets (B, V), NULL elsewhere.
 
     END is masked like any word, because the model has to learn where a caption ends. UNK is not
     masked. The released rules also mask UNK, replace END by [MASK] only, make the first word a
     [MASK] if no word was drawn, and draw random words from all ids."""
     device = caption.device
-    mask = words  # [MASK]'s id, the first after all words; the special tokens follow
+    mask_id = vocab_size  # the first id after all words; the special tokens follow
     if rules == "released":
         may_be_masked = (caption > END) | (caption == UNK)
     else:
@@ -286,14 +279,15 @@ def mask_words(caption: Tensor, words: int, rate: float, rules: str) -> tuple[Te
         none = ~chosen.any(1)
         chosen[:, 1] |= none
         kind[:, 1] = kind[:, 1].masked_fill(none, 0)
-        other = torch.randint(NULL, words + 2, caption.shape, device=device)  # [MASK], [CLS] too
+        # [MASK] and [CLS] are drawn, too.
+        random = torch.randint(NULL, vocab_size + 2, caption.shape, device=device)
     else:
-        other = torch.randint(END + 1, words, caption.shape, device=device)
-    ids = torch.where(chosen & (kind < 0.9), other, caption)
-    ids = ids.masked_fill(chosen & (kind < 0.8), mask)
+        random = torch.randint(END + 1, vocab_size, caption.shape, device=device)
+    ids = torch.where(chosen & (kind < 0.9), random, caption)  # 10 % stay
+    ids = ids.masked_fill(chosen & (kind < 0.8), mask_id)  # overwrites 80 of the 90 % above
     if rules == "released":
         end = (caption == END) & (torch.rand(caption.shape, device=device) < rate)
-        ids = ids.masked_fill(end, mask)
+        ids = ids.masked_fill(end, mask_id)
         chosen = chosen | end
     return ids, caption.masked_fill(~chosen, NULL)
 
@@ -323,33 +317,35 @@ def word_loss(logits: Tensor, target: Tensor, reduction: str = "mean") -> Tensor
 
 
 def cell_loss(
-    predicted: Tensor, features: Tensor, masked: Tensor, rows: int, tau: float, negatives: str
+    predicted: Tensor, features: Tensor, masked: Tensor, count: int, tau: float, negatives: str
 ) -> Tensor:
     """Eq. 8, L_MVCL: InfoNCE over cosines, for masked cells. predicted, features (M, C) of all
-    cells, masked (M,) bool; rows: how many cells get a loss, a fixed number, so that shapes do not
-    depend on the draw. If fewer are masked, the other rows have weight 0; if more, which `mvcl`
-    makes very unlikely, the surplus has no loss.
+    cells, masked (M,) bool.
+
+    torch.compile needs fixed shapes, but the number of masked cells varies. So `count` cells get a
+    loss, the masked ones first. If fewer are masked, the others have weight 0. If more are masked,
+    which `mvcl` makes very unlikely, the surplus has no loss.
 
     negatives: the "features" of all unmasked cells; as released, their "predictions" and the
     features of the other masked cells."""
     p = F.normalize(predicted, dim=-1)
     f = F.normalize(features, dim=-1)
-    weight, row = masked.to(p.dtype).topk(rows)  # masked cells come first; the rest have weight 0
+    weight, cell = masked.to(p.dtype).topk(count)
     if negatives == "predictions":
         candidates = torch.where(masked[:, None], f, p)
-        s = p[row] @ candidates.T / tau  # (rows, M)
+        s = p[cell] @ candidates.T / tau  # (count, M)
     else:
-        s = p[row] @ f.T / tau  # (rows, M)
-        own = row[:, None] == torch.arange(masked.shape[0], device=row.device)
+        s = p[cell] @ f.T / tau  # (count, M)
+        own = cell[:, None] == torch.arange(masked.shape[0], device=cell.device)
         s = s.masked_fill(masked & ~own, float("-inf"))
-    losses = F.cross_entropy(s, row, reduction="none")  # Eq. 8
+    losses = F.cross_entropy(s, cell, reduction="none")  # Eq. 8
     return (losses * weight).sum() / weight.sum()
 
 
 def align_loss(image: Tensor, text: Tensor, tau: float) -> Tensor:
-    """Eq. 9, L_FDA: InfoNCE over cosines, the caption (first) against its six rewrites. image (mean
-    of [IMG1] and [IMG2]) and text ([CLS]) are (B, 7, D): each caption makes a sequence of its own,
-    and both are read from it."""
+    """Eq. 9, L_FDA: InfoNCE over cosines, the caption (first) against its six rewrites. Each of the
+    seven is read together with the images, in its own sequence; image (mean of [IMG1] and [IMG2])
+    and text ([CLS]), both (B, 7, D), come from these sequences."""
     s = F.cosine_similarity(image, text, dim=-1) / tau  # (B, 7)
     first = torch.zeros(s.shape[0], dtype=torch.long, device=s.device)
     return F.cross_entropy(s, first)  # Eq. 9
@@ -459,40 +455,33 @@ class IDC(nn.Module):
         if task == "mvcl":
             return self.mvcl(images, caption)
         if task == "fda":
-            if negatives is None:
-                raise ValueError(
-                    "task fda needs negatives: rewritten captions of the pairs, ids (B, 6, V)"
-                )
+            assert negatives is not None, "task fda needs negatives"
             return self.fda(images, caption, negatives)
-        if task == "birds":
-            if not self.cfg.nabirds:
-                raise ValueError("task birds needs a model with --nabirds")
-            return self.birds(images, caption)
-        raise ValueError(f"task {task}: expected finetune, mlm, mvcl, fda or birds")
+        assert task == "birds", f"there is no task {task}"
+        return self.birds(images, caption)
 
     # -- the sequence
 
     def cells(self, features: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, N, C), cell n = row * W + column."""
-        found = tuple(features.shape[1:])
-        if found != self.grid:
-            raise ValueError(f"features: (C, H, W) = {self.grid} expected, {found} found")
+        size = tuple(features.shape[1:])
+        if size != self.grid:
+            raise ValueError(f"features: (C, H, W) = {self.grid} expected, {size} found")
         return features.flatten(2).transpose(1, 2)
 
     def visual(self, before: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Eq. 4. Cells (B, N, C) of both images, or of one -> E_p's tokens (B, S, D); bool (1, S),
-        True for real tokens (of a missing image, only [IMG2]); E_s's [IMG1] and [IMG2] (2, B, D).
-
-        The released code passes the [IMG2] of a missing image directly to E_p."""
-        there = torch.ones(2, before.shape[1] + 1, dtype=torch.bool, device=before.device)
+        True for real tokens; E_s's [IMG1] and [IMG2] (2, B, D). If there is no second image, only
+        its [IMG2] counts as real. (The released code passes that [IMG2] directly to E_p.)"""
+        real = torch.ones(2, before.shape[1] + 1, dtype=torch.bool, device=before.device)
         single_mask = None  # every token is real
         pair_mask = None
         if after is None:
             after = torch.zeros_like(before)
-            there[1, 1:] = False
-            single_mask = there.repeat_interleave(before.shape[0], 0)  # (2B, 1 + N)
+            real[1, 1:] = False
+            single_mask = real.repeat_interleave(before.shape[0], 0)  # (2B, 1 + N)
             single_mask = single_mask[:, None, None]
-            pair_mask = there.view(1, 1, 1, -1)  # (1, 1, 1, S)
+            pair_mask = real.view(1, 1, 1, -1)  # (1, 1, 1, S)
         if self.cfg.blind:
             before = torch.zeros_like(before)
             after = torch.zeros_like(after)
@@ -501,22 +490,22 @@ class IDC(nn.Module):
         x = torch.cat([x_1, x_2])  # (2B, 1 + N, D)
         if self.cfg.difference_encoder:
             x, _, _ = self.single(x, single_mask)  # E_s of Eq. 4
-        alone = x[:, 0].unflatten(0, (2, -1))  # (2, B, D)
-        x_1, x_2 = x.chunk(2)
+        x_1, x_2 = x.unflatten(0, (2, -1))
+        alone = torch.stack([x_1[:, 0], x_2[:, 0]])  # (2, B, D)
         x = torch.cat([x_1, x_2], 1)  # (B, S, D)
         if self.cfg.difference_encoder:
             x, _, _ = self.pair(x, pair_mask)  # E_p of Eq. 4
-        return x, there.view(1, -1), alone
+        return x, real.view(1, -1), alone
 
-    def joint(self, visual: Tensor, there: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Eq. 5 as in pre-training: every token sees all others but padding. ids (B, V) -> visual
-        (B, S, D); text (B, 1 + V, D) with [CLS] first."""
+    def joint(self, visual: Tensor, real: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Eq. 5 as in pre-training: every token sees all others but padding. visual, real: from
+        `visual`; ids (B, V) -> visual (B, S, D); text (B, 1 + V, D) with [CLS] first."""
         count = visual.shape[1]
         cls = self.embed.special(Embedding.TEXT, ids.shape[0])
         text = torch.cat([cls, self.embed.words(ids)], 1)
-        real = (ids != NULL) | self.cfg.see_padding
-        real = F.pad(real, (1, 0), value=True)  # [CLS]
-        mask = torch.cat([there.expand(ids.shape[0], -1), real], 1)
+        seen_text = (ids != NULL) | self.cfg.see_padding
+        seen_text = F.pad(seen_text, (1, 0), value=True)  # [CLS]
+        mask = torch.cat([real.expand(ids.shape[0], -1), seen_text], 1)
         x, _, _ = self.cross(torch.cat([visual, text], 1), mask[:, None, None])  # Eq. 5
         return x[:, :count], x[:, count:]
 
@@ -528,9 +517,17 @@ class IDC(nn.Module):
         learn about later words through the images.
 
         ask_next: append V [MASK]s, one for each word of ids, at the position after it. As in
-        decoding, a [MASK] sees itself and what that word sees. -> [IMG1] and [IMG2] (B, 2, D); text
-        (B, T, D), with [CLS] first if it has one; the last layer's query of the text (B, T, D) and
-        key of the images (B, S, D)."""
+        decoding, a [MASK] sees itself and what that word sees. So m1 asks for the word after w0:
+
+                     [IMG1] ... [CLS] w0  w1 | m1  m2
+            [CLS]       x         x          |
+            w0          x         x   x      |
+            w1          x         x   x   x  |
+            m1          x         x   x      | x
+            m2          x         x   x   x  |     x
+
+        -> [IMG1] and [IMG2] (B, 2, D); text (B, T, D), with [CLS] first if it has one; the last
+        layer's query of the text (B, T, D) and key of the images (B, S, D)."""
         count = ids.shape[1]
         text = self.embed.words(ids)
         if self.cfg.finetune_cls:
@@ -546,7 +543,7 @@ class IDC(nn.Module):
             seen_by_words = F.pad(seen, (0, count))  # no [MASK]
             seen = torch.cat([seen_by_words, seen_by_masks])
         img1_and_img2 = slice(None, None, self.img2)  # their tokens, 0 and self.img2
-        image, past, _ = self.cross(visual, rows=img1_and_img2)  # Eq. 5
+        image, past, _ = self.cross(visual, wanted=img1_and_img2)  # Eq. 5
         mask = F.pad(seen, (visual.shape[1], 0), value=True)  # all text sees the images
         text, _, query = self.cross(text, mask[None, None], past)  # Eq. 5
         key, _ = past[-1]
@@ -558,8 +555,8 @@ class IDC(nn.Module):
         """Eq. 6: predict masked words of the caption (B, V) from its other words and the images."""
         cfg = self.cfg
         ids, target = mask_words(caption, self.vocab_size, cfg.mask_rate, cfg.mask_rules)
-        visual, there, _ = self.visual(*images)
-        _, text = self.joint(visual, there, ids)  # Eq. 5
+        visual, real, _ = self.visual(*images)
+        _, text = self.joint(visual, real, ids)  # Eq. 5
         logits = self.head(text[:, 1:])  # without [CLS]
         return {"mlm": word_loss(logits, target)}  # Eq. 6
 
@@ -571,8 +568,8 @@ class IDC(nn.Module):
         pairs, count, cells, _ = features.shape
         masked = mask_cells(pairs, count, cells, cfg.cell_mask_rate, features.device)
         shown = features.masked_fill(masked[..., None], 0)
-        visual, there, _ = self.visual(*shown.unbind(1))
-        visual, _ = self.joint(visual, there, caption)  # Eq. 5
+        visual, real, _ = self.visual(*shown.unbind(1))
+        visual, _ = self.joint(visual, real, caption)  # Eq. 5
         visual = visual.unflatten(1, (2, -1))  # (B, 2, 1 + N, D)
         hidden = self.cell_head(visual[:, :count, 1:])  # without [IMG1] and [IMG2]
         # The projection's weights, transposed, map back to features.
@@ -580,23 +577,23 @@ class IDC(nn.Module):
         predicted = predicted.to(features.dtype).flatten(0, 2)
         features = features.flatten(0, 2)
         masked = masked.flatten()
-        rows = math.ceil(2 * cfg.cell_mask_rate * cells + 1)  # per pair, twice the expected number
-        rows = min(rows, cells) * pairs
+        of_a_pair = math.ceil(2 * cfg.cell_mask_rate * cells + 1)  # twice the expected number
+        losses = min(of_a_pair, cells) * pairs
         with torch.autocast(features.device.type, enabled=False):
-            loss = cell_loss(predicted, features, masked, rows, cfg.tau_mvcl, cfg.mvcl_negatives)
+            loss = cell_loss(predicted, features, masked, losses, cfg.tau_mvcl, cfg.mvcl_negatives)
         return {"mvcl": loss}  # Eq. 7-8
 
     def fda(self, images: list[Tensor], caption: Tensor, negatives: Tensor) -> dict[str, Tensor]:
         """Eq. 9. caption (B, V); negatives (B', 6, V'): rewritten captions of the first B'
         pairs."""
         count = negatives.shape[0]
-        visual, there, _ = self.visual(*[x[:count] for x in images])
+        visual, real, _ = self.visual(*[x[:count] for x in images])
         longest = max(caption.shape[1], negatives.shape[2])
         caption = F.pad(caption[:count], (0, longest - caption.shape[1]), value=NULL)
         negatives = F.pad(negatives, (0, longest - negatives.shape[2]), value=NULL)
         ids = torch.cat([caption[:, None], negatives], 1)  # (B', 7, V)
         visual = visual.repeat_interleave(ids.shape[1], 0)  # (7B', S, D)
-        visual, text = self.joint(visual, there, ids.flatten(0, 1))
+        visual, text = self.joint(visual, real, ids.flatten(0, 1))
         image = (visual[:, 0] + visual[:, self.img2]) / 2
         image = image.unflatten(0, (count, -1))  # (B', 7, D)
         text = text[:, 0].unflatten(0, (count, -1))  # [CLS], (B', 7, D)
@@ -792,34 +789,21 @@ def stages(cfg: Config) -> list[tuple[str, int, int]]:
     counts = {"pretrain": cfg.pretrain_steps, "finetune": cfg.steps}
     if cfg.cub:
         counts = {"cub": cfg.pretrain_steps} | counts
-    found = []
+    result = []
     first = 0
     for stage, count in counts.items():
         if count:
-            found.append((stage, first, first + count))
+            result.append((stage, first, first + count))
         first += count
-    return found
+    return result
 
 
 def tasks(cfg: Config, stage: str) -> list[str]:
     """The tasks of a stage of pre-training, each repeated as often as its share says."""
-    found = ["mlm"] * cfg.mlm + ["mvcl"] * cfg.mvcl + ["fda"] * cfg.fda
+    choice = ["mlm"] * cfg.mlm + ["mvcl"] * cfg.mvcl + ["fda"] * cfg.fda
     if cfg.nabirds and stage == "pretrain":
-        found += ["birds"] * 3  # a fifth of 9 + 1 + 2 + 3, appendix A.3
-    return found
-
-
-def check_config(cfg: Config) -> None:
-    """InputError if a rate of masking or a temperature is 0, or pre-training has no task."""
-    for name in ("mask_rate", "cell_mask_rate", "tau_mvcl", "tau_fda"):
-        value = getattr(cfg, name)
-        if not value > 0:
-            raise InputError(f"--{name} {value}: expected a number above 0")
-    for stage, _, _ in stages(cfg):
-        if stage != "finetune" and not tasks(cfg, stage):
-            raise InputError(
-                "--mlm 0 --mvcl 0 --fda 0 leave pre-training no task; give --pretrain_steps 0"
-            )
+        choice += ["birds"] * 3  # a fifth of 9 + 1 + 2 + 3, appendix A.3
+    return choice
 
 
 def draw_task(cfg: Config, stage: str, step: int) -> str:
@@ -896,10 +880,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     model = IDC(cfg, len(dataset.vocab), dataset.grid, longest).to(cfg.device)
     model.max_len = dataset.max_len
     if cfg.init and not resume:
-        check_init(cfg)
-        other, state = load_model(IDC, cfg, cfg.init)
-        dataset.check_state(state)
-        model.load_state_dict(other.state_dict())
+        load_init(model, cfg, dataset)
     parameters = list(model.parameters())
     if cfg.compile and cfg.on_cuda:
         model.compile(fullgraph=True, dynamic=False)
@@ -995,52 +976,25 @@ KINDS = {
     "material": ["rubber matte", "metal metallic shiny"],
     "shape": ["cube block", "sphere ball", "cylinder"],
 }
-MEANING = {
-    word: (kind, synonyms)
-    for kind, group in KINDS.items()
-    for synonyms in group
-    for word in synonyms.split()
-}
+MEANING = {}  # word -> (its kind, its synonyms)
+for kind, meanings in KINDS.items():
+    for synonyms in meanings:
+        MEANING |= dict.fromkeys(synonyms.split(), (kind, synonyms))
 
 
 class Negatives:
-    """Section "FDA": six rewritten captions of every training pair, kept in train_neg_tfidf6.json
-    in the released layout, one JSON object per line, so that the authors' file can be read, too.
-    InputError if the file has no row for a pair with its current captions: negatives made from
-    other captions might be true of the pair."""
+    """Section "FDA": six rewritten captions of every training pair. They are kept in a file whose
+    name depends on the captions, because negatives of other captions might be true of a pair."""
 
     def __init__(self, dataset):
         import data
 
-        path = dataset.root / "train_neg_tfidf6.json"
-        pairs = dataset.pairs("train")
+        captions = json.dumps([[p.id, p.captions] for p in dataset.pairs("train")])
+        digest = hashlib.sha256(captions.encode()).hexdigest()[:12]
+        path = dataset.root / f"negatives-{digest}.json"
         if not path.exists():
-            made = rewrite(dataset)
-            lines = []
-            for p in pairs:
-                row = {"img1": p.before, "img2": p.after, "sentences": p.captions}
-                row["neg_samples"] = made[p.id]
-                lines.append(json.dumps(row) + "\n")
-            write_text(path, "".join(lines))
-        made_of = {}  # images and captions -> negatives
-        self.texts = {}  # by pair id
-        remedy = "every training pair needs its neg_samples; remove the file to make it again"
-        with file_errors(path, remedy):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                row = data.parse_json(line)
-                before = row.get("img1") or row["img"]
-                texts = data.check_strings(row["neg_samples"])
-                if len(texts) != 6:
-                    raise InputError(f"expected six neg_samples, found {len(texts)}")
-                made_of[origin(before, row.get("img2") or "", row["sentences"])] = texts
-            for p in pairs:
-                own = origin(p.before, p.after or "", p.captions)
-                before, _ = os.path.splitext(p.before)  # the authors' names have no extension
-                after, _ = os.path.splitext(p.after or "")
-                texts = made_of.get(own) or made_of.get(origin(before, after, p.captions))
-                if texts is None:
-                    raise InputError(f"none for {p.id} with its current captions")
-                self.texts[p.id] = texts
+            write_text(path, json.dumps(rewrite(dataset)))
+        self.texts = json.loads(path.read_text(encoding="utf-8"))  # by pair id
         self.max_len = dataset.max_len  # longer rewrites are cut
         words = dataset.vocab.words
         self.vocab = data.Vocab(words, dataset.vocab.tokenizer, self.max_len - 2)
@@ -1054,23 +1008,16 @@ class Negatives:
         return torch.tensor(ids)
 
 
-def origin(before: str, after: str, captions: list[str]) -> tuple:
-    """What negatives were made from, as a key: names of images, and the words of their captions,
-    in lower case and without punctuation, because the authors may have changed both."""
-    words = {" ".join(re.findall(r"\w+", caption.lower())) for caption in captions}
-    return before, after, frozenset(words)
-
-
 def rewrite(dataset) -> dict[str, list[str]]:
     """Each training pair's id -> its six negatives, two each from Retrieve, Replace and Confuse, as
     in section "Implementation Details" ("retrieve:replace:confuse=2:2:2").
 
     [ours] All captions of a pair share its negatives. Single images (CUB) have no subjects to
     confuse: three come from Retrieve, three from Replace. If a strategy finds too few, Retrieve and
-    then Replace fill the gap. On CLEVR-Change the ratio is 1:2:2 plus one: a scene's changed pair
-    and its distractor pair share five rewrites of the change. The sixth, in place of one from
-    Retrieve, is a caption of the other pair, so that the text alone does not reveal to which of the
-    two pairs a set belongs."""
+    then Replace fill the gap. On CLEVR-Change, a scene's changed pair and its distractor pair share
+    five rewrites of the change: one from Retrieve, two from Replace, two from Confuse. The sixth is
+    a caption of the other pair, so that the text alone does not reveal to which of the two pairs a
+    set belongs."""
     scenes = dataset.scenes["train"]
     unchanged = dataset.kinds.get("no change", set())
     captions = []
@@ -1199,18 +1146,21 @@ def parse(dataset, texts: list[str]) -> tuple[dict, dict, dict]:
     tokens = {}
     words = {}
     subjects = {}
-    docs = data.language(dataset.name).pipe(texts, batch_size=1000)
-    for text, doc in zip(texts, docs, strict=True):
-        tokens[text] = [token.text_with_ws for token in doc]
+    for text, doc in zip(texts, data.analysed(dataset.name, texts), strict=True):
+        if isinstance(doc, str):  # from a template
+            tagged = [(token, "", "") for token in re.findall(r"\w+\s*|\W\s*", doc)]
+        else:
+            tagged = [(token.text_with_ws, token.pos_, token.tag_) for token in doc]
+        tokens[text] = [token for token, _, _ in tagged]
         subjects[text] = data.subjects(doc)
         words[text] = []
-        for token in doc:
-            word = token.lower_
+        for i, (token, pos, tag) in enumerate(tagged):
+            word = token.strip().lower()
             if word in MEANING:
                 kind, _ = MEANING[word]
-                words[text].append((token.i, word, kind))
-            elif token.pos_ in ("NOUN", "ADJ"):
-                words[text].append((token.i, word, token.tag_))
+                words[text].append((i, word, kind))
+            elif pos in ("NOUN", "ADJ"):
+                words[text].append((i, word, tag))
     return tokens, words, subjects
 
 
@@ -1289,7 +1239,11 @@ def open_dataset(cfg: Config, make: bool = True):
     sets."""
     import data
 
-    check_config(cfg)
+    for stage, _, _ in stages(cfg):
+        if stage != "finetune" and not tasks(cfg, stage):
+            raise InputError(
+                "--mlm 0 --mvcl 0 --fda 0 leave pre-training no task; give --pretrain_steps 0"
+            )
     dataset = data.open_dataset(cfg, make)
     if cfg.cub:
         cub = data.vocab_of("cub", data.read_release("cub", Path(cfg.cub)))
@@ -1310,13 +1264,15 @@ def open_datasets(cfg: Config, dataset) -> dict:
     return datasets
 
 
-def check_init(cfg: Config) -> None:
-    """InputError if the weights of --init would work differently in this model."""
-    pretrained = saved_config(Config, cfg.init)
+def load_init(model: IDC, cfg: Config, dataset) -> None:
+    """Start from the weights of --init. InputError if they would work differently in this model."""
+    state = load_checkpoint(cfg.init, cfg.device)
+    dataset.check_state(state)
     for name in ("heads", "project", "exponent"):  # the shapes of the weights do not show these
-        value = getattr(pretrained, name)
+        value = state["config"][name]
         if getattr(cfg, name) != value:
             raise InputError(f"--init {cfg.init} was trained with --{name} {value}; give the same")
+    load_weights(model, state["model"], cfg.init)
 
 
 def open_cub(cfg: Config, dataset):

@@ -12,7 +12,7 @@ Eq. 2      RDD.encode          F_diff = F_bef - F_aft
 Eq. 3-5    GlobalDifference    F^_x = LN(F_x + MHCA(F_x, F_diff)), F_c = W [F^_bef ; F^_aft]
 Eq. 6-8    DistillingBlock     F_c^i = F_c^{i-1} + MHSA(F_c^{i-1})
                                F_o^ = F_o^{i-1} + MHCA(F_o^{i-1}, F_c^i), F_o^i = F_o^ + FFN(F_o^)
-Eq. 9      Fusion              MF(F_c ; F_object ; F_action), joined along the tokens
+Eq. 9      Fusion              MF(F_c ; F_object ; F_action), concatenated along the token axis
 Eq. 10-13  alignment_loss      L_N2O, L_V2A  InfoNCE of cosines, mean of the vectors <-> phrases
 Eq. 14     Decoder.head        next word
 Eq. 15     caption_loss        L_XE
@@ -25,8 +25,9 @@ Where the paper is silent or leaves two readings, the choice is marked [ours]. T
 residuals and LayerNorms of Eq. 4, 6 and 7 above are ours (see DistillingBlock); --no-residual
 follows the printed equations. In every attention, biases and the output projection are [ours].
 
-Symbols: objects and actions are the paper's F_object and F_action, distil_steps is its N, w_n2o and
-w_v2a are lambda_1 and lambda_2. K vectors are K_o objects or K_a actions; the paper writes k.
+Symbols: objects and actions are the paper's F_object and F_action, w_n2o and w_v2a are lambda_1
+and lambda_2. The paper's N is distil_steps; here N counts cells. K vectors are K_o objects or K_a
+actions; the paper writes k.
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a caption
 (START, words, END, padding), K vectors, M tokens that they read, P vectors of a prompt, S texts,
 d width of CLIP's text space.
@@ -62,7 +63,6 @@ from common import (
     InputError,
     Run,
     RunConfig,
-    check_length,
     decode,
     initialise,
     is_word,
@@ -114,8 +114,9 @@ class Config(RunConfig):
 class ImageEmbedding(nn.Module):
     """Eq. 1: F_x = conv_1x1(features) + PE. (B, C, H, W) -> (B, N, D), cell n = row * W + column.
 
-    [ours] A position is a column's and a row's vector. Both images have the same positions, so they
-    cancel in Eq. 2: F_bef and F_aft contain positions, F_diff does not."""
+    [ours] A cell's position is the vector of its column followed by that of its row. Both images
+    have the same positions, so they cancel in Eq. 2: F_bef and F_aft contain positions, F_diff does
+    not."""
 
     def __init__(self, cfg: Config, channels: int, height: int, width: int):
         super().__init__()
@@ -124,9 +125,8 @@ class ImageEmbedding(nn.Module):
         self.position = GridPosition(cfg.dim, height, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        found = tuple(features.shape[1:])
-        if found != self.grid:
-            raise ValueError(f"features: (C, H, W) = {self.grid} expected, {found} found")
+        # Broadcasting would accept some other shapes in silence.
+        assert features.shape[1:] == self.grid, f"{self.grid} expected, {features.shape} found"
         x = self.conv(features) + self.position()  # Eq. 1
         return x.flatten(2).transpose(1, 2)  # (B, D, H, W) -> (B, N, D)
 
@@ -135,7 +135,8 @@ class GlobalDifference(nn.Module):
     """Eq. 3-5: F^_x = LN(F_x + MHCA(F_x, F_diff)), F_c = W [F^_bef ; F^_aft].
 
     [ours] Eq. 5 joins channels, and a linear layer brings 2D back to D; one attention serves both
-    images. Eq. 4 as printed (residual=False) is MHCA alone."""
+    images. Eq. 4 as printed (residual=False) is MHCA alone; its residual and LayerNorm are those of
+    DIRL+CCR's released code, although that paper prints neither."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -161,11 +162,10 @@ class DistillingBlock(nn.Module):
     """Eq. 6-8: the source attends to itself, the vectors attend to the source, a linear layer.
 
     [ours] Eq. 6 and 7 have residuals, and Eq. 6-8 are pre-norm. The paper prints a single residual,
-    in Eq. 8, and no LayerNorm. Eq. 7 then makes every vector a weighted mean of cells; at first the
-    weights hardly differ between vectors, so all K vectors are alike, and they stay alike. Eq. 4,
-    too, has a residual and a LayerNorm, as in DIRL+CCR's released code, although that paper prints
-    neither. residual=False: Eq. 4 and 6-8 as printed. The "FFN" is one fully connected layer, as
-    the text says, without an activation."""
+    in Eq. 8, and no LayerNorm (residual=False). As printed, Eq. 7 replaces each vector by a
+    weighted mean of cells. At the start all K vectors have nearly the same weights, so they become
+    alike and stay so. The "FFN" is one fully connected layer, as the text says, without an
+    activation."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -271,7 +271,7 @@ class DecoderLayer(nn.Module):
         """-> attended words (B, V, D), and keys and values of all words so far: the next `past`.
 
         Without `past`, x holds all words from START on. With `past`, x is the single word after
-        those of `past`; `stepper` decodes this way."""
+        those of `past`; a Cache decodes this way."""
         q, k, v = self.self_attention.project(x, x)
         if past is None:
             return self.self_attention.attend(q, k, v, causal=True), (k, v)
@@ -311,7 +311,7 @@ class Decoder(nn.Module):
     def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
         end = start + ids.shape[1]
-        check_length(end, self.position.num_embeddings)
+        assert end <= self.position.num_embeddings, "a caption is longer than max_len"
         position = self.position.weight[start:end]
         return self.dropout(self.norm(self.project(self.embed(ids)) + position))
 
@@ -324,19 +324,28 @@ class Decoder(nn.Module):
             memory.append((key, value))
         return memory
 
-    def stepper(self, difference: Tensor):
-        """-> step(ids (B,), position) -> logits of the next word (B, vocabulary), for `decode`.
-        Keys and values of the differences and of earlier words are kept between steps."""
-        memory = self.memory(difference)
-        past = [None] * len(self.layers)
 
-        def step(ids: Tensor, t: int) -> Tensor:
-            x = self.embed_words(ids[:, None], t)
-            for i, layer in enumerate(self.layers):
-                x, past[i], _ = layer(x, memory[i], past[i])
-            return self.head(x[:, 0])
+class Cache:
+    """Writes captions word by word, see common.decode. `memory` and `past` hold the keys and values
+    of the differences and of the words so far, for each layer."""
 
-        return step
+    def __init__(self, decoder: Decoder, difference: Tensor):
+        self.decoder = decoder
+        self.memory = decoder.memory(difference)
+        self.past = [None] * len(decoder.layers)
+
+    def step(self, ids: Tensor, t: int) -> Tensor:
+        """ids (B,) at position t -> logits of the next word (B, vocabulary)."""
+        x = self.decoder.embed_words(ids[:, None], t)  # (B, 1, D)
+        for i, layer in enumerate(self.decoder.layers):
+            x, self.past[i], _ = layer(x, self.memory[i], self.past[i])
+        return self.decoder.head(x[:, 0])
+
+    def reorder(self, rows: Tensor) -> None:
+        """After a step: caption i goes on from what caption rows[i] has so far. rows: any number
+        of row numbers of the batch."""
+        self.memory = [(key[rows], value[rows]) for key, value in self.memory]
+        self.past = [(key[rows], value[rows]) for key, value in self.past]
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -361,7 +370,7 @@ def alignment_loss(
     other: templates make many such pairs, and the loss would push apart what says the same. Phrases
     of equal meaning ("is gone", "is missing") remain negatives: in a batch of 16 changed pairs of
     mini, about 70 % of the pairs have such a negative. All pairs without a change have one, so
-    among these the loss stays at chance."""
+    the loss of these stays at chance, because all their captions say the same."""
     f_c = F.normalize(vectors.mean(1), dim=-1)  # Eq. 10; F_c of Eq. 11-12, not of Eq. 5
     f_l = F.normalize(phrases, dim=-1)  # F_l of Eq. 11-12: F_noun or F_verb
     s = f_l @ f_c.T / tau  # (B, B), phrases in rows
@@ -428,7 +437,8 @@ class RDD(nn.Module):
             )
         # [ours] One prompt for all noun phrases and one for all verb phrases, as in CoOp. The paper
         # also cites CoCoOp, which makes a prompt for each input, and says that prompts "adaptively
-        # generate different prompts for different segments": ours is the weaker reading.
+        # generate different prompts for different segments": ours, one for all, reads this sentence
+        # less literally.
         self.noun_prompt = None
         self.verb_prompt = None
         size = (cfg.prompt_tokens, cfg.clip_width)
@@ -477,22 +487,19 @@ class RDD(nn.Module):
         """The terms of Eq. 16 for one batch of pairs: features (B, C, H, W) twice, caption (B, V),
         its phrases."""
         cfg = self.cfg
-        if (cfg.w_n2o and nouns is None) or (cfg.w_v2a and verbs is None):
-            raise ValueError(
-                "L_N2O needs nouns=, L_V2A verbs=, the captions' Attributes; "
-                "set w_n2o and w_v2a to 0 to leave them out"
-            )
         tokens, distilled = self.encode(before, after)  # Eq. 1-9
         hidden, _, _ = self.decoder(caption, tokens)
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 14-15
         # Cosines divided by a small temperature need float32.
         with torch.autocast(caption.device.type, enabled=False):
             if cfg.w_n2o:
+                assert nouns is not None, "L_N2O needs nouns=, or w_n2o=0 to leave it out"
                 f_object = upcast(distilled["objects"].vectors)
                 f_noun = self.adapter(upcast(nouns.text))
                 n2o = alignment_loss(f_object, f_noun, nouns.valid, nouns.same, cfg.tau)
                 losses["n2o"] = n2o  # Eq. 10-13
             if cfg.w_v2a:
+                assert verbs is not None, "L_V2A needs verbs=, or w_v2a=0 to leave it out"
                 f_action = upcast(distilled["actions"].vectors)
                 f_verb = self.adapter(upcast(verbs.text))
                 v2a = alignment_loss(f_action, f_verb, verbs.valid, verbs.same, cfg.tau)
@@ -513,8 +520,8 @@ class RDD(nn.Module):
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
         """Captions of pairs of features (B, C, H, W): greedy ids (B, max_len)."""
         tokens, _ = self.encode(before, after)
-        step = self.decoder.stepper(tokens)
-        return decode(step, before.shape[0], self.max_len, before.device)
+        cache = Cache(self.decoder, tokens)
+        return decode(cache.step, before.shape[0], self.max_len, before.device)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
@@ -552,29 +559,17 @@ def encode_prompted(clip, tokens: Tensor, prompt: Tensor | None = None) -> Tenso
     """CLIP's text encoder with P learned vectors between the start token and the words, as in CoOp.
     Without a prompt, the same as CLIP's encode_text.
 
-    tokens (S, L) ids, prompt (P, width) for all texts or (S, P, width) for each -> (S, d). L may
-    stop at the longest text's end token, since later tokens are never seen. Words that do not fit
-    are cut off; the end token stays."""
-    count = 0 if prompt is None else prompt.shape[-2]
-    room = clip.context_length - count
-    if room < 3:
-        raise InputError(
-            f"a prompt of {count} vectors leaves no room for words in CLIP's {clip.context_length} "
-            "tokens; lower --prompt_tokens"
-        )
-    if tokens.shape[1] > room:
-        end = tokens.max(1, keepdim=True).values  # the end token has the highest id
-        cut = torch.cat([tokens[:, : room - 1], end], 1)
-        fits = (tokens[:, :room] == end).any(1, keepdim=True)
-        tokens = torch.where(fits, tokens[:, :room], cut)
+    tokens (S, L) ids, prompt (P, width) -> (S, d). L may stop at the longest text's end token,
+    since later tokens are never seen. L + P is at most CLIP's context length (77 tokens)."""
     x = clip.token_embedding(tokens)  # (S, L, width)
+    ends = tokens.argmax(1)  # the end token has the highest id
     if prompt is not None:
-        prompt = prompt.expand(x.shape[0], -1, -1)
-        x = torch.cat([x[:, :1], prompt, x[:, 1:]], 1)  # (S, L + P, width)
+        prompts = prompt.expand(x.shape[0], -1, -1)  # (S, P, width)
+        x = torch.cat([x[:, :1], prompts, x[:, 1:]], 1)  # (S, L + P, width)
+        ends = ends + prompt.shape[0]
     size = x.shape[1]
     x = x + clip.positional_embedding[:size]
     x = clip.transformer(x, attn_mask=clip.attn_mask[:size, :size])
-    ends = tokens.argmax(1) + count
     x = clip.ln_final(x)[torch.arange(x.shape[0], device=x.device), ends]  # (S, width)
     if isinstance(clip.text_projection, nn.Linear):
         return clip.text_projection(x)
@@ -619,47 +614,31 @@ class Phrases:
         }
         tokens = tokenizer(texts)  # (S, context)
         longest = 1 + int(tokens.argmax(1).max())  # the end token has the highest id
+        # The padding after it costs time, and a learnable prompt needs its room.
         self.tokens = tokens[:, :longest].to(cfg.device)
-        self.encode_prompted = encode_prompted
-        if cfg.compile and cfg.on_cuda:
-            # dynamic: the number of phrases varies between batches.
-            self.encode_prompted = torch.compile(encode_prompted, fullgraph=True, dynamic=True)
 
     def encode(
         self, captions: list[str], prompts: dict[str, Tensor | None]
     ) -> dict[str, Attributes]:
         """Attributes of the "nouns", the "verbs" or both of B captions. prompts: see RDD.prompts.
-        CLIP runs once and encodes repeated phrases once."""
-        rows = {}  # kind -> (B,) rows of self.tokens
-        places = {}  # kind -> (B,) index of each caption's text in `texts` below
-        chosen = []  # rows of self.tokens that make `texts`, kind after kind
-        learned = []  # the prompt of each of these rows
-        count = 0
+
+        CLIP encodes repeated phrases once."""
+        device = self.tokens.device
+        attributes = {}
+        # CLIP runs twice in a step. A GPU would be faster with one call for both kinds, but the
+        # bookkeeping of who said what would take as many lines as this method.
         for kind, prompt in prompts.items():
-            row = torch.tensor([self.rows[kind][caption] for caption in captions])
+            rows = torch.tensor([self.rows[kind][caption] for caption in captions])  # (B,)
             # A pair without a phrase (-1) gets any text: `valid` leaves the pair out. This is done
             # on the CPU, because `unique` would make the program wait for the GPU.
-            distinct, place = row.clamp(min=0).unique(return_inverse=True)
-            rows[kind] = row
-            places[kind] = place + count
-            chosen.append(distinct)
-            if prompt is not None:
-                learned.append(prompt.expand(distinct.shape[0], -1, -1))
-            count += distinct.shape[0]
-
-        device = self.tokens.device
-        tokens = self.tokens[torch.cat(chosen).to(device, non_blocking=True)]
-        prompt = torch.cat(learned) if learned else None
-        texts = self.encode_prompted(self.clip, tokens, prompt)
-        attributes = {}
-        for kind in prompts:
-            row = rows[kind].to(device, non_blocking=True)
-            place = places[kind].to(device, non_blocking=True)
+            distinct, place = rows.clamp(min=0).unique(return_inverse=True)
+            texts = encode_prompted(self.clip, self.tokens[distinct.to(device)], prompt)
+            rows = rows.to(device)
             if self.ignore_equal:
-                same = row[:, None] == row
+                same = rows[:, None] == rows
             else:
-                same = torch.eye(row.shape[0], dtype=torch.bool, device=device)
-            attributes[kind] = Attributes(texts[place], row >= 0, same)
+                same = torch.eye(len(captions), dtype=torch.bool, device=device)
+            attributes[kind] = Attributes(texts[place.to(device)], rows >= 0, same)
         return attributes
 
 
@@ -692,15 +671,15 @@ def verb_matcher(vocab):
 
 
 def segments(doc) -> tuple[list[str], list[str]]:
-    """Noun segments and verb segments of one caption that spaCy has read, in reading order, lower
+    """Noun segments and verb segments of one caption (see data.analysed), in reading order, lower
     case. Nouns come without articles, but with "no" ("no change"). A copula without a complement
     ("is") counts only if the caption has no other verb segment."""
-    from spacy.util import filter_spans
-
     import data
 
-    if not doc.has_annotation("DEP"):  # a template's caption, split into tokens but not parsed
-        return data.template_segments(doc.text)
+    if isinstance(doc, str):  # a template's caption, which needs no spaCy
+        return data.template_segments(doc)
+    from spacy.util import filter_spans
+
     chunks = list(doc.noun_chunks)
     nouns = [data.noun_phrase(chunk) for chunk in chunks]
     in_chunks = {token.i for chunk in chunks for token in chunk}
@@ -737,9 +716,10 @@ def phrases_of(dataset, cfg: Config) -> Phrases | None:
 # ---- presets -------------------------------------------------------------------------------------
 
 # K_a from section "Effect of Learnable Vectors Number". The main text has no batch size, learning
-# rate or schedule, and we do not have the supplement: we take SCORER's [ours]. SCORER was not
-# trained on LEVIR-CC: here it has Spot-the-Diff's batch size and no drops of the learning rate. For
-# your own pairs (usually few): half the width, and early stopping on validation [ours].
+# rate or schedule, and we do not have the supplement: we take SCORER's [ours]. For LEVIR-CC,
+# which SCORER's paper does not use, RDD+ACR takes Spot-the-Diff's batch size and no drops of the
+# learning rate. For your own pairs (usually few): half the width, and early stopping on validation
+# [ours].
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "levir_cc": dict(action_vectors=10, batch_size=32),
@@ -765,16 +745,15 @@ def compute_losses(
     batches = [batch.to(cfg.device) for batch in batches]
     before = torch.cat([batch.before for batch in batches])
     after = torch.cat([batch.after for batch in batches])
-    longest = max(batch.caption.shape[1] for batch in batches)
-    captions = []
-    texts = []
-    for batch in batches:
-        captions.append(F.pad(batch.caption, (0, longest - batch.caption.shape[1])))
-        if phrases:
-            texts += batch.texts
+    caption = torch.cat([batch.caption for batch in batches])
     with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.on_cuda):
-        attributes = phrases.encode(texts, model.prompts()) if phrases else {}
-        losses = model(before, after, torch.cat(captions), **attributes)
+        attributes = {}
+        if phrases:
+            texts = []
+            for batch in batches:
+                texts += batch.texts
+            attributes = phrases.encode(texts, model.prompts())
+        losses = model(before, after, caption, **attributes)
     losses["total"] = total_loss(losses, cfg)  # Eq. 16
     return losses
 

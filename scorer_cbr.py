@@ -29,7 +29,7 @@ RR                              --w_match 0 --w_cbr 0
 RR+CBR                          --w_match 0
 SCORER                          --w_cbr 0
 matching (Fig. 3)               --matching mtm, tm, mean or max
-heads (Fig. 4)                  --heads 8 (the figure: Eq. 3 and 5; the flag: decoder and CBR, too)
+heads (Fig. 4)                  --heads 8 (the flag also changes the heads of decoder and CBR)
 layers (Fig. 5)                 --layers 2
 fusion (section 6.3)            --fusion cat, sum or hadamard
 There is no flag for RR+ (Fig. 13), whose distance is missing from our copy, nor for the fusion in
@@ -60,7 +60,6 @@ from common import (
     InputError,
     Run,
     RunConfig,
-    check_length,
     decode,
     info_nce,
     is_word,
@@ -82,7 +81,7 @@ class Config(RunConfig):
     """SCORER+CBR. The settings of a run (data, steps, device) are in common.RunConfig.
 
     From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
-    released variant; Config(variant="released") sets the name only, not RELEASED's values."""
+    released variant."""
 
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings
@@ -101,7 +100,6 @@ class Config(RunConfig):
     train_cbr: bool = True  # train CBR; the released code leaves its weights as initialised
     sentence_mean: Literal["words", "padded"] = "words"  # CBR: divide by word count, or by max_len
     ffn_residual: Literal["input", "activation"] = "input"  # residual of the feed-forward layer
-    variant: Literal["paper", "released"] = "paper"  # whose version of the details in RELEASED
     val_decode: Literal["greedy", "sample"] = "greedy"  # decoding of validation captions
     blind: bool = False  # zero the image features (language-only baseline)
 
@@ -127,9 +125,8 @@ class ImageEmbedding(nn.Module):
         self.position = GridPosition(dim, height, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        found = tuple(features.shape[1:])
-        if found != self.grid:
-            raise ValueError(f"features: (C, H, W) = {self.grid} expected, {found} found")
+        # Broadcasting would accept some other shapes in silence.
+        assert features.shape[1:] == self.grid, f"{self.grid} expected, {features.shape} found"
         if self.use_coords:
             coords = self.coords.to(features.dtype).expand(features.shape[0], -1, -1, -1)
             features = torch.cat([features, coords], 1)
@@ -208,7 +205,7 @@ class DecoderLayer(nn.Module):
         """-> attended words (B, V, D), and keys and values of all words so far: the next `past`.
 
         Without `past`, x holds all words from START on, and each sees itself and earlier ones. With
-        `past`, x is the single word after those of `past`; `stepper` decodes this way."""
+        `past`, x is the single word after those of `past`; a Cache decodes this way."""
         q, k, v = self.self_attention.project(x, x)
         if past is not None:
             past_k, past_v = past
@@ -244,7 +241,7 @@ class Decoder(nn.Module):
     def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
         end = start + ids.shape[1]
-        check_length(end, self.position.shape[0])
+        assert end <= self.position.shape[0], "a caption is longer than max_len"
         x = self.embed(ids) + self.position[start:end]
         return self.norm(self.dropout(self.project(x)))
 
@@ -257,19 +254,28 @@ class Decoder(nn.Module):
             memory.append((key, value))
         return memory
 
-    def stepper(self, difference: Tensor):
-        """-> step(ids (B,), position) -> logits of the next word (B, vocabulary), for `decode`.
-        Keys and values of the difference and of earlier words are kept between steps."""
-        memory = self.memory(difference)
-        past = [None] * len(self.layers)
 
-        def step(ids: Tensor, t: int) -> Tensor:
-            x = self.embed_words(ids[:, None], t)  # (B, 1, D)
-            for i, layer in enumerate(self.layers):
-                x, past[i], _ = layer(x, memory[i], past[i])
-            return self.head(x[:, 0])
+class Cache:
+    """Writes captions word by word, see common.decode. `memory` and `past` hold the keys and values
+    of the difference and of the words so far, for each layer."""
 
-        return step
+    def __init__(self, decoder: Decoder, difference: Tensor):
+        self.decoder = decoder
+        self.memory = decoder.memory(difference)
+        self.past = [None] * len(decoder.layers)
+
+    def step(self, ids: Tensor, t: int) -> Tensor:
+        """ids (B,) at position t -> logits of the next word (B, vocabulary)."""
+        x = self.decoder.embed_words(ids[:, None], t)  # (B, 1, D)
+        for i, layer in enumerate(self.decoder.layers):
+            x, self.past[i], _ = layer(x, self.memory[i], self.past[i])
+        return self.decoder.head(x[:, 0])
+
+    def reorder(self, rows: Tensor) -> None:
+        """After a step: caption i goes on from what caption rows[i] has so far. rows: any number
+        of row numbers of the batch."""
+        self.memory = [(key[rows], value[rows]) for key, value in self.memory]
+        self.past = [(key[rows], value[rows]) for key, value in self.past]
 
 
 class BackwardReasoning(nn.Module):
@@ -314,25 +320,23 @@ def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: in
 
     "mtm" and "tm" are match_by_definition with `heads` heads and with one; "mean" and "max"
     (Fig. 3) pool the tokens first. As released, tokens are not normalised, and a learned scale
-    replaces Eq. 4's 1 / temperature. Computed in float32 even under autocast, because scores near
+    replaces Eq. 4's 1 / temperature. Scores are in float32 even under autocast, because those near
     50 differ by tenths, which bfloat16 rounds away."""
     with torch.autocast(q.device.type, enabled=False):
-        q = upcast(q)
-        k = upcast(k)
         if matching == "mtm":
             score = token_match(q, k, heads)  # Eq. 3
         elif matching == "tm":
             score = token_match(q, k)  # Eq. 2
         elif matching == "mean":
-            score = q.mean(1) @ k.mean(1).T
+            score = upcast(q).mean(1) @ upcast(k).mean(1).T
         else:
-            score = q.amax(1) @ k.amax(1).T
+            score = upcast(q).amax(1) @ upcast(k).amax(1).T
         return log_scale.exp() * score
 
 
 def match_loss(bef_to_aft: Tensor, aft_to_bef: Tensor) -> Tensor:
-    """Eq. 4, L_cv: InfoNCE over the rows of both similarity matrices (B, B). The matrices are not
-    each other's transpose, because queries and keys are projected differently."""
+    """Eq. 4, L_cv: InfoNCE over the rows of both similarity matrices (B, B)."""
+    # Neither is the other's transpose: queries and keys are projected differently.
     return (info_nce(bef_to_aft) + info_nce(aft_to_bef)) / 2  # Eq. 4
 
 
@@ -343,10 +347,11 @@ def cbr_loss(hat_to_aft: Tensor) -> Tensor:
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
-    """Eq. 12, L_cap: cross-entropy of each next word, averaged over all real words of the batch, as
-    released. The formula is missing from our copy; in DIRL's paper, by the same authors, it is a
-    sum over words.
+    """Eq. 12, L_cap: cross-entropy of each next word.
+
     logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
+    # As released, a mean over all real words of the batch. The formula is missing from our copy;
+    # in DIRL's paper, by the same authors, it is a sum over words.
     predicted = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
     return F.cross_entropy(predicted, target, ignore_index=NULL)  # Eq. 12
@@ -405,7 +410,7 @@ class SCORER(nn.Module):
         if self.cfg.blind:
             before = torch.zeros_like(before)
             after = torch.zeros_like(after)
-        x_bef, x_aft = self.embed(torch.cat([before, after])).chunk(2)  # Eq. 1
+        x_bef, x_aft = self.embed(torch.cat([before, after])).unflatten(0, (2, -1))  # Eq. 1
         new_bef = x_bef
         new_aft = x_aft
         projections = []
@@ -461,13 +466,10 @@ class SCORER(nn.Module):
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
-        """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len).
-
-        A caption ends at END or NULL. In the released code it ends at END alone, but the text is
-        cut at NULL."""
+        """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len)."""
         difference, _, _, _ = self.encode(before, after)
-        step = self.decoder.stepper(difference)
-        return decode(step, before.shape[0], self.max_len, before.device, sample)
+        cache = Cache(self.decoder, difference)
+        return decode(cache.step, before.shape[0], self.max_len, before.device, sample)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@
     python tests/bench.py decode [--method dirl_ccr] [--batch 64]   greedy captions, cached and not
     python tests/bench.py match [--batch 128]                       token-wise matching, both passes
 
-The plain formulation computes every matching score at once (as in tests/test_common.py), writes out
+The plain formulation computes every matching score at once (as in tests/test_match.py), writes out
 attention's probabilities, uses float32 without torch.compile, and starts decoding over at each
 word. The two formulations take turns. Each turn is a separate process, so that its peak memory can
 be measured. Operations are those of dense matrix products. They are also given as a share of the
@@ -31,7 +31,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 import torch
 from open_clip.transformer import TextTransformer
-from test_common import dense_match
+from test_match import dense_match
 from torch import Tensor
 from torch.utils.flop_counter import (
     FlopCounterMode,
@@ -58,7 +58,6 @@ METHODS = {
     "idc_pretrain": idc_pretrain.IDC,
 }
 WORDS = 76  # CLEVR-Change's
-ENTITIES = 500  # candidates of CHEERS
 CLIP = 768  # ViT-L-14's width
 PHRASE = 16  # ids of a noun phrase
 REPEATED = 10  # phrases that the distractors share
@@ -98,7 +97,7 @@ def plain_attend(self, q, k, v, causal=False, mask=None):
 
 
 def plain_match(q, k, heads=1):
-    """common.token_match, but with every matching score at once."""
+    """common.token_match, but with every matching score of a head at once."""
     total = 0
     for q_of_head, k_of_head in zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True):
         total = total + dense_match(q_of_head, k_of_head)
@@ -119,7 +118,6 @@ def phrases_of(cfg, texts):
     phrases.clip = clip
     phrases.ignore_equal = True
     phrases.tokens = torch.randint(49408, (REPEATED + half, PHRASE), device=cfg.device)
-    phrases.encode_prompted = rdd_acr.encode_prompted
     return phrases
 
 
@@ -158,18 +156,15 @@ def match_work(args) -> Work:
 
 
 def model_of(args, cfg):
-    """A model with random weights and, for CHEERS, with a table of entities."""
-    inputs = []
-    if args.method == "cheers":
-        inputs.append(torch.randn(ENTITIES, CLIP))
-    return METHODS[args.method](cfg, WORDS, args.grid, args.length, *inputs).to(args.device)
+    """A model with random weights."""
+    return METHODS[args.method](cfg, WORDS, args.grid, args.length).to(args.device)
 
 
 def entities_of(args, cfg) -> list[Tensor]:
-    """CHEERS's entities of each pair (B, K); nothing for the other methods."""
+    """CHEERS's entities of each pair (B, K, d); nothing for the other methods."""
     if args.method != "cheers":
         return []
-    return [torch.randint(ENTITIES, (args.batch, cfg.k), device=args.device)]
+    return [torch.randn(args.batch, cfg.k, cfg.clip_dim, device=args.device)]
 
 
 def decode_work(args) -> Work:
@@ -227,9 +222,6 @@ def step_work(args) -> Work:
         if args.plain or not cfg.compile or not args.device.startswith("cuda"):
             return
         model.compile(fullgraph=True, dynamic=False)
-        if args.method == "rdd_acr":
-            encode = torch.compile(rdd_acr.encode_prompted, fullgraph=True, dynamic=True)
-            more[0].encode_prompted = encode
         run()
 
     images_of_a_batch = before.nbytes + after.nbytes

@@ -109,7 +109,7 @@ SCORES = {
     "add": ("scores", "add", "CIDEr"),
     "drop": ("scores", "drop", "CIDEr"),
     "move": ("scores", "move", "CIDEr"),
-    "pointing": ("pointing", "attention", "total"),
+    "pointing": ("scores", "total", "pointing"),
 }
 README_COLUMNS = ["semantic CIDEr", "change type", "all four", "new value", "place", "distractors"]
 COLUMNS = [*README_COLUMNS, "hardest views", "total CIDEr", "pointing", "minutes"]
@@ -150,10 +150,7 @@ def commit_of_the_code() -> str:
 def read_scores(folder: Path) -> dict[str, float | None]:
     """SCORES of a finished run; None where there is no value (METEOR without Java)."""
     result = json.loads((folder / "scores_test.json").read_text(encoding="utf-8"))
-    scores = {name: value_at(result, path) for name, path in SCORES.items()}
-    if scores["pointing"] is None:  # RDD+ACR's name of this map
-        scores["pointing"] = value_at(result, ("pointing", "decoder", "total"))
-    return scores
+    return {name: value_at(result, path) for name, path in SCORES.items()}
 
 
 def value_at(result: dict, path: tuple[str, ...]) -> float | None:
@@ -424,11 +421,9 @@ def write_assets(run: Path, data_dir: str) -> None:
     worst = max(counts, key=counts.get)
     shown = {kind: results[0] for kind, results in right.items() if kind != worst}
     shown[worst] = wrong[worst][0]
-    drawings = []
-    for kind, (pair, caption, maps) in shown.items():
-        drawings.append(data.sample(dataset, pair, kind, caption, maps))
-    header = "before, after, and attention over both"
-    data.draw_pairs(ASSETS / "samples.png", drawings, columns=1, header=header)
+    captions = {pair.id: caption for pair, caption, _ in shown.values()}
+    maps = {pair.id: pair_maps for pair, _, pair_maps in shown.values()}
+    data.sample_sheet(dataset, "test", captions, maps, {}, ASSETS / "samples.png")
     pair, caption, _ = next(iter(shown.values()))
     shutil.copyfile(dataset.paths[pair.before], ASSETS / "before.png")
     shutil.copyfile(dataset.paths[pair.after], ASSETS / "after.png")

@@ -1,17 +1,14 @@
 """Shared layers and losses against plain float64 versions; command line; runs; files."""
 
 import dataclasses
-import importlib.util
 import io
 import math
 import os
-import resource
 import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
 
 import pytest
 import torch
@@ -28,68 +25,9 @@ from common import (
     info_nce,
     learning_rate,
     sinusoid,
-    token_match,
 )
 
 # ---- layers and losses ---------------------------------------------------------------------------
-
-
-def dense_match(q, k):
-    """token_match by its formula, with every score at once."""
-    s = torch.einsum("anc,bmc->abnm", q, k)
-    return (s.amax(3).mean(2) + s.amax(2).mean(2)) / 2
-
-
-SMALL_SPEEDS = {  # as on a CPU and as on a GPU, with several slices, and several bags per row
-    "pooling": common.MatchSpeed(scores=100, pooling=True, bag=0),
-    "Tensor.max and bags": common.MatchSpeed(scores=100, pooling=False, bag=3),
-}
-
-
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("speed", SMALL_SPEEDS.values(), ids=SMALL_SPEEDS)
-def test_token_match_equals_dense_autograd(heads, speed, monkeypatch):
-    monkeypatch.setattr(common, "MATCH_ON_CPU", speed)
-    q = torch.randn(4, 5, 6, dtype=torch.float64, requires_grad=True)
-    k = torch.randn(3, 7, 6, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(4, 3, dtype=torch.float64)
-    ours = token_match(q, k, heads)
-    plain = 0
-    for q_head, k_head in zip(q.chunk(heads, 2), k.chunk(heads, 2), strict=True):
-        plain = plain + dense_match(q_head, k_head) / heads
-    torch.testing.assert_close(ours, plain)
-    our_gradients = torch.autograd.grad((ours * weight).sum(), (q, k))
-    plain_gradients = torch.autograd.grad((plain * weight).sum(), (q, k))
-    torch.testing.assert_close(our_gradients, plain_gradients)
-
-
-def test_both_maxima_agree_on_ties():
-    scores = torch.randint(0, 3, (7, 33, 20)).float()
-    maxima, rows = common.max_over_rows(scores, pooling=True)
-    other_maxima, other_rows = common.max_over_rows(scores, pooling=False)
-    assert torch.equal(maxima, other_maxima)
-    assert torch.equal(rows, other_rows)
-    for x in range(7):
-        for y in range(20):
-            column = scores[x, :, y].tolist()
-            assert rows[x, y] == column.index(max(column))  # the first of equal ones
-
-
-@pytest.mark.parametrize("skew", [1, 4])  # 4: two of 40 rows get most of the weights, some get none
-@pytest.mark.parametrize("bag", [0, 1, 3, 64, 10_000])
-def test_weights_are_added_to_rows(skew, bag):
-    torch.manual_seed(0)
-    x = torch.randn(50, 4, dtype=torch.float64)
-    weight = torch.randn(650, dtype=torch.float64)
-    source = torch.randint(0, 50, (650,), dtype=torch.int32)
-    target = (torch.rand(650) ** skew * 40).int()
-    target[target == 7] = 8
-    expected = torch.zeros(42, 4, dtype=torch.float64)
-    for i in range(650):
-        expected[target[i]] += weight[i] * x[source[i]]
-    assert not expected[[7, 40, 41]].any()  # rows without an entry, in the middle and at the end
-    result = common.add_to_rows(x, target, source, weight, 42, bag)
-    torch.testing.assert_close(result, expected)
 
 
 def test_words_are_told_from_special_ids_wherever_these_lie(monkeypatch):
@@ -100,38 +38,7 @@ def test_words_are_told_from_special_ids_wherever_these_lie(monkeypatch):
     assert common.is_word(ids).nonzero().tolist() == [*([0, i] for i in range(5)), [1, 4]]
 
 
-def test_winners_must_fit_into_int16():
-    tokens = torch.zeros(1, 2**15 + 1, 1)
-    for q, k in ((tokens, tokens[:, :1]), (tokens[:, :1], tokens)):
-        with pytest.raises(ValueError, match="32769 tokens"):
-            token_match(q, k)
-    last = torch.zeros(1, 2**15, 1)
-    last[0, -1] = 1
-    q = torch.ones(1, 1, 1, requires_grad=True)
-    (gradient,) = torch.autograd.grad(token_match(q, last).sum(), q)
-    assert gradient.item() == pytest.approx(0.5 + 0.5 / 2**15)  # from the last token and the mean
-
-
-def test_a_copy_of_common_does_not_replace_the_operator(monkeypatch):
-    name = "other_project.common"
-    spec = importlib.util.spec_from_file_location(name, common.__file__)
-    copy = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, copy)
-    spec.loader.exec_module(copy)
-
-    def fails(*_):
-        raise AssertionError("this is the copy's")
-
-    monkeypatch.setattr(copy, "max_over_rows", fails)
-    q = torch.randn(2, 3, 4)
-    torch.testing.assert_close(token_match(q, q), dense_match(q, q))
-    with pytest.raises(AssertionError, match="the copy's"):
-        copy.token_match(q, q)
-
-
 def test_heads_must_divide_the_width():
-    with pytest.raises(ValueError, match="4 heads"):
-        token_match(torch.zeros(2, 3, 6), torch.zeros(2, 3, 6), 4)
     with pytest.raises(ValueError, match="4 heads"):
         Attention(6, heads=4)
 
@@ -142,16 +49,6 @@ def test_half_precision_is_raised_for_sums(dtype):
     assert common.upcast(x).dtype == torch.float32
     assert (common.upcast(x) ** 2).tolist() == [90000.0, 90000.0]  # more than float16 can hold
     assert common.upcast(x.double()).dtype == torch.float64
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_token_match_in_half_precision(dtype):
-    q = torch.randn(4, 5, 64)
-    k = torch.randn(3, 7, 64)
-    expected = dense_match(q, k)
-    with torch.autocast("cpu", dtype):
-        ours = token_match(q, k)
-    assert (ours - expected).norm() < 0.01 * expected.norm()
 
 
 def test_info_nce_against_loop():
@@ -253,48 +150,27 @@ class Config(RunConfig):
 
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"clip"}
 
-    variant: Literal["paper", "released"] = "paper"  # disputed details
     clip: str = ""  # a path
     width: int = 4  # width in cells
     rate: float = 0.5  # a number
     dim: int = 8  # width D
-    heads: int = 2  # heads
 
 
 PRESETS = {"mini": {"lr": 0.5, "width": 7}}
 RELEASED = {"all": {"width": 1}, "other": {"lr": 3.0}}
 
 
-def checkpoint(**parts):
-    """What a checkpoint holds."""
-    whole = {
-        "model": {},
-        "optimizer": {"state": {}},
-        "random": {"cpu": torch.get_rng_state()},
-        "step": 0,
-        "best": 0.0,
-        "evals_since_best": 0,
-        "config": dataclasses.asdict(Config()),
-        "vocab": ["a", "b"],
-        "grid": (8, 2, 3),
-        "max_len": 9,
-    }
-    return whole | parts
-
-
 def make_run_folder(folder, **config):
     """A folder as a run leaves it, with last.pt and best.pt of this config."""
     folder.mkdir()
     for name in ("last.pt", "best.pt"):
-        torch.save(checkpoint(config=dataclasses.asdict(Config(**config))), folder / name)
+        torch.save({"config": dataclasses.asdict(Config(**config))}, folder / name)
     return folder
 
 
 def parse(*argv, RELEASED=RELEASED):
     """(cfg, args) of a method's command line on a CPU."""
-    argv = [str(arg) for arg in argv]
-    if not any(arg.startswith("--device") for arg in argv):
-        argv += ["--device", "cpu"]
+    argv = [*map(str, argv), "--device", "cpu"]
     return common.parse_args(Config, PRESETS, "method", "What it is.", argv, RELEASED)
 
 
@@ -309,42 +185,37 @@ def test_flags_over_preset_over_defaults():
     assert (cfg.lr, cfg.width, cfg.steps, cfg.amp, cfg.seed) == (0.5, 7, 3, False, 1111)
     assert (cfg.data_dir, cfg.out_dir) == ("data/mini", "runs/method-mini")
     assert (args.resume, args.split, args.suffix) == (False, "test", "")
-    released, _ = parse("--variant", "released")
-    assert (released.variant, released.width, released.lr) == ("released", 1, 0.5)
-    other, _ = parse("--dataset", "other", "--variant", "released")
-    assert other.lr == 3.0
     unknown, _ = parse("--dataset", "else")  # runs on the defaults
     assert (unknown.lr, unknown.width, unknown.data_dir) == (Config.lr, 4, "data/else")
-    without, _ = parse(RELEASED=None)
-    assert without.variant == "paper"
 
 
-@pytest.mark.parametrize(
-    "flags, named",
-    [
-        ("--stepz=3", "--stepz"),
-        ("--schedule=x", "--schedule"),
-        ("--steps=0", "--steps 0"),
-        ("--seed=9223372036854775808", "--seed 9223372036854775808"),
-        ("--steps=2147483648", "--steps 2147483648"),
-        ("--rate=nan", "--rate nan"),
-        ("--lr=inf", "--lr inf"),
-        ("--resume --eval x.pt", "--resume"),
-        ("--resume", "runs/method-mini/last.pt"),
-        ("--checkpoint x.pt", "--checkpoint"),
-        ("--caption a b", "--checkpoint"),
-        ("--caption a.png --checkpoint x.pt", "--caption a.png"),
-        ("--out x.png", "--out"),
-        ("--eval none.pt", "none.pt"),
-    ],
-)
-def test_wrong_flags_are_named(flags, named):
-    with pytest.raises(InputError) as e:
-        parse(*flags.split())
-    assert named in str(e.value)
+def test_a_variant_sets_the_released_details(tmp_path):
+    released, _ = parse("--variant", "released")
+    assert (released.width, released.lr) == (1, 0.5)
+    other, _ = parse("--dataset", "other", "--variant", "released")
+    assert (other.width, other.lr) == (1, 3.0)
+    with pytest.raises(SystemExit):  # a method without a released variant lacks the flag
+        parse("--variant", "released", RELEASED=None)
+    folder = make_run_folder(tmp_path / "run", width=1)
+    assert parse("--resume", "--out_dir", folder)[0].width == 1
+    assert parse("--resume", "--out_dir", folder, "--variant", "released")[0].width == 1
+    paper = make_run_folder(tmp_path / "paper", width=4)
+    with pytest.raises(InputError, match="--width 1"):
+        parse("--resume", "--out_dir", paper, "--variant", "released")
 
 
-@pytest.mark.parametrize("fields", [{"schedule": "linear"}, {"lr": -1.0}, {"variant": "Paper"}])
+def test_wrong_flags_are_named(capsys):
+    for flag in ("--stepz=3", "--schedule=x", "--steps=x"):
+        with pytest.raises(SystemExit) as e:
+            parse(flag)
+        assert e.value.code == 2
+        assert flag.split("=")[0] in capsys.readouterr().err
+    for flags in ("--steps 0", "--lr nan", "--caption a b", "--eval none.pt"):
+        with pytest.raises(InputError, match=flags.split()[-1 if ".pt" in flags else 0]):
+            parse(*flags.split())
+
+
+@pytest.mark.parametrize("fields", [{"schedule": "linear"}, {"lr": -1.0}])
 def test_a_config_made_in_python_is_checked_too(fields):
     (name,) = fields
     with pytest.raises(InputError, match=name):
@@ -359,18 +230,11 @@ def test_help_is_read_from_the_comments(capsys):
     assert "5 % as many" in text  # a base class's comment, with a sign that argparse would format
 
 
-def test_a_command_line_without_docstrings_and_source():
-    """This is the case with python -OO, and in a frozen program."""
-    Made = dataclasses.make_dataclass("Made", [("width", int, 4)], bases=(RunConfig,))
-    cfg, _ = common.parse_args(Made, {}, "method", None, ["--width", "5", "--device", "cpu"])
-    assert cfg.width == 5
-
-
 def test_a_checkpoint_brings_its_config(tmp_path):
-    folder = make_run_folder(tmp_path / "run", variant="released", width=1, clip="old")
+    folder = make_run_folder(tmp_path / "run", width=1, clip="old")
     cfg, args = parse("--eval", folder / "best.pt", "--eval_batch", "2", "--clip", "new")
     assert (cfg.eval_batch, cfg.clip) == (2, "new")
-    assert (cfg.width, cfg.variant, cfg.out_dir) == (1, "released", str(folder))
+    assert (cfg.width, cfg.out_dir) == (1, str(folder))
     assert args.suffix == ""
     _, args = parse("--eval", folder / "last.pt", "--width", "1")  # its own value may be given
     assert args.suffix == "-last"
@@ -378,46 +242,15 @@ def test_a_checkpoint_brings_its_config(tmp_path):
     assert (resumed.width, resumed.steps) == (1, 7)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--heads", "4"),
-        ("--variant", "paper"),
-        ("--dataset", "other"),
-        ("--select_by", "BLEU-4"),
-        ("--lr", "2"),
-        ("--clip", "x"),  # it had none
-    ],
-)
-def test_a_checkpoints_model_cannot_be_changed(tmp_path, flags):
-    folder = make_run_folder(tmp_path / "run", variant="released")
-    for command in (["--eval", folder / "best.pt"], ["--resume", "--out_dir", folder]):
-        with pytest.raises(InputError, match=flags[0]):
-            parse(*command, *flags)
-    caption = ["--caption", "a", "b", "--checkpoint", folder / "best.pt"]
-    with pytest.raises(InputError, match=flags[0]):
-        parse(*caption, *flags)
-    with pytest.raises(InputError, match="--steps"):  # captioning accepts no training flags
-        parse(*caption, "--steps", "5")
-
-
-def test_configs_of_other_versions(tmp_path):
-    path = tmp_path / "a.pt"
-    torch.save(checkpoint(config={"lr": 0.25}), path)
-    older, _ = parse("--caption", "a", "b", "--checkpoint", path)
-    assert (older.rate, older.lr) == (0.5, 0.25)
-    torch.save(checkpoint(config={"lr": 0.5, "colour": "red"}), path)
-    with pytest.raises(InputError, match=r"a\.pt.*colour"):
-        parse("--caption", "a", "b", "--checkpoint", path)
-
-
-def test_a_gpu_without_bfloat16_gets_no_autocast(monkeypatch):
-    monkeypatch.setattr(common, "usable_device", lambda name: "cuda")
-    monkeypatch.setattr(common, "has_bfloat16", lambda device: False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    cfg, _ = parse("--device", "cuda")
-    common.set_up_device("cpu")
-    assert not cfg.amp
+@pytest.mark.parametrize("flag", ["--width=4", "--dataset=other", "--select_by=BLEU-4", "--lr=2"])
+def test_a_checkpoints_model_cannot_be_changed(tmp_path, flag):
+    folder = make_run_folder(tmp_path / "run", width=1)
+    caption = ["--caption", "a", "b", "--checkpoint"]
+    for command in (["--eval"], caption):
+        with pytest.raises(InputError, match=flag.split("=")[0]):
+            parse(*command, folder / "best.pt", flag)
+    with pytest.raises(InputError, match=flag.split("=")[0]):
+        parse("--resume", "--out_dir", folder, flag)
 
 
 def test_learning_rate_traces():
@@ -428,9 +261,6 @@ def test_learning_rate_traces():
     rates = [learning_rate(cosine, s) for s in (0, 9, 10, 60)]
     assert rates == pytest.approx([0.1, 1.0, 1.0, 0.5])
     assert learning_rate(cosine, 109) < 1e-3
-
-
-# ---- folders -------------------------------------------------------------------------------------
 
 
 def test_a_used_folder_is_refused(tmp_path):
@@ -449,9 +279,6 @@ def test_a_used_folder_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     parse("--out_dir", tmp_path / "empty")
     assert {path.name for path in folder.iterdir()} == {"last.pt", "best.pt"}
-    cfg.out_dir = ""
-    with pytest.raises(InputError, match="out_dir"):
-        Run(cfg, Linear(cfg), [Words()])
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -559,7 +386,7 @@ def test_a_stopped_run_continues_as_if_it_had_never_stopped(tmp_path):
     assert saved(parts, "last.pt")["step"] == 3
 
     with open(parts / "log.jsonl", "a") as f:
-        f.write('{"step": 4, "event": ""}\n{"no step": 1}\n{"step": 4, "ev')  # killed while writing
+        f.write('{"step": 4, "event": ""}\n{"step": 4, "ev')  # killed while writing
     with pytest.raises(InputError, match="other words"):
         train(parts, resume=True, words="a")
     _, seen = train(parts, resume=True, scores=[2.0])
@@ -576,16 +403,6 @@ def test_a_stopped_run_continues_as_if_it_had_never_stopped(tmp_path):
     assert [row["CIDEr"] for row in log_of(parts, "eval")] == [1.0, 2.0]
 
 
-def test_last_pt_alone_is_enough_to_resume(tmp_path):
-    whole = tmp_path / "whole"
-    train(whole, scores=[5.0, 3.0])
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    (whole / "last.pt").rename(moved / "last.pt")
-    train(moved, resume=True, steps=6, scores=[4.0])
-    assert saved(moved, "best.pt")["step"] == 6  # the best of those that are left
-
-
 def test_the_best_validation_is_kept(tmp_path):
     run, _ = train(tmp_path, scores=[2.0, 1.0])
     best = saved(tmp_path, "best.pt")
@@ -596,9 +413,21 @@ def test_the_best_validation_is_kept(tmp_path):
 
 
 def test_of_equal_validations_the_later_is_best(tmp_path):
-    run, _ = train(tmp_path, scores=[0.0, 0.0, 0.0], steps=6, patience=1)
+    train(tmp_path, scores=[0.0, 0.0, 0.0], steps=6, patience=1)
     assert saved(tmp_path, "best.pt")["step"] == 6
-    assert run.evals_since_best == 0
+
+
+def test_without_validation_pairs_the_last_weights_are_the_best(tmp_path):
+    train(tmp_path, validate=dict)  # no scores
+    assert saved(tmp_path, "best.pt")["step"] == 4
+    assert log_of(tmp_path, "eval") == []
+
+
+def test_patience_ends_a_run_and_its_resumption(tmp_path):
+    _, seen = train(tmp_path, steps=20, patience=2, scores=[2.0, 1.0, 1.5, 9.0])
+    assert len(seen) == 6
+    _, seen = train(tmp_path, resume=True, steps=20, patience=2)
+    assert seen == []
 
 
 def test_an_interrupt_while_validating_ends_the_run_afterwards(tmp_path):
@@ -611,7 +440,6 @@ def test_an_interrupt_while_validating_ends_the_run_afterwards(tmp_path):
     assert e.value.code == 143
     last = saved(tmp_path, "last.pt")
     assert (last["step"], last["best"]) == (2, 1.0)
-    assert [row["step"] for row in log_of(tmp_path, "train")] == [1, 2]
 
 
 def test_a_second_signal_stops_at_once(tmp_path):
@@ -619,10 +447,9 @@ def test_a_second_signal_stops_at_once(tmp_path):
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit) as e:
         train(tmp_path, each=twice)
-    signal.signal(signal.SIGINT, before)
+    assert e.value.code == 130
     assert not (tmp_path / "last.pt").exists()
 
 
@@ -653,71 +480,19 @@ def test_stages_each_have_an_optimizer(tmp_path):
 
 def test_captions_with_other_special_ids_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Words, "first_id", 1)
-    with pytest.raises(InputError, match="special"):
+    with pytest.raises(AssertionError):
         train(tmp_path)
 
 
-def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path):
+def test_what_is_not_finite_replaces_no_checkpoint(tmp_path):
     run, _ = train(tmp_path)
+    run.losses = [{"caption": torch.tensor(x)} for x in (1.0, math.nan)]
+    with pytest.raises(FloatingPointError, match="caption nan"):
+        run.log_losses()
     run.model.layer.weight.data[0, 0] = math.inf
-    with pytest.raises(FloatingPointError, match=r"last\.pt"):
+    with pytest.raises(FloatingPointError, match="weights"):
         run.save("last.pt")
     assert saved(tmp_path, "last.pt")["model"]["layer.weight"].isfinite().all()
-
-
-def test_a_loss_that_is_not_finite_is_named_with_its_steps(tmp_path):
-    run, _ = train(tmp_path)
-    run.step = 2
-    run.losses = [{"caption": torch.tensor(x), "cbr": torch.tensor(0.5)} for x in (1.0, 3.0)]
-    run.log_losses()
-    row = log_of(tmp_path, "train")[-1]
-    assert (row["caption"], row["cbr"]) == (2.0, 0.5)
-    run.step = 5
-    run.losses = [{"caption": torch.tensor(x), "cbr": torch.tensor(0.5)} for x in (1.0, math.nan)]
-    with pytest.raises(FloatingPointError, match=r"steps 4 to 5: caption nan, cbr 0.5"):
-        run.log_losses()
-
-
-def test_losses_stay_on_the_device_between_lines(tmp_path, monkeypatch):
-    read = []
-    item = torch.Tensor.item
-
-    def counted(tensor):
-        read.append(tensor)
-        return item(tensor)
-
-    reads = []
-    monkeypatch.setattr(torch.Tensor, "item", counted)
-    train(tmp_path, each=lambda _: reads.append(len(read)), log_every=3, eval_every=4)
-    assert reads == [0, 0, 0, 3]
-
-
-def test_patience_ends_a_run_and_its_resumption(tmp_path):
-    run, seen = train(tmp_path, steps=20, patience=2, scores=[2.0, 1.0, 1.5, 9.0])
-    assert len(seen) == 6
-    assert run.evals_since_best == 2
-    _, seen = train(tmp_path, resume=True, steps=20, patience=2)
-    assert seen == []
-
-
-def test_without_validation_pairs_the_last_weights_are_the_best(tmp_path):
-    run, _ = train(tmp_path, validate=dict)  # no scores
-    best = saved(tmp_path, "best.pt")
-    assert best["step"] == 4
-    assert torch.equal(best["model"]["layer.weight"], run.model.layer.weight)
-    assert log_of(tmp_path, "eval") == []
-
-
-@pytest.mark.parametrize("log", [None, "", "[1, 2]\n3\nx\n"])
-def test_a_missing_or_broken_log_blocks_no_run(tmp_path, log):
-    train(tmp_path)
-    path = tmp_path / "log.jsonl"
-    if log is None:
-        path.unlink()
-    else:
-        path.write_text(log)
-    train(tmp_path, resume=True, steps=6)
-    assert [row["step"] for row in log_of(tmp_path, "train")] == [5, 6]
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -738,122 +513,55 @@ def test_a_file_is_whole_when_writing_dies(tmp_path, monkeypatch):
     assert [file.name for file in path.parent.iterdir()] == ["last.pt"]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
-def test_a_full_disk_is_an_oserror_and_keeps_the_old_file(tmp_path, share):
-    """On a full disk, torch's writer raises a RuntimeError or an OSError."""
-    path = tmp_path / "last.pt"
-    state = {"model": torch.rand(300, 300), "more": torch.rand(1000)}
-    common.save_tensors(path, state)
-    before = path.read_bytes()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(len(before) * share), hard))
-    try:
-        with pytest.raises(OSError, match=r"last\.pt.*File too large"):
-            common.save_tensors(path, state)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert path.read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["last.pt"]
-
-
-def test_an_error_of_torch_that_is_no_full_disk_stays_what_it_is(tmp_path, monkeypatch):
-    def fails(state, file):
-        raise RuntimeError("a programming error")
-
-    monkeypatch.setattr(torch, "save", fails)
-    with pytest.raises(RuntimeError, match="a programming error"):
-        common.save_tensors(tmp_path / "last.pt", {})
-
-
 class Payload:
     def __reduce__(self):
         return os.mkdir, ("executed",)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"text", [7], {"model": {}}, Payload(), {"config": Payload()}]
-)
-def test_files_that_are_no_checkpoints(content, tmp_path):
+def test_nothing_in_a_checkpoint_is_executed(tmp_path):
     path = tmp_path / "last.pt"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
+    for content in (Payload(), {"config": Payload()}):
         torch.save(content, path)
-    with pytest.raises(InputError, match=r"last\.pt"):
-        common.load_checkpoint(path)
+        with pytest.raises(InputError, match=r"last\.pt"):
+            common.load_checkpoint(path)
     assert not Path("executed").exists()
-
-
-def test_errors_of_a_file_name_it_and_the_remedy():
-    for error in (KeyError("train"), ValueError("two\nlines"), TypeError("not a list")):
-        with pytest.raises(InputError, match="a.json.*fetch it again"):
-            with common.file_errors("a.json", "fetch it again"):
-                raise error
 
 
 # ---- main ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "error, code",
+    "error, code, lines",
     [
-        (InputError("a\nb"), 2),
-        (OSError("x"), 2),
-        (FloatingPointError("x"), 2),
-        (MemoryError(), 2),
-        (ModuleNotFoundError("No module named 'open_clip'", name="open_clip"), 2),
-        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), 2),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2),
-        (KeyboardInterrupt(), 130),
+        (InputError("a\nb"), 2, ["error: a b"]),
+        (FileNotFoundError("x"), 2, ["error: x"]),
+        (FloatingPointError("x"), 2, ["error: x"]),
+        (KeyboardInterrupt(), 130, []),
     ],
 )
-def test_errors_become_exit_codes(error, code, capsys):
+def test_errors_become_exit_codes(error, code, lines, capsys):
     def main():
         raise error
 
     with pytest.raises(SystemExit) as e:
         common.run_main(main)
     assert e.value.code == code
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == (0 if code == 130 else 1)
+    assert capsys.readouterr().err.splitlines() == lines
 
 
-def test_a_full_gpu_is_not_blamed_on_the_file():
-    with pytest.raises(torch.OutOfMemoryError), common.file_errors("best.pt", "train first"):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+def test_programming_errors_keep_their_traceback():
+    def main():
+        raise ValueError("too many values to unpack")
+
+    with pytest.raises(ValueError, match="too many values"):
+        common.run_main(main)
 
 
 def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="cp1252"))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
     common.run_main(lambda: print("Gebäude \u2713", flush=True))
     assert shown.getvalue().decode("cp1252").strip() == "Gebäude ?"
-
-
-def test_sigterm_outside_training_exits_143():
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as e:
-        common.run_main(lambda: signal.raise_signal(signal.SIGTERM))
-    signal.signal(signal.SIGTERM, before)
-    assert e.value.code == 143
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("an illegal memory access"),
-        ValueError("too many values to unpack"),
-        ModuleNotFoundError("No module named 'mine'", name="mine"),
-    ],
-)
-def test_programming_errors_keep_their_traceback(error):
-    def main():
-        raise error
-
-    with pytest.raises(type(error)) as e:
-        common.run_main(main)
-    assert e.value is error
 
 
 # ---- a data set of one's own ---------------------------------------------------------------------

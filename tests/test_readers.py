@@ -67,9 +67,6 @@ def test_clevr_dc(tmp_path):
     write(tmp_path / "split.json", {"train": [0, 8000], "val": [8001], "test": [1]})
     kinds = {"color": {"000000.png", "000001.png"}, "texture": {"008000.png", "008001.png"}}
     assert data.read_clevr_dc(tmp_path).kinds == kinds
-    write(tmp_path / "split.json", {"train": [0, 12], "val": [1], "test": [8000]})
-    with pytest.raises(InputError, match=r"captions.json.*12"):
-        data.read_clevr_dc(tmp_path)
 
 
 @real
@@ -81,7 +78,7 @@ def test_real_clevr_dc_split(tmp_path):
         texts |= {str(i): ["a caption"] for i in numbers}
     write(tmp_path / "captions.json", texts)
     release = data.read_clevr_dc(tmp_path)
-    assert sizes(release) == data.DATASETS["clevr_dc"].scenes
+    assert sizes(release).items() <= data.DATASETS["clevr_dc"].published.items()
     test = {pair.id for pair in pairs(release, "test")}
     assert all(len(ids & test) == 800 for ids in release.kinds.values())
 
@@ -125,7 +122,10 @@ def test_real_spot_the_diff(tmp_path):
     assert sizes(release) == {"train": 8566, "val": 1493, "test": 1}
     assert captions(release, "train", "val").count("") == 59
     vocab = data.vocab_of("spot_the_diff", release)
-    assert len(vocab) == data.DATASETS["spot_the_diff"].words == 2059 and "" in vocab.index
+    assert (
+        len(vocab) == data.DATASETS["spot_the_diff"].published["words"] == 2059
+        and "" in vocab.index
+    )
     assert len(data.Vocab.from_captions(captions(release, "train"), min_count=5)) == 743
 
 
@@ -163,7 +163,7 @@ def test_real_image_editing_request(tmp_path):
     texts = captions(release, "train", "val")
     assert len(texts) == 3061 + 1149
     vocab = data.vocab_of("image_editing_request", release)
-    assert len(vocab) == data.DATASETS["image_editing_request"].words == 808
+    assert len(vocab) == data.DATASETS["image_editing_request"].published["words"] == 808
     assert 2 + max(len(vocab.split(text)) for text in texts) == 60
 
 
@@ -281,9 +281,6 @@ def test_cub_has_single_images(tmp_path):
     text = tmp_path / "text_c10" / "002.Tern/Tern_0001.txt"
     text.write_bytes("un oiseau caf\xe9".encode("latin-1"))  # some captions are not UTF-8
     assert len(captions(data.read_cub(tmp_path), "val")) == 1
-    write(tmp_path / "testclasses.txt", "003.Auk\n")
-    with pytest.raises(InputError, match=r"images.txt.*002.Tern"):
-        data.read_cub(tmp_path)
 
 
 def write_nabirds(root):
@@ -378,49 +375,47 @@ KINDS = "before,after,kind,captions\n"
 
 
 @pytest.mark.parametrize(
-    "text, place",
+    "text, named",
     [
-        (HEAD + 'a,b,train,"c\nd"\n', ", line 2"),
-        (HEAD + 'a,b,train,"c\n"\n', ", line 2"),
-        (HEAD + 'a,b,train,c\n\na,b,train,"d\na,b,train,e\n', ", line 4"),
-        (HEAD + 'a,b,train,"gate" opened\n', ", line 2"),
-        (HEAD + "a,b,train,c\na,b,train,\n", ", line 3"),
-        (HEAD + "a,,train,c\n", ", line 2"),
-        (HEAD + "a,b,train,c\n\na,b,train\n", ", line 4"),
-        (HEAD + "a,b,dev,c\n", ", line 2.*dev"),
-        (HEAD + "a,b,,c\n", ", line 2"),
-        (HEAD + "a,b,train,red left, the van stayed\n", ", line 2"),
-        (HEAD + "a,b,train,red left,\n", ", line 2"),
-        (HEAD + "a,b,train,c\n./a,b,test,c\n", ", line 3.*a b"),
-        (KINDS + "a,b,gone,c\na,b,moved,d\n", ", line 3.*gone.*moved"),
-        ("before,after,split\na,b,train\n", ".*captions"),
-        ("before,after,captions,kind\na,b,c,gone\n", ".*captions"),  # must be the last column
-        ("before,after,after,captions\na,b,b,c\n", ".*after, after"),
-        ("before;after;captions\na;b;red left, the van stayed\n", ".*before;after;captions"),
+        (HEAD + 'a,b,train,"c\nd"\n', "quote"),
+        (HEAD + 'a,b,train,c\na,b,train,"d\na,b,train,e\n', ""),
+        (HEAD + "a,b,train,c\na,b,train,\n", "caption of a b"),
+        (HEAD + "a,,train,c\n", "two images"),
+        (HEAD + "a,b,train\n", "4 cells"),
+        (HEAD + "a,b,train,red left, the van stayed\n", "4 cells"),
+        (HEAD + "a,b,train,c\n./a,b,test,c\n", "a b.*train.*test"),
+        (KINDS + "a,b,gone,c\na,b,moved,d\n", "a b.*gone.*moved"),
+        ("before,after,split\na,b,train\n", "captions"),
+        ("before,after,captions,kind\na,b,c,gone\n", "captions"),  # must be the last column
+        ("before,after,after,captions\na,b,b,c\n", "after, after"),
+        ("before;after;captions\na;b;red left, the van stayed\n", "before;after;captions"),
         ("", ""),
     ],
 )
-def test_a_wrong_line_of_your_own_pairs_is_named(text, place, tmp_path):
+def test_what_is_wrong_in_a_table_is_named(text, named, tmp_path):
     write(tmp_path / "pairs.csv", text)
-    with pytest.raises(InputError, match=rf"pairs.csv{place}"):
+    with pytest.raises(InputError, match=rf"pairs.csv.*{named}"):
+        data.read_pairs(tmp_path)
+
+
+def test_the_split_is_train_val_or_test(tmp_path):
+    write(tmp_path / "pairs.csv", HEAD + "a,b,dev,c\n")
+    with pytest.raises(InputError, match="dev"):
         data.read_pairs(tmp_path)
 
 
 def test_notes_on_your_own_pairs(tmp_path):
-    long = "the gate moved and then " * 20
-    rows = [f"a,b,train,,{long}\n", "c,d,train,,the gate moved\n"]
-    write(tmp_path / "pairs.csv", "before,after,split,Set,captions\n" + "".join(rows))
-    unused, no_val, no_test, cut = data.read_pairs(tmp_path).notes
+    write(tmp_path / "pairs.csv", "before,after,split,Set,captions\na,b,train,,it moved\n")
+    unused, no_val, no_test = data.read_pairs(tmp_path).notes
     assert "'set'" in unused
-    assert "val" in no_val and "test" in no_test
-    assert "1 of 2" in cut
+    assert "no val" in no_val and "no test" in no_test
+
+
+def test_long_captions_of_your_own_pairs_are_cut(tmp_path):
+    long = "the gate moved and then " * 20
+    write(tmp_path / "pairs.csv", f"{HEAD}a,b,train,{long}\n")
     vocab = data.vocab_of("pairs", data.read_pairs(tmp_path))
-    assert len(vocab.encode(long, 200)) == 200 and vocab.encode(long, 62)[-1] == data.END
-    # In a script without spaces, most captions are one word.
-    rows = ["a,b,train,门开了\n", "c,d,val,红色汽车开走了。\n", "e,f,test,it is open\n"]
-    write(tmp_path / "pairs.csv", HEAD + "".join(rows))
-    (note,) = data.read_pairs(tmp_path).notes
-    assert "2 of 3" in note
+    assert vocab.encode(long, 62)[-1] == data.END
 
 
 def test_kinds_without_regard_to_case_blanks_and_underscores(tmp_path):
@@ -486,10 +481,3 @@ def test_the_readmes_example_of_your_own_pairs(tmp_path):
     release = data.read_pairs(tmp_path)
     assert sum(sizes(release).values()) > 1
     assert all(captions(release, *data.SPLITS))
-
-
-def test_a_training_table_can_be_captioned(tmp_path):
-    """A pair in several rows counts once."""
-    file = tmp_path / "pairs.csv"
-    file.write_text("before,after,captions\na.png,b.png,gone\na.png,b.png,it is gone\n")
-    assert data.pairs_of_table(file) == {"a.png b.png": (tmp_path / "a.png", tmp_path / "b.png")}

@@ -1,0 +1,165 @@
+"""token_match against its formula with every score at once: the CPU's formulation and, in Triton's
+interpreter, which needs no GPU, the kernels for CUDA.
+
+    TRITON_INTERPRET=1 python tests/test_match.py    checks the kernels
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import pytest
+import torch
+
+import common
+from common import token_match
+
+
+def dense_match(q, k, heads=1):
+    """token_match by its formula, with every score at once. q (A, N, D), k (B, M, D) -> (A, B)"""
+    q = q.unflatten(-1, (heads, -1))
+    k = k.unflatten(-1, (heads, -1))
+    s = torch.einsum("anhc,bmhc->abhnm", q, k)
+    return (s.amax(4).mean(3) + s.amax(3).mean(3)).mean(2) / 2
+
+
+def dense_gradients(q, k, weight, heads=1):
+    """The result of dense_match in float64 and, of its weighted sum, the gradients of q and k."""
+    q = q.detach().double().requires_grad_()
+    k = k.detach().double().requires_grad_()
+    result = dense_match(q, k, heads)
+    return result.detach(), *torch.autograd.grad((result * weight).sum(), (q, k))
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("slice_of", [100, common.SCORES_OF_A_SLICE])
+def test_token_match_equals_dense_autograd(heads, slice_of, monkeypatch):
+    monkeypatch.setattr(common, "SCORES_OF_A_SLICE", slice_of)
+    q = torch.randn(4, 5, 6, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(3, 7, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 3, dtype=torch.float64)
+    ours = token_match(q, k, heads)
+    gradients = torch.autograd.grad((ours * weight).sum(), (q, k))
+    torch.testing.assert_close((ours, *gradients), dense_gradients(q, k, weight, heads))
+
+
+def test_the_operators_are_what_torch_compile_expects():
+    q = torch.randn(4, 5, 6, requires_grad=True)
+    k = torch.randn(3, 7, 6, requires_grad=True)
+    torch.library.opcheck(common._token_match, (q, k))
+
+
+def test_the_first_of_equal_tokens_wins():
+    scores = torch.randint(0, 3, (7, 33, 20)).float()
+    maxima, rows = common.max_over_rows(scores)
+    assert torch.equal(maxima, scores.amax(1))
+    for x in range(7):
+        for y in range(20):
+            column = scores[x, :, y].tolist()
+            assert rows[x, y] == column.index(max(column))
+
+
+@pytest.mark.parametrize("skew", [1, 4])  # 4: two of 40 rows get most of the weights, some get none
+def test_weights_are_added_to_rows(skew):
+    torch.manual_seed(0)
+    x = torch.randn(50, 4, dtype=torch.float64)
+    weight = torch.randn(650, dtype=torch.float64)
+    source = torch.randint(0, 50, (650,), dtype=torch.int32)
+    target = (torch.rand(650) ** skew * 40).int()
+    target[target == 7] = 8
+    expected = torch.zeros(42, 4, dtype=torch.float64)
+    for i in range(650):
+        expected[target[i]] += weight[i] * x[source[i]]
+    assert not expected[[7, 40, 41]].any()  # rows without an entry, in the middle and at the end
+    result = common.add_to_rows(x, target, source, weight, 42)
+    torch.testing.assert_close(result, expected)
+
+
+def test_a_copy_of_common_does_not_replace_the_operator(monkeypatch):
+    name = "other_project.common"
+    spec = importlib.util.spec_from_file_location(name, common.__file__)
+    copy = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, copy)
+    spec.loader.exec_module(copy)
+
+    def fails(*_):
+        raise AssertionError("this is the copy's")
+
+    monkeypatch.setattr(copy, "max_over_rows", fails)
+    q = torch.randn(2, 3, 4)
+    torch.testing.assert_close(token_match(q, q), dense_match(q, q))
+    with pytest.raises(AssertionError, match="the copy's"):
+        copy.token_match(q, q)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_tokens_give_float32_under_autocast_too(dtype):
+    q = torch.randn(4, 5, 64).to(dtype).requires_grad_()
+    k = torch.randn(3, 7, 64).to(dtype).requires_grad_()
+    weight = torch.randn(4, 3)
+    result, *expected = dense_gradients(q, k, weight)
+    with torch.autocast("cpu", dtype):
+        ours = token_match(q, k)
+    torch.testing.assert_close(ours, result.float())  # products of such tokens are exact in float32
+    gradients = torch.autograd.grad((ours * weight).sum(), (q, k))
+    torch.testing.assert_close(gradients, [g.to(dtype) for g in expected])
+
+
+def test_the_kernels_in_the_interpreter():
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == len(SHAPES)
+
+
+# ---- the process with the interpreter ------------------------------------------------------------
+
+# A, B, N, M, C
+SHAPES = [
+    (3, 4, 20, 37, 16),
+    (3, 2, 37, 20, 5),
+    (2, 1, 49, 200, 64),
+    (1, 2, 130, 33, 100),  # the channels are read in several blocks
+    (2, 1, 30, 300, 8),  # too many keys for the kernels
+]
+
+
+def check_kernels(A, B, N, M, C, dtype, tolerance):
+    torch.manual_seed(0)
+    q = torch.randn(A, N, C).to(dtype)
+    k = torch.randn(B, M, C).to(dtype)
+    q[:, 3] *= 5  # so that many keys choose one query
+    weight = torch.randn(A, B)
+    similarity, best_key, best_query = common.match_on_cuda(q, k)
+    gradients = common.gradients_on_cuda(weight, q, k, best_key, best_query)
+    assert similarity.dtype == torch.float32
+    expected = dense_gradients(q, k, weight)
+    for ours, dense in zip((similarity, *gradients), expected, strict=True):
+        error = (ours.double() - dense).norm() / dense.norm()
+        assert error < tolerance, (A, B, N, M, C, dtype, error)
+
+
+def check_ties():
+    """Whoever wins, the gradient is a whole one: all tokens of an image are equal."""
+    q = torch.ones(1, 20, 16)
+    k = torch.ones(2, 37, 16)
+    similarity, best_key, best_query = common.match_on_cuda(q, k)
+    grad_q, grad_k = common.gradients_on_cuda(torch.ones(1, 2), q, k, best_key, best_query)
+    assert torch.allclose(similarity, torch.tensor(16.0), rtol=1e-4)
+    assert torch.allclose(grad_q.sum(1), torch.tensor(2.0))
+    assert torch.allclose(grad_k.sum(1), torch.tensor(1.0))
+
+
+if __name__ == "__main__":
+    check_ties()
+    for shape in SHAPES:
+        check_kernels(*shape, torch.float32, 1e-5)
+        check_kernels(*shape, torch.float16, 1e-3)  # the interpreter has no products in bfloat16
+        print(*shape)
