@@ -31,6 +31,7 @@ Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, 
 (START, words, END, padding), K entities of a pair, M candidates, S cells or entities of a source,
 d width of CLIP's common space.
 
+Flags for each row of the paper's tables. Each row needs an --out_dir of its own.
 Row of the paper              flags (on mini, unless --dataset is given)
 Baseline (Table 4) [ours]     --layers 0 --k 0 --gate none --w_consistency 0 --w_match 0
 CRE, DRE, HDR (here HRD)      --gate none [ours], and for CRE --no-dre, for DRE --no-cre
@@ -64,7 +65,6 @@ from common import (
     InputError,
     Run,
     RunConfig,
-    check_length,
     decode,
     info_nce,
     initialise,
@@ -127,9 +127,8 @@ class ImageEmbedding(nn.Module):
         self.position = GridPosition(cfg.dim, height, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        found = tuple(features.shape[1:])
-        if found != self.grid:
-            raise ValueError(f"features: (C, H, W) = {self.grid} expected, {found} found")
+        # Broadcasting would accept some other shapes in silence.
+        assert features.shape[1:] == self.grid, f"{self.grid} expected, {features.shape} found"
         x = self.conv(features) + self.position()
         return x.flatten(2).transpose(1, 2)  # (B, D, H, W) -> (B, N, D)
 
@@ -330,7 +329,7 @@ class Decoder(nn.Module):
     def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
         end = start + ids.shape[1]
-        check_length(end, self.position.num_embeddings)
+        assert end <= self.position.num_embeddings, "a caption is longer than max_len"
         position = self.position.weight[start:end]
         return self.dropout(self.norm(self.project(self.embed(ids)) + position))
 
@@ -850,14 +849,16 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv)
+    cfg, args = parse_args(
+        Config, PRESETS, Path(__file__).stem, __doc__, argv, datasets=data.DATASETS
+    )
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device, cfg.clip), args.caption, args.out)
         return
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
         model, state = load_model(CHEERS, cfg, args.eval)
-        dataset.check_state(state)  # before CLIP embeds every picture
+        dataset.adopt(state)  # before CLIP embeds every picture
     entities = entities_of(dataset, cfg)
     if args.eval is None:
         model = train(cfg, dataset, entities, args.resume)

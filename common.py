@@ -1,7 +1,7 @@
 """Small parts that every method file builds on. Nothing here belongs to one paper or reads data.
 
 First half, what a copied method needs:
-    layers         Attention, initialise, GridPosition, sinusoid, masked_mean, check_length
+    layers         Attention, initialise, GridPosition, sinusoid, masked_mean
     losses         upcast, info_nce, token_match
     decoding       NULL, UNK, START, END, decode
     configuration  InputError, RunConfig, learning_rate
@@ -28,9 +28,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -61,7 +62,7 @@ class Attention(nn.Module):
     Vaswani et al. 2017, section 3.2. forward: x (B, L, D), memory (B, M, D) -> (B, L, D).
     `project` and `attend` are its two halves. They are separate because matching losses read the
     projections, and decoding keeps keys and values between steps. out_proj=False leaves out the
-    linear layer after the heads. ValueError if dim is not a multiple of heads.
+    linear layer after the heads.
     """
 
     def __init__(
@@ -73,8 +74,7 @@ class Attention(nn.Module):
         out_proj: bool = True,
     ):
         super().__init__()
-        if dim % heads:
-            raise ValueError(f"a width of {dim} is not a multiple of {heads} heads")
+        assert dim % heads == 0, f"a width of {dim} is not a multiple of {heads} heads"
         self.heads = heads
         self.dropout = dropout
         self.query = nn.Linear(dim, dim, bias)
@@ -172,12 +172,6 @@ def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
     """Mean over the words of a sentence. x (B, V, D), valid (B, V) bool -> (B, D)."""
     weight = valid.to(x.dtype)[..., None]
     return (x * weight).sum(1) / weight.sum(1).clamp(min=1)
-
-
-def check_length(words: int, max_len: int) -> None:
-    """ValueError if a caption of `words` ids is longer than the model's max_len positions."""
-    if words > max_len:
-        raise ValueError(f"a caption of {words} ids is longer than the model's max_len, {max_len}")
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -637,14 +631,18 @@ def parse_args(
     doc: str,
     argv: list[str] | None,
     RELEASED: dict[str, dict] | None = None,
+    datasets: Iterable[str] | None = None,
 ) -> tuple[Any, argparse.Namespace]:
     """-> (cfg, args). Every field of Config is a flag, and with RELEASED there is --variant.
+    datasets: the names that --dataset accepts (default: any).
 
     A new run starts from the preset of its data set and variant, and flags override it. --resume,
     --eval and --caption start from their checkpoint's Config, in which flags may change only the
-    fields in Config.MAY_CHANGE; out_dir defaults to the checkpoint's folder. args.suffix is what
-    --eval adds to the names of the files it writes: "-last" for last.pt, nothing for best.pt."""
-    args = make_parser(Config, PRESETS, doc, bool(RELEASED)).parse_args(argv)
+    fields in Config.MAY_CHANGE and, for --eval, the data set. out_dir defaults to the checkpoint's
+    folder or, for --eval on other data, to a folder in it, named like that of the data.
+    args.suffix is what --eval adds to the names of the files it writes: "-last" for last.pt,
+    nothing for best.pt."""
+    args = make_parser(Config, PRESETS, doc, bool(RELEASED), datasets).parse_args(argv)
     given = {}
     for f in dataclasses.fields(Config):
         if f.name in args:
@@ -660,16 +658,25 @@ def parse_args(
     if checkpoint:
         checkpoint = Path(checkpoint)
         base = saved_config(Config, checkpoint)
+        folder = checkpoint.parent
+        if args.eval:
+            trained_on = Path(base.data_dir).resolve()
+            if given.get("dataset", base.dataset) != base.dataset:
+                base.dataset = dataset
+                base.data_dir = data_folder(dataset, base.scenes)
+            data_dir = Path(given.get("data_dir", base.data_dir)).resolve()
+            if data_dir != trained_on:
+                folder = folder / data_dir.name
         released = RELEASED["all"] if args.variant == "released" else {}
         refuse_changes(base, released | given, checkpoint)
-        out_dir = Path(given.get("out_dir") or checkpoint.parent)
+        out_dir = Path(given.get("out_dir") or folder)
     else:
         base = preset(Config, PRESETS, RELEASED, dataset, args.variant)
         base.data_dir = data_folder(dataset, given.get("scenes", base.scenes))
         if dataset not in PRESETS:
             known = ", ".join(PRESETS)
             print(f"no preset for {dataset}: using the defaults; there are presets for {known}")
-    if not checkpoint or out_dir.resolve() != checkpoint.parent.resolve():
+    if not checkpoint or not out_dir.resolve().is_relative_to(checkpoint.parent.resolve()):
         refuse_used_folder(out_dir)
 
     given["device"] = usable_device(given.get("device", ""))
@@ -686,7 +693,11 @@ def parse_args(
 
 
 def make_parser(
-    Config: type, PRESETS: dict[str, dict], doc: str, variants: bool
+    Config: type,
+    PRESETS: dict[str, dict],
+    doc: str,
+    variants: bool,
+    datasets: Iterable[str] | None,
 ) -> argparse.ArgumentParser:
     """The parser of a method's command line: what to do, then a flag for each field of Config."""
     summary, _, _ = doc.partition("\n")
@@ -718,6 +729,8 @@ def make_parser(
             options = {"action": argparse.BooleanOptionalAction}
         elif typing.get_origin(kind) is Literal:
             options = {"choices": typing.get_args(kind)}
+        elif f.name == "dataset" and datasets:
+            options = {"choices": list(datasets)}
         text = comments.get(f.name, "")
         if f.default != "":
             text = f"{text} (default: {f.default})"
@@ -777,8 +790,9 @@ def refuse_changes(base: RunConfig, given: dict, checkpoint: Path) -> None:
 
 
 def refuse_used_folder(folder: Path) -> None:
-    """InputError unless the folder is new or empty: a run's files never replace other files."""
-    if folder.is_dir() and any(folder.iterdir()):
+    """InputError unless the folder is new or empty, but for hidden files such as .DS_Store: a run's
+    files never replace other files."""
+    if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
         raise InputError(
             f"{folder} is not empty; continue its run with --resume, or give another --out_dir"
         )
@@ -861,7 +875,10 @@ class Run:
         `steps` and `train_batches`; optimizer: the stage's.
 
         Call `record` after each batch. The first Ctrl-C or SIGTERM finishes the step, saves last.pt
-        and ends the program with exit code 130 or 143; a second one ends it at once."""
+        and ends the program with exit code 130 or 143; a second one ends it at once. So does one
+        during the stage's first step, which may compile for minutes before there is anything to
+        save. Python allows handlers in the main thread only; training in another thread runs
+        without them."""
         self.optimizer = optimizer
         self.first = first
         self.last = last
@@ -870,10 +887,12 @@ class Run:
         if self.resumed and first < self.resumed["step"] < last:
             optimizer.load_state_dict(self.resumed["optimizer"])
         self.began = time.perf_counter()
+        self.began_at = self.step
         largest = 0  # batch so far
         bar = tqdm(total=last - first, initial=self.step - first, desc=stage, disable=None)
-        on_interrupt = signal.signal(signal.SIGINT, self.on_signal)
-        on_terminate = signal.signal(signal.SIGTERM, self.on_signal)
+        signals = (signal.SIGINT, signal.SIGTERM)
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        old_handlers = []
         try:
             for batches in self.remaining_batches(dataset, batch_size):
                 # An epoch's last batch may be smaller. It runs without torch.compile, which would
@@ -884,13 +903,15 @@ class Run:
                 with torch.compiler.set_stance(stance):
                     yield batches
                 bar.update()
+                if not old_handlers and in_main_thread:
+                    old_handlers = [(n, signal.signal(n, self.on_signal)) for n in signals]
                 if self.exit_code:
                     self.save("last.pt")
                     raise SystemExit(self.exit_code)
         finally:
             bar.close()
-            signal.signal(signal.SIGINT, on_interrupt)
-            signal.signal(signal.SIGTERM, on_terminate)
+            for number, handler in old_handlers:
+                signal.signal(number, handler)
 
     def remaining_batches(self, dataset, batch_size: int) -> Iterator[tuple]:
         """The batches of the stage from the run's next step to its last."""
@@ -940,7 +961,9 @@ class Run:
         means = {}
         for name, values in values_of.items():
             means[name] = round(sum(values) / len(values), 6)
-        text = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
+        # A total of a single term would be the same number twice.
+        shown = [n for n in means if n == "total" or means[n] != means.get("total")]
+        text = ", ".join(f"{name} {means[name]:.3f}" for name in shown)
         if not all(map(math.isfinite, means.values())):
             raise FloatingPointError(
                 f"a loss is not finite: step {self.step}, {text}; try --grad_clip 1 or a lower --lr"
@@ -948,7 +971,9 @@ class Run:
         seconds = round(time.perf_counter() - self.began, 2)
         lr = self.optimizer.param_groups[0]["lr"]
         self.log("train", stage=self.stage, seconds=seconds, lr=lr, **means)
-        tqdm.write(f"{self.stage} {self.step}/{self.last}: {text}")
+        left = seconds / (self.step - self.began_at) * (self.last - self.step)
+        time_left = f"{tqdm.format_interval(left)} left"
+        tqdm.write(f"{self.stage} {self.step}/{self.last}: {text} ({time_left})")
 
     def checkpoint(self, scores: dict[str, float]) -> None:
         """After a validation: log its scores, and save last.pt and, if they are the best so far,
@@ -1042,9 +1067,15 @@ class Run:
             f.write(json.dumps(row) + "\n")
 
     def best_model(self) -> nn.Module:
-        """The model with the weights of best.pt, in evaluation mode."""
+        """The model with the weights of best.pt, in evaluation mode. Prints which step they are
+        from, and what else the run has written."""
         path = self.dir / "best.pt"
         state = load_checkpoint(path, self.cfg.device)
+        text = f"{path} has the weights after step {state['step']}"
+        if math.isfinite(state["best"]):
+            text += f", with the best validation: {self.cfg.select_by} {state['best']:.2f}"
+        print(text)
+        print(f"{self.dir} also has last.pt, log.jsonl, curves.png and config.json", flush=True)
         return load_weights(self.model, state["model"], path).eval()
 
 

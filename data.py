@@ -35,11 +35,13 @@ repositories.
 """
 
 import argparse
+import contextlib
 import csv
 import functools
 import hashlib
 import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -50,19 +52,19 @@ import threading
 import unicodedata
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import BinaryIO, Literal, Protocol
 
 import h5py
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, TiffImagePlugin
 from torch import Tensor
 from torchvision.models import ResNet101_Weights, resnet101
 from tqdm import tqdm
@@ -78,8 +80,6 @@ from common import (
     data_folder,
     file_errors,
     load_model,
-    load_tensors,
-    load_weights,
     progress,
     run_main,
     saved_config,
@@ -186,13 +186,9 @@ class Vocab:
 
     def encode(self, caption: str, length: int) -> list[int]:
         """START, words, END, then NULL up to `length`. Words that are not in the vocabulary become
-        UNK. InputError if the caption is longer."""
+        UNK. Longer captions are cut."""
         words = [self.index.get(word, UNK) for word in self.split(caption)]
-        ids = [START, *words, END]
-        if len(ids) > length:
-            raise InputError(
-                f"caption of {len(ids)} ids (with START and END) exceeds {length}: {caption!r}"
-            )
+        ids = [START, *words[: length - 2], END]
         return ids + [NULL] * (length - len(ids))
 
     def decode(self, ids: Tensor) -> list[str]:
@@ -234,6 +230,13 @@ class Scene:
         """The pairs and, if there are any, the swapped ones."""
         return [self.pairs] if self.swapped is None else [self.pairs, self.swapped]
 
+    def images(self) -> set[str]:
+        """The names of the scene's images."""
+        names = set()
+        for pair in self.pairs:
+            names |= {pair.before, pair.after}
+        return names - {None}
+
 
 @dataclass
 class Release:
@@ -258,19 +261,12 @@ class Release:
         columns = zip(*(scene.pairs for scene in self.scenes[split]), strict=True)
         return list(itertools.chain(*columns))
 
-    def images(self, split: str) -> set[str]:
-        """The names of all images of a split."""
-        names = set()
-        for pair in self.pairs(split):
-            names |= {pair.before, pair.after}
-        return names - {None}
-
     def leaked(self, split: str) -> set[str]:
         """Ids of a split's pairs that share an image with a pair of another split."""
         elsewhere = set()
         for other in SPLITS:
             if other != split:
-                elsewhere |= self.images(other)
+                elsewhere = elsewhere.union(*(scene.images() for scene in self.scenes[other]))
         return {pair.id for pair in self.pairs(split) if {pair.before, pair.after} & elsewhere}
 
     def captions(self, splits: Iterable[str]) -> list[str]:
@@ -388,8 +384,8 @@ class Settings:
     # Captions come from CLEVR-like templates: rules extract their phrases (see template_segments)
     # and reject any other caption. Otherwise, spaCy's English model extracts them.
     templates: bool = False
-    # Published sentences which say that nothing changed. If empty, the captions of unchanged
-    # training pairs are used.
+    # Published sentences which say that nothing changed. Captions of unchanged training pairs count
+    # as such, too.
     no_change: tuple[str, ...] = ()
     # Published counts: scenes of each split, pairs of each kind of change, and "words" with the
     # four special ids. Preparation prints a note for each count that differs.
@@ -455,11 +451,7 @@ def read_clevr_change(root: Path) -> Release:
     change_captions_with_bbox.json (pointing game). Captions are keyed by the default image. If
     change captions are also keyed by the distractor image (as in mini), they describe the change
     from its view, and swapped pairs use them. Pair ids are those of the authors' scripts:
-    000012.png for the changed pair of scene 12, 000012.png_n for its distractor pair.
-
-    The authors' Google Drive file has been reported missing or broken since 2023 (issues 18, 21 and
-    22 of their repository). SCORER's repository links to a copy of everything, and its folder data/
-    holds the four JSON files required here."""
+    000012.png for the changed pair of scene 12, 000012.png_n for its distractor pair."""
     splits = read_splits(root / "splits.json")
     change = read_json(root / "change_captions.json")
     same = read_json(root / "no_change_captions.json")
@@ -511,7 +503,6 @@ DATASETS["clevr_change"] = Settings(
     | {"color": 7958, "material": 7963, "add": 7966, "drop": 7961, "move": 7955, "words": 76},
 )
 
-
 DC_KINDS = ("color", "texture", "add", "remove", "move", "no change")
 
 
@@ -546,8 +537,7 @@ def read_spot_the_diff(root: Path) -> Release:
 
     annotations/<split>.json, resized_images/<id>.png and <id>_2.png. All rows of an id (one per
     annotator) form one pair. Each sentence is a caption, even the 66 empty ones, because published
-    vocabularies and scores count them. The full-size pictures are no longer available (issue 2 of
-    the authors' repository); papers use the resized ones."""
+    vocabularies and scores count them."""
     pairs = {}
     for split in SPLITS:
         captions: dict[str, list[str]] = {}
@@ -601,12 +591,14 @@ LEVIR_SAME = (
     "no change has occurred",
     "almost nothing has changed",
 )
+CHANGE_FLAGS = {"0": "no change", "false": "no change", "1": "change", "true": "change"}
 
 
 def read_levir_cc(root: Path) -> Release:
     """LEVIR-CC (Liu et al., TGRS 2022): LevirCCcaptions.json, and images/<split>/A (before) and B
-    (after). Captions are the non-empty tokens given in the file. `changeflag` marks changed pairs;
-    if it is absent, LEVIR_SAME decides. The split is this file's, not LEVIR-CD's."""
+    (after). Captions are the non-empty tokens given in the file. `changeflag` (0 or 1, false or
+    true) marks changed pairs; if it is absent, LEVIR_SAME decides. The split is this file's, not
+    LEVIR-CD's."""
     file = root / "LevirCCcaptions.json"
     content = read_json(file)
     pairs = {split: [] for split in SPLITS}
@@ -623,10 +615,12 @@ def read_levir_cc(root: Path) -> Release:
             pair = Pair(name, f"{split}/A/{name}", f"{split}/B/{name}", captions)
             pairs.setdefault(split, []).append(pair)
             if "changeflag" in row:
-                changed = row["changeflag"]
+                kind = CHANGE_FLAGS.get(str(row["changeflag"]).lower())
             else:
-                changed = not set(LEVIR_SAME) & set(captions)
-            kinds["change" if changed else "no change"].add(name)
+                kind = "no change" if set(LEVIR_SAME) & set(captions) else "change"
+            if kind is None:
+                raise InputError(f"changeflag of {name} is {row['changeflag']!r}, not 0 or 1")
+            kinds[kind].add(name)
     return release_from_pairs(pairs, root / "images", kinds)
 
 
@@ -842,27 +836,68 @@ DATASETS["pairs"] = Settings(
 
 # ---- pictures and extractors ---------------------------------------------------------------------
 
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+PICTURES = (
+    f"give a {', '.join(FORMATS[:-1])} or TIFF with 8 bits a channel and 1, 3 or 4 channels; make "
+    "it for example by: gdal_translate -of PNG -ot Byte -scale 0 MAX 0 255 -b 1 -b 2 -b 3 IN "
+    "OUT.png, with the same MAX for all pictures"
+)
 
-def read_image(path: str | Path | Image.Image) -> Image.Image:
-    """An image file (of an animation, the first frame) or a PIL image -> upright RGB. Transparency
-    is blended with white. The EXIF orientation is applied; published features of photographs were
-    made without it. InputError if it is not an image with 8 bits per channel."""
-    if not isinstance(path, Image.Image):
-        with file_errors(path, "give a readable image"), Image.open(path) as picture:
-            return read_image(picture)
-    if path.mode[0] in "IF":  # integers and floats, which Pillow would cut to 0 ... 255
-        raise InputError(f"{path.mode} pixels, expected 8 bits per channel")
-    upright = ImageOps.exif_transpose(path)
-    if upright.has_transparency_data:
+
+def read_image(picture) -> Image.Image:
+    """A picture -> upright RGB; of an animation, the first frame. Transparency is blended with
+    white. The EXIF orientation is applied; published features of photographs were made without it.
+
+    picture: a path, an open binary file or a PIL image. InputError if its format is not one of
+    FORMATS, or if it does not have 8 bits a channel."""
+    if isinstance(picture, np.ndarray):
+        raise TypeError("expected a file or a PIL image; for an array, use PIL.Image.fromarray")
+    if isinstance(picture, Image.Image):
+        return upright_rgb(picture)
+    is_path = isinstance(picture, (str, os.PathLike))
+    with open(picture, "rb") if is_path else contextlib.nullcontext(picture) as f:
+        with file_errors(picture, PICTURES):
+            check_tiff(tiff_tags(f))
+            return upright_rgb(Image.open(f, formats=FORMATS))
+
+
+def upright_rgb(picture: Image.Image) -> Image.Image:
+    """A PIL image -> upright RGB on white. InputError if it does not have 8 bits per channel."""
+    check_tiff(getattr(picture, "tag_v2", {}))
+    # Modes I and F hold integers and floats; Pillow keeps the upper 8 bits of 16-bit colours, which
+    # are all 0 in a picture that uses fewer bits.
+    if picture.mode[0] in "IF" or ";16" in str(getattr(picture, "tile", "")):
+        raise InputError(f"mode {picture.mode}, more than 8 bits a channel")
+    upright = ImageOps.exif_transpose(picture)
+    # Writers of TIFF mark any fourth band as transparency, and it may be near infrared.
+    if upright.has_transparency_data and picture.format != "TIFF":
         rgba = upright.convert("RGBA")
         white = Image.new("RGBA", rgba.size, "white")
         upright = Image.alpha_composite(white, rgba)
     return upright.convert("RGB")
 
 
-def check_image(path: Path) -> None:
-    """InputError names the file if it is not an image."""
-    read_image(path)
+def tiff_tags(f: BinaryIO) -> Mapping[int, object]:
+    """The tags of a TIFF file, even of one that Pillow does not open; {} of other files."""
+    f.seek(0)
+    head = f.read(8)
+    if head[:4] not in (b"II*\0", b"MM\0*"):
+        return {}
+    tags = TiffImagePlugin.ImageFileDirectory_v2(head)
+    f.seek(tags.next)
+    tags.load(f)
+    return tags
+
+
+def check_tiff(tags: Mapping[int, object]) -> None:
+    """InputError if a TIFF's tags do not say 8 unsigned bits in 1, 3 or 4 bands. Pillow would read
+    some of these files in a wrong way."""
+    bits = "/".join(str(number) for number in sorted(set(tags.get(258, (8,)))))
+    names = {1: "unsigned", 2: "signed", 3: "float"}
+    sign = "/".join(names.get(number, "other") for number in sorted(set(tags.get(339, (1,)))))
+    bands = tags.get(277, 1)
+    if bits != "8" or sign != "unsigned" or bands not in (1, 3, 4):
+        raise InputError(f"{bands} bands of {bits} {sign} bits")
 
 
 MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
@@ -937,23 +972,27 @@ class TimmGrid(nn.Module):
         import timm
 
         model, _, file = name.removeprefix("timm/").partition(":")
-        if not timm.is_model(model):
-            raise InputError(
-                f"--extractor {name}: timm has no such model; timm.list_models() lists the names"
-            )
-        with file_errors(f"--extractor {name}", "timm.list_pretrained() lists names with tags"):
-            defaults = timm.get_pretrained_cfg(model)
+        with file_errors(f"--extractor {name}", "timm.list_pretrained() lists the names"):
+            defaults = timm.get_pretrained_cfg(model, allow_unregistered=False)
         options = {}
         if defaults.fixed_input_size:  # ViTs, whose native size may be 518
             options["img_size"] = 224
         if file:
-            weights = load_tensors(file, "give a file of the model's weights")
-            # With features_only, timm drops the classifier and then tolerates other missing
-            # weights, too. So the file is first loaded into the whole model, which is strict.
-            load_weights(timm.create_model(model), weights, file, f"give weights of {model}")
+            with file_errors(file, f"give weights of {model}"):
+                weights = timm.models.load_state_dict(file)
+                trunk = timm.create_model(model, num_classes=0)
+                missing, unexpected = trunk.load_state_dict(weights, strict=False)
+            classifier = defaults.classifier or ()  # one name or several; it may have other classes
+            unexpected = [key for key in unexpected if not key.startswith(classifier)]
+            if missing or unexpected:
+                raise InputError(
+                    f"{file} does not hold the weights of {model} under timm's names; first missing"
+                    f": {missing[:1]}, first unexpected: {unexpected[:1]}"
+                )
             options["pretrained_cfg_overlay"] = {"state_dict": weights}
-        remedy = "load it once while online, or give timm/MODEL:FILE"
-        with file_errors(f"--extractor {name}", remedy):
+        # It remarks that the classifier's weights are not used.
+        logging.getLogger("timm").setLevel(logging.ERROR)
+        with file_errors(f"--extractor {name}", "load it once online, or give timm/MODEL:FILE"):
             self.net = timm.create_model(model, pretrained=True, features_only=True, **options)
         self.channels = self.net.feature_info.channels()[-1]
         data_config = timm.data.resolve_data_config({}, pretrained_cfg=defaults.to_dict())
@@ -969,7 +1008,7 @@ class TimmGrid(nn.Module):
 
 
 class Extractor:
-    """Image files -> grid features (n, C, H, W) float16. Feature files and checkpoints hold the
+    """Pictures -> grid features (n, C, H, W) float16. Feature files and checkpoints hold the
     extractor's name (see extractor_name), so that pictures are always encoded as in training.
     InputError if the name is unknown."""
 
@@ -993,21 +1032,23 @@ class Extractor:
             raise InputError(f"--extractor {name}: expected {known}, timm/MODEL or timm/MODEL:FILE")
         self.net = net.to(device, memory_format=torch.channels_last).eval()
 
-    def __call__(self, paths: list[str | Path]) -> Tensor:
-        return torch.cat(list(self.blocks(paths, len(paths))))
+    def __call__(self, pictures: list) -> Tensor:
+        return torch.cat(list(self.blocks(pictures, len(pictures))))
 
-    def blocks(self, paths: list[str | Path], batch: int) -> Iterator[Tensor]:
-        """Features of `batch` files at a time; the next files are decoded while the network
-        runs."""
+    def blocks(self, pictures: list, batch: int) -> Iterator[Tensor]:
+        """Features of `batch` pictures at a time (anything that read_image takes); the next ones
+        are decoded while the network runs."""
         cuda = self.device.startswith("cuda")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
 
             def read(start: int) -> Tensor:
-                files = paths[start : start + batch]
-                pictures = pool.map(lambda file: self.preprocess(read_image(file)), files)
-                return torch.stack(list(pictures))
+                block = pictures[start : start + batch]
+                # Two threads must not read the same PIL image or open file at once.
+                block = [x if isinstance(x, (str, os.PathLike)) else read_image(x) for x in block]
+                inputs = pool.map(lambda picture: self.preprocess(read_image(picture)), block)
+                return torch.stack(list(inputs))
 
-            for x in prefetch(read(start) for start in range(0, len(paths), batch)):
+            for x in prefetch(read(start) for start in range(0, len(pictures), batch)):
                 x = x.to(self.device, memory_format=torch.channels_last)
                 with torch.inference_mode(), torch.autocast("cuda", torch.float16, enabled=cuda):
                     grid = self.net(x)
@@ -1041,10 +1082,7 @@ def write_features(
                 shape = (len(names), *block.shape[1:])
                 table = f.create_dataset("features", shape, "float16", fill_time="never")
             if not np.abs(block).max() <= np.finfo(np.float16).max:  # phrased to refuse NaN, too
-                raise InputError(
-                    f"features of {names[done]!r}, or of an image soon after, are not finite in "
-                    "float16"
-                )
+                raise InputError(f"features of {names[done]!r} or soon after exceed float16")
             table[done : done + len(block)] = block.astype(np.float16)
             stamps += [stamp(file) for file in files[done : done + len(block)]]
             done += len(block)
@@ -1063,9 +1101,9 @@ def stamp(file: Path) -> tuple[int, int, int]:
 class Features:
     """A feature file whose rows are read by image name: from the memory-mapped file, which the
     system caches as far as memory allows, or from the GPU, if `load` has copied them there.
-    FileNotFoundError or InputError gives the command that makes the file."""
+    FileNotFoundError or InputError gives the command that makes the file with this extractor."""
 
-    def __init__(self, path: Path, prepare: str):
+    def __init__(self, path: Path, prepare: str, extractor: str):
         if not path.exists():
             others = ", ".join(file.name for file in sorted(path.parent.glob("features-*.h5")))
             hint = f" (for {others}, give its --extractor)" if others else ""
@@ -1080,9 +1118,18 @@ class Features:
             self.preprocessing = f.attrs["preprocessing"]
             self.row_of = {name: i for i, name in enumerate(names)}
             assert table.dtype == np.float16 and len(self.row_of) == table.shape[0]
-            # h5py reads rows in sorted order only. The file is not chunked, so it can be mapped.
-            self.data = np.memmap(path, table.dtype, "r", table.id.get_offset(), table.shape)
-            self.pinned = False  # `load` sets it if each batch is copied to a GPU
+            shape = table.shape
+            offset = table.id.get_offset()
+        if self.extractor != extractor:
+            raise InputError(f"{path} was made by {self.extractor}, not {extractor}; {self.remedy}")
+        if offset is None:
+            raise InputError(
+                f"{path} is chunked or compressed, so it cannot be mapped into memory; run: "
+                f"h5repack -f NONE -l CONTI {path} NEW, and give NEW this name"
+            )
+        # h5py reads rows in sorted order only.
+        self.data = np.memmap(path, np.float16, "r", offset, shape)
+        self.pinned = False  # `load` sets it if each batch is copied to a GPU
 
     def rows(self, names: list[str]) -> Tensor:
         """Features of the named images (n, C, H, W) float16: on the GPU, or in RAM (page-locked if
@@ -1141,15 +1188,10 @@ def extractor_name(extractor: str) -> str:
 
 
 def open_features(name: str, root: Path, extractor: str = "") -> Features:
-    """Opens the feature file of a data set, for its own extractor or the given one. InputError if
-    another extractor made it."""
-    features = Features(feature_file(name, root, extractor), prepare_command(name, root, extractor))
-    wanted = extractor_name(extractor or settings_of(name).extractor)
-    if features.extractor != wanted:
-        raise InputError(
-            f"{features.path} was made by {features.extractor}, not by {wanted}; {features.remedy}"
-        )
-    return features
+    """Opens the feature file of a data set, for its own extractor or the given one."""
+    command = prepare_command(name, root, extractor)
+    made_by = extractor_name(extractor or settings_of(name).extractor)
+    return Features(feature_file(name, root, extractor), command, made_by)
 
 
 # ---- preparation ---------------------------------------------------------------------------------
@@ -1165,13 +1207,10 @@ def vocab_of(name: str, release: Release) -> Vocab:
 def prepare(
     name: str, root: Path, device: str, extractor: str = "", scenes: int = RunConfig.scenes
 ) -> None:
-    """Write a data set's feature file; an existing one is kept. Features are taken from the
-    authors' .npy files if these exist and the extractor is the data set's own; otherwise they are
-    made from the pictures.
-
-    A file gets its final name only when it is complete, so preparation may be stopped and repeated.
-    mini is drawn first, with `scenes` training scenes. FileNotFoundError or InputError says what is
-    missing, or that a feature file lacks images or was made by another extractor."""
+    """Write a data set's feature file; an existing one is kept. mini is drawn first, with `scenes`
+    training scenes. Features are taken from the authors' .npy files if these exist and the
+    extractor is the data set's own; otherwise they are made from the pictures. FileNotFoundError or
+    InputError says what is missing, or that a feature file does not fit."""
     path = feature_file(name, root, extractor)
     if name == "mini":
         import mini
@@ -1412,20 +1451,29 @@ class Dataset:
         }
 
     def check_state(self, state: dict) -> None:
-        """InputError if a checkpoint was trained on other features or another vocabulary."""
-        name = state["extractor"]
-        grid = tuple(state["grid"])
-        if (name, grid) != (self.features.extractor, self.grid):
-            raise InputError(
-                f"the checkpoint was trained with features of {name} {grid}, {self.root} has those "
-                f"of {self.features.extractor} {self.grid}; give the --data_dir and --extractor of "
-                "its training"
-            )
+        """InputError if a run cannot go on here: it used other features or words."""
+        self.check_features(state)
         if state["vocab"] != self.vocab.words:
             raise InputError(
-                f"the checkpoint was trained with {len(state['vocab'])} words, but {self.root} has "
-                f"others ({len(self.vocab)}); give the --data_dir of its training, or train a new "
-                "model if captions were edited"
+                f"the checkpoint was trained with other words than those of {self.root}; give the "
+                "--data_dir of its training, or train anew if captions were edited"
+            )
+
+    def adopt(self, state: dict) -> None:
+        """Takes the words and the max_len of a checkpoint, to evaluate it here: references are
+        texts, so only features must fit. InputError if they do not."""
+        self.check_features(state)
+        self.vocab = Vocab(state["vocab"], self.vocab.tokenizer, self.vocab.max_words)
+        self.max_len = state["max_len"]
+
+    def check_features(self, state: dict) -> None:
+        """InputError if a checkpoint was trained on other features."""
+        trained = (state["extractor"], tuple(state["grid"]))
+        own = (self.features.extractor, self.grid)
+        if trained != own:
+            raise InputError(
+                f"the checkpoint was trained with features {trained}, {self.root} has {own}; give "
+                "the --data_dir and --extractor of its training"
             )
 
 
@@ -1470,6 +1518,23 @@ def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
     if cfg.dataset == "mini" and make:
         prepare("mini", Path(cfg.data_dir), cfg.device, cfg.extractor, cfg.scenes)
     return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
+
+
+def note_on_negatives(dataset: Dataset, cfg: RunConfig, weights: Iterable[str]) -> None:
+    """Prints a note where losses that contrast the pairs of a batch cannot work: pairs that share a
+    picture are false negatives of each other, and a batch of one pair has no negatives. weights:
+    the fields of cfg that weigh these losses."""
+    flags = " ".join(f"--{name} 0" for name in weights if getattr(cfg, name))
+    scenes_with = Counter()  # image -> in how many scenes it occurs
+    for scene in dataset.scenes["train"]:
+        scenes_with.update(scene.images())
+    pairs = dataset.pairs("train")
+    sharing = [p for p in pairs if scenes_with[p.before] > 1 or scenes_with[p.after] > 1]
+    if flags and 10 * len(sharing) > len(pairs):
+        shares = f"{len(sharing)} of {len(pairs)} training pairs share a picture with another scene"
+        print_notes([f"{shares}, but contrastive losses take them for different: set {flags}"])
+    if flags and cfg.batch_size == 1:
+        print_notes([f"one pair a batch leaves contrastive losses without negatives: set {flags}"])
 
 
 # ==================================================================================================
@@ -1676,6 +1741,7 @@ def load_captioner(
 # ---- scores: words and metrics -------------------------------------------------------------------
 
 METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
+COLUMNS = ("pairs", *METRICS, "pointing", "chance")  # of the table of scores
 
 
 @functools.cache
@@ -1737,7 +1803,7 @@ def score(
     index: dict[str, int] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's
-    ids that have a prediction: {group: {metric: number}}.
+    ids that have a prediction: {group: {metric: number}}. "pairs" is the number of predictions.
 
     The metrics are pycocoevalcap's, whose CIDEr is CIDEr-D. Every group is its own corpus, as in
     the published scripts: CIDEr counts document frequencies in the group's references, so the total
@@ -1768,12 +1834,13 @@ def score(
         refs[i] = [next(words) for _ in references[i]]
 
     programs = {} if quick else java_programs(tokens)
-    scores = {"total": metrics_of(hyps, refs, programs)}
+    scores = {"total": {"pairs": len(hyps), **metrics_of(hyps, refs, programs)}}
     for name, members in (groups or {}).items():
         group = [i for i in hyps if i in members]
         if group and name != "total":  # in your own pairs, a kind may have any name
+            group_hyps = {i: hyps[i] for i in group}
             group_refs = {i: refs[i] for i in group}
-            scores[name] = metrics_of({i: hyps[i] for i in group}, group_refs, programs)
+            scores[name] = {"pairs": len(group), **metrics_of(group_hyps, group_refs, programs)}
     return scores
 
 
@@ -1822,16 +1889,29 @@ def metrics_of(
     return {name: round(100 * float(value), 2) for name, value in metrics.items()}
 
 
-def format_scores(scores: dict[str, dict[str, float]]) -> str:
-    """Scores as a table with one row per group; "-" for a number that does not exist."""
-    headings = [name for name in METRICS if name not in ("BLEU-2", "BLEU-3")]
-    headings += ["pointing", "chance"]
+def with_gaps(values: dict, names: Iterable[str]) -> dict[str, float | None]:
+    """The values of these names. One that is missing or NaN becomes None, which JSON calls null."""
+    row = {}
+    for name in names:
+        value = values.get(name)
+        row[name] = None if value is None or math.isnan(value) else value
+    return row
+
+
+def format_scores(scores: dict[str, dict[str, float | None]]) -> str:
+    """Scores as a table with one row per group; "-" for a value that does not exist."""
+    headings = [name for name in COLUMNS if name not in ("BLEU-2", "BLEU-3")]
     width = max(len(name) for name in scores)
     lines = [" " * width + "".join(f"{heading:>9}" for heading in headings)]
     for name, values in scores.items():
         line = f"{name:<{width}}"
-        for heading in headings:
-            cell = f"{values[heading]:.2f}" if heading in values else "-"
+        for heading, value in with_gaps(values, headings).items():
+            if value is None:
+                cell = "-"
+            elif heading == "pairs":
+                cell = str(value)
+            else:
+                cell = f"{value:.2f}"
             line += f"{cell:>9}"
         lines.append(line)
     return "\n".join(lines)
@@ -1846,6 +1926,7 @@ def percent(values: Iterable[float]) -> float:
 # ---- scores: of a data set's split ---------------------------------------------------------------
 
 ONE_CAPTION = "one caption for all"
+ENOUGH_PAIRS = 100  # of validation, to choose this caption on them
 
 
 def results(
@@ -1860,8 +1941,8 @@ def results(
     """Scores a split's captions -> the scores over all pairs, or {} if the split is empty.
 
     Without out_dir, only the quick metrics are computed. With it, every metric for every group is
-    printed, and three files are written: captions_<split><suffix>.json,
-    scores_<split><suffix>.json, and a sheet of sample pictures with attention maps and notes.
+    printed, and four files are written, whose names end in <split><suffix>: captions, references
+    and scores (.json), and a sheet of sample pictures with attention maps and notes.
     maps: pair id -> name -> (H, W); notes: pair id -> lines."""
     if not dataset.scenes[split]:
         if out_dir:
@@ -1869,8 +1950,15 @@ def results(
         return {}
     references = {pair.id: pair.captions for pair in dataset.pairs(split)}
     if out_dir is None:
-        return protocol_scores(dataset, captions, references, quick=True)["total"]
-    write_captions(out_dir / f"captions_{split}{suffix}.json", captions)
+        total = protocol_scores(dataset, captions, references, quick=True)["total"]
+        return {metric: total[metric] for metric in METRICS if metric in total}
+    end = f"{split}{suffix}.json"
+    annotations = []
+    for i, texts in references.items():
+        annotations += coco_rows((i, text) for text in texts)
+    write_json(out_dir / f"captions_{end}", coco_rows(captions.items()))
+    write_json(out_dir / f"references_{end}", {"annotations": annotations})
+
     groups = groups_of(dataset, split)
     scores = protocol_scores(dataset, captions, references, groups)
     for group, shares in pointing_scores(dataset, split, maps, groups).items():
@@ -1878,22 +1966,40 @@ def results(
     constant = one_caption(dataset)
     constant_captions = dict.fromkeys(captions, scored_text(dataset, constant))
     scores[ONE_CAPTION] = protocol_scores(dataset, constant_captions, references)["total"]
+    scores = {group: with_gaps(row, COLUMNS) for group, row in scores.items()}
     accuracy = accuracy_of(dataset, captions)
+    accuracy = with_gaps(accuracy, accuracy)
     facts = {
         ONE_CAPTION: constant,
         "different captions": len(set(captions.values())),
         "without prediction": len(references.keys() - captions.keys()),
     }
-    result = {"data": str(dataset.root), "scores": scores, **facts, "accuracy": accuracy}
-    write_text(out_dir / f"scores_{split}{suffix}.json", json.dumps(result, indent=1) + "\n")
+
     print(format_scores(scores))
     for name, fact in facts.items():
         print(f"{name}: {fact}")
     for name, share in accuracy.items():
-        print(f"{name}, in %: {share:.1f}")
+        print(f"{name}, in %: {'-' if share is None else share}")
+    train = {pair.id for pair in dataset.pairs("train")}
+    for kind, ids in dataset.kinds.items():
+        if ids & train and not ids & references.keys():
+            print_notes([f"of the kind {kind!r}, which is in train, there are no {split} pairs"])
+
+    result = {"data": str(dataset.root), "scores": scores, **facts, "accuracy": accuracy}
+    write_json(out_dir / f"scores_{end}", result)
     sheet = f"samples{'' if split == 'test' else f'_{split}'}{suffix}.png"
     sample_sheet(dataset, split, captions, maps, notes or {}, out_dir / sheet)
+    print(f"written into {out_dir}: captions_{end}, references_{end}, scores_{end}, {sheet}")
     return scores["total"]
+
+
+def coco_rows(captions: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+    """Pair ids and captions in the form of COCO's files, which published scripts read."""
+    return [{"image_id": i, "caption": caption} for i, caption in captions]
+
+
+def write_json(path: Path, content) -> None:
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def protocol_scores(
@@ -1940,10 +2046,12 @@ def groups_of(dataset: Dataset, split: str) -> dict[str, set[str]]:
 
 def one_caption(dataset: Dataset) -> str:
     """The best caption to give to every pair without looking: of the 20 most frequent training
-    captions, the one with the highest CIDEr on at most 250 validation pairs (training pairs if
-    there are none)."""
+    captions, the one with the highest CIDEr on at most 250 validation pairs or, if there are fewer
+    than ENOUGH_PAIRS, training pairs."""
     counts = Counter(text for pair in dataset.pairs("train") for text in pair.captions)
-    pairs = dataset.pairs("val") or dataset.pairs("train")
+    pairs = dataset.pairs("val")
+    if len(pairs) < ENOUGH_PAIRS:
+        pairs = dataset.pairs("train")
     pairs = pairs[:: math.ceil(len(pairs) / 250)]
     references = {pair.id: pair.captions for pair in pairs}
     ciders = {}
@@ -1955,14 +2063,13 @@ def one_caption(dataset: Dataset) -> str:
 
 
 def no_change_captions(dataset: Dataset) -> set[str]:
-    """Captions, as a model outputs them, which say that nothing changed: those listed by the data
-    set's authors, or else those of unchanged training pairs."""
+    """Captions, as a model outputs them, which say that nothing changed: those of unchanged
+    training pairs, and those listed by the data set's authors."""
     captions = set(settings_of(dataset.name).no_change)
-    if not captions:
-        unchanged = dataset.kinds.get("no change", set())
-        for pair in dataset.pairs("train"):
-            if pair.id in unchanged:
-                captions.update(pair.captions)
+    unchanged = dataset.kinds.get("no change", set())
+    for pair in dataset.pairs("train"):
+        if pair.id in unchanged:
+            captions.update(pair.captions)
     return {" ".join(dataset.vocab.split(caption)) for caption in captions}
 
 
@@ -2047,12 +2154,6 @@ def pointing_scores(
             hits, shares = zip(*chosen, strict=True)
             scores[group] = {"pointing": percent(hits), "chance": percent(shares)}
     return scores
-
-
-def write_captions(path: Path, captions: dict[str, str]) -> None:
-    """Writes captions (pair id -> caption) as a COCO results file, which published scripts read."""
-    rows = [{"image_id": i, "caption": caption} for i, caption in captions.items()]
-    write_text(path, json.dumps(rows, indent=1) + "\n")
 
 
 # ---- pictures of results -------------------------------------------------------------------------
@@ -2192,6 +2293,10 @@ def load_clip(name: str, device: str = "cpu") -> tuple:
             f"--clip {name}: open_clip has no such model or weights, and there is no such file; "
             f"give MODEL:PRETRAINED (known for {model}: {known}) or MODEL:/path/to/file"
         )
+    if weights not in tags and f"{model}-quickgelu" in open_clip.list_models():
+        print_notes(
+            [f"--clip {name} computes with GELU; OpenAI's weights need {model}-quickgelu:{weights}"]
+        )
     # OpenAI's weights need QuickGELU, an activation that open_clip's model of this name lacks.
     quick = bool((open_clip.get_pretrained_cfg(model, weights) or {}).get("quick_gelu"))
     file = f"{model}{'-quickgelu' * quick}:/path/to/file"
@@ -2241,7 +2346,7 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
         captions[name] = caption
         print(f"{name}: {caption}" if name else caption, flush=True)
     if out and len(files) == 1:
-        write_captions(Path(out), captions)
+        write_json(Path(out), coco_rows(captions.items()))
     elif out:
         before, after = map(read_image, files)
         caption_picture(before, after, maps, caption, Path(out))

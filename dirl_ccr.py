@@ -26,6 +26,7 @@ their fusion its F~_d; words is E^[W], visual is V^; w_dirl is lambda_d, w_ccr i
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a
 caption (START, words, END, padding).
 
+Flags for each row of the paper's tables. Each row needs an --out_dir of its own.
 Row of the paper             flags (on mini, unless --dataset is given)
 Transformer (Tables 6, 7)    --w_dirl 0 --w_ccr 0
 DIRL (Tables 6, 7)           --w_ccr 0
@@ -595,14 +596,16 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED)
+    cfg, args = parse_args(
+        Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED, data.DATASETS
+    )
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
         return
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
         model, state = load_model(DIRL, cfg, args.eval)
-        dataset.check_state(state)
+        dataset.adopt(state)
     else:
         model = train(cfg, dataset, args.resume)
     evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)

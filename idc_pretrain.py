@@ -58,7 +58,6 @@ from common import (
     InputError,
     Run,
     RunConfig,
-    check_length,
     decode,
     initialise,
     is_word,
@@ -178,7 +177,7 @@ class Embedding(nn.Module):
     def words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
         end = start + ids.shape[1]
-        check_length(end, self.max_len)
+        assert end <= self.max_len, "a caption is longer than max_len"
         x = self.scale * self.table(ids) + self.types.weight[self.types_of_parts[self.TEXT]]
         x = x + self.position[start:end]
         return self.dropout(self.norm(x))  # Eq. 1
@@ -469,9 +468,7 @@ class IDC(nn.Module):
 
     def cells(self, features: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, N, C), cell n = row * W + column."""
-        size = tuple(features.shape[1:])
-        if size != self.grid:
-            raise ValueError(f"features: (C, H, W) = {self.grid} expected, {size} found")
+        assert features.shape[1:] == self.grid, f"{self.grid} expected, {features.shape} found"
         return features.flatten(2).transpose(1, 2)
 
     def visual(self, before: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -713,6 +710,7 @@ class Cache:
 
 # ---- presets -------------------------------------------------------------------------------------
 
+# Each row needs an --out_dir of its own.
 # Row of the paper's tables            flags
 # Tables 2, 3  CLEVR-Change            --dataset clevr_change
 # Table 4      all rows                --dataset clevr_change, and
@@ -953,14 +951,16 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED)
+    cfg, args = parse_args(
+        Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED, data.DATASETS
+    )
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
         return
     dataset = open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
         model, state = load_model(IDC, cfg, args.eval)
-        dataset.check_state(state)
+        dataset.adopt(state)
     else:
         model = train(cfg, dataset, args.resume)
     evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)

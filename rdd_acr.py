@@ -32,6 +32,7 @@ Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, 
 (START, words, END, padding), K vectors, M tokens that they read, P vectors of a prompt, S texts,
 d width of CLIP's text space.
 
+Flags for each row of the paper's tables. Each row needs an --out_dir of its own.
 Row of the paper            flags (on mini, unless --dataset is given)
 direct-sub (Table 4)        --no-gde --order none --w_n2o 0 --w_v2a 0
 GDE                         --order none --w_n2o 0 --w_v2a 0
@@ -827,14 +828,16 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv)
+    cfg, args = parse_args(
+        Config, PRESETS, Path(__file__).stem, __doc__, argv, datasets=data.DATASETS
+    )
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
         return
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
         model, state = load_model(RDD, cfg, args.eval)
-        dataset.check_state(state)
+        dataset.adopt(state)
     else:
         phrases = phrases_of(dataset, cfg)
         model = train(cfg, dataset, phrases, args.resume)

@@ -23,6 +23,7 @@ from our copy of the paper; the other names follow DIRL+CCR, by the same authors
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a
 caption (START, words, END, padding).
 
+Flags for each row of the paper's tables. Each row needs an --out_dir of its own.
 Row of the paper                flags (on mini, unless --dataset is given)
 Subtraction (Tables 6-7, 10-12) --difference subtract --w_match 0 --w_cbr 0
 RR                              --w_match 0 --w_cbr 0
@@ -621,14 +622,16 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED)
+    cfg, args = parse_args(
+        Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED, data.DATASETS
+    )
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
         return
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
         model, state = load_model(SCORER, cfg, args.eval)
-        dataset.check_state(state)
+        dataset.adopt(state)
     else:
         model = train(cfg, dataset, args.resume)
     evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)

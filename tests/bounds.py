@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import data
-from common import InputError, run_main, write_text
+from common import run_main, write_text
 
 ONE_CAPTION = "one caption for all"
 ONE_PER_KIND = "one caption per kind of change"
@@ -53,10 +53,7 @@ class Cider:
         self.references = references
         self.frequency = Counter()  # n-gram -> number of pairs whose references contain it
         for texts in references:
-            found = set()
-            for text in texts:
-                found |= ngrams(text).keys()
-            self.frequency.update(found)
+            self.frequency.update(set().union(*(ngrams(text).keys() for text in texts)))
         self.vectors = {}
         self.similarities = {}
 
@@ -112,23 +109,17 @@ def best_captions(dataset: data.Dataset, kinds: dict[str, set[str]]) -> dict[str
         ranked = sorted(counts, key=lambda caption: (-counts[caption], caption))
         candidates[kind] = ranked[:CANDIDATES]
 
-    texts = set().union(*candidates.values(), *(p.captions for p in val))
-    texts = sorted(texts)
+    texts = sorted(set().union(*candidates.values(), *(p.captions for p in val)))
     as_read = [data.scored_text(dataset, text) for text in texts]
     tokens = data.settings_of(dataset.name).tokens
     scored = data.scored_words(as_read, tokens, dataset.vocab.index, quick=False)
     words = dict(zip(texts, scored, strict=True))
-    references = []
-    for pair in val:
-        references.append([words[c] for c in pair.captions])
-    cider = Cider(references)
+    cider = Cider([[words[c] for c in pair.captions] for pair in val])
 
     best = {}
     for kind, captions in candidates.items():
         numbers = [n for n, p in enumerate(val) if p.id in kinds[kind]]
-        sums = {}
-        for caption in captions:
-            sums[caption] = sum(cider(words[caption], n) for n in numbers)
+        sums = {c: sum(cider(words[c], n) for n in numbers) for c in captions}
         best[kind] = max(sums, key=sums.get, default="")
     return best
 
@@ -139,11 +130,6 @@ def bounds(name: str, root: Path) -> dict:
         release = data.read_birds_to_words(root, pictures=False)
     else:
         release = data.read_release(name, root)
-    for split in data.SPLITS:
-        if not release.scenes[split]:
-            raise InputError(
-                f"{name} has no {split} pairs: captions are chosen on train, val and scored on test"
-            )
     dataset = data.Dataset(name, root, release, data.vocab_of(name, release))
     chosen = best_captions(dataset, release.kinds)
 
@@ -161,30 +147,21 @@ def bounds(name: str, root: Path) -> dict:
             held_out = int(rng.integers(len(captions)))
             human[i] = captions[held_out]
             others[i] = captions[:held_out] + captions[held_out + 1 :]
-    candidates = {
+    captions_and_references = {
         ONE_CAPTION: (dict.fromkeys(references, chosen[ONE_CAPTION]), references),
         ONE_PER_KIND: (per_kind, references),
         HUMAN: (human, others),
     }
     groups = data.groups_of(dataset, "test")
     result = {"scores": {}, "pairs": {}, "chosen": chosen}
-    for bound, (captions, against) in candidates.items():
+    for bound, (captions, against) in captions_and_references.items():
         result["pairs"][bound] = len(captions)
         if captions:
-            said = {i: data.scored_text(dataset, text) for i, text in captions.items()}
-            scores = data.protocol_scores(dataset, said, against, groups)
+            texts = {i: data.scored_text(dataset, text) for i, text in captions.items()}
+            scores = data.protocol_scores(dataset, texts, against, groups)
             for group, row in scores.items():
                 result["scores"][f"{bound}: {group}"] = row
     return result
-
-
-def write_entry(path: Path, name: str, result: dict) -> None:
-    """Writes a data set's bounds into a JSON file, keeping those of other data sets."""
-    entries = {}
-    if path.exists():
-        entries = json.loads(path.read_text())
-    entries[name] = result
-    write_text(path, json.dumps(dict(sorted(entries.items())), indent=1) + "\n")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -203,7 +180,9 @@ def main(argv: list[str] | None = None) -> None:
         f"{HUMAN}: of {result['pairs'][ONE_CAPTION]} pairs the {result['pairs'][HUMAN]} with "
         "several references; a system is scored against one reference more"
     )
-    write_entry(args.out, args.name, result)
+    entries = json.loads(args.out.read_text()) if args.out.exists() else {}
+    entries[args.name] = result  # those of other data sets stay
+    write_text(args.out, json.dumps(dict(sorted(entries.items())), indent=1) + "\n")
 
 
 if __name__ == "__main__":

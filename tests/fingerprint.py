@@ -38,24 +38,18 @@ CASES = {
 }
 
 
-def method_of(command: str):
-    """The module of a command such as "scorer_cbr.py --w_cbr 0"."""
-    script = command.split()[0]
-    return importlib.import_module(script.removesuffix(".py"))
-
-
 def run(command: str, root: Path, out: Path) -> None:
     """Runs ten steps of a command on one thread, then captions and scores, into the folder `out`.
 
     root: the folder of the small mini, which the first command draws."""
     torch.set_num_threads(1)
-    _, *flags = command.split()
+    script, *flags = command.split()
     if command.startswith("idc_pretrain.py"):
         flags = ["--pretrain_steps", "10", *flags]  # first, so that the command can override it
     flags += [*SHORT.split(), "--data_dir", str(root), "--out_dir", str(out)]
     silence = io.StringIO()
     with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
-        method_of(command).main(flags)
+        importlib.import_module(script.removesuffix(".py")).main(flags)
 
 
 def hashes(out: Path) -> dict[str, str]:
@@ -81,14 +75,14 @@ def hashes(out: Path) -> dict[str, str]:
 
 def measure(root: Path) -> dict[str, dict[str, str]]:
     """The hashes of every case, on the small mini in the folder `root`."""
-    found = {}
+    measured = {}
     for case, command in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder, "run")
             run(command, root, out)
-            found[case] = hashes(out)
-        print(case, found[case], flush=True)
-    return found
+            measured[case] = hashes(out)
+        print(case, measured[case], flush=True)
+    return measured
 
 
 def main() -> None:
@@ -100,12 +94,12 @@ def main() -> None:
     parser.add_argument("--compare", type=Path, help="file of kept hashes to compare with")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(args.data_dir or Path(folder, "mini"))
+        measured = measure(args.data_dir or Path(folder, "mini"))
     if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        args.out.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     if args.compare:
         kept = json.loads(args.compare.read_text(encoding="utf-8"))
-        changed = [case for case in CASES if found[case] != kept.get(case)]
+        changed = [case for case in CASES if measured[case] != kept.get(case)]
         print("differs: " + ", ".join(changed) if changed else "all equal")
         sys.exit(bool(changed))
 

@@ -4,8 +4,10 @@ import dataclasses
 import io
 import math
 import os
+import re
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,7 +173,8 @@ def make_run_folder(folder, **config):
 def parse(*argv, RELEASED=RELEASED):
     """(cfg, args) of a method's command line on a CPU."""
     argv = [*map(str, argv), "--device", "cpu"]
-    return common.parse_args(Config, PRESETS, "method", "What it is.", argv, RELEASED)
+    datasets = ["mini", "other", "else"]
+    return common.parse_args(Config, PRESETS, "method", "What it is.", argv, RELEASED, datasets)
 
 
 @pytest.fixture(autouse=True)
@@ -205,7 +208,7 @@ def test_a_variant_sets_the_released_details(tmp_path):
 
 
 def test_wrong_flags_are_named(capsys):
-    for flag in ("--stepz=3", "--schedule=x", "--steps=x"):
+    for flag in ("--stepz=3", "--schedule=x", "--steps=x", "--dataset=x"):
         with pytest.raises(SystemExit) as e:
             parse(flag)
         assert e.value.code == 2
@@ -242,7 +245,22 @@ def test_a_checkpoint_brings_its_config(tmp_path):
     assert (resumed.width, resumed.steps) == (1, 7)
 
 
-@pytest.mark.parametrize("flag", ["--width=4", "--dataset=other", "--select_by=BLEU-4", "--lr=2"])
+def test_a_checkpoint_is_evaluated_on_other_data(tmp_path):
+    """The results never replace those on its own data."""
+    folder = make_run_folder(tmp_path / "run", data_dir="data/mini", width=1)
+    best = folder / "best.pt"
+    cfg, _ = parse("--eval", best, "--dataset", "other")
+    assert (cfg.dataset, cfg.data_dir, cfg.width) == ("other", "data/other", 1)
+    assert cfg.out_dir == str(folder / "other")
+    cfg, _ = parse("--eval", best, "--data_dir", tmp_path / "mine")
+    assert (cfg.dataset, cfg.out_dir) == ("mini", str(folder / "mine"))
+    cfg, _ = parse("--eval", best, "--data_dir", tmp_path / "data" / "mini")  # its own
+    assert cfg.out_dir == str(folder)
+    with pytest.raises(InputError, match="--dataset"):
+        parse("--resume", "--out_dir", folder, "--dataset", "other")
+
+
+@pytest.mark.parametrize("flag", ["--width=4", "--select_by=BLEU-4", "--lr=2"])
 def test_a_checkpoints_model_cannot_be_changed(tmp_path, flag):
     folder = make_run_folder(tmp_path / "run", width=1)
     caption = ["--caption", "a", "b", "--checkpoint"]
@@ -277,6 +295,7 @@ def test_a_used_folder_is_refused(tmp_path):
     parse("--eval", other / "best.pt")
     parse("--eval", other / "best.pt", "--out_dir", tmp_path / "new")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / ".DS_Store").touch()
     parse("--out_dir", tmp_path / "empty")
     assert {path.name for path in folder.iterdir()} == {"last.pt", "best.pt"}
 
@@ -443,14 +462,40 @@ def test_an_interrupt_while_validating_ends_the_run_afterwards(tmp_path):
 
 
 def test_a_second_signal_stops_at_once(tmp_path):
-    def twice(step):
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGINT)
+    def twice(done):
+        if done == 1:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(SystemExit) as e:
         train(tmp_path, each=twice)
     assert e.value.code == 130
     assert not (tmp_path / "last.pt").exists()
+
+
+def test_a_signal_in_the_first_step_is_not_delayed(tmp_path):
+    """The step may compile for minutes. Until it is done, signals do what they did before."""
+    before = signal.getsignal(signal.SIGTERM)
+    in_step = []
+    run, _ = train(tmp_path, each=lambda _: in_step.append(signal.getsignal(signal.SIGTERM)))
+    assert in_step == [before, run.on_signal, run.on_signal, run.on_signal]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_thread_trains_without_handlers(tmp_path):
+    with ThreadPoolExecutor() as pool:
+        run, _ = pool.submit(train, tmp_path).result()
+    assert run.step == 4
+
+
+def test_a_run_says_how_it_went(tmp_path, capsys):
+    run, _ = train(tmp_path, scores=[2.0, 1.0])
+    run.best_model()
+    text = capsys.readouterr().out
+    assert "best.pt has the weights after step 2" in text
+    assert "CIDEr 2.00" in text
+    assert re.search(r"train 2/4: total [\d.]+ \(\d\d:\d\d left\)", text)
+    assert f"{tmp_path} also has" in text
 
 
 def test_stages_each_have_an_optimizer(tmp_path):

@@ -1,10 +1,9 @@
 """The fast paths on a CUDA GPU against the plain ones. Tests of the CUDA path that need no GPU are
 in test_fake_cuda.py."""
 
-import json
-
 import pytest
 import torch
+from conftest import train_lines
 from PIL import Image
 from test_features import without_training
 from test_match import dense_gradients
@@ -34,12 +33,6 @@ def fresh_compiler():
     torch._dynamo.reset()  # models of earlier tests count against its limits
 
 
-def losses(folder):
-    """The lines of a run's log that hold losses."""
-    rows = [json.loads(line) for line in (folder / "log.jsonl").open()]
-    return [row for row in rows if row["event"] == "train"]
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens, channels", [(49, 64), (196, 512), (300, 16)])
 def test_token_match_on_the_gpu_equals_dense_on_the_cpu(dtype, tokens, channels):
@@ -67,7 +60,7 @@ def test_a_run_on_the_gpu_follows_one_on_the_cpu(method, prepared, tiny, tmp_pat
     shared = [*tiny, "--data_dir", str(prepared), "--dropout", "0", "--steps", "4"]
     method.main([*shared, "--out_dir", str(tmp_path / "cpu")])
     method.main([*shared, "--out_dir", str(tmp_path / "gpu"), "--device", "cuda", *flags])
-    for cpu, gpu in zip(losses(tmp_path / "cpu"), losses(tmp_path / "gpu"), strict=True):
+    for cpu, gpu in zip(train_lines(tmp_path / "cpu"), train_lines(tmp_path / "gpu"), strict=True):
         # bfloat16 has two to three digits.
         assert gpu["caption"] == pytest.approx(cpu["caption"], rel=0.02)
 
@@ -96,12 +89,12 @@ def test_phrases_entities_and_pretraining_on_the_gpu(method, own, tmp_path):
     if method is idc_pretrain:
         flags += "--mlm 1 --mvcl 1 --fda 1 --pretrain_steps 12".split()
     method.main([*flags, "--out_dir", str(tmp_path / "gpu"), "--device", "cuda"])
-    on_gpu = losses(tmp_path / "gpu")
+    on_gpu = train_lines(tmp_path / "gpu")
     names = {name for row in on_gpu for name in row}
     assert own <= names
     if method is not idc_pretrain:  # its masks are drawn on the device, so they differ
         method.main([*flags, "--out_dir", str(tmp_path / "cpu"), "--device", "cpu"])
-        for cpu, gpu in zip(losses(tmp_path / "cpu"), on_gpu, strict=True):
+        for cpu, gpu in zip(train_lines(tmp_path / "cpu"), on_gpu, strict=True):
             for name in own | {"caption", "total"}:
                 assert gpu[name] == pytest.approx(cpu[name], rel=0.02, abs=0.01)
 

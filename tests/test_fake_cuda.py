@@ -2,8 +2,8 @@
 tensors, which have a shape and a device (cuda:0), but no content.
 
 An operation that mixes devices, that makes the host wait for the GPU, or that reads the content of
-a tensor is an error. Autocast works as on a GPU, so matrix products in float32 are counted, too: a
-misplaced cast causes more of them. Speed, memory and results cannot be tested this way.
+a tensor is an error. Autocast works as on a GPU: most matrix products must be in bfloat16, and all
+losses in float32. Speed, memory and results cannot be tested this way.
 
 Everything runs in a separate process, because it patches PyTorch:
     python tests/test_fake_cuda.py
@@ -46,52 +46,29 @@ MODELS = {
     cheers: cheers.CHEERS,
     idc_pretrain: idc_pretrain.IDC,
 }
-RELEASED = {"variant": "released"}
-NO_AMP = {"amp": False}
-SUBTRACTION = {"difference": "subtract"}
-
-# For each method: changes to its config, and for each kind of step the number of matrix products in
-# float32, which occur where the code leaves autocast (with NO_AMP, all products are in float32). A
-# token_match counts once, any other product three times, because its backward pass has two more.
-# Products of attention (bmm) do not count, because PyTorch computes fake attention in float32.
+# Changes to each method's config. {} is the paper's.
 CASES = {
     scorer_cbr: [
-        ({}, {}),  # token_match reads bfloat16
-        (RELEASED, {}),
-        (NO_AMP, {}),
-        (SUBTRACTION | {"w_match": 0, "w_cbr": 0}, {}),
-        ({"matching": "tm"}, {}),
-        ({"matching": "mean"}, {"step": 18}),
-        ({"matching": "max"}, {"step": 18}),
+        {},
+        {"variant": "released"},
+        {"amp": False},
+        {"difference": "subtract", "w_match": 0, "w_cbr": 0},
+        {"matching": "mean"},
+        {"matching": "max"},
     ],
-    dirl_ccr: [
-        ({}, {"step": 12}),  # Eq. 3 and Eq. 13 in 2 batches
-        (RELEASED, {"step": 12}),
-        (SUBTRACTION | {"w_dirl": 0, "w_ccr": 0}, {}),
-        ({"correlate": False}, {"step": 12}),
-    ],
+    dirl_ccr: [{}, {"variant": "released"}, {"correlate": False}],
     rdd_acr: [
-        # For nouns and verbs each: Eq. 11's cosines, and the adapter's three layers. The first
-        # layer has one product less, because its input needs no gradient.
-        ({}, {"step": 22}),
-        ({"gde": False, "order": "none", "w_n2o": 0, "w_v2a": 0}, {}),
-        ({"order": "n", "w_v2a": 0}, {"step": 11}),
-        ({"order": "v+n"}, {"step": 22}),
-        ({"residual": False}, {"step": 22}),
+        {},
+        {"gde": False, "order": "none", "w_n2o": 0, "w_v2a": 0},
+        {"order": "v+n"},
+        {"residual": False},
     ],
     cheers: [
-        ({}, {"step": 48}),  # four maps P^ in each of 2 layers and 2 batches
-        ({"layers": 0, "k": 0, "gate": "none", "w_consistency": 0, "w_match": 0}, {}),
-        ({"gate": "scalar"}, {"step": 48}),
-        ({"cre": False}, {"step": 24}),
-        ({"dre": False}, {"step": 24}),
+        {},
+        {"layers": 0, "k": 0, "gate": "none", "w_consistency": 0, "w_match": 0},
+        {"gate": "scalar"},
     ],
-    idc_pretrain: [
-        # Eq. 8, whose features need no gradient, and contrast_loss.
-        ({}, {"mvcl": 4, "birds": 3}),
-        (RELEASED, {"mvcl": 6, "birds": 3}),  # Eq. 8's negatives are predictions
-        ({"difference_encoder": False}, {"mvcl": 4}),
-    ],
+    idc_pretrain: [{}, {"variant": "released"}, {"difference_encoder": False}],
 }
 
 
@@ -151,16 +128,16 @@ def move_to_gpu(model):
 
 def nodes_behind(loss):
     """The nodes of a loss's autograd graph, each before all nodes that it passes gradients to."""
-    found = [loss.grad_fn]
-    seen = {loss.grad_fn}
-    for node in found:  # the list grows during the loop
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                found.append(following)
+    nodes = {loss.grad_fn: None}  # a dict keeps their order
+    waiting = [loss.grad_fn]
+    while waiting:
+        for following, _ in waiting.pop().next_functions:
+            if following is not None and following not in nodes:
+                nodes[following] = None
+                waiting.append(following)
     leaves = []  # nodes that accumulate a parameter's gradient
     inner = []
-    for node in found:
+    for node in nodes:
         if hasattr(node, "variable"):
             leaves.append(node)
         else:
@@ -263,7 +240,7 @@ def take_step(model, batches, optimizer, *more):
     return losses
 
 
-def run_case(method, changes, expected):
+def run_case(method, changes):
     """Runs a step of each kind, then captions and maps, of a method with a changed config."""
     cfg = config_of(method, changes)
     grid = (2048, 7, 7) if method is idc_pretrain else (1024, 14, 14)
@@ -286,10 +263,8 @@ def run_case(method, changes, expected):
         print(about, dict(watch.products), flush=True)
         for name, loss in losses.items():
             assert loss.dtype == torch.float32, f"{about}: loss {name} in {loss.dtype}"
-        if cfg.amp:
-            found = watch.products[torch.float32]
-            wanted = expected.get(kind, 0)
-            assert found == wanted, f"{about}: {found} products in float32, expected {wanted}"
+        if cfg.amp:  # float32 where the code leaves autocast on purpose
+            assert watch.products[torch.float32] < 0.2 * watch.products.total(), about
         else:
             assert set(watch.products) == {torch.float32}, about
 
@@ -309,9 +284,9 @@ def run_case(method, changes, expected):
 def main():
     pretend_to_have_a_gpu()
     for method, cases in CASES.items():
-        for changes, expected in cases:
+        for changes in cases:
             with FakeTensorMode():
-                run_case(method, changes, expected)
+                run_case(method, changes)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
 import copy
 import functools
+import io
 import itertools
 import os
 import re
 import shutil
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -142,16 +145,113 @@ def test_a_colour_may_be_transparent(tmp_path):
         assert (np.array(data.read_image(tmp_path / "a.png")) == 255).all()
 
 
-def test_other_than_8_bits_a_channel_are_refused(tmp_path):
-    """Values in 0 ... 1, 11-bit values stored in 16 bits, and 32-bit values would all turn black or
-    white."""
+def write_tiff(path, bits, sign, bands, planes=1):
+    """A TIFF of 4 x 4 pixels. sign: 1 unsigned, 2 signed, 3 float; planes: 2 if bands follow each
+    other."""
+    tags = {256: 4, 257: 4, 258: bits, 259: 1, 262: 2 if bands > 2 else 1, 277: bands, 278: 4}
+    tags |= {273: 8, 279: 16 * bands * bits // 8, 284: planes, 339: sign}
+    content = bytes(range(256))[: tags[279]] + bytes(max(0, tags[279] - 256))
+    directory = struct.pack("<H", len(tags))
+    for tag in sorted(tags):
+        directory += struct.pack("<HHIHH", tag, 3, 1, tags[tag], 0)
+    head = b"II*\0" + struct.pack("<I", 8 + len(content))
+    path.write_bytes(head + content + directory + bytes(4))
+
+
+@pytest.mark.parametrize(
+    "bits, sign, bands, said",
+    [
+        (16, 1, 3, "3 bands of 16 unsigned"),
+        (16, 1, 1, "1 bands of 16 unsigned"),
+        (8, 2, 1, "1 bands of 8 signed"),
+        (32, 3, 1, "1 bands of 32 float"),
+        (8, 1, 8, "8 bands of 8 unsigned"),
+        (8, 1, 2, "2 bands of 8 unsigned"),
+    ],
+)
+@pytest.mark.parametrize("planes", [1, 2])
+def test_the_tags_of_a_tiff_decide(bits, sign, bands, said, planes, tmp_path):
+    write_tiff(tmp_path / "a.tif", bits, sign, bands, planes)
+    content = (tmp_path / "a.tif").read_bytes()
+    for picture in (tmp_path / "a.tif", io.BytesIO(content)):
+        with pytest.raises(InputError, match=f"{said} bits.*8 bits a channel.*gdal_translate"):
+            data.read_image(picture)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "P", "CMYK"])
+def test_tiffs_of_8_bits_are_read(mode, tmp_path):
+    picture = noise(12, 16).convert(mode)
+    picture.save(tmp_path / "a.tif")
+    expected = np.array(picture.convert("RGB"))
+    assert np.array_equal(data.read_image(tmp_path / "a.tif"), expected)
+
+
+def test_the_fourth_band_of_a_tiff_is_not_transparency(tmp_path):
+    """Satellite pictures have near infrared there."""
+    Image.new("RGBA", (16, 12), (40, 50, 60, 70)).save(tmp_path / "a.tif")
+    assert (np.array(data.read_image(tmp_path / "a.tif")) == [40, 50, 60]).all()
+
+
+def png_of_16_bits():
+    """A PNG of RGB with 16 bits a channel, which Pillow cannot write."""
+
+    def chunk(name, content):
+        checksum = zlib.crc32(name + content)
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", checksum)
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 16, 12, 16, 2, 0, 0, 0))
+    rows = chunk(b"IDAT", zlib.compress((b"\0" + bytes(range(96))) * 12))
+    return b"\x89PNG\r\n\x1a\n" + header + rows + chunk(b"IEND", b"")
+
+
+def test_values_of_more_than_8_bits_are_refused(tmp_path):
+    """11-bit values stored in 16 bits would turn black, larger ones white."""
     values = np.random.default_rng(0).random((12, 16))
-    Image.fromarray(values.astype(np.float32)).save(tmp_path / "float.tif")
-    Image.fromarray((values * 255).astype(np.int32)).save(tmp_path / "int.tif")
-    Image.fromarray((values * 2047).astype(np.uint16)).save(tmp_path / "11_bits.png")
-    for file in tmp_path.iterdir():
-        with pytest.raises(InputError, match=rf"{file.name}.*8 bits"):
-            data.read_image(file)
+    Image.fromarray((values * 2047).astype(np.uint16)).save(tmp_path / "grey.png")
+    (tmp_path / "rgb.png").write_bytes(png_of_16_bits())
+    for name in ("grey.png", "rgb.png"):
+        with pytest.raises(InputError, match=f"{name}.*8 bits a channel"):
+            data.read_image(tmp_path / name)
+    for array in (values.astype(np.float32), (values * 255).astype(np.int32)):
+        with pytest.raises(InputError, match="8 bits a channel"):
+            data.read_image(Image.fromarray(array))
+
+
+def test_other_formats_are_refused_by_name(tmp_path):
+    noise(12, 16).save(tmp_path / "a.png", "PPM")
+    with pytest.raises(InputError, match="a.png.*PNG, JPEG, WEBP, GIF, BMP or TIFF"):
+        data.read_image(tmp_path / "a.png")
+
+
+def test_pictures_from_python(tmp_path):
+    picture = noise(12, 16)
+    content = io.BytesIO()
+    picture.save(content, "BMP")
+    assert np.array_equal(data.read_image(content), np.array(picture))
+    assert np.array_equal(data.read_image(picture), np.array(picture))
+    with pytest.raises(TypeError, match="fromarray"):
+        data.read_image(np.array(picture))
+
+
+def test_a_users_limit_of_pixels_stands(tmp_path, monkeypatch):
+    noise(12, 16).save(tmp_path / "a.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 80)  # Pillow refuses more than twice as many
+    with pytest.raises(InputError, match="a.png"):
+        data.read_image(tmp_path / "a.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    data.read_image(tmp_path / "a.png")
+    assert Image.MAX_IMAGE_PIXELS is None
+
+
+def test_an_open_picture_may_occur_in_several_pairs(tmp_path, monkeypatch):
+    """Threads must not read it at the same time."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    noise(600, 800).save(tmp_path / "a.jpg")
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "b.jpg")
+    extractor = data.Extractor("mini-cnn")
+    expected = extractor([tmp_path / "a.jpg", tmp_path / "b.jpg"] * 8)
+    for opened in (Image.open(tmp_path / "a.jpg"), io.BytesIO((tmp_path / "a.jpg").read_bytes())):
+        assert torch.equal(extractor([opened, tmp_path / "b.jpg"] * 8), expected)
 
 
 def test_a_broken_picture_is_named(tmp_path):
@@ -393,11 +493,33 @@ def test_the_last_map_of_a_timm_model(tmp_path):
     torch.testing.assert_close(extractor([picture]).float(), expected, atol=5e-3, rtol=5e-3)
 
 
+def test_weights_may_be_wrapped_and_have_another_classifier(tmp_path, capfd):
+    net = timm_weights("test_resnet", tmp_path / "w.pt")
+    weights = net.state_dict()
+    other_classes = weights | {
+        "fc.weight": torch.zeros(3, net.num_features),
+        "fc.bias": torch.zeros(3),
+    }
+    without = {key: value for key, value in weights.items() if not key.startswith("fc.")}
+    picture = noise(64, 64)
+    expected = data.Extractor(f"timm/test_resnet:{tmp_path / 'w.pt'}")([picture])
+    for wrapped in (
+        {"state_dict": weights},
+        {f"module.{key}": value for key, value in weights.items()},
+        other_classes,
+        without,
+    ):
+        torch.save(wrapped, tmp_path / "other.pt")
+        extractor = data.Extractor(f"timm/test_resnet:{tmp_path / 'other.pt'}")
+        assert torch.equal(extractor([picture]), expected)
+    assert capfd.readouterr().err == ""  # no remarks on the classifier
+
+
 def test_timm_models_that_are_none(tmp_path):
     timm_weights("test_resnet", tmp_path / "w.pt")
     for name, named in (
         ("timm/no_such_net", "--extractor timm/no_such_net"),
-        (f"timm/test_convnext:{tmp_path / 'w.pt'}", "w.pt.*test_convnext"),
+        (f"timm/test_convnext:{tmp_path / 'w.pt'}", "w.pt.*timm's names.*stem.0.weight.*conv1"),
         (f"timm/test_resnet:{tmp_path / 'none.pt'}", "none.pt"),
         ("timm/resnet18.nosuchtag", "--extractor timm/resnet18.nosuchtag"),
     ):

@@ -198,6 +198,45 @@ def test_levir_cc(tmp_path):
     assert vocab.split("a " * 60) == ["a"] * 50
 
 
+@pytest.mark.parametrize("no, yes", [(0, 1), ("0", "1"), (False, True), ("False", "true")])
+def test_changeflag_is_read_in_any_form(no, yes, tmp_path):
+    images = [
+        levir_image("train", 1, "a house", changeflag=yes),
+        levir_image("train", 2, "nothing is different", changeflag=no),
+    ]
+    write(tmp_path / "LevirCCcaptions.json", {"images": images})
+    kinds = data.read_levir_cc(tmp_path).kinds
+    assert kinds == {"change": {"train_000001.png"}, "no change": {"train_000002.png"}}
+
+
+def test_captions_of_unchanged_training_pairs_say_no_change(tmp_path):
+    """Sets that copy LEVIR-CC's layout have other sentences."""
+    images = []
+    for split in ("train", "test"):
+        images += [
+            levir_image(split, 1, "a house appears", changeflag=1),
+            levir_image(split, 2, "the field looks as it did", changeflag=0),
+        ]
+    write(tmp_path / "LevirCCcaptions.json", {"images": images})
+    release = data.read_levir_cc(tmp_path)
+    dataset = data.Dataset("levir_cc", tmp_path, release, data.vocab_of("levir_cc", release))
+    equal = {pair.id: pair.captions[0] for pair in dataset.pairs("test")}
+    same = {pair_id: "there is no difference" for pair_id in equal}
+    for captions, change in ((equal, 100), (same, 0)):
+        accuracy = data.accuracy_of(dataset, captions)
+        assert accuracy == {"change recognised": change, "no change recognised": 100}
+
+
+@pytest.mark.parametrize("flag", [2, "", None, "yes", [1]])
+def test_other_changeflags_are_refused(flag, tmp_path):
+    write(
+        tmp_path / "LevirCCcaptions.json",
+        {"images": [levir_image("train", 1, "a", changeflag=flag)]},
+    )
+    with pytest.raises(InputError, match="LevirCCcaptions.json.*changeflag of train_000001.png"):
+        data.read_levir_cc(tmp_path)
+
+
 # ---- birds ---------------------------------------------------------------------------------------
 
 BIRD_COLUMNS = (

@@ -1,19 +1,17 @@
-"""Tests of results.py: rows are valid commands, a table never mixes versions of the code, and
-interrupted runs are continued."""
+"""Tests of results.py: rows are valid commands, no table mixes commits unasked, and an interrupted
+run is continued."""
 
 import argparse
 import dataclasses
-import json
+import importlib
 import re
 import time
 
-import fingerprint
 import pytest
 import results
 import torch
 
-HERE = {"processor": "here", "cores": 2, "torch": "2", "threads": 1}
-TODAY = {row: f"{n:012x}" for n, row in enumerate(results.ROWS)}
+MACHINE = {"processor": "a processor", "cores": 2, "torch": "2", "threads": 1}
 
 # A script that behaves like a method but learns nothing. It waits while there is a file "wait".
 FAKE_METHOD = """
@@ -29,8 +27,6 @@ folder.mkdir(exist_ok=True)
 print(" ".join(sys.argv[1:]), flush=True)
 while (here / "wait").exists():
     time.sleep(0.01)
-if (here / "fail").exists():
-    sys.exit(2)
 scores = {"semantic change": {"CIDEr": 400.0 + seed % 10}}
 (folder / "scores_test.json").write_text(json.dumps({"scores": scores}))
 """
@@ -41,34 +37,38 @@ def project(tmp_path, monkeypatch):
     """A folder with fake methods, and with pages and records as results.py writes them."""
     for command in results.ROWS.values():
         (tmp_path / command.split()[0]).write_text(FAKE_METHOD)
-    for name in ("README", "RESULTS", "BOUNDS"):
+    for name in ("README", "RESULTS"):
         file = getattr(results, name)
         (tmp_path / file.name).write_bytes(file.read_bytes())
         monkeypatch.setattr(results, name, tmp_path / file.name)
     monkeypatch.setattr(results, "RECORDS", tmp_path / "results.json")
     monkeypatch.setattr(results, "ROOT", tmp_path)
-    monkeypatch.setattr(results, "machine", lambda: HERE)
+    monkeypatch.setattr(results, "machine", lambda: MACHINE)
     results.write_records([])
     return tmp_path
 
 
-def record(row, seed, cider):
+def record(row, seed, cider, commit="a"):
     scores = {"semantic CIDEr": cider, "place": None}
-    return results.new_record(row, seed, TODAY) | {"minutes": 2.0, "scores": scores}
+    return results.new_record(row, seed, commit) | {"minutes": 2.0, "scores": scores}
 
 
-def run(project, row, seeds=results.SEEDS, today=TODAY):
+def run(project, row, seeds=results.SEEDS, commit="b"):
     args = argparse.Namespace(jobs=2, runs=project / "runs", data_dir="data/mini")
-    missing = [results.new_record(row, seed, today) for seed in seeds]
-    return results.run_all(missing, today, args)
+    return results.run_all(results.missing_runs([row], seeds, commit), args)
 
 
 def test_every_row_is_a_command_of_its_own_and_has_flags_of_its_method():
     assert len(set(results.ROWS.values())) == len(results.ROWS)
-    for command in results.ROWS.values():
-        fields = {f.name for f in dataclasses.fields(fingerprint.method_of(command).Config)}
+    for row, command in results.ROWS.items():
+        script = command.split()[0]
+        method = importlib.import_module(script.removesuffix(".py"))
+        fields = {f.name for f in dataclasses.fields(method.Config)} | {"variant"}
         flags = re.findall(r"--(?:no-)?(\w+)", command)
         assert set(flags) <= fields, command
+        if "twice the steps" in row:
+            base = results.ROWS[row.removesuffix(", twice the steps")]
+            assert command == f"{base} --steps {2 * method.PRESETS['mini']['steps']}"
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,7 @@ def test_every_row_is_a_command_of_its_own_and_has_flags_of_its_method():
         # 3 sqrt(100 / 3 + 100 / 3) = 24.5
         ([460, 470, 480], [420, 430, 440], ("+40 ± 8.2", "confirmed")),
         ([420, 430, 440], [460, 470, 480], ("-40 ± 8.2", "contradicted")),
-        ([440, 450, 460], [420, 430, 440], ("+20 ± 8.2", "cannot tell")),
-        ([441, 441.1, 441.2], [432, 432.1, 432.2], ("+9 ± 0.1", "no difference of 25")),
+        ([440, 450, 460], [420, 430, 440], ("+20 ± 8.2", "mini cannot tell")),
         ([441], [432, 432.1], ("", "not run")),
     ],
 )
@@ -86,47 +85,45 @@ def test_verdict(better, worse, answer):
     assert results.verdict(better, worse) == answer
 
 
-def test_pages_are_filled_in_from_records_and_bounds(project):
+def test_pages_are_filled_in_from_records(project):
     records = [record("RR", seed, 390.0 + n) for n, seed in enumerate(results.SEEDS)]
-    records += [record("Subtraction", seed, 310.0) for seed in results.SEEDS]
+    for row in ("Subtraction", "SCORER, twice the steps", "SCORER+CBR, twice the steps"):
+        records += [record(row, seed, 310.0 + len(row)) for seed in results.SEEDS]
     results.write_records(records)
-    bound = {"BLEU-4": 1.23, "CIDEr": 45.67}
-    bounds = {"levir_cc": {"scores": {f"{results.BOUND_NAMES[0]}: total": bound}}}
-    results.BOUNDS.write_text(json.dumps(bounds))
-    # Variances of 1 and 0, each with two degrees of freedom: 3 sqrt(0.5 / 3 + 0.5 / 3)
-    assert results.noise(records) == pytest.approx(1.7321, abs=1e-4)
-    results.write_tables()
+    # Variances of 1 and three times 0, each with two degrees of freedom: 3 sqrt(1/4 / 3 + 1/4 / 3)
+    assert results.noise(records) == pytest.approx(1.2247, abs=1e-4)
+    results.write_tables(mixed=False)
     page = results.RESULTS.read_text(encoding="utf-8")
     assert "| RR | 3 | 391.0 (2.0) | - |" in page and "| GDE | 0 | - |" in page
-    assert "| RR > Subtraction | 123.8 > 119.7 | +81 ± 0.6 | confirmed |" in page
-    assert "| 128.9 > 89.8 |  | not run |" in page
-    assert "| levir_cc: total |  |  | 65.6 / 138.3 |  |  | 1.2 / 45.7 |  |  |" in page
-    assert "| mini: total |  |  |  |  |  | - | - | - |" in page
+    assert "| RR > Subtraction | 123.8 > 119.7 | +70 ± 0.6 | confirmed |  |  |" in page
+    assert "| 126.8 >= 126.0 |  | not run | +4 ± 0.0 | confirmed |" in page
     readme = results.README.read_text(encoding="utf-8")
-    assert "| Subtraction | 3 | 310.0 (0.0) |" in readme and "Computed on: here, " in readme
-    results.write_tables()
+    assert "| Subtraction | 3 | 321.0 (0.0) |" in readme and "Computed at commit a." in readme
+    results.write_tables(mixed=False)
     assert results.RESULTS.read_text(encoding="utf-8") == page
     assert results.README.read_text(encoding="utf-8") == readme
 
 
-def test_runs_are_recorded_and_what_counts_no_more_leaves_the_records(project):
-    other_code = record("RR", 1, 300.0) | {"fingerprint": "another"}
-    old_row = record("RR", 2, 300.0) | {"row": "of long ago"}
-    results.write_records([record("GDE", 1, 410.0), other_code, old_row])
+def test_runs_are_recorded_and_no_table_mixes_commits_unasked(project):
+    results.write_records([record("GDE", 1, 410.0), record("RR", 1, 300.0), record("RR", 5, 300.0)])
+    assert run(project, "RR", seeds=[1111])
     assert run(project, "RR")
     records = results.read_records()
-    assert sorted((r["row"], r["seed"]) for r in records) == [
-        ("GDE", 1),
-        *[("RR", seed) for seed in sorted(results.SEEDS)],
-    ]
-    last = next(r for r in records if r["seed"] == 2)
-    assert last["command"] == "python scorer_cbr.py --w_match 0 --w_cbr 0 --seed 2"
-    assert last["machine"] == HERE and 0 <= last["minutes"] < 1
+    made = [(r["row"], r["seed"], r["commit"]) for r in records]
+    assert made == [("GDE", 1, "a"), ("RR", 1111, "b"), ("RR", 1, "b"), ("RR", 2, "b")]
+    last = records[-1]
+    assert last["machine"] == MACHINE and 0 <= last["minutes"] < 1
     assert last["scores"]["semantic CIDEr"] == 402 and last["scores"]["METEOR"] is None
-    assert "| RR | 3 | 401.3 (1.0) |" in results.RESULTS.read_text(encoding="utf-8")
+    output = results.folder_of(last, project / "runs").with_suffix(".txt").read_text()
+    assert output.startswith("--w_match 0 --w_cbr 0 --seed 2 ")
+    with pytest.raises(results.InputError, match="--mixed"):
+        results.write_tables(mixed=False)
+    results.write_tables(mixed=True)
+    page = results.RESULTS.read_text(encoding="utf-8")
+    assert "| RR | 3 | 401.3 (1.0) |" in page and "Computed at commit a, b." in page
 
 
-def test_an_interrupted_run_is_continued_if_its_fingerprint_is_the_same(project, monkeypatch):
+def test_an_interrupted_run_is_continued_at_the_same_commit(project, monkeypatch):
     def interrupt_when_both_run(_):
         outputs = list((project / "runs").glob("*.txt"))
         if len(outputs) == 2 and all(file.read_text() for file in outputs):
@@ -141,11 +138,11 @@ def test_an_interrupted_run_is_continued_if_its_fingerprint_is_the_same(project,
     (project / "wait").unlink()
     assert run(project, "CHEERS", seeds=[1111])
     assert [r["minutes"] for r in results.read_records()] == [None]  # unknown for a resumed run
-    assert run(project, "CHEERS", seeds=[1], today=TODAY | {"CHEERS": "another"})
+    assert run(project, "CHEERS", seeds=[1], commit="c")
     (made,) = results.read_records()
     assert made["seed"] == 1 and made["minutes"] is not None
-    folder = results.folder_of(record("CHEERS", 1111, 0.0), project / "runs")
-    assert "--resume" in folder.with_name(f"{folder.name}.txt").read_text()
+    folder = results.folder_of(record("CHEERS", 1111, 0.0, "b"), project / "runs")
+    assert "--resume" in folder.with_suffix(".txt").read_text()
 
 
 def test_float16_weights_keep_what_a_captioner_needs(tmp_path):

@@ -125,6 +125,7 @@ def test_bleu_and_cider_of_groups_by_hand():
     groups = {"pair": {"1", "2", "not predicted"}, "single": {"3"}, "nobody": {"9"}}
     scores = data.score(PREDICTIONS, REFERENCES, groups)
     assert list(scores) == ["total", "pair", "single"]
+    assert [row["pairs"] for row in scores.values()] == [3, 2, 1]
     # pair: all 8 words and 1 + 3 of the 6 word pairs match. The closest references have 3 words (as
     # close as 5) and 4 words, so there is no brevity penalty.
     assert scores["pair"]["BLEU-1"] == 100
@@ -248,14 +249,33 @@ def test_changed_and_unchanged_pairs_are_recognised(dataset, monkeypatch):
     captions[same[:-2]] = "the scene , it seems , is the same"
     both = {"change recognised": 80, "no change recognised": 80}
     assert data.accuracy_of(dataset, captions) == both
-    # LEVIR-CC's authors list the sentences for "no change".
+    # LEVIR-CC's authors list sentences for "no change"; those of unchanged pairs count, too.
     row = replace(data.DATASETS["clevr_change"], no_change=("a red thing became blue",))
     monkeypatch.setitem(data.DATASETS, "clevr_change", row)
-    both = {"change recognised": 100, "no change recognised": 20}
+    both = {"change recognised": 80, "no change recognised": 100}
     assert data.accuracy_of(dataset, captions) == both
 
 
-def test_one_caption_is_the_best_of_the_frequent_ones(dataset):
+def test_sets_in_levir_ccs_layout_may_say_no_change_in_their_own_words(tmp_path):
+    rows = []
+    for n, text in enumerate(["a lake was drained", "all remains calm", "houses were torn down"]):
+        sentences = [{"tokens": text.split()}]
+        row = {"filename": f"{n}.png", "split": "train", "changeflag": int(n != 1)}
+        rows.append(row | {"sentences": sentences})
+    (tmp_path / "LevirCCcaptions.json").write_text(json.dumps({"images": rows}))
+    release = data.read_levir_cc(tmp_path)
+    vocab = data.Vocab.from_captions(release.captions(["train"]))
+    dataset = data.Dataset("levir_cc", tmp_path, release, vocab)
+    captions = {pair.id: pair.captions[0] for pair in dataset.pairs("train")}
+    both = {"change recognised": 100, "no change recognised": 100}
+    assert data.accuracy_of(dataset, captions) == both
+    captions["0.png"] = "all remains calm"
+    captions["1.png"] = "a lake was drained"
+    both = {"change recognised": 50, "no change recognised": 0}
+    assert data.accuracy_of(dataset, captions) == both
+
+
+def test_one_caption_is_the_best_of_the_frequent_ones(dataset, monkeypatch):
     train = dataset.pairs("train")
     frequent = [f"a {n}" for n in range(20)]
     for pair in train:
@@ -265,35 +285,78 @@ def test_one_caption_is_the_best_of_the_frequent_ones(dataset):
     for pair in val:
         pair.captions[:] = ["rare as gold"]
     val[0].captions[:] = ["a 7"]
+    monkeypatch.setattr(data, "ENOUGH_PAIRS", len(val))
     assert data.one_caption(dataset) == "a 7"
+    monkeypatch.setattr(data, "ENOUGH_PAIRS", len(val) + 1)  # then it is chosen on train
+    for pair in train:
+        pair.captions[:] = ["a 3", *frequent]
+    assert data.one_caption(dataset) == "a 3"
+    for pair in train:
+        pair.captions[:] = frequent * 2
+    monkeypatch.setattr(data, "ENOUGH_PAIRS", len(val))
     for pair in val:
         pair.captions[:] = [""]
     assert data.one_caption(dataset) == "a 0"  # the most frequent, as nothing can be scored
 
 
-def test_the_files_of_a_split(dataset, tmp_path):
+def read(path):
+    """The contents of a JSON file, whose numbers must be finite."""
+    return json.loads(path.read_text(), parse_constant=pytest.fail)
+
+
+def test_the_files_of_a_split(dataset, tmp_path, capsys):
     captions = first_references(dataset)
     for i in captions:
         if i.endswith("_n"):
             captions[i] = "the gray cube turned red"
     total = dataset.results("test", captions, {}, tmp_path)
-    result = json.loads((tmp_path / "scores_test.json").read_text())
+    result = read(tmp_path / "scores_test.json")
     assert result["scores"]["total"] == total
+    assert total.keys() == {*data.COLUMNS}
+    assert total["pairs"] == 10 and result["scores"]["only distractor"]["pairs"] == 5
+    assert total["METEOR"] is None and total["pointing"] is None  # without Java, without boxes
     assert result["scores"]["only distractor"]["BLEU-1"] < result["scores"]["color"]["BLEU-1"]
     # The floor: one caption for every pair.
     constant = data.one_caption(dataset)
     references = {pair.id: pair.captions for pair in dataset.pairs("test")}
     alone = data.score(dict.fromkeys(captions, constant), references)["total"]
-    assert result["scores"][data.ONE_CAPTION] == alone
+    assert result["scores"][data.ONE_CAPTION].items() >= alone.items()
     assert result[data.ONE_CAPTION] == constant
     assert result["different captions"] == len({*captions.values()}) > 1
     assert result["accuracy"] == {"change recognised": 100, "no change recognised": 0}
-    rows = json.loads((tmp_path / "captions_test.json").read_text())
+    rows = read(tmp_path / "captions_test.json")
     assert {row["image_id"]: row["caption"] for row in rows} == captions
     assert result["without prediction"] == 0
+    # The files are those that `data.py score` reads.
+    capsys.readouterr()
+    data.score_files(tmp_path / "captions_test.json", tmp_path / "references_test.json")
+    _, row, _ = capsys.readouterr().out.splitlines()
+    assert row == data.format_scores({"total": total}).splitlines()[1]
     del captions[min(captions)]
     dataset.results("test", captions, {}, tmp_path)
-    assert json.loads((tmp_path / "scores_test.json").read_text())["without prediction"] == 1
+    assert read(tmp_path / "scores_test.json")["without prediction"] == 1
+
+
+def test_kinds_that_only_training_has_are_named(dataset, tmp_path, capsys):
+    train, test = dataset.pairs("train"), dataset.pairs("test")
+    kinds = {"gone": {train[0].id}, "moved": {train[1].id, test[0].id}, "new": {test[1].id}}
+    dataset.kinds.clear()
+    dataset.kinds.update(kinds)
+    dataset.results("test", first_references(dataset), {}, tmp_path)
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "of the kind" in line]
+    assert "gone" in note
+
+
+def test_values_that_do_not_exist_are_a_dash_and_null(dataset, tmp_path, capsys, monkeypatch):
+    accuracy = {"change type": 50.0, "place": math.nan}
+    monkeypatch.setattr(data, "accuracy_of", lambda *_: accuracy)
+    dataset.results("test", first_references(dataset), {}, tmp_path)
+    assert read(tmp_path / "scores_test.json")["accuracy"] == {"change type": 50, "place": None}
+    printed = capsys.readouterr().out
+    assert "nan" not in printed and "None" not in printed
+    table = data.format_scores({"total": {"pairs": 3, "BLEU-1": 12.5, "SPICE": math.nan}})
+    cells = table.splitlines()[1].split()
+    assert cells == ["total", "3", "12.50", *["-"] * 7]
 
 
 def test_validation_asks_for_no_java(dataset, monkeypatch):
@@ -430,12 +493,13 @@ def annotations(rows) -> str:
 def test_command_line_scores_and_counts_what_has_no_prediction(tmp_path, capsys):
     predictions = tmp_path / "p.json"
     references = tmp_path / "r.json"
-    data.write_captions(predictions, {"1": "a barn.", "2": "a road"})
+    rows = [{"image_id": 1, "caption": "a barn."}, {"image_id": 2, "caption": "a road"}]
+    predictions.write_text(json.dumps(rows))
     references.write_text(annotations([(1, "A barn"), (2, "a house"), (3, "a hill"), (3, "hills")]))
     flags = ["score", "--predictions", str(predictions), "--references", str(references)]
     data.main(flags)
     _, total, absent = capsys.readouterr().out.splitlines()
-    assert total.split()[:2] == ["total", "75.00"]
+    assert total.split()[:3] == ["total", "2", "75.00"]
     assert absent == "without prediction: 1"
     twice = [{"image_id": 1, "caption": "a"}, {"image_id": 1, "caption": "b"}]
     for rows in (twice, [{"image_id": 9, "caption": "a barn"}], [{"image_id": 1}], []):

@@ -310,6 +310,20 @@ def test_errors_of_clip(tmp_path, monkeypatch):
         data.load_clip("ViT-B-32:laion2b_s34b_b79k")
 
 
+def test_the_activation_of_weights_in_a_file_is_told(tmp_path, monkeypatch, capsys):
+    """OpenAI's weights under the plain name would be computed with another one."""
+    (tmp_path / "w.pt").touch()
+    model = open_clip.CLIP(**CLIP_16)
+    create = lambda *_, **__: (model, None, None)
+    monkeypatch.setattr(open_clip, "create_model_and_transforms", create)
+    data.load_clip(f"ViT-L-14:{tmp_path / 'w.pt'}")
+    told = capsys.readouterr().out
+    assert "GELU" in told and f"ViT-L-14-quickgelu:{tmp_path / 'w.pt'}" in told
+    for name in (f"ViT-L-14-quickgelu:{tmp_path / 'w.pt'}", "ViT-L-14:openai"):
+        data.load_clip(name)
+        assert capsys.readouterr().out == ""
+
+
 def test_other_models_are_loaded_frozen(monkeypatch):
     model = open_clip.CLIP(**CLIP_16)
 
