@@ -7,10 +7,11 @@ enhanced and matched by cross-attention; what remains is the difference. Images 
 agree on where the shared and the different parts are. (3) The decoder weighs entities against
 visual differences word by word: the entities name the subject, the images show what happened to it.
 
-Sec. 3.1   Entities          candidates (find_candidates: subjects of training captions), by CLIP
+Sec. 3.1   find_candidates   the subjects of training captions; Entities: those of each pair
 Eq. 1      retrieve          top K of |S_bef - S_aft|, S_i the cosines of an image and candidates
-Eq. 2-4    CRE               F' = LN(sigmoid(P^) F + F), P^ = Linear(m), m the largest probability
-Eq. 5      DRE               the same with P^ = Linear(1 - m)
+Eq. 2-4    Enhancement       CRE: F' = LN(sigmoid(P^) F + F), P^ = Linear(m), m the largest
+                             probability
+Eq. 5      Enhancement       DRE (`difference`): the same with P^ = Linear(1 - m)
 Eq. 6, 8   HRD               C_i = CRE(F_j, F_i),  C~_i = MHCA(C_i, C_j)
 Eq. 7, 11  HRD               L_C, L_D  MSE of the maps P^ of images and of entities
 Eq. 9      contrastive_loss  L_I  InfoNCE, "before" <-> "after"
