@@ -385,7 +385,7 @@ if triton:
                 share += tl.where(query[None, :] == n[:, None], weight / (2 * M), 0.0)
                 total = tl.dot(share.to(y.dtype), y, total)
         at = grad_q + (a * N + n[:, None]) * C + c[None, :]
-        tl.store(at, total.to(y.dtype), mask=(n < N)[:, None] & (c < C)[None, :])
+        tl.store(at, total.to(grad_q.dtype.element_ty), mask=(n < N)[:, None] & (c < C)[None, :])
 
 
 def kernels_fit(q: Tensor, k: Tensor) -> bool:

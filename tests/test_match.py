@@ -119,6 +119,27 @@ def test_the_kernels_in_the_interpreter():
     assert len(done.stdout.splitlines()) == len(SHAPES)
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_kernels_compile_for_gpus(capability, dtype):
+    """The interpreter accepts code that Triton's compiler refuses. At 196 tokens of 64 channels."""
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    types = {name: "i32" for name in ("B", "N", "M", "step_a", "step_b")}
+    types |= {name: f"*{dtype}" for name in ("q", "k", "grad_q")}
+    types |= {"similarity": "*fp32", "grad": "*fp32", "best_key": "*i16", "best_query": "*i16"}
+    for kernel, sizes in (
+        (common.match_kernel, {"C": 64, "ALL_N": 256, "SOME_M": 32, "SOME_C": 64}),
+        (common.match_kernel, {"C": 128, "ALL_N": 256, "SOME_M": 128, "SOME_C": 32}),
+        (common.gradient_kernel, {"C": 64, "SOME_N": 128, "SOME_M": 32, "SOME_C": 64}),
+    ):
+        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+        source = ASTSource(kernel, signature, sizes)
+        assert compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+
+
 # ---- the process with the interpreter ------------------------------------------------------------
 
 # A, B, N, M, C
