@@ -856,6 +856,8 @@ def main(argv: list[str] | None = None) -> None:
         data.caption_files(load(args.checkpoint, cfg.device, cfg.clip), args.caption, args.out)
         return
     dataset = data.open_dataset(cfg, make=args.eval is None)
+    if args.eval is None:
+        data.note_on_negatives(dataset, cfg, ("w_match",))
     if args.eval is not None:
         model, state = load_model(CHEERS, cfg, args.eval)
         dataset.adopt(state)  # before CLIP embeds every picture
