@@ -545,20 +545,20 @@ PRESETS = {
 
 RELEASED = {  # --variant released: the details in which the released code differs from the paper
     "all": dict(
-        # The paper does not say how weights are initialised; the released code draws N(0, .02).
+        # The paper does not say how weights are initialised. The released code draws N(0, .02).
         xavier=False,
         # Eq. 3 matches within each head. The released code takes the dot products over all heads.
         matching="tm",
         # Section 3.2.2 matches the encoded images. The released code matches in the last layer,
         # where the two images have seen each other already.
         match_layer="last",
-        # Section 3.5 trains end to end; the released code's optimiser does not update CBR.
+        # Section 3.5 trains end to end. The released code's optimiser does not update CBR.
         train_cbr=False,
-        # Section 3.4 says mean; the released code divides by the longest caption's length.
+        # Section 3.4 says mean. The released code divides by the longest caption's length.
         sentence_mean="padded",
-        # A standard decoder adds the layer's input; the released code adds the hidden activation.
+        # A standard decoder adds the layer's input. The released code adds the hidden activation.
         ffn_residual="activation",
-        # Section 4.3 decodes greedily; the released code samples during validation.
+        # Section 4.3 decodes greedily. The released code samples during validation.
         val_decode="sample",
     ),
 }
