@@ -522,10 +522,9 @@ class RunConfig:
     """The settings that all methods share. A method's Config adds its own. The comment on a field's
     line is its --help text.
 
-    parse_args fills in data_dir, out_dir and device. A Config made in Python, for example by
-    `preset`, leaves them empty. Set data_dir before data.open_dataset, and out_dir and device
-    before `train`; call set_up_device, too. InputError if a value is not one of a field's choices,
-    or if a number is out of range."""
+    parse_args fills in data_dir, out_dir and device. From Python, `preset` makes the Config of a
+    data set and fills in data_dir only. Before `train`, set out_dir and device, and call
+    set_up_device. InputError if a value is not one of a field's choices, or is out of range."""
 
     # With less than 1 of these, there would be no model or an endless loop. A method's Config may
     # add to this set and to the next.
