@@ -46,6 +46,7 @@ Licence: MIT. Written from the paper, whose authors have published no code.
 """
 
 import hashlib
+import itertools
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -663,39 +664,50 @@ def check_table(table: Tensor, trained: Tensor) -> None:
         )
 
 
-def entities_of(dataset, cfg: Config) -> Entities | None:
-    """The entities of a data set (data.Dataset); None if K is 0. InputError if no caption has a
-    subject.
+def candidates_of(dataset, cfg: Config) -> list[str]:
+    """The candidates of a data set (data.Dataset). InputError if no training caption has a subject.
 
     [ours] Captions from templates (mini, CLEVR-Change, CLEVR-DC) are read by rules, because spaCy
     often errs on them. The paper: "we utilize SpaCy [...] to extract the subjects" (section 3.1.1).
     """
     import data
 
-    if not cfg.k:
-        return None
     captions = set()
-    pairs = []
-    for split, scenes in dataset.scenes.items():
-        for scene in scenes:
-            for pair in (*scene.pairs, *(scene.swapped or ())):
-                pairs.append((pair.before, pair.after))
-                if split == "train":
-                    captions.update(pair.captions)
+    for scene in dataset.scenes["train"]:
+        for pair in (*scene.pairs, *(scene.swapped or ())):
+            captions.update(pair.captions)
     subjects = data.read_captions(data.subjects, dataset.name, sorted(captions))
     phrases = find_candidates(subjects, cfg.min_count, cfg.k)
     if not phrases:
         remedy = "set --k 0 --gate none --w_consistency 0"
         raise InputError(f"no training caption has a subject; {remedy}")
+    return phrases
+
+
+def entities_of(dataset, cfg: Config, trained: dict | None = None) -> Entities | None:
+    """The entities of a data set (data.Dataset); None if K is 0. trained: the content of a
+    checkpoint, whose candidates then replace the data set's. InputError if --clip does not fit."""
+    import data
+
+    if not cfg.k:
+        return None
+    phrases = trained["entities"]["phrases"] if trained else candidates_of(dataset, cfg)
     clip, tokenizer, preprocess = data.load_clip(cfg.clip, cfg.device)
     table = embed_texts(clip, tokenizer, phrases)
+    if trained:
+        check_table(table, trained["entities"]["table"])
     if table.shape[1] != cfg.clip_dim:
         raise InputError(f"--clip {cfg.clip} needs --clip_dim {table.shape[1]}")
+    pairs = []
+    for scenes in dataset.scenes.values():
+        for scene in scenes:
+            for pair in (*scene.pairs, *(scene.swapped or ())):
+                pairs.append((pair.before, pair.after))
 
     def open_picture(name: str) -> Tensor:
         return preprocess(data.read_image(dataset.paths[name]))
 
-    names = sorted({name for pair in pairs for name in pair})
+    names = sorted(set(itertools.chain(*pairs)))
     digest = hashlib.sha256("\n".join([cfg.clip, *names]).encode()).hexdigest()[:12]
     file = dataset.root / f"clip-{digest}.pt"
     # If pictures were replaced, the features are newer.
@@ -860,12 +872,11 @@ def main(argv: list[str] | None = None) -> None:
         data.note_on_negatives(dataset, cfg, ("w_match",))
     if args.eval is not None:
         model, state = load_model(CHEERS, cfg, args.eval)
-        dataset.adopt(state)  # before CLIP embeds every picture
-    entities = entities_of(dataset, cfg)
-    if args.eval is None:
+        dataset.adopt(state)
+        entities = entities_of(dataset, cfg, state)
+    else:
+        entities = entities_of(dataset, cfg)
         model = train(cfg, dataset, entities, args.resume)
-    elif entities:
-        entities.check_state(state)
     evaluate(model, dataset, entities, args.split, cfg, Path(cfg.out_dir), args.suffix)
 
 

@@ -467,12 +467,15 @@ def test_resume_and_caption_with_entities(tmp_path, capsys, monkeypatch):
     assert rows and all(math.isfinite(row[name]) for row in rows for name in terms)
     assert "accuracy" in json.loads((whole / "scores_test.json").read_text())
 
-    # --eval checks the data before CLIP embeds anything.
+    # A checkpoint brings its candidates to another data set.
     other = tmp_path / "other.pt"
     state = torch.load(whole / "best.pt", weights_only=True)
-    torch.save(state | {"vocab": [*state["vocab"][:-1], "zebra"]}, other)
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="--data_dir"):
-        patch.setattr(cheers, "entities_of", lambda *_: pytest.fail("entities were asked for"))
+    few = {name: value[:3] for name, value in state["entities"].items()}
+    torch.save(state | {"entities": few}, other)
+    cheers.main(["--eval", str(other), "--device", "cpu"])
+    flipped = {"phrases": few["phrases"], "table": few["table"].flip(0)}
+    torch.save(state | {"entities": flipped}, other)
+    with pytest.raises(InputError, match="--clip"):
         cheers.main(["--eval", str(other), "--device", "cpu"])
 
     # A checkpoint captions pictures without its data set.
