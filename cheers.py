@@ -868,13 +868,12 @@ def main(argv: list[str] | None = None) -> None:
         data.caption_files(load(args.checkpoint, cfg.device, cfg.clip), args.caption, args.out)
         return
     dataset = data.open_dataset(cfg, make=args.eval is None)
-    if args.eval is None:
-        data.note_on_negatives(dataset, cfg, ("w_match",))
     if args.eval is not None:
         model, state = load_model(CHEERS, cfg, args.eval)
         dataset.adopt(state)
         entities = entities_of(dataset, cfg, state)
     else:
+        data.note_on_negatives(dataset, cfg, ("w_match",))
         entities = entities_of(dataset, cfg)
         model = train(cfg, dataset, entities, args.resume)
     evaluate(model, dataset, entities, args.split, cfg, Path(cfg.out_dir), args.suffix)
