@@ -873,6 +873,7 @@ def main(argv: list[str] | None = None) -> None:
         dataset.adopt(state)
         entities = entities_of(dataset, cfg, state)
     else:
+        data.note_on_negatives(dataset, cfg, ("w_match",))
         entities = entities_of(dataset, cfg)
         model = train(cfg, dataset, entities, args.resume)
     evaluate(model, dataset, entities, args.split, cfg, Path(cfg.out_dir), args.suffix)

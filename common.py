@@ -13,8 +13,8 @@ Second half, what a run needs:
 
 Axis letters: A, B images or pairs; N, M grid cells; D width; h heads; L tokens; V words of a
 caption, padding included; C channels; H, W rows and columns of the grid.
-To use a method elsewhere, take its file and this one. Training on a data set of data.py needs
-data.py as well. Licence: MIT.
+To use a method elsewhere, take its file and this one. Training on a data set of data.py needs that
+file too. Licence: MIT.
 """
 
 import argparse
@@ -57,21 +57,14 @@ except ImportError:
 
 
 class Attention(nn.Module):
-    """Multi-head attention softmax(q k^T / sqrt(D/h)) v on PyTorch's fused kernel.
+    """Multi-head attention softmax(q k^T / sqrt(D/h)) v (Vaswani et al. 2017, section 3.2).
 
-    Vaswani et al. 2017, section 3.2. forward: x (B, L, D), memory (B, M, D) -> (B, L, D).
-    `project` and `attend` are its two halves. They are separate because matching losses read the
-    projections, and decoding keeps keys and values between steps. out_proj=False leaves out the
-    linear layer after the heads.
-    """
+    forward: x (B, L, D), memory (B, M, D) -> (B, L, D). It has two halves, `project` and `attend`,
+    because matching losses read the projections, and decoding keeps keys and values between steps.
+    out_proj=False leaves out the linear layer after the heads."""
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        out_proj: bool = True,
+        self, dim: int, heads: int, dropout: float = 0.0, bias: bool = True, out_proj: bool = True
     ):
         super().__init__()
         assert dim % heads == 0, f"a width of {dim} is not a multiple of {heads} heads"
@@ -87,21 +80,15 @@ class Attention(nn.Module):
         return self.attend(q, k, v, causal)
 
     def project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """-> query (B, L, D) of x, key and value (B, M, D) of memory; heads side by side in D."""
+        """-> query (B, L, D) of x, key and value (B, M, D) of memory. In D, head follows head."""
         return self.query(x), self.key(memory), self.value(memory)
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool = False,
-        mask: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, mask: Tensor | None = None
     ) -> Tensor:
         """q (B, L, D), k and v (B, M, D) -> (B, L, D).
 
-        mask: bool (B, 1, L or 1, M), True = may be attended to. Give a mask or causal=True,
-        not both."""
+        mask: bool (B, 1, L or 1, M), True = may be attended to. It excludes causal=True."""
         q = self._split(q)
         k = self._split(k)
         v = self._split(v)
@@ -110,9 +97,7 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Scores before the softmax, which the fused kernel does not return.
-
-        q (B, L, D), k (B, M, D) -> (B, h, L, M)"""
+        """q (B, L, D), k (B, M, D) -> scores before the softmax (B, h, L, M)."""
         q = self._split(q)
         k = self._split(k)
         return q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
@@ -122,25 +107,23 @@ class Attention(nn.Module):
 
 
 def initialise(module: nn.Module, xavier: bool) -> None:
-    """Initialise attention like nn.MultiheadAttention and, with `xavier`, every other tensor of two
-    or more dimensions (convolutions and embeddings, too) Xavier-uniform. Each Attention in the
-    module must have biases and an output projection."""
+    """Initialise each Attention, which must have biases and an output projection, as
+    nn.MultiheadAttention does. With `xavier`, all other tensors of two or more dimensions become
+    Xavier-uniform, including those of convolutions and embeddings."""
     if xavier:
         for p in module.parameters():
             if p.ndim > 1:
                 nn.init.xavier_uniform_(p)
     for m in module.modules():
         if isinstance(m, Attention):
-            for linear in (m.query, m.key, m.value):  # as if they were one matrix (3D, D)
+            for linear in (m.query, m.key, m.value):  # as parts of one matrix (3D, D)
                 nn.init.xavier_uniform_(linear.weight, gain=0.5**0.5)
             for linear in (m.query, m.key, m.value, m.out):
                 nn.init.zeros_(linear.bias)
 
 
 class GridPosition(nn.Module):
-    """Learned 2-D positions: pos[row, col] = [column embedding ; row embedding].
-
-    -> (D, H, W), to be added to images."""
+    """Learned 2-D positions (D, H, W): pos[row, col] = [column embedding ; row embedding]."""
 
     def __init__(self, dim: int, height: int, width: int):
         super().__init__()
@@ -156,9 +139,8 @@ class GridPosition(nn.Module):
 
 
 def sinusoid(length: int, dim: int) -> Tensor:
-    """Fixed sinusoidal positions: sines in even channels, cosines in odd ones. -> (length, D)
-
-    Vaswani et al. 2017, section 3.5."""
+    """-> (length, D), fixed positions: sines in even channels, cosines in odd ones (Vaswani et al.
+    2017, section 3.5)."""
     position = torch.arange(length)[:, None]
     frequency = torch.exp(torch.arange(0, dim, 2) * (-math.log(10000.0) / dim))
     angle = position * frequency
@@ -178,8 +160,8 @@ def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
 
 
 def upcast(x: Tensor) -> Tensor:
-    """bfloat16 or float16 -> float32, for sums and scores that need more than two or three digits
-    or may exceed float16's largest number, 65504. Other types stay unchanged."""
+    """bfloat16 or float16 -> float32. It is for sums and scores that need more than two or three
+    digits, or may exceed 65504, the largest number of float16. Other types stay unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -192,24 +174,25 @@ def info_nce(scores: Tensor) -> Tensor:
 
 
 def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
-    """Similarity of every image a to every image b by their best-matching tokens (FILIP, 2022).
+    """Similarity of every image a to every image b by their best-matching tokens (FILIP, 2022):
 
-    1/2 [ mean_n max_m <q_an, k_bm> + mean_m max_n <q_an, k_bm> ]; for heads > 1 the mean over
-    heads, each a slice of the channels. q (A, N, C), k (B, M, C) -> (A, B), float32 (float64 for
-    float64). Dot products are not normalised: for cosines, pass tokens of length 1. There is no
-    mask: group images with padding by their number of real tokens, and make one call for each pair
-    of groups. In a tie, one winner gets the whole gradient. On CUDA, products of float32 tokens are
-    TF32's; those of bfloat16 tokens are exact, so these need not be cast.
+        1/2 [ mean_n max_m <q_an, k_bm> + mean_m max_n <q_an, k_bm> ].
+
+    q (A, N, C), k (B, M, C) -> (A, B), float32 (float64 for float64). With several heads, each has
+    a slice of the channels, and the result is their mean. For cosines, pass tokens of length 1. For
+    images with padding, group them by their number of real tokens and make one call for each pair
+    of groups. In a tie, one winner gets the whole gradient. On CUDA, float32 tokens are multiplied
+    in TF32. Products of bfloat16 tokens are exact, so there is no need to cast these.
 
     A dense version needs A*B*N*M scores (2.5 GB at 128 pairs of 196 cells) four times over in the
-    backward pass. This one holds few at a time and keeps the winners only: the gradient of the
-    scores is zero but for the winners, so the gradient of q is k times a matrix of shares,
+    backward pass. Only winners have a gradient, so this one holds few scores at a time and keeps
+    the winners:
 
         grad_q[a, n] = sum over b and m of share[n, m] k[b, m],
         share[n, m] = grad[a, b] ([m is n's best key] / 2N + [n is m's best query] / 2M),
 
-    and that of k is q times the same shares. A CPU adds up the shares that are not zero; a GPU
-    multiplies the matrices, zeros included. To torch.compile, each pass is a single operator."""
+    and grad_k is q times the same shares. A CPU adds up the shares that are not zero. A GPU
+    multiplies the whole matrices. For torch.compile, each pass is a single operator."""
     channels = q.shape[-1]
     assert channels % heads == 0, f"{channels} channels are not a multiple of {heads} heads"
     assert max(q.shape[1], k.shape[1]) <= 2**15, "winners are kept as int16"
@@ -230,8 +213,7 @@ def match_in_slices(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     -> (A, B), each query's best key (A, B, N) and each key's best query (A, B, M), int16."""
     _, N, C = q.shape
     B, M, _ = k.shape
-    # Image b is the last axis of the scores, so each maximum runs over a strided one, as
-    # max_over_rows expects.
+    # Image b is the last axis of the scores, because max_over_rows reduces the one before it.
     keys = upcast(k).transpose(0, 1).reshape(M * B, C).T  # (C, M*B)
     images = max(1, SCORES_OF_A_SLICE // (N * B * M))  # in a slice
     similarity = []
@@ -250,9 +232,9 @@ def match_in_slices(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def max_over_rows(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """scores (X, N, Y) -> maxima over N and their rows, each (X, Y); in a tie, the first row.
+    """scores (X, N, Y) -> maxima over N and their rows, each (X, Y). In a tie, the first row wins.
 
-    By channels-last max pooling, which on a CPU takes a fifth of the time of Tensor.max."""
+    On a CPU, channels-last max pooling takes a fifth of the time of Tensor.max."""
     images = scores.unsqueeze(2).permute(0, 3, 1, 2)  # (X, Y, N, 1)
     maxima, rows = F.max_pool2d(images, (scores.shape[1], 1), return_indices=True)
     return maxima.flatten(1), rows.flatten(1)
@@ -263,22 +245,23 @@ def gradients_in_bags(
 ) -> tuple[Tensor, Tensor]:
     """grad (A, B) and the winners of match_in_slices -> gradients of q (A, N, C) and k (B, M, C).
 
-    An embedding bag sums winners without a tensor of all winners' channels."""
+    An embedding bag sums the channels of the winners without copying them first."""
     A, N, C = q.shape
     B, M, _ = k.shape
     queries = upcast(q).reshape(-1, C)
     keys = upcast(k).reshape(-1, C)
-    # Rows of the winners in `keys` and `queries`, in int32, which is half as much to read.
+    # The winners' rows in `keys` and `queries`. int32 halves what has to be read.
     first_key = torch.arange(B, dtype=torch.int32, device=q.device)[:, None] * M
     first_query = torch.arange(A, dtype=torch.int32, device=q.device)[:, None, None] * N
     key = (best_key + first_key).transpose(1, 2).reshape(A * N, B)
     query = (best_query + first_query).permute(1, 2, 0).reshape(B * M, A)
     by_key = (grad[:, None] / (2 * N)).expand(A, N, B).reshape(A * N, B)
     by_query = (grad.T[:, None] / (2 * M)).expand(B, M, A).reshape(B * M, A)
-    # Where a query has chosen its key, both get the other's channels; where a key has chosen, too.
+    # Each token gets the channels of the token that it has chosen.
     grad_q = F.embedding_bag(key, keys, mode="sum", per_sample_weights=by_key)
     grad_k = F.embedding_bag(query, queries, mode="sum", per_sample_weights=by_query)
-    # The chosen ones, of both kinds at once: one sort of many numbers is faster than two.
+    # It also gets the channels of those that have chosen it. Queries and keys are sorted together,
+    # because one sort is faster than two.
     chosen = torch.cat([query.flatten(), key.flatten() + A * N])
     choosing = torch.cat([rows_of(query), rows_of(key) + B * M])
     weights = torch.cat([by_query.flatten(), by_key.flatten()])
@@ -313,13 +296,12 @@ if triton:
         q, k, similarity, best_key, best_query, B, N, M, C: tl.constexpr,
         ALL_N: tl.constexpr, SOME_M: tl.constexpr, SOME_C: tl.constexpr,
     ):  # fmt: skip
-        """A program for each image a and image b multiplies all queries by one block of keys after
-        the other, and takes both maxima of each block.
+        """Each pair of images (a, b) has a program. It multiplies all queries by one block of keys
+        after the other, and takes both maxima of each block.
 
-        To find a winner's number and score by one maximum, the number within the block takes the
-        place of the score's lowest bits. Then scores that differ by less than 3e-5 of their size
-        (for 256 tokens) count as equal. Tokens past the end repeat the last one, which changes no
-        maximum."""
+        The number of a token replaces the lowest bits of its score, so that one maximum finds both.
+        Scores that differ by less than 3e-5 of their size (for 256 tokens) then count as equal.
+        Tokens past the end repeat the last one, which changes no maximum."""
         b = tl.program_id(0)
         a = tl.program_id(1)
         pair = a * B + b
@@ -363,11 +345,11 @@ if triton:
         k, grad, best_key, best_query, grad_q, B, N, M, step_a, step_b, C: tl.constexpr,
         SOME_N: tl.constexpr, SOME_M: tl.constexpr, SOME_C: tl.constexpr,
     ):  # fmt: skip
-        """A program for some queries and channels of each image a adds up share @ k over all
-        images b. From a pair (a, b) to the next a it is step_a pairs, to the next b step_b.
+        """A program for some queries and channels of an image a adds up share @ k over all images
+        b. The next a is step_a pairs further, the next b step_b.
 
-        Products of zeros and shares run on tensor cores, in a fixed order and time. Adding each
-        winner's channels where they belong would wait where many tokens choose the same one."""
+        Most shares are zero, but tensor cores multiply them in a fixed order and time. Programs
+        that add each winner's channels would wait where many tokens choose the same one."""
         a = tl.program_id(0)
         n = tl.program_id(1) * SOME_N + tl.arange(0, SOME_N)
         c = tl.program_id(2) * SOME_C + tl.arange(0, SOME_C)
@@ -389,12 +371,12 @@ if triton:
 
 
 def kernels_fit(q: Tensor, k: Tensor) -> bool:
-    """Triton is missing on Windows; a block has all queries of an image; products need 32 bits."""
+    # Triton is missing on Windows. A block holds all queries of an image. tl.dot sums in float32.
     return bool(triton) and max(q.shape[1], k.shape[1]) <= 256 and q.dtype != torch.float64
 
 
 def block_of(size: int, most: int) -> int:
-    """The size of a block for `size` things: a power of 2, at least 16, which tl.dot needs."""
+    """The size of a block: a power of 2, and at least 16, as tl.dot requires."""
     return max(16, min(most, triton.next_power_of_2(size)))
 
 
@@ -442,7 +424,7 @@ def gradients_on_cuda(
     return gradients[0], gradients[1]
 
 
-# The operators. They have this module's name, so that copies in other packages do not replace them.
+# The operators are named after this module, so that a copy in another package keeps its own.
 OPERATOR = __name__.replace(".", "_") + "::token_match"
 _token_match = torch.library.custom_op(
     OPERATOR, match_in_slices, mutates_args=(), device_types="cpu"
@@ -491,45 +473,38 @@ END = 3
 
 
 def is_word(ids: Tensor) -> Tensor:
-    """Which ids are words, and none of the four special ids. Any shape -> bool, the same shape."""
+    """True for the ids that are none of the four special ids. Any shape -> the same shape."""
     return (ids != NULL) & (ids != UNK) & (ids != START) & (ids != END)
 
 
 @torch.no_grad()
 def decode(
-    step: Callable[[Tensor, int], Tensor],
-    count: int,
-    max_len: int,
-    device,
-    sample: bool = False,
+    step: Callable[[Tensor, int], Tensor], count: int, max_len: int, device, sample: bool = False
 ) -> Tensor:
-    """Write `count` captions word by word: the likeliest word or, with `sample`, a random draw.
+    """Write `count` captions word by word, each time the likeliest word or, with `sample`, a random
+    one. -> ids (B, max_len), B = count: START, at most max_len - 1 words, then NULL, without END.
 
-    step(ids (B,), position) -> logits (B, vocabulary). UNK is never chosen: its logits are
-    overwritten. END or NULL ends a caption, and NULL fills the rest of its row. (The released codes
-    stop at END alone; the text is the same.)
-    -> (B, max_len) ids, B = count: START, at most max_len - 1 words, then NULL; END is left out.
-
-    In every method, `step` is that of a Cache, which computes the new word only: keys and values of
-    the images (`memory`) and of earlier words (`past`) stay between steps. Without it, captions of
-    32 pairs at the papers' size take 4.4 times as long. Its reorder(rows) copies, drops and
-    reorders the unfinished captions, as a beam search does after each step (tests/test_methods.py
-    has one)."""
+    step(ids (B,), position) -> logits (B, vocabulary) of the next word. In every method, `step`
+    belongs to a Cache. It keeps the keys and values of the images (`memory`) and of earlier words
+    (`past`), so a step computes the new word only. Without it, captions of 32 pairs at the papers'
+    size take 4.4 times as long. Cache.reorder(rows) copies, drops and reorders the unfinished
+    captions, which a beam search needs (tests/test_methods.py has one)."""
     ids = torch.full((count, max_len), NULL, device=device)
     ids[:, 0] = START
     ended = torch.zeros(count, dtype=torch.bool, device=device)
     for t in range(max_len - 1):
         logits = step(ids[:, t], t)
-        logits[:, UNK] = float("-inf")
+        logits[:, UNK] = float("-inf")  # never chosen
         if sample:
             word = logits.softmax(-1).multinomial(1)[:, 0]
         else:
             word = logits.argmax(-1)
+        # The released codes stop at END alone. The text is the same.
         ended |= (word == END) | (word == NULL)
         ids[:, t + 1] = word.masked_fill(ended, NULL)
-        # A trace or an export must not end where its example's captions end.
+        # A traced or exported loop must not end where the captions of its example end.
         exporting = torch.jit.is_tracing() or torch.compiler.is_compiling()
-        # Not after every word, because the check waits for the GPU.
+        # This check waits for the GPU, so it is not made after every word.
         if t % 8 == 7 and not exporting and ended.all():
             break
     return ids
@@ -539,28 +514,26 @@ def decode(
 
 
 class InputError(ValueError):
-    """A user's flags, files or data are at fault. run_main prints this error as one line; any other
-    ValueError keeps its traceback."""
+    """A user's flags, files or data are at fault. run_main prints this error in one line."""
 
 
 @dataclass
 class RunConfig:
-    """The settings that all methods share; a method's Config adds its own. The comment on a field's
+    """The settings that all methods share. A method's Config adds its own. The comment on a field's
     line is its --help text.
 
-    parse_args fills in data_dir, out_dir and device. In a Config made in Python they stay empty:
-    set out_dir and device and call set_up_device before `train`, and set data_dir before
-    data.open_dataset. `preset` makes the Config of a data set, as in the paper or as in the
-    released code. InputError if a value is not one of a field's choices, or if a number is out of
-    range."""
+    parse_args fills in data_dir, out_dir and device. From Python, `preset` makes the Config of a
+    data set and fills in data_dir only. Before `train`, set out_dir and device, and call
+    set_up_device. InputError if a value is not one of a field's choices, or is out of range."""
 
-    # Below 1, there would be no model or an endless loop. A method's Config may add to these.
+    # With less than 1 of these, there would be no model or an endless loop. A method's Config may
+    # add to this set and to the next.
     AT_LEAST_1 = set(
         "scenes steps batch_size log_every eval_every eval_batch dim word_dim heads "
         "decoder_layers".split()
     )
-    # The fields of a checkpoint's Config that flags may change: paths, as files may have moved, and
-    # what does not affect the steps already done. A method's Config may add to these.
+    # Flags may change these fields of a checkpoint's Config. Some are paths, because files may have
+    # moved. The others do not affect the steps already done.
     MAY_CHANGE = set(
         "extractor data_dir out_dir device compile features steps log_every eval_every eval_batch "
         "patience".split()
@@ -570,7 +543,7 @@ class RunConfig:
     extractor: str = ""  # resnet101-layer4, timm/NAME, ... (default: the data set's own)
     data_dir: str = ""  # folder of the data set (default: data/<dataset>, or data/mini-<scenes>)
     out_dir: str = ""  # folder of the run (default: runs/<method>-<dataset>)
-    scenes: int = 5000  # mini: training scenes (5 % as many for validation, 10 % for test)
+    scenes: int = 5000  # training scenes of mini (5 % as many for validation, 10 % for test)
     seed: int = 1111  # random seed for weights, dropout and data order
     steps: int = 10000  # training steps
     batch_size: int = 128  # scenes per step (each may have a changed and a distractor pair)
@@ -608,7 +581,7 @@ class RunConfig:
 
 
 def learning_rate(cfg: RunConfig, step: int) -> float:
-    """Learning rate of a step (counted from 0)."""
+    """Learning rate of a step, counted from 0."""
     lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup))
     if cfg.schedule == "cosine":
         done = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
@@ -636,17 +609,13 @@ def parse_args(
     """-> (cfg, args). Every field of Config is a flag, and with RELEASED there is --variant.
     datasets: the names that --dataset accepts (default: any).
 
-    A new run starts from the preset of its data set and variant, and flags override it. --resume,
-    --eval and --caption start from their checkpoint's Config, in which flags may change only the
-    fields in Config.MAY_CHANGE and, for --eval, the data set. out_dir defaults to the checkpoint's
-    folder or, for --eval on other data, to a folder in it, named like that of the data.
-    args.suffix is what --eval adds to the names of the files it writes: "-last" for last.pt,
-    nothing for best.pt."""
+    A new run starts from the preset of its data set and variant. --resume, --eval and --caption
+    start from their checkpoint's Config, in which flags may change only the fields in
+    Config.MAY_CHANGE and, for --eval, the data set. out_dir defaults to the checkpoint's folder.
+    For --eval on other data, it defaults to a folder in that one, named like the data's. --eval
+    adds args.suffix to the names of its files, for example "-last" for last.pt."""
     args = make_parser(Config, PRESETS, doc, bool(RELEASED), datasets).parse_args(argv)
-    given = {}
-    for f in dataclasses.fields(Config):
-        if f.name in args:
-            given[f.name] = getattr(args, f.name)
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if f.name in args}
     dataset = given.get("dataset", Config.dataset)
     out_dir = Path(given.get("out_dir") or f"runs/{script}-{dataset}")
     if args.caption and not args.checkpoint:
@@ -693,11 +662,7 @@ def parse_args(
 
 
 def make_parser(
-    Config: type,
-    PRESETS: dict[str, dict],
-    doc: str,
-    variants: bool,
-    datasets: Iterable[str] | None,
+    Config: type, PRESETS: dict[str, dict], doc: str, variants: bool, datasets: Iterable[str] | None
 ) -> argparse.ArgumentParser:
     """The parser of a method's command line: what to do, then a flag for each field of Config."""
     summary, _, _ = doc.partition("\n")
@@ -755,8 +720,8 @@ def preset(
     dataset: str,
     variant: str = "paper",
 ):
-    """A data set's Config: the defaults, overridden by presets[dataset] and, for the variant
-    "released", by released["all"] and then released[dataset]."""
+    """The Config of a data set: the defaults, then presets[dataset] and, for the variant
+    "released", released["all"] and released[dataset]. What comes later overrides the earlier."""
     values = {"dataset": dataset, "data_dir": f"data/{dataset}"}
     values |= presets.get(dataset, {})
     if variant == "released":
@@ -766,23 +731,22 @@ def preset(
 
 
 def data_folder(dataset: str, scenes: int) -> str:
-    """data/<dataset>; a mini of another size has a folder of its own, such as data/mini-500."""
+    """data/<dataset>. A mini of another size has a folder of its own, such as data/mini-500."""
     if dataset == "mini" and scenes != RunConfig.scenes:
         return f"data/mini-{scenes}"
     return f"data/{dataset}"
 
 
 def saved_config(Config: type, checkpoint: str | Path):
-    """The Config that a checkpoint was trained with; missing fields get their defaults. InputError
-    if the file is missing or is not this method's."""
+    """The Config that a checkpoint was trained with. InputError if the file is missing or is not
+    this method's."""
     state = load_checkpoint(checkpoint)
     with file_errors(checkpoint, "it comes from another method or version"):
         return Config(**state["config"])
 
 
 def refuse_changes(base: RunConfig, given: dict, checkpoint: Path) -> None:
-    """InputError if a flag that may not change differs from the checkpoint's Config: the weights
-    would be read into a different model, or the results would belong to no single run."""
+    """InputError if a flag that may not change differs from the checkpoint's Config."""
     for name, value in given.items():
         saved = getattr(base, name)
         if value != saved and name not in base.MAY_CHANGE:
@@ -790,8 +754,8 @@ def refuse_changes(base: RunConfig, given: dict, checkpoint: Path) -> None:
 
 
 def refuse_used_folder(folder: Path) -> None:
-    """InputError unless the folder is new or empty, but for hidden files such as .DS_Store: a run's
-    files never replace other files."""
+    """InputError if the folder has files, because a run never replaces files of another one. Hidden
+    files such as .DS_Store do not count."""
     if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
         raise InputError(
             f"{folder} is not empty; continue its run with --resume, or give another --out_dir"
@@ -799,27 +763,27 @@ def refuse_used_folder(folder: Path) -> None:
 
 
 def usable_device(name: str) -> str:
-    """The named device; for an empty name, CUDA if there is one, else the CPU."""
+    """The device of this name. An empty name stands for CUDA if there is one, else the CPU."""
     return name or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def set_up_device(device: str) -> None:
-    """Set PyTorch up for the device, in the whole process, so that training, the test scores at its
-    end and a later --eval all compute in the same way."""
+    """Set PyTorch up for the device, so that training and a later --eval compute in the same way.
+    This affects the whole process."""
     on_cuda = device.startswith("cuda")
-    # "high" is TF32, for matrix products that run outside autocast's bfloat16.
+    # "high" is TF32. It applies to matrix products outside autocast's bfloat16.
     torch.set_float32_matmul_precision("high" if on_cuda else "highest")
     if on_cuda:
-        # cuDNN's attention makes a plan for every new shape, which can take a second, and the
-        # number of phrases that CLIP reads varies between steps. Other kernels need no plan.
+        # cuDNN's attention makes a plan for every new shape, which can take a second. The number of
+        # phrases that CLIP reads varies between steps. Other kernels need no plan.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        # Compiled or not, the backward pass of what a loss computes in float32 stays in float32.
-        # By default, compiled ones repeat the autocast around the whole forward pass.
+        # What a loss computes in float32 keeps its backward pass in float32. By default, a compiled
+        # backward pass repeats the autocast that is around the whole forward pass.
         torch._functorch.config.backward_pass_autocast = "off"
-        # PyTorch keeps compiled graphs on disk and finds them by the forward pass alone. After an
-        # edit of token_match's backward pass, it would go on with the old one.
+        # PyTorch keeps compiled graphs on disk and finds them by their forward pass. After an edit
+        # of token_match's backward pass, it would use the old one.
         torch._functorch.config.enable_autograd_cache = False
-        # One graph for each model, and for each of IDC's tasks.
+        # Each model has its own graph, and so has each task of a model with several.
         torch._dynamo.config.recompile_limit = 64
 
 
@@ -827,7 +791,7 @@ def set_up_device(device: str) -> None:
 
 
 class Run:
-    """A run: its loop over batches, and its folder with log, checkpoints and curves. The caller
+    """A run has a loop over batches, and a folder with a log, checkpoints and curves. The caller
     writes what a step does:
 
         run = Run(cfg, model, [dataset], resume)
@@ -837,10 +801,10 @@ class Run:
             if run.due():
                 run.checkpoint(evaluate(...))
 
-    sources: everything besides the model that captions depend on, the data set first. Each has
-    state(), which checkpoints store, and check_state(state), which raises InputError if a stored
-    state comes from other data. With `resume` the run continues from last.pt as if it had never
-    stopped. InputError if out_dir is not set or, without `resume`, not empty."""
+    sources: the data set, and what else besides the model captions depend on. Checkpoints store the
+    state() of each. Its check_state(state) raises InputError if a stored state comes from other
+    data. With `resume`, the run continues from last.pt as if it had never stopped. InputError if
+    out_dir is not set or, without `resume`, not empty."""
 
     def __init__(self, cfg: RunConfig, model: nn.Module, sources: list, resume: bool = False):
         if not cfg.out_dir:
@@ -870,20 +834,18 @@ class Run:
         first: int = 0,
         stage: str = "train",
     ) -> Iterator[tuple]:
-        """Yield the batches of a stage, beginning with the run's next step. The stage has the run's
-        steps first ... last - 1. dataset: a data.Dataset, or any object with the same methods
-        `steps` and `train_batches`; optimizer: the stage's.
+        """Yield the batches of a stage, from the run's next step on. The stage has the run's steps
+        first ... last - 1. Call `record` after each batch. dataset: a data.Dataset, or any object
+        with the same methods `steps` and `train_batches`.
 
-        Call `record` after each batch. The first Ctrl-C or SIGTERM finishes the step, saves last.pt
-        and ends the program with exit code 130 or 143; a second one ends it at once. So does one
-        during the stage's first step, which may compile for minutes before there is anything to
-        save. Python allows handlers in the main thread only; training in another thread runs
-        without them."""
+        The first Ctrl-C or SIGTERM finishes the step, saves last.pt and ends the program with exit
+        code 130 or 143. A second one ends it at once. So does one during the first step, which may
+        compile for minutes. In threads other than the main one, Python allows no handlers."""
         self.optimizer = optimizer
         self.first = first
         self.last = last
         self.stage = stage
-        # A last.pt saved when `first` steps were done holds the previous stage's optimizer.
+        # After exactly `first` steps, last.pt holds the optimizer of the previous stage.
         if self.resumed and first < self.resumed["step"] < last:
             optimizer.load_state_dict(self.resumed["optimizer"])
         self.began = time.perf_counter()
@@ -895,8 +857,8 @@ class Run:
         old_handlers = []
         try:
             for batches in self.remaining_batches(dataset, batch_size):
-                # An epoch's last batch may be smaller. It runs without torch.compile, which would
-                # need a minute for its graph.
+                # The last batch of an epoch may be smaller. It runs without torch.compile, which
+                # would need a minute for its graph.
                 size = len(batches[0].caption)
                 largest = max(largest, size)
                 stance = "force_eager" if size < largest else "default"
@@ -914,39 +876,32 @@ class Run:
                 signal.signal(number, handler)
 
     def remaining_batches(self, dataset, batch_size: int) -> Iterator[tuple]:
-        """The batches of the stage from the run's next step to its last."""
         while not self.finished():
             epoch, start = divmod(self.step - self.first, dataset.steps(batch_size))
             for batches in dataset.train_batches(batch_size, self.cfg.seed, epoch, start):
-                if self.step == self.first:  # with other ids, words would be taken for padding
+                if self.step == self.first:  # With other ids, words would be taken for padding.
                     assert all((batch.caption[:, 0] == START).all() for batch in batches)
                 yield batches
                 if self.finished():
                     break
 
     def on_signal(self, number: int, _frame) -> None:
-        """Ask the loop to stop after this step; if it has been asked already, stop at once."""
         if self.exit_code:
             raise SystemExit(128 + number)
         self.exit_code = 128 + number
         print("stopping after this step; interrupt again to stop at once", file=sys.stderr)
 
     def finished(self) -> bool:
-        """True if the stage's last step is done, or if patience is used up."""
         return self.step >= self.last or 0 < self.cfg.patience <= self.evals_since_best
 
     def due(self) -> bool:
-        """True if it is time to validate and to save."""
+        """Whether to validate and save now."""
         return (self.step - self.first) % self.cfg.eval_every == 0 or self.step == self.last
 
     def record(self, losses: dict[str, Tensor]) -> None:
-        """Count a step. Its losses stay on the device until they are logged: every log_every steps,
-        and before a validation."""
+        """Count a step. Its losses stay on the device until they are logged."""
         self.step += 1
-        detached = {}
-        for name, loss in losses.items():
-            detached[name] = loss.detach()
-        self.losses.append(detached)
+        self.losses.append({name: loss.detach() for name, loss in losses.items()})
         if self.step % self.cfg.log_every == 0 or self.due():
             self.log_losses()
 
@@ -958,10 +913,8 @@ class Run:
             for name, loss in losses.items():
                 values_of.setdefault(name, []).append(loss.item())
         self.losses = []
-        means = {}
-        for name, values in values_of.items():
-            means[name] = round(sum(values) / len(values), 6)
-        # A total of a single term would be the same number twice.
+        means = {name: round(sum(values) / len(values), 6) for name, values in values_of.items()}
+        # If a total has a single term, the same number would be shown twice.
         shown = [n for n in means if n == "total" or means[n] != means.get("total")]
         text = ", ".join(f"{name} {means[name]:.3f}" for name in shown)
         if not all(map(math.isfinite, means.values())):
@@ -977,8 +930,8 @@ class Run:
 
     def checkpoint(self, scores: dict[str, float]) -> None:
         """After a validation: log its scores, and save last.pt and, if they are the best so far,
-        best.pt. In a tie the later weights are best, because early scores may all be 0. Without
-        validation pairs (no scores) the last weights count as the best."""
+        best.pt. In a tie the later weights win, because early scores may all be 0. Without
+        validation pairs there are no scores, and the last weights are the best."""
         self.evals_since_best += 1
         score = self.best
         if scores:
@@ -994,12 +947,10 @@ class Run:
         draw_curves(self.dir / "log.jsonl", self.dir / "curves.png", self.cfg.select_by)
 
     def save(self, name: str) -> None:
-        """Save a checkpoint under this name.
-
-        FloatingPointError if a weight is not finite; the old file stays."""
+        """Save a checkpoint. FloatingPointError if a weight is not finite; the old file stays."""
         if not all(p.isfinite().all() for p in self.model.parameters()):
             raise FloatingPointError(f"weights are not finite after step {self.step}; lower --lr")
-        # For dropout and random masks. The order of the data depends on seed and epoch alone.
+        # Dropout and random masks need this. The order of the data depends on seed and epoch alone.
         random = {"cpu": torch.get_rng_state()}
         if self.cfg.on_cuda:
             random["cuda"] = torch.cuda.get_rng_state(self.cfg.device)
@@ -1018,8 +969,8 @@ class Run:
         save_tensors(self.dir / name, state)
 
     def restore(self) -> None:
-        """Load weights, counters and random state from last.pt, if every source accepts it. Later
-        lines of the log are dropped, since the resumed run repeats their steps."""
+        """Load last.pt, if every source accepts it. Later lines of the log are dropped, because the
+        run repeats their steps."""
         state = load_checkpoint(self.dir / "last.pt", self.cfg.device)
         for source in self.sources:
             source.check_state(state)
@@ -1039,8 +990,8 @@ class Run:
         write_text(log, "".join(kept))
 
     def begin_log(self) -> None:
-        """Log and print what the results depend on: versions of the code and of torch, device,
-        number of parameters, and config (printed: only what differs from the defaults)."""
+        """Log and print what the results depend on. Of the config, only what differs from the
+        defaults is printed."""
         config = dataclasses.asdict(self.cfg)
         write_text(self.dir / "config.json", json.dumps(config, indent=1) + "\n")
         device = f"cpu, {torch.get_num_threads()} threads"
@@ -1061,14 +1012,12 @@ class Run:
             print(f"{name}: {value}", flush=True)
 
     def log(self, event: str, **values) -> None:
-        """Append one JSON line to log.jsonl."""
         row = {"step": self.step, "event": event} | values
         with open(self.dir / "log.jsonl", "a", encoding="utf-8") as f:
             f.write(json.dumps(row) + "\n")
 
     def best_model(self) -> nn.Module:
-        """The model with the weights of best.pt, in evaluation mode. Prints which step they are
-        from, and what else the run has written."""
+        """The model with the weights of best.pt, in evaluation mode. Prints where they are from."""
         path = self.dir / "best.pt"
         state = load_checkpoint(path, self.cfg.device)
         text = f"{path} has the weights after step {state['step']}"
@@ -1080,7 +1029,7 @@ class Run:
 
 
 def code_version() -> str:
-    """The git commit of this code; "" if it is not in a repository."""
+    """The git commit of this code, or "" outside a repository."""
     call = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(call, capture_output=True, text=True).stdout.strip()
@@ -1089,12 +1038,12 @@ def code_version() -> str:
 
 
 def read_log(path: Path) -> list[dict]:
-    """The rows of a log.jsonl; none if the file is missing."""
+    """The rows of a log.jsonl. A missing file has none."""
     if not path.exists():
         return []
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):  # a killed process may leave half a line
+        with contextlib.suppress(ValueError):  # A killed process may leave half a line.
             rows.append(json.loads(line))
     return rows
 
@@ -1132,17 +1081,16 @@ TRAIN_FIRST = "train first, or name another checkpoint"
 
 
 def progress(items=None, **options) -> tqdm:
-    """tqdm for work that takes minutes. Off a terminal it prints once a minute."""
+    """tqdm for work that takes minutes. Without a terminal, it prints once a minute."""
     pause = 0.1 if sys.stderr.isatty() else 60
     return tqdm(items, mininterval=pause, maxinterval=max(pause, 10), **options)
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to, and rename that file to `path` at the end: whenever the
-    process dies, `path` is either the old file or the new one. The temporary name contains the
-    process id, so processes may write at the same time; the last to finish wins. A missing folder
-    is made."""
+    """Yield a temporary path to write to, and rename that file to `path` at the end. Whenever the
+    process dies, `path` is the old file or the new one, and whole. Several processes may write at
+    the same time, and the last one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -1166,35 +1114,29 @@ def save_tensors(path: Path, state: dict) -> None:
 
 @contextlib.contextmanager
 def file_errors(path: str | Path, remedy: str) -> Iterator[None]:
-    """Turn any exception inside the `with` into an InputError that names the file and what to do
-    about it."""
+    """Turn any exception inside the `with` into an InputError with the file's path and a remedy."""
     try:
         yield
-    except Exception as e:  # a broken file can raise anything
+    except Exception as e:  # A broken file can raise anything.
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:120]
         raise InputError(f"{path} cannot be used ({reason}); {remedy}") from e
 
 
 def load_tensors(path: str | Path, remedy: str, device: str = "cpu") -> dict:
-    """The dict that save_tensors wrote, its tensors on `device`. Nothing in the file is executed
-    (weights_only). InputError with the remedy if the file is missing or broken."""
-    with file_errors(path, remedy):
+    """What save_tensors wrote. InputError with the remedy if the file is missing or broken."""
+    with file_errors(path, remedy):  # weights_only: nothing in the file is executed
         return torch.load(path, map_location=device, weights_only=True)
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
-    """The dict that Run.save wrote. InputError if the file is missing or broken."""
+    """What Run.save wrote. InputError if the file is missing or broken."""
     return load_tensors(path, TRAIN_FIRST, device)
 
 
 def load_weights(
-    model: nn.Module,
-    weights: dict[str, Tensor],
-    path: str | Path,
-    remedy: str = TRAIN_FIRST,
+    model: nn.Module, weights: dict[str, Tensor], path: str | Path, remedy: str = TRAIN_FIRST
 ) -> nn.Module:
-    """The model with these weights, which come from the file `path`. InputError if they do not
-    fit."""
+    """The model with these weights of the file `path`. InputError if they do not fit."""
     with file_errors(path, remedy):
         model.load_state_dict(weights)
     return model
@@ -1203,9 +1145,8 @@ def load_weights(
 def load_model(
     Model: Callable[..., nn.Module], cfg: RunConfig, path: str | Path
 ) -> tuple[nn.Module, dict]:
-    """-> a model with a checkpoint's weights, in evaluation mode on cfg.device, and the content of
-    the checkpoint. Model(cfg, vocabulary size, grid, max_len) makes the model. InputError if the
-    file is missing or does not fit."""
+    """-> Model(cfg, vocabulary size, grid, max_len) with the weights of a checkpoint, in evaluation
+    mode, and the checkpoint. InputError if the file is missing or does not fit."""
     state = load_checkpoint(path, cfg.device)
     model = Model(cfg, len(state["vocab"]), state["grid"], state["max_len"]).to(cfg.device)
     return load_weights(model, state["model"], path).eval(), state
@@ -1216,9 +1157,9 @@ def load_model(
 
 def run_main(main: Callable[[], None]) -> None:
     """Run a script's main. A user's mistakes, files that cannot be read or written, and losses that
-    are not finite print one line, with exit code 2; all other errors keep their traceback. Ctrl-C
-    exits with 130."""
-    sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters of a caption
+    are not finite print one line and exit with code 2. Ctrl-C exits with 130. Other errors keep
+    their traceback."""
+    sys.stdout.reconfigure(errors="replace")  # A terminal may lack characters of a caption.
     try:
         main()
     except KeyboardInterrupt:

@@ -1,11 +1,37 @@
 """DIRL+CCR: Distractors-Immune Representation Learning with Cross-modal Contrastive Regularization
 for Change Captioning (Tu et al., ECCV 2024).
 
-Idea. (1) A self-supervised loss correlates each channel of the "before" image with the same channel
-of "after" and decorrelates it from all others, so that features are robust to camera and lighting
-and stay discriminative. (2) With cross-attention, each image finds what it shares with its partner;
-the image minus the shared part is the difference. (3) Within each batch, a contrastive loss ties
-the words of a caption to the differences that the decoder attended to at those words.
+The flow of one pair, with CLEVR-Change's sizes:
+    before, after (1024, 14, 14) each                 In training only:
+       |  embed, Eq. 1
+       v                                 mlp, Eq. 2
+    x_bef, x_aft (196, 512) each . . . . . . . . . . > y_bef, y_aft (196, 512) each
+       |  cross_view, Eq. 5                               |  channel_correlation, Eq. 3
+       v                                                  v
+    shared_bef, shared_aft (196, 512) each             c (512, 512), over all cells of the batch
+       |  x_bef - shared_bef, x_aft - shared_aft, Eq. 6   |  dirl_loss, Eq. 4
+       v                                                  v
+    difference_bef, difference_aft (196, 512) each     L_dirl
+       |  fuse, Eq. 7
+       v
+    difference (196, 512) and caption (24 ids)
+       |  decoder, Eq. 8-10          means over words, Eq. 12
+       v                         words, visual (24, 512) each
+    hidden (24, 512) . . . . . . . . . . . . . . . . > words, visual (512) each
+       |  decoder.head, Eq. 11                            |  ccr_loss, Eq. 13-14
+       v                                                  v
+    logits (24, 76), L_cap, Eq. 15                     L_ccr
+
+Idea. (1) Under another camera or light, each channel of the features should still say the same, and
+different channels should say different things. So a loss correlates each channel of "before" with
+the same channel of "after", and decorrelates it from all others. (2) Cross-attention finds in the
+other image what both images share. Subtracting it leaves the difference. (3) The changed object is
+often small, so the decoder easily looks at the wrong cells. A contrastive loss ties the words of a
+caption to the differences that the decoder saw at these words.
+
+Read first: channel_correlation, dirl_loss, CrossView, DecoderLayer, ccr_loss, DIRL.encode and
+DIRL.forward. Skip at first: Decoder (a transformer decoder), Cache, attention_map, and all that
+follows the class DIRL.
 
 Eq. 1      ImageEmbedding       X = conv(features) + position
 Eq. 2      DIRL.mlp             Y = MLP(X), used by the loss only
@@ -21,8 +47,9 @@ Eq. 13-14  ccr_loss             L_ccr  InfoNCE, words <-> attended differences
 Eq. 15     caption_loss         L_cap
 Eq. 16     total_loss           L = L_cap + w_dirl L_dirl + w_ccr L_ccr
 
-Symbols: X is the paper's F~, Y its Y~, shared its F~^s, the difference of each image its F~^d and
-their fusion its F~_d; words is E^[W], visual is V^; w_dirl is lambda_d, w_ccr is lambda_c.
+Symbols: X is the paper's F~, Y its Y~, and shared its F~^s. The difference of each image is its
+F~^d, and their fusion its F~_d. `words` is its E^[W], `visual` its V^, w_dirl its lambda_d, and
+w_ccr its lambda_c.
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a
 caption (START, words, END, padding).
 
@@ -36,10 +63,10 @@ discrimination (Table 7)     --w_ccr 0 --no-correlate
 Subtraction (Fig. 4)         --difference subtract --w_dirl 0 --w_ccr 0
 weights (Fig. 5)             --w_dirl 0.03, --w_ccr 0.05
 
-Where the paper and the released code differ, the default mostly follows the paper, and RELEASED,
-after the model, lists the differences. Both variants take some details from the released code:
-centred channels and sums over cells in Eq. 3, reference words in L_ccr, coordinates, and a mean
-over words in Eq. 15. These are explained where they occur.
+Where the paper and the released code differ, the default mostly follows the paper. RELEASED, after
+the model, lists the differences. Some details are the released code's in both variants: centred
+channels and sums over cells in Eq. 3, reference words in L_ccr, coordinates, and a mean over words
+in Eq. 15. A docstring or a comment explains each where it occurs.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
@@ -87,8 +114,8 @@ class Config(RunConfig):
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings
     heads: int = 8  # heads of every attention
-    layers: int = 2  # cross-attention layers (as released); the last one's output is Eq. 5's
-    decoder_layers: int = 2  # decoder layers
+    layers: int = 2  # cross-attention layers (as released); the last gives Eq. 5's result
+    decoder_layers: int = 2  # number of decoder layers
     dropout: float = 0.1  # dropout probability
     use_coords: bool = True  # append the cell's x and y to the features (released for CLEVR-Change)
     w_dirl: float = 0.5  # weight of L_dirl in Eq. 16; 0 leaves it and its MLP out
@@ -114,8 +141,8 @@ class Config(RunConfig):
 class ImageEmbedding(nn.Module):
     """Eq. 1: X = conv_1x1(features) + position. (B, C, H, W) -> (B, N, D), n = row * W + column.
 
-    With use_coords, two channels follow the features: the cell's x and y, from -1 up to, but not
-    including, 1. The released code has them for CLEVR-Change; the paper does not mention them."""
+    use_coords appends two channels to the features, the x and the y of each cell, both in [-1, 1).
+    The released code does so for CLEVR-Change. The paper does not mention it."""
 
     def __init__(self, channels: int, height: int, width: int, dim: int, use_coords: bool):
         super().__init__()
@@ -129,7 +156,7 @@ class ImageEmbedding(nn.Module):
         self.position = GridPosition(dim, height, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        # Broadcasting would accept some other shapes in silence.
+        # Without this check, broadcasting would accept some wrong shapes in silence.
         assert features.shape[1:] == self.grid, f"{self.grid} expected, {features.shape} found"
         if self.use_coords:
             coords = self.coords.to(features.dtype).expand(features.shape[0], -1, -1, -1)
@@ -141,8 +168,8 @@ class ImageEmbedding(nn.Module):
 class CrossView(nn.Module):
     """Eq. 5, one layer: shared_bef = MHCA(X_bef, X_aft), shared_aft = MHCA(X_aft, X_bef).
 
-    X_bef, X_aft (B, N, D) -> shared_bef, shared_aft (B, N, D); with `residual` LN(X + shared) of
-    both, for the next layer or difference="stream"."""
+    X_bef, X_aft (B, N, D) -> shared_bef, shared_aft (B, N, D). With `residual`, the layer returns
+    LN(X + shared) of both images, which the next layer or difference="stream" reads."""
 
     def __init__(self, cfg: Config, residual: bool):
         super().__init__()
@@ -161,9 +188,9 @@ class CrossView(nn.Module):
 
 
 class Fusion(nn.Module):
-    """Eq. 7: ReLU(W [difference_bef ; difference_aft] + b), with LayerNorm and dropout as released.
+    """Eq. 7: ReLU(W [difference_bef ; difference_aft] + b). LayerNorm and dropout are as released.
 
-    Both differences (B, N, 2D), or a single one (B, N, D) -> (B, N, D)."""
+    x: both differences (B, N, 2D), or a single one (B, N, D) -> (B, N, D)."""
 
     def __init__(self, cfg: Config, width: int):
         super().__init__()
@@ -176,14 +203,15 @@ class Fusion(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Eq. 8-10, post-norm: words attend to earlier words, then to the difference, then a
-    feed-forward of width 4 D. x (B, V, D) -> (B, V, D).
+    """Eq. 8-10, a post-norm layer of the decoder: words attend to earlier words and then to the
+    difference, and a feed-forward network follows. x (B, V, D) -> (B, V, D).
 
-    `cross`: key and value (B, N, D) of the difference; `mask` (B, 1, V, V): which words each word
-    may see, None for all. Also returns `past` (see attend_to_words), the query (B, V, D) of the
-    cross-attention, and `words` and `visual` (B, V, D), which L_ccr compares. Residuals, LayerNorms
-    and dropout are those of the standard layer; the printed equations leave most of them out. L_ccr
-    still compares the results of Eq. 8 and 9 as printed, unless ccr_states is "normed"."""
+    cross: key and value (B, N, D) of the difference. mask (B, 1, V, V): which words each word may
+    see; None means all. The layer also returns `past` (see attend_to_words), the query (B, V, D) of
+    the cross-attention, and what L_ccr compares: `words` of Eq. 8 and `visual` of Eq. 9, both
+    (B, V, D). The printed equations leave out most residuals, LayerNorms and dropouts of the
+    standard layer. This layer has them, but `words` and `visual` are as printed, unless ccr_states
+    is "normed"."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -211,10 +239,10 @@ class DecoderLayer(nn.Module):
         return x3, past, query, words, visual
 
     def attend_to_words(self, x: Tensor, mask: Tensor | None, past: tuple[Tensor, Tensor] | None):
-        """-> attended words (B, V, D), and keys and values of all words so far: the next `past`.
+        """-> the attended words (B, V, D), and the next `past`: key and value of all words so far.
 
-        Without `past`, x holds all words from START on. With `past`, x is the single word after
-        those of `past`; a Cache decodes this way."""
+        Training has no `past`. Then x holds all words from START on. A Cache passes `past` and, as
+        x, the single word that follows."""
         q, k, v = self.self_attention.project(x, x)
         if past is not None:
             past_k, past_v = past
@@ -225,10 +253,10 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Words and difference -> hidden states; `head` gives the distribution of the next word.
+    """Words and difference -> hidden states, from which `head` predicts the next words.
 
-    A position sees neither later positions nor padding. Padding is masked for the sake of
-    ccr_pool="padded", which pools the states at the padding, too."""
+    No position sees a later one or padding. The states at the padding matter to ccr_pool="padded",
+    so a mask hides the padding from them, too."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -258,7 +286,7 @@ class Decoder(nn.Module):
         return self.dropout(self.norm(self.project(x)))
 
     def memory(self, difference: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Key and value of the difference (B, N, D) for each layer, computed once per caption."""
+        """Each layer's key and value of the difference (B, N, D), the same for all words."""
         memory = []
         for layer in self.layers:
             key = layer.cross_attention.key(difference)
@@ -268,8 +296,8 @@ class Decoder(nn.Module):
 
 
 class Cache:
-    """Writes captions word by word, see common.decode. `memory` and `past` hold the keys and values
-    of the difference and of the words so far, for each layer."""
+    """Writes captions word by word, see common.decode. For each layer, `memory` holds the key and
+    the value of the difference, and `past` those of the words so far."""
 
     def __init__(self, decoder: Decoder, difference: Tensor):
         self.decoder = decoder
@@ -284,8 +312,8 @@ class Cache:
         return self.decoder.head(x[:, 0])
 
     def reorder(self, rows: Tensor) -> None:
-        """After a step: caption i goes on from what caption rows[i] has so far. rows: any number
-        of row numbers of the batch."""
+        """After a step: let caption i continue what caption rows[i] has so far. rows: row
+        numbers of the batch, as many as there are captions to continue."""
         self.memory = [(key[rows], value[rows]) for key, value in self.memory]
         self.past = [(key[rows], value[rows]) for key, value in self.past]
 
@@ -297,11 +325,11 @@ def channel_correlation(y_bef: Tensor, y_aft: Tensor, eps: float) -> Tensor:
     """Eq. 3: correlation of every channel of "before" with every channel of "after".
     y_bef, y_aft (B, N, D) -> C (D, D).
 
-    The paper sums over the samples of a batch. Here, as released, the sum runs over their cells as
-    well: cell n of "before" meets cell n of "after", even if the camera has moved. Channels are
-    centred, as released and as in Barlow Twins, whose notation the paper uses; the printed formula
-    does not centre them. The standard deviation is unbiased, as released, so C_ii is at most
-    (BN - 1) / BN. Computed in float32 even under autocast: the sums run over thousands of rows."""
+    As printed, the sum runs over the samples of a batch, and channels are not centred. Here, as in
+    the released code, it runs over the cells of the samples, too: cell n of "before" meets cell n
+    of "after", even if the camera has moved. Channels are centred, as in Barlow Twins, whose
+    notation the paper uses. The standard deviation is unbiased, so C_ii <= (BN - 1) / BN."""
+    # The sums run over thousands of rows, too many for bfloat16.
     with torch.autocast(y_bef.device.type, enabled=False):
         y_bef = upcast(y_bef).flatten(0, 1)  # (BN, D)
         y_aft = upcast(y_aft).flatten(0, 1)
@@ -323,12 +351,12 @@ def dirl_loss(c: Tensor, alpha: float, correlate: bool = True) -> Tensor:
 def ccr_loss(
     words: Tensor, visual: Tensor, same: Tensor, tau: float, logits: str = "two_way"
 ) -> Tensor:
-    """Eq. 13-14, L_ccr: InfoNCE between the words of a caption and the differences attended to, in
-    both directions.
+    """Eq. 13-14, L_ccr: InfoNCE between the words of a caption and the differences that they attend
+    to, in both directions.
 
-    words, visual (B, D) of Eq. 12; same (B, B) bool: pairs that are not each other's negatives.
-    "summed": only the rows of (S + S^T) / 2, as released. Computed in float32 even under autocast,
-    because scores may be in the hundreds."""
+    words, visual (B, D) of Eq. 12. same (B, B) bool: pairs that are not each other's negatives.
+    logits: "summed" takes only the rows of (S + S^T) / 2, as the released code does."""
+    # Scores may be in the hundreds, where bfloat16 has no decimals.
     with torch.autocast(words.device.type, enabled=False):
         s = upcast(words) @ upcast(visual).T / tau  # Eq. 13, (B, B)
         own = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
@@ -342,7 +370,8 @@ def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     """Eq. 15, L_cap: cross-entropy of each next word.
 
     logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
-    # As released, a mean over all real words of the batch; the paper sums over a sentence's words.
+    # The released code takes the mean over all real words of the batch. The paper sums over the
+    # words of a sentence.
     predicted = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
     return F.cross_entropy(predicted, target, ignore_index=NULL)  # Eq. 15
@@ -388,7 +417,8 @@ class DIRL(nn.Module):
             initialise(module, xavier=cfg.xavier or name not in ("fuse", "decoder"))
 
     def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, C, H, W) twice -> difference of Eq. 7, X_bef and X_aft of Eq. 1, each (B, N, D)."""
+        """before, after (B, C, H, W) -> the difference of Eq. 7, X_bef and X_aft of Eq. 1, all
+        (B, N, D)."""
         if self.cfg.blind:
             before = torch.zeros_like(before)
             after = torch.zeros_like(after)
@@ -396,8 +426,8 @@ class DIRL(nn.Module):
         x_aft = self.embed(after)  # Eq. 1
         shared_bef = x_bef
         shared_aft = x_aft
-        # Between layers, both are LN(X + shared). The last layer returns the shared features alone
-        # (Eq. 5) or, with difference="stream", LN(X + shared).
+        # All layers but the last return LN(X + shared). The last one returns the shared features of
+        # Eq. 5 or, with difference="stream", LN(X + shared), too.
         for layer in self.cross_view:
             shared_bef, shared_aft = layer(shared_bef, shared_aft)  # Eq. 5
         if self.cfg.difference == "subtract":
@@ -409,7 +439,7 @@ class DIRL(nn.Module):
         return self.fuse(joined), x_bef, x_aft  # Eq. 7
 
     def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
-        """The terms of Eq. 16 for a batch of pairs: features (B, C, H, W) twice, caption (B, V)."""
+        """before, after (B, C, H, W), caption (B, V) -> the terms of Eq. 16, by name."""
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft = self.encode(before, after)  # Eq. 1, 5-7
@@ -417,20 +447,20 @@ class DIRL(nn.Module):
         logits = self.decoder.head(hidden)  # Eq. 11
         losses["caption"] = caption_loss(logits, caption)  # Eq. 15
         if cfg.w_dirl:
-            # X includes positions, which are equal in both images, so they correlate in any pair.
+            # X includes positions. These are equal in both images, so they correlate in any pair.
             y_bef = self.mlp(x_bef)  # Eq. 2
             y_aft = self.mlp(x_aft)  # Eq. 2
             c = channel_correlation(y_bef, y_aft, cfg.channel_eps)  # Eq. 3
             losses["dirl"] = dirl_loss(c, cfg.alpha, cfg.correlate)  # Eq. 4
         if cfg.w_ccr:
-            # As released, the words are those of the reference caption; the paper speaks of
-            # generated words. Both means run over words: the paper divides V^ by HW, but V^ of
-            # Eq. 9 has one row for each word.
+            # The paper speaks of generated words. As in the released code, these are the words of
+            # the reference caption. The paper divides V^ by HW, but V^ of Eq. 9 has one row for
+            # each word, so both means run over words.
             valid = caption != NULL
             if cfg.ccr_pool == "padded":  # up to the longest caption of the data set
                 assert caption.shape[1] == self.max_len, "pad captions to max_len"
                 valid = torch.ones_like(valid)
-            # [ours] Pairs with equal captions are not each other's negatives. The paper: "the
+            # [ours] Pairs with equal captions are not each other's negatives. In the paper, "the
             # others will be the negatives in this batch" (section 3.5).
             same = (caption[:, None] == caption).all(-1)  # (B, B)
             if cfg.ccr_equal_captions == "negatives":
@@ -442,7 +472,7 @@ class DIRL(nn.Module):
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
-        """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len)."""
+        """before, after (B, C, H, W) -> ids of captions (B, max_len), greedy or sampled."""
         difference, _, _ = self.encode(before, after)
         cache = Cache(self.decoder, difference)
         return decode(cache.step, before.shape[0], self.max_len, before.device, sample)
@@ -450,24 +480,22 @@ class DIRL(nn.Module):
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Where the decoder looked: the last layer's attention over cells, averaged over heads and
-        over the words of ids (B, V) -> "attention" (B, H, W).
-
-        The map shows weights, after the softmax. Row t of the weights is from the state that
-        predicts word t + 1."""
+        over the words of ids (B, V) -> "attention" (B, H, W)."""
         difference, _, _ = self.encode(before, after)
         _, query, _, _ = self.decoder(ids, difference)
         attention = self.decoder.layers[-1].cross_attention
         scores = attention.scores(query, attention.key(difference))  # (B, h, V, N)
         weight = scores.softmax(-1).mean(1)  # (B, V, N)
+        # Row t of the weights is from the state that predicts word t + 1.
         over_cells = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
         return {"attention": over_cells.unflatten(1, self.grid[1:])}
 
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# Loss weights are from section 4.6. The paper gives no batch sizes or learning rates: Spot-the-Diff
-# and Image Editing Request take SCORER's. The learning rate drops every 15 epochs (lr_drop), as
-# released; the paper does not mention these drops.
+# Loss weights are from section 4.6. The paper gives no batch sizes or learning rates, so
+# Spot-the-Diff and Image Editing Request take SCORER's. In the released code, the learning rate
+# drops every 15 epochs (lr_drop). The paper does not mention this.
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),
@@ -485,22 +513,22 @@ PRESETS = {
 
 RELEASED = {  # --variant released: the details in which the released code differs from the paper
     "all": dict(
-        # Eq. 5-6 subtract the attention's output; the released code subtracts LN(X + attention).
+        # Eq. 5-6 subtract the attention's output. The released code subtracts LN(X + attention).
         difference="stream",
         # The released code divides by the bare standard deviation.
         channel_eps=0.0,
-        # Eq. 12 is a mean over the m words; the released code averages the padding's states, too.
+        # Eq. 12 is a mean over the m words. The released code averages the padding's states, too.
         ccr_pool="padded",
-        # Eq. 12 pools the results of Eq. 8-9; the released code pools after the residuals, so
-        # `visual` contains words.
+        # Eq. 12 pools the results of Eq. 8-9. The released code pools after the residuals, so
+        # `visual` contains the words.
         ccr_states="normed",
-        # Eq. 14 is InfoNCE both ways; the released code adds S and its transpose and takes rows
-        # only.
+        # Eq. 14 is InfoNCE both ways. The released code adds S and its transpose, and takes the
+        # rows only.
         ccr_logits="summed",
-        # Many pairs, above all distractors, share a caption; paper and released code treat them as
-        # negatives.
+        # Many pairs, above all distractors, share a caption. Both paper and released code treat
+        # them as negatives.
         ccr_equal_captions="negatives",
-        # Section 4.2 decodes greedily; the released code samples during validation.
+        # Section 4.2 decodes greedily. The released code samples during validation.
         val_decode="sample",
     ),
     # For CLEVR-Change the released code has a different decoder, and more steps than the paper.
@@ -514,8 +542,8 @@ RELEASED = {  # --variant released: the details in which the released code diffe
 def compute_losses(model: DIRL, batches: tuple, cfg: Config) -> dict[str, Tensor]:
     """Eq. 16 and its terms, each a mean over a step's batches (changed pairs, distractor pairs).
 
-    Keep the two batches separate, as released, so that the correlations of Eq. 3 and the negatives
-    of Eq. 14 come from one kind of pair."""
+    The two batches stay separate, as in the released code, so that the correlations of Eq. 3 and
+    the negatives of Eq. 14 come from one kind of pair."""
     losses: dict[str, Tensor] = {}
     for batch in batches:
         batch = batch.to(cfg.device)
@@ -528,10 +556,10 @@ def compute_losses(model: DIRL, batches: tuple, cfg: Config) -> dict[str, Tensor
 
 
 def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
-    """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
+    """Train on a data set (data.Dataset) and write cfg.out_dir -> the best model by validation.
 
-    Ctrl-C and SIGTERM save last.pt and exit 130 or 143; `resume` continues from there as if
-    training had never stopped. FloatingPointError if a loss is not finite."""
+    Ctrl-C and SIGTERM save last.pt and exit with code 130 or 143. `resume` continues from last.pt
+    as if training had never stopped. FloatingPointError if a loss is not finite."""
     torch.manual_seed(cfg.seed)
     model = DIRL(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -566,8 +594,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation during training): the quick metrics only. With it: every metric for
-    every group of pairs, printed and written, along with captions and sample pictures."""
+    Without out_dir, for validation during training, these are the quick metrics. With out_dir,
+    every metric of every group of pairs is printed and written, with captions and pictures."""
     sample = cfg.val_decode == "sample" and out_dir is None
     model.eval()
     captions = {}  # by pair id
@@ -607,6 +635,7 @@ def main(argv: list[str] | None = None) -> None:
         model, state = load_model(DIRL, cfg, args.eval)
         dataset.adopt(state)
     else:
+        data.note_on_negatives(dataset, cfg, ("w_ccr",))
         model = train(cfg, dataset, args.resume)
     evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)
 

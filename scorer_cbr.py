@@ -1,11 +1,37 @@
 """SCORER+CBR: Self-supervised Cross-view Representation Reconstruction for Change Captioning
 (Tu et al., ICCV 2023).
 
-Idea. (1) A contrastive loss on token-wise matches makes the two images of a pair alike despite
-changes of camera and lighting, and unlike the images of other pairs. (2) With cross-attention, each
-image reconstructs what did not change from the other image and adds it to itself; the decoder
-describes the fusion of the two. (3) Backward reasoning: "before" plus the sentence must give
-"after", so the sentence has to describe the difference.
+The flow of one pair, with CLEVR-Change's sizes:
+    before, after (1024, 14, 14) each                   In training only:
+       |  embed, Eq. 1
+       v                              similarity of queries and keys, Eq. 2-3
+    x_bef, x_aft (196, 512) each . . . . . . . . . . . > bef_to_aft, aft_to_bef (B, B)
+       |  cross_view, Eq. 5-6                               |  match_loss, Eq. 4
+       v                                                    v
+    new_bef, new_aft (196, 512) each                        L_cv
+       |  fuse, Eq. 7
+       v
+    difference (196, 512) and caption (24 ids)
+       |  decoder, Eq. 8
+       v                     mean over words
+    hidden (24, 512) . . . . . . . . . . . . . . . . . > sentence (512)
+       |  decoder.head, Eq. 8                               |  cbr, with x_bef, Eq. 9-10
+       v                                                    v
+    logits (24, 76)                                         x_hat (196, 512)
+       |  caption_loss, Eq. 12                              |  similarity to x_aft, cbr_loss, Eq. 11
+       v                                                    v
+    L_cap                                                   L_cm
+
+Idea. (1) When the camera moves, all features change, so a bare difference of two images shows much
+besides the change. A contrastive loss teaches each image to find its partner in the batch by
+features that ignore the camera. (2) Cross-attention can rebuild from the other image what did not
+change, but not what did. Each image adds what it could rebuild, and their fusion then shows the
+difference. (3) "Before" and a good sentence should be enough to imagine "after". A second
+contrastive loss asks for this.
+
+Read first: CrossView, BackwardReasoning, match_by_definition, match_loss, cbr_loss, SCORER.encode
+and SCORER.forward. Skip at first: DecoderLayer and Decoder (a transformer decoder), Cache,
+attention_map, and all that follows the class SCORER.
 
 Eq. 1      ImageEmbedding     X = conv(features) + position
 Eq. 2-3    similarity         mean over tokens of the best match, both ways (TM), in each head (MTM)
@@ -18,8 +44,9 @@ Eq. 11     cbr_loss           L_cm  InfoNCE, hallucination <-> after
 Eq. 12     caption_loss       L_cap
 Eq. 13     total_loss         L = L_cap + w_match L_cv + w_cbr L_cm
 
-Symbols: lambda_v is w_match, lambda_m is w_cbr, 1 / tau is exp(log_scale). The formulas are missing
-from our copy of the paper; the other names follow DIRL+CCR, by the same authors.
+Symbols: w_match is the paper's lambda_v, w_cbr its lambda_m, and exp(log_scale) its 1 / tau. Our
+copy of the paper lacks the formulas. Those above follow its text and the released code, and their
+symbols follow DIRL+CCR, by the same authors.
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a
 caption (START, words, END, padding).
 
@@ -33,13 +60,13 @@ matching (Fig. 3)               --matching mtm, tm, mean or max
 heads (Fig. 4)                  --heads 8 (the flag also changes the heads of decoder and CBR)
 layers (Fig. 5)                 --layers 2
 fusion (section 6.3)            --fusion cat, sum or hadamard
-There is no flag for RR+ (Fig. 13), whose distance is missing from our copy, nor for the fusion in
-section 6.3 in which words attend to each image before "cat": it needs a decoder with two memories.
+There is no flag for RR+ (Fig. 13), because our copy of the paper lacks its distance. The fusion of
+section 6.3 in which words attend to each image before "cat" needs a decoder with two memories.
 
-Where the paper and the released code differ, the default mostly follows the paper, and RELEASED,
-after the model, lists the differences. Both variants take some details from the released code: a
-learned scale for 1 / tau, coordinates, attention without output projection, feed-forward layers of
-width D, and a mean over words in Eq. 12. These are explained where they occur.
+Where the paper and the released code differ, the default mostly follows the paper. RELEASED, after
+the model, lists the differences. Some details are the released code's in both variants: a learned
+scale for 1 / tau, coordinates, attention without output projection, feed-forward layers of width D,
+and a mean over words in Eq. 12. A docstring or a comment explains each where it occurs.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
@@ -87,8 +114,8 @@ class Config(RunConfig):
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings
     heads: int = 8  # heads in every attention, and in the matching "mtm"
-    layers: int = 2  # cross-view layers (Eq. 5-6)
-    decoder_layers: int = 2  # decoder layers
+    layers: int = 2  # number of cross-view layers (Eq. 5-6)
+    decoder_layers: int = 2  # number of decoder layers
     dropout: float = 0.1  # dropout probability
     use_coords: bool = True  # append the cell's x and y to the features (released for CLEVR-Change)
     w_match: float = 0.1  # weight of L_cv in Eq. 13; 0 leaves it out
@@ -96,10 +123,10 @@ class Config(RunConfig):
     difference: Literal["reconstruct", "subtract"] = "reconstruct"  # Eq. 5-7, or X_bef - X_aft
     fusion: Literal["cat", "sum", "hadamard"] = "cat"  # how Eq. 7 joins the two images
     matching: Literal["mtm", "tm", "mean", "max"] = "mtm"  # Eq. 3, Eq. 2, or pooled images
-    match_layer: Literal["first", "last"] = "first"  # the cross-view layer that Eq. 4 reads
+    match_layer: Literal["first", "last"] = "first"  # cross-view layer whose queries Eq. 4 matches
     xavier: bool = True  # Xavier-uniform weights for the decoder [ours]; released code: N(0, .02)
     train_cbr: bool = True  # train CBR; the released code leaves its weights as initialised
-    sentence_mean: Literal["words", "padded"] = "words"  # CBR: divide by word count, or by max_len
+    sentence_mean: Literal["words", "padded"] = "words"  # CBR's mean: over words, or over max_len
     ffn_residual: Literal["input", "activation"] = "input"  # residual of the feed-forward layer
     val_decode: Literal["greedy", "sample"] = "greedy"  # decoding of validation captions
     blind: bool = False  # zero the image features (language-only baseline)
@@ -111,8 +138,8 @@ class Config(RunConfig):
 class ImageEmbedding(nn.Module):
     """Eq. 1: X = conv_1x1(features) + position. (B, C, H, W) -> (B, N, D), n = row * W + column.
 
-    With use_coords, two channels follow the features: the cell's x and y, from -1 up to, but not
-    including, 1. The released code has them for CLEVR-Change; the paper does not mention them."""
+    use_coords appends two channels to the features, the x and the y of each cell, both in [-1, 1).
+    The released code does so for CLEVR-Change. The paper does not mention it."""
 
     def __init__(self, channels: int, height: int, width: int, dim: int, use_coords: bool):
         super().__init__()
@@ -126,7 +153,7 @@ class ImageEmbedding(nn.Module):
         self.position = GridPosition(dim, height, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        # Broadcasting would accept some other shapes in silence.
+        # Without this check, broadcasting would accept some wrong shapes in silence.
         assert features.shape[1:] == self.grid, f"{self.grid} expected, {features.shape} found"
         if self.use_coords:
             coords = self.coords.to(features.dtype).expand(features.shape[0], -1, -1, -1)
@@ -138,9 +165,9 @@ class ImageEmbedding(nn.Module):
 class CrossView(nn.Module):
     """Eq. 5-6, one layer: X <- LN(X + MHCA(X, partner)) for both images of a pair.
 
-    X_bef, X_aft (B, N, D) -> the new pair, and what Eq. 4 matches: (q_bef, k_aft, q_aft, k_bef),
-    each image's queries and the other's keys. As released, the attention has no output projection;
-    the standard layer, which the paper cites, has one."""
+    X_bef, X_aft (B, N, D) -> the new X_bef and X_aft, and the queries and keys that Eq. 4 matches,
+    (q_bef, k_aft, q_aft, k_bef). The paper cites the standard attention, which has an output
+    projection. This one has none, as in the released code."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -158,9 +185,9 @@ class CrossView(nn.Module):
 
 
 class Fusion(nn.Module):
-    """Eq. 7: difference = ReLU(W [X_bef ; X_aft] + b), with dropout before the ReLU, as released.
+    """Eq. 7: difference = ReLU(W [X_bef ; X_aft] + b). Dropout before the ReLU is as released.
 
-    Both images, concatenated (B, N, 2D) or combined (B, N, D) -> (B, N, D)."""
+    x: the two images, concatenated (B, N, 2D) or combined (B, N, D) -> (B, N, D)."""
 
     def __init__(self, cfg: Config, width: int):
         super().__init__()
@@ -172,12 +199,13 @@ class Fusion(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Post-norm decoder layer: words attend to earlier words, then to the difference, then a
-    feed-forward. x (B, V, D) -> (B, V, D).
+    """A post-norm layer of the decoder: words attend to earlier words and then to the difference,
+    and a feed-forward network follows. x (B, V, D) -> (B, V, D).
 
-    `cross`: key and value (B, N, D) of the difference. Also returns `past` (see attend_to_words)
-    and the query (B, V, D) of the cross-attention. Attention without output projection and a GELU
-    feed-forward of width D follow the released code; the paper cites the standard layer."""
+    cross: key and value (B, N, D) of the difference. The layer also returns `past` (see
+    attend_to_words) and the query (B, V, D) of the cross-attention. Unlike in the standard layer,
+    attention has no output projection, and the feed-forward network has width D and GELU. Both
+    follow the released code."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -203,10 +231,10 @@ class DecoderLayer(nn.Module):
         return x3, past, query
 
     def attend_to_words(self, x: Tensor, past: tuple[Tensor, Tensor] | None):
-        """-> attended words (B, V, D), and keys and values of all words so far: the next `past`.
+        """-> the attended words (B, V, D), and the next `past`: key and value of all words so far.
 
-        Without `past`, x holds all words from START on, and each sees itself and earlier ones. With
-        `past`, x is the single word after those of `past`; a Cache decodes this way."""
+        Training has no `past`. Then x holds all words from START on, and each word sees itself and
+        earlier words. A Cache passes `past` and, as x, the single word that follows."""
         q, k, v = self.self_attention.project(x, x)
         if past is not None:
             past_k, past_v = past
@@ -217,9 +245,9 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Eq. 8: words and difference -> hidden states; `head` gives the distribution of the next word.
+    """Eq. 8: words and difference -> hidden states, from which `head` predicts the next words.
 
-    A word sees itself and earlier words only, so padding at the end of a caption needs no mask."""
+    A word sees only itself and earlier words, so padding at the end of a caption needs no mask."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -233,7 +261,7 @@ class Decoder(nn.Module):
 
     def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
         """All words at once: ids (B, V), difference (B, N, D) -> hidden states (B, V, D), and the
-        last layer's query (B, V, D) of the difference."""
+        query (B, V, D) of the last layer's cross-attention."""
         x = self.embed_words(ids)
         for layer, cross in zip(self.layers, self.memory(difference), strict=True):
             x, _, query = layer(x, cross)
@@ -247,7 +275,7 @@ class Decoder(nn.Module):
         return self.norm(self.dropout(self.project(x)))
 
     def memory(self, difference: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Key and value of the difference (B, N, D) for each layer, computed once per caption."""
+        """Each layer's key and value of the difference (B, N, D), the same for all words."""
         memory = []
         for layer in self.layers:
             key = layer.cross_attention.key(difference)
@@ -257,8 +285,8 @@ class Decoder(nn.Module):
 
 
 class Cache:
-    """Writes captions word by word, see common.decode. `memory` and `past` hold the keys and values
-    of the difference and of the words so far, for each layer."""
+    """Writes captions word by word, see common.decode. For each layer, `memory` holds the key and
+    the value of the difference, and `past` those of the words so far."""
 
     def __init__(self, decoder: Decoder, difference: Tensor):
         self.decoder = decoder
@@ -273,18 +301,18 @@ class Cache:
         return self.decoder.head(x[:, 0])
 
     def reorder(self, rows: Tensor) -> None:
-        """After a step: caption i goes on from what caption rows[i] has so far. rows: any number
-        of row numbers of the batch."""
+        """After a step: let caption i continue what caption rows[i] has so far. rows: row
+        numbers of the batch, as many as there are captions to continue."""
         self.memory = [(key[rows], value[rows]) for key, value in self.memory]
         self.past = [(key[rows], value[rows]) for key, value in self.past]
 
 
 class BackwardReasoning(nn.Module):
-    """Eq. 9-10: what "after" should look like, from "before" and the sentence:
-    X_hat = W_2 MHSA(W_1 [X_bef ; s]), with the sentence s appended to every cell.
+    """Eq. 9-10: X_hat = W_2 MHSA(W_1 [X_bef ; s]), the "hallucination": what "after" should look
+    like, given "before" and a sentence. The sentence s is appended to every cell.
 
-    X_bef (B, N, D), s (B, D) -> X_hat (B, N, D). Eq. 9-10 are missing from our copy of the paper.
-    W_2, and attention without biases, dropout, residual or LayerNorm, follow the released code."""
+    X_bef (B, N, D), s (B, D) -> X_hat (B, N, D). W_2, and attention without biases, dropout,
+    residual and LayerNorm, follow the released code."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -306,9 +334,11 @@ class BackwardReasoning(nn.Module):
 
 
 def match_by_definition(q: Tensor, k: Tensor, heads: int) -> Tensor:
-    """Eq. 2-3 for every image a and every image b, as they are defined: q (A, N, D), k (B, M, D)
-    -> (A, B). Training uses common.token_match, which computes the same in less memory. How Eq. 3
-    combines its heads is missing from our copy of the paper: we average them [ours]."""
+    """Eq. 2-3 as they are defined: the similarity of every image a to every image b.
+    q (A, N, D), k (B, M, D) -> (A, B).
+
+    Training uses common.token_match, which computes the same in less memory. Our copy of the paper
+    does not show how Eq. 3 combines the heads. We average them [ours]."""
     q = q.unflatten(-1, (heads, -1))  # (A, N, h, D/h)
     k = k.unflatten(-1, (heads, -1))  # (B, M, h, D/h)
     s = torch.einsum("anhc,bmhc->abhnm", q, k)
@@ -317,12 +347,13 @@ def match_by_definition(q: Tensor, k: Tensor, heads: int) -> Tensor:
 
 
 def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: int) -> Tensor:
-    """Eq. 2-3 times exp(log_scale), image a to image b: q (A, N, D), k (B, M, D) -> (A, B).
+    """Eq. 2-3 times exp(log_scale): the similarity of every image a to every image b.
+    q (A, N, D), k (B, M, D) -> (A, B).
 
-    "mtm" and "tm" are match_by_definition with `heads` heads and with one; "mean" and "max"
-    (Fig. 3) pool the tokens first. As released, tokens are not normalised, and a learned scale
-    replaces Eq. 4's 1 / temperature. Scores are in float32 even under autocast, because those near
-    50 differ by tenths, which bfloat16 rounds away."""
+    "mtm" is match_by_definition, and "tm" the same with a single head. "mean" and "max" (Fig. 3)
+    compare the mean or the maximum of the tokens. As in the released code, tokens are not
+    normalised, and a learned scale replaces Eq. 4's 1 / tau."""
+    # Scores are near 50 and differ by tenths, which bfloat16 would round away.
     with torch.autocast(q.device.type, enabled=False):
         if matching == "mtm":
             score = token_match(q, k, heads)  # Eq. 3
@@ -337,7 +368,7 @@ def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: in
 
 def match_loss(bef_to_aft: Tensor, aft_to_bef: Tensor) -> Tensor:
     """Eq. 4, L_cv: InfoNCE over the rows of both similarity matrices (B, B)."""
-    # Neither is the other's transpose: queries and keys are projected differently.
+    # aft_to_bef is not bef_to_aft.T, because queries and keys have different projections.
     return (info_nce(bef_to_aft) + info_nce(aft_to_bef)) / 2  # Eq. 4
 
 
@@ -351,8 +382,8 @@ def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     """Eq. 12, L_cap: cross-entropy of each next word.
 
     logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
-    # As released, a mean over all real words of the batch. The formula is missing from our copy;
-    # in DIRL's paper, by the same authors, it is a sum over words.
+    # The released code takes the mean over all real words of the batch. Our copy of the paper lacks
+    # the formula. DIRL's paper, by the same authors, sums over the words of a caption.
     predicted = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
     return F.cross_entropy(predicted, target, ignore_index=NULL)  # Eq. 12
@@ -393,7 +424,7 @@ class SCORER(nn.Module):
         self.initialise_decoder()
 
     def initialise_decoder(self) -> None:
-        """Initialise the decoder. The other modules keep PyTorch's initial weights, as released."""
+        """Initialise the decoder. As released, the other modules keep PyTorch's initial weights."""
         for p in self.decoder.parameters():
             if p.ndim == 1:
                 continue
@@ -406,8 +437,8 @@ class SCORER(nn.Module):
                 nn.init.zeros_(m.bias)
 
     def encode(self, before: Tensor, after: Tensor):
-        """(B, C, H, W) twice -> difference (B, N, D) of Eq. 7, X_bef and X_aft (B, N, D) of Eq. 1,
-        and each layer's queries and keys for Eq. 4."""
+        """before, after (B, C, H, W) -> the difference of Eq. 7, X_bef and X_aft of Eq. 1, all
+        (B, N, D), and the queries and keys of each cross-view layer, for Eq. 4."""
         if self.cfg.blind:
             before = torch.zeros_like(before)
             after = torch.zeros_like(after)
@@ -429,7 +460,7 @@ class SCORER(nn.Module):
         return self.fuse(joined), x_bef, x_aft, projections  # Eq. 7
 
     def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
-        """The terms of Eq. 13 for a batch of pairs: features (B, C, H, W) twice, caption (B, V)."""
+        """before, after (B, C, H, W), caption (B, V) -> the terms of Eq. 13, by name."""
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft, projections = self.encode(before, after)  # Eq. 1, 5-7
@@ -443,8 +474,8 @@ class SCORER(nn.Module):
             aft_to_bef = similarity(q_aft, k_bef, self.log_scale, cfg.matching, cfg.heads)  # Eq. 3
             losses["match"] = match_loss(bef_to_aft, aft_to_bef)  # Eq. 4
         if cfg.w_cbr:
-            # `hidden` comes from the reference caption, START and END included, and has attended
-            # to the difference. So words are not all that X_hat knows of "after".
+            # `hidden` belongs to the reference caption, START and END included. It has attended to
+            # the difference, so X_hat knows more about "after" than the words say.
             valid = caption != NULL
             sentence = masked_mean(hidden, valid)  # (B, D), section 3.4
             if cfg.sentence_mean == "padded":
@@ -459,7 +490,7 @@ class SCORER(nn.Module):
 
     @torch.no_grad()
     def clamp_scales(self) -> None:
-        """After each step: cap the learned scales at 100, as released."""
+        """Cap the learned scales at 100, as the released code does after each step."""
         if self.cfg.w_match:
             self.log_scale.clamp_(max=math.log(100))
         if self.cfg.w_cbr:
@@ -467,7 +498,7 @@ class SCORER(nn.Module):
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
-        """Captions of pairs of features (B, C, H, W): greedy (or sampled) ids (B, max_len)."""
+        """before, after (B, C, H, W) -> ids of captions (B, max_len), greedy or sampled."""
         difference, _, _, _ = self.encode(before, after)
         cache = Cache(self.decoder, difference)
         return decode(cache.step, before.shape[0], self.max_len, before.device, sample)
@@ -477,13 +508,13 @@ class SCORER(nn.Module):
         """Where the decoder looked: the last layer's attention over cells, averaged over heads and
         over the words of ids (B, V) -> "attention" (B, H, W).
 
-        The map shows weights, after the softmax; the released code shows the scores before it. Row
-        t of the weights is from the state that predicts word t + 1."""
+        The map shows the weights after the softmax. The released code shows the scores before."""
         difference, _, _, _ = self.encode(before, after)
         _, query = self.decoder(ids, difference)
         attention = self.decoder.layers[-1].cross_attention
         scores = attention.scores(query, attention.key(difference))  # (B, h, V, N)
         weight = scores.softmax(-1).mean(1)  # (B, V, N)
+        # Row t of the weights is from the state that predicts word t + 1.
         over_cells = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
         return {"attention": over_cells.unflatten(1, self.grid[1:])}
 
@@ -491,11 +522,11 @@ class SCORER(nn.Module):
 # ---- presets -------------------------------------------------------------------------------------
 
 # Layers, loss weights and batch sizes are from sections 4.5 and 6.1-6.2. We read the layers "2, 1,
-# 3, and 2" in Table 8's order, because section 4.5 says that Spot-the-Diff has the most. The
-# released code gives CLEVR-Change's w_cbr and the exponents of the learning rates, missing from our
-# copy of the paper, and the drops every 15 epochs (lr_drop), which the paper does not mention.
-# SCORER's code is released for CLEVR-Change only; for the other data sets, use_coords=False follows
-# DIRL's code [ours].
+# 3, and 2" in Table 8's order, because section 4.5 says that Spot-the-Diff has the most. Our copy
+# of the paper lacks CLEVR-Change's w_cbr and the exponents of the learning rates. The released code
+# has them. It also drops the learning rate every 15 epochs (lr_drop), which the paper does not
+# mention. SCORER's code is released for CLEVR-Change only. For the other data sets,
+# use_coords=False follows DIRL's code [ours].
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(layers=1, w_match=0.01, w_cbr=0.004, lr_drop=4785, use_coords=False),
@@ -514,21 +545,20 @@ PRESETS = {
 
 RELEASED = {  # --variant released: the details in which the released code differs from the paper
     "all": dict(
-        # The paper does not say how weights are initialised; the released code draws N(0, .02).
+        # The paper does not say how weights are initialised. The released code draws N(0, .02).
         xavier=False,
-        # Eq. 3 matches within each head; the released code takes dot products over all heads at
-        # once.
+        # Eq. 3 matches within each head. The released code takes the dot products over all heads.
         matching="tm",
-        # Section 3.2.2 matches encoded images; the released code matches in the last layer, where
-        # they have seen each other already.
+        # Section 3.2.2 matches the encoded images. The released code matches in the last layer,
+        # where the two images have seen each other already.
         match_layer="last",
-        # Section 3.5 trains end to end; the released code's optimiser does not update CBR.
+        # Section 3.5 trains end to end. The released code's optimiser does not update CBR.
         train_cbr=False,
-        # Section 3.4 says mean; the released code divides by the longest caption's length.
+        # Section 3.4 says mean. The released code divides by the longest caption's length.
         sentence_mean="padded",
-        # A standard decoder adds the layer's input; the released code adds the hidden activation.
+        # A standard decoder adds the layer's input. The released code adds the hidden activation.
         ffn_residual="activation",
-        # Section 4.3 decodes greedily; the released code samples during validation.
+        # Section 4.3 decodes greedily. The released code samples during validation.
         val_decode="sample",
     ),
 }
@@ -539,8 +569,8 @@ RELEASED = {  # --variant released: the details in which the released code diffe
 def compute_losses(model: SCORER, batches: tuple, cfg: Config) -> dict[str, Tensor]:
     """Eq. 13 and its terms, each a mean over a step's batches (changed pairs, distractor pairs).
 
-    Keep the two batches separate: they share their before images, so in a joint contrastive
-    loss, the partner of an "after" would be among its negatives."""
+    The two batches stay separate because they share their "before" images. In a joint contrastive
+    loss, an "after" image would have a copy of its partner among its negatives."""
     losses: dict[str, Tensor] = {}
     for batch in batches:
         batch = batch.to(cfg.device)
@@ -553,10 +583,10 @@ def compute_losses(model: SCORER, batches: tuple, cfg: Config) -> dict[str, Tens
 
 
 def train(cfg: Config, dataset, resume: bool = False) -> SCORER:
-    """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
+    """Train on a data set (data.Dataset) and write cfg.out_dir -> the best model by validation.
 
-    Ctrl-C and SIGTERM save last.pt and exit 130 or 143; `resume` continues from there as if
-    training had never stopped. FloatingPointError if a loss is not finite."""
+    Ctrl-C and SIGTERM save last.pt and exit with code 130 or 143. `resume` continues from last.pt
+    as if training had never stopped. FloatingPointError if a loss is not finite."""
     torch.manual_seed(cfg.seed)
     model = SCORER(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -592,8 +622,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation during training): the quick metrics only. With it: every metric for
-    every group of pairs, printed and written, along with captions and sample pictures."""
+    Without out_dir, for validation during training, these are the quick metrics. With out_dir,
+    every metric of every group of pairs is printed and written, with captions and pictures."""
     sample = cfg.val_decode == "sample" and out_dir is None
     model.eval()
     captions = {}  # by pair id
@@ -633,6 +663,7 @@ def main(argv: list[str] | None = None) -> None:
         model, state = load_model(SCORER, cfg, args.eval)
         dataset.adopt(state)
     else:
+        data.note_on_negatives(dataset, cfg, ("w_match", "w_cbr"))
         model = train(cfg, dataset, args.resume)
     evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)
 

@@ -41,7 +41,7 @@ def test_words_are_told_from_special_ids_wherever_these_lie(monkeypatch):
 
 
 def test_heads_must_divide_the_width():
-    with pytest.raises(ValueError, match="4 heads"):
+    with pytest.raises(AssertionError, match="4 heads"):
         Attention(6, heads=4)
 
 

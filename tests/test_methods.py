@@ -775,6 +775,31 @@ def test_resume_equals_no_interruption(method, prepared, tiny, tmp_path, monkeyp
     assert last | {"seconds": 0} == expected | {"seconds": 0}
 
 
+CONTRASTIVE = {
+    scorer_cbr: "--w_match 0 --w_cbr 0",
+    dirl_ccr: "--w_ccr 0",
+    rdd_acr: "--w_n2o 0 --w_v2a 0",
+    cheers: "--w_match 0",
+    idc_pretrain: "--mvcl 0",
+}
+
+
+def test_the_weights_that_need_negatives_are_noted(
+    method, prepared, tiny, tmp_path, monkeypatch, capsys
+):
+    for name in ("train", "evaluate", "phrases_of", "entities_of"):
+        monkeypatch.setattr(method, name, lambda *_: None, raising=False)
+    flags = [*tiny, "--data_dir", prepared, "--out_dir", tmp_path / "run"]
+    run(method, *flags)
+    assert "negatives" not in capsys.readouterr().out
+    flags += {
+        rdd_acr: ["--w_n2o", 1, "--w_v2a", 1, "--batch_size", 1],
+        idc_pretrain: ["--pretrain_steps", 1, "--pretrain_batch", 1],
+    }.get(method, ["--batch_size", 1])
+    run(method, *flags)
+    assert capsys.readouterr().out.endswith(f": set {CONTRASTIVE[method]}\n")
+
+
 @SCORER
 def test_a_checkpoint_is_evaluated_on_other_data(method, prepared, tiny, tmp_path):
     """The other captions have a new word, which the model cannot say."""
