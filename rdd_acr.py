@@ -187,10 +187,10 @@ class GlobalDifference(nn.Module):
 class DistillingBlock(nn.Module):
     """Eq. 6-8: the source attends to itself, the vectors attend to it, and a linear layer follows.
 
-    [ours] Eq. 6 and 7 have residuals, and Eq. 6-8 are pre-norm. The paper prints no LayerNorm, and
-    a residual in Eq. 8 only (residual=False). As printed, Eq. 7 replaces each vector by a weighted
-    mean of cells. At the start all K vectors have nearly the same weights, so they become alike and
-    stay so. The FFN is one fully connected layer, as the text says, without an activation."""
+    [ours] The residuals of Eq. 6 and 7 and the LayerNorms are ours; residual=False leaves them out.
+    As printed, Eq. 7 replaces each vector by a weighted mean of cells. At the start all K vectors
+    have nearly the same weights, so they become alike and stay so. The FFN is one fully connected
+    layer, as the text says, without an activation."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -458,8 +458,8 @@ class RDD(nn.Module):
                 nn.Linear(cfg.dim, cfg.dim),
             )
         # [ours] One prompt for all noun phrases and one for all verb phrases, as in CoOp. The paper
-        # says "adaptively generate different prompts for different segments" and also cites CoCoOp,
-        # which makes a prompt for each input. We read this sentence less literally.
+        # says that prompts "adaptively generate different prompts for different segments" and also
+        # cites CoCoOp, which makes a prompt for each input. We read this sentence less literally.
         self.noun_prompt = None
         self.verb_prompt = None
         size = (cfg.prompt_tokens, cfg.clip_width)
@@ -505,8 +505,7 @@ class RDD(nn.Module):
         nouns: Attributes | None = None,
         verbs: Attributes | None = None,
     ) -> dict[str, Tensor]:
-        """The terms of Eq. 16 for one batch of pairs: features (B, C, H, W) of both images, caption
-        (B, V), and the caption's phrases if their losses are used."""
+        """Features (B, C, H, W) of both images, caption (B, V), its phrases -> terms of Eq. 16."""
         cfg = self.cfg
         tokens, distilled = self.encode(before, after)  # Eq. 1-9
         hidden, _, _ = self.decoder(caption, tokens)
@@ -812,8 +811,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir, as in training, only the quick metrics are computed. With out_dir, every metric
-    of every group of pairs is printed and written, and so are captions and sample pictures."""
+    Without out_dir, only the quick metrics that training needs are computed. With it, every metric
+    for every group of pairs is printed and written, along with captions and sample pictures."""
     model.eval()
     captions = {}  # by pair id
     maps = {}
