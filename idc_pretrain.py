@@ -1,5 +1,5 @@
-"""IDC: Image Difference Captioning with Pre-training and Contrastive Learning (AAAI 2022),
-by Yao et al.
+"""IDC: Image Difference Captioning with Pre-training and Contrastive Learning (AAAI 2022).
+The paper is by Yao, Wang and Jin.
 
 The flow of one pair, with CLEVR-Change's sizes:
     before (2048, 7, 7)    after (2048, 7, 7)     caption of V words
@@ -600,7 +600,7 @@ class IDC(nn.Module):
         predicted = predicted.to(features.dtype).flatten(0, 2)
         features = features.flatten(0, 2)
         masked = masked.flatten()
-        count = math.ceil(2 * cfg.cell_mask_rate * cells + 1)  # twice what a pair can expect
+        count = math.ceil(2 * cfg.cell_mask_rate * cells + 1)  # twice the number expected
         count = pairs * min(count, cells)
         with torch.autocast(features.device.type, enabled=False):
             loss = cell_loss(predicted, features, masked, count, cfg.tau_mvcl, cfg.mvcl_negatives)
@@ -751,7 +751,7 @@ PRESETS = {
     "birds_to_words": dict(seed=1234, layers=2, mlm=9, pretrain_steps=50000, pretrain_warmup=4000,
                            pretrain_batch=200, lr=3e-5, weight_decay=1e-4, batch_size=32,
                            steps=20000, eval_every=85, patience=80, select_by="ROUGE-L"),
-    # Your own pairs are usually few: no pre-training, but early stopping on validation [ours].
+    # Your own pairs are usually few, so they get no pre-training, but early stopping [ours].
     "pairs": dict(pretrain_steps=0, dim=256, ffn=1024, layers=2, batch_size=16, lr=5e-4, warmup=50,
                   steps=2000, eval_every=100, patience=10),
     # [ours] Pre-training is MVCL alone, because MLM can be learned without the images. The
@@ -764,8 +764,8 @@ PRESETS = {
                  eval_batch=250),
 }  # fmt: skip
 
-# --variant released: where the released code differs from our defaults. These follow the paper or
-# are marked [ours]. Where the paper is silent, they follow the released code or are [ours].
+# --variant released: where the released code differs from the defaults. A default follows the paper
+# or is marked [ours]. Where the paper is silent, it follows the released code or is [ours].
 # CLEVR-Change keeps the paper's steps and learning rates.
 #
 # A test compares the variant with values recorded from the released modules. It leaves out their
@@ -1317,7 +1317,7 @@ def open_negatives(cfg: Config, datasets: dict) -> dict[str, Negatives]:
 
 
 class Birds:
-    """Section 2.4, fine-grained classification. NABirds' 48,562 images have a pair each."""
+    """Section 2.4, fine-grained classification: one pair for each of NABirds' 48,562 images."""
 
     def __init__(self, cfg: Config):
         import data
