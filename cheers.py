@@ -1,13 +1,39 @@
 """CHEERS: Change Entity-guided Heterogeneous Representation Disentangling for Change Captioning
 (Li et al., 2025).
 
-Idea. (1) The subjects of all training captions are candidate entities; those whose CLIP similarity
-to the two images of a pair differs most are probably what changed. (2) What the images share is
-enhanced and matched by cross-attention; what remains is the difference. Images and entities must
-agree on where the shared and the different parts are. (3) The decoder weighs entities against
-visual differences word by word: the entities name the subject, the images show what happened to it.
+The flow of one pair, with CLEVR-Change's sizes:
+    before, after (1024, 14, 14) each           CLIP: subjects of all training captions (M, 768)
+       |  embed                                    |  retrieve, Eq. 1
+       v                                           v
+    F_bef, F_aft (196, 512) each                entities of the pair (3, 768)
+       |                                           |  project
+    HRD, twice; layer 2 reads LN(F + C~):          v
+       |  cre, Eq. 2-4, 6 . . . L_C, Eq. 7 . . . E (3, 512)
+       v                                           |
+    C_bef, C_aft (196, 512) each                   |
+       |  attention, Eq. 8 (loss L_I, Eq. 9)       |
+       v                                           |
+    C~_bef, C~_aft (196, 512) each                 |
+       |  dre, Eq. 2, 5, 10 . . L_D, Eq. 11 . . . .|
+       v                                           |
+    D_bef, D_aft of layer 2 (196, 512) each        |
+       |  join, Eq. 12                             |
+       v                                           |
+    F_diff (196, 512) --------------+--------------+
+                                    |  decoder, Eq. 13-17
+                                next word (loss L_S, Eq. 18)
 
-Sec. 3.1   find_candidates   the subjects of training captions; Entities: those of each pair
+Idea. (1) A change of viewpoint deforms objects but not their names, so CLIP first finds names that
+fit one image of the pair better than the other and so probably belong to what changed. (2) What the
+two images share is enhanced, matched by cross-attention and taken away, so that the difference
+remains, and losses make images and names agree on where the shared and the different parts are. (3)
+For each word, the decoder weighs the names ("entities"), which give the subject, against the
+difference, which shows what happened to it.
+
+Read first: retrieve, max_probability, Enhancement, HRD, DecoderLayer, contrastive_loss and
+CHEERS.encode. Skip at first: Cache, attention_map, and section "entities" apart from retrieve.
+
+Sec. 3.1   find_candidates   names of candidates, the subjects of training captions
 Eq. 1      retrieve          top K of |S_bef - S_aft|, S_i the cosines of an image and candidates
 Eq. 2-4    Enhancement       CRE: F' = LN(sigmoid(P^) F + F), P^ = Linear(m), m the largest
                              probability
@@ -21,12 +47,12 @@ Eq. 13-17  DecoderLayer      H = LN(alpha H_T + beta H_V + H')
 Eq. 18     caption_loss      L_S
 Eq. 19     total_loss        L = L_S + w_consistency (L_C + L_D) + w_match L_I
 
-The abstract names a repository, github.com/yili-19/CHEER, which is not public: the paper is the
-only source. Where it is silent or leaves two readings, our choice is marked [ours]. In every
-attention, biases and the output projection are [ours].
+The abstract names a repository, github.com/yili-19/CHEER, which is not public, so the paper is the
+only source. Where it is silent or leaves two readings, our choice is marked [ours]. Biases and
+output projections in attention are [ours], too.
 
-Symbols: x and images are the paper's F in Eq. 6 and 10, entities its E, common C, shared C~, rest
-F - C~, difference D, p P^; w_match is lambda_m, w_consistency is lambda_v.
+Symbols: the paper's F is x in Eq. 6 and images in Eq. 10; E is entities, C is common, C~ is shared,
+F - C~ is rest, D is difference, P^ is p; lambda_m is w_match, lambda_v is w_consistency.
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a caption
 (START, words, END, padding), K entities of a pair, M candidates, S cells or entities of a source,
 d width of CLIP's common space.
@@ -94,19 +120,19 @@ class Config(RunConfig):
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings
     heads: int = 8  # heads of every attention
-    layers: int = 2  # HRD layers, Eq. 6-11; 0: the bare difference of the two images
+    layers: int = 2  # HRD layers, Eq. 6-11; 0: only subtract one image from the other
     layer_input: Literal["residual", "attended"] = "residual"  # next layer reads LN(x + C~), or C~
     decoder_layers: int = 2  # decoder layers
     dropout: float = 0.1  # dropout probability
     k: int = 3  # K, entities of a pair; 0: none
-    min_count: int = 2  # a candidate is the subject of at least this many training captions [ours]
+    min_count: int = 2  # training captions that must have a candidate as their subject [ours]
     retrieval: Literal["absolute", "signed"] = "absolute"  # |S_bef - S_aft|, or Eq. 1 as printed
     clip: str = "ViT-L-14:openai"  # open_clip's MODEL:WEIGHTS (name or file), or mini
     clip_dim: int = 768  # d, width of CLIP's common space
     cre: bool = True  # enhance what is common, Eq. 6-7
     dre: bool = True  # enhance what differs, Eq. 10-11
     temperature: Literal["learned", "one"] = "learned"  # of Eq. 2's softmax; one: as printed
-    gate: Literal["channels", "scalar", "none"] = "channels"  # alpha, beta: D numbers, 1, or none
+    gate: Literal["channels", "scalar", "none"] = "channels"  # D numbers for alpha, 1, or none
     w_consistency: float = 0.75  # lambda_v, weight of L_C + L_D in Eq. 19; 0 leaves them out
     w_match: float = 0.5  # lambda_m, weight of L_I in Eq. 19; 0 leaves it out
     blind: bool = False  # zero the image features and the entities (language-only baseline)
@@ -118,8 +144,8 @@ class Config(RunConfig):
 class ImageEmbedding(nn.Module):
     """F = conv_1x1(features) + position. (B, C, H, W) -> (B, N, D), cell n = row * W + column.
 
-    [ours] As in SCORER: a cell's position is the vector of its column followed by the vector of its
-    row."""
+    [ours] A cell's position is the vector of its column followed by the vector of its row, as in
+    SCORER."""
 
     def __init__(self, cfg: Config, channels: int, height: int, width: int):
         super().__init__()
@@ -137,14 +163,12 @@ class ImageEmbedding(nn.Module):
 def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Tensor:
     """Eq. 2 and the maximum of Eq. 3: m(i) = max_j P(i, j), over source positions j. For each j,
     P(., j) is the softmax of scale * cos(., j) over all target positions.
-    source (B, S, D), target (B, N, D) -> m (B, N).
-
-    [ours] The softmax is over target positions, as Eq. 2's denominator, which keeps j, suggests.
-    Over source positions (there is no flag for that) a single entity would make m = 1 everywhere.
-    """
+    source (B, S, D), target (B, N, D) -> m (B, N)."""
     x = F.normalize(upcast(target), dim=-1)
     y = F.normalize(upcast(source), dim=-1)
     cosines = x @ y.transpose(1, 2)  # (B, N, S), Sim(i, j)
+    # [ours] Eq. 2's denominator keeps j, so we take the softmax over target positions. With one
+    # over source positions, a single entity would have m = 1 everywhere.
     p = (cosines * scale).softmax(1)  # Eq. 2
     return p.amax(2)  # Eq. 3, (B, N)
 
@@ -152,8 +176,8 @@ def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Te
 class StrengthMap(nn.Module):
     """P^ = Linear_{1->D}(m) of Eq. 3 or, with `difference`, P^ = Linear_{1->D}(1 - m) of Eq. 5.
 
-    [ours] Each map learns a temperature, as in CLIP: with bare cosines, m would be nearly the same
-    everywhere."""
+    [ours] Each map learns a temperature, as CLIP does, because m would be nearly the same
+    everywhere with bare cosines."""
 
     def __init__(self, cfg: Config, difference: bool = False):
         super().__init__()
@@ -166,7 +190,7 @@ class StrengthMap(nn.Module):
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """source (B, S, D), target (B, N, D) -> P^ (B, N, D)."""
         scale = 1.0 if self.log_scale is None else self.log_scale.exp()
-        # Rounding to bfloat16 would hide how P^ varies over cells.
+        # P^ varies so little over cells that rounding to bfloat16 would hide it.
         with torch.autocast(source.device.type, enabled=False):
             m = max_probability(source, target, scale)
             if self.difference:
@@ -189,18 +213,19 @@ class Enhancement(StrengthMap):
 
 
 def other_image(x: Tensor) -> Tensor:
-    """The other image of each pair: (2B, ...), "before" first -> (2B, ...), "after" first."""
+    """x (2B, ...), all "before" images first -> the other image of each pair (2B, ...)."""
     return x.roll(x.shape[0] // 2, 0)
 
 
 class HRD(nn.Module):
     """Eq. 6-8, 10-11, Heterogeneous Representation Disentangling: one layer of Fig. 2, with two CRE
-    and two DRE, for both directions. Of the two that read the entities, only the maps P^ are used.
+    and two DRE, for both images. Of the two that read the entities, only the maps P^ are used.
 
-    [ours] L_C and L_D are means over both images. Eq. 10 reads the images in every layer, "the
-    original raw features". Only the last layer's D is read, by Eq. 12; in earlier layers, DRE gives
-    its map, for L_D. The paper does not say what the next layer's x is: here LN(x + C~), by `norm`,
-    or C~ alone (--layer_input attended), which at first hardly varies over cells in layer two."""
+    [ours] L_C and L_D are means over both images. Eq. 10 reads the images ("the original raw
+    features") in every layer. Eq. 12 reads only the last layer's D; in earlier layers, DRE just
+    makes its map for L_D. The paper does not say what the next layer reads. By default, that is
+    LN(x + C~). With --layer_input attended, it is C~ alone, but in layer two this C~ hardly varies
+    over cells when training starts."""
 
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
@@ -220,8 +245,8 @@ class HRD(nn.Module):
         self.entity_cre = StrengthMap(cfg) if cfg.dre and maps else None
 
     def forward(self, x: Tensor, images: Tensor, entities: Tensor | None):
-        """x: F of Eq. 6, images: F of Eq. 10, both (2B, N, D), "before" first; entities (2B, K, D)
-        -> C~ and D (2B, N, D), L_C and L_D."""
+        """x (F of Eq. 6) and images (F of Eq. 10), both (2B, N, D) with all "before" images first;
+        entities (2B, K, D) -> C~ and D (2B, N, D), L_C and L_D."""
         l_c = x.new_zeros(())
         l_d = x.new_zeros(())
         common = x
@@ -237,7 +262,7 @@ class HRD(nn.Module):
             if self.last:
                 difference, p_d = self.dre(images, rest)  # Eq. 10, D_i = DRE(F_i, F_i - C~_i)
             else:
-                p_d = self.dre(images, rest)  # its map alone
+                p_d = self.dre(images, rest)  # only the map of Eq. 10
             if self.entity_cre:
                 p_entity = self.entity_cre(entities, rest)  # Eq. 10, D'_i = CRE(E, F_i - C~_i)
                 l_d = F.mse_loss(p_d, p_entity)  # Eq. 11
@@ -246,10 +271,10 @@ class HRD(nn.Module):
 
 class DecoderLayer(nn.Module):
     """Eq. 13-17: words attend to earlier words (H'), then to entities (H_T) and to differences
-    (H_V), H = LN(alpha H_T + beta H_V + H'). As in the paper, no feed-forward layer follows.
-    [ours] H' has a residual and a LayerNorm; alpha and beta have D numbers each, for every word,
-    where the text speaks of "two parameters" (--gate scalar). --gate none: the decoder reads no
-    entities, H = LN(H_V + H')."""
+    (H_V), and H = LN(alpha H_T + beta H_V + H'). No feed-forward layer follows, as in the paper.
+    [ours] H' has a residual and a LayerNorm. For each word, alpha and beta have D numbers each;
+    with --gate scalar they are single numbers, the text's "two parameters". With --gate none, the
+    decoder does not read the entities, and H = LN(H_V + H')."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -268,9 +293,9 @@ class DecoderLayer(nn.Module):
             nn.init.ones_(self.beta.bias)
 
     def forward(self, x: Tensor, differences: tuple, entities: tuple | None, past=None):
-        """Words x (B, V, D), key and value of the differences (B, N, D) and, unless --gate none, of
-        the entities (B, K, D) -> words H (B, V, D), `past` (see attend_to_words), and the query
-        (B, V, D) of the differences."""
+        """Words x (B, V, D); key and value of the differences (B, N, D) and, unless --gate none, of
+        the entities (B, K, D) -> words H (B, V, D); `past` (see attend_to_words); the query
+        (B, V, D) with which the words attend to the differences."""
         attended, past = self.attend_to_words(x, past)
         hidden = self.norm1(x + self.dropout(attended))  # H'
         query = self.cross_attention.query(hidden)
@@ -286,10 +311,10 @@ class DecoderLayer(nn.Module):
         return self.norm2(hidden + self.dropout(h_f)), past, query  # Eq. 17
 
     def attend_to_words(self, x: Tensor, past: tuple[Tensor, Tensor] | None):
-        """-> attended words (B, V, D), and keys and values of all words so far: the next `past`.
+        """-> attended words (B, V, D), and the next `past`, keys and values of all words so far.
 
-        Without `past`, x holds all words from START on. With `past`, x is the single word after
-        those of `past`; a Cache decodes this way."""
+        Without `past`, x holds all words from START on. A Cache passes `past`; then x is the single
+        word after those of `past`."""
         q, k, v = self.self_attention.project(x, x)
         if past is None:
             return self.self_attention.attend(q, k, v, causal=True), (k, v)
@@ -301,11 +326,11 @@ class DecoderLayer(nn.Module):
 
 class Decoder(nn.Module):
     """Words, differences and entities -> hidden states; `head` gives the distribution of the next
-    word. `context`: F_diff (B, N, D), and the entities (B, K, D) or None.
+    word. `context` is F_diff (B, N, D), and the entities (B, K, D) or None.
 
-    Every word sees itself and earlier words only, so padding at the end of a caption needs no mask.
-    [ours] Positions are learned and followed by a LayerNorm, as in RDD+ACR; matrices are
-    initialised Xavier-uniform, as in DIRL+CCR."""
+    Every word sees only itself and earlier words, so padding at the end of a caption needs no mask.
+    [ours] Positions are learned, and a LayerNorm follows them, as in RDD+ACR. Matrices start
+    Xavier-uniform, as in DIRL+CCR."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -319,8 +344,8 @@ class Decoder(nn.Module):
         initialise(self, xavier=True)
 
     def forward(self, ids: Tensor, context: tuple[Tensor, Tensor | None]):
-        """All words at once: (B, V) -> hidden states (B, V, D), and the last layer's query
-        (B, V, D) and key (B, N, D) of the differences."""
+        """All words at once, ids (B, V) -> hidden states (B, V, D); from the last layer, the words'
+        query (B, V, D) and the differences' key (B, N, D)."""
         x = self.embed_words(ids)
         for layer, (differences, entities) in zip(self.layers, self.memory(context), strict=True):
             x, _, query = layer(x, differences, entities)  # Eq. 13-17
@@ -335,8 +360,8 @@ class Decoder(nn.Module):
         return self.dropout(self.norm(self.project(self.embed(ids)) + position))
 
     def memory(self, context: tuple[Tensor, Tensor | None]) -> list[tuple]:
-        """For each layer, key and value of the differences, and of the entities if it reads them:
-        computed once per caption."""
+        """For each layer, key and value of the differences, and of the entities if it reads them.
+        They are computed once per caption."""
         f_diff, e = context
         memory = []
         for layer in self.layers:
@@ -350,8 +375,8 @@ class Decoder(nn.Module):
 
 
 class Cache:
-    """Writes captions word by word, see common.decode. `memory` and `past` hold the keys and values
-    of differences and entities and of the words so far, for each layer."""
+    """Writes captions word by word (see common.decode). For each layer, `memory` holds the keys and
+    values of differences and entities, and `past` those of the words so far."""
 
     def __init__(self, decoder: Decoder, context: tuple[Tensor, Tensor | None]):
         self.decoder = decoder
@@ -367,8 +392,7 @@ class Cache:
         return self.decoder.head(x[:, 0])
 
     def reorder(self, rows: Tensor) -> None:
-        """After a step: caption i goes on from what caption rows[i] has so far. rows: any number
-        of row numbers of the batch."""
+        """Go on with these rows of the batch, in this order; a row may repeat or be missing."""
         memory = []
         for (key, value), entities in self.memory:
             if entities:
@@ -382,17 +406,15 @@ class Cache:
 
 
 def contrastive_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
-    """Eq. 9, L_I: InfoNCE of the two images' C~ (B, N, D) against the other pairs of the batch,
-    both ways.
+    """Eq. 9, L_I = -log exp(scale sim(q, k+)) / sum_i exp(scale sim(q, k_i)): InfoNCE of the two
+    images' C~ (B, N, D) among the pairs of the batch. The sum of both directions is halved.
 
-    [ours] The paper does not define q and k: we take C~, because the loss is meant to help Eq. 8.
-    Eq. 9 has one direction, we use both. As in SCORER, sim is the mean over tokens of the best
-    match, and scale = 1 / tau is learned; unlike in SCORER, tokens are scaled to length 1.
-
-    Lengths and sums are in float32 even under autocast. The tokens themselves stay in the type they
-    come in: rounding them to bfloat16 moves a cosine by up to 5e-4 and the mean over tokens by
-    2e-5, and halves what the matching reads."""
+    [ours] The paper does not define q and k. We take C~, because the loss is meant to help Eq. 8,
+    and both directions, while Eq. 9 has one. From SCORER, sim is the mean over tokens of the best
+    match, and scale = 1 / tau is learned, but here tokens have length 1."""
     with torch.autocast(c_bef.device.type, enabled=False):
+        # Lengths need float32. Under autocast, tokens then become bfloat16 again, which halves what
+        # the matching reads. It moves a cosine by up to 5e-4 and the mean over tokens by 2e-5.
         q = F.normalize(upcast(c_bef), dim=-1).to(c_bef.dtype)
         k = F.normalize(upcast(c_aft), dim=-1).to(c_aft.dtype)
         s = scale * token_match(q, k)  # (B, B)
@@ -400,11 +422,12 @@ def contrastive_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
-    """Eq. 18, L_S: cross-entropy of each next word. [ours] Averaged over all real words of the
-    batch; with the sum of Eq. 18, L_C, L_D and L_I would weigh several times less.
-    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
+    """Eq. 18, L_S: cross-entropy of the next word. logits (B, V, vocabulary) at words 0 ... V-1,
+    caption (B, V) padded with NULL."""
     scores = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
+    # [ours] The mean over all words of the batch. Next to the sum of Eq. 18, L_C, L_D and L_I would
+    # weigh several times less.
     return F.cross_entropy(scores, target, ignore_index=NULL)  # Eq. 18
 
 
@@ -419,9 +442,8 @@ def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
 
 
 class CHEERS(nn.Module):
-    """CHEERS with all its parameters. grid: (C, H, W) of the features; max_len: longest caption in
-    tokens, START and END included. [ours] A linear layer maps CLIP's embeddings of entities to
-    width D."""
+    """CHEERS with all its parameters. grid: (C, H, W) of the features; max_len: tokens of the
+    longest caption, with START and END."""
 
     def __init__(self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int):
         super().__init__()
@@ -436,6 +458,7 @@ class CHEERS(nn.Module):
         if reads_entities and not cfg.k:
             raise InputError("--k 0 has no entities; set --gate none --w_consistency 0")
         self.embed = ImageEmbedding(cfg, *grid)
+        # [ours] The paper does not say how entities get from width d to width D.
         self.project = nn.Linear(cfg.clip_dim, cfg.dim) if reads_entities else None
         self.hrd = nn.ModuleList(HRD(cfg, last=i == cfg.layers - 1) for i in range(cfg.layers))
         self.join = nn.Linear(2 * cfg.dim, cfg.dim) if cfg.layers else None
@@ -453,13 +476,14 @@ class CHEERS(nn.Module):
         return self.project(entities)
 
     def encode(self, before: Tensor, after: Tensor, entities: Tensor | None = None):
-        """Features (B, C, H, W) twice and entities (B, K, d) -> what the decoder reads, F_diff
-        (B, N, D) and the entities (B, K, D) or None; and for each layer C~ (2B, N, D), L_C, L_D."""
+        """Features (B, C, H, W) of both images and entities (B, K, d) -> what the decoder reads,
+        F_diff (B, N, D) and the entities (B, K, D) or None; for each layer C~ (2B, N, D), L_C and
+        L_D."""
         e = self.embed_entities(entities)
         features = torch.cat([before, after])
         if self.cfg.blind:
             features = torch.zeros_like(features)
-        images = self.embed(features)  # (2B, N, D), "before" first
+        images = self.embed(features)  # (2B, N, D), all "before" images first
         layers = []
         if not self.join:
             f_bef, f_aft = images.unflatten(0, (2, -1))
@@ -477,9 +501,9 @@ class CHEERS(nn.Module):
     def forward(
         self, before: Tensor, after: Tensor, caption: Tensor, entities: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The terms of Eq. 19 for one batch of pairs: features (B, C, H, W) twice, caption (B, V),
-        CLIP's embeddings of the entities (B, K, d). A term that the config leaves out is 0. [ours]
-        L_C, L_D and L_I are means over the layers."""
+        """Features (B, C, H, W) of both images, caption (B, V), CLIP's embeddings of the entities
+        (B, K, d) -> the terms of Eq. 19. A term that the config leaves out is 0. [ours] L_C, L_D
+        and L_I are means over the layers."""
         context, layers = self.encode(before, after, entities)  # Eq. 2-8, 10-12
         hidden, _, _ = self.decoder(caption, context)  # Eq. 13-17
         l_s = caption_loss(self.decoder.head(hidden), caption)  # Eq. 18
@@ -497,14 +521,14 @@ class CHEERS(nn.Module):
 
     @torch.no_grad()
     def clamp_scales(self) -> None:
-        """After each step: cap the learned scales, 1 / temperature, at 100, as in CLIP."""
+        """Cap the learned scales, 1 / temperature, at 100, as in CLIP. Call it after each step."""
         for name, p in self.named_parameters():
             if name.endswith("log_scale"):
                 p.clamp_(max=math.log(100))
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor, entities: Tensor | None = None) -> Tensor:
-        """Captions of pairs of features (B, C, H, W) and entities (B, K, d): greedy ids
+        """Features (B, C, H, W) of both images and entities (B, K, d) -> ids of greedy captions
         (B, max_len)."""
         context, _ = self.encode(before, after, entities)
         cache = Cache(self.decoder, context)
@@ -529,13 +553,13 @@ class CHEERS(nn.Module):
 
 
 def retrieve(x_bef: Tensor, x_aft: Tensor, table: Tensor, k: int, signed: bool = False) -> Tensor:
-    """Eq. 1: the candidates whose cosines with the two images differ most. x (B, d) twice, table
-    (M, d) -> rows (B, k), best first; fewer if there are fewer than k candidates.
+    """Eq. 1: the candidates whose cosines with the two images differ most. x (B, d) of each image,
+    table (M, d) -> rows (B, k), best first, or (B, M) if there are fewer candidates than k.
 
     A candidate passes if its cosine with at least one of the images is above the mean over all
     candidates. [ours] If fewer than k candidates pass, the best remaining ones fill the list. In a
-    tie the lower row comes first. The difference is absolute unless `signed`: the text asks for the
-    largest difference, and an added object is closer to "after"."""
+    tie the lower row comes first. The difference in Eq. 1 is `signed`. But the text asks for the
+    largest one, and an added object is closer to "after", so the default is the absolute one."""
     e = F.normalize(table, dim=-1)
     s_bef = F.normalize(x_bef, dim=-1) @ e.T  # (B, M)
     s_aft = F.normalize(x_aft, dim=-1) @ e.T
@@ -551,8 +575,8 @@ def retrieve(x_bef: Tensor, x_aft: Tensor, table: Tensor, k: int, signed: bool =
 
 @torch.no_grad()
 def embed_texts(clip, tokenizer, texts: list[str]) -> Tensor:
-    """CLIP's embeddings of texts (n, d), each of length 1. Like clip.encode_text, but the padding
-    after the longest text is cut off, which is six times as fast on a CPU."""
+    """CLIP's embeddings of texts (n, d), each of length 1. Unlike clip.encode_text, this cuts off
+    the padding after the longest text, which makes it six times as fast on a CPU."""
     tokens = tokenizer(texts).to(clip.positional_embedding.device)  # (n, context)
     longest = 1 + int(tokens.argmax(1).max())  # the end token has the highest id
     position = clip.positional_embedding[:longest]
@@ -568,7 +592,7 @@ def embed_texts(clip, tokenizer, texts: list[str]) -> Tensor:
 
 @torch.no_grad()
 def embed_images(clip, preprocess, pictures: list) -> Tensor:
-    """CLIP's embeddings of pictures (n, d), each of length 1. preprocess: one of them -> CLIP's
+    """CLIP's embeddings of pictures (n, d), each of length 1. preprocess: one picture -> CLIP's
     input (3, height, width)."""
     device = clip.positional_embedding.device
     starts = range(0, len(pictures), 64)
@@ -583,7 +607,7 @@ def embed_images(clip, preprocess, pictures: list) -> Tensor:
 
 def find_candidates(subjects: dict[str, list[str]], min_count: int, k: int) -> list[str]:
     """Section 3.1.1: the subjects of each caption -> the candidates, sorted. [ours] Subjects of
-    fewer than min_count captions are left out, because most of them are errors of the parser; if
+    fewer than min_count captions are left out, because most of them are errors of the parser. If
     fewer than k candidates would remain, all are kept."""
     counts: dict[str, int] = {}
     for phrases in subjects.values():
@@ -596,13 +620,13 @@ def find_candidates(subjects: dict[str, list[str]], min_count: int, k: int) -> l
 
 
 class Entities:
-    """Section 3.1, done once for a data set: the K entities of each pair. CLIP embeds a whole
+    """Section 3.1: the K entities of each pair, found once for a data set. CLIP embeds a whole
     image, so it can find an object that appeared, vanished or looks different, but not one that
     only moved.
 
-    phrases: M candidates, and table (M, d), their embeddings; images: name -> embedding (d,);
-    pairs: names (before, after). In a loop of your own, with an open_clip.CLIP, its tokenizer and
-    its preprocessing (which must not crop, or changes at the border are lost):
+    phrases: M candidates; table: their embeddings (M, d); images: name -> embedding (d,); pairs:
+    names (before, after). In a loop of your own, you need an open_clip.CLIP, its tokenizer and its
+    preprocessing, which must not crop, or changes at the border are lost:
 
         phrases = find_candidates({"the red cube is gone": ["red cube"]}, cfg.min_count, cfg.k)
         table = embed_texts(clip, tokenizer, phrases)
@@ -637,11 +661,11 @@ class Entities:
         return self.table[rows.to(self.table.device, non_blocking=True)]
 
     def note(self, pair: tuple[str, str]) -> str:
-        """The line to print below a pair's pictures."""
+        """The line that is printed below a pair's pictures."""
         return "entities: " + ", ".join(self.phrases[m] for m in self.rows[pair])
 
     def state(self) -> dict:
-        """What a checkpoint needs, besides the model, to find the entities of any two pictures."""
+        """What a checkpoint needs besides the model to find the entities of any two pictures."""
         return {"entities": {"phrases": self.phrases, "table": self.table}}
 
     def check_state(self, state: dict) -> None:
@@ -656,7 +680,7 @@ class Entities:
 
 
 def check_table(table: Tensor, trained: Tensor) -> None:
-    """InputError if a CLIP's embeddings of candidates (M, d) are not those of a checkpoint."""
+    """InputError if embeddings of candidates (M, d) are not those in the checkpoint."""
     trained = trained.to(table.device)
     if table.shape != trained.shape or not table.allclose(trained, atol=1e-3):
         raise InputError(
@@ -667,9 +691,8 @@ def check_table(table: Tensor, trained: Tensor) -> None:
 def candidates_of(dataset, cfg: Config) -> list[str]:
     """The candidates of a data set (data.Dataset). InputError if no training caption has a subject.
 
-    [ours] Captions from templates (mini, CLEVR-Change, CLEVR-DC) are read by rules, because spaCy
-    often errs on them. The paper: "we utilize SpaCy [...] to extract the subjects" (section 3.1.1).
-    """
+    The paper "utilize[s] SpaCy [...] to extract the subjects" (section 3.1.1). [ours] Rules read
+    captions from templates (mini, CLEVR-Change, CLEVR-DC), on which spaCy often errs."""
     import data
 
     captions = set()
@@ -710,7 +733,7 @@ def entities_of(dataset, cfg: Config, trained: dict | None = None) -> Entities |
     names = sorted(set(itertools.chain(*pairs)))
     digest = hashlib.sha256("\n".join([cfg.clip, *names]).encode()).hexdigest()[:12]
     file = dataset.root / f"clip-{digest}.pt"
-    # If pictures were replaced, the features are newer.
+    # Features that are newer than the file mean that pictures were replaced.
     if not file.exists() or file.stat().st_mtime < dataset.features.path.stat().st_mtime:
         save_tensors(file, {"images": embed_images(clip, open_picture, names)})
     images = load_tensors(file, "remove it, and it will be made again")["images"]
@@ -719,7 +742,7 @@ def entities_of(dataset, cfg: Config, trained: dict | None = None) -> Entities |
 
 def entities_of_files(model: CHEERS, state: dict, files: list) -> Tensor | None:
     """Section 3.1.2 for pictures in the order before, after, before, after, ... -> CLIP's
-    embeddings of their entities (pairs, K, d), or None if K is 0. Also prints the entities.
+    embeddings of their entities (pairs, K, d), or None if K is 0. The entities are also printed.
     InputError if the checkpoint was trained with another CLIP."""
     import data
 
@@ -743,11 +766,11 @@ def entities_of_files(model: CHEERS, state: dict, files: list) -> Tensor | None:
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# Batch sizes and learning rates are from section 4.3. [ours] 10,000 steps, SCORER's decoder size,
-# and a batch of 128 scenes, which are 256 pairs on CLEVR-Change. [ours] The number of layers:
-# Fig. 6 shows the best one for each data set, but our copy of it has no numbers. For your own
-# pairs (usually few): half of Spot-the-Diff's width, one layer, and early stopping on validation
-# [ours].
+# Batch sizes and learning rates are from section 4.3. The 10,000 steps and the decoder's size are
+# SCORER's [ours]. A batch of 128 is 128 scenes, which on CLEVR-Change are 256 pairs [ours]. The
+# number of layers is [ours], because our copy of Fig. 6, which shows the best one for each data
+# set, has no numbers. Your own pairs are usually few, so they get half of Spot-the-Diff's width,
+# one layer, and early stopping on validation [ours].
 PRESETS = {
     "clevr_change": dict(lr=1e-3),
     "clevr_dc": dict(lr=1e-3, layers=1),
@@ -767,7 +790,7 @@ def compute_losses(
 ) -> dict[str, Tensor]:
     """Eq. 19 and its terms, each a mean over a step's batches (changed pairs, distractor pairs).
 
-    Keep the two batches separate: they share their before images, so in a joint contrastive
+    The two batches stay separate because they share their "before" images. In a joint contrastive
     loss, the partner of an "after" would be among its negatives."""
     losses: dict[str, Tensor] = {}
     for batch in batches:
@@ -785,8 +808,8 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
     """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
     entities: those of its pairs, unless k is 0.
 
-    Ctrl-C and SIGTERM save last.pt and exit 130 or 143; `resume` continues from there as if
-    training had never stopped. FloatingPointError if a loss is not finite."""
+    Ctrl-C and SIGTERM save last.pt and exit with code 130 or 143. From there, `resume` continues as
+    if training had never stopped. FloatingPointError if a loss is not finite."""
     torch.manual_seed(cfg.seed)
     sources = [dataset, entities] if entities else [dataset]
     model = CHEERS(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
@@ -824,8 +847,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation during training): the quick metrics only. With it: every metric for
-    every group of pairs, printed and written, along with captions and sample pictures."""
+    Without out_dir, only the quick metrics that training needs are computed. With it, every metric
+    for every group of pairs is printed and written, along with captions and sample pictures."""
     model.eval()
     captions = {}  # by pair id
     maps = {}
@@ -847,8 +870,8 @@ def evaluate(
 
 def load(checkpoint: str | Path, device: str = "", clip: str = ""):
     """A trained model that captions any two pictures (files or PIL images):
-    caption, maps = load("best.pt")(before, after). clip: its CLIP, if that has moved since
-    training."""
+    caption, maps = load("best.pt")(before, after). clip: where the model's CLIP is, if it has moved
+    since training."""
     import data
 
     captioner = data.load_captioner(CHEERS, Config, checkpoint, device, entities_of_files)

@@ -1,14 +1,36 @@
-"""IDC: Image Difference Captioning with Pre-training and Contrastive Learning (Yao et al.,
-AAAI 2022).
+"""IDC: Image Difference Captioning with Pre-training and Contrastive Learning (AAAI 2022).
+The paper is by Yao, Wang and Jin.
 
-Idea. (1) One transformer reads two images and a caption as one sequence; before that, one encoder
-sees each image alone and another compares the two. (2) Three tasks pre-train the model: predict
-masked words (MLM), recognise masked image cells (MVCL), tell the caption from rewritten ones (FDA).
-(3) Fine-tuning is MLM in which a word sees only earlier words, so captions can be written word by
-word. Here it predicts every word [ours]; in the paper and the released code, 15 % of them
-(--finetune_targets masked).
+The flow of one pair, with CLEVR-Change's sizes:
+    before (2048, 7, 7)    after (2048, 7, 7)     caption of V words
+       |  cells, Eq. 2        |  cells, Eq. 3        |  words, Eq. 1
+       v                      v                      |
+    [IMG1] v_1 (50, 512)   [IMG2] v_2 (50, 512)      |
+       |  single              |  single              |
+       +----------+-----------+                      v
+                  |  pair, Eq. 4                  [CLS] w (1 + V, 512)
+                  v                                  |
+    S = 2 (49 + 1) = 100 visual tokens (100, 512)    |
+                  +----------------+-----------------+
+                                   |  cross, Eq. 5 (called by joint in pre-training,
+                                   v                by causal in fine-tuning)
+                        tokens (100 + 1 + V, 512)
+    masked words     masked cells        [IMG1], [IMG2], [CLS]     [IMG1], [IMG2]
+       |  head          |  cell_head        |  cosine                 |  judge
+    L_MLM, Eq. 6     L_MVCL, Eq. 7-8     L_FDA, Eq. 9              L_judge, Sec. 3.1
+    (both stages)    (pre-training)      (pre-training)            (fine-tuning)
 
-Our copy of the paper has the text around equations (1)-(9), but not the equations. From that text:
+Idea. (1) Captioned pairs are few and differences are small, so the model first learns which words
+belong to which details, by predicting masked words (MLM), recognising masked image cells (MVCL) and
+telling the caption from six rewrites that are almost right (FDA). (2) Like a person, it looks at
+each image alone (E_s) and compares the two (E_p) before it thinks of words (E). (3) Fine-tuning is
+MLM in which a word sees only earlier words, so captions can be written word by word.
+
+Read first: Embedding, mask_words, cell_loss, align_loss, IDC.visual, IDC.joint, IDC.causal and
+IDC.finetune. Skip at first: the last two sections (rewritten captions and birds, some 380 lines),
+Cache, attention_map, and RELEASED.
+
+Our copy of the paper lacks the formulas of Eq. 1-9. From the text around them:
 Eq. 1      Embedding.words   w = [CLS] [BOS] w_1 w_2 ... [EOS]
 Eq. 2-3    Embedding.cells   v_i = [IMGi] v_i1 ... v_iN, i = 1, 2. A token x of w and v_i enters as
                              y = Dropout(LN(x + type + position))
@@ -25,12 +47,11 @@ Sec. 2.2   mask_words, mask_cells; Negatives rewrites captions: Retrieve, Replac
 Sec. 2.3   IDC.causal        mask of fine-tuning; Cache: a [MASK] after the words so far
 Sec. 2.4   class_loss, contrast_loss, same_class_loss: bird classes train the difference encoder
 Sec. 3.1   judge_loss        is the pair a distractor? Fine-tuning: L = L_MLM + w_judge L_judge
-E_s is `single`, E_p `pair`, E `cross`; [BOS], [EOS] are START, END. Axis letters: B pairs,
-C channels, H x W grid, N = H*W cells, D width, h heads, V words of a caption (START, words, END,
-padding), T tokens, S = 2 (N + 1) visual tokens: [IMG1] v_1 ... v_N [IMG2] v_1 ... v_N.
-After the model, the comment above PRESETS has the flags for each row of the paper's tables, and
-RELEASED the differences from the released code. What both variants take from the released code is
-explained where it occurs.
+Symbols: E_s is `single`, E_p is `pair`, E is `cross`; [BOS] and [EOS] are START and END.
+Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a caption
+(START, words, END, padding), T tokens, S = 2 (N + 1) visual tokens.
+The comment above PRESETS has the flags for each row of the paper's tables. RELEASED lists the
+differences from the released code; what both variants take from it is explained where it occurs.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
@@ -79,7 +100,7 @@ from common import (
 
 @dataclass
 class Config(RunConfig):
-    """IDC. RunConfig's steps, lr, warmup and batch_size are those of fine-tuning.
+    """IDC. RunConfig's steps, lr, warmup and batch_size belong to fine-tuning.
 
     From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
     released variant."""
@@ -87,7 +108,7 @@ class Config(RunConfig):
     AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"layers", "ffn", "pretrain_batch"}
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"init", "cub", "nabirds"}
 
-    init: str = ""  # checkpoint to start from; with --pretrain_steps 0, it is only fine-tuned
+    init: str = ""  # checkpoint to start from; --pretrain_steps 0 only fine-tunes it
     dim: int = 512  # width D
     ffn: int = 2048  # width of the feed-forward layers
     heads: int = 8  # heads of every attention
@@ -98,26 +119,26 @@ class Config(RunConfig):
     pretrain_batch: int = 100  # scenes per step of pre-training
     pretrain_lr: float = 1e-4  # learning rate of pre-training
     pretrain_warmup: int = 8000  # steps of linear warm-up in pre-training
-    mlm: int = 8  # share of masked language modelling in the steps of pre-training; 0: left out
+    mlm: int = 8  # share of masked language modelling in the steps of pre-training; 0: none
     mvcl: int = 1  # share of masked visual contrastive learning
     fda: int = 2  # share of fine-grained difference aligning
-    cub: str = ""  # CUB's folder: pre-train on its single images and captions first
-    cub_batch: int = 0  # single images per step of that stage; 0: pretrain_batch
-    nabirds: str = ""  # NABirds' folder: its classes make a fourth pre-training task, with share 3
-    mask_rate: float = 0.15  # share of words masked in MLM, and by --finetune_targets masked
+    cub: str = ""  # CUB's folder; if given, pre-train on its single images and captions first
+    cub_batch: int = 0  # single images per step of pre-training on CUB; 0: pretrain_batch
+    nabirds: str = ""  # NABirds' folder; if given, its classes are a pre-training task of share 3
+    mask_rate: float = 0.15  # share of words masked in MLM and by --finetune_targets masked
     cell_mask_rate: float = 0.15  # share of one image's cells that MVCL masks
     tau_mvcl: float = 1.0  # temperature of MVCL
     tau_fda: float = 1.0  # temperature of FDA
     weight_decay: float = 0.0  # weight decay of fine-tuning
     w_judge: float = 1.0  # weight of L_judge; unused on data sets without distractor pairs
-    swap: bool = True  # in half of the scenes, swap default and distractor image
+    swap: bool = True  # in half of the scenes, swap the default image and the distractor image
     finetune_targets: Literal["every", "masked"] = "every"  # which words fine-tuning predicts
     start: Literal["xavier", "pytorch"] = "xavier"  # initial weights
-    project: Literal["linear", "sigmoid"] = "linear"  # features -> width D; sigmoid: one follows
+    project: Literal["linear", "sigmoid"] = "linear"  # layer on features; sigmoid: one follows it
     exponent: Literal["standard", "doubled"] = "standard"  # in the sinusoids' frequencies
-    special_tokens: Literal["own", "shared"] = "own"  # [CLS], [IMG1], [IMG2]: own vectors, or one
+    special_tokens: Literal["own", "shared"] = "own"  # vectors of [CLS], [IMG1] and [IMG2]
     mvcl_negatives: Literal["features", "predictions"] = "features"  # what represents other cells
-    see_padding: bool = False  # pre-training attends to padding
+    see_padding: bool = False  # in pre-training, tokens also see padding
     finetune_cls: bool = True  # put [CLS] before the text in fine-tuning, too
     mask_rules: Literal["plain", "released"] = "plain"  # which words are masked, and by what
     pretrain_decay: Literal["none", "inverse_sqrt"] = "none"  # after the warm-up of pre-training
@@ -133,8 +154,8 @@ class Embedding(nn.Module):
     """Eq. 1-3: y = Dropout(LN(x + type + position)) for words, cells and special tokens, which
     share one LayerNorm and one table of types.
 
-    As released, words are multiplied by sqrt(D), and special tokens have no position; the paper
-    adds a position to every token (section 2.1)."""
+    As in the released code, words are multiplied by sqrt(D), and special tokens have no position,
+    although the paper adds a position to every token (section 2.1)."""
 
     # The parts of the sequence, which begin with [IMG1], [IMG2] and [CLS].
     IMAGE_1 = 0
@@ -144,7 +165,7 @@ class Embedding(nn.Module):
     def __init__(self, cfg: Config, vocab_size: int, channels: int, cells: int, max_len: int):
         super().__init__()
         self.max_len = max_len
-        self.mask_id = vocab_size  # of [MASK]; the special tokens follow
+        self.mask_id = vocab_size  # the id of [MASK]; those of the special tokens follow
         first = vocab_size + 1
         if cfg.special_tokens == "own":
             self.special_ids = [first, first + 1, first + 2]
@@ -152,7 +173,7 @@ class Embedding(nn.Module):
             types = 3
         else:
             self.special_ids = [first, first, first]
-            self.types_of_parts = [3, 4, 5]  # 0, 1, 2 are the types of the special tokens
+            self.types_of_parts = [3, 4, 5]  # the special tokens have types 0, 1 and 2
             types = 6
         self.table = nn.Embedding(max(self.special_ids) + 1, cfg.dim)
         self.types = nn.Embedding(types, cfg.dim)
@@ -169,7 +190,7 @@ class Embedding(nn.Module):
         self.scale = cfg.dim**0.5
 
     def special(self, part: int, count: int) -> Tensor:
-        """[IMG1], [IMG2] or [CLS] -> (count, 1, D)."""
+        """The part's [IMG1], [IMG2] or [CLS], `count` times -> (count, 1, D)."""
         x = self.table.weight[self.special_ids[part]] + self.types.weight[part]
         y = self.dropout(self.norm(x))  # Eq. 1-3
         return y.expand(count, 1, -1)
@@ -193,8 +214,8 @@ class Embedding(nn.Module):
 
 
 def doubled_sinusoid(length: int, dim: int) -> Tensor:
-    """The released positions: channel i has frequency 10000^(-2i/D), so the sine and the cosine of
-    a pair differ in frequency, and most channels hardly vary. -> (length, dim)."""
+    """The released positions (length, dim). Channel i has frequency 10000^(-2i/D), so the sine and
+    the cosine of a pair differ in frequency, and most channels hardly vary."""
     channel = torch.arange(dim)
     angle = torch.arange(length)[:, None] / 10000 ** (2 * channel / dim)
     return torch.where(channel % 2 == 0, angle.sin(), angle.cos())
@@ -215,9 +236,9 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None, past: tuple[Tensor, Tensor] | None, wanted: slice
     ):
-        """x (B, T, D) -> the new x of the Q tokens `wanted` (B, Q, D), (key, value) of all T
-        tokens, and the query (B, Q, D). past: (key, value) of P tokens before x. mask: bool
-        (B or 1, 1, Q or 1, P + T), True = may be seen."""
+        """x (B, T, D) -> the new x of the Q tokens `wanted` (B, Q, D); (key, value) of all T
+        tokens; the query (B, Q, D). past: (key, value) of the P tokens before x. mask: bool
+        (B or 1, 1, Q or 1, P + T), True where a token may be seen."""
         y = self.norm1(x)
         q, k, v = self.attention.project(y[:, wanted], y)
         keys = k
@@ -233,9 +254,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """LayerNorm, then blocks. As released, no LayerNorm follows the blocks: the heads read the
-    residual stream. The LayerNorms are PyTorch's (the released code divides by the unbiased
-    standard deviation plus an epsilon)."""
+    """A LayerNorm, then blocks. As in the released code, no LayerNorm follows the blocks, so the
+    heads read the residual stream. The LayerNorms are PyTorch's, while the released code divides by
+    the unbiased standard deviation plus an epsilon."""
 
     def __init__(self, cfg: Config, layers: int):
         super().__init__()
@@ -249,9 +270,9 @@ class Transformer(nn.Module):
         past: list | None = None,
         wanted: slice = slice(None),
     ):
-        """x (B, T, D) -> the new x of the tokens `wanted` (B, Q, D); for each block (key, value) of
-        all tokens; and the query of the last block (B, Q, D). past: for each block (key, value) of
-        the tokens before x; mask: as for Block."""
+        """x (B, T, D) -> the new x of the tokens `wanted` (B, Q, D); (key, value) of all tokens for
+        each block; the query of the last block (B, Q, D). past: (key, value) of the tokens before x
+        for each block. mask: see Block."""
         if past is None:
             past = [None] * len(self.blocks)
         x = self.norm(x)
@@ -267,8 +288,8 @@ class Transformer(nn.Module):
 
 
 def mask_words(caption: Tensor, vocab_size: int, rate: float, rules: str) -> tuple[Tensor, Tensor]:
-    """Section "MLM": `rate` of the words are targets; of these, 80 % become [MASK], 10 % a random
-    word, and 10 % stay. caption (B, V) -> ids (B, V) with masks; targets (B, V), NULL elsewhere.
+    """Section "MLM": a share `rate` of the words are targets. Of these, 80 % become [MASK], 10 % a
+    random word, and 10 % stay. caption (B, V) -> ids with masks; targets, NULL elsewhere (B, V).
 
     END is masked like any word, because the model has to learn where a caption ends. UNK is not
     masked. The released rules also mask UNK, replace END by [MASK] only, make the first word a
@@ -285,7 +306,7 @@ def mask_words(caption: Tensor, vocab_size: int, rate: float, rules: str) -> tup
         none = ~chosen.any(1)
         chosen[:, 1] |= none
         kind[:, 1] = kind[:, 1].masked_fill(none, 0)
-        # [MASK] and [CLS] are drawn, too.
+        # These include [MASK] and [CLS].
         random = torch.randint(NULL, vocab_size + 2, caption.shape, device=device)
     else:
         random = torch.randint(END + 1, vocab_size, caption.shape, device=device)
@@ -299,8 +320,8 @@ def mask_words(caption: Tensor, vocab_size: int, rate: float, rules: str) -> tup
 
 
 def mask_cells(pairs: int, images: int, cells: int, rate: float, device: str) -> Tensor:
-    """Section "MVCL": mask `rate` of the cells of one image of each pair, but at least one cell.
-    -> bool (B, images, N)."""
+    """Section "MVCL": mask a share `rate` of the cells of one image of each pair, but at least one
+    cell -> bool (B, images, N)."""
     draw = torch.rand(pairs, cells, device=device)
     lowest = draw.min(1, keepdim=True).values
     chosen = (draw < rate) | (draw == lowest)  # (B, N)
@@ -313,8 +334,8 @@ def mask_cells(pairs: int, images: int, cells: int, rate: float, device: str) ->
 
 
 def word_loss(logits: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """Eq. 6, L_MLM: cross-entropy of masked words. logits (..., vocabulary), target (...) with NULL
-    at all other words."""
+    """Eq. 6, L_MLM: cross-entropy of masked words. logits (..., vocabulary), target (...), which is
+    NULL at all other words."""
     logits = logits.flatten(0, -2)
     total = F.cross_entropy(logits, target.flatten(), ignore_index=NULL, reduction="sum")  # Eq. 6
     if reduction == "sum":
@@ -328,14 +349,13 @@ def cell_loss(
     """Eq. 8, L_MVCL: InfoNCE over cosines, for masked cells. predicted, features (M, C) of all
     cells, masked (M,) bool.
 
-    torch.compile needs fixed shapes, but the number of masked cells varies. So `count` cells get a
-    loss, the masked ones first. If fewer are masked, the others have weight 0. If more are masked,
-    which `mvcl` makes very unlikely, the surplus has no loss.
-
-    negatives: the "features" of all unmasked cells; as released, their "predictions" and the
-    features of the other masked cells."""
+    negatives: "features" of all unmasked cells, or as in the released code their "predictions" and
+    the features of the other masked cells."""
     p = F.normalize(predicted, dim=-1)
     f = F.normalize(features, dim=-1)
+    # torch.compile needs fixed shapes, but the number of masked cells varies. So `count` cells get
+    # a loss, the masked ones first. If fewer are masked, the others have weight 0. If more are
+    # masked, which `mvcl` makes very unlikely, the surplus has no loss.
     weight, cell = masked.to(p.dtype).topk(count)
     if negatives == "predictions":
         candidates = torch.where(masked[:, None], f, p)
@@ -350,30 +370,28 @@ def cell_loss(
 
 def align_loss(image: Tensor, text: Tensor, tau: float) -> Tensor:
     """Eq. 9, L_FDA: InfoNCE over cosines, the caption (first) against its six rewrites. Each of the
-    seven is read together with the images, in its own sequence; image (mean of [IMG1] and [IMG2])
-    and text ([CLS]), both (B, 7, D), come from these sequences."""
+    seven is read together with the images, in a sequence of its own. From this sequence come image
+    (the mean of [IMG1] and [IMG2]) and text ([CLS]), both (B, 7, D)."""
     s = F.cosine_similarity(image, text, dim=-1) / tau  # (B, 7)
     first = torch.zeros(s.shape[0], dtype=torch.long, device=s.device)
     return F.cross_entropy(s, first)  # Eq. 9
 
 
 def judge_loss(logits: Tensor, changed: Tensor, reduction: str = "mean") -> Tensor:
-    """Section 3.1, L_judge: is each pair changed (1) or a distractor (0)? logits (B, 2), changed
-    (B,) bool."""
+    """Section 3.1, L_judge: is a pair changed or a distractor? logits (B, 2), changed (B,) bool."""
     return F.cross_entropy(logits, changed.long(), reduction=reduction)
 
 
 def class_loss(logits: Tensor, classes: Tensor) -> Tensor:
-    """Section 2.4: cross-entropy of every single image's class. logits (2B, classes), classes
-    (2B,)."""
+    """Section 2.4: which class is each single image? logits (2B, classes), classes (2B,)."""
     return F.cross_entropy(logits, classes)
 
 
 def contrast_loss(x: Tensor, classes: Tensor, margin: float = 0.4) -> Tensor:
-    """Section 2.4, TransFG's loss (He et al. 2021): pulls cosines to 1 within a class, and pushes
-    them below the margin between classes; averaged over all ordered pairs, including an image with
-    itself. x (2B, D), classes (2B,)."""
-    with torch.autocast(x.device.type, enabled=False):  # bfloat16 has two or three digits
+    """Section 2.4, TransFG's loss (He et al. 2021): it pulls cosines to 1 within a class and pushes
+    them below the margin between classes. It is the mean over all ordered pairs of images, and each
+    image also pairs with itself. x (2B, D), classes (2B,)."""
+    with torch.autocast(x.device.type, enabled=False):  # bfloat16 has only two or three digits
         x = F.normalize(upcast(x), dim=-1)
         cos = x @ x.T
         alike = classes[:, None] == classes
@@ -383,13 +401,13 @@ def contrast_loss(x: Tensor, classes: Tensor, margin: float = 0.4) -> Tensor:
 
 
 def same_class_loss(logits: Tensor, classes: Tensor) -> Tensor:
-    """Section 2.4: do both images show one class (1) or not (0)? logits (B, 2), classes (B, 2)."""
+    """Section 2.4: do both images show the same class? logits (B, 2), classes (B, 2)."""
     target = classes[:, 0] == classes[:, 1]
     return F.cross_entropy(logits, target.long())
 
 
 def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
-    """The total loss of one step. A step of pre-training has one task, whose losses are summed."""
+    """The loss of one step. A step of pre-training has one task, whose losses are summed."""
     if "judge" in losses:
         return losses["caption"] + cfg.w_judge * losses["judge"]  # fine-tuning, section 3.1
     return sum(losses.values())
@@ -402,8 +420,8 @@ REWRITES = 6  # rewritten captions of a pair
 
 
 class IDC(nn.Module):
-    """IDC with all its parameters. grid: (C, H, W) of the features; max_len: longest caption in
-    tokens, START and END included."""
+    """IDC with all its parameters. grid: (C, H, W) of the features; max_len: tokens of the longest
+    caption, with START and END."""
 
     def __init__(self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int):
         super().__init__()
@@ -413,13 +431,13 @@ class IDC(nn.Module):
         self.max_len = max_len
         channels, height, width = grid
         cells = height * width
-        self.img2 = 1 + cells  # place of [IMG2] among the visual tokens; [IMG1] is the first
+        self.img2 = 1 + cells  # the place of [IMG2] among the visual tokens; that of [IMG1] is 0
         self.embed = Embedding(cfg, vocab_size, channels, cells, max_len)
         if cfg.difference_encoder:
             self.single = Transformer(cfg, 1)
             self.pair = Transformer(cfg, 1)
         self.cross = Transformer(cfg, cfg.layers)
-        self.head = nn.Linear(cfg.dim, vocab_size)  # released: [MASK] and [CLS] are outputs too
+        self.head = nn.Linear(cfg.dim, vocab_size)  # released: also [MASK] and [CLS]
         self.cell_head = nn.Sequential(
             nn.Linear(cfg.dim, cfg.dim), nn.GELU(), nn.LayerNorm(cfg.dim, eps=1e-12)
         )
@@ -442,13 +460,13 @@ class IDC(nn.Module):
         changed: Tensor | None = None,
         negatives: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """The losses of one task: "finetune", or in pre-training "mlm", "mvcl", "fda", "birds".
-        before and after: features (B, C, H, W); after is None for single images. caption (B, V), or
-        for birds the classes (B, 2).
+        """The losses of one task: "finetune", or in pre-training "mlm", "mvcl", "fda" or "birds".
+        before and after: features (B, C, H, W); after is None for single images. caption (B, V);
+        "birds" has the classes (B, 2) in its place.
 
-        changed, for finetune: bool (B,), False for distractors; None: no L_judge. negatives, for
-        fda: rewritten captions (B', 6, V) of the first B' pairs; this task ignores the other
-        pairs."""
+        "finetune" needs `changed`, bool (B,), False for distractors, or None to leave out L_judge.
+        "fda" needs `negatives`, rewritten captions (B', 6, V) of the first B' pairs, and ignores
+        the other pairs."""
         images = [self.cells(before)]
         if after is not None:
             images.append(self.cells(after))
@@ -472,9 +490,10 @@ class IDC(nn.Module):
         return features.flatten(2).transpose(1, 2)
 
     def visual(self, before: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Eq. 4. Cells (B, N, C) of both images, or of one -> E_p's tokens (B, S, D); bool (1, S),
-        True for real tokens; E_s's [IMG1] and [IMG2] (2, B, D). If there is no second image, only
-        its [IMG2] counts as real. (The released code passes that [IMG2] directly to E_p.)"""
+        """Eq. 4. Cells (B, N, C) of both images, or of one -> [IMG1] v_1 [IMG2] v_2 from E_p
+        (B, S, D); bool (1, S), True for real tokens; [IMG1] and [IMG2] from E_s (2, B, D). If there
+        is no second image, only its [IMG2] counts as real. (The released code passes this [IMG2]
+        directly to E_p.)"""
         real = torch.ones(2, before.shape[1] + 1, dtype=torch.bool, device=before.device)
         single_mask = None  # every token is real
         pair_mask = None
@@ -500,8 +519,8 @@ class IDC(nn.Module):
         return x, real.view(1, -1), alone
 
     def joint(self, visual: Tensor, real: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Eq. 5 as in pre-training: every token sees all others but padding. visual, real: from
-        `visual`; ids (B, V) -> visual (B, S, D); text (B, 1 + V, D) with [CLS] first."""
+        """Eq. 5 in pre-training, where every token sees all tokens except padding. visual and real:
+        from `visual`; ids (B, V) -> visual (B, S, D); text (B, 1 + V, D), [CLS] first."""
         count = visual.shape[1]
         cls = self.embed.special(Embedding.TEXT, ids.shape[0])
         text = torch.cat([cls, self.embed.words(ids)], 1)
@@ -514,13 +533,14 @@ class IDC(nn.Module):
     def causal(
         self, visual: Tensor, ids: Tensor, ask_next: bool = False
     ) -> tuple[Tensor, Tensor, tuple]:
-        """Eq. 5 in fine-tuning: a word of ids (B, V) sees the images, earlier words and itself. As
-        released, images see only images; in the paper they see the text too, but then a word would
-        learn about later words through the images.
+        """Eq. 5 in fine-tuning: a word of ids (B, V) sees the images, earlier words and itself.
+        Images see only images, as in the released code. In the paper they see the text, too, but
+        then a word would learn about later words through the images.
 
-        ask_next: append V [MASK]s, one for each word of ids, at the position after it. As in
-        decoding, a [MASK] sees itself and what that word sees. m1 asks for the word after w0. An x
-        marks what a row's token sees:
+        ask_next: append V [MASK]s, one for each word of ids, at the position after this word. A
+        [MASK] sees itself and what this word sees, as it does in decoding. So m1, which stands
+        after w0, predicts w1. In the picture, an x means that the token of the row sees the token
+        of the column. Without ask_next, there are no rows and columns m1 and m2.
 
                     images  [CLS]  w0  w1 | m1  m2
             [CLS]     x       x           |
@@ -529,8 +549,8 @@ class IDC(nn.Module):
             m1        x       x    x      | x
             m2        x       x    x   x  |     x
 
-        -> [IMG1] and [IMG2] (B, 2, D); text (B, T, D), with [CLS] first if it has one; the last
-        layer's query of the text (B, T, D) and key of the images (B, S, D)."""
+        -> [IMG1] and [IMG2] (B, 2, D); text (B, T, D), [CLS] first if finetune_cls; from the last
+        layer, the text's query (B, T, D) and the images' key (B, S, D)."""
         count = ids.shape[1]
         text = self.embed.words(ids)
         if self.cfg.finetune_cls:
@@ -545,17 +565,17 @@ class IDC(nn.Module):
             seen_by_masks = torch.cat([seen[-count:], itself], 1)
             seen_by_words = F.pad(seen, (0, count))  # no [MASK]
             seen = torch.cat([seen_by_words, seen_by_masks])
-        img1_and_img2 = slice(None, None, self.img2)  # their tokens, 0 and self.img2
+        img1_and_img2 = slice(None, None, self.img2)  # tokens 0 and self.img2
         image, past, _ = self.cross(visual, wanted=img1_and_img2)  # Eq. 5
         mask = F.pad(seen, (visual.shape[1], 0), value=True)  # all text sees the images
         text, _, query = self.cross(text, mask[None, None], past)  # Eq. 5
         key, _ = past[-1]
         return image, text, (query, key)
 
-    # -- pre-training; images: cells (B, N, C) of both, or of one
+    # -- pre-training; `images` holds the cells (B, N, C) of both images or of one
 
     def mlm(self, images: list[Tensor], caption: Tensor) -> dict[str, Tensor]:
-        """Eq. 6: predict masked words of the caption (B, V) from its other words and the images."""
+        """Eq. 6: predict masked words of captions (B, V) from the other words and the images."""
         cfg = self.cfg
         ids, target = mask_words(caption, self.vocab_size, cfg.mask_rate, cfg.mask_rules)
         visual, real, _ = self.visual(*images)
@@ -564,8 +584,8 @@ class IDC(nn.Module):
         return {"mlm": word_loss(logits, target)}  # Eq. 6
 
     def mvcl(self, images: list[Tensor], caption: Tensor) -> dict[str, Tensor]:
-        """Eq. 7-8: recognise masked cells of one image of each pair from the other cells and the
-        caption (B, V)."""
+        """Eq. 7-8: recognise masked cells of one image of each pair from the pair's other cells and
+        its caption (B, V)."""
         cfg = self.cfg
         features = torch.stack(images, 1)  # (B, 1 or 2, N, C)
         pairs, of_a_pair, cells, _ = features.shape
@@ -580,14 +600,14 @@ class IDC(nn.Module):
         predicted = predicted.to(features.dtype).flatten(0, 2)
         features = features.flatten(0, 2)
         masked = masked.flatten()
-        count = math.ceil(2 * cfg.cell_mask_rate * cells + 1)  # per pair, twice what is expected
+        count = math.ceil(2 * cfg.cell_mask_rate * cells + 1)  # twice the number expected
         count = pairs * min(count, cells)
         with torch.autocast(features.device.type, enabled=False):
             loss = cell_loss(predicted, features, masked, count, cfg.tau_mvcl, cfg.mvcl_negatives)
         return {"mvcl": loss}  # Eq. 7-8
 
     def fda(self, images: list[Tensor], caption: Tensor, negatives: Tensor) -> dict[str, Tensor]:
-        """Eq. 9. caption (B, V); negatives (B', 6, V): rewritten captions of the first B' pairs."""
+        """Eq. 9. caption (B, V); negatives (B', 6, V), rewritten captions of the first B' pairs."""
         count = negatives.shape[0]
         visual, real, _ = self.visual(*[x[:count] for x in images])
         ids = torch.cat([caption[:count, None], negatives], 1)  # (B', 7, V)
@@ -599,10 +619,10 @@ class IDC(nn.Module):
         return {"fda": align_loss(image, text, self.cfg.tau_fda)}  # Eq. 9
 
     def birds(self, images: list[Tensor], classes: Tensor) -> dict[str, Tensor]:
-        """Section 2.4. classes (B, 2) of the two images, which have no caption."""
+        """Section 2.4. classes (B, 2) of both images, which have no caption."""
         visual, _, alone = self.visual(*images)
         both = torch.cat([visual[:, 0], visual[:, self.img2]], -1)  # (B, 2D)
-        alone = alone.flatten(0, 1)  # (2B, D): all first images, then all second ones
+        alone = alone.flatten(0, 1)  # (2B, D), all first images and then all second ones
         class_of = classes.T.flatten()  # (2B,)
         return {
             "class": class_loss(self.classify(alone), class_of),
@@ -615,12 +635,11 @@ class IDC(nn.Module):
     def finetune(
         self, images: list[Tensor], caption: Tensor, changed: Tensor | None
     ) -> dict[str, Tensor]:
-        """L_MLM, in which each word sees only earlier words, and L_judge if it is known which pairs
-        are changed.
+        """L_MLM, in which a word sees only earlier words, and L_judge unless `changed` is None.
 
-        finetune_targets: "masked", as in paper and released code, masks 15 % of the words and
-        predicts these; "every" [ours] predicts every word from a [MASK] in its place, as in
-        decoding."""
+        In the paper and the released code (finetune_targets="masked"), 15 % of the words are masked
+        and predicted. [ours] With "every", each word is predicted from a [MASK] in its place, as
+        decoding does."""
         cfg = self.cfg
         visual, _, _ = self.visual(*images)
         if cfg.finetune_targets == "every":
@@ -639,22 +658,22 @@ class IDC(nn.Module):
     # -- captions
 
     def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What `visual` returns, for features (B, C, H, W) of both images."""
+        """Features (B, C, H, W) of both images -> what `visual` returns."""
         return self.visual(self.cells(before), self.cells(after))
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
-        """Greedy captions of pairs of features (B, C, H, W): ids (B, max_len). The released code
-        may write UNK."""
+        """Features (B, C, H, W) of both images -> ids of greedy captions (B, max_len). Unlike the
+        released code, it does not write UNK."""
         visual, _, _ = self.encode(before, after)
         cache = Cache(self, visual)
         return decode(cache.step, before.shape[0], self.max_len, before.device)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """Where the model looked to write ids (B, V): the last layer's attention from each word's
-        [MASK] to the cells of both images, averaged over heads and words -> "before" and "after"
-        (B, H, W), which together sum to 1."""
+        """The last layer's attention from the [MASK] of each word of ids (B, V) to the cells of
+        both images, averaged over heads and words -> "before" and "after" (B, H, W), which together
+        sum to 1."""
         _, height, width = self.grid
         visual, _, _ = self.encode(before, after)
         words = ids[:, 1:]
@@ -669,8 +688,8 @@ class IDC(nn.Module):
 
 
 class Cache:
-    """Writes captions word by word, see common.decode. `past` holds the keys and values of the
-    images and of the words so far, for each layer; they do not depend on later words."""
+    """Writes captions word by word (see common.decode). For each layer, `past` holds the keys and
+    values of the images and of the words so far, which do not depend on later words."""
 
     def __init__(self, model: IDC, visual: Tensor):
         self.model = model
@@ -681,8 +700,8 @@ class Cache:
             self.append(new)
 
     def step(self, ids: Tensor, t: int) -> Tensor:
-        """ids (B,) at position t -> logits of the next word (B, vocabulary), predicted from a
-        [MASK] in its place."""
+        """ids (B,) at position t -> logits of the next word (B, vocabulary), from a [MASK] in its
+        place."""
         embed = self.model.embed
         word = embed.words(ids[:, None], t)
         mask = embed.words(torch.full_like(ids, embed.mask_id)[:, None], t + 1)
@@ -694,7 +713,7 @@ class Cache:
         return self.model.head(x[:, 1])
 
     def append(self, new: list) -> None:
-        """Add the keys and values of the first new token; a [MASK] after it is dropped."""
+        """Add the keys and values of the first new token, but not those of a [MASK] after it."""
         past = []
         for (keys, values), (k, v) in zip(self.past, new, strict=True):
             keys = torch.cat([keys, k[:, :1]], 1)
@@ -703,15 +722,14 @@ class Cache:
         self.past = past
 
     def reorder(self, rows: Tensor) -> None:
-        """After a step: caption i goes on from what caption rows[i] has so far. rows: any number
-        of row numbers of the batch."""
+        """Go on with these rows of the batch, in this order; a row may repeat or be missing."""
         self.past = [(keys[rows], values[rows]) for keys, values in self.past]
 
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# Each row needs an --out_dir of its own.
-# Row of the paper's tables            flags
+# Flags for each row of the paper's tables. Each row needs an --out_dir of its own.
+# Row of the paper                     flags
 # Tables 2, 3  CLEVR-Change            --dataset clevr_change
 # Table 4      all rows                --dataset clevr_change, and
 #              1 no pre-training       --pretrain_steps 0
@@ -724,22 +742,21 @@ class Cache:
 #              with CUB                --cub FOLDER
 #              with NABirds            --nabirds FOLDER
 #
-# Values are from Table 6 and section "Implementation Details"; fine-tuning's steps, eval_every and
-# patience are from the released code. The paper counts pairs in a batch, we count scenes
-# (CLEVR-Change: two pairs each).
+# Values are from Table 6 and section "Implementation Details". Fine-tuning's steps, eval_every and
+# patience are from the released code. The paper counts the pairs of a batch, but we count its
+# scenes, which on CLEVR-Change have two pairs each.
 PRESETS = {
     "clevr_change": dict(seed=1234, extractor="resnet101-layer4", lr=3e-5, batch_size=100,
                          steps=100000, eval_every=400, patience=50),
     "birds_to_words": dict(seed=1234, layers=2, mlm=9, pretrain_steps=50000, pretrain_warmup=4000,
                            pretrain_batch=200, lr=3e-5, weight_decay=1e-4, batch_size=32,
                            steps=20000, eval_every=85, patience=80, select_by="ROUGE-L"),
-    # For your own pairs (usually few): no pre-training, and early stopping on validation [ours].
+    # Your own pairs are usually few, so they get no pre-training, but early stopping [ours].
     "pairs": dict(pretrain_steps=0, dim=256, ffn=1024, layers=2, batch_size=16, lr=5e-4, warmup=50,
                   steps=2000, eval_every=100, patience=10),
-    # [ours] Pre-training is MVCL alone, because MLM can be learned without the images. Features of
-    # any two cells have cosines near 1, hence the low temperature. Unless most cells are masked, a
-    # cell can be guessed from its neighbours. Three layers, a higher learning rate and a lower
-    # w_judge were chosen on validation.
+    # [ours] Pre-training is MVCL alone, because MLM can be learned without the images. The
+    # temperature is low because features of any two cells have cosines near 1. Most cells are
+    # masked, so that neighbours do not reveal a cell. Validation chose layers, lr and w_judge.
     "mini": dict(dim=128, ffn=256, heads=4, layers=3, dropout=0.0, pretrain_steps=1200,
                  pretrain_batch=8, pretrain_lr=1e-3, pretrain_warmup=50, mlm=0, fda=0,
                  cell_mask_rate=0.7, tau_mvcl=0.02, tau_fda=0.1, w_judge=0.2, batch_size=16,
@@ -747,42 +764,40 @@ PRESETS = {
                  eval_batch=250),
 }  # fmt: skip
 
-# --variant released: the details in which the released code differs from the defaults. A default
-# follows the paper unless it is marked [ours]; where the paper is silent, it follows the released
-# code or is [ours]. CLEVR-Change keeps the paper's steps and learning rates.
+# --variant released: where the released code differs from the defaults. A default follows the paper
+# or is marked [ours]. Where the paper is silent, it follows the released code or is [ours].
+# CLEVR-Change keeps the paper's steps and learning rates.
 #
 # A test compares the variant with values recorded from the released modules. It leaves out their
 # outputs for [MASK] and [CLS], and their LayerNorms, which divide by the standard deviation of
-# n - 1. In that test, PyTorch's LayerNorms change losses by up to 3e-4 of their value, and
+# n - 1. In this test, PyTorch's LayerNorms change losses by up to 3e-4 of their value, and
 # gradients by up to 3e-3.
 RELEASED = {
     "all": dict(
-        # [ours] In half of the scenes, default and distractor image are swapped, as in the other
-        # methods.
+        # [ours] swaps default and distractor image in half of the scenes, like the other methods.
         swap=False,
-        # Section 2.3 keeps MLM's 15 % of the words, as the released code does; [ours] every word is
-        # predicted from a [MASK], as in decoding.
+        # Section 2.3 predicts MLM's 15 % of the words. [ours] predicts every word from a [MASK], as
+        # decoding does.
         finetune_targets="masked",
-        # The released code keeps PyTorch's initial weights; [ours] they are Xavier-uniform.
+        # [ours] has Xavier-uniform initial weights.
         start="pytorch",
-        # Section 2.1 has a linear layer; the released code puts a sigmoid after it.
+        # Section 2.1 has a linear layer. The released code puts a sigmoid after it.
         project="sigmoid",
-        # Section 2.1 has Vaswani et al.'s positions; the released code doubles their exponent.
+        # Section 2.1 has Vaswani et al.'s positions. The released code doubles their exponent.
         exponent="doubled",
-        # Section 2.1 names three special tokens and three types; the released code has one and six.
+        # Section 2.1 names three special tokens and three types. The released code has one and six.
         special_tokens="shared",
-        # Eq. 8's negatives are features of unmasked cells; the released code takes predictions for
+        # Eq. 8's negatives are features of unmasked cells. The released code takes predictions for
         # these cells.
         mvcl_negatives="predictions",
-        # The released code does not mask padding in pre-training; the paper is silent, and
-        # [ours] it is masked.
+        # The paper is silent on padding in pre-training. [ours] masks it.
         see_padding=True,
-        # Section 2.3 feeds [CLS] in inference; the released code does not, nor in fine-tuning.
+        # Section 2.3 feeds [CLS] in inference. The released code does not, nor in fine-tuning.
         finetune_cls=False,
-        # Section 2.2 masks any word; the released code has special cases, see mask_words.
+        # Section 2.2 masks any word. The released code has special cases, see mask_words.
         mask_rules="released",
-        # The paper has a warm-up and is silent on what follows: [ours] constant learning rates. The
-        # released code lowers them later, in both stages.
+        # The paper has a warm-up and is silent on what follows. [ours] keeps learning rates
+        # constant, but the released code lowers them in both stages.
         pretrain_decay="inverse_sqrt",
         finetune_decay="halves",
         # The released code averages losses in pre-training, but sums them in fine-tuning.
@@ -795,7 +810,7 @@ RELEASED = {
 
 
 def stages(cfg: Config) -> list[tuple[str, int, int]]:
-    """The stages of a run, each with its first step and the one after its last."""
+    """The stages of a run, each with its first step and the step after its last."""
     counts = {"pretrain": cfg.pretrain_steps, "finetune": cfg.steps}
     if cfg.cub:
         counts = {"cub": cfg.pretrain_steps} | counts
@@ -809,16 +824,16 @@ def stages(cfg: Config) -> list[tuple[str, int, int]]:
 
 
 def tasks(cfg: Config, stage: str) -> list[str]:
-    """The tasks of a stage of pre-training, each repeated as often as its share says."""
+    """The tasks of a stage of pre-training, each as often as its share says."""
     choice = ["mlm"] * cfg.mlm + ["mvcl"] * cfg.mvcl + ["fda"] * cfg.fda
     if cfg.nabirds and stage == "pretrain":
-        choice += ["birds"] * 3  # a fifth of 9 + 1 + 2 + 3, appendix A.3
+        choice += ["birds"] * 3  # a fifth of 9 + 1 + 2 + 3, as in appendix A.3
     return choice
 
 
 def draw_task(cfg: Config, stage: str, step: int) -> str:
-    """The task of a step. In pre-training it is drawn by the tasks' shares, and depends on (seed,
-    step) alone."""
+    """The task of a step. In pre-training it is drawn according to the shares, and it depends only
+    on seed and step."""
     if stage == "finetune":
         return "finetune"
     choice = tasks(cfg, stage)
@@ -827,7 +842,7 @@ def draw_task(cfg: Config, stage: str, step: int) -> str:
 
 
 def stage_rate(cfg: Config, stage: str, step: int) -> float:
-    """Learning rate of a step of a stage, counted from 0."""
+    """The learning rate of a step of a stage. Steps count from 0 in each stage."""
     if stage == "finetune":
         lr = learning_rate(cfg, step)
         if cfg.finetune_decay == "halves":
@@ -837,7 +852,7 @@ def stage_rate(cfg: Config, stage: str, step: int) -> float:
     if cfg.pretrain_decay == "none":
         return cfg.pretrain_lr * min((step + 1) / warmup, 1.0)
     if step == 0:
-        return 1e-8  # as released; there, rates are one step behind those above
+        return 1e-8  # as in the released code, whose rates are one step behind those above
     return cfg.pretrain_lr * min(step / warmup, (warmup / step) ** 0.5)
 
 
@@ -847,20 +862,20 @@ def compute_losses(
     """The losses of one step, each a mean over the batches (changed pairs, distractor pairs), and
     their total.
 
-    Keep the two batches separate: they share their before images, so a joint contrastive loss
-    would treat an image as its own negative. (The released code has one mixed batch. So under
+    The two batches stay separate because they share their "before" images. A joint contrastive loss
+    would treat an image as its own negative. (The released code has one mixed batch. So with
     reduction="sum", the mean over the two batches is half of the released sum.)"""
     losses: dict[str, Tensor] = {}
     for n, batch in enumerate(batches):
         batch = batch.to(cfg.device)
         single = getattr(batch, "single", False)  # CUB's images have no "after"
         after = None if single else batch.after
-        changed = None  # one kind of pairs: nothing to judge
+        changed = None  # if all pairs are of one kind, there is nothing to judge
         if len(batches) == 2:
             is_changed = n == 0
             changed = torch.full((batch.caption.shape[0],), is_changed, device=cfg.device)
         rewritten = None
-        if task == "fda":  # a seventh of the pairs, each with its caption and six more
+        if task == "fda":  # only a seventh of the pairs, because each has seven captions
             count = max(1, len(batch.pair_ids) // (1 + REWRITES))
             rewritten = negatives(batch.pair_ids[:count]).to(cfg.device, non_blocking=True)
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.on_cuda):
@@ -877,8 +892,8 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     the output layers that it needs, so in a loop of your own, DistributedDataParallel needs
     find_unused_parameters=True.
 
-    Ctrl-C and SIGTERM save last.pt and exit 130 or 143; `resume` continues from there as if
-    training had never stopped. FloatingPointError if a loss is not finite."""
+    Ctrl-C and SIGTERM save last.pt and exit with code 130 or 143. From there, `resume` continues as
+    if training had never stopped. FloatingPointError if a loss is not finite."""
     datasets = open_datasets(cfg, dataset)
     negatives = open_negatives(cfg, datasets)
     birds = Birds(cfg) if cfg.nabirds and cfg.pretrain_steps else None
@@ -927,8 +942,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation during training): the quick metrics only. With it: every metric for
-    every group of pairs, printed and written, along with captions and sample pictures."""
+    Without out_dir, only the quick metrics that training needs are computed. With it, every metric
+    for every group of pairs is printed and written, along with captions and sample pictures."""
     model.eval()
     captions = {}  # by pair id
     maps = {}
@@ -977,8 +992,8 @@ def main(argv: list[str] | None = None) -> None:
 # ---- rewritten captions --------------------------------------------------------------------------
 
 ANIMAL = re.compile(r"\b(animal ?)([12])\b", re.IGNORECASE)  # Birds-to-Words' names of both images
-# [ours] These words are replaced only by words of the same kind, other words only by words with the
-# same tag. A string lists synonyms.
+# [ours] A word of KINDS is replaced only by words of the same kind, any other word only by words
+# with the same tag. A string lists synonyms.
 KINDS = {
     "size": ["small tiny", "large big"],
     "color": ["gray", "red", "blue", "green", "brown", "purple", "cyan", "yellow"],
@@ -992,8 +1007,8 @@ for kind, meanings in KINDS.items():
 
 
 class Negatives:
-    """Section "FDA": six rewritten captions of every training pair. They are kept in a file whose
-    name depends on the captions, because negatives of other captions might be true of a pair."""
+    """Section "FDA": six rewritten captions of every training pair. The name of their file depends
+    on the captions, because negatives made from other captions might be true of a pair."""
 
     def __init__(self, dataset):
         import data
@@ -1009,8 +1024,7 @@ class Negatives:
         self.vocab = data.Vocab(words, dataset.vocab.tokenizer, self.max_len - 2)
 
     def __call__(self, pair_ids: list[str]) -> Tensor:
-        """-> the pairs' rewritten captions (B, 6, V), padded to the data set's longest caption
-        (released: to 40 or 80 ids)."""
+        """-> the pairs' rewritten captions (B, 6, V), padded to the data set's longest caption."""
         ids = []
         for pair_id in pair_ids:
             ids.append([self.vocab.encode(c, self.max_len) for c in self.texts[pair_id]])
@@ -1018,15 +1032,15 @@ class Negatives:
 
 
 def rewrite(dataset) -> dict[str, list[str]]:
-    """Each training pair's id -> its six negatives, two each from Retrieve, Replace and Confuse, as
-    in section "Implementation Details" ("retrieve:replace:confuse=2:2:2").
+    """Each training pair's id -> its six negatives, two each from Retrieve, Replace and Confuse
+    (section "Implementation Details": "retrieve:replace:confuse=2:2:2").
 
     [ours] All captions of a pair share its negatives. Single images (CUB) have no subjects to
-    confuse: three come from Retrieve, three from Replace. If a strategy finds too few, Retrieve and
-    then Replace fill the gap. On CLEVR-Change, a scene's changed pair and its distractor pair share
-    five rewrites of the change: one from Retrieve, two from Replace, two from Confuse. The sixth is
-    a caption of the other pair, so that the text alone does not reveal to which of the two pairs a
-    set belongs."""
+    confuse, so they have three negatives from Retrieve and three from Replace. If a strategy finds
+    too few, Retrieve and then Replace fill the gap. On CLEVR-Change, a scene's changed pair and its
+    distractor pair share five rewrites of the change, one from Retrieve, two from Replace and two
+    from Confuse. The sixth is a caption of the other pair, so that the text alone does not reveal
+    to which of the two pairs the six belong."""
     scenes = dataset.scenes["train"]
     unchanged = dataset.kinds.get("no change", set())
     captions = []
@@ -1049,13 +1063,13 @@ def rewrite(dataset) -> dict[str, list[str]]:
         rng = np.random.default_rng([len(captions), number])
         pair = scene.pairs[0]
         originals = rng.permutation(pair.captions * REWRITES).tolist()
-        # The candidates of each strategy are generators: each candidate is made when it is needed.
+        # The strategies are generators, which make a candidate only when it is needed.
         retrieved = (changes[i] for i in near)
         replaced = (
             replace_words(tokens[c], important(words[c], idf), pool, rng) for c in originals
         )
         confused = (confuse(c, subjects[c], all_subjects, rng) for c in originals)
-        count = REWRITES + 1 - len(scene.pairs)  # without the caption of the scene's other pair
+        count = REWRITES + 1 - len(scene.pairs)  # not counting the caption of the other pair
         if pair.after is None:
             turns = [(retrieved, 3), (replaced, 6)]
         else:
@@ -1078,8 +1092,8 @@ def rewrite(dataset) -> dict[str, list[str]]:
 
 def choose(turns: list[tuple], scene) -> list[str]:
     """Different candidates that are false of a scene. turns: (candidates, how many texts there may
-    be after this turn). [ours] A negative counts as false if it says something about the first
-    object it names that no caption of the pair says."""
+    be after this turn). [ours] A candidate counts as false if, about the first object that it
+    names, it says something that no caption of the pair says."""
     pairs = [*scene.pairs, *(scene.swapped or ())]
     true = {c for p in pairs for c in p.captions}
     mentioned = set()
@@ -1098,7 +1112,7 @@ def choose(turns: list[tuple], scene) -> list[str]:
 
 
 def named(text: str) -> set[tuple[str, str]]:
-    """What a caption says, in words of KINDS, about the first object it names; empty if none."""
+    """What a caption says in words of KINDS about the first object that it names, if any."""
     properties = set()
     for word in text.lower().split():
         kind = ""
@@ -1119,7 +1133,7 @@ def inverse_frequency(texts: list[str]) -> dict[str, float]:
 
 
 def tfidf(texts: list[str], idf: dict[str, float]) -> Tensor:
-    """TF-IDF, rows of length 1. -> sparse (n, words)."""
+    """TF-IDF of n texts -> sparse (n, number of words), each row of length 1."""
     column = {word: j for j, word in enumerate(idf)}
     places = []
     values = []
@@ -1135,8 +1149,8 @@ def tfidf(texts: list[str], idf: dict[str, float]) -> Tensor:
 
 
 def retrieve(queries: list[str], texts: list[str], idf: dict[str, float], count: int = 1000):
-    """Section "Retrieve": for each query yield the indices of the `count` texts that are most like
-    it, best first."""
+    """Section "Retrieve": for each query, yield the indices of the `count` texts that are most
+    similar to it, best first."""
     corpus = tfidf(texts, idf)
     count = min(count, len(texts))
     for i in progress(range(0, len(queries), 64), desc="rewriting captions"):
@@ -1146,10 +1160,10 @@ def retrieve(queries: list[str], texts: list[str], idf: dict[str, float], count:
 
 
 def parse(dataset, texts: list[str]) -> tuple[dict, dict, dict]:
-    """For each text: its tokens, each with the space after it; as (index, word, kind or tag), its
-    words of KINDS and others that spaCy tags as nouns or adjectives; its subjects. [ours] The paper
-    tags with "Stanford CoreNLP tool" (section "Replace"). Captions from templates are not tagged,
-    so only words of KINDS are replaced in them."""
+    """For each text: its tokens, each with the space after it; its words of KINDS, nouns and
+    adjectives, each as (index of the token, word, kind or tag); its subjects. [ours] spaCy finds
+    nouns and adjectives, but the paper uses "Stanford CoreNLP tool" (section "Replace"). spaCy does
+    not read captions from templates, so only words of KINDS are replaced in these."""
     import data
 
     tokens = {}
@@ -1174,7 +1188,7 @@ def parse(dataset, texts: list[str]) -> tuple[dict, dict, dict]:
 
 
 def important(words: list[tuple[int, str, str]], idf: dict[str, float]) -> list[tuple]:
-    """The upper half (rounded up) of a caption's nouns and adjectives by TF-IDF."""
+    """The half (rounded up) of a caption's nouns and adjectives that has the highest TF-IDF."""
     count = Counter(word for _, word, _ in words)
 
     def weight(entry: tuple[int, str, str]) -> float:
@@ -1201,8 +1215,8 @@ def pools(captions: list[list[tuple]], idf: dict[str, float]) -> dict[str, list[
 
 
 def replace_words(tokens: list[str], words: list, pool: dict[str, list[str]], rng) -> str:
-    """Section "Replace": the important words are replaced by different words of the same kind or
-    tag, if there are any."""
+    """Section "Replace": replace the important `words` by different ones of the same kind or tag,
+    if there are any."""
     tokens = list(tokens)
     for i, word, kind in words:
         meaning = MEANING.get(word, word)
@@ -1214,8 +1228,8 @@ def replace_words(tokens: list[str], words: list, pool: dict[str, list[str]], rn
 
 
 def confuse(text: str, own: list[str], subjects: list[str], rng) -> str:
-    """Section "Confuse": "animal 1" and "animal 2" are swapped; in a caption without both, the
-    subject (the first of `own`) is replaced by another with as many words, if there is one."""
+    """Section "Confuse": swap "animal 1" and "animal 2". In a caption without both, replace the
+    subject (the first of `own`) by another one of as many words, if there is one."""
     numbers = {number for _, number in ANIMAL.findall(text)}
     if len(numbers) == 2:
         return ANIMAL.sub(other_animal, text)
@@ -1234,7 +1248,7 @@ def confuse(text: str, own: list[str], subjects: list[str], rng) -> str:
 
 
 def other_animal(match: re.Match) -> str:
-    """ "animal 2" for "animal 1", and the other way round."""
+    """A match of "animal 1" -> "animal 2", and the other way round."""
     name, number = match.groups()
     other = "2" if number == "1" else "1"
     return name + other
@@ -1244,7 +1258,7 @@ def other_animal(match: re.Match) -> str:
 
 
 def open_dataset(cfg: Config, make: bool = True):
-    """The data set of a run, see data.open_dataset; with --cub, its vocabulary covers both data
+    """The data set of a run, as in data.open_dataset. With --cub, its vocabulary covers both data
     sets."""
     import data
 
@@ -1266,7 +1280,7 @@ def open_dataset(cfg: Config, make: bool = True):
 
 
 def open_datasets(cfg: Config, dataset) -> dict:
-    """-> the data set that each stage takes its batches from: the run's, except for stage "cub"."""
+    """-> the data set of each stage. Stage "cub" has its own; the others have that of the run."""
     datasets = {}
     for stage, _, _ in stages(cfg):
         datasets[stage] = open_cub(cfg, dataset) if stage == "cub" else dataset
@@ -1306,7 +1320,7 @@ def open_negatives(cfg: Config, datasets: dict) -> dict[str, Negatives]:
 
 
 class Birds:
-    """Section 2.4, fine-grained classification: a pair for each of NABirds' 48,562 images."""
+    """Section 2.4, fine-grained classification: one pair for each of NABirds' 48,562 images."""
 
     def __init__(self, cfg: Config):
         import data
@@ -1325,7 +1339,7 @@ class Birds:
         self.seed = cfg.seed
 
     def batch(self, step: int):
-        """Random pairs that depend on (seed, step) alone. The classes (B, 2) take the place of
+        """Random pairs that depend only on seed and step. Their classes (B, 2) take the place of
         captions."""
         import data
 
@@ -1339,8 +1353,8 @@ class Birds:
 
 
 def partners(classes: np.ndarray, seed: int) -> np.ndarray:
-    """For every image the index of another: for half of them one of the same class (if there is
-    one), for the rest one of another class."""
+    """The index of a partner for every image. Half of the images have one of the same class, if
+    there is one, and the rest have one of another class."""
     rng = np.random.default_rng(seed)
     places = np.arange(len(classes))
     alike = rng.permutation(len(classes)) < len(classes) // 2

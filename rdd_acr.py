@@ -1,17 +1,45 @@
 """RDD+ACR: Region-aware Difference Distilling with Attribute-guided Contrastive Regularization for
 Change Captioning (Li et al., AAAI 2025).
 
-Idea. (1) Each image attends to the bare difference of the two; both results together make the
-global difference. (2) A set of learned vectors distils from it what concerns objects, and a second
-set distils the action from the first set: first the concrete, then the abstract. The decoder reads
-all three, fused. (3) During training, the object vectors must resemble the caption's noun phrases,
-and the action vectors its verb phrases, both encoded by CLIP and an adapter.
+The flow of one pair, with CLEVR-Change's sizes:
+    before, after (1024, 14, 14) each
+       |  embed, Eq. 1
+       v
+    f_bef, f_aft (196, 512) each          In training only, from the caption:
+       |  f_diff = f_bef - f_aft, Eq. 2    noun phrases           verb phrases
+       |  difference, Eq. 3-5                    |  CLIP, adapter       |  CLIP, adapter
+       v                                         v                      v
+    f_c (196, 512) -------------------+     f_noun (512)           f_verb (512)
+       |  objects, Eq. 6-8            |          :                      :
+       v                              |          :                      :
+    object vectors (32, 512) ---------+ . . . . .: L_N2O, Eq. 10-13     :
+       |  actions, Eq. 6-8            |                                 :
+       v                              |                                 :
+    action vectors (5, 512) ----------+ . . . . . . . . . . . . . . . . : L_V2A, Eq. 10-13
+                                      |  fuse, Eq. 9
+                                      v
+                    196 + 32 + 5 = 233 tokens (233, 512)
+                                      |  decoder, Eq. 14
+                                      v
+                                  next word, L_XE, Eq. 15
+
+Idea. (1) Unless two images are aligned perfectly, their difference is full of things that did not
+change, so a few learned vectors distil from it what a caption needs. (2) Concrete things are easier
+to grasp than abstract ones, so one set of vectors distils the changed objects from the difference,
+and another set then distils the action from the objects. (3) In training, a contrastive loss makes
+the first set resemble the caption's noun phrases, and the second set its verb phrases.
+
+Read first: GlobalDifference, DistillingBlock, Distilling, Fusion, alignment_loss, RDD.encode and
+RDD.forward. Skip at first: Cache, attention_map, and spaCy's patterns in section "phrases".
 
 Eq. 1      ImageEmbedding      F_x = conv(features) + PE
 Eq. 2      RDD.encode          F_diff = F_bef - F_aft
-Eq. 3-5    GlobalDifference    F^_x = LN(F_x + MHCA(F_x, F_diff)), F_c = W [F^_bef ; F^_aft]
-Eq. 6-8    DistillingBlock     F_c^i = F_c^{i-1} + MHSA(F_c^{i-1})
-                               F_o^ = F_o^{i-1} + MHCA(F_o^{i-1}, F_c^i), F_o^i = F_o^ + FFN(F_o^)
+Eq. 3-4    GlobalDifference    F^_x = MHCA(F_x, F_diff)      [ours] LN(F_x + MHCA(F_x, F_diff))
+Eq. 5      GlobalDifference    F_c = [F^_bef ; F^_aft]       [ours] W [F^_bef ; F^_aft]
+Eq. 6      DistillingBlock     F_c^i = MHSA(F_c^{i-1})       [ours] F_c^{i-1} + MHSA(LN F_c^{i-1})
+Eq. 7      DistillingBlock     F^_o = MHCA(F_o^{i-1}, F_c^i)
+                               [ours] F^_o = F_o^{i-1} + MHCA(LN F_o^{i-1}, LN F_c^i)
+Eq. 8      DistillingBlock     F_o^i = F^_o + FFN(F^_o)      [ours] F^_o + FFN(LN F^_o)
 Eq. 9      Fusion              MF(F_c ; F_object ; F_action), concatenated along the token axis
 Eq. 10-13  alignment_loss      L_N2O, L_V2A  InfoNCE of cosines, mean of the vectors <-> phrases
 Eq. 14     Decoder.head        next word
@@ -21,16 +49,14 @@ Sec. ACR   segments, Phrases   noun and verb phrases of a caption by spaCy, read
            RDD.adapter         CLIP's text vectors -> F_noun, F_verb
 
 The authors' repository, github.com/guishiron/ACR, holds no code, and we do not have the supplement.
-Where the paper is silent or leaves two readings, the choice is marked [ours]. The main one: the
-residuals and LayerNorms of Eq. 4, 6 and 7 above are ours (see DistillingBlock); --no-residual
-follows the printed equations. In every attention, biases and the output projection are [ours].
+Where the paper is silent or leaves two readings, the choice is marked [ours]. So are our additions:
+Eq. 4 and 6-8 above (--no-residual: as printed), and attention's biases and output projections.
 
-Symbols: objects and actions are the paper's F_object and F_action, w_n2o and w_v2a are lambda_1
-and lambda_2. The paper's N is distil_steps; here N counts cells. K vectors are K_o objects or K_a
-actions; the paper writes k.
+Symbols: objects and actions are the paper's F_object and F_action, both written F_o above; w_n2o
+and w_v2a are lambda_1 and lambda_2. The paper's N is distil_steps; here N counts cells.
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a caption
-(START, words, END, padding), K vectors, M tokens that they read, P vectors of a prompt, S texts,
-d width of CLIP's text space.
+(START, words, END, padding), K vectors (K_o objects or K_a actions; the paper's k), M tokens that
+they read, P vectors of a prompt, S texts, d width of CLIP's text space.
 
 Flags for each row of the paper's tables. Each row needs an --out_dir of its own.
 Row of the paper            flags (on mini, unless --dataset is given)
@@ -90,22 +116,22 @@ class Config(RunConfig):
     heads: int = 8  # heads of every attention
     decoder_layers: int = 2  # decoder layers
     dropout: float = 0.1  # dropout probability
-    gde: bool = True  # Eq. 3-5; without it, F_diff is the global difference
+    gde: bool = True  # use Eq. 3-5; if off, F_diff itself is the global difference
     order: Literal["none", "n", "v", "n+v", "v+n", "v&n"] = "n+v"  # n objects, v actions (Table 4)
-    distil_steps: int = 3  # the paper's N: passes, for objects and for actions each [ours]
+    distil_steps: int = 3  # the paper's N, passes through a block in each distilling [ours]
     share_blocks: bool = True  # all passes use one block ("with the same parameters")
-    residual: bool = True  # residuals in Eq. 4, 6, 7, LayerNorms in Eq. 4, 6-8; no: as printed
+    residual: bool = True  # add residuals and LayerNorms to Eq. 4 and 6-8 [ours]; off: as printed
     object_vectors: int = 32  # K_o, number of object vectors
     action_vectors: int = 5  # K_a, number of action vectors
     w_n2o: float = 0.1  # lambda_1, weight of L_N2O in Eq. 16; 0 leaves it out [ours]
     w_v2a: float = 0.1  # lambda_2, weight of L_V2A in Eq. 16; 0 leaves it out [ours]
     tau: float = 0.1  # temperature of Eq. 11-12 [ours]
-    equal_phrases: Literal["ignored", "negatives"] = "ignored"  # pairs with the same phrase
+    equal_phrases: Literal["ignored", "negatives"] = "ignored"  # how pairs with equal phrases count
     prompt: Literal["none", "fixed", "learnable"] = "learnable"  # what precedes each phrase
     prompt_tokens: int = 4  # P, vectors of a learnable prompt
-    clip: str = "ViT-L-14:openai"  # text encoder: open_clip's MODEL:WEIGHTS (name or file), or mini
+    clip: str = "ViT-L-14:openai"  # text encoder, open_clip's MODEL:WEIGHTS (name or file), or mini
     clip_dim: int = 768  # d, width of CLIP's text space
-    clip_width: int = 768  # width of CLIP's token embeddings, and of a learnable prompt
+    clip_width: int = 768  # width of CLIP's token embeddings and of a learnable prompt
     blind: bool = False  # zero the image features (language-only baseline)
 
 
@@ -115,9 +141,8 @@ class Config(RunConfig):
 class ImageEmbedding(nn.Module):
     """Eq. 1: F_x = conv_1x1(features) + PE. (B, C, H, W) -> (B, N, D), cell n = row * W + column.
 
-    [ours] A cell's position is the vector of its column followed by that of its row. Both images
-    have the same positions, so they cancel in Eq. 2: F_bef and F_aft contain positions, F_diff does
-    not."""
+    [ours] A cell's position is the vector of its column followed by the vector of its row. Both
+    images have the same positions, which cancel in Eq. 2, so F_diff contains none."""
 
     def __init__(self, cfg: Config, channels: int, height: int, width: int):
         super().__init__()
@@ -135,9 +160,9 @@ class ImageEmbedding(nn.Module):
 class GlobalDifference(nn.Module):
     """Eq. 3-5: F^_x = LN(F_x + MHCA(F_x, F_diff)), F_c = W [F^_bef ; F^_aft].
 
-    [ours] Eq. 5 joins channels, and a linear layer brings 2D back to D; one attention serves both
-    images. Eq. 4 as printed (residual=False) is MHCA alone; its residual and LayerNorm are those of
-    DIRL+CCR's released code, although that paper prints neither."""
+    [ours] Eq. 4 as printed (residual=False) is MHCA alone. We take its residual and LayerNorm from
+    DIRL+CCR's released code, although that paper prints neither. Eq. 5 concatenates channels, and W
+    maps 2D channels back to D. Both images share one attention."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -147,7 +172,7 @@ class GlobalDifference(nn.Module):
         self.join = nn.Linear(2 * cfg.dim, cfg.dim)
 
     def enrich(self, f_x: Tensor, f_diff: Tensor) -> Tensor:
-        """Cells of one image and the difference (B, N, D) -> F^_x (B, N, D)."""
+        """Cells of one image (B, N, D) and the difference (B, N, D) -> F^_x (B, N, D)."""
         attended = self.attention(f_x, f_diff)  # Eq. 3-4
         if self.norm is None:
             return attended
@@ -160,13 +185,12 @@ class GlobalDifference(nn.Module):
 
 
 class DistillingBlock(nn.Module):
-    """Eq. 6-8: the source attends to itself, the vectors attend to the source, a linear layer.
+    """Eq. 6-8: the source attends to itself, the vectors attend to it, and a linear layer follows.
 
-    [ours] Eq. 6 and 7 have residuals, and Eq. 6-8 are pre-norm. The paper prints a single residual,
-    in Eq. 8, and no LayerNorm (residual=False). As printed, Eq. 7 replaces each vector by a
-    weighted mean of cells. At the start all K vectors have nearly the same weights, so they become
-    alike and stay so. The "FFN" is one fully connected layer, as the text says, without an
-    activation."""
+    [ours] The residuals of Eq. 6 and 7 and the LayerNorms are ours; residual=False leaves them out.
+    As printed, Eq. 7 replaces each vector by a weighted mean of cells. At the start all K vectors
+    have nearly the same weights, so they become alike and stay so. The FFN is one fully connected
+    layer, as the text says, without an activation."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -181,8 +205,8 @@ class DistillingBlock(nn.Module):
         self.norm_out = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()
 
     def forward(self, source: Tensor, vectors: Tensor):
-        """source F_c^{i-1} (B, M, D), vectors F_o^{i-1} (B, K, D) -> F_c^i (B, M, D), F_o^i
-        (B, K, D), and query (B, K, D) and key (B, M, D) of the cross-attention."""
+        """source F_c^{i-1} (B, M, D), vectors F_o^{i-1} (B, K, D) -> F_c^i (B, M, D); F_o^i
+        (B, K, D); query (B, K, D) and key (B, M, D) of the cross-attention."""
         x = self.norm_source(source)
         attended = self.dropout(self.self_attention(x, x))
         source = source + attended if self.residual else attended  # Eq. 6
@@ -194,7 +218,7 @@ class DistillingBlock(nn.Module):
 
 
 class Distilled(NamedTuple):
-    """K vectors, and the query and key with which the last block attended to its M tokens."""
+    """K vectors, and the query and the key with which the last block attended to its M tokens."""
 
     vectors: Tensor  # (B, K, D)
     query: Tensor  # (B, K, D)
@@ -202,8 +226,8 @@ class Distilled(NamedTuple):
 
 
 class Distilling(nn.Module):
-    """K learned vectors, initially Gaussian, which pass through distil_steps blocks, or as often
-    through one shared block. The source (B, M, D) is F_c, or the vectors of another Distilling."""
+    """K learned vectors, initially Gaussian, pass distil_steps times through one shared block, or
+    through as many blocks. The source (B, M, D) is F_c or the vectors of another Distilling."""
 
     def __init__(self, cfg: Config, count: int):
         super().__init__()
@@ -223,8 +247,8 @@ class Distilling(nn.Module):
 
 class Fusion(nn.Module):
     """Eq. 9: self-attention and a fully connected layer, each with a residual. All tokens
-    (B, N + K_o + K_a, D) -> the same shape. [ours] Pre-norm, as in the distilling blocks, and a
-    ReLU, without which the layer would be linear."""
+    (B, N + K_o + K_a, D) -> the same shape. [ours] Like the distilling blocks, it is pre-norm. A
+    ReLU follows the fully connected layer, which would otherwise be linear."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -242,8 +266,8 @@ class Fusion(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Post-norm decoder layer: words attend to earlier words, then to the differences, then a
-    feed-forward of width 4D. [ours] Widths and the number of layers are DIRL+CCR's."""
+    """Post-norm decoder layer: words attend to earlier words and then to the differences, and a
+    feed-forward of width 4D follows. [ours] Widths and the number of layers are DIRL+CCR's."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -257,8 +281,8 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, cross: tuple[Tensor, Tensor], past=None):
-        """Words x (B, V, D), key and value `cross` (B, M, D) of the differences -> words (B, V, D),
-        `past` (see attend_to_words), and the query (B, V, D) of the cross-attention."""
+        """Words x (B, V, D); key and value (B, M, D) of the differences in `cross` -> words
+        (B, V, D); `past` (see attend_to_words); the query (B, V, D) of the cross-attention."""
         attended, past = self.attend_to_words(x, past)
         x = self.norm1(x + self.dropout(attended))
         query = self.cross_attention.query(x)
@@ -269,10 +293,10 @@ class DecoderLayer(nn.Module):
         return x, past, query
 
     def attend_to_words(self, x: Tensor, past: tuple[Tensor, Tensor] | None):
-        """-> attended words (B, V, D), and keys and values of all words so far: the next `past`.
+        """-> attended words (B, V, D), and the next `past`, keys and values of all words so far.
 
-        Without `past`, x holds all words from START on. With `past`, x is the single word after
-        those of `past`; a Cache decodes this way."""
+        Without `past`, x holds all words from START on. A Cache passes `past`; then x is the single
+        word after those of `past`."""
         q, k, v = self.self_attention.project(x, x)
         if past is None:
             return self.self_attention.attend(q, k, v, causal=True), (k, v)
@@ -285,9 +309,9 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Words and differences -> hidden states; `head` gives the distribution of the next word.
 
-    Every word sees itself and earlier words only, so padding at the end of a caption needs no mask.
-    [ours] A LayerNorm follows the sum of words and positions, and matrices are initialised
-    Xavier-uniform, as in DIRL+CCR."""
+    Every word sees only itself and earlier words, so padding at the end of a caption needs no mask.
+    [ours] From DIRL+CCR: a LayerNorm after the sum of words and positions, and Xavier-uniform
+    initial matrices."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -301,8 +325,8 @@ class Decoder(nn.Module):
         initialise(self, xavier=True)
 
     def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All words at once: (B, V) -> hidden states (B, V, D), and the last layer's query
-        (B, V, D) and key (B, M, D) of the differences."""
+        """All words at once, ids (B, V) -> hidden states (B, V, D); from the last layer, the words'
+        query (B, V, D) and the differences' key (B, M, D)."""
         x = self.embed_words(ids)
         for layer, cross in zip(self.layers, self.memory(difference), strict=True):
             x, _, query = layer(x, cross)
@@ -317,7 +341,7 @@ class Decoder(nn.Module):
         return self.dropout(self.norm(self.project(self.embed(ids)) + position))
 
     def memory(self, difference: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Key and value of the differences (B, M, D) for each layer, computed once per caption."""
+        """Differences (B, M, D) -> each layer's key and value, computed once per caption."""
         memory = []
         for layer in self.layers:
             key = layer.cross_attention.key(difference)
@@ -327,8 +351,8 @@ class Decoder(nn.Module):
 
 
 class Cache:
-    """Writes captions word by word, see common.decode. `memory` and `past` hold the keys and values
-    of the differences and of the words so far, for each layer."""
+    """Writes captions word by word (see common.decode). For each layer, `memory` holds the key and
+    value of the differences, and `past` those of the words so far."""
 
     def __init__(self, decoder: Decoder, difference: Tensor):
         self.decoder = decoder
@@ -343,8 +367,7 @@ class Cache:
         return self.decoder.head(x[:, 0])
 
     def reorder(self, rows: Tensor) -> None:
-        """After a step: caption i goes on from what caption rows[i] has so far. rows: any number
-        of row numbers of the batch."""
+        """Go on with these rows of the batch, in this order; a row may repeat or be missing."""
         self.memory = [(key[rows], value[rows]) for key, value in self.memory]
         self.past = [(key[rows], value[rows]) for key, value in self.past]
 
@@ -355,23 +378,22 @@ class Cache:
 class Attributes(NamedTuple):
     """The noun or verb phrases of B captions, before the adapter. Made by Phrases, below."""
 
-    text: Tensor  # (B, d) by CLIP's text encoder
+    text: Tensor  # (B, d) from CLIP's text encoder
     valid: Tensor  # (B,) bool: the caption has such a phrase
-    same: Tensor  # (B, B) bool: not negatives of each other
+    same: Tensor  # (B, B) bool: the two are not negatives of each other
 
 
 def alignment_loss(
     vectors: Tensor, phrases: Tensor, valid: Tensor, same: Tensor, tau: float
 ) -> Tensor:
     """Eq. 10-13, L_N2O or L_V2A: InfoNCE of cosines between the mean of a pair's vectors and its
-    phrase, both ways. vectors (B, K, D), phrases (B, D) -> a scalar.
+    phrase, in both directions. vectors (B, K, D), phrases (B, D) -> a scalar.
 
-    [ours] Pairs without a phrase (valid (B,) is False) are not negatives, and count as 0 in the
-    mean over all B pairs. [ours] Pairs with equal phrases (same (B, B)) are not negatives of each
-    other: templates make many such pairs, and the loss would push apart what says the same. Phrases
-    of equal meaning ("is gone", "is missing") remain negatives: in a batch of 16 changed pairs of
-    mini, about 70 % of the pairs have such a negative. All pairs without a change have one, so
-    the loss of these stays at chance, because all their captions say the same."""
+    [ours] A pair without a phrase (valid (B,) is False) is no negative and counts as 0 in the mean
+    over B. Pairs with equal phrases (same (B, B)), which templates often make, are not negatives of
+    each other. Phrases that differ but mean the same ("is gone", "is missing") remain negatives. In
+    a batch of 16 changed pairs of mini, about 70 % of the pairs have such a negative. All unchanged
+    pairs have one, because their captions all mean the same, so their loss stays at chance."""
     f_c = F.normalize(vectors.mean(1), dim=-1)  # Eq. 10; F_c of Eq. 11-12, not of Eq. 5
     f_l = F.normalize(phrases, dim=-1)  # F_l of Eq. 11-12: F_noun or F_verb
     s = f_l @ f_c.T / tau  # (B, B), phrases in rows
@@ -384,13 +406,12 @@ def alignment_loss(
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
-    """Eq. 15, L_XE: cross-entropy of each next word, averaged over the words of each caption, then
-    over the batch. logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with
-    NULL."""
+    """Eq. 15, L_XE: cross-entropy of the next word, averaged over each caption, then over the
+    batch. logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
     target = caption[:, 1:]
     scores = logits[:, :-1].transpose(1, 2)  # (B, vocabulary, V - 1)
     loss = F.cross_entropy(scores, target, ignore_index=NULL, reduction="none")  # (B, V - 1)
-    words = (target != NULL).sum(1).clamp(min=1)  # an empty caption has loss 0, not NaN
+    words = (target != NULL).sum(1).clamp(min=1)  # so that an empty caption has loss 0, not NaN
     return (loss.sum(1) / words).mean()  # Eq. 15
 
 
@@ -405,8 +426,8 @@ def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
 
 
 class RDD(nn.Module):
-    """RDD+ACR with all its parameters. grid: (C, H, W) of the features; max_len: longest caption in
-    tokens, START and END included."""
+    """RDD+ACR with all its parameters. grid: (C, H, W) of the features; max_len: tokens of the
+    longest caption, with START and END."""
 
     def __init__(self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int):
         super().__init__()
@@ -437,9 +458,8 @@ class RDD(nn.Module):
                 nn.Linear(cfg.dim, cfg.dim),
             )
         # [ours] One prompt for all noun phrases and one for all verb phrases, as in CoOp. The paper
-        # also cites CoCoOp, which makes a prompt for each input, and says that prompts "adaptively
-        # generate different prompts for different segments": ours, one for all, reads this sentence
-        # less literally.
+        # says that prompts "adaptively generate different prompts for different segments" and also
+        # cites CoCoOp, which makes a prompt for each input. We read this sentence less literally.
         self.noun_prompt = None
         self.verb_prompt = None
         size = (cfg.prompt_tokens, cfg.clip_width)
@@ -449,9 +469,9 @@ class RDD(nn.Module):
             self.verb_prompt = nn.Parameter(0.02 * torch.randn(size))
 
     def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, dict[str, Distilled]]:
-        """(B, C, H, W) twice -> what the decoder reads, and "objects" and "actions", if `order` has
-        them. [ours] The decoder reads all N + K_o + K_a tokens of Eq. 9; in section "Caption
-        Decoder" it reads HW tokens."""
+        """Features (B, C, H, W) of both images -> tokens for the decoder (B, N + K_o + K_a, D); and
+        by name the "objects" and "actions" that `order` has. [ours] The decoder reads all tokens of
+        Eq. 9, although section "Caption Decoder" speaks of HW tokens."""
         if self.cfg.blind:
             before = torch.zeros_like(before)
             after = torch.zeros_like(after)
@@ -485,8 +505,7 @@ class RDD(nn.Module):
         nouns: Attributes | None = None,
         verbs: Attributes | None = None,
     ) -> dict[str, Tensor]:
-        """The terms of Eq. 16 for one batch of pairs: features (B, C, H, W) twice, caption (B, V),
-        its phrases."""
+        """Features (B, C, H, W) of both images, caption (B, V), its phrases -> terms of Eq. 16."""
         cfg = self.cfg
         tokens, distilled = self.encode(before, after)  # Eq. 1-9
         hidden, _, _ = self.decoder(caption, tokens)
@@ -508,8 +527,8 @@ class RDD(nn.Module):
         return losses
 
     def prompts(self) -> dict[str, Tensor | None]:
-        """What Phrases.encode puts in front of the phrases that the losses need: for "nouns" and
-        "verbs" a learned prompt (P, clip_width), or None."""
+        """What Phrases.encode puts before the "nouns" and before the "verbs", if their losses are
+        used: a learned prompt (P, clip_width), or None."""
         prompts = {}
         if self.cfg.w_n2o:
             prompts["nouns"] = self.noun_prompt
@@ -519,18 +538,17 @@ class RDD(nn.Module):
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
-        """Captions of pairs of features (B, C, H, W): greedy ids (B, max_len)."""
+        """Features (B, C, H, W) of both images -> ids of greedy captions (B, max_len)."""
         tokens, _ = self.encode(before, after)
         cache = Cache(self.decoder, tokens)
         return decode(cache.step, before.shape[0], self.max_len, before.device)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """Maps (B, H, W) by name. "decoder": the last layer's attention over cells, averaged over
-        heads and over the words of ids (B, V); the softmax runs over the N cells only, without the
-        object and action vectors, so each map sums to 1. "objects" and "actions": the last block's
-        attention, averaged over heads and vectors; if a block reads the other set of vectors, its
-        weights are multiplied by that set's weights over cells."""
+        """Maps (B, H, W) by name; each sums to 1. "decoder": the last layer's attention, averaged
+        over heads and over the words of ids (B, V), with its softmax over the N cells only.
+        "objects" and "actions": the last block's attention, averaged over heads and vectors. If a
+        block reads the other set, its weights are multiplied by that set's weights over cells."""
         _, height, width = self.grid
         tokens, distilled = self.encode(before, after)
         _, query, key = self.decoder(ids, tokens)
@@ -558,10 +576,10 @@ VERB_PROMPT = "what happened: "
 
 def encode_prompted(clip, tokens: Tensor, prompt: Tensor | None = None) -> Tensor:
     """CLIP's text encoder with P learned vectors between the start token and the words, as in CoOp.
-    Without a prompt, the same as CLIP's encode_text.
+    Without a prompt it equals CLIP's encode_text.
 
     tokens (S, L) ids, prompt (P, width) -> (S, d). L may stop at the longest text's end token,
-    since later tokens are never seen. L + P is at most CLIP's context length (77 tokens)."""
+    because no token sees later ones. L + P is at most CLIP's context length (77 tokens)."""
     x = clip.token_embedding(tokens)  # (S, L, width)
     ends = tokens.argmax(1)  # the end token has the highest id
     if prompt is not None:
@@ -578,13 +596,12 @@ def encode_prompted(clip, tokens: Tensor, prompt: Tensor | None = None) -> Tenso
 
 
 class Phrases:
-    """Section "Attribute-guided Tokens Generating", before the adapter: CLIP's text encoder reads
-    the noun phrases of each training caption, joined by "and", and likewise its verb phrases. Used
-    in training only: not part of the model or its checkpoint. [ours] CLIP is ViT-L/14, and frozen.
+    """Section "Attribute-guided Tokens Generating" up to the adapter: CLIP's text encoder reads the
+    noun phrases of each training caption, joined by "and", and likewise its verb phrases. Only
+    training needs this class, and no checkpoint contains it. [ours] CLIP is ViT-L/14, and frozen.
 
     clip: an open_clip.CLIP, frozen, on cfg.device; tokenizer: texts -> ids (S, context);
-    segments: caption -> (noun phrases, verb phrases), for every training caption. In a loop of your
-    own:
+    segments: caption -> (noun phrases, verb phrases), for every training caption. An example:
 
         phrases = Phrases(cfg, clip, tokenizer, {"the cube is gone": (["the cube"], ["is gone"])})
         attributes = phrases.encode(["the cube is gone"], model.prompts())
@@ -615,23 +632,21 @@ class Phrases:
         }
         tokens = tokenizer(texts)  # (S, context)
         longest = 1 + int(tokens.argmax(1).max())  # the end token has the highest id
-        # The padding after it costs time, and a learnable prompt needs its room.
+        # Padding after it would cost time and leave less room for a learnable prompt.
         self.tokens = tokens[:, :longest].to(cfg.device)
 
     def encode(
         self, captions: list[str], prompts: dict[str, Tensor | None]
     ) -> dict[str, Attributes]:
-        """Attributes of the "nouns", the "verbs" or both of B captions. prompts: see RDD.prompts.
-
-        CLIP encodes repeated phrases once."""
+        """The "nouns", the "verbs" or both of B captions, as `prompts` says (see RDD.prompts)."""
         device = self.tokens.device
         attributes = {}
         # CLIP runs twice in a step. A GPU would be faster with one call for both kinds, but the
-        # bookkeeping of who said what would take as many lines as this method.
+        # bookkeeping of which phrase is whose would take as many lines as this method.
         for kind, prompt in prompts.items():
             rows = torch.tensor([self.rows[kind][caption] for caption in captions])  # (B,)
-            # A pair without a phrase (-1) gets any text: `valid` leaves the pair out. This is done
-            # on the CPU, because `unique` would make the program wait for the GPU.
+            # Equal phrases are encoded once. A pair without a phrase (-1) gets any text, because
+            # `valid` leaves the pair out. On a GPU, `unique` would make the program wait.
             distinct, place = rows.clamp(min=0).unique(return_inverse=True)
             texts = encode_prompted(self.clip, self.tokens[distinct.to(device)], prompt)
             rows = rows.to(device)
@@ -672,12 +687,12 @@ def verb_matcher(vocab):
 
 
 def segments(doc) -> tuple[list[str], list[str]]:
-    """Noun segments and verb segments of one caption (see data.analysed), in reading order, lower
-    case. Nouns come without articles, but with "no" ("no change"). A copula without a complement
-    ("is") counts only if the caption has no other verb segment."""
+    """One caption, read by data.analysed -> its noun segments and its verb segments, in reading
+    order and lower case. Nouns lose their articles but keep "no" ("no change"). A copula without a
+    complement ("is") counts only if the caption has no other verb segment."""
     import data
 
-    if isinstance(doc, str):  # a template's caption, which needs no spaCy
+    if isinstance(doc, str):  # a caption from a template, which needs no spaCy
         return data.template_segments(doc)
     from spacy.util import filter_spans
 
@@ -696,11 +711,10 @@ def segments(doc) -> tuple[list[str], list[str]]:
 
 
 def phrases_of(dataset, cfg: Config) -> Phrases | None:
-    """The phrases of a data set's (data.Dataset) training captions; None if no loss needs them.
+    """Phrases of the training captions of a data set (data.Dataset); None if no loss needs them.
 
-    [ours] Captions from templates (mini, CLEVR-Change, CLEVR-DC) are read by rules, because spaCy
-    often errs on them. The paper: "we use spaCy [...] to extract all noun and verb segments"
-    (section ACR)."""
+    The paper uses "spaCy [...] to extract all noun and verb segments" (section ACR). [ours] Rules
+    read captions from templates (mini, CLEVR-Change, CLEVR-DC), on which spaCy often errs."""
     import data
 
     if not (cfg.w_n2o or cfg.w_v2a):
@@ -716,11 +730,10 @@ def phrases_of(dataset, cfg: Config) -> Phrases | None:
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# K_a from section "Effect of Learnable Vectors Number". The main text has no batch size, learning
-# rate or schedule, and we do not have the supplement: we take SCORER's [ours]. For LEVIR-CC,
-# which SCORER's paper does not use, RDD+ACR takes Spot-the-Diff's batch size and no drops of the
-# learning rate. For your own pairs (usually few): half the width, and early stopping on validation
-# [ours].
+# K_a is from section "Effect of Learnable Vectors Number". The main text has no batch size and no
+# learning rate, so we take SCORER's [ours]. For LEVIR-CC, which SCORER's paper does not use,
+# RDD+ACR takes Spot-the-Diff's batch size, and the learning rate does not drop. Your own pairs are
+# usually few, so they get half the width, and early stopping on validation [ours].
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "levir_cc": dict(action_vectors=10, batch_size=32),
@@ -739,10 +752,9 @@ PRESETS = {
 def compute_losses(
     model: RDD, batches: tuple, cfg: Config, phrases: Phrases | None = None
 ) -> dict[str, Tensor]:
-    """Eq. 16 and its terms. The batches (changed pairs, distractor pairs of the same scenes) are
-    joined into one, because the negatives of Eq. 11-12 are "all other tokens in the batch". That
-    they share "before" images does no harm: differences are compared with texts, not with images.
-    """
+    """Eq. 16 and its terms. The batches (changed pairs, distractor pairs of the same scenes) become
+    one, because the negatives of Eq. 11-12 are "all other tokens in the batch". They share "before"
+    images, which does no harm, because the loss does not compare images with images."""
     batches = [batch.to(cfg.device) for batch in batches]
     before = torch.cat([batch.before for batch in batches])
     after = torch.cat([batch.after for batch in batches])
@@ -761,10 +773,10 @@ def compute_losses(
 
 def train(cfg: Config, dataset, phrases: Phrases | None = None, resume: bool = False) -> RDD:
     """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
-    phrases: those of its captions, unless w_n2o and w_v2a are 0.
+    phrases: those of its training captions, unless w_n2o and w_v2a are 0.
 
-    Ctrl-C and SIGTERM save last.pt and exit 130 or 143; `resume` continues from there as if
-    training had never stopped. FloatingPointError if a loss is not finite."""
+    Ctrl-C and SIGTERM save last.pt and exit with code 130 or 143. From there, `resume` continues as
+    if training had never stopped. FloatingPointError if a loss is not finite."""
     torch.manual_seed(cfg.seed)
     model = RDD(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -799,8 +811,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir (validation during training): the quick metrics only. With it: every metric for
-    every group of pairs, printed and written, along with captions and sample pictures."""
+    Without out_dir, only the quick metrics that training needs are computed. With it, every metric
+    for every group of pairs is printed and written, along with captions and sample pictures."""
     model.eval()
     captions = {}  # by pair id
     maps = {}
