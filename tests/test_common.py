@@ -172,14 +172,6 @@ def test_a_variant_sets_the_released_details(tmp_path):
         parse("--resume", "--out_dir", paper, "--variant", "released")
 
 
-def test_help_is_read_from_the_comments(capsys):
-    with pytest.raises(SystemExit):
-        parse("--help")
-    text = " ".join(capsys.readouterr().out.split())
-    assert "width in cells (default: 4)" in text
-    assert "5 % as many" in text  # a base class's comment, with a sign that argparse would format
-
-
 @pytest.mark.parametrize(
     "fields", [{"schedule": "linear"}, {"lr": -1.0}, {"lr": math.nan}, {"steps": 0}]
 )
@@ -393,31 +385,6 @@ def test_a_signal_in_the_first_step_is_not_delayed(tmp_path):
     run, _ = train(tmp_path, each=lambda _: in_step.append(signal.getsignal(signal.SIGTERM)))
     assert in_step == [before, run.on_signal, run.on_signal, run.on_signal]
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_stages_each_have_an_optimizer(tmp_path):
-    """A stage takes over the optimizer's state only if last.pt was saved within it, and a stage
-    that has ended yields nothing."""
-    cfg = config_of(tmp_path)
-    model = Linear(cfg)
-
-    def steps(run, optimizer, **stage):
-        for _ in run.steps(Words(), 1, optimizer, **stage):
-            optimizer.zero_grad()
-            model.layer(torch.ones(2)).sum().backward()
-            optimizer.step()
-            run.record({"total": torch.tensor(1.0)})
-            run.save("last.pt")
-
-    steps(Run(cfg, model, [Words()]), torch.optim.Adam(model.parameters()), last=2, stage="one")
-    assert log_of(tmp_path, "train")[0]["stage"] == "one"
-    for first, taken_over in ((2, 0), (1, 2)):
-        run = Run(cfg, model, [Words()], resume=True)
-        optimizer = torch.optim.Adam(model.parameters())
-        steps(run, optimizer, last=2, stage="one")
-        assert run.step == 2
-        next(run.steps(Words(), 1, optimizer, last=4, first=first, stage="two"))
-        assert len(optimizer.state) == taken_over
 
 
 def test_captions_with_other_special_ids_are_refused(tmp_path, monkeypatch):

@@ -70,13 +70,10 @@ def small(method, max_len=V, **fields):
     return MODELS[method](cfg, WORDS, (C, H, W), max_len)
 
 
-def shallow(method, **fields):
-    """`small`, of one layer where the number can be chosen."""
-    layers = {}
-    for name in ("layers", "decoder_layers", "distil_steps"):
-        if hasattr(method.Config, name):
-            layers[name] = 1
-    return small(method, **layers | fields)
+def one_layer(method):
+    """Fields of a model's Config that make it as shallow as can be."""
+    names = ("layers", "decoder_layers", "distil_steps")
+    return {name: 1 for name in names if hasattr(method.Config, name)}
 
 
 def entities_of(model):
@@ -315,10 +312,6 @@ class Part(torch.nn.Module):
         return self.function(self.model, *tensors)
 
 
-def encoded(model, *pairs):
-    return model.encode(*pairs)[0]
-
-
 def second_word(model, ids, *pairs):
     """ids (B, 2) -> logits of the word after them."""
     cache = cache_of(model, *pairs)
@@ -326,17 +319,15 @@ def second_word(model, ids, *pairs):
     return cache.step(ids[:, 1], 1)
 
 
-def test_encode_and_a_step_export_with_any_number_of_pairs(method):
+def test_encode_and_steps_export_with_any_number_of_pairs(method):
     model = small(method).eval()
-    pairs = (*pictures().float(), *entities_of(model))
-    any_number = {0: torch.export.Dim.DYNAMIC}
-    for function, inputs in ((encoded, pairs), (second_word, (CAPTION[:, :2].clone(), *pairs))):
-        part = Part(model, function)
-        shapes = ((any_number,) * len(inputs),)
-        exported = torch.export.export(part, (inputs,), dynamic_shapes=shapes).module()
-        for rows in ([2, 0, 3], [1]):
-            others = tuple(x[rows] for x in inputs)
-            torch.testing.assert_close(exported(others), part(others))
+    inputs = (CAPTION[:, :2].clone(), *pictures().float(), *entities_of(model))
+    part = Part(model, second_word)
+    shapes = (({0: torch.export.Dim.DYNAMIC},) * len(inputs),)
+    exported = torch.export.export(part, (inputs,), dynamic_shapes=shapes).module()
+    for rows in ([2, 0, 3], [1]):
+        others = tuple(x[rows] for x in inputs)
+        torch.testing.assert_close(exported(others), part(others))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -542,7 +533,7 @@ def learned(call, model, kind, more):
 
 def test_the_model_compiles_as_one_graph(method, fresh_compiler):
     """Losses and gradients of every kind of step equal those without torch.compile."""
-    model = shallow(method)
+    model = small(method, **one_layer(method))
     # One backward graph suffices; it takes most of the time.
     backend = "aot_eager" if method is scorer_cbr else "eager"
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
@@ -571,7 +562,7 @@ def test_compiled_losses_have_gradients_in_float32(fresh_compiler):
 
 def test_bfloat16_follows_float32(method):
     """Losses agree to 1 %, gradients to 6 %. Autocast on the CPU stands in for CUDA's."""
-    model = shallow(method, dim=32, heads=4)
+    model = small(method, dim=32, heads=4, **one_layer(method))
     for kind, more in steps_of(model).items():
         expected, exact = learned(model, model, kind, more)
         with torch.autocast("cpu", torch.bfloat16):
@@ -600,11 +591,11 @@ def test_a_run_compiles_one_graph(method, prepared, tiny, tmp_path, monkeypatch,
         return original(model, *args)
 
     monkeypatch.setattr(method, "compute_losses", compiled)
-    stages = []
+    flags = [f"--{name}=1" for name in one_layer(method)]
     if method is idc_pretrain:
-        stages = "--mlm 1 --mvcl 1 --fda 0 --pretrain_steps 8 --pretrain_batch 3".split()
-    run(method, *tiny, *stages, "--data_dir", prepared, "--out_dir", tmp_path / "run")
-    assert len(graphs) == (3 if method is idc_pretrain else 1)
+        flags += "--mlm 1 --mvcl 0 --fda 0 --pretrain_steps 8 --pretrain_batch 3".split()
+    run(method, *tiny, *flags, "--data_dir", prepared, "--out_dir", tmp_path / "run")
+    assert len(graphs) == (2 if method is idc_pretrain else 1)
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -740,8 +731,8 @@ def minis(tmp_path_factory):
 
 @pytest.fixture
 def smoke(method, minis, monkeypatch):
-    """mini, drawn once, and a short run of each method on it, which needs no spaCy -> folder of the
-    data, of the run."""
+    """mini, drawn once, and a short run of each method on it, which needs no spaCy -> the folder
+    of the run."""
     for name in ("spacy", *sys.modules):
         if name.split(".")[0] == "spacy":
             monkeypatch.setitem(sys.modules, name, None)
@@ -753,29 +744,25 @@ def smoke(method, minis, monkeypatch):
         else:
             flags += ["--lr", "2e-3"]
         run(method, *flags, "--data_dir", minis / "mini", "--out_dir", out)
-    return minis / "mini", out
+    return out
 
 
 def test_embedded_data_set_from_nothing(method, smoke):
-    root, out = smoke
-    first, *_, last = train_lines(out)
+    first, *_, last = train_lines(smoke)
     assert last["caption"] < first["caption"]
     assert math.isfinite(last["total"])
-    result = json.loads((out / "scores_test.json").read_text())
+    result = json.loads((smoke / "scores_test.json").read_text())
     assert set(result["accuracy"]) >= {"change type", "distractors", "all four"}
     assert "view: hardest quarter" in result["scores"]
     for group in ("total", "add", "drop"):
         assert 0 <= result["scores"][group]["pointing"] <= 100
         assert 0 < result["scores"][group]["chance"] < 20
-    assert (out / "samples.png").exists()
-    other = ["--scenes", "70", "--data_dir", root, "--out_dir", out / "other"]
-    with pytest.raises(ValueError, match="--data_dir"):  # it was made with other settings
-        run(method, *other, "--device", "cpu")
+    assert (smoke / "samples.png").exists()
 
 
 def test_any_two_files_are_captioned_with_the_checkpoint_alone(method, smoke, tmp_path, capsys):
     checkpoint = tmp_path / "moved.pt"
-    checkpoint.write_bytes((smoke[1] / "best.pt").read_bytes())
+    checkpoint.write_bytes((smoke / "best.pt").read_bytes())
     before = tmp_path / "a.jpg"
     after = tmp_path / "b.gif"
     Image.new("L", (31, 57), 3).save(before)
@@ -791,7 +778,7 @@ def test_any_two_files_are_captioned_with_the_checkpoint_alone(method, smoke, tm
 @SCORER
 def test_the_readmes_line_captions_a_pair_from_python(smoke, tmp_path, monkeypatch):
     line = re.search(r"`(caption, maps = [^`]*)`", README)[1]
-    (tmp_path / "best.pt").write_bytes((smoke[1] / "best.pt").read_bytes())
+    (tmp_path / "best.pt").write_bytes((smoke / "best.pt").read_bytes())
     for name in ("before", "after"):
         Image.new("RGB", (30, 20)).save(tmp_path / f"{name}.png")
     monkeypatch.chdir(tmp_path)
