@@ -11,10 +11,12 @@ tests/bounds.json, which is committed).
 """
 
 import argparse
+import functools
 import json
 import math
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -41,56 +43,45 @@ def ngrams(text: str) -> Counter:
     return counts
 
 
-class Cider:
-    """CIDEr of a caption against the references of one pair; document frequencies are counted over
-    all pairs.
+def cider_of(references: list[list[str]]) -> Callable[[str, int], float]:
+    """-> a function of a caption and the number of a pair: CIDEr (not x 100) against this pair's
+    references. Document frequencies are counted over all pairs.
 
-    references: the references of every pair. The values equal pycocoevalcap's, but two texts are
-    compared only once here, because many pairs have the same references.
-    """
+    The values equal pycocoevalcap's, but two texts are compared only once here, because many pairs
+    have the same references."""
+    frequency = Counter()  # n-gram -> number of pairs whose references contain it
+    for texts in references:
+        frequency.update(set().union(*map(ngrams, texts)))
 
-    def __init__(self, references: list[list[str]]):
-        self.references = references
-        self.frequency = Counter()  # n-gram -> number of pairs whose references contain it
-        for texts in references:
-            self.frequency.update(set().union(*(ngrams(text).keys() for text in texts)))
-        self.vectors = {}
-        self.similarities = {}
-
-    def vector(self, text: str) -> tuple[dict[tuple, float], list[float]]:
+    @functools.cache
+    def vector(text):
         """tf-idf of every n-gram, and their norm for each n."""
-        if text not in self.vectors:
-            weights = {}
-            for gram, count in ngrams(text).items():
-                frequency = max(1, self.frequency[gram])
-                weights[gram] = count * math.log(len(self.references) / frequency)
-            norms = []
-            for n in range(1, 5):
-                norms.append(math.hypot(*(x for gram, x in weights.items() if len(gram) == n)))
-            self.vectors[text] = (weights, norms)
-        return self.vectors[text]
+        weights = {}
+        for gram, count in ngrams(text).items():
+            weights[gram] = count * math.log(len(references) / max(1, frequency[gram]))
+        norms = []
+        for n in range(1, 5):
+            norms.append(math.hypot(*(x for gram, x in weights.items() if len(gram) == n)))
+        return weights, norms
 
-    def similarity(self, caption: str, reference: str) -> float:
+    @functools.cache
+    def similarity(caption, reference):
         """Mean cosine over n = 1 ... 4, times 10, reduced if the texts differ in length."""
-        key = (caption, reference)
-        if key not in self.similarities:
-            x, x_norms = self.vector(caption)
-            y, y_norms = self.vector(reference)
-            dots = [0.0] * 4
-            for gram in x.keys() & y.keys():
-                dots[len(gram) - 1] += min(x[gram], y[gram]) * y[gram]
-            cosines = 0.0
-            for dot, x_norm, y_norm in zip(dots, x_norms, y_norms, strict=True):
-                if x_norm * y_norm:
-                    cosines += dot / (x_norm * y_norm)
-            gap = caption.count(" ") - reference.count(" ")
-            self.similarities[key] = 10 * cosines / 4 * math.exp(-(gap**2) / 72)
-        return self.similarities[key]
+        x, x_norms = vector(caption)
+        y, y_norms = vector(reference)
+        cosines = 0.0
+        for gram in x.keys() & y.keys():
+            norms = x_norms[len(gram) - 1] * y_norms[len(gram) - 1]
+            if norms:
+                cosines += min(x[gram], y[gram]) * y[gram] / norms
+        gap = caption.count(" ") - reference.count(" ")
+        return 10 * cosines / 4 * math.exp(-(gap**2) / 72)
 
-    def __call__(self, caption: str, pair: int) -> float:
-        """CIDEr (not x 100) of a caption for the pair with this number."""
-        texts = self.references[pair]
-        return sum(self.similarity(caption, text) for text in texts) / len(texts)
+    def cider(caption, pair):
+        texts = references[pair]
+        return sum(similarity(caption, text) for text in texts) / len(texts)
+
+    return cider
 
 
 def best_captions(dataset: data.Dataset, kinds: dict[str, set[str]]) -> dict[str, str]:
@@ -114,7 +105,7 @@ def best_captions(dataset: data.Dataset, kinds: dict[str, set[str]]) -> dict[str
     tokens = data.settings_of(dataset.name).tokens
     scored = data.scored_words(as_read, tokens, dataset.vocab.index, quick=False)
     words = dict(zip(texts, scored, strict=True))
-    cider = Cider([[words[c] for c in pair.captions] for pair in val])
+    cider = cider_of([[words[c] for c in pair.captions] for pair in val])
 
     best = {}
     for kind, captions in candidates.items():
@@ -136,9 +127,7 @@ def bounds(name: str, root: Path) -> dict:
     references = {p.id: p.captions for p in dataset.pairs("test")}
     per_kind = {}
     for kind, ids in release.kinds.items():
-        for i in references:
-            if i in ids:
-                per_kind[i] = chosen[kind]
+        per_kind |= dict.fromkeys(references.keys() & ids, chosen[kind])
     rng = np.random.default_rng(0)
     human = {}
     others = {}
@@ -168,18 +157,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=data.DATASETS)
     parser.add_argument("--data_dir", type=Path, help="folder of the release (default: data/NAME)")
-    parser.add_argument(
-        "--out", type=Path, default=HERE / "bounds.json", help="JSON file to add the entry to"
-    )
+    text = "JSON file to add the entry to"
+    parser.add_argument("--out", type=Path, default=HERE / "bounds.json", help=text)
     args = parser.parse_args(argv)
     result = bounds(args.name, args.data_dir or Path("data", args.name))
     print(data.format_scores(result["scores"]))
     for kind, caption in result["chosen"].items():
         print(f"chosen, {kind}: {caption}")
-    print(
-        f"{HUMAN}: of {result['pairs'][ONE_CAPTION]} pairs the {result['pairs'][HUMAN]} with "
-        "several references; a system is scored against one reference more"
-    )
+    print(f"pairs: {result['pairs']}; for a human, those with several references")
     entries = json.loads(args.out.read_text()) if args.out.exists() else {}
     entries[args.name] = result  # those of other data sets stay
     write_text(args.out, json.dumps(dict(sorted(entries.items())), indent=1) + "\n")

@@ -103,16 +103,13 @@ def train_lines(folder):
 def write_release(root, train=8, val=2, test=5):
     """A CLEVR-Change release without features. Scenes are numbered through train, val and test, and
     the five types of change take turns."""
-    rng = np.random.default_rng(0)
     count = train + val + test
     types = {kind: [] for kind in ("color", "material", "add", "drop", "move")}
     change = {}
     same = {}
     for i in range(count):
         for view, folder in data.CLEVR_FOLDERS.items():
-            (root / folder).mkdir(parents=True, exist_ok=True)
-            picture = Image.fromarray(rng.integers(0, 255, (12, 16, 3), dtype=np.uint8))
-            picture.save(root / folder / f"CLEVR_{view}_{i:06d}.png")
+            write_picture(root / folder / f"CLEVR_{view}_{i:06d}.png")
         kind = list(types)[i % 5]
         types[kind].append(f"{i:06d}.png")
         color = COLORS[i % 4]
@@ -219,37 +216,12 @@ def release(tmp_path):
 @pytest.fixture
 def prepared(release):
     """The same folder with random features."""
-    paths = data.read_clevr_change(release).paths
-    rng = np.random.default_rng(1)
-    names = sorted(paths)
-    files = [paths[name] for name in names]
-    features = rng.random((len(names), *GRID)).astype(np.float32)
-    blocks = [features[:7], features[7:]]
-    path = release / "features.h5"
-    data.write_features(path, names, files, blocks, "resnet101-layer3", "at random")
+    write_features("clevr_change", release)
     return release
 
 
 @pytest.fixture
 def tiny():
     """Flags that make any method small and quick on `prepared`."""
-    return [
-        "--dataset",
-        "clevr_change",
-        "--device",
-        "cpu",
-        "--dim",
-        "16",
-        "--word_dim",
-        "10",
-        "--heads",
-        "2",
-        "--batch_size",
-        "3",
-        "--eval_every",
-        "4",
-        "--log_every",
-        "2",
-        "--steps",
-        "8",
-    ]
+    flags = "--dataset clevr_change --device cpu --dim 16 --word_dim 10 --heads 2 --batch_size 3"
+    return [*flags.split(), *"--eval_every 4 --log_every 2 --steps 8".split()]

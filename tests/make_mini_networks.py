@@ -60,11 +60,6 @@ def one_cycle(parameters: list, rate: float, steps: int) -> tuple:
     return optimizer, schedule
 
 
-def half(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Converts weights to float16; counters stay as they are."""
-    return {name: w.half() if w.is_floating_point() else w for name, w in weights.items()}
-
-
 # ---- feature network -----------------------------------------------------------------------------
 
 
@@ -171,20 +166,18 @@ def random_names(pictures: list[list[list[str]]]) -> list[str]:
     return names
 
 
-def is_true(names: list[set[str]], objects: list[list[str]]) -> bool:
-    """Does each name fit some object of a picture? It fits if the object has all of its words."""
-    for name in names:
-        if not any(name.issubset(words) for words in objects):
+def is_true(text: str, objects: list[list[str]]) -> bool:
+    """Does each name in a phrase fit some object of a picture? It fits if the object has all of its
+    words."""
+    for name in text.split(" and "):
+        if not any(set(name.split()).issubset(words) for words in objects):
             return False
     return True
 
 
 def object_words(pictures: list[list[dict]]) -> list[list[list[str]]]:
     """For each picture and object, the words of the object's full name."""
-    words = []
-    for objects in pictures:
-        words.append([mini.phrase(item).split() for item in objects])
-    return words
+    return [[mini.phrase(item).split() for item in objects] for objects in pictures]
 
 
 def whole_names() -> list[str]:
@@ -217,12 +210,7 @@ def train_clip(images: Tensor, pictures: list[list[dict]], words: list[str], ste
         single = torch.rand(CLIP_BATCH) < 0.5
         for a, b, alone in zip(first, second, single.tolist(), strict=True):
             phrases.append(a if alone else f"{a} and {b}")
-        names = []
-        for text in phrases:
-            names.append([set(name.split()) for name in text.split(" and ")])
-        rows = []
-        for objects in shown:
-            rows.append([is_true(of_phrase, objects) for of_phrase in names])
+        rows = [[is_true(text, objects) for text in phrases] for objects in shown]
         target = torch.tensor(rows).float()  # (pictures, phrases)
         text = clip.encode_text(tokenizer(phrases), normalize=True)
         x = images[index].to(memory_format=torch.channels_last)
@@ -263,21 +251,16 @@ def main() -> None:
     training = read_pictures(args.data_dir, "train")
     validation = read_pictures(args.data_dir, "val")
 
-    if args.cnn_steps:
-        net, head = train_feature_net(*training, args.cnn_steps)
-        weights = half(net.state_dict())
-        save_tensors(args.out_dir / "mini_cnn.pt", weights)
-        net.load_state_dict(weights)
-        print("feature network:", attribute_accuracy(net, head, *validation))
+    net, head = train_feature_net(*training, args.cnn_steps)
+    save_tensors(args.out_dir / "mini_cnn.pt", net.half().state_dict())
+    print("feature network:", attribute_accuracy(net.float(), head, *validation))
 
-    if args.clip_steps:
-        words = words_of_mini()
-        clip = train_clip(*training, words, args.clip_steps)
-        weights = half(clip.state_dict())
-        save_tensors(args.out_dir / "mini_clip.pt", {"words": words, "weights": weights})
-        clip.load_state_dict(weights)
-        _, tokenizer = mini.new_clip(words)
-        print("CLIP:", name_ranking(clip, tokenizer, *validation))
+    words = words_of_mini()
+    clip = train_clip(*training, words, args.clip_steps)
+    weights = clip.half().state_dict()
+    save_tensors(args.out_dir / "mini_clip.pt", {"words": words, "weights": weights})
+    _, tokenizer = mini.new_clip(words)
+    print("CLIP:", name_ranking(clip.float(), tokenizer, *validation))
 
 
 if __name__ == "__main__":

@@ -1,37 +1,17 @@
-"""Tests of bounds.py: floor and ceiling of a data set, and the script's own CIDEr."""
+"""Tests of bounds.py: floor and ceiling of a data set."""
 
 import json
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import bounds
 import pytest
+from bounds import HUMAN, ONE_CAPTION, ONE_PER_KIND
 from conftest import write_release
 
 import data
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
-ONE_CAPTION = "one caption for all"
-ONE_PER_KIND = "one caption per kind of change"
-HUMAN = "human (one reference held out)"
-
-
-def test_cider_is_pycocoevalcaps():
-    references = [
-        ["the car is gone", "the car left", ""],
-        ["the car is red and the car is red"],
-        ["no change"],
-        ["a"],
-    ]
-    captions = ["the car", "the car is red and the car", "no change", "unseen words", "a", ""]
-    cider = bounds.Cider(references)
-    for caption in captions:
-        predictions = dict.fromkeys("0123", caption)
-        scores = data.score(predictions, dict(zip("0123", references, strict=True)), quick=True)
-        expected = scores["total"]["CIDEr"]
-        mean = sum(cider(caption, n) for n in range(4)) / 4
-        assert 100 * mean == pytest.approx(expected, abs=0.01)
 
 
 def test_bounds_are_a_naive_searchs(tmp_path):
@@ -49,10 +29,9 @@ def test_bounds_are_a_naive_searchs(tmp_path):
         return data.score(captions, references, quick=True)["total"]["CIDEr"]
 
     def best(ids, others):  # for the pairs in ids, if the other pairs get the captions in `others`
-        counts = Counter(c for p in pairs["train"] if p.id in ids for c in p.captions)
+        candidates = sorted({c for p in pairs["train"] if p.id in ids for c in p.captions})
         of_val = [p.id for p in pairs["val"] if p.id in ids]
-        ranked = sorted(sorted(counts), key=lambda c: -counts[c])
-        return max(ranked, key=lambda c: cider("val", others | dict.fromkeys(of_val, c)))
+        return max(candidates, key=lambda c: cider("val", others | dict.fromkeys(of_val, c)))
 
     one = best({p.id for p in pairs["train"] + pairs["val"]}, {})
     others = {p.id: one for p in pairs["val"]}

@@ -51,9 +51,7 @@ def test_token_match_on_the_gpu_equals_dense_on_the_cpu(dtype, tokens, channels)
         assert (on_gpu.cpu().double() - dense).norm() < tolerance * dense.norm()
 
 
-@pytest.mark.parametrize(
-    "flags", [["--no-amp", "--no-compile"], [], ["--features", "gpu"], ["--features", "file"]]
-)
+@pytest.mark.parametrize("flags", [["--no-amp", "--no-compile"], [], ["--features", "file"]])
 def test_a_run_on_the_gpu_follows_one_on_the_cpu(method, prepared, tiny, tmp_path, flags):
     if method is idc_pretrain:
         pytest.skip("masks are drawn on the device, so they differ")
@@ -65,10 +63,9 @@ def test_a_run_on_the_gpu_follows_one_on_the_cpu(method, prepared, tiny, tmp_pat
         assert gpu["caption"] == pytest.approx(cpu["caption"], rel=0.02)
 
 
-@pytest.mark.parametrize("flags", [[], ["--no-compile"]])
-def test_resume_on_the_gpu(method, prepared, tiny, tmp_path, flags):
+def test_resume_on_the_gpu(method, prepared, tiny, tmp_path):
     out = ["--out_dir", str(tmp_path / "run"), "--device", "cuda"]
-    method.main([*tiny, "--data_dir", str(prepared), *out, *flags, "--steps", "4"])
+    method.main([*tiny, "--data_dir", str(prepared), *out, "--steps", "4"])
     method.main(["--resume", *out, "--steps", "8"])
     assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] == 8
 

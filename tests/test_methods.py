@@ -5,11 +5,9 @@ import json
 import math
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,12 +24,9 @@ from conftest import (
     add_word,
     mean,
     pictures,
-    preprocess,
-    random_clip,
     train_lines,
 )
 from PIL import Image
-from released import hashed
 
 import cheers
 import common
@@ -75,13 +70,10 @@ def small(method, max_len=V, **fields):
     return MODELS[method](cfg, WORDS, (C, H, W), max_len)
 
 
-def shallow(method, **fields):
-    """`small`, of one layer where the number can be chosen."""
-    layers = {}
-    for name in ("layers", "decoder_layers", "distil_steps"):
-        if hasattr(method.Config, name):
-            layers[name] = 1
-    return small(method, **layers | fields)
+def one_layer(method):
+    """Fields of a model's Config that make it as shallow as can be."""
+    names = ("layers", "decoder_layers", "distil_steps")
+    return {name: 1 for name in names if hasattr(method.Config, name)}
 
 
 def entities_of(model):
@@ -133,11 +125,6 @@ def flags_of(method, tiny):
 @pytest.fixture
 def tiny(method, tiny):
     return flags_of(method, tiny)
-
-
-def test_hash_stream():
-    first = [-0.401380, 0.460570, 0.421702, 0.790581]
-    assert hashed(4, 1).tolist() == pytest.approx(first, abs=1e-6)
 
 
 # ---- the files -----------------------------------------------------------------------------------
@@ -220,11 +207,10 @@ def test_padding_changes_no_loss(method):
         torch.testing.assert_close(loss, expected[name])
 
 
-CACHED = [(scorer_cbr, {}), (dirl_ccr, {}), (rdd_acr, {})]
-CACHED += [(cheers, {"gate": gate}) for gate in ("channels", "scalar", "none")]
-
-
-@pytest.mark.parametrize("method, fields", CACHED)
+@pytest.mark.parametrize(
+    "method, fields",
+    [(scorer_cbr, {}), (dirl_ccr, {}), (rdd_acr, {}), (cheers, {}), (cheers, {"gate": "scalar"})],
+)
 def test_cached_decoding_equals_full_decoding(method, fields):
     model = small(method, **fields).double().eval()
     before, after = pictures()
@@ -326,10 +312,6 @@ class Part(torch.nn.Module):
         return self.function(self.model, *tensors)
 
 
-def encoded(model, *pairs):
-    return model.encode(*pairs)[0]
-
-
 def second_word(model, ids, *pairs):
     """ids (B, 2) -> logits of the word after them."""
     cache = cache_of(model, *pairs)
@@ -337,17 +319,15 @@ def second_word(model, ids, *pairs):
     return cache.step(ids[:, 1], 1)
 
 
-def test_encode_and_a_step_export_with_any_number_of_pairs(method):
+def test_encode_and_steps_export_with_any_number_of_pairs(method):
     model = small(method).eval()
-    pairs = (*pictures().float(), *entities_of(model))
-    any_number = {0: torch.export.Dim.DYNAMIC}
-    for function, inputs in ((encoded, pairs), (second_word, (CAPTION[:, :2].clone(), *pairs))):
-        part = Part(model, function)
-        shapes = ((any_number,) * len(inputs),)
-        exported = torch.export.export(part, (inputs,), dynamic_shapes=shapes).module()
-        for rows in ([2, 0, 3], [1]):
-            others = tuple(x[rows] for x in inputs)
-            torch.testing.assert_close(exported(others), part(others))
+    inputs = (CAPTION[:, :2].clone(), *pictures().float(), *entities_of(model))
+    part = Part(model, second_word)
+    shapes = (({0: torch.export.Dim.DYNAMIC},) * len(inputs),)
+    exported = torch.export.export(part, (inputs,), dynamic_shapes=shapes).module()
+    for rows in ([2, 0, 3], [1]):
+        others = tuple(x[rows] for x in inputs)
+        torch.testing.assert_close(exported(others), part(others))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -397,13 +377,12 @@ def test_blind_model_sees_nothing(method):
     torch.testing.assert_close(context, model.encode(after * 2, before, *others)[0])
 
 
-@pytest.mark.parametrize("size", [(C, 1, W), (C, H, 1), (1, H, W), (C, W, H)])
-def test_features_of_another_shape_are_refused(method, size):
-    """None of these shapes may be broadcast to the grid."""
+def test_features_are_never_broadcast_to_the_grid(method):
     model = small(method)
-    features = torch.rand(B, *size)
-    with pytest.raises(AssertionError, match=re.escape(f"{(C, H, W)} expected")):
-        model.generate(features, features, *entities_of(model))
+    for size in ((C, 1, W), (1, H, W), (C, W, H)):
+        features = torch.rand(B, *size)
+        with pytest.raises(AssertionError, match="expected"):
+            model.generate(features, features, *entities_of(model))
 
 
 # ---- losses and learning -------------------------------------------------------------------------
@@ -442,10 +421,8 @@ WEIGHTS = {
     "method, fields",
     [
         (scorer_cbr, {"w_match": 0.3, "w_cbr": 0.07}),
-        (scorer_cbr, {"w_match": 0.3, "w_cbr": 0.0}),
         (scorer_cbr, {"w_match": 0.0, "w_cbr": 0.07}),
         (dirl_ccr, {"w_dirl": 0.03, "w_ccr": 0.2}),
-        (dirl_ccr, {"w_dirl": 0.0, "w_ccr": 0.2}),
         (dirl_ccr, {"w_dirl": 0.03, "w_ccr": 0.0}),
         (cheers, {"w_consistency": 0.7, "w_match": 0.4}),
     ],
@@ -472,22 +449,16 @@ def test_total_is_the_papers_sum_and_a_mean_over_both_kinds_of_pairs(method, fie
 
 LEARNING = [
     (scorer_cbr, {"w_match": 0.1, "w_cbr": 0.1}),
-    (scorer_cbr, {"w_cbr": 0.1, "match_layer": "last", "layers": 3}),
-    (scorer_cbr, {"w_cbr": 0.1, "fusion": "hadamard", "matching": "max"}),
+    (scorer_cbr, {"w_cbr": 0.1, "match_layer": "last", "fusion": "hadamard", "matching": "max"}),
     (dirl_ccr, {"w_dirl": 0.1, "w_ccr": 0.1}),
     (dirl_ccr, {"w_dirl": 0.1, "w_ccr": 0.1, "difference": "stream", "layers": 3}),
-    (dirl_ccr, {"w_dirl": 0.1, "w_ccr": 0.1, "input_norm": False, "ccr_states": "normed"}),
     (rdd_acr, {}),
     (rdd_acr, {"share_blocks": False, "order": "v+n"}),
-    (rdd_acr, {"residual": False}),
-    (rdd_acr, {"order": "v&n", "prompt": "fixed"}),
+    (rdd_acr, {"residual": False, "order": "v&n", "prompt": "fixed"}),
     (cheers, {}),
-    (cheers, {"gate": "scalar", "temperature": "one"}),
-    (cheers, {"cre": False}),
+    (cheers, {"gate": "scalar", "temperature": "one", "cre": False}),
     (cheers, {"dre": False, "gate": "none"}),
     (cheers, {"layers": 0, "w_consistency": 0.0, "w_match": 0.0}),
-    (cheers, {"w_consistency": 0.0}),
-    (cheers, {"layers": 1}),
     (cheers, ALONE[cheers]),
     (idc_pretrain, {}),
     (idc_pretrain, idc_pretrain.RELEASED["all"]),
@@ -542,16 +513,6 @@ def test_overfits_eight_pairs(method, prepared, tiny):
     assert captions == expected
 
 
-def test_a_caption_longer_than_max_len_is_refused(method):
-    model = small(method)
-    before, after = pictures().float()
-    caption = torch.full((B, V + 1), 4)
-    for kind, more in steps_of(model).items():
-        if kind not in ("birds", "fda"):  # classes instead of captions; rewrites would be as long
-            with pytest.raises(AssertionError, match="max_len"):
-                model(before, after, caption, *more)
-
-
 # ---- compiled, in half precision -----------------------------------------------------------------
 
 
@@ -572,7 +533,7 @@ def learned(call, model, kind, more):
 
 def test_the_model_compiles_as_one_graph(method, fresh_compiler):
     """Losses and gradients of every kind of step equal those without torch.compile."""
-    model = shallow(method)
+    model = small(method, **one_layer(method))
     # One backward graph suffices; it takes most of the time.
     backend = "aot_eager" if method is scorer_cbr else "eager"
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
@@ -599,24 +560,12 @@ def test_compiled_losses_have_gradients_in_float32(fresh_compiler):
     common.set_up_device("cpu")
 
 
-HALF = pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"]
-)
-
-
-@pytest.mark.parametrize("variant", ["paper", "released"])
-@HALF
-def test_half_precision_follows_float32(method, dtype, variant):
-    """Losses agree to 1 %, gradients to 6 %."""
-    fields = {"dim": 32, "heads": 4}
-    if variant == "released":
-        if not hasattr(method, "RELEASED"):
-            pytest.skip("no code was released")
-        fields |= method.RELEASED["all"]
-    model = shallow(method, **fields)
+def test_bfloat16_follows_float32(method):
+    """Losses agree to 1 %, gradients to 6 %. Autocast on the CPU stands in for CUDA's."""
+    model = small(method, dim=32, heads=4, **one_layer(method))
     for kind, more in steps_of(model).items():
         expected, exact = learned(model, model, kind, more)
-        with torch.autocast("cpu", dtype):
+        with torch.autocast("cpu", torch.bfloat16):
             losses, rough = learned(model, model, kind, more)
         for name, loss in losses.items():
             value = expected[name].mean().item()
@@ -626,89 +575,33 @@ def test_half_precision_follows_float32(method, dtype, variant):
         assert (rough - exact).norm() < 0.06 * exact.norm()
 
 
-@HALF
-def test_sums_over_a_full_batch_do_not_overflow(dtype):
-    """400 images of 196 cells: sums and products exceed 65504, the largest float16."""
-    torch.manual_seed(0)
-    y_bef = (30 * torch.randn(400, 196, 16)).to(dtype)
-    y_aft = y_bef + 3 * torch.randn(400, 196, 16).to(dtype)
-    with torch.autocast("cpu", dtype):
-        c = dirl_ccr.channel_correlation(y_bef, y_aft, 1e-5)
-    expected = dirl_ccr.channel_correlation(y_bef.double(), y_aft.double(), 1e-5)
-    torch.testing.assert_close(c.double(), expected, atol=1e-5, rtol=0)
-    q = 8 * y_bef
-    k = 8 * y_aft[:4]  # four images, because 400 would take a minute
-    log_scale = torch.ones(())
-    for matching in ("mtm", "tm", "max"):
-        with torch.autocast("cpu", dtype):
-            scores = scorer_cbr.similarity(q, k, log_scale, matching, 2)
-        expected = scorer_cbr.similarity(q.double(), k.double(), log_scale, matching, 2)
-        assert expected.max() > 65504
-        torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("method", [scorer_cbr, cheers, rdd_acr])
-def test_training_in_bfloat16_follows_float32(method):
-    """Autocast on the CPU stands in for CUDA's: the mean losses of thirty training steps agree
-    within 10 %."""
-    means = []
-    for bfloat16 in (False, True):
-        model = shallow(method, dim=32, heads=4)
-        more = steps_of(model)["step"]
-        before, after = pictures().float()
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        sums = {}
-        for _ in range(30):
-            with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-                losses = model(before, after, CAPTION, *more)
-            optimizer.zero_grad()
-            method.total_loss(losses, model.cfg).backward()
-            optimizer.step()
-            for name, loss in losses.items():
-                sums[name] = sums.get(name, 0) + loss.item() / 30
-        means.append(sums)
-        assert losses["caption"] < 0.7
-    assert means[1] == pytest.approx(means[0], rel=0.1, abs=0.03)
-
-
 def test_a_run_compiles_one_graph(method, prepared, tiny, tmp_path, monkeypatch, fresh_compiler):
     """Two epochs and more, with validation: both kinds of pairs and all full batches share a graph,
-    and an epoch's smaller last batch needs none. IDC has a graph for each task and stage."""
+    and an epoch's last batch (two scenes) needs none. IDC has a graph for each task and stage."""
     original = method.compute_losses
     graphs = []
-    sizes = []
-    tasks = set()
 
     def backend(graph, _):
         graphs.append(graph)
         return graph
 
-    def compiled(model, batches, cfg, *more):
-        if not sizes:
+    def compiled(model, *args):
+        if not graphs:
             model.compile(fullgraph=True, dynamic=False, backend=backend)
-        sizes.append(len(batches[0].pair_ids))
-        if method is idc_pretrain:
-            tasks.add(more[0])
-        return original(model, batches, cfg, *more)
+        return original(model, *args)
 
     monkeypatch.setattr(method, "compute_losses", compiled)
-    stages = []
+    flags = [f"--{name}=1" for name in one_layer(method)]
     if method is idc_pretrain:
-        stages = "--mlm 1 --mvcl 1 --fda 0 --pretrain_steps 8 --pretrain_batch 3".split()
-    run(method, *tiny, *stages, "--data_dir", prepared, "--out_dir", tmp_path / "run")
-    assert sizes[:6] == [3, 3, 2, 3, 3, 2]
-    if method is idc_pretrain:
-        assert tasks == {"mlm", "mvcl", "finetune"}
-        assert len(graphs) == 3
-    else:
-        assert len(graphs) == 1
+        flags += "--mlm 1 --mvcl 0 --fda 0 --pretrain_steps 8 --pretrain_batch 3".split()
+    run(method, *tiny, *flags, "--data_dir", prepared, "--out_dir", tmp_path / "run")
+    assert len(graphs) == (2 if method is idc_pretrain else 1)
 
 
 # ---- running -------------------------------------------------------------------------------------
 
-SCORER = pytest.mark.parametrize(
-    "method", [scorer_cbr]
-)  # what follows is common.py's and data.py's
+# What follows is common.py's and data.py's.
+SCORER = pytest.mark.parametrize("method", [scorer_cbr])
 
 
 def run(method, *argv):
@@ -720,7 +613,7 @@ def load_tensors(path):
 
 
 @SCORER
-def test_a_run_leaves_what_it_should(method, prepared, tiny, tmp_path, capsys):
+def test_a_run_leaves_what_it_should(method, prepared, tiny, tmp_path):
     out = tmp_path / "run"
     run(method, *tiny, "--data_dir", prepared, "--out_dir", out)
     files = {path.name for path in out.iterdir()}
@@ -736,7 +629,6 @@ def test_a_run_leaves_what_it_should(method, prepared, tiny, tmp_path, capsys):
     scores = (out / "scores_test.json").read_bytes()
     groups = json.loads(scores)["scores"]
     assert {"total", "semantic change", "only distractor", "move"} <= set(groups)
-    assert "CIDEr" in capsys.readouterr().out
     run(method, "--eval", out / "best.pt", "--split", "val", "--device", "cpu")
     assert (out / "scores_val.json").exists()
     # Another checkpoint's files have names of their own.
@@ -747,32 +639,18 @@ def test_a_run_leaves_what_it_should(method, prepared, tiny, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("method", [scorer_cbr, dirl_ccr])  # the others' are in their own files
-def test_resume_equals_no_interruption(method, prepared, tiny, tmp_path, monkeypatch):
-    run(method, *tiny, "--data_dir", prepared, "--out_dir", tmp_path / "whole")
-    original = method.compute_losses
-    calls = []
-
-    def interrupted(*args):
-        calls.append(1)
-        if len(calls) == 5:
-            signal.raise_signal(signal.SIGINT)
-        return original(*args)
-
-    monkeypatch.setattr(method, "compute_losses", interrupted)
-    with pytest.raises(SystemExit) as e:
-        run(method, *tiny, "--data_dir", prepared, "--out_dir", tmp_path / "parts")
-    assert e.value.code == 130
-    assert load_tensors(tmp_path / "parts" / "last.pt")["step"] == 5
-    run(method, "--resume", "--out_dir", tmp_path / "parts", "--device", "cpu")
-    expected = load_tensors(tmp_path / "whole" / "last.pt")
-    resumed = load_tensors(tmp_path / "parts" / "last.pt")
+def test_resume_equals_no_interruption(method, prepared, tiny, tmp_path):
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
+    run(method, *tiny, "--data_dir", prepared, "--out_dir", whole)
+    run(method, *tiny, "--data_dir", prepared, "--out_dir", parts, "--steps", 5)
+    run(method, "--resume", "--steps", 8, "--out_dir", parts, "--device", "cpu")
+    expected = load_tensors(whole / "last.pt")
+    resumed = load_tensors(parts / "last.pt")
     for name, weight in expected["model"].items():
         assert torch.equal(resumed["model"][name], weight), name
-    assert resumed["best"] == expected["best"]
     assert torch.equal(resumed["random"]["cpu"], expected["random"]["cpu"])
-    last = train_lines(tmp_path / "parts")[-1]
-    expected = train_lines(tmp_path / "whole")[-1]
-    assert last | {"seconds": 0} == expected | {"seconds": 0}
+    assert train_lines(parts)[-1]["total"] == train_lines(whole)[-1]["total"]
 
 
 CONTRASTIVE = {
@@ -814,48 +692,13 @@ def test_a_checkpoint_is_evaluated_on_other_data(method, prepared, tiny, tmp_pat
     assert (out / "scores_test.json").read_bytes() == scores
 
 
-@SCORER
-def test_eval_draws_no_mini(method, tmp_path, tiny, prepared):
-    run(method, *tiny, "--steps", 1, "--data_dir", prepared, "--out_dir", tmp_path / "run")
-    file = tmp_path / "run" / "best.pt"
-    state = load_tensors(file)
-    torch.save(state | {"config": state["config"] | {"dataset": "mini"}}, file)
-    command = ["--eval", file, "--data_dir", tmp_path / "mini", "--device", "cpu"]
-    with pytest.raises(FileNotFoundError, match="data.py mini"):
-        run(method, *command)
-    assert not (tmp_path / "mini").exists()
-
-
 # ---- a data set of one's own ---------------------------------------------------------------------
 
 
-class OwnVocab(list):
-    """Words by id."""
-
-    def decode(self, ids):
-        texts = []
-        for row in ids.tolist():
-            texts.append(" ".join(self[i] for i in row if i > common.END))
-        return texts
-
-
-@dataclass
-class OwnBatch:
-    before: torch.Tensor
-    after: torch.Tensor
-    caption: torch.Tensor
-    pair_ids: list[str]
-    texts: list[str]  # RDD+ACR reads them
-    images: list[tuple[str, str]]  # CHEERS does
-
-    def to(self, device):
-        return self
-
-
 class OwnData:
-    """What data.Dataset's docstring lists, and nothing else. The task: which image is brighter?"""
+    """What data.DatasetProtocol lists, and nothing else. The task: which image is brighter?"""
 
-    vocab = OwnVocab(["", "", "", "", "brighter", "darker"])
+    vocab = data.Vocab([*data.SPECIAL, "brighter", "darker"])
     grid = (5, 2, 3)
     max_len = 3
 
@@ -875,67 +718,32 @@ class OwnData:
         brighter = torch.rand(8, generator=generator) < 0.5
         after = before + torch.where(brighter, 1, -1)[:, None, None, None]
         caption = torch.tensor([[common.START, 4 if x else 5, common.END] for x in brighter])
-        texts = [self.vocab[row[1]] for row in caption.tolist()]
-        pair_ids = [f"{i} {text}" for i, text in enumerate(texts)]
-        images = [(f"before {text}", f"after {text}") for text in texts]
-        return OwnBatch(before, after, caption, pair_ids, texts, images)
+        pair_ids = [f"{i} {self.vocab.words[row[1]]}" for i, row in enumerate(caption.tolist())]
+        return data.Batch(before, after, caption, pair_ids, [], [])
 
     def results(self, split, captions, maps, out_dir, notes=None, suffix=""):
         right = [caption == pair_id.split()[1] for pair_id, caption in captions.items()]
         return {"CIDEr": 100 * sum(right) / len(right)}
 
     def state(self):
-        return {"vocab": list(self.vocab), "grid": self.grid, "max_len": self.max_len}
+        return {"vocab": self.vocab.words, "grid": self.grid, "max_len": self.max_len}
 
     def check_state(self, state):
-        assert state["vocab"] == self.vocab
+        assert state["vocab"] == self.vocab.words
 
 
-def own_phrases(cfg):
-    clip, tokenizer = random_clip()
-    segments = {"brighter": (["light"], ["comes"]), "darker": (["shade"], ["falls"])}
-    return rdd_acr.Phrases(cfg, clip, tokenizer, segments)
-
-
-def own_entities(cfg):
-    clip, tokenizer = random_clip()
-    names = ["before brighter", "after brighter", "before darker", "after darker"]
-    colors = ["gray", "white", "gray", "black"]
-    pictures = [Image.new("RGB", (32, 32), color) for color in colors]
-    images = dict(zip(names, cheers.embed_images(clip, preprocess, pictures), strict=True))
-    phrases = ["light", "shade"]
-    table = cheers.embed_texts(clip, tokenizer, phrases)
-    return cheers.Entities(cfg, phrases, table, images, [tuple(names[:2]), tuple(names[2:])])
-
-
-@pytest.mark.parametrize(
-    "method, fields, source",
-    [
-        (scorer_cbr, {}, None),
-        (dirl_ccr, {}, None),
-        (rdd_acr, {"clip_dim": 8, "clip_width": 16}, own_phrases),
-        (cheers, {"k": 1, "clip_dim": 8}, own_entities),
-    ],
-)
-def test_a_method_trains_on_any_object_with_these_methods(
-    method, fields, source, tmp_path, monkeypatch
-):
-    """Phrases and entities are given as lists."""
+@DECODERS
+def test_a_method_trains_on_any_object_with_these_methods(method, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "data", None)  # importing it fails
-    sizes = {"dim": 16, "word_dim": 8, "heads": 2, "dropout": 0.0}
+    sizes = {"dim": 16, "word_dim": 8, "heads": 2, "dropout": 0.0} | ALONE.get(method, {})
     schedule = {"steps": 60, "eval_every": 30, "batch_size": 8, "lr": 3e-3, "seed": 1}
-    cfg = method.Config(**sizes, **schedule, **fields, out_dir=str(tmp_path / "run"), device="cpu")
+    cfg = method.Config(**sizes, **schedule, out_dir=str(tmp_path / "run"), device="cpu")
     dataset = OwnData()
-    more = [source(cfg)] if source else []
-    model = method.train(cfg, dataset, *more)
-    read = more if method is cheers else []  # phrases are for training only
+    alone = [] if method in (scorer_cbr, dirl_ccr) else [None]  # no phrases, no entities
+    model = method.train(cfg, dataset, *alone)
+    read = alone if method is cheers else []  # phrases are for training only
     scores = method.evaluate(model, dataset, *read, "test", cfg, tmp_path / "run")
     assert scores == {"CIDEr": 100.0}
-    cfg.steps = 70
-    method.train(cfg, dataset, *more, resume=True)
-    assert common.load_checkpoint(tmp_path / "run" / "last.pt")["step"] == 70
-    for row in train_lines(tmp_path / "run"):
-        assert all(math.isfinite(row[name]) for name in row.keys() - {"event", "stage"})
 
 
 # ---- the embedded data set, pictures -------------------------------------------------------------
@@ -948,8 +756,8 @@ def minis(tmp_path_factory):
 
 @pytest.fixture
 def smoke(method, minis, monkeypatch):
-    """mini, drawn once, and a short run of each method on it, which needs no spaCy -> folder of the
-    data, of the run."""
+    """mini, drawn once, and a short run of each method on it, which needs no spaCy -> the folder
+    of the run."""
     for name in ("spacy", *sys.modules):
         if name.split(".")[0] == "spacy":
             monkeypatch.setitem(sys.modules, name, None)
@@ -961,41 +769,33 @@ def smoke(method, minis, monkeypatch):
         else:
             flags += ["--lr", "2e-3"]
         run(method, *flags, "--data_dir", minis / "mini", "--out_dir", out)
-    return minis / "mini", out
+    return out
 
 
 def test_embedded_data_set_from_nothing(method, smoke):
-    root, out = smoke
-    first, *_, last = train_lines(out)
+    first, *_, last = train_lines(smoke)
     assert last["caption"] < first["caption"]
     assert math.isfinite(last["total"])
-    result = json.loads((out / "scores_test.json").read_text())
+    result = json.loads((smoke / "scores_test.json").read_text())
     assert set(result["accuracy"]) >= {"change type", "distractors", "all four"}
     assert "view: hardest quarter" in result["scores"]
     for group in ("total", "add", "drop"):
         assert 0 <= result["scores"][group]["pointing"] <= 100
         assert 0 < result["scores"][group]["chance"] < 20
-    assert (out / "samples.png").exists()
-    other = ["--scenes", "70", "--data_dir", root, "--out_dir", out / "other"]
-    with pytest.raises(ValueError, match="--data_dir"):  # it was made with other settings
-        run(method, *other, "--device", "cpu")
+    assert (smoke / "samples.png").exists()
 
 
 def test_any_two_files_are_captioned_with_the_checkpoint_alone(method, smoke, tmp_path, capsys):
-    _, out = smoke
     checkpoint = tmp_path / "moved.pt"
-    checkpoint.write_bytes((out / "best.pt").read_bytes())
+    checkpoint.write_bytes((smoke / "best.pt").read_bytes())
     before = tmp_path / "a.jpg"
     after = tmp_path / "b.gif"
     Image.new("L", (31, 57), 3).save(before)
     Image.new("P", (200, 90), 3).save(after)
     run(method, "--caption", before, after, "--checkpoint", checkpoint, "--device", "cpu")
     caption = capsys.readouterr().out.strip().split("\n")[-1]  # after CHEERS's entities
-    words = load_tensors(checkpoint)["vocab"]
     assert caption
-    assert set(caption.split()) <= set(words)
-    captioner = method.load(checkpoint, "cpu")
-    text, maps = captioner(before, Image.open(after))  # files or pictures
+    text, maps = method.load(checkpoint, "cpu")(before, Image.open(after))  # files or pictures
     assert text == caption
     assert all(m.shape == (8, 8) for m in maps.values())
 
@@ -1003,7 +803,7 @@ def test_any_two_files_are_captioned_with_the_checkpoint_alone(method, smoke, tm
 @SCORER
 def test_the_readmes_line_captions_a_pair_from_python(smoke, tmp_path, monkeypatch):
     line = re.search(r"`(caption, maps = [^`]*)`", README)[1]
-    (tmp_path / "best.pt").write_bytes((smoke[1] / "best.pt").read_bytes())
+    (tmp_path / "best.pt").write_bytes((smoke / "best.pt").read_bytes())
     for name in ("before", "after"):
         Image.new("RGB", (30, 20)).save(tmp_path / f"{name}.png")
     monkeypatch.chdir(tmp_path)
