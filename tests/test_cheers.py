@@ -31,7 +31,6 @@ from cheers import (
     CHEERS,
     Config,
     Enhancement,
-    StrengthMap,
     contrastive_loss,
     embed_images,
     embed_texts,
@@ -186,51 +185,6 @@ def test_encoder_and_losses_against_equations(fields):
     assert {name: losses[name].item() for name in expected} == pytest.approx(expected)
 
 
-def deviation(x):
-    """x (2B, N, D) minus its mean over the cells of each image."""
-    return x - x.mean(1, keepdim=True)
-
-
-def test_maps_survive_bfloat16():
-    """P^ varies over cells by less than bfloat16 can resolve. At the paper's size, its deviations
-    must still equal those of float64."""
-    torch.manual_seed(0)
-    maps = []
-    model = CHEERS(Config(clip_dim=CLIP_DIM), WORDS, (32, 14, 14), V).eval()
-
-    def keep(_module, _arguments, out):
-        p = out[1] if isinstance(out, tuple) else out
-        maps.append(p.double())
-
-    for module in model.modules():
-        if isinstance(module, StrengthMap):
-            module.register_forward_hook(keep)
-    before, after = torch.randn(2, 2, 32, 14, 14)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        model.encode(before, after, entities(2).float())
-    with torch.no_grad():
-        model.double().encode(before.double(), after.double(), entities(2))
-    rough = [deviation(p) for p in maps[:8]]  # four maps a layer
-    exact = [deviation(p) for p in maps[8:]]
-    errors = [((p - q).norm() / q.norm()).item() for p, q in zip(rough, exact, strict=True)]
-    assert max(errors) < 0.01, errors
-
-
-def test_the_next_layer_reads_cells_that_differ():
-    """If layers passed on C~ alone ("attended"), the next layer's C~ would, at the paper's size, be
-    the same in all cells."""
-    spread = {}
-    for layer_input in ("residual", "attended"):
-        torch.manual_seed(0)
-        cfg = Config(layer_input=layer_input, clip_dim=CLIP_DIM)
-        model = CHEERS(cfg, WORDS, (32, 14, 14), V).eval()
-        _, layers = model.encode(*torch.randn(2, 2, 32, 14, 14), entities(2).float())
-        ratios = [deviation(shared).norm() / shared.norm() for shared, _, _ in layers]
-        spread[layer_input] = [ratio.item() for ratio in ratios]
-    assert spread["residual"][0] == spread["attended"][0] > 0.1
-    assert spread["residual"][1] > 0.1 and spread["attended"][1] < 0.002, spread
-
-
 def test_contrastive_loss_against_loops():
     torch.manual_seed(0)
     a, b = torch.randn(2, B, N, D).double()
@@ -339,27 +293,6 @@ def test_entities_of_pairs(retrieval):
     for phrases, trained in ((PHRASES, table.flip(0)), (PHRASES[::-1], table)):
         with pytest.raises(InputError):
             source.check_state({"entities": {"phrases": phrases, "table": trained}})
-
-
-# ---- entities of a data set ----------------------------------------------------------------------
-
-
-def test_entities_of_a_data_set(prepared, monkeypatch):
-    def read_captions(read, name, captions):
-        assert read is data.subjects and name == "clevr_change"
-        return {caption: [" ".join(caption.split()[1:3])] for caption in captions}
-
-    clip, tokenizer = random_clip()
-    monkeypatch.setattr(data, "load_clip", lambda *_: (clip, tokenizer, preprocess))
-    monkeypatch.setattr(data, "read_captions", read_captions)
-    dataset = data.load("clevr_change", prepared)
-    source = cheers.entities_of(dataset, Config(min_count=1, clip_dim=8, device="cpu"))
-    assert source.phrases == sorted(set(source.phrases)) and "red cube" in source.phrases
-    pairs = set()
-    for scenes in dataset.scenes.values():
-        for scene in scenes:
-            pairs |= {(p.before, p.after) for p in (*scene.pairs, *scene.swapped)}
-    assert set(source.rows) == pairs
 
 
 def test_resume_and_caption_with_entities(tmp_path, capsys):

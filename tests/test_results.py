@@ -32,6 +32,7 @@ def project(tmp_path, monkeypatch):
         monkeypatch.setattr(results, name, tmp_path / file.name)
     monkeypatch.setattr(results, "RECORDS", tmp_path / "results.json")
     monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "RUNS", tmp_path / "runs")
     results.write_records([])
     return tmp_path
 
@@ -87,10 +88,10 @@ def test_pages_are_filled_in_from_records(project):
 
 def test_runs_are_recorded_and_no_table_mixes_commits_unasked(project):
     results.write_records([record("GDE", 1, 410.0), record("RR", 1, 300.0)])
-    (project / "runs" / "rr-2-b").mkdir(parents=True)
-    (project / "runs" / "rr-2-b" / "last.pt").touch()  # an interrupted run
+    (results.RUNS / "rr-2-b").mkdir(parents=True)
+    (results.RUNS / "rr-2-b" / "last.pt").touch()  # an interrupted run
     missing = results.missing_runs(["RR"], results.SEEDS, "b")
-    assert results.run_all(missing, 2, project / "runs", "data/mini")
+    assert results.run_all(missing, "data/mini")
     _, *made = sorted(results.read_records(), key=lambda r: (r["row"], r["seed"]))
     assert [(r["row"], r["seed"], r["commit"]) for r in made] == [
         ("RR", 1, "b"),
@@ -100,7 +101,7 @@ def test_runs_are_recorded_and_no_table_mixes_commits_unasked(project):
     first, resumed, _ = made
     assert first["scores"]["semantic CIDEr"] == 401 and first["scores"]["METEOR"] is None
     assert first["minutes"] < 1 and resumed["minutes"] is None
-    output = (project / "runs" / "rr-2-b.txt").read_text()
+    output = (results.RUNS / "rr-2-b.txt").read_text()
     assert output.startswith("--w_match 0 --w_cbr 0 --seed 2 ") and "--resume" in output
     assert results.missing_runs(["RR"], results.SEEDS, "b") == []
     with pytest.raises(results.InputError, match="--mixed"):

@@ -178,32 +178,6 @@ def test_cbr_loss_against_loops(sentence_mean):
     assert model(before, after, CAPTION)["cbr"].item() == pytest.approx(expected)
 
 
-def test_embedding_is_projection_coordinates_and_position():
-    embed = small().embed
-    before, _ = pictures()
-    x = embed(before)
-    assert x.shape == (B, N, 8)
-    row = 1
-    col = 2
-    coords = torch.tensor([2 * col / W - 1, 2 * row / H - 1])
-    cell = torch.cat([before[0, :, row, col], coords])
-    position = torch.cat([embed.position.col.weight[col], embed.position.row.weight[row]])
-    expected = embed.conv.weight[:, :, 0, 0] @ cell + embed.conv.bias + position
-    torch.testing.assert_close(x[0, row * W + col], expected)
-
-
-def test_both_directions_use_the_old_pair():
-    layer = small().cross_view[0].eval()
-    attention = layer.attention
-    x_bef, x_aft = torch.randn(2, B, N, 8, dtype=torch.float64)
-    new_bef, new_aft, tokens = layer(x_bef, x_aft)
-    torch.testing.assert_close(new_bef, layer.norm(x_bef + attention(x_bef, x_aft)))
-    torch.testing.assert_close(new_aft, layer.norm(x_aft + attention(x_aft, x_bef)))
-    query = attention.query
-    key = attention.key
-    torch.testing.assert_close(tokens, (query(x_bef), key(x_aft), query(x_aft), key(x_bef)))
-
-
 @pytest.mark.parametrize("fusion", ["cat", "sum", "hadamard", "subtract"])
 def test_fusion(fusion):
     """With "subtract", only the bare difference is seen."""
