@@ -313,6 +313,7 @@ def test_the_shipped_networks_are_those_of_every_number_measured_on_mini():
 
 def test_clip_ranks_the_names_of_what_a_picture_shows():
     clip, tokenizer = mini.load_clip()
+    assert list(tokenizer.ids) == training.words_of_mini()
     x, shown = three_pictures()
     names = training.whole_names()
     with torch.no_grad():
