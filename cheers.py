@@ -7,10 +7,11 @@ enhanced and matched by cross-attention; what remains is the difference. Images 
 agree on where the shared and the different parts are. (3) The decoder weighs entities against
 visual differences word by word: the entities name the subject, the images show what happened to it.
 
-Sec. 3.1   Entities          candidates (find_candidates: subjects of training captions), by CLIP
+Sec. 3.1   find_candidates   the subjects of training captions; Entities: those of each pair
 Eq. 1      retrieve          top K of |S_bef - S_aft|, S_i the cosines of an image and candidates
-Eq. 2-4    CRE               F' = LN(sigmoid(P^) F + F), P^ = Linear(m), m the largest probability
-Eq. 5      DRE               the same with P^ = Linear(1 - m)
+Eq. 2-4    Enhancement       CRE: F' = LN(sigmoid(P^) F + F), P^ = Linear(m), m the largest
+                             probability
+Eq. 5      Enhancement       DRE (`difference`): the same with P^ = Linear(1 - m)
 Eq. 6, 8   HRD               C_i = CRE(F_j, F_i),  C~_i = MHCA(C_i, C_j)
 Eq. 7, 11  HRD               L_C, L_D  MSE of the maps P^ of images and of entities
 Eq. 9      contrastive_loss  L_I  InfoNCE, "before" <-> "after"
@@ -45,6 +46,7 @@ Licence: MIT. Written from the paper, whose authors have published no code.
 """
 
 import hashlib
+import itertools
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -662,39 +664,50 @@ def check_table(table: Tensor, trained: Tensor) -> None:
         )
 
 
-def entities_of(dataset, cfg: Config) -> Entities | None:
-    """The entities of a data set (data.Dataset); None if K is 0. InputError if no caption has a
-    subject.
+def candidates_of(dataset, cfg: Config) -> list[str]:
+    """The candidates of a data set (data.Dataset). InputError if no training caption has a subject.
 
     [ours] Captions from templates (mini, CLEVR-Change, CLEVR-DC) are read by rules, because spaCy
     often errs on them. The paper: "we utilize SpaCy [...] to extract the subjects" (section 3.1.1).
     """
     import data
 
-    if not cfg.k:
-        return None
     captions = set()
-    pairs = []
-    for split, scenes in dataset.scenes.items():
-        for scene in scenes:
-            for pair in (*scene.pairs, *(scene.swapped or ())):
-                pairs.append((pair.before, pair.after))
-                if split == "train":
-                    captions.update(pair.captions)
+    for scene in dataset.scenes["train"]:
+        for pair in (*scene.pairs, *(scene.swapped or ())):
+            captions.update(pair.captions)
     subjects = data.read_captions(data.subjects, dataset.name, sorted(captions))
     phrases = find_candidates(subjects, cfg.min_count, cfg.k)
     if not phrases:
         remedy = "set --k 0 --gate none --w_consistency 0"
         raise InputError(f"no training caption has a subject; {remedy}")
+    return phrases
+
+
+def entities_of(dataset, cfg: Config, trained: dict | None = None) -> Entities | None:
+    """The entities of a data set (data.Dataset); None if K is 0. trained: the content of a
+    checkpoint, whose candidates then replace the data set's. InputError if --clip does not fit."""
+    import data
+
+    if not cfg.k:
+        return None
+    phrases = trained["entities"]["phrases"] if trained else candidates_of(dataset, cfg)
     clip, tokenizer, preprocess = data.load_clip(cfg.clip, cfg.device)
     table = embed_texts(clip, tokenizer, phrases)
+    if trained:
+        check_table(table, trained["entities"]["table"])
     if table.shape[1] != cfg.clip_dim:
         raise InputError(f"--clip {cfg.clip} needs --clip_dim {table.shape[1]}")
+    pairs = []
+    for scenes in dataset.scenes.values():
+        for scene in scenes:
+            for pair in (*scene.pairs, *(scene.swapped or ())):
+                pairs.append((pair.before, pair.after))
 
     def open_picture(name: str) -> Tensor:
         return preprocess(data.read_image(dataset.paths[name]))
 
-    names = sorted({name for pair in pairs for name in pair})
+    names = sorted(set(itertools.chain(*pairs)))
     digest = hashlib.sha256("\n".join([cfg.clip, *names]).encode()).hexdigest()[:12]
     file = dataset.root / f"clip-{digest}.pt"
     # If pictures were replaced, the features are newer.
@@ -857,12 +870,11 @@ def main(argv: list[str] | None = None) -> None:
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
         model, state = load_model(CHEERS, cfg, args.eval)
-        dataset.adopt(state)  # before CLIP embeds every picture
-    entities = entities_of(dataset, cfg)
-    if args.eval is None:
+        dataset.adopt(state)
+        entities = entities_of(dataset, cfg, state)
+    else:
+        entities = entities_of(dataset, cfg)
         model = train(cfg, dataset, entities, args.resume)
-    elif entities:
-        entities.check_state(state)
     evaluate(model, dataset, entities, args.split, cfg, Path(cfg.out_dir), args.suffix)
 
 

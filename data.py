@@ -1043,8 +1043,6 @@ class Extractor:
 
             def read(start: int) -> Tensor:
                 block = pictures[start : start + batch]
-                # Two threads must not read the same PIL image or open file at once.
-                block = [x if isinstance(x, (str, os.PathLike)) else read_image(x) for x in block]
                 inputs = pool.map(lambda picture: self.preprocess(read_image(picture)), block)
                 return torch.stack(list(inputs))
 
@@ -1677,7 +1675,7 @@ def read_captions(read: Callable, dataset_name: str, captions: Iterable[str]) ->
 
 
 class Captioner:
-    """A trained model that captions any two pictures (files or PIL images): caption, maps =
+    """A trained model that captions any two pictures (see read_image): caption, maps =
     captioner(before, after). maps: name -> attention map (H, W).
 
     model, state: from common.load_model; state["extractor"] names the feature network.
@@ -1698,6 +1696,12 @@ class Captioner:
     def pairs(self, pairs: list[tuple], batch: int = 16) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yields the caption and the maps of every pair in a list."""
         pictures = [picture for pair in pairs for picture in pair]
+        # PIL images and open files are read once, as two threads must not read the same one.
+        opened = {}
+        for picture in pictures:
+            if not isinstance(picture, (str, os.PathLike)) and id(picture) not in opened:
+                opened[id(picture)] = read_image(picture)
+        pictures = [opened.get(id(picture), picture) for picture in pictures]
         rows = self.inputs(self.model, self.state, pictures) if self.inputs else None
         starts = range(0, len(pairs), batch)
         blocks = self.extractor.blocks(pictures, 2 * batch)

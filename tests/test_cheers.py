@@ -312,6 +312,17 @@ def test_resume_and_caption_with_entities(tmp_path, capsys):
     terms = ("common", "different", "match")
     assert rows and all(math.isfinite(row[name]) for row in rows for name in terms)
 
+    # A checkpoint brings its candidates to another data set.
+    other = tmp_path / "other.pt"
+    state = torch.load(whole / "best.pt", weights_only=True)
+    few = {name: value[:3] for name, value in state["entities"].items()}
+    torch.save(state | {"entities": few}, other)
+    cheers.main(["--eval", str(other), "--device", "cpu"])
+    flipped = {"phrases": few["phrases"], "table": few["table"].flip(0)}
+    torch.save(state | {"entities": flipped}, other)
+    with pytest.raises(InputError, match="--clip"):
+        cheers.main(["--eval", str(other), "--device", "cpu"])
+
     # A checkpoint captions pictures without its data set.
     dataset = data.load("mini", mini)
     source = cheers.entities_of(dataset, Config(clip="mini", clip_dim=128, device="cpu"))

@@ -1,7 +1,9 @@
 """Vocabulary, CLEVR-Change's layout, feature files, batches, captions of any two pictures."""
 
 import dataclasses
+import io
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -368,6 +370,19 @@ def test_every_file_is_looked_at_before_the_first_is_captioned(captioner, tmp_pa
     with pytest.raises((InputError, FileNotFoundError), match=last):
         data.caption_files(make(), [str(table)], str(tmp_path / "out.json"))
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+def test_an_open_picture_may_occur_in_several_pairs(captioner, tmp_path, monkeypatch, form):
+    """Threads must not read it at the same time."""
+    dark, _, make = captioner
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    data.Image.new("RGB", (1600, 1200), "grey").save(tmp_path / "grey.png", form)
+    image = data.Image.open(tmp_path / "grey.png")
+    file = io.BytesIO((tmp_path / "grey.png").read_bytes())
+    for opened in (image, file):
+        captions = [caption for caption, _ in make().pairs([(opened, dark), (dark, opened)] * 8)]
+        assert captions == ["darker", "brighter"] * 8
 
 
 def test_a_checkpoint_without_an_extractor_is_named(tmp_path):

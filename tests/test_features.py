@@ -243,17 +243,6 @@ def test_a_users_limit_of_pixels_stands(tmp_path, monkeypatch):
     assert Image.MAX_IMAGE_PIXELS is None
 
 
-def test_an_open_picture_may_occur_in_several_pairs(tmp_path, monkeypatch):
-    """Threads must not read it at the same time."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    noise(600, 800).save(tmp_path / "a.jpg")
-    Image.new("RGB", (64, 64), "red").save(tmp_path / "b.jpg")
-    extractor = data.Extractor("mini-cnn")
-    expected = extractor([tmp_path / "a.jpg", tmp_path / "b.jpg"] * 8)
-    for opened in (Image.open(tmp_path / "a.jpg"), io.BytesIO((tmp_path / "a.jpg").read_bytes())):
-        assert torch.equal(extractor([opened, tmp_path / "b.jpg"] * 8), expected)
-
-
 def test_a_broken_picture_is_named(tmp_path):
     path = tmp_path / "cut.jpg"
     noise(120, 160).save(path)

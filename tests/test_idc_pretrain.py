@@ -24,12 +24,13 @@ from conftest import (
     write_features,
     write_picture,
 )
+from released import close, fill, inputs, linear
 from test_readers import BIRD_COLUMNS, bird_row, write, write_cub, write_nabirds
 
 import data
 import idc_pretrain as idc
-from common import END, NULL, START, UNK, InputError
-from idc_pretrain import IDC, RELEASED, Config, Embedding, Negatives
+from common import END, NULL, START, UNK, InputError, preset
+from idc_pretrain import IDC, PRESETS, RELEASED, Config, Embedding, Negatives
 
 S = 2 * (N + 1)  # [IMG1], cells, [IMG2], cells
 MASK = WORDS
@@ -599,3 +600,106 @@ def test_cross_task_data_comes_first(birds, tiny, monkeypatch):
     words = torch.load(birds / "run" / "best.pt", weights_only=True)["vocab"]
     assert {"animal1", "bill"} <= set(words)  # words of both data sets
     run("--eval", birds / "run" / "best.pt", "--device", "cpu")
+
+
+# ---- parity with the released code (its variant), recorded from it in float64 --------------------
+
+
+class ReleasedNorm(torch.nn.LayerNorm):
+    """The released LayerNorm: the variance divides by n - 1, epsilon is added to its root."""
+
+    def forward(self, x):
+        x = x - x.mean(-1, keepdim=True)
+        eps = min(self.eps, 1e-6)
+        return self.weight * x / (x.std(-1, keepdim=True) + eps) + self.bias
+
+
+def released_names() -> dict[int, dict[str, tuple]]:
+    """Base stream -> released parameter names -> (our name, shape). Rows of the table of types are
+    in our order. The released outputs for [MASK] and [CLS] had biases of -1e9."""
+    names = linear("img_project.0", "embed.project", 512, 2048)
+    names["word_embedding.weight"] = ("embed.table.weight", (78, 512))
+    names["position_encoding.type_pe.weight"] = ("embed.types.weight", (6, 512))
+    names |= linear("output_layer", "head", 76, 512)
+    names |= linear("pooler.0", "judge", 2, 1024)
+    names |= linear("feat_regress.net.0", "cell_head.0", 512, 512)
+    names["feat_regress.net.2.a_2"] = ("cell_head.2.weight", (512,))
+    names["feat_regress.net.2.b_2"] = ("cell_head.2.bias", (512,))
+    names["feat_regress.bias"] = ("cell_bias", (2048,))
+    encoders = {"single_img_encoder": "single", "double_img_encoder": "pair", "encoder": "cross"}
+    for encoder, name in encoders.items():
+        for i in range(3 if name == "cross" else 1):
+            theirs = f"{encoder}.layers.{i}"
+            ours = f"{name}.blocks.{i}"
+            names |= linear(f"{theirs}.attn.q_linear", f"{ours}.attention.query", 512, 512)
+            names |= linear(f"{theirs}.attn.k_linear", f"{ours}.attention.key", 512, 512)
+            names |= linear(f"{theirs}.attn.v_linear", f"{ours}.attention.value", 512, 512)
+            names |= linear(f"{theirs}.attn.out", f"{ours}.attention.out", 512, 512)
+            names |= linear(f"{theirs}.feed_forward.w_1", f"{ours}.hidden", 2048, 512)
+            names |= linear(f"{theirs}.feed_forward.w_2", f"{ours}.output", 512, 2048)
+    return {100: names}
+
+
+def recorded_inputs():
+    """inputs() on IDC's grid: features before and after (3, 2048, 7, 7), captions (3, 24)."""
+    before, after, caption = inputs(76, 24)
+    before = before.flatten(1)[:, : 2048 * 49].view(3, 2048, 7, 7)
+    after = after.flatten(1)[:, : 2048 * 49].view(3, 2048, 7, 7)
+    return before, after, caption
+
+
+def losses_without_chance(model, monkeypatch) -> dict[str, torch.Tensor]:
+    """Losses of all tasks on the recorded inputs. Words and cells are masked by a fixed rule."""
+    before, after, caption = recorded_inputs()
+    chosen = caption > START
+    chosen[:, ::3] = False
+    masked = caption.masked_fill(chosen, 76), caption.masked_fill(~chosen, NULL)
+    monkeypatch.setattr(idc, "mask_words", lambda *_: masked)
+    cells = torch.zeros(3, 2, 49, dtype=torch.bool)
+    cells[0, 0, ::5] = True
+    cells[1, 1, ::7] = True
+    cells[2, 0, ::6] = True
+    monkeypatch.setattr(idc, "mask_cells", lambda *_: cells)
+    other_words = END + 1 + (caption[:, None] - END - 1 + 7 * torch.arange(1, 7)[:, None]) % 72
+    rewritten = torch.where(caption[:, None] > END, other_words, caption[:, None])
+    changed = torch.tensor([True, False, True])
+    losses = model(before, after, caption, "mlm")
+    losses |= model(before, after, caption, "mvcl")
+    losses |= model(before, after, caption, "fda", negatives=rewritten)
+    return losses | model(before, after, caption, "finetune", changed)
+
+
+def test_released_variant_meets_recorded_values(monkeypatch):
+    cfg = preset(Config, PRESETS, RELEASED, "clevr_change", "released")
+    cfg.tau_fda = 0.01  # at 1, FDA is log 7 to three digits
+    model = fill(IDC(cfg, 76, (2048, 7, 7), 24), released_names())
+    recorded = {
+        "mlm": 4.5150588,
+        "mvcl": 6.6035724,
+        "fda": 1.9379302,
+        "caption": 94.6594802,
+        "judge": 2.0487828,
+    }
+    for name, loss in losses_without_chance(model, monkeypatch).items():
+        assert loss.item() == pytest.approx(recorded[name], rel=5e-4)  # with PyTorch's LayerNorm
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.__class__ = ReleasedNorm
+    losses = losses_without_chance(model, monkeypatch)
+    for name, loss in losses.items():
+        close(loss, recorded[name])
+    (losses["mlm"] + losses["mvcl"] + losses["fda"]).backward(retain_graph=True)
+    close(model.embed.project.weight.grad.norm(), 0.551270)
+    close(model.embed.table.weight.grad.norm(), 5.001366)
+    close(model.embed.types.weight.grad.norm(), 1.534729)
+    close(model.pair.blocks[0].attention.query.weight.grad.norm(), 0.025454)
+    close(model.cross.blocks[2].attention.value.weight.grad.norm(), 1.790744)
+    model.zero_grad()
+    (losses["caption"] + losses["judge"]).backward()
+    close(model.embed.project.weight.grad.norm(), 8.865121)
+    close(model.embed.table.weight.grad.norm(), 98.706805, atol=1e-4)
+    close(model.single.blocks[0].attention.key.weight.grad.norm(), 0.778026)
+    close(model.judge.weight.grad.norm(), 21.014009)
+    before, after, _ = recorded_inputs()
+    words = model.generate(before, after)
+    assert words[0, :6].tolist() == [2, 59, 59, 50, 32, 32]
