@@ -44,8 +44,8 @@ def run(command: str, root: Path, out: Path) -> None:
     root: the folder of the small mini, which the first command draws."""
     torch.set_num_threads(1)
     script, *flags = command.split()
-    if command.startswith("idc_pretrain.py"):
-        flags = ["--pretrain_steps", "10", *flags]  # first, so that the command can override it
+    if script == "idc_pretrain.py":
+        flags = ["--pretrain_steps", "10", *flags]
     flags += [*SHORT.split(), "--data_dir", str(root), "--out_dir", str(out)]
     silence = io.StringIO()
     with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
@@ -65,36 +65,25 @@ def hashes(out: Path) -> dict[str, str]:
             del row["seconds"]
             losses.update(json.dumps(row, sort_keys=True).encode())
     captions = json.loads((out / "captions_test.json").read_bytes())
-    text = json.dumps(captions, sort_keys=True)
-    return {
-        "weights": weights.hexdigest()[:12],
-        "losses": losses.hexdigest()[:12],
-        "captions": hashlib.sha256(text.encode()).hexdigest()[:12],
-    }
-
-
-def measure(root: Path) -> dict[str, dict[str, str]]:
-    """The hashes of every case, on the small mini in the folder `root`."""
-    measured = {}
-    for case, command in CASES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder, "run")
-            run(command, root, out)
-            measured[case] = hashes(out)
-        print(case, measured[case], flush=True)
-    return measured
+    text = hashlib.sha256(json.dumps(captions, sort_keys=True).encode())
+    parts = {"weights": weights, "losses": losses, "captions": text}
+    return {name: part.hexdigest()[:12] for name, part in parts.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--data_dir", type=Path, help="folder of the small mini (default: a temporary one)"
-    )
+    text = "folder of the small mini (default: a temporary one)"
+    parser.add_argument("--data_dir", type=Path, help=text)
     parser.add_argument("--out", type=Path, help="file to write the hashes to")
     parser.add_argument("--compare", type=Path, help="file of kept hashes to compare with")
     args = parser.parse_args()
+    measured = {}
     with tempfile.TemporaryDirectory() as folder:
-        measured = measure(args.data_dir or Path(folder, "mini"))
+        for n, (case, command) in enumerate(CASES.items()):
+            out = Path(folder, str(n))
+            run(command, args.data_dir or Path(folder, "mini"), out)
+            measured[case] = hashes(out)
+            print(case, measured[case], flush=True)
     if args.out:
         args.out.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     if args.compare:

@@ -7,13 +7,10 @@
 
 A row is a command. It is run with one or three seeds, each run on one thread; two runs go on at a
 time. A finished run adds its record to tests/results.json: row, seed, commit, machine, minutes and
-scores. The commit is the last one that changed the code, so the records themselves can be committed
-between runs; do not edit the code while runs are under way. A run is missing if no record of this
-commit has it, and the first record of a row at a new commit replaces the row's older ones (git
-keeps them). Tables of several commits are refused, unless --mixed asks for them.
-
-Runs are kept in runs/results, each in a folder named after row, seed and commit. An interrupted run
-is continued.
+scores. The commit is the last one that changed the code; do not edit the code while runs are under
+way. A run is missing if no record of this commit has it, and the first record of a row at a new
+commit replaces the row's older ones. Tables of several commits are refused, unless --mixed asks for
+them. Runs are kept in runs/results, and an interrupted one is continued.
 """
 
 import argparse
@@ -28,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -45,6 +42,7 @@ RECORDS = HERE / "results.json"
 RESULTS = HERE / "results.md"
 README = ROOT / "README.md"
 ASSETS = ROOT / "assets"
+RUNS = Path("runs/results")
 
 # ---- rows ----------------------------------------------------------------------------------------
 
@@ -71,16 +69,12 @@ ROWS = {
     "RDD+ACR, as printed": "rdd_acr.py --no-residual",
     "IDC, masked targets": "idc_pretrain.py --finetune_targets masked",
     "words alone": "scorer_cbr.py --blind",
-    # Four claims that could not be told at the presets' steps, with models that are trained better.
-    "SCORER+CBR, twice the steps": "scorer_cbr.py --steps 3600",
-    "SCORER, twice the steps": "scorer_cbr.py --w_cbr 0 --steps 3600",
-    "DIRL+CCR, twice the steps": "dirl_ccr.py --steps 4600",
-    "Transformer, twice the steps": "dirl_ccr.py --w_dirl 0 --w_ccr 0 --steps 4600",
-    "RDD+ACR, twice the steps": "rdd_acr.py --steps 3800",
-    "RDD+ACR, no losses, twice the steps": "rdd_acr.py --w_n2o 0 --w_v2a 0 --steps 3800",
-    "CHEERS, twice the steps": "cheers.py --steps 3400",
-    "HRD, twice the steps": "cheers.py --gate none --steps 3400",
 }
+# Four claims that could not be told at the presets' steps, with models that are trained better.
+LONGER = {"SCORER+CBR": 3600, "SCORER": 3600, "DIRL+CCR": 4600, "Transformer": 4600}
+LONGER |= {"RDD+ACR": 3800, "RDD+ACR, no losses": 3800, "CHEERS": 3400, "HRD": 3400}
+for row, steps in LONGER.items():
+    ROWS[f"{row}, twice the steps"] = f"{ROWS[row]} --steps {steps}"
 README_ROWS = list(ROWS)[:6]
 SEEDS = (1111, 1, 2)
 ONE_SEED = {  # rows that no claim needs are run with the first seed only
@@ -100,66 +94,49 @@ SCORES = {
     "place": ("accuracy", "place"),
     "distractors": ("accuracy", "distractors"),
     "hardest views": ("scores", "view: hardest quarter", "CIDEr"),
-    "easiest views": ("scores", "view: easiest quarter", "CIDEr"),
     "total CIDEr": ("scores", "total", "CIDEr"),
     "BLEU-4": ("scores", "total", "BLEU-4"),
     "METEOR": ("scores", "total", "METEOR"),
-    "color": ("scores", "color", "CIDEr"),
-    "material": ("scores", "material", "CIDEr"),
-    "add": ("scores", "add", "CIDEr"),
-    "drop": ("scores", "drop", "CIDEr"),
-    "move": ("scores", "move", "CIDEr"),
     "pointing": ("scores", "total", "pointing"),
 }
 README_COLUMNS = ["semantic CIDEr", "change type", "all four", "new value", "place", "distractors"]
 COLUMNS = [*README_COLUMNS, "hardest views", "total CIDEr", "pointing", "minutes"]
 
 
-def seeds_of(row: str) -> tuple[int, ...]:
-    return SEEDS[:1] if row in ONE_SEED else SEEDS
-
-
 # ---- records -------------------------------------------------------------------------------------
 
 
-def machine() -> dict:
+def machine() -> str:
     """A description of this machine and of how a run uses it."""
     processor = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        text = Path("/proc/cpuinfo").read_text()
-        match = re.search(r"cpu family\s*: (.*)\nmodel\s*: (.*)\nmodel name\s*: (.*)", text)
-        if match:
-            processor = f"{match[3]} (family {match[1]}, model {match[2]})"
-    versions = {"torch": torch.__version__, "threads": 1}
-    return {"processor": processor, "cores": os.cpu_count()} | versions
-
-
-def git(*arguments: str) -> str:
-    call = ["git", "-C", str(ROOT), *arguments]
-    return subprocess.run(call, capture_output=True, text=True, check=True).stdout.strip()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        processor = re.search(r"model name\s*: (.*)|\Z", cpuinfo.read_text())[1] or processor
+    return f"{processor}, {os.cpu_count()} cores, torch {torch.__version__}, 1 thread a run"
 
 
 def commit_of_the_code() -> str:
     """Hash of the last commit that changed what a run computes."""
-    code = [":(glob)*.py", "assets/mini_*.pt"]
-    if git("status", "--porcelain", "--", *code):
+
+    def git(*arguments: str) -> str:
+        call = ["git", "-C", str(ROOT), *arguments, "--", ":(glob)*.py", "assets/mini_*.pt"]
+        return subprocess.run(call, capture_output=True, text=True, check=True).stdout.strip()
+
+    if git("status", "--porcelain"):
         raise InputError("the code has uncommitted changes; commit them, as records name a commit")
-    return git("log", "-1", "--abbrev=10", "--format=%h", "--", *code)
+    return git("log", "-1", "--abbrev=10", "--format=%h")
 
 
 def read_scores(folder: Path) -> dict[str, float | None]:
     """SCORES of a finished run; None where there is no value (METEOR without Java)."""
     result = json.loads((folder / "scores_test.json").read_text(encoding="utf-8"))
-    return {name: value_at(result, path) for name, path in SCORES.items()}
-
-
-def value_at(result: dict, path: tuple[str, ...]) -> float | None:
-    value = result
-    for key in path:
-        value = value.get(key)
-        if value is None:
-            return None
-    return None if math.isnan(value) else value
+    scores = {}
+    for name, path in SCORES.items():
+        value = result
+        for key in path:
+            value = value.get(key) if value else None
+        scores[name] = value
+    return scores
 
 
 def read_records() -> list[dict]:
@@ -173,13 +150,10 @@ def write_records(records: list[dict]) -> None:
 
 
 def add_record(record: dict) -> None:
-    """Adds a record to results.json, where it replaces those of the same run and those of the same
-    row at other commits."""
+    """Adds a record to results.json, where it replaces those of the same row at other commits."""
     kept = []
     for other in read_records():
-        same_row = other["row"] == record["row"]
-        replaced = other["seed"] == record["seed"] or other["commit"] != record["commit"]
-        if not (same_row and replaced):
+        if other["row"] != record["row"] or other["commit"] == record["commit"]:
             kept.append(other)
     write_records([*kept, record])
 
@@ -187,81 +161,59 @@ def add_record(record: dict) -> None:
 # ---- running -------------------------------------------------------------------------------------
 
 
-@dataclass
-class Job:
-    """A run under way."""
-
-    record: dict  # what is known at its start
-    folder: Path
-    resumed: bool
-    began: float
-    process: subprocess.Popen
-
-
-def new_record(row: str, seed: int, commit: str) -> dict:
-    return {"row": row, "seed": seed, "commit": commit, "machine": machine()}
+def missing_runs(rows: list[str], seeds: list[int], commit: str) -> list[tuple[str, int, str]]:
+    """(row, seed, commit) of the runs of which results.json has no record."""
+    done = {(record["row"], record["seed"], record["commit"]) for record in read_records()}
+    missing = []
+    for row in rows:
+        for seed in SEEDS[:1] if row in ONE_SEED else SEEDS:
+            if seed in seeds and (row, seed, commit) not in done:
+                missing.append((row, seed, commit))
+    return missing
 
 
-def folder_of(record: dict, runs: Path) -> Path:
-    row = re.sub(r"[^a-z0-9]+", "-", record["row"].lower())
-    return runs / f"{row}-{record['seed']}-{record['commit']}"
-
-
-def start(record: dict, runs: Path, data_dir: str) -> Job:
-    """Starts or continues a run. Its output goes to <folder>.txt."""
-    folder = folder_of(record, runs)
+def run(row: str, seed: int, commit: str, data_dir: str) -> dict | None:
+    """Makes or continues a run, whose output goes to <folder>.txt -> its record, or None if it has
+    failed."""
+    name = re.sub(r"[^a-z0-9]+", "-", row.lower())
+    folder = RUNS / f"{name}-{seed}-{commit}"
+    script, *flags = ROWS[row].split()
+    call = [sys.executable, str(ROOT / script), *flags, "--seed", str(seed), "--device", "cpu"]
+    call += ["--data_dir", data_dir, "--out_dir", str(folder)]
     resumed = (folder / "last.pt").exists()
-    if folder.exists() and not resumed:
-        shutil.rmtree(folder)  # the run was killed before it had saved anything
-    script, *flags = ROWS[record["row"]].split()
-    call = [sys.executable, str(ROOT / script), *flags, "--seed", str(record["seed"])]
-    call += ["--device", "cpu", "--data_dir", data_dir, "--out_dir", str(folder)]
     if resumed:
         call.append("--resume")
-    print(f"{time.strftime('%H:%M')} {record['row']}, seed {record['seed']}", flush=True)
-    runs.mkdir(parents=True, exist_ok=True)
+    elif folder.exists():
+        shutil.rmtree(folder)  # the run was killed before it had saved anything
+    print(f"{time.strftime('%H:%M')} {row}, seed {seed}", flush=True)
+    RUNS.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
     with open(f"{folder}.txt", "a") as output:
-        process = subprocess.Popen(
-            call,
-            stdout=output,
-            stderr=output,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # shields it from Ctrl-C; run_all ends it by SIGTERM
-        )
-    return Job(record, folder, resumed, time.perf_counter(), process)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(call, stdout=output, stderr=output, env=environment)
+    if done.returncode:
+        print(f"{row}, seed {seed} ended with {done.returncode}; see {folder}.txt", flush=True)
+        return None
+    minutes = None if resumed else round((time.perf_counter() - began) / 60, 2)
+    record = {"row": row, "seed": seed, "commit": commit, "machine": machine()}
+    return record | {"minutes": minutes, "scores": read_scores(folder)}
 
 
-def finish(job: Job) -> bool:
-    """Records a run that has ended -> whether it succeeded."""
-    record = job.record
-    if job.process.returncode:
-        print(f"{record['row']}, seed {record['seed']} failed; see {job.folder}.txt", flush=True)
-        return False
-    minutes = round((time.perf_counter() - job.began) / 60, 2)
-    record["minutes"] = None if job.resumed else minutes
-    record["scores"] = read_scores(job.folder)
-    add_record(record)
-    return True
-
-
-def run_all(waiting: list[dict], args: argparse.Namespace) -> bool:
-    """Makes the runs of new records, args.jobs at a time -> whether all succeeded. On Ctrl-C, the
-    runs under way save and end, too."""
-    running: list[Job] = []
+def run_all(missing: list[tuple], data_dir: str) -> bool:
+    """Makes runs, two at a time, and records them -> whether all succeeded. Ctrl-C in a terminal
+    reaches the runs under way as well: they save and end."""
+    pool = ThreadPoolExecutor(2)
+    waiting = [pool.submit(run, *job, data_dir) for job in missing]
     succeeded = True
     try:
-        while waiting or running:
-            while waiting and len(running) < args.jobs:
-                running.append(start(waiting.pop(0), args.runs, args.data_dir))
-            for job in [job for job in running if job.process.poll() is not None]:
-                running.remove(job)
-                succeeded &= finish(job)
-            time.sleep(0.2)
+        for finished in as_completed(waiting):
+            record = finished.result()
+            if record:
+                add_record(record)
+            else:
+                succeeded = False
     finally:
-        for job in running:
-            job.process.terminate()
-        for job in running:
-            job.process.wait()
+        pool.shutdown(cancel_futures=True)
     return succeeded
 
 
@@ -304,32 +256,21 @@ def results_table(records: list[dict], rows: list[str], columns: list[str]) -> s
         seeds = sum(record["row"] == row for record in records)
         cells = [cell(values(records, row, column)) for column in columns]
         lines.append(table_line([row, str(seeds), *cells]))
-    text = "{processor}, {cores} cores, torch {torch}, {threads} thread a run"
-    machines = {text.format(**record["machine"]) for record in records}
-    commits = {record["commit"] for record in records}
+    commits = sorted({record["commit"] for record in records})
+    machines = sorted({record["machine"] for record in records})
     lines += ["", f"Noise: differences below {noise(records):.0f} in semantic CIDEr."]
-    lines += ["", f"Computed at commit {', '.join(sorted(commits))}."]
-    lines += ["", f"Computed on: {'; '.join(sorted(machines))}."]
+    lines += ["", f"Computed at commit {', '.join(commits)}."]
+    lines += ["", f"Computed on: {'; '.join(machines)}."]
     return "\n".join(lines) + "\n"
 
 
 def noise(records: list[dict]) -> float:
-    """Three standard errors of the difference between two means of three seeds, in semantic CIDEr.
-    The variance between seeds is pooled over all rows."""
-    squares = 0.0
-    freedom = 0
-    for row in ROWS:
-        scores = ciders(records, row)
-        if len(scores) > 1:
-            squares += statistics.variance(scores) * (len(scores) - 1)
-            freedom += len(scores) - 1
-    variance = squares / max(freedom, 1)
+    """Three standard errors of the difference between two means of three seeds, in semantic CIDEr,
+    with the mean variance of the rows with several seeds."""
+    scores = [ciders(records, row) for row in ROWS]
+    variances = [statistics.variance(numbers) for numbers in scores if len(numbers) > 1]
+    variance = statistics.fmean(variances or [0.0])
     return 3 * math.sqrt(variance / 3 + variance / 3)
-
-
-def commands() -> str:
-    lines = [f"{row:35} python {command}" for row, command in ROWS.items()]
-    return "\n".join(["```", *lines, "```"]) + "\n"
 
 
 def verdict(better: list[float], worse: list[float]) -> tuple[str, str]:
@@ -354,10 +295,10 @@ def claim_cells(cells: list[str], records: list[dict]) -> tuple[str, ...]:
     and at twice these steps."""
     better, worse = re.split(" >=? ", cells[1])
     at_presets = verdict(ciders(records, better), ciders(records, worse))
-    longer = [f"{better}, twice the steps", f"{worse}, twice the steps"]
-    if longer[0] not in ROWS or longer[1] not in ROWS:
-        return (*at_presets, "", "")
-    return *at_presets, *verdict(ciders(records, longer[0]), ciders(records, longer[1]))
+    if not {better, worse} <= set(LONGER):
+        return *at_presets, "", ""
+    longer = [ciders(records, f"{row}, twice the steps") for row in (better, worse)]
+    return *at_presets, *verdict(*longer)
 
 
 def deviation_cells(cells: list[str], records: list[dict]) -> tuple[str, ...]:
@@ -395,7 +336,8 @@ def write_tables(mixed: bool) -> None:
             f"the records are of {len(commits)} commits; run what is missing, or add --mixed"
         )
     text = RESULTS.read_text(encoding="utf-8")
-    text = replaced(text, "commands", lambda _: commands())
+    commands = [f"{row:35} python {command}\n" for row, command in ROWS.items()]
+    text = replaced(text, "commands", lambda _: "".join(["```\n", *commands, "```\n"]))
     text = replaced(text, "results", lambda _: results_table(records, list(ROWS), COLUMNS))
     text = replaced(text, "claims", lambda table: filled(table, claim_cells, records))
     text = replaced(text, "deviations", lambda table: filled(table, deviation_cells, records))
@@ -409,25 +351,27 @@ def write_tables(mixed: bool) -> None:
 
 
 def write_assets(run: Path, data_dir: str) -> None:
-    """From a run of scorer_cbr.py, writes its weights in float16, a pair of pictures that they
-    caption correctly, and a sheet with a pair of each kind of change. The sheet shows the first
-    pair with a right caption; last, for the kind that is most often wrong, the first with a wrong
-    one."""
+    """From a run of scorer_cbr.py, writes its weights in float16, a sheet with the first test pair
+    of each kind of change, and the pictures of the first of these that it captions correctly."""
     weights = ASSETS / "scorer_cbr-mini.pt"
     write_weights(run / "best.pt", weights)
     dataset = data.load("mini", data_dir)
-    right, wrong = caption_pairs(weights, dataset)
-    counts = {kind: len(results) for kind, results in wrong.items()}
-    worst = max(counts, key=counts.get)
-    shown = {kind: results[0] for kind, results in right.items() if kind != worst}
-    shown[worst] = wrong[worst][0]
-    captions = {pair.id: caption for pair, caption, _ in shown.values()}
-    maps = {pair.id: pair_maps for pair, _, pair_maps in shown.values()}
+    pairs = {}
+    for kind, ids in dataset.kinds.items():
+        if kind != "no change":
+            pairs[kind] = next(pair for pair in dataset.pairs("test") if pair.id in ids)
+    files = [(dataset.paths[pair.before], dataset.paths[pair.after]) for pair in pairs.values()]
+    captions = {}
+    maps = {}
+    results = scorer_cbr.load(weights, "cpu").pairs(files)
+    for pair, (caption, pair_maps) in zip(pairs.values(), results, strict=True):
+        captions[pair.id] = caption
+        maps[pair.id] = pair_maps
     data.sample_sheet(dataset, "test", captions, maps, {}, ASSETS / "samples.png")
-    pair, caption, _ = next(iter(shown.values()))
-    shutil.copyfile(dataset.paths[pair.before], ASSETS / "before.png")
-    shutil.copyfile(dataset.paths[pair.after], ASSETS / "after.png")
-    print(f"assets/before.png and after.png: {pair.id}, {caption!r}")
+    right = [pair for pair in pairs.values() if data.is_right(dataset, pair, captions[pair.id])]
+    shutil.copyfile(dataset.paths[right[0].before], ASSETS / "before.png")
+    shutil.copyfile(dataset.paths[right[0].after], ASSETS / "after.png")
+    print(f"assets/before.png and after.png: {captions[right[0].id]!r}")
 
 
 def write_weights(best: Path, file: Path) -> None:
@@ -442,67 +386,32 @@ def write_weights(best: Path, file: Path) -> None:
     save_tensors(file, kept)
 
 
-def caption_pairs(checkpoint: Path, dataset: data.Dataset) -> tuple[dict, dict]:
-    """Captions the changed test pairs from their pictures -> those captioned rightly and those
-    captioned wrongly: kind of change -> list of (pair, caption, attention maps)."""
-    pairs = dataset.pairs("test")
-    pictures = [(dataset.paths[pair.before], dataset.paths[pair.after]) for pair in pairs]
-    results = scorer_cbr.load(checkpoint, "cpu").pairs(pictures, 64)
-    kinds = [kind for kind in dataset.kinds if kind != "no change"]
-    right = {kind: [] for kind in kinds}
-    wrong = {kind: [] for kind in kinds}
-    for pair, (caption, maps) in zip(pairs, results, strict=True):
-        captioned = right if data.is_right(dataset, pair, caption) else wrong
-        for kind in kinds:
-            if pair.id in dataset.kinds[kind]:
-                captioned[kind].append((pair, caption, maps))
-    return right, wrong
-
-
 # ---- main ----------------------------------------------------------------------------------------
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    text = f"only these rows, of {'; '.join(ROWS)}"
     rows = list(ROWS)
+    text = f"only these rows, of {'; '.join(rows)}"
     parser.add_argument("--only", nargs="+", choices=rows, default=rows, metavar="ROW", help=text)
-    text = "only these seeds"
-    parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=SEEDS, help=text)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--runs", type=Path, default=Path("runs/results"), help="folder of runs")
+    parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=SEEDS)
     parser.add_argument("--data_dir", default="data/mini")
     parser.add_argument("--table", action="store_true", help="only fill in the tables")
-    text = "fill in the tables even if records are of several commits"
-    parser.add_argument("--mixed", action="store_true", help=text)
+    parser.add_argument("--mixed", action="store_true", help="fill in tables of several commits")
     text = "only make assets/ from a finished run of scorer_cbr.py"
     parser.add_argument("--assets", type=Path, metavar="RUN", help=text)
     args = parser.parse_args()
     if args.table:
         write_tables(args.mixed)
-    elif args.assets:
+        return
+    if args.assets:
         write_assets(args.assets, args.data_dir)
-    else:
-        run_missing(args)
-
-
-def missing_runs(rows: list[str], seeds: list[int], commit: str) -> list[dict]:
-    """New records of the runs of which results.json has none at this commit."""
-    done = {(record["row"], record["seed"], record["commit"]) for record in read_records()}
-    missing = []
-    for row in rows:
-        for seed in seeds_of(row):
-            if seed in seeds and (row, seed, commit) not in done:
-                missing.append(new_record(row, seed, commit))
-    return missing
-
-
-def run_missing(args: argparse.Namespace) -> None:
+        return
     missing = missing_runs(args.only, args.seeds, commit_of_the_code())
     print(f"{len(missing)} runs are missing", flush=True)
     # mini comes first, so that no run's minutes include its preparation.
     data.main(["mini", "--data_dir", args.data_dir, "--device", "cpu"])
-    if not run_all(missing, args):
+    if not run_all(missing, args.data_dir):
         raise InputError("some runs failed, see above")
 
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import spacy
 import torch
 from conftest import (
     CAPTION,
@@ -20,7 +19,6 @@ from conftest import (
     N,
     V,
     W,
-    add_word,
     cosine,
     pictures,
     write_features,
@@ -36,9 +34,7 @@ from idc_pretrain import IDC, PRESETS, RELEASED, Config, Embedding, Negatives
 
 S = 2 * (N + 1)  # [IMG1], cells, [IMG2], cells
 MASK = WORDS
-REWRITTEN = CAPTION[:, None].roll(1, 0).repeat(1, 6, 1)
 CLASSES = torch.tensor([[3, 3], [0, 7], [5, 5], [1, 2]])
-TASKS = {"mlm": {}, "mvcl": {}, "fda": {"negatives": REWRITTEN}}
 VARIANTS = {
     "paper": {},
     "released": RELEASED["all"],
@@ -162,35 +158,20 @@ def test_losses_of_birds_against_loops():
 
 
 def test_the_total_is_the_papers_sum():
-    batch = data.Batch(*pictures(), CAPTION, ["a"] * B, ["b"] * B)
+    """Of two batches, the first holds the changed pairs, the second the distractors."""
+    batch = data.Batch(*pictures().float(), CAPTION, ["a"] * B, ["b"] * B)
     model = small(finetune_targets="masked", mask_rate=0.9).float()
     cfg = Config(device="cpu", w_judge=0.5)
     losses = idc.compute_losses(model, (batch, batch), cfg, "finetune")
-    assert losses.keys() == {"caption", "judge", "total"}
     torch.testing.assert_close(losses["total"], losses["caption"] + 0.5 * losses["judge"])
-    losses = idc.compute_losses(model, (batch,), cfg, "finetune")  # one batch: nothing to judge
-    assert losses.keys() == {"caption", "total"}
-    torch.testing.assert_close(losses["total"], losses["caption"])
-    assert idc.compute_losses(model, (batch,), cfg, "mlm").keys() == {"mlm", "total"}
-    birds = {
-        "class": torch.tensor(1.0),
-        "contrast": torch.tensor(2.0),
-        "same_class": torch.tensor(4.0),
-    }
-    assert idc.total_loss(birds, cfg) == 7
-
-
-def test_only_pairs_of_the_first_batch_are_changed(monkeypatch):
-    seen = []
-
-    def judge_loss(logits, changed, reduction):
-        seen.append(changed.tolist())
-        return logits.sum()
-
-    monkeypatch.setattr(idc, "judge_loss", judge_loss)
-    batch = data.Batch(*pictures(), CAPTION, ["a"] * B, ["b"] * B)
-    idc.compute_losses(small().float(), (batch, batch), Config(device="cpu"), "finetune")
-    assert seen == [[True] * B, [False] * B]
+    judged = []
+    for changed in (True, False):
+        every_pair = torch.full((B,), changed)
+        parts = model(batch.before, batch.after, CAPTION, "finetune", every_pair)
+        judged.append(parts["judge"])
+    torch.testing.assert_close(losses["judge"], (judged[0] + judged[1]) / 2)
+    birds = {name: torch.tensor(1.0) for name in ("class", "contrast", "same_class")}
+    assert idc.total_loss(birds, cfg) == 3
 
 
 # ---- masks ---------------------------------------------------------------------------------------
@@ -199,35 +180,26 @@ def test_only_pairs_of_the_first_batch_are_changed(monkeypatch):
 @pytest.mark.parametrize("rules", ["plain", "released"])
 def test_masks_of_words(rules):
     torch.manual_seed(0)
-    released = rules == "released"
     caption = CAPTION[:1].repeat(20000, 1)  # START 4 5 6 END
-    caption[:, 3] = UNK
     ids, target = idc.mask_words(caption, WORDS, 0.15, rules)
     chosen = target != NULL
     assert torch.equal(target[chosen], caption[chosen])
     assert torch.equal(ids[~chosen], caption[~chosen])
-    assert not chosen[:, 0].any()  # START and padding are never targets
-    assert not chosen[:, 5:].any()
+    assert not chosen[:, 0].any() and not chosen[:, 5:].any()  # neither START nor padding
     share = chosen.double().mean(0).tolist()
     assert share[2] == pytest.approx(0.15, abs=0.01) == share[4]
-    # The release masks UNK like any word.
-    assert share[3] == pytest.approx(0.15 if released else 0, abs=0.01 if released else 0)
     words = ids[:, 2][chosen[:, 2]]
     assert (words == MASK).double().mean().item() == pytest.approx(0.8, abs=0.03)
-    drawn = set(words.tolist()) - {MASK, 5}
-    all_ids = set(range(WORDS + 2)) if released else set(range(END + 1, WORDS))
-    assert drawn == all_ids - {MASK, 5}
-    ends = ids[:, 4][chosen[:, 4]]
-    expected = 1.0 if released else 0.8
-    assert (ends == MASK).double().mean().item() == pytest.approx(expected, abs=0.03)
-    if released:  # captions without a drawn word have their first word masked
-        none = 0.85**3
-        assert share[1] == pytest.approx(0.15 + none, abs=0.015)
+    if rules == "plain":
+        assert set(words.tolist()) == {MASK, *range(END + 1, WORDS)}
+    else:  # captions without a drawn word have their first word masked
+        assert share[1] == pytest.approx(0.15 + 0.85**3, abs=0.015)
+        assert (ids[:, 4][chosen[:, 4]] == MASK).all()  # END is never replaced by another word
 
 
 def test_masks_of_cells():
     torch.manual_seed(0)
-    masked = idc.mask_cells(4000, 2, 6, 0.15, "cpu")
+    masked = idc.mask_cells(2000, 2, 6, 0.15, "cpu")
     images = masked.any(2)
     assert (images.sum(1) == 1).all()  # one image of each pair
     assert images[:, 0].double().mean().item() == pytest.approx(0.5, abs=0.03)
@@ -237,16 +209,6 @@ def test_masks_of_cells():
 
 
 # ---- the sequence --------------------------------------------------------------------------------
-
-
-def test_sinusoid_of_the_release():
-    table = idc.doubled_sinusoid(5, 6)
-    for pos in range(5):
-        for i in range(0, 6, 2):
-            sine = math.sin(pos / 10000 ** (2 * i / 6))
-            cosine = math.cos(pos / 10000 ** (2 * (i + 1) / 6))
-            assert table[pos, i].item() == pytest.approx(sine, abs=1e-6)
-            assert table[pos, i + 1].item() == pytest.approx(cosine, abs=1e-6)
 
 
 def test_padding_is_not_seen_unless_asked_for():
@@ -269,9 +231,6 @@ def test_a_second_image_that_is_not_there_is_not_seen():
     other_image, other_text = model.joint(visual, real, CAPTION)
     torch.testing.assert_close(image[:, : N + 2], other_image[:, : N + 2])
     torch.testing.assert_close(text, other_text)
-    for task, more in TASKS.items():
-        (loss,) = model(picture, None, CAPTION, task, **more).values()
-        assert loss.isfinite()
 
 
 def text_of(model, ids):
@@ -382,36 +341,13 @@ def test_rates():
     cfg = Config(lr=1.0, pretrain_lr=1.0, pretrain_warmup=10)
     assert idc.stage_rate(cfg, "pretrain", 4) == 0.5
     assert idc.stage_rate(cfg, "pretrain", 99) == 1.0
-    cfg.pretrain_decay = "inverse_sqrt"
-    rates = [idc.stage_rate(cfg, "pretrain", step) for step in (0, 5, 10, 40)]
-    assert rates == pytest.approx([1e-8, 0.5, 1.0, 0.5])
-    cfg.finetune_decay = "halves"
-    steps = (0, 9999, 10000, 19999, 20000, 90000)
-    assert [idc.stage_rate(cfg, "finetune", step) for step in steps] == [1, 1, 0.5, 0.5, 0.25, 0.25]
-
-
-def test_pretraining_starts_another_run(prepared, tiny, tmp_path):
-    run(*tiny, "--data_dir", prepared, "--out_dir", tmp_path / "first")
-    pretrained = tmp_path / "first" / "pretrained.pt"
-    own = [*tiny, "--data_dir", prepared, "--pretrain_steps", 0, "--init", pretrained]
-    run(*own, "--steps", 1, "--lr", 0, "--out_dir", tmp_path / "second")
-    first = torch.load(pretrained, weights_only=True)
-    second = torch.load(tmp_path / "second" / "last.pt", weights_only=True)
-    assert first["step"] == 8
-    for name, weight in first["model"].items():
-        assert torch.equal(weight, second["model"][name])
-    with pytest.raises(InputError, match=r"pretrained.pt.*--project linear"):
-        run(*own, "--project", "sigmoid", "--out_dir", tmp_path / "third")
-    add_word(prepared, "zebra")
-    with pytest.raises(ValueError, match="the checkpoint was trained with"):
-        run(*own, "--out_dir", tmp_path / "third")
 
 
 def test_resume_in_either_stage_equals_no_interruption(prepared, tiny, tmp_path, monkeypatch):
     run(*tiny, "--data_dir", prepared, "--out_dir", tmp_path / "straight")
     straight = torch.load(tmp_path / "straight" / "last.pt", weights_only=True)
     original = idc.compute_losses
-    for at in (3, 8, 11):
+    for at in (3, 8):  # 8: the last step of pre-training
         calls = []
 
         def interrupted(*args):
@@ -421,17 +357,25 @@ def test_resume_in_either_stage_equals_no_interruption(prepared, tiny, tmp_path,
             return original(*args)
 
         folder = tmp_path / f"stopped at {at}"
-        with monkeypatch.context() as patch, pytest.raises(SystemExit) as e:
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
             patch.setattr(idc, "compute_losses", interrupted)
             run(*tiny, "--data_dir", prepared, "--out_dir", folder)
-        assert e.value.code == 130
         assert torch.load(folder / "last.pt", weights_only=True)["step"] == at
         run("--resume", "--out_dir", folder, "--device", "cpu")
         stopped = torch.load(folder / "last.pt", weights_only=True)
         for name, weight in straight["model"].items():
             assert torch.equal(weight, stopped["model"][name])
         assert straight["best"] == stopped["best"]
-        assert (folder / "pretrained.pt").exists()
+
+    # Another run may start from the weights after pre-training.
+    pretrained = tmp_path / "straight" / "pretrained.pt"
+    own = ["--data_dir", prepared, "--pretrain_steps", 0, "--init", pretrained]
+    run(*tiny, *own, "--steps", 1, "--lr", 0, "--out_dir", tmp_path / "second")
+    first = torch.load(pretrained, weights_only=True)
+    second = torch.load(tmp_path / "second" / "last.pt", weights_only=True)
+    assert first["step"] == 8
+    for name, weight in first["model"].items():
+        assert torch.equal(weight, second["model"][name])
 
 
 # ---- rewritten captions --------------------------------------------------------------------------
@@ -439,11 +383,11 @@ def test_resume_in_either_stage_equals_no_interruption(prepared, tiny, tmp_path,
 
 def test_retrieval_against_loop():
     rng = random.Random(0)
-    texts = [" ".join(rng.choices("abcdefgh", k=5)) for _ in range(70)]
-    queries = [" ".join(rng.choices("abcdefgh", k=9)) for _ in range(70)]
+    texts = [" ".join(rng.choices("abcdefgh", k=5)) for _ in range(40)]
+    queries = [" ".join(rng.choices("abcdefgh", k=9)) for _ in range(40)]
     idf = idc.inverse_frequency(texts + queries)
     with_a = sum("a" in text for text in texts + queries)
-    assert idf["a"] == pytest.approx(math.log(141 / (1 + with_a)) + 1)
+    assert idf["a"] == pytest.approx(math.log(81 / (1 + with_a)) + 1)
 
     def vector(text):
         counts = Counter(text.split())
@@ -479,19 +423,6 @@ def test_what_a_caption_says_of_its_first_object(dataset):
     assert idc.named("no change") == idc.named("small and red") == set()
 
 
-def test_words_of_a_known_kind_need_no_tag(monkeypatch):
-    """Other words need the tag of a noun or an adjective."""
-    vocab = spacy.blank("en").vocab
-    words = ["red", "cars", "left"]
-    pos = ["PROPN", "NOUN", "VERB"]
-    doc = spacy.tokens.Doc(vocab, words, pos=pos, tags=["NNP", "NNS", "VBD"])
-    pipeline = SimpleNamespace(pipe=lambda texts, batch_size: [doc])
-    monkeypatch.setattr(data, "language", lambda name: pipeline)
-    monkeypatch.setattr(data, "subjects", lambda doc: [])
-    _, found, _ = idc.parse(SimpleNamespace(name="birds_to_words"), ["red cars left"])
-    assert found["red cars left"] == [(0, "red", "color"), (1, "cars", "NNS")]
-
-
 def test_replace_takes_the_important_half(dataset):
     text = "the small red cube is behind the ball"
     tokens, words, _ = idc.parse(dataset, [text])
@@ -525,127 +456,58 @@ def test_confuse_exchanges_subjects():
     assert idc.confuse(birds, ["animal1"], [], rng) == "animal2 has a longer tail than animal1"
 
 
+CHANGES = [
+    ["the {0} turned {2}", "the {0} changed to {2}", "the {0} became {2}"],
+    ["the {0} is gone", "the {0} is missing", "the {0} behind the {1} has been removed"],
+    ["the {0} moved", "someone moved the {0}", "the {0} by the {1} changed its location"],
+]
+SAME = ["no change was made", "the scene is the same as before", "nothing has changed"]
+
+
 @pytest.fixture
 def scenes(tmp_path):
-    """Captions of 400 scenes in the style of CLEVR-Change, without images: three kinds of change,
+    """Captions of 200 scenes in the style of CLEVR-Change, without images: three kinds of change,
     each in three wordings."""
     rng = random.Random(0)
-    same = ["no change was made", "the scene is the same as before", "nothing has changed"]
 
     def draw_object():
         return " ".join(rng.choice(words).split()[0] for words in idc.KINDS.values())
 
     made = []
-    for n in range(400):
-        thing = draw_object()
-        other = draw_object()
-        value = rng.choice(idc.KINDS["color"])
-        turned = [
-            f"the {thing} turned {value}",
-            f"the {thing} changed to {value}",
-            f"the {thing} became {value}",
-        ]
-        gone = [
-            f"the {thing} is gone",
-            f"the {thing} is missing",
-            f"the {thing} behind the {other} has been removed",
-        ]
-        moved = [
-            f"the {thing} moved",
-            f"someone moved the {thing}",
-            f"the {thing} by the {other} changed its location",
-        ]
-        change = rng.choice([turned, gone, moved])
+    for n in range(200):
+        words = [draw_object(), draw_object(), rng.choice(idc.KINDS["color"])]
+        change = [text.format(*words) for text in rng.choice(CHANGES)]
         changed = data.Pair(f"{n}", f"{n}", f"{n}c", change)
-        unchanged = data.Pair(f"{n}_n", f"{n}", f"{n}n", same)
+        unchanged = data.Pair(f"{n}_n", f"{n}", f"{n}n", SAME)
         made.append(data.Scene((changed, unchanged)))
     return SimpleNamespace(
         name="clevr_change",
         root=tmp_path,
         scenes={"train": made},
-        kinds={"no change": {f"{n}_n" for n in range(400)}},
+        kinds={"no change": {f"{n}_n" for n in range(200)}},
     )
 
 
-def grams(text):
-    """The sequences of one to three words of a caption, its ends included."""
-    words = ["<", *text.split(), ">"]
-    found = []
-    for n in (1, 2, 3):
-        found += [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
-    return found
-
-
-def test_text_alone_does_not_find_the_caption(scenes):
-    """An n-gram model of half of the scenes ranks a changed pair's caption among its rewrites about
-    as well as chance in the other half. The unchanged pair of a scene has the same rewrites, and
-    each of the two pairs has a caption of the other."""
+def test_no_negative_is_true_and_text_alone_does_not_tell(scenes):
+    """A scene's two pairs share five rewrites; the sixth is a caption of the other."""
     made = idc.rewrite(scenes)
-    changed, unchanged = zip(*(s.pairs for s in scenes.scenes["train"]), strict=True)
-    score = Counter()
-    for pair in changed[:200]:
-        for caption in pair.captions * 5:
-            score.update(grams(caption))
-        for caption in made[pair.id][:5] * 3:
-            score.subtract(grams(caption))
-
-    def mean_score(text):
-        return sum(score[gram] for gram in grams(text)) / len(grams(text))
-
-    first = 0
-    for n, pair in enumerate(changed[200:]):
-        caption = mean_score(pair.captions[n % 3])
-        rewrites = [mean_score(text) for text in made[pair.id][:5]]
-        first += caption >= max(rewrites)
-    assert first / 200 < 0.3  # chance: 0.17
-    for a, b in zip(changed, unchanged, strict=True):
-        assert made[a.id][:5] == made[b.id][:5]
-        assert made[a.id][5] in b.captions
-        assert made[b.id][5] in a.captions
-
-
-def test_no_negative_is_true(scenes):
-    made = idc.rewrite(scenes)
+    nonsense = ("turned cube", "turned small", "turned metal")
     for scene in scenes.scenes["train"]:
-        pair, _ = scene.pairs
+        pair, unchanged = scene.pairs
         true = set()
         for caption in pair.captions:
             true |= idc.named(caption)
         assert len(set(made[pair.id])) == 6
+        assert made[pair.id][:5] == made[unchanged.id][:5]
         for text in made[pair.id][:5]:
             assert idc.named(text) - true  # another object, to which this did not happen
-    nonsense = ("turned cube", "turned small", "turned metal")
-    for texts in made.values():
-        for text in texts:
             assert " location " not in text
             assert not text.endswith(nonsense)
+        assert made[pair.id][5] in unchanged.captions
+        assert made[unchanged.id][5] in pair.captions
 
 
-def test_single_images_are_rewritten_without_subjects(scenes, monkeypatch):
-    """CUB has no Confuse: three negatives come from Retrieve, three from Replace."""
-    single = []
-    for scene in scenes.scenes["train"][:100]:
-        pair, _ = scene.pairs
-        image = data.Pair(pair.id, pair.before, None, pair.captions[:1])
-        single.append(data.Scene((image,)))
-    monkeypatch.setattr(idc, "confuse", None)
-    cub = SimpleNamespace(name="clevr_change", root="cub", scenes={"train": single}, kinds={})
-    made = idc.rewrite(cub)
-    captions = {s.pairs[0].captions[0] for s in single}
-    for texts in made.values():
-        assert len(set(texts)) == 6
-        assert set(texts[:3]) <= captions
-
-
-def test_no_candidate_is_lost_between_turns():
-    pair = SimpleNamespace(captions=["true"])
-    scene = SimpleNamespace(pairs=(pair,), swapped=None)
-    letters = iter(["a", "true", "b", "c"])
-    turns = [(letters, 2), (iter("xy"), 3), (letters, 4)]
-    assert idc.choose(turns, scene) == ["a", "b", "x", "c"]
-
-
-def test_six_negatives_are_kept_in_a_file(dataset, monkeypatch):
+def test_six_negatives_of_a_data_set(dataset):
     negatives = Negatives(dataset)
     pairs = dataset.pairs("train")
     assert negatives.texts.keys() == {p.id for p in pairs}
@@ -656,14 +518,8 @@ def test_six_negatives_are_kept_in_a_file(dataset, monkeypatch):
     ids = negatives([p.id for p in pairs][:3])
     assert ids.shape == (3, 6, dataset.max_len)
     assert (ids[:, :, 0] == START).all()
-    (path,) = dataset.root.glob("negatives-*.json")
-    first = path.read_bytes()
-    path.unlink()
-    Negatives(dataset)
-    assert path.read_bytes() == first  # it depends on the captions alone
-    pairs[0].captions[0] = "the red cube fell"
-    monkeypatch.setattr(idc, "rewrite", lambda _: {pairs[0].id: ["a", "b", "c", "d", "e", "f"]})
-    assert Negatives(dataset).texts[pairs[0].id] == ["a", "b", "c", "d", "e", "f"]
+    again = Negatives(dataset)  # from its file
+    assert again.texts == negatives.texts
 
 
 # ---- cross-task data -----------------------------------------------------------------------------
@@ -674,7 +530,6 @@ def test_partners_are_half_alike_and_a_function_of_the_seed():
     made = idc.partners(classes, seed=3)
     assert np.array_equal(made, idc.partners(classes, seed=3))
     assert not np.array_equal(made, idc.partners(classes, seed=4))
-    assert len(made) == 201
     assert not (made == np.arange(201)).any()
     alike = classes[made] == classes
     assert 99 <= alike.sum() <= 100

