@@ -78,5 +78,5 @@ def test_the_readmes_ten_seconds(drawings, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     scorer_cbr.main([*flags, *out.split(), "--device", "cpu"])
     caption = capsys.readouterr().out.strip()
-    assert " ".join(says) == f"ten seconds: {caption}"
+    assert says[1] == caption
     assert (tmp_path / "attention.png").stat().st_size > 1000
