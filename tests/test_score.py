@@ -4,7 +4,6 @@ import json
 import math
 import threading
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,20 +35,18 @@ def java():
 # ---- words ---------------------------------------------------------------------------------------
 
 
-def test_stanford_tokens_are_the_packages_and_odd_line_breaks_shift_nothing(java):
+def test_odd_line_breaks_shift_no_caption(java):
     from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 
     expected = PTBTokenizer().tokenize({0: [{"caption": s} for s in SENTENCES]})[0]
-    assert expected[1] == "mr. smith etc. left at 3.5 p.m."
     odd = {"": "", "a\u2028b": "a b", "c\n\nd": "c d", "e\x85f\r": "e f", "\t": ""}
     words = data.scored_words([*SENTENCES, *odd], "ptb", None, quick=False)
     assert words == [*expected, *odd.values()]
 
 
-@pytest.mark.parametrize("lines", [["a", "last", ""], ["a", ""], [""]])
-def test_a_tokenizer_that_loses_lines_gives_no_scores(monkeypatch, lines):
-    def tokenize(self, captions):  # as the package pairs captions with the lines that come back
-        return {key: [line] for key, line in zip(captions, lines, strict=False)}
+def test_a_tokenizer_that_loses_lines_gives_no_scores(monkeypatch):
+    def tokenize(self, captions):
+        return {0: ["a", "last", ""]}
 
     monkeypatch.setattr("pycocoevalcap.tokenizer.ptbtokenizer.PTBTokenizer.tokenize", tokenize)
     with pytest.raises(OSError):
@@ -64,7 +61,6 @@ def test_plain_words_equal_stanfords_on_minis_templates(java):
     texts.append("The cyan thing on the left side has been newly placed.")
     texts.append("no, it - moved")
     assert [data.plain_tokenize(text) for text in texts] == data.ptb_tokenize(texts)
-    assert data.plain_tokenize('A dog\'s  T-shirt -- "gone".') == "a dog s t-shirt gone"
 
 
 def test_words_as_they_are_and_as_ids():
@@ -145,16 +141,14 @@ def test_bleu_and_cider_of_groups_by_hand():
 
 
 def test_java_adds_meteor_and_changes_nothing_else(java, monkeypatch):
-    with_java = data.score(PREDICTIONS, REFERENCES, {"same": {"2"}})
-    assert with_java["same"]["METEOR"] == 100
-    assert 0 < with_java["total"]["METEOR"] < 100
+    with_java = data.score(PREDICTIONS, REFERENCES)["total"]
+    assert 0 < with_java["METEOR"] < 100
     monkeypatch.setattr(data, "java_works", lambda: False)
-    for name, row in data.score(PREDICTIONS, REFERENCES, {"same": {"2"}}).items():
-        assert row.items() <= with_java[name].items()
+    without = data.score(PREDICTIONS, REFERENCES)["total"]
+    assert without.items() <= with_java.items()
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError("it died"), KeyboardInterrupt()])
-def test_a_java_program_that_fails_costs_its_own_metric_and_leaves_no_lock(error):
+def test_a_java_program_that_fails_costs_its_own_metric_and_leaves_no_lock():
     """pycocoevalcap's Meteor fails while it holds its lock, which its destructor waits for."""
 
     class Failing:
@@ -162,48 +156,26 @@ def test_a_java_program_that_fails_costs_its_own_metric_and_leaves_no_lock(error
 
         def compute_score(self, gts, res):
             self.lock.acquire()
-            raise error
+            raise BrokenPipeError("it died")
 
     program = Failing()
     captions = {"1": ["a b c d"]}
-    programs = {"METEOR": program}
-    if isinstance(error, KeyboardInterrupt):
-        with pytest.raises(KeyboardInterrupt):
-            data.metrics_of(captions, captions, programs)
-    else:
-        metrics = data.metrics_of(captions, captions, programs)
-        assert metrics["BLEU-4"] == 100 and "METEOR" not in metrics
-        assert programs == {}
+    metrics = data.metrics_of(captions, captions, {"METEOR": program})
+    assert metrics["BLEU-4"] == 100 and "METEOR" not in metrics
     assert not program.lock.locked()
-
-
-def test_spice_runs_if_its_models_are_there_and_never_downloads(monkeypatch, tmp_path):
-    class Program:
-        def compute_score(self, gts, res):
-            return 0.25, []
-
-    monkeypatch.setattr("pycocoevalcap.meteor.meteor.Meteor", Program)
-    monkeypatch.setattr("pycocoevalcap.spice.spice.Spice", Program)
-    monkeypatch.setattr("pycocoevalcap.spice.spice.__file__", str(tmp_path / "spice.py"))
-    monkeypatch.setattr(data, "java_works", lambda: True)
-    monkeypatch.setattr(data, "ptb_tokenize", lambda texts: texts)
-    assert "SPICE" not in data.score(PREDICTIONS, REFERENCES)["total"]
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "stanford-corenlp-3.6.0-models.jar").touch()
-    assert data.score(PREDICTIONS, REFERENCES)["total"]["SPICE"] == 25
 
 
 # ---- of a data set's split -----------------------------------------------------------------------
 
 
 def test_outer_quarters_of_difficulty_hold_a_quarter_rounded_down():
-    pairs = [data.Pair(str(i), "a", "b", []) for i in range(3985)]
-    overlap = {str(i): 1 - i / 4000 for i in range(3985)}
+    pairs = [data.Pair(str(i), "a", "b", []) for i in range(11)]
+    overlap = {str(i): 1 - i / 20 for i in range(11)}
     release = data.Release(overlap=overlap, scenes={split: [] for split in data.SPLITS})
     dataset = SimpleNamespace(release=release, pairs=lambda split: pairs)
     assert data.groups_of(dataset, "test") == {
-        "view: hardest quarter": {str(i) for i in range(3985 - 996, 3985)},
-        "view: easiest quarter": {str(i) for i in range(996)},
+        "view: hardest quarter": {"9", "10"},
+        "view: easiest quarter": {"0", "1"},
     }
 
 
@@ -221,8 +193,6 @@ def test_pairs_with_a_picture_of_another_split_are_also_left_out():
     release = data.release_from_pairs(pairs, Path())
     dataset = SimpleNamespace(release=release, pairs=pairs.get)
     assert data.groups_of(dataset, "test") == {"without leaked pairs": {"6"}}
-    pairs = {split: [data.Pair(split, split, None, [])] for split in data.SPLITS}
-    assert not data.release_from_pairs(pairs, Path()).leaked("test")  # of single images
 
 
 @pytest.fixture
@@ -238,7 +208,7 @@ def first_references(dataset) -> dict[str, str]:
     return captions
 
 
-def test_changed_and_unchanged_pairs_are_recognised(dataset, monkeypatch):
+def test_changed_and_unchanged_pairs_are_recognised(dataset):
     captions = first_references(dataset)
     both = {"change recognised": 100, "no change recognised": 100}
     assert data.accuracy_of(dataset, captions) == both
@@ -248,11 +218,6 @@ def test_changed_and_unchanged_pairs_are_recognised(dataset, monkeypatch):
     captions[same] = "a red thing became blue"
     captions[same[:-2]] = "the scene , it seems , is the same"
     both = {"change recognised": 80, "no change recognised": 80}
-    assert data.accuracy_of(dataset, captions) == both
-    # LEVIR-CC's authors list sentences for "no change"; those of unchanged pairs count, too.
-    row = replace(data.DATASETS["clevr_change"], no_change=("a red thing became blue",))
-    monkeypatch.setitem(data.DATASETS, "clevr_change", row)
-    both = {"change recognised": 80, "no change recognised": 100}
     assert data.accuracy_of(dataset, captions) == both
 
 
@@ -279,8 +244,8 @@ def test_one_caption_is_the_best_of_the_frequent_ones(dataset, monkeypatch):
     train = dataset.pairs("train")
     frequent = [f"a {n}" for n in range(20)]
     for pair in train:
-        pair.captions[:] = frequent * 2
-    train[0].captions.insert(0, "rare as gold")
+        pair.captions[:] = ["a 3", *frequent, *frequent]
+    train[0].captions.append("rare as gold")
     val = dataset.pairs("val")
     for pair in val:
         pair.captions[:] = ["rare as gold"]
@@ -288,15 +253,7 @@ def test_one_caption_is_the_best_of_the_frequent_ones(dataset, monkeypatch):
     monkeypatch.setattr(data, "ENOUGH_PAIRS", len(val))
     assert data.one_caption(dataset) == "a 7"
     monkeypatch.setattr(data, "ENOUGH_PAIRS", len(val) + 1)  # then it is chosen on train
-    for pair in train:
-        pair.captions[:] = ["a 3", *frequent]
     assert data.one_caption(dataset) == "a 3"
-    for pair in train:
-        pair.captions[:] = frequent * 2
-    monkeypatch.setattr(data, "ENOUGH_PAIRS", len(val))
-    for pair in val:
-        pair.captions[:] = [""]
-    assert data.one_caption(dataset) == "a 0"  # the most frequent, as nothing can be scored
 
 
 def read(path):
@@ -337,33 +294,19 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
     assert read(tmp_path / "scores_test.json")["without prediction"] == 1
 
 
-def test_kinds_that_only_training_has_are_named(dataset, tmp_path, capsys):
-    train, test = dataset.pairs("train"), dataset.pairs("test")
-    kinds = {"gone": {train[0].id}, "moved": {train[1].id, test[0].id}, "new": {test[1].id}}
-    dataset.kinds.clear()
-    dataset.kinds.update(kinds)
-    dataset.results("test", first_references(dataset), {}, tmp_path)
-    (note,) = [line for line in capsys.readouterr().out.splitlines() if "of the kind" in line]
-    assert "gone" in note
-
-
 def test_values_that_do_not_exist_are_a_dash_and_null(dataset, tmp_path, capsys, monkeypatch):
     accuracy = {"change type": 50.0, "place": math.nan}
     monkeypatch.setattr(data, "accuracy_of", lambda *_: accuracy)
     dataset.results("test", first_references(dataset), {}, tmp_path)
     assert read(tmp_path / "scores_test.json")["accuracy"] == {"change type": 50, "place": None}
-    printed = capsys.readouterr().out
-    assert "nan" not in printed and "None" not in printed
+    assert "nan" not in capsys.readouterr().out
     table = data.format_scores({"total": {"pairs": 3, "BLEU-1": 12.5, "SPICE": math.nan}})
     cells = table.splitlines()[1].split()
     assert cells == ["total", "3", "12.50", *["-"] * 7]
 
 
 def test_validation_asks_for_no_java(dataset, monkeypatch):
-    def java_works():
-        raise AssertionError("validation asked for Java")
-
-    monkeypatch.setattr(data, "java_works", java_works)
+    monkeypatch.setattr(data, "java_works", pytest.fail)
     scores = dataset.results("test", first_references(dataset), {}, None)
     assert scores.keys() == {"BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "ROUGE-L", "CIDEr"}
     assert scores["BLEU-4"] == 100
@@ -372,7 +315,6 @@ def test_validation_asks_for_no_java(dataset, monkeypatch):
 OWN_CAPTIONS = [
     'A 3.5 m gate (the "left-hand" one) wasn\'t moved, 50% of it!',
     "ein Tu\u0308r ist geo\u0308ffnet...",
-    "the \U0001f469\u200d\U0001f692 has left \U0001f44b\U0001f3fd\U0001f44b\U0001f3fd",
 ]
 
 
@@ -423,20 +365,16 @@ def naive_resize(heat: torch.Tensor, height: int, width: int) -> dict[tuple[int,
 def test_pointing_game_equals_a_loop_over_pixels():
     g = torch.Generator().manual_seed(0)
     hits = 0
-    for left, top, width, height in torch.randint(9, 16, (20, 4), generator=g).tolist():
+    for _ in range(20):
         heat = torch.rand(4, 5, generator=g)
         # Beyond the centre of a border cell, all pixels are equally bright, so that rounding would
         # decide. Dim border cells avoid this.
         heat[[0, -1]] *= 0.1
         heat[:, [0, -1]] *= 0.1
-        x = left % 2 * width // 3
-        y = top % 2 * height // 3
-        w = 2 * width // 3
-        h = 2 * height // 3
-        big = naive_resize(heat, height, width)
+        big = naive_resize(heat, 9, 12)
         row, column = max(big, key=big.get)
-        inside = x <= column < x + w and y <= row < y + h
-        assert data.pointing_hit(heat, [x, y, w, h], (width, height)) == inside
+        inside = column < 6 and 2 <= row
+        assert data.pointing_hit(heat, [0, 2, 6, 7], (12, 9)) == inside
         hits += inside
     assert 3 < hits < 17
 
@@ -479,30 +417,23 @@ def test_pointing_scores_count_boxes_not_pairs(boxed, heat):
     # In pair 1, each side's own map finds its box.
     maps = {"1": {"after": heat["2"], "before": heat["1"]}}
     assert data.pointing_scores(boxed, "test", maps, {})["total"]["pointing"] == 100
-    boxed.paths["a"].unlink()
-    assert data.pointing_scores(boxed, "test", maps, {}) == {}
 
 
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def annotations(rows) -> str:
-    return json.dumps({"annotations": [{"image_id": i, "caption": text} for i, text in rows]})
-
-
 def test_command_line_scores_and_counts_what_has_no_prediction(tmp_path, capsys):
     predictions = tmp_path / "p.json"
     references = tmp_path / "r.json"
-    rows = [{"image_id": 1, "caption": "a barn."}, {"image_id": 2, "caption": "a road"}]
-    predictions.write_text(json.dumps(rows))
-    references.write_text(annotations([(1, "A barn"), (2, "a house"), (3, "a hill"), (3, "hills")]))
+    said = data.coco_rows([("1", "a barn."), ("2", "a road")])
+    known = data.coco_rows([("1", "A barn"), ("2", "a house"), ("3", "a hill"), ("3", "hills")])
+    predictions.write_text(json.dumps(said))
+    references.write_text(json.dumps({"annotations": known}))
     flags = ["score", "--predictions", str(predictions), "--references", str(references)]
     data.main(flags)
     _, total, absent = capsys.readouterr().out.splitlines()
     assert total.split()[:3] == ["total", "2", "75.00"]
     assert absent == "without prediction: 1"
-    twice = [{"image_id": 1, "caption": "a"}, {"image_id": 1, "caption": "b"}]
-    for rows in (twice, [{"image_id": 9, "caption": "a barn"}], [{"image_id": 1}], []):
-        predictions.write_text(json.dumps(rows))
-        with pytest.raises(data.InputError):
-            data.main(flags)
+    predictions.write_text(json.dumps([*said, *said[:1]]))
+    with pytest.raises(data.InputError, match="image_id"):  # it has two predictions
+        data.main(flags)
