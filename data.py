@@ -14,8 +14,7 @@ First half, from a folder to batches:
     table of data sets   Settings, DATASETS, read_release
     readers              one for each release
     pictures             read_image, Extractor
-    feature files        write_features, Features
-    preparation          prepare
+    feature files        write_features, Features, prepare
     load and batches     Batch, Dataset, load
 Second half, what a run needs:
     phrases of captions  by rules or spaCy, for RDD+ACR, CHEERS, IDC
@@ -204,16 +203,11 @@ class Pair:
 @dataclass
 class Scene:
     """Pairs that always train together: CLEVR-Change's changed pair and distractor pair, in this
-    order; elsewhere a single pair. All scenes of a data set have the same number of pairs.
-    `swapped`: the same pairs with the default and the distractor image exchanged; training uses
-    them half of the time."""
+    order; in other data sets, a single pair. `swapped`: the same pairs with the default and the
+    distractor image exchanged; training uses them half of the time."""
 
     pairs: tuple[Pair, ...]
     swapped: tuple[Pair, ...] | None = None
-
-    def orders(self) -> list[tuple[Pair, ...]]:
-        """The pairs and, if there are any, the swapped ones."""
-        return [self.pairs] if self.swapped is None else [self.pairs, self.swapped]
 
     def images(self) -> set[str]:
         """The names of the scene's images."""
@@ -259,7 +253,7 @@ class Release:
         captions = []
         for split in splits:
             for scene in self.scenes[split]:
-                for pair in itertools.chain(*scene.orders()):
+                for pair in (*scene.pairs, *(scene.swapped or ())):
                     captions += pair.captions
         return captions
 
@@ -282,20 +276,18 @@ def release_from_pairs(
     return release
 
 
-FETCH_AGAIN = "correct it, or fetch it again"
 AUTHORS_FILES = "the authors' .npy files"  # the attribute `preprocessing` of such feature files
 
 
 def read_json(path: Path):
     """The parsed JSON of a file. InputError names a broken file."""
     content = path.read_bytes()
-    with file_errors(path, FETCH_AGAIN):
+    with file_errors(path, "correct it, or fetch it again"):
         return json.loads(content)
 
 
 def check_strings(x) -> list[str]:
-    """Returns x if it is a list of strings. TypeError if not: a bare string would be read as a list
-    of its letters."""
+    """Returns x, a list of strings. TypeError if it is not: a string would be read as letters."""
     if not isinstance(x, list) or not all(isinstance(item, str) for item in x):
         raise TypeError(f"expected a list of strings, found {x!r:.60}")
     return x
@@ -363,9 +355,7 @@ class Settings:
     # Captions come from CLEVR-like templates: rules extract their phrases (see template_segments)
     # and reject any other caption. Otherwise, spaCy's English model extracts them.
     templates: bool = False
-    # Published sentences which say that nothing changed. Captions of unchanged training pairs count
-    # as such, too.
-    no_change: tuple[str, ...] = ()
+    no_change: tuple[str, ...] = ()  # published sentences which say that nothing changed
     # Published counts: scenes of each split, pairs of each kind of change, and "words" with the
     # four special ids. Preparation prints a note for each count that differs.
     published: dict[str, int] = field(default_factory=dict)
@@ -395,10 +385,9 @@ def read_release(name: str, root: Path) -> Release:
     for split in ("val", "test"):
         leaked = release.leaked(split)
         if leaked:
-            release.notes.append(
-                f"{len(leaked)} of {len(release.pairs(split))} {split} pairs share a picture with "
-                "another split; scores are also given without them"
-            )
+            share = f"{len(leaked)} of {len(release.pairs(split))} {split} pairs share a picture"
+            remark = f"{share} with another split; scores are also given without them"
+            release.notes.append(remark)
     return release
 
 
@@ -472,7 +461,6 @@ DC_KINDS = ("color", "texture", "add", "remove", "move", "no change")
 
 def read_clevr_dc(root: Path) -> Release:
     """CLEVR-DC (Kim et al., ICCV 2021): bef/<id>.png, aft/<id>.png, captions.json, split.json.
-
     No file gives the kind of change. The ids form six blocks of 8,000, and we assume that these
     follow the order in which the authors list the kinds of change."""
     splits = read_json(root / "split.json")
@@ -497,11 +485,9 @@ DATASETS["clevr_dc"] = Settings(
 
 
 def read_spot_the_diff(root: Path) -> Release:
-    """Spot-the-Diff (Jhamtani and Berg-Kirkpatrick, EMNLP 2018).
-
-    annotations/<split>.json, resized_images/<id>.png and <id>_2.png. All rows of an id (one per
-    annotator) form one pair. Each sentence is a caption, even the 66 empty ones, because published
-    vocabularies and scores count them."""
+    """Spot-the-Diff (Jhamtani and Berg-Kirkpatrick, EMNLP 2018): annotations/<split>.json,
+    resized_images/<id>.png and <id>_2.png. All rows of an id (one per annotator) form one pair.
+    Each sentence is a caption, even the 66 empty ones, which published tables count."""
     pairs = {}
     for split in SPLITS:
         captions: dict[str, list[str]] = {}
@@ -524,8 +510,7 @@ DATASETS["spot_the_diff"] = Settings(
 def read_image_editing(root: Path) -> Release:
     """Image Editing Request (Tan et al., ACL 2019): {train,valid,test}.json, and the pictures in
     images/ or next to these files. Items with the same two images stay separate pairs. Of the 495
-    test items, 66 share both images with an item of another split, and 147 share at least one;
-    scores are also given without these 147."""
+    test items, 66 share both images with an item of another split, and 147 at least one."""
     pairs = {}
     for split, file in (("train", "train.json"), ("val", "valid.json"), ("test", "test.json")):
         pairs[split] = []
@@ -601,24 +586,24 @@ DATASETS["levir_cc"] = Settings(
 )
 
 
-def photo_file(url: str) -> str:
-    """The file name for a photograph's URL, .../photos/<photo id>/large.jpg?...: <photo id>.jpg"""
-    return re.search(r"/photos/(\d+)", url)[1] + ".jpg"
-
-
-def read_birds_to_words(root: Path, pictures: bool = True) -> Release:
+def read_birds_to_words(root: Path) -> Release:
     """Birds-to-Words (Forbes et al., EMNLP 2019): birds-to-words-v1.0.tsv, and images/<photo
-    id>.jpg. You have to download the photographs from the URLs in columns 2 and 6 of the table.
+    id>.jpg, which you have to download from the URLs in columns 2 and 6 of the table.
 
-    With `pictures`, pairs are left out unless both photographs are there or, if there is a folder
-    features/, the features of both. Rows with the same split and URLs form one pair. Captions
-    become lower-case words and punctuation marks, which this data set's metrics compare."""
+    Pairs are left out unless both photographs are there or, if there is a folder features/, the
+    features of both. Rows with the same split and URLs form one pair. Captions become lower-case
+    words and punctuation marks, which this data set's metrics compare."""
     file = root / "birds-to-words-v1.0.tsv"
-    columns = ("img1imgurl", "img2imgurl", "split", "description")
+    urls = ("img1imgurl", "img2imgurl")
+    table = read_table(
+        file, (*urls, "split", "description"), delimiter="\t", quoting=csv.QUOTE_NONE
+    )
     captions: dict[tuple, list[str]] = {}
-    for row in read_table(file, columns, delimiter="\t", quoting=csv.QUOTE_NONE):
-        key = (row["split"], photo_file(row["img1imgurl"]), photo_file(row["img2imgurl"]))
-        captions.setdefault(key, []).append(" ".join(tokenize_lower(row["description"])))
+    for row in table:
+        # .../photos/<photo id>/large.jpg?...
+        photos = [re.search(r"/photos/(\d+)", row[url])[1] + ".jpg" for url in urls]
+        texts = captions.setdefault((row["split"], *photos), [])
+        texts.append(" ".join(tokenize_lower(row["description"])))
     images = root / "images"
     has_features = (root / "features").is_dir()
     pairs = {}
@@ -627,7 +612,7 @@ def read_birds_to_words(root: Path, pictures: bool = True) -> Release:
         files = [images / before, images / after]
         if has_features:
             files = [authors_features(file, root) for file in files]
-        if not pictures or all(file.exists() for file in files):
+        if all(file.exists() for file in files):
             kept += 1
             pairs.setdefault(split, []).append(Pair(f"{before}_{after}", before, after, texts))
     notes = []
@@ -676,11 +661,8 @@ DATASETS["cub"] = Settings(
 
 
 def read_nabirds(root: Path) -> Release:
-    """NABirds: images.txt, classes.txt, image_class_labels.txt, train_test_split.txt, images/.
-
-    The official train and test images, each a single image whose caption is the name of its class
-    (one of the hierarchy's 555 leaves). Image ids contain dashes, file names do not; images.txt
-    has both."""
+    """NABirds: images.txt, classes.txt, image_class_labels.txt, train_test_split.txt, images/. The
+    caption of each single image is the name of its class (one of the hierarchy's 555 leaves)."""
     class_of = read_columns(root / "image_class_labels.txt")
     in_train = read_columns(root / "train_test_split.txt")
     class_names = read_columns(root / "classes.txt")
@@ -702,7 +684,6 @@ DATASETS["nabirds"] = Settings(
 
 
 OWN_COLUMNS = ("before", "after", "captions", "split", "kind")
-OWN_MAX_WORDS = 60  # limit for your own captions: every batch is padded to the longest one
 
 
 def own_pair(row: dict[str, str]) -> Pair:
@@ -728,12 +709,11 @@ def read_pairs(root: Path) -> Release:
     Paths are relative to the folder.
 
     Several captions of a pair are separated by |, or are in several rows. Captions are split into
-    words by tokenize_pairs and cut after OWN_MAX_WORDS words. Two columns are optional: `split`
+    words by tokenize_pairs and cut after 60 words. Two columns are optional: `split`
     (train, val or test in every row; without the column: hashed_split) and `kind`, the kind of
     change. Each kind is scored separately; of the kind "no change", the share of pairs recognised
-    is reported, too. Copies of a picture under other names are not noticed.
-
-    InputError if a row lacks a path or a caption, or a pair is in two splits or has two kinds."""
+    is reported, too. Copies of a picture under other names are not noticed. InputError if a row
+    lacks a path or a caption, or a pair is in two splits or has two kinds."""
     file = root / "pairs.csv"
     table = read_table(file, ("before", "after", "captions"))
     pairs: dict[str, Pair] = {}
@@ -750,7 +730,7 @@ def read_pairs(root: Path) -> Release:
         kind = " ".join(re.split(r"[\s_-]+", row.get("kind", "").lower())).strip()
         for values, value in ((split_of, split), (kind_of, kind)):
             if values.setdefault(pair.id, value) != value:
-                raise InputError(f"{file}: {pair.id} is of {values[pair.id]!r} and of {value!r}")
+                raise InputError(f"{file}: {pair.id} is both {values[pair.id]!r} and {value!r}")
     by_split: dict[str, list[Pair]] = {}
     kinds: dict[str, set[str]] = {}
     for pair in pairs.values():
@@ -769,7 +749,7 @@ DATASETS["pairs"] = Settings(
     read_pairs,
     extractor="resnet101-layer3-256",
     tokenizer=tokenize_pairs,
-    max_words=OWN_MAX_WORDS,
+    max_words=60,  # every batch is padded to the longest caption
     tokens="split",
 )
 
@@ -778,9 +758,8 @@ DATASETS["pairs"] = Settings(
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 PICTURES = (
-    f"give a {', '.join(FORMATS[:-1])} or TIFF with 8 bits a channel and 1, 3 or 4 channels; make "
-    "it for example by: gdal_translate -of PNG -ot Byte -scale 0 MAX 0 255 -b 1 -b 2 -b 3 IN "
-    "OUT.png, with the same MAX for all pictures"
+    f"give a {', '.join(FORMATS[:-1])} or TIFF with 8 bits a channel and 1, 3 or 4 channels, as by "
+    "gdal_translate -of PNG -ot Byte -scale 0 MAX 0 255 -b 1 -b 2 -b 3 IN OUT.png (one MAX for all)"
 )
 
 
@@ -788,8 +767,8 @@ def read_image(picture) -> Image.Image:
     """A picture -> upright RGB; of an animation, the first frame. Transparency is blended with
     white. The EXIF orientation is applied; published features of photographs were made without it.
 
-    picture: a path, an open binary file or a PIL image. InputError if its format is not one of
-    FORMATS, or if it does not have 8 bits a channel."""
+    picture: a path, an open binary file or a PIL image. InputError if it has another format than
+    FORMATS, or not 8 bits a channel."""
     if isinstance(picture, np.ndarray):
         raise TypeError("expected a file or a PIL image; for an array, use PIL.Image.fromarray")
     if isinstance(picture, Image.Image):
@@ -1028,8 +1007,7 @@ def stamp(file: Path) -> tuple[int, int, int]:
 
 class Features:
     """A feature file whose rows are read by image name: from the memory-mapped file, which the
-    system caches as far as memory allows, or from the GPU, if `load` has copied them there.
-    FileNotFoundError or InputError gives the command that makes the file with this extractor."""
+    system caches as far as memory allows, or from the GPU, if `load` has copied them there."""
 
     def __init__(self, path: Path, prepare: str, extractor: str):
         if not path.exists():
@@ -1117,9 +1095,6 @@ def open_features(name: str, root: Path, extractor: str = "") -> Features:
     return Features(feature_file(name, root, extractor), command, made_by)
 
 
-# ---- preparation ---------------------------------------------------------------------------------
-
-
 def vocab_of(name: str, release: Release) -> Vocab:
     """The vocabulary by the data set's rule; most data sets use the training captions alone."""
     settings = settings_of(name)
@@ -1148,9 +1123,7 @@ def prepare(
     for part, count in settings_of(name).published.items():
         if counts[part] != count:
             print_notes(f"{part}: found {counts[part]}, published {count}")
-    if path.exists():
-        print_notes(f"{path} exists and is kept")
-    else:
+    if not path.exists():
         make_features(name, root, release, device, extractor)
     open_features(name, root, extractor).require(release.paths, root)
     print(f"{root}: {len(release.paths)} images, {len(vocab)} words")
@@ -1196,7 +1169,7 @@ def require_files(files: list[Path]) -> None:
 
 def read_npy(path: Path, grid: tuple[int, int, int]) -> np.ndarray:
     """A feature map published by the authors. InputError if its shape is not grid = (C, H, W)."""
-    with file_errors(path, FETCH_AGAIN):
+    with file_errors(path, "fetch it again"):
         x = np.load(path)  # refuses pickles, which could run arbitrary code
         if x.shape != grid:
             raise InputError(f"expected features (C, H, W) = {grid}, found {x.shape}")
@@ -1259,9 +1232,8 @@ class DatasetProtocol(Protocol):
 
 
 class Dataset:
-    """A data set ready for a method: vocabulary, scenes, features. Made by `load`.
-
-    Without features (for counting words) there are no batches and no grid."""
+    """A data set ready for a method: vocabulary, scenes, features. Made by `load`. Without features
+    (for counting words) there are no batches and no grid."""
 
     def __init__(
         self,
@@ -1292,10 +1264,9 @@ class Dataset:
     def train_batches(
         self, batch_size: int, seed: int, epoch: int, first: int = 0
     ) -> Iterator[tuple[Batch, ...]]:
-        """The batches of an epoch, from batch `first` on: tuples of a Batch of the scenes' first
-        pairs and, if scenes have two pairs, a Batch of their second ones. (seed, epoch) alone
-        determine the order, which scenes are swapped (with probability 1/2, if they can be) and
-        each pair's caption."""
+        """The batches of an epoch, from batch `first` on: a Batch of the scenes' first pairs and,
+        where scenes have two, a Batch of their second ones. (seed, epoch) alone determine the
+        order, which scenes are swapped (each with probability 1/2) and each pair's caption."""
         scenes = self.scenes["train"]
         rng = np.random.default_rng([seed, epoch])
         order = rng.permutation(len(scenes))
@@ -1336,9 +1307,8 @@ class Dataset:
         captions = captions or [pair.captions[0] for pair in pairs]
         single = pairs[0].after is None
         before = self.features.rows([pair.before for pair in pairs])
-        if single:
-            after = torch.zeros_like(before)
-        else:
+        after = torch.zeros_like(before)
+        if not single:
             after = self.features.rows([pair.after for pair in pairs])
         ids = torch.tensor([self.vocab.encode(caption, self.max_len) for caption in captions])
         return Batch(
@@ -1432,8 +1402,8 @@ def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
 
 def note_on_negatives(dataset: Dataset, cfg: RunConfig, weights: Iterable[str]) -> None:
     """Prints a note where losses that contrast the pairs of a batch cannot work: pairs that share a
-    picture are false negatives of each other, and a batch of one pair has none. weights: the fields
-    of cfg that weigh these losses."""
+    picture are false negatives of each other, and one pair has no negatives. weights: the fields of
+    cfg that weigh these losses."""
     flags = " ".join(f"--{name} 0" for name in weights if getattr(cfg, name))
     scenes_with = Counter()  # image -> in how many scenes it occurs
     for scene in dataset.scenes["train"]:
@@ -1486,10 +1456,8 @@ def language(dataset_name: str):
 
         nlp = spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
     except (ImportError, OSError) as e:
-        raise InputError(
-            f"the captions of {dataset_name} need spaCy and its English model; "
-            "run: pip install spacy && python -m spacy download en_core_web_sm"
-        ) from e
+        install = "pip install spacy && python -m spacy download en_core_web_sm"
+        raise InputError(f"{dataset_name} needs spaCy's English model; run: {install}") from e
     print(f"captions are analysed by {nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}")
     return nlp
 
@@ -1540,12 +1508,9 @@ def noun_phrase(chunk) -> str:
 
 def subjects(doc) -> list[str]:
     """What has changed according to a caption (see `analysed`), in lower case, without articles or
-    a leading "new".
-
-    Of a template caption: its first object. Otherwise: the subjects of the main clause and of
-    clauses coordinated with it or, if these have none ("there is a car", "remove the car", "the
-    left image has a car"), their objects. "No change", "nothing" and words for the pictures
-    themselves are not entities."""
+    a leading "new". Of a template caption: its first object. Otherwise: the subjects of the main
+    clause and of clauses coordinated with it or, if these have none ("there is a car", "remove the
+    car"), their objects. "No change", "nothing" and words for the pictures are not entities."""
     if isinstance(doc, str):  # a template's caption
         nouns, _ = template_segments(doc)
         return [noun for noun in nouns if OBJECT.fullmatch(noun)][:1]
@@ -1781,9 +1746,9 @@ def metrics_of(
         try:
             metrics[name], _ = program.compute_score(refs, hyps)
         except (OSError, ValueError, subprocess.SubprocessError) as e:
-            needs = "METEOR needs 2 GB of memory and a locale with decimal points "
-            needs += "(JAVA_TOOL_OPTIONS=-Duser.language=en), SPICE 8 GB and usually Java 8"
-            print(f"no {name}: its Java program failed ({e}); {needs}")
+            # METEOR needs 2 GB and a locale with decimal points, SPICE 8 GB and usually Java 8.
+            remedy = "give it 8 GB, Java 8, and JAVA_TOOL_OPTIONS=-Duser.language=en"
+            print(f"no {name}: its Java program failed ({e}); {remedy}")
             del programs[name]
         finally:  # after an error, Meteor still holds its lock, and its destructor would wait
             program.lock = threading.Lock()
@@ -1807,12 +1772,9 @@ def format_scores(scores: dict[str, dict[str, float | None]]) -> str:
     for name, values in scores.items():
         line = f"{name:<{width}}"
         for heading, value in with_gaps(values, headings).items():
-            if value is None:
-                cell = "-"
-            elif heading == "pairs":
+            cell = "-" if value is None else f"{value:.2f}"
+            if heading == "pairs":
                 cell = str(value)
-            else:
-                cell = f"{value:.2f}"
             line += f"{cell:>9}"
         lines.append(line)
     return "\n".join(lines)
@@ -1842,12 +1804,9 @@ def results(
     """Scores a split's captions -> the scores over all pairs, or {} if the split is empty.
 
     Without out_dir, only the quick metrics are computed. With it, every metric for every group is
-    printed, and four files are written, whose names end in <split><suffix>: captions, references
-    and scores (.json), and a sheet of sample pictures with attention maps and notes.
-    maps: pair id -> name -> (H, W); notes: pair id -> lines."""
+    printed, and captions, references, scores and a sheet of samples are written, in files whose
+    names end in <split><suffix>. maps: pair id -> name -> (H, W); notes: pair id -> lines."""
     if not dataset.scenes[split]:
-        if out_dir:
-            print(f"{dataset.root} has no {split} pairs: nothing to score")
         return {}
     references = {pair.id: pair.captions for pair in dataset.pairs(split)}
     if out_dir is None:
@@ -1974,17 +1933,6 @@ def no_change_captions(dataset: Dataset) -> set[str]:
     return {" ".join(dataset.vocab.split(caption)) for caption in captions}
 
 
-def is_right(dataset: Dataset, pair: Pair, caption: str) -> bool | None:
-    """Whether a caption is right for a pair, as mini judges it or, elsewhere, because it equals a
-    reference; None: undecided."""
-    if dataset.name == "mini":
-        import mini
-
-        return mini.is_right(pair.id, caption, dataset.root)
-    references = {" ".join(dataset.vocab.split(text)) for text in pair.captions}
-    return True if caption in references else None
-
-
 def accuracy_of(dataset: Dataset, captions: dict[str, str]) -> dict[str, float]:
     """mini's own judgement of captions, in %. For other data sets, if there are captions of both:
     the % of changed and of unchanged pairs whose caption says so (see `no_change_captions`)."""
@@ -2005,9 +1953,8 @@ def accuracy_of(dataset: Dataset, captions: dict[str, str]) -> dict[str, float]:
 
 
 def pointing_hit(heat: Tensor, box: list[int], size: tuple[int, int]) -> bool:
-    """Whether the brightest pixel of a map (H, W) lies in the box. The map is resized bilinearly to
-    the picture's size (width, height); box is [x, y, w, h] in its pixels. As in Park et al.
-    (2019)."""
+    """Whether the brightest pixel of a map (H, W), resized bilinearly to the picture's size (width,
+    height), lies in the box [x, y, w, h] in pixels. As in Park et al. (2019)."""
     x, y, w, h = box
     width, height = size
     heat = heat.float()[None, None]
@@ -2020,23 +1967,20 @@ def pointing_scores(
     dataset: Dataset, split: str, maps: dict, groups: dict[str, set[str]]
 ) -> dict[str, dict[str, float]]:
     """The pointing game over all boxes of changed objects and over each group's, in %: {group:
-    {"pointing": boxes that are hit, "chance": mean share of the picture that a box covers}}. {} if
-    no boxes are known, or if a picture is missing, so that its size is not known.
-
-    maps: pair id -> name -> (H, W). Both sides of a pair count. Of a pair's maps, the one of this
-    name ("before" or "after") is used, or else the first."""
+    {"pointing": boxes that are hit, "chance": mean share of the picture that a box covers}}; {} if
+    a picture, whose size is needed, is missing. maps: pair id -> name -> (H, W). Both sides of a
+    pair count, each with the map named "before" or "after", or else with the first."""
     boxes = []  # of all pairs: pair id, whether the box is hit, its share of the picture
     for pair in dataset.pairs(split):
         pair_maps = maps.get(pair.id, {})
         pair_boxes = dataset.release.boxes.get(pair.id, (None, None))
-        for side, image, box in zip(
-            ("before", "after"), (pair.before, pair.after), pair_boxes, strict=True
-        ):
+        for side, box in zip(("before", "after"), pair_boxes, strict=True):
             if not (box and pair_maps):
                 continue
-            if not dataset.paths[image].exists():
+            file = dataset.paths[getattr(pair, side)]
+            if not file.exists():
                 return {}
-            with Image.open(dataset.paths[image]) as picture:
+            with Image.open(file) as picture:
                 width, height = picture.size
             heat = pair_maps.get(side, next(iter(pair_maps.values())))
             hit = pointing_hit(heat.cpu(), box, (width, height))
@@ -2054,30 +1998,23 @@ def pointing_scores(
 
 TEXT = {"size": 7, "parse_math": False}  # a $ in a caption must not begin a formula
 SATURATED = 8  # attention of this many times the uniform weight, or more, has the last colour
-# Label and colour of a generated caption, by the result of is_right.
-VERDICTS = {True: ("✓", "#0a7d26"), False: ("✗", "#cc1111"), None: ("generated:", "black")}
 
 
 @contextlib.contextmanager
 def new_figure(path: Path, width: float, height: float):
-    """A matplotlib figure of this size in inches, written to a file (.png, .jpg, .pdf) at the end.
-    It finds room for titles and texts by itself."""
+    """A matplotlib figure of this size in inches, in the end written to a .png, .jpg or .pdf."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")  # finds room for texts
     yield figure
     with atomic_write(path) as partial:
         figure.savefig(partial, format=path.suffix[1:].lower(), dpi=120)
 
 
-def draw_pair(
-    figure, before: Image.Image, after: Image.Image, maps: dict, below: str, colour: str = "black"
-) -> None:
+def draw_pair(figure, before: Image.Image, after: Image.Image, maps: dict, below: str) -> None:
     """Draws a pair into a matplotlib figure: both pictures, then each attention map (H, W) over
-    both, and a text below. IDC's maps "before" and "after" are drawn over their own picture only.
-
-    Levels of attention are multiples of the uniform weight: 1 / (H * W), as a map sums to 1, or
-    half of that for IDC's two maps, which sum to 1 together."""
+    both, in multiples of uniform attention 1 / (H * W), and a text below. IDC's maps "before" and
+    "after" lie over their own picture only. They sum to 1 together, so their unit is half of it."""
     pictures = {"before": before, "after": after}
     panels = [(side, picture, None) for side, picture in pictures.items()]
     for name, weight in maps.items():
@@ -2098,10 +2035,10 @@ def draw_pair(
             axes.imshow(levels, alpha=opacity, extent=extent, **colours)
     width = 24 * len(panels)  # in characters
     lines = [textwrap.fill(line, width, max_lines=4) for line in below.splitlines()]
-    figure.supxlabel("\n".join(lines), x=0.01, ha="left", color=colour, **TEXT)
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", **TEXT)
 
 
-def images_of(dataset: Dataset, pair: Pair) -> tuple[Image.Image, Image.Image]:
+def images_of(dataset: Dataset, pair: Pair) -> list[Image.Image]:
     """A pair's pictures, at most 256 pixels wide and high. A grey one stands in for a missing file
     (features may be shared without pictures), or if there is no "after"."""
     pictures = []
@@ -2111,8 +2048,7 @@ def images_of(dataset: Dataset, pair: Pair) -> tuple[Image.Image, Image.Image]:
             picture = read_image(dataset.paths[name])
             picture.thumbnail((256, 256))
         pictures.append(picture)
-    before, after = pictures
-    return before, after
+    return pictures
 
 
 def sample_sheet(
@@ -2124,9 +2060,8 @@ def sample_sheet(
     path: Path,
 ) -> None:
     """Draws the first three pairs of every kind of change, but at most 24, or the first twelve if
-    kinds are unknown -> a file. Of RDD+ACR's maps only the first is drawn.
-
-    Keyed by pair id: captions, maps (name -> (H, W)), notes (lines of text, if a pair has any)."""
+    kinds are unknown -> a file. Of RDD+ACR's maps only the first is drawn. Keyed by pair id:
+    captions, maps (name -> (H, W)), notes (lines of text, if a pair has any)."""
     pairs = [pair for pair in dataset.pairs(split) if pair.id in captions]
     chosen = []
     for kind, ids in dataset.kinds.items():
@@ -2137,17 +2072,15 @@ def sample_sheet(
     chosen = chosen[:24]
     rows = math.ceil(len(chosen) / 2)
     legend = f"{dataset.name}, {split}. Attention is transparent up to uniform attention, dark red "
-    legend += f"from {SATURATED} times that. Captions: ✓ right, ✗ wrong, black if not judged"
+    legend += f"from {SATURATED} times that. Above: a reference, below: the generated caption"
     with new_figure(path, 13, 2.3 * rows + 0.4) as figure:
         figure.suptitle(legend, x=0.01, ha="left", **TEXT)
         places = figure.subfigures(rows, 2, squeeze=False).T.flat  # column by column
         for place, (kind, pair) in zip(places, chosen, strict=False):
-            caption = captions[pair.id]
-            label, colour = VERDICTS[is_right(dataset, pair, caption)]
             place.suptitle(f"{kind}: {pair.captions[0]}", x=0.01, ha="left", **TEXT)
-            below = "\n".join([f"{label} {caption}", *notes.get(pair.id, [])])
+            below = "\n".join([captions[pair.id], *notes.get(pair.id, [])])
             drawn_maps = dict(list(maps[pair.id].items())[:2])
-            draw_pair(place, *images_of(dataset, pair), drawn_maps, below, colour)
+            draw_pair(place, *images_of(dataset, pair), drawn_maps, below)
 
 
 def caption_picture(
@@ -2163,10 +2096,8 @@ def caption_picture(
 
 def load_clip(name: str, device: str = "cpu") -> tuple:
     """A frozen CLIP in float32, its tokenizer (texts -> ids) and its preprocessing (PIL image ->
-    tensor). InputError if there is no such CLIP.
-
-    `name` is MODEL:PRETRAINED in open_clip's names, such as "ViT-L-14:openai" (fetched on first
-    use), or MODEL:FILE, or mini for mini's own."""
+    tensor). `name` is MODEL:PRETRAINED in open_clip's names, such as "ViT-L-14:openai" (fetched on
+    first use), or MODEL:FILE, or mini for mini's own. InputError if there is no such CLIP."""
     import open_clip
 
     if name == "mini":
@@ -2249,9 +2180,8 @@ def main(argv: list[str] | None = None) -> None:
         p.add_argument("--device", default="", help="of the extractor (default: cuda if available)")
         text = f"network that makes the features: {', '.join(RESNETS)}, timm/MODEL, timm/MODEL:FILE"
         p.add_argument("--extractor", default="", help=f"{text} (default: the data set's own)")
-        scenes = RunConfig.scenes
-        text = f"mini: training scenes (default: {scenes})"
-        p.add_argument("--scenes", type=int, default=scenes, help=text)
+        text = f"mini: training scenes (default: {RunConfig.scenes})"
+        p.add_argument("--scenes", type=int, default=RunConfig.scenes, help=text)
     text = "score a file of captions against references"
     p = commands.add_parser("score", help=text, allow_abbrev=False)
     text = "COCO results: a list of {image_id, caption}"

@@ -1,6 +1,5 @@
 """Vocabulary, CLEVR-Change's layout, feature files, batches, captions of any two pictures."""
 
-import dataclasses
 import io
 import json
 import os
@@ -15,7 +14,6 @@ import torch
 from conftest import GRID
 
 import data
-import scorer_cbr
 from common import InputError
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -361,6 +359,13 @@ def test_the_pairs_of_a_table_are_captioned(captioner, tmp_path, capsys):
     assert {row["image_id"]: row["caption"] for row in written} == expected
 
 
+def test_more_than_two_files_are_refused(captioner, capsys):
+    dark, bright, make = captioner
+    with pytest.raises(InputError, match="--caption: expected two images or a CSV file"):
+        data.caption_files(make(), [dark, bright, dark], None)
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("last", ["none.png", "cut.png", "pairs.csv"])
 def test_every_file_is_looked_at_before_the_first_is_captioned(captioner, tmp_path, capsys, last):
     _, bright, make = captioner
@@ -383,14 +388,3 @@ def test_an_open_picture_may_occur_in_several_pairs(captioner, tmp_path, monkeyp
     for opened in (image, file):
         captions = [caption for caption, _ in make().pairs([(opened, dark), (dark, opened)] * 8)]
         assert captions == ["darker", "brighter"] * 8
-
-
-def test_a_checkpoint_without_an_extractor_is_named(tmp_path):
-    """Of a model that was trained on features of one's own."""
-    cfg = scorer_cbr.Config(dim=8, word_dim=8, heads=2)
-    model = scorer_cbr.SCORER(cfg, vocab_size=6, grid=GRID, max_len=5)
-    state = {"model": model.state_dict(), "config": dataclasses.asdict(cfg), "grid": GRID}
-    state |= {"vocab": [*data.SPECIAL, "brighter", "darker"], "max_len": 5}
-    torch.save(state, tmp_path / "best.pt")
-    with pytest.raises(InputError, match="best.pt"):
-        scorer_cbr.load(tmp_path / "best.pt", device="cpu")

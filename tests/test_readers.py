@@ -290,7 +290,6 @@ def test_birds_to_words_reads_the_pairs_whose_photographs_are_here(tmp_path):
     (long,) = captions(release, "test")
     assert len(vocab.encode(long, 79)) == 79
     assert "long" not in vocab.index
-    assert data.photo_file("https://elsewhere.org/a/b.jpeg") == "https-elsewhere-org-a-b-jpeg.jpg"
 
 
 def write_cub(root):
@@ -418,7 +417,7 @@ KINDS = "before,after,kind,captions\n"
     [
         (HEAD + 'a,b,train,"c\nd"\n', "quote"),
         (HEAD + 'a,b,train,c\na,b,train,"d\na,b,train,e\n', ""),
-        (HEAD + "a,b,train,c\na,b,train,\n", "caption of a b"),
+        (HEAD + "a,b,train,c\na,b,train,\n", "a caption.* a b"),
         (HEAD + "a,,train,c\n", "two images"),
         (HEAD + "a,b,train\n", "4 cells"),
         (HEAD + "a,b,train,red left, the van stayed\n", "4 cells"),
@@ -445,9 +444,8 @@ def test_the_split_is_train_val_or_test(tmp_path):
 
 def test_notes_on_your_own_pairs(tmp_path):
     write(tmp_path / "pairs.csv", "before,after,split,Set,captions\na,b,train,,it moved\n")
-    unused, no_val, no_test = data.read_pairs(tmp_path).notes
+    (unused,) = data.read_pairs(tmp_path).notes
     assert "'set'" in unused
-    assert "no val" in no_val and "no test" in no_test
 
 
 def test_long_captions_of_your_own_pairs_are_cut(tmp_path):
