@@ -36,6 +36,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import data
+import mini
 import scorer_cbr
 from common import InputError, load_checkpoint, run_main, save_tensors, write_text
 
@@ -423,7 +424,10 @@ def write_assets(run: Path, data_dir: str) -> None:
     shown[worst] = wrong[worst][0]
     captions = {pair.id: caption for pair, caption, _ in shown.values()}
     maps = {pair.id: pair_maps for pair, _, pair_maps in shown.values()}
-    data.sample_sheet(dataset, "test", captions, maps, {}, ASSETS / "samples.png")
+    pair, *_ = wrong[worst][0]
+    data.sample_sheet(
+        dataset, "test", captions, maps, {pair.id: ["(wrong)"]}, ASSETS / "samples.png"
+    )
     pair, caption, _ = next(iter(shown.values()))
     shutil.copyfile(dataset.paths[pair.before], ASSETS / "before.png")
     shutil.copyfile(dataset.paths[pair.after], ASSETS / "after.png")
@@ -452,7 +456,7 @@ def caption_pairs(checkpoint: Path, dataset: data.Dataset) -> tuple[dict, dict]:
     right = {kind: [] for kind in kinds}
     wrong = {kind: [] for kind in kinds}
     for pair, (caption, maps) in zip(pairs, results, strict=True):
-        captioned = right if data.is_right(dataset, pair, caption) else wrong
+        captioned = right if mini.is_right(pair.id, caption, dataset.root) else wrong
         for kind in kinds:
             if pair.id in dataset.kinds[kind]:
                 captioned[kind].append((pair, caption, maps))

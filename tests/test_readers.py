@@ -257,7 +257,6 @@ def test_birds_to_words_reads_the_pairs_whose_photographs_are_here(tmp_path):
     assert (second.before, second.captions) == ("2.jpg", ['" animal 1 has no tail'])
     vocab = data.vocab_of("birds_to_words", release)
     assert "red" in vocab.index and "long" not in vocab.index
-    assert data.photo_file("https://elsewhere.org/a/b.jpeg") == "https-elsewhere-org-a-b-jpeg.jpg"
 
 
 def write_cub(root):
