@@ -1,7 +1,6 @@
 """Vocabulary, CLEVR-Change's layout, feature files, batches, captions of any two pictures."""
 
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +11,6 @@ from conftest import GRID
 
 import data
 from common import InputError
-
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
-real = pytest.mark.skipif(not SHARED.exists(), reason="the public annotation files are not here")
 
 
 def test_tokens_and_vocabulary_follow_the_published_rule():
@@ -51,24 +47,6 @@ def test_words_of_own_pairs(caption, words):
 
 
 # ---- CLEVR-Change --------------------------------------------------------------------------------
-
-
-@real
-def test_real_clevr_change_splits_are_read(tmp_path):
-    for file in ("splits.json", "type_mapping.json"):
-        shutil.copy(SHARED / "clevr_change" / file, tmp_path)
-    splits = json.loads((tmp_path / "splits.json").read_text())
-    captions = {}
-    for numbers in splits.values():
-        captions |= {f"CLEVR_default_{i:06d}.png": ["a caption"] for i in numbers}
-    for file in ("change_captions.json", "no_change_captions.json"):
-        (tmp_path / file).write_text(json.dumps(captions))
-    release = data.read_clevr_change(tmp_path)
-    sizes = {split: len(scenes) for split, scenes in release.scenes.items()}
-    assert sizes.items() <= data.DATASETS["clevr_change"].published.items()
-    test = {pair.id for scene in release.scenes["test"] for pair in scene.pairs}
-    for kind in ("color", "material", "add", "drop", "move"):
-        assert len(release.groups[kind] & test) == 797
 
 
 def test_a_scene_is_a_changed_and_a_distractor_pair(release):
@@ -222,13 +200,6 @@ def test_pairs_that_share_a_picture_are_told(shared, noted, capsys):
     data.note_on_negatives(dataset, cfg, ("w_match", "w_other"))
     told = capsys.readouterr().out
     assert told.endswith(" --w_match 0\n") if noted else told == ""
-
-
-def test_a_scenes_own_pairs_share_their_picture(prepared, capsys):
-    dataset = data.load("clevr_change", prepared)
-    capsys.readouterr()
-    data.note_on_negatives(dataset, SimpleNamespace(batch_size=4, w=1.0), ("w",))
-    assert capsys.readouterr().out == ""
 
 
 # ---- captions of any two pictures ----------------------------------------------------------------

@@ -53,30 +53,6 @@ def test_the_operators_are_what_torch_compile_expects():
     torch.library.opcheck(common._token_match, (q, k), test_utils=checks)
 
 
-def test_the_first_of_equal_tokens_wins():
-    scores = torch.randint(0, 3, (7, 33, 20)).float()
-    maxima, rows = common.max_over_rows(scores)
-    assert torch.equal(maxima, scores.amax(1))
-    for x in range(7):
-        for y in range(20):
-            column = scores[x, :, y].tolist()
-            assert rows[x, y] == column.index(max(column))
-
-
-def test_weights_are_added_to_rows():
-    x = torch.randn(50, 4, dtype=torch.float64)
-    weight = torch.randn(650, dtype=torch.float64)
-    source = torch.randint(0, 50, (650,), dtype=torch.int32)
-    target = (torch.rand(650) ** 4 * 40).int()  # a few rows get most of the weights
-    target[target == 7] = 8
-    expected = torch.zeros(42, 4, dtype=torch.float64)
-    for i in range(650):
-        expected[target[i]] += weight[i] * x[source[i]]
-    assert not expected[[7, 40, 41]].any()  # rows without an entry, in the middle and at the end
-    result = common.add_to_rows(x, target, source, weight, 42)
-    torch.testing.assert_close(result, expected)
-
-
 def test_half_precision_tokens_give_float32_under_autocast_too():
     q = torch.randn(4, 5, 64).bfloat16().requires_grad_()
     k = torch.randn(3, 7, 64).bfloat16().requires_grad_()

@@ -40,15 +40,6 @@ def test_a_caption_is_drawn_as_it_is(tmp_path):
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_samples_without_pictures_are_grey(prepared):
-    dataset = data.load("clevr_change", prepared)
-    pair = dataset.pairs("test")[0]
-    dataset.paths[pair.after].unlink()
-    before, after = data.images_of(dataset, pair)
-    assert np.array_equal(before, data.read_image(dataset.paths[pair.before]))
-    assert after.getextrema() == ((128, 128),) * 3
-
-
 def test_the_pictures_of_a_run(drawings, prepared, tiny, tmp_path):
     run = tmp_path / "run"
     flags = ["--data_dir", str(prepared), "--out_dir", str(run), "--steps", "4"]

@@ -1,4 +1,4 @@
-"""data.py's caption scores: words, metrics, groups, the pointing game, files."""
+"""data.py's caption scores: words, metrics, groups, files, the pointing game."""
 
 import json
 import math
@@ -12,6 +12,7 @@ from PIL import Image
 
 import data
 import mini
+from common import InputError
 
 REFERENCES = {
     "1": ["the red car is gone", "the car left"],
@@ -244,21 +245,21 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
     rows = read(tmp_path / "captions_test.json")
     assert {row["image_id"]: row["caption"] for row in rows} == captions
     assert result["without prediction"] == 0
-    # The files are those that `data.py score` reads.
+    # `data.py score` reads these files.
+    predictions = tmp_path / "captions_test.json"
+    call = ["score", "--predictions", str(predictions)]
+    call += ["--references", str(tmp_path / "references_test.json")]
     capsys.readouterr()
-    data.score_files(tmp_path / "captions_test.json", tmp_path / "references_test.json")
-    _, row, _ = capsys.readouterr().out.splitlines()
+    data.main(call)
+    _, row, absent = capsys.readouterr().out.splitlines()
     assert row == data.format_scores({"total": total}).splitlines()[1]
-    del captions[min(captions)]
-    dataset.results("test", captions, {}, tmp_path)
-    assert read(tmp_path / "scores_test.json")["without prediction"] == 1
+    assert absent == "without prediction: 0"
+    predictions.write_text(json.dumps([*rows, rows[0]]))
+    with pytest.raises(InputError, match="two predictions"):
+        data.main(call)
 
 
-def test_values_that_do_not_exist_are_a_dash_and_null(dataset, tmp_path, monkeypatch):
-    accuracy = {"change type": 50.0, "place": math.nan}
-    monkeypatch.setattr(data, "accuracy_of", lambda *_: accuracy)
-    dataset.results("test", first_references(dataset), {}, tmp_path)
-    assert read(tmp_path / "scores_test.json")["accuracy"] == {"change type": 50, "place": None}
+def test_values_that_do_not_exist_are_dashes():
     table = data.format_scores({"total": {"pairs": 3, "BLEU-1": 12.5, "SPICE": math.nan}})
     cells = table.splitlines()[1].split()
     assert cells == ["total", "3", "12.50", *["-"] * 7]
@@ -345,23 +346,3 @@ def test_pointing_scores_count_boxes_not_pairs(tmp_path):
     # Each side's own map finds its box.
     maps = {"1": {"after": brightest[5], "before": brightest[0]}}
     assert data.pointing_scores(dataset, "test", maps, {})["total"]["pointing"] == 100
-
-
-# ---- files ---------------------------------------------------------------------------------------
-
-
-def test_command_line_scores_and_counts_what_has_no_prediction(tmp_path, capsys):
-    predictions = tmp_path / "p.json"
-    references = tmp_path / "r.json"
-    said = data.coco_rows([("1", "a barn."), ("2", "a road")])
-    known = data.coco_rows([("1", "A barn"), ("2", "a house"), ("3", "a hill"), ("3", "hills")])
-    predictions.write_text(json.dumps(said))
-    references.write_text(json.dumps({"annotations": known}))
-    flags = ["score", "--predictions", str(predictions), "--references", str(references)]
-    data.main(flags)
-    _, total, absent = capsys.readouterr().out.splitlines()
-    assert total.split()[:3] == ["total", "2", "75.00"]
-    assert absent == "without prediction: 1"
-    predictions.write_text(json.dumps([*said, *said[:1]]))
-    with pytest.raises(data.InputError, match="image_id"):  # it has two predictions
-        data.main(flags)
