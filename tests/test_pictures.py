@@ -23,9 +23,7 @@ def test_attention_lies_over_its_pictures_in_multiples_of_uniform_attention():
     for maps, sides in ((both, (before, after)), (own, (after, before))):
         figure = matplotlib.figure.Figure()
         data.draw_pair(figure, before, after, maps, "a caption")
-        first, second, *with_maps = figure.axes
-        assert (first.get_title(), second.get_title()) == ("before", "after")
-        for axes, picture in zip(with_maps, sides, strict=True):
+        for axes, picture in zip(figure.axes[2:], sides, strict=True):
             below, levels = axes.images
             assert below.get_array().shape == (picture.height, picture.width, 3)
             assert np.allclose(levels.get_array(), 1, atol=0.01)

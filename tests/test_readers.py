@@ -25,14 +25,6 @@ def sizes(release):
     return {split: len(scenes) for split, scenes in release.scenes.items()}
 
 
-def pairs(release, split):
-    return [pair for scene in release.scenes[split] for pair in scene.pairs]
-
-
-def captions(release, *splits):
-    return release.captions(splits)
-
-
 # ---- CLEVR-DC ------------------------------------------------------------------------------------
 
 
@@ -58,7 +50,7 @@ def test_clevr_dc(tmp_path):
     assert release.scenes["val"][0].swapped is None
     green = ["the green cube moved", "a green cube, it moved."]
     same = data.Pair("040000.png", "bef/40000.png", "aft/40000.png", green)
-    assert pairs(release, "test")[0] == same
+    assert release.pairs("test")[0] == same
     assert all(path.exists() for path in release.paths.values()) and len(release.paths) == 24
     assert release.kinds["no change"] == {"040000.png", "040001.png"}
     assert release.kinds["add"] == {"016000.png", "016001.png"}
@@ -87,8 +79,8 @@ def test_spot_the_diff_groups_the_rows_of_an_id(tmp_path):
     release = data.read_spot_the_diff(tmp_path)
     assert sizes(release) == {"train": 2, "val": 1, "test": 1}
     names = ("resized_images/7.png", "resized_images/7_2.png")
-    assert pairs(release, "train")[0] == data.Pair("7", *names, ["a man left", "", "no man"])
-    assert pairs(release, "test")[0].captions == [""]
+    assert release.pairs("train")[0] == data.Pair("7", *names, ["a man left", "", "no man"])
+    assert release.pairs("test")[0].captions == [""]
     assert all(path.exists() for path in release.paths.values())
 
 
@@ -106,7 +98,7 @@ def test_image_editing_request_is_keyed_by_uid(tmp_path):
     write(tmp_path / "valid.json", [item("A_3", "a.jpg", "c.gif", "x", "y", "z")])
     write(tmp_path / "test.json", test)
     release = data.read_image_editing(tmp_path)
-    assert [pair.id for pair in pairs(release, "train")] == ["A_1", "A_2"]
+    assert [pair.id for pair in release.pairs("train")] == ["A_1", "A_2"]
     assert set(release.paths) == {"a.jpg", "b.jpg", "c.gif", "d.png"}
     assert release.paths["c.gif"] == tmp_path / "c.gif"
     (tmp_path / "images").mkdir()
@@ -135,11 +127,11 @@ def test_levir_cc(tmp_path):
     release = data.read_levir_cc(tmp_path)
     name = "train_000001.png"
     texts = ["a lake appears", "a lake"]
-    assert pairs(release, "train") == [data.Pair(name, f"train/A/{name}", f"train/B/{name}", texts)]
+    assert release.pairs("train") == [data.Pair(name, f"train/A/{name}", f"train/B/{name}", texts)]
     assert release.paths["test/B/test_000002.png"] == tmp_path / "images/test/B/test_000002.png"
     # The second one is recognised by its words, because it has no flag.
     assert release.kinds["no change"] == {"val_000001.png", "test_000001.png"}
-    assert pairs(release, "test")[1].captions == ["a lake appears"] * 5
+    assert release.pairs("test")[1].captions == ["a lake appears"] * 5
     vocab = data.vocab_of("levir_cc", release)  # more than five times, in all splits
     assert vocab.words[4:] == ["a", "appears", "lake"]
     assert vocab.encode("a villa", 4) == [2, 4, 1, 3]
@@ -191,7 +183,7 @@ def test_birds_to_words_reads_the_pairs_whose_photographs_are_here(tmp_path):
     release = data.read_birds_to_words(tmp_path)
     assert sizes(release) == {"train": 2, "val": 1, "test": 1}
     assert "4 of 5 pairs" in release.notes[0]
-    first, second = pairs(release, "train")  # the order of the images is part of the pair
+    first, second = release.pairs("train")  # the order of the images is part of the pair
     texts = ['animal 1 is " big " . animal 2', "both are red"]
     assert first == data.Pair("1.jpg_2.jpg", "1.jpg", "2.jpg", texts)
     assert (second.before, second.captions) == ("2.jpg", ['" animal 1 has no tail'])
@@ -217,7 +209,7 @@ def test_cub_has_single_images(tmp_path):
     assert sizes(release) == {"train": 2, "val": 1, "test": 0}
     name = "002.Tern/Tern_0001.jpg"
     texts = ["a white bird .", "this bird , it has a red bill"]
-    assert pairs(release, "val")[0] == data.Pair(name, name, None, texts)
+    assert release.pairs("val")[0] == data.Pair(name, name, None, texts)
     write_features("cub", tmp_path)
     dataset = data.load("cub", tmp_path)
     ((batch,),) = dataset.train_batches(4, seed=0, epoch=0)
@@ -245,9 +237,9 @@ def test_nabirds_captions_are_classes(tmp_path):
     release = data.read_nabirds(tmp_path)
     finch = "House Finch (Adult Male)"
     goose = "Ross's Goose"
-    assert captions(release, "train") == [finch, goose, finch, "Verdin", goose]
+    assert release.captions(["train"]) == [finch, goose, finch, "Verdin", goose]
     name = "0817/00000005aaaa.jpg"
-    assert pairs(release, "test") == [data.Pair(name, name, None, [finch])]
+    assert release.pairs("test") == [data.Pair(name, name, None, [finch])]
     assert all(path.exists() for path in release.paths.values()) and not release.scenes["val"]
     assert data.vocab_of("nabirds", release).words[4:] == [finch, goose, "Verdin"]
 
@@ -275,7 +267,7 @@ def test_real_splits(name, file_of_splits, key, of_each_kind, tmp_path):
     settings = data.DATASETS[name]
     release = settings.read(tmp_path)
     assert sizes(release).items() <= settings.published.items()
-    test = {pair.id for pair in pairs(release, "test")}
+    test = {pair.id for pair in release.pairs("test")}
     for kind in settings.published.keys() & release.groups.keys():
         assert len(release.groups[kind] & test) == of_each_kind
 
@@ -315,8 +307,8 @@ def test_your_own_pairs(text, tmp_path):
     (tmp_path / "pairs.csv").write_bytes(text.encode())
     release = data.read_pairs(tmp_path)
     texts = ["The gate opened.", "it is open", "open now"]
-    assert pairs(release, "train") == [data.Pair("a.png b.png", "a.png", "b.png", texts)]
-    assert captions(release, "val") == ["red, then blue"]
+    assert release.pairs("train") == [data.Pair("a.png b.png", "a.png", "b.png", texts)]
+    assert release.captions(["val"]) == ["red, then blue"]
     assert release.paths["sub/d.jpg"] == tmp_path / "sub/d.jpg"
     assert release.notes == []
 
@@ -368,7 +360,7 @@ def test_a_hash_of_the_first_picture_gives_the_split(tmp_path):
     assert sizes(release) == {"train": 720, "val": 78, "test": 102}
     split_of = {}
     for split in data.SPLITS:
-        for pair in pairs(release, split):
+        for pair in release.pairs(split):
             split_of[pair.id] = split
     for n in range(300):
         split = split_of[f"{n}.png {n}x.png"]
@@ -394,4 +386,4 @@ def test_the_readmes_example_of_your_own_pairs(tmp_path):
     write(tmp_path / "pairs.csv", textwrap.dedent(example))
     release = data.read_pairs(tmp_path)
     assert sum(sizes(release).values()) > 1
-    assert all(captions(release, *data.SPLITS))
+    assert all(release.captions(data.SPLITS))
