@@ -230,7 +230,6 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
     alone = data.score(dict.fromkeys(captions, constant), references)["total"]
     assert result["scores"][data.ONE_CAPTION].items() >= alone.items()
     assert result[data.ONE_CAPTION] == constant
-    assert result["different captions"] == len({*captions.values()}) > 1
     assert result["accuracy"] == {"change recognised": 100, "no change recognised": 0}
     rows = read(tmp_path / "captions_test.json")
     assert {row["image_id"]: row["caption"] for row in rows} == captions
