@@ -304,7 +304,7 @@ def test_errors_of_clip(tmp_path, monkeypatch):
         raise RuntimeError("Failed to download")
 
     monkeypatch.setattr(open_clip, "create_model_and_transforms", offline)
-    with pytest.raises(InputError, match="--clip ViT-L-14-quickgelu:"):
+    with pytest.raises(InputError, match="--clip ViT-L-14:openai"):
         data.load_clip("ViT-L-14:openai")
     with pytest.raises(InputError, match="--clip ViT-B-32:"):
         data.load_clip("ViT-B-32:laion2b_s34b_b79k")
