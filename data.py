@@ -2068,13 +2068,13 @@ def sample_sheet(
     chosen = chosen[:24]
     rows = math.ceil(len(chosen) / 2)
     legend = f"{dataset.name}, {split}. Attention is transparent up to uniform attention, dark red "
-    legend += f"from {SATURATED} times that. Above: a reference, below: the generated caption"
+    legend += f"from {SATURATED} times that. Above each pair: its kind of change and a reference"
     with new_figure(path, 13, 2.3 * rows + 0.4) as figure:
         figure.suptitle(legend, x=0.01, ha="left", **TEXT)
         places = figure.subfigures(rows, 2, squeeze=False).T.flat  # column by column
         for place, (kind, pair) in zip(places, chosen, strict=False):
             place.suptitle(f"{kind}: {pair.captions[0]}", x=0.01, ha="left", **TEXT)
-            below = "\n".join([captions[pair.id], *notes.get(pair.id, [])])
+            below = "\n".join([f"generated: {captions[pair.id]}", *notes.get(pair.id, [])])
             drawn_maps = dict(list(maps[pair.id].items())[:2])
             draw_pair(place, *images_of(dataset, pair), drawn_maps, below)
 
