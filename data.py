@@ -114,10 +114,9 @@ def tokenize_lower(caption: str) -> list[str]:
 
 def tokenize_pairs(caption: str) -> list[str]:
     """Lower-case words, split at whitespace. Punctuation marks and symbols at either end of a word
-    become words of their own; those inside a word stay: "red-brick", "isn't", "3.5".
-
-    This is the rule for your own pairs, in any language that puts spaces between words. Text is
-    first normalised to Unicode NFC, because an accented letter may be one character or two."""
+    become words of their own; those inside a word stay: "red-brick", "isn't", "3.5". This is the
+    rule for your own pairs, in any language that puts spaces between words. Text is first
+    normalised to Unicode NFC, because an accented letter may be one character or two."""
     words = []
     for text in unicodedata.normalize("NFC", caption.lower()).split():
         # The Unicode categories of punctuation marks begin with P, those of symbols with S.
@@ -386,8 +385,7 @@ def read_release(name: str, root: Path) -> Release:
         leaked = release.leaked(split)
         if leaked:
             share = f"{len(leaked)} of {len(release.pairs(split))} {split} pairs share a picture"
-            remark = f"{share} with another split; scores are also given without them"
-            release.notes.append(remark)
+            release.notes.append(f"{share} with another split; scores are also given without them")
     return release
 
 
@@ -600,7 +598,7 @@ def read_birds_to_words(root: Path) -> Release:
     )
     captions: dict[tuple, list[str]] = {}
     for row in table:
-        # .../photos/<photo id>/large.jpg?...
+        # URLs are .../photos/<photo id>/large.jpg?...
         photos = [re.search(r"/photos/(\d+)", row[url])[1] + ".jpg" for url in urls]
         texts = captions.setdefault((row["split"], *photos), [])
         texts.append(" ".join(tokenize_lower(row["description"])))
@@ -999,8 +997,7 @@ def write_features(
 
 
 def stamp(file: Path) -> tuple[int, int, int]:
-    """What shows whether a file has changed: its size in bytes, its modification time in ns, and a
-    checksum of its content (CRC-32)."""
+    """A file's size in bytes, its modification time in ns and a CRC-32 checksum of its content."""
     status = file.stat()
     return status.st_size, status.st_mtime_ns, zlib.crc32(file.read_bytes())
 
@@ -1746,7 +1743,6 @@ def metrics_of(
         try:
             metrics[name], _ = program.compute_score(refs, hyps)
         except (OSError, ValueError, subprocess.SubprocessError) as e:
-            # METEOR needs 2 GB and a locale with decimal points, SPICE 8 GB and usually Java 8.
             remedy = "give it 8 GB, Java 8, and JAVA_TOOL_OPTIONS=-Duser.language=en"
             print(f"no {name}: its Java program failed ({e}); {remedy}")
             del programs[name]
@@ -2072,13 +2068,13 @@ def sample_sheet(
     chosen = chosen[:24]
     rows = math.ceil(len(chosen) / 2)
     legend = f"{dataset.name}, {split}. Attention is transparent up to uniform attention, dark red "
-    legend += f"from {SATURATED} times that. Above: a reference, below: the generated caption"
+    legend += f"from {SATURATED} times that. Above each pair: its kind of change and a reference"
     with new_figure(path, 13, 2.3 * rows + 0.4) as figure:
         figure.suptitle(legend, x=0.01, ha="left", **TEXT)
         places = figure.subfigures(rows, 2, squeeze=False).T.flat  # column by column
         for place, (kind, pair) in zip(places, chosen, strict=False):
             place.suptitle(f"{kind}: {pair.captions[0]}", x=0.01, ha="left", **TEXT)
-            below = "\n".join([captions[pair.id], *notes.get(pair.id, [])])
+            below = "\n".join([f"generated: {captions[pair.id]}", *notes.get(pair.id, [])])
             drawn_maps = dict(list(maps[pair.id].items())[:2])
             draw_pair(place, *images_of(dataset, pair), drawn_maps, below)
 
@@ -2157,14 +2153,15 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
 
 def score_files(predictions: Path, references: Path) -> None:
     """Prints the scores of a COCO results file against a COCO annotation file."""
+    rows = read_json(predictions)
     with file_errors(predictions, "expected a list of {image_id, caption}, each image_id once"):
-        rows = read_json(predictions)
         captions = {str(row["image_id"]): row["caption"] for row in rows}
         if len(captions) < len(rows):
             raise InputError("an image_id has two predictions")
     known: dict[str, list[str]] = {}
+    content = read_json(references)
     with file_errors(references, "expected {annotations: [{image_id, caption}]}"):
-        for row in read_json(references)["annotations"]:
+        for row in content["annotations"]:
             known.setdefault(str(row["image_id"]), []).append(row["caption"])
     print(format_scores(score(captions, known)))
     print(f"without prediction: {len(known.keys() - captions.keys())}")
