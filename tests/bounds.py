@@ -116,11 +116,9 @@ def best_captions(dataset: data.Dataset, kinds: dict[str, set[str]]) -> dict[str
 
 
 def bounds(name: str, root: Path) -> dict:
-    """Floor and ceiling of a data set in the folder root. Its pictures are not needed."""
-    if name == "birds_to_words":  # its photographs are not part of the release
-        release = data.read_birds_to_words(root, pictures=False)
-    else:
-        release = data.read_release(name, root)
+    """Floor and ceiling of a data set in the folder root. Only of Birds-to-Words, whose pairs are
+    left out without them, are the pictures needed."""
+    release = data.read_release(name, root)
     dataset = data.Dataset(name, root, release, data.vocab_of(name, release))
     chosen = best_captions(dataset, release.kinds)
 

@@ -33,6 +33,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import data
+import mini
 import scorer_cbr
 from common import InputError, load_checkpoint, run_main, save_tensors, write_text
 
@@ -368,10 +369,12 @@ def write_assets(run: Path, data_dir: str) -> None:
         captions[pair.id] = caption
         maps[pair.id] = pair_maps
     data.sample_sheet(dataset, "test", captions, maps, {}, ASSETS / "samples.png")
-    right = [pair for pair in pairs.values() if data.is_right(dataset, pair, captions[pair.id])]
-    shutil.copyfile(dataset.paths[right[0].before], ASSETS / "before.png")
-    shutil.copyfile(dataset.paths[right[0].after], ASSETS / "after.png")
-    print(f"assets/before.png and after.png: {captions[right[0].id]!r}")
+    for pair in pairs.values():
+        if mini.is_right(pair.id, captions[pair.id], dataset.root):
+            shutil.copyfile(dataset.paths[pair.before], ASSETS / "before.png")
+            shutil.copyfile(dataset.paths[pair.after], ASSETS / "after.png")
+            print(f"assets/before.png and after.png: {captions[pair.id]!r}")
+            break
 
 
 def write_weights(best: Path, file: Path) -> None:

@@ -103,15 +103,6 @@ def test_phrases_entities_and_pretraining_on_the_gpu(method, own, tmp_path):
     assert out.stat().st_size > 1000
 
 
-def test_features_from_the_file_are_page_locked_for_a_gpu(prepared):
-    dataset = data.load("clevr_change", prepared, "file", "cuda")
-    (batch, *_) = next(dataset.train_batches(3, seed=0, epoch=0))
-    assert batch.before.is_pinned() and batch.after.is_pinned()
-    dataset = data.load("clevr_change", prepared, "gpu", "cuda")
-    (same, *_) = next(dataset.train_batches(3, seed=0, epoch=0))
-    assert torch.equal(batch.before, same.before.cpu())
-
-
 def test_features_made_on_the_gpu_are_those_of_the_cpu(tmp_path, monkeypatch):
     without_training(monkeypatch)
     for i in range(5):
