@@ -1396,19 +1396,28 @@ def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
     return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
 
 
-def note_on_negatives(dataset: Dataset, cfg: RunConfig, weights: Iterable[str]) -> None:
+def note_on_negatives(
+    dataset: Dataset, cfg: RunConfig, of_images: Iterable[str], of_texts: Iterable[str] = ()
+) -> None:
     """Prints a note where losses that contrast the pairs of a batch cannot work: pairs that share a
-    picture are false negatives of each other, and one pair has no negatives. weights: the fields of
-    cfg that weigh these losses."""
-    flags = " ".join(f"--{name} 0" for name in weights if getattr(cfg, name))
+    picture are false negatives of each other if images are compared with images, and a single pair
+    has no negatives at all.
+
+    of_images, of_texts: fields of cfg that weigh losses which compare images with images, or
+    differences of images with texts."""
+    flags_of_images = " ".join(f"--{name} 0" for name in of_images if getattr(cfg, name))
+    flags_of_texts = " ".join(f"--{name} 0" for name in of_texts if getattr(cfg, name))
     scenes_with = Counter()  # image -> in how many scenes it occurs
     for scene in dataset.scenes["train"]:
         scenes_with.update(scene.images())
     pairs = dataset.pairs("train")
     sharing = [p for p in pairs if scenes_with[p.before] > 1 or scenes_with[p.after] > 1]
-    if flags and 10 * len(sharing) > len(pairs):
+    if flags_of_images and 10 * len(sharing) > len(pairs):
         shares = f"{len(sharing)} of {len(pairs)} training pairs share a picture with another scene"
-        print_notes(f"{shares}, but contrastive losses take them for different: set {flags}")
+        print_notes(
+            f"{shares}, but contrastive losses take them for different: set {flags_of_images}"
+        )
+    flags = f"{flags_of_images} {flags_of_texts}".strip()
     if flags and cfg.batch_size == 1:
         print_notes(f"one pair a batch leaves contrastive losses without negatives: set {flags}")
 

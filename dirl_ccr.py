@@ -635,7 +635,7 @@ def main(argv: list[str] | None = None) -> None:
         model, state = load_model(DIRL, cfg, args.eval)
         dataset.adopt(state)
     else:
-        data.note_on_negatives(dataset, cfg, ("w_ccr",))
+        data.note_on_negatives(dataset, cfg, (), ("w_ccr",))
         model = train(cfg, dataset, args.resume)
     evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)
 

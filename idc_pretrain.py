@@ -982,9 +982,6 @@ def main(argv: list[str] | None = None) -> None:
         model, state = load_model(IDC, cfg, args.eval)
         dataset.adopt(state)
     else:
-        if cfg.pretrain_steps:  # MVCL's negatives are cells of the batch, FDA's are captions
-            pretraining = replace(cfg, batch_size=cfg.pretrain_batch)
-            data.note_on_negatives(dataset, pretraining, ("mvcl",))
         model = train(cfg, dataset, args.resume)
     evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)
 

@@ -852,7 +852,7 @@ def main(argv: list[str] | None = None) -> None:
         model, state = load_model(RDD, cfg, args.eval)
         dataset.adopt(state)
     else:
-        data.note_on_negatives(dataset, cfg, ("w_n2o", "w_v2a"))
+        data.note_on_negatives(dataset, cfg, (), ("w_n2o", "w_v2a"))
         phrases = phrases_of(dataset, cfg)
         model = train(cfg, dataset, phrases, args.resume)
     evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)
