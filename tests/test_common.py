@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -226,6 +227,8 @@ def test_a_used_folder_is_refused(tmp_path):
     """A new run, a run from Python, and an evaluation of another run's checkpoint refuse it."""
     folder = make_run_folder(tmp_path / "run")
     other = make_run_folder(tmp_path / "other")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".DS_Store").touch()  # the system's own files do not count
     cfg = config_of(folder)
     with pytest.raises(InputError, match="run is not empty"):
         parse("--out_dir", folder)
@@ -356,13 +359,14 @@ def test_a_thread_trains_without_handlers(tmp_path):
     assert run.step == 4
 
 
-def test_the_best_validation_is_kept(tmp_path):
+def test_the_best_validation_is_kept(tmp_path, capsys):
     run, _ = train(tmp_path, scores=[2.0, 1.0])
     best = saved(tmp_path, "best.pt")
     last = saved(tmp_path, "last.pt")
     assert (best["step"], best["best"], best["evals_since_best"]) == (2, 2.0, 0)
     assert (last["step"], last["best"], last["evals_since_best"]) == (4, 2.0, 1)
     assert torch.equal(run.best_model().layer.weight, best["model"]["layer.weight"])
+    assert re.search(r"best\.pt.*step 2.* 2\.0", capsys.readouterr().out)
 
 
 def test_without_validation_pairs_the_last_weights_are_the_best(tmp_path):
