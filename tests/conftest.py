@@ -4,6 +4,7 @@ a 2 x 3 grid."""
 import json
 import math
 import os
+import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -183,6 +184,14 @@ def without_java(request, monkeypatch):
     ask for the fixture `java`."""
     if "java" not in request.fixturenames:
         monkeypatch.setattr(data, "java_works", lambda: False)
+
+
+@pytest.fixture
+def without_spacy(monkeypatch):
+    """Importing spaCy fails, as if it were not installed."""
+    for name in ("spacy", *sys.modules):
+        if name.split(".")[0] == "spacy":
+            monkeypatch.setitem(sys.modules, name, None)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Text: noun and verb segments of captions, their subjects, CLIP."""
 
-import sys
 import warnings
 from types import SimpleNamespace
 
@@ -155,14 +154,6 @@ def test_sentences_of_mini():
 @pytest.mark.parametrize("text", TEMPLATE_SENTENCES)
 def test_sentences_of_closed_vocabularies(text):
     assert (*rdd_acr.segments(text), data.subjects(text)) == TEMPLATE_SENTENCES[text]
-
-
-@pytest.fixture
-def without_spacy(monkeypatch):
-    """Importing spaCy fails, as if it were not installed."""
-    for name in ("spacy", *sys.modules):
-        if name.split(".")[0] == "spacy":
-            monkeypatch.setitem(sys.modules, name, None)
 
 
 @pytest.mark.parametrize("dataset", ["mini", "clevr_change", "clevr_dc"])
