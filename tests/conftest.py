@@ -72,24 +72,16 @@ SMALL_CLIP = {
 }
 
 
-def random_clip(**text):
-    """A frozen open_clip.CLIP with random weights, and its tokenizer, for 12 tokens. text: changes
-    to text_cfg."""
+def random_clip():
+    """A frozen open_clip.CLIP with random weights, and its tokenizer, for 12 tokens."""
     import open_clip
 
     torch.manual_seed(0)
-    clip = open_clip.CLIP(**SMALL_CLIP | {"text_cfg": SMALL_CLIP["text_cfg"] | text})
+    clip = open_clip.CLIP(**SMALL_CLIP)
     for name, p in clip.named_parameters():
         if "bias" in name or "positional" in name:
             torch.nn.init.normal_(p, std=0.3)
     return clip.eval().requires_grad_(False), open_clip.SimpleTokenizer(context_length=12)
-
-
-def preprocess(image) -> torch.Tensor:
-    """Preprocessing for random_clip: RGB image -> (3, 32, 32)."""
-    assert image.mode == "RGB"
-    x = torch.tensor(list(image.resize((32, 32)).tobytes())) / 255
-    return x.view(32, 32, 3).permute(2, 0, 1)
 
 
 def train_lines(folder):

@@ -20,14 +20,6 @@ from common import Attention, InputError, Run, RunConfig, decode, learning_rate
 # ---- layers and losses ---------------------------------------------------------------------------
 
 
-def test_words_are_told_from_special_ids_wherever_these_lie(monkeypatch):
-    ids = torch.tensor([[2, 5, 1, 3, 0], [7, 8, 9, 6, 4]])
-    assert common.is_word(ids).nonzero().tolist() == [[0, 1], *([1, i] for i in range(5))]
-    for name, number in (("NULL", 9), ("UNK", 8), ("START", 7), ("END", 6)):
-        monkeypatch.setattr(common, name, number)
-    assert common.is_word(ids).nonzero().tolist() == [*([0, i] for i in range(5)), [1, 4]]
-
-
 def test_info_nce_against_loop():
     s = torch.randn(5, 5, dtype=torch.float64) * 3
     loop = 0.0
@@ -49,21 +41,6 @@ def test_attention_against_loop():
                 score = torch.stack([q[b, i, h] @ k[b, j, h] for j in range(4)]) / math.sqrt(3)
                 plain[b, i, h] = (score.softmax(0)[:, None] * v[b, :, h]).sum(0)
     torch.testing.assert_close(attention(x, memory), plain)
-
-
-def test_causal_attention_sees_no_later_word():
-    attention = Attention(8, heads=2)
-    x = torch.randn(1, 5, 8)
-    changed = x.clone()
-    changed[:, 3:] += 1
-    expected = attention(x, x, causal=True)[:, :3]
-    torch.testing.assert_close(attention(changed, changed, causal=True)[:, :3], expected)
-
-
-def test_masked_mean_leaves_padding_out():
-    x = torch.tensor([[[1.0], [3.0], [100.0]], [[7.0], [7.0], [7.0]]])
-    valid = torch.tensor([[True, True, False], [False, False, False]])
-    assert common.masked_mean(x, valid).tolist() == [[2.0], [0.0]]
 
 
 def test_grid_position_halves():

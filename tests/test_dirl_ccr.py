@@ -253,18 +253,3 @@ def test_a_batch_of_one_sentence_has_no_negatives():
     assert losses["ccr"].item() == 0
     losses["ccr"].backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-
-
-# ---- learning ------------------------------------------------------------------------------------
-
-
-def test_attention_and_matrices_start_as_released():
-    model = DIRL(Config(dim=64), WORDS, (C, H, W), V)
-    bound = math.sqrt(6 / (64 + 3 * 64))  # Xavier of one matrix (3D, D)
-    for module in (model.cross_view[0].attention, model.decoder.layers[0].self_attention):
-        stacked = torch.cat([module.query.weight, module.key.weight, module.value.weight])
-        assert 0.9 * bound < stacked.abs().max() <= bound
-    bound = math.sqrt(6 / (WORDS + 300))
-    assert 0.9 * bound < model.decoder.embed.weight.abs().max() <= bound
-    plain = DIRL(Config(dim=64, xavier=False), WORDS, (C, H, W), V).decoder.embed.weight
-    assert 0.9 < plain[1:].std() < 1.1 and not plain[0].any()

@@ -506,10 +506,6 @@ def test_six_negatives_of_a_data_set(dataset):
     negatives = Negatives(dataset)
     pairs = dataset.pairs("train")
     assert negatives.texts.keys() == {p.id for p in pairs}
-    for pair in pairs:
-        rewrites = set(negatives.texts[pair.id])
-        assert len(rewrites) == 6
-        assert not rewrites & set(pair.captions)
     ids = negatives([p.id for p in pairs][:3])
     assert ids.shape == (3, 6, dataset.max_len)
     assert (ids[:, :, 0] == START).all()
