@@ -9,20 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    CAPTION,
-    WORDS,
-    B,
-    C,
-    H,
-    N,
-    V,
-    W,
-    cosine,
-    pictures,
-    train_lines,
-    write_features,
-)
+from conftest import CAPTION, WORDS, B, C, H, N, V, W, cosine, pictures, train_lines, write_features
 from released import close, fill, inputs, linear
 from test_readers import write_birds, write_cub, write_nabirds
 
@@ -34,11 +21,7 @@ from idc_pretrain import IDC, PRESETS, RELEASED, Config, Embedding, Negatives
 S = 2 * (N + 1)  # [IMG1], cells, [IMG2], cells
 MASK = WORDS
 CLASSES = torch.tensor([[3, 3], [0, 7], [5, 5], [1, 2]])
-VARIANTS = {
-    "paper": {},
-    "released": RELEASED["all"],
-    "no encoder": {"difference_encoder": False},
-}
+VARIANTS = {"paper": {}, "released": RELEASED["all"], "no encoder": {"difference_encoder": False}}
 
 
 def small(**fields) -> IDC:

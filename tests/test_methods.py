@@ -185,17 +185,6 @@ def test_a_later_word_changes_no_earlier_output(method):
     torch.testing.assert_close(hidden[:, :4], changed[:, :4])
 
 
-@DECODERS
-def test_padding_changes_no_loss(method):
-    model = small(method).double()
-    before, after = pictures()
-    more = steps_of(model, torch.float64)["step"]
-    caption = CAPTION[[0, 1, 3, 1]]
-    expected = model(before, after, caption, *more)
-    for name, loss in model(before, after, caption[:, :5], *more).items():
-        torch.testing.assert_close(loss, expected[name])
-
-
 @pytest.mark.parametrize(
     "method, fields",
     [(scorer_cbr, {}), (dirl_ccr, {}), (rdd_acr, {}), (cheers, {}), (cheers, {"gate": "scalar"})],
@@ -591,14 +580,15 @@ def test_a_run_leaves_what_it_should(method, prepared, tiny, tmp_path):
     events = [row["event"] for row in common.read_log(out / "log.jsonl")]
     assert events.count("train") == 4
     assert events.count("eval") == 2
-    scores = (out / "scores_test.json").read_bytes()
-    run(method, "--eval", out / "best.pt", "--split", "val", "--device", "cpu")
-    assert (out / "scores_val.json").exists()
     # Another checkpoint's files have names of their own.
-    run(method, "--eval", out / "last.pt", "--device", "cpu")
-    assert (out / "captions_test-last.json").exists()
-    assert (out / "scores_test-last.json").exists()
-    assert (out / "scores_test.json").read_bytes() == scores
+    run(method, "--eval", out / "last.pt", "--split", "val", "--device", "cpu")
+    assert (out / "scores_val-last.json").exists()
+    # So have those on other data, whose captions may have words that the model cannot say.
+    other = tmp_path / "other"
+    shutil.copytree(prepared, other)
+    add_word(other, "zebra")
+    run(method, "--eval", out / "best.pt", "--data_dir", other, "--device", "cpu")
+    assert (out / "other" / "scores_test.json").exists()
 
 
 @pytest.fixture(scope="module")
@@ -648,20 +638,6 @@ def test_the_weights_that_need_negatives_are_noted(
     }.get(method, ["--batch_size", 1])
     run(method, *flags)
     assert capsys.readouterr().out.endswith(f": set {CONTRASTIVE[method]}\n")
-
-
-@SCORER
-def test_a_checkpoint_is_evaluated_on_other_data(method, prepared, tiny, tmp_path):
-    """The other captions have a new word, which the model cannot say."""
-    out = tmp_path / "run"
-    run(method, *tiny, "--steps", 1, "--data_dir", prepared, "--out_dir", out)
-    scores = (out / "scores_test.json").read_bytes()
-    other = tmp_path / "other"
-    shutil.copytree(prepared, other)
-    add_word(other, "zebra")
-    run(method, "--eval", out / "best.pt", "--data_dir", other, "--device", "cpu")
-    assert (out / "other" / "scores_test.json").exists()
-    assert (out / "scores_test.json").read_bytes() == scores
 
 
 # ---- a data set of one's own ---------------------------------------------------------------------

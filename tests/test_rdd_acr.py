@@ -159,9 +159,6 @@ def test_vector_maps(order):
     before, after = pictures()
     maps = model.attention_map(before, after, CAPTION)
     assert set(maps) == {"decoder", "objects", "actions"}
-    for name in maps:
-        assert maps[name].shape == (B, H, W)
-        torch.testing.assert_close(maps[name].sum((1, 2)), torch.ones(B, dtype=torch.float64))
     weights = {}
     for name, (_, query, key) in model.encode(before, after)[1].items():
         attention = getattr(model, name).blocks[-1].cross_attention

@@ -126,7 +126,7 @@ def naive_nce(s):
 
 @pytest.mark.parametrize("heads", [1, 2, 3])
 def test_token_match_is_the_definition(heads):
-    """Images have different numbers of tokens. Gradients are tested in test_common.py."""
+    """Images have different numbers of tokens. Gradients are tested in test_match.py."""
     torch.manual_seed(0)
     q = torch.randn(3, 5, 6, dtype=torch.float64)
     k = torch.randn(4, 7, 6, dtype=torch.float64)

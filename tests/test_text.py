@@ -59,9 +59,6 @@ brighten/VERB/VBD/1/conj the/DET/DT/8/det whole/ADJ/JJ/8/amod sky/NOUN/NN/5/dobj
 = man, bus | has moved | man
 the/DET/DT/2/det man/NOUN/NN/9/nsubj that/PRON/WDT/4/nsubj was/AUX/VBD/2/relcl
 behind/ADP/IN/4/prep the/DET/DT/7/det bus/NOUN/NN/5/pobj has/AUX/VBZ/9/aux moved/VERB/VBN/0/ROOT
-= two people, steps | are | two people
-two/NUM/CD/2/nummod people/NOUN/NNS/3/nsubj are/AUX/VBP/0/ROOT on/ADP/IN/3/prep the/DET/DT/6/det
-steps/NOUN/NNS/4/pobj
 = no change | has occurred |
 no/DET/DT/2/det change/NOUN/NN/4/nsubj has/AUX/VBZ/4/aux occurred/VERB/VBN/0/ROOT
 """)
