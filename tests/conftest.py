@@ -4,6 +4,7 @@ a 2 x 3 grid."""
 import json
 import math
 import os
+import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -71,24 +72,16 @@ SMALL_CLIP = {
 }
 
 
-def random_clip(**text):
-    """A frozen open_clip.CLIP with random weights, and its tokenizer, for 12 tokens. text: changes
-    to text_cfg."""
+def random_clip():
+    """A frozen open_clip.CLIP with random weights, and its tokenizer, for 12 tokens."""
     import open_clip
 
     torch.manual_seed(0)
-    clip = open_clip.CLIP(**SMALL_CLIP | {"text_cfg": SMALL_CLIP["text_cfg"] | text})
+    clip = open_clip.CLIP(**SMALL_CLIP)
     for name, p in clip.named_parameters():
         if "bias" in name or "positional" in name:
             torch.nn.init.normal_(p, std=0.3)
     return clip.eval().requires_grad_(False), open_clip.SimpleTokenizer(context_length=12)
-
-
-def preprocess(image) -> torch.Tensor:
-    """Preprocessing for random_clip: RGB image -> (3, 32, 32)."""
-    assert image.mode == "RGB"
-    x = torch.tensor(list(image.resize((32, 32)).tobytes())) / 255
-    return x.view(32, 32, 3).permute(2, 0, 1)
 
 
 def train_lines(folder):
@@ -186,24 +179,25 @@ def without_java(request, monkeypatch):
 
 
 @pytest.fixture
+def without_spacy(monkeypatch):
+    """Importing spaCy fails, as if it were not installed."""
+    for name in ("spacy", *sys.modules):
+        if name.split(".")[0] == "spacy":
+            monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.fixture
 def drawings():
-    """Requested by tests that look at the pictures of a run; see without_pictures."""
+    """Requested by tests that look at the pictures of a run."""
 
 
 @pytest.fixture(autouse=True)
 def without_pictures(request, monkeypatch):
     """Each picture takes seconds to draw, so runs write empty files unless a test requests
     `drawings`."""
-
-    def sample_sheet(dataset, split, captions, maps, notes, path):
-        path.write_bytes(b"")
-
-    def draw_curves(log, picture, metric):
-        picture.write_bytes(b"")
-
     if "drawings" not in request.fixturenames:
-        monkeypatch.setattr(data, "sample_sheet", sample_sheet)
-        monkeypatch.setattr(common, "draw_curves", draw_curves)
+        monkeypatch.setattr(data, "sample_sheet", lambda *args: args[-1].touch())
+        monkeypatch.setattr(common, "draw_curves", lambda log, picture, metric: picture.touch())
 
 
 @pytest.fixture

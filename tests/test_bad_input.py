@@ -2,7 +2,7 @@
 
 import h5py
 import pytest
-from conftest import add_word, write_own_pairs, write_picture, write_release
+from conftest import write_own_pairs, write_picture, write_release
 from test_readers import item, levir_image, write, write_birds, write_clevr_dc, write_spot
 
 import data
@@ -91,15 +91,6 @@ def test_unknown_names_of_the_command_line(refused, prepared, train):
         flags = ("--data_dir", prepared, "--extractor", extractor)
         assert f"--extractor {extractor}" in refused(data.main, "clevr_change", *flags)
         assert f"--extractor {extractor}" in train(prepared, "--extractor", extractor)
-
-
-def test_a_run_is_not_resumed_with_other_words(prepared, refused, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(scorer_cbr, "evaluate", lambda *_: {"CIDEr": 1.0})  # not what this is about
-    run = tmp_path / "run"
-    folders = ["--data_dir", str(prepared), "--out_dir", str(run)]
-    scorer_cbr.main([*tiny, "--steps", "1", *folders])
-    add_word(prepared, "zebra")
-    assert "--data_dir" in refused(scorer_cbr.main, "--resume", "--out_dir", run)
 
 
 def test_features_that_do_not_fit(prepared, train, prepare):

@@ -18,11 +18,8 @@ from conftest import (
     cosine,
     mean,
     pictures,
-    preprocess,
     random_clip,
-    train_lines,
 )
-from PIL import Image
 from test_scorer_cbr import naive_match, naive_nce
 
 import cheers
@@ -32,7 +29,6 @@ from cheers import (
     Config,
     Enhancement,
     contrastive_loss,
-    embed_images,
     embed_texts,
     find_candidates,
     retrieve,
@@ -79,13 +75,6 @@ def test_retrieval_against_loops(signed):
             passing.sort(key=lambda m: -difference[m])
             rest.sort(key=lambda m: -difference[m])
             assert best[b].tolist() == [*passing, *rest][:k]
-
-
-def test_ties_go_to_the_lower_index():
-    entities = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [2.0, 0.0]])
-    x_bef = torch.tensor([[1.0, 0.0]])
-    x_aft = torch.tensor([[1.0, 1.0]])
-    assert retrieve(x_bef, x_aft, entities, 3).tolist() == [[1, 2, 3]]
 
 
 # ---- enhancement ---------------------------------------------------------------------------------
@@ -239,17 +228,6 @@ def test_cropped_texts_are_embedded_as_clip_does():
     torch.testing.assert_close(embed_texts(clip, tokenizer, [long]), expected, atol=1e-6, rtol=0)
 
 
-def test_pictures_are_embedded_as_clip_does():
-    clip, _ = random_clip()
-    images = []
-    for _ in range(70):  # more than a block
-        pixels = torch.randint(256, (20, 30, 3), dtype=torch.uint8)
-        images.append(Image.fromarray(pixels.numpy()))
-    x = torch.stack([preprocess(image) for image in images])
-    expected = clip.encode_image(x, normalize=True)
-    torch.testing.assert_close(embed_images(clip, preprocess, images), expected)
-
-
 # ---- entities from lists -------------------------------------------------------------------------
 
 SUBJECTS = {
@@ -295,26 +273,14 @@ def test_entities_of_pairs(retrieval):
             source.check_state({"entities": {"phrases": phrases, "table": trained}})
 
 
-def test_resume_and_caption_with_entities(tmp_path, capsys):
-    """As in test_methods.py, but with entities."""
+def test_a_checkpoint_brings_its_candidates(tmp_path, capsys):
     mini = tmp_path / "mini"
-    whole = tmp_path / "whole"
-    parts = tmp_path / "parts"
-    flags = "--scenes 20 --batch_size 4 --dim 16 --dropout 0.1 --schedule step --device cpu".split()
-    flags += ["--log_every", "2", "--eval_every", "6", "--data_dir", str(mini)]
-    cheers.main([*flags, "--steps", "6", "--out_dir", str(whole)])
-    cheers.main([*flags, "--steps", "3", "--out_dir", str(parts)])
-    cheers.main(["--resume", "--steps", "6", "--out_dir", str(parts), "--device", "cpu"])
-    a = torch.load(whole / "last.pt", weights_only=True)["model"]
-    b = torch.load(parts / "last.pt", weights_only=True)["model"]
-    assert all(torch.equal(a[k], b[k]) for k in a)
-    rows = train_lines(whole)
-    terms = ("common", "different", "match")
-    assert rows and all(math.isfinite(row[name]) for row in rows for name in terms)
-
-    # A checkpoint brings its candidates to another data set.
+    best = tmp_path / "run" / "best.pt"
+    flags = "--scenes 20 --batch_size 4 --dim 16 --steps 1 --device cpu".split()
+    cheers.main([*flags, "--data_dir", str(mini), "--out_dir", str(best.parent)])
+    # To another data set:
     other = tmp_path / "other.pt"
-    state = torch.load(whole / "best.pt", weights_only=True)
+    state = torch.load(best, weights_only=True)
     few = {name: value[:3] for name, value in state["entities"].items()}
     torch.save(state | {"entities": few}, other)
     cheers.main(["--eval", str(other), "--device", "cpu"])
@@ -323,16 +289,11 @@ def test_resume_and_caption_with_entities(tmp_path, capsys):
     with pytest.raises(InputError, match="--clip"):
         cheers.main(["--eval", str(other), "--device", "cpu"])
 
-    # A checkpoint captions pictures without its data set.
+    # To any two pictures, which get the entities that they have in their data set:
     dataset = data.load("mini", mini)
     source = cheers.entities_of(dataset, Config(clip="mini", clip_dim=128, device="cpu"))
     pair = dataset.pairs("test")[0]
-    files = [str(dataset.paths[name].rename(tmp_path / name)) for name in (pair.before, pair.after)]
-    checkpoint = tmp_path / "alone.pt"
-    (whole / "best.pt").rename(checkpoint)
-    mini.rename(tmp_path / "elsewhere")
+    files = [str(dataset.paths[name]) for name in (pair.before, pair.after)]
     capsys.readouterr()
-    cheers.main(["--caption", *files, "--checkpoint", str(checkpoint), "--device", "cpu"])
-    printed, caption = capsys.readouterr().out.splitlines()
-    assert printed == source.note((pair.before, pair.after))
-    assert set(caption.split()) <= set(dataset.vocab.words)
+    cheers.main(["--caption", *files, "--checkpoint", str(best), "--device", "cpu"])
+    assert capsys.readouterr().out.splitlines()[0] == source.note((pair.before, pair.after))

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,23 +20,6 @@ from common import Attention, InputError, Run, RunConfig, decode, learning_rate
 # ---- layers and losses ---------------------------------------------------------------------------
 
 
-def test_words_are_told_from_special_ids_wherever_these_lie(monkeypatch):
-    ids = torch.tensor([[2, 5, 1, 3, 0], [7, 8, 9, 6, 4]])
-    assert common.is_word(ids).nonzero().tolist() == [[0, 1], *([1, i] for i in range(5))]
-    for name, number in (("NULL", 9), ("UNK", 8), ("START", 7), ("END", 6)):
-        monkeypatch.setattr(common, name, number)
-    assert common.is_word(ids).nonzero().tolist() == [*([0, i] for i in range(5)), [1, 4]]
-
-
-def test_info_nce_against_loop():
-    s = torch.randn(5, 5, dtype=torch.float64) * 3
-    loop = 0.0
-    for a in range(5):
-        others = sum(math.exp(s[a, b]) for b in range(5))
-        loop -= math.log(math.exp(s[a, a]) / others) / 5
-    assert common.info_nce(s).item() == pytest.approx(loop)
-
-
 def test_attention_against_loop():
     attention = Attention(6, heads=2, out_proj=False).double()
     x = torch.randn(2, 3, 6, dtype=torch.float64)
@@ -48,29 +32,6 @@ def test_attention_against_loop():
                 score = torch.stack([q[b, i, h] @ k[b, j, h] for j in range(4)]) / math.sqrt(3)
                 plain[b, i, h] = (score.softmax(0)[:, None] * v[b, :, h]).sum(0)
     torch.testing.assert_close(attention(x, memory), plain)
-
-
-def test_causal_attention_sees_no_later_word():
-    attention = Attention(8, heads=2)
-    x = torch.randn(1, 5, 8)
-    changed = x.clone()
-    changed[:, 3:] += 1
-    expected = attention(x, x, causal=True)[:, :3]
-    torch.testing.assert_close(attention(changed, changed, causal=True)[:, :3], expected)
-
-
-def test_masked_mean_leaves_padding_out():
-    x = torch.tensor([[[1.0], [3.0], [100.0]], [[7.0], [7.0], [7.0]]])
-    valid = torch.tensor([[True, True, False], [False, False, False]])
-    assert common.masked_mean(x, valid).tolist() == [[2.0], [0.0]]
-
-
-def test_grid_position_halves():
-    position = common.GridPosition(6, height=2, width=3)
-    table = position()
-    assert table.shape == (6, 2, 3)
-    torch.testing.assert_close(table[:3, 1, 2], position.col.weight[2])
-    torch.testing.assert_close(table[3:, 1, 2], position.row.weight[1])
 
 
 @pytest.mark.parametrize("dim", [6, 7])
@@ -226,6 +187,8 @@ def test_a_used_folder_is_refused(tmp_path):
     """A new run, a run from Python, and an evaluation of another run's checkpoint refuse it."""
     folder = make_run_folder(tmp_path / "run")
     other = make_run_folder(tmp_path / "other")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".DS_Store").touch()  # the system's own files do not count
     cfg = config_of(folder)
     with pytest.raises(InputError, match="run is not empty"):
         parse("--out_dir", folder)
@@ -277,13 +240,10 @@ def config_of(folder, **fields):
     return Config(**few | fields)
 
 
-def train(
-    folder, resume=False, scores=(1.0, 2.0), words=("a", "b"), validate=None, each=None, **fields
-):
+def train(folder, resume=False, scores=(1.0, 2.0), words=("a", "b"), each=None, **fields):
     """Trains as the method files do -> the run, and the batches that it saw.
 
-    validate() returns the scores of a validation, by default those in `scores` one after another;
-    each(step) is called in each step."""
+    `scores` are those of its validations; each(step) is called in each step."""
     cfg = config_of(folder, **fields)
     coming = iter(scores)
     dataset = Words(words)
@@ -303,7 +263,8 @@ def train(
             each(run.step)
         run.record({"total": loss})
         if run.due():
-            run.checkpoint(validate() if validate else {"CIDEr": next(coming)})
+            score = next(coming)
+            run.checkpoint({"CIDEr": score} if score else {})
     return run, seen
 
 
@@ -356,17 +317,18 @@ def test_a_thread_trains_without_handlers(tmp_path):
     assert run.step == 4
 
 
-def test_the_best_validation_is_kept(tmp_path):
+def test_the_best_validation_is_kept(tmp_path, capsys):
     run, _ = train(tmp_path, scores=[2.0, 1.0])
     best = saved(tmp_path, "best.pt")
     last = saved(tmp_path, "last.pt")
     assert (best["step"], best["best"], best["evals_since_best"]) == (2, 2.0, 0)
     assert (last["step"], last["best"], last["evals_since_best"]) == (4, 2.0, 1)
     assert torch.equal(run.best_model().layer.weight, best["model"]["layer.weight"])
+    assert re.search(r"best\.pt.*step 2.* 2\.0", capsys.readouterr().out)
 
 
 def test_without_validation_pairs_the_last_weights_are_the_best(tmp_path):
-    train(tmp_path, validate=dict)  # no scores
+    train(tmp_path, scores=[None, None])
     assert saved(tmp_path, "best.pt")["step"] == 4
     assert log_of(tmp_path, "eval") == []
 

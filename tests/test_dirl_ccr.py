@@ -9,8 +9,8 @@ from conftest import CAPTION, WORDS, B, C, H, N, V, W, mean, pictures
 from released import close, fill, inputs, linear
 from test_scorer_cbr import naive_nce
 
-from common import masked_mean, preset
-from dirl_ccr import DIRL, PRESETS, RELEASED, Config, ccr_loss, channel_correlation, dirl_loss
+from common import preset
+from dirl_ccr import DIRL, PRESETS, RELEASED, Config, channel_correlation, dirl_loss
 
 # ---- parity with the released code (its variant), recorded from it in float64 --------------------
 
@@ -222,30 +222,6 @@ def test_ccr_loss_against_loops(fields):
     assert model(before, after, caption)["ccr"].item() == pytest.approx(expected)
 
 
-def lowest_ccr(**fields):
-    """L_ccr after fifty steps of training on it alone, without differences."""
-    model = small(dim=16, dropout=0.0, **fields).float()
-    caption = torch.randint(4, WORDS, (B, 6), generator=torch.Generator().manual_seed(0))
-    none_same = torch.zeros(B, B, dtype=torch.bool)
-    adam = torch.optim.Adam(model.decoder.parameters(), lr=1e-2)
-    for _ in range(50):
-        _, _, words, visual = model.decoder(caption, torch.zeros(B, N, 16))
-        words = masked_mean(words, caption > 0)
-        visual = masked_mean(visual, caption > 0)
-        loss = ccr_loss(words, visual, none_same, 0.5, model.cfg.ccr_logits)
-        adam.zero_grad()
-        loss.backward()
-        adam.step()
-    return loss.item()
-
-
-def test_ccr_cannot_be_met_by_the_words_alone():
-    """Without differences, every attended vector is the same, and L_ccr cannot fall below log B.
-    The release's can, because its visual vector contains the words."""
-    assert lowest_ccr() > math.log(B) - 1e-4
-    assert lowest_ccr(ccr_states="normed") < 0.1
-
-
 def test_a_batch_of_one_sentence_has_no_negatives():
     model = small()
     before, after = pictures()
@@ -253,18 +229,3 @@ def test_a_batch_of_one_sentence_has_no_negatives():
     assert losses["ccr"].item() == 0
     losses["ccr"].backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-
-
-# ---- learning ------------------------------------------------------------------------------------
-
-
-def test_attention_and_matrices_start_as_released():
-    model = DIRL(Config(dim=64), WORDS, (C, H, W), V)
-    bound = math.sqrt(6 / (64 + 3 * 64))  # Xavier of one matrix (3D, D)
-    for module in (model.cross_view[0].attention, model.decoder.layers[0].self_attention):
-        stacked = torch.cat([module.query.weight, module.key.weight, module.value.weight])
-        assert 0.9 * bound < stacked.abs().max() <= bound
-    bound = math.sqrt(6 / (WORDS + 300))
-    assert 0.9 * bound < model.decoder.embed.weight.abs().max() <= bound
-    plain = DIRL(Config(dim=64, xavier=False), WORDS, (C, H, W), V).decoder.embed.weight
-    assert 0.9 < plain[1:].std() < 1.1 and not plain[0].any()

@@ -144,6 +144,21 @@ def test_a_timm_backbone(tmp_path):
     torch.testing.assert_close(extractor([picture]).float(), expected, atol=5e-3, rtol=5e-3)
 
 
+def test_timm_weights_as_training_scripts_save_them(tmp_path):
+    """Wrapped, of several GPUs, with other classes; but whole, and under timm's names."""
+    weights = timm_weights(tmp_path / "w.pt").state_dict()
+    expected = data.Extractor(f"timm/test_resnet:{tmp_path / 'w.pt'}")([noise(64, 64)])
+    other = weights | {"fc.weight": torch.zeros(3, 5), "fc.bias": torch.zeros(3)}
+    content = {"state_dict": {f"module.{key}": value for key, value in other.items()}}
+    torch.save(content, tmp_path / "other.pt")
+    found = data.Extractor(f"timm/test_resnet:{tmp_path / 'other.pt'}")([noise(64, 64)])
+    assert torch.equal(found, expected)
+    weights["trunk"] = weights.pop("conv1.0.weight")
+    torch.save(weights, tmp_path / "other.pt")
+    with pytest.raises(InputError, match="other.pt.*timm's names.*conv1.0.weight.*trunk"):
+        data.Extractor(f"timm/test_resnet:{tmp_path / 'other.pt'}")
+
+
 # ---- pictures ------------------------------------------------------------------------------------
 
 
@@ -156,6 +171,8 @@ def test_pictures_are_known_by_their_content(form, tmp_path):
     expected = np.array(picture.convert("RGB"))
     for source in (path, io.BytesIO(path.read_bytes()), picture):
         assert np.array_equal(data.read_image(source), expected)
+    with pytest.raises(TypeError, match="fromarray"):
+        data.read_image(expected)
 
 
 @pytest.mark.parametrize(
@@ -176,10 +193,8 @@ def test_what_is_transparent_lies_on_white(form, mode, transparent, tmp_path):
     assert (pixels[:, 8:] == transparent).all()
 
 
-def with_16_bits(content, form):
-    """A picture's file with a header that says 16 bits a channel."""
-    if form == "TIFF":
-        return content.replace(bytes([8, 0] * 3), bytes([16, 0] * 3))
+def with_16_bits(content):
+    """A PNG with a header that says 16 bits a channel."""
     header = bytearray(content[12:29])
     header[12] = 16
     checksum = zlib.crc32(header).to_bytes(4, "big")
@@ -189,21 +204,28 @@ def with_16_bits(content, form):
 @pytest.mark.parametrize(
     "mode, form, named",
     [
-        ("RGB", "TIFF", "3 bands of 16 unsigned bits"),
+        ("I;16", "TIFF", "1 bands of 16 unsigned bits"),
         ("F", "TIFF", "1 bands of 32 float bits"),
         ("LA", "TIFF", "2 bands of 8 unsigned bits"),
         ("RGB", "PNG", "mode RGB"),
         ("I;16", "PNG", "mode I;16"),
+        ("L", "PPM", "cannot identify"),
     ],
 )
-def test_more_than_8_bits_are_refused(mode, form, named, tmp_path):
+def test_more_than_8_bits_and_other_formats_are_refused(mode, form, named, tmp_path):
     """11-bit values stored in 16 bits would turn black, larger ones white."""
     path = tmp_path / "a.picture"
     Image.new(mode, (16, 12)).save(path, form)
     if mode == "RGB":  # Pillow cannot write this mode with 16 bits
-        path.write_bytes(with_16_bits(path.read_bytes(), form))
+        path.write_bytes(with_16_bits(path.read_bytes()))
     with pytest.raises(InputError, match=f"a.picture.*{named}.*8 bits a channel"):
         data.read_image(path)
+
+
+def test_signed_bytes_are_refused(tmp_path):
+    Image.new("L", (16, 12)).save(tmp_path / "a.tif", tiffinfo={339: 2})
+    with pytest.raises(InputError, match="a.tif.*1 bands of 8 signed bits"):
+        data.read_image(tmp_path / "a.tif")
 
 
 def test_pictures_are_turned_upright(tmp_path):
@@ -313,7 +335,8 @@ def test_a_timm_backbone_through_preparation_training_and_captioning(tmp_path, t
     scorer_cbr.main([*tiny, "--dataset", "pairs", *flags, "--out_dir", run, "--steps", "1"])
     pictures = [str(tmp_path / "train.png"), str(tmp_path / "b.png")]
     caption_with = ["--caption", *pictures, "--checkpoint", f"{run}/best.pt", "--device", "cpu"]
-    capsys.readouterr()
+    told = capsys.readouterr().out
+    assert "so few val pairs" in told and "so few test pairs" in told  # one of each
     scorer_cbr.main(caption_with)
     assert capsys.readouterr().out.count("\n") == 1
     timm_weights(tmp_path / "w.pt", seed=1)

@@ -12,20 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
-    CAPTION,
-    WORDS,
-    B,
-    C,
-    H,
-    N,
-    V,
-    W,
-    add_word,
-    mean,
-    pictures,
-    train_lines,
-)
+from conftest import CAPTION, WORDS, B, C, H, N, V, W, add_word, mean, pictures, train_lines
 from PIL import Image
 
 import cheers
@@ -130,6 +117,7 @@ def tiny(method, tiny):
 # ---- the files -----------------------------------------------------------------------------------
 
 README = Path(common.__file__).with_name("README.md").read_text(encoding="utf-8")
+ASSETS = Path(common.__file__).with_name("assets")
 PACKAGES = ("data", "mini", "h5py", "spacy", "open_clip", "pycocoevalcap")
 
 
@@ -195,17 +183,6 @@ def test_a_later_word_changes_no_earlier_output(method):
     hidden = model.decoder(CAPTION, context)[0]
     changed = model.decoder(other, context)[0]
     torch.testing.assert_close(hidden[:, :4], changed[:, :4])
-
-
-@DECODERS
-def test_padding_changes_no_loss(method):
-    model = small(method).double()
-    before, after = pictures()
-    more = steps_of(model, torch.float64)["step"]
-    caption = CAPTION[[0, 1, 3, 1]]
-    expected = model(before, after, caption, *more)
-    for name, loss in model(before, after, caption[:, :5], *more).items():
-        torch.testing.assert_close(loss, expected[name])
 
 
 @pytest.mark.parametrize(
@@ -358,15 +335,11 @@ def test_attention_map_is_a_mean_over_the_words(method):
     seen = {}
     look.query.register_forward_hook(lambda module, args, out: seen.update(query=out))
     look.key.register_forward_hook(lambda module, args, out: seen.update(key=out))
-    model.decoder(CAPTION, model.encode(before, after, *entities)[0])
-    scores = look.scores(seen["query"], seen["key"][:, : H * W])
     maps = model.attention_map(before, after, CAPTION, *entities)
-    maps = next(iter(maps.values()))  # the decoder's
-    assert maps.shape == (B, H, W)
-    torch.testing.assert_close(maps.sum((1, 2)), torch.ones(B, dtype=torch.float64))
+    scores = look.scores(seen["query"], seen["key"][:, : H * W])
     # In "START w1 END", the row of START predicts the only word.
-    expected = scores[1].softmax(-1).mean(0)[0]
-    torch.testing.assert_close(maps[1].flatten(), expected)
+    expected = scores[1].softmax(-1).mean(0)[0].view(H, W)
+    torch.testing.assert_close(next(iter(maps.values()))[1], expected)
 
 
 def test_blind_model_sees_nothing(method):
@@ -514,7 +487,7 @@ def test_overfits_eight_pairs(method, prepared, tiny):
     assert captions == expected
 
 
-# ---- compiled, in half precision -----------------------------------------------------------------
+# ---- compiled ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -557,21 +530,6 @@ def test_compiled_losses_have_gradients_in_float32(fresh_compiler):
         compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(gradient(compiled), gradient(plain))
     common.set_up_device("cpu")
-
-
-def test_bfloat16_follows_float32(method):
-    """Losses agree to 1 %, gradients to 6 %. Autocast on the CPU stands in for CUDA's."""
-    model = small(method, dim=32, heads=4, **one_layer(method))
-    for kind, more in steps_of(model).items():
-        expected, exact = learned(model, model, kind, more)
-        with torch.autocast("cpu", torch.bfloat16):
-            losses, rough = learned(model, model, kind, more)
-        for name, loss in losses.items():
-            value = expected[name].mean().item()
-            assert loss.mean().item() == pytest.approx(value, rel=0.01, abs=0.01), (kind, name)
-        exact = torch.cat([x.flatten() for x in exact if x is not None])
-        rough = torch.cat([x.flatten() for x in rough if x is not None])
-        assert (rough - exact).norm() < 0.06 * exact.norm()
 
 
 def test_a_run_compiles_one_graph(method, prepared, tiny, tmp_path, monkeypatch, fresh_compiler):
@@ -622,34 +580,39 @@ def test_a_run_leaves_what_it_should(method, prepared, tiny, tmp_path):
     events = [row["event"] for row in common.read_log(out / "log.jsonl")]
     assert events.count("train") == 4
     assert events.count("eval") == 2
-    captions = json.loads((out / "captions_test.json").read_text())
-    assert len(captions) == 10
-    assert set(captions[0]) == {"image_id", "caption"}
-    scores = (out / "scores_test.json").read_bytes()
-    groups = json.loads(scores)["scores"]
-    assert {"total", "semantic change", "only distractor", "move"} <= set(groups)
-    run(method, "--eval", out / "best.pt", "--split", "val", "--device", "cpu")
-    assert (out / "scores_val.json").exists()
     # Another checkpoint's files have names of their own.
-    run(method, "--eval", out / "last.pt", "--device", "cpu")
-    assert (out / "captions_test-last.json").exists()
-    assert (out / "scores_test-last.json").exists()
-    assert (out / "scores_test.json").read_bytes() == scores
+    run(method, "--eval", out / "last.pt", "--split", "val", "--device", "cpu")
+    assert (out / "scores_val-last.json").exists()
+    # So have those on other data, whose captions may have words that the model cannot say.
+    other = tmp_path / "other"
+    shutil.copytree(prepared, other)
+    add_word(other, "zebra")
+    run(method, "--eval", out / "best.pt", "--data_dir", other, "--device", "cpu")
+    assert (out / "other" / "scores_test.json").exists()
 
 
-@pytest.mark.parametrize("method", [scorer_cbr, dirl_ccr])  # the others' are in their own files
-def test_resume_equals_no_interruption(method, prepared, tiny, tmp_path):
+@pytest.fixture(scope="module")
+def minis(tmp_path_factory):
+    return tmp_path_factory.mktemp("mini")  # drawn once
+
+
+@DECODERS
+def test_resume_equals_no_interruption(method, minis, tmp_path):
+    """On mini, with RDD+ACR's phrases and CHEERS's entities."""
     whole = tmp_path / "whole"
     parts = tmp_path / "parts"
-    run(method, *tiny, "--data_dir", prepared, "--out_dir", whole)
-    run(method, *tiny, "--data_dir", prepared, "--out_dir", parts, "--steps", 5)
+    flags = "--scenes 60 --batch_size 16 --dim 16 --dropout 0.1 --schedule step --device cpu"
+    flags = [*flags.split(), "--eval_every", 4, "--log_every", 2, "--data_dir", minis]
+    run(method, *flags, "--steps", 8, "--out_dir", whole)
+    run(method, *flags, "--steps", 5, "--out_dir", parts)
     run(method, "--resume", "--steps", 8, "--out_dir", parts, "--device", "cpu")
     expected = load_tensors(whole / "last.pt")
     resumed = load_tensors(parts / "last.pt")
     for name, weight in expected["model"].items():
         assert torch.equal(resumed["model"][name], weight), name
     assert torch.equal(resumed["random"]["cpu"], expected["random"]["cpu"])
-    assert train_lines(parts)[-1]["total"] == train_lines(whole)[-1]["total"]
+    last = train_lines(whole)[-1]
+    assert train_lines(parts)[-1] | {"seconds": 0} == last | {"seconds": 0}
 
 
 CONTRASTIVE = {
@@ -675,20 +638,6 @@ def test_the_weights_that_need_negatives_are_noted(
     }.get(method, ["--batch_size", 1])
     run(method, *flags)
     assert capsys.readouterr().out.endswith(f": set {CONTRASTIVE[method]}\n")
-
-
-@SCORER
-def test_a_checkpoint_is_evaluated_on_other_data(method, prepared, tiny, tmp_path):
-    """The other captions have a new word, which the model cannot say."""
-    out = tmp_path / "run"
-    run(method, *tiny, "--steps", 1, "--data_dir", prepared, "--out_dir", out)
-    scores = (out / "scores_test.json").read_bytes()
-    other = tmp_path / "other"
-    shutil.copytree(prepared, other)
-    add_word(other, "zebra")
-    run(method, "--eval", out / "best.pt", "--data_dir", other, "--device", "cpu")
-    assert (out / "other" / "scores_test.json").exists()
-    assert (out / "scores_test.json").read_bytes() == scores
 
 
 # ---- a data set of one's own ---------------------------------------------------------------------
@@ -748,61 +697,40 @@ def test_a_method_trains_on_any_object_with_these_methods(method, tmp_path, monk
 # ---- the embedded data set, pictures -------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def minis(tmp_path_factory):
-    return tmp_path_factory.mktemp("smoke")
-
-
-@pytest.fixture
-def smoke(method, minis, monkeypatch):
-    """mini, drawn once, and a short run of each method on it, which needs no spaCy -> the folder
-    of the run."""
-    for name in ("spacy", *sys.modules):
-        if name.split(".")[0] == "spacy":
-            monkeypatch.setitem(sys.modules, name, None)
-    out = minis / method.__name__
-    if not out.exists():
-        flags = "--scenes 60 --steps 40 --log_every 5 --dim 32 --warmup 5 --device cpu".split()
-        if method is idc_pretrain:
-            flags += ["--lr", "8e-3", "--pretrain_steps", "0"]
-        else:
-            flags += ["--lr", "2e-3"]
-        run(method, *flags, "--data_dir", minis / "mini", "--out_dir", out)
-    return out
-
-
-def test_embedded_data_set_from_nothing(method, smoke):
-    first, *_, last = train_lines(smoke)
+def test_mini_from_nothing_to_a_caption(method, minis, without_spacy, tmp_path, capsys):
+    """A short run on mini; then its checkpoint alone captions two files."""
+    out = tmp_path / "run"
+    flags = "--scenes 60 --steps 40 --log_every 5 --dim 32 --warmup 5 --device cpu".split()
+    if method is idc_pretrain:
+        flags += ["--lr", "8e-3", "--pretrain_steps", "0"]
+    else:
+        flags += ["--lr", "2e-3"]
+    run(method, *flags, "--data_dir", minis, "--out_dir", out)
+    first, *_, last = train_lines(out)
     assert last["caption"] < first["caption"]
     assert math.isfinite(last["total"])
-    result = json.loads((smoke / "scores_test.json").read_text())
+    result = json.loads((out / "scores_test.json").read_text())
     assert set(result["accuracy"]) >= {"change type", "distractors", "all four"}
     assert "view: hardest quarter" in result["scores"]
     for group in ("total", "add", "drop"):
         assert 0 <= result["scores"][group]["pointing"] <= 100
         assert 0 < result["scores"][group]["chance"] < 20
-    assert (smoke / "samples.png").exists()
 
-
-def test_any_two_files_are_captioned_with_the_checkpoint_alone(method, smoke, tmp_path, capsys):
-    checkpoint = tmp_path / "moved.pt"
-    checkpoint.write_bytes((smoke / "best.pt").read_bytes())
+    checkpoint = (out / "best.pt").rename(tmp_path / "moved.pt")
     before = tmp_path / "a.jpg"
     after = tmp_path / "b.gif"
     Image.new("L", (31, 57), 3).save(before)
     Image.new("P", (200, 90), 3).save(after)
     run(method, "--caption", before, after, "--checkpoint", checkpoint, "--device", "cpu")
     caption = capsys.readouterr().out.strip().split("\n")[-1]  # after CHEERS's entities
-    assert caption
     text, maps = method.load(checkpoint, "cpu")(before, Image.open(after))  # files or pictures
-    assert text == caption
+    assert text == caption != ""
     assert all(m.shape == (8, 8) for m in maps.values())
 
 
-@SCORER
-def test_the_readmes_line_captions_a_pair_from_python(smoke, tmp_path, monkeypatch):
+def test_the_readmes_line_captions_a_pair_from_python(tmp_path, monkeypatch):
     line = re.search(r"`(caption, maps = [^`]*)`", README)[1]
-    (tmp_path / "best.pt").write_bytes((smoke / "best.pt").read_bytes())
+    shutil.copyfile(ASSETS / "scorer_cbr-mini.pt", tmp_path / "best.pt")
     for name in ("before", "after"):
         Image.new("RGB", (30, 20)).save(tmp_path / f"{name}.png")
     monkeypatch.chdir(tmp_path)

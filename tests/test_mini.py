@@ -2,7 +2,6 @@
 networks."""
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -16,10 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
-import cheers
 import data
 import mini
-import rdd_acr
 
 ROOT = Path(__file__).parents[1]
 COUNTS = {"train": 20, "val": 5, "test": 10}
@@ -63,16 +60,6 @@ def test_the_box_is_that_of_a_projected_sphere():
     assert picture.shares == [1]
 
 
-def test_the_nearer_object_hides_the_other():
-    near = ball(1.2, -1.2)
-    far = ball(-0.8, 0.8, color="blue")
-    both = mini.draw([far, near], camera_at(1))
-    alone = mini.draw([far], camera_at(1))
-    assert both.shares[1] == 1 and both.shares[0] < 1
-    assert both.areas[0] < alone.areas[0]
-    assert both.boxes[0] == alone.boxes[0]  # a box is that of the whole object
-
-
 # ---- words and what is true ----------------------------------------------------------------------
 
 
@@ -86,16 +73,6 @@ def sampled(count):
         boxes = [[[0, 0, 9, 9]] * len(scene) for scene in scenes]
         cameras = mini.sample_cameras(rng)
         yield scenes, mini.describe(kind, changed, scenes, cameras, boxes)
-
-
-def test_relations_turn_with_the_camera():
-    east = ball(1.0, 0.2)
-    west = ball(-1.0, 0.0)
-    rights = [[1, 0, 0], [-1, 0, 0], [0, 1, 0], [0, -1, 0]]
-    words = [mini.relation(east, west, np.array(right))[0] for right in rights]
-    assert words == ["right of", "left of", "in front of", "behind"]
-    _, clarity = mini.relation(ball(1, 1), ball(0, 0), np.array([1, 0, 0]))
-    assert clarity == pytest.approx(1)  # on the diagonal: as unclear as possible
 
 
 def test_captions_are_distinct_and_true():
@@ -180,21 +157,6 @@ def test_places_are_judged(place, expected):
     assert place_of(f"someone moved the yellow cube that is {place}") is expected
 
 
-def test_accuracy_and_is_right_read_the_truth(drawn):
-    root, files = drawn
-    wrong = {}
-    for i, name in enumerate(files["no_change_captions"]):
-        change = files["change_captions"][name][0]
-        same = files["no_change_captions"][name][0]
-        assert mini.is_right(f"{i:06d}.png", change, root)
-        assert mini.is_right(f"{i:06d}.png_n", same, root)
-        assert not mini.is_right(f"{i:06d}.png", same, root)
-        wrong[f"{i:06d}.png_n"] = change
-    shares = mini.accuracy(wrong, root)
-    assert shares.pop("distractors") == 0
-    assert all(math.isnan(share) for share in shares.values())  # there is nothing to judge
-
-
 # ---- files ---------------------------------------------------------------------------------------
 
 
@@ -255,15 +217,6 @@ def test_ctrl_c_ends_all_drawing_processes_and_half_a_mini_is_refused(tmp_path):
         mini.make(root, 100000)
 
 
-def test_a_complete_mini_is_kept_and_nothing_else_is_drawn_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(mini, "render", lambda root, _: root.mkdir())
-    mini.make(tmp_path / "mini", 20)
-    mini.make(tmp_path / "mini", 20)  # render would fail, because the folder exists
-    for root, scenes in ((tmp_path / "mini", 21), (tmp_path, 20)):
-        with pytest.raises(mini.InputError):
-            mini.make(root, scenes)
-
-
 def test_mini_is_prepared_and_its_references_are_right(tmp_path):
     data.main(["mini", "--data_dir", str(tmp_path), "--device", "cpu", "--scenes", "20"])
     dataset = data.load("mini", tmp_path)
@@ -280,16 +233,14 @@ def test_mini_is_prepared_and_its_references_are_right(tmp_path):
 
 
 def three_pictures():
-    """Pictures as the networks see them (3, 3, 64, 64), and the names of the objects in each."""
+    """Pictures as the networks see them (3, 3, 64, 64)."""
     pictures = []
-    names = []
     for number in range(3):
         rng = np.random.default_rng(number)
         scene, _, _ = mini.sample_scene(rng, "drop")
         image = mini.draw(scene, mini.sample_cameras(rng)[0]).image
         pictures.append(mini.preprocess(Image.fromarray(image)))
-        names.append({mini.phrase(item) for item in scene})
-    return torch.stack(pictures), names
+    return torch.stack(pictures)
 
 
 # Of each picture, two cells in the middle, in every 32nd channel.
@@ -304,33 +255,9 @@ RECORDED = torch.tensor(
 
 def test_the_shipped_networks_are_those_of_every_number_measured_on_mini():
     """If the networks are retrained or the pictures change, these values must be updated."""
-    x, _ = three_pictures()
     with torch.no_grad():
-        features = mini.feature_net().eval()(x)
+        features = mini.feature_net().eval()(three_pictures())
     assert features.shape == (3, 128, 8, 8)
     torch.testing.assert_close(features[:, ::32, 3:5, 4], RECORDED, rtol=0, atol=0.02)
-
-
-def test_clip_ranks_the_names_of_what_a_picture_shows():
-    clip, tokenizer = mini.load_clip()
+    _, tokenizer = mini.load_clip()
     assert list(tokenizer.ids) == training.words_of_mini()
-    x, shown = three_pictures()
-    names = training.whole_names()
-    with torch.no_grad():
-        pictures = clip.encode_image(x, normalize=True)
-    text = cheers.embed_texts(clip, tokenizer, names)
-    for scores, true in zip(pictures @ text.T, shown, strict=True):
-        best = [names[i] for i in scores.topk(20).indices]
-        assert true <= set(best)
-
-
-def test_clip_reads_the_longest_captions():
-    clip, tokenizer = mini.load_clip()
-    texts = [*mini.NO_CHANGE, rdd_acr.NOUN_PROMPT + "red cube", rdd_acr.VERB_PROMPT + "is gone"]
-    for _, scene in sampled(50):
-        texts += scene["default"]
-    tokens = tokenizer(texts)
-    longest = int(tokens.argmax(1).max()) + 1
-    assert longest + 4 <= clip.context_length  # RDD+ACR puts four learned vectors before the words
-    vectors = clip.encode_text(tokens, normalize=True)
-    assert len(vectors.unique(dim=0)) == len(set(texts))

@@ -19,7 +19,6 @@ from conftest import (
     mean,
     pictures,
     random_clip,
-    train_lines,
 )
 
 import data
@@ -160,9 +159,6 @@ def test_vector_maps(order):
     before, after = pictures()
     maps = model.attention_map(before, after, CAPTION)
     assert set(maps) == {"decoder", "objects", "actions"}
-    for name in maps:
-        assert maps[name].shape == (B, H, W)
-        torch.testing.assert_close(maps[name].sum((1, 2)), torch.ones(B, dtype=torch.float64))
     weights = {}
     for name, (_, query, key) in model.encode(before, after)[1].items():
         attention = getattr(model, name).blocks[-1].cross_attention
@@ -208,8 +204,6 @@ def test_gradients_reach_the_prompt_alone(clip):
     prompt = torch.zeros(4, 16, requires_grad=True)
     encode_prompted(model, tokens[:, :8], prompt).sum().backward()
     assert prompt.grad.abs().sum(1).all() and all(p.grad is None for p in model.parameters())
-    biased, _ = random_clip(proj_bias=True)
-    assert torch.equal(encode_prompted(biased, tokens), biased.encode_text(tokens))
 
 
 # ---- phrases -------------------------------------------------------------------------------------
@@ -283,18 +277,3 @@ def test_a_batch_of_two_kinds_of_pairs_is_one_batch(clip):
     losses["total"].backward()
     assert model.noun_prompt.grad.any() and model.verb_prompt.grad.any()
     assert all(p.grad is None for p in clip_model.parameters())
-
-
-def test_resume_equals_no_interruption_with_phrases(tmp_path):
-    """As in test_methods.py, but with ACR's prompts and adapter."""
-    flags = "--scenes 20 --batch_size 4 --dim 16 --dropout 0.1 --schedule step --device cpu".split()
-    flags += ["--log_every", "2", "--eval_every", "6", "--data_dir", str(tmp_path / "mini")]
-    rdd_acr.main([*flags, "--steps", "6", "--out_dir", str(tmp_path / "whole")])
-    rdd_acr.main([*flags, "--steps", "3", "--out_dir", str(tmp_path / "parts")])
-    resumed = ["--out_dir", str(tmp_path / "parts"), "--device", "cpu"]
-    rdd_acr.main(["--resume", "--steps", "6", *resumed])
-    a = torch.load(tmp_path / "whole" / "last.pt", weights_only=True)["model"]
-    b = torch.load(tmp_path / "parts" / "last.pt", weights_only=True)["model"]
-    assert all(torch.equal(a[k], b[k]) for k in a) and not any(k.startswith("clip") for k in a)
-    rows = train_lines(tmp_path / "whole")
-    assert rows and all(math.isfinite(row["n2o"] + row["v2a"]) for row in rows)

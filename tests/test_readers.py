@@ -138,6 +138,18 @@ def test_levir_cc(tmp_path):
     assert vocab.split("a " * 60) == ["a"] * 50
 
 
+@pytest.mark.parametrize("no, yes", [(0, 1), (False, True), ("0", "true")])
+def test_changeflag_is_a_number_a_bool_or_a_text(no, yes, tmp_path):
+    for flag, kind in ((no, "no change"), (yes, "change"), (2, None), ("", None)):
+        image = levir_image("train", 1, "a house", changeflag=flag)
+        write(tmp_path / "LevirCCcaptions.json", {"images": [image]})
+        if kind:
+            assert data.read_levir_cc(tmp_path).kinds[kind] == {"train_000001.png"}
+        else:
+            with pytest.raises(InputError, match="changeflag of train_000001.png"):
+                data.read_levir_cc(tmp_path)
+
+
 # ---- birds ---------------------------------------------------------------------------------------
 
 BIRD_COLUMNS = (

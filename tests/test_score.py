@@ -217,7 +217,9 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
     for i in captions:
         if i.endswith("_n"):
             captions[i] = "the gray cube turned red"
+    dataset.kinds["gone"] = {"000000.png"}
     total = dataset.results("test", captions, {}, tmp_path)
+    assert "'gone'" in capsys.readouterr().out  # in train, but not in test
     result = read(tmp_path / "scores_test.json")
     assert result["scores"]["total"] == total
     assert total.keys() == {*data.COLUMNS}
