@@ -598,8 +598,10 @@ def minis(tmp_path_factory):
 
 
 @DECODERS
-def test_resume_equals_no_interruption(method, minis, tmp_path):
-    """On mini, with RDD+ACR's phrases and CHEERS's entities."""
+def test_resume_equals_no_interruption(method, minis, tmp_path, monkeypatch):
+    """On mini, with RDD+ACR's phrases and CHEERS's entities. Without what takes long at the end."""
+    monkeypatch.setattr(data, "sample_sheet", lambda *_: None)
+    monkeypatch.setattr(data, "one_caption", lambda _: "nothing")
     whole = tmp_path / "whole"
     parts = tmp_path / "parts"
     flags = "--scenes 60 --batch_size 16 --dim 16 --dropout 0.1 --schedule step --device cpu"
@@ -695,8 +697,11 @@ def test_a_method_trains_on_any_object_with_these_methods(method, tmp_path, monk
 # ---- the embedded data set, pictures -------------------------------------------------------------
 
 
-def test_mini_from_nothing_to_a_caption(method, minis, without_spacy, tmp_path, capsys):
+def test_mini_from_nothing_to_a_caption(
+    method, minis, without_spacy, tmp_path, monkeypatch, capsys
+):
     """A short run on mini; then its checkpoint alone captions two files."""
+    monkeypatch.setattr(data, "one_caption", lambda _: "nothing")  # choosing it takes long
     out = tmp_path / "run"
     flags = "--scenes 60 --steps 40 --log_every 5 --dim 32 --warmup 5 --device cpu".split()
     if method is idc_pretrain:
