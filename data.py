@@ -1400,9 +1400,7 @@ def note_on_negatives(
     dataset: Dataset, cfg: RunConfig, of_images: Iterable[str], of_texts: Iterable[str] = ()
 ) -> None:
     """Prints a note where losses that contrast the pairs of a batch cannot work: pairs that share a
-    picture are false negatives of each other if images are compared with images, and a single pair
-    has no negatives at all.
-
+    picture are false negatives if images are compared with images, and one pair has no negatives.
     of_images, of_texts: fields of cfg that weigh losses which compare images with images, or
     differences of images with texts."""
     flags_of_images = " ".join(f"--{name} 0" for name in of_images if getattr(cfg, name))
