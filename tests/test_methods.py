@@ -185,6 +185,15 @@ def test_a_later_word_changes_no_earlier_output(method):
     torch.testing.assert_close(hidden[:, :4], changed[:, :4])
 
 
+@DECODERS
+def test_padding_changes_no_loss(method):
+    model = small(method).double()
+    pair = pictures()
+    caption = CAPTION[[0, 1, 3, 1]]
+    more = steps_of(model, torch.float64)["step"]
+    torch.testing.assert_close(model(*pair, caption[:, :5], *more), model(*pair, caption, *more))
+
+
 @pytest.mark.parametrize(
     "method, fields",
     [(scorer_cbr, {}), (dirl_ccr, {}), (rdd_acr, {}), (cheers, {}), (cheers, {"gate": "scalar"})],
