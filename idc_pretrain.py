@@ -115,14 +115,14 @@ class Config(RunConfig):
     layers: int = 3  # layers of the cross-modal transformer
     dropout: float = 0.2  # dropout probability
     difference_encoder: bool = True  # E_s and E_p of Eq. 4, before the cross-modal transformer
-    pretrain_steps: int = 250000  # steps of pre-training; 0: none
+    pretrain_steps: int = 250000  # steps of pre-training (--steps: of fine-tuning); 0: none
     pretrain_batch: int = 100  # scenes per step of pre-training
-    pretrain_lr: float = 1e-4  # learning rate of pre-training
+    pretrain_lr: float = 1e-4  # learning rate of pre-training (--lr: of fine-tuning)
     pretrain_warmup: int = 8000  # steps of linear warm-up in pre-training
     mlm: int = 8  # share of masked language modelling in the steps of pre-training; 0: none
     mvcl: int = 1  # share of masked visual contrastive learning
     fda: int = 2  # share of fine-grained difference aligning
-    cub: str = ""  # CUB's folder; if given, pre-train on its single images and captions first
+    cub: str = ""  # CUB's folder; if given, pre-train on it first, for pretrain_steps as well
     cub_batch: int = 0  # single images per step of pre-training on CUB; 0: pretrain_batch
     nabirds: str = ""  # NABirds' folder; if given, its classes are a pre-training task of share 3
     mask_rate: float = 0.15  # share of words masked in MLM and by --finetune_targets masked
@@ -134,7 +134,7 @@ class Config(RunConfig):
     swap: bool = True  # in half of the scenes, swap the default image and the distractor image
     finetune_targets: Literal["every", "masked"] = "every"  # which words fine-tuning predicts
     start: Literal["xavier", "pytorch"] = "xavier"  # initial weights
-    project: Literal["linear", "sigmoid"] = "linear"  # layer on features; sigmoid: one follows it
+    project: Literal["linear", "sigmoid"] = "linear"  # layer on features: linear, or then a sigmoid
     exponent: Literal["standard", "doubled"] = "standard"  # in the sinusoids' frequencies
     special_tokens: Literal["own", "shared"] = "own"  # vectors of [CLS], [IMG1] and [IMG2]
     mvcl_negatives: Literal["features", "predictions"] = "features"  # what represents other cells
@@ -192,8 +192,8 @@ class Embedding(nn.Module):
     def special(self, part: int, count: int) -> Tensor:
         """The part's [IMG1], [IMG2] or [CLS], `count` times -> (count, 1, D)."""
         x = self.table.weight[self.special_ids[part]] + self.types.weight[part]
-        y = self.dropout(self.norm(x))  # Eq. 1-3
-        return y.expand(count, 1, -1)
+        y = self.norm(x).expand(count, 1, -1)
+        return self.dropout(y)  # Eq. 1-3
 
     def words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
@@ -461,8 +461,8 @@ class IDC(nn.Module):
         negatives: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """The losses of one task: "finetune", or in pre-training "mlm", "mvcl", "fda" or "birds".
-        before and after: features (B, C, H, W); after is None for single images. caption (B, V);
-        "birds" has the classes (B, 2) in its place.
+        before and after: features (B, C, H, W); in pre-training, after is None for single images.
+        caption (B, V); "birds" has the classes (B, 2) in its place.
 
         "finetune" needs `changed`, bool (B,), False for distractors, or None to leave out L_judge.
         "fda" needs `negatives`, rewritten captions (B', 6, V) of the first B' pairs, and ignores
@@ -673,7 +673,7 @@ class IDC(nn.Module):
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """The last layer's attention from the [MASK] of each word of ids (B, V) to the cells of
         both images, averaged over heads and words -> "before" and "after" (B, H, W), which together
-        sum to 1."""
+        sum to 1, or to 0 for a caption without words."""
         _, height, width = self.grid
         visual, _, _ = self.encode(before, after)
         words = ids[:, 1:]
@@ -722,7 +722,8 @@ class Cache:
         self.past = past
 
     def reorder(self, rows: Tensor) -> None:
-        """Go on with these rows of the batch, in this order; a row may repeat or be missing."""
+        """Let caption i continue what caption rows[i] has so far. rows: row numbers of the
+        batch, as many as there are captions to continue."""
         self.past = [(keys[rows], values[rows]) for keys, values in self.past]
 
 
@@ -803,6 +804,8 @@ RELEASED = {
         # The released code averages losses in pre-training, but sums them in fine-tuning.
         reduction="sum",
     ),
+    # Table 6 has 50000 steps and 200 pairs. The released files have these; the paper does not say
+    # how many of CUB's images are in a batch.
     "birds_to_words": dict(pretrain_steps=60000, pretrain_batch=150, cub_batch=350),
 }
 
@@ -868,14 +871,13 @@ def compute_losses(
     losses: dict[str, Tensor] = {}
     for n, batch in enumerate(batches):
         batch = batch.to(cfg.device)
-        single = getattr(batch, "single", False)  # CUB's images have no "after"
-        after = None if single else batch.after
+        after = None if batch.single else batch.after  # CUB's images have no "after"
         changed = None  # if all pairs are of one kind, there is nothing to judge
         if len(batches) == 2:
             is_changed = n == 0
             changed = torch.full((batch.caption.shape[0],), is_changed, device=cfg.device)
         rewritten = None
-        if task == "fda":  # only a seventh of the pairs, because each has seven captions
+        if task == "fda":  # a seventh of the pairs, as each has seven captions (as released)
             count = max(1, len(batch.pair_ids) // (1 + REWRITES))
             rewritten = negatives(batch.pair_ids[:count]).to(cfg.device, non_blocking=True)
         with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.on_cuda):
@@ -928,6 +930,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
             run.record(losses)  # also counts the step
             if run.due() and stage == "finetune":
                 run.checkpoint(evaluate(model, dataset, "val", cfg))
+                model.train()
             elif run.due():
                 run.save("pretrained.pt")  # the latest weights of pre-training
                 run.save("last.pt")
@@ -955,7 +958,6 @@ def evaluate(
             batch_maps = model.attention_map(batch.before, batch.after, ids)
             for b, pair_id in enumerate(batch.pair_ids):
                 maps[pair_id] = {name: m[b] for name, m in batch_maps.items()}
-    model.train()
     return dataset.results(split, captions, maps, out_dir, suffix=suffix)
 
 
@@ -1005,20 +1007,18 @@ for kind, meanings in KINDS.items():
 
 class Negatives:
     """Section "FDA": six rewritten captions of every training pair. The name of their file depends
-    on the captions, because negatives made from other captions might be true of a pair."""
+    on what they are made from, because others might be true of a pair."""
 
     def __init__(self, dataset):
-        import data
-
-        captions = json.dumps([[p.id, p.captions] for p in dataset.pairs("train")])
-        digest = hashlib.sha256(captions.encode()).hexdigest()[:12]
+        unchanged = dataset.kinds.get("no change", set())
+        made_from = [[p.id, p.id in unchanged, p.captions] for p in dataset.pairs("train")]
+        digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:12]
         path = dataset.root / f"negatives-{digest}.json"
         if not path.exists():
             write_text(path, json.dumps(rewrite(dataset)))
         self.texts = json.loads(path.read_text(encoding="utf-8"))  # by pair id
         self.max_len = dataset.max_len  # longer rewrites are cut
-        words = dataset.vocab.words
-        self.vocab = data.Vocab(words, dataset.vocab.tokenizer, self.max_len - 2)
+        self.vocab = dataset.vocab
 
     def __call__(self, pair_ids: list[str]) -> Tensor:
         """-> the pairs' rewritten captions (B, 6, V), padded to the data set's longest caption."""
@@ -1034,10 +1034,13 @@ def rewrite(dataset) -> dict[str, list[str]]:
 
     [ours] All captions of a pair share its negatives. Single images (CUB) have no subjects to
     confuse, so they have three negatives from Retrieve and three from Replace. If a strategy finds
-    too few, Retrieve and then Replace fill the gap. On CLEVR-Change, a scene's changed pair and its
-    distractor pair share five rewrites of the change, one from Retrieve, two from Replace and two
-    from Confuse. The sixth is a caption of the other pair, so that the text alone does not reveal
-    to which of the two pairs the six belong."""
+    too few, the next one fills the gap; after Confuse, Retrieve and then Replace do. On
+    CLEVR-Change, a scene's changed pair and its distractor pair share five rewrites of the change,
+    one from Retrieve, two from Replace and two from Confuse. The sixth is a caption of the other
+    pair, so that the text alone does not reveal to which of the two pairs the six belong."""
+    import data
+
+    templates = data.DATASETS[dataset.name].templates
     scenes = dataset.scenes["train"]
     unchanged = dataset.kinds.get("no change", set())
     captions = []
@@ -1066,13 +1069,13 @@ def rewrite(dataset) -> dict[str, list[str]]:
             replace_words(tokens[c], important(words[c], idf), pool, rng) for c in originals
         )
         confused = (confuse(c, subjects[c], all_subjects, rng) for c in originals)
-        count = REWRITES + 1 - len(scene.pairs)  # not counting the caption of the other pair
+        count = REWRITES + 1 - len(scene.pairs)  # 6, or 5 beside a caption of the other pair
         if pair.after is None:
             turns = [(retrieved, 3), (replaced, 6)]
         else:
             turns = [(retrieved, count - 4), (replaced, count - 2), (confused, count)]
         turns += [(retrieved, count), (replaced, count)]
-        chosen = choose(turns, scene)
+        chosen = choose(turns, scene, templates)
         if len(chosen) < count:
             raise InputError(
                 f"only {len(chosen)} rewritten captions can be made for {pair.id}, expected "
@@ -1087,15 +1090,17 @@ def rewrite(dataset) -> dict[str, list[str]]:
     return negatives
 
 
-def choose(turns: list[tuple], scene) -> list[str]:
+def choose(turns: list[tuple], scene, templates: bool) -> list[str]:
     """Different candidates that are false of a scene. turns: (candidates, how many texts there may
-    be after this turn). [ours] A candidate counts as false if, about the first object that it
-    names, it says something that no caption of the pair says."""
+    be after this turn). [ours] If captions come from templates, a candidate counts as false if,
+    about the first object that it names, it says something that no caption of the pair says.
+    Otherwise, or if they name no object, any text counts as false but the scene's captions."""
     pairs = [*scene.pairs, *(scene.swapped or ())]
     true = {c for p in pairs for c in p.captions}
     mentioned = set()
-    for c in scene.pairs[0].captions:
-        mentioned |= named(c)
+    if templates:
+        for c in scene.pairs[0].captions:
+            mentioned |= named(c)
     chosen = []
     for candidates, end in turns:
         while len(chosen) < end:
@@ -1111,7 +1116,7 @@ def choose(turns: list[tuple], scene) -> list[str]:
 def named(text: str) -> set[tuple[str, str]]:
     """What a caption says in words of KINDS about the first object that it names, if any."""
     properties = set()
-    for word in text.lower().split():
+    for word in re.findall(r"\w+", text.lower()):
         kind = ""
         if word in MEANING:
             properties.add(MEANING[word])
@@ -1122,7 +1127,7 @@ def named(text: str) -> set[tuple[str, str]]:
 
 
 def inverse_frequency(texts: list[str]) -> dict[str, float]:
-    """[ours] Smoothed idf of every word: ln((1 + n) / (1 + df)) + 1."""
+    """[ours] Smoothed idf of every word of n different captions: ln((1 + n) / (1 + df)) + 1."""
     df = Counter()
     for text in texts:
         df.update(set(text.lower().split()))
@@ -1198,7 +1203,7 @@ def important(words: list[tuple[int, str, str]], idf: dict[str, float]) -> list[
 
 def pools(captions: list[list[tuple]], idf: dict[str, float]) -> dict[str, list[str]]:
     """Appendix A.2: for each kind or tag, the words that are important in at least one caption and
-    occur in at least ten."""
+    occur in at least ten. [ours] Equal captions count once."""
     occurs = Counter()
     chosen = set()
     for words in captions:
@@ -1230,17 +1235,16 @@ def confuse(text: str, own: list[str], subjects: list[str], rng) -> str:
     numbers = {number for _, number in ANIMAL.findall(text)}
     if len(numbers) == 2:
         return ANIMAL.sub(other_animal, text)
-    lower = text.lower()
-    own = [s for s in own if s in lower]
-    if not own:
+    found = [re.search(rf"\b{re.escape(s)}\b", text, re.IGNORECASE) for s in own]
+    found = [match for match in found if match]
+    if not found:
         return text
-    subject = own[0]
+    subject = found[0].group().lower()
+    start, end = found[0].span()
     spaces = subject.count(" ")
     choice = [s for s in subjects if s != subject and s.count(" ") == spaces]
     if not choice:
         return text
-    start = lower.index(subject)
-    end = start + len(subject)
     return text[:start] + choice[rng.integers(len(choice))] + text[end:]
 
 
@@ -1288,11 +1292,11 @@ def load_init(model: IDC, cfg: Config, dataset) -> None:
     """Start from the weights of --init. InputError if they would work differently in this model."""
     state = load_checkpoint(cfg.init, cfg.device)
     dataset.check_state(state)
+    load_weights(model, state["model"], cfg.init)
     for name in ("heads", "project", "exponent"):  # the shapes of the weights do not show these
         value = state["config"][name]
         if getattr(cfg, name) != value:
             raise InputError(f"--init {cfg.init} was trained with --{name} {value}; give the same")
-    load_weights(model, state["model"], cfg.init)
 
 
 def open_cub(cfg: Config, dataset):

@@ -430,8 +430,18 @@ def test_confuse_exchanges_subjects():
     assert confused == "the blue ball moved behind the ball"
     for own, subjects in (([], ["blue ball"]), (["red cube"], ["red cube"])):
         assert idc.confuse(text, own, subjects, rng) == text  # no subject, or no other
+    text = "the scarf left of the car is gone"
+    confused = idc.confuse(text, ["car"], ["car", "van"], rng)
+    assert confused == "the scarf left of the van is gone"
     birds = "animal1 has a longer tail than animal2"
     assert idc.confuse(birds, ["animal1"], [], rng) == "animal2 has a longer tail than animal1"
+
+
+def test_only_template_captions_are_about_their_first_object():
+    scene = data.Scene((data.Pair("1", "a", "b", ["animal1 is a brown thing"]),))
+    for templates, chosen in ((False, ["animal2 sings"]), (True, [])):
+        candidates = iter(["animal1 is a brown thing", "animal2 sings"])
+        assert idc.choose([(candidates, 1)], scene, templates) == chosen
 
 
 CHANGES = [
