@@ -14,7 +14,7 @@ The flow of one pair, with CLEVR-Change's sizes:
        |  attention, Eq. 8 (loss L_I, Eq. 9)       |
        v                                           |
     C~_bef, C~_aft (196, 512) each                 |
-       |  dre, Eq. 2, 5, 10 . . L_D, Eq. 11 . . . .|
+       |  dre, Eq. 2, 4-5, 10 . L_D, Eq. 11 . . . .|
        v                                           |
     D_bef, D_aft of layer 2 (196, 512) each        |
        |  join, Eq. 12                             |
@@ -35,9 +35,9 @@ CHEERS.encode. Skip at first: Cache, attention_map, and section "entities" apart
 
 Sec. 3.1   find_candidates   names of candidates, the subjects of training captions
 Eq. 1      retrieve          top K of |S_bef - S_aft|, S_i the cosines of an image and candidates
-Eq. 2-4    Enhancement       CRE: F' = LN(sigmoid(P^) F + F), P^ = Linear(m), m the largest
-                             probability
-Eq. 5      Enhancement       DRE (`difference`): the same with P^ = Linear(1 - m)
+Eq. 2      max_probability   m, the largest probability
+Eq. 3, 5   StrengthMap       P^ = Linear(m) or, for DRE (`difference`), Linear(1 - m)
+Eq. 4      Enhancement       CRE and DRE: F' = LN(sigmoid(P^) F + F)
 Eq. 6, 8   HRD               C_i = CRE(F_j, F_i),  C~_i = MHCA(C_i, C_j)
 Eq. 7, 11  HRD               L_C, L_D  MSE of the maps P^ of images and of entities
 Eq. 9      contrastive_loss  L_I  InfoNCE, "before" <-> "after"
@@ -63,7 +63,7 @@ Baseline (Table 4) [ours]     --layers 0 --k 0 --gate none --w_consistency 0 --w
 CRE, DRE, HDR (here HRD)      --gate none [ours], and for CRE --no-dre, for DRE --no-cre
 GATE [ours]                   --layers 0 --w_consistency 0 --w_match 0
 lambda_m, lambda_v (Table 5)  --w_match 0.5, --w_consistency 0.75
-ResNet-101 (Table 6)          no flag; for the table's ViTs --extractor timm/NAME, untested
+ResNet-101 (Table 6)          --dataset clevr_change; the ViTs: --extractor timm/NAME, untested
 entities (Fig. 5)             --k 3
 layers (Fig. 6)               --layers 2
 
@@ -125,7 +125,7 @@ class Config(RunConfig):
     decoder_layers: int = 2  # decoder layers
     dropout: float = 0.1  # dropout probability
     k: int = 3  # K, entities of a pair; 0: none
-    min_count: int = 2  # training captions that must have a candidate as their subject [ours]
+    min_count: int = 2  # different training captions that must have a candidate as subject [ours]
     retrieval: Literal["absolute", "signed"] = "absolute"  # |S_bef - S_aft|, or Eq. 1 as printed
     clip: str = "ViT-L-14:openai"  # open_clip's MODEL:WEIGHTS (name or file), or mini
     clip_dim: int = 768  # d, width of CLIP's common space
@@ -144,8 +144,8 @@ class Config(RunConfig):
 class ImageEmbedding(nn.Module):
     """F = conv_1x1(features) + position. (B, C, H, W) -> (B, N, D), cell n = row * W + column.
 
-    [ours] A cell's position is the vector of its column followed by the vector of its row, as in
-    SCORER."""
+    [ours] The paper names neither the convolution nor positions. As in SCORER, a cell's position is
+    the vector of its column followed by the vector of its row."""
 
     def __init__(self, cfg: Config, channels: int, height: int, width: int):
         super().__init__()
@@ -240,7 +240,7 @@ class HRD(nn.Module):
         self.dre = None
         if cfg.dre and last:
             self.dre = Enhancement(cfg, difference=True)
-        elif cfg.dre and maps:
+        elif cfg.dre and maps:  # nobody reads an earlier layer's D, only its map P^
             self.dre = StrengthMap(cfg, difference=True)
         self.entity_cre = StrengthMap(cfg) if cfg.dre and maps else None
 
@@ -349,7 +349,7 @@ class Decoder(nn.Module):
         x = self.embed_words(ids)
         for layer, (differences, entities) in zip(self.layers, self.memory(context), strict=True):
             x, _, query = layer(x, differences, entities)  # Eq. 13-17
-        key, _ = differences
+        key, _ = differences  # of the last layer
         return x, query, key
 
     def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
@@ -392,7 +392,8 @@ class Cache:
         return self.decoder.head(x[:, 0])
 
     def reorder(self, rows: Tensor) -> None:
-        """Go on with these rows of the batch, in this order; a row may repeat or be missing."""
+        """After a step: let caption i continue what caption rows[i] has so far. rows: row
+        numbers of the batch, as many as there are captions to continue."""
         memory = []
         for (key, value), entities in self.memory:
             if entities:
@@ -607,8 +608,8 @@ def embed_images(clip, preprocess, pictures: list) -> Tensor:
 
 def find_candidates(subjects: dict[str, list[str]], min_count: int, k: int) -> list[str]:
     """Section 3.1.1: the subjects of each caption -> the candidates, sorted. [ours] Subjects of
-    fewer than min_count captions are left out, because most of them are errors of the parser. If
-    fewer than k candidates would remain, all are kept."""
+    fewer than min_count different captions are left out, because most of them are errors of the
+    parser. If fewer than k candidates would remain, all are kept."""
     counts: dict[str, int] = {}
     for phrases in subjects.values():
         for phrase in set(phrases):
@@ -628,6 +629,7 @@ class Entities:
     names (before, after). In a loop of your own, you need an open_clip.CLIP, its tokenizer and its
     preprocessing, which must not crop, or changes at the border are lost:
 
+        cfg = Config(device="cpu")  # or "cuda"
         phrases = find_candidates({"the red cube is gone": ["red cube"]}, cfg.min_count, cfg.k)
         table = embed_texts(clip, tokenizer, phrases)
         x = embed_images(clip, preprocess, [picture_a, picture_b])  # PIL images
@@ -695,11 +697,8 @@ def candidates_of(dataset, cfg: Config) -> list[str]:
     captions from templates (mini, CLEVR-Change, CLEVR-DC), on which spaCy often errs."""
     import data
 
-    captions = set()
-    for scene in dataset.scenes["train"]:
-        for pair in (*scene.pairs, *(scene.swapped or ())):
-            captions.update(pair.captions)
-    subjects = data.read_captions(data.subjects, dataset.name, sorted(captions))
+    captions = sorted(set(dataset.release.captions(["train"])))
+    subjects = data.read_captions(data.subjects, dataset.name, captions)
     phrases = find_candidates(subjects, cfg.min_count, cfg.k)
     if not phrases:
         remedy = "set --k 0 --gate none --w_consistency 0"
@@ -709,7 +708,10 @@ def candidates_of(dataset, cfg: Config) -> list[str]:
 
 def entities_of(dataset, cfg: Config, trained: dict | None = None) -> Entities | None:
     """The entities of a data set (data.Dataset); None if K is 0. trained: the content of a
-    checkpoint, whose candidates then replace the data set's. InputError if --clip does not fit."""
+    checkpoint, whose candidates then replace the data set's. InputError if --clip does not fit.
+
+    CLIP's embeddings of the pictures are kept in clip-*.pt in the data set's folder. Remove that
+    file after overwriting the weights that --clip names."""
     import data
 
     if not cfg.k:
@@ -759,8 +761,8 @@ def entities_of_files(model: CHEERS, state: dict, files: list) -> Tensor | None:
 
     x = embed_images(clip, open_picture, files).to(cfg.device)
     rows = retrieve(x[::2], x[1::2], table, cfg.k, cfg.retrieval == "signed")
-    for row in rows:
-        print("entities: " + ", ".join(phrases[m] for m in row))
+    for number, row in enumerate(rows, 1):
+        print(f"entities of pair {number}: " + ", ".join(phrases[m] for m in row))
     return table[rows]
 
 
@@ -769,14 +771,16 @@ def entities_of_files(model: CHEERS, state: dict, files: list) -> Tensor | None:
 # Batch sizes and learning rates are from section 4.3. The 10,000 steps and the decoder's size are
 # SCORER's [ours]. A batch of 128 is 128 scenes, which on CLEVR-Change are 256 pairs [ours]. The
 # number of layers is [ours], because our copy of Fig. 6, which shows the best one for each data
-# set, has no numbers. Your own pairs are usually few, so they get half of Spot-the-Diff's width,
-# one layer, and early stopping on validation [ours].
+# set, has no numbers. The paper chose lambda_v and lambda_m on CLEVR-Change; other data sets keep
+# them [ours]. Your own pairs are usually few and say the same in the same words, so they get half
+# of Spot-the-Diff's width, one layer, early stopping on validation, and every subject as a
+# candidate [ours]. mini's weights of losses and optimisation are [ours].
 PRESETS = {
     "clevr_change": dict(lr=1e-3),
     "clevr_dc": dict(lr=1e-3, layers=1),
     "spot_the_diff": dict(lr=5e-4, batch_size=96),
-    "pairs": dict(layers=1, dim=256, batch_size=16, lr=5e-4, warmup=50, steps=2000, eval_every=100,
-                  patience=10),
+    "pairs": dict(layers=1, dim=256, min_count=1, batch_size=16, lr=5e-4, warmup=50, steps=2000,
+                  eval_every=100, patience=10),
     "mini": dict(dim=128, word_dim=128, heads=2, layers=1, dropout=0.0, clip="mini", clip_dim=128,
                  w_consistency=0.1, w_match=0.05, batch_size=16, lr=2e-3, schedule="cosine",
                  warmup=50, grad_clip=1.0, steps=1700, eval_every=300, eval_batch=250),
@@ -830,6 +834,7 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
         run.record(losses)  # also counts the step
         if run.due():
             run.checkpoint(evaluate(model, dataset, entities, "val", cfg))
+            model.train()
     return run.best_model()
 
 
@@ -864,14 +869,14 @@ def evaluate(
                 maps[pair_id] = {name: m[b] for name, m in batch_maps.items()}
                 if entities:
                     notes[pair_id] = [entities.note(batch.images[b])]
-    model.train()
     return dataset.results(split, captions, maps, out_dir, notes, suffix=suffix)
 
 
 def load(checkpoint: str | Path, device: str = "", clip: str = ""):
     """A trained model that captions any two pictures (files or PIL images):
     caption, maps = load("best.pt")(before, after). clip: where the model's CLIP is, if it has moved
-    since training."""
+    since training. Each call loads CLIP, so give many pairs at once: .pairs([(before, after), ...])
+    yields a caption and maps for each."""
     import data
 
     captioner = data.load_captioner(CHEERS, Config, checkpoint, device, entities_of_files)
