@@ -64,9 +64,9 @@ Subtraction (Fig. 4)         --difference subtract --w_dirl 0 --w_ccr 0
 weights (Fig. 5)             --w_dirl 0.03, --w_ccr 0.05
 
 Where the paper and the released code differ, the default mostly follows the paper. RELEASED, after
-the model, lists the differences. Some details are the released code's in both variants: centred
-channels and sums over cells in Eq. 3, reference words in L_ccr, coordinates, and a mean over words
-in Eq. 15. A docstring or a comment explains each where it occurs.
+the model, lists the differences. Some details are the released code's in both variants, such as
+centred channels and sums over cells in Eq. 3, reference words in L_ccr, coordinates, and a mean
+over words in Eq. 15. A docstring or a comment explains each where it occurs.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
@@ -113,10 +113,10 @@ class Config(RunConfig):
 
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings
-    heads: int = 8  # heads of every attention
+    heads: int = 8  # heads of every attention (as released)
     layers: int = 2  # cross-attention layers (as released); the last gives Eq. 5's result
-    decoder_layers: int = 2  # number of decoder layers
-    dropout: float = 0.1  # dropout probability
+    decoder_layers: int = 2  # number of decoder layers (as released)
+    dropout: float = 0.1  # dropout probability (as released)
     use_coords: bool = True  # append the cell's x and y to the features (released for CLEVR-Change)
     w_dirl: float = 0.5  # weight of L_dirl in Eq. 16; 0 leaves it and its MLP out
     alpha: float = 0.003  # weight of decorrelation in Eq. 4 (as released); 0: correlation only
@@ -130,7 +130,7 @@ class Config(RunConfig):
     ccr_pool: Literal["words", "padded"] = "words"  # Eq. 12: from START to END, or padding as well
     ccr_states: Literal["attention", "normed"] = "attention"  # Eq. 8-9, or after their LayerNorms
     ccr_logits: Literal["two_way", "summed"] = "two_way"  # Eq. 14, or one loss over S + S^T
-    ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # equal captions [ours]
+    ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # pairs of one caption [ours]
     val_decode: Literal["greedy", "sample"] = "greedy"  # decoding of validation captions
     blind: bool = False  # zero the image features (language-only baseline)
 
@@ -447,7 +447,8 @@ class DIRL(nn.Module):
         logits = self.decoder.head(hidden)  # Eq. 11
         losses["caption"] = caption_loss(logits, caption)  # Eq. 15
         if cfg.w_dirl:
-            # X includes positions. These are equal in both images, so they correlate in any pair.
+            # X includes positions. These are equal in both images, so part of the correlation is
+            # theirs, and needs no agreement of what is seen (as released).
             y_bef = self.mlp(x_bef)  # Eq. 2
             y_aft = self.mlp(x_aft)  # Eq. 2
             c = channel_correlation(y_bef, y_aft, cfg.channel_eps)  # Eq. 3
@@ -493,9 +494,10 @@ class DIRL(nn.Module):
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# Loss weights are from section 4.6. The paper gives no batch sizes or learning rates, so
-# Spot-the-Diff and Image Editing Request take SCORER's. In the released code, the learning rate
-# drops every 15 epochs (lr_drop). The paper does not mention this.
+# Loss weights are from section 4.6; mini's were chosen on its validation scenes [ours]. The paper
+# gives no batch sizes or learning rates: CLEVR-Change and CLEVR-DC take the released code's,
+# Spot-the-Diff and Image Editing Request SCORER's. In the released code, the learning rate drops
+# every 15 epochs (lr_drop). The paper does not mention this.
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),
@@ -578,6 +580,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
         run.record(losses)  # also counts the step
         if run.due():
             run.checkpoint(evaluate(model, dataset, "val", cfg))
+            model.train()
     return run.best_model()
 
 
@@ -608,7 +611,6 @@ def evaluate(
             batch_maps = model.attention_map(batch.before, batch.after, ids)
             for b, pair_id in enumerate(batch.pair_ids):
                 maps[pair_id] = {name: m[b] for name, m in batch_maps.items()}
-    model.train()
     return dataset.results(split, captions, maps, out_dir, suffix=suffix)
 
 

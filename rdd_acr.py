@@ -56,7 +56,7 @@ Symbols: objects and actions are the paper's F_object and F_action, both written
 and w_v2a are lambda_1 and lambda_2. The paper's N is distil_steps; here N counts cells.
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a caption
 (START, words, END, padding), K vectors (K_o objects or K_a actions; the paper's k), M tokens that
-they read, P vectors of a prompt, S texts, d width of CLIP's text space.
+they read, P vectors of a prompt, S texts, L tokens of a text, d width of CLIP's text space.
 
 Flags for each row of the paper's tables. Each row needs an --out_dir of its own.
 Row of the paper            flags (on mini, unless --dataset is given)
@@ -109,13 +109,12 @@ class Config(RunConfig):
     """RDD+ACR. The settings of a run (data, steps, device) are in common.RunConfig."""
 
     AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"distil_steps", "object_vectors", "action_vectors"}
-    MAY_CHANGE = RunConfig.MAY_CHANGE | {"clip"}
 
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings
-    heads: int = 8  # heads of every attention
+    heads: int = 8  # heads of every attention [ours]
     decoder_layers: int = 2  # decoder layers
-    dropout: float = 0.1  # dropout probability
+    dropout: float = 0.1  # dropout probability [ours]
     gde: bool = True  # use Eq. 3-5; if off, F_diff itself is the global difference
     order: Literal["none", "n", "v", "n+v", "v+n", "v&n"] = "n+v"  # n objects, v actions (Table 4)
     distil_steps: int = 3  # the paper's N, passes through a block in each distilling [ours]
@@ -126,7 +125,7 @@ class Config(RunConfig):
     w_n2o: float = 0.1  # lambda_1, weight of L_N2O in Eq. 16; 0 leaves it out [ours]
     w_v2a: float = 0.1  # lambda_2, weight of L_V2A in Eq. 16; 0 leaves it out [ours]
     tau: float = 0.1  # temperature of Eq. 11-12 [ours]
-    equal_phrases: Literal["ignored", "negatives"] = "ignored"  # how pairs with equal phrases count
+    equal_phrases: Literal["ignored", "negatives"] = "ignored"  # pairs with equal phrases [ours]
     prompt: Literal["none", "fixed", "learnable"] = "learnable"  # what precedes each phrase
     prompt_tokens: int = 4  # P, vectors of a learnable prompt
     clip: str = "ViT-L-14:openai"  # text encoder, open_clip's MODEL:WEIGHTS (name or file), or mini
@@ -190,7 +189,7 @@ class DistillingBlock(nn.Module):
     [ours] The residuals of Eq. 6 and 7 and the LayerNorms are ours; residual=False leaves them out.
     As printed, Eq. 7 replaces each vector by a weighted mean of cells. At the start all K vectors
     have nearly the same weights, so they become alike and stay so. The FFN is one fully connected
-    layer, as the text says, without an activation."""
+    layer, as the text says, and as that names no activation, it has none (Fusion has one)."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -248,7 +247,7 @@ class Distilling(nn.Module):
 class Fusion(nn.Module):
     """Eq. 9: self-attention and a fully connected layer, each with a residual. All tokens
     (B, N + K_o + K_a, D) -> the same shape. [ours] Like the distilling blocks, it is pre-norm. A
-    ReLU follows the fully connected layer, which would otherwise be linear."""
+    ReLU follows the fully connected layer, which would otherwise be linear. The text names none."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -367,7 +366,8 @@ class Cache:
         return self.decoder.head(x[:, 0])
 
     def reorder(self, rows: Tensor) -> None:
-        """Go on with these rows of the batch, in this order; a row may repeat or be missing."""
+        """After a step: let caption i continue what caption rows[i] has so far. rows: row
+        numbers of the batch, as many as there are captions to continue."""
         self.memory = [(key[rows], value[rows]) for key, value in self.memory]
         self.past = [(key[rows], value[rows]) for key, value in self.past]
 
@@ -392,8 +392,10 @@ def alignment_loss(
     [ours] A pair without a phrase (valid (B,) is False) is no negative and counts as 0 in the mean
     over B. Pairs with equal phrases (same (B, B)), which templates often make, are not negatives of
     each other. Phrases that differ but mean the same ("is gone", "is missing") remain negatives. In
-    a batch of 16 changed pairs of mini, about 70 % of the pairs have such a negative. All unchanged
-    pairs have one, because their captions all mean the same, so their loss stays at chance."""
+    a batch of mini (16 changed, 16 unchanged pairs), about 70 % of the changed pairs have a verb
+    phrase with such a negative. All captions of unchanged pairs mean the same, so these pairs learn
+    only to differ from the changed ones. mini's templates also hide "nothing" from the verb phrase:
+    "has been moved" comes from pairs of both sorts."""
     f_c = F.normalize(vectors.mean(1), dim=-1)  # Eq. 10; F_c of Eq. 11-12, not of Eq. 5
     f_l = F.normalize(phrases, dim=-1)  # F_l of Eq. 11-12: F_noun or F_verb
     s = f_l @ f_c.T / tau  # (B, B), phrases in rows
@@ -411,7 +413,7 @@ def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     target = caption[:, 1:]
     scores = logits[:, :-1].transpose(1, 2)  # (B, vocabulary, V - 1)
     loss = F.cross_entropy(scores, target, ignore_index=NULL, reduction="none")  # (B, V - 1)
-    words = (target != NULL).sum(1).clamp(min=1)  # so that an empty caption has loss 0, not NaN
+    words = (target != NULL).sum(1).clamp(min=1)  # so that a row of padding has loss 0, not NaN
     return (loss.sum(1) / words).mean()  # Eq. 15
 
 
@@ -546,9 +548,10 @@ class RDD(nn.Module):
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Maps (B, H, W) by name; each sums to 1. "decoder": the last layer's attention, averaged
-        over heads and over the words of ids (B, V), with its softmax over the N cells only.
-        "objects" and "actions": the last block's attention, averaged over heads and vectors. If a
-        block reads the other set, its weights are multiplied by that set's weights over cells."""
+        over heads and over the words of ids (B, V), with its softmax over the N cells only; 0 for a
+        caption without words. "objects" and "actions": the last block's attention, averaged over
+        heads and vectors. If a block reads the other set, its weights are multiplied by that set's
+        weights over cells."""
         _, height, width = self.grid
         tokens, distilled = self.encode(before, after)
         _, query, key = self.decoder(ids, tokens)
@@ -557,13 +560,13 @@ class RDD(nn.Module):
         weight = scores.softmax(-1).mean(1)  # (B, V, N)
         # Row t is the state that predicts word t + 1.
         maps = {"decoder": masked_mean(weight[:, :-1], is_word(ids[:, 1:]))}  # (B, N)
-        first = None  # (B, K, N) of the vectors that read cells
+        read_cells = None  # (B, M, N): the weights over cells of the vectors that came first
         for name, (_, query, key) in distilled.items():
             attention = getattr(self, name).blocks[-1].cross_attention
             weight = attention.scores(query, key).softmax(-1).mean(1)  # (B, K, M)
-            if first is not None and "+" in self.cfg.order:
-                weight = weight @ first  # (B, K_a, K_o) (B, K_o, N) -> (B, K_a, N)
-            first = weight
+            if read_cells is not None and "+" in self.cfg.order:
+                weight = weight @ read_cells  # (B, K, M) (B, M, N) -> (B, K, N)
+            read_cells = weight
             maps[name] = weight.mean(1)
         return {name: x.unflatten(1, (height, width)) for name, x in maps.items()}
 
@@ -720,21 +723,20 @@ def phrases_of(dataset, cfg: Config) -> Phrases | None:
 
     if not (cfg.w_n2o or cfg.w_v2a):
         return None
-    captions = set()
-    for scene in dataset.scenes["train"]:
-        for pair in (*scene.pairs, *(scene.swapped or ())):
-            captions.update(pair.captions)
-    readings = data.read_captions(segments, dataset.name, sorted(captions))
+    captions = sorted(set(dataset.release.captions(["train"])))
+    readings = data.read_captions(segments, dataset.name, captions)
     clip, tokenizer, _ = data.load_clip(cfg.clip, cfg.device)
     return Phrases(cfg, clip, tokenizer, readings)
 
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# K_a is from section "Effect of Learnable Vectors Number". The main text has no batch size and no
-# learning rate, so we take SCORER's [ours]. For LEVIR-CC, which SCORER's paper does not use,
-# RDD+ACR takes Spot-the-Diff's batch size, and the learning rate does not drop. Your own pairs are
-# usually few, so they get half the width, and early stopping on validation [ours].
+# K_a is from section "Effect of Learnable Vectors Number". The main text has no batch size, number
+# of steps, learning rate or drops of it, so we take those of SCORER and its released code [ours].
+# For LEVIR-CC, which SCORER's paper does not use, RDD+ACR takes Spot-the-Diff's batch size, and the
+# learning rate does not drop. Your own pairs take Spot-the-Diff's K_a and, as they are usually few,
+# half the width and early stopping on validation. mini's scenes are simple, so it distils once, and
+# few vectors are enough [ours].
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "levir_cc": dict(action_vectors=10, batch_size=32),
@@ -796,6 +798,7 @@ def train(cfg: Config, dataset, phrases: Phrases | None = None, resume: bool = F
         run.record(losses)  # also counts the step
         if run.due():
             run.checkpoint(evaluate(model, dataset, "val", cfg))
+            model.train()
     return run.best_model()
 
 
@@ -825,7 +828,6 @@ def evaluate(
             batch_maps = model.attention_map(batch.before, batch.after, ids)
             for b, pair_id in enumerate(batch.pair_ids):
                 maps[pair_id] = {name: m[b] for name, m in batch_maps.items()}
-    model.train()
     return dataset.results(split, captions, maps, out_dir, suffix=suffix)
 
 

@@ -47,7 +47,7 @@ Eq. 13     total_loss         L = L_cap + w_match L_cv + w_cbr L_cm
 Symbols: w_match is the paper's lambda_v, w_cbr its lambda_m, and exp(log_scale) its 1 / tau. Our
 copy of the paper lacks the formulas. Those above follow its text and the released code, and their
 symbols follow DIRL+CCR, by the same authors.
-Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a
+Axis letters: A, B pairs, C channels, H x W grid, N, M = H*W cells, D width, h heads, V words of a
 caption (START, words, END, padding).
 
 Flags for each row of the paper's tables. Each row needs an --out_dir of its own.
@@ -116,19 +116,19 @@ class Config(RunConfig):
     heads: int = 8  # heads in every attention, and in the matching "mtm"
     layers: int = 2  # number of cross-view layers (Eq. 5-6)
     decoder_layers: int = 2  # number of decoder layers
-    dropout: float = 0.1  # dropout probability
+    dropout: float = 0.1  # dropout probability (as released)
     use_coords: bool = True  # append the cell's x and y to the features (released for CLEVR-Change)
     w_match: float = 0.1  # weight of L_cv in Eq. 13; 0 leaves it out
     w_cbr: float = 0.001  # weight of L_cm in Eq. 13; 0 leaves CBR out
     difference: Literal["reconstruct", "subtract"] = "reconstruct"  # Eq. 5-7, or X_bef - X_aft
-    fusion: Literal["cat", "sum", "hadamard"] = "cat"  # how Eq. 7 joins the two images
+    fusion: Literal["cat", "sum", "hadamard"] = "cat"  # how Eq. 7 joins two images
     matching: Literal["mtm", "tm", "mean", "max"] = "mtm"  # Eq. 3, Eq. 2, or pooled images
     match_layer: Literal["first", "last"] = "first"  # cross-view layer whose queries Eq. 4 matches
     xavier: bool = True  # Xavier-uniform weights for the decoder [ours]; released code: N(0, .02)
     train_cbr: bool = True  # train CBR; the released code leaves its weights as initialised
     sentence_mean: Literal["words", "padded"] = "words"  # CBR's mean: over words, or over max_len
     ffn_residual: Literal["input", "activation"] = "input"  # residual of the feed-forward layer
-    val_decode: Literal["greedy", "sample"] = "greedy"  # decoding of validation captions
+    val_decode: Literal["greedy", "sample"] = "greedy"  # decoding of validation in training
     blind: bool = False  # zero the image features (language-only baseline)
 
 
@@ -204,8 +204,8 @@ class DecoderLayer(nn.Module):
 
     cross: key and value (B, N, D) of the difference. The layer also returns `past` (see
     attend_to_words) and the query (B, V, D) of the cross-attention. Unlike in the standard layer,
-    attention has no output projection, and the feed-forward network has width D and GELU. Both
-    follow the released code."""
+    attention has no output projection and no dropout after it, and the feed-forward network has
+    width D and GELU. All this follows the released code, as does eps in LayerNorms."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -272,7 +272,7 @@ class Decoder(nn.Module):
         end = start + ids.shape[1]
         assert end <= self.position.shape[0], "a caption is longer than max_len"
         x = self.embed(ids) + self.position[start:end]
-        return self.norm(self.dropout(self.project(x)))
+        return self.norm(self.dropout(self.project(x)))  # as released
 
     def memory(self, difference: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Each layer's key and value of the difference (B, N, D), the same for all words."""
@@ -351,9 +351,9 @@ def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: in
     q (A, N, D), k (B, M, D) -> (A, B).
 
     "mtm" is match_by_definition, and "tm" the same with a single head. "mean" and "max" (Fig. 3)
-    compare the mean or the maximum of the tokens. As in the released code, tokens are not
-    normalised, and a learned scale replaces Eq. 4's 1 / tau."""
-    # Scores are near 50 and differ by tenths, which bfloat16 would round away.
+    compare the mean or the maximum of the tokens [ours]. As in the released code, tokens are not
+    normalised, and a learned scale, at first e, replaces Eq. 4's 1 / tau."""
+    # Scores differ by far less than their size. bfloat16 would round this away.
     with torch.autocast(q.device.type, enabled=False):
         if matching == "mtm":
             score = token_match(q, k, heads)  # Eq. 3
@@ -523,10 +523,11 @@ class SCORER(nn.Module):
 
 # Layers, loss weights and batch sizes are from sections 4.5 and 6.1-6.2. We read the layers "2, 1,
 # 3, and 2" in Table 8's order, because section 4.5 says that Spot-the-Diff has the most. Our copy
-# of the paper lacks CLEVR-Change's w_cbr and the exponents of the learning rates. The released code
-# has them. It also drops the learning rate every 15 epochs (lr_drop), which the paper does not
-# mention. SCORER's code is released for CLEVR-Change only. For the other data sets,
-# use_coords=False follows DIRL's code [ours].
+# of the paper lacks CLEVR-Change's w_cbr and the exponents of the learning rates. The code is
+# released for CLEVR-Change only. It has w_cbr .001 and a rate of 2e-4, which it divides by 10 every
+# 15 epochs (lr_drop); the paper does not mention this. For the other data sets, the same exponent
+# and the same 15 epochs are [ours], and use_coords=False follows DIRL's code [ours]. mini's values
+# are [ours].
 PRESETS = {
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(layers=1, w_match=0.01, w_cbr=0.004, lr_drop=4785, use_coords=False),
@@ -606,6 +607,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> SCORER:
         run.record(losses)  # also counts the step
         if run.due():
             run.checkpoint(evaluate(model, dataset, "val", cfg))
+            model.train()
     return run.best_model()
 
 
@@ -636,7 +638,6 @@ def evaluate(
             batch_maps = model.attention_map(batch.before, batch.after, ids)
             for b, pair_id in enumerate(batch.pair_ids):
                 maps[pair_id] = {name: m[b] for name, m in batch_maps.items()}
-    model.train()
     return dataset.results(split, captions, maps, out_dir, suffix=suffix)
 
 
