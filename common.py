@@ -3,10 +3,10 @@
 First half, what a copied method needs:
     layers         Attention, initialise, GridPosition, sinusoid, masked_mean
     losses         upcast, info_nce, token_match
-    decoding       NULL, UNK, START, END, decode
+    decoding       NULL, UNK, START, END, is_word, decode
     configuration  InputError, RunConfig, learning_rate
 Second half, what a run needs:
-    command line   parse_args, saved_config, usable_device, set_up_device
+    command line   parse_args, preset, saved_config, usable_device, set_up_device
     running        Run, draw_curves
     files          progress, atomic_write, file_errors, checkpoints
     main           run_main
@@ -182,7 +182,8 @@ def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
     a slice of the channels, and the result is their mean. For cosines, pass tokens of length 1. For
     images with padding, group them by their number of real tokens and make one call for each pair
     of groups. In a tie, one winner gets the whole gradient. On CUDA, float32 tokens are multiplied
-    in TF32. Products of bfloat16 tokens are exact, so there is no need to cast these.
+    in TF32. Products of bfloat16 tokens are exact, so there is no need to cast these; only the
+    gradient's shares are rounded.
 
     A dense version needs A*B*N*M scores (2.5 GB at 128 pairs of 196 cells) four times over in the
     backward pass. Only winners have a gradient, so this one holds few scores at a time and keeps
@@ -272,7 +273,7 @@ def gradients_in_bags(
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """The row of each entry of a matrix (R, W) -> (R * W,)."""
+    """The row of each entry of a matrix (R, S) -> (R * S,)."""
     rows, columns = x.shape
     row = torch.arange(rows, dtype=torch.int32, device=x.device)
     return row[:, None].expand(rows, columns).flatten()
@@ -416,7 +417,7 @@ def gradients_on_cuda(
         some_n = block_of(N, 128 if C <= 64 else 64)
         some_c = block_of(C, 256)
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        gradient_kernel[images, triton.cdiv(N, some_n), triton.cdiv(C, some_c)](
+        gradient_kernel[(images, triton.cdiv(N, some_n), triton.cdiv(C, some_c))](
             y.contiguous(), grad, best_y, best_x, grad_x, others, N, M, step_x, step_y, C,
             some_n, 32, some_c, num_warps=4, num_stages=3,
         )  # fmt: skip
@@ -486,8 +487,8 @@ def decode(
 
     step(ids (B,), position) -> logits (B, vocabulary) of the next word. In every method, `step`
     belongs to a Cache. It keeps the keys and values of the images (`memory`) and of earlier words
-    (`past`), so a step computes the new word only. Without it, captions of 32 pairs at the papers'
-    size take 4.4 times as long. Cache.reorder(rows) copies, drops and reorders the unfinished
+    (`past`), so a step computes the new word only. Without it, 32 pairs at the papers' size take
+    4.4 times as long. Cache.reorder(rows) copies, drops and reorders the unfinished
     captions, which a beam search needs (tests/test_methods.py has one)."""
     ids = torch.full((count, max_len), NULL, device=device)
     ids[:, 0] = START
@@ -591,7 +592,7 @@ def learning_rate(cfg: RunConfig, step: int) -> float:
 
 
 # ==================================================================================================
-# Second half: what a run needs. A training loop of your own can do without it.
+# Second half: what a run needs. A training loop of your own needs set_up_device alone.
 # ==================================================================================================
 
 # ---- command line --------------------------------------------------------------------------------
@@ -612,14 +613,15 @@ def parse_args(
     A new run starts from the preset of its data set and variant. --resume, --eval and --caption
     start from their checkpoint's Config, in which flags may change only the fields in
     Config.MAY_CHANGE and, for --eval, the data set. out_dir defaults to the checkpoint's folder.
-    For --eval on other data, it defaults to a folder in that one, named like the data's. --eval
-    adds args.suffix to the names of its files, for example "-last" for last.pt."""
+    For --eval on other data, it defaults to a folder in that one, named like the data's (so give
+    out_dir for a second folder of that name). --eval adds args.suffix to the names of its files,
+    for example "-last" for last.pt."""
     args = make_parser(Config, PRESETS, doc, bool(RELEASED), datasets).parse_args(argv)
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if f.name in args}
     dataset = given.get("dataset", Config.dataset)
     out_dir = Path(given.get("out_dir") or f"runs/{script}-{dataset}")
-    if args.caption and not args.checkpoint:
-        raise InputError("--caption needs --checkpoint, for example runs/<run>/best.pt")
+    if bool(args.caption) != bool(args.checkpoint):
+        raise InputError("--caption and --checkpoint go together; --eval has its own checkpoint")
 
     checkpoint = args.eval or args.checkpoint
     if args.resume:
@@ -749,7 +751,8 @@ def refuse_changes(base: RunConfig, given: dict, checkpoint: Path) -> None:
     """InputError if a flag that may not change differs from the checkpoint's Config."""
     for name, value in given.items():
         saved = getattr(base, name)
-        if value != saved and name not in base.MAY_CHANGE:
+        shapes_the_cosine = name == "steps" and base.schedule == "cosine"
+        if value != saved and (name not in base.MAY_CHANGE or shapes_the_cosine):
             raise InputError(f"--{name} {value}: {checkpoint} was trained with {saved}")
 
 
@@ -774,6 +777,8 @@ def set_up_device(device: str) -> None:
     # "high" is TF32. It applies to matrix products outside autocast's bfloat16.
     torch.set_float32_matmul_precision("high" if on_cuda else "highest")
     if on_cuda:
+        if ":" in device:  # Triton launches its kernels on the current GPU
+            torch.cuda.set_device(device)
         # cuDNN's attention makes a plan for every new shape, which can take a second. The number of
         # phrases that CLIP reads varies between steps. Other kernels need no plan.
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -800,6 +805,7 @@ class Run:
             run.record(losses)
             if run.due():
                 run.checkpoint(evaluate(...))
+                model.train()
 
     sources: the data set, and what else besides the model captions depend on. Checkpoints store the
     state() of each. Its check_state(state) raises InputError if a stored state comes from other
@@ -906,8 +912,8 @@ class Run:
             self.log_losses()
 
     def log_losses(self) -> None:
-        """Log and print the mean of each loss since the last line, over the steps that computed it.
-        FloatingPointError if a loss is not finite."""
+        """Log and print the mean of each loss since the last line or --resume, over the steps that
+        computed it. FloatingPointError if a loss is not finite."""
         values_of: dict[str, list[float]] = {}
         for losses in self.losses:
             for name, loss in losses.items():

@@ -156,6 +156,9 @@ def test_a_checkpoint_brings_its_config(tmp_path):
         parse("--eval", folder / "best.pt", "--width", "4")
     with pytest.raises(InputError, match="--lr"):  # a run that would belong to no single command
         parse("--resume", "--out_dir", folder, "--lr", "2")
+    cosine = make_run_folder(tmp_path / "cosine", schedule="cosine")
+    with pytest.raises(InputError, match="--steps"):  # the rates of its steps followed their number
+        parse("--resume", "--out_dir", cosine, "--steps", "7")
 
 
 def test_a_checkpoint_is_evaluated_on_other_data(tmp_path):

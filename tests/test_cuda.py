@@ -65,7 +65,7 @@ def test_a_run_on_the_gpu_follows_one_on_the_cpu(method, prepared, tiny, tmp_pat
 
 def test_resume_on_the_gpu(method, prepared, tiny, tmp_path):
     out = ["--out_dir", str(tmp_path / "run"), "--device", "cuda"]
-    method.main([*tiny, "--data_dir", str(prepared), *out, "--steps", "4"])
+    method.main([*tiny, "--data_dir", str(prepared), *out, "--steps", "4", "--schedule", "step"])
     method.main(["--resume", *out, "--steps", "8"])
     assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] == 8
 

@@ -585,7 +585,7 @@ def test_a_run_leaves_what_it_should(method, prepared, tiny, tmp_path):
     run(method, *tiny, "--data_dir", prepared, "--out_dir", out)
     files = {path.name for path in out.iterdir()}
     checkpoints = {"last.pt", "best.pt"}
-    results = {"captions_test.json", "references_test.json", "scores_test.json", "samples.png"}
+    results = {"captions_test.json", "references_test.json", "scores_test.json", "samples_test.png"}
     assert files == {"config.json", "log.jsonl", "curves.png"} | checkpoints | results
     events = [row["event"] for row in common.read_log(out / "log.jsonl")]
     assert events.count("train") == 4
@@ -701,6 +701,7 @@ def test_a_method_trains_on_any_object_with_these_methods(method, tmp_path, monk
     read = alone if method is cheers else []  # phrases are for training only
     scores = method.evaluate(model, dataset, *read, "test", cfg, tmp_path / "run")
     assert scores == {"CIDEr": 100.0}
+    assert not model.training  # no dropout in the captions that follow
 
 
 # ---- the embedded data set, pictures -------------------------------------------------------------
