@@ -293,7 +293,8 @@ def check_strings(x) -> list[str]:
 
 def read_table(path: Path, columns: Iterable[str], **dialect) -> list[dict[str, str]]:
     """The non-empty rows of a CSV file in UTF-8, each {column in lower case: cell}. InputError if a
-    column is missing or occurs twice, or if a row and the header differ in length."""
+    column is missing or occurs twice, if `captions` is not the last one, or if a row and the header
+    differ in length."""
     remedy = "save it as UTF-8, with double quotes around cells that contain commas"
     with open(path, encoding="utf-8-sig", newline="") as f, file_errors(path, remedy):
         table = csv.DictReader(f, strict=True, skipinitialspace=True, **dialect)
@@ -303,7 +304,8 @@ def read_table(path: Path, columns: Iterable[str], **dialect) -> list[dict[str, 
         # Only in the last column does an unquoted comma always make a row too long.
         if not complete or "captions" in heads[:-1]:
             expected = ", ".join(columns)
-            raise InputError(f"found the columns {', '.join(heads)!r:.60}, expected {expected}")
+            found = f"found the columns {', '.join(heads)!r:.60}"
+            raise InputError(f"{found}, expected {expected} (captions must be the last column)")
         rows = []
         for row in table:
             cells = row.values()
@@ -363,21 +365,16 @@ class Settings:
 DATASETS: dict[str, Settings] = {}
 
 
-def settings_of(name: str) -> Settings:
-    """A data set's row of the table. InputError lists the known names if there is none."""
-    if name not in DATASETS:
-        raise InputError(f"--dataset {name}: expected one of {', '.join(DATASETS)}")
-    return DATASETS[name]
-
-
 def read_release(name: str, root: Path) -> Release:
     """Reads a data set's folder. FileNotFoundError if a file of the release is missing; InputError
     if one is broken, or train has no pairs."""
     try:
-        release = settings_of(name).read(root)
+        release = DATASETS[name].read(root)
     except FileNotFoundError as e:
         advice = f"--data_dir must be the folder of {name}'s files"
-        raise FileNotFoundError(f"{e}; {advice} (mini's are drawn by python data.py mini)") from e
+        if name == "mini":
+            advice = "python data.py mini draws it"
+        raise FileNotFoundError(f"{e}; {advice}") from e
     if not release.scenes["train"]:
         raise InputError("; ".join([f"{root}: no pairs in train", *release.notes]))
     for split in ("val", "test"):
@@ -462,6 +459,7 @@ def read_clevr_dc(root: Path) -> Release:
     follow the order in which the authors list the kinds of change."""
     splits = read_json(root / "split.json")
     captions = read_json(root / "captions.json")
+    captions = {name.removesuffix(".png"): texts for name, texts in captions.items()}
     pairs = {}
     kinds: dict[str, set[str]] = {}
     for split in SPLITS:
@@ -587,9 +585,9 @@ def read_birds_to_words(root: Path) -> Release:
     """Birds-to-Words (Forbes et al., EMNLP 2019): birds-to-words-v1.0.tsv, and images/<photo
     id>.jpg, which you have to download from the URLs in columns 2 and 6 of the table.
 
-    Pairs are left out unless both photographs are there or, if there is a folder features/, the
-    features of both. Rows with the same split and URLs form one pair. Captions become lower-case
-    words and punctuation marks, which this data set's metrics compare."""
+    Pairs are left out unless both photographs are there. Rows with the same split and URLs form one
+    pair. Captions become lower-case words and punctuation marks, which this data set's metrics
+    compare."""
     file = root / "birds-to-words-v1.0.tsv"
     urls = ("img1imgurl", "img2imgurl")
     table = read_table(
@@ -602,14 +600,10 @@ def read_birds_to_words(root: Path) -> Release:
         texts = captions.setdefault((row["split"], *photos), [])
         texts.append(" ".join(tokenize_lower(row["description"])))
     images = root / "images"
-    has_features = (root / "features").is_dir()
     pairs = {}
     kept = 0
     for (split, before, after), texts in captions.items():
-        files = [images / before, images / after]
-        if has_features:
-            files = [authors_features(file, root) for file in files]
-        if all(file.exists() for file in files):
+        if (images / before).exists() and (images / after).exists():
             kept += 1
             pairs.setdefault(split, []).append(Pair(f"{before}_{after}", before, after, texts))
     notes = []
@@ -620,8 +614,8 @@ def read_birds_to_words(root: Path) -> Release:
 
 DATASETS["birds_to_words"] = Settings(
     read_birds_to_words,
+    # [ours] IDC's authors publish neither how they resized nor how they split captions into words.
     extractor="resnet101-layer4",
-    authors_features=True,
     tokenizer=str.split,
     max_words=77,
     tokens="split",
@@ -648,8 +642,7 @@ def read_cub(root: Path) -> Release:
 
 DATASETS["cub"] = Settings(
     read_cub,
-    extractor="resnet101-layer4",
-    authors_features=True,
+    extractor="resnet101-layer4",  # [ours] as for Birds-to-Words
     tokenizer=str.split,
     max_words=37,
     tokens="split",
@@ -672,8 +665,7 @@ def read_nabirds(root: Path) -> Release:
 
 DATASETS["nabirds"] = Settings(
     read_nabirds,
-    extractor="resnet101-layer4",
-    authors_features=True,
+    extractor="resnet101-layer4",  # [ours] as for Birds-to-Words
     tokenizer=str.splitlines,  # a whole class name is one word
     vocab_splits=SPLITS,
     published={"train": 23929, "test": 24633},
@@ -694,8 +686,8 @@ def own_pair(row: dict[str, str]) -> Pair:
 
 def hashed_split(pair: Pair) -> str:
     """A split for a pair: 80 % train, 10 % val, 10 % test, by a hash of the first of its paths in
-    sorted order. So a pair and its reverse share a split, as do the pairs of a camera's first
-    picture with later ones, if its path sorts before theirs."""
+    sorted order. So a pair and its reverse are in the same split, and so are all pairs with the
+    same first path, such as those of a camera's first picture with each later one."""
     first = min(pair.before, pair.after)
     tenth = int(hashlib.sha256(first.encode()).hexdigest(), 16) % 10
     return {8: "val", 9: "test"}.get(tenth, "train")
@@ -740,7 +732,8 @@ def read_pairs(root: Path) -> Release:
 
 
 # Photographs have many more pixels than the network's input. Most papers' extractor resizes without
-# antialiasing, so a slightly moved camera would change what it sees; this one averages pixels.
+# antialiasing and so skips most of them, and a slightly moved camera changes its features; this one
+# averages pixels.
 # Metrics compare words as the model learns them, so a perfect model loses no points to splitting.
 DATASETS["pairs"] = Settings(
     read_pairs,
@@ -755,8 +748,9 @@ DATASETS["pairs"] = Settings(
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 PICTURES = (
-    f"give a {', '.join(FORMATS[:-1])} or TIFF with 8 bits a channel and 1, 3 or 4 channels, as by "
-    "gdal_translate -of PNG -ot Byte -scale 0 MAX 0 255 -b 1 -b 2 -b 3 IN OUT.png (one MAX for all)"
+    f"give a {', '.join(FORMATS[:-1])} or TIFF with 8 bits a channel, 1, 3 or 4 channels and less "
+    "than 179 million pixels, as by gdal_translate -of PNG -ot Byte -scale 0 MAX 0 255 -b 1 -b 2 "
+    "-b 3 IN OUT.png (one MAX for all)"
 )
 
 
@@ -823,7 +817,8 @@ AUTHORS_STD = torch.tensor([0.229, 0.224, 0.224])[:, None, None]  # as in the au
 
 def preprocess_resnet(image: Image.Image) -> Tensor:
     """The preprocessing of most papers -> (3, 224, 224): aspect ratio not kept, OpenCV's bicubic (a
-    = -0.75, no antialiasing, rounded to bytes), AUTHORS_STD."""
+    = -0.75, no antialiasing, rounded to bytes), AUTHORS_STD. The script behind CLEVR-Change's .npy
+    features antialiases, so a model should be given features of one kind only."""
     x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()  # (3, height, width)
     x = F.interpolate(x[None], (224, 224), mode="bicubic", align_corners=False)[0]
     x = x.round().clamp(0, 255) / 255
@@ -978,7 +973,7 @@ def write_features(
     done = 0
     stamps = []
     bar = progress(total=len(names), desc="features", unit="image")
-    with bar, atomic_write(path) as partial, h5py.File(partial, "w") as f:
+    with bar, atomic_write(path) as temporary, h5py.File(temporary, "w") as f:
         f.attrs.update(extractor=extractor, preprocessing=preprocessing)
         f["image_ids"] = names
         for block in blocks:
@@ -986,7 +981,7 @@ def write_features(
                 shape = (len(names), *block.shape[1:])
                 table = f.create_dataset("features", shape, "float16", fill_time="never")
             if not np.abs(block).max() <= np.finfo(np.float16).max:  # phrased to refuse NaN, too
-                raise InputError(f"features of {names[done]!r} or soon after exceed float16")
+                raise InputError(f"features of {names[done]!r} or soon after are no float16")
             table[done : done + len(block)] = block.astype(np.float16)
             stamps += [stamp(file) for file in files[done : done + len(block)]]
             done += len(block)
@@ -1005,11 +1000,11 @@ class Features:
     """A feature file whose rows are read by image name: from the memory-mapped file, which the
     system caches as far as memory allows, or from the GPU, if `load` has copied them there."""
 
-    def __init__(self, path: Path, prepare: str, extractor: str):
+    def __init__(self, path: Path, command: str, extractor: str):
         if not path.exists():
-            raise FileNotFoundError(f"no features at {path}; run: {prepare}")
+            raise FileNotFoundError(f"no features at {path}; run: {command}")
         self.path = path
-        self.remedy = f"remove it and run: {prepare}"
+        self.remedy = f"remove it and run: {command}"
         with file_errors(path, self.remedy), h5py.File(path) as f:
             table = f["features"]
             names = f["image_ids"].asstr()[:]
@@ -1067,7 +1062,7 @@ class Features:
 
 def feature_file(name: str, root: Path, extractor: str = "") -> Path:
     """features.h5, or features-<extractor>.h5 if the extractor is not the data set's own."""
-    if extractor in ("", settings_of(name).extractor):
+    if extractor in ("", DATASETS[name].extractor):
         return root / "features.h5"
     return root / f"features-{re.sub('[/:]', '-', extractor_name(extractor))}.h5"
 
@@ -1087,13 +1082,15 @@ def open_features(name: str, root: Path, extractor: str = "") -> Features:
     command = f"python data.py {name} --data_dir {root}"
     if extractor:
         command += f" --extractor {extractor}"
-    made_by = extractor_name(extractor or settings_of(name).extractor)
+    if name == "mini" and (root / "mini.json").exists():
+        command += f" --scenes {read_json(root / 'mini.json')['scenes']}"
+    made_by = extractor_name(extractor or DATASETS[name].extractor)
     return Features(feature_file(name, root, extractor), command, made_by)
 
 
 def vocab_of(name: str, release: Release) -> Vocab:
     """The vocabulary by the data set's rule; most data sets use the training captions alone."""
-    settings = settings_of(name)
+    settings = DATASETS[name]
     captions = release.captions(settings.vocab_splits)
     return Vocab.from_captions(captions, settings.min_count, settings.tokenizer, settings.max_words)
 
@@ -1116,7 +1113,7 @@ def prepare(
     counts = Counter(words=len(vocab))
     for part, members in (release.scenes | release.kinds).items():
         counts[part] = len(members)
-    for part, count in settings_of(name).published.items():
+    for part, count in DATASETS[name].published.items():
         if counts[part] != count:
             print_notes(f"{part}: found {counts[part]}, published {count}")
     if not path.exists():
@@ -1133,7 +1130,7 @@ def print_notes(*notes: str) -> None:
 def make_features(name: str, root: Path, release: Release, device: str, extractor: str) -> None:
     """Write the feature file of a release, see `prepare`."""
     path = feature_file(name, root, extractor)
-    settings = settings_of(name)
+    settings = DATASETS[name]
     extractor = extractor or settings.extractor
     names = sorted(release.paths)
     pictures = [release.paths[n] for n in names]
@@ -1334,7 +1331,7 @@ class Dataset:
         """InputError if a run, whose state this is, used other features or words."""
         self.check_features(state)
         if state["vocab"] != self.vocab.words:
-            remedy = "give the --data_dir of its training, or train anew if captions were edited"
+            remedy = "give its --data_dir (IDC: and --cub); if captions were edited, train anew"
             raise InputError(f"the checkpoint has other words than {self.root}; {remedy}")
 
     def adopt(self, state: dict) -> None:
@@ -1393,16 +1390,19 @@ def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
     evaluate a checkpoint, the mini that it was trained on must exist."""
     if cfg.dataset == "mini" and make:
         prepare("mini", Path(cfg.data_dir), cfg.device, cfg.extractor, cfg.scenes)
-    return load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
+    dataset = load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
+    if dataset.scenes["train"][0].pairs[0].after is None:
+        raise InputError(f"--dataset {cfg.dataset} has no pairs; IDC reads it by --{cfg.dataset}")
+    return dataset
 
 
 def note_on_negatives(
     dataset: Dataset, cfg: RunConfig, of_images: Iterable[str], of_texts: Iterable[str] = ()
 ) -> None:
     """Prints a note where losses that contrast the pairs of a batch cannot work: pairs that share a
-    picture are false negatives if images are compared with images, and one pair has no negatives.
-    of_images, of_texts: fields of cfg that weigh losses which compare images with images, or
-    differences of images with texts."""
+    picture are false negatives if images are compared with images (a tenth of the pairs may), and
+    one pair has no negatives. of_images, of_texts: fields of cfg that weigh losses which compare
+    images with images, or differences of images with texts."""
     flags_of_images = " ".join(f"--{name} 0" for name in of_images if getattr(cfg, name))
     flags_of_texts = " ".join(f"--{name} 0" for name in of_texts if getattr(cfg, name))
     scenes_with = Counter()  # image -> in how many scenes it occurs
@@ -1468,7 +1468,7 @@ def language(dataset_name: str):
 def analysed(dataset_name: str, captions: list[str]) -> Iterable:
     """Each caption as spaCy analyses it (a Doc) or, of a data set whose captions are made from
     templates, each caption as it is: rules read these, without spaCy."""
-    if settings_of(dataset_name).templates:
+    if DATASETS[dataset_name].templates:
         return captions
     return language(dataset_name).pipe(captions, batch_size=1000)
 
@@ -1627,7 +1627,7 @@ def java_works() -> bool:
     if shutil.which("java"):  # a Mac without Java has a `java` that only says where to get it
         works = subprocess.run(["java", "-version"], capture_output=True).returncode == 0
     if not works:
-        print("no Java: no METEOR, no SPICE, and plain words instead of the PTB tokenizer's")
+        print("no Java: no METEOR, no SPICE, and no PTB tokenizer (where it is due, plain words)")
     return works
 
 
@@ -1807,6 +1807,8 @@ def results(
     printed, and captions, references, scores and a sheet of samples are written, in files whose
     names end in <split><suffix>. maps: pair id -> name -> (H, W); notes: pair id -> lines."""
     if not dataset.scenes[split]:
+        if out_dir:
+            print_notes(f"there are no {split} pairs, so there are no scores")
         return {}
     references = {pair.id: pair.captions for pair in dataset.pairs(split)}
     if out_dir is None:
@@ -1847,7 +1849,7 @@ def results(
 
     result = {"data": str(dataset.root), "scores": scores, **facts, "accuracy": accuracy}
     write_json(out_dir / f"scores_{end}", result)
-    sheet = f"samples{'' if split == 'test' else f'_{split}'}{suffix}.png"
+    sheet = f"samples_{split}{suffix}.png"
     sample_sheet(dataset, split, captions, maps, notes or {}, out_dir / sheet)
     print(f"written into {out_dir}: captions_{end}, references_{end}, scores_{end}, {sheet}")
     return scores["total"]
@@ -1874,21 +1876,21 @@ def protocol_scores(
     as_read = {}
     for i in captions:
         as_read[i] = [scored_text(dataset, text) for text in references[i]]
-    tokens = settings_of(dataset.name).tokens
+    tokens = DATASETS[dataset.name].tokens
     return score(captions, as_read, groups, quick, tokens, dataset.vocab.index)
 
 
 def scored_text(dataset: Dataset, caption: str) -> str:
     """A reference in the form that published scores use: split into words by the vocabulary's rule
     and never shortened, or unchanged if the PTB tokenizer will split it."""
-    if settings_of(dataset.name).tokens == "ptb":
+    if DATASETS[dataset.name].tokens == "ptb":
         return caption
     return " ".join(dataset.vocab.tokenizer(caption))
 
 
 def groups_of(dataset: Dataset, split: str) -> dict[str, set[str]]:
     """Pair ids to score separately: the release's groups; the pairs that share no image with
-    another split (if any do); the hardest and easiest quarter of viewpoints, if box overlaps are
+    another split (if any do); the quarters whose boxes overlap least and most, if overlaps are
     known."""
     pairs = dataset.pairs(split)
     groups = dict(dataset.release.groups)
@@ -1925,7 +1927,7 @@ def one_caption(dataset: Dataset) -> str:
 def no_change_captions(dataset: Dataset) -> set[str]:
     """Captions, as a model outputs them, which say that nothing changed: those of unchanged
     training pairs, and those listed by the data set's authors."""
-    captions = set(settings_of(dataset.name).no_change)
+    captions = set(DATASETS[dataset.name].no_change)
     unchanged = dataset.kinds.get("no change", set())
     for pair in dataset.pairs("train"):
         if pair.id in unchanged:
@@ -2060,7 +2062,7 @@ def sample_sheet(
     path: Path,
 ) -> None:
     """Draws the first three pairs of every kind of change, but at most 24, or the first twelve if
-    kinds are unknown -> a file. Of RDD+ACR's maps only the first is drawn. Keyed by pair id:
+    kinds are unknown -> a file. Of several maps the first two are drawn. Keyed by pair id:
     captions, maps (name -> (H, W)), notes (lines of text, if a pair has any)."""
     pairs = [pair for pair in dataset.pairs(split) if pair.id in captions]
     chosen = []
@@ -2077,7 +2079,8 @@ def sample_sheet(
         figure.suptitle(legend, x=0.01, ha="left", **TEXT)
         places = figure.subfigures(rows, 2, squeeze=False).T.flat  # column by column
         for place, (kind, pair) in zip(places, chosen, strict=False):
-            place.suptitle(f"{kind}: {pair.captions[0]}", x=0.01, ha="left", **TEXT)
+            title = f"{kind}: {pair.captions[0]}" if kind else pair.captions[0]
+            place.suptitle(title, x=0.01, ha="left", **TEXT)
             below = "\n".join([f"generated: {captions[pair.id]}", *notes.get(pair.id, [])])
             drawn_maps = dict(list(maps[pair.id].items())[:2])
             draw_pair(place, *images_of(dataset, pair), drawn_maps, below)
@@ -2134,6 +2137,8 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
     a CSV file, COCO results."""
     if len(files) > 2:
         raise InputError(f"--caption: expected two images or a CSV file, found {len(files)} files")
+    if out and len(files) == 2 and Path(out).suffix.lower() not in (".png", ".jpg", ".pdf"):
+        raise InputError(f"--out {out}: expected a name that ends in .png, .jpg or .pdf")
     pairs = {"": files}
     if len(files) == 1:
         table = Path(files[0])

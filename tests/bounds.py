@@ -102,7 +102,7 @@ def best_captions(dataset: data.Dataset, kinds: dict[str, set[str]]) -> dict[str
 
     texts = sorted(set().union(*candidates.values(), *(p.captions for p in val)))
     as_read = [data.scored_text(dataset, text) for text in texts]
-    tokens = data.settings_of(dataset.name).tokens
+    tokens = data.DATASETS[dataset.name].tokens
     scored = data.scored_words(as_read, tokens, dataset.vocab.index, quick=False)
     words = dict(zip(texts, scored, strict=True))
     cider = cider_of([[words[c] for c in pair.captions] for pair in val])

@@ -7,10 +7,10 @@
 
 A row is a command. It is run with one or three seeds, each run on one thread; two runs go on at a
 time. A finished run adds its record to tests/results.json: row, seed, commit, machine, minutes and
-scores. The commit is the last one that changed the code; do not edit the code while runs are under
-way. A run is missing if no record of this commit has it, and the first record of a row at a new
-commit replaces the row's older ones. Tables of several commits are refused, unless --mixed asks for
-them. Runs are kept in runs/results, and an interrupted one is continued.
+scores. The commit is the last one that changed the code. To edit the code while runs are under way,
+start them in a clone. A run is missing if no record of this commit has it, and the first record of
+a row at a new commit replaces the row's older ones. Tables of several commits are refused, unless
+--mixed asks for them. Runs are kept in runs/results, and an interrupted one is continued.
 """
 
 import argparse
@@ -251,16 +251,19 @@ def table_line(cells: list[str]) -> str:
 
 
 def results_table(records: list[dict], rows: list[str], columns: list[str]) -> str:
-    """A table with a line for each row; below it, what is noise, the commit and the machines."""
+    """A table with a line for each row; below it, what is noise (over all records), the commit and
+    the machines."""
+    shown = [record for record in records if record["row"] in rows]
     lines = [table_line(["row", "seeds", *columns]), "|---" * (len(columns) + 2) + "|"]
     for row in rows:
-        seeds = sum(record["row"] == row for record in records)
-        cells = [cell(values(records, row, column)) for column in columns]
+        seeds = sum(record["row"] == row for record in shown)
+        cells = [cell(values(shown, row, column)) for column in columns]
         lines.append(table_line([row, str(seeds), *cells]))
-    commits = sorted({record["commit"] for record in records})
-    machines = sorted({record["machine"] for record in records})
+    commits = sorted({record["commit"] for record in shown})
+    machines = sorted({record["machine"] for record in shown})
     lines += ["", f"Noise: differences below {noise(records):.0f} in semantic CIDEr."]
-    lines += ["", f"Computed at commit {', '.join(commits)}."]
+    where = ", ".join(commits) if len(commits) < 4 else f"{len(commits)} commits, see results.json"
+    lines += ["", f"Computed at commit {where}."]
     lines += ["", f"Computed on: {'; '.join(machines)}."]
     return "\n".join(lines) + "\n"
 
@@ -295,6 +298,7 @@ def claim_cells(cells: list[str], records: list[dict]) -> tuple[str, ...]:
     """Cells: table, claim (row > row), published -> difference and verdict, at the presets' steps
     and at twice these steps."""
     better, worse = re.split(" >=? ", cells[1])
+    assert {better, worse} <= set(ROWS), cells
     at_presets = verdict(ciders(records, better), ciders(records, worse))
     if not {better, worse} <= set(LONGER):
         return *at_presets, "", ""

@@ -42,7 +42,7 @@ def test_the_pictures_of_a_run(drawings, prepared, tiny, tmp_path):
     run = tmp_path / "run"
     flags = ["--data_dir", str(prepared), "--out_dir", str(run), "--steps", "4"]
     scorer_cbr.main([*tiny, *flags])
-    for name in ("samples.png", "curves.png"):
+    for name in ("samples_test.png", "curves.png"):
         with Image.open(run / name) as picture:
             assert picture.width > 500
 
