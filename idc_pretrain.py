@@ -27,7 +27,7 @@ each image alone (E_s) and compares the two (E_p) before it thinks of words (E).
 MLM in which a word sees only earlier words, so captions can be written word by word.
 
 Read first: Embedding, mask_words, cell_loss, align_loss, IDC.visual, IDC.joint, IDC.causal and
-IDC.finetune. Skip at first: the last two sections (rewritten captions and birds, some 380 lines),
+IDC.finetune. Skip at first: the last two sections (rewritten captions, cross-task data; 380 lines),
 Cache, attention_map, and RELEASED.
 
 Our copy of the paper lacks the formulas of Eq. 1-9. From the text around them:

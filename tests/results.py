@@ -262,9 +262,8 @@ def results_table(records: list[dict], rows: list[str], columns: list[str]) -> s
     commits = sorted({record["commit"] for record in shown})
     machines = sorted({record["machine"] for record in shown})
     lines += ["", f"Noise: differences below {noise(records):.0f} in semantic CIDEr."]
-    where = ", ".join(commits) if len(commits) < 4 else f"{len(commits)} commits, see results.json"
-    lines += ["", f"Computed at commit {where}."]
-    lines += ["", f"Computed on: {'; '.join(machines)}."]
+    where = ", ".join(commits) if len(commits) < 4 else f"{len(commits)} (see results.json)"
+    lines += ["", f"Commit: {where}. Computed on: {'; '.join(machines)}."]
     return "\n".join(lines) + "\n"
 
 

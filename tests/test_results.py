@@ -83,7 +83,7 @@ def test_pages_are_filled_in_from_records(project):
     assert "| RR > Subtraction | 123.8 > 119.7 | +70 ± 0.6 | confirmed |  |  |" in page
     assert "| 126.8 >= 126.0 |  | not run | +4 ± 0.0 | confirmed |" in page
     readme = results.README.read_text(encoding="utf-8")
-    assert "| Subtraction | 3 | 321.0 (0.0) |" in readme and "Computed at commit a." in readme
+    assert "| Subtraction | 3 | 321.0 (0.0) |" in readme and "Commit: a. " in readme
 
 
 def test_runs_are_recorded_and_no_table_mixes_commits_unasked(project):
@@ -108,4 +108,4 @@ def test_runs_are_recorded_and_no_table_mixes_commits_unasked(project):
         results.write_tables(mixed=False)
     results.write_tables(mixed=True)
     page = results.RESULTS.read_text(encoding="utf-8")
-    assert "| RR | 3 | 401.3 (1.0) |" in page and "Computed at commit a, b." in page
+    assert "| RR | 3 | 401.3 (1.0) |" in page and "Commit: a, b. " in page
