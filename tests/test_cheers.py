@@ -248,6 +248,14 @@ def test_candidates_are_what_enough_captions_name():
     assert find_candidates(SUBJECTS, 3, 1) == everything  # "ball" twice in one caption counts once
 
 
+def test_only_training_captions_name_candidates(prepared):
+    dataset = data.load("clevr_change", prepared)
+    dataset.pairs("train")[0].captions[:] = ["the purple ball is gone"]
+    dataset.pairs("val")[0].captions[:] = ["the green ball is gone"]
+    candidates = cheers.candidates_of(dataset, Config(min_count=1))
+    assert [phrase for phrase in candidates if "ball" in phrase] == ["purple ball"]
+
+
 PHRASES = ["ball", "cube", "red cube", "van"]
 PAIRS = [("a", "b"), ("c", "b"), ("b", "a"), ("a", "b")]
 

@@ -1,5 +1,6 @@
 """Vocabulary, CLEVR-Change's layout, feature files, batches, captions of any two pictures."""
 
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +56,23 @@ def test_a_scene_is_a_changed_and_a_distractor_pair(release):
     assert (same.id, same.after) == ("000003.png_n", "CLEVR_nonsemantic_000003.png")
     assert (changed_swapped.before, changed_swapped.after) == (same.after, changed.after)
     assert (same_swapped.before, same_swapped.after) == (same.after, same.before)
+
+
+def test_optional_files(release):
+    """Captions from the distractor's view are those of the swapped pair."""
+    captions = json.loads((release / "change_captions.json").read_text())
+    own = captions["CLEVR_default_000003.png"]
+    captions["CLEVR_nonsemantic_000003.png"] = ["seen from there"]
+    boxes = {"bbox_before": [1, 2, 3, 4], "bbox_after": None}
+    (release / "change_captions.json").write_text(json.dumps(captions))
+    (release / "change_captions_by_IOU.json").write_text('{"3": "0.25"}')
+    (release / "change_captions_with_bbox.json").write_text(json.dumps({"3": boxes}))
+    read = data.read_clevr_change(release)
+    scene = read.scenes["train"][3]
+    assert scene.pairs[0].captions == own
+    assert scene.swapped[0].captions == ["seen from there"]
+    assert read.overlap == {"000003.png": 0.25}
+    assert read.boxes == {"000003.png": ([1, 2, 3, 4], None)}
 
 
 # ---- feature files -------------------------------------------------------------------------------
@@ -145,9 +163,9 @@ def test_batches_are_a_function_of_seed_and_epoch(prepared):
     assert epoch != collect(dataset, 3, seed=6, epoch=2)
 
 
-def test_swap_takes_default_or_distractor_as_before(prepared):
+def test_half_of_the_scenes_take_the_distractor_as_before(prepared):
     dataset = data.load("clevr_change", prepared)
-    seen = set()
+    swaps = 0
     for epoch in range(8):
         for changed, distractor in dataset.train_batches(8, 0, epoch):
             for i, pair_id in enumerate(changed.pair_ids):
@@ -158,11 +176,36 @@ def test_swap_takes_default_or_distractor_as_before(prepared):
                 assert torch.equal(changed.before[i], distractor.before[i])
                 swapped = torch.equal(changed.before[i], other)
                 assert torch.equal(distractor.after[i], default if swapped else other)
-                seen.add(swapped)
-    assert seen == {True, False}
+                swaps += swapped
+    assert swaps / (8 * 8) == pytest.approx(0.5, abs=0.15)
     evaluation = next(dataset.eval_batches("test", 5))  # swaps nothing
     expected = dataset.features.rows(["CLEVR_default_000010.png"])
     assert torch.equal(evaluation.before[:1], expected)
+
+
+def test_every_scene_may_be_first_and_every_caption_is_drawn(prepared):
+    """A pair's caption does not depend on the caption of the scene's other pair."""
+    dataset = data.load("clevr_change", prepared)
+    first = set()
+    drawn = set()
+    for epoch in range(40):
+        ((changed, same),) = dataset.train_batches(8, 0, epoch)
+        first.add(changed.pair_ids[0])
+        drawn.update(zip(changed.pair_ids, changed.texts, same.texts, strict=True))
+    assert len(first) == 8
+    expected = set()
+    for scene in dataset.scenes["train"]:
+        changed, same = scene.pairs
+        expected.update(itertools.product([changed.id], changed.captions, same.captions))
+    assert drawn == expected
+
+
+def test_the_longest_caption_may_be_in_any_split():
+    train = data.Pair("1", "a", "b", ["c"])
+    test = data.Pair("2", "d", "e", ["c d e"])
+    release = data.release_from_pairs({"train": [train], "test": [test]}, Path())
+    dataset = data.Dataset("pairs", Path(), release, data.Vocab.from_captions(["c"]))
+    assert dataset.max_len == 2 + 3
 
 
 def test_prefetch_passes_items_and_errors():
@@ -259,8 +302,19 @@ def test_two_pictures_are_captioned(captioner, tmp_path, capsys):
     caption, maps = captioner(*images)
     assert caption == "darker" and maps["attention"].shape == (8, 8)
     with data.Image.open(dark) as opened:  # one picture of several pairs, read by several threads
-        results = captioner.pairs([(opened, bright), (bright, opened)] * 8)
-        assert [caption for caption, _ in results] == ["brighter", "darker"] * 8
+        results = captioner.pairs([(opened, bright), (bright, opened)] * 10)
+        assert [caption for caption, _ in results] == ["brighter", "darker"] * 10
+
+
+def test_each_pair_gets_its_own_row_of_a_further_input(captioner):
+    dark, bright, captioner = captioner
+    rows = torch.tensor([[2, 4, 3], [2, 5, 3], [2, 5, 3], [2, 4, 3], [2, 5, 3]])
+    captioner.inputs = lambda model, state, pictures: rows
+    captioner.model.generate = lambda before, after, rows: rows
+    captioner.model.attention_map = lambda before, after, ids, rows: {"rows": rows}
+    results = list(captioner.pairs([(dark, bright)] * 5, batch=2))
+    assert [caption for caption, _ in results] == captioner.vocab.decode(rows)
+    assert torch.equal(torch.stack([maps["rows"] for _, maps in results]), rows)
 
 
 def test_the_pairs_of_a_table_are_captioned(captioner, tmp_path, capsys):

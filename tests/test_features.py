@@ -40,7 +40,7 @@ def cubic(d, a=-0.75):
     return 0.0
 
 
-@pytest.mark.parametrize("row, col", [(0, 0), (100, 37), (223, 223)])
+@pytest.mark.parametrize("row, col", [(0, 0), (2, 69), (4, 54), (223, 223)])  # two are clipped
 def test_bicubic_preprocessing_against_loop(row, col):
     """OpenCV's bicubic: half-pixel centres, a = -0.75, border repeated, no antialiasing, rounded to
     bytes."""
@@ -56,8 +56,7 @@ def test_bicubic_preprocessing_against_loop(row, col):
     byte = np.clip(np.round(value), 0, 255) / 255
     expected = (byte - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.224]
     x = data.preprocess_resnet(image)
-    # A tie may be rounded the other way: 1/255/.224.
-    np.testing.assert_allclose(x[:, row, col], expected, atol=0.02)
+    np.testing.assert_allclose(x[:, row, col], expected, atol=1e-5)
 
 
 @functools.cache

@@ -227,6 +227,15 @@ def phrases_of(clip, segments=SEGMENTS, **fields) -> rdd_acr.Phrases:
     return rdd_acr.Phrases(cfg, model, tokenizer, segments)
 
 
+def test_only_training_captions_are_read(clip, prepared, monkeypatch):
+    model, tokenizer, _ = clip
+    monkeypatch.setattr(data, "load_clip", lambda name, device: (model, tokenizer, None))
+    dataset = data.load("clevr_change", prepared)
+    phrases = rdd_acr.phrases_of(dataset, Config(clip_dim=8, clip_width=16, device="cpu"))
+    assert set(phrases.rows["nouns"]) == set(dataset.release.captions(["train"]))
+    assert set(phrases.rows["nouns"]) < set(dataset.release.captions(data.SPLITS))
+
+
 @pytest.mark.parametrize("prompt", ["none", "fixed"])
 def test_phrases_of_a_batch(clip, prompt):
     model, tokenizer, _ = clip

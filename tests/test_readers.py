@@ -98,7 +98,9 @@ def test_image_editing_request_is_keyed_by_uid(tmp_path):
     write(tmp_path / "valid.json", [item("A_3", "a.jpg", "c.gif", "x", "y", "z")])
     write(tmp_path / "test.json", test)
     release = data.read_image_editing(tmp_path)
-    assert [pair.id for pair in release.pairs("train")] == ["A_1", "A_2"]
+    first = data.Pair("A_1", "a.jpg", "b.jpg", ["Zoom in"])
+    second = data.Pair("A_2", "a.jpg", "b.jpg", ["crop, so..."])
+    assert release.pairs("train") == [first, second]
     assert set(release.paths) == {"a.jpg", "b.jpg", "c.gif", "d.png"}
     assert release.paths["c.gif"] == tmp_path / "c.gif"
     (tmp_path / "images").mkdir()
@@ -344,11 +346,6 @@ def test_what_is_wrong_in_a_table_is_named(text, named, tmp_path):
     write(tmp_path / "pairs.csv", text)
     with pytest.raises(InputError, match=rf"pairs.csv.*{named}"):
         data.read_pairs(tmp_path)
-
-
-def test_an_unused_column_is_told(tmp_path):
-    write(tmp_path / "pairs.csv", "before,after,split,Set,captions\na,b,train,,it moved\n")
-    assert "'set'" in data.read_pairs(tmp_path).notes[0]
 
 
 def test_kinds_without_regard_to_case_blanks_and_underscores(tmp_path):

@@ -177,8 +177,9 @@ def clip(monkeypatch):
     """The small CLIP that open_clip gives in place of every other."""
     model, _ = random_clip()
 
-    def create(name, weights, force_quick_gelu, **_):
+    def create(name, weights, force_quick_gelu, image_resize_mode):
         assert force_quick_gelu == (weights == "openai")
+        assert image_resize_mode == "squash"  # a crop would miss changes at the border
         return model.train().requires_grad_(), None, "preprocess"
 
     monkeypatch.setattr(open_clip, "create_model_and_transforms", create)
