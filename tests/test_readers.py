@@ -363,9 +363,10 @@ def test_a_hash_of_the_first_picture_gives_the_split(tmp_path):
     camera's first picture with later ones, fall into one split."""
     rows = []
     for n in range(300):
-        rows += [f"{n}.png,{n}x.png,c", f"{n}x.png,{n}.png,c", f"{n}.png,{n}y.png,c"]
-    write(tmp_path / "pairs.csv", "\n".join(["before,after,captions", *rows]))
+        rows += [f"{n}.png,{n}x.png,,c", f"{n}x.png,{n}.png,,c", f"{n}.png,{n}y.png,,c"]
+    write(tmp_path / "pairs.csv", "\n".join(["before,after,Set,captions", *rows]))
     release = data.read_pairs(tmp_path)
+    assert "'set'" in release.notes[0]  # it is told that this column is not used
     assert sizes(release) == {"train": 720, "val": 78, "test": 102}
     split_of = {}
     for split in data.SPLITS:
