@@ -158,7 +158,8 @@ def test_the_total_is_the_papers_sum():
 @pytest.mark.parametrize("rules", ["plain", "released"])
 def test_masks_of_words(rules):
     torch.manual_seed(0)
-    caption = CAPTION[:1].repeat(20000, 1)  # START 4 5 6 END
+    caption = CAPTION[:1].repeat(20000, 1)
+    caption[:, 3] = UNK  # START 4 5 UNK END
     ids, target = idc.mask_words(caption, WORDS, 0.15, rules)
     chosen = target != NULL
     assert torch.equal(target[chosen], caption[chosen])
@@ -168,21 +169,31 @@ def test_masks_of_words(rules):
     assert share[2] == pytest.approx(0.15, abs=0.01) == share[4]
     words = ids[:, 2][chosen[:, 2]]
     assert (words == MASK).double().mean().item() == pytest.approx(0.8, abs=0.03)
+    # A random word is at times the word itself.
+    assert (words == caption[0, 2]).double().mean().item() == pytest.approx(0.11, abs=0.02)
+    assert chosen[:, 3].any() == (rules == "released")  # UNK
     if rules == "plain":
         assert set(words.tolist()) == {MASK, *range(END + 1, WORDS)}
     else:  # captions without a drawn word have their first word masked
+        assert set(words.tolist()) == set(range(WORDS + 2))
         assert share[1] == pytest.approx(0.15 + 0.85**3, abs=0.015)
         assert (ids[:, 4][chosen[:, 4]] == MASK).all()  # END is never replaced by another word
 
 
+def test_no_word_is_masked_at_rate_0():
+    model = small(mask_rate=0.0, cell_mask_rate=0.9, finetune_targets="masked")
+    assert model(*pictures(), CAPTION, "mlm")["mlm"] == 0
+    assert model(*pictures(), CAPTION, "finetune")["caption"] == 0
+
+
 def test_masks_of_cells():
     torch.manual_seed(0)
-    masked = idc.mask_cells(2000, 2, 6, 0.15, "cpu")
+    masked = idc.mask_cells(20000, 2, 6, 0.15, "cpu")
     images = masked.any(2)
     assert (images.sum(1) == 1).all()  # one image of each pair
     assert images[:, 0].double().mean().item() == pytest.approx(0.5, abs=0.03)
-    expected = 6 * 0.15 + 0.85**6 * 0.85
-    assert masked.sum((1, 2)).double().mean().item() == pytest.approx(expected, abs=0.15)
+    expected = 6 * 0.15 + 0.85**6  # where no cell is drawn, one is masked nevertheless
+    assert masked.sum((1, 2)).double().mean().item() == pytest.approx(expected, abs=0.03)
     assert idc.mask_cells(100, 1, 6, 0.15, "cpu").any(2).all()  # of a single image, that one
 
 
@@ -199,16 +210,37 @@ def test_padding_is_not_seen_unless_asked_for():
         assert torch.allclose(padded[1, :4], short[1, :4]) != see_padding
 
 
-def test_a_second_image_that_is_not_there_is_not_seen():
-    model = small()
-    picture, _ = pictures()
-    visual, real, _ = model.visual(picture.flatten(2).transpose(1, 2))
+def test_a_second_image_that_is_not_there_is_not_seen(monkeypatch):
+    """Whatever fills the place of its cells has no effect, in any of the three transformers."""
+    model = shake(small())
+    cells = model.cells(pictures()[0])
+    visual, real, _ = model.visual(cells)
     assert real.tolist() == [[True] * (N + 2) + [False] * N]
     image, text = model.joint(visual, real, CAPTION)
-    visual[:, N + 2 :] += 1  # whatever fills the place of its cells has no effect
-    other_image, other_text = model.joint(visual, real, CAPTION)
+    original = model.embed.cells
+
+    def with_noise(features, part):
+        x = original(features, part)
+        if part == Embedding.IMAGE_2:
+            x[:, 1:] = torch.randn(B, N, 8)
+        return x
+
+    monkeypatch.setattr(model.embed, "cells", with_noise)
+    other_visual, _, _ = model.visual(cells)
+    other_image, other_text = model.joint(other_visual, real, CAPTION)
     torch.testing.assert_close(image[:, : N + 2], other_image[:, : N + 2])
     torch.testing.assert_close(text, other_text)
+
+
+def test_the_zeros_after_a_single_image_are_no_second_image():
+    model = small().float()
+    before, _ = pictures().float()
+    batch = data.Batch(before, torch.zeros_like(before), CAPTION, ["a"] * B, [], single=True)
+    torch.manual_seed(0)
+    losses = idc.compute_losses(model, (batch,), model.cfg, "mlm")
+    torch.manual_seed(0)
+    expected = model(before, None, CAPTION, "mlm")
+    torch.testing.assert_close(losses["mlm"], expected["mlm"])
 
 
 def text_of(model, ids):
@@ -315,10 +347,38 @@ def test_pretraining_without_a_task_is_refused():
         idc.open_dataset(Config(mlm=0, mvcl=0, fda=0))
 
 
+@pytest.mark.parametrize("swap", [True, False])
+def test_without_swap_no_scene_has_swapped_pairs(prepared, swap):
+    cfg = Config(dataset="clevr_change", data_dir=str(prepared), extractor="", swap=swap)
+    dataset = idc.open_dataset(cfg)
+    assert any(scene.swapped for scene in dataset.scenes["train"]) == swap
+
+
 def test_rates():
-    cfg = Config(lr=1.0, pretrain_lr=1.0, pretrain_warmup=10)
-    assert idc.stage_rate(cfg, "pretrain", 4) == 0.5
-    assert idc.stage_rate(cfg, "pretrain", 99) == 1.0
+    cfg = Config(lr=1.0, warmup=4, pretrain_lr=1.0, pretrain_warmup=10)
+    for stage, decay, rates in (
+        ("pretrain", "none", {0: 0.1, 4: 0.5, 9: 1, 99: 1}),
+        ("pretrain", "inverse_sqrt", {0: 1e-8, 5: 0.5, 10: 1, 40: 0.5}),
+        ("finetune", "none", {0: 0.25, 3: 1, 90000: 1}),
+        ("finetune", "halves", {0: 0.25, 9999: 1, 10000: 0.5, 20000: 0.25, 90000: 0.25}),
+    ):
+        setattr(cfg, f"{stage}_decay", decay)
+        for step, rate in rates.items():
+            assert idc.stage_rate(cfg, stage, step) == pytest.approx(rate)
+
+
+def test_a_seventh_of_the_pairs_is_aligned_with_its_own_rewrites():
+    model = small().float()
+    before, after = pictures().float().repeat(1, 4, 1, 1, 1)
+    batch = data.Batch(before, after, CAPTION.repeat(4, 1), [*"abcdefghijklmnop"], [])
+    asked = []
+
+    def negatives(pair_ids):
+        asked.extend(pair_ids)
+        return CAPTION[: len(pair_ids), None].repeat(1, 6, 1)
+
+    idc.compute_losses(model, (batch,), model.cfg, "fda", negatives)
+    assert asked == ["a", "b"]
 
 
 def test_resume_in_either_stage_equals_no_interruption(prepared, tiny, tmp_path, monkeypatch):
@@ -444,6 +504,13 @@ def test_only_template_captions_are_about_their_first_object():
         assert idc.choose([(candidates, 1)], scene, templates) == chosen
 
 
+def test_no_rewrite_is_a_caption_of_the_swapped_pair():
+    swapped = data.Pair("1", "c", "b", ["animal2 sings"])
+    scene = data.Scene((data.Pair("1", "a", "b", ["animal1 sings"]),), (swapped,))
+    candidates = iter(["animal2 sings", "both sing"])
+    assert idc.choose([(candidates, 1)], scene, templates=False) == ["both sing"]
+
+
 CHANGES = [
     ["the {0} turned {2}", "the {0} changed to {2}", "the {0} became {2}"],
     ["the {0} is gone", "the {0} is missing", "the {0} behind the {1} has been removed"],
@@ -495,15 +562,17 @@ def test_no_negative_is_true_and_text_alone_does_not_tell(scenes):
         assert made[unchanged.id][5] in pair.captions
 
 
-def test_six_negatives_of_a_data_set(dataset):
+def test_six_negatives_of_a_data_set(dataset, monkeypatch):
     negatives = Negatives(dataset)
     pairs = dataset.pairs("train")
     assert negatives.texts.keys() == {p.id for p in pairs}
     ids = negatives([p.id for p in pairs][:3])
     assert ids.shape == (3, 6, dataset.max_len)
     assert (ids[:, :, 0] == START).all()
-    again = Negatives(dataset)  # from its file
-    assert again.texts == negatives.texts
+    monkeypatch.setattr(idc, "rewrite", lambda dataset: {})
+    assert Negatives(dataset).texts == negatives.texts  # from its file
+    pairs[0].captions[:] = ["the blue cube turned red"]
+    assert Negatives(dataset).texts == {}  # other captions are rewritten anew
 
 
 # ---- cross-task data -----------------------------------------------------------------------------
@@ -531,8 +600,45 @@ def test_birds_train_the_difference_encoder_alone():
     assert learned == {"embed", "single", "pair", "classify", "same_class"}
 
 
+def test_birds_of_both_images_meet_their_classes():
+    model = small(nabirds="somewhere")
+    losses = model(*pictures(), CLASSES, "birds")
+    visual, _, alone = model.encode(*pictures())
+    images = torch.cat([alone[0], alone[1]])
+    classes = torch.cat([CLASSES[:, 0], CLASSES[:, 1]])
+    torch.testing.assert_close(losses["class"], idc.class_loss(model.classify(images), classes))
+    torch.testing.assert_close(losses["contrast"], idc.contrast_loss(images, classes))
+    logits = model.same_class(torch.cat([visual[:, 0], visual[:, N + 1]], -1))  # [IMG1], [IMG2]
+    torch.testing.assert_close(losses["same_class"], idc.same_class_loss(logits, CLASSES))
+
+
+def test_a_batch_of_birds_has_the_class_of_each_image(tmp_path):
+    write_nabirds(tmp_path)
+    write_features("nabirds", tmp_path)
+    birds = idc.Birds(Config(nabirds=str(tmp_path), pretrain_batch=50, device="cpu"))
+    table = birds.features.rows(birds.names)
+    batch = birds.batch(3)
+    found = set()
+    images = torch.cat([batch.before, batch.after])
+    for image, number in zip(images, batch.caption.T.flatten().tolist(), strict=True):
+        place = (table == image).flatten(1).all(1).nonzero().item()
+        found.add((birds.names[place][:4], number))  # its folder and its class
+    assert found == {("0817", 0), ("0295", 1), ("1010", 2)}  # House Finch, Ross's Goose, Verdin
+
+
+def test_cub_is_encoded_in_the_words_of_the_run(tmp_path):
+    write_cub(tmp_path)
+    write_features("cub", tmp_path)
+    vocab = data.Vocab([*data.SPECIAL, "aaa", "bird", "white"])
+    dataset = SimpleNamespace(grid=(8, 2, 3), vocab=vocab)
+    cub = idc.open_cub(Config(cub=str(tmp_path), device="cpu"), dataset)
+    caption = cub.batch(cub.pairs("val")).caption[0]
+    assert caption[:6].tolist() == [START, UNK, 6, 5, UNK, END]  # a white bird .
+
+
 def test_cross_task_data_comes_first(tmp_path, tiny):
     flags = ["--fda", 0, "--log_every", 1, "--extractor", "", "--cub_batch", 1]
+    flags += "--lr 8e-4 --warmup 8 --pretrain_lr 8e-4 --pretrain_warmup 8 --weight_decay .5".split()
     tiny[tiny.index("clevr_change")] = "birds_to_words"
     for name, flag, write_files in (
         ("birds_to_words", "--data_dir", write_birds),
@@ -545,6 +651,10 @@ def test_cross_task_data_comes_first(tmp_path, tiny):
     run(*tiny, *flags, "--out_dir", tmp_path / "run")
     rows = train_lines(tmp_path / "run")
     assert [row["stage"] for row in rows] == ["cub"] * 8 + ["pretrain"] * 8 + ["finetune"] * 8
+    assert [row["lr"] for row in rows] == pytest.approx(3 * [n * 1e-4 for n in range(1, 9)])
+    for file, decay in (("pretrained.pt", 0), ("last.pt", 0.5)):
+        optimizer = torch.load(tmp_path / "run" / file, weights_only=True)["optimizer"]
+        assert optimizer["param_groups"][0]["weight_decay"] == decay  # of fine-tuning alone
     names = {}
     for row in rows:
         names.setdefault(row["stage"], set()).update(row)
