@@ -31,7 +31,6 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 import torch
 from open_clip.transformer import TextTransformer
-from test_match import dense_match
 from torch import Tensor
 
 import cheers
@@ -42,6 +41,7 @@ import idc_pretrain
 import rdd_acr
 import scorer_cbr
 from common import END, NULL, decode, preset, token_match
+from scorer_cbr import match_by_definition
 
 METHODS = {
     "scorer_cbr": scorer_cbr.SCORER,
@@ -88,7 +88,7 @@ def plain_match(q, k, heads=1):
     """common.token_match, but with every matching score of a head at once."""
     total = 0
     for q_of_head, k_of_head in zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True):
-        total = total + dense_match(q_of_head, k_of_head)
+        total = total + match_by_definition(q_of_head, k_of_head, 1)
     return total / heads
 
 

@@ -111,6 +111,15 @@ def test_cre_and_dre_against_loops(temperature, difference, sources):
             torch.testing.assert_close(enhanced[b, i], x)
 
 
+def test_the_learned_scales_start_as_clips_and_stay_below_100():
+    model = small()
+    scale = model.hrd[-1].dre.log_scale
+    assert scale.exp().item() == pytest.approx(1 / 0.07)
+    scale.data.fill_(9.0)
+    model.clamp_scales()
+    assert scale.exp().item() == pytest.approx(100)
+
+
 def square(a, b):
     """Eq. 7 and 11: the mean squared difference of two maps."""
     return mean([d**2 for d in (a - b).flatten().tolist()])
@@ -123,6 +132,7 @@ def square(a, b):
         {"cre": False},
         {"dre": False},
         {"layers": 1},
+        {"layers": 3},
         {"w_consistency": 0.0},
         {"layer_input": "attended"},
     ],

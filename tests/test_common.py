@@ -21,7 +21,7 @@ from common import Attention, InputError, Run, RunConfig, decode, learning_rate
 
 
 def test_attention_against_loop():
-    attention = Attention(6, heads=2, out_proj=False).double()
+    attention = Attention(6, heads=2, dropout=0.5, out_proj=False).double().eval()
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     memory = torch.randn(2, 4, 6, dtype=torch.float64)
     q, k, v = attention.project(x, memory)
@@ -32,6 +32,20 @@ def test_attention_against_loop():
                 score = torch.stack([q[b, i, h] @ k[b, j, h] for j in range(4)]) / math.sqrt(3)
                 plain[b, i, h] = (score.softmax(0)[:, None] * v[b, :, h]).sum(0)
     torch.testing.assert_close(attention(x, memory), plain)
+    attention.train()  # with dropout
+    assert not torch.allclose(attention(x, memory), plain)
+
+
+def test_attention_starts_as_multihead_attention():
+    torch.manual_seed(0)
+    ours = Attention(64, heads=2)
+    theirs = nn.MultiheadAttention(64, 2)
+    common.initialise(ours, xavier=False)
+    weights = [*theirs.in_proj_weight.chunk(3), theirs.out_proj.weight]
+    layers = (ours.query, ours.key, ours.value, ours.out)
+    for linear, weight in zip(layers, weights, strict=True):
+        assert linear.weight.std().item() == pytest.approx(weight.std().item(), rel=0.05)
+        assert not linear.bias.any()
 
 
 @pytest.mark.parametrize("dim", [6, 7])
@@ -177,9 +191,9 @@ def test_a_checkpoint_is_evaluated_on_other_data(tmp_path):
 
 
 def test_learning_rate_traces():
-    step = RunConfig(lr=2e-4, lr_drop=3975)
-    rates = [learning_rate(step, s) for s in (0, 3974, 3975, 7949, 7950)]
-    assert rates == pytest.approx([2e-4, 2e-4, 2e-5, 2e-5, 2e-6])
+    step = RunConfig(lr=2e-4, lr_drop=3975, warmup=2)
+    rates = [learning_rate(step, s) for s in (0, 1, 3974, 3975, 7949, 7950)]
+    assert rates == pytest.approx([1e-4, 2e-4, 2e-4, 2e-5, 2e-5, 2e-6])
     cosine = RunConfig(lr=1.0, schedule="cosine", warmup=10, steps=110)
     rates = [learning_rate(cosine, s) for s in (0, 9, 10, 60)]
     assert rates == pytest.approx([0.1, 1.0, 1.0, 0.5])
@@ -233,7 +247,7 @@ class Words:
 class Linear(nn.Module):
     """A model of one layer."""
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, *sizes):
         super().__init__()
         self.layer = nn.Linear(2, cfg.dim)
 
@@ -246,7 +260,8 @@ def config_of(folder, **fields):
 def train(folder, resume=False, scores=(1.0, 2.0), words=("a", "b"), each=None, **fields):
     """Trains as the method files do -> the run, and the batches that it saw.
 
-    `scores` are those of its validations; each(step) is called in each step."""
+    `scores` are the CIDEr of its validations, whose ROUGE-L is its negative; each(step) is called
+    in each step."""
     cfg = config_of(folder, **fields)
     coming = iter(scores)
     dataset = Words(words)
@@ -267,7 +282,7 @@ def train(folder, resume=False, scores=(1.0, 2.0), words=("a", "b"), each=None, 
         run.record({"total": loss})
         if run.due():
             score = next(coming)
-            run.checkpoint({"CIDEr": score} if score else {})
+            run.checkpoint({"CIDEr": score, "ROUGE-L": -score} if score else {})
     return run, seen
 
 
@@ -289,10 +304,10 @@ def saved(folder, name):
 def test_a_stopped_run_continues_as_if_it_had_never_stopped(tmp_path, number, code):
     whole = tmp_path / "whole"
     parts = tmp_path / "parts"
-    _, seen = train(whole)
+    _, seen = train(whole, scores=[2.0, 1.0])
     assert seen == [(0, 0), (0, 1), (0, 2), (1, 0)]
     with pytest.raises(SystemExit) as e:
-        train(parts, each=lambda done: done == 2 and signal.raise_signal(number))
+        train(parts, scores=[2.0], each=lambda done: done == 2 and signal.raise_signal(number))
     assert e.value.code == code
     assert saved(parts, "last.pt")["step"] == 3
 
@@ -300,7 +315,7 @@ def test_a_stopped_run_continues_as_if_it_had_never_stopped(tmp_path, number, co
         f.write('{"step": 4, "event": ""}\n{"step": 4, "ev')  # killed while writing
     with pytest.raises(InputError, match="other words"):
         train(parts, resume=True, words="a")
-    _, seen = train(parts, resume=True, scores=[2.0])
+    _, seen = train(parts, resume=True, scores=[1.0])
     assert seen == [(1, 0)]
     a = saved(whole, "last.pt")
     b = saved(parts, "last.pt")
@@ -311,7 +326,7 @@ def test_a_stopped_run_continues_as_if_it_had_never_stopped(tmp_path, number, co
     assert (b["step"], b["best"]) == (4, 2.0)
     assert log_of(whole, "train") == log_of(parts, "train")
     assert log_of(whole, "eval") == log_of(parts, "eval")
-    assert [row["CIDEr"] for row in log_of(parts, "eval")] == [1.0, 2.0]
+    assert [row["CIDEr"] for row in log_of(parts, "eval")] == [2.0, 1.0]
 
 
 def test_a_thread_trains_without_handlers(tmp_path):
@@ -326,8 +341,24 @@ def test_the_best_validation_is_kept(tmp_path, capsys):
     last = saved(tmp_path, "last.pt")
     assert (best["step"], best["best"], best["evals_since_best"]) == (2, 2.0, 0)
     assert (last["step"], last["best"], last["evals_since_best"]) == (4, 2.0, 1)
-    assert torch.equal(run.best_model().layer.weight, best["model"]["layer.weight"])
+    loaded, _ = common.load_model(Linear, run.cfg, tmp_path / "best.pt")
+    for model in (run.best_model(), loaded):
+        assert torch.equal(model.layer.weight, best["model"]["layer.weight"])
+        assert not model.training  # no dropout
     assert re.search(r"best\.pt.*step 2.* 2\.0", capsys.readouterr().out)
+
+
+def test_select_by_names_the_metric_that_chooses(tmp_path):
+    train(tmp_path, select_by="ROUGE-L", scores=[1.0, 2.0])
+    assert saved(tmp_path, "best.pt")["best"] == -1.0
+
+
+def test_a_log_line_has_the_means_since_the_line_before(tmp_path):
+    train(tmp_path / "each")
+    train(tmp_path / "pairs", log_every=2)
+    a, b, c, d = [row["total"] for row in log_of(tmp_path / "each", "train")]
+    means = [row["total"] for row in log_of(tmp_path / "pairs", "train")]
+    assert means == pytest.approx([(a + b) / 2, (c + d) / 2], abs=2e-6)
 
 
 def test_without_validation_pairs_the_last_weights_are_the_best(tmp_path):
@@ -337,8 +368,9 @@ def test_without_validation_pairs_the_last_weights_are_the_best(tmp_path):
 
 
 def test_patience_ends_a_run_and_its_resumption(tmp_path):
-    _, seen = train(tmp_path, steps=20, patience=2, scores=[2.0, 1.0, 1.5, 9.0])
-    assert len(seen) == 6
+    _, seen = train(tmp_path, steps=20, patience=2, scores=[2.0, 2.0, 1.0, 1.5, 9.0])
+    assert len(seen) == 8
+    assert saved(tmp_path, "best.pt")["step"] == 4  # of equal scores, the later one is the best
     _, seen = train(tmp_path, resume=True, steps=20, patience=2)
     assert seen == []
 

@@ -116,6 +116,15 @@ def small(**fields) -> DIRL:
     return DIRL(Config(**fields), WORDS, (C, H, W), V).double()
 
 
+@pytest.mark.parametrize("xavier, std", [(True, math.sqrt(2 / 192)), (False, math.sqrt(1 / 384))])
+def test_initial_weights(xavier, std):
+    """Without `xavier`, linear layers of fusion and decoder keep PyTorch's."""
+    model = small(dim=64, xavier=xavier)
+    assert model.fuse.project.weight.std().item() == pytest.approx(std, rel=0.1)
+    std = math.sqrt(2 / (64 + C + 2))  # of C + 2 channels, with the coordinates
+    assert model.embed.conv.weight.std().item() == pytest.approx(std, rel=0.1)
+
+
 @pytest.mark.parametrize("alpha, correlate", [(0.3, True), (0.0, True), (0.3, False)])
 def test_dirl_loss_against_loops(alpha, correlate):
     model = small(alpha=alpha, correlate=correlate).eval()
