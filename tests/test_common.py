@@ -346,6 +346,9 @@ def test_the_best_validation_is_kept(tmp_path, capsys):
         assert torch.equal(model.layer.weight, best["model"]["layer.weight"])
         assert not model.training  # no dropout
     assert re.search(r"best\.pt.*step 2.* 2\.0", capsys.readouterr().out)
+    (tmp_path / "best.pt").unlink()
+    train(tmp_path, resume=True, steps=6, scores=[1.0])  # the best that there is now
+    assert saved(tmp_path, "best.pt")["step"] == 6
 
 
 def test_select_by_names_the_metric_that_chooses(tmp_path):
