@@ -672,9 +672,10 @@ class OwnData:
 
     def batch(self, seed):
         generator = torch.Generator().manual_seed(seed)
-        before = torch.rand(8, *self.grid, generator=generator)
-        brighter = torch.rand(8, generator=generator) < 0.5
-        after = before + torch.where(brighter, 1, -1)[:, None, None, None]
+        dark = torch.rand(8, *self.grid, generator=generator)
+        brighter = torch.rand(8, 1, 1, 1, generator=generator) < 0.5
+        before = torch.where(brighter, dark, dark + 1)
+        after = torch.where(brighter, dark + 1, dark)
         caption = torch.tensor([[common.START, 4 if x else 5, common.END] for x in brighter])
         pair_ids = [f"{i} {self.vocab.words[row[1]]}" for i, row in enumerate(caption.tolist())]
         return data.Batch(before, after, caption, pair_ids, [], [])
