@@ -42,7 +42,8 @@ def test_token_match_is_the_definition(heads, slice_of, monkeypatch):
 def test_the_operators_are_what_torch_compile_expects():
     q = torch.randn(4, 5, 6, requires_grad=True)
     k = torch.randn(3, 7, 6, requires_grad=True)
-    torch.library.opcheck(common._token_match, (q, k))
+    checks = torch.library.opcheck(common._token_match, (q, k))
+    assert set(checks.values()) == {"SUCCESS"}
 
 
 def test_half_precision_tokens_give_float32_under_autocast_too():
