@@ -300,12 +300,12 @@ def read_table(path: Path, columns: Iterable[str], **dialect) -> list[dict[str, 
         table = csv.DictReader(f, strict=True, skipinitialspace=True, **dialect)
         heads = [head.strip().lower() for head in table.fieldnames or []]
         table.fieldnames = heads
-        complete = set(columns) <= set(heads) and len(set(heads)) == len(heads)
-        # Only in the last column does an unquoted comma always make a row too long.
-        if not complete or "captions" in heads[:-1]:
+        if not set(columns) <= set(heads) or len(set(heads)) < len(heads):
             expected = ", ".join(columns)
             found = f"found the columns {', '.join(heads)!r:.60}"
-            raise InputError(f"{found}, expected {expected} (captions must be the last column)")
+            raise InputError(f"{found}, expected {expected}")
+        if "captions" in heads[:-1]:  # where an unquoted comma can go unnoticed
+            raise InputError("captions must be the last column")
         rows = []
         for row in table:
             cells = row.values()
@@ -373,7 +373,7 @@ def read_release(name: str, root: Path) -> Release:
     except FileNotFoundError as e:
         advice = f"--data_dir must be the folder of {name}'s files"
         if name == "mini":
-            advice = "python data.py mini draws it"
+            advice = f"python data.py mini --data_dir {root} draws it (--scenes: the run's)"
         raise FileNotFoundError(f"{e}; {advice}") from e
     if not release.scenes["train"]:
         raise InputError("; ".join([f"{root}: no pairs in train", *release.notes]))

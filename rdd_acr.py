@@ -392,10 +392,10 @@ def alignment_loss(
     [ours] A pair without a phrase (valid (B,) is False) is no negative and counts as 0 in the mean
     over B. Pairs with equal phrases (same (B, B)), which templates often make, are not negatives of
     each other. Phrases that differ but mean the same ("is gone", "is missing") remain negatives. In
-    a batch of mini (16 changed, 16 unchanged pairs), about 70 % of the changed pairs have a verb
-    phrase with such a negative. All captions of unchanged pairs mean the same, so these pairs learn
-    only to differ from the changed ones. mini's templates also hide "nothing" from the verb phrase:
-    "has been moved" comes from pairs of both sorts."""
+    a batch of mini, most of the changed pairs have a verb phrase with such a negative. All captions
+    of unchanged pairs mean the same, so these pairs learn only to differ from the changed ones.
+    mini's templates also hide "nothing" from the verb phrase: "has been moved" comes from pairs of
+    both sorts."""
     f_c = F.normalize(vectors.mean(1), dim=-1)  # Eq. 10; F_c of Eq. 11-12, not of Eq. 5
     f_l = F.normalize(phrases, dim=-1)  # F_l of Eq. 11-12: F_noun or F_verb
     s = f_l @ f_c.T / tau  # (B, B), phrases in rows
