@@ -1302,7 +1302,7 @@ class Dataset:
         before = self.features.rows([pair.before for pair in pairs])
         if single:
             # Not for all: zeros of this size start OpenMP threads, here in the thread of prefetch,
-            # and with more of these than cores, a step on a CPU takes a third longer.
+            # and having more of these than cores slows down every step on a CPU.
             after = torch.zeros_like(before)
         else:
             after = self.features.rows([pair.after for pair in pairs])
