@@ -8,13 +8,13 @@ First half, what a copied method needs:
 Second half, what a run needs:
     command line   parse_args, preset, saved_config, usable_device, set_up_device
     running        Run, draw_curves
-    files          progress, atomic_write, file_errors, checkpoints
+    files          progress, print_notes, atomic_write, file_errors, read_json, checkpoints
     main           run_main
 
 Axis letters: A, B images or pairs; N, M grid cells; D width; h heads; L tokens; V words of a
 caption, padding included; C channels; H, W rows and columns of the grid.
-To use a method elsewhere, take its file and this one. Training on a data set of data.py needs that
-file too. Licence: MIT.
+To use a method elsewhere, take its file and this one. Training on a data set of data.py needs
+that file and scores.py, too. Licence: MIT.
 """
 
 import argparse
@@ -1092,6 +1092,11 @@ def progress(items=None, **options) -> tqdm:
     return tqdm(items, mininterval=pause, maxinterval=max(pause, 10), **options)
 
 
+def print_notes(*notes: str) -> None:
+    for note in notes:
+        print(f"note: {note}", flush=True)
+
+
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to, and rename that file to `path` at the end. Whenever the
@@ -1126,6 +1131,13 @@ def file_errors(path: str | Path, remedy: str) -> Iterator[None]:
     except Exception as e:  # A broken file can raise anything.
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:120]
         raise InputError(f"{path} cannot be used ({reason}); {remedy}") from e
+
+
+def read_json(path: Path):
+    """The parsed JSON of a file. InputError names a broken file."""
+    content = path.read_bytes()
+    with file_errors(path, "correct it, or fetch it again"):
+        return json.loads(content)
 
 
 def load_tensors(path: str | Path, remedy: str, device: str = "cpu") -> dict:

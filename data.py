@@ -1,12 +1,11 @@
-"""Data of change captioning: vocabulary, release layouts, grid features, batches, scores.
+"""Data of change captioning: vocabulary, release layouts, grid features, batches.
 
     python data.py mini                               make the built-in toy data set
     python data.py clevr_change --data_dir D          extract features
-    python data.py score --predictions P --references R
 
 A data set is a folder in its authors' release layout. `load` reads it into a Dataset, whose
 batches feed any method. Preparation adds a feature file to the folder; the vocabulary is read from
-the captions each time. Nothing is downloaded at import.
+the captions each time. Captions are scored by scores.py. Nothing is downloaded at import.
 
 First half, from a folder to batches:
     vocabulary           three tokenizers, Vocab
@@ -19,32 +18,23 @@ First half, from a folder to batches:
 Second half, what a run needs:
     phrases of captions  by rules or spaCy, for RDD+ACR, CHEERS, IDC
     any two pictures     Captioner, load_captioner
-    scores               words and metrics; of a data set's split
-    pictures of results  sample_sheet, caption_picture
     CLIP                 load_clip
     command line         main
 
 To add a data set, write a reader (folder -> Release; release_from_pairs makes one of plain pairs)
 and its row of DATASETS. `python data.py NAME` and `--dataset NAME` then work; a method runs on its
-defaults until its PRESETS have an entry NAME. Licence: MIT; contains no code from other
-repositories.
+defaults until its PRESETS have an entry NAME. To use this file elsewhere, take common.py and
+scores.py along. Licence: MIT; contains no code from other repositories.
 """
 
 import argparse
 import contextlib
 import csv
-import functools
 import hashlib
 import itertools
-import json
 import logging
-import math
 import os
 import re
-import shutil
-import subprocess
-import textwrap
-import threading
 import unicodedata
 import zlib
 from collections import Counter
@@ -65,6 +55,7 @@ from torch import Tensor
 from torchvision.models import ResNet101_Weights, resnet101
 from tqdm import tqdm
 
+import scores
 from common import (
     END,
     NULL,
@@ -76,11 +67,12 @@ from common import (
     data_folder,
     file_errors,
     load_model,
+    print_notes,
     progress,
+    read_json,
     run_main,
     saved_config,
     usable_device,
-    write_text,
 )
 
 SPLITS = ("train", "val", "test")
@@ -275,13 +267,6 @@ def release_from_pairs(
 
 
 AUTHORS_FILES = "the authors' .npy files"  # the attribute `preprocessing` of such feature files
-
-
-def read_json(path: Path):
-    """The parsed JSON of a file. InputError names a broken file."""
-    content = path.read_bytes()
-    with file_errors(path, "correct it, or fetch it again"):
-        return json.loads(content)
 
 
 def check_strings(x) -> list[str]:
@@ -1122,11 +1107,6 @@ def prepare(
     print(f"{root}: {len(release.paths)} images, {len(vocab)} words")
 
 
-def print_notes(*notes: str) -> None:
-    for note in notes:
-        print(f"note: {note}", flush=True)
-
-
 def make_features(name: str, root: Path, release: Release, device: str, extractor: str) -> None:
     """Write the feature file of a release, see `prepare`."""
     path = feature_file(name, root, extractor)
@@ -1218,8 +1198,10 @@ class DatasetProtocol(Protocol):
     def train_batches(self, batch_size, seed, epoch, first=0) -> Iterator[tuple[Batch, ...]]: ...
     # Every pair of "val" or "test" once.
     def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]: ...
-    # The scores of a split's captions, see the function `results`.
-    def results(self, split: str, captions: dict, *args, **kwargs) -> dict[str, float]: ...
+    # The scores of a split's captions, see scores.results.
+    def results(
+        self, split, captions, maps, out_dir, notes=None, suffix=""
+    ) -> dict[str, float]: ...
     def state(self) -> dict: ...  # what a checkpoint keeps of the data
     def check_state(self, state: dict) -> None: ...  # InputError if a checkpoint does not fit
 
@@ -1237,6 +1219,7 @@ class Dataset:
         features: Features | None = None,
     ):
         self.name = name
+        self.settings = DATASETS[name]
         self.root = root
         self.release = release
         self.scenes = release.scenes
@@ -1287,6 +1270,18 @@ class Dataset:
         """Every pair of a split, see Release.pairs."""
         return self.release.pairs(split)
 
+    def pictures(self, pair: Pair) -> list[Image.Image]:
+        """A pair's pictures, at most 256 pixels wide and high. A grey one stands in for a missing
+        file (features may be shared without pictures), or if there is no "after"."""
+        pictures = []
+        for name in (pair.before, pair.after):
+            picture = Image.new("RGB", (96, 96), "grey")
+            if name is not None and self.paths[name].exists():
+                picture = read_image(self.paths[name])
+                picture.thumbnail((256, 256))
+            pictures.append(picture)
+        return pictures
+
     def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
         """Every pair of a split in order, with its first caption."""
         pairs = self.pairs(split)
@@ -1317,9 +1312,17 @@ class Dataset:
             single,
         )
 
-    def results(self, split: str, captions: dict[str, str], *args, **kwargs) -> dict[str, float]:
-        """The scores of a split's captions, see the function `results`."""
-        return results(self, split, captions, *args, **kwargs)
+    def results(
+        self,
+        split: str,
+        captions: dict[str, str],
+        maps: dict,
+        out_dir: Path | None,
+        notes: dict | None = None,
+        suffix: str = "",
+    ) -> dict[str, float]:
+        """The scores of a split's captions, see scores.results."""
+        return scores.results(self, split, captions, maps, out_dir, notes, suffix)
 
     def state(self) -> dict:
         """What a checkpoint needs to caption any two pictures without the data set."""
@@ -1617,486 +1620,6 @@ def load_captioner(
     return Captioner(model, state, inputs)
 
 
-# ---- scores: words and metrics -------------------------------------------------------------------
-
-METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
-COLUMNS = ("pairs", *METRICS, "pointing", "chance")  # of the table of scores
-
-
-@functools.cache
-def java_works() -> bool:
-    """Whether `java` runs. Checked once; if it does not, prints which scores are lost."""
-    works = False
-    if shutil.which("java"):  # a Mac without Java has a `java` that only says where to get it
-        works = subprocess.run(["java", "-version"], capture_output=True).returncode == 0
-    if not works:
-        print("no Java: no METEOR, no SPICE, and no PTB tokenizer (where it is due, plain words)")
-    return works
-
-
-def ptb_tokenize(texts: list[str]) -> list[str]:
-    """pycocoevalcap's Stanford tokenizer: lower case, no punctuation, words joined by spaces."""
-    from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
-
-    captions = {n: [{"caption": text}] for n, text in enumerate([*texts, "last"])}
-    words = PTBTokenizer().tokenize(captions)  # Java prints its speed
-    # After a lost line, captions would be compared with the references of others.
-    if words.get(len(texts)) != ["last"]:
-        raise OSError("the PTB tokenizer's Java program failed or lost lines; try again")
-    return [words[n][0] for n in range(len(texts))]
-
-
-def plain_tokenize(text: str) -> str:
-    """For validation, and if there is no Java: lower case, no punctuation. Words are those of the
-    Stanford tokenizer on mini's templates; elsewhere "dog s" for its "dog 's", "3 5" for "3.5"."""
-    words = re.sub(r"""[.,:;?!'"`]""", " ", text.lower()).split()
-    return " ".join(word for word in words if word.strip("-"))
-
-
-def scored_words(
-    texts: list[str], tokens: str, index: dict[str, int] | None, quick: bool
-) -> list[str]:
-    """The words of every text as `score` compares them, joined by spaces."""
-    # A line break inside a caption would shift all later ones.
-    texts = [" ".join(text.split()) for text in texts]
-    if tokens == "split":
-        return texts
-    if tokens == "ids":
-        numbered = []
-        for text in texts:
-            ids = [str(index.get(word, UNK)) for word in text.split()]
-            numbered.append(" ".join(ids))
-        return numbered
-    if quick or not java_works():
-        return [plain_tokenize(text) for text in texts]
-    return ptb_tokenize(texts)
-
-
-def score(
-    predictions: dict[str, str],
-    references: dict[str, list[str]],
-    groups: dict[str, set[str]] | None = None,
-    quick: bool = False,
-    tokens: Literal["ptb", "split", "ids"] = "ptb",
-    index: dict[str, int] | None = None,
-) -> dict[str, dict[str, float]]:
-    """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's
-    ids that have a prediction: {group: {metric: number}}. "pairs" is the number of predictions.
-
-    The metrics are pycocoevalcap's, whose CIDEr is CIDEr-D. Every group is its own corpus, as in
-    the published scripts: CIDEr counts document frequencies in the group's references, so the total
-    is not an average of the groups, and a group of one image gets 0.
-    tokens: "ptb" are the Stanford tokenizer's lower-case words without punctuation; "split" the
-    words between spaces; "ids" (LEVIR-CC) the same as ids of `index`, so that all unknown words
-    match each other. quick, or without Java: no METEOR, no SPICE, and plain_tokenize for "ptb".
-    InputError if an id has no reference, or if there are no predictions."""
-    if not predictions:
-        raise InputError("there are no predictions to score")
-    texts = []
-    for i, caption in predictions.items():
-        if not references.get(i):
-            raise InputError(f"prediction {i!r} has no reference; are they of its split?")
-        texts += [caption, *references[i]]
-    # All texts at once, because the tokenizer takes a second to start.
-    words = iter(scored_words(texts, tokens, index, quick))
-    hyps = {}
-    refs = {}
-    for i in predictions:
-        hyps[i] = [next(words)]
-        refs[i] = [next(words) for _ in references[i]]
-
-    programs = {} if quick else java_programs(tokens)
-    scores = {"total": {"pairs": len(hyps), **metrics_of(hyps, refs, programs)}}
-    for name, members in (groups or {}).items():
-        group = [i for i in hyps if i in members]
-        if group and name != "total":  # in your own pairs, a kind may have any name
-            group_hyps = {i: hyps[i] for i in group}
-            group_refs = {i: refs[i] for i in group}
-            scores[name] = {"pairs": len(group), **metrics_of(group_hyps, group_refs, programs)}
-    return scores
-
-
-def java_programs(tokens: str) -> dict:
-    """pycocoevalcap's Meteor and Spice, if they work on this computer."""
-    from pycocoevalcap.meteor.meteor import Meteor
-    from pycocoevalcap.spice import spice
-
-    programs = {}
-    if java_works():
-        programs["METEOR"] = Meteor()
-        # SPICE reads sentences, not ids. Without its models, Spice() would download them.
-        models = Path(spice.__file__).with_name("lib").glob("stanford-corenlp-*-models.jar")
-        if tokens != "ids" and any(models):
-            programs["SPICE"] = spice.Spice()
-    return programs
-
-
-def metrics_of(
-    hyps: dict[str, list[str]], refs: dict[str, list[str]], programs: dict
-) -> dict[str, float]:
-    """Metrics (x 100) of a group of captions. hyps: id -> [caption]; programs: see java_programs;
-    one that fails is taken out."""
-    from pycocoevalcap.bleu.bleu import Bleu
-    from pycocoevalcap.cider.cider import Cider
-    from pycocoevalcap.rouge.rouge import Rouge
-
-    bleu, _ = Bleu(4).compute_score(refs, hyps, verbose=0)
-    metrics = dict(zip(METRICS[:4], bleu, strict=True))
-    metrics["ROUGE-L"], _ = Rouge().compute_score(refs, hyps)
-    metrics["CIDEr"] = 0.0
-    if any(any(texts) for texts in refs.values()):  # Cider fails if no reference has a word
-        metrics["CIDEr"], _ = Cider().compute_score(refs, hyps)
-    for name, program in list(programs.items()):
-        try:
-            metrics[name], _ = program.compute_score(refs, hyps)
-        except (OSError, ValueError, subprocess.SubprocessError) as e:
-            remedy = "give it 8 GB, Java 8, and JAVA_TOOL_OPTIONS=-Duser.language=en"
-            print(f"no {name}: its Java program failed ({e}); {remedy}")
-            del programs[name]
-        finally:  # after an error, Meteor still holds its lock, and its destructor would wait
-            program.lock = threading.Lock()
-    return {name: round(100 * float(value), 2) for name, value in metrics.items()}
-
-
-def with_gaps(values: dict, names: Iterable[str]) -> dict[str, float | None]:
-    """The values of these names. One that is missing or NaN becomes None, which JSON calls null."""
-    row = {}
-    for name in names:
-        value = values.get(name)
-        row[name] = None if value is None or math.isnan(value) else value
-    return row
-
-
-def format_scores(scores: dict[str, dict[str, float | None]]) -> str:
-    """Scores as a table with one row per group; "-" for a value that does not exist."""
-    headings = [name for name in COLUMNS if name not in ("BLEU-2", "BLEU-3")]
-    width = max(len(name) for name in scores)
-    lines = [" " * width + "".join(f"{heading:>9}" for heading in headings)]
-    for name, values in scores.items():
-        line = f"{name:<{width}}"
-        for heading, value in with_gaps(values, headings).items():
-            cell = "-" if value is None else f"{value:.2f}"
-            if heading == "pairs":
-                cell = str(value)
-            line += f"{cell:>9}"
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def percent(values: Iterable[float]) -> float:
-    """The mean of numbers between 0 and 1, in %."""
-    values = list(values)
-    return round(100 * sum(values) / len(values), 2)
-
-
-# ---- scores: of a data set's split ---------------------------------------------------------------
-
-ONE_CAPTION = "one caption for all"
-ENOUGH_PAIRS = 100  # of validation, to choose this caption on them
-
-
-def results(
-    dataset: Dataset,
-    split: str,
-    captions: dict[str, str],
-    maps: dict,
-    out_dir: Path | None,
-    notes: dict | None = None,
-    suffix: str = "",
-) -> dict[str, float]:
-    """Scores a split's captions -> the scores over all pairs, or {} if the split is empty.
-
-    Without out_dir, only the quick metrics are computed. With it, every metric for every group is
-    printed, and captions, references, scores and a sheet of samples are written, in files whose
-    names end in <split><suffix>. maps: pair id -> name -> (H, W); notes: pair id -> lines."""
-    if not dataset.scenes[split]:
-        if out_dir:
-            print_notes(f"there are no {split} pairs, so there are no scores")
-        return {}
-    references = {pair.id: pair.captions for pair in dataset.pairs(split)}
-    if out_dir is None:
-        total = protocol_scores(dataset, captions, references, quick=True)["total"]
-        return {metric: total[metric] for metric in METRICS if metric in total}
-    end = f"{split}{suffix}.json"
-    annotations = []
-    for i, texts in references.items():
-        annotations += coco_rows((i, text) for text in texts)
-    write_json(out_dir / f"captions_{end}", coco_rows(captions.items()))
-    write_json(out_dir / f"references_{end}", {"annotations": annotations})
-
-    groups = groups_of(dataset, split)
-    scores = protocol_scores(dataset, captions, references, groups)
-    for group, shares in pointing_scores(dataset, split, maps, groups).items():
-        scores[group] |= shares
-    constant = one_caption(dataset)
-    constant_captions = dict.fromkeys(captions, scored_text(dataset, constant))
-    scores[ONE_CAPTION] = protocol_scores(dataset, constant_captions, references)["total"]
-    scores = {group: with_gaps(row, COLUMNS) for group, row in scores.items()}
-    accuracy = accuracy_of(dataset, captions)
-    accuracy = with_gaps(accuracy, accuracy)
-    facts = {
-        ONE_CAPTION: constant,
-        "different captions": len(set(captions.values())),
-        "without prediction": len(references.keys() - captions.keys()),
-    }
-
-    print(format_scores(scores))
-    for name, fact in facts.items():
-        print(f"{name}: {fact}")
-    for name, share in accuracy.items():
-        print(f"{name}, in %: {'-' if share is None else share}")
-    train = {pair.id for pair in dataset.pairs("train")}
-    for kind, ids in dataset.kinds.items():
-        if ids & train and not ids & references.keys():
-            print_notes(f"of the kind {kind!r}, which is in train, there are no {split} pairs")
-
-    result = {"data": str(dataset.root), "scores": scores, **facts, "accuracy": accuracy}
-    write_json(out_dir / f"scores_{end}", result)
-    sheet = f"samples_{split}{suffix}.png"
-    sample_sheet(dataset, split, captions, maps, notes or {}, out_dir / sheet)
-    print(f"written into {out_dir}: captions_{end}, references_{end}, scores_{end}, {sheet}")
-    return scores["total"]
-
-
-def coco_rows(captions: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
-    """Pair ids and captions in the form of COCO's files, which published scripts read."""
-    return [{"image_id": i, "caption": caption} for i, caption in captions]
-
-
-def write_json(path: Path, content) -> None:
-    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
-
-
-def protocol_scores(
-    dataset: Dataset,
-    captions: dict[str, str],
-    references: dict[str, list[str]],
-    groups: dict[str, set[str]] | None = None,
-    quick: bool = False,
-) -> dict[str, dict[str, float]]:
-    """`score` by the rules of the data set's published tables. captions: words of the vocabulary,
-    joined by spaces, as a model outputs them; references: as they were written."""
-    as_read = {}
-    for i in captions:
-        as_read[i] = [scored_text(dataset, text) for text in references[i]]
-    tokens = DATASETS[dataset.name].tokens
-    return score(captions, as_read, groups, quick, tokens, dataset.vocab.index)
-
-
-def scored_text(dataset: Dataset, caption: str) -> str:
-    """A reference in the form that published scores use: split into words by the vocabulary's rule
-    and never shortened, or unchanged if the PTB tokenizer will split it."""
-    if DATASETS[dataset.name].tokens == "ptb":
-        return caption
-    return " ".join(dataset.vocab.tokenizer(caption))
-
-
-def groups_of(dataset: Dataset, split: str) -> dict[str, set[str]]:
-    """Pair ids to score separately: the release's groups; the pairs that share no image with
-    another split (if any do); the quarters whose boxes overlap least and most, if overlaps are
-    known."""
-    pairs = dataset.pairs(split)
-    groups = dict(dataset.release.groups)
-    leaked = dataset.release.leaked(split)
-    if leaked:
-        groups["without leaked pairs"] = {pair.id for pair in pairs} - leaked
-    overlap = dataset.release.overlap
-    by_overlap = sorted((pair.id for pair in pairs if pair.id in overlap), key=overlap.get)
-    if by_overlap:
-        quarter = len(by_overlap) // 4  # rounded down, as in the published scripts
-        groups["view: hardest quarter"] = set(by_overlap[:quarter])
-        groups["view: easiest quarter"] = set(by_overlap[len(by_overlap) - quarter :])
-    return groups
-
-
-def one_caption(dataset: Dataset) -> str:
-    """The best caption to give to every pair without looking: of the 20 most frequent training
-    captions, the one with the highest CIDEr on at most 250 validation pairs or, if there are fewer
-    than ENOUGH_PAIRS, training pairs."""
-    counts = Counter(text for pair in dataset.pairs("train") for text in pair.captions)
-    pairs = dataset.pairs("val")
-    if len(pairs) < ENOUGH_PAIRS:
-        pairs = dataset.pairs("train")
-    pairs = pairs[:: math.ceil(len(pairs) / 250)]
-    references = {pair.id: pair.captions for pair in pairs}
-    ciders = {}
-    for text, _ in counts.most_common(20):
-        constant_captions = dict.fromkeys(references, scored_text(dataset, text))
-        scores = protocol_scores(dataset, constant_captions, references, quick=True)
-        ciders[text] = scores["total"]["CIDEr"]
-    return max(ciders, key=ciders.get)
-
-
-def no_change_captions(dataset: Dataset) -> set[str]:
-    """Captions, as a model outputs them, which say that nothing changed: those of unchanged
-    training pairs, and those listed by the data set's authors."""
-    captions = set(DATASETS[dataset.name].no_change)
-    unchanged = dataset.kinds.get("no change", set())
-    for pair in dataset.pairs("train"):
-        if pair.id in unchanged:
-            captions.update(pair.captions)
-    return {" ".join(dataset.vocab.split(caption)) for caption in captions}
-
-
-def accuracy_of(dataset: Dataset, captions: dict[str, str]) -> dict[str, float]:
-    """mini's own judgement of captions, in %. For other data sets, if there are captions of both:
-    the % of changed and of unchanged pairs whose caption says so (see `no_change_captions`)."""
-    if dataset.name == "mini":
-        import mini
-
-        return mini.accuracy(captions, dataset.root)
-    no_change = no_change_captions(dataset)
-    unchanged = captions.keys() & dataset.kinds.get("no change", set())
-    changed = captions.keys() - unchanged
-    # Without pairs of both kinds, one caption for all pairs would be 100 % right.
-    if not (no_change and unchanged and changed):
-        return {}
-    return {
-        "change recognised": percent(captions[i] not in no_change for i in changed),
-        "no change recognised": percent(captions[i] in no_change for i in unchanged),
-    }
-
-
-def pointing_hit(heat: Tensor, box: list[int], size: tuple[int, int]) -> bool:
-    """Whether the brightest pixel of a map (H, W), resized bilinearly to the picture's size (width,
-    height), lies in the box [x, y, w, h] in pixels. As in Park et al. (2019)."""
-    x, y, w, h = box
-    width, height = size
-    heat = heat.float()[None, None]
-    heat = F.interpolate(heat, (height, width), mode="bilinear", align_corners=False)
-    row, column = divmod(int(heat.argmax()), width)
-    return x <= column < x + w and y <= row < y + h
-
-
-def pointing_scores(
-    dataset: Dataset, split: str, maps: dict, groups: dict[str, set[str]]
-) -> dict[str, dict[str, float]]:
-    """The pointing game over all boxes of changed objects and over each group's, in %: {group:
-    {"pointing": boxes that are hit, "chance": mean share of the picture that a box covers}}; {} if
-    a picture, whose size is needed, is missing. maps: pair id -> name -> (H, W). Both sides of a
-    pair count, each with the map named "before" or "after", or else with the first."""
-    boxes = []  # of all pairs: pair id, whether the box is hit, its share of the picture
-    for pair in dataset.pairs(split):
-        pair_maps = maps.get(pair.id, {})
-        pair_boxes = dataset.release.boxes.get(pair.id, (None, None))
-        for side, box in zip(("before", "after"), pair_boxes, strict=True):
-            if not (box and pair_maps):
-                continue
-            file = dataset.paths[getattr(pair, side)]
-            if not file.exists():
-                return {}
-            with Image.open(file) as picture:
-                width, height = picture.size
-            heat = pair_maps.get(side, next(iter(pair_maps.values())))
-            hit = pointing_hit(heat.cpu(), box, (width, height))
-            boxes.append((pair.id, hit, box[2] * box[3] / (width * height)))
-    scores = {}
-    for group, members in {**groups, "total": maps.keys()}.items():
-        chosen = [(hit, share) for i, hit, share in boxes if i in members]
-        if chosen:
-            hits, shares = zip(*chosen, strict=True)
-            scores[group] = {"pointing": percent(hits), "chance": percent(shares)}
-    return scores
-
-
-# ---- pictures of results -------------------------------------------------------------------------
-
-TEXT = {"size": 7, "parse_math": False}  # a $ in a caption must not begin a formula
-SATURATED = 8  # attention of this many times the uniform weight, or more, has the last colour
-
-
-@contextlib.contextmanager
-def new_figure(path: Path, width: float, height: float):
-    """A matplotlib figure of this size in inches, in the end written to a .png, .jpg or .pdf."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")  # finds room for texts
-    yield figure
-    with atomic_write(path) as partial:
-        figure.savefig(partial, format=path.suffix[1:].lower(), dpi=120)
-
-
-def draw_pair(figure, before: Image.Image, after: Image.Image, maps: dict, below: str) -> None:
-    """Draws a pair into a matplotlib figure: both pictures, then each attention map (H, W) over
-    both, in multiples of uniform attention 1 / (H * W), and a text below. IDC's maps "before" and
-    "after" lie over their own picture only. They sum to 1 together, so their unit is half of it."""
-    pictures = {"before": before, "after": after}
-    panels = [(side, picture, None) for side, picture in pictures.items()]
-    for name, weight in maps.items():
-        levels = weight.float().cpu().numpy() * weight.numel()
-        if name in pictures:
-            panels.append((f"attention, {name}", pictures[name], 2 * levels))
-        else:
-            for side, picture in pictures.items():
-                panels.append((f"{name}, {side}", picture, levels))
-    for axes, (title, picture, levels) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        axes.set_axis_off()
-        axes.set_title(title, **TEXT)
-        extent = (0, picture.width, picture.height, 0)
-        axes.imshow(picture, extent=extent)
-        if levels is not None:  # transparent up to uniform attention, so that the picture shows
-            opacity = np.interp(levels, [1, 4], [0, 0.6])
-            colours = {"cmap": "turbo", "vmin": 0, "vmax": SATURATED, "interpolation": "bilinear"}
-            axes.imshow(levels, alpha=opacity, extent=extent, **colours)
-    width = 24 * len(panels)  # in characters
-    lines = [textwrap.fill(line, width, max_lines=4) for line in below.splitlines()]
-    figure.supxlabel("\n".join(lines), x=0.01, ha="left", **TEXT)
-
-
-def images_of(dataset: Dataset, pair: Pair) -> list[Image.Image]:
-    """A pair's pictures, at most 256 pixels wide and high. A grey one stands in for a missing file
-    (features may be shared without pictures), or if there is no "after"."""
-    pictures = []
-    for name in (pair.before, pair.after):
-        picture = Image.new("RGB", (96, 96), "grey")
-        if name is not None and dataset.paths[name].exists():
-            picture = read_image(dataset.paths[name])
-            picture.thumbnail((256, 256))
-        pictures.append(picture)
-    return pictures
-
-
-def sample_sheet(
-    dataset: Dataset,
-    split: str,
-    captions: dict[str, str],
-    maps: dict[str, dict[str, Tensor]],
-    notes: dict[str, list[str]],
-    path: Path,
-) -> None:
-    """Draws the first three pairs of every kind of change, but at most 24, or the first twelve if
-    kinds are unknown -> a file. Of several maps the first two are drawn. Keyed by pair id:
-    captions, maps (name -> (H, W)), notes (lines of text, if a pair has any)."""
-    pairs = [pair for pair in dataset.pairs(split) if pair.id in captions]
-    chosen = []
-    for kind, ids in dataset.kinds.items():
-        of_kind = [pair for pair in pairs if pair.id in ids]
-        chosen += [(kind, pair) for pair in of_kind[:3]]
-    if not chosen:
-        chosen = [("", pair) for pair in pairs[:12]]
-    chosen = chosen[:24]
-    rows = math.ceil(len(chosen) / 2)
-    legend = f"{dataset.name}, {split}. Attention is transparent up to uniform attention, dark red "
-    legend += f"from {SATURATED} times that. Above each pair: its kind of change and a reference"
-    with new_figure(path, 13, 2.3 * rows + 0.4) as figure:
-        figure.suptitle(legend, x=0.01, ha="left", **TEXT)
-        places = figure.subfigures(rows, 2, squeeze=False).T.flat  # column by column
-        for place, (kind, pair) in zip(places, chosen, strict=False):
-            title = f"{kind}: {pair.captions[0]}" if kind else pair.captions[0]
-            place.suptitle(title, x=0.01, ha="left", **TEXT)
-            below = "\n".join([f"generated: {captions[pair.id]}", *notes.get(pair.id, [])])
-            drawn_maps = dict(list(maps[pair.id].items())[:2])
-            draw_pair(place, *images_of(dataset, pair), drawn_maps, below)
-
-
-def caption_picture(
-    before: Image.Image, after: Image.Image, maps: dict[str, Tensor], caption: str, path: Path
-) -> None:
-    """Draws a pair, every attention map (H, W) over it, and its caption -> a file."""
-    with new_figure(path, 3 + 3 * len(maps), 2.2) as figure:
-        draw_pair(figure, before, after, maps, caption)
-
-
 # ---- CLIP ----------------------------------------------------------------------------------------
 
 
@@ -2158,29 +1681,13 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
         captions[name] = caption
         print(f"{name}: {caption}" if name else caption, flush=True)
     if out and len(files) == 1:
-        write_json(Path(out), coco_rows(captions.items()))
+        scores.write_json(Path(out), scores.coco_rows(captions.items()))
     elif out:
-        caption_picture(*map(read_image, files), maps, caption, Path(out))
-
-
-def score_files(predictions: Path, references: Path) -> None:
-    """Prints the scores of a COCO results file against a COCO annotation file."""
-    rows = read_json(predictions)
-    with file_errors(predictions, "expected a list of {image_id, caption}, each image_id once"):
-        captions = {str(row["image_id"]): row["caption"] for row in rows}
-        if len(captions) < len(rows):
-            raise InputError("an image_id has two predictions")
-    known: dict[str, list[str]] = {}
-    content = read_json(references)
-    with file_errors(references, "expected {annotations: [{image_id, caption}]}"):
-        for row in content["annotations"]:
-            known.setdefault(str(row["image_id"]), []).append(row["caption"])
-    print(format_scores(score(captions, known)))
-    print(f"without prediction: {len(known.keys() - captions.keys())}")
+        scores.caption_picture(*map(read_image, files), maps, caption, Path(out))
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command line: NAME prepares a data set, `score` scores a file of captions."""
+    """The command line: NAME prepares a data set."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="NAME", required=True)
     for name in DATASETS:
@@ -2191,15 +1698,7 @@ def main(argv: list[str] | None = None) -> None:
         p.add_argument("--extractor", default="", help=f"{text} (default: the data set's own)")
         text = f"mini: training scenes (default: {RunConfig.scenes})"
         p.add_argument("--scenes", type=int, default=RunConfig.scenes, help=text)
-    text = "score a file of captions against references"
-    p = commands.add_parser("score", help=text, allow_abbrev=False)
-    text = "COCO results: a list of {image_id, caption}"
-    p.add_argument("--predictions", required=True, help=text)
-    text = "COCO annotations: {annotations: [{image_id, caption}]}"
-    p.add_argument("--references", required=True, help=text)
     args = parser.parse_args(argv)
-    if args.command == "score":
-        return score_files(Path(args.predictions), Path(args.references))
     root = Path(args.data_dir or data_folder(args.command, args.scenes))
     prepare(args.command, root, usable_device(args.device), args.extractor, args.scenes)
 

@@ -25,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import data
+import scores
 from common import run_main, write_text
 
 ONE_CAPTION = "one caption for all"
@@ -101,9 +102,9 @@ def best_captions(dataset: data.Dataset, kinds: dict[str, set[str]]) -> dict[str
         candidates[kind] = ranked[:CANDIDATES]
 
     texts = sorted(set().union(*candidates.values(), *(p.captions for p in val)))
-    as_read = [data.scored_text(dataset, text) for text in texts]
+    as_read = [scores.scored_text(dataset, text) for text in texts]
     tokens = data.DATASETS[dataset.name].tokens
-    scored = data.scored_words(as_read, tokens, dataset.vocab.index, quick=False)
+    scored = scores.scored_words(as_read, tokens, dataset.vocab.index, quick=False)
     words = dict(zip(texts, scored, strict=True))
     cider = cider_of([[words[c] for c in pair.captions] for pair in val])
 
@@ -139,14 +140,14 @@ def bounds(name: str, root: Path) -> dict:
         ONE_PER_KIND: (per_kind, references),
         HUMAN: (human, others),
     }
-    groups = data.groups_of(dataset, "test")
+    groups = scores.groups_of(dataset, "test")
     result = {"scores": {}, "pairs": {}, "chosen": chosen}
     for bound, (captions, against) in captions_and_references.items():
         result["pairs"][bound] = len(captions)
         if captions:
-            texts = {i: data.scored_text(dataset, text) for i, text in captions.items()}
-            scores = data.protocol_scores(dataset, texts, against, groups)
-            for group, row in scores.items():
+            texts = {i: scores.scored_text(dataset, text) for i, text in captions.items()}
+            table = scores.protocol_scores(dataset, texts, against, groups)
+            for group, row in table.items():
                 result["scores"][f"{bound}: {group}"] = row
     return result
 
@@ -159,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=HERE / "bounds.json", help=text)
     args = parser.parse_args(argv)
     result = bounds(args.name, args.data_dir or Path("data", args.name))
-    print(data.format_scores(result["scores"]))
+    print(scores.format_scores(result["scores"]))
     for kind, caption in result["chosen"].items():
         print(f"chosen, {kind}: {caption}")
     print(f"pairs: {result['pairs']}; for a human, those with several references")

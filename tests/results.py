@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import data
 import mini
 import scorer_cbr
+import scores
 from common import InputError, load_checkpoint, run_main, save_tensors, write_text
 
 HERE = Path(__file__).resolve().parent
@@ -371,7 +372,7 @@ def write_assets(run: Path, data_dir: str) -> None:
     for pair, (caption, pair_maps) in zip(pairs.values(), results, strict=True):
         captions[pair.id] = caption
         maps[pair.id] = pair_maps
-    data.sample_sheet(dataset, "test", captions, maps, {}, ASSETS / "samples.png")
+    scores.sample_sheet(dataset, "test", captions, maps, {}, ASSETS / "samples.png")
     for pair in pairs.values():
         if mini.is_right(pair.id, captions[pair.id], dataset.root):
             shutil.copyfile(dataset.paths[pair.before], ASSETS / "before.png")

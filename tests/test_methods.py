@@ -23,6 +23,7 @@ import dirl_ccr
 import idc_pretrain
 import rdd_acr
 import scorer_cbr
+import scores
 
 MODELS = {
     scorer_cbr: scorer_cbr.SCORER,
@@ -610,8 +611,8 @@ def minis(tmp_path_factory):
 @DECODERS
 def test_resume_equals_no_interruption(method, minis, tmp_path, monkeypatch):
     """On mini, with RDD+ACR's phrases and CHEERS's entities. Without what takes long at the end."""
-    monkeypatch.setattr(data, "sample_sheet", lambda *_: None)
-    monkeypatch.setattr(data, "one_caption", lambda _: "nothing")
+    monkeypatch.setattr(scores, "sample_sheet", lambda *_: None)
+    monkeypatch.setattr(scores, "one_caption", lambda _: "nothing")
     whole = tmp_path / "whole"
     parts = tmp_path / "parts"
     flags = "--scenes 60 --batch_size 16 --dim 16 --dropout 0.1 --schedule step --device cpu"
@@ -707,8 +708,7 @@ def test_a_method_trains_on_any_object_with_these_methods(method, tmp_path, monk
     dataset = OwnData()
     cfg, model = train_on(dataset, method, tmp_path, steps=60, eval_every=30, lr=3e-3, seed=1)
     entities = [None] if method is cheers else []
-    scores = method.evaluate(model, dataset, *entities, "test", cfg, tmp_path)
-    assert scores == {"CIDEr": 100.0}
+    assert method.evaluate(model, dataset, *entities, "test", cfg, tmp_path) == {"CIDEr": 100.0}
     assert not model.training  # no dropout in the captions that follow
     (batch,) = dataset.eval_batches("test", 8)
     ids = model.generate(batch.before, batch.after)
@@ -753,7 +753,7 @@ def test_mini_from_nothing_to_a_caption(
     method, minis, without_spacy, tmp_path, monkeypatch, capsys
 ):
     """A short run on mini; then its checkpoint alone captions two files."""
-    monkeypatch.setattr(data, "one_caption", lambda _: "nothing")  # choosing it takes long
+    monkeypatch.setattr(scores, "one_caption", lambda _: "nothing")  # choosing it takes long
     out = tmp_path / "run"
     flags = "--scenes 60 --steps 40 --log_every 5 --dim 32 --warmup 5 --device cpu".split()
     if method is idc_pretrain:
