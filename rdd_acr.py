@@ -108,8 +108,6 @@ from common import (
 class Config(RunConfig):
     """RDD+ACR. The settings of a run (data, steps, device) are in common.RunConfig."""
 
-    AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"distil_steps", "object_vectors", "action_vectors"}
-
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings
     heads: int = 8  # heads of every attention [ours]
@@ -131,7 +129,6 @@ class Config(RunConfig):
     clip: str = "ViT-L-14:openai"  # text encoder, open_clip's MODEL:WEIGHTS (name or file), or mini
     clip_dim: int = 768  # d, width of CLIP's text space
     clip_width: int = 768  # width of CLIP's token embeddings and of a learnable prompt
-    blind: bool = False  # zero the image features (language-only baseline)
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -474,9 +471,6 @@ class RDD(nn.Module):
         """Features (B, C, H, W) of both images -> tokens for the decoder (B, N + K_o + K_a, D); and
         by name the "objects" and "actions" that `order` has. [ours] The decoder reads all tokens of
         Eq. 9, although section "Caption Decoder" speaks of HW tokens."""
-        if self.cfg.blind:
-            before = torch.zeros_like(before)
-            after = torch.zeros_like(after)
         f_bef = self.embed(before)  # Eq. 1
         f_aft = self.embed(after)  # Eq. 1
         # [ours] Eq. 2 as printed; the text above it subtracts "before" from "after".
@@ -852,9 +846,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(
-        Config, PRESETS, Path(__file__).stem, __doc__, argv, datasets=data.DATASETS
-    )
+    cfg, args = parse_args(Config, PRESETS, {}, argv)
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
         return
@@ -863,7 +855,6 @@ def main(argv: list[str] | None = None) -> None:
         model, state = load_model(RDD, cfg, args.eval)
         dataset.adopt(state)
     else:
-        data.note_on_negatives(dataset, cfg, (), ("w_n2o", "w_v2a"))
         phrases = phrases_of(dataset, cfg)
         model = train(cfg, dataset, phrases, args.resume)
     evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)
