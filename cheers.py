@@ -135,7 +135,6 @@ class Config(RunConfig):
     gate: Literal["channels", "scalar", "none"] = "channels"  # D numbers for alpha, 1, or none
     w_consistency: float = 0.75  # lambda_v, weight of L_C + L_D in Eq. 19; 0 leaves them out
     w_match: float = 0.5  # lambda_m, weight of L_I in Eq. 19; 0 leaves it out
-    blind: bool = False  # zero the image features and the entities (language-only baseline)
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -472,8 +471,6 @@ class CHEERS(nn.Module):
         if self.project is None:
             return None
         assert entities is not None, "gate and consistency need entities, (B, K, d)"
-        if self.cfg.blind:
-            entities = torch.zeros_like(entities)
         return self.project(entities)
 
     def encode(self, before: Tensor, after: Tensor, entities: Tensor | None = None):
@@ -481,10 +478,7 @@ class CHEERS(nn.Module):
         F_diff (B, N, D) and the entities (B, K, D) or None; for each layer C~ (2B, N, D), L_C and
         L_D."""
         e = self.embed_entities(entities)
-        features = torch.cat([before, after])
-        if self.cfg.blind:
-            features = torch.zeros_like(features)
-        images = self.embed(features)  # (2B, N, D), all "before" images first
+        images = self.embed(torch.cat([before, after]))  # (2B, N, D), all "before" images first
         layers = []
         if not self.join:
             f_bef, f_aft = images.unflatten(0, (2, -1))
@@ -648,6 +642,7 @@ class Entities:
     ):
         self.phrases = phrases
         self.table = table.to(cfg.device)
+        self.blind = cfg.blind
         self.rows = {}  # names of a pair -> its rows of the table (K,)
         pairs = list(dict.fromkeys(pairs))
         for start in range(0, len(pairs), 256):
@@ -660,7 +655,8 @@ class Entities:
     def __call__(self, pairs: list[tuple[str, str]]) -> Tensor:
         """Names (before, after) of B pairs -> CLIP's embeddings of their entities (B, K, d)."""
         rows = torch.stack([self.rows[pair] for pair in pairs])
-        return self.table[rows.to(self.table.device, non_blocking=True)]
+        entities = self.table[rows.to(self.table.device, non_blocking=True)]
+        return torch.zeros_like(entities) if self.blind else entities
 
     def note(self, pair: tuple[str, str]) -> str:
         """The line that is printed below a pair's pictures."""
@@ -889,9 +885,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(
-        Config, PRESETS, Path(__file__).stem, __doc__, argv, datasets=data.DATASETS
-    )
+    cfg, args = parse_args(Config, PRESETS, {}, argv)
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device, cfg.clip), args.caption, args.out)
         return
@@ -901,7 +895,7 @@ def main(argv: list[str] | None = None) -> None:
         dataset.adopt(state)
         entities = entities_of(dataset, cfg, state)
     else:
-        data.note_on_negatives(dataset, cfg, ("w_match",))
+        data.note_on_negatives(dataset, cfg, "w_match")
         entities = entities_of(dataset, cfg)
         model = train(cfg, dataset, entities, args.resume)
     evaluate(model, dataset, entities, args.split, cfg, Path(cfg.out_dir), args.suffix)

@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -525,26 +525,29 @@ class RunConfig:
 
     parse_args fills in data_dir, out_dir and device. From Python, `preset` makes the Config of a
     data set and fills in data_dir only. Before `train`, set out_dir and device, and call
-    set_up_device. InputError if a value is not one of a field's choices, or is out of range."""
+    set_up_device. seed, steps, batch_size and lr default to those of SCORER's released code for
+    CLEVR-Change. InputError if a value is not one of a field's choices."""
 
-    # With less than 1 of these, there would be no model or an endless loop. A method's Config may
-    # add to this set and to the next.
-    AT_LEAST_1 = set(
-        "scenes steps batch_size log_every eval_every eval_batch dim word_dim heads "
-        "decoder_layers".split()
-    )
     # Flags may change these fields of a checkpoint's Config. Some are paths, because files may have
-    # moved. The others do not affect the steps already done.
-    MAY_CHANGE = set(
-        "extractor data_dir out_dir device compile features steps log_every eval_every eval_batch "
-        "patience".split()
-    )
+    # moved. The others do not affect the steps already done. A method's Config may add to them.
+    MAY_CHANGE = {
+        "extractor",
+        "data_dir",
+        "out_dir",
+        "device",
+        "compile",
+        "features",
+        "steps",
+        "log_every",
+        "eval_every",
+        "eval_batch",
+        "patience",
+    }
 
     dataset: str = "mini"  # data set; chooses the preset
     extractor: str = ""  # resnet101-layer4, timm/NAME, ... (default: the data set's own)
-    data_dir: str = ""  # folder of the data set (default: data/<dataset>, or data/mini-<scenes>)
+    data_dir: str = ""  # folder of the data set (default: data/<dataset>)
     out_dir: str = ""  # folder of the run (default: runs/<method>-<dataset>)
-    scenes: int = 5000  # training scenes of mini (5 % as many for validation, 10 % for test)
     seed: int = 1111  # random seed for weights, dropout and data order
     steps: int = 10000  # training steps
     batch_size: int = 128  # scenes per step (each may have a changed and a distractor pair)
@@ -562,19 +565,17 @@ class RunConfig:
     amp: bool = True  # bfloat16 autocast; CUDA only
     compile: bool = True  # torch.compile of the training step; CUDA only
     features: Literal["auto", "gpu", "file"] = "auto"  # where features are; auto: GPU if they fit
+    blind: bool = False  # zero the image features (language-only baseline)
 
     def __post_init__(self):
+        # From Python, a wrong word would choose one of several branches in silence.
         for name, kind in typing.get_type_hints(type(self)).items():
-            value = getattr(self, name)
             if typing.get_origin(kind) is Literal:
+                value = getattr(self, name)
                 choices = typing.get_args(kind)
                 if value not in choices:
                     expected = ", ".join(map(str, choices))
                     raise InputError(f"--{name} {value}: expected one of {expected}")
-            elif kind in (int, float):
-                lowest = 1 if name in self.AT_LEAST_1 else 0
-                if not lowest <= value < math.inf:  # also refuses NaN
-                    raise InputError(f"--{name} {value}: expected a number of at least {lowest}")
 
     @property
     def on_cuda(self) -> bool:
@@ -599,16 +600,10 @@ def learning_rate(cfg: RunConfig, step: int) -> float:
 
 
 def parse_args(
-    Config: type,
-    PRESETS: dict[str, dict],
-    script: str,
-    doc: str,
-    argv: list[str] | None,
-    RELEASED: dict[str, dict] | None = None,
-    datasets: Iterable[str] | None = None,
+    Config: type, PRESETS: dict[str, dict], RELEASED: dict[str, dict], argv: list[str] | None
 ) -> tuple[Any, argparse.Namespace]:
-    """-> (cfg, args). Every field of Config is a flag, and with RELEASED there is --variant.
-    datasets: the names that --dataset accepts (default: any).
+    """-> (cfg, args). Every field of Config is a flag, and if RELEASED is not empty, there is
+    --variant. The file that defines Config names the script.
 
     A new run starts from the preset of its data set and variant. --resume, --eval and --caption
     start from their checkpoint's Config, in which flags may change only the fields in
@@ -616,9 +611,11 @@ def parse_args(
     For --eval on other data, it defaults to a folder in that one, named like the data's (so give
     out_dir for a second folder of that name). --eval adds args.suffix to the names of its files,
     for example "-last" for last.pt."""
-    args = make_parser(Config, PRESETS, doc, bool(RELEASED), datasets).parse_args(argv)
+    module = sys.modules[Config.__module__]
+    args = make_parser(Config, PRESETS, module.__doc__, bool(RELEASED)).parse_args(argv)
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if f.name in args}
     dataset = given.get("dataset", Config.dataset)
+    script = Path(module.__file__).stem
     out_dir = Path(given.get("out_dir") or f"runs/{script}-{dataset}")
     if bool(args.caption) != bool(args.checkpoint):
         raise InputError("--caption and --checkpoint go together; --eval has its own checkpoint")
@@ -634,7 +631,7 @@ def parse_args(
             trained_on = Path(base.data_dir).resolve()
             if given.get("dataset", base.dataset) != base.dataset:
                 base.dataset = dataset
-                base.data_dir = data_folder(dataset, base.scenes)
+                base.data_dir = f"data/{dataset}"
             data_dir = Path(given.get("data_dir", base.data_dir)).resolve()
             if data_dir != trained_on:
                 folder = folder / data_dir.name
@@ -643,7 +640,6 @@ def parse_args(
         out_dir = Path(given.get("out_dir") or folder)
     else:
         base = preset(Config, PRESETS, RELEASED, dataset, args.variant)
-        base.data_dir = data_folder(dataset, given.get("scenes", base.scenes))
         if dataset not in PRESETS:
             known = ", ".join(PRESETS)
             print(f"no preset for {dataset}: using the defaults; there are presets for {known}")
@@ -664,7 +660,7 @@ def parse_args(
 
 
 def make_parser(
-    Config: type, PRESETS: dict[str, dict], doc: str, variants: bool, datasets: Iterable[str] | None
+    Config: type, PRESETS: dict[str, dict], doc: str, variants: bool
 ) -> argparse.ArgumentParser:
     """The parser of a method's command line: what to do, then a flag for each field of Config."""
     summary, _, _ = doc.partition("\n")
@@ -696,8 +692,6 @@ def make_parser(
             options = {"action": argparse.BooleanOptionalAction}
         elif typing.get_origin(kind) is Literal:
             options = {"choices": typing.get_args(kind)}
-        elif f.name == "dataset" and datasets:
-            options = {"choices": list(datasets)}
         text = comments.get(f.name, "")
         if f.default != "":
             text = f"{text} (default: {f.default})"
@@ -718,7 +712,7 @@ def field_comments(Config: type) -> dict[str, str]:
 def preset(
     Config: type,
     presets: dict[str, dict],
-    released: dict[str, dict] | None,
+    released: dict[str, dict],
     dataset: str,
     variant: str = "paper",
 ):
@@ -730,13 +724,6 @@ def preset(
         values |= released["all"]
         values |= released.get(dataset, {})
     return Config(**values)
-
-
-def data_folder(dataset: str, scenes: int) -> str:
-    """data/<dataset>. A mini of another size has a folder of its own, such as data/mini-500."""
-    if dataset == "mini" and scenes != RunConfig.scenes:
-        return f"data/mini-{scenes}"
-    return f"data/{dataset}"
 
 
 def saved_config(Config: type, checkpoint: str | Path):

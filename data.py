@@ -64,7 +64,6 @@ from common import (
     InputError,
     RunConfig,
     atomic_write,
-    data_folder,
     file_errors,
     load_model,
     print_notes,
@@ -341,6 +340,10 @@ class Settings:
     # and reject any other caption. Otherwise, spaCy's English model extracts them.
     templates: bool = False
     no_change: tuple[str, ...] = ()  # published sentences which say that nothing changed
+    # Of a data set that is drawn: (folder, number of training scenes or None) -> None, which draws
+    # it unless it exists, and (captions by pair id, folder) -> the % of right captions, by sort.
+    make: Callable[[Path, int | None], None] | None = None
+    judge: Callable[[dict[str, str], Path], dict[str, float]] | None = None
     # Published counts: scenes of each split, pairs of each kind of change, and "words" with the
     # four special ids. Preparation prints a note for each count that differs.
     published: dict[str, int] = field(default_factory=dict)
@@ -357,8 +360,8 @@ def read_release(name: str, root: Path) -> Release:
         release = DATASETS[name].read(root)
     except FileNotFoundError as e:
         advice = f"--data_dir must be the folder of {name}'s files"
-        if name == "mini":
-            advice = f"python data.py mini --data_dir {root} draws it (--scenes: the run's)"
+        if DATASETS[name].make:
+            advice = f"python data.py {name} --data_dir {root} draws it"
         raise FileNotFoundError(f"{e}; {advice}") from e
     if not release.scenes["train"]:
         raise InputError("; ".join([f"{root}: no pairs in train", *release.notes]))
@@ -426,7 +429,21 @@ def read_by_pair(file: Path) -> dict:
     return {f"{int(number):06d}.png": value for number, value in content.items()}
 
 
-DATASETS["mini"] = Settings(read_clevr_change, extractor="mini-cnn", templates=True)
+def make_mini(root: Path, scenes: int | None) -> None:
+    import mini  # a copy of this file works without that one
+
+    mini.make(root, scenes)
+
+
+def judge_mini(captions: dict[str, str], root: Path) -> dict[str, float]:
+    import mini
+
+    return mini.accuracy(captions, root)
+
+
+DATASETS["mini"] = Settings(
+    read_clevr_change, extractor="mini-cnn", templates=True, make=make_mini, judge=judge_mini
+)
 DATASETS["clevr_change"] = Settings(
     read_clevr_change,
     authors_features=True,
@@ -1008,11 +1025,14 @@ class Features:
         # h5py reads rows in sorted order only.
         self.data = np.memmap(path, np.float16, "r", offset, shape)
         self.pinned = False  # `load` sets it if each batch is copied to a GPU
+        self.blind = False  # `load` sets it for the baseline that sees no images
 
     def rows(self, names: list[str]) -> Tensor:
         """Features of the named images (n, C, H, W) float16: on the GPU, or in RAM (page-locked if
         `pinned`, which makes the copy to a GPU asynchronous)."""
         index = [self.row_of[name] for name in names]
+        if self.blind:
+            return torch.from_numpy(np.zeros((len(index), *self.data.shape[1:]), np.float16))
         if isinstance(self.data, Tensor):
             # Indexing by the list itself would wait for what the GPU has to do before.
             on_gpu = torch.tensor(index).to(self.data.device, non_blocking=True)
@@ -1067,8 +1087,6 @@ def open_features(name: str, root: Path, extractor: str = "") -> Features:
     command = f"python data.py {name} --data_dir {root}"
     if extractor:
         command += f" --extractor {extractor}"
-    if name == "mini" and (root / "mini.json").exists():
-        command += f" --scenes {read_json(root / 'mini.json')['scenes']}"
     made_by = extractor_name(extractor or DATASETS[name].extractor)
     return Features(feature_file(name, root, extractor), command, made_by)
 
@@ -1081,16 +1099,15 @@ def vocab_of(name: str, release: Release) -> Vocab:
 
 
 def prepare(
-    name: str, root: Path, device: str, extractor: str = "", scenes: int = RunConfig.scenes
+    name: str, root: Path, device: str, extractor: str = "", scenes: int | None = None
 ) -> None:
     """Write a data set's feature file; an existing one is kept. mini is drawn first, with `scenes`
-    training scenes. Features are taken from the authors' .npy files if these exist and the
-    extractor is the data set's own; otherwise they are made from the pictures."""
+    training scenes (see mini.make). Features are taken from the authors' .npy files if these exist
+    and the extractor is the data set's own; otherwise they are made from the pictures."""
+    settings = DATASETS[name]
     path = feature_file(name, root, extractor)
-    if name == "mini":
-        import mini
-
-        mini.make(root, scenes)
+    if settings.make:
+        settings.make(root, scenes)
     release = read_release(name, root)
     vocab = vocab_of(name, release)
     # Notes come before features are made, which may take hours.
@@ -1098,7 +1115,7 @@ def prepare(
     counts = Counter(words=len(vocab))
     for part, members in (release.scenes | release.kinds).items():
         counts[part] = len(members)
-    for part, count in DATASETS[name].published.items():
+    for part, count in settings.published.items():
         if counts[part] != count:
             print_notes(f"{part}: found {counts[part]}, published {count}")
     if not path.exists():
@@ -1360,14 +1377,20 @@ FEW_PAIRS = 10  # CIDEr of fewer pairs says little; of a single pair it is alway
 
 
 def load(
-    name: str, root: str | Path, where: str = "auto", device: str = "cpu", extractor: str = ""
+    name: str,
+    root: str | Path,
+    where: str = "auto",
+    device: str = "cpu",
+    extractor: str = "",
+    blind: bool = False,
 ) -> Dataset:
     """Read a prepared data set; an error says which command makes what is missing. where: features
     are read from the "file" or kept on the "gpu" ("auto": if they take less than 60 % of its free
-    memory)."""
+    memory). blind: batches have zeros in place of features."""
     root = Path(root)
     release = read_release(name, root)
     features = open_features(name, root, extractor)
+    features.blind = blind
     dataset = Dataset(name, root, release, vocab_of(name, release), features)
     size = features.data.nbytes
     place = "read from the file"
@@ -1393,37 +1416,30 @@ def load(
 
 def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
     """The data set that a run's config names. With `make`, mini is made first if it is missing; to
-    evaluate a checkpoint, the mini that it was trained on must exist."""
-    if cfg.dataset == "mini" and make:
-        prepare("mini", Path(cfg.data_dir), cfg.device, cfg.extractor, cfg.scenes)
-    dataset = load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
+    evaluate a checkpoint, the mini that it was trained on must exist. InputError if there is no
+    data set of this name."""
+    if cfg.dataset not in DATASETS:
+        raise InputError(f"--dataset {cfg.dataset}: expected one of {', '.join(DATASETS)}")
+    if DATASETS[cfg.dataset].make and make:
+        prepare(cfg.dataset, Path(cfg.data_dir), cfg.device, cfg.extractor)
+    dataset = load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor, cfg.blind)
     if dataset.scenes["train"][0].pairs[0].after is None:
         raise InputError(f"--dataset {cfg.dataset} has no pairs; IDC reads it by --{cfg.dataset}")
     return dataset
 
 
-def note_on_negatives(
-    dataset: Dataset, cfg: RunConfig, of_images: Iterable[str], of_texts: Iterable[str] = ()
-) -> None:
-    """Prints a note where losses that contrast the pairs of a batch cannot work: pairs that share a
-    picture are false negatives if images are compared with images (a tenth of the pairs may), and
-    one pair has no negatives. of_images, of_texts: fields of cfg that weigh losses which compare
-    images with images, or differences of images with texts."""
-    flags_of_images = " ".join(f"--{name} 0" for name in of_images if getattr(cfg, name))
-    flags_of_texts = " ".join(f"--{name} 0" for name in of_texts if getattr(cfg, name))
+def note_on_negatives(dataset: Dataset, cfg: RunConfig, *weights: str) -> None:
+    """Prints a note if a tenth of the training pairs share a picture: losses that contrast the
+    images of a batch would take them for different. weights: the fields of cfg that weigh them."""
     scenes_with = Counter()  # image -> in how many scenes it occurs
     for scene in dataset.scenes["train"]:
         scenes_with.update(scene.images())
     pairs = dataset.pairs("train")
     sharing = [p for p in pairs if scenes_with[p.before] > 1 or scenes_with[p.after] > 1]
-    if flags_of_images and 10 * len(sharing) > len(pairs):
+    flags = " ".join(f"--{name} 0" for name in weights if getattr(cfg, name))
+    if flags and 10 * len(sharing) > len(pairs):
         shares = f"{len(sharing)} of {len(pairs)} training pairs share a picture with another scene"
-        print_notes(
-            f"{shares}, but contrastive losses take them for different: set {flags_of_images}"
-        )
-    flags = f"{flags_of_images} {flags_of_texts}".strip()
-    if flags and cfg.batch_size == 1:
-        print_notes(f"one pair a batch leaves contrastive losses without negatives: set {flags}")
+        print_notes(f"{shares}, but contrastive losses take them for different: set {flags}")
 
 
 # ==================================================================================================
@@ -1580,12 +1596,8 @@ class Captioner:
     def pairs(self, pairs: list[tuple], batch: int = 16) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yields the caption and the maps of every pair in a list."""
         pictures = [picture for pair in pairs for picture in pair]
-        # PIL images and open files are read once, as two threads must not read the same one.
-        opened = {}
-        for picture in pictures:
-            if not isinstance(picture, (str, os.PathLike)) and id(picture) not in opened:
-                opened[id(picture)] = read_image(picture)
-        pictures = [opened.get(id(picture), picture) for picture in pictures]
+        # PIL images and open files are read here, as two threads must not read the same one.
+        pictures = [p if isinstance(p, (str, os.PathLike)) else read_image(p) for p in pictures]
         rows = self.inputs(self.model, self.state, pictures) if self.inputs else None
         starts = range(0, len(pairs), batch)
         blocks = self.extractor.blocks(pictures, 2 * batch)
@@ -1610,6 +1622,8 @@ def load_captioner(
     "best.pt")(before, after). Model: as in common.load_model, with generate and attention_map.
     device: default cuda if available. inputs: see Captioner."""
     cfg = saved_config(Config, checkpoint)
+    if cfg.blind:
+        raise InputError(f"{checkpoint} was trained with --blind and has never seen an image")
     cfg.device = usable_device(device)
     model, state = load_model(Model, cfg, checkpoint)
     if ":" in cfg.extractor:  # timm/MODEL:FILE
@@ -1692,15 +1706,16 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", metavar="NAME", required=True)
     for name in DATASETS:
         p = commands.add_parser(name, help=f"prepare the data set {name}", allow_abbrev=False)
-        p.add_argument("--data_dir", help="its folder (default: data/NAME, or data/mini-SCENES)")
+        p.add_argument("--data_dir", help="its folder (default: data/NAME)")
         p.add_argument("--device", default="", help="of the extractor (default: cuda if available)")
         text = f"network that makes the features: {', '.join(RESNETS)}, timm/MODEL, timm/MODEL:FILE"
         p.add_argument("--extractor", default="", help=f"{text} (default: the data set's own)")
-        text = f"mini: training scenes (default: {RunConfig.scenes})"
-        p.add_argument("--scenes", type=int, default=RunConfig.scenes, help=text)
+        if DATASETS[name].make:
+            p.add_argument("--scenes", type=int, help="training scenes (default: 5000)")
     args = parser.parse_args(argv)
-    root = Path(args.data_dir or data_folder(args.command, args.scenes))
-    prepare(args.command, root, usable_device(args.device), args.extractor, args.scenes)
+    root = Path(args.data_dir or f"data/{args.command}")
+    scenes = getattr(args, "scenes", None)
+    prepare(args.command, root, usable_device(args.device), args.extractor, scenes)
 
 
 if __name__ == "__main__":

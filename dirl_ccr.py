@@ -109,8 +109,6 @@ class Config(RunConfig):
     From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
     released variant."""
 
-    AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"layers"}
-
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings
     heads: int = 8  # heads of every attention (as released)
@@ -132,7 +130,6 @@ class Config(RunConfig):
     ccr_logits: Literal["two_way", "summed"] = "two_way"  # Eq. 14, or one loss over S + S^T
     ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # pairs of one caption [ours]
     val_decode: Literal["greedy", "sample"] = "greedy"  # decoding of validation captions
-    blind: bool = False  # zero the image features (language-only baseline)
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -419,9 +416,6 @@ class DIRL(nn.Module):
     def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """before, after (B, C, H, W) -> the difference of Eq. 7, X_bef and X_aft of Eq. 1, all
         (B, N, D)."""
-        if self.cfg.blind:
-            before = torch.zeros_like(before)
-            after = torch.zeros_like(after)
         x_bef = self.embed(before)  # Eq. 1
         x_aft = self.embed(after)  # Eq. 1
         shared_bef = x_bef
@@ -626,9 +620,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(
-        Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED, data.DATASETS
-    )
+    cfg, args = parse_args(Config, PRESETS, RELEASED, argv)
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
         return
@@ -637,7 +629,6 @@ def main(argv: list[str] | None = None) -> None:
         model, state = load_model(DIRL, cfg, args.eval)
         dataset.adopt(state)
     else:
-        data.note_on_negatives(dataset, cfg, (), ("w_ccr",))
         model = train(cfg, dataset, args.resume)
     evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)
 

@@ -105,7 +105,6 @@ class Config(RunConfig):
     From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
     released variant."""
 
-    AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"layers", "ffn", "pretrain_batch"}
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"init", "cub", "nabirds"}
 
     init: str = ""  # checkpoint to start from; --pretrain_steps 0 only fine-tunes it
@@ -144,7 +143,6 @@ class Config(RunConfig):
     pretrain_decay: Literal["none", "inverse_sqrt"] = "none"  # after the warm-up of pre-training
     finetune_decay: Literal["none", "halves"] = "none"  # halves: x1/2 at step 10000, x1/4 at 20000
     reduction: Literal["mean", "sum"] = "mean"  # of fine-tuning's losses, over words and pairs
-    blind: bool = False  # zero the image features (language-only baseline)
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -503,9 +501,6 @@ class IDC(nn.Module):
             single_mask = real.repeat_interleave(before.shape[0], 0)  # (2B, 1 + N)
             single_mask = single_mask[:, None, None]
             pair_mask = real.view(1, 1, 1, -1)  # (1, 1, 1, S)
-        if self.cfg.blind:
-            before = torch.zeros_like(before)
-            after = torch.zeros_like(after)
         x_1 = self.embed.cells(before, Embedding.IMAGE_1)
         x_2 = self.embed.cells(after, Embedding.IMAGE_2)
         x = torch.cat([x_1, x_2])  # (2B, 1 + N, D)
@@ -973,9 +968,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(
-        Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED, data.DATASETS
-    )
+    cfg, args = parse_args(Config, PRESETS, RELEASED, argv)
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
         return
@@ -1304,7 +1297,7 @@ def open_cub(cfg: Config, dataset):
     vocabulary."""
     import data
 
-    cub = data.load("cub", cfg.cub, cfg.features, cfg.device, cfg.extractor)
+    cub = data.load("cub", cfg.cub, cfg.features, cfg.device, cfg.extractor, cfg.blind)
     if cub.grid != dataset.grid:
         raise InputError(f"features of {cub.root}: {dataset.grid} expected, {cub.grid} found")
     cub.vocab = data.Vocab(dataset.vocab.words, cub.vocab.tokenizer, cub.vocab.max_words)
@@ -1326,7 +1319,9 @@ class Birds:
     def __init__(self, cfg: Config):
         import data
 
-        dataset = data.load("nabirds", cfg.nabirds, cfg.features, cfg.device, cfg.extractor)
+        dataset = data.load(
+            "nabirds", cfg.nabirds, cfg.features, cfg.device, cfg.extractor, cfg.blind
+        )
         self.features = dataset.features
         self.names = []
         classes = []

@@ -108,8 +108,6 @@ from common import (
 class Config(RunConfig):
     """RDD+ACR. The settings of a run (data, steps, device) are in common.RunConfig."""
 
-    AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"distil_steps", "object_vectors", "action_vectors"}
-
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings
     heads: int = 8  # heads of every attention [ours]
@@ -131,7 +129,6 @@ class Config(RunConfig):
     clip: str = "ViT-L-14:openai"  # text encoder, open_clip's MODEL:WEIGHTS (name or file), or mini
     clip_dim: int = 768  # d, width of CLIP's text space
     clip_width: int = 768  # width of CLIP's token embeddings and of a learnable prompt
-    blind: bool = False  # zero the image features (language-only baseline)
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -474,9 +471,6 @@ class RDD(nn.Module):
         """Features (B, C, H, W) of both images -> tokens for the decoder (B, N + K_o + K_a, D); and
         by name the "objects" and "actions" that `order` has. [ours] The decoder reads all tokens of
         Eq. 9, although section "Caption Decoder" speaks of HW tokens."""
-        if self.cfg.blind:
-            before = torch.zeros_like(before)
-            after = torch.zeros_like(after)
         f_bef = self.embed(before)  # Eq. 1
         f_aft = self.embed(after)  # Eq. 1
         # [ours] Eq. 2 as printed; the text above it subtracts "before" from "after".
@@ -577,18 +571,17 @@ NOUN_PROMPT = "the objects that changed: "  # prompt="fixed" [ours]
 VERB_PROMPT = "what happened: "
 
 
-def encode_prompted(clip, tokens: Tensor, prompt: Tensor | None = None) -> Tensor:
+def encode_prompted(clip, tokens: Tensor, prompts: Tensor | None = None) -> Tensor:
     """CLIP's text encoder with P learned vectors between the start token and the words, as in CoOp.
-    Without a prompt it equals CLIP's encode_text.
+    Without prompts it equals CLIP's encode_text.
 
-    tokens (S, L) ids, prompt (P, width) -> (S, d). L may stop at the longest text's end token,
+    tokens (S, L) ids, prompts (S, P, width) -> (S, d). L may stop at the longest text's end token,
     because no token sees later ones. L + P is at most CLIP's context length (77 tokens)."""
     x = clip.token_embedding(tokens)  # (S, L, width)
     ends = tokens.argmax(1)  # the end token has the highest id
-    if prompt is not None:
-        prompts = prompt.expand(x.shape[0], -1, -1)  # (S, P, width)
+    if prompts is not None:
         x = torch.cat([x[:, :1], prompts, x[:, 1:]], 1)  # (S, L + P, width)
-        ends = ends + prompt.shape[0]
+        ends = ends + prompts.shape[1]
     size = x.shape[1]
     x = x + clip.positional_embedding[:size]
     x = clip.transformer(x, attn_mask=clip.attn_mask[:size, :size])
@@ -643,22 +636,32 @@ class Phrases:
     ) -> dict[str, Attributes]:
         """The "nouns", the "verbs" or both of B captions, as `prompts` says (see RDD.prompts)."""
         device = self.tokens.device
-        attributes = {}
-        # CLIP runs twice in a step. A GPU would be faster with one call for both kinds (a step at
-        # the paper's size took 97 ms on an H100, and 60 with one call), but the bookkeeping of who
-        # said what would take as many lines as this method.
+        rows_of = {}  # kind -> each caption's row of self.tokens (B,)
+        place_of = {}  # kind -> each caption's place among the kind's distinct rows (B,)
+        tokens = []  # of the distinct rows of every kind
+        expanded = []  # the kind's prompt for each of them
         for kind, prompt in prompts.items():
-            rows = torch.tensor([self.rows[kind][caption] for caption in captions])  # (B,)
+            rows = torch.tensor([self.rows[kind][caption] for caption in captions])
             # Equal phrases are encoded once. A pair without a phrase (-1) gets any text, because
             # `valid` leaves the pair out. On a GPU, `unique` would make the program wait.
             distinct, place = rows.clamp(min=0).unique(return_inverse=True)
-            texts = encode_prompted(self.clip, self.tokens[distinct.to(device)], prompt)
-            rows = rows.to(device)
+            tokens.append(self.tokens[distinct.to(device)])
+            if prompt is not None:
+                expanded.append(prompt.expand(distinct.shape[0], -1, -1))
+            rows_of[kind] = rows.to(device)
+            place_of[kind] = place.to(device)
+        # One call for both kinds, because two smaller ones would leave a GPU waiting.
+        all_prompts = torch.cat(expanded) if expanded else None
+        encoded = encode_prompted(self.clip, torch.cat(tokens), all_prompts)  # (S, d)
+        texts_of = encoded.split([distinct.shape[0] for distinct in tokens])
+        attributes = {}
+        for kind, texts in zip(prompts, texts_of, strict=True):
+            rows = rows_of[kind]
             if self.ignore_equal:
                 same = rows[:, None] == rows
             else:
                 same = torch.eye(len(captions), dtype=torch.bool, device=device)
-            attributes[kind] = Attributes(texts[place.to(device)], rows >= 0, same)
+            attributes[kind] = Attributes(texts[place_of[kind]], rows >= 0, same)
         return attributes
 
 
@@ -843,9 +846,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(
-        Config, PRESETS, Path(__file__).stem, __doc__, argv, datasets=data.DATASETS
-    )
+    cfg, args = parse_args(Config, PRESETS, {}, argv)
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
         return
@@ -854,7 +855,6 @@ def main(argv: list[str] | None = None) -> None:
         model, state = load_model(RDD, cfg, args.eval)
         dataset.adopt(state)
     else:
-        data.note_on_negatives(dataset, cfg, (), ("w_n2o", "w_v2a"))
         phrases = phrases_of(dataset, cfg)
         model = train(cfg, dataset, phrases, args.resume)
     evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)

@@ -129,7 +129,6 @@ class Config(RunConfig):
     sentence_mean: Literal["words", "padded"] = "words"  # CBR's mean: over words, or over max_len
     ffn_residual: Literal["input", "activation"] = "input"  # residual of the feed-forward layer
     val_decode: Literal["greedy", "sample"] = "greedy"  # decoding of validation in training
-    blind: bool = False  # zero the image features (language-only baseline)
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -439,9 +438,6 @@ class SCORER(nn.Module):
     def encode(self, before: Tensor, after: Tensor):
         """before, after (B, C, H, W) -> the difference of Eq. 7, X_bef and X_aft of Eq. 1, all
         (B, N, D), and the queries and keys of each cross-view layer, for Eq. 4."""
-        if self.cfg.blind:
-            before = torch.zeros_like(before)
-            after = torch.zeros_like(after)
         x_bef, x_aft = self.embed(torch.cat([before, after])).unflatten(0, (2, -1))  # Eq. 1
         new_bef = x_bef
         new_aft = x_aft
@@ -653,9 +649,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(
-        Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED, data.DATASETS
-    )
+    cfg, args = parse_args(Config, PRESETS, RELEASED, argv)
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
         return
@@ -664,7 +658,7 @@ def main(argv: list[str] | None = None) -> None:
         model, state = load_model(SCORER, cfg, args.eval)
         dataset.adopt(state)
     else:
-        data.note_on_negatives(dataset, cfg, ("w_match", "w_cbr"))
+        data.note_on_negatives(dataset, cfg, "w_match", "w_cbr")
         model = train(cfg, dataset, args.resume)
     evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)
 

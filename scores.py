@@ -369,12 +369,10 @@ def no_change_captions(dataset) -> set[str]:
 
 
 def accuracy_of(dataset, captions: dict[str, str]) -> dict[str, float]:
-    """mini's own judgement of captions, in %. For other data sets, if there are captions of both:
+    """A drawn data set's own judgement of captions, in %. For others, if there are captions of both:
     the % of changed and of unchanged pairs whose caption says so (see `no_change_captions`)."""
-    if dataset.name == "mini":
-        import mini
-
-        return mini.accuracy(captions, dataset.root)
+    if dataset.settings.judge:
+        return dataset.settings.judge(captions, dataset.root)
     no_change = no_change_captions(dataset)
     unchanged = captions.keys() & dataset.kinds.get("no change", set())
     changed = captions.keys() - unchanged

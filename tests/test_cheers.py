@@ -294,7 +294,8 @@ def test_entities_of_pairs(retrieval):
 def test_a_checkpoint_brings_its_candidates(tmp_path, capsys):
     mini = tmp_path / "mini"
     best = tmp_path / "run" / "best.pt"
-    flags = "--scenes 20 --batch_size 4 --dim 16 --steps 1 --device cpu".split()
+    data.main(["mini", "--data_dir", str(mini), "--scenes", "20", "--device", "cpu"])
+    flags = "--batch_size 4 --dim 16 --steps 1 --device cpu".split()
     cheers.main([*flags, "--data_dir", str(mini), "--out_dir", str(best.parent)])
     # To another data set:
     other = tmp_path / "other.pt"

@@ -238,6 +238,13 @@ def test_a_checkpoint_brings_its_words_and_length(prepared):
         dataset.adopt(trained | {"grid": (8, 3, 2)})
 
 
+def test_a_blind_data_set_shows_nothing(prepared):
+    dataset = data.load("clevr_change", prepared, blind=True)
+    batch = next(dataset.eval_batches("val", 2))
+    assert batch.before.shape == (2, *dataset.grid)
+    assert not batch.before.any() and not batch.after.any()
+
+
 @pytest.mark.parametrize("shared, noted", [(1, False), (2, True)])
 def test_pairs_that_share_a_picture_are_told(shared, noted, capsys):
     """They would be negatives of each other in the contrastive losses."""
@@ -245,8 +252,8 @@ def test_pairs_that_share_a_picture_are_told(shared, noted, capsys):
     pairs += [data.Pair(f"r{n}", "b0", f"r{n}", ["c"]) for n in range(shared)]
     release = data.release_from_pairs({"train": pairs}, Path())
     dataset = data.Dataset("pairs", Path(), release, data.Vocab.from_captions(["c"]))
-    cfg = SimpleNamespace(batch_size=4, w_match=0.5, w_other=0.0)
-    data.note_on_negatives(dataset, cfg, ("w_match", "w_other"))
+    cfg = SimpleNamespace(w_match=0.5, w_other=0.0)
+    data.note_on_negatives(dataset, cfg, "w_match", "w_other")
     told = capsys.readouterr().out
     assert told.endswith(" --w_match 0\n") if noted else told == ""
 
