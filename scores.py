@@ -369,8 +369,8 @@ def no_change_captions(dataset) -> set[str]:
 
 
 def accuracy_of(dataset, captions: dict[str, str]) -> dict[str, float]:
-    """A drawn data set's own judgement of captions, in %. For others, if there are captions of both:
-    the % of changed and of unchanged pairs whose caption says so (see `no_change_captions`)."""
+    """A drawn data set's own judgement of captions, in %. For others, if both kinds are there: the
+    % of changed and of unchanged pairs whose caption says so (see `no_change_captions`)."""
     if dataset.settings.judge:
         return dataset.settings.judge(captions, dataset.root)
     no_change = no_change_captions(dataset)
