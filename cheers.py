@@ -808,8 +808,8 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
     """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
     entities: those of its pairs, unless k is 0.
 
-    Ctrl-C and SIGTERM save last.pt and exit with code 130 or 143. From there, `resume` continues as
-    if training had never stopped. FloatingPointError if a loss is not finite."""
+    `resume` continues from last.pt, which each validation saves, as if training had never stopped.
+    FloatingPointError if a loss is not finite."""
     torch.manual_seed(cfg.seed)
     sources = [dataset, entities] if entities else [dataset]
     model = CHEERS(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
@@ -818,7 +818,10 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
     if cfg.compile and cfg.on_cuda:
         model.compile(fullgraph=True, dynamic=False)
     run = Run(cfg, model, sources, resume)
-    for batches in run.steps(dataset, cfg.batch_size, optimizer, cfg.steps):
+    run.start(optimizer)
+    for batches in dataset.train_batches(cfg.batch_size, cfg.seed, run.step, cfg.steps):
+        if run.patience_is_over():
+            break
         optimizer.param_groups[0]["lr"] = learning_rate(cfg, run.step)
         losses = compute_losses(model, batches, cfg, entities)
         optimizer.zero_grad()
@@ -827,8 +830,8 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
             nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
         optimizer.step()
         model.clamp_scales()
-        run.record(losses)  # also counts the step
-        if run.due():
+        run.count(losses)
+        if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
             run.checkpoint(evaluate(model, dataset, entities, "val", cfg))
             model.train()
     return run.best_model()

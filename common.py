@@ -25,10 +25,10 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 import typing
 from collections.abc import Callable, Iterator
@@ -783,14 +783,16 @@ def set_up_device(device: str) -> None:
 
 
 class Run:
-    """A run has a loop over batches, and a folder with a log, checkpoints and curves. The caller
-    writes what a step does:
+    """The folder of a run: log.jsonl, last.pt, best.pt, curves.png. The loop is the caller's:
 
         run = Run(cfg, model, [dataset], resume)
-        for batches in run.steps(dataset, cfg.batch_size, optimizer, cfg.steps):
+        run.start(optimizer)
+        for batches in dataset.train_batches(cfg.batch_size, cfg.seed, run.step, cfg.steps):
+            if run.patience_is_over():
+                break
             ...  # losses, gradients, optimizer.step()
-            run.record(losses)
-            if run.due():
+            run.count(losses)
+            if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
                 run.checkpoint(evaluate(...))
                 model.train()
 
@@ -798,6 +800,8 @@ class Run:
     state() of each. Its check_state(state) raises InputError if a stored state comes from other
     data. With `resume`, the run continues from last.pt as if it had never stopped. InputError if
     out_dir is not set or, without `resume`, not empty."""
+
+    current: "Run | None" = None  # the run of this process, for run_main's last line
 
     def __init__(self, cfg: RunConfig, model: nn.Module, sources: list, resume: bool = False):
         if not cfg.out_dir:
@@ -811,96 +815,47 @@ class Run:
         self.best = float("-inf")  # best validation score
         self.evals_since_best = 0
         self.losses: list[dict[str, Tensor]] = []  # since the last line of the log, on the device
-        self.exit_code = 0  # 130 or 143 after a signal
         if resume:
             self.restore()
         else:
             refuse_used_folder(self.dir)
         self.begin_log()
 
-    def steps(
-        self,
-        dataset,
-        batch_size: int,
-        optimizer: torch.optim.Optimizer,
-        last: int,
-        first: int = 0,
-        stage: str = "train",
-    ) -> Iterator[tuple]:
-        """Yield the batches of a stage, from the run's next step on. The stage has the run's steps
-        first ... last - 1. Call `record` after each batch. dataset: a data.Dataset, or any object
-        with the same methods `steps` and `train_batches`.
-
-        The first Ctrl-C or SIGTERM finishes the step, saves last.pt and ends the program with exit
-        code 130 or 143. A second one ends it at once. So does one during the first step, which may
-        compile for minutes. In threads other than the main one, Python allows no handlers."""
+    def start(self, optimizer: torch.optim.Optimizer, stage: str = "train", last: int = 0) -> None:
+        """Begin a stage, or go on with the one in which last.pt was saved. last: the steps of the
+        run when the stage ends, for the log's "time left" (default: cfg.steps)."""
         self.optimizer = optimizer
-        self.first = first
-        self.last = last
         self.stage = stage
-        # After exactly `first` steps, last.pt holds the optimizer of the previous stage.
-        if self.resumed and first < self.resumed["step"] < last:
-            optimizer.load_state_dict(self.resumed["optimizer"])
+        self.last = last or self.cfg.steps
         self.began = time.perf_counter()
         self.began_at = self.step
-        largest = 0  # batch so far
-        bar = tqdm(total=last - first, initial=self.step - first, desc=stage, disable=None)
-        signals = (signal.SIGINT, signal.SIGTERM)
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        old_handlers = []
-        try:
-            for batches in self.remaining_batches(dataset, batch_size):
-                # The last batch of an epoch may be smaller. It runs without torch.compile, which
-                # would need a minute for its graph.
-                size = len(batches[0].caption)
-                largest = max(largest, size)
-                stance = "force_eager" if size < largest else "default"
-                with torch.compiler.set_stance(stance):
-                    yield batches
-                bar.update()
-                if not old_handlers and in_main_thread:
-                    old_handlers = [(n, signal.signal(n, self.on_signal)) for n in signals]
-                if self.exit_code:
-                    self.save("last.pt")
-                    raise SystemExit(self.exit_code)
-        finally:
-            bar.close()
-            for number, handler in old_handlers:
-                signal.signal(number, handler)
+        if self.resumed and self.resumed["stage"] == stage:
+            optimizer.load_state_dict(self.resumed["optimizer"])
+        else:
+            self.save("last.pt")  # so that the stage can be resumed before its first validation
+        Run.current = self
 
-    def remaining_batches(self, dataset, batch_size: int) -> Iterator[tuple]:
-        while not self.finished():
-            epoch, start = divmod(self.step - self.first, dataset.steps(batch_size))
-            for batches in dataset.train_batches(batch_size, self.cfg.seed, epoch, start):
-                if self.step == self.first:  # With other ids, words would be taken for padding.
-                    assert all((batch.caption[:, 0] == START).all() for batch in batches)
-                yield batches
-                if self.finished():
-                    break
+    def patience_is_over(self) -> bool:
+        """Whether the last cfg.patience validations gave no new best. If so, print it, because a
+        resumed run may end in this way before its first step."""
+        over = 0 < self.cfg.patience <= self.evals_since_best
+        if over:
+            text = f"no new best in {self.evals_since_best} validations (--patience)"
+            tqdm.write(f"the run ends after step {self.step}: {text}")
+        return over
 
-    def on_signal(self, number: int, _frame) -> None:
-        if self.exit_code:
-            raise SystemExit(128 + number)
-        self.exit_code = 128 + number
-        print("stopping after this step; interrupt again to stop at once", file=sys.stderr)
-
-    def finished(self) -> bool:
-        return self.step >= self.last or 0 < self.cfg.patience <= self.evals_since_best
-
-    def due(self) -> bool:
-        """Whether to validate and save now."""
-        return (self.step - self.first) % self.cfg.eval_every == 0 or self.step == self.last
-
-    def record(self, losses: dict[str, Tensor]) -> None:
+    def count(self, losses: dict[str, Tensor]) -> None:
         """Count a step. Its losses stay on the device until they are logged."""
         self.step += 1
         self.losses.append({name: loss.detach() for name, loss in losses.items()})
-        if self.step % self.cfg.log_every == 0 or self.due():
+        if self.step % self.cfg.log_every == 0:
             self.log_losses()
 
     def log_losses(self) -> None:
-        """Log and print the mean of each loss since the last line or --resume, over the steps that
-        computed it. FloatingPointError if a loss is not finite."""
+        """Log and print the mean of each loss since the last line, over the steps that computed it.
+        FloatingPointError if a loss is not finite."""
+        if not self.losses:
+            return
         values_of: dict[str, list[float]] = {}
         for losses in self.losses:
             for name, loss in losses.items():
@@ -925,6 +880,7 @@ class Run:
         """After a validation: log its scores, and save last.pt and, if they are the best so far,
         best.pt. In a tie the later weights win, because early scores may all be 0. Without
         validation pairs there are no scores, and the last weights are the best."""
+        self.log_losses()
         self.evals_since_best += 1
         score = self.best
         if scores:
@@ -943,7 +899,7 @@ class Run:
         """Save a checkpoint. FloatingPointError if a weight is not finite; the old file stays."""
         if not all(p.isfinite().all() for p in self.model.parameters()):
             raise FloatingPointError(f"weights are not finite after step {self.step}; lower --lr")
-        # Dropout and random masks need this. The order of the data depends on seed and epoch alone.
+        # Dropout and random masks need this. The order of the data depends on seed and step alone.
         random = {"cpu": torch.get_rng_state()}
         if self.cfg.on_cuda:
             random["cuda"] = torch.cuda.get_rng_state(self.cfg.device)
@@ -953,6 +909,7 @@ class Run:
         state |= {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "stage": self.stage,
             "random": random,
             "step": self.step,
             "best": self.best,
@@ -1162,13 +1119,37 @@ def load_model(
 
 def run_main(main: Callable[[], None]) -> None:
     """Run a script's main. A user's mistakes, files that cannot be read or written, and losses that
-    are not finite print one line and exit with code 2. Ctrl-C exits with 130. Other errors keep
-    their traceback."""
+    are not finite print one line and exit with code 2. Ctrl-C exits with 130 and SIGTERM with 143;
+    both print how to go on. Other errors keep their traceback."""
     sys.stdout.reconfigure(errors="replace")  # A terminal may lack characters of a caption.
+    signal.signal(signal.SIGTERM, raise_terminated)
     try:
         main()
     except KeyboardInterrupt:
+        print_how_to_go_on()
         sys.exit(130)
+    except Terminated:
+        print_how_to_go_on()
+        sys.exit(143)
     except (InputError, OSError, FloatingPointError) as e:
         print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
+
+
+class Terminated(SystemExit):
+    """SIGTERM has arrived. As an exception, it removes partial files on its way, as Ctrl-C does."""
+
+
+def raise_terminated(_number: int, _frame) -> None:
+    raise Terminated
+
+
+def print_how_to_go_on() -> None:
+    """Say that the program was interrupted and, if it was training, which command continues it."""
+    text = "interrupted"
+    run = Run.current
+    if run:
+        words = [word for word in sys.argv if word != "--resume"]
+        command = shlex.join(["python", *words, "--resume"])
+        text += f" after step {run.step}; to go on from {run.dir / 'last.pt'}: {command}"
+    print(text, file=sys.stderr)

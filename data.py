@@ -1210,9 +1210,8 @@ class DatasetProtocol(Protocol):
     grid: tuple[int, int, int]  # (C, H, W) of an image's features
     max_len: int  # ids of the longest caption, START and END included; batches are padded to it
 
-    def steps(self, batch_size: int) -> int: ...  # per epoch
-    # The steps of an epoch from step `first` on: one or two Batches each.
-    def train_batches(self, batch_size, seed, epoch, first=0) -> Iterator[tuple[Batch, ...]]: ...
+    # One or two Batches for each of the steps first ... last - 1.
+    def train_batches(self, batch_size, seed, first, last) -> Iterator[tuple[Batch, ...]]: ...
     # Every pair of "val" or "test" once.
     def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]: ...
     # The scores of a split's captions, see scores.results.
@@ -1250,23 +1249,28 @@ class Dataset:
             self.grid = tuple(features.data.shape[1:])
             features.require(self.paths, root)
 
-    def steps(self, batch_size: int) -> int:
-        """Batches per epoch; the last may be smaller."""
-        return -(-len(self.scenes["train"]) // batch_size)
-
     def train_batches(
-        self, batch_size: int, seed: int, epoch: int, first: int = 0
+        self, batch_size: int, seed: int, first: int, last: int
     ) -> Iterator[tuple[Batch, ...]]:
-        """The batches of an epoch, from batch `first` on: a Batch of the scenes' first pairs and,
-        where scenes have two, a Batch of their second ones. (seed, epoch) alone determine the
-        order, which scenes are swapped (each with probability 1/2) and each pair's caption."""
-        scenes = self.scenes["train"]
-        rng = np.random.default_rng([seed, epoch])
-        order = rng.permutation(len(scenes))
-        swap = rng.random(len(scenes)) < 0.5
-        draw = rng.random((len(scenes), len(scenes[0].pairs)))
+        """The batches of steps first ... last - 1, made ahead and with a progress bar: for each
+        step, a Batch of some scenes' first pairs and, where scenes have two, a Batch of their
+        second ones. Seed and step alone determine these scenes, which of them are swapped (each
+        with probability 1/2) and each pair's caption."""
+        batches = prefetch(self.make_batches(batch_size, seed, first, last))
+        return iter(tqdm(batches, "train", last, initial=first, disable=None))
 
-        def make(chosen: np.ndarray) -> tuple[Batch, ...]:
+    def make_batches(
+        self, batch_size: int, seed: int, first: int, last: int
+    ) -> Iterator[tuple[Batch, ...]]:
+        """What train_batches yields."""
+        scenes = self.scenes["train"]
+        # [ours] Every batch is full, so that torch.compile makes one graph. The scenes that are
+        # left at the end of an epoch are left out of it. The released codes make a small batch of
+        # them: their epoch of CLEVR-Change has 265 steps, ours has 264.
+        size = min(batch_size, len(scenes))
+        steps = len(scenes) // size  # of an epoch
+
+        def make(chosen: np.ndarray, swap: np.ndarray, draw: np.ndarray) -> tuple[Batch, ...]:
             """The Batches of the scenes with these numbers."""
             batches = []
             for n in range(len(scenes[0].pairs)):  # first pairs of the scenes, then second ones
@@ -1280,8 +1284,15 @@ class Dataset:
                 batches.append(self.batch(pairs, captions))
             return tuple(batches)
 
-        starts = range(first * batch_size, len(scenes), batch_size)
-        return prefetch(make(order[i : i + batch_size]) for i in starts)
+        for step in range(first, last):
+            epoch, number = divmod(step, steps)
+            if number == 0 or step == first:  # otherwise the epoch goes on
+                rng = np.random.default_rng([seed, epoch])
+                order = rng.permutation(len(scenes))
+                swap = rng.random(len(scenes)) < 0.5
+                draw = rng.random((len(scenes), len(scenes[0].pairs)))
+            start = number * size
+            yield make(order[start : start + size], swap, draw)
 
     def pairs(self, split: str) -> list[Pair]:
         """Every pair of a split, see Release.pairs."""

@@ -554,8 +554,8 @@ def compute_losses(model: DIRL, batches: tuple, cfg: Config) -> dict[str, Tensor
 def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
     """Train on a data set (data.Dataset) and write cfg.out_dir -> the best model by validation.
 
-    Ctrl-C and SIGTERM save last.pt and exit with code 130 or 143. `resume` continues from last.pt
-    as if training had never stopped. FloatingPointError if a loss is not finite."""
+    `resume` continues from last.pt, which each validation saves, as if training had never stopped.
+    FloatingPointError if a loss is not finite."""
     torch.manual_seed(cfg.seed)
     model = DIRL(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -563,7 +563,10 @@ def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
     if cfg.compile and cfg.on_cuda:
         model.compile(fullgraph=True, dynamic=False)
     run = Run(cfg, model, [dataset], resume)
-    for batches in run.steps(dataset, cfg.batch_size, optimizer, cfg.steps):
+    run.start(optimizer)
+    for batches in dataset.train_batches(cfg.batch_size, cfg.seed, run.step, cfg.steps):
+        if run.patience_is_over():
+            break
         optimizer.param_groups[0]["lr"] = learning_rate(cfg, run.step)
         losses = compute_losses(model, batches, cfg)
         optimizer.zero_grad()
@@ -571,8 +574,8 @@ def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
         if cfg.grad_clip:
             nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
         optimizer.step()
-        run.record(losses)  # also counts the step
-        if run.due():
+        run.count(losses)
+        if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
             run.checkpoint(evaluate(model, dataset, "val", cfg))
             model.train()
     return run.best_model()

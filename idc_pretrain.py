@@ -889,8 +889,8 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     the output layers that it needs, so in a loop of your own, DistributedDataParallel needs
     find_unused_parameters=True.
 
-    Ctrl-C and SIGTERM save last.pt and exit with code 130 or 143. From there, `resume` continues as
-    if training had never stopped. FloatingPointError if a loss is not finite."""
+    `resume` continues from last.pt, which is saved every eval_every steps, as if training had never
+    stopped. FloatingPointError if a loss is not finite."""
     datasets = open_datasets(cfg, dataset)
     negatives = open_negatives(cfg, datasets)
     birds = Birds(cfg) if cfg.nabirds and cfg.pretrain_steps else None
@@ -907,11 +907,17 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
         model.compile(fullgraph=True, dynamic=False)
     run = Run(cfg, model, [dataset], resume)
     for stage, first, last in stages(cfg):
+        if run.step >= last:  # done before the run was resumed
+            continue
         stage_data = datasets[stage]
         size = sizes[stage]
         decay = cfg.weight_decay if stage == "finetune" else 0.0
         optimizer = torch.optim.Adam(parameters, lr=cfg.lr, weight_decay=decay, fused=True)
-        for batches in run.steps(stage_data, size, optimizer, last, first, stage):
+        run.start(optimizer, stage, last)
+        done = run.step - first  # steps of this stage
+        for batches in stage_data.train_batches(size, cfg.seed, done, last - first):
+            if run.patience_is_over():
+                break
             optimizer.param_groups[0]["lr"] = stage_rate(cfg, stage, run.step - first)
             task = draw_task(cfg, stage, run.step)
             if task == "birds":
@@ -922,13 +928,15 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
             if cfg.grad_clip:
                 nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
             optimizer.step()
-            run.record(losses)  # also counts the step
-            if run.due() and stage == "finetune":
-                run.checkpoint(evaluate(model, dataset, "val", cfg))
-                model.train()
-            elif run.due():
-                run.save("pretrained.pt")  # the latest weights of pre-training
-                run.save("last.pt")
+            run.count(losses)
+            if (run.step - first) % cfg.eval_every == 0 or run.step == last:
+                if stage == "finetune":
+                    run.checkpoint(evaluate(model, dataset, "val", cfg))
+                    model.train()
+                else:
+                    run.log_losses()
+                    run.save("pretrained.pt")  # the latest weights of pre-training
+                    run.save("last.pt")
     return run.best_model()
 
 

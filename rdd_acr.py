@@ -781,8 +781,8 @@ def train(cfg: Config, dataset, phrases: Phrases | None = None, resume: bool = F
     """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
     phrases: those of its training captions, unless w_n2o and w_v2a are 0.
 
-    Ctrl-C and SIGTERM save last.pt and exit with code 130 or 143. From there, `resume` continues as
-    if training had never stopped. FloatingPointError if a loss is not finite."""
+    `resume` continues from last.pt, which each validation saves, as if training had never stopped.
+    FloatingPointError if a loss is not finite."""
     torch.manual_seed(cfg.seed)
     model = RDD(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -790,7 +790,10 @@ def train(cfg: Config, dataset, phrases: Phrases | None = None, resume: bool = F
     if cfg.compile and cfg.on_cuda:
         model.compile(fullgraph=True, dynamic=False)
     run = Run(cfg, model, [dataset], resume)
-    for batches in run.steps(dataset, cfg.batch_size, optimizer, cfg.steps):
+    run.start(optimizer)
+    for batches in dataset.train_batches(cfg.batch_size, cfg.seed, run.step, cfg.steps):
+        if run.patience_is_over():
+            break
         optimizer.param_groups[0]["lr"] = learning_rate(cfg, run.step)
         losses = compute_losses(model, batches, cfg, phrases)
         optimizer.zero_grad()
@@ -798,8 +801,8 @@ def train(cfg: Config, dataset, phrases: Phrases | None = None, resume: bool = F
         if cfg.grad_clip:
             nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
         optimizer.step()
-        run.record(losses)  # also counts the step
-        if run.due():
+        run.count(losses)
+        if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
             run.checkpoint(evaluate(model, dataset, "val", cfg))
             model.train()
     return run.best_model()

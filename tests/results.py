@@ -203,7 +203,7 @@ def run(row: str, seed: int, commit: str, data_dir: str) -> dict | None:
 
 def run_all(missing: list[tuple], data_dir: str) -> bool:
     """Makes runs, two at a time, and records them -> whether all succeeded. Ctrl-C in a terminal
-    reaches the runs under way as well: they save and end."""
+    reaches the runs under way as well: the next call continues them."""
     pool = ThreadPoolExecutor(2)
     waiting = [pool.submit(run, *job, data_dir) for job in missing]
     succeeded = True

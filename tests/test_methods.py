@@ -536,8 +536,8 @@ def test_compiled_losses_have_gradients_in_float32(fresh_compiler):
 
 
 def test_a_run_compiles_one_graph(method, prepared, tiny, tmp_path, monkeypatch, fresh_compiler):
-    """Two epochs and more, with validation: both kinds of pairs and all full batches share a graph,
-    and an epoch's last batch (two scenes) needs none. IDC has a graph for each task and stage."""
+    """Several epochs, with validation: both kinds of pairs and all batches share a graph. IDC has a
+    graph for each task and stage."""
     original = method.compute_losses
     graphs = []
 
@@ -602,18 +602,34 @@ def minis(tmp_path_factory):
     return folder
 
 
+def interrupted(compute_losses, at):
+    """Like compute_losses, but its call number `at` ends as if by Ctrl-C."""
+    calls = []
+
+    def wrapped(*args):
+        calls.append(args)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return compute_losses(*args)
+
+    return wrapped
+
+
 @DECODERS
 def test_resume_equals_no_interruption(method, minis, tmp_path, monkeypatch):
-    """On mini, with RDD+ACR's phrases and CHEERS's entities. Without what takes long at the end."""
+    """On mini, with RDD+ACR's phrases and CHEERS's entities. The command is the same but for
+    --resume. Without what takes long at the end."""
     monkeypatch.setattr(scores, "sample_sheet", lambda *_: None)
     monkeypatch.setattr(scores, "one_caption", lambda _: "nothing")
     whole = tmp_path / "whole"
     parts = tmp_path / "parts"
-    flags = "--batch_size 16 --dim 16 --dropout 0.1 --schedule step --device cpu"
+    flags = "--batch_size 16 --dim 16 --dropout 0.1 --steps 8 --device cpu"
     flags = [*flags.split(), "--eval_every", 4, "--log_every", 2, "--data_dir", minis]
-    run(method, *flags, "--steps", 8, "--out_dir", whole)
-    run(method, *flags, "--steps", 5, "--out_dir", parts)
-    run(method, "--resume", "--steps", 8, "--out_dir", parts, "--device", "cpu")
+    run(method, *flags, "--out_dir", whole)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(method, "compute_losses", interrupted(method.compute_losses, 6))
+        run(method, *flags, "--out_dir", parts)
+    run(method, *flags, "--out_dir", parts, "--resume")
     expected = load_tensors(whole / "last.pt")
     resumed = load_tensors(parts / "last.pt")
     for name, weight in expected["model"].items():
@@ -633,12 +649,9 @@ class OwnData:
     grid = (5, 2, 3)
     max_len = 3
 
-    def steps(self, batch_size):
-        return 10
-
-    def train_batches(self, batch_size, seed, epoch, first=0):
-        for number in range(first, 10):
-            yield (self.batch(1000 * epoch + number),)
+    def train_batches(self, batch_size, seed, first, last):
+        for step in range(first, last):
+            yield (self.batch(step),)
 
     def eval_batches(self, split, batch_size):
         yield self.batch(10**6)
