@@ -840,7 +840,7 @@ class Run:
         resumed run may end in this way before its first step."""
         over = 0 < self.cfg.patience <= self.evals_since_best
         if over:
-            text = f"no new best in {self.evals_since_best} validations (--patience)"
+            text = f"{self.evals_since_best} validations without a new best (--patience)"
             tqdm.write(f"the run ends after step {self.step}: {text}")
         return over
 

@@ -382,9 +382,12 @@ def test_a_seventh_of_the_pairs_is_aligned_with_its_own_rewrites():
 
 
 def test_resume_in_either_stage_equals_no_interruption(prepared, tiny, tmp_path, monkeypatch):
+    """Every fourth step is saved, counted from the start of its stage, and so is each start."""
+    tiny += ["--pretrain_steps", 7]
     run(*tiny, "--data_dir", prepared, "--out_dir", tmp_path / "straight")
     straight = torch.load(tmp_path / "straight" / "last.pt", weights_only=True)
-    for at, step, stage in ((3, 0, "pretrain"), (6, 4, "pretrain"), (10, 8, "finetune")):
+    stops = [(3, 0, "pretrain"), (6, 4, "pretrain"), (9, 7, "finetune"), (13, 11, "finetune")]
+    for at, step, stage in stops:
         folder = tmp_path / f"stopped at {at}"
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(idc, "compute_losses", interrupted(idc.compute_losses, at))
@@ -403,7 +406,7 @@ def test_resume_in_either_stage_equals_no_interruption(prepared, tiny, tmp_path,
     run(*tiny, *own, "--steps", 1, "--lr", 0, "--out_dir", tmp_path / "second")
     first = torch.load(pretrained, weights_only=True)
     second = torch.load(tmp_path / "second" / "last.pt", weights_only=True)
-    assert first["step"] == 8
+    assert first["step"] == 7
     for name, weight in first["model"].items():
         assert torch.equal(weight, second["model"][name])
 
