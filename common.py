@@ -3,7 +3,7 @@
 First half, what a copied method needs:
     layers         Attention, initialise, GridPosition, sinusoid, masked_mean
     losses         upcast, info_nce, token_match
-    decoding       NULL, UNK, START, END, is_word, decode
+    decoding       NULL, UNK, START, END, is_word, decode, Cache
     configuration  InputError, RunConfig, learning_rate
 Second half, what a run needs:
     command line   parse_args, preset, saved_config, usable_device, set_up_device
@@ -95,6 +95,25 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal)
         return self.out(y.transpose(1, 2).flatten(2))
+
+    def extend(
+        self,
+        x: Tensor,
+        past: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Self-attention of a decoder. x (B, V, D) -> (B, V, D), and the next `past`: key and value
+        of all words so far.
+
+        Without `past`, x holds all words from the first on, and each sees itself and earlier words
+        or, with a mask (see attend), what this allows. With `past`, x is the word that follows."""
+        q, k, v = self.project(x, x)
+        if past is not None:
+            past_k, past_v = past
+            k = torch.cat([past_k, k], 1)
+            v = torch.cat([past_v, v], 1)
+        causal = past is None and mask is None
+        return self.attend(q, k, v, causal, mask), (k, v)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """q (B, L, D), k (B, M, D) -> scores before the softmax (B, h, L, M)."""
@@ -478,37 +497,51 @@ def is_word(ids: Tensor) -> Tensor:
     return (ids != NULL) & (ids != UNK) & (ids != START) & (ids != END)
 
 
-@torch.no_grad()
-def decode(
-    step: Callable[[Tensor, int], Tensor], count: int, max_len: int, device, sample: bool = False
-) -> Tensor:
-    """Write `count` captions word by word, each time the likeliest word or, with `sample`, a random
-    one. -> ids (B, max_len), B = count: START, at most max_len - 1 words, then NULL, without END.
+def decode(step: Callable[[Tensor, int], Tensor], count: int, max_len: int, device) -> Tensor:
+    """Write `count` captions word by word, each time the likeliest word. -> ids (B, max_len),
+    B = count: START, at most max_len - 1 words, then NULL, without END.
 
-    step(ids (B,), position) -> logits (B, vocabulary) of the next word. In every method, `step`
-    belongs to a Cache. It keeps the keys and values of the images (`memory`) and of earlier words
-    (`past`), so a step computes the new word only. Without it, 32 pairs at the papers' size take
-    4.4 times as long. Cache.reorder(rows) copies, drops and reorders the unfinished
-    captions, which a beam search needs (tests/test_methods.py has one)."""
+    step(ids (B,), position) -> logits (B, vocabulary) of the next word, such as Cache.step.
+    Gradients are turned off by `generate`. If `decode` did so, too, torch.export.save would fail."""
     ids = torch.full((count, max_len), NULL, device=device)
     ids[:, 0] = START
     ended = torch.zeros(count, dtype=torch.bool, device=device)
     for t in range(max_len - 1):
         logits = step(ids[:, t], t)
         logits[:, UNK] = float("-inf")  # never chosen
-        if sample:
-            word = logits.softmax(-1).multinomial(1)[:, 0]
-        else:
-            word = logits.argmax(-1)
+        word = logits.argmax(-1)
         # The released codes stop at END alone. The text is the same.
         ended |= (word == END) | (word == NULL)
         ids[:, t + 1] = word.masked_fill(ended, NULL)
-        # A traced or exported loop must not end where the captions of its example end.
-        exporting = torch.jit.is_tracing() or torch.compiler.is_compiling()
-        # This check waits for the GPU, so it is not made after every word.
-        if t % 8 == 7 and not exporting and ended.all():
+        # This check waits for the GPU, so it is not made after every word. An exported loop cannot
+        # make it.
+        if t % 8 == 7 and not torch.compiler.is_compiling() and ended.all():
             break
     return ids
+
+
+class Cache:
+    """Lets a transformer decoder write captions word by word, see `decode`. For each layer,
+    `memory` holds keys and values of what the words look at, and `past` those of the words so far,
+    so a step computes the new word only. Without it, 32 pairs at the papers' size take 4.4 times as
+    long. A beam search would index all of them by rows.
+
+    It needs decoder.embed_words(ids, position), decoder.memory(context), which has an entry for
+    each layer, and decoder.head. A layer(x, memory, past=...) returns the new x, the next `past`
+    and perhaps more. An LSTM instead has a class of its own with `step`. A method then changes in
+    two places: where it makes the decoder, and where `generate` makes the cache."""
+
+    def __init__(self, decoder: nn.Module, context):
+        self.decoder = decoder
+        self.memory = decoder.memory(context)
+        self.past = [None] * len(decoder.layers)
+
+    def step(self, ids: Tensor, t: int) -> Tensor:
+        """ids (B,) at position t -> logits of the next word (B, vocabulary)."""
+        x = self.decoder.embed_words(ids[:, None], t)  # (B, 1, D)
+        for i, layer in enumerate(self.decoder.layers):
+            x, self.past[i], *_ = layer(x, self.memory[i], past=self.past[i])
+        return self.decoder.head(x[:, 0])
 
 
 # ---- configuration -------------------------------------------------------------------------------

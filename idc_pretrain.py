@@ -716,11 +716,6 @@ class Cache:
             past.append((keys, values))
         self.past = past
 
-    def reorder(self, rows: Tensor) -> None:
-        """Let caption i continue what caption rows[i] has so far. rows: row numbers of the
-        batch, as many as there are captions to continue."""
-        self.past = [(keys[rows], values[rows]) for keys, values in self.past]
-
 
 # ---- presets -------------------------------------------------------------------------------------
 

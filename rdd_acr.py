@@ -30,7 +30,7 @@ and another set then distils the action from the objects. (3) In training, a con
 the first set resemble the caption's noun phrases, and the second set its verb phrases.
 
 Read first: GlobalDifference, DistillingBlock, Distilling, Fusion, alignment_loss, RDD.encode and
-RDD.forward. Skip at first: Cache, attention_map, and spaCy's patterns in section "phrases".
+RDD.forward. Skip at first: Decoder, attention_map, and spaCy's patterns in section "phrases".
 
 Eq. 1      ImageEmbedding      F_x = conv(features) + PE
 Eq. 2      RDD.encode          F_diff = F_bef - F_aft
@@ -86,6 +86,7 @@ from torch import Tensor
 from common import (
     NULL,
     Attention,
+    Cache,
     GridPosition,
     InputError,
     Run,
@@ -276,30 +277,17 @@ class DecoderLayer(nn.Module):
         self.norm3 = nn.LayerNorm(cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, cross: tuple[Tensor, Tensor], past=None):
-        """Words x (B, V, D); key and value (B, M, D) of the differences in `cross` -> words
-        (B, V, D); `past` (see attend_to_words); the query (B, V, D) of the cross-attention."""
-        attended, past = self.attend_to_words(x, past)
+    def forward(self, x: Tensor, memory: tuple[Tensor, Tensor], past=None):
+        """Words x (B, V, D); key and value (B, M, D) of the differences in `memory` -> words
+        (B, V, D); `past` (see Attention.extend); the query (B, V, D) of the cross-attention."""
+        attended, past = self.self_attention.extend(x, past)
         x = self.norm1(x + self.dropout(attended))
         query = self.cross_attention.query(x)
-        differences = self.cross_attention.attend(query, *cross)
+        differences = self.cross_attention.attend(query, *memory)
         x = self.norm2(x + self.dropout(differences))
         hidden = self.dropout(F.relu(self.hidden(x)))
         x = self.norm3(x + self.dropout(self.output(hidden)))
         return x, past, query
-
-    def attend_to_words(self, x: Tensor, past: tuple[Tensor, Tensor] | None):
-        """-> attended words (B, V, D), and the next `past`, keys and values of all words so far.
-
-        Without `past`, x holds all words from START on. A Cache passes `past`; then x is the single
-        word after those of `past`."""
-        q, k, v = self.self_attention.project(x, x)
-        if past is None:
-            return self.self_attention.attend(q, k, v, causal=True), (k, v)
-        past_k, past_v = past
-        k = torch.cat([past_k, k], 1)
-        v = torch.cat([past_v, v], 1)
-        return self.self_attention.attend(q, k, v), (k, v)
 
 
 class Decoder(nn.Module):
@@ -320,14 +308,22 @@ class Decoder(nn.Module):
         self.head = nn.Linear(cfg.dim, vocab_size)  # Eq. 14, without its softmax
         initialise(self, xavier=True)
 
-    def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All words at once, ids (B, V) -> hidden states (B, V, D); from the last layer, the words'
-        query (B, V, D) and the differences' key (B, M, D)."""
+    def forward(self, ids: Tensor, difference: Tensor) -> Tensor:
+        """All words at once: ids (B, V), differences (B, M, D) -> hidden states (B, V, D)."""
         x = self.embed_words(ids)
-        for layer, cross in zip(self.layers, self.memory(difference), strict=True):
-            x, _, query = layer(x, cross)
-        key, _ = cross
-        return x, query, key
+        for layer, memory in zip(self.layers, self.memory(difference), strict=True):
+            x, _, _ = layer(x, memory)
+        return x
+
+    def attention(self, ids: Tensor, difference: Tensor, cells: int) -> Tensor:
+        """The last layer's attention, averaged over heads, with its softmax over the first `cells`
+        of M tokens. ids (B, V), differences (B, M, D) -> (B, V, cells)."""
+        x = self.embed_words(ids)
+        for layer, memory in zip(self.layers, self.memory(difference), strict=True):
+            x, _, query = layer(x, memory)
+        key, _ = memory  # of the last layer
+        scores = layer.cross_attention.scores(query, key[:, :cells])  # (B, h, V, cells)
+        return scores.softmax(-1).mean(1)
 
     def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
@@ -344,29 +340,6 @@ class Decoder(nn.Module):
             value = layer.cross_attention.value(difference)
             memory.append((key, value))
         return memory
-
-
-class Cache:
-    """Writes captions word by word (see common.decode). For each layer, `memory` holds the key and
-    value of the differences, and `past` those of the words so far."""
-
-    def __init__(self, decoder: Decoder, difference: Tensor):
-        self.decoder = decoder
-        self.memory = decoder.memory(difference)
-        self.past = [None] * len(decoder.layers)
-
-    def step(self, ids: Tensor, t: int) -> Tensor:
-        """ids (B,) at position t -> logits of the next word (B, vocabulary)."""
-        x = self.decoder.embed_words(ids[:, None], t)  # (B, 1, D)
-        for i, layer in enumerate(self.decoder.layers):
-            x, self.past[i], _ = layer(x, self.memory[i], self.past[i])
-        return self.decoder.head(x[:, 0])
-
-    def reorder(self, rows: Tensor) -> None:
-        """After a step: let caption i continue what caption rows[i] has so far. rows: row
-        numbers of the batch, as many as there are captions to continue."""
-        self.memory = [(key[rows], value[rows]) for key, value in self.memory]
-        self.past = [(key[rows], value[rows]) for key, value in self.past]
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -504,7 +477,7 @@ class RDD(nn.Module):
         """Features (B, C, H, W) of both images, caption (B, V), its phrases -> terms of Eq. 16."""
         cfg = self.cfg
         tokens, distilled = self.encode(before, after)  # Eq. 1-9
-        hidden, _, _ = self.decoder(caption, tokens)
+        hidden = self.decoder(caption, tokens)
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 14-15
         # Cosines divided by a small temperature need float32.
         with torch.autocast(caption.device.type, enabled=False):
@@ -548,10 +521,7 @@ class RDD(nn.Module):
         weights over cells."""
         _, height, width = self.grid
         tokens, distilled = self.encode(before, after)
-        _, query, key = self.decoder(ids, tokens)
-        cells = key[:, : height * width]  # F_c stands first
-        scores = self.decoder.layers[-1].cross_attention.scores(query, cells)  # (B, h, V, N)
-        weight = scores.softmax(-1).mean(1)  # (B, V, N)
+        weight = self.decoder.attention(ids, tokens, height * width)  # (B, V, N); F_c stands first
         # Row t is the state that predicts word t + 1.
         maps = {"decoder": masked_mean(weight[:, :-1], is_word(ids[:, 1:]))}  # (B, N)
         read_cells = None  # (B, M, N): the weights over cells of the vectors that came first

@@ -67,7 +67,7 @@ def plain_decode(model, before, after, *entities):
 
     def step(words, t):
         so_far.append(words)
-        hidden = model.decoder(torch.stack(so_far, 1), seen)[0]
+        hidden = model.decoder(torch.stack(so_far, 1), seen)
         return model.decoder.head(hidden[:, -1])
 
     return decode(step, len(before), model.max_len, before.device)

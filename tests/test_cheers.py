@@ -202,11 +202,10 @@ def test_decoder_layer_against_equations(gate):
     x = torch.randn(B, V, D).double()
     f_diff = torch.randn(B, N, D).double()
     e = torch.randn(B, K, D).double()
-    differences = (layer.cross_attention.key(f_diff), layer.cross_attention.value(f_diff))
-    entities = None
+    memory = (layer.cross_attention.key(f_diff), layer.cross_attention.value(f_diff))
     if gate != "none":
-        entities = (layer.text_attention.key(e), layer.text_attention.value(e))
-    out, _, query = layer(x, differences, entities)
+        memory += (layer.text_attention.key(e), layer.text_attention.value(e))
+    out, _, query = layer(x, memory)
     h = []
     for t in range(V):  # Eq. 13: every word sees itself and earlier ones
         words = attention_by_heads(layer.self_attention, x[:, t : t + 1], x[:, : t + 1])[:, 0]
