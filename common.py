@@ -502,7 +502,7 @@ def decode(step: Callable[[Tensor, int], Tensor], count: int, max_len: int, devi
     B = count: START, at most max_len - 1 words, then NULL, without END.
 
     step(ids (B,), position) -> logits (B, vocabulary) of the next word, such as Cache.step.
-    Gradients are turned off by `generate`. If `decode` did so, too, torch.export.save would fail."""
+    `generate` turns gradients off. If `decode` did so, too, torch.export.save would fail."""
     ids = torch.full((count, max_len), NULL, device=device)
     ids[:, 0] = START
     ended = torch.zeros(count, dtype=torch.bool, device=device)
