@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,28 +97,60 @@ def test_feature_file_round_trip(tmp_path):
     torch.testing.assert_close(read.rows(["d", "a", "d"]), expected)
 
 
-def test_only_the_named_gpu_is_asked_and_gets_page_locked_features(prepared, monkeypatch):
+def test_the_system_is_told_which_bytes_are_read_next(tmp_path, monkeypatch):
+    write(tmp_path / "f.h5", [FEATURES])
+    read = data.Features(tmp_path / "f.h5", "make it", "resnet101-layer3")
+    content = (tmp_path / "f.h5").read_bytes()
+    told = []
+
+    def advise(file, start, length, advice):
+        assert length <= 40 and advice == "soon"
+        told.append(content[start : start + length])
+
+    monkeypatch.setattr(data, "READ_AHEAD", 40)  # a row has 96 bytes
+    monkeypatch.setattr(os, "POSIX_FADV_WILLNEED", "soon", raising=False)
+    monkeypatch.setattr(os, "posix_fadvise", advise, raising=False)
+    rows = read.rows(["d", "a"])
+    assert torch.equal(rows, torch.from_numpy(FEATURES[[3, 0]]).half())
+    assert b"".join(told) == rows.numpy().tobytes()
+    monkeypatch.delattr(os, "posix_fadvise")  # as on macOS and Windows
+    assert torch.equal(read.rows(["d", "a"]), rows)
+
+
+@pytest.fixture
+def page_locked(monkeypatch):
+    """The tensors in page-locked memory, which here is not page-locked: there may be no GPU."""
+    empty = torch.empty
+    made = []
+
+    def unpinned(shape, dtype, pin_memory):
+        made.append(empty(shape, dtype=dtype))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty", unpinned)
+    return made
+
+
+def test_only_the_named_gpu_is_asked_and_gets_page_locked_features(
+    prepared, page_locked, monkeypatch
+):
     """A GPU that is not used may be broken or busy. Page-locking memory also uses a GPU."""
     names = sorted(data.read_clevr_change(prepared).paths)[3::-1]
-    empty = torch.empty
     asked = []
 
     def free_memory(device):
         asked.append(device)
         return 0, 0
 
-    def unpinned(shape, dtype, pin_memory):  # this computer may have no GPU to page-lock memory for
-        asked.append("pinned")
-        return empty(shape, dtype=dtype)
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", free_memory)
-    monkeypatch.setattr(torch, "empty", unpinned)
     rows = data.load("clevr_change", prepared, device="cpu").features.rows(names)
-    assert asked == []
-    page_locked = data.load("clevr_change", prepared, device="cuda:1").features
-    assert torch.equal(page_locked.rows(names), rows)
-    assert asked == ["cuda:1", "pinned"]
+    assert asked == page_locked == []
+    features = data.load("clevr_change", prepared, device="cuda:1").features
+    assert asked == [features.device] == ["cuda:1"]
+    features.device = "meta"  # stands in for the GPU
+    assert features.rows(names).device.type == "meta"
+    assert torch.equal(page_locked[0], rows)
 
 
 @pytest.mark.parametrize("factor", [1e6, np.nan])
@@ -211,6 +244,19 @@ def test_half_of_the_scenes_take_the_distractor_as_before(prepared):
     evaluation = next(dataset.eval_batches("test", 5))  # swaps nothing
     expected = dataset.features.rows(["CLEVR_default_000010.png"])
     assert torch.equal(evaluation.before[:1], expected)
+
+
+def test_the_image_that_a_scenes_pairs_share_is_read_and_sent_once(prepared, page_locked):
+    dataset = data.load("clevr_change", prepared)
+    changed, distractor = next(dataset.train_batches(8, 0, 0, 1))
+    assert changed.before is distractor.before
+    dataset.features.device = "meta"  # stands in for a GPU
+    sent = next(dataset.train_batches(8, 0, 0, 1))
+    assert sent[0].before is sent[1].before
+    assert sent[0].before.device.type == "meta"
+    images = (changed.before, changed.after, distractor.after)
+    for copied, image in zip(page_locked, images, strict=True):
+        assert torch.equal(copied, image)
 
 
 def test_every_scene_may_be_first_and_every_caption_is_drawn(prepared):
