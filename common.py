@@ -20,6 +20,7 @@ that file and scores.py, too. Licence: MIT.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import inspect
 import json
 import math
@@ -37,7 +38,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch._functorch.config
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
@@ -201,8 +201,8 @@ def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
     a slice of the channels, and the result is their mean. For cosines, pass tokens of length 1. For
     images with padding, group them by their number of real tokens and make one call for each pair
     of groups. In a tie, one winner gets the whole gradient. On CUDA, float32 tokens are multiplied
-    in TF32. Products of bfloat16 tokens are exact, so there is no need to cast these; only the
-    gradient's shares are rounded.
+    in TF32, whatever PyTorch's own setting is. Products of bfloat16 tokens are exact, so there is
+    no need to cast these; only the gradient's shares are rounded.
 
     A dense version needs A*B*N*M scores (2.5 GB at 128 pairs of 196 cells) four times over in the
     backward pass. Only winners have a gradient, so this one holds few scores at a time and keeps
@@ -320,8 +320,10 @@ if triton:
         after the other, and takes both maxima of each block.
 
         The number of a token replaces the lowest bits of its score, so that one maximum finds both.
-        Scores that differ by less than 3e-5 of their size (for 256 tokens) then count as equal.
-        Tokens past the end repeat the last one, which changes no maximum."""
+        Scores that differ by less than 3e-5 of their size (for 256 tokens) then count as equal. Of
+        equals in a block the last wins or, if their score is negative, the first. Tokens past the
+        end repeat the last one, which changes no maximum. tl.max ignores NaN, but where a token has
+        NaN, the similarity is -inf or NaN."""
         b = tl.program_id(0)
         a = tl.program_id(1)
         pair = a * B + b
@@ -346,7 +348,10 @@ if triton:
                     x = tl.load(query_at + c0, mask=real[None, :], other=0.0)
                     y = tl.load(key_at + c0, mask=real[:, None], other=0.0)
                     scores = tl.dot(x, y, scores)
-                scores += 0.0  # without it, the bits are all zero on an H100 (ptxas of CUDA 12.8)
+                # Without this sum, ptxas 12.8 and 12.9 lose the products for an H100: of 64, they
+                # keep 16, which write into no register, and scores are zero. 13.1 and later lose
+                # none. No compiler may leave the sum out, because -0.0 + 0.0 is 0.0.
+                scores += 0.0
             bits = scores.to(tl.int32, bitcast=True)
             best = tl.max((bits & -SOME_M | in_block[None, :]).to(tl.float32, bitcast=True), 1)
             block = tl.where(best > highest, m0, block)
@@ -386,13 +391,57 @@ if triton:
                 share = tl.where(key[:, None] == m[None, :], weight / (2 * N), 0.0)
                 share += tl.where(query[None, :] == n[:, None], weight / (2 * M), 0.0)
                 total = tl.dot(share.to(y.dtype), y, total)
+                # Without this sum, the next round begins while an H100 computes this product, and
+                # ptxas before 13.3 lets its shares overwrite those that the product still reads
+                # (triton-lang/triton issue 9433). The gradient would be wrong now and then.
+                total += 0.0
         at = grad_q + (a * N + n[:, None]) * C + c[None, :]
         tl.store(at, total.to(grad_q.dtype.element_ty), mask=(n < N)[:, None] & (c < C)[None, :])
 
 
 def kernels_fit(q: Tensor, k: Tensor) -> bool:
-    # Triton is missing on Windows. A block holds all queries of an image. tl.dot sums in float32.
-    return bool(triton) and max(q.shape[1], k.shape[1]) <= 256 and q.dtype != torch.float64
+    """Whether the kernels can match these tokens."""
+    A, N, C = q.shape
+    B, M, _ = k.shape
+    if not triton:  # missing on Windows
+        return False
+    if max(N, M) > 256:  # a block holds all queries of an image
+        return False
+    # tl.dot sums in float32, too few digits for float64. In float16, shares of 1e-8 would be zero.
+    if q.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    if max(A * B * max(N, M), q.numel(), k.numel()) >= 2**31:  # offsets have 32 bits
+        return False
+    if not q.is_cuda:  # Triton's interpreter
+        return True
+    # Before Ampere, Triton uses no tensor cores, and blocks do not fit into shared memory.
+    ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return ampere and kernels_work(q.device, q.dtype, N, M, C)
+
+
+@functools.cache
+def kernels_work(device: torch.device, dtype: torch.dtype, N: int, M: int, C: int) -> bool:
+    """Whether both kernels agree with the slower form, tried once on random tokens of 16 images.
+
+    Compilers have lost sums of these kernels in silence. The trial waits for the GPU, so it must
+    have been made before a CUDA graph is captured."""
+    random = torch.Generator(device).manual_seed(0)
+    q = torch.randn(16, N, C, generator=random, device=device, dtype=dtype)
+    k = torch.randn(16, M, C, generator=random, device=device, dtype=dtype)
+    similarity, *winners = match_by_kernel(q, k)
+    slow_similarity, *slow_winners = match_in_slices(q, k)
+    gradients = gradients_by_kernel(slow_similarity, q, k, *slow_winners)
+    slow_gradients = gradients_in_bags(slow_similarity, q, k, *slow_winners)
+    ours = (similarity, *gradients)
+    slow = (slow_similarity, *slow_gradients)
+    errors = [(x - y).norm() / y.norm() for x, y in zip(ours, slow, strict=True)]
+    # Of two scores that are almost equal, either may win.
+    errors += [(x != y).float().mean() for x, y in zip(winners, slow_winners, strict=True)]
+    works = all(error <= 0.02 for error in errors)  # not so for NaN
+    if not works:
+        text = "Triton's kernels differ from the slower form by more than 2 %, so that form is used"
+        print(f"token_match on {device}: {text}")
+    return works
 
 
 def block_of(size: int, most: int) -> int:
@@ -401,9 +450,14 @@ def block_of(size: int, most: int) -> int:
 
 
 def match_on_cuda(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """match_in_slices, by match_kernel where it fits."""
+    if kernels_fit(q, k):
+        return match_by_kernel(q, k)
+    return match_in_slices(q, k)
+
+
+def match_by_kernel(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """match_in_slices by match_kernel."""
-    if not kernels_fit(q, k):
-        return match_in_slices(q, k)
     A, N, C = q.shape
     B, M, _ = k.shape
     similarity = q.new_empty(A, B, dtype=torch.float32)
@@ -411,19 +465,27 @@ def match_on_cuda(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     best_query = q.new_empty(A, B, M, dtype=torch.int16)
     # Chosen by time on an H100; they also fit into the 99 KB of shared memory of smaller GPUs.
     some_m, some_c, warps, stages = (32, 64, 4, 2) if C <= 64 else (128, 32, 8, 3)
-    match_kernel[(B, A)](
-        q.contiguous(), k.contiguous(), similarity, best_key, best_query, B, N, M, C,
-        block_of(N, 256), some_m, block_of(C, some_c), num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):  # Triton launches on the current GPU
+        match_kernel[(B, A)](
+            q.contiguous(), k.contiguous(), similarity, best_key, best_query, B, N, M, C,
+            block_of(N, 256), some_m, block_of(C, some_c), num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return similarity, best_key, best_query
 
 
 def gradients_on_cuda(
     grad: Tensor, q: Tensor, k: Tensor, best_key: Tensor, best_query: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """gradients_in_bags, by gradient_kernel where it fits."""
+    if kernels_fit(q, k):
+        return gradients_by_kernel(grad, q, k, best_key, best_query)
+    return gradients_in_bags(grad, q, k, best_key, best_query)
+
+
+def gradients_by_kernel(
+    grad: Tensor, q: Tensor, k: Tensor, best_key: Tensor, best_query: Tensor
+) -> tuple[Tensor, Tensor]:
     """gradients_in_bags by gradient_kernel: for q and, with all roles swapped, for k."""
-    if not kernels_fit(q, k):
-        return gradients_in_bags(grad, q, k, best_key, best_query)
     B = grad.shape[1]
     grad = grad.contiguous()
     gradients = []
@@ -436,10 +498,11 @@ def gradients_on_cuda(
         some_n = block_of(N, 128 if C <= 64 else 64)
         some_c = block_of(C, 256)
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        gradient_kernel[(images, triton.cdiv(N, some_n), triton.cdiv(C, some_c))](
-            y.contiguous(), grad, best_y, best_x, grad_x, others, N, M, step_x, step_y, C,
-            some_n, 32, some_c, num_warps=4, num_stages=3,
-        )  # fmt: skip
+        with torch.cuda.device_of(q):
+            gradient_kernel[(images, triton.cdiv(N, some_n), triton.cdiv(C, some_c))](
+                y.contiguous(), grad, best_y, best_x, grad_x, others, N, M, step_x, step_y, C,
+                some_n, 32, some_c, num_warps=4, num_stages=3,
+            )  # fmt: skip
         gradients.append(grad_x)
     return gradients[0], gradients[1]
 
@@ -477,6 +540,8 @@ def _keep_for_backward(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad: Tensor, *_) -> tuple[Tensor, Tensor]:
+    # torch.compile keeps compiled graphs on disk and finds them by their forward pass. After an
+    # edit of this function, TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 keeps it from using old ones.
     return _gradients(grad, *ctx.saved_tensors)
 
 
@@ -647,6 +712,7 @@ def parse_args(
     module = sys.modules[Config.__module__]
     args = make_parser(Config, PRESETS, module.__doc__, bool(RELEASED)).parse_args(argv)
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if f.name in args}
+    given["device"] = usable_device(given.get("device", ""))
     dataset = given.get("dataset", Config.dataset)
     script = Path(module.__file__).stem
     out_dir = Path(given.get("out_dir") or f"runs/{script}-{dataset}")
@@ -679,13 +745,17 @@ def parse_args(
     if not checkpoint or not out_dir.resolve().is_relative_to(checkpoint.parent.resolve()):
         refuse_used_folder(out_dir)
 
-    given["device"] = usable_device(given.get("device", ""))
     given["out_dir"] = str(out_dir)
     cfg = dataclasses.replace(base, **given)
     set_up_device(cfg.device)
     if cfg.amp and cfg.on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         print("this GPU does not support bfloat16: amp is off")
         cfg.amp = False
+    if cfg.compile and cfg.on_cuda:
+        old = torch.cuda.get_device_capability(cfg.device) < (7, 0)
+        if old or not triton:  # Triton is missing on Windows
+            print("torch.compile needs Triton and a GPU of capability 7.0 or more: compile is off")
+            cfg.compile = False
     args.suffix = ""
     if args.eval and checkpoint.name != "best.pt":
         args.suffix = f"-{checkpoint.stem}"
@@ -786,8 +856,16 @@ def refuse_used_folder(folder: Path) -> None:
 
 
 def usable_device(name: str) -> str:
-    """The device of this name. An empty name stands for CUDA if there is one, else the CPU."""
-    return name or ("cuda" if torch.cuda.is_available() else "cpu")
+    """The device of this name. An empty name stands for CUDA if there is one, else the CPU.
+    InputError if there is no such device."""
+    if not name:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except Exception as e:  # PyTorch raises errors of several types
+        reason, _, _ = str(e).partition("\n")
+        raise InputError(f"--device {name} cannot be used ({reason}); try --device cpu") from e
+    return name
 
 
 def set_up_device(device: str) -> None:
@@ -797,17 +875,16 @@ def set_up_device(device: str) -> None:
     # "high" is TF32. It applies to matrix products outside autocast's bfloat16.
     torch.set_float32_matmul_precision("high" if on_cuda else "highest")
     if on_cuda:
-        if ":" in device:  # Triton launches its kernels on the current GPU
+        from torch._functorch import config as functorch_config
+
+        if ":" in device:  # for what knows only the current GPU, such as is_bf16_supported
             torch.cuda.set_device(device)
         # cuDNN's attention makes a plan for every new shape, which can take a second. The number of
         # phrases that CLIP reads varies between steps. Other kernels need no plan.
         torch.backends.cuda.enable_cudnn_sdp(False)
         # What a loss computes in float32 keeps its backward pass in float32. By default, a compiled
         # backward pass repeats the autocast that is around the whole forward pass.
-        torch._functorch.config.backward_pass_autocast = "off"
-        # PyTorch keeps compiled graphs on disk and finds them by their forward pass. After an edit
-        # of token_match's backward pass, it would use the old one.
-        torch._functorch.config.enable_autograd_cache = False
+        functorch_config.backward_pass_autocast = "off"
         # Each model has its own graph, and so has each task of a model with several.
         torch._dynamo.config.recompile_limit = 64
 
