@@ -192,6 +192,154 @@ def info_nce(scores: Tensor) -> Tensor:
     return F.cross_entropy(scores, partner)
 
 
+# ---- decoding ------------------------------------------------------------------------------------
+
+# The first ids of every vocabulary: padding, unknown word, and the two ends of a caption.
+NULL = 0
+UNK = 1
+START = 2
+END = 3
+
+
+def is_word(ids: Tensor) -> Tensor:
+    """True for the ids that are none of the four special ids. Any shape -> the same shape."""
+    return (ids != NULL) & (ids != UNK) & (ids != START) & (ids != END)
+
+
+def decode(step: Callable[[Tensor, int], Tensor], count: int, max_len: int, device) -> Tensor:
+    """Write `count` captions word by word, each time the likeliest word. -> ids (B, max_len),
+    B = count: START, at most max_len - 1 words, then NULL, without END.
+
+    step(ids (B,), position) -> logits (B, vocabulary) of the next word, such as Cache.step.
+    `generate` turns gradients off. If `decode` did so, too, torch.export.save would fail."""
+    ids = torch.full((count, max_len), NULL, device=device)
+    ids[:, 0] = START
+    ended = torch.zeros(count, dtype=torch.bool, device=device)
+    for t in range(max_len - 1):
+        logits = step(ids[:, t], t)
+        logits[:, UNK] = float("-inf")  # never chosen
+        word = logits.argmax(-1)
+        # The released codes stop at END alone. The text is the same.
+        ended |= (word == END) | (word == NULL)
+        ids[:, t + 1] = word.masked_fill(ended, NULL)
+        # This check waits for the GPU, so it is not made after every word. An exported loop cannot
+        # make it.
+        if t % 8 == 7 and not torch.compiler.is_compiling() and ended.all():
+            break
+    return ids
+
+
+class Cache:
+    """Lets a transformer decoder write captions word by word, see `decode`. For each layer,
+    `memory` holds keys and values of what the words look at, and `past` those of the words so far,
+    so a step computes the new word only. Without it, 32 pairs at the papers' size take 4.4 times as
+    long. A beam search would index all of them by rows.
+
+    It needs decoder.embed_words(ids, position), decoder.memory(context), which has an entry for
+    each layer, and decoder.head. A layer(x, memory, past=...) returns the new x, the next `past`
+    and perhaps more. An LSTM instead has a class of its own with `step`. A method then changes in
+    two places: where it makes the decoder, and where `generate` makes the cache."""
+
+    def __init__(self, decoder: nn.Module, context):
+        self.decoder = decoder
+        self.memory = decoder.memory(context)
+        self.past = [None] * len(decoder.layers)
+
+    def step(self, ids: Tensor, t: int) -> Tensor:
+        """ids (B,) at position t -> logits of the next word (B, vocabulary)."""
+        x = self.decoder.embed_words(ids[:, None], t)  # (B, 1, D)
+        for i, layer in enumerate(self.decoder.layers):
+            x, self.past[i], *_ = layer(x, self.memory[i], past=self.past[i])
+        return self.decoder.head(x[:, 0])
+
+
+# ---- configuration -------------------------------------------------------------------------------
+
+
+class InputError(ValueError):
+    """A user's flags, files or data are at fault. run_main prints this error in one line."""
+
+
+@dataclass
+class RunConfig:
+    """The settings that all methods share. A method's Config adds its own. The comment on a field's
+    line is its --help text.
+
+    parse_args fills in data_dir, out_dir and device. From Python, `preset` makes the Config of a
+    data set and fills in data_dir only. Before `train`, set out_dir and device, and call
+    set_up_device. seed, steps, batch_size and lr default to those of SCORER's released code for
+    CLEVR-Change. InputError if a value is not one of a field's choices."""
+
+    # Flags may change these fields of a checkpoint's Config. Some are paths, because files may have
+    # moved. The others do not affect the steps already done. A method's Config may add to them.
+    MAY_CHANGE = {
+        "extractor",
+        "data_dir",
+        "out_dir",
+        "device",
+        "compile",
+        "features",
+        "steps",
+        "log_every",
+        "eval_every",
+        "eval_batch",
+        "patience",
+    }
+
+    dataset: str = "mini"  # data set; chooses the preset
+    extractor: str = ""  # resnet101-layer4, timm/NAME, ... (default: the data set's own)
+    data_dir: str = ""  # folder of the data set (default: data/<dataset>)
+    out_dir: str = ""  # folder of the run (default: runs/<method>-<dataset>)
+    seed: int = 1111  # random seed for weights, dropout and data order
+    steps: int = 10000  # training steps
+    batch_size: int = 128  # scenes per step (each may have a changed and a distractor pair)
+    lr: float = 2e-4  # Adam's learning rate
+    schedule: Literal["step", "cosine"] = "step"  # x0.1 every lr_drop steps, or cosine to zero
+    lr_drop: int = 0  # steps between drops of --schedule step; 0: no drops
+    warmup: int = 0  # steps of linear warm-up
+    grad_clip: float = 0.0  # maximum gradient norm; 0: no clipping
+    log_every: int = 50  # steps between lines of log.jsonl
+    eval_every: int = 1000  # steps between validations; last.pt is saved as often
+    patience: int = 0  # stop after this many validations without a new best; 0: never
+    select_by: Literal["CIDEr", "BLEU-4", "ROUGE-L"] = "CIDEr"  # metric that chooses best.pt
+    eval_batch: int = 64  # pairs decoded at once
+    device: str = ""  # cuda, cpu, ... (default: cuda if there is one)
+    amp: bool = True  # bfloat16 autocast; CUDA only
+    compile: bool = True  # torch.compile of the training step; CUDA only
+    features: Literal["auto", "gpu", "file"] = "auto"  # where features are; auto: GPU if they fit
+    blind: bool = False  # zero the image features (language-only baseline)
+
+    def __post_init__(self):
+        # From Python, a wrong word would choose one of several branches in silence.
+        for name, kind in typing.get_type_hints(type(self)).items():
+            if typing.get_origin(kind) is Literal:
+                value = getattr(self, name)
+                choices = typing.get_args(kind)
+                if value not in choices:
+                    expected = ", ".join(map(str, choices))
+                    raise InputError(f"--{name} {value}: expected one of {expected}")
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+
+def learning_rate(cfg: RunConfig, step: int) -> float:
+    """Learning rate of a step, counted from 0."""
+    lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup))
+    if cfg.schedule == "cosine":
+        done = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+        return lr * (1 + math.cos(math.pi * done)) / 2
+    drops = step // cfg.lr_drop if cfg.lr_drop else 0
+    return lr * 0.1**drops
+
+
+# ---- token matching ------------------------------------------------------------------------------
+
+# SCORER+CBR and CHEERS alone use this section. A copy for another method can do without it and
+# without the import of Triton.
+
+
 def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
     """Similarity of every image a to every image b by their best-matching tokens (FILIP, 2022):
 
@@ -546,148 +694,6 @@ def _backward(ctx, grad: Tensor, *_) -> tuple[Tensor, Tensor]:
 
 
 _token_match.register_autograd(_backward, setup_context=_keep_for_backward)
-
-
-# ---- decoding ------------------------------------------------------------------------------------
-
-# The first ids of every vocabulary: padding, unknown word, and the two ends of a caption.
-NULL = 0
-UNK = 1
-START = 2
-END = 3
-
-
-def is_word(ids: Tensor) -> Tensor:
-    """True for the ids that are none of the four special ids. Any shape -> the same shape."""
-    return (ids != NULL) & (ids != UNK) & (ids != START) & (ids != END)
-
-
-def decode(step: Callable[[Tensor, int], Tensor], count: int, max_len: int, device) -> Tensor:
-    """Write `count` captions word by word, each time the likeliest word. -> ids (B, max_len),
-    B = count: START, at most max_len - 1 words, then NULL, without END.
-
-    step(ids (B,), position) -> logits (B, vocabulary) of the next word, such as Cache.step.
-    `generate` turns gradients off. If `decode` did so, too, torch.export.save would fail."""
-    ids = torch.full((count, max_len), NULL, device=device)
-    ids[:, 0] = START
-    ended = torch.zeros(count, dtype=torch.bool, device=device)
-    for t in range(max_len - 1):
-        logits = step(ids[:, t], t)
-        logits[:, UNK] = float("-inf")  # never chosen
-        word = logits.argmax(-1)
-        # The released codes stop at END alone. The text is the same.
-        ended |= (word == END) | (word == NULL)
-        ids[:, t + 1] = word.masked_fill(ended, NULL)
-        # This check waits for the GPU, so it is not made after every word. An exported loop cannot
-        # make it.
-        if t % 8 == 7 and not torch.compiler.is_compiling() and ended.all():
-            break
-    return ids
-
-
-class Cache:
-    """Lets a transformer decoder write captions word by word, see `decode`. For each layer,
-    `memory` holds keys and values of what the words look at, and `past` those of the words so far,
-    so a step computes the new word only. Without it, 32 pairs at the papers' size take 4.4 times as
-    long. A beam search would index all of them by rows.
-
-    It needs decoder.embed_words(ids, position), decoder.memory(context), which has an entry for
-    each layer, and decoder.head. A layer(x, memory, past=...) returns the new x, the next `past`
-    and perhaps more. An LSTM instead has a class of its own with `step`. A method then changes in
-    two places: where it makes the decoder, and where `generate` makes the cache."""
-
-    def __init__(self, decoder: nn.Module, context):
-        self.decoder = decoder
-        self.memory = decoder.memory(context)
-        self.past = [None] * len(decoder.layers)
-
-    def step(self, ids: Tensor, t: int) -> Tensor:
-        """ids (B,) at position t -> logits of the next word (B, vocabulary)."""
-        x = self.decoder.embed_words(ids[:, None], t)  # (B, 1, D)
-        for i, layer in enumerate(self.decoder.layers):
-            x, self.past[i], *_ = layer(x, self.memory[i], past=self.past[i])
-        return self.decoder.head(x[:, 0])
-
-
-# ---- configuration -------------------------------------------------------------------------------
-
-
-class InputError(ValueError):
-    """A user's flags, files or data are at fault. run_main prints this error in one line."""
-
-
-@dataclass
-class RunConfig:
-    """The settings that all methods share. A method's Config adds its own. The comment on a field's
-    line is its --help text.
-
-    parse_args fills in data_dir, out_dir and device. From Python, `preset` makes the Config of a
-    data set and fills in data_dir only. Before `train`, set out_dir and device, and call
-    set_up_device. seed, steps, batch_size and lr default to those of SCORER's released code for
-    CLEVR-Change. InputError if a value is not one of a field's choices."""
-
-    # Flags may change these fields of a checkpoint's Config. Some are paths, because files may have
-    # moved. The others do not affect the steps already done. A method's Config may add to them.
-    MAY_CHANGE = {
-        "extractor",
-        "data_dir",
-        "out_dir",
-        "device",
-        "compile",
-        "features",
-        "steps",
-        "log_every",
-        "eval_every",
-        "eval_batch",
-        "patience",
-    }
-
-    dataset: str = "mini"  # data set; chooses the preset
-    extractor: str = ""  # resnet101-layer4, timm/NAME, ... (default: the data set's own)
-    data_dir: str = ""  # folder of the data set (default: data/<dataset>)
-    out_dir: str = ""  # folder of the run (default: runs/<method>-<dataset>)
-    seed: int = 1111  # random seed for weights, dropout and data order
-    steps: int = 10000  # training steps
-    batch_size: int = 128  # scenes per step (each may have a changed and a distractor pair)
-    lr: float = 2e-4  # Adam's learning rate
-    schedule: Literal["step", "cosine"] = "step"  # x0.1 every lr_drop steps, or cosine to zero
-    lr_drop: int = 0  # steps between drops of --schedule step; 0: no drops
-    warmup: int = 0  # steps of linear warm-up
-    grad_clip: float = 0.0  # maximum gradient norm; 0: no clipping
-    log_every: int = 50  # steps between lines of log.jsonl
-    eval_every: int = 1000  # steps between validations; last.pt is saved as often
-    patience: int = 0  # stop after this many validations without a new best; 0: never
-    select_by: Literal["CIDEr", "BLEU-4", "ROUGE-L"] = "CIDEr"  # metric that chooses best.pt
-    eval_batch: int = 64  # pairs decoded at once
-    device: str = ""  # cuda, cpu, ... (default: cuda if there is one)
-    amp: bool = True  # bfloat16 autocast; CUDA only
-    compile: bool = True  # torch.compile of the training step; CUDA only
-    features: Literal["auto", "gpu", "file"] = "auto"  # where features are; auto: GPU if they fit
-    blind: bool = False  # zero the image features (language-only baseline)
-
-    def __post_init__(self):
-        # From Python, a wrong word would choose one of several branches in silence.
-        for name, kind in typing.get_type_hints(type(self)).items():
-            if typing.get_origin(kind) is Literal:
-                value = getattr(self, name)
-                choices = typing.get_args(kind)
-                if value not in choices:
-                    expected = ", ".join(map(str, choices))
-                    raise InputError(f"--{name} {value}: expected one of {expected}")
-
-    @property
-    def on_cuda(self) -> bool:
-        return self.device.startswith("cuda")
-
-
-def learning_rate(cfg: RunConfig, step: int) -> float:
-    """Learning rate of a step, counted from 0."""
-    lr = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup))
-    if cfg.schedule == "cosine":
-        done = max(0, step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
-        return lr * (1 + math.cos(math.pi * done)) / 2
-    drops = step // cfg.lr_drop if cfg.lr_drop else 0
-    return lr * 0.1**drops
 
 
 # ==================================================================================================

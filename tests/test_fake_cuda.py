@@ -92,6 +92,7 @@ def entities_of(cfg):
     """cheers.Entities with one pair of pictures."""
     entities = object.__new__(cheers.Entities)
     entities.table = torch.rand(500, cfg.clip_dim, device=GPU)
+    entities.blind = False
     entities.rows = {("a", "b"): torch.zeros(cfg.k, dtype=torch.long)}
     return entities
 
@@ -176,7 +177,7 @@ def test_compile_is_off_where_it_cannot_work(
     monkeypatch.setattr(common, "set_up_device", lambda device: None)
     flags = ["--device", "cuda", "--out_dir", str(tmp_path / "run")]
     with FakeTensorMode():
-        cfg, _ = parse_args(scorer_cbr.Config, scorer_cbr.PRESETS, "scorer_cbr", "", flags)
+        cfg, _ = parse_args(scorer_cbr.Config, scorer_cbr.PRESETS, scorer_cbr.RELEASED, flags)
     assert cfg.compile == compiles
     assert ("compile is off" in capsys.readouterr().out) != compiles
 
