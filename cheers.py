@@ -174,14 +174,15 @@ def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Te
 
 
 class StrengthMap(nn.Module):
-    """P^ = Linear_{1->D}(m) of Eq. 3 or, with `difference`, P^ = Linear_{1->D}(1 - m) of Eq. 5.
+    """P^ = Linear_{1->D}(m) of Eq. 3, for CRE, or with `invert` Linear_{1->D}(1 - m) of Eq. 5, for
+    DRE.
 
     [ours] Each map learns a temperature, as CLIP does, because m would be nearly the same
     everywhere with bare cosines."""
 
-    def __init__(self, cfg: Config, difference: bool = False):
+    def __init__(self, cfg: Config, invert: bool = False):
         super().__init__()
-        self.difference = difference
+        self.invert = invert
         self.expand = nn.Linear(1, cfg.dim)
         self.log_scale = None
         if cfg.temperature == "learned":
@@ -193,23 +194,9 @@ class StrengthMap(nn.Module):
         # P^ varies so little over cells that rounding to bfloat16 would hide it.
         with torch.autocast(source.device.type, enabled=False):
             m = max_probability(source, target, scale)
-            if self.difference:
+            if self.invert:
                 m = 1 - m
             return self.expand(m[..., None])  # Eq. 3 or 5
-
-
-class Enhancement(StrengthMap):
-    """Eq. 2-5: Commonality Representation Enhancement (CRE) or, with `difference`, Difference
-    Representation Enhancement (DRE)."""
-
-    def __init__(self, cfg: Config, difference: bool = False):
-        super().__init__(cfg, difference)
-        self.norm = nn.LayerNorm(cfg.dim)
-
-    def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """source (B, S, D), target F (B, N, D) -> F' and P^, both (B, N, D)."""
-        p = super().forward(source, target)
-        return self.norm(p.sigmoid() * target + target), p  # Eq. 4
 
 
 def other_image(x: Tensor) -> Tensor:
@@ -219,54 +206,63 @@ def other_image(x: Tensor) -> Tensor:
 
 class HRD(nn.Module):
     """Eq. 6-8, 10-11, Heterogeneous Representation Disentangling: one layer of Fig. 2, with two CRE
-    and two DRE, for both images. Of the two that read the entities, only the maps P^ are used.
+    and two DRE, each a strength map P^ and, where its output is used, the LayerNorm of Eq. 4.
+
+    module                source, target     map for  output (Eq. 4)
+    cre, cre_norm         F_j, F_i           L_C      C_i, which Eq. 8 reads
+    entity_dre            E, F_i             L_C      C'_i is not used
+    dre, dre_norm         F_i, F_i - C~_i    L_D      D_i, which Eq. 12 reads of the last layer
+    entity_cre            E, F_i - C~_i      L_D      D'_i is not used
 
     [ours] L_C and L_D are means over both images. Eq. 10 reads the images ("the original raw
-    features") in every layer. Eq. 12 reads only the last layer's D; in earlier layers, DRE just
-    makes its map for L_D. The paper does not say what the next layer reads. By default, that is
+    features") in every layer. The paper does not say what the next layer reads. By default, that is
     LN(x + C~). With --layer_input attended, it is C~ alone, but in layer two this C~ hardly varies
-    over cells when training starts."""
+    over cells when training starts.
+
+    Of the config, it reads dim, heads, dropout, cre, dre, temperature, layer_input, and whether
+    w_consistency is 0."""
 
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
-        self.last = last
-        maps = cfg.w_consistency > 0  # the entities' maps P^
-        self.cre = Enhancement(cfg) if cfg.cre else None
-        self.entity_dre = StrengthMap(cfg, difference=True) if cfg.cre and maps else None
+        consistency = cfg.w_consistency > 0
+        self.cre = StrengthMap(cfg) if cfg.cre else None
+        self.cre_norm = nn.LayerNorm(cfg.dim) if cfg.cre else None
+        self.entity_dre = StrengthMap(cfg, invert=True) if cfg.cre and consistency else None
         self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
-        self.norm = None
-        if cfg.layer_input == "residual" and not last:
-            self.norm = nn.LayerNorm(cfg.dim)
-        self.dre = None
-        if cfg.dre and last:
-            self.dre = Enhancement(cfg, difference=True)
-        elif cfg.dre and maps:  # nobody reads an earlier layer's D, only its map P^
-            self.dre = StrengthMap(cfg, difference=True)
-        self.entity_cre = StrengthMap(cfg) if cfg.dre and maps else None
+        self.dre = StrengthMap(cfg, invert=True) if cfg.dre and (last or consistency) else None
+        self.dre_norm = nn.LayerNorm(cfg.dim) if cfg.dre and last else None
+        self.entity_cre = StrengthMap(cfg) if cfg.dre and consistency else None
+        residual = cfg.layer_input == "residual" and not last
+        self.norm = nn.LayerNorm(cfg.dim) if residual else None
 
-    def forward(self, x: Tensor, images: Tensor, entities: Tensor | None):
-        """x (F of Eq. 6) and images (F of Eq. 10), both (2B, N, D) with all "before" images first;
-        entities (2B, K, D) -> C~ and D (2B, N, D), L_C and L_D."""
-        l_c = x.new_zeros(())
-        l_d = x.new_zeros(())
+    def forward(
+        self, x: Tensor, raw: Tensor, entities: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """x (F of Eq. 6) and raw (F of Eq. 10), both (2B, N, D) with all "before" images first and
+        the same in the first layer; entities E (2B, K, D), None without L_C and L_D
+        -> C~ and D (2B, N, D), and {"common": L_C, "different": L_D}."""
+        assert x.shape[0] % 2 == 0, 'expected all "before" images, then as many "after" images'
+        reads_entities = self.entity_dre or self.entity_cre
+        assert entities is not None or not reads_entities, "w_consistency > 0 needs entities"
+        losses = {}
         common = x
         if self.cre:
-            common, p_c = self.cre(other_image(x), x)  # Eq. 6, C_i = CRE(F_j, F_i)
+            p = self.cre(other_image(x), x)  # Eq. 6, C_i = CRE(F_j, F_i)
+            common = self.cre_norm(p.sigmoid() * x + x)  # Eq. 4
             if self.entity_dre:
                 p_entity = self.entity_dre(entities, x)  # Eq. 6, C'_i = DRE(E, F_i)
-                l_c = F.mse_loss(p_c, p_entity)  # Eq. 7
+                losses["common"] = F.mse_loss(p, p_entity)  # Eq. 7
         shared = self.attention(common, other_image(common))  # Eq. 8, C~_i = MHCA(C_i, C_j)
-        difference = images - shared
+        rest = raw - shared
+        difference = rest
         if self.dre:
-            rest = difference
-            if self.last:
-                difference, p_d = self.dre(images, rest)  # Eq. 10, D_i = DRE(F_i, F_i - C~_i)
-            else:
-                p_d = self.dre(images, rest)  # only the map of Eq. 10
+            p = self.dre(raw, rest)  # Eq. 10, D_i = DRE(F_i, F_i - C~_i)
+            if self.dre_norm:
+                difference = self.dre_norm(p.sigmoid() * rest + rest)  # Eq. 4
             if self.entity_cre:
                 p_entity = self.entity_cre(entities, rest)  # Eq. 10, D'_i = CRE(E, F_i - C~_i)
-                l_d = F.mse_loss(p_d, p_entity)  # Eq. 11
-        return shared, difference, l_c, l_d
+                losses["different"] = F.mse_loss(p, p_entity)  # Eq. 11
+        return shared, difference, losses
 
 
 class DecoderLayer(nn.Module):
@@ -398,9 +394,11 @@ def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
 
 def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
     """Eq. 19: L = L_S + lambda_v (L_C + L_D) + lambda_m L_I."""
-    l_v = losses["common"] + losses["different"]
-    l_m = losses["match"]
-    return losses["caption"] + cfg.w_consistency * l_v + cfg.w_match * l_m  # Eq. 19
+    l_s = losses["caption"]
+    l_c = losses.get("common", 0.0)
+    l_d = losses.get("different", 0.0)
+    l_i = losses.get("match", 0.0)
+    return l_s + cfg.w_consistency * (l_c + l_d) + cfg.w_match * l_i  # Eq. 19
 
 
 # ---- method --------------------------------------------------------------------------------------
@@ -440,19 +438,21 @@ class CHEERS(nn.Module):
 
     def encode(self, before: Tensor, after: Tensor, entities: Tensor | None = None):
         """Features (B, C, H, W) of both images and entities (B, K, d) -> what the decoder reads,
-        F_diff (B, N, D) and the entities (B, K, D) or None; for each layer C~ (2B, N, D), L_C and
-        L_D."""
+        F_diff (B, N, D) and the entities (B, K, D) or None; for each layer C~ (2B, N, D) and
+        its L_C and L_D."""
+        # Of different sizes, "before" images would become partners of others in silence.
+        assert before.shape == after.shape, f"{before.shape} before, {after.shape} after"
         e = self.embed_entities(entities)
-        images = self.embed(torch.cat([before, after]))  # (2B, N, D), all "before" images first
+        raw = self.embed(torch.cat([before, after]))  # (2B, N, D), all "before" images first
         layers = []
-        if not self.join:
-            f_bef, f_aft = images.unflatten(0, (2, -1))
+        if not self.cfg.layers:
+            f_bef, f_aft = raw.unflatten(0, (2, -1))
             return (f_bef - f_aft, e), layers
         e_of_both = None if e is None else torch.cat([e, e])
-        x = images
+        x = raw
         for layer in self.hrd:
-            shared, difference, l_c, l_d = layer(x, images, e_of_both)  # Eq. 6-8, 10-11
-            layers.append((shared, l_c, l_d))
+            shared, difference, losses = layer(x, raw, e_of_both)  # Eq. 6-8, 10-11
+            layers.append((shared, losses))
             x = layer.norm(x + shared) if layer.norm else shared
         d_bef, d_aft = difference.unflatten(0, (2, -1))
         f_diff = self.join(torch.cat([d_bef, d_aft], -1))  # Eq. 12
@@ -462,22 +462,18 @@ class CHEERS(nn.Module):
         self, before: Tensor, after: Tensor, caption: Tensor, entities: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Features (B, C, H, W) of both images, caption (B, V), CLIP's embeddings of the entities
-        (B, K, d) -> the terms of Eq. 19. A term that the config leaves out is 0. [ours] L_C, L_D
-        and L_I are means over the layers."""
+        (B, K, d) -> the terms of Eq. 19 that the config asks for. [ours] L_C, L_D and L_I are means
+        over the layers."""
         context, layers = self.encode(before, after, entities)  # Eq. 2-8, 10-12
         hidden = self.decoder(caption, context)  # Eq. 13-17
-        l_s = caption_loss(self.decoder.head(hidden), caption)  # Eq. 18
-        l_c = l_s.new_zeros(())
-        l_d = l_s.new_zeros(())
-        l_i = l_s.new_zeros(())
-        for shared, layer_c, layer_d in layers:
-            l_c = l_c + layer_c / len(layers)  # Eq. 7
-            l_d = l_d + layer_d / len(layers)  # Eq. 11
+        losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 18
+        for shared, of_layer in layers:  # of_layer has L_C, Eq. 7, and L_D, Eq. 11
             if self.cfg.w_match:
                 c_bef, c_aft = shared.unflatten(0, (2, -1))
-                layer_i = contrastive_loss(c_bef, c_aft, self.log_scale.exp())  # Eq. 9
-                l_i = l_i + layer_i / len(layers)
-        return {"caption": l_s, "common": l_c, "different": l_d, "match": l_i}
+                of_layer["match"] = contrastive_loss(c_bef, c_aft, self.log_scale.exp())  # Eq. 9
+            for name, loss in of_layer.items():
+                losses[name] = losses.get(name, 0.0) + loss / len(layers)
+        return losses
 
     @torch.no_grad()
     def clamp_scales(self) -> None:
@@ -533,18 +529,11 @@ def retrieve(x_bef: Tensor, x_aft: Tensor, table: Tensor, k: int, signed: bool =
 
 @torch.no_grad()
 def embed_texts(clip, tokenizer, texts: list[str]) -> Tensor:
-    """CLIP's embeddings of texts (n, d), each of length 1. Unlike clip.encode_text, this cuts off
-    the padding after the longest text, which makes it six times as fast on a CPU."""
-    tokens = tokenizer(texts).to(clip.positional_embedding.device)  # (n, context)
-    longest = 1 + int(tokens.argmax(1).max())  # the end token has the highest id
-    position = clip.positional_embedding[:longest]
-    mask = clip.attn_mask[:longest, :longest]
+    """CLIP's embeddings of texts (n, d), each of length 1."""
+    device = next(clip.parameters()).device
     blocks = []
-    for ids in tokens[:, :longest].split(256):
-        x = clip.token_embedding(ids) + position  # (256, longest, width)
-        x = clip.ln_final(clip.transformer(x, attn_mask=mask))
-        x = x[torch.arange(ids.shape[0], device=ids.device), ids.argmax(1)]  # (256, width)
-        blocks.append(F.normalize(x @ clip.text_projection, dim=-1).cpu())
+    for ids in tokenizer(texts).split(256):
+        blocks.append(clip.encode_text(ids.to(device), normalize=True).cpu())
     return torch.cat(blocks)
 
 
@@ -552,7 +541,7 @@ def embed_texts(clip, tokenizer, texts: list[str]) -> Tensor:
 def embed_images(clip, preprocess, pictures: list) -> Tensor:
     """CLIP's embeddings of pictures (n, d), each of length 1. preprocess: one picture -> CLIP's
     input (3, height, width)."""
-    device = clip.positional_embedding.device
+    device = next(clip.parameters()).device
     starts = range(0, len(pictures), 64)
     bar = {"desc": "CLIP", "unit": "image", "unit_scale": 64, "disable": len(pictures) <= 64}
     blocks = []
