@@ -222,6 +222,14 @@ def test_contrastive_loss_against_loops():
     assert contrastive_loss(a, b, torch.tensor(2.5)).item() == pytest.approx(expected)
 
 
+def test_the_worked_example_of_the_contrastive_loss():
+    c_bef = torch.tensor([[[2.0, 0.0]], [[0.0, 3.0]]])
+    c_aft = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+    loss = contrastive_loss(c_bef, c_aft, torch.tensor(math.log(3)))
+    assert loss.item() == pytest.approx(-math.log(3 / 4))
+    assert loss.item() == pytest.approx(0.288, abs=5e-4)
+
+
 # ---- decoder -------------------------------------------------------------------------------------
 
 
