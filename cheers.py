@@ -25,10 +25,11 @@ The flow of one pair, with CLEVR-Change's sizes:
 
 Idea. (1) When the camera moves, an object looks different but keeps its name. CLIP therefore looks
 for names that fit one image of the pair better than the other. They probably name what changed, and
-are called the pair's entities. (2) What the two images share is enhanced, matched by
-cross-attention and subtracted, so that the difference remains. Losses make images and entities
-agree on where the shared and the different parts are. (3) For each word, the decoder weighs the
-entities, which give the subject, against the difference, which shows what happened to it.
+are called the pair's entities. (2) What the two images share is enhanced, and cross-attention
+rebuilds it in each image from the other one. It is then subtracted, so that the difference remains.
+Losses make images and entities agree on where the shared and the different parts are. (3) For each
+word, the decoder weighs the entities, which give the subject, against the difference, which shows
+what happened to it.
 
 Read first: retrieve, max_probability, StrengthMap, HRD, DecoderLayer, contrastive_loss and
 CHEERS.encode. Skip at first: Decoder, attention_map, and section "entities" apart from retrieve.
@@ -40,7 +41,7 @@ Eq. 2      max_probability   m(i) = max_j P(i, j),
 Eq. 3, 5   StrengthMap       P^ = Linear(m) for CRE, P^ = Linear(1 - m) for DRE (`invert`)
 Eq. 4      HRD               CRE and DRE: F' = LN(sigmoid(P^) F + F)
 Eq. 6, 8   HRD               C_i = CRE(F_j, F_i),  C~_i = MHCA(C_i, C_j)
-Eq. 7, 11  HRD               L_C, L_D  mean square of P^ of images - P^ of entities
+Eq. 7, 11  HRD               L_C, L_D = MSE(P^ of images, P^ of entities)
 Eq. 9      contrastive_loss  L_I = -1/B sum_a log(exp S_aa / sum_b exp S_ab), S_ab = scale / 2
                              [mean_n max_m cos(q_an, k_bm) + mean_m max_n cos(q_an, k_bm)]
 Eq. 10     HRD               D_i = DRE(F_i, F_i - C~_i)
@@ -80,8 +81,7 @@ Exercises. Predict, then run; each takes minutes on mini:
        python cheers.py --retrieval signed --out_dir runs/signed
 2. How much can m vary over 64 cells if cosines are not scaled? What is then left of CRE and DRE?
        python cheers.py --temperature one --out_dir runs/one
-3. The maps of Eq. 7 would also agree if they were constant. Do they show the change without L_C and
-   L_D, and does the caption need these losses?
+3. What are L_C and L_D if all maps are constant and equal? Does the caption need these losses?
        python cheers.py --w_consistency 0 --out_dir runs/no-consistency
 
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
@@ -393,9 +393,9 @@ class Decoder(nn.Module):
 
 
 def contrastive_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
-    """Eq. 9: L_I = -1/B sum_a log(exp S_aa / sum_b exp S_ab), and the mean of this and of the same
-    for S^T. c (B, N, D) of each image, C~, scale 1 / tau -> a scalar. Negatives are the batch's
-    other pairs.
+    """Eq. 9: L_I = -1/B sum_a log(exp S_aa / sum_b exp S_ab), averaged with the same for S^T. The
+    negatives are the other pairs of the batch. C~ of each image (B, N, D), scale = 1 / tau
+    -> a scalar.
 
     S_ab = scale / 2 [mean_n max_m cos(q_an, k_bm) + mean_m max_n cos(q_an, k_bm)],
     with the tokens q of c_bef and k of c_aft.
@@ -460,7 +460,7 @@ class CHEERS(nn.Module):
         self.join = nn.Linear(2 * cfg.dim, cfg.dim) if cfg.layers else None
         self.decoder = Decoder(cfg, vocab_size, max_len)
         if cfg.w_match:
-            self.log_scale = nn.Parameter(torch.ones(()))
+            self.log_scale = nn.Parameter(torch.ones(()))  # [ours] starts as SCORER's
 
     def encode(self, before: Tensor, after: Tensor, entities: Tensor | None = None):
         """Features (B, C, H, W) of both images and entities (B, K, d) -> what the decoder reads,
@@ -495,9 +495,10 @@ class CHEERS(nn.Module):
         over the layers.
 
         At the start, "caption" is somewhat above the log of the vocabulary's size (5.1 for 76 ids),
-        "match" is ln B, "common" 1.3 and "different" 0.7, as the maps' Linear layers differ. If
+        "match" is ln B, "common" 1.3 and "different" 0.7, as the maps' Linear layers are random. If
         "match" stays at ln B, C~ does not tell a pair's partner from other images. "common" and
-        "different" fall fast, because constant maps agree: low values prove little."""
+        "different" fall fast, because constant maps can agree, too. So low values prove little: on
+        mini, P^ of the entities then hardly varies over cells."""
         context, layers = self.encode(before, after, entities)  # Eq. 2-8, 10-12
         hidden = self.decoder(caption, context)  # Eq. 13-17
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 18
