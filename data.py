@@ -1705,8 +1705,6 @@ def load_clip(name: str, device: str = "cpu") -> tuple:
     options = {"force_quick_gelu": quick, "image_resize_mode": "squash"}
     with file_errors(f"--clip {name}", "load it once while online, or give MODEL:FILE"):
         clip, _, preprocess = open_clip.create_model_and_transforms(model, weights, **options)
-    if not isinstance(clip, open_clip.CLIP) or clip.text_pool_type != "argmax":
-        raise InputError(f"--clip {name} takes no learned prompts; choose one like ViT-L-14")
     clip = clip.to(device).eval().requires_grad_(False)
     return clip, open_clip.get_tokenizer(model), preprocess
 

@@ -576,6 +576,11 @@ class Phrases:
     def __init__(
         self, cfg: Config, clip, tokenizer, segments: dict[str, tuple[list[str], list[str]]]
     ):
+        # Only some CLIPs have the parts that encode_prompted uses.
+        if getattr(clip, "text_pool_type", None) != "argmax":
+            raise InputError(
+                f"--clip {cfg.clip} takes no learned prompts; choose one like ViT-L-14"
+            )
         width = clip.token_embedding.embedding_dim
         dim = encode_prompted(clip, tokenizer(["a cube"]).to(cfg.device)).shape[1]
         if (cfg.clip_dim, cfg.clip_width) != (dim, width):
