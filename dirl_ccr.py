@@ -17,7 +17,7 @@ The flow of one pair, with CLEVR-Change's sizes:
     difference (196, 512) and caption (24 ids)
        |  decoder, Eq. 8-10          means over words, Eq. 12
        v                         words, visual (24, 512) each
-    hidden (24, 512) . . . . . . . . . . . . . . . . > words, visual (512) each
+    hidden (24, 512) . . . . . . . . . . . . . . . . > mean_words, mean_visual (512) each
        |  decoder.head, Eq. 11                            |  ccr_loss, Eq. 13-14
        v                                                  v
     logits (24, 76), L_cap, Eq. 15                     L_ccr
@@ -85,6 +85,7 @@ from common import (
     Attention,
     Cache,
     GridPosition,
+    InputError,
     Run,
     RunConfig,
     decode,
@@ -128,7 +129,7 @@ class Config(RunConfig):
     xavier: bool = True  # Xavier-uniform fusion and decoder; released for CLEVR-Change: PyTorch's
     ccr_pool: Literal["words", "padded"] = "words"  # Eq. 12: from START to END, or padding as well
     ccr_states: Literal["attention", "normed"] = "attention"  # Eq. 8-9, or after their LayerNorms
-    ccr_logits: Literal["two_way", "summed"] = "two_way"  # Eq. 14, or one loss over S + S^T
+    ccr_directions: Literal["both", "summed"] = "both"  # Eq. 14, or one loss over S + S^T
     ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # pairs of one caption [ours]
 
 
@@ -165,38 +166,33 @@ class ImageEmbedding(nn.Module):
 class CrossView(nn.Module):
     """Eq. 5, one layer: shared_bef = MHCA(X_bef, X_aft), shared_aft = MHCA(X_aft, X_bef).
 
-    X_bef, X_aft (B, N, D) -> shared_bef, shared_aft (B, N, D). With `residual`, the layer returns
-    LN(X + shared) of both images, which the next layer or difference="stream" reads."""
+    X_bef, X_aft (B, N, D) -> shared_bef, shared_aft (B, N, D)."""
 
-    def __init__(self, cfg: Config, residual: bool):
+    def __init__(self, cfg: Config):
         super().__init__()
         self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
-        self.dropout = nn.Dropout(cfg.dropout)
-        self.norm = nn.LayerNorm(cfg.dim) if residual else None
 
     def forward(self, x_bef: Tensor, x_aft: Tensor) -> tuple[Tensor, Tensor]:
         shared_bef = self.attention(x_bef, x_aft)  # Eq. 5
         shared_aft = self.attention(x_aft, x_bef)  # Eq. 5
-        if self.norm is None:
-            return shared_bef, shared_aft
-        new_bef = self.norm(x_bef + self.dropout(shared_bef))
-        new_aft = self.norm(x_aft + self.dropout(shared_aft))
-        return new_bef, new_aft
+        return shared_bef, shared_aft
 
 
 class Fusion(nn.Module):
     """Eq. 7: ReLU(W [difference_bef ; difference_aft] + b). LayerNorm and dropout are as released.
 
-    x: both differences (B, N, 2D), or a single one (B, N, D) -> (B, N, D)."""
+    joined: both differences (B, N, 2D) or, with difference="subtract", a single one (B, N, D)
+    -> (B, N, D)."""
 
-    def __init__(self, cfg: Config, width: int):
+    def __init__(self, cfg: Config):
         super().__init__()
+        width = cfg.dim if cfg.difference == "subtract" else 2 * cfg.dim
         self.project = nn.Linear(width, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
         self.norm = nn.LayerNorm(cfg.dim) if cfg.input_norm else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.dropout(self.norm(self.project(x))))  # Eq. 7
+    def forward(self, joined: Tensor) -> Tensor:
+        return F.relu(self.dropout(self.norm(self.project(joined))))  # Eq. 7
 
 
 class DecoderLayer(nn.Module):
@@ -330,19 +326,20 @@ def dirl_loss(c: Tensor, alpha: float, correlate: bool = True) -> Tensor:
 
 
 def ccr_loss(
-    words: Tensor, visual: Tensor, same: Tensor, tau: float, logits: str = "two_way"
+    mean_words: Tensor, mean_visual: Tensor, same: Tensor, tau: float, directions: str = "both"
 ) -> Tensor:
     """Eq. 13-14, L_ccr: InfoNCE between the words of a caption and the differences that they attend
     to, in both directions.
 
-    words, visual (B, D) of Eq. 12. same (B, B) bool: pairs that are not each other's negatives.
-    logits: "summed" takes only the rows of (S + S^T) / 2, as the released code does."""
+    mean_words, mean_visual (B, D) of Eq. 12. same (B, B) bool: pairs that are not each other's
+    negatives. directions: "summed" takes only the rows of (S + S^T) / 2, as the released code
+    does."""
     # Scores may be in the hundreds, where bfloat16 has no decimals.
-    with torch.autocast(words.device.type, enabled=False):
-        s = upcast(words) @ upcast(visual).T / tau  # Eq. 13, (B, B)
+    with torch.autocast(mean_words.device.type, enabled=False):
+        s = upcast(mean_words) @ upcast(mean_visual).T / tau  # Eq. 13, (B, B)
         own = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
         s = s.masked_fill(same & ~own, float("-inf"))
-        if logits == "summed":
+        if directions == "summed":
             return info_nce((s + s.T) / 2)
         return (info_nce(s) + info_nce(s.T)) / 2  # Eq. 14
 
@@ -377,39 +374,52 @@ class DIRL(nn.Module):
         self.cfg = cfg
         self.grid = grid
         self.max_len = max_len
-        subtract = cfg.difference == "subtract"
-        layers = 0 if subtract else cfg.layers
+        layers = 0 if cfg.difference == "subtract" else cfg.layers
+        if cfg.difference != "subtract" and layers == 0:
+            raise InputError("--layers 0 leaves no difference, X - X = 0; use 1 or more layers")
+        # The last layer needs no LayerNorm, unless its result is added to the stream.
+        norms = layers if cfg.difference == "stream" else layers - 1
         self.embed = ImageEmbedding(*grid, cfg.dim, cfg.use_coords)
-        self.cross_view = nn.ModuleList()
-        for i in range(layers):
-            is_last = i == layers - 1
-            residual = not is_last or cfg.difference == "stream"
-            self.cross_view.append(CrossView(cfg, residual))
-        self.fuse = Fusion(cfg, cfg.dim if subtract else 2 * cfg.dim)
+        self.cross_view = nn.ModuleList(CrossView(cfg) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(cfg.dim) for _ in range(norms))
+        self.dropout = nn.Dropout(cfg.dropout)
+        self.fuse = Fusion(cfg)
         self.decoder = Decoder(cfg, vocab_size, max_len)
         if cfg.w_dirl:
             self.mlp = nn.Sequential(
-                nn.Linear(cfg.dim, 4 * cfg.dim),
+                nn.Linear(cfg.dim, 4 * cfg.dim),  # 4D and dropout as released
                 nn.ReLU(),
                 nn.Dropout(cfg.dropout),
                 nn.Linear(4 * cfg.dim, cfg.dim),
             )
-        for name, module in self.named_children():  # as released; the paper does not say how
-            initialise(module, xavier=cfg.xavier or name not in ("fuse", "decoder"))
+        # As released. The paper does not say how weights are initialised.
+        for module in (self.embed, self.cross_view):
+            initialise(module, xavier=True)
+        for module in (self.fuse, self.decoder):
+            initialise(module, xavier=cfg.xavier)
+        if cfg.w_dirl:
+            initialise(self.mlp, xavier=True)
 
     def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """before, after (B, C, H, W) -> the difference of Eq. 7, X_bef and X_aft of Eq. 1, all
         (B, N, D)."""
+        # Images of two batches of different sizes could be broadcast in silence.
+        assert before.shape == after.shape, f"{before.shape} and {after.shape} are no pairs"
         x_bef = self.embed(before)  # Eq. 1
         x_aft = self.embed(after)  # Eq. 1
-        shared_bef = x_bef
-        shared_aft = x_aft
-        # All layers but the last return LN(X + shared). The last one returns the shared features of
-        # Eq. 5 or, with difference="stream", LN(X + shared), too.
-        for layer in self.cross_view:
-            shared_bef, shared_aft = layer(shared_bef, shared_aft)  # Eq. 5
+        # With one layer, Eq. 5 is as printed. Of more, each reads LN(X + shared) of the one before
+        # (as released), and the last one's result is Eq. 5's.
+        stream_bef = x_bef
+        stream_aft = x_aft
+        for i, layer in enumerate(self.cross_view):
+            shared_bef, shared_aft = layer(stream_bef, stream_aft)  # Eq. 5
+            if i < len(self.norms):
+                stream_bef = self.norms[i](stream_bef + self.dropout(shared_bef))
+                stream_aft = self.norms[i](stream_aft + self.dropout(shared_aft))
         if self.cfg.difference == "subtract":
             joined = x_bef - x_aft
+        elif self.cfg.difference == "stream":
+            joined = torch.cat([x_bef - stream_bef, x_aft - stream_aft], -1)
         else:
             difference_bef = x_bef - shared_bef  # Eq. 6
             difference_aft = x_aft - shared_aft  # Eq. 6
@@ -432,22 +442,27 @@ class DIRL(nn.Module):
             c = channel_correlation(y_bef, y_aft, cfg.channel_eps)  # Eq. 3
             losses["dirl"] = dirl_loss(c, cfg.alpha, cfg.correlate)  # Eq. 4
         if cfg.w_ccr:
-            # The paper speaks of generated words. As in the released code, these are the words of
-            # the reference caption. The paper divides V^ by HW, but V^ of Eq. 9 has one row for
-            # each word, so both means run over words.
-            valid = caption != NULL
-            if cfg.ccr_pool == "padded":  # up to the longest caption of the data set
-                assert caption.shape[1] == self.max_len, "pad captions to max_len"
-                valid = torch.ones_like(valid)
-            # [ours] Pairs with equal captions are not each other's negatives. In the paper, "the
-            # others will be the negatives in this batch" (section 3.5).
-            same = (caption[:, None] == caption).all(-1)  # (B, B)
-            if cfg.ccr_equal_captions == "negatives":
-                same = torch.zeros_like(same)
-            words = masked_mean(words, valid)  # Eq. 12, (B, D)
-            visual = masked_mean(visual, valid)  # Eq. 12, (B, D)
-            losses["ccr"] = ccr_loss(words, visual, same, cfg.tau, cfg.ccr_logits)  # Eq. 13-14
+            losses["ccr"] = self.ccr(words, visual, caption)  # Eq. 12-14
         return losses
+
+    def ccr(self, words: Tensor, visual: Tensor, caption: Tensor) -> Tensor:
+        """Eq. 12-14, L_ccr: words, visual (B, V, D) of the last decoder layer, caption (B, V).
+
+        The paper speaks of generated words. As in the released code, these are the words of the
+        reference caption. The paper divides V^ by HW, but V^ of Eq. 9 has one row for each word, so
+        both means run over words."""
+        valid = caption != NULL
+        if self.cfg.ccr_pool == "padded":  # up to the longest caption of the data set
+            assert caption.shape[1] == self.max_len, "pad captions to max_len"
+            valid = torch.ones_like(valid)
+        mean_words = masked_mean(words, valid)  # Eq. 12, (B, D)
+        mean_visual = masked_mean(visual, valid)  # Eq. 12, (B, D)
+        # [ours] Pairs with equal captions are not each other's negatives. In the paper, "the others
+        # will be the negatives in this batch" (section 3.5).
+        same = (caption[:, None] == caption).all(-1)  # (B, B)
+        if self.cfg.ccr_equal_captions == "negatives":
+            same = torch.zeros_like(same)
+        return ccr_loss(mean_words, mean_visual, same, self.cfg.tau, self.cfg.ccr_directions)
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
@@ -501,7 +516,7 @@ RELEASED = {  # --variant released: the details in which the released code diffe
         ccr_states="normed",
         # Eq. 14 is InfoNCE both ways. The released code adds S and its transpose, and takes the
         # rows only.
-        ccr_logits="summed",
+        ccr_directions="summed",
         # Many pairs, above all distractors, share a caption. Both paper and released code treat
         # them as negatives.
         ccr_equal_captions="negatives",
@@ -539,8 +554,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
     FloatingPointError if a loss is not finite."""
     torch.manual_seed(cfg.seed)
     model = DIRL(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr, fused=True)
     if cfg.compile and cfg.on_cuda:
         model.compile(fullgraph=True, dynamic=False)
     run = Run(cfg, model, [dataset], resume)
@@ -553,7 +567,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
         optimizer.zero_grad()
         losses["total"].backward()
         if cfg.grad_clip:
-            nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
+            nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
         optimizer.step()
         run.count(losses)
         if run.step % cfg.eval_every == 0 or run.step == cfg.steps:

@@ -186,14 +186,25 @@ class CrossView(nn.Module):
 class Fusion(nn.Module):
     """Eq. 7: difference = ReLU(W [X_bef ; X_aft] + b). Dropout before the ReLU is as released.
 
-    x: the two images, concatenated (B, N, 2D) or combined (B, N, D) -> (B, N, D)."""
+    X_bef, X_aft (B, N, D) -> (B, N, D). Instead of concatenating them ("cat"), section 6.3 also
+    tries their sum and their product, and the baseline Subtraction their bare difference."""
 
-    def __init__(self, cfg: Config, width: int):
+    def __init__(self, cfg: Config):
         super().__init__()
+        self.mode = "subtract" if cfg.difference == "subtract" else cfg.fusion
+        width = 2 * cfg.dim if self.mode == "cat" else cfg.dim
         self.project = nn.Linear(width, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x_bef: Tensor, x_aft: Tensor) -> Tensor:
+        if self.mode == "cat":
+            x = torch.cat([x_bef, x_aft], -1)  # (B, N, 2D)
+        elif self.mode == "sum":
+            x = x_bef + x_aft
+        elif self.mode == "hadamard":
+            x = x_bef * x_aft
+        else:
+            x = x_bef - x_aft
         return F.relu(self.dropout(self.project(x)))  # Eq. 7
 
 
@@ -380,14 +391,12 @@ class SCORER(nn.Module):
         self.cfg = cfg
         self.grid = grid
         self.max_len = max_len
-        subtract = cfg.difference == "subtract"
-        layers = 0 if subtract else cfg.layers
+        layers = 0 if cfg.difference == "subtract" else cfg.layers
         if cfg.w_match and layers == 0:
             raise InputError("without a cross-view layer nothing can be matched; set --w_match 0")
-        joined_width = 2 * cfg.dim if cfg.fusion == "cat" and not subtract else cfg.dim
         self.embed = ImageEmbedding(*grid, cfg.dim, cfg.use_coords)
         self.cross_view = nn.ModuleList(CrossView(cfg) for _ in range(layers))
-        self.fuse = Fusion(cfg, joined_width)
+        self.fuse = Fusion(cfg)
         self.decoder = Decoder(cfg, vocab_size, max_len)
         if cfg.w_match:
             self.log_scale = nn.Parameter(torch.ones(()))
@@ -411,6 +420,8 @@ class SCORER(nn.Module):
     def encode(self, before: Tensor, after: Tensor):
         """before, after (B, C, H, W) -> the difference of Eq. 7, X_bef and X_aft of Eq. 1, all
         (B, N, D), and the queries and keys of each cross-view layer, for Eq. 4."""
+        # Two batches of different sizes would be mixed up in silence.
+        assert before.shape == after.shape, f"{before.shape} and {after.shape} are no pairs"
         x_bef, x_aft = self.embed(torch.cat([before, after])).unflatten(0, (2, -1))  # Eq. 1
         new_bef = x_bef
         new_aft = x_aft
@@ -418,15 +429,8 @@ class SCORER(nn.Module):
         for layer in self.cross_view:
             new_bef, new_aft, projection = layer(new_bef, new_aft)  # Eq. 5-6
             projections.append(projection)
-        if self.cfg.difference == "subtract":
-            joined = x_bef - x_aft
-        elif self.cfg.fusion == "cat":
-            joined = torch.cat([new_bef, new_aft], -1)  # (B, N, 2D)
-        elif self.cfg.fusion == "sum":
-            joined = new_bef + new_aft
-        else:
-            joined = new_bef * new_aft
-        return self.fuse(joined), x_bef, x_aft, projections  # Eq. 7
+        difference = self.fuse(new_bef, new_aft)  # Eq. 7
+        return difference, x_bef, x_aft, projections
 
     def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
         """before, after (B, C, H, W), caption (B, V) -> the terms of Eq. 13, by name."""

@@ -35,7 +35,7 @@ def released_names(words: int, channels: int, normed: bool) -> dict[int, dict[st
     encoder["h_embedding.weight"] = ("embed.position.row.weight", (14, 256))
     for i in range(2):
         encoder |= attention(f"transformer.{i}.attention", f"cross_view.{i}.attention")
-        encoder |= linear(f"transformer.{i}.norm1", f"cross_view.{i}.norm", 512)
+        encoder |= linear(f"transformer.{i}.norm1", f"norms.{i}", 512)
     decoder = linear("core.fc.0", "decoder.project", 512, 300)
     decoder |= linear("core.embed_fc.0", "fuse.project", 512, 1024)
     decoder |= linear("logit", "decoder.head", words, 512)
@@ -173,8 +173,8 @@ def test_difference(difference, layers):
             attended_bef = layer.attention(shared_bef, shared_aft)  # both of the old pair
             attended_aft = layer.attention(shared_aft, shared_bef)
             if difference == "stream" or i < layers - 1:
-                attended_bef = layer.norm(shared_bef + attended_bef)
-                attended_aft = layer.norm(shared_aft + attended_aft)
+                attended_bef = model.norms[i](shared_bef + attended_bef)
+                attended_aft = model.norms[i](shared_aft + attended_aft)
             shared_bef = attended_bef
             shared_aft = attended_aft
         joined = torch.cat([x_bef - shared_bef, x_aft - shared_aft], -1)
@@ -206,7 +206,7 @@ def pooled_states(model, before, after, caption):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"ccr_logits": "summed"}, {"ccr_equal_captions": "negatives"}]
+    "fields", [{}, {"ccr_directions": "summed"}, {"ccr_equal_captions": "negatives"}]
 )
 def test_ccr_loss_against_loops(fields):
     """The released pooling is tested by recorded values, above."""
@@ -221,7 +221,7 @@ def test_ccr_loss_against_loops(fields):
             s[a, b] = (words[a] @ visual[b]).item() / 0.5
     if cfg.ccr_equal_captions == "ignored":
         s[1, 3] = s[3, 1] = -math.inf  # the two have the same sentence
-    if cfg.ccr_logits == "summed":
+    if cfg.ccr_directions == "summed":
         expected = naive_nce((s + s.T) / 2)
     else:
         expected = (naive_nce(s) + naive_nce(s.T)) / 2
