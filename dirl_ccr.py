@@ -22,40 +22,47 @@ The flow of one pair, with CLEVR-Change's sizes:
        v                                                  v
     logits (24, 76), L_cap, Eq. 15                     L_ccr
 
-Idea. (1) Under another camera or light, each channel of the features should still say the same, and
-different channels should say different things. So a loss correlates each channel of "before" with
-the same channel of "after", and decorrelates it from all others. (2) Cross-attention finds in the
-other image what both images share. Subtracting it leaves the difference. (3) The changed object is
-often small, so the decoder easily looks at the wrong cells. A contrastive loss ties the words of a
-caption to the differences that the decoder saw at these words.
+Idea. (1) Under another camera or light, each channel of the features should have the same values,
+and different channels should tell different things. So a loss correlates each channel of "before"
+with the same channel of "after", and decorrelates it from all others. (2) Cross-attention finds in
+the other image what both images share. Subtracting it leaves what only one of them has, the change.
+(3) The changed object is often small, so the decoder easily looks at the wrong cells. A contrastive
+loss ties the words of a caption to the differences that the decoder saw at these words.
 
-Read first: channel_correlation, dirl_loss, CrossView, DecoderLayer, ccr_loss, DIRL.encode and
-DIRL.forward. Skip at first: Decoder (a transformer decoder), attention_map, and all that follows
+Read first: channel_correlation, dirl_loss, CrossView, DecoderLayer, ccr_loss, and DIRL's encode,
+forward and ccr. Skip at first: Decoder (a transformer decoder), attention_map, and all that follows
 the class DIRL.
 
 Eq. 1      ImageEmbedding       X = conv(features) + position
 Eq. 2      DIRL.mlp             Y = MLP(X), used by the loss only
-Eq. 3      channel_correlation  C_ij between channel i of Y_bef and channel j of Y_aft
+Eq. 3      channel_correlation  C_ij = correlation of channel i of Y_bef and channel j of Y_aft
 Eq. 4      dirl_loss            L_dirl = sum_i (1 - C_ii)^2 + alpha sum_{i != j} C_ij^2
 Eq. 5      CrossView            shared = MHCA(X, partner)
 Eq. 6      DIRL.encode          difference of each image = X - shared
-Eq. 7      Fusion               ReLU(W [difference_bef ; difference_aft])
-Eq. 8-10   DecoderLayer         words attend to words, then to the difference; feed-forward
-Eq. 11     Decoder.head         next word
-Eq. 12     masked_mean          mean over the words of a sentence
-Eq. 13-14  ccr_loss             L_ccr  InfoNCE, words <-> attended differences
-Eq. 15     caption_loss         L_cap
+Eq. 7      Fusion               difference = ReLU(W [difference_bef ; difference_aft] + b)
+Eq. 8      DecoderLayer         words = MHSA(x), each word sees itself and earlier ones
+Eq. 9      DecoderLayer         visual = MHCA(words, difference)
+Eq. 10     DecoderLayer         feed-forward network
+Eq. 11     Decoder.head         p(next word) = softmax(W h), h of the last layer
+Eq. 12     DIRL.ccr             mean_words, mean_visual = means over the words of a sentence
+Eq. 13     ccr_loss             S_ab = mean_words_a . mean_visual_b / tau
+Eq. 14     ccr_loss             L_ccr = 1/2 [nce(S) + nce(S^T)]
+Eq. 15     caption_loss         L_cap = -mean of log p(next word)
 Eq. 16     total_loss           L = L_cap + w_dirl L_dirl + w_ccr L_ccr
+InfoNCE    common.info_nce      nce(S) = -1/B sum_a log(exp S_aa / sum_b exp S_ab)
 
 Symbols: X is the paper's F~, Y its Y~, and shared its F~^s. The difference of each image is its
 F~^d, and their fusion its F~_d. `words` is its E^[W], `visual` its V^, w_dirl its lambda_d, and
-w_ccr its lambda_c.
+w_ccr its lambda_c. The vectors of Eq. 13 are not normalised.
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a
-caption (START, words, END, padding).
+caption (START, words, END, padding). A step has a batch of changed pairs and one of distractor
+pairs: scorer_cbr.py defines these terms.
 
-Flags for each row of the paper's tables. Each row needs an --out_dir of its own.
-Row of the paper             flags (on mini, unless --dataset is given)
-Transformer (Tables 6, 7)    --w_dirl 0 --w_ccr 0
+Flags for each row of the paper's tables. Each row needs an --out_dir of its own. The last column
+is what remains on mini: CIDEr of changed pairs, measured, tests/results.md (40 are noise).
+Row of the paper             flags (on mini, unless --dataset is given)  on mini
+DIRL+CCR                                                                 465
+Transformer (Tables 6, 7)    --w_dirl 0 --w_ccr 0                        459
 DIRL (Tables 6, 7)           --w_ccr 0
 CCR (Table 6)                --w_dirl 0
 non-perturbation (Table 7)   --w_ccr 0 --alpha 0
@@ -67,6 +74,15 @@ Where the paper and the released code differ, the default mostly follows the pap
 the model, lists the differences. Some details are the released code's in both variants, such as
 centred channels and sums over cells in Eq. 3, reference words in L_ccr, coordinates, and a mean
 over words in Eq. 15. A docstring or a comment explains each where it occurs.
+
+Exercises, on mini, some minutes each. Predict, then run:
+1. Which Y makes L_dirl small if only its second term is left? How low does "dirl" get?
+   python dirl_ccr.py --no-correlate --out_dir runs/decorrelate
+2. Eq. 6 subtracts. Change the - of both its lines to +, as in SCORER. Does the column "place"
+   (which object stands where) rise?  python dirl_ccr.py --out_dir runs/plus
+3. CLEVR-Change's weights: which term is most of "total" at the start, and at the end?
+   python dirl_ccr.py --w_dirl 0.5 --w_ccr 0.3 --out_dir runs/weights
+
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
@@ -112,7 +128,7 @@ class Config(RunConfig):
     released variant."""
 
     dim: int = 512  # width D of images, words and decoder
-    word_dim: int = 300  # width of word embeddings
+    word_dim: int = 300  # width of word embeddings (section 4.2)
     heads: int = 8  # heads of every attention (as released)
     layers: int = 2  # cross-attention layers (as released); the last gives Eq. 5's result
     decoder_layers: int = 2  # number of decoder layers (as released)
@@ -124,7 +140,7 @@ class Config(RunConfig):
     w_ccr: float = 0.3  # weight of L_ccr in Eq. 16; 0 leaves it out
     tau: float = 0.5  # temperature of Eq. 14
     difference: Literal["attention", "stream", "subtract"] = "attention"  # Eq. 5-6 or X_bef - X_aft
-    channel_eps: float = 1e-5  # keeps a constant channel finite in Eq. 3; 0 as released (NaN there)
+    channel_eps: float = 1e-5  # keeps constant channels finite in Eq. 3 [ours]; released: 0 (NaN)
     input_norm: bool = True  # LayerNorm on the decoder's inputs (released for CLEVR-Change: none)
     xavier: bool = True  # Xavier-uniform fusion and decoder; released for CLEVR-Change: PyTorch's
     ccr_pool: Literal["words", "padded"] = "words"  # Eq. 12: from START to END, or padding as well
@@ -165,6 +181,10 @@ class ImageEmbedding(nn.Module):
 
 class CrossView(nn.Module):
     """Eq. 5, one layer: shared_bef = MHCA(X_bef, X_aft), shared_aft = MHCA(X_aft, X_bef).
+
+    What X_bef finds in X_aft is what both images share. Eq. 6 subtracts it, so that the decoder
+    does not have to find the change among unchanged objects. SCORER adds it instead, because a
+    caption may need these as references; subtraction keeps only what attention could not find.
 
     X_bef, X_aft (B, N, D) -> shared_bef, shared_aft (B, N, D)."""
 
@@ -254,8 +274,9 @@ class Decoder(nn.Module):
         return hidden
 
     def states(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The hidden states of `forward`, and the last layer's `words` and `visual`, all (B, V, D).
-        L_ccr compares the latter two."""
+        """The hidden states of `forward`, and `words` and `visual`, all (B, V, D). L_ccr compares
+        the latter two. The paper does not say of which layer: they are the last one's, as
+        released."""
         x = self.embed_words(ids)
         mask = self.mask(ids)
         for layer, memory in zip(self.layers, self.memory(difference), strict=True):
@@ -305,7 +326,10 @@ def channel_correlation(y_bef: Tensor, y_aft: Tensor, eps: float) -> Tensor:
     As printed, the sum runs over the samples of a batch, and channels are not centred. Here, as in
     the released code, it runs over the cells of the samples, too: cell n of "before" meets cell n
     of "after", even if the camera has moved. Channels are centred, as in Barlow Twins, whose
-    notation the paper uses. The standard deviation is unbiased, so C_ii <= (BN - 1) / BN."""
+    notation the paper uses. The standard deviation is unbiased, so C_ii <= (BN - 1) / BN.
+
+    By hand, for four cells and two channels, equal in both images: (1, 1), (1, -1), (-1, 1),
+    (-1, -1). All means are 0, variances 4/3, so C = ((3/4, 0), (0, 3/4)), if eps is 0."""
     # The sums run over thousands of rows, too many for bfloat16.
     with torch.autocast(y_bef.device.type, enabled=False):
         y_bef = upcast(y_bef).flatten(0, 1)  # (BN, D)
@@ -316,7 +340,9 @@ def channel_correlation(y_bef: Tensor, y_aft: Tensor, eps: float) -> Tensor:
 
 
 def dirl_loss(c: Tensor, alpha: float, correlate: bool = True) -> Tensor:
-    """Eq. 4: L_dirl = sum_i (1 - C_ii)^2 + alpha sum_i sum_{j != i} C_ij^2, of C (D, D)."""
+    """Eq. 4: L_dirl = sum_i (1 - C_ii)^2 + alpha sum_i sum_{j != i} C_ij^2, of C (D, D).
+
+    By hand: C = ((0.5, 0.2), (0, 1)), alpha = 0.1: (1 - 0.5)^2 + 0 + 0.1 * 0.2^2 = 0.254."""
     diagonal = c.diagonal()
     others = c - diagonal.diag()
     decorrelation = alpha * others.square().sum()
@@ -333,7 +359,10 @@ def ccr_loss(
 
     mean_words, mean_visual (B, D) of Eq. 12. same (B, B) bool: pairs that are not each other's
     negatives. directions: "summed" takes only the rows of (S + S^T) / 2, as the released code
-    does."""
+    does.
+
+    By hand: words and visual both (1, 0), (0, 1), tau = 0.5. S = ((2, 0), (0, 2)), and in each row
+    and column -log(e^2 / (e^2 + 1)) = 0.127. If the two pairs are `same`, the loss is 0."""
     # Scores may be in the hundreds, where bfloat16 has no decimals.
     with torch.autocast(mean_words.device.type, enabled=False):
         s = upcast(mean_words) @ upcast(mean_visual).T / tau  # Eq. 13, (B, B)
@@ -427,7 +456,13 @@ class DIRL(nn.Module):
         return self.fuse(joined), x_bef, x_aft  # Eq. 7
 
     def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
-        """before, after (B, C, H, W), caption (B, V) -> the terms of Eq. 16, by name."""
+        """before, after (B, C, H, W), caption (B, V) -> the terms of Eq. 16, by name.
+
+        At the start, with CLEVR-Change's sizes and B = 16, "caption" is about 5.4 (ln 76 = 4.3 is a
+        guess among all words), "dirl" 50 to 500, and "ccr" 4 to 5. "dirl" sums (1 - C_ii)^2 over
+        512 channels, and is the lower the more alike the two images' features are. A guess among
+        the batch would be a "ccr" of ln 16 = 2.8. It starts higher because S is not normalised. A
+        "ccr" that does not fall below ln B has tied no words to what the decoder saw."""
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft = self.encode(before, after)  # Eq. 1, 5-7
@@ -484,13 +519,13 @@ class DIRL(nn.Module):
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# Loss weights are from section 4.6; mini's were chosen on its validation scenes [ours]. The paper
-# gives no batch sizes or learning rates: CLEVR-Change and CLEVR-DC take the released code's,
-# Spot-the-Diff and Image Editing Request SCORER's. In the released code, the learning rate drops
-# every 15 epochs (lr_drop). The paper does not mention this.
+# Loss weights are from section 4.6. The paper gives no batch sizes or learning rates.
 PRESETS = {
+    # The defaults: 10000 steps (section 4.2); as released, 128 scenes, lr 2e-4, and a tenth of the
+    # rate after each 15 epochs (of 265 batches here, and 319 in CLEVR-DC).
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),
+    # [ours]: SCORER's batches and rates, 15 epochs of 268 and 192 batches, and no coordinates.
     "spot_the_diff": dict(w_ccr=0.004, batch_size=32, lr_drop=4020, use_coords=False),
     "image_editing_request": dict(w_dirl=0.001, w_ccr=0.05, batch_size=16, lr=1e-4, lr_drop=2880,
                                   use_coords=False),
@@ -498,6 +533,7 @@ PRESETS = {
     # early stopping on validation [ours].
     "pairs": dict(w_dirl=0.001, w_ccr=0.05, use_coords=False, dim=256, batch_size=16, lr=5e-4,
                   warmup=50, steps=2000, eval_every=100, patience=10),
+    # [ours]. The loss weights were chosen on mini's validation scenes.
     "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, w_dirl=0.03, w_ccr=0.005,
                  batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=2300,
                  eval_every=300, eval_batch=250),
