@@ -22,8 +22,8 @@ The flow of one pair, with CLEVR-Change's sizes:
        v                                                  v
     logits (24, 76), L_cap, Eq. 15                     L_ccr
 
-Idea. (1) Under another camera or light, each channel of the features should have the same values,
-and different channels should tell different things. So a loss correlates each channel of "before"
+Idea. (1) Under another camera or light, each channel of the features should keep its values, and
+different channels should tell different things. So a loss correlates each channel of "before"
 with the same channel of "after", and decorrelates it from all others. (2) Cross-attention finds in
 the other image what both images share. Subtracting it leaves what only one of them has, the change.
 (3) The changed object is often small, so the decoder easily looks at the wrong cells. A contrastive
@@ -35,15 +35,15 @@ the class DIRL.
 
 Eq. 1      ImageEmbedding       X = conv(features) + position
 Eq. 2      DIRL.mlp             Y = MLP(X), used by the loss only
-Eq. 3      channel_correlation  C_ij = correlation of channel i of Y_bef and channel j of Y_aft
+Eq. 3      channel_correlation  C_ij = mean over cells of z_bef_i z_aft_j, z = (Y - mean) / std
 Eq. 4      dirl_loss            L_dirl = sum_i (1 - C_ii)^2 + alpha sum_{i != j} C_ij^2
 Eq. 5      CrossView            shared = MHCA(X, partner)
 Eq. 6      DIRL.encode          difference of each image = X - shared
 Eq. 7      Fusion               difference = ReLU(W [difference_bef ; difference_aft] + b)
-Eq. 8      DecoderLayer         words = MHSA(x), each word sees itself and earlier ones
+Eq. 8      DecoderLayer         words = MHSA(x): each word sees itself and earlier ones
 Eq. 9      DecoderLayer         visual = MHCA(words, difference)
-Eq. 10     DecoderLayer         feed-forward network
-Eq. 11     Decoder.head         p(next word) = softmax(W h), h of the last layer
+Eq. 10     DecoderLayer         feed-forward network -> hidden
+Eq. 11     Decoder.head         p(next word) = softmax(W hidden)
 Eq. 12     DIRL.ccr             mean_words, mean_visual = means over the words of a sentence
 Eq. 13     ccr_loss             S_ab = mean_words_a . mean_visual_b / tau
 Eq. 14     ccr_loss             L_ccr = 1/2 [nce(S) + nce(S^T)]
@@ -59,7 +59,7 @@ caption (START, words, END, padding). A step has a batch of changed pairs and on
 pairs: scorer_cbr.py defines these terms.
 
 Flags for each row of the paper's tables. Each row needs an --out_dir of its own. The last column
-is what remains on mini: CIDEr of changed pairs, measured, tests/results.md (40 are noise).
+is measured on mini, tests/results.md: CIDEr of changed pairs (differences below 40 are noise).
 Row of the paper             flags (on mini, unless --dataset is given)  on mini
 DIRL+CCR                                                                 465
 Transformer (Tables 6, 7)    --w_dirl 0 --w_ccr 0                        459
@@ -77,11 +77,12 @@ over words in Eq. 15. A docstring or a comment explains each where it occurs.
 
 Exercises, on mini, some minutes each. Predict, then run:
 1. Which Y makes L_dirl small if only its second term is left? How low does "dirl" get?
-   python dirl_ccr.py --no-correlate --out_dir runs/decorrelate
-2. Eq. 6 subtracts. Change the - of both its lines to +, as in SCORER. Does the column "place"
-   (which object stands where) rise?  python dirl_ccr.py --out_dir runs/plus
+       python dirl_ccr.py --no-correlate --out_dir runs/decorrelate
+2. Eq. 6 subtracts. Change the - of its two lines to +, as in SCORER. Does the score of the place
+   (which object stands where) rise?
+       python dirl_ccr.py --out_dir runs/plus
 3. CLEVR-Change's weights: which term is most of "total" at the start, and at the end?
-   python dirl_ccr.py --w_dirl 0.5 --w_ccr 0.3 --out_dir runs/weights
+       python dirl_ccr.py --w_dirl 0.5 --w_ccr 0.3 --out_dir runs/weights
 
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
@@ -184,7 +185,7 @@ class CrossView(nn.Module):
 
     What X_bef finds in X_aft is what both images share. Eq. 6 subtracts it, so that the decoder
     does not have to find the change among unchanged objects. SCORER adds it instead, because a
-    caption may need these as references; subtraction keeps only what attention could not find.
+    caption may have to name unchanged objects, too ("left of the cube").
 
     X_bef, X_aft (B, N, D) -> shared_bef, shared_aft (B, N, D)."""
 
@@ -376,9 +377,11 @@ def ccr_loss(
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     """Eq. 15, L_cap: cross-entropy of each next word.
 
-    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
-    # The released code takes the mean over all real words of the batch. The paper sums over the
-    # words of a sentence.
+    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL.
+
+    By hand: two words with probabilities 1/2 and 1/4 -> (ln 2 + ln 4) / 2 = 1.04."""
+    # A mean over all real words of the batch, as released. The paper sums over the words of a
+    # sentence.
     predicted = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
     return F.cross_entropy(predicted, target, ignore_index=NULL)  # Eq. 15
@@ -406,7 +409,7 @@ class DIRL(nn.Module):
         layers = 0 if cfg.difference == "subtract" else cfg.layers
         if cfg.difference != "subtract" and layers == 0:
             raise InputError("--layers 0 leaves no difference, X - X = 0; use 1 or more layers")
-        # The last layer needs no LayerNorm, unless its result is added to the stream.
+        # Each layer but the last hands LN(X + shared) on. With "stream", the last one does, too.
         norms = layers if cfg.difference == "stream" else layers - 1
         self.embed = ImageEmbedding(*grid, cfg.dim, cfg.use_coords)
         self.cross_view = nn.ModuleList(CrossView(cfg) for _ in range(layers))
@@ -432,12 +435,12 @@ class DIRL(nn.Module):
     def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """before, after (B, C, H, W) -> the difference of Eq. 7, X_bef and X_aft of Eq. 1, all
         (B, N, D)."""
-        # Images of two batches of different sizes could be broadcast in silence.
+        # Two batches of different sizes could be broadcast in silence.
         assert before.shape == after.shape, f"{before.shape} and {after.shape} are no pairs"
         x_bef = self.embed(before)  # Eq. 1
         x_aft = self.embed(after)  # Eq. 1
-        # With one layer, Eq. 5 is as printed. Of more, each reads LN(X + shared) of the one before
-        # (as released), and the last one's result is Eq. 5's.
+        # Eq. 5 as printed has one layer. With more (as released), each reads LN(X + shared) of the
+        # one before, and the last one's result is Eq. 5's [ours].
         stream_bef = x_bef
         stream_aft = x_aft
         for i, layer in enumerate(self.cross_view):
@@ -459,10 +462,11 @@ class DIRL(nn.Module):
         """before, after (B, C, H, W), caption (B, V) -> the terms of Eq. 16, by name.
 
         At the start, with CLEVR-Change's sizes and B = 16, "caption" is about 5.4 (ln 76 = 4.3 is a
-        guess among all words), "dirl" 50 to 500, and "ccr" 4 to 5. "dirl" sums (1 - C_ii)^2 over
-        512 channels, and is the lower the more alike the two images' features are. A guess among
-        the batch would be a "ccr" of ln 16 = 2.8. It starts higher because S is not normalised. A
-        "ccr" that does not fall below ln B has tied no words to what the decoder saw."""
+        guess among all words), "dirl" 50 to 500, and "ccr" 4 to 5 (ln 16 = 2.8 is a guess among the
+        batch, but S is not normalised). "dirl" is a sum over 512 channels, and lower if the images
+        of a pair are alike. If it does not fall, the channels of both images still differ. If "ccr"
+        does not, the words of a caption are not tied to what the decoder saw. On mini, with 128
+        channels, "dirl" is below 5 after 100 steps."""
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft = self.encode(before, after)  # Eq. 1, 5-7
@@ -521,8 +525,8 @@ class DIRL(nn.Module):
 
 # Loss weights are from section 4.6. The paper gives no batch sizes or learning rates.
 PRESETS = {
-    # The defaults: 10000 steps (section 4.2); as released, 128 scenes, lr 2e-4, and a tenth of the
-    # rate after each 15 epochs (of 265 batches here, and 319 in CLEVR-DC).
+    # The defaults: 10000 steps (section 4.2). As released: 128 scenes, lr 2e-4, a tenth of the rate
+    # after each 15 epochs (of 265 batches here, of 319 in CLEVR-DC), no coordinates in CLEVR-DC.
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),
     # [ours]: SCORER's batches and rates, 15 epochs of 268 and 192 batches, and no coordinates.

@@ -25,9 +25,9 @@ The flow of one pair, with CLEVR-Change's sizes:
 Idea. (1) When the camera moves, all features change, so a bare difference of two images shows much
 besides the change. A contrastive loss teaches each image to find its partner in the batch by
 features that ignore the camera. (2) Cross-attention rebuilds each image from the other one, and
-only what did not change can be rebuilt. Each image adds what was rebuilt. The changed object has
-found no counterpart, and their fusion can tell. (3) "Before" and a good sentence should be enough
-to imagine "after". A second contrastive loss asks for this.
+only what did not change can be rebuilt. Each image adds what was rebuilt. A changed object finds no
+counterpart, which the fusion of both images can see. (3) "Before" and a good sentence should be
+enough to imagine "after". A second contrastive loss asks for this.
 
 Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
 light differ, and its caption says that nothing changed. In CLEVR-Change and mini, a scene has one
@@ -48,8 +48,9 @@ Eq. 4      match_loss         L_cv = 1/2 [nce(S) + nce(S')], S = MTM(q_bef, k_af
 Eq. 5      CrossView          unchanged = MHCA(X, partner), whose projections are Eq. 4's q and k
 Eq. 6      CrossView          X <- LN(X + unchanged)
 Eq. 7      Fusion             difference = ReLU(W [X_bef ; X_aft] + b)
-Eq. 8      Decoder            h = decoder(words, difference), p(next word) = softmax(W h)
-Eq. 9-10   BackwardReasoning  X_hat = W_2 MHSA(W_1 [X_bef ; mean of h]), the "hallucination"
+Eq. 8      Decoder            hidden = decoder(words, difference), p(next word) = softmax(W hidden)
+Eq. 9      BackwardReasoning  x = W_1 [X_bef ; sentence], sentence = mean over words of hidden
+Eq. 10     BackwardReasoning  X_hat = W_2 MHSA(x), the "hallucination" of "after"
 Eq. 11     cbr_loss           L_cm = 1/2 [nce(R) + nce(R^T)], R = MTM(W_q X_hat, W_k X_aft) / tau
 Eq. 12     caption_loss       L_cap = -mean of log p(next word)
 Eq. 13     total_loss         L = L_cap + w_match L_cv + w_cbr L_cm
@@ -63,7 +64,7 @@ Axis letters: A, B pairs, C channels, H x W grid, N, M = H*W cells, D width, h h
 caption (START, words, END, padding).
 
 Flags for each row of the paper's tables. Each row needs an --out_dir of its own. The last column
-is what remains on mini: CIDEr of changed pairs, measured, tests/results.md (40 are noise).
+is measured on mini, tests/results.md: CIDEr of changed pairs (differences below 40 are noise).
 Row of the paper                flags (on mini, unless --dataset is given)   on mini
 SCORER+CBR                                                                   472
 Subtraction (Tables 6-7, 10-12) --difference subtract --w_match 0 --w_cbr 0  315
@@ -83,12 +84,14 @@ scale for 1 / tau, coordinates, attention without output projection, feed-forwar
 and a mean over words in Eq. 12. A docstring or a comment explains each where it occurs.
 
 Exercises, on mini, some minutes each. Predict, then run:
-1. Eq. 6 adds. Change the + of both its lines to -. Which column of the scores falls: "change type",
-   or "place" (which object stands where)?  python scorer_cbr.py --out_dir runs/minus
+1. Eq. 6 adds. Change the + of its two lines to -. Which score falls, that of the type of change, or
+   that of the place (which object stands where)?
+       python scorer_cbr.py --out_dir runs/minus
 2. Match in layer 2, whose images have seen their partners. Does "match" fall faster? Are captions
-   better?  python scorer_cbr.py --layers 2 --match_layer last --out_dir runs/last
-3. Freeze CBR at its initial weights, as released. Can "cbr" still fall, and by learning what?
-   python scorer_cbr.py --no-train_cbr --w_cbr 0.1 --out_dir runs/frozen
+   better?
+       python scorer_cbr.py --layers 2 --match_layer last --out_dir runs/last
+3. Leave CBR at its initial weights, as released. Can "cbr" still fall, and by learning what?
+       python scorer_cbr.py --no-train_cbr --w_cbr 0.1 --out_dir runs/frozen
 
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
@@ -398,7 +401,9 @@ def cbr_loss(hat_to_aft: Tensor) -> Tensor:
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     """Eq. 12, L_cap: cross-entropy of each next word.
 
-    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
+    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL.
+
+    By hand: two words with probabilities 1/2 and 1/4 -> (ln 2 + ln 4) / 2 = 1.04."""
     # A mean over all real words of the batch, as released. DIRL's paper, by the same authors, sums
     # over the words of a caption.
     predicted = logits[:, :-1].flatten(0, 1)
@@ -471,7 +476,9 @@ class SCORER(nn.Module):
 
         At the start, with CLEVR-Change's sizes, "caption" is about 5.0, more than the ln 76 = 4.3
         of a guess among all words. "match" and "cbr" are ln B, a guess among the images of a batch.
-        A "match" that stays there has learned nothing: images do not find their partners."""
+        If "match" stays there, images do not find their partners. If "cbr" does, "before" and the
+        sentence do not tell the right "after" from others. On mini, "match" falls within 100 steps,
+        and "cbr" after it."""
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft, projections = self.encode(before, after)  # Eq. 1, 5-7

@@ -10,7 +10,16 @@ from released import close, fill, inputs, linear
 from test_scorer_cbr import naive_nce
 
 from common import InputError, preset
-from dirl_ccr import DIRL, PRESETS, RELEASED, Config, ccr_loss, channel_correlation, dirl_loss
+from dirl_ccr import (
+    DIRL,
+    PRESETS,
+    RELEASED,
+    Config,
+    caption_loss,
+    ccr_loss,
+    channel_correlation,
+    dirl_loss,
+)
 
 # ---- parity with the released code (its variant), recorded from it in float64 --------------------
 
@@ -131,6 +140,9 @@ def test_the_examples_of_the_docstrings():
     none = torch.zeros(2, 2, dtype=torch.bool)
     assert ccr_loss(own, own, none, 0.5).item() == pytest.approx(0.127, abs=5e-4)
     assert ccr_loss(own, own, ~none, 0.5).item() == 0
+    likely = torch.tensor([[[1 / 6, 1 / 6, 1 / 6, 1 / 2], [1 / 4] * 4, [1 / 4] * 4]])
+    caption = torch.tensor([[2, 3, 1]])
+    assert caption_loss(likely.log(), caption).item() == pytest.approx(1.04, abs=5e-4)
 
 
 def test_without_a_layer_there_is_no_difference():

@@ -14,6 +14,7 @@ from scorer_cbr import (
     RELEASED,
     SCORER,
     Config,
+    caption_loss,
     cbr_loss,
     match_by_definition,
     match_loss,
@@ -144,6 +145,9 @@ def test_the_examples_of_the_docstrings():
     assert match_loss(found, torch.zeros(2, 2)).item() == pytest.approx(0.490, abs=5e-4)
     one_for_both = torch.tensor([[ln3, 0.0], [ln3, 0.0]])
     assert cbr_loss(one_for_both).item() == pytest.approx(0.765, abs=5e-4)
+    likely = torch.tensor([[[1 / 6, 1 / 6, 1 / 6, 1 / 2], [1 / 4] * 4, [1 / 4] * 4]])
+    caption = torch.tensor([[2, 3, 1]])
+    assert caption_loss(likely.log(), caption).item() == pytest.approx(1.04, abs=5e-4)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3])
