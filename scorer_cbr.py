@@ -33,8 +33,8 @@ Terms. A changed pair shows a scene before and after a change. In a distractor p
 light differ, and its caption says that nothing changed. In CLEVR-Change and mini, a scene has one
 pair of each kind, with the same "before". A training step has a batch of changed pairs and a batch
 of the distractor pairs of the same scenes, and each loss is the mean of the two batches'. In half
-of the scenes, chosen anew in each epoch, the unchanged pictures are swapped: the distractor
-picture is then the "before" of both pairs. In other data sets, a step has a single batch.
+of the scenes, chosen anew in each epoch, the distractor pair's pictures are swapped, and the
+changed pair gets the new "before", too. In other data sets, a step has a single batch.
 
 Read first: CrossView, BackwardReasoning, match_by_definition, match_loss, cbr_loss, SCORER.encode
 and SCORER.forward. Skip at first: DecoderLayer and Decoder (a transformer decoder), attention_map,
@@ -46,8 +46,8 @@ Eq. 3      similarity         MTM = mean over heads of TM, each with its slice o
 Eq. 4      match_loss         L_cv = 1/2 [nce(S) + nce(S')], S = MTM(q_bef, k_aft) / tau,
                               S' = MTM(q_aft, k_bef) / tau
 Eq. 5      CrossView          unchanged = MHCA(X, partner), whose projections are Eq. 4's q and k
-Eq. 6      CrossView          X <- LN(X + unchanged)
-Eq. 7      Fusion             difference = ReLU(W [X_bef ; X_aft] + b)
+Eq. 6      CrossView          new X = LN(X + unchanged), which the next layer and Eq. 7 read
+Eq. 7      Fusion             difference = ReLU(W [new X_bef ; new X_aft] + b)
 Eq. 8      Decoder            hidden = decoder(words, difference), p(next word) = softmax(W hidden)
 Eq. 9      BackwardReasoning  x = W_1 [X_bef ; sentence], sentence = mean over words of hidden
 Eq. 10     BackwardReasoning  X_hat = W_2 MHSA(x), the "hallucination" of "after"
@@ -87,8 +87,8 @@ Exercises, on mini, some minutes each. Predict, then run:
 1. Eq. 6 adds. Change the + of its two lines to -. Which score falls, that of the type of change, or
    that of the place (which object stands where)?
        python scorer_cbr.py --out_dir runs/minus
-2. Match in layer 2, whose images have seen their partners. Does "match" fall faster? Are captions
-   better?
+2. Match in the second layer, where the images have already seen their partners. Does "match" fall
+   faster? Are captions better?
        python scorer_cbr.py --layers 2 --match_layer last --out_dir runs/last
 3. Leave CBR at its initial weights, as released. Can "cbr" still fall, and by learning what?
        python scorer_cbr.py --no-train_cbr --w_cbr 0.1 --out_dir runs/frozen
