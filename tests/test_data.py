@@ -437,9 +437,8 @@ def test_the_pairs_of_a_table_are_captioned(captioner, tmp_path, capsys):
     assert {row["image_id"]: row["caption"] for row in written} == expected
     data.caption_files(captioner, [str(table)], str(tmp_path / "out.csv"))
     columns = ("before", "after", "caption")
-    cells = [
-        tuple(row[c] for c in columns) for row in data.read_table(tmp_path / "out.csv", columns)
-    ]
+    rows = data.read_table(tmp_path / "out.csv", columns)
+    cells = [tuple(row.values()) for row in rows]
     assert cells == [(*name.split(), caption) for name, caption in expected.items()]
     capsys.readouterr()
     # Every file is looked at before the first is captioned.
