@@ -22,7 +22,7 @@ def test_attention_lies_over_its_pictures_in_multiples_of_uniform_attention():
     own = {side: torch.full((2, 3), 1 / 12, dtype=torch.bfloat16) for side in ("after", "before")}
     for maps, sides in ((both, (before, after)), (own, (after, before))):
         figure = matplotlib.figure.Figure()
-        scores.draw_pair(figure, before, after, maps, "a caption")
+        scores.draw_pair(figure, (before, after), maps, "", "a caption")
         for axes, picture in zip(figure.axes[2:], sides, strict=True):
             below, levels = axes.images
             assert below.get_array().shape == (picture.height, picture.width, 3)

@@ -53,7 +53,7 @@ def test_odd_line_breaks_shift_no_caption(java):
 
 @pytest.mark.parametrize("output", [b"", b"a b\n", b"a\nb", b"a\nb\n\n"])
 def test_a_tokenizer_that_loses_lines_gives_no_scores(output, monkeypatch):
-    done = SimpleNamespace(stdout=output, stderr=b"")
+    done = SimpleNamespace(stdout=output)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     with pytest.raises(OSError):
         scores.ptb_tokenize(["a", "b"])
