@@ -1327,14 +1327,14 @@ class Dataset:
         return self.release.pairs(split)
 
     def pictures(self, pair: Pair) -> list[Image.Image]:
-        """A pair's pictures, at most 256 pixels wide and high. A grey one stands in for a missing
+        """A pair's pictures, at most 300 pixels wide and high. A grey one stands in for a missing
         file (features may be shared without pictures), or if there is no "after"."""
         pictures = []
         for name in (pair.before, pair.after):
             picture = Image.new("RGB", (96, 96), "grey")
             if name is not None and self.paths[name].exists():
                 picture = read_image(self.paths[name])
-                picture.thumbnail((256, 256))
+                picture.thumbnail((300, 300))
             pictures.append(picture)
         return pictures
 

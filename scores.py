@@ -429,8 +429,8 @@ def pointing_scores(dataset, split: str, maps: dict, groups: dict) -> dict[str, 
 PANEL = 2.5  # inches of 120 pixels: the longer side of a picture
 GAP = 0.06  # inches between panels
 SPACE = 0.4  # inches between pairs
-LINE = 0.17  # inches: the height of a line of text
-TEXT = {"size": 10, "parse_math": False}  # a $ in a caption must not begin a formula
+LINE = 0.185  # inches: the height of a line of text
+TEXT = {"size": 11, "parse_math": False}  # a $ in a caption must not begin a formula
 SATURATED = 8  # attention of this many times the uniform weight, or more, has the last colour
 
 
@@ -451,7 +451,7 @@ def draw_text(figure, left: float, top: float, text: str, panels: int) -> float:
     """Writes lines of text, as wide as this many panels, below `top` -> where they end."""
     lines = []
     for line in text.splitlines():
-        lines += textwrap.wrap(line, 34 * panels)  # characters
+        lines += textwrap.wrap(line, 29 * panels)  # characters fit
     figure.text(left, top, "\n".join(lines), va="top", **TEXT)
     return top - LINE * len(lines)
 
@@ -502,7 +502,7 @@ def sample_sheet(dataset, split: str, captions: dict, maps: dict, notes: dict, p
     legend = f"{dataset.name}, {split}. Attention is transparent up to uniform attention, dark red "
     legend += f"from {SATURATED} times that. Above each pair: its kind of change and a reference"
     with new_figure(path) as figure:
-        start = draw_text(figure, 0, 0, legend, 4) - SPACE
+        start = draw_text(figure, 0, 0, legend, 5) - SPACE
         left = 0
         for column in (chosen[:half], chosen[half:]):
             top = start
