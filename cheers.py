@@ -860,14 +860,16 @@ def evaluate(
     return dataset.results(split, captions, maps, out_dir, notes, suffix=suffix)
 
 
-def load(checkpoint: str | Path, device: str = "", clip: str = ""):
+def load(checkpoint: str | Path, device: str = "", extractor: str = "", clip: str = ""):
     """A trained model that captions any two pictures (files or PIL images):
-    caption, maps = load("best.pt")(before, after). clip: where the model's CLIP is, if it has moved
-    since training. Each call loads CLIP, so give many pairs at once: .pairs([(before, after), ...])
-    yields a caption and maps for each."""
+    caption, maps = load("best.pt")(before, after). extractor: see data.load_captioner. clip: where
+    the model's CLIP is, if it has moved since training. Each call loads CLIP, so give many pairs at
+    once: .pairs([(before, after), ...]) yields a caption and maps for each."""
     import data
 
-    captioner = data.load_captioner(CHEERS, Config, checkpoint, device, entities_of_files)
+    captioner = data.load_captioner(
+        CHEERS, Config, checkpoint, device, extractor, entities_of_files
+    )
     if clip:
         captioner.model.cfg.clip = clip
     return captioner
@@ -879,7 +881,8 @@ def main(argv: list[str] | None = None) -> None:
 
     cfg, args = parse_args(Config, PRESETS, {}, argv)
     if args.caption:
-        data.caption_files(load(args.checkpoint, cfg.device, cfg.clip), args.caption, args.out)
+        captioner = load(args.checkpoint, cfg.device, cfg.extractor, cfg.clip)
+        data.caption_files(captioner, args.caption, args.out)
         return
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:

@@ -30,6 +30,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 import typing
 from collections.abc import Callable, Iterator
@@ -784,7 +785,9 @@ def make_parser(
     text = "split to evaluate (default: test)"
     group.add_argument("--split", choices=["val", "test"], default="test", help=text)
     group.add_argument("--checkpoint", help="checkpoint for --caption")
-    text = "with --caption: where to write the attention picture or, for a CSV file, the captions"
+    text = (
+        "with --caption: file for the attention picture or, of a CSV file, captions (CSV or JSON)"
+    )
     group.add_argument("--out", metavar="FILE", help=text)
 
     group = parser.add_argument_group(f"config (defaults differ for {', '.join(PRESETS)}: PRESETS)")
@@ -1237,8 +1240,12 @@ def run_main(main: Callable[[], None]) -> None:
     """Run a script's main. A user's mistakes, files that cannot be read or written, and losses that
     are not finite print one line and exit with code 2. Ctrl-C exits with 130 and SIGTERM with 143;
     both print how to go on. Other errors keep their traceback."""
-    sys.stdout.reconfigure(errors="replace")  # A terminal may lack characters of a caption.
-    signal.signal(signal.SIGTERM, raise_terminated)
+    if sys.stdout is None:  # pythonw and services start without one
+        sys.stdout = open(os.devnull, "w")
+    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
+        sys.stdout.reconfigure(errors="replace")  # A terminal may lack characters of a caption.
+    if threading.current_thread() is threading.main_thread():  # others may set no handler
+        signal.signal(signal.SIGTERM, raise_terminated)
     try:
         main()
     except KeyboardInterrupt:

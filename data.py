@@ -722,6 +722,9 @@ def read_pairs(root: Path) -> Release:
         split = row["split"].lower() if "split" in row else hashed_split(pair)
         # "No_change " becomes "no change".
         kind = " ".join(re.split(r"[\s_-]+", row.get("kind", "").lower())).strip()
+        if kind in scores.ROWS:
+            rows = ", ".join(scores.ROWS)
+            raise InputError(f"{file}: rename the kind {kind!r}; the scores have the rows {rows}")
         for values, value in ((split_of, split), (kind_of, kind)):
             if values.setdefault(pair.id, value) != value:
                 raise InputError(f"{file}: {pair.id} is both {values[pair.id]!r} and {value!r}")
@@ -1324,14 +1327,14 @@ class Dataset:
         return self.release.pairs(split)
 
     def pictures(self, pair: Pair) -> list[Image.Image]:
-        """A pair's pictures, at most 256 pixels wide and high. A grey one stands in for a missing
+        """A pair's pictures, at most 300 pixels wide and high. A grey one stands in for a missing
         file (features may be shared without pictures), or if there is no "after"."""
         pictures = []
         for name in (pair.before, pair.after):
             picture = Image.new("RGB", (96, 96), "grey")
             if name is not None and self.paths[name].exists():
                 picture = read_image(self.paths[name])
-                picture.thumbnail((256, 256))
+                picture.thumbnail((300, 300))
             pictures.append(picture)
         return pictures
 
@@ -1659,21 +1662,27 @@ def load_captioner(
     Config: type,
     checkpoint: str | Path,
     device: str = "",
+    extractor: str = "",
     inputs: Callable | None = None,
 ) -> Captioner:
     """A trained model for any two pictures: caption, maps = load_captioner(Model, Config,
     "best.pt")(before, after). Model: as in common.load_model, with generate and attention_map.
-    device: default cuda if available. inputs: see Captioner."""
+    device: default cuda if available. extractor: the network of the features (default: as in
+    training); timm/MODEL:FILE says where FILE is now. inputs: see Captioner. InputError if the
+    network or FILE is another one than in training."""
     cfg = saved_config(Config, checkpoint)
     if cfg.blind:
         raise InputError(f"{checkpoint} was trained with --blind and has never seen an image")
     cfg.device = usable_device(device)
     model, state = load_model(Model, cfg, checkpoint)
-    if ":" in cfg.extractor:  # timm/MODEL:FILE
-        if extractor_name(cfg.extractor) != state["extractor"]:
-            trained = state["extractor"]
-            raise InputError(f"{checkpoint} was trained on {trained}: restore {cfg.extractor}")
-        state["extractor"] = cfg.extractor
+    extractor = extractor or cfg.extractor
+    if extractor:
+        trained = state["extractor"]  # for timm/MODEL:FILE, it has a digest of FILE
+        remedy = f"{checkpoint} was trained on {trained}; if its FILE has moved, give --extractor"
+        with file_errors(f"--extractor {extractor}", f"{remedy} timm/MODEL:FILE"):
+            if extractor_name(extractor) != trained:
+                raise InputError("another network, or another FILE")
+        state["extractor"] = extractor
     return Captioner(model, state, inputs)
 
 
@@ -1712,33 +1721,72 @@ def load_clip(name: str, device: str = "cpu") -> tuple:
 # ---- command line --------------------------------------------------------------------------------
 
 
-def caption_files(captioner: Captioner, files: list[str], out: str | None) -> None:
-    """Prints the caption of two image files, or of every pair of a CSV file with the columns before
-    and after, whose paths are relative to it. `out`: where to write the attention picture or, for
-    a CSV file, COCO results."""
-    if len(files) > 2:
-        raise InputError(f"--caption: expected two images or a CSV file, found {len(files)} files")
-    if out and len(files) == 2 and Path(out).suffix.lower() not in (".png", ".jpg", ".pdf"):
-        raise InputError(f"--out {out}: expected a name that ends in .png, .jpg or .pdf")
-    pairs = {"": files}
-    if len(files) == 1:
-        table = Path(files[0])
-        rows = [own_pair(row) for row in read_table(table, ("before", "after"))]
-        pairs = {row.id: (table.parent / row.before, table.parent / row.after) for row in rows}
-    pictures = set(itertools.chain(*pairs.values()))
-    if out and Path(out).resolve() in {Path(file).resolve() for file in (*files, *pictures)}:
+def with_joined_punctuation(caption: str) -> str:
+    """A caption as people write it: "it is gone ." -> "it is gone."."""
+    caption = re.sub(r" +(?=[.,;:!?%)\]}…])", "", caption)
+    caption = re.sub(r"(?<=[(\[{]) +", "", caption)
+    return re.sub(r'" ([^"]*) "', r'"\1"', caption)
+
+
+def check_out(out: str, files: Iterable[str | Path]) -> None:
+    """InputError if `out` cannot be written, or is one of the files to read."""
+    path = Path(out)
+    if path.resolve() in {Path(file).resolve() for file in files}:
         raise InputError(f"--out {out} is one of the files to read; choose another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    place = path  # a device
+    if path.is_file() or not path.exists():
+        place = path.resolve().parent
+    if path.is_dir() or not os.access(place, os.W_OK):
+        raise InputError(f"--out {out} cannot be written; choose another name")
+
+
+def caption_files(captioner: Captioner, files: list[str], out: str | None) -> None:
+    """Prints the caption of two image files, or of every pair of a CSV file, see caption_table.
+    `out`: where to write the attention picture, or the captions of the table."""
+    if len(files) == 1 and Path(files[0]).suffix.lower() == ".csv":
+        caption_table(captioner, Path(files[0]), out)
+        return
+    if len(files) != 2:
+        names = " ".join(map(str, files))
+        raise InputError(f"--caption {names}: expected two pictures or a .csv")
+    if out:
+        if Path(out).suffix.lower() not in (".png", ".jpg", ".pdf"):
+            raise InputError(f"--out {out}: expected a name that ends in .png, .jpg or .pdf")
+        check_out(out, files)
+    caption, maps = captioner(*files)
+    caption = with_joined_punctuation(caption)
+    print(caption)
+    if out:
+        scores.caption_picture(*map(read_image, files), maps, caption, Path(out))
+
+
+def caption_table(captioner: Captioner, table: Path, out: str | None) -> None:
+    """Prints the caption of every pair of a CSV file with the columns before and after, whose paths
+    are relative to it. `out` gets the words as metrics compare them: a table, if it ends in .csv,
+    or else COCO results."""
+    rows = {}
+    for cells in read_table(table, ("before", "after")):
+        row = own_pair(cells)
+        rows[row.id] = row
+    pairs = [(table.parent / row.before, table.parent / row.after) for row in rows.values()]
+    pictures = set(itertools.chain(*pairs))
+    if out:
+        check_out(out, [table, *pictures])
     for picture in pictures:  # an unreadable one must not stop the work halfway
         read_image(picture)
     captions = {}
-    for name, result in zip(pairs, captioner.pairs([*pairs.values()]), strict=True):
-        caption, maps = result
+    for name, (caption, _) in zip(rows, captioner.pairs(pairs), strict=True):
         captions[name] = caption
-        print(f"{name}: {caption}" if name else caption, flush=True)
-    if out and len(files) == 1:
-        scores.write_json(Path(out), scores.coco_rows(captions.items()))
+        print(f"{name}: {with_joined_punctuation(caption)}", flush=True)
+    if out and Path(out).suffix.lower() == ".csv":
+        with atomic_write(Path(out)) as partial, open(partial, "w", encoding="utf-8") as f:
+            writer = csv.writer(f, lineterminator="\n")
+            writer.writerow(["before", "after", "caption"])
+            for name, row in rows.items():
+                writer.writerow([row.before, row.after, captions[name]])
     elif out:
-        scores.caption_picture(*map(read_image, files), maps, caption, Path(out))
+        scores.write_json(Path(out), scores.coco_rows(captions.items()))
 
 
 def main(argv: list[str] | None = None) -> None:

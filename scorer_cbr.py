@@ -659,12 +659,12 @@ def evaluate(
     return dataset.results(split, captions, maps, out_dir, suffix=suffix)
 
 
-def load(checkpoint: str | Path, device: str = ""):
+def load(checkpoint: str | Path, device: str = "", extractor: str = ""):
     """A trained model that captions any two pictures (files or PIL images):
-    caption, maps = load("best.pt")(before, after)."""
+    caption, maps = load("best.pt")(before, after). extractor: see data.load_captioner."""
     import data
 
-    return data.load_captioner(SCORER, Config, checkpoint, device)
+    return data.load_captioner(SCORER, Config, checkpoint, device, extractor)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -673,7 +673,8 @@ def main(argv: list[str] | None = None) -> None:
 
     cfg, args = parse_args(Config, PRESETS, RELEASED, argv)
     if args.caption:
-        data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
+        captioner = load(args.checkpoint, cfg.device, cfg.extractor)
+        data.caption_files(captioner, args.caption, args.out)
         return
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:

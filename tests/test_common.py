@@ -1,6 +1,7 @@
 """Shared layers and losses against plain float64 versions; command line; runs; files."""
 
 import dataclasses
+import io
 import math
 import os
 import re
@@ -8,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -305,6 +307,22 @@ def test_a_stopped_run_continues_as_if_it_had_never_stopped(tmp_path, stop, goes
     assert log_of(whole, "train") == log_of(parts, "train")
     assert log_of(whole, "eval") == log_of(parts, "eval")
     assert [row["CIDEr"] for row in log_of(parts, "eval")] == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("stream", [None, io.StringIO()])
+def test_a_main_needs_no_terminal_and_no_main_thread(stream, monkeypatch):
+    """As in a notebook, whose stream has no `reconfigure`, and under pythonw without one."""
+    monkeypatch.setattr(sys, "stdout", stream)
+    ended = []
+
+    def main():
+        print("a line", flush=True)
+        ended.append(True)
+
+    thread = threading.Thread(target=common.run_main, args=[main])
+    thread.start()
+    thread.join()
+    assert ended == [True]
 
 
 INTERRUPTED = """

@@ -337,6 +337,20 @@ def test_pairs_that_share_a_picture_are_told(shared, noted, capsys):
 # ---- captions of any two pictures ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "caption",
+    [
+        "the car is gone.",
+        'a gate (the "left-hand" one), 3.5 m, isn\'t [any more] open; 50% of it!',
+        "what... no: why?!",
+        '"gone" and "new"',
+    ],
+)
+def test_printed_captions_have_punctuation_where_people_put_it(caption):
+    words = " ".join(data.tokenize_pairs(caption))
+    assert words != caption and data.with_joined_punctuation(words) == caption
+
+
 class Brightness(torch.nn.Module):
     """Says whether "after" is brighter than "before", and looks at its brightest cell."""
 
@@ -381,6 +395,12 @@ def test_two_pictures_are_captioned(captioner, tmp_path, capsys):
         assert picture.format == "JPEG"
     with pytest.raises(InputError, match="--out"):  # it replaces no picture of the user
         data.caption_files(captioner, [dark, bright], str(bright))
+    (tmp_path / "new/folder/x.png").mkdir()
+    with pytest.raises(InputError, match=r"x\.png"):
+        data.caption_files(captioner, [dark, bright], str(tmp_path / "new/folder/x.png"))
+    with pytest.raises(InputError, match=r"\.csv"):
+        data.caption_files(captioner, [dark], None)
+    assert capsys.readouterr().out == ""  # all before the first caption
     images = [data.read_image(bright), data.read_image(dark)]  # from Python: pictures in memory
     caption, maps = captioner(*images)
     assert caption == "darker" and maps["attention"].shape == (8, 8)
@@ -415,6 +435,12 @@ def test_the_pairs_of_a_table_are_captioned(captioner, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == lines
     written = json.loads((tmp_path / "out.json").read_text())
     assert {row["image_id"]: row["caption"] for row in written} == expected
+    data.caption_files(captioner, [str(table)], str(tmp_path / "out.csv"))
+    columns = ("before", "after", "caption")
+    rows = data.read_table(tmp_path / "out.csv", columns)
+    cells = [tuple(row.values()) for row in rows]
+    assert cells == [(*name.split(), caption) for name, caption in expected.items()]
+    capsys.readouterr()
     # Every file is looked at before the first is captioned.
     table.write_text("before,after\ndark.png,bright.png\nbright.png,none.png\n")
     with pytest.raises(FileNotFoundError, match=r"none\.png"):

@@ -338,8 +338,17 @@ def test_a_timm_backbone_through_preparation_training_and_captioning(tmp_path, t
     assert "so few val pairs" in told and "so few test pairs" in told  # one of each
     scorer_cbr.main(caption_with)
     assert capsys.readouterr().out.count("\n") == 1
+    moved = (tmp_path / "w.pt").rename(tmp_path / "moved.pt")
+    with pytest.raises(InputError, match=r"w.pt.*--extractor"):
+        scorer_cbr.main(caption_with)
+    scorer_cbr.main([*caption_with, "--extractor", f"timm/test_resnet:{moved}"])
+    caption, _ = scorer_cbr.load(f"{run}/best.pt", "cpu", f"timm/test_resnet:{moved}")(*pictures)
+    assert capsys.readouterr().out == f"{caption}\n"
+    for other in ("timm/test_resnet", "resnet101-layer3"):
+        with pytest.raises(InputError, match=r"best.pt"):
+            scorer_cbr.main([*caption_with, "--extractor", other])
     timm_weights(tmp_path / "w.pt", seed=1)
-    with pytest.raises(InputError, match=r"best.pt.*w.pt"):  # other weights of the same name
+    with pytest.raises(InputError, match=r"w.pt.*best.pt"):  # other weights of the same name
         scorer_cbr.main(caption_with)
     with pytest.raises(FileNotFoundError):
         data.load("pairs", tmp_path, extractor=extractor)
