@@ -199,7 +199,7 @@ class DistillingBlock(nn.Module):
         self.norm_source = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()
         self.norm_seen = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()
         self.norm_vectors = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()
-        self.norm_out = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()
+        self.norm_ffn = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()
 
     def forward(self, source: Tensor, vectors: Tensor):
         """source F_c^{i-1} (B, M, D), vectors F_o^{i-1} (B, K, D) -> F_c^i (B, M, D); F_o^i
@@ -210,7 +210,7 @@ class DistillingBlock(nn.Module):
         q, k, v = self.cross_attention.project(self.norm_vectors(vectors), self.norm_seen(source))
         attended = self.dropout(self.cross_attention.attend(q, k, v))
         vectors = vectors + attended if self.residual else attended  # Eq. 7
-        vectors = vectors + self.dropout(self.feed_forward(self.norm_out(vectors)))  # Eq. 8
+        vectors = vectors + self.dropout(self.feed_forward(self.norm_ffn(vectors)))  # Eq. 8
         return source, vectors, q, k
 
 
@@ -263,8 +263,8 @@ class Fusion(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Post-norm decoder layer: words attend to earlier words and then to the differences, and a
-    feed-forward of width 4D follows. [ours] Widths and the number of layers are DIRL+CCR's."""
+    """Post-norm decoder layer: words attend to earlier words and then to the fused tokens, and a
+    feed-forward of width 4D follows. [ours] Its width and the number of layers are DIRL+CCR's."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -278,20 +278,20 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, memory: tuple[Tensor, Tensor], past=None):
-        """Words x (B, V, D); key and value (B, M, D) of the differences in `memory` -> words
+        """Words x (B, V, D); key and value (B, M, D) of the fused tokens in `memory` -> words
         (B, V, D); `past` (see Attention.extend); the query (B, V, D) of the cross-attention."""
         attended, past = self.self_attention.extend(x, past)
         x = self.norm1(x + self.dropout(attended))
         query = self.cross_attention.query(x)
-        differences = self.cross_attention.attend(query, *memory)
-        x = self.norm2(x + self.dropout(differences))
+        attended = self.cross_attention.attend(query, *memory)
+        x = self.norm2(x + self.dropout(attended))
         hidden = self.dropout(F.relu(self.hidden(x)))
         x = self.norm3(x + self.dropout(self.output(hidden)))
         return x, past, query
 
 
 class Decoder(nn.Module):
-    """Words and differences -> hidden states; `head` gives the distribution of the next word.
+    """Words and fused tokens -> hidden states; `head` gives the distribution of the next word.
 
     Every word sees only itself and earlier words, so padding at the end of a caption needs no mask.
     [ours] From DIRL+CCR: a LayerNorm after the sum of words and positions, and Xavier-uniform
@@ -308,18 +308,18 @@ class Decoder(nn.Module):
         self.head = nn.Linear(cfg.dim, vocab_size)  # Eq. 14, without its softmax
         initialise(self, xavier=True)
 
-    def forward(self, ids: Tensor, difference: Tensor) -> Tensor:
-        """All words at once: ids (B, V), differences (B, M, D) -> hidden states (B, V, D)."""
+    def forward(self, ids: Tensor, fused: Tensor) -> Tensor:
+        """All words at once: ids (B, V), fused tokens (B, M, D) -> hidden states (B, V, D)."""
         x = self.embed_words(ids)
-        for layer, memory in zip(self.layers, self.memory(difference), strict=True):
+        for layer, memory in zip(self.layers, self.memory(fused), strict=True):
             x, _, _ = layer(x, memory)
         return x
 
-    def attention(self, ids: Tensor, difference: Tensor, cells: int) -> Tensor:
+    def attention(self, ids: Tensor, fused: Tensor, cells: int) -> Tensor:
         """The last layer's attention, averaged over heads, with its softmax over the first `cells`
-        of M tokens. ids (B, V), differences (B, M, D) -> (B, V, cells)."""
+        of M tokens. ids (B, V), fused tokens (B, M, D) -> (B, V, cells)."""
         x = self.embed_words(ids)
-        for layer, memory in zip(self.layers, self.memory(difference), strict=True):
+        for layer, memory in zip(self.layers, self.memory(fused), strict=True):
             x, _, query = layer(x, memory)
         key, _ = memory  # of the last layer
         scores = layer.cross_attention.scores(query, key[:, :cells])  # (B, h, V, cells)
@@ -332,12 +332,12 @@ class Decoder(nn.Module):
         position = self.position.weight[start:end]
         return self.dropout(self.norm(self.project(self.embed(ids)) + position))
 
-    def memory(self, difference: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Differences (B, M, D) -> each layer's key and value, computed once per caption."""
+    def memory(self, fused: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Fused tokens (B, M, D) -> each layer's key and value, computed once per caption."""
         memory = []
         for layer in self.layers:
-            key = layer.cross_attention.key(difference)
-            value = layer.cross_attention.value(difference)
+            key = layer.cross_attention.key(fused)
+            value = layer.cross_attention.value(fused)
             memory.append((key, value))
         return memory
 
@@ -361,20 +361,18 @@ def alignment_loss(
 
     [ours] A pair without a phrase (valid (B,) is False) is no negative and counts as 0 in the mean
     over B. Pairs with equal phrases (same (B, B)), which templates often make, are not negatives of
-    each other. Phrases that differ but mean the same ("is gone", "is missing") remain negatives. In
-    a batch of mini, most of the changed pairs have a verb phrase with such a negative. All captions
-    of unchanged pairs mean the same, so these pairs learn only to differ from the changed ones.
-    mini's templates also hide "nothing" from the verb phrase: "has been moved" comes from pairs of
-    both sorts."""
-    f_c = F.normalize(vectors.mean(1), dim=-1)  # Eq. 10; F_c of Eq. 11-12, not of Eq. 5
-    f_l = F.normalize(phrases, dim=-1)  # F_l of Eq. 11-12: F_noun or F_verb
-    s = f_l @ f_c.T / tau  # (B, B), phrases in rows
-    partner = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
-    no_negative = same | ~valid[:, None] | ~valid
-    s = s.masked_fill(no_negative & ~partner, float("-inf"))
-    l_lc = -s.log_softmax(1).diagonal()  # Eq. 11, (B,)
-    l_cl = -s.log_softmax(0).diagonal()  # Eq. 12
-    return ((l_lc + l_cl) / 2 * valid).mean()  # Eq. 13
+    each other. Phrases that differ but mean the same ("is gone", "is missing") remain negatives."""
+    # Cosines divided by a small temperature need float32.
+    with torch.autocast(vectors.device.type, enabled=False):
+        pooled = F.normalize(upcast(vectors).mean(1), dim=-1)  # Eq. 10
+        phrases = F.normalize(upcast(phrases), dim=-1)
+        s = phrases @ pooled.T / tau  # (B, B), phrases in rows
+        partner = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
+        no_negative = same | ~valid[:, None] | ~valid
+        s = s.masked_fill(no_negative & ~partner, float("-inf"))
+        l_lc = -s.log_softmax(1).diagonal()  # Eq. 11, (B,)
+        l_cl = -s.log_softmax(0).diagonal()  # Eq. 12
+        return ((l_lc + l_cl) / 2 * valid).mean()  # Eq. 13
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
@@ -444,6 +442,8 @@ class RDD(nn.Module):
         """Features (B, C, H, W) of both images -> tokens for the decoder (B, N + K_o + K_a, D); and
         by name the "objects" and "actions" that `order` has. [ours] The decoder reads all tokens of
         Eq. 9, although section "Caption Decoder" speaks of HW tokens."""
+        # Eq. 2 would compare a single image with all the others.
+        assert before.shape == after.shape, f"{before.shape} before, {after.shape} after"
         f_bef = self.embed(before)  # Eq. 1
         f_aft = self.embed(after)  # Eq. 1
         # [ours] Eq. 2 as printed; the text above it subtracts "before" from "after".
@@ -476,28 +476,27 @@ class RDD(nn.Module):
     ) -> dict[str, Tensor]:
         """Features (B, C, H, W) of both images, caption (B, V), its phrases -> terms of Eq. 16."""
         cfg = self.cfg
-        tokens, distilled = self.encode(before, after)  # Eq. 1-9
-        hidden = self.decoder(caption, tokens)
+        fused, distilled = self.encode(before, after)  # Eq. 1-9
+        hidden = self.decoder(caption, fused)
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 14-15
-        # Cosines divided by a small temperature need float32.
-        with torch.autocast(caption.device.type, enabled=False):
-            if cfg.w_n2o:
-                assert nouns is not None, "L_N2O needs nouns=, or w_n2o=0 to leave it out"
-                f_object = upcast(distilled["objects"].vectors)
-                f_noun = self.adapter(upcast(nouns.text))
-                n2o = alignment_loss(f_object, f_noun, nouns.valid, nouns.same, cfg.tau)
-                losses["n2o"] = n2o  # Eq. 10-13
-            if cfg.w_v2a:
-                assert verbs is not None, "L_V2A needs verbs=, or w_v2a=0 to leave it out"
-                f_action = upcast(distilled["actions"].vectors)
-                f_verb = self.adapter(upcast(verbs.text))
-                v2a = alignment_loss(f_action, f_verb, verbs.valid, verbs.same, cfg.tau)
-                losses["v2a"] = v2a  # Eq. 10-13
+        if cfg.w_n2o:
+            assert nouns is not None, "L_N2O needs nouns=, or w_n2o=0 to leave it out"
+            f_object = distilled["objects"].vectors
+            f_noun = self.adapter(nouns.text)
+            n2o = alignment_loss(f_object, f_noun, nouns.valid, nouns.same, cfg.tau)
+            losses["n2o"] = n2o  # Eq. 10-13
+        if cfg.w_v2a:
+            assert verbs is not None, "L_V2A needs verbs=, or w_v2a=0 to leave it out"
+            f_action = distilled["actions"].vectors
+            f_verb = self.adapter(verbs.text)
+            v2a = alignment_loss(f_action, f_verb, verbs.valid, verbs.same, cfg.tau)
+            losses["v2a"] = v2a  # Eq. 10-13
         return losses
 
     def prompts(self) -> dict[str, Tensor | None]:
-        """What Phrases.encode puts before the "nouns" and before the "verbs", if their losses are
-        used: a learned prompt (P, clip_width), or None."""
+        """-> {"nouns": prompt of all noun phrases, "verbs": prompt of all verb phrases}, for
+        Phrases.encode. A prompt is learned (P, clip_width), or None if CLIP reads no learned one. A
+        kind whose loss is off is left out."""
         prompts = {}
         if self.cfg.w_n2o:
             prompts["nouns"] = self.noun_prompt
@@ -508,8 +507,8 @@ class RDD(nn.Module):
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
         """Features (B, C, H, W) of both images -> ids of greedy captions (B, max_len)."""
-        tokens, _ = self.encode(before, after)
-        cache = Cache(self.decoder, tokens)
+        fused, _ = self.encode(before, after)
+        cache = Cache(self.decoder, fused)
         return decode(cache.step, before.shape[0], self.max_len, before.device)
 
     @torch.no_grad()
@@ -520,8 +519,8 @@ class RDD(nn.Module):
         heads and vectors. If a block reads the other set, its weights are multiplied by that set's
         weights over cells."""
         _, height, width = self.grid
-        tokens, distilled = self.encode(before, after)
-        weight = self.decoder.attention(ids, tokens, height * width)  # (B, V, N); F_c stands first
+        fused, distilled = self.encode(before, after)
+        weight = self.decoder.attention(ids, fused, height * width)  # (B, V, N); F_c stands first
         # Row t is the state that predicts word t + 1.
         maps = {"decoder": masked_mean(weight[:, :-1], is_word(ids[:, 1:]))}  # (B, N)
         read_cells = None  # (B, M, N): the weights over cells of the vectors that came first
@@ -604,34 +603,31 @@ class Phrases:
     def encode(
         self, captions: list[str], prompts: dict[str, Tensor | None]
     ) -> dict[str, Attributes]:
-        """The "nouns", the "verbs" or both of B captions, as `prompts` says (see RDD.prompts)."""
+        """The phrases of B captions, for each kind ("nouns", "verbs") in RDD.prompts."""
         device = self.tokens.device
-        rows_of = {}  # kind -> each caption's row of self.tokens (B,)
-        place_of = {}  # kind -> each caption's place among the kind's distinct rows (B,)
-        tokens = []  # of the distinct rows of every kind
-        expanded = []  # the kind's prompt for each of them
+        rows = {}  # kind -> its captions' rows of self.tokens (B,)
+        places = {}  # kind -> its captions' places among its distinct texts (B,)
+        tokens = []  # of each kind's distinct texts
+        expanded = []  # each kind's prompt, once for each of them
         for kind, prompt in prompts.items():
-            rows = torch.tensor([self.rows[kind][caption] for caption in captions])
-            # Equal phrases are encoded once. A pair without a phrase (-1) gets any text, because
-            # `valid` leaves the pair out. On a GPU, `unique` would make the program wait.
-            distinct, place = rows.clamp(min=0).unique(return_inverse=True)
+            rows[kind] = torch.tensor([self.rows[kind][caption] for caption in captions])
+            # Equal phrases are encoded once. For a pair without a phrase, row -1 is some other
+            # text, but `valid` leaves the pair out. On a GPU, `unique` would make the program wait.
+            distinct, places[kind] = rows[kind].unique(return_inverse=True)
             tokens.append(self.tokens[distinct.to(device)])
             if prompt is not None:
-                expanded.append(prompt.expand(distinct.shape[0], -1, -1))
-            rows_of[kind] = rows.to(device)
-            place_of[kind] = place.to(device)
+                expanded.append(prompt.expand(len(distinct), -1, -1))
         # One call for both kinds, because two smaller ones would leave a GPU waiting.
         all_prompts = torch.cat(expanded) if expanded else None
-        encoded = encode_prompted(self.clip, torch.cat(tokens), all_prompts)  # (S, d)
-        texts_of = encoded.split([distinct.shape[0] for distinct in tokens])
+        texts = encode_prompted(self.clip, torch.cat(tokens), all_prompts)  # (S, d)
         attributes = {}
-        for kind, texts in zip(prompts, texts_of, strict=True):
-            rows = rows_of[kind]
+        for kind, text in zip(prompts, texts.split([len(x) for x in tokens]), strict=True):
+            row = rows[kind].to(device)
             if self.ignore_equal:
-                same = rows[:, None] == rows
+                same = row[:, None] == row
             else:
-                same = torch.eye(len(captions), dtype=torch.bool, device=device)
-            attributes[kind] = Attributes(texts[place_of[kind]], rows >= 0, same)
+                same = torch.eye(len(row), dtype=torch.bool, device=device)
+            attributes[kind] = Attributes(text[places[kind].to(device)], row >= 0, same)
         return attributes
 
 
@@ -755,8 +751,7 @@ def train(cfg: Config, dataset, phrases: Phrases | None = None, resume: bool = F
     FloatingPointError if a loss is not finite."""
     torch.manual_seed(cfg.seed)
     model = RDD(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr, fused=True)
     if cfg.compile and cfg.on_cuda:
         model.compile(fullgraph=True, dynamic=False)
     run = Run(cfg, model, [dataset], resume)
@@ -769,7 +764,7 @@ def train(cfg: Config, dataset, phrases: Phrases | None = None, resume: bool = F
         optimizer.zero_grad()
         losses["total"].backward()
         if cfg.grad_clip:
-            nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
+            nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
         optimizer.step()
         run.count(losses)
         if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
