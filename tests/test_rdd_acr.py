@@ -77,6 +77,23 @@ def test_alignment_losses_against_loops(rows, ignore_equal):
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
+def test_worked_example_of_the_alignment_loss():
+    """The numbers in its docstring."""
+    vectors = torch.tensor([[[1.0, 1.0], [1.0, -1.0]], [[1.0, 1.0], [-1.0, 1.0]]])
+    different = torch.tensor([[2.0, 0.0], [0.0, 3.0]])
+    equal = torch.tensor([[2.0, 0.0], [2.0, 0.0]])
+    every = torch.ones(2, dtype=torch.bool)
+    alone = torch.eye(2, dtype=torch.bool)
+    together = torch.ones(2, 2, dtype=torch.bool)
+    for phrases, same, expected in (
+        (different, alone, 0.313),
+        (equal, alone, 0.753),
+        (equal, together, 0.0),
+    ):
+        loss = rdd_acr.alignment_loss(vectors, phrases, every, same, tau=1.0)
+        assert loss.item() == pytest.approx(expected, abs=5e-4)
+
+
 def test_alignment_loss_is_exact_under_autocast():
     torch.manual_seed(0)
     vectors = torch.randn(B, 3, 8)
