@@ -47,7 +47,8 @@ Eq. 6      DistillingBlock     F_c^i = MHSA(F_c^{i-1})       [ours] F_c^{i-1} + 
 Eq. 7      DistillingBlock     F^_o = MHCA(F_o^{i-1}, F_c^i)
                                [ours] F^_o = F_o^{i-1} + MHCA(LN F_o^{i-1}, LN F_c^i)
 Eq. 8      DistillingBlock     F_o^i = F^_o + FFN(F^_o)      [ours] F^_o + FFN(LN F^_o)
-Eq. 9      Fusion              MF(F_c ; F_object ; F_action), concatenated along the token axis
+Eq. 9      Fusion              MF(X), X = [F_c ; F_object ; F_action] along the token axis
+                               [ours] Y = X + MHSA(LN X); MF(X) = Y + ReLU(W LN Y)
 Eq. 10     alignment_loss      F_o = mean of the K vectors
 Eq. 11-13  alignment_loss      S_ab = cos(phrase of pair a, F_o of pair b) / tau;
                                L_N2O (nouns, objects), L_V2A (verbs, actions) =
@@ -64,7 +65,8 @@ Where the paper is silent or leaves two readings, the choice is marked [ours]. S
 Eq. 4 and 6-8 above (--no-residual: as printed), and attention's biases and output projections.
 
 Symbols: objects and actions are the paper's F_object and F_action, both written F_o above; w_n2o
-and w_v2a are lambda_1 and lambda_2. The paper's N is distil_steps; here N counts cells.
+and w_v2a are lambda_1 and lambda_2. In the paper's Eq. 11-12, F_c is F_o of Eq. 10, not F_c of
+Eq. 5, and F_l is F_noun or F_verb. The paper's N is distil_steps; here N counts cells.
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a caption
 (START, words, END, padding), K vectors (K_o objects or K_a actions; the paper's k), M tokens that
 they read, P vectors of a prompt, S texts, L tokens of a text, d width of CLIP's text space.
@@ -754,10 +756,10 @@ PRESETS = {
     "levir_cc": dict(action_vectors=10, steps=10000, batch_size=32, lr=2e-4),
     # SCORER's batch for it; steps, rate and 15 epochs (of 268 steps) as for CLEVR-Change.
     "spot_the_diff": dict(action_vectors=10, steps=10000, batch_size=32, lr=2e-4, lr_drop=4020),
-    # Your own pairs are usually few: half the width, and early stopping. K_a is Spot-the-Diff's.
+    # [ours] Your own pairs are usually few: half the width, early stopping, Spot-the-Diff's K_a.
     "pairs": dict(action_vectors=10, dim=256, batch_size=16, lr=5e-4, warmup=50, steps=2000,
                   eval_every=100, patience=10),
-    # The scenes are simple, so it distils once, and few vectors are enough.
+    # [ours] The scenes are simple, so it distils once, and few vectors are enough.
     "mini": dict(dim=128, word_dim=128, heads=2, dropout=0.0, distil_steps=1, object_vectors=8,
                  clip="mini", clip_dim=128, clip_width=64, batch_size=16, lr=1e-3,
                  schedule="cosine", warmup=50, grad_clip=1.0, steps=1900, eval_every=300,
