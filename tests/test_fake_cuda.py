@@ -9,6 +9,7 @@ losses in float32. Gradients, speed, memory and results cannot be tested this wa
 import dataclasses
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from test_methods import MODELS
@@ -80,8 +81,6 @@ def batches_of(kind, grid):
     caption = torch.ones(B, LENGTH, dtype=torch.long)
     names = [("a", "b")] * B
     batch = data.Batch(features, features, caption, ["1"] * B, ["a"] * B, names)
-    if kind == "birds":
-        return (dataclasses.replace(batch, caption=caption[:, :2]),)
     if kind == "mlm of single images":
         return (dataclasses.replace(batch, single=True),)
     return (batch, batch)
@@ -105,6 +104,21 @@ def phrases():
 def rewrites(pair_ids):
     """Stands in for idc_pretrain.Negatives."""
     return torch.ones(len(pair_ids), idc_pretrain.REWRITES, LENGTH, dtype=torch.long)
+
+
+def losses_of(method, model, kind, grid, cfg, more):
+    """The losses of a step, by compute_losses or, of IDC's tasks, by their functions."""
+    batches = batches_of(kind, grid)
+    if method is not idc_pretrain:
+        return method.compute_losses(model, batches, cfg, *more)
+    birds = object.__new__(idc_pretrain.Birds)
+    birds.names = ["a"] * B
+    birds.size = B
+    birds.classes = np.zeros(B, dtype=np.int64)
+    birds.partners = np.arange(B)
+    birds.features = SimpleNamespace(rows=lambda names: torch.rand(len(names), *grid).half())
+    task = getattr(idc_pretrain, f"{kind.split()[0]}_task")
+    return task(model, idc_pretrain.Source(iter([batches]), rewrites, birds), cfg)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +152,8 @@ def test_no_operation_mixes_devices_or_waits(method, variant, changes, monkeypat
         if method is rdd_acr:
             more.append(phrases())
         for kind in IDC_STEPS if method is idc_pretrain else ["step"]:
-            if method is idc_pretrain:
-                more = [kind.split()[0], rewrites]
             with Watch() as watch:
-                losses = method.compute_losses(model, batches_of(kind, grid), cfg, *more)
+                losses = losses_of(method, model, kind, grid, cfg, more)
                 if hasattr(model, "clamp_scales"):
                     model.clamp_scales()
             for name, loss in losses.items():
