@@ -837,7 +837,11 @@ def fda_task(model: IDC, source: Source, cfg: Config) -> dict[str, Tensor]:
 
 
 def birds_task(model: IDC, source: Source, cfg: Config) -> dict[str, Tensor]:
-    return mean_losses(model, cfg, IDC.birds, [source.birds.batch(cfg.device)])
+    before, after, classes = source.birds.batch()
+    before = before.to(cfg.device, non_blocking=True).float()
+    after = after.to(cfg.device, non_blocking=True).float()
+    classes = classes.to(cfg.device, non_blocking=True)
+    return mean_losses(model, cfg, IDC.birds, [(before, after, classes)])
 
 
 def captioned(batch, device: str) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -1329,15 +1333,14 @@ class Birds:
         self.partners = partners(self.classes, cfg.seed)
         self.size = cfg.pretrain_batch
 
-    def batch(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    def batch(self) -> tuple[Tensor, Tensor, Tensor]:
         """Random pairs, by torch's generator -> before and after (B, C, H, W), classes (B, 2)."""
         first = torch.randint(len(self.names), (self.size,)).numpy()
         second = self.partners[first]
         before = self.features.rows([self.names[i] for i in first])
         after = self.features.rows([self.names[i] for i in second])
         classes = np.stack([self.classes[first], self.classes[second]], 1)
-        classes = torch.from_numpy(classes).to(device)
-        return before.to(device).float(), after.to(device).float(), classes
+        return before, after, torch.from_numpy(classes)
 
 
 def partners(classes: np.ndarray, seed: int) -> np.ndarray:

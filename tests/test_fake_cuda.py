@@ -9,7 +9,6 @@ losses in float32. Gradients, speed, memory and results cannot be tested this wa
 import dataclasses
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from test_methods import MODELS
@@ -111,12 +110,8 @@ def losses_of(method, model, kind, grid, cfg, more):
     batches = batches_of(kind, grid)
     if method is not idc_pretrain:
         return method.compute_losses(model, batches, cfg, *more)
-    birds = object.__new__(idc_pretrain.Birds)
-    birds.names = ["a"] * B
-    birds.size = B
-    birds.classes = np.zeros(B, dtype=np.int64)
-    birds.partners = np.arange(B)
-    birds.features = SimpleNamespace(rows=lambda names: torch.rand(len(names), *grid).half())
+    of_birds = (batches[0].before, batches[0].after, batches[0].caption[:, :2])
+    birds = SimpleNamespace(batch=lambda: of_birds)  # stands in for idc_pretrain.Birds
     task = getattr(idc_pretrain, f"{kind.split()[0]}_task")
     return task(model, idc_pretrain.Source(iter([batches]), rewrites, birds), cfg)
 

@@ -648,7 +648,7 @@ def test_a_batch_of_birds_has_the_class_of_each_image(tmp_path):
     write_features("nabirds", tmp_path)
     birds = idc.Birds(Config(nabirds=str(tmp_path), pretrain_batch=50, device="cpu"))
     table = birds.features.rows(birds.names)
-    before, after, classes = birds.batch("cpu")
+    before, after, classes = birds.batch()
     found = set()
     images = torch.cat([before, after])
     for image, number in zip(images, classes.T.flatten().tolist(), strict=True):
