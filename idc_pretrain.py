@@ -1,24 +1,32 @@
 """IDC: Image Difference Captioning with Pre-training and Contrastive Learning (AAAI 2022).
 The paper is by Yao, Wang and Jin.
 
-The flow of one pair, with CLEVR-Change's sizes:
-    before (2048, 7, 7)    after (2048, 7, 7)     caption of V words
-       |  cells, Eq. 2        |  cells, Eq. 3        |  words, Eq. 1
-       v                      v                      |
-    [IMG1] v_1 (50, 512)   [IMG2] v_2 (50, 512)      |
-       |  single              |  single              |
-       +----------+-----------+                      v
-                  |  pair, Eq. 4                  [CLS] w (1 + V, 512)
-                  v                                  |
-    S = 2 (49 + 1) = 100 visual tokens (100, 512)    |
-                  +----------------+-----------------+
-                                   |  cross, Eq. 5 (called by joint in pre-training,
-                                   v                by causal in fine-tuning)
-                        tokens (100 + 1 + V, 512)
-    masked words     masked cells        [IMG1], [IMG2], [CLS]     [IMG1], [IMG2]
-       |  head          |  cell_head        |  cosine                 |  judge
-    L_MLM, Eq. 6     L_MVCL, Eq. 7-8     L_FDA, Eq. 9              L_judge, Sec. 3.1
-    (both stages)    (pre-training)      (pre-training)            (fine-tuning)
+The two images of a pair, in both stages of training, with CLEVR-Change's sizes (IDC.encode):
+
+    before (2048, 7, 7)      after (2048, 7, 7)
+       |  embed.image, Eq. 2    |  embed.image, Eq. 3
+    [IMG1] v_1 (50, 512)     [IMG2] v_2 (50, 512)
+       |  single: E_s           |  single: E_s
+       +-----------+------------+
+                   |  pair: E_p, Eq. 4
+    S = 2 (49 + 1) = 100 visual tokens (100, 512)
+
+Pre-training (IDC.joint): 100 + 1 + V tokens, 125 with V = 24. Each sees all others but padding.
+
+    [IMG1] v_1 [IMG2] v_2  [CLS] START w_1 w_2 ... w_22 END
+                  cross: E, Eq. 5, three layers
+    masked words   -> head                             L_MLM, Eq. 6
+    masked cells   -> cell_head                        L_MVCL, Eq. 7-8
+    [IMG1], [IMG2] and [CLS], with seven captions      L_FDA, Eq. 9
+
+Fine-tuning (IDC.causal): 100 visual and 1 + 2 (V - 1) text tokens, 47 with V = 24. Images see
+images only. A word sees the images, earlier words and itself. A [MASK] sees what the word before it
+sees, and itself.
+
+    [IMG1] v_1 [IMG2] v_2  [CLS] START w_1 ... w_22  [MASK] [MASK] ... [MASK]
+                  cross: E, Eq. 5                      w_1    w_2  ...   END
+    [MASK]s        -> head: the words below them       L_MLM, Eq. 6
+    [IMG1], [IMG2] -> judge                            L_judge, section 3.1
 
 Idea. (1) Captioned pairs are few and differences are small, so the model first learns which words
 belong to which details, by predicting masked words (MLM), recognising masked image cells (MVCL) and
@@ -26,20 +34,21 @@ telling the caption from six rewrites that are almost right (FDA). (2) Like a pe
 each image alone (E_s) and compares the two (E_p) before it thinks of words (E). (3) Fine-tuning is
 MLM in which a word sees only earlier words, so captions can be written word by word.
 
-Read first: Embedding, mask_words, cell_loss, align_loss, IDC.visual, IDC.joint, IDC.causal and
+Read first: Embedding, mask_words, cell_loss, align_loss, IDC.encode, IDC.joint, IDC.causal and
 IDC.finetune. Skip at first: the last two sections (rewritten captions, cross-task data; 380 lines),
 Cache, attention_map, and RELEASED.
 
-Our copy of the paper lacks the formulas of Eq. 1-9. From the text around them:
-Eq. 1      Embedding.words   w = [CLS] [BOS] w_1 w_2 ... [EOS]
-Eq. 2-3    Embedding.cells   v_i = [IMGi] v_i1 ... v_iN, i = 1, 2. A token x of w and v_i enters as
+Eq. 1      Embedding.words   w = [CLS] START w_1 w_2 ... END; the paper's [BOS] and [EOS] are START
+                             and END
+Eq. 2-3    Embedding.image   v_i = [IMGi] v_i1 ... v_iN, i = 1, 2. A token x of w and v_i enters as
                              y = Dropout(LN(x + type + position))
-Eq. 4      IDC.visual        v = E_p([E_s(v_1) ; E_s(v_2)]), the image difference encoder
-Eq. 5      IDC.joint         E([v ; w]), the cross-modal transformer
+Eq. 4      IDC.encode        v = E_p([E_s(v_1) ; E_s(v_2)]), the image difference encoder
+Eq. 5      IDC.cross         E([v ; w]), the cross-modal transformer
 Eq. 6      word_loss         L_MLM = mean of -log P(w_m | other words, v_1, v_2), masked words w_m
 Eq. 7      IDC.mvcl          L_MVCL = mean of f over masked cells v_m
 Eq. 8      cell_loss         f = -log e(v_m) / [e(v_m) + sum of e(n) over the negatives n], where
-                             e(n) = exp(cos(^v_m, n) / tau_mvcl) and ^v_m is the predicted cell
+                             e(n) = exp(cos(^v_m, n) / tau_mvcl) and ^v_m is the predicted cell.
+                             Negatives: the unmasked cells of all images of the batch
 Eq. 9      align_loss        L_FDA = -log e_0 / [e_0 + ... + e_6], where e_j = exp(cos(g_j, c_j) /
                              tau_fda), g = ([IMG1] + [IMG2]) / 2 and c = [CLS] of Eq. 5, read with
                              the caption (j = 0) or one of its rewrites (j = 1 ... 6)
@@ -47,11 +56,27 @@ Sec. 2.2   mask_words, mask_cells; Negatives rewrites captions: Retrieve, Replac
 Sec. 2.3   IDC.causal        mask of fine-tuning; Cache: a [MASK] after the words so far
 Sec. 2.4   class_loss, contrast_loss, same_class_loss: bird classes train the difference encoder
 Sec. 3.1   judge_loss        is the pair a distractor? Fine-tuning: L = L_MLM + w_judge L_judge
-Symbols: E_s is `single`, E_p is `pair`, E is `cross`; [BOS] and [EOS] are START and END.
-Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a caption
-(START, words, END, padding), T tokens, S = 2 (N + 1) visual tokens.
+These formulas are reconstructed from the paper's text and the released code, and not compared with
+the printed ones.
+
+Words: a changed pair shows a scene before and after a change. In a distractor pair only the camera
+and the light differ, and its caption says that nothing changed. On CLEVR-Change, a step has a batch
+of each, of the same scenes. In half of the scenes, the two unchanged images are swapped [ours].
+Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V ids of a caption
+(START, words, END, padding), T tokens, S = 2 (N + 1) visual tokens, M cells of a batch.
+
+Exercises, on mini, minutes each. Predict, then run; each run needs an --out_dir of its own.
+1. Eight pairs of 2 x 64 cells, of which 45 are masked: where does L_MVCL begin? How far can it fall
+   at temperature 1, if cosines of features are near 1? With mini's temperature, 0.02?
+   python idc_pretrain.py --pretrain_steps 200 --steps 1 --log_every 20 --tau_mvcl 1
+2. Where does L_FDA begin, and does telling the caption from rewrites need the images?
+   python idc_pretrain.py --pretrain_steps 200 --steps 1 --log_every 20 --mvcl 0 --fda 1
+3. Which of these has the lower "caption", and which writes better? Why is it not the same one?
+   python idc_pretrain.py --pretrain_steps 0 --steps 600
+   python idc_pretrain.py --pretrain_steps 0 --steps 600 --finetune_targets masked
+
 The comment above PRESETS has the flags for each row of the paper's tables. RELEASED lists the
-differences from the released code; what both variants take from it is explained where it occurs.
+differences from the released code; "as released" marks what both variants take from it.
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
@@ -231,18 +256,15 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None, past: tuple[Tensor, Tensor] | None):
-        """x (B, T, D) -> the new x (B, T, D); its (key, value); its query (B, T, D).
+        """x (B, T, D) -> the new x (B, T, D); (key, value) of all tokens; the query (B, T, D).
         past: (key, value) of the P tokens before x. mask: bool (B or 1, 1, T or 1, P + T), True
         where a token may be seen."""
         y = self.norm1(x)
         q, k, v = self.attention.project(y, y)
-        keys = k
-        values = v
         if past is not None:
-            keys = torch.cat([past[0], k], 1)
-            values = torch.cat([past[1], v], 1)
-        attended = self.attention.attend(q, keys, values, mask=mask)
-        x = x + self.dropout(attended)
+            k = torch.cat([past[0], k], 1)
+            v = torch.cat([past[1], v], 1)
+        x = x + self.dropout(self.attention.attend(q, k, v, mask=mask))
         hidden = F.relu(self.hidden(self.norm2(x)))
         x = x + self.dropout(self.output(self.dropout(hidden)))
         return x, (k, v), q
@@ -259,9 +281,9 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(layers))
 
     def forward(self, x: Tensor, mask: Tensor | None = None, past: list | None = None):
-        """x (B, T, D) -> the new x (B, T, D); its (key, value) for each block; its query in the
-        last block (B, T, D). past: (key, value) of the tokens before x for each block. mask: see
-        Block."""
+        """x (B, T, D) -> the new x (B, T, D); for each block, the (key, value) of all tokens; the
+        query of the last block (B, T, D). past: for each block, (key, value) of the tokens before
+        x. mask: see Block."""
         if past is None:
             past = [None] * len(self.blocks)
         x = self.norm(x)
@@ -308,8 +330,9 @@ def mask_words(caption: Tensor, vocab_size: int, rate: float, rules: str) -> tup
 
 
 def mask_cells(pairs: int, images: int, cells: int, rate: float, device) -> Tensor:
-    """Section "MVCL": choose round(rate N) cells, at least one, of one image of each pair. -> their
-    places among all cells of the batch, (B, images, N) in a row.
+    """Section "MVCL": choose round(rate N) cells, at least one, of one image of each pair, so that
+    the other image and the caption can tell what was there. -> their places among all cells of the
+    batch, (B, images, N) in a row.
 
     [ours] The number is fixed, because torch.compile needs fixed shapes. The released code draws
     each cell with probability `rate`."""
@@ -340,7 +363,11 @@ def cell_loss(
     masked (n,), the places of the masked ones.
 
     negatives: "features" of all unmasked cells, or as in the released code their "predictions" and
-    the features of the other masked cells."""
+    the features of the other masked cells.
+
+    Example, tau = 1: features (1, 0), (0, 2), (3, 0); the first is masked and predicted as (2, 0).
+    Its cosines are 1, 0 and 1, so the loss is -ln e / (e + 1 + e) = 0.862. The third cell looks the
+    same, so at no temperature can the loss fall below ln 2 = 0.693."""
     is_masked = torch.zeros_like(features[:, 0], dtype=torch.bool).index_fill(0, masked, True)
     with torch.autocast(features.device.type, enabled=False):  # bfloat16 has too few digits
         p = F.normalize(upcast(predicted), dim=-1)
@@ -358,7 +385,10 @@ def cell_loss(
 def align_loss(image: Tensor, text: Tensor, tau: float) -> Tensor:
     """Eq. 9, L_FDA: InfoNCE over cosines, the caption (first) against its six rewrites. Each of the
     seven is read together with the images, in a sequence of its own. From this sequence come image
-    (the mean of [IMG1] and [IMG2]) and text ([CLS]), both (B, 7, D)."""
+    (the mean of [IMG1] and [IMG2]) and text ([CLS]), both (B, 7, D).
+
+    Example, tau = 1: images (1, 0), caption (1, 0), six rewrites (0, 1). The cosines are 1 and six
+    times 0, so the loss is -ln e / (e + 6) = 1.165. At tau = 0.1 it would be 0.0003."""
     s = F.cosine_similarity(image, text, dim=-1) / tau  # (B, 7)
     first = torch.zeros(s.shape[0], dtype=torch.long, device=s.device)
     return F.cross_entropy(s, first)  # Eq. 9
@@ -441,7 +471,14 @@ class IDC(nn.Module):
         """The losses of a task: a method of this class, IDC.finetune unless given, or for
         pre-training IDC.mlm, IDC.mvcl, IDC.fda or IDC.birds. The inputs are the method's.
 
-        This is what torch.compile compiles, into a graph for each task."""
+        This is what torch.compile compiles, into a graph for each task.
+
+        At the start, at the paper's sizes, for 16 pairs and a vocabulary of 76: caption and mlm 6
+        to 7.5 (ln 76 = 4.3 for equal probabilities), judge 1.5 to 3 (ln 2 = 0.69), mvcl 7.3 = ln of
+        the 1457 cells to choose from, fda 1.95 = ln 7, class 7.4 (ln 555 = 6.3). If mvcl or fda
+        stay there, or judge at ln 2, the model does not compare what it should. At temperature 1,
+        mvcl can fall by no more than 2, because cosines lie between -1 and 1, and fda not below
+        ln(1 + 6 / e^2) = 0.59. "caption" falls even if images are ignored: see scores."""
         if task is None:
             task = IDC.finetune
         return task(self, *inputs)
@@ -565,7 +602,8 @@ class IDC(nn.Module):
     def fda(
         self, before: Tensor, after: Tensor | None, caption: Tensor, rewritten: Tensor
     ) -> dict[str, Tensor]:
-        """Eq. 9: tell captions (B, V) from six rewrites of each (B, 6, V)."""
+        """Eq. 9: tell captions (B, V) from six rewrites of each (B, 6, V). Other pairs' captions
+        would be too easy: rewrites differ in a word or two, so details have to be compared."""
         visual, real, _ = self.encode(before, after)
         ids = torch.cat([caption[:, None], rewritten], 1)  # (B, 7, V)
         visual = visual.repeat_interleave(ids.shape[1], 0)  # (7B, S, D)
@@ -600,7 +638,7 @@ class IDC(nn.Module):
 
         In the paper and the released code (finetune_targets="masked"), 15 % of the words are masked
         and predicted. [ours] With "every", each word is predicted from a [MASK] in its place, as
-        decoding does."""
+        decoding does. Measured on mini, tests/results.md: semantic CIDEr 169 and 475."""
         cfg = self.cfg
         visual, _, _ = self.encode(before, after)
         if cfg.finetune_targets == "every":
@@ -653,8 +691,7 @@ class Cache:
         _, self.past, _ = model.cross(visual)  # Eq. 5
         if model.cfg.finetune_cls:
             cls = model.embed.special(Embedding.TEXT, visual.shape[0])
-            _, new, _ = model.cross(cls, past=self.past)
-            self.append(new)
+            _, self.past, _ = model.cross(cls, past=self.past)
 
     def step(self, ids: Tensor, t: int) -> Tensor:
         """ids (B,) at position t -> logits of the next word (B, vocabulary), from a [MASK] in its
@@ -665,23 +702,15 @@ class Cache:
         earlier = self.past[0][0].shape[1]
         seen = torch.ones(2, earlier + 2, dtype=torch.bool, device=ids.device)
         seen = seen.tril(earlier)  # the word does not see the [MASK]
-        x, new, _ = self.model.cross(torch.cat([word, mask], 1), seen[None, None], self.past)
-        self.append(new)
+        x, past, _ = self.model.cross(torch.cat([word, mask], 1), seen[None, None], self.past)
+        self.past = [(keys[:, :-1], values[:, :-1]) for keys, values in past]  # without [MASK]
         return self.model.head(x[:, 1])
-
-    def append(self, new: list) -> None:
-        """Add the keys and values of the first new token, but not those of a [MASK] after it."""
-        past = []
-        for (keys, values), (k, v) in zip(self.past, new, strict=True):
-            keys = torch.cat([keys, k[:, :1]], 1)
-            values = torch.cat([values, v[:, :1]], 1)
-            past.append((keys, values))
-        self.past = past
 
 
 # ---- presets -------------------------------------------------------------------------------------
 
 # Flags for each row of the paper's tables. Each row needs an --out_dir of its own.
+# Measured on mini, tests/results.md: semantic CIDEr 475, without pre-training 272.
 # Row of the paper                     flags
 # Tables 2, 3  CLEVR-Change            --dataset clevr_change
 # Table 4      all rows                --dataset clevr_change, and
@@ -695,15 +724,18 @@ class Cache:
 #              with CUB                --cub FOLDER
 #              with NABirds            --nabirds FOLDER
 #
-# Values are from Table 6 and section "Implementation Details". Fine-tuning's steps, eval_every and
-# patience are from the released code. The paper counts the pairs of a batch, but we count its
-# scenes, which on CLEVR-Change have two pairs each.
+# The paper counts the pairs of a batch, but we count its scenes, which on CLEVR-Change have two
+# pairs each. So Table 6's 200 pairs are 100 scenes.
 PRESETS = {
-    "clevr_change": dict(seed=1234, extractor="resnet101-layer4", lr=3e-5, batch_size=100,
-                         steps=100000, eval_every=400, patience=50),
-    "birds_to_words": dict(seed=1234, layers=2, mlm=9, pretrain_steps=50000, pretrain_warmup=4000,
-                           pretrain_batch=200, lr=3e-5, weight_decay=1e-4, batch_size=32,
-                           steps=20000, eval_every=85, patience=80, select_by="ROUGE-L"),
+    # Config's defaults are those of this data set, from Table 6 and section 3.1.
+    "clevr_change": dict(seed=1234, extractor="resnet101-layer4",  # appendix A.1; section 3.1
+                         lr=3e-5, batch_size=100,  # Table 6
+                         steps=100000, eval_every=400, patience=50),  # released
+    "birds_to_words": dict(seed=1234, layers=2, mlm=9,  # section 3.1
+                           pretrain_steps=50000, pretrain_warmup=4000, pretrain_batch=200,  # T. 6
+                           lr=3e-5, weight_decay=1e-4, batch_size=32,  # Table 6
+                           steps=20000, eval_every=85, patience=80,  # released
+                           select_by="ROUGE-L"),  # section 3.1
     # Your own pairs are usually few, so they get no pre-training, but early stopping [ours].
     "pairs": dict(pretrain_steps=0, dim=256, ffn=1024, layers=2, batch_size=16, lr=5e-4, warmup=50,
                   steps=2000, eval_every=100, patience=10),
@@ -743,59 +775,12 @@ RELEASED = {
         finetune_decay="halves",
         reduction="sum",  # in fine-tuning; the released code, too, averages in pre-training
     ),
-    # Table 6 has 50000 steps and 200 pairs. The released files have these; the paper does not say
-    # how many of CUB's images are in a batch.
+    # Table 6: 50000 steps, 200 pairs. The released files instead have 60000 steps and 150 pairs.
+    # How many of CUB's images are in a batch, the paper does not say.
     "birds_to_words": dict(pretrain_steps=60000, pretrain_batch=150, cub_batch=350),
 }
 
-# ---- training ------------------------------------------------------------------------------------
-
-
-def stages(cfg: Config) -> list[tuple[str, int, int]]:
-    """The stages of a run, each with its first step and the step after its last."""
-    counts = {"pretrain": cfg.pretrain_steps, "finetune": cfg.steps}
-    if cfg.cub:
-        counts = {"cub": cfg.pretrain_steps} | counts
-    result = []
-    first = 0
-    for stage, count in counts.items():
-        if count:
-            result.append((stage, first, first + count))
-        first += count
-    return result
-
-
-def tasks(cfg: Config, stage: str) -> list[Callable]:
-    """The tasks of a stage, each as often as its share says."""
-    if stage == "finetune":
-        return [finetune_task]
-    choice = [mlm_task] * cfg.mlm + [mvcl_task] * cfg.mvcl + [fda_task] * cfg.fda
-    if cfg.nabirds and stage == "pretrain":
-        choice += [birds_task] * 3  # a fifth of 9 + 1 + 2 + 3, as in appendix A.3
-    return choice
-
-
-def draw_task(cfg: Config, stage: str, step: int) -> Callable:
-    """The task of a step, drawn according to the shares. It depends only on seed and step."""
-    choice = tasks(cfg, stage)
-    rng = np.random.default_rng([cfg.seed, step])
-    return choice[rng.integers(len(choice))]
-
-
-def stage_rate(cfg: Config, stage: str, step: int) -> float:
-    """The learning rate of a step of a stage. Steps count from 0 in each stage."""
-    if stage == "finetune":
-        lr = learning_rate(cfg, step)
-        if cfg.finetune_decay == "halves":
-            lr = lr / 2 ** min(step // 10000, 2)
-        return lr
-    warmup = max(1, cfg.pretrain_warmup)
-    if cfg.pretrain_decay == "none":
-        return cfg.pretrain_lr * min((step + 1) / warmup, 1.0)
-    if step == 0:
-        return 1e-8  # as in the released code, whose rates are one step behind those above
-    return cfg.pretrain_lr * min(step / warmup, (warmup / step) ** 0.5)
-
+# ---- tasks ---------------------------------------------------------------------------------------
 
 # Each task takes its next batch and returns its losses.
 
@@ -880,6 +865,55 @@ def mean_losses(model: IDC, cfg: Config, task: Callable, inputs: list) -> dict[s
     return losses
 
 
+def tasks(cfg: Config, stage: str) -> list[Callable]:
+    """The tasks of a stage, each as often as its share says."""
+    if stage == "finetune":
+        return [finetune_task]
+    choice = [mlm_task] * cfg.mlm + [mvcl_task] * cfg.mvcl + [fda_task] * cfg.fda
+    if cfg.nabirds and stage == "pretrain":
+        choice += [birds_task] * 3  # a fifth of 9 + 1 + 2 + 3, as in appendix A.3
+    return choice
+
+
+def draw_task(cfg: Config, stage: str, step: int) -> Callable:
+    """The task of a step, drawn according to the shares. It depends only on seed and step."""
+    choice = tasks(cfg, stage)
+    rng = np.random.default_rng([cfg.seed, step])
+    return choice[rng.integers(len(choice))]
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def stages(cfg: Config) -> list[tuple[str, int, int]]:
+    """The stages of a run, each with its first step and the step after its last."""
+    counts = {"pretrain": cfg.pretrain_steps, "finetune": cfg.steps}
+    if cfg.cub:
+        counts = {"cub": cfg.pretrain_steps} | counts
+    result = []
+    first = 0
+    for stage, count in counts.items():
+        if count:
+            result.append((stage, first, first + count))
+        first += count
+    return result
+
+
+def stage_rate(cfg: Config, stage: str, step: int) -> float:
+    """The learning rate of a step of a stage. Steps count from 0 in each stage."""
+    if stage == "finetune":
+        lr = learning_rate(cfg, step)
+        if cfg.finetune_decay == "halves":
+            lr = lr / 2 ** min(step // 10000, 2)
+        return lr
+    warmup = max(1, cfg.pretrain_warmup)
+    if cfg.pretrain_decay == "none":
+        return cfg.pretrain_lr * min((step + 1) / warmup, 1.0)
+    if step == 0:
+        return 1e-8  # as in the released code, whose rates are one step behind those above
+    return cfg.pretrain_lr * min(step / warmup, (warmup / step) ** 0.5)
+
+
 def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     """Pre-train, then fine-tune on a data set (data.Dataset) into cfg.out_dir -> the best model by
     validation. The weights after pre-training stay in pretrained.pt, for --init. A task trains only
@@ -909,14 +943,13 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     for stage, first, last in stages(cfg):
         if run.step >= last:  # done before the run was resumed
             continue
-        stage_data = datasets[stage]
-        size = sizes[stage]
         decay = cfg.weight_decay if stage == "finetune" else 0.0
         optimizer = torch.optim.Adam(parameters, lr=cfg.lr, weight_decay=decay, fused=True)
         run.start(optimizer, stage, last)
-        steps_so_far = range(first, run.step)
-        done = sum(draw_task(cfg, stage, step) is not birds_task for step in steps_so_far)
-        pairs = stage_data.train_batches(size, cfg.seed, done, last - first)
+        done = 0  # batches of pairs that a resumed run has used
+        for step in range(first, run.step):
+            done += draw_task(cfg, stage, step) is not birds_task
+        pairs = datasets[stage].train_batches(sizes[stage], cfg.seed, done, last - first)
         source = Source(pairs, rewrites.get(stage), birds)
         while run.step < last and not run.patience_is_over():
             optimizer.param_groups[0]["lr"] = stage_rate(cfg, stage, run.step - first)
@@ -936,6 +969,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
                     run.log_losses()
                     run.save("pretrained.pt")  # the latest weights of pre-training
                     run.save("last.pt")
+        del pairs, source  # ends the progress bar
     return run.best_model()
 
 

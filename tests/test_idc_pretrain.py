@@ -107,6 +107,20 @@ def test_align_loss_against_loop():
     assert idc.align_loss(g, c, 0.7).item() == pytest.approx(total)
 
 
+def test_the_examples_of_the_docstrings():
+    features = torch.tensor([[1.0, 0], [0, 2], [3, 0]])
+    predicted = torch.tensor([[2.0, 0], [5, 1], [1, 5]])  # the others' predictions do not matter
+    masked = torch.tensor([0])
+    loss = idc.cell_loss(predicted, features, masked, 1.0, "features")
+    assert loss.item() == pytest.approx(0.862, abs=5e-4)
+    loss = idc.cell_loss(predicted, features, masked, 0.001, "features")
+    assert loss.item() == pytest.approx(math.log(2), abs=5e-4)
+    image = torch.tensor([1.0, 0]).expand(1, 7, 2)
+    text = torch.tensor([[[1.0, 0]] + 6 * [[0, 1]]])
+    assert idc.align_loss(image, text, 1.0).item() == pytest.approx(1.165, abs=5e-4)
+    assert idc.align_loss(image, text, 0.1).item() == pytest.approx(0.0003, abs=5e-5)
+
+
 def test_losses_of_birds_against_loops():
     torch.manual_seed(0)
     x = torch.randn(6, 4).double()
