@@ -11,22 +11,23 @@ The two images of a pair, in both stages of training, with CLEVR-Change's sizes 
                    |  pair: E_p, Eq. 4
     S = 2 (49 + 1) = 100 visual tokens (100, 512)
 
-Pre-training (IDC.joint): 100 + 1 + V tokens, 125 with V = 24. Each sees all others but padding.
+Pre-training (IDC.joint): 100 visual and 1 + V text tokens, 25 with V = 24. Every token sees every
+token, but not padding. A step has one of three tasks:
 
-    [IMG1] v_1 [IMG2] v_2  [CLS] START w_1 w_2 ... w_22 END
-                  cross: E, Eq. 5, three layers
-    masked words   -> head                             L_MLM, Eq. 6
-    masked cells   -> cell_head                        L_MVCL, Eq. 7-8
-    [IMG1], [IMG2] and [CLS], with seven captions      L_FDA, Eq. 9
+    [IMG1] v_1 [IMG2] v_2   [CLS] START w_1 w_2 ... w_22 END
+       |  cross: E, Eq. 5
+    some w_i are [MASK]     -> head: these words             L_MLM, Eq. 6
+    some cells are zeros    -> cell_head: their features     L_MVCL, Eq. 7-8
+    seven captions in turn  -> cosine of images and [CLS]    L_FDA, Eq. 9
 
 Fine-tuning (IDC.causal): 100 visual and 1 + 2 (V - 1) text tokens, 47 with V = 24. Images see
-images only. A word sees the images, earlier words and itself. A [MASK] sees what the word before it
-sees, and itself.
+images only. A word sees the images, earlier words and itself. [MASK]_i asks for w_i, the last one
+for END. It sees the images, the words before w_i and itself, as in decoding.
 
-    [IMG1] v_1 [IMG2] v_2  [CLS] START w_1 ... w_22  [MASK] [MASK] ... [MASK]
-                  cross: E, Eq. 5                      w_1    w_2  ...   END
-    [MASK]s        -> head: the words below them       L_MLM, Eq. 6
-    [IMG1], [IMG2] -> judge                            L_judge, section 3.1
+    [IMG1] v_1 [IMG2] v_2   [CLS] START w_1 ... w_22   [MASK]_1 [MASK]_2 ... [MASK]_23
+       |  cross: E, Eq. 5
+    [MASK]_i                -> head: w_i                     L_MLM, Eq. 6
+    [IMG1], [IMG2]          -> judge: changed or not         L_judge, section 3.1
 
 Idea. (1) Captioned pairs are few and differences are small, so the model first learns which words
 belong to which details, by predicting masked words (MLM), recognising masked image cells (MVCL) and
@@ -34,9 +35,9 @@ telling the caption from six rewrites that are almost right (FDA). (2) Like a pe
 each image alone (E_s) and compares the two (E_p) before it thinks of words (E). (3) Fine-tuning is
 MLM in which a word sees only earlier words, so captions can be written word by word.
 
-Read first: Embedding, mask_words, cell_loss, align_loss, IDC.encode, IDC.joint, IDC.causal and
-IDC.finetune. Skip at first: the last two sections (rewritten captions, cross-task data; 380 lines),
-Cache, attention_map, and RELEASED.
+Read first: Embedding, mask_words, cell_loss, align_loss, and of IDC encode, joint, mlm, mvcl, fda,
+causal and finetune. Skip at first: the last two sections (rewritten captions, cross-task data; 370
+lines), Cache, attention_map, and RELEASED.
 
 Eq. 1      Embedding.words   w = [CLS] START w_1 w_2 ... END; the paper's [BOS] and [EOS] are START
                              and END
@@ -473,12 +474,14 @@ class IDC(nn.Module):
 
         This is what torch.compile compiles, into a graph for each task.
 
-        At the start, at the paper's sizes, for 16 pairs and a vocabulary of 76: caption and mlm 6
-        to 7.5 (ln 76 = 4.3 for equal probabilities), judge 1.5 to 3 (ln 2 = 0.69), mvcl 7.3 = ln of
-        the 1457 cells to choose from, fda 1.95 = ln 7, class 7.4 (ln 555 = 6.3). If mvcl or fda
-        stay there, or judge at ln 2, the model does not compare what it should. At temperature 1,
-        mvcl can fall by no more than 2, because cosines lie between -1 and 1, and fda not below
-        ln(1 + 6 / e^2) = 0.59. "caption" falls even if images are ignored: see scores."""
+        At the start, with the paper's sizes, 16 pairs and 76 ids, and if a loss does not fall:
+            caption, mlm  6 to 7.5; they fall even if images are ignored, so look at the scores
+            judge         1.5 to 3; at ln 2 = 0.69 it guesses: the images are not compared
+            mvcl          7.3 = ln 1457, the cells to choose from; if it stays, tau_mvcl is too
+                          high: at 1 it can fall by 2 at most, as cosines are between -1 and 1
+            fda           1.95 = ln 7; there, [CLS] says nothing of the images; at tau_fda 1 it
+                          cannot fall below ln(1 + 6 / e^2) = 0.59
+            class         7.4; ln 555 = 6.3 would be a guess"""
         if task is None:
             task = IDC.finetune
         return task(self, *inputs)
@@ -492,16 +495,16 @@ class IDC(nn.Module):
         Without a second image, only its [IMG2] counts as real. (The released code passes this
         [IMG2] directly to E_p.)"""
         assert before.shape[1:] == self.grid, f"{self.grid} expected, {before.shape} found"
-        real = torch.ones(2, self.img2, dtype=torch.bool, device=before.device)
+        valid = torch.ones(2, self.img2, dtype=torch.bool, device=before.device)
         single_mask = None  # every token is real
         pair_mask = None
         if after is None:
             after = torch.zeros_like(before)
-            real[1, 1:] = False
-            single_mask = real.repeat_interleave(before.shape[0], 0)  # (2B, 1 + N)
+            valid[1, 1:] = False
+            single_mask = valid.repeat_interleave(before.shape[0], 0)  # (2B, 1 + N)
             single_mask = single_mask[:, None, None]
-            pair_mask = real.view(1, 1, 1, -1)  # (1, 1, 1, S)
-        # Below, images are joined and parted again: two batches of other sizes would mix.
+            pair_mask = valid.view(1, 1, 1, -1)  # (1, 1, 1, S)
+        # Images are joined and parted again below, so batches of two sizes would mix in silence.
         assert after.shape == before.shape, f"{before.shape} expected, {after.shape} found"
         x_1 = self.embed.image(before, Embedding.IMAGE_1)
         x_2 = self.embed.image(after, Embedding.IMAGE_2)
@@ -513,17 +516,17 @@ class IDC(nn.Module):
         x = torch.cat([x_1, x_2], 1)  # (B, S, D)
         if self.cfg.difference_encoder:
             x, _, _ = self.pair(x, pair_mask)  # E_p of Eq. 4
-        return x, real.view(1, -1), alone
+        return x, valid.view(1, -1), alone
 
-    def joint(self, visual: Tensor, real: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Eq. 5 in pre-training, where every token sees all tokens except padding. visual and real:
-        from `encode`; ids (B, V) -> visual (B, S, D); text (B, 1 + V, D), [CLS] first."""
+    def joint(self, visual: Tensor, valid: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Eq. 5 in pre-training, where every token sees all tokens except padding. visual and valid
+        are from `encode`; ids (B, V) -> visual (B, S, D); text (B, 1 + V, D), [CLS] first."""
         count = visual.shape[1]
         cls = self.embed.special(Embedding.TEXT, ids.shape[0])
         text = torch.cat([cls, self.embed.words(ids)], 1)
         seen_text = (ids != NULL) | self.cfg.see_padding
         seen_text = F.pad(seen_text, (1, 0), value=True)  # [CLS]
-        mask = torch.cat([real.expand(ids.shape[0], -1), seen_text], 1)
+        mask = torch.cat([valid.expand(ids.shape[0], -1), seen_text], 1)
         x, _, _ = self.cross(torch.cat([visual, text], 1), mask[:, None, None])  # Eq. 5
         return x[:, :count], x[:, count:]
 
@@ -574,8 +577,8 @@ class IDC(nn.Module):
         """Eq. 6: predict masked words of captions (B, V) from the other words and the images."""
         cfg = self.cfg
         ids, target = mask_words(caption, self.vocab_size, cfg.mask_rate, cfg.mask_rules)
-        visual, real, _ = self.encode(before, after)
-        _, text = self.joint(visual, real, ids)  # Eq. 5
+        visual, valid, _ = self.encode(before, after)
+        _, text = self.joint(visual, valid, ids)  # Eq. 5
         logits = self.head(text[:, 1:])  # without [CLS]
         return {"mlm": word_loss(logits, target)}  # Eq. 6
 
@@ -589,8 +592,8 @@ class IDC(nn.Module):
         masked = mask_cells(*cells.shape[:3], cfg.cell_mask_rate, cells.device)
         shown = features.index_fill(0, masked, 0).view_as(cells)
         shown = shown.transpose(2, 3).view_as(images)
-        visual, real, _ = self.encode(*shown.unbind(1))
-        visual, _ = self.joint(visual, real, caption)  # Eq. 5
+        visual, valid, _ = self.encode(*shown.unbind(1))
+        visual, _ = self.joint(visual, valid, caption)  # Eq. 5
         visual = visual.unflatten(1, (2, -1))  # (B, 2, 1 + N, D)
         hidden = self.cell_head(visual[:, : images.shape[1], 1:])  # without [IMG1] and [IMG2]
         # As released, the projection's weights, transposed, map back to features.
@@ -604,10 +607,10 @@ class IDC(nn.Module):
     ) -> dict[str, Tensor]:
         """Eq. 9: tell captions (B, V) from six rewrites of each (B, 6, V). Other pairs' captions
         would be too easy: rewrites differ in a word or two, so details have to be compared."""
-        visual, real, _ = self.encode(before, after)
+        visual, valid, _ = self.encode(before, after)
         ids = torch.cat([caption[:, None], rewritten], 1)  # (B, 7, V)
         visual = visual.repeat_interleave(ids.shape[1], 0)  # (7B, S, D)
-        visual, text = self.joint(visual, real, ids.flatten(0, 1))
+        visual, text = self.joint(visual, valid, ids.flatten(0, 1))
         image = (visual[:, 0] + visual[:, self.img2]) / 2
         image = image.view(*ids.shape[:2], -1)  # (B, 7, D)
         text = text[:, 0].view(*ids.shape[:2], -1)  # [CLS], (B, 7, D)
@@ -782,16 +785,17 @@ RELEASED = {
 
 # ---- tasks ---------------------------------------------------------------------------------------
 
-# Each task takes its next batch and returns its losses.
+# A step of training calls one of the four tasks below, or finetune_task. Each takes its next batches
+# from a Source and returns the losses of a method of IDC.
 
 
 @dataclass
 class Source:
     """Where the tasks of a stage take their batches from."""
 
-    pairs: Iterator[tuple]  # (changed pairs, distractor pairs) or (all pairs,) of the next step
-    rewrites: Callable | None = None  # for fda_task, see Negatives
-    birds: "Birds | None" = None  # for birds_task
+    pairs: Iterator[tuple]  # of each step, data.Batches: (changed, distractor pairs) or (pairs,)
+    rewrites: Callable | None = None  # pair ids -> their rewritten captions, see Negatives
+    birds: "Birds | None" = None
 
 
 def finetune_task(model: IDC, source: Source, cfg: Config) -> dict[str, Tensor]:
@@ -809,7 +813,7 @@ def mvcl_task(model: IDC, source: Source, cfg: Config) -> dict[str, Tensor]:
 
 
 def fda_task(model: IDC, source: Source, cfg: Config) -> dict[str, Tensor]:
-    """As released, a seventh of the pairs, because each has seven captions."""
+    """Only a seventh of the pairs (as released), because each has seven captions."""
     inputs = []
     for batch in next(source.pairs):
         count = max(1, len(batch.pair_ids) // (1 + REWRITES))
