@@ -70,9 +70,9 @@ Exercises, on mini, minutes each. Predict, then run; each run needs an --out_dir
 1. Eight pairs of 2 x 64 cells, of which 45 are masked: where does L_MVCL begin? How far can it fall
    at temperature 1, if cosines of features are near 1? With mini's temperature, 0.02?
    python idc_pretrain.py --pretrain_steps 200 --steps 1 --log_every 20 --tau_mvcl 1
-2. Where does L_FDA begin, and does telling the caption from rewrites need the images?
-   python idc_pretrain.py --pretrain_steps 200 --steps 1 --log_every 20 --mvcl 0 --fda 1
-3. Which of these has the lower "caption", and which writes better? Why is it not the same one?
+2. Does L_FDA fall if the model is blind? Why, if a sixth rewrite is a caption of the other pair?
+   python idc_pretrain.py --pretrain_steps 200 --steps 1 --log_every 20 --mvcl 0 --fda 1 --blind
+3. From how many words of a caption does a step of fine-tuning learn? Which run writes better?
    python idc_pretrain.py --pretrain_steps 0 --steps 600
    python idc_pretrain.py --pretrain_steps 0 --steps 600 --finetune_targets masked
 
@@ -785,8 +785,8 @@ RELEASED = {
 
 # ---- tasks ---------------------------------------------------------------------------------------
 
-# A step of training calls one of the four tasks below, or finetune_task. Each takes its next batches
-# from a Source and returns the losses of a method of IDC.
+# A step of training calls one of these tasks. It takes its next batches from a Source and returns
+# the losses that a method of IDC computes.
 
 
 @dataclass
