@@ -53,7 +53,8 @@ Eq. 8      cell_loss         f = -log e(v_m) / [e(v_m) + sum of e(n) over the ne
 Eq. 9      align_loss        L_FDA = -log e_0 / [e_0 + ... + e_6], where e_j = exp(cos(g_j, c_j) /
                              tau_fda), g = ([IMG1] + [IMG2]) / 2 and c = [CLS] of Eq. 5, read with
                              the caption (j = 0) or one of its rewrites (j = 1 ... 6)
-Sec. 2.2   mask_words, mask_cells; Negatives rewrites captions: Retrieve, Replace, Confuse
+Sec. 2.2   draw_task         each step has one task, drawn according to shares
+           mask_words, mask_cells; Negatives rewrites captions: Retrieve, Replace, Confuse
 Sec. 2.3   IDC.causal        mask of fine-tuning; Cache: a [MASK] after the words so far
 Sec. 2.4   class_loss, contrast_loss, same_class_loss: bird classes train the difference encoder
 Sec. 3.1   judge_loss        is the pair a distractor? Fine-tuning: L = L_MLM + w_judge L_judge
@@ -159,7 +160,7 @@ class Config(RunConfig):
     w_judge: float = 1.0  # weight of L_judge; unused on data sets without distractor pairs
     swap: bool = True  # in half of the scenes, swap the default image and the distractor image
     finetune_targets: Literal["every", "masked"] = "every"  # which words fine-tuning predicts
-    init_weights: Literal["xavier", "pytorch"] = "xavier"  # how weights begin
+    init_weights: Literal["xavier", "pytorch"] = "xavier"  # how weights are initialised
     feature_layer: Literal["linear", "sigmoid"] = "linear"  # sigmoid: linear, then a sigmoid
     position_exponent: Literal["standard", "doubled"] = "standard"  # in positions' frequencies
     special_tokens: Literal["own", "shared"] = "own"  # vectors of [CLS], [IMG1] and [IMG2]
