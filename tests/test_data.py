@@ -94,30 +94,6 @@ def test_feature_file_round_trip(tmp_path):
     torch.testing.assert_close(read.rows(["d", "a", "d"]), expected)
 
 
-def test_only_the_named_gpu_is_asked_and_gets_page_locked_features(prepared, monkeypatch):
-    """A GPU that is not used may be broken or busy. Page-locking memory also uses a GPU."""
-    names = sorted(data.read_clevr_change(prepared).paths)[3::-1]
-    empty = torch.empty
-    asked = []
-
-    def free_memory(device):
-        asked.append(device)
-        return 0, 0
-
-    def unpinned(shape, dtype, pin_memory):  # this computer may have no GPU to page-lock memory for
-        asked.append("pinned")
-        return empty(shape, dtype=dtype)
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", free_memory)
-    monkeypatch.setattr(torch, "empty", unpinned)
-    rows = data.load("clevr_change", prepared, device="cpu").features.rows(names)
-    assert asked == []
-    page_locked = data.load("clevr_change", prepared, device="cuda:1").features
-    assert torch.equal(page_locked.rows(names), rows)
-    assert asked == ["cuda:1", "pinned"]
-
-
 @pytest.mark.parametrize("factor", [1e6, np.nan])
 def test_features_that_float16_cannot_hold_are_named(factor, tmp_path):
     with pytest.raises(InputError, match="'b'"):
