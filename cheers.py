@@ -31,7 +31,7 @@ For each word, the decoder weighs the names ("entities"), which give the subject
 difference, which shows what happened to it.
 
 Read first: retrieve, max_probability, Enhancement, HRD, DecoderLayer, contrastive_loss and
-CHEERS.encode. Skip at first: Cache, attention_map, and section "entities" apart from retrieve.
+CHEERS.encode. Skip at first: Decoder, attention_map, and section "entities" apart from retrieve.
 
 Sec. 3.1   find_candidates   names of candidates, the subjects of training captions
 Eq. 1      retrieve          top K of |S_bef - S_aft|, S_i the cosines of an image and candidates
@@ -88,6 +88,7 @@ from torch import Tensor
 from common import (
     NULL,
     Attention,
+    Cache,
     GridPosition,
     InputError,
     Run,
@@ -135,7 +136,6 @@ class Config(RunConfig):
     gate: Literal["channels", "scalar", "none"] = "channels"  # D numbers for alpha, 1, or none
     w_consistency: float = 0.75  # lambda_v, weight of L_C + L_D in Eq. 19; 0 leaves them out
     w_match: float = 0.5  # lambda_m, weight of L_I in Eq. 19; 0 leaves it out
-    blind: bool = False  # zero the image features and the entities (language-only baseline)
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -292,14 +292,15 @@ class DecoderLayer(nn.Module):
             nn.init.ones_(self.alpha.bias)  # [ours] both gates start near 1, not near 0
             nn.init.ones_(self.beta.bias)
 
-    def forward(self, x: Tensor, differences: tuple, entities: tuple | None, past=None):
+    def forward(self, x: Tensor, memory: tuple[Tensor, ...], past=None):
         """Words x (B, V, D); key and value of the differences (B, N, D) and, unless --gate none, of
-        the entities (B, K, D) -> words H (B, V, D); `past` (see attend_to_words); the query
-        (B, V, D) with which the words attend to the differences."""
-        attended, past = self.attend_to_words(x, past)
+        the entities (B, K, D), all in `memory` -> words H (B, V, D); `past` (see Attention.extend);
+        the query (B, V, D) with which the words attend to the differences."""
+        key, value, *entities = memory
+        attended, past = self.self_attention.extend(x, past)
         hidden = self.norm1(x + self.dropout(attended))  # H'
         query = self.cross_attention.query(hidden)
-        h_v = self.cross_attention.attend(query, *differences)  # Eq. 13
+        h_v = self.cross_attention.attend(query, key, value)  # Eq. 13
         if self.text_attention:
             text_query = self.text_attention.query(hidden)
             h_t = self.text_attention.attend(text_query, *entities)  # Eq. 13
@@ -309,19 +310,6 @@ class DecoderLayer(nn.Module):
         else:
             h_f = h_v
         return self.norm2(hidden + self.dropout(h_f)), past, query  # Eq. 17
-
-    def attend_to_words(self, x: Tensor, past: tuple[Tensor, Tensor] | None):
-        """-> attended words (B, V, D), and the next `past`, keys and values of all words so far.
-
-        Without `past`, x holds all words from START on. A Cache passes `past`; then x is the single
-        word after those of `past`."""
-        q, k, v = self.self_attention.project(x, x)
-        if past is None:
-            return self.self_attention.attend(q, k, v, causal=True), (k, v)
-        past_k, past_v = past
-        k = torch.cat([past_k, k], 1)
-        v = torch.cat([past_v, v], 1)
-        return self.self_attention.attend(q, k, v), (k, v)
 
 
 class Decoder(nn.Module):
@@ -343,14 +331,21 @@ class Decoder(nn.Module):
         self.head = nn.Linear(cfg.dim, vocab_size)
         initialise(self, xavier=True)
 
-    def forward(self, ids: Tensor, context: tuple[Tensor, Tensor | None]):
-        """All words at once, ids (B, V) -> hidden states (B, V, D); from the last layer, the words'
-        query (B, V, D) and the differences' key (B, N, D)."""
+    def forward(self, ids: Tensor, context: tuple[Tensor, Tensor | None]) -> Tensor:
+        """All words at once: ids (B, V) -> hidden states (B, V, D)."""
         x = self.embed_words(ids)
-        for layer, (differences, entities) in zip(self.layers, self.memory(context), strict=True):
-            x, _, query = layer(x, differences, entities)  # Eq. 13-17
-        key, _ = differences  # of the last layer
-        return x, query, key
+        for layer, memory in zip(self.layers, self.memory(context), strict=True):
+            x, _, _ = layer(x, memory)  # Eq. 13-17
+        return x
+
+    def attention(self, ids: Tensor, context: tuple[Tensor, Tensor | None]) -> Tensor:
+        """The last layer's attention to the cells, averaged over heads. ids (B, V) -> (B, V, N)."""
+        x = self.embed_words(ids)
+        for layer, memory in zip(self.layers, self.memory(context), strict=True):
+            x, _, query = layer(x, memory)
+        key = memory[0]  # of the differences, in the last layer
+        scores = layer.cross_attention.scores(query, key)  # (B, h, V, N)
+        return scores.softmax(-1).mean(1)
 
     def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
@@ -359,48 +354,17 @@ class Decoder(nn.Module):
         position = self.position.weight[start:end]
         return self.dropout(self.norm(self.project(self.embed(ids)) + position))
 
-    def memory(self, context: tuple[Tensor, Tensor | None]) -> list[tuple]:
+    def memory(self, context: tuple[Tensor, Tensor | None]) -> list[tuple[Tensor, ...]]:
         """For each layer, key and value of the differences, and of the entities if it reads them.
         They are computed once per caption."""
         f_diff, e = context
         memory = []
         for layer in self.layers:
-            attention = layer.cross_attention
-            differences = (attention.key(f_diff), attention.value(f_diff))
-            entities = None
+            of_layer = (layer.cross_attention.key(f_diff), layer.cross_attention.value(f_diff))
             if layer.text_attention:
-                entities = (layer.text_attention.key(e), layer.text_attention.value(e))
-            memory.append((differences, entities))
+                of_layer += (layer.text_attention.key(e), layer.text_attention.value(e))
+            memory.append(of_layer)
         return memory
-
-
-class Cache:
-    """Writes captions word by word (see common.decode). For each layer, `memory` holds the keys and
-    values of differences and entities, and `past` those of the words so far."""
-
-    def __init__(self, decoder: Decoder, context: tuple[Tensor, Tensor | None]):
-        self.decoder = decoder
-        self.memory = decoder.memory(context)
-        self.past = [None] * len(decoder.layers)
-
-    def step(self, ids: Tensor, t: int) -> Tensor:
-        """ids (B,) at position t -> logits of the next word (B, vocabulary)."""
-        x = self.decoder.embed_words(ids[:, None], t)  # (B, 1, D)
-        for i, layer in enumerate(self.decoder.layers):
-            differences, entities = self.memory[i]
-            x, self.past[i], _ = layer(x, differences, entities, self.past[i])
-        return self.decoder.head(x[:, 0])
-
-    def reorder(self, rows: Tensor) -> None:
-        """After a step: let caption i continue what caption rows[i] has so far. rows: row
-        numbers of the batch, as many as there are captions to continue."""
-        memory = []
-        for (key, value), entities in self.memory:
-            if entities:
-                entities = (entities[0][rows], entities[1][rows])
-            memory.append(((key[rows], value[rows]), entities))
-        self.memory = memory
-        self.past = [(key[rows], value[rows]) for key, value in self.past]
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -472,8 +436,6 @@ class CHEERS(nn.Module):
         if self.project is None:
             return None
         assert entities is not None, "gate and consistency need entities, (B, K, d)"
-        if self.cfg.blind:
-            entities = torch.zeros_like(entities)
         return self.project(entities)
 
     def encode(self, before: Tensor, after: Tensor, entities: Tensor | None = None):
@@ -481,10 +443,7 @@ class CHEERS(nn.Module):
         F_diff (B, N, D) and the entities (B, K, D) or None; for each layer C~ (2B, N, D), L_C and
         L_D."""
         e = self.embed_entities(entities)
-        features = torch.cat([before, after])
-        if self.cfg.blind:
-            features = torch.zeros_like(features)
-        images = self.embed(features)  # (2B, N, D), all "before" images first
+        images = self.embed(torch.cat([before, after]))  # (2B, N, D), all "before" images first
         layers = []
         if not self.join:
             f_bef, f_aft = images.unflatten(0, (2, -1))
@@ -506,7 +465,7 @@ class CHEERS(nn.Module):
         (B, K, d) -> the terms of Eq. 19. A term that the config leaves out is 0. [ours] L_C, L_D
         and L_I are means over the layers."""
         context, layers = self.encode(before, after, entities)  # Eq. 2-8, 10-12
-        hidden, _, _ = self.decoder(caption, context)  # Eq. 13-17
+        hidden = self.decoder(caption, context)  # Eq. 13-17
         l_s = caption_loss(self.decoder.head(hidden), caption)  # Eq. 18
         l_c = l_s.new_zeros(())
         l_d = l_s.new_zeros(())
@@ -542,9 +501,7 @@ class CHEERS(nn.Module):
         """The last decoder layer's attention over cells, averaged over heads and over the words of
         ids (B, V) -> "attention" (B, H, W)."""
         context, _ = self.encode(before, after, entities)
-        _, query, key = self.decoder(ids, context)
-        scores = self.decoder.layers[-1].cross_attention.scores(query, key)  # (B, h, V, N)
-        weight = scores.softmax(-1).mean(1)  # (B, V, N)
+        weight = self.decoder.attention(ids, context)  # (B, V, N)
         # Row t is the state that predicts word t + 1.
         attention = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
         return {"attention": attention.unflatten(1, self.grid[1:])}
@@ -648,6 +605,7 @@ class Entities:
     ):
         self.phrases = phrases
         self.table = table.to(cfg.device)
+        self.blind = cfg.blind
         self.rows = {}  # names of a pair -> its rows of the table (K,)
         pairs = list(dict.fromkeys(pairs))
         for start in range(0, len(pairs), 256):
@@ -660,7 +618,8 @@ class Entities:
     def __call__(self, pairs: list[tuple[str, str]]) -> Tensor:
         """Names (before, after) of B pairs -> CLIP's embeddings of their entities (B, K, d)."""
         rows = torch.stack([self.rows[pair] for pair in pairs])
-        return self.table[rows.to(self.table.device, non_blocking=True)]
+        entities = self.table[rows.to(self.table.device, non_blocking=True)]
+        return torch.zeros_like(entities) if self.blind else entities
 
     def note(self, pair: tuple[str, str]) -> str:
         """The line that is printed below a pair's pictures."""
@@ -812,8 +771,8 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
     """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
     entities: those of its pairs, unless k is 0.
 
-    Ctrl-C and SIGTERM save last.pt and exit with code 130 or 143. From there, `resume` continues as
-    if training had never stopped. FloatingPointError if a loss is not finite."""
+    `resume` continues from last.pt, which each validation saves, as if training had never stopped.
+    FloatingPointError if a loss is not finite."""
     torch.manual_seed(cfg.seed)
     sources = [dataset, entities] if entities else [dataset]
     model = CHEERS(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
@@ -822,7 +781,10 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
     if cfg.compile and cfg.on_cuda:
         model.compile(fullgraph=True, dynamic=False)
     run = Run(cfg, model, sources, resume)
-    for batches in run.steps(dataset, cfg.batch_size, optimizer, cfg.steps):
+    run.start(optimizer)
+    for batches in dataset.train_batches(cfg.batch_size, cfg.seed, run.step, cfg.steps):
+        if run.patience_is_over():
+            break
         optimizer.param_groups[0]["lr"] = learning_rate(cfg, run.step)
         losses = compute_losses(model, batches, cfg, entities)
         optimizer.zero_grad()
@@ -831,8 +793,8 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
             nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
         optimizer.step()
         model.clamp_scales()
-        run.record(losses)  # also counts the step
-        if run.due():
+        run.count(losses)
+        if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
             run.checkpoint(evaluate(model, dataset, entities, "val", cfg))
             model.train()
     return run.best_model()
@@ -889,9 +851,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(
-        Config, PRESETS, Path(__file__).stem, __doc__, argv, datasets=data.DATASETS
-    )
+    cfg, args = parse_args(Config, PRESETS, {}, argv)
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device, cfg.clip), args.caption, args.out)
         return
@@ -901,7 +861,7 @@ def main(argv: list[str] | None = None) -> None:
         dataset.adopt(state)
         entities = entities_of(dataset, cfg, state)
     else:
-        data.note_on_negatives(dataset, cfg, ("w_match",))
+        data.note_on_negatives(dataset, cfg, "w_match")
         entities = entities_of(dataset, cfg)
         model = train(cfg, dataset, entities, args.resume)
     evaluate(model, dataset, entities, args.split, cfg, Path(cfg.out_dir), args.suffix)

@@ -3,18 +3,18 @@
 First half, what a copied method needs:
     layers         Attention, initialise, GridPosition, sinusoid, masked_mean
     losses         upcast, info_nce, token_match
-    decoding       NULL, UNK, START, END, is_word, decode
+    decoding       NULL, UNK, START, END, is_word, decode, Cache
     configuration  InputError, RunConfig, learning_rate
 Second half, what a run needs:
     command line   parse_args, preset, saved_config, usable_device, set_up_device
     running        Run, draw_curves
-    files          progress, atomic_write, file_errors, checkpoints
+    files          progress, print_notes, atomic_write, file_errors, read_json, checkpoints
     main           run_main
 
 Axis letters: A, B images or pairs; N, M grid cells; D width; h heads; L tokens; V words of a
 caption, padding included; C channels; H, W rows and columns of the grid.
-To use a method elsewhere, take its file and this one. Training on a data set of data.py needs that
-file too. Licence: MIT.
+To use a method elsewhere, take its file and this one. Training on a data set of data.py needs
+that file and scores.py, too. Licence: MIT.
 """
 
 import argparse
@@ -25,13 +25,13 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -95,6 +95,25 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal)
         return self.out(y.transpose(1, 2).flatten(2))
+
+    def extend(
+        self,
+        x: Tensor,
+        past: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Self-attention of a decoder. x (B, V, D) -> (B, V, D), and the next `past`: key and value
+        of all words so far.
+
+        Without `past`, x holds all words from the first on, and each sees itself and earlier words
+        or, with a mask (see attend), what this allows. With `past`, x is the word that follows."""
+        q, k, v = self.project(x, x)
+        if past is not None:
+            past_k, past_v = past
+            k = torch.cat([past_k, k], 1)
+            v = torch.cat([past_v, v], 1)
+        causal = past is None and mask is None
+        return self.attend(q, k, v, causal, mask), (k, v)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """q (B, L, D), k (B, M, D) -> scores before the softmax (B, h, L, M)."""
@@ -478,37 +497,51 @@ def is_word(ids: Tensor) -> Tensor:
     return (ids != NULL) & (ids != UNK) & (ids != START) & (ids != END)
 
 
-@torch.no_grad()
-def decode(
-    step: Callable[[Tensor, int], Tensor], count: int, max_len: int, device, sample: bool = False
-) -> Tensor:
-    """Write `count` captions word by word, each time the likeliest word or, with `sample`, a random
-    one. -> ids (B, max_len), B = count: START, at most max_len - 1 words, then NULL, without END.
+def decode(step: Callable[[Tensor, int], Tensor], count: int, max_len: int, device) -> Tensor:
+    """Write `count` captions word by word, each time the likeliest word. -> ids (B, max_len),
+    B = count: START, at most max_len - 1 words, then NULL, without END.
 
-    step(ids (B,), position) -> logits (B, vocabulary) of the next word. In every method, `step`
-    belongs to a Cache. It keeps the keys and values of the images (`memory`) and of earlier words
-    (`past`), so a step computes the new word only. Without it, 32 pairs at the papers' size take
-    4.4 times as long. Cache.reorder(rows) copies, drops and reorders the unfinished
-    captions, which a beam search needs (tests/test_methods.py has one)."""
+    step(ids (B,), position) -> logits (B, vocabulary) of the next word, such as Cache.step.
+    `generate` turns gradients off. If `decode` did so, too, torch.export.save would fail."""
     ids = torch.full((count, max_len), NULL, device=device)
     ids[:, 0] = START
     ended = torch.zeros(count, dtype=torch.bool, device=device)
     for t in range(max_len - 1):
         logits = step(ids[:, t], t)
         logits[:, UNK] = float("-inf")  # never chosen
-        if sample:
-            word = logits.softmax(-1).multinomial(1)[:, 0]
-        else:
-            word = logits.argmax(-1)
+        word = logits.argmax(-1)
         # The released codes stop at END alone. The text is the same.
         ended |= (word == END) | (word == NULL)
         ids[:, t + 1] = word.masked_fill(ended, NULL)
-        # A traced or exported loop must not end where the captions of its example end.
-        exporting = torch.jit.is_tracing() or torch.compiler.is_compiling()
-        # This check waits for the GPU, so it is not made after every word.
-        if t % 8 == 7 and not exporting and ended.all():
+        # This check waits for the GPU, so it is not made after every word. An exported loop cannot
+        # make it.
+        if t % 8 == 7 and not torch.compiler.is_compiling() and ended.all():
             break
     return ids
+
+
+class Cache:
+    """Lets a transformer decoder write captions word by word, see `decode`. For each layer,
+    `memory` holds keys and values of what the words look at, and `past` those of the words so far,
+    so a step computes the new word only. Without it, 32 pairs at the papers' size take 4.4 times as
+    long. A beam search would index all of them by rows.
+
+    It needs decoder.embed_words(ids, position), decoder.memory(context), which has an entry for
+    each layer, and decoder.head. A layer(x, memory, past=...) returns the new x, the next `past`
+    and perhaps more. An LSTM instead has a class of its own with `step`. A method then changes in
+    two places: where it makes the decoder, and where `generate` makes the cache."""
+
+    def __init__(self, decoder: nn.Module, context):
+        self.decoder = decoder
+        self.memory = decoder.memory(context)
+        self.past = [None] * len(decoder.layers)
+
+    def step(self, ids: Tensor, t: int) -> Tensor:
+        """ids (B,) at position t -> logits of the next word (B, vocabulary)."""
+        x = self.decoder.embed_words(ids[:, None], t)  # (B, 1, D)
+        for i, layer in enumerate(self.decoder.layers):
+            x, self.past[i], *_ = layer(x, self.memory[i], past=self.past[i])
+        return self.decoder.head(x[:, 0])
 
 
 # ---- configuration -------------------------------------------------------------------------------
@@ -525,26 +558,29 @@ class RunConfig:
 
     parse_args fills in data_dir, out_dir and device. From Python, `preset` makes the Config of a
     data set and fills in data_dir only. Before `train`, set out_dir and device, and call
-    set_up_device. InputError if a value is not one of a field's choices, or is out of range."""
+    set_up_device. seed, steps, batch_size and lr default to those of SCORER's released code for
+    CLEVR-Change. InputError if a value is not one of a field's choices."""
 
-    # With less than 1 of these, there would be no model or an endless loop. A method's Config may
-    # add to this set and to the next.
-    AT_LEAST_1 = set(
-        "scenes steps batch_size log_every eval_every eval_batch dim word_dim heads "
-        "decoder_layers".split()
-    )
     # Flags may change these fields of a checkpoint's Config. Some are paths, because files may have
-    # moved. The others do not affect the steps already done.
-    MAY_CHANGE = set(
-        "extractor data_dir out_dir device compile features steps log_every eval_every eval_batch "
-        "patience".split()
-    )
+    # moved. The others do not affect the steps already done. A method's Config may add to them.
+    MAY_CHANGE = {
+        "extractor",
+        "data_dir",
+        "out_dir",
+        "device",
+        "compile",
+        "features",
+        "steps",
+        "log_every",
+        "eval_every",
+        "eval_batch",
+        "patience",
+    }
 
     dataset: str = "mini"  # data set; chooses the preset
     extractor: str = ""  # resnet101-layer4, timm/NAME, ... (default: the data set's own)
-    data_dir: str = ""  # folder of the data set (default: data/<dataset>, or data/mini-<scenes>)
+    data_dir: str = ""  # folder of the data set (default: data/<dataset>)
     out_dir: str = ""  # folder of the run (default: runs/<method>-<dataset>)
-    scenes: int = 5000  # training scenes of mini (5 % as many for validation, 10 % for test)
     seed: int = 1111  # random seed for weights, dropout and data order
     steps: int = 10000  # training steps
     batch_size: int = 128  # scenes per step (each may have a changed and a distractor pair)
@@ -562,19 +598,17 @@ class RunConfig:
     amp: bool = True  # bfloat16 autocast; CUDA only
     compile: bool = True  # torch.compile of the training step; CUDA only
     features: Literal["auto", "gpu", "file"] = "auto"  # where features are; auto: GPU if they fit
+    blind: bool = False  # zero the image features (language-only baseline)
 
     def __post_init__(self):
+        # From Python, a wrong word would choose one of several branches in silence.
         for name, kind in typing.get_type_hints(type(self)).items():
-            value = getattr(self, name)
             if typing.get_origin(kind) is Literal:
+                value = getattr(self, name)
                 choices = typing.get_args(kind)
                 if value not in choices:
                     expected = ", ".join(map(str, choices))
                     raise InputError(f"--{name} {value}: expected one of {expected}")
-            elif kind in (int, float):
-                lowest = 1 if name in self.AT_LEAST_1 else 0
-                if not lowest <= value < math.inf:  # also refuses NaN
-                    raise InputError(f"--{name} {value}: expected a number of at least {lowest}")
 
     @property
     def on_cuda(self) -> bool:
@@ -599,16 +633,10 @@ def learning_rate(cfg: RunConfig, step: int) -> float:
 
 
 def parse_args(
-    Config: type,
-    PRESETS: dict[str, dict],
-    script: str,
-    doc: str,
-    argv: list[str] | None,
-    RELEASED: dict[str, dict] | None = None,
-    datasets: Iterable[str] | None = None,
+    Config: type, PRESETS: dict[str, dict], RELEASED: dict[str, dict], argv: list[str] | None
 ) -> tuple[Any, argparse.Namespace]:
-    """-> (cfg, args). Every field of Config is a flag, and with RELEASED there is --variant.
-    datasets: the names that --dataset accepts (default: any).
+    """-> (cfg, args). Every field of Config is a flag, and if RELEASED is not empty, there is
+    --variant. The file that defines Config names the script.
 
     A new run starts from the preset of its data set and variant. --resume, --eval and --caption
     start from their checkpoint's Config, in which flags may change only the fields in
@@ -616,9 +644,11 @@ def parse_args(
     For --eval on other data, it defaults to a folder in that one, named like the data's (so give
     out_dir for a second folder of that name). --eval adds args.suffix to the names of its files,
     for example "-last" for last.pt."""
-    args = make_parser(Config, PRESETS, doc, bool(RELEASED), datasets).parse_args(argv)
+    module = sys.modules[Config.__module__]
+    args = make_parser(Config, PRESETS, module.__doc__, bool(RELEASED)).parse_args(argv)
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if f.name in args}
     dataset = given.get("dataset", Config.dataset)
+    script = Path(module.__file__).stem
     out_dir = Path(given.get("out_dir") or f"runs/{script}-{dataset}")
     if bool(args.caption) != bool(args.checkpoint):
         raise InputError("--caption and --checkpoint go together; --eval has its own checkpoint")
@@ -634,7 +664,7 @@ def parse_args(
             trained_on = Path(base.data_dir).resolve()
             if given.get("dataset", base.dataset) != base.dataset:
                 base.dataset = dataset
-                base.data_dir = data_folder(dataset, base.scenes)
+                base.data_dir = f"data/{dataset}"
             data_dir = Path(given.get("data_dir", base.data_dir)).resolve()
             if data_dir != trained_on:
                 folder = folder / data_dir.name
@@ -643,7 +673,6 @@ def parse_args(
         out_dir = Path(given.get("out_dir") or folder)
     else:
         base = preset(Config, PRESETS, RELEASED, dataset, args.variant)
-        base.data_dir = data_folder(dataset, given.get("scenes", base.scenes))
         if dataset not in PRESETS:
             known = ", ".join(PRESETS)
             print(f"no preset for {dataset}: using the defaults; there are presets for {known}")
@@ -664,7 +693,7 @@ def parse_args(
 
 
 def make_parser(
-    Config: type, PRESETS: dict[str, dict], doc: str, variants: bool, datasets: Iterable[str] | None
+    Config: type, PRESETS: dict[str, dict], doc: str, variants: bool
 ) -> argparse.ArgumentParser:
     """The parser of a method's command line: what to do, then a flag for each field of Config."""
     summary, _, _ = doc.partition("\n")
@@ -696,8 +725,6 @@ def make_parser(
             options = {"action": argparse.BooleanOptionalAction}
         elif typing.get_origin(kind) is Literal:
             options = {"choices": typing.get_args(kind)}
-        elif f.name == "dataset" and datasets:
-            options = {"choices": list(datasets)}
         text = comments.get(f.name, "")
         if f.default != "":
             text = f"{text} (default: {f.default})"
@@ -718,7 +745,7 @@ def field_comments(Config: type) -> dict[str, str]:
 def preset(
     Config: type,
     presets: dict[str, dict],
-    released: dict[str, dict] | None,
+    released: dict[str, dict],
     dataset: str,
     variant: str = "paper",
 ):
@@ -730,13 +757,6 @@ def preset(
         values |= released["all"]
         values |= released.get(dataset, {})
     return Config(**values)
-
-
-def data_folder(dataset: str, scenes: int) -> str:
-    """data/<dataset>. A mini of another size has a folder of its own, such as data/mini-500."""
-    if dataset == "mini" and scenes != RunConfig.scenes:
-        return f"data/mini-{scenes}"
-    return f"data/{dataset}"
 
 
 def saved_config(Config: type, checkpoint: str | Path):
@@ -796,14 +816,16 @@ def set_up_device(device: str) -> None:
 
 
 class Run:
-    """A run has a loop over batches, and a folder with a log, checkpoints and curves. The caller
-    writes what a step does:
+    """The folder of a run: log.jsonl, last.pt, best.pt, curves.png. The loop is the caller's:
 
         run = Run(cfg, model, [dataset], resume)
-        for batches in run.steps(dataset, cfg.batch_size, optimizer, cfg.steps):
+        run.start(optimizer)
+        for batches in dataset.train_batches(cfg.batch_size, cfg.seed, run.step, cfg.steps):
+            if run.patience_is_over():
+                break
             ...  # losses, gradients, optimizer.step()
-            run.record(losses)
-            if run.due():
+            run.count(losses)
+            if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
                 run.checkpoint(evaluate(...))
                 model.train()
 
@@ -811,6 +833,8 @@ class Run:
     state() of each. Its check_state(state) raises InputError if a stored state comes from other
     data. With `resume`, the run continues from last.pt as if it had never stopped. InputError if
     out_dir is not set or, without `resume`, not empty."""
+
+    current: "Run | None" = None  # the run of this process, for run_main's last line
 
     def __init__(self, cfg: RunConfig, model: nn.Module, sources: list, resume: bool = False):
         if not cfg.out_dir:
@@ -824,96 +848,47 @@ class Run:
         self.best = float("-inf")  # best validation score
         self.evals_since_best = 0
         self.losses: list[dict[str, Tensor]] = []  # since the last line of the log, on the device
-        self.exit_code = 0  # 130 or 143 after a signal
         if resume:
             self.restore()
         else:
             refuse_used_folder(self.dir)
         self.begin_log()
 
-    def steps(
-        self,
-        dataset,
-        batch_size: int,
-        optimizer: torch.optim.Optimizer,
-        last: int,
-        first: int = 0,
-        stage: str = "train",
-    ) -> Iterator[tuple]:
-        """Yield the batches of a stage, from the run's next step on. The stage has the run's steps
-        first ... last - 1. Call `record` after each batch. dataset: a data.Dataset, or any object
-        with the same methods `steps` and `train_batches`.
-
-        The first Ctrl-C or SIGTERM finishes the step, saves last.pt and ends the program with exit
-        code 130 or 143. A second one ends it at once. So does one during the first step, which may
-        compile for minutes. In threads other than the main one, Python allows no handlers."""
+    def start(self, optimizer: torch.optim.Optimizer, stage: str = "train", last: int = 0) -> None:
+        """Begin a stage, or go on with the one in which last.pt was saved. last: the steps of the
+        run when the stage ends, for the log's "time left" (default: cfg.steps)."""
         self.optimizer = optimizer
-        self.first = first
-        self.last = last
         self.stage = stage
-        # After exactly `first` steps, last.pt holds the optimizer of the previous stage.
-        if self.resumed and first < self.resumed["step"] < last:
-            optimizer.load_state_dict(self.resumed["optimizer"])
+        self.last = last or self.cfg.steps
         self.began = time.perf_counter()
         self.began_at = self.step
-        largest = 0  # batch so far
-        bar = tqdm(total=last - first, initial=self.step - first, desc=stage, disable=None)
-        signals = (signal.SIGINT, signal.SIGTERM)
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        old_handlers = []
-        try:
-            for batches in self.remaining_batches(dataset, batch_size):
-                # The last batch of an epoch may be smaller. It runs without torch.compile, which
-                # would need a minute for its graph.
-                size = len(batches[0].caption)
-                largest = max(largest, size)
-                stance = "force_eager" if size < largest else "default"
-                with torch.compiler.set_stance(stance):
-                    yield batches
-                bar.update()
-                if not old_handlers and in_main_thread:
-                    old_handlers = [(n, signal.signal(n, self.on_signal)) for n in signals]
-                if self.exit_code:
-                    self.save("last.pt")
-                    raise SystemExit(self.exit_code)
-        finally:
-            bar.close()
-            for number, handler in old_handlers:
-                signal.signal(number, handler)
+        if self.resumed and self.resumed["stage"] == stage:
+            optimizer.load_state_dict(self.resumed["optimizer"])
+        else:
+            self.save("last.pt")  # so that the stage can be resumed before its first validation
+        Run.current = self
 
-    def remaining_batches(self, dataset, batch_size: int) -> Iterator[tuple]:
-        while not self.finished():
-            epoch, start = divmod(self.step - self.first, dataset.steps(batch_size))
-            for batches in dataset.train_batches(batch_size, self.cfg.seed, epoch, start):
-                if self.step == self.first:  # With other ids, words would be taken for padding.
-                    assert all((batch.caption[:, 0] == START).all() for batch in batches)
-                yield batches
-                if self.finished():
-                    break
+    def patience_is_over(self) -> bool:
+        """Whether the last cfg.patience validations gave no new best. If so, print it, because a
+        resumed run may end in this way before its first step."""
+        over = 0 < self.cfg.patience <= self.evals_since_best
+        if over:
+            text = f"{self.evals_since_best} validations without a new best (--patience)"
+            tqdm.write(f"the run ends after step {self.step}: {text}")
+        return over
 
-    def on_signal(self, number: int, _frame) -> None:
-        if self.exit_code:
-            raise SystemExit(128 + number)
-        self.exit_code = 128 + number
-        print("stopping after this step; interrupt again to stop at once", file=sys.stderr)
-
-    def finished(self) -> bool:
-        return self.step >= self.last or 0 < self.cfg.patience <= self.evals_since_best
-
-    def due(self) -> bool:
-        """Whether to validate and save now."""
-        return (self.step - self.first) % self.cfg.eval_every == 0 or self.step == self.last
-
-    def record(self, losses: dict[str, Tensor]) -> None:
+    def count(self, losses: dict[str, Tensor]) -> None:
         """Count a step. Its losses stay on the device until they are logged."""
         self.step += 1
         self.losses.append({name: loss.detach() for name, loss in losses.items()})
-        if self.step % self.cfg.log_every == 0 or self.due():
+        if self.step % self.cfg.log_every == 0:
             self.log_losses()
 
     def log_losses(self) -> None:
-        """Log and print the mean of each loss since the last line or --resume, over the steps that
-        computed it. FloatingPointError if a loss is not finite."""
+        """Log and print the mean of each loss since the last line, over the steps that computed it.
+        FloatingPointError if a loss is not finite."""
+        if not self.losses:
+            return
         values_of: dict[str, list[float]] = {}
         for losses in self.losses:
             for name, loss in losses.items():
@@ -938,6 +913,7 @@ class Run:
         """After a validation: log its scores, and save last.pt and, if they are the best so far,
         best.pt. In a tie the later weights win, because early scores may all be 0. Without
         validation pairs there are no scores, and the last weights are the best."""
+        self.log_losses()
         self.evals_since_best += 1
         score = self.best
         if scores:
@@ -956,7 +932,7 @@ class Run:
         """Save a checkpoint. FloatingPointError if a weight is not finite; the old file stays."""
         if not all(p.isfinite().all() for p in self.model.parameters()):
             raise FloatingPointError(f"weights are not finite after step {self.step}; lower --lr")
-        # Dropout and random masks need this. The order of the data depends on seed and epoch alone.
+        # Dropout and random masks need this. The order of the data depends on seed and step alone.
         random = {"cpu": torch.get_rng_state()}
         if self.cfg.on_cuda:
             random["cuda"] = torch.cuda.get_rng_state(self.cfg.device)
@@ -966,6 +942,7 @@ class Run:
         state |= {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "stage": self.stage,
             "random": random,
             "step": self.step,
             "best": self.best,
@@ -1092,6 +1069,11 @@ def progress(items=None, **options) -> tqdm:
     return tqdm(items, mininterval=pause, maxinterval=max(pause, 10), **options)
 
 
+def print_notes(*notes: str) -> None:
+    for note in notes:
+        print(f"note: {note}", flush=True)
+
+
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to, and rename that file to `path` at the end. Whenever the
@@ -1126,6 +1108,13 @@ def file_errors(path: str | Path, remedy: str) -> Iterator[None]:
     except Exception as e:  # A broken file can raise anything.
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:120]
         raise InputError(f"{path} cannot be used ({reason}); {remedy}") from e
+
+
+def read_json(path: Path):
+    """The parsed JSON of a file. InputError names a broken file."""
+    content = path.read_bytes()
+    with file_errors(path, "correct it, or fetch it again"):
+        return json.loads(content)
 
 
 def load_tensors(path: str | Path, remedy: str, device: str = "cpu") -> dict:
@@ -1163,13 +1152,37 @@ def load_model(
 
 def run_main(main: Callable[[], None]) -> None:
     """Run a script's main. A user's mistakes, files that cannot be read or written, and losses that
-    are not finite print one line and exit with code 2. Ctrl-C exits with 130. Other errors keep
-    their traceback."""
+    are not finite print one line and exit with code 2. Ctrl-C exits with 130 and SIGTERM with 143;
+    both print how to go on. Other errors keep their traceback."""
     sys.stdout.reconfigure(errors="replace")  # A terminal may lack characters of a caption.
+    signal.signal(signal.SIGTERM, raise_terminated)
     try:
         main()
     except KeyboardInterrupt:
+        print_how_to_go_on()
         sys.exit(130)
+    except Terminated:
+        print_how_to_go_on()
+        sys.exit(143)
     except (InputError, OSError, FloatingPointError) as e:
         print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
+
+
+class Terminated(SystemExit):
+    """SIGTERM has arrived. As an exception, it removes partial files on its way, as Ctrl-C does."""
+
+
+def raise_terminated(_number: int, _frame) -> None:
+    raise Terminated
+
+
+def print_how_to_go_on() -> None:
+    """Say that the program was interrupted and, if it was training, which command continues it."""
+    text = "interrupted"
+    run = Run.current
+    if run:
+        words = [word for word in sys.argv if word != "--resume"]
+        command = shlex.join(["python", *words, "--resume"])
+        text += f" after step {run.step}; to go on from {run.dir / 'last.pt'}: {command}"
+    print(text, file=sys.stderr)

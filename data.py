@@ -1,12 +1,11 @@
-"""Data of change captioning: vocabulary, release layouts, grid features, batches, scores.
+"""Data of change captioning: vocabulary, release layouts, grid features, batches.
 
     python data.py mini                               make the built-in toy data set
     python data.py clevr_change --data_dir D          extract features
-    python data.py score --predictions P --references R
 
 A data set is a folder in its authors' release layout. `load` reads it into a Dataset, whose
 batches feed any method. Preparation adds a feature file to the folder; the vocabulary is read from
-the captions each time. Nothing is downloaded at import.
+the captions each time. Captions are scored by scores.py. Nothing is downloaded at import.
 
 First half, from a folder to batches:
     vocabulary           three tokenizers, Vocab
@@ -19,32 +18,23 @@ First half, from a folder to batches:
 Second half, what a run needs:
     phrases of captions  by rules or spaCy, for RDD+ACR, CHEERS, IDC
     any two pictures     Captioner, load_captioner
-    scores               words and metrics; of a data set's split
-    pictures of results  sample_sheet, caption_picture
     CLIP                 load_clip
     command line         main
 
 To add a data set, write a reader (folder -> Release; release_from_pairs makes one of plain pairs)
 and its row of DATASETS. `python data.py NAME` and `--dataset NAME` then work; a method runs on its
-defaults until its PRESETS have an entry NAME. Licence: MIT; contains no code from other
-repositories.
+defaults until its PRESETS have an entry NAME. To use this file elsewhere, take common.py and
+scores.py along. Licence: MIT; contains no code from other repositories.
 """
 
 import argparse
 import contextlib
 import csv
-import functools
 import hashlib
 import itertools
-import json
 import logging
-import math
 import os
 import re
-import shutil
-import subprocess
-import textwrap
-import threading
 import unicodedata
 import zlib
 from collections import Counter
@@ -65,6 +55,7 @@ from torch import Tensor
 from torchvision.models import ResNet101_Weights, resnet101
 from tqdm import tqdm
 
+import scores
 from common import (
     END,
     NULL,
@@ -73,14 +64,14 @@ from common import (
     InputError,
     RunConfig,
     atomic_write,
-    data_folder,
     file_errors,
     load_model,
+    print_notes,
     progress,
+    read_json,
     run_main,
     saved_config,
     usable_device,
-    write_text,
 )
 
 SPLITS = ("train", "val", "test")
@@ -277,13 +268,6 @@ def release_from_pairs(
 AUTHORS_FILES = "the authors' .npy files"  # the attribute `preprocessing` of such feature files
 
 
-def read_json(path: Path):
-    """The parsed JSON of a file. InputError names a broken file."""
-    content = path.read_bytes()
-    with file_errors(path, "correct it, or fetch it again"):
-        return json.loads(content)
-
-
 def check_strings(x) -> list[str]:
     """Returns x, a list of strings. TypeError if it is not: a string would be read as letters."""
     if not isinstance(x, list) or not all(isinstance(item, str) for item in x):
@@ -356,6 +340,10 @@ class Settings:
     # and reject any other caption. Otherwise, spaCy's English model extracts them.
     templates: bool = False
     no_change: tuple[str, ...] = ()  # published sentences which say that nothing changed
+    # Of a data set that is drawn: (folder, number of training scenes or None) -> None, which draws
+    # it unless it exists, and (captions by pair id, folder) -> the % of right captions, by sort.
+    make: Callable[[Path, int | None], None] | None = None
+    judge: Callable[[dict[str, str], Path], dict[str, float]] | None = None
     # Published counts: scenes of each split, pairs of each kind of change, and "words" with the
     # four special ids. Preparation prints a note for each count that differs.
     published: dict[str, int] = field(default_factory=dict)
@@ -372,8 +360,8 @@ def read_release(name: str, root: Path) -> Release:
         release = DATASETS[name].read(root)
     except FileNotFoundError as e:
         advice = f"--data_dir must be the folder of {name}'s files"
-        if name == "mini":
-            advice = f"python data.py mini --data_dir {root} draws it (--scenes: the run's)"
+        if DATASETS[name].make:
+            advice = f"python data.py {name} --data_dir {root} draws it"
         raise FileNotFoundError(f"{e}; {advice}") from e
     if not release.scenes["train"]:
         raise InputError("; ".join([f"{root}: no pairs in train", *release.notes]))
@@ -441,7 +429,21 @@ def read_by_pair(file: Path) -> dict:
     return {f"{int(number):06d}.png": value for number, value in content.items()}
 
 
-DATASETS["mini"] = Settings(read_clevr_change, extractor="mini-cnn", templates=True)
+def make_mini(root: Path, scenes: int | None) -> None:
+    import mini  # a copy of this file works without that one
+
+    mini.make(root, scenes)
+
+
+def judge_mini(captions: dict[str, str], root: Path) -> dict[str, float]:
+    import mini
+
+    return mini.accuracy(captions, root)
+
+
+DATASETS["mini"] = Settings(
+    read_clevr_change, extractor="mini-cnn", templates=True, make=make_mini, judge=judge_mini
+)
 DATASETS["clevr_change"] = Settings(
     read_clevr_change,
     authors_features=True,
@@ -1023,11 +1025,14 @@ class Features:
         # h5py reads rows in sorted order only.
         self.data = np.memmap(path, np.float16, "r", offset, shape)
         self.pinned = False  # `load` sets it if each batch is copied to a GPU
+        self.blind = False  # `load` sets it for the baseline that sees no images
 
     def rows(self, names: list[str]) -> Tensor:
         """Features of the named images (n, C, H, W) float16: on the GPU, or in RAM (page-locked if
         `pinned`, which makes the copy to a GPU asynchronous)."""
         index = [self.row_of[name] for name in names]
+        if self.blind:
+            return torch.from_numpy(np.zeros((len(index), *self.data.shape[1:]), np.float16))
         if isinstance(self.data, Tensor):
             # Indexing by the list itself would wait for what the GPU has to do before.
             on_gpu = torch.tensor(index).to(self.data.device, non_blocking=True)
@@ -1082,8 +1087,6 @@ def open_features(name: str, root: Path, extractor: str = "") -> Features:
     command = f"python data.py {name} --data_dir {root}"
     if extractor:
         command += f" --extractor {extractor}"
-    if name == "mini" and (root / "mini.json").exists():
-        command += f" --scenes {read_json(root / 'mini.json')['scenes']}"
     made_by = extractor_name(extractor or DATASETS[name].extractor)
     return Features(feature_file(name, root, extractor), command, made_by)
 
@@ -1096,16 +1099,15 @@ def vocab_of(name: str, release: Release) -> Vocab:
 
 
 def prepare(
-    name: str, root: Path, device: str, extractor: str = "", scenes: int = RunConfig.scenes
+    name: str, root: Path, device: str, extractor: str = "", scenes: int | None = None
 ) -> None:
     """Write a data set's feature file; an existing one is kept. mini is drawn first, with `scenes`
-    training scenes. Features are taken from the authors' .npy files if these exist and the
-    extractor is the data set's own; otherwise they are made from the pictures."""
+    training scenes (see mini.make). Features are taken from the authors' .npy files if these exist
+    and the extractor is the data set's own; otherwise they are made from the pictures."""
+    settings = DATASETS[name]
     path = feature_file(name, root, extractor)
-    if name == "mini":
-        import mini
-
-        mini.make(root, scenes)
+    if settings.make:
+        settings.make(root, scenes)
     release = read_release(name, root)
     vocab = vocab_of(name, release)
     # Notes come before features are made, which may take hours.
@@ -1113,18 +1115,13 @@ def prepare(
     counts = Counter(words=len(vocab))
     for part, members in (release.scenes | release.kinds).items():
         counts[part] = len(members)
-    for part, count in DATASETS[name].published.items():
+    for part, count in settings.published.items():
         if counts[part] != count:
             print_notes(f"{part}: found {counts[part]}, published {count}")
     if not path.exists():
         make_features(name, root, release, device, extractor)
     open_features(name, root, extractor).require(release.paths, root)
     print(f"{root}: {len(release.paths)} images, {len(vocab)} words")
-
-
-def print_notes(*notes: str) -> None:
-    for note in notes:
-        print(f"note: {note}", flush=True)
 
 
 def make_features(name: str, root: Path, release: Release, device: str, extractor: str) -> None:
@@ -1213,13 +1210,14 @@ class DatasetProtocol(Protocol):
     grid: tuple[int, int, int]  # (C, H, W) of an image's features
     max_len: int  # ids of the longest caption, START and END included; batches are padded to it
 
-    def steps(self, batch_size: int) -> int: ...  # per epoch
-    # The steps of an epoch from step `first` on: one or two Batches each.
-    def train_batches(self, batch_size, seed, epoch, first=0) -> Iterator[tuple[Batch, ...]]: ...
+    # One or two Batches for each of the steps first ... last - 1.
+    def train_batches(self, batch_size, seed, first, last) -> Iterator[tuple[Batch, ...]]: ...
     # Every pair of "val" or "test" once.
     def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]: ...
-    # The scores of a split's captions, see the function `results`.
-    def results(self, split: str, captions: dict, *args, **kwargs) -> dict[str, float]: ...
+    # The scores of a split's captions, see scores.results.
+    def results(
+        self, split, captions, maps, out_dir, notes=None, suffix=""
+    ) -> dict[str, float]: ...
     def state(self) -> dict: ...  # what a checkpoint keeps of the data
     def check_state(self, state: dict) -> None: ...  # InputError if a checkpoint does not fit
 
@@ -1237,6 +1235,7 @@ class Dataset:
         features: Features | None = None,
     ):
         self.name = name
+        self.settings = DATASETS[name]
         self.root = root
         self.release = release
         self.scenes = release.scenes
@@ -1250,23 +1249,28 @@ class Dataset:
             self.grid = tuple(features.data.shape[1:])
             features.require(self.paths, root)
 
-    def steps(self, batch_size: int) -> int:
-        """Batches per epoch; the last may be smaller."""
-        return -(-len(self.scenes["train"]) // batch_size)
-
     def train_batches(
-        self, batch_size: int, seed: int, epoch: int, first: int = 0
+        self, batch_size: int, seed: int, first: int, last: int
     ) -> Iterator[tuple[Batch, ...]]:
-        """The batches of an epoch, from batch `first` on: a Batch of the scenes' first pairs and,
-        where scenes have two, a Batch of their second ones. (seed, epoch) alone determine the
-        order, which scenes are swapped (each with probability 1/2) and each pair's caption."""
-        scenes = self.scenes["train"]
-        rng = np.random.default_rng([seed, epoch])
-        order = rng.permutation(len(scenes))
-        swap = rng.random(len(scenes)) < 0.5
-        draw = rng.random((len(scenes), len(scenes[0].pairs)))
+        """The batches of steps first ... last - 1, made ahead and with a progress bar: for each
+        step, a Batch of some scenes' first pairs and, where scenes have two, a Batch of their
+        second ones. Seed and step alone determine these scenes, which of them are swapped (each
+        with probability 1/2) and each pair's caption."""
+        batches = prefetch(self.make_batches(batch_size, seed, first, last))
+        return iter(tqdm(batches, "train", last, initial=first, disable=None))
 
-        def make(chosen: np.ndarray) -> tuple[Batch, ...]:
+    def make_batches(
+        self, batch_size: int, seed: int, first: int, last: int
+    ) -> Iterator[tuple[Batch, ...]]:
+        """What train_batches yields."""
+        scenes = self.scenes["train"]
+        # [ours] Every batch is full, so that torch.compile makes one graph. The scenes that are
+        # left at the end of an epoch are left out of it. The released codes make a small batch of
+        # them: their epoch of CLEVR-Change has 265 steps, ours has 264.
+        size = min(batch_size, len(scenes))
+        steps = len(scenes) // size  # of an epoch
+
+        def make(chosen: np.ndarray, swap: np.ndarray, draw: np.ndarray) -> tuple[Batch, ...]:
             """The Batches of the scenes with these numbers."""
             batches = []
             for n in range(len(scenes[0].pairs)):  # first pairs of the scenes, then second ones
@@ -1280,12 +1284,31 @@ class Dataset:
                 batches.append(self.batch(pairs, captions))
             return tuple(batches)
 
-        starts = range(first * batch_size, len(scenes), batch_size)
-        return prefetch(make(order[i : i + batch_size]) for i in starts)
+        for step in range(first, last):
+            epoch, number = divmod(step, steps)
+            if number == 0 or step == first:  # otherwise the epoch goes on
+                rng = np.random.default_rng([seed, epoch])
+                order = rng.permutation(len(scenes))
+                swap = rng.random(len(scenes)) < 0.5
+                draw = rng.random((len(scenes), len(scenes[0].pairs)))
+            start = number * size
+            yield make(order[start : start + size], swap, draw)
 
     def pairs(self, split: str) -> list[Pair]:
         """Every pair of a split, see Release.pairs."""
         return self.release.pairs(split)
+
+    def pictures(self, pair: Pair) -> list[Image.Image]:
+        """A pair's pictures, at most 256 pixels wide and high. A grey one stands in for a missing
+        file (features may be shared without pictures), or if there is no "after"."""
+        pictures = []
+        for name in (pair.before, pair.after):
+            picture = Image.new("RGB", (96, 96), "grey")
+            if name is not None and self.paths[name].exists():
+                picture = read_image(self.paths[name])
+                picture.thumbnail((256, 256))
+            pictures.append(picture)
+        return pictures
 
     def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
         """Every pair of a split in order, with its first caption."""
@@ -1317,9 +1340,17 @@ class Dataset:
             single,
         )
 
-    def results(self, split: str, captions: dict[str, str], *args, **kwargs) -> dict[str, float]:
-        """The scores of a split's captions, see the function `results`."""
-        return results(self, split, captions, *args, **kwargs)
+    def results(
+        self,
+        split: str,
+        captions: dict[str, str],
+        maps: dict,
+        out_dir: Path | None,
+        notes: dict | None = None,
+        suffix: str = "",
+    ) -> dict[str, float]:
+        """The scores of a split's captions, see scores.results."""
+        return scores.results(self, split, captions, maps, out_dir, notes, suffix)
 
     def state(self) -> dict:
         """What a checkpoint needs to caption any two pictures without the data set."""
@@ -1357,14 +1388,20 @@ FEW_PAIRS = 10  # CIDEr of fewer pairs says little; of a single pair it is alway
 
 
 def load(
-    name: str, root: str | Path, where: str = "auto", device: str = "cpu", extractor: str = ""
+    name: str,
+    root: str | Path,
+    where: str = "auto",
+    device: str = "cpu",
+    extractor: str = "",
+    blind: bool = False,
 ) -> Dataset:
     """Read a prepared data set; an error says which command makes what is missing. where: features
     are read from the "file" or kept on the "gpu" ("auto": if they take less than 60 % of its free
-    memory)."""
+    memory). blind: batches have zeros in place of features."""
     root = Path(root)
     release = read_release(name, root)
     features = open_features(name, root, extractor)
+    features.blind = blind
     dataset = Dataset(name, root, release, vocab_of(name, release), features)
     size = features.data.nbytes
     place = "read from the file"
@@ -1390,37 +1427,30 @@ def load(
 
 def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
     """The data set that a run's config names. With `make`, mini is made first if it is missing; to
-    evaluate a checkpoint, the mini that it was trained on must exist."""
-    if cfg.dataset == "mini" and make:
-        prepare("mini", Path(cfg.data_dir), cfg.device, cfg.extractor, cfg.scenes)
-    dataset = load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor)
+    evaluate a checkpoint, the mini that it was trained on must exist. InputError if there is no
+    data set of this name."""
+    if cfg.dataset not in DATASETS:
+        raise InputError(f"--dataset {cfg.dataset}: expected one of {', '.join(DATASETS)}")
+    if DATASETS[cfg.dataset].make and make:
+        prepare(cfg.dataset, Path(cfg.data_dir), cfg.device, cfg.extractor)
+    dataset = load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor, cfg.blind)
     if dataset.scenes["train"][0].pairs[0].after is None:
         raise InputError(f"--dataset {cfg.dataset} has no pairs; IDC reads it by --{cfg.dataset}")
     return dataset
 
 
-def note_on_negatives(
-    dataset: Dataset, cfg: RunConfig, of_images: Iterable[str], of_texts: Iterable[str] = ()
-) -> None:
-    """Prints a note where losses that contrast the pairs of a batch cannot work: pairs that share a
-    picture are false negatives if images are compared with images (a tenth of the pairs may), and
-    one pair has no negatives. of_images, of_texts: fields of cfg that weigh losses which compare
-    images with images, or differences of images with texts."""
-    flags_of_images = " ".join(f"--{name} 0" for name in of_images if getattr(cfg, name))
-    flags_of_texts = " ".join(f"--{name} 0" for name in of_texts if getattr(cfg, name))
+def note_on_negatives(dataset: Dataset, cfg: RunConfig, *weights: str) -> None:
+    """Prints a note if a tenth of the training pairs share a picture: losses that contrast the
+    images of a batch would take them for different. weights: the fields of cfg that weigh them."""
     scenes_with = Counter()  # image -> in how many scenes it occurs
     for scene in dataset.scenes["train"]:
         scenes_with.update(scene.images())
     pairs = dataset.pairs("train")
     sharing = [p for p in pairs if scenes_with[p.before] > 1 or scenes_with[p.after] > 1]
-    if flags_of_images and 10 * len(sharing) > len(pairs):
+    flags = " ".join(f"--{name} 0" for name in weights if getattr(cfg, name))
+    if flags and 10 * len(sharing) > len(pairs):
         shares = f"{len(sharing)} of {len(pairs)} training pairs share a picture with another scene"
-        print_notes(
-            f"{shares}, but contrastive losses take them for different: set {flags_of_images}"
-        )
-    flags = f"{flags_of_images} {flags_of_texts}".strip()
-    if flags and cfg.batch_size == 1:
-        print_notes(f"one pair a batch leaves contrastive losses without negatives: set {flags}")
+        print_notes(f"{shares}, but contrastive losses take them for different: set {flags}")
 
 
 # ==================================================================================================
@@ -1577,12 +1607,8 @@ class Captioner:
     def pairs(self, pairs: list[tuple], batch: int = 16) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yields the caption and the maps of every pair in a list."""
         pictures = [picture for pair in pairs for picture in pair]
-        # PIL images and open files are read once, as two threads must not read the same one.
-        opened = {}
-        for picture in pictures:
-            if not isinstance(picture, (str, os.PathLike)) and id(picture) not in opened:
-                opened[id(picture)] = read_image(picture)
-        pictures = [opened.get(id(picture), picture) for picture in pictures]
+        # PIL images and open files are read here, as two threads must not read the same one.
+        pictures = [p if isinstance(p, (str, os.PathLike)) else read_image(p) for p in pictures]
         rows = self.inputs(self.model, self.state, pictures) if self.inputs else None
         starts = range(0, len(pairs), batch)
         blocks = self.extractor.blocks(pictures, 2 * batch)
@@ -1607,6 +1633,8 @@ def load_captioner(
     "best.pt")(before, after). Model: as in common.load_model, with generate and attention_map.
     device: default cuda if available. inputs: see Captioner."""
     cfg = saved_config(Config, checkpoint)
+    if cfg.blind:
+        raise InputError(f"{checkpoint} was trained with --blind and has never seen an image")
     cfg.device = usable_device(device)
     model, state = load_model(Model, cfg, checkpoint)
     if ":" in cfg.extractor:  # timm/MODEL:FILE
@@ -1615,486 +1643,6 @@ def load_captioner(
             raise InputError(f"{checkpoint} was trained on {trained}: restore {cfg.extractor}")
         state["extractor"] = cfg.extractor
     return Captioner(model, state, inputs)
-
-
-# ---- scores: words and metrics -------------------------------------------------------------------
-
-METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
-COLUMNS = ("pairs", *METRICS, "pointing", "chance")  # of the table of scores
-
-
-@functools.cache
-def java_works() -> bool:
-    """Whether `java` runs. Checked once; if it does not, prints which scores are lost."""
-    works = False
-    if shutil.which("java"):  # a Mac without Java has a `java` that only says where to get it
-        works = subprocess.run(["java", "-version"], capture_output=True).returncode == 0
-    if not works:
-        print("no Java: no METEOR, no SPICE, and no PTB tokenizer (where it is due, plain words)")
-    return works
-
-
-def ptb_tokenize(texts: list[str]) -> list[str]:
-    """pycocoevalcap's Stanford tokenizer: lower case, no punctuation, words joined by spaces."""
-    from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
-
-    captions = {n: [{"caption": text}] for n, text in enumerate([*texts, "last"])}
-    words = PTBTokenizer().tokenize(captions)  # Java prints its speed
-    # After a lost line, captions would be compared with the references of others.
-    if words.get(len(texts)) != ["last"]:
-        raise OSError("the PTB tokenizer's Java program failed or lost lines; try again")
-    return [words[n][0] for n in range(len(texts))]
-
-
-def plain_tokenize(text: str) -> str:
-    """For validation, and if there is no Java: lower case, no punctuation. Words are those of the
-    Stanford tokenizer on mini's templates; elsewhere "dog s" for its "dog 's", "3 5" for "3.5"."""
-    words = re.sub(r"""[.,:;?!'"`]""", " ", text.lower()).split()
-    return " ".join(word for word in words if word.strip("-"))
-
-
-def scored_words(
-    texts: list[str], tokens: str, index: dict[str, int] | None, quick: bool
-) -> list[str]:
-    """The words of every text as `score` compares them, joined by spaces."""
-    # A line break inside a caption would shift all later ones.
-    texts = [" ".join(text.split()) for text in texts]
-    if tokens == "split":
-        return texts
-    if tokens == "ids":
-        numbered = []
-        for text in texts:
-            ids = [str(index.get(word, UNK)) for word in text.split()]
-            numbered.append(" ".join(ids))
-        return numbered
-    if quick or not java_works():
-        return [plain_tokenize(text) for text in texts]
-    return ptb_tokenize(texts)
-
-
-def score(
-    predictions: dict[str, str],
-    references: dict[str, list[str]],
-    groups: dict[str, set[str]] | None = None,
-    quick: bool = False,
-    tokens: Literal["ptb", "split", "ids"] = "ptb",
-    index: dict[str, int] | None = None,
-) -> dict[str, dict[str, float]]:
-    """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's
-    ids that have a prediction: {group: {metric: number}}. "pairs" is the number of predictions.
-
-    The metrics are pycocoevalcap's, whose CIDEr is CIDEr-D. Every group is its own corpus, as in
-    the published scripts: CIDEr counts document frequencies in the group's references, so the total
-    is not an average of the groups, and a group of one image gets 0.
-    tokens: "ptb" are the Stanford tokenizer's lower-case words without punctuation; "split" the
-    words between spaces; "ids" (LEVIR-CC) the same as ids of `index`, so that all unknown words
-    match each other. quick, or without Java: no METEOR, no SPICE, and plain_tokenize for "ptb".
-    InputError if an id has no reference, or if there are no predictions."""
-    if not predictions:
-        raise InputError("there are no predictions to score")
-    texts = []
-    for i, caption in predictions.items():
-        if not references.get(i):
-            raise InputError(f"prediction {i!r} has no reference; are they of its split?")
-        texts += [caption, *references[i]]
-    # All texts at once, because the tokenizer takes a second to start.
-    words = iter(scored_words(texts, tokens, index, quick))
-    hyps = {}
-    refs = {}
-    for i in predictions:
-        hyps[i] = [next(words)]
-        refs[i] = [next(words) for _ in references[i]]
-
-    programs = {} if quick else java_programs(tokens)
-    scores = {"total": {"pairs": len(hyps), **metrics_of(hyps, refs, programs)}}
-    for name, members in (groups or {}).items():
-        group = [i for i in hyps if i in members]
-        if group and name != "total":  # in your own pairs, a kind may have any name
-            group_hyps = {i: hyps[i] for i in group}
-            group_refs = {i: refs[i] for i in group}
-            scores[name] = {"pairs": len(group), **metrics_of(group_hyps, group_refs, programs)}
-    return scores
-
-
-def java_programs(tokens: str) -> dict:
-    """pycocoevalcap's Meteor and Spice, if they work on this computer."""
-    from pycocoevalcap.meteor.meteor import Meteor
-    from pycocoevalcap.spice import spice
-
-    programs = {}
-    if java_works():
-        programs["METEOR"] = Meteor()
-        # SPICE reads sentences, not ids. Without its models, Spice() would download them.
-        models = Path(spice.__file__).with_name("lib").glob("stanford-corenlp-*-models.jar")
-        if tokens != "ids" and any(models):
-            programs["SPICE"] = spice.Spice()
-    return programs
-
-
-def metrics_of(
-    hyps: dict[str, list[str]], refs: dict[str, list[str]], programs: dict
-) -> dict[str, float]:
-    """Metrics (x 100) of a group of captions. hyps: id -> [caption]; programs: see java_programs;
-    one that fails is taken out."""
-    from pycocoevalcap.bleu.bleu import Bleu
-    from pycocoevalcap.cider.cider import Cider
-    from pycocoevalcap.rouge.rouge import Rouge
-
-    bleu, _ = Bleu(4).compute_score(refs, hyps, verbose=0)
-    metrics = dict(zip(METRICS[:4], bleu, strict=True))
-    metrics["ROUGE-L"], _ = Rouge().compute_score(refs, hyps)
-    metrics["CIDEr"] = 0.0
-    if any(any(texts) for texts in refs.values()):  # Cider fails if no reference has a word
-        metrics["CIDEr"], _ = Cider().compute_score(refs, hyps)
-    for name, program in list(programs.items()):
-        try:
-            metrics[name], _ = program.compute_score(refs, hyps)
-        except (OSError, ValueError, subprocess.SubprocessError) as e:
-            remedy = "give it 8 GB, Java 8, and JAVA_TOOL_OPTIONS=-Duser.language=en"
-            print(f"no {name}: its Java program failed ({e}); {remedy}")
-            del programs[name]
-        finally:  # after an error, Meteor still holds its lock, and its destructor would wait
-            program.lock = threading.Lock()
-    return {name: round(100 * float(value), 2) for name, value in metrics.items()}
-
-
-def with_gaps(values: dict, names: Iterable[str]) -> dict[str, float | None]:
-    """The values of these names. One that is missing or NaN becomes None, which JSON calls null."""
-    row = {}
-    for name in names:
-        value = values.get(name)
-        row[name] = None if value is None or math.isnan(value) else value
-    return row
-
-
-def format_scores(scores: dict[str, dict[str, float | None]]) -> str:
-    """Scores as a table with one row per group; "-" for a value that does not exist."""
-    headings = [name for name in COLUMNS if name not in ("BLEU-2", "BLEU-3")]
-    width = max(len(name) for name in scores)
-    lines = [" " * width + "".join(f"{heading:>9}" for heading in headings)]
-    for name, values in scores.items():
-        line = f"{name:<{width}}"
-        for heading, value in with_gaps(values, headings).items():
-            cell = "-" if value is None else f"{value:.2f}"
-            if heading == "pairs":
-                cell = str(value)
-            line += f"{cell:>9}"
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def percent(values: Iterable[float]) -> float:
-    """The mean of numbers between 0 and 1, in %."""
-    values = list(values)
-    return round(100 * sum(values) / len(values), 2)
-
-
-# ---- scores: of a data set's split ---------------------------------------------------------------
-
-ONE_CAPTION = "one caption for all"
-ENOUGH_PAIRS = 100  # of validation, to choose this caption on them
-
-
-def results(
-    dataset: Dataset,
-    split: str,
-    captions: dict[str, str],
-    maps: dict,
-    out_dir: Path | None,
-    notes: dict | None = None,
-    suffix: str = "",
-) -> dict[str, float]:
-    """Scores a split's captions -> the scores over all pairs, or {} if the split is empty.
-
-    Without out_dir, only the quick metrics are computed. With it, every metric for every group is
-    printed, and captions, references, scores and a sheet of samples are written, in files whose
-    names end in <split><suffix>. maps: pair id -> name -> (H, W); notes: pair id -> lines."""
-    if not dataset.scenes[split]:
-        if out_dir:
-            print_notes(f"there are no {split} pairs, so there are no scores")
-        return {}
-    references = {pair.id: pair.captions for pair in dataset.pairs(split)}
-    if out_dir is None:
-        total = protocol_scores(dataset, captions, references, quick=True)["total"]
-        return {metric: total[metric] for metric in METRICS if metric in total}
-    end = f"{split}{suffix}.json"
-    annotations = []
-    for i, texts in references.items():
-        annotations += coco_rows((i, text) for text in texts)
-    write_json(out_dir / f"captions_{end}", coco_rows(captions.items()))
-    write_json(out_dir / f"references_{end}", {"annotations": annotations})
-
-    groups = groups_of(dataset, split)
-    scores = protocol_scores(dataset, captions, references, groups)
-    for group, shares in pointing_scores(dataset, split, maps, groups).items():
-        scores[group] |= shares
-    constant = one_caption(dataset)
-    constant_captions = dict.fromkeys(captions, scored_text(dataset, constant))
-    scores[ONE_CAPTION] = protocol_scores(dataset, constant_captions, references)["total"]
-    scores = {group: with_gaps(row, COLUMNS) for group, row in scores.items()}
-    accuracy = accuracy_of(dataset, captions)
-    accuracy = with_gaps(accuracy, accuracy)
-    facts = {
-        ONE_CAPTION: constant,
-        "different captions": len(set(captions.values())),
-        "without prediction": len(references.keys() - captions.keys()),
-    }
-
-    print(format_scores(scores))
-    for name, fact in facts.items():
-        print(f"{name}: {fact}")
-    for name, share in accuracy.items():
-        print(f"{name}, in %: {'-' if share is None else share}")
-    train = {pair.id for pair in dataset.pairs("train")}
-    for kind, ids in dataset.kinds.items():
-        if ids & train and not ids & references.keys():
-            print_notes(f"of the kind {kind!r}, which is in train, there are no {split} pairs")
-
-    result = {"data": str(dataset.root), "scores": scores, **facts, "accuracy": accuracy}
-    write_json(out_dir / f"scores_{end}", result)
-    sheet = f"samples_{split}{suffix}.png"
-    sample_sheet(dataset, split, captions, maps, notes or {}, out_dir / sheet)
-    print(f"written into {out_dir}: captions_{end}, references_{end}, scores_{end}, {sheet}")
-    return scores["total"]
-
-
-def coco_rows(captions: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
-    """Pair ids and captions in the form of COCO's files, which published scripts read."""
-    return [{"image_id": i, "caption": caption} for i, caption in captions]
-
-
-def write_json(path: Path, content) -> None:
-    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
-
-
-def protocol_scores(
-    dataset: Dataset,
-    captions: dict[str, str],
-    references: dict[str, list[str]],
-    groups: dict[str, set[str]] | None = None,
-    quick: bool = False,
-) -> dict[str, dict[str, float]]:
-    """`score` by the rules of the data set's published tables. captions: words of the vocabulary,
-    joined by spaces, as a model outputs them; references: as they were written."""
-    as_read = {}
-    for i in captions:
-        as_read[i] = [scored_text(dataset, text) for text in references[i]]
-    tokens = DATASETS[dataset.name].tokens
-    return score(captions, as_read, groups, quick, tokens, dataset.vocab.index)
-
-
-def scored_text(dataset: Dataset, caption: str) -> str:
-    """A reference in the form that published scores use: split into words by the vocabulary's rule
-    and never shortened, or unchanged if the PTB tokenizer will split it."""
-    if DATASETS[dataset.name].tokens == "ptb":
-        return caption
-    return " ".join(dataset.vocab.tokenizer(caption))
-
-
-def groups_of(dataset: Dataset, split: str) -> dict[str, set[str]]:
-    """Pair ids to score separately: the release's groups; the pairs that share no image with
-    another split (if any do); the quarters whose boxes overlap least and most, if overlaps are
-    known."""
-    pairs = dataset.pairs(split)
-    groups = dict(dataset.release.groups)
-    leaked = dataset.release.leaked(split)
-    if leaked:
-        groups["without leaked pairs"] = {pair.id for pair in pairs} - leaked
-    overlap = dataset.release.overlap
-    by_overlap = sorted((pair.id for pair in pairs if pair.id in overlap), key=overlap.get)
-    if by_overlap:
-        quarter = len(by_overlap) // 4  # rounded down, as in the published scripts
-        groups["view: hardest quarter"] = set(by_overlap[:quarter])
-        groups["view: easiest quarter"] = set(by_overlap[len(by_overlap) - quarter :])
-    return groups
-
-
-def one_caption(dataset: Dataset) -> str:
-    """The best caption to give to every pair without looking: of the 20 most frequent training
-    captions, the one with the highest CIDEr on at most 250 validation pairs or, if there are fewer
-    than ENOUGH_PAIRS, training pairs."""
-    counts = Counter(text for pair in dataset.pairs("train") for text in pair.captions)
-    pairs = dataset.pairs("val")
-    if len(pairs) < ENOUGH_PAIRS:
-        pairs = dataset.pairs("train")
-    pairs = pairs[:: math.ceil(len(pairs) / 250)]
-    references = {pair.id: pair.captions for pair in pairs}
-    ciders = {}
-    for text, _ in counts.most_common(20):
-        constant_captions = dict.fromkeys(references, scored_text(dataset, text))
-        scores = protocol_scores(dataset, constant_captions, references, quick=True)
-        ciders[text] = scores["total"]["CIDEr"]
-    return max(ciders, key=ciders.get)
-
-
-def no_change_captions(dataset: Dataset) -> set[str]:
-    """Captions, as a model outputs them, which say that nothing changed: those of unchanged
-    training pairs, and those listed by the data set's authors."""
-    captions = set(DATASETS[dataset.name].no_change)
-    unchanged = dataset.kinds.get("no change", set())
-    for pair in dataset.pairs("train"):
-        if pair.id in unchanged:
-            captions.update(pair.captions)
-    return {" ".join(dataset.vocab.split(caption)) for caption in captions}
-
-
-def accuracy_of(dataset: Dataset, captions: dict[str, str]) -> dict[str, float]:
-    """mini's own judgement of captions, in %. For other data sets, if there are captions of both:
-    the % of changed and of unchanged pairs whose caption says so (see `no_change_captions`)."""
-    if dataset.name == "mini":
-        import mini
-
-        return mini.accuracy(captions, dataset.root)
-    no_change = no_change_captions(dataset)
-    unchanged = captions.keys() & dataset.kinds.get("no change", set())
-    changed = captions.keys() - unchanged
-    # Without pairs of both kinds, one caption for all pairs would be 100 % right.
-    if not (no_change and unchanged and changed):
-        return {}
-    return {
-        "change recognised": percent(captions[i] not in no_change for i in changed),
-        "no change recognised": percent(captions[i] in no_change for i in unchanged),
-    }
-
-
-def pointing_hit(heat: Tensor, box: list[int], size: tuple[int, int]) -> bool:
-    """Whether the brightest pixel of a map (H, W), resized bilinearly to the picture's size (width,
-    height), lies in the box [x, y, w, h] in pixels. As in Park et al. (2019)."""
-    x, y, w, h = box
-    width, height = size
-    heat = heat.float()[None, None]
-    heat = F.interpolate(heat, (height, width), mode="bilinear", align_corners=False)
-    row, column = divmod(int(heat.argmax()), width)
-    return x <= column < x + w and y <= row < y + h
-
-
-def pointing_scores(
-    dataset: Dataset, split: str, maps: dict, groups: dict[str, set[str]]
-) -> dict[str, dict[str, float]]:
-    """The pointing game over all boxes of changed objects and over each group's, in %: {group:
-    {"pointing": boxes that are hit, "chance": mean share of the picture that a box covers}}; {} if
-    a picture, whose size is needed, is missing. maps: pair id -> name -> (H, W). Both sides of a
-    pair count, each with the map named "before" or "after", or else with the first."""
-    boxes = []  # of all pairs: pair id, whether the box is hit, its share of the picture
-    for pair in dataset.pairs(split):
-        pair_maps = maps.get(pair.id, {})
-        pair_boxes = dataset.release.boxes.get(pair.id, (None, None))
-        for side, box in zip(("before", "after"), pair_boxes, strict=True):
-            if not (box and pair_maps):
-                continue
-            file = dataset.paths[getattr(pair, side)]
-            if not file.exists():
-                return {}
-            with Image.open(file) as picture:
-                width, height = picture.size
-            heat = pair_maps.get(side, next(iter(pair_maps.values())))
-            hit = pointing_hit(heat.cpu(), box, (width, height))
-            boxes.append((pair.id, hit, box[2] * box[3] / (width * height)))
-    scores = {}
-    for group, members in {**groups, "total": maps.keys()}.items():
-        chosen = [(hit, share) for i, hit, share in boxes if i in members]
-        if chosen:
-            hits, shares = zip(*chosen, strict=True)
-            scores[group] = {"pointing": percent(hits), "chance": percent(shares)}
-    return scores
-
-
-# ---- pictures of results -------------------------------------------------------------------------
-
-TEXT = {"size": 7, "parse_math": False}  # a $ in a caption must not begin a formula
-SATURATED = 8  # attention of this many times the uniform weight, or more, has the last colour
-
-
-@contextlib.contextmanager
-def new_figure(path: Path, width: float, height: float):
-    """A matplotlib figure of this size in inches, in the end written to a .png, .jpg or .pdf."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")  # finds room for texts
-    yield figure
-    with atomic_write(path) as partial:
-        figure.savefig(partial, format=path.suffix[1:].lower(), dpi=120)
-
-
-def draw_pair(figure, before: Image.Image, after: Image.Image, maps: dict, below: str) -> None:
-    """Draws a pair into a matplotlib figure: both pictures, then each attention map (H, W) over
-    both, in multiples of uniform attention 1 / (H * W), and a text below. IDC's maps "before" and
-    "after" lie over their own picture only. They sum to 1 together, so their unit is half of it."""
-    pictures = {"before": before, "after": after}
-    panels = [(side, picture, None) for side, picture in pictures.items()]
-    for name, weight in maps.items():
-        levels = weight.float().cpu().numpy() * weight.numel()
-        if name in pictures:
-            panels.append((f"attention, {name}", pictures[name], 2 * levels))
-        else:
-            for side, picture in pictures.items():
-                panels.append((f"{name}, {side}", picture, levels))
-    for axes, (title, picture, levels) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        axes.set_axis_off()
-        axes.set_title(title, **TEXT)
-        extent = (0, picture.width, picture.height, 0)
-        axes.imshow(picture, extent=extent)
-        if levels is not None:  # transparent up to uniform attention, so that the picture shows
-            opacity = np.interp(levels, [1, 4], [0, 0.6])
-            colours = {"cmap": "turbo", "vmin": 0, "vmax": SATURATED, "interpolation": "bilinear"}
-            axes.imshow(levels, alpha=opacity, extent=extent, **colours)
-    width = 24 * len(panels)  # in characters
-    lines = [textwrap.fill(line, width, max_lines=4) for line in below.splitlines()]
-    figure.supxlabel("\n".join(lines), x=0.01, ha="left", **TEXT)
-
-
-def images_of(dataset: Dataset, pair: Pair) -> list[Image.Image]:
-    """A pair's pictures, at most 256 pixels wide and high. A grey one stands in for a missing file
-    (features may be shared without pictures), or if there is no "after"."""
-    pictures = []
-    for name in (pair.before, pair.after):
-        picture = Image.new("RGB", (96, 96), "grey")
-        if name is not None and dataset.paths[name].exists():
-            picture = read_image(dataset.paths[name])
-            picture.thumbnail((256, 256))
-        pictures.append(picture)
-    return pictures
-
-
-def sample_sheet(
-    dataset: Dataset,
-    split: str,
-    captions: dict[str, str],
-    maps: dict[str, dict[str, Tensor]],
-    notes: dict[str, list[str]],
-    path: Path,
-) -> None:
-    """Draws the first three pairs of every kind of change, but at most 24, or the first twelve if
-    kinds are unknown -> a file. Of several maps the first two are drawn. Keyed by pair id:
-    captions, maps (name -> (H, W)), notes (lines of text, if a pair has any)."""
-    pairs = [pair for pair in dataset.pairs(split) if pair.id in captions]
-    chosen = []
-    for kind, ids in dataset.kinds.items():
-        of_kind = [pair for pair in pairs if pair.id in ids]
-        chosen += [(kind, pair) for pair in of_kind[:3]]
-    if not chosen:
-        chosen = [("", pair) for pair in pairs[:12]]
-    chosen = chosen[:24]
-    rows = math.ceil(len(chosen) / 2)
-    legend = f"{dataset.name}, {split}. Attention is transparent up to uniform attention, dark red "
-    legend += f"from {SATURATED} times that. Above each pair: its kind of change and a reference"
-    with new_figure(path, 13, 2.3 * rows + 0.4) as figure:
-        figure.suptitle(legend, x=0.01, ha="left", **TEXT)
-        places = figure.subfigures(rows, 2, squeeze=False).T.flat  # column by column
-        for place, (kind, pair) in zip(places, chosen, strict=False):
-            title = f"{kind}: {pair.captions[0]}" if kind else pair.captions[0]
-            place.suptitle(title, x=0.01, ha="left", **TEXT)
-            below = "\n".join([f"generated: {captions[pair.id]}", *notes.get(pair.id, [])])
-            drawn_maps = dict(list(maps[pair.id].items())[:2])
-            draw_pair(place, *images_of(dataset, pair), drawn_maps, below)
-
-
-def caption_picture(
-    before: Image.Image, after: Image.Image, maps: dict[str, Tensor], caption: str, path: Path
-) -> None:
-    """Draws a pair, every attention map (H, W) over it, and its caption -> a file."""
-    with new_figure(path, 3 + 3 * len(maps), 2.2) as figure:
-        draw_pair(figure, before, after, maps, caption)
 
 
 # ---- CLIP ----------------------------------------------------------------------------------------
@@ -2158,50 +1706,27 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
         captions[name] = caption
         print(f"{name}: {caption}" if name else caption, flush=True)
     if out and len(files) == 1:
-        write_json(Path(out), coco_rows(captions.items()))
+        scores.write_json(Path(out), scores.coco_rows(captions.items()))
     elif out:
-        caption_picture(*map(read_image, files), maps, caption, Path(out))
-
-
-def score_files(predictions: Path, references: Path) -> None:
-    """Prints the scores of a COCO results file against a COCO annotation file."""
-    rows = read_json(predictions)
-    with file_errors(predictions, "expected a list of {image_id, caption}, each image_id once"):
-        captions = {str(row["image_id"]): row["caption"] for row in rows}
-        if len(captions) < len(rows):
-            raise InputError("an image_id has two predictions")
-    known: dict[str, list[str]] = {}
-    content = read_json(references)
-    with file_errors(references, "expected {annotations: [{image_id, caption}]}"):
-        for row in content["annotations"]:
-            known.setdefault(str(row["image_id"]), []).append(row["caption"])
-    print(format_scores(score(captions, known)))
-    print(f"without prediction: {len(known.keys() - captions.keys())}")
+        scores.caption_picture(*map(read_image, files), maps, caption, Path(out))
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command line: NAME prepares a data set, `score` scores a file of captions."""
+    """The command line: NAME prepares a data set."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="NAME", required=True)
     for name in DATASETS:
         p = commands.add_parser(name, help=f"prepare the data set {name}", allow_abbrev=False)
-        p.add_argument("--data_dir", help="its folder (default: data/NAME, or data/mini-SCENES)")
+        p.add_argument("--data_dir", help="its folder (default: data/NAME)")
         p.add_argument("--device", default="", help="of the extractor (default: cuda if available)")
         text = f"network that makes the features: {', '.join(RESNETS)}, timm/MODEL, timm/MODEL:FILE"
         p.add_argument("--extractor", default="", help=f"{text} (default: the data set's own)")
-        text = f"mini: training scenes (default: {RunConfig.scenes})"
-        p.add_argument("--scenes", type=int, default=RunConfig.scenes, help=text)
-    text = "score a file of captions against references"
-    p = commands.add_parser("score", help=text, allow_abbrev=False)
-    text = "COCO results: a list of {image_id, caption}"
-    p.add_argument("--predictions", required=True, help=text)
-    text = "COCO annotations: {annotations: [{image_id, caption}]}"
-    p.add_argument("--references", required=True, help=text)
+        if DATASETS[name].make:
+            p.add_argument("--scenes", type=int, help="training scenes (default: 5000)")
     args = parser.parse_args(argv)
-    if args.command == "score":
-        return score_files(Path(args.predictions), Path(args.references))
-    root = Path(args.data_dir or data_folder(args.command, args.scenes))
-    prepare(args.command, root, usable_device(args.device), args.extractor, args.scenes)
+    root = Path(args.data_dir or f"data/{args.command}")
+    scenes = getattr(args, "scenes", None)
+    prepare(args.command, root, usable_device(args.device), args.extractor, scenes)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ often small, so the decoder easily looks at the wrong cells. A contrastive loss 
 caption to the differences that the decoder saw at these words.
 
 Read first: channel_correlation, dirl_loss, CrossView, DecoderLayer, ccr_loss, DIRL.encode and
-DIRL.forward. Skip at first: Decoder (a transformer decoder), Cache, attention_map, and all that
-follows the class DIRL.
+DIRL.forward. Skip at first: Decoder (a transformer decoder), attention_map, and all that follows
+the class DIRL.
 
 Eq. 1      ImageEmbedding       X = conv(features) + position
 Eq. 2      DIRL.mlp             Y = MLP(X), used by the loss only
@@ -83,6 +83,7 @@ from torch import Tensor
 from common import (
     NULL,
     Attention,
+    Cache,
     GridPosition,
     Run,
     RunConfig,
@@ -109,8 +110,6 @@ class Config(RunConfig):
     From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
     released variant."""
 
-    AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"layers"}
-
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings
     heads: int = 8  # heads of every attention (as released)
@@ -131,8 +130,6 @@ class Config(RunConfig):
     ccr_states: Literal["attention", "normed"] = "attention"  # Eq. 8-9, or after their LayerNorms
     ccr_logits: Literal["two_way", "summed"] = "two_way"  # Eq. 14, or one loss over S + S^T
     ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # pairs of one caption [ours]
-    val_decode: Literal["greedy", "sample"] = "greedy"  # decoding of validation captions
-    blind: bool = False  # zero the image features (language-only baseline)
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -206,9 +203,9 @@ class DecoderLayer(nn.Module):
     """Eq. 8-10, a post-norm layer of the decoder: words attend to earlier words and then to the
     difference, and a feed-forward network follows. x (B, V, D) -> (B, V, D).
 
-    cross: key and value (B, N, D) of the difference. mask (B, 1, V, V): which words each word may
-    see; None means all. The layer also returns `past` (see attend_to_words), the query (B, V, D) of
-    the cross-attention, and what L_ccr compares: `words` of Eq. 8 and `visual` of Eq. 9, both
+    memory: key and value (B, N, D) of the difference. mask (B, 1, V, V): which words each word may
+    see. The layer also returns `past` (see Attention.extend), the query (B, V, D) of the
+    cross-attention, and what L_ccr compares: `words` of Eq. 8 and `visual` of Eq. 9, both
     (B, V, D). The printed equations leave out most residuals, LayerNorms and dropouts of the
     standard layer. This layer has them, but `words` and `visual` are as printed, unless ccr_states
     is "normed"."""
@@ -225,11 +222,11 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
         self.ccr_states = cfg.ccr_states
 
-    def forward(self, x: Tensor, cross: tuple[Tensor, Tensor], mask=None, past=None):
-        words, past = self.attend_to_words(x, mask, past)  # Eq. 8
+    def forward(self, x: Tensor, memory: tuple[Tensor, Tensor], mask=None, past=None):
+        words, past = self.self_attention.extend(x, past, mask)  # Eq. 8
         x1 = self.norm1(x + self.dropout(words))
         query = self.cross_attention.query(x1)
-        visual = self.cross_attention.attend(query, *cross)  # Eq. 9
+        visual = self.cross_attention.attend(query, *memory)  # Eq. 9
         x2 = self.norm2(x1 + self.dropout(visual))
         hidden = self.dropout(F.relu(self.hidden(x2)))
         x3 = self.norm3(x2 + self.dropout(self.output(hidden)))  # Eq. 10
@@ -237,19 +234,6 @@ class DecoderLayer(nn.Module):
             words = x1
             visual = x2
         return x3, past, query, words, visual
-
-    def attend_to_words(self, x: Tensor, mask: Tensor | None, past: tuple[Tensor, Tensor] | None):
-        """-> the attended words (B, V, D), and the next `past`: key and value of all words so far.
-
-        Training has no `past`. Then x holds all words from START on. A Cache passes `past` and, as
-        x, the single word that follows."""
-        q, k, v = self.self_attention.project(x, x)
-        if past is not None:
-            past_k, past_v = past
-            k = torch.cat([past_k, k], 1)
-            v = torch.cat([past_v, v], 1)
-        words = self.self_attention.attend(q, k, v, mask=mask)
-        return words, (k, v)
 
 
 class Decoder(nn.Module):
@@ -268,15 +252,35 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.decoder_layers))
         self.head = nn.Linear(cfg.dim, vocab_size)  # Eq. 11, without its softmax
 
-    def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All words at once: ids (B, V), difference (B, N, D) -> hidden states (B, V, D), and the
-        last layer's `query`, `words` and `visual` (B, V, D)."""
+    def forward(self, ids: Tensor, difference: Tensor) -> Tensor:
+        """All words at once: ids (B, V), difference (B, N, D) -> hidden states (B, V, D)."""
+        hidden, _, _ = self.states(ids, difference)
+        return hidden
+
+    def states(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The hidden states of `forward`, and the last layer's `words` and `visual`, all (B, V, D).
+        L_ccr compares the latter two."""
         x = self.embed_words(ids)
+        mask = self.mask(ids)
+        for layer, memory in zip(self.layers, self.memory(difference), strict=True):
+            x, _, _, words, visual = layer(x, memory, mask)  # Eq. 8-10
+        return x, words, visual
+
+    def attention(self, ids: Tensor, difference: Tensor) -> Tensor:
+        """The last layer's attention to the cells, averaged over heads. ids (B, V), difference
+        (B, N, D) -> (B, V, N)."""
+        x = self.embed_words(ids)
+        mask = self.mask(ids)
+        for layer, memory in zip(self.layers, self.memory(difference), strict=True):
+            x, _, query, _, _ = layer(x, memory, mask)
+        key, _ = memory  # of the last layer
+        scores = layer.cross_attention.scores(query, key)  # (B, h, V, N)
+        return scores.softmax(-1).mean(1)
+
+    def mask(self, ids: Tensor) -> Tensor:
+        """ids (B, V) -> bool (B, 1, V, V): which words (columns) each word (row) may see."""
         valid = (ids != NULL)[:, None, None, :]  # (B, 1, 1, V)
-        mask = valid.expand(-1, -1, ids.shape[1], -1).tril()  # (B, 1, V, V)
-        for layer, cross in zip(self.layers, self.memory(difference), strict=True):
-            x, _, query, words, visual = layer(x, cross, mask)  # Eq. 8-10
-        return x, query, words, visual
+        return valid.expand(-1, -1, ids.shape[1], -1).tril()
 
     def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
@@ -293,29 +297,6 @@ class Decoder(nn.Module):
             value = layer.cross_attention.value(difference)
             memory.append((key, value))
         return memory
-
-
-class Cache:
-    """Writes captions word by word, see common.decode. For each layer, `memory` holds the key and
-    the value of the difference, and `past` those of the words so far."""
-
-    def __init__(self, decoder: Decoder, difference: Tensor):
-        self.decoder = decoder
-        self.memory = decoder.memory(difference)
-        self.past = [None] * len(decoder.layers)
-
-    def step(self, ids: Tensor, t: int) -> Tensor:
-        """ids (B,) at position t -> logits of the next word (B, vocabulary)."""
-        x = self.decoder.embed_words(ids[:, None], t)  # (B, 1, D)
-        for i, layer in enumerate(self.decoder.layers):
-            x, self.past[i], _, _, _ = layer(x, self.memory[i], past=self.past[i])
-        return self.decoder.head(x[:, 0])
-
-    def reorder(self, rows: Tensor) -> None:
-        """After a step: let caption i continue what caption rows[i] has so far. rows: row
-        numbers of the batch, as many as there are captions to continue."""
-        self.memory = [(key[rows], value[rows]) for key, value in self.memory]
-        self.past = [(key[rows], value[rows]) for key, value in self.past]
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -419,9 +400,6 @@ class DIRL(nn.Module):
     def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """before, after (B, C, H, W) -> the difference of Eq. 7, X_bef and X_aft of Eq. 1, all
         (B, N, D)."""
-        if self.cfg.blind:
-            before = torch.zeros_like(before)
-            after = torch.zeros_like(after)
         x_bef = self.embed(before)  # Eq. 1
         x_aft = self.embed(after)  # Eq. 1
         shared_bef = x_bef
@@ -443,7 +421,7 @@ class DIRL(nn.Module):
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft = self.encode(before, after)  # Eq. 1, 5-7
-        hidden, _, words, visual = self.decoder(caption, difference)  # Eq. 8-10
+        hidden, words, visual = self.decoder.states(caption, difference)  # Eq. 8-10
         logits = self.decoder.head(hidden)  # Eq. 11
         losses["caption"] = caption_loss(logits, caption)  # Eq. 15
         if cfg.w_dirl:
@@ -472,21 +450,18 @@ class DIRL(nn.Module):
         return losses
 
     @torch.no_grad()
-    def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
-        """before, after (B, C, H, W) -> ids of captions (B, max_len), greedy or sampled."""
+    def generate(self, before: Tensor, after: Tensor) -> Tensor:
+        """before, after (B, C, H, W) -> ids of greedy captions (B, max_len)."""
         difference, _, _ = self.encode(before, after)
         cache = Cache(self.decoder, difference)
-        return decode(cache.step, before.shape[0], self.max_len, before.device, sample)
+        return decode(cache.step, before.shape[0], self.max_len, before.device)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Where the decoder looked: the last layer's attention over cells, averaged over heads and
         over the words of ids (B, V) -> "attention" (B, H, W)."""
         difference, _, _ = self.encode(before, after)
-        _, query, _, _ = self.decoder(ids, difference)
-        attention = self.decoder.layers[-1].cross_attention
-        scores = attention.scores(query, attention.key(difference))  # (B, h, V, N)
-        weight = scores.softmax(-1).mean(1)  # (B, V, N)
+        weight = self.decoder.attention(ids, difference)  # (B, V, N)
         # Row t of the weights is from the state that predicts word t + 1.
         over_cells = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
         return {"attention": over_cells.unflatten(1, self.grid[1:])}
@@ -530,8 +505,8 @@ RELEASED = {  # --variant released: the details in which the released code diffe
         # Many pairs, above all distractors, share a caption. Both paper and released code treat
         # them as negatives.
         ccr_equal_captions="negatives",
-        # Section 4.2 decodes greedily. The released code samples during validation.
-        val_decode="sample",
+        # The released code samples captions during validation. We always decode greedily, as
+        # section 4.2 says.
     ),
     # For CLEVR-Change the released code has a different decoder, and more steps than the paper.
     "clevr_change": dict(input_norm=False, xavier=False, steps=15000),
@@ -560,8 +535,8 @@ def compute_losses(model: DIRL, batches: tuple, cfg: Config) -> dict[str, Tensor
 def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
     """Train on a data set (data.Dataset) and write cfg.out_dir -> the best model by validation.
 
-    Ctrl-C and SIGTERM save last.pt and exit with code 130 or 143. `resume` continues from last.pt
-    as if training had never stopped. FloatingPointError if a loss is not finite."""
+    `resume` continues from last.pt, which each validation saves, as if training had never stopped.
+    FloatingPointError if a loss is not finite."""
     torch.manual_seed(cfg.seed)
     model = DIRL(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -569,7 +544,10 @@ def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
     if cfg.compile and cfg.on_cuda:
         model.compile(fullgraph=True, dynamic=False)
     run = Run(cfg, model, [dataset], resume)
-    for batches in run.steps(dataset, cfg.batch_size, optimizer, cfg.steps):
+    run.start(optimizer)
+    for batches in dataset.train_batches(cfg.batch_size, cfg.seed, run.step, cfg.steps):
+        if run.patience_is_over():
+            break
         optimizer.param_groups[0]["lr"] = learning_rate(cfg, run.step)
         losses = compute_losses(model, batches, cfg)
         optimizer.zero_grad()
@@ -577,8 +555,8 @@ def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
         if cfg.grad_clip:
             nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
         optimizer.step()
-        run.record(losses)  # also counts the step
-        if run.due():
+        run.count(losses)
+        if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
             run.checkpoint(evaluate(model, dataset, "val", cfg))
             model.train()
     return run.best_model()
@@ -599,13 +577,12 @@ def evaluate(
 
     Without out_dir, for validation during training, these are the quick metrics. With out_dir,
     every metric of every group of pairs is printed and written, with captions and pictures."""
-    sample = cfg.val_decode == "sample" and out_dir is None
     model.eval()
     captions = {}  # by pair id
     maps = {}
     for batch in dataset.eval_batches(split, cfg.eval_batch):
         batch = batch.to(cfg.device)
-        ids = model.generate(batch.before, batch.after, sample)
+        ids = model.generate(batch.before, batch.after)
         captions |= zip(batch.pair_ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
             batch_maps = model.attention_map(batch.before, batch.after, ids)
@@ -626,9 +603,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(
-        Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED, data.DATASETS
-    )
+    cfg, args = parse_args(Config, PRESETS, RELEASED, argv)
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
         return
@@ -637,7 +612,6 @@ def main(argv: list[str] | None = None) -> None:
         model, state = load_model(DIRL, cfg, args.eval)
         dataset.adopt(state)
     else:
-        data.note_on_negatives(dataset, cfg, (), ("w_ccr",))
         model = train(cfg, dataset, args.resume)
     evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)
 

@@ -105,7 +105,6 @@ class Config(RunConfig):
     From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
     released variant."""
 
-    AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"layers", "ffn", "pretrain_batch"}
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"init", "cub", "nabirds"}
 
     init: str = ""  # checkpoint to start from; --pretrain_steps 0 only fine-tunes it
@@ -144,7 +143,6 @@ class Config(RunConfig):
     pretrain_decay: Literal["none", "inverse_sqrt"] = "none"  # after the warm-up of pre-training
     finetune_decay: Literal["none", "halves"] = "none"  # halves: x1/2 at step 10000, x1/4 at 20000
     reduction: Literal["mean", "sum"] = "mean"  # of fine-tuning's losses, over words and pairs
-    blind: bool = False  # zero the image features (language-only baseline)
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -503,9 +501,6 @@ class IDC(nn.Module):
             single_mask = real.repeat_interleave(before.shape[0], 0)  # (2B, 1 + N)
             single_mask = single_mask[:, None, None]
             pair_mask = real.view(1, 1, 1, -1)  # (1, 1, 1, S)
-        if self.cfg.blind:
-            before = torch.zeros_like(before)
-            after = torch.zeros_like(after)
         x_1 = self.embed.cells(before, Embedding.IMAGE_1)
         x_2 = self.embed.cells(after, Embedding.IMAGE_2)
         x = torch.cat([x_1, x_2])  # (2B, 1 + N, D)
@@ -721,11 +716,6 @@ class Cache:
             past.append((keys, values))
         self.past = past
 
-    def reorder(self, rows: Tensor) -> None:
-        """Let caption i continue what caption rows[i] has so far. rows: row numbers of the
-        batch, as many as there are captions to continue."""
-        self.past = [(keys[rows], values[rows]) for keys, values in self.past]
-
 
 # ---- presets -------------------------------------------------------------------------------------
 
@@ -894,8 +884,8 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     the output layers that it needs, so in a loop of your own, DistributedDataParallel needs
     find_unused_parameters=True.
 
-    Ctrl-C and SIGTERM save last.pt and exit with code 130 or 143. From there, `resume` continues as
-    if training had never stopped. FloatingPointError if a loss is not finite."""
+    `resume` continues from last.pt, which is saved every eval_every steps, as if training had never
+    stopped. FloatingPointError if a loss is not finite."""
     datasets = open_datasets(cfg, dataset)
     negatives = open_negatives(cfg, datasets)
     birds = Birds(cfg) if cfg.nabirds and cfg.pretrain_steps else None
@@ -912,11 +902,17 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
         model.compile(fullgraph=True, dynamic=False)
     run = Run(cfg, model, [dataset], resume)
     for stage, first, last in stages(cfg):
+        if run.step >= last:  # done before the run was resumed
+            continue
         stage_data = datasets[stage]
         size = sizes[stage]
         decay = cfg.weight_decay if stage == "finetune" else 0.0
         optimizer = torch.optim.Adam(parameters, lr=cfg.lr, weight_decay=decay, fused=True)
-        for batches in run.steps(stage_data, size, optimizer, last, first, stage):
+        run.start(optimizer, stage, last)
+        done = run.step - first  # steps of this stage
+        for batches in stage_data.train_batches(size, cfg.seed, done, last - first):
+            if run.patience_is_over():
+                break
             optimizer.param_groups[0]["lr"] = stage_rate(cfg, stage, run.step - first)
             task = draw_task(cfg, stage, run.step)
             if task == "birds":
@@ -927,13 +923,15 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
             if cfg.grad_clip:
                 nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
             optimizer.step()
-            run.record(losses)  # also counts the step
-            if run.due() and stage == "finetune":
-                run.checkpoint(evaluate(model, dataset, "val", cfg))
-                model.train()
-            elif run.due():
-                run.save("pretrained.pt")  # the latest weights of pre-training
-                run.save("last.pt")
+            run.count(losses)
+            if (run.step - first) % cfg.eval_every == 0 or run.step == last:
+                if stage == "finetune":
+                    run.checkpoint(evaluate(model, dataset, "val", cfg))
+                    model.train()
+                else:
+                    run.log_losses()
+                    run.save("pretrained.pt")  # the latest weights of pre-training
+                    run.save("last.pt")
     return run.best_model()
 
 
@@ -973,9 +971,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(
-        Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED, data.DATASETS
-    )
+    cfg, args = parse_args(Config, PRESETS, RELEASED, argv)
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
         return
@@ -1304,7 +1300,7 @@ def open_cub(cfg: Config, dataset):
     vocabulary."""
     import data
 
-    cub = data.load("cub", cfg.cub, cfg.features, cfg.device, cfg.extractor)
+    cub = data.load("cub", cfg.cub, cfg.features, cfg.device, cfg.extractor, cfg.blind)
     if cub.grid != dataset.grid:
         raise InputError(f"features of {cub.root}: {dataset.grid} expected, {cub.grid} found")
     cub.vocab = data.Vocab(dataset.vocab.words, cub.vocab.tokenizer, cub.vocab.max_words)
@@ -1326,7 +1322,9 @@ class Birds:
     def __init__(self, cfg: Config):
         import data
 
-        dataset = data.load("nabirds", cfg.nabirds, cfg.features, cfg.device, cfg.extractor)
+        dataset = data.load(
+            "nabirds", cfg.nabirds, cfg.features, cfg.device, cfg.extractor, cfg.blind
+        )
         self.features = dataset.features
         self.names = []
         classes = []

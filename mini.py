@@ -794,17 +794,20 @@ def load_clip() -> tuple[nn.Module, Tokenizer]:
 # ---- preparation ---------------------------------------------------------------------------------
 
 
-def make(root: Path, scenes: int) -> None:
-    """Draws mini with this number of training scenes, unless it exists. InputError if the folder
-    holds anything else, such as a mini of another size or half a mini."""
-    content = json.dumps({"scenes": scenes, "version": VERSION})
+def make(root: Path, scenes: int | None = None) -> None:
+    """Draws mini with this number of training scenes, 5 % as many for validation and 10 % for test,
+    unless it exists. None: 5,000 or, of a mini that exists, as many as it has. InputError if the
+    folder holds anything else, such as a mini of another size or half a mini."""
     complete = root / "mini.json"
-    if complete.exists() and complete.read_text(encoding="utf-8") == content:
+    found = json.loads(complete.read_text(encoding="utf-8")) if complete.exists() else {}
+    scenes = scenes or found.get("scenes", 5000)
+    content = {"scenes": scenes, "version": VERSION}
+    if found == content:
         return
     if root.exists() and any(root.iterdir()):
         raise InputError(
             f"{root} is not empty, and holds no complete mini of {scenes} training scenes; remove "
-            "the folder, or choose another --data_dir or --scenes"
+            "the folder, or choose another --data_dir"
         )
     render(root, {"train": scenes, "val": max(10, scenes // 20), "test": max(10, scenes // 10)})
-    write_text(complete, content)  # last
+    write_text(complete, json.dumps(content))  # last

@@ -30,7 +30,7 @@ and another set then distils the action from the objects. (3) In training, a con
 the first set resemble the caption's noun phrases, and the second set its verb phrases.
 
 Read first: GlobalDifference, DistillingBlock, Distilling, Fusion, alignment_loss, RDD.encode and
-RDD.forward. Skip at first: Cache, attention_map, and spaCy's patterns in section "phrases".
+RDD.forward. Skip at first: Decoder, attention_map, and spaCy's patterns in section "phrases".
 
 Eq. 1      ImageEmbedding      F_x = conv(features) + PE
 Eq. 2      RDD.encode          F_diff = F_bef - F_aft
@@ -86,6 +86,7 @@ from torch import Tensor
 from common import (
     NULL,
     Attention,
+    Cache,
     GridPosition,
     InputError,
     Run,
@@ -108,8 +109,6 @@ from common import (
 class Config(RunConfig):
     """RDD+ACR. The settings of a run (data, steps, device) are in common.RunConfig."""
 
-    AT_LEAST_1 = RunConfig.AT_LEAST_1 | {"distil_steps", "object_vectors", "action_vectors"}
-
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings
     heads: int = 8  # heads of every attention [ours]
@@ -131,7 +130,6 @@ class Config(RunConfig):
     clip: str = "ViT-L-14:openai"  # text encoder, open_clip's MODEL:WEIGHTS (name or file), or mini
     clip_dim: int = 768  # d, width of CLIP's text space
     clip_width: int = 768  # width of CLIP's token embeddings and of a learnable prompt
-    blind: bool = False  # zero the image features (language-only baseline)
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -279,30 +277,17 @@ class DecoderLayer(nn.Module):
         self.norm3 = nn.LayerNorm(cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, cross: tuple[Tensor, Tensor], past=None):
-        """Words x (B, V, D); key and value (B, M, D) of the differences in `cross` -> words
-        (B, V, D); `past` (see attend_to_words); the query (B, V, D) of the cross-attention."""
-        attended, past = self.attend_to_words(x, past)
+    def forward(self, x: Tensor, memory: tuple[Tensor, Tensor], past=None):
+        """Words x (B, V, D); key and value (B, M, D) of the differences in `memory` -> words
+        (B, V, D); `past` (see Attention.extend); the query (B, V, D) of the cross-attention."""
+        attended, past = self.self_attention.extend(x, past)
         x = self.norm1(x + self.dropout(attended))
         query = self.cross_attention.query(x)
-        differences = self.cross_attention.attend(query, *cross)
+        differences = self.cross_attention.attend(query, *memory)
         x = self.norm2(x + self.dropout(differences))
         hidden = self.dropout(F.relu(self.hidden(x)))
         x = self.norm3(x + self.dropout(self.output(hidden)))
         return x, past, query
-
-    def attend_to_words(self, x: Tensor, past: tuple[Tensor, Tensor] | None):
-        """-> attended words (B, V, D), and the next `past`, keys and values of all words so far.
-
-        Without `past`, x holds all words from START on. A Cache passes `past`; then x is the single
-        word after those of `past`."""
-        q, k, v = self.self_attention.project(x, x)
-        if past is None:
-            return self.self_attention.attend(q, k, v, causal=True), (k, v)
-        past_k, past_v = past
-        k = torch.cat([past_k, k], 1)
-        v = torch.cat([past_v, v], 1)
-        return self.self_attention.attend(q, k, v), (k, v)
 
 
 class Decoder(nn.Module):
@@ -323,14 +308,22 @@ class Decoder(nn.Module):
         self.head = nn.Linear(cfg.dim, vocab_size)  # Eq. 14, without its softmax
         initialise(self, xavier=True)
 
-    def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All words at once, ids (B, V) -> hidden states (B, V, D); from the last layer, the words'
-        query (B, V, D) and the differences' key (B, M, D)."""
+    def forward(self, ids: Tensor, difference: Tensor) -> Tensor:
+        """All words at once: ids (B, V), differences (B, M, D) -> hidden states (B, V, D)."""
         x = self.embed_words(ids)
-        for layer, cross in zip(self.layers, self.memory(difference), strict=True):
-            x, _, query = layer(x, cross)
-        key, _ = cross
-        return x, query, key
+        for layer, memory in zip(self.layers, self.memory(difference), strict=True):
+            x, _, _ = layer(x, memory)
+        return x
+
+    def attention(self, ids: Tensor, difference: Tensor, cells: int) -> Tensor:
+        """The last layer's attention, averaged over heads, with its softmax over the first `cells`
+        of M tokens. ids (B, V), differences (B, M, D) -> (B, V, cells)."""
+        x = self.embed_words(ids)
+        for layer, memory in zip(self.layers, self.memory(difference), strict=True):
+            x, _, query = layer(x, memory)
+        key, _ = memory  # of the last layer
+        scores = layer.cross_attention.scores(query, key[:, :cells])  # (B, h, V, cells)
+        return scores.softmax(-1).mean(1)
 
     def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
@@ -347,29 +340,6 @@ class Decoder(nn.Module):
             value = layer.cross_attention.value(difference)
             memory.append((key, value))
         return memory
-
-
-class Cache:
-    """Writes captions word by word (see common.decode). For each layer, `memory` holds the key and
-    value of the differences, and `past` those of the words so far."""
-
-    def __init__(self, decoder: Decoder, difference: Tensor):
-        self.decoder = decoder
-        self.memory = decoder.memory(difference)
-        self.past = [None] * len(decoder.layers)
-
-    def step(self, ids: Tensor, t: int) -> Tensor:
-        """ids (B,) at position t -> logits of the next word (B, vocabulary)."""
-        x = self.decoder.embed_words(ids[:, None], t)  # (B, 1, D)
-        for i, layer in enumerate(self.decoder.layers):
-            x, self.past[i], _ = layer(x, self.memory[i], self.past[i])
-        return self.decoder.head(x[:, 0])
-
-    def reorder(self, rows: Tensor) -> None:
-        """After a step: let caption i continue what caption rows[i] has so far. rows: row
-        numbers of the batch, as many as there are captions to continue."""
-        self.memory = [(key[rows], value[rows]) for key, value in self.memory]
-        self.past = [(key[rows], value[rows]) for key, value in self.past]
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -474,9 +444,6 @@ class RDD(nn.Module):
         """Features (B, C, H, W) of both images -> tokens for the decoder (B, N + K_o + K_a, D); and
         by name the "objects" and "actions" that `order` has. [ours] The decoder reads all tokens of
         Eq. 9, although section "Caption Decoder" speaks of HW tokens."""
-        if self.cfg.blind:
-            before = torch.zeros_like(before)
-            after = torch.zeros_like(after)
         f_bef = self.embed(before)  # Eq. 1
         f_aft = self.embed(after)  # Eq. 1
         # [ours] Eq. 2 as printed; the text above it subtracts "before" from "after".
@@ -510,7 +477,7 @@ class RDD(nn.Module):
         """Features (B, C, H, W) of both images, caption (B, V), its phrases -> terms of Eq. 16."""
         cfg = self.cfg
         tokens, distilled = self.encode(before, after)  # Eq. 1-9
-        hidden, _, _ = self.decoder(caption, tokens)
+        hidden = self.decoder(caption, tokens)
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 14-15
         # Cosines divided by a small temperature need float32.
         with torch.autocast(caption.device.type, enabled=False):
@@ -554,10 +521,7 @@ class RDD(nn.Module):
         weights over cells."""
         _, height, width = self.grid
         tokens, distilled = self.encode(before, after)
-        _, query, key = self.decoder(ids, tokens)
-        cells = key[:, : height * width]  # F_c stands first
-        scores = self.decoder.layers[-1].cross_attention.scores(query, cells)  # (B, h, V, N)
-        weight = scores.softmax(-1).mean(1)  # (B, V, N)
+        weight = self.decoder.attention(ids, tokens, height * width)  # (B, V, N); F_c stands first
         # Row t is the state that predicts word t + 1.
         maps = {"decoder": masked_mean(weight[:, :-1], is_word(ids[:, 1:]))}  # (B, N)
         read_cells = None  # (B, M, N): the weights over cells of the vectors that came first
@@ -577,18 +541,17 @@ NOUN_PROMPT = "the objects that changed: "  # prompt="fixed" [ours]
 VERB_PROMPT = "what happened: "
 
 
-def encode_prompted(clip, tokens: Tensor, prompt: Tensor | None = None) -> Tensor:
+def encode_prompted(clip, tokens: Tensor, prompts: Tensor | None = None) -> Tensor:
     """CLIP's text encoder with P learned vectors between the start token and the words, as in CoOp.
-    Without a prompt it equals CLIP's encode_text.
+    Without prompts it equals CLIP's encode_text.
 
-    tokens (S, L) ids, prompt (P, width) -> (S, d). L may stop at the longest text's end token,
+    tokens (S, L) ids, prompts (S, P, width) -> (S, d). L may stop at the longest text's end token,
     because no token sees later ones. L + P is at most CLIP's context length (77 tokens)."""
     x = clip.token_embedding(tokens)  # (S, L, width)
     ends = tokens.argmax(1)  # the end token has the highest id
-    if prompt is not None:
-        prompts = prompt.expand(x.shape[0], -1, -1)  # (S, P, width)
+    if prompts is not None:
         x = torch.cat([x[:, :1], prompts, x[:, 1:]], 1)  # (S, L + P, width)
-        ends = ends + prompt.shape[0]
+        ends = ends + prompts.shape[1]
     size = x.shape[1]
     x = x + clip.positional_embedding[:size]
     x = clip.transformer(x, attn_mask=clip.attn_mask[:size, :size])
@@ -643,22 +606,32 @@ class Phrases:
     ) -> dict[str, Attributes]:
         """The "nouns", the "verbs" or both of B captions, as `prompts` says (see RDD.prompts)."""
         device = self.tokens.device
-        attributes = {}
-        # CLIP runs twice in a step. A GPU would be faster with one call for both kinds (a step at
-        # the paper's size took 97 ms on an H100, and 60 with one call), but the bookkeeping of who
-        # said what would take as many lines as this method.
+        rows_of = {}  # kind -> each caption's row of self.tokens (B,)
+        place_of = {}  # kind -> each caption's place among the kind's distinct rows (B,)
+        tokens = []  # of the distinct rows of every kind
+        expanded = []  # the kind's prompt for each of them
         for kind, prompt in prompts.items():
-            rows = torch.tensor([self.rows[kind][caption] for caption in captions])  # (B,)
+            rows = torch.tensor([self.rows[kind][caption] for caption in captions])
             # Equal phrases are encoded once. A pair without a phrase (-1) gets any text, because
             # `valid` leaves the pair out. On a GPU, `unique` would make the program wait.
             distinct, place = rows.clamp(min=0).unique(return_inverse=True)
-            texts = encode_prompted(self.clip, self.tokens[distinct.to(device)], prompt)
-            rows = rows.to(device)
+            tokens.append(self.tokens[distinct.to(device)])
+            if prompt is not None:
+                expanded.append(prompt.expand(distinct.shape[0], -1, -1))
+            rows_of[kind] = rows.to(device)
+            place_of[kind] = place.to(device)
+        # One call for both kinds, because two smaller ones would leave a GPU waiting.
+        all_prompts = torch.cat(expanded) if expanded else None
+        encoded = encode_prompted(self.clip, torch.cat(tokens), all_prompts)  # (S, d)
+        texts_of = encoded.split([distinct.shape[0] for distinct in tokens])
+        attributes = {}
+        for kind, texts in zip(prompts, texts_of, strict=True):
+            rows = rows_of[kind]
             if self.ignore_equal:
                 same = rows[:, None] == rows
             else:
                 same = torch.eye(len(captions), dtype=torch.bool, device=device)
-            attributes[kind] = Attributes(texts[place.to(device)], rows >= 0, same)
+            attributes[kind] = Attributes(texts[place_of[kind]], rows >= 0, same)
         return attributes
 
 
@@ -778,8 +751,8 @@ def train(cfg: Config, dataset, phrases: Phrases | None = None, resume: bool = F
     """Train on a data set (data.Dataset) into cfg.out_dir -> the best model by validation.
     phrases: those of its training captions, unless w_n2o and w_v2a are 0.
 
-    Ctrl-C and SIGTERM save last.pt and exit with code 130 or 143. From there, `resume` continues as
-    if training had never stopped. FloatingPointError if a loss is not finite."""
+    `resume` continues from last.pt, which each validation saves, as if training had never stopped.
+    FloatingPointError if a loss is not finite."""
     torch.manual_seed(cfg.seed)
     model = RDD(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -787,7 +760,10 @@ def train(cfg: Config, dataset, phrases: Phrases | None = None, resume: bool = F
     if cfg.compile and cfg.on_cuda:
         model.compile(fullgraph=True, dynamic=False)
     run = Run(cfg, model, [dataset], resume)
-    for batches in run.steps(dataset, cfg.batch_size, optimizer, cfg.steps):
+    run.start(optimizer)
+    for batches in dataset.train_batches(cfg.batch_size, cfg.seed, run.step, cfg.steps):
+        if run.patience_is_over():
+            break
         optimizer.param_groups[0]["lr"] = learning_rate(cfg, run.step)
         losses = compute_losses(model, batches, cfg, phrases)
         optimizer.zero_grad()
@@ -795,8 +771,8 @@ def train(cfg: Config, dataset, phrases: Phrases | None = None, resume: bool = F
         if cfg.grad_clip:
             nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
         optimizer.step()
-        run.record(losses)  # also counts the step
-        if run.due():
+        run.count(losses)
+        if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
             run.checkpoint(evaluate(model, dataset, "val", cfg))
             model.train()
     return run.best_model()
@@ -843,9 +819,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(
-        Config, PRESETS, Path(__file__).stem, __doc__, argv, datasets=data.DATASETS
-    )
+    cfg, args = parse_args(Config, PRESETS, {}, argv)
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
         return
@@ -854,7 +828,6 @@ def main(argv: list[str] | None = None) -> None:
         model, state = load_model(RDD, cfg, args.eval)
         dataset.adopt(state)
     else:
-        data.note_on_negatives(dataset, cfg, (), ("w_n2o", "w_v2a"))
         phrases = phrases_of(dataset, cfg)
         model = train(cfg, dataset, phrases, args.resume)
     evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)

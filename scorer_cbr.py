@@ -30,8 +30,8 @@ difference. (3) "Before" and a good sentence should be enough to imagine "after"
 contrastive loss asks for this.
 
 Read first: CrossView, BackwardReasoning, match_by_definition, match_loss, cbr_loss, SCORER.encode
-and SCORER.forward. Skip at first: DecoderLayer and Decoder (a transformer decoder), Cache,
-attention_map, and all that follows the class SCORER.
+and SCORER.forward. Skip at first: DecoderLayer and Decoder (a transformer decoder), attention_map,
+and all that follows the class SCORER.
 
 Eq. 1      ImageEmbedding     X = conv(features) + position
 Eq. 2-3    similarity         mean over tokens of the best match, both ways (TM), in each head (MTM)
@@ -84,6 +84,7 @@ from torch import Tensor
 from common import (
     NULL,
     Attention,
+    Cache,
     GridPosition,
     InputError,
     Run,
@@ -128,8 +129,6 @@ class Config(RunConfig):
     train_cbr: bool = True  # train CBR; the released code leaves its weights as initialised
     sentence_mean: Literal["words", "padded"] = "words"  # CBR's mean: over words, or over max_len
     ffn_residual: Literal["input", "activation"] = "input"  # residual of the feed-forward layer
-    val_decode: Literal["greedy", "sample"] = "greedy"  # decoding of validation in training
-    blind: bool = False  # zero the image features (language-only baseline)
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -202,8 +201,8 @@ class DecoderLayer(nn.Module):
     """A post-norm layer of the decoder: words attend to earlier words and then to the difference,
     and a feed-forward network follows. x (B, V, D) -> (B, V, D).
 
-    cross: key and value (B, N, D) of the difference. The layer also returns `past` (see
-    attend_to_words) and the query (B, V, D) of the cross-attention. Unlike in the standard layer,
+    memory: key and value (B, N, D) of the difference. The layer also returns `past` (see
+    Attention.extend) and the query (B, V, D) of the cross-attention. Unlike in the standard layer,
     attention has no output projection and no dropout after it, and the feed-forward network has
     width D and GELU. All this follows the released code, as does eps in LayerNorms."""
 
@@ -219,29 +218,16 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
         self.ffn_residual = cfg.ffn_residual
 
-    def forward(self, x: Tensor, cross: tuple[Tensor, Tensor], past=None):
-        attended, past = self.attend_to_words(x, past)
+    def forward(self, x: Tensor, memory: tuple[Tensor, Tensor], past=None):
+        attended, past = self.self_attention.extend(x, past)
         x1 = self.norm1(x + attended)
         query = self.cross_attention.query(x1)
-        visual = self.cross_attention.attend(query, *cross)
+        visual = self.cross_attention.attend(query, *memory)
         x2 = self.norm2(x1 + visual)
         hidden = F.gelu(self.hidden(x2))
         residual = x2 if self.ffn_residual == "input" else hidden
         x3 = self.norm3(residual + self.dropout(self.output(hidden)))
         return x3, past, query
-
-    def attend_to_words(self, x: Tensor, past: tuple[Tensor, Tensor] | None):
-        """-> the attended words (B, V, D), and the next `past`: key and value of all words so far.
-
-        Training has no `past`. Then x holds all words from START on, and each word sees itself and
-        earlier words. A Cache passes `past` and, as x, the single word that follows."""
-        q, k, v = self.self_attention.project(x, x)
-        if past is not None:
-            past_k, past_v = past
-            k = torch.cat([past_k, k], 1)
-            v = torch.cat([past_v, v], 1)
-        attended = self.self_attention.attend(q, k, v, causal=past is None)
-        return attended, (k, v)
 
 
 class Decoder(nn.Module):
@@ -259,13 +245,22 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.decoder_layers))
         self.head = nn.Linear(cfg.dim, vocab_size)  # Eq. 8, without its softmax
 
-    def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
-        """All words at once: ids (B, V), difference (B, N, D) -> hidden states (B, V, D), and the
-        query (B, V, D) of the last layer's cross-attention."""
+    def forward(self, ids: Tensor, difference: Tensor) -> Tensor:
+        """All words at once: ids (B, V), difference (B, N, D) -> hidden states (B, V, D)."""
         x = self.embed_words(ids)
-        for layer, cross in zip(self.layers, self.memory(difference), strict=True):
-            x, _, query = layer(x, cross)
-        return x, query
+        for layer, memory in zip(self.layers, self.memory(difference), strict=True):
+            x, _, _ = layer(x, memory)
+        return x
+
+    def attention(self, ids: Tensor, difference: Tensor) -> Tensor:
+        """The last layer's attention to the cells, averaged over heads. ids (B, V), difference
+        (B, N, D) -> (B, V, N)."""
+        x = self.embed_words(ids)
+        for layer, memory in zip(self.layers, self.memory(difference), strict=True):
+            x, _, query = layer(x, memory)
+        key, _ = memory  # of the last layer
+        scores = layer.cross_attention.scores(query, key)  # (B, h, V, N)
+        return scores.softmax(-1).mean(1)
 
     def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
         """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
@@ -282,29 +277,6 @@ class Decoder(nn.Module):
             value = layer.cross_attention.value(difference)
             memory.append((key, value))
         return memory
-
-
-class Cache:
-    """Writes captions word by word, see common.decode. For each layer, `memory` holds the key and
-    the value of the difference, and `past` those of the words so far."""
-
-    def __init__(self, decoder: Decoder, difference: Tensor):
-        self.decoder = decoder
-        self.memory = decoder.memory(difference)
-        self.past = [None] * len(decoder.layers)
-
-    def step(self, ids: Tensor, t: int) -> Tensor:
-        """ids (B,) at position t -> logits of the next word (B, vocabulary)."""
-        x = self.decoder.embed_words(ids[:, None], t)  # (B, 1, D)
-        for i, layer in enumerate(self.decoder.layers):
-            x, self.past[i], _ = layer(x, self.memory[i], self.past[i])
-        return self.decoder.head(x[:, 0])
-
-    def reorder(self, rows: Tensor) -> None:
-        """After a step: let caption i continue what caption rows[i] has so far. rows: row
-        numbers of the batch, as many as there are captions to continue."""
-        self.memory = [(key[rows], value[rows]) for key, value in self.memory]
-        self.past = [(key[rows], value[rows]) for key, value in self.past]
 
 
 class BackwardReasoning(nn.Module):
@@ -439,9 +411,6 @@ class SCORER(nn.Module):
     def encode(self, before: Tensor, after: Tensor):
         """before, after (B, C, H, W) -> the difference of Eq. 7, X_bef and X_aft of Eq. 1, all
         (B, N, D), and the queries and keys of each cross-view layer, for Eq. 4."""
-        if self.cfg.blind:
-            before = torch.zeros_like(before)
-            after = torch.zeros_like(after)
         x_bef, x_aft = self.embed(torch.cat([before, after])).unflatten(0, (2, -1))  # Eq. 1
         new_bef = x_bef
         new_aft = x_aft
@@ -464,7 +433,7 @@ class SCORER(nn.Module):
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft, projections = self.encode(before, after)  # Eq. 1, 5-7
-        hidden, _ = self.decoder(caption, difference)  # (B, V, D)
+        hidden = self.decoder(caption, difference)  # (B, V, D)
         logits = self.decoder.head(hidden)  # Eq. 8
         losses["caption"] = caption_loss(logits, caption)  # Eq. 12
         if cfg.w_match:
@@ -497,11 +466,11 @@ class SCORER(nn.Module):
             self.cbr.log_scale.clamp_(max=math.log(100))
 
     @torch.no_grad()
-    def generate(self, before: Tensor, after: Tensor, sample: bool = False) -> Tensor:
-        """before, after (B, C, H, W) -> ids of captions (B, max_len), greedy or sampled."""
+    def generate(self, before: Tensor, after: Tensor) -> Tensor:
+        """before, after (B, C, H, W) -> ids of greedy captions (B, max_len)."""
         difference, _, _, _ = self.encode(before, after)
         cache = Cache(self.decoder, difference)
-        return decode(cache.step, before.shape[0], self.max_len, before.device, sample)
+        return decode(cache.step, before.shape[0], self.max_len, before.device)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
@@ -510,10 +479,7 @@ class SCORER(nn.Module):
 
         The map shows the weights after the softmax. The released code shows the scores before."""
         difference, _, _, _ = self.encode(before, after)
-        _, query = self.decoder(ids, difference)
-        attention = self.decoder.layers[-1].cross_attention
-        scores = attention.scores(query, attention.key(difference))  # (B, h, V, N)
-        weight = scores.softmax(-1).mean(1)  # (B, V, N)
+        weight = self.decoder.attention(ids, difference)  # (B, V, N)
         # Row t of the weights is from the state that predicts word t + 1.
         over_cells = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
         return {"attention": over_cells.unflatten(1, self.grid[1:])}
@@ -559,8 +525,8 @@ RELEASED = {  # --variant released: the details in which the released code diffe
         sentence_mean="padded",
         # A standard decoder adds the layer's input. The released code adds the hidden activation.
         ffn_residual="activation",
-        # Section 4.3 decodes greedily. The released code samples during validation.
-        val_decode="sample",
+        # The released code samples captions during validation. We always decode greedily, as
+        # section 4.3 says.
     ),
 }
 
@@ -586,8 +552,8 @@ def compute_losses(model: SCORER, batches: tuple, cfg: Config) -> dict[str, Tens
 def train(cfg: Config, dataset, resume: bool = False) -> SCORER:
     """Train on a data set (data.Dataset) and write cfg.out_dir -> the best model by validation.
 
-    Ctrl-C and SIGTERM save last.pt and exit with code 130 or 143. `resume` continues from last.pt
-    as if training had never stopped. FloatingPointError if a loss is not finite."""
+    `resume` continues from last.pt, which each validation saves, as if training had never stopped.
+    FloatingPointError if a loss is not finite."""
     torch.manual_seed(cfg.seed)
     model = SCORER(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -595,7 +561,10 @@ def train(cfg: Config, dataset, resume: bool = False) -> SCORER:
     if cfg.compile and cfg.on_cuda:
         model.compile(fullgraph=True, dynamic=False)
     run = Run(cfg, model, [dataset], resume)
-    for batches in run.steps(dataset, cfg.batch_size, optimizer, cfg.steps):
+    run.start(optimizer)
+    for batches in dataset.train_batches(cfg.batch_size, cfg.seed, run.step, cfg.steps):
+        if run.patience_is_over():
+            break
         optimizer.param_groups[0]["lr"] = learning_rate(cfg, run.step)
         losses = compute_losses(model, batches, cfg)
         optimizer.zero_grad()
@@ -604,8 +573,8 @@ def train(cfg: Config, dataset, resume: bool = False) -> SCORER:
             nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
         optimizer.step()
         model.clamp_scales()
-        run.record(losses)  # also counts the step
-        if run.due():
+        run.count(losses)
+        if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
             run.checkpoint(evaluate(model, dataset, "val", cfg))
             model.train()
     return run.best_model()
@@ -626,13 +595,12 @@ def evaluate(
 
     Without out_dir, for validation during training, these are the quick metrics. With out_dir,
     every metric of every group of pairs is printed and written, with captions and pictures."""
-    sample = cfg.val_decode == "sample" and out_dir is None
     model.eval()
     captions = {}  # by pair id
     maps = {}
     for batch in dataset.eval_batches(split, cfg.eval_batch):
         batch = batch.to(cfg.device)
-        ids = model.generate(batch.before, batch.after, sample)
+        ids = model.generate(batch.before, batch.after)
         captions |= zip(batch.pair_ids, dataset.vocab.decode(ids), strict=True)
         if out_dir:
             batch_maps = model.attention_map(batch.before, batch.after, ids)
@@ -653,9 +621,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(
-        Config, PRESETS, Path(__file__).stem, __doc__, argv, RELEASED, data.DATASETS
-    )
+    cfg, args = parse_args(Config, PRESETS, RELEASED, argv)
     if args.caption:
         data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
         return
@@ -664,7 +630,7 @@ def main(argv: list[str] | None = None) -> None:
         model, state = load_model(SCORER, cfg, args.eval)
         dataset.adopt(state)
     else:
-        data.note_on_negatives(dataset, cfg, ("w_match", "w_cbr"))
+        data.note_on_negatives(dataset, cfg, "w_match", "w_cbr")
         model = train(cfg, dataset, args.resume)
     evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)
 

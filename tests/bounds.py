@@ -17,6 +17,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import data
+import scores
 from common import run_main
 
 CANDIDATES = 200  # the best caption is sought among this many of the most frequent
@@ -33,10 +34,10 @@ def best_caption(dataset: data.Dataset, ids: set[str]) -> str:
     references = {pair.id: pair.captions for pair in pairs}
     ciders = {}
     for text in ranked[:CANDIDATES]:
-        caption = data.scored_text(dataset, text)
+        caption = scores.scored_text(dataset, text)
         given = {pair.id: caption if pair.id in ids else "" for pair in pairs}
-        scores = data.protocol_scores(dataset, given, references, quick=True)
-        ciders[text] = scores["total"]["CIDEr"]
+        of_val = scores.protocol_scores(dataset, given, references, quick=True)
+        ciders[text] = of_val["total"]["CIDEr"]
     return max(ciders, key=ciders.get, default="")
 
 
@@ -76,15 +77,15 @@ def main() -> None:
     # Only of Birds-to-Words, whose pairs are left out without them, are the pictures needed.
     release = data.read_release(args.name, root)
     dataset = data.Dataset(args.name, root, release, data.vocab_of(args.name, release))
-    groups = data.groups_of(dataset, "test")
+    groups = scores.groups_of(dataset, "test")
     table = {}
     for bound, (captions, references) in bounds(dataset).items():
         if captions:
-            texts = {i: data.scored_text(dataset, text) for i, text in captions.items()}
-            scores = data.protocol_scores(dataset, texts, references, groups)
-            for group, row in scores.items():
+            texts = {i: scores.scored_text(dataset, text) for i, text in captions.items()}
+            of_groups = scores.protocol_scores(dataset, texts, references, groups)
+            for group, row in of_groups.items():
                 table[f"{bound}: {group}"] = row
-    print(data.format_scores(table))
+    print(scores.format_scores(table))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from PIL import Image
 
 import common
 import data
+import scores
 
 GRID = (8, 2, 3)  # channels, height, width: all different, so that swapped axes are noticed
 COLORS = ("red", "blue", "green", "gray")
@@ -175,7 +176,7 @@ def without_java(request, monkeypatch):
     """Java takes seconds to start, twice for each evaluation. Tests of test_score.py that need it
     ask for the fixture `java`."""
     if "java" not in request.fixturenames:
-        monkeypatch.setattr(data, "java_works", lambda: False)
+        monkeypatch.setattr(scores, "java_works", lambda: False)
 
 
 @pytest.fixture
@@ -196,7 +197,7 @@ def without_pictures(request, monkeypatch):
     """Each picture takes seconds to draw, so runs write empty files unless a test requests
     `drawings`."""
     if "drawings" not in request.fixturenames:
-        monkeypatch.setattr(data, "sample_sheet", lambda *args: args[-1].touch())
+        monkeypatch.setattr(scores, "sample_sheet", lambda *args: args[-1].touch())
         monkeypatch.setattr(common, "draw_curves", lambda log, picture, metric: picture.touch())
 
 

@@ -32,9 +32,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import data
 from common import run_main
 
-SHORT = "--scenes 200 --steps 10 --log_every 1 --eval_every 5 --device cpu"
+SHORT = "--steps 10 --log_every 1 --eval_every 5 --device cpu"
 CASES = {
     "SCORER+CBR": "scorer_cbr.py",
     "SCORER+CBR, released": "scorer_cbr.py --variant released",
@@ -50,7 +51,7 @@ CASES = {
 def run(command: str, root: Path, out: Path) -> None:
     """Runs ten steps of a command on one thread, then captions and scores, into the folder `out`.
 
-    root: the folder of the small mini, which the first command draws."""
+    root: the folder of the small mini."""
     torch.set_num_threads(1)
     script, *flags = command.split()
     if script == "idc_pretrain.py":
@@ -143,9 +144,11 @@ def main() -> None:
         report(compare_commits(args.against))
     measured = {}
     with tempfile.TemporaryDirectory() as folder:
+        root = args.data_dir or Path(folder, "mini")
+        data.main(["mini", "--data_dir", str(root), "--scenes", "200", "--device", "cpu"])
         for n, (case, command) in enumerate(CASES.items()):
             out = Path(folder, str(n))
-            run(command, args.data_dir or Path(folder, "mini"), out)
+            run(command, root, out)
             measured[case] = hashes(out)
             print(case, measured[case], flush=True)
     if args.out:

@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import data
 import mini
 import scorer_cbr
+import scores
 from common import InputError, load_checkpoint, run_main, save_tensors, write_text
 
 HERE = Path(__file__).resolve().parent
@@ -252,7 +253,7 @@ def run(row: str, seed: int, commit: str, data_dir: str) -> dict | None:
 
 def run_all(missing: list[tuple], data_dir: str) -> bool:
     """Makes runs, two at a time, and records them -> whether all succeeded. Ctrl-C in a terminal
-    reaches the runs under way as well: they save and end."""
+    reaches the runs under way as well: the next call continues them."""
     pool = ThreadPoolExecutor(2)
     waiting = [pool.submit(run, *job, data_dir) for job in missing]
     succeeded = True
@@ -436,7 +437,7 @@ def write_assets(run: Path, data_dir: str) -> None:
     for pair, (caption, pair_maps) in zip(pairs.values(), results, strict=True):
         captions[pair.id] = caption
         maps[pair.id] = pair_maps
-    data.sample_sheet(dataset, "test", captions, maps, {}, ASSETS / "samples.png")
+    scores.sample_sheet(dataset, "test", captions, maps, {}, ASSETS / "samples.png")
     for pair in pairs.values():
         if mini.is_right(pair.id, captions[pair.id], dataset.root):
             shutil.copyfile(dataset.paths[pair.before], ASSETS / "before.png")

@@ -202,11 +202,10 @@ def test_decoder_layer_against_equations(gate):
     x = torch.randn(B, V, D).double()
     f_diff = torch.randn(B, N, D).double()
     e = torch.randn(B, K, D).double()
-    differences = (layer.cross_attention.key(f_diff), layer.cross_attention.value(f_diff))
-    entities = None
+    memory = (layer.cross_attention.key(f_diff), layer.cross_attention.value(f_diff))
     if gate != "none":
-        entities = (layer.text_attention.key(e), layer.text_attention.value(e))
-    out, _, query = layer(x, differences, entities)
+        memory += (layer.text_attention.key(e), layer.text_attention.value(e))
+    out, _, query = layer(x, memory)
     h = []
     for t in range(V):  # Eq. 13: every word sees itself and earlier ones
         words = attention_by_heads(layer.self_attention, x[:, t : t + 1], x[:, : t + 1])[:, 0]
@@ -294,7 +293,8 @@ def test_entities_of_pairs(retrieval):
 def test_a_checkpoint_brings_its_candidates(tmp_path, capsys):
     mini = tmp_path / "mini"
     best = tmp_path / "run" / "best.pt"
-    flags = "--scenes 20 --batch_size 4 --dim 16 --steps 1 --device cpu".split()
+    data.main(["mini", "--data_dir", str(mini), "--scenes", "20", "--device", "cpu"])
+    flags = "--batch_size 4 --dim 16 --steps 1 --device cpu".split()
     cheers.main([*flags, "--data_dir", str(mini), "--out_dir", str(best.parent)])
     # To another data set:
     other = tmp_path / "other.pt"

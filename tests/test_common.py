@@ -4,8 +4,10 @@ import dataclasses
 import math
 import os
 import re
+import shlex
 import signal
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,17 +80,6 @@ def test_decode_stops_at_end_and_never_says_unk():
     assert decode(step, 3, 3, "cpu").tolist() == [[2, 4, 0], [2, 5, 4], [2, 4, 0]]
 
 
-def test_decode_samples_in_proportion():
-    torch.manual_seed(0)
-    logits = torch.tensor([-30.0, -30.0, -30.0, -30.0, math.log(3.0), 0.0])
-
-    def step(words, t):
-        return logits.repeat(len(words), 1)
-
-    ids = decode(step, 4000, 2, "cpu", sample=True)
-    assert (ids[:, 1] == 4).float().mean().item() == pytest.approx(0.75, abs=0.03)
-
-
 # ---- command line --------------------------------------------------------------------------------
 
 
@@ -119,8 +110,7 @@ def make_run_folder(folder, **config):
 def parse(*argv):
     """(cfg, args) of a method's command line on a CPU."""
     argv = [*map(str, argv), "--device", "cpu"]
-    datasets = ["mini", "other", "else"]
-    return common.parse_args(Config, PRESETS, "method", "What it is.", argv, RELEASED, datasets)
+    return common.parse_args(Config, PRESETS, RELEASED, argv)
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +122,7 @@ def own_folder(tmp_path, monkeypatch):
 def test_flags_over_preset_over_defaults():
     cfg, _ = parse("--steps", "3", "--no-amp")
     assert (cfg.lr, cfg.width, cfg.steps, cfg.amp, cfg.seed) == (0.5, 7, 3, False, 1111)
-    assert (cfg.data_dir, cfg.out_dir) == ("data/mini", "runs/method-mini")
+    assert (cfg.data_dir, cfg.out_dir) == ("data/mini", "runs/test_common-mini")
     unknown, _ = parse("--dataset", "else")  # runs on the defaults
     assert (unknown.lr, unknown.width, unknown.data_dir) == (Config.lr, 4, "data/else")
 
@@ -147,13 +137,9 @@ def test_a_variant_sets_the_released_details(tmp_path):
         parse("--resume", "--out_dir", paper, "--variant", "released")
 
 
-@pytest.mark.parametrize(
-    "fields", [{"schedule": "linear"}, {"lr": -1.0}, {"lr": math.nan}, {"steps": 0}]
-)
-def test_values_that_make_no_sense_are_refused(fields):
-    (name,) = fields
-    with pytest.raises(InputError, match=name):
-        Config(**fields)
+def test_a_word_that_is_no_choice_is_refused():
+    with pytest.raises(InputError, match="schedule"):
+        Config(schedule="linear")
 
 
 def test_a_checkpoint_brings_its_config(tmp_path):
@@ -221,20 +207,10 @@ def test_a_used_folder_is_refused(tmp_path):
 
 
 class Words:
-    """As much of a data set as a run's checkpoints need; three batches per epoch."""
-
-    first_id = common.START
+    """As much of a data set as a run's checkpoints need."""
 
     def __init__(self, words=("a", "b")):
         self.words = list(words)
-
-    def steps(self, batch_size):
-        return 3
-
-    def train_batches(self, batch_size, seed, epoch, first=0):
-        caption = torch.tensor([[self.first_id, 4, common.END]])
-        steps = [(epoch, number) for number in range(first, 3)]
-        return [(SimpleNamespace(place=step, caption=caption),) for step in steps]
 
     def state(self):
         return {"vocab": self.words, "grid": (2,), "max_len": 3}
@@ -257,30 +233,32 @@ def config_of(folder, **fields):
     return Config(**few | fields)
 
 
-def train(folder, resume=False, scores=(1.0, 2.0), words=("a", "b"), each=None, **fields):
-    """Trains as the method files do -> the run, and the batches that it saw.
+def train(folder, resume=False, scores=(1.0, 2.0), words=("a", "b"), stop=-1, **fields):
+    """Trains as the method files do -> the run, and the steps that it took.
 
-    `scores` are the CIDEr of its validations, whose ROUGE-L is its negative; each(step) is called
-    in each step."""
+    `scores` are the CIDEr of its validations, whose ROUGE-L is its negative. KeyboardInterrupt in
+    the step `stop`, when its weights are new."""
     cfg = config_of(folder, **fields)
     coming = iter(scores)
-    dataset = Words(words)
     seen = []
     torch.manual_seed(0)
     model = Linear(cfg)
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
-    run = Run(cfg, model, [dataset], resume)
-    for (batch,) in run.steps(dataset, cfg.batch_size, optimizer, cfg.steps):
+    run = Run(cfg, model, [Words(words)], resume)
+    run.start(optimizer)
+    for step in range(run.step, cfg.steps):
+        if run.patience_is_over():
+            break
         optimizer.param_groups[0]["lr"] = learning_rate(cfg, run.step)
         loss = model.layer(torch.ones(2) + torch.rand(2)).square().sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        seen.append(batch.place)
-        if each:
-            each(run.step)
-        run.record({"total": loss})
-        if run.due():
+        seen.append(step)
+        if step == stop:
+            raise KeyboardInterrupt
+        run.count({"total": loss})
+        if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
             score = next(coming)
             run.checkpoint({"CIDEr": score, "ROUGE-L": -score} if score else {})
     return run, seen
@@ -300,23 +278,23 @@ def saved(folder, name):
     return common.load_checkpoint(folder / name)
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_stopped_run_continues_as_if_it_had_never_stopped(tmp_path, number, code):
+@pytest.mark.parametrize("stop, goes_on_from", [(0, 0), (1, 0), (2, 2), (3, 2)])
+def test_a_stopped_run_continues_as_if_it_had_never_stopped(tmp_path, stop, goes_on_from):
+    """From its last validation or, before the first one, from its first step."""
     whole = tmp_path / "whole"
     parts = tmp_path / "parts"
-    _, seen = train(whole, scores=[2.0, 1.0])
-    assert seen == [(0, 0), (0, 1), (0, 2), (1, 0)]
-    with pytest.raises(SystemExit) as e:
-        train(parts, scores=[2.0], each=lambda done: done == 2 and signal.raise_signal(number))
-    assert e.value.code == code
-    assert saved(parts, "last.pt")["step"] == 3
+    scores = [2.0, 1.0]
+    train(whole, scores=scores)
+    with pytest.raises(KeyboardInterrupt):
+        train(parts, scores=scores, stop=stop)
+    assert saved(parts, "last.pt")["step"] == goes_on_from
 
     with open(parts / "log.jsonl", "a") as f:
         f.write('{"step": 4, "event": ""}\n{"step": 4, "ev')  # killed while writing
     with pytest.raises(InputError, match="other words"):
         train(parts, resume=True, words="a")
-    _, seen = train(parts, resume=True, scores=[1.0])
-    assert seen == [(1, 0)]
+    _, seen = train(parts, resume=True, scores=scores[goes_on_from // 2 :])
+    assert seen == list(range(goes_on_from, 4))
     a = saved(whole, "last.pt")
     b = saved(parts, "last.pt")
     assert torch.equal(a["model"]["layer.weight"], b["model"]["layer.weight"])
@@ -329,10 +307,70 @@ def test_a_stopped_run_continues_as_if_it_had_never_stopped(tmp_path, number, co
     assert [row["CIDEr"] for row in log_of(parts, "eval")] == [2.0, 1.0]
 
 
-def test_a_thread_trains_without_handlers(tmp_path):
-    with ThreadPoolExecutor() as pool:
-        run, _ = pool.submit(train, tmp_path).result()
-    assert run.step == 4
+INTERRUPTED = """
+import time
+from pathlib import Path
+import common
+from test_common import Linear, Run, Words, config_of, torch
+
+def main():
+    cfg = config_of("run")
+    model = Linear(cfg)
+    run = Run(cfg, model, [Words()])
+    run.start(torch.optim.Adam(model.parameters()))
+    with common.atomic_write(Path("features.h5")) as partial:
+        partial.touch()
+        print("waiting", flush=True)
+        time.sleep(60)
+
+common.run_main(main)
+"""
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_program_removes_partial_files_and_says_how_to_go_on(tmp_path, number, code):
+    script = tmp_path / "a script.py"
+    script.write_text(INTERRUPTED)
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(common.__file__).parent)])
+    process = subprocess.Popen(
+        [sys.executable, script.name, "--resume", "--lr", "1"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.stdout.readline().strip() not in ("waiting", ""):
+        pass
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    (line,) = errors.splitlines()
+    assert shlex.split(line)[-5:] == ["python", script.name, "--lr", "1", "--resume"]
+    assert {path.name for path in tmp_path.iterdir()} == {script.name, "run"}
+    assert saved(tmp_path / "run", "last.pt")["step"] == 0
+
+
+def test_a_stage_has_an_optimizer_of_its_own(tmp_path):
+    """Whether the run was interrupted in its first stage, between the two, or in the second."""
+    cfg = config_of(tmp_path)
+
+    def begin(stage, resume):
+        """-> the run after this stage's `start`, and the size of its optimizer's state."""
+        model = Linear(cfg)
+        optimizer = torch.optim.Adam(model.parameters())
+        run = Run(cfg, model, [Words()], resume)
+        run.start(optimizer, stage)
+        return run, len(optimizer.state)
+
+    run, size = begin("first", resume=False)
+    assert size == 0
+    run.model.layer(torch.ones(2)).sum().backward()
+    run.optimizer.step()
+    run.save("last.pt")
+    assert begin("first", resume=True)[1] == 2  # a weight and a bias
+    assert begin("second", resume=True)[1] == 0
+    assert saved(tmp_path, "last.pt")["stage"] == "second"
 
 
 def test_the_best_validation_is_kept(tmp_path, capsys):
@@ -370,27 +408,14 @@ def test_without_validation_pairs_the_last_weights_are_the_best(tmp_path):
     assert log_of(tmp_path, "eval") == []
 
 
-def test_patience_ends_a_run_and_its_resumption(tmp_path):
+def test_patience_ends_a_run_and_its_resumption(tmp_path, capsys):
     _, seen = train(tmp_path, steps=20, patience=2, scores=[2.0, 2.0, 1.0, 1.5, 9.0])
     assert len(seen) == 8
     assert saved(tmp_path, "best.pt")["step"] == 4  # of equal scores, the later one is the best
+    capsys.readouterr()
     _, seen = train(tmp_path, resume=True, steps=20, patience=2)
     assert seen == []
-
-
-def test_a_signal_in_the_first_step_is_not_delayed(tmp_path):
-    """The step may compile for minutes. Until it is done, signals do what they did before."""
-    before = signal.getsignal(signal.SIGTERM)
-    in_step = []
-    run, _ = train(tmp_path, each=lambda _: in_step.append(signal.getsignal(signal.SIGTERM)))
-    assert in_step == [before, run.on_signal, run.on_signal, run.on_signal]
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_captions_with_other_special_ids_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(Words, "first_id", 1)
-    with pytest.raises(AssertionError):
-        train(tmp_path)
+    assert "patience" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_what_is_not_finite_replaces_no_checkpoint(tmp_path):

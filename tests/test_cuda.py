@@ -81,8 +81,10 @@ def test_resume_on_the_gpu(method, prepared, tiny, tmp_path):
 def test_phrases_entities_and_pretraining_on_the_gpu(method, own, tmp_path):
     """What the runs above leave out, on mini, whose features are made on the GPU; then a pair is
     captioned there."""
-    flags = "--scenes 60 --dim 32 --steps 4 --log_every 1 --eval_every 4".split()
-    flags += ["--data_dir", str(tmp_path / "mini")]
+    mini = str(tmp_path / "mini")
+    data.main(["mini", "--data_dir", mini, "--scenes", "60", "--device", "cuda"])
+    flags = "--dim 32 --steps 4 --log_every 1 --eval_every 4".split()
+    flags += ["--data_dir", mini]
     if method is idc_pretrain:
         flags += "--mlm 1 --mvcl 1 --fda 1 --pretrain_steps 12".split()
     method.main([*flags, "--out_dir", str(tmp_path / "gpu"), "--device", "cuda"])

@@ -1,7 +1,9 @@
 """Vocabulary, CLEVR-Change's layout, feature files, batches, captions of any two pictures."""
 
+import contextlib
 import itertools
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -115,35 +117,63 @@ def test_chunked_features_are_refused_with_the_command_that_mends_them(tmp_path)
 
 
 def collect(dataset, *args, **kwargs):
-    """What an epoch's batches hold."""
-    epoch = []
+    """What the batches of each step hold."""
+    steps = []
     for batches in dataset.train_batches(*args, **kwargs):
-        epoch.append([(b.pair_ids, b.caption.tolist(), b.before.tolist()) for b in batches])
-    return epoch
+        steps.append([(b.pair_ids, b.caption.tolist(), b.before.tolist()) for b in batches])
+    return steps
 
 
-def test_batches_are_a_function_of_seed_and_epoch(prepared):
+def test_batches_are_a_function_of_seed_and_step(prepared):
+    """Wherever a run begins, in an epoch or between two."""
     dataset = data.load("clevr_change", prepared)
     assert dataset.grid == GRID
     assert dataset.max_len == 2 + 9  # "the scene , it seems , is the same"
-    epoch = collect(dataset, 3, seed=5, epoch=2)
-    assert len(epoch) == dataset.steps(3) == 3
-    seen = []
-    for (changed_ids, _, _), (distractor_ids, _, _) in epoch:
-        seen += changed_ids
-        assert [f"{i}_n" for i in changed_ids] == distractor_ids  # of the same scenes, in order
-    assert sorted(seen) == sorted(p.id for p in dataset.pairs("train") if "_n" not in p.id)
-    assert epoch == collect(dataset, 3, seed=5, epoch=2)
-    assert epoch[1:] == collect(dataset, 3, seed=5, epoch=2, first=1)
-    assert epoch != collect(dataset, 3, seed=5, epoch=3)
-    assert epoch != collect(dataset, 3, seed=6, epoch=2)
+    steps = collect(dataset, 3, seed=5, first=0, last=7)
+    assert len(steps) == 7  # three epochs and a half, of two steps each
+    for first in range(8):
+        assert steps[first:] == collect(dataset, 3, seed=5, first=first, last=7)
+    for i, step in enumerate(steps):
+        assert step not in steps[:i]
+    assert steps != collect(dataset, 3, seed=6, first=0, last=7)
+
+
+@pytest.mark.parametrize("batch_size, size, steps", [(3, 3, 2), (4, 4, 2), (8, 8, 1), (9, 8, 1)])
+def test_every_batch_is_full(prepared, batch_size, size, steps):
+    """In an epoch's steps, every scene is at most once. A batch that is larger than the data set
+    has what there is."""
+    dataset = data.load("clevr_change", prepared)
+    seen = set()
+    for epoch in range(8):
+        first = epoch * steps
+        ids = []
+        for changed, distractor in collect(dataset, batch_size, 0, first, first + steps):
+            assert [f"{i}_n" for i in changed[0]] == distractor[0]  # of the same scenes, in order
+            assert len(changed[0]) == size
+            ids += changed[0]
+        assert len(set(ids)) == len(ids) == steps * size
+        seen.update(ids)
+    assert seen == {p.id for p in dataset.pairs("train") if "_n" not in p.id}
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_a_loop_that_ends_early_leaves_no_thread(prepared, error):
+    dataset = data.load("clevr_change", prepared)
+    threads = threading.active_count()
+    with contextlib.suppress(KeyboardInterrupt):
+        for _ in dataset.train_batches(3, 0, 0, 100):
+            assert threading.active_count() == threads + 1
+            if error:
+                raise error
+            break
+    assert threading.active_count() == threads
 
 
 def test_half_of_the_scenes_take_the_distractor_as_before(prepared):
     dataset = data.load("clevr_change", prepared)
     swaps = 0
     for epoch in range(8):
-        for changed, distractor in dataset.train_batches(8, 0, epoch):
+        for changed, distractor in dataset.train_batches(8, 0, epoch, epoch + 1):
             for i, pair_id in enumerate(changed.pair_ids):
                 views = ("default", "semantic", "nonsemantic")
                 names = [f"CLEVR_{view}_{pair_id[:6]}.png" for view in views]
@@ -165,7 +195,7 @@ def test_every_scene_may_be_first_and_every_caption_is_drawn(prepared):
     first = set()
     drawn = set()
     for epoch in range(40):
-        ((changed, same),) = dataset.train_batches(8, 0, epoch)
+        ((changed, same),) = dataset.train_batches(8, 0, epoch, epoch + 1)
         first.add(changed.pair_ids[0])
         drawn.update(zip(changed.pair_ids, changed.texts, same.texts, strict=True))
     assert len(first) == 8
@@ -214,6 +244,13 @@ def test_a_checkpoint_brings_its_words_and_length(prepared):
         dataset.adopt(trained | {"grid": (8, 3, 2)})
 
 
+def test_a_blind_data_set_shows_nothing(prepared):
+    dataset = data.load("clevr_change", prepared, blind=True)
+    batch = next(dataset.eval_batches("val", 2))
+    assert batch.before.shape == (2, *dataset.grid)
+    assert not batch.before.any() and not batch.after.any()
+
+
 @pytest.mark.parametrize("shared, noted", [(1, False), (2, True)])
 def test_pairs_that_share_a_picture_are_told(shared, noted, capsys):
     """They would be negatives of each other in the contrastive losses."""
@@ -221,8 +258,8 @@ def test_pairs_that_share_a_picture_are_told(shared, noted, capsys):
     pairs += [data.Pair(f"r{n}", "b0", f"r{n}", ["c"]) for n in range(shared)]
     release = data.release_from_pairs({"train": pairs}, Path())
     dataset = data.Dataset("pairs", Path(), release, data.Vocab.from_captions(["c"]))
-    cfg = SimpleNamespace(batch_size=4, w_match=0.5, w_other=0.0)
-    data.note_on_negatives(dataset, cfg, ("w_match", "w_other"))
+    cfg = SimpleNamespace(w_match=0.5, w_other=0.0)
+    data.note_on_negatives(dataset, cfg, "w_match", "w_other")
     told = capsys.readouterr().out
     assert told.endswith(" --w_match 0\n") if noted else told == ""
 

@@ -2,7 +2,6 @@
 
 import math
 import random
-import signal
 from collections import Counter
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from conftest import CAPTION, WORDS, B, C, H, N, V, W, cosine, pictures, train_lines, write_features
 from released import close, fill, inputs, linear
+from test_methods import interrupted
 from test_readers import write_birds, write_cub, write_nabirds
 
 import data
@@ -382,23 +382,18 @@ def test_a_seventh_of_the_pairs_is_aligned_with_its_own_rewrites():
 
 
 def test_resume_in_either_stage_equals_no_interruption(prepared, tiny, tmp_path, monkeypatch):
+    """Every fourth step is saved, counted from the start of its stage, and so is each start."""
+    tiny += ["--pretrain_steps", 7]
     run(*tiny, "--data_dir", prepared, "--out_dir", tmp_path / "straight")
     straight = torch.load(tmp_path / "straight" / "last.pt", weights_only=True)
-    original = idc.compute_losses
-    for at in (3, 8):  # 8: the last step of pre-training
-        calls = []
-
-        def interrupted(*args):
-            calls.append(1)
-            if len(calls) == at:
-                signal.raise_signal(signal.SIGINT)
-            return original(*args)
-
+    stops = [(3, 0, "pretrain"), (6, 4, "pretrain"), (9, 7, "finetune"), (13, 11, "finetune")]
+    for at, step, stage in stops:
         folder = tmp_path / f"stopped at {at}"
-        with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            patch.setattr(idc, "compute_losses", interrupted)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(idc, "compute_losses", interrupted(idc.compute_losses, at))
             run(*tiny, "--data_dir", prepared, "--out_dir", folder)
-        assert torch.load(folder / "last.pt", weights_only=True)["step"] == at
+        last = torch.load(folder / "last.pt", weights_only=True)
+        assert (last["step"], last["stage"]) == (step, stage)
         run("--resume", "--out_dir", folder, "--device", "cpu")
         stopped = torch.load(folder / "last.pt", weights_only=True)
         for name, weight in straight["model"].items():
@@ -411,7 +406,7 @@ def test_resume_in_either_stage_equals_no_interruption(prepared, tiny, tmp_path,
     run(*tiny, *own, "--steps", 1, "--lr", 0, "--out_dir", tmp_path / "second")
     first = torch.load(pretrained, weights_only=True)
     second = torch.load(tmp_path / "second" / "last.pt", weights_only=True)
-    assert first["step"] == 8
+    assert first["step"] == 7
     for name, weight in first["model"].items():
         assert torch.equal(weight, second["model"][name])
 

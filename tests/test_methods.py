@@ -23,6 +23,7 @@ import dirl_ccr
 import idc_pretrain
 import rdd_acr
 import scorer_cbr
+import scores
 
 MODELS = {
     scorer_cbr: scorer_cbr.SCORER,
@@ -181,8 +182,8 @@ def test_a_later_word_changes_no_earlier_output(method):
     context = model.encode(before, after, *entities_of(model))[0]
     other = CAPTION.clone()
     other[:, 4:] = 1
-    hidden = model.decoder(CAPTION, context)[0]
-    changed = model.decoder(other, context)[0]
+    hidden = model.decoder(CAPTION, context)
+    changed = model.decoder(other, context)
     torch.testing.assert_close(hidden[:, :4], changed[:, :4])
 
 
@@ -208,10 +209,10 @@ def test_cached_decoding_equals_full_decoding(method, fields):
     model.decoder.head.bias.data[[0, 3]] -= 3
     entities = entities_of(model)
     context = model.encode(before, after, *entities)[0]
-    cache = method.Cache(model.decoder, context)
+    cache = common.Cache(model.decoder, context)
     full = torch.full((B, 1), 2)
     for t in range(V - 1):
-        hidden = model.decoder(full, context)[0]
+        hidden = model.decoder(full, context)
         logits = model.decoder.head(hidden[:, -1])
         torch.testing.assert_close(cache.step(full[:, -1], t), logits)
         logits[:, 1] = -math.inf
@@ -225,116 +226,29 @@ def test_cached_decoding_equals_full_decoding(method, fields):
     assert len({tuple(row) for row in ids}) > 1, ids
 
 
-def cache_of(model, before, after, *entities):
-    context = model.encode(before, after, *entities)[0]
-    if isinstance(model, idc_pretrain.IDC):
-        return idc_pretrain.Cache(model, context)
-    return sys.modules[type(model).__module__].Cache(model.decoder, context)
+class Generate(torch.nn.Module):
+    """A module whose forward is a model's `generate`, for torch.export."""
 
-
-def next_word(cache, ids, t):
-    """Log probabilities of the next word, UNK excluded; a caption that has ended goes on with
-    NULL."""
-    logits = cache.step(ids, t)
-    logits[:, common.UNK] = -math.inf
-    log_p = logits.log_softmax(-1)
-    ended = (ids == common.END) | (ids == common.NULL)
-    log_p[ended] = -math.inf
-    log_p[ended, common.NULL] = 0
-    return log_p
-
-
-@torch.no_grad()
-def beam_search(cache, pairs, width, max_len):
-    """-> ids (B, width, max_len), END included, and their log probabilities (B, width)."""
-    ids = torch.full((pairs, 1, 1), common.START)
-    total = torch.zeros(pairs, 1)
-    for t in range(max_len - 1):
-        log_p = next_word(cache, ids[..., t].flatten(), t)
-        words = log_p.shape[-1]  # in the vocabulary
-        scores = total[..., None] + log_p.view(pairs, -1, words)
-        total, choice = scores.flatten(1).topk(width)  # (B, width)
-        parent = choice // words
-        first = torch.arange(pairs)[:, None] * ids.shape[1]  # a pair's first row in the cache
-        cache.reorder((first + parent).flatten())
-        so_far = ids.gather(1, parent[..., None].expand(-1, -1, t + 1))
-        ids = torch.cat([so_far, (choice % words)[..., None]], -1)
-    return ids, total
-
-
-def test_a_beam_search_is_a_loop_over_the_cache(method):
-    """A beam of width 1 is greedy. In a wider one, each caption has the log probability that a
-    cache of its own gives it. For captions of two words, the best is never less likely than the
-    greedy one; of longer ones, a beam may lose the greedy caption on the way."""
-    model = small(method).eval()
-    pairs = (*pictures().float(), *entities_of(model))
-    for p in model.parameters():
-        if p.ndim > 1:
-            torch.nn.init.normal_(p)
-    greedy, _ = beam_search(cache_of(model, *pairs), B, 1, V)
-    greedy = greedy[:, 0].masked_fill(greedy[:, 0] == common.END, common.NULL)
-    assert torch.equal(greedy, model.generate(*pairs))
-
-    ids, total = beam_search(cache_of(model, *pairs), B, 3, V)
-    for k in range(3):
-        cache = cache_of(model, *pairs)
-        expected = torch.zeros(B)
-        for t in range(V - 1):
-            log_p = next_word(cache, ids[:, k, t], t)
-            expected += log_p.gather(1, ids[:, k, t + 1, None])[:, 0].detach()
-        torch.testing.assert_close(total[:, k], expected, rtol=1e-4, atol=1e-4)
-
-    _, best_of_1 = beam_search(cache_of(model, *pairs), B, 1, 3)
-    _, best_of_3 = beam_search(cache_of(model, *pairs), B, 3, 3)
-    assert (best_of_3[:, 0] >= best_of_1[:, 0] - 1e-4).all()
-
-
-class Part(torch.nn.Module):
-    """A function of a model and tensors, as torch.export and torch.jit.trace want it."""
-
-    def __init__(self, model, function):
+    def __init__(self, model):
         super().__init__()
         self.model = model
-        self.function = function
 
-    def forward(self, tensors):
-        return self.function(self.model, *tensors)
-
-
-def second_word(model, ids, *pairs):
-    """ids (B, 2) -> logits of the word after them."""
-    cache = cache_of(model, *pairs)
-    cache.step(ids[:, 0], 0)
-    return cache.step(ids[:, 1], 1)
+    def forward(self, *pairs):
+        return self.model.generate(*pairs)
 
 
-def test_encode_and_steps_export_with_any_number_of_pairs(method):
-    model = small(method, **one_layer(method)).eval()
-    inputs = (CAPTION[:, :2].clone(), *pictures().float(), *entities_of(model))
-    part = Part(model, second_word)
-    shapes = (({0: torch.export.Dim.DYNAMIC},) * len(inputs),)
-    exported = torch.export.export(part, (inputs,), dynamic_shapes=shapes).module()
+# For each Cache. At the eighth word, `decode` would look whether all captions have ended.
+@pytest.mark.parametrize("method, longest", [(scorer_cbr, 9), (idc_pretrain, 3)])
+def test_generate_exports_with_any_number_of_pairs(method, longest, tmp_path):
+    model = small(method, longest, **one_layer(method)).eval()
+    pairs = (*pictures().float(), *entities_of(model))
+    shapes = (({0: torch.export.Dim.DYNAMIC},) * len(pairs),)
+    exported = torch.export.export(Generate(model), pairs, dynamic_shapes=shapes)
+    torch.export.save(exported, tmp_path / "generate.pt2")
+    loaded = torch.export.load(tmp_path / "generate.pt2").module()
     for rows in ([2, 0, 3], [1]):
-        others = tuple(x[rows] for x in inputs)
-        torch.testing.assert_close(exported(others), part(others))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_traced_generate_does_not_end_where_its_example_ends(method):
-    """The example's captions are empty, those of other pairs are as long as can be."""
-    longest = 12
-    model = small(method, max_len=longest).eval()
-    head = model.head if method is idc_pretrain else model.decoder.head
-    before, after = pictures().float()
-    pairs = (before, after, *entities_of(model))
-    others = (after, before, *entities_of(model))
-    head.bias.data[common.END] = 100
-    traced = torch.jit.trace(Part(model, MODELS[method].generate), (pairs,), check_trace=False)
-    assert not traced(pairs)[:, 1:].any()
-    head.bias.data[[common.NULL, common.END]] = -100
-    ids = traced(others)
-    assert ids.all()
-    assert torch.equal(ids, model.generate(*others))
+        others = [x[rows] for x in pairs]
+        assert torch.equal(loaded(*others), model.generate(*others))
 
 
 @DECODERS
@@ -351,15 +265,6 @@ def test_attention_map_is_a_mean_over_the_words(method):
     # In "START w1 ... w6 END", the rows of START to w5 predict the words.
     expected = scores[2].softmax(-1).mean(0)[:6].mean(0).view(H, W)
     torch.testing.assert_close(next(iter(maps.values()))[2], expected)
-
-
-def test_blind_model_sees_nothing(method):
-    model = small(method, blind=True)
-    before, after = pictures().float()
-    entities = entities_of(model)
-    others = [rows * 0 for rows in entities]
-    context = model.encode(before, after, *entities)[0]
-    torch.testing.assert_close(context, model.encode(after * 2, before, *others)[0])
 
 
 def test_features_are_never_broadcast_to_the_grid(method):
@@ -379,7 +284,7 @@ def test_caption_loss_against_loop(method):
     model = small(method).double()
     before, after = pictures()
     context = model.encode(before, after, *entities_of(model))[0]
-    log_p = model.decoder.head(model.decoder(CAPTION, context)[0]).log_softmax(-1)
+    log_p = model.decoder.head(model.decoder(CAPTION, context)).log_softmax(-1)
     sentences = []
     words = []
     for b in range(B):
@@ -474,7 +379,7 @@ def test_every_parameter_learns(method, fields):
 def test_overfits_eight_pairs(method, prepared, tiny):
     flags = "--dim 32 --heads 4 --dropout 0 --lr 3e-3".split()
     argv = [*tiny, *flags, "--data_dir", str(prepared)]
-    cfg, _ = common.parse_args(method.Config, method.PRESETS, "method", "doc", argv)
+    cfg, _ = common.parse_args(method.Config, method.PRESETS, {}, argv)
     dataset = data.open_dataset(cfg)
     torch.manual_seed(0)
     model = MODELS[method](cfg, len(dataset.vocab), dataset.grid, dataset.max_len)
@@ -544,8 +449,8 @@ def test_compiled_losses_have_gradients_in_float32(fresh_compiler):
 
 
 def test_a_run_compiles_one_graph(method, prepared, tiny, tmp_path, monkeypatch, fresh_compiler):
-    """Two epochs and more, with validation: both kinds of pairs and all full batches share a graph,
-    and an epoch's last batch (two scenes) needs none. IDC has a graph for each task and stage."""
+    """Several epochs, with validation: both kinds of pairs and all batches share a graph. IDC has a
+    graph for each task and stage."""
     original = method.compute_losses
     graphs = []
 
@@ -604,21 +509,40 @@ def test_a_run_leaves_what_it_should(method, prepared, tiny, tmp_path):
 
 @pytest.fixture(scope="module")
 def minis(tmp_path_factory):
-    return tmp_path_factory.mktemp("mini")  # drawn once
+    """A small mini, drawn once."""
+    folder = tmp_path_factory.mktemp("mini")
+    data.main(["mini", "--data_dir", str(folder), "--scenes", "60", "--device", "cpu"])
+    return folder
+
+
+def interrupted(compute_losses, at):
+    """Like compute_losses, but its call number `at` ends as if by Ctrl-C."""
+    calls = []
+
+    def wrapped(*args):
+        calls.append(args)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return compute_losses(*args)
+
+    return wrapped
 
 
 @DECODERS
 def test_resume_equals_no_interruption(method, minis, tmp_path, monkeypatch):
-    """On mini, with RDD+ACR's phrases and CHEERS's entities. Without what takes long at the end."""
-    monkeypatch.setattr(data, "sample_sheet", lambda *_: None)
-    monkeypatch.setattr(data, "one_caption", lambda _: "nothing")
+    """On mini, with RDD+ACR's phrases and CHEERS's entities. The command is the same but for
+    --resume. Without what takes long at the end."""
+    monkeypatch.setattr(scores, "sample_sheet", lambda *_: None)
+    monkeypatch.setattr(scores, "one_caption", lambda _: "nothing")
     whole = tmp_path / "whole"
     parts = tmp_path / "parts"
-    flags = "--scenes 60 --batch_size 16 --dim 16 --dropout 0.1 --schedule step --device cpu"
+    flags = "--batch_size 16 --dim 16 --dropout 0.1 --steps 8 --device cpu"
     flags = [*flags.split(), "--eval_every", 4, "--log_every", 2, "--data_dir", minis]
-    run(method, *flags, "--steps", 8, "--out_dir", whole)
-    run(method, *flags, "--steps", 5, "--out_dir", parts)
-    run(method, "--resume", "--steps", 8, "--out_dir", parts, "--device", "cpu")
+    run(method, *flags, "--out_dir", whole)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(method, "compute_losses", interrupted(method.compute_losses, 6))
+        run(method, *flags, "--out_dir", parts)
+    run(method, *flags, "--out_dir", parts, "--resume")
     expected = load_tensors(whole / "last.pt")
     resumed = load_tensors(parts / "last.pt")
     for name, weight in expected["model"].items():
@@ -626,28 +550,6 @@ def test_resume_equals_no_interruption(method, minis, tmp_path, monkeypatch):
     assert torch.equal(resumed["random"]["cpu"], expected["random"]["cpu"])
     last = train_lines(whole)[-1]
     assert train_lines(parts)[-1] | {"seconds": 0} == last | {"seconds": 0}
-
-
-CONTRASTIVE = {
-    scorer_cbr: "--w_match 0 --w_cbr 0",
-    dirl_ccr: "--w_ccr 0",
-    rdd_acr: "--w_n2o 0 --w_v2a 0",
-    cheers: "--w_match 0",
-}
-
-
-@pytest.mark.parametrize("method", CONTRASTIVE)
-def test_the_weights_that_need_negatives_are_noted(
-    method, prepared, tiny, tmp_path, monkeypatch, capsys
-):
-    for name in ("train", "evaluate", "phrases_of", "entities_of"):
-        monkeypatch.setattr(method, name, lambda *_: None, raising=False)
-    flags = [*tiny, "--data_dir", prepared, "--out_dir", tmp_path / "run"]
-    run(method, *flags)
-    assert "negatives" not in capsys.readouterr().out
-    flags += ["--w_n2o", 1, "--w_v2a", 1] if method is rdd_acr else []
-    run(method, *flags, "--batch_size", 1)
-    assert capsys.readouterr().out.endswith(f": set {CONTRASTIVE[method]}\n")
 
 
 # ---- a data set of one's own ---------------------------------------------------------------------
@@ -660,12 +562,9 @@ class OwnData:
     grid = (5, 2, 3)
     max_len = 3
 
-    def steps(self, batch_size):
-        return 10
-
-    def train_batches(self, batch_size, seed, epoch, first=0):
-        for number in range(first, 10):
-            yield (self.batch(1000 * epoch + number),)
+    def train_batches(self, batch_size, seed, first, last):
+        for step in range(first, last):
+            yield (self.batch(step),)
 
     def eval_batches(self, split, batch_size):
         yield self.batch(10**6)
@@ -707,8 +606,7 @@ def test_a_method_trains_on_any_object_with_these_methods(method, tmp_path, monk
     dataset = OwnData()
     cfg, model = train_on(dataset, method, tmp_path, steps=60, eval_every=30, lr=3e-3, seed=1)
     entities = [None] if method is cheers else []
-    scores = method.evaluate(model, dataset, *entities, "test", cfg, tmp_path)
-    assert scores == {"CIDEr": 100.0}
+    assert method.evaluate(model, dataset, *entities, "test", cfg, tmp_path) == {"CIDEr": 100.0}
     assert not model.training  # no dropout in the captions that follow
     (batch,) = dataset.eval_batches("test", 8)
     ids = model.generate(batch.before, batch.after)
@@ -735,17 +633,6 @@ def test_every_step_has_its_rate_clips_gradients_and_caps_scales(method, tmp_pat
         torch.testing.assert_close(model.get_parameter(name), weight, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("method", [scorer_cbr, dirl_ccr])
-def test_only_validation_in_training_samples(method, tmp_path, monkeypatch):
-    dataset = OwnData()
-    model = small(method, val_decode="sample", device="cpu")
-    generate = Mock(return_value=dataset.batch(0).caption)
-    monkeypatch.setattr(model, "generate", generate)
-    method.evaluate(model, dataset, "val", model.cfg)
-    method.evaluate(model, dataset, "val", model.cfg, tmp_path)
-    assert [call.args[2] for call in generate.call_args_list] == [True, False]
-
-
 # ---- the embedded data set, pictures -------------------------------------------------------------
 
 
@@ -753,9 +640,9 @@ def test_mini_from_nothing_to_a_caption(
     method, minis, without_spacy, tmp_path, monkeypatch, capsys
 ):
     """A short run on mini; then its checkpoint alone captions two files."""
-    monkeypatch.setattr(data, "one_caption", lambda _: "nothing")  # choosing it takes long
+    monkeypatch.setattr(scores, "one_caption", lambda _: "nothing")  # choosing it takes long
     out = tmp_path / "run"
-    flags = "--scenes 60 --steps 40 --log_every 5 --dim 32 --warmup 5 --device cpu".split()
+    flags = "--steps 40 --log_every 5 --dim 32 --warmup 5 --device cpu".split()
     if method is idc_pretrain:
         flags += ["--lr", "8e-3", "--pretrain_steps", "0"]
     else:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-import data
 import scorer_cbr
+import scores
 
-README = Path(data.__file__).with_name("README.md")
+README = Path(scores.__file__).with_name("README.md")
 
 
 def test_attention_lies_over_its_pictures_in_multiples_of_uniform_attention():
@@ -22,7 +22,7 @@ def test_attention_lies_over_its_pictures_in_multiples_of_uniform_attention():
     own = {side: torch.full((2, 3), 1 / 12, dtype=torch.bfloat16) for side in ("after", "before")}
     for maps, sides in ((both, (before, after)), (own, (after, before))):
         figure = matplotlib.figure.Figure()
-        data.draw_pair(figure, before, after, maps, "a caption")
+        scores.draw_pair(figure, before, after, maps, "a caption")
         for axes, picture in zip(figure.axes[2:], sides, strict=True):
             below, levels = axes.images
             assert below.get_array().shape == (picture.height, picture.width, 3)
@@ -34,7 +34,7 @@ def test_a_caption_is_drawn_as_it_is(tmp_path):
     """It is no formula."""
     square = Image.new("RGB", (10, 10))
     caption = "it costs $1, $x_1$ and \\frac{1}{2}; a_b & 50% #1"
-    data.caption_picture(square, square, {}, caption, tmp_path / "out.png")
+    scores.caption_picture(square, square, {}, caption, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -195,14 +195,14 @@ def test_a_prompt_of_words_equals_these_words_in_front(clip, words):
     model, tokenizer, _ = clip
     texts = ["cube", "small red cube and ball"]
     expected = model.encode_text(tokenizer([f"{words} {text}" for text in texts]))
-    prompt = prompt_of(model, words)
-    torch.testing.assert_close(encode_prompted(model, tokenizer(texts)[:, :9], prompt), expected)
+    prompts = prompt_of(model, words).expand(2, -1, -1)
+    torch.testing.assert_close(encode_prompted(model, tokenizer(texts)[:, :9], prompts), expected)
 
 
 def test_gradients_reach_the_prompt_alone(clip):
     model, _, tokens = clip
     prompt = torch.zeros(4, 16, requires_grad=True)
-    encode_prompted(model, tokens[:, :8], prompt).sum().backward()
+    encode_prompted(model, tokens[:, :8], prompt.expand(3, -1, -1)).sum().backward()
     assert prompt.grad.abs().sum(1).all() and all(p.grad is None for p in model.parameters())
 
 
@@ -252,6 +252,27 @@ def test_phrases_of_a_batch(clip, prompt):
         prefix = fixed if prompt == "fixed" else ""
         expected = model.encode_text(tokenizer([prefix + w for w in words]))
         torch.testing.assert_close(text, expected)
+
+
+def test_each_kind_gets_its_own_prompt_in_one_call_of_clip(clip, monkeypatch):
+    model, tokenizer, _ = clip
+    calls = []
+
+    def counted(*args):
+        calls.append(args)
+        return encode_prompted(*args)
+
+    monkeypatch.setattr(rdd_acr, "encode_prompted", counted)
+    phrases = phrases_of(clip)
+    calls.clear()
+    both = phrases.encode(
+        TEXTS[:2], {"nouns": prompt_of(model, "a"), "verbs": prompt_of(model, "it")}
+    )
+    assert len(calls) == 1
+    nouns = model.encode_text(tokenizer([f"a {CUBE}", f"a {SPHERE}"]))
+    verbs = model.encode_text(tokenizer(["it is missing", "it has been added"]))
+    torch.testing.assert_close(both["nouns"].text, nouns)
+    torch.testing.assert_close(both["verbs"].text, verbs)
 
 
 def test_equal_phrases_can_be_negatives(clip):

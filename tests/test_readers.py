@@ -226,7 +226,7 @@ def test_cub_has_single_images(tmp_path):
     assert release.pairs("val")[0] == data.Pair(name, name, None, texts)
     write_features("cub", tmp_path)
     dataset = data.load("cub", tmp_path)
-    ((batch,),) = dataset.train_batches(4, seed=0, epoch=0)
+    ((batch,),) = dataset.train_batches(4, seed=0, first=0, last=1)
     assert batch.single and batch.before.all() and not batch.after.any()
     assert batch.after.shape == (2, *GRID)
 

@@ -1,8 +1,12 @@
-"""data.py's caption scores: words, metrics, groups, files, the pointing game."""
+"""Scores of captions: words, metrics, groups, files, the pointing game."""
 
 import itertools
 import json
 import math
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -13,6 +17,7 @@ from PIL import Image
 
 import data
 import mini
+import scores
 from common import InputError
 
 REFERENCES = {
@@ -30,7 +35,7 @@ SENTENCES = [
 
 @pytest.fixture(scope="module")
 def java():
-    return data.java_works() or pytest.skip("java does not run")
+    return scores.java_works() or pytest.skip("java does not run")
 
 
 # ---- words ---------------------------------------------------------------------------------------
@@ -41,7 +46,7 @@ def test_odd_line_breaks_shift_no_caption(java):
 
     expected = PTBTokenizer().tokenize({0: [{"caption": s} for s in SENTENCES]})[0]
     odd = {"": "", "a\u2028b": "a b", "c\n\nd": "c d", "e\x85f\r": "e f", "\t": ""}
-    words = data.scored_words([*SENTENCES, *odd], "ptb", None, quick=False)
+    words = scores.scored_words([*SENTENCES, *odd], "ptb", None, quick=False)
     assert words == [*expected, *odd.values()]
 
 
@@ -51,7 +56,7 @@ def test_a_tokenizer_that_loses_lines_gives_no_scores(monkeypatch):
 
     monkeypatch.setattr("pycocoevalcap.tokenizer.ptbtokenizer.PTBTokenizer.tokenize", tokenize)
     with pytest.raises(OSError):
-        data.ptb_tokenize(["a", "b"])
+        scores.ptb_tokenize(["a", "b"])
 
 
 def test_plain_words_equal_stanfords_on_minis_templates(java):
@@ -61,18 +66,18 @@ def test_plain_words_equal_stanfords_on_minis_templates(java):
             texts.append(template.format("small red cube", "gray"))
     texts.append("The cyan thing on the left side has been newly placed.")
     texts.append("no, it - moved")
-    assert [data.plain_tokenize(text) for text in texts] == data.ptb_tokenize(texts)
+    assert [scores.plain_tokenize(text) for text in texts] == scores.ptb_tokenize(texts)
 
 
 def test_words_as_they_are_and_as_ids():
     references = {"1": ["a barn, by zoe", "no  change"]}
     said = {"1": "a barn, by ann "}
     # No punctuation is dropped: "barn," is a word.
-    assert data.score(said, references, tokens="split")["total"]["BLEU-1"] == 75
+    assert scores.score(said, references, tokens="split")["total"]["BLEU-1"] == 75
     # In LEVIR-CC, "zoe" and "ann" are both UNK.
     vocab = data.Vocab([*data.SPECIAL, "a", "barn,", "by"], str.split)
-    levir_cc = SimpleNamespace(name="levir_cc", vocab=vocab)
-    assert data.protocol_scores(levir_cc, said, references)["total"]["BLEU-4"] == 100
+    levir_cc = SimpleNamespace(settings=data.DATASETS["levir_cc"], vocab=vocab)
+    assert scores.protocol_scores(levir_cc, said, references)["total"]["BLEU-4"] == 100
 
 
 # ---- metrics -------------------------------------------------------------------------------------
@@ -82,32 +87,32 @@ def test_bleu_and_cider_of_groups():
     from pycocoevalcap.cider.cider import Cider
 
     groups = {"pair": {"1", "2", "not predicted"}, "single": {"3"}, "nobody": {"9"}}
-    scores = data.score(PREDICTIONS, REFERENCES, groups)
-    assert list(scores) == ["total", "pair", "single"]
-    assert [row["pairs"] for row in scores.values()] == [3, 2, 1]
+    table = scores.score(PREDICTIONS, REFERENCES, groups)
+    assert list(table) == ["total", "pair", "single"]
+    assert [row["pairs"] for row in table.values()] == [3, 2, 1]
     # pair: all 8 words and 1 + 3 of the 6 word pairs match. The closest references have 3 words (as
     # close as 5) and 4 words, so there is no brevity penalty.
-    assert scores["pair"]["BLEU-1"] == 100
-    assert scores["pair"]["BLEU-2"] == pytest.approx(100 * (4 / 6) ** 0.5, abs=0.01)
+    assert table["pair"]["BLEU-1"] == 100
+    assert table["pair"]["BLEU-2"] == pytest.approx(100 * (4 / 6) ** 0.5, abs=0.01)
     # total: the third reference adds two words, so there are 9 against 8 in the predictions.
-    assert scores["total"]["BLEU-1"] == pytest.approx(100 * math.exp(1 - 9 / 8), abs=0.01)
+    assert table["total"]["BLEU-1"] == pytest.approx(100 * math.exp(1 - 9 / 8), abs=0.01)
     for name, ids in (("total", "123"), ("pair", "12")):
-        hyps = {i: [data.plain_tokenize(PREDICTIONS[i])] for i in ids}
+        hyps = {i: [scores.plain_tokenize(PREDICTIONS[i])] for i in ids}
         refs = {}
         for i in ids:  # document frequencies are the group's own
-            refs[i] = [data.plain_tokenize(text) for text in REFERENCES[i]]
+            refs[i] = [scores.plain_tokenize(text) for text in REFERENCES[i]]
         cider, _ = Cider().compute_score(refs, hyps)
-        assert scores[name]["CIDEr"] == pytest.approx(100 * cider, abs=0.01) and cider > 0
+        assert table[name]["CIDEr"] == pytest.approx(100 * cider, abs=0.01) and cider > 0
     for metric in ("BLEU-1", "BLEU-4", "ROUGE-L", "CIDEr"):
-        assert scores["single"][metric] == 0
-    assert data.score({"1": "a"}, {"1": [""]})["total"]["CIDEr"] == 0
+        assert table["single"][metric] == 0
+    assert scores.score({"1": "a"}, {"1": [""]})["total"]["CIDEr"] == 0
 
 
 def test_java_adds_meteor_and_changes_nothing_else(java, monkeypatch):
-    with_java = data.score(PREDICTIONS, REFERENCES)["total"]
+    with_java = scores.score(PREDICTIONS, REFERENCES)["total"]
     assert 0 < with_java["METEOR"] < 100
-    monkeypatch.setattr(data, "java_works", lambda: False)
-    without = data.score(PREDICTIONS, REFERENCES)["total"]
+    monkeypatch.setattr(scores, "java_works", lambda: False)
+    without = scores.score(PREDICTIONS, REFERENCES)["total"]
     assert without.items() <= with_java.items()
 
 
@@ -115,7 +120,7 @@ def test_a_java_program_that_fails_costs_its_own_metric():
     program = Mock()
     program.compute_score.side_effect = BrokenPipeError("it died")
     captions = {"1": ["a b c d"]}
-    metrics = data.metrics_of(captions, captions, {"METEOR": program})
+    metrics = scores.metrics_of(captions, captions, {"METEOR": program})
     assert metrics["BLEU-4"] == 100 and "METEOR" not in metrics
 
 
@@ -127,7 +132,7 @@ def test_outer_quarters_of_difficulty_hold_a_quarter_rounded_down():
     overlap = {str(i): 1 - i / 20 for i in range(11)}
     release = data.Release(overlap=overlap, scenes={split: [] for split in data.SPLITS})
     dataset = SimpleNamespace(release=release, pairs=lambda split: pairs)
-    assert data.groups_of(dataset, "test") == {
+    assert scores.groups_of(dataset, "test") == {
         "view: hardest quarter": {"9", "10"},
         "view: easiest quarter": {"0", "1"},
     }
@@ -146,7 +151,7 @@ def test_pairs_with_a_picture_of_another_split_are_also_left_out():
     }
     release = data.release_from_pairs(pairs, Path())
     dataset = SimpleNamespace(release=release, pairs=pairs.get)
-    assert data.groups_of(dataset, "test") == {"without leaked pairs": {"6"}}
+    assert scores.groups_of(dataset, "test") == {"without leaked pairs": {"6"}}
 
 
 @pytest.fixture
@@ -174,13 +179,13 @@ def test_changed_and_unchanged_pairs_are_recognised(tmp_path):
     dataset = data.Dataset("levir_cc", tmp_path, release, data.vocab_of("levir_cc", release))
     captions = {pair.id: pair.captions[0] for pair in dataset.pairs("train")}
     both = {"change recognised": 100, "no change recognised": 100}
-    assert data.accuracy_of(dataset, captions) == both
+    assert scores.accuracy_of(dataset, captions) == both
     captions["0.png"] = "no change has occurred"  # one of LEVIR-CC's own sentences
     captions["1.png"] = "a lake was drained"
     both = {"change recognised": 50, "no change recognised": 0}
-    assert data.accuracy_of(dataset, captions) == both
+    assert scores.accuracy_of(dataset, captions) == both
     del captions["1.png"]  # then any caption at all would be right
-    assert data.accuracy_of(dataset, captions) == {}
+    assert scores.accuracy_of(dataset, captions) == {}
 
 
 def test_one_caption_is_the_best_of_the_frequent_ones(dataset, monkeypatch):
@@ -193,10 +198,10 @@ def test_one_caption_is_the_best_of_the_frequent_ones(dataset, monkeypatch):
     for pair in val:
         pair.captions[:] = ["rare as gold"]
     val[0].captions[:] = ["a 7"]
-    monkeypatch.setattr(data, "ENOUGH_PAIRS", len(val))
-    assert data.one_caption(dataset) == "a 7"
-    monkeypatch.setattr(data, "ENOUGH_PAIRS", len(val) + 1)  # then it is chosen on train
-    assert data.one_caption(dataset) == "a 3"
+    monkeypatch.setattr(scores, "ENOUGH_PAIRS", len(val))
+    assert scores.one_caption(dataset) == "a 7"
+    monkeypatch.setattr(scores, "ENOUGH_PAIRS", len(val) + 1)  # then it is chosen on train
+    assert scores.one_caption(dataset) == "a 3"
 
 
 def read(path):
@@ -214,55 +219,74 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
     assert "'gone'" in capsys.readouterr().out  # in train, but not in test
     result = read(tmp_path / "scores_test.json")
     assert result["scores"]["total"] == total
-    assert total.keys() == {*data.COLUMNS}
+    assert total.keys() == {*scores.COLUMNS}
     assert total["pairs"] == 10 and result["scores"]["only distractor"]["pairs"] == 5
     assert total["METEOR"] is None and total["pointing"] is None  # without Java, without boxes
     assert result["scores"]["only distractor"]["BLEU-1"] < result["scores"]["color"]["BLEU-1"]
     # The floor: one caption for every pair.
-    constant = data.one_caption(dataset)
+    constant = scores.one_caption(dataset)
     references = {pair.id: pair.captions for pair in dataset.pairs("test")}
-    alone = data.score(dict.fromkeys(captions, constant), references)["total"]
-    assert result["scores"][data.ONE_CAPTION].items() >= alone.items()
-    assert result[data.ONE_CAPTION] == constant
+    alone = scores.score(dict.fromkeys(captions, constant), references)["total"]
+    assert result["scores"][scores.ONE_CAPTION].items() >= alone.items()
+    assert result[scores.ONE_CAPTION] == constant
     assert result["accuracy"] == {"change recognised": 100, "no change recognised": 0}
     rows = read(tmp_path / "captions_test.json")
     assert {row["image_id"]: row["caption"] for row in rows} == captions
     assert result["without prediction"] == 0
-    # `data.py score` reads these files.
+    # The command line reads these files.
     predictions = tmp_path / "captions_test.json"
-    call = ["score", "--predictions", str(predictions)]
+    call = ["--predictions", str(predictions)]
     call += ["--references", str(tmp_path / "references_test.json")]
     capsys.readouterr()
-    data.main(call)
+    scores.main(call)
     _, row, absent = capsys.readouterr().out.splitlines()
-    assert row == data.format_scores({"total": total}).splitlines()[1]
+    assert row == scores.format_scores({"total": total}).splitlines()[1]
     assert absent == "without prediction: 0"
     predictions.write_text(json.dumps([*rows, rows[0]]))
     with pytest.raises(InputError, match="two predictions"):
-        data.main(call)
+        scores.main(call)
+
+
+def test_a_copy_of_two_files_is_a_scorer(tmp_path):
+    """scores.py and common.py alone, where what only loaders and pictures need is missing."""
+    for name in ("scores", "common"):
+        shutil.copy(Path(scores.__file__).with_name(f"{name}.py"), tmp_path)
+    for name in ("h5py", "torchvision", "PIL", "matplotlib"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError")  # found first
+    rows = [{"image_id": 1, "caption": "a car left"}, {"image_id": 2, "caption": "no change"}]
+    (tmp_path / "captions.json").write_text(json.dumps(rows))
+    rows[1] = {"image_id": 2, "caption": "no change today"}
+    (tmp_path / "references.json").write_text(json.dumps({"annotations": rows}))
+    call = [sys.executable, "scores.py", "--predictions", "captions.json"]
+    call += ["--references", "references.json"]
+    without_java = os.environ | {"PATH": ""}
+    done = subprocess.run(call, cwd=tmp_path, env=without_java, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # All 5 words match, and the references have 6.
+    assert f"{100 * math.exp(1 - 6 / 5):.2f}" in done.stdout
 
 
 def test_values_that_do_not_exist_are_dashes():
-    table = data.format_scores({"total": {"pairs": 3, "BLEU-1": 12.5, "SPICE": math.nan}})
+    table = scores.format_scores({"total": {"pairs": 3, "BLEU-1": 12.5, "SPICE": math.nan}})
     cells = table.splitlines()[1].split()
     assert cells == ["total", "3", "12.50", *["-"] * 7]
 
 
 def test_validation_asks_for_no_java(dataset, monkeypatch):
-    monkeypatch.setattr(data, "java_works", pytest.fail)
-    scores = dataset.results("test", first_references(dataset), {}, None)
-    assert scores.keys() == {"BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "ROUGE-L", "CIDEr"}
-    assert scores["BLEU-4"] == 100
+    monkeypatch.setattr(scores, "java_works", pytest.fail)
+    total = dataset.results("test", first_references(dataset), {}, None)
+    assert total.keys() == {"BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "ROUGE-L", "CIDEr"}
+    assert total["BLEU-4"] == 100
 
 
 def test_a_model_of_own_pairs_without_a_mistake_scores_100():
     reference = 'A 3.5 m gate (the "left-hand" one) wasn\'t moved, 50% of it!'
     vocab = data.Vocab.from_captions([reference], tokenizer=data.tokenize_pairs)
-    dataset = SimpleNamespace(name="pairs", vocab=vocab)
+    dataset = SimpleNamespace(settings=data.DATASETS["pairs"], vocab=vocab)
     (said,) = vocab.decode(torch.tensor([vocab.encode(reference, 40)]))
-    scores = data.protocol_scores(dataset, {"1": said}, {"1": [reference]})["total"]
+    total = scores.protocol_scores(dataset, {"1": said}, {"1": [reference]})["total"]
     for metric in ("BLEU-1", "BLEU-4", "ROUGE-L"):
-        assert scores[metric] == 100
+        assert total[metric] == 100
 
 
 # ---- the pointing game ---------------------------------------------------------------------------
@@ -281,7 +305,7 @@ def test_pointing_game_equals_a_loop_over_pixels():
         big = Image.fromarray(heat.numpy()).resize((12, 9), Image.Resampling.BILINEAR)
         column, row = max(itertools.product(range(12), range(9)), key=big.getpixel)
         inside = column < 6 and row >= 2
-        assert data.pointing_hit(heat, [0, 2, 6, 7], (12, 9)) == inside
+        assert scores.pointing_hit(heat, [0, 2, 6, 7], (12, 9)) == inside
         hits += inside
     assert 3 < hits < 17
 
@@ -306,10 +330,10 @@ def test_pointing_scores_count_boxes_not_pairs(tmp_path):
     for i, cell in (("1", 0), ("2", 5), ("3", 2), ("4", 2)):
         maps[i] = {"attention": brightest[cell], "other": -brightest[cell]}  # the first map counts
     groups = {"color": {"1", "9"}, "nobody": {"9"}}
-    assert data.pointing_scores(dataset, "test", maps, groups) == {
+    assert scores.pointing_scores(dataset, "test", maps, groups) == {
         "total": {"pointing": 75, "chance": 37.5},
         "color": {"pointing": 50, "chance": 16.67},
     }
     # Each side's own map finds its box.
     maps = {"1": {"after": brightest[5], "before": brightest[0]}}
-    assert data.pointing_scores(dataset, "test", maps, {})["total"]["pointing"] == 100
+    assert scores.pointing_scores(dataset, "test", maps, {})["total"]["pointing"] == 100

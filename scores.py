@@ -1,0 +1,549 @@
+"""Scores of captions: words and metrics, the scores of a data set's split, pictures of results.
+
+    python scores.py --predictions P --references R
+
+P is a COCO results file, R a COCO annotation file; a run writes both for the split that it
+captions. From Python, `score` compares dictionaries of captions. The metrics are BLEU, METEOR,
+ROUGE-L, CIDEr and SPICE, computed by pycocoevalcap. METEOR and SPICE need Java.
+
+    words and metrics    score, format_scores
+    scores of a split    results, protocol_scores; one caption for all; the pointing game
+    pictures of results  sample_sheet, caption_picture
+    command line         score_files, main
+
+To score elsewhere, take this file and common.py, which need torch, tqdm and pycocoevalcap. Only
+pictures need matplotlib and Pillow. Licence: MIT; contains no code from other repositories.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import math
+import re
+import shutil
+import subprocess
+import textwrap
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor
+
+from common import (
+    UNK,
+    InputError,
+    atomic_write,
+    file_errors,
+    print_notes,
+    read_json,
+    run_main,
+    write_text,
+)
+
+# ---- words and metrics ---------------------------------------------------------------------------
+
+METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
+COLUMNS = ("pairs", *METRICS, "pointing", "chance")  # of the table of scores
+
+
+@functools.cache
+def java_works() -> bool:
+    """Whether `java` runs. Checked once; if it does not, prints which scores are lost."""
+    works = False
+    if shutil.which("java"):  # a Mac without Java has a `java` that only says where to get it
+        works = subprocess.run(["java", "-version"], capture_output=True).returncode == 0
+    if not works:
+        print("no Java: no METEOR, no SPICE, and no PTB tokenizer (where it is due, plain words)")
+    return works
+
+
+def ptb_tokenize(texts: list[str]) -> list[str]:
+    """pycocoevalcap's Stanford tokenizer: lower case, no punctuation, words joined by spaces."""
+    from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
+
+    captions = {n: [{"caption": text}] for n, text in enumerate([*texts, "last"])}
+    words = PTBTokenizer().tokenize(captions)  # Java prints its speed
+    # After a lost line, captions would be compared with the references of others.
+    if words.get(len(texts)) != ["last"]:
+        raise OSError("the PTB tokenizer's Java program failed or lost lines; try again")
+    return [words[n][0] for n in range(len(texts))]
+
+
+def plain_tokenize(text: str) -> str:
+    """For validation, and if there is no Java: lower case, no punctuation. Words are those of the
+    Stanford tokenizer on mini's templates; elsewhere "dog s" for its "dog 's", "3 5" for "3.5"."""
+    words = re.sub(r"""[.,:;?!'"`]""", " ", text.lower()).split()
+    return " ".join(word for word in words if word.strip("-"))
+
+
+def scored_words(
+    texts: list[str], tokens: str, index: dict[str, int] | None, quick: bool
+) -> list[str]:
+    """The words of every text as `score` compares them, joined by spaces."""
+    # A line break inside a caption would shift all later ones.
+    texts = [" ".join(text.split()) for text in texts]
+    if tokens == "split":
+        return texts
+    if tokens == "ids":
+        numbered = []
+        for text in texts:
+            ids = [str(index.get(word, UNK)) for word in text.split()]
+            numbered.append(" ".join(ids))
+        return numbered
+    if quick or not java_works():
+        return [plain_tokenize(text) for text in texts]
+    return ptb_tokenize(texts)
+
+
+def score(
+    predictions: dict[str, str],
+    references: dict[str, list[str]],
+    groups: dict[str, set[str]] | None = None,
+    quick: bool = False,
+    tokens: Literal["ptb", "split", "ids"] = "ptb",
+    index: dict[str, int] | None = None,
+) -> dict[str, dict[str, float]]:
+    """Scores (x 100) of the predicted captions, over all of them ("total") and over each group's
+    ids that have a prediction: {group: {metric: number}}. "pairs" is the number of predictions.
+
+    The metrics are pycocoevalcap's, whose CIDEr is CIDEr-D. Every group is its own corpus, as in
+    the published scripts: CIDEr counts document frequencies in the group's references, so the total
+    is not an average of the groups, and a group of one image gets 0.
+    tokens: "ptb" are the Stanford tokenizer's lower-case words without punctuation; "split" the
+    words between spaces; "ids" (LEVIR-CC) the same as ids of `index`, so that all unknown words
+    match each other. quick, or without Java: no METEOR, no SPICE, and plain_tokenize for "ptb".
+    InputError if an id has no reference, or if there are no predictions."""
+    if not predictions:
+        raise InputError("there are no predictions to score")
+    texts = []
+    for i, caption in predictions.items():
+        if not references.get(i):
+            raise InputError(f"prediction {i!r} has no reference; are they of its split?")
+        texts += [caption, *references[i]]
+    # All texts at once, because the tokenizer takes a second to start.
+    words = iter(scored_words(texts, tokens, index, quick))
+    hyps = {}
+    refs = {}
+    for i in predictions:
+        hyps[i] = [next(words)]
+        refs[i] = [next(words) for _ in references[i]]
+
+    programs = {} if quick else java_programs(tokens)
+    scores = {"total": {"pairs": len(hyps), **metrics_of(hyps, refs, programs)}}
+    for name, members in (groups or {}).items():
+        group = [i for i in hyps if i in members]
+        if group and name != "total":  # in your own pairs, a kind may have any name
+            group_hyps = {i: hyps[i] for i in group}
+            group_refs = {i: refs[i] for i in group}
+            scores[name] = {"pairs": len(group), **metrics_of(group_hyps, group_refs, programs)}
+    return scores
+
+
+def java_programs(tokens: str) -> dict:
+    """pycocoevalcap's Meteor and Spice, if they work on this computer."""
+    from pycocoevalcap.meteor.meteor import Meteor
+    from pycocoevalcap.spice import spice
+
+    programs = {}
+    if java_works():
+        programs["METEOR"] = Meteor()
+        # SPICE reads sentences, not ids. Without its models, Spice() would download them.
+        models = Path(spice.__file__).with_name("lib").glob("stanford-corenlp-*-models.jar")
+        if tokens != "ids" and any(models):
+            programs["SPICE"] = spice.Spice()
+    return programs
+
+
+def metrics_of(
+    hyps: dict[str, list[str]], refs: dict[str, list[str]], programs: dict
+) -> dict[str, float]:
+    """Metrics (x 100) of a group of captions. hyps: id -> [caption]; programs: see java_programs;
+    one that fails is taken out."""
+    from pycocoevalcap.bleu.bleu import Bleu
+    from pycocoevalcap.cider.cider import Cider
+    from pycocoevalcap.rouge.rouge import Rouge
+
+    bleu, _ = Bleu(4).compute_score(refs, hyps, verbose=0)
+    metrics = dict(zip(METRICS[:4], bleu, strict=True))
+    metrics["ROUGE-L"], _ = Rouge().compute_score(refs, hyps)
+    metrics["CIDEr"] = 0.0
+    if any(any(texts) for texts in refs.values()):  # Cider fails if no reference has a word
+        metrics["CIDEr"], _ = Cider().compute_score(refs, hyps)
+    for name, program in list(programs.items()):
+        try:
+            metrics[name], _ = program.compute_score(refs, hyps)
+        except (OSError, ValueError, subprocess.SubprocessError) as e:
+            remedy = "give it 8 GB, Java 8, and JAVA_TOOL_OPTIONS=-Duser.language=en"
+            print(f"no {name}: its Java program failed ({e}); {remedy}")
+            del programs[name]
+        finally:  # after an error, Meteor still holds its lock, and its destructor would wait
+            program.lock = threading.Lock()
+    return {name: round(100 * float(value), 2) for name, value in metrics.items()}
+
+
+def with_gaps(values: dict, names: Iterable[str]) -> dict[str, float | None]:
+    """The values of these names. One that is missing or NaN becomes None, which JSON calls null."""
+    row = {}
+    for name in names:
+        value = values.get(name)
+        row[name] = None if value is None or math.isnan(value) else value
+    return row
+
+
+def format_scores(scores: dict[str, dict[str, float | None]]) -> str:
+    """Scores as a table with one row per group; "-" for a value that does not exist."""
+    headings = [name for name in COLUMNS if name not in ("BLEU-2", "BLEU-3")]
+    width = max(len(name) for name in scores)
+    lines = [" " * width + "".join(f"{heading:>9}" for heading in headings)]
+    for name, values in scores.items():
+        line = f"{name:<{width}}"
+        for heading, value in with_gaps(values, headings).items():
+            cell = "-" if value is None else f"{value:.2f}"
+            if heading == "pairs":
+                cell = str(value)
+            line += f"{cell:>9}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def percent(values: Iterable[float]) -> float:
+    """The mean of numbers between 0 and 1, in %."""
+    values = list(values)
+    return round(100 * sum(values) / len(values), 2)
+
+
+# ---- scores of a split ---------------------------------------------------------------------------
+
+# `dataset` is a data.Dataset. data.py imports this file, so the class cannot be named here.
+
+ONE_CAPTION = "one caption for all"
+ENOUGH_PAIRS = 100  # of validation, to choose this caption on them
+
+
+def results(
+    dataset,
+    split: str,
+    captions: dict[str, str],
+    maps: dict,
+    out_dir: Path | None,
+    notes: dict | None = None,
+    suffix: str = "",
+) -> dict[str, float]:
+    """Scores a split's captions -> the scores over all pairs, or {} if the split is empty.
+
+    Without out_dir, only the quick metrics are computed. With it, every metric for every group is
+    printed, and captions, references, scores and a sheet of samples are written, in files whose
+    names end in <split><suffix>. maps: pair id -> name -> (H, W); notes: pair id -> lines."""
+    if not dataset.scenes[split]:
+        if out_dir:
+            print_notes(f"there are no {split} pairs, so there are no scores")
+        return {}
+    references = {pair.id: pair.captions for pair in dataset.pairs(split)}
+    if out_dir is None:
+        total = protocol_scores(dataset, captions, references, quick=True)["total"]
+        return {metric: total[metric] for metric in METRICS if metric in total}
+    end = f"{split}{suffix}.json"
+    annotations = []
+    for i, texts in references.items():
+        annotations += coco_rows((i, text) for text in texts)
+    write_json(out_dir / f"captions_{end}", coco_rows(captions.items()))
+    write_json(out_dir / f"references_{end}", {"annotations": annotations})
+
+    groups = groups_of(dataset, split)
+    scores = protocol_scores(dataset, captions, references, groups)
+    for group, shares in pointing_scores(dataset, split, maps, groups).items():
+        scores[group] |= shares
+    constant = one_caption(dataset)
+    constant_captions = dict.fromkeys(captions, scored_text(dataset, constant))
+    scores[ONE_CAPTION] = protocol_scores(dataset, constant_captions, references)["total"]
+    scores = {group: with_gaps(row, COLUMNS) for group, row in scores.items()}
+    accuracy = accuracy_of(dataset, captions)
+    accuracy = with_gaps(accuracy, accuracy)
+    facts = {
+        ONE_CAPTION: constant,
+        "different captions": len(set(captions.values())),
+        "without prediction": len(references.keys() - captions.keys()),
+    }
+
+    print(format_scores(scores))
+    for name, fact in facts.items():
+        print(f"{name}: {fact}")
+    for name, share in accuracy.items():
+        print(f"{name}, in %: {'-' if share is None else share}")
+    train = {pair.id for pair in dataset.pairs("train")}
+    for kind, ids in dataset.kinds.items():
+        if ids & train and not ids & references.keys():
+            print_notes(f"of the kind {kind!r}, which is in train, there are no {split} pairs")
+
+    result = {"data": str(dataset.root), "scores": scores, **facts, "accuracy": accuracy}
+    write_json(out_dir / f"scores_{end}", result)
+    sheet = f"samples_{split}{suffix}.png"
+    sample_sheet(dataset, split, captions, maps, notes or {}, out_dir / sheet)
+    print(f"written into {out_dir}: captions_{end}, references_{end}, scores_{end}, {sheet}")
+    return scores["total"]
+
+
+def coco_rows(captions: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+    """Pair ids and captions in the form of COCO's files, which published scripts read."""
+    return [{"image_id": i, "caption": caption} for i, caption in captions]
+
+
+def write_json(path: Path, content) -> None:
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def protocol_scores(
+    dataset,
+    captions: dict[str, str],
+    references: dict[str, list[str]],
+    groups: dict[str, set[str]] | None = None,
+    quick: bool = False,
+) -> dict[str, dict[str, float]]:
+    """`score` by the rules of the data set's published tables. captions: words of the vocabulary,
+    joined by spaces, as a model outputs them; references: as they were written."""
+    as_read = {}
+    for i in captions:
+        as_read[i] = [scored_text(dataset, text) for text in references[i]]
+    tokens = dataset.settings.tokens
+    return score(captions, as_read, groups, quick, tokens, dataset.vocab.index)
+
+
+def scored_text(dataset, caption: str) -> str:
+    """A reference in the form that published scores use: split into words by the vocabulary's rule
+    and never shortened, or unchanged if the PTB tokenizer will split it."""
+    if dataset.settings.tokens == "ptb":
+        return caption
+    return " ".join(dataset.vocab.tokenizer(caption))
+
+
+def groups_of(dataset, split: str) -> dict[str, set[str]]:
+    """Pair ids to score separately: the release's groups; the pairs that share no image with
+    another split (if any do); the quarters whose boxes overlap least and most, if overlaps are
+    known."""
+    pairs = dataset.pairs(split)
+    groups = dict(dataset.release.groups)
+    leaked = dataset.release.leaked(split)
+    if leaked:
+        groups["without leaked pairs"] = {pair.id for pair in pairs} - leaked
+    overlap = dataset.release.overlap
+    by_overlap = sorted((pair.id for pair in pairs if pair.id in overlap), key=overlap.get)
+    if by_overlap:
+        quarter = len(by_overlap) // 4  # rounded down, as in the published scripts
+        groups["view: hardest quarter"] = set(by_overlap[:quarter])
+        groups["view: easiest quarter"] = set(by_overlap[len(by_overlap) - quarter :])
+    return groups
+
+
+def one_caption(dataset) -> str:
+    """The best caption to give to every pair without looking: of the 20 most frequent training
+    captions, the one with the highest CIDEr on at most 250 validation pairs or, if there are fewer
+    than ENOUGH_PAIRS, training pairs."""
+    counts = Counter(text for pair in dataset.pairs("train") for text in pair.captions)
+    pairs = dataset.pairs("val")
+    if len(pairs) < ENOUGH_PAIRS:
+        pairs = dataset.pairs("train")
+    pairs = pairs[:: math.ceil(len(pairs) / 250)]
+    references = {pair.id: pair.captions for pair in pairs}
+    ciders = {}
+    for text, _ in counts.most_common(20):
+        constant_captions = dict.fromkeys(references, scored_text(dataset, text))
+        scores = protocol_scores(dataset, constant_captions, references, quick=True)
+        ciders[text] = scores["total"]["CIDEr"]
+    return max(ciders, key=ciders.get)
+
+
+def no_change_captions(dataset) -> set[str]:
+    """Captions, as a model outputs them, which say that nothing changed: those of unchanged
+    training pairs, and those listed by the data set's authors."""
+    captions = set(dataset.settings.no_change)
+    unchanged = dataset.kinds.get("no change", set())
+    for pair in dataset.pairs("train"):
+        if pair.id in unchanged:
+            captions.update(pair.captions)
+    return {" ".join(dataset.vocab.split(caption)) for caption in captions}
+
+
+def accuracy_of(dataset, captions: dict[str, str]) -> dict[str, float]:
+    """A drawn data set's own judgement of captions, in %. For others, if both kinds are there: the
+    % of changed and of unchanged pairs whose caption says so (see `no_change_captions`)."""
+    if dataset.settings.judge:
+        return dataset.settings.judge(captions, dataset.root)
+    no_change = no_change_captions(dataset)
+    unchanged = captions.keys() & dataset.kinds.get("no change", set())
+    changed = captions.keys() - unchanged
+    # Without pairs of both kinds, one caption for all pairs would be 100 % right.
+    if not (no_change and unchanged and changed):
+        return {}
+    return {
+        "change recognised": percent(captions[i] not in no_change for i in changed),
+        "no change recognised": percent(captions[i] in no_change for i in unchanged),
+    }
+
+
+def pointing_hit(heat: Tensor, box: list[int], size: tuple[int, int]) -> bool:
+    """Whether the brightest pixel of a map (H, W), resized bilinearly to the picture's size (width,
+    height), lies in the box [x, y, w, h] in pixels. As in Park et al. (2019)."""
+    x, y, w, h = box
+    width, height = size
+    heat = heat.float()[None, None]
+    heat = F.interpolate(heat, (height, width), mode="bilinear", align_corners=False)
+    row, column = divmod(int(heat.argmax()), width)
+    return x <= column < x + w and y <= row < y + h
+
+
+def pointing_scores(
+    dataset, split: str, maps: dict, groups: dict[str, set[str]]
+) -> dict[str, dict[str, float]]:
+    """The pointing game over all boxes of changed objects and over each group's, in %: {group:
+    {"pointing": boxes that are hit, "chance": mean share of the picture that a box covers}}; {} if
+    a picture, whose size is needed, is missing. maps: pair id -> name -> (H, W). Both sides of a
+    pair count, each with the map named "before" or "after", or else with the first."""
+    from PIL import Image
+
+    boxes = []  # of all pairs: pair id, whether the box is hit, its share of the picture
+    for pair in dataset.pairs(split):
+        pair_maps = maps.get(pair.id, {})
+        pair_boxes = dataset.release.boxes.get(pair.id, (None, None))
+        for side, box in zip(("before", "after"), pair_boxes, strict=True):
+            if not (box and pair_maps):
+                continue
+            file = dataset.paths[getattr(pair, side)]
+            if not file.exists():
+                return {}
+            with Image.open(file) as picture:
+                width, height = picture.size
+            heat = pair_maps.get(side, next(iter(pair_maps.values())))
+            hit = pointing_hit(heat.cpu(), box, (width, height))
+            boxes.append((pair.id, hit, box[2] * box[3] / (width * height)))
+    scores = {}
+    for group, members in {**groups, "total": maps.keys()}.items():
+        chosen = [(hit, share) for i, hit, share in boxes if i in members]
+        if chosen:
+            hits, shares = zip(*chosen, strict=True)
+            scores[group] = {"pointing": percent(hits), "chance": percent(shares)}
+    return scores
+
+
+# ---- pictures of results -------------------------------------------------------------------------
+
+TEXT = {"size": 7, "parse_math": False}  # a $ in a caption must not begin a formula
+SATURATED = 8  # attention of this many times the uniform weight, or more, has the last colour
+
+
+@contextlib.contextmanager
+def new_figure(path: Path, width: float, height: float):
+    """A matplotlib figure of this size in inches, in the end written to a .png, .jpg or .pdf."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")  # finds room for texts
+    yield figure
+    with atomic_write(path) as partial:
+        figure.savefig(partial, format=path.suffix[1:].lower(), dpi=120)
+
+
+def draw_pair(figure, before, after, maps: dict, below: str) -> None:
+    """Draws a pair of PIL images into a matplotlib figure: both pictures, then each attention map
+    (H, W) over both, in multiples of uniform attention 1 / (H * W), and a text below. IDC's maps
+    "before" and "after" lie over their own picture only. They sum to 1 together, so their unit is
+    half of it."""
+    pictures = {"before": before, "after": after}
+    panels = [(side, picture, None) for side, picture in pictures.items()]
+    for name, weight in maps.items():
+        levels = weight.float().cpu().numpy() * weight.numel()
+        if name in pictures:
+            panels.append((f"attention, {name}", pictures[name], 2 * levels))
+        else:
+            for side, picture in pictures.items():
+                panels.append((f"{name}, {side}", picture, levels))
+    for axes, (title, picture, levels) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        axes.set_axis_off()
+        axes.set_title(title, **TEXT)
+        extent = (0, picture.width, picture.height, 0)
+        axes.imshow(picture, extent=extent)
+        if levels is not None:  # transparent up to uniform attention, so that the picture shows
+            opacity = np.interp(levels, [1, 4], [0, 0.6])
+            colours = {"cmap": "turbo", "vmin": 0, "vmax": SATURATED, "interpolation": "bilinear"}
+            axes.imshow(levels, alpha=opacity, extent=extent, **colours)
+    width = 24 * len(panels)  # in characters
+    lines = [textwrap.fill(line, width, max_lines=4) for line in below.splitlines()]
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", **TEXT)
+
+
+def sample_sheet(
+    dataset,
+    split: str,
+    captions: dict[str, str],
+    maps: dict[str, dict[str, Tensor]],
+    notes: dict[str, list[str]],
+    path: Path,
+) -> None:
+    """Draws the first three pairs of every kind of change, but at most 24, or the first twelve if
+    kinds are unknown -> a file. Of several maps the first two are drawn. Keyed by pair id:
+    captions, maps (name -> (H, W)), notes (lines of text, if a pair has any)."""
+    pairs = [pair for pair in dataset.pairs(split) if pair.id in captions]
+    chosen = []
+    for kind, ids in dataset.kinds.items():
+        of_kind = [pair for pair in pairs if pair.id in ids]
+        chosen += [(kind, pair) for pair in of_kind[:3]]
+    if not chosen:
+        chosen = [("", pair) for pair in pairs[:12]]
+    chosen = chosen[:24]
+    rows = math.ceil(len(chosen) / 2)
+    legend = f"{dataset.name}, {split}. Attention is transparent up to uniform attention, dark red "
+    legend += f"from {SATURATED} times that. Above each pair: its kind of change and a reference"
+    with new_figure(path, 13, 2.3 * rows + 0.4) as figure:
+        figure.suptitle(legend, x=0.01, ha="left", **TEXT)
+        places = figure.subfigures(rows, 2, squeeze=False).T.flat  # column by column
+        for place, (kind, pair) in zip(places, chosen, strict=False):
+            title = f"{kind}: {pair.captions[0]}" if kind else pair.captions[0]
+            place.suptitle(title, x=0.01, ha="left", **TEXT)
+            below = "\n".join([f"generated: {captions[pair.id]}", *notes.get(pair.id, [])])
+            drawn_maps = dict(list(maps[pair.id].items())[:2])
+            draw_pair(place, *dataset.pictures(pair), drawn_maps, below)
+
+
+def caption_picture(before, after, maps: dict[str, Tensor], caption: str, path: Path) -> None:
+    """Draws a pair of PIL images, every attention map (H, W) over it, and its caption -> a file."""
+    with new_figure(path, 3 + 3 * len(maps), 2.2) as figure:
+        draw_pair(figure, before, after, maps, caption)
+
+
+# ---- command line --------------------------------------------------------------------------------
+
+
+def score_files(predictions: Path, references: Path) -> None:
+    """Prints the scores of a COCO results file against a COCO annotation file."""
+    rows = read_json(predictions)
+    with file_errors(predictions, "expected a list of {image_id, caption}, each image_id once"):
+        captions = {str(row["image_id"]): row["caption"] for row in rows}
+        if len(captions) < len(rows):
+            raise InputError("an image_id has two predictions")
+    known: dict[str, list[str]] = {}
+    content = read_json(references)
+    with file_errors(references, "expected {annotations: [{image_id, caption}]}"):
+        for row in content["annotations"]:
+            known.setdefault(str(row["image_id"]), []).append(row["caption"])
+    print(format_scores(score(captions, known)))
+    print(f"without prediction: {len(known.keys() - captions.keys())}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line: scores a file of captions against references."""
+    parser = argparse.ArgumentParser(
+        description="Score a file of captions against references.", allow_abbrev=False
+    )
+    text = "COCO results: a list of {image_id, caption}"
+    parser.add_argument("--predictions", type=Path, required=True, help=text)
+    text = "COCO annotations: {annotations: [{image_id, caption}]}"
+    parser.add_argument("--references", type=Path, required=True, help=text)
+    args = parser.parse_args(argv)
+    score_files(args.predictions, args.references)
+
+
+if __name__ == "__main__":
+    run_main(main)
