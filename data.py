@@ -191,12 +191,15 @@ class Pair:
 
 @dataclass
 class Scene:
-    """Pairs that always train together: CLEVR-Change's changed pair and distractor pair, in this
-    order; in other data sets, a single pair. `swapped`: the same pairs with the default and the
-    distractor image exchanged; training uses them half of the time."""
+    """Pairs that always train together and share their "before" image: CLEVR-Change's changed pair
+    and distractor pair, in this order; in other data sets, a single pair. `swapped`: the same pairs
+    with the default and the distractor image exchanged; training uses them half of the time."""
 
     pairs: tuple[Pair, ...]
     swapped: tuple[Pair, ...] | None = None
+
+    def __post_init__(self):
+        assert len({pair.before for pair in self.pairs}) == 1, "training reads it once for all"
 
     def images(self) -> set[str]:
         """The names of the scene's images."""
@@ -998,6 +1001,9 @@ def stamp(file: Path) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, zlib.crc32(file.read_bytes())
 
 
+READ_AHEAD = 128 * 1024  # bytes; Linux may fetch no more of what one call announces
+
+
 class Features:
     """A feature file whose rows are read by image name: from the memory-mapped file, which the
     system caches as far as memory allows, or from the GPU, if `load` has copied them there."""
@@ -1022,14 +1028,30 @@ class Features:
         if offset is None:
             repack = f"h5repack -f NONE -l CONTI {path} NEW, and give NEW this name"
             raise InputError(f"{path} is chunked or compressed; run: {repack}")
+        self.file = open(path, "rb")  # stays open, for `announce`
+        self.offset = offset
         # h5py reads rows in sorted order only.
-        self.data = np.memmap(path, np.float16, "r", offset, shape)
-        self.pinned = False  # `load` sets it if each batch is copied to a GPU
+        self.data = np.memmap(self.file, np.float16, "r", offset, shape)
+        self.device = "cpu"  # `load` sets it if batches are sent to a GPU
         self.blind = False  # `load` sets it for the baseline that sees no images
 
+    def announce(self, index: list[int]) -> None:
+        """Tells the system which rows of the file are read next, so that it fetches many at once.
+        Without that, the map's page faults wait for the disk one by one."""
+        if not hasattr(os, "posix_fadvise"):  # macOS, Windows
+            return
+        size = self.data[0].nbytes
+        for i in index:
+            start = self.offset + i * size
+            end = start + size
+            for part in range(start, end, READ_AHEAD):
+                length = min(READ_AHEAD, end - part)
+                # Unlike mmap's madvise, this lets other threads run while it waits.
+                os.posix_fadvise(self.file.fileno(), part, length, os.POSIX_FADV_WILLNEED)
+
     def rows(self, names: list[str]) -> Tensor:
-        """Features of the named images (n, C, H, W) float16: on the GPU, or in RAM (page-locked if
-        `pinned`, which makes the copy to a GPU asynchronous)."""
+        """Features of the named images (n, C, H, W) float16, in RAM or on the GPU. They may still
+        be on their way there: the copy from page-locked memory is asynchronous."""
         index = [self.row_of[name] for name in names]
         if self.blind:
             return torch.from_numpy(np.zeros((len(index), *self.data.shape[1:]), np.float16))
@@ -1037,14 +1059,15 @@ class Features:
             # Indexing by the list itself would wait for what the GPU has to do before.
             on_gpu = torch.tensor(index).to(self.data.device, non_blocking=True)
             return self.data[on_gpu]
-        if not self.pinned:
+        self.announce(index)
+        if self.device == "cpu":
             return torch.from_numpy(self.data[index])
         # PyTorch reuses page-locked memory, so reading straight into it pays. With mode "raise",
         # np.take would read into a buffer first; "clip" does not, and all indices are right.
         shape = (len(index), *self.data.shape[1:])
         rows = torch.empty(shape, dtype=torch.float16, pin_memory=True)
         np.take(self.data, index, axis=0, out=rows.numpy(), mode="clip")
-        return rows
+        return rows.to(self.device, non_blocking=True)
 
     def require(self, paths: dict[str, Path], root: Path) -> None:
         """InputError if an image has no features, or if its picture (or the authors' .npy file) has
@@ -1171,8 +1194,8 @@ def read_npy(path: Path, grid: tuple[int, int, int]) -> np.ndarray:
 
 @dataclass
 class Batch:
-    """B pairs; in training, one from each scene. Features as stored (float16); `to` makes them
-    float32 on a device."""
+    """B pairs; in training, one from each scene. Features as stored (float16), where Features.rows
+    puts them; `to` makes them float32 on a device."""
 
     before: Tensor  # (B, C, H, W)
     after: Tensor  # (B, C, H, W); zeros if `single`
@@ -1273,6 +1296,7 @@ class Dataset:
         def make(chosen: np.ndarray, swap: np.ndarray, draw: np.ndarray) -> tuple[Batch, ...]:
             """The Batches of the scenes with these numbers."""
             batches = []
+            before = None  # the same in all pairs of a scene: read, and sent to a GPU, once
             for n in range(len(scenes[0].pairs)):  # first pairs of the scenes, then second ones
                 pairs = []
                 captions = []
@@ -1281,7 +1305,8 @@ class Dataset:
                     pair = scene.swapped[n] if scene.swapped and swap[i] else scene.pairs[n]
                     pairs.append(pair)
                     captions.append(pair.captions[int(draw[i, n] * len(pair.captions))])
-                batches.append(self.batch(pairs, captions))
+                batches.append(self.batch(pairs, captions, before))
+                before = batches[0].before
             return tuple(batches)
 
         for step in range(first, last):
@@ -1317,12 +1342,19 @@ class Dataset:
         batches = prefetch(self.batch(pairs[i : i + batch_size]) for i in starts)
         return iter(tqdm(batches, split, len(starts), disable=None, leave=False))
 
-    def batch(self, pairs: list[Pair], captions: list[str] | None = None) -> Batch:
+    def batch(
+        self,
+        pairs: list[Pair],
+        captions: list[str] | None = None,
+        before: Tensor | None = None,
+    ) -> Batch:
         """Pairs with one caption each (default: their first), padded to max_len ids. All batches
-        have the same length, so that torch.compile makes one graph for them."""
+        have the same length, so that torch.compile makes one graph for them. before: these images'
+        features, if they have been read."""
         captions = captions or [pair.captions[0] for pair in pairs]
         single = pairs[0].after is None
-        before = self.features.rows([pair.before for pair in pairs])
+        if before is None:
+            before = self.features.rows([pair.before for pair in pairs])
         if single:
             # Not for all: zeros of this size start OpenMP threads, here in the thread of prefetch,
             # and having more of these than cores slows down every step on a CPU.
@@ -1414,7 +1446,7 @@ def load(
             features.data = torch.tensor(features.data, device=device)
             place = "on the GPU"
         else:
-            features.pinned = True
+            features.device = device
     print_notes(*release.notes)
     counts = {split: len(dataset.pairs(split)) for split in SPLITS}
     print(f"{root}: {counts['train']} train, {counts['val']} val, {counts['test']} test pairs")

@@ -5,6 +5,7 @@
     python tests/bench.py step --row released   SCORER's step with the released code's settings
     python tests/bench.py decode [--method dirl_ccr] [--batch 64]   greedy captions
     python tests/bench.py match [--batch 128]                       token-wise matching, both passes
+    python tests/bench.py load [--scenes 5000] [--batch 128]        batches from a feature file
 
 The plain formulation of a step computes every matching score at once (as in tests/test_match.py),
 in float32 and without torch.compile. The two formulations take turns. Each turn is a separate
@@ -12,16 +13,22 @@ process, so that its peak memory can be measured. With --row, there is one turn 
 "released" and "plain-released" have the settings of RELEASED. RDD+ACR's phrases (for ViT-L-14's
 text encoder, with random weights) and CHEERS's entities are random. To compare commits, run each
 one's script on an idle machine.
+
+`load` makes a file of CLEVR-Change's rows, 1.2 MB a scene, in the folder for temporary files, which
+must be on a disk (TMPDIR names another). Cold: the file is not in the system's cache. Warm: the
+same batches again. The plain way reads both images of every pair from the map.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +36,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
+import numpy as np
 import torch
 from open_clip.transformer import TextTransformer
 from torch import Tensor
@@ -181,6 +189,80 @@ def step_work(args) -> Callable:
 
 WORKS = {"step": step_work, "match": match_work, "decode": decode_work}
 
+# ---- batches from a feature file -----------------------------------------------------------------
+
+LOADED = 10  # batches that are timed together
+
+
+def write_scenes(path: Path, count: int, grid: tuple[int, int, int]) -> data.Release:
+    """Writes a feature file of random numbers -> a release of `count` scenes of two pairs."""
+    scenes = []
+    for i in range(count):
+        changed = data.Pair(f"{i}", f"default {i}", f"semantic {i}", ["something changed"])
+        same = data.Pair(f"{i}_n", f"default {i}", f"nonsemantic {i}", ["nothing changed"])
+        scenes.append(data.Scene((changed, same)))
+    names = sorted(set().union(*(scene.images() for scene in scenes)))
+    files = [Path(__file__)] * len(names)  # those that the features are said to be made from
+    rng = np.random.default_rng(0)
+    blocks = (rng.random((1, *grid), np.float32) for _ in names)
+    data.write_features(path, names, files, blocks, "random", "none")
+    return data.Release(scenes={"train": scenes, "val": [], "test": []})
+
+
+def plain_batches(dataset: data.Dataset, size: int, seed: int):
+    """The four reads of a step at commit b9ad509: both images of both pairs."""
+    scenes = dataset.scenes["train"]
+    features = dataset.features
+    order = np.random.default_rng(seed).permutation(len(scenes))
+    for start in range(0, len(scenes), size):
+        tensors = []
+        for n in (0, 1):
+            pairs = [scenes[i].pairs[n] for i in order[start : start + size]]
+            for names in ([pair.before for pair in pairs], [pair.after for pair in pairs]):
+                index = [features.row_of[name] for name in names]
+                tensors.append(torch.from_numpy(features.data[index]))
+        yield tensors
+
+
+def load_times(path: Path, release: data.Release, row: str, args, seed: int) -> dict[str, float]:
+    """Seconds a batch in one formulation, of the same batches twice."""
+    with open(path, "rb") as f:
+        os.fsync(f.fileno())  # only what is on the disk can be dropped from the cache
+        os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    vocab = data.Vocab.from_captions(release.captions(["train"]))
+    # The file is opened for each formulation anew, because mapped pages stay in the cache.
+    features = data.Features(path, "", "random")
+    features.device = args.device
+    dataset = data.Dataset("random", path.parent, release, vocab, features)
+    times = {}
+    for state in ("cold", "warm"):
+        if row == "plain":
+            steps = data.prefetch(plain_batches(dataset, args.batch, seed))
+        else:
+            steps = dataset.train_batches(args.batch, seed, 0, LOADED)
+        began = time.perf_counter()
+        count = sum(1 for _ in itertools.islice(steps, LOADED))
+        times[state] = (time.perf_counter() - began) / count
+    return times
+
+
+def compare_loading(args) -> None:
+    """Both formulations in turn; prints each turn, and the medians."""
+    turns = {"plain": [], "ours": []}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "features.h5")
+        release = write_scenes(path, args.scenes, args.grid)
+        print(f"load, {path.stat().st_size / 1e9:.1f} GB, batch {args.batch}, {args.device}")
+        for seed in range(args.runs):
+            for row, times in turns.items():
+                times.append(load_times(path, release, row, args, seed))
+                print(f"{row:5} cold {times[-1]['cold']:.3f} s, warm {times[-1]['warm']:.3f} s")
+    for state in ("cold", "warm"):
+        plain = statistics.median(times[state] for times in turns["plain"])
+        ours = statistics.median(times[state] for times in turns["ours"])
+        print(f"{state}: plain {plain:.3f} s, ours {ours:.3f} s, ratio {plain / ours:.2f} x")
+
+
 # ---- measuring -----------------------------------------------------------------------------------
 
 
@@ -232,7 +314,7 @@ def take_turns(args) -> dict[str, list[dict]]:
 
 def parse_command():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=WORKS)
+    parser.add_argument("what", choices=[*WORKS, "load"])
     parser.add_argument("--method", choices=METHODS, default="scorer_cbr")
     tasks = ["finetune", "mlm", "mvcl", "fda"]
     parser.add_argument("--task", choices=tasks, default="finetune", help="idc_pretrain's step")
@@ -243,6 +325,7 @@ def parse_command():
     parser.add_argument("--length", type=int, default=24, help="ids in a caption")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--runs", type=int, default=3, help="turns of each formulation")
+    parser.add_argument("--scenes", type=int, default=5000, help="of load's file")
     text = "measure only this formulation, once, and print JSON"
     parser.add_argument("--row", choices=ROWS, help=text)
     args = parser.parse_args()
@@ -253,6 +336,9 @@ def parse_command():
 
 def main():
     args = parse_command()
+    if args.what == "load":
+        compare_loading(args)
+        return
     if args.row:
         print(json.dumps(measure(args)))
         return

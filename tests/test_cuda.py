@@ -10,6 +10,7 @@ from test_match import dense_gradients
 from test_methods import MODELS, flags_of
 
 import cheers
+import common
 import data
 import idc_pretrain
 import rdd_acr
@@ -49,6 +50,35 @@ def test_token_match_on_the_gpu_equals_dense_on_the_cpu(dtype, tokens, channels)
     tolerance = {torch.float64: 1e-10, torch.float32: 0.03, torch.bfloat16: 0.01}[dtype]
     for on_gpu, dense in zip((ours, *gradients), expected, strict=True):
         assert (on_gpu.cpu().double() - dense).norm() < tolerance * dense.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("heads, channels", [(8, 64), (1, 512)])
+def test_the_kernels_give_the_same_bits_each_time(heads, channels, dtype):
+    """At the papers' size. A product that reads what the next one overwrites shows now and then."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("the kernels need Ampere")
+    q = torch.randn(128, 196, heads * channels, device="cuda").to(dtype)
+    k = torch.randn(128, 196, heads * channels, device="cuda").to(dtype)
+    weight = torch.randn(128, 128, device="cuda")
+    for q_head, k_head in zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True):
+        assert common.kernels_fit(q_head, k_head)
+        first = None
+        for _ in range(10):
+            match = common.match_by_kernel(q_head, k_head)
+            gradients = common.gradients_by_kernel(weight, q_head, k_head, *match[1:])
+            results = (*match, *gradients)
+            if first is None:
+                first = results
+            assert all(map(torch.equal, results, first))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_the_kernels_run_on_the_gpu_of_their_tensors():
+    q = torch.randn(3, 49, 64)
+    expected = token_match(q, q)
+    q = q.to("cuda:1")  # the current GPU is cuda:0
+    assert (token_match(q, q).cpu() - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("flags", [["--no-amp", "--no-compile"], [], ["--features", "file"]])

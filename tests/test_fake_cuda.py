@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cheers
+import common
 import data
 import dirl_ccr
 import idc_pretrain
 import rdd_acr
 import scorer_cbr
-from common import preset
+from common import parse_args, preset
 
 pytestmark = pytest.mark.skipif(
     torch.torch_version.TorchVersion(torch.__version__) < (2, 14),
@@ -91,6 +92,7 @@ def entities_of(cfg):
     """cheers.Entities with one pair of pictures."""
     entities = object.__new__(cheers.Entities)
     entities.table = torch.rand(500, cfg.clip_dim, device=GPU)
+    entities.blind = False
     entities.rows = {("a", "b"): torch.zeros(cfg.k, dtype=torch.long)}
     return entities
 
@@ -160,3 +162,34 @@ def test_no_operation_mixes_devices_or_waits(method, variant, changes, monkeypat
             maps = model.attention_map(batch.before, batch.after, ids, *rows)
         for x in (ids, *maps.values()):
             assert x.device == GPU
+
+
+@pytest.mark.parametrize(
+    "capability, has_triton, compiles",
+    [((7, 0), True, True), ((6, 0), True, False), ((9, 0), False, False)],
+)
+def test_compile_is_off_where_it_cannot_work(
+    capability, has_triton, compiles, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(common, "triton", has_triton)
+    monkeypatch.setattr(common, "set_up_device", lambda device: None)
+    flags = ["--device", "cuda", "--out_dir", str(tmp_path / "run")]
+    with FakeTensorMode():
+        cfg, _ = parse_args(scorer_cbr.Config, scorer_cbr.PRESETS, scorer_cbr.RELEASED, flags)
+    assert cfg.compile == compiles
+    assert ("compile is off" in capsys.readouterr().out) != compiles
+
+
+@pytest.mark.parametrize(
+    "capability, work, fit",
+    [((8, 0), True, True), ((7, 5), True, False), ((9, 0), False, False)],
+)
+def test_where_the_kernels_are_used(capability, work, fit, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(common, "kernels_work", lambda *_: work)
+    with FakeTensorMode():
+        q = torch.empty(4, 9, 16, device=GPU)
+        assert common.kernels_fit(q, q) == fit

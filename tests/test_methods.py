@@ -440,8 +440,7 @@ def test_compiled_losses_have_gradients_in_float32(fresh_compiler):
         return torch.autograd.grad(c.diagonal().sum(), y)
 
     plain = dirl_ccr.channel_correlation
-    defaults = {"backward_pass_autocast": "same_as_forward", "enable_autograd_cache": True}
-    with torch._functorch.config.patch(defaults):
+    with torch._functorch.config.patch(backward_pass_autocast="same_as_forward"):
         common.set_up_device("cuda")
         compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(gradient(compiled), gradient(plain))
