@@ -233,7 +233,7 @@ def load_times(path: Path, release: data.Release, row: str, args, seed: int) -> 
     # The file is opened for each formulation anew, because mapped pages stay in the cache.
     features = data.Features(path, "", "random")
     features.device = args.device
-    dataset = data.Dataset("random", path.parent, release, vocab, features)
+    dataset = data.Dataset("clevr_change", path.parent, release, vocab, features)
     times = {}
     for state in ("cold", "warm"):
         if row == "plain":
