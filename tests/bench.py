@@ -1,18 +1,18 @@
-"""Speed and memory of the methods against their plain formulations, on this machine. Not a test.
+"""Speed and memory of the methods on this machine, of steps against plain ones. Not a test.
 
     python tests/bench.py step [--method dirl_ccr] [--batch 128]    one training step, papers' size
     python tests/bench.py step --method idc_pretrain --task mvcl    one of pre-training
     python tests/bench.py step --row released   SCORER's step with the released code's settings
-    python tests/bench.py decode [--method dirl_ccr] [--batch 64]   greedy captions, cached and not
+    python tests/bench.py decode [--method dirl_ccr] [--batch 64]   greedy captions
     python tests/bench.py match [--batch 128]                       token-wise matching, both passes
     python tests/bench.py load [--scenes 5000] [--batch 128]        batches from a feature file
 
-The plain formulation computes every matching score at once (as in tests/test_match.py), writes out
-attention's probabilities, uses float32 without torch.compile, and starts decoding over at each
-word. The two formulations take turns. Each turn is a separate process, so that its peak memory can
-be measured. With --row, there is one turn of one formulation; "released" and "plain-released" have
-the settings of RELEASED. RDD+ACR's phrases (for ViT-L-14's text encoder, with random weights) and
-CHEERS's entities are random.
+The plain formulation of a step computes every matching score at once (as in tests/test_match.py),
+in float32 and without torch.compile. The two formulations take turns. Each turn is a separate
+process, so that its peak memory can be measured. With --row, there is one turn of one formulation;
+"released" and "plain-released" have the settings of RELEASED. RDD+ACR's phrases (for ViT-L-14's
+text encoder, with random weights) and CHEERS's entities are random. To compare commits, run each
+one's script on an idle machine.
 
 `load` makes a file of CLEVR-Change's rows, 1.2 MB a scene, in the folder for temporary files, which
 must be on a disk (TMPDIR names another). Cold: the file is not in the system's cache. Warm: the
@@ -48,7 +48,7 @@ import dirl_ccr
 import idc_pretrain
 import rdd_acr
 import scorer_cbr
-from common import END, NULL, decode, preset, token_match
+from common import END, NULL, preset, token_match
 from scorer_cbr import match_by_definition
 
 METHODS = {
@@ -65,31 +65,7 @@ PHRASE = 16  # ids of a noun phrase
 REPEATED = 10  # phrases that the distractors share
 
 
-# ---- plain formulations --------------------------------------------------------------------------
-
-
-def plain_decode(model, before, after, *entities):
-    """Greedy decoding that, for every word, runs the whole decoder on all words so far."""
-    seen = model.encode(before, after, *entities)[0]
-    so_far = []
-
-    def step(words, t):
-        so_far.append(words)
-        hidden = model.decoder(torch.stack(so_far, 1), seen)
-        return model.decoder.head(hidden[:, -1])
-
-    return decode(step, len(before), model.max_len, before.device)
-
-
-def plain_attend(self, q, k, v, causal=False, mask=None):
-    """common.Attention.attend, but with every probability written out."""
-    scores = self.scores(q, k)
-    if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    weights = torch.dropout(scores.softmax(-1), self.dropout, self.training)
-    return self.out((weights @ self._split(v)).transpose(1, 2).flatten(2))
+# ---- plain matching ------------------------------------------------------------------------------
 
 
 def plain_match(q, k, heads=1):
@@ -172,14 +148,7 @@ def decode_work(args) -> Callable:
     entities = entities_of(args, cfg)
     before, after = torch.rand(2, args.batch, *args.grid).to(args.device)
 
-    @torch.no_grad()
-    def run():
-        if is_plain(args):
-            plain_decode(model, before, after, *entities)
-        else:
-            model.generate(before, after, *entities)
-
-    return run
+    return lambda: model.generate(before, after, *entities)
 
 
 def step_work(args) -> Callable:
@@ -267,7 +236,7 @@ def load_times(path: Path, release: data.Release, row: str, args, seed: int) -> 
     # The file is opened for each formulation anew, because mapped pages stay in the cache.
     features = data.Features(path, "", "random")
     features.device = args.device
-    dataset = data.Dataset("random", path.parent, release, vocab, features)
+    dataset = data.Dataset("clevr_change", path.parent, release, vocab, features)
     times = {}
     for state in ("cold", "warm"):
         if row == "plain":
@@ -308,7 +277,6 @@ def measure(args) -> dict[str, float]:
         torch.set_float32_matmul_precision("highest")
         scorer_cbr.token_match = plain_match
         cheers.token_match = plain_match
-        common.Attention.attend = plain_attend
     else:
         common.set_up_device(args.device)
     torch.manual_seed(0)
@@ -333,10 +301,12 @@ def seconds(run: Callable, wait: Callable = lambda: None) -> float:
     return time.perf_counter() - began
 
 
-def take_turns(count: int) -> dict[str, list[dict]]:
-    """Runs both formulations in turn, each time in a separate process -> their measurements."""
-    turns = {"plain": [], "ours": []}
-    for _ in range(count):
+def take_turns(args) -> dict[str, list[dict]]:
+    """Runs the formulations in turn, each time in a separate process -> their measurements."""
+    turns = {"ours": []}
+    if args.what != "decode":
+        turns["plain"] = []
+    for _ in range(args.runs):
         for row, results in turns.items():
             call = [sys.executable, *sys.argv, "--row", row]
             done = subprocess.run(call, stdout=subprocess.PIPE, text=True)
@@ -362,8 +332,6 @@ def parse_command():
     text = "measure only this formulation, once, and print JSON"
     parser.add_argument("--row", choices=ROWS, help=text)
     args = parser.parse_args()
-    if args.what == "decode" and args.method == "idc_pretrain":
-        parser.error("idc_pretrain has no plain decoding")
     if args.grid is None:
         args.grid = (2048, 7, 7) if args.method == "idc_pretrain" else (1024, 14, 14)
     return args
@@ -382,7 +350,7 @@ def main():
         machine = torch.cuda.get_device_name()
     print(f"{args.what}, {args.method}, batch {args.batch}, {machine}, torch {torch.__version__}")
     taken = {}
-    for row, results in take_turns(args.runs).items():
+    for row, results in take_turns(args).items():
         if not results:  # its process ran out of memory, say
             continue
         taken[row] = statistics.median(x["seconds"] for x in results)

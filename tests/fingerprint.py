@@ -3,12 +3,17 @@
     python tests/fingerprint.py                          print hashes: two minutes on one core
     python tests/fingerprint.py --out before.json        and keep them
     python tests/fingerprint.py --compare before.json    and say what differs from kept ones
+    python tests/fingerprint.py --against COMMIT         and say what differs from that commit's
 
-A case is a method and its flags. Its weights after ten steps, its logged losses and its captions of
-the test split are hashed separately. Equal hashes before and after a change of the code show that
-no number has moved, provided that machine, torch and data are the same. The data are a mini of 200
-scenes. It is drawn into a temporary folder, or kept in --data_dir: name a folder if the drawing
-itself may change.
+A case is a method and its flags. Its weights after ten steps, its logged losses, its captions of
+the test split and their scores are hashed separately. Equal hashes before and after a change of the
+code show that no number has moved, provided that machine, torch and data are the same. The data are
+a mini of 200 scenes. It is drawn into a temporary folder, or kept in --data_dir: name a folder if
+the drawing itself may change.
+
+--against runs the commit's own tests/fingerprint.py with its code, and this one, each of which
+draws its data. If all hashes are equal, tests/results.json notes that both commits compute the
+same, so that results.py takes records of the older one for those of the newer one.
 """
 
 import argparse
@@ -17,6 +22,8 @@ import hashlib
 import importlib
 import io
 import json
+import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -26,6 +33,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import data
+from common import run_main
 
 SHORT = "--steps 10 --log_every 1 --eval_every 5 --device cpu"
 CASES = {
@@ -55,7 +63,7 @@ def run(command: str, root: Path, out: Path) -> None:
 
 
 def hashes(out: Path) -> dict[str, str]:
-    """Of a finished run: {"weights", "losses", "captions"}."""
+    """Of a finished run: {"weights", "losses", "captions", "scores"}."""
     weights = hashlib.sha256()
     model = torch.load(out / "last.pt", weights_only=True)["model"]
     for name in sorted(model):
@@ -68,8 +76,59 @@ def hashes(out: Path) -> dict[str, str]:
             losses.update(json.dumps(row, sort_keys=True).encode())
     captions = json.loads((out / "captions_test.json").read_bytes())
     text = hashlib.sha256(json.dumps(captions, sort_keys=True).encode())
-    parts = {"weights": weights, "losses": losses, "captions": text}
+    result = json.loads((out / "scores_test.json").read_bytes())
+    del result["data"]  # a path
+    scores = hashlib.sha256(json.dumps(result, sort_keys=True).encode())
+    parts = {"weights": weights, "losses": losses, "captions": text, "scores": scores}
     return {name: part.hexdigest()[:12] for name, part in parts.items()}
+
+
+def differences(old: dict, new: dict) -> list[str]:
+    """The cases that differ, or that only one side has. Earlier versions of this file did not hash
+    the scores, so only what both sides have is compared."""
+    differing = []
+    for case in sorted(old.keys() | new.keys()):
+        before = old.get(case, {})
+        after = new.get(case, {})
+        shared = before.keys() & after.keys()
+        if not shared or any(before[part] != after[part] for part in shared):
+            differing.append(case)
+    return differing
+
+
+def measured_in(root: Path, out: Path) -> dict:
+    """The hashes that the script of a working tree prints and writes to `out`."""
+    script = root / "tests" / "fingerprint.py"
+    subprocess.run([sys.executable, str(script), "--out", str(out)], check=True)
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
+def compare_commits(commit: str) -> list[str]:
+    """Runs the code of a commit and this one -> the cases that differ. If there are none, notes it
+    in results.json. InputError if there are uncommitted changes."""
+    import results
+
+    pair = [results.commit_of_the_code(commit), results.commit_of_the_code()]
+    with tempfile.TemporaryDirectory() as folder:
+        archive = Path(folder, "old.zip")
+        call = ["git", "-C", str(results.ROOT), "archive", "-o", str(archive), commit]
+        subprocess.run(call, check=True)
+        shutil.unpack_archive(archive, Path(folder, "old"))
+        print(f"{commit}:", flush=True)
+        old = measured_in(Path(folder, "old"), Path(folder, "old.json"))
+        print("this code:", flush=True)
+        new = measured_in(results.ROOT, Path(folder, "new.json"))
+    differing = differences(old, new)
+    if not differing:
+        content = results.read_results()
+        results.write_results(content | {"equal": [*content["equal"], pair]})
+    return differing
+
+
+def report(differing: list[str]) -> None:
+    """Ends the program, with exit code 1 if cases differ."""
+    print("differs: " + ", ".join(differing) if differing else "all equal")
+    sys.exit(bool(differing))
 
 
 def main() -> None:
@@ -78,7 +137,11 @@ def main() -> None:
     parser.add_argument("--data_dir", type=Path, help=text)
     parser.add_argument("--out", type=Path, help="file to write the hashes to")
     parser.add_argument("--compare", type=Path, help="file of kept hashes to compare with")
+    text = "commit to compare with, and to note in results.json if it computes the same"
+    parser.add_argument("--against", metavar="COMMIT", help=text)
     args = parser.parse_args()
+    if args.against:
+        report(compare_commits(args.against))
     measured = {}
     with tempfile.TemporaryDirectory() as folder:
         root = args.data_dir or Path(folder, "mini")
@@ -92,10 +155,8 @@ def main() -> None:
         args.out.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     if args.compare:
         kept = json.loads(args.compare.read_text(encoding="utf-8"))
-        changed = [case for case in CASES if measured[case] != kept.get(case)]
-        print("differs: " + ", ".join(changed) if changed else "all equal")
-        sys.exit(bool(changed))
+        report(differences(kept, measured))
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

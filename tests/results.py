@@ -1,16 +1,18 @@
 """Trains the rows of tests/results.md on mini, and fills in its tables and README's. Not a test.
 
     python tests/results.py                        run what is missing: six hours on two cores
-    python tests/results.py --only SCORER+CBR GDE --seeds 1111       only these
+    python tests/results.py --only SCORER+CBR GDE  only these rows
     python tests/results.py --table                run nothing, only fill in the tables
     python tests/results.py --assets RUN           run nothing, make assets/ from a run's folder
 
-A row is a command. It is run with one or three seeds, each run on one thread; two runs go on at a
-time. A finished run adds its record to tests/results.json: row, seed, commit, machine, minutes and
-scores. The commit is the last one that changed the code. To edit the code while runs are under way,
-start them in a clone. A run is missing if no record of this commit has it, and the first record of
-a row at a new commit replaces the row's older ones. Tables of several commits are refused, unless
---mixed asks for them. Runs are kept in runs/results, and an interrupted one is continued.
+A row is a command. It is run with one, three or nine seeds, each run on one thread; two runs go on
+at a time. A finished run adds its record to tests/results.json: row, seed, commit, machine, minutes
+and scores. The commit is the last one that changed the code. To edit the code while runs are under
+way, start them in a clone. A run is missing if no record of this commit has it, and the first
+record of a row at a new commit replaces the row's older ones. Commits that compute the same count
+as one: `python tests/fingerprint.py --against COMMIT` finds out, and notes them in results.json.
+Tables of other mixtures are refused. Runs are kept in runs/results, and an interrupted one is
+continued.
 """
 
 import argparse
@@ -78,6 +80,10 @@ LONGER |= {"RDD+ACR": 3800, "RDD+ACR, no losses": 3800, "CHEERS": 3400, "HRD": 3
 for row, steps in LONGER.items():
     ROWS[f"{row}, twice the steps"] = f"{ROWS[row]} --steps {steps}"
 README_ROWS = list(ROWS)[:6]
+# How many pairs one needs: trained on a smaller mini, and scored on the usual one's test split.
+FEWER = {f"SCORER+CBR, {scenes:,} scenes": scenes for scenes in (200, 500, 1000, 2000)}
+for row, scenes in FEWER.items():
+    ROWS[row] = f"scorer_cbr.py --data_dir data/mini-{scenes}"
 SEEDS = (1111, 1, 2)
 ONE_SEED = {  # rows that no claim needs are run with the first seed only
     "SCORER+CBR, released",
@@ -85,7 +91,10 @@ ONE_SEED = {  # rows that no claim needs are run with the first seed only
     "RDD+ACR, as printed",
     "IDC, masked targets",
     "words alone",
+    *FEWER,
 }
+# A claim that three seeds nearly told.
+NINE_SEEDS = {"DIRL+CCR, twice the steps", "Transformer, twice the steps"}
 
 # The scores that a record keeps, and where they are found in scores_test.json.
 SCORES = {
@@ -117,16 +126,17 @@ def machine() -> str:
     return f"{processor}, {os.cpu_count()} cores, torch {torch.__version__}, 1 thread a run"
 
 
-def commit_of_the_code() -> str:
-    """Hash of the last commit that changed what a run computes."""
+def commit_of_the_code(at: str = "HEAD") -> str:
+    """Hash of the last commit up to `at` that changed what a run computes. InputError if there are
+    uncommitted changes."""
 
     def git(*arguments: str) -> str:
         call = ["git", "-C", str(ROOT), *arguments, "--", ":(glob)*.py", "assets/mini_*.pt"]
-        return subprocess.run(call, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(call, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
     if git("status", "--porcelain"):
         raise InputError("the code has uncommitted changes; commit them, as records name a commit")
-    return git("log", "-1", "--abbrev=10", "--format=%h")
+    return git("log", "-1", "--abbrev=10", "--format=%h", at)
 
 
 def read_scores(folder: Path) -> dict[str, float | None]:
@@ -141,37 +151,80 @@ def read_scores(folder: Path) -> dict[str, float | None]:
     return scores
 
 
-def read_records() -> list[dict]:
+def read_results() -> dict[str, list]:
+    """{"equal": pairs of commits that compute the same, "records": those of the runs}."""
     return json.loads(RECORDS.read_text(encoding="utf-8"))
 
 
-def write_records(records: list[dict]) -> None:
-    """Writes each record on a line of its own, because git compares lines."""
-    lines = [json.dumps(record) for record in records]
-    write_text(RECORDS, "[\n" + ",\n".join(lines) + "\n]\n")
+def write_results(results: dict[str, list]) -> None:
+    """Writes each pair and record on a line of its own, because git compares lines."""
+    parts = []
+    for name, rows in results.items():
+        lines = ",\n".join(json.dumps(row) for row in rows)
+        parts.append(f'"{name}": [\n{lines}\n]')
+    write_text(RECORDS, "{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def same_code(commit: str, equal: list[list[str]]) -> set[str]:
+    """This commit and all that compute the same, directly or through others."""
+    same = {commit}
+    for _ in equal:  # a chain has no more links than there are pairs
+        for pair in equal:
+            if same.intersection(pair):
+                same.update(pair)
+    return same
 
 
 def add_record(record: dict) -> None:
-    """Adds a record to results.json, where it replaces those of the same row at other commits."""
+    """Adds a record to results.json, where it replaces those of the same row from other code."""
+    results = read_results()
+    same = same_code(record["commit"], results["equal"])
     kept = []
-    for other in read_records():
-        if other["row"] != record["row"] or other["commit"] == record["commit"]:
+    for other in results["records"]:
+        if other["row"] != record["row"] or other["commit"] in same:
             kept.append(other)
-    write_records([*kept, record])
+    write_results(results | {"records": [*kept, record]})
 
 
 # ---- running -------------------------------------------------------------------------------------
 
 
-def missing_runs(rows: list[str], seeds: list[int], commit: str) -> list[tuple[str, int, str]]:
+def seeds_of(row: str) -> tuple[int, ...]:
+    if row in ONE_SEED:
+        return SEEDS[:1]
+    if row in NINE_SEEDS:
+        return *SEEDS, *range(3, 9)
+    return SEEDS
+
+
+def missing_runs(rows: list[str], commit: str) -> list[tuple[str, int, str]]:
     """(row, seed, commit) of the runs of which results.json has no record."""
-    done = {(record["row"], record["seed"], record["commit"]) for record in read_records()}
+    results = read_results()
+    same = same_code(commit, results["equal"])
+    done = set()
+    for record in results["records"]:
+        if record["commit"] in same:
+            done.add((record["row"], record["seed"]))
     missing = []
     for row in rows:
-        for seed in SEEDS[:1] if row in ONE_SEED else SEEDS:
-            if seed in seeds and (row, seed, commit) not in done:
+        for seed in seeds_of(row):
+            if (row, seed) not in done:
                 missing.append((row, seed, commit))
     return missing
+
+
+def commands(row: str, seed: int, folder: Path, data_dir: str) -> list[list[str]]:
+    """What makes or continues a run in a folder: training and, for FEWER, evaluation elsewhere."""
+    script, *flags = ROWS[row].split()
+    start = [sys.executable, str(ROOT / script), "--device", "cpu", "--data_dir", data_dir]
+    # A row's own --data_dir comes later, so it is the one that counts.
+    train = [*start, *flags, "--seed", str(seed), "--out_dir", str(folder)]
+    if (folder / "last.pt").exists():
+        train.append("--resume")
+    if row not in FEWER:
+        return [train]
+    evaluate = [*start, "--eval", str(folder / "best.pt"), "--out_dir", str(folder / "scored")]
+    return [train, evaluate]
 
 
 def run(row: str, seed: int, commit: str, data_dir: str) -> dict | None:
@@ -179,26 +232,23 @@ def run(row: str, seed: int, commit: str, data_dir: str) -> dict | None:
     failed."""
     name = re.sub(r"[^a-z0-9]+", "-", row.lower())
     folder = RUNS / f"{name}-{seed}-{commit}"
-    script, *flags = ROWS[row].split()
-    call = [sys.executable, str(ROOT / script), *flags, "--seed", str(seed), "--device", "cpu"]
-    call += ["--data_dir", data_dir, "--out_dir", str(folder)]
     resumed = (folder / "last.pt").exists()
-    if resumed:
-        call.append("--resume")
-    elif folder.exists():
+    if folder.exists() and not resumed:
         shutil.rmtree(folder)  # the run was killed before it had saved anything
     print(f"{time.strftime('%H:%M')} {row}, seed {seed}", flush=True)
     RUNS.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     with open(f"{folder}.txt", "a") as output:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(call, stdout=output, stderr=output, env=environment)
-    if done.returncode:
-        print(f"{row}, seed {seed} ended with {done.returncode}; see {folder}.txt", flush=True)
-        return None
+        for call in commands(row, seed, folder, data_dir):
+            done = subprocess.run(call, stdout=output, stderr=output, env=environment)
+            if done.returncode:
+                print(f"{row}, seed {seed} failed; see {folder}.txt", flush=True)
+                return None
     minutes = None if resumed else round((time.perf_counter() - began) / 60, 2)
     record = {"row": row, "seed": seed, "commit": commit, "machine": machine()}
-    return record | {"minutes": minutes, "scores": read_scores(folder)}
+    scored = folder / "scored" if row in FEWER else folder
+    return record | {"minutes": minutes, "scores": read_scores(scored)}
 
 
 def run_all(missing: list[tuple], data_dir: str) -> bool:
@@ -263,8 +313,19 @@ def results_table(records: list[dict], rows: list[str], columns: list[str]) -> s
     commits = sorted({record["commit"] for record in shown})
     machines = sorted({record["machine"] for record in shown})
     lines += ["", f"Noise: differences below {noise(records):.0f} in semantic CIDEr."]
-    where = ", ".join(commits) if len(commits) < 4 else f"{len(commits)} (see results.json)"
-    lines += ["", f"Commit: {where}. Computed on: {'; '.join(machines)}."]
+    lines += ["", f"Commit: {', '.join(commits)}. Computed on: {'; '.join(machines)}."]
+    return "\n".join(lines) + "\n"
+
+
+def scenes_table(records: list[dict]) -> str:
+    """Change types against the number of training scenes; nothing if no smaller mini was run."""
+    if not any(record["row"] in FEWER for record in records):
+        return ""
+    scenes_of = FEWER | {"SCORER+CBR": 5000}
+    head = [f"{scenes:,}" for scenes in scenes_of.values()]
+    shares = [cell(values(records, row, "change type")) for row in scenes_of]
+    lines = [table_line(["training scenes", *head]), "|---" * (len(head) + 1) + "|"]
+    lines.append(table_line(["change type", *shares]))
     return "\n".join(lines) + "\n"
 
 
@@ -331,15 +392,18 @@ def filled(table: str, last_cells: Callable, records: list[dict]) -> str:
     return "\n".join(new) + "\n"
 
 
-def write_tables(mixed: bool) -> None:
+def write_tables() -> None:
     """Fills in tests/results.md and README.md from the records alone. InputError if these are of
-    several commits, unless `mixed`."""
-    records = [record for record in read_records() if record["row"] in ROWS]
+    commits that compute different things."""
+    results = read_results()
+    records = [record for record in results["records"] if record["row"] in ROWS]
     commits = {record["commit"] for record in records}
-    if len(commits) > 1 and not mixed:
-        raise InputError(
-            f"the records are of {len(commits)} commits; run what is missing, or add --mixed"
-        )
+    for commit in commits:
+        if not commits <= same_code(commit, results["equal"]):
+            raise InputError(
+                f"the records are of {len(commits)} commits; run what is missing or, if these "
+                "compute the same, note it by tests/fingerprint.py --against COMMIT"
+            )
     text = RESULTS.read_text(encoding="utf-8")
     commands = [f"{row:35} python {command}\n" for row, command in ROWS.items()]
     text = replaced(text, "commands", lambda _: "".join(["```\n", *commands, "```\n"]))
@@ -349,6 +413,7 @@ def write_tables(mixed: bool) -> None:
     write_text(RESULTS, text)
     text = README.read_text(encoding="utf-8")
     text = replaced(text, "results", lambda _: results_table(records, README_ROWS, README_COLUMNS))
+    text = replaced(text, "scenes", lambda _: scenes_table(records))
     write_text(README, text)
 
 
@@ -401,23 +466,24 @@ def main() -> None:
     rows = list(ROWS)
     text = f"only these rows, of {'; '.join(rows)}"
     parser.add_argument("--only", nargs="+", choices=rows, default=rows, metavar="ROW", help=text)
-    parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=SEEDS)
     parser.add_argument("--data_dir", default="data/mini")
     parser.add_argument("--table", action="store_true", help="only fill in the tables")
-    parser.add_argument("--mixed", action="store_true", help="fill in tables of several commits")
     text = "only make assets/ from a finished run of scorer_cbr.py"
     parser.add_argument("--assets", type=Path, metavar="RUN", help=text)
     args = parser.parse_args()
     if args.table:
-        write_tables(args.mixed)
+        write_tables()
         return
     if args.assets:
         write_assets(args.assets, args.data_dir)
         return
-    missing = missing_runs(args.only, args.seeds, commit_of_the_code())
+    missing = missing_runs(args.only, commit_of_the_code())
     print(f"{len(missing)} runs are missing", flush=True)
     # mini comes first, so that no run's minutes include its preparation.
     data.main(["mini", "--data_dir", args.data_dir, "--device", "cpu"])
+    for scenes in {FEWER[row] for row, _, _ in missing if row in FEWER}:
+        root = f"data/mini-{scenes}"
+        data.main(["mini", "--data_dir", root, "--scenes", str(scenes), "--device", "cpu"])
     if not run_all(missing, args.data_dir):
         raise InputError("some runs failed, see above")
 

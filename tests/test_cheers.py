@@ -1,7 +1,9 @@
 """CHEERS against its equations, and itself."""
 
 import math
+import os
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -327,6 +329,29 @@ def test_entities_of_pairs(retrieval):
     for phrases, trained in ((PHRASES, table.flip(0)), (PHRASES[::-1], table)):
         with pytest.raises(InputError):
             source.check_state({"entities": {"phrases": phrases, "table": trained}})
+
+
+def test_embeddings_older_than_the_features_are_made_again(prepared, monkeypatch):
+    """Pictures may have been replaced before the features were made."""
+    clip, tokenizer = random_clip()
+
+    def preprocess(image):
+        return torch.from_numpy(np.array(image.resize((32, 32)))).permute(2, 0, 1) / 255
+
+    monkeypatch.setattr(data, "load_clip", lambda *_: (clip, tokenizer, preprocess))
+    cfg = Config(device="cpu", k=2, clip_dim=8)
+    dataset = data.load("clevr_change", prepared)
+    cheers.entities_of(dataset, cfg)
+    (file,) = prepared.glob("clip-*.pt")
+    made = file.read_bytes()
+    kept = torch.load(file, weights_only=True)
+    torch.save({"images": kept["images"].flip(0)}, file)
+    flipped = file.read_bytes()
+    cheers.entities_of(dataset, cfg)
+    assert file.read_bytes() == flipped  # newer than the features: it is read
+    os.utime(file, (0, 0))
+    cheers.entities_of(dataset, cfg)
+    assert file.read_bytes() == made
 
 
 def test_a_checkpoint_brings_its_candidates(tmp_path, capsys):

@@ -131,28 +131,6 @@ def page_locked(monkeypatch):
     return made
 
 
-def test_only_the_named_gpu_is_asked_and_gets_page_locked_features(
-    prepared, page_locked, monkeypatch
-):
-    """A GPU that is not used may be broken or busy. Page-locking memory also uses a GPU."""
-    names = sorted(data.read_clevr_change(prepared).paths)[3::-1]
-    asked = []
-
-    def free_memory(device):
-        asked.append(device)
-        return 0, 0
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", free_memory)
-    rows = data.load("clevr_change", prepared, device="cpu").features.rows(names)
-    assert asked == page_locked == []
-    features = data.load("clevr_change", prepared, device="cuda:1").features
-    assert asked == [features.device] == ["cuda:1"]
-    features.device = "meta"  # stands in for the GPU
-    assert features.rows(names).device.type == "meta"
-    assert torch.equal(page_locked[0], rows)
-
-
 @pytest.mark.parametrize("factor", [1e6, np.nan])
 def test_features_that_float16_cannot_hold_are_named(factor, tmp_path):
     with pytest.raises(InputError, match="'b'"):

@@ -3,7 +3,9 @@
 import math
 import random
 from collections import Counter
+from dataclasses import asdict
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -461,6 +463,27 @@ def test_resume_in_either_stage_equals_no_interruption(prepared, tiny, tmp_path,
         assert torch.equal(weight, second["model"][name])
 
 
+@pytest.mark.parametrize(
+    "fields, named",
+    [
+        ({"heads": 4}, "--heads 2"),
+        ({"project": "sigmoid"}, "--project linear"),
+        ({"exponent": "doubled"}, "--exponent standard"),
+        ({"layers": 1}, "pretrained.pt cannot be used"),
+    ],
+)
+def test_a_model_refuses_weights_that_it_would_use_differently(fields, named, tmp_path):
+    """--init takes weights of any run. Their shapes do not show the first three fields."""
+    trained = small()
+    file = tmp_path / "pretrained.pt"
+    torch.save({"model": trained.state_dict(), "config": asdict(trained.cfg)}, file)
+    dataset = Mock()
+    model = small(**fields, init=str(file))
+    with pytest.raises(InputError, match=named):
+        idc.load_init(model, model.cfg, dataset)
+    dataset.check_state.assert_called_once()  # refuses other words and features
+
+
 # ---- rewritten captions --------------------------------------------------------------------------
 
 
@@ -676,10 +699,14 @@ def test_cub_is_encoded_in_the_words_of_the_run(tmp_path):
     write_features("cub", tmp_path)
     vocab = data.Vocab([*data.SPECIAL, "aaa", "bird", "white"])
     dataset = SimpleNamespace(grid=(8, 2, 3), vocab=vocab, max_len=3)
-    cub = idc.open_cub(Config(cub=str(tmp_path), device="cpu"), dataset)
+    cfg = Config(cub=str(tmp_path), device="cpu")
+    cub = idc.open_cub(cfg, dataset)
     caption = cub.batch(cub.pairs("val")).caption[0]
     assert caption[:6].tolist() == [START, UNK, 6, 5, UNK, END]  # a white bird .
     assert dataset.max_len == cub.max_len == len(caption)
+    dataset.grid = (8, 3, 2)  # the positions of cells would be wrong
+    with pytest.raises(InputError, match=r"\(8, 3, 2\) expected, \(8, 2, 3\) found"):
+        idc.open_cub(cfg, dataset)
 
 
 def test_cross_task_data_comes_first(tmp_path, tiny, monkeypatch):
