@@ -38,19 +38,19 @@ import re
 import unicodedata
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol
+from typing import Literal, Protocol
 
 import h5py
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from PIL import Image, ImageOps, TiffImagePlugin
+from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.models import ResNet101_Weights, resnet101
 from tqdm import tqdm
@@ -102,13 +102,23 @@ def tokenize_lower(caption: str) -> list[str]:
     return re.findall(r"\w+|\.+|[^\w\s]", caption.lower())
 
 
+# Zero-width space, soft hyphen and byte order mark vanish, as nobody sees them. The apostrophe of
+# word processors becomes the one on keyboards.
+TYPED = str.maketrans({"\u200b": None, "\u00ad": None, "\ufeff": None, "\u2019": "'"})
+
+
+def normalised(text: str) -> str:
+    """A text in lower case, each character of which is written in one way only (see TYPED, and
+    Unicode's NFC: an accented letter may be one character or two)."""
+    return unicodedata.normalize("NFC", text.lower()).translate(TYPED)
+
+
 def tokenize_pairs(caption: str) -> list[str]:
-    """Lower-case words, split at whitespace. Punctuation marks and symbols at either end of a word
-    become words of their own; those inside a word stay: "red-brick", "isn't", "3.5". This is the
-    rule for your own pairs, in any language that puts spaces between words. Text is first
-    normalised to Unicode NFC, because an accented letter may be one character or two."""
+    """Words of the normalised caption, split at whitespace. Punctuation marks and symbols at either
+    end of a word become words of their own; those inside a word stay: "red-brick", "isn't", "3.5".
+    This is the rule for your own pairs, in any language that puts spaces between words."""
     words = []
-    for text in unicodedata.normalize("NFC", caption.lower()).split():
+    for text in normalised(caption).split():
         # The Unicode categories of punctuation marks begin with P, those of symbols with S.
         marks = [character for character in text if unicodedata.category(character)[0] in "PS"]
         word = text.strip("".join(marks))
@@ -232,12 +242,16 @@ class Release:
         columns = zip(*(scene.pairs for scene in self.scenes[split]), strict=True)
         return list(itertools.chain(*columns))
 
+    def images(self, splits: Iterable[str]) -> set[str]:
+        """The names of all images of these splits."""
+        names = set()
+        for split in splits:
+            names = names.union(*(scene.images() for scene in self.scenes[split]))
+        return names
+
     def leaked(self, split: str) -> set[str]:
         """Ids of a split's pairs that share an image with a pair of another split."""
-        elsewhere = set()
-        for other in SPLITS:
-            if other != split:
-                elsewhere = elsewhere.union(*(scene.images() for scene in self.scenes[other]))
+        elsewhere = self.images({*SPLITS} - {split})
         return {pair.id for pair in self.pairs(split) if {pair.before, pair.after} & elsewhere}
 
     def captions(self, splits: Iterable[str]) -> list[str]:
@@ -254,17 +268,33 @@ def release_from_pairs(
     pairs: dict[str, list[Pair]], folder: Path, kinds: dict | None = None, notes: Iterable = ()
 ) -> Release:
     """A release with one pair per scene. pairs: split -> its pairs, whose image names are relative
-    to `folder`. Each kind of change is scored separately. InputError if a split is unknown."""
-    unknown = pairs.keys() - set(SPLITS)
-    if unknown:
-        raise InputError(f"{folder}: splits are train, val and test, not {', '.join(unknown)}")
+    to `folder`; pairs of the same id are one, with the captions of all. kinds: kind of change ->
+    pair ids; each kind is scored separately. InputError if a split is unknown, or if a pair has two
+    splits, two kinds or no caption."""
     release = Release(groups=kinds or {}, kinds=kinds or {}, notes=[*notes])
-    for split in SPLITS:
-        release.scenes[split] = [Scene((pair,)) for pair in pairs.get(split, [])]
-        for pair in pairs.get(split, []):
-            release.paths[pair.before] = folder / pair.before
-            if pair.after is not None:
-                release.paths[pair.after] = folder / pair.after
+    release.scenes = {split: [] for split in SPLITS}
+    first: dict[str, tuple[str, Pair]] = {}  # id -> split and pair
+    for split, rows in pairs.items():
+        for pair in rows:
+            if split not in SPLITS:
+                raise InputError(f"{folder}: the split of {pair.id} is {split!r}, not in {SPLITS}")
+            if not pair.captions:
+                raise InputError(f"{folder}: {pair.id} has no caption")
+            first_split, first_pair = first.setdefault(pair.id, (split, pair))
+            if split != first_split:
+                raise InputError(f"{folder}: {pair.id} is both in {first_split} and in {split}")
+            if pair is not first_pair:
+                first_pair.captions.extend(pair.captions)
+    for split, pair in first.values():
+        scene = Scene((pair,))
+        release.scenes[split].append(scene)
+        for name in scene.images():
+            release.paths[name] = folder / name
+    kind_of: dict[str, str] = {}
+    for kind, ids in release.kinds.items():
+        for pair_id in ids:
+            if kind_of.setdefault(pair_id, kind) != kind:
+                raise InputError(f"{folder}: {pair_id} is both {kind_of[pair_id]!r} and {kind!r}")
     return release
 
 
@@ -278,30 +308,48 @@ def check_strings(x) -> list[str]:
     return x
 
 
-def read_table(path: Path, columns: Iterable[str], **dialect) -> list[dict[str, str]]:
-    """The non-empty rows of a CSV file in UTF-8, each {column in lower case: cell}. InputError if a
-    column is missing or occurs twice, if `captions` is not the last one, or if a row and the header
-    differ in length."""
-    remedy = "save it as UTF-8, with double quotes around cells that contain commas"
-    with open(path, encoding="utf-8-sig", newline="") as f, file_errors(path, remedy):
-        table = csv.DictReader(f, strict=True, skipinitialspace=True, **dialect)
-        heads = [head.strip().lower() for head in table.fieldnames or []]
-        table.fieldnames = heads
-        if not set(columns) <= set(heads) or len(set(heads)) < len(heads):
-            expected = ", ".join(columns)
-            found = f"found the columns {', '.join(heads)!r:.60}"
-            raise InputError(f"{found}, expected {expected}")
-        if "captions" in heads[:-1]:  # where an unquoted comma can go unnoticed
-            raise InputError("captions must be the last column")
-        rows = []
-        for row in table:
-            cells = row.values()
-            # None marks a long or a short row. A stray quote merges lines into one cell.
-            if None in row or None in cells or "\n" in "".join(cells):
-                raise InputError(f"line {table.line_num}: expected {len(heads)} cells, see quotes")
-            if any(cells):
-                rows.append({column: cell.strip() for column, cell in row.items()})
-        return rows
+def read_table(
+    path: Path, columns: Iterable[str], quoting: int = csv.QUOTE_MINIMAL
+) -> list[dict[str, str]]:
+    """The non-empty rows of a table in UTF-8, each {column in lower case: cell}. The first line
+    names the columns, with commas, semicolons or tabs between them. InputError if one of `columns`
+    is missing there or empty in a row, and names the line of what else cannot be meant so."""
+    with open(path, encoding="utf-8-sig") as f, file_errors(path, "save it as UTF-8"):
+        lines = f.readlines() or [""]  # CR, LF or both end a line
+    separator = max(",;\t", key=lines[0].count)
+    heads: list[str] = []
+    rows = []
+    for number, line in enumerate(lines, 1):
+        place = f"{path}, line {number}"
+        with file_errors(place, "write a row in one line, and a double quote in quotes twice"):
+            (cells,) = csv.reader(
+                [line], delimiter=separator, quoting=quoting, strict=True, skipinitialspace=True
+            )
+        cells = [cell.strip() for cell in cells]
+        while cells and not cells[-1]:  # spreadsheets may write empty columns
+            cells.pop()
+        if number == 1:
+            heads = [cell.lower() for cell in cells]
+            found = f"{place}: found the columns {', '.join(heads)!r:.60}"
+            if not set(columns) <= set(heads) or len(set(heads)) < len(heads):
+                raise InputError(f"{found}, expected {', '.join(columns)}, each of them once")
+            if "captions" in heads[:-1]:  # where an unquoted comma can go unnoticed
+                raise InputError(f"{found}, expected captions as the last one")
+        elif len(cells) > len(heads):
+            expected = f"expected {len(heads)} cells, found {len(cells)}"
+            raise InputError(
+                f"{place}: {expected}; put double quotes around one with {separator!r}"
+            )
+        elif cells:
+            row = dict(itertools.zip_longest(heads, cells, fillvalue=""))
+            for column, cell in row.items():
+                if column in columns and not cell:
+                    raise InputError(f"{place}: {column} is empty")
+                if cell.startswith(('["', "[{", '{"')):
+                    remedy = "write plain text, with | between several captions"
+                    raise InputError(f"{place}: {column} is JSON; {remedy}")
+            rows.append(row)
+    return rows
 
 
 def read_lines(path: Path, errors: str = "strict") -> list[str]:
@@ -490,14 +538,12 @@ def read_spot_the_diff(root: Path) -> Release:
     Each sentence is a caption, even the 66 empty ones, which published tables count."""
     pairs = {}
     for split in SPLITS:
-        captions: dict[str, list[str]] = {}
-        for row in read_json(root / f"annotations/{split}.json"):
-            captions.setdefault(str(row["img_id"]), []).extend(check_strings(row["sentences"]))
         pairs[split] = []
-        for i, texts in captions.items():
+        for row in read_json(root / f"annotations/{split}.json"):
+            i = str(row["img_id"])
             before = f"resized_images/{i}.png"
             after = f"resized_images/{i}_2.png"
-            pairs[split].append(Pair(i, before, after, texts))
+            pairs[split].append(Pair(i, before, after, check_strings(row["sentences"])))
     return release_from_pairs(pairs, root)
 
 
@@ -547,12 +593,12 @@ def read_levir_cc(root: Path) -> Release:
     """LEVIR-CC (Liu et al., TGRS 2022): LevirCCcaptions.json, and images/<split>/A (before) and B
     (after). Captions are the non-empty tokens given in the file. `changeflag` (0 or 1, false or
     true) marks changed pairs; if it is absent, LEVIR_SAME decides. The split is this file's, not
-    LEVIR-CD's."""
+    LEVIR-CD's. Rows of one picture form one pair."""
     file = root / "LevirCCcaptions.json"
-    content = read_json(file)
     pairs = {}
     kinds = {"change": set(), "no change": set()}
-    for row in content["images"]:
+    unflagged: dict[str, list[str]] = {}  # pair id -> captions
+    for row in read_json(file)["images"]:
         name = row["filename"]
         split = row["split"]
         captions = []
@@ -562,12 +608,16 @@ def read_levir_cc(root: Path) -> Release:
                 captions.append(" ".join(words))
         pair = Pair(name, f"{split}/A/{name}", f"{split}/B/{name}", captions)
         pairs.setdefault(split, []).append(pair)
-        kind = "no change" if set(LEVIR_SAME) & set(captions) else "change"
         if "changeflag" in row:
-            kind = CHANGE_FLAGS.get(str(row["changeflag"]).lower())
-        if kind is None:
             flag = row["changeflag"]
-            raise InputError(f"{file}: changeflag of {name} is {flag!r}, expected 0 or 1")
+            kind = CHANGE_FLAGS.get(str(flag).lower())
+            if kind is None:
+                raise InputError(f"{file}: changeflag of {name} is {flag!r}, expected 0 or 1")
+            kinds[kind].add(name)
+        else:
+            unflagged.setdefault(name, []).extend(captions)
+    for name, captions in unflagged.items():
+        kind = "no change" if set(LEVIR_SAME) & set(captions) else "change"
         kinds[kind].add(name)
     return release_from_pairs(pairs, root / "images", kinds)
 
@@ -594,26 +644,25 @@ def read_birds_to_words(root: Path) -> Release:
     pair. Captions become lower-case words and punctuation marks, which this data set's metrics
     compare."""
     file = root / "birds-to-words-v1.0.tsv"
-    urls = ("img1imgurl", "img2imgurl")
-    table = read_table(
-        file, (*urls, "split", "description"), delimiter="\t", quoting=csv.QUOTE_NONE
-    )
-    captions: dict[tuple, list[str]] = {}
-    for row in table:
-        # URLs are .../photos/<photo id>/large.jpg?...
-        photos = [re.search(r"/photos/(\d+)", row[url])[1] + ".jpg" for url in urls]
-        texts = captions.setdefault((row["split"], *photos), [])
-        texts.append(" ".join(tokenize_lower(row["description"])))
     images = root / "images"
+    urls = ("img1imgurl", "img2imgurl")
     pairs = {}
-    kept = 0
-    for (split, before, after), texts in captions.items():
+    left_out = 0
+    for row in read_table(file, (*urls, "split", "description"), csv.QUOTE_NONE):
+        # URLs are .../photos/<photo id>/large.jpg?...
+        before, after = [re.search(r"/photos/(\d+)", row[url])[1] + ".jpg" for url in urls]
+        split = row["split"]
+        caption = " ".join(tokenize_lower(row["description"]))
+        pair = Pair(f"{split}_{before}_{after}", before, after, [caption])
         if (images / before).exists() and (images / after).exists():
-            kept += 1
-            pairs.setdefault(split, []).append(Pair(f"{before}_{after}", before, after, texts))
+            pairs.setdefault(split, []).append(pair)
+        else:
+            left_out += 1
     notes = []
-    if kept < len(captions):
-        notes.append(f"{kept} of {len(captions)} pairs have both photographs in {images}")
+    if left_out:
+        notes.append(
+            f"{left_out} captions are left out: {images} lacks a photograph of their pairs"
+        )
     return release_from_pairs(pairs, images, notes=notes)
 
 
@@ -685,7 +734,8 @@ def own_pair(row: dict[str, str]) -> Pair:
     ("./a.png" is "a.png")."""
     before = os.path.normpath(row["before"]).replace(os.sep, "/")
     after = os.path.normpath(row["after"]).replace(os.sep, "/")
-    captions = [text.strip() for text in row.get("captions", "").split("|") if text.strip()]
+    texts = row.get("captions", "").split("|")
+    captions = [text.strip() for text in texts if normalised(text).strip()]
     return Pair(f"{before} {after}", before, after, captions)
 
 
@@ -698,6 +748,14 @@ def hashed_split(pair: Pair) -> str:
     return {8: "val", 9: "test"}.get(tenth, "train")
 
 
+def kind_name(text: str) -> str:
+    """ "No_change " and "no - change" become "no change"."""
+    text = normalised(text)
+    # Unicode's categories of letters, digits and the marks that belong to letters.
+    kept = [c if unicodedata.category(c)[0] in "LNM" else " " for c in text]
+    return " ".join("".join(kept).split())
+
+
 def read_pairs(root: Path) -> Release:
     """Your own pairs: pairs.csv with the columns before, after and, as the last one, captions.
     Paths are relative to the folder.
@@ -706,34 +764,32 @@ def read_pairs(root: Path) -> Release:
     words by tokenize_pairs and cut after 60 words. Two columns are optional: `split`
     (train, val or test in every row; without the column: hashed_split) and `kind`, the kind of
     change. Each kind is scored separately; of the kind "no change", the share of pairs recognised
-    is reported, too. Copies of a picture under other names are not noticed. InputError if a row
-    lacks a path or a caption, or a pair is in two splits or has two kinds."""
+    is reported, too. InputError if a row lacks a path or a caption, if a pair is in two splits or
+    has two kinds, or if a kind has the name of another row of the scores."""
     file = root / "pairs.csv"
     table = read_table(file, ("before", "after", "captions"))
-    pairs: dict[str, Pair] = {}
-    split_of: dict[str, str] = {}
-    kind_of: dict[str, str] = {}
-    for row in table:
-        new = own_pair(row)
-        if not (row["before"] and row["after"] and new.captions):
-            raise InputError(f"{file}: expected two images and a caption in the row of {new.id}")
-        pair = pairs.setdefault(new.id, replace(new, captions=[]))
-        pair.captions.extend(new.captions)
-        split = row["split"].lower() if "split" in row else hashed_split(pair)
-        # "No_change " becomes "no change".
-        kind = " ".join(re.split(r"[\s_-]+", row.get("kind", "").lower())).strip()
-        for values, value in ((split_of, split), (kind_of, kind)):
-            if values.setdefault(pair.id, value) != value:
-                raise InputError(f"{file}: {pair.id} is both {values[pair.id]!r} and {value!r}")
-    by_split: dict[str, list[Pair]] = {}
+    pairs: dict[str, list[Pair]] = {}
     kinds: dict[str, set[str]] = {}
-    for pair in pairs.values():
-        by_split.setdefault(split_of[pair.id], []).append(pair)
-        if kind_of[pair.id]:
-            kinds.setdefault(kind_of[pair.id], set()).add(pair.id)
-    unused = [column for column in (table[0] if table else ()) if column not in OWN_COLUMNS]
-    notes = [f"{file}: the column {column!r} is not used" for column in unused]
-    return release_from_pairs(by_split, root, kinds, notes)
+    for row in table:
+        pair = own_pair(row)
+        split = row["split"].lower() if "split" in row else hashed_split(pair)
+        pairs.setdefault(split, []).append(pair)
+        kind = kind_name(row.get("kind", ""))
+        if kind:
+            kinds.setdefault(kind, set()).add(pair.id)
+        if kind in ("total", scores.ONE_CAPTION, "without leaked pairs"):
+            raise InputError(f"{file}: the scores have a row {kind!r}; rename this kind")
+    columns = table[0] if table else ()
+    notes = [
+        f"{file}: the column {name!r} is not used" for name in columns if name not in OWN_COLUMNS
+    ]
+    for split in ("val", "test"):
+        if split not in pairs:
+            why = "without a column split, pairs that share their first picture share a split"
+            notes.append(f"there are no {split} pairs; {why}")
+    if "no change" not in kinds:
+        notes.append("no pair has the kind 'no change': how many are recognised is not reported")
+    return release_from_pairs(pairs, root, kinds, notes)
 
 
 # Photographs have many more pixels than the network's input. Most papers' extractor resizes without
@@ -751,12 +807,7 @@ DATASETS["pairs"] = Settings(
 
 # ---- pictures and extractors ---------------------------------------------------------------------
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-PICTURES = (
-    f"give a {', '.join(FORMATS[:-1])} or TIFF with 8 bits a channel, 1, 3 or 4 channels and less "
-    "than 179 million pixels, as by gdal_translate -of PNG -ot Byte -scale 0 MAX 0 255 -b 1 -b 2 "
-    "-b 3 IN OUT.png (one MAX for all)"
-)
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 
 def read_image(picture) -> Image.Image:
@@ -771,48 +822,22 @@ def read_image(picture) -> Image.Image:
         return upright_rgb(picture)
     is_path = isinstance(picture, (str, os.PathLike))
     with open(picture, "rb") if is_path else contextlib.nullcontext(picture) as f:
-        with file_errors(picture, PICTURES):
-            check_tiff(tiff_tags(f))
+        with file_errors(picture, f"give one of {', '.join(FORMATS)} with 8 bits a channel"):
             return upright_rgb(Image.open(f, formats=FORMATS))
 
 
 def upright_rgb(picture: Image.Image) -> Image.Image:
     """A PIL image -> upright RGB on white. InputError if it does not have 8 bits per channel."""
-    check_tiff(getattr(picture, "tag_v2", {}))
     # Modes I and F hold integers and floats; Pillow keeps the upper 8 bits of 16-bit colours, which
     # are all 0 in a picture that uses fewer bits.
     if picture.mode[0] in "IF" or ";16" in str(getattr(picture, "tile", "")):
         raise InputError(f"mode {picture.mode}, more than 8 bits a channel")
     upright = ImageOps.exif_transpose(picture)
-    # Writers of TIFF mark any fourth band as transparency, and it may be near infrared.
-    if upright.has_transparency_data and picture.format != "TIFF":
+    if upright.has_transparency_data:
         rgba = upright.convert("RGBA")
         white = Image.new("RGBA", rgba.size, "white")
         upright = Image.alpha_composite(white, rgba)
     return upright.convert("RGB")
-
-
-def tiff_tags(f: BinaryIO) -> Mapping[int, object]:
-    """The tags of a TIFF file, even of one that Pillow does not open; {} of other files."""
-    f.seek(0)
-    head = f.read(8)
-    if head[:4] not in (b"II*\0", b"MM\0*"):
-        return {}
-    tags = TiffImagePlugin.ImageFileDirectory_v2(head)
-    f.seek(tags.next)
-    tags.load(f)
-    return tags
-
-
-def check_tiff(tags: Mapping[int, object]) -> None:
-    """InputError if a TIFF's tags do not say 8 unsigned bits in 1, 3 or 4 bands. Pillow would read
-    some of these files in a wrong way."""
-    bits = tags.get(258, (8,))  # of each band
-    sign = tags.get(339, (1,))
-    bands = tags.get(277, 1)
-    if set(bits) != {8} or set(sign) != {1} or bands not in (1, 3, 4):
-        name = {1: "unsigned", 2: "signed", 3: "float"}.get(max(sign), "other")
-        raise InputError(f"{bands} bands of {max(bits)} {name} bits")
 
 
 MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
@@ -862,7 +887,8 @@ RESNETS = {
 def resnet101_grid(name: str) -> nn.Module:
     """torchvision's ResNet-101 up to the layer in `name`, with the ImageNet weights that the papers
     used (IMAGENET1K_V1), fetched by torchvision on first use: (n, 3, H, W) -> (n, *grid)."""
-    net = resnet101(weights=ResNet101_Weights.IMAGENET1K_V1)
+    with file_errors(name, "make features once online, or give --extractor timm/NAME:FILE"):
+        net = resnet101(weights=ResNet101_Weights.IMAGENET1K_V1)
     stem = [net.conv1, net.bn1, net.relu, net.maxpool]
     grid = nn.Sequential(*stem, net.layer1, net.layer2, net.layer3)
     if name == "resnet101-layer4":
@@ -874,8 +900,10 @@ def resnet101_grid(name: str) -> nn.Module:
 
 class TimmGrid(nn.Module):
     """The last feature map of a timm model: (n, 3, 224, 224) -> (n, C, H, W). name: timm/MODEL,
-    whose weights timm fetches, or timm/MODEL:FILE. InputError if there is no such model, or the
-    file does not hold its weights."""
+    whose weights timm fetches, or timm/MODEL:FILE. Mean and standard deviation are those of MODEL,
+    which may have a tag, such as vit_base_patch16_224.mae. Of a ViT, the map comes before its last
+    LayerNorm, as from timm; DINOv2's own code applies it. InputError if there is no such model, or
+    the file does not hold its weights."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -893,10 +921,13 @@ class TimmGrid(nn.Module):
                 trunk = timm.create_model(model, num_classes=0)
                 missing, unexpected = trunk.load_state_dict(weights, strict=False)
             classifier = defaults.classifier or ()  # one name or several; it may have other classes
-            unexpected = [key for key in unexpected if not key.startswith(classifier)]
-            if missing or unexpected:
-                keys = f"first missing: {missing[:1]}, first unexpected: {unexpected[:1]}"
+            unknown = [key for key in unexpected if not key.startswith(classifier)]
+            if missing or unknown:
+                keys = f"first missing: {missing[:1]}, first unexpected: {unknown[:1]}"
                 raise InputError(f"{file} lacks weights of {model} under timm's names; {keys}")
+            # timm drops a classifier only if the tag's own weights have one.
+            for key in unexpected:
+                del weights[key]
             options["pretrained_cfg_overlay"] = {"state_dict": weights}
         # It remarks that the classifier's weights are not used.
         logging.getLogger("timm").setLevel(logging.ERROR)
@@ -1135,16 +1166,56 @@ def prepare(
     vocab = vocab_of(name, release)
     # Notes come before features are made, which may take hours.
     print_notes(*release.notes)
+    print_notes(*notes_on_captions(release, vocab))
     counts = Counter(words=len(vocab))
     for part, members in (release.scenes | release.kinds).items():
         counts[part] = len(members)
     for part, count in settings.published.items():
         if counts[part] != count:
             print_notes(f"{part}: found {counts[part]}, published {count}")
+    for split in SPLITS:
+        ids = {pair.id for pair in release.pairs(split)}
+        kinds = [f", {len(ids & members)} {kind}" for kind, members in release.kinds.items()]
+        print(f"{split}: {len(ids)} pairs{''.join(kinds)}")
     if not path.exists():
         make_features(name, root, release, device, extractor)
-    open_features(name, root, extractor).require(release.paths, root)
+    features = open_features(name, root, extractor)
+    features.require(release.paths, root)
+    copies = copies_of_training_pictures(release, features)
+    if copies:
+        number = f"{len(copies)} val and test pictures, such as {copies[0]},"
+        print_notes(f"{number} are copies of training pictures under other names")
     print(f"{root}: {len(release.paths)} images, {len(vocab)} words")
+
+
+def notes_on_captions(release: Release, vocab: Vocab) -> list[str]:
+    """Remarks on what a model does not see of the training captions."""
+    captions = release.captions(["train"])
+    words = Counter(itertools.chain(*map(vocab.tokenizer, captions)))
+    unknown = sum(count for word, count in words.items() if word not in vocab.index)
+    cut = sum(vocab.split(caption) != vocab.tokenizer(caption) for caption in captions)
+    notes = []
+    if 20 * unknown >= words.total() > 0:
+        share = f"{100 * unknown / words.total():.0f} % of the words in training captions"
+        notes.append(f"{share} are too rare for the vocabulary; models do not learn to write them")
+    if cut:
+        total = len(captions)
+        notes.append(f"{cut} of {total} training captions are cut after {vocab.max_words} words")
+    return notes
+
+
+def copies_of_training_pictures(release: Release, features: Features) -> list[str]:
+    """Names of val's and test's pictures that have the content of a training picture, but not its
+    name."""
+
+    def content(name: str) -> tuple[int, int]:
+        size, _, checksum = features.stamps[features.row_of[name]]
+        return size, checksum
+
+    images = release.images(["train"])
+    contents = {content(name) for name in images}
+    others = release.images(["val", "test"]) - images
+    return sorted(name for name in others if content(name) in contents)
 
 
 def make_features(name: str, root: Path, release: Release, device: str, extractor: str) -> None:

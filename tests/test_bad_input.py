@@ -71,7 +71,7 @@ def test_each_data_set_says_what_is_missing(name, tmp_path, prepare):
     image.unlink()
     # Birds-to-Words' photographs are fetched one by one: pairs that lack one are left out, and
     # counted.
-    expected = "both photographs" if name == "birds_to_words" else str(image)
+    expected = "lacks a photograph" if name == "birds_to_words" else str(image)
     assert expected in prepare(root, name)
     tables = [path for path in root.rglob("*") if path.suffix in (".json", ".tsv", ".csv")]
     for path in tables:
