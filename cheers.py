@@ -739,7 +739,7 @@ PRESETS = {
     "clevr_dc": dict(lr=1e-3, layers=1),
     "spot_the_diff": dict(lr=5e-4, batch_size=96),
     "pairs": dict(layers=1, dim=256, min_count=1, batch_size=16, lr=5e-4, warmup=50, steps=2000,
-                  eval_every=100, patience=10),
+                  eval_every=100, patience=10, select_by="ROUGE-L"),
     "mini": dict(dim=128, word_dim=128, heads=2, layers=1, dropout=0.0, clip="mini", clip_dim=128,
                  w_consistency=0.1, w_match=0.05, batch_size=16, lr=2e-3, schedule="cosine",
                  warmup=50, grad_clip=1.0, steps=1700, eval_every=300, eval_batch=250),

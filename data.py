@@ -65,6 +65,7 @@ from common import (
     RunConfig,
     atomic_write,
     file_errors,
+    home_expanded,
     load_model,
     print_notes,
     progress,
@@ -270,7 +271,7 @@ def release_from_pairs(
     """A release with one pair per scene. pairs: split -> its pairs, whose image names are relative
     to `folder`; pairs of the same id are one, with the captions of all. kinds: kind of change ->
     pair ids; each kind is scored separately. InputError if a split is unknown, or if a pair has two
-    splits, two kinds or no caption."""
+    splits or two kinds."""
     release = Release(groups=kinds or {}, kinds=kinds or {}, notes=[*notes])
     release.scenes = {split: [] for split in SPLITS}
     first: dict[str, tuple[str, Pair]] = {}  # id -> split and pair
@@ -278,8 +279,6 @@ def release_from_pairs(
         for pair in rows:
             if split not in SPLITS:
                 raise InputError(f"{folder}: the split of {pair.id} is {split!r}, not in {SPLITS}")
-            if not pair.captions:
-                raise InputError(f"{folder}: {pair.id} has no caption")
             first_split, first_pair = first.setdefault(pair.id, (split, pair))
             if split != first_split:
                 raise InputError(f"{folder}: {pair.id} is both in {first_split} and in {split}")
@@ -772,6 +771,8 @@ def read_pairs(root: Path) -> Release:
     kinds: dict[str, set[str]] = {}
     for row in table:
         pair = own_pair(row)
+        if not pair.captions:
+            raise InputError(f"{file}: {pair.id} has no caption")
         split = row["split"].lower() if "split" in row else hashed_split(pair)
         pairs.setdefault(split, []).append(pair)
         kind = kind_name(row.get("kind", ""))
@@ -1820,10 +1821,12 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", metavar="NAME", required=True)
     for name in DATASETS:
         p = commands.add_parser(name, help=f"prepare the data set {name}", allow_abbrev=False)
-        p.add_argument("--data_dir", help="its folder (default: data/NAME)")
+        text = "its folder (default: data/NAME)"
+        p.add_argument("--data_dir", type=home_expanded, help=text)
         p.add_argument("--device", default="", help="of the extractor (default: cuda if available)")
         text = f"network that makes the features: {', '.join(RESNETS)}, timm/MODEL, timm/MODEL:FILE"
-        p.add_argument("--extractor", default="", help=f"{text} (default: the data set's own)")
+        text += " (default: the data set's own)"
+        p.add_argument("--extractor", type=home_expanded, default="", help=text)
         if DATASETS[name].make:
             p.add_argument("--scenes", type=int, help="training scenes (default: 5000)")
     args = parser.parse_args(argv)

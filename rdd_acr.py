@@ -715,7 +715,7 @@ PRESETS = {
     "levir_cc": dict(action_vectors=10, batch_size=32),
     "spot_the_diff": dict(action_vectors=10, batch_size=32, lr_drop=4020),
     "pairs": dict(action_vectors=10, dim=256, batch_size=16, lr=5e-4, warmup=50, steps=2000,
-                  eval_every=100, patience=10),
+                  eval_every=100, patience=10, select_by="ROUGE-L"),
     "mini": dict(dim=128, word_dim=128, heads=2, dropout=0.0, distil_steps=1, object_vectors=8,
                  clip="mini", clip_dim=128, clip_width=64, batch_size=16, lr=1e-3,
                  schedule="cosine", warmup=50, grad_clip=1.0, steps=1900, eval_every=300,
