@@ -90,10 +90,7 @@ def tokenize(caption: str) -> list[str]:
     """The rule behind most published vocabularies: put a space before ';' and ',', drop '?' and
     '.', keep the case. Double, leading or trailing spaces give empty words, which published
     vocabulary sizes count."""
-    for mark in ";,":
-        caption = caption.replace(mark, f" {mark}")
-    for mark in "?.":
-        caption = caption.replace(mark, "")
+    caption = caption.replace(";", " ;").replace(",", " ,").replace("?", "").replace(".", "")
     return caption.split(" ")
 
 
@@ -214,10 +211,7 @@ class Scene:
 
     def images(self) -> set[str]:
         """The names of the scene's images."""
-        names = set()
-        for pair in self.pairs:
-            names |= {pair.before, pair.after}
-        return names - {None}
+        return {name for pair in self.pairs for name in (pair.before, pair.after)} - {None}
 
 
 @dataclass
@@ -270,8 +264,7 @@ def release_from_pairs(
 ) -> Release:
     """A release with one pair per scene. pairs: split -> its pairs, whose image names are relative
     to `folder`; pairs of the same id are one, with the captions of all. kinds: kind of change ->
-    pair ids; each kind is scored separately. InputError if a split is unknown, or if a pair has two
-    splits or two kinds."""
+    pair ids; each is scored separately. InputError if a split is unknown, or a pair is in two."""
     release = Release(groups=kinds or {}, kinds=kinds or {}, notes=[*notes])
     release.scenes = {split: [] for split in SPLITS}
     first: dict[str, tuple[str, Pair]] = {}  # id -> split and pair
@@ -289,11 +282,6 @@ def release_from_pairs(
         release.scenes[split].append(scene)
         for name in scene.images():
             release.paths[name] = folder / name
-    kind_of: dict[str, str] = {}
-    for kind, ids in release.kinds.items():
-        for pair_id in ids:
-            if kind_of.setdefault(pair_id, kind) != kind:
-                raise InputError(f"{folder}: {pair_id} is both {kind_of[pair_id]!r} and {kind!r}")
     return release
 
 
@@ -311,42 +299,39 @@ def read_table(
     path: Path, columns: Iterable[str], quoting: int = csv.QUOTE_MINIMAL
 ) -> list[dict[str, str]]:
     """The non-empty rows of a table in UTF-8, each {column in lower case: cell}. The first line
-    names the columns, with commas, semicolons or tabs between them. InputError if one of `columns`
-    is missing there or empty in a row, and names the line of what else cannot be meant so."""
+    names the columns, with commas, semicolons or tabs between them. Every row has a text in each of
+    `columns`. InputError names the line of what cannot be meant so."""
     with open(path, encoding="utf-8-sig") as f, file_errors(path, "save it as UTF-8"):
         lines = f.readlines() or [""]  # CR, LF or both end a line
     separator = max(",;\t", key=lines[0].count)
+    syntax = {"delimiter": separator, "quoting": quoting, "skipinitialspace": True, "strict": True}
     heads: list[str] = []
     rows = []
     for number, line in enumerate(lines, 1):
         place = f"{path}, line {number}"
         with file_errors(place, "write a row in one line, and a double quote in quotes twice"):
-            (cells,) = csv.reader(
-                [line], delimiter=separator, quoting=quoting, strict=True, skipinitialspace=True
-            )
+            (cells,) = csv.reader([line], **syntax)
         cells = [cell.strip() for cell in cells]
         while cells and not cells[-1]:  # spreadsheets may write empty columns
             cells.pop()
         if number == 1:
             heads = [cell.lower() for cell in cells]
-            found = f"{place}: found the columns {', '.join(heads)!r:.60}"
+            place += f": found the columns {', '.join(heads)!r:.60}, expected"
             if not set(columns) <= set(heads) or len(set(heads)) < len(heads):
-                raise InputError(f"{found}, expected {', '.join(columns)}, each of them once")
+                raise InputError(f"{place} {', '.join(columns)}, each of them once")
             if "captions" in heads[:-1]:  # where an unquoted comma can go unnoticed
-                raise InputError(f"{found}, expected captions as the last one")
+                raise InputError(f"{place} captions as the last one")
         elif len(cells) > len(heads):
-            expected = f"expected {len(heads)} cells, found {len(cells)}"
-            raise InputError(
-                f"{place}: {expected}; put double quotes around one with {separator!r}"
-            )
+            place += f": expected {len(heads)} cells, found {len(cells)}"
+            raise InputError(f"{place}; put double quotes around one with {separator!r}")
         elif cells:
             row = dict(itertools.zip_longest(heads, cells, fillvalue=""))
             for column, cell in row.items():
                 if column in columns and not cell:
                     raise InputError(f"{place}: {column} is empty")
                 if cell.startswith(('["', "[{", '{"')):
-                    remedy = "write plain text, with | between several captions"
-                    raise InputError(f"{place}: {column} is JSON; {remedy}")
+                    place += f": {column} is JSON"
+                    raise InputError(f"{place}; write plain text, with | between captions")
             rows.append(row)
     return rows
 
@@ -595,8 +580,8 @@ def read_levir_cc(root: Path) -> Release:
     LEVIR-CD's. Rows of one picture form one pair."""
     file = root / "LevirCCcaptions.json"
     pairs = {}
-    kinds = {"change": set(), "no change": set()}
-    unflagged: dict[str, list[str]] = {}  # pair id -> captions
+    names = set()
+    unchanged = set()
     for row in read_json(file)["images"]:
         name = row["filename"]
         split = row["split"]
@@ -607,17 +592,16 @@ def read_levir_cc(root: Path) -> Release:
                 captions.append(" ".join(words))
         pair = Pair(name, f"{split}/A/{name}", f"{split}/B/{name}", captions)
         pairs.setdefault(split, []).append(pair)
-        if "changeflag" in row:
-            flag = row["changeflag"]
-            kind = CHANGE_FLAGS.get(str(flag).lower())
-            if kind is None:
-                raise InputError(f"{file}: changeflag of {name} is {flag!r}, expected 0 or 1")
-            kinds[kind].add(name)
-        else:
-            unflagged.setdefault(name, []).extend(captions)
-    for name, captions in unflagged.items():
         kind = "no change" if set(LEVIR_SAME) & set(captions) else "change"
-        kinds[kind].add(name)
+        if "changeflag" in row:
+            flag = str(row["changeflag"]).lower()
+            if flag not in CHANGE_FLAGS:
+                raise InputError(f"{file}: changeflag of {name} is {flag!r}, expected 0 or 1")
+            kind = CHANGE_FLAGS[flag]
+        names.add(name)
+        if kind == "no change":
+            unchanged.add(name)
+    kinds = {"change": names - unchanged, "no change": unchanged}
     return release_from_pairs(pairs, root / "images", kinds)
 
 
@@ -748,7 +732,7 @@ def hashed_split(pair: Pair) -> str:
 
 
 def kind_name(text: str) -> str:
-    """ "No_change " and "no - change" become "no change"."""
+    """The words of a kind: those of "No_change " and "no - change" are "no change"."""
     text = normalised(text)
     # Unicode's categories of letters, digits and the marks that belong to letters.
     kept = [c if unicodedata.category(c)[0] in "LNM" else " " for c in text]
@@ -769,6 +753,7 @@ def read_pairs(root: Path) -> Release:
     table = read_table(file, ("before", "after", "captions"))
     pairs: dict[str, list[Pair]] = {}
     kinds: dict[str, set[str]] = {}
+    kind_of: dict[str, str] = {}
     for row in table:
         pair = own_pair(row)
         if not pair.captions:
@@ -776,26 +761,25 @@ def read_pairs(root: Path) -> Release:
         split = row["split"].lower() if "split" in row else hashed_split(pair)
         pairs.setdefault(split, []).append(pair)
         kind = kind_name(row.get("kind", ""))
+        if kind_of.setdefault(pair.id, kind) != kind:
+            raise InputError(f"{file}: {pair.id} is both {kind_of[pair.id]!r} and {kind!r}")
         if kind:
             kinds.setdefault(kind, set()).add(pair.id)
         if kind in ("total", scores.ONE_CAPTION, "without leaked pairs"):
             raise InputError(f"{file}: the scores have a row {kind!r}; rename this kind")
-    columns = table[0] if table else ()
-    notes = [
-        f"{file}: the column {name!r} is not used" for name in columns if name not in OWN_COLUMNS
-    ]
+    unused = [column for column in (table[0] if table else ()) if column not in OWN_COLUMNS]
+    notes = [f"{file}: the column {column!r} is not used" for column in unused]
     for split in ("val", "test"):
         if split not in pairs:
-            why = "without a column split, pairs that share their first picture share a split"
-            notes.append(f"there are no {split} pairs; {why}")
+            why = "without it, pairs that share their first picture share a split"
+            notes.append(f"there are no {split} pairs: name some in the column split; {why}")
     if "no change" not in kinds:
         notes.append("no pair has the kind 'no change': how many are recognised is not reported")
     return release_from_pairs(pairs, root, kinds, notes)
 
 
-# Photographs have many more pixels than the network's input. Most papers' extractor resizes without
-# antialiasing and so skips most of them, and a slightly moved camera changes its features; this one
-# averages pixels.
+# Most papers' extractor skips most pixels of a photograph, so its features change when the camera
+# moves slightly. This one averages pixels.
 # Metrics compare words as the model learns them, so a perfect model loses no points to splitting.
 DATASETS["pairs"] = Settings(
     read_pairs,
@@ -864,24 +848,11 @@ def preprocess_imagenet(image: Image.Image, side: int = 224) -> Tensor:
     return (x - MEAN) / STD
 
 
-# The papers' extractors: name -> preprocessing function, its description in feature files, and the
-# (C, H, W) of the features.
+# The papers' extractors: name -> preprocessing function, and the (C, H, W) of the features.
 RESNETS = {
-    "resnet101-layer3": (
-        preprocess_resnet,
-        "RGB, 224x224 bicubic without antialiasing, /255, mean .485 .456 .406, std .229 .224 .224",
-        (1024, 14, 14),
-    ),
-    "resnet101-layer3-256": (
-        partial(preprocess_imagenet, side=256),
-        "RGB, 256x256 bilinear with antialiasing, /255, mean .485 .456 .406, std .229 .224 .225",
-        (1024, 14, 14),
-    ),
-    "resnet101-layer4": (
-        preprocess_imagenet,
-        "RGB, 224x224 bilinear with antialiasing, /255, mean .485 .456 .406, std .229 .224 .225",
-        (2048, 7, 7),
-    ),
+    "resnet101-layer3": (preprocess_resnet, (1024, 14, 14)),
+    "resnet101-layer3-256": (partial(preprocess_imagenet, side=256), (1024, 14, 14)),
+    "resnet101-layer4": (preprocess_imagenet, (2048, 7, 7)),
 }
 
 
@@ -917,18 +888,14 @@ class TimmGrid(nn.Module):
         if defaults.fixed_input_size:  # ViTs, whose native size may be 518
             options["img_size"] = 224
         if file:
-            with file_errors(file, f"give weights of {model}"):
+            with file_errors(file, f"give weights of {model} under timm's names"):
                 weights = timm.models.load_state_dict(file)
                 trunk = timm.create_model(model, num_classes=0)
-                missing, unexpected = trunk.load_state_dict(weights, strict=False)
-            classifier = defaults.classifier or ()  # one name or several; it may have other classes
-            unknown = [key for key in unexpected if not key.startswith(classifier)]
-            if missing or unknown:
-                keys = f"first missing: {missing[:1]}, first unexpected: {unknown[:1]}"
-                raise InputError(f"{file} lacks weights of {model} under timm's names; {keys}")
-            # timm drops a classifier only if the tag's own weights have one.
-            for key in unexpected:
-                del weights[key]
+                _, unexpected = trunk.load_state_dict(weights, strict=False)
+                for key in unexpected:
+                    if key.startswith(defaults.classifier or ()):  # one name or several
+                        del weights[key]
+                trunk.load_state_dict(weights)
             options["pretrained_cfg_overlay"] = {"state_dict": weights}
         # It remarks that the classifier's weights are not used.
         logging.getLogger("timm").setLevel(logging.ERROR)
@@ -954,7 +921,8 @@ class Extractor:
         self.device = device
         if name in RESNETS:
             net = resnet101_grid(name)
-            self.preprocess, self.preprocessing, _ = RESNETS[name]
+            self.preprocess, _ = RESNETS[name]
+            self.preprocessing = f"as for {name} in data.py"
         elif name.startswith("timm/"):
             net = TimmGrid(name)
             self.preprocess = net.preprocess
@@ -1057,9 +1025,6 @@ class Features:
             offset = table.id.get_offset()
         if self.extractor != extractor:
             raise InputError(f"{path} was made by {self.extractor}, not {extractor}; {self.remedy}")
-        if offset is None:
-            repack = f"h5repack -f NONE -l CONTI {path} NEW, and give NEW this name"
-            raise InputError(f"{path} is chunked or compressed; run: {repack}")
         self.file = open(path, "rb")  # stays open, for `announce`
         self.offset = offset
         # h5py reads rows in sorted order only.
@@ -1168,12 +1133,11 @@ def prepare(
     # Notes come before features are made, which may take hours.
     print_notes(*release.notes)
     print_notes(*notes_on_captions(release, vocab))
-    counts = Counter(words=len(vocab))
-    for part, members in (release.scenes | release.kinds).items():
-        counts[part] = len(members)
+    counts = {part: len(members) for part, members in (release.scenes | release.kinds).items()}
+    counts["words"] = len(vocab)
     for part, count in settings.published.items():
-        if counts[part] != count:
-            print_notes(f"{part}: found {counts[part]}, published {count}")
+        if counts.get(part) != count:
+            print_notes(f"{part}: found {counts.get(part)}, published {count}")
     for split in SPLITS:
         ids = {pair.id for pair in release.pairs(split)}
         kinds = [f", {len(ids & members)} {kind}" for kind, members in release.kinds.items()]
@@ -1206,17 +1170,14 @@ def notes_on_captions(release: Release, vocab: Vocab) -> list[str]:
 
 
 def copies_of_training_pictures(release: Release, features: Features) -> list[str]:
-    """Names of val's and test's pictures that have the content of a training picture, but not its
-    name."""
-
-    def content(name: str) -> tuple[int, int]:
-        size, _, checksum = features.stamps[features.row_of[name]]
-        return size, checksum
-
-    images = release.images(["train"])
-    contents = {content(name) for name in images}
-    others = release.images(["val", "test"]) - images
-    return sorted(name for name in others if content(name) in contents)
+    """Names of val's and test's pictures with the content, but not the name, of a training one."""
+    content_of = {}
+    for name, (size, _, checksum) in zip(features.row_of, features.stamps, strict=True):
+        content_of[name] = (size, checksum)
+    names = release.images(["train"])
+    contents = {content_of[name] for name in names}
+    others = release.images(["val", "test"]) - names
+    return sorted(name for name in others if content_of[name] in contents)
 
 
 def make_features(name: str, root: Path, release: Release, device: str, extractor: str) -> None:
@@ -1230,7 +1191,7 @@ def make_features(name: str, root: Path, release: Release, device: str, extracto
         maps = [authors_features(picture, root) for picture in pictures]
         if any(file.exists() for file in maps):
             require_files(maps)
-            _, _, grid = RESNETS[extractor]
+            _, grid = RESNETS[extractor]
             blocks = (read_npy(file, grid)[None] for file in maps)
             write_features(path, names, maps, blocks, extractor, AUTHORS_FILES)
             return
@@ -1415,10 +1376,7 @@ class Dataset:
         return iter(tqdm(batches, split, len(starts), disable=None, leave=False))
 
     def batch(
-        self,
-        pairs: list[Pair],
-        captions: list[str] | None = None,
-        before: Tensor | None = None,
+        self, pairs: list[Pair], captions: list[str] | None = None, before: Tensor | None = None
     ) -> Batch:
         """Pairs with one caption each (default: their first), padded to max_len ids. All batches
         have the same length, so that torch.compile makes one graph for them. before: these images'
@@ -1434,25 +1392,12 @@ class Dataset:
         else:
             after = self.features.rows([pair.after for pair in pairs])
         ids = torch.tensor([self.vocab.encode(caption, self.max_len) for caption in captions])
-        return Batch(
-            before,
-            after,
-            ids.to(before.device, non_blocking=True),
-            [pair.id for pair in pairs],
-            captions,
-            [(pair.before, pair.after) for pair in pairs],
-            single,
-        )
+        ids = ids.to(before.device, non_blocking=True)
+        pair_ids = [pair.id for pair in pairs]
+        images = [(pair.before, pair.after) for pair in pairs]
+        return Batch(before, after, ids, pair_ids, captions, images, single)
 
-    def results(
-        self,
-        split: str,
-        captions: dict[str, str],
-        maps: dict,
-        out_dir: Path | None,
-        notes: dict | None = None,
-        suffix: str = "",
-    ) -> dict[str, float]:
+    def results(self, split, captions, maps, out_dir, notes=None, suffix="") -> dict[str, float]:
         """The scores of a split's captions, see scores.results."""
         return scores.results(self, split, captions, maps, out_dir, notes, suffix)
 

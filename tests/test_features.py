@@ -155,7 +155,7 @@ def test_timm_weights_as_training_scripts_save_them(tmp_path):
     assert torch.equal(found, expected)
     weights["trunk"] = weights.pop("conv1.0.weight")
     torch.save(weights, tmp_path / "other.pt")
-    with pytest.raises(InputError, match="other.pt.*timm's names.*conv1.0.weight.*trunk"):
+    with pytest.raises(InputError, match="other.pt.*conv1.0.weight.*timm's names"):
         data.Extractor(f"timm/test_resnet:{tmp_path / 'other.pt'}")
 
 
@@ -259,8 +259,8 @@ def test_pictures_are_turned_upright(tmp_path):
 
 def small_maps(monkeypatch, grid):
     """Declares that CLEVR-Change's extractor gives maps of (C, H, W) = grid."""
-    preprocess, words, _ = data.RESNETS["resnet101-layer3"]
-    monkeypatch.setitem(data.RESNETS, "resnet101-layer3", (preprocess, words, grid))
+    preprocess, _ = data.RESNETS["resnet101-layer3"]
+    monkeypatch.setitem(data.RESNETS, "resnet101-layer3", (preprocess, grid))
 
 
 def write_maps(root, grid):
