@@ -239,10 +239,8 @@ class Release:
 
     def images(self, splits: Iterable[str]) -> set[str]:
         """The names of all images of these splits."""
-        names = set()
-        for split in splits:
-            names = names.union(*(scene.images() for scene in self.scenes[split]))
-        return names
+        scenes = itertools.chain(*(self.scenes[split] for split in splits))
+        return set().union(*(scene.images() for scene in scenes))
 
     def leaked(self, split: str) -> set[str]:
         """Ids of a split's pairs that share an image with a pair of another split."""
@@ -401,6 +399,8 @@ def read_release(name: str, root: Path) -> Release:
     if not release.scenes["train"]:
         raise InputError("; ".join([f"{root}: no pairs in train", *release.notes]))
     for split in ("val", "test"):
+        if 0 < len(release.scenes[split]) < 10:  # the CIDEr of a single pair is always 0
+            release.notes.append(f"scores of so few {split} pairs are almost random")
         leaked = release.leaked(split)
         if leaked:
             share = f"{len(leaked)} of {len(release.pairs(split))} {split} pairs share a picture"
@@ -580,8 +580,7 @@ def read_levir_cc(root: Path) -> Release:
     LEVIR-CD's. Rows of one picture form one pair."""
     file = root / "LevirCCcaptions.json"
     pairs = {}
-    names = set()
-    unchanged = set()
+    kinds = {"change": set(), "no change": set()}
     for row in read_json(file)["images"]:
         name = row["filename"]
         split = row["split"]
@@ -598,10 +597,8 @@ def read_levir_cc(root: Path) -> Release:
             if flag not in CHANGE_FLAGS:
                 raise InputError(f"{file}: changeflag of {name} is {flag!r}, expected 0 or 1")
             kind = CHANGE_FLAGS[flag]
-        names.add(name)
-        if kind == "no change":
-            unchanged.add(name)
-    kinds = {"change": names - unchanged, "no change": unchanged}
+        kinds[kind].add(name)
+    kinds["change"] -= kinds["no change"]  # of several rows, one has the words
     return release_from_pairs(pairs, root / "images", kinds)
 
 
@@ -723,9 +720,8 @@ def own_pair(row: dict[str, str]) -> Pair:
 
 
 def hashed_split(pair: Pair) -> str:
-    """A split for a pair: 80 % train, 10 % val, 10 % test, by a hash of the first of its paths in
-    sorted order. So a pair and its reverse are in the same split, and so are all pairs with the
-    same first path, such as those of a camera's first picture with each later one."""
+    """A split for a pair: 80 % train, 10 % val, 10 % test, by a hash of the first of its sorted
+    paths. So a pair, its reverse, and all pairs with a camera's first picture share a split."""
     first = min(pair.before, pair.after)
     tenth = int(hashlib.sha256(first.encode()).hexdigest(), 16) % 10
     return {8: "val", 9: "test"}.get(tenth, "train")
@@ -741,14 +737,12 @@ def kind_name(text: str) -> str:
 
 def read_pairs(root: Path) -> Release:
     """Your own pairs: pairs.csv with the columns before, after and, as the last one, captions.
-    Paths are relative to the folder.
+    Paths are relative to the folder. A | separates captions; a pair may also have several rows.
 
-    Several captions of a pair are separated by |, or are in several rows. Captions are split into
-    words by tokenize_pairs and cut after 60 words. Two columns are optional: `split`
-    (train, val or test in every row; without the column: hashed_split) and `kind`, the kind of
-    change. Each kind is scored separately; of the kind "no change", the share of pairs recognised
-    is reported, too. InputError if a row lacks a path or a caption, if a pair is in two splits or
-    has two kinds, or if a kind has the name of another row of the scores."""
+    Two columns are optional: `split` (train, val or test in every row; without it: hashed_split)
+    and `kind`, the kind of change. Each kind is scored separately; of the kind "no change", the
+    share of pairs recognised is reported, too. InputError if a row lacks a path or a caption, a
+    pair is in two splits or has two kinds, or a kind is called like another row of the scores."""
     file = root / "pairs.csv"
     table = read_table(file, ("before", "after", "captions"))
     pairs: dict[str, list[Pair]] = {}
@@ -801,8 +795,6 @@ def read_image(picture) -> Image.Image:
 
     picture: a path, an open binary file or a PIL image. InputError if it has another format than
     FORMATS, or not 8 bits a channel."""
-    if isinstance(picture, np.ndarray):
-        raise TypeError("expected a file or a PIL image; for an array, use PIL.Image.fromarray")
     if isinstance(picture, Image.Image):
         return upright_rgb(picture)
     is_path = isinstance(picture, (str, os.PathLike))
@@ -891,8 +883,7 @@ class TimmGrid(nn.Module):
             with file_errors(file, f"give weights of {model} under timm's names"):
                 weights = timm.models.load_state_dict(file)
                 trunk = timm.create_model(model, num_classes=0)
-                _, unexpected = trunk.load_state_dict(weights, strict=False)
-                for key in unexpected:
+                for key in weights.keys() - trunk.state_dict().keys():
                     if key.startswith(defaults.classifier or ()):  # one name or several
                         del weights[key]
                 trunk.load_state_dict(weights)
@@ -1016,7 +1007,7 @@ class Features:
         with file_errors(path, self.remedy), h5py.File(path) as f:
             table = f["features"]
             names = f["image_ids"].asstr()[:]
-            self.stamps = f["stamps"][:].tolist()
+            self.stamps = dict(zip(names, f["stamps"][:].tolist(), strict=True))
             self.extractor = f.attrs["extractor"]
             self.preprocessing = f.attrs["preprocessing"]
             self.row_of = {name: i for i, name in enumerate(names)}
@@ -1077,7 +1068,7 @@ class Features:
                 file = authors_features(picture, root)
             if not file.exists():  # features may be shared without the files they were made from
                 continue
-            size, time, checksum = self.stamps[self.row_of[name]]
+            size, time, checksum = self.stamps[name]
             status = file.stat()
             untouched = status.st_size == size and status.st_mtime_ns == time
             # A copied file may have a new time, so its content decides.
@@ -1148,8 +1139,9 @@ def prepare(
     features.require(release.paths, root)
     copies = copies_of_training_pictures(release, features)
     if copies:
-        number = f"{len(copies)} val and test pictures, such as {copies[0]},"
-        print_notes(f"{number} are copies of training pictures under other names")
+        print_notes(
+            f"{len(copies)} val and test pictures, such as {copies[0]}, have copies in train"
+        )
     print(f"{root}: {len(release.paths)} images, {len(vocab)} words")
 
 
@@ -1164,16 +1156,13 @@ def notes_on_captions(release: Release, vocab: Vocab) -> list[str]:
         share = f"{100 * unknown / words.total():.0f} % of the words in training captions"
         notes.append(f"{share} are too rare for the vocabulary; models do not learn to write them")
     if cut:
-        total = len(captions)
-        notes.append(f"{cut} of {total} training captions are cut after {vocab.max_words} words")
+        notes.append(f"{cut} training captions are cut to {vocab.max_words} words")
     return notes
 
 
 def copies_of_training_pictures(release: Release, features: Features) -> list[str]:
     """Names of val's and test's pictures with the content, but not the name, of a training one."""
-    content_of = {}
-    for name, (size, _, checksum) in zip(features.row_of, features.stamps, strict=True):
-        content_of[name] = (size, checksum)
+    content_of = {name: (size, check) for name, (size, _, check) in features.stamps.items()}
     names = release.images(["train"])
     contents = {content_of[name] for name in names}
     others = release.images(["val", "test"]) - names
@@ -1433,9 +1422,6 @@ class Dataset:
             raise InputError(f"the checkpoint's features are {trained}, not {own}; {remedy}")
 
 
-FEW_PAIRS = 10  # CIDEr of fewer pairs says little; of a single pair it is always 0
-
-
 def load(
     name: str,
     root: str | Path,
@@ -1467,9 +1453,6 @@ def load(
     print_notes(*release.notes)
     counts = {split: len(dataset.pairs(split)) for split in SPLITS}
     print(f"{root}: {counts['train']} train, {counts['val']} val, {counts['test']} test pairs")
-    for split in ("val", "test"):
-        if 0 < counts[split] < FEW_PAIRS:
-            print_notes(f"scores of so few {split} pairs are almost random")
     print(f"features: {size / 1e6:.0f} MB, {place}")
     return dataset
 
@@ -1766,8 +1749,7 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", metavar="NAME", required=True)
     for name in DATASETS:
         p = commands.add_parser(name, help=f"prepare the data set {name}", allow_abbrev=False)
-        text = "its folder (default: data/NAME)"
-        p.add_argument("--data_dir", type=home_expanded, help=text)
+        p.add_argument("--data_dir", help="its folder (default: data/NAME)")
         p.add_argument("--device", default="", help="of the extractor (default: cuda if available)")
         text = f"network that makes the features: {', '.join(RESNETS)}, timm/MODEL, timm/MODEL:FILE"
         text += " (default: the data set's own)"
@@ -1775,7 +1757,7 @@ def main(argv: list[str] | None = None) -> None:
         if DATASETS[name].make:
             p.add_argument("--scenes", type=int, help="training scenes (default: 5000)")
     args = parser.parse_args(argv)
-    root = Path(args.data_dir or f"data/{args.command}")
+    root = Path(args.data_dir or f"data/{args.command}").expanduser()
     scenes = getattr(args, "scenes", None)
     prepare(args.command, root, usable_device(args.device), args.extractor, scenes)
 

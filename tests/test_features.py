@@ -198,8 +198,6 @@ def test_pictures_are_known_by_their_content(form, tmp_path):
     expected = np.array(picture.convert("RGB"))
     for source in (path, io.BytesIO(path.read_bytes()), picture):
         assert np.array_equal(data.read_image(source), expected)
-    with pytest.raises(TypeError, match="fromarray"):
-        data.read_image(expected)
 
 
 @pytest.mark.parametrize(
@@ -358,11 +356,11 @@ def test_preparation_counts_and_notes_what_one_looks_for_first(tmp_path, monkeyp
         "train: 2 pairs, 1 gone, 1 no change",
         "val: 1 pairs, 1 gone, 0 no change",
         "test: 0 pairs, 0 gone, 0 no change",
-        "1 of 3 training captions are cut after 60 words",
-        "1 val and test pictures, such as e, are copies",
+        "1 training captions are cut to 60 words",
+        "1 val and test pictures, such as e, have copies in train",
     ):
         assert line in out
-    assert "too rare" not in out and "copies of f" not in out
+    assert "too rare" not in out
 
 
 @pytest.mark.parametrize("rare, noted", [(4, False), (5, True)])
