@@ -1139,9 +1139,7 @@ def prepare(
     features.require(release.paths, root)
     copies = copies_of_training_pictures(release, features)
     if copies:
-        print_notes(
-            f"{len(copies)} val and test pictures, such as {copies[0]}, have copies in train"
-        )
+        print_notes(f"{len(copies)} val and test pictures, such as {copies[0]}, are also in train")
     print(f"{root}: {len(release.paths)} images, {len(vocab)} words")
 
 
