@@ -1139,7 +1139,8 @@ def prepare(
     features.require(release.paths, root)
     copies = copies_of_training_pictures(release, features)
     if copies:
-        print_notes(f"{len(copies)} val and test pictures, such as {copies[0]}, are also in train")
+        these = f"{len(copies)} val and test pictures, such as {copies[0]},"
+        print_notes(f"{these} are in train under other names")
     print(f"{root}: {len(release.paths)} images, {len(vocab)} words")
 
 

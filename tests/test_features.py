@@ -357,7 +357,7 @@ def test_preparation_counts_and_notes_what_one_looks_for_first(tmp_path, monkeyp
         "val: 1 pairs, 1 gone, 0 no change",
         "test: 0 pairs, 0 gone, 0 no change",
         "1 training captions are cut to 60 words",
-        "1 val and test pictures, such as e, are also in train",
+        "1 val and test pictures, such as e, are in train under other names",
     ):
         assert line in out
     assert "too rare" not in out
