@@ -281,7 +281,7 @@ def results(
         if ids & train and not ids & references.keys():
             print_notes(f"of the kind {kind!r}, which is in train, there are no {split} pairs")
 
-    result = {"data": str(dataset.root), "scores": scores, **facts, "accuracy": accuracy}
+    result = {"data": str(dataset.root.resolve()), "scores": scores, **facts, "accuracy": accuracy}
     write_json(out_dir / f"scores_{end}", result)
     sheet = f"samples_{split}{suffix}.png"
     sample_sheet(dataset, split, captions, maps, notes or {}, out_dir / sheet)
