@@ -156,9 +156,10 @@ def test_pairs_with_a_picture_of_another_split_are_also_left_out():
 
 @pytest.mark.parametrize("kind", scores.ROWS)
 def test_no_kind_of_own_pairs_is_named_like_another_row(kind, tmp_path):
-    kind = kind.title().replace(" ", "_")
-    (tmp_path / "pairs.csv").write_text(f"before,after,kind,captions\na.png,b.png,{kind},it left\n")
-    with pytest.raises(InputError, match="total"):
+    written = kind.title().replace(" ", "_")
+    rows = f"before,after,kind,captions\na.png,b.png,{written},it left\n"
+    (tmp_path / "pairs.csv").write_text(rows)
+    with pytest.raises(InputError, match=kind):
         data.read_pairs(tmp_path)
 
 
