@@ -896,12 +896,15 @@ def set_up_device(device: str) -> None:
         if ":" in device:  # for what knows only the current GPU, such as is_bf16_supported
             torch.cuda.set_device(device)
         # cuDNN's attention makes a plan for every new shape, which can take a second. The number of
-        # phrases that CLIP reads varies between steps. Other kernels need no plan.
+        # phrases that CLIP reads varies between steps. Other kernels need no plan. See
+        # github.com/pytorch/pytorch/pull/155958.
         torch.backends.cuda.enable_cudnn_sdp(False)
         # What a loss computes in float32 keeps its backward pass in float32. By default, a compiled
-        # backward pass repeats the autocast that is around the whole forward pass.
+        # backward pass repeats the autocast that is around the whole forward pass, see
+        # github.com/pytorch/pytorch/issues/179804 and pull/156356, which added the setting.
         functorch_config.backward_pass_autocast = "off"
-        # Each model has its own graph, and so has each task of a model with several.
+        # Each model has its own graph, and so has each task of a model with several. More than this
+        # many (torch/_dynamo/config.py has 8) would run without torch.compile, in silence.
         torch._dynamo.config.recompile_limit = 64
 
 
