@@ -903,8 +903,8 @@ def set_up_device(device: str) -> None:
         # backward pass repeats the autocast that is around the whole forward pass, see
         # github.com/pytorch/pytorch/issues/179804 and pull/156356, which added the setting.
         functorch_config.backward_pass_autocast = "off"
-        # Each model has its own graph, and so has each task of a model with several. More than this
-        # many (torch/_dynamo/config.py has 8) would run without torch.compile, in silence.
+        # Each model has its own graph, and so has each task of a model with several. By default,
+        # fullgraph=True fails after the eighth (torch/_dynamo/config.py).
         torch._dynamo.config.recompile_limit = 64
 
 
