@@ -84,7 +84,7 @@ Exercises. Predict, then run; each takes minutes on mini:
 3. What are L_C and L_D if all maps are constant and equal? Does the caption need these losses?
        python cheers.py --w_consistency 0 --out_dir runs/no-consistency
 
-To copy: this file and common.py. Training on a data set of data.py needs that file too.
+To copy: this file and common.py. Training on a data set of data.py needs that file and scores.py.
 Licence: MIT. Written from the paper, whose authors have published no code.
 """
 

@@ -14,7 +14,7 @@ Second half, what a run needs:
 Axis letters: A, B images or pairs; N, M grid cells; D width; h heads; L tokens; V words of a
 caption, padding included; C channels; H, W rows and columns of the grid.
 To use a method elsewhere, take its file and this one. Training on a data set of data.py needs
-that file and scores.py, too. Licence: MIT.
+that file and scores.py. Licence: MIT.
 """
 
 import argparse

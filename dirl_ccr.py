@@ -84,7 +84,7 @@ Exercises, on mini, some minutes each. Predict, then run:
 3. CLEVR-Change's weights: which term is most of "total" at the start, and at the end?
        python dirl_ccr.py --w_dirl 0.5 --w_ccr 0.3 --out_dir runs/weights
 
-To copy: this file and common.py. Training on a data set of data.py needs that file too.
+To copy: this file and common.py. Training on a data set of data.py needs that file and scores.py.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
 

@@ -79,7 +79,7 @@ Exercises, on mini, minutes each. Predict, then run; each run needs an --out_dir
 
 The comment above PRESETS has the flags for each row of the paper's tables. RELEASED lists the
 differences from the released code; "as released" marks what both variants take from it.
-To copy: this file and common.py. Training on a data set of data.py needs that file too.
+To copy: this file and common.py. Training on a data set of data.py needs that file and scores.py.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
 

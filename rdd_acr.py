@@ -95,7 +95,7 @@ Exercises on mini, minutes each. Predict, then run, and compare with a run witho
 3. Action vectors that read F_c themselves, without objects: which scores fall?
    python rdd_acr.py --order v --w_n2o 0 --out_dir runs/actions
 
-To copy: this file and common.py. Training on a data set of data.py needs that file too.
+To copy: this file and common.py. Training on a data set of data.py needs that file and scores.py.
 Licence: MIT. Written from the paper, whose authors have published no code.
 """
 

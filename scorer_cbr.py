@@ -93,7 +93,7 @@ Exercises, on mini, some minutes each. Predict, then run:
 3. Leave CBR at its initial weights, as released. Can "cbr" still fall, and by learning what?
        python scorer_cbr.py --no-train_cbr --w_cbr 0.1 --out_dir runs/frozen
 
-To copy: this file and common.py. Training on a data set of data.py needs that file too.
+To copy: this file and common.py. Training on a data set of data.py needs that file and scores.py.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
 
