@@ -23,24 +23,27 @@ The flow of one pair, with CLEVR-Change's sizes:
                                     |  decoder, Eq. 13-17
                                 next word (loss L_S, Eq. 18)
 
-Idea. (1) A change of viewpoint deforms objects but not their names, so CLIP first finds names that
-fit one image of the pair better than the other and so probably belong to what changed. (2) What the
-two images share is enhanced, matched by cross-attention and taken away, so that the difference
-remains, and losses make images and names agree on where the shared and the different parts are. (3)
-For each word, the decoder weighs the names ("entities"), which give the subject, against the
-difference, which shows what happened to it.
+Idea. (1) When the camera moves, an object looks different but keeps its name. CLIP therefore looks
+for names that fit one image of the pair better than the other. They probably name what changed, and
+are called the pair's entities. (2) What the two images share is enhanced, and cross-attention
+rebuilds it in each image from the other one. It is then subtracted, so that the difference remains.
+Losses make images and entities agree on where the shared and the different parts are. (3) For each
+word, the decoder weighs the entities, which give the subject, against the difference, which shows
+what happened to it.
 
-Read first: retrieve, max_probability, Enhancement, HRD, DecoderLayer, contrastive_loss and
+Read first: retrieve, max_probability, StrengthMap, HRD, DecoderLayer, contrastive_loss and
 CHEERS.encode. Skip at first: Decoder, attention_map, and section "entities" apart from retrieve.
 
 Sec. 3.1   find_candidates   names of candidates, the subjects of training captions
 Eq. 1      retrieve          top K of |S_bef - S_aft|, S_i the cosines of an image and candidates
-Eq. 2      max_probability   m, the largest probability
-Eq. 3, 5   StrengthMap       P^ = Linear(m) or, for DRE (`difference`), Linear(1 - m)
-Eq. 4      Enhancement       CRE and DRE: F' = LN(sigmoid(P^) F + F)
+Eq. 2      max_probability   m(i) = max_j P(i, j),
+                             P(i, j) = exp(scale cos(i, j)) / sum_k exp(scale cos(k, j))
+Eq. 3, 5   StrengthMap       P^ = Linear(m) for CRE, P^ = Linear(1 - m) for DRE (`invert`)
+Eq. 4      HRD               CRE and DRE: F' = LN(sigmoid(P^) F + F)
 Eq. 6, 8   HRD               C_i = CRE(F_j, F_i),  C~_i = MHCA(C_i, C_j)
-Eq. 7, 11  HRD               L_C, L_D  MSE of the maps P^ of images and of entities
-Eq. 9      contrastive_loss  L_I  InfoNCE, "before" <-> "after"
+Eq. 7, 11  HRD               L_C, L_D = MSE(P^ of images, P^ of entities)
+Eq. 9      contrastive_loss  L_I = -1/B sum_a log(exp S_aa / sum_b exp S_ab), S_ab = scale / 2
+                             [mean_n max_m cos(q_an, k_bm) + mean_m max_n cos(q_an, k_bm)]
 Eq. 10     HRD               D_i = DRE(F_i, F_i - C~_i)
 Eq. 12     CHEERS.encode     F_diff = Linear [D_bef ; D_aft]
 Eq. 13-17  DecoderLayer      H = LN(alpha H_T + beta H_V + H')
@@ -51,11 +54,14 @@ The abstract names a repository, github.com/yili-19/CHEER, which is not public, 
 only source. Where it is silent or leaves two readings, our choice is marked [ours]. Biases and
 output projections in attention are [ours], too.
 
-Symbols: the paper's F is x in Eq. 6 and images in Eq. 10; E is entities, C is common, C~ is shared,
-F - C~ is rest, D is difference, P^ is p; lambda_m is w_match, lambda_v is w_consistency.
+Symbols: in HRD, F is x in Eq. 6 and raw in Eq. 10, E is entities, C is common, C~ is shared,
+F - C~ is rest, D is difference and P^ is p; lambda_m is w_match, lambda_v is w_consistency.
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a caption
 (START, words, END, padding), K entities of a pair, M candidates, S cells or entities of a source,
 d width of CLIP's common space.
+Pairs: a changed pair shows a scene before and after its change. In a distractor pair, only camera
+and light differ, and the caption says that nothing changed. A step has a batch of each; in half of
+the scenes, the two pictures without the change trade places.
 
 Flags for each row of the paper's tables. Each row needs an --out_dir of its own.
 Row of the paper              flags (on mini, unless --dataset is given)
@@ -66,6 +72,17 @@ lambda_m, lambda_v (Table 5)  --w_match 0.5, --w_consistency 0.75
 ResNet-101 (Table 6)          --dataset clevr_change; the ViTs: --extractor timm/NAME, untested
 entities (Fig. 5)             --k 3
 layers (Fig. 6)               --layers 2
+Measured on mini, tests/results.md: the baseline has a semantic CIDEr of 274, HRD 481 and all of
+CHEERS 462. Differences below 40 are noise, so mini does not show what the gated entities add.
+
+Exercises. Predict, then run; each takes minutes on mini:
+1. For which of the five types of change does Eq. 1 as printed miss the subject, and for which does
+   it find the subject more often? Look at the entities below the pictures of samples_test.png.
+       python cheers.py --retrieval signed --out_dir runs/signed
+2. How much can m vary over 64 cells if cosines are not scaled? What is then left of CRE and DRE?
+       python cheers.py --temperature one --out_dir runs/one
+3. What are L_C and L_D if all maps are constant and equal? Does the caption need these losses?
+       python cheers.py --w_consistency 0 --out_dir runs/no-consistency
 
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 Licence: MIT. Written from the paper, whose authors have published no code.
@@ -119,12 +136,12 @@ class Config(RunConfig):
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"clip"}
 
     dim: int = 512  # width D of images, words and decoder
-    word_dim: int = 300  # width of word embeddings
-    heads: int = 8  # heads of every attention
-    layers: int = 2  # HRD layers, Eq. 6-11; 0: only subtract one image from the other
+    word_dim: int = 300  # width of word embeddings [ours]
+    heads: int = 8  # heads of every attention [ours]
+    layers: int = 2  # HRD layers, Eq. 6-11 [ours]; 0: only subtract one image from the other
     layer_input: Literal["residual", "attended"] = "residual"  # next layer reads LN(x + C~), or C~
-    decoder_layers: int = 2  # decoder layers
-    dropout: float = 0.1  # dropout probability
+    decoder_layers: int = 2  # decoder layers [ours]
+    dropout: float = 0.1  # dropout probability [ours]
     k: int = 3  # K, entities of a pair; 0: none
     min_count: int = 2  # different training captions that must have a candidate as subject [ours]
     retrieval: Literal["absolute", "signed"] = "absolute"  # |S_bef - S_aft|, or Eq. 1 as printed
@@ -163,25 +180,30 @@ class ImageEmbedding(nn.Module):
 def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Tensor:
     """Eq. 2 and the maximum of Eq. 3: m(i) = max_j P(i, j), over source positions j. For each j,
     P(., j) is the softmax of scale * cos(., j) over all target positions.
-    source (B, S, D), target (B, N, D) -> m (B, N)."""
+    source (B, S, D), target (B, N, D) -> m (B, N).
+
+    By hand: the target's cells are (1, 0) and (0, 1), and scale is ln 3. For one entity (1, 0),
+    the exponentials are 3 and 1, so m = 3/4, 1/4. With (0, 1) as a second one, m = 3/4, 3/4."""
     x = F.normalize(upcast(target), dim=-1)
     y = F.normalize(upcast(source), dim=-1)
     cosines = x @ y.transpose(1, 2)  # (B, N, S), Sim(i, j)
-    # [ours] Eq. 2's denominator keeps j, so we take the softmax over target positions. With one
-    # over source positions, a single entity would have m = 1 everywhere.
+    # [ours] Eq. 2's denominator is a sum over k of Sim(j, k), with the same source position j as
+    # the numerator, so k runs over target positions. With a softmax over source positions instead,
+    # a single entity would have m = 1 everywhere.
     p = (cosines * scale).softmax(1)  # Eq. 2
     return p.amax(2)  # Eq. 3, (B, N)
 
 
 class StrengthMap(nn.Module):
-    """P^ = Linear_{1->D}(m) of Eq. 3 or, with `difference`, P^ = Linear_{1->D}(1 - m) of Eq. 5.
+    """P^ = Linear_{1->D}(m) of Eq. 3, for CRE, or with `invert` Linear_{1->D}(1 - m) of Eq. 5, for
+    DRE.
 
     [ours] Each map learns a temperature, as CLIP does, because m would be nearly the same
     everywhere with bare cosines."""
 
-    def __init__(self, cfg: Config, difference: bool = False):
+    def __init__(self, cfg: Config, invert: bool = False):
         super().__init__()
-        self.difference = difference
+        self.invert = invert
         self.expand = nn.Linear(1, cfg.dim)
         self.log_scale = None
         if cfg.temperature == "learned":
@@ -193,23 +215,9 @@ class StrengthMap(nn.Module):
         # P^ varies so little over cells that rounding to bfloat16 would hide it.
         with torch.autocast(source.device.type, enabled=False):
             m = max_probability(source, target, scale)
-            if self.difference:
+            if self.invert:
                 m = 1 - m
             return self.expand(m[..., None])  # Eq. 3 or 5
-
-
-class Enhancement(StrengthMap):
-    """Eq. 2-5: Commonality Representation Enhancement (CRE) or, with `difference`, Difference
-    Representation Enhancement (DRE)."""
-
-    def __init__(self, cfg: Config, difference: bool = False):
-        super().__init__(cfg, difference)
-        self.norm = nn.LayerNorm(cfg.dim)
-
-    def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """source (B, S, D), target F (B, N, D) -> F' and P^, both (B, N, D)."""
-        p = super().forward(source, target)
-        return self.norm(p.sigmoid() * target + target), p  # Eq. 4
 
 
 def other_image(x: Tensor) -> Tensor:
@@ -218,60 +226,74 @@ def other_image(x: Tensor) -> Tensor:
 
 
 class HRD(nn.Module):
-    """Eq. 6-8, 10-11, Heterogeneous Representation Disentangling: one layer of Fig. 2, with two CRE
-    and two DRE, for both images. Of the two that read the entities, only the maps P^ are used.
+    """Eq. 6-8, 10-11, Heterogeneous Representation Disentangling: one layer of Fig. 2. Each of its
+    two CRE and two DRE has a strength map P^. Only two have an output, by the LayerNorm of Eq. 4.
 
-    [ours] L_C and L_D are means over both images. Eq. 10 reads the images ("the original raw
-    features") in every layer. Eq. 12 reads only the last layer's D; in earlier layers, DRE just
-    makes its map for L_D. The paper does not say what the next layer reads. By default, that is
-    LN(x + C~). With --layer_input attended, it is C~ alone, but in layer two this C~ hardly varies
-    over cells when training starts."""
+    module            source, target     map P^ for  output
+    cre, cre_norm     F_j, F_i           L_C         C_i, read by Eq. 8
+    entity_dre        E, F_i             L_C         none, as C'_i is not used
+    dre, dre_norm     F_i, F_i - C~_i    L_D         D_i, read by Eq. 12 from the last layer alone
+    entity_cre        E, F_i - C~_i      L_D         none, as D'_i is not used
+
+    Entities name what changed, so they should fit no cell that the images share. This is why L_C
+    compares what CRE finds alike in the other image with what DRE finds unlike the entities. In
+    F - C~, L_D asks for the reverse: what DRE finds unlike the image should be like the entities.
+
+    [ours] L_C and L_D are means over both images. Eq. 10 reads "the original raw features" in every
+    layer. The paper does not say what the next layer reads. By default, that is LN(x + C~). With
+    --layer_input attended, it is C~ alone, but in layer two this C~ hardly varies over cells when
+    training starts.
+
+    Of the config, it reads dim, heads, dropout, cre, dre, temperature, layer_input, and whether
+    w_consistency is 0."""
 
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
-        self.last = last
-        maps = cfg.w_consistency > 0  # the entities' maps P^
-        self.cre = Enhancement(cfg) if cfg.cre else None
-        self.entity_dre = StrengthMap(cfg, difference=True) if cfg.cre and maps else None
+        consistency = cfg.w_consistency > 0
+        self.cre = StrengthMap(cfg) if cfg.cre else None
+        self.cre_norm = nn.LayerNorm(cfg.dim) if cfg.cre else None
+        self.entity_dre = StrengthMap(cfg, invert=True) if cfg.cre and consistency else None
         self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
-        self.norm = None
-        if cfg.layer_input == "residual" and not last:
-            self.norm = nn.LayerNorm(cfg.dim)
-        self.dre = None
-        if cfg.dre and last:
-            self.dre = Enhancement(cfg, difference=True)
-        elif cfg.dre and maps:  # nobody reads an earlier layer's D, only its map P^
-            self.dre = StrengthMap(cfg, difference=True)
-        self.entity_cre = StrengthMap(cfg) if cfg.dre and maps else None
+        self.dre = StrengthMap(cfg, invert=True) if cfg.dre and (last or consistency) else None
+        self.dre_norm = nn.LayerNorm(cfg.dim) if cfg.dre and last else None
+        self.entity_cre = StrengthMap(cfg) if cfg.dre and consistency else None
+        residual = cfg.layer_input == "residual" and not last
+        self.norm = nn.LayerNorm(cfg.dim) if residual else None
 
-    def forward(self, x: Tensor, images: Tensor, entities: Tensor | None):
-        """x (F of Eq. 6) and images (F of Eq. 10), both (2B, N, D) with all "before" images first;
-        entities (2B, K, D) -> C~ and D (2B, N, D), L_C and L_D."""
-        l_c = x.new_zeros(())
-        l_d = x.new_zeros(())
+    def forward(
+        self, x: Tensor, raw: Tensor, entities: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """x (F of Eq. 6) and raw (F of Eq. 10), both (2B, N, D) with all "before" images first, and
+        equal in the first layer; entities E (2B, K, D) or, if w_consistency is 0, None
+        -> C~ and, from the last layer, D (2B, N, D); {"common": L_C, "different": L_D}, without
+        those that the config leaves out."""
+        assert x.shape[0] % 2 == 0, 'expected all "before" images, then as many "after" images'
+        reads_entities = self.entity_dre or self.entity_cre
+        assert entities is not None or not reads_entities, "w_consistency > 0 needs entities"
+        losses = {}
         common = x
         if self.cre:
-            common, p_c = self.cre(other_image(x), x)  # Eq. 6, C_i = CRE(F_j, F_i)
+            p = self.cre(other_image(x), x)  # Eq. 6, C_i = CRE(F_j, F_i)
+            common = self.cre_norm(p.sigmoid() * x + x)  # Eq. 4
             if self.entity_dre:
                 p_entity = self.entity_dre(entities, x)  # Eq. 6, C'_i = DRE(E, F_i)
-                l_c = F.mse_loss(p_c, p_entity)  # Eq. 7
+                losses["common"] = F.mse_loss(p, p_entity)  # Eq. 7
         shared = self.attention(common, other_image(common))  # Eq. 8, C~_i = MHCA(C_i, C_j)
-        difference = images - shared
+        rest = raw - shared
+        difference = rest
         if self.dre:
-            rest = difference
-            if self.last:
-                difference, p_d = self.dre(images, rest)  # Eq. 10, D_i = DRE(F_i, F_i - C~_i)
-            else:
-                p_d = self.dre(images, rest)  # only the map of Eq. 10
+            p = self.dre(raw, rest)  # Eq. 10, D_i = DRE(F_i, F_i - C~_i)
+            if self.dre_norm:
+                difference = self.dre_norm(p.sigmoid() * rest + rest)  # Eq. 4
             if self.entity_cre:
                 p_entity = self.entity_cre(entities, rest)  # Eq. 10, D'_i = CRE(E, F_i - C~_i)
-                l_d = F.mse_loss(p_d, p_entity)  # Eq. 11
-        return shared, difference, l_c, l_d
+                losses["different"] = F.mse_loss(p, p_entity)  # Eq. 11
+        return shared, difference, losses
 
 
 class DecoderLayer(nn.Module):
-    """Eq. 13-17: words attend to earlier words (H'), then to entities (H_T) and to differences
-    (H_V), and H = LN(alpha H_T + beta H_V + H'). No feed-forward layer follows, as in the paper.
+    """Eq. 13-17: words attend to earlier words (H'), then to entities (H_T) and to F_diff (H_V),
+    and H = LN(alpha H_T + beta H_V + H'). No feed-forward layer follows, as in the paper.
     [ours] H' has a residual and a LayerNorm. For each word, alpha and beta have D numbers each;
     with --gate scalar they are single numbers, the text's "two parameters". With --gate none, the
     decoder does not read the entities, and H = LN(H_V + H')."""
@@ -293,9 +315,9 @@ class DecoderLayer(nn.Module):
             nn.init.ones_(self.beta.bias)
 
     def forward(self, x: Tensor, memory: tuple[Tensor, ...], past=None):
-        """Words x (B, V, D); key and value of the differences (B, N, D) and, unless --gate none, of
+        """Words x (B, V, D); key and value of F_diff (B, N, D) and, unless --gate none, of
         the entities (B, K, D), all in `memory` -> words H (B, V, D); `past` (see Attention.extend);
-        the query (B, V, D) with which the words attend to the differences."""
+        the query (B, V, D) with which the words attend to F_diff."""
         key, value, *entities = memory
         attended, past = self.self_attention.extend(x, past)
         hidden = self.norm1(x + self.dropout(attended))  # H'
@@ -313,7 +335,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Words, differences and entities -> hidden states; `head` gives the distribution of the next
+    """Words, F_diff and entities -> hidden states; `head` gives the distribution of the next
     word. `context` is F_diff (B, N, D), and the entities (B, K, D) or None.
 
     Every word sees only itself and earlier words, so padding at the end of a caption needs no mask.
@@ -343,7 +365,7 @@ class Decoder(nn.Module):
         x = self.embed_words(ids)
         for layer, memory in zip(self.layers, self.memory(context), strict=True):
             x, _, query = layer(x, memory)
-        key = memory[0]  # of the differences, in the last layer
+        key = memory[0]  # of F_diff, in the last layer
         scores = layer.cross_attention.scores(query, key)  # (B, h, V, N)
         return scores.softmax(-1).mean(1)
 
@@ -355,7 +377,7 @@ class Decoder(nn.Module):
         return self.dropout(self.norm(self.project(self.embed(ids)) + position))
 
     def memory(self, context: tuple[Tensor, Tensor | None]) -> list[tuple[Tensor, ...]]:
-        """For each layer, key and value of the differences, and of the entities if it reads them.
+        """For each layer, key and value of F_diff, and of the entities if it reads them.
         They are computed once per caption."""
         f_diff, e = context
         memory = []
@@ -371,15 +393,22 @@ class Decoder(nn.Module):
 
 
 def contrastive_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
-    """Eq. 9, L_I = -log exp(scale sim(q, k+)) / sum_i exp(scale sim(q, k_i)): InfoNCE of the two
-    images' C~ (B, N, D) among the pairs of the batch. The sum of both directions is halved.
+    """Eq. 9: L_I = -1/B sum_a log(exp S_aa / sum_b exp S_ab), averaged with the same for S^T. The
+    negatives are the other pairs of the batch. C~ of each image (B, N, D), scale = 1 / tau
+    -> a scalar.
+
+    S_ab = scale / 2 [mean_n max_m cos(q_an, k_bm) + mean_m max_n cos(q_an, k_bm)],
+    with the tokens q of c_bef and k of c_aft.
+
+    By hand: c_bef = (2, 0), (0, 3) and c_aft = (1, 0), (0, 1), two pairs of one token, and scale is
+    ln 3. Then exp S has 3 on its diagonal and 1 elsewhere, and L_I = -ln 3/4 = 0.288.
 
     [ours] The paper does not define q and k. We take C~, because the loss is meant to help Eq. 8,
-    and both directions, while Eq. 9 has one. From SCORER, sim is the mean over tokens of the best
-    match, and scale = 1 / tau is learned, but here tokens have length 1."""
+    and both directions, while Eq. 9 has one. As in SCORER, which the paper follows here, S is the
+    mean over tokens of the best match, and scale is learned, but here tokens have length 1."""
     with torch.autocast(c_bef.device.type, enabled=False):
-        # Lengths need float32. Under autocast, tokens then become bfloat16 again, which halves what
-        # the matching reads. It moves a cosine by up to 5e-4 and the mean over tokens by 2e-5.
+        # Lengths need float32. Under autocast, tokens are rounded to bfloat16 again, because the
+        # matching is then faster. It moves a cosine by up to 5e-4 and the mean over tokens by 2e-5.
         q = F.normalize(upcast(c_bef), dim=-1).to(c_bef.dtype)
         k = F.normalize(upcast(c_aft), dim=-1).to(c_aft.dtype)
         s = scale * token_match(q, k)  # (B, B)
@@ -398,9 +427,11 @@ def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
 
 def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
     """Eq. 19: L = L_S + lambda_v (L_C + L_D) + lambda_m L_I."""
-    l_v = losses["common"] + losses["different"]
-    l_m = losses["match"]
-    return losses["caption"] + cfg.w_consistency * l_v + cfg.w_match * l_m  # Eq. 19
+    l_s = losses["caption"]
+    l_c = losses.get("common", 0.0)
+    l_d = losses.get("different", 0.0)
+    l_i = losses.get("match", 0.0)
+    return l_s + cfg.w_consistency * (l_c + l_d) + cfg.w_match * l_i  # Eq. 19
 
 
 # ---- method --------------------------------------------------------------------------------------
@@ -429,30 +460,28 @@ class CHEERS(nn.Module):
         self.join = nn.Linear(2 * cfg.dim, cfg.dim) if cfg.layers else None
         self.decoder = Decoder(cfg, vocab_size, max_len)
         if cfg.w_match:
-            self.log_scale = nn.Parameter(torch.ones(()))
-
-    def embed_entities(self, entities: Tensor | None) -> Tensor | None:
-        """CLIP's embeddings (B, K, d) -> (B, K, D); None if nothing reads them."""
-        if self.project is None:
-            return None
-        assert entities is not None, "gate and consistency need entities, (B, K, d)"
-        return self.project(entities)
+            self.log_scale = nn.Parameter(torch.ones(()))  # [ours] starts as SCORER's
 
     def encode(self, before: Tensor, after: Tensor, entities: Tensor | None = None):
         """Features (B, C, H, W) of both images and entities (B, K, d) -> what the decoder reads,
-        F_diff (B, N, D) and the entities (B, K, D) or None; for each layer C~ (2B, N, D), L_C and
-        L_D."""
-        e = self.embed_entities(entities)
-        images = self.embed(torch.cat([before, after]))  # (2B, N, D), all "before" images first
+        F_diff (B, N, D) and the entities (B, K, D) or None; for each layer C~ (2B, N, D) and
+        its L_C and L_D."""
+        # Of different sizes, "before" images would become partners of others in silence.
+        assert before.shape == after.shape, f"{before.shape} before, {after.shape} after"
+        e = None
+        if self.project:
+            assert entities is not None, "gate and consistency need entities, (B, K, d)"
+            e = self.project(entities)
+        raw = self.embed(torch.cat([before, after]))  # (2B, N, D), all "before" images first
         layers = []
-        if not self.join:
-            f_bef, f_aft = images.unflatten(0, (2, -1))
+        if not self.cfg.layers:
+            f_bef, f_aft = raw.unflatten(0, (2, -1))
             return (f_bef - f_aft, e), layers
         e_of_both = None if e is None else torch.cat([e, e])
-        x = images
+        x = raw
         for layer in self.hrd:
-            shared, difference, l_c, l_d = layer(x, images, e_of_both)  # Eq. 6-8, 10-11
-            layers.append((shared, l_c, l_d))
+            shared, difference, losses = layer(x, raw, e_of_both)  # Eq. 6-8, 10-11
+            layers.append((shared, losses))
             x = layer.norm(x + shared) if layer.norm else shared
         d_bef, d_aft = difference.unflatten(0, (2, -1))
         f_diff = self.join(torch.cat([d_bef, d_aft], -1))  # Eq. 12
@@ -462,22 +491,24 @@ class CHEERS(nn.Module):
         self, before: Tensor, after: Tensor, caption: Tensor, entities: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Features (B, C, H, W) of both images, caption (B, V), CLIP's embeddings of the entities
-        (B, K, d) -> the terms of Eq. 19. A term that the config leaves out is 0. [ours] L_C, L_D
-        and L_I are means over the layers."""
+        (B, K, d) -> the terms of Eq. 19 that the config asks for. [ours] L_C, L_D and L_I are means
+        over the layers.
+
+        At the start, "caption" is somewhat above the log of the vocabulary's size (5.1 for 76 ids),
+        "match" is ln B, "common" 1.3 and "different" 0.7, as the maps' Linear layers are random. If
+        "match" stays at ln B, C~ does not tell a pair's partner from other images. "common" and
+        "different" fall fast, because constant maps can agree, too. So low values prove little: on
+        mini, P^ of the entities then hardly varies over cells."""
         context, layers = self.encode(before, after, entities)  # Eq. 2-8, 10-12
         hidden = self.decoder(caption, context)  # Eq. 13-17
-        l_s = caption_loss(self.decoder.head(hidden), caption)  # Eq. 18
-        l_c = l_s.new_zeros(())
-        l_d = l_s.new_zeros(())
-        l_i = l_s.new_zeros(())
-        for shared, layer_c, layer_d in layers:
-            l_c = l_c + layer_c / len(layers)  # Eq. 7
-            l_d = l_d + layer_d / len(layers)  # Eq. 11
+        losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 18
+        for shared, of_layer in layers:  # of_layer has L_C, Eq. 7, and L_D, Eq. 11
             if self.cfg.w_match:
                 c_bef, c_aft = shared.unflatten(0, (2, -1))
-                layer_i = contrastive_loss(c_bef, c_aft, self.log_scale.exp())  # Eq. 9
-                l_i = l_i + layer_i / len(layers)
-        return {"caption": l_s, "common": l_c, "different": l_d, "match": l_i}
+                of_layer["match"] = contrastive_loss(c_bef, c_aft, self.log_scale.exp())  # Eq. 9
+            for name, loss in of_layer.items():
+                losses[name] = losses.get(name, 0.0) + loss / len(layers)
+        return losses
 
     @torch.no_grad()
     def clamp_scales(self) -> None:
@@ -533,18 +564,11 @@ def retrieve(x_bef: Tensor, x_aft: Tensor, table: Tensor, k: int, signed: bool =
 
 @torch.no_grad()
 def embed_texts(clip, tokenizer, texts: list[str]) -> Tensor:
-    """CLIP's embeddings of texts (n, d), each of length 1. Unlike clip.encode_text, this cuts off
-    the padding after the longest text, which makes it six times as fast on a CPU."""
-    tokens = tokenizer(texts).to(clip.positional_embedding.device)  # (n, context)
-    longest = 1 + int(tokens.argmax(1).max())  # the end token has the highest id
-    position = clip.positional_embedding[:longest]
-    mask = clip.attn_mask[:longest, :longest]
+    """CLIP's embeddings of texts (n, d), each of length 1."""
+    device = next(clip.parameters()).device
     blocks = []
-    for ids in tokens[:, :longest].split(256):
-        x = clip.token_embedding(ids) + position  # (256, longest, width)
-        x = clip.ln_final(clip.transformer(x, attn_mask=mask))
-        x = x[torch.arange(ids.shape[0], device=ids.device), ids.argmax(1)]  # (256, width)
-        blocks.append(F.normalize(x @ clip.text_projection, dim=-1).cpu())
+    for ids in tokenizer(texts).split(256):
+        blocks.append(clip.encode_text(ids.to(device), normalize=True).cpu())
     return torch.cat(blocks)
 
 
@@ -552,7 +576,7 @@ def embed_texts(clip, tokenizer, texts: list[str]) -> Tensor:
 def embed_images(clip, preprocess, pictures: list) -> Tensor:
     """CLIP's embeddings of pictures (n, d), each of length 1. preprocess: one picture -> CLIP's
     input (3, height, width)."""
-    device = clip.positional_embedding.device
+    device = next(clip.parameters()).device
     starts = range(0, len(pictures), 64)
     bar = {"desc": "CLIP", "unit": "image", "unit_scale": 64, "disable": len(pictures) <= 64}
     blocks = []
@@ -727,19 +751,21 @@ def entities_of_files(model: CHEERS, state: dict, files: list) -> Tensor | None:
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# Batch sizes and learning rates are from section 4.3. The 10,000 steps and the decoder's size are
-# SCORER's [ours]. A batch of 128 is 128 scenes, which on CLEVR-Change are 256 pairs [ours]. The
-# number of layers is [ours], because our copy of Fig. 6, which shows the best one for each data
-# set, has no numbers. The paper chose lambda_v and lambda_m on CLEVR-Change; other data sets keep
-# them [ours]. Your own pairs are usually few and say the same in the same words, so they get half
-# of Spot-the-Diff's width, one layer, early stopping on validation, and every subject as a
-# candidate [ours]. mini's weights of losses and optimisation are [ours].
+# The paper has no number of steps, and its text no number of layers (Fig. 6 plots some). A batch of
+# 128 is 128 scenes, which on CLEVR-Change are 256 pairs [ours]. The paper chose lambda_v and
+# lambda_m on CLEVR-Change (Table 5); other data sets keep them [ours].
 PRESETS = {
-    "clevr_change": dict(lr=1e-3),
-    "clevr_dc": dict(lr=1e-3, layers=1),
-    "spot_the_diff": dict(lr=5e-4, batch_size=96),
+    "clevr_change": dict(batch_size=128, lr=1e-3,  # section 4.3
+                         steps=10000, layers=2),  # [ours], SCORER's
+    "clevr_dc": dict(batch_size=128, lr=1e-3,  # section 4.3
+                     steps=10000, layers=1),  # [ours]
+    "spot_the_diff": dict(batch_size=96, lr=5e-4,  # section 4.3
+                          steps=10000, layers=2),  # [ours]
+    # [ours] Own pairs are usually few, and their captions repeat words. So they get half the width,
+    # one layer, every subject as a candidate, and early stopping on validation.
     "pairs": dict(layers=1, dim=256, min_count=1, batch_size=16, lr=5e-4, warmup=50, steps=2000,
-                  eval_every=100, patience=10),
+                  eval_every=100, patience=10, select_by="ROUGE-L"),
+    # [ours] A small model for small pictures.
     "mini": dict(dim=128, word_dim=128, heads=2, layers=1, dropout=0.0, clip="mini", clip_dim=128,
                  w_consistency=0.1, w_match=0.05, batch_size=16, lr=2e-3, schedule="cosine",
                  warmup=50, grad_clip=1.0, steps=1700, eval_every=300, eval_batch=250),
@@ -834,14 +860,16 @@ def evaluate(
     return dataset.results(split, captions, maps, out_dir, notes, suffix=suffix)
 
 
-def load(checkpoint: str | Path, device: str = "", clip: str = ""):
+def load(checkpoint: str | Path, device: str = "", extractor: str = "", clip: str = ""):
     """A trained model that captions any two pictures (files or PIL images):
-    caption, maps = load("best.pt")(before, after). clip: where the model's CLIP is, if it has moved
-    since training. Each call loads CLIP, so give many pairs at once: .pairs([(before, after), ...])
-    yields a caption and maps for each."""
+    caption, maps = load("best.pt")(before, after). extractor: see data.load_captioner. clip: where
+    the model's CLIP is, if it has moved since training. Each call loads CLIP, so give many pairs at
+    once: .pairs([(before, after), ...]) yields a caption and maps for each."""
     import data
 
-    captioner = data.load_captioner(CHEERS, Config, checkpoint, device, entities_of_files)
+    captioner = data.load_captioner(
+        CHEERS, Config, checkpoint, device, extractor, entities_of_files
+    )
     if clip:
         captioner.model.cfg.clip = clip
     return captioner
@@ -853,7 +881,8 @@ def main(argv: list[str] | None = None) -> None:
 
     cfg, args = parse_args(Config, PRESETS, {}, argv)
     if args.caption:
-        data.caption_files(load(args.checkpoint, cfg.device, cfg.clip), args.caption, args.out)
+        captioner = load(args.checkpoint, cfg.device, cfg.extractor, cfg.clip)
+        data.caption_files(captioner, args.caption, args.out)
         return
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:

@@ -17,45 +17,52 @@ The flow of one pair, with CLEVR-Change's sizes:
     difference (196, 512) and caption (24 ids)
        |  decoder, Eq. 8-10          means over words, Eq. 12
        v                         words, visual (24, 512) each
-    hidden (24, 512) . . . . . . . . . . . . . . . . > words, visual (512) each
+    hidden (24, 512) . . . . . . . . . . . . . . . . > mean_words, mean_visual (512) each
        |  decoder.head, Eq. 11                            |  ccr_loss, Eq. 13-14
        v                                                  v
     logits (24, 76), L_cap, Eq. 15                     L_ccr
 
-Idea. (1) Under another camera or light, each channel of the features should still say the same, and
-different channels should say different things. So a loss correlates each channel of "before" with
-the same channel of "after", and decorrelates it from all others. (2) Cross-attention finds in the
-other image what both images share. Subtracting it leaves the difference. (3) The changed object is
-often small, so the decoder easily looks at the wrong cells. A contrastive loss ties the words of a
-caption to the differences that the decoder saw at these words.
+Idea. (1) Under another camera or light, each channel of the features should keep its values, and
+different channels should tell different things. So a loss correlates each channel of "before"
+with the same channel of "after", and decorrelates it from all others. (2) Cross-attention finds in
+the other image what both images share. Subtracting it leaves what only one of them has, the change.
+(3) The changed object is often small, so the decoder easily looks at the wrong cells. A contrastive
+loss ties the words of a caption to the differences that the decoder saw at these words.
 
-Read first: channel_correlation, dirl_loss, CrossView, DecoderLayer, ccr_loss, DIRL.encode and
-DIRL.forward. Skip at first: Decoder (a transformer decoder), attention_map, and all that follows
+Read first: channel_correlation, dirl_loss, CrossView, DecoderLayer, ccr_loss, and DIRL's encode,
+forward and ccr. Skip at first: Decoder (a transformer decoder), attention_map, and all that follows
 the class DIRL.
 
 Eq. 1      ImageEmbedding       X = conv(features) + position
 Eq. 2      DIRL.mlp             Y = MLP(X), used by the loss only
-Eq. 3      channel_correlation  C_ij between channel i of Y_bef and channel j of Y_aft
+Eq. 3      channel_correlation  C_ij = mean over cells of z_bef_i z_aft_j, z = (Y - mean) / std
 Eq. 4      dirl_loss            L_dirl = sum_i (1 - C_ii)^2 + alpha sum_{i != j} C_ij^2
 Eq. 5      CrossView            shared = MHCA(X, partner)
 Eq. 6      DIRL.encode          difference of each image = X - shared
-Eq. 7      Fusion               ReLU(W [difference_bef ; difference_aft])
-Eq. 8-10   DecoderLayer         words attend to words, then to the difference; feed-forward
-Eq. 11     Decoder.head         next word
-Eq. 12     masked_mean          mean over the words of a sentence
-Eq. 13-14  ccr_loss             L_ccr  InfoNCE, words <-> attended differences
-Eq. 15     caption_loss         L_cap
+Eq. 7      Fusion               difference = ReLU(W [difference_bef ; difference_aft] + b)
+Eq. 8      DecoderLayer         words = MHSA(x): each word sees itself and earlier ones
+Eq. 9      DecoderLayer         visual = MHCA(words, difference)
+Eq. 10     DecoderLayer         feed-forward network -> hidden
+Eq. 11     Decoder.head         p(next word) = softmax(W hidden)
+Eq. 12     DIRL.ccr             mean_words, mean_visual = means over the words of a sentence
+Eq. 13     ccr_loss             S_ab = mean_words_a . mean_visual_b / tau
+Eq. 14     ccr_loss             L_ccr = 1/2 [nce(S) + nce(S^T)]
+Eq. 15     caption_loss         L_cap = -mean of log p(next word)
 Eq. 16     total_loss           L = L_cap + w_dirl L_dirl + w_ccr L_ccr
+InfoNCE    common.info_nce      nce(S) = -1/B sum_a log(exp S_aa / sum_b exp S_ab)
 
 Symbols: X is the paper's F~, Y its Y~, and shared its F~^s. The difference of each image is its
 F~^d, and their fusion its F~_d. `words` is its E^[W], `visual` its V^, w_dirl its lambda_d, and
-w_ccr its lambda_c.
+w_ccr its lambda_c. The vectors of Eq. 13 are not normalised.
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a
-caption (START, words, END, padding).
+caption (START, words, END, padding). A step has a batch of changed pairs and one of distractor
+pairs: scorer_cbr.py defines these terms.
 
-Flags for each row of the paper's tables. Each row needs an --out_dir of its own.
-Row of the paper             flags (on mini, unless --dataset is given)
-Transformer (Tables 6, 7)    --w_dirl 0 --w_ccr 0
+Flags for each row of the paper's tables. Each row needs an --out_dir of its own. The last column
+is measured on mini, tests/results.md: CIDEr of changed pairs (differences below 40 are noise).
+Row of the paper             flags (on mini, unless --dataset is given)  on mini
+DIRL+CCR                                                                 465
+Transformer (Tables 6, 7)    --w_dirl 0 --w_ccr 0                        459
 DIRL (Tables 6, 7)           --w_ccr 0
 CCR (Table 6)                --w_dirl 0
 non-perturbation (Table 7)   --w_ccr 0 --alpha 0
@@ -67,6 +74,16 @@ Where the paper and the released code differ, the default mostly follows the pap
 the model, lists the differences. Some details are the released code's in both variants, such as
 centred channels and sums over cells in Eq. 3, reference words in L_ccr, coordinates, and a mean
 over words in Eq. 15. A docstring or a comment explains each where it occurs.
+
+Exercises, on mini, some minutes each. Predict, then run:
+1. Which Y makes L_dirl small if only its second term is left? How low does "dirl" get?
+       python dirl_ccr.py --no-correlate --out_dir runs/decorrelate
+2. Eq. 6 subtracts. Change the - of its two lines to +, as in SCORER. Does the score of the place
+   (which object stands where) rise?
+       python dirl_ccr.py --out_dir runs/plus
+3. CLEVR-Change's weights: which term is most of "total" at the start, and at the end?
+       python dirl_ccr.py --w_dirl 0.5 --w_ccr 0.3 --out_dir runs/weights
+
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
@@ -85,6 +102,7 @@ from common import (
     Attention,
     Cache,
     GridPosition,
+    InputError,
     Run,
     RunConfig,
     decode,
@@ -111,7 +129,7 @@ class Config(RunConfig):
     released variant."""
 
     dim: int = 512  # width D of images, words and decoder
-    word_dim: int = 300  # width of word embeddings
+    word_dim: int = 300  # width of word embeddings (section 4.2)
     heads: int = 8  # heads of every attention (as released)
     layers: int = 2  # cross-attention layers (as released); the last gives Eq. 5's result
     decoder_layers: int = 2  # number of decoder layers (as released)
@@ -123,12 +141,12 @@ class Config(RunConfig):
     w_ccr: float = 0.3  # weight of L_ccr in Eq. 16; 0 leaves it out
     tau: float = 0.5  # temperature of Eq. 14
     difference: Literal["attention", "stream", "subtract"] = "attention"  # Eq. 5-6 or X_bef - X_aft
-    channel_eps: float = 1e-5  # keeps a constant channel finite in Eq. 3; 0 as released (NaN there)
+    channel_eps: float = 1e-5  # keeps constant channels finite in Eq. 3 [ours]; released: 0 (NaN)
     input_norm: bool = True  # LayerNorm on the decoder's inputs (released for CLEVR-Change: none)
     xavier: bool = True  # Xavier-uniform fusion and decoder; released for CLEVR-Change: PyTorch's
     ccr_pool: Literal["words", "padded"] = "words"  # Eq. 12: from START to END, or padding as well
     ccr_states: Literal["attention", "normed"] = "attention"  # Eq. 8-9, or after their LayerNorms
-    ccr_logits: Literal["two_way", "summed"] = "two_way"  # Eq. 14, or one loss over S + S^T
+    ccr_directions: Literal["both", "summed"] = "both"  # Eq. 14, or one loss over S + S^T
     ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # pairs of one caption [ours]
 
 
@@ -165,38 +183,37 @@ class ImageEmbedding(nn.Module):
 class CrossView(nn.Module):
     """Eq. 5, one layer: shared_bef = MHCA(X_bef, X_aft), shared_aft = MHCA(X_aft, X_bef).
 
-    X_bef, X_aft (B, N, D) -> shared_bef, shared_aft (B, N, D). With `residual`, the layer returns
-    LN(X + shared) of both images, which the next layer or difference="stream" reads."""
+    What X_bef finds in X_aft is what both images share. Eq. 6 subtracts it, so that the decoder
+    does not have to find the change among unchanged objects. SCORER adds it instead, because a
+    caption may have to name unchanged objects, too ("left of the cube").
 
-    def __init__(self, cfg: Config, residual: bool):
+    X_bef, X_aft (B, N, D) -> shared_bef, shared_aft (B, N, D)."""
+
+    def __init__(self, cfg: Config):
         super().__init__()
         self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
-        self.dropout = nn.Dropout(cfg.dropout)
-        self.norm = nn.LayerNorm(cfg.dim) if residual else None
 
     def forward(self, x_bef: Tensor, x_aft: Tensor) -> tuple[Tensor, Tensor]:
         shared_bef = self.attention(x_bef, x_aft)  # Eq. 5
         shared_aft = self.attention(x_aft, x_bef)  # Eq. 5
-        if self.norm is None:
-            return shared_bef, shared_aft
-        new_bef = self.norm(x_bef + self.dropout(shared_bef))
-        new_aft = self.norm(x_aft + self.dropout(shared_aft))
-        return new_bef, new_aft
+        return shared_bef, shared_aft
 
 
 class Fusion(nn.Module):
     """Eq. 7: ReLU(W [difference_bef ; difference_aft] + b). LayerNorm and dropout are as released.
 
-    x: both differences (B, N, 2D), or a single one (B, N, D) -> (B, N, D)."""
+    joined: both differences (B, N, 2D) or, with difference="subtract", a single one (B, N, D)
+    -> (B, N, D)."""
 
-    def __init__(self, cfg: Config, width: int):
+    def __init__(self, cfg: Config):
         super().__init__()
+        width = cfg.dim if cfg.difference == "subtract" else 2 * cfg.dim
         self.project = nn.Linear(width, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
         self.norm = nn.LayerNorm(cfg.dim) if cfg.input_norm else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.dropout(self.norm(self.project(x))))  # Eq. 7
+    def forward(self, joined: Tensor) -> Tensor:
+        return F.relu(self.dropout(self.norm(self.project(joined))))  # Eq. 7
 
 
 class DecoderLayer(nn.Module):
@@ -258,8 +275,9 @@ class Decoder(nn.Module):
         return hidden
 
     def states(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The hidden states of `forward`, and the last layer's `words` and `visual`, all (B, V, D).
-        L_ccr compares the latter two."""
+        """The hidden states of `forward`, and `words` and `visual`, all (B, V, D). L_ccr compares
+        the latter two. The paper does not say of which layer: they are the last one's, as
+        released."""
         x = self.embed_words(ids)
         mask = self.mask(ids)
         for layer, memory in zip(self.layers, self.memory(difference), strict=True):
@@ -309,7 +327,10 @@ def channel_correlation(y_bef: Tensor, y_aft: Tensor, eps: float) -> Tensor:
     As printed, the sum runs over the samples of a batch, and channels are not centred. Here, as in
     the released code, it runs over the cells of the samples, too: cell n of "before" meets cell n
     of "after", even if the camera has moved. Channels are centred, as in Barlow Twins, whose
-    notation the paper uses. The standard deviation is unbiased, so C_ii <= (BN - 1) / BN."""
+    notation the paper uses. The standard deviation is unbiased, so C_ii <= (BN - 1) / BN.
+
+    By hand, for four cells and two channels, equal in both images: (1, 1), (1, -1), (-1, 1),
+    (-1, -1). All means are 0, variances 4/3, so C = ((3/4, 0), (0, 3/4)), if eps is 0."""
     # The sums run over thousands of rows, too many for bfloat16.
     with torch.autocast(y_bef.device.type, enabled=False):
         y_bef = upcast(y_bef).flatten(0, 1)  # (BN, D)
@@ -320,7 +341,9 @@ def channel_correlation(y_bef: Tensor, y_aft: Tensor, eps: float) -> Tensor:
 
 
 def dirl_loss(c: Tensor, alpha: float, correlate: bool = True) -> Tensor:
-    """Eq. 4: L_dirl = sum_i (1 - C_ii)^2 + alpha sum_i sum_{j != i} C_ij^2, of C (D, D)."""
+    """Eq. 4: L_dirl = sum_i (1 - C_ii)^2 + alpha sum_i sum_{j != i} C_ij^2, of C (D, D).
+
+    By hand: C = ((0.5, 0.2), (0, 1)), alpha = 0.1: (1 - 0.5)^2 + 0 + 0.1 * 0.2^2 = 0.254."""
     diagonal = c.diagonal()
     others = c - diagonal.diag()
     decorrelation = alpha * others.square().sum()
@@ -330,19 +353,23 @@ def dirl_loss(c: Tensor, alpha: float, correlate: bool = True) -> Tensor:
 
 
 def ccr_loss(
-    words: Tensor, visual: Tensor, same: Tensor, tau: float, logits: str = "two_way"
+    mean_words: Tensor, mean_visual: Tensor, same: Tensor, tau: float, directions: str = "both"
 ) -> Tensor:
     """Eq. 13-14, L_ccr: InfoNCE between the words of a caption and the differences that they attend
     to, in both directions.
 
-    words, visual (B, D) of Eq. 12. same (B, B) bool: pairs that are not each other's negatives.
-    logits: "summed" takes only the rows of (S + S^T) / 2, as the released code does."""
+    mean_words, mean_visual (B, D) of Eq. 12. same (B, B) bool: pairs that are not each other's
+    negatives. directions: "summed" takes only the rows of (S + S^T) / 2, as the released code
+    does.
+
+    By hand: words and visual both (1, 0), (0, 1), tau = 0.5. S = ((2, 0), (0, 2)), and in each row
+    and column -log(e^2 / (e^2 + 1)) = 0.127. If the two pairs are `same`, the loss is 0."""
     # Scores may be in the hundreds, where bfloat16 has no decimals.
-    with torch.autocast(words.device.type, enabled=False):
-        s = upcast(words) @ upcast(visual).T / tau  # Eq. 13, (B, B)
+    with torch.autocast(mean_words.device.type, enabled=False):
+        s = upcast(mean_words) @ upcast(mean_visual).T / tau  # Eq. 13, (B, B)
         own = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
         s = s.masked_fill(same & ~own, float("-inf"))
-        if logits == "summed":
+        if directions == "summed":
             return info_nce((s + s.T) / 2)
         return (info_nce(s) + info_nce(s.T)) / 2  # Eq. 14
 
@@ -350,9 +377,11 @@ def ccr_loss(
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     """Eq. 15, L_cap: cross-entropy of each next word.
 
-    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
-    # The released code takes the mean over all real words of the batch. The paper sums over the
-    # words of a sentence.
+    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL.
+
+    By hand: two words with probabilities 1/2 and 1/4 -> (ln 2 + ln 4) / 2 = 1.04."""
+    # A mean over all real words of the batch, as released. The paper sums over the words of a
+    # sentence.
     predicted = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
     return F.cross_entropy(predicted, target, ignore_index=NULL)  # Eq. 15
@@ -377,39 +406,52 @@ class DIRL(nn.Module):
         self.cfg = cfg
         self.grid = grid
         self.max_len = max_len
-        subtract = cfg.difference == "subtract"
-        layers = 0 if subtract else cfg.layers
+        layers = 0 if cfg.difference == "subtract" else cfg.layers
+        if cfg.difference != "subtract" and layers == 0:
+            raise InputError("--layers 0 leaves no difference, X - X = 0; use 1 or more layers")
+        # Each layer but the last hands LN(X + shared) on. With "stream", the last one does, too.
+        norms = layers if cfg.difference == "stream" else layers - 1
         self.embed = ImageEmbedding(*grid, cfg.dim, cfg.use_coords)
-        self.cross_view = nn.ModuleList()
-        for i in range(layers):
-            is_last = i == layers - 1
-            residual = not is_last or cfg.difference == "stream"
-            self.cross_view.append(CrossView(cfg, residual))
-        self.fuse = Fusion(cfg, cfg.dim if subtract else 2 * cfg.dim)
+        self.cross_view = nn.ModuleList(CrossView(cfg) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(cfg.dim) for _ in range(norms))
+        self.dropout = nn.Dropout(cfg.dropout)
+        self.fuse = Fusion(cfg)
         self.decoder = Decoder(cfg, vocab_size, max_len)
         if cfg.w_dirl:
             self.mlp = nn.Sequential(
-                nn.Linear(cfg.dim, 4 * cfg.dim),
+                nn.Linear(cfg.dim, 4 * cfg.dim),  # 4D and dropout as released
                 nn.ReLU(),
                 nn.Dropout(cfg.dropout),
                 nn.Linear(4 * cfg.dim, cfg.dim),
             )
-        for name, module in self.named_children():  # as released; the paper does not say how
-            initialise(module, xavier=cfg.xavier or name not in ("fuse", "decoder"))
+        # As released. The paper does not say how weights are initialised.
+        for module in (self.embed, self.cross_view):
+            initialise(module, xavier=True)
+        for module in (self.fuse, self.decoder):
+            initialise(module, xavier=cfg.xavier)
+        if cfg.w_dirl:
+            initialise(self.mlp, xavier=True)
 
     def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """before, after (B, C, H, W) -> the difference of Eq. 7, X_bef and X_aft of Eq. 1, all
         (B, N, D)."""
+        # Two batches of different sizes could be broadcast in silence.
+        assert before.shape == after.shape, f"{before.shape} and {after.shape} are no pairs"
         x_bef = self.embed(before)  # Eq. 1
         x_aft = self.embed(after)  # Eq. 1
-        shared_bef = x_bef
-        shared_aft = x_aft
-        # All layers but the last return LN(X + shared). The last one returns the shared features of
-        # Eq. 5 or, with difference="stream", LN(X + shared), too.
-        for layer in self.cross_view:
-            shared_bef, shared_aft = layer(shared_bef, shared_aft)  # Eq. 5
+        # Eq. 5 as printed has one layer. With more (as released), each reads LN(X + shared) of the
+        # one before, and the last one's result is Eq. 5's [ours].
+        stream_bef = x_bef
+        stream_aft = x_aft
+        for i, layer in enumerate(self.cross_view):
+            shared_bef, shared_aft = layer(stream_bef, stream_aft)  # Eq. 5
+            if i < len(self.norms):
+                stream_bef = self.norms[i](stream_bef + self.dropout(shared_bef))
+                stream_aft = self.norms[i](stream_aft + self.dropout(shared_aft))
         if self.cfg.difference == "subtract":
             joined = x_bef - x_aft
+        elif self.cfg.difference == "stream":
+            joined = torch.cat([x_bef - stream_bef, x_aft - stream_aft], -1)
         else:
             difference_bef = x_bef - shared_bef  # Eq. 6
             difference_aft = x_aft - shared_aft  # Eq. 6
@@ -417,7 +459,14 @@ class DIRL(nn.Module):
         return self.fuse(joined), x_bef, x_aft  # Eq. 7
 
     def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
-        """before, after (B, C, H, W), caption (B, V) -> the terms of Eq. 16, by name."""
+        """before, after (B, C, H, W), caption (B, V) -> the terms of Eq. 16, by name.
+
+        At the start, with CLEVR-Change's sizes and B = 16, "caption" is about 5.4 (ln 76 = 4.3 is a
+        guess among all words), "dirl" 50 to 500, and "ccr" 4 to 5 (ln 16 = 2.8 is a guess among the
+        batch, but S is not normalised). "dirl" is a sum over 512 channels, and lower if the images
+        of a pair are alike. If it does not fall, the channels of both images still differ. If "ccr"
+        does not, the words of a caption are not tied to what the decoder saw. On mini, with 128
+        channels, "dirl" is below 5 after 100 steps."""
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft = self.encode(before, after)  # Eq. 1, 5-7
@@ -432,22 +481,27 @@ class DIRL(nn.Module):
             c = channel_correlation(y_bef, y_aft, cfg.channel_eps)  # Eq. 3
             losses["dirl"] = dirl_loss(c, cfg.alpha, cfg.correlate)  # Eq. 4
         if cfg.w_ccr:
-            # The paper speaks of generated words. As in the released code, these are the words of
-            # the reference caption. The paper divides V^ by HW, but V^ of Eq. 9 has one row for
-            # each word, so both means run over words.
-            valid = caption != NULL
-            if cfg.ccr_pool == "padded":  # up to the longest caption of the data set
-                assert caption.shape[1] == self.max_len, "pad captions to max_len"
-                valid = torch.ones_like(valid)
-            # [ours] Pairs with equal captions are not each other's negatives. In the paper, "the
-            # others will be the negatives in this batch" (section 3.5).
-            same = (caption[:, None] == caption).all(-1)  # (B, B)
-            if cfg.ccr_equal_captions == "negatives":
-                same = torch.zeros_like(same)
-            words = masked_mean(words, valid)  # Eq. 12, (B, D)
-            visual = masked_mean(visual, valid)  # Eq. 12, (B, D)
-            losses["ccr"] = ccr_loss(words, visual, same, cfg.tau, cfg.ccr_logits)  # Eq. 13-14
+            losses["ccr"] = self.ccr(words, visual, caption)  # Eq. 12-14
         return losses
+
+    def ccr(self, words: Tensor, visual: Tensor, caption: Tensor) -> Tensor:
+        """Eq. 12-14, L_ccr: words, visual (B, V, D) of the last decoder layer, caption (B, V).
+
+        The paper speaks of generated words. As in the released code, these are the words of the
+        reference caption. The paper divides V^ by HW, but V^ of Eq. 9 has one row for each word, so
+        both means run over words."""
+        valid = caption != NULL
+        if self.cfg.ccr_pool == "padded":  # up to the longest caption of the data set
+            assert caption.shape[1] == self.max_len, "pad captions to max_len"
+            valid = torch.ones_like(valid)
+        mean_words = masked_mean(words, valid)  # Eq. 12, (B, D)
+        mean_visual = masked_mean(visual, valid)  # Eq. 12, (B, D)
+        # [ours] Pairs with equal captions are not each other's negatives. In the paper, "the others
+        # will be the negatives in this batch" (section 3.5).
+        same = (caption[:, None] == caption).all(-1)  # (B, B)
+        if self.cfg.ccr_equal_captions == "negatives":
+            same = torch.zeros_like(same)
+        return ccr_loss(mean_words, mean_visual, same, self.cfg.tau, self.cfg.ccr_directions)
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
@@ -469,20 +523,21 @@ class DIRL(nn.Module):
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# Loss weights are from section 4.6; mini's were chosen on its validation scenes [ours]. The paper
-# gives no batch sizes or learning rates: CLEVR-Change and CLEVR-DC take the released code's,
-# Spot-the-Diff and Image Editing Request SCORER's. In the released code, the learning rate drops
-# every 15 epochs (lr_drop). The paper does not mention this.
+# Loss weights are from section 4.6. The paper gives no batch sizes or learning rates.
 PRESETS = {
+    # The defaults: 10000 steps (section 4.2). As released: 128 scenes, lr 2e-4, a tenth of the rate
+    # after each 15 epochs (of 265 batches here, of 319 in CLEVR-DC), no coordinates in CLEVR-DC.
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),
+    # [ours]: SCORER's batches and rates, 15 epochs of 268 and 192 batches, and no coordinates.
     "spot_the_diff": dict(w_ccr=0.004, batch_size=32, lr_drop=4020, use_coords=False),
     "image_editing_request": dict(w_dirl=0.001, w_ccr=0.05, batch_size=16, lr=1e-4, lr_drop=2880,
                                   use_coords=False),
     # For your own pairs (usually few): Image Editing Request's loss weights, half its width, and
     # early stopping on validation [ours].
     "pairs": dict(w_dirl=0.001, w_ccr=0.05, use_coords=False, dim=256, batch_size=16, lr=5e-4,
-                  warmup=50, steps=2000, eval_every=100, patience=10),
+                  warmup=50, steps=2000, eval_every=100, patience=10, select_by="ROUGE-L"),
+    # [ours]. The loss weights were chosen on mini's validation scenes.
     "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, w_dirl=0.03, w_ccr=0.005,
                  batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=2300,
                  eval_every=300, eval_batch=250),
@@ -501,7 +556,7 @@ RELEASED = {  # --variant released: the details in which the released code diffe
         ccr_states="normed",
         # Eq. 14 is InfoNCE both ways. The released code adds S and its transpose, and takes the
         # rows only.
-        ccr_logits="summed",
+        ccr_directions="summed",
         # Many pairs, above all distractors, share a caption. Both paper and released code treat
         # them as negatives.
         ccr_equal_captions="negatives",
@@ -539,8 +594,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
     FloatingPointError if a loss is not finite."""
     torch.manual_seed(cfg.seed)
     model = DIRL(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr, fused=True)
     if cfg.compile and cfg.on_cuda:
         model.compile(fullgraph=True, dynamic=False)
     run = Run(cfg, model, [dataset], resume)
@@ -553,7 +607,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
         optimizer.zero_grad()
         losses["total"].backward()
         if cfg.grad_clip:
-            nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
+            nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
         optimizer.step()
         run.count(losses)
         if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
@@ -591,12 +645,12 @@ def evaluate(
     return dataset.results(split, captions, maps, out_dir, suffix=suffix)
 
 
-def load(checkpoint: str | Path, device: str = ""):
+def load(checkpoint: str | Path, device: str = "", extractor: str = ""):
     """A trained model that captions any two pictures (files or PIL images):
-    caption, maps = load("best.pt")(before, after)."""
+    caption, maps = load("best.pt")(before, after). extractor: see data.load_captioner."""
     import data
 
-    return data.load_captioner(DIRL, Config, checkpoint, device)
+    return data.load_captioner(DIRL, Config, checkpoint, device, extractor)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -605,7 +659,8 @@ def main(argv: list[str] | None = None) -> None:
 
     cfg, args = parse_args(Config, PRESETS, RELEASED, argv)
     if args.caption:
-        data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
+        captioner = load(args.checkpoint, cfg.device, cfg.extractor)
+        data.caption_files(captioner, args.caption, args.out)
         return
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:

@@ -29,21 +29,33 @@ to grasp than abstract ones, so one set of vectors distils the changed objects f
 and another set then distils the action from the objects. (3) In training, a contrastive loss makes
 the first set resemble the caption's noun phrases, and the second set its verb phrases.
 
+Terms. A changed pair shows a scene before and after a change. In a distractor pair only camera and
+light differ, and its caption says that nothing has changed. On CLEVR-Change and mini, a training
+step has both pairs of each of its scenes. In half of the scenes, the two pictures without the
+change are swapped.
+
 Read first: GlobalDifference, DistillingBlock, Distilling, Fusion, alignment_loss, RDD.encode and
 RDD.forward. Skip at first: Decoder, attention_map, and spaCy's patterns in section "phrases".
 
-Eq. 1      ImageEmbedding      F_x = conv(features) + PE
+MHCA(x, y): multi-head attention of queries from x to keys and values from y; MHSA(x) = MHCA(x, x).
+Eq. 1      ImageEmbedding      F_x = conv(features) + PE, for x = bef, aft
 Eq. 2      RDD.encode          F_diff = F_bef - F_aft
-Eq. 3-4    GlobalDifference    F^_x = MHCA(F_x, F_diff)      [ours] LN(F_x + MHCA(F_x, F_diff))
+Eq. 3      common.Attention    softmax(q k^T / sqrt(D / h)) v, in each head of MHCA and MHSA
+Eq. 4      GlobalDifference    F^_x = MHCA(F_x, F_diff)      [ours] LN(F_x + MHCA(F_x, F_diff))
 Eq. 5      GlobalDifference    F_c = [F^_bef ; F^_aft]       [ours] W [F^_bef ; F^_aft]
 Eq. 6      DistillingBlock     F_c^i = MHSA(F_c^{i-1})       [ours] F_c^{i-1} + MHSA(LN F_c^{i-1})
 Eq. 7      DistillingBlock     F^_o = MHCA(F_o^{i-1}, F_c^i)
                                [ours] F^_o = F_o^{i-1} + MHCA(LN F_o^{i-1}, LN F_c^i)
 Eq. 8      DistillingBlock     F_o^i = F^_o + FFN(F^_o)      [ours] F^_o + FFN(LN F^_o)
-Eq. 9      Fusion              MF(F_c ; F_object ; F_action), concatenated along the token axis
-Eq. 10-13  alignment_loss      L_N2O, L_V2A  InfoNCE of cosines, mean of the vectors <-> phrases
-Eq. 14     Decoder.head        next word
-Eq. 15     caption_loss        L_XE
+Eq. 9      Fusion              MF(X), X = [F_c ; F_object ; F_action] along the token axis
+                               [ours] Y = X + MHSA(LN X); MF(X) = Y + ReLU(W LN Y)
+Eq. 10     alignment_loss      F_o = mean of the K vectors
+Eq. 11-13  alignment_loss      S_ab = cos(phrase of pair a, F_o of pair b) / tau;
+                               L_N2O (nouns, objects), L_V2A (verbs, actions) =
+                               -1/2B sum_a [log(exp S_aa / sum_b exp S_ab)
+                                            + log(exp S_aa / sum_b exp S_ba)]
+Eq. 14     Decoder.head        P(next word) = softmax(W hidden + b)
+Eq. 15     caption_loss        L_XE = mean over captions of the mean over words of -log P(word)
 Eq. 16     total_loss          L = L_XE + w_n2o L_N2O + w_v2a L_V2A
 Sec. ACR   segments, Phrases   noun and verb phrases of a caption by spaCy, read by a frozen CLIP
            RDD.adapter         CLIP's text vectors -> F_noun, F_verb
@@ -53,21 +65,35 @@ Where the paper is silent or leaves two readings, the choice is marked [ours]. S
 Eq. 4 and 6-8 above (--no-residual: as printed), and attention's biases and output projections.
 
 Symbols: objects and actions are the paper's F_object and F_action, both written F_o above; w_n2o
-and w_v2a are lambda_1 and lambda_2. The paper's N is distil_steps; here N counts cells.
+and w_v2a are lambda_1 and lambda_2. In the paper's Eq. 11-12, F_c is F_o of Eq. 10, not F_c of
+Eq. 5, and F_l is F_noun or F_verb. The paper's N is distil_steps; here N counts cells.
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a caption
 (START, words, END, padding), K vectors (K_o objects or K_a actions; the paper's k), M tokens that
 they read, P vectors of a prompt, S texts, L tokens of a text, d width of CLIP's text space.
 
-Flags for each row of the paper's tables. Each row needs an --out_dir of its own.
-Row of the paper            flags (on mini, unless --dataset is given)
-direct-sub (Table 4)        --no-gde --order none --w_n2o 0 --w_v2a 0
-GDE                         --order none --w_n2o 0 --w_v2a 0
+Flags for each row of the paper's tables. Each row needs an --out_dir of its own. At the right, what
+becomes of the method without a part: semantic CIDEr measured on mini, tests/results.md (means of
+three seeds, "as printed" of one; differences below 40 are noise).
+Row of the paper            flags (on mini, unless --dataset is given)                  on mini
+direct-sub (Table 4)        --no-gde --order none --w_n2o 0 --w_v2a 0                   277
+GDE                         --order none --w_n2o 0 --w_v2a 0                            398
 GDE+N, GDE+V                --order n --w_v2a 0, --order v --w_n2o 0
 GDE+V&N, GDE+V+N            --order "v&n", --order v+n
-GDE+N+V, the whole method   no flag
-no loss, N2O, V2A (Table 5) --w_n2o 0 --w_v2a 0, --w_v2a 0, --w_n2o 0
+GDE+N+V, the whole method   no flag                                                     424
+no losses (Table 5)         --w_n2o 0 --w_v2a 0                                         390
+only N2O, only V2A          --w_v2a 0, --w_n2o 0
 prompts (Table 6)           --prompt none, fixed or learnable
 vectors (Fig. 4)            --object_vectors 32, --action_vectors 5
+Eq. 4-8 as printed          --no-residual                                               242
+
+Exercises on mini, minutes each. Predict, then run, and compare with a run without flags:
+1. What do K vectors learn that only take means of cells (Eq. 7 as printed)? See samples_test.png.
+   python rdd_acr.py --no-residual --out_dir runs/printed
+2. Cosines lie between -1 and 1. With tau = 1 and the 32 pairs of a step, from which value does n2o
+   start, and which value can it not fall below?
+   python rdd_acr.py --tau 1 --out_dir runs/tau
+3. Action vectors that read F_c themselves, without objects: which scores fall?
+   python rdd_acr.py --order v --w_n2o 0 --out_dir runs/actions
 
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 Licence: MIT. Written from the paper, whose authors have published no code.
@@ -107,12 +133,13 @@ from common import (
 
 @dataclass
 class Config(RunConfig):
-    """RDD+ACR. The settings of a run (data, steps, device) are in common.RunConfig."""
+    """RDD+ACR. The settings of a run (data, steps, device) are in common.RunConfig. Numbers without
+    [ours] are the paper's or CLIP's. PRESETS, below, has what differs between data sets."""
 
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings
     heads: int = 8  # heads of every attention [ours]
-    decoder_layers: int = 2  # decoder layers
+    decoder_layers: int = 2  # decoder layers [ours]
     dropout: float = 0.1  # dropout probability [ours]
     gde: bool = True  # use Eq. 3-5; if off, F_diff itself is the global difference
     order: Literal["none", "n", "v", "n+v", "v+n", "v&n"] = "n+v"  # n objects, v actions (Table 4)
@@ -127,7 +154,7 @@ class Config(RunConfig):
     equal_phrases: Literal["ignored", "negatives"] = "ignored"  # pairs with equal phrases [ours]
     prompt: Literal["none", "fixed", "learnable"] = "learnable"  # what precedes each phrase
     prompt_tokens: int = 4  # P, vectors of a learnable prompt
-    clip: str = "ViT-L-14:openai"  # text encoder, open_clip's MODEL:WEIGHTS (name or file), or mini
+    clip: str = "ViT-L-14:openai"  # open_clip's MODEL:WEIGHTS (name or file) [ours], or mini
     clip_dim: int = 768  # d, width of CLIP's text space
     clip_width: int = 768  # width of CLIP's token embeddings and of a learnable prompt
 
@@ -157,6 +184,8 @@ class ImageEmbedding(nn.Module):
 class GlobalDifference(nn.Module):
     """Eq. 3-5: F^_x = LN(F_x + MHCA(F_x, F_diff)), F_c = W [F^_bef ; F^_aft].
 
+    A bare difference shows that something differs, but not what. So every cell of both images,
+    which contains what it shows, asks all cells of F_diff what has changed.
     [ours] Eq. 4 as printed (residual=False) is MHCA alone. We take its residual and LayerNorm from
     DIRL+CCR's released code, although that paper prints neither. Eq. 5 concatenates channels, and W
     maps 2D channels back to D. Both images share one attention."""
@@ -170,10 +199,10 @@ class GlobalDifference(nn.Module):
 
     def enrich(self, f_x: Tensor, f_diff: Tensor) -> Tensor:
         """Cells of one image (B, N, D) and the difference (B, N, D) -> F^_x (B, N, D)."""
-        attended = self.attention(f_x, f_diff)  # Eq. 3-4
+        attended = self.attention(f_x, f_diff)  # Eq. 3-4 as printed
         if self.norm is None:
             return attended
-        return self.norm(f_x + self.dropout(attended))  # Eq. 4
+        return self.norm(f_x + self.dropout(attended))  # [ours]
 
     def forward(self, f_bef: Tensor, f_aft: Tensor, f_diff: Tensor) -> Tensor:
         """(B, N, D) three times -> F_c (B, N, D)."""
@@ -184,10 +213,12 @@ class GlobalDifference(nn.Module):
 class DistillingBlock(nn.Module):
     """Eq. 6-8: the source attends to itself, the vectors attend to it, and a linear layer follows.
 
+    Eq. 6 lets a cell learn what the others show, Eq. 7 lets each vector choose the cells it needs.
     [ours] The residuals of Eq. 6 and 7 and the LayerNorms are ours; residual=False leaves them out.
     As printed, Eq. 7 replaces each vector by a weighted mean of cells. At the start all K vectors
-    have nearly the same weights, so they become alike and stay so. The FFN is one fully connected
-    layer, as the text says, and as that names no activation, it has none (Fusion has one)."""
+    have nearly the same weights, so they become alike (cosines of 1.00 between them; about 0.1 with
+    residuals) and stay so. The FFN is one fully connected layer, as the text says, and as that
+    names no activation, it has none (Fusion has one)."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -199,7 +230,7 @@ class DistillingBlock(nn.Module):
         self.norm_source = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()
         self.norm_seen = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()
         self.norm_vectors = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()
-        self.norm_out = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()
+        self.norm_ffn = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()
 
     def forward(self, source: Tensor, vectors: Tensor):
         """source F_c^{i-1} (B, M, D), vectors F_o^{i-1} (B, K, D) -> F_c^i (B, M, D); F_o^i
@@ -210,7 +241,7 @@ class DistillingBlock(nn.Module):
         q, k, v = self.cross_attention.project(self.norm_vectors(vectors), self.norm_seen(source))
         attended = self.dropout(self.cross_attention.attend(q, k, v))
         vectors = vectors + attended if self.residual else attended  # Eq. 7
-        vectors = vectors + self.dropout(self.feed_forward(self.norm_out(vectors)))  # Eq. 8
+        vectors = vectors + self.dropout(self.feed_forward(self.norm_ffn(vectors)))  # Eq. 8
         return source, vectors, q, k
 
 
@@ -223,8 +254,9 @@ class Distilled(NamedTuple):
 
 
 class Distilling(nn.Module):
-    """K learned vectors, initially Gaussian, pass distil_steps times through one shared block, or
-    through as many blocks. The source (B, M, D) is F_c or the vectors of another Distilling."""
+    """K learned vectors, initially N(0, 1) (the paper: "Gaussian"), pass distil_steps times through
+    one shared block, or through as many blocks. The source (B, M, D) is F_c or the vectors of
+    another Distilling."""
 
     def __init__(self, cfg: Config, count: int):
         super().__init__()
@@ -244,8 +276,9 @@ class Distilling(nn.Module):
 
 class Fusion(nn.Module):
     """Eq. 9: self-attention and a fully connected layer, each with a residual. All tokens
-    (B, N + K_o + K_a, D) -> the same shape. [ours] Like the distilling blocks, it is pre-norm. A
-    ReLU follows the fully connected layer, which would otherwise be linear. The text names none."""
+    (B, N + K_o + K_a, D) -> the same shape. Cells stay beside the vectors, because a caption also
+    needs what the vectors leave out. [ours] Like the distilling blocks, it is pre-norm. A ReLU
+    follows the fully connected layer, which would otherwise be linear. The text names none."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -263,8 +296,8 @@ class Fusion(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Post-norm decoder layer: words attend to earlier words and then to the differences, and a
-    feed-forward of width 4D follows. [ours] Widths and the number of layers are DIRL+CCR's."""
+    """Post-norm decoder layer: words attend to earlier words and then to the fused tokens, and a
+    feed-forward of width 4D follows. [ours] Its width and the number of layers are DIRL+CCR's."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -278,20 +311,20 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, memory: tuple[Tensor, Tensor], past=None):
-        """Words x (B, V, D); key and value (B, M, D) of the differences in `memory` -> words
+        """Words x (B, V, D); key and value (B, M, D) of the fused tokens in `memory` -> words
         (B, V, D); `past` (see Attention.extend); the query (B, V, D) of the cross-attention."""
         attended, past = self.self_attention.extend(x, past)
         x = self.norm1(x + self.dropout(attended))
         query = self.cross_attention.query(x)
-        differences = self.cross_attention.attend(query, *memory)
-        x = self.norm2(x + self.dropout(differences))
+        attended = self.cross_attention.attend(query, *memory)
+        x = self.norm2(x + self.dropout(attended))
         hidden = self.dropout(F.relu(self.hidden(x)))
         x = self.norm3(x + self.dropout(self.output(hidden)))
         return x, past, query
 
 
 class Decoder(nn.Module):
-    """Words and differences -> hidden states; `head` gives the distribution of the next word.
+    """Words and fused tokens -> hidden states; `head` gives the distribution of the next word.
 
     Every word sees only itself and earlier words, so padding at the end of a caption needs no mask.
     [ours] From DIRL+CCR: a LayerNorm after the sum of words and positions, and Xavier-uniform
@@ -308,18 +341,18 @@ class Decoder(nn.Module):
         self.head = nn.Linear(cfg.dim, vocab_size)  # Eq. 14, without its softmax
         initialise(self, xavier=True)
 
-    def forward(self, ids: Tensor, difference: Tensor) -> Tensor:
-        """All words at once: ids (B, V), differences (B, M, D) -> hidden states (B, V, D)."""
+    def forward(self, ids: Tensor, fused: Tensor) -> Tensor:
+        """All words at once: ids (B, V), fused tokens (B, M, D) -> hidden states (B, V, D)."""
         x = self.embed_words(ids)
-        for layer, memory in zip(self.layers, self.memory(difference), strict=True):
+        for layer, memory in zip(self.layers, self.memory(fused), strict=True):
             x, _, _ = layer(x, memory)
         return x
 
-    def attention(self, ids: Tensor, difference: Tensor, cells: int) -> Tensor:
+    def attention(self, ids: Tensor, fused: Tensor, cells: int) -> Tensor:
         """The last layer's attention, averaged over heads, with its softmax over the first `cells`
-        of M tokens. ids (B, V), differences (B, M, D) -> (B, V, cells)."""
+        of M tokens. ids (B, V), fused tokens (B, M, D) -> (B, V, cells)."""
         x = self.embed_words(ids)
-        for layer, memory in zip(self.layers, self.memory(difference), strict=True):
+        for layer, memory in zip(self.layers, self.memory(fused), strict=True):
             x, _, query = layer(x, memory)
         key, _ = memory  # of the last layer
         scores = layer.cross_attention.scores(query, key[:, :cells])  # (B, h, V, cells)
@@ -332,12 +365,12 @@ class Decoder(nn.Module):
         position = self.position.weight[start:end]
         return self.dropout(self.norm(self.project(self.embed(ids)) + position))
 
-    def memory(self, difference: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Differences (B, M, D) -> each layer's key and value, computed once per caption."""
+    def memory(self, fused: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Fused tokens (B, M, D) -> each layer's key and value, computed once per caption."""
         memory = []
         for layer in self.layers:
-            key = layer.cross_attention.key(difference)
-            value = layer.cross_attention.value(difference)
+            key = layer.cross_attention.key(fused)
+            value = layer.cross_attention.value(fused)
             memory.append((key, value))
         return memory
 
@@ -357,24 +390,30 @@ def alignment_loss(
     vectors: Tensor, phrases: Tensor, valid: Tensor, same: Tensor, tau: float
 ) -> Tensor:
     """Eq. 10-13, L_N2O or L_V2A: InfoNCE of cosines between the mean of a pair's vectors and its
-    phrase, in both directions. vectors (B, K, D), phrases (B, D) -> a scalar.
+    phrase, in both directions. vectors (B, K, D), phrases (B, D) -> a scalar. The mean (Eq. 10),
+    because a caption does not say which vector is about which word.
 
     [ours] A pair without a phrase (valid (B,) is False) is no negative and counts as 0 in the mean
     over B. Pairs with equal phrases (same (B, B)), which templates often make, are not negatives of
-    each other. Phrases that differ but mean the same ("is gone", "is missing") remain negatives. In
-    a batch of mini, most of the changed pairs have a verb phrase with such a negative. All captions
-    of unchanged pairs mean the same, so these pairs learn only to differ from the changed ones.
-    mini's templates also hide "nothing" from the verb phrase: "has been moved" comes from pairs of
-    both sorts."""
-    f_c = F.normalize(vectors.mean(1), dim=-1)  # Eq. 10; F_c of Eq. 11-12, not of Eq. 5
-    f_l = F.normalize(phrases, dim=-1)  # F_l of Eq. 11-12: F_noun or F_verb
-    s = f_l @ f_c.T / tau  # (B, B), phrases in rows
-    partner = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
-    no_negative = same | ~valid[:, None] | ~valid
-    s = s.masked_fill(no_negative & ~partner, float("-inf"))
-    l_lc = -s.log_softmax(1).diagonal()  # Eq. 11, (B,)
-    l_cl = -s.log_softmax(0).diagonal()  # Eq. 12
-    return ((l_lc + l_cl) / 2 * valid).mean()  # Eq. 13
+    each other. Phrases that differ but mean the same ("is gone", "is missing") remain negatives.
+
+    Example, tau = 1. The vectors (1, 1), (1, -1) of pair a have the mean (1, 0), the vectors
+    (1, 1), (-1, 1) of pair b the mean (0, 1). Phrases (2, 0) of a and (0, 3) of b have cosine 1
+    with their own mean and 0 with the other. Each of the four terms is -log(e / (e + 1)) = 0.313,
+    and so is the loss. If b's phrase is (2, 0), too, Eq. 11 has 0.313 for a and 1.313 for b, Eq. 12
+    has log 2 = 0.693 for both, and the loss is 0.753, or 0 if equal phrases are no negatives."""
+    # Cosines divided by a small temperature need float32.
+    with torch.autocast(vectors.device.type, enabled=False):
+        pooled = F.normalize(upcast(vectors).mean(1), dim=-1)  # Eq. 10
+        phrases = F.normalize(upcast(phrases), dim=-1)
+        s = phrases @ pooled.T / tau  # (B, B), phrases in rows
+        partner = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
+        no_negative = same | ~valid[:, None] | ~valid
+        # Partners stay, so that the loss of a pair without negatives is 0.
+        s = s.masked_fill(no_negative & ~partner, float("-inf"))
+        l_lc = -s.log_softmax(1).diagonal()  # Eq. 11, (B,)
+        l_cl = -s.log_softmax(0).diagonal()  # Eq. 12
+        return ((l_lc + l_cl) / 2 * valid).mean()  # Eq. 13
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
@@ -421,7 +460,7 @@ class RDD(nn.Module):
         self.fuse = nn.Identity() if cfg.order == "none" else Fusion(cfg)
         self.decoder = Decoder(cfg, vocab_size, max_len)
         if cfg.w_n2o or cfg.w_v2a:
-            # [ours] One adapter for nouns and verbs, with ReLUs between its layers.
+            # [ours] One adapter for nouns and verbs, of width D, with ReLUs between its layers.
             self.adapter = nn.Sequential(
                 nn.Linear(cfg.clip_dim, cfg.dim),
                 nn.ReLU(),
@@ -441,9 +480,11 @@ class RDD(nn.Module):
             self.verb_prompt = nn.Parameter(0.02 * torch.randn(size))
 
     def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, dict[str, Distilled]]:
-        """Features (B, C, H, W) of both images -> tokens for the decoder (B, N + K_o + K_a, D); and
-        by name the "objects" and "actions" that `order` has. [ours] The decoder reads all tokens of
-        Eq. 9, although section "Caption Decoder" speaks of HW tokens."""
+        """Features (B, C, H, W) of both images -> fused tokens (B, N + K_o + K_a, D); and by name
+        the "objects" and "actions" that `order` has. [ours] The decoder reads all tokens of Eq. 9,
+        although section "Caption Decoder" speaks of HW tokens."""
+        # Eq. 2 would compare a single image with all the others.
+        assert before.shape == after.shape, f"{before.shape} before, {after.shape} after"
         f_bef = self.embed(before)  # Eq. 1
         f_aft = self.embed(after)  # Eq. 1
         # [ours] Eq. 2 as printed; the text above it subtracts "before" from "after".
@@ -474,30 +515,36 @@ class RDD(nn.Module):
         nouns: Attributes | None = None,
         verbs: Attributes | None = None,
     ) -> dict[str, Tensor]:
-        """Features (B, C, H, W) of both images, caption (B, V), its phrases -> terms of Eq. 16."""
+        """Features (B, C, H, W) of both images, caption (B, V), its phrases -> terms of Eq. 16.
+
+        At the start, "caption" is a little above the logarithm of the vocabulary's size (4.9 for 76
+        ids, ln 76 = 4.3), and "n2o" and "v2a" are near ln B (2.8 for 16 pairs, ln 16 = 2.77), less
+        if many phrases are equal. In 500 steps of mini, caption falls from 5.1 to 0.6, n2o from 3.5
+        to 2.7, and v2a from 3.4 to 2.9. If n2o or v2a stays where it was, the vectors do not tell
+        the pairs of a batch apart. If caption stops where that of a run with --blind does, the
+        decoder makes no use of the images."""
         cfg = self.cfg
-        tokens, distilled = self.encode(before, after)  # Eq. 1-9
-        hidden = self.decoder(caption, tokens)
+        fused, distilled = self.encode(before, after)  # Eq. 1-9
+        hidden = self.decoder(caption, fused)
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 14-15
-        # Cosines divided by a small temperature need float32.
-        with torch.autocast(caption.device.type, enabled=False):
-            if cfg.w_n2o:
-                assert nouns is not None, "L_N2O needs nouns=, or w_n2o=0 to leave it out"
-                f_object = upcast(distilled["objects"].vectors)
-                f_noun = self.adapter(upcast(nouns.text))
-                n2o = alignment_loss(f_object, f_noun, nouns.valid, nouns.same, cfg.tau)
-                losses["n2o"] = n2o  # Eq. 10-13
-            if cfg.w_v2a:
-                assert verbs is not None, "L_V2A needs verbs=, or w_v2a=0 to leave it out"
-                f_action = upcast(distilled["actions"].vectors)
-                f_verb = self.adapter(upcast(verbs.text))
-                v2a = alignment_loss(f_action, f_verb, verbs.valid, verbs.same, cfg.tau)
-                losses["v2a"] = v2a  # Eq. 10-13
+        if cfg.w_n2o:
+            assert nouns is not None, "L_N2O needs nouns=, or w_n2o=0 to leave it out"
+            f_object = distilled["objects"].vectors
+            f_noun = self.adapter(nouns.text)
+            n2o = alignment_loss(f_object, f_noun, nouns.valid, nouns.same, cfg.tau)
+            losses["n2o"] = n2o  # Eq. 10-13
+        if cfg.w_v2a:
+            assert verbs is not None, "L_V2A needs verbs=, or w_v2a=0 to leave it out"
+            f_action = distilled["actions"].vectors
+            f_verb = self.adapter(verbs.text)
+            v2a = alignment_loss(f_action, f_verb, verbs.valid, verbs.same, cfg.tau)
+            losses["v2a"] = v2a  # Eq. 10-13
         return losses
 
     def prompts(self) -> dict[str, Tensor | None]:
-        """What Phrases.encode puts before the "nouns" and before the "verbs", if their losses are
-        used: a learned prompt (P, clip_width), or None."""
+        """-> {"nouns": prompt of all noun phrases, "verbs": prompt of all verb phrases}, for
+        Phrases.encode. A prompt is learned (P, clip_width), or None if CLIP reads no learned one. A
+        kind whose loss is off is left out."""
         prompts = {}
         if self.cfg.w_n2o:
             prompts["nouns"] = self.noun_prompt
@@ -508,8 +555,8 @@ class RDD(nn.Module):
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
         """Features (B, C, H, W) of both images -> ids of greedy captions (B, max_len)."""
-        tokens, _ = self.encode(before, after)
-        cache = Cache(self.decoder, tokens)
+        fused, _ = self.encode(before, after)
+        cache = Cache(self.decoder, fused)
         return decode(cache.step, before.shape[0], self.max_len, before.device)
 
     @torch.no_grad()
@@ -520,8 +567,8 @@ class RDD(nn.Module):
         heads and vectors. If a block reads the other set, its weights are multiplied by that set's
         weights over cells."""
         _, height, width = self.grid
-        tokens, distilled = self.encode(before, after)
-        weight = self.decoder.attention(ids, tokens, height * width)  # (B, V, N); F_c stands first
+        fused, distilled = self.encode(before, after)
+        weight = self.decoder.attention(ids, fused, height * width)  # (B, V, N); F_c stands first
         # Row t is the state that predicts word t + 1.
         maps = {"decoder": masked_mean(weight[:, :-1], is_word(ids[:, 1:]))}  # (B, N)
         read_cells = None  # (B, M, N): the weights over cells of the vectors that came first
@@ -576,6 +623,11 @@ class Phrases:
     def __init__(
         self, cfg: Config, clip, tokenizer, segments: dict[str, tuple[list[str], list[str]]]
     ):
+        # Only some CLIPs have the parts that encode_prompted uses.
+        if getattr(clip, "text_pool_type", None) != "argmax":
+            raise InputError(
+                f"--clip {cfg.clip} takes no learned prompts; choose one like ViT-L-14"
+            )
         width = clip.token_embedding.embedding_dim
         dim = encode_prompted(clip, tokenizer(["a cube"]).to(cfg.device)).shape[1]
         if (cfg.clip_dim, cfg.clip_width) != (dim, width):
@@ -604,34 +656,31 @@ class Phrases:
     def encode(
         self, captions: list[str], prompts: dict[str, Tensor | None]
     ) -> dict[str, Attributes]:
-        """The "nouns", the "verbs" or both of B captions, as `prompts` says (see RDD.prompts)."""
+        """The phrases of B captions, for each kind ("nouns", "verbs") in RDD.prompts."""
         device = self.tokens.device
-        rows_of = {}  # kind -> each caption's row of self.tokens (B,)
-        place_of = {}  # kind -> each caption's place among the kind's distinct rows (B,)
-        tokens = []  # of the distinct rows of every kind
-        expanded = []  # the kind's prompt for each of them
+        rows = {}  # kind -> its captions' rows of self.tokens (B,)
+        places = {}  # kind -> its captions' places among its distinct texts (B,)
+        tokens = []  # of each kind's distinct texts
+        expanded = []  # each kind's prompt, once for each of them
         for kind, prompt in prompts.items():
-            rows = torch.tensor([self.rows[kind][caption] for caption in captions])
-            # Equal phrases are encoded once. A pair without a phrase (-1) gets any text, because
-            # `valid` leaves the pair out. On a GPU, `unique` would make the program wait.
-            distinct, place = rows.clamp(min=0).unique(return_inverse=True)
+            rows[kind] = torch.tensor([self.rows[kind][caption] for caption in captions])
+            # Equal phrases are encoded once. For a pair without a phrase, row -1 is some other
+            # text, but `valid` leaves the pair out. On a GPU, `unique` would make the program wait.
+            distinct, places[kind] = rows[kind].unique(return_inverse=True)
             tokens.append(self.tokens[distinct.to(device)])
             if prompt is not None:
-                expanded.append(prompt.expand(distinct.shape[0], -1, -1))
-            rows_of[kind] = rows.to(device)
-            place_of[kind] = place.to(device)
+                expanded.append(prompt.expand(len(distinct), -1, -1))
         # One call for both kinds, because two smaller ones would leave a GPU waiting.
         all_prompts = torch.cat(expanded) if expanded else None
-        encoded = encode_prompted(self.clip, torch.cat(tokens), all_prompts)  # (S, d)
-        texts_of = encoded.split([distinct.shape[0] for distinct in tokens])
+        texts = encode_prompted(self.clip, torch.cat(tokens), all_prompts)  # (S, d)
         attributes = {}
-        for kind, texts in zip(prompts, texts_of, strict=True):
-            rows = rows_of[kind]
+        for kind, text in zip(prompts, texts.split([len(x) for x in tokens]), strict=True):
+            row = rows[kind].to(device)
             if self.ignore_equal:
-                same = rows[:, None] == rows
+                same = row[:, None] == row
             else:
-                same = torch.eye(len(captions), dtype=torch.bool, device=device)
-            attributes[kind] = Attributes(texts[place_of[kind]], rows >= 0, same)
+                same = torch.eye(len(row), dtype=torch.bool, device=device)
+            attributes[kind] = Attributes(text[places[kind].to(device)], row >= 0, same)
         return attributes
 
 
@@ -706,16 +755,17 @@ def phrases_of(dataset, cfg: Config) -> Phrases | None:
 
 # K_a is from section "Effect of Learnable Vectors Number". The main text has no batch size, number
 # of steps, learning rate or drops of it, so we take those of SCORER and its released code [ours].
-# For LEVIR-CC, which SCORER's paper does not use, RDD+ACR takes Spot-the-Diff's batch size, and the
-# learning rate does not drop. Your own pairs take Spot-the-Diff's K_a and, as they are usually few,
-# half the width and early stopping on validation. mini's scenes are simple, so it distils once, and
-# few vectors are enough [ours].
 PRESETS = {
-    "clevr_change": dict(lr_drop=3975),
-    "levir_cc": dict(action_vectors=10, batch_size=32),
-    "spot_the_diff": dict(action_vectors=10, batch_size=32, lr_drop=4020),
+    # SCORER's release: 10,000 steps of 128, rate / 10 every 15 epochs of 265 steps. K_a is 5.
+    "clevr_change": dict(steps=10000, batch_size=128, lr=2e-4, lr_drop=3975),
+    # SCORER's paper does not use it. Steps and batch as for Spot-the-Diff; the rate does not drop.
+    "levir_cc": dict(action_vectors=10, steps=10000, batch_size=32, lr=2e-4),
+    # SCORER's batch for it; steps, rate and 15 epochs (of 268 steps) as for CLEVR-Change.
+    "spot_the_diff": dict(action_vectors=10, steps=10000, batch_size=32, lr=2e-4, lr_drop=4020),
+    # [ours] Your own pairs are usually few: half the width, early stopping, Spot-the-Diff's K_a.
     "pairs": dict(action_vectors=10, dim=256, batch_size=16, lr=5e-4, warmup=50, steps=2000,
-                  eval_every=100, patience=10),
+                  eval_every=100, patience=10, select_by="ROUGE-L"),
+    # [ours] The scenes are simple, so it distils once, and few vectors are enough.
     "mini": dict(dim=128, word_dim=128, heads=2, dropout=0.0, distil_steps=1, object_vectors=8,
                  clip="mini", clip_dim=128, clip_width=64, batch_size=16, lr=1e-3,
                  schedule="cosine", warmup=50, grad_clip=1.0, steps=1900, eval_every=300,
@@ -755,8 +805,7 @@ def train(cfg: Config, dataset, phrases: Phrases | None = None, resume: bool = F
     FloatingPointError if a loss is not finite."""
     torch.manual_seed(cfg.seed)
     model = RDD(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr, fused=True)
     if cfg.compile and cfg.on_cuda:
         model.compile(fullgraph=True, dynamic=False)
     run = Run(cfg, model, [dataset], resume)
@@ -769,7 +818,7 @@ def train(cfg: Config, dataset, phrases: Phrases | None = None, resume: bool = F
         optimizer.zero_grad()
         losses["total"].backward()
         if cfg.grad_clip:
-            nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
+            nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
         optimizer.step()
         run.count(losses)
         if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
@@ -807,12 +856,12 @@ def evaluate(
     return dataset.results(split, captions, maps, out_dir, suffix=suffix)
 
 
-def load(checkpoint: str | Path, device: str = ""):
+def load(checkpoint: str | Path, device: str = "", extractor: str = ""):
     """A trained model that captions any two pictures (files or PIL images):
-    caption, maps = load("best.pt")(before, after)."""
+    caption, maps = load("best.pt")(before, after). extractor: see data.load_captioner."""
     import data
 
-    return data.load_captioner(RDD, Config, checkpoint, device)
+    return data.load_captioner(RDD, Config, checkpoint, device, extractor)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -821,7 +870,8 @@ def main(argv: list[str] | None = None) -> None:
 
     cfg, args = parse_args(Config, PRESETS, {}, argv)
     if args.caption:
-        data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
+        captioner = load(args.checkpoint, cfg.device, cfg.extractor)
+        data.caption_files(captioner, args.caption, args.out)
         return
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:

@@ -24,49 +24,75 @@ The flow of one pair, with CLEVR-Change's sizes:
 
 Idea. (1) When the camera moves, all features change, so a bare difference of two images shows much
 besides the change. A contrastive loss teaches each image to find its partner in the batch by
-features that ignore the camera. (2) Cross-attention can rebuild from the other image what did not
-change, but not what did. Each image adds what it could rebuild, and their fusion then shows the
-difference. (3) "Before" and a good sentence should be enough to imagine "after". A second
-contrastive loss asks for this.
+features that ignore the camera. (2) Cross-attention rebuilds each image from the other one, and
+only what did not change can be rebuilt. Each image adds what was rebuilt. A changed object finds no
+counterpart, which the fusion of both images can see. (3) "Before" and a good sentence should be
+enough to imagine "after". A second contrastive loss asks for this.
+
+Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
+light differ, and its caption says that nothing changed. In CLEVR-Change and mini, a scene has one
+pair of each kind, with the same "before". A training step has a batch of changed pairs and a batch
+of the distractor pairs of the same scenes, and each loss is the mean of the two batches'. In half
+of the scenes, chosen anew in each epoch, the distractor pair's pictures are swapped, and the
+changed pair gets the new "before", too. In other data sets, a step has a single batch.
 
 Read first: CrossView, BackwardReasoning, match_by_definition, match_loss, cbr_loss, SCORER.encode
 and SCORER.forward. Skip at first: DecoderLayer and Decoder (a transformer decoder), attention_map,
 and all that follows the class SCORER.
 
 Eq. 1      ImageEmbedding     X = conv(features) + position
-Eq. 2-3    similarity         mean over tokens of the best match, both ways (TM), in each head (MTM)
-Eq. 4      match_loss         L_cv  InfoNCE, before -> after and after -> before
-Eq. 5-6    CrossView          X <- LN(X + MHCA(X, partner))
-Eq. 7      Fusion             difference = ReLU(W [X_bef ; X_aft])
-Eq. 8      Decoder            transformer decoder over the difference
-Eq. 9-10   BackwardReasoning  hallucination = W_2 MHSA(W_1 [X_bef ; sentence])
-Eq. 11     cbr_loss           L_cm  InfoNCE, hallucination <-> after
-Eq. 12     caption_loss       L_cap
+Eq. 2      similarity         TM_ab = 1/2 [mean_n max_m q_an.k_bm + mean_m max_n q_an.k_bm]
+Eq. 3      similarity         MTM = mean over heads of TM, each with its slice of q and k
+Eq. 4      match_loss         L_cv = 1/2 [nce(S) + nce(S')], S = MTM(q_bef, k_aft) / tau,
+                              S' = MTM(q_aft, k_bef) / tau
+Eq. 5      CrossView          unchanged = MHCA(X, partner), whose projections are Eq. 4's q and k
+Eq. 6      CrossView          new X = LN(X + unchanged), which the next layer and Eq. 7 read
+Eq. 7      Fusion             difference = ReLU(W [new X_bef ; new X_aft] + b)
+Eq. 8      Decoder            hidden = decoder(words, difference), p(next word) = softmax(W hidden)
+Eq. 9      BackwardReasoning  x = W_1 [X_bef ; sentence], sentence = mean over words of hidden
+Eq. 10     BackwardReasoning  X_hat = W_2 MHSA(x), the "hallucination" of "after"
+Eq. 11     cbr_loss           L_cm = 1/2 [nce(R) + nce(R^T)], R = MTM(W_q X_hat, W_k X_aft) / tau
+Eq. 12     caption_loss       L_cap = -mean of log p(next word)
 Eq. 13     total_loss         L = L_cap + w_match L_cv + w_cbr L_cm
+InfoNCE    common.info_nce    nce(S) = -1/B sum_a log(exp S_aa / sum_b exp S_ab)
 
-Symbols: w_match is the paper's lambda_v, w_cbr its lambda_m, and exp(log_scale) its 1 / tau. Our
-copy of the paper lacks the formulas. Those above follow its text and the released code, and their
-symbols follow DIRL+CCR, by the same authors.
+a and b are images of a batch, n and m their cells, q_an and k_bm vectors of D numbers. Eq. 2 has no
+1/sqrt(D), and its vectors are not normalised (as released). w_match is the paper's lambda_v, w_cbr
+its lambda_m. 1 / tau is exp(log_scale), which is learned (as released). The formulas are
+reconstructed from the paper's text and the released code, and not compared with the printed ones.
 Axis letters: A, B pairs, C channels, H x W grid, N, M = H*W cells, D width, h heads, V words of a
 caption (START, words, END, padding).
 
-Flags for each row of the paper's tables. Each row needs an --out_dir of its own.
-Row of the paper                flags (on mini, unless --dataset is given)
-Subtraction (Tables 6-7, 10-12) --difference subtract --w_match 0 --w_cbr 0
-RR                              --w_match 0 --w_cbr 0
+Flags for each row of the paper's tables. Each row needs an --out_dir of its own. The last column
+is measured on mini, tests/results.md: CIDEr of changed pairs (differences below 40 are noise).
+Row of the paper                flags (on mini, unless --dataset is given)   on mini
+SCORER+CBR                                                                   472
+Subtraction (Tables 6-7, 10-12) --difference subtract --w_match 0 --w_cbr 0  315
+RR                              --w_match 0 --w_cbr 0                        386
 RR+CBR                          --w_match 0
-SCORER                          --w_cbr 0
+SCORER                          --w_cbr 0                                    466
 matching (Fig. 3)               --matching mtm, tm, mean or max
 heads (Fig. 4)                  --heads 8 (the flag also changes the heads of decoder and CBR)
 layers (Fig. 5)                 --layers 2
 fusion (section 6.3)            --fusion cat, sum or hadamard
-There is no flag for RR+ (Fig. 13), because our copy of the paper lacks its distance. The fusion of
-section 6.3 in which words attend to each image before "cat" needs a decoder with two memories.
+RR+ (Fig. 13) has no flag. Neither has the fusion of section 6.3 in which words attend to each image
+before "cat": it needs a decoder with two memories.
 
 Where the paper and the released code differ, the default mostly follows the paper. RELEASED, after
 the model, lists the differences. Some details are the released code's in both variants: a learned
 scale for 1 / tau, coordinates, attention without output projection, feed-forward layers of width D,
 and a mean over words in Eq. 12. A docstring or a comment explains each where it occurs.
+
+Exercises, on mini, some minutes each. Predict, then run:
+1. Eq. 6 adds. Change the + of its two lines to -. Which score falls, that of the type of change, or
+   that of the place (which object stands where)?
+       python scorer_cbr.py --out_dir runs/minus
+2. Match in the second layer, where the images have already seen their partners. Does "match" fall
+   faster? Are captions better?
+       python scorer_cbr.py --layers 2 --match_layer last --out_dir runs/last
+3. Leave CBR at its initial weights, as released. Can "cbr" still fall, and by learning what?
+       python scorer_cbr.py --no-train_cbr --w_cbr 0.1 --out_dir runs/frozen
+
 To copy: this file and common.py. Training on a data set of data.py needs that file too.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
@@ -165,8 +191,10 @@ class CrossView(nn.Module):
     """Eq. 5-6, one layer: X <- LN(X + MHCA(X, partner)) for both images of a pair.
 
     X_bef, X_aft (B, N, D) -> the new X_bef and X_aft, and the queries and keys that Eq. 4 matches,
-    (q_bef, k_aft, q_aft, k_bef). The paper cites the standard attention, which has an output
-    projection. This one has none, as in the released code."""
+    (q_bef, k_aft, q_aft, k_bef). Eq. 6 adds what could be rebuilt instead of subtracting it,
+    because a caption also names unchanged objects ("left of the cube"), which a subtraction would
+    remove. The paper cites the standard attention, which has an output projection. This one has
+    none, as in the released code."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -186,14 +214,25 @@ class CrossView(nn.Module):
 class Fusion(nn.Module):
     """Eq. 7: difference = ReLU(W [X_bef ; X_aft] + b). Dropout before the ReLU is as released.
 
-    x: the two images, concatenated (B, N, 2D) or combined (B, N, D) -> (B, N, D)."""
+    X_bef, X_aft (B, N, D) -> (B, N, D). Instead of concatenating them ("cat"), section 6.3 also
+    tries their sum and their product, and the baseline Subtraction their bare difference."""
 
-    def __init__(self, cfg: Config, width: int):
+    def __init__(self, cfg: Config):
         super().__init__()
+        self.mode = "subtract" if cfg.difference == "subtract" else cfg.fusion
+        width = 2 * cfg.dim if self.mode == "cat" else cfg.dim
         self.project = nn.Linear(width, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x_bef: Tensor, x_aft: Tensor) -> Tensor:
+        if self.mode == "cat":
+            x = torch.cat([x_bef, x_aft], -1)  # (B, N, 2D)
+        elif self.mode == "sum":
+            x = x_bef + x_aft
+        elif self.mode == "hadamard":
+            x = x_bef * x_aft
+        else:
+            x = x_bef - x_aft
         return F.relu(self.dropout(self.project(x)))  # Eq. 7
 
 
@@ -284,7 +323,8 @@ class BackwardReasoning(nn.Module):
     like, given "before" and a sentence. The sentence s is appended to every cell.
 
     X_bef (B, N, D), s (B, D) -> X_hat (B, N, D). W_2, and attention without biases, dropout,
-    residual and LayerNorm, follow the released code."""
+    residual and LayerNorm, follow the released code. The attention is PyTorch's module, because its
+    initial weights are the released code's, too."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -307,10 +347,12 @@ class BackwardReasoning(nn.Module):
 
 def match_by_definition(q: Tensor, k: Tensor, heads: int) -> Tensor:
     """Eq. 2-3 as they are defined: the similarity of every image a to every image b.
-    q (A, N, D), k (B, M, D) -> (A, B).
+    q (A, N, D), k (B, M, D) -> (A, B). [ours]: the heads are averaged.
 
-    Training uses common.token_match, which computes the same in less memory. Our copy of the paper
-    does not show how Eq. 3 combines the heads. We average them [ours]."""
+    Training never calls this. It calls `similarity`, where another matching belongs.
+
+    By hand, with one head: the queries (1, 0), (0, 1) and the keys (1, 0), (1, 0) have the products
+    ((1, 1), (0, 0)). Row maxima 1, 0; column maxima 1, 1; similarity (0.5 + 1) / 2 = 0.75."""
     q = q.unflatten(-1, (heads, -1))  # (A, N, h, D/h)
     k = k.unflatten(-1, (heads, -1))  # (B, M, h, D/h)
     s = torch.einsum("anhc,bmhc->abhnm", q, k)
@@ -339,23 +381,31 @@ def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: in
 
 
 def match_loss(bef_to_aft: Tensor, aft_to_bef: Tensor) -> Tensor:
-    """Eq. 4, L_cv: InfoNCE over the rows of both similarity matrices (B, B)."""
+    """Eq. 4, L_cv: InfoNCE over the rows of both similarity matrices (B, B).
+
+    By hand: ((ln 3, 0), (0, ln 3)) gives each partner 3/4, and ((0, 0), (0, 0)) gives it 1/2. The
+    loss is (ln 4/3 + ln 2) / 2 = 0.490."""
     # aft_to_bef is not bef_to_aft.T, because queries and keys have different projections.
     return (info_nce(bef_to_aft) + info_nce(aft_to_bef)) / 2  # Eq. 4
 
 
 def cbr_loss(hat_to_aft: Tensor) -> Tensor:
     """Eq. 11, L_cm: InfoNCE over rows and columns of the similarity (B, B) of hallucinations to
-    "after" images."""
+    "after" images.
+
+    By hand: ((ln 3, 0), (ln 3, 0)). In the rows, partners have 3/4 and 1/4, in the columns 1/2. The
+    loss is ((ln 4/3 + ln 4) / 2 + ln 2) / 2 = 0.765."""
     return (info_nce(hat_to_aft) + info_nce(hat_to_aft.T)) / 2  # Eq. 11
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     """Eq. 12, L_cap: cross-entropy of each next word.
 
-    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
-    # The released code takes the mean over all real words of the batch. Our copy of the paper lacks
-    # the formula. DIRL's paper, by the same authors, sums over the words of a caption.
+    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL.
+
+    By hand: two words with probabilities 1/2 and 1/4 -> (ln 2 + ln 4) / 2 = 1.04."""
+    # A mean over all real words of the batch, as released. DIRL's paper, by the same authors, sums
+    # over the words of a caption.
     predicted = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
     return F.cross_entropy(predicted, target, ignore_index=NULL)  # Eq. 12
@@ -380,14 +430,12 @@ class SCORER(nn.Module):
         self.cfg = cfg
         self.grid = grid
         self.max_len = max_len
-        subtract = cfg.difference == "subtract"
-        layers = 0 if subtract else cfg.layers
+        layers = 0 if cfg.difference == "subtract" else cfg.layers
         if cfg.w_match and layers == 0:
             raise InputError("without a cross-view layer nothing can be matched; set --w_match 0")
-        joined_width = 2 * cfg.dim if cfg.fusion == "cat" and not subtract else cfg.dim
         self.embed = ImageEmbedding(*grid, cfg.dim, cfg.use_coords)
         self.cross_view = nn.ModuleList(CrossView(cfg) for _ in range(layers))
-        self.fuse = Fusion(cfg, joined_width)
+        self.fuse = Fusion(cfg)
         self.decoder = Decoder(cfg, vocab_size, max_len)
         if cfg.w_match:
             self.log_scale = nn.Parameter(torch.ones(()))
@@ -411,6 +459,8 @@ class SCORER(nn.Module):
     def encode(self, before: Tensor, after: Tensor):
         """before, after (B, C, H, W) -> the difference of Eq. 7, X_bef and X_aft of Eq. 1, all
         (B, N, D), and the queries and keys of each cross-view layer, for Eq. 4."""
+        # Two batches of different sizes would be mixed up in silence.
+        assert before.shape == after.shape, f"{before.shape} and {after.shape} are no pairs"
         x_bef, x_aft = self.embed(torch.cat([before, after])).unflatten(0, (2, -1))  # Eq. 1
         new_bef = x_bef
         new_aft = x_aft
@@ -418,18 +468,17 @@ class SCORER(nn.Module):
         for layer in self.cross_view:
             new_bef, new_aft, projection = layer(new_bef, new_aft)  # Eq. 5-6
             projections.append(projection)
-        if self.cfg.difference == "subtract":
-            joined = x_bef - x_aft
-        elif self.cfg.fusion == "cat":
-            joined = torch.cat([new_bef, new_aft], -1)  # (B, N, 2D)
-        elif self.cfg.fusion == "sum":
-            joined = new_bef + new_aft
-        else:
-            joined = new_bef * new_aft
-        return self.fuse(joined), x_bef, x_aft, projections  # Eq. 7
+        difference = self.fuse(new_bef, new_aft)  # Eq. 7
+        return difference, x_bef, x_aft, projections
 
     def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
-        """before, after (B, C, H, W), caption (B, V) -> the terms of Eq. 13, by name."""
+        """before, after (B, C, H, W), caption (B, V) -> the terms of Eq. 13, by name.
+
+        At the start, with CLEVR-Change's sizes, "caption" is about 5.0, more than the ln 76 = 4.3
+        of a guess among all words. "match" and "cbr" are ln B, a guess among the images of a batch.
+        If "match" stays there, images do not find their partners. If "cbr" does, "before" and the
+        sentence do not tell the right "after" from others. On mini, "match" falls within 100 steps,
+        and "cbr" after it."""
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft, projections = self.encode(before, after)  # Eq. 1, 5-7
@@ -487,15 +536,15 @@ class SCORER(nn.Module):
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# Layers, loss weights and batch sizes are from sections 4.5 and 6.1-6.2. We read the layers "2, 1,
-# 3, and 2" in Table 8's order, because section 4.5 says that Spot-the-Diff has the most. Our copy
-# of the paper lacks CLEVR-Change's w_cbr and the exponents of the learning rates. The code is
-# released for CLEVR-Change only. It has w_cbr .001 and a rate of 2e-4, which it divides by 10 every
-# 15 epochs (lr_drop); the paper does not mention this. For the other data sets, the same exponent
-# and the same 15 epochs are [ours], and use_coords=False follows DIRL's code [ours]. mini's values
-# are [ours].
+# Layers are from section 4.5, loss weights from section 6.2, batch sizes from Table 8. We read the
+# layers "2, 1, 3, and 2" in Table 8's order, because section 4.5 says that Spot-the-Diff has the
+# most. Only CLEVR-Change's code is released.
 PRESETS = {
+    # The defaults: 10000 steps (section 6.1) of 128 scenes; as released, lr 2e-4 and w_cbr .001,
+    # and a tenth of the rate after each 15 epochs of 265 batches, which the paper does not mention.
     "clevr_change": dict(lr_drop=3975),
+    # [ours] for the other data sets: the same 10^-4 for the rates of Table 8, the same 15 epochs
+    # (of 319, 268 and 192 batches), and no coordinates, as in DIRL's code.
     "clevr_dc": dict(layers=1, w_match=0.01, w_cbr=0.004, lr_drop=4785, use_coords=False),
     "spot_the_diff": dict(layers=3, w_match=0.3, w_cbr=0.5, batch_size=32, lr_drop=4020,
                           use_coords=False),
@@ -504,7 +553,8 @@ PRESETS = {
     # For your own pairs (usually few): Image Editing Request's loss weights, half its width, and
     # early stopping on validation [ours].
     "pairs": dict(w_match=0.003, w_cbr=0.06, use_coords=False, dim=256, batch_size=16, lr=5e-4,
-                  warmup=50, steps=2000, eval_every=100, patience=10),
+                  warmup=50, steps=2000, eval_every=100, patience=10, select_by="ROUGE-L"),
+    # [ours], for minutes on a CPU.
     "mini": dict(dim=128, word_dim=128, heads=2, layers=1, dropout=0.0, w_match=0.3, batch_size=16,
                  lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=1800, eval_every=300,
                  eval_batch=250),
@@ -609,12 +659,12 @@ def evaluate(
     return dataset.results(split, captions, maps, out_dir, suffix=suffix)
 
 
-def load(checkpoint: str | Path, device: str = ""):
+def load(checkpoint: str | Path, device: str = "", extractor: str = ""):
     """A trained model that captions any two pictures (files or PIL images):
-    caption, maps = load("best.pt")(before, after)."""
+    caption, maps = load("best.pt")(before, after). extractor: see data.load_captioner."""
     import data
 
-    return data.load_captioner(SCORER, Config, checkpoint, device)
+    return data.load_captioner(SCORER, Config, checkpoint, device, extractor)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -623,7 +673,8 @@ def main(argv: list[str] | None = None) -> None:
 
     cfg, args = parse_args(Config, PRESETS, RELEASED, argv)
     if args.caption:
-        data.caption_files(load(args.checkpoint, cfg.device), args.caption, args.out)
+        captioner = load(args.checkpoint, cfg.device, cfg.extractor)
+        data.caption_files(captioner, args.caption, args.out)
         return
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:

@@ -9,7 +9,7 @@ ROUGE-L, CIDEr and SPICE, computed by pycocoevalcap. METEOR and SPICE need Java.
     words and metrics    score, format_scores
     scores of a split    results, protocol_scores; one caption for all; the pointing game
     pictures of results  sample_sheet, caption_picture
-    command line         score_files, main
+    command line         main
 
 To score elsewhere, take this file and common.py, which need torch, tqdm and pycocoevalcap. Only
 pictures need matplotlib and Pillow. Licence: MIT; contains no code from other repositories.
@@ -63,15 +63,25 @@ def java_works() -> bool:
 
 
 def ptb_tokenize(texts: list[str]) -> list[str]:
-    """pycocoevalcap's Stanford tokenizer: lower case, no punctuation, words joined by spaces."""
-    from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
+    """The Stanford tokenizer that pycocoevalcap brings: lower case, no punctuation, words joined by
+    spaces. No text may have a line break. Java reads and writes pipes: pycocoevalcap's own class
+    writes into its package's folder, which may be read-only."""
+    from pycocoevalcap.tokenizer import ptbtokenizer
 
-    captions = {n: [{"caption": text}] for n, text in enumerate([*texts, "last"])}
-    words = PTBTokenizer().tokenize(captions)  # Java prints its speed
+    jar = Path(ptbtokenizer.__file__).with_name(ptbtokenizer.STANFORD_CORENLP_3_4_1_JAR)
+    call = ["java", "-cp", str(jar), "edu.stanford.nlp.process.PTBTokenizer"]
+    call += ["-preserveLines", "-lowerCase"]
+    sent = "".join(f"{text}\n" for text in texts)
+    done = subprocess.run(call, input=sent.encode(), stdout=subprocess.PIPE)
+    *lines, rest = done.stdout.decode().split("\n")
     # After a lost line, captions would be compared with the references of others.
-    if words.get(len(texts)) != ["last"]:
+    if len(lines) != len(texts) or rest:
         raise OSError("the PTB tokenizer's Java program failed or lost lines; try again")
-    return [words[n][0] for n in range(len(texts))]
+    words = []
+    for line in lines:
+        kept = [word for word in line.rstrip().split(" ") if word not in ptbtokenizer.PUNCTUATIONS]
+        words.append(" ".join(kept))
+    return words
 
 
 def plain_tokenize(text: str) -> str:
@@ -81,9 +91,7 @@ def plain_tokenize(text: str) -> str:
     return " ".join(word for word in words if word.strip("-"))
 
 
-def scored_words(
-    texts: list[str], tokens: str, index: dict[str, int] | None, quick: bool
-) -> list[str]:
+def scored_words(texts: list[str], tokens: str, index: dict | None, quick: bool) -> list[str]:
     """The words of every text as `score` compares them, joined by spaces."""
     # A line break inside a caption would shift all later ones.
     texts = [" ".join(text.split()) for text in texts]
@@ -134,13 +142,13 @@ def score(
         refs[i] = [next(words) for _ in references[i]]
 
     programs = {} if quick else java_programs(tokens)
-    scores = {"total": {"pairs": len(hyps), **metrics_of(hyps, refs, programs)}}
-    for name, members in (groups or {}).items():
-        group = [i for i in hyps if i in members]
-        if group and name != "total":  # in your own pairs, a kind may have any name
-            group_hyps = {i: hyps[i] for i in group}
-            group_refs = {i: refs[i] for i in group}
-            scores[name] = {"pairs": len(group), **metrics_of(group_hyps, group_refs, programs)}
+    scores = {}
+    for name, members in {"total": hyps.keys(), **(groups or {})}.items():
+        group_hyps = {i: hyps[i] for i in hyps if i in members}
+        group_refs = {i: refs[i] for i in group_hyps}
+        if group_hyps:
+            metrics = metrics_of(group_hyps, group_refs, programs)
+            scores[name] = {"pairs": len(group_hyps), **metrics}
     return scores
 
 
@@ -159,11 +167,9 @@ def java_programs(tokens: str) -> dict:
     return programs
 
 
-def metrics_of(
-    hyps: dict[str, list[str]], refs: dict[str, list[str]], programs: dict
-) -> dict[str, float]:
-    """Metrics (x 100) of a group of captions. hyps: id -> [caption]; programs: see java_programs;
-    one that fails is taken out."""
+def metrics_of(hyps: dict, refs: dict, programs: dict) -> dict[str, float]:
+    """Metrics (x 100) of a group of captions. hyps: id -> [caption]; refs: id -> its references;
+    programs: see java_programs; one that fails is taken out."""
     from pycocoevalcap.bleu.bleu import Bleu
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.rouge.rouge import Rouge
@@ -222,23 +228,18 @@ def percent(values: Iterable[float]) -> float:
 # `dataset` is a data.Dataset. data.py imports this file, so the class cannot be named here.
 
 ONE_CAPTION = "one caption for all"
+ROWS = ("total", ONE_CAPTION, "without leaked pairs")  # so no kind of own pairs has such a name
 ENOUGH_PAIRS = 100  # of validation, to choose this caption on them
 
 
 def results(
-    dataset,
-    split: str,
-    captions: dict[str, str],
-    maps: dict,
-    out_dir: Path | None,
-    notes: dict | None = None,
-    suffix: str = "",
+    dataset, split: str, captions: dict, maps: dict, out_dir: Path | None, notes=None, suffix=""
 ) -> dict[str, float]:
     """Scores a split's captions -> the scores over all pairs, or {} if the split is empty.
 
     Without out_dir, only the quick metrics are computed. With it, every metric for every group is
     printed, and captions, references, scores and a sheet of samples are written, in files whose
-    names end in <split><suffix>. maps: pair id -> name -> (H, W); notes: pair id -> lines."""
+    names end in <split><suffix>. By pair id: captions, maps (name -> (H, W)), notes (lines)."""
     if not dataset.scenes[split]:
         if out_dir:
             print_notes(f"there are no {split} pairs, so there are no scores")
@@ -280,7 +281,7 @@ def results(
         if ids & train and not ids & references.keys():
             print_notes(f"of the kind {kind!r}, which is in train, there are no {split} pairs")
 
-    result = {"data": str(dataset.root), "scores": scores, **facts, "accuracy": accuracy}
+    result = {"data": str(dataset.root.resolve()), "scores": scores, **facts, "accuracy": accuracy}
     write_json(out_dir / f"scores_{end}", result)
     sheet = f"samples_{split}{suffix}.png"
     sample_sheet(dataset, split, captions, maps, notes or {}, out_dir / sheet)
@@ -298,11 +299,7 @@ def write_json(path: Path, content) -> None:
 
 
 def protocol_scores(
-    dataset,
-    captions: dict[str, str],
-    references: dict[str, list[str]],
-    groups: dict[str, set[str]] | None = None,
-    quick: bool = False,
+    dataset, captions: dict, references: dict, groups: dict | None = None, quick: bool = False
 ) -> dict[str, dict[str, float]]:
     """`score` by the rules of the data set's published tables. captions: words of the vocabulary,
     joined by spaces, as a model outputs them; references: as they were written."""
@@ -396,9 +393,7 @@ def pointing_hit(heat: Tensor, box: list[int], size: tuple[int, int]) -> bool:
     return x <= column < x + w and y <= row < y + h
 
 
-def pointing_scores(
-    dataset, split: str, maps: dict, groups: dict[str, set[str]]
-) -> dict[str, dict[str, float]]:
+def pointing_scores(dataset, split: str, maps: dict, groups: dict) -> dict[str, dict[str, float]]:
     """The pointing game over all boxes of changed objects and over each group's, in %: {group:
     {"pointing": boxes that are hit, "chance": mean share of the picture that a box covers}}; {} if
     a picture, whose size is needed, is missing. maps: pair id -> name -> (H, W). Both sides of a
@@ -431,27 +426,42 @@ def pointing_scores(
 
 # ---- pictures of results -------------------------------------------------------------------------
 
-TEXT = {"size": 7, "parse_math": False}  # a $ in a caption must not begin a formula
+PANEL = 2.5  # inches of 120 pixels: the longer side of a picture
+GAP = 0.06  # inches between panels
+SPACE = 0.4  # inches between pairs
+LINE = 0.185  # inches: the height of a line of text
+TEXT = {"size": 11, "parse_math": False}  # a $ in a caption must not begin a formula
 SATURATED = 8  # attention of this many times the uniform weight, or more, has the last colour
 
 
 @contextlib.contextmanager
-def new_figure(path: Path, width: float, height: float):
-    """A matplotlib figure of this size in inches, in the end written to a .png, .jpg or .pdf."""
+def new_figure(path: Path):
+    """A matplotlib figure, in the end written to a .png, .jpg or .pdf. It is one inch wide and
+    high, so its coordinates are inches, and the file shows whatever is drawn outside, too."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")  # finds room for texts
+    figure = Figure(figsize=(1, 1), dpi=120)
     yield figure
     with atomic_write(path) as partial:
-        figure.savefig(partial, format=path.suffix[1:].lower(), dpi=120)
+        kind = path.suffix[1:].lower()
+        figure.savefig(partial, format=kind, bbox_inches="tight", pad_inches=GAP)
 
 
-def draw_pair(figure, before, after, maps: dict, below: str) -> None:
-    """Draws a pair of PIL images into a matplotlib figure: both pictures, then each attention map
-    (H, W) over both, in multiples of uniform attention 1 / (H * W), and a text below. IDC's maps
-    "before" and "after" lie over their own picture only. They sum to 1 together, so their unit is
-    half of it."""
-    pictures = {"before": before, "after": after}
+def draw_text(figure, left: float, top: float, text: str, panels: int) -> float:
+    """Writes lines of text, as wide as this many panels, below `top` -> where they end."""
+    lines = []
+    for line in text.splitlines():
+        lines += textwrap.wrap(line, 29 * panels)  # characters fit
+    figure.text(left, top, "\n".join(lines), va="top", **TEXT)
+    return top - LINE * len(lines)
+
+
+def draw_pair(figure, pair: tuple, maps: dict, above: str, below: str, left=0.0, top=0.0) -> float:
+    """Draws a pair of PIL images into a `new_figure` below `top` -> where it ends: a text, both
+    pictures, then each attention map (H, W) over both, in multiples of uniform attention
+    1 / (H * W), and a text. IDC's maps "before" and "after" lie over their own picture only. They
+    sum to 1 together, so their unit is half of it."""
+    pictures = dict(zip(("before", "after"), pair, strict=True))
     panels = [(side, picture, None) for side, picture in pictures.items()]
     for name, weight in maps.items():
         levels = weight.float().cpu().numpy() * weight.numel()
@@ -460,28 +470,23 @@ def draw_pair(figure, before, after, maps: dict, below: str) -> None:
         else:
             for side, picture in pictures.items():
                 panels.append((f"{name}, {side}", picture, levels))
-    for axes, (title, picture, levels) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+    top = draw_text(figure, left, top, above, len(panels))
+    height = PANEL * min(1, max(picture.height / picture.width for picture in pair))
+    bottom = top - LINE - GAP - height  # the line has the titles
+    for n, (title, picture, levels) in enumerate(panels):
+        axes = figure.add_axes((left + n * (PANEL + GAP), bottom, PANEL, height))
         axes.set_axis_off()
-        axes.set_title(title, **TEXT)
+        axes.set_title(title, pad=3, **TEXT)
         extent = (0, picture.width, picture.height, 0)
         axes.imshow(picture, extent=extent)
         if levels is not None:  # transparent up to uniform attention, so that the picture shows
             opacity = np.interp(levels, [1, 4], [0, 0.6])
             colours = {"cmap": "turbo", "vmin": 0, "vmax": SATURATED, "interpolation": "bilinear"}
             axes.imshow(levels, alpha=opacity, extent=extent, **colours)
-    width = 24 * len(panels)  # in characters
-    lines = [textwrap.fill(line, width, max_lines=4) for line in below.splitlines()]
-    figure.supxlabel("\n".join(lines), x=0.01, ha="left", **TEXT)
+    return draw_text(figure, left, bottom - GAP, below, len(panels))
 
 
-def sample_sheet(
-    dataset,
-    split: str,
-    captions: dict[str, str],
-    maps: dict[str, dict[str, Tensor]],
-    notes: dict[str, list[str]],
-    path: Path,
-) -> None:
+def sample_sheet(dataset, split: str, captions: dict, maps: dict, notes: dict, path: Path) -> None:
     """Draws the first three pairs of every kind of change, but at most 24, or the first twelve if
     kinds are unknown -> a file. Of several maps the first two are drawn. Keyed by pair id:
     captions, maps (name -> (H, W)), notes (lines of text, if a pair has any)."""
@@ -489,60 +494,54 @@ def sample_sheet(
     chosen = []
     for kind, ids in dataset.kinds.items():
         of_kind = [pair for pair in pairs if pair.id in ids]
-        chosen += [(kind, pair) for pair in of_kind[:3]]
+        chosen += [(f"{kind}: ", pair) for pair in of_kind[:3]]
     if not chosen:
         chosen = [("", pair) for pair in pairs[:12]]
     chosen = chosen[:24]
-    rows = math.ceil(len(chosen) / 2)
+    half = math.ceil(len(chosen) / 2)
     legend = f"{dataset.name}, {split}. Attention is transparent up to uniform attention, dark red "
     legend += f"from {SATURATED} times that. Above each pair: its kind of change and a reference"
-    with new_figure(path, 13, 2.3 * rows + 0.4) as figure:
-        figure.suptitle(legend, x=0.01, ha="left", **TEXT)
-        places = figure.subfigures(rows, 2, squeeze=False).T.flat  # column by column
-        for place, (kind, pair) in zip(places, chosen, strict=False):
-            title = f"{kind}: {pair.captions[0]}" if kind else pair.captions[0]
-            place.suptitle(title, x=0.01, ha="left", **TEXT)
-            below = "\n".join([f"generated: {captions[pair.id]}", *notes.get(pair.id, [])])
-            drawn_maps = dict(list(maps[pair.id].items())[:2])
-            draw_pair(place, *dataset.pictures(pair), drawn_maps, below)
+    with new_figure(path) as figure:
+        start = draw_text(figure, 0, 0, legend, 5) - SPACE
+        left = 0
+        for column in (chosen[:half], chosen[half:]):
+            top = start
+            for kind, pair in column:
+                above = kind + pair.captions[0]
+                below = "\n".join([f"generated: {captions[pair.id]}", *notes.get(pair.id, [])])
+                drawn = dict(list(maps[pair.id].items())[:2])
+                end = draw_pair(figure, dataset.pictures(pair), drawn, above, below, left, top)
+                top = end - SPACE
+            left = max(axes.get_position().x1 for axes in figure.axes) + SPACE
 
 
 def caption_picture(before, after, maps: dict[str, Tensor], caption: str, path: Path) -> None:
     """Draws a pair of PIL images, every attention map (H, W) over it, and its caption -> a file."""
-    with new_figure(path, 3 + 3 * len(maps), 2.2) as figure:
-        draw_pair(figure, before, after, maps, caption)
+    with new_figure(path) as figure:
+        draw_pair(figure, (before, after), maps, "", caption)
 
 
 # ---- command line --------------------------------------------------------------------------------
 
 
-def score_files(predictions: Path, references: Path) -> None:
-    """Prints the scores of a COCO results file against a COCO annotation file."""
-    rows = read_json(predictions)
-    with file_errors(predictions, "expected a list of {image_id, caption}, each image_id once"):
+def main(argv: list[str] | None = None) -> None:
+    """Print the scores of a file of captions against a file of references."""
+    parser = argparse.ArgumentParser(description=main.__doc__, allow_abbrev=False)
+    parser.add_argument("--predictions", type=Path, required=True, help="a COCO results file")
+    parser.add_argument("--references", type=Path, required=True, help="a COCO annotation file")
+    args = parser.parse_args(argv)
+    rows = read_json(args.predictions)
+    with file_errors(args.predictions, "expected a list of {image_id, caption}, each id once"):
         captions = {str(row["image_id"]): row["caption"] for row in rows}
         if len(captions) < len(rows):
             raise InputError("an image_id has two predictions")
     known: dict[str, list[str]] = {}
-    content = read_json(references)
-    with file_errors(references, "expected {annotations: [{image_id, caption}]}"):
+    content = read_json(args.references)
+    with file_errors(args.references, "expected {annotations: [{image_id, caption}]}"):
         for row in content["annotations"]:
             known.setdefault(str(row["image_id"]), []).append(row["caption"])
     print(format_scores(score(captions, known)))
     print(f"without prediction: {len(known.keys() - captions.keys())}")
-
-
-def main(argv: list[str] | None = None) -> None:
-    """The command line: scores a file of captions against references."""
-    parser = argparse.ArgumentParser(
-        description="Score a file of captions against references.", allow_abbrev=False
-    )
-    text = "COCO results: a list of {image_id, caption}"
-    parser.add_argument("--predictions", type=Path, required=True, help=text)
-    text = "COCO annotations: {annotations: [{image_id, caption}]}"
-    parser.add_argument("--references", type=Path, required=True, help=text)
-    args = parser.parse_args(argv)
-    score_files(args.predictions, args.references)
 
 
 if __name__ == "__main__":

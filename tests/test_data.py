@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -41,6 +40,7 @@ def test_tokens_and_vocabulary_follow_the_published_rule():
         ("A red-brick wall isn't 3.5 m", "a red-brick wall isn't 3.5 m"),
         ('(the "new" gate), 50%!', '( the " new " gate ) , 50 % !'),
         ("Die Tu\u0308r\u3000ist\xa0zu", "die t\xfcr ist zu"),
+        ("\ufeffthe\u00ad gate\u200b isn\u2019t o\u00adpen", "the gate isn't open"),
     ],
 )
 def test_words_of_own_pairs(caption, words):
@@ -136,16 +136,6 @@ def test_features_that_float16_cannot_hold_are_named(factor, tmp_path):
     with pytest.raises(InputError, match="'b'"):
         write(tmp_path / "f.h5", [FEATURES[:1], FEATURES[1:] * factor])
     assert not list(tmp_path.iterdir())  # never half a file
-
-
-def test_chunked_features_are_refused_with_the_command_that_mends_them(tmp_path):
-    """Days of work must not be removed."""
-    write(tmp_path / "f.h5", [FEATURES])
-    with h5py.File(tmp_path / "f.h5", "a") as f:
-        table = f.pop("features")[:]
-        f.create_dataset("features", data=table, compression="gzip")
-    with pytest.raises(InputError, match="f.h5.*h5repack -f NONE -l CONTI"):
-        data.Features(tmp_path / "f.h5", "make it", "resnet101-layer3")
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -315,6 +305,20 @@ def test_pairs_that_share_a_picture_are_told(shared, noted, capsys):
 # ---- captions of any two pictures ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "caption",
+    [
+        "the car is gone.",
+        'a gate (the "left-hand" one), 3.5 m, isn\'t [any more] open; 50% of it!',
+        "what... no: why?!",
+        '"gone" and "new"',
+    ],
+)
+def test_printed_captions_have_punctuation_where_people_put_it(caption):
+    words = " ".join(data.tokenize_pairs(caption))
+    assert words != caption and data.with_joined_punctuation(words) == caption
+
+
 class Brightness(torch.nn.Module):
     """Says whether "after" is brighter than "before", and looks at its brightest cell."""
 
@@ -359,6 +363,12 @@ def test_two_pictures_are_captioned(captioner, tmp_path, capsys):
         assert picture.format == "JPEG"
     with pytest.raises(InputError, match="--out"):  # it replaces no picture of the user
         data.caption_files(captioner, [dark, bright], str(bright))
+    (tmp_path / "new/folder/x.png").mkdir()
+    with pytest.raises(InputError, match=r"x\.png"):
+        data.caption_files(captioner, [dark, bright], str(tmp_path / "new/folder/x.png"))
+    with pytest.raises(InputError, match=r"\.csv"):
+        data.caption_files(captioner, [dark], None)
+    assert capsys.readouterr().out == ""  # all before the first caption
     images = [data.read_image(bright), data.read_image(dark)]  # from Python: pictures in memory
     caption, maps = captioner(*images)
     assert caption == "darker" and maps["attention"].shape == (8, 8)
@@ -393,6 +403,12 @@ def test_the_pairs_of_a_table_are_captioned(captioner, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == lines
     written = json.loads((tmp_path / "out.json").read_text())
     assert {row["image_id"]: row["caption"] for row in written} == expected
+    data.caption_files(captioner, [str(table)], str(tmp_path / "out.csv"))
+    columns = ("before", "after", "caption")
+    rows = data.read_table(tmp_path / "out.csv", columns)
+    cells = [tuple(row.values()) for row in rows]
+    assert cells == [(*name.split(), caption) for name, caption in expected.items()]
+    capsys.readouterr()
     # Every file is looked at before the first is captioned.
     table.write_text("before,after\ndark.png,bright.png\nbright.png,none.png\n")
     with pytest.raises(FileNotFoundError, match=r"none\.png"):

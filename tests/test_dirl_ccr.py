@@ -9,8 +9,17 @@ from conftest import CAPTION, WORDS, B, C, H, N, V, W, mean, pictures
 from released import close, fill, inputs, linear
 from test_scorer_cbr import naive_nce
 
-from common import preset
-from dirl_ccr import DIRL, PRESETS, RELEASED, Config, channel_correlation, dirl_loss
+from common import InputError, preset
+from dirl_ccr import (
+    DIRL,
+    PRESETS,
+    RELEASED,
+    Config,
+    caption_loss,
+    ccr_loss,
+    channel_correlation,
+    dirl_loss,
+)
 
 # ---- parity with the released code (its variant), recorded from it in float64 --------------------
 
@@ -35,7 +44,7 @@ def released_names(words: int, channels: int, normed: bool) -> dict[int, dict[st
     encoder["h_embedding.weight"] = ("embed.position.row.weight", (14, 256))
     for i in range(2):
         encoder |= attention(f"transformer.{i}.attention", f"cross_view.{i}.attention")
-        encoder |= linear(f"transformer.{i}.norm1", f"cross_view.{i}.norm", 512)
+        encoder |= linear(f"transformer.{i}.norm1", f"norms.{i}", 512)
     decoder = linear("core.fc.0", "decoder.project", 512, 300)
     decoder |= linear("core.embed_fc.0", "fuse.project", 512, 1024)
     decoder |= linear("logit", "decoder.head", words, 512)
@@ -122,6 +131,32 @@ def test_initial_weights(xavier, std):
     assert model.embed.conv.weight.std().item() == pytest.approx(std, rel=0.1)
 
 
+def test_the_examples_of_the_docstrings():
+    y = torch.tensor([[[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]]])
+    torch.testing.assert_close(channel_correlation(y, y, 0.0), 0.75 * torch.eye(2))
+    c = torch.tensor([[0.5, 0.2], [0.0, 1.0]])
+    assert dirl_loss(c, 0.1).item() == pytest.approx(0.254)
+    own = torch.eye(2)
+    none = torch.zeros(2, 2, dtype=torch.bool)
+    assert ccr_loss(own, own, none, 0.5).item() == pytest.approx(0.127, abs=5e-4)
+    assert ccr_loss(own, own, ~none, 0.5).item() == 0
+    likely = torch.tensor([[[1 / 6, 1 / 6, 1 / 6, 1 / 2], [1 / 4] * 4, [1 / 4] * 4]])
+    caption = torch.tensor([[2, 3, 1]])
+    assert caption_loss(likely.log(), caption).item() == pytest.approx(1.04, abs=5e-4)
+
+
+def test_without_a_layer_there_is_no_difference():
+    with pytest.raises(InputError, match="--layers 0"):
+        small(layers=0)
+
+
+def test_batches_of_different_sizes_are_no_pairs():
+    model = small()
+    before, after = pictures()
+    with pytest.raises(AssertionError, match="no pairs"):
+        model.encode(before, after[:1])
+
+
 @pytest.mark.parametrize("alpha, correlate", [(0.3, True), (0.0, True), (0.3, False)])
 def test_dirl_loss_against_loops(alpha, correlate):
     model = small(alpha=alpha, correlate=correlate).eval()
@@ -173,8 +208,8 @@ def test_difference(difference, layers):
             attended_bef = layer.attention(shared_bef, shared_aft)  # both of the old pair
             attended_aft = layer.attention(shared_aft, shared_bef)
             if difference == "stream" or i < layers - 1:
-                attended_bef = layer.norm(shared_bef + attended_bef)
-                attended_aft = layer.norm(shared_aft + attended_aft)
+                attended_bef = model.norms[i](shared_bef + attended_bef)
+                attended_aft = model.norms[i](shared_aft + attended_aft)
             shared_bef = attended_bef
             shared_aft = attended_aft
         joined = torch.cat([x_bef - shared_bef, x_aft - shared_aft], -1)
@@ -206,7 +241,7 @@ def pooled_states(model, before, after, caption):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"ccr_logits": "summed"}, {"ccr_equal_captions": "negatives"}]
+    "fields", [{}, {"ccr_directions": "summed"}, {"ccr_equal_captions": "negatives"}]
 )
 def test_ccr_loss_against_loops(fields):
     """The released pooling is tested by recorded values, above."""
@@ -221,7 +256,7 @@ def test_ccr_loss_against_loops(fields):
             s[a, b] = (words[a] @ visual[b]).item() / 0.5
     if cfg.ccr_equal_captions == "ignored":
         s[1, 3] = s[3, 1] = -math.inf  # the two have the same sentence
-    if cfg.ccr_logits == "summed":
+    if cfg.ccr_directions == "summed":
         expected = naive_nce((s + s.T) / 2)
     else:
         expected = (naive_nce(s) + naive_nce(s.T)) / 2

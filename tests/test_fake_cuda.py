@@ -81,8 +81,6 @@ def batches_of(kind, grid):
     caption = torch.ones(B, LENGTH, dtype=torch.long)
     names = [("a", "b")] * B
     batch = data.Batch(features, features, caption, ["1"] * B, ["a"] * B, names)
-    if kind == "birds":
-        return (dataclasses.replace(batch, caption=caption[:, :2]),)
     if kind == "mlm of single images":
         return (dataclasses.replace(batch, single=True),)
     return (batch, batch)
@@ -107,6 +105,17 @@ def phrases():
 def rewrites(pair_ids):
     """Stands in for idc_pretrain.Negatives."""
     return torch.ones(len(pair_ids), idc_pretrain.REWRITES, LENGTH, dtype=torch.long)
+
+
+def losses_of(method, model, kind, grid, cfg, more):
+    """The losses of a step, by compute_losses or, of IDC's tasks, by their functions."""
+    batches = batches_of(kind, grid)
+    if method is not idc_pretrain:
+        return method.compute_losses(model, batches, cfg, *more)
+    of_birds = (batches[0].before, batches[0].after, batches[0].caption[:, :2])
+    birds = SimpleNamespace(batch=lambda: of_birds)  # stands in for idc_pretrain.Birds
+    task = getattr(idc_pretrain, f"{kind.split()[0]}_task")
+    return task(model, idc_pretrain.Source(iter([batches]), rewrites, birds), cfg)
 
 
 @pytest.mark.parametrize(
@@ -140,10 +149,8 @@ def test_no_operation_mixes_devices_or_waits(method, variant, changes, monkeypat
         if method is rdd_acr:
             more.append(phrases())
         for kind in IDC_STEPS if method is idc_pretrain else ["step"]:
-            if method is idc_pretrain:
-                more = [kind.split()[0], rewrites]
             with Watch() as watch:
-                losses = method.compute_losses(model, batches_of(kind, grid), cfg, *more)
+                losses = losses_of(method, model, kind, grid, cfg, more)
                 if hasattr(model, "clamp_scales"):
                     model.clamp_scales()
             for name, loss in losses.items():

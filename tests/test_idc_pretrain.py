@@ -86,7 +86,6 @@ def test_cell_loss_against_loop(negatives):
     predicted, features = torch.randn(2, 8, 4).double().unbind(0)
     hidden = [1, 4, 5]
     shown = [0, 2, 3, 6, 7]
-    masked = torch.tensor([i in hidden for i in range(8)])
     total = 0.0
     for i in hidden:
         if negatives == "predictions":
@@ -96,9 +95,8 @@ def test_cell_loss_against_loop(negatives):
         own = math.exp(cosine(predicted[i], features[i]) / 0.5)
         rest = sum(math.exp(cosine(predicted[i], other) / 0.5) for other in others)
         total -= math.log(own / (own + rest)) / 3
-    for count in (3, 6, 8):  # cells beyond the masked ones have no weight
-        loss = idc.cell_loss(predicted, features, masked, count, 0.5, negatives)
-        assert loss.item() == pytest.approx(total)
+    loss = idc.cell_loss(predicted, features, torch.tensor(hidden), 0.5, negatives)
+    assert loss.item() == pytest.approx(total)
 
 
 def test_align_loss_against_loop():
@@ -109,6 +107,20 @@ def test_align_loss_against_loop():
         e = [math.exp(cosine(g[b, j], c[b, j]) / 0.7) for j in range(7)]
         total -= math.log(e[0] / sum(e)) / 3
     assert idc.align_loss(g, c, 0.7).item() == pytest.approx(total)
+
+
+def test_the_examples_of_the_docstrings():
+    features = torch.tensor([[1.0, 0], [0, 2], [3, 0]])
+    predicted = torch.tensor([[2.0, 0], [5, 1], [1, 5]])  # the others' predictions do not matter
+    masked = torch.tensor([0])
+    loss = idc.cell_loss(predicted, features, masked, 1.0, "features")
+    assert loss.item() == pytest.approx(0.862, abs=5e-4)
+    loss = idc.cell_loss(predicted, features, masked, 0.001, "features")
+    assert loss.item() == pytest.approx(math.log(2), abs=5e-4)
+    image = torch.tensor([1.0, 0]).expand(1, 7, 2)
+    text = torch.tensor([[[1.0, 0]] + 6 * [[0, 1]]])
+    assert idc.align_loss(image, text, 1.0).item() == pytest.approx(1.165, abs=5e-4)
+    assert idc.align_loss(image, text, 0.1).item() == pytest.approx(0.0003, abs=5e-5)
 
 
 def test_losses_of_birds_against_loops():
@@ -142,12 +154,12 @@ def test_the_total_is_the_papers_sum():
     batch = data.Batch(*pictures().float(), CAPTION, ["a"] * B, ["b"] * B)
     model = small(finetune_targets="masked", mask_rate=0.9).float()
     cfg = Config(device="cpu", w_judge=0.3)
-    losses = idc.compute_losses(model, (batch, batch), cfg, "finetune")
+    losses = idc.compute_losses(model, (batch, batch), cfg)
     torch.testing.assert_close(losses["total"], losses["caption"] + 0.3 * losses["judge"])
     judged = []
     for changed in (True, False):
         every_pair = torch.full((B,), changed)
-        parts = model(batch.before, batch.after, CAPTION, "finetune", every_pair)
+        parts = model(batch.before, batch.after, CAPTION, every_pair)
         judged.append(parts["judge"])
     torch.testing.assert_close(losses["judge"], (judged[0] + judged[1]) / 2)
     birds = {name: torch.tensor(1.0) for name in ("class", "contrast", "same_class")}
@@ -184,29 +196,60 @@ def test_masks_of_words(rules):
 
 def test_no_word_is_masked_at_rate_0():
     model = small(mask_rate=0.0, cell_mask_rate=0.9, finetune_targets="masked")
-    assert model(*pictures(), CAPTION, "mlm")["mlm"] == 0
-    assert model(*pictures(), CAPTION, "finetune")["caption"] == 0
+    assert model(*pictures(), CAPTION, task=IDC.mlm)["mlm"] == 0
+    assert model(*pictures(), CAPTION)["caption"] == 0
 
 
 def test_masks_of_cells():
     torch.manual_seed(0)
-    masked = idc.mask_cells(20000, 2, 6, 0.15, "cpu")
-    images = masked.any(2)
-    assert (images.sum(1) == 1).all()  # one image of each pair
-    assert images[:, 0].double().mean().item() == pytest.approx(0.5, abs=0.03)
-    expected = 6 * 0.15 + 0.85**6  # where no cell is drawn, one is masked nevertheless
-    assert masked.sum((1, 2)).double().mean().item() == pytest.approx(expected, abs=0.03)
-    assert idc.mask_cells(100, 1, 6, 0.15, "cpu").any(2).all()  # of a single image, that one
+    for images, rate, count in ((2, 0.15, 1), (2, 0.4, 2), (2, 0.01, 1), (1, 0.4, 2)):
+        places = idc.mask_cells(2000, images, 6, rate, "cpu")
+        masked = torch.zeros(2000 * images * 6, dtype=torch.long)
+        masked.index_add_(0, places, torch.ones_like(places))
+        assert masked.max() == 1  # no cell twice
+        of_images = masked.view(2000, images, 6).sum(2)
+        assert (of_images.max(1).values == count).all()  # in one image of each pair
+        assert (of_images.sum(1) == count).all()
+        assert (of_images[:, 0] > 0).double().mean().item() == pytest.approx(1 / images, abs=0.05)
+        share = masked.view(-1, 6).double().mean(0)  # every cell as often
+        torch.testing.assert_close(share, share.mean().expand(6), atol=0.03, rtol=0)
+
+
+def test_masked_cells_are_recognised_from_the_others():
+    """The loss of `mvcl` from its parts: features that are masked are not seen, but they are the
+    targets."""
+    model = shake(small(cell_mask_rate=0.4))
+    before, after = pictures()
+    torch.manual_seed(3)
+    loss = model(before, after, CAPTION, task=IDC.mvcl)["mvcl"]
+    torch.manual_seed(3)
+    masked = idc.mask_cells(B, 2, N, 0.4, "cpu")
+    shown = [before.clone(), after.clone()]
+    for place in masked.tolist():
+        pair, rest = divmod(place, 2 * N)
+        image, cell = divmod(rest, N)
+        row, column = divmod(cell, W)
+        shown[image][pair, :, row, column] = 0
+    visual, real, _ = model.encode(*shown)
+    visual, _ = model.joint(visual, real, CAPTION)
+    predicted = []
+    features = []
+    for b in range(B):
+        for first, image in ((1, before), (N + 2, after)):
+            hidden = model.cell_head(visual[b, first : first + N])
+            predicted.append(hidden @ model.embed.project.weight + model.cell_bias)
+            features.append(torch.stack([image[b, :, n // W, n % W] for n in range(N)]))
+    expected = idc.cell_loss(torch.cat(predicted), torch.cat(features), masked, 1.0, "features")
+    torch.testing.assert_close(loss, expected)
 
 
 # ---- the sequence --------------------------------------------------------------------------------
 
 
 def test_padding_is_not_seen_unless_asked_for():
-    before, after = pictures().flatten(3).transpose(2, 3)  # (B, N, C) each
     for see_padding in (False, True):
         model = small(see_padding=see_padding)
-        visual, real, _ = model.visual(before, after)
+        visual, real, _ = model.encode(*pictures())
         _, padded = model.joint(visual, real, CAPTION)
         _, short = model.joint(visual, real, CAPTION[:, :5])
         assert torch.allclose(padded[1, :4], short[1, :4]) != see_padding
@@ -215,11 +258,11 @@ def test_padding_is_not_seen_unless_asked_for():
 def test_a_second_image_that_is_not_there_is_not_seen(monkeypatch):
     """Whatever fills the place of its cells has no effect, in any of the three transformers."""
     model = shake(small())
-    cells = model.cells(pictures()[0])
-    visual, real, _ = model.visual(cells)
+    before, _ = pictures()
+    visual, real, _ = model.encode(before)
     assert real.tolist() == [[True] * (N + 2) + [False] * N]
     image, text = model.joint(visual, real, CAPTION)
-    original = model.embed.cells
+    original = model.embed.image
 
     def with_noise(features, part):
         x = original(features, part)
@@ -227,8 +270,8 @@ def test_a_second_image_that_is_not_there_is_not_seen(monkeypatch):
             x[:, 1:] = torch.randn(B, N, 8)
         return x
 
-    monkeypatch.setattr(model.embed, "cells", with_noise)
-    other_visual, _, _ = model.visual(cells)
+    monkeypatch.setattr(model.embed, "image", with_noise)
+    other_visual, _, _ = model.encode(before)
     other_image, other_text = model.joint(other_visual, real, CAPTION)
     torch.testing.assert_close(image[:, : N + 2], other_image[:, : N + 2])
     torch.testing.assert_close(text, other_text)
@@ -239,10 +282,17 @@ def test_the_zeros_after_a_single_image_are_no_second_image():
     before, _ = pictures().float()
     batch = data.Batch(before, torch.zeros_like(before), CAPTION, ["a"] * B, [], single=True)
     torch.manual_seed(0)
-    losses = idc.compute_losses(model, (batch,), model.cfg, "mlm")
+    losses = idc.mlm_task(model, idc.Source(iter([(batch,)])), model.cfg)
     torch.manual_seed(0)
-    expected = model(before, None, CAPTION, "mlm")
+    expected = model(before, None, CAPTION, task=IDC.mlm)
     torch.testing.assert_close(losses["mlm"], expected["mlm"])
+
+
+def test_two_batches_of_images_never_mix():
+    model = small()
+    before, after = pictures()
+    with pytest.raises(AssertionError, match="expected"):
+        model.encode(before[:3], torch.cat([after, after[:1]]))
 
 
 def text_of(model, ids):
@@ -267,7 +317,7 @@ def test_fine_tuning_is_the_joint_sequence_with_a_mask(variant):
     mask[:, :S] = True
     joint, _, _ = model.cross(torch.cat([visual, text], 1), mask[None, None])
     image, words, _ = model.causal(visual, CAPTION)
-    torch.testing.assert_close(image, joint[:, [0, N + 1]])  # [IMG1], [IMG2]
+    torch.testing.assert_close(image, joint[:, :S])
     torch.testing.assert_close(words, joint[:, S:])
 
 
@@ -339,9 +389,9 @@ def test_stages_and_tasks():
     with_cub = Config(pretrain_steps=5, steps=3, cub="folder")
     assert idc.stages(with_cub) == [("cub", 0, 5), ("pretrain", 5, 10), ("finetune", 10, 13)]
     drawn = [idc.draw_task(cfg, "pretrain", step) for step in range(2000)]
-    for task, share in (("mlm", 8), ("mvcl", 1), ("fda", 2)):
+    for task, share in ((idc.mlm_task, 8), (idc.mvcl_task, 1), (idc.fda_task, 2)):
         assert drawn.count(task) / 2000 == pytest.approx(share / 11, abs=0.03)
-    assert idc.draw_task(cfg, "finetune", 3) == "finetune"
+    assert idc.draw_task(cfg, "finetune", 3) is idc.finetune_task
 
 
 def test_pretraining_without_a_task_is_refused():
@@ -379,7 +429,7 @@ def test_a_seventh_of_the_pairs_is_aligned_with_its_own_rewrites():
         asked.extend(pair_ids)
         return CAPTION[: len(pair_ids), None].repeat(1, 6, 1)
 
-    idc.compute_losses(model, (batch,), model.cfg, "fda", negatives)
+    idc.fda_task(model, idc.Source(iter([(batch,)]), negatives), model.cfg)
     assert asked == ["a", "b"]
 
 
@@ -392,7 +442,7 @@ def test_resume_in_either_stage_equals_no_interruption(prepared, tiny, tmp_path,
     for at, step, stage in stops:
         folder = tmp_path / f"stopped at {at}"
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(idc, "compute_losses", interrupted(idc.compute_losses, at))
+            patch.setattr(idc, "mean_losses", interrupted(idc.mean_losses, at))
             run(*tiny, "--data_dir", prepared, "--out_dir", folder)
         last = torch.load(folder / "last.pt", weights_only=True)
         assert (last["step"], last["stage"]) == (step, stage)
@@ -610,7 +660,7 @@ def test_partners_are_half_alike_and_a_function_of_the_seed():
 def test_birds_train_the_difference_encoder_alone():
     model = small(nabirds="somewhere").train()
     before, after = pictures()
-    sum(model(before, after, CLASSES, "birds").values()).backward()
+    sum(model(before, after, CLASSES, task=IDC.birds).values()).backward()
     learned = set()
     for name, p in model.named_parameters():
         if p.grad is not None and p.grad.any():
@@ -620,7 +670,7 @@ def test_birds_train_the_difference_encoder_alone():
 
 def test_birds_of_both_images_meet_their_classes():
     model = small(nabirds="somewhere")
-    losses = model(*pictures(), CLASSES, "birds")
+    losses = model(*pictures(), CLASSES, task=IDC.birds)
     visual, _, alone = model.encode(*pictures())
     images = torch.cat([alone[0], alone[1]])
     classes = torch.cat([CLASSES[:, 0], CLASSES[:, 1]])
@@ -635,10 +685,10 @@ def test_a_batch_of_birds_has_the_class_of_each_image(tmp_path):
     write_features("nabirds", tmp_path)
     birds = idc.Birds(Config(nabirds=str(tmp_path), pretrain_batch=50, device="cpu"))
     table = birds.features.rows(birds.names)
-    batch = birds.batch(3)
+    before, after, classes = birds.batch()
     found = set()
-    images = torch.cat([batch.before, batch.after])
-    for image, number in zip(images, batch.caption.T.flatten().tolist(), strict=True):
+    images = torch.cat([before, after])
+    for image, number in zip(images, classes.T.flatten().tolist(), strict=True):
         place = (table == image).flatten(1).all(1).nonzero().item()
         found.add((birds.names[place][:4], number))  # its folder and its class
     assert found == {("0817", 0), ("0295", 1), ("1010", 2)}  # House Finch, Ross's Goose, Verdin
@@ -648,17 +698,18 @@ def test_cub_is_encoded_in_the_words_of_the_run(tmp_path):
     write_cub(tmp_path)
     write_features("cub", tmp_path)
     vocab = data.Vocab([*data.SPECIAL, "aaa", "bird", "white"])
-    dataset = SimpleNamespace(grid=(8, 2, 3), vocab=vocab)
+    dataset = SimpleNamespace(grid=(8, 2, 3), vocab=vocab, max_len=3)
     cfg = Config(cub=str(tmp_path), device="cpu")
     cub = idc.open_cub(cfg, dataset)
     caption = cub.batch(cub.pairs("val")).caption[0]
     assert caption[:6].tolist() == [START, UNK, 6, 5, UNK, END]  # a white bird .
+    assert dataset.max_len == cub.max_len == len(caption)
     dataset.grid = (8, 3, 2)  # the positions of cells would be wrong
     with pytest.raises(InputError, match=r"\(8, 3, 2\) expected, \(8, 2, 3\) found"):
         idc.open_cub(cfg, dataset)
 
 
-def test_cross_task_data_comes_first(tmp_path, tiny):
+def test_cross_task_data_comes_first(tmp_path, tiny, monkeypatch):
     flags = ["--fda", 0, "--log_every", 1, "--extractor", "", "--cub_batch", 1]
     flags += "--lr 8e-4 --warmup 8 --pretrain_lr 8e-4 --pretrain_warmup 8 --weight_decay .5".split()
     tiny[tiny.index("clevr_change")] = "birds_to_words"
@@ -686,6 +737,16 @@ def test_cross_task_data_comes_first(tmp_path, tiny):
     words = torch.load(tmp_path / "run" / "best.pt", weights_only=True)["vocab"]
     assert {"beak", "bill"} <= set(words)  # words of both data sets
     run("--eval", tmp_path / "run" / "best.pt", "--device", "cpu")
+
+    # Captions and birds go on where an interrupted run stood.
+    flags += ["--eval_every", 3, "--out_dir", tmp_path / "parts"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(idc, "mean_losses", interrupted(idc.mean_losses, 16))
+        run(*tiny, *flags)
+    assert torch.load(tmp_path / "parts" / "last.pt", weights_only=True)["step"] == 14
+    run("--resume", "--out_dir", tmp_path / "parts", "--device", "cpu")
+    resumed = train_lines(tmp_path / "parts")
+    assert [row["total"] for row in resumed] == [row["total"] for row in rows]
 
 
 # ---- parity with the released code (its variant), recorded from it in float64 --------------------
@@ -745,14 +806,15 @@ def losses_without_chance(model, monkeypatch) -> dict[str, torch.Tensor]:
     cells[0, 0, ::5] = True
     cells[1, 1, ::7] = True
     cells[2, 0, ::6] = True
-    monkeypatch.setattr(idc, "mask_cells", lambda *_: cells)
+    places = cells.flatten().nonzero().flatten()
+    monkeypatch.setattr(idc, "mask_cells", lambda *_: places)
     other_words = END + 1 + (caption[:, None] - END - 1 + 7 * torch.arange(1, 7)[:, None]) % 72
     rewritten = torch.where(caption[:, None] > END, other_words, caption[:, None])
     changed = torch.tensor([True, False, True])
-    losses = model(before, after, caption, "mlm")
-    losses |= model(before, after, caption, "mvcl")
-    losses |= model(before, after, caption, "fda", negatives=rewritten)
-    return losses | model(before, after, caption, "finetune", changed)
+    losses = model(before, after, caption, task=IDC.mlm)
+    losses |= model(before, after, caption, task=IDC.mvcl)
+    losses |= model(before, after, caption, rewritten, task=IDC.fda)
+    return losses | model(before, after, caption, changed)
 
 
 def test_released_variant_meets_recorded_values(monkeypatch):

@@ -1,13 +1,11 @@
 """What all method files have in common: decoding, learning, running, captioning."""
 
-import inspect
 import json
 import math
 import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -74,7 +72,8 @@ def entities_of(model):
 
 
 def steps_of(model, dtype=torch.float32):
-    """{kind of step: the arguments of the model's forward besides before, after and caption}"""
+    """{kind of step: the arguments of the model's forward besides before, after and caption}. IDC's
+    kinds are its tasks."""
     if isinstance(model, rdd_acr.RDD):
         valid = torch.ones(B, dtype=torch.bool)
         same = torch.eye(B, dtype=torch.bool)
@@ -83,15 +82,20 @@ def steps_of(model, dtype=torch.float32):
     if isinstance(model, idc_pretrain.IDC):
         rewritten = torch.randint(4, WORDS, (B, 6, V))
         kinds = {
-            "finetune": ("finetune", torch.arange(B) % 2 == 0),
-            "mlm": ("mlm",),
-            "mvcl": ("mvcl",),
-            "fda": ("fda", None, rewritten),
+            "finetune": (torch.arange(B) % 2 == 0,),
+            "mlm": (),
+            "mvcl": (),
+            "fda": (rewritten,),
         }
         if model.cfg.nabirds:
-            kinds["birds"] = ("birds",)
+            kinds["birds"] = ()
         return kinds
     return {"step": entities_of(model)}
+
+
+def task_of(kind):
+    """The keywords of the model's forward."""
+    return {} if kind == "step" else {"task": getattr(idc_pretrain.IDC, kind)}
 
 
 def caption_of(kind):
@@ -123,12 +127,6 @@ ASSETS = Path(common.__file__).with_name("assets")
 PACKAGES = ("data", "mini", "h5py", "spacy", "open_clip", "pycocoevalcap")
 
 
-def test_readme_shows_forward_as_it_is():
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    excerpt = next(block for block in blocks if "self.encode" in block)
-    assert textwrap.indent(excerpt, "    ") in inspect.getsource(scorer_cbr.SCORER.forward)
-
-
 def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path, monkeypatch):
     """README's loop, with README's changes for the other methods. The method's file is imported
     anew from a folder without the other files."""
@@ -141,7 +139,7 @@ def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path, monke
     loop = loop.replace("1024, 14, 14", "8, 2, 3")
     config = re.search(rf"`{name}.py` by\s`(Config\(.*?\))`", README, re.S)
     if config:
-        loop = loop.replace("Config()", config[1])
+        loop = loop.replace('Config(**PRESETS["pairs"])', config[1])
     if not hasattr(MODELS[method], "clamp_scales"):
         loop = re.sub(r"    model.clamp_scales\(\).*\n", "", loop)
     assert f"import {model} as" in loop
@@ -367,7 +365,7 @@ def test_every_parameter_learns(method, fields):
     before, after = pictures()
     total = 0.0
     for kind, more in steps_of(model, torch.float64).items():
-        total = total + sum(model(before, after, caption_of(kind), *more).values())
+        total = total + sum(model(before, after, caption_of(kind), *more, **task_of(kind)).values())
     total.backward()
     optimizer.step()
     for name, p in model.named_parameters():
@@ -387,12 +385,11 @@ def test_overfits_eight_pairs(method, prepared, tiny):
     for scene in dataset.scenes["train"][:4]:
         pairs += scene.pairs
     batch = dataset.batch(pairs).to("cpu")
-    more = ["finetune"] if method is idc_pretrain else []
     expected = [" ".join(data.tokenize(p.captions[0])) for p in pairs]
     captions = []
     adam = torch.optim.Adam(model.parameters(), lr=cfg.lr)
     for step in range(1, 401):
-        losses = method.compute_losses(model, (batch,), cfg, *more)
+        losses = method.compute_losses(model, (batch,), cfg)
         adam.zero_grad()
         losses["total"].backward()
         adam.step()
@@ -415,7 +412,7 @@ def learned(call, model, kind, more):
     """Losses of one kind of step, and their gradients."""
     before, after = pictures().float()
     torch.manual_seed(0)  # of masks
-    losses = call(before, after, caption_of(kind), *more)
+    losses = call(before, after, caption_of(kind), *more, **task_of(kind))
     total = sum(loss.mean() for loss in losses.values())
     parameters = [p for p in model.parameters() if p.requires_grad]
     return losses, torch.autograd.grad(total, parameters, allow_unused=True)
@@ -450,7 +447,8 @@ def test_compiled_losses_have_gradients_in_float32(fresh_compiler):
 def test_a_run_compiles_one_graph(method, prepared, tiny, tmp_path, monkeypatch, fresh_compiler):
     """Several epochs, with validation: both kinds of pairs and all batches share a graph. IDC has a
     graph for each task and stage."""
-    original = method.compute_losses
+    of_every_step = "mean_losses" if method is idc_pretrain else "compute_losses"
+    original = getattr(method, of_every_step)
     graphs = []
 
     def backend(graph, _):
@@ -462,7 +460,7 @@ def test_a_run_compiles_one_graph(method, prepared, tiny, tmp_path, monkeypatch,
             model.compile(fullgraph=True, dynamic=False, backend=backend)
         return original(model, *args)
 
-    monkeypatch.setattr(method, "compute_losses", compiled)
+    monkeypatch.setattr(method, of_every_step, compiled)
     flags = [f"--{name}=1" for name in one_layer(method)]
     if method is idc_pretrain:
         flags += "--mlm 1 --mvcl 0 --fda 0 --pretrain_steps 8 --pretrain_batch 3".split()

@@ -77,6 +77,35 @@ def test_alignment_losses_against_loops(rows, ignore_equal):
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
+def test_worked_example_of_the_alignment_loss():
+    """The numbers in its docstring."""
+    vectors = torch.tensor([[[1.0, 1.0], [1.0, -1.0]], [[1.0, 1.0], [-1.0, 1.0]]])
+    different = torch.tensor([[2.0, 0.0], [0.0, 3.0]])
+    equal = torch.tensor([[2.0, 0.0], [2.0, 0.0]])
+    every = torch.ones(2, dtype=torch.bool)
+    alone = torch.eye(2, dtype=torch.bool)
+    together = torch.ones(2, 2, dtype=torch.bool)
+    for phrases, same, expected in (
+        (different, alone, 0.313),
+        (equal, alone, 0.753),
+        (equal, together, 0.0),
+    ):
+        loss = rdd_acr.alignment_loss(vectors, phrases, every, same, tau=1.0)
+        assert loss.item() == pytest.approx(expected, abs=5e-4)
+
+
+def test_alignment_loss_is_exact_under_autocast():
+    torch.manual_seed(0)
+    vectors = torch.randn(B, 3, 8)
+    texts = torch.randn(B, 8)
+    every = torch.ones(B, dtype=torch.bool)
+    exact = rdd_acr.alignment_loss(vectors, texts, every, torch.diag(every), 0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = rdd_acr.alignment_loss(vectors, texts, every, torch.diag(every), 0.1)
+    assert ours.dtype == torch.float32
+    assert torch.equal(ours, exact)
+
+
 # ---- layers --------------------------------------------------------------------------------------
 
 
@@ -112,7 +141,7 @@ def test_encoder_against_equations(order, share_blocks, residual):
                 block.cross_attention, norm(block.norm_vectors, vectors), x
             )
             hat = attended + residual * vectors  # Eq. 7
-            vectors = block.feed_forward(norm(block.norm_out, hat)) + hat  # Eq. 8
+            vectors = block.feed_forward(norm(block.norm_ffn, hat)) + hat  # Eq. 8
         return vectors
 
     expected = {}
@@ -141,6 +170,13 @@ def test_without_gde_the_bare_difference_goes_on():
     before, after = pictures()
     tokens, _ = model.encode(before, after)
     torch.testing.assert_close(tokens, model.embed(before) - model.embed(after))
+
+
+def test_one_image_is_not_compared_with_many():
+    model = small()
+    before, after = pictures()
+    with pytest.raises(AssertionError, match="before"):
+        model.generate(before[:1], after)
 
 
 def test_embedding_against_loops():

@@ -29,6 +29,7 @@ PREDICTIONS = {"1": "The left red car.", "2": "no change was made", "3": ""}
 SENTENCES = [
     "The man's (red) T-shirt isn't here -- it's gone...",
     "Mr. Smith, etc., left at 3.5 p.m.",
+    "Die Größe ist 1 1/2 m — „naïve“ cafés, 50% of $5",
     '[x] {y} b&w photo & AT&T sign no. 5; no. I cannot say "no" !!',
 ]
 
@@ -50,11 +51,10 @@ def test_odd_line_breaks_shift_no_caption(java):
     assert words == [*expected, *odd.values()]
 
 
-def test_a_tokenizer_that_loses_lines_gives_no_scores(monkeypatch):
-    def tokenize(self, captions):
-        return {0: ["a", "last", ""]}
-
-    monkeypatch.setattr("pycocoevalcap.tokenizer.ptbtokenizer.PTBTokenizer.tokenize", tokenize)
+@pytest.mark.parametrize("output", [b"", b"a b\n", b"a\nb", b"a\nb\n\n"])
+def test_a_tokenizer_that_loses_lines_gives_no_scores(output, monkeypatch):
+    done = SimpleNamespace(stdout=output)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     with pytest.raises(OSError):
         scores.ptb_tokenize(["a", "b"])
 
@@ -152,6 +152,15 @@ def test_pairs_with_a_picture_of_another_split_are_also_left_out():
     release = data.release_from_pairs(pairs, Path())
     dataset = SimpleNamespace(release=release, pairs=pairs.get)
     assert scores.groups_of(dataset, "test") == {"without leaked pairs": {"6"}}
+
+
+@pytest.mark.parametrize("kind", scores.ROWS)
+def test_no_kind_of_own_pairs_is_named_like_another_row(kind, tmp_path):
+    written = kind.title().replace(" ", "_")
+    rows = f"before,after,kind,captions\na.png,b.png,{written},it left\n"
+    (tmp_path / "pairs.csv").write_text(rows)
+    with pytest.raises(InputError, match=kind):
+        data.read_pairs(tmp_path)
 
 
 @pytest.fixture

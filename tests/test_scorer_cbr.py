@@ -9,7 +9,17 @@ from conftest import CAPTION, WORDS, B, C, H, N, V, W, pictures
 from released import close, fill, inputs, linear
 
 from common import preset
-from scorer_cbr import PRESETS, RELEASED, SCORER, Config, match_by_definition, similarity
+from scorer_cbr import (
+    PRESETS,
+    RELEASED,
+    SCORER,
+    Config,
+    caption_loss,
+    cbr_loss,
+    match_by_definition,
+    match_loss,
+    similarity,
+)
 
 # ---- parity with the released code (its variant), recorded from it in float64 --------------------
 
@@ -125,6 +135,21 @@ def naive_nce(s):
     return total / len(s)
 
 
+def test_the_examples_of_the_docstrings():
+    q = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    k = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])
+    assert match_by_definition(q, k, heads=1).item() == 0.75
+    assert similarity(q, k, torch.zeros(()), "mtm", heads=1).item() == 0.75
+    ln3 = math.log(3)
+    found = torch.tensor([[ln3, 0.0], [0.0, ln3]])
+    assert match_loss(found, torch.zeros(2, 2)).item() == pytest.approx(0.490, abs=5e-4)
+    one_for_both = torch.tensor([[ln3, 0.0], [ln3, 0.0]])
+    assert cbr_loss(one_for_both).item() == pytest.approx(0.765, abs=5e-4)
+    likely = torch.tensor([[[1 / 6, 1 / 6, 1 / 6, 1 / 2], [1 / 4] * 4, [1 / 4] * 4]])
+    caption = torch.tensor([[2, 3, 1]])
+    assert caption_loss(likely.log(), caption).item() == pytest.approx(1.04, abs=5e-4)
+
+
 @pytest.mark.parametrize("heads", [1, 2, 3])
 def test_match_by_definition_against_loops(heads):
     """Images have different numbers of tokens. token_match is tested in test_match.py."""
@@ -189,6 +214,13 @@ def test_fusion(fusion):
         joined = {"cat": torch.cat([a, b], -1), "sum": a + b, "hadamard": a * b}[fusion]
     expected = model.fuse.project(joined).relu()
     torch.testing.assert_close(model.encode(before, after)[0], expected)
+
+
+def test_batches_of_different_sizes_are_no_pairs():
+    model = small()
+    before, after = pictures()
+    with pytest.raises(AssertionError, match="no pairs"):
+        model.encode(before, after[:2])
 
 
 def match_loss_of_unrelated_images(match_layer):
