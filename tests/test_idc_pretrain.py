@@ -467,8 +467,8 @@ def test_resume_in_either_stage_equals_no_interruption(prepared, tiny, tmp_path,
     "fields, named",
     [
         ({"heads": 4}, "--heads 2"),
-        ({"project": "sigmoid"}, "--project linear"),
-        ({"exponent": "doubled"}, "--exponent standard"),
+        ({"feature_layer": "sigmoid"}, "--feature_layer linear"),
+        ({"position_exponent": "doubled"}, "--position_exponent standard"),
         ({"layers": 1}, "pretrained.pt cannot be used"),
     ],
 )
