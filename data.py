@@ -211,7 +211,10 @@ class Scene:
 
     def images(self) -> set[str]:
         """The names of the scene's images."""
-        return {name for pair in self.pairs for name in (pair.before, pair.after)} - {None}
+        names = set()
+        for pair in self.pairs:
+            names |= {pair.before, pair.after}
+        return names - {None}
 
 
 @dataclass

@@ -276,6 +276,8 @@ def results(
         print(f"{name}: {fact}")
     for name, share in accuracy.items():
         print(f"{name}, in %: {'-' if share is None else share}")
+    if scores["total"]["CIDEr"] <= scores[ONE_CAPTION]["CIDEr"]:
+        print_notes("the total CIDEr is no better than that of one caption for all")
     train = {pair.id for pair in dataset.pairs("train")}
     for kind, ids in dataset.kinds.items():
         if ids & train and not ids & references.keys():

@@ -369,8 +369,13 @@ def test_an_interrupted_program_removes_partial_files_and_says_how_to_go_on(tmp_
     script = tmp_path / "a script.py"
     script.write_text(INTERRUPTED)
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(common.__file__).parent)])
+
+    def heed_ctrl_c():  # which a program that was started in the background ignores
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     process = subprocess.Popen(
         [sys.executable, script.name, "--resume", "--lr", "1"],
+        preexec_fn=heed_ctrl_c,
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": paths},
         stdout=subprocess.PIPE,
