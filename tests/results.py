@@ -1,6 +1,6 @@
 """Trains the rows of tests/results.md on mini, and fills in its tables and README's. Not a test.
 
-    python tests/results.py                        run what is missing: six hours on two cores
+    python tests/results.py                        run what is missing: seven hours on two cores
     python tests/results.py --only SCORER+CBR GDE  only these rows
     python tests/results.py --table                run nothing, only fill in the tables
     python tests/results.py --assets RUN           run nothing, make assets/ from a run's folder

@@ -640,7 +640,7 @@ def test_mini_from_nothing_to_a_caption(
     out = tmp_path / "run"
     flags = "--steps 40 --log_every 5 --dim 32 --warmup 5 --device cpu".split()
     if method is idc_pretrain:
-        flags += ["--lr", "8e-3", "--pretrain_steps", "0"]
+        flags += "--lr 8e-3 --pretrain_steps 0 --layers 1".split()
     else:
         flags += ["--lr", "2e-3"]
     run(method, *flags, "--data_dir", minis, "--out_dir", out)
