@@ -204,18 +204,6 @@ def test_encoder_and_losses_against_equations(fields):
     assert {name: loss.item() for name, loss in losses.items()} == pytest.approx(expected)
 
 
-def test_blocks_refuse_what_would_mix_pairs():
-    before, after = pictures()
-    with pytest.raises(AssertionError, match="before"):
-        small().encode(before, after[:2], entities())
-    layer = HRD(Config(dim=D, heads=2), last=True).double()
-    x = torch.rand(2 * B, N, D).double()
-    with pytest.raises(AssertionError, match="before"):
-        layer(x[1:], x[1:], torch.rand(2 * B - 1, K, D).double())
-    with pytest.raises(AssertionError, match="entities"):
-        layer(x, x)
-
-
 def test_contrastive_loss_against_loops():
     torch.manual_seed(0)
     a, b = torch.randn(2, B, N, D).double()

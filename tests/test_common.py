@@ -309,22 +309,6 @@ def test_a_stopped_run_continues_as_if_it_had_never_stopped(tmp_path, stop, goes
     assert [row["CIDEr"] for row in log_of(parts, "eval")] == [2.0, 1.0]
 
 
-@pytest.mark.parametrize("stream", [None, io.StringIO()])
-def test_a_main_needs_no_terminal_and_no_main_thread(stream, monkeypatch):
-    """As in a notebook, whose stream has no `reconfigure`, and under pythonw without one."""
-    monkeypatch.setattr(sys, "stdout", stream)
-    ended = []
-
-    def main():
-        print("a line", flush=True)
-        ended.append(True)
-
-    thread = threading.Thread(target=common.run_main, args=[main])
-    thread.start()
-    thread.join()
-    assert ended == [True]
-
-
 INTERRUPTED = """
 import time
 from pathlib import Path
@@ -367,28 +351,6 @@ def test_an_interrupted_program_removes_partial_files_and_says_how_to_go_on(tmp_
     assert shlex.split(line)[-5:] == ["python", script.name, "--lr", "1", "--resume"]
     assert {path.name for path in tmp_path.iterdir()} == {script.name, "run"}
     assert saved(tmp_path / "run", "last.pt")["step"] == 0
-
-
-def test_a_stage_has_an_optimizer_of_its_own(tmp_path):
-    """Whether the run was interrupted in its first stage, between the two, or in the second."""
-    cfg = config_of(tmp_path)
-
-    def begin(stage, resume):
-        """-> the run after this stage's `start`, and the size of its optimizer's state."""
-        model = Linear(cfg)
-        optimizer = torch.optim.Adam(model.parameters())
-        run = Run(cfg, model, [Words()], resume)
-        run.start(optimizer, stage)
-        return run, len(optimizer.state)
-
-    run, size = begin("first", resume=False)
-    assert size == 0
-    run.model.layer(torch.ones(2)).sum().backward()
-    run.optimizer.step()
-    run.save("last.pt")
-    assert begin("first", resume=True)[1] == 2  # a weight and a bias
-    assert begin("second", resume=True)[1] == 0
-    assert saved(tmp_path, "last.pt")["stage"] == "second"
 
 
 def test_the_best_validation_is_kept(tmp_path, capsys):

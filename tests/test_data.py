@@ -97,40 +97,6 @@ def test_feature_file_round_trip(tmp_path):
     torch.testing.assert_close(read.rows(["d", "a", "d"]), expected)
 
 
-def test_the_system_is_told_which_bytes_are_read_next(tmp_path, monkeypatch):
-    write(tmp_path / "f.h5", [FEATURES])
-    read = data.Features(tmp_path / "f.h5", "make it", "resnet101-layer3")
-    content = (tmp_path / "f.h5").read_bytes()
-    told = []
-
-    def advise(file, start, length, advice):
-        assert length <= 40 and advice == "soon"
-        told.append(content[start : start + length])
-
-    monkeypatch.setattr(data, "READ_AHEAD", 40)  # a row has 96 bytes
-    monkeypatch.setattr(os, "POSIX_FADV_WILLNEED", "soon", raising=False)
-    monkeypatch.setattr(os, "posix_fadvise", advise, raising=False)
-    rows = read.rows(["d", "a"])
-    assert torch.equal(rows, torch.from_numpy(FEATURES[[3, 0]]).half())
-    assert b"".join(told) == rows.numpy().tobytes()
-    monkeypatch.delattr(os, "posix_fadvise")  # as on macOS and Windows
-    assert torch.equal(read.rows(["d", "a"]), rows)
-
-
-@pytest.fixture
-def page_locked(monkeypatch):
-    """The tensors in page-locked memory, which here is not page-locked: there may be no GPU."""
-    empty = torch.empty
-    made = []
-
-    def unpinned(shape, dtype, pin_memory):
-        made.append(empty(shape, dtype=dtype))
-        return made[-1]
-
-    monkeypatch.setattr(torch, "empty", unpinned)
-    return made
-
-
 @pytest.mark.parametrize("factor", [1e6, np.nan])
 def test_features_that_float16_cannot_hold_are_named(factor, tmp_path):
     with pytest.raises(InputError, match="'b'"):
@@ -191,19 +157,6 @@ def test_every_batch_is_full(prepared, batch_size, size, steps):
     assert seen == {p.id for p in dataset.pairs("train") if "_n" not in p.id}
 
 
-@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
-def test_a_loop_that_ends_early_leaves_no_thread(prepared, error):
-    dataset = data.load("clevr_change", prepared)
-    threads = threading.active_count()
-    with contextlib.suppress(KeyboardInterrupt):
-        for _ in dataset.train_batches(3, 0, 0, 100):
-            assert threading.active_count() == threads + 1
-            if error:
-                raise error
-            break
-    assert threading.active_count() == threads
-
-
 def test_half_of_the_scenes_take_the_distractor_as_before(prepared):
     dataset = data.load("clevr_change", prepared)
     swaps = 0
@@ -222,19 +175,6 @@ def test_half_of_the_scenes_take_the_distractor_as_before(prepared):
     evaluation = next(dataset.eval_batches("test", 5))  # swaps nothing
     expected = dataset.features.rows(["CLEVR_default_000010.png"])
     assert torch.equal(evaluation.before[:1], expected)
-
-
-def test_the_image_that_a_scenes_pairs_share_is_read_and_sent_once(prepared, page_locked):
-    dataset = data.load("clevr_change", prepared)
-    changed, distractor = next(dataset.train_batches(8, 0, 0, 1))
-    assert changed.before is distractor.before
-    dataset.features.device = "meta"  # stands in for a GPU
-    sent = next(dataset.train_batches(8, 0, 0, 1))
-    assert sent[0].before is sent[1].before
-    assert sent[0].before.device.type == "meta"
-    images = (changed.before, changed.after, distractor.after)
-    for copied, image in zip(page_locked, images, strict=True):
-        assert torch.equal(copied, image)
 
 
 def test_every_scene_may_be_first_and_every_caption_is_drawn(prepared):
