@@ -1,4 +1,4 @@
-"""Speed and memory of the methods on this machine, of steps against plain ones. Not a test.
+"""Speed and memory of the methods on this machine. Not a test.
 
     python tests/bench.py step [--method dirl_ccr] [--batch 128]    one training step, papers' size
     python tests/bench.py step --method idc_pretrain --task mvcl    one of pre-training
@@ -7,16 +7,14 @@
     python tests/bench.py match [--batch 128]                       token-wise matching, both passes
     python tests/bench.py load [--scenes 5000] [--batch 128]        batches from a feature file
 
-The plain formulation of a step computes every matching score at once (as in tests/test_match.py),
-in float32 and without torch.compile. The two formulations take turns. Each turn is a separate
-process, so that its peak memory can be measured. With --row, there is one turn of one formulation;
-"released" and "plain-released" have the settings of RELEASED. RDD+ACR's phrases (for ViT-L-14's
+Each run is a separate process, so that its peak memory can be measured. With --row, there is one
+run, which prints JSON; "released" has the settings of RELEASED. RDD+ACR's phrases (for ViT-L-14's
 text encoder, with random weights) and CHEERS's entities are random. To compare commits, run each
 one's script on an idle machine.
 
 `load` makes a file of CLEVR-Change's rows, 1.2 MB a scene, in the folder for temporary files, which
 must be on a disk (TMPDIR names another). Cold: the file is not in the system's cache. Warm: the
-same batches again. The plain way reads both images of every pair from the map.
+same batches again.
 """
 
 import argparse
@@ -49,7 +47,6 @@ import idc_pretrain
 import rdd_acr
 import scorer_cbr
 from common import END, NULL, preset, token_match
-from scorer_cbr import match_by_definition
 
 METHODS = {
     "scorer_cbr": scorer_cbr.SCORER,
@@ -58,22 +55,11 @@ METHODS = {
     "cheers": cheers.CHEERS,
     "idc_pretrain": idc_pretrain.IDC,
 }
-ROWS = ["plain", "ours", "plain-released", "released"]
+ROWS = ["ours", "released"]
 WORDS = 76  # CLEVR-Change's
 CLIP = 768  # ViT-L-14's width
 PHRASE = 16  # ids of a noun phrase
 REPEATED = 10  # phrases that the distractors share
-
-
-# ---- plain matching ------------------------------------------------------------------------------
-
-
-def plain_match(q, k, heads=1):
-    """common.token_match, but with every matching score of a head at once."""
-    total = 0
-    for q_of_head, k_of_head in zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True):
-        total = total + match_by_definition(q_of_head, k_of_head, 1)
-    return total / heads
 
 
 # ---- what is timed -------------------------------------------------------------------------------
@@ -84,18 +70,11 @@ def config_of(args):
     method = sys.modules[args.method]
     released = getattr(method, "RELEASED", None)
     variant = "paper"
-    if args.row.endswith("released"):
+    if args.row == "released":
         assert released, f"{args.method} has no released settings"
         variant = "released"
     cfg = preset(method.Config, method.PRESETS, released, "clevr_change", variant)
-    amp = not is_plain(args)
-    return dataclasses.replace(
-        cfg, dim=args.dim, device=args.device, batch_size=args.batch, amp=amp
-    )
-
-
-def is_plain(args) -> bool:
-    return args.row.startswith("plain")
+    return dataclasses.replace(cfg, dim=args.dim, device=args.device, batch_size=args.batch)
 
 
 def match_work(args) -> Callable:
@@ -104,10 +83,9 @@ def match_work(args) -> Callable:
     shape = (args.batch, height * width, args.dim)
     q = torch.randn(shape, device=args.device, requires_grad=True)
     k = torch.randn(shape, device=args.device, requires_grad=True)
-    match = plain_match if is_plain(args) else token_match
     cfg = config_of(args)
     heads = 1 if getattr(cfg, "matching", "") == "tm" else cfg.heads  # SCORER's, as released: one
-    return lambda: match(q, k, heads).sum().backward()
+    return lambda: token_match(q, k, heads).sum().backward()
 
 
 def model_of(args, cfg):
@@ -172,8 +150,8 @@ def step_work(args) -> Callable:
         more.append(phrases_of(cfg, texts))
     elif args.method == "cheers":
         more.append(lambda images: entities[0])
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=not is_plain(args))
-    if cfg.on_cuda and cfg.compile and not is_plain(args):
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
+    if cfg.on_cuda and cfg.compile:
         model.compile(fullgraph=True, dynamic=False)
 
     def run():
@@ -212,73 +190,48 @@ def write_scenes(path: Path, count: int, grid: tuple[int, int, int]) -> data.Rel
     return data.Release(scenes={"train": scenes, "val": [], "test": []})
 
 
-def plain_batches(dataset: data.Dataset, size: int, seed: int):
-    """The four reads of a step at commit b9ad509: both images of both pairs."""
-    scenes = dataset.scenes["train"]
-    features = dataset.features
-    order = np.random.default_rng(seed).permutation(len(scenes))
-    for start in range(0, len(scenes), size):
-        tensors = []
-        for n in (0, 1):
-            pairs = [scenes[i].pairs[n] for i in order[start : start + size]]
-            for names in ([pair.before for pair in pairs], [pair.after for pair in pairs]):
-                index = [features.row_of[name] for name in names]
-                tensors.append(torch.from_numpy(features.data[index]))
-        yield tensors
-
-
-def load_times(path: Path, release: data.Release, row: str, args, seed: int) -> dict[str, float]:
-    """Seconds a batch in one formulation, of the same batches twice."""
+def load_times(path: Path, release: data.Release, args, seed: int) -> dict[str, float]:
+    """Seconds a batch, of the same batches twice."""
     with open(path, "rb") as f:
         os.fsync(f.fileno())  # only what is on the disk can be dropped from the cache
         os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     vocab = data.Vocab.from_captions(release.captions(["train"]))
-    # The file is opened for each formulation anew, because mapped pages stay in the cache.
+    # The file is opened anew each time, because mapped pages stay in the cache.
     features = data.Features(path, "", "random")
     features.device = args.device
     dataset = data.Dataset("clevr_change", path.parent, release, vocab, features)
     times = {}
     for state in ("cold", "warm"):
-        if row == "plain":
-            steps = data.prefetch(plain_batches(dataset, args.batch, seed))
-        else:
-            steps = dataset.train_batches(args.batch, seed, 0, LOADED)
+        steps = dataset.train_batches(args.batch, seed, 0, LOADED)
         began = time.perf_counter()
         count = sum(1 for _ in itertools.islice(steps, LOADED))
         times[state] = (time.perf_counter() - began) / count
     return times
 
 
-def compare_loading(args) -> None:
-    """Both formulations in turn; prints each turn, and the medians."""
-    turns = {"plain": [], "ours": []}
+def measure_loading(args) -> None:
+    """Prints the times of each run, and their medians."""
+    runs = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "features.h5")
         release = write_scenes(path, args.scenes, args.grid)
         print(f"load, {path.stat().st_size / 1e9:.1f} GB, batch {args.batch}, {args.device}")
         for seed in range(args.runs):
-            for row, times in turns.items():
-                times.append(load_times(path, release, row, args, seed))
-                print(f"{row:5} cold {times[-1]['cold']:.3f} s, warm {times[-1]['warm']:.3f} s")
+            times = load_times(path, release, args, seed)
+            runs.append(times)
+            print(f"cold {times['cold']:.3f} s, warm {times['warm']:.3f} s", flush=True)
     for state in ("cold", "warm"):
-        plain = statistics.median(times[state] for times in turns["plain"])
-        ours = statistics.median(times[state] for times in turns["ours"])
-        print(f"{state}: plain {plain:.3f} s, ours {ours:.3f} s, ratio {plain / ours:.2f} x")
+        print(f"{state}: {statistics.median(times[state] for times in runs):.3f} s")
 
 
 # ---- measuring -----------------------------------------------------------------------------------
 
 
 def measure(args) -> dict[str, float]:
-    """Measures one formulation -> seconds of a run, and peak memory in bytes, of the GPU or of the
-    whole process. On CUDA, seconds are the median of eight runs; on a CPU, there is one."""
+    """-> seconds of a run, and peak memory in bytes, of the GPU or of the whole process. On CUDA,
+    seconds are the median of eight runs; on a CPU, there is one."""
     cuda = args.device.startswith("cuda")
-    if is_plain(args):
-        torch.set_float32_matmul_precision("highest")
-        scorer_cbr.token_match = plain_match
-        cheers.token_match = plain_match
-    else:
-        common.set_up_device(args.device)
+    common.set_up_device(args.device)
     torch.manual_seed(0)
     run = WORKS[args.what](args)
     for _ in range(3 if cuda else 1):  # the first compiles
@@ -301,18 +254,14 @@ def seconds(run: Callable, wait: Callable = lambda: None) -> float:
     return time.perf_counter() - began
 
 
-def take_turns(args) -> dict[str, list[dict]]:
-    """Runs the formulations in turn, each time in a separate process -> their measurements."""
-    turns = {"ours": []}
-    if args.what != "decode":
-        turns["plain"] = []
+def repeated(args) -> list[dict[str, float]]:
+    """The measurements of several runs, each in a process of its own."""
+    results = []
     for _ in range(args.runs):
-        for row, results in turns.items():
-            call = [sys.executable, *sys.argv, "--row", row]
-            done = subprocess.run(call, stdout=subprocess.PIPE, text=True)
-            if done.returncode == 0:
-                results.append(json.loads(done.stdout.splitlines()[-1]))
-    return turns
+        call = [sys.executable, *sys.argv, "--row", "ours"]
+        done = subprocess.run(call, stdout=subprocess.PIPE, text=True, check=True)
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+    return results
 
 
 def parse_command():
@@ -327,9 +276,9 @@ def parse_command():
     parser.add_argument("--grid", type=int, nargs=3, metavar=("C", "H", "W"), help=text)
     parser.add_argument("--length", type=int, default=24, help="ids in a caption")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--runs", type=int, default=3, help="turns of each formulation")
+    parser.add_argument("--runs", type=int, default=3, help="each in a process of its own")
     parser.add_argument("--scenes", type=int, default=5000, help="of load's file")
-    text = "measure only this formulation, once, and print JSON"
+    text = "measure once, with these settings, and print JSON"
     parser.add_argument("--row", choices=ROWS, help=text)
     args = parser.parse_args()
     if args.grid is None:
@@ -340,7 +289,7 @@ def parse_command():
 def main():
     args = parse_command()
     if args.what == "load":
-        compare_loading(args)
+        measure_loading(args)
         return
     if args.row:
         print(json.dumps(measure(args)))
@@ -349,15 +298,10 @@ def main():
     if args.device.startswith("cuda"):
         machine = torch.cuda.get_device_name()
     print(f"{args.what}, {args.method}, batch {args.batch}, {machine}, torch {torch.__version__}")
-    taken = {}
-    for row, results in take_turns(args).items():
-        if not results:  # its process ran out of memory, say
-            continue
-        taken[row] = statistics.median(x["seconds"] for x in results)
-        peak = statistics.median(x["peak"] for x in results)
-        print(f"{row:5} {taken[row]:8.3f} s, peak {peak / 1e9:.2f} GB")
-    if len(taken) == 2:
-        print(f"ratio {taken['plain'] / taken['ours']:9.2f} x")
+    results = repeated(args)
+    taken = statistics.median(x["seconds"] for x in results)
+    peak = statistics.median(x["peak"] for x in results)
+    print(f"{taken:.3f} s, peak {peak / 1e9:.2f} GB")
 
 
 if __name__ == "__main__":

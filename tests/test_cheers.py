@@ -29,7 +29,6 @@ import cheers
 import data
 from cheers import (
     CHEERS,
-    HRD,
     Config,
     StrengthMap,
     contrastive_loss,

@@ -1,7 +1,6 @@
 """Shared layers and losses against plain float64 versions; command line; runs; files."""
 
 import dataclasses
-import io
 import math
 import os
 import re
@@ -9,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,10 +1,7 @@
 """Vocabulary, CLEVR-Change's layout, feature files, batches, captions of any two pictures."""
 
-import contextlib
 import itertools
 import json
-import os
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import matplotlib.figure
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 
