@@ -618,7 +618,7 @@ def test_mini_from_nothing_to_a_caption(
     """A short run on mini; then its checkpoint alone captions two files."""
     monkeypatch.setattr(scores, "one_caption", lambda _: "nothing")  # choosing it takes long
     out = tmp_path / "run"
-    flags = "--steps 40 --log_every 5 --dim 32 --warmup 5 --device cpu".split()
+    flags = "--steps 40 --batch_size 8 --log_every 5 --dim 32 --warmup 5 --device cpu".split()
     if method is idc_pretrain:
         flags += ["--lr", "8e-3", "--pretrain_steps", "0"]
     else:
