@@ -409,20 +409,6 @@ def test_a_file_is_whole_when_writing_dies(tmp_path, monkeypatch):
     assert [file.name for file in path.parent.iterdir()] == ["last.pt"]
 
 
-class Payload:
-    def __reduce__(self):
-        return os.mkdir, ("executed",)
-
-
-def test_nothing_in_a_checkpoint_is_executed(tmp_path):
-    path = tmp_path / "last.pt"
-    for content in (Payload(), {"config": Payload()}):
-        torch.save(content, path)
-        with pytest.raises(InputError, match=r"last\.pt"):
-            common.load_checkpoint(path)
-    assert not Path("executed").exists()
-
-
 # ---- benchmarks ----------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -99,16 +98,6 @@ def test_features_that_float16_cannot_hold_are_named(factor, tmp_path):
     with pytest.raises(InputError, match="'b'"):
         write(tmp_path / "f.h5", [FEATURES[:1], FEATURES[1:] * factor])
     assert not list(tmp_path.iterdir())  # never half a file
-
-
-def test_chunked_features_are_refused_with_the_command_that_mends_them(tmp_path):
-    """Days of work must not be removed."""
-    write(tmp_path / "f.h5", [FEATURES])
-    with h5py.File(tmp_path / "f.h5", "a") as f:
-        table = f.pop("features")[:]
-        f.create_dataset("features", data=table, compression="gzip")
-    with pytest.raises(InputError, match="f.h5.*h5repack -f NONE -l CONTI"):
-        data.Features(tmp_path / "f.h5", "make it", "resnet101-layer3")
 
 
 # ---- batches -------------------------------------------------------------------------------------

@@ -381,11 +381,6 @@ def test_stages_and_tasks():
     assert idc.draw_task(cfg, "finetune", 3) is idc.finetune_task
 
 
-def test_pretraining_without_a_task_is_refused():
-    with pytest.raises(InputError, match="--pretrain_steps 0"):
-        idc.open_dataset(Config(mlm=0, mvcl=0, fda=0))
-
-
 @pytest.mark.parametrize("swap", [True, False])
 def test_without_swap_no_scene_has_swapped_pairs(prepared, swap):
     cfg = Config(dataset="clevr_change", data_dir=str(prepared), extractor="", swap=swap)

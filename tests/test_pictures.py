@@ -30,14 +30,6 @@ def test_attention_lies_over_its_pictures_in_multiples_of_uniform_attention():
             assert levels.get_extent() == below.get_extent()
 
 
-def test_a_caption_is_drawn_as_it_is(tmp_path):
-    """It is no formula."""
-    square = Image.new("RGB", (10, 10))
-    caption = "it costs $1, $x_1$ and \\frac{1}{2}; a_b & 50% #1"
-    scores.caption_picture(square, square, {}, caption, tmp_path / "out.png")
-    assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
-
-
 def test_the_pictures_of_a_run(drawings, prepared, tiny, tmp_path):
     run = tmp_path / "run"
     flags = ["--data_dir", str(prepared), "--out_dir", str(run), "--steps", "4"]

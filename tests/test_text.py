@@ -4,7 +4,7 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
-from conftest import SMALL_CLIP, random_clip
+from conftest import random_clip
 
 import data
 import idc_pretrain
@@ -205,11 +205,3 @@ def test_the_activation_of_weights_in_a_file_is_told(clip, tmp_path, capsys):
     assert capsys.readouterr().out == ""
     data.load_clip(f"ViT-L-14:{file}")
     assert f"ViT-L-14-quickgelu:{file}" in capsys.readouterr().out
-
-
-def test_learned_prompts_need_a_clip_that_takes_them():
-    """CHEERS works with others, too: see its own tests."""
-    _, tokenizer = random_clip()
-    other = open_clip.CustomTextCLIP(**SMALL_CLIP)
-    with pytest.raises(InputError, match="--clip"):
-        rdd_acr.Phrases(rdd_acr.Config(device="cpu"), other, tokenizer, {})
