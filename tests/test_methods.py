@@ -247,7 +247,7 @@ def test_nothing_is_broadcast_to_the_grid_or_to_another_number_of_images(method)
         features = torch.rand(B, *size).double()
         with pytest.raises(AssertionError, match="expected"):
             model.generate(features, features, *entities_of(model))
-    for one, other in ((before[:1], after), (before, after[:1])):
+    for one, other in ((before[:1], after), (before, after[:2])):
         with pytest.raises(AssertionError):
             model.encode(one, other, *entities_of(model))
 
