@@ -764,7 +764,7 @@ PRESETS = {
     # [ours] Own pairs are usually few, and their captions repeat words. So they get half the width,
     # one layer, every subject as a candidate, and early stopping on validation.
     "pairs": dict(layers=1, dim=256, min_count=1, batch_size=16, lr=5e-4, warmup=50, steps=2000,
-                  eval_every=100, patience=10),
+                  eval_every=100, patience=10, select_by="ROUGE-L"),
     # [ours] A small model for small pictures.
     "mini": dict(dim=128, word_dim=128, heads=2, layers=1, dropout=0.0, clip="mini", clip_dim=128,
                  w_consistency=0.1, w_match=0.05, batch_size=16, lr=2e-3, schedule="cosine",

@@ -26,6 +26,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shlex
 import signal
 import subprocess
@@ -799,7 +800,7 @@ def make_parser(
     comments = field_comments(Config)
     for f in dataclasses.fields(Config):
         kind = types[f.name]
-        options = {"type": kind}
+        options = {"type": home_expanded if kind is str else kind}
         if kind is bool:
             options = {"action": argparse.BooleanOptionalAction}
         elif typing.get_origin(kind) is Literal:
@@ -810,6 +811,12 @@ def make_parser(
         text = text.replace("%", "%%")
         group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=text, **options)
     return parser
+
+
+def home_expanded(value: str) -> str:
+    """A flag's value, with ~ and NAME:~ expanded as the shell does it elsewhere in a command."""
+    name, colon, path = value.rpartition(":")
+    return name + colon + os.path.expanduser(path)
 
 
 def field_comments(Config: type) -> dict[str, str]:
@@ -926,6 +933,7 @@ class Run:
         if not cfg.out_dir:
             raise InputError("no folder for the run; give out_dir")
         self.cfg = cfg
+        self.config = with_absolute_paths(cfg)
         self.dir = Path(cfg.out_dir)
         self.model = model
         self.sources = sources
@@ -997,8 +1005,9 @@ class Run:
 
     def checkpoint(self, scores: dict[str, float]) -> None:
         """After a validation: log its scores, and save last.pt and, if they are the best so far,
-        best.pt. In a tie the later weights win, because early scores may all be 0. Without
-        validation pairs there are no scores, and the last weights are the best."""
+        best.pt. In a tie the later weights win, because early scores may all be 0, but patience
+        does not begin anew. Without validation pairs there are no scores, and the last weights are
+        the best."""
         self.log_losses()
         self.evals_since_best += 1
         score = self.best
@@ -1007,9 +1016,10 @@ class Run:
             self.log("eval", select_by=self.cfg.select_by, **scores)
             text = ", ".join(f"{name} {value:.2f}" for name, value in scores.items())
             tqdm.write(f"step {self.step}: validation {text}")
+        if score > self.best or not scores:
+            self.evals_since_best = 0
         if score >= self.best:
             self.best = score
-            self.evals_since_best = 0
             self.save("best.pt")
         self.save("last.pt")
         draw_curves(self.dir / "log.jsonl", self.dir / "curves.png", self.cfg.select_by)
@@ -1033,7 +1043,7 @@ class Run:
             "step": self.step,
             "best": self.best,
             "evals_since_best": self.evals_since_best,
-            "config": dataclasses.asdict(self.cfg),
+            "config": self.config,
         }
         save_tensors(self.dir / name, state)
 
@@ -1061,8 +1071,7 @@ class Run:
     def begin_log(self) -> None:
         """Log and print what the results depend on. Of the config, only what differs from the
         defaults is printed."""
-        config = dataclasses.asdict(self.cfg)
-        write_text(self.dir / "config.json", json.dumps(config, indent=1) + "\n")
+        write_text(self.dir / "config.json", json.dumps(self.config, indent=1) + "\n")
         device = f"cpu, {torch.get_num_threads()} threads"
         if self.cfg.on_cuda:
             device = torch.cuda.get_device_name(self.cfg.device)
@@ -1073,10 +1082,11 @@ class Run:
             "parameters": sum(p.numel() for p in self.model.parameters()),
         }
         event = "resume" if self.resumed else "start"
-        self.log(event, **about, config=config)
+        self.log(event, **about, config=self.config)
         for f in dataclasses.fields(self.cfg):
-            if config[f.name] != f.default and f.name not in about:
-                about[f.name] = config[f.name]
+            value = getattr(self.cfg, f.name)
+            if value != f.default and f.name not in about:
+                about[f.name] = value
         for name, value in about.items():
             print(f"{name}: {value}", flush=True)
 
@@ -1095,6 +1105,18 @@ class Run:
         print(text)
         print(f"{self.dir} also has last.pt, log.jsonl, curves.png and config.json", flush=True)
         return load_weights(self.model, state["model"], path).eval()
+
+
+def with_absolute_paths(cfg: RunConfig) -> dict[str, Any]:
+    """The fields of a config for a checkpoint. Its paths are absolute, because from another folder,
+    relative ones could lead to other data."""
+    config = dataclasses.asdict(cfg)
+    for name in ("data_dir", "out_dir"):
+        config[name] = str(Path(config[name]).resolve())
+    network, colon, file = cfg.extractor.partition(":")
+    if colon:  # timm/MODEL:FILE
+        config["extractor"] = f"{network}:{Path(file).resolve()}"
+    return config
 
 
 def code_version() -> str:
@@ -1164,9 +1186,15 @@ def print_notes(*notes: str) -> None:
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to, and rename that file to `path` at the end. Whenever the
     process dies, `path` is the old file or the new one, and whole. Several processes may write at
-    the same time, and the last one wins."""
+    the same time, and the last one wins. If `path` is a link, this concerns its target. A device
+    such as /dev/null is written to directly."""
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    # Not the process id, which may be 1 in two containers that share a folder.
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         yield partial
         os.replace(partial, path)

@@ -38,19 +38,19 @@ import re
 import unicodedata
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol
+from typing import Literal, Protocol
 
 import h5py
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from PIL import Image, ImageOps, TiffImagePlugin
+from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.models import ResNet101_Weights, resnet101
 from tqdm import tqdm
@@ -65,6 +65,7 @@ from common import (
     RunConfig,
     atomic_write,
     file_errors,
+    home_expanded,
     load_model,
     print_notes,
     progress,
@@ -89,10 +90,7 @@ def tokenize(caption: str) -> list[str]:
     """The rule behind most published vocabularies: put a space before ';' and ',', drop '?' and
     '.', keep the case. Double, leading or trailing spaces give empty words, which published
     vocabulary sizes count."""
-    for mark in ";,":
-        caption = caption.replace(mark, f" {mark}")
-    for mark in "?.":
-        caption = caption.replace(mark, "")
+    caption = caption.replace(";", " ;").replace(",", " ,").replace("?", "").replace(".", "")
     return caption.split(" ")
 
 
@@ -102,13 +100,23 @@ def tokenize_lower(caption: str) -> list[str]:
     return re.findall(r"\w+|\.+|[^\w\s]", caption.lower())
 
 
+# Zero-width space, soft hyphen and byte order mark vanish, as nobody sees them. The apostrophe of
+# word processors becomes the one on keyboards.
+TYPED = str.maketrans({"\u200b": None, "\u00ad": None, "\ufeff": None, "\u2019": "'"})
+
+
+def normalised(text: str) -> str:
+    """A text in lower case, each character of which is written in one way only (see TYPED, and
+    Unicode's NFC: an accented letter may be one character or two)."""
+    return unicodedata.normalize("NFC", text.lower()).translate(TYPED)
+
+
 def tokenize_pairs(caption: str) -> list[str]:
-    """Lower-case words, split at whitespace. Punctuation marks and symbols at either end of a word
-    become words of their own; those inside a word stay: "red-brick", "isn't", "3.5". This is the
-    rule for your own pairs, in any language that puts spaces between words. Text is first
-    normalised to Unicode NFC, because an accented letter may be one character or two."""
+    """Words of the normalised caption, split at whitespace. Punctuation marks and symbols at either
+    end of a word become words of their own; those inside a word stay: "red-brick", "isn't", "3.5".
+    This is the rule for your own pairs, in any language that puts spaces between words."""
     words = []
-    for text in unicodedata.normalize("NFC", caption.lower()).split():
+    for text in normalised(caption).split():
         # The Unicode categories of punctuation marks begin with P, those of symbols with S.
         marks = [character for character in text if unicodedata.category(character)[0] in "PS"]
         word = text.strip("".join(marks))
@@ -232,12 +240,14 @@ class Release:
         columns = zip(*(scene.pairs for scene in self.scenes[split]), strict=True)
         return list(itertools.chain(*columns))
 
+    def images(self, splits: Iterable[str]) -> set[str]:
+        """The names of all images of these splits."""
+        scenes = itertools.chain(*(self.scenes[split] for split in splits))
+        return set().union(*(scene.images() for scene in scenes))
+
     def leaked(self, split: str) -> set[str]:
         """Ids of a split's pairs that share an image with a pair of another split."""
-        elsewhere = set()
-        for other in SPLITS:
-            if other != split:
-                elsewhere = elsewhere.union(*(scene.images() for scene in self.scenes[other]))
+        elsewhere = self.images({*SPLITS} - {split})
         return {pair.id for pair in self.pairs(split) if {pair.before, pair.after} & elsewhere}
 
     def captions(self, splits: Iterable[str]) -> list[str]:
@@ -254,17 +264,25 @@ def release_from_pairs(
     pairs: dict[str, list[Pair]], folder: Path, kinds: dict | None = None, notes: Iterable = ()
 ) -> Release:
     """A release with one pair per scene. pairs: split -> its pairs, whose image names are relative
-    to `folder`. Each kind of change is scored separately. InputError if a split is unknown."""
-    unknown = pairs.keys() - set(SPLITS)
-    if unknown:
-        raise InputError(f"{folder}: splits are train, val and test, not {', '.join(unknown)}")
+    to `folder`; pairs of the same id are one, with the captions of all. kinds: kind of change ->
+    pair ids; each is scored separately. InputError if a split is unknown, or a pair is in two."""
     release = Release(groups=kinds or {}, kinds=kinds or {}, notes=[*notes])
-    for split in SPLITS:
-        release.scenes[split] = [Scene((pair,)) for pair in pairs.get(split, [])]
-        for pair in pairs.get(split, []):
-            release.paths[pair.before] = folder / pair.before
-            if pair.after is not None:
-                release.paths[pair.after] = folder / pair.after
+    release.scenes = {split: [] for split in SPLITS}
+    first: dict[str, tuple[str, Pair]] = {}  # id -> split and pair
+    for split, rows in pairs.items():
+        for pair in rows:
+            if split not in SPLITS:
+                raise InputError(f"{folder}: the split of {pair.id} is {split!r}, not in {SPLITS}")
+            first_split, first_pair = first.setdefault(pair.id, (split, pair))
+            if split != first_split:
+                raise InputError(f"{folder}: {pair.id} is both in {first_split} and in {split}")
+            if pair is not first_pair:
+                first_pair.captions.extend(pair.captions)
+    for split, pair in first.values():
+        scene = Scene((pair,))
+        release.scenes[split].append(scene)
+        for name in scene.images():
+            release.paths[name] = folder / name
     return release
 
 
@@ -278,30 +296,45 @@ def check_strings(x) -> list[str]:
     return x
 
 
-def read_table(path: Path, columns: Iterable[str], **dialect) -> list[dict[str, str]]:
-    """The non-empty rows of a CSV file in UTF-8, each {column in lower case: cell}. InputError if a
-    column is missing or occurs twice, if `captions` is not the last one, or if a row and the header
-    differ in length."""
-    remedy = "save it as UTF-8, with double quotes around cells that contain commas"
-    with open(path, encoding="utf-8-sig", newline="") as f, file_errors(path, remedy):
-        table = csv.DictReader(f, strict=True, skipinitialspace=True, **dialect)
-        heads = [head.strip().lower() for head in table.fieldnames or []]
-        table.fieldnames = heads
-        if not set(columns) <= set(heads) or len(set(heads)) < len(heads):
-            expected = ", ".join(columns)
-            found = f"found the columns {', '.join(heads)!r:.60}"
-            raise InputError(f"{found}, expected {expected}")
-        if "captions" in heads[:-1]:  # where an unquoted comma can go unnoticed
-            raise InputError("captions must be the last column")
-        rows = []
-        for row in table:
-            cells = row.values()
-            # None marks a long or a short row. A stray quote merges lines into one cell.
-            if None in row or None in cells or "\n" in "".join(cells):
-                raise InputError(f"line {table.line_num}: expected {len(heads)} cells, see quotes")
-            if any(cells):
-                rows.append({column: cell.strip() for column, cell in row.items()})
-        return rows
+def read_table(
+    path: Path, columns: Iterable[str], quoting: int = csv.QUOTE_MINIMAL
+) -> list[dict[str, str]]:
+    """The non-empty rows of a table in UTF-8, each {column in lower case: cell}. The first line
+    names the columns, with commas, semicolons or tabs between them. Every row has a text in each of
+    `columns`. InputError names the line of what cannot be meant so."""
+    with open(path, encoding="utf-8-sig") as f, file_errors(path, "save it as UTF-8"):
+        lines = f.readlines() or [""]  # CR, LF or both end a line
+    separator = max(",;\t", key=lines[0].count)
+    syntax = {"delimiter": separator, "quoting": quoting, "skipinitialspace": True, "strict": True}
+    heads: list[str] = []
+    rows = []
+    for number, line in enumerate(lines, 1):
+        place = f"{path}, line {number}"
+        with file_errors(place, "write a row in one line, and a double quote in quotes twice"):
+            (cells,) = csv.reader([line], **syntax)
+        cells = [cell.strip() for cell in cells]
+        while cells and not cells[-1]:  # spreadsheets may write empty columns
+            cells.pop()
+        if number == 1:
+            heads = [cell.lower() for cell in cells]
+            place += f": found the columns {', '.join(heads)!r:.60}, expected"
+            if not set(columns) <= set(heads) or len(set(heads)) < len(heads):
+                raise InputError(f"{place} {', '.join(columns)}, each of them once")
+            if "captions" in heads[:-1]:  # where an unquoted comma can go unnoticed
+                raise InputError(f"{place} captions as the last one")
+        elif len(cells) > len(heads):
+            place += f": expected {len(heads)} cells, found {len(cells)}"
+            raise InputError(f"{place}; put double quotes around one with {separator!r}")
+        elif cells:
+            row = dict(itertools.zip_longest(heads, cells, fillvalue=""))
+            for column, cell in row.items():
+                if column in columns and not cell:
+                    raise InputError(f"{place}: {column} is empty")
+                if cell.startswith(('["', "[{", '{"')):
+                    place += f": {column} is JSON"
+                    raise InputError(f"{place}; write plain text, with | between captions")
+            rows.append(row)
+    return rows
 
 
 def read_lines(path: Path, errors: str = "strict") -> list[str]:
@@ -369,6 +402,8 @@ def read_release(name: str, root: Path) -> Release:
     if not release.scenes["train"]:
         raise InputError("; ".join([f"{root}: no pairs in train", *release.notes]))
     for split in ("val", "test"):
+        if 0 < len(release.scenes[split]) < 10:  # the CIDEr of a single pair is always 0
+            release.notes.append(f"scores of so few {split} pairs are almost random")
         leaked = release.leaked(split)
         if leaked:
             share = f"{len(leaked)} of {len(release.pairs(split))} {split} pairs share a picture"
@@ -490,14 +525,12 @@ def read_spot_the_diff(root: Path) -> Release:
     Each sentence is a caption, even the 66 empty ones, which published tables count."""
     pairs = {}
     for split in SPLITS:
-        captions: dict[str, list[str]] = {}
-        for row in read_json(root / f"annotations/{split}.json"):
-            captions.setdefault(str(row["img_id"]), []).extend(check_strings(row["sentences"]))
         pairs[split] = []
-        for i, texts in captions.items():
+        for row in read_json(root / f"annotations/{split}.json"):
+            i = str(row["img_id"])
             before = f"resized_images/{i}.png"
             after = f"resized_images/{i}_2.png"
-            pairs[split].append(Pair(i, before, after, texts))
+            pairs[split].append(Pair(i, before, after, check_strings(row["sentences"])))
     return release_from_pairs(pairs, root)
 
 
@@ -547,12 +580,11 @@ def read_levir_cc(root: Path) -> Release:
     """LEVIR-CC (Liu et al., TGRS 2022): LevirCCcaptions.json, and images/<split>/A (before) and B
     (after). Captions are the non-empty tokens given in the file. `changeflag` (0 or 1, false or
     true) marks changed pairs; if it is absent, LEVIR_SAME decides. The split is this file's, not
-    LEVIR-CD's."""
+    LEVIR-CD's. Rows of one picture form one pair."""
     file = root / "LevirCCcaptions.json"
-    content = read_json(file)
     pairs = {}
     kinds = {"change": set(), "no change": set()}
-    for row in content["images"]:
+    for row in read_json(file)["images"]:
         name = row["filename"]
         split = row["split"]
         captions = []
@@ -564,11 +596,12 @@ def read_levir_cc(root: Path) -> Release:
         pairs.setdefault(split, []).append(pair)
         kind = "no change" if set(LEVIR_SAME) & set(captions) else "change"
         if "changeflag" in row:
-            kind = CHANGE_FLAGS.get(str(row["changeflag"]).lower())
-        if kind is None:
-            flag = row["changeflag"]
-            raise InputError(f"{file}: changeflag of {name} is {flag!r}, expected 0 or 1")
+            flag = str(row["changeflag"]).lower()
+            if flag not in CHANGE_FLAGS:
+                raise InputError(f"{file}: changeflag of {name} is {flag!r}, expected 0 or 1")
+            kind = CHANGE_FLAGS[flag]
         kinds[kind].add(name)
+    kinds["change"] -= kinds["no change"]  # of several rows, one has the words
     return release_from_pairs(pairs, root / "images", kinds)
 
 
@@ -594,26 +627,25 @@ def read_birds_to_words(root: Path) -> Release:
     pair. Captions become lower-case words and punctuation marks, which this data set's metrics
     compare."""
     file = root / "birds-to-words-v1.0.tsv"
-    urls = ("img1imgurl", "img2imgurl")
-    table = read_table(
-        file, (*urls, "split", "description"), delimiter="\t", quoting=csv.QUOTE_NONE
-    )
-    captions: dict[tuple, list[str]] = {}
-    for row in table:
-        # URLs are .../photos/<photo id>/large.jpg?...
-        photos = [re.search(r"/photos/(\d+)", row[url])[1] + ".jpg" for url in urls]
-        texts = captions.setdefault((row["split"], *photos), [])
-        texts.append(" ".join(tokenize_lower(row["description"])))
     images = root / "images"
+    urls = ("img1imgurl", "img2imgurl")
     pairs = {}
-    kept = 0
-    for (split, before, after), texts in captions.items():
+    left_out = 0
+    for row in read_table(file, (*urls, "split", "description"), csv.QUOTE_NONE):
+        # URLs are .../photos/<photo id>/large.jpg?...
+        before, after = [re.search(r"/photos/(\d+)", row[url])[1] + ".jpg" for url in urls]
+        split = row["split"]
+        caption = " ".join(tokenize_lower(row["description"]))
+        pair = Pair(f"{split}_{before}_{after}", before, after, [caption])
         if (images / before).exists() and (images / after).exists():
-            kept += 1
-            pairs.setdefault(split, []).append(Pair(f"{before}_{after}", before, after, texts))
+            pairs.setdefault(split, []).append(pair)
+        else:
+            left_out += 1
     notes = []
-    if kept < len(captions):
-        notes.append(f"{kept} of {len(captions)} pairs have both photographs in {images}")
+    if left_out:
+        notes.append(
+            f"{left_out} captions are left out: {images} lacks a photograph of their pairs"
+        )
     return release_from_pairs(pairs, images, notes=notes)
 
 
@@ -685,63 +717,66 @@ def own_pair(row: dict[str, str]) -> Pair:
     ("./a.png" is "a.png")."""
     before = os.path.normpath(row["before"]).replace(os.sep, "/")
     after = os.path.normpath(row["after"]).replace(os.sep, "/")
-    captions = [text.strip() for text in row.get("captions", "").split("|") if text.strip()]
+    texts = row.get("captions", "").split("|")
+    captions = [text.strip() for text in texts if normalised(text).strip()]
     return Pair(f"{before} {after}", before, after, captions)
 
 
 def hashed_split(pair: Pair) -> str:
-    """A split for a pair: 80 % train, 10 % val, 10 % test, by a hash of the first of its paths in
-    sorted order. So a pair and its reverse are in the same split, and so are all pairs with the
-    same first path, such as those of a camera's first picture with each later one."""
+    """A split for a pair: 80 % train, 10 % val, 10 % test, by a hash of the first of its sorted
+    paths. So a pair, its reverse, and all pairs with a camera's first picture share a split."""
     first = min(pair.before, pair.after)
     tenth = int(hashlib.sha256(first.encode()).hexdigest(), 16) % 10
     return {8: "val", 9: "test"}.get(tenth, "train")
 
 
+def kind_name(text: str) -> str:
+    """The words of a kind: those of "No_change " and "no - change" are "no change"."""
+    text = normalised(text)
+    # Unicode's categories of letters, digits and the marks that belong to letters.
+    kept = [c if unicodedata.category(c)[0] in "LNM" else " " for c in text]
+    return " ".join("".join(kept).split())
+
+
 def read_pairs(root: Path) -> Release:
     """Your own pairs: pairs.csv with the columns before, after and, as the last one, captions.
-    Paths are relative to the folder.
+    Paths are relative to the folder. A | separates captions; a pair may also have several rows.
 
-    Several captions of a pair are separated by |, or are in several rows. Captions are split into
-    words by tokenize_pairs and cut after 60 words. Two columns are optional: `split`
-    (train, val or test in every row; without the column: hashed_split) and `kind`, the kind of
-    change. Each kind is scored separately; of the kind "no change", the share of pairs recognised
-    is reported, too. Copies of a picture under other names are not noticed. InputError if a row
-    lacks a path or a caption, or a pair is in two splits or has two kinds."""
+    Two columns are optional: `split` (train, val or test in every row; without it: hashed_split)
+    and `kind`, the kind of change. Each kind is scored separately; of the kind "no change", the
+    share of pairs recognised is reported, too. InputError if a row lacks a path or a caption, a
+    pair is in two splits or has two kinds, or a kind is called like another row of the scores."""
     file = root / "pairs.csv"
     table = read_table(file, ("before", "after", "captions"))
-    pairs: dict[str, Pair] = {}
-    split_of: dict[str, str] = {}
+    pairs: dict[str, list[Pair]] = {}
+    kinds: dict[str, set[str]] = {}
     kind_of: dict[str, str] = {}
     for row in table:
-        new = own_pair(row)
-        if not (row["before"] and row["after"] and new.captions):
-            raise InputError(f"{file}: expected two images and a caption in the row of {new.id}")
-        pair = pairs.setdefault(new.id, replace(new, captions=[]))
-        pair.captions.extend(new.captions)
+        pair = own_pair(row)
+        if not pair.captions:
+            raise InputError(f"{file}: {pair.id} has no caption")
         split = row["split"].lower() if "split" in row else hashed_split(pair)
-        # "No_change " becomes "no change".
-        kind = " ".join(re.split(r"[\s_-]+", row.get("kind", "").lower())).strip()
+        pairs.setdefault(split, []).append(pair)
+        kind = kind_name(row.get("kind", ""))
+        if kind_of.setdefault(pair.id, kind) != kind:
+            raise InputError(f"{file}: {pair.id} is both {kind_of[pair.id]!r} and {kind!r}")
+        if kind:
+            kinds.setdefault(kind, set()).add(pair.id)
         if kind in scores.ROWS:
-            rows = ", ".join(scores.ROWS)
-            raise InputError(f"{file}: rename the kind {kind!r}; the scores have the rows {rows}")
-        for values, value in ((split_of, split), (kind_of, kind)):
-            if values.setdefault(pair.id, value) != value:
-                raise InputError(f"{file}: {pair.id} is both {values[pair.id]!r} and {value!r}")
-    by_split: dict[str, list[Pair]] = {}
-    kinds: dict[str, set[str]] = {}
-    for pair in pairs.values():
-        by_split.setdefault(split_of[pair.id], []).append(pair)
-        if kind_of[pair.id]:
-            kinds.setdefault(kind_of[pair.id], set()).add(pair.id)
+            raise InputError(f"{file}: the scores have a row {kind!r}; rename this kind")
     unused = [column for column in (table[0] if table else ()) if column not in OWN_COLUMNS]
     notes = [f"{file}: the column {column!r} is not used" for column in unused]
-    return release_from_pairs(by_split, root, kinds, notes)
+    for split in ("val", "test"):
+        if split not in pairs:
+            why = "without it, pairs that share their first picture share a split"
+            notes.append(f"there are no {split} pairs: name some in the column split; {why}")
+    if "no change" not in kinds:
+        notes.append("no pair has the kind 'no change': how many are recognised is not reported")
+    return release_from_pairs(pairs, root, kinds, notes)
 
 
-# Photographs have many more pixels than the network's input. Most papers' extractor resizes without
-# antialiasing and so skips most of them, and a slightly moved camera changes its features; this one
-# averages pixels.
+# Most papers' extractor skips most pixels of a photograph, so its features change when the camera
+# moves slightly. This one averages pixels.
 # Metrics compare words as the model learns them, so a perfect model loses no points to splitting.
 DATASETS["pairs"] = Settings(
     read_pairs,
@@ -754,12 +789,7 @@ DATASETS["pairs"] = Settings(
 
 # ---- pictures and extractors ---------------------------------------------------------------------
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-PICTURES = (
-    f"give a {', '.join(FORMATS[:-1])} or TIFF with 8 bits a channel, 1, 3 or 4 channels and less "
-    "than 179 million pixels, as by gdal_translate -of PNG -ot Byte -scale 0 MAX 0 255 -b 1 -b 2 "
-    "-b 3 IN OUT.png (one MAX for all)"
-)
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 
 def read_image(picture) -> Image.Image:
@@ -768,54 +798,26 @@ def read_image(picture) -> Image.Image:
 
     picture: a path, an open binary file or a PIL image. InputError if it has another format than
     FORMATS, or not 8 bits a channel."""
-    if isinstance(picture, np.ndarray):
-        raise TypeError("expected a file or a PIL image; for an array, use PIL.Image.fromarray")
     if isinstance(picture, Image.Image):
         return upright_rgb(picture)
     is_path = isinstance(picture, (str, os.PathLike))
     with open(picture, "rb") if is_path else contextlib.nullcontext(picture) as f:
-        with file_errors(picture, PICTURES):
-            check_tiff(tiff_tags(f))
+        with file_errors(picture, f"give one of {', '.join(FORMATS)} with 8 bits a channel"):
             return upright_rgb(Image.open(f, formats=FORMATS))
 
 
 def upright_rgb(picture: Image.Image) -> Image.Image:
     """A PIL image -> upright RGB on white. InputError if it does not have 8 bits per channel."""
-    check_tiff(getattr(picture, "tag_v2", {}))
     # Modes I and F hold integers and floats; Pillow keeps the upper 8 bits of 16-bit colours, which
     # are all 0 in a picture that uses fewer bits.
     if picture.mode[0] in "IF" or ";16" in str(getattr(picture, "tile", "")):
         raise InputError(f"mode {picture.mode}, more than 8 bits a channel")
     upright = ImageOps.exif_transpose(picture)
-    # Writers of TIFF mark any fourth band as transparency, and it may be near infrared.
-    if upright.has_transparency_data and picture.format != "TIFF":
+    if upright.has_transparency_data:
         rgba = upright.convert("RGBA")
         white = Image.new("RGBA", rgba.size, "white")
         upright = Image.alpha_composite(white, rgba)
     return upright.convert("RGB")
-
-
-def tiff_tags(f: BinaryIO) -> Mapping[int, object]:
-    """The tags of a TIFF file, even of one that Pillow does not open; {} of other files."""
-    f.seek(0)
-    head = f.read(8)
-    if head[:4] not in (b"II*\0", b"MM\0*"):
-        return {}
-    tags = TiffImagePlugin.ImageFileDirectory_v2(head)
-    f.seek(tags.next)
-    tags.load(f)
-    return tags
-
-
-def check_tiff(tags: Mapping[int, object]) -> None:
-    """InputError if a TIFF's tags do not say 8 unsigned bits in 1, 3 or 4 bands. Pillow would read
-    some of these files in a wrong way."""
-    bits = tags.get(258, (8,))  # of each band
-    sign = tags.get(339, (1,))
-    bands = tags.get(277, 1)
-    if set(bits) != {8} or set(sign) != {1} or bands not in (1, 3, 4):
-        name = {1: "unsigned", 2: "signed", 3: "float"}.get(max(sign), "other")
-        raise InputError(f"{bands} bands of {max(bits)} {name} bits")
 
 
 MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
@@ -841,31 +843,19 @@ def preprocess_imagenet(image: Image.Image, side: int = 224) -> Tensor:
     return (x - MEAN) / STD
 
 
-# The papers' extractors: name -> preprocessing function, its description in feature files, and the
-# (C, H, W) of the features.
+# The papers' extractors: name -> preprocessing function, and the (C, H, W) of the features.
 RESNETS = {
-    "resnet101-layer3": (
-        preprocess_resnet,
-        "RGB, 224x224 bicubic without antialiasing, /255, mean .485 .456 .406, std .229 .224 .224",
-        (1024, 14, 14),
-    ),
-    "resnet101-layer3-256": (
-        partial(preprocess_imagenet, side=256),
-        "RGB, 256x256 bilinear with antialiasing, /255, mean .485 .456 .406, std .229 .224 .225",
-        (1024, 14, 14),
-    ),
-    "resnet101-layer4": (
-        preprocess_imagenet,
-        "RGB, 224x224 bilinear with antialiasing, /255, mean .485 .456 .406, std .229 .224 .225",
-        (2048, 7, 7),
-    ),
+    "resnet101-layer3": (preprocess_resnet, (1024, 14, 14)),
+    "resnet101-layer3-256": (partial(preprocess_imagenet, side=256), (1024, 14, 14)),
+    "resnet101-layer4": (preprocess_imagenet, (2048, 7, 7)),
 }
 
 
 def resnet101_grid(name: str) -> nn.Module:
     """torchvision's ResNet-101 up to the layer in `name`, with the ImageNet weights that the papers
     used (IMAGENET1K_V1), fetched by torchvision on first use: (n, 3, H, W) -> (n, *grid)."""
-    net = resnet101(weights=ResNet101_Weights.IMAGENET1K_V1)
+    with file_errors(name, "make features once online, or give --extractor timm/NAME:FILE"):
+        net = resnet101(weights=ResNet101_Weights.IMAGENET1K_V1)
     stem = [net.conv1, net.bn1, net.relu, net.maxpool]
     grid = nn.Sequential(*stem, net.layer1, net.layer2, net.layer3)
     if name == "resnet101-layer4":
@@ -877,8 +867,10 @@ def resnet101_grid(name: str) -> nn.Module:
 
 class TimmGrid(nn.Module):
     """The last feature map of a timm model: (n, 3, 224, 224) -> (n, C, H, W). name: timm/MODEL,
-    whose weights timm fetches, or timm/MODEL:FILE. InputError if there is no such model, or the
-    file does not hold its weights."""
+    whose weights timm fetches, or timm/MODEL:FILE. Mean and standard deviation are those of MODEL,
+    which may have a tag, such as vit_base_patch16_224.mae. Of a ViT, the map comes before its last
+    LayerNorm, as from timm; DINOv2's own code applies it. InputError if there is no such model, or
+    the file does not hold its weights."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -891,15 +883,13 @@ class TimmGrid(nn.Module):
         if defaults.fixed_input_size:  # ViTs, whose native size may be 518
             options["img_size"] = 224
         if file:
-            with file_errors(file, f"give weights of {model}"):
+            with file_errors(file, f"give weights of {model} under timm's names"):
                 weights = timm.models.load_state_dict(file)
                 trunk = timm.create_model(model, num_classes=0)
-                missing, unexpected = trunk.load_state_dict(weights, strict=False)
-            classifier = defaults.classifier or ()  # one name or several; it may have other classes
-            unexpected = [key for key in unexpected if not key.startswith(classifier)]
-            if missing or unexpected:
-                keys = f"first missing: {missing[:1]}, first unexpected: {unexpected[:1]}"
-                raise InputError(f"{file} lacks weights of {model} under timm's names; {keys}")
+                for key in weights.keys() - trunk.state_dict().keys():
+                    if key.startswith(defaults.classifier or ()):  # one name or several
+                        del weights[key]
+                trunk.load_state_dict(weights)
             options["pretrained_cfg_overlay"] = {"state_dict": weights}
         # It remarks that the classifier's weights are not used.
         logging.getLogger("timm").setLevel(logging.ERROR)
@@ -925,7 +915,8 @@ class Extractor:
         self.device = device
         if name in RESNETS:
             net = resnet101_grid(name)
-            self.preprocess, self.preprocessing, _ = RESNETS[name]
+            self.preprocess, _ = RESNETS[name]
+            self.preprocessing = f"as for {name} in data.py"
         elif name.startswith("timm/"):
             net = TimmGrid(name)
             self.preprocess = net.preprocess
@@ -1019,7 +1010,7 @@ class Features:
         with file_errors(path, self.remedy), h5py.File(path) as f:
             table = f["features"]
             names = f["image_ids"].asstr()[:]
-            self.stamps = f["stamps"][:].tolist()
+            self.stamps = dict(zip(names, f["stamps"][:].tolist(), strict=True))
             self.extractor = f.attrs["extractor"]
             self.preprocessing = f.attrs["preprocessing"]
             self.row_of = {name: i for i, name in enumerate(names)}
@@ -1028,9 +1019,6 @@ class Features:
             offset = table.id.get_offset()
         if self.extractor != extractor:
             raise InputError(f"{path} was made by {self.extractor}, not {extractor}; {self.remedy}")
-        if offset is None:
-            repack = f"h5repack -f NONE -l CONTI {path} NEW, and give NEW this name"
-            raise InputError(f"{path} is chunked or compressed; run: {repack}")
         self.file = open(path, "rb")  # stays open, for `announce`
         self.offset = offset
         # h5py reads rows in sorted order only.
@@ -1083,7 +1071,7 @@ class Features:
                 file = authors_features(picture, root)
             if not file.exists():  # features may be shared without the files they were made from
                 continue
-            size, time, checksum = self.stamps[self.row_of[name]]
+            size, time, checksum = self.stamps[name]
             status = file.stat()
             untouched = status.st_size == size and status.st_mtime_ns == time
             # A copied file may have a new time, so its content decides.
@@ -1138,16 +1126,49 @@ def prepare(
     vocab = vocab_of(name, release)
     # Notes come before features are made, which may take hours.
     print_notes(*release.notes)
-    counts = Counter(words=len(vocab))
-    for part, members in (release.scenes | release.kinds).items():
-        counts[part] = len(members)
+    print_notes(*notes_on_captions(release, vocab))
+    counts = {part: len(members) for part, members in (release.scenes | release.kinds).items()}
+    counts["words"] = len(vocab)
     for part, count in settings.published.items():
-        if counts[part] != count:
-            print_notes(f"{part}: found {counts[part]}, published {count}")
+        if counts.get(part) != count:
+            print_notes(f"{part}: found {counts.get(part)}, published {count}")
+    for split in SPLITS:
+        ids = {pair.id for pair in release.pairs(split)}
+        kinds = [f", {len(ids & members)} {kind}" for kind, members in release.kinds.items()]
+        print(f"{split}: {len(ids)} pairs{''.join(kinds)}")
     if not path.exists():
         make_features(name, root, release, device, extractor)
-    open_features(name, root, extractor).require(release.paths, root)
+    features = open_features(name, root, extractor)
+    features.require(release.paths, root)
+    copies = copies_of_training_pictures(release, features)
+    if copies:
+        these = f"{len(copies)} val and test pictures, such as {copies[0]},"
+        print_notes(f"{these} are in train under other names")
     print(f"{root}: {len(release.paths)} images, {len(vocab)} words")
+
+
+def notes_on_captions(release: Release, vocab: Vocab) -> list[str]:
+    """Remarks on what a model does not see of the training captions."""
+    captions = release.captions(["train"])
+    words = Counter(itertools.chain(*map(vocab.tokenizer, captions)))
+    unknown = sum(count for word, count in words.items() if word not in vocab.index)
+    cut = sum(vocab.split(caption) != vocab.tokenizer(caption) for caption in captions)
+    notes = []
+    if 20 * unknown >= words.total() > 0:
+        share = f"{100 * unknown / words.total():.0f} % of the words in training captions"
+        notes.append(f"{share} are too rare for the vocabulary; models do not learn to write them")
+    if cut:
+        notes.append(f"{cut} training captions are cut to {vocab.max_words} words")
+    return notes
+
+
+def copies_of_training_pictures(release: Release, features: Features) -> list[str]:
+    """Names of val's and test's pictures with the content, but not the name, of a training one."""
+    content_of = {name: (size, check) for name, (size, _, check) in features.stamps.items()}
+    names = release.images(["train"])
+    contents = {content_of[name] for name in names}
+    others = release.images(["val", "test"]) - names
+    return sorted(name for name in others if content_of[name] in contents)
 
 
 def make_features(name: str, root: Path, release: Release, device: str, extractor: str) -> None:
@@ -1161,7 +1182,7 @@ def make_features(name: str, root: Path, release: Release, device: str, extracto
         maps = [authors_features(picture, root) for picture in pictures]
         if any(file.exists() for file in maps):
             require_files(maps)
-            _, _, grid = RESNETS[extractor]
+            _, grid = RESNETS[extractor]
             blocks = (read_npy(file, grid)[None] for file in maps)
             write_features(path, names, maps, blocks, extractor, AUTHORS_FILES)
             return
@@ -1346,10 +1367,7 @@ class Dataset:
         return iter(tqdm(batches, split, len(starts), disable=None, leave=False))
 
     def batch(
-        self,
-        pairs: list[Pair],
-        captions: list[str] | None = None,
-        before: Tensor | None = None,
+        self, pairs: list[Pair], captions: list[str] | None = None, before: Tensor | None = None
     ) -> Batch:
         """Pairs with one caption each (default: their first), padded to max_len ids. All batches
         have the same length, so that torch.compile makes one graph for them. before: these images'
@@ -1365,25 +1383,12 @@ class Dataset:
         else:
             after = self.features.rows([pair.after for pair in pairs])
         ids = torch.tensor([self.vocab.encode(caption, self.max_len) for caption in captions])
-        return Batch(
-            before,
-            after,
-            ids.to(before.device, non_blocking=True),
-            [pair.id for pair in pairs],
-            captions,
-            [(pair.before, pair.after) for pair in pairs],
-            single,
-        )
+        ids = ids.to(before.device, non_blocking=True)
+        pair_ids = [pair.id for pair in pairs]
+        images = [(pair.before, pair.after) for pair in pairs]
+        return Batch(before, after, ids, pair_ids, captions, images, single)
 
-    def results(
-        self,
-        split: str,
-        captions: dict[str, str],
-        maps: dict,
-        out_dir: Path | None,
-        notes: dict | None = None,
-        suffix: str = "",
-    ) -> dict[str, float]:
+    def results(self, split, captions, maps, out_dir, notes=None, suffix="") -> dict[str, float]:
         """The scores of a split's captions, see scores.results."""
         return scores.results(self, split, captions, maps, out_dir, notes, suffix)
 
@@ -1419,9 +1424,6 @@ class Dataset:
             raise InputError(f"the checkpoint's features are {trained}, not {own}; {remedy}")
 
 
-FEW_PAIRS = 10  # CIDEr of fewer pairs says little; of a single pair it is always 0
-
-
 def load(
     name: str,
     root: str | Path,
@@ -1453,9 +1455,6 @@ def load(
     print_notes(*release.notes)
     counts = {split: len(dataset.pairs(split)) for split in SPLITS}
     print(f"{root}: {counts['train']} train, {counts['val']} val, {counts['test']} test pairs")
-    for split in ("val", "test"):
-        if 0 < counts[split] < FEW_PAIRS:
-            print_notes(f"scores of so few {split} pairs are almost random")
     print(f"features: {size / 1e6:.0f} MB, {place}")
     return dataset
 
@@ -1798,11 +1797,12 @@ def main(argv: list[str] | None = None) -> None:
         p.add_argument("--data_dir", help="its folder (default: data/NAME)")
         p.add_argument("--device", default="", help="of the extractor (default: cuda if available)")
         text = f"network that makes the features: {', '.join(RESNETS)}, timm/MODEL, timm/MODEL:FILE"
-        p.add_argument("--extractor", default="", help=f"{text} (default: the data set's own)")
+        text += " (default: the data set's own)"
+        p.add_argument("--extractor", type=home_expanded, default="", help=text)
         if DATASETS[name].make:
             p.add_argument("--scenes", type=int, help="training scenes (default: 5000)")
     args = parser.parse_args(argv)
-    root = Path(args.data_dir or f"data/{args.command}")
+    root = Path(args.data_dir or f"data/{args.command}").expanduser()
     scenes = getattr(args, "scenes", None)
     prepare(args.command, root, usable_device(args.device), args.extractor, scenes)
 

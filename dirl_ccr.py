@@ -536,7 +536,7 @@ PRESETS = {
     # For your own pairs (usually few): Image Editing Request's loss weights, half its width, and
     # early stopping on validation [ours].
     "pairs": dict(w_dirl=0.001, w_ccr=0.05, use_coords=False, dim=256, batch_size=16, lr=5e-4,
-                  warmup=50, steps=2000, eval_every=100, patience=10),
+                  warmup=50, steps=2000, eval_every=100, patience=10, select_by="ROUGE-L"),
     # [ours]. The loss weights were chosen on mini's validation scenes.
     "mini": dict(dim=128, word_dim=128, heads=4, layers=1, dropout=0.0, w_dirl=0.03, w_ccr=0.005,
                  batch_size=16, lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=2300,

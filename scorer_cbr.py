@@ -553,7 +553,7 @@ PRESETS = {
     # For your own pairs (usually few): Image Editing Request's loss weights, half its width, and
     # early stopping on validation [ours].
     "pairs": dict(w_match=0.003, w_cbr=0.06, use_coords=False, dim=256, batch_size=16, lr=5e-4,
-                  warmup=50, steps=2000, eval_every=100, patience=10),
+                  warmup=50, steps=2000, eval_every=100, patience=10, select_by="ROUGE-L"),
     # [ours], for minutes on a CPU.
     "mini": dict(dim=128, word_dim=128, heads=2, layers=1, dropout=0.0, w_match=0.3, batch_size=16,
                  lr=1e-3, schedule="cosine", warmup=50, grad_clip=1.0, steps=1800, eval_every=300,

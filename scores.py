@@ -276,12 +276,14 @@ def results(
         print(f"{name}: {fact}")
     for name, share in accuracy.items():
         print(f"{name}, in %: {'-' if share is None else share}")
+    if scores["total"]["CIDEr"] <= scores[ONE_CAPTION]["CIDEr"]:
+        print_notes("the total CIDEr is no better than that of one caption for all")
     train = {pair.id for pair in dataset.pairs("train")}
     for kind, ids in dataset.kinds.items():
         if ids & train and not ids & references.keys():
             print_notes(f"of the kind {kind!r}, which is in train, there are no {split} pairs")
 
-    result = {"data": str(dataset.root), "scores": scores, **facts, "accuracy": accuracy}
+    result = {"data": str(dataset.root.resolve()), "scores": scores, **facts, "accuracy": accuracy}
     write_json(out_dir / f"scores_{end}", result)
     sheet = f"samples_{split}{suffix}.png"
     sample_sheet(dataset, split, captions, maps, notes or {}, out_dir / sheet)

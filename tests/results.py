@@ -452,6 +452,7 @@ def write_weights(best: Path, file: Path) -> None:
     for name in ("optimizer", "random"):  # only training needs them
         del kept[name]
     kept["config"]["out_dir"] = ""
+    kept["config"]["data_dir"] = "data/mini"  # the run's is absolute
     for name, weight in kept["model"].items():
         if weight.is_floating_point():
             kept["model"][name] = weight.half()

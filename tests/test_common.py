@@ -161,6 +161,25 @@ def test_a_checkpoint_brings_its_config(tmp_path):
         parse("--resume", "--out_dir", cosine, "--steps", "7")
 
 
+def test_a_checkpoint_finds_its_files_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths = {"data_dir": "D", "extractor": "timm/vit:w.pt"}
+    train(Path("run"), **paths)
+    assert (
+        saved(Path("run"), "best.pt")["config"].items()
+        >= {
+            "data_dir": str(tmp_path / "D"),
+            "out_dir": str(tmp_path / "run"),
+            "extractor": f"timm/vit:{tmp_path / 'w.pt'}",
+            "lr": RunConfig.lr,
+        }.items()
+    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cfg, _ = parse("--data_dir", "~/D", "--extractor", "timm/vit:~/w.pt", "--out_dir", "new")
+    assert (cfg.data_dir, cfg.out_dir) == (f"{tmp_path}/D", "new")
+    assert cfg.extractor == f"timm/vit:{tmp_path}/w.pt"
+
+
 def test_a_checkpoint_is_evaluated_on_other_data(tmp_path):
     """The results never replace those on its own data."""
     folder = make_run_folder(tmp_path / "run", data_dir="data/mini", width=1)
@@ -323,6 +342,7 @@ def test_an_interrupted_program_removes_partial_files_and_says_how_to_go_on(
             os.kill(os.getpid(), number)
             time.sleep(5)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
     # Without a handler of run_main's, the signal would end the tests.
     handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with pytest.raises(SystemExit) as e:
@@ -370,12 +390,17 @@ def test_without_validation_pairs_the_last_weights_are_the_best(tmp_path):
     assert log_of(tmp_path, "eval") == []
 
 
+def test_without_validation_pairs_patience_ends_nothing(tmp_path):
+    _, seen = train(tmp_path, steps=10, patience=2, scores=[None] * 5)
+    assert len(seen) == 10
+
+
 def test_patience_ends_a_run_and_its_resumption(tmp_path, capsys):
-    _, seen = train(tmp_path, steps=20, patience=2, scores=[2.0, 2.0, 1.0, 1.5, 9.0])
-    assert len(seen) == 8
-    assert saved(tmp_path, "best.pt")["step"] == 4  # of equal scores, the later one is the best
+    _, seen = train(tmp_path, steps=20, patience=3, scores=[2.0, 1.0, 2.0, 1.5, 9.0])
+    assert len(seen) == 8  # a tie is no new best
+    assert saved(tmp_path, "best.pt")["step"] == 6  # of equal scores, the later one is the best
     capsys.readouterr()
-    _, seen = train(tmp_path, resume=True, steps=20, patience=2)
+    _, seen = train(tmp_path, resume=True, steps=20, patience=3)
     assert seen == []
     assert "patience" in capsys.readouterr().out.splitlines()[-1]
 
@@ -407,6 +432,34 @@ def test_a_file_is_whole_when_writing_dies(tmp_path, monkeypatch):
         common.save_tensors(path, {"step": 2})
     assert torch.load(path) == {"step": 1}
     assert [file.name for file in path.parent.iterdir()] == ["last.pt"]
+
+
+def test_links_and_devices_are_written_through(tmp_path):
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "scores.json"
+    link.symlink_to(tmp_path / "disk" / "scores.json")
+    for text in ("new", "newer"):  # its target may not be there yet
+        common.write_text(link, text)
+        assert link.is_symlink()
+        assert (tmp_path / "disk" / "scores.json").read_text() == text
+    os.mkfifo(tmp_path / "pipe")  # stands in for a device, which only root can make
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    common.write_text(tmp_path / "pipe", "text")
+    assert os.read(reader, 100) == b"text"
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_two_processes_of_the_same_number_write_to_different_names(tmp_path):
+    """In two containers that share a folder, both may be process 1."""
+    with (
+        common.atomic_write(tmp_path / "a") as first,
+        common.atomic_write(tmp_path / "a") as second,
+    ):
+        assert first != second
+        first.write_text("first")
+        second.write_text("second")
+    assert (tmp_path / "a").read_text() == "first"
 
 
 # ---- benchmarks ----------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ def test_tokens_and_vocabulary_follow_the_published_rule():
         ("A red-brick wall isn't 3.5 m", "a red-brick wall isn't 3.5 m"),
         ('(the "new" gate), 50%!', '( the " new " gate ) , 50 % !'),
         ("Die Tu\u0308r\u3000ist\xa0zu", "die t\xfcr ist zu"),
+        ("\ufeffthe\u00ad gate\u200b isn\u2019t o\u00adpen", "the gate isn't open"),
     ],
 )
 def test_words_of_own_pairs(caption, words):

@@ -156,7 +156,6 @@ def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path, monke
     assert sys.modules[name].__file__ == str(tmp_path / f"{name}.py")
     assert names["ids"].shape == (4, 24)
     assert names["losses"]["caption"].isfinite()
-    assert (tmp_path / "model.pt").exists()
 
 
 @pytest.mark.parametrize("method", [scorer_cbr])
@@ -645,13 +644,41 @@ def test_mini_from_nothing_to_a_caption(
     assert all(m.shape == (8, 8) for m in maps.values())
 
 
-def test_the_readmes_line_captions_a_pair_from_python(tmp_path, monkeypatch):
-    line = re.search(r"`(caption, maps = [^`]*)`", README)[1]
+def code_in_readme(start: str) -> str:
+    """README's code between backticks that begins so."""
+    return re.search(rf"`({re.escape(start)}[^`]*)`", README)[1]
+
+
+def test_the_readmes_lines_caption_pairs_from_python(tmp_path, monkeypatch):
     shutil.copyfile(ASSETS / "scorer_cbr-mini.pt", tmp_path / "best.pt")
     for name in ("before", "after"):
         Image.new("RGB", (30, 20)).save(tmp_path / f"{name}.png")
     monkeypatch.chdir(tmp_path)
-    names = {"scorer_cbr": scorer_cbr}
-    exec(line, names)
+    names = {"scorer_cbr": scorer_cbr, "scores": scores, "Image": Image, "Path": Path}
+    exec(code_in_readme("captioner = "), names)
+    exec(code_in_readme("caption, maps = "), names)
     assert names["caption"]
-    assert names["maps"]["attention"].shape == (8, 8)
+    heat = names["maps"]["attention"]
+    assert heat.shape == (8, 8)
+    assert heat.sum().item() == pytest.approx(1)
+    names |= {"before": "before.png", "after": "after.png"}
+    pairs = code_in_readme("captioner.pairs").replace("...", "(before, after)")
+    captions = [caption for caption, _ in eval(pairs, names)]
+    assert captions == [names["caption"]] * 2
+    exec(code_in_readme("scores.caption_picture"), names)
+    assert (tmp_path / "attention.png").stat().st_size > 1000
+
+
+def test_the_readmes_lines_export_and_pretrain():
+    export = code_in_readme("torch.export.export").removesuffix(")")
+    shapes = code_in_readme("dynamic_shapes=")
+    model = small(scorer_cbr, 3).eval()
+    before, after = pictures().float()
+    names = {"torch": torch, "model": model, "before": before, "after": after}
+    exec(code_in_readme("model.forward = "), names)
+    program = eval(f"{export}, {shapes})", names).module()
+    assert torch.equal(program(before[:3], after[:3]), model.generate(before[:3], after[:3]))
+
+    names |= {"IDC": idc_pretrain.IDC, "model": small(idc_pretrain), "caption": CAPTION}
+    losses = eval(code_in_readme("model(before, after, caption, task="), names)
+    assert losses["mlm"].isfinite()

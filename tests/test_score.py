@@ -156,9 +156,10 @@ def test_pairs_with_a_picture_of_another_split_are_also_left_out():
 
 @pytest.mark.parametrize("kind", scores.ROWS)
 def test_no_kind_of_own_pairs_is_named_like_another_row(kind, tmp_path):
-    kind = kind.title().replace(" ", "_")
-    (tmp_path / "pairs.csv").write_text(f"before,after,kind,captions\na.png,b.png,{kind},it left\n")
-    with pytest.raises(InputError, match="total"):
+    written = kind.title().replace(" ", "_")
+    rows = f"before,after,kind,captions\na.png,b.png,{written},it left\n"
+    (tmp_path / "pairs.csv").write_text(rows)
+    with pytest.raises(InputError, match=kind):
         data.read_pairs(tmp_path)
 
 
@@ -224,7 +225,8 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
             captions[i] = "the gray cube turned red"
     dataset.kinds["gone"] = {"000000.png"}
     total = dataset.results("test", captions, {}, tmp_path)
-    assert "'gone'" in capsys.readouterr().out  # in train, but not in test
+    output = capsys.readouterr().out
+    assert "'gone'" in output  # in train, but not in test
     result = read(tmp_path / "scores_test.json")
     assert result["scores"]["total"] == total
     assert total.keys() == {*scores.COLUMNS}
@@ -237,6 +239,9 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
     alone = scores.score(dict.fromkeys(captions, constant), references)["total"]
     assert result["scores"][scores.ONE_CAPTION].items() >= alone.items()
     assert result[scores.ONE_CAPTION] == constant
+    assert "no better" not in output
+    dataset.results("test", dict.fromkeys(captions, constant), {}, tmp_path / "constant")
+    assert "no better than that of one caption" in capsys.readouterr().out
     assert result["accuracy"] == {"change recognised": 100, "no change recognised": 0}
     rows = read(tmp_path / "captions_test.json")
     assert {row["image_id"]: row["caption"] for row in rows} == captions
