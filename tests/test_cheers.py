@@ -27,6 +27,7 @@ from test_scorer_cbr import naive_match, naive_nce
 
 import cheers
 import data
+import scores
 from cheers import (
     CHEERS,
     HRD,
@@ -354,7 +355,8 @@ def test_embeddings_older_than_the_features_are_made_again(prepared, monkeypatch
     assert file.read_bytes() == made
 
 
-def test_a_checkpoint_brings_its_candidates(tmp_path, capsys):
+def test_a_checkpoint_brings_its_candidates(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(scores, "one_caption", lambda _: "nothing")  # choosing it takes long
     mini = tmp_path / "mini"
     best = tmp_path / "run" / "best.pt"
     data.main(["mini", "--data_dir", str(mini), "--scenes", "20", "--device", "cpu"])

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_methods import MODELS
+from test_methods import MODELS, one_layer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -138,7 +138,8 @@ def test_no_operation_mixes_devices_or_waits(method, variant, changes, monkeypat
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     released = getattr(method, "RELEASED", None)
     cfg = preset(method.Config, method.PRESETS, released, "clevr_change", variant)
-    cfg = dataclasses.replace(cfg, device=str(GPU), **changes)
+    # More layers would only repeat the operations of one.
+    cfg = dataclasses.replace(cfg, **one_layer(method) | changes, device=str(GPU))
     grid = (2048, 7, 7) if method is idc_pretrain else (1024, 14, 14)
     with FakeTensorMode():
         model = MODELS[method](cfg, WORDS, grid, LENGTH)

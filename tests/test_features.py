@@ -4,7 +4,6 @@ import copy
 import functools
 import io
 import itertools
-import re
 import zlib
 from pathlib import Path
 
@@ -330,15 +329,6 @@ def test_a_replaced_picture_is_noticed(prepared):
     data.load("clevr_change", prepared)
     picture.unlink()  # features may come without pictures
     data.load("clevr_change", prepared)
-
-
-def test_other_counts_than_published_are_told_before_features_are_made(release, capsys):
-    (release / "images" / "CLEVR_default_000004.png").unlink()
-    with pytest.raises(FileNotFoundError, match="CLEVR_default_000004.png"):
-        data.prepare("clevr_change", release, "cpu")
-    notes = capsys.readouterr().out
-    for part, found, published in (("train", 8, 33830), ("color", 3, 7958), ("words", 22, 76)):
-        assert re.search(rf"\b{part}\b.* {found},.* {published}\n", notes)
 
 
 def test_preparation_counts_and_notes_what_one_looks_for_first(tmp_path, monkeypatch, capsys):

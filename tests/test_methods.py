@@ -223,31 +223,6 @@ def test_cached_decoding_equals_full_decoding(method, fields):
     assert len({tuple(row) for row in ids}) > 1, ids
 
 
-class Generate(torch.nn.Module):
-    """A module whose forward is a model's `generate`, for torch.export."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, *pairs):
-        return self.model.generate(*pairs)
-
-
-# For each Cache. At the eighth word, `decode` would look whether all captions have ended.
-@pytest.mark.parametrize("method, longest", [(scorer_cbr, 9), (idc_pretrain, 3)])
-def test_generate_exports_with_any_number_of_pairs(method, longest, tmp_path):
-    model = small(method, longest, **one_layer(method)).eval()
-    pairs = (*pictures().float(), *entities_of(model))
-    shapes = (({0: torch.export.Dim.DYNAMIC},) * len(pairs),)
-    exported = torch.export.export(Generate(model), pairs, dynamic_shapes=shapes)
-    torch.export.save(exported, tmp_path / "generate.pt2")
-    loaded = torch.export.load(tmp_path / "generate.pt2").module()
-    for rows in ([2, 0, 3], [1]):
-        others = [x[rows] for x in pairs]
-        assert torch.equal(loaded(*others), model.generate(*others))
-
-
 @DECODERS
 def test_attention_map_is_a_mean_over_the_words(method):
     model = small(method).double()
@@ -264,12 +239,16 @@ def test_attention_map_is_a_mean_over_the_words(method):
     torch.testing.assert_close(next(iter(maps.values()))[2], expected)
 
 
-def test_features_are_never_broadcast_to_the_grid(method):
-    model = small(method)
+def test_nothing_is_broadcast_to_the_grid_or_to_another_number_of_images(method):
+    model = small(method).double()
+    before, after = pictures()
     for size in ((C, 1, W), (1, H, W), (C, W, H)):
-        features = torch.rand(B, *size)
+        features = torch.rand(B, *size).double()
         with pytest.raises(AssertionError, match="expected"):
             model.generate(features, features, *entities_of(model))
+    for one, other in ((before[:1], after), (before, after[:2])):
+        with pytest.raises(AssertionError):
+            model.encode(one, other, *entities_of(model))
 
 
 # ---- losses and learning -------------------------------------------------------------------------
@@ -638,7 +617,7 @@ def test_mini_from_nothing_to_a_caption(
     """A short run on mini; then its checkpoint alone captions two files."""
     monkeypatch.setattr(scores, "one_caption", lambda _: "nothing")  # choosing it takes long
     out = tmp_path / "run"
-    flags = "--steps 40 --log_every 5 --dim 32 --warmup 5 --device cpu".split()
+    flags = "--steps 40 --batch_size 8 --log_every 5 --dim 32 --warmup 5 --device cpu".split()
     if method is idc_pretrain:
         flags += "--lr 8e-3 --pretrain_steps 0 --layers 1".split()
     else:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import matplotlib.figure
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 
@@ -29,32 +28,6 @@ def test_attention_lies_over_its_pictures_in_multiples_of_uniform_attention():
             assert below.get_array().shape == (picture.height, picture.width, 3)
             assert np.allclose(levels.get_array(), 1, atol=0.01)
             assert levels.get_extent() == below.get_extent()
-
-
-def test_long_texts_stay_between_the_pictures_of_their_pair():
-    wide = Image.new("RGB", (30, 20))
-    text = " ".join(["Something"] * 35)
-    figure = matplotlib.figure.Figure(figsize=(1, 1))
-    maps = {"decoder": torch.ones(2, 3)}
-    end = scores.draw_pair(figure, (wide, wide), maps, text, text, left=1, top=5)
-    inches = figure.dpi_scale_trans.inverted()
-    above, below = [inches.transform_bbox(t.get_window_extent()) for t in figure.texts]
-    pictures = [axes.get_position() for axes in figure.axes]
-    titles = [inches.transform_bbox(axes.title.get_window_extent()) for axes in figure.axes]
-    lower, upper = pictures[0].y0, pictures[0].y1
-    assert upper - lower == pytest.approx(scores.PANEL * 20 / 30)  # no empty space
-    assert end <= below.y0 < below.y1 <= lower
-    assert upper <= titles[0].y0 and titles[0].y1 <= above.y0 and above.y1 <= 5
-    for text_box in (above, below):
-        assert 1 <= text_box.x0 and text_box.x1 <= pictures[-1].x1
-
-
-def test_a_caption_is_drawn_as_it_is(tmp_path):
-    """It is no formula."""
-    square = Image.new("RGB", (10, 10))
-    caption = "it costs $1, $x_1$ and \\frac{1}{2}; a_b & 50% #1"
-    scores.caption_picture(square, square, {}, caption, tmp_path / "out.png")
-    assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_pictures_of_a_run(drawings, prepared, tiny, tmp_path):

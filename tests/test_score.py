@@ -279,12 +279,6 @@ def test_a_copy_of_two_files_is_a_scorer(tmp_path):
     assert f"{100 * math.exp(1 - 6 / 5):.2f}" in done.stdout
 
 
-def test_values_that_do_not_exist_are_dashes():
-    table = scores.format_scores({"total": {"pairs": 3, "BLEU-1": 12.5, "SPICE": math.nan}})
-    cells = table.splitlines()[1].split()
-    assert cells == ["total", "3", "12.50", *["-"] * 7]
-
-
 def test_validation_asks_for_no_java(dataset, monkeypatch):
     monkeypatch.setattr(scores, "java_works", pytest.fail)
     total = dataset.results("test", first_references(dataset), {}, None)
