@@ -1166,9 +1166,17 @@ def copies_of_training_pictures(release: Release, features: Features) -> list[st
     """Names of val's and test's pictures with the content, but not the name, of a training one."""
     content_of = {name: (size, check) for name, (size, _, check) in features.stamps.items()}
     names = release.images(["train"])
-    contents = {content_of[name] for name in names}
-    others = release.images(["val", "test"]) - names
-    return sorted(name for name in others if content_of[name] in contents)
+    training: dict[tuple, list[str]] = {}  # size and checksum -> training pictures
+    for name in names:
+        training.setdefault(content_of[name], []).append(name)
+    copies = []
+    for name in sorted(release.images(["val", "test"]) - names):
+        # Different PNG files of one size may have the same checksum, so their features decide.
+        row = features.data[features.row_of[name]]
+        similar = training.get(content_of[name], [])
+        if any((features.data[features.row_of[other]] == row).all() for other in similar):
+            copies.append(name)
+    return copies
 
 
 def make_features(name: str, root: Path, release: Release, device: str, extractor: str) -> None:
