@@ -878,7 +878,7 @@ def usable_device(name: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(1, device=name)
-    except Exception as e:  # PyTorch raises errors of several types
+    except (RuntimeError, AssertionError, ImportError) as e:  # whatever PyTorch lacks for it
         reason, _, _ = str(e).partition("\n")
         raise InputError(f"--device {name} cannot be used ({reason}); try --device cpu") from e
     return name
