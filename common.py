@@ -31,6 +31,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import typing
@@ -1223,7 +1224,7 @@ def file_errors(path: str | Path, remedy: str) -> Iterator[None]:
     try:
         yield
     except Exception as e:  # A broken file can raise anything.
-        reason = " ".join(f"{type(e).__name__}: {e}".split())[:120]
+        reason = textwrap.shorten(f"{type(e).__name__}: {e}", 120, placeholder=" ...")
         raise InputError(f"{path} cannot be used ({reason}); {remedy}") from e
 
 

@@ -1004,7 +1004,9 @@ class Features:
 
     def __init__(self, path: Path, command: str, extractor: str):
         if not path.exists():
-            raise FileNotFoundError(f"no features at {path}; run: {command}")
+            others = ", ".join(file.name for file in path.parent.glob("features*.h5"))
+            found = f" ({others}: of another --extractor)" if others else ""
+            raise FileNotFoundError(f"no features at {path}{found}; run: {command}")
         self.path = path
         self.remedy = f"remove it and run: {command}"
         with file_errors(path, self.remedy), h5py.File(path) as f:
@@ -1686,9 +1688,11 @@ def load_captioner(
     if extractor:
         trained = state["extractor"]  # for timm/MODEL:FILE, it has a digest of FILE
         remedy = f"{checkpoint} was trained on {trained}; if its FILE has moved, give --extractor"
-        with file_errors(f"--extractor {extractor}", f"{remedy} timm/MODEL:FILE"):
-            if extractor_name(extractor) != trained:
-                raise InputError("another network, or another FILE")
+        remedy += " timm/MODEL:FILE"
+        with file_errors(f"--extractor {extractor}", remedy):
+            given = extractor_name(extractor)
+        if given != trained:
+            raise InputError(f"--extractor {extractor} is another network or FILE; {remedy}")
         state["extractor"] = extractor
     return Captioner(model, state, inputs)
 
@@ -1771,7 +1775,9 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
 def caption_table(captioner: Captioner, table: Path, out: str | None) -> None:
     """Prints the caption of every pair of a CSV file with the columns before and after, whose paths
     are relative to it. `out` gets the words as metrics compare them: a table, if it ends in .csv,
-    or else COCO results."""
+    or else COCO results. InputError if it ends in something else than .csv or .json."""
+    if out and Path(out).suffix.lower() not in (".csv", ".json", ""):
+        raise InputError(f"--out {out}: expected a name that ends in .csv or .json")
     rows = {}
     for cells in read_table(table, ("before", "after")):
         row = own_pair(cells)

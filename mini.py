@@ -679,7 +679,7 @@ def render(root: Path, counts: dict[str, int]) -> None:
 
 ASSETS = Path(__file__).parent / "assets"
 SHIPPED = "it comes with the code: fetch it again"  # the remedy for a broken weight file
-PREPROCESSING = "RGB, 64x64 bicubic with antialiasing, /127.5 - 1"  # as noted in feature files
+PREPROCESSING = "RGB of 64x64 pixels, /127.5 - 1"  # as noted in feature files
 
 
 def conv(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Sequential:
@@ -729,9 +729,13 @@ class FeatureNet(nn.Module):
 
 
 def preprocess(image: Image.Image) -> Tensor:
-    """RGB -> (3, 64, 64) in -1 ... 1."""
-    pixels = np.array(image.resize((SIDE, SIDE), Image.Resampling.BICUBIC))
-    return torch.from_numpy(pixels).permute(2, 0, 1).float() / 127.5 - 1
+    """RGB of 64x64 pixels -> (3, 64, 64) in -1 ... 1. InputError if it has another size."""
+    if image.size != (SIDE, SIDE):
+        raise InputError(
+            f"mini's network knows mini's drawings of {SIDE}x{SIDE} pixels, and not a picture of "
+            f"{image.width}x{image.height}; for photographs, train a model on your own pairs"
+        )
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
 
 
 def feature_net() -> FeatureNet:
@@ -806,8 +810,8 @@ def make(root: Path, scenes: int | None = None) -> None:
         return
     if root.exists() and any(root.iterdir()):
         raise InputError(
-            f"{root} is not empty, and holds no complete mini of {scenes} training scenes; remove "
-            "the folder, or choose another --data_dir"
+            f"{root} is not empty, and holds no complete mini of {scenes} training scenes; give "
+            "another --data_dir, or the --dataset that is there (your own pairs: pairs)"
         )
     render(root, {"train": scenes, "val": max(10, scenes // 20), "test": max(10, scenes // 10)})
     write_text(complete, json.dumps(content))  # last

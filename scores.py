@@ -278,6 +278,8 @@ def results(
         print(f"{name}, in %: {'-' if share is None else share}")
     if scores["total"]["CIDEr"] <= scores[ONE_CAPTION]["CIDEr"]:
         print_notes("the total CIDEr is no better than that of one caption for all")
+    if facts["different captions"] == 1 and len(captions) > 1:
+        print_notes("all pairs got the same caption")
     train = {pair.id for pair in dataset.pairs("train")}
     for kind, ids in dataset.kinds.items():
         if ids & train and not ids & references.keys():
@@ -501,8 +503,8 @@ def sample_sheet(dataset, split: str, captions: dict, maps: dict, notes: dict, p
         chosen = [("", pair) for pair in pairs[:12]]
     chosen = chosen[:24]
     half = math.ceil(len(chosen) / 2)
-    legend = f"{dataset.name}, {split}. Attention is transparent up to uniform attention, dark red "
-    legend += f"from {SATURATED} times that. Above each pair: its kind of change and a reference"
+    legend = f"{dataset.name}, {split}. Colour: the model looked more there than on average, in "
+    legend += f"dark red {SATURATED} times as much. Above each pair: its kind and a reference"
     with new_figure(path) as figure:
         start = draw_text(figure, 0, 0, legend, 5) - SPACE
         left = 0
@@ -519,8 +521,11 @@ def sample_sheet(dataset, split: str, captions: dict, maps: dict, notes: dict, p
 
 def caption_picture(before, after, maps: dict[str, Tensor], caption: str, path: Path) -> None:
     """Draws a pair of PIL images, every attention map (H, W) over it, and its caption -> a file."""
-    with new_figure(path) as figure:
-        draw_pair(figure, (before, after), maps, "", caption)
+    from PIL import ImageOps
+
+    upright = [ImageOps.exif_transpose(picture) for picture in (before, after)]
+    with new_figure(Path(path)) as figure:
+        draw_pair(figure, upright, maps, "", caption)
 
 
 # ---- command line --------------------------------------------------------------------------------

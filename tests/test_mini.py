@@ -191,7 +191,7 @@ def test_a_scene_depends_on_its_split_and_number_alone(drawn, tmp_path):
 def test_half_a_mini_is_refused(tmp_path):
     """Pictures without mini.json, which is written last, are of an interrupted call."""
     mini.render(tmp_path, {"train": 1})
-    with pytest.raises(mini.InputError, match="remove the folder"):
+    with pytest.raises(mini.InputError, match="no complete mini"):
         mini.make(tmp_path, 1)
 
 
