@@ -409,6 +409,8 @@ def test_the_pairs_of_a_table_are_captioned(captioner, tmp_path, capsys):
     cells = [tuple(row.values()) for row in rows]
     assert cells == [(*name.split(), caption) for name, caption in expected.items()]
     capsys.readouterr()
+    with pytest.raises(InputError, match=r"out\.xlsx"):  # which would not be a workbook
+        data.caption_files(captioner, [str(table)], str(tmp_path / "out.xlsx"))
     # Every file is looked at before the first is captioned.
     table.write_text("before,after\ndark.png,bright.png\nbright.png,none.png\n")
     with pytest.raises(FileNotFoundError, match=r"none\.png"):

@@ -221,6 +221,11 @@ def three_pictures():
     return torch.stack(pictures)
 
 
+def test_photographs_are_not_for_minis_network():
+    with pytest.raises(mini.InputError, match="80x64"):
+        mini.preprocess(Image.new("RGB", (80, 64)))
+
+
 # Of each picture, two cells in the middle, in every 32nd channel.
 RECORDED = torch.tensor(
     [

@@ -30,6 +30,21 @@ def test_attention_lies_over_its_pictures_in_multiples_of_uniform_attention():
             assert levels.get_extent() == below.get_extent()
 
 
+def test_turned_photographs_are_drawn_as_the_model_sees_them(tmp_path, monkeypatch):
+    photograph = Image.new("RGB", (20, 10))
+    photograph.getexif()[274] = 6  # the orientation: turned to the right
+    sizes = []
+    draw_pair = scores.draw_pair
+
+    def noted(figure, pair, *rest):
+        sizes.extend(picture.size for picture in pair)
+        draw_pair(figure, pair, *rest)
+
+    monkeypatch.setattr(scores, "draw_pair", noted)
+    scores.caption_picture(photograph, photograph, {}, "a caption", str(tmp_path / "drawn.png"))
+    assert sizes == [(10, 20), (10, 20)]
+
+
 def test_the_pictures_of_a_run(drawings, prepared, tiny, tmp_path):
     run = tmp_path / "run"
     flags = ["--data_dir", str(prepared), "--out_dir", str(run), "--steps", "4"]
