@@ -240,8 +240,8 @@ class Cache:
 
     It needs decoder.embed_words(ids, position), decoder.memory(context), which has an entry for
     each layer, and decoder.head. A layer(x, memory, past=...) returns the new x, the next `past`
-    and perhaps more. An LSTM instead has a class of its own with `step`. A method then changes in
-    two places: where it makes the decoder, and where `generate` makes the cache."""
+    and perhaps more. An LSTM instead has a class of its own with `step`. A method then changes
+    where it makes the decoder, where `generate` makes the cache, and in attention_map."""
 
     def __init__(self, decoder: nn.Module, context):
         self.decoder = decoder

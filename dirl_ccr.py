@@ -1,7 +1,7 @@
 """DIRL+CCR: Distractors-Immune Representation Learning with Cross-modal Contrastive Regularization
 for Change Captioning (Tu et al., ECCV 2024).
 
-The flow of one pair, with CLEVR-Change's sizes:
+The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabulary of 76):
     before, after (1024, 14, 14) each                 In training only:
        |  embed, Eq. 1
        v                                 mlp, Eq. 2
@@ -15,7 +15,7 @@ The flow of one pair, with CLEVR-Change's sizes:
        |  fuse, Eq. 7
        v
     difference (196, 512) and caption (24 ids)
-       |  decoder, Eq. 8-10          means over words, Eq. 12
+       |  decoder, Eq. 8-10   means from START to END, Eq. 12
        v                         words, visual (24, 512) each
     hidden (24, 512) . . . . . . . . . . . . . . . . > mean_words, mean_visual (512) each
        |  decoder.head, Eq. 11                            |  ccr_loss, Eq. 13-14
@@ -35,7 +35,7 @@ the class DIRL.
 
 Eq. 1      ImageEmbedding       X = conv(features) + position
 Eq. 2      DIRL.mlp             Y = MLP(X), used by the loss only
-Eq. 3      channel_correlation  C_ij = mean over cells of z_bef_i z_aft_j, z = (Y - mean) / std
+Eq. 3      channel_correlation  C_ij = mean of z_bef_i z_aft_j, z = (Y - mean) / std (as released)
 Eq. 4      dirl_loss            L_dirl = sum_i (1 - C_ii)^2 + alpha sum_{i != j} C_ij^2
 Eq. 5      CrossView            shared = MHCA(X, partner)
 Eq. 6      DIRL.encode          difference of each image = X - shared
@@ -55,12 +55,13 @@ Symbols: X is the paper's F~, Y its Y~, and shared its F~^s. The difference of e
 F~^d, and their fusion its F~_d. `words` is its E^[W], `visual` its V^, w_dirl its lambda_d, and
 w_ccr its lambda_c. The vectors of Eq. 13 are not normalised.
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a
-caption (START, words, END, padding). A step has a batch of changed pairs and one of distractor
-pairs: scorer_cbr.py defines these terms.
+caption (START, words, END, padding). In CLEVR-Change and mini, a step has a batch of changed pairs
+(before and after a change) and one of distractor pairs (only camera and light differ) of the same
+scenes.
 
 Flags for each row of the paper's tables. Each row needs an --out_dir of its own. The last column
-is measured on mini, tests/results.md: CIDEr of changed pairs (differences below 40 are noise).
-Row of the paper             flags (on mini, unless --dataset is given)  on mini
+is from tests/results.md: CIDEr of changed pairs on mini (differences below 40 are noise).
+Row of the paper             flags (on mini, unless --dataset is given)  on mini, if measured
 DIRL+CCR                                                                 465
 Transformer (Tables 6, 7)    --w_dirl 0 --w_ccr 0                        459
 DIRL (Tables 6, 7)           --w_ccr 0
@@ -68,7 +69,7 @@ CCR (Table 6)                --w_dirl 0
 non-perturbation (Table 7)   --w_ccr 0 --alpha 0
 discrimination (Table 7)     --w_ccr 0 --no-correlate
 Subtraction (Fig. 4)         --difference subtract --w_dirl 0 --w_ccr 0
-weights (Fig. 5)             --w_dirl 0.03, --w_ccr 0.05
+weights (Fig. 5)             --dataset clevr_dc --w_dirl 0.03 --w_ccr 0.05, and others
 
 Where the paper and the released code differ, the default mostly follows the paper. RELEASED, after
 the model, lists the differences. Some details are the released code's in both variants, such as
@@ -78,8 +79,8 @@ over words in Eq. 15. A docstring or a comment explains each where it occurs.
 Exercises, on mini, some minutes each. Predict, then run:
 1. Which Y makes L_dirl small if only its second term is left? How low does "dirl" get?
        python dirl_ccr.py --no-correlate --out_dir runs/decorrelate
-2. Eq. 6 subtracts. Change the - of its two lines to +, as in SCORER. Does the score of the place
-   (which object stands where) rise?
+2. Eq. 6 subtracts. Change the - of its two lines to +, as SCORER does before its LN. Does "place"
+   (which object stands where) in scores_test.json rise?
        python dirl_ccr.py --out_dir runs/plus
 3. CLEVR-Change's weights: which term is most of "total" at the start, and at the end?
        python dirl_ccr.py --w_dirl 0.5 --w_ccr 0.3 --out_dir runs/weights
@@ -128,25 +129,25 @@ class Config(RunConfig):
     From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
     released variant."""
 
-    dim: int = 512  # width D of images, words and decoder
+    dim: int = 512  # width D of images, words and decoder (section 4.2)
     word_dim: int = 300  # width of word embeddings (section 4.2)
     heads: int = 8  # heads of every attention (as released)
     layers: int = 2  # cross-attention layers (as released); the last gives Eq. 5's result
     decoder_layers: int = 2  # number of decoder layers (as released)
     dropout: float = 0.1  # dropout probability (as released)
     use_coords: bool = True  # append the cell's x and y to the features (released for CLEVR-Change)
-    w_dirl: float = 0.5  # weight of L_dirl in Eq. 16; 0 leaves it and its MLP out
+    w_dirl: float = 0.5  # weight of L_dirl in Eq. 16 (section 4.6); 0 leaves it and its MLP out
     alpha: float = 0.003  # weight of decorrelation in Eq. 4 (as released); 0: correlation only
     correlate: bool = True  # Eq. 4's first term; without it decorrelation only
-    w_ccr: float = 0.3  # weight of L_ccr in Eq. 16; 0 leaves it out
-    tau: float = 0.5  # temperature of Eq. 14
-    difference: Literal["attention", "stream", "subtract"] = "attention"  # Eq. 5-6 or X_bef - X_aft
-    channel_eps: float = 1e-5  # keeps constant channels finite in Eq. 3 [ours]; released: 0 (NaN)
-    input_norm: bool = True  # LayerNorm on the decoder's inputs (released for CLEVR-Change: none)
-    xavier: bool = True  # Xavier-uniform fusion and decoder; released for CLEVR-Change: PyTorch's
+    w_ccr: float = 0.3  # weight of L_ccr in Eq. 16 (section 4.6); 0 leaves it out
+    tau: float = 0.5  # temperature of Eq. 14 (section 4.2)
+    difference: Literal["attention", "stream", "subtract"] = "attention"  # Eq. 5-6; see DIRL.encode
+    channel_eps: float = 1e-5  # keeps constant channels finite in Eq. 3 [ours]
+    input_norm: bool = True  # LayerNorm on the decoder's inputs (released for CLEVR-DC)
+    xavier: bool = True  # Xavier-uniform fusion and decoder (for CLEVR-DC); else PyTorch's
     ccr_pool: Literal["words", "padded"] = "words"  # Eq. 12: from START to END, or padding as well
     ccr_states: Literal["attention", "normed"] = "attention"  # Eq. 8-9, or after their LayerNorms
-    ccr_directions: Literal["both", "summed"] = "both"  # Eq. 14, or one loss over S + S^T
+    ccr_directions: Literal["both", "summed"] = "both"  # Eq. 14, or one loss of (S + S^T) / 2
     ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # pairs of one caption [ours]
 
 
@@ -221,9 +222,9 @@ class DecoderLayer(nn.Module):
     difference, and a feed-forward network follows. x (B, V, D) -> (B, V, D).
 
     memory: key and value (B, N, D) of the difference. mask (B, 1, V, V): which words each word may
-    see. The layer also returns `past` (see Attention.extend), the query (B, V, D) of the
-    cross-attention, and what L_ccr compares: `words` of Eq. 8 and `visual` of Eq. 9, both
-    (B, V, D). The printed equations leave out most residuals, LayerNorms and dropouts of the
+    see. The layer also returns `past` (see Attention.extend), which only Cache needs, then what
+    L_ccr compares, `words` of Eq. 8 and `visual` of Eq. 9, and the query of the cross-attention,
+    all (B, V, D). The printed equations leave out most residuals, LayerNorms and dropouts of the
     standard layer. This layer has them, but `words` and `visual` are as printed, unless ccr_states
     is "normed"."""
 
@@ -250,14 +251,14 @@ class DecoderLayer(nn.Module):
         if self.ccr_states == "normed":
             words = x1
             visual = x2
-        return x3, past, query, words, visual
+        return x3, past, words, visual, query
 
 
 class Decoder(nn.Module):
     """Words and difference -> hidden states, from which `head` predicts the next words.
 
-    No position sees a later one or padding. The states at the padding matter to ccr_pool="padded",
-    so a mask hides the padding from them, too."""
+    A mask keeps all positions from attending to later ones and to padding. The states at the
+    padding matter, too: with ccr_pool="padded", they count in Eq. 12."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -269,19 +270,14 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.decoder_layers))
         self.head = nn.Linear(cfg.dim, vocab_size)  # Eq. 11, without its softmax
 
-    def forward(self, ids: Tensor, difference: Tensor) -> Tensor:
-        """All words at once: ids (B, V), difference (B, N, D) -> hidden states (B, V, D)."""
-        hidden, _, _ = self.states(ids, difference)
-        return hidden
-
     def states(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The hidden states of `forward`, and `words` and `visual`, all (B, V, D). L_ccr compares
-        the latter two. The paper does not say of which layer: they are the last one's, as
-        released."""
+        """All words at once: ids (B, V), difference (B, N, D) -> hidden states, and `words` and
+        `visual` for L_ccr, all (B, V, D). The paper does not say of which layer the latter two are.
+        They are the last one's, as released."""
         x = self.embed_words(ids)
         mask = self.mask(ids)
         for layer, memory in zip(self.layers, self.memory(difference), strict=True):
-            x, _, _, words, visual = layer(x, memory, mask)  # Eq. 8-10
+            x, _, words, visual, _ = layer(x, memory, mask)  # Eq. 8-10
         return x, words, visual
 
     def attention(self, ids: Tensor, difference: Tensor) -> Tensor:
@@ -289,10 +285,11 @@ class Decoder(nn.Module):
         (B, N, D) -> (B, V, N)."""
         x = self.embed_words(ids)
         mask = self.mask(ids)
-        for layer, memory in zip(self.layers, self.memory(difference), strict=True):
-            x, _, query, _, _ = layer(x, memory, mask)
-        key, _ = memory  # of the last layer
-        scores = layer.cross_attention.scores(query, key)  # (B, h, V, N)
+        memories = self.memory(difference)
+        for layer, memory in zip(self.layers, memories, strict=True):
+            x, *_, query = layer(x, memory, mask)
+        last_key, _ = memories[-1]
+        scores = self.layers[-1].cross_attention.scores(query, last_key)  # (B, h, V, N)
         return scores.softmax(-1).mean(1)
 
     def mask(self, ids: Tensor) -> Tensor:
@@ -359,8 +356,8 @@ def ccr_loss(
     to, in both directions.
 
     mean_words, mean_visual (B, D) of Eq. 12. same (B, B) bool: pairs that are not each other's
-    negatives. directions: "summed" takes only the rows of (S + S^T) / 2, as the released code
-    does.
+    negatives (its diagonal does not count). directions: "summed" takes only the rows of
+    (S + S^T) / 2, as the released code does.
 
     By hand: words and visual both (1, 0), (0, 1), tau = 0.5. S = ((2, 0), (0, 2)), and in each row
     and column -log(e^2 / (e^2 + 1)) = 0.127. If the two pairs are `same`, the loss is 0."""
@@ -409,8 +406,7 @@ class DIRL(nn.Module):
         layers = 0 if cfg.difference == "subtract" else cfg.layers
         if cfg.difference != "subtract" and layers == 0:
             raise InputError("--layers 0 leaves no difference, X - X = 0; use 1 or more layers")
-        # Each layer but the last hands LN(X + shared) on. With "stream", the last one does, too.
-        norms = layers if cfg.difference == "stream" else layers - 1
+        norms = layers if cfg.difference == "stream" else layers - 1  # see encode
         self.embed = ImageEmbedding(*grid, cfg.dim, cfg.use_coords)
         self.cross_view = nn.ModuleList(CrossView(cfg) for _ in range(layers))
         self.norms = nn.ModuleList(nn.LayerNorm(cfg.dim) for _ in range(norms))
@@ -424,7 +420,8 @@ class DIRL(nn.Module):
                 nn.Dropout(cfg.dropout),
                 nn.Linear(4 * cfg.dim, cfg.dim),
             )
-        # As released. The paper does not say how weights are initialised.
+        # As released. The paper does not say how weights are initialised. `initialise` needs each
+        # Attention to have biases and an output projection.
         for module in (self.embed, self.cross_view):
             initialise(module, xavier=True)
         for module in (self.fuse, self.decoder):
@@ -440,19 +437,20 @@ class DIRL(nn.Module):
         x_bef = self.embed(before)  # Eq. 1
         x_aft = self.embed(after)  # Eq. 1
         # Eq. 5 as printed has one layer. With more (as released), each reads LN(X + shared) of the
-        # one before, and the last one's result is Eq. 5's [ours].
+        # one before. Only with "stream" has the last layer a norm, too. Otherwise it runs below.
         stream_bef = x_bef
         stream_aft = x_aft
-        for i, layer in enumerate(self.cross_view):
+        for layer, norm in zip(self.cross_view, self.norms, strict=False):
             shared_bef, shared_aft = layer(stream_bef, stream_aft)  # Eq. 5
-            if i < len(self.norms):
-                stream_bef = self.norms[i](stream_bef + self.dropout(shared_bef))
-                stream_aft = self.norms[i](stream_aft + self.dropout(shared_aft))
+            stream_bef = norm(stream_bef + self.dropout(shared_bef))
+            stream_aft = norm(stream_aft + self.dropout(shared_aft))
         if self.cfg.difference == "subtract":
             joined = x_bef - x_aft
         elif self.cfg.difference == "stream":
-            joined = torch.cat([x_bef - stream_bef, x_aft - stream_aft], -1)
+            joined = torch.cat([x_bef - stream_bef, x_aft - stream_aft], -1)  # as released
         else:
+            # The last layer's result is Eq. 5's [ours].
+            shared_bef, shared_aft = self.cross_view[-1](stream_bef, stream_aft)  # Eq. 5
             difference_bef = x_bef - shared_bef  # Eq. 6
             difference_aft = x_aft - shared_aft  # Eq. 6
             joined = torch.cat([difference_bef, difference_aft], -1)  # (B, N, 2D)
@@ -461,12 +459,13 @@ class DIRL(nn.Module):
     def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
         """before, after (B, C, H, W), caption (B, V) -> the terms of Eq. 16, by name.
 
-        At the start, with CLEVR-Change's sizes and B = 16, "caption" is about 5.4 (ln 76 = 4.3 is a
-        guess among all words), "dirl" 50 to 500, and "ccr" 4 to 5 (ln 16 = 2.8 is a guess among the
-        batch, but S is not normalised). "dirl" is a sum over 512 channels, and lower if the images
-        of a pair are alike. If it does not fall, the channels of both images still differ. If "ccr"
-        does not, the words of a caption are not tied to what the decoder saw. On mini, with 128
-        channels, "dirl" is below 5 after 100 steps."""
+        At the start, with CLEVR-Change's sizes and B = 16, "caption" is about 5 (ln 76 = 4.3 is a
+        guess among all words). "dirl", a sum over 512 channels, is below 20 for pairs of equal
+        images and near 500 for unrelated ones. "ccr" is 3 to 4 (ln 16 = 2.8 is a guess among the
+        batch, but S is not normalised), or 0 if all captions are equal; as released, 0 to 20. If
+        "dirl" does not fall, the channels of both images still differ. If "ccr" does not, the words
+        of a caption are not tied to what the decoder saw. On mini, with 128 channels, "dirl" is
+        below 5 after 100 steps."""
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft = self.encode(before, after)  # Eq. 1, 5-7
@@ -506,7 +505,7 @@ class DIRL(nn.Module):
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
         """before, after (B, C, H, W) -> ids of greedy captions (B, max_len)."""
-        difference, _, _ = self.encode(before, after)
+        difference, *_ = self.encode(before, after)
         cache = Cache(self.decoder, difference)
         return decode(cache.step, before.shape[0], self.max_len, before.device)
 
@@ -514,7 +513,7 @@ class DIRL(nn.Module):
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Where the decoder looked: the last layer's attention over cells, averaged over heads and
         over the words of ids (B, V) -> "attention" (B, H, W)."""
-        difference, _, _ = self.encode(before, after)
+        difference, *_ = self.encode(before, after)
         weight = self.decoder.attention(ids, difference)  # (B, V, N)
         # Row t of the weights is from the state that predicts word t + 1.
         over_cells = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
@@ -526,10 +525,12 @@ class DIRL(nn.Module):
 # Loss weights are from section 4.6. The paper gives no batch sizes or learning rates.
 PRESETS = {
     # The defaults: 10000 steps (section 4.2). As released: 128 scenes, lr 2e-4, a tenth of the rate
-    # after each 15 epochs (of 265 batches here, of 319 in CLEVR-DC), no coordinates in CLEVR-DC.
+    # every 15 epochs (of 265 batches here and 319 in CLEVR-DC, with the small last one), and no
+    # coordinates in CLEVR-DC.
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),
-    # [ours]: SCORER's batches and rates, 15 epochs of 268 and 192 batches, and no coordinates.
+    # [ours]: SCORER's batches and rates, 15 epochs (268 and 192 batches, counted in the same way),
+    # and no coordinates.
     "spot_the_diff": dict(w_ccr=0.004, batch_size=32, lr_drop=4020, use_coords=False),
     "image_editing_request": dict(w_dirl=0.001, w_ccr=0.05, batch_size=16, lr=1e-4, lr_drop=2880,
                                   use_coords=False),
@@ -547,23 +548,22 @@ RELEASED = {  # --variant released: the details in which the released code diffe
     "all": dict(
         # Eq. 5-6 subtract the attention's output. The released code subtracts LN(X + attention).
         difference="stream",
-        # The released code divides by the bare standard deviation.
+        # The released code divides by the bare standard deviation. A constant channel gives NaN.
         channel_eps=0.0,
         # Eq. 12 is a mean over the m words. The released code averages the padding's states, too.
         ccr_pool="padded",
         # Eq. 12 pools the results of Eq. 8-9. The released code pools after the residuals, so
         # `visual` contains the words.
         ccr_states="normed",
-        # Eq. 14 is InfoNCE both ways. The released code adds S and its transpose, and takes the
-        # rows only.
+        # Eq. 14 is InfoNCE both ways. The released code takes the rows of (S + S^T) / 2 only.
         ccr_directions="summed",
         # Many pairs, above all distractors, share a caption. Both paper and released code treat
         # them as negatives.
         ccr_equal_captions="negatives",
-        # The released code samples captions during validation. We always decode greedily, as
-        # section 4.2 says.
+        # In validation, the released code samples captions. We decode greedily, as in section 4.2.
     ),
-    # For CLEVR-Change the released code has a different decoder, and more steps than the paper.
+    # For CLEVR-Change, the released decoder has no LayerNorm on its inputs and PyTorch's initial
+    # weights. Both data sets have more steps than in the paper.
     "clevr_change": dict(input_norm=False, xavier=False, steps=15000),
     "clevr_dc": dict(steps=13000),
 }

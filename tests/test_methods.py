@@ -93,6 +93,14 @@ def steps_of(model, dtype=torch.float32):
     return {"step": entities_of(model)}
 
 
+def hidden_states(model, ids, context):
+    """The decoder's states (B, V, D), from which it predicts words."""
+    if isinstance(model, dirl_ccr.DIRL):
+        hidden, _, _ = model.decoder.states(ids, context)
+        return hidden
+    return model.decoder(ids, context)
+
+
 def task_of(kind):
     """The keywords of the model's forward."""
     return {} if kind == "step" else {"task": getattr(idc_pretrain.IDC, kind)}
@@ -179,8 +187,8 @@ def test_a_later_word_changes_no_earlier_output(method):
     context = model.encode(before, after, *entities_of(model))[0]
     other = CAPTION.clone()
     other[:, 4:] = 1
-    hidden = model.decoder(CAPTION, context)
-    changed = model.decoder(other, context)
+    hidden = hidden_states(model, CAPTION, context)
+    changed = hidden_states(model, other, context)
     torch.testing.assert_close(hidden[:, :4], changed[:, :4])
 
 
@@ -209,7 +217,7 @@ def test_cached_decoding_equals_full_decoding(method, fields):
     cache = common.Cache(model.decoder, context)
     full = torch.full((B, 1), 2)
     for t in range(V - 1):
-        hidden = model.decoder(full, context)
+        hidden = hidden_states(model, full, context)
         logits = model.decoder.head(hidden[:, -1])
         torch.testing.assert_close(cache.step(full[:, -1], t), logits)
         logits[:, 1] = -math.inf
@@ -260,7 +268,8 @@ def test_caption_loss_against_loop(method):
     model = small(method).double()
     before, after = pictures()
     context = model.encode(before, after, *entities_of(model))[0]
-    log_p = model.decoder.head(model.decoder(CAPTION, context)).log_softmax(-1)
+    hidden = hidden_states(model, CAPTION, context)
+    log_p = model.decoder.head(hidden).log_softmax(-1)
     sentences = []
     words = []
     for b in range(B):
