@@ -34,31 +34,33 @@ what happened to it.
 Read first: retrieve, max_probability, StrengthMap, HRD, DecoderLayer, contrastive_loss and
 CHEERS.encode. Skip at first: Decoder, attention_map, and section "entities" apart from retrieve.
 
+CRE, DRE(source, target): Commonality and Difference Representation Enhancement of the target, in
+HRD, Heterogeneous Representation Disentangling. MHCA(x, y): multi-head attention from x to y. i, j:
+an image of a pair and the other one. n, s: cells of target and source (the paper's i, j in Eq. 2).
+Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a caption
+(START, words, END, padding), K entities of a pair, M candidates, S cells or entities of a source,
+d width of CLIP's common space.
 Sec. 3.1   find_candidates   names of candidates, the subjects of training captions
-Eq. 1      retrieve          top K of |S_bef - S_aft|, S_i the cosines of an image and candidates
-Eq. 2      max_probability   m(i) = max_j P(i, j),
-                             P(i, j) = exp(scale cos(i, j)) / sum_k exp(scale cos(k, j))
+Eq. 1      retrieve          top K of |S_bef - S_aft| [ours: absolute], S_i = cos(image i, names)
+Eq. 2, 3   max_probability   P(n, s) = exp(scale cos(n, s)) / sum_n' exp(scale cos(n', s)),
+                             m(n) = max_s P(n, s); [ours] scale, and n' (printed: Sim(j, k))
 Eq. 3, 5   StrengthMap       P^ = Linear(m) for CRE, P^ = Linear(1 - m) for DRE (`invert`)
 Eq. 4      HRD               CRE and DRE: F' = LN(sigmoid(P^) F + F)
 Eq. 6, 8   HRD               C_i = CRE(F_j, F_i),  C~_i = MHCA(C_i, C_j)
 Eq. 7, 11  HRD               L_C, L_D = MSE(P^ of images, P^ of entities)
-Eq. 9      contrastive_loss  L_I = -1/B sum_a log(exp S_aa / sum_b exp S_ab), S_ab = scale / 2
-                             [mean_n max_m cos(q_an, k_bm) + mean_m max_n cos(q_an, k_bm)]
+Eq. 9      contrastive_loss  L_I = -1/B sum_a log(exp S_aa / sum_b exp S_ab) [ours: mean with S^T],
+                             [ours] S_ab = scale token_match(C~_bef of a, C~_aft of b), unit tokens
 Eq. 10     HRD               D_i = DRE(F_i, F_i - C~_i)
 Eq. 12     CHEERS.encode     F_diff = Linear [D_bef ; D_aft]
-Eq. 13-17  DecoderLayer      H = LN(alpha H_T + beta H_V + H')
-Eq. 18     caption_loss      L_S
+Eq. 13     DecoderLayer      H' of words, H_T = MHCA(H', E), H_V = MHCA(H', F_diff)
+Eq. 14-15  DecoderLayer      alpha = Linear [H' ; H_T], beta = Linear [H' ; H_V]
+Eq. 16-17  DecoderLayer      H = LN(alpha H_T + beta H_V + H')
+Eq. 18     caption_loss      L_S = mean over words of -log P(word) [ours: printed as a sum]
 Eq. 19     total_loss        L = L_S + w_consistency (L_C + L_D) + w_match L_I
 
-The abstract names a repository, github.com/yili-19/CHEER, which is not public, so the paper is the
-only source. Where it is silent or leaves two readings, our choice is marked [ours]. Biases and
-output projections in attention are [ours], too.
+The abstract's repository, github.com/yili-19/CHEER, is not public. Where the paper is silent or
+leaves two readings, our choice is marked [ours]. So are attention's biases and output projections.
 
-Symbols: in HRD, F is x in Eq. 6 and raw in Eq. 10, E is entities, C is common, C~ is shared,
-F - C~ is rest, D is difference and P^ is p; lambda_m is w_match, lambda_v is w_consistency.
-Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a caption
-(START, words, END, padding), K entities of a pair, M candidates, S cells or entities of a source,
-d width of CLIP's common space.
 Pairs: a changed pair shows a scene before and after its change. In a distractor pair, only camera
 and light differ, and the caption says that nothing changed. A step has a batch of each; in half of
 the scenes, the two pictures without the change trade places.
@@ -72,14 +74,14 @@ lambda_m, lambda_v (Table 5)  --w_match 0.5, --w_consistency 0.75
 ResNet-101 (Table 6)          --dataset clevr_change; the ViTs: --extractor timm/NAME, untested
 entities (Fig. 5)             --k 3
 layers (Fig. 6)               --layers 2
-Measured on mini, tests/results.md: the baseline has a semantic CIDEr of 274, HRD 481 and all of
-CHEERS 462. Differences below 40 are noise, so mini does not show what the gated entities add.
+CIDEr of changed pairs on mini (toy scenes drawn by mini.py), tests/results.md: baseline 274, HRD
+481, all of CHEERS 462. Differences below 40 are noise: mini does not show what gated entities add.
 
 Exercises. Predict, then run; each takes minutes on mini:
 1. For which of the five types of change does Eq. 1 as printed miss the subject, and for which does
    it find the subject more often? Look at the entities below the pictures of samples_test.png.
        python cheers.py --retrieval signed --out_dir runs/signed
-2. How much can m vary over 64 cells if cosines are not scaled? What is then left of CRE and DRE?
+2. How much can m vary at most over 64 cells without a scale? What is then left of CRE and DRE?
        python cheers.py --temperature one --out_dir runs/one
 3. What are L_C and L_D if all maps are constant and equal? Does the caption need these losses?
        python cheers.py --w_consistency 0 --out_dir runs/no-consistency
@@ -95,7 +97,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -131,26 +133,27 @@ from common import (
 
 @dataclass
 class Config(RunConfig):
-    """CHEERS. The settings of a run (data, steps, device) are in common.RunConfig."""
+    """CHEERS. The settings of a run (data, steps, device) are in common.RunConfig. Values without
+    [ours] are the paper's or CLIP's. PRESETS, below, has what differs between data sets."""
 
-    MAY_CHANGE = RunConfig.MAY_CHANGE | {"clip"}
+    MAY_CHANGE = RunConfig.MAY_CHANGE | {"clip"}  # --eval may find CLIP elsewhere
 
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings [ours]
     heads: int = 8  # heads of every attention [ours]
     layers: int = 2  # HRD layers, Eq. 6-11 [ours]; 0: only subtract one image from the other
-    layer_input: Literal["residual", "attended"] = "residual"  # next layer reads LN(x + C~), or C~
+    layer_input: Literal["residual", "attended"] = "residual"  # [ours] next reads LN(x + C~), or C~
     decoder_layers: int = 2  # decoder layers [ours]
     dropout: float = 0.1  # dropout probability [ours]
     k: int = 3  # K, entities of a pair; 0: none
-    min_count: int = 2  # different training captions that must have a candidate as subject [ours]
-    retrieval: Literal["absolute", "signed"] = "absolute"  # |S_bef - S_aft|, or Eq. 1 as printed
+    min_count: int = 2  # a candidate is the subject of at least this many training captions [ours]
+    retrieval: Literal["absolute", "signed"] = "absolute"  # [ours] |S_bef - S_aft|; signed: Eq. 1
     clip: str = "ViT-L-14:openai"  # open_clip's MODEL:WEIGHTS (name or file), or mini
     clip_dim: int = 768  # d, width of CLIP's common space
     cre: bool = True  # enhance what is common, Eq. 6-7
     dre: bool = True  # enhance what differs, Eq. 10-11
-    temperature: Literal["learned", "one"] = "learned"  # of Eq. 2's softmax; one: as printed
-    gate: Literal["channels", "scalar", "none"] = "channels"  # D numbers for alpha, 1, or none
+    temperature: Literal["learned", "one"] = "learned"  # of Eq. 2 [ours]; one: as printed
+    gate: Literal["channels", "scalar", "none"] = "channels"  # [ours] alpha: D numbers, 1, or none
     w_consistency: float = 0.75  # lambda_v, weight of L_C + L_D in Eq. 19; 0 leaves them out
     w_match: float = 0.5  # lambda_m, weight of L_I in Eq. 19; 0 leaves it out
 
@@ -178,25 +181,22 @@ class ImageEmbedding(nn.Module):
 
 
 def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Tensor:
-    """Eq. 2 and the maximum of Eq. 3: m(i) = max_j P(i, j), over source positions j. For each j,
-    P(., j) is the softmax of scale * cos(., j) over all target positions.
+    """Eq. 2 and the maximum of Eq. 3: m(n) = max_s P(n, s), over source positions s. For each s,
+    P(., s) is the softmax of scale * cos(., s) over all target positions.
     source (B, S, D), target (B, N, D) -> m (B, N).
 
     By hand: the target's cells are (1, 0) and (0, 1), and scale is ln 3. For one entity (1, 0),
     the exponentials are 3 and 1, so m = 3/4, 1/4. With (0, 1) as a second one, m = 3/4, 3/4."""
     x = F.normalize(upcast(target), dim=-1)
     y = F.normalize(upcast(source), dim=-1)
-    cosines = x @ y.transpose(1, 2)  # (B, N, S), Sim(i, j)
-    # [ours] Eq. 2's denominator is a sum over k of Sim(j, k), with the same source position j as
-    # the numerator, so k runs over target positions. With a softmax over source positions instead,
-    # a single entity would have m = 1 everywhere.
+    cosines = x @ y.transpose(1, 2)  # (B, N, S)
+    # [ours] Over target positions; over the source's, a single entity would have m = 1 everywhere.
     p = (cosines * scale).softmax(1)  # Eq. 2
     return p.amax(2)  # Eq. 3, (B, N)
 
 
 class StrengthMap(nn.Module):
-    """P^ = Linear_{1->D}(m) of Eq. 3, for CRE, or with `invert` Linear_{1->D}(1 - m) of Eq. 5, for
-    DRE.
+    """Eq. 3, CRE: P^ = Linear_{1->D}(m). With `invert`, Eq. 5, DRE: P^ = Linear_{1->D}(1 - m).
 
     [ours] Each map learns a temperature, as CLIP does, because m would be nearly the same
     everywhere with bare cosines."""
@@ -206,7 +206,7 @@ class StrengthMap(nn.Module):
         self.invert = invert
         self.expand = nn.Linear(1, cfg.dim)
         self.log_scale = None
-        if cfg.temperature == "learned":
+        if cfg.temperature == "learned":  # clamp_scales finds log_scale by its name
             self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
@@ -225,9 +225,17 @@ def other_image(x: Tensor) -> Tensor:
     return x.roll(x.shape[0] // 2, 0)
 
 
+class Disentangled(NamedTuple):
+    """What an HRD layer returns. Its tensors are (2B, N, D)."""
+
+    x: Tensor  # what the next layer reads
+    shared: Tensor  # C~
+    difference: Tensor  # from the last layer: D
+    losses: dict[str, Tensor]  # those that the config asks for: L_C "common", L_D "different"
+
+
 class HRD(nn.Module):
-    """Eq. 6-8, 10-11, Heterogeneous Representation Disentangling: one layer of Fig. 2. Each of its
-    two CRE and two DRE has a strength map P^. Only two have an output, by the LayerNorm of Eq. 4.
+    """Eq. 6-8, 10-11, one layer of Fig. 2: two CRE, two DRE. Each has a map P^, two have an output.
 
     module            source, target     map P^ for  output
     cre, cre_norm     F_j, F_i           L_C         C_i, read by Eq. 8
@@ -235,60 +243,55 @@ class HRD(nn.Module):
     dre, dre_norm     F_i, F_i - C~_i    L_D         D_i, read by Eq. 12 from the last layer alone
     entity_cre        E, F_i - C~_i      L_D         none, as D'_i is not used
 
-    Entities name what changed, so they should fit no cell that the images share. This is why L_C
-    compares what CRE finds alike in the other image with what DRE finds unlike the entities. In
-    F - C~, L_D asks for the reverse: what DRE finds unlike the image should be like the entities.
+    Entities name what changed. L_C: a cell should match the other image where it does not match the
+    entities. L_D, in F - C~: it should match the entities where it does not match the image.
 
     [ours] L_C and L_D are means over both images. Eq. 10 reads "the original raw features" in every
-    layer. The paper does not say what the next layer reads. By default, that is LN(x + C~). With
-    --layer_input attended, it is C~ alone, but in layer two this C~ hardly varies over cells when
-    training starts.
-
-    Of the config, it reads dim, heads, dropout, cre, dre, temperature, layer_input, and whether
-    w_consistency is 0."""
+    layer. The paper does not say what the next layer reads: here LN(x + C~) or, with --layer_input
+    attended, C~, which in layer two hardly varies over cells when training starts."""
 
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
-        consistency = cfg.w_consistency > 0
+        has_l_c = cfg.cre and cfg.w_consistency > 0
+        has_l_d = cfg.dre and cfg.w_consistency > 0
+        has_d = cfg.dre and last
         self.cre = StrengthMap(cfg) if cfg.cre else None
         self.cre_norm = nn.LayerNorm(cfg.dim) if cfg.cre else None
-        self.entity_dre = StrengthMap(cfg, invert=True) if cfg.cre and consistency else None
+        self.entity_dre = StrengthMap(cfg, invert=True) if has_l_c else None
         self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
-        self.dre = StrengthMap(cfg, invert=True) if cfg.dre and (last or consistency) else None
-        self.dre_norm = nn.LayerNorm(cfg.dim) if cfg.dre and last else None
-        self.entity_cre = StrengthMap(cfg) if cfg.dre and consistency else None
+        self.dre = StrengthMap(cfg, invert=True) if has_l_d or has_d else None
+        self.dre_norm = nn.LayerNorm(cfg.dim) if has_d else None
+        self.entity_cre = StrengthMap(cfg) if has_l_d else None
         residual = cfg.layer_input == "residual" and not last
         self.norm = nn.LayerNorm(cfg.dim) if residual else None
 
-    def forward(
-        self, x: Tensor, raw: Tensor, entities: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def forward(self, x: Tensor, raw: Tensor, entities: Tensor | None = None) -> Disentangled:
         """x (F of Eq. 6) and raw (F of Eq. 10), both (2B, N, D) with all "before" images first, and
-        equal in the first layer; entities E (2B, K, D) or, if w_consistency is 0, None
-        -> C~ and, from the last layer, D (2B, N, D); {"common": L_C, "different": L_D}, without
-        those that the config leaves out."""
+        equal in the first layer; entities E (2B, K, D) or, if w_consistency is 0, None."""
         assert x.shape[0] % 2 == 0, 'expected all "before" images, then as many "after" images'
         reads_entities = self.entity_dre or self.entity_cre
         assert entities is not None or not reads_entities, "w_consistency > 0 needs entities"
         losses = {}
-        common = x
         if self.cre:
-            p = self.cre(other_image(x), x)  # Eq. 6, C_i = CRE(F_j, F_i)
-            common = self.cre_norm(p.sigmoid() * x + x)  # Eq. 4
-            if self.entity_dre:
-                p_entity = self.entity_dre(entities, x)  # Eq. 6, C'_i = DRE(E, F_i)
-                losses["common"] = F.mse_loss(p, p_entity)  # Eq. 7
+            p_common = self.cre(other_image(x), x)  # Eq. 6, C_i = CRE(F_j, F_i)
+            common = self.cre_norm(p_common.sigmoid() * x + x)  # Eq. 4
+        else:
+            common = x
+        if self.entity_dre:
+            p_entity = self.entity_dre(entities, x)  # Eq. 6, C'_i = DRE(E, F_i)
+            losses["common"] = F.mse_loss(p_common, p_entity)  # Eq. 7
         shared = self.attention(common, other_image(common))  # Eq. 8, C~_i = MHCA(C_i, C_j)
         rest = raw - shared
         difference = rest
         if self.dre:
-            p = self.dre(raw, rest)  # Eq. 10, D_i = DRE(F_i, F_i - C~_i)
-            if self.dre_norm:
-                difference = self.dre_norm(p.sigmoid() * rest + rest)  # Eq. 4
-            if self.entity_cre:
-                p_entity = self.entity_cre(entities, rest)  # Eq. 10, D'_i = CRE(E, F_i - C~_i)
-                losses["different"] = F.mse_loss(p, p_entity)  # Eq. 11
-        return shared, difference, losses
+            p_different = self.dre(raw, rest)  # Eq. 10, D_i = DRE(F_i, F_i - C~_i)
+        if self.dre_norm:
+            difference = self.dre_norm(p_different.sigmoid() * rest + rest)  # Eq. 4
+        if self.entity_cre:
+            p_entity = self.entity_cre(entities, rest)  # Eq. 10, D'_i = CRE(E, F_i - C~_i)
+            losses["different"] = F.mse_loss(p_different, p_entity)  # Eq. 11
+        x = self.norm(x + shared) if self.norm else shared
+        return Disentangled(x, shared, difference, losses)
 
 
 class DecoderLayer(nn.Module):
@@ -311,7 +314,7 @@ class DecoderLayer(nn.Module):
             width = 1 if cfg.gate == "scalar" else cfg.dim
             self.alpha = nn.Linear(2 * cfg.dim, width)
             self.beta = nn.Linear(2 * cfg.dim, width)
-            nn.init.ones_(self.alpha.bias)  # [ours] both gates start near 1, not near 0
+            nn.init.ones_(self.alpha.bias)  # [ours] both gates start at 1 on average, not at 0
             nn.init.ones_(self.beta.bias)
 
     def forward(self, x: Tensor, memory: tuple[Tensor, ...], past=None):
@@ -377,8 +380,7 @@ class Decoder(nn.Module):
         return self.dropout(self.norm(self.project(self.embed(ids)) + position))
 
     def memory(self, context: tuple[Tensor, Tensor | None]) -> list[tuple[Tensor, ...]]:
-        """For each layer, key and value of F_diff, and of the entities if it reads them.
-        They are computed once per caption."""
+        """For each layer, key and value of F_diff, and of the entities if it reads them."""
         f_diff, e = context
         memory = []
         for layer in self.layers:
@@ -393,22 +395,20 @@ class Decoder(nn.Module):
 
 
 def contrastive_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
-    """Eq. 9: L_I = -1/B sum_a log(exp S_aa / sum_b exp S_ab), averaged with the same for S^T. The
-    negatives are the other pairs of the batch. C~ of each image (B, N, D), scale = 1 / tau
-    -> a scalar.
+    """Eq. 9: L_I = -1/B sum_a log(exp S_aa / sum_b exp S_ab), averaged with S^T's. Negatives are
+    the other pairs of the batch. C~ of each image (B, N, D), scale = 1 / tau -> a scalar.
 
-    S_ab = scale / 2 [mean_n max_m cos(q_an, k_bm) + mean_m max_n cos(q_an, k_bm)],
+    S_ab = scale / 2 [mean_n max_s cos(q_an, k_bs) + mean_s max_n cos(q_an, k_bs)],
     with the tokens q of c_bef and k of c_aft.
 
     By hand: c_bef = (2, 0), (0, 3) and c_aft = (1, 0), (0, 1), two pairs of one token, and scale is
-    ln 3. Then exp S has 3 on its diagonal and 1 elsewhere, and L_I = -ln 3/4 = 0.288.
+    ln 3. Then exp S has 3 on its diagonal and 1 elsewhere, and L_I = -ln(3/4) = 0.288.
 
     [ours] The paper does not define q and k. We take C~, because the loss is meant to help Eq. 8,
     and both directions, while Eq. 9 has one. As in SCORER, which the paper follows here, S is the
     mean over tokens of the best match, and scale is learned, but here tokens have length 1."""
     with torch.autocast(c_bef.device.type, enabled=False):
-        # Lengths need float32. Under autocast, tokens are rounded to bfloat16 again, because the
-        # matching is then faster. It moves a cosine by up to 5e-4 and the mean over tokens by 2e-5.
+        # Lengths need float32. Under autocast, matching is faster in the bfloat16 of C~.
         q = F.normalize(upcast(c_bef), dim=-1).to(c_bef.dtype)
         k = F.normalize(upcast(c_aft), dim=-1).to(c_aft.dtype)
         s = scale * token_match(q, k)  # (B, B)
@@ -460,12 +460,13 @@ class CHEERS(nn.Module):
         self.join = nn.Linear(2 * cfg.dim, cfg.dim) if cfg.layers else None
         self.decoder = Decoder(cfg, vocab_size, max_len)
         if cfg.w_match:
-            self.log_scale = nn.Parameter(torch.ones(()))  # [ours] starts as SCORER's
+            self.log_scale = nn.Parameter(torch.ones(()))  # [ours] scale starts at e, as SCORER's
 
-    def encode(self, before: Tensor, after: Tensor, entities: Tensor | None = None):
+    def encode(
+        self, before: Tensor, after: Tensor, entities: Tensor | None = None
+    ) -> tuple[tuple[Tensor, Tensor | None], list[Disentangled]]:
         """Features (B, C, H, W) of both images and entities (B, K, d) -> what the decoder reads,
-        F_diff (B, N, D) and the entities (B, K, D) or None; for each layer C~ (2B, N, D) and
-        its L_C and L_D."""
+        F_diff (B, N, D) and the entities (B, K, D) or None; what each HRD layer returns."""
         # Of different sizes, "before" images would become partners of others in silence.
         assert before.shape == after.shape, f"{before.shape} before, {after.shape} after"
         e = None
@@ -479,11 +480,11 @@ class CHEERS(nn.Module):
             return (f_bef - f_aft, e), layers
         e_of_both = None if e is None else torch.cat([e, e])
         x = raw
-        for layer in self.hrd:
-            shared, difference, losses = layer(x, raw, e_of_both)  # Eq. 6-8, 10-11
-            layers.append((shared, losses))
-            x = layer.norm(x + shared) if layer.norm else shared
-        d_bef, d_aft = difference.unflatten(0, (2, -1))
+        for hrd in self.hrd:
+            layer = hrd(x, raw, e_of_both)  # Eq. 6-8, 10-11
+            layers.append(layer)
+            x = layer.x
+        d_bef, d_aft = layers[-1].difference.unflatten(0, (2, -1))
         f_diff = self.join(torch.cat([d_bef, d_aft], -1))  # Eq. 12
         return (f_diff, e), layers
 
@@ -496,23 +497,23 @@ class CHEERS(nn.Module):
 
         At the start, "caption" is somewhat above the log of the vocabulary's size (5.1 for 76 ids),
         "match" is ln B, "common" 1.3 and "different" 0.7, as the maps' Linear layers are random. If
-        "match" stays at ln B, C~ does not tell a pair's partner from other images. "common" and
-        "different" fall fast, because constant maps can agree, too. So low values prove little: on
-        mini, P^ of the entities then hardly varies over cells."""
+        "match" stays at ln B, C~ does not tell a pair's partner from other images. Low "common" and
+        "different" prove little, because constant maps can agree, too."""
         context, layers = self.encode(before, after, entities)  # Eq. 2-8, 10-12
         hidden = self.decoder(caption, context)  # Eq. 13-17
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 18
-        for shared, of_layer in layers:  # of_layer has L_C, Eq. 7, and L_D, Eq. 11
+        for layer in layers:
+            terms = dict(layer.losses)  # L_C, Eq. 7, and L_D, Eq. 11
             if self.cfg.w_match:
-                c_bef, c_aft = shared.unflatten(0, (2, -1))
-                of_layer["match"] = contrastive_loss(c_bef, c_aft, self.log_scale.exp())  # Eq. 9
-            for name, loss in of_layer.items():
+                c_bef, c_aft = layer.shared.unflatten(0, (2, -1))
+                terms["match"] = contrastive_loss(c_bef, c_aft, self.log_scale.exp())  # Eq. 9
+            for name, loss in terms.items():
                 losses[name] = losses.get(name, 0.0) + loss / len(layers)
         return losses
 
     @torch.no_grad()
     def clamp_scales(self) -> None:
-        """Cap the learned scales, 1 / temperature, at 100, as in CLIP. Call it after each step."""
+        """Cap every scale, 1 / temperature, at 100, as in CLIP. Call it after each step."""
         for name, p in self.named_parameters():
             if name.endswith("log_scale"):
                 p.clamp_(max=math.log(100))
@@ -548,7 +549,7 @@ def retrieve(x_bef: Tensor, x_aft: Tensor, table: Tensor, k: int, signed: bool =
     A candidate passes if its cosine with at least one of the images is above the mean over all
     candidates. [ours] If fewer than k candidates pass, the best remaining ones fill the list. In a
     tie the lower row comes first. The difference in Eq. 1 is `signed`. But the text asks for the
-    largest one, and an added object is closer to "after", so the default is the absolute one."""
+    largest one, and an added object is closer to "after", so the default is absolute [ours]."""
     e = F.normalize(table, dim=-1)
     s_bef = F.normalize(x_bef, dim=-1) @ e.T  # (B, M)
     s_aft = F.normalize(x_aft, dim=-1) @ e.T
@@ -802,8 +803,7 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
     torch.manual_seed(cfg.seed)
     sources = [dataset, entities] if entities else [dataset]
     model = CHEERS(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
-    parameters = list(model.parameters())
-    optimizer = torch.optim.Adam(parameters, lr=cfg.lr, fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr, fused=True)
     if cfg.compile and cfg.on_cuda:
         model.compile(fullgraph=True, dynamic=False)
     run = Run(cfg, model, sources, resume)
@@ -816,7 +816,7 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
         optimizer.zero_grad()
         losses["total"].backward()
         if cfg.grad_clip:
-            nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
+            nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
         optimizer.step()
         model.clamp_scales()
         run.count(losses)
@@ -890,7 +890,7 @@ def main(argv: list[str] | None = None) -> None:
         dataset.adopt(state)
         entities = entities_of(dataset, cfg, state)
     else:
-        data.note_on_negatives(dataset, cfg, "w_match")
+        data.note_on_negatives(dataset, cfg, "w_match")  # L_I contrasts images with images
         entities = entities_of(dataset, cfg)
         model = train(cfg, dataset, entities, args.resume)
     evaluate(model, dataset, entities, args.split, cfg, Path(cfg.out_dir), args.suffix)

@@ -30,27 +30,33 @@ and another set then distils the action from the objects. (3) In training, a con
 the first set resemble the caption's noun phrases, and the second set its verb phrases.
 
 Terms. A changed pair shows a scene before and after a change. In a distractor pair only camera and
-light differ, and its caption says that nothing has changed. On CLEVR-Change and mini, a training
-step has both pairs of each of its scenes. In half of the scenes, the two pictures without the
-change are swapped.
+light differ, and its caption says that nothing has changed. On CLEVR-Change and mini (toy scenes
+drawn by mini.py), a training step has both pairs of each of its scenes. In half of the scenes, the
+two pictures without the change are swapped, so that "before" is not always the same view.
 
 Read first: GlobalDifference, DistillingBlock, Distilling, Fusion, alignment_loss, RDD.encode and
 RDD.forward. Skip at first: Decoder, attention_map, and spaCy's patterns in section "phrases".
 
+Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a caption
+(START, words, END, padding), K vectors (K_o objects or K_a actions; the paper's k), M tokens that
+they read, P vectors of a prompt, S texts, L tokens of a text, d width of CLIP's text space.
 MHCA(x, y): multi-head attention of queries from x to keys and values from y; MHSA(x) = MHCA(x, x).
+F_o: K vectors, objects or actions (the paper's F_object, F_action). X: what they read, X^0 = F_c,
+or the objects when actions are distilled (the paper: F_c^i). pooled: the mean of F_o (the paper:
+F_o in Eq. 10, F_c in Eq. 11-12). F_l: F_noun or F_verb. w_n2o, w_v2a: lambda_1, lambda_2.
 Eq. 1      ImageEmbedding      F_x = conv(features) + PE, for x = bef, aft
 Eq. 2      RDD.encode          F_diff = F_bef - F_aft
-Eq. 3      common.Attention    softmax(q k^T / sqrt(D / h)) v, in each head of MHCA and MHSA
+Eq. 3      common.Attention    softmax(q k^T / sqrt(D / h)) v, in each head (printed without v)
 Eq. 4      GlobalDifference    F^_x = MHCA(F_x, F_diff)      [ours] LN(F_x + MHCA(F_x, F_diff))
 Eq. 5      GlobalDifference    F_c = [F^_bef ; F^_aft]       [ours] W [F^_bef ; F^_aft]
-Eq. 6      DistillingBlock     F_c^i = MHSA(F_c^{i-1})       [ours] F_c^{i-1} + MHSA(LN F_c^{i-1})
-Eq. 7      DistillingBlock     F^_o = MHCA(F_o^{i-1}, F_c^i)
-                               [ours] F^_o = F_o^{i-1} + MHCA(LN F_o^{i-1}, LN F_c^i)
+Eq. 6      DistillingBlock     X^i = MHSA(X^{i-1})           [ours] X^{i-1} + MHSA(LN X^{i-1})
+Eq. 7      DistillingBlock     F^_o = MHCA(F_o^{i-1}, X^i)
+                               [ours] F^_o = F_o^{i-1} + MHCA(LN F_o^{i-1}, LN X^i)
 Eq. 8      DistillingBlock     F_o^i = F^_o + FFN(F^_o)      [ours] F^_o + FFN(LN F^_o)
-Eq. 9      Fusion              MF(X), X = [F_c ; F_object ; F_action] along the token axis
-                               [ours] Y = X + MHSA(LN X); MF(X) = Y + ReLU(W LN Y)
-Eq. 10     alignment_loss      F_o = mean of the K vectors
-Eq. 11-13  alignment_loss      S_ab = cos(phrase of pair a, F_o of pair b) / tau;
+Eq. 9      Fusion              multi-scale fusion MF(Z), tokens Z = [F_c ; F_object ; F_action]
+                               [ours] Y = Z + MHSA(LN Z); MF(Z) = Y + ReLU(W LN Y)
+Eq. 10     alignment_loss      pooled = mean of the K vectors F_o
+Eq. 11-13  alignment_loss      S_ab = cos(F_l of pair a, pooled of pair b) / tau;
                                L_N2O (nouns, objects), L_V2A (verbs, actions) =
                                -1/2B sum_a [log(exp S_aa / sum_b exp S_ab)
                                             + log(exp S_aa / sum_b exp S_ba)]
@@ -64,21 +70,14 @@ The authors' repository, github.com/guishiron/ACR, holds no code, and we do not 
 Where the paper is silent or leaves two readings, the choice is marked [ours]. So are our additions:
 Eq. 4 and 6-8 above (--no-residual: as printed), and attention's biases and output projections.
 
-Symbols: objects and actions are the paper's F_object and F_action, both written F_o above; w_n2o
-and w_v2a are lambda_1 and lambda_2. In the paper's Eq. 11-12, F_c is F_o of Eq. 10, not F_c of
-Eq. 5, and F_l is F_noun or F_verb. The paper's N is distil_steps; here N counts cells.
-Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a caption
-(START, words, END, padding), K vectors (K_o objects or K_a actions; the paper's k), M tokens that
-they read, P vectors of a prompt, S texts, L tokens of a text, d width of CLIP's text space.
-
 Flags for each row of the paper's tables. Each row needs an --out_dir of its own. At the right, what
-becomes of the method without a part: semantic CIDEr measured on mini, tests/results.md (means of
-three seeds, "as printed" of one; differences below 40 are noise).
+becomes of the method without a part: CIDEr of changed pairs, measured on mini, tests/results.md
+(means of three seeds, "as printed" of one; differences below 40 are noise).
 Row of the paper            flags (on mini, unless --dataset is given)                  on mini
 direct-sub (Table 4)        --no-gde --order none --w_n2o 0 --w_v2a 0                   277
 GDE                         --order none --w_n2o 0 --w_v2a 0                            398
-GDE+N, GDE+V                --order n --w_v2a 0, --order v --w_n2o 0
-GDE+V&N, GDE+V+N            --order "v&n", --order v+n
+GDE+N, GDE+V [ours]         --order n --w_v2a 0, --order v --w_n2o 0 (each keeps its loss)
+GDE+V&N, GDE+V+N [ours]     --order "v&n", --order v+n (with both losses)
 GDE+N+V, the whole method   no flag                                                     424
 no losses (Table 5)         --w_n2o 0 --w_v2a 0                                         390
 only N2O, only V2A          --w_v2a 0, --w_n2o 0
@@ -89,8 +88,8 @@ Eq. 4-8 as printed          --no-residual                                       
 Exercises on mini, minutes each. Predict, then run, and compare with a run without flags:
 1. What do K vectors learn that only take means of cells (Eq. 7 as printed)? See samples_test.png.
    python rdd_acr.py --no-residual --out_dir runs/printed
-2. Cosines lie between -1 and 1. With tau = 1 and the 32 pairs of a step, from which value does n2o
-   start, and which value can it not fall below?
+2. The cosines of 32 vectors with each other are on average at least -1/31. With tau = 1, from which
+   value does n2o start for the 32 pairs of a step, and which value can it hardly fall below?
    python rdd_acr.py --tau 1 --out_dir runs/tau
 3. Action vectors that read F_c themselves, without objects: which scores fall?
    python rdd_acr.py --order v --w_n2o 0 --out_dir runs/actions
@@ -141,7 +140,7 @@ class Config(RunConfig):
     heads: int = 8  # heads of every attention [ours]
     decoder_layers: int = 2  # decoder layers [ours]
     dropout: float = 0.1  # dropout probability [ours]
-    gde: bool = True  # use Eq. 3-5; if off, F_diff itself is the global difference
+    gde: bool = True  # Global Difference Extraction, Eq. 3-5; off: F_diff itself is the difference
     order: Literal["none", "n", "v", "n+v", "v+n", "v&n"] = "n+v"  # n objects, v actions (Table 4)
     distil_steps: int = 3  # the paper's N, passes through a block in each distilling [ours]
     share_blocks: bool = True  # all passes use one block ("with the same parameters")
@@ -182,10 +181,10 @@ class ImageEmbedding(nn.Module):
 
 
 class GlobalDifference(nn.Module):
-    """Eq. 3-5: F^_x = LN(F_x + MHCA(F_x, F_diff)), F_c = W [F^_bef ; F^_aft].
+    """GDE, Eq. 3-5: F^_x = LN(F_x + MHCA(F_x, F_diff)), F_c = W [F^_bef ; F^_aft].
 
-    A bare difference shows that something differs, but not what. So every cell of both images,
-    which contains what it shows, asks all cells of F_diff what has changed.
+    A bare difference shows that something differs, but not what. So each cell of both images, which
+    knows what it shows, attends to all cells of F_diff.
     [ours] Eq. 4 as printed (residual=False) is MHCA alone. We take its residual and LayerNorm from
     DIRL+CCR's released code, although that paper prints neither. Eq. 5 concatenates channels, and W
     maps 2D channels back to D. Both images share one attention."""
@@ -199,7 +198,7 @@ class GlobalDifference(nn.Module):
 
     def enrich(self, f_x: Tensor, f_diff: Tensor) -> Tensor:
         """Cells of one image (B, N, D) and the difference (B, N, D) -> F^_x (B, N, D)."""
-        attended = self.attention(f_x, f_diff)  # Eq. 3-4 as printed
+        attended = self.attention(f_x, f_diff)  # Eq. 3-4
         if self.norm is None:
             return attended
         return self.norm(f_x + self.dropout(attended))  # [ours]
@@ -214,11 +213,12 @@ class DistillingBlock(nn.Module):
     """Eq. 6-8: the source attends to itself, the vectors attend to it, and a linear layer follows.
 
     Eq. 6 lets a cell learn what the others show, Eq. 7 lets each vector choose the cells it needs.
-    [ours] The residuals of Eq. 6 and 7 and the LayerNorms are ours; residual=False leaves them out.
-    As printed, Eq. 7 replaces each vector by a weighted mean of cells. At the start all K vectors
-    have nearly the same weights, so they become alike (cosines of 1.00 between them; about 0.1 with
-    residuals) and stay so. The FFN is one fully connected layer, as the text says, and as that
-    names no activation, it has none (Fusion has one)."""
+    [ours] "A multi-head self-attention, a multi-head cross-attention and a fully connected layer
+    with residual connection" can mean a residual around each. We add those of Eq. 6-7 and
+    LayerNorms; residual=False leaves them out. As printed, Eq. 7 replaces each vector by a weighted
+    mean of cells. At the start all K vectors have nearly the same attention weights, so they become
+    alike (cosines of 1.00 between them; about 0.1 with residuals) and stay so. The FFN is the one
+    fully connected layer. The text names no activation, so there is none."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -227,14 +227,15 @@ class DistillingBlock(nn.Module):
         self.cross_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
         self.feed_forward = nn.Linear(cfg.dim, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
+        # Of the source before Eq. 6, of Eq. 7's keys, of its queries, of the vectors before Eq. 8.
         self.norm_source = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()
         self.norm_seen = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()
         self.norm_vectors = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()
         self.norm_ffn = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()
 
     def forward(self, source: Tensor, vectors: Tensor):
-        """source F_c^{i-1} (B, M, D), vectors F_o^{i-1} (B, K, D) -> F_c^i (B, M, D); F_o^i
-        (B, K, D); query (B, K, D) and key (B, M, D) of the cross-attention."""
+        """source X^{i-1} (B, M, D), vectors F_o^{i-1} (B, K, D) -> X^i (B, M, D); F_o^i (B, K, D);
+        query (B, K, D) and key (B, M, D) of the cross-attention."""
         x = self.norm_source(source)
         attended = self.dropout(self.self_attention(x, x))
         source = source + attended if self.residual else attended  # Eq. 6
@@ -278,7 +279,7 @@ class Fusion(nn.Module):
     """Eq. 9: self-attention and a fully connected layer, each with a residual. All tokens
     (B, N + K_o + K_a, D) -> the same shape. Cells stay beside the vectors, because a caption also
     needs what the vectors leave out. [ours] Like the distilling blocks, it is pre-norm. A ReLU
-    follows the fully connected layer, which would otherwise be linear. The text names none."""
+    follows the fully connected layer, unlike in Eq. 8."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -327,8 +328,8 @@ class Decoder(nn.Module):
     """Words and fused tokens -> hidden states; `head` gives the distribution of the next word.
 
     Every word sees only itself and earlier words, so padding at the end of a caption needs no mask.
-    [ours] From DIRL+CCR: a LayerNorm after the sum of words and positions, and Xavier-uniform
-    initial matrices."""
+    Cache calls embed_words, memory, layers and head; attention_map calls `attention`. [ours] From
+    DIRL+CCR: a LayerNorm on words plus positions, and Xavier-uniform initial matrices."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -387,10 +388,10 @@ class Attributes(NamedTuple):
 
 
 def alignment_loss(
-    vectors: Tensor, phrases: Tensor, valid: Tensor, same: Tensor, tau: float
+    vectors: Tensor, text: Tensor, valid: Tensor, same: Tensor, tau: float
 ) -> Tensor:
     """Eq. 10-13, L_N2O or L_V2A: InfoNCE of cosines between the mean of a pair's vectors and its
-    phrase, in both directions. vectors (B, K, D), phrases (B, D) -> a scalar. The mean (Eq. 10),
+    phrase, in both directions. vectors (B, K, D), text F_l (B, D) -> a scalar. The mean (Eq. 10),
     because a caption does not say which vector is about which word.
 
     [ours] A pair without a phrase (valid (B,) is False) is no negative and counts as 0 in the mean
@@ -405,8 +406,8 @@ def alignment_loss(
     # Cosines divided by a small temperature need float32.
     with torch.autocast(vectors.device.type, enabled=False):
         pooled = F.normalize(upcast(vectors).mean(1), dim=-1)  # Eq. 10
-        phrases = F.normalize(upcast(phrases), dim=-1)
-        s = phrases @ pooled.T / tau  # (B, B), phrases in rows
+        text = F.normalize(upcast(text), dim=-1)
+        s = text @ pooled.T / tau  # (B, B), phrases in rows
         partner = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
         no_negative = same | ~valid[:, None] | ~valid
         # Partners stay, so that the loss of a pair without negatives is 0.
@@ -483,7 +484,7 @@ class RDD(nn.Module):
         """Features (B, C, H, W) of both images -> fused tokens (B, N + K_o + K_a, D); and by name
         the "objects" and "actions" that `order` has. [ours] The decoder reads all tokens of Eq. 9,
         although section "Caption Decoder" speaks of HW tokens."""
-        # Eq. 2 would compare a single image with all the others.
+        # A batch of one would be broadcast.
         assert before.shape == after.shape, f"{before.shape} before, {after.shape} after"
         f_bef = self.embed(before)  # Eq. 1
         f_aft = self.embed(after)  # Eq. 1
@@ -517,12 +518,11 @@ class RDD(nn.Module):
     ) -> dict[str, Tensor]:
         """Features (B, C, H, W) of both images, caption (B, V), its phrases -> terms of Eq. 16.
 
-        At the start, "caption" is a little above the logarithm of the vocabulary's size (4.9 for 76
-        ids, ln 76 = 4.3), and "n2o" and "v2a" are near ln B (2.8 for 16 pairs, ln 16 = 2.77), less
-        if many phrases are equal. In 500 steps of mini, caption falls from 5.1 to 0.6, n2o from 3.5
-        to 2.7, and v2a from 3.4 to 2.9. If n2o or v2a stays where it was, the vectors do not tell
-        the pairs of a batch apart. If caption stops where that of a run with --blind does, the
-        decoder makes no use of the images."""
+        On mini, with 67 ids and 32 pairs, "caption" is about 4.9 at the start, a little above ln 67
+        = 4.2, and "n2o" and "v2a" about 3.45, near ln 32 = 3.47. Equal phrases lower them. In 500
+        steps, caption falls to 0.6, n2o to 2.7 and v2a to 2.9. If n2o or v2a stays where it was,
+        the vectors do not tell the pairs of a batch apart. If caption stops where that of a run
+        with --blind (image features set to zero) does, the decoder makes no use of the images."""
         cfg = self.cfg
         fused, distilled = self.encode(before, after)  # Eq. 1-9
         hidden = self.decoder(caption, fused)
@@ -543,8 +543,7 @@ class RDD(nn.Module):
 
     def prompts(self) -> dict[str, Tensor | None]:
         """-> {"nouns": prompt of all noun phrases, "verbs": prompt of all verb phrases}, for
-        Phrases.encode. A prompt is learned (P, clip_width), or None if CLIP reads no learned one. A
-        kind whose loss is off is left out."""
+        Phrases.encode: learned (P, clip_width), or None. A kind whose loss is off is left out."""
         prompts = {}
         if self.cfg.w_n2o:
             prompts["nouns"] = self.noun_prompt
@@ -562,10 +561,9 @@ class RDD(nn.Module):
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Maps (B, H, W) by name; each sums to 1. "decoder": the last layer's attention, averaged
-        over heads and over the words of ids (B, V), with its softmax over the N cells only; 0 for a
-        caption without words. "objects" and "actions": the last block's attention, averaged over
-        heads and vectors. If a block reads the other set, its weights are multiplied by that set's
-        weights over cells."""
+        over heads and over the words of ids (B, V), with its softmax over the N cells only; 0
+        without words. "objects" and "actions": the last block's attention, averaged over heads and
+        vectors. If a block reads the other set, its weights (K, M) times that set's (M, N)."""
         _, height, width = self.grid
         fused, distilled = self.encode(before, after)
         weight = self.decoder.attention(ids, fused, height * width)  # (B, V, N); F_c stands first
@@ -614,14 +612,14 @@ class Phrases:
     training needs this class, and no checkpoint contains it. [ours] CLIP is ViT-L/14, and frozen.
 
     clip: an open_clip.CLIP, frozen, on cfg.device; tokenizer: texts -> ids (S, context);
-    segments: caption -> (noun phrases, verb phrases), for every training caption. An example:
+    readings: caption -> (noun phrases, verb phrases), for every training caption. An example:
 
-        phrases = Phrases(cfg, clip, tokenizer, {"the cube is gone": (["the cube"], ["is gone"])})
+        phrases = Phrases(cfg, clip, tokenizer, {"the cube is gone": (["cube"], ["is gone"])})
         attributes = phrases.encode(["the cube is gone"], model.prompts())
         losses = model(before, after, ids, **attributes)"""
 
     def __init__(
-        self, cfg: Config, clip, tokenizer, segments: dict[str, tuple[list[str], list[str]]]
+        self, cfg: Config, clip, tokenizer, readings: dict[str, tuple[list[str], list[str]]]
     ):
         # Only some CLIPs have the parts that encode_prompted uses.
         if getattr(clip, "text_pool_type", None) != "argmax":
@@ -638,7 +636,7 @@ class Phrases:
         verb_prompt = VERB_PROMPT if cfg.prompt == "fixed" else ""
         nouns = {}  # caption -> its noun phrases as one text; "" if it has none
         verbs = {}
-        for caption, (noun_phrases, verb_phrases) in segments.items():
+        for caption, (noun_phrases, verb_phrases) in readings.items():
             nouns[caption] = noun_prompt + " and ".join(noun_phrases) if noun_phrases else ""
             verbs[caption] = verb_prompt + " and ".join(verb_phrases) if verb_phrases else ""
         texts = sorted({*nouns.values(), *verbs.values()} - {""})
@@ -658,29 +656,31 @@ class Phrases:
     ) -> dict[str, Attributes]:
         """The phrases of B captions, for each kind ("nouns", "verbs") in RDD.prompts."""
         device = self.tokens.device
+        # Equal phrases are encoded once. If nouns of two captions are rows (3, 0) and their verbs
+        # are rows (5, 5), then 0, 3, 5 are encoded, with nouns at places (1, 0), verbs at (2, 2).
         rows = {}  # kind -> its captions' rows of self.tokens (B,)
-        places = {}  # kind -> its captions' places among its distinct texts (B,)
+        places = {}  # kind -> its captions' places among the encoded texts (B,)
         tokens = []  # of each kind's distinct texts
         expanded = []  # each kind's prompt, once for each of them
         for kind, prompt in prompts.items():
+            # For a pair without a phrase, row -1 is some other text, but `valid` leaves it out.
             rows[kind] = torch.tensor([self.rows[kind][caption] for caption in captions])
-            # Equal phrases are encoded once. For a pair without a phrase, row -1 is some other
-            # text, but `valid` leaves the pair out. On a GPU, `unique` would make the program wait.
-            distinct, places[kind] = rows[kind].unique(return_inverse=True)
+            distinct, place = rows[kind].unique(return_inverse=True)
+            places[kind] = place + sum(map(len, tokens))  # behind the other kind's texts
             tokens.append(self.tokens[distinct.to(device)])
             if prompt is not None:
                 expanded.append(prompt.expand(len(distinct), -1, -1))
         # One call for both kinds, because two smaller ones would leave a GPU waiting.
         all_prompts = torch.cat(expanded) if expanded else None
-        texts = encode_prompted(self.clip, torch.cat(tokens), all_prompts)  # (S, d)
+        encoded = encode_prompted(self.clip, torch.cat(tokens), all_prompts)  # (S, d)
         attributes = {}
-        for kind, text in zip(prompts, texts.split([len(x) for x in tokens]), strict=True):
+        for kind in prompts:
             row = rows[kind].to(device)
             if self.ignore_equal:
                 same = row[:, None] == row
             else:
                 same = torch.eye(len(row), dtype=torch.bool, device=device)
-            attributes[kind] = Attributes(text[places[kind].to(device)], row >= 0, same)
+            attributes[kind] = Attributes(encoded[places[kind].to(device)], row >= 0, same)
         return attributes
 
 
@@ -756,11 +756,11 @@ def phrases_of(dataset, cfg: Config) -> Phrases | None:
 # K_a is from section "Effect of Learnable Vectors Number". The main text has no batch size, number
 # of steps, learning rate or drops of it, so we take those of SCORER and its released code [ours].
 PRESETS = {
-    # SCORER's release: 10,000 steps of 128, rate / 10 every 15 epochs of 265 steps. K_a is 5.
+    # SCORER's release: 10,000 steps of 128, rate / 10 every 15 epochs of its 265 batches. K_a is 5.
     "clevr_change": dict(steps=10000, batch_size=128, lr=2e-4, lr_drop=3975),
     # SCORER's paper does not use it. Steps and batch as for Spot-the-Diff; the rate does not drop.
     "levir_cc": dict(action_vectors=10, steps=10000, batch_size=32, lr=2e-4),
-    # SCORER's batch for it; steps, rate and 15 epochs (of 268 steps) as for CLEVR-Change.
+    # SCORER's batch for it; steps, rate and 15 epochs (of 268 batches) as for CLEVR-Change.
     "spot_the_diff": dict(action_vectors=10, steps=10000, batch_size=32, lr=2e-4, lr_drop=4020),
     # [ours] Your own pairs are usually few: half the width, early stopping, Spot-the-Diff's K_a.
     "pairs": dict(action_vectors=10, dim=256, batch_size=16, lr=5e-4, warmup=50, steps=2000,
