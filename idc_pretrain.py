@@ -88,7 +88,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -786,71 +786,59 @@ RELEASED = {
 
 # ---- tasks ---------------------------------------------------------------------------------------
 
-# A step of training calls one of these tasks. It takes its next batches from a Source and returns
-# the losses that a method of IDC computes.
+# A task is a method of IDC that returns losses. A step of training has one.
 
 
-@dataclass
-class Source:
-    """Where the tasks of a stage take their batches from."""
-
-    pairs: Iterator[tuple]  # of each step, data.Batches: (changed, distractor pairs) or (pairs,)
-    rewrites: Callable | None = None  # pair ids -> their rewritten captions, see Negatives
-    birds: "Birds | None" = None
-
-
-def finetune_task(model: IDC, source: Source, cfg: Config) -> dict[str, Tensor]:
-    return compute_losses(model, next(source.pairs), cfg)
+def tasks(cfg: Config, stage: str) -> list[Callable]:
+    """The tasks of a stage, each as often as its share says."""
+    if stage == "finetune":
+        return [IDC.finetune]
+    choice = [IDC.mlm] * cfg.mlm + [IDC.mvcl] * cfg.mvcl + [IDC.fda] * cfg.fda
+    if cfg.nabirds and stage == "pretrain":
+        choice += [IDC.birds] * 3  # a fifth of 9 + 1 + 2 + 3, as in appendix A.3
+    return choice
 
 
-def mlm_task(model: IDC, source: Source, cfg: Config) -> dict[str, Tensor]:
-    inputs = [captioned(batch, cfg.device) for batch in next(source.pairs)]
-    return mean_losses(model, cfg, IDC.mlm, inputs)
+def draw_task(cfg: Config, stage: str, step: int) -> Callable:
+    """The task of a step, drawn according to the shares. It depends only on seed and step."""
+    choice = tasks(cfg, stage)
+    rng = np.random.default_rng([cfg.seed, step])
+    return choice[rng.integers(len(choice))]
 
 
-def mvcl_task(model: IDC, source: Source, cfg: Config) -> dict[str, Tensor]:
-    inputs = [captioned(batch, cfg.device) for batch in next(source.pairs)]
-    return mean_losses(model, cfg, IDC.mvcl, inputs)
-
-
-def fda_task(model: IDC, source: Source, cfg: Config) -> dict[str, Tensor]:
-    """Only a seventh of the pairs (as released), because each has seven captions."""
-    inputs = []
-    for batch in next(source.pairs):
-        count = max(1, len(batch.pair_ids) // (1 + REWRITES))
-        before, after, caption = captioned(batch, cfg.device)
-        if after is not None:
-            after = after[:count]
-        rewritten = source.rewrites(batch.pair_ids[:count]).to(cfg.device, non_blocking=True)
-        inputs.append((before[:count], after, caption[:count], rewritten))
-    return mean_losses(model, cfg, IDC.fda, inputs)
-
-
-def birds_task(model: IDC, source: Source, cfg: Config) -> dict[str, Tensor]:
-    before, after, classes = source.birds.batch()
-    before = before.to(cfg.device, non_blocking=True).float()
-    after = after.to(cfg.device, non_blocking=True).float()
-    classes = classes.to(cfg.device, non_blocking=True)
-    return mean_losses(model, cfg, IDC.birds, [(before, after, classes)])
-
-
-def captioned(batch, device: str) -> tuple[Tensor, Tensor | None, Tensor]:
-    """A data.Batch -> before, after (None for CUB's single images) and caption on the device."""
-    batch = batch.to(device)
-    return batch.before, None if batch.single else batch.after, batch.caption
-
-
-def compute_losses(model: IDC, batches: tuple, cfg: Config) -> dict[str, Tensor]:
-    """The losses of fine-tuning on (changed pairs, distractor pairs) or (all pairs,)."""
+def compute_losses(
+    model: IDC,
+    batches: tuple,
+    cfg: Config,
+    task: Callable = IDC.finetune,
+    rewrites: Callable | None = None,
+) -> dict[str, Tensor]:
+    """The losses of a task, except birds, on the data.Batches of a step: (changed pairs, distractor
+    pairs) or (all pairs,). rewrites, for fda: pair ids -> (B, 6, V), such as Negatives."""
     inputs = []
     for n, batch in enumerate(batches):
-        before, after, caption = captioned(batch, cfg.device)
-        changed = None  # if all pairs are of one kind, there is nothing to judge
-        if len(batches) == 2:
+        batch = batch.to(cfg.device)
+        after = None if batch.single else batch.after
+        x = (batch.before, after, batch.caption)
+        if task is IDC.fda:
+            x = with_rewrites(*x, batch.pair_ids, rewrites)
+        elif task is IDC.finetune and len(batches) == 2:  # otherwise there is nothing to judge
             is_changed = n == 0
-            changed = torch.full(caption.shape[:1], is_changed, device=cfg.device)
-        inputs.append((before, after, caption, changed))
-    return mean_losses(model, cfg, IDC.finetune, inputs)
+            x = (*x, torch.full(batch.caption.shape[:1], is_changed, device=cfg.device))
+        inputs.append(x)
+    return mean_losses(model, cfg, task, inputs)
+
+
+def with_rewrites(
+    before: Tensor, after: Tensor | None, caption: Tensor, pair_ids: list[str], rewrites: Callable
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """The inputs of IDC.fda: only a seventh of the pairs (as released), because each has seven
+    captions."""
+    count = max(1, len(pair_ids) // (1 + REWRITES))
+    if after is not None:
+        after = after[:count]
+    rewritten = rewrites(pair_ids[:count]).to(before.device, non_blocking=True)
+    return before[:count], after, caption[:count], rewritten
 
 
 def mean_losses(model: IDC, cfg: Config, task: Callable, inputs: list) -> dict[str, Tensor]:
@@ -868,23 +856,6 @@ def mean_losses(model: IDC, cfg: Config, task: Callable, inputs: list) -> dict[s
             losses[name] = losses.get(name, 0) + term / len(inputs)
     losses["total"] = total_loss(losses, cfg)
     return losses
-
-
-def tasks(cfg: Config, stage: str) -> list[Callable]:
-    """The tasks of a stage, each as often as its share says."""
-    if stage == "finetune":
-        return [finetune_task]
-    choice = [mlm_task] * cfg.mlm + [mvcl_task] * cfg.mvcl + [fda_task] * cfg.fda
-    if cfg.nabirds and stage == "pretrain":
-        choice += [birds_task] * 3  # a fifth of 9 + 1 + 2 + 3, as in appendix A.3
-    return choice
-
-
-def draw_task(cfg: Config, stage: str, step: int) -> Callable:
-    """The task of a step, drawn according to the shares. It depends only on seed and step."""
-    choice = tasks(cfg, stage)
-    rng = np.random.default_rng([cfg.seed, step])
-    return choice[rng.integers(len(choice))]
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -951,15 +922,17 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
         decay = cfg.weight_decay if stage == "finetune" else 0.0
         optimizer = torch.optim.Adam(parameters, lr=cfg.lr, weight_decay=decay, fused=True)
         run.start(optimizer, stage, last)
-        done = 0  # batches of pairs that a resumed run has used
+        used = 0  # batches of pairs, before the run was resumed; birds use none
         for step in range(first, run.step):
-            done += draw_task(cfg, stage, step) is not birds_task
-        pairs = datasets[stage].train_batches(sizes[stage], cfg.seed, done, last - first)
-        source = Source(pairs, rewrites.get(stage), birds)
+            used += draw_task(cfg, stage, step) is not IDC.birds
+        pairs = datasets[stage].train_batches(sizes[stage], cfg.seed, used, last - first)
         while run.step < last and not run.patience_is_over():
             optimizer.param_groups[0]["lr"] = stage_rate(cfg, stage, run.step - first)
             task = draw_task(cfg, stage, run.step)
-            losses = task(model, source, cfg)
+            if task is IDC.birds:
+                losses = mean_losses(model, cfg, task, [birds.batch(cfg.device)])
+            else:
+                losses = compute_losses(model, next(pairs), cfg, task, rewrites.get(stage))
             optimizer.zero_grad()
             losses["total"].backward()
             if cfg.grad_clip:
@@ -974,7 +947,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
                     run.log_losses()
                     run.save("pretrained.pt")  # the latest weights of pre-training
                     run.save("last.pt")
-        del pairs, source  # ends the progress bar
+        del pairs  # ends the progress bar
     return run.best_model()
 
 
@@ -1373,14 +1346,16 @@ class Birds:
         self.partners = partners(self.classes, cfg.seed)
         self.size = cfg.pretrain_batch
 
-    def batch(self) -> tuple[Tensor, Tensor, Tensor]:
+    def batch(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
         """Random pairs, by torch's generator -> before and after (B, C, H, W), classes (B, 2)."""
         first = torch.randint(len(self.names), (self.size,)).numpy()
         second = self.partners[first]
         before = self.features.rows([self.names[i] for i in first])
         after = self.features.rows([self.names[i] for i in second])
-        classes = np.stack([self.classes[first], self.classes[second]], 1)
-        return before, after, torch.from_numpy(classes)
+        before = before.to(device, non_blocking=True).float()
+        after = after.to(device, non_blocking=True).float()
+        classes = torch.from_numpy(np.stack([self.classes[first], self.classes[second]], 1))
+        return before, after, classes.to(device, non_blocking=True)
 
 
 def partners(classes: np.ndarray, seed: int) -> np.ndarray:

@@ -276,7 +276,7 @@ def test_the_zeros_after_a_single_image_are_no_second_image():
     before, _ = pictures().float()
     batch = data.Batch(before, torch.zeros_like(before), CAPTION, ["a"] * B, [], single=True)
     torch.manual_seed(0)
-    losses = idc.mlm_task(model, idc.Source(iter([(batch,)])), model.cfg)
+    losses = idc.compute_losses(model, (batch,), model.cfg, IDC.mlm)
     torch.manual_seed(0)
     expected = model(before, None, CAPTION, task=IDC.mlm)
     torch.testing.assert_close(losses["mlm"], expected["mlm"])
@@ -376,9 +376,9 @@ def test_stages_and_tasks():
     with_cub = Config(pretrain_steps=5, steps=3, cub="folder")
     assert idc.stages(with_cub) == [("cub", 0, 5), ("pretrain", 5, 10), ("finetune", 10, 13)]
     drawn = [idc.draw_task(cfg, "pretrain", step) for step in range(2000)]
-    for task, share in ((idc.mlm_task, 8), (idc.mvcl_task, 1), (idc.fda_task, 2)):
+    for task, share in ((IDC.mlm, 8), (IDC.mvcl, 1), (IDC.fda, 2)):
         assert drawn.count(task) / 2000 == pytest.approx(share / 11, abs=0.03)
-    assert idc.draw_task(cfg, "finetune", 3) is idc.finetune_task
+    assert idc.draw_task(cfg, "finetune", 3) is IDC.finetune
 
 
 @pytest.mark.parametrize("swap", [True, False])
@@ -411,7 +411,7 @@ def test_a_seventh_of_the_pairs_is_aligned_with_its_own_rewrites():
         asked.extend(pair_ids)
         return CAPTION[: len(pair_ids), None].repeat(1, 6, 1)
 
-    idc.fda_task(model, idc.Source(iter([(batch,)]), negatives), model.cfg)
+    idc.compute_losses(model, (batch,), model.cfg, IDC.fda, negatives)
     assert asked == ["a", "b"]
 
 
@@ -656,7 +656,7 @@ def test_a_batch_of_birds_has_the_class_of_each_image(tmp_path):
     write_features("nabirds", tmp_path)
     birds = idc.Birds(Config(nabirds=str(tmp_path), pretrain_batch=50, device="cpu"))
     table = birds.features.rows(birds.names)
-    before, after, classes = birds.batch()
+    before, after, classes = birds.batch("cpu")
     found = set()
     images = torch.cat([before, after])
     for image, number in zip(images, classes.T.flatten().tolist(), strict=True):
