@@ -1,5 +1,6 @@
 """IDC: Image Difference Captioning with Pre-training and Contrastive Learning (AAAI 2022).
-The paper is by Yao, Wang and Jin.
+The paper is by Yao, Wang and Jin. [ours] marks what neither the paper nor the released code does,
+"as released" what both variants take from that code. RELEASED lists its other differences.
 
 The two images of a pair, in both stages of training, with CLEVR-Change's sizes (IDC.encode):
 
@@ -16,18 +17,18 @@ token, but not padding. A step has one of three tasks:
 
     [IMG1] v_1 [IMG2] v_2   [CLS] START w_1 w_2 ... w_22 END
        |  cross: E, Eq. 5
-    some w_i are [MASK]     -> head: these words             L_MLM, Eq. 6
-    some cells are zeros    -> cell_head: their features     L_MVCL, Eq. 7-8
-    seven captions in turn  -> cosine of images and [CLS]    L_FDA, Eq. 9
+    some w_i are [MASK]             -> head: these words             L_MLM, Eq. 6
+    some cells are zeros            -> cell_head: their features     L_MVCL, Eq. 7-8
+    seven captions, each read alone -> cosine of images and [CLS]    L_FDA, Eq. 9
 
-Fine-tuning (IDC.causal): 100 visual and 1 + 2 (V - 1) text tokens, 47 with V = 24. Images see
-images only. A word sees the images, earlier words and itself. [MASK]_i asks for w_i, the last one
-for END. It sees the images, the words before w_i and itself, as in decoding.
+Fine-tuning (IDC.causal): 100 visual and 1 + 2 (V - 1) text tokens [ours], 47 with V = 24. Images
+see images only (as released). A word sees the images, [CLS], earlier words and itself. Each
+[MASK]_i sees the images, [CLS], earlier words and itself, as in decoding.
 
     [IMG1] v_1 [IMG2] v_2   [CLS] START w_1 ... w_22   [MASK]_1 [MASK]_2 ... [MASK]_23
        |  cross: E, Eq. 5
-    [MASK]_i                -> head: w_i                     L_MLM, Eq. 6
-    [IMG1], [IMG2]          -> judge: changed or not         L_judge, section 3.1
+    [MASK]_i                        -> head: w_i, at last END        L_MLM, Eq. 6
+    [IMG1], [IMG2]                  -> judge: changed or not         L_judge, section 3.1
 
 Idea. (1) Captioned pairs are few and differences are small, so the model first learns which words
 belong to which details, by predicting masked words (MLM), recognising masked image cells (MVCL) and
@@ -35,27 +36,29 @@ telling the caption from six rewrites that are almost right (FDA). (2) Like a pe
 each image alone (E_s) and compares the two (E_p) before it thinks of words (E). (3) Fine-tuning is
 MLM in which a word sees only earlier words, so captions can be written word by word.
 
-Read first: Embedding, mask_words, cell_loss, align_loss, and of IDC encode, joint, mlm, mvcl, fda,
-causal and finetune. Skip at first: the last two sections (rewritten captions, cross-task data; 370
-lines), Cache, attention_map, and RELEASED.
+Read first: Embedding, mask_words, causal_mask, cell_loss, align_loss, and of IDC encode, joint,
+mlm, mvcl, fda, causal and finetune. Skip at first: the last two sections (rewritten captions,
+cross-task data; 370 lines), Cache, attention_map, and RELEASED.
 
 Eq. 1      Embedding.words   w = [CLS] START w_1 w_2 ... END; the paper's [BOS] and [EOS] are START
                              and END
 Eq. 2-3    Embedding.image   v_i = [IMGi] v_i1 ... v_iN, i = 1, 2. A token x of w and v_i enters as
-                             y = Dropout(LN(x + type + position))
+                             y = Dropout(LN(x + type + position)). As released, words are multiplied
+                             by sqrt(D), and special tokens have no position
 Eq. 4      IDC.encode        v = E_p([E_s(v_1) ; E_s(v_2)]), the image difference encoder
 Eq. 5      IDC.cross         E([v ; w]), the cross-modal transformer
 Eq. 6      word_loss         L_MLM = mean of -log P(w_m | other words, v_1, v_2), masked words w_m
-Eq. 7      IDC.mvcl          L_MVCL = mean of f over masked cells v_m
-Eq. 8      cell_loss         f = -log e(v_m) / [e(v_m) + sum of e(n) over the negatives n], where
-                             e(n) = exp(cos(^v_m, n) / tau_mvcl) and ^v_m is the predicted cell.
-                             Negatives: the unmasked cells of all images of the batch
+Eq. 7-8    cell_loss         L_MVCL = mean over masked cells m of L_m = -log e(f_m) / [e(f_m) + sum
+                             of e(n) over negatives n]. f_m is the cell's feature, p_m its
+                             prediction, e(n) = exp(cos(p_m, n) / tau_mvcl). Negatives: the unmasked
+                             cells of all pairs of one kind in the batch
 Eq. 9      align_loss        L_FDA = -log e_0 / [e_0 + ... + e_6], where e_j = exp(cos(g_j, c_j) /
                              tau_fda), g = ([IMG1] + [IMG2]) / 2 and c = [CLS] of Eq. 5, read with
-                             the caption (j = 0) or one of its rewrites (j = 1 ... 6)
+                             the caption (j = 0) or one of its rewrites (j = 1 ... 6); only for a
+                             seventh of the pairs (as released)
 Sec. 2.2   draw_task         each step has one task, drawn according to shares
            mask_words, mask_cells; Negatives rewrites captions: Retrieve, Replace, Confuse
-Sec. 2.3   IDC.causal        mask of fine-tuning; Cache: a [MASK] after the words so far
+Sec. 2.3   causal_mask       of fine-tuning; Cache: a [MASK] after the words so far
 Sec. 2.4   class_loss, contrast_loss, same_class_loss: bird classes train the difference encoder
 Sec. 3.1   judge_loss        is the pair a distractor? Fine-tuning: L = L_MLM + w_judge L_judge
 These formulas are reconstructed from the paper's text and the released code, and not compared with
@@ -63,22 +66,24 @@ the printed ones.
 
 Words: a changed pair shows a scene before and after a change. In a distractor pair only the camera
 and the light differ, and its caption says that nothing changed. On CLEVR-Change, a step has a batch
-of each, of the same scenes. In half of the scenes, the two unchanged images are swapped [ours].
+of each, of the same scenes. In half of these, the before image and the distractor's after image
+are exchanged [ours].
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V ids of a caption
-(START, words, END, padding), T tokens, S = 2 (N + 1) visual tokens, M cells of a batch.
+(START, words, END, padding; as many as the longest has [ours], not Table 6's 40 or 80), T tokens,
+S = 2 (N + 1) visual tokens, M cells of a batch.
 
-Exercises, on mini, minutes each. Predict, then run; each run needs an --out_dir of its own.
-1. Eight pairs of 2 x 64 cells, of which 45 are masked: where does L_MVCL begin? How far can it fall
-   at temperature 1, if cosines of features are near 1? With mini's temperature, 0.02?
-   python idc_pretrain.py --pretrain_steps 200 --steps 1 --log_every 20 --tau_mvcl 1
-2. Does L_FDA fall if the model is blind? Why, if a sixth rewrite is a caption of the other pair?
-   python idc_pretrain.py --pretrain_steps 200 --steps 1 --log_every 20 --mvcl 0 --fda 1 --blind
+Exercises, minutes each, on mini, the built-in toy data set. Its preset pre-trains with MVCL alone.
+1. Eight pairs, each of 2 x 64 cells with 45 masked: where does L_MVCL begin? How far can it fall at
+   temperature 1, if cosines of features are near 1? With mini's, 0.02? Predict, then run.
+   python idc_pretrain.py --out_dir runs/e1 --pretrain_steps 200 --steps 1 --tau_mvcl 1
+2. Does L_FDA fall if the model is blind? How far can the text alone bring it, as one of the six
+   rewrites is a caption of the other pair?
+   python idc_pretrain.py --out_dir runs/e2 --pretrain_steps 200 --steps 1 --mvcl 0 --fda 1 --blind
 3. From how many words of a caption does a step of fine-tuning learn? Which run writes better?
-   python idc_pretrain.py --pretrain_steps 0 --steps 600
-   python idc_pretrain.py --pretrain_steps 0 --steps 600 --finetune_targets masked
+   python idc_pretrain.py --out_dir runs/e3 --pretrain_steps 0 --steps 600
+   python idc_pretrain.py --out_dir runs/e4 --pretrain_steps 0 --steps 600 --finetune_targets masked
 
-The comment above PRESETS has the flags for each row of the paper's tables. RELEASED lists the
-differences from the released code; "as released" marks what both variants take from it.
+The comment above PRESETS has the flags for each row of the paper's tables.
 To copy: this file and common.py. Training on a data set of data.py needs that file and scores.py.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
@@ -88,7 +93,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -128,10 +133,8 @@ from common import (
 
 @dataclass
 class Config(RunConfig):
-    """IDC. RunConfig's steps, lr, warmup and batch_size belong to fine-tuning.
-
-    From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
-    released variant."""
+    """IDC. RunConfig's steps, batch_size, lr, schedule, lr_drop, warmup and patience belong to
+    fine-tuning, eval_every and grad_clip to both stages."""
 
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"init", "cub", "nabirds"}
 
@@ -149,7 +152,7 @@ class Config(RunConfig):
     mlm: int = 8  # share of masked language modelling in the steps of pre-training; 0: none
     mvcl: int = 1  # share of masked visual contrastive learning
     fda: int = 2  # share of fine-grained difference aligning
-    cub: str = ""  # CUB's folder; if given, pre-train on it first, for pretrain_steps as well
+    cub: str = ""  # CUB's folder; if given, pre-train on it first, as many steps (as released)
     cub_batch: int = 0  # single images per step of pre-training on CUB; 0: pretrain_batch
     nabirds: str = ""  # NABirds' folder; if given, its classes are a pre-training task of share 3
     mask_rate: float = 0.15  # share of words masked in MLM and by --finetune_targets masked
@@ -192,16 +195,15 @@ class Embedding(nn.Module):
         super().__init__()
         self.mask_id = vocab_size  # the id of [MASK]; those of the special tokens follow
         first = vocab_size + 1
+        # content_types: types of words and cells, by part; a special token has type `part`.
         if cfg.special_tokens == "own":
             self.special_ids = [first, first + 1, first + 2]
-            self.types_of_parts = [0, 1, 2]  # a special token has the type of its part
-            types = 3
+            self.content_types = [0, 1, 2]
         else:
             self.special_ids = [first, first, first]
-            self.types_of_parts = [3, 4, 5]  # the special tokens have types 0, 1 and 2
-            types = 6
+            self.content_types = [3, 4, 5]
         self.table = nn.Embedding(max(self.special_ids) + 1, cfg.dim)
-        self.types = nn.Embedding(types, cfg.dim)
+        self.types = nn.Embedding(max(self.content_types) + 1, cfg.dim)
         self.project = nn.Linear(channels, cfg.dim)
         self.norm = nn.LayerNorm(cfg.dim, eps=1e-12)
         self.dropout = nn.Dropout(cfg.dropout)
@@ -223,7 +225,7 @@ class Embedding(nn.Module):
         """(B, V) ids at positions first, first + 1, ... -> (B, V, D)."""
         end = first + ids.shape[1]
         assert end <= self.position.shape[0], "a caption is longer than max_len"
-        x = self.scale * self.table(ids) + self.types.weight[self.types_of_parts[self.TEXT]]
+        x = self.scale * self.table(ids) + self.types.weight[self.content_types[self.TEXT]]
         x = x + self.position[first:end]
         return self.dropout(self.norm(x))  # Eq. 1
 
@@ -232,7 +234,7 @@ class Embedding(nn.Module):
         x = self.project(features.flatten(2).transpose(1, 2))  # (B, N, D)
         if self.squash:
             x = x.sigmoid()
-        x = x + self.types.weight[self.types_of_parts[part]] + self.position[: x.shape[1]]
+        x = x + self.types.weight[self.content_types[part]] + self.position[: x.shape[1]]
         y = self.dropout(self.norm(x))  # Eq. 2-3
         return torch.cat([self.special(part, y.shape[0]), y], 1)
 
@@ -257,19 +259,20 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None, past: tuple[Tensor, Tensor] | None):
-        """x (B, T, D) -> the new x (B, T, D); (key, value) of all tokens; the query (B, T, D).
-        past: (key, value) of the P tokens before x. mask: bool (B or 1, 1, T or 1, P + T), True
-        where a token may be seen."""
+    def forward(self, x: Tensor, mask: Tensor | None, past: tuple[Tensor, Tensor, Tensor] | None):
+        """x (B, T, D) -> the new x (B, T, D); its state: the query of x, key and value of all
+        tokens. past: the state of the P tokens before x. mask: bool (B or 1, 1, T or 1, P + T),
+        True where a token may be seen."""
         y = self.norm1(x)
         q, k, v = self.attention.project(y, y)
         if past is not None:
-            k = torch.cat([past[0], k], 1)
-            v = torch.cat([past[1], v], 1)
+            _, past_k, past_v = past
+            k = torch.cat([past_k, k], 1)
+            v = torch.cat([past_v, v], 1)
         x = x + self.dropout(self.attention.attend(q, k, v, mask=mask))
         hidden = F.relu(self.hidden(self.norm2(x)))
         x = x + self.dropout(self.output(self.dropout(hidden)))
-        return x, (k, v), q
+        return x, (q, k, v)
 
 
 class Transformer(nn.Module):
@@ -283,17 +286,16 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(layers))
 
     def forward(self, x: Tensor, mask: Tensor | None = None, past: list | None = None):
-        """x (B, T, D) -> the new x (B, T, D); for each block, the (key, value) of all tokens; the
-        query of the last block (B, T, D). past: for each block, (key, value) of the tokens before
-        x. mask: see Block."""
+        """x (B, T, D) -> the new x (B, T, D); the states of the blocks. past: their states after
+        the tokens before x. For states and mask, see Block."""
         if past is None:
             past = [None] * len(self.blocks)
         x = self.norm(x)
-        cache = []
+        states = []
         for block, earlier in zip(self.blocks, past, strict=True):
-            x, key_value, query = block(x, mask, earlier)
-            cache.append(key_value)
-        return x, cache, query
+            x, state = block(x, mask, earlier)
+            states.append(state)
+        return x, states
 
 
 # ---- masks ---------------------------------------------------------------------------------------
@@ -334,7 +336,7 @@ def mask_words(caption: Tensor, vocab_size: int, rate: float, rules: str) -> tup
 def mask_cells(pairs: int, images: int, cells: int, rate: float, device) -> Tensor:
     """Section "MVCL": choose round(rate N) cells, at least one, of one image of each pair, so that
     the other image and the caption can tell what was there. -> their places among all cells of the
-    batch, (B, images, N) in a row.
+    batch: indices into (B, images, N), flattened.
 
     [ours] The number is fixed, because torch.compile needs fixed shapes. The released code draws
     each cell with probability `rate`."""
@@ -343,6 +345,28 @@ def mask_cells(pairs: int, images: int, cells: int, rate: float, device) -> Tens
     image = torch.randint(images, (pairs, 1), device=device)
     pair = torch.arange(pairs, device=device)[:, None]
     return ((pair * images + image) * cells + cell).flatten()
+
+
+def causal_mask(length: int, asked: int, device) -> Tensor:
+    """Section 2.3: each of `length` tokens ([CLS] and words) sees those before it and itself. Then
+    come `asked` [MASK]s, one for each of the last tokens. A [MASK] sees itself and what its token
+    sees, as it does in decoding. -> bool (length + asked, length + asked), True where the row's
+    token sees the column's.
+
+    With length = 3 and asked = 2, where w0 is START, m1 belongs to w0 and predicts w1:
+
+                [CLS]  w0  w1 | m1  m2
+        [CLS]     x           |
+        w0        x    x      |
+        w1        x    x   x  |
+        m1        x    x      | x
+        m2        x    x   x  |     x
+    """
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    itself = torch.eye(asked, dtype=torch.bool, device=device)
+    seen_by_tokens = F.pad(seen, (0, asked))  # no [MASK]
+    seen_by_masks = torch.cat([seen[length - asked :], itself], 1)
+    return torch.cat([seen_by_tokens, seen_by_masks])
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -361,7 +385,7 @@ def word_loss(logits: Tensor, target: Tensor, reduction: str = "mean") -> Tensor
 def cell_loss(
     predicted: Tensor, features: Tensor, masked: Tensor, tau: float, negatives: str
 ) -> Tensor:
-    """Eq. 8, L_MVCL: InfoNCE over cosines. predicted, features (M, C) of all cells of the batch;
+    """Eq. 7-8, L_MVCL: InfoNCE over cosines. predicted, features (M, C) of all cells of the batch;
     masked (n,), the places of the masked ones.
 
     negatives: "features" of all unmasked cells, or as in the released code their "predictions" and
@@ -381,7 +405,7 @@ def cell_loss(
             s = p[masked] @ f.T / tau  # (n, M)
             own = masked[:, None] == torch.arange(f.shape[0], device=f.device)
             s = s.masked_fill(is_masked & ~own, float("-inf"))
-        return F.cross_entropy(s, masked)  # Eq. 8
+        return F.cross_entropy(s, masked)  # Eq. 7-8
 
 
 def align_loss(image: Tensor, text: Tensor, tau: float) -> Tensor:
@@ -410,7 +434,7 @@ def contrast_loss(x: Tensor, classes: Tensor, margin: float = 0.4) -> Tensor:
     """Section 2.4, TransFG's loss (He et al. 2021): it pulls cosines to 1 within a class and pushes
     them below the margin between classes. It is the mean over all ordered pairs of images, and each
     image also pairs with itself. x (2B, D), classes (2B,)."""
-    with torch.autocast(x.device.type, enabled=False):  # bfloat16 has only two or three digits
+    with torch.autocast(x.device.type, enabled=False):
         x = F.normalize(upcast(x), dim=-1)
         cos = x @ x.T
         alike = classes[:, None] == classes
@@ -426,7 +450,7 @@ def same_class_loss(logits: Tensor, classes: Tensor) -> Tensor:
 
 
 def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
-    """The loss of one step. A step of pre-training has one task, whose losses are summed."""
+    """The loss of one step. In pre-training, the losses of its task are summed (as released)."""
     if "judge" in losses:
         return losses["caption"] + cfg.w_judge * losses["judge"]  # fine-tuning, section 3.1
     return sum(losses.values())
@@ -436,6 +460,11 @@ def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
 
 BIRDS = 555  # NABirds' classes
 REWRITES = 6  # rewritten captions of a pair
+
+
+def image_tokens(visual: Tensor) -> Tensor:
+    """Visual tokens (B, S, D) -> [IMG1] and [IMG2] (B, 2, D)."""
+    return visual.unflatten(1, (2, -1))[:, :, 0]
 
 
 class IDC(nn.Module):
@@ -449,7 +478,6 @@ class IDC(nn.Module):
         self.grid = tuple(grid)
         self.max_len = max_len
         channels, height, width = grid
-        self.img2 = 1 + height * width  # the place of [IMG2] among visual tokens; [IMG1]'s is 0
         self.embed = Embedding(cfg, vocab_size, channels, max(height * width, max_len))
         if cfg.difference_encoder:
             self.single = Transformer(cfg, 1)
@@ -475,14 +503,15 @@ class IDC(nn.Module):
 
         This is what torch.compile compiles, into a graph for each task.
 
-        At the start, with the paper's sizes, 16 pairs and 76 ids, and if a loss does not fall:
-            caption, mlm  6 to 7.5; they fall even if images are ignored, so look at the scores
-            judge         1.5 to 3; at ln 2 = 0.69 it guesses: the images are not compared
+        Values at the start, with the paper's sizes, 16 pairs and 76 ids, some above a guess mostly
+        because no LayerNorm precedes the heads; and what it means if a loss does not fall:
+            caption, mlm  6 to 8; they fall even if images are ignored, so look at the scores
+            judge         0.6 to 5; at ln 2 = 0.69 it guesses: the images are not compared
             mvcl          7.3 = ln 1457, the cells to choose from; if it stays, tau_mvcl is too
                           high: at 1 it can fall by 2 at most, as cosines are between -1 and 1
-            fda           1.95 = ln 7; there, [CLS] says nothing of the images; at tau_fda 1 it
-                          cannot fall below ln(1 + 6 / e^2) = 0.59
-            class         7.4; ln 555 = 6.3 would be a guess"""
+            fda           1.95 = ln 7: there, the cosine does not depend on the caption; at tau_fda
+                          1 it cannot fall below ln(1 + 6 / e^2) = 0.59
+            class         about 7.2; ln 555 = 6.3 would be a guess"""
         if task is None:
             task = IDC.finetune
         return task(self, *inputs)
@@ -496,7 +525,8 @@ class IDC(nn.Module):
         Without a second image, only its [IMG2] counts as real. (The released code passes this
         [IMG2] directly to E_p.)"""
         assert before.shape[1:] == self.grid, f"{self.grid} expected, {before.shape} found"
-        valid = torch.ones(2, self.img2, dtype=torch.bool, device=before.device)
+        _, height, width = self.grid
+        valid = torch.ones(2, 1 + height * width, dtype=torch.bool, device=before.device)
         single_mask = None  # every token is real
         pair_mask = None
         if after is None:
@@ -505,18 +535,18 @@ class IDC(nn.Module):
             single_mask = valid.repeat_interleave(before.shape[0], 0)  # (2B, 1 + N)
             single_mask = single_mask[:, None, None]
             pair_mask = valid.view(1, 1, 1, -1)  # (1, 1, 1, S)
-        # Images are joined and parted again below, so batches of two sizes would mix in silence.
+        # Otherwise, unflatten below would split the images at the wrong place.
         assert after.shape == before.shape, f"{before.shape} expected, {after.shape} found"
         x_1 = self.embed.image(before, Embedding.IMAGE_1)
         x_2 = self.embed.image(after, Embedding.IMAGE_2)
         x = torch.cat([x_1, x_2])  # (2B, 1 + N, D)
         if self.cfg.difference_encoder:
-            x, _, _ = self.single(x, single_mask)  # E_s of Eq. 4
+            x, _ = self.single(x, single_mask)  # E_s of Eq. 4
         x_1, x_2 = x.unflatten(0, (2, -1))
         alone = torch.stack([x_1[:, 0], x_2[:, 0]])  # (2, B, D)
         x = torch.cat([x_1, x_2], 1)  # (B, S, D)
         if self.cfg.difference_encoder:
-            x, _, _ = self.pair(x, pair_mask)  # E_p of Eq. 4
+            x, _ = self.pair(x, pair_mask)  # E_p of Eq. 4
         return x, valid.view(1, -1), alone
 
     def joint(self, visual: Tensor, valid: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -528,49 +558,32 @@ class IDC(nn.Module):
         seen_text = (ids != NULL) | self.cfg.see_padding
         seen_text = F.pad(seen_text, (1, 0), value=True)  # [CLS]
         mask = torch.cat([valid.expand(ids.shape[0], -1), seen_text], 1)
-        x, _, _ = self.cross(torch.cat([visual, text], 1), mask[:, None, None])  # Eq. 5
+        x, _ = self.cross(torch.cat([visual, text], 1), mask[:, None, None])  # Eq. 5
         return x[:, :count], x[:, count:]
 
-    def causal(
-        self, visual: Tensor, ids: Tensor, ask_next: bool = False
-    ) -> tuple[Tensor, Tensor, tuple]:
-        """Eq. 5 in fine-tuning: a word of ids (B, V) sees the images, earlier words and itself.
-        Images see only images, as in the released code. In the paper they see the text, too, but
-        then a word would learn about later words through the images.
+    def causal(self, visual: Tensor, ids: Tensor, ask_next: bool = False):
+        """Eq. 5 in fine-tuning: words, ids (B, K), see the images and what causal_mask allows.
+        Images see only images, as in the released code. In the paper, "the attention on the visual
+        side does not change", so they seem to see the text, too, but then a word would learn about
+        later words through the images.
 
-        ask_next: append V [MASK]s, one for each word of ids, at the position after this word. A
-        [MASK] sees itself and what this word sees, as it does in decoding. So m1, which stands
-        after w0, predicts w1. In the picture, an x means that the token of the row sees the token
-        of the column. Without ask_next, there are no rows and columns m1 and m2.
+        ask_next: append K [MASK]s. The i-th has the position embedding of the word after ids[:, i]
+        (in causal_mask's picture: m1 that of w1).
 
-                    images  [CLS]  w0  w1 | m1  m2
-            [CLS]     x       x           |
-            w0        x       x    x      |
-            w1        x       x    x   x  |
-            m1        x       x    x      | x
-            m2        x       x    x   x  |     x
-
-        -> visual (B, S, D); text (B, T, D), [CLS] first if finetune_cls; from the last layer, the
-        text's query (B, T, D) and the images' key (B, S, D)."""
-        count = ids.shape[1]
+        -> visual (B, S, D); text (B, T, D), [CLS] first if finetune_cls; its states (see Block)."""
         text = self.embed.words(ids)
         if self.cfg.finetune_cls:
             cls = self.embed.special(Embedding.TEXT, ids.shape[0])
             text = torch.cat([cls, text], 1)
-        length = text.shape[1]
-        seen = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
+        asked = ids.shape[1] if ask_next else 0
+        mask = causal_mask(text.shape[1], asked, ids.device)
         if ask_next:
             masks = torch.full_like(ids, self.embed.mask_id)
             text = torch.cat([text, self.embed.words(masks, 1)], 1)
-            itself = torch.eye(count, dtype=torch.bool, device=ids.device)
-            seen_by_masks = torch.cat([seen[-count:], itself], 1)
-            seen_by_words = F.pad(seen, (0, count))  # no [MASK]
-            seen = torch.cat([seen_by_words, seen_by_masks])
-        visual, past, _ = self.cross(visual)  # Eq. 5
-        mask = F.pad(seen, (visual.shape[1], 0), value=True)  # all text sees the images
-        text, _, query = self.cross(text, mask[None, None], past)  # Eq. 5
-        key, _ = past[-1]
-        return visual, text, (query, key)
+        mask = F.pad(mask, (visual.shape[1], 0), value=True)  # all text sees the images
+        visual, past = self.cross(visual)  # Eq. 5
+        text, states = self.cross(text, mask[None, None], past)  # Eq. 5
+        return visual, text, states
 
     # -- pre-training; before and after: features (B, C, H, W); after is None for single images
 
@@ -601,7 +614,7 @@ class IDC(nn.Module):
         predicted = hidden @ self.embed.project.weight + self.cell_bias
         predicted = predicted.flatten(0, 2)  # (M, C)
         loss = cell_loss(predicted, features, masked, cfg.tau_mvcl, cfg.mvcl_negatives)
-        return {"mvcl": loss}  # Eq. 7-8
+        return {"mvcl": loss}
 
     def fda(
         self, before: Tensor, after: Tensor | None, caption: Tensor, rewritten: Tensor
@@ -612,8 +625,7 @@ class IDC(nn.Module):
         ids = torch.cat([caption[:, None], rewritten], 1)  # (B, 7, V)
         visual = visual.repeat_interleave(ids.shape[1], 0)  # (7B, S, D)
         visual, text = self.joint(visual, valid, ids.flatten(0, 1))
-        image = (visual[:, 0] + visual[:, self.img2]) / 2
-        image = image.view(*ids.shape[:2], -1)  # (B, 7, D)
+        image = image_tokens(visual).mean(1).view(*ids.shape[:2], -1)  # (B, 7, D)
         text = text[:, 0].view(*ids.shape[:2], -1)  # [CLS], (B, 7, D)
         return {"fda": align_loss(image, text, self.cfg.tau_fda)}  # Eq. 9
 
@@ -621,16 +633,13 @@ class IDC(nn.Module):
         """Section 2.4. classes (B, 2) of both images, which have no caption."""
         visual, _, alone = self.encode(before, after)
         alone = alone.flatten(0, 1)  # (2B, D), all first images and then all second ones
+        pair = image_tokens(visual).flatten(1)  # (B, 2D)
         class_of = classes.T.flatten()  # (2B,)
         return {
             "class": class_loss(self.classify(alone), class_of),
             "contrast": contrast_loss(alone, class_of),
-            "same_class": same_class_loss(self.same_class(self.both(visual)), classes),
+            "same_class": same_class_loss(self.same_class(pair), classes),
         }
-
-    def both(self, visual: Tensor) -> Tensor:
-        """[IMG1] and [IMG2] of visual tokens (B, S, D) -> (B, 2D)."""
-        return torch.cat([visual[:, 0], visual[:, self.img2]], -1)
 
     # -- fine-tuning
 
@@ -654,7 +663,7 @@ class IDC(nn.Module):
         asked = text[:, -target.shape[1] :]  # the [MASK]s that follow the words, or all words
         losses = {"caption": word_loss(self.head(asked), target, cfg.reduction)}  # Eq. 6
         if changed is not None:
-            logits = self.judge(self.both(visual))  # section 3.1
+            logits = self.judge(image_tokens(visual).flatten(1))  # section 3.1
             losses["judge"] = judge_loss(logits, changed, cfg.reduction)
         return losses
 
@@ -676,8 +685,10 @@ class IDC(nn.Module):
         _, height, width = self.grid
         visual, _, _ = self.encode(before, after)
         words = ids[:, 1:]
-        _, _, (query, key) = self.causal(visual, ids[:, :-1], ask_next=True)
+        _, _, states = self.causal(visual, ids[:, :-1], ask_next=True)
+        query, key, _ = states[-1]
         query = query[:, -words.shape[1] :]  # of the [MASK]s, (B, V - 1, D)
+        key = key[:, : visual.shape[1]]  # of the images, (B, S, D)
         scores = self.cross.blocks[-1].attention.scores(query, key)  # (B, h, V - 1, S)
         scores = scores.unflatten(-1, (2, -1))[..., 1:]  # without [IMG1] and [IMG2]
         weight = scores.flatten(-2).softmax(-1).mean(1)  # (B, V - 1, 2N)
@@ -687,15 +698,15 @@ class IDC(nn.Module):
 
 
 class Cache:
-    """Writes captions word by word (see common.decode). For each layer, `past` holds the keys and
-    values of the images and of the words so far, which do not depend on later words."""
+    """Writes captions word by word (see common.decode). `past` holds the states of all layers after
+    the images and the words so far, whose keys and values do not depend on later words."""
 
     def __init__(self, model: IDC, visual: Tensor):
         self.model = model
-        _, self.past, _ = model.cross(visual)  # Eq. 5
+        _, self.past = model.cross(visual)  # Eq. 5
         if model.cfg.finetune_cls:
             cls = model.embed.special(Embedding.TEXT, visual.shape[0])
-            _, self.past, _ = model.cross(cls, past=self.past)
+            _, self.past = model.cross(cls, past=self.past)
 
     def step(self, ids: Tensor, t: int) -> Tensor:
         """ids (B,) at position t -> logits of the next word (B, vocabulary), from a [MASK] in its
@@ -703,18 +714,20 @@ class Cache:
         embed = self.model.embed
         word = embed.words(ids[:, None], t)
         mask = embed.words(torch.full_like(ids, embed.mask_id)[:, None], t + 1)
-        earlier = self.past[0][0].shape[1]
+        _, keys, _ = self.past[0]
+        earlier = keys.shape[1]
         seen = torch.ones(2, earlier + 2, dtype=torch.bool, device=ids.device)
         seen = seen.tril(earlier)  # the word does not see the [MASK]
-        x, past, _ = self.model.cross(torch.cat([word, mask], 1), seen[None, None], self.past)
-        self.past = [(keys[:, :-1], values[:, :-1]) for keys, values in past]  # without [MASK]
+        x, states = self.model.cross(torch.cat([word, mask], 1), seen[None, None], self.past)
+        self.past = [(q, k[:, :-1], v[:, :-1]) for q, k, v in states]  # without [MASK]
         return self.model.head(x[:, 1])
 
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# Flags for each row of the paper's tables. Each row needs an --out_dir of its own.
-# Measured on mini, tests/results.md: semantic CIDEr 475, without pre-training 272.
+# From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
+# released variant. Flags for each row of the paper's tables, each with an --out_dir of its own:
+#
 # Row of the paper                     flags
 # Tables 2, 3  CLEVR-Change            --dataset clevr_change
 # Table 4      all rows                --dataset clevr_change, and
@@ -746,6 +759,7 @@ PRESETS = {
     # [ours] Pre-training is MVCL alone, because MLM can be learned without the images. The
     # temperature is low because features of any two cells have cosines near 1. Most cells are
     # masked, so that neighbours do not reveal a cell. Validation chose layers, lr and w_judge.
+    # Measured, tests/results.md: semantic CIDEr 475, without pre-training 272.
     "mini": dict(dim=128, ffn=256, heads=4, layers=3, dropout=0.0, pretrain_steps=1200,
                  pretrain_batch=8, pretrain_lr=1e-3, pretrain_warmup=50, mlm=0, fda=0,
                  cell_mask_rate=0.7, tau_mvcl=0.02, tau_fda=0.1, w_judge=0.2, batch_size=16,
@@ -755,128 +769,45 @@ PRESETS = {
 
 # --variant released: where the released code differs from the defaults. A default follows the paper
 # or is marked [ours]. Where the paper is silent, it follows the released code or is [ours].
-# CLEVR-Change keeps the paper's steps and learning rates.
+# CLEVR-Change keeps the paper's steps and learning rates. A comment describes the default.
 #
 # A test compares the variant with values recorded from the released modules. It leaves out their
-# outputs for [MASK] and [CLS], and their LayerNorms, which divide by the standard deviation of
-# n - 1. In this test, PyTorch's LayerNorms change losses by up to 3e-4 of their value, and
-# gradients by up to 3e-3.
+# outputs for [MASK] and [CLS], and their LayerNorms (see Transformer): PyTorch's change losses by
+# up to 3e-4 of their value, and gradients by up to 3e-3.
 RELEASED = {
     "all": dict(
-        swap=False,  # [ours] swaps default and distractor image in half of the scenes
-        # Section 2.3 predicts MLM's 15 % of the words. [ours] predicts every word from a [MASK].
+        swap=False,  # default: [ours] swaps default and distractor image in half of the scenes
+        # default: every word, from a [MASK] [ours]. Section 2.3 predicts MLM's 15 % of the words.
         finetune_targets="masked",
-        init_weights="pytorch",  # [ours] Xavier-uniform
-        feature_layer="sigmoid",  # section 2.1 has a linear layer alone
-        position_exponent="doubled",  # section 2.1 has Vaswani et al.'s positions
-        special_tokens="shared",  # section 2.1 names three special tokens and three types
-        mvcl_negatives="predictions",  # Eq. 8's are features of unmasked cells
-        see_padding=True,  # [ours] masks padding; the paper is silent on it in pre-training
-        finetune_cls=False,  # section 2.3 feeds [CLS] in inference
-        mask_rules="released",  # section 2.2 masks any word; for special cases see mask_words
-        # The paper has a warm-up and is silent on what follows. [ours] keeps rates constant.
-        pretrain_decay="inverse_sqrt",
-        finetune_decay="halves",
-        reduction="sum",  # in fine-tuning; the released code, too, averages in pre-training
+        init_weights="pytorch",  # default: Xavier-uniform [ours]
+        feature_layer="sigmoid",  # default: section 2.1's linear layer alone
+        position_exponent="doubled",  # default: section 2.1's positions, of Vaswani et al.
+        special_tokens="shared",  # default: section 2.1's three special tokens and three types
+        mvcl_negatives="predictions",  # default: Eq. 8's features of unmasked cells
+        see_padding=True,  # default: no [ours]; the paper is silent on it in pre-training
+        finetune_cls=False,  # default: yes; section 2.3 feeds [CLS] in inference
+        mask_rules="released",  # default: section 2.2's, any word; for details see mask_words
+        pretrain_decay="inverse_sqrt",  # default: none [ours]; the paper has a warm-up alone
+        finetune_decay="halves",  # default: none [ours]; the paper is silent
+        reduction="sum",  # default: the mean, which the released code, too, takes in pre-training
     ),
     # Table 6: 50000 steps, 200 pairs. The released files instead have 60000 steps and 150 pairs.
-    # How many of CUB's images are in a batch, the paper does not say.
+    # The paper does not give CUB's batch.
     "birds_to_words": dict(pretrain_steps=60000, pretrain_batch=150, cub_batch=350),
 }
 
 # ---- tasks ---------------------------------------------------------------------------------------
 
-# A step of training calls one of these tasks. It takes its next batches from a Source and returns
-# the losses that a method of IDC computes.
-
-
-@dataclass
-class Source:
-    """Where the tasks of a stage take their batches from."""
-
-    pairs: Iterator[tuple]  # of each step, data.Batches: (changed, distractor pairs) or (pairs,)
-    rewrites: Callable | None = None  # pair ids -> their rewritten captions, see Negatives
-    birds: "Birds | None" = None
-
-
-def finetune_task(model: IDC, source: Source, cfg: Config) -> dict[str, Tensor]:
-    return compute_losses(model, next(source.pairs), cfg)
-
-
-def mlm_task(model: IDC, source: Source, cfg: Config) -> dict[str, Tensor]:
-    inputs = [captioned(batch, cfg.device) for batch in next(source.pairs)]
-    return mean_losses(model, cfg, IDC.mlm, inputs)
-
-
-def mvcl_task(model: IDC, source: Source, cfg: Config) -> dict[str, Tensor]:
-    inputs = [captioned(batch, cfg.device) for batch in next(source.pairs)]
-    return mean_losses(model, cfg, IDC.mvcl, inputs)
-
-
-def fda_task(model: IDC, source: Source, cfg: Config) -> dict[str, Tensor]:
-    """Only a seventh of the pairs (as released), because each has seven captions."""
-    inputs = []
-    for batch in next(source.pairs):
-        count = max(1, len(batch.pair_ids) // (1 + REWRITES))
-        before, after, caption = captioned(batch, cfg.device)
-        if after is not None:
-            after = after[:count]
-        rewritten = source.rewrites(batch.pair_ids[:count]).to(cfg.device, non_blocking=True)
-        inputs.append((before[:count], after, caption[:count], rewritten))
-    return mean_losses(model, cfg, IDC.fda, inputs)
-
-
-def birds_task(model: IDC, source: Source, cfg: Config) -> dict[str, Tensor]:
-    before, after, classes = source.birds.batch()
-    before = before.to(cfg.device, non_blocking=True).float()
-    after = after.to(cfg.device, non_blocking=True).float()
-    classes = classes.to(cfg.device, non_blocking=True)
-    return mean_losses(model, cfg, IDC.birds, [(before, after, classes)])
-
-
-def captioned(batch, device: str) -> tuple[Tensor, Tensor | None, Tensor]:
-    """A data.Batch -> before, after (None for CUB's single images) and caption on the device."""
-    batch = batch.to(device)
-    return batch.before, None if batch.single else batch.after, batch.caption
-
-
-def compute_losses(model: IDC, batches: tuple, cfg: Config) -> dict[str, Tensor]:
-    """The losses of fine-tuning on (changed pairs, distractor pairs) or (all pairs,)."""
-    inputs = []
-    for n, batch in enumerate(batches):
-        before, after, caption = captioned(batch, cfg.device)
-        changed = None  # if all pairs are of one kind, there is nothing to judge
-        if len(batches) == 2:
-            is_changed = n == 0
-            changed = torch.full(caption.shape[:1], is_changed, device=cfg.device)
-        inputs.append((before, after, caption, changed))
-    return mean_losses(model, cfg, IDC.finetune, inputs)
-
-
-def mean_losses(model: IDC, cfg: Config, task: Callable, inputs: list) -> dict[str, Tensor]:
-    """The losses of one step, each a mean over the batches, and their total. task: a method of IDC;
-    inputs: its arguments for each batch.
-
-    Changed and distractor pairs stay separate because they share their "before" images. A joint
-    contrastive loss would treat an image as its own negative. (The released code has one mixed
-    batch. So with reduction="sum", the mean over the two batches is half of the released sum.)"""
-    losses: dict[str, Tensor] = {}
-    for batch in inputs:
-        with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.on_cuda):
-            terms = model(*batch, task=task)
-        for name, term in terms.items():
-            losses[name] = losses.get(name, 0) + term / len(inputs)
-    losses["total"] = total_loss(losses, cfg)
-    return losses
+# A task is a method of IDC that returns losses. A step of training has one.
 
 
 def tasks(cfg: Config, stage: str) -> list[Callable]:
     """The tasks of a stage, each as often as its share says."""
     if stage == "finetune":
-        return [finetune_task]
-    choice = [mlm_task] * cfg.mlm + [mvcl_task] * cfg.mvcl + [fda_task] * cfg.fda
+        return [IDC.finetune]
+    choice = [IDC.mlm] * cfg.mlm + [IDC.mvcl] * cfg.mvcl + [IDC.fda] * cfg.fda
     if cfg.nabirds and stage == "pretrain":
-        choice += [birds_task] * 3  # a fifth of 9 + 1 + 2 + 3, as in appendix A.3
+        choice += [IDC.birds] * 3  # a fifth of 9 + 1 + 2 + 3, as in appendix A.3
     return choice
 
 
@@ -885,6 +816,54 @@ def draw_task(cfg: Config, stage: str, step: int) -> Callable:
     choice = tasks(cfg, stage)
     rng = np.random.default_rng([cfg.seed, step])
     return choice[rng.integers(len(choice))]
+
+
+def compute_losses(
+    model: IDC, batches: tuple, cfg: Config, task: Callable = IDC.finetune, rewrites=None
+) -> dict[str, Tensor]:
+    """The losses of a task, except birds, on the data.Batches of a step: (changed pairs, distractor
+    pairs) or (all pairs,). rewrites, for fda: pair ids -> (B, 6, V), such as Negatives."""
+    inputs = []
+    for n, batch in enumerate(batches):
+        batch = batch.to(cfg.device)
+        after = None if batch.single else batch.after
+        x = (batch.before, after, batch.caption)
+        if task is IDC.fda:
+            x = with_rewrites(*x, batch.pair_ids, rewrites)
+        elif task is IDC.finetune and len(batches) == 2:  # otherwise there is nothing to judge
+            is_changed = n == 0
+            x = (*x, torch.full(batch.caption.shape[:1], is_changed, device=cfg.device))
+        inputs.append(x)
+    return mean_losses(model, cfg, task, inputs)
+
+
+def with_rewrites(
+    before: Tensor, after: Tensor | None, caption: Tensor, pair_ids: list[str], rewrites: Callable
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """The inputs of IDC.fda: only a seventh of the pairs (as released), because each has seven
+    captions."""
+    count = max(1, len(pair_ids) // (1 + REWRITES))
+    if after is not None:
+        after = after[:count]
+    rewritten = rewrites(pair_ids[:count]).to(before.device, non_blocking=True)
+    return before[:count], after, caption[:count], rewritten
+
+
+def mean_losses(model: IDC, cfg: Config, task: Callable, inputs: list) -> dict[str, Tensor]:
+    """The losses of one step, each a mean over the batches, and their total. task: a method of IDC;
+    inputs: its arguments for each batch.
+
+    [ours] Changed and distractor pairs stay separate because they share their "before" images. A
+    joint contrastive loss would treat an image as its own negative. (The released code has one
+    mixed batch. So with reduction="sum", the mean over the two is half of the released sum.)"""
+    losses: dict[str, Tensor] = {}
+    for batch in inputs:
+        with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.on_cuda):
+            terms = model(*batch, task=task)
+        for name, term in terms.items():
+            losses[name] = losses.get(name, 0) + term / len(inputs)
+    losses["total"] = total_loss(losses, cfg)
+    return losses
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -930,6 +909,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     datasets = dict.fromkeys([stage for stage, _, _ in stages(cfg)], dataset)
     if "cub" in datasets:
         datasets["cub"] = open_cub(cfg, dataset)
+        dataset.max_len = max(dataset.max_len, datasets["cub"].max_len)  # the model is for both
     rewrites = {}
     for stage, stage_data in datasets.items():
         if cfg.fda and stage != "finetune":
@@ -949,17 +929,19 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
         if run.step >= last:  # done before the run was resumed
             continue
         decay = cfg.weight_decay if stage == "finetune" else 0.0
-        optimizer = torch.optim.Adam(parameters, lr=cfg.lr, weight_decay=decay, fused=True)
+        optimizer = torch.optim.Adam(parameters, weight_decay=decay, fused=True)
         run.start(optimizer, stage, last)
-        done = 0  # batches of pairs that a resumed run has used
+        used = 0  # batches of pairs that a resumed run has used; birds use none
         for step in range(first, run.step):
-            done += draw_task(cfg, stage, step) is not birds_task
-        pairs = datasets[stage].train_batches(sizes[stage], cfg.seed, done, last - first)
-        source = Source(pairs, rewrites.get(stage), birds)
+            used += draw_task(cfg, stage, step) is not IDC.birds
+        pairs = datasets[stage].train_batches(sizes[stage], cfg.seed, used, last - first)
         while run.step < last and not run.patience_is_over():
             optimizer.param_groups[0]["lr"] = stage_rate(cfg, stage, run.step - first)
             task = draw_task(cfg, stage, run.step)
-            losses = task(model, source, cfg)
+            if task is IDC.birds:
+                losses = mean_losses(model, cfg, task, [birds.batch(cfg.device)])
+            else:
+                losses = compute_losses(model, next(pairs), cfg, task, rewrites.get(stage))
             optimizer.zero_grad()
             losses["total"].backward()
             if cfg.grad_clip:
@@ -974,7 +956,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
                     run.log_losses()
                     run.save("pretrained.pt")  # the latest weights of pre-training
                     run.save("last.pt")
-        del pairs, source  # ends the progress bar
+        del pairs  # ends the progress bar
     return run.best_model()
 
 
@@ -1342,14 +1324,13 @@ def load_init(model: IDC, cfg: Config, dataset) -> None:
 
 def open_cub(cfg: Config, dataset):
     """Section 2.4, general image captioning: single images with captions, encoded in `dataset`'s
-    vocabulary. Its max_len then holds for both."""
+    vocabulary."""
     import data
 
     cub = data.load("cub", cfg.cub, cfg.features, cfg.device, cfg.extractor, cfg.blind)
     if cub.grid != dataset.grid:
         raise InputError(f"features of {cub.root}: {dataset.grid} expected, {cub.grid} found")
     cub.vocab = data.Vocab(dataset.vocab.words, cub.vocab.tokenizer, cub.vocab.max_words)
-    dataset.max_len = max(dataset.max_len, cub.max_len)
     return cub
 
 
@@ -1373,14 +1354,16 @@ class Birds:
         self.partners = partners(self.classes, cfg.seed)
         self.size = cfg.pretrain_batch
 
-    def batch(self) -> tuple[Tensor, Tensor, Tensor]:
+    def batch(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
         """Random pairs, by torch's generator -> before and after (B, C, H, W), classes (B, 2)."""
         first = torch.randint(len(self.names), (self.size,)).numpy()
         second = self.partners[first]
         before = self.features.rows([self.names[i] for i in first])
         after = self.features.rows([self.names[i] for i in second])
-        classes = np.stack([self.classes[first], self.classes[second]], 1)
-        return before, after, torch.from_numpy(classes)
+        before = before.to(device, non_blocking=True).float()
+        after = after.to(device, non_blocking=True).float()
+        classes = torch.from_numpy(np.stack([self.classes[first], self.classes[second]], 1))
+        return before, after, classes.to(device, non_blocking=True)
 
 
 def partners(classes: np.ndarray, seed: int) -> np.ndarray:

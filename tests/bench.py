@@ -172,18 +172,16 @@ def step_work(args) -> Callable:
         more.append(phrases_of(cfg, texts))
     elif args.method == "cheers":
         more.append(lambda images: entities[0])
+    elif args.method == "idc_pretrain":
+        rewritten = torch.randint(4, WORDS, (args.batch, 6, args.length))
+        more += [getattr(idc_pretrain.IDC, args.task), lambda ids: rewritten[: len(ids)]]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=not is_plain(args))
     if cfg.on_cuda and cfg.compile and not is_plain(args):
         model.compile(fullgraph=True, dynamic=False)
 
     def run():
         optimizer.zero_grad()
-        if args.method == "idc_pretrain":
-            rewritten = torch.randint(4, WORDS, (args.batch, 6, args.length))
-            source = idc_pretrain.Source(iter([batches]), lambda ids: rewritten[: len(ids)])
-            losses = getattr(idc_pretrain, f"{args.task}_task")(model, source, cfg)
-        else:
-            losses = method.compute_losses(model, batches, cfg, *more)
+        losses = method.compute_losses(model, batches, cfg, *more)
         losses["total"].backward()
         optimizer.step()
 

@@ -108,14 +108,16 @@ def rewrites(pair_ids):
 
 
 def losses_of(method, model, kind, grid, cfg, more):
-    """The losses of a step, by compute_losses or, of IDC's tasks, by their functions."""
+    """The losses of a step, which for IDC has one of its tasks."""
     batches = batches_of(kind, grid)
     if method is not idc_pretrain:
         return method.compute_losses(model, batches, cfg, *more)
-    of_birds = (batches[0].before, batches[0].after, batches[0].caption[:, :2])
-    birds = SimpleNamespace(batch=lambda: of_birds)  # stands in for idc_pretrain.Birds
-    task = getattr(idc_pretrain, f"{kind.split()[0]}_task")
-    return task(model, idc_pretrain.Source(iter([batches]), rewrites, birds), cfg)
+    task = getattr(idc_pretrain.IDC, kind.split()[0])
+    if task is not idc_pretrain.IDC.birds:
+        return method.compute_losses(model, batches, cfg, task, rewrites)
+    batch = batches[0].to(cfg.device)
+    of_birds = (batch.before, batch.after, batch.caption[:, :2])
+    return idc_pretrain.mean_losses(model, cfg, task, [of_birds])
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,14 @@ def test_masked_cells_are_recognised_from_the_others():
     torch.testing.assert_close(loss, expected)
 
 
+def test_the_mask_of_fine_tuning_is_its_picture():
+    """The picture in causal_mask's docstring, and without [MASK]s."""
+    mask = idc.causal_mask(3, 2, "cpu").int().tolist()
+    words = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
+    assert mask == [*words, [1, 1, 0, 1, 0], [1, 1, 1, 0, 1]]
+    assert idc.causal_mask(3, 0, "cpu").int().tolist() == [row[:3] for row in words]
+
+
 # ---- the sequence --------------------------------------------------------------------------------
 
 
@@ -276,7 +284,7 @@ def test_the_zeros_after_a_single_image_are_no_second_image():
     before, _ = pictures().float()
     batch = data.Batch(before, torch.zeros_like(before), CAPTION, ["a"] * B, [], single=True)
     torch.manual_seed(0)
-    losses = idc.mlm_task(model, idc.Source(iter([(batch,)])), model.cfg)
+    losses = idc.compute_losses(model, (batch,), model.cfg, IDC.mlm)
     torch.manual_seed(0)
     expected = model(before, None, CAPTION, task=IDC.mlm)
     torch.testing.assert_close(losses["mlm"], expected["mlm"])
@@ -302,7 +310,7 @@ def test_fine_tuning_is_the_joint_sequence_with_a_mask(variant):
     mask = torch.ones(length, length, dtype=torch.bool).tril()
     mask[:S] = False
     mask[:, :S] = True
-    joint, _, _ = model.cross(torch.cat([visual, text], 1), mask[None, None])
+    joint, _ = model.cross(torch.cat([visual, text], 1), mask[None, None])
     image, words, _ = model.causal(visual, CAPTION)
     torch.testing.assert_close(image, joint[:, :S])
     torch.testing.assert_close(words, joint[:, S:])
@@ -376,9 +384,9 @@ def test_stages_and_tasks():
     with_cub = Config(pretrain_steps=5, steps=3, cub="folder")
     assert idc.stages(with_cub) == [("cub", 0, 5), ("pretrain", 5, 10), ("finetune", 10, 13)]
     drawn = [idc.draw_task(cfg, "pretrain", step) for step in range(2000)]
-    for task, share in ((idc.mlm_task, 8), (idc.mvcl_task, 1), (idc.fda_task, 2)):
+    for task, share in ((IDC.mlm, 8), (IDC.mvcl, 1), (IDC.fda, 2)):
         assert drawn.count(task) / 2000 == pytest.approx(share / 11, abs=0.03)
-    assert idc.draw_task(cfg, "finetune", 3) is idc.finetune_task
+    assert idc.draw_task(cfg, "finetune", 3) is IDC.finetune
 
 
 @pytest.mark.parametrize("swap", [True, False])
@@ -411,7 +419,7 @@ def test_a_seventh_of_the_pairs_is_aligned_with_its_own_rewrites():
         asked.extend(pair_ids)
         return CAPTION[: len(pair_ids), None].repeat(1, 6, 1)
 
-    idc.fda_task(model, idc.Source(iter([(batch,)]), negatives), model.cfg)
+    idc.compute_losses(model, (batch,), model.cfg, IDC.fda, negatives)
     assert asked == ["a", "b"]
 
 
@@ -656,7 +664,7 @@ def test_a_batch_of_birds_has_the_class_of_each_image(tmp_path):
     write_features("nabirds", tmp_path)
     birds = idc.Birds(Config(nabirds=str(tmp_path), pretrain_batch=50, device="cpu"))
     table = birds.features.rows(birds.names)
-    before, after, classes = birds.batch()
+    before, after, classes = birds.batch("cpu")
     found = set()
     images = torch.cat([before, after])
     for image, number in zip(images, classes.T.flatten().tolist(), strict=True):
@@ -672,9 +680,9 @@ def test_cub_is_encoded_in_the_words_of_the_run(tmp_path):
     dataset = SimpleNamespace(grid=(8, 2, 3), vocab=vocab, max_len=3)
     cfg = Config(cub=str(tmp_path), device="cpu")
     cub = idc.open_cub(cfg, dataset)
+    assert cub.max_len == 10
     caption = cub.batch(cub.pairs("val")).caption[0]
     assert caption[:6].tolist() == [START, UNK, 6, 5, UNK, END]  # a white bird .
-    assert dataset.max_len == cub.max_len == len(caption)
     dataset.grid = (8, 3, 2)  # the positions of cells would be wrong
     with pytest.raises(InputError, match=r"\(8, 3, 2\) expected, \(8, 2, 3\) found"):
         idc.open_cub(cfg, dataset)
@@ -705,8 +713,9 @@ def test_cross_task_data_comes_first(tmp_path, tiny, monkeypatch):
     assert "mlm" in names["cub"] and "class" not in names["cub"]
     assert {"mlm", "class", "contrast", "same_class"} <= names["pretrain"]
     assert "caption" in names["finetune"]
-    words = torch.load(tmp_path / "run" / "best.pt", weights_only=True)["vocab"]
-    assert {"beak", "bill"} <= set(words)  # words of both data sets
+    best = torch.load(tmp_path / "run" / "best.pt", weights_only=True)
+    assert {"beak", "bill"} <= set(best["vocab"])  # words of both data sets
+    assert best["max_len"] == 10  # of CUB's longest caption
     run("--eval", tmp_path / "run" / "best.pt", "--device", "cpu")
 
     # Captions and birds go on where an interrupted run stood.
