@@ -148,13 +148,10 @@ class Vocab:
     ) -> "Vocab":
         """The vocabulary of the words that occur in the captions at least `min_count` times."""
         counts = Counter()
-        for caption, times in Counter(captions).items():  # tokenizes repeated captions once
-            for word in tokenizer(caption):
-                counts[word] += times
-        for word in SPECIAL:
-            counts.pop(word, None)
-        words = sorted(word for word, count in counts.items() if count >= min_count)
-        return cls(SPECIAL + words, tokenizer, max_words)
+        for caption in captions:
+            counts.update(tokenizer(caption))
+        words = {word for word, count in counts.items() if count >= min_count}
+        return cls(SPECIAL + sorted(words - set(SPECIAL)), tokenizer, max_words)
 
     def __len__(self) -> int:
         return len(self.words)
@@ -220,8 +217,8 @@ class Release:
     """The contents of a data set's files as released by its authors. A reader fills in scenes and
     paths; the rest is optional."""
 
-    # By split. All of SPLITS must be there, with an empty list for a split that is not released.
-    scenes: dict[str, list[Scene]] = field(default_factory=dict)
+    # By split; empty for a split that is not released
+    scenes: dict[str, list[Scene]] = field(default_factory=lambda: {s: [] for s in SPLITS})
     paths: dict[str, Path] = field(default_factory=dict)  # name of an image of any pair -> file
     groups: dict[str, set[str]] = field(default_factory=dict)  # pair ids to score separately
     # Kind of change -> pair ids. Sample pictures are chosen by kind. The pairs of the kind
@@ -265,7 +262,6 @@ def release_from_pairs(
     to `folder`; pairs of the same id are one, with the captions of all. kinds: kind of change ->
     pair ids; each is scored separately. InputError if a split is unknown, or a pair is in two."""
     release = Release(groups=kinds or {}, kinds=kinds or {}, notes=[*notes])
-    release.scenes = {split: [] for split in SPLITS}
     first: dict[str, tuple[str, Pair]] = {}  # id -> split and pair
     for split, rows in pairs.items():
         for pair in rows:
@@ -309,8 +305,8 @@ def read_table(
         if number == 1:
             heads = [cell.lower() for cell in cells]
             place += f": found the columns {', '.join(heads)!r:.60}, expected"
-            if not set(columns) <= set(heads) or len(set(heads)) < len(heads):
-                raise InputError(f"{place} {', '.join(columns)}, each of them once")
+            if not set(columns) <= set(heads):
+                raise InputError(f"{place} {', '.join(columns)}")
             if "captions" in heads[:-1]:  # where an unquoted comma can go unnoticed
                 raise InputError(f"{place} captions as the last one")
         elif len(cells) > len(heads):
@@ -419,7 +415,6 @@ def read_clevr_change(root: Path) -> Release:
     release = Release()
     release.groups = {"semantic change": set(), "only distractor": set()}
     for split in SPLITS:
-        release.scenes[split] = []
         for number in splits[split]:
             names = {view: f"CLEVR_{view}_{number:06d}.png" for view in CLEVR_FOLDERS}
             for view, folder in CLEVR_FOLDERS.items():
@@ -440,8 +435,7 @@ def read_clevr_change(root: Path) -> Release:
     release.kinds = {kind: set(ids) for kind, ids in types.items()}
     release.groups |= release.kinds
     release.kinds["no change"] = release.groups["only distractor"]
-    for pair_id, iou in read_by_pair(root / "change_captions_by_IOU.json").items():
-        release.overlap[pair_id] = float(iou)
+    release.overlap = read_by_pair(root / "change_captions_by_IOU.json")
     for pair_id, sides in read_by_pair(root / "change_captions_with_bbox.json").items():
         release.boxes[pair_id] = (sides["bbox_before"], sides["bbox_after"])
     return release
@@ -559,9 +553,9 @@ LEVIR_SAME = (
 
 def read_levir_cc(root: Path) -> Release:
     """LEVIR-CC (Liu et al., TGRS 2022): LevirCCcaptions.json, and images/<split>/A (before) and B
-    (after). Captions are the non-empty tokens given in the file. `changeflag` (0 or 1, false or
-    true) marks changed pairs; if it is absent, LEVIR_SAME decides. The split is this file's, not
-    LEVIR-CD's. Rows of one picture form one pair."""
+    (after). Captions are the non-empty tokens in the file. `changeflag`, 0 or 1, marks changed
+    pairs; without it, LEVIR_SAME decides. The split is this file's, not LEVIR-CD's. Rows of one
+    picture form one pair."""
     pairs = defaultdict(list)
     kinds = {"change": set(), "no change": set()}
     for row in read_json(root / "LevirCCcaptions.json")["images"]:
@@ -618,12 +612,8 @@ def read_birds_to_words(root: Path) -> Release:
             pairs[split].append(pair)
         else:
             left_out += 1
-    notes = []
-    if left_out:
-        notes.append(
-            f"{left_out} captions are left out: {images} lacks a photograph of their pairs"
-        )
-    return release_from_pairs(pairs, images, notes=notes)
+    note = f"{left_out} captions are left out: {images} lacks a photograph of their pairs"
+    return release_from_pairs(pairs, images, notes=[note] if left_out else [])
 
 
 DATASETS["birds_to_words"] = Settings(
@@ -686,9 +676,6 @@ DATASETS["nabirds"] = Settings(
 )
 
 
-OWN_COLUMNS = ("before", "after", "captions", "split", "kind")
-
-
 def own_pair(row: dict[str, str]) -> Pair:
     """The pair in a row of your own table. Its id is made of its two paths, which are normalised
     ("./a.png" is "a.png")."""
@@ -720,9 +707,7 @@ def read_pairs(root: Path) -> Release:
     Paths are relative to the folder. A | separates captions; a pair may also have several rows.
 
     Two columns are optional: `split` (train, val or test in every row; without it: hashed_split)
-    and `kind`, the kind of change. Each kind is scored separately; of the kind "no change", the
-    share of pairs recognised is reported, too. InputError if a row lacks a path or a caption, a
-    pair is in two splits or has two kinds, or a kind is called like another row of the scores."""
+    and `kind`, the kind of change."""
     file = root / "pairs.csv"
     table = read_table(file, ("before", "after", "captions"))
     pairs = defaultdict(list)
@@ -741,8 +726,9 @@ def read_pairs(root: Path) -> Release:
             kinds[kind].add(pair.id)
         if kind in scores.ROWS:
             raise InputError(f"{file}: the scores have a row {kind!r}; rename this kind")
-    unused = [column for column in (table[0] if table else ()) if column not in OWN_COLUMNS]
-    notes = [f"{file}: the column {column!r} is not used" for column in unused]
+    columns = set(table[0]) if table else set()
+    unused = columns - {"before", "after", "captions", "split", "kind"}
+    notes = [f"{file}: the column {column!r} is not used" for column in sorted(unused)]
     for split in ("val", "test"):
         if split not in pairs:
             why = "without it, pairs that share their first picture share a split"
@@ -1099,7 +1085,7 @@ def prepare(
         kinds = [f", {len(ids & members)} {kind}" for kind, members in release.kinds.items()]
         print(f"{split}: {len(ids)} pairs{''.join(kinds)}")
     if not path.exists():
-        make_features(name, root, release, device, extractor)
+        make_features(name, path, release, device, extractor)
     features = open_features(name, root, extractor)
     features.require(release.paths)
     copies = copies_of_training_pictures(release, features)
@@ -1128,22 +1114,21 @@ def copies_of_training_pictures(release: Release, features: Features) -> list[st
     """Names of val's and test's pictures with the content, but not the name, of a training one."""
     content_of = {name: (size, check) for name, (size, _, check) in features.stamps.items()}
     names = release.images(["train"])
-    training: dict[tuple, list[str]] = {}  # size and checksum -> training pictures
+    training = defaultdict(list)  # size and checksum -> training pictures
     for name in names:
-        training.setdefault(content_of[name], []).append(name)
+        training[content_of[name]].append(name)
     copies = []
     for name in sorted(release.images(["val", "test"]) - names):
         # Different PNG files of one size may have the same checksum, so their features decide.
-        row = features.data[features.row_of[name]]
-        similar = training.get(content_of[name], [])
-        if any((features.data[features.row_of[other]] == row).all() for other in similar):
+        row = features.rows([name])
+        similar = training[content_of[name]]
+        if any(torch.equal(features.rows([other]), row) for other in similar):
             copies.append(name)
     return copies
 
 
-def make_features(name: str, root: Path, release: Release, device: str, extractor: str) -> None:
+def make_features(name: str, path: Path, release: Release, device: str, extractor: str) -> None:
     """Write the feature file of a release, see `prepare`."""
-    path = feature_file(name, root, extractor)
     settings = DATASETS[name]
     extractor = extractor or settings.extractor
     names = sorted(release.paths)
@@ -1215,21 +1200,13 @@ def prefetch(items: Iterator) -> Iterator:
 
 
 class Dataset:
-    """A data set ready for a method: vocabulary, scenes, features. Made by `load`. Without features
-    (for counting words) there are no batches and no grid.
+    """A data set ready for a method: vocabulary, scenes, features. Made by `load`.
 
     A method's train and evaluate use vocab, grid, max_len, train_batches, eval_batches, results,
     state and check_state. Any object that has these can replace a Dataset; methods that use more
     say so where they do."""
 
-    def __init__(
-        self,
-        name: str,
-        root: Path,
-        release: Release,
-        vocab: Vocab,
-        features: Features | None = None,
-    ):
+    def __init__(self, name: str, root: Path, release: Release, vocab: Vocab, features: Features):
         self.name = name
         self.settings = DATASETS[name]
         self.root = root
@@ -1241,10 +1218,9 @@ class Dataset:
         self.features = features
         texts = set(release.captions(SPLITS))  # of all splits, as in the authors' scripts
         # Ids of the longest caption, START and END included; batches are padded to it.
-        self.max_len = 2 + max((len(vocab.split(text)) for text in texts), default=0)
-        if features is not None:
-            self.grid = tuple(features.data.shape[1:])  # (C, H, W)
-            features.require(self.paths)
+        self.max_len = 2 + max(len(vocab.split(text)) for text in texts)
+        self.grid = tuple(features.data.shape[1:])  # (C, H, W)
+        features.require(self.paths)
 
     def train_batches(
         self, batch_size: int, seed: int, first: int, last: int
@@ -1256,9 +1232,7 @@ class Dataset:
         batches = prefetch(self.make_batches(batch_size, seed, first, last))
         return iter(tqdm(batches, "train", last, initial=first, disable=None))
 
-    def make_batches(
-        self, batch_size: int, seed: int, first: int, last: int
-    ) -> Iterator[tuple[Batch, ...]]:
+    def make_batches(self, batch_size: int, seed: int, first: int, last: int) -> Iterator:
         """What train_batches yields."""
         scenes = self.scenes["train"]
         # [ours] Every batch is full, so that torch.compile makes one graph. The scenes that are
@@ -1605,11 +1579,10 @@ def load_captioner(
     extractor: str = "",
     inputs: Callable | None = None,
 ) -> Captioner:
-    """A trained model for any two pictures: caption, maps = load_captioner(Model, Config,
-    "best.pt")(before, after). Model: as in common.load_model, with generate and attention_map.
-    device: default cuda if available. extractor: the network of the features (default: as in
-    training); timm/MODEL:FILE says where FILE is now. inputs: see Captioner. InputError if the
-    network or FILE is another one than in training."""
+    """A trained model for any two pictures. Model: as in common.load_model, with generate and
+    attention_map. device: default cuda if available. extractor: the network of the features
+    (default: as in training); timm/MODEL:FILE says where FILE is now. inputs: see Captioner.
+    InputError if the network or FILE is another one than in training."""
     cfg = saved_config(Config, checkpoint)
     if cfg.blind:
         raise InputError(f"{checkpoint} was trained with --blind and has never seen an image")
@@ -1736,7 +1709,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in DATASETS:
         p = commands.add_parser(name, help=f"prepare the data set {name}", allow_abbrev=False)
         folder = f"data/{name}"
-        p.add_argument("--data_dir", type=home_expanded, default=folder, help="its folder")
+        p.add_argument("--data_dir", type=home_expanded, default=folder, help=f"default: {folder}")
         p.add_argument("--device", default="", help="of the extractor (default: cuda if available)")
         text = f"network that makes the features: {', '.join(RESNETS)}, timm/MODEL, timm/MODEL:FILE"
         text += " (default: the data set's own)"
