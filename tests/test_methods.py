@@ -531,7 +531,7 @@ def test_resume_equals_no_interruption(method, minis, tmp_path, monkeypatch):
 
 
 class OwnData:
-    """What data.DatasetProtocol lists, and nothing else. The task: which image is brighter?"""
+    """What data.Dataset's docstring lists, and no more. The task: which image is brighter?"""
 
     vocab = data.Vocab([*data.SPECIAL, "brighter", "darker"])
     grid = (5, 2, 3)
