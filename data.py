@@ -1584,8 +1584,6 @@ def load_captioner(
     (default: as in training); timm/MODEL:FILE says where FILE is now. inputs: see Captioner.
     InputError if the network or FILE is another one than in training."""
     cfg = saved_config(Config, checkpoint)
-    if cfg.blind:
-        raise InputError(f"{checkpoint} was trained with --blind and has never seen an image")
     cfg.device = usable_device(device)
     model, state = load_model(Model, cfg, checkpoint)
     trained = state["extractor"]  # for timm/MODEL:FILE, it has a digest of FILE
