@@ -280,9 +280,6 @@ def release_from_pairs(
     return release
 
 
-AUTHORS_FILES = "the authors' .npy files"  # the attribute `preprocessing` of such feature files
-
-
 def read_table(
     path: Path, columns: Iterable[str], quoting: int = csv.QUOTE_MINIMAL
 ) -> list[dict[str, str]]:
@@ -333,6 +330,9 @@ def read_lines(path: Path, errors: str = "strict") -> list[str]:
 def read_columns(path: Path) -> dict[str, str]:
     """The lines of a text file: first word -> rest of the line."""
     return dict(line.split(maxsplit=1) for line in read_lines(path))
+
+
+AUTHORS_FILES = "the authors' .npy files"  # the attribute `preprocessing` of such feature files
 
 
 def authors_features(picture: Path) -> Path:
@@ -1028,9 +1028,9 @@ class Features:
                 raise InputError(f"{self.path} was made before {file} was replaced; {self.remedy}")
 
 
-def feature_file(name: str, root: Path, extractor: str = "") -> Path:
+def feature_file(name: str, root: Path, extractor: str) -> Path:
     """features.h5, or features-<extractor>.h5 if the extractor is not the data set's own."""
-    if extractor in ("", DATASETS[name].extractor):
+    if extractor == DATASETS[name].extractor:
         return root / "features.h5"
     return root / f"features-{re.sub('[/:]', '-', extractor_name(extractor))}.h5"
 
@@ -1045,13 +1045,12 @@ def extractor_name(extractor: str) -> str:
     return f"{model}:{digest[:12]}"
 
 
-def open_features(name: str, root: Path, extractor: str = "") -> Features:
-    """Opens the feature file of a data set, for its own extractor or the given one."""
+def open_features(name: str, root: Path, extractor: str) -> Features:
+    """Opens the feature file of a data set that the extractor has made."""
     command = f"python data.py {name} --data_dir {root}"
-    if extractor:
+    if extractor != DATASETS[name].extractor:
         command += f" --extractor {extractor}"
-    made_by = extractor_name(extractor or DATASETS[name].extractor)
-    return Features(feature_file(name, root, extractor), command, made_by)
+    return Features(feature_file(name, root, extractor), command, extractor_name(extractor))
 
 
 def vocab_of(name: str, release: Release) -> Vocab:
@@ -1068,6 +1067,7 @@ def prepare(
     training scenes (see mini.make). Features are taken from the authors' .npy files if these exist
     and the extractor is the data set's own; otherwise they are made from the pictures."""
     settings = DATASETS[name]
+    extractor = extractor or settings.extractor
     path = feature_file(name, root, extractor)
     if settings.make:
         settings.make(root, scenes)
@@ -1130,7 +1130,6 @@ def copies_of_training_pictures(release: Release, features: Features) -> list[st
 def make_features(name: str, path: Path, release: Release, device: str, extractor: str) -> None:
     """Write the feature file of a release, see `prepare`."""
     settings = DATASETS[name]
-    extractor = extractor or settings.extractor
     names = sorted(release.paths)
     pictures = [release.paths[n] for n in names]
     if settings.authors_features and extractor == settings.extractor:
@@ -1356,7 +1355,7 @@ def load(
     memory). blind: batches have zeros in place of features."""
     root = Path(root)
     release = read_release(name, root)
-    features = open_features(name, root, extractor)
+    features = open_features(name, root, extractor or DATASETS[name].extractor)
     features.blind = blind
     dataset = Dataset(name, root, release, vocab_of(name, release), features)
     size = features.data.nbytes
