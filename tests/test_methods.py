@@ -635,8 +635,8 @@ def test_mini_from_nothing_to_a_caption(
     checkpoint = (out / "best.pt").rename(tmp_path / "moved.pt")
     before = tmp_path / "a.jpg"
     after = tmp_path / "b.gif"
-    Image.new("L", (31, 57), 3).save(before)
-    Image.new("P", (200, 90), 3).save(after)
+    Image.new("L", (64, 64), 3).save(before)
+    Image.new("P", (64, 64), 3).save(after)
     run(method, "--caption", before, after, "--checkpoint", checkpoint, "--device", "cpu")
     caption = capsys.readouterr().out.strip().split("\n")[-1]  # after CHEERS's entities
     text, maps = method.load(checkpoint, "cpu")(before, Image.open(after))  # files or pictures
@@ -652,7 +652,7 @@ def code_in_readme(start: str) -> str:
 def test_the_readmes_lines_caption_pairs_from_python(tmp_path, monkeypatch):
     shutil.copyfile(ASSETS / "scorer_cbr-mini.pt", tmp_path / "best.pt")
     for name in ("before", "after"):
-        Image.new("RGB", (30, 20)).save(tmp_path / f"{name}.png")
+        Image.new("RGB", (64, 64)).save(tmp_path / f"{name}.png")
     monkeypatch.chdir(tmp_path)
     names = {"scorer_cbr": scorer_cbr, "scores": scores, "Image": Image, "Path": Path}
     exec(code_in_readme("captioner = "), names)
