@@ -650,7 +650,9 @@ def code_in_readme(start: str) -> str:
 
 
 def test_the_readmes_lines_caption_pairs_from_python(tmp_path, monkeypatch):
-    shutil.copyfile(ASSETS / "scorer_cbr-mini.pt", tmp_path / "best.pt")
+    run = tmp_path / "runs/scorer_cbr-pairs"
+    run.mkdir(parents=True)
+    shutil.copyfile(ASSETS / "scorer_cbr-mini.pt", run / "best.pt")
     for name in ("before", "after"):
         Image.new("RGB", (64, 64)).save(tmp_path / f"{name}.png")
     monkeypatch.chdir(tmp_path)
