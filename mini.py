@@ -174,11 +174,8 @@ def unit(v: np.ndarray) -> np.ndarray:
 
 
 def sample_cameras(rng: np.random.Generator) -> list[Camera]:
-    """The cameras of a scene's views.
-
-    A camera a and a spread s in 0 ... 1 are drawn for the scene, and a camera b for each view. The
-    view uses (1 - s) a + s b, so the views of some scenes are alike, and those of others far apart.
-    """
+    """The cameras of a scene's views, each (1 - s) a + s b. A camera a and a spread s in 0 ... 1
+    belong to the scene, b to the view. So some scenes' views are alike, and others' far apart."""
     spread = rng.uniform()
     a = rng.uniform(-2.5, 2.5, (2, 3))  # offsets of the camera's position and of its target
     cameras = []
@@ -394,8 +391,7 @@ def relation(item: dict, other: dict, right: np.ndarray) -> tuple[str, float]:
 def change_captions(
     kind: str, before: list[dict], after: list[dict], changed: int, right: np.ndarray
 ) -> list[str]:
-    """Six different sentences for a change: three verbs times two descriptions of the changed
-    object.
+    """Six different sentences for a change: three verbs times two descriptions of its object.
 
     A description gives the object's full name and its place relative to a nearby object, if any
     relation is clear for a camera with this `right` axis. It describes the scene before the change
@@ -521,11 +517,6 @@ def truth_of(pair_id: str, root: Path) -> dict:
     return read_scenes(root)[str(int(pair_id[:6]))]  # 000012.png and 000012.png_n: scene 12
 
 
-def is_right(pair_id: str, caption: str, root: Path) -> bool:
-    """Whether everything is true that a caption says."""
-    return all(judge(pair_id, caption, truth_of(pair_id, root)).values())
-
-
 def accuracy(captions: dict[str, str], root: Path) -> dict[str, float]:
     """The share of true statements of each sort (see `judge`), in %; NaN if there are none.
     captions: pair id -> caption."""
@@ -606,9 +597,8 @@ def describe(
 def draw_scene(root: Path, job: tuple[int, int, int]) -> dict:
     """Draws a scene into the folder root -> what `describe` says, and six no-change sentences.
 
-    job: the number of the split, the scene's number in it, and its number in the folder. Only the
-    first two matter: a scene depends neither on how many there are nor on which process draws it.
-    """
+    job: the number of the split, the scene's number in it, and its number in the folder. A scene
+    depends on the first two alone, not on how many there are or on which process draws it."""
     split, number, i = job
     rng = np.random.default_rng([SEED, split, number])
     kind = KINDS[number % len(KINDS)]
@@ -679,7 +669,6 @@ def render(root: Path, counts: dict[str, int]) -> None:
 
 ASSETS = Path(__file__).parent / "assets"
 SHIPPED = "it comes with the code: fetch it again"  # the remedy for a broken weight file
-PREPROCESSING = "RGB of 64x64 pixels, /127.5 - 1"  # as noted in feature files
 
 
 def conv(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Sequential:

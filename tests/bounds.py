@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -76,7 +77,9 @@ def main() -> None:
     root = args.data_dir or Path("data", args.name)
     # Only of Birds-to-Words, whose pairs are left out without them, are the pictures needed.
     release = data.read_release(args.name, root)
-    dataset = data.Dataset(args.name, root, release, data.vocab_of(args.name, release))
+    vocab = data.vocab_of(args.name, release)
+    no_features = SimpleNamespace(data=np.empty((0, 0, 0, 0)), require=lambda paths: None)
+    dataset = data.Dataset(args.name, root, release, vocab, no_features)
     groups = scores.groups_of(dataset, "test")
     table = {}
     for bound, (captions, references) in bounds(dataset).items():

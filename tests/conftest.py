@@ -149,12 +149,20 @@ def write_features(name, root):
     data.write_features(path, names, files, [features], settings.extractor, "at random")
 
 
+class NoFeatures:
+    """For a Dataset of which a test needs the words and pairs alone."""
+
+    data = np.empty((0, *GRID))
+
+    def require(self, paths):
+        """All is there."""
+
+
 class MeanColor:
     """An extractor without a network: a picture's mean brightness, on a small grid. For layer4 the
     grid has four channels, otherwise three."""
 
     def __init__(self, name, device):
-        self.preprocessing = "mean colour"
         self.grid = (4 if "layer4" in name else 3, 2, 3)
 
     def blocks(self, paths, batch):

@@ -439,7 +439,8 @@ def write_assets(run: Path, data_dir: str) -> None:
         maps[pair.id] = pair_maps
     scores.sample_sheet(dataset, "test", captions, maps, {}, ASSETS / "samples.png")
     for pair in pairs.values():
-        if mini.is_right(pair.id, captions[pair.id], dataset.root):
+        verdicts = mini.judge(pair.id, captions[pair.id], mini.truth_of(pair.id, dataset.root))
+        if all(verdicts.values()):
             shutil.copyfile(dataset.paths[pair.before], ASSETS / "before.png")
             shutil.copyfile(dataset.paths[pair.after], ASSETS / "after.png")
             print(f"assets/before.png and after.png: {captions[pair.id]!r}")

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import GRID
+from conftest import GRID, NoFeatures
 
 import data
 from common import InputError
@@ -68,7 +68,7 @@ def test_optional_files(release):
     captions["CLEVR_nonsemantic_000003.png"] = ["seen from there"]
     boxes = {"bbox_before": [1, 2, 3, 4], "bbox_after": None}
     (release / "change_captions.json").write_text(json.dumps(captions))
-    (release / "change_captions_by_IOU.json").write_text('{"3": "0.25"}')
+    (release / "change_captions_by_IOU.json").write_text('{"3": 0.25}')
     (release / "change_captions_with_bbox.json").write_text(json.dumps({"3": boxes}))
     read = data.read_clevr_change(release)
     scene = read.scenes["train"][3]
@@ -120,14 +120,13 @@ def test_the_system_is_told_which_bytes_are_read_next(tmp_path, monkeypatch):
 @pytest.fixture
 def page_locked(monkeypatch):
     """The tensors in page-locked memory, which here is not page-locked: there may be no GPU."""
-    empty = torch.empty
     made = []
 
-    def unpinned(shape, dtype, pin_memory):
-        made.append(empty(shape, dtype=dtype))
-        return made[-1]
+    def unpinned(rows):
+        made.append(rows)
+        return rows
 
-    monkeypatch.setattr(torch, "empty", unpinned)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", unpinned)
     return made
 
 
@@ -248,7 +247,8 @@ def test_the_longest_caption_may_be_in_any_split():
     train = data.Pair("1", "a", "b", ["c"])
     test = data.Pair("2", "d", "e", ["c d e"])
     release = data.release_from_pairs({"train": [train], "test": [test]}, Path())
-    dataset = data.Dataset("pairs", Path(), release, data.Vocab.from_captions(["c"]))
+    vocab = data.Vocab.from_captions(["c"])
+    dataset = data.Dataset("pairs", Path(), release, vocab, NoFeatures())
     assert dataset.max_len == 2 + 3
 
 
@@ -295,7 +295,8 @@ def test_pairs_that_share_a_picture_are_told(shared, noted, capsys):
     pairs = [data.Pair(f"{n}", f"b{n}", f"a{n}", ["c"]) for n in range(20 - shared)]
     pairs += [data.Pair(f"r{n}", "b0", f"r{n}", ["c"]) for n in range(shared)]
     release = data.release_from_pairs({"train": pairs}, Path())
-    dataset = data.Dataset("pairs", Path(), release, data.Vocab.from_captions(["c"]))
+    vocab = data.Vocab.from_captions(["c"])
+    dataset = data.Dataset("pairs", Path(), release, vocab, NoFeatures())
     cfg = SimpleNamespace(w_match=0.5, w_other=0.0)
     data.note_on_negatives(dataset, cfg, "w_match", "w_other")
     told = capsys.readouterr().out

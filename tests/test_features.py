@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import io
 import itertools
 import zlib
 from pathlib import Path
@@ -101,7 +100,7 @@ def test_resnet_extractors_are_torchvisions_layers(name, side, grid, monkeypatch
             expected = net.layer4(expected)
     if side == 256:
         expected = torch.nn.functional.adaptive_avg_pool2d(expected, 14)
-    found = extractor([picture])
+    found = next(extractor.blocks([picture], 1))
     assert found.shape == (1, *grid)
     assert found.dtype == torch.float16
     torch.testing.assert_close(found.float(), expected, atol=2e-3, rtol=2e-3)
@@ -112,7 +111,7 @@ def test_features_stay_in_the_order_of_the_pictures():
     extractor = data.Extractor("mini-cnn")
     blocks = list(extractor.blocks(pictures, 3))
     assert [len(block) for block in blocks] == [3, 3, 1]
-    each = torch.cat([extractor([picture]) for picture in pictures])
+    each = torch.cat([next(extractor.blocks([picture], 1)) for picture in pictures])
     torch.testing.assert_close(torch.cat(blocks), each, atol=1e-3, rtol=1e-2)
 
 
@@ -140,18 +139,20 @@ def test_a_timm_backbone(tmp_path):
     torch.testing.assert_close(x[:, 112, 112], -mean / std)
     with torch.no_grad():
         expected = net.forward_features(x[None])
-    torch.testing.assert_close(extractor([picture]).float(), expected, atol=5e-3, rtol=5e-3)
+    found = next(extractor.blocks([picture], 1))
+    torch.testing.assert_close(found.float(), expected, atol=5e-3, rtol=5e-3)
 
 
 def test_timm_weights_as_training_scripts_save_them(tmp_path):
     """Wrapped, of several GPUs, with other classes; but whole, and under timm's names."""
     weights = timm_weights(tmp_path / "w.pt").state_dict()
-    expected = data.Extractor(f"timm/test_resnet:{tmp_path / 'w.pt'}")([noise(64, 64)])
+    extractor = data.Extractor(f"timm/test_resnet:{tmp_path / 'w.pt'}")
+    expected = next(extractor.blocks([noise(64, 64)], 1))
     other = weights | {"fc.weight": torch.zeros(3, 5), "fc.bias": torch.zeros(3)}
     content = {"state_dict": {f"module.{key}": value for key, value in other.items()}}
     torch.save(content, tmp_path / "other.pt")
-    found = data.Extractor(f"timm/test_resnet:{tmp_path / 'other.pt'}")([noise(64, 64)])
-    assert torch.equal(found, expected)
+    extractor = data.Extractor(f"timm/test_resnet:{tmp_path / 'other.pt'}")
+    assert torch.equal(next(extractor.blocks([noise(64, 64)], 1)), expected)
     weights["trunk"] = weights.pop("conv1.0.weight")
     torch.save(weights, tmp_path / "other.pt")
     with pytest.raises(InputError, match="other.pt.*conv1.0.weight.*timm's names"):
@@ -190,12 +191,12 @@ def test_without_network_the_remedy_is_named(monkeypatch):
 
 @pytest.mark.parametrize("form", data.FORMATS)
 def test_pictures_are_known_by_their_content(form, tmp_path):
-    """The name of a file is ignored. From Python, a picture may be an open file or a PIL image."""
+    """The name of a file is ignored. From Python, a picture may be a PIL image."""
     path = tmp_path / "a.picture"
     noise(12, 16).save(path, form)
     picture = Image.open(path)
     expected = np.array(picture.convert("RGB"))
-    for source in (path, io.BytesIO(path.read_bytes()), picture):
+    for source in (path, picture):
         assert np.array_equal(data.read_image(source), expected)
 
 
@@ -254,16 +255,10 @@ def test_pictures_are_turned_upright(tmp_path):
 # ---- preparation ---------------------------------------------------------------------------------
 
 
-def small_maps(monkeypatch, grid):
-    """Declares that CLEVR-Change's extractor gives maps of (C, H, W) = grid."""
-    preprocess, _ = data.RESNETS["resnet101-layer3"]
-    monkeypatch.setitem(data.RESNETS, "resnet101-layer3", (preprocess, grid))
-
-
 def write_maps(root, grid):
     """The authors' .npy files of a CLEVR-Change release: a map holds its scene's last digit."""
     for name, picture in data.read_clevr_change(root).paths.items():
-        file = data.authors_features(picture, root)
+        file = data.authors_features(picture)
         file.parent.mkdir(exist_ok=True)
         np.save(file, np.full(grid, float(name[-5]), np.float32))
     return file
@@ -296,17 +291,13 @@ def test_features_of_the_pictures(release, monkeypatch):
             assert x.mean().item() == pytest.approx(mean, rel=1e-3)
 
 
-def test_the_authors_features(release, monkeypatch):
-    """They take the place of the extractor's. Nothing in a file is executed, and a file that is no
-    feature map is refused."""
-    small_maps(monkeypatch, GRID)
+def test_the_authors_features(release):
+    """They take the place of the extractor's. Nothing in a file is executed."""
     file = write_maps(release, GRID)
     right = np.load(file)
-    rows_first = np.zeros((2, 3, 8), np.float32)  # (H, W, C)
-    for wrong in (np.array([{}], dtype=object), rows_first):
-        np.save(file, wrong)
-        with pytest.raises(InputError, match=file.name):
-            data.prepare("clevr_change", release, "cpu")
+    np.save(file, np.array([{}], dtype=object))
+    with pytest.raises(InputError, match=file.name):
+        data.prepare("clevr_change", release, "cpu")
     assert not list(release.glob("features.h5*"))
     np.save(file, right)
     data.prepare("clevr_change", release, "cpu")
@@ -372,8 +363,7 @@ def test_a_timm_backbone_through_preparation_training_and_captioning(tmp_path, t
     scorer_cbr.main([*tiny, "--dataset", "pairs", *flags, "--out_dir", run, "--steps", "1"])
     pictures = [str(tmp_path / "train.png"), str(tmp_path / "b.png")]
     caption_with = ["--caption", *pictures, "--checkpoint", f"{run}/best.pt", "--device", "cpu"]
-    told = capsys.readouterr().out
-    assert "so few val pairs" in told and "so few test pairs" in told  # one of each
+    capsys.readouterr()
     scorer_cbr.main(caption_with)
     assert capsys.readouterr().out.count("\n") == 1
     moved = (tmp_path / "w.pt").rename(tmp_path / "moved.pt")

@@ -540,7 +540,7 @@ def test_resume_equals_no_interruption(method, minis, tmp_path, monkeypatch):
 
 
 class OwnData:
-    """What data.DatasetProtocol lists, and nothing else. The task: which image is brighter?"""
+    """What data.Dataset's docstring lists, and no more. The task: which image is brighter?"""
 
     vocab = data.Vocab([*data.SPECIAL, "brighter", "darker"])
     grid = (5, 2, 3)
@@ -644,8 +644,8 @@ def test_mini_from_nothing_to_a_caption(
     checkpoint = (out / "best.pt").rename(tmp_path / "moved.pt")
     before = tmp_path / "a.jpg"
     after = tmp_path / "b.gif"
-    Image.new("L", (31, 57), 3).save(before)
-    Image.new("P", (200, 90), 3).save(after)
+    Image.new("L", (64, 64), 3).save(before)
+    Image.new("P", (64, 64), 3).save(after)
     run(method, "--caption", before, after, "--checkpoint", checkpoint, "--device", "cpu")
     caption = capsys.readouterr().out.strip().split("\n")[-1]  # after CHEERS's entities
     text, maps = method.load(checkpoint, "cpu")(before, Image.open(after))  # files or pictures
@@ -659,9 +659,11 @@ def code_in_readme(start: str) -> str:
 
 
 def test_the_readmes_lines_caption_pairs_from_python(tmp_path, monkeypatch):
-    shutil.copyfile(ASSETS / "scorer_cbr-mini.pt", tmp_path / "best.pt")
+    run = tmp_path / "runs/scorer_cbr-pairs"
+    run.mkdir(parents=True)
+    shutil.copyfile(ASSETS / "scorer_cbr-mini.pt", run / "best.pt")
     for name in ("before", "after"):
-        Image.new("RGB", (30, 20)).save(tmp_path / f"{name}.png")
+        Image.new("RGB", (64, 64)).save(tmp_path / f"{name}.png")
     monkeypatch.chdir(tmp_path)
     names = {"scorer_cbr": scorer_cbr, "scores": scores, "Image": Image, "Path": Path}
     exec(code_in_readme("captioner = "), names)

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from conftest import NoFeatures
 from PIL import Image
 
 import data
@@ -184,7 +185,8 @@ def test_changed_and_unchanged_pairs_are_recognised(tmp_path):
         rows.append(row | {"sentences": sentences})
     (tmp_path / "LevirCCcaptions.json").write_text(json.dumps({"images": rows}))
     release = data.read_levir_cc(tmp_path)
-    dataset = data.Dataset("levir_cc", tmp_path, release, data.vocab_of("levir_cc", release))
+    vocab = data.vocab_of("levir_cc", release)
+    dataset = data.Dataset("levir_cc", tmp_path, release, vocab, NoFeatures())
     captions = {pair.id: pair.captions[0] for pair in dataset.pairs("train")}
     both = {"change recognised": 100, "no change recognised": 100}
     assert scores.accuracy_of(dataset, captions) == both
