@@ -974,8 +974,9 @@ class Features:
             raise InputError(f"{path} was made by {self.extractor}, not {extractor}; {self.remedy}")
         self.file = open(path, "rb")  # stays open, for `announce`
         self.offset = offset
-        # h5py reads rows in sorted order only.
-        self.data = np.memmap(self.file, np.float16, "r", offset, shape)
+        # h5py reads rows in sorted order only. PyTorch asks for a map that could be written to; "c"
+        # keeps such changes in memory.
+        self.data = torch.from_numpy(np.memmap(self.file, np.float16, "c", offset, shape))
         self.device = "cpu"  # `load` sets it if batches are sent to a GPU
         self.blind = False  # `load` sets it for the baseline that sees no images
 
@@ -996,18 +997,17 @@ class Features:
     def rows(self, names: list[str]) -> Tensor:
         """Features of the named images (n, C, H, W) float16, in RAM or on the GPU. They may still
         be on their way there: the copy from page-locked memory is asynchronous."""
-        index = [self.row_of[name] for name in names]
+        index = torch.tensor([self.row_of[name] for name in names])
+        shape = (len(index), *self.data.shape[1:])
         if self.blind:
-            return torch.from_numpy(np.zeros((len(index), *self.data.shape[1:]), np.float16))
-        if isinstance(self.data, Tensor):
+            return torch.zeros(shape, dtype=torch.float16)
+        if self.data.is_cuda:
             # Indexing by the list itself would wait for what the GPU has to do before.
-            on_gpu = torch.tensor(index).to(self.data.device, non_blocking=True)
-            return self.data[on_gpu]
-        self.announce(index)
-        rows = torch.from_numpy(self.data[index])
-        if self.device == "cpu":
-            return rows
-        return rows.pin_memory().to(self.device, non_blocking=True)
+            return self.data[index.to(self.data.device, non_blocking=True)]
+        self.announce(index.tolist())
+        rows = torch.empty(shape, dtype=torch.float16, pin_memory=self.device != "cpu")
+        torch.index_select(self.data, 0, index, out=rows)  # in several threads, unlike NumPy
+        return rows.to(self.device, non_blocking=True)
 
     def require(self, paths: dict[str, Path]) -> None:
         """InputError if an image has no features, or if its picture (or the authors' .npy file) has
@@ -1366,7 +1366,7 @@ def load(
         free, _ = torch.cuda.mem_get_info(device)
         fits = size < 0.6 * free
         if where == "gpu" or (where == "auto" and fits):
-            features.data = torch.tensor(features.data, device=device)
+            features.data = features.data.to(device)
             place = "on the GPU"
         else:
             features.device = device

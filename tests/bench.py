@@ -221,7 +221,7 @@ def plain_batches(dataset: data.Dataset, size: int, seed: int):
             pairs = [scenes[i].pairs[n] for i in order[start : start + size]]
             for names in ([pair.before for pair in pairs], [pair.after for pair in pairs]):
                 index = [features.row_of[name] for name in names]
-                tensors.append(torch.from_numpy(features.data[index]))
+                tensors.append(torch.from_numpy(features.data.numpy()[index]))
         yield tensors
 
 

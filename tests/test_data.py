@@ -121,12 +121,15 @@ def test_the_system_is_told_which_bytes_are_read_next(tmp_path, monkeypatch):
 def page_locked(monkeypatch):
     """The tensors in page-locked memory, which here is not page-locked: there may be no GPU."""
     made = []
+    empty = torch.empty
 
-    def unpinned(rows):
-        made.append(rows)
-        return rows
+    def unpinned(*shape, pin_memory=False, **options):
+        tensor = empty(*shape, **options)
+        if pin_memory:
+            made.append(tensor)
+        return tensor
 
-    monkeypatch.setattr(torch.Tensor, "pin_memory", unpinned)
+    monkeypatch.setattr(torch, "empty", unpinned)
     return made
 
 
