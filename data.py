@@ -1402,7 +1402,7 @@ def note_on_negatives(dataset: Dataset, cfg: RunConfig, *weights: str) -> None:
     flags = " ".join(f"--{name} 0" for name in weights if getattr(cfg, name))
     if flags and 10 * len(sharing) > len(pairs):
         shares = f"{len(sharing)} of {len(pairs)} training pairs share a picture with another scene"
-        print_notes(f"{shares}, but contrastive losses take them for different: set {flags}")
+        print_notes(f"{shares}; contrastive losses take them for different: compare with {flags}")
 
 
 # ==================================================================================================
