@@ -762,7 +762,7 @@ PRESETS = {
     "levir_cc": dict(action_vectors=10, steps=10000, batch_size=32, lr=2e-4),
     # SCORER's batch for it; steps, rate and 15 epochs (of 268 batches) as for CLEVR-Change.
     "spot_the_diff": dict(action_vectors=10, steps=10000, batch_size=32, lr=2e-4, lr_drop=4020),
-    # [ours] Your own pairs are usually few: half the width, and Spot-the-Diff's K_a. The schedule is
+    # [ours] Own pairs are usually few: half the width, and Spot-the-Diff's K_a. The schedule is
     # explained in SCORER's presets.
     "pairs": dict(action_vectors=10, dim=256, batch_size=16, lr=5e-4, schedule="cosine", warmup=50,
                   grad_clip=1.0, steps=2000, eval_every=1000, select_by="ROUGE-L"),
