@@ -29,10 +29,10 @@ import functools
 import itertools
 import json
 import math
-import multiprocessing
 import re
 import signal
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -641,11 +641,15 @@ def render(root: Path, counts: dict[str, int]) -> None:
             jobs.append((split, number, first + number))
     for folder in VIEWS.values():
         (root / folder).mkdir(parents=True)
-    # On Ctrl-C, only this process raises KeyboardInterrupt; leaving the pool ends the others.
+    # On Ctrl-C, only this process raises KeyboardInterrupt; the others end with the pool.
+    # multiprocessing.Pool would end them by SIGTERM, which run_main handles: that may hang.
     ignore_ctrl_c = (signal.SIGINT, signal.SIG_IGN)
-    with multiprocessing.Pool(initializer=signal.signal, initargs=ignore_ctrl_c) as pool:
-        drawn = pool.imap(functools.partial(draw_scene, root), jobs, chunksize=10)
+    pool = ProcessPoolExecutor(initializer=signal.signal, initargs=ignore_ctrl_c)
+    try:
+        drawn = pool.map(functools.partial(draw_scene, root), jobs, chunksize=10)
         scenes = list(progress(drawn, total=len(jobs), desc="drawing", unit="scene"))
+    finally:
+        pool.shutdown(cancel_futures=True)
     files = {"scenes": {}, "change_captions": {}, "no_change_captions": {}}
     files |= {"change_captions_with_bbox": {}, "change_captions_by_IOU": {}}
     files["splits"] = splits
