@@ -2,7 +2,7 @@
 (Li et al., 2025).
 
 The flow of one pair, with CLEVR-Change's sizes:
-    before, after (1024, 14, 14) each           CLIP: subjects of all training captions (M, 768)
+    before, after (1024, 14, 14) each           CLIP: both pictures (768), M subjects (M, 768)
        |  embed                                    |  retrieve, Eq. 1
        v                                           v
     F_bef, F_aft (196, 512) each                entities of the pair (3, 768)
@@ -24,30 +24,33 @@ The flow of one pair, with CLEVR-Change's sizes:
                                 next word (loss L_S, Eq. 18)
 
 Idea. (1) When the camera moves, an object looks different but keeps its name. CLIP therefore looks
-for names that fit one image of the pair better than the other. They probably name what changed, and
+for names that fit one image of the pair better than the other. They often name what changed, and
 are called the pair's entities. (2) What the two images share is enhanced, and cross-attention
 rebuilds it in each image from the other one. It is then subtracted, so that the difference remains.
 Losses make images and entities agree on where the shared and the different parts are. (3) For each
-word, the decoder weighs the entities, which give the subject, against the difference, which shows
-what happened to it.
+word, the decoder gives a weight to the entities, which name the subject, and another one to the
+difference, which shows what happened to it.
 
 Read first: retrieve, max_probability, StrengthMap, HRD, DecoderLayer, contrastive_loss and
 CHEERS.encode. Skip at first: Decoder, attention_map, and section "entities" apart from retrieve.
 
-CRE, DRE(source, target): Commonality and Difference Representation Enhancement of the target, in
-HRD, Heterogeneous Representation Disentangling. MHCA(x, y): multi-head attention from x to y. i, j:
-an image of a pair and the other one. n, s: cells of target and source (the paper's i, j in Eq. 2).
+CRE, DRE(source, target) (Commonality, Difference Representation Enhancement) enhance in the target
+what it shares with the source, or does not. HRD (Heterogeneous Representation Disentangling): a
+layer of both. MHCA(x, y): multi-head attention from x to y. i, j: an image of a pair and the other
+one. n, s: cells of target and source (the paper's i, j in Eq. 2).
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a caption
 (START, words, END, padding), K entities of a pair, M candidates, S cells or entities of a source,
 d width of CLIP's common space.
 Sec. 3.1   find_candidates   names of candidates, the subjects of training captions
 Eq. 1      retrieve          top K of |S_bef - S_aft| [ours: absolute], S_i = cos(image i, names)
 Eq. 2, 3   max_probability   P(n, s) = exp(scale cos(n, s)) / sum_n' exp(scale cos(n', s)),
-                             m(n) = max_s P(n, s); [ours] scale, and n' (printed: Sim(j, k))
+                             m(n) = max_s P(n, s); [ours] scale, and the sum over the target
+                             (printed: over k, which is not defined)
 Eq. 3, 5   StrengthMap       P^ = Linear(m) for CRE, P^ = Linear(1 - m) for DRE (`invert`)
 Eq. 4      HRD               CRE and DRE: F' = LN(sigmoid(P^) F + F)
 Eq. 6, 8   HRD               C_i = CRE(F_j, F_i),  C~_i = MHCA(C_i, C_j)
-Eq. 7, 11  HRD               L_C, L_D = MSE(P^ of images, P^ of entities)
+Eq. 7, 11  HRD               L_C = MSE(P^ of CRE(F_j, F_i), P^ of DRE(E, F_i)),
+                             L_D = MSE(P^ of DRE(F_i, F_i - C~_i), P^ of CRE(E, F_i - C~_i))
 Eq. 9      contrastive_loss  L_I = -1/B sum_a log(exp S_aa / sum_b exp S_ab) [ours: mean with S^T],
                              [ours] S_ab = scale token_match(C~_bef of a, C~_aft of b), unit tokens
 Eq. 10     HRD               D_i = DRE(F_i, F_i - C~_i)
@@ -58,12 +61,14 @@ Eq. 16-17  DecoderLayer      H = LN(alpha H_T + beta H_V + H')
 Eq. 18     caption_loss      L_S = mean over words of -log P(word) [ours: printed as a sum]
 Eq. 19     total_loss        L = L_S + w_consistency (L_C + L_D) + w_match L_I
 
-The abstract's repository, github.com/yili-19/CHEER, is not public. Where the paper is silent or
-leaves two readings, our choice is marked [ours]. So are attention's biases and output projections.
+The abstract's repository, github.com/yili-19/CHEER, is not public. [ours] marks what the paper
+leaves open, and what we do unlike its print. Attention's biases and output projections are ours,
+too.
 
-Pairs: a changed pair shows a scene before and after its change. In a distractor pair, only camera
-and light differ, and the caption says that nothing changed. A step has a batch of each; in half of
-the scenes, the two pictures without the change trade places.
+Pairs: a changed pair shows a scene before and after its change. A distractor pair, of CLEVR-Change
+and mini alone, shows the same "before" and a third picture, where only camera and light differ; its
+caption says that nothing changed. A step has a batch of each. In half of the scenes, "before" and
+the third picture change places. In other data sets, a step has a single batch.
 
 Flags for each row of the paper's tables. Each row needs an --out_dir of its own.
 Row of the paper              flags (on mini, unless --dataset is given)
@@ -78,8 +83,8 @@ CIDEr of changed pairs on mini (toy scenes drawn by mini.py), tests/results.md: 
 481, all of CHEERS 462. Differences below 40 are noise: mini does not show what gated entities add.
 
 Exercises. Predict, then run; each takes minutes on mini:
-1. For which of the five types of change does Eq. 1 as printed miss the subject, and for which does
-   it find the subject more often? Look at the entities below the pictures of samples_test.png.
+1. For which of the five types of change can Eq. 1 as printed not find the subject, and why? Look at
+   the entities below the pictures of samples_test.png.
        python cheers.py --retrieval signed --out_dir runs/signed
 2. How much can m vary at most over 64 cells without a scale? What is then left of CRE and DRE?
        python cheers.py --temperature one --out_dir runs/one
@@ -174,23 +179,23 @@ class ImageEmbedding(nn.Module):
         self.position = GridPosition(cfg.dim, height, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        # Broadcasting would accept some other shapes in silence.
+        # Without this check, broadcasting would accept some wrong shapes in silence.
         assert features.shape[1:] == self.grid, f"{self.grid} expected, {features.shape} found"
         x = self.conv(features) + self.position()
         return x.flatten(2).transpose(1, 2)  # (B, D, H, W) -> (B, N, D)
 
 
 def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Tensor:
-    """Eq. 2 and the maximum of Eq. 3: m(n) = max_s P(n, s), over source positions s. For each s,
-    P(., s) is the softmax of scale * cos(., s) over all target positions.
-    source (B, S, D), target (B, N, D) -> m (B, N).
+    """Eq. 2 and the maximum of Eq. 3: m(n) = max_s P(n, s). Each source position s divides 1 among
+    the target's cells, P(., s) = softmax of scale * cos(., s), and m(n) is the largest share that
+    cell n gets. source (B, S, D), target (B, N, D) -> m (B, N).
 
     By hand: the target's cells are (1, 0) and (0, 1), and scale is ln 3. For one entity (1, 0),
     the exponentials are 3 and 1, so m = 3/4, 1/4. With (0, 1) as a second one, m = 3/4, 3/4."""
     x = F.normalize(upcast(target), dim=-1)
     y = F.normalize(upcast(source), dim=-1)
     cosines = x @ y.transpose(1, 2)  # (B, N, S)
-    # [ours] Over target positions; over the source's, a single entity would have m = 1 everywhere.
+    # [ours] Over the target; over the source, a single entity would have m = 1 everywhere.
     p = (cosines * scale).softmax(1)  # Eq. 2
     return p.amax(2)  # Eq. 3, (B, N)
 
@@ -230,25 +235,26 @@ class Disentangled(NamedTuple):
 
     x: Tensor  # what the next layer reads
     shared: Tensor  # C~
-    difference: Tensor  # from the last layer: D
+    difference: Tensor  # D in the last layer, F - C~ before it
     losses: dict[str, Tensor]  # those that the config asks for: L_C "common", L_D "different"
 
 
 class HRD(nn.Module):
     """Eq. 6-8, 10-11, one layer of Fig. 2: two CRE, two DRE. Each has a map P^, two have an output.
 
-    module            source, target     map P^ for  output
-    cre, cre_norm     F_j, F_i           L_C         C_i, read by Eq. 8
-    entity_dre        E, F_i             L_C         none, as C'_i is not used
-    dre, dre_norm     F_i, F_i - C~_i    L_D         D_i, read by Eq. 12 from the last layer alone
-    entity_cre        E, F_i - C~_i      L_D         none, as D'_i is not used
+    module            source, target       map P^ for  output
+    cre, cre_norm     F_j, F_i             L_C         C_i, read by Eq. 8
+    entity_dre        E, F_i               L_C         none, as C'_i is not used
+    dre, dre_norm     raw_i, raw_i - C~_i  L_D         D_i, in the last layer alone, for Eq. 12
+    entity_cre        E, raw_i - C~_i      L_D         none, as D'_i is not used
 
     Entities name what changed. L_C: a cell should match the other image where it does not match the
-    entities. L_D, in F - C~: it should match the entities where it does not match the image.
+    entities. L_D: F - C~ should match the entities where it does not match its own image F.
 
-    [ours] L_C and L_D are means over both images. Eq. 10 reads "the original raw features" in every
-    layer. The paper does not say what the next layer reads: here LN(x + C~) or, with --layer_input
-    attended, C~, which in layer two hardly varies over cells when training starts."""
+    [ours] L_C and L_D are means over both images. `raw` is F of the first layer in every layer: Eq.
+    10 reads "the original raw features". The paper does not say what the next layer reads: here
+    LN(x + C~) or, with --layer_input attended, C~, which in layer two hardly varies over cells when
+    training starts."""
 
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
@@ -265,12 +271,12 @@ class HRD(nn.Module):
         residual = cfg.layer_input == "residual" and not last
         self.norm = nn.LayerNorm(cfg.dim) if residual else None
 
-    def forward(self, x: Tensor, raw: Tensor, entities: Tensor | None = None) -> Disentangled:
+    def forward(self, x: Tensor, raw: Tensor, e: Tensor | None = None) -> Disentangled:
         """x (F of Eq. 6) and raw (F of Eq. 10), both (2B, N, D) with all "before" images first, and
         equal in the first layer; entities E (2B, K, D) or, if w_consistency is 0, None."""
         assert x.shape[0] % 2 == 0, 'expected all "before" images, then as many "after" images'
         reads_entities = self.entity_dre or self.entity_cre
-        assert entities is not None or not reads_entities, "w_consistency > 0 needs entities"
+        assert e is not None or not reads_entities, "w_consistency > 0 needs entities"
         losses = {}
         if self.cre:
             p_common = self.cre(other_image(x), x)  # Eq. 6, C_i = CRE(F_j, F_i)
@@ -278,17 +284,17 @@ class HRD(nn.Module):
         else:
             common = x
         if self.entity_dre:
-            p_entity = self.entity_dre(entities, x)  # Eq. 6, C'_i = DRE(E, F_i)
+            p_entity = self.entity_dre(e, x)  # Eq. 6, C'_i = DRE(E, F_i)
             losses["common"] = F.mse_loss(p_common, p_entity)  # Eq. 7
         shared = self.attention(common, other_image(common))  # Eq. 8, C~_i = MHCA(C_i, C_j)
         rest = raw - shared
         difference = rest
         if self.dre:
             p_different = self.dre(raw, rest)  # Eq. 10, D_i = DRE(F_i, F_i - C~_i)
-        if self.dre_norm:
+        if self.dre_norm:  # in the last layer
             difference = self.dre_norm(p_different.sigmoid() * rest + rest)  # Eq. 4
         if self.entity_cre:
-            p_entity = self.entity_cre(entities, rest)  # Eq. 10, D'_i = CRE(E, F_i - C~_i)
+            p_entity = self.entity_cre(e, rest)  # Eq. 10, D'_i = CRE(E, F_i - C~_i)
             losses["different"] = F.mse_loss(p_different, p_entity)  # Eq. 11
         x = self.norm(x + shared) if self.norm else shared
         return Disentangled(x, shared, difference, losses)
@@ -297,9 +303,9 @@ class HRD(nn.Module):
 class DecoderLayer(nn.Module):
     """Eq. 13-17: words attend to earlier words (H'), then to entities (H_T) and to F_diff (H_V),
     and H = LN(alpha H_T + beta H_V + H'). No feed-forward layer follows, as in the paper.
-    [ours] H' has a residual and a LayerNorm. For each word, alpha and beta have D numbers each;
-    with --gate scalar they are single numbers, the text's "two parameters". With --gate none, the
-    decoder does not read the entities, and H = LN(H_V + H')."""
+    [ours] H' has a residual and a LayerNorm. For each word, alpha and beta have D numbers each, not
+    confined to (0, 1), as printed; with --gate scalar they are single numbers, the text's "two
+    parameters". With --gate none, the decoder does not read the entities, and H = LN(H_V + H')."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -321,14 +327,14 @@ class DecoderLayer(nn.Module):
         """Words x (B, V, D); key and value of F_diff (B, N, D) and, unless --gate none, of
         the entities (B, K, D), all in `memory` -> words H (B, V, D); `past` (see Attention.extend);
         the query (B, V, D) with which the words attend to F_diff."""
-        key, value, *entities = memory
+        key, value, *of_entities = memory
         attended, past = self.self_attention.extend(x, past)
         hidden = self.norm1(x + self.dropout(attended))  # H'
         query = self.cross_attention.query(hidden)
         h_v = self.cross_attention.attend(query, key, value)  # Eq. 13
         if self.text_attention:
             text_query = self.text_attention.query(hidden)
-            h_t = self.text_attention.attend(text_query, *entities)  # Eq. 13
+            h_t = self.text_attention.attend(text_query, *of_entities)  # Eq. 13
             alpha = self.alpha(torch.cat([hidden, h_t], -1))  # Eq. 14
             beta = self.beta(torch.cat([hidden, h_v], -1))  # Eq. 15
             h_f = alpha * h_t + beta * h_v  # Eq. 16
@@ -467,7 +473,7 @@ class CHEERS(nn.Module):
     ) -> tuple[tuple[Tensor, Tensor | None], list[Disentangled]]:
         """Features (B, C, H, W) of both images and entities (B, K, d) -> what the decoder reads,
         F_diff (B, N, D) and the entities (B, K, D) or None; what each HRD layer returns."""
-        # Of different sizes, "before" images would become partners of others in silence.
+        # Otherwise other_image would pair the wrong images in silence.
         assert before.shape == after.shape, f"{before.shape} before, {after.shape} after"
         e = None
         if self.project:
@@ -495,8 +501,8 @@ class CHEERS(nn.Module):
         (B, K, d) -> the terms of Eq. 19 that the config asks for. [ours] L_C, L_D and L_I are means
         over the layers.
 
-        At the start, "caption" is somewhat above the log of the vocabulary's size (5.1 for 76 ids),
-        "match" is ln B, "common" 1.3 and "different" 0.7, as the maps' Linear layers are random. If
+        At the start, "caption" is about 5 (a guess among 76 ids has ln 76 = 4.3), "match" is ln B,
+        "common" 1.3 and "different" 0.7, as the maps' Linear layers are random. If
         "match" stays at ln B, C~ does not tell a pair's partner from other images. Low "common" and
         "different" prove little, because constant maps can agree, too."""
         context, layers = self.encode(before, after, entities)  # Eq. 2-8, 10-12

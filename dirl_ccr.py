@@ -15,9 +15,9 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabular
        |  fuse, Eq. 7
        v
     difference (196, 512) and caption (24 ids)
-       |  decoder, Eq. 8-10   means from START to END, Eq. 12
-       v                         words, visual (24, 512) each
-    hidden (24, 512) . . . . . . . . . . . . . . . . > mean_words, mean_visual (512) each
+       |  decoder, Eq. 8-10        means from START to END, Eq. 12
+       v
+    words, visual, hidden (24, 512) each . . . . . . > mean_words, mean_visual (512) each
        |  decoder.head, Eq. 11                            |  ccr_loss, Eq. 13-14
        v                                                  v
     logits (24, 76), L_cap, Eq. 15                     L_ccr
@@ -34,19 +34,19 @@ forward and ccr. Skip at first: Decoder (a transformer decoder), attention_map, 
 the class DIRL.
 
 Eq. 1      ImageEmbedding       X = conv(features) + position
-Eq. 2      DIRL.mlp             Y = MLP(X), used by the loss only
+Eq. 2      DIRL.mlp             Y = MLP(X), for the loss only, as in Barlow Twins
 Eq. 3      channel_correlation  C_ij = mean of z_bef_i z_aft_j, z = (Y - mean) / std (as released)
 Eq. 4      dirl_loss            L_dirl = sum_i (1 - C_ii)^2 + alpha sum_{i != j} C_ij^2
 Eq. 5      CrossView            shared = MHCA(X, partner)
 Eq. 6      DIRL.encode          difference of each image = X - shared
 Eq. 7      Fusion               difference = ReLU(W [difference_bef ; difference_aft] + b)
 Eq. 8      DecoderLayer         words = MHSA(x): each word sees itself and earlier ones
-Eq. 9      DecoderLayer         visual = MHCA(words, difference)
+Eq. 9      DecoderLayer         visual = MHCA(LN(x + words), difference) (printed: MHCA(words, ...))
 Eq. 10     DecoderLayer         feed-forward network -> hidden
 Eq. 11     Decoder.head         p(next word) = softmax(W hidden)
 Eq. 12     DIRL.ccr             mean_words, mean_visual = means over the words of a sentence
-Eq. 13     ccr_loss             S_ab = mean_words_a . mean_visual_b / tau
-Eq. 14     ccr_loss             L_ccr = 1/2 [nce(S) + nce(S^T)]
+Eq. 13     ccr_loss             S_ab = mean_words_a . mean_visual_b
+Eq. 14     ccr_loss             L_ccr = 1/2 [nce(S / tau) + nce(S^T / tau)]
 Eq. 15     caption_loss         L_cap = -mean of log p(next word)
 Eq. 16     total_loss           L = L_cap + w_dirl L_dirl + w_ccr L_ccr
 InfoNCE    common.info_nce      nce(S) = -1/B sum_a log(exp S_aa / sum_b exp S_ab)
@@ -71,16 +71,16 @@ discrimination (Table 7)     --w_ccr 0 --no-correlate
 Subtraction (Fig. 4)         --difference subtract --w_dirl 0 --w_ccr 0
 weights (Fig. 5)             --dataset clevr_dc --w_dirl 0.03 --w_ccr 0.05, and others
 
-Where the paper and the released code differ, the default mostly follows the paper. RELEASED, after
-the model, lists the differences. Some details are the released code's in both variants, such as
-centred channels and sums over cells in Eq. 3, reference words in L_ccr, coordinates, and a mean
-over words in Eq. 15. A docstring or a comment explains each where it occurs.
+Where the paper and the released code differ, the default mostly follows the paper, and --variant
+released the code (RELEASED, after the model, lists the differences). "As released" marks details of
+the code in both variants, such as centred channels and sums over cells in Eq. 3, coordinates, and a
+mean over words in Eq. 15; [ours] marks what follows neither.
 
 Exercises, on mini, some minutes each. Predict, then run:
 1. Which Y makes L_dirl small if only its second term is left? How low does "dirl" get?
        python dirl_ccr.py --no-correlate --out_dir runs/decorrelate
 2. Eq. 6 subtracts. Change the - of its two lines to +, as SCORER does before its LN. Does "place"
-   (which object stands where) in scores_test.json rise?
+   (which object stands where) in scores_test.json rise? README has it without the change.
        python dirl_ccr.py --out_dir runs/plus
 3. CLEVR-Change's weights: which term is most of "total" at the start, and at the end?
        python dirl_ccr.py --w_dirl 0.5 --w_ccr 0.3 --out_dir runs/weights
@@ -144,11 +144,11 @@ class Config(RunConfig):
     difference: Literal["attention", "stream", "subtract"] = "attention"  # Eq. 5-6; see DIRL.encode
     channel_eps: float = 1e-5  # keeps constant channels finite in Eq. 3 [ours]
     input_norm: bool = True  # LayerNorm on the decoder's inputs (released for CLEVR-DC)
-    xavier: bool = True  # Xavier-uniform fusion and decoder (for CLEVR-DC); else PyTorch's
+    xavier: bool = True  # Xavier-uniform fusion, decoder (released for CLEVR-DC); else PyTorch's
     ccr_pool: Literal["words", "padded"] = "words"  # Eq. 12: from START to END, or padding as well
     ccr_states: Literal["attention", "normed"] = "attention"  # Eq. 8-9, or after their LayerNorms
     ccr_directions: Literal["both", "summed"] = "both"  # Eq. 14, or one loss of (S + S^T) / 2
-    ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # pairs of one caption [ours]
+    ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # of two pairs [ours]
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -184,9 +184,9 @@ class ImageEmbedding(nn.Module):
 class CrossView(nn.Module):
     """Eq. 5, one layer: shared_bef = MHCA(X_bef, X_aft), shared_aft = MHCA(X_aft, X_bef).
 
-    What X_bef finds in X_aft is what both images share. Eq. 6 subtracts it, so that the decoder
-    does not have to find the change among unchanged objects. SCORER adds it instead, because a
-    caption may have to name unchanged objects, too ("left of the cube").
+    Eq. 6 subtracts what both images share, so that the decoder does not have to find the change
+    among unchanged objects. SCORER adds it instead, because a caption may have to name unchanged
+    objects, too ("left of the cube").
 
     X_bef, X_aft (B, N, D) -> shared_bef, shared_aft (B, N, D)."""
 
@@ -222,11 +222,11 @@ class DecoderLayer(nn.Module):
     difference, and a feed-forward network follows. x (B, V, D) -> (B, V, D).
 
     memory: key and value (B, N, D) of the difference. mask (B, 1, V, V): which words each word may
-    see. The layer also returns `past` (see Attention.extend), which only Cache needs, then what
-    L_ccr compares, `words` of Eq. 8 and `visual` of Eq. 9, and the query of the cross-attention,
-    all (B, V, D). The printed equations leave out most residuals, LayerNorms and dropouts of the
-    standard layer. This layer has them, but `words` and `visual` are as printed, unless ccr_states
-    is "normed"."""
+    see. Returned are x, `past` (for Cache, see Attention.extend), `words` of Eq. 8 and `visual` of
+    Eq. 9 (for L_ccr), and the cross-attention's query (for attention maps), all (B, V, D). The
+    printed equations leave out most residuals, LayerNorms and dropouts of the standard layer. This
+    layer has them, but `words` and `visual` are the bare outputs of the attentions, unless
+    ccr_states is "normed"."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -257,8 +257,8 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Words and difference -> hidden states, from which `head` predicts the next words.
 
-    A mask keeps all positions from attending to later ones and to padding. The states at the
-    padding matter, too: with ccr_pool="padded", they count in Eq. 12."""
+    A mask keeps all positions from attending to later ones and to padding. Words never see padding,
+    which comes later: this matters for the states at padding, which ccr_pool="padded" averages."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -272,7 +272,7 @@ class Decoder(nn.Module):
 
     def states(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All words at once: ids (B, V), difference (B, N, D) -> hidden states, and `words` and
-        `visual` for L_ccr, all (B, V, D). The paper does not say of which layer the latter two are.
+        `visual` for L_ccr, all (B, V, D). The paper does not say which layer's the latter two are.
         They are the last one's, as released."""
         x = self.embed_words(ids)
         mask = self.mask(ids)
@@ -359,11 +359,11 @@ def ccr_loss(
     negatives (its diagonal does not count). directions: "summed" takes only the rows of
     (S + S^T) / 2, as the released code does.
 
-    By hand: words and visual both (1, 0), (0, 1), tau = 0.5. S = ((2, 0), (0, 2)), and in each row
-    and column -log(e^2 / (e^2 + 1)) = 0.127. If the two pairs are `same`, the loss is 0."""
+    By hand: words and visual both (1, 0), (0, 1), tau = 0.5. S / tau = ((2, 0), (0, 2)), and each
+    row and column has -log(e^2 / (e^2 + 1)) = 0.127. If the two pairs are `same`, the loss is 0."""
     # Scores may be in the hundreds, where bfloat16 has no decimals.
     with torch.autocast(mean_words.device.type, enabled=False):
-        s = upcast(mean_words) @ upcast(mean_visual).T / tau  # Eq. 13, (B, B)
+        s = upcast(mean_words) @ upcast(mean_visual).T / tau  # Eq. 13, and tau of Eq. 14, (B, B)
         own = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
         s = s.masked_fill(same & ~own, float("-inf"))
         if directions == "summed":
@@ -436,36 +436,36 @@ class DIRL(nn.Module):
         assert before.shape == after.shape, f"{before.shape} and {after.shape} are no pairs"
         x_bef = self.embed(before)  # Eq. 1
         x_aft = self.embed(after)  # Eq. 1
+        if self.cfg.difference == "subtract":
+            return self.fuse(x_bef - x_aft), x_bef, x_aft
         # Eq. 5 as printed has one layer. With more (as released), each reads LN(X + shared) of the
-        # one before. Only with "stream" has the last layer a norm, too. Otherwise it runs below.
+        # one before, and the last one's result is Eq. 5's.
+        *earlier, last = self.cross_view
         stream_bef = x_bef
         stream_aft = x_aft
-        for layer, norm in zip(self.cross_view, self.norms, strict=False):
-            shared_bef, shared_aft = layer(stream_bef, stream_aft)  # Eq. 5
+        for layer, norm in zip(earlier, self.norms, strict=False):
+            shared_bef, shared_aft = layer(stream_bef, stream_aft)
             stream_bef = norm(stream_bef + self.dropout(shared_bef))
             stream_aft = norm(stream_aft + self.dropout(shared_aft))
-        if self.cfg.difference == "subtract":
-            joined = x_bef - x_aft
-        elif self.cfg.difference == "stream":
-            joined = torch.cat([x_bef - stream_bef, x_aft - stream_aft], -1)  # as released
-        else:
-            # The last layer's result is Eq. 5's [ours].
-            shared_bef, shared_aft = self.cross_view[-1](stream_bef, stream_aft)  # Eq. 5
-            difference_bef = x_bef - shared_bef  # Eq. 6
-            difference_aft = x_aft - shared_aft  # Eq. 6
-            joined = torch.cat([difference_bef, difference_aft], -1)  # (B, N, 2D)
+        shared_bef, shared_aft = last(stream_bef, stream_aft)  # Eq. 5
+        if self.cfg.difference == "stream":  # as released
+            shared_bef = self.norms[-1](stream_bef + self.dropout(shared_bef))
+            shared_aft = self.norms[-1](stream_aft + self.dropout(shared_aft))
+        difference_bef = x_bef - shared_bef  # Eq. 6
+        difference_aft = x_aft - shared_aft  # Eq. 6
+        joined = torch.cat([difference_bef, difference_aft], -1)  # (B, N, 2D)
         return self.fuse(joined), x_bef, x_aft  # Eq. 7
 
     def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
         """before, after (B, C, H, W), caption (B, V) -> the terms of Eq. 16, by name.
 
-        At the start, with CLEVR-Change's sizes and B = 16, "caption" is about 5 (ln 76 = 4.3 is a
-        guess among all words). "dirl", a sum over 512 channels, is below 20 for pairs of equal
-        images and near 500 for unrelated ones. "ccr" is 3 to 4 (ln 16 = 2.8 is a guess among the
-        batch, but S is not normalised), or 0 if all captions are equal; as released, 0 to 20. If
-        "dirl" does not fall, the channels of both images still differ. If "ccr" does not, the words
-        of a caption are not tied to what the decoder saw. On mini, with 128 channels, "dirl" is
-        below 5 after 100 steps."""
+        At the start, with CLEVR-Change's sizes, random features and B = 16, "caption" is about 5
+        (ln 76 = 4.3 is a guess among all words). "dirl", a sum over 512 channels, is 10 to 60 for
+        pairs of equal images and 350 to 510 for unrelated ones. "ccr" is above ln 16 = 2.8, a guess
+        among the batch, as S is not normalised, or 0 if all captions are equal. If "dirl" does not
+        fall, the channels of both images still differ. If "ccr" does not, the words of a caption
+        are not tied to what the decoder saw. On mini, with 128 channels, "dirl" is below 5 after
+        100 steps."""
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft = self.encode(before, after)  # Eq. 1, 5-7
@@ -473,8 +473,8 @@ class DIRL(nn.Module):
         logits = self.decoder.head(hidden)  # Eq. 11
         losses["caption"] = caption_loss(logits, caption)  # Eq. 15
         if cfg.w_dirl:
-            # X includes positions. These are equal in both images, so part of the correlation is
-            # theirs, and needs no agreement of what is seen (as released).
+            # X includes positions (as released). These are equal in both images, so they alone make
+            # the channels correlate somewhat.
             y_bef = self.mlp(x_bef)  # Eq. 2
             y_aft = self.mlp(x_aft)  # Eq. 2
             c = channel_correlation(y_bef, y_aft, cfg.channel_eps)  # Eq. 3
@@ -486,9 +486,8 @@ class DIRL(nn.Module):
     def ccr(self, words: Tensor, visual: Tensor, caption: Tensor) -> Tensor:
         """Eq. 12-14, L_ccr: words, visual (B, V, D) of the last decoder layer, caption (B, V).
 
-        The paper speaks of generated words. As in the released code, these are the words of the
-        reference caption. The paper divides V^ by HW, but V^ of Eq. 9 has one row for each word, so
-        both means run over words."""
+        The words are those of the reference caption (section 3.4). The paper divides V^ by HW, but
+        V^ of Eq. 9 has one row for each word, so both means run over words."""
         valid = caption != NULL
         if self.cfg.ccr_pool == "padded":  # up to the longest caption of the data set
             assert caption.shape[1] == self.max_len, "pad captions to max_len"
@@ -525,12 +524,10 @@ class DIRL(nn.Module):
 # Loss weights are from section 4.6. The paper gives no batch sizes or learning rates.
 PRESETS = {
     # The defaults: 10000 steps (section 4.2). As released: 128 scenes, lr 2e-4, a tenth of the rate
-    # every 15 epochs (of 265 batches here and 319 in CLEVR-DC, with the small last one), and no
-    # coordinates in CLEVR-DC.
+    # every 15 epochs (of 265 batches, in CLEVR-DC of 319), and no coordinates in CLEVR-DC.
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),
-    # [ours]: SCORER's batches and rates, 15 epochs (268 and 192 batches, counted in the same way),
-    # and no coordinates.
+    # [ours]: SCORER's batches and rates, 15 epochs (of 268 and 192 batches), and no coordinates.
     "spot_the_diff": dict(w_ccr=0.004, batch_size=32, lr_drop=4020, use_coords=False),
     "image_editing_request": dict(w_dirl=0.001, w_ccr=0.05, batch_size=16, lr=1e-4, lr_drop=2880,
                                   use_coords=False),
@@ -545,7 +542,7 @@ PRESETS = {
                  eval_every=300, eval_batch=250),
 }  # fmt: skip
 
-RELEASED = {  # --variant released: the details in which the released code differs from the paper
+RELEASED = {  # --variant released: where the released code differs from our default
     "all": dict(
         # Eq. 5-6 subtract the attention's output. The released code subtracts LN(X + attention).
         difference="stream",
@@ -561,7 +558,8 @@ RELEASED = {  # --variant released: the details in which the released code diffe
         # Many pairs, above all distractors, share a caption. Both paper and released code treat
         # them as negatives.
         ccr_equal_captions="negatives",
-        # In validation, the released code samples captions. We decode greedily, as in section 4.2.
+        # Not switched: in validation, the released code samples captions. We decode greedily, as in
+        # section 4.2.
     ),
     # For CLEVR-Change, the released decoder has no LayerNorm on its inputs and PyTorch's initial
     # weights. Both data sets have more steps than in the paper.

@@ -1,6 +1,7 @@
 """IDC: Image Difference Captioning with Pre-training and Contrastive Learning (AAAI 2022).
 The paper is by Yao, Wang and Jin. [ours] marks what neither the paper nor the released code does,
-"as released" what both variants take from that code. RELEASED lists its other differences.
+"as released" what the default takes from that code. --variant released takes the rest, too, which
+RELEASED lists.
 
 The two images of a pair, in both stages of training, with CLEVR-Change's sizes (IDC.encode):
 
@@ -12,18 +13,18 @@ The two images of a pair, in both stages of training, with CLEVR-Change's sizes 
                    |  pair: E_p, Eq. 4
     S = 2 (49 + 1) = 100 visual tokens (100, 512)
 
-Pre-training (IDC.joint): 100 visual and 1 + V text tokens, 25 with V = 24. Every token sees every
-token, but not padding. A step has one of three tasks:
+Pre-training (IDC.joint): 100 visual and 1 + V text tokens, 25 with V = 24 (V: ids of a padded
+caption). All tokens see all but padding. A step has one of three tasks:
 
     [IMG1] v_1 [IMG2] v_2   [CLS] START w_1 w_2 ... w_22 END
        |  cross: E, Eq. 5
     some w_i are [MASK]             -> head: these words             L_MLM, Eq. 6
     some cells are zeros            -> cell_head: their features     L_MVCL, Eq. 7-8
-    seven captions, each read alone -> cosine of images and [CLS]    L_FDA, Eq. 9
+    seven captions, a sequence each -> cosine of images and [CLS]    L_FDA, Eq. 9
 
 Fine-tuning (IDC.causal): 100 visual and 1 + 2 (V - 1) text tokens [ours], 47 with V = 24. Images
-see images only (as released). A word sees the images, [CLS], earlier words and itself. Each
-[MASK]_i sees the images, [CLS], earlier words and itself, as in decoding.
+see images only (as released). A word, and the [MASK]_i that stands for it as in decoding, see the
+images, [CLS], earlier words and themselves.
 
     [IMG1] v_1 [IMG2] v_2   [CLS] START w_1 ... w_22   [MASK]_1 [MASK]_2 ... [MASK]_23
        |  cross: E, Eq. 5
@@ -32,7 +33,7 @@ see images only (as released). A word sees the images, [CLS], earlier words and 
 
 Idea. (1) Captioned pairs are few and differences are small, so the model first learns which words
 belong to which details, by predicting masked words (MLM), recognising masked image cells (MVCL) and
-telling the caption from six rewrites that are almost right (FDA). (2) Like a person, it looks at
+telling the caption from six similar ones (FDA). (2) Like a person, it looks at
 each image alone (E_s) and compares the two (E_p) before it thinks of words (E). (3) Fine-tuning is
 MLM in which a word sees only earlier words, so captions can be written word by word.
 
@@ -40,6 +41,7 @@ Read first: Embedding, mask_words, causal_mask, cell_loss, align_loss, and of ID
 mlm, mvcl, fda, causal and finetune. Skip at first: the last two sections (rewritten captions,
 cross-task data; 370 lines), Cache, attention_map, and RELEASED.
 
+Formulas, reconstructed from the paper's text and released code, not compared with the printed ones:
 Eq. 1      Embedding.words   w = [CLS] START w_1 w_2 ... END; the paper's [BOS] and [EOS] are START
                              and END
 Eq. 2-3    Embedding.image   v_i = [IMGi] v_i1 ... v_iN, i = 1, 2. A token x of w and v_i enters as
@@ -51,7 +53,7 @@ Eq. 6      word_loss         L_MLM = mean of -log P(w_m | other words, v_1, v_2)
 Eq. 7-8    cell_loss         L_MVCL = mean over masked cells m of L_m = -log e(f_m) / [e(f_m) + sum
                              of e(n) over negatives n]. f_m is the cell's feature, p_m its
                              prediction, e(n) = exp(cos(p_m, n) / tau_mvcl). Negatives: the unmasked
-                             cells of all pairs of one kind in the batch
+                             cells of the batch (of changed pairs or of distractors [ours])
 Eq. 9      align_loss        L_FDA = -log e_0 / [e_0 + ... + e_6], where e_j = exp(cos(g_j, c_j) /
                              tau_fda), g = ([IMG1] + [IMG2]) / 2 and c = [CLS] of Eq. 5, read with
                              the caption (j = 0) or one of its rewrites (j = 1 ... 6); only for a
@@ -61,13 +63,11 @@ Sec. 2.2   draw_task         each step has one task, drawn according to shares
 Sec. 2.3   causal_mask       of fine-tuning; Cache: a [MASK] after the words so far
 Sec. 2.4   class_loss, contrast_loss, same_class_loss: bird classes train the difference encoder
 Sec. 3.1   judge_loss        is the pair a distractor? Fine-tuning: L = L_MLM + w_judge L_judge
-These formulas are reconstructed from the paper's text and the released code, and not compared with
-the printed ones.
 
-Words: a changed pair shows a scene before and after a change. In a distractor pair only the camera
+Terms: a changed pair shows a scene before and after a change. In a distractor pair only the camera
 and the light differ, and its caption says that nothing changed. On CLEVR-Change, a step has a batch
-of each, of the same scenes. In half of these, the before image and the distractor's after image
-are exchanged [ours].
+of each, of the same scenes. In half of the scenes, "before" and the distractor's "after" are
+exchanged [ours].
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V ids of a caption
 (START, words, END, padding; as many as the longest has [ours], not Table 6's 40 or 80), T tokens,
 S = 2 (N + 1) visual tokens, M cells of a batch.
@@ -76,8 +76,8 @@ Exercises, minutes each, on mini, the built-in toy data set. Its preset pre-trai
 1. Eight pairs, each of 2 x 64 cells with 45 masked: where does L_MVCL begin? How far can it fall at
    temperature 1, if cosines of features are near 1? With mini's, 0.02? Predict, then run.
    python idc_pretrain.py --out_dir runs/e1 --pretrain_steps 200 --steps 1 --tau_mvcl 1
-2. Does L_FDA fall if the model is blind? How far can the text alone bring it, as one of the six
-   rewrites is a caption of the other pair?
+2. Does L_FDA fall if the model is blind? How far can the text alone bring it? (One of the six is a
+   caption of the scene's other pair.)
    python idc_pretrain.py --out_dir runs/e2 --pretrain_steps 200 --steps 1 --mvcl 0 --fda 1 --blind
 3. From how many words of a caption does a step of fine-tuning learn? Which run writes better?
    python idc_pretrain.py --out_dir runs/e3 --pretrain_steps 0 --steps 600
@@ -152,7 +152,7 @@ class Config(RunConfig):
     mlm: int = 8  # share of masked language modelling in the steps of pre-training; 0: none
     mvcl: int = 1  # share of masked visual contrastive learning
     fda: int = 2  # share of fine-grained difference aligning
-    cub: str = ""  # CUB's folder; if given, pre-train on it first, as many steps (as released)
+    cub: str = ""  # CUB's folder; if given, pre-train on it first, for as many steps (as released)
     cub_batch: int = 0  # single images per step of pre-training on CUB; 0: pretrain_batch
     nabirds: str = ""  # NABirds' folder; if given, its classes are a pre-training task of share 3
     mask_rate: float = 0.15  # share of words masked in MLM and by --finetune_targets masked
@@ -161,7 +161,8 @@ class Config(RunConfig):
     tau_fda: float = 1.0  # temperature of FDA
     weight_decay: float = 0.0  # weight decay of fine-tuning
     w_judge: float = 1.0  # weight of L_judge; unused on data sets without distractor pairs
-    swap: bool = True  # in half of the scenes, swap the default image and the distractor image
+    # The released code's choices begin here, see RELEASED.
+    swap: bool = True  # in half of the scenes, swap "before" and the distractor's "after"
     finetune_targets: Literal["every", "masked"] = "every"  # which words fine-tuning predicts
     init_weights: Literal["xavier", "pytorch"] = "xavier"  # how weights are initialised
     feature_layer: Literal["linear", "sigmoid"] = "linear"  # sigmoid: linear, then a sigmoid
@@ -195,7 +196,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.mask_id = vocab_size  # the id of [MASK]; those of the special tokens follow
         first = vocab_size + 1
-        # content_types: types of words and cells, by part; a special token has type `part`.
+        # content_types[part]: the type of the part's words or cells. Special tokens have type part.
         if cfg.special_tokens == "own":
             self.special_ids = [first, first + 1, first + 2]
             self.content_types = [0, 1, 2]
@@ -224,7 +225,7 @@ class Embedding(nn.Module):
     def words(self, ids: Tensor, first: int = 0) -> Tensor:
         """(B, V) ids at positions first, first + 1, ... -> (B, V, D)."""
         end = first + ids.shape[1]
-        assert end <= self.position.shape[0], "a caption is longer than max_len"
+        assert end <= self.position.shape[0], "a caption is longer than the table of positions"
         x = self.scale * self.table(ids) + self.types.weight[self.content_types[self.TEXT]]
         x = x + self.position[first:end]
         return self.dropout(self.norm(x))  # Eq. 1
@@ -276,9 +277,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A LayerNorm, then blocks. As in the released code, no LayerNorm follows the blocks, so the
-    heads read the residual stream. The LayerNorms are PyTorch's, while the released code divides by
-    the unbiased standard deviation plus an epsilon."""
+    """As released: a LayerNorm, then blocks, and none after them, so the heads read the residual
+    stream. The LayerNorms are PyTorch's, while the released code divides by the unbiased standard
+    deviation plus an epsilon. `causal`, Cache and attention_map read the blocks' states."""
 
     def __init__(self, cfg: Config, layers: int):
         super().__init__()
@@ -302,8 +303,9 @@ class Transformer(nn.Module):
 
 
 def mask_words(caption: Tensor, vocab_size: int, rate: float, rules: str) -> tuple[Tensor, Tensor]:
-    """Section "MLM": a share `rate` of the words are targets. Of these, 80 % become [MASK], 10 % a
-    random word, and 10 % stay. caption (B, V) -> ids with masks; targets, NULL elsewhere (B, V).
+    """Section "MLM": each word is a target with probability `rate`. Of the targets, 80 % become
+    [MASK], 10 % a random word, and 10 % stay. caption (B, V) -> ids with masks; targets, NULL
+    elsewhere (B, V).
 
     END is masked like any word, because the model has to learn where a caption ends. UNK is not
     masked. The released rules also mask UNK, replace END by [MASK] only, make the first word a
@@ -320,7 +322,7 @@ def mask_words(caption: Tensor, vocab_size: int, rate: float, rules: str) -> tup
         none = ~chosen.any(1)
         chosen[:, 1] |= none
         kind[:, 1] = kind[:, 1].masked_fill(none, 0)
-        # These include [MASK] and [CLS].
+        # Also [MASK] and, if special tokens are shared, [CLS].
         random = torch.randint(NULL, vocab_size + 2, caption.shape, device=device)
     else:
         random = torch.randint(END + 1, vocab_size, caption.shape, device=device)
@@ -450,10 +452,10 @@ def same_class_loss(logits: Tensor, classes: Tensor) -> Tensor:
 
 
 def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
-    """The loss of one step. In pre-training, the losses of its task are summed (as released)."""
-    if "judge" in losses:
-        return losses["caption"] + cfg.w_judge * losses["judge"]  # fine-tuning, section 3.1
-    return sum(losses.values())
+    """Fine-tuning: L_MLM + w_judge L_judge (section 3.1). Pre-training: the sum of the losses of a
+    step's task (as released)."""
+    weights = {"judge": cfg.w_judge}
+    return sum(weights.get(name, 1.0) * loss for name, loss in losses.items())
 
 
 # ---- method --------------------------------------------------------------------------------------
@@ -503,8 +505,8 @@ class IDC(nn.Module):
 
         This is what torch.compile compiles, into a graph for each task.
 
-        Values at the start, with the paper's sizes, 16 pairs and 76 ids, some above a guess mostly
-        because no LayerNorm precedes the heads; and what it means if a loss does not fall:
+        Values at the start, with the paper's sizes, 16 pairs and 76 ids, and what it means if a
+        loss does not fall. Some start above a guess, as no LayerNorm precedes the heads.
             caption, mlm  6 to 8; they fall even if images are ignored, so look at the scores
             judge         0.6 to 5; at ln 2 = 0.69 it guesses: the images are not compared
             mvcl          7.3 = ln 1457, the cells to choose from; if it stays, tau_mvcl is too
@@ -619,8 +621,8 @@ class IDC(nn.Module):
     def fda(
         self, before: Tensor, after: Tensor | None, caption: Tensor, rewritten: Tensor
     ) -> dict[str, Tensor]:
-        """Eq. 9: tell captions (B, V) from six rewrites of each (B, 6, V). Other pairs' captions
-        would be too easy: rewrites differ in a word or two, so details have to be compared."""
+        """Eq. 9: tell captions (B, V) from six rewrites of each (B, 6, V), so that details have to
+        be compared."""
         visual, valid, _ = self.encode(before, after)
         ids = torch.cat([caption[:, None], rewritten], 1)  # (B, 7, V)
         visual = visual.repeat_interleave(ids.shape[1], 0)  # (7B, S, D)
@@ -651,7 +653,8 @@ class IDC(nn.Module):
 
         In the paper and the released code (finetune_targets="masked"), 15 % of the words are masked
         and predicted. [ours] With "every", each word is predicted from a [MASK] in its place, as
-        decoding does. Measured on mini, tests/results.md: semantic CIDEr 169 and 475."""
+        decoding does. On mini, CIDEr of changed pairs is 475, with "masked" 169
+        (tests/results.md)."""
         cfg = self.cfg
         visual, _, _ = self.encode(before, after)
         if cfg.finetune_targets == "every":
@@ -726,7 +729,8 @@ class Cache:
 # ---- presets -------------------------------------------------------------------------------------
 
 # From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
-# released variant. Flags for each row of the paper's tables, each with an --out_dir of its own:
+# released variant. Flags for each row of the paper's tables, each with an --out_dir of its own, and
+# with our fine-tuning; the paper's has --no-swap --finetune_targets masked, too:
 #
 # Row of the paper                     flags
 # Tables 2, 3  CLEVR-Change            --dataset clevr_change
@@ -753,15 +757,16 @@ PRESETS = {
                            lr=3e-5, weight_decay=1e-4, batch_size=32,  # Table 6
                            steps=20000, eval_every=85, patience=80,  # released
                            select_by="ROUGE-L"),  # section 3.1
-    # [ours] Your own pairs are usually few: half the width, and no pre-training, with which fewer
-    # unchanged pairs were recognised (tests/results.md). SCORER's presets explain the schedule.
+    # [ours] Your own pairs are usually few: half the width, and no pre-training; with it, fewer
+    # unchanged validation pairs were recognised (tests/results.md). SCORER's presets explain the
+    # schedule.
     "pairs": dict(pretrain_steps=0, dim=256, ffn=1024, layers=2, batch_size=16, lr=5e-4,
                   schedule="cosine", warmup=50, grad_clip=1.0, steps=2000, eval_every=1000,
                   select_by="ROUGE-L"),
     # [ours] Pre-training is MVCL alone, because MLM can be learned without the images. The
     # temperature is low because features of any two cells have cosines near 1. Most cells are
     # masked, so that neighbours do not reveal a cell. Validation chose layers, lr and w_judge.
-    # Measured, tests/results.md: semantic CIDEr 475, without pre-training 272.
+    # CIDEr of changed pairs, tests/results.md: 475, without pre-training 272.
     "mini": dict(dim=128, ffn=256, heads=4, layers=3, dropout=0.0, pretrain_steps=1200,
                  pretrain_batch=8, pretrain_lr=1e-3, pretrain_warmup=50, mlm=0, fda=0,
                  cell_mask_rate=0.7, tau_mvcl=0.02, tau_fda=0.1, w_judge=0.2, batch_size=16,
@@ -769,16 +774,16 @@ PRESETS = {
                  eval_batch=250),
 }  # fmt: skip
 
-# --variant released: where the released code differs from the defaults. A default follows the paper
-# or is marked [ours]. Where the paper is silent, it follows the released code or is [ours].
-# CLEVR-Change keeps the paper's steps and learning rates. A comment describes the default.
+# --variant released: where the released code differs from the defaults. A default follows the
+# paper, unless a comment says [ours] or "as released". CLEVR-Change keeps the paper's steps and
+# learning rates. A comment describes the default.
 #
 # A test compares the variant with values recorded from the released modules. It leaves out their
-# outputs for [MASK] and [CLS], and their LayerNorms (see Transformer): PyTorch's change losses by
-# up to 3e-4 of their value, and gradients by up to 3e-3.
+# outputs for [MASK] and [CLS], and their LayerNorms (see Transformer): with PyTorch's, losses
+# differ by up to 3e-4 of their value, and gradients by up to 3e-3.
 RELEASED = {
     "all": dict(
-        swap=False,  # default: [ours] swaps default and distractor image in half of the scenes
+        swap=False,  # default: [ours] swaps, see the field
         # default: every word, from a [MASK] [ours]. Section 2.3 predicts MLM's 15 % of the words.
         finetune_targets="masked",
         init_weights="pytorch",  # default: Xavier-uniform [ours]
@@ -789,7 +794,7 @@ RELEASED = {
         see_padding=True,  # default: no [ours]; the paper is silent on it in pre-training
         finetune_cls=False,  # default: yes; section 2.3 feeds [CLS] in inference
         mask_rules="released",  # default: section 2.2's, any word; for details see mask_words
-        pretrain_decay="inverse_sqrt",  # default: none [ours]; the paper has a warm-up alone
+        pretrain_decay="inverse_sqrt",  # default: none; the paper has a warm-up alone
         finetune_decay="halves",  # default: none [ours]; the paper is silent
         reduction="sum",  # default: the mean, which the released code, too, takes in pre-training
     ),
@@ -902,9 +907,7 @@ def stage_rate(cfg: Config, stage: str, step: int) -> float:
 
 def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     """Pre-train, then fine-tune on a data set (data.Dataset) into cfg.out_dir -> the best model by
-    validation. The weights after pre-training stay in pretrained.pt, for --init. A task trains only
-    the output layers that it needs, so in a loop of your own, DistributedDataParallel needs
-    find_unused_parameters=True.
+    validation. The weights after pre-training stay in pretrained.pt, for --init.
 
     `resume` continues from last.pt, which is saved every eval_every steps, as if training had never
     stopped. FloatingPointError if a loss is not finite."""
@@ -1038,8 +1041,8 @@ MEANING = meanings()
 
 
 class Negatives:
-    """Section "FDA": six rewritten captions of every training pair. The name of their file depends
-    on what they are made from, because others might be true of a pair."""
+    """Section "FDA": six rewritten captions of every training pair. Their file is named after a
+    hash of all captions: rewrites made from other captions could be true of a pair."""
 
     def __init__(self, dataset):
         unchanged = dataset.kinds.get("no change", set())
@@ -1126,7 +1129,8 @@ def choose(turns: list[tuple], scene, templates: bool) -> list[str]:
     """Different candidates that are false of a scene. turns: (candidates, how many texts there may
     be after this turn). [ours] If captions come from templates, a candidate counts as false if,
     about the first object that it names, it says something that no caption of the pair says.
-    Otherwise, or if they name no object, any text counts as false but the scene's captions."""
+    Otherwise, or if the pair's captions name no object, any text but the scene's captions counts as
+    false."""
     pairs = [*scene.pairs, *(scene.swapped or ())]
     true = {c for p in pairs for c in p.captions}
     mentioned = set()

@@ -41,9 +41,10 @@ Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, 
 (START, words, END, padding), K vectors (K_o objects or K_a actions; the paper's k), M tokens that
 they read, P vectors of a prompt, S texts, L tokens of a text, d width of CLIP's text space.
 MHCA(x, y): multi-head attention of queries from x to keys and values from y; MHSA(x) = MHCA(x, x).
-F_o: K vectors, objects or actions (the paper's F_object, F_action). X: what they read, X^0 = F_c,
-or the objects when actions are distilled (the paper: F_c^i). pooled: the mean of F_o (the paper:
-F_o in Eq. 10, F_c in Eq. 11-12). F_l: F_noun or F_verb. w_n2o, w_v2a: lambda_1, lambda_2.
+F^_x is F_x with a hat. F_o^i: the K vectors after pass i (the last ones: the paper's F_object,
+F_action), F_o: their mean (F_c in the paper's Eq. 11-12). X: what they read, X^0 = F_c, or the
+objects when actions are distilled (the paper: F_c^i). F_l: F_noun or F_verb. w_n2o, w_v2a:
+lambda_1, lambda_2.
 Eq. 1      ImageEmbedding      F_x = conv(features) + PE, for x = bef, aft
 Eq. 2      RDD.encode          F_diff = F_bef - F_aft
 Eq. 3      common.Attention    softmax(q k^T / sqrt(D / h)) v, in each head (printed without v)
@@ -55,11 +56,12 @@ Eq. 7      DistillingBlock     F^_o = MHCA(F_o^{i-1}, X^i)
 Eq. 8      DistillingBlock     F_o^i = F^_o + FFN(F^_o)      [ours] F^_o + FFN(LN F^_o)
 Eq. 9      Fusion              multi-scale fusion MF(Z), tokens Z = [F_c ; F_object ; F_action]
                                [ours] Y = Z + MHSA(LN Z); MF(Z) = Y + ReLU(W LN Y)
-Eq. 10     alignment_loss      pooled = mean of the K vectors F_o
-Eq. 11-13  alignment_loss      S_ab = cos(F_l of pair a, pooled of pair b) / tau;
+Eq. 10     alignment_loss      F_o = mean of the K last vectors
+Eq. 11-13  alignment_loss      S_ab = cos(F_l of pair a, F_o of pair b) / tau;
                                L_N2O (nouns, objects), L_V2A (verbs, actions) =
-                               -1/2B sum_a [log(exp S_aa / sum_b exp S_ab)
-                                            + log(exp S_aa / sum_b exp S_ba)]
+                               -1/(2B) sum_a [log(exp S_aa / sum_b exp S_ab)
+                                              + log(exp S_aa / sum_b exp S_ba)]
+                               [ours] b: a itself, and the pairs whose phrase is another
 Eq. 14     Decoder.head        P(next word) = softmax(W hidden + b)
 Eq. 15     caption_loss        L_XE = mean over captions of the mean over words of -log P(word)
 Eq. 16     total_loss          L = L_XE + w_n2o L_N2O + w_v2a L_V2A
@@ -67,12 +69,12 @@ Sec. ACR   segments, Phrases   noun and verb phrases of a caption by spaCy, read
            RDD.adapter         CLIP's text vectors -> F_noun, F_verb
 
 The authors' repository, github.com/guishiron/ACR, holds no code, and we do not have the supplement.
-Where the paper is silent or leaves two readings, the choice is marked [ours]. So are our additions:
-Eq. 4 and 6-8 above (--no-residual: as printed), and attention's biases and output projections.
+Where the paper is silent or leaves two readings, the choice is marked [ours]. So are our additions.
+Attention's biases and output projections are ours, too. --no-residual: Eq. 4 and 6-8 as printed.
 
-Flags for each row of the paper's tables. Each row needs an --out_dir of its own. At the right, what
-becomes of the method without a part: CIDEr of changed pairs, measured on mini, tests/results.md
-(means of three seeds, "as printed" of one; differences below 40 are noise).
+Flags for each row of the paper's tables. Each row needs an --out_dir of its own. At the right:
+CIDEr of changed pairs on mini (tests/results.md; means of three seeds, "as printed" of one;
+differences below 40 are noise). With twice the steps the losses make none: 484, without them 487.
 Row of the paper            flags (on mini, unless --dataset is given)                  on mini
 direct-sub (Table 4)        --no-gde --order none --w_n2o 0 --w_v2a 0                   277
 GDE                         --order none --w_n2o 0 --w_v2a 0                            398
@@ -83,16 +85,16 @@ no losses (Table 5)         --w_n2o 0 --w_v2a 0                                 
 only N2O, only V2A          --w_v2a 0, --w_n2o 0
 prompts (Table 6)           --prompt none, fixed or learnable
 vectors (Fig. 4)            --object_vectors 32, --action_vectors 5
-Eq. 4-8 as printed          --no-residual                                               242
+Eq. 4, 6-8 as printed       --no-residual                                               242
 
 Exercises on mini, minutes each. Predict, then run, and compare with a run without flags:
 1. What do K vectors learn that only take means of cells (Eq. 7 as printed)? See samples_test.png.
    python rdd_acr.py --no-residual --out_dir runs/printed
-2. The cosines of 32 vectors with each other are on average at least -1/31. With tau = 1, from which
-   value does n2o start for the 32 pairs of a step, and which value can it hardly fall below?
+2. The cosines of B vectors with each other are on average at least -1/(B - 1). With tau = 1 and the
+   32 pairs of a step, from which value does n2o start, and which value can it hardly fall below?
    python rdd_acr.py --tau 1 --out_dir runs/tau
-3. Action vectors that read F_c themselves, without objects: which scores fall?
-   python rdd_acr.py --order v --w_n2o 0 --out_dir runs/actions
+3. Without GDE, the decoder reads F_diff. Which score falls most, and why? See ImageEmbedding.
+   python rdd_acr.py --no-gde --order none --w_n2o 0 --w_v2a 0 --out_dir runs/direct
 
 To copy: this file and common.py. Training on a data set of data.py needs that file and scores.py.
 Licence: MIT. Written from the paper, whose authors have published no code.
@@ -165,7 +167,8 @@ class ImageEmbedding(nn.Module):
     """Eq. 1: F_x = conv_1x1(features) + PE. (B, C, H, W) -> (B, N, D), cell n = row * W + column.
 
     [ours] A cell's position is the vector of its column followed by the vector of its row. Both
-    images have the same positions, which cancel in Eq. 2, so F_diff contains none."""
+    images have the same positions, which cancel in Eq. 2. So F_diff contains none: direct-sub knows
+    no places, and Eq. 4 finds cells of F_diff by what they contain."""
 
     def __init__(self, cfg: Config, channels: int, height: int, width: int):
         super().__init__()
@@ -216,9 +219,9 @@ class DistillingBlock(nn.Module):
     [ours] "A multi-head self-attention, a multi-head cross-attention and a fully connected layer
     with residual connection" can mean a residual around each. We add those of Eq. 6-7 and
     LayerNorms; residual=False leaves them out. As printed, Eq. 7 replaces each vector by a weighted
-    mean of cells. At the start all K vectors have nearly the same attention weights, so they become
+    mean of cells. At the start attention is nearly uniform, so all K vectors become
     alike (cosines of 1.00 between them; about 0.1 with residuals) and stay so. The FFN is the one
-    fully connected layer. The text names no activation, so there is none."""
+    fully connected layer, without an activation, as the text names none."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -227,11 +230,10 @@ class DistillingBlock(nn.Module):
         self.cross_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
         self.feed_forward = nn.Linear(cfg.dim, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
-        # Of the source before Eq. 6, of Eq. 7's keys, of its queries, of the vectors before Eq. 8.
-        self.norm_source = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()
-        self.norm_seen = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()
-        self.norm_vectors = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()
-        self.norm_ffn = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()
+        self.norm_source = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()  # Eq. 6
+        self.norm_seen = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()  # k, v of Eq. 7
+        self.norm_vectors = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()  # q of Eq. 7
+        self.norm_ffn = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()  # Eq. 8
 
     def forward(self, source: Tensor, vectors: Tensor):
         """source X^{i-1} (B, M, D), vectors F_o^{i-1} (B, K, D) -> X^i (B, M, D); F_o^i (B, K, D);
@@ -278,8 +280,8 @@ class Distilling(nn.Module):
 class Fusion(nn.Module):
     """Eq. 9: self-attention and a fully connected layer, each with a residual. All tokens
     (B, N + K_o + K_a, D) -> the same shape. Cells stay beside the vectors, because a caption also
-    needs what the vectors leave out. [ours] Like the distilling blocks, it is pre-norm. A ReLU
-    follows the fully connected layer, unlike in Eq. 8."""
+    needs what the vectors leave out. [ours] Like the distilling blocks, it is pre-norm. The ReLU is
+    ours: as for Eq. 8, the text names none."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -387,16 +389,15 @@ class Attributes(NamedTuple):
     same: Tensor  # (B, B) bool: the two are not negatives of each other
 
 
-def alignment_loss(
-    vectors: Tensor, text: Tensor, valid: Tensor, same: Tensor, tau: float
-) -> Tensor:
+def alignment_loss(vectors: Tensor, f_l: Tensor, valid: Tensor, same: Tensor, tau: float) -> Tensor:
     """Eq. 10-13, L_N2O or L_V2A: InfoNCE of cosines between the mean of a pair's vectors and its
-    phrase, in both directions. vectors (B, K, D), text F_l (B, D) -> a scalar. The mean (Eq. 10),
+    phrase, in both directions. vectors (B, K, D), f_l (B, D) -> a scalar. The mean (Eq. 10),
     because a caption does not say which vector is about which word.
 
     [ours] A pair without a phrase (valid (B,) is False) is no negative and counts as 0 in the mean
     over B. Pairs with equal phrases (same (B, B)), which templates often make, are not negatives of
-    each other. Phrases that differ but mean the same ("is gone", "is missing") remain negatives.
+    each other. Phrases that differ but mean the same ("is gone", "is missing"), as those of
+    all unchanged pairs do, remain negatives.
 
     Example, tau = 1. The vectors (1, 1), (1, -1) of pair a have the mean (1, 0), the vectors
     (1, 1), (-1, 1) of pair b the mean (0, 1). Phrases (2, 0) of a and (0, 3) of b have cosine 1
@@ -405,9 +406,9 @@ def alignment_loss(
     has log 2 = 0.693 for both, and the loss is 0.753, or 0 if equal phrases are no negatives."""
     # Cosines divided by a small temperature need float32.
     with torch.autocast(vectors.device.type, enabled=False):
-        pooled = F.normalize(upcast(vectors).mean(1), dim=-1)  # Eq. 10
-        text = F.normalize(upcast(text), dim=-1)
-        s = text @ pooled.T / tau  # (B, B), phrases in rows
+        f_o = F.normalize(upcast(vectors).mean(1), dim=-1)  # Eq. 10
+        f_l = F.normalize(upcast(f_l), dim=-1)
+        s = f_l @ f_o.T / tau  # (B, B), phrases in rows
         partner = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
         no_negative = same | ~valid[:, None] | ~valid
         # Partners stay, so that the loss of a pair without negatives is 0.

@@ -4,15 +4,15 @@
 The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabulary of 76):
     before, after (1024, 14, 14) each                   In training only:
        |  embed, Eq. 1
-       v                              similarity of queries and keys, Eq. 2-3
-    x_bef, x_aft (196, 512) each . . . . . . . . . . . > bef_to_aft, aft_to_bef (B, B)
-       |  cross_view, Eq. 5-6                               |  match_loss, Eq. 4
-       v                                                    v
-    new_bef, new_aft (196, 512) each                        L_cv
-       |  fuse, Eq. 7
+       v
+    x_bef, x_aft (196, 512) each      similarity of its queries and keys, Eq. 2-3
+       |  cross_view, Eq. 5-6 . . . . . . . . . . . . . . > bef_to_aft, aft_to_bef (B, B)
+       v                                                    |  match_loss, Eq. 4
+    new_bef, new_aft (196, 512) each                        v
+       |  fuse, Eq. 7                                       L_cv
        v
     difference (196, 512) and caption (24 ids)
-       |  decoder, Eq. 8
+       |  decoder, section 3.3
        v              mean from START to END
     hidden (24, 512) . . . . . . . . . . . . . . . . . > sentence (512)
        |  decoder.head, Eq. 8                               |  cbr, with x_bef, Eq. 9-10
@@ -25,33 +25,33 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabular
 Idea. (1) When the camera moves, all features change, so a bare difference of two images shows much
 besides the change. A contrastive loss teaches each image to find its partner in the batch by
 features that ignore the camera. (2) Cross-attention rebuilds each image from the other one, and
-only what did not change can be rebuilt. What was rebuilt is added to the image. The fusion of both
-can see that a changed object has no counterpart. (3) "Before" and a good sentence should be enough
-to imagine "after". A second contrastive loss asks for this.
+only what did not change can be rebuilt. What was rebuilt is added to the image. The loss of (1)
+compares the queries and keys of this attention, so it also teaches where to look. (3) "Before" and
+a good sentence should be enough to imagine "after". A second contrastive loss asks for this.
 
 Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
 light differ, and its caption says that nothing changed. In CLEVR-Change and mini, a scene has one
 pair of each kind, with the same "before". A training step has a batch of changed pairs and a batch
 of the distractor pairs of the same scenes, and each loss is the mean of the two batches'. In half
 of the scenes, chosen anew in each epoch, "before" and the distractor picture change places, in both
-pairs of the scene. In other data sets, a step has a single batch.
+pairs of the scene. Both are as released. In other data sets, a step has a single batch.
 
-Read first: CrossView, BackwardReasoning, match_by_definition (never run; it says what `similarity`
-computes), match_loss, cbr_loss, SCORER.encode and SCORER.forward. Skip at first: DecoderLayer and
+Read first: CrossView, BackwardReasoning, match_by_definition (what `similarity` computes, as a
+definition), match_loss, cbr_loss, SCORER.encode and SCORER.forward. Skip at first: DecoderLayer and
 Decoder (a transformer decoder), attention_map, and all that follows the class SCORER.
 
 Formulas, reconstructed from the paper's text and released code, not compared with the printed ones:
 Eq. 1      ImageEmbedding     X = conv(features) + position
 Eq. 2      similarity         TM_ab = 1/2 [mean_n max_m q_an.k_bm + mean_m max_n q_an.k_bm]
-Eq. 3      similarity         MTM = mean over heads of TM, each with its slice of q and k
+Eq. 3      similarity         MTM = mean over heads [ours] of TM, each with its slice of q and k
 Eq. 4      match_loss         L_cv = 1/2 [nce(S) + nce(S')], S = MTM(q_bef, k_aft) / tau,
                               S' = MTM(q_aft, k_bef) / tau
 Eq. 5      CrossView          unchanged = MHCA(X, partner), whose projections are Eq. 4's q and k
 Eq. 6      CrossView          new X = LN(X + unchanged), which the next layer and Eq. 7 read
 Eq. 7      Fusion             difference = ReLU(W [new X_bef ; new X_aft] + b)
-Eq. 8      Decoder            hidden = decoder(words, difference), p(next word) = softmax(W hidden)
+Eq. 8      Decoder            p(next word) = softmax(W hidden), hidden = decoder(words, difference)
 Eq. 9      BackwardReasoning  x = W_1 [X_bef ; sentence], sentence = mean over words of hidden
-Eq. 10     BackwardReasoning  X_hat = W_2 MHSA(x), the "hallucination" of "after"
+Eq. 10     BackwardReasoning  X_hat = W_2 MHSA(x), the "hallucination" of "after"; W_2 as released
 Eq. 11     cbr_loss           L_cm = 1/2 [nce(R) + nce(R^T)], R = MTM(W_q X_hat, W_k X_aft) / tau
 Eq. 12     caption_loss       L_cap = -mean of log p(next word)
 Eq. 13     total_loss         L = L_cap + w_match L_cv + w_cbr L_cm
@@ -75,23 +75,27 @@ matching (Fig. 3)               --matching mtm, tm, mean or max
 heads (Fig. 4)                  --heads 8 (the flag also changes the heads of decoder and CBR)
 layers (Fig. 5)                 --layers 2
 fusion (section 6.3)            --fusion cat, sum or hadamard
-RR+ (Fig. 13) has no flag. Neither has the fusion of section 6.3 in which words attend to each image
-before "cat": it needs a second memory; copy CHEERS's Decoder.memory and DecoderLayer.
+RR+ (Fig. 13: partners, but no negatives) has no flag. Neither has the fusion of section 6.3 in
+which words attend to each image before "cat": it needs a second memory; copy CHEERS's
+Decoder.memory and DecoderLayer.
 
 Where the paper and the released code differ, the default mostly follows the paper. RELEASED, after
 the model, lists the differences. Some details are the released code's in both variants: a learned
 scale for 1 / tau, the projections that Eq. 4 and 11 match, coordinates, attention without output
-projection, feed-forward layers of width D, and a mean over words in Eq. 12. Comments explain each.
+projection (but for CBR's), feed-forward layers of width D, and a mean over words in Eq. 12.
+Comments explain each.
 
-Exercises, on mini, some minutes each. Predict, then run:
+Exercises, on mini, some minutes each. Predict, then run, in 2 and 3 both commands:
 1. Eq. 6 adds. Change the + of its two lines to -. Which falls in scores_test.json, "change type" or
    "place" (which object stands where)?
        python scorer_cbr.py --out_dir runs/minus
 2. Match in the second layer, where the images have already seen their partners. Does "match" fall
    faster? Are captions better?
        python scorer_cbr.py --layers 2 --match_layer last --out_dir runs/last
+       python scorer_cbr.py --layers 2 --out_dir runs/first
 3. Leave CBR at its initial weights, as released. Can "cbr" still fall, and by learning what?
-       python scorer_cbr.py --no-train_cbr --w_cbr 0.1 --out_dir runs/frozen
+       python scorer_cbr.py --w_cbr 0.1 --no-train_cbr --out_dir runs/frozen
+       python scorer_cbr.py --w_cbr 0.1 --out_dir runs/trained
 
 To copy: this file and common.py. Training on a data set of data.py needs that file and scores.py.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
@@ -191,10 +195,10 @@ class CrossView(nn.Module):
     """Eq. 5-6, one layer: X <- LN(X + MHCA(X, partner)) for both images of a pair.
 
     X_bef, X_aft (B, N, D) -> the new X_bef and X_aft, and the queries and keys that Eq. 4 matches,
-    (q_bef, k_aft, q_aft, k_bef). Section 3.2.2 matches the images; their projections are as
-    released. Eq. 6 adds what could be rebuilt instead of subtracting it, because a caption also
-    names unchanged objects ("left of the cube"), which a subtraction would remove. The paper cites
-    the standard attention, which has an output projection. This one has none, as released."""
+    (q_bef, k_aft, q_aft, k_bef). Section 3.2.2 matches the images themselves; to match projections
+    of them is as released. Eq. 6 adds what could be rebuilt instead of subtracting it, because a
+    caption also names unchanged objects ("left of the cube"), which a subtraction would remove. The
+    paper cites the standard attention, with an output projection. This has none, as released."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -212,10 +216,10 @@ class CrossView(nn.Module):
 
 
 class Fusion(nn.Module):
-    """Eq. 7: difference = ReLU(W [X_bef ; X_aft] + b). Dropout before the ReLU is as released.
+    """Eq. 7: difference = ReLU(W [new X_bef ; new X_aft] + b). Its dropout is as released.
 
-    X_bef, X_aft (B, N, D) -> (B, N, D). Instead of concatenating them ("cat"), section 6.3 also
-    tries their sum and their product, and the baseline Subtraction their bare difference."""
+    Both images after Eq. 6 (B, N, D) -> (B, N, D). Instead of concatenating them ("cat"), section
+    6.3 also tries their sum and their product, and the baseline Subtraction their difference."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -270,7 +274,8 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Eq. 8: words and difference -> hidden states, from which `head` predicts the next words.
+    """Section 3.3: words and difference -> hidden states, from which `head`, Eq. 8, predicts the
+    next words.
 
     A word sees only itself and earlier words, so padding at the end of a caption needs no mask."""
 
@@ -283,6 +288,19 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(cfg.dim, eps=1e-6)
         self.layers = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.decoder_layers))
         self.head = nn.Linear(cfg.dim, vocab_size)  # Eq. 8, without its softmax
+
+    def initialise(self, xavier: bool) -> None:
+        """Initial weights of the decoder. As released, other modules keep PyTorch's."""
+        for p in self.parameters():
+            if p.ndim == 1:
+                continue
+            if xavier:
+                nn.init.xavier_uniform_(p)
+            else:
+                nn.init.normal_(p, std=0.02)
+        for m in self.modules():
+            if isinstance(m, nn.Linear):
+                nn.init.zeros_(m.bias)
 
     def forward(self, ids: Tensor, difference: Tensor) -> Tensor:
         """All words at once: ids (B, V), difference (B, N, D) -> hidden states (B, V, D)."""
@@ -323,9 +341,9 @@ class BackwardReasoning(nn.Module):
     """Eq. 9-10: X_hat = W_2 MHSA(W_1 [X_bef ; s]), the "hallucination": what "after" should look
     like, given "before" and a sentence. The sentence s is appended to every cell.
 
-    X_bef (B, N, D), s (B, D) -> X_hat (B, N, D). W_2, and attention without biases, dropout,
-    residual and LayerNorm, follow the released code. The attention is PyTorch's module, because its
-    initial weights are the released code's, too."""
+    X_bef (B, N, D), s (B, D) -> X_hat (B, N, D). W_2 follows the released code. So does the
+    attention, with an output projection, but without biases, dropout, residual and LayerNorm. It is
+    PyTorch's module, which also has the released code's initial weights."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -366,9 +384,9 @@ def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: in
     q (A, N, D), k (B, M, D) -> (A, B).
 
     "mtm" is match_by_definition, and "tm" the same with a single head. "mean" and "max" (Fig. 3)
-    compare the mean or the maximum of the tokens [ours]. As in the released code, tokens are not
-    normalised, and a learned scale, at first e, replaces Eq. 4's 1 / tau."""
-    # Scores differ by far less than their size. bfloat16 would round this away.
+    pool the tokens of an image first; that these are q and k is [ours]. As in the released code,
+    tokens are not normalised, and a learned scale, at first e, replaces Eq. 4's 1 / tau."""
+    # Scores of different images differ by far less than their size, which bfloat16 rounds away.
     with torch.autocast(q.device.type, enabled=False):
         if matching == "mtm":
             score = token_match(q, k, heads)  # Eq. 3
@@ -442,20 +460,7 @@ class SCORER(nn.Module):
             self.log_scale = nn.Parameter(torch.ones(()))
         if cfg.w_cbr:
             self.cbr = BackwardReasoning(cfg).requires_grad_(cfg.train_cbr)
-        self.initialise_decoder()
-
-    def initialise_decoder(self) -> None:
-        """Initialise the decoder. As released, the other modules keep PyTorch's initial weights."""
-        for p in self.decoder.parameters():
-            if p.ndim == 1:
-                continue
-            if self.cfg.xavier:
-                nn.init.xavier_uniform_(p)
-            else:
-                nn.init.normal_(p, std=0.02)
-        for m in self.decoder.modules():
-            if isinstance(m, nn.Linear):
-                nn.init.zeros_(m.bias)
+        self.decoder.initialise(cfg.xavier)
 
     def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor, list[tuple]]:
         """before, after (B, C, H, W) -> the difference of Eq. 7, X_bef and X_aft of Eq. 1, all
@@ -542,18 +547,18 @@ class SCORER(nn.Module):
 # has the most. Our copy has lost the rates' power of ten; 10^-4 follows the released lr, 2e-4.
 PRESETS = {
     # The defaults: 10000 steps (section 6.1). As released: w_cbr .001 and drops of the rate, which
-    # the paper does not mention, every 15 epochs of 265 batches (with the small last one).
+    # the paper does not mention, every 15 epochs (of 265 batches there).
     "clevr_change": dict(lr_drop=3975),
-    # [ours], as no code is released: the same 15 epochs (of 319, 268 and 192 batches, counted in
-    # the same way), and no coordinates (as in DIRL's code for CLEVR-DC).
+    # [ours], as no code is released: the same 15 epochs (319, 268 and 192 batches), and no
+    # coordinates (as in DIRL's code for CLEVR-DC).
     "clevr_dc": dict(layers=1, w_match=0.01, w_cbr=0.004, lr_drop=4785, use_coords=False),
     "spot_the_diff": dict(layers=3, w_match=0.3, w_cbr=0.5, batch_size=32, lr_drop=4020,
                           use_coords=False),
     "image_editing_request": dict(w_match=0.003, w_cbr=0.06, batch_size=16, lr=1e-4, lr_drop=2880,
                                   use_coords=False),
     # [ours] Your own pairs are usually few: half the width, and a rate that falls to 0. Validation
-    # chose w_match and lr. Few pairs cannot choose among many weights, and early ones never say
-    # "nothing changed", so best.pt has those of 1,000 or 2,000 steps.
+    # chose w_match and lr. A few validation pairs cannot rank many checkpoints, and early ones
+    # never say "nothing changed", so best.pt is the better one of steps 1,000 and 2,000.
     "pairs": dict(w_match=0.3, w_cbr=0.06, use_coords=False, dim=256, batch_size=16, lr=5e-4,
                   schedule="cosine", warmup=50, grad_clip=1.0, steps=2000, eval_every=1000,
                   select_by="ROUGE-L"),
@@ -576,9 +581,10 @@ RELEASED = {  # --variant released: the details in which the released code diffe
         train_cbr=False,
         # Section 3.4 says mean. The released code divides by the longest caption's length.
         sentence_mean="max_len",
-        # A standard decoder adds the layer's input. The released code adds the hidden activation.
+        # A standard decoder adds the feed-forward's input, the released code its activation.
         ffn_residual="activation",
-        # In validation, the released code samples captions. We decode greedily, as in section 4.3.
+        # Not switched: in validation, the released code samples captions. We decode greedily, as in
+        # section 4.3.
     ),
 }
 
@@ -625,7 +631,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> SCORER:
             nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
         optimizer.step()
         model.clamp_scales()
-        run.count(losses)
+        run.count(losses)  # also run.step += 1
         if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
             run.checkpoint(evaluate(model, dataset, "val", cfg))
             model.train()
