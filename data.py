@@ -222,7 +222,7 @@ class Release:
     paths: dict[str, Path] = field(default_factory=dict)  # name of an image of any pair -> file
     groups: dict[str, set[str]] = field(default_factory=dict)  # pair ids to score separately
     # Kind of change -> pair ids. Sample pictures are chosen by kind. The pairs of the kind
-    # "no change" are unchanged, and the share of them that is recognised is reported.
+    # "no change" are unchanged, and it is reported of how many of them the model says so.
     kinds: dict[str, set[str]] = field(default_factory=dict)
     overlap: dict[str, float] = field(default_factory=dict)  # pair id -> IoU of the object boxes
     # Pair id -> boxes of the changed object before and after, [x, y, w, h] in pixels, or None.
@@ -734,7 +734,7 @@ def read_pairs(root: Path) -> Release:
             why = "without it, pairs that share their first picture share a split"
             notes.append(f"there are no {split} pairs: name some in the column split; {why}")
     if "no change" not in kinds:
-        notes.append("no pair has the kind 'no change': how many are recognised is not reported")
+        notes.append("no pair has the kind 'no change': changes claimed wrongly are not counted")
     return release_from_pairs(pairs, root, kinds, notes)
 
 
@@ -957,7 +957,7 @@ class Features:
     def __init__(self, path: Path, command: str, extractor: str):
         if not path.exists():
             others = ", ".join(file.name for file in path.parent.glob("features*.h5"))
-            found = f" ({others}: of another --extractor)" if others else ""
+            found = f" ({others}: give the --extractor that made it)" if others else ""
             raise FileNotFoundError(f"no features at {path}{found}; run: {command}")
         self.path = path
         self.remedy = f"remove it and run: {command}"
@@ -1041,7 +1041,8 @@ def extractor_name(extractor: str) -> str:
     model, colon, file = extractor.partition(":")
     if not colon:
         return extractor
-    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    with file_errors(file, f"if it has moved, give --extractor {model}:FILE with its new place"):
+        digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return f"{model}:{digest[:12]}"
 
 
@@ -1589,9 +1590,7 @@ def load_captioner(
     extractor = extractor or cfg.extractor or trained
     remedy = f"{checkpoint} was trained on {trained}; if its FILE has moved, give --extractor"
     remedy += " timm/MODEL:FILE"
-    with file_errors(f"--extractor {extractor}", remedy):
-        given = extractor_name(extractor)
-    if given != trained:
+    if extractor_name(extractor) != trained:
         raise InputError(f"--extractor {extractor} is another network or FILE; {remedy}")
     state["extractor"] = extractor
     return Captioner(model, state, inputs)
@@ -1675,26 +1674,29 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
 
 def caption_table(captioner: Captioner, table: Path, out: str | None) -> None:
     """Prints the caption of every pair of a CSV file with the columns before and after, whose paths
-    are relative to it. `out` gets the words as metrics compare them: a table, if it ends in .csv,
-    or else COCO results."""
-    found = [own_pair(row) for row in read_table(table, ("before", "after"))]
-    rows = {pair.id: pair for pair in found}
-    pairs = [(table.parent / row.before, table.parent / row.after) for row in rows.values()]
-    pictures = set(itertools.chain(*pairs))
+    are relative to it. `out` gets the words as metrics compare them: a table with as many rows, if
+    it ends in .csv, or else COCO results."""
+    rows = read_table(table, ("before", "after"))
+    paths = {}  # of the pictures, by pair id; a pair may have several rows
+    for row in rows:
+        paths[own_pair(row).id] = (table.parent / row["before"], table.parent / row["after"])
+    pictures = set(itertools.chain(*paths.values()))
     if out:
         check_out(out, (".csv", ".json"), [table, *pictures])
     for picture in pictures:  # an unreadable one must not stop the work halfway
+        if not picture.exists():
+            raise InputError(f"{table}: {picture} is missing; paths are relative to the table")
         read_image(picture)
     captions = {}
-    for name, (caption, _) in zip(rows, captioner.pairs(pairs), strict=True):
-        captions[name] = caption
-        print(f"{name}: {with_joined_punctuation(caption)}", flush=True)
+    for pair_id, (caption, _) in zip(paths, captioner.pairs(list(paths.values())), strict=True):
+        captions[pair_id] = caption
+        print(f"{pair_id}: {with_joined_punctuation(caption)}", flush=True)
     if out and Path(out).suffix.lower() == ".csv":
         with atomic_write(Path(out)) as partial, open(partial, "w", encoding="utf-8") as f:
             writer = csv.writer(f, lineterminator="\n")
             writer.writerow(["before", "after", "caption"])
-            for name, row in rows.items():
-                writer.writerow([row.before, row.after, captions[name]])
+            for row in rows:
+                writer.writerow([row["before"], row["after"], captions[own_pair(row).id]])
     elif out:
         scores.write_json(Path(out), scores.coco_rows(captions.items()))
 

@@ -362,7 +362,8 @@ def no_change_captions(dataset) -> set[str]:
 
 def accuracy_of(dataset, captions: dict[str, str]) -> dict[str, float]:
     """A drawn data set's own judgement of captions, in %. For others, if both kinds are there: the
-    % of changed and of unchanged pairs whose caption says so (see `no_change_captions`)."""
+    % of changed and of unchanged pairs whose caption says so, whatever else it says (see
+    `no_change_captions`)."""
     if dataset.settings.judge:
         return dataset.settings.judge(captions, dataset.root)
     no_change = no_change_captions(dataset)
@@ -372,8 +373,8 @@ def accuracy_of(dataset, captions: dict[str, str]) -> dict[str, float]:
     if not (no_change and unchanged and changed):
         return {}
     return {
-        "change recognised": percent(captions[i] not in no_change for i in changed),
-        "no change recognised": percent(captions[i] in no_change for i in unchanged),
+        "change claimed": percent(captions[i] not in no_change for i in changed),
+        "no change claimed": percent(captions[i] in no_change for i in unchanged),
     }
 
 

@@ -188,11 +188,11 @@ def test_changed_and_unchanged_pairs_are_recognised(tmp_path):
     vocab = data.vocab_of("levir_cc", release)
     dataset = data.Dataset("levir_cc", tmp_path, release, vocab, NoFeatures())
     captions = {pair.id: pair.captions[0] for pair in dataset.pairs("train")}
-    both = {"change recognised": 100, "no change recognised": 100}
+    both = {"change claimed": 100, "no change claimed": 100}
     assert scores.accuracy_of(dataset, captions) == both
     captions["0.png"] = "no change has occurred"  # one of LEVIR-CC's own sentences
     captions["1.png"] = "a lake was drained"
-    both = {"change recognised": 50, "no change recognised": 0}
+    both = {"change claimed": 50, "no change claimed": 0}
     assert scores.accuracy_of(dataset, captions) == both
     del captions["1.png"]  # then any caption at all would be right
     assert scores.accuracy_of(dataset, captions) == {}
@@ -241,7 +241,7 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
     assert "no better" not in output
     dataset.results("test", dict.fromkeys(captions, constant), {}, tmp_path / "constant")
     assert "no better than that of one caption" in capsys.readouterr().out
-    assert result["accuracy"] == {"change recognised": 100, "no change recognised": 0}
+    assert result["accuracy"] == {"change claimed": 100, "no change claimed": 0}
     rows = read(tmp_path / "captions_test.json")
     assert {row["image_id"]: row["caption"] for row in rows} == captions
     # The command line reads these files.
