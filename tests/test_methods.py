@@ -147,7 +147,7 @@ def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path, monke
     loop = loop.replace("1024, 14, 14", "8, 2, 3")
     config = re.search(rf"`{name}.py` by\s`(Config\(.*?\))`", README, re.S)
     if config:
-        loop = loop.replace('Config(**PRESETS["pairs"])', config[1])
+        loop = loop.replace('Config(**PRESETS["pairs"], device=device)', config[1])
     if not hasattr(MODELS[method], "clamp_scales"):
         loop = re.sub(r"    model.clamp_scales\(\).*\n", "", loop)
     assert f"import {model} as" in loop
