@@ -52,15 +52,15 @@ Eq. 16     total_loss           L = L_cap + w_dirl L_dirl + w_ccr L_ccr
 InfoNCE    common.info_nce      nce(S) = -1/B sum_a log(exp S_aa / sum_b exp S_ab)
 
 Symbols: X is the paper's F~, Y its Y~, and shared its F~^s. The difference of each image is its
-F~^d, and their fusion its F~_d. `words` is its E^[W], `visual` its V^, w_dirl its lambda_d, and
-w_ccr its lambda_c. The vectors of Eq. 13 are not normalised.
-Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a
-caption (START, words, END, padding). In CLEVR-Change and mini, a step has a batch of changed pairs
-(before and after a change) and one of distractor pairs (only camera and light differ) of the same
-scenes.
+F~^d, and their fusion its F~_d. `words` is its E^[W], `visual` its V^, `hidden` its V^', w_dirl its
+lambda_d, and w_ccr its lambda_c. The vectors of Eq. 13 are not normalised.
+Axis letters: B pairs, C channels of the features (those of Eq. 3-4 are D), H x W grid, N = H*W
+cells, D width, h heads, V words of a caption (START, words, END, padding). In CLEVR-Change and
+mini, a step has a batch of changed pairs (before and after a change) and one of distractor pairs
+(only camera and light differ) of the same scenes.
 
-Flags for each row of the paper's tables. Each row needs an --out_dir of its own. The last column
-is from tests/results.md: CIDEr of changed pairs on mini (differences below 40 are noise).
+Flags for the paper's ablations, there on CLEVR-DC. Each needs an --out_dir of its own. The last
+column is from tests/results.md: CIDEr of changed pairs on mini (differences below 40 are noise).
 Row of the paper             flags (on mini, unless --dataset is given)  on mini, if measured
 DIRL+CCR                                                                 465
 Transformer (Tables 6, 7)    --w_dirl 0 --w_ccr 0                        459
@@ -246,8 +246,8 @@ class DecoderLayer(nn.Module):
         query = self.cross_attention.query(x1)
         visual = self.cross_attention.attend(query, *memory)  # Eq. 9
         x2 = self.norm2(x1 + self.dropout(visual))
-        hidden = self.dropout(F.relu(self.hidden(x2)))
-        x3 = self.norm3(x2 + self.dropout(self.output(hidden)))  # Eq. 10
+        inner = self.dropout(F.relu(self.hidden(x2)))
+        x3 = self.norm3(x2 + self.dropout(self.output(inner)))  # Eq. 10
         if self.ccr_states == "normed":
             words = x1
             visual = x2
@@ -439,7 +439,7 @@ class DIRL(nn.Module):
         if self.cfg.difference == "subtract":
             return self.fuse(x_bef - x_aft), x_bef, x_aft
         # Eq. 5 as printed has one layer. With more (as released), each reads LN(X + shared) of the
-        # one before, and the last one's result is Eq. 5's.
+        # one before. Of the last, the attention's bare result is subtracted [ours].
         *earlier, last = self.cross_view
         stream_bef = x_bef
         stream_aft = x_aft
@@ -463,7 +463,7 @@ class DIRL(nn.Module):
         (ln 76 = 4.3 is a guess among all words). "dirl", a sum over 512 channels, is 10 to 60 for
         pairs of equal images and 350 to 510 for unrelated ones. "ccr" is above ln 16 = 2.8, a guess
         among the batch, as S is not normalised, or 0 if all captions are equal. If "dirl" does not
-        fall, the channels of both images still differ. If "ccr" does not, the words of a caption
+        fall, channels of both images still differ, or repeat each other. If "ccr" does not, the words of a caption
         are not tied to what the decoder saw. On mini, with 128 channels, "dirl" is below 5 after
         100 steps."""
         cfg = self.cfg
@@ -473,8 +473,8 @@ class DIRL(nn.Module):
         logits = self.decoder.head(hidden)  # Eq. 11
         losses["caption"] = caption_loss(logits, caption)  # Eq. 15
         if cfg.w_dirl:
-            # X includes positions (as released). These are equal in both images, so they alone make
-            # the channels correlate somewhat.
+            # X includes positions (Eq. 1). These are equal in both images, so they alone make the
+            # channels correlate somewhat.
             y_bef = self.mlp(x_bef)  # Eq. 2
             y_aft = self.mlp(x_aft)  # Eq. 2
             c = channel_correlation(y_bef, y_aft, cfg.channel_eps)  # Eq. 3
@@ -527,7 +527,7 @@ PRESETS = {
     # every 15 epochs (of 265 batches, in CLEVR-DC of 319), and no coordinates in CLEVR-DC.
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),
-    # [ours]: SCORER's batches and rates, 15 epochs (of 268 and 192 batches), and no coordinates.
+    # [ours]: SCORER's batches and rates, its 4020 and 2880 steps, and no coordinates.
     "spot_the_diff": dict(w_ccr=0.004, batch_size=32, lr_drop=4020, use_coords=False),
     "image_editing_request": dict(w_dirl=0.001, w_ccr=0.05, batch_size=16, lr=1e-4, lr_drop=2880,
                                   use_coords=False),
