@@ -463,9 +463,9 @@ class DIRL(nn.Module):
         (ln 76 = 4.3 is a guess among all words). "dirl", a sum over 512 channels, is 10 to 60 for
         pairs of equal images and 350 to 510 for unrelated ones. "ccr" is above ln 16 = 2.8, a guess
         among the batch, as S is not normalised, or 0 if all captions are equal. If "dirl" does not
-        fall, channels of both images still differ, or repeat each other. If "ccr" does not, the words of a caption
-        are not tied to what the decoder saw. On mini, with 128 channels, "dirl" is below 5 after
-        100 steps."""
+        fall, channels of both images still differ, or repeat each other. If "ccr" does not, the
+        words of a caption are not tied to what the decoder saw. On mini, with 128 channels, "dirl"
+        is below 5 after 100 steps."""
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft = self.encode(before, after)  # Eq. 1, 5-7

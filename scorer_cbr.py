@@ -45,7 +45,7 @@ Eq. 1      ImageEmbedding     X = conv(features) + position
 Eq. 2      similarity         TM_ab = 1/2 [mean_n max_m q_an.k_bm + mean_m max_n q_an.k_bm]
 Eq. 3      similarity         MTM = mean over heads [ours] of TM, each with its slice of q and k
 Eq. 4      match_loss         L_cv = 1/2 [nce(S) + nce(S')], S = MTM(q_bef, k_aft) / tau,
-                              S' = MTM(q_aft, k_bef) / tau
+                              S' = MTM(q_aft, k_bef) / tau, of the first layer
 Eq. 5      CrossView          unchanged = MHCA(X, partner), whose projections are Eq. 4's q and k
 Eq. 6      CrossView          new X = LN(X + unchanged), which the next layer and Eq. 7 read
 Eq. 7      Fusion             difference = ReLU(W [new X_bef ; new X_aft] + b)
@@ -64,7 +64,8 @@ Axis letters: A, B pairs, C channels, H x W grid, N, M = H*W cells, D width, h h
 caption (START, words, END, padding).
 
 Flags for each row of the paper's tables. Each row needs an --out_dir of its own. The last column
-is from tests/results.md: CIDEr of changed pairs on mini (differences below 40 are noise).
+is from tests/results.md: CIDEr of changed pairs on mini, means of three seeds (differences below 40
+are noise; of two single runs, below 70).
 Row (Tables 6-7 and 10-12)      flags (on mini, unless --dataset is given)   on mini, if measured
 SCORER+CBR                                                                   472
 Subtraction                     --difference subtract --w_match 0 --w_cbr 0  315
@@ -85,9 +86,10 @@ scale for 1 / tau, the projections that Eq. 4 and 11 match, coordinates, attenti
 projection (but for CBR's), feed-forward layers of width D, and a mean over words in Eq. 12.
 Comments explain each.
 
-Exercises, on mini, some minutes each. Predict, then run, in 2 and 3 both commands:
-1. Eq. 6 adds. Change the + of its two lines to -. Which falls in scores_test.json, "change type" or
-   "place" (which object stands where)?
+Exercises, on mini, some minutes each. Predict, then run both commands:
+1. Eq. 6 adds. Before the second command, change the + of its two lines to -, and then undo it. What
+   falls in scores_test.json, "change type" or "place" (which object stands where; noise: 12)?
+       python scorer_cbr.py
        python scorer_cbr.py --out_dir runs/minus
 2. Match in the second layer, where the images have already seen their partners. Does "match" fall
    faster? Are captions better?
@@ -151,7 +153,7 @@ class Config(RunConfig):
     use_coords: bool = True  # append the cell's x and y to the features (released for CLEVR-Change)
     w_match: float = 0.1  # weight of L_cv in Eq. 13 (section 6.2); 0 leaves it out
     w_cbr: float = 0.001  # weight of L_cm in Eq. 13 (as released); 0 leaves CBR out
-    difference: Literal["reconstruct", "subtract"] = "reconstruct"  # Eq. 5-7, or X_bef - X_aft
+    difference: Literal["reconstruct", "subtract"] = "reconstruct"  # or Eq. 7 of X_bef - X_aft
     fusion: Literal["cat", "sum", "hadamard"] = "cat"  # how Eq. 7 joins two images
     matching: Literal["mtm", "tm", "mean", "max"] = "mtm"  # Eq. 3, Eq. 2, or pooled images
     match_layer: Literal["first", "last"] = "first"  # cross-view layer whose queries Eq. 4 matches
@@ -194,11 +196,11 @@ class ImageEmbedding(nn.Module):
 class CrossView(nn.Module):
     """Eq. 5-6, one layer: X <- LN(X + MHCA(X, partner)) for both images of a pair.
 
-    X_bef, X_aft (B, N, D) -> the new X_bef and X_aft, and the queries and keys that Eq. 4 matches,
-    (q_bef, k_aft, q_aft, k_bef). Section 3.2.2 matches the images themselves; to match projections
-    of them is as released. Eq. 6 adds what could be rebuilt instead of subtracting it, because a
-    caption also names unchanged objects ("left of the cube"), which a subtraction would remove. The
-    paper cites the standard attention, with an output projection. This has none, as released."""
+    X_bef, X_aft (B, N, D) -> the new X_bef and X_aft, and the queries and keys for Eq. 4, (q_bef,
+    k_aft, q_aft, k_bef). Section 3.2.2 names no projections; to match those of Eq. 5 is as
+    released. Eq. 6 adds what could be rebuilt instead of subtracting it, because a caption also
+    names unchanged objects ("left of the cube"), which a subtraction would remove. The paper cites
+    the standard attention, with an output projection. This has none, as released."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -216,10 +218,11 @@ class CrossView(nn.Module):
 
 
 class Fusion(nn.Module):
-    """Eq. 7: difference = ReLU(W [new X_bef ; new X_aft] + b). Its dropout is as released.
+    """Eq. 7: difference = ReLU(W [new X_bef ; new X_aft] + b). Its dropout is as released. Nothing
+    is subtracted here: W learns from which cells the other image could not rebuild something.
 
     Both images after Eq. 6 (B, N, D) -> (B, N, D). Instead of concatenating them ("cat"), section
-    6.3 also tries their sum and their product, and the baseline Subtraction their difference."""
+    6.3 also tries their sum and product. The baseline Subtraction has X_bef - X_aft of Eq. 1."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -409,8 +412,8 @@ def match_loss(bef_to_aft: Tensor, aft_to_bef: Tensor) -> Tensor:
 
 
 def cbr_loss(hat_to_aft: Tensor) -> Tensor:
-    """Eq. 11, L_cm: InfoNCE over rows and columns of the similarity (B, B) of hallucinations to
-    "after" images.
+    """Eq. 11, L_cm: InfoNCE over rows and columns (as released; Eq. 4 has two matrices) of the
+    similarity (B, B) of hallucinations to "after" images.
 
     By hand: ((ln 3, 0), (ln 3, 0)). In the rows, partners have 3/4 and 1/4, in the columns 1/2. The
     loss is ((ln 4/3 + ln 4) / 2 + ln 2) / 2 = 0.765."""
@@ -546,7 +549,7 @@ class SCORER(nn.Module):
 # read the layers "2, 1, 3, and 2" in Table 8's order, because section 4.5 says that Spot-the-Diff
 # has the most. Our copy has lost the rates' power of ten; 10^-4 follows the released lr, 2e-4.
 PRESETS = {
-    # The defaults: 10000 steps (section 6.1). As released: w_cbr .001 and drops of the rate, which
+    # The defaults: 10000 steps (section 6.1). As released: w_cbr .001, and drops of the rate, which
     # the paper does not mention, every 15 epochs (of 265 batches there).
     "clevr_change": dict(lr_drop=3975),
     # [ours], as no code is released: the same 15 epochs (319, 268 and 192 batches), and no

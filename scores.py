@@ -515,7 +515,7 @@ def caption_picture(before, after, maps: dict[str, Tensor], caption: str, path: 
     """Draws a pair of PIL images, every attention map (H, W) over it, and its caption -> a file."""
     from PIL import ImageOps
 
-    upright = [ImageOps.exif_transpose(picture) for picture in (before, after)]
+    upright = [ImageOps.exif_transpose(picture).convert("RGB") for picture in (before, after)]
     with new_figure(Path(path)) as figure:
         draw_pair(figure, upright, maps, "", caption)
 
