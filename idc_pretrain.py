@@ -7,16 +7,16 @@ The two images of a pair, in both stages of training, with CLEVR-Change's sizes 
 
     before (2048, 7, 7)      after (2048, 7, 7)
        |  embed.image, Eq. 2    |  embed.image, Eq. 3
-    [IMG1] v_1 (50, 512)     [IMG2] v_2 (50, 512)
+    v_1 (50, 512)            v_2 (50, 512)      [IMG1] or [IMG2], then the cells
        |  single: E_s           |  single: E_s
        +-----------+------------+
                    |  pair: E_p, Eq. 4
-    S = 2 (49 + 1) = 100 visual tokens (100, 512)
+    v: S = 2 (49 + 1) = 100 visual tokens (100, 512)
 
 Pre-training (IDC.joint): 100 visual and 1 + V text tokens, 25 with V = 24 (V: ids of a padded
 caption). All tokens see all but padding. A step has one of three tasks:
 
-    [IMG1] v_1 [IMG2] v_2   [CLS] START w_1 w_2 ... w_22 END
+    v   [CLS] START w_1 w_2 ... w_22 END
        |  cross: E, Eq. 5
     some w_i are [MASK]             -> head: these words             L_MLM, Eq. 6
     some cells are zeros            -> cell_head: their features     L_MVCL, Eq. 7-8
@@ -26,7 +26,7 @@ Fine-tuning (IDC.causal): 100 visual and 1 + 2 (V - 1) text tokens [ours], 47 wi
 see images only (as released). A word, and the [MASK]_i that stands for it as in decoding, see the
 images, [CLS], earlier words and themselves.
 
-    [IMG1] v_1 [IMG2] v_2   [CLS] START w_1 ... w_22   [MASK]_1 [MASK]_2 ... [MASK]_23
+    v   [CLS] START w_1 ... w_22   [MASK]_1 [MASK]_2 ... [MASK]_23
        |  cross: E, Eq. 5
     [MASK]_i                        -> head: w_i, at last END        L_MLM, Eq. 6
     [IMG1], [IMG2]                  -> judge: changed or not         L_judge, section 3.1
@@ -138,7 +138,7 @@ class Config(RunConfig):
 
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"init", "cub", "nabirds"}
 
-    init: str = ""  # checkpoint to start from; --pretrain_steps 0 only fine-tunes it
+    init: str = ""  # checkpoint to start from, with its --nabirds; --pretrain_steps 0 only tunes it
     dim: int = 512  # width D
     ffn: int = 2048  # width of the feed-forward layers
     heads: int = 8  # heads of every attention
@@ -308,8 +308,8 @@ def mask_words(caption: Tensor, vocab_size: int, rate: float, rules: str) -> tup
     elsewhere (B, V).
 
     END is masked like any word, because the model has to learn where a caption ends. UNK is not
-    masked. The released rules also mask UNK, replace END by [MASK] only, make the first word a
-    [MASK] if no word was drawn, and draw random words from all ids."""
+    masked [ours]. The released rules also mask UNK, replace END by [MASK] only, make the first word
+    a [MASK] if no word was drawn, and draw random words from all ids."""
     device = caption.device
     mask_id = vocab_size  # the first id after all words; the special tokens follow
     if rules == "released":
@@ -322,7 +322,7 @@ def mask_words(caption: Tensor, vocab_size: int, rate: float, rules: str) -> tup
         none = ~chosen.any(1)
         chosen[:, 1] |= none
         kind[:, 1] = kind[:, 1].masked_fill(none, 0)
-        # Also [MASK] and, if special tokens are shared, [CLS].
+        # Also [MASK] and the first special token.
         random = torch.randint(NULL, vocab_size + 2, caption.shape, device=device)
     else:
         random = torch.randint(END + 1, vocab_size, caption.shape, device=device)
@@ -351,11 +351,11 @@ def mask_cells(pairs: int, images: int, cells: int, rate: float, device) -> Tens
 
 def causal_mask(length: int, asked: int, device) -> Tensor:
     """Section 2.3: each of `length` tokens ([CLS] and words) sees those before it and itself. Then
-    come `asked` [MASK]s, one for each of the last tokens. A [MASK] sees itself and what its token
-    sees, as it does in decoding. -> bool (length + asked, length + asked), True where the row's
-    token sees the column's.
+    come `asked` [MASK]s, one after each of the last tokens: it sees what that token sees, and
+    itself, as in decoding. -> bool (length + asked, length + asked), True where the row's token
+    sees the column's.
 
-    With length = 3 and asked = 2, where w0 is START, m1 belongs to w0 and predicts w1:
+    With length = 3 and asked = 2, where w0 is START and m1, after w0, predicts w1:
 
                 [CLS]  w0  w1 | m1  m2
         [CLS]     x           |
@@ -364,10 +364,10 @@ def causal_mask(length: int, asked: int, device) -> Tensor:
         m1        x    x      | x
         m2        x    x   x  |     x
     """
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    earlier = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     itself = torch.eye(asked, dtype=torch.bool, device=device)
-    seen_by_tokens = F.pad(seen, (0, asked))  # no [MASK]
-    seen_by_masks = torch.cat([seen[length - asked :], itself], 1)
+    seen_by_tokens = F.pad(earlier, (0, asked))  # no [MASK]
+    seen_by_masks = torch.cat([earlier[length - asked :], itself], 1)
     return torch.cat([seen_by_tokens, seen_by_masks])
 
 
@@ -521,8 +521,8 @@ class IDC(nn.Module):
     # -- the sequence
 
     def encode(self, before: Tensor, after: Tensor | None = None):
-        """Eq. 4. Features (B, C, H, W) of both images, or of one -> [IMG1] v_1 [IMG2] v_2 from E_p
-        (B, S, D); bool (1, S), True for real tokens; [IMG1] and [IMG2] from E_s (2, B, D).
+        """Eq. 4. Features (B, C, H, W) of both images, or of one -> v of E_p (B, S, D), [IMG1] and
+        [IMG2] before their cells; bool (1, S), True for real tokens; both from E_s (2, B, D).
 
         Without a second image, only its [IMG2] counts as real. (The released code passes this
         [IMG2] directly to E_p.)"""
@@ -559,8 +559,8 @@ class IDC(nn.Module):
         text = torch.cat([cls, self.embed.words(ids)], 1)
         seen_text = (ids != NULL) | self.cfg.see_padding
         seen_text = F.pad(seen_text, (1, 0), value=True)  # [CLS]
-        mask = torch.cat([valid.expand(ids.shape[0], -1), seen_text], 1)
-        x, _ = self.cross(torch.cat([visual, text], 1), mask[:, None, None])  # Eq. 5
+        seen = torch.cat([valid.expand(ids.shape[0], -1), seen_text], 1)
+        x, _ = self.cross(torch.cat([visual, text], 1), seen[:, None, None])  # Eq. 5
         return x[:, :count], x[:, count:]
 
     def causal(self, visual: Tensor, ids: Tensor, ask_next: bool = False):
@@ -578,13 +578,13 @@ class IDC(nn.Module):
             cls = self.embed.special(Embedding.TEXT, ids.shape[0])
             text = torch.cat([cls, text], 1)
         asked = ids.shape[1] if ask_next else 0
-        mask = causal_mask(text.shape[1], asked, ids.device)
+        seen = causal_mask(text.shape[1], asked, ids.device)
         if ask_next:
             masks = torch.full_like(ids, self.embed.mask_id)
             text = torch.cat([text, self.embed.words(masks, 1)], 1)
-        mask = F.pad(mask, (visual.shape[1], 0), value=True)  # all text sees the images
+        seen = F.pad(seen, (visual.shape[1], 0), value=True)  # all text sees the images
         visual, past = self.cross(visual)  # Eq. 5
-        text, states = self.cross(text, mask[None, None], past)  # Eq. 5
+        text, states = self.cross(text, seen[None, None], past)  # Eq. 5
         return visual, text, states
 
     # -- pre-training; before and after: features (B, C, H, W); after is None for single images
@@ -593,7 +593,7 @@ class IDC(nn.Module):
         """Eq. 6: predict masked words of captions (B, V) from the other words and the images."""
         cfg = self.cfg
         ids, target = mask_words(caption, self.vocab_size, cfg.mask_rate, cfg.mask_rules)
-        visual, valid, _ = self.encode(before, after)
+        visual, valid, _ = self.encode(before, after)  # Eq. 4
         _, text = self.joint(visual, valid, ids)  # Eq. 5
         logits = self.head(text[:, 1:])  # without [CLS]
         return {"mlm": word_loss(logits, target)}  # Eq. 6
@@ -608,7 +608,7 @@ class IDC(nn.Module):
         masked = mask_cells(*cells.shape[:3], cfg.cell_mask_rate, cells.device)
         shown = features.index_fill(0, masked, 0).view_as(cells)
         shown = shown.transpose(2, 3).view_as(images)
-        visual, valid, _ = self.encode(*shown.unbind(1))
+        visual, valid, _ = self.encode(*shown.unbind(1))  # Eq. 4
         visual, _ = self.joint(visual, valid, caption)  # Eq. 5
         visual = visual.unflatten(1, (2, -1))  # (B, 2, 1 + N, D)
         hidden = self.cell_head(visual[:, : images.shape[1], 1:])  # without [IMG1] and [IMG2]
@@ -616,24 +616,24 @@ class IDC(nn.Module):
         predicted = hidden @ self.embed.project.weight + self.cell_bias
         predicted = predicted.flatten(0, 2)  # (M, C)
         loss = cell_loss(predicted, features, masked, cfg.tau_mvcl, cfg.mvcl_negatives)
-        return {"mvcl": loss}
+        return {"mvcl": loss}  # Eq. 7-8
 
     def fda(
         self, before: Tensor, after: Tensor | None, caption: Tensor, rewritten: Tensor
     ) -> dict[str, Tensor]:
         """Eq. 9: tell captions (B, V) from six rewrites of each (B, 6, V), so that details have to
         be compared."""
-        visual, valid, _ = self.encode(before, after)
+        visual, valid, _ = self.encode(before, after)  # Eq. 4
         ids = torch.cat([caption[:, None], rewritten], 1)  # (B, 7, V)
         visual = visual.repeat_interleave(ids.shape[1], 0)  # (7B, S, D)
-        visual, text = self.joint(visual, valid, ids.flatten(0, 1))
+        visual, text = self.joint(visual, valid, ids.flatten(0, 1))  # Eq. 5
         image = image_tokens(visual).mean(1).view(*ids.shape[:2], -1)  # (B, 7, D)
         text = text[:, 0].view(*ids.shape[:2], -1)  # [CLS], (B, 7, D)
         return {"fda": align_loss(image, text, self.cfg.tau_fda)}  # Eq. 9
 
     def birds(self, before: Tensor, after: Tensor, classes: Tensor) -> dict[str, Tensor]:
         """Section 2.4. classes (B, 2) of both images, which have no caption."""
-        visual, _, alone = self.encode(before, after)
+        visual, _, alone = self.encode(before, after)  # Eq. 4
         alone = alone.flatten(0, 1)  # (2B, D), all first images and then all second ones
         pair = image_tokens(visual).flatten(1)  # (B, 2D)
         class_of = classes.T.flatten()  # (2B,)
@@ -656,13 +656,13 @@ class IDC(nn.Module):
         decoding does. On mini, CIDEr of changed pairs is 475, with "masked" 169
         (tests/results.md)."""
         cfg = self.cfg
-        visual, _, _ = self.encode(before, after)
+        visual, _, _ = self.encode(before, after)  # Eq. 4
         if cfg.finetune_targets == "every":
             target = caption[:, 1:]
-            visual, text, _ = self.causal(visual, caption[:, :-1], ask_next=True)
+            visual, text, _ = self.causal(visual, caption[:, :-1], ask_next=True)  # Eq. 5
         else:
             ids, target = mask_words(caption, self.vocab_size, cfg.mask_rate, cfg.mask_rules)
-            visual, text, _ = self.causal(visual, ids)
+            visual, text, _ = self.causal(visual, ids)  # Eq. 5
         asked = text[:, -target.shape[1] :]  # the [MASK]s that follow the words, or all words
         losses = {"caption": word_loss(self.head(asked), target, cfg.reduction)}  # Eq. 6
         if changed is not None:
@@ -793,7 +793,7 @@ RELEASED = {
         mvcl_negatives="predictions",  # default: Eq. 8's features of unmasked cells
         see_padding=True,  # default: no [ours]; the paper is silent on it in pre-training
         finetune_cls=False,  # default: yes; section 2.3 feeds [CLS] in inference
-        mask_rules="released",  # default: section 2.2's, any word; for details see mask_words
+        mask_rules="released",  # default: section 2.2's, any word but UNK; see mask_words
         pretrain_decay="inverse_sqrt",  # default: none; the paper has a warm-up alone
         finetune_decay="halves",  # default: none [ours]; the paper is silent
         reduction="sum",  # default: the mean, which the released code, too, takes in pre-training
@@ -1167,7 +1167,7 @@ def inverse_frequency(texts: list[str]) -> dict[str, float]:
     df = Counter()
     for text in texts:
         df.update(set(text.lower().split()))
-    return {word: math.log((1 + len(texts)) / (1 + n)) + 1 for word, n in sorted(df.items())}
+    return {word: math.log((1 + len(texts)) / (1 + df[word])) + 1 for word in sorted(df)}
 
 
 def tfidf(texts: list[str], idf: dict[str, float]) -> Tensor:
