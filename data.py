@@ -1592,9 +1592,8 @@ def load_captioner(
     model, state = load_model(Model, cfg, checkpoint)
     trained = state["extractor"]  # for timm/MODEL:FILE, it has a digest of FILE
     extractor = extractor or cfg.extractor or trained
-    remedy = f"{checkpoint} was trained on {trained}; if its FILE has moved, give --extractor"
-    remedy += " timm/MODEL:FILE"
     if extractor_name(extractor) != trained:
+        remedy = f"{checkpoint} was trained on {trained}, so give that one"
         raise InputError(f"--extractor {extractor} is another network or FILE; {remedy}")
     state["extractor"] = extractor
     return Captioner(model, state, inputs)
@@ -1681,9 +1680,10 @@ def caption_table(captioner: Captioner, table: Path, out: str | None) -> None:
     are relative to it. `out` gets the words as metrics compare them: a table with as many rows, if
     it ends in .csv, or else COCO results."""
     rows = read_table(table, ("before", "after"))
+    ids = [own_pair(row).id for row in rows]
     paths = {}  # of the pictures, by pair id; a pair may have several rows
-    for row in rows:
-        paths[own_pair(row).id] = (table.parent / row["before"], table.parent / row["after"])
+    for pair_id, row in zip(ids, rows, strict=True):
+        paths[pair_id] = (table.parent / row["before"], table.parent / row["after"])
     pictures = set(itertools.chain(*paths.values()))
     if out:
         check_out(out, (".csv", ".json"), [table, *pictures])
@@ -1699,8 +1699,8 @@ def caption_table(captioner: Captioner, table: Path, out: str | None) -> None:
         with atomic_write(Path(out)) as partial, open(partial, "w", encoding="utf-8") as f:
             writer = csv.writer(f, lineterminator="\n")
             writer.writerow(["before", "after", "caption"])
-            for row in rows:
-                writer.writerow([row["before"], row["after"], captions[own_pair(row).id]])
+            for pair_id, row in zip(ids, rows, strict=True):
+                writer.writerow([row["before"], row["after"], captions[pair_id]])
     elif out:
         scores.write_json(Path(out), scores.coco_rows(captions.items()))
 

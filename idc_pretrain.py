@@ -758,8 +758,8 @@ PRESETS = {
                            steps=20000, eval_every=85, patience=80,  # released
                            select_by="ROUGE-L"),  # section 3.1
     # [ours] Your own pairs are usually few: half the width, and no pre-training; with it, fewer
-    # unchanged validation pairs were recognised (tests/results.md). SCORER's presets explain the
-    # schedule.
+    # unchanged validation pairs were said to be unchanged (tests/results.md). SCORER's presets
+    # explain the schedule.
     "pairs": dict(pretrain_steps=0, dim=256, ffn=1024, layers=2, batch_size=16, lr=5e-4,
                   schedule="cosine", warmup=50, grad_clip=1.0, steps=2000, eval_every=1000,
                   select_by="ROUGE-L"),

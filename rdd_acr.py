@@ -219,9 +219,9 @@ class DistillingBlock(nn.Module):
     [ours] "A multi-head self-attention, a multi-head cross-attention and a fully connected layer
     with residual connection" can mean a residual around each. We add those of Eq. 6-7 and
     LayerNorms; residual=False leaves them out. As printed, Eq. 7 replaces each vector by a weighted
-    mean of cells. At the start attention is nearly uniform, so all K vectors become
-    alike (cosines of 1.00 between them; about 0.1 with residuals) and stay so. The FFN is the one
-    fully connected layer, without an activation, as the text names none."""
+    mean of cells. At the start attention is nearly uniform, so all K vectors become alike (cosines
+    of 1.00 between them; about 0.1 with residuals) and stay so. The FFN is the one fully connected
+    layer, without an activation, as the text names none."""
 
     def __init__(self, cfg: Config):
         super().__init__()
