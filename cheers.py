@@ -700,8 +700,8 @@ def entities_of(dataset, cfg: Config, trained: dict | None = None) -> Entities |
     """The entities of a data set (data.Dataset); None if K is 0. trained: the content of a
     checkpoint, whose candidates then replace the data set's. InputError if --clip does not fit.
 
-    CLIP's embeddings of the pictures are kept in clip-*.pt in the data set's folder. Remove that
-    file after overwriting the weights that --clip names."""
+    CLIP's embeddings of the pictures are kept in clip-*.pt in the data set's folder, and made anew
+    if pictures were replaced. Remove that file after overwriting the weights that --clip names."""
     import data
 
     if not cfg.k:
@@ -723,10 +723,11 @@ def entities_of(dataset, cfg: Config, trained: dict | None = None) -> Entities |
         return preprocess(data.read_image(dataset.paths[name]))
 
     names = sorted(set(itertools.chain(*pairs)))
-    digest = hashlib.sha256("\n".join([cfg.clip, *names]).encode()).hexdigest()[:12]
+    checksums = [str(dataset.features.stamps[name]) for name in names]
+    key = "\n".join([cfg.clip, *names, *checksums])
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     file = dataset.root / f"clip-{digest}.pt"
-    # Features that are newer than the file mean that pictures were replaced.
-    if not file.exists() or file.stat().st_mtime < dataset.features.path.stat().st_mtime:
+    if not file.exists():
         save_tensors(file, {"images": embed_images(clip, open_picture, names)})
     images = load_tensors(file, "remove it, and it will be made again")["images"]
     return Entities(cfg, phrases, table, dict(zip(names, images, strict=True)), pairs)

@@ -725,6 +725,8 @@ def parse_args(
         released = RELEASED["all"] if args.variant == "released" else {}
         refuse_changes(base, released | given, checkpoint)
         out_dir = Path(given.get("out_dir") or folder)
+        if args.eval:
+            refuse_other_scores(out_dir, data_dir)
     else:
         base = preset(Config, PRESETS, RELEASED, dataset, args.variant)
         if dataset not in PRESETS:
@@ -839,6 +841,14 @@ def refuse_used_folder(folder: Path) -> None:
         raise InputError(
             f"{folder} is not empty; continue its run with --resume, or give another --out_dir"
         )
+
+
+def refuse_other_scores(folder: Path, data_dir: Path) -> None:
+    """InputError if the folder has scores of other data, because --eval would replace them."""
+    for file in folder.glob("scores_*.json"):
+        data = read_json(file)["data"]
+        if data != str(data_dir):
+            raise InputError(f"{file} has the scores of {data}; give another --out_dir")
 
 
 def usable_device(name: str) -> str:

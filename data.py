@@ -109,12 +109,17 @@ def normalised(text: str) -> str:
     return unicodedata.normalize("NFC", text.lower()).translate(TYPED)
 
 
+# Chinese and Japanese characters and punctuation, between which no spaces are written.
+NO_SPACES = "[\u3001-\u30ff\u3400-\u9fff\uff01-\uffef]"
+
+
 def tokenize_pairs(caption: str) -> list[str]:
     """Words of the normalised caption, split at whitespace. Punctuation marks and symbols at either
     end of a word become words of their own; those inside a word stay: "red-brick", "isn't", "3.5".
-    This is the rule for your own pairs, in any language that puts spaces between words."""
+    This is the rule for your own pairs, in any language that puts spaces between words. Of Chinese
+    and Japanese, which do not, each character is a word."""
     words = []
-    for text in normalised(caption).split():
+    for text in re.sub(f"({NO_SPACES})", r" \1 ", normalised(caption)).split():
         # The Unicode categories of punctuation marks begin with P, those of symbols with S.
         marks = [character for character in text if unicodedata.category(character)[0] in "PS"]
         word = text.strip("".join(marks))
@@ -314,8 +319,8 @@ def read_table(
             for column, cell in row.items():
                 if column in columns and not cell:
                     raise InputError(f"{place}: {column} is empty")
-                if cell.startswith(('["', "[{", '{"')):
-                    place += f": {column} is JSON"
+                if cell.startswith(('["', "['", "[{", '{"')):
+                    place += f": {column} is a list of a program"
                     raise InputError(f"{place}; write plain text, with | between captions")
             rows.append(row)
     return rows
@@ -1322,7 +1327,18 @@ class Dataset:
             "extractor": self.features.extractor,
             "grid": self.grid,
             "max_len": self.max_len,
+            "train_pairs": self.contents("train"),
         }
+
+    def contents(self, split: str) -> Tensor:
+        """What tells the pictures of each pair of a split from others, whatever their names: sizes
+        and checksums of "before" and "after" (n, 4)."""
+        rows = []
+        for pair in self.pairs(split):
+            before_size, _, before_check = self.features.stamps[pair.before]
+            after_size, _, after_check = self.features.stamps[pair.after]
+            rows.append([before_size, before_check, after_size, after_check])
+        return torch.tensor(rows).view(-1, 4)
 
     def check_state(self, state: dict) -> None:
         """InputError if a run, whose state this is, used other features or words."""
@@ -1339,12 +1355,21 @@ class Dataset:
         self.max_len = state["max_len"]
 
     def check_features(self, state: dict) -> None:
-        """InputError if a checkpoint was trained on other features."""
+        """InputError if a checkpoint was trained on other features. Prints a note if it was trained
+        on pairs that are now for validation or test, for instance since the table got a column
+        "split"."""
         trained = (state["extractor"], tuple(state["grid"]))
         own = (self.features.extractor, self.grid)
         if trained != own:
             remedy = "give the --data_dir and --extractor of its training"
             raise InputError(f"the checkpoint's features are {trained}, not {own}; {remedy}")
+        train_pairs = set(map(tuple, state["train_pairs"].tolist()))
+        for split in ("val", "test"):
+            pairs = self.contents(split).tolist()
+            known = sum(tuple(pair) in train_pairs for pair in pairs)
+            if known:
+                told = f"the checkpoint was trained on {known} of the {len(pairs)} {split} pairs"
+                print_notes(f"{told}, so their scores say little; train anew in a new folder")
 
 
 def load(
@@ -1636,6 +1661,7 @@ def load_clip(name: str, device: str = "cpu") -> tuple:
 
 def with_joined_punctuation(caption: str) -> str:
     """A caption as people write it: "it is gone ." -> "it is gone."."""
+    caption = re.sub(f"(?<={NO_SPACES}) (?={NO_SPACES})", "", caption)
     caption = re.sub(r" +(?=[.,;:!?%)\]}…])", "", caption)
     caption = re.sub(r"(?<=[(\[{]) +", "", caption)
     return re.sub(r'" ([^"]*) "', r'"\1"', caption)

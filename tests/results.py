@@ -312,8 +312,9 @@ def results_table(records: list[dict], rows: list[str], columns: list[str]) -> s
         lines.append(table_line([row, str(seeds), *cells]))
     commits = sorted({record["commit"] for record in shown})
     machines = sorted({record["machine"] for record in shown})
-    lines += ["", f"Noise: differences below {noise(records):.0f} in semantic CIDEr."]
-    lines += ["", f"Commit: {', '.join(commits)}. Computed on: {'; '.join(machines)}."]
+    about = f"Noise: differences below {noise(records):.0f} in semantic CIDEr."
+    about += f" Commit: {', '.join(commits)}. Computed on: {'; '.join(machines)}."
+    lines += ["", about]
     return "\n".join(lines) + "\n"
 
 

@@ -190,6 +190,12 @@ def test_a_checkpoint_is_evaluated_on_other_data(tmp_path):
     assert cfg.out_dir == str(folder / "other")
     cfg, _ = parse("--eval", best, "--data_dir", tmp_path / "mine")
     assert (cfg.dataset, cfg.out_dir) == ("mini", str(folder / "mine"))
+    (folder / "mine").mkdir()
+    scores = folder / "mine" / "scores_test.json"
+    scores.write_text(f'{{"data": "{tmp_path}/mine"}}')
+    parse("--eval", best, "--data_dir", tmp_path / "mine")  # once more
+    with pytest.raises(InputError, match="--out_dir"):  # another folder of the same name
+        parse("--eval", best, "--data_dir", tmp_path / "yours" / "mine")
     cfg, _ = parse("--eval", best, "--data_dir", tmp_path / "data" / "mini")  # its own
     assert cfg.out_dir == str(folder)
     with pytest.raises(InputError, match="--dataset"):

@@ -41,6 +41,7 @@ def test_tokens_and_vocabulary_follow_the_published_rule():
         ('(the "new" gate), 50%!', '( the " new " gate ) , 50 % !'),
         ("Die Tu\u0308r\u3000ist\xa0zu", "die t\xfcr ist zu"),
         ("\ufeffthe\u00ad gate\u200b isn\u2019t o\u00adpen", "the gate isn't open"),
+        ("门开了，BMW走了。", "门 开 了 ， bmw 走 了 。"),
     ],
 )
 def test_words_of_own_pairs(caption, words):
@@ -285,6 +286,19 @@ def test_a_checkpoint_brings_its_words_and_length(prepared):
         dataset.adopt(trained | {"grid": (8, 3, 2)})
 
 
+def test_pairs_that_a_checkpoint_was_trained_on_are_told(prepared, capsys):
+    """The table's splits may have changed since."""
+    dataset = data.load("clevr_change", prepared)
+    state = dataset.state()
+    dataset.check_state(state)
+    assert "trained on" not in capsys.readouterr().out
+    state["train_pairs"] = dataset.contents("val")
+    count = len(dataset.pairs("val"))
+    for check in (dataset.check_state, dataset.adopt):
+        check(state)
+        assert f"trained on {count} of the {count} val pairs" in capsys.readouterr().out
+
+
 def test_a_blind_data_set_shows_nothing(prepared):
     dataset = data.load("clevr_change", prepared, blind=True)
     batch = next(dataset.eval_batches("val", 2))
@@ -316,6 +330,7 @@ def test_pairs_that_share_a_picture_are_told(shared, noted, capsys):
         'a gate (the "left-hand" one), 3.5 m, isn\'t [any more] open; 50% of it!',
         "what... no: why?!",
         '"gone" and "new"',
+        "门开了，车走了。",
     ],
 )
 def test_printed_captions_have_punctuation_where_people_put_it(caption):
