@@ -79,8 +79,8 @@ lambda_m, lambda_v (Table 5)  --w_match 0.5, --w_consistency 0.75
 ResNet-101 (Table 6)          --dataset clevr_change; the ViTs: --extractor timm/NAME, untested
 entities (Fig. 5)             --k 3
 layers (Fig. 6)               --layers 2
-CIDEr of changed pairs on mini (toy scenes drawn by mini.py), tests/results.md: baseline 274, HRD
-481, all of CHEERS 462. Differences below 40 are noise: mini does not show what gated entities add.
+CIDEr of changed pairs on mini (toy scenes drawn by mini.py), tests/results.md: baseline 272, HRD
+472, all of CHEERS 463. Differences of some 45 are noise: mini does not show what entities add.
 
 Exercises. Predict, then run; each takes minutes on mini:
 1. For which of the five types of change can Eq. 1 as printed not find the subject, and why? Look at

@@ -60,10 +60,10 @@ mini, a step has a batch of changed pairs (before and after a change) and one of
 (only camera and light differ) of the same scenes.
 
 Flags for the paper's ablations, there on CLEVR-DC. Each needs an --out_dir of its own. The last
-column is from tests/results.md: CIDEr of changed pairs on mini (differences below 40 are noise).
+column is from tests/results.md: CIDEr of changed pairs on mini (differences of some 45 are noise).
 Row of the paper             flags (on mini, unless --dataset is given)  on mini, if measured
-DIRL+CCR                                                                 465
-Transformer (Tables 6, 7)    --w_dirl 0 --w_ccr 0                        459
+DIRL+CCR                                                                 453
+Transformer (Tables 6, 7)    --w_dirl 0 --w_ccr 0                        457
 DIRL (Tables 6, 7)           --w_ccr 0
 CCR (Table 6)                --w_dirl 0
 non-perturbation (Table 7)   --w_ccr 0 --alpha 0

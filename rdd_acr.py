@@ -74,18 +74,18 @@ Attention's biases and output projections are ours, too. --no-residual: Eq. 4 an
 
 Flags for each row of the paper's tables. Each row needs an --out_dir of its own. At the right:
 CIDEr of changed pairs on mini (tests/results.md; means of three seeds, "as printed" of one;
-differences below 40 are noise). With twice the steps the losses make none: 484, without them 487.
+differences of some 45 are noise). With twice the steps the losses make none: 484, without them 487.
 Row of the paper            flags (on mini, unless --dataset is given)                  on mini
-direct-sub (Table 4)        --no-gde --order none --w_n2o 0 --w_v2a 0                   277
-GDE                         --order none --w_n2o 0 --w_v2a 0                            398
+direct-sub (Table 4)        --no-gde --order none --w_n2o 0 --w_v2a 0                   280
+GDE                         --order none --w_n2o 0 --w_v2a 0                            397
 GDE+N, GDE+V [ours]         --order n --w_v2a 0, --order v --w_n2o 0 (each keeps its loss)
 GDE+V&N, GDE+V+N [ours]     --order "v&n", --order v+n (with both losses)
-GDE+N+V, the whole method   no flag                                                     424
-no losses (Table 5)         --w_n2o 0 --w_v2a 0                                         390
+GDE+N+V, the whole method   no flag                                                     425
+no losses (Table 5)         --w_n2o 0 --w_v2a 0                                         381
 only N2O, only V2A          --w_v2a 0, --w_n2o 0
 prompts (Table 6)           --prompt none, fixed or learnable
 vectors (Fig. 4)            --object_vectors 32, --action_vectors 5
-Eq. 4, 6-8 as printed       --no-residual                                               242
+Eq. 4, 6-8 as printed       --no-residual                                               255
 
 Exercises on mini, minutes each. Predict, then run, and compare with a run without flags:
 1. What do K vectors learn that only take means of cells (Eq. 7 as printed)? See samples_test.png.

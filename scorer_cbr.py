@@ -64,14 +64,14 @@ Axis letters: A, B pairs, C channels, H x W grid, N, M = H*W cells, D width, h h
 caption (START, words, END, padding).
 
 Flags for each row of the paper's tables. Each row needs an --out_dir of its own. The last column
-is from tests/results.md: CIDEr of changed pairs on mini, means of three seeds (differences below 40
-are noise; of two single runs, below 70).
+is from tests/results.md: CIDEr of changed pairs on mini, means of three seeds. Differences of some
+45 are noise; of two single runs, some 80.
 Row (Tables 6-7 and 10-12)      flags (on mini, unless --dataset is given)   on mini, if measured
-SCORER+CBR                                                                   472
-Subtraction                     --difference subtract --w_match 0 --w_cbr 0  315
-RR                              --w_match 0 --w_cbr 0                        386
+SCORER+CBR                                                                   475
+Subtraction                     --difference subtract --w_match 0 --w_cbr 0  321
+RR                              --w_match 0 --w_cbr 0                        402
 RR+CBR                          --w_match 0
-SCORER                          --w_cbr 0                                    466
+SCORER                          --w_cbr 0                                    472
 matching (Fig. 3)               --matching mtm, tm, mean or max
 heads (Fig. 4)                  --heads 8 (the flag also changes the heads of decoder and CBR)
 layers (Fig. 5)                 --layers 2
@@ -88,7 +88,7 @@ Comments explain each.
 
 Exercises, on mini, some minutes each. Predict, then run both commands:
 1. Eq. 6 adds. Before the second command, change the + of its two lines to -, and then undo it. What
-   falls in scores_test.json, "change type" or "place" (which object stands where; noise: 12)?
+   falls in scores_test.json, "change type" or "place" (what stands where; seeds differ by 12)?
        python scorer_cbr.py
        python scorer_cbr.py --out_dir runs/minus
 2. Match in the second layer, where the images have already seen their partners. Does "match" fall
