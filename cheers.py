@@ -91,7 +91,8 @@ Exercises. Predict, then run; each takes minutes on mini:
 3. What are L_C and L_D if all maps are constant and equal? Does the caption need these losses?
        python cheers.py --w_consistency 0 --out_dir runs/no-consistency
 
-To copy: this file and common.py. Training on a data set of data.py needs that file and scores.py.
+To copy: this file and common.py. To train on a data set of data.py, take that file and scores.py
+(and mini.py for mini), too.
 Licence: MIT. Written from the paper, whose authors have published no code.
 """
 
@@ -141,13 +142,13 @@ class Config(RunConfig):
     """CHEERS. The settings of a run (data, steps, device) are in common.RunConfig. Values without
     [ours] are the paper's or CLIP's. PRESETS, below, has what differs between data sets."""
 
-    MAY_CHANGE = RunConfig.MAY_CHANGE | {"clip"}  # --eval may find CLIP elsewhere
+    MAY_CHANGE = RunConfig.MAY_CHANGE | {"clip"}  # CLIP's weights may have moved
 
     dim: int = 512  # width D of images, words and decoder
     word_dim: int = 300  # width of word embeddings [ours]
     heads: int = 8  # heads of every attention [ours]
     layers: int = 2  # HRD layers, Eq. 6-11 [ours]; 0: only subtract one image from the other
-    layer_input: Literal["residual", "attended"] = "residual"  # [ours] next reads LN(x + C~), or C~
+    layer_input: Literal["residual", "attended"] = "residual"  # next: LN(x + C~), or C~ [ours]
     decoder_layers: int = 2  # decoder layers [ours]
     dropout: float = 0.1  # dropout probability [ours]
     k: int = 3  # K, entities of a pair; 0: none
@@ -158,7 +159,7 @@ class Config(RunConfig):
     cre: bool = True  # enhance what is common, Eq. 6-7
     dre: bool = True  # enhance what differs, Eq. 10-11
     temperature: Literal["learned", "one"] = "learned"  # of Eq. 2 [ours]; one: as printed
-    gate: Literal["channels", "scalar", "none"] = "channels"  # [ours] alpha: D numbers, 1, or none
+    gate: Literal["channels", "scalar", "none"] = "channels"  # per word: D numbers, 1, none [ours]
     w_consistency: float = 0.75  # lambda_v, weight of L_C + L_D in Eq. 19; 0 leaves them out
     w_match: float = 0.5  # lambda_m, weight of L_I in Eq. 19; 0 leaves it out
 
@@ -202,6 +203,7 @@ def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Te
 
 class StrengthMap(nn.Module):
     """Eq. 3, CRE: P^ = Linear_{1->D}(m). With `invert`, Eq. 5, DRE: P^ = Linear_{1->D}(1 - m).
+    The paper calls P^ the probability matrix, though nothing confines it to (0, 1).
 
     [ours] Each map learns a temperature, as CLIP does, because m would be nearly the same
     everywhere with bare cosines."""
@@ -302,10 +304,12 @@ class HRD(nn.Module):
 
 class DecoderLayer(nn.Module):
     """Eq. 13-17: words attend to earlier words (H'), then to entities (H_T) and to F_diff (H_V),
-    and H = LN(alpha H_T + beta H_V + H'). No feed-forward layer follows, as in the paper.
-    [ours] H' has a residual and a LayerNorm. For each word, alpha and beta have D numbers each, not
-    confined to (0, 1), as printed; with --gate scalar they are single numbers, the text's "two
-    parameters". With --gate none, the decoder does not read the entities, and H = LN(H_V + H')."""
+    and H = LN(alpha H_T + beta H_V + H'). As in the paper, no feed-forward layer follows, and
+    nothing confines alpha and beta to (0, 1).
+
+    [ours] H' has a residual and a LayerNorm. For each word, alpha and beta have D numbers each;
+    with --gate scalar they are single numbers, the text's "two parameters". With --gate none, the
+    decoder does not read the entities, and H = LN(H_V + H')."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -344,8 +348,8 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Words, F_diff and entities -> hidden states; `head` gives the distribution of the next
-    word. `context` is F_diff (B, N, D), and the entities (B, K, D) or None.
+    """Words, F_diff and entities -> hidden states, from which `head` predicts the next words.
+    `context` is F_diff (B, N, D), and the entities (B, K, D) or None.
 
     Every word sees only itself and earlier words, so padding at the end of a caption needs no mask.
     [ours] Positions are learned, and a LayerNorm follows them, as in RDD+ACR. Matrices start
@@ -359,7 +363,7 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
         self.layers = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.decoder_layers))
-        self.head = nn.Linear(cfg.dim, vocab_size)
+        self.head = nn.Linear(cfg.dim, vocab_size)  # of section 3.3, without its softmax
         initialise(self, xavier=True)
 
     def forward(self, ids: Tensor, context: tuple[Tensor, Tensor | None]) -> Tensor:
@@ -372,10 +376,11 @@ class Decoder(nn.Module):
     def attention(self, ids: Tensor, context: tuple[Tensor, Tensor | None]) -> Tensor:
         """The last layer's attention to the cells, averaged over heads. ids (B, V) -> (B, V, N)."""
         x = self.embed_words(ids)
-        for layer, memory in zip(self.layers, self.memory(context), strict=True):
+        memories = self.memory(context)
+        for layer, memory in zip(self.layers, memories, strict=True):
             x, _, query = layer(x, memory)
-        key = memory[0]  # of F_diff, in the last layer
-        scores = layer.cross_attention.scores(query, key)  # (B, h, V, N)
+        last_key, *_ = memories[-1]  # of F_diff
+        scores = self.layers[-1].cross_attention.scores(query, last_key)  # (B, h, V, N)
         return scores.softmax(-1).mean(1)
 
     def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
@@ -502,9 +507,9 @@ class CHEERS(nn.Module):
         over the layers.
 
         At the start, "caption" is about 5 (a guess among 76 ids has ln 76 = 4.3), "match" is ln B,
-        "common" 1.3 and "different" 0.7, as the maps' Linear layers are random. If
-        "match" stays at ln B, C~ does not tell a pair's partner from other images. Low "common" and
-        "different" prove little, because constant maps can agree, too."""
+        "common" 1.3 and "different" 0.7, as the maps' Linear layers are random. If "match" stays at
+        ln B, C~ does not tell a pair's partner from other images. Low "common" and "different"
+        prove little, because constant maps can agree, too."""
         context, layers = self.encode(before, after, entities)  # Eq. 2-8, 10-12
         hidden = self.decoder(caption, context)  # Eq. 13-17
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 18
@@ -723,8 +728,8 @@ def entities_of(dataset, cfg: Config, trained: dict | None = None) -> Entities |
         return preprocess(data.read_image(dataset.paths[name]))
 
     names = sorted(set(itertools.chain(*pairs)))
-    checksums = [str(dataset.features.stamps[name]) for name in names]
-    key = "\n".join([cfg.clip, *names, *checksums])
+    stamps = [str(dataset.features.stamps[name]) for name in names]
+    key = "\n".join([cfg.clip, *names, *stamps])
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     file = dataset.root / f"clip-{digest}.pt"
     if not file.exists():
@@ -789,7 +794,7 @@ def compute_losses(
     """Eq. 19 and its terms, each a mean over a step's batches (changed pairs, distractor pairs).
 
     The two batches stay separate because they share their "before" images. In a joint contrastive
-    loss, the partner of an "after" would be among its negatives."""
+    loss, an "after" image would have a copy of its partner among its negatives."""
     losses: dict[str, Tensor] = {}
     for batch in batches:
         batch = batch.to(cfg.device)
@@ -848,8 +853,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir, only the quick metrics that training needs are computed. With it, every metric
-    for every group of pairs is printed and written, along with captions and sample pictures."""
+    Without out_dir, for validation during training, these are the quick metrics. With out_dir,
+    every metric of every group of pairs is printed and written, with captions and pictures."""
     model.eval()
     captions = {}  # by pair id
     maps = {}

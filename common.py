@@ -2,9 +2,10 @@
 
 First half, what a copied method needs:
     layers         Attention, initialise, GridPosition, sinusoid, masked_mean
-    losses         upcast, info_nce, token_match
+    losses         upcast, info_nce
     decoding       NULL, UNK, START, END, is_word, decode, Cache
     configuration  InputError, RunConfig, learning_rate
+    matching       token_match, for SCORER+CBR and CHEERS
 Second half, what a run needs:
     command line   parse_args, preset, saved_config, usable_device, set_up_device
     running        Run, draw_curves
@@ -62,20 +63,18 @@ class Attention(nn.Module):
     forward: x (B, L, D), memory (B, M, D) -> (B, L, D). It has two halves, `project` and `attend`:
     matching losses read the projections, and decoding keeps keys and values between steps."""
 
-    def __init__(
-        self, dim: int, heads: int, dropout: float = 0.0, bias: bool = True, out_proj: bool = True
-    ):
+    def __init__(self, dim: int, heads: int, dropout: float = 0.0, out_proj: bool = True):
         super().__init__()
         self.heads = heads
         self.dropout = dropout
-        self.query = nn.Linear(dim, dim, bias)
-        self.key = nn.Linear(dim, dim, bias)
-        self.value = nn.Linear(dim, dim, bias)
-        self.out = nn.Linear(dim, dim, bias) if out_proj else nn.Identity()
+        self.query = nn.Linear(dim, dim)
+        self.key = nn.Linear(dim, dim)
+        self.value = nn.Linear(dim, dim)
+        self.out = nn.Linear(dim, dim) if out_proj else nn.Identity()
 
-    def forward(self, x: Tensor, memory: Tensor, causal: bool = False) -> Tensor:
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         q, k, v = self.project(x, memory)
-        return self.attend(q, k, v, causal)
+        return self.attend(q, k, v)
 
     def project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """-> query (B, L, D) of x, key and value (B, M, D) of memory. In D, head follows head."""
@@ -86,7 +85,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """q (B, L, D), k and v (B, M, D) -> (B, L, D).
 
-        mask: bool (B, 1, L or 1, M), True = may be attended to. It excludes causal=True."""
+        mask: bool (B or 1, 1, L or 1, M), True = may be attended to; only without causal=True."""
         q = self._split(q)
         k = self._split(k)
         v = self._split(v)
@@ -103,8 +102,8 @@ class Attention(nn.Module):
         """Self-attention of a decoder. x (B, V, D) -> (B, V, D), and the next `past`: key and value
         of all words so far.
 
-        Without `past`, x holds all words from the first on, and each sees itself and earlier words
-        or, with a mask (see attend), what this allows. With `past`, x is the word that follows."""
+        Without `past`, x holds all words from the first on. Each sees itself and earlier words or,
+        with a mask (see attend), what the mask allows. With `past`, x is the word that follows."""
         q, k, v = self.project(x, x)
         if past is not None:
             past_k, past_v = past
@@ -124,8 +123,8 @@ class Attention(nn.Module):
 
 
 def initialise(module: nn.Module, xavier: bool) -> None:
-    """Initialise each Attention, which must have biases and an output projection, as
-    nn.MultiheadAttention does. With `xavier`, all other tensors of two or more dimensions become
+    """Initialise each Attention, which must have an output projection, as nn.MultiheadAttention
+    does. With `xavier`, all other tensors of two or more dimensions become
     Xavier-uniform, including those of convolutions and embeddings."""
     if xavier:
         for p in module.parameters():
@@ -233,10 +232,10 @@ class Cache:
     so a step computes the new word only. Without it, 32 pairs at the papers' size take 4.4 times as
     long. A beam search would index all of them by rows.
 
-    It needs decoder.embed_words(ids, position), decoder.memory(context), which has an entry for
-    each layer, and decoder.head. A layer(x, memory, past=...) returns the new x, the next `past`
-    and perhaps more. An LSTM instead has a class of its own with `step`. A method then changes
-    where it makes the decoder, where `generate` makes the cache, and in attention_map."""
+    It needs decoder.embed_words(ids, position), decoder.memory(context) with an entry for each
+    layer, decoder.layers and decoder.head. A layer(x, memory, past=...) returns the new x, the next
+    `past` and perhaps more. For an LSTM, write a class with a `step` of its own; then the method
+    changes where it makes the decoder, where `generate` makes the cache, and in attention_map."""
 
     def __init__(self, decoder: nn.Module, context):
         self.decoder = decoder
@@ -269,7 +268,8 @@ class RunConfig:
     CLEVR-Change."""
 
     # Flags may change these fields of a checkpoint's Config. Some are paths, because files may have
-    # moved. The others do not affect the steps already done. A method's Config may add to them.
+    # moved. The others do not affect the steps already done. (With --schedule cosine, `steps` does,
+    # so refuse_changes refuses it.) A method's Config may add to them.
     MAY_CHANGE = {
         "extractor",
         "data_dir",
@@ -334,8 +334,8 @@ def learning_rate(cfg: RunConfig, step: int) -> float:
 
 # ---- token matching ------------------------------------------------------------------------------
 
-# SCORER+CBR and CHEERS alone use this section. A copy for another method can do without it and
-# without the import of Triton.
+# SCORER+CBR and CHEERS alone use this section, so a copy for another method can do without it. If
+# the copy keeps parse_args, it also keeps the import of Triton, for which parse_args asks.
 
 
 def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
@@ -345,9 +345,10 @@ def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
 
     q (A, N, C), k (B, M, C) -> (A, B), float32 (float64 for float64). With several heads, each has
     a slice of the channels, and the result is their mean. For cosines, pass tokens of length 1. In
-    a tie, one winner gets the whole gradient. On CUDA, float32 tokens are multiplied in TF32,
-    whatever PyTorch's own setting is. Products of bfloat16 tokens are exact, so there is no need to
-    cast these; only the gradient's shares are rounded.
+    a tie, one winner gets the whole gradient. On CUDA, the kernels multiply float32 tokens in TF32,
+    whatever PyTorch's own setting is; where kernels are not used, that setting counts. Products of
+    bfloat16 tokens are exact, so there is no need to cast these; only the gradient's shares are
+    rounded.
 
     A dense version needs A*B*N*M scores (2.5 GB at 128 pairs of 196 cells) four times over in the
     backward pass. Only winners have a gradient, so this one holds few scores at a time and keeps
@@ -873,7 +874,7 @@ def set_up_device(device: str) -> None:
     if on_cuda:
         from torch._functorch import config as functorch_config
 
-        if ":" in device:  # for what knows only the current GPU, such as is_bf16_supported
+        if ":" in device:  # some calls, such as is_bf16_supported, look at the current GPU only
             torch.cuda.set_device(device)
         # cuDNN's attention makes a plan for every new shape, which can take a second. The number of
         # phrases that CLIP reads varies between steps. Other kernels need no plan. See
@@ -895,10 +896,10 @@ class Run:
     """The folder of a run: log.jsonl, last.pt, best.pt, curves.png. The loop is in each method's
     `train`.
 
-    sources: the data set, and what else besides the model captions depend on. Checkpoints store the
-    state() of each. Its check_state(state) raises InputError if a stored state comes from other
-    data. With `resume`, the run continues from last.pt as if it had never stopped. InputError if,
-    without `resume`, out_dir is not empty."""
+    sources: the data set, and whatever else the captions depend on besides the model. Checkpoints
+    store the state() of each. Its check_state(state) raises InputError if a stored state comes from
+    other data. With `resume`, the run continues from last.pt as if it had never stopped. InputError
+    if, without `resume`, out_dir is not empty."""
 
     current: "Run | None" = None  # the run of this process, for run_main's last line
 

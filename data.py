@@ -320,7 +320,7 @@ def read_table(
                 if column in columns and not cell:
                     raise InputError(f"{place}: {column} is empty")
                 if cell.startswith(('["', "['", "[{", '{"')):
-                    place += f": {column} is a list of a program"
+                    place += f": {column} is a list as a program prints it"
                     raise InputError(f"{place}; write plain text, with | between captions")
             rows.append(row)
     return rows
@@ -1346,23 +1346,27 @@ class Dataset:
         if state["vocab"] != self.vocab.words:
             remedy = "give its --data_dir (IDC: and --cub); if captions were edited, train anew"
             raise InputError(f"the checkpoint has other words than {self.root}; {remedy}")
+        self.note_trained_pairs(state)
 
     def adopt(self, state: dict) -> None:
         """Takes the words and the max_len of a checkpoint, to evaluate it here: references are
         texts, so only features must fit."""
         self.check_features(state)
+        self.note_trained_pairs(state)
         self.vocab = Vocab(state["vocab"], self.vocab.tokenizer, self.vocab.max_words)
         self.max_len = state["max_len"]
 
     def check_features(self, state: dict) -> None:
-        """InputError if a checkpoint was trained on other features. Prints a note if it was trained
-        on pairs that are now for validation or test, for instance since the table got a column
-        "split"."""
+        """InputError if a checkpoint was trained on other features."""
         trained = (state["extractor"], tuple(state["grid"]))
         own = (self.features.extractor, self.grid)
         if trained != own:
             remedy = "give the --data_dir and --extractor of its training"
             raise InputError(f"the checkpoint's features are {trained}, not {own}; {remedy}")
+
+    def note_trained_pairs(self, state: dict) -> None:
+        """Prints a note if a checkpoint was trained on pairs that are now for validation or test,
+        for instance since the table got a column "split"."""
         train_pairs = set(map(tuple, state["train_pairs"].tolist()))
         for split in ("val", "test"):
             pairs = self.contents(split).tolist()

@@ -52,8 +52,9 @@ Eq. 16     total_loss           L = L_cap + w_dirl L_dirl + w_ccr L_ccr
 InfoNCE    common.info_nce      nce(S) = -1/B sum_a log(exp S_aa / sum_b exp S_ab)
 
 Symbols: X is the paper's F~, Y its Y~, and shared its F~^s. The difference of each image is its
-F~^d, and their fusion its F~_d. `words` is its E^[W], `visual` its V^, `hidden` its V^', w_dirl its
-lambda_d, and w_ccr its lambda_c. The vectors of Eq. 13 are not normalised.
+F~^d, and their fusion its F~_d. `words` is its E^[W], `visual` its V^, `hidden` its V^',
+mean_words its E~[W], mean_visual its V~, S its sim, w_dirl its lambda_d, and w_ccr its lambda_c.
+The vectors of Eq. 13 are not normalised.
 Axis letters: B pairs, C channels of the features (those of Eq. 3-4 are D), H x W grid, N = H*W
 cells, D width, h heads, V words of a caption (START, words, END, padding). In CLEVR-Change and
 mini, a step has a batch of changed pairs (before and after a change) and one of distractor pairs
@@ -79,13 +80,15 @@ mean over words in Eq. 15; [ours] marks what follows neither.
 Exercises, on mini, some minutes each. Predict, then run:
 1. Which Y makes L_dirl small if only its second term is left? How low does "dirl" get?
        python dirl_ccr.py --no-correlate --out_dir runs/decorrelate
-2. Eq. 6 subtracts. Change the - of its two lines to +, as SCORER does before its LN. Does "place"
-   (which object stands where) in scores_test.json rise? README has it without the change.
+2. Eq. 6 subtracts. Change the - of its two lines to +, as SCORER does before its LN, run, and
+   change them back. Does "place" (which object stands where) in scores_test.json rise? README's
+   table of results has it without the change.
        python dirl_ccr.py --out_dir runs/plus
 3. CLEVR-Change's weights: which term is most of "total" at the start, and at the end?
        python dirl_ccr.py --w_dirl 0.5 --w_ccr 0.3 --out_dir runs/weights
 
-To copy: this file and common.py. Training on a data set of data.py needs that file and scores.py.
+To copy: this file and common.py. To train on a data set of data.py, take that file and scores.py
+(and mini.py for mini), too.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
 
@@ -144,7 +147,7 @@ class Config(RunConfig):
     difference: Literal["attention", "stream", "subtract"] = "attention"  # Eq. 5-6; see DIRL.encode
     channel_eps: float = 1e-5  # keeps constant channels finite in Eq. 3 [ours]
     input_norm: bool = True  # LayerNorm on the decoder's inputs (released for CLEVR-DC)
-    xavier: bool = True  # Xavier-uniform fusion, decoder (released for CLEVR-DC); else PyTorch's
+    xavier: bool = True  # Xavier-uniform fusion and decoder (released for CLEVR-DC); else PyTorch's
     ccr_pool: Literal["words", "padded"] = "words"  # Eq. 12: from START to END, or padding as well
     ccr_states: Literal["attention", "normed"] = "attention"  # Eq. 8-9, or after their LayerNorms
     ccr_directions: Literal["both", "summed"] = "both"  # Eq. 14, or one loss of (S + S^T) / 2
@@ -201,7 +204,8 @@ class CrossView(nn.Module):
 
 
 class Fusion(nn.Module):
-    """Eq. 7: ReLU(W [difference_bef ; difference_aft] + b). LayerNorm and dropout are as released.
+    """Eq. 7: ReLU(W [difference_bef ; difference_aft] + b). The dropout is as released; so is the
+    LayerNorm for CLEVR-DC, while the code released for CLEVR-Change has none (input_norm).
 
     joined: both differences (B, N, 2D) or, with difference="subtract", a single one (B, N, D)
     -> (B, N, D)."""
@@ -403,10 +407,14 @@ class DIRL(nn.Module):
         self.cfg = cfg
         self.grid = grid
         self.max_len = max_len
-        layers = 0 if cfg.difference == "subtract" else cfg.layers
-        if cfg.difference != "subtract" and layers == 0:
+        if cfg.difference == "subtract":
+            layers = 0
+            norms = 0
+        elif cfg.layers == 0:
             raise InputError("--layers 0 leaves no difference, X - X = 0; use 1 or more layers")
-        norms = layers if cfg.difference == "stream" else layers - 1  # see encode
+        else:
+            layers = cfg.layers
+            norms = layers if cfg.difference == "stream" else layers - 1  # see encode
         self.embed = ImageEmbedding(*grid, cfg.dim, cfg.use_coords)
         self.cross_view = nn.ModuleList(CrossView(cfg) for _ in range(layers))
         self.norms = nn.ModuleList(nn.LayerNorm(cfg.dim) for _ in range(norms))
@@ -420,8 +428,7 @@ class DIRL(nn.Module):
                 nn.Dropout(cfg.dropout),
                 nn.Linear(4 * cfg.dim, cfg.dim),
             )
-        # As released. The paper does not say how weights are initialised. `initialise` needs each
-        # Attention to have biases and an output projection.
+        # As released. The paper does not say how weights are initialised.
         for module in (self.embed, self.cross_view):
             initialise(module, xavier=True)
         for module in (self.fuse, self.decoder):
@@ -527,7 +534,7 @@ PRESETS = {
     # every 15 epochs (of 265 batches, in CLEVR-DC of 319), and no coordinates in CLEVR-DC.
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),
-    # [ours]: SCORER's batches and rates, its 4020 and 2880 steps, and no coordinates.
+    # [ours]: SCORER's batches, rates and steps between drops (4020, 2880), and no coordinates.
     "spot_the_diff": dict(w_ccr=0.004, batch_size=32, lr_drop=4020, use_coords=False),
     "image_editing_request": dict(w_dirl=0.001, w_ccr=0.05, batch_size=16, lr=1e-4, lr_drop=2880,
                                   use_coords=False),

@@ -33,9 +33,9 @@ images, [CLS], earlier words and themselves.
 
 Idea. (1) Captioned pairs are few and differences are small, so the model first learns which words
 belong to which details, by predicting masked words (MLM), recognising masked image cells (MVCL) and
-telling the caption from six similar ones (FDA). (2) Like a person, it looks at
-each image alone (E_s) and compares the two (E_p) before it thinks of words (E). (3) Fine-tuning is
-MLM in which a word sees only earlier words, so captions can be written word by word.
+telling the caption from six similar ones (FDA). (2) Like a person, it looks at each image alone
+(E_s) and compares the two (E_p) before it thinks of words (E). (3) Fine-tuning is MLM in which a
+word sees only earlier words, so captions can be written word by word.
 
 Read first: Embedding, mask_words, causal_mask, cell_loss, align_loss, and of IDC encode, joint,
 mlm, mvcl, fda, causal and finetune. Skip at first: the last two sections (rewritten captions,
@@ -45,8 +45,8 @@ Formulas, reconstructed from the paper's text and released code, not compared wi
 Eq. 1      Embedding.words   w = [CLS] START w_1 w_2 ... END; the paper's [BOS] and [EOS] are START
                              and END
 Eq. 2-3    Embedding.image   v_i = [IMGi] v_i1 ... v_iN, i = 1, 2. A token x of w and v_i enters as
-                             y = Dropout(LN(x + type + position)). As released, words are multiplied
-                             by sqrt(D), and special tokens have no position
+                             y = Dropout(LN(x + type + position)). As released: LN and Dropout;
+                             words are multiplied by sqrt(D), special tokens have no position
 Eq. 4      IDC.encode        v = E_p([E_s(v_1) ; E_s(v_2)]), the image difference encoder
 Eq. 5      IDC.cross         E([v ; w]), the cross-modal transformer
 Eq. 6      word_loss         L_MLM = mean of -log P(w_m | other words, v_1, v_2), masked words w_m
@@ -65,12 +65,12 @@ Sec. 2.4   class_loss, contrast_loss, same_class_loss: bird classes train the di
 Sec. 3.1   judge_loss        is the pair a distractor? Fine-tuning: L = L_MLM + w_judge L_judge
 
 Terms: a changed pair shows a scene before and after a change. In a distractor pair only the camera
-and the light differ, and its caption says that nothing changed. On CLEVR-Change, a step has a batch
-of each, of the same scenes. In half of the scenes, "before" and the distractor's "after" are
-exchanged [ours].
+and the light differ, and its caption says that nothing changed. On CLEVR-Change and mini, a step
+has a batch of each, of the same scenes. In half of the scenes, "before" and the distractor's
+"after" are exchanged [ours].
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V ids of a caption
-(START, words, END, padding; as many as the longest has [ours], not Table 6's 40 or 80), T tokens,
-S = 2 (N + 1) visual tokens, M cells of a batch.
+(START, words, END, padding; as many as the longest has [ours], not Table 6's 40 or 80), K of these
+ids that fine-tuning reads (V or V - 1), T tokens, S = 2 (N + 1) visual tokens, M cells of a batch.
 
 Exercises, minutes each, on mini, the built-in toy data set. Its preset pre-trains with MVCL alone.
 1. Eight pairs, each of 2 x 64 cells with 45 masked: where does L_MVCL begin? How far can it fall at
@@ -84,7 +84,8 @@ Exercises, minutes each, on mini, the built-in toy data set. Its preset pre-trai
    python idc_pretrain.py --out_dir runs/e4 --pretrain_steps 0 --steps 600 --finetune_targets masked
 
 The comment above PRESETS has the flags for each row of the paper's tables.
-To copy: this file and common.py. Training on a data set of data.py needs that file and scores.py.
+To copy: this file and common.py. To train on a data set of data.py, take that file and scores.py
+(and mini.py for mini), too.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
 
@@ -138,7 +139,7 @@ class Config(RunConfig):
 
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"init", "cub", "nabirds"}
 
-    init: str = ""  # checkpoint to start from, with its --nabirds; --pretrain_steps 0 only tunes it
+    init: str = ""  # checkpoint to start from (--nabirds as there); --pretrain_steps 0 only tunes
     dim: int = 512  # width D
     ffn: int = 2048  # width of the feed-forward layers
     heads: int = 8  # heads of every attention
@@ -161,7 +162,8 @@ class Config(RunConfig):
     tau_fda: float = 1.0  # temperature of FDA
     weight_decay: float = 0.0  # weight decay of fine-tuning
     w_judge: float = 1.0  # weight of L_judge; unused on data sets without distractor pairs
-    # The released code's choices begin here, see RELEASED.
+    # The released code does otherwise in what follows. RELEASED, below, says for each field whether
+    # the default is the paper's or [ours].
     swap: bool = True  # in half of the scenes, swap "before" and the distractor's "after"
     finetune_targets: Literal["every", "masked"] = "every"  # which words fine-tuning predicts
     init_weights: Literal["xavier", "pytorch"] = "xavier"  # how weights are initialised
@@ -460,7 +462,7 @@ def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
 
 # ---- method --------------------------------------------------------------------------------------
 
-BIRDS = 555  # NABirds' classes
+BIRD_CLASSES = 555  # of NABirds
 REWRITES = 6  # rewritten captions of a pair
 
 
@@ -494,7 +496,7 @@ class IDC(nn.Module):
         if cfg.nabirds:
             if not cfg.difference_encoder:
                 raise InputError("--nabirds needs --difference_encoder, which it trains")
-            self.classify = nn.Linear(cfg.dim, BIRDS)
+            self.classify = nn.Linear(cfg.dim, BIRD_CLASSES)
             self.same_class = nn.Linear(2 * cfg.dim, 2)
         if cfg.init_weights == "xavier":
             initialise(self, xavier=True)
@@ -522,7 +524,8 @@ class IDC(nn.Module):
 
     def encode(self, before: Tensor, after: Tensor | None = None):
         """Eq. 4. Features (B, C, H, W) of both images, or of one -> v of E_p (B, S, D), [IMG1] and
-        [IMG2] before their cells; bool (1, S), True for real tokens; both from E_s (2, B, D).
+        [IMG2] before their cells; bool (1, S), True for real tokens; [IMG1] and [IMG2] of E_s, not
+        yet of E_p (2, B, D).
 
         Without a second image, only its [IMG2] counts as real. (The released code passes this
         [IMG2] directly to E_p.)"""
@@ -721,7 +724,8 @@ class Cache:
         earlier = keys.shape[1]
         seen = torch.ones(2, earlier + 2, dtype=torch.bool, device=ids.device)
         seen = seen.tril(earlier)  # the word does not see the [MASK]
-        x, states = self.model.cross(torch.cat([word, mask], 1), seen[None, None], self.past)
+        x = torch.cat([word, mask], 1)
+        x, states = self.model.cross(x, seen[None, None], self.past)  # Eq. 5
         self.past = [(q, k[:, :-1], v[:, :-1]) for q, k, v in states]  # without [MASK]
         return self.model.head(x[:, 1])
 
@@ -766,7 +770,7 @@ PRESETS = {
     # [ours] Pre-training is MVCL alone, because MLM can be learned without the images. The
     # temperature is low because features of any two cells have cosines near 1. Most cells are
     # masked, so that neighbours do not reveal a cell. Validation chose layers, lr and w_judge.
-    # CIDEr of changed pairs, tests/results.md: 475, without pre-training 272.
+    # CIDEr of changed pairs, tests/results.md: 504, without pre-training (as many steps) 253.
     "mini": dict(dim=128, ffn=256, heads=4, layers=3, dropout=0.0, pretrain_steps=1200,
                  pretrain_batch=8, pretrain_lr=1e-3, pretrain_warmup=50, mlm=0, fda=0,
                  cell_mask_rate=0.7, tau_mvcl=0.02, tau_fda=0.1, w_judge=0.2, batch_size=16,
@@ -938,7 +942,8 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
         run.start(optimizer, stage, last)
         used = 0  # batches of pairs that a resumed run has used; birds use none
         for step in range(first, run.step):
-            used += draw_task(cfg, stage, step) is not IDC.birds
+            if draw_task(cfg, stage, step) is not IDC.birds:
+                used += 1
         pairs = datasets[stage].train_batches(sizes[stage], cfg.seed, used, last - first)
         while run.step < last and not run.patience_is_over():
             optimizer.param_groups[0]["lr"] = stage_rate(cfg, stage, run.step - first)
@@ -973,8 +978,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir, only the quick metrics that training needs are computed. With it, every metric
-    for every group of pairs is printed and written, along with captions and sample pictures."""
+    Without out_dir, for validation during training, these are the quick metrics. With out_dir,
+    every metric of every group of pairs is printed and written, with captions and pictures."""
     model.eval()
     captions = {}  # by pair id
     maps = {}
@@ -1070,9 +1075,9 @@ def rewrite(dataset) -> dict[str, list[str]]:
     [ours] All captions of a pair share its negatives. Single images (CUB) have no subjects to
     confuse, so they have three negatives from Retrieve and three from Replace. If a strategy finds
     too few, the next one fills the gap; after Confuse, Retrieve and then Replace do. On
-    CLEVR-Change, a scene's changed pair and its distractor pair share five rewrites of the change,
-    one from Retrieve, two from Replace and two from Confuse. The sixth is a caption of the other
-    pair, so that the text alone does not reveal to which of the two pairs the six belong."""
+    CLEVR-Change and mini, a scene's changed pair and its distractor pair share five rewrites of the
+    change, one from Retrieve, two from Replace and two from Confuse. The sixth is a caption of the
+    other pair, so that the text alone does not reveal to which of the two pairs the six belong."""
     import data
 
     templates = data.DATASETS[dataset.name].templates

@@ -41,9 +41,9 @@ Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, 
 (START, words, END, padding), K vectors (K_o objects or K_a actions; the paper's k), M tokens that
 they read, P vectors of a prompt, S texts, L tokens of a text, d width of CLIP's text space.
 MHCA(x, y): multi-head attention of queries from x to keys and values from y; MHSA(x) = MHCA(x, x).
-F^_x is F_x with a hat. F_o^i: the K vectors after pass i (the last ones: the paper's F_object,
-F_action), F_o: their mean (F_c in the paper's Eq. 11-12). X: what they read, X^0 = F_c, or the
-objects when actions are distilled (the paper: F_c^i). F_l: F_noun or F_verb. w_n2o, w_v2a:
+F^_x is F_x with a hat. F_o^i: the K vectors after pass i (after the last: the paper's F_object,
+F_action), F_o: the mean of the last (F_c in the paper's Eq. 11-12). X: what they read, X^0 = F_c,
+or the objects when actions are distilled (the paper: F_c^i). F_l: F_noun or F_verb. w_n2o, w_v2a:
 lambda_1, lambda_2.
 Eq. 1      ImageEmbedding      F_x = conv(features) + PE, for x = bef, aft
 Eq. 2      RDD.encode          F_diff = F_bef - F_aft
@@ -56,7 +56,7 @@ Eq. 7      DistillingBlock     F^_o = MHCA(F_o^{i-1}, X^i)
 Eq. 8      DistillingBlock     F_o^i = F^_o + FFN(F^_o)      [ours] F^_o + FFN(LN F^_o)
 Eq. 9      Fusion              multi-scale fusion MF(Z), tokens Z = [F_c ; F_object ; F_action]
                                [ours] Y = Z + MHSA(LN Z); MF(Z) = Y + ReLU(W LN Y)
-Eq. 10     alignment_loss      F_o = mean of the K last vectors
+Eq. 10     alignment_loss      F_o = mean of the K vectors after the last pass
 Eq. 11-13  alignment_loss      S_ab = cos(F_l of pair a, F_o of pair b) / tau;
                                L_N2O (nouns, objects), L_V2A (verbs, actions) =
                                -1/(2B) sum_a [log(exp S_aa / sum_b exp S_ab)
@@ -74,7 +74,7 @@ Attention's biases and output projections are ours, too. --no-residual: Eq. 4 an
 
 Flags for each row of the paper's tables. Each row needs an --out_dir of its own. At the right:
 CIDEr of changed pairs on mini (tests/results.md; means of three seeds, "as printed" of one;
-differences of some 45 are noise). With twice the steps the losses make none: 475, without them 477.
+differences of some 45 are noise). With twice the steps: 475, without the losses 477.
 Row of the paper            flags (on mini, unless --dataset is given)                  on mini
 direct-sub (Table 4)        --no-gde --order none --w_n2o 0 --w_v2a 0                   280
 GDE                         --order none --w_n2o 0 --w_v2a 0                            397
@@ -96,7 +96,8 @@ Exercises on mini, minutes each. Predict, then run, and compare with a run witho
 3. Without GDE, the decoder reads F_diff. Which score falls most, and why? See ImageEmbedding.
    python rdd_acr.py --no-gde --order none --w_n2o 0 --w_v2a 0 --out_dir runs/direct
 
-To copy: this file and common.py. Training on a data set of data.py needs that file and scores.py.
+To copy: this file and common.py. To train on a data set of data.py, take that file and scores.py
+(and mini.py for mini), too.
 Licence: MIT. Written from the paper, whose authors have published no code.
 """
 
@@ -327,7 +328,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Words and fused tokens -> hidden states; `head` gives the distribution of the next word.
+    """Words and fused tokens -> hidden states, from which `head` predicts the next words.
 
     Every word sees only itself and earlier words, so padding at the end of a caption needs no mask.
     Cache calls embed_words, memory, layers and head; attention_map calls `attention`. [ours] From
@@ -355,10 +356,12 @@ class Decoder(nn.Module):
         """The last layer's attention, averaged over heads, with its softmax over the first `cells`
         of M tokens. ids (B, V), fused tokens (B, M, D) -> (B, V, cells)."""
         x = self.embed_words(ids)
-        for layer, memory in zip(self.layers, self.memory(fused), strict=True):
+        memories = self.memory(fused)
+        for layer, memory in zip(self.layers, memories, strict=True):
             x, _, query = layer(x, memory)
-        key, _ = memory  # of the last layer
-        scores = layer.cross_attention.scores(query, key[:, :cells])  # (B, h, V, cells)
+        last_key, _ = memories[-1]
+        last_key = last_key[:, :cells]
+        scores = self.layers[-1].cross_attention.scores(query, last_key)  # (B, h, V, cells)
         return scores.softmax(-1).mean(1)
 
     def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
@@ -564,7 +567,8 @@ class RDD(nn.Module):
         """Maps (B, H, W) by name; each sums to 1. "decoder": the last layer's attention, averaged
         over heads and over the words of ids (B, V), with its softmax over the N cells only; 0
         without words. "objects" and "actions": the last block's attention, averaged over heads and
-        vectors. If a block reads the other set, its weights (K, M) times that set's (M, N)."""
+        vectors. If a block reads the other set, its weights (K, M) are multiplied by those of
+        that set (M, N)."""
         _, height, width = self.grid
         fused, distilled = self.encode(before, after)
         weight = self.decoder.attention(ids, fused, height * width)  # (B, V, N); F_c stands first
@@ -842,8 +846,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
-    Without out_dir, only the quick metrics that training needs are computed. With it, every metric
-    for every group of pairs is printed and written, along with captions and sample pictures."""
+    Without out_dir, for validation during training, these are the quick metrics. With out_dir,
+    every metric of every group of pairs is printed and written, with captions and pictures."""
     model.eval()
     captions = {}  # by pair id
     maps = {}

@@ -77,18 +77,19 @@ heads (Fig. 4)                  --heads 8 (the flag also changes the heads of de
 layers (Fig. 5)                 --layers 2
 fusion (section 6.3)            --fusion cat, sum or hadamard
 RR+ (Fig. 13: partners, but no negatives) has no flag. Neither has the fusion of section 6.3 in
-which words attend to each image before "cat": it needs a second memory; copy CHEERS's
-Decoder.memory and DecoderLayer.
+which words attend to each image before "cat": it needs a decoder with two memories. CHEERS's has
+two (Decoder.memory, DecoderLayer), but weighs the results by gates and does not join them.
 
 Where the paper and the released code differ, the default mostly follows the paper. RELEASED, after
-the model, lists the differences. Some details are the released code's in both variants: a learned
-scale for 1 / tau, the projections that Eq. 4 and 11 match, coordinates, attention without output
-projection (but for CBR's), feed-forward layers of width D, and a mean over words in Eq. 12.
-Comments explain each.
+the model, lists the differences. "As released" marks what both variants take from the code: a
+learned scale for 1 / tau, the projections that Eq. 4 and 11 match, coordinates, attention without
+output projection (but for CBR's), feed-forward layers of width D, and a mean over words in Eq. 12.
+[ours] marks what follows neither.
 
 Exercises, on mini, some minutes each. Predict, then run both commands:
-1. Eq. 6 adds. Before the second command, change the + of its two lines to -, and then undo it. What
-   falls in scores_test.json, "change type" or "place" (what stands where; seeds differ by 12)?
+1. Eq. 6 adds. Run the first command, unless runs/scorer_cbr-mini is there already. Change the + of
+   its two lines to -, run the second command, and change them back. What falls in scores_test.json,
+   "change type" or "place" (what stands where; seeds differ by 12)?
        python scorer_cbr.py
        python scorer_cbr.py --out_dir runs/minus
 2. Match in the second layer, where the images have already seen their partners. Does "match" fall
@@ -99,7 +100,8 @@ Exercises, on mini, some minutes each. Predict, then run both commands:
        python scorer_cbr.py --w_cbr 0.1 --no-train_cbr --out_dir runs/frozen
        python scorer_cbr.py --w_cbr 0.1 --out_dir runs/trained
 
-To copy: this file and common.py. Training on a data set of data.py needs that file and scores.py.
+To copy: this file and common.py. To train on a data set of data.py, take that file and scores.py
+(and mini.py for mini), too.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
 
@@ -156,7 +158,7 @@ class Config(RunConfig):
     difference: Literal["reconstruct", "subtract"] = "reconstruct"  # or Eq. 7 of X_bef - X_aft
     fusion: Literal["cat", "sum", "hadamard"] = "cat"  # how Eq. 7 joins two images
     matching: Literal["mtm", "tm", "mean", "max"] = "mtm"  # Eq. 3, Eq. 2, or pooled images
-    match_layer: Literal["first", "last"] = "first"  # cross-view layer whose queries Eq. 4 matches
+    match_layer: Literal["first", "last"] = "first"  # layer whose queries and keys Eq. 4 matches
     xavier: bool = True  # Xavier-uniform weights for the decoder [ours]; released code: N(0, .02)
     train_cbr: bool = True  # train CBR; the released code leaves its weights as initialised
     sentence_mean: Literal["words", "max_len"] = "words"  # CBR's mean: over words, or sum / max_len
@@ -219,7 +221,8 @@ class CrossView(nn.Module):
 
 class Fusion(nn.Module):
     """Eq. 7: difference = ReLU(W [new X_bef ; new X_aft] + b). Its dropout is as released. Nothing
-    is subtracted here: W learns from which cells the other image could not rebuild something.
+    is subtracted here: from the sums of Eq. 6, W has to learn to tell cells that the other image
+    could rebuild from those that it could not.
 
     Both images after Eq. 6 (B, N, D) -> (B, N, D). Instead of concatenating them ("cat"), section
     6.3 also tries their sum and product. The baseline Subtraction has X_bef - X_aft of Eq. 1."""
@@ -293,7 +296,8 @@ class Decoder(nn.Module):
         self.head = nn.Linear(cfg.dim, vocab_size)  # Eq. 8, without its softmax
 
     def initialise(self, xavier: bool) -> None:
-        """Initial weights of the decoder. As released, other modules keep PyTorch's."""
+        """Initial weights of the decoder (common.initialise would need output projections). As
+        released, other modules keep PyTorch's."""
         for p in self.parameters():
             if p.ndim == 1:
                 continue
@@ -361,7 +365,7 @@ class BackwardReasoning(nn.Module):
         at_every_cell = sentence[:, None].expand(-1, x_bef.shape[1], -1)  # (B, N, D)
         x = self.join(torch.cat([x_bef, at_every_cell], -1))  # Eq. 9
         attended, _ = self.attention(x, x, x, need_weights=False)  # Eq. 10
-        return self.output(attended)
+        return self.output(attended)  # W_2 of Eq. 10, as released
 
 
 # ---- losses --------------------------------------------------------------------------------------
