@@ -98,9 +98,10 @@ def tokenize_lower(caption: str) -> list[str]:
     return re.findall(r"\w+|\.+|[^\w\s]", caption.lower())
 
 
-# Zero-width space, soft hyphen and byte order mark vanish, as nobody sees them. The apostrophe of
-# word processors becomes the one on keyboards.
-TYPED = str.maketrans({"\u200b": None, "\u00ad": None, "\ufeff": None, "\u2019": "'"})
+# Zero-width space, soft hyphen and byte order mark vanish, as nobody sees them. Apostrophes and
+# hyphens that look like those on keyboards become these.
+TYPED = str.maketrans(dict.fromkeys("\u200b\u00ad\ufeff"))
+TYPED |= str.maketrans("\u2018\u2019\u00b4\u2010\u2011", "'''--")
 
 
 def normalised(text: str) -> str:
@@ -319,7 +320,7 @@ def read_table(
             for column, cell in row.items():
                 if column in columns and not cell:
                     raise InputError(f"{place}: {column} is empty")
-                if cell.startswith(('["', "['", "[{", '{"')):
+                if re.match(r"""[\[({]["'{\]]""", cell):
                     place += f": {column} is a list as a program prints it"
                     raise InputError(f"{place}; write plain text, with | between captions")
             rows.append(row)
@@ -686,7 +687,7 @@ def own_pair(row: dict[str, str]) -> Pair:
     ("./a.png" is "a.png")."""
     before = os.path.normpath(row["before"]).replace(os.sep, "/")
     after = os.path.normpath(row["after"]).replace(os.sep, "/")
-    texts = row.get("captions", "").split("|")
+    texts = row.get("captions", "").replace("\uff5c", "|").split("|")  # Chinese keyboards have ｜
     captions = [text.strip() for text in texts if normalised(text).strip()]
     return Pair(f"{before} {after}", before, after, captions)
 
@@ -697,6 +698,10 @@ def hashed_split(pair: Pair) -> str:
     first = min(pair.before, pair.after)
     tenth = int(hashlib.sha256(first.encode()).hexdigest(), 16) % 10
     return {8: "val", 9: "test"}.get(tenth, "train")
+
+
+# What pandas and spreadsheets write into cells without a text.
+EMPTY_CELLS = {"nan", "none", "null", "<na>", "n/a", "#n/a", "#name?"}
 
 
 def kind_name(text: str) -> str:
@@ -722,6 +727,10 @@ def read_pairs(root: Path) -> Release:
         pair = own_pair(row)
         if not pair.captions:
             raise InputError(f"{file}: {pair.id} has no caption")
+        for caption in pair.captions:
+            if caption.lower() in EMPTY_CELLS:
+                remedy = "leave it out, or say it in other words"
+                raise InputError(f"{file}: {pair.id} has the caption {caption!r}; {remedy}")
         split = row["split"].lower() if "split" in row else hashed_split(pair)
         pairs[split].append(pair)
         kind = kind_name(row.get("kind", ""))
@@ -1018,6 +1027,11 @@ class Features:
         torch.index_select(self.data, 0, index, out=rows)  # in several threads, unlike NumPy
         return rows.to(self.device, non_blocking=True)
 
+    def content(self, name: str) -> tuple[int, int]:
+        """Size and checksum of the file that a row was made from: equal for copies of a picture."""
+        size, _, checksum = self.stamps[name]
+        return size, checksum
+
     def require(self, paths: dict[str, Path]) -> None:
         """InputError if an image has no features, or if its picture (or the authors' .npy file) has
         been replaced since they were made. paths: image name -> picture."""
@@ -1098,10 +1112,7 @@ def prepare(
         make_features(name, path, release, device, extractor)
     features = open_features(name, root, extractor)
     features.require(release.paths)
-    copies = copies_of_training_pictures(release, features)
-    if copies:
-        these = f"{len(copies)} val and test pictures, such as {copies[0]},"
-        print_notes(f"{these} are in train under other names")
+    print_notes(*notes_on_copies(release, features))
     print(f"{root}: {len(release.paths)} images, {len(vocab)} words")
 
 
@@ -1120,21 +1131,23 @@ def notes_on_captions(release: Release, vocab: Vocab) -> list[str]:
     return notes
 
 
-def copies_of_training_pictures(release: Release, features: Features) -> list[str]:
-    """Names of val's and test's pictures with the content, but not the name, of a training one."""
-    content_of = {name: (size, check) for name, (size, _, check) in features.stamps.items()}
+def notes_on_copies(release: Release, features: Features) -> list[str]:
+    """A remark on val's and test's pictures with the content, but not the name, of a training one,
+    if there are any."""
     names = release.images(["train"])
     training = defaultdict(list)  # size and checksum -> training pictures
     for name in names:
-        training[content_of[name]].append(name)
+        training[features.content(name)].append(name)
     copies = []
     for name in sorted(release.images(["val", "test"]) - names):
+        similar = training[features.content(name)]
         # Different PNG files of one size may have the same checksum, so their features decide.
-        row = features.rows([name])
-        similar = training[content_of[name]]
-        if any(torch.equal(features.rows([other]), row) for other in similar):
+        if any(torch.equal(features.rows([name]), features.rows([other])) for other in similar):
             copies.append(name)
-    return copies
+    if not copies:
+        return []
+    these = f"{len(copies)} val and test pictures, such as {copies[0]},"
+    return [f"{these} are in train under other names"]
 
 
 def make_features(name: str, path: Path, release: Release, device: str, extractor: str) -> None:
@@ -1328,6 +1341,7 @@ class Dataset:
             "grid": self.grid,
             "max_len": self.max_len,
             "train_pairs": self.contents("train"),
+            "digest": self.digest(),
         }
 
     def contents(self, split: str) -> Tensor:
@@ -1335,18 +1349,30 @@ class Dataset:
         and checksums of "before" and "after" (n, 4)."""
         rows = []
         for pair in self.pairs(split):
-            before_size, _, before_check = self.features.stamps[pair.before]
-            after_size, _, after_check = self.features.stamps[pair.after]
-            rows.append([before_size, before_check, after_size, after_check])
+            rows.append([*self.features.content(pair.before), *self.features.content(pair.after)])
         return torch.tensor(rows).view(-1, 4)
 
+    def digest(self) -> str:
+        """A hash of what a run learns from: pictures and captions of training and validation."""
+        parts = []
+        for split in ("train", "val"):
+            parts.append(str(self.contents(split).tolist()))
+            parts.append(str([pair.captions for pair in self.pairs(split)]))
+        return hashlib.sha256("".join(parts).encode()).hexdigest()
+
     def check_state(self, state: dict) -> None:
-        """InputError if a run, whose state this is, used other features or words."""
+        """InputError if a run, whose state this is, learned from other data."""
         self.check_features(state)
+        self.check_words(state)
+        if state["digest"] != self.digest():
+            changed = f"the training or validation pairs of {self.root} are not those of the run"
+            raise InputError(f"{changed}; train anew, with another --out_dir")
+
+    def check_words(self, state: dict) -> None:
+        """InputError if a checkpoint has other words."""
         if state["vocab"] != self.vocab.words:
             remedy = "give its --data_dir (IDC: and --cub); if captions were edited, train anew"
             raise InputError(f"the checkpoint has other words than {self.root}; {remedy}")
-        self.note_trained_pairs(state)
 
     def adopt(self, state: dict) -> None:
         """Takes the words and the max_len of a checkpoint, to evaluate it here: references are
@@ -1404,7 +1430,7 @@ def load(
             place = "on the GPU"
         else:
             features.device = device
-    print_notes(*release.notes)
+    print_notes(*release.notes, *notes_on_copies(release, dataset.features))
     counts = {split: len(dataset.pairs(split)) for split in SPLITS}
     print(f"{root}: {counts['train']} train, {counts['val']} val, {counts['test']} test pairs")
     print(f"features: {size / 1e6:.0f} MB, {place}")
@@ -1426,13 +1452,18 @@ def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
 
 
 def note_on_negatives(dataset: Dataset, cfg: RunConfig, *weights: str) -> None:
-    """Prints a note if a tenth of the training pairs share a picture: losses that contrast the
-    images of a batch would take them for different. weights: the fields of cfg that weigh them."""
-    scenes_with = Counter()  # image -> in how many scenes it occurs
+    """Prints a note if a tenth of the training pairs share a picture, or have copies of one: losses
+    that contrast the images of a batch would take them for different. weights: the fields of cfg
+    that weigh them."""
+    content = dataset.features.content
+    scenes_with = Counter()  # an image's content -> in how many scenes it occurs
     for scene in dataset.scenes["train"]:
-        scenes_with.update(scene.images())
+        scenes_with.update({content(name) for name in scene.images()})
     pairs = dataset.pairs("train")
-    sharing = [p for p in pairs if scenes_with[p.before] > 1 or scenes_with[p.after] > 1]
+    sharing = []
+    for pair in pairs:
+        if scenes_with[content(pair.before)] > 1 or scenes_with[content(pair.after)] > 1:
+            sharing.append(pair)
     flags = " ".join(f"--{name} 0" for name in weights if getattr(cfg, name))
     if flags and 10 * len(sharing) > len(pairs):
         shares = f"{len(sharing)} of {len(pairs)} training pairs share a picture with another scene"

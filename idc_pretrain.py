@@ -1324,7 +1324,9 @@ def open_dataset(cfg: Config, make: bool = True):
 def load_init(model: IDC, cfg: Config, dataset) -> None:
     """Start from the weights of --init. InputError if they would work differently in this model."""
     state = load_checkpoint(cfg.init, cfg.device)
-    dataset.check_state(state)
+    dataset.check_features(state)
+    dataset.check_words(state)
+    dataset.note_trained_pairs(state)
     load_weights(model, state["model"], cfg.init)
     # The shapes of the weights do not show these.
     for name in ("heads", "feature_layer", "position_exponent"):

@@ -125,11 +125,13 @@ def score(
     tokens: "ptb" are the Stanford tokenizer's lower-case words without punctuation; "split" the
     words between spaces; "ids" (LEVIR-CC) the same as ids of `index`, so that all unknown words
     match each other. quick, or without Java: no METEOR, no SPICE, and plain_tokenize for "ptb".
-    InputError if an id has no reference."""
+    InputError if an id has no reference, or a bare text instead of a list of them."""
     texts = []
     for i, caption in predictions.items():
         if not references.get(i):
             raise InputError(f"prediction {i!r} has no reference; are they of its split?")
+        if isinstance(references[i], str):  # its letters would be taken for references
+            raise InputError(f"the reference of {i!r} is a text; give a list of texts")
         texts += [caption, *references[i]]
     # All texts at once, because the tokenizer takes a second to start.
     words = iter(scored_words(texts, tokens, index, quick))
@@ -247,7 +249,7 @@ def results(
     end = f"{split}{suffix}.json"
     annotations = []
     for i, texts in references.items():
-        annotations += coco_rows((i, text) for text in texts)
+        annotations += coco_rows((i, scored_text(dataset, text)) for text in texts)
     write_json(out_dir / f"captions_{end}", coco_rows(captions.items()))
     write_json(out_dir / f"references_{end}", {"annotations": annotations})
 

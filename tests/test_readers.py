@@ -339,6 +339,7 @@ b.png,d.jpg,test,same
         # Excel writes semicolons in half of Europe. Then commas need no quotes.
         OWN_PAIRS.replace('"', "").replace(", ", "\0").replace(",", ";").replace("\0", ", "),
         OWN_PAIRS.replace('"', "").replace(", ", "\0").replace(",", "\t").replace("\0", ", "),
+        OWN_PAIRS.replace("|", "\uff5c"),
     ],
 )
 def test_your_own_pairs(text, tmp_path):
@@ -377,6 +378,9 @@ KINDS = "before,after,kind,captions\n"
         # Annotation tools may write several captions of a cell as JSON.
         (HEAD + 'a,b,train,"[""it is open"", ""open now""]"\n', r"line 2: captions.*\|"),
         (KINDS + 'a,b,"{""choices"": [""moved"", ""gone""]}",c\n', "line 2: kind"),
+        (HEAD + "a,b,train,\"('it is open', 'open now')\"\n", r"line 2: captions.*\|"),
+        (HEAD + "a,b,train,[]\n", "line 2: captions"),
+        (HEAD + "a,b,train,it is open|nan\n", "a b has the caption 'nan'"),
         # The names of other rows of the scores
         (KINDS + "a,b,Total,c\n", "'total'"),
         (KINDS + "a,b,one caption for all,c\n", "'one caption for all'"),

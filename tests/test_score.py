@@ -219,6 +219,24 @@ def read(path):
     return json.loads(path.read_text(), parse_constant=pytest.fail)
 
 
+def test_a_reference_that_is_no_list_is_refused():
+    with pytest.raises(InputError, match="list of texts"):
+        scores.score({"a": "it is open"}, {"a": "it is open"}, quick=True)
+
+
+def test_references_are_written_as_they_are_scored(dataset, tmp_path):
+    """Otherwise, scores.py would compare "门 开" with a "门开" that it does not split."""
+    vocab = data.Vocab.from_captions(["门开"], tokenizer=data.tokenize_pairs)
+    dataset.settings = data.DATASETS["pairs"]
+    dataset.vocab = vocab
+    for pair in (*dataset.pairs("train"), *dataset.pairs("test")):
+        pair.captions[:] = ["门开"]
+    captions = {pair.id: "门 开" for pair in dataset.pairs("test")}
+    dataset.results("test", captions, {}, tmp_path)
+    written = read(tmp_path / "references_test.json")["annotations"]
+    assert {row["caption"] for row in written} == {"门 开"}
+
+
 def test_the_files_of_a_split(dataset, tmp_path, capsys):
     captions = first_references(dataset)
     for i in captions:
