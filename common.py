@@ -732,6 +732,7 @@ def parse_args(
         base = preset(Config, PRESETS, RELEASED, dataset, args.variant)
         if dataset not in PRESETS:
             print(f"no preset for {dataset}: using the defaults")
+    # A new run needs a new folder. A checkpoint's own folder, and those in it, are used again.
     if not checkpoint or not out_dir.resolve().is_relative_to(checkpoint.parent.resolve()):
         refuse_used_folder(out_dir)
 
@@ -1071,8 +1072,9 @@ class Run:
 
 
 def with_absolute_paths(cfg: RunConfig) -> dict[str, Any]:
-    """The fields of a config for a checkpoint. Its paths are absolute, because from another folder,
-    relative ones could lead to other data."""
+    """The fields of a config for a checkpoint. data_dir, out_dir and the FILE of extractor become
+    absolute, because from another folder they could lead to other data. A method's own paths stay
+    as they are given."""
     config = dataclasses.asdict(cfg)
     for name in ("data_dir", "out_dir"):
         config[name] = str(Path(config[name]).resolve())

@@ -34,7 +34,6 @@ import itertools
 import os
 import re
 import unicodedata
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -228,7 +227,7 @@ class Release:
     paths: dict[str, Path] = field(default_factory=dict)  # name of an image of any pair -> file
     groups: dict[str, set[str]] = field(default_factory=dict)  # pair ids to score separately
     # Kind of change -> pair ids. Sample pictures are chosen by kind. The pairs of the kind
-    # "no change" are unchanged, and it is reported of how many of them the model says so.
+    # "no change" are unchanged, and scores say for how many of them the model says so.
     kinds: dict[str, set[str]] = field(default_factory=dict)
     overlap: dict[str, float] = field(default_factory=dict)  # pair id -> IoU of the object boxes
     # Pair id -> boxes of the changed object before and after, [x, y, w, h] in pixels, or None.
@@ -291,7 +290,7 @@ def read_table(
 ) -> list[dict[str, str]]:
     """The non-empty rows of a table in UTF-8, each {column in lower case: cell}. The first line
     names the columns, with commas, semicolons or tabs between them. Every row has a text in each of
-    `columns`. InputError names the line of what cannot be meant so."""
+    `columns`. InputError names the line that is wrong."""
     with open(path, encoding="utf-8-sig") as f, file_errors(path, "save it as UTF-8"):
         lines = f.readlines() or [""]  # CR, LF or both end a line
     separator = max(",;\t", key=lines[0].count)
@@ -300,7 +299,7 @@ def read_table(
     rows = []
     for number, line in enumerate(lines, 1):
         place = f"{path}, line {number}"
-        with file_errors(place, "write a row in one line, and a double quote in quotes twice"):
+        with file_errors(place, "write a row in one line, and a double quote inside quotes twice"):
             (cells,) = csv.reader([line], **syntax)
         cells = [cell.strip() for cell in cells]
         while cells and not cells[-1]:  # spreadsheets may write empty columns
@@ -368,8 +367,8 @@ class Settings:
     # and reject any other caption. Otherwise, spaCy's English model extracts them.
     templates: bool = False
     no_change: tuple[str, ...] = ()  # published sentences which say that nothing changed
-    # Of a data set that is drawn: (folder, number of training scenes or None) -> None, which draws
-    # it unless it exists, and (captions by pair id, folder) -> the % of right captions, by sort.
+    # For a data set that is drawn. make(folder, number of training scenes or None) draws it unless
+    # it exists; judge(captions by pair id, folder) -> the % of true statements of each sort.
     make: Callable[[Path, int | None], None] | None = None
     judge: Callable[[dict[str, str], Path], dict[str, float]] | None = None
     # Published counts: scenes of each split, pairs of each kind of change, and "words" with the
@@ -578,7 +577,7 @@ def read_levir_cc(root: Path) -> Release:
         if "changeflag" in row:
             kind = "change" if int(row["changeflag"]) else "no change"
         kinds[kind].add(name)
-    kinds["change"] -= kinds["no change"]  # of several rows, one has the words
+    kinds["change"] -= kinds["no change"]  # one of the rows of this picture says so
     return release_from_pairs(pairs, root / "images", kinds)
 
 
@@ -610,7 +609,8 @@ def read_birds_to_words(root: Path) -> Release:
     left_out = 0
     for row in read_table(file, (*urls, "split", "description"), csv.QUOTE_NONE):
         # URLs are .../photos/<photo id>/large.jpg?...
-        before, after = [re.search(r"/photos/(\d+)", row[url])[1] + ".jpg" for url in urls]
+        with file_errors(file, f"expected .../photos/<photo id>/... in {' and '.join(urls)}"):
+            before, after = [re.search(r"/photos/(\d+)", row[url])[1] + ".jpg" for url in urls]
         split = row["split"]
         caption = " ".join(tokenize_lower(row["description"]))
         pair = Pair(f"{split}_{before}_{after}", before, after, [caption])
@@ -693,8 +693,8 @@ def own_pair(row: dict[str, str]) -> Pair:
 
 
 def hashed_split(pair: Pair) -> str:
-    """A split for a pair: 80 % train, 10 % val, 10 % test, by a hash of the first of its sorted
-    paths. So a pair, its reverse, and all pairs with a camera's first picture share a split."""
+    """A split for a pair: 80 % train, 10 % val, 10 % test, by a hash of the path that is first in
+    the alphabet. So a pair and its reverse share a split, and so do all pairs with that path."""
     first = min(pair.before, pair.after)
     tenth = int(hashlib.sha256(first.encode()).hexdigest(), 16) % 10
     return {8: "val", 9: "test"}.get(tenth, "train")
@@ -738,14 +738,14 @@ def read_pairs(root: Path) -> Release:
             raise InputError(f"{file}: {pair.id} is both {kind_of[pair.id]!r} and {kind!r}")
         if kind:
             kinds[kind].add(pair.id)
-        if kind in scores.ROWS:
+        if kind in scores.ADDED_ROWS:
             raise InputError(f"{file}: the scores have a row {kind!r}; rename this kind")
     columns = set(table[0]) if table else set()
     unused = columns - {"before", "after", "captions", "split", "kind"}
     notes = [f"{file}: the column {column!r} is not used" for column in sorted(unused)]
     for split in ("val", "test"):
         if split not in pairs:
-            why = "without it, pairs that share their first picture share a split"
+            why = "without it, pairs share a split if they share the path that sorts first"
             notes.append(f"there are no {split} pairs: name some in the column split; {why}")
     if "no change" not in kinds:
         notes.append("no pair has the kind 'no change': changes claimed wrongly are not counted")
@@ -782,8 +782,8 @@ def read_image(picture: str | Path | Image.Image) -> Image.Image:
 
 def upright_rgb(picture: Image.Image) -> Image.Image:
     """A PIL image -> upright RGB on white. InputError if it does not have 8 bits per channel."""
-    # Modes I and F hold integers and floats; Pillow keeps the upper 8 bits of 16-bit colours, which
-    # are all 0 in a picture that uses fewer bits.
+    # Modes I and F hold integers and floats. Colours of 16 bits have the mode RGB, and only
+    # "RGB;16B" in `tile` shows them. Pillow keeps their upper 8 bits, which may all be 0.
     if picture.mode[0] in "IF" or ";16" in str(getattr(picture, "tile", "")):
         raise InputError(f"mode {picture.mode}, more than 8 bits a channel")
     upright = ImageOps.exif_transpose(picture)
@@ -859,9 +859,10 @@ class TimmGrid(nn.Module):
         if file:
             with file_errors(file, f"give weights of {model} under timm's names"):
                 weights = timm.models.load_state_dict(file)
+                # features_only loads whatever fits, so a whole model checks the weights first.
                 trunk = timm.create_model(model, num_classes=0)
                 for key in weights.keys() - trunk.state_dict().keys():
-                    if key.startswith(defaults.classifier or ()):  # one name or several
+                    if key.startswith(defaults.classifier or ()):  # one name, several or none
                         del weights[key]
                 trunk.load_state_dict(weights)
             options["pretrained_cfg_overlay"] = {"state_dict": weights}
@@ -932,9 +933,9 @@ def write_features(
     preprocessing: str,
 ) -> None:
     """Write a feature file: `features` (n, C, H, W) float16, not chunked; `image_ids` (n,);
-    `stamps` (n, 3) of the files that the features are made from; and two attributes. `blocks`
-    yields arrays (b, C, H, W) in the order of names and files. InputError if a feature is NaN or
-    exceeds float16's range."""
+    `stamps` (n, 3) of the files that the features are made from; and the attributes `extractor`
+    and `preprocessing`. `blocks` yields arrays (b, C, H, W) in the order of names and files.
+    InputError if a feature is NaN or exceeds float16's range."""
     done = 0
     stamps = []
     bar = progress(total=len(names), desc="features", unit="image")
@@ -946,7 +947,7 @@ def write_features(
                 shape = (len(names), *block.shape[1:])
                 table = f.create_dataset("features", shape, "float16", fill_time="never")
             if not np.abs(block).max() <= np.finfo(np.float16).max:  # phrased to refuse NaN, too
-                raise InputError(f"features of {names[done]!r} or soon after are no float16")
+                raise InputError(f"features of {names[done]!r} or soon after are NaN or too large")
             table[done : done + len(block)] = block.astype(np.float16)
             stamps += [stamp(file) for file in files[done : done + len(block)]]
             done += len(block)
@@ -956,9 +957,11 @@ def write_features(
 
 
 def stamp(file: Path) -> tuple[int, int, int]:
-    """A file's size in bytes, its modification time in ns and a CRC-32 checksum of its content."""
+    """A file's size in bytes, its modification time in ns and a checksum of its content."""
     status = file.stat()
-    return status.st_size, status.st_mtime_ns, zlib.crc32(file.read_bytes())
+    # Not CRC-32: a PNG holds CRCs of its own, which leave only 16 bits to tell it from others.
+    checksum = hashlib.blake2b(file.read_bytes(), digest_size=7).digest()  # fits int64
+    return status.st_size, status.st_mtime_ns, int.from_bytes(checksum, "big")
 
 
 READ_AHEAD = 128 * 1024  # bytes; Linux may fetch no more of what one call announces
@@ -1027,10 +1030,10 @@ class Features:
         torch.index_select(self.data, 0, index, out=rows)  # in several threads, unlike NumPy
         return rows.to(self.device, non_blocking=True)
 
-    def content(self, name: str) -> tuple[int, int]:
-        """Size and checksum of the file that a row was made from: equal for copies of a picture."""
-        size, _, checksum = self.stamps[name]
-        return size, checksum
+    def content(self, name: str) -> int:
+        """The checksum of the file that a row was made from: equal for copies of a picture."""
+        _, _, checksum = self.stamps[name]
+        return checksum
 
     def require(self, paths: dict[str, Path]) -> None:
         """InputError if an image has no features, or if its picture (or the authors' .npy file) has
@@ -1070,7 +1073,7 @@ def extractor_name(extractor: str) -> str:
 
 
 def open_features(name: str, root: Path, extractor: str) -> Features:
-    """Opens the feature file of a data set that the extractor has made."""
+    """Opens the file of a data set's features that this extractor made."""
     command = f"python data.py {name} --data_dir {root}"
     if extractor != DATASETS[name].extractor:
         command += f" --extractor {extractor}"
@@ -1123,8 +1126,9 @@ def notes_on_captions(release: Release, vocab: Vocab) -> list[str]:
     unknown = sum(count for word, count in words.items() if word not in vocab.index)
     cut = sum(vocab.split(caption) != vocab.tokenizer(caption) for caption in captions)
     notes = []
-    if 20 * unknown >= words.total() > 0:
-        share = f"{100 * unknown / words.total():.0f} % of the words in training captions"
+    total = words.total()
+    if unknown and unknown >= total / 20:
+        share = f"{100 * unknown / total:.0f} % of the words in training captions"
         notes.append(f"{share} are too rare for the vocabulary; models do not learn to write them")
     if cut:
         notes.append(f"{cut} training captions are cut to {vocab.max_words} words")
@@ -1135,14 +1139,10 @@ def notes_on_copies(release: Release, features: Features) -> list[str]:
     """A remark on val's and test's pictures with the content, but not the name, of a training one,
     if there are any."""
     names = release.images(["train"])
-    training = defaultdict(list)  # size and checksum -> training pictures
-    for name in names:
-        training[features.content(name)].append(name)
+    training = {features.content(name) for name in names}
     copies = []
     for name in sorted(release.images(["val", "test"]) - names):
-        similar = training[features.content(name)]
-        # Different PNG files of one size may have the same checksum, so their features decide.
-        if any(torch.equal(features.rows([name]), features.rows([other])) for other in similar):
+        if features.content(name) in training:
             copies.append(name)
     if not copies:
         return []
@@ -1236,6 +1236,7 @@ class Dataset:
         self.scenes = release.scenes
         self.kinds = release.kinds
         self.paths = release.paths
+        self.pairs = release.pairs  # split -> all its pairs
         self.vocab = vocab
         self.features = features
         texts = set(release.captions(SPLITS))  # of all splits, as in the authors' scripts
@@ -1284,17 +1285,13 @@ class Dataset:
                 before = batches[0].before
             yield tuple(batches)
 
-    def pairs(self, split: str) -> list[Pair]:
-        """Every pair of a split, see Release.pairs."""
-        return self.release.pairs(split)
-
     def pictures(self, pair: Pair) -> list[Image.Image]:
         """A pair's pictures, at most 300 pixels wide and high. A grey one stands in for a missing
-        file (features may be shared without pictures), or if there is no "after"."""
+        file, because features may be shared without pictures."""
         pictures = []
         for name in (pair.before, pair.after):
             picture = Image.new("RGB", (96, 96), "grey")
-            if name is not None and self.paths[name].exists():
+            if self.paths[name].exists():
                 picture = read_image(self.paths[name])
                 picture.thumbnail((300, 300))
             pictures.append(picture)
@@ -1318,8 +1315,8 @@ class Dataset:
         if before is None:
             before = self.features.rows([pair.before for pair in pairs])
         if single:
-            # Not for all: zeros of this size start OpenMP threads, here in the thread of prefetch,
-            # and having more of these than cores slows down every step on a CPU.
+            # Pairs need no zeros. Making some starts OpenMP threads, here in the thread of
+            # `prefetch`, and more of these than cores slow down every step on a CPU.
             after = torch.zeros_like(before)
         else:
             after = self.features.rows([pair.after for pair in pairs])
@@ -1334,7 +1331,8 @@ class Dataset:
         return scores.results(self, split, captions, maps, out_dir, notes, suffix)
 
     def state(self) -> dict:
-        """What a checkpoint needs to caption any two pictures without the data set."""
+        """What a checkpoint keeps: what captioning any two pictures needs and, for `adopt` and
+        `check_state`, on which pairs it was trained."""
         return {
             "vocab": self.vocab.words,
             "extractor": self.features.extractor,
@@ -1345,12 +1343,12 @@ class Dataset:
         }
 
     def contents(self, split: str) -> Tensor:
-        """What tells the pictures of each pair of a split from others, whatever their names: sizes
-        and checksums of "before" and "after" (n, 4)."""
+        """What tells the pictures of each pair of a split from others, whatever their names:
+        checksums of "before" and "after" (n, 2)."""
         rows = []
         for pair in self.pairs(split):
-            rows.append([*self.features.content(pair.before), *self.features.content(pair.after)])
-        return torch.tensor(rows).view(-1, 4)
+            rows.append([self.features.content(pair.before), self.features.content(pair.after)])
+        return torch.tensor(rows).view(-1, 2)
 
     def digest(self) -> str:
         """A hash of what a run learns from: pictures and captions of training and validation."""
@@ -1412,7 +1410,8 @@ def load(
 ) -> Dataset:
     """Read a prepared data set; an error says which command makes what is missing. where: features
     are read from the "file" or kept on the "gpu" ("auto": if they take less than 60 % of its free
-    memory). blind: batches have zeros in place of features."""
+    memory); on a CPU, they always come from the file. blind: batches have zeros in place of
+    features."""
     root = Path(root)
     release = read_release(name, root)
     features = open_features(name, root, extractor or DATASETS[name].extractor)
@@ -1452,21 +1451,21 @@ def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
 
 
 def note_on_negatives(dataset: Dataset, cfg: RunConfig, *weights: str) -> None:
-    """Prints a note if a tenth of the training pairs share a picture, or have copies of one: losses
-    that contrast the images of a batch would take them for different. weights: the fields of cfg
-    that weigh them."""
+    """Prints a note if more than a tenth of the training pairs share a picture, or have copies of
+    one: losses that contrast the images of a batch would take them for different. weights: the
+    fields of cfg that weigh them."""
     content = dataset.features.content
     scenes_with = Counter()  # an image's content -> in how many scenes it occurs
     for scene in dataset.scenes["train"]:
         scenes_with.update({content(name) for name in scene.images()})
     pairs = dataset.pairs("train")
-    sharing = []
+    sharing = 0
     for pair in pairs:
         if scenes_with[content(pair.before)] > 1 or scenes_with[content(pair.after)] > 1:
-            sharing.append(pair)
+            sharing += 1
     flags = " ".join(f"--{name} 0" for name in weights if getattr(cfg, name))
-    if flags and 10 * len(sharing) > len(pairs):
-        shares = f"{len(sharing)} of {len(pairs)} training pairs share a picture with another scene"
+    if flags and 10 * sharing > len(pairs):
+        shares = f"{sharing} of {len(pairs)} training pairs share a picture with another scene"
         print_notes(f"{shares}; contrastive losses take them for different: compare with {flags}")
 
 
@@ -1491,12 +1490,13 @@ ALL_SAME = re.compile(
     r"(?:the |all )*((?:two )?(?:scenes?|pictures?|images?|objects)|everything)\W+"
     r"(.*?)(?: as before)?"
 )
-# A phrase names no entity if its last word is in NO_ENTITIES, or its first word in NEGATIONS.
-NO_ENTITIES = {
+# A phrase names no entity if its last word is one of NO_ENTITY_ENDS, or its first word one of
+# NO_ENTITY_STARTS.
+NO_ENTITY_ENDS = {
     *"scene scenes image images picture pictures pic pics photo photos".split(),
     *"change changes difference differences".split(),
 }
-NEGATIONS = {"no", "none", "nothing", "everything"}
+NO_ENTITY_STARTS = {"no", "none", "nothing", "everything"}
 # A clause with one of these relations is part of its governing clause, or coordinated with it.
 INNER_CLAUSES = {*"conj aux auxpass nsubj nsubjpass csubj csubjpass ccomp xcomp".split()}
 QUANTITIES = {"NUM", "ADJ", "DET", "PRON"}  # "one of the cars", "most of the cars", "some of ..."
@@ -1550,7 +1550,7 @@ def template_segments(caption: str) -> tuple[list[str], list[str]]:
 
 def noun_phrase(chunk) -> str:
     """A noun chunk of spaCy in lower case, without leading articles and pronouns."""
-    while chunk and chunk[0].pos_ in ("DET", "PRON") and chunk[0].lower_ not in NEGATIONS:
+    while chunk and chunk[0].pos_ in ("DET", "PRON") and chunk[0].lower_ not in NO_ENTITY_STARTS:
         chunk = chunk[1:]
     return " ".join(chunk.text.lower().split())
 
@@ -1567,7 +1567,7 @@ def subjects(doc) -> list[str]:
     object_phrases = []
     for chunk in doc.noun_chunks:
         phrase = noun_phrase(chunk).removeprefix("new ")
-        if not phrase or phrase.split()[-1] in NO_ENTITIES:
+        if not phrase or phrase.split()[-1] in NO_ENTITY_ENDS:
             continue
         noun = chunk.root
         while noun.dep_ == "conj":  # in "the car and the van", the van has the role of the car
@@ -1584,12 +1584,11 @@ def subjects(doc) -> list[str]:
         elif noun.dep_ in ("attr", "dobj", "ROOT"):
             object_phrases.append(phrase)
     phrases = dict.fromkeys(subject_phrases or object_phrases)
-    return [phrase for phrase in phrases if phrase.split()[0] not in NEGATIONS]
+    return [phrase for phrase in phrases if phrase.split()[0] not in NO_ENTITY_STARTS]
 
 
-def read_captions(read: Callable, dataset_name: str, captions: Iterable[str]) -> dict[str, list]:
-    """Every distinct caption -> what `read` makes of it: `subjects`, or RDD's segments."""
-    captions = list(dict.fromkeys(captions))
+def read_captions(read: Callable, dataset_name: str, captions: list[str]) -> dict[str, list]:
+    """Each caption -> what `read` makes of it: `subjects`, or RDD's segments."""
     docs = analysed(dataset_name, captions)
     bar = progress(docs, desc=read.__name__, total=len(captions), unit="caption")
     return {caption: read(doc) for caption, doc in zip(captions, bar, strict=True)}

@@ -70,7 +70,7 @@ RADIUS = {"small": 0.45, "large": 0.8}
 FLOOR = 2.4  # objects stand within this distance of the middle, along x and along y
 GAP = 0.25  # least gap between the RADIUS circles of any two objects; corners of cubes stick out
 LEAST_MOVE = 1.2  # least distance of a moved object from its old place
-VIEWS = {"default": "images", "semantic": "sc_images", "nonsemantic": "nsc_images"}  # and folders
+VIEWS = {"default": "images", "semantic": "sc_images", "nonsemantic": "nsc_images"}  # -> folder
 SEED = 0  # of all scenes
 VERSION = 2  # of the pictures and of everything else in the folder
 SIDE = 64  # of a picture, in pixels
@@ -100,7 +100,7 @@ def sample_scene(rng: np.random.Generator, kind: str) -> tuple[list, list, int]:
 
 
 def try_scene(rng: np.random.Generator, kind: str) -> tuple[list, list, int] | None:
-    """One attempt of sample_scene; None if positions or attributes collide."""
+    """One attempt of sample_scene; None if objects collide, or one moves too little."""
     fewest, most = OBJECTS
     count = int(rng.integers(fewest, most + 1))
     if kind == "add":
@@ -792,12 +792,13 @@ def load_clip() -> tuple[nn.Module, Tokenizer]:
 
 
 def make(root: Path, scenes: int | None = None) -> None:
-    """Draws mini with this number of training scenes, 5 % as many for validation and 10 % for test,
-    unless it exists. None: 5,000 or, of a mini that exists, as many as it has. InputError if the
-    folder holds anything else, such as a mini of another size or half a mini."""
+    """Draws mini with this number of training scenes, unless it exists. Validation has 5 % as many
+    and test 10 %, but at least ten. None: 5,000 or, of a mini that exists, as many as it has.
+    InputError if the folder holds anything else, such as a mini of another size or half a mini."""
     complete = root / "mini.json"
     found = json.loads(complete.read_text(encoding="utf-8")) if complete.exists() else {}
-    scenes = scenes or found.get("scenes", 5000)
+    if scenes is None:
+        scenes = found.get("scenes", 5000)
     content = {"scenes": scenes, "version": VERSION}
     if found == content:
         return

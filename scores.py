@@ -58,7 +58,7 @@ def java_works() -> bool:
     if shutil.which("java"):  # a Mac without Java has a `java` that only says where to get it
         works = subprocess.run(["java", "-version"], capture_output=True).returncode == 0
     if not works:
-        print("no Java: no METEOR, no SPICE, and no PTB tokenizer (where it is due, plain words)")
+        print("no Java: no METEOR, no SPICE, and no PTB tokenizer (plain_tokenize replaces it)")
     return works
 
 
@@ -200,7 +200,8 @@ def with_gaps(values: dict, names: Iterable[str]) -> dict[str, float | None]:
 
 
 def format_scores(scores: dict[str, dict[str, float | None]]) -> str:
-    """Scores as a table with one row per group; "-" for a value that does not exist."""
+    """Scores as a table with one row per group, without BLEU-2 and BLEU-3; "-" for a value that
+    does not exist."""
     headings = [name for name in COLUMNS if name not in ("BLEU-2", "BLEU-3")]
     width = max(len(name) for name in scores)
     lines = [" " * width + "".join(f"{heading:>9}" for heading in headings)]
@@ -226,8 +227,9 @@ def percent(values: Iterable[float]) -> float:
 # `dataset` is a data.Dataset. data.py imports this file, so the class cannot be named here.
 
 ONE_CAPTION = "one caption for all"
-ROWS = ("total", ONE_CAPTION, "without leaked pairs")  # so no kind of own pairs has such a name
-ENOUGH_PAIRS = 100  # of validation, to choose this caption on them
+# Rows besides a data set's own groups. data.py refuses kinds with these names.
+ADDED_ROWS = ("total", ONE_CAPTION, "without leaked pairs")
+ENOUGH_PAIRS = 100  # if validation has fewer, one_caption chooses on training pairs
 
 
 def results(
@@ -235,9 +237,10 @@ def results(
 ) -> dict[str, float]:
     """Scores a split's captions -> the scores over all pairs, or {} if the split is empty.
 
-    Without out_dir, only the quick metrics are computed. With it, every metric for every group is
-    printed, and captions, references, scores and a sheet of samples are written, in files whose
-    names end in <split><suffix>. By pair id: captions, maps (name -> (H, W)), notes (lines)."""
+    Without out_dir, only the quick metrics are computed. With it, scores of every group are printed
+    and, with BLEU-2 and BLEU-3, written, as are captions, references and a sheet of samples, in
+    files whose names end in <split><suffix>. By pair id: captions, maps (name -> (H, W)), notes
+    (lines)."""
     if not dataset.scenes[split]:
         if out_dir:
             print_notes(f"there are no {split} pairs, so there are no scores")
@@ -455,10 +458,10 @@ def draw_text(figure, left: float, top: float, text: str, panels: int) -> float:
 
 
 def draw_pair(figure, pair: tuple, maps: dict, above: str, below: str, left=0.0, top=0.0) -> float:
-    """Draws a pair of PIL images into a `new_figure` below `top` -> where it ends: a text, both
-    pictures, then each attention map (H, W) over both, in multiples of uniform attention
-    1 / (H * W), and a text. IDC's maps "before" and "after" lie over their own picture only. They
-    sum to 1 together, so their unit is half of it."""
+    """Draws a pair of PIL images into a `new_figure` below `top`: a text, both pictures, each
+    attention map (H, W) over both, and another text -> where they end. Maps are in multiples of
+    uniform attention, 1 / (H * W). IDC's "before" and "after" lie over their own picture only; they
+    sum to 1 together, so their unit is half of that."""
     pictures = dict(zip(("before", "after"), pair, strict=True))
     panels = [(side, picture, None) for side, picture in pictures.items()]
     for name, weight in maps.items():
@@ -514,12 +517,10 @@ def sample_sheet(dataset, split: str, captions: dict, maps: dict, notes: dict, p
 
 
 def caption_picture(before, after, maps: dict[str, Tensor], caption: str, path: Path) -> None:
-    """Draws a pair of PIL images, every attention map (H, W) over it, and its caption -> a file."""
-    from PIL import ImageOps
-
-    upright = [ImageOps.exif_transpose(picture).convert("RGB") for picture in (before, after)]
+    """Draws a pair of pictures (from data.read_image), every attention map (H, W) over it, and its
+    caption -> a file."""
     with new_figure(Path(path)) as figure:
-        draw_pair(figure, upright, maps, "", caption)
+        draw_pair(figure, (before, after), maps, "", caption)
 
 
 # ---- command line --------------------------------------------------------------------------------

@@ -7,12 +7,12 @@
     python tests/bench.py match [--batch 128]                       token-wise matching, both passes
     python tests/bench.py load [--scenes 5000] [--batch 128]        batches from a feature file
 
-The plain formulation of a step computes every matching score at once (as in tests/test_match.py),
-in float32 and without torch.compile. The two formulations take turns. Each turn is a separate
-process, so that its peak memory can be measured. With --row, there is one turn of one formulation;
-"released" and "plain-released" have the settings of RELEASED. RDD+ACR's phrases (for ViT-L-14's
-text encoder, with random weights) and CHEERS's entities are random. To compare commits, run each
-one's script on an idle machine.
+The plain formulation of a step computes every matching score at once (match_by_definition of
+scorer_cbr.py), in float32 and without torch.compile. The two formulations take turns. Each turn is
+a separate process, so that its peak memory can be measured. With --row, there is one turn of one
+formulation; "released" and "plain-released" have the settings of RELEASED. RDD+ACR's phrases (for
+ViT-L-14's text encoder, with random weights) and CHEERS's entities are random. To compare commits,
+run each one's script on an idle machine.
 
 `load` makes a file of CLEVR-Change's rows, 1.2 MB a scene, in the folder for temporary files, which
 must be on a disk (TMPDIR names another). Cold: the file is not in the system's cache. Warm: the

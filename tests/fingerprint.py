@@ -11,9 +11,9 @@ code show that no number has moved, provided that machine, torch and data are th
 a mini of 200 scenes. It is drawn into a temporary folder, or kept in --data_dir: name a folder if
 the drawing itself may change.
 
---against runs the commit's own tests/fingerprint.py with its code, and this one, each of which
-draws its data. If all hashes are equal, tests/results.json notes that both commits compute the
-same, so that results.py takes records of the older one for those of the newer one.
+--against runs this script with that commit's code and with this one; each run draws its data. If
+all hashes are equal, tests/results.json notes that both commits compute the same, so that
+results.py takes records of the older one for those of the newer one.
 """
 
 import argparse
@@ -84,16 +84,8 @@ def hashes(out: Path) -> dict[str, str]:
 
 
 def differences(old: dict, new: dict) -> list[str]:
-    """The cases that differ, or that only one side has. Earlier versions of this file did not hash
-    the scores, so only what both sides have is compared."""
-    differing = []
-    for case in sorted(old.keys() | new.keys()):
-        before = old.get(case, {})
-        after = new.get(case, {})
-        shared = before.keys() & after.keys()
-        if not shared or any(before[part] != after[part] for part in shared):
-            differing.append(case)
-    return differing
+    """The cases that differ, or that only one side has."""
+    return [case for case in sorted(old.keys() | new.keys()) if old.get(case) != new.get(case)]
 
 
 def measured_in(root: Path, out: Path) -> dict:

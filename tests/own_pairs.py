@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import data
+from common import run_main
 
 
 def main() -> None:
@@ -34,7 +35,8 @@ def main() -> None:
     for split, count in {"train": args.scenes, "val": args.scenes // 5, "test": 500}.items():
         for number, scene in enumerate(release.scenes[split][:count]):
             changed, unchanged = scene.pairs
-            for pair in (changed, unchanged) if number % 2 else (changed,):
+            pairs = [changed, unchanged] if number % 2 else [changed]
+            for pair in pairs:
                 captions = "|".join(pair.captions[:2])
                 rows.append([pair.before, pair.after, kind_of[pair.id], split, captions])
                 pictures |= {pair.before, pair.after}
@@ -45,4 +47,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -3,16 +3,16 @@
     python tests/results.py                        run what is missing: seven hours on two cores
     python tests/results.py --only SCORER+CBR GDE  only these rows
     python tests/results.py --table                run nothing, only fill in the tables
-    python tests/results.py --assets RUN           run nothing, make assets/ from a run's folder
+    python tests/results.py --assets RUN           run nothing, make weights and pairs in assets/
 
 A row is a command. It is run with one, three or nine seeds, each run on one thread; two runs go on
 at a time. A finished run adds its record to tests/results.json: row, seed, commit, machine, minutes
 and scores. The commit is the last one that changed the code. To edit the code while runs are under
 way, start them in a clone. A run is missing if no record of this commit has it, and the first
 record of a row at a new commit replaces the row's older ones. Commits that compute the same count
-as one: `python tests/fingerprint.py --against COMMIT` finds out, and notes them in results.json.
-Tables of other mixtures are refused. Runs are kept in runs/results, and an interrupted one is
-continued.
+as one: `python tests/fingerprint.py --against COMMIT` finds out, and notes them in results.json. A
+table that would mix commits that compute different things is refused. Runs are kept in
+runs/results, and an interrupted one is continued.
 """
 
 import argparse
@@ -74,7 +74,7 @@ ROWS = {
     "IDC, masked targets": "idc_pretrain.py --finetune_targets masked",
     "words alone": "scorer_cbr.py --blind",
 }
-# Four claims that could not be told at the presets' steps, with models that are trained better.
+# Four claims that could not be decided at the presets' steps, with models that are trained better.
 LONGER = {"SCORER+CBR": 3600, "SCORER": 3600, "DIRL+CCR": 4600, "Transformer": 4600}
 LONGER |= {"RDD+ACR": 3800, "RDD+ACR, no losses": 3800, "CHEERS": 3400, "HRD": 3400}
 for row, steps in LONGER.items():
@@ -93,7 +93,7 @@ ONE_SEED = {  # rows that no claim needs are run with the first seed only
     "words alone",
     *FEWER,
 }
-# A claim that three seeds nearly told.
+# A claim that three seeds nearly decided.
 NINE_SEEDS = {"DIRL+CCR, twice the steps", "Transformer, twice the steps"}
 
 # The scores that a record keeps, and where they are found in scores_test.json.
@@ -122,7 +122,9 @@ def machine() -> str:
     processor = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        processor = re.search(r"model name\s*: (.*)|\Z", cpuinfo.read_text())[1] or processor
+        model = re.search(r"model name\s*: (.*)", cpuinfo.read_text())
+        if model:
+            processor = model[1]
     return f"{processor}, {os.cpu_count()} cores, torch {torch.__version__}, 1 thread a run"
 
 
@@ -341,7 +343,7 @@ def noise(records: list[dict]) -> float:
 
 def verdict(better: list[float], worse: list[float]) -> tuple[str, str]:
     """-> the difference of two means with its standard error, and the verdict on the claim that the
-    first is higher: told if the difference is larger than three standard errors."""
+    first is higher: decided if the difference is larger than three standard errors."""
     if min(len(better), len(worse)) < 2:
         return "", "not run"
     gap = statistics.fmean(better) - statistics.fmean(worse)
@@ -399,15 +401,14 @@ def write_tables() -> None:
     results = read_results()
     records = [record for record in results["records"] if record["row"] in ROWS]
     commits = {record["commit"] for record in records}
-    for commit in commits:
-        if not commits <= same_code(commit, results["equal"]):
-            raise InputError(
-                f"the records are of {len(commits)} commits; run what is missing or, if these "
-                "compute the same, note it by tests/fingerprint.py --against COMMIT"
-            )
+    if commits and not commits <= same_code(min(commits), results["equal"]):
+        raise InputError(
+            f"the records are of {len(commits)} commits; run what is missing or, if these "
+            "compute the same, note it by tests/fingerprint.py --against COMMIT"
+        )
     text = RESULTS.read_text(encoding="utf-8")
-    commands = [f"{row:35} python {command}\n" for row, command in ROWS.items()]
-    text = replaced(text, "commands", lambda _: "".join(["```\n", *commands, "```\n"]))
+    lines = [f"{row:35} python {command}\n" for row, command in ROWS.items()]
+    text = replaced(text, "commands", lambda _: "".join(["```\n", *lines, "```\n"]))
     text = replaced(text, "results", lambda _: results_table(records, list(ROWS), COLUMNS))
     text = replaced(text, "claims", lambda table: filled(table, claim_cells, records))
     text = replaced(text, "deviations", lambda table: filled(table, deviation_cells, records))
@@ -423,7 +424,8 @@ def write_tables() -> None:
 
 def write_assets(run: Path, data_dir: str) -> None:
     """From a run of scorer_cbr.py, writes its weights in float16, a sheet with the first test pair
-    of each kind of change, and the pictures of the first of these that it captions correctly."""
+    of each kind of change, and the pictures of the first of these that it captions correctly. Then
+    copy the run's curves.png by hand, and draw attention.png by README's first command."""
     weights = ASSETS / "scorer_cbr-mini.pt"
     write_weights(run / "best.pt", weights)
     dataset = data.load("mini", data_dir)
@@ -471,7 +473,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=rows, default=rows, metavar="ROW", help=text)
     parser.add_argument("--data_dir", default="data/mini")
     parser.add_argument("--table", action="store_true", help="only fill in the tables")
-    text = "only make assets/ from a finished run of scorer_cbr.py"
+    text = "only make the weights and pairs in assets/ from a finished run of scorer_cbr.py"
     parser.add_argument("--assets", type=Path, metavar="RUN", help=text)
     args = parser.parse_args()
     if args.table:

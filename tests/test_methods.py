@@ -665,7 +665,7 @@ def test_the_readmes_lines_caption_pairs_from_python(tmp_path, monkeypatch):
     for name in ("before", "after"):
         Image.new("RGB", (64, 64)).save(tmp_path / f"{name}.png")
     monkeypatch.chdir(tmp_path)
-    names = {"scorer_cbr": scorer_cbr, "scores": scores, "Image": Image, "Path": Path}
+    names = {"scorer_cbr": scorer_cbr, "scores": scores, "data": data}
     exec(code_in_readme("captioner = "), names)
     exec(code_in_readme("caption, maps = "), names)
     assert names["caption"]

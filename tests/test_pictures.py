@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+import data
 import scorer_cbr
 import scores
 
@@ -41,7 +42,9 @@ def test_turned_photographs_are_drawn_as_the_model_sees_them(tmp_path, monkeypat
         draw_pair(figure, pair, *rest)
 
     monkeypatch.setattr(scores, "draw_pair", noted)
-    scores.caption_picture(photograph, photograph, {}, "a caption", str(tmp_path / "drawn.png"))
+    photograph.save(tmp_path / "turned.jpg", exif=photograph.getexif())
+    seen = data.read_image(tmp_path / "turned.jpg")
+    scores.caption_picture(seen, seen, {}, "a caption", str(tmp_path / "drawn.png"))
     assert sizes == [(10, 20), (10, 20)]
 
 
