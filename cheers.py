@@ -38,7 +38,7 @@ CRE, DRE(source, target) (Commonality, Difference Representation Enhancement) en
 what it shares with the source, or does not. HRD (Heterogeneous Representation Disentangling): a
 layer of both. MHCA(x, y): multi-head attention from x to y. i, j: an image of a pair and the other
 one. n, s: cells of target and source (the paper's i, j in Eq. 2).
-Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a caption
+Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V ids of a caption
 (START, words, END, padding), K entities of a pair, M candidates, S cells or entities of a source,
 d width of CLIP's common space.
 Sec. 3.1   find_candidates   names of candidates, the subjects of training captions
@@ -48,12 +48,12 @@ Eq. 2, 3   max_probability   P(n, s) = exp(scale cos(n, s)) / sum_n' exp(scale c
                              (printed: over k, which is not defined)
 Eq. 3, 5   StrengthMap       P^ = Linear(m) for CRE, P^ = Linear(1 - m) for DRE (`invert`)
 Eq. 4      HRD               CRE and DRE: F' = LN(sigmoid(P^) F + F)
-Eq. 6, 8   HRD               C_i = CRE(F_j, F_i),  C~_i = MHCA(C_i, C_j)
+Eq. 6, 8   HRD               C_i = CRE(F_j, F_i),  C~_i = MHCA(C_i, C_j); layer 2: F is LN(F + C~)
 Eq. 7, 11  HRD               L_C = MSE(P^ of CRE(F_j, F_i), P^ of DRE(E, F_i)),
                              L_D = MSE(P^ of DRE(F_i, F_i - C~_i), P^ of CRE(E, F_i - C~_i))
 Eq. 9      contrastive_loss  L_I = -1/B sum_a log(exp S_aa / sum_b exp S_ab) [ours: mean with S^T],
                              [ours] S_ab = scale token_match(C~_bef of a, C~_aft of b), unit tokens
-Eq. 10     HRD               D_i = DRE(F_i, F_i - C~_i)
+Eq. 10     HRD               D_i = DRE(F_i, F_i - C~_i), F of the first layer in every layer
 Eq. 12     CHEERS.encode     F_diff = Linear [D_bef ; D_aft]
 Eq. 13     DecoderLayer      H' of words, H_T = MHCA(H', E), H_V = MHCA(H', F_diff)
 Eq. 14-15  DecoderLayer      alpha = Linear [H' ; H_T], beta = Linear [H' ; H_V]
@@ -68,7 +68,7 @@ too.
 Pairs: a changed pair shows a scene before and after its change. A distractor pair, of CLEVR-Change
 and mini alone, shows the same "before" and a third picture, where only camera and light differ; its
 caption says that nothing changed. A step has a batch of each. In half of the scenes, "before" and
-the third picture change places. In other data sets, a step has a single batch.
+the distractor picture change places, as in SCORER. In other data sets, a step has a single batch.
 
 Flags for each row of the paper's tables. Each row needs an --out_dir of its own.
 Row of the paper              flags (on mini, unless --dataset is given)
@@ -83,12 +83,14 @@ CIDEr of changed pairs on mini (toy scenes drawn by mini.py), tests/results.md: 
 472, all of CHEERS 463. Differences of some 45 are noise: mini does not show what entities add.
 
 Exercises. Predict, then run; each takes minutes on mini:
-1. For which of the five types of change can Eq. 1 as printed not find the subject, and why? Look at
-   the entities below the pictures of samples_test.png.
+1. Types of change are color, material, add, drop, move. For which can Eq. 1 as printed not find the
+   subject, and why? For which not even the default? See the entities in samples_test.png.
        python cheers.py --retrieval signed --out_dir runs/signed
-2. How much can m vary at most over 64 cells without a scale? What is then left of CRE and DRE?
+2. Without a scale, by which factor can m differ at most between two cells? What is then left of CRE
+   and DRE?
        python cheers.py --temperature one --out_dir runs/one
-3. What are L_C and L_D if all maps are constant and equal? Does the caption need these losses?
+3. What are L_C and L_D if all maps are constant and equal? What do captions lose without them (a
+   single run against 463; less than some 65 is noise)?
        python cheers.py --w_consistency 0 --out_dir runs/no-consistency
 
 To copy: this file and common.py. To train on a data set of data.py, take that file and scores.py
@@ -298,7 +300,7 @@ class HRD(nn.Module):
         if self.entity_cre:
             p_entity = self.entity_cre(e, rest)  # Eq. 10, D'_i = CRE(E, F_i - C~_i)
             losses["different"] = F.mse_loss(p_different, p_entity)  # Eq. 11
-        x = self.norm(x + shared) if self.norm else shared
+        x = self.norm(x + shared) if self.norm else shared  # nothing reads that of the last layer
         return Disentangled(x, shared, difference, losses)
 
 

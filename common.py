@@ -12,7 +12,7 @@ Second half, what a run needs:
     files          progress, print_notes, atomic_write, file_errors, read_json, checkpoints
     main           run_main
 
-Axis letters: A, B images or pairs; N, M grid cells; D width; h heads; L tokens; V words of a
+Axis letters: A, B images or pairs; N, M grid cells; D width; h heads; L tokens; V ids of a
 caption, padding included; C channels; H, W rows and columns of the grid. Licence: MIT.
 """
 
@@ -60,7 +60,7 @@ except ImportError:
 class Attention(nn.Module):
     """Multi-head attention softmax(q k^T / sqrt(D/h)) v (Vaswani et al. 2017, section 3.2).
 
-    forward: x (B, L, D), memory (B, M, D) -> (B, L, D). It has two halves, `project` and `attend`:
+    forward: x (B, L, D), source (B, M, D) -> (B, L, D). It has two halves, `project` and `attend`:
     matching losses read the projections, and decoding keeps keys and values between steps."""
 
     def __init__(self, dim: int, heads: int, dropout: float = 0.0, out_proj: bool = True):
@@ -72,13 +72,14 @@ class Attention(nn.Module):
         self.value = nn.Linear(dim, dim)
         self.out = nn.Linear(dim, dim) if out_proj else nn.Identity()
 
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        q, k, v = self.project(x, memory)
+    def forward(self, x: Tensor, source: Tensor) -> Tensor:
+        q, k, v = self.project(x, source)
         return self.attend(q, k, v)
 
-    def project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """-> query (B, L, D) of x, key and value (B, M, D) of memory. In D, head follows head."""
-        return self.query(x), self.key(memory), self.value(memory)
+    def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """-> query of x (B, L, D), key and value of source (B, M, D). Each head has D/h numbers,
+        which stand one after the other."""
+        return self.query(x), self.key(source), self.value(source)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, mask: Tensor | None = None
@@ -139,7 +140,7 @@ def initialise(module: nn.Module, xavier: bool) -> None:
 
 
 class GridPosition(nn.Module):
-    """Learned 2-D positions (D, H, W): pos[row, col] = [column embedding ; row embedding]."""
+    """Learned 2-D positions (D, H, W): [:, row, col] is [column embedding ; row embedding]."""
 
     def __init__(self, dim: int, height: int, width: int):
         super().__init__()
@@ -216,7 +217,7 @@ def decode(step: Callable[[Tensor, int], Tensor], count: int, max_len: int, devi
         logits = step(ids[:, t], t)
         logits[:, UNK] = float("-inf")  # never chosen
         word = logits.argmax(-1)
-        # The released codes stop at END alone. The text is the same.
+        # The released codes stop at END alone, and cut their text at NULL: the text is the same.
         ended |= (word == END) | (word == NULL)
         ids[:, t + 1] = word.masked_fill(ended, NULL)
         # This check waits for the GPU, so it is not made after every word. An exported loop cannot
@@ -895,7 +896,8 @@ def set_up_device(device: str) -> None:
 
 class Run:
     """The folder of a run: log.jsonl, last.pt, best.pt, curves.png. The loop is in each method's
-    `train`.
+    `train`: `start`; then in each step `count`, which advances `step`, and now and then
+    `checkpoint`; at the end `best_model`.
 
     sources: the data set, and whatever else the captions depend on besides the model. Checkpoints
     store the state() of each. Its check_state(state) raises InputError if a stored state comes from

@@ -37,7 +37,7 @@ Eq. 1      ImageEmbedding       X = conv(features) + position
 Eq. 2      DIRL.mlp             Y = MLP(X), for the loss only, as in Barlow Twins
 Eq. 3      channel_correlation  C_ij = mean of z_bef_i z_aft_j, z = (Y - mean) / std (as released)
 Eq. 4      dirl_loss            L_dirl = sum_i (1 - C_ii)^2 + alpha sum_{i != j} C_ij^2
-Eq. 5      CrossView            shared = MHCA(X, partner)
+Eq. 5      CrossView            shared = MHCA(X, partner), queries from X, keys from its partner
 Eq. 6      DIRL.encode          difference of each image = X - shared
 Eq. 7      Fusion               difference = ReLU(W [difference_bef ; difference_aft] + b)
 Eq. 8      DecoderLayer         words = MHSA(x): each word sees itself and earlier ones
@@ -56,9 +56,10 @@ F~^d, and their fusion its F~_d. `words` is its E^[W], `visual` its V^, `hidden`
 mean_words its E~[W], mean_visual its V~, S its sim, w_dirl its lambda_d, and w_ccr its lambda_c.
 The vectors of Eq. 13 are not normalised.
 Axis letters: B pairs, C channels of the features (those of Eq. 3-4 are D), H x W grid, N = H*W
-cells, D width, h heads, V words of a caption (START, words, END, padding). In CLEVR-Change and
-mini, a step has a batch of changed pairs (before and after a change) and one of distractor pairs
-(only camera and light differ) of the same scenes.
+cells, D width, h heads, V ids of a caption (START, words, END, padding). In CLEVR-Change and mini,
+a step has a batch of changed pairs (before and after a change) and one of distractor pairs (only
+camera and light differ) of the same scenes. In half of the scenes, "before" and the distractor
+picture change places, as in SCORER.
 
 Flags for the paper's ablations, there on CLEVR-DC. Each needs an --out_dir of its own. The last
 column is from tests/results.md: CIDEr of changed pairs on mini (differences of some 45 are noise).
@@ -78,11 +79,11 @@ the code in both variants, such as centred channels and sums over cells in Eq. 3
 mean over words in Eq. 15; [ours] marks what follows neither.
 
 Exercises, on mini, some minutes each. Predict, then run:
-1. Which Y makes L_dirl small if only its second term is left? How low does "dirl" get?
+1. If L_dirl's second term alone is left, which two sorts of Y make it 0? How low does "dirl" get?
        python dirl_ccr.py --no-correlate --out_dir runs/decorrelate
-2. Eq. 6 subtracts. Change the - of its two lines to +, as SCORER does before its LN, run, and
-   change them back. Does "place" (which object stands where) in scores_test.json rise? README's
-   table of results has it without the change.
+2. Eq. 6 subtracts. Which weights of CrossView can turn the - of its two lines into a +? Does
+   "place" (which object stands where) in scores_test.json then change by more than seeds do (7)?
+   Change both - to +, run, and change them back. README's table has it without the change.
        python dirl_ccr.py --out_dir runs/plus
 3. CLEVR-Change's weights: which term is most of "total" at the start, and at the end?
        python dirl_ccr.py --w_dirl 0.5 --w_ccr 0.3 --out_dir runs/weights
@@ -189,7 +190,7 @@ class CrossView(nn.Module):
 
     Eq. 6 subtracts what both images share, so that the decoder does not have to find the change
     among unchanged objects. SCORER adds it instead, because a caption may have to name unchanged
-    objects, too ("left of the cube").
+    objects, too ("left of the cube"). But the attention is learned: its negative turns - into +.
 
     X_bef, X_aft (B, N, D) -> shared_bef, shared_aft (B, N, D)."""
 
@@ -266,7 +267,7 @@ class Decoder(nn.Module):
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
-        self.embed = nn.Embedding(vocab_size, cfg.word_dim, padding_idx=NULL)
+        self.embed = nn.Embedding(vocab_size, cfg.word_dim, padding_idx=NULL)  # frozen
         self.register_buffer("position", sinusoid(max_len, cfg.word_dim), persistent=False)
         self.project = nn.Linear(cfg.word_dim, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)

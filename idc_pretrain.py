@@ -66,18 +66,19 @@ Sec. 3.1   judge_loss        is the pair a distractor? Fine-tuning: L = L_MLM + 
 
 Terms: a changed pair shows a scene before and after a change. In a distractor pair only the camera
 and the light differ, and its caption says that nothing changed. On CLEVR-Change and mini, a step
-has a batch of each, of the same scenes. In half of the scenes, "before" and the distractor's
-"after" are exchanged [ours].
+has a batch of each, of the same scenes. In half of the scenes, "before" and the distractor
+picture change places [ours].
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V ids of a caption
 (START, words, END, padding; as many as the longest has [ours], not Table 6's 40 or 80), K of these
 ids that fine-tuning reads (V or V - 1), T tokens, S = 2 (N + 1) visual tokens, M cells of a batch.
 
 Exercises, minutes each, on mini, the built-in toy data set. Its preset pre-trains with MVCL alone.
 1. Eight pairs, each of 2 x 64 cells with 45 masked: where does L_MVCL begin? How far can it fall at
-   temperature 1, if cosines of features are near 1? With mini's, 0.02? Predict, then run.
+   temperature 1, if cosines of features are near 1? With mini's, 0.02? Predict, then run, and once
+   more with another --out_dir and without --tau_mvcl 1.
    python idc_pretrain.py --out_dir runs/e1 --pretrain_steps 200 --steps 1 --tau_mvcl 1
 2. Does L_FDA fall if the model is blind? How far can the text alone bring it? (One of the six is a
-   caption of the scene's other pair.)
+   caption of the scene's other pair. A step has two such pairs, so 200 may not get there.)
    python idc_pretrain.py --out_dir runs/e2 --pretrain_steps 200 --steps 1 --mvcl 0 --fda 1 --blind
 3. From how many words of a caption does a step of fine-tuning learn? Which run writes better?
    python idc_pretrain.py --out_dir runs/e3 --pretrain_steps 0 --steps 600
@@ -267,7 +268,7 @@ class Block(nn.Module):
         tokens. past: the state of the P tokens before x. mask: bool (B or 1, 1, T or 1, P + T),
         True where a token may be seen."""
         y = self.norm1(x)
-        q, k, v = self.attention.project(y, y)
+        q, k, v = self.attention.project(y, y)  # as Attention.extend, which does not return q
         if past is not None:
             _, past_k, past_v = past
             k = torch.cat([past_k, k], 1)
@@ -656,8 +657,7 @@ class IDC(nn.Module):
 
         In the paper and the released code (finetune_targets="masked"), 15 % of the words are masked
         and predicted. [ours] With "every", each word is predicted from a [MASK] in its place, as
-        decoding does. On mini, CIDEr of changed pairs is 504, with "masked" 147
-        (tests/results.md)."""
+        decoding does. tests/results.md compares the two."""
         cfg = self.cfg
         visual, _, _ = self.encode(before, after)  # Eq. 4
         if cfg.finetune_targets == "every":
@@ -704,8 +704,9 @@ class IDC(nn.Module):
 
 
 class Cache:
-    """Writes captions word by word (see common.decode). `past` holds the states of all layers after
-    the images and the words so far, whose keys and values do not depend on later words."""
+    """IDC's own, in place of common.Cache: writes captions word by word (see common.decode). `past`
+    holds the states of all layers after the images and the words so far, whose keys and values do
+    not depend on later words."""
 
     def __init__(self, model: IDC, visual: Tensor):
         self.model = model

@@ -31,13 +31,13 @@ the first set resemble the caption's noun phrases, and the second set its verb p
 
 Terms. A changed pair shows a scene before and after a change. In a distractor pair only camera and
 light differ, and its caption says that nothing has changed. On CLEVR-Change and mini (toy scenes
-drawn by mini.py), a training step has both pairs of each of its scenes. In half of the scenes, the
-two pictures without the change are swapped, so that "before" is not always the same view.
+drawn by mini.py), a training step has both pairs of each of its scenes. In half of the scenes,
+"before" and the distractor picture change places, as in SCORER.
 
 Read first: GlobalDifference, DistillingBlock, Distilling, Fusion, alignment_loss, RDD.encode and
 RDD.forward. Skip at first: Decoder, attention_map, and spaCy's patterns in section "phrases".
 
-Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V words of a caption
+Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V ids of a caption
 (START, words, END, padding), K vectors (K_o objects or K_a actions; the paper's k), M tokens that
 they read, P vectors of a prompt, S texts, L tokens of a text, d width of CLIP's text space.
 MHCA(x, y): multi-head attention of queries from x to keys and values from y; MHSA(x) = MHCA(x, x).
@@ -88,12 +88,14 @@ vectors (Fig. 4)            --object_vectors 32, --action_vectors 5
 Eq. 4, 6-8 as printed       --no-residual                                               255
 
 Exercises on mini, minutes each. Predict, then run, and compare with a run without flags:
-1. What do K vectors learn that only take means of cells (Eq. 7 as printed)? See samples_test.png.
+1. As printed, Eq. 7 makes all K vectors alike (see DistillingBlock). What is then left to Eq. 8-9?
+   Compare scores, because maps are means over vectors. (Eq. 4 loses its residual, too.)
    python rdd_acr.py --no-residual --out_dir runs/printed
 2. The cosines of B vectors with each other are on average at least -1/(B - 1). With tau = 1 and the
    32 pairs of a step, from which value does n2o start, and which value can it hardly fall below?
    python rdd_acr.py --tau 1 --out_dir runs/tau
-3. Without GDE, the decoder reads F_diff. Which score falls most, and why? See ImageEmbedding.
+3. Without GDE, the decoder reads F_diff. Which of the scores in % falls most, and why? Compare with
+   row GDE of tests/results.md, which also lacks vectors and losses. See ImageEmbedding.
    python rdd_acr.py --no-gde --order none --w_n2o 0 --w_v2a 0 --out_dir runs/direct
 
 To copy: this file and common.py. To train on a data set of data.py, take that file and scores.py
@@ -322,8 +324,8 @@ class DecoderLayer(nn.Module):
         query = self.cross_attention.query(x)
         attended = self.cross_attention.attend(query, *memory)
         x = self.norm2(x + self.dropout(attended))
-        hidden = self.dropout(F.relu(self.hidden(x)))
-        x = self.norm3(x + self.dropout(self.output(hidden)))
+        inner = self.dropout(F.relu(self.hidden(x)))
+        x = self.norm3(x + self.dropout(self.output(inner)))
         return x, past, query
 
 
@@ -416,9 +418,9 @@ def alignment_loss(vectors: Tensor, f_l: Tensor, valid: Tensor, same: Tensor, ta
         no_negative = same | ~valid[:, None] | ~valid
         # Partners stay, so that the loss of a pair without negatives is 0.
         s = s.masked_fill(no_negative & ~partner, float("-inf"))
-        l_lc = -s.log_softmax(1).diagonal()  # Eq. 11, (B,)
-        l_cl = -s.log_softmax(0).diagonal()  # Eq. 12
-        return ((l_lc + l_cl) / 2 * valid).mean()  # Eq. 13
+        l_lo = -s.log_softmax(1).diagonal()  # Eq. 11, (B,); its mean would be info_nce(s)
+        l_ol = -s.log_softmax(0).diagonal()  # Eq. 12
+        return ((l_lo + l_ol) / 2 * valid).mean()  # Eq. 13
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:

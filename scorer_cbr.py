@@ -5,7 +5,7 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabular
     before, after (1024, 14, 14) each                   In training only:
        |  embed, Eq. 1
        v
-    x_bef, x_aft (196, 512) each      similarity of its queries and keys, Eq. 2-3
+    x_bef, x_aft (196, 512) each      similarity of cross_view's queries and keys, Eq. 2-3
        |  cross_view, Eq. 5-6 . . . . . . . . . . . . . . > bef_to_aft, aft_to_bef (B, B)
        v                                                    |  match_loss, Eq. 4
     new_bef, new_aft (196, 512) each                        v
@@ -25,16 +25,18 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabular
 Idea. (1) When the camera moves, all features change, so a bare difference of two images shows much
 besides the change. A contrastive loss teaches each image to find its partner in the batch by
 features that ignore the camera. (2) Cross-attention rebuilds each image from the other one, and
-only what did not change can be rebuilt. What was rebuilt is added to the image. The loss of (1)
-compares the queries and keys of this attention, so it also teaches where to look. (3) "Before" and
-a good sentence should be enough to imagine "after". A second contrastive loss asks for this.
+only what did not change can be rebuilt. What was rebuilt is added to the image. (No loss compares
+the two: "rebuilt" is how the paper reads this attention.) The loss of (1) compares its queries and
+keys, so it also teaches where to look. (3) "Before" and a good sentence should be enough to imagine
+"after". A second contrastive loss asks for this.
 
 Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
 light differ, and its caption says that nothing changed. In CLEVR-Change and mini, a scene has one
 pair of each kind, with the same "before". A training step has a batch of changed pairs and a batch
 of the distractor pairs of the same scenes, and each loss is the mean of the two batches'. In half
 of the scenes, chosen anew in each epoch, "before" and the distractor picture change places, in both
-pairs of the scene. Both are as released. In other data sets, a step has a single batch.
+pairs of the scene. The two batches and the exchange are as released. In other data sets, a step has
+a single batch.
 
 Read first: CrossView, BackwardReasoning, match_by_definition (what `similarity` computes, as a
 definition), match_loss, cbr_loss, SCORER.encode and SCORER.forward. Skip at first: DecoderLayer and
@@ -46,11 +48,11 @@ Eq. 2      similarity         TM_ab = 1/2 [mean_n max_m q_an.k_bm + mean_m max_n
 Eq. 3      similarity         MTM = mean over heads [ours] of TM, each with its slice of q and k
 Eq. 4      match_loss         L_cv = 1/2 [nce(S) + nce(S')], S = MTM(q_bef, k_aft) / tau,
                               S' = MTM(q_aft, k_bef) / tau, of the first layer
-Eq. 5      CrossView          unchanged = MHCA(X, partner), whose projections are Eq. 4's q and k
+Eq. 5      CrossView          unchanged = MHCA(X, partner), queries from X; its q and k are Eq. 4's
 Eq. 6      CrossView          new X = LN(X + unchanged), which the next layer and Eq. 7 read
 Eq. 7      Fusion             difference = ReLU(W [new X_bef ; new X_aft] + b)
 Eq. 8      Decoder            p(next word) = softmax(W hidden), hidden = decoder(words, difference)
-Eq. 9      BackwardReasoning  x = W_1 [X_bef ; sentence], sentence = mean over words of hidden
+Eq. 9      BackwardReasoning  x = W_1 [X_bef ; sentence], sentence = mean hidden of START to END
 Eq. 10     BackwardReasoning  X_hat = W_2 MHSA(x), the "hallucination" of "after"; W_2 as released
 Eq. 11     cbr_loss           L_cm = 1/2 [nce(R) + nce(R^T)], R = MTM(W_q X_hat, W_k X_aft) / tau
 Eq. 12     caption_loss       L_cap = -mean of log p(next word)
@@ -59,8 +61,8 @@ InfoNCE    common.info_nce    nce(S) = -1/B sum_a log(exp S_aa / sum_b exp S_ab)
 
 a and b are images of a batch, n and m their cells, q_an and k_bm vectors of D numbers. Eq. 2 has no
 1/sqrt(D), and its vectors are not normalised (as released). w_match is the paper's lambda_v, w_cbr
-its lambda_m. 1 / tau is exp(log_scale), which is learned (as released).
-Axis letters: A, B pairs, C channels, H x W grid, N, M = H*W cells, D width, h heads, V words of a
+its lambda_m. Eq. 4 and 11 each have a learned exp(log_scale) in place of 1 / tau (as released).
+Axis letters: A, B pairs, C channels, H x W grid, N, M = H*W cells, D width, h heads, V ids of a
 caption (START, words, END, padding).
 
 Flags for each row of the paper's tables. Each row needs an --out_dir of its own. The last column
@@ -87,16 +89,18 @@ output projection (but for CBR's), feed-forward layers of width D, and a mean ov
 [ours] marks what follows neither.
 
 Exercises, on mini, some minutes each. Predict, then run both commands:
-1. Eq. 6 adds. Run the first command, unless runs/scorer_cbr-mini is there already. Change the + of
-   its two lines to -, run the second command, and change them back. What falls in scores_test.json,
-   "change type" or "place" (what stands where; seeds differ by 12)?
+1. Eq. 6 adds. Which weights of CrossView can turn the + of its two lines into a -? So what falls in
+   scores_test.json, "change type", "place" (what stands where), or neither (seeds differ by 12)?
+   Run the first command, unless runs/scorer_cbr-mini is there already. Change both + to -, run the
+   second command, and change them back.
        python scorer_cbr.py
        python scorer_cbr.py --out_dir runs/minus
 2. Match in the second layer, where the images have already seen their partners. Does "match" fall
-   faster? Are captions better?
+   faster? Are captions better (by more than 80, see above)?
        python scorer_cbr.py --layers 2 --match_layer last --out_dir runs/last
        python scorer_cbr.py --layers 2 --out_dir runs/first
-3. Leave CBR at its initial weights, as released. Can "cbr" still fall, and by learning what?
+3. Leave CBR at its initial weights, as released. Can "cbr" still fall, and by learning what? Which
+   other loss teaches X_bef and X_aft to tell images apart?
        python scorer_cbr.py --w_cbr 0.1 --no-train_cbr --out_dir runs/frozen
        python scorer_cbr.py --w_cbr 0.1 --out_dir runs/trained
 
@@ -201,8 +205,9 @@ class CrossView(nn.Module):
     X_bef, X_aft (B, N, D) -> the new X_bef and X_aft, and the queries and keys for Eq. 4, (q_bef,
     k_aft, q_aft, k_bef). Section 3.2.2 names no projections; to match those of Eq. 5 is as
     released. Eq. 6 adds what could be rebuilt instead of subtracting it, because a caption also
-    names unchanged objects ("left of the cube"), which a subtraction would remove. The paper cites
-    the standard attention, with an output projection. This has none, as released."""
+    names unchanged objects ("left of the cube"), which a subtraction would remove. (But `value` is
+    learned, and its negative turns + into -.) The paper cites the standard attention, with an
+    output projection. This has none, as released."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -220,9 +225,9 @@ class CrossView(nn.Module):
 
 
 class Fusion(nn.Module):
-    """Eq. 7: difference = ReLU(W [new X_bef ; new X_aft] + b). Its dropout is as released. Nothing
-    is subtracted here: from the sums of Eq. 6, W has to learn to tell cells that the other image
-    could rebuild from those that it could not.
+    """Eq. 7: difference = ReLU(W [new X_bef ; new X_aft] + b). Its dropout is as released.
+    From the results of Eq. 6, W has to learn to tell cells that the other image could rebuild from
+    those that it could not.
 
     Both images after Eq. 6 (B, N, D) -> (B, N, D). Instead of concatenating them ("cat"), section
     6.3 also tries their sum and product. The baseline Subtraction has X_bef - X_aft of Eq. 1."""
@@ -273,9 +278,9 @@ class DecoderLayer(nn.Module):
         query = self.cross_attention.query(x1)
         visual = self.cross_attention.attend(query, *memory)
         x2 = self.norm2(x1 + visual)
-        hidden = F.gelu(self.hidden(x2))
-        residual = x2 if self.ffn_residual == "input" else hidden
-        x3 = self.norm3(residual + self.dropout(self.output(hidden)))
+        inner = F.gelu(self.hidden(x2))
+        residual = x2 if self.ffn_residual == "input" else inner
+        x3 = self.norm3(residual + self.dropout(self.output(inner)))
         return x3, past, query
 
 
@@ -287,7 +292,7 @@ class Decoder(nn.Module):
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
-        self.embed = nn.Embedding(vocab_size, cfg.word_dim, padding_idx=NULL)
+        self.embed = nn.Embedding(vocab_size, cfg.word_dim, padding_idx=NULL)  # frozen, but not 0
         self.register_buffer("position", sinusoid(max_len, cfg.word_dim), persistent=False)
         self.project = nn.Linear(cfg.word_dim, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
@@ -296,8 +301,8 @@ class Decoder(nn.Module):
         self.head = nn.Linear(cfg.dim, vocab_size)  # Eq. 8, without its softmax
 
     def initialise(self, xavier: bool) -> None:
-        """Initial weights of the decoder (common.initialise would need output projections). As
-        released, other modules keep PyTorch's."""
+        """Initial weights of the decoder: Xavier-uniform or, as released, N(0, 0.02); biases are 0.
+        (common.initialise would need output projections.) Other modules keep PyTorch's."""
         for p in self.parameters():
             if p.ndim == 1:
                 continue
@@ -357,7 +362,8 @@ class BackwardReasoning(nn.Module):
         self.join = nn.Linear(2 * cfg.dim, cfg.dim)
         self.output = nn.Linear(cfg.dim, cfg.dim)
         self.attention = nn.MultiheadAttention(cfg.dim, cfg.heads, bias=False, batch_first=True)
-        self.query = nn.Linear(cfg.dim, cfg.dim)  # query, key, scale: for Eq. 11 (as released)
+        # For Eq. 11, as released; SCORER.forward reads them.
+        self.query = nn.Linear(cfg.dim, cfg.dim)
         self.key = nn.Linear(cfg.dim, cfg.dim)
         self.log_scale = nn.Parameter(torch.ones(()))
 
@@ -392,7 +398,8 @@ def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: in
 
     "mtm" is match_by_definition, and "tm" the same with a single head. "mean" and "max" (Fig. 3)
     pool the tokens of an image first; that these are q and k is [ours]. As in the released code,
-    tokens are not normalised, and a learned scale, at first e, replaces Eq. 4's 1 / tau."""
+    tokens are not normalised, and a learned scale, at first e, replaces 1 / tau (one of Eq. 4, and
+    another one of Eq. 11)."""
     # Scores of different images differ by far less than their size, which bfloat16 rounds away.
     with torch.autocast(q.device.type, enabled=False):
         if matching == "mtm":
@@ -474,7 +481,7 @@ class SCORER(nn.Module):
         (B, N, D), and the queries and keys of each cross-view layer, for Eq. 4."""
         # Two batches of different sizes would be mixed up in silence.
         assert before.shape == after.shape, f"{before.shape} and {after.shape} are no pairs"
-        x = self.embed(torch.cat([before, after]))  # Eq. 1, (2B, N, D)
+        x = self.embed(torch.cat([before, after]))  # Eq. 1 of both, (2B, N, D)
         x_bef, x_aft = x.unflatten(0, (2, -1))  # (2, B, N, D)
         new_bef = x_bef
         new_aft = x_aft
@@ -488,11 +495,11 @@ class SCORER(nn.Module):
     def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
         """before, after (B, C, H, W), caption (B, V) -> the terms of Eq. 13, by name.
 
-        At the start, with CLEVR-Change's sizes, "caption" is about 5 (as released: 4.4). A guess
-        among all words has ln 76 = 4.3. "match" and "cbr" are ln B, a guess among the images of a
-        batch. If "match" stays there, images do not find their partners. If "cbr" does, "before"
-        and the sentence do not tell the right "after" from others. On mini, "match" falls within
-        100 steps, and "cbr" after it."""
+        At the start, with CLEVR-Change's sizes, "caption" is about 5 (--variant released: 4.4). A
+        guess among all words has ln 76 = 4.3. "match" and "cbr" are ln B, a guess among the images
+        of a batch. If "match" stays there, images do not find their partners. If "cbr" does,
+        "before" and the sentence do not tell the right "after" from others. On mini, "match" falls
+        within 100 steps, and "cbr" after it."""
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft, projections = self.encode(before, after)  # Eq. 1, 5-7
@@ -502,8 +509,8 @@ class SCORER(nn.Module):
         if cfg.w_match:
             layer = 0 if cfg.match_layer == "first" else -1
             q_bef, k_aft, q_aft, k_bef = projections[layer]
-            bef_to_aft = similarity(q_bef, k_aft, self.log_scale, cfg.matching, cfg.heads)  # Eq. 3
-            aft_to_bef = similarity(q_aft, k_bef, self.log_scale, cfg.matching, cfg.heads)  # Eq. 3
+            bef_to_aft = similarity(q_bef, k_aft, self.log_scale, cfg.matching, cfg.heads)  # S
+            aft_to_bef = similarity(q_aft, k_bef, self.log_scale, cfg.matching, cfg.heads)  # S'
             losses["match"] = match_loss(bef_to_aft, aft_to_bef)  # Eq. 4
         if cfg.w_cbr:
             # `hidden` belongs to the reference caption, START and END included. It has attended to
@@ -515,7 +522,7 @@ class SCORER(nn.Module):
             x_hat = self.cbr(x_bef, sentence)  # Eq. 9-10
             q = self.cbr.query(x_hat)
             k = self.cbr.key(x_aft)
-            hat_to_aft = similarity(q, k, self.cbr.log_scale, cfg.matching, cfg.heads)  # Eq. 3
+            hat_to_aft = similarity(q, k, self.cbr.log_scale, cfg.matching, cfg.heads)  # R
             losses["cbr"] = cbr_loss(hat_to_aft)  # Eq. 11
         return losses
 
