@@ -50,7 +50,7 @@ def test_a_data_set_says_what_is_missing(tmp_path, prepare):
 
 
 def test_unknown_names_of_the_command_line(refused, prepared, train):
-    assert "clevr" in refused(data.main, "clevr", "--data_dir", prepared)
+    assert "nosuch" in refused(data.main, "nosuch", "--data_dir", prepared)
     assert "clevr_change" in train(prepared, "--dataset", "clevr_chance")  # the names are listed
     for extractor in ("vgg", "timm/no_such_net"):
         flags = ("--data_dir", prepared, "--extractor", extractor)

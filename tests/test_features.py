@@ -200,14 +200,7 @@ def test_pictures_are_known_by_their_content(form, tmp_path):
         assert np.array_equal(data.read_image(source), expected)
 
 
-@pytest.mark.parametrize(
-    "form, mode",
-    [
-        ("PNG", "RGBA"),
-        ("PNG", "LA"),
-        ("GIF", "RGBA"),
-    ],
-)
+@pytest.mark.parametrize("form, mode", [("PNG", "RGBA"), ("PNG", "LA"), ("GIF", "RGBA")])
 def test_what_is_transparent_lies_on_white(form, mode, tmp_path):
     picture = Image.new("RGBA", (16, 12), (40, 40, 40, 255))
     picture.paste((200, 200, 200, 0), (8, 0, 16, 12))
@@ -341,7 +334,6 @@ def test_preparation_counts_and_notes_what_one_looks_for_first(tmp_path, monkeyp
         "1 val and test pictures, such as e, are in train under other names",
     ):
         assert line in out
-    assert "too rare" not in out
 
 
 @pytest.mark.parametrize("rare, noted", [(4, False), (5, True)])

@@ -237,14 +237,6 @@ def test_masked_cells_are_recognised_from_the_others():
     torch.testing.assert_close(loss, expected)
 
 
-def test_the_mask_of_fine_tuning_is_its_picture():
-    """The picture in causal_mask's docstring, and without [MASK]s."""
-    mask = idc.causal_mask(3, 2, "cpu").int().tolist()
-    words = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
-    assert mask == [*words, [1, 1, 0, 1, 0], [1, 1, 1, 0, 1]]
-    assert idc.causal_mask(3, 0, "cpu").int().tolist() == [row[:3] for row in words]
-
-
 # ---- the sequence --------------------------------------------------------------------------------
 
 

@@ -176,17 +176,6 @@ def test_offsets_of_channels_have_32_bits_too():
     assert not common.kernels_fit(k, q)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_other_tokens_are_matched_in_slices(dtype):
-    q = torch.randn(4, 5, 6).to(dtype)
-    k = torch.randn(3, 7, 6).to(dtype)
-    similarity, *winners = common.match_on_cuda(q, k)
-    gradients = common.gradients_on_cuda(similarity, q, k, *winners)
-    assert torch.equal(similarity, common.match_in_slices(q, k)[0])
-    expected = common.gradients_in_bags(similarity, q, k, *winners)
-    torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
-
-
 RESULTS = ["similarity", "best_key", "best_query", "grad_q", "grad_k"]
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-import data
 import scorer_cbr
 import scores
 
@@ -29,23 +28,6 @@ def test_attention_lies_over_its_pictures_in_multiples_of_uniform_attention():
             assert below.get_array().shape == (picture.height, picture.width, 3)
             assert np.allclose(levels.get_array(), 1, atol=0.01)
             assert levels.get_extent() == below.get_extent()
-
-
-def test_turned_photographs_are_drawn_as_the_model_sees_them(tmp_path, monkeypatch):
-    photograph = Image.new("RGB", (20, 10))
-    photograph.getexif()[274] = 6  # the orientation: turned to the right
-    sizes = []
-    draw_pair = scores.draw_pair
-
-    def noted(figure, pair, *rest):
-        sizes.extend(picture.size for picture in pair)
-        draw_pair(figure, pair, *rest)
-
-    monkeypatch.setattr(scores, "draw_pair", noted)
-    photograph.save(tmp_path / "turned.jpg", exif=photograph.getexif())
-    seen = data.read_image(tmp_path / "turned.jpg")
-    scores.caption_picture(seen, seen, {}, "a caption", str(tmp_path / "drawn.png"))
-    assert sizes == [(10, 20), (10, 20)]
 
 
 def test_the_pictures_of_a_run(drawings, prepared, tiny, tmp_path):

@@ -194,6 +194,7 @@ def test_vector_maps(order):
         weights[name] = attention.scores(query, key).softmax(-1).mean(1)
     first, second = weights
     through = weights[second] @ weights[first] if "+" in order else weights[second]
+    torch.testing.assert_close(maps[first].flatten(1), weights[first].mean(1))
     torch.testing.assert_close(maps[second].flatten(1), through.mean(1))
 
 
@@ -226,13 +227,6 @@ def test_a_prompt_of_words_equals_these_words_in_front(clip, words):
     expected = model.encode_text(tokenizer([f"{words} {text}" for text in texts]))
     prompts = prompt_of(model, words).expand(2, -1, -1)
     torch.testing.assert_close(encode_prompted(model, tokenizer(texts)[:, :9], prompts), expected)
-
-
-def test_gradients_reach_the_prompt_alone(clip):
-    model, _, tokens = clip
-    prompt = torch.zeros(4, 16, requires_grad=True)
-    encode_prompted(model, tokens[:, :8], prompt.expand(3, -1, -1)).sum().backward()
-    assert prompt.grad.abs().sum(1).all() and all(p.grad is None for p in model.parameters())
 
 
 # ---- phrases -------------------------------------------------------------------------------------
@@ -334,5 +328,6 @@ def test_a_batch_of_two_kinds_of_pairs_is_one_batch(clip):
     expected = (parts["caption"] + 0.3 * parts["n2o"] + 0.2 * parts["v2a"]).item()
     assert losses["total"].item() == pytest.approx(expected, rel=1e-5)
     losses["total"].backward()
-    assert model.noun_prompt.grad.any() and model.verb_prompt.grad.any()
+    for prompt in (model.noun_prompt, model.verb_prompt):
+        assert prompt.grad.abs().sum(1).all()
     assert all(p.grad is None for p in clip_model.parameters())

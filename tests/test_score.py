@@ -154,15 +154,6 @@ def test_pairs_with_a_picture_of_another_split_are_also_left_out():
     assert scores.groups_of(dataset, "test") == {"without leaked pairs": {"6"}}
 
 
-@pytest.mark.parametrize("kind", scores.ADDED_ROWS)
-def test_no_kind_of_own_pairs_is_named_like_another_row(kind, tmp_path):
-    written = kind.title().replace(" ", "_")
-    rows = f"before,after,kind,captions\na.png,b.png,{written},it left\n"
-    (tmp_path / "pairs.csv").write_text(rows)
-    with pytest.raises(InputError, match=kind):
-        data.read_pairs(tmp_path)
-
-
 @pytest.fixture
 def dataset(prepared):
     return data.load("clevr_change", prepared)
