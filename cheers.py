@@ -80,7 +80,7 @@ ResNet-101 (Table 6)          --dataset clevr_change; the ViTs: --extractor timm
 entities (Fig. 5)             --k 3
 layers (Fig. 6)               --layers 2
 CIDEr of changed pairs on mini (toy scenes drawn by mini.py), tests/results.md: baseline 272, HRD
-472, all of CHEERS 463. Differences of some 45 are noise: mini does not show what entities add.
+472, all of CHEERS 463. Differences of some 50 are noise: mini does not show what entities add.
 
 Exercises. Predict, then run; each takes minutes on mini:
 1. Types of change are color, material, add, drop, move. For which can Eq. 1 as printed not find the
@@ -90,7 +90,7 @@ Exercises. Predict, then run; each takes minutes on mini:
    and DRE?
        python cheers.py --temperature one --out_dir runs/one
 3. What are L_C and L_D if all maps are constant and equal? What do captions lose without them (a
-   single run against 463; less than some 65 is noise)?
+   single run against 463; less than some 70 is noise)?
        python cheers.py --w_consistency 0 --out_dir runs/no-consistency
 
 To copy: this file and common.py. To train on a data set of data.py, take that file and scores.py

@@ -74,7 +74,7 @@ Attention's biases and output projections are ours, too. --no-residual: Eq. 4 an
 
 Flags for each row of the paper's tables. Each row needs an --out_dir of its own. At the right:
 CIDEr of changed pairs on mini (tests/results.md; means of three seeds, "as printed" of one;
-differences of some 45 are noise). With twice the steps: 475, without the losses 477.
+differences of some 50 are noise). With twice the steps: 475, without the losses 477.
 Row of the paper            flags (on mini, unless --dataset is given)                  on mini
 direct-sub (Table 4)        --no-gde --order none --w_n2o 0 --w_v2a 0                   280
 GDE                         --order none --w_n2o 0 --w_v2a 0                            397

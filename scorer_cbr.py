@@ -67,7 +67,7 @@ caption (START, words, END, padding).
 
 Flags for each row of the paper's tables. Each row needs an --out_dir of its own. The last column
 is from tests/results.md: CIDEr of changed pairs on mini, means of three seeds. Differences of some
-45 are noise; of two single runs, some 80.
+50 are noise; of two single runs, some 85.
 Row (Tables 6-7 and 10-12)      flags (on mini, unless --dataset is given)   on mini, if measured
 SCORER+CBR                                                                   475
 Subtraction                     --difference subtract --w_match 0 --w_cbr 0  321
@@ -96,7 +96,7 @@ Exercises, on mini, some minutes each. Predict, then run both commands:
        python scorer_cbr.py
        python scorer_cbr.py --out_dir runs/minus
 2. Match in the second layer, where the images have already seen their partners. Does "match" fall
-   faster? Are captions better (by more than 80, see above)?
+   faster? Are captions better (by more than 85, see above)?
        python scorer_cbr.py --layers 2 --match_layer last --out_dir runs/last
        python scorer_cbr.py --layers 2 --out_dir runs/first
 3. Leave CBR at its initial weights, as released. Can "cbr" still fall, and by learning what? Which

@@ -55,7 +55,7 @@ def test_pages_are_filled_in_from_records_of_the_same_code(tmp_path, monkeypatch
     small = next(iter(results.FEWER))
     records.append(record(small, 1111, 100.0, commit="c"))
     # Variances of 1 and three times 0: 3 sqrt(1/4 / 3 + 1/4 / 3)
-    assert results.noise(records) == pytest.approx(1.2247, abs=1e-4)
+    assert results.noise(records, list(results.ROWS)) == pytest.approx(1.2247, abs=1e-4)
     results.write_results({"equal": [["b", "c"]], "records": records})
     with pytest.raises(results.InputError, match="2 commits"):
         results.write_tables()
