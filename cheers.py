@@ -115,7 +115,6 @@ from torch import Tensor
 from common import (
     NULL,
     Attention,
-    Cache,
     GridPosition,
     InputError,
     Run,
@@ -329,24 +328,19 @@ class DecoderLayer(nn.Module):
             nn.init.ones_(self.alpha.bias)  # [ours] both gates start at 1 on average, not at 0
             nn.init.ones_(self.beta.bias)
 
-    def forward(self, x: Tensor, memory: tuple[Tensor, ...], past=None):
-        """Words x (B, V, D); key and value of F_diff (B, N, D) and, unless --gate none, of
-        the entities (B, K, D), all in `memory` -> words H (B, V, D); `past` (see Attention.extend);
-        the query (B, V, D) with which the words attend to F_diff."""
-        key, value, *of_entities = memory
-        attended, past = self.self_attention.extend(x, past)
-        hidden = self.norm1(x + self.dropout(attended))  # H'
-        query = self.cross_attention.query(hidden)
-        h_v = self.cross_attention.attend(query, key, value)  # Eq. 13
+    def forward(self, x: Tensor, f_diff: Tensor, e: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Words x (B, V, D), F_diff (B, N, D) and, unless --gate none, the entities (B, K, D)
+        -> words H and H', both (B, V, D)."""
+        hidden = self.norm1(x + self.dropout(self.self_attention(x, x, causal=True)))  # H'
+        h_v = self.cross_attention(hidden, f_diff)  # Eq. 13
         if self.text_attention:
-            text_query = self.text_attention.query(hidden)
-            h_t = self.text_attention.attend(text_query, *of_entities)  # Eq. 13
+            h_t = self.text_attention(hidden, e)  # Eq. 13
             alpha = self.alpha(torch.cat([hidden, h_t], -1))  # Eq. 14
             beta = self.beta(torch.cat([hidden, h_v], -1))  # Eq. 15
             h_f = alpha * h_t + beta * h_v  # Eq. 16
         else:
             h_f = h_v
-        return self.norm2(hidden + self.dropout(h_f)), past, query  # Eq. 17
+        return self.norm2(hidden + self.dropout(h_f)), hidden  # Eq. 17
 
 
 class Decoder(nn.Module):
@@ -368,40 +362,20 @@ class Decoder(nn.Module):
         self.head = nn.Linear(cfg.dim, vocab_size)  # of section 3.3, without its softmax
         initialise(self, xavier=True)
 
-    def forward(self, ids: Tensor, context: tuple[Tensor, Tensor | None]) -> Tensor:
-        """All words at once: ids (B, V) -> hidden states (B, V, D)."""
-        x = self.embed_words(ids)
-        for layer, memory in zip(self.layers, self.memory(context), strict=True):
-            x, _, _ = layer(x, memory)  # Eq. 13-17
-        return x
+    def forward(self, ids: Tensor, context: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
+        """ids (B, V) -> hidden states, and H' of the last layer, both (B, V, D)."""
+        x = self.project(self.embed(ids)) + self.position.weight[: ids.shape[1]]
+        x = self.dropout(self.norm(x))
+        for layer in self.layers:
+            x, h = layer(x, *context)  # Eq. 13-17
+        return x, h
 
     def attention(self, ids: Tensor, context: tuple[Tensor, Tensor | None]) -> Tensor:
         """The last layer's attention to the cells, averaged over heads. ids (B, V) -> (B, V, N)."""
-        x = self.embed_words(ids)
-        memories = self.memory(context)
-        for layer, memory in zip(self.layers, memories, strict=True):
-            x, _, query = layer(x, memory)
-        last_key, *_ = memories[-1]  # of F_diff
-        scores = self.layers[-1].cross_attention.scores(query, last_key)  # (B, h, V, N)
-        return scores.softmax(-1).mean(1)
-
-    def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
-        """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
-        end = start + ids.shape[1]
-        assert end <= self.position.num_embeddings, "a caption is longer than max_len"
-        position = self.position.weight[start:end]
-        return self.dropout(self.norm(self.project(self.embed(ids)) + position))
-
-    def memory(self, context: tuple[Tensor, Tensor | None]) -> list[tuple[Tensor, ...]]:
-        """For each layer, key and value of F_diff, and of the entities if it reads them."""
-        f_diff, e = context
-        memory = []
-        for layer in self.layers:
-            of_layer = (layer.cross_attention.key(f_diff), layer.cross_attention.value(f_diff))
-            if layer.text_attention:
-                of_layer += (layer.text_attention.key(e), layer.text_attention.value(e))
-            memory.append(of_layer)
-        return memory
+        _, h = self(ids, context)
+        attention = self.layers[-1].cross_attention
+        q, k, _ = attention.project(h, context[0])
+        return attention.scores(q, k).softmax(-1).mean(1)
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -513,7 +487,7 @@ class CHEERS(nn.Module):
         ln B, C~ does not tell a pair's partner from other images. Low "common" and "different"
         prove little, because constant maps can agree, too."""
         context, layers = self.encode(before, after, entities)  # Eq. 2-8, 10-12
-        hidden = self.decoder(caption, context)  # Eq. 13-17
+        hidden, _ = self.decoder(caption, context)  # Eq. 13-17
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 18
         for layer in layers:
             terms = dict(layer.losses)  # L_C, Eq. 7, and L_D, Eq. 11
@@ -536,8 +510,12 @@ class CHEERS(nn.Module):
         """Features (B, C, H, W) of both images and entities (B, K, d) -> ids of greedy captions
         (B, max_len)."""
         context, _ = self.encode(before, after, entities)
-        cache = Cache(self.decoder, context)
-        return decode(cache.step, before.shape[0], self.max_len, before.device)
+
+        def next_word(ids: Tensor) -> Tensor:
+            hidden, _ = self.decoder(ids, context)
+            return self.decoder.head(hidden[:, -1])
+
+        return decode(next_word, before.shape[0], self.max_len, before.device)
 
     @torch.no_grad()
     def attention_map(

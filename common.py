@@ -3,7 +3,7 @@
 First half, what a copied method needs:
     layers         Attention, initialise, GridPosition, sinusoid, masked_mean
     losses         upcast, info_nce
-    decoding       NULL, UNK, START, END, is_word, decode, Cache
+    decoding       NULL, UNK, START, END, is_word, decode
     configuration  InputError, RunConfig, learning_rate
     matching       token_match, for SCORER+CBR and CHEERS
 Second half, what a run needs:
@@ -60,8 +60,8 @@ except ImportError:
 class Attention(nn.Module):
     """Multi-head attention softmax(q k^T / sqrt(D/h)) v (Vaswani et al. 2017, section 3.2).
 
-    forward: x (B, L, D), source (B, M, D) -> (B, L, D). It has two halves, `project` and `attend`:
-    matching losses read the projections, and decoding keeps keys and values between steps."""
+    forward: x (B, L, D), source (B, M, D) -> (B, L, D). It has two halves, `project` and `attend`,
+    because matching losses read the projections."""
 
     def __init__(self, dim: int, heads: int, dropout: float = 0.0, out_proj: bool = True):
         super().__init__()
@@ -72,9 +72,11 @@ class Attention(nn.Module):
         self.value = nn.Linear(dim, dim)
         self.out = nn.Linear(dim, dim) if out_proj else nn.Identity()
 
-    def forward(self, x: Tensor, source: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, source: Tensor, causal: bool = False, mask: Tensor | None = None
+    ) -> Tensor:
         q, k, v = self.project(x, source)
-        return self.attend(q, k, v)
+        return self.attend(q, k, v, causal, mask)
 
     def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """-> query of x (B, L, D), key and value of source (B, M, D). Each head has D/h numbers,
@@ -93,25 +95,6 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal)
         return self.out(y.transpose(1, 2).flatten(2))
-
-    def extend(
-        self,
-        x: Tensor,
-        past: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Self-attention of a decoder. x (B, V, D) -> (B, V, D), and the next `past`: key and value
-        of all words so far.
-
-        Without `past`, x holds all words from the first on. Each sees itself and earlier words or,
-        with a mask (see attend), what the mask allows. With `past`, x is the word that follows."""
-        q, k, v = self.project(x, x)
-        if past is not None:
-            past_k, past_v = past
-            k = torch.cat([past_k, k], 1)
-            v = torch.cat([past_v, v], 1)
-        causal = past is None and mask is None
-        return self.attend(q, k, v, causal, mask), (k, v)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """q (B, L, D), k (B, M, D) -> scores before the softmax (B, h, L, M)."""
@@ -204,51 +187,28 @@ def is_word(ids: Tensor) -> Tensor:
     return (ids != NULL) & (ids != UNK) & (ids != START) & (ids != END)
 
 
-def decode(step: Callable[[Tensor, int], Tensor], count: int, max_len: int, device) -> Tensor:
+def decode(next_word: Callable[[Tensor], Tensor], count: int, max_len: int, device) -> Tensor:
     """Write `count` captions word by word, each time the likeliest word. -> ids (B, max_len),
     B = count: START, at most max_len - 1 words, then NULL, without END.
 
-    step(ids (B,), position) -> logits (B, vocabulary) of the next word, such as Cache.step.
+    next_word(ids (B, t)) -> logits (B, vocabulary) of word t. It reads all words anew each time:
+    captions are short, so keeping keys and values would save little (nothing on a GPU).
     `generate` turns gradients off. If `decode` did so, too, torch.export.save would fail."""
     ids = torch.full((count, max_len), NULL, device=device)
     ids[:, 0] = START
     ended = torch.zeros(count, dtype=torch.bool, device=device)
-    for t in range(max_len - 1):
-        logits = step(ids[:, t], t)
+    for t in range(1, max_len):
+        logits = next_word(ids[:, :t])
         logits[:, UNK] = float("-inf")  # never chosen
         word = logits.argmax(-1)
         # The released codes stop at END alone, and cut their text at NULL: the text is the same.
         ended |= (word == END) | (word == NULL)
-        ids[:, t + 1] = word.masked_fill(ended, NULL)
+        ids[:, t] = word.masked_fill(ended, NULL)
         # This check waits for the GPU, so it is not made after every word. An exported loop cannot
         # make it.
-        if t % 8 == 7 and not torch.compiler.is_compiling() and ended.all():
+        if t % 8 == 0 and not torch.compiler.is_compiling() and ended.all():
             break
     return ids
-
-
-class Cache:
-    """Lets a transformer decoder write captions word by word, see `decode`. For each layer,
-    `memory` holds keys and values of what the words look at, and `past` those of the words so far,
-    so a step computes the new word only. Without it, 32 pairs at the papers' size take 4.4 times as
-    long. A beam search would index all of them by rows.
-
-    It needs decoder.embed_words(ids, position), decoder.memory(context) with an entry for each
-    layer, decoder.layers and decoder.head. A layer(x, memory, past=...) returns the new x, the next
-    `past` and perhaps more. For an LSTM, write a class with a `step` of its own; then the method
-    changes where it makes the decoder, where `generate` makes the cache, and in attention_map."""
-
-    def __init__(self, decoder: nn.Module, context):
-        self.decoder = decoder
-        self.memory = decoder.memory(context)
-        self.past = [None] * len(decoder.layers)
-
-    def step(self, ids: Tensor, t: int) -> Tensor:
-        """ids (B,) at position t -> logits of the next word (B, vocabulary)."""
-        x = self.decoder.embed_words(ids[:, None], t)  # (B, 1, D)
-        for i, layer in enumerate(self.decoder.layers):
-            x, self.past[i], *_ = layer(x, self.memory[i], past=self.past[i])
-        return self.decoder.head(x[:, 0])
 
 
 # ---- configuration -------------------------------------------------------------------------------

@@ -106,7 +106,6 @@ from torch import Tensor
 from common import (
     NULL,
     Attention,
-    Cache,
     GridPosition,
     InputError,
     Run,
@@ -227,12 +226,11 @@ class DecoderLayer(nn.Module):
     """Eq. 8-10, a post-norm layer of the decoder: words attend to earlier words and then to the
     difference, and a feed-forward network follows. x (B, V, D) -> (B, V, D).
 
-    memory: key and value (B, N, D) of the difference. mask (B, 1, V, V): which words each word may
-    see. Returned are x, `past` (for Cache, see Attention.extend), `words` of Eq. 8 and `visual` of
-    Eq. 9 (for L_ccr), and the cross-attention's query (for attention maps), all (B, V, D). The
-    printed equations leave out most residuals, LayerNorms and dropouts of the standard layer. This
-    layer has them, but `words` and `visual` are the bare outputs of the attentions, unless
-    ccr_states is "normed"."""
+    difference (B, N, D); mask (B, 1, V, V): which words each word may see. Returned are x, `words`
+    of Eq. 8 and `visual` of Eq. 9 (for L_ccr), and x1, which attends to the difference (for maps),
+    all (B, V, D). The printed equations leave out most residuals, LayerNorms and dropouts of the
+    standard layer. This layer has them, but `words` and `visual` are the bare outputs of the
+    attentions, unless ccr_states is "normed"."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -246,18 +244,17 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
         self.ccr_states = cfg.ccr_states
 
-    def forward(self, x: Tensor, memory: tuple[Tensor, Tensor], mask=None, past=None):
-        words, past = self.self_attention.extend(x, past, mask)  # Eq. 8
+    def forward(self, x: Tensor, difference: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        words = self.self_attention(x, x, mask=mask)  # Eq. 8
         x1 = self.norm1(x + self.dropout(words))
-        query = self.cross_attention.query(x1)
-        visual = self.cross_attention.attend(query, *memory)  # Eq. 9
+        visual = self.cross_attention(x1, difference)  # Eq. 9
         x2 = self.norm2(x1 + self.dropout(visual))
         inner = self.dropout(F.relu(self.hidden(x2)))
         x3 = self.norm3(x2 + self.dropout(self.output(inner)))  # Eq. 10
         if self.ccr_states == "normed":
             words = x1
             visual = x2
-        return x3, past, words, visual, query
+        return x3, words, visual, x1
 
 
 class Decoder(nn.Module):
@@ -276,48 +273,25 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.decoder_layers))
         self.head = nn.Linear(cfg.dim, vocab_size)  # Eq. 11, without its softmax
 
-    def states(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All words at once: ids (B, V), difference (B, N, D) -> hidden states, and `words` and
-        `visual` for L_ccr, all (B, V, D). The paper does not say which layer's the latter two are.
-        They are the last one's, as released."""
-        x = self.embed_words(ids)
-        mask = self.mask(ids)
-        for layer, memory in zip(self.layers, self.memory(difference), strict=True):
-            x, _, words, visual, _ = layer(x, memory, mask)  # Eq. 8-10
-        return x, words, visual
+    def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """ids (B, V), difference (B, N, D) -> hidden states; of the last layer (the paper does not
+        say which; as released) `words` and `visual` for L_ccr, and what attends to the difference,
+        all (B, V, D)."""
+        x = self.embed(ids) + self.position[: ids.shape[1]]
+        x = self.dropout(self.norm(self.project(x)))
+        valid = (ids != NULL)[:, None, None, :]  # (B, 1, 1, V)
+        mask = valid.expand(-1, -1, ids.shape[1], -1).tril()  # (B, 1, V, V)
+        for layer in self.layers:
+            x, words, visual, attending = layer(x, difference, mask)  # Eq. 8-10
+        return x, words, visual, attending
 
     def attention(self, ids: Tensor, difference: Tensor) -> Tensor:
         """The last layer's attention to the cells, averaged over heads. ids (B, V), difference
         (B, N, D) -> (B, V, N)."""
-        x = self.embed_words(ids)
-        mask = self.mask(ids)
-        memories = self.memory(difference)
-        for layer, memory in zip(self.layers, memories, strict=True):
-            x, *_, query = layer(x, memory, mask)
-        last_key, _ = memories[-1]
-        scores = self.layers[-1].cross_attention.scores(query, last_key)  # (B, h, V, N)
-        return scores.softmax(-1).mean(1)
-
-    def mask(self, ids: Tensor) -> Tensor:
-        """ids (B, V) -> bool (B, 1, V, V): which words (columns) each word (row) may see."""
-        valid = (ids != NULL)[:, None, None, :]  # (B, 1, 1, V)
-        return valid.expand(-1, -1, ids.shape[1], -1).tril()
-
-    def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
-        """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
-        end = start + ids.shape[1]
-        assert end <= self.position.shape[0], "a caption is longer than max_len"
-        x = self.embed(ids) + self.position[start:end]
-        return self.dropout(self.norm(self.project(x)))
-
-    def memory(self, difference: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Each layer's key and value of the difference (B, N, D), the same for all words."""
-        memory = []
-        for layer in self.layers:
-            key = layer.cross_attention.key(difference)
-            value = layer.cross_attention.value(difference)
-            memory.append((key, value))
-        return memory
+        *_, attending = self(ids, difference)
+        attention = self.layers[-1].cross_attention
+        q, k, _ = attention.project(attending, difference)
+        return attention.scores(q, k).softmax(-1).mean(1)
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -478,7 +452,7 @@ class DIRL(nn.Module):
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft = self.encode(before, after)  # Eq. 1, 5-7
-        hidden, words, visual = self.decoder.states(caption, difference)  # Eq. 8-10
+        hidden, words, visual, _ = self.decoder(caption, difference)  # Eq. 8-10
         logits = self.decoder.head(hidden)  # Eq. 11
         losses["caption"] = caption_loss(logits, caption)  # Eq. 15
         if cfg.w_dirl:
@@ -514,8 +488,12 @@ class DIRL(nn.Module):
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
         """before, after (B, C, H, W) -> ids of greedy captions (B, max_len)."""
         difference, *_ = self.encode(before, after)
-        cache = Cache(self.decoder, difference)
-        return decode(cache.step, before.shape[0], self.max_len, before.device)
+
+        def next_word(ids: Tensor) -> Tensor:
+            hidden, *_ = self.decoder(ids, difference)
+            return self.decoder.head(hidden[:, -1])
+
+        return decode(next_word, before.shape[0], self.max_len, before.device)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ word sees only earlier words, so captions can be written word by word.
 
 Read first: Embedding, mask_words, causal_mask, cell_loss, align_loss, and of IDC encode, joint,
 mlm, mvcl, fda, causal and finetune. Skip at first: the last two sections (rewritten captions,
-cross-task data; 370 lines), Cache, attention_map, and RELEASED.
+cross-task data; 370 lines), attention_map, and RELEASED.
 
 Formulas, reconstructed from the paper's text and released code, not compared with the printed ones:
 Eq. 1      Embedding.words   w = [CLS] START w_1 w_2 ... END; the paper's [BOS] and [EOS] are START
@@ -60,7 +60,7 @@ Eq. 9      align_loss        L_FDA = -log e_0 / [e_0 + ... + e_6], where e_j = e
                              seventh of the pairs (as released)
 Sec. 2.2   draw_task         each step has one task, drawn according to shares
            mask_words, mask_cells; Negatives rewrites captions: Retrieve, Replace, Confuse
-Sec. 2.3   causal_mask       of fine-tuning; Cache: a [MASK] after the words so far
+Sec. 2.3   causal_mask       of fine-tuning; generate: a [MASK] after the words so far
 Sec. 2.4   class_loss, contrast_loss, same_class_loss: bird classes train the difference encoder
 Sec. 3.1   judge_loss        is the pair a distractor? Fine-tuning: L = L_MLM + w_judge L_judge
 
@@ -268,7 +268,7 @@ class Block(nn.Module):
         tokens. past: the state of the P tokens before x. mask: bool (B or 1, 1, T or 1, P + T),
         True where a token may be seen."""
         y = self.norm1(x)
-        q, k, v = self.attention.project(y, y)  # as Attention.extend, which does not return q
+        q, k, v = self.attention.project(y, y)
         if past is not None:
             _, past_k, past_v = past
             k = torch.cat([past_k, k], 1)
@@ -282,7 +282,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """As released: a LayerNorm, then blocks, and none after them, so the heads read the residual
     stream. The LayerNorms are PyTorch's, while the released code divides by the unbiased standard
-    deviation plus an epsilon. `causal`, Cache and attention_map read the blocks' states."""
+    deviation plus an epsilon. `causal` and attention_map read the blocks' states."""
 
     def __init__(self, cfg: Config, layers: int):
         super().__init__()
@@ -567,8 +567,9 @@ class IDC(nn.Module):
         x, _ = self.cross(torch.cat([visual, text], 1), seen[:, None, None])  # Eq. 5
         return x[:, :count], x[:, count:]
 
-    def causal(self, visual: Tensor, ids: Tensor, ask_next: bool = False):
+    def causal(self, past: list, ids: Tensor, ask_next: bool = False):
         """Eq. 5 in fine-tuning: words, ids (B, K), see the images and what causal_mask allows.
+        past: the states of the blocks after the images, from self.cross(visual).
         Images see only images, as in the released code. In the paper, "the attention on the visual
         side does not change", so they seem to see the text, too, but then a word would learn about
         later words through the images.
@@ -576,7 +577,7 @@ class IDC(nn.Module):
         ask_next: append K [MASK]s. The i-th has the position embedding of the word after ids[:, i]
         (in causal_mask's picture: m1 that of w1).
 
-        -> visual (B, S, D); text (B, T, D), [CLS] first if finetune_cls; its states (see Block)."""
+        -> text (B, T, D), [CLS] first if finetune_cls; its states (see Block)."""
         text = self.embed.words(ids)
         if self.cfg.finetune_cls:
             cls = self.embed.special(Embedding.TEXT, ids.shape[0])
@@ -586,10 +587,9 @@ class IDC(nn.Module):
         if ask_next:
             masks = torch.full_like(ids, self.embed.mask_id)
             text = torch.cat([text, self.embed.words(masks, 1)], 1)
-        seen = F.pad(seen, (visual.shape[1], 0), value=True)  # all text sees the images
-        visual, past = self.cross(visual)  # Eq. 5
-        text, states = self.cross(text, seen[None, None], past)  # Eq. 5
-        return visual, text, states
+        _, keys, _ = past[0]
+        seen = F.pad(seen, (keys.shape[1], 0), value=True)  # all text sees the images
+        return self.cross(text, seen[None, None], past)  # Eq. 5
 
     # -- pre-training; before and after: features (B, C, H, W); after is None for single images
 
@@ -660,12 +660,13 @@ class IDC(nn.Module):
         decoding does. tests/results.md compares the two."""
         cfg = self.cfg
         visual, _, _ = self.encode(before, after)  # Eq. 4
+        visual, past = self.cross(visual)  # Eq. 5
         if cfg.finetune_targets == "every":
             target = caption[:, 1:]
-            visual, text, _ = self.causal(visual, caption[:, :-1], ask_next=True)  # Eq. 5
+            text, _ = self.causal(past, caption[:, :-1], ask_next=True)  # Eq. 5
         else:
             ids, target = mask_words(caption, self.vocab_size, cfg.mask_rate, cfg.mask_rules)
-            visual, text, _ = self.causal(visual, ids)  # Eq. 5
+            text, _ = self.causal(past, ids)  # Eq. 5
         asked = text[:, -target.shape[1] :]  # the [MASK]s that follow the words, or all words
         losses = {"caption": word_loss(self.head(asked), target, cfg.reduction)}  # Eq. 6
         if changed is not None:
@@ -680,8 +681,13 @@ class IDC(nn.Module):
         """Features (B, C, H, W) of both images -> ids of greedy captions (B, max_len). Unlike the
         released code, it does not write UNK."""
         visual, _, _ = self.encode(before, after)
-        cache = Cache(self, visual)
-        return decode(cache.step, before.shape[0], self.max_len, before.device)
+        _, past = self.cross(visual)
+
+        def next_word(ids: Tensor) -> Tensor:
+            text, _ = self.causal(past, ids, ask_next=True)
+            return self.head(text[:, -1])
+
+        return decode(next_word, before.shape[0], self.max_len, before.device)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
@@ -691,7 +697,8 @@ class IDC(nn.Module):
         _, height, width = self.grid
         visual, _, _ = self.encode(before, after)
         words = ids[:, 1:]
-        _, _, states = self.causal(visual, ids[:, :-1], ask_next=True)
+        _, past = self.cross(visual)
+        _, states = self.causal(past, ids[:, :-1], ask_next=True)
         query, key, _ = states[-1]
         query = query[:, -words.shape[1] :]  # of the [MASK]s, (B, V - 1, D)
         key = key[:, : visual.shape[1]]  # of the images, (B, S, D)
@@ -701,34 +708,6 @@ class IDC(nn.Module):
         weight = masked_mean(weight, is_word(words))  # (B, 2N)
         map_before, map_after = weight.unflatten(1, (2, height, width)).unbind(1)
         return {"before": map_before, "after": map_after}
-
-
-class Cache:
-    """IDC's own, in place of common.Cache: writes captions word by word (see common.decode). `past`
-    holds the states of all layers after the images and the words so far, whose keys and values do
-    not depend on later words."""
-
-    def __init__(self, model: IDC, visual: Tensor):
-        self.model = model
-        _, self.past = model.cross(visual)  # Eq. 5
-        if model.cfg.finetune_cls:
-            cls = model.embed.special(Embedding.TEXT, visual.shape[0])
-            _, self.past = model.cross(cls, past=self.past)
-
-    def step(self, ids: Tensor, t: int) -> Tensor:
-        """ids (B,) at position t -> logits of the next word (B, vocabulary), from a [MASK] in its
-        place."""
-        embed = self.model.embed
-        word = embed.words(ids[:, None], t)
-        mask = embed.words(torch.full_like(ids, embed.mask_id)[:, None], t + 1)
-        _, keys, _ = self.past[0]
-        earlier = keys.shape[1]
-        seen = torch.ones(2, earlier + 2, dtype=torch.bool, device=ids.device)
-        seen = seen.tril(earlier)  # the word does not see the [MASK]
-        x = torch.cat([word, mask], 1)
-        x, states = self.model.cross(x, seen[None, None], self.past)  # Eq. 5
-        self.past = [(q, k[:, :-1], v[:, :-1]) for q, k, v in states]  # without [MASK]
-        return self.model.head(x[:, 1])
 
 
 # ---- presets -------------------------------------------------------------------------------------

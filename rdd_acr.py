@@ -116,7 +116,6 @@ from torch import Tensor
 from common import (
     NULL,
     Attention,
-    Cache,
     GridPosition,
     InputError,
     Run,
@@ -316,25 +315,21 @@ class DecoderLayer(nn.Module):
         self.norm3 = nn.LayerNorm(cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, memory: tuple[Tensor, Tensor], past=None):
-        """Words x (B, V, D); key and value (B, M, D) of the fused tokens in `memory` -> words
-        (B, V, D); `past` (see Attention.extend); the query (B, V, D) of the cross-attention."""
-        attended, past = self.self_attention.extend(x, past)
-        x = self.norm1(x + self.dropout(attended))
-        query = self.cross_attention.query(x)
-        attended = self.cross_attention.attend(query, *memory)
-        x = self.norm2(x + self.dropout(attended))
-        inner = self.dropout(F.relu(self.hidden(x)))
-        x = self.norm3(x + self.dropout(self.output(inner)))
-        return x, past, query
+    def forward(self, x: Tensor, fused: Tensor) -> tuple[Tensor, Tensor]:
+        """Words x (B, V, D), fused tokens (B, M, D) -> words (B, V, D); the words as they attend to
+        the tokens (B, V, D)."""
+        x1 = self.norm1(x + self.dropout(self.self_attention(x, x, causal=True)))
+        x2 = self.norm2(x1 + self.dropout(self.cross_attention(x1, fused)))
+        inner = self.dropout(F.relu(self.hidden(x2)))
+        x3 = self.norm3(x2 + self.dropout(self.output(inner)))
+        return x3, x1
 
 
 class Decoder(nn.Module):
     """Words and fused tokens -> hidden states, from which `head` predicts the next words.
 
     Every word sees only itself and earlier words, so padding at the end of a caption needs no mask.
-    Cache calls embed_words, memory, layers and head; attention_map calls `attention`. [ours] From
-    DIRL+CCR: a LayerNorm on words plus positions, and Xavier-uniform initial matrices."""
+    [ours] From DIRL+CCR: a LayerNorm on words plus positions, and Xavier-uniform matrices."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -347,40 +342,22 @@ class Decoder(nn.Module):
         self.head = nn.Linear(cfg.dim, vocab_size)  # Eq. 14, without its softmax
         initialise(self, xavier=True)
 
-    def forward(self, ids: Tensor, fused: Tensor) -> Tensor:
-        """All words at once: ids (B, V), fused tokens (B, M, D) -> hidden states (B, V, D)."""
-        x = self.embed_words(ids)
-        for layer, memory in zip(self.layers, self.memory(fused), strict=True):
-            x, _, _ = layer(x, memory)
-        return x
+    def forward(self, ids: Tensor, fused: Tensor) -> tuple[Tensor, Tensor]:
+        """ids (B, V), fused tokens (B, M, D) -> hidden states (B, V, D), and the words (B, V, D) as
+        they attend to the tokens in the last layer."""
+        x = self.project(self.embed(ids)) + self.position.weight[: ids.shape[1]]
+        x = self.dropout(self.norm(x))
+        for layer in self.layers:
+            x, attending = layer(x, fused)
+        return x, attending
 
     def attention(self, ids: Tensor, fused: Tensor, cells: int) -> Tensor:
         """The last layer's attention, averaged over heads, with its softmax over the first `cells`
         of M tokens. ids (B, V), fused tokens (B, M, D) -> (B, V, cells)."""
-        x = self.embed_words(ids)
-        memories = self.memory(fused)
-        for layer, memory in zip(self.layers, memories, strict=True):
-            x, _, query = layer(x, memory)
-        last_key, _ = memories[-1]
-        last_key = last_key[:, :cells]
-        scores = self.layers[-1].cross_attention.scores(query, last_key)  # (B, h, V, cells)
-        return scores.softmax(-1).mean(1)
-
-    def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
-        """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
-        end = start + ids.shape[1]
-        assert end <= self.position.num_embeddings, "a caption is longer than max_len"
-        position = self.position.weight[start:end]
-        return self.dropout(self.norm(self.project(self.embed(ids)) + position))
-
-    def memory(self, fused: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Fused tokens (B, M, D) -> each layer's key and value, computed once per caption."""
-        memory = []
-        for layer in self.layers:
-            key = layer.cross_attention.key(fused)
-            value = layer.cross_attention.value(fused)
-            memory.append((key, value))
-        return memory
+        _, attending = self(ids, fused)
+        attention = self.layers[-1].cross_attention
+        q, k, _ = attention.project(attending, fused[:, :cells])
+        return attention.scores(q, k).softmax(-1).mean(1)
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -531,7 +508,7 @@ class RDD(nn.Module):
         with --blind (image features set to zero) does, the decoder makes no use of the images."""
         cfg = self.cfg
         fused, distilled = self.encode(before, after)  # Eq. 1-9
-        hidden = self.decoder(caption, fused)
+        hidden, _ = self.decoder(caption, fused)
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 14-15
         if cfg.w_n2o:
             assert nouns is not None, "L_N2O needs nouns=, or w_n2o=0 to leave it out"
@@ -561,8 +538,12 @@ class RDD(nn.Module):
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
         """Features (B, C, H, W) of both images -> ids of greedy captions (B, max_len)."""
         fused, _ = self.encode(before, after)
-        cache = Cache(self.decoder, fused)
-        return decode(cache.step, before.shape[0], self.max_len, before.device)
+
+        def next_word(ids: Tensor) -> Tensor:
+            hidden, _ = self.decoder(ids, fused)
+            return self.decoder.head(hidden[:, -1])
+
+        return decode(next_word, before.shape[0], self.max_len, before.device)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:

@@ -80,7 +80,7 @@ layers (Fig. 5)                 --layers 2
 fusion (section 6.3)            --fusion cat, sum or hadamard
 RR+ (Fig. 13: partners, but no negatives) has no flag. Neither has the fusion of section 6.3 in
 which words attend to each image before "cat": it needs a decoder with two memories. CHEERS's has
-two (Decoder.memory, DecoderLayer), but weighs the results by gates and does not join them.
+two (DecoderLayer), but weighs the results by gates and does not join them.
 
 Where the paper and the released code differ, the default mostly follows the paper. RELEASED, after
 the model, lists the differences. "As released" marks what both variants take from the code: a
@@ -122,7 +122,6 @@ from torch import Tensor
 from common import (
     NULL,
     Attention,
-    Cache,
     GridPosition,
     InputError,
     Run,
@@ -255,10 +254,10 @@ class DecoderLayer(nn.Module):
     """A post-norm layer of the decoder: words attend to earlier words and then to the difference,
     and a feed-forward network follows. x (B, V, D) -> (B, V, D).
 
-    memory: key and value (B, N, D) of the difference. The layer also returns `past` (see
-    Attention.extend) and the query (B, V, D) of the cross-attention. Unlike in the standard layer,
-    attention has no output projection and no dropout after it, and the feed-forward network has
-    width D and GELU. All this follows the released code, as does eps in LayerNorms."""
+    difference (B, N, D). The layer also returns the words (B, V, D) as they attend to it. Unlike in
+    the standard layer, attention has no output projection and no dropout after it, and the
+    feed-forward network has width D and GELU. All this follows the released code, as does eps in
+    LayerNorms."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -272,16 +271,13 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
         self.ffn_residual = cfg.ffn_residual
 
-    def forward(self, x: Tensor, memory: tuple[Tensor, Tensor], past=None):
-        attended, past = self.self_attention.extend(x, past)
-        x1 = self.norm1(x + attended)
-        query = self.cross_attention.query(x1)
-        visual = self.cross_attention.attend(query, *memory)
-        x2 = self.norm2(x1 + visual)
+    def forward(self, x: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
+        x1 = self.norm1(x + self.self_attention(x, x, causal=True))
+        x2 = self.norm2(x1 + self.cross_attention(x1, difference))
         inner = F.gelu(self.hidden(x2))
         residual = x2 if self.ffn_residual == "input" else inner
         x3 = self.norm3(residual + self.dropout(self.output(inner)))
-        return x3, past, query
+        return x3, x1
 
 
 class Decoder(nn.Module):
@@ -314,39 +310,22 @@ class Decoder(nn.Module):
             if isinstance(m, nn.Linear):
                 nn.init.zeros_(m.bias)
 
-    def forward(self, ids: Tensor, difference: Tensor) -> Tensor:
-        """All words at once: ids (B, V), difference (B, N, D) -> hidden states (B, V, D)."""
-        x = self.embed_words(ids)
-        for layer, memory in zip(self.layers, self.memory(difference), strict=True):
-            x, *_ = layer(x, memory)
-        return x
+    def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
+        """ids (B, V), difference (B, N, D) -> hidden states (B, V, D), and the words (B, V, D) as
+        they attend to the difference in the last layer."""
+        x = self.embed(ids) + self.position[: ids.shape[1]]
+        x = self.norm(self.dropout(self.project(x)))  # as released
+        for layer in self.layers:
+            x, attending = layer(x, difference)
+        return x, attending
 
     def attention(self, ids: Tensor, difference: Tensor) -> Tensor:
         """The last layer's attention to the cells, averaged over heads. ids (B, V), difference
         (B, N, D) -> (B, V, N)."""
-        x = self.embed_words(ids)
-        memories = self.memory(difference)
-        for layer, memory in zip(self.layers, memories, strict=True):
-            x, _, query = layer(x, memory)
-        last_key, _ = memories[-1]
-        scores = self.layers[-1].cross_attention.scores(query, last_key)  # (B, h, V, N)
-        return scores.softmax(-1).mean(1)
-
-    def embed_words(self, ids: Tensor, start: int = 0) -> Tensor:
-        """(B, V) ids at positions start, start + 1, ... -> (B, V, D)."""
-        end = start + ids.shape[1]
-        assert end <= self.position.shape[0], "a caption is longer than max_len"
-        x = self.embed(ids) + self.position[start:end]
-        return self.norm(self.dropout(self.project(x)))  # as released
-
-    def memory(self, difference: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Each layer's key and value of the difference (B, N, D), the same for all words."""
-        memory = []
-        for layer in self.layers:
-            key = layer.cross_attention.key(difference)
-            value = layer.cross_attention.value(difference)
-            memory.append((key, value))
-        return memory
+        _, attending = self(ids, difference)
+        attention = self.layers[-1].cross_attention
+        q, k, _ = attention.project(attending, difference)
+        return attention.scores(q, k).softmax(-1).mean(1)
 
 
 class BackwardReasoning(nn.Module):
@@ -503,7 +482,7 @@ class SCORER(nn.Module):
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft, projections = self.encode(before, after)  # Eq. 1, 5-7
-        hidden = self.decoder(caption, difference)  # (B, V, D)
+        hidden, _ = self.decoder(caption, difference)  # (B, V, D)
         logits = self.decoder.head(hidden)  # Eq. 8
         losses["caption"] = caption_loss(logits, caption)  # Eq. 12
         if cfg.w_match:
@@ -538,8 +517,12 @@ class SCORER(nn.Module):
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
         """before, after (B, C, H, W) -> ids of greedy captions (B, max_len)."""
         difference, *_ = self.encode(before, after)
-        cache = Cache(self.decoder, difference)
-        return decode(cache.step, before.shape[0], self.max_len, before.device)
+
+        def next_word(ids: Tensor) -> Tensor:
+            hidden, _ = self.decoder(ids, difference)
+            return self.decoder.head(hidden[:, -1])
+
+        return decode(next_word, before.shape[0], self.max_len, before.device)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:

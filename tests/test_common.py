@@ -69,16 +69,16 @@ def test_decode_stops_at_end_and_never_says_unk():
     script = torch.tensor([[4, 3, *[5] * 10], [5, 4, 3, *[4] * 9], [4, 0, *[5] * 10]])
     seen = []
 
-    def step(words, t):
-        logits = nn.functional.one_hot(script[:, t], 6).float()
+    def next_word(ids):
+        logits = nn.functional.one_hot(script[:, ids.shape[1] - 1], 6).float()
         logits[:, 1] = 9.0  # UNK looks best
-        seen.append(words.tolist())
+        seen.append(ids.tolist())
         return logits
 
-    ids = decode(step, 3, 12, "cpu")
+    ids = decode(next_word, 3, 12, "cpu")
     assert ids.tolist() == [[2, 4, *[0] * 10], [2, 5, 4, *[0] * 9], [2, 4, *[0] * 10]]
     assert len(seen) == 8  # and not eleven
-    assert decode(step, 3, 3, "cpu").tolist() == [[2, 4, 0], [2, 5, 4], [2, 4, 0]]
+    assert decode(next_word, 3, 3, "cpu").tolist() == [[2, 4, 0], [2, 5, 4], [2, 4, 0]]
 
 
 # ---- command line --------------------------------------------------------------------------------

@@ -209,7 +209,9 @@ def pooled_states(model, before, after, caption):
     pooled_visual = []
     for b in range(B):
         length = int((caption[b] > 0).sum())
-        h = model.decoder.embed_words(caption[b : b + 1, :length])
+        decoder = model.decoder
+        h = decoder.embed(caption[b : b + 1, :length]) + decoder.position[:length]
+        h = decoder.norm(decoder.project(h))
         for layer in model.decoder.layers:
             words = []
             for t in range(length):  # each word sees itself and earlier ones
