@@ -31,13 +31,11 @@ Losses make images and entities agree on where the shared and the different part
 word, the decoder gives a weight to the entities, which name the subject, and another one to the
 difference, which shows what happened to it.
 
-Read first: retrieve, max_probability, StrengthMap, HRD, DecoderLayer, contrastive_loss and
-CHEERS.encode. Skip at first: Decoder, attention_map, and section "entities" apart from retrieve.
+Read first: CRE, DRE, HRD, DecoderLayer, contrastive_loss, CHEERS.encode and retrieve. Skip at
+first: Decoder, attention_map, Off, and section "entities" apart from retrieve.
 
-CRE, DRE(source, target) (Commonality, Difference Representation Enhancement) enhance in the target
-what it shares with the source, or does not. HRD (Heterogeneous Representation Disentangling): a
-layer of both. MHCA(x, y): multi-head attention from x to y. i, j: an image of a pair and the other
-one. n, s: cells of target and source (the paper's i, j in Eq. 2).
+MHCA(x, y): multi-head attention from x to y. i, j: an image of a pair and the other one. n, s:
+cells of target and source (the paper's i, j in Eq. 2).
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V ids of a caption
 (START, words, END, padding), K entities of a pair, M candidates, S cells or entities of a source,
 d width of CLIP's common space.
@@ -46,8 +44,8 @@ Eq. 1      retrieve          top K of |S_bef - S_aft| [ours: absolute], S_i = co
 Eq. 2, 3   max_probability   P(n, s) = exp(scale cos(n, s)) / sum_n' exp(scale cos(n', s)),
                              m(n) = max_s P(n, s); [ours] scale, and the sum over the target
                              (printed: over k, which is not defined)
-Eq. 3, 5   StrengthMap       P^ = Linear(m) for CRE, P^ = Linear(1 - m) for DRE (`invert`)
-Eq. 4      HRD               CRE and DRE: F' = LN(sigmoid(P^) F + F)
+Eq. 3, 5   CRE, DRE          P^ = Linear(m) for CRE, P^ = Linear(1 - m) for DRE
+Eq. 4      CRE, DRE          F' = LN(sigmoid(P^) F + F)
 Eq. 6, 8   HRD               C_i = CRE(F_j, F_i),  C~_i = MHCA(C_i, C_j); layer 2: F is LN(F + C~)
 Eq. 7, 11  HRD               L_C = MSE(P^ of CRE(F_j, F_i), P^ of DRE(E, F_i)),
                              L_D = MSE(P^ of DRE(F_i, F_i - C~_i), P^ of CRE(E, F_i - C~_i))
@@ -202,30 +200,53 @@ def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Te
     return p.amax(2)  # Eq. 3, (B, N)
 
 
-class StrengthMap(nn.Module):
-    """Eq. 3, CRE: P^ = Linear_{1->D}(m). With `invert`, Eq. 5, DRE: P^ = Linear_{1->D}(1 - m).
-    The paper calls P^ the probability matrix, though nothing confines it to (0, 1).
+class CRE(nn.Module):
+    """Commonality Representation Enhancement: F', P^ = CRE(source, target). It strengthens the
+    target's cells F where they are like the source, by P^ = Linear_{1->D}(m) (Eq. 3) and
+    F' = LN(sigmoid(P^) F + F) (Eq. 4). The paper calls P^ the probability matrix, though nothing
+    confines it to (0, 1). Where nothing reads F' (read=False), the LayerNorm has no weights, as
+    they would never be trained.
 
-    [ours] Each map learns a temperature, as CLIP does, because m would be nearly the same
+    [ours] Each CRE and DRE learns a temperature, as CLIP does, because m would be nearly the same
     everywhere with bare cosines."""
 
-    def __init__(self, cfg: Config, invert: bool = False):
+    def __init__(self, cfg: Config, read: bool = True):
         super().__init__()
-        self.invert = invert
         self.expand = nn.Linear(1, cfg.dim)
-        self.log_scale = None
+        self.norm = nn.LayerNorm(cfg.dim, elementwise_affine=read)
         if cfg.temperature == "learned":  # clamp_scales finds log_scale by its name
             self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+        else:
+            self.register_buffer("log_scale", torch.zeros(()), persistent=False)  # a scale of 1
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """source (B, S, D), target (B, N, D) -> P^ (B, N, D)."""
-        scale = 1.0 if self.log_scale is None else self.log_scale.exp()
+    def strength(self, m: Tensor) -> Tensor:
+        """m (B, N) -> P^ (B, N, D)."""
+        return self.expand(m[..., None])  # Eq. 3
+
+    def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """source (B, S, D), target (B, N, D) -> F' and P^, both (B, N, D)."""
         # P^ varies so little over cells that rounding to bfloat16 would hide it.
         with torch.autocast(source.device.type, enabled=False):
-            m = max_probability(source, target, scale)
-            if self.invert:
-                m = 1 - m
-            return self.expand(m[..., None])  # Eq. 3 or 5
+            m = max_probability(source, target, self.log_scale.exp())  # Eq. 2
+            p = self.strength(m)
+        return self.norm(p.sigmoid() * target + target), p  # Eq. 4
+
+
+class DRE(CRE):
+    """Difference Representation Enhancement: like CRE, but it strengthens the target's cells where
+    they are unlike the source, by P^ = Linear_{1->D}(1 - m) (Eq. 5)."""
+
+    def strength(self, m: Tensor) -> Tensor:
+        """m (B, N) -> P^ (B, N, D)."""
+        return self.expand((1 - m)[..., None])  # Eq. 5
+
+
+class Off(nn.Module):
+    """Stands where an ablation leaves out a CRE or DRE: F' = F, and P^ = 0, so that a loss between
+    two of them is 0."""
+
+    def forward(self, source: Tensor | None, target: Tensor) -> tuple[Tensor, Tensor]:
+        return target, torch.zeros_like(target)
 
 
 def other_image(x: Tensor) -> Tensor:
@@ -234,25 +255,21 @@ def other_image(x: Tensor) -> Tensor:
 
 
 class Disentangled(NamedTuple):
-    """What an HRD layer returns. Its tensors are (2B, N, D)."""
+    """What an HRD layer returns. Its first three tensors are (2B, N, D)."""
 
-    x: Tensor  # what the next layer reads
+    x: Tensor  # LN(F + C~), what the next layer reads
     shared: Tensor  # C~
-    difference: Tensor  # D in the last layer, F - C~ before it
-    losses: dict[str, Tensor]  # those that the config asks for: L_C "common", L_D "different"
+    difference: Tensor  # D
+    l_c: Tensor  # L_C, of use only if w_consistency > 0
+    l_d: Tensor  # L_D, likewise
 
 
 class HRD(nn.Module):
-    """Eq. 6-8, 10-11, one layer of Fig. 2: two CRE, two DRE. Each has a map P^, two have an output.
-
-    module            source, target       map P^ for  output
-    cre, cre_norm     F_j, F_i             L_C         C_i, read by Eq. 8
-    entity_dre        E, F_i               L_C         none, as C'_i is not used
-    dre, dre_norm     raw_i, raw_i - C~_i  L_D         D_i, in the last layer alone, for Eq. 12
-    entity_cre        E, raw_i - C~_i      L_D         none, as D'_i is not used
+    """Heterogeneous Representation Disentangling, one layer of Fig. 2: Eq. 6-8 and 10-11.
 
     Entities name what changed. L_C: a cell should match the other image where it does not match the
-    entities. L_D: F - C~ should match the entities where it does not match its own image F.
+    entities. L_D: F - C~ should match the entities where it does not match its own image F. Of C'
+    and D', the paper uses P^ alone; of D in all layers but the last one, so do we.
 
     [ours] L_C and L_D are means over both images. `raw` is F of the first layer in every layer: Eq.
     10 reads "the original raw features". The paper does not say what the next layer reads: here
@@ -261,46 +278,28 @@ class HRD(nn.Module):
 
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
-        has_l_c = cfg.cre and cfg.w_consistency > 0
-        has_l_d = cfg.dre and cfg.w_consistency > 0
-        has_d = cfg.dre and last
-        self.cre = StrengthMap(cfg) if cfg.cre else None
-        self.cre_norm = nn.LayerNorm(cfg.dim) if cfg.cre else None
-        self.entity_dre = StrengthMap(cfg, invert=True) if has_l_c else None
+        consistent = cfg.w_consistency > 0  # else nothing reads the maps of entities
+        self.cre = CRE(cfg) if cfg.cre else Off()
+        self.entity_dre = DRE(cfg, read=False) if cfg.cre and consistent else Off()
         self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
-        self.dre = StrengthMap(cfg, invert=True) if has_l_d or has_d else None
-        self.dre_norm = nn.LayerNorm(cfg.dim) if has_d else None
-        self.entity_cre = StrengthMap(cfg) if has_l_d else None
-        residual = cfg.layer_input == "residual" and not last
-        self.norm = nn.LayerNorm(cfg.dim) if residual else None
+        self.dre = DRE(cfg, read=last) if cfg.dre and (consistent or last) else Off()
+        self.entity_cre = CRE(cfg, read=False) if cfg.dre and consistent else Off()
+        is_read = cfg.layer_input == "residual" and not last
+        self.norm = nn.LayerNorm(cfg.dim, elementwise_affine=is_read)
 
     def forward(self, x: Tensor, raw: Tensor, e: Tensor | None = None) -> Disentangled:
         """x (F of Eq. 6) and raw (F of Eq. 10), both (2B, N, D) with all "before" images first, and
         equal in the first layer; entities E (2B, K, D) or, if w_consistency is 0, None."""
         assert x.shape[0] % 2 == 0, 'expected all "before" images, then as many "after" images'
-        reads_entities = self.entity_dre or self.entity_cre
-        assert e is not None or not reads_entities, "w_consistency > 0 needs entities"
-        losses = {}
-        if self.cre:
-            p_common = self.cre(other_image(x), x)  # Eq. 6, C_i = CRE(F_j, F_i)
-            common = self.cre_norm(p_common.sigmoid() * x + x)  # Eq. 4
-        else:
-            common = x
-        if self.entity_dre:
-            p_entity = self.entity_dre(e, x)  # Eq. 6, C'_i = DRE(E, F_i)
-            losses["common"] = F.mse_loss(p_common, p_entity)  # Eq. 7
-        shared = self.attention(common, other_image(common))  # Eq. 8, C~_i = MHCA(C_i, C_j)
+        c, p_c = self.cre(other_image(x), x)  # Eq. 6, C_i = CRE(F_j, F_i)
+        _, p_c_entity = self.entity_dre(e, x)  # Eq. 6, C'_i = DRE(E, F_i)
+        l_c = F.mse_loss(p_c, p_c_entity)  # Eq. 7
+        shared = self.attention(c, other_image(c))  # Eq. 8, C~_i = MHCA(C_i, C_j)
         rest = raw - shared
-        difference = rest
-        if self.dre:
-            p_different = self.dre(raw, rest)  # Eq. 10, D_i = DRE(F_i, F_i - C~_i)
-        if self.dre_norm:  # in the last layer
-            difference = self.dre_norm(p_different.sigmoid() * rest + rest)  # Eq. 4
-        if self.entity_cre:
-            p_entity = self.entity_cre(e, rest)  # Eq. 10, D'_i = CRE(E, F_i - C~_i)
-            losses["different"] = F.mse_loss(p_different, p_entity)  # Eq. 11
-        x = self.norm(x + shared) if self.norm else shared  # nothing reads that of the last layer
-        return Disentangled(x, shared, difference, losses)
+        d, p_d = self.dre(raw, rest)  # Eq. 10, D_i = DRE(F_i, F_i - C~_i)
+        _, p_d_entity = self.entity_cre(e, rest)  # Eq. 10, D'_i = CRE(E, F_i - C~_i)
+        l_d = F.mse_loss(p_d, p_d_entity)  # Eq. 11
+        return Disentangled(self.norm(x + shared), shared, d, l_c, l_d)
 
 
 class DecoderLayer(nn.Module):
@@ -457,20 +456,21 @@ class CHEERS(nn.Module):
         # Otherwise other_image would pair the wrong images in silence.
         assert before.shape == after.shape, f"{before.shape} before, {after.shape} after"
         e = None
+        e_of_both = None
         if self.project:
             assert entities is not None, "gate and consistency need entities, (B, K, d)"
             e = self.project(entities)
+            e_of_both = torch.cat([e, e])
         raw = self.embed(torch.cat([before, after]))  # (2B, N, D), all "before" images first
-        layers = []
-        if not self.cfg.layers:
-            f_bef, f_aft = raw.unflatten(0, (2, -1))
-            return (f_bef - f_aft, e), layers
-        e_of_both = None if e is None else torch.cat([e, e])
         x = raw
+        layers = []
         for hrd in self.hrd:
             layer = hrd(x, raw, e_of_both)  # Eq. 6-8, 10-11
+            x = layer.x if self.cfg.layer_input == "residual" else layer.shared
             layers.append(layer)
-            x = layer.x
+        if not layers:  # the baseline
+            f_bef, f_aft = raw.unflatten(0, (2, -1))
+            return (f_bef - f_aft, e), layers
         d_bef, d_aft = layers[-1].difference.unflatten(0, (2, -1))
         f_diff = self.join(torch.cat([d_bef, d_aft], -1))  # Eq. 12
         return (f_diff, e), layers
@@ -490,7 +490,9 @@ class CHEERS(nn.Module):
         hidden, _ = self.decoder(caption, context)  # Eq. 13-17
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 18
         for layer in layers:
-            terms = dict(layer.losses)  # L_C, Eq. 7, and L_D, Eq. 11
+            terms = {}
+            if self.cfg.w_consistency:
+                terms |= {"common": layer.l_c, "different": layer.l_d}  # Eq. 7, 11
             if self.cfg.w_match:
                 c_bef, c_aft = layer.shared.unflatten(0, (2, -1))
                 terms["match"] = contrastive_loss(c_bef, c_aft, self.log_scale.exp())  # Eq. 9

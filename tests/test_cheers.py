@@ -29,9 +29,10 @@ import data
 import scores
 from cheers import (
     CHEERS,
+    CRE,
+    DRE,
     HRD,
     Config,
-    StrengthMap,
     contrastive_loss,
     embed_texts,
     find_candidates,
@@ -96,20 +97,22 @@ def naive_max_probability(source, target, scale):
 
 
 @pytest.mark.parametrize("temperature", ["learned", "one"])
-@pytest.mark.parametrize("invert", [False, True])
+@pytest.mark.parametrize("kind", [CRE, DRE])
+@pytest.mark.parametrize("read", [True, False])
 @pytest.mark.parametrize("sources", [K, N])
-def test_strength_maps_against_loops(temperature, invert, sources):
+def test_cre_and_dre_against_loops(temperature, kind, read, sources):
     torch.manual_seed(0)
-    module = StrengthMap(Config(dim=D, temperature=temperature), invert).double()
+    module = kind(Config(dim=D, temperature=temperature), read).double()
     source = torch.randn(B, sources, D).double()
     target = torch.randn(B, N, D).double()
-    p = module(source, target)
+    enhanced, p = module(source, target)
+    torch.testing.assert_close(enhanced, enhance(p, target))
     scale = 1.0 if temperature == "one" else module.log_scale.exp().item()
     weight = module.expand.weight[:, 0]
     bias = module.expand.bias
     for b in range(B):
         for i, m in enumerate(naive_max_probability(source[b], target[b], scale)):
-            expected = weight * ((1 - m) if invert else m) + bias
+            expected = weight * ((1 - m) if kind is DRE else m) + bias
             torch.testing.assert_close(p[b, i], expected)
 
 
@@ -129,6 +132,14 @@ def test_the_learned_scales_start_as_clips_and_stay_below_100():
     scale.data.fill_(9.0)
     model.clamp_scales()
     assert scale.exp().item() == pytest.approx(100)
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_each_part_of_hrd_is_the_papers(last):
+    """The test below takes the parts as they are."""
+    layer = HRD(Config(dim=D, heads=2), last)
+    parts = [layer.cre, layer.entity_dre, layer.dre, layer.entity_cre]
+    assert [type(part) for part in parts] == [CRE, DRE, DRE, CRE]
 
 
 def square(a, b):
@@ -171,34 +182,32 @@ def test_encoder_and_losses_against_equations(fields):
     for layer in model.hrd:
         c = dict(x)
         if model.cfg.cre:
-            own = {i: layer.cre(x[other[i]], x[i]) for i in x}  # Eq. 6
+            own = {i: layer.cre(x[other[i]], x[i])[1] for i in x}  # Eq. 6
             c = {i: enhance(own[i], x[i]) for i in x}
             if model.cfg.w_consistency:
-                maps = {i: layer.entity_dre(e, x[i]) for i in x}
+                maps = {i: layer.entity_dre(e, x[i])[1] for i in x}
                 l_c.append(mean([square(own[i], maps[i]) for i in x]))  # Eq. 7
         shared = {i: attention_by_heads(layer.attention, c[i], c[other[i]]) for i in x}  # Eq. 8
         l_i.append(contrastive_loss(shared["bef"], shared["aft"], model.log_scale.exp()))
-        x = {i: layer.norm(x[i] + shared[i]) if layer.norm else shared[i] for i in x}
+        residual = model.cfg.layer_input == "residual"
+        x = {i: layer.norm(x[i] + shared[i]) if residual else shared[i] for i in x}
         rest = {i: f[i] - shared[i] for i in x}
         d = dict(rest)  # the last layer's counts
-        if layer.dre:
-            own = {i: layer.dre(f[i], rest[i]) for i in x}  # Eq. 10
+        if model.cfg.dre:
+            own = {i: layer.dre(f[i], rest[i])[1] for i in x}  # Eq. 10
             d = {i: enhance(own[i], rest[i]) for i in x}
             if model.cfg.w_consistency:
-                maps = {i: layer.entity_cre(e, rest[i]) for i in x}
+                maps = {i: layer.entity_cre(e, rest[i])[1] for i in x}
                 l_d.append(mean([square(own[i], maps[i]) for i in x]))  # Eq. 11
     f_diff = model.join(torch.cat([d["bef"], d["aft"]], -1))  # Eq. 12
     context, _ = model.encode(before, after, entities())
     torch.testing.assert_close(context, (f_diff, e))
     losses = model(before, after, CAPTION, entities())
     layers = len(model.hrd)
-    residual = model.cfg.layer_input == "residual"
-    assert [bool(layer.norm) for layer in model.hrd] == [residual] * (layers - 1) + [False]
     assert layers == model.cfg.layers
     expected = {"match": mean(l_i).item()}
-    if model.cfg.w_consistency and model.cfg.cre:
+    if model.cfg.w_consistency:  # without CRE or DRE, one of them is 0
         expected["common"] = sum(l_c) / layers
-    if model.cfg.w_consistency and model.cfg.dre:
         expected["different"] = sum(l_d) / layers
     del losses["caption"]
     assert {name: loss.item() for name, loss in losses.items()} == pytest.approx(expected)
@@ -213,7 +222,7 @@ def test_blocks_refuse_what_would_mix_pairs():
     with pytest.raises(AssertionError, match="before"):
         layer(x[1:], x[1:], torch.rand(2 * B - 1, K, D).double())
     with pytest.raises(AssertionError, match="entities"):
-        layer(x, x)
+        small().encode(before, after)
 
 
 def test_contrastive_loss_against_loops():
