@@ -35,45 +35,52 @@ drawn by mini.py), a training step has both pairs of each of its scenes. In half
 "before" and the distractor picture change places, as in SCORER.
 
 Read first: GlobalDifference, DistillingBlock, Distilling, Fusion, alignment_loss, RDD.encode and
-RDD.forward. Skip at first: Decoder, attention_map, and spaCy's patterns in section "phrases".
+RDD.forward. Skip at first: Decoder, attention_map, section "phrases", and spaCy's patterns.
 
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V ids of a caption
 (START, words, END, padding), K vectors (K_o objects or K_a actions; the paper's k), M tokens that
 they read, P vectors of a prompt, S texts, L tokens of a text, d width of CLIP's text space.
 MHCA(x, y): multi-head attention of queries from x to keys and values from y; MHSA(x) = MHCA(x, x).
-F^_x is F_x with a hat. F_o^i: the K vectors after pass i (after the last: the paper's F_object,
-F_action), F_o: the mean of the last (F_c in the paper's Eq. 11-12). X: what they read, X^0 = F_c,
-or the objects when actions are distilled (the paper: F_c^i). F_l: F_noun or F_verb. w_n2o, w_v2a:
-lambda_1, lambda_2.
-Eq. 1      ImageEmbedding      F_x = conv(features) + PE, for x = bef, aft
-Eq. 2      RDD.encode          F_diff = F_bef - F_aft
-Eq. 3      common.Attention    softmax(q k^T / sqrt(D / h)) v, in each head (printed without v)
-Eq. 4      GlobalDifference    F^_x = MHCA(F_x, F_diff)      [ours] LN(F_x + MHCA(F_x, F_diff))
-Eq. 5      GlobalDifference    F_c = [F^_bef ; F^_aft]       [ours] W [F^_bef ; F^_aft]
-Eq. 6      DistillingBlock     X^i = MHSA(X^{i-1})           [ours] X^{i-1} + MHSA(LN X^{i-1})
-Eq. 7      DistillingBlock     F^_o = MHCA(F_o^{i-1}, X^i)
-                               [ours] F^_o = F_o^{i-1} + MHCA(LN F_o^{i-1}, LN X^i)
-Eq. 8      DistillingBlock     F_o^i = F^_o + FFN(F^_o)      [ours] F^_o + FFN(LN F^_o)
-Eq. 9      Fusion              multi-scale fusion MF(Z), tokens Z = [F_c ; F_object ; F_action]
-                               [ours] Y = Z + MHSA(LN Z); MF(Z) = Y + ReLU(W LN Y)
-Eq. 10     alignment_loss      F_o = mean of the K vectors after the last pass
-Eq. 11-13  alignment_loss      S_ab = cos(F_l of pair a, F_o of pair b) / tau;
-                               L_N2O (nouns, objects), L_V2A (verbs, actions) =
-                               -1/(2B) sum_a [log(exp S_aa / sum_b exp S_ab)
-                                              + log(exp S_aa / sum_b exp S_ba)]
-                               [ours] b: a itself, and the pairs whose phrase is another
-Eq. 14     Decoder.head        P(next word) = softmax(W hidden + b)
-Eq. 15     caption_loss        L_XE = mean over captions of the mean over words of -log P(word)
-Eq. 16     total_loss          L = L_XE + w_n2o L_N2O + w_v2a L_V2A
-Sec. ACR   segments, Phrases   noun and verb phrases of a caption by spaCy, read by a frozen CLIP
-           RDD.adapter         CLIP's text vectors -> F_noun, F_verb
+F^ is F with a hat.
+Symbol (code)   the paper's
+s^i (source)    F_c^i, what the vectors read in pass i; s^0 is F_c or, for actions, the objects
+o^i (vectors)   F_object^i or F_action^i, the K vectors after pass i
+F_o (f_o)       F_o in Eq. 10, F_c in Eq. 11-12: the mean of o^N, the vectors after the last pass
+F_l (f_l)       F_noun or F_verb
+w_n2o, w_v2a    lambda_1, lambda_2
+
+Equation   where             as printed                          [ours], where it differs
+Eq. 1      ImageEmbedding    F_x = conv(features) + PE
+Eq. 2      RDD.encode        F_diff = F_bef - F_aft
+Eq. 3      common.Attention  softmax(q k^T / sqrt(D / h))        softmax(...) v, in each head
+Eq. 4      GlobalDifference  F^_x = MHCA(F_x, F_diff)            LN(F_x + MHCA(F_x, F_diff))
+Eq. 5      GlobalDifference  F_c = [F^_bef ; F^_aft]             W [F^_bef ; F^_aft]
+Eq. 6      DistillingBlock   s^i = MHSA(s^{i-1})                 s + MHSA(LN s)
+Eq. 7      DistillingBlock   o^ = MHCA(o^{i-1}, s^i)             o + MHCA(LN o, LN s)
+Eq. 8      DistillingBlock   o^i = o^ + FFN(o^)                  o^ + FFN(LN o^)
+Eq. 9      Fusion            MF(Z), Z = [F_c ; objects ; actions]
+                                                                 Y + ReLU(W LN Y); Y: Z + MHSA(LN Z)
+Eq. 10     alignment_loss    F_o = mean of o^N
+Eq. 11-12  alignment_loss    L_lo = -1/B sum_a log(exp S_aa / sum_b exp S_ab),
+                             L_ol = -1/B sum_a log(exp S_aa / sum_b exp S_ba),
+                             S_ab = cos(F_l of pair a, F_o of pair b) / tau
+                             b: all pairs                        a, and pairs with another phrase
+Eq. 13     alignment_loss    (L_lo + L_ol) / 2, which is L_N2O or L_V2A
+Eq. 14     Decoder.head      P(next word) = softmax(W hidden + b)
+Eq. 15     caption_loss      L_XE = mean over captions of the mean over words of -log P(word)
+Eq. 16     total_loss        L = L_XE + w_n2o L_N2O + w_v2a L_V2A
+Sec. ACR   segments          noun and verb phrases of a caption, by spaCy
+           Phrases, adapter  a frozen CLIP reads them -> F_noun, F_verb
 
 The authors' repository, github.com/guishiron/ACR, holds no code, and we do not have the supplement.
 Where the paper is silent or leaves two readings, the choice is marked [ours]. So are our additions.
-Attention's biases and output projections are ours, too. --no-residual: Eq. 4 and 6-8 as printed.
+Attention's biases and output projections are ours, too. As printed: Eq. 4 and 6-8 by --no-residual,
+and Eq. 11-12 by --equal_phrases negatives. No flag leaves out W of Eq. 5 (F_c would be 2D wide),
+the LayerNorms and the ReLU of Eq. 9, or the ReLUs of the adapter.
 
-Flags for each row of the paper's tables. Each row needs an --out_dir of its own. At the right:
-CIDEr of changed pairs on mini (tests/results.md; means of three seeds, "as printed" of one;
+Flags for each row of the paper's tables. Rows with N2O or V2A are the paper's only with
+--equal_phrases negatives. Each row needs an --out_dir of its own. At the right: CIDEr of changed
+pairs on mini, without that flag (tests/results.md; means of three seeds, the last row of one;
 differences of some 50 are noise). With twice the steps: 475, without the losses 477.
 Row of the paper            flags (on mini, unless --dataset is given)                  on mini
 direct-sub (Table 4)        --no-gde --order none --w_n2o 0 --w_v2a 0                   280
@@ -238,7 +245,7 @@ class DistillingBlock(nn.Module):
         self.norm_ffn = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()  # Eq. 8
 
     def forward(self, source: Tensor, vectors: Tensor):
-        """source X^{i-1} (B, M, D), vectors F_o^{i-1} (B, K, D) -> X^i (B, M, D); F_o^i (B, K, D);
+        """source s^{i-1} (B, M, D), vectors o^{i-1} (B, K, D) -> s^i (B, M, D); o^i (B, K, D);
         query (B, K, D) and key (B, M, D) of the cross-attention."""
         x = self.norm_source(source)
         attended = self.dropout(self.self_attention(x, x))
@@ -360,15 +367,113 @@ class Decoder(nn.Module):
         return attention.scores(q, k).softmax(-1).mean(1)
 
 
-# ---- losses --------------------------------------------------------------------------------------
+# ---- phrases -------------------------------------------------------------------------------------
+
+NOUN_PROMPT = "the objects that changed: "  # prompt="fixed" [ours]
+VERB_PROMPT = "what happened: "
+
+
+def encode_prompted(clip, tokens: Tensor, prompts: Tensor | None = None) -> Tensor:
+    """CLIP's text encoder with P learned vectors between the start token and the words, as in CoOp.
+    Without prompts it equals CLIP's encode_text.
+
+    tokens (S, L) ids, prompts (S, P, width) -> (S, d). L may stop at the longest text's end token,
+    because no token sees later ones. L + P is at most CLIP's context length (77 tokens)."""
+    x = clip.token_embedding(tokens)  # (S, L, width)
+    ends = tokens.argmax(1)  # the end token has the highest id
+    if prompts is not None:
+        x = torch.cat([x[:, :1], prompts, x[:, 1:]], 1)  # (S, L + P, width)
+        ends = ends + prompts.shape[1]
+    size = x.shape[1]
+    x = x + clip.positional_embedding[:size]
+    x = clip.transformer(x, attn_mask=clip.attn_mask[:size, :size])
+    x = clip.ln_final(x)[torch.arange(x.shape[0], device=x.device), ends]  # (S, width)
+    if isinstance(clip.text_projection, nn.Linear):
+        return clip.text_projection(x)
+    return x @ clip.text_projection
 
 
 class Attributes(NamedTuple):
-    """The noun or verb phrases of B captions, before the adapter. Made by Phrases, below."""
+    """The noun or verb phrases of B captions, before the adapter."""
 
     text: Tensor  # (B, d) from CLIP's text encoder
     valid: Tensor  # (B,) bool: the caption has such a phrase
     same: Tensor  # (B, B) bool: the two are not negatives of each other
+
+
+class Phrases:
+    """Section "Attribute-guided Tokens Generating" up to the adapter: CLIP's text encoder reads the
+    noun phrases of each training caption, joined by "and", and likewise its verb phrases. Only
+    training needs this class, and no checkpoint contains it. [ours] CLIP is ViT-L/14, and frozen.
+
+    clip: an open_clip.CLIP, frozen, on cfg.device; tokenizer: texts -> ids (S, context);
+    readings: caption -> (noun phrases, verb phrases), for every training caption. An example:
+
+        phrases = Phrases(cfg, clip, tokenizer, {"the cube is gone": (["cube"], ["is gone"])})
+        attributes = phrases.encode(["the cube is gone"], model.prompts())
+        losses = model(before, after, ids, **attributes)"""
+
+    def __init__(
+        self, cfg: Config, clip, tokenizer, readings: dict[str, tuple[list[str], list[str]]]
+    ):
+        # Only some CLIPs have the parts that encode_prompted uses.
+        if getattr(clip, "text_pool_type", None) != "argmax":
+            raise InputError(
+                f"--clip {cfg.clip} takes no learned prompts; choose one like ViT-L-14"
+            )
+        width = clip.token_embedding.embedding_dim
+        dim = encode_prompted(clip, tokenizer(["a cube"]).to(cfg.device)).shape[1]
+        if (cfg.clip_dim, cfg.clip_width) != (dim, width):
+            raise InputError(f"--clip {cfg.clip} needs --clip_dim {dim} --clip_width {width}")
+        self.clip = clip
+        self.ignore_equal = cfg.equal_phrases == "ignored"
+        self.rows = {}  # kind -> {caption: its row of self.tokens}
+        texts = []  # those of nouns, then those of verbs, so that no row belongs to both
+        valid = []  # False for "", the text of captions without a phrase
+        for i, (kind, prompt) in enumerate((("nouns", NOUN_PROMPT), ("verbs", VERB_PROMPT))):
+            if cfg.prompt != "fixed":
+                prompt = ""
+            joined = {caption: " and ".join(found[i]) for caption, found in readings.items()}
+            distinct = sorted(set(joined.values()))
+            row = {text: len(texts) + n for n, text in enumerate(distinct)}
+            self.rows[kind] = {caption: row[text] for caption, text in joined.items()}
+            texts += [prompt + text for text in distinct]
+            valid += [text != "" for text in distinct]
+        tokens = tokenizer(texts)  # (S, context)
+        longest = 1 + int(tokens.argmax(1).max())  # the end token has the highest id
+        # Padding after it would cost time and leave less room for a learnable prompt.
+        self.tokens = tokens[:, :longest].to(cfg.device)
+        self.valid = torch.tensor(valid, device=cfg.device)
+
+    def encode(
+        self, captions: list[str], prompts: dict[str, Tensor | None]
+    ) -> dict[str, Attributes]:
+        """The phrases of B captions, for each kind ("nouns", "verbs") in RDD.prompts."""
+        device = self.tokens.device
+        rows = [[self.rows[kind][caption] for caption in captions] for kind in prompts]
+        rows = torch.tensor(rows)  # (kinds, B)
+        # Equal phrases are encoded once. If nouns of two captions are rows 3, 0 and their verbs are
+        # rows 5, 5, then 0, 3, 5 are encoded, with nouns at places 1, 0, verbs at 2, 2.
+        distinct, place = rows.unique(return_inverse=True)  # (S,), (kinds, B)
+        expanded = []  # each kind's prompt, once for each of its texts
+        for prompt, row in zip(prompts.values(), rows, strict=True):
+            if prompt is not None:
+                expanded.append(prompt.expand(len(row.unique()), -1, -1))
+        # One call for both kinds, because two smaller ones would leave a GPU waiting.
+        all_prompts = torch.cat(expanded) if expanded else None
+        encoded = encode_prompted(self.clip, self.tokens[distinct.to(device)], all_prompts)
+        text = encoded[place.to(device)]  # (kinds, B, d)
+        rows = rows.to(device)
+        same = rows[:, :, None] == rows[:, None]  # (kinds, B, B)
+        if not self.ignore_equal:
+            same = torch.eye(len(captions), dtype=torch.bool, device=device).expand_as(same)
+        attributes = {}
+        for kind, *fields in zip(prompts, text, self.valid[rows], same, strict=True):
+            attributes[kind] = Attributes(*fields)
+        return attributes
+
+
+# ---- losses --------------------------------------------------------------------------------------
 
 
 def alignment_loss(vectors: Tensor, f_l: Tensor, valid: Tensor, same: Tensor, tau: float) -> Tensor:
@@ -420,6 +525,17 @@ def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
 # ---- method --------------------------------------------------------------------------------------
 
 
+# --order: which vectors are distilled, one set after the other, and what each of them reads.
+ORDERS = {
+    "none": {},
+    "n": {"objects": "cells"},
+    "v": {"actions": "cells"},
+    "n+v": {"objects": "cells", "actions": "objects"},  # the paper's
+    "v+n": {"actions": "cells", "objects": "actions"},
+    "v&n": {"objects": "cells", "actions": "cells"},
+}
+
+
 class RDD(nn.Module):
     """RDD+ACR with all its parameters. grid: (C, H, W) of the features; max_len: tokens of the
     longest caption, with START and END."""
@@ -429,8 +545,8 @@ class RDD(nn.Module):
         self.cfg = cfg
         self.grid = grid
         self.max_len = max_len
-        has_objects = cfg.order not in ("none", "v")
-        has_actions = cfg.order not in ("none", "n")
+        has_objects = "objects" in ORDERS[cfg.order]
+        has_actions = "actions" in ORDERS[cfg.order]
         if cfg.w_n2o and not has_objects:
             raise InputError(f"--order {cfg.order} has no object vectors for L_N2O; set --w_n2o 0")
         if cfg.w_v2a and not has_actions:
@@ -473,23 +589,13 @@ class RDD(nn.Module):
         f_aft = self.embed(after)  # Eq. 1
         # [ours] Eq. 2 as printed; the text above it subtracts "before" from "after".
         f_diff = f_bef - f_aft  # Eq. 2
-        if self.difference is None:
-            f_c = f_diff
-        else:
-            f_c = self.difference(f_bef, f_aft, f_diff)  # Eq. 3-5
-
-        order = self.cfg.order
+        f_c = self.difference(f_bef, f_aft, f_diff) if self.difference else f_diff  # Eq. 3-5
+        tokens = {"cells": f_c}
         distilled = {}
-        if order in ("n", "n+v", "v&n"):
-            distilled["objects"] = self.objects(f_c)  # Eq. 6-8
-        if order in ("v", "v+n", "v&n"):
-            distilled["actions"] = self.actions(f_c)  # Eq. 6-8
-        if order == "n+v":  # the paper's: actions from objects
-            distilled["actions"] = self.actions(distilled["objects"].vectors)  # Eq. 6-8
-        if order == "v+n":
-            distilled["objects"] = self.objects(distilled["actions"].vectors)  # Eq. 6-8
-        tokens = [f_c] + [x.vectors for x in distilled.values()]
-        return self.fuse(torch.cat(tokens, 1)), distilled  # Eq. 9
+        for name, source in ORDERS[self.cfg.order].items():
+            distilled[name] = getattr(self, name)(tokens[source])  # Eq. 6-8
+            tokens[name] = distilled[name].vectors
+        return self.fuse(torch.cat(list(tokens.values()), 1)), distilled  # Eq. 9
 
     def forward(
         self,
@@ -557,120 +663,19 @@ class RDD(nn.Module):
         weight = self.decoder.attention(ids, fused, height * width)  # (B, V, N); F_c stands first
         # Row t is the state that predicts word t + 1.
         maps = {"decoder": masked_mean(weight[:, :-1], is_word(ids[:, 1:]))}  # (B, N)
-        read_cells = None  # (B, M, N): the weights over cells of the vectors that came first
-        for name, (_, query, key) in distilled.items():
+        over_cells = {}  # name -> weights (B, K, N)
+        for name, source in ORDERS[self.cfg.order].items():
             attention = getattr(self, name).blocks[-1].cross_attention
+            _, query, key = distilled[name]
             weight = attention.scores(query, key).softmax(-1).mean(1)  # (B, K, M)
-            if read_cells is not None and "+" in self.cfg.order:
-                weight = weight @ read_cells  # (B, K, M) (B, M, N) -> (B, K, N)
-            read_cells = weight
+            if source != "cells":
+                weight = weight @ over_cells[source]  # (B, K, M) (B, M, N) -> (B, K, N)
+            over_cells[name] = weight
             maps[name] = weight.mean(1)
         return {name: x.unflatten(1, (height, width)) for name, x in maps.items()}
 
 
-# ---- phrases -------------------------------------------------------------------------------------
-
-NOUN_PROMPT = "the objects that changed: "  # prompt="fixed" [ours]
-VERB_PROMPT = "what happened: "
-
-
-def encode_prompted(clip, tokens: Tensor, prompts: Tensor | None = None) -> Tensor:
-    """CLIP's text encoder with P learned vectors between the start token and the words, as in CoOp.
-    Without prompts it equals CLIP's encode_text.
-
-    tokens (S, L) ids, prompts (S, P, width) -> (S, d). L may stop at the longest text's end token,
-    because no token sees later ones. L + P is at most CLIP's context length (77 tokens)."""
-    x = clip.token_embedding(tokens)  # (S, L, width)
-    ends = tokens.argmax(1)  # the end token has the highest id
-    if prompts is not None:
-        x = torch.cat([x[:, :1], prompts, x[:, 1:]], 1)  # (S, L + P, width)
-        ends = ends + prompts.shape[1]
-    size = x.shape[1]
-    x = x + clip.positional_embedding[:size]
-    x = clip.transformer(x, attn_mask=clip.attn_mask[:size, :size])
-    x = clip.ln_final(x)[torch.arange(x.shape[0], device=x.device), ends]  # (S, width)
-    if isinstance(clip.text_projection, nn.Linear):
-        return clip.text_projection(x)
-    return x @ clip.text_projection
-
-
-class Phrases:
-    """Section "Attribute-guided Tokens Generating" up to the adapter: CLIP's text encoder reads the
-    noun phrases of each training caption, joined by "and", and likewise its verb phrases. Only
-    training needs this class, and no checkpoint contains it. [ours] CLIP is ViT-L/14, and frozen.
-
-    clip: an open_clip.CLIP, frozen, on cfg.device; tokenizer: texts -> ids (S, context);
-    readings: caption -> (noun phrases, verb phrases), for every training caption. An example:
-
-        phrases = Phrases(cfg, clip, tokenizer, {"the cube is gone": (["cube"], ["is gone"])})
-        attributes = phrases.encode(["the cube is gone"], model.prompts())
-        losses = model(before, after, ids, **attributes)"""
-
-    def __init__(
-        self, cfg: Config, clip, tokenizer, readings: dict[str, tuple[list[str], list[str]]]
-    ):
-        # Only some CLIPs have the parts that encode_prompted uses.
-        if getattr(clip, "text_pool_type", None) != "argmax":
-            raise InputError(
-                f"--clip {cfg.clip} takes no learned prompts; choose one like ViT-L-14"
-            )
-        width = clip.token_embedding.embedding_dim
-        dim = encode_prompted(clip, tokenizer(["a cube"]).to(cfg.device)).shape[1]
-        if (cfg.clip_dim, cfg.clip_width) != (dim, width):
-            raise InputError(f"--clip {cfg.clip} needs --clip_dim {dim} --clip_width {width}")
-        self.clip = clip
-        self.ignore_equal = cfg.equal_phrases == "ignored"
-        noun_prompt = NOUN_PROMPT if cfg.prompt == "fixed" else ""
-        verb_prompt = VERB_PROMPT if cfg.prompt == "fixed" else ""
-        nouns = {}  # caption -> its noun phrases as one text; "" if it has none
-        verbs = {}
-        for caption, (noun_phrases, verb_phrases) in readings.items():
-            nouns[caption] = noun_prompt + " and ".join(noun_phrases) if noun_phrases else ""
-            verbs[caption] = verb_prompt + " and ".join(verb_phrases) if verb_phrases else ""
-        texts = sorted({*nouns.values(), *verbs.values()} - {""})
-        row = {text: i for i, text in enumerate(texts)}
-        row[""] = -1
-        self.rows = {  # caption -> its row of self.tokens; -1: no phrase
-            "nouns": {caption: row[text] for caption, text in nouns.items()},
-            "verbs": {caption: row[text] for caption, text in verbs.items()},
-        }
-        tokens = tokenizer(texts)  # (S, context)
-        longest = 1 + int(tokens.argmax(1).max())  # the end token has the highest id
-        # Padding after it would cost time and leave less room for a learnable prompt.
-        self.tokens = tokens[:, :longest].to(cfg.device)
-
-    def encode(
-        self, captions: list[str], prompts: dict[str, Tensor | None]
-    ) -> dict[str, Attributes]:
-        """The phrases of B captions, for each kind ("nouns", "verbs") in RDD.prompts."""
-        device = self.tokens.device
-        # Equal phrases are encoded once. If nouns of two captions are rows (3, 0) and their verbs
-        # are rows (5, 5), then 0, 3, 5 are encoded, with nouns at places (1, 0), verbs at (2, 2).
-        rows = {}  # kind -> its captions' rows of self.tokens (B,)
-        places = {}  # kind -> its captions' places among the encoded texts (B,)
-        tokens = []  # of each kind's distinct texts
-        expanded = []  # each kind's prompt, once for each of them
-        for kind, prompt in prompts.items():
-            # For a pair without a phrase, row -1 is some other text, but `valid` leaves it out.
-            rows[kind] = torch.tensor([self.rows[kind][caption] for caption in captions])
-            distinct, place = rows[kind].unique(return_inverse=True)
-            places[kind] = place + sum(map(len, tokens))  # behind the other kind's texts
-            tokens.append(self.tokens[distinct.to(device)])
-            if prompt is not None:
-                expanded.append(prompt.expand(len(distinct), -1, -1))
-        # One call for both kinds, because two smaller ones would leave a GPU waiting.
-        all_prompts = torch.cat(expanded) if expanded else None
-        encoded = encode_prompted(self.clip, torch.cat(tokens), all_prompts)  # (S, d)
-        attributes = {}
-        for kind in prompts:
-            row = rows[kind].to(device)
-            if self.ignore_equal:
-                same = row[:, None] == row
-            else:
-                same = torch.eye(len(row), dtype=torch.bool, device=device)
-            attributes[kind] = Attributes(encoded[places[kind].to(device)], row >= 0, same)
-        return attributes
-
+# ---- segments ------------------------------------------------------------------------------------
 
 # The patterns of verb segments, for spaCy's Matcher. THERE_VERB: "there is", "is not walking
 # anymore". VERB_TO_VERB: "seem to have been built". VERB_ADJECTIVE: "changed to gray", "is now

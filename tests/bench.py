@@ -126,16 +126,18 @@ def phrases_of(cfg, texts):
     """rdd_acr.Phrases of two batches of captions: each changed pair has its own phrase; the other
     pairs share a few."""
     half = len(texts) // 2
-    row_of = {}
+    count = REPEATED + half  # of phrases of a kind
+    nouns = {}
     for i, text in enumerate(texts):
-        row_of[text] = REPEATED + i if i < half else i % REPEATED
+        nouns[text] = REPEATED + i if i < half else i % REPEATED
     clip = TextTransformer(77, 49408, CLIP, heads=12, layers=12, output_dim=CLIP).to(cfg.device)
     clip.requires_grad_(False).eval()
     phrases = object.__new__(rdd_acr.Phrases)
-    phrases.rows = {"nouns": row_of, "verbs": row_of}
+    phrases.rows = {"nouns": nouns, "verbs": {text: count + row for text, row in nouns.items()}}
     phrases.clip = clip
     phrases.ignore_equal = True
-    phrases.tokens = torch.randint(49408, (REPEATED + half, PHRASE), device=cfg.device)
+    phrases.tokens = torch.randint(49408, (2 * count, PHRASE), device=cfg.device)
+    phrases.valid = torch.ones(2 * count, dtype=torch.bool, device=cfg.device)
     return phrases
 
 

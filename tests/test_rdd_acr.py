@@ -114,7 +114,8 @@ def test_alignment_loss_is_exact_under_autocast():
 @pytest.mark.parametrize("order", ["none", "n", "v", "n+v", "v+n", "v&n"])
 def test_encoder_against_equations(order, share_blocks, residual):
     """residual=False: Eq. 2-8 as printed, without any LayerNorm."""
-    weights = {"w_n2o": 0.1 * ("n" in order.replace("none", "")), "w_v2a": 0.1 * ("v" in order)}
+    names = rdd_acr.ORDERS[order]
+    weights = {"w_n2o": 0.1 * ("objects" in names), "w_v2a": 0.1 * ("actions" in names)}
     model = small(order=order, share_blocks=share_blocks, residual=residual, **weights).eval()
     before, after = pictures()
     for p in model.parameters():
