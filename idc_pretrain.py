@@ -38,8 +38,8 @@ telling the caption from six similar ones (FDA). (2) Like a person, it looks at 
 word sees only earlier words, so captions can be written word by word.
 
 Read first: Embedding, mask_words, causal_mask, cell_loss, align_loss, and of IDC encode, joint,
-mlm, mvcl, fda, causal and finetune. Skip at first: the last two sections (rewritten captions,
-cross-task data; 370 lines), attention_map, and RELEASED.
+mlm, mvcl, fda, causal and finetune. Skip at first: the last three sections (rewritten captions,
+cross-task data, as released; 430 lines), attention_map, and RELEASED.
 
 Formulas, reconstructed from the paper's text and released code, not compared with the printed ones:
 Eq. 1      Embedding.words   w = [CLS] START w_1 w_2 ... END; the paper's [BOS] and [EOS] are START
@@ -168,13 +168,11 @@ class Config(RunConfig):
     swap: bool = True  # in half of the scenes, swap "before" and the distractor's "after"
     finetune_targets: Literal["every", "masked"] = "every"  # which words fine-tuning predicts
     init_weights: Literal["xavier", "pytorch"] = "xavier"  # how weights are initialised
-    feature_layer: Literal["linear", "sigmoid"] = "linear"  # sigmoid: linear, then a sigmoid
-    position_exponent: Literal["standard", "doubled"] = "standard"  # in positions' frequencies
-    special_tokens: Literal["own", "shared"] = "own"  # vectors of [CLS], [IMG1] and [IMG2]
-    mvcl_negatives: Literal["features", "predictions"] = "features"  # what represents other cells
+    embedding: Literal["plain", "released"] = "plain"  # Embedding, or ReleasedEmbedding at the end
+    mask_rules: Literal["plain", "released"] = "plain"  # mask_words, or released_mask_words
+    mvcl_negatives: Literal["features", "predictions"] = "features"  # or released_cell_loss
     see_padding: bool = False  # in pre-training, tokens also see padding
     finetune_cls: bool = True  # put [CLS] before the text in fine-tuning, too
-    mask_rules: Literal["plain", "released"] = "plain"  # which words are masked, and by what
     pretrain_decay: Literal["none", "inverse_sqrt"] = "none"  # after the warm-up of pre-training
     finetune_decay: Literal["none", "halves"] = "none"  # halves: x1/2 at step 10000, x1/4 at 20000
     reduction: Literal["mean", "sum"] = "mean"  # of fine-tuning's losses, over words and pairs
@@ -190,38 +188,27 @@ class Embedding(nn.Module):
     As in the released code, words are multiplied by sqrt(D), and special tokens have no position,
     although the paper adds a position to every token (section 2.1)."""
 
-    # The parts of the sequence, which begin with [IMG1], [IMG2] and [CLS].
+    # The parts of the sequence, which begin with [IMG1], [IMG2] and [CLS]. Each part has a type.
     IMAGE_1 = 0
     IMAGE_2 = 1
     TEXT = 2
+    SPECIAL = 3  # vectors of special tokens
+    TYPES = 3
 
     def __init__(self, cfg: Config, vocab_size: int, channels: int, positions: int):
         super().__init__()
-        self.mask_id = vocab_size  # the id of [MASK]; those of the special tokens follow
-        first = vocab_size + 1
-        # content_types[part]: the type of the part's words or cells. Special tokens have type part.
-        if cfg.special_tokens == "own":
-            self.special_ids = [first, first + 1, first + 2]
-            self.content_types = [0, 1, 2]
-        else:
-            self.special_ids = [first, first, first]
-            self.content_types = [3, 4, 5]
-        self.table = nn.Embedding(max(self.special_ids) + 1, cfg.dim)
-        self.types = nn.Embedding(max(self.content_types) + 1, cfg.dim)
+        self.mask_id = vocab_size  # the id of [MASK]; those of [IMG1], [IMG2] and [CLS] follow
+        self.table = nn.Embedding(vocab_size + 1 + self.SPECIAL, cfg.dim)
+        self.types = nn.Embedding(self.TYPES, cfg.dim)
         self.project = nn.Linear(channels, cfg.dim)
         self.norm = nn.LayerNorm(cfg.dim, eps=1e-12)
         self.dropout = nn.Dropout(cfg.dropout)
-        if cfg.position_exponent == "standard":
-            position = sinusoid(positions, cfg.dim)
-        else:
-            position = doubled_sinusoid(positions, cfg.dim)
-        self.register_buffer("position", position, persistent=False)
-        self.squash = cfg.feature_layer == "sigmoid"
+        self.register_buffer("position", sinusoid(positions, cfg.dim), persistent=False)
         self.scale = cfg.dim**0.5
 
     def special(self, part: int, count: int) -> Tensor:
         """The part's [IMG1], [IMG2] or [CLS], `count` times -> (count, 1, D)."""
-        x = self.table.weight[self.special_ids[part]] + self.types.weight[part]
+        x = self.table.weight[self.mask_id + 1 + part] + self.types.weight[part]
         y = self.norm(x).expand(count, 1, -1)
         return self.dropout(y)  # Eq. 1-3
 
@@ -229,26 +216,20 @@ class Embedding(nn.Module):
         """(B, V) ids at positions first, first + 1, ... -> (B, V, D)."""
         end = first + ids.shape[1]
         assert end <= self.position.shape[0], "a caption is longer than the table of positions"
-        x = self.scale * self.table(ids) + self.types.weight[self.content_types[self.TEXT]]
+        x = self.scale * self.table(ids) + self.types.weight[self.TEXT]
         x = x + self.position[first:end]
         return self.dropout(self.norm(x))  # Eq. 1
 
+    def cells(self, features: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, N, D), n = row * W + column."""
+        return self.project(features.flatten(2).transpose(1, 2))
+
     def image(self, features: Tensor, part: int) -> Tensor:
-        """(B, C, H, W) -> [IMG1] or [IMG2], then the cells (B, 1 + N, D), n = row * W + column."""
-        x = self.project(features.flatten(2).transpose(1, 2))  # (B, N, D)
-        if self.squash:
-            x = x.sigmoid()
-        x = x + self.types.weight[self.content_types[part]] + self.position[: x.shape[1]]
+        """(B, C, H, W) -> [IMG1] or [IMG2], then the cells (B, 1 + N, D)."""
+        x = self.cells(features)
+        x = x + self.types.weight[part] + self.position[: x.shape[1]]
         y = self.dropout(self.norm(x))  # Eq. 2-3
         return torch.cat([self.special(part, y.shape[0]), y], 1)
-
-
-def doubled_sinusoid(length: int, dim: int) -> Tensor:
-    """The released positions (length, dim). Channel i has frequency 10000^(-2i/D), so the sine and
-    the cosine of a pair differ in frequency, and most channels hardly vary."""
-    channel = torch.arange(dim)
-    angle = torch.arange(length)[:, None] / 10000 ** (2 * channel / dim)
-    return torch.where(channel % 2 == 0, angle.sin(), angle.cos())
 
 
 class Block(nn.Module):
@@ -305,36 +286,20 @@ class Transformer(nn.Module):
 # ---- masks ---------------------------------------------------------------------------------------
 
 
-def mask_words(caption: Tensor, vocab_size: int, rate: float, rules: str) -> tuple[Tensor, Tensor]:
+def mask_words(caption: Tensor, vocab_size: int, rate: float) -> tuple[Tensor, Tensor]:
     """Section "MLM": each word is a target with probability `rate`. Of the targets, 80 % become
     [MASK], 10 % a random word, and 10 % stay. caption (B, V) -> ids with masks; targets, NULL
     elsewhere (B, V).
 
     END is masked like any word, because the model has to learn where a caption ends. UNK is not
-    masked [ours]. The released rules also mask UNK, replace END by [MASK] only, make the first word
-    a [MASK] if no word was drawn, and draw random words from all ids."""
+    masked [ours]."""
     device = caption.device
     mask_id = vocab_size  # the first id after all words; the special tokens follow
-    if rules == "released":
-        may_be_masked = (caption > END) | (caption == UNK)
-    else:
-        may_be_masked = caption >= END
-    chosen = may_be_masked & (torch.rand(caption.shape, device=device) < rate)
+    chosen = (caption >= END) & (torch.rand(caption.shape, device=device) < rate)
     kind = torch.rand(caption.shape, device=device)
-    if rules == "released":
-        none = ~chosen.any(1)
-        chosen[:, 1] |= none
-        kind[:, 1] = kind[:, 1].masked_fill(none, 0)
-        # Also [MASK] and the first special token.
-        random = torch.randint(NULL, vocab_size + 2, caption.shape, device=device)
-    else:
-        random = torch.randint(END + 1, vocab_size, caption.shape, device=device)
+    random = torch.randint(END + 1, vocab_size, caption.shape, device=device)
     ids = torch.where(chosen & (kind < 0.9), random, caption)  # 10 % stay
     ids = ids.masked_fill(chosen & (kind < 0.8), mask_id)  # overwrites 80 of the 90 % above
-    if rules == "released":
-        end = (caption == END) & (torch.rand(caption.shape, device=device) < rate)
-        ids = ids.masked_fill(end, mask_id)
-        chosen = chosen | end
     return ids, caption.masked_fill(~chosen, NULL)
 
 
@@ -387,14 +352,9 @@ def word_loss(logits: Tensor, target: Tensor, reduction: str = "mean") -> Tensor
     return total / (target != NULL).sum().clamp(min=1)
 
 
-def cell_loss(
-    predicted: Tensor, features: Tensor, masked: Tensor, tau: float, negatives: str
-) -> Tensor:
+def cell_loss(predicted: Tensor, features: Tensor, masked: Tensor, tau: float) -> Tensor:
     """Eq. 7-8, L_MVCL: InfoNCE over cosines. predicted, features (M, C) of all cells of the batch;
-    masked (n,), the places of the masked ones.
-
-    negatives: "features" of all unmasked cells, or as in the released code their "predictions" and
-    the features of the other masked cells.
+    masked (n,), the places of the masked ones. Negatives are the features of all unmasked cells.
 
     Example, tau = 1: features (1, 0), (0, 2), (3, 0); the first is masked and predicted as (2, 0).
     Its cosines are 1, 0 and 1, so the loss is -ln e / (e + 1 + e) = 0.862. The third cell looks the
@@ -403,13 +363,9 @@ def cell_loss(
     with torch.autocast(features.device.type, enabled=False):  # bfloat16 has too few digits
         p = F.normalize(upcast(predicted), dim=-1)
         f = F.normalize(features, dim=-1)
-        if negatives == "predictions":
-            candidates = torch.where(is_masked[:, None], f, p)
-            s = p[masked] @ candidates.T / tau  # (n, M)
-        else:
-            s = p[masked] @ f.T / tau  # (n, M)
-            own = masked[:, None] == torch.arange(f.shape[0], device=f.device)
-            s = s.masked_fill(is_masked & ~own, float("-inf"))
+        s = p[masked] @ f.T / tau  # (n, M)
+        own = masked[:, None] == torch.arange(f.shape[0], device=f.device)
+        s = s.masked_fill(is_masked & ~own, float("-inf"))
         return F.cross_entropy(s, masked)  # Eq. 7-8
 
 
@@ -483,7 +439,8 @@ class IDC(nn.Module):
         self.grid = tuple(grid)
         self.max_len = max_len
         channels, height, width = grid
-        self.embed = Embedding(cfg, vocab_size, channels, max(height * width, max_len))
+        Embed = ReleasedEmbedding if cfg.embedding == "released" else Embedding
+        self.embed = Embed(cfg, vocab_size, channels, max(height * width, max_len))
         if cfg.difference_encoder:
             self.single = Transformer(cfg, 1)
             self.pair = Transformer(cfg, 1)
@@ -543,8 +500,8 @@ class IDC(nn.Module):
             pair_mask = valid.view(1, 1, 1, -1)  # (1, 1, 1, S)
         # Otherwise, unflatten below would split the images at the wrong place.
         assert after.shape == before.shape, f"{before.shape} expected, {after.shape} found"
-        x_1 = self.embed.image(before, Embedding.IMAGE_1)
-        x_2 = self.embed.image(after, Embedding.IMAGE_2)
+        x_1 = self.embed.image(before, self.embed.IMAGE_1)
+        x_2 = self.embed.image(after, self.embed.IMAGE_2)
         x = torch.cat([x_1, x_2])  # (2B, 1 + N, D)
         if self.cfg.difference_encoder:
             x, _ = self.single(x, single_mask)  # E_s of Eq. 4
@@ -559,7 +516,7 @@ class IDC(nn.Module):
         """Eq. 5 in pre-training, where every token sees all tokens except padding. visual and valid
         are from `encode`; ids (B, V) -> visual (B, S, D); text (B, 1 + V, D), [CLS] first."""
         count = visual.shape[1]
-        cls = self.embed.special(Embedding.TEXT, ids.shape[0])
+        cls = self.embed.special(self.embed.TEXT, ids.shape[0])
         text = torch.cat([cls, self.embed.words(ids)], 1)
         seen_text = (ids != NULL) | self.cfg.see_padding
         seen_text = F.pad(seen_text, (1, 0), value=True)  # [CLS]
@@ -580,7 +537,7 @@ class IDC(nn.Module):
         -> text (B, T, D), [CLS] first if finetune_cls; its states (see Block)."""
         text = self.embed.words(ids)
         if self.cfg.finetune_cls:
-            cls = self.embed.special(Embedding.TEXT, ids.shape[0])
+            cls = self.embed.special(self.embed.TEXT, ids.shape[0])
             text = torch.cat([cls, text], 1)
         asked = ids.shape[1] if ask_next else 0
         seen = causal_mask(text.shape[1], asked, ids.device)
@@ -591,12 +548,16 @@ class IDC(nn.Module):
         seen = F.pad(seen, (keys.shape[1], 0), value=True)  # all text sees the images
         return self.cross(text, seen[None, None], past)  # Eq. 5
 
+    def mask(self, caption: Tensor) -> tuple[Tensor, Tensor]:
+        """See mask_words."""
+        mask = released_mask_words if self.cfg.mask_rules == "released" else mask_words
+        return mask(caption, self.vocab_size, self.cfg.mask_rate)
+
     # -- pre-training; before and after: features (B, C, H, W); after is None for single images
 
     def mlm(self, before: Tensor, after: Tensor | None, caption: Tensor) -> dict[str, Tensor]:
         """Eq. 6: predict masked words of captions (B, V) from the other words and the images."""
-        cfg = self.cfg
-        ids, target = mask_words(caption, self.vocab_size, cfg.mask_rate, cfg.mask_rules)
+        ids, target = self.mask(caption)
         visual, valid, _ = self.encode(before, after)  # Eq. 4
         _, text = self.joint(visual, valid, ids)  # Eq. 5
         logits = self.head(text[:, 1:])  # without [CLS]
@@ -619,8 +580,8 @@ class IDC(nn.Module):
         # As released, the projection's weights, transposed, map back to features.
         predicted = hidden @ self.embed.project.weight + self.cell_bias
         predicted = predicted.flatten(0, 2)  # (M, C)
-        loss = cell_loss(predicted, features, masked, cfg.tau_mvcl, cfg.mvcl_negatives)
-        return {"mvcl": loss}  # Eq. 7-8
+        loss = cell_loss if cfg.mvcl_negatives == "features" else released_cell_loss
+        return {"mvcl": loss(predicted, features, masked, cfg.tau_mvcl)}  # Eq. 7-8
 
     def fda(
         self, before: Tensor, after: Tensor | None, caption: Tensor, rewritten: Tensor
@@ -665,7 +626,7 @@ class IDC(nn.Module):
             target = caption[:, 1:]
             text, _ = self.causal(past, caption[:, :-1], ask_next=True)  # Eq. 5
         else:
-            ids, target = mask_words(caption, self.vocab_size, cfg.mask_rate, cfg.mask_rules)
+            ids, target = self.mask(caption)
             text, _ = self.causal(past, ids)  # Eq. 5
         asked = text[:, -target.shape[1] :]  # the [MASK]s that follow the words, or all words
         losses = {"caption": word_loss(self.head(asked), target, cfg.reduction)}  # Eq. 6
@@ -771,9 +732,7 @@ RELEASED = {
         # default: every word, from a [MASK] [ours]. Section 2.3 predicts MLM's 15 % of the words.
         finetune_targets="masked",
         init_weights="pytorch",  # default: Xavier-uniform [ours]
-        feature_layer="sigmoid",  # default: section 2.1's linear layer alone
-        position_exponent="doubled",  # default: section 2.1's positions, of Vaswani et al.
-        special_tokens="shared",  # default: section 2.1's three special tokens and three types
+        embedding="released",  # default: section 2.1's; see ReleasedEmbedding
         mvcl_negatives="predictions",  # default: Eq. 8's features of unmasked cells
         see_padding=True,  # default: no [ours]; the paper is silent on it in pre-training
         finetune_cls=False,  # default: yes; section 2.3 feeds [CLS] in inference
@@ -1308,11 +1267,9 @@ def load_init(model: IDC, cfg: Config, dataset) -> None:
     dataset.check_words(state)
     dataset.note_trained_pairs(state)
     load_weights(model, state["model"], cfg.init)
-    # The shapes of the weights do not show these.
-    for name in ("heads", "feature_layer", "position_exponent"):
-        value = state["config"][name]
-        if getattr(cfg, name) != value:
-            raise InputError(f"--init {cfg.init} was trained with --{name} {value}; give the same")
+    heads = state["config"]["heads"]  # the shapes of the weights do not show it
+    if cfg.heads != heads:
+        raise InputError(f"--init {cfg.init} was trained with --heads {heads}; give the same")
 
 
 def open_cub(cfg: Config, dataset):
@@ -1373,6 +1330,76 @@ def partners(classes: np.ndarray, seed: int) -> np.ndarray:
             fits = same
         partner.append(rng.choice(places[fits]))
     return np.array(partner)
+
+
+# ---- as released ---------------------------------------------------------------------------------
+
+# What embedding, mask_rules and mvcl_negatives choose with --variant released.
+
+
+class ReleasedEmbedding(Embedding):
+    """Eq. 1-3, but [IMG1], [IMG2] and [CLS] share a vector, these have other types than cells and
+    words, a sigmoid follows the linear layer, and positions are doubled_sinusoid's. (Section 2.1
+    has three special tokens, three types, and the positions of Vaswani et al.)"""
+
+    # Types of cells and words. Those of [IMG1], [IMG2] and [CLS] are 0, 1 and 2.
+    IMAGE_1 = 3
+    IMAGE_2 = 4
+    TEXT = 5
+    SPECIAL = 1
+    TYPES = 6
+
+    def __init__(self, cfg: Config, vocab_size: int, channels: int, positions: int):
+        super().__init__(cfg, vocab_size, channels, positions)
+        self.position = doubled_sinusoid(positions, cfg.dim)
+
+    def special(self, part: int, count: int) -> Tensor:
+        x = self.table.weight[self.mask_id + 1] + self.types.weight[part - 3]
+        y = self.norm(x).expand(count, 1, -1)
+        return self.dropout(y)
+
+    def cells(self, features: Tensor) -> Tensor:
+        return super().cells(features).sigmoid()
+
+
+def doubled_sinusoid(length: int, dim: int) -> Tensor:
+    """Positions (length, dim). Channel i has frequency 10000^(-2i/D), so the sine and the cosine of
+    a pair differ in frequency, and most channels hardly vary."""
+    channel = torch.arange(dim)
+    angle = torch.arange(length)[:, None] / 10000 ** (2 * channel / dim)
+    return torch.where(channel % 2 == 0, angle.sin(), angle.cos())
+
+
+def released_mask_words(caption: Tensor, vocab_size: int, rate: float) -> tuple[Tensor, Tensor]:
+    """As mask_words, but UNK is masked, too, END becomes [MASK] only, the first word becomes [MASK]
+    if no word was drawn, and random words are drawn from all ids."""
+    device = caption.device
+    mask_id = vocab_size
+    may_be_masked = (caption > END) | (caption == UNK)
+    chosen = may_be_masked & (torch.rand(caption.shape, device=device) < rate)
+    kind = torch.rand(caption.shape, device=device)
+    none = ~chosen.any(1)
+    chosen[:, 1] |= none
+    kind[:, 1] = kind[:, 1].masked_fill(none, 0)
+    # Also [MASK] and the first special token.
+    random = torch.randint(NULL, vocab_size + 2, caption.shape, device=device)
+    ids = torch.where(chosen & (kind < 0.9), random, caption)
+    ids = ids.masked_fill(chosen & (kind < 0.8), mask_id)
+    end = (caption == END) & (torch.rand(caption.shape, device=device) < rate)
+    ids = ids.masked_fill(end, mask_id)
+    return ids, caption.masked_fill(~(chosen | end), NULL)
+
+
+def released_cell_loss(predicted: Tensor, features: Tensor, masked: Tensor, tau: float) -> Tensor:
+    """As cell_loss, but the negatives are the predictions of unmasked cells and the features of the
+    other masked cells. (Eq. 8 has the features of unmasked cells.)"""
+    is_masked = torch.zeros_like(features[:, 0], dtype=torch.bool).index_fill(0, masked, True)
+    with torch.autocast(features.device.type, enabled=False):
+        p = F.normalize(upcast(predicted), dim=-1)
+        f = F.normalize(features, dim=-1)
+        candidates = torch.where(is_masked[:, None], f, p)
+        s = p[masked] @ candidates.T / tau  # (n, M)
+        return F.cross_entropy(s, masked)
 
 
 if __name__ == "__main__":

@@ -80,22 +80,22 @@ def test_judge_loss_of_mixed_pairs_against_loop():
     torch.testing.assert_close(idc.judge_loss(logits, changed), total / 3)
 
 
-@pytest.mark.parametrize("negatives", ["features", "predictions"])
-def test_cell_loss_against_loop(negatives):
+@pytest.mark.parametrize("cell_loss", [idc.cell_loss, idc.released_cell_loss])
+def test_cell_loss_against_loop(cell_loss):
     torch.manual_seed(0)
     predicted, features = torch.randn(2, 8, 4).double().unbind(0)
     hidden = [1, 4, 5]
     shown = [0, 2, 3, 6, 7]
     total = 0.0
     for i in hidden:
-        if negatives == "predictions":
+        if cell_loss is idc.released_cell_loss:
             others = [predicted[j] for j in shown] + [features[j] for j in hidden if j != i]
         else:
             others = [features[j] for j in shown]
         own = math.exp(cosine(predicted[i], features[i]) / 0.5)
         rest = sum(math.exp(cosine(predicted[i], other) / 0.5) for other in others)
         total -= math.log(own / (own + rest)) / 3
-    loss = idc.cell_loss(predicted, features, torch.tensor(hidden), 0.5, negatives)
+    loss = cell_loss(predicted, features, torch.tensor(hidden), 0.5)
     assert loss.item() == pytest.approx(total)
 
 
@@ -113,9 +113,9 @@ def test_the_examples_of_the_docstrings():
     features = torch.tensor([[1.0, 0], [0, 2], [3, 0]])
     predicted = torch.tensor([[2.0, 0], [5, 1], [1, 5]])  # the others' predictions do not matter
     masked = torch.tensor([0])
-    loss = idc.cell_loss(predicted, features, masked, 1.0, "features")
+    loss = idc.cell_loss(predicted, features, masked, 1.0)
     assert loss.item() == pytest.approx(0.862, abs=5e-4)
-    loss = idc.cell_loss(predicted, features, masked, 0.001, "features")
+    loss = idc.cell_loss(predicted, features, masked, 0.001)
     assert loss.item() == pytest.approx(math.log(2), abs=5e-4)
     image = torch.tensor([1.0, 0]).expand(1, 7, 2)
     text = torch.tensor([[[1.0, 0]] + 6 * [[0, 1]]])
@@ -169,12 +169,12 @@ def test_the_total_is_the_papers_sum():
 # ---- masks ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rules", ["plain", "released"])
-def test_masks_of_words(rules):
+@pytest.mark.parametrize("mask_words", [idc.mask_words, idc.released_mask_words])
+def test_masks_of_words(mask_words):
     torch.manual_seed(0)
     caption = CAPTION[:1].repeat(20000, 1)
     caption[:, 3] = UNK  # START 4 5 UNK END
-    ids, target = idc.mask_words(caption, WORDS, 0.15, rules)
+    ids, target = mask_words(caption, WORDS, 0.15)
     chosen = target != NULL
     assert torch.equal(target[chosen], caption[chosen])
     assert torch.equal(ids[~chosen], caption[~chosen])
@@ -185,8 +185,8 @@ def test_masks_of_words(rules):
     assert (words == MASK).double().mean().item() == pytest.approx(0.8, abs=0.03)
     # A random word is at times the word itself.
     assert (words == caption[0, 2]).double().mean().item() == pytest.approx(0.11, abs=0.02)
-    assert chosen[:, 3].any() == (rules == "released")  # UNK
-    if rules == "plain":
+    assert chosen[:, 3].any() == (mask_words is idc.released_mask_words)  # UNK
+    if mask_words is idc.mask_words:
         assert set(words.tolist()) == {MASK, *range(END + 1, WORDS)}
     else:  # captions without a drawn word have their first word masked
         assert set(words.tolist()) == set(range(WORDS + 2))
@@ -233,7 +233,7 @@ def test_masked_cells_are_recognised_from_the_others():
             hidden = model.cell_head(visual[b, first : first + N])
             predicted.append(hidden @ model.embed.project.weight + model.cell_bias)
             features.append(torch.stack([image[b, :, n // W, n % W] for n in range(N)]))
-    expected = idc.cell_loss(torch.cat(predicted), torch.cat(features), masked, 1.0, "features")
+    expected = idc.cell_loss(torch.cat(predicted), torch.cat(features), masked, 1.0)
     torch.testing.assert_close(loss, expected)
 
 
@@ -287,7 +287,7 @@ def text_of(model, ids):
     words = model.embed.words(ids)
     if not model.cfg.finetune_cls:
         return words
-    return torch.cat([model.embed.special(Embedding.TEXT, len(ids)), words], 1)
+    return torch.cat([model.embed.special(model.embed.TEXT, len(ids)), words], 1)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -449,13 +449,12 @@ def test_resume_in_either_stage_equals_no_interruption(prepared, tiny, tmp_path,
     "fields, named",
     [
         ({"heads": 4}, "--heads 2"),
-        ({"feature_layer": "sigmoid"}, "--feature_layer linear"),
-        ({"position_exponent": "doubled"}, "--position_exponent standard"),
+        ({"embedding": "released"}, "pretrained.pt cannot be used"),
         ({"layers": 1}, "pretrained.pt cannot be used"),
     ],
 )
 def test_a_model_refuses_weights_that_it_would_use_differently(fields, named, tmp_path):
-    """--init takes weights of any run. Their shapes do not show the first three fields."""
+    """--init takes weights of any run. Their shapes do not show the number of heads."""
     trained = small()
     file = tmp_path / "pretrained.pt"
     torch.save({"model": trained.state_dict(), "config": asdict(trained.cfg)}, file)
@@ -774,7 +773,7 @@ def losses_without_chance(model, monkeypatch) -> dict[str, torch.Tensor]:
     chosen = caption > START
     chosen[:, ::3] = False
     masked = caption.masked_fill(chosen, 76), caption.masked_fill(~chosen, NULL)
-    monkeypatch.setattr(idc, "mask_words", lambda *_: masked)
+    monkeypatch.setattr(model, "mask", lambda _: masked)
     cells = torch.zeros(3, 2, 49, dtype=torch.bool)
     cells[0, 0, ::5] = True
     cells[1, 1, ::7] = True
