@@ -149,10 +149,7 @@ class Config(RunConfig):
     channel_eps: float = 1e-5  # keeps constant channels finite in Eq. 3 [ours]
     input_norm: bool = True  # LayerNorm on the decoder's inputs (released for CLEVR-DC)
     xavier: bool = True  # Xavier-uniform fusion and decoder (released for CLEVR-DC); else PyTorch's
-    ccr_pool: Literal["words", "padded"] = "words"  # Eq. 12: from START to END, or padding as well
-    ccr_states: Literal["attention", "normed"] = "attention"  # Eq. 8-9, or after their LayerNorms
-    ccr_directions: Literal["both", "summed"] = "both"  # Eq. 14, or one loss of (S + S^T) / 2
-    ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # of two pairs [ours]
+    ccr: Literal["paper", "released"] = "paper"  # Eq. 12-14, or released_ccr at the end
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -230,7 +227,7 @@ class DecoderLayer(nn.Module):
     of Eq. 8 and `visual` of Eq. 9 (for L_ccr), and x1, which attends to the difference (for maps),
     all (B, V, D). The printed equations leave out most residuals, LayerNorms and dropouts of the
     standard layer. This layer has them, but `words` and `visual` are the bare outputs of the
-    attentions, unless ccr_states is "normed"."""
+    attentions, unless ccr is "released"."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -242,7 +239,7 @@ class DecoderLayer(nn.Module):
         self.norm2 = nn.LayerNorm(cfg.dim)
         self.norm3 = nn.LayerNorm(cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
-        self.ccr_states = cfg.ccr_states
+        self.ccr = cfg.ccr
 
     def forward(self, x: Tensor, difference: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
         words = self.self_attention(x, x, mask=mask)  # Eq. 8
@@ -251,7 +248,7 @@ class DecoderLayer(nn.Module):
         x2 = self.norm2(x1 + self.dropout(visual))
         inner = self.dropout(F.relu(self.hidden(x2)))
         x3 = self.norm3(x2 + self.dropout(self.output(inner)))  # Eq. 10
-        if self.ccr_states == "normed":
+        if self.ccr == "released":
             words = x1
             visual = x2
         return x3, words, visual, x1
@@ -261,7 +258,7 @@ class Decoder(nn.Module):
     """Words and difference -> hidden states, from which `head` predicts the next words.
 
     A mask keeps all positions from attending to later ones and to padding. Words never see padding,
-    which comes later: this matters for the states at padding, which ccr_pool="padded" averages."""
+    which comes later: this matters for the states at padding, which released_ccr averages."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -329,15 +326,12 @@ def dirl_loss(c: Tensor, alpha: float, correlate: bool = True) -> Tensor:
     return (1 - diagonal).square().sum() + decorrelation  # Eq. 4
 
 
-def ccr_loss(
-    mean_words: Tensor, mean_visual: Tensor, same: Tensor, tau: float, directions: str = "both"
-) -> Tensor:
+def ccr_loss(mean_words: Tensor, mean_visual: Tensor, same: Tensor, tau: float) -> Tensor:
     """Eq. 13-14, L_ccr: InfoNCE between the words of a caption and the differences that they attend
     to, in both directions.
 
     mean_words, mean_visual (B, D) of Eq. 12. same (B, B) bool: pairs that are not each other's
-    negatives (its diagonal does not count). directions: "summed" takes only the rows of
-    (S + S^T) / 2, as the released code does.
+    negatives (its diagonal does not count).
 
     By hand: words and visual both (1, 0), (0, 1), tau = 0.5. S / tau = ((2, 0), (0, 2)), and each
     row and column has -log(e^2 / (e^2 + 1)) = 0.127. If the two pairs are `same`, the loss is 0."""
@@ -346,8 +340,6 @@ def ccr_loss(
         s = upcast(mean_words) @ upcast(mean_visual).T / tau  # Eq. 13, and tau of Eq. 14, (B, B)
         own = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
         s = s.masked_fill(same & ~own, float("-inf"))
-        if directions == "summed":
-            return info_nce((s + s.T) / 2)
         return (info_nce(s) + info_nce(s.T)) / 2  # Eq. 14
 
 
@@ -421,23 +413,27 @@ class DIRL(nn.Module):
         x_aft = self.embed(after)  # Eq. 1
         if self.cfg.difference == "subtract":
             return self.fuse(x_bef - x_aft), x_bef, x_aft
-        # Eq. 5 as printed has one layer. With more (as released), each reads LN(X + shared) of the
-        # one before. Of the last, the attention's bare result is subtracted [ours].
-        *earlier, last = self.cross_view
-        stream_bef = x_bef
-        stream_aft = x_aft
-        for layer, norm in zip(earlier, self.norms, strict=False):
-            shared_bef, shared_aft = layer(stream_bef, stream_aft)
-            stream_bef = norm(stream_bef + self.dropout(shared_bef))
-            stream_aft = norm(stream_aft + self.dropout(shared_aft))
-        shared_bef, shared_aft = last(stream_bef, stream_aft)  # Eq. 5
-        if self.cfg.difference == "stream":  # as released
-            shared_bef = self.norms[-1](stream_bef + self.dropout(shared_bef))
-            shared_aft = self.norms[-1](stream_aft + self.dropout(shared_aft))
+        shared_bef, shared_aft = self.shared(x_bef, x_aft)  # Eq. 5
         difference_bef = x_bef - shared_bef  # Eq. 6
         difference_aft = x_aft - shared_aft  # Eq. 6
         joined = torch.cat([difference_bef, difference_aft], -1)  # (B, N, 2D)
         return self.fuse(joined), x_bef, x_aft  # Eq. 7
+
+    def shared(self, x_bef: Tensor, x_aft: Tensor) -> tuple[Tensor, Tensor]:
+        """Eq. 5: X_bef, X_aft (B, N, D) -> shared_bef, shared_aft (B, N, D).
+
+        Eq. 5 as printed has one layer. With more (as released), each reads LN(X + shared) of the
+        one before. Of the last, the attention's bare result is subtracted [ours]."""
+        *earlier, last = self.cross_view
+        for layer, norm in zip(earlier, self.norms, strict=False):
+            shared_bef, shared_aft = layer(x_bef, x_aft)
+            x_bef = norm(x_bef + self.dropout(shared_bef))
+            x_aft = norm(x_aft + self.dropout(shared_aft))
+        shared_bef, shared_aft = last(x_bef, x_aft)  # Eq. 5
+        if self.cfg.difference == "stream":  # as released
+            shared_bef = self.norms[-1](x_bef + self.dropout(shared_bef))
+            shared_aft = self.norms[-1](x_aft + self.dropout(shared_aft))
+        return shared_bef, shared_aft
 
     def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
         """before, after (B, C, H, W), caption (B, V) -> the terms of Eq. 16, by name.
@@ -471,18 +467,16 @@ class DIRL(nn.Module):
 
         The words are those of the reference caption (section 3.4). The paper divides V^ by HW, but
         V^ of Eq. 9 has one row for each word, so both means run over words."""
-        valid = caption != NULL
-        if self.cfg.ccr_pool == "padded":  # up to the longest caption of the data set
+        if self.cfg.ccr == "released":
             assert caption.shape[1] == self.max_len, "pad captions to max_len"
-            valid = torch.ones_like(valid)
+            return released_ccr(words, visual, self.cfg.tau)
+        valid = caption != NULL
         mean_words = masked_mean(words, valid)  # Eq. 12, (B, D)
         mean_visual = masked_mean(visual, valid)  # Eq. 12, (B, D)
         # [ours] Pairs with equal captions are not each other's negatives. In the paper, "the others
         # will be the negatives in this batch" (section 3.5).
         same = (caption[:, None] == caption).all(-1)  # (B, B)
-        if self.cfg.ccr_equal_captions == "negatives":
-            same = torch.zeros_like(same)
-        return ccr_loss(mean_words, mean_visual, same, self.cfg.tau, self.cfg.ccr_directions)
+        return ccr_loss(mean_words, mean_visual, same, self.cfg.tau)
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
@@ -535,16 +529,9 @@ RELEASED = {  # --variant released: where the released code differs from our def
         difference="stream",
         # The released code divides by the bare standard deviation. A constant channel gives NaN.
         channel_eps=0.0,
-        # Eq. 12 is a mean over the m words. The released code averages the padding's states, too.
-        ccr_pool="padded",
-        # Eq. 12 pools the results of Eq. 8-9. The released code pools after the residuals, so
-        # `visual` contains the words.
-        ccr_states="normed",
-        # Eq. 14 is InfoNCE both ways. The released code takes the rows of (S + S^T) / 2 only.
-        ccr_directions="summed",
-        # Many pairs, above all distractors, share a caption. Both paper and released code treat
-        # them as negatives.
-        ccr_equal_captions="negatives",
+        # See released_ccr. It pools `words` and `visual` after the residuals, so `visual` contains
+        # the words. Eq. 12 pools the results of Eq. 8-9.
+        ccr="released",
         # Not switched: in validation, the released code samples captions. We decode greedily, as in
         # section 4.2.
     ),
@@ -655,6 +642,22 @@ def main(argv: list[str] | None = None) -> None:
     else:
         model = train(cfg, dataset, args.resume)
     evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)
+
+
+# ---- as released ---------------------------------------------------------------------------------
+
+
+def released_ccr(words: Tensor, visual: Tensor, tau: float) -> Tensor:
+    """The means include padding's states, up to the longest caption of the data set (Eq. 12 has the
+    m words), the loss is that of the rows of (S + S^T) / 2 (Eq. 14 has InfoNCE both ways), and
+    pairs with equal captions are negatives. Many pairs, above all distractors, share a caption, and
+    the paper treats them as negatives, too."""
+    everywhere = torch.ones_like(words[..., 0], dtype=torch.bool)
+    mean_words = masked_mean(words, everywhere)
+    mean_visual = masked_mean(visual, everywhere)
+    with torch.autocast(words.device.type, enabled=False):
+        s = upcast(mean_words) @ upcast(mean_visual).T / tau
+        return info_nce((s + s.T) / 2)
 
 
 if __name__ == "__main__":
