@@ -843,8 +843,7 @@ class TimmGrid(nn.Module):
     """The last feature map of a timm model: (n, 3, 224, 224) -> (n, C, H, W). name: timm/MODEL,
     whose weights timm fetches, or timm/MODEL:FILE. Mean and standard deviation are those of MODEL,
     which may have a tag, such as vit_base_patch16_224.mae. Of a ViT, the map comes before its last
-    LayerNorm, as from timm; DINOv2's own code applies it. InputError if there is no such model, or
-    the file does not hold its weights."""
+    LayerNorm. InputError if there is no such model, or the file does not hold its weights."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -853,31 +852,24 @@ class TimmGrid(nn.Module):
         model, _, file = name.removeprefix("timm/").partition(":")
         with file_errors(f"--extractor {name}", "timm.list_pretrained() lists the names"):
             defaults = timm.get_pretrained_cfg(model, allow_unregistered=False)
-        options = {}
-        if defaults.fixed_input_size:  # ViTs, whose native size may be 518
-            options["img_size"] = 224
-        if file:
-            with file_errors(file, f"give weights of {model} under timm's names"):
+        with file_errors(file or f"--extractor {name}", f"give {model}'s weights, timm/MODEL:FILE"):
+            self.net = timm.create_model(model, pretrained=not file, num_classes=0)
+            if file:
                 weights = timm.models.load_state_dict(file)
-                # features_only loads whatever fits, so a whole model checks the weights first.
-                trunk = timm.create_model(model, num_classes=0)
-                for key in weights.keys() - trunk.state_dict().keys():
-                    if key.startswith(defaults.classifier or ()):  # one name, several or none
-                        del weights[key]
-                trunk.load_state_dict(weights)
-            options["pretrained_cfg_overlay"] = {"state_dict": weights}
-        with file_errors(f"--extractor {name}", "load it once online, or give timm/MODEL:FILE"):
-            self.net = timm.create_model(model, pretrained=True, features_only=True, **options)
-        self.channels = self.net.feature_info.channels()[-1]
+                for key in [
+                    key for key in weights if key.startswith(defaults.classifier or "head")
+                ]:
+                    del weights[key]
+                self.net.load_state_dict(weights)
+            if defaults.fixed_input_size:  # ViTs, whose native size may be 518
+                self.net.set_input_size(224)
         data_config = timm.data.resolve_data_config({}, pretrained_cfg=defaults.to_dict())
         # The usual centre crop would hide changes at the border.
         data_config |= {"input_size": (3, 224, 224), "crop_pct": 1.0, "crop_mode": "squash"}
         self.preprocess = timm.data.create_transform(**data_config)
 
     def forward(self, x: Tensor) -> Tensor:
-        grid = self.net(x)[-1]
-        if grid.shape[1] != self.channels:  # Swin's channels come last
-            grid = grid.permute(0, 3, 1, 2)
+        (grid,) = self.net.forward_intermediates(x, 1, intermediates_only=True)
         return grid
 
 

@@ -155,7 +155,7 @@ def test_timm_weights_as_training_scripts_save_them(tmp_path):
     assert torch.equal(next(extractor.blocks([noise(64, 64)], 1)), expected)
     weights["trunk"] = weights.pop("conv1.0.weight")
     torch.save(weights, tmp_path / "other.pt")
-    with pytest.raises(InputError, match="other.pt.*conv1.0.weight.*timm's names"):
+    with pytest.raises(InputError, match="other.pt.*conv1.0.weight"):
         data.Extractor(f"timm/test_resnet:{tmp_path / 'other.pt'}")
 
 
