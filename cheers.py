@@ -831,7 +831,6 @@ def evaluate(
     split: str,
     cfg: Config,
     out_dir: Path | None = None,
-    suffix: str = "",
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
@@ -852,7 +851,7 @@ def evaluate(
                 maps[pair_id] = {name: m[b] for name, m in batch_maps.items()}
                 if entities:
                     notes[pair_id] = [entities.note(batch.images[b])]
-    return dataset.results(split, captions, maps, out_dir, notes, suffix=suffix)
+    return dataset.results(split, captions, maps, out_dir, notes)
 
 
 def load(checkpoint: str | Path, device: str = "", extractor: str = "", clip: str = ""):
@@ -888,7 +887,7 @@ def main(argv: list[str] | None = None) -> None:
         data.note_on_negatives(dataset, cfg, "w_match")  # L_I contrasts images with images
         entities = entities_of(dataset, cfg)
         model = train(cfg, dataset, entities, args.resume)
-    evaluate(model, dataset, entities, args.split, cfg, Path(cfg.out_dir), args.suffix)
+    evaluate(model, dataset, entities, args.split, cfg, Path(cfg.out_dir))
 
 
 if __name__ == "__main__":

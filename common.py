@@ -26,8 +26,6 @@ import math
 import os
 import re
 import secrets
-import shlex
-import signal
 import subprocess
 import sys
 import textwrap
@@ -656,45 +654,32 @@ def parse_args(
 
     A new run starts from the preset of its data set and variant. --resume, --eval and --caption
     start from their checkpoint's Config, in which flags may change only the fields in
-    Config.MAY_CHANGE and, for --eval, the data set. out_dir defaults to the checkpoint's folder or,
-    for --eval on other data, to a folder in that one, named like the data's. --eval adds
-    args.suffix to the names of its files, for example "-last" for last.pt."""
+    Config.MAY_CHANGE and, for --eval, the data set. --eval writes into a folder beside the
+    checkpoint that is named after checkpoint and data, such as best-mini."""
     module = sys.modules[Config.__module__]
     args = make_parser(Config, PRESETS, module.__doc__, bool(RELEASED)).parse_args(argv)
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if f.name in args}
     given["device"] = usable_device(given.get("device", ""))
     dataset = given.get("dataset", Config.dataset)
-    script = Path(module.__file__).stem
-    out_dir = Path(given.get("out_dir") or f"runs/{script}-{dataset}")
+    out_dir = Path(given.get("out_dir") or f"runs/{Path(module.__file__).stem}-{dataset}")
     if bool(args.caption) != bool(args.checkpoint):
         raise InputError("--caption and --checkpoint go together; --eval has its own checkpoint")
-
-    checkpoint = args.eval or args.checkpoint
-    if args.resume:
-        checkpoint = out_dir / "last.pt"
+    checkpoint = out_dir / "last.pt" if args.resume else args.eval or args.checkpoint
     if checkpoint:
         checkpoint = Path(checkpoint)
         base = saved_config(Config, checkpoint)
-        folder = checkpoint.parent
-        if args.eval:
-            trained_on = Path(base.data_dir).resolve()
-            if given.get("dataset", base.dataset) != base.dataset:
-                base.dataset = dataset
-                base.data_dir = f"data/{dataset}"
-            data_dir = Path(given.get("data_dir", base.data_dir)).resolve()
-            if data_dir != trained_on:
-                folder = folder / data_dir.name
+        if args.eval and given.get("dataset", base.dataset) != base.dataset:
+            base.dataset = dataset
+            base.data_dir = f"data/{dataset}"
         released = RELEASED["all"] if args.variant == "released" else {}
         refuse_changes(base, released | given, checkpoint)
-        out_dir = Path(given.get("out_dir") or folder)
-        if args.eval:
-            refuse_other_scores(out_dir, data_dir)
+        if args.eval and not given.get("out_dir"):
+            data = Path(given.get("data_dir", base.data_dir)).name
+            out_dir = checkpoint.with_name(f"{checkpoint.stem}-{data}")
     else:
         base = preset(Config, PRESETS, RELEASED, dataset, args.variant)
         if dataset not in PRESETS:
             print(f"no preset for {dataset}: using the defaults")
-    # A new run needs a new folder. A checkpoint's own folder, and those in it, are used again.
-    if not checkpoint or not out_dir.resolve().is_relative_to(checkpoint.parent.resolve()):
         refuse_used_folder(out_dir)
 
     given["out_dir"] = str(out_dir)
@@ -708,9 +693,6 @@ def parse_args(
         if old or not triton:  # Triton is missing on Windows
             print("torch.compile needs Triton and a GPU of capability 7.0 or more: compile is off")
             cfg.compile = False
-    args.suffix = ""
-    if args.eval and checkpoint.name != "best.pt":
-        args.suffix = f"-{checkpoint.stem}"
     return cfg, args
 
 
@@ -806,14 +788,6 @@ def refuse_used_folder(folder: Path) -> None:
         )
 
 
-def refuse_other_scores(folder: Path, data_dir: Path) -> None:
-    """InputError if the folder has scores of other data, because --eval would replace them."""
-    for file in folder.glob("scores_*.json"):
-        data = read_json(file)["data"]
-        if data != str(data_dir):
-            raise InputError(f"{file} has the scores of {data}; give another --out_dir")
-
-
 def usable_device(name: str) -> str:
     """The device of this name. An empty name stands for CUDA if there is one, else the CPU.
     InputError if there is no such device."""
@@ -864,8 +838,6 @@ class Run:
     other data. With `resume`, the run continues from last.pt as if it had never stopped. InputError
     if, without `resume`, out_dir is not empty."""
 
-    current: "Run | None" = None  # the run of this process, for run_main's last line
-
     def __init__(self, cfg: RunConfig, model: nn.Module, sources: list, resume: bool = False):
         self.cfg = cfg
         self.config = with_absolute_paths(cfg)
@@ -895,7 +867,6 @@ class Run:
             optimizer.load_state_dict(self.resumed["optimizer"])
         else:
             self.save("last.pt")  # so that the stage can be resumed before its first validation
-        Run.current = self
 
     def patience_is_over(self) -> bool:
         """Whether the last cfg.patience validations gave no new best. If so, print it, because a
@@ -1068,25 +1039,21 @@ def draw_curves(log: Path, picture: Path, metric: str) -> None:
     """Plot a log.jsonl over steps: losses, and the validation metric that chooses best.pt."""
     from matplotlib.figure import Figure
 
-    points: dict[str, list[tuple[int, float]]] = {}  # name of a loss -> (step, value)
-    validations = []
-    for row in read_log(log):
-        if row["event"] == "train":
-            for name in row.keys() - {"step", "event", "stage", "seconds", "lr"}:
-                points.setdefault(name, []).append((row["step"], row[name]))
-        elif row["event"] == "eval":
-            validations.append((row["step"], row[metric]))
+    rows = read_log(log)
+    steps = [row for row in rows if row["event"] == "train"]
+    validations = [row for row in rows if row["event"] == "eval"]
     figure = Figure(figsize=(10, 4), layout="constrained")  # no pyplot: it has global state
     left, right = figure.subplots(1, 2, sharex=True)
-    for name in sorted(points):
-        steps, values = zip(*points[name], strict=True)
-        left.plot(steps, values, marker=".", label=name)
+    names = set().union(*steps) - {"step", "event", "stage", "seconds", "lr"}
+    for name in sorted(names):
+        of_name = [row for row in steps if name in row]
+        x = [row["step"] for row in of_name]
+        left.plot(x, [row[name] for row in of_name], marker=".", label=name)
     left.set(xlabel="training step", ylabel="training loss", yscale="log")
     left.legend()
+    x = [row["step"] for row in validations]
+    right.plot(x, [row[metric] for row in validations], marker=".")
     right.set(xlabel="training step", ylabel=f"validation {metric}")
-    if validations:
-        steps, values = zip(*validations, strict=True)
-        right.plot(steps, values, marker=".")
     with atomic_write(picture) as partial:
         figure.savefig(partial, format="png", dpi=100)
 
@@ -1111,12 +1078,7 @@ def print_notes(*notes: str) -> None:
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to, and rename that file to `path` at the end. Whenever the
     process dies, `path` is the old file or the new one, and whole. Several processes may write at
-    the same time, and the last one wins. If `path` is a link, this concerns its target. A device
-    such as /dev/null is written to directly."""
-    if path.exists() and not path.is_file():
-        yield path
-        return
-    path = path.resolve()
+    the same time, and the last one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not the process id, which may be 1 in two containers that share a folder.
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
@@ -1191,32 +1153,14 @@ def load_model(
 
 def run_main(main: Callable[[], None]) -> None:
     """Run a script's main. A user's mistakes, files that cannot be read or written, and losses that
-    are not finite print one line and exit with code 2. Ctrl-C exits with 130 and SIGTERM with 143;
-    both print how to go on. Other errors keep their traceback."""
+    are not finite print one line and exit with code 2. Other errors keep their traceback."""
     if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
         sys.stdout.reconfigure(errors="replace")  # A terminal may lack characters of a caption.
-    # An exception lets SIGTERM remove partial files, as Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         main()
     except KeyboardInterrupt:
-        print_how_to_go_on()
+        print("interrupted; --resume continues a run from its last validation", file=sys.stderr)
         sys.exit(130)
-    except SystemExit as e:
-        if e.code == 143:
-            print_how_to_go_on()
-        raise
     except (InputError, OSError, FloatingPointError) as e:
         print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
-
-
-def print_how_to_go_on() -> None:
-    """Say that the program was interrupted and, if it was training, which command continues it."""
-    text = "interrupted"
-    run = Run.current
-    if run:
-        words = [word for word in sys.argv if word != "--resume"]
-        command = shlex.join(["python", *words, "--resume"])
-        text += f" after step {run.step}; to go on from {run.dir / 'last.pt'}: {command}"
-    print(text, file=sys.stderr)

@@ -30,6 +30,7 @@ scores.py along. Licence: MIT; contains no code from other repositories.
 import argparse
 import csv
 import hashlib
+import io
 import itertools
 import os
 import re
@@ -291,38 +292,26 @@ def read_table(
     """The non-empty rows of a table in UTF-8, each {column in lower case: cell}. The first line
     names the columns, with commas, semicolons or tabs between them. Every row has a text in each of
     `columns`. InputError names the line that is wrong."""
-    with open(path, encoding="utf-8-sig") as f, file_errors(path, "save it as UTF-8"):
-        lines = f.readlines() or [""]  # CR, LF or both end a line
-    separator = max(",;\t", key=lines[0].count)
-    syntax = {"delimiter": separator, "quoting": quoting, "skipinitialspace": True, "strict": True}
-    heads: list[str] = []
     rows = []
-    for number, line in enumerate(lines, 1):
-        place = f"{path}, line {number}"
-        with file_errors(place, "write a row in one line, and a double quote inside quotes twice"):
-            (cells,) = csv.reader([line], **syntax)
-        cells = [cell.strip() for cell in cells]
-        while cells and not cells[-1]:  # spreadsheets may write empty columns
-            cells.pop()
-        if number == 1:
-            heads = [cell.lower() for cell in cells]
-            place += f": found the columns {', '.join(heads)!r:.60}, expected"
-            if not set(columns) <= set(heads):
-                raise InputError(f"{place} {', '.join(columns)}")
-            if "captions" in heads[:-1]:  # where an unquoted comma can go unnoticed
-                raise InputError(f"{place} captions as the last one")
-        elif len(cells) > len(heads):
-            place += f": expected {len(heads)} cells, found {len(cells)}"
-            raise InputError(f"{place}; put double quotes around one with {separator!r}")
-        elif cells:
-            row = dict(itertools.zip_longest(heads, cells, fillvalue=""))
-            for column, cell in row.items():
-                if column in columns and not cell:
-                    raise InputError(f"{place}: {column} is empty")
-                if re.match(r"""[\[({]["'{\]]""", cell):
-                    place += f": {column} is a list as a program prints it"
-                    raise InputError(f"{place}; write plain text, with | between captions")
-            rows.append(row)
+    with open(path, encoding="utf-8-sig") as f, file_errors(path, "save it as UTF-8, as a CSV"):
+        text = f.read()  # CR, LF or both end a line
+        separator = max(",;\t", key=text.partition("\n")[0].count)
+        syntax = {"delimiter": separator, "quoting": quoting, "skipinitialspace": True}
+        reader = csv.DictReader(io.StringIO(text), strict=True, restval="", **syntax)
+        reader.fieldnames = [head.strip().lower() for head in reader.fieldnames or ()]
+        absent = set(columns) - set(reader.fieldnames)
+        if absent:
+            raise InputError(f"line 1: no column {', '.join(sorted(absent))}")
+        for row in reader:
+            place = f"line {reader.line_num}"
+            if any(cell.strip() for cell in row.pop(None, [])):
+                raise InputError(f"{place}: too many cells; quote those with {separator!r}")
+            row = {head: cell.strip() for head, cell in row.items() if head}
+            empty = [column for column in columns if not row[column]]
+            if any(row.values()) and empty:
+                raise InputError(f"{place}: {empty[0]} is empty")
+            if any(row.values()):
+                rows.append(row)
     return rows
 
 
@@ -1318,9 +1307,9 @@ class Dataset:
         images = [(pair.before, pair.after) for pair in pairs]
         return Batch(before, after, ids, pair_ids, captions, images, single)
 
-    def results(self, split, captions, maps, out_dir, notes=None, suffix="") -> dict[str, float]:
+    def results(self, split, captions, maps, out_dir, notes=None) -> dict[str, float]:
         """The scores of a split's captions, see scores.results."""
-        return scores.results(self, split, captions, maps, out_dir, notes, suffix)
+        return scores.results(self, split, captions, maps, out_dir, notes)
 
     def state(self) -> dict:
         """What a checkpoint keeps: what captioning any two pictures needs and, for `adopt` and

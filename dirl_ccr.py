@@ -593,12 +593,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
 
 
 def evaluate(
-    model: DIRL,
-    dataset,
-    split: str,
-    cfg: Config,
-    out_dir: Path | None = None,
-    suffix: str = "",
+    model: DIRL, dataset, split: str, cfg: Config, out_dir: Path | None = None
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
@@ -615,7 +610,7 @@ def evaluate(
             batch_maps = model.attention_map(batch.before, batch.after, ids)
             for b, pair_id in enumerate(batch.pair_ids):
                 maps[pair_id] = {name: m[b] for name, m in batch_maps.items()}
-    return dataset.results(split, captions, maps, out_dir, suffix=suffix)
+    return dataset.results(split, captions, maps, out_dir)
 
 
 def load(checkpoint: str | Path, device: str = "", extractor: str = ""):
@@ -641,7 +636,7 @@ def main(argv: list[str] | None = None) -> None:
         dataset.adopt(state)
     else:
         model = train(cfg, dataset, args.resume)
-    evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)
+    evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir))
 
 
 # ---- as released ---------------------------------------------------------------------------------

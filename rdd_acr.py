@@ -825,12 +825,7 @@ def train(cfg: Config, dataset, phrases: Phrases | None = None, resume: bool = F
 
 
 def evaluate(
-    model: RDD,
-    dataset,
-    split: str,
-    cfg: Config,
-    out_dir: Path | None = None,
-    suffix: str = "",
+    model: RDD, dataset, split: str, cfg: Config, out_dir: Path | None = None
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
@@ -847,7 +842,7 @@ def evaluate(
             batch_maps = model.attention_map(batch.before, batch.after, ids)
             for b, pair_id in enumerate(batch.pair_ids):
                 maps[pair_id] = {name: m[b] for name, m in batch_maps.items()}
-    return dataset.results(split, captions, maps, out_dir, suffix=suffix)
+    return dataset.results(split, captions, maps, out_dir)
 
 
 def load(checkpoint: str | Path, device: str = "", extractor: str = ""):
@@ -874,7 +869,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         phrases = phrases_of(dataset, cfg)
         model = train(cfg, dataset, phrases, args.resume)
-    evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)
+    evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir))
 
 
 if __name__ == "__main__":

@@ -639,12 +639,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> SCORER:
 
 
 def evaluate(
-    model: SCORER,
-    dataset,
-    split: str,
-    cfg: Config,
-    out_dir: Path | None = None,
-    suffix: str = "",
+    model: SCORER, dataset, split: str, cfg: Config, out_dir: Path | None = None
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
 
@@ -661,7 +656,7 @@ def evaluate(
             batch_maps = model.attention_map(batch.before, batch.after, ids)
             for b, pair_id in enumerate(batch.pair_ids):
                 maps[pair_id] = {name: m[b] for name, m in batch_maps.items()}
-    return dataset.results(split, captions, maps, out_dir, suffix=suffix)
+    return dataset.results(split, captions, maps, out_dir)
 
 
 def load(checkpoint: str | Path, device: str = "", extractor: str = ""):
@@ -688,7 +683,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         data.note_on_negatives(dataset, cfg, "w_match", "w_cbr")
         model = train(cfg, dataset, args.resume)
-    evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), args.suffix)
+    evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir))
 
 
 if __name__ == "__main__":

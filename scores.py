@@ -233,13 +233,13 @@ ENOUGH_PAIRS = 100  # if validation has fewer, one_caption chooses on training p
 
 
 def results(
-    dataset, split: str, captions: dict, maps: dict, out_dir: Path | None, notes=None, suffix=""
+    dataset, split: str, captions: dict, maps: dict, out_dir: Path | None, notes=None
 ) -> dict[str, float]:
     """Scores a split's captions -> the scores over all pairs, or {} if the split is empty.
 
     Without out_dir, only the quick metrics are computed. With it, scores of every group are printed
     and, with BLEU-2 and BLEU-3, written, as are captions, references and a sheet of samples, in
-    files whose names end in <split><suffix>. By pair id: captions, maps (name -> (H, W)), notes
+    files whose names end in <split>. By pair id: captions, maps (name -> (H, W)), notes
     (lines)."""
     if not dataset.scenes[split]:
         if out_dir:
@@ -249,7 +249,7 @@ def results(
     if out_dir is None:
         total = protocol_scores(dataset, captions, references, quick=True)["total"]
         return {metric: total[metric] for metric in METRICS if metric in total}
-    end = f"{split}{suffix}.json"
+    end = f"{split}.json"
     annotations = []
     for i, texts in references.items():
         annotations += coco_rows((i, scored_text(dataset, text)) for text in texts)
@@ -283,7 +283,7 @@ def results(
 
     result = {"data": str(dataset.root.resolve()), "scores": scores, **facts, "accuracy": accuracy}
     write_json(out_dir / f"scores_{end}", result)
-    sheet = f"samples_{split}{suffix}.png"
+    sheet = f"samples_{split}.png"
     sample_sheet(dataset, split, captions, maps, notes or {}, out_dir / sheet)
     print(f"written into {out_dir}: captions_{end}, references_{end}, scores_{end}, {sheet}")
     return scores["total"]

@@ -5,10 +5,7 @@ import io
 import math
 import os
 import re
-import shlex
-import signal
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,12 +142,9 @@ def test_a_word_that_is_no_choice_is_refused():
 
 def test_a_checkpoint_brings_its_config(tmp_path):
     folder = make_run_folder(tmp_path / "run", width=1, clip="old")
-    cfg, args = parse("--eval", folder / "best.pt", "--eval_batch", "2", "--clip", "new")
-    assert (cfg.eval_batch, cfg.clip) == (2, "new")
-    assert (cfg.width, cfg.out_dir) == (1, str(folder))
-    assert args.suffix == ""
-    _, args = parse("--eval", folder / "last.pt", "--width", "1")  # its own value may be given
-    assert args.suffix == "-last"
+    cfg, _ = parse("--eval", folder / "best.pt", "--eval_batch", "2", "--clip", "new")
+    assert (cfg.eval_batch, cfg.clip, cfg.width) == (2, "new", 1)
+    parse("--eval", folder / "last.pt", "--width", "1")  # its own value may be given
     resumed, _ = parse("--resume", "--out_dir", folder, "--steps", "7")
     assert (resumed.width, resumed.steps) == (1, 7)
     with pytest.raises(InputError, match="--width"):  # weights of another shape
@@ -176,22 +170,15 @@ def test_a_checkpoint_finds_its_files_from_any_folder(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_is_evaluated_on_other_data(tmp_path):
-    """The results never replace those on its own data."""
+    """Each checkpoint and data set has a folder of its own."""
     folder = make_run_folder(tmp_path / "run", data_dir="data/mini", width=1)
-    best = folder / "best.pt"
-    cfg, _ = parse("--eval", best, "--dataset", "other")
+    cfg, _ = parse("--eval", folder / "best.pt")
+    assert cfg.out_dir == str(folder / "best-mini")
+    cfg, _ = parse("--eval", folder / "last.pt", "--dataset", "other")
     assert (cfg.dataset, cfg.data_dir, cfg.width) == ("other", "data/other", 1)
-    assert cfg.out_dir == str(folder / "other")
-    cfg, _ = parse("--eval", best, "--data_dir", tmp_path / "mine")
-    assert (cfg.dataset, cfg.out_dir) == ("mini", str(folder / "mine"))
-    (folder / "mine").mkdir()
-    scores = folder / "mine" / "scores_test.json"
-    scores.write_text(f'{{"data": "{tmp_path}/mine"}}')
-    parse("--eval", best, "--data_dir", tmp_path / "mine")  # once more
-    with pytest.raises(InputError, match="--out_dir"):  # another folder of the same name
-        parse("--eval", best, "--data_dir", tmp_path / "yours" / "mine")
-    cfg, _ = parse("--eval", best, "--data_dir", tmp_path / "data" / "mini")  # its own
-    assert cfg.out_dir == str(folder)
+    assert cfg.out_dir == str(folder / "last-other")
+    cfg, _ = parse("--eval", folder / "best.pt", "--data_dir", tmp_path / "mine")
+    assert (cfg.dataset, cfg.out_dir) == ("mini", str(folder / "best-mine"))
     with pytest.raises(InputError, match="--dataset"):
         parse("--resume", "--out_dir", folder, "--dataset", "other")
 
@@ -207,19 +194,12 @@ def test_learning_rate_traces():
 
 
 def test_a_used_folder_is_refused(tmp_path):
-    """A new run, a run from Python, and an evaluation of another run's checkpoint refuse it."""
     folder = make_run_folder(tmp_path / "run")
-    other = make_run_folder(tmp_path / "other")
-    (tmp_path / "new").mkdir()
     cfg = config_of(folder)
     with pytest.raises(InputError, match="run is not empty"):
         parse("--out_dir", folder)
     with pytest.raises(InputError, match="run is not empty"):
         Run(cfg, Linear(cfg), [Words()])
-    with pytest.raises(InputError, match="run is not empty"):
-        parse("--eval", other / "best.pt", "--out_dir", folder)
-    parse("--eval", other / "best.pt")
-    parse("--eval", other / "best.pt", "--out_dir", tmp_path / "new")
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -333,33 +313,17 @@ def test_a_main_needs_no_terminal(monkeypatch):
     assert sys.stdout.getvalue() == "a line\n"
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_program_removes_partial_files_and_says_how_to_go_on(
-    number, code, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(sys, "argv", ["a script.py", "--resume", "--lr", "1"])
-
+def test_an_interrupted_program_removes_partial_files(tmp_path, capsys):
     def main():
-        cfg = config_of("run")
-        model = Linear(cfg)
-        run = Run(cfg, model, [Words()])
-        run.start(torch.optim.Adam(model.parameters()))
         with common.atomic_write(Path("features.h5")) as partial:
             partial.touch()
-            os.kill(os.getpid(), number)
-            time.sleep(5)
+            raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
-    # Without a handler of run_main's, the signal would end the tests.
-    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with pytest.raises(SystemExit) as e:
         common.run_main(main)
-    signal.signal(signal.SIGTERM, handler)
-    assert e.value.code == code
-    (line,) = capsys.readouterr().err.splitlines()
-    assert shlex.split(line)[-5:] == ["python", "a script.py", "--lr", "1", "--resume"]
-    assert {path.name for path in tmp_path.iterdir()} == {"run"}
-    assert saved(tmp_path / "run", "last.pt")["step"] == 0
+    assert e.value.code == 130
+    assert "--resume" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_best_validation_is_kept(tmp_path, capsys):
@@ -432,22 +396,6 @@ def test_a_file_is_whole_when_writing_dies(tmp_path, monkeypatch):
         common.save_tensors(path, {"step": 2})
     assert torch.load(path) == {"step": 1}
     assert [file.name for file in path.parent.iterdir()] == ["last.pt"]
-
-
-def test_links_and_devices_are_written_through(tmp_path):
-    (tmp_path / "disk").mkdir()
-    link = tmp_path / "scores.json"
-    link.symlink_to(tmp_path / "disk" / "scores.json")
-    for text in ("new", "newer"):  # its target may not be there yet
-        common.write_text(link, text)
-        assert link.is_symlink()
-        assert (tmp_path / "disk" / "scores.json").read_text() == text
-    os.mkfifo(tmp_path / "pipe")  # stands in for a device, which only root can make
-    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    common.write_text(tmp_path / "pipe", "text")
-    assert os.read(reader, 100) == b"text"
-    os.close(reader)
-    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_two_processes_of_the_same_number_write_to_different_names(tmp_path):

@@ -476,15 +476,15 @@ def test_a_run_leaves_what_it_should(method, prepared, tiny, tmp_path):
     events = [row["event"] for row in common.read_log(out / "log.jsonl")]
     assert events.count("train") == 4
     assert events.count("eval") == 2
-    # Another checkpoint's files have names of their own.
+    # Another checkpoint's files have a folder of their own.
     run(method, "--eval", out / "last.pt", "--split", "val", "--device", "cpu")
-    assert (out / "scores_val-last.json").exists()
+    assert (out / f"last-{prepared.name}" / "scores_val.json").exists()
     # So have those on other data, whose captions may have words that the model cannot say.
     other = tmp_path / "other"
     shutil.copytree(prepared, other)
     add_word(other, "zebra")
     run(method, "--eval", out / "best.pt", "--data_dir", other, "--device", "cpu")
-    assert (out / "other" / "scores_test.json").exists()
+    assert (out / "best-other" / "scores_test.json").exists()
 
 
 @pytest.fixture(scope="module")
@@ -559,7 +559,7 @@ class OwnData:
         pair_ids = [f"{i} {self.vocab.words[row[1]]}" for i, row in enumerate(caption.tolist())]
         return data.Batch(before, after, caption, pair_ids, [], [])
 
-    def results(self, split, captions, maps, out_dir, notes=None, suffix=""):
+    def results(self, split, captions, maps, out_dir, notes=None):
         self.maps = maps
         right = [caption == pair_id.split()[1] for pair_id, caption in captions.items()]
         return {"CIDEr": 100 * sum(right) / len(right)}

@@ -353,25 +353,18 @@ KINDS = "before,after,kind,captions\n"
     [
         (
             HEAD + "a,b,train,red left, the van stayed\n",
-            r"pairs\.csv, line 2.*4 cells.*double quotes",
+            r"pairs\.csv.*line 2.*quote",
         ),
         (HEAD + "\na,b,train,c\n,b,train,c\n", "line 4: before"),
         (HEAD + "a,b,train\n", "line 2: captions"),
-        (HEAD + 'a,b,train,"red left\nand came back"\n', "line 2.*in one line"),
-        (HEAD + 'a,b,train,"the "new" gate"\n', "line 2.*twice"),
+        (HEAD + 'a,b,train,"the "new" gate"\n', "expected after"),
         (HEAD + "a,b,train,|\n", "a b has no caption"),
         (HEAD + "a,b,train,\u200b\n", "a b has no caption"),
         (HEAD + "a,b,,c\n", "a b.*''.*train.*val.*test"),
         (HEAD + "a,b,train,c\n./a,b,test,c\n", "a b.*train.*test"),
         (KINDS + "a,b,gone,c\na,b,moved,d\n", "a b.*gone.*moved"),
-        ("before,after,captions,kind\na,b,c,gone\n", "captions"),  # must be the last column
-        ("before,after,text\na,b,c\n", "before, after, text"),
+        ("before,after,text\na,b,c\n", "captions"),
         ("", "line 1"),
-        # Annotation tools may write several captions of a cell as JSON.
-        (HEAD + 'a,b,train,"[""it is open"", ""open now""]"\n', r"line 2: captions.*\|"),
-        (KINDS + 'a,b,"{""choices"": [""moved"", ""gone""]}",c\n', "line 2: kind"),
-        (HEAD + "a,b,train,\"('it is open', 'open now')\"\n", r"line 2: captions.*\|"),
-        (HEAD + "a,b,train,[]\n", "line 2: captions"),
         (HEAD + "a,b,train,it is open|nan\n", "a b has the caption 'nan'"),
         # The names of other rows of the scores
         (KINDS + "a,b,Total,c\n", "'total'"),
