@@ -64,10 +64,10 @@ def run(command: str, root: Path, out: Path) -> None:
 
 def hashes(out: Path) -> dict[str, str]:
     """Of a finished run: {"weights", "losses", "captions", "scores"}."""
-    weights = hashlib.sha256()
     model = torch.load(out / "last.pt", weights_only=True)["model"]
-    for name in sorted(model):
-        weights.update(model[name].contiguous().numpy().tobytes())
+    # Sorted by their content, because a change may rename modules or make them in another order.
+    of_each = [hashlib.sha256(w.contiguous().numpy().tobytes()).hexdigest() for w in model.values()]
+    weights = hashlib.sha256("".join(sorted(of_each)).encode())
     losses = hashlib.sha256()
     for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
