@@ -91,8 +91,8 @@ Exercises. Predict, then run; each takes minutes on mini:
    single run against 463; less than some 70 is noise)?
        python cheers.py --w_consistency 0 --out_dir runs/no-consistency
 
-To copy: this file and common.py. To train on a data set of data.py, take that file and scores.py
-(and mini.py for mini), too.
+To copy: this file, matching.py and common.py. To train on a data set of data.py, take that file and
+scores.py (and mini.py for mini), too.
 Licence: MIT. Written from the paper, whose authors have published no code.
 """
 
@@ -129,9 +129,9 @@ from common import (
     progress,
     run_main,
     save_tensors,
-    token_match,
     upcast,
 )
+from matching import token_match
 
 # ---- config --------------------------------------------------------------------------------------
 

@@ -104,8 +104,8 @@ Exercises, on mini, some minutes each. Predict, then run both commands:
        python scorer_cbr.py --w_cbr 0.1 --no-train_cbr --out_dir runs/frozen
        python scorer_cbr.py --w_cbr 0.1 --out_dir runs/trained
 
-To copy: this file and common.py. To train on a data set of data.py, take that file and scores.py
-(and mini.py for mini), too.
+To copy: this file, matching.py and common.py. To train on a data set of data.py, take that file and
+scores.py (and mini.py for mini), too.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
 
@@ -135,9 +135,9 @@ from common import (
     parse_args,
     run_main,
     sinusoid,
-    token_match,
     upcast,
 )
+from matching import token_match
 
 # ---- config --------------------------------------------------------------------------------------
 
@@ -360,7 +360,8 @@ def match_by_definition(q: Tensor, k: Tensor, heads: int) -> Tensor:
     """Eq. 2-3 as they are defined: the similarity of every image a to every image b.
     q (A, N, D), k (B, M, D) -> (A, B). [ours]: the heads are averaged.
 
-    Training never calls this. It calls `similarity`, where another matching belongs.
+    Training never calls this: it needs all A*B*N*M products at once. `similarity` below calls
+    token_match of matching.py, which computes the same, fast.
 
     By hand, with one head: the queries (1, 0), (0, 1) and the keys (1, 0), (1, 0) have the products
     ((1, 1), (0, 0)). Row maxima 1, 0; column maxima 1, 1; similarity (0.5 + 1) / 2 = 0.75."""

@@ -48,7 +48,8 @@ import dirl_ccr
 import idc_pretrain
 import rdd_acr
 import scorer_cbr
-from common import END, NULL, preset, token_match
+from common import END, NULL, preset
+from matching import token_match
 from scorer_cbr import match_by_definition
 
 METHODS = {
@@ -69,7 +70,7 @@ REPEATED = 10  # phrases that the distractors share
 
 
 def plain_match(q, k, heads=1):
-    """common.token_match, but with every matching score of a head at once."""
+    """matching.token_match, but with every matching score of a head at once."""
     total = 0
     for q_of_head, k_of_head in zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True):
         total = total + match_by_definition(q_of_head, k_of_head, 1)

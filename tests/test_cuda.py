@@ -14,7 +14,7 @@ import common
 import data
 import idc_pretrain
 import rdd_acr
-from common import token_match
+from matching import token_match
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import pytest
 import torch
 
-import common
-from common import token_match
+import matching
+from matching import token_match
 from scorer_cbr import match_by_definition
 
 
@@ -30,9 +30,9 @@ def dense_gradients(q, k, weight, heads=1):
 
 
 @pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("slice_of", [100, common.SCORES_OF_A_SLICE])
+@pytest.mark.parametrize("slice_of", [100, matching.SCORES_OF_A_SLICE])
 def test_token_match_is_the_definition(heads, slice_of, monkeypatch):
-    monkeypatch.setattr(common, "SCORES_OF_A_SLICE", slice_of)
+    monkeypatch.setattr(matching, "SCORES_OF_A_SLICE", slice_of)
     q = torch.randn(4, 5, 6, dtype=torch.float64, requires_grad=True)
     k = torch.randn(3, 7, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4, 3, dtype=torch.float64)
@@ -44,7 +44,7 @@ def test_token_match_is_the_definition(heads, slice_of, monkeypatch):
 def test_the_operators_are_what_torch_compile_expects():
     q = torch.randn(4, 5, 6, requires_grad=True)
     k = torch.randn(3, 7, 6, requires_grad=True)
-    checks = torch.library.opcheck(common._token_match, (q, k))
+    checks = torch.library.opcheck(matching._token_match, (q, k))
     assert set(checks.values()) == {"SUCCESS"}
 
 
@@ -100,14 +100,14 @@ def compiled_for(monkeypatch):
             get_current_stream=lambda device: 0,
             get_current_target=lambda: GPUTarget("cuda", capability, 32),
         )
-        match = CompileOnly(common.match_kernel)
-        gradient = CompileOnly(common.gradient_kernel)
+        match = CompileOnly(matching.match_kernel)
+        gradient = CompileOnly(matching.gradient_kernel)
         monkeypatch.setattr(triton.runtime.driver, "_active", gpu)
-        monkeypatch.setattr(common, "match_kernel", match)
-        monkeypatch.setattr(common, "gradient_kernel", gradient)
+        monkeypatch.setattr(matching, "match_kernel", match)
+        monkeypatch.setattr(matching, "gradient_kernel", gradient)
         q = torch.empty(128, 196, channels, dtype=dtype, device="meta")
-        similarity, *winners = common.match_by_kernel(q, q)
-        common.gradients_by_kernel(similarity, q, q, *winners)
+        similarity, *winners = matching.match_by_kernel(q, q)
+        matching.gradients_by_kernel(similarity, q, q, *winners)
         return match.compiled + gradient.compiled
 
     return compile_kernels
@@ -164,16 +164,16 @@ def disassemble(kernel, folder):
 def test_what_the_kernels_can_match(images, tokens, channels, dtype, fit):
     pytest.importorskip("triton")
     q = torch.empty(images, tokens, channels, dtype=dtype, device="meta")
-    assert common.kernels_fit(q, q) == fit
+    assert matching.kernels_fit(q, q) == fit
 
 
 def test_offsets_of_channels_have_32_bits_too():
     pytest.importorskip("triton")
     q = torch.empty(21_400, 196, 512, device="meta")
     k = torch.empty(2, 196, 512, device="meta")
-    assert common.kernels_fit(q[:-1], k)
-    assert not common.kernels_fit(q, k)
-    assert not common.kernels_fit(k, q)
+    assert matching.kernels_fit(q[:-1], k)
+    assert not matching.kernels_fit(q, k)
+    assert not matching.kernels_fit(k, q)
 
 
 RESULTS = ["similarity", "best_key", "best_query", "grad_q", "grad_k"]
@@ -190,14 +190,14 @@ def test_kernels_that_lose_results_are_noticed(wrong, monkeypatch, capsys):
         return results
 
     def match_by_kernel(*args):
-        return lose(RESULTS[:3], common.match_in_slices(*args))
+        return lose(RESULTS[:3], matching.match_in_slices(*args))
 
     def gradients_by_kernel(*args):
-        return lose(RESULTS[3:], common.gradients_in_bags(*args))
+        return lose(RESULTS[3:], matching.gradients_in_bags(*args))
 
-    monkeypatch.setattr(common, "match_by_kernel", match_by_kernel)
-    monkeypatch.setattr(common, "gradients_by_kernel", gradients_by_kernel)
-    try_kernels = common.kernels_work.__wrapped__  # keeps no result
+    monkeypatch.setattr(matching, "match_by_kernel", match_by_kernel)
+    monkeypatch.setattr(matching, "gradients_by_kernel", gradients_by_kernel)
+    try_kernels = matching.kernels_work.__wrapped__  # keeps no result
     assert try_kernels(torch.device("cpu"), torch.float32, 20, 37, 16) == (wrong == "nothing")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == (wrong != "nothing")
@@ -220,8 +220,8 @@ def check_kernels(A, B, N, M, C, dtype, tolerance):
     k = torch.randn(B, M, C).to(dtype)
     q[:, 3] *= 5  # so that many keys choose one query
     weight = torch.randn(A, B)
-    similarity, *winners = common.match_by_kernel(q, k)
-    gradients = common.gradients_by_kernel(weight, q, k, *winners)
+    similarity, *winners = matching.match_by_kernel(q, k)
+    gradients = matching.gradients_by_kernel(weight, q, k, *winners)
     assert similarity.dtype == torch.float32
     expected = dense_gradients(q, k, weight)
     for ours, dense in zip((similarity, *gradients), expected, strict=True):
@@ -233,8 +233,8 @@ def check_ties():
     """Whoever wins, the gradient is a whole one: all tokens of an image are equal."""
     q = torch.ones(1, 20, 16)
     k = torch.ones(2, 37, 16)
-    similarity, *winners = common.match_by_kernel(q, k)
-    grad_q, grad_k = common.gradients_by_kernel(torch.ones(1, 2), q, k, *winners)
+    similarity, *winners = matching.match_by_kernel(q, k)
+    grad_q, grad_k = matching.gradients_by_kernel(torch.ones(1, 2), q, k, *winners)
     assert torch.allclose(similarity, torch.tensor(16.0), rtol=1e-4)
     assert torch.allclose(grad_q.sum(1), torch.tensor(2.0))
     assert torch.allclose(grad_k.sum(1), torch.tensor(1.0))

@@ -135,7 +135,7 @@ PACKAGES = ("data", "mini", "h5py", "spacy", "open_clip", "pycocoevalcap")
 
 def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path, monkeypatch):
     """README's loop, with README's changes for the other methods. The method's file is imported
-    anew from a folder without the other files."""
+    anew from a folder without the other files, except those that its docstring says to copy."""
     name = method.__name__
     model = MODELS[method].__name__
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
@@ -154,6 +154,9 @@ def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     others = [other.__name__ for other in MODELS if other is not method]
+    to_copy, _, _ = method.__doc__.partition("To copy: ")[2].partition(". ")
+    if "matching.py" not in to_copy:
+        others.append("matching")
     for missing in (*PACKAGES, *others):
         monkeypatch.setitem(sys.modules, missing, None)  # importing it fails
     monkeypatch.delitem(sys.modules, name)
