@@ -369,11 +369,12 @@ class Decoder(nn.Module):
             x, h = layer(x, *context)  # Eq. 13-17
         return x, h
 
-    def attention(self, ids: Tensor, context: tuple[Tensor, Tensor | None]) -> Tensor:
-        """The last layer's attention to the cells, averaged over heads. ids (B, V) -> (B, V, N)."""
+    def attention(self, ids: Tensor, context: tuple[Tensor, Tensor | None], cells: int) -> Tensor:
+        """The last layer's attention, averaged over heads, with its softmax over the first `cells`
+        tokens of the difference. ids (B, V) -> (B, V, cells)."""
         _, h = self(ids, context)
         attention = self.layers[-1].cross_attention
-        q, k, _ = attention.project(h, context[0])
+        q, k, _ = attention.project(h, context[0][:, :cells])
         return attention.scores(q, k).softmax(-1).mean(1)
 
 
@@ -525,11 +526,12 @@ class CHEERS(nn.Module):
     ) -> dict[str, Tensor]:
         """The last decoder layer's attention over cells, averaged over heads and over the words of
         ids (B, V) -> "attention" (B, H, W)."""
+        _, height, width = self.grid
         context, _ = self.encode(before, after, entities)
-        weight = self.decoder.attention(ids, context)  # (B, V, N)
+        weight = self.decoder.attention(ids, context, height * width)  # (B, V, N)
         # Row t is the state that predicts word t + 1.
         attention = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
-        return {"attention": attention.unflatten(1, self.grid[1:])}
+        return {"attention": attention.unflatten(1, (height, width))}
 
 
 # ---- entities ------------------------------------------------------------------------------------

@@ -282,12 +282,12 @@ class Decoder(nn.Module):
             x, words, visual, attending = layer(x, difference, mask)  # Eq. 8-10
         return x, words, visual, attending
 
-    def attention(self, ids: Tensor, difference: Tensor) -> Tensor:
-        """The last layer's attention to the cells, averaged over heads. ids (B, V), difference
-        (B, N, D) -> (B, V, N)."""
+    def attention(self, ids: Tensor, difference: Tensor, cells: int) -> Tensor:
+        """The last layer's attention, averaged over heads, with its softmax over the first `cells`
+        of M tokens. ids (B, V), difference (B, M, D) -> (B, V, cells)."""
         *_, attending = self(ids, difference)
         attention = self.layers[-1].cross_attention
-        q, k, _ = attention.project(attending, difference)
+        q, k, _ = attention.project(attending, difference[:, :cells])
         return attention.scores(q, k).softmax(-1).mean(1)
 
 
@@ -493,11 +493,12 @@ class DIRL(nn.Module):
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Where the decoder looked: the last layer's attention over cells, averaged over heads and
         over the words of ids (B, V) -> "attention" (B, H, W)."""
+        _, height, width = self.grid
         difference, *_ = self.encode(before, after)
-        weight = self.decoder.attention(ids, difference)  # (B, V, N)
+        weight = self.decoder.attention(ids, difference, height * width)  # (B, V, N)
         # Row t of the weights is from the state that predicts word t + 1.
         over_cells = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
-        return {"attention": over_cells.unflatten(1, self.grid[1:])}
+        return {"attention": over_cells.unflatten(1, (height, width))}
 
 
 # ---- presets -------------------------------------------------------------------------------------

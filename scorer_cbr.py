@@ -319,12 +319,12 @@ class Decoder(nn.Module):
             x, attending = layer(x, difference)
         return x, attending
 
-    def attention(self, ids: Tensor, difference: Tensor) -> Tensor:
-        """The last layer's attention to the cells, averaged over heads. ids (B, V), difference
-        (B, N, D) -> (B, V, N)."""
+    def attention(self, ids: Tensor, difference: Tensor, cells: int) -> Tensor:
+        """The last layer's attention, averaged over heads, with its softmax over the first `cells`
+        of M tokens. ids (B, V), difference (B, M, D) -> (B, V, cells)."""
         _, attending = self(ids, difference)
         attention = self.layers[-1].cross_attention
-        q, k, _ = attention.project(attending, difference)
+        q, k, _ = attention.project(attending, difference[:, :cells])
         return attention.scores(q, k).softmax(-1).mean(1)
 
 
@@ -531,11 +531,12 @@ class SCORER(nn.Module):
         over the words of ids (B, V) -> "attention" (B, H, W).
 
         The map shows the weights after the softmax. The released code shows the scores before."""
+        _, height, width = self.grid
         difference, *_ = self.encode(before, after)
-        weight = self.decoder.attention(ids, difference)  # (B, V, N)
+        weight = self.decoder.attention(ids, difference, height * width)  # (B, V, N)
         # Row t of the weights is from the state that predicts word t + 1.
         over_cells = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
-        return {"attention": over_cells.unflatten(1, self.grid[1:])}
+        return {"attention": over_cells.unflatten(1, (height, width))}
 
 
 # ---- presets -------------------------------------------------------------------------------------
