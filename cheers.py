@@ -77,7 +77,7 @@ lambda_m, lambda_v (Table 5)  --w_match 0.5, --w_consistency 0.75
 ResNet-101 (Table 6)          --dataset clevr_change; the ViTs: --extractor timm/NAME, untested
 entities (Fig. 5)             --k 3
 layers (Fig. 6)               --layers 2
-CIDEr of changed pairs on mini (toy scenes drawn by mini.py), tests/results.md: baseline 272, HRD
+CIDEr of changed pairs on mini (toy scenes drawn by mini.py), docs/results.md: baseline 272, HRD
 472, all of CHEERS 463. Differences of some 50 are noise: mini does not show what entities add.
 
 Exercises. Predict, then run; each takes minutes on mini:

@@ -62,7 +62,7 @@ camera and light differ) of the same scenes. In half of the scenes, "before" and
 picture change places, as in SCORER.
 
 Flags for the paper's ablations, there on CLEVR-DC. Each needs an --out_dir of its own. The last
-column is from tests/results.md: CIDEr of changed pairs on mini (differences of some 50 are noise).
+column is from docs/results.md: CIDEr of changed pairs on mini (differences of some 50 are noise).
 With twice the steps, DIRL+CCR has 508 and Transformer 493, which is more than noise there.
 Row of the paper             flags (on mini, unless --dataset is given)  on mini, if measured
 DIRL+CCR                                                                 453

@@ -618,7 +618,7 @@ class IDC(nn.Module):
 
         In the paper and the released code (finetune_targets="masked"), 15 % of the words are masked
         and predicted. [ours] With "every", each word is predicted from a [MASK] in its place, as
-        decoding does. tests/results.md compares the two."""
+        decoding does. docs/results.md compares the two."""
         cfg = self.cfg
         visual, _, _ = self.encode(before, after)  # Eq. 4
         visual, past = self.cross(visual)  # Eq. 5
@@ -703,7 +703,7 @@ PRESETS = {
                            steps=20000, eval_every=85, patience=80,  # released
                            select_by="ROUGE-L"),  # section 3.1
     # [ours] Your own pairs are usually few: half the width, and no pre-training; with it, fewer
-    # unchanged validation pairs were said to be unchanged (tests/results.md). SCORER's presets
+    # unchanged validation pairs were said to be unchanged (docs/results.md). SCORER's presets
     # explain the schedule.
     "pairs": dict(pretrain_steps=0, dim=256, ffn=1024, layers=2, batch_size=16, lr=5e-4,
                   schedule="cosine", warmup=50, grad_clip=1.0, steps=2000, eval_every=1000,
@@ -711,7 +711,7 @@ PRESETS = {
     # [ours] Pre-training is MVCL alone, because MLM can be learned without the images. The
     # temperature is low because features of any two cells have cosines near 1. Most cells are
     # masked, so that neighbours do not reveal a cell. Validation chose layers, lr and w_judge.
-    # CIDEr of changed pairs, tests/results.md: 504, without pre-training (as many steps) 253.
+    # CIDEr of changed pairs, docs/results.md: 504, without pre-training (as many steps) 253.
     "mini": dict(dim=128, ffn=256, heads=4, layers=3, dropout=0.0, pretrain_steps=1200,
                  pretrain_batch=8, pretrain_lr=1e-3, pretrain_warmup=50, mlm=0, fda=0,
                  cell_mask_rate=0.7, tau_mvcl=0.02, tau_fda=0.1, w_judge=0.2, batch_size=16,

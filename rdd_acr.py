@@ -80,7 +80,7 @@ the LayerNorms and the ReLU of Eq. 9, or the ReLUs of the adapter.
 
 Flags for each row of the paper's tables. Rows with N2O or V2A are the paper's only with
 --equal_phrases negatives. Each row needs an --out_dir of its own. At the right: CIDEr of changed
-pairs on mini, without that flag (tests/results.md; means of three seeds, the last row of one;
+pairs on mini, without that flag (docs/results.md; means of three seeds, the last row of one;
 differences of some 50 are noise). With twice the steps: 475, without the losses 477.
 Row of the paper            flags (on mini, unless --dataset is given)                  on mini
 direct-sub (Table 4)        --no-gde --order none --w_n2o 0 --w_v2a 0                   280
@@ -102,7 +102,7 @@ Exercises on mini, minutes each. Predict, then run, and compare with a run witho
    32 pairs of a step, from which value does n2o start, and which value can it hardly fall below?
    python rdd_acr.py --tau 1 --out_dir runs/tau
 3. Without GDE, the decoder reads F_diff. Which of the scores in % falls most, and why? Compare with
-   row GDE of tests/results.md, which also lacks vectors and losses. See ImageEmbedding.
+   row GDE of docs/results.md, which also lacks vectors and losses. See ImageEmbedding.
    python rdd_acr.py --no-gde --order none --w_n2o 0 --w_v2a 0 --out_dir runs/direct
 
 To copy: this file and common.py. To train on a data set of data.py, take that file and scores.py

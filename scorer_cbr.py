@@ -66,7 +66,7 @@ Axis letters: A, B pairs, C channels, H x W grid, N, M = H*W cells, D width, h h
 caption (START, words, END, padding).
 
 Flags for each row of the paper's tables. Each row needs an --out_dir of its own. The last column
-is from tests/results.md: CIDEr of changed pairs on mini, means of three seeds. Differences of some
+is from docs/results.md: CIDEr of changed pairs on mini, means of three seeds. Differences of some
 50 are noise; of two single runs, some 85.
 Row (Tables 6-7 and 10-12)      flags (on mini, unless --dataset is given)   on mini, if measured
 SCORER+CBR                                                                   475

@@ -1,4 +1,4 @@
-"""Trains the rows of tests/results.md on mini, and fills in its tables and README's. Not a test.
+"""Trains the rows of docs/results.md on mini, and fills in its tables and README's. Not a test.
 
     python tests/results.py                        run what is missing: seven hours on two cores
     python tests/results.py --only SCORER+CBR GDE  only these rows
@@ -43,7 +43,7 @@ from common import InputError, load_checkpoint, run_main, save_tensors, write_te
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RECORDS = HERE / "results.json"
-RESULTS = HERE / "results.md"
+RESULTS = ROOT / "docs" / "results.md"
 README = ROOT / "README.md"
 ASSETS = ROOT / "assets"
 RUNS = Path("runs/results")
@@ -359,7 +359,7 @@ def verdict(better: list[float], worse: list[float]) -> tuple[str, str]:
     return f"{gap:+.0f} ± {error:.1f}", answer
 
 
-# These tables are written by hand in tests/results.md, except for the last cells of each line.
+# These tables are written by hand in docs/results.md, except for the last cells of each line.
 
 
 def claim_cells(cells: list[str], records: list[dict]) -> tuple[str, ...]:
@@ -400,7 +400,7 @@ def filled(table: str, last_cells: Callable, records: list[dict]) -> str:
 
 
 def write_tables() -> None:
-    """Fills in tests/results.md and README.md from the records alone. InputError if these are of
+    """Fills in docs/results.md and README.md from the records alone. InputError if these are of
     commits that compute different things."""
     results = read_results()
     records = [record for record in results["records"] if record["row"] in ROWS]
