@@ -1,4 +1,4 @@
-"""Trains the rows of docs/results.md on mini, and fills in its tables and README's. Not a test.
+"""Trains the rows of docs/results.md on mini, and fills in the tables of our pages. Not a test.
 
     python tests/results.py                        run what is missing: seven hours on two cores
     python tests/results.py --only SCORER+CBR GDE  only these rows
@@ -44,6 +44,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RECORDS = HERE / "results.json"
 RESULTS = ROOT / "docs" / "results.md"
+GUIDE = ROOT / "docs" / "own_pictures.md"
 README = ROOT / "README.md"
 ASSETS = ROOT / "assets"
 RUNS = Path("runs/results")
@@ -325,14 +326,12 @@ def results_table(records: list[dict], rows: list[str], columns: list[str]) -> s
 
 
 def scenes_table(records: list[dict]) -> str:
-    """Change types against the number of training scenes; nothing if no smaller mini was run."""
-    if not any(record["row"] in FEWER for record in records):
-        return ""
+    """Change types against the number of training pairs, two of each scene."""
     scenes_of = FEWER | {"SCORER+CBR": 5000}
-    head = [f"{scenes:,}" for scenes in scenes_of.values()]
+    head = [f"{2 * scenes:,}" for scenes in scenes_of.values()]
     shares = [cell(values(records, row, "change type")) for row in scenes_of]
-    lines = [table_line(["training scenes", *head]), "|---" * (len(head) + 1) + "|"]
-    lines.append(table_line(["change type", *shares]))
+    lines = [table_line(["training pairs", *head]), "|---" * (len(head) + 1) + "|"]
+    lines.append(table_line(["type of change named right, in %", *shares]))
     return "\n".join(lines) + "\n"
 
 
@@ -400,8 +399,8 @@ def filled(table: str, last_cells: Callable, records: list[dict]) -> str:
 
 
 def write_tables() -> None:
-    """Fills in docs/results.md and README.md from the records alone. InputError if these are of
-    commits that compute different things."""
+    """Fills in the pages from the records alone. InputError if these are of commits that compute
+    different things."""
     results = read_results()
     records = [record for record in results["records"] if record["row"] in ROWS]
     commits = {record["commit"] for record in records}
@@ -419,8 +418,9 @@ def write_tables() -> None:
     write_text(RESULTS, text)
     text = README.read_text(encoding="utf-8")
     text = replaced(text, "results", lambda _: results_table(records, README_ROWS, README_COLUMNS))
-    text = replaced(text, "scenes", lambda _: scenes_table(records))
     write_text(README, text)
+    text = GUIDE.read_text(encoding="utf-8")
+    write_text(GUIDE, replaced(text, "scenes", lambda _: scenes_table(records)))
 
 
 # ---- assets --------------------------------------------------------------------------------------

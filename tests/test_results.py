@@ -44,7 +44,7 @@ def test_verdict(better, worse, answer):
 
 
 def test_pages_are_filled_in_from_records_of_the_same_code(tmp_path, monkeypatch):
-    for name in ("README", "RESULTS"):
+    for name in ("README", "RESULTS", "GUIDE"):
         file = getattr(results, name)
         (tmp_path / file.name).write_bytes(file.read_bytes())
         monkeypatch.setattr(results, name, tmp_path / file.name)
@@ -67,7 +67,8 @@ def test_pages_are_filled_in_from_records_of_the_same_code(tmp_path, monkeypatch
     assert "| 126.8 >= 126.0 |  | not run | +4 ± 0.0 | confirmed |" in page
     readme = results.README.read_text(encoding="utf-8")
     assert "| Subtraction | 3 | 321.0 (0.0) |" in readme and "Commit: a. " in readme
-    assert "| change type | 50.0 | - |" in readme
+    guide = results.GUIDE.read_text(encoding="utf-8")
+    assert "| type of change named right, in % | 50.0 | - |" in guide
 
 
 def test_only_runs_of_other_code_are_missing_and_replaced(tmp_path, monkeypatch):
