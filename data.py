@@ -35,6 +35,7 @@ import itertools
 import os
 import re
 import unicodedata
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -972,9 +973,12 @@ class Features:
             raise InputError(f"{path} was made by {self.extractor}, not {extractor}; {self.remedy}")
         self.file = open(path, "rb")  # stays open, for `announce`
         self.offset = offset
-        # h5py reads rows in sorted order only. PyTorch asks for a map that could be written to; "c"
-        # keeps such changes in memory.
-        self.data = torch.from_numpy(np.memmap(self.file, np.float16, "c", offset, shape))
+        # h5py reads rows in sorted order only. Nothing writes to the map, of which PyTorch warns.
+        # One that could be written to would need as much memory as the file is large.
+        table = np.memmap(self.file, np.float16, "r", offset, shape)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.data = torch.from_numpy(table)
         self.device = "cpu"  # `load` sets it if batches are sent to a GPU
         self.blind = False  # `load` sets it for the baseline that sees no images
 
@@ -1214,17 +1218,13 @@ class Dataset:
         self.settings = DATASETS[name]
         self.root = root
         self.release = release
-        self.scenes = release.scenes
-        self.kinds = release.kinds
-        self.paths = release.paths
-        self.pairs = release.pairs  # split -> all its pairs
         self.vocab = vocab
         self.features = features
         texts = set(release.captions(SPLITS))  # of all splits, as in the authors' scripts
         # Ids of the longest caption, START and END included; batches are padded to it.
         self.max_len = 2 + max(len(vocab.split(text)) for text in texts)
         self.grid = tuple(features.data.shape[1:])  # (C, H, W)
-        features.require(self.paths)
+        features.require(self.release.paths)
 
     def train_batches(
         self, batch_size: int, seed: int, first: int, last: int
@@ -1238,7 +1238,7 @@ class Dataset:
 
     def make_batches(self, batch_size: int, seed: int, first: int, last: int) -> Iterator:
         """What train_batches yields."""
-        scenes = self.scenes["train"]
+        scenes = self.release.scenes["train"]
         # [ours] Every batch is full, so that torch.compile makes one graph. The scenes that are
         # left at the end of an epoch are left out of it. The released codes make a small batch of
         # them: their epoch of CLEVR-Change has 265 steps, ours has 264.
@@ -1272,15 +1272,15 @@ class Dataset:
         pictures = []
         for name in (pair.before, pair.after):
             picture = Image.new("RGB", (96, 96), "grey")
-            if self.paths[name].exists():
-                picture = read_image(self.paths[name])
+            if self.release.paths[name].exists():
+                picture = read_image(self.release.paths[name])
                 picture.thumbnail((300, 300))
             pictures.append(picture)
         return pictures
 
     def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
         """Every pair of a split in order, with its first caption."""
-        pairs = self.pairs(split)
+        pairs = self.release.pairs(split)
         starts = range(0, len(pairs), batch_size)
         batches = prefetch(self.batch(pairs[i : i + batch_size]) for i in starts)
         return iter(tqdm(batches, split, len(starts), disable=None, leave=False))
@@ -1327,7 +1327,7 @@ class Dataset:
         """What tells the pictures of each pair of a split from others, whatever their names:
         checksums of "before" and "after" (n, 2)."""
         rows = []
-        for pair in self.pairs(split):
+        for pair in self.release.pairs(split):
             rows.append([self.features.content(pair.before), self.features.content(pair.after)])
         return torch.tensor(rows).view(-1, 2)
 
@@ -1336,7 +1336,7 @@ class Dataset:
         parts = []
         for split in ("train", "val"):
             parts.append(str(self.contents(split).tolist()))
-            parts.append(str([pair.captions for pair in self.pairs(split)]))
+            parts.append(str([pair.captions for pair in self.release.pairs(split)]))
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     def check_state(self, state: dict) -> None:
@@ -1411,7 +1411,7 @@ def load(
         else:
             features.device = device
     print_notes(*release.notes, *notes_on_copies(release, dataset.features))
-    counts = {split: len(dataset.pairs(split)) for split in SPLITS}
+    counts = {split: len(dataset.release.pairs(split)) for split in SPLITS}
     print(f"{root}: {counts['train']} train, {counts['val']} val, {counts['test']} test pairs")
     print(f"features: {size / 1e6:.0f} MB, {place}")
     return dataset
@@ -1426,7 +1426,7 @@ def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
     if DATASETS[cfg.dataset].make and make:
         prepare(cfg.dataset, Path(cfg.data_dir), cfg.device, cfg.extractor)
     dataset = load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor, cfg.blind)
-    if dataset.scenes["train"][0].pairs[0].after is None:
+    if dataset.release.scenes["train"][0].pairs[0].after is None:
         raise InputError(f"--dataset {cfg.dataset} has no pairs; IDC reads it by --{cfg.dataset}")
     return dataset
 
@@ -1437,9 +1437,9 @@ def note_on_negatives(dataset: Dataset, cfg: RunConfig, *weights: str) -> None:
     fields of cfg that weigh them."""
     content = dataset.features.content
     scenes_with = Counter()  # an image's content -> in how many scenes it occurs
-    for scene in dataset.scenes["train"]:
+    for scene in dataset.release.scenes["train"]:
         scenes_with.update({content(name) for name in scene.images()})
-    pairs = dataset.pairs("train")
+    pairs = dataset.release.pairs("train")
     sharing = 0
     for pair in pairs:
         if scenes_with[content(pair.before)] > 1 or scenes_with[content(pair.after)] > 1:

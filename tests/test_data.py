@@ -5,10 +5,12 @@ import itertools
 import json
 import os
 import re
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -102,6 +104,25 @@ def test_feature_file_round_trip(tmp_path, monkeypatch):
     torch.testing.assert_close(read.rows(["d", "a", "d"]), expected)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the file would fill the disk")
+def test_a_feature_file_may_be_larger_than_memory(tmp_path):
+    """As that of CLEVR-Change, 48 GB, often is. Nothing is written but the last row."""
+    memory = Path("/proc/meminfo").read_text()
+    kilobytes = re.findall(r"^(?:MemTotal|SwapTotal): +(\d+)", memory, re.MULTILINE)
+    grid = (2**12, 32, 32)  # 8 MiB
+    count = sum(map(int, kilobytes)) * 1024 * 5 // 4 // 2**23
+    names = [str(n) for n in range(count)]
+    path = tmp_path / "f.h5"
+    with h5py.File(path, "w") as f:
+        f.attrs.update(extractor="resnet101-layer3", preprocessing="how")
+        f["image_ids"] = names
+        f["stamps"] = np.zeros((count, 3), np.int64)
+        f.create_dataset("features", (count, *grid), "float16", fill_time="never")[-1] = 2
+    assert path.stat().st_blocks * 512 < 100e6
+    features = data.Features(path, "make it", "resnet101-layer3")
+    assert (features.rows(names[-1:]) == 2).all()
+
+
 @pytest.fixture
 def page_locked(monkeypatch):
     """The tensors in page-locked memory, which here is not page-locked: there may be no GPU."""
@@ -165,7 +186,7 @@ def test_every_batch_is_full(prepared, batch_size, size, steps):
             ids += changed[0]
         assert len(set(ids)) == len(ids) == steps * size
         seen.update(ids)
-    assert seen == {p.id for p in dataset.pairs("train") if "_n" not in p.id}
+    assert seen == {p.id for p in dataset.release.pairs("train") if "_n" not in p.id}
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
@@ -225,7 +246,7 @@ def test_every_scene_may_be_first_and_every_caption_is_drawn(prepared):
         drawn.update(zip(changed.pair_ids, changed.texts, same.texts, strict=True))
     assert len(first) == 8
     expected = set()
-    for scene in dataset.scenes["train"]:
+    for scene in dataset.release.scenes["train"]:
         changed, same = scene.pairs
         expected.update(itertools.product([changed.id], changed.captions, same.captions))
     assert drawn == expected
@@ -277,7 +298,7 @@ def test_pairs_that_a_checkpoint_was_trained_on_are_told(prepared, capsys):
     dataset.adopt(state)
     assert "trained on" not in capsys.readouterr().out
     state["train_pairs"] = dataset.contents("val")
-    count = len(dataset.pairs("val"))
+    count = len(dataset.release.pairs("val"))
     dataset.adopt(state)
     assert f"trained on {count} of the {count} val pairs" in capsys.readouterr().out
 
@@ -288,8 +309,8 @@ def test_a_run_goes_on_with_its_own_pairs_alone(split, refused, prepared):
     dataset = data.load("clevr_change", prepared)
     state = dataset.state()
     dataset.check_state(state)
-    dataset.pairs(split)[0].captions.reverse()
-    dataset.pairs(split)[0].captions.append("the cube")
+    dataset.release.pairs(split)[0].captions.reverse()
+    dataset.release.pairs(split)[0].captions.append("the cube")
     if refused:
         with pytest.raises(InputError, match="--out_dir"):
             dataset.check_state(state)
