@@ -703,13 +703,13 @@ def entities_of(dataset, cfg: Config, trained: dict | None = None) -> Entities |
     if table.shape[1] != cfg.clip_dim:
         raise InputError(f"--clip {cfg.clip} needs --clip_dim {table.shape[1]}")
     pairs = []
-    for scenes in dataset.scenes.values():
+    for scenes in dataset.release.scenes.values():
         for scene in scenes:
             for pair in (*scene.pairs, *(scene.swapped or ())):
                 pairs.append((pair.before, pair.after))
 
     def open_picture(name: str) -> Tensor:
-        return preprocess(data.read_image(dataset.paths[name]))
+        return preprocess(data.read_image(dataset.release.paths[name]))
 
     names = sorted(set(itertools.chain(*pairs)))
     stamps = [str(dataset.features.stamps[name]) for name in names]

@@ -241,11 +241,11 @@ def results(
     and, with BLEU-2 and BLEU-3, written, as are captions, references and a sheet of samples, in
     files whose names end in <split>. By pair id: captions, maps (name -> (H, W)), notes
     (lines)."""
-    if not dataset.scenes[split]:
+    if not dataset.release.scenes[split]:
         if out_dir:
             print_notes(f"there are no {split} pairs, so there are no scores")
         return {}
-    references = {pair.id: pair.captions for pair in dataset.pairs(split)}
+    references = {pair.id: pair.captions for pair in dataset.release.pairs(split)}
     if out_dir is None:
         total = protocol_scores(dataset, captions, references, quick=True)["total"]
         return {metric: total[metric] for metric in METRICS if metric in total}
@@ -322,7 +322,7 @@ def groups_of(dataset, split: str) -> dict[str, set[str]]:
     """Pair ids to score separately: the release's groups; the pairs that share no image with
     another split (if any do); the quarters whose boxes overlap least and most, if overlaps are
     known."""
-    pairs = dataset.pairs(split)
+    pairs = dataset.release.pairs(split)
     groups = dict(dataset.release.groups)
     leaked = dataset.release.leaked(split)
     if leaked:
@@ -340,10 +340,10 @@ def one_caption(dataset) -> str:
     """The best caption to give to every pair without looking: of the 20 most frequent training
     captions, the one with the highest CIDEr on at most 250 validation pairs or, if there are fewer
     than ENOUGH_PAIRS, training pairs."""
-    counts = Counter(text for pair in dataset.pairs("train") for text in pair.captions)
-    pairs = dataset.pairs("val")
+    counts = Counter(text for pair in dataset.release.pairs("train") for text in pair.captions)
+    pairs = dataset.release.pairs("val")
     if len(pairs) < ENOUGH_PAIRS:
-        pairs = dataset.pairs("train")
+        pairs = dataset.release.pairs("train")
     pairs = pairs[:: math.ceil(len(pairs) / 250)]
     references = {pair.id: pair.captions for pair in pairs}
     ciders = {}
@@ -358,8 +358,8 @@ def no_change_captions(dataset) -> set[str]:
     """Captions, as a model outputs them, which say that nothing changed: those of unchanged
     training pairs, and those listed by the data set's authors."""
     captions = set(dataset.settings.no_change)
-    unchanged = dataset.kinds.get("no change", set())
-    for pair in dataset.pairs("train"):
+    unchanged = dataset.release.kinds.get("no change", set())
+    for pair in dataset.release.pairs("train"):
         if pair.id in unchanged:
             captions.update(pair.captions)
     return {" ".join(dataset.vocab.split(caption)) for caption in captions}
@@ -372,7 +372,7 @@ def accuracy_of(dataset, captions: dict[str, str]) -> dict[str, float]:
     if dataset.settings.judge:
         return dataset.settings.judge(captions, dataset.root)
     no_change = no_change_captions(dataset)
-    unchanged = captions.keys() & dataset.kinds.get("no change", set())
+    unchanged = captions.keys() & dataset.release.kinds.get("no change", set())
     changed = captions.keys() - unchanged
     # Without pairs of both kinds, one caption for all pairs would be 100 % right.
     if not (no_change and unchanged and changed):
@@ -402,13 +402,13 @@ def pointing_scores(dataset, split: str, maps: dict, groups: dict) -> dict[str, 
     from PIL import Image
 
     boxes = []  # of all pairs: pair id, whether the box is hit, its share of the picture
-    for pair in dataset.pairs(split):
+    for pair in dataset.release.pairs(split):
         pair_maps = maps.get(pair.id, {})
         pair_boxes = dataset.release.boxes.get(pair.id, (None, None))
         for side, box in zip(("before", "after"), pair_boxes, strict=True):
             if not (box and pair_maps):
                 continue
-            file = dataset.paths[getattr(pair, side)]
+            file = dataset.release.paths[getattr(pair, side)]
             if not file.exists():
                 return {}
             with Image.open(file) as picture:
@@ -491,9 +491,9 @@ def sample_sheet(dataset, split: str, captions: dict, maps: dict, notes: dict, p
     """Draws the first three pairs of every kind of change, but at most 24, or the first twelve if
     kinds are unknown -> a file. Of several maps the first two are drawn. Keyed by pair id:
     captions, maps (name -> (H, W)), notes (lines of text, if a pair has any)."""
-    pairs = [pair for pair in dataset.pairs(split) if pair.id in captions]
+    pairs = [pair for pair in dataset.release.pairs(split) if pair.id in captions]
     chosen = []
-    for kind, ids in dataset.kinds.items():
+    for kind, ids in dataset.release.kinds.items():
         of_kind = [pair for pair in pairs if pair.id in ids]
         chosen += [(f"{kind}: ", pair) for pair in of_kind[:3]]
     if not chosen:

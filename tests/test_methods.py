@@ -372,7 +372,7 @@ def test_overfits_eight_pairs(method, prepared, tiny):
     torch.manual_seed(0)
     model = MODELS[method](cfg, len(dataset.vocab), dataset.grid, dataset.max_len)
     pairs = []  # four changed, four distractor pairs
-    for scene in dataset.scenes["train"][:4]:
+    for scene in dataset.release.scenes["train"][:4]:
         pairs += scene.pairs
     batch = dataset.batch(pairs).to("cpu")
     expected = [" ".join(data.tokenize(p.captions[0])) for p in pairs]
