@@ -567,10 +567,19 @@ class IDC(nn.Module):
         """Eq. 7-8: recognise masked cells of one image of each pair from the pair's other cells and
         its caption (B, V)."""
         cfg = self.cfg
+        predicted, features, masked = self.predict_cells(before, after, caption)
+        loss = cell_loss if cfg.mvcl_negatives == "features" else released_cell_loss
+        return {"mvcl": loss(predicted, features, masked, cfg.tau_mvcl)}  # Eq. 7-8
+
+    def predict_cells(
+        self, before: Tensor, after: Tensor | None, caption: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Mask cells, and predict all -> predictions and features (M, C) of all cells of the batch,
+        in the order (B, images, N), and the places of the masked ones among them (n,)."""
         images = before[:, None] if after is None else torch.stack([before, after], 1)
         cells = images.flatten(3).transpose(2, 3)  # (B, 1 or 2, N, C)
         features = cells.flatten(0, 2)  # (M, C), of all cells of the batch
-        masked = mask_cells(*cells.shape[:3], cfg.cell_mask_rate, cells.device)
+        masked = mask_cells(*cells.shape[:3], self.cfg.cell_mask_rate, cells.device)
         shown = features.index_fill(0, masked, 0).view_as(cells)
         shown = shown.transpose(2, 3).view_as(images)
         visual, valid, _ = self.encode(*shown.unbind(1))  # Eq. 4
@@ -579,9 +588,7 @@ class IDC(nn.Module):
         hidden = self.cell_head(visual[:, : images.shape[1], 1:])  # without [IMG1] and [IMG2]
         # As released, the projection's weights, transposed, map back to features.
         predicted = hidden @ self.embed.project.weight + self.cell_bias
-        predicted = predicted.flatten(0, 2)  # (M, C)
-        loss = cell_loss if cfg.mvcl_negatives == "features" else released_cell_loss
-        return {"mvcl": loss(predicted, features, masked, cfg.tau_mvcl)}  # Eq. 7-8
+        return predicted.flatten(0, 2), features, masked
 
     def fda(
         self, before: Tensor, after: Tensor | None, caption: Tensor, rewritten: Tensor
@@ -652,23 +659,30 @@ class IDC(nn.Module):
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """The last layer's attention from the [MASK] of each word of ids (B, V) to the cells of
-        both images, averaged over heads and words -> "before" and "after" (B, H, W), which together
-        sum to 1, or to 0 for a caption without words."""
+        """word_attention, averaged over the words of ids (B, V) -> "before" and "after" (B, H, W),
+        which together sum to 1, or to 0 for a caption without words."""
+        weight = self.word_attention(before, after, ids).flatten(2)  # (B, V - 1, 2N)
+        weight = masked_mean(weight, is_word(ids[:, 1:]))  # (B, 2N)
+        _, height, width = self.grid
+        map_before, map_after = weight.unflatten(1, (2, height, width)).unbind(1)
+        return {"before": map_before, "after": map_after}
+
+    @torch.no_grad()
+    def word_attention(self, before: Tensor, after: Tensor, ids: Tensor) -> Tensor:
+        """The last layer's attention from the [MASK] of each word of ids (B, V), without START, to
+        the cells of both images, averaged over heads -> (B, V - 1, 2, H, W)."""
         _, height, width = self.grid
         visual, _, _ = self.encode(before, after)
-        words = ids[:, 1:]
+        count = ids.shape[1] - 1
         _, past = self.cross(visual)
         _, states = self.causal(past, ids[:, :-1], ask_next=True)
         query, key, _ = states[-1]
-        query = query[:, -words.shape[1] :]  # of the [MASK]s, (B, V - 1, D)
+        query = query[:, -count:]  # of the [MASK]s, (B, V - 1, D)
         key = key[:, : visual.shape[1]]  # of the images, (B, S, D)
         scores = self.cross.blocks[-1].attention.scores(query, key)  # (B, h, V - 1, S)
         scores = scores.unflatten(-1, (2, -1))[..., 1:]  # without [IMG1] and [IMG2]
         weight = scores.flatten(-2).softmax(-1).mean(1)  # (B, V - 1, 2N)
-        weight = masked_mean(weight, is_word(words))  # (B, 2N)
-        map_before, map_after = weight.unflatten(1, (2, height, width)).unbind(1)
-        return {"before": map_before, "after": map_after}
+        return weight.unflatten(2, (2, height, width))
 
 
 # ---- presets -------------------------------------------------------------------------------------

@@ -655,15 +655,21 @@ class RDD(nn.Module):
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Maps (B, H, W) by name; each sums to 1. "decoder": the last layer's attention, averaged
         over heads and over the words of ids (B, V), with its softmax over the N cells only; 0
-        without words. "objects" and "actions": the last block's attention, averaged over heads and
-        vectors. If a block reads the other set, its weights (K, M) are multiplied by those of
-        that set (M, N)."""
+        without words. "objects" and "actions": vector_attention, averaged over vectors."""
         _, height, width = self.grid
         fused, distilled = self.encode(before, after)
         weight = self.decoder.attention(ids, fused, height * width)  # (B, V, N); F_c stands first
         # Row t is the state that predicts word t + 1.
         maps = {"decoder": masked_mean(weight[:, :-1], is_word(ids[:, 1:]))}  # (B, N)
-        over_cells = {}  # name -> weights (B, K, N)
+        for name, weight in self.vector_attention(distilled).items():
+            maps[name] = weight.mean(1)
+        return {name: x.unflatten(1, (height, width)) for name, x in maps.items()}
+
+    def vector_attention(self, distilled: dict[str, Distilled]) -> dict[str, Tensor]:
+        """The attention over cells of each of the K "objects" and "actions" in their last block,
+        averaged over heads -> by name (B, K, N). If a block reads the other set, its weights (K, M)
+        are multiplied by those of that set (M, N). distilled: from `encode`."""
+        over_cells = {}
         for name, source in ORDERS[self.cfg.order].items():
             attention = getattr(self, name).blocks[-1].cross_attention
             _, query, key = distilled[name]
@@ -671,8 +677,7 @@ class RDD(nn.Module):
             if source != "cells":
                 weight = weight @ over_cells[source]  # (B, K, M) (B, M, N) -> (B, K, N)
             over_cells[name] = weight
-            maps[name] = weight.mean(1)
-        return {name: x.unflatten(1, (height, width)) for name, x in maps.items()}
+        return over_cells
 
 
 # ---- segments ------------------------------------------------------------------------------------

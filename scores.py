@@ -432,6 +432,7 @@ GAP = 0.06  # inches between panels
 SPACE = 0.4  # inches between pairs
 LINE = 0.185  # inches: the height of a line of text
 TEXT = {"size": 11, "parse_math": False}  # a $ in a caption must not begin a formula
+COLOURS = "turbo"  # the colour map
 SATURATED = 8  # attention of this many times the uniform weight, or more, has the last colour
 
 
@@ -475,16 +476,25 @@ def draw_pair(figure, pair: tuple, maps: dict, above: str, below: str, left=0.0,
     height = PANEL * min(1, max(picture.height / picture.width for picture in pair))
     bottom = top - LINE - GAP - height  # the line has the titles
     for n, (title, picture, levels) in enumerate(panels):
-        axes = figure.add_axes((left + n * (PANEL + GAP), bottom, PANEL, height))
-        axes.set_axis_off()
-        axes.set_title(title, pad=3, **TEXT)
-        extent = (0, picture.width, picture.height, 0)
-        axes.imshow(picture, extent=extent)
-        if levels is not None:  # transparent up to uniform attention, so that the picture shows
-            opacity = np.interp(levels, [1, 4], [0, 0.6])
-            colours = {"cmap": "turbo", "vmin": 0, "vmax": SATURATED, "interpolation": "bilinear"}
-            axes.imshow(levels, alpha=opacity, extent=extent, **colours)
+        place = (left + n * (PANEL + GAP), bottom, PANEL, height)
+        draw_panel(figure, place, title, picture, levels)
     return draw_text(figure, left, bottom - GAP, below, len(panels))
+
+
+def draw_panel(figure, place: tuple, title: str, picture, levels=None):
+    """Draws a PIL image into a `new_figure` at (left, bottom, width, height), its title above and
+    attention over it, as in draw_pair: levels (rows, columns) are multiples of uniform attention
+    -> its axes, in pixels of the picture."""
+    axes = figure.add_axes(place)
+    axes.set_axis_off()
+    axes.set_title(title, pad=3, **TEXT)
+    extent = (0, picture.width, picture.height, 0)
+    axes.imshow(picture, extent=extent)
+    if levels is not None:  # transparent up to uniform attention, so that the picture shows
+        opacity = np.interp(levels, [1, 4], [0, 0.6])
+        colours = {"cmap": COLOURS, "vmin": 0, "vmax": SATURATED, "interpolation": "bilinear"}
+        axes.imshow(levels, alpha=opacity, extent=extent, **colours)
+    return axes
 
 
 def sample_sheet(dataset, split: str, captions: dict, maps: dict, notes: dict, path: Path) -> None:
