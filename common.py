@@ -11,8 +11,9 @@ Second half, what a run needs:
     files          progress, print_notes, atomic_write, file_errors, read_json, checkpoints
     main           run_main
 
-Axis letters: A, B images or pairs; N, M grid cells; D width; h heads; L tokens; V ids of a
-caption, padding included; C channels; H, W rows and columns of the grid. Licence: MIT.
+Axis letters: A, B images or pairs; N, M grid cells; D width; h heads; L ids of a caption, padding
+included, or other tokens; V ids of the vocabulary; C channels; H, W rows and columns of the grid.
+Licence: MIT.
 """
 
 import argparse
@@ -141,7 +142,7 @@ def sinusoid(length: int, dim: int) -> Tensor:
 
 
 def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
-    """Mean over the words of a sentence. x (B, V, D), valid (B, V) bool -> (B, D)."""
+    """Mean over the words of a sentence. x (B, L, D), valid (B, L) bool -> (B, D)."""
     weight = valid.to(x.dtype)[..., None]
     return (x * weight).sum(1) / weight.sum(1).clamp(min=1)
 
@@ -181,8 +182,9 @@ def decode(next_word: Callable[[Tensor], Tensor], count: int, max_len: int, devi
     """Write `count` captions word by word, each time the likeliest word. -> ids (B, max_len),
     B = count: START, at most max_len - 1 words, then NULL, without END.
 
-    next_word(ids (B, t)) -> logits (B, vocabulary) of word t. It reads all words anew each time:
-    captions are short, so keeping keys and values would save little (nothing on a GPU).
+    next_word(ids (B, t)) -> logits (B, V) of word t. It reads all words anew each time. (To keep
+    their keys and values would be four times as fast on a CPU, but each decoder would need code
+    for it.)
     `generate` turns gradients off. If `decode` did so, too, torch.export.save would fail."""
     ids = torch.full((count, max_len), NULL, device=device)
     ids[:, 0] = START

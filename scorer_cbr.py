@@ -32,17 +32,16 @@ keys, so it also teaches where to look. (3) "Before" and a good sentence should 
 
 Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
 light differ, and its caption says that nothing changed. In CLEVR-Change and mini, a scene has one
-pair of each kind, with the same "before". A training step has a batch of changed pairs and a batch
-of the distractor pairs of the same scenes, and each loss is the mean of the two batches'. In half
-of the scenes, chosen anew in each epoch, "before" and the distractor picture change places, in both
-pairs of the scene. The two batches and the exchange are as released. In other data sets, a step has
-a single batch.
+of each, with the same "before". There, a step has a batch of changed pairs and a batch of the same
+scenes' distractor pairs, and each loss is the mean of the two. In half of the scenes, drawn anew in
+each epoch, "before" and the distractor picture change places. (Both as released.)
 
 Read first: CrossView, BackwardReasoning, match_by_definition (what `similarity` computes, as a
 definition), match_loss, cbr_loss, SCORER.encode and SCORER.forward. Skip at first: DecoderLayer and
 Decoder (a transformer decoder), attention_map, and all that follows the class SCORER.
 
 Formulas, reconstructed from the paper's text and released code, not compared with the printed ones:
+InfoNCE    common.info_nce    nce(S) = -1/B sum_a log(exp S_aa / sum_b exp S_ab)
 Eq. 1      ImageEmbedding     X = conv(features) + position
 Eq. 2      similarity         TM_ab = 1/2 [mean_n max_m q_an.k_bm + mean_m max_n q_an.k_bm]
 Eq. 3      similarity         MTM = mean over heads [ours] of TM, each with its slice of q and k
@@ -57,17 +56,16 @@ Eq. 10     BackwardReasoning  X_hat = W_2 MHSA(x), the "hallucination" of "after
 Eq. 11     cbr_loss           L_cm = 1/2 [nce(R) + nce(R^T)], R = MTM(W_q X_hat, W_k X_aft) / tau
 Eq. 12     caption_loss       L_cap = -mean of log p(next word)
 Eq. 13     total_loss         L = L_cap + w_match L_cv + w_cbr L_cm
-InfoNCE    common.info_nce    nce(S) = -1/B sum_a log(exp S_aa / sum_b exp S_ab)
 
 a and b are images of a batch, n and m their cells, q_an and k_bm vectors of D numbers. Eq. 2 has no
 1/sqrt(D), and its vectors are not normalised (as released). w_match is the paper's lambda_v, w_cbr
 its lambda_m. Eq. 4 and 11 each have a learned exp(log_scale) in place of 1 / tau (as released).
-Axis letters: A, B pairs, C channels, H x W grid, N, M = H*W cells, D width, h heads, V ids of a
-caption (START, words, END, padding).
+Axis letters: A, B pairs, C channels, H x W grid, N, M = H*W cells, D width, h heads, L ids of a
+caption (START, words, END, padding), V ids of the vocabulary.
 
-Flags for each row of the paper's tables. Each row needs an --out_dir of its own. The last column
-is from docs/results.md: CIDEr of changed pairs on mini, means of three seeds. Differences of some
-50 are noise; of two single runs, some 85.
+Flags for each row of the paper's tables. Each run needs an --out_dir of its own. The last column is
+the CIDEr of changed pairs on mini, a mean of three seeds (docs/results.md). Two such means differ
+by up to 49 by chance, one run and a mean by 70, two runs by 85, two means at twice the steps by 21.
 Row (Tables 6-7 and 10-12)      flags (on mini, unless --dataset is given)   on mini, if measured
 SCORER+CBR                                                                   475
 Subtraction                     --difference subtract --w_match 0 --w_cbr 0  321
@@ -78,31 +76,10 @@ matching (Fig. 3)               --matching mtm, tm, mean or max
 heads (Fig. 4)                  --heads 8 (the flag also changes the heads of decoder and CBR)
 layers (Fig. 5)                 --layers 2
 fusion (section 6.3)            --fusion cat, sum or hadamard
-RR+ (Fig. 13: partners, but no negatives) has no flag. Neither has the fusion of section 6.3 in
-which words attend to each image before "cat": it needs a decoder with two memories. CHEERS's has
-two (DecoderLayer), but weighs the results by gates and does not join them.
+No flags: RR+ (Fig. 13, without negatives), and the fusion of words that attended to each image.
 
-Where the paper and the released code differ, the default mostly follows the paper. RELEASED, after
-the model, lists the differences. "As released" marks what both variants take from the code: a
-learned scale for 1 / tau, the projections that Eq. 4 and 11 match, coordinates, attention without
-output projection (but for CBR's), feed-forward layers of width D, and a mean over words in Eq. 12.
-[ours] marks what follows neither.
-
-Exercises, on mini, some minutes each. Predict, then run both commands:
-1. Eq. 6 adds. Which weights of CrossView can turn the + of its two lines into a -? So what falls in
-   scores_test.json, "change type", "place" (what stands where), or neither (seeds differ by 12)?
-   Run the first command, unless runs/scorer_cbr-mini is there already. Change both + to -, run the
-   second command, and change them back.
-       python scorer_cbr.py
-       python scorer_cbr.py --out_dir runs/minus
-2. Match in the second layer, where the images have already seen their partners. Does "match" fall
-   faster? Are captions better (by more than 85, see above)?
-       python scorer_cbr.py --layers 2 --match_layer last --out_dir runs/last
-       python scorer_cbr.py --layers 2 --out_dir runs/first
-3. Leave CBR at its initial weights, as released. Can "cbr" still fall, and by learning what? Which
-   other loss teaches X_bef and X_aft to tell images apart?
-       python scorer_cbr.py --w_cbr 0.1 --no-train_cbr --out_dir runs/frozen
-       python scorer_cbr.py --w_cbr 0.1 --out_dir runs/trained
+The default mostly follows the paper. RELEASED, after the model, lists where the released code does
+otherwise. "As released" marks what both take from that code, [ours] what follows neither.
 
 To copy: this file, matching.py and common.py. To train on a data set of data.py, take that file and
 scores.py (and mini.py for mini), too.
@@ -112,7 +89,7 @@ Licence: MIT. Written from the paper; it contains no code from the authors' repo
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -198,29 +175,38 @@ class ImageEmbedding(nn.Module):
         return x.flatten(2).transpose(1, 2)  # (B, N, D)
 
 
+class Projections(NamedTuple):
+    """Queries and keys of Eq. 5 of both images, each (B, N, D). Eq. 4 compares them. (Section 3.2.2
+    names no projections; to compare these is as released.)"""
+
+    q_bef: Tensor
+    k_aft: Tensor
+    q_aft: Tensor
+    k_bef: Tensor
+
+
 class CrossView(nn.Module):
     """Eq. 5-6, one layer: X <- LN(X + MHCA(X, partner)) for both images of a pair.
 
-    X_bef, X_aft (B, N, D) -> the new X_bef and X_aft, and the queries and keys for Eq. 4, (q_bef,
-    k_aft, q_aft, k_bef). Section 3.2.2 names no projections; to match those of Eq. 5 is as
-    released. Eq. 6 adds what could be rebuilt instead of subtracting it, because a caption also
-    names unchanged objects ("left of the cube"), which a subtraction would remove. (But `value` is
-    learned, and its negative turns + into -.) The paper cites the standard attention, with an
-    output projection. This has none, as released."""
+    X_bef, X_aft (B, N, D) -> the new X_bef and X_aft, and the Projections for Eq. 4. Eq. 6 adds
+    what could be rebuilt instead of subtracting it, because a caption also names unchanged objects
+    ("left of the cube"), which a subtraction would remove. (But `value` is learned, and its
+    negative turns + into -.) The paper cites the standard attention, with an output projection.
+    This has none, as released."""
 
     def __init__(self, cfg: Config):
         super().__init__()
         self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout, out_proj=False)
         self.norm = nn.LayerNorm(cfg.dim, eps=1e-6)
 
-    def forward(self, x_bef: Tensor, x_aft: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def forward(self, x_bef: Tensor, x_aft: Tensor) -> tuple[Tensor, Tensor, Projections]:
         q_bef, k_aft, v_aft = self.attention.project(x_bef, x_aft)
         q_aft, k_bef, v_bef = self.attention.project(x_aft, x_bef)
         unchanged_bef = self.attention.attend(q_bef, k_aft, v_aft)  # Eq. 5
         new_bef = self.norm(x_bef + unchanged_bef)  # Eq. 6
         unchanged_aft = self.attention.attend(q_aft, k_bef, v_bef)  # Eq. 5
         new_aft = self.norm(x_aft + unchanged_aft)  # Eq. 6
-        return new_bef, new_aft, (q_bef, k_aft, q_aft, k_bef)
+        return new_bef, new_aft, Projections(q_bef, k_aft, q_aft, k_bef)
 
 
 class Fusion(nn.Module):
@@ -252,12 +238,12 @@ class Fusion(nn.Module):
 
 class DecoderLayer(nn.Module):
     """A post-norm layer of the decoder: words attend to earlier words and then to the difference,
-    and a feed-forward network follows. x (B, V, D) -> (B, V, D).
+    and a feed-forward network follows. x (B, L, D), difference (B, N, D) -> the new x, and x1
+    (B, L, D), which attends to the difference (for attention maps).
 
-    difference (B, N, D). The layer also returns the words (B, V, D) as they attend to it. Unlike in
-    the standard layer, attention has no output projection and no dropout after it, and the
-    feed-forward network has width D and GELU. All this follows the released code, as does eps in
-    LayerNorms."""
+    Unlike in the standard layer, attention has no output projection and no dropout after it, and
+    the feed-forward network has width D and GELU. All this follows the released code, as does eps
+    in LayerNorms."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -288,7 +274,8 @@ class Decoder(nn.Module):
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
-        self.embed = nn.Embedding(vocab_size, cfg.word_dim, padding_idx=NULL)  # frozen, but not 0
+        # padding_idx: the row of NULL gets no gradient. (It is not 0: see initialise.)
+        self.embed = nn.Embedding(vocab_size, cfg.word_dim, padding_idx=NULL)
         self.register_buffer("position", sinusoid(max_len, cfg.word_dim), persistent=False)
         self.project = nn.Linear(cfg.word_dim, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
@@ -311,8 +298,8 @@ class Decoder(nn.Module):
                 nn.init.zeros_(m.bias)
 
     def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
-        """ids (B, V), difference (B, N, D) -> hidden states (B, V, D), and the words (B, V, D) as
-        they attend to the difference in the last layer."""
+        """ids (B, L), difference (B, N, D) -> hidden states, and what attends to the difference in
+        the last layer, both (B, L, D)."""
         x = self.embed(ids) + self.position[: ids.shape[1]]
         x = self.norm(self.dropout(self.project(x)))  # as released
         for layer in self.layers:
@@ -321,7 +308,7 @@ class Decoder(nn.Module):
 
     def attention(self, ids: Tensor, difference: Tensor, cells: int) -> Tensor:
         """The last layer's attention, averaged over heads, with its softmax over the first `cells`
-        of M tokens. ids (B, V), difference (B, M, D) -> (B, V, cells)."""
+        of M tokens. ids (B, L), difference (B, M, D) -> (B, L, cells)."""
         _, attending = self(ids, difference)
         attention = self.layers[-1].cross_attention
         q, k, _ = attention.project(attending, difference[:, :cells])
@@ -414,7 +401,7 @@ def cbr_loss(hat_to_aft: Tensor) -> Tensor:
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     """Eq. 12, L_cap: cross-entropy of each next word.
 
-    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL.
+    logits (B, L, V) at words 0 ... L-1, caption (B, L) padded with NULL.
 
     By hand: two words with probabilities 1/2 and 1/4 -> (ln 2 + ln 4) / 2 = 1.04."""
     # A mean over all real words of the batch, as released. DIRL's paper, by the same authors, sums
@@ -456,9 +443,11 @@ class SCORER(nn.Module):
             self.cbr = BackwardReasoning(cfg).requires_grad_(cfg.train_cbr)
         self.decoder.initialise(cfg.xavier)
 
-    def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor, list[tuple]]:
+    def encode(
+        self, before: Tensor, after: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, list[Projections]]:
         """before, after (B, C, H, W) -> the difference of Eq. 7, X_bef and X_aft of Eq. 1, all
-        (B, N, D), and the queries and keys of each cross-view layer, for Eq. 4."""
+        (B, N, D), and the Projections of each cross-view layer, for Eq. 4."""
         # Two batches of different sizes would be mixed up in silence.
         assert before.shape == after.shape, f"{before.shape} and {after.shape} are no pairs"
         x = self.embed(torch.cat([before, after]))  # Eq. 1 of both, (2B, N, D)
@@ -473,7 +462,7 @@ class SCORER(nn.Module):
         return difference, x_bef, x_aft, projections
 
     def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
-        """before, after (B, C, H, W), caption (B, V) -> the terms of Eq. 13, by name.
+        """before, after (B, C, H, W), caption (B, L) -> the terms of Eq. 13, by name.
 
         At the start, with CLEVR-Change's sizes, "caption" is about 5 (--variant released: 4.4). A
         guess among all words has ln 76 = 4.3. "match" and "cbr" are ln B, a guess among the images
@@ -483,14 +472,13 @@ class SCORER(nn.Module):
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft, projections = self.encode(before, after)  # Eq. 1, 5-7
-        hidden, _ = self.decoder(caption, difference)  # (B, V, D)
+        hidden, _ = self.decoder(caption, difference)  # (B, L, D)
         logits = self.decoder.head(hidden)  # Eq. 8
         losses["caption"] = caption_loss(logits, caption)  # Eq. 12
         if cfg.w_match:
-            layer = 0 if cfg.match_layer == "first" else -1
-            q_bef, k_aft, q_aft, k_bef = projections[layer]
-            bef_to_aft = similarity(q_bef, k_aft, self.log_scale, cfg.matching, cfg.heads)  # S
-            aft_to_bef = similarity(q_aft, k_bef, self.log_scale, cfg.matching, cfg.heads)  # S'
+            p = projections[0 if cfg.match_layer == "first" else -1]
+            bef_to_aft = similarity(p.q_bef, p.k_aft, self.log_scale, cfg.matching, cfg.heads)  # S
+            aft_to_bef = similarity(p.q_aft, p.k_bef, self.log_scale, cfg.matching, cfg.heads)  # S'
             losses["match"] = match_loss(bef_to_aft, aft_to_bef)  # Eq. 4
         if cfg.w_cbr:
             # `hidden` belongs to the reference caption, START and END included. It has attended to
@@ -528,12 +516,12 @@ class SCORER(nn.Module):
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Where the decoder looked: the last layer's attention over cells, averaged over heads and
-        over the words of ids (B, V) -> "attention" (B, H, W).
+        over the words of ids (B, L) -> "attention" (B, H, W).
 
         The map shows the weights after the softmax. The released code shows the scores before."""
         _, height, width = self.grid
         difference, *_ = self.encode(before, after)
-        weight = self.decoder.attention(ids, difference, height * width)  # (B, V, N)
+        weight = self.decoder.attention(ids, difference, height * width)  # (B, L, N)
         # Row t of the weights is from the state that predicts word t + 1.
         over_cells = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
         return {"attention": over_cells.unflatten(1, (height, width))}
@@ -626,7 +614,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> SCORER:
         losses = compute_losses(model, batches, cfg)
         optimizer.zero_grad()
         losses["total"].backward()
-        if cfg.grad_clip:
+        if cfg.grad_clip > 0:
             nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
         optimizer.step()
         model.clamp_scales()

@@ -3,7 +3,8 @@
     python tests/bench.py step [--method dirl_ccr] [--batch 128]    one training step, papers' size
     python tests/bench.py step --method idc_pretrain --task mvcl    one of pre-training
     python tests/bench.py step --row released   SCORER's step with the released code's settings
-    python tests/bench.py decode [--method dirl_ccr] [--batch 64]   greedy captions
+    python tests/bench.py decode [--method dirl_ccr] [--batch 64]   greedy captions, all words read
+                                                                    anew for each next one
     python tests/bench.py match [--batch 128]                       token-wise matching, both passes
     python tests/bench.py load [--scenes 5000] [--batch 128]        batches from a feature file
 
@@ -143,7 +144,8 @@ def phrases_of(cfg, texts):
 
 
 def decode_work(args) -> Callable:
-    """Greedy decoding; no caption ends early."""
+    """Greedy captions of the longest length: each next word is predicted from all words so far,
+    read anew, so the decoder runs --length - 1 times."""
     cfg = config_of(args)
     model = model_of(args, cfg).eval()
     decoder = getattr(model, "decoder", model)

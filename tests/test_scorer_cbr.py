@@ -71,7 +71,7 @@ def test_released_variant_meets_recorded_values():
     cfg = preset(Config, PRESETS, RELEASED, "clevr_change", "released")
     model = fill(SCORER(cfg, 76, (1024, 14, 14), 24), released_names())
     before, after, caption = inputs(76, 24)
-    difference, x_bef, _, tokens = model.encode(before, after)
+    difference, x_bef, _, projections = model.encode(before, after)
     close(x_bef.abs().sum(), 59178.566, atol=1e-3)
     close(difference.abs().sum(), 76022.024, atol=1e-3)
     look = model.decoder.layers[-1].cross_attention
@@ -81,9 +81,9 @@ def test_released_variant_meets_recorded_values():
     close(losses["caption"], 4.620655)
     close(losses["match"], 1.764648)
     close(losses["cbr"], 1.101593)
-    q_bef, k_aft, q_aft, k_bef = tokens[-1]
-    bef_to_aft = similarity(q_bef, k_aft, model.log_scale, cfg.matching, 8)
-    aft_to_bef = similarity(q_aft, k_bef, model.log_scale, cfg.matching, 8)
+    p = projections[-1]
+    bef_to_aft = similarity(p.q_bef, p.k_aft, model.log_scale, cfg.matching, 8)
+    aft_to_bef = similarity(p.q_aft, p.k_bef, model.log_scale, cfg.matching, 8)
     close(bef_to_aft[0], [54.499477, 56.707699, 53.308426])
     close(aft_to_bef[0], [52.554564, 55.211010, 55.018642])
     scores = look.scores(queries[0], look.key(difference))
