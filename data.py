@@ -34,6 +34,7 @@ import io
 import itertools
 import os
 import re
+import shlex
 import unicodedata
 import warnings
 from collections import Counter, defaultdict
@@ -99,16 +100,18 @@ def tokenize_lower(caption: str) -> list[str]:
     return re.findall(r"\w+|\.+|[^\w\s]", caption.lower())
 
 
-# Zero-width space, soft hyphen and byte order mark vanish, as nobody sees them. Apostrophes and
-# hyphens that look like those on keyboards become these.
-TYPED = str.maketrans(dict.fromkeys("\u200b\u00ad\ufeff"))
-TYPED |= str.maketrans("\u2018\u2019\u00b4\u2010\u2011", "'''--")
+# Nobody sees soft hyphens, byte order marks, word joiners and marks of writing direction: they
+# vanish. The zero-width space separates words, as in Khmer. Apostrophes and hyphens that look like
+# those on keyboards become these.
+DIRECTIONS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+TYPED = str.maketrans(dict.fromkeys(f"\u00ad\ufeff\u2060{DIRECTIONS}"))
+TYPED |= str.maketrans("\u200b\u2018\u2019\u00b4\u2010\u2011", " '''--")
 
 
 def normalised(text: str) -> str:
-    """A text in lower case, each character of which is written in one way only (see TYPED, and
-    Unicode's NFC: an accented letter may be one character or two)."""
-    return unicodedata.normalize("NFC", text.lower()).translate(TYPED)
+    """A text in which each character is written in one way only (see TYPED, and Unicode's NFC: an
+    accented letter may be one character or two)."""
+    return unicodedata.normalize("NFC", text.translate(TYPED))
 
 
 # Chinese and Japanese characters and punctuation, between which no spaces are written.
@@ -116,12 +119,12 @@ NO_SPACES = "[\u3001-\u30ff\u3400-\u9fff\uff01-\uffef]"
 
 
 def tokenize_pairs(caption: str) -> list[str]:
-    """Words of the normalised caption, split at whitespace. Punctuation marks and symbols at either
-    end of a word become words of their own; those inside a word stay: "red-brick", "isn't", "3.5".
+    """Lower-case words of the normalised caption, split at whitespace. Punctuation marks and
+    symbols at either end of a word become words; those inside stay: "red-brick", "isn't", "3.5".
     This is the rule for your own pairs, in any language that puts spaces between words. Of Chinese
     and Japanese, which do not, each character is a word."""
     words = []
-    for text in re.sub(f"({NO_SPACES})", r" \1 ", normalised(caption)).split():
+    for text in re.sub(f"({NO_SPACES})", r" \1 ", normalised(caption.lower())).split():
         # The Unicode categories of punctuation marks begin with P, those of symbols with S.
         marks = [character for character in text if unicodedata.category(character)[0] in "PS"]
         word = text.strip("".join(marks))
@@ -181,6 +184,15 @@ class Vocab:
             words = itertools.takewhile(lambda i: i not in (NULL, END), row)
             captions.append(" ".join(self.words[i] for i in words))
         return captions
+
+    @staticmethod
+    def sentence(words: str) -> str:
+        """A caption of `decode` as people write it: "it is gone ." -> "it is gone."."""
+        text = re.sub(f"(?<={NO_SPACES}) (?={NO_SPACES})", "", words)
+        text = re.sub(r" +(?=[.,:;!?%)\]}\u2026\u060c\u061b\u061f\u0964])", "", text)
+        text = re.sub(r"(?<=[(\[{\u00a1\u00bf]) +", "", text)
+        # Quotation marks, which open in one language what they close in another
+        return re.sub(r'(["“”„«»]) ([^"“”„«»]*) (["“”«»])', r"\1\2\3", text)
 
 
 # ---- pairs and releases --------------------------------------------------------------------------
@@ -287,33 +299,62 @@ def release_from_pairs(
     return release
 
 
-def read_table(
-    path: Path, columns: Iterable[str], quoting: int = csv.QUOTE_MINIMAL
-) -> list[dict[str, str]]:
-    """The non-empty rows of a table in UTF-8, each {column in lower case: cell}. The first line
-    names the columns, with commas, semicolons or tabs between them. Every row has a text in each of
-    `columns`. InputError names the line that is wrong."""
-    rows = []
-    with open(path, encoding="utf-8-sig") as f, file_errors(path, "save it as UTF-8, as a CSV"):
+@dataclass
+class Table:
+    """A table that people edit. It has no empty rows."""
+
+    mark: str  # a byte order mark, by which spreadsheets know UTF-8, or nothing
+    separator: str
+    heads: list[str]  # names of the columns, as they were written
+    lines: list[list[str]]  # rows of cells, as they were written; as many as there are heads
+    rows: list[dict[str, str]]  # the same rows: {column in lower case: cell without outer blanks}
+
+
+def read_table(path: Path, columns: Iterable[str], quoting: int = csv.QUOTE_MINIMAL) -> Table:
+    """Reads a table in UTF-8. Its first line names the columns, with commas, semicolons or tabs
+    between them. Each of `columns` must be there, with a text in every row. InputError names the
+    line that is wrong."""
+    with open(path, encoding="utf-8") as f, file_errors(path, "save it as UTF-8, as a CSV"):
         text = f.read()  # CR, LF or both end a line
-        separator = max(",;\t", key=text.partition("\n")[0].count)
-        syntax = {"delimiter": separator, "quoting": quoting, "skipinitialspace": True}
-        reader = csv.DictReader(io.StringIO(text), strict=True, restval="", **syntax)
-        reader.fieldnames = [head.strip().lower() for head in reader.fieldnames or ()]
-        absent = set(columns) - set(reader.fieldnames)
-        if absent:
-            raise InputError(f"line 1: no column {', '.join(sorted(absent))}")
-        for row in reader:
-            place = f"line {reader.line_num}"
-            if any(cell.strip() for cell in row.pop(None, [])):
-                raise InputError(f"{place}: too many cells; quote those with {separator!r}")
-            row = {head: cell.strip() for head, cell in row.items() if head}
-            empty = [column for column in columns if not row[column]]
-            if any(row.values()) and empty:
-                raise InputError(f"{place}: {empty[0]} is empty")
-            if any(row.values()):
-                rows.append(row)
-    return rows
+    mark = "\ufeff" if text.startswith("\ufeff") else ""
+    text = text.removeprefix(mark)
+    separator = max(",;\t", key=text.partition("\n")[0].count)
+    syntax = {"delimiter": separator, "quoting": quoting, "skipinitialspace": True}
+    reader = csv.reader(io.StringIO(text), strict=True, **syntax)
+    numbered = {}  # the number of a row's first line -> its cells
+    number = 1
+    try:
+        for cells in reader:
+            numbered[number] = cells
+            number = reader.line_num + 1
+    except csv.Error as e:
+        remedy = "close every quote, and write a quote inside quotes twice"
+        raise InputError(f"{path}, line {number}: {e}; {remedy}") from e
+    heads = numbered.pop(1, [])
+    names = [normalised(head).strip().lower() for head in heads]
+    for column in columns:
+        if names.count(column) != 1:
+            found = f"found the columns {', '.join(names)!r:.60}"
+            raise InputError(f"{path}, line 1: {found}, expected one that is named {column}")
+    table = Table(mark, separator, heads, [], [])
+    for number, cells in numbered.items():
+        place = f"{path}, line {number}"
+        if any(cell.strip() for cell in cells[len(heads) :]):
+            counts = f"expected {len(heads)} cells, found {len(cells)}"
+            raise InputError(f"{place}: {counts}; put double quotes around one with {separator!r}")
+        if any("\0" in cell for cell in cells):
+            raise InputError(f"{place}: there is a NUL character; remove it, or save as UTF-8")
+        missing = [""] * (len(heads) - len(cells))
+        cells = cells[: len(heads)] + missing
+        row = {name: cell.strip() for name, cell in zip(names, cells, strict=True) if name}
+        if not any(row.values()):
+            continue
+        for column in columns:
+            if not row[column]:
+                raise InputError(f"{place}: {column} is empty")
+        table.lines.append(cells)
+        table.rows.append(row)
+    return table
 
 
 def read_lines(path: Path, errors: str = "strict") -> list[str]:
@@ -378,7 +419,7 @@ def read_release(name: str, root: Path) -> Release:
     except FileNotFoundError as e:
         advice = f"--data_dir must be the folder of {name}'s files"
         if DATASETS[name].make:
-            advice = f"python data.py {name} --data_dir {root} draws it"
+            advice = f"python data.py {name} --data_dir {shlex.quote(str(root))} draws it"
         raise FileNotFoundError(f"{e}; {advice}") from e
     if not release.scenes["train"]:
         raise InputError("; ".join([f"{root}: no pairs in train", *release.notes]))
@@ -597,7 +638,7 @@ def read_birds_to_words(root: Path) -> Release:
     urls = ("img1imgurl", "img2imgurl")
     pairs = defaultdict(list)
     left_out = 0
-    for row in read_table(file, (*urls, "split", "description"), csv.QUOTE_NONE):
+    for row in read_table(file, (*urls, "split", "description"), csv.QUOTE_NONE).rows:
         # URLs are .../photos/<photo id>/large.jpg?...
         with file_errors(file, f"expected .../photos/<photo id>/... in {' and '.join(urls)}"):
             before, after = [re.search(r"/photos/(\d+)", row[url])[1] + ".jpg" for url in urls]
@@ -677,8 +718,8 @@ def own_pair(row: dict[str, str]) -> Pair:
     ("./a.png" is "a.png")."""
     before = os.path.normpath(row["before"]).replace(os.sep, "/")
     after = os.path.normpath(row["after"]).replace(os.sep, "/")
-    texts = row.get("captions", "").replace("\uff5c", "|").split("|")  # Chinese keyboards have ｜
-    captions = [text.strip() for text in texts if normalised(text).strip()]
+    texts = row["captions"].replace("\uff5c", "|").split("|")  # Chinese keyboards have ｜
+    captions = [" ".join(text.split()) for text in texts if re.search(r"\w", text)]
     return Pair(f"{before} {after}", before, after, captions)
 
 
@@ -690,16 +731,18 @@ def hashed_split(pair: Pair) -> str:
     return {8: "val", 9: "test"}.get(tenth, "train")
 
 
-# What pandas and spreadsheets write into cells without a text.
-EMPTY_CELLS = {"nan", "none", "null", "<na>", "n/a", "#n/a", "#name?"}
+# What programs write into cells without a text: pandas, R, MySQL, spreadsheets.
+EMPTY_CELLS = {*r"nan none null na \n <na> n/a #n/a #name? #ref! #value!".split()}
+PRINTED_LIST = re.compile(r"""[\[({]["'{\]]""")  # how a list begins that a program has printed
 
 
 def kind_name(text: str) -> str:
-    """The words of a kind: those of "No_change " and "no - change" are "no change"."""
-    text = normalised(text)
-    # Unicode's categories of letters, digits and the marks that belong to letters.
-    kept = [c if unicodedata.category(c)[0] in "LNM" else " " for c in text]
-    return " ".join("".join(kept).split())
+    """A kind of change as it was written, but for blanks and invisible characters. All spellings of
+    "no change", such as "No_change", are one."""
+    text = " ".join(normalised(text).split())
+    if re.fullmatch(r"[\W_]*no[\W_]*change[\W_]*", text, re.IGNORECASE):
+        return "no change"
+    return text
 
 
 def read_pairs(root: Path) -> Release:
@@ -709,7 +752,10 @@ def read_pairs(root: Path) -> Release:
     Two columns are optional: `split` (train, val or test in every row; without it: hashed_split)
     and `kind`, the kind of change."""
     file = root / "pairs.csv"
-    table = read_table(file, ("before", "after", "captions"))
+    table = read_table(file, ("before", "after", "captions")).rows
+    columns = list(table[0]) if table else ["captions"]
+    if columns[-1] != "captions":  # there, a comma without quotes makes a cell too many
+        raise InputError(f"{file}: the last column is {columns[-1]}; it must be captions")
     pairs = defaultdict(list)
     kinds = defaultdict(set)
     kind_of: dict[str, str] = {}
@@ -718,21 +764,23 @@ def read_pairs(root: Path) -> Release:
         if not pair.captions:
             raise InputError(f"{file}: {pair.id} has no caption")
         for caption in pair.captions:
-            if caption.lower() in EMPTY_CELLS:
-                remedy = "leave it out, or say it in other words"
-                raise InputError(f"{file}: {pair.id} has the caption {caption!r}; {remedy}")
-        split = row["split"].lower() if "split" in row else hashed_split(pair)
-        pairs[split].append(pair)
+            if caption.lower() in EMPTY_CELLS or PRINTED_LIST.match(caption):
+                remedy = "write plain text, with | between captions, or leave it out"
+                raise InputError(f"{file}: {pair.id} has the caption {caption!r:.60}; {remedy}")
         kind = kind_name(row.get("kind", ""))
         if kind_of.setdefault(pair.id, kind) != kind:
             raise InputError(f"{file}: {pair.id} is both {kind_of[pair.id]!r} and {kind!r}")
         if kind:
             kinds[kind].add(pair.id)
-        if kind in scores.ADDED_ROWS:
-            raise InputError(f"{file}: the scores have a row {kind!r}; rename this kind")
-    columns = set(table[0]) if table else set()
-    unused = columns - {"before", "after", "captions", "split", "kind"}
+        if kind.lower() in scores.ADDED_ROWS:
+            raise InputError(f"{file}: the scores have a row {kind.lower()!r}; rename this kind")
+        split = row["split"].lower() if "split" in row else hashed_split(pair)
+        pairs[split].append(pair)
+    unused = {*columns} - {"before", "after", "captions", "split", "kind"}
     notes = [f"{file}: the column {column!r} is not used" for column in sorted(unused)]
+    broken = sum("\n" in row["captions"] for row in table)
+    if broken:
+        notes.append(f"{broken} cells with captions have several lines, which are read as one")
     for split in ("val", "test"):
         if split not in pairs:
             why = "without it, pairs share a split if they share the path that sorts first"
@@ -1059,10 +1107,11 @@ def extractor_name(extractor: str) -> str:
 
 def open_features(name: str, root: Path, extractor: str) -> Features:
     """Opens the file of a data set's features that this extractor made."""
-    command = f"python data.py {name} --data_dir {root}"
+    command = ["python", "data.py", name, "--data_dir", str(root)]
     if extractor != DATASETS[name].extractor:
-        command += f" --extractor {extractor}"
-    return Features(feature_file(name, root, extractor), command, extractor_name(extractor))
+        command += ["--extractor", extractor]
+    path = feature_file(name, root, extractor)
+    return Features(path, shlex.join(command), extractor_name(extractor))
 
 
 def vocab_of(name: str, release: Release) -> Vocab:
@@ -1223,6 +1272,7 @@ class Dataset:
         texts = set(release.captions(SPLITS))  # of all splits, as in the authors' scripts
         # Ids of the longest caption, START and END included; batches are padded to it.
         self.max_len = 2 + max(len(vocab.split(text)) for text in texts)
+        self.no_change = self.no_change_captions()
         self.grid = tuple(features.data.shape[1:])  # (C, H, W)
         features.require(self.release.paths)
 
@@ -1307,6 +1357,16 @@ class Dataset:
         images = [(pair.before, pair.after) for pair in pairs]
         return Batch(before, after, ids, pair_ids, captions, images, single)
 
+    def no_change_captions(self) -> set[str]:
+        """Captions, as a model outputs them, which say that nothing changed: those of unchanged
+        training pairs, and those listed by the data set's authors."""
+        captions = set(self.settings.no_change)
+        unchanged = self.release.kinds.get("no change", set())
+        for pair in self.release.pairs("train"):
+            if pair.id in unchanged:
+                captions.update(pair.captions)
+        return {" ".join(self.vocab.split(caption)) for caption in captions}
+
     def results(self, split, captions, maps, out_dir, notes=None) -> dict[str, float]:
         """The scores of a split's captions, see scores.results."""
         return scores.results(self, split, captions, maps, out_dir, notes)
@@ -1319,6 +1379,7 @@ class Dataset:
             "extractor": self.features.extractor,
             "grid": self.grid,
             "max_len": self.max_len,
+            "no_change": sorted(self.no_change),
             "train_pairs": self.contents("train"),
             "digest": self.digest(),
         }
@@ -1355,11 +1416,12 @@ class Dataset:
 
     def adopt(self, state: dict) -> None:
         """Takes the words and the max_len of a checkpoint, to evaluate it here: references are
-        texts, so only features must fit."""
+        texts, so only features must fit. Its sentences for "no change" count here, too."""
         self.check_features(state)
         self.note_trained_pairs(state)
         self.vocab = Vocab(state["vocab"], self.vocab.tokenizer, self.vocab.max_words)
         self.max_len = state["max_len"]
+        self.no_change |= set(state["no_change"])
 
     def check_features(self, state: dict) -> None:
         """InputError if a checkpoint was trained on other features."""
@@ -1580,7 +1642,7 @@ def read_captions(read: Callable, dataset_name: str, captions: list[str]) -> dic
 
 class Captioner:
     """A trained model that captions any two pictures (see read_image): caption, maps =
-    captioner(before, after). maps: name -> attention map (H, W).
+    captioner(before, after). caption: see Vocab.sentence; maps: name -> attention map (H, W).
 
     model, state: from common.load_model; state["extractor"] names the feature network.
     inputs(model, state, pictures) -> a further input of the model's generate and attention_map, one
@@ -1612,7 +1674,7 @@ class Captioner:
             ids = self.model.generate(before, after, *inputs)
             maps = self.model.attention_map(before, after, ids, *inputs)
             for n, caption in enumerate(self.vocab.decode(ids)):
-                yield caption, {name: heat[n] for name, heat in maps.items()}
+                yield Vocab.sentence(caption), {name: heat[n] for name, heat in maps.items()}
 
 
 def load_captioner(
@@ -1656,7 +1718,7 @@ def load_clip(name: str, device: str = "cpu") -> tuple:
     model, _, weights = name.partition(":")
     tags = open_clip.list_pretrained_tags_by_model(model)
     if weights not in tags and not Path(weights).is_file():
-        known = ", ".join(tags)
+        known = ", ".join(tags) or "none (open_clip.list_models() lists the models)"
         raise InputError(f"--clip {name}: expected MODEL:FILE, or of this model one of: {known}")
     if weights not in tags and f"{model}-quickgelu" in open_clip.list_models():
         openai = f"OpenAI's weights need {model}-quickgelu:{weights}"
@@ -1674,76 +1736,63 @@ def load_clip(name: str, device: str = "cpu") -> tuple:
 # ---- command line --------------------------------------------------------------------------------
 
 
-def with_joined_punctuation(caption: str) -> str:
-    """A caption as people write it: "it is gone ." -> "it is gone."."""
-    caption = re.sub(f"(?<={NO_SPACES}) (?={NO_SPACES})", "", caption)
-    caption = re.sub(r" +(?=[.,;:!?%)\]}…])", "", caption)
-    caption = re.sub(r"(?<=[(\[{]) +", "", caption)
-    return re.sub(r'" ([^"]*) "', r'"\1"', caption)
-
-
 def check_out(out: str, endings: tuple[str, ...], files: Iterable[str | Path]) -> None:
-    """InputError if `out` is one of the files to read, has none of the endings, or cannot be
+    """InputError if `out` has none of the endings, is one of the files to read, or cannot be
     written."""
     path = Path(out)
+    if path.suffix.lower() not in endings:
+        raise InputError(f"--out {out}: expected a name that ends in {' or '.join(endings)}")
     if path.resolve() in {Path(file).resolve() for file in files}:
         raise InputError(f"--out {out} is one of the files to read; choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
-    place = path  # a device
-    if path.is_file() or not path.exists():
-        place = path.resolve().parent
-        if path.suffix.lower() not in endings:
-            raise InputError(f"--out {out}: expected a name that ends in {' or '.join(endings)}")
-    if path.is_dir() or not os.access(place, os.W_OK):
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise InputError(f"--out {out} cannot be written; choose another name")
 
 
 def caption_files(captioner: Captioner, files: list[str], out: str | None) -> None:
     """Prints the caption of two image files, or of every pair of a CSV file, see caption_table.
-    `out`: where to write the attention picture, or the captions of the table."""
+    `out`: where to write the attention picture, or the table with its captions."""
     if len(files) == 1 and Path(files[0]).suffix.lower() == ".csv":
         caption_table(captioner, Path(files[0]), out)
         return
     if len(files) != 2:
-        names = " ".join(map(str, files))
-        raise InputError(f"--caption {names}: expected two pictures or a .csv")
+        raise InputError(
+            f"--caption {shlex.join(map(str, files))}: expected two pictures or a .csv"
+        )
     if out:
         check_out(out, (".png", ".jpg", ".pdf"), files)
     caption, maps = captioner(*files)
-    caption = with_joined_punctuation(caption)
     print(caption)
     if out:
         scores.caption_picture(*map(read_image, files), maps, caption, Path(out))
 
 
-def caption_table(captioner: Captioner, table: Path, out: str | None) -> None:
+def caption_table(captioner: Captioner, file: Path, out: str | None) -> None:
     """Prints the caption of every pair of a CSV file with the columns before and after, whose paths
-    are relative to it. `out` gets the words as metrics compare them: a table with as many rows, if
-    it ends in .csv, or else COCO results."""
-    rows = read_table(table, ("before", "after"))
-    ids = [own_pair(row).id for row in rows]
-    paths = {}  # of the pictures, by pair id; a pair may have several rows
-    for pair_id, row in zip(ids, rows, strict=True):
-        paths[pair_id] = (table.parent / row["before"], table.parent / row["after"])
-    pictures = set(itertools.chain(*paths.values()))
+    are relative to it. `out` gets the same table with one more column, "caption"."""
+    table = read_table(file, ("before", "after"))
+    pairs = [(file.parent / row["before"], file.parent / row["after"]) for row in table.rows]
+    pictures = set(itertools.chain(*pairs))
     if out:
-        check_out(out, (".csv", ".json"), [table, *pictures])
+        check_out(out, (".csv",), [file, *pictures])
+        if any("caption" in row for row in table.rows):
+            raise InputError(f"{file} has a column caption, where --out writes; rename it")
     for picture in pictures:  # an unreadable one must not stop the work halfway
         if not picture.exists():
-            raise InputError(f"{table}: {picture} is missing; paths are relative to the table")
+            raise InputError(f"{file}: {picture} is missing; paths are relative to the table")
         read_image(picture)
-    captions = {}
-    for pair_id, (caption, _) in zip(paths, captioner.pairs(list(paths.values())), strict=True):
-        captions[pair_id] = caption
-        print(f"{pair_id}: {with_joined_punctuation(caption)}", flush=True)
-    if out and Path(out).suffix.lower() == ".csv":
-        with atomic_write(Path(out)) as partial, open(partial, "w", encoding="utf-8") as f:
-            writer = csv.writer(f, lineterminator="\n")
-            writer.writerow(["before", "after", "caption"])
-            for pair_id, row in zip(ids, rows, strict=True):
-                writer.writerow([row["before"], row["after"], captions[pair_id]])
-    elif out:
-        scores.write_json(Path(out), scores.coco_rows(captions.items()))
+    captions = []
+    for row, (caption, _) in zip(table.rows, captioner.pairs(pairs), strict=True):
+        captions.append(caption)
+        print(f"{row['before']} {row['after']}: {caption}", flush=True)
+    if not out:
+        return
+    with atomic_write(Path(out)) as partial, open(partial, "w", encoding="utf-8", newline="") as f:
+        f.write(table.mark)
+        writer = csv.writer(f, delimiter=table.separator, lineterminator="\n")
+        writer.writerow([*table.heads, "caption"])
+        for cells, caption in zip(table.lines, captions, strict=True):
+            writer.writerow([*cells, caption])
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -3,8 +3,9 @@
     python scores.py --predictions P --references R
 
 P is a COCO results file, R a COCO annotation file; a run writes both for the split that it
-captions. From Python, `score` compares dictionaries of captions. The metrics are BLEU, METEOR,
-ROUGE-L, CIDEr and SPICE, computed by pycocoevalcap. METEOR and SPICE need Java.
+captions, and published scripts read them. From Python, `score` compares dictionaries of captions.
+The metrics are BLEU, METEOR, ROUGE-L, CIDEr and SPICE, computed by pycocoevalcap. METEOR and SPICE
+need Java.
 
     words and metrics    score, format_scores
     scores of a split    results, protocol_scores; one caption for all; the pointing game
@@ -250,11 +251,15 @@ def results(
         total = protocol_scores(dataset, captions, references, quick=True)["total"]
         return {metric: total[metric] for metric in METRICS if metric in total}
     end = f"{split}.json"
+    predicted = [{"image_id": i, "caption": caption} for i, caption in captions.items()]
+    write_json(out_dir / f"captions_{end}", predicted)
     annotations = []
     for i, texts in references.items():
-        annotations += coco_rows((i, scored_text(dataset, text)) for text in texts)
-    write_json(out_dir / f"captions_{end}", coco_rows(captions.items()))
-    write_json(out_dir / f"references_{end}", {"annotations": annotations})
+        for text in texts:
+            row = {"id": len(annotations), "image_id": i, "caption": scored_text(dataset, text)}
+            annotations.append(row)
+    images = [{"id": i} for i in references]
+    write_json(out_dir / f"references_{end}", {"images": images, "annotations": annotations})
 
     groups = groups_of(dataset, split)
     scores = protocol_scores(dataset, captions, references, groups)
@@ -287,11 +292,6 @@ def results(
     sample_sheet(dataset, split, captions, maps, notes or {}, out_dir / sheet)
     print(f"written into {out_dir}: captions_{end}, references_{end}, scores_{end}, {sheet}")
     return scores["total"]
-
-
-def coco_rows(captions: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
-    """Pair ids and captions in the form of COCO's files, which published scripts read."""
-    return [{"image_id": i, "caption": caption} for i, caption in captions]
 
 
 def write_json(path: Path, content) -> None:
@@ -354,24 +354,13 @@ def one_caption(dataset) -> str:
     return max(ciders, key=ciders.get)
 
 
-def no_change_captions(dataset) -> set[str]:
-    """Captions, as a model outputs them, which say that nothing changed: those of unchanged
-    training pairs, and those listed by the data set's authors."""
-    captions = set(dataset.settings.no_change)
-    unchanged = dataset.release.kinds.get("no change", set())
-    for pair in dataset.release.pairs("train"):
-        if pair.id in unchanged:
-            captions.update(pair.captions)
-    return {" ".join(dataset.vocab.split(caption)) for caption in captions}
-
-
 def accuracy_of(dataset, captions: dict[str, str]) -> dict[str, float]:
     """A drawn data set's own judgement of captions, in %. For others, if both kinds are there: the
-    % of changed and of unchanged pairs whose caption says so, whatever else it says (see
-    `no_change_captions`)."""
+    % of changed and of unchanged pairs whose caption says so, whatever else it says:
+    dataset.no_change are the captions that say "no change"."""
     if dataset.settings.judge:
         return dataset.settings.judge(captions, dataset.root)
-    no_change = no_change_captions(dataset)
+    no_change = dataset.no_change
     unchanged = captions.keys() & dataset.release.kinds.get("no change", set())
     changed = captions.keys() - unchanged
     # Without pairs of both kinds, one caption for all pairs would be 100 % right.
@@ -498,17 +487,21 @@ def draw_panel(figure, place: tuple, title: str, picture, levels=None):
 
 
 def sample_sheet(dataset, split: str, captions: dict, maps: dict, notes: dict, path: Path) -> None:
-    """Draws the first three pairs of every kind of change, but at most 24, or the first twelve if
-    kinds are unknown -> a file. Of several maps the first two are drawn. Keyed by pair id:
-    captions, maps (name -> (H, W)), notes (lines of text, if a pair has any)."""
+    """Draws the first pairs of every kind of change, up to three of each and at most 24, or the
+    first twelve if kinds are unknown -> a file. Of several maps the first two are drawn. Keyed by
+    pair id: captions, maps (name -> (H, W)), notes (lines of text, if a pair has any)."""
     pairs = [pair for pair in dataset.release.pairs(split) if pair.id in captions]
+    of_kind = {}  # "no change" comes first, as it must be there
+    for kind in sorted(dataset.release.kinds, key=lambda kind: kind != "no change"):
+        members = [pair for pair in pairs if pair.id in dataset.release.kinds[kind]]
+        if members:
+            of_kind[kind] = members
     chosen = []
-    for kind, ids in dataset.release.kinds.items():
-        of_kind = [pair for pair in pairs if pair.id in ids]
-        chosen += [(f"{kind}: ", pair) for pair in of_kind[:3]]
+    for kind, members in list(of_kind.items())[:24]:
+        count = min(3, max(1, 24 // len(of_kind)))
+        chosen += [(f"{kind}: ", pair) for pair in members[:count]]
     if not chosen:
         chosen = [("", pair) for pair in pairs[:12]]
-    chosen = chosen[:24]
     half = math.ceil(len(chosen) / 2)
     legend = f"{dataset.name}, {split}. Colour: the model looked more there than on average, in "
     legend += f"dark red {SATURATED} times as much. Above each pair: its kind and a reference"
@@ -519,7 +512,8 @@ def sample_sheet(dataset, split: str, captions: dict, maps: dict, notes: dict, p
             top = start
             for kind, pair in column:
                 above = kind + pair.captions[0]
-                below = "\n".join([f"generated: {captions[pair.id]}", *notes.get(pair.id, [])])
+                caption = dataset.vocab.sentence(captions[pair.id])
+                below = "\n".join([f"generated: {caption}", *notes.get(pair.id, [])])
                 drawn = dict(list(maps[pair.id].items())[:2])
                 end = draw_pair(figure, dataset.pictures(pair), drawn, above, below, left, top)
                 top = end - SPACE

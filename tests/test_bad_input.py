@@ -1,5 +1,7 @@
 """A user's likely mistakes: one line on stderr that names the flag or the file, and exit code 2."""
 
+import shlex
+
 import h5py
 import pytest
 from conftest import write_release
@@ -77,4 +79,6 @@ def test_features_that_do_not_fit(prepared, train, prepare):
     path.write_bytes(content[:-100])
     assert "features.h5" in train(prepared)
     path.unlink()
-    assert "features.h5" in train(prepared)
+    spaced = prepared.rename(prepared.with_name("my data"))
+    _, command = train(spaced).split("run: ")
+    assert shlex.split(command)[-2:] == ["--data_dir", str(spaced)]

@@ -43,7 +43,9 @@ def test_tokens_and_vocabulary_follow_the_published_rule():
         ("A red-brick wall isn't 3.5 m", "a red-brick wall isn't 3.5 m"),
         ('(the "new" gate), 50%!', '( the " new " gate ) , 50 % !'),
         ("Die Tu\u0308r\u3000ist\xa0zu", "die t\xfcr ist zu"),
-        ("\ufeffthe\u00ad gate\u200b isn\u2019t o\u00adpen", "the gate isn't open"),
+        ("\ufeffthe\u00ad gate\u200bisn\u2019t o\u00adpen", "the gate isn't open"),
+        ("\u200fהשער\u2069 \u202b\u2060נפתח\u202c.\u200e", "השער נפתח ."),
+        ("u\u2060\u0308ber", "\xfcber"),
         ("a red\u2011brick wall isn\u00b4t", "a red-brick wall isn't"),
         ("门开了，BMW走了。", "门 开 了 ， bmw 走 了 。"),
     ],
@@ -349,15 +351,17 @@ def test_pairs_that_share_a_picture_are_told(shared, noted, capsys):
     "caption",
     [
         "the car is gone.",
+        "das „rote“ tor ist auf, «oder» ¿no?",
+        "هل اختفت السيارة، أم لا؟",
         'a gate (the "left-hand" one), 3.5 m, isn\'t [any more] open; 50% of it!',
         "what... no: why?!",
         '"gone" and "new"',
         "门开了，车走了。",
     ],
 )
-def test_printed_captions_have_punctuation_where_people_put_it(caption):
+def test_sentences_have_punctuation_where_people_put_it(caption):
     words = " ".join(data.tokenize_pairs(caption))
-    assert words != caption and data.with_joined_punctuation(words) == caption
+    assert words != caption and data.Vocab.sentence(words) == caption
 
 
 class Brightness(torch.nn.Module):
@@ -391,7 +395,7 @@ def captioner(tmp_path, monkeypatch):
     for name, color in (("dark", "black"), ("bright", "white")):
         files.append(tmp_path / f"{name}.png")
         data.Image.new("RGB", (40, 20), color).save(files[-1])
-    state = {"vocab": [*data.SPECIAL, "brighter", "darker"], "extractor": "mean"}
+    state = {"vocab": [*data.SPECIAL, "brighter", "darker ."], "extractor": "mean"}
     return *files, data.Captioner(Brightness(), state)
 
 
@@ -399,7 +403,7 @@ def test_two_pictures_are_captioned(captioner, tmp_path, capsys):
     dark, bright, captioner = captioner
     data.caption_files(captioner, [dark, bright], None)
     data.caption_files(captioner, [bright, dark], str(tmp_path / "new/folder/out.jpg"))
-    assert capsys.readouterr().out == "brighter\ndarker\n"
+    assert capsys.readouterr().out == "brighter\ndarker.\n"
     with data.Image.open(tmp_path / "new/folder/out.jpg") as picture:
         assert picture.format == "JPEG"
     with pytest.raises(InputError, match="--out"):  # it replaces no picture of the user
@@ -409,13 +413,16 @@ def test_two_pictures_are_captioned(captioner, tmp_path, capsys):
         data.caption_files(captioner, [dark, bright], str(tmp_path / "new/folder/x.png"))
     with pytest.raises(InputError, match=r"\.csv"):
         data.caption_files(captioner, [dark], None)
+    with pytest.raises(InputError, match=r"x\.csv.*\.png"):
+        data.caption_files(captioner, [dark, bright], str(tmp_path / "none/x.csv"))
+    assert not (tmp_path / "none").exists()
     assert capsys.readouterr().out == ""  # all before the first caption
     images = [data.read_image(bright), data.read_image(dark)]  # from Python: pictures in memory
     caption, maps = captioner(*images)
-    assert caption == "darker" and maps["attention"].shape == (8, 8)
+    assert caption == "darker." and maps["attention"].shape == (8, 8)
     with data.Image.open(dark) as opened:  # one picture of several pairs, read by several threads
         results = captioner.pairs([(opened, bright), (bright, opened)] * 10)
-        assert [caption for caption, _ in results] == ["brighter", "darker"] * 10
+        assert [caption for caption, _ in results] == ["brighter", "darker."] * 10
 
 
 def test_each_pair_gets_its_own_row_of_a_further_input(captioner):
@@ -425,31 +432,39 @@ def test_each_pair_gets_its_own_row_of_a_further_input(captioner):
     captioner.model.generate = lambda before, after, rows: rows
     captioner.model.attention_map = lambda before, after, ids, rows: {"rows": rows}
     results = list(captioner.pairs([(dark, bright)] * 5, batch=2))
-    assert [caption for caption, _ in results] == captioner.vocab.decode(rows)
+    expected = ["brighter", "darker.", "darker.", "brighter", "darker."]
+    assert [caption for caption, _ in results] == expected
     assert torch.equal(torch.stack([maps["rows"] for _, maps in results]), rows)
 
 
-def test_the_pairs_of_a_table_are_captioned(captioner, tmp_path, capsys):
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("separator", [",", ";"])
+def test_the_pairs_of_a_table_are_captioned(separator, mark, captioner, tmp_path, capsys):
+    """The table's own columns stay as they are, and so do its separator and byte order mark."""
     captioner = captioner[2]
     table = tmp_path / "pairs.csv"
-    rows = ["./dark.png,bright.png,", "bright.png,dark.png,", "dark.png,dark.png,"]
-    rows.append("dark.png,bright.png,")  # the first pair once more
-    table.write_text("\n".join(["Before, After,captions", *rows]))  # as for training
-    data.caption_files(captioner, [str(table)], str(tmp_path / "out.json"))
-    expected = {
-        "dark.png bright.png": "brighter",
-        "bright.png dark.png": "darker",
-        "dark.png dark.png": "darker",
-    }
-    captions = [*expected.values(), "brighter"]
-    lines = [f"{name}: {caption}" for name, caption in expected.items()]
-    assert capsys.readouterr().out.splitlines() == lines
-    written = json.loads((tmp_path / "out.json").read_text())
-    assert {row["image_id"]: row["caption"] for row in written} == expected
-    data.caption_files(captioner, [str(table)], str(tmp_path / "out.csv"))
-    lines = (tmp_path / "out.csv").read_text().splitlines()
-    assert lines[1:] == [f"{row}{caption}" for row, caption in zip(rows, captions, strict=True)]
-    capsys.readouterr()
+    text = """Before~ After~Site~~captions
+./dark.png~bright.png~7
+~~~~
+bright.png~dark.png~"a, b;
+c"~x~nan
+dark.png~bright.png~~~
+"""
+    captioned = """Before~After~Site~~captions~caption
+./dark.png~bright.png~7~~~brighter
+bright.png~dark.png~"a, b;
+c"~x~nan~darker.
+dark.png~bright.png~~~~brighter
+"""
+    table.write_text(mark + text.replace("~", separator), encoding="utf-8")
+    out = tmp_path / "new/out.csv"
+    data.caption_files(captioner, [str(table)], str(out))
+    assert out.read_text(encoding="utf-8") == mark + captioned.replace("~", separator)
+    first = "dark.png bright.png: brighter"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"./{first}", "bright.png dark.png: darker.", first]
+    with pytest.raises(InputError, match="column caption"):  # which is not overwritten
+        data.caption_files(captioner, [str(out)], str(tmp_path / "more.csv"))
     with pytest.raises(InputError, match=r"out\.xlsx"):  # which would not be a workbook
         data.caption_files(captioner, [str(table)], str(tmp_path / "out.xlsx"))
     # Every file is looked at before the first is captioned.

@@ -332,6 +332,9 @@ b.png,d.jpg,test,same
         OWN_PAIRS.replace('"', "").replace(", ", "\0").replace(",", ";").replace("\0", ", "),
         OWN_PAIRS.replace('"', "").replace(", ", "\0").replace(",", "\t").replace("\0", ", "),
         OWN_PAIRS.replace("|", "\uff5c"),
+        OWN_PAIRS.replace("red, then", "red,\nthen").replace("|", "|-|\u200f|"),
+        # PowerShell quotes the names of the columns.
+        "\ufeff" + OWN_PAIRS.replace("before,after,", '"before","after",'),
     ],
 )
 def test_your_own_pairs(text, tmp_path):
@@ -356,20 +359,30 @@ KINDS = "before,after,kind,captions\n"
             r"pairs\.csv.*line 2.*quote",
         ),
         (HEAD + "\na,b,train,c\n,b,train,c\n", "line 4: before"),
+        (HEAD + 'a,b,train,"c\nd"\n\na,,train,c\n', "line 5: after"),
         (HEAD + "a,b,train\n", "line 2: captions"),
-        (HEAD + 'a,b,train,"the "new" gate"\n', "expected after"),
+        (HEAD + 'a,b,train,"the "new" gate"\n', "line 2.*quote"),
+        (HEAD + 'a,b,train,c\na,b,train,"it is\na,b,train,c\n', "line 3.*quote"),
+        (HEAD + "a,b,train,it\0is\n", "line 2.*NUL"),
         (HEAD + "a,b,train,|\n", "a b has no caption"),
-        (HEAD + "a,b,train,\u200b\n", "a b has no caption"),
+        (HEAD + "a,b,train,-|\u200e\n", "a b has no caption"),
         (HEAD + "a,b,,c\n", "a b.*''.*train.*val.*test"),
         (HEAD + "a,b,train,c\n./a,b,test,c\n", "a b.*train.*test"),
         (KINDS + "a,b,gone,c\na,b,moved,d\n", "a b.*gone.*moved"),
-        ("before,after,text\na,b,c\n", "captions"),
+        ("before,after,text\na,b,c\n", "line 1.*captions"),
+        ("captions\nc\n", "line 1.*before"),
+        ("before,after,captions,captions\na,b,c,d\n", "line 1.*one.*captions"),
+        # An unquoted comma would go unnoticed.
+        ("before,after,captions,kind\na,b,red left, the van stayed\n", "last column is kind"),
         ("", "line 1"),
         (HEAD + "a,b,train,it is open|nan\n", "a b has the caption 'nan'"),
+        (HEAD + "a,b,train,NA\n", "a b has the caption 'NA'"),
+        (HEAD + "a,b,train,\\N\n", r"a b has the caption '\\\\N'"),
+        (HEAD + "a,b,train,\"('it is open', 'open now')\"\n", r"a b has the caption.*\|"),
         # The names of other rows of the scores
         (KINDS + "a,b,Total,c\n", "'total'"),
         (KINDS + "a,b,one caption for all,c\n", "'one caption for all'"),
-        (KINDS + "a,b,Without_Leaked_Pairs,c\n", "'without leaked pairs'"),
+        (KINDS + "a,b,Without Leaked  Pairs,c\n", "'without leaked pairs'"),
     ],
 )
 def test_what_is_wrong_in_a_table_is_named(text, named, tmp_path):
@@ -378,7 +391,7 @@ def test_what_is_wrong_in_a_table_is_named(text, named, tmp_path):
         data.read_pairs(tmp_path)
 
 
-def test_kinds_are_compared_by_letters_and_digits(tmp_path):
+def test_only_spellings_of_no_change_are_one_kind(tmp_path):
     spellings = ["no change", "No change", "no_change", " NO  CHANGE ", "no-change", "no - change"]
     spellings += [
         "no\u200b change",
@@ -386,15 +399,20 @@ def test_kinds_are_compared_by_letters_and_digits(tmp_path):
         "no\u2013change",
         "no\xa0change",
         "no/change",
+        "no change\u200e",
+        "NoChange",
     ]
     rows = [f"{n}.png,b.png,{kind},c\n" for n, kind in enumerate(spellings)]
-    # Letters with a mark are one or two characters; some marks, as in Hindi, are always their own.
-    rows += ["x.png,b.png,Tu\u0308r,c\n", "y.png,b.png,t\xfcr,c\n", "z.png,b.png,\u0939\u093f,c\n"]
+    kinds = ["+1", "-1", ">5", "<5", "C", "C++", "+", "\u0939\u093f", "no change in size", "T\xfcr"]
+    rows += [f"{n}.png,a.png,{kind},c\n" for n, kind in enumerate(kinds)]
+    rows.append(
+        "x.png,a.png, Tu\u0308r\u200f ,c\n"
+    )  # a letter with a mark is one or two characters
     write(tmp_path / "pairs.csv", KINDS + "".join(rows))
     release = data.read_pairs(tmp_path)
     assert release.kinds["no change"] == {f"{n}.png b.png" for n in range(len(spellings))}
-    assert release.kinds["t\xfcr"] == {"x.png b.png", "y.png b.png"}
-    assert release.kinds.keys() == {"no change", "t\xfcr", "\u0939\u093f"}
+    assert release.kinds["T\xfcr"] == {"9.png a.png", "x.png a.png"}
+    assert release.kinds.keys() == {"no change", *kinds}
     assert release.groups == release.kinds
 
 
@@ -402,7 +420,7 @@ def test_kinds_are_compared_by_letters_and_digits(tmp_path):
     "text, noted",
     [
         (KINDS + "d,e,no change,c\nd,f,no change,c\n", ["no val pairs", "no test pairs"]),
-        (HEAD + "a,b,train,c\nd,e,val,c\nf,g,test,c\n", ["'no change'"]),
+        (HEAD + 'a,b,train,"c\nd"\nd,e,val,c\nf,g,test,c\n', ["1 cells", "'no change'"]),
         (
             HEAD.replace("split", "split,set") + "a,b,train,x,c\nd,e,val,,c\n",
             ["'set'", "test", "no"],

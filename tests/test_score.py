@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import NoFeatures
 from PIL import Image
+from pycocotools.coco import COCO
 
 import data
 import mini
@@ -185,6 +186,11 @@ def test_changed_and_unchanged_pairs_are_recognised(tmp_path):
     captions["1.png"] = "a lake was drained"
     both = {"change claimed": 50, "no change claimed": 0}
     assert scores.accuracy_of(dataset, captions) == both
+    # A model that was trained elsewhere says it in the words of its training.
+    captions["1.png"] = "same as ever"
+    state = {"extractor": "", "grid": dataset.grid, "vocab": vocab.words, "max_len": 9}
+    dataset.adopt(state | {"train_pairs": torch.empty(0, 2), "no_change": ["same as ever"]})
+    assert scores.accuracy_of(dataset, captions)["no change claimed"] == 100
     del captions["1.png"]  # then any caption at all would be right
     assert scores.accuracy_of(dataset, captions) == {}
 
@@ -253,6 +259,12 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
     assert result["accuracy"] == {"change claimed": 100, "no change claimed": 0}
     rows = read(tmp_path / "captions_test.json")
     assert {row["image_id"]: row["caption"] for row in rows} == captions
+    # Published scripts read both files by pycocotools.
+    coco = COCO(tmp_path / "references_test.json")
+    found = coco.loadRes(str(tmp_path / "captions_test.json"))
+    for i, texts in references.items():
+        assert [row["caption"] for row in coco.imgToAnns[i]] == texts
+        assert [row["caption"] for row in found.imgToAnns[i]] == [captions[i]]
     # The command line reads these files.
     predictions = tmp_path / "captions_test.json"
     call = ["--predictions", str(predictions)]

@@ -195,6 +195,8 @@ def test_clip_is_loaded_frozen(clip):
     assert preprocess == "preprocess"
     with pytest.raises(InputError, match="--clip ViT-L-14:nonsense"):
         data.load_clip("ViT-L-14:nonsense")
+    with pytest.raises(InputError, match="list_models"):
+        data.load_clip("hf-hub:someone/clip")
 
 
 def test_the_activation_of_weights_in_a_file_is_told(clip, tmp_path, capsys):
