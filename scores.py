@@ -447,11 +447,11 @@ def draw_text(figure, left: float, top: float, text: str, panels: int) -> float:
     return top - LINE * len(lines)
 
 
-def draw_pair(figure, pair: tuple, maps: dict, above: str, below: str, left=0.0, top=0.0) -> float:
-    """Draws a pair of PIL images into a `new_figure` below `top`: a text, both pictures, each
-    attention map (H, W) over both, and another text -> where they end. Maps are in multiples of
-    uniform attention, 1 / (H * W). IDC's "before" and "after" lie over their own picture only; they
-    sum to 1 together, so their unit is half of that."""
+def attention_panels(pair: tuple, maps: dict) -> list[tuple]:
+    """A pair of PIL images and its attention maps (H, W) -> (title, picture, levels or None) of
+    both pictures and of each map over both. Levels are multiples of uniform attention, 1 / (H * W).
+    IDC's "before" and "after" lie over their own picture only; they sum to 1 together, so their
+    unit is half of that."""
     pictures = dict(zip(("before", "after"), pair, strict=True))
     panels = [(side, picture, None) for side, picture in pictures.items()]
     for name, weight in maps.items():
@@ -461,6 +461,13 @@ def draw_pair(figure, pair: tuple, maps: dict, above: str, below: str, left=0.0,
         else:
             for side, picture in pictures.items():
                 panels.append((f"{name}, {side}", picture, levels))
+    return panels
+
+
+def draw_pair(figure, pair: tuple, maps: dict, above: str, below: str, left=0.0, top=0.0) -> float:
+    """Draws a pair of PIL images into a `new_figure` below `top`: a text, attention_panels, and
+    another text -> where they end."""
+    panels = attention_panels(pair, maps)
     top = draw_text(figure, left, top, above, len(panels))
     height = PANEL * min(1, max(picture.height / picture.width for picture in pair))
     bottom = top - LINE - GAP - height  # the line has the titles
@@ -471,8 +478,7 @@ def draw_pair(figure, pair: tuple, maps: dict, above: str, below: str, left=0.0,
 
 
 def draw_panel(figure, place: tuple, title: str, picture, levels=None):
-    """Draws a PIL image into a `new_figure` at (left, bottom, width, height), its title above and
-    attention over it, as in draw_pair: levels (rows, columns) are multiples of uniform attention
+    """Draws one of attention_panels into a `new_figure`, at (left, bottom, width, height)
     -> its axes, in pixels of the picture."""
     axes = figure.add_axes(place)
     axes.set_axis_off()
