@@ -355,7 +355,7 @@ def make_parser(
     text = "split to evaluate (default: test)"
     group.add_argument("--split", choices=["val", "test"], default="test", help=text)
     group.add_argument("--checkpoint", help="checkpoint for --caption")
-    text = "with --caption: file for the attention picture or, of a CSV, captions (CSV or JSON)"
+    text = "with --caption: file for the attention picture or, of a CSV, its rows with captions"
     group.add_argument("--out", metavar="FILE", help=text)
 
     group = parser.add_argument_group(f"config (defaults differ for {', '.join(PRESETS)}: PRESETS)")

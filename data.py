@@ -188,7 +188,9 @@ class Vocab:
     @staticmethod
     def sentence(words: str) -> str:
         """A caption of `decode` as people write it: "it is gone ." -> "it is gone."."""
-        text = re.sub(f"(?<={NO_SPACES}) (?={NO_SPACES})", "", words)
+        # Chinese is written without blanks, also around its quotation marks.
+        between = f"(?<={NO_SPACES}) (?={NO_SPACES}|[“”])|(?<=[“”]) (?={NO_SPACES})"
+        text = re.sub(between, "", words)
         text = re.sub(r" +(?=[.,:;!?%)\]}\u2026\u060c\u061b\u061f\u0964])", "", text)
         text = re.sub(r"(?<=[(\[{\u00a1\u00bf]) +", "", text)
         # Quotation marks, which open in one language what they close in another
@@ -321,31 +323,30 @@ def read_table(path: Path, columns: Iterable[str], quoting: int = csv.QUOTE_MINI
     separator = max(",;\t", key=text.partition("\n")[0].count)
     syntax = {"delimiter": separator, "quoting": quoting, "skipinitialspace": True}
     reader = csv.reader(io.StringIO(text), strict=True, **syntax)
-    numbered = {}  # the number of a row's first line -> its cells
+    found = {}  # the number of a row's first line -> its cells
     number = 1
     try:
         for cells in reader:
-            numbered[number] = cells
+            found[number] = cells
             number = reader.line_num + 1
     except csv.Error as e:
         remedy = "close every quote, and write a quote inside quotes twice"
         raise InputError(f"{path}, line {number}: {e}; {remedy}") from e
-    heads = numbered.pop(1, [])
+    heads = found.pop(1, [])
     names = [normalised(head).strip().lower() for head in heads]
     for column in columns:
         if names.count(column) != 1:
-            found = f"found the columns {', '.join(names)!r:.60}"
-            raise InputError(f"{path}, line 1: {found}, expected one that is named {column}")
+            place = f"{path}, line 1: found the columns {', '.join(names)!r:.60}"
+            raise InputError(f"{place}, expected one that is named {column}")
     table = Table(mark, separator, heads, [], [])
-    for number, cells in numbered.items():
+    for number, cells in found.items():
         place = f"{path}, line {number}"
         if any(cell.strip() for cell in cells[len(heads) :]):
             counts = f"expected {len(heads)} cells, found {len(cells)}"
             raise InputError(f"{place}: {counts}; put double quotes around one with {separator!r}")
         if any("\0" in cell for cell in cells):
             raise InputError(f"{place}: there is a NUL character; remove it, or save as UTF-8")
-        missing = [""] * (len(heads) - len(cells))
-        cells = cells[: len(heads)] + missing
+        cells = (cells + [""] * len(heads))[: len(heads)]
         row = {name: cell.strip() for name, cell in zip(names, cells, strict=True) if name}
         if not any(row.values()):
             continue

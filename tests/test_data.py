@@ -356,7 +356,7 @@ def test_pairs_that_share_a_picture_are_told(shared, noted, capsys):
         'a gate (the "left-hand" one), 3.5 m, isn\'t [any more] open; 50% of it!',
         "what... no: why?!",
         '"gone" and "new"',
-        "门开了，车走了。",
+        "门开了，“大”车走了。",
     ],
 )
 def test_sentences_have_punctuation_where_people_put_it(caption):
