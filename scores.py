@@ -240,8 +240,7 @@ def results(
 
     Without out_dir, only the quick metrics are computed. With it, scores of every group are printed
     and, with BLEU-2 and BLEU-3, written, as are captions, references and a sheet of samples, in
-    files whose names end in <split>. By pair id: captions, maps (name -> (H, W)), notes
-    (lines)."""
+    files whose names end in <split>. By pair id: captions, maps (name -> (H, W)), notes (lines)."""
     if not dataset.release.scenes[split]:
         if out_dir:
             print_notes(f"there are no {split} pairs, so there are no scores")
@@ -271,10 +270,7 @@ def results(
     scores = {group: with_gaps(row, COLUMNS) for group, row in scores.items()}
     accuracy = accuracy_of(dataset, captions)
     accuracy = with_gaps(accuracy, accuracy)
-    facts = {
-        ONE_CAPTION: constant,
-        "different captions": len(set(captions.values())),
-    }
+    facts = {ONE_CAPTION: constant, "different captions": len(set(captions.values()))}
 
     print(format_scores(scores))
     for name, fact in facts.items():
@@ -497,15 +493,12 @@ def sample_sheet(dataset, split: str, captions: dict, maps: dict, notes: dict, p
     first twelve if kinds are unknown -> a file. Of several maps the first two are drawn. Keyed by
     pair id: captions, maps (name -> (H, W)), notes (lines of text, if a pair has any)."""
     pairs = [pair for pair in dataset.release.pairs(split) if pair.id in captions]
-    of_kind = {}  # "no change" comes first, as it must be there
-    for kind in sorted(dataset.release.kinds, key=lambda kind: kind != "no change"):
-        members = [pair for pair in pairs if pair.id in dataset.release.kinds[kind]]
-        if members:
-            of_kind[kind] = members
+    kinds = {kind: ids for kind, ids in dataset.release.kinds.items() if ids & captions.keys()}
     chosen = []
-    for kind, members in list(of_kind.items())[:24]:
-        count = min(3, max(1, 24 // len(of_kind)))
-        chosen += [(f"{kind}: ", pair) for pair in members[:count]]
+    for kind in sorted(kinds, key=lambda kind: kind != "no change")[:24]:  # which must be there
+        members = [pair for pair in pairs if pair.id in kinds[kind]]
+        each = min(3, max(1, 24 // len(kinds)))
+        chosen += [(f"{kind}: ", pair) for pair in members[:each]]
     if not chosen:
         chosen = [("", pair) for pair in pairs[:12]]
     half = math.ceil(len(chosen) / 2)
