@@ -33,6 +33,7 @@ Read first: channel_correlation, dirl_loss, CrossView, DecoderLayer, ccr_loss, a
 forward and ccr. Skip at first: Decoder (a transformer decoder), attention_map, and all that follows
 the class DIRL.
 
+InfoNCE    common.info_nce      nce(S) = -1/B sum_a log(exp S_aa / sum_b exp S_ab)
 Eq. 1      ImageEmbedding       X = conv(features) + position
 Eq. 2      DIRL.mlp             Y = MLP(X), for the loss only, as in Barlow Twins
 Eq. 3      channel_correlation  C_ij = mean of z_bef_i z_aft_j, z = (Y - mean) / std (as released)
@@ -41,29 +42,31 @@ Eq. 5      CrossView            shared = MHCA(X, partner), queries from X, keys 
 Eq. 6      DIRL.encode          difference of each image = X - shared
 Eq. 7      Fusion               difference = ReLU(W [difference_bef ; difference_aft] + b)
 Eq. 8      DecoderLayer         words = MHSA(x): each word sees itself and earlier ones
-Eq. 9      DecoderLayer         visual = MHCA(LN(x + words), difference) (printed: MHCA(words, ...))
-Eq. 10     DecoderLayer         feed-forward network -> hidden
+Eq. 9      DecoderLayer         visual = MHCA(x1, difference), x1 = LN(x + words) (printed: words)
+Eq. 10     DecoderLayer         hidden = LN(x2 + FFN(x2)), x2 = LN(x1 + visual) (printed: visual)
 Eq. 11     Decoder.head         p(next word) = softmax(W hidden)
 Eq. 12     DIRL.ccr             mean_words, mean_visual = means over the words of a sentence
 Eq. 13     ccr_loss             S_ab = mean_words_a . mean_visual_b
 Eq. 14     ccr_loss             L_ccr = 1/2 [nce(S / tau) + nce(S^T / tau)]
 Eq. 15     caption_loss         L_cap = -mean of log p(next word)
 Eq. 16     total_loss           L = L_cap + w_dirl L_dirl + w_ccr L_ccr
-InfoNCE    common.info_nce      nce(S) = -1/B sum_a log(exp S_aa / sum_b exp S_ab)
 
 Symbols: X is the paper's F~, Y its Y~, and shared its F~^s. The difference of each image is its
 F~^d, and their fusion its F~_d. `words` is its E^[W], `visual` its V^, `hidden` its V^',
 mean_words its E~[W], mean_visual its V~, S its sim, w_dirl its lambda_d, and w_ccr its lambda_c.
 The vectors of Eq. 13 are not normalised.
 Axis letters: B pairs, C channels of the features (those of Eq. 3-4 are D), H x W grid, N = H*W
-cells, D width, h heads, V ids of a caption (START, words, END, padding). In CLEVR-Change and mini,
-a step has a batch of changed pairs (before and after a change) and one of distractor pairs (only
-camera and light differ) of the same scenes. In half of the scenes, "before" and the distractor
-picture change places, as in SCORER.
+cells, D width, h heads, L ids of a caption (START, words, END, padding), V ids of the vocabulary.
+In CLEVR-Change and mini, a step has a batch of changed pairs (before and after a change) and one of
+distractor pairs (only camera and light differ) of the same scenes. In half of the scenes, "before"
+and the distractor picture change places, as in SCORER.
 
-Flags for the paper's ablations, there on CLEVR-DC. Each needs an --out_dir of its own. The last
-column is from docs/results.md: CIDEr of changed pairs on mini (differences of some 50 are noise).
-With twice the steps, DIRL+CCR has 508 and Transformer 493, which is more than noise there.
+Flags for the paper's ablations, there on CLEVR-DC. Each run needs an --out_dir of its own. In the
+paper, equal captions are negatives: --ccr_equal_captions negatives, in each row. The last column is
+the CIDEr of changed pairs on mini, a mean of three seeds (docs/results.md). Two such means differ
+by up to 49 by chance, one run and a mean by 70, two runs by 85, two means at twice the steps by 21.
+At twice the steps, DIRL+CCR is above Transformer by 15 +- 4.8, with nine seeds each, because three
+could not tell.
 Row of the paper             flags (on mini, unless --dataset is given)  on mini, if measured
 DIRL+CCR                                                                 453
 Transformer (Tables 6, 7)    --w_dirl 0 --w_ccr 0                        457
@@ -74,20 +77,8 @@ discrimination (Table 7)     --w_ccr 0 --no-correlate
 Subtraction (Fig. 4)         --difference subtract --w_dirl 0 --w_ccr 0
 weights (Fig. 5)             --dataset clevr_dc --w_dirl 0.03 --w_ccr 0.05, and others
 
-Where the paper and the released code differ, the default mostly follows the paper, and --variant
-released the code (RELEASED, after the model, lists the differences). "As released" marks details of
-the code in both variants, such as centred channels and sums over cells in Eq. 3, coordinates, and a
-mean over words in Eq. 15; [ours] marks what follows neither.
-
-Exercises, on mini, some minutes each. Predict, then run:
-1. If L_dirl's second term alone is left, which two sorts of Y make it 0? How low does "dirl" get?
-       python dirl_ccr.py --no-correlate --out_dir runs/decorrelate
-2. Eq. 6 subtracts. Which weights of CrossView can turn the - of its two lines into a +? Does
-   "place" (which object stands where) in scores_test.json then change by more than seeds do (7)?
-   Change both - to +, run, and change them back. README's table has it without the change.
-       python dirl_ccr.py --out_dir runs/plus
-3. CLEVR-Change's weights: which term is most of "total" at the start, and at the end?
-       python dirl_ccr.py --w_dirl 0.5 --w_ccr 0.3 --out_dir runs/weights
+The default mostly follows the paper. RELEASED, after the model, lists where the released code does
+otherwise. "As released" marks what both take from that code, [ours] what follows neither.
 
 To copy: this file and common.py. To train on a data set of data.py, take that file and scores.py
 (and mini.py for mini), too.
@@ -96,7 +87,7 @@ Licence: MIT. Written from the paper; it contains no code from the authors' repo
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -145,11 +136,13 @@ class Config(RunConfig):
     correlate: bool = True  # Eq. 4's first term; without it decorrelation only
     w_ccr: float = 0.3  # weight of L_ccr in Eq. 16 (section 4.6); 0 leaves it out
     tau: float = 0.5  # temperature of Eq. 14 (section 4.2)
-    difference: Literal["attention", "stream", "subtract"] = "attention"  # Eq. 5-6; see DIRL.encode
+    # The attention of Eq. 5, LN(X + attention) as released, or (a baseline) X_aft from X_bef.
+    difference: Literal["attention", "residual", "subtract"] = "attention"  # what Eq. 6 subtracts
     channel_eps: float = 1e-5  # keeps constant channels finite in Eq. 3 [ours]
     input_norm: bool = True  # LayerNorm on the decoder's inputs (released for CLEVR-DC)
     xavier: bool = True  # Xavier-uniform fusion and decoder (released for CLEVR-DC); else PyTorch's
     ccr: Literal["paper", "released"] = "paper"  # Eq. 12-14, or released_ccr at the end
+    ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # pairs with equal captions
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -201,6 +194,22 @@ class CrossView(nn.Module):
         return shared_bef, shared_aft
 
 
+class ResidualCrossView(CrossView):
+    """X <- LN(X + shared) for both images: the layers before the last one (as released; Eq. 5 as
+    printed has one layer). X_bef, X_aft (B, N, D) -> the new X_bef and X_aft."""
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.norm = nn.LayerNorm(cfg.dim)
+        self.dropout = nn.Dropout(cfg.dropout)
+
+    def forward(self, x_bef: Tensor, x_aft: Tensor) -> tuple[Tensor, Tensor]:
+        shared_bef, shared_aft = super().forward(x_bef, x_aft)
+        new_bef = self.norm(x_bef + self.dropout(shared_bef))
+        new_aft = self.norm(x_aft + self.dropout(shared_aft))
+        return new_bef, new_aft
+
+
 class Fusion(nn.Module):
     """Eq. 7: ReLU(W [difference_bef ; difference_aft] + b). The dropout is as released; so is the
     LayerNorm for CLEVR-DC, while the code released for CLEVR-Change has none (input_norm).
@@ -219,15 +228,22 @@ class Fusion(nn.Module):
         return F.relu(self.dropout(self.norm(self.project(joined))))  # Eq. 7
 
 
+class Attended(NamedTuple):
+    """What a decoder layer's two attentions bring, each (B, L, D): for L_ccr and attention maps."""
+
+    words: Tensor  # Eq. 8, of earlier words
+    x1: Tensor  # LN(x + words), which attends to the difference
+    visual: Tensor  # Eq. 9, of the difference
+    x2: Tensor  # LN(x1 + visual)
+
+
 class DecoderLayer(nn.Module):
     """Eq. 8-10, a post-norm layer of the decoder: words attend to earlier words and then to the
-    difference, and a feed-forward network follows. x (B, V, D) -> (B, V, D).
+    difference, and a feed-forward network follows.
 
-    difference (B, N, D); mask (B, 1, V, V): which words each word may see. Returned are x, `words`
-    of Eq. 8 and `visual` of Eq. 9 (for L_ccr), and x1, which attends to the difference (for maps),
-    all (B, V, D). The printed equations leave out most residuals, LayerNorms and dropouts of the
-    standard layer. This layer has them, but `words` and `visual` are the bare outputs of the
-    attentions, unless ccr is "released"."""
+    x (B, L, D), difference (B, N, D), mask (B, 1, L, L): which words each word may see -> the new x
+    (B, L, D), and Attended. The printed equations leave out most residuals, LayerNorms and dropouts
+    of the standard layer. This layer has them."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -239,19 +255,15 @@ class DecoderLayer(nn.Module):
         self.norm2 = nn.LayerNorm(cfg.dim)
         self.norm3 = nn.LayerNorm(cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
-        self.ccr = cfg.ccr
 
-    def forward(self, x: Tensor, difference: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, difference: Tensor, mask: Tensor) -> tuple[Tensor, Attended]:
         words = self.self_attention(x, x, mask=mask)  # Eq. 8
         x1 = self.norm1(x + self.dropout(words))
         visual = self.cross_attention(x1, difference)  # Eq. 9
         x2 = self.norm2(x1 + self.dropout(visual))
         inner = self.dropout(F.relu(self.hidden(x2)))
         x3 = self.norm3(x2 + self.dropout(self.output(inner)))  # Eq. 10
-        if self.ccr == "released":
-            words = x1
-            visual = x2
-        return x3, words, visual, x1
+        return x3, Attended(words, x1, visual, x2)
 
 
 class Decoder(nn.Module):
@@ -262,7 +274,8 @@ class Decoder(nn.Module):
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
-        self.embed = nn.Embedding(vocab_size, cfg.word_dim, padding_idx=NULL)  # frozen
+        # padding_idx: the row of NULL gets no gradient. (It is not 0: see common.initialise.)
+        self.embed = nn.Embedding(vocab_size, cfg.word_dim, padding_idx=NULL)
         self.register_buffer("position", sinusoid(max_len, cfg.word_dim), persistent=False)
         self.project = nn.Linear(cfg.word_dim, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
@@ -270,24 +283,23 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(cfg) for _ in range(cfg.decoder_layers))
         self.head = nn.Linear(cfg.dim, vocab_size)  # Eq. 11, without its softmax
 
-    def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """ids (B, V), difference (B, N, D) -> hidden states; of the last layer (the paper does not
-        say which; as released) `words` and `visual` for L_ccr, and what attends to the difference,
-        all (B, V, D)."""
+    def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Attended]:
+        """ids (B, L), difference (B, N, D) -> hidden states (B, L, D), and Attended of the last
+        layer (the paper does not say which layer's L_ccr reads; the last one's as released)."""
         x = self.embed(ids) + self.position[: ids.shape[1]]
         x = self.dropout(self.norm(self.project(x)))
-        valid = (ids != NULL)[:, None, None, :]  # (B, 1, 1, V)
-        mask = valid.expand(-1, -1, ids.shape[1], -1).tril()  # (B, 1, V, V)
+        valid = (ids != NULL)[:, None, None, :]  # (B, 1, 1, L)
+        mask = valid.expand(-1, -1, ids.shape[1], -1).tril()  # (B, 1, L, L)
         for layer in self.layers:
-            x, words, visual, attending = layer(x, difference, mask)  # Eq. 8-10
-        return x, words, visual, attending
+            x, attended = layer(x, difference, mask)  # Eq. 8-10
+        return x, attended
 
     def attention(self, ids: Tensor, difference: Tensor, cells: int) -> Tensor:
         """The last layer's attention, averaged over heads, with its softmax over the first `cells`
-        of M tokens. ids (B, V), difference (B, M, D) -> (B, V, cells)."""
-        *_, attending = self(ids, difference)
+        of M tokens. ids (B, L), difference (B, M, D) -> (B, L, cells)."""
+        _, attended = self(ids, difference)
         attention = self.layers[-1].cross_attention
-        q, k, _ = attention.project(attending, difference[:, :cells])
+        q, k, _ = attention.project(attended.x1, difference[:, :cells])
         return attention.scores(q, k).softmax(-1).mean(1)
 
 
@@ -326,27 +338,27 @@ def dirl_loss(c: Tensor, alpha: float, correlate: bool = True) -> Tensor:
     return (1 - diagonal).square().sum() + decorrelation  # Eq. 4
 
 
-def ccr_loss(mean_words: Tensor, mean_visual: Tensor, same: Tensor, tau: float) -> Tensor:
+def ccr_loss(mean_words: Tensor, mean_visual: Tensor, ignored: Tensor, tau: float) -> Tensor:
     """Eq. 13-14, L_ccr: InfoNCE between the words of a caption and the differences that they attend
     to, in both directions.
 
-    mean_words, mean_visual (B, D) of Eq. 12. same (B, B) bool: pairs that are not each other's
+    mean_words, mean_visual (B, D) of Eq. 12. ignored (B, B) bool: pairs that are not each other's
     negatives (its diagonal does not count).
 
     By hand: words and visual both (1, 0), (0, 1), tau = 0.5. S / tau = ((2, 0), (0, 2)), and each
-    row and column has -log(e^2 / (e^2 + 1)) = 0.127. If the two pairs are `same`, the loss is 0."""
+    row and column has -log(e^2 / (e^2 + 1)) = 0.127. If they ignore each other, the loss is 0."""
     # Scores may be in the hundreds, where bfloat16 has no decimals.
     with torch.autocast(mean_words.device.type, enabled=False):
         s = upcast(mean_words) @ upcast(mean_visual).T / tau  # Eq. 13, and tau of Eq. 14, (B, B)
         own = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
-        s = s.masked_fill(same & ~own, float("-inf"))
+        s = s.masked_fill(ignored & ~own, float("-inf"))
         return (info_nce(s) + info_nce(s.T)) / 2  # Eq. 14
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     """Eq. 15, L_cap: cross-entropy of each next word.
 
-    logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL.
+    logits (B, L, V) at words 0 ... L-1, caption (B, L) padded with NULL.
 
     By hand: two words with probabilities 1/2 and 1/4 -> (ln 2 + ln 4) / 2 = 1.04."""
     # A mean over all real words of the batch, as released. The paper sums over the words of a
@@ -375,18 +387,15 @@ class DIRL(nn.Module):
         self.cfg = cfg
         self.grid = grid
         self.max_len = max_len
-        if cfg.difference == "subtract":
-            layers = 0
-            norms = 0
-        elif cfg.layers == 0:
-            raise InputError("--layers 0 leaves no difference, X - X = 0; use 1 or more layers")
-        else:
-            layers = cfg.layers
-            norms = layers if cfg.difference == "stream" else layers - 1  # see encode
         self.embed = ImageEmbedding(*grid, cfg.dim, cfg.use_coords)
-        self.cross_view = nn.ModuleList(CrossView(cfg) for _ in range(layers))
-        self.norms = nn.ModuleList(nn.LayerNorm(cfg.dim) for _ in range(norms))
-        self.dropout = nn.Dropout(cfg.dropout)
+        self.cross_view = nn.ModuleList()
+        if cfg.difference != "subtract":
+            if cfg.layers == 0:
+                raise InputError("--layers 0 leaves no difference, X - X = 0; use 1 or more layers")
+            for _ in range(cfg.layers - 1):
+                self.cross_view.append(ResidualCrossView(cfg))
+            Last = ResidualCrossView if cfg.difference == "residual" else CrossView
+            self.cross_view.append(Last(cfg))
         self.fuse = Fusion(cfg)
         self.decoder = Decoder(cfg, vocab_size, max_len)
         if cfg.w_dirl:
@@ -413,30 +422,17 @@ class DIRL(nn.Module):
         x_aft = self.embed(after)  # Eq. 1
         if self.cfg.difference == "subtract":
             return self.fuse(x_bef - x_aft), x_bef, x_aft
-        shared_bef, shared_aft = self.shared(x_bef, x_aft)  # Eq. 5
+        shared_bef = x_bef
+        shared_aft = x_aft
+        for layer in self.cross_view:
+            shared_bef, shared_aft = layer(shared_bef, shared_aft)  # Eq. 5: the last one's result
         difference_bef = x_bef - shared_bef  # Eq. 6
         difference_aft = x_aft - shared_aft  # Eq. 6
         joined = torch.cat([difference_bef, difference_aft], -1)  # (B, N, 2D)
         return self.fuse(joined), x_bef, x_aft  # Eq. 7
 
-    def shared(self, x_bef: Tensor, x_aft: Tensor) -> tuple[Tensor, Tensor]:
-        """Eq. 5: X_bef, X_aft (B, N, D) -> shared_bef, shared_aft (B, N, D).
-
-        Eq. 5 as printed has one layer. With more (as released), each reads LN(X + shared) of the
-        one before. Of the last, the attention's bare result is subtracted [ours]."""
-        *earlier, last = self.cross_view
-        for layer, norm in zip(earlier, self.norms, strict=False):
-            shared_bef, shared_aft = layer(x_bef, x_aft)
-            x_bef = norm(x_bef + self.dropout(shared_bef))
-            x_aft = norm(x_aft + self.dropout(shared_aft))
-        shared_bef, shared_aft = last(x_bef, x_aft)  # Eq. 5
-        if self.cfg.difference == "stream":  # as released
-            shared_bef = self.norms[-1](x_bef + self.dropout(shared_bef))
-            shared_aft = self.norms[-1](x_aft + self.dropout(shared_aft))
-        return shared_bef, shared_aft
-
     def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
-        """before, after (B, C, H, W), caption (B, V) -> the terms of Eq. 16, by name.
+        """before, after (B, C, H, W), caption (B, L) -> the terms of Eq. 16, by name.
 
         At the start, with CLEVR-Change's sizes, random features and B = 16, "caption" is about 5
         (ln 76 = 4.3 is a guess among all words). "dirl", a sum over 512 channels, is 10 to 60 for
@@ -448,7 +444,7 @@ class DIRL(nn.Module):
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft = self.encode(before, after)  # Eq. 1, 5-7
-        hidden, words, visual, _ = self.decoder(caption, difference)  # Eq. 8-10
+        hidden, attended = self.decoder(caption, difference)  # Eq. 8-10
         logits = self.decoder.head(hidden)  # Eq. 11
         losses["caption"] = caption_loss(logits, caption)  # Eq. 15
         if cfg.w_dirl:
@@ -459,24 +455,26 @@ class DIRL(nn.Module):
             c = channel_correlation(y_bef, y_aft, cfg.channel_eps)  # Eq. 3
             losses["dirl"] = dirl_loss(c, cfg.alpha, cfg.correlate)  # Eq. 4
         if cfg.w_ccr:
-            losses["ccr"] = self.ccr(words, visual, caption)  # Eq. 12-14
+            losses["ccr"] = self.ccr(attended, caption)  # Eq. 12-14
         return losses
 
-    def ccr(self, words: Tensor, visual: Tensor, caption: Tensor) -> Tensor:
-        """Eq. 12-14, L_ccr: words, visual (B, V, D) of the last decoder layer, caption (B, V).
+    def ccr(self, attended: Attended, caption: Tensor) -> Tensor:
+        """Eq. 12-14, L_ccr: what the last decoder layer attended to, caption (B, L).
 
         The words are those of the reference caption (section 3.4). The paper divides V^ by HW, but
         V^ of Eq. 9 has one row for each word, so both means run over words."""
         if self.cfg.ccr == "released":
             assert caption.shape[1] == self.max_len, "pad captions to max_len"
-            return released_ccr(words, visual, self.cfg.tau)
+            return released_ccr(attended, self.cfg.tau)
         valid = caption != NULL
-        mean_words = masked_mean(words, valid)  # Eq. 12, (B, D)
-        mean_visual = masked_mean(visual, valid)  # Eq. 12, (B, D)
+        mean_words = masked_mean(attended.words, valid)  # Eq. 12, (B, D)
+        mean_visual = masked_mean(attended.visual, valid)  # Eq. 12, (B, D)
         # [ours] Pairs with equal captions are not each other's negatives. In the paper, "the others
         # will be the negatives in this batch" (section 3.5).
-        same = (caption[:, None] == caption).all(-1)  # (B, B)
-        return ccr_loss(mean_words, mean_visual, same, self.cfg.tau)
+        ignored = (caption[:, None] == caption).all(-1)  # (B, B)
+        if self.cfg.ccr_equal_captions == "negatives":
+            ignored = torch.zeros_like(ignored)
+        return ccr_loss(mean_words, mean_visual, ignored, self.cfg.tau)
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
@@ -484,7 +482,7 @@ class DIRL(nn.Module):
         difference, *_ = self.encode(before, after)
 
         def next_word(ids: Tensor) -> Tensor:
-            hidden, *_ = self.decoder(ids, difference)
+            hidden, _ = self.decoder(ids, difference)
             return self.decoder.head(hidden[:, -1])
 
         return decode(next_word, before.shape[0], self.max_len, before.device)
@@ -492,10 +490,10 @@ class DIRL(nn.Module):
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Where the decoder looked: the last layer's attention over cells, averaged over heads and
-        over the words of ids (B, V) -> "attention" (B, H, W)."""
+        over the words of ids (B, L) -> "attention" (B, H, W)."""
         _, height, width = self.grid
         difference, *_ = self.encode(before, after)
-        weight = self.decoder.attention(ids, difference, height * width)  # (B, V, N)
+        weight = self.decoder.attention(ids, difference, height * width)  # (B, L, N)
         # Row t of the weights is from the state that predicts word t + 1.
         over_cells = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
         return {"attention": over_cells.unflatten(1, (height, width))}
@@ -527,11 +525,10 @@ PRESETS = {
 RELEASED = {  # --variant released: where the released code differs from our default
     "all": dict(
         # Eq. 5-6 subtract the attention's output. The released code subtracts LN(X + attention).
-        difference="stream",
+        difference="residual",
         # The released code divides by the bare standard deviation. A constant channel gives NaN.
         channel_eps=0.0,
-        # See released_ccr. It pools `words` and `visual` after the residuals, so `visual` contains
-        # the words. Eq. 12 pools the results of Eq. 8-9.
+        # See released_ccr. Eq. 12 pools the results of Eq. 8-9; Eq. 14 has InfoNCE both ways.
         ccr="released",
         # Not switched: in validation, the released code samples captions. We decode greedily, as in
         # section 4.2.
@@ -580,7 +577,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
         losses = compute_losses(model, batches, cfg)
         optimizer.zero_grad()
         losses["total"].backward()
-        if cfg.grad_clip:
+        if cfg.grad_clip > 0:
             nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
         optimizer.step()
         run.count(losses)
@@ -643,15 +640,14 @@ def main(argv: list[str] | None = None) -> None:
 # ---- as released ---------------------------------------------------------------------------------
 
 
-def released_ccr(words: Tensor, visual: Tensor, tau: float) -> Tensor:
-    """The means include padding's states, up to the longest caption of the data set (Eq. 12 has the
-    m words), the loss is that of the rows of (S + S^T) / 2 (Eq. 14 has InfoNCE both ways), and
-    pairs with equal captions are negatives. Many pairs, above all distractors, share a caption, and
-    the paper treats them as negatives, too."""
-    everywhere = torch.ones_like(words[..., 0], dtype=torch.bool)
-    mean_words = masked_mean(words, everywhere)
-    mean_visual = masked_mean(visual, everywhere)
-    with torch.autocast(words.device.type, enabled=False):
+def released_ccr(attended: Attended, tau: float) -> Tensor:
+    """L_ccr, with three differences. The means are of states after the residuals, so those for
+    `visual` contain the words, too. They run over padding as well, up to the longest caption of the
+    data set. The loss is InfoNCE over the rows of (S + S^T) / 2. Pairs with equal captions are
+    negatives, as in the paper."""
+    mean_words = attended.x1.mean(1)
+    mean_visual = attended.x2.mean(1)
+    with torch.autocast(mean_words.device.type, enabled=False):
         s = upcast(mean_words) @ upcast(mean_visual).T / tau
         return info_nce((s + s.T) / 2)
 

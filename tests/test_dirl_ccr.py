@@ -44,7 +44,7 @@ def released_names(words: int, channels: int, normed: bool) -> dict[int, dict[st
     encoder["h_embedding.weight"] = ("embed.position.row.weight", (14, 256))
     for i in range(2):
         encoder |= attention(f"transformer.{i}.attention", f"cross_view.{i}.attention")
-        encoder |= linear(f"transformer.{i}.norm1", f"norms.{i}", 512)
+        encoder |= linear(f"transformer.{i}.norm1", f"cross_view.{i}.norm", 512)
     decoder = linear("core.fc.0", "decoder.project", 512, 300)
     decoder |= linear("core.embed_fc.0", "fuse.project", 512, 1024)
     decoder |= linear("logit", "decoder.head", words, 512)
@@ -176,7 +176,7 @@ def test_dirl_loss_against_loops(alpha, correlate):
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("difference", ["attention", "stream", "subtract"])
+@pytest.mark.parametrize("difference", ["attention", "residual", "subtract"])
 def test_difference(difference, layers):
     """With one layer, "attention" is Eq. 5-7 as printed."""
     model = small(difference=difference, layers=layers).eval()
@@ -191,9 +191,9 @@ def test_difference(difference, layers):
         for i, layer in enumerate(model.cross_view):
             attended_bef = layer.attention(shared_bef, shared_aft)  # both of the old pair
             attended_aft = layer.attention(shared_aft, shared_bef)
-            if difference == "stream" or i < layers - 1:
-                attended_bef = model.norms[i](shared_bef + attended_bef)
-                attended_aft = model.norms[i](shared_aft + attended_aft)
+            if difference == "residual" or i < layers - 1:
+                attended_bef = layer.norm(shared_bef + attended_bef)
+                attended_aft = layer.norm(shared_aft + attended_aft)
             shared_bef = attended_bef
             shared_aft = attended_aft
         joined = torch.cat([x_bef - shared_bef, x_aft - shared_aft], -1)
@@ -226,9 +226,10 @@ def pooled_states(model, before, after, caption):
     return pooled_words, pooled_visual
 
 
-def test_ccr_loss_against_loops():
+@pytest.mark.parametrize("equal_captions", ["ignored", "negatives"])
+def test_ccr_loss_against_loops(equal_captions):
     """The released one is tested by recorded values, above."""
-    model = small().eval()
+    model = small(ccr_equal_captions=equal_captions).eval()
     before, after = pictures()
     caption = F.pad(CAPTION, (0, 1))  # to max_len
     words, visual = pooled_states(model, before, after, caption)
@@ -236,7 +237,8 @@ def test_ccr_loss_against_loops():
     for a in range(B):
         for b in range(B):
             s[a, b] = (words[a] @ visual[b]).item() / 0.5
-    s[1, 3] = s[3, 1] = -math.inf  # the two have the same sentence
+    if equal_captions == "ignored":
+        s[1, 3] = s[3, 1] = -math.inf  # the two have the same sentence
     expected = (naive_nce(s) + naive_nce(s.T)) / 2
     assert model(before, after, caption)["ccr"].item() == pytest.approx(expected)
 

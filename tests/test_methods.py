@@ -329,7 +329,7 @@ LEARNING = [
     (scorer_cbr, {"w_match": 0.1, "w_cbr": 0.1}),
     (scorer_cbr, {"w_cbr": 0.1, "match_layer": "last", "fusion": "hadamard", "matching": "max"}),
     (dirl_ccr, {"w_dirl": 0.1, "w_ccr": 0.1}),
-    (dirl_ccr, {"w_dirl": 0.1, "w_ccr": 0.1, "difference": "stream", "layers": 3}),
+    (dirl_ccr, {"w_dirl": 0.1, "w_ccr": 0.1, "difference": "residual", "layers": 3}),
     (rdd_acr, {}),
     (rdd_acr, {"share_blocks": False, "order": "v+n"}),
     (rdd_acr, {"residual": False, "order": "v&n", "prompt": "fixed"}),
