@@ -812,7 +812,7 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
         losses = compute_losses(model, batches, cfg, entities)
         optimizer.zero_grad()
         losses["total"].backward()
-        if cfg.grad_clip:
+        if cfg.grad_clip > 0:
             nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
         optimizer.step()
         model.clamp_scales()

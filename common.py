@@ -1,4 +1,4 @@
-"""Small parts that every method file builds on. Nothing here belongs to one paper or reads data.
+"""Small parts that every method file builds on. No paper's own equation is here, and no data.
 
 First half, what a copied method needs:
     layers         Attention, initialise, GridPosition, sinusoid, masked_mean
@@ -20,11 +20,13 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
+import io
 import json
 import math
 import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import textwrap
@@ -56,6 +58,8 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, heads: int, dropout: float = 0.0, out_proj: bool = True):
         super().__init__()
+        if dim % heads:
+            raise InputError(f"{heads} heads cannot share a width of {dim} (--heads, --dim)")
         self.heads = heads
         self.dropout = dropout
         self.query = nn.Linear(dim, dim)
@@ -98,9 +102,8 @@ class Attention(nn.Module):
 
 
 def initialise(module: nn.Module, xavier: bool) -> None:
-    """Initialise each Attention, which must have an output projection, as nn.MultiheadAttention
-    does. With `xavier`, all other tensors of two or more dimensions become
-    Xavier-uniform, including those of convolutions and embeddings."""
+    """Initialise each Attention as nn.MultiheadAttention does. With `xavier`, all other tensors of
+    two or more dimensions become Xavier-uniform, including those of convolutions and embeddings."""
     if xavier:
         for p in module.parameters():
             if p.ndim > 1:
@@ -109,8 +112,9 @@ def initialise(module: nn.Module, xavier: bool) -> None:
         if isinstance(m, Attention):
             for linear in (m.query, m.key, m.value):  # as parts of one matrix (3D, D)
                 nn.init.xavier_uniform_(linear.weight, gain=0.5**0.5)
-            for linear in (m.query, m.key, m.value, m.out):
                 nn.init.zeros_(linear.bias)
+            if isinstance(m.out, nn.Linear):
+                nn.init.zeros_(m.out.bias)
 
 
 class GridPosition(nn.Module):
@@ -217,8 +221,7 @@ class RunConfig:
 
     parse_args fills in data_dir, out_dir and device. From Python, `preset` makes the Config of a
     data set and fills in data_dir only. Before `train`, set out_dir and device, and call
-    set_up_device. seed, steps, batch_size and lr default to those of SCORER's released code for
-    CLEVR-Change."""
+    set_up_device. InputError for a value that cannot work."""
 
     # Flags may change these fields of a checkpoint's Config. Some are paths, because files may have
     # moved. The others do not affect the steps already done. (With --schedule cosine, `steps` does,
@@ -236,7 +239,19 @@ class RunConfig:
         "eval_batch",
         "patience",
     }
+    # The least and the largest value of a number, if not 0 and infinity.
+    RANGES = {
+        "steps": (1, math.inf),
+        "batch_size": (1, math.inf),
+        "log_every": (1, math.inf),
+        "eval_every": (1, math.inf),
+        "eval_batch": (1, math.inf),
+        "heads": (1, math.inf),
+        "dropout": (0, 1),
+        "grad_clip": (-math.inf, math.inf),  # elsewhere, -1 is a word for "off"
+    }
 
+    # The defaults of seed, steps, batch_size and lr are usual on CLEVR-Change (SCORER's code).
     dataset: str = "mini"  # data set; chooses the preset
     extractor: str = ""  # resnet101-layer4, timm/NAME, ... (default: the data set's own)
     data_dir: str = ""  # folder of the data set (default: data/<dataset>)
@@ -248,7 +263,7 @@ class RunConfig:
     schedule: Literal["step", "cosine"] = "step"  # x0.1 every lr_drop steps, or cosine to zero
     lr_drop: int = 0  # steps between drops of --schedule step; 0: no drops
     warmup: int = 0  # steps of linear warm-up
-    grad_clip: float = 0.0  # maximum gradient norm; 0: no clipping
+    grad_clip: float = 0.0  # maximum gradient norm; 0 or less: no clipping
     log_every: int = 50  # steps between lines of log.jsonl
     eval_every: int = 1000  # steps between validations; last.pt is saved as often
     patience: int = 0  # stop after this many validations without a new best; 0: never
@@ -261,14 +276,16 @@ class RunConfig:
     blind: bool = False  # zero the image features (language-only baseline)
 
     def __post_init__(self):
-        # From Python, a wrong word would choose one of several branches in silence.
         for name, kind in typing.get_type_hints(type(self)).items():
-            if typing.get_origin(kind) is Literal:
-                value = getattr(self, name)
-                choices = typing.get_args(kind)
-                if value not in choices:
-                    expected = ", ".join(map(str, choices))
-                    raise InputError(f"--{name} {value}: expected one of {expected}")
+            value = getattr(self, name)
+            # From Python, a wrong word would choose one of several branches in silence.
+            choices = typing.get_args(kind)
+            if choices and value not in choices:
+                expected = ", ".join(map(str, choices))
+                raise InputError(f"--{name} {value}: expected one of {expected}")
+            least, largest = self.RANGES.get(name, (0, math.inf))
+            if kind in (int, float) and not least <= value <= largest:
+                raise InputError(f"--{name} {value}: expected a number from {least} to {largest}")
 
     @property
     def on_cuda(self) -> bool:
@@ -300,56 +317,51 @@ def parse_args(
 
     A new run starts from the preset of its data set and variant. --resume, --eval and --caption
     start from their checkpoint's Config, in which flags may change only the fields in
-    Config.MAY_CHANGE and, for --eval, the data set. --eval writes into a folder beside the
-    checkpoint that is named after checkpoint and data, such as best-mini."""
-    module = sys.modules[Config.__module__]
-    args = make_parser(Config, PRESETS, module.__doc__, bool(RELEASED)).parse_args(argv)
-    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if f.name in args}
-    given["device"] = usable_device(given.get("device", ""))
-    dataset = given.get("dataset", Config.dataset)
-    out_dir = Path(given.get("out_dir") or f"runs/{Path(module.__file__).stem}-{dataset}")
+    Config.MAY_CHANGE and, for --eval, the data set."""
+    args = make_parser(Config, PRESETS, bool(RELEASED)).parse_args(argv)
+    flags = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if f.name in args}
     if bool(args.caption) != bool(args.checkpoint):
         raise InputError("--caption and --checkpoint go together; --eval has its own checkpoint")
+    dataset = flags.get("dataset", Config.dataset)
+    method = Path(sys.modules[Config.__module__].__file__).stem
+    out_dir = Path(flags.get("out_dir") or f"runs/{method}-{dataset}")
     checkpoint = out_dir / "last.pt" if args.resume else args.eval or args.checkpoint
-    if checkpoint:
-        checkpoint = Path(checkpoint)
-        base = saved_config(Config, checkpoint)
-        if args.eval and given.get("dataset", base.dataset) != base.dataset:
-            base.dataset = dataset
-            base.data_dir = f"data/{dataset}"
-        released = RELEASED["all"] if args.variant == "released" else {}
-        refuse_changes(base, released | given, checkpoint)
-        if args.eval and not given.get("out_dir"):
-            data = Path(given.get("data_dir", base.data_dir)).name
-            out_dir = checkpoint.with_name(f"{checkpoint.stem}-{data}")
-    else:
-        base = preset(Config, PRESETS, RELEASED, dataset, args.variant)
+    if not checkpoint:
+        cfg = preset(Config, PRESETS, RELEASED, dataset, args.variant)
         if dataset not in PRESETS:
             print(f"no preset for {dataset}: using the defaults")
         refuse_used_folder(out_dir)
-
-    given["out_dir"] = str(out_dir)
-    cfg = dataclasses.replace(base, **given)
+    else:
+        cfg = saved_config(Config, checkpoint)
+        if args.eval:
+            if flags.get("dataset", cfg.dataset) != cfg.dataset:
+                cfg.dataset = dataset
+                cfg.data_dir = f"data/{dataset}"
+            folder = Path(flags.get("out_dir") or Path(args.eval).parent)
+            data = Path(flags.get("data_dir", cfg.data_dir)).resolve().name
+            out_dir = folder / f"{Path(args.eval).stem}-{data}"  # never the run's own files
+        released = RELEASED["all"] if args.variant == "released" else {}
+        refuse_changes(cfg, released | flags, checkpoint)
+    flags["out_dir"] = str(out_dir)
+    flags["device"] = usable_device(flags.get("device", ""))
+    cfg = dataclasses.replace(cfg, **flags)
     set_up_device(cfg.device)
-    if cfg.amp and cfg.on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
-        print("this GPU does not support bfloat16: amp is off")
-        cfg.amp = False
-    if cfg.compile and cfg.on_cuda and not args.eval and not args.caption:
-        cfg.compile = compile_works(cfg.device)
+    if cfg.on_cuda:
+        fit_to_gpu(cfg, training=not args.eval and not args.caption)
     return cfg, args
 
 
-def make_parser(
-    Config: type, PRESETS: dict[str, dict], doc: str, variants: bool
-) -> argparse.ArgumentParser:
+def make_parser(Config: type, PRESETS: dict[str, dict], variants: bool) -> argparse.ArgumentParser:
     """The parser of a method's command line: what to do, then a flag for each field of Config."""
+    doc = sys.modules[Config.__module__].__doc__ or ""  # python -OO leaves it out
     summary, _, _ = doc.partition("\n")
     usage = "%(prog)s [flags]; --help shows every flag"
     parser = argparse.ArgumentParser(description=summary, usage=usage, allow_abbrev=False)
     group = parser.add_argument_group("what to do (default: train, then evaluate on test)")
     command = group.add_mutually_exclusive_group()
     command.add_argument("--resume", action="store_true", help="continue from last.pt in out_dir")
-    command.add_argument("--eval", metavar="CHECKPOINT", help="only evaluate this checkpoint")
+    text = "only evaluate this checkpoint, into a folder CHECKPOINT-DATA beside it or in out_dir"
+    command.add_argument("--eval", metavar="CHECKPOINT", help=text)
     text = "caption two images, BEFORE AFTER, or every pair of a CSV file (columns before, after)"
     command.add_argument("--caption", nargs="+", metavar="FILE", help=text)
     text = "split to evaluate (default: test)"
@@ -366,15 +378,20 @@ def make_parser(
     comments = {}  # field -> the comment on its line, in Config or a base of it
     for base in reversed(Config.__mro__[:-1]):
         source = inspect.getsource(base)
-        comments |= re.findall(r"^ +(\w+): .*?  # (.*)$", source, flags=re.MULTILINE)
+        comments |= re.findall(r"^ +(\w+): .*? # (.*)$", source, flags=re.MULTILINE)
     types = typing.get_type_hints(Config)
     for f in dataclasses.fields(Config):
         kind = types[f.name]
-        options = {"type": home_expanded if kind is str else kind}
         if kind is bool:
             options = {"action": argparse.BooleanOptionalAction}
+        elif kind is str:
+            options = {"type": home_expanded}
+        elif kind in (int, float):
+            options = {"type": kind}
         elif typing.get_origin(kind) is Literal:
             options = {"choices": typing.get_args(kind)}
+        else:
+            raise TypeError(f"{f.name}: a field is a str, int, float, bool or Literal, not {kind}")
         text = comments.get(f.name, "")
         if f.default != "":
             text = f"{text} (default: {f.default})"
@@ -409,7 +426,7 @@ def preset(
 def saved_config(Config: type, checkpoint: str | Path):
     """The Config that a checkpoint was trained with. InputError if the file is missing or is not
     this method's."""
-    state = load_checkpoint(checkpoint)
+    state = load_tensors(checkpoint, TRAIN_FIRST, mmap=True)
     with file_errors(checkpoint, "it comes from another method or version"):
         return Config(**state["config"])
 
@@ -418,14 +435,27 @@ def refuse_changes(base: RunConfig, given: dict, checkpoint: Path) -> None:
     """InputError if a flag that may not change differs from the checkpoint's Config."""
     for name, value in given.items():
         saved = getattr(base, name)
+        refusal = f"--{name} {value}: {checkpoint} was trained with {saved}"
         shapes_the_cosine = name == "steps" and base.schedule == "cosine"
+        if shapes_the_cosine:
+            refusal += ", where its learning rates reach 0 (--schedule cosine)"
         if value != saved and (name not in base.MAY_CHANGE or shapes_the_cosine):
-            raise InputError(f"--{name} {value}: {checkpoint} was trained with {saved}")
+            raise InputError(
+                f"{refusal}; leave --{name} out, or train anew, with another --out_dir"
+            )
 
 
 def refuse_used_folder(folder: Path) -> None:
-    """InputError if the folder has files, because a run never replaces files of another one."""
-    if folder.is_dir() and any(folder.iterdir()):
+    """InputError if the folder has files, because a run never replaces files of another one. But a
+    run that ended before its first validation may be begun anew."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    begin_anew = (folder / "log.jsonl").exists() and not (folder / "best.pt").exists()
+    last = folder / "last.pt"
+    if last.exists():
+        step = load_tensors(last, TRAIN_FIRST, mmap=True)["step"]
+        begin_anew = begin_anew and step == 0
+    if not begin_anew:
         raise InputError(
             f"{folder} is not empty; continue its run with --resume, or give another --out_dir"
         )
@@ -442,6 +472,15 @@ def usable_device(name: str) -> str:
         reason, _, _ = str(e).partition("\n")
         raise InputError(f"--device {name} cannot be used ({reason}); try --device cpu") from e
     return name
+
+
+def fit_to_gpu(cfg: RunConfig, training: bool) -> None:
+    """Turn off what this GPU cannot do, and say so."""
+    if cfg.amp and not torch.cuda.is_bf16_supported(including_emulation=False):
+        print("this GPU does not support bfloat16: amp is off")
+        cfg.amp = False
+    if cfg.compile and training:
+        cfg.compile = compile_works(cfg.device)
 
 
 def compile_works(device: str) -> bool:
@@ -490,9 +529,13 @@ class Run:
     `checkpoint`; at the end `best_model`.
 
     sources: the data set, and whatever else the captions depend on besides the model. Checkpoints
-    store the state() of each. Its check_state(state) raises InputError if a stored state comes from
-    other data. With `resume`, the run continues from last.pt as if it had never stopped. InputError
-    if, without `resume`, out_dir is not empty."""
+    store the state() of each, a dict. With `resume`, the run continues from last.pt as if it had
+    never stopped: check_state(state) of each source gets what last.pt holds, and raises InputError
+    if it comes from other data. A source that changes in training, such as averaged weights, takes
+    its state back there. InputError if, without `resume`, out_dir has files of another run."""
+
+    # What else a line of log.jsonl holds. No loss may have such a name.
+    RESERVED = {"step", "event", "stage", "seconds", "lr"}
 
     def __init__(self, cfg: RunConfig, model: nn.Module, sources: list, resume: bool = False):
         self.cfg = cfg
@@ -509,6 +552,7 @@ class Run:
             self.restore()
         else:
             refuse_used_folder(self.dir)
+            write_text(self.dir / "log.jsonl", "")
         self.begin_log()
 
     def start(self, optimizer: torch.optim.Optimizer, stage: str = "train", last: int = 0) -> None:
@@ -535,6 +579,7 @@ class Run:
 
     def count(self, losses: dict[str, Tensor]) -> None:
         """Count a step. Its losses stay on the device until they are logged."""
+        assert not losses.keys() & self.RESERVED, f"none of {self.RESERVED} may name a loss"
         self.step += 1
         for name, loss in losses.items():
             self.losses.setdefault(name, []).append(loss.detach())
@@ -584,35 +629,40 @@ class Run:
         draw_curves(self.dir / "log.jsonl", self.dir / "curves.png", self.cfg.select_by)
 
     def save(self, name: str) -> None:
-        """Save a checkpoint. FloatingPointError if a weight is not finite; the old file stays."""
+        """Save a checkpoint. Only last.pt has what a run needs to continue. FloatingPointError if a
+        weight is not finite; the old file stays."""
         if not all(p.isfinite().all() for p in self.model.parameters()):
             raise FloatingPointError(f"weights are not finite after step {self.step}; lower --lr")
-        # Dropout and random masks need this. The order of the data depends on seed and step alone.
-        random = {"cpu": torch.get_rng_state()}
-        if self.cfg.on_cuda:
-            random["cuda"] = torch.cuda.get_rng_state(self.cfg.device)
         state = {}
         for source in self.sources:
             state |= source.state()
         state |= {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "stage": self.stage,
-            "random": random,
             "step": self.step,
             "best": self.best,
-            "evals_since_best": self.evals_since_best,
             "config": self.config,
         }
+        if name == "last.pt":
+            # For dropout and random masks. The order of the data depends on seed and step alone.
+            random = {"cpu": torch.get_rng_state()}
+            if self.cfg.on_cuda:
+                random["cuda"] = torch.cuda.get_rng_state(self.cfg.device)
+            state |= {
+                "optimizer": self.optimizer.state_dict(),
+                "stage": self.stage,
+                "random": random,
+                "evals_since_best": self.evals_since_best,
+            }
         save_tensors(self.dir / name, state)
 
     def restore(self) -> None:
         """Load last.pt, if every source accepts it. Later lines of the log are dropped, because the
         run repeats their steps."""
-        state = load_checkpoint(self.dir / "last.pt", self.cfg.device)
+        path = self.dir / "last.pt"
+        state = load_checkpoint(path, self.cfg.device)
         for source in self.sources:
             source.check_state(state)
-        self.model.load_state_dict(state["model"])
+        load_weights(self.model, state["model"], path)
         random = state["random"]
         torch.set_rng_state(random["cpu"].cpu())
         if self.cfg.on_cuda and "cuda" in random:  # else the run began on a CPU
@@ -627,7 +677,6 @@ class Run:
 
     def begin_log(self) -> None:
         """Log and print what the results depend on."""
-        write_text(self.dir / "config.json", json.dumps(self.config, indent=1) + "\n")
         device = f"cpu, {torch.get_num_threads()} threads"
         if self.cfg.on_cuda:
             device = torch.cuda.get_device_name(self.cfg.device)
@@ -656,7 +705,7 @@ class Run:
         path = self.dir / "best.pt"
         state = load_checkpoint(path, self.cfg.device)
         print(f"{path} has the weights after step {state['step']}")
-        print(f"{self.dir} also has last.pt, log.jsonl, curves.png and config.json", flush=True)
+        print(f"{self.dir} also has last.pt, log.jsonl and curves.png", flush=True)
         return load_weights(self.model, state["model"], path).eval()
 
 
@@ -674,10 +723,15 @@ def with_absolute_paths(cfg: RunConfig) -> dict[str, Any]:
 
 
 def code_version() -> str:
-    """The git commit of this code, or "" outside a repository."""
-    call = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
+    """The git commit of this code, or "" outside a repository. It ends in "-dirty" if there are
+    files that it does not contain."""
+
+    def git(*arguments: str) -> str:
+        call = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(call, capture_output=True, text=True).stdout.strip()
+
+    try:
+        return git("describe", "--always") + ("-dirty" if git("status", "--porcelain") else "")
     except OSError:  # there is no git
         return ""
 
@@ -700,12 +754,12 @@ def draw_curves(log: Path, picture: Path, metric: str) -> None:
     validations = [row for row in rows if row["event"] == "eval"]
     figure = Figure(figsize=(10, 4), layout="constrained")  # no pyplot: it has global state
     left, right = figure.subplots(1, 2, sharex=True)
-    names = set().union(*steps) - {"step", "event", "stage", "seconds", "lr"}
-    for name in sorted(names):
+    for name in sorted(set().union(*steps) - Run.RESERVED):
         of_name = [row for row in steps if name in row]
         x = [row["step"] for row in of_name]
         left.plot(x, [row[name] for row in of_name], marker=".", label=name)
-    left.set(xlabel="training step", ylabel="training loss", yscale="log")
+    scale = "log" if left.dataLim.y0 >= 0 else "linear"  # the smallest loss
+    left.set(xlabel="training step", ylabel="training loss", yscale=scale)
     left.legend()
     x = [row["step"] for row in validations]
     right.plot(x, [row[metric] for row in validations], marker=".")
@@ -753,8 +807,11 @@ def write_text(path: Path, text: str) -> None:
 
 def save_tensors(path: Path, state: dict) -> None:
     """Write plain dicts and tensors to a file, completely or not at all."""
-    with atomic_write(path) as partial, open(partial, "wb") as f:
-        torch.save(state, f)
+    # torch.save would hide that the disk is full behind an error of its own.
+    content = io.BytesIO()
+    torch.save(state, content)
+    with atomic_write(path) as partial:
+        partial.write_bytes(content.getbuffer())
 
 
 @contextlib.contextmanager
@@ -774,10 +831,11 @@ def read_json(path: Path):
         return json.loads(content)
 
 
-def load_tensors(path: str | Path, remedy: str, device: str = "cpu") -> dict:
-    """What save_tensors wrote. InputError with the remedy if the file is missing or broken."""
+def load_tensors(path: str | Path, remedy: str, device: str = "cpu", mmap: bool = False) -> dict:
+    """What save_tensors wrote. With mmap, tensors that are not used are not read. InputError with
+    the remedy if the file is missing or broken."""
     with file_errors(path, remedy):  # weights_only: nothing in the file is executed
-        return torch.load(path, map_location=device, weights_only=True)
+        return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
 
 
 def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
@@ -809,9 +867,13 @@ def load_model(
 
 def run_main(main: Callable[[], None]) -> None:
     """Run a script's main. A user's mistakes, files that cannot be read or written, and losses that
-    are not finite print one line and exit with code 2. Other errors keep their traceback."""
+    are not finite print one line and exit with code 2, Ctrl-C and SIGTERM with code 130. Other
+    errors keep their traceback."""
     if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
         sys.stdout.reconfigure(errors="replace")  # A terminal may lack characters of a caption.
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # like Ctrl-C, so files are cleaned up
     try:
         main()
     except KeyboardInterrupt:

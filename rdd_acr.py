@@ -816,7 +816,7 @@ def train(cfg: Config, dataset, phrases: Phrases | None = None, resume: bool = F
         losses = compute_losses(model, batches, cfg, phrases)
         optimizer.zero_grad()
         losses["total"].backward()
-        if cfg.grad_clip:
+        if cfg.grad_clip > 0:
             nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
         optimizer.step()
         run.count(losses)

@@ -460,8 +460,6 @@ def write_assets(run: Path, data_dir: str) -> None:
 def write_weights(best: Path, file: Path) -> None:
     """Writes what a captioner needs from a checkpoint, with the model in float16."""
     kept = dict(load_checkpoint(best))
-    for name in ("optimizer", "random"):  # only training needs them
-        del kept[name]
     kept["config"]["out_dir"] = ""
     kept["config"]["data_dir"] = "data/mini"  # the run's is absolute
     for name, weight in kept["model"].items():

@@ -1,11 +1,16 @@
 """Shared layers and losses against plain float64 versions; command line; runs; files."""
 
+import contextlib
 import dataclasses
 import io
 import math
 import os
 import re
+import resource
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn as nn
+from matplotlib.figure import Figure
 
 import common
 from common import Attention, InputError, Run, RunConfig, decode, learning_rate
@@ -36,14 +42,15 @@ def test_attention_against_loop():
     assert not torch.allclose(attention(x, memory), plain)
 
 
-def test_attention_starts_as_multihead_attention():
+@pytest.mark.parametrize("out_proj", [True, False])
+def test_attention_starts_as_multihead_attention(out_proj):
     torch.manual_seed(0)
-    ours = Attention(64, heads=2)
+    ours = Attention(64, heads=2, out_proj=out_proj)
     theirs = nn.MultiheadAttention(64, 2)
     common.initialise(ours, xavier=False)
     weights = [*theirs.in_proj_weight.chunk(3), theirs.out_proj.weight]
     layers = (ours.query, ours.key, ours.value, ours.out)
-    for linear, weight in zip(layers, weights, strict=True):
+    for linear, weight in zip(layers[: 3 + out_proj], weights[: 3 + out_proj], strict=True):
         assert linear.weight.std().item() == pytest.approx(weight.std().item(), rel=0.05)
         assert not linear.bias.any()
 
@@ -88,7 +95,9 @@ class Config(RunConfig):
     MAY_CHANGE = RunConfig.MAY_CHANGE | {"clip"}
 
     clip: str = ""  # a path
-    width: int = 4  # width in cells
+    # fmt: off
+    width: int = 4 # width in cells
+    # fmt: on
     rate: float = 0.5  # a number
     dim: int = 8  # width D
 
@@ -101,7 +110,8 @@ def make_run_folder(folder, **config):
     """A folder as a run leaves it, with last.pt and best.pt of this config."""
     folder.mkdir()
     for name in ("last.pt", "best.pt"):
-        torch.save({"config": dataclasses.asdict(Config(**config))}, folder / name)
+        state = {"config": dataclasses.asdict(Config(**config)), "step": 4}
+        torch.save(state, folder / name)
     return folder
 
 
@@ -135,9 +145,40 @@ def test_a_variant_sets_the_released_details(tmp_path):
         parse("--resume", "--out_dir", paper, "--variant", "released")
 
 
-def test_a_word_that_is_no_choice_is_refused():
-    with pytest.raises(InputError, match="schedule"):
-        Config(schedule="linear")
+@pytest.mark.parametrize(
+    "field, value, works",
+    [
+        ("schedule", "linear", False),
+        ("log_every", 0, False),
+        ("batch_size", 0, False),
+        ("steps", -5, False),
+        ("seed", -1, False),
+        ("seed", 0, True),
+        ("patience", 0, True),
+        ("width", 0, True),
+        ("width", -1, False),
+        ("rate", math.nan, False),
+        ("grad_clip", -1.0, True),
+    ],
+)
+def test_values_that_cannot_work_are_refused(field, value, works, tmp_path):
+    if works:
+        parse(f"--{field}", value)
+    else:
+        with pytest.raises(InputError, match=f"--{field} {value}"):
+            Config(**{field: value})
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_parser_is_made_of(monkeypatch):
+    @dataclass
+    class Odd(RunConfig):
+        sizes: tuple[int, ...] = (1, 2)
+
+    monkeypatch.setattr(sys.modules[__name__], "__doc__", None)  # as with python -OO
+    assert "width in cells" in common.make_parser(Config, PRESETS, False).format_help()
+    with pytest.raises(TypeError, match="sizes"):
+        common.make_parser(Odd, PRESETS, False)
 
 
 def test_a_checkpoint_brings_its_config(tmp_path):
@@ -152,7 +193,7 @@ def test_a_checkpoint_brings_its_config(tmp_path):
     with pytest.raises(InputError, match="--lr"):  # a run that would belong to no single command
         parse("--resume", "--out_dir", folder, "--lr", "2")
     cosine = make_run_folder(tmp_path / "cosine", schedule="cosine")
-    with pytest.raises(InputError, match="--steps"):  # the rates of its steps followed their number
+    with pytest.raises(InputError, match="--steps.*cosine.*--out_dir"):
         parse("--resume", "--out_dir", cosine, "--steps", "7")
 
 
@@ -170,7 +211,7 @@ def test_a_checkpoint_finds_its_files_from_any_folder(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_is_evaluated_on_other_data(tmp_path):
-    """Each checkpoint and data set has a folder of its own."""
+    """Each checkpoint and data set has a folder of its own, which is never the run's."""
     folder = make_run_folder(tmp_path / "run", data_dir="data/mini", width=1)
     cfg, _ = parse("--eval", folder / "best.pt")
     assert cfg.out_dir == str(folder / "best-mini")
@@ -179,6 +220,8 @@ def test_a_checkpoint_is_evaluated_on_other_data(tmp_path):
     assert cfg.out_dir == str(folder / "last-other")
     cfg, _ = parse("--eval", folder / "best.pt", "--data_dir", tmp_path / "mine")
     assert (cfg.dataset, cfg.out_dir) == ("mini", str(folder / "best-mine"))
+    cfg, _ = parse("--eval", folder / "best.pt", "--data_dir", ".", "--out_dir", "elsewhere")
+    assert cfg.out_dir == f"elsewhere/best-{tmp_path.name}"
     with pytest.raises(InputError, match="--dataset"):
         parse("--resume", "--out_dir", folder, "--dataset", "other")
 
@@ -200,6 +243,19 @@ def test_a_used_folder_is_refused(tmp_path):
         parse("--out_dir", folder)
     with pytest.raises(InputError, match="run is not empty"):
         Run(cfg, Linear(cfg), [Words()])
+
+
+@pytest.mark.parametrize("stop", [0, 2])
+def test_a_run_without_a_validation_may_be_begun_anew(stop, tmp_path):
+    """Its first one is after step 2."""
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", stop=stop)
+    if stop == 2:
+        with pytest.raises(InputError, match="run is not empty"):
+            train(tmp_path / "run")
+    else:
+        train(tmp_path / "run")
+        assert [row["step"] for row in log_of(tmp_path / "run", "train")] == [1, 2, 3, 4]
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -313,14 +369,19 @@ def test_a_main_needs_no_terminal(monkeypatch):
     assert sys.stdout.getvalue() == "a line\n"
 
 
-def test_an_interrupted_program_removes_partial_files(tmp_path, capsys):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_program_removes_partial_files(number, tmp_path, capsys):
     def main():
         with common.atomic_write(Path("features.h5")) as partial:
             partial.touch()
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
+            time.sleep(5)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # else it might end the tests
     with pytest.raises(SystemExit) as e:
         common.run_main(main)
+    signal.signal(signal.SIGTERM, handler)
     assert e.value.code == 130
     assert "--resume" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -330,7 +391,8 @@ def test_the_best_validation_is_kept(tmp_path, capsys):
     run, _ = train(tmp_path, scores=[2.0, 1.0])
     best = saved(tmp_path, "best.pt")
     last = saved(tmp_path, "last.pt")
-    assert (best["step"], best["best"], best["evals_since_best"]) == (2, 2.0, 0)
+    assert (best["step"], best["best"]) == (2, 2.0)
+    assert "optimizer" not in best  # Adam's state has twice the size of the weights
     assert (last["step"], last["best"], last["evals_since_best"]) == (4, 2.0, 1)
     loaded, _ = common.load_model(Linear, run.cfg, tmp_path / "best.pt")
     for model in (run.best_model(), loaded):
@@ -380,20 +442,80 @@ def test_what_is_not_finite_replaces_no_checkpoint(tmp_path):
     assert saved(tmp_path, "last.pt")["model"]["layer.weight"].isfinite().all()
 
 
+class Average:
+    """An average of the weights, as a source of checkpoints."""
+
+    def __init__(self):
+        self.value = 0.0
+
+    def state(self):
+        return {"average": self.value}
+
+    def check_state(self, state):
+        self.value = state["average"]
+
+
+def test_state_of_ones_own_is_kept(tmp_path):
+    cfg = config_of(tmp_path)
+    model = Linear(cfg)
+    average = Average()
+    run = Run(cfg, model, [Words(), average])
+    run.start(torch.optim.Adam(model.parameters()))
+    average.value = 0.5
+    run.save("last.pt")
+    resumed = Average()
+    Run(cfg, model, [Words(), resumed], resume=True)
+    assert resumed.value == 0.5
+
+
+def test_no_loss_is_called_like_a_field_of_the_log(tmp_path):
+    run, _ = train(tmp_path)
+    with pytest.raises(AssertionError):
+        run.count({"step": torch.tensor(1.0)})
+
+
+def test_curves_show_losses_below_0(tmp_path, monkeypatch, drawings):
+    run, _ = train(tmp_path)
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: figures.append(figure))
+    monkeypatch.setattr(common, "atomic_write", lambda path: contextlib.nullcontext(path))
+    for loss in (0.5, -0.5):
+        run.log("train", total=loss)
+        common.draw_curves(tmp_path / "log.jsonl", tmp_path / "curves.png", "CIDEr")
+    assert [figure.axes[0].get_yscale() for figure in figures] == ["log", "linear"]
+
+
+def test_a_commit_does_not_stand_for_files_that_it_lacks(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "__file__", str(tmp_path / "common.py"))
+    (tmp_path / "common.py").touch()
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a"]
+    for command in ("init -q", "add .", "commit -qm first"):
+        subprocess.run([*git, *command.split()], check=True)
+    commit = common.code_version()
+    assert re.fullmatch("[0-9a-f]+", commit)
+    (tmp_path / "new_method.py").touch()
+    assert common.code_version() == f"{commit}-dirty"
+
+
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def test_a_file_is_whole_when_writing_dies(tmp_path, monkeypatch):
+@pytest.fixture
+def small_disk():
+    """No file may have more than a megabyte."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_file_is_whole_when_the_disk_is_full(tmp_path, small_disk, capsys):
     path = tmp_path / "deep" / "last.pt"
     common.save_tensors(path, {"step": 1})  # makes the folder
-
-    def dies(state, file):
-        file.write(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "save", dies)
-    with pytest.raises(KeyboardInterrupt):
-        common.save_tensors(path, {"step": 2})
+    with pytest.raises(SystemExit) as e:
+        common.run_main(lambda: common.save_tensors(path, {"weight": torch.ones(2**20)}))
+    assert e.value.code == 2
+    assert re.fullmatch(r"error: .*File too large\n", capsys.readouterr().err)
     assert torch.load(path) == {"step": 1}
     assert [file.name for file in path.parent.iterdir()] == ["last.pt"]
 

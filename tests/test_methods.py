@@ -479,7 +479,7 @@ def test_a_run_leaves_what_it_should(method, prepared, tiny, tmp_path):
     files = {path.name for path in out.iterdir()}
     checkpoints = {"last.pt", "best.pt"}
     results = {"captions_test.json", "references_test.json", "scores_test.json", "samples_test.png"}
-    assert files == {"config.json", "log.jsonl", "curves.png"} | checkpoints | results
+    assert files == {"log.jsonl", "curves.png"} | checkpoints | results
     events = [row["event"] for row in common.read_log(out / "log.jsonl")]
     assert events.count("train") == 4
     assert events.count("eval") == 2
