@@ -278,14 +278,16 @@ class RunConfig:
     def __post_init__(self):
         for name, kind in typing.get_type_hints(type(self)).items():
             value = getattr(self, name)
-            # From Python, a wrong word would choose one of several branches in silence.
-            choices = typing.get_args(kind)
-            if choices and value not in choices:
-                expected = ", ".join(map(str, choices))
-                raise InputError(f"--{name} {value}: expected one of {expected}")
-            least, largest = self.RANGES.get(name, (0, math.inf))
-            if kind in (int, float) and not least <= value <= largest:
-                raise InputError(f"--{name} {value}: expected a number from {least} to {largest}")
+            if typing.get_origin(kind) is Literal:
+                # From Python, a wrong word would choose one of several branches in silence.
+                choices = typing.get_args(kind)
+                if value not in choices:
+                    expected = ", ".join(map(str, choices))
+                    raise InputError(f"--{name} {value}: expected one of {expected}")
+            elif kind in (int, float):
+                least, largest = self.RANGES.get(name, (0, math.inf))
+                if not least <= value <= largest:
+                    raise InputError(f"--{name} {value}: expected {least} to {largest}")
 
     @property
     def on_cuda(self) -> bool:
@@ -435,14 +437,14 @@ def refuse_changes(base: RunConfig, given: dict, checkpoint: Path) -> None:
     """InputError if a flag that may not change differs from the checkpoint's Config."""
     for name, value in given.items():
         saved = getattr(base, name)
-        refusal = f"--{name} {value}: {checkpoint} was trained with {saved}"
-        shapes_the_cosine = name == "steps" and base.schedule == "cosine"
-        if shapes_the_cosine:
-            refusal += ", where its learning rates reach 0 (--schedule cosine)"
-        if value != saved and (name not in base.MAY_CHANGE or shapes_the_cosine):
-            raise InputError(
-                f"{refusal}; leave --{name} out, or train anew, with another --out_dir"
-            )
+        trained = f"{checkpoint} was trained with {saved}"
+        if name == "steps" and base.schedule == "cosine":
+            trained += ", where its learning rates reach 0 (--schedule cosine)"
+        elif name in base.MAY_CHANGE:
+            continue
+        if value != saved:
+            remedy = f"leave --{name} out, or train anew, with another --out_dir"
+            raise InputError(f"--{name} {value}: {trained}; {remedy}")
 
 
 def refuse_used_folder(folder: Path) -> None:
@@ -480,20 +482,13 @@ def fit_to_gpu(cfg: RunConfig, training: bool) -> None:
         print("this GPU does not support bfloat16: amp is off")
         cfg.amp = False
     if cfg.compile and training:
-        cfg.compile = compile_works(cfg.device)
-
-
-def compile_works(device: str) -> bool:
-    """Whether torch.compile works on this GPU, tried on a sum. If not, says why: an old GPU, say,
-    or no C compiler."""
-    x = torch.ones(1, device=device)
-    try:
-        torch.compile(lambda x: x + 1)(x)
-    except RuntimeError as e:  # also those of torch.compile itself
-        reason, _, _ = str(e).strip().partition("\n")
-        print(f"torch.compile does not work here ({reason}): compile is off")
-        return False
-    return True
+        x = torch.ones(1, device=cfg.device)
+        try:
+            torch.compile(lambda x: x + 1)(x)
+        except RuntimeError as e:  # the GPU is too old, say, or there is no C compiler
+            reason, _, _ = str(e).strip().partition("\n")
+            print(f"torch.compile does not work here ({reason}): compile is off")
+            cfg.compile = False
 
 
 def set_up_device(device: str) -> None:
@@ -871,9 +866,8 @@ def run_main(main: Callable[[], None]) -> None:
     errors keep their traceback."""
     if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
         sys.stdout.reconfigure(errors="replace")  # A terminal may lack characters of a caption.
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # like Ctrl-C, so files are cleaned up
+    # Like Ctrl-C, SIGTERM raises KeyboardInterrupt, so that partial files are removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         main()
     except KeyboardInterrupt:
