@@ -71,7 +71,7 @@ ROWS = {
     "IDC, no pre-training": "idc_pretrain.py --pretrain_steps 0 --steps 4200",
     "SCORER+CBR, released": "scorer_cbr.py --variant released --steps 3600",
     "DIRL+CCR, released": "dirl_ccr.py --variant released --steps 4600",
-    "RDD+ACR, as printed": "rdd_acr.py --no-residual",
+    "RDD+ACR, no residuals": "rdd_acr.py --no-residual",
     "IDC, masked targets": "idc_pretrain.py --finetune_targets masked",
     "words alone": "scorer_cbr.py --blind",
 }
@@ -91,7 +91,7 @@ SEEDS = (1111, 1, 2)
 ONE_SEED = {  # rows that no claim needs are run with the first seed only
     "SCORER+CBR, released",
     "DIRL+CCR, released",
-    "RDD+ACR, as printed",
+    "RDD+ACR, no residuals",
     "IDC, masked targets",
     "words alone",
     *FEWER,
