@@ -427,17 +427,19 @@ class Phrases:
             raise InputError(f"--clip {cfg.clip} needs --clip_dim {dim} --clip_width {width}")
         self.clip = clip
         self.ignore_equal = cfg.equal_phrases == "ignored"
+        nouns = {}  # caption -> its text for CLIP, without the prompt
+        verbs = {}
+        for caption, (noun_phrases, verb_phrases) in readings.items():
+            nouns[caption] = " and ".join(noun_phrases)
+            verbs[caption] = " and ".join(verb_phrases)
         self.rows = {}  # kind -> {caption: its row of self.tokens}
-        texts = []  # those of nouns, then those of verbs, so that no row belongs to both
+        texts = []
         valid = []  # False for "", the text of captions without a phrase
-        for i, (kind, prompt) in enumerate((("nouns", NOUN_PROMPT), ("verbs", VERB_PROMPT))):
-            if cfg.prompt != "fixed":
-                prompt = ""
-            joined = {caption: " and ".join(found[i]) for caption, found in readings.items()}
+        for kind, joined, prompt in (("nouns", nouns, NOUN_PROMPT), ("verbs", verbs, VERB_PROMPT)):
             distinct = sorted(set(joined.values()))
-            row = {text: len(texts) + n for n, text in enumerate(distinct)}
-            self.rows[kind] = {caption: row[text] for caption, text in joined.items()}
-            texts += [prompt + text for text in distinct]
+            row_of = {text: len(texts) + n for n, text in enumerate(distinct)}
+            self.rows[kind] = {caption: row_of[text] for caption, text in joined.items()}
+            texts += [prompt + text if cfg.prompt == "fixed" else text for text in distinct]
             valid += [text != "" for text in distinct]
         tokens = tokenizer(texts)  # (S, context)
         longest = 1 + int(tokens.argmax(1).max())  # the end token has the highest id
@@ -450,26 +452,25 @@ class Phrases:
     ) -> dict[str, Attributes]:
         """The phrases of B captions, for each kind ("nouns", "verbs") in RDD.prompts."""
         device = self.tokens.device
-        rows = [[self.rows[kind][caption] for caption in captions] for kind in prompts]
+        rows = []
+        for kind in prompts:
+            rows.append([self.rows[kind][caption] for caption in captions])
         rows = torch.tensor(rows)  # (kinds, B)
-        # Equal phrases are encoded once. If nouns of two captions are rows 3, 0 and their verbs are
-        # rows 5, 5, then 0, 3, 5 are encoded, with nouns at places 1, 0, verbs at 2, 2.
+        # Equal phrases are encoded once: the S distinct ones, first those of nouns.
         distinct, place = rows.unique(return_inverse=True)  # (S,), (kinds, B)
-        expanded = []  # each kind's prompt, once for each of its texts
+        expanded = []  # each kind's prompt, once for each of its distinct phrases
         for prompt, row in zip(prompts.values(), rows, strict=True):
             if prompt is not None:
                 expanded.append(prompt.expand(len(row.unique()), -1, -1))
         # One call for both kinds, because two smaller ones would leave a GPU waiting.
         all_prompts = torch.cat(expanded) if expanded else None
         encoded = encode_prompted(self.clip, self.tokens[distinct.to(device)], all_prompts)
-        text = encoded[place.to(device)]  # (kinds, B, d)
-        rows = rows.to(device)
-        same = rows[:, :, None] == rows[:, None]  # (kinds, B, B)
-        if not self.ignore_equal:
-            same = torch.eye(len(captions), dtype=torch.bool, device=device).expand_as(same)
         attributes = {}
-        for kind, *fields in zip(prompts, text, self.valid[rows], same, strict=True):
-            attributes[kind] = Attributes(*fields)
+        for kind, row, at in zip(prompts, rows.to(device), place.to(device), strict=True):
+            same = row[:, None] == row
+            if not self.ignore_equal:
+                same = torch.eye(len(captions), dtype=torch.bool, device=device)
+            attributes[kind] = Attributes(encoded[at], self.valid[row], same)
         return attributes
 
 
