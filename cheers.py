@@ -96,10 +96,10 @@ scores.py (and mini.py for mini), too.
 Licence: MIT. Written from the paper, whose authors have published no code.
 """
 
+import functools
 import hashlib
-import itertools
 import math
-import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +147,6 @@ class Config(RunConfig):
     word_dim: int = 300  # width of word embeddings [ours]
     heads: int = 8  # heads of every attention [ours]
     layers: int = 2  # HRD layers, Eq. 6-11 [ours]; 0: only subtract one image from the other
-    layer_input: Literal["residual", "attended"] = "residual"  # next: LN(x + C~), or C~ [ours]
     decoder_layers: int = 2  # decoder layers [ours]
     dropout: float = 0.1  # dropout probability [ours]
     k: int = 3  # K, entities of a pair; 0: none
@@ -204,16 +203,16 @@ class CRE(nn.Module):
     """Commonality Representation Enhancement: F', P^ = CRE(source, target). It strengthens the
     target's cells F where they are like the source, by P^ = Linear_{1->D}(m) (Eq. 3) and
     F' = LN(sigmoid(P^) F + F) (Eq. 4). The paper calls P^ the probability matrix, though nothing
-    confines it to (0, 1). Where nothing reads F' (read=False), the LayerNorm has no weights, as
-    they would never be trained.
+    confines it to (0, 1). If only P^ is used (map_only), the LayerNorm has no weights, as they
+    would never learn.
 
-    [ours] Each CRE and DRE learns a temperature, as CLIP does, because m would be nearly the same
-    everywhere with bare cosines."""
+    [ours] Each CRE and DRE learns a temperature, as CLIP does. With bare cosines, m would be nearly
+    the same everywhere."""
 
-    def __init__(self, cfg: Config, read: bool = True):
+    def __init__(self, cfg: Config, map_only: bool = False):
         super().__init__()
         self.expand = nn.Linear(1, cfg.dim)
-        self.norm = nn.LayerNorm(cfg.dim, elementwise_affine=read)
+        self.norm = nn.LayerNorm(cfg.dim, elementwise_affine=not map_only)
         if cfg.temperature == "learned":  # clamp_scales finds log_scale by its name
             self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
         else:
@@ -260,7 +259,7 @@ class Disentangled(NamedTuple):
     x: Tensor  # LN(F + C~), what the next layer reads
     shared: Tensor  # C~
     difference: Tensor  # D
-    l_c: Tensor  # L_C, of use only if w_consistency > 0
+    l_c: Tensor  # L_C, to be ignored if w_consistency is 0
     l_d: Tensor  # L_D, likewise
 
 
@@ -268,24 +267,22 @@ class HRD(nn.Module):
     """Heterogeneous Representation Disentangling, one layer of Fig. 2: Eq. 6-8 and 10-11.
 
     Entities name what changed. L_C: a cell should match the other image where it does not match the
-    entities. L_D: F - C~ should match the entities where it does not match its own image F. Of C'
-    and D', the paper uses P^ alone; of D in all layers but the last one, so do we.
+    entities. L_D: F - C~ should match the entities where it does not match its own image F. The
+    paper uses only P^ of C' and D'. Before the last layer, nothing but P^ of D is used, either.
 
     [ours] L_C and L_D are means over both images. `raw` is F of the first layer in every layer: Eq.
     10 reads "the original raw features". The paper does not say what the next layer reads: here
-    LN(x + C~) or, with --layer_input attended, C~, which in layer two hardly varies over cells when
-    training starts."""
+    LN(x + C~), because C~ alone hardly varies over cells in layer two when training starts."""
 
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
         consistent = cfg.w_consistency > 0  # else nothing reads the maps of entities
         self.cre = CRE(cfg) if cfg.cre else Off()
-        self.entity_dre = DRE(cfg, read=False) if cfg.cre and consistent else Off()
+        self.entity_dre = DRE(cfg, map_only=True) if cfg.cre and consistent else Off()
         self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
-        self.dre = DRE(cfg, read=last) if cfg.dre and (consistent or last) else Off()
-        self.entity_cre = CRE(cfg, read=False) if cfg.dre and consistent else Off()
-        is_read = cfg.layer_input == "residual" and not last
-        self.norm = nn.LayerNorm(cfg.dim, elementwise_affine=is_read)
+        self.dre = DRE(cfg, map_only=not last) if cfg.dre and (consistent or last) else Off()
+        self.entity_cre = CRE(cfg, map_only=True) if cfg.dre and consistent else Off()
+        self.norm = nn.LayerNorm(cfg.dim, elementwise_affine=not last)  # nothing reads the last x
 
     def forward(self, x: Tensor, raw: Tensor, e: Tensor | None = None) -> Disentangled:
         """x (F of Eq. 6) and raw (F of Eq. 10), both (2B, N, D) with all "before" images first, and
@@ -467,7 +464,7 @@ class CHEERS(nn.Module):
         layers = []
         for hrd in self.hrd:
             layer = hrd(x, raw, e_of_both)  # Eq. 6-8, 10-11
-            x = layer.x if self.cfg.layer_input == "residual" else layer.shared
+            x = layer.x
             layers.append(layer)
         if not layers:  # the baseline
             f_bef, f_aft = raw.unflatten(0, (2, -1))
@@ -576,7 +573,7 @@ def embed_images(clip, preprocess, pictures: list) -> Tensor:
     starts = range(0, len(pictures), 64)
     bar = {"desc": "CLIP", "unit": "image", "unit_scale": 64, "disable": len(pictures) <= 64}
     blocks = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(8) as pool:  # at most 8 large pictures are in memory at once
         for start in progress(starts, **bar):
             x = torch.stack(list(pool.map(preprocess, pictures[start : start + 64])))
             blocks.append(clip.encode_image(x.to(device), normalize=True).cpu())
@@ -657,10 +654,10 @@ class Entities:
                 f"the checkpoint was trained with {len(trained['phrases'])} candidate entities, "
                 f"not with these {len(self.phrases)}; give its --data_dir"
             )
-        check_table(self.table, trained["table"])
+        check_clip(self.table, trained["table"])
 
 
-def check_table(table: Tensor, trained: Tensor) -> None:
+def check_clip(table: Tensor, trained: Tensor) -> None:
     """InputError if embeddings of candidates (M, d) are not those in the checkpoint."""
     trained = trained.to(table.device)
     if table.shape != trained.shape or not table.allclose(trained, atol=1e-3):
@@ -685,65 +682,69 @@ def candidates_of(dataset, cfg: Config) -> list[str]:
     return phrases
 
 
-def entities_of(dataset, cfg: Config, trained: dict | None = None) -> Entities | None:
-    """The entities of a data set (data.Dataset); None if K is 0. trained: the content of a
+def load_clip(
+    cfg: Config, phrases: list[str], table: Tensor | None
+) -> tuple[Tensor, Callable[[list], Tensor]]:
+    """-> embeddings of the candidates (M, d) by --clip, and a function that embeds pictures (files
+    or PIL images). table: the candidates' embeddings in a checkpoint, or None if they are to be
+    made. InputError if --clip does not fit."""
+    import data
+
+    clip, tokenizer, preprocess = data.load_clip(cfg.clip, cfg.device)
+    if table is None:
+        table = embed_texts(clip, tokenizer, phrases)
+        if table.shape[1] != cfg.clip_dim:
+            raise InputError(f"--clip {cfg.clip} needs --clip_dim {table.shape[1]}")
+    else:
+        check_clip(embed_texts(clip, tokenizer, phrases[:1]), table[:1])  # one shows the difference
+
+    def open_picture(picture) -> Tensor:
+        return preprocess(data.read_image(picture))
+
+    return table, functools.partial(embed_images, clip, open_picture)
+
+
+def entities_of(dataset, cfg: Config, state: dict | None = None) -> Entities | None:
+    """The entities of a data set's pairs (data.Dataset); None if K is 0. state: the content of a
     checkpoint, whose candidates then replace the data set's. InputError if --clip does not fit.
 
     CLIP's embeddings of the pictures are kept in clip-*.pt in the data set's folder, and made anew
     if pictures were replaced. Remove that file after overwriting the weights that --clip names."""
-    import data
-
     if not cfg.k:
         return None
-    phrases = trained["entities"]["phrases"] if trained else candidates_of(dataset, cfg)
-    clip, tokenizer, preprocess = data.load_clip(cfg.clip, cfg.device)
-    table = embed_texts(clip, tokenizer, phrases)
-    if trained:
-        check_table(table, trained["entities"]["table"])
-    if table.shape[1] != cfg.clip_dim:
-        raise InputError(f"--clip {cfg.clip} needs --clip_dim {table.shape[1]}")
+    if state:
+        candidates = state["entities"]
+    else:
+        candidates = {"phrases": candidates_of(dataset, cfg), "table": None}
+    table, embed = load_clip(cfg, **candidates)
     pairs = []
     for scenes in dataset.release.scenes.values():
         for scene in scenes:
             for pair in (*scene.pairs, *(scene.swapped or ())):
                 pairs.append((pair.before, pair.after))
-
-    def open_picture(name: str) -> Tensor:
-        return preprocess(data.read_image(dataset.release.paths[name]))
-
-    names = sorted(set(itertools.chain(*pairs)))
-    stamps = [str(dataset.features.stamps[name]) for name in names]
-    key = "\n".join([cfg.clip, *names, *stamps])
-    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    file = dataset.root / f"clip-{digest}.pt"
+    names = sorted(dataset.release.paths)
+    contents = [f"{name} {dataset.features.content(name)}" for name in names]
+    key = "\n".join([cfg.clip, *contents])
+    file = dataset.root / f"clip-{hashlib.sha256(key.encode()).hexdigest()[:12]}.pt"
     if not file.exists():
-        save_tensors(file, {"images": embed_images(clip, open_picture, names)})
+        save_tensors(file, {"images": embed([dataset.release.paths[name] for name in names])})
     images = load_tensors(file, "remove it, and it will be made again")["images"]
-    return Entities(cfg, phrases, table, dict(zip(names, images, strict=True)), pairs)
+    return Entities(cfg, candidates["phrases"], table, dict(zip(names, images, strict=True)), pairs)
 
 
 def entities_of_files(model: CHEERS, state: dict, files: list) -> Tensor | None:
-    """Section 3.1.2 for pictures in the order before, after, before, after, ... -> CLIP's
-    embeddings of their entities (pairs, K, d), or None if K is 0. The entities are also printed.
-    InputError if the checkpoint was trained with another CLIP."""
-    import data
-
-    cfg = model.cfg
-    if not cfg.k:
+    """Entities of pictures in the order before, after, before, after, ... -> CLIP's embeddings of
+    them (pairs, K, d), or None if K is 0. Their names are printed. state: the content of the
+    model's checkpoint. InputError if it was trained with another CLIP."""
+    if not model.cfg.k:
         return None
-    phrases = state["entities"]["phrases"]
-    table = state["entities"]["table"].to(cfg.device)
-    clip, tokenizer, preprocess = data.load_clip(cfg.clip, cfg.device)
-    check_table(embed_texts(clip, tokenizer, phrases[:1]), table[:1])
-
-    def open_picture(file) -> Tensor:
-        return preprocess(data.read_image(file))
-
-    x = embed_images(clip, open_picture, files).to(cfg.device)
-    rows = retrieve(x[::2], x[1::2], table, cfg.k, cfg.retrieval == "signed")
-    for number, row in enumerate(rows, 1):
-        print(f"entities of pair {number}: " + ", ".join(phrases[m] for m in row))
-    return table[rows]
+    table, embed = load_clip(model.cfg, **state["entities"])
+    images = dict(enumerate(embed(files)))  # a picture's name is its place in the list
+    pairs = [(n, n + 1) for n in range(0, len(files), 2)]
+    entities = Entities(model.cfg, state["entities"]["phrases"], table, images, pairs)
+    for n, pair in enumerate(pairs, 1):
+        print(f"pair {n}, {entities.note(pair)}")
+    return entities(pairs)
 
 
 # ---- presets -------------------------------------------------------------------------------------

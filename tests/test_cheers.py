@@ -98,11 +98,11 @@ def naive_max_probability(source, target, scale):
 
 @pytest.mark.parametrize("temperature", ["learned", "one"])
 @pytest.mark.parametrize("kind", [CRE, DRE])
-@pytest.mark.parametrize("read", [True, False])
+@pytest.mark.parametrize("map_only", [True, False])
 @pytest.mark.parametrize("sources", [K, N])
-def test_cre_and_dre_against_loops(temperature, kind, read, sources):
+def test_cre_and_dre_against_loops(temperature, kind, map_only, sources):
     torch.manual_seed(0)
-    module = kind(Config(dim=D, temperature=temperature), read).double()
+    module = kind(Config(dim=D, temperature=temperature), map_only).double()
     source = torch.randn(B, sources, D).double()
     target = torch.randn(B, N, D).double()
     enhanced, p = module(source, target)
@@ -166,7 +166,6 @@ def enhance(p, x):
         {"layers": 1},
         {"layers": 3},
         {"w_consistency": 0.0},
-        {"layer_input": "attended"},
     ],
 )
 def test_encoder_and_losses_against_equations(fields):
@@ -189,8 +188,7 @@ def test_encoder_and_losses_against_equations(fields):
                 l_c.append(mean([square(own[i], maps[i]) for i in x]))  # Eq. 7
         shared = {i: attention_by_heads(layer.attention, c[i], c[other[i]]) for i in x}  # Eq. 8
         l_i.append(contrastive_loss(shared["bef"], shared["aft"], model.log_scale.exp()))
-        residual = model.cfg.layer_input == "residual"
-        x = {i: layer.norm(x[i] + shared[i]) if residual else shared[i] for i in x}
+        x = {i: layer.norm(x[i] + shared[i]) for i in x}
         rest = {i: f[i] - shared[i] for i in x}
         d = dict(rest)  # the last layer's counts
         if model.cfg.dre:
