@@ -8,13 +8,13 @@ The flow of one pair, with CLEVR-Change's sizes:
     F_bef, F_aft (196, 512) each                entities of the pair (3, 768)
        |                                           |  project
     HRD, twice; layer 2 reads LN(F + C~):          v
-       |  cre, Eq. 2-4, 6 . . . L_C, Eq. 7 . . . E (3, 512)
+       |  CRE, Eq. 2-4, 6 . . . L_C, Eq. 7 . . . E (3, 512)
        v                                           |
     C_bef, C_aft (196, 512) each                   |
        |  attention, Eq. 8 (loss L_I, Eq. 9)       |
        v                                           |
     C~_bef, C~_aft (196, 512) each                 |
-       |  dre, Eq. 2, 4-5, 10 . L_D, Eq. 11 . . . .|
+       |  DRE, Eq. 2, 4-5, 10 . L_D, Eq. 11 . . . .|
        v                                           |
     D_bef, D_aft of layer 2 (196, 512) each        |
        |  join, Eq. 12                             |
@@ -31,69 +31,67 @@ Losses make images and entities agree on where the shared and the different part
 word, the decoder gives a weight to the entities, which name the subject, and another one to the
 difference, which shows what happened to it.
 
+Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
+light differ, and its caption says that nothing changed. In CLEVR-Change and mini (toy scenes drawn
+by mini.py), a scene has one of each, with the same "before". There, a step has a batch of changed
+pairs and a batch of the same scenes' distractor pairs. In half of the scenes, "before" and the
+distractor picture change places, as in SCORER.
+
 Read first: CRE, DRE, HRD, DecoderLayer, contrastive_loss, CHEERS.encode and retrieve. Skip at
-first: Decoder, attention_map, Off, and section "entities" apart from retrieve.
+first: Off, Decoder, attention_map, and section "entities" apart from retrieve.
 
-MHCA(x, y): multi-head attention from x to y. i, j: an image of a pair and the other one. n, s:
-cells of target and source (the paper's i, j in Eq. 2).
-Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V ids of a caption
-(START, words, END, padding), K entities of a pair, M candidates, S cells or entities of a source,
-d width of CLIP's common space.
-Sec. 3.1   find_candidates   names of candidates, the subjects of training captions
-Eq. 1      retrieve          top K of |S_bef - S_aft| [ours: absolute], S_i = cos(image i, names)
-Eq. 2, 3   max_probability   P(n, s) = exp(scale cos(n, s)) / sum_n' exp(scale cos(n', s)),
-                             m(n) = max_s P(n, s); [ours] scale, and the sum over the target
-                             (printed: over k, which is not defined)
-Eq. 3, 5   CRE, DRE          P^ = Linear(m) for CRE, P^ = Linear(1 - m) for DRE
-Eq. 4      CRE, DRE          F' = LN(sigmoid(P^) F + F)
-Eq. 6, 8   HRD               C_i = CRE(F_j, F_i),  C~_i = MHCA(C_i, C_j); layer 2: F is LN(F + C~)
-Eq. 7, 11  HRD               L_C = MSE(P^ of CRE(F_j, F_i), P^ of DRE(E, F_i)),
-                             L_D = MSE(P^ of DRE(F_i, F_i - C~_i), P^ of CRE(E, F_i - C~_i))
-Eq. 9      contrastive_loss  L_I = -1/B sum_a log(exp S_aa / sum_b exp S_ab) [ours: mean with S^T],
-                             [ours] S_ab = scale token_match(C~_bef of a, C~_aft of b), unit tokens
-Eq. 10     HRD               D_i = DRE(F_i, F_i - C~_i), F of the first layer in every layer
-Eq. 12     CHEERS.encode     F_diff = Linear [D_bef ; D_aft]
-Eq. 13     DecoderLayer      H' of words, H_T = MHCA(H', E), H_V = MHCA(H', F_diff)
-Eq. 14-15  DecoderLayer      alpha = Linear [H' ; H_T], beta = Linear [H' ; H_V]
-Eq. 16-17  DecoderLayer      H = LN(alpha H_T + beta H_V + H')
-Eq. 18     caption_loss      L_S = mean over words of -log P(word) [ours: printed as a sum]
-Eq. 19     total_loss        L = L_S + w_consistency (L_C + L_D) + w_match L_I
+CRE and DRE (Commonality, Difference Representation Enhancement) enhance in a target what it shares
+with a source, or does not. MHCA(x, y) is multi-head attention from x to y, MHSA(x) from x to
+itself. i is an image of a pair, and j the other one. In Eq. 2, n is a cell of the target, and s a
+cell or an entity of the source (the paper's i and j).
 
-The abstract's repository, github.com/yili-19/CHEER, is not public. [ours] marks what the paper
-leaves open, and what we do unlike its print. Attention's biases and output projections are ours,
-too.
+Equation  where             as printed                                      [ours], if different
+Sec. 3.1  find_candidates   names: the subjects of training captions        of min_count captions
+Eq. 1     retrieve          argmax of S_bef - S_aft, S_i = cos(I_i, name)   |S_bef - S_aft|, top K
+Eq. 2     max_probability   P(n, s) = exp(cos(n, s)) / sum_k exp(cos(s, k)) t cos; sum over target
+Eq. 3     CRE               P^ = Linear(m), m(n) = max_s P(n, s)
+Eq. 4     CRE               F' = LN(sigmoid(P^) F + F)
+Eq. 5     DRE               P^ = Linear(1 - m)
+Eq. 6     HRD               C_i = CRE(F_j, F_i), C'_i = DRE(E, F_i)         layer 2: F is LN(F + C~)
+Eq. 7     HRD               L_C = MSE(P^ of C_i, P^ of C'_i)
+Eq. 8     HRD               C~_i = MHCA(C_i, C_j)
+Eq. 9     contrastive_loss  L_I = -log softmax(sim(q, k) / tau)             both ways; q, k of C~
+Eq. 10    HRD               D_i = DRE(F_i, F_i - C~_i),                     F is that of layer 1
+                            D'_i = CRE(E, F_i - C~_i)
+Eq. 11    HRD               L_D = MSE(P^ of D_i, P^ of D'_i)
+Eq. 12    CHEERS.encode     F_diff = Linear [D_bef ; D_aft]
+Eq. 13    DecoderLayer      H_T = MHCA(H', E), H_V = MHCA(H', F_diff)       H' = LN(H + MHSA(H))
+Eq. 14    DecoderLayer      alpha = Linear [H' ; H_T]
+Eq. 15    DecoderLayer      beta = Linear [H' ; H_V]
+Eq. 16    DecoderLayer      H_F = alpha H_T + beta H_V
+Eq. 17    DecoderLayer      H = LN(H_F + H')
+Eq. 18    caption_loss      L_S = -sum over words of log P(word)            mean over words
+Eq. 19    total_loss        L = L_S + lambda_v (L_C + L_D) + lambda_m L_I
 
-Pairs: a changed pair shows a scene before and after its change. A distractor pair, of CLEVR-Change
-and mini alone, shows the same "before" and a third picture, where only camera and light differ; its
-caption says that nothing changed. A step has a batch of each. In half of the scenes, "before" and
-the distractor picture change places, as in SCORER. In other data sets, a step has a single batch.
+lambda_v is w_consistency, and lambda_m is w_match. [ours] marks what the paper leaves open, and
+what we do unlike its print. Attention's biases and output projections are ours, too. As printed are
+Eq. 1 by --retrieval signed, and t = 1 in Eq. 2 by --temperature one. The rest has no flag.
+Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, L ids of a caption
+(START, words, END, padding), V ids of the vocabulary, K entities of a pair, M candidates, S cells
+or entities of a source, d width of CLIP's common space.
 
-Flags for each row of the paper's tables. Each row needs an --out_dir of its own.
-Row of the paper              flags (on mini, unless --dataset is given)
-Baseline (Table 4) [ours]     --layers 0 --k 0 --gate none --w_consistency 0 --w_match 0
-CRE, DRE, HDR (here HRD)      --gate none [ours], and for CRE --no-dre, for DRE --no-cre
-GATE [ours]                   --layers 0 --w_consistency 0 --w_match 0
-lambda_m, lambda_v (Table 5)  --w_match 0.5, --w_consistency 0.75
-ResNet-101 (Table 6)          --dataset clevr_change; the ViTs: --extractor timm/NAME, untested
-entities (Fig. 5)             --k 3
-layers (Fig. 6)               --layers 2
-CIDEr of changed pairs on mini (toy scenes drawn by mini.py), docs/results.md: baseline 272, HRD
-472, all of CHEERS 463. Differences of some 50 are noise: mini does not show what entities add.
-
-Exercises. Predict, then run; each takes minutes on mini:
-1. Types of change are color, material, add, drop, move. For which can Eq. 1 as printed not find the
-   subject, and why? For which not even the default? See the entities in samples_test.png.
-       python cheers.py --retrieval signed --out_dir runs/signed
-2. Without a scale, by which factor can m differ at most between two cells? What is then left of CRE
-   and DRE?
-       python cheers.py --temperature one --out_dir runs/one
-3. What are L_C and L_D if all maps are constant and equal? What do captions lose without them (a
-   single run against 463; less than some 70 is noise)?
-       python cheers.py --w_consistency 0 --out_dir runs/no-consistency
+Flags for each row of the paper's tables. Each run needs an --out_dir of its own. The last column is
+the CIDEr of changed pairs on mini, a mean of three seeds (docs/results.md). Two such means differ
+by up to 49 by chance, one run and a mean by 70, two runs by 85, two means at twice the steps by 21.
+So mini does not show what entities add.
+Row of the paper            flags (on mini, unless --dataset is given)                  on mini
+Baseline (Table 4) [ours]   --layers 0 --k 0 --gate none --w_consistency 0 --w_match 0  272
+CRE, DRE [ours]             --gate none --no-dre, --gate none --no-cre
+HDR (here HRD) [ours]       --gate none                                                 472
+GATE [ours]                 --layers 0 --w_consistency 0 --w_match 0
+CHEERS                      no flag                                                     463
+weights (Table 5)           --dataset clevr_change --w_match 0.5 --w_consistency 0.75, and others
+encoders (Table 6)          --dataset clevr_change, ResNet-101; untested: --extractor timm/NAME
+K (Fig. 5), layers (Fig. 6) --k 3, --layers 2, and others
 
 To copy: this file, matching.py and common.py. To train on a data set of data.py, take that file and
 scores.py (and mini.py for mini), too.
-Licence: MIT. Written from the paper, whose authors have published no code.
+Licence: MIT. Written from the paper, whose repository (github.com/yili-19/CHEER) is not public.
 """
 
 import functools
@@ -325,8 +323,8 @@ class DecoderLayer(nn.Module):
             nn.init.ones_(self.beta.bias)
 
     def forward(self, x: Tensor, f_diff: Tensor, e: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Words x (B, V, D), F_diff (B, N, D) and, unless --gate none, the entities (B, K, D)
-        -> words H and H', both (B, V, D)."""
+        """Words x (B, L, D), F_diff (B, N, D) and, unless --gate none, the entities (B, K, D)
+        -> words H and H', both (B, L, D)."""
         hidden = self.norm1(x + self.dropout(self.self_attention(x, x, causal=True)))  # H'
         h_v = self.cross_attention(hidden, f_diff)  # Eq. 13
         if self.text_attention:
@@ -359,7 +357,7 @@ class Decoder(nn.Module):
         initialise(self, xavier=True)
 
     def forward(self, ids: Tensor, context: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
-        """ids (B, V) -> hidden states, and H' of the last layer, both (B, V, D)."""
+        """ids (B, L) -> hidden states, and H' of the last layer, both (B, L, D)."""
         x = self.project(self.embed(ids)) + self.position.weight[: ids.shape[1]]
         x = self.dropout(self.norm(x))
         for layer in self.layers:
@@ -368,7 +366,7 @@ class Decoder(nn.Module):
 
     def attention(self, ids: Tensor, context: tuple[Tensor, Tensor | None], cells: int) -> Tensor:
         """The last layer's attention, averaged over heads, with its softmax over the first `cells`
-        tokens of the difference. ids (B, V) -> (B, V, cells)."""
+        tokens of the difference. ids (B, L) -> (B, L, cells)."""
         _, h = self(ids, context)
         attention = self.layers[-1].cross_attention
         q, k, _ = attention.project(h, context[0][:, :cells])
@@ -400,8 +398,8 @@ def contrastive_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
-    """Eq. 18, L_S: cross-entropy of the next word. logits (B, V, vocabulary) at words 0 ... V-1,
-    caption (B, V) padded with NULL."""
+    """Eq. 18, L_S: cross-entropy of the next word. logits (B, L, V) at words 0 ... L-1,
+    caption (B, L) padded with NULL."""
     scores = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
     # [ours] The mean over all words of the batch. Next to the sum of Eq. 18, L_C, L_D and L_I would
@@ -476,7 +474,7 @@ class CHEERS(nn.Module):
     def forward(
         self, before: Tensor, after: Tensor, caption: Tensor, entities: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Features (B, C, H, W) of both images, caption (B, V), CLIP's embeddings of the entities
+        """Features (B, C, H, W) of both images, caption (B, L), CLIP's embeddings of the entities
         (B, K, d) -> the terms of Eq. 19 that the config asks for. [ours] L_C, L_D and L_I are means
         over the layers.
 
@@ -522,10 +520,10 @@ class CHEERS(nn.Module):
         self, before: Tensor, after: Tensor, ids: Tensor, entities: Tensor | None = None
     ) -> dict[str, Tensor]:
         """The last decoder layer's attention over cells, averaged over heads and over the words of
-        ids (B, V) -> "attention" (B, H, W)."""
+        ids (B, L) -> "attention" (B, H, W)."""
         _, height, width = self.grid
         context, _ = self.encode(before, after, entities)
-        weight = self.decoder.attention(ids, context, height * width)  # (B, V, N)
+        weight = self.decoder.attention(ids, context, height * width)  # (B, L, N)
         # Row t is the state that predicts word t + 1.
         attention = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
         return {"attention": attention.unflatten(1, (height, width))}

@@ -29,81 +29,71 @@ to grasp than abstract ones, so one set of vectors distils the changed objects f
 and another set then distils the action from the objects. (3) In training, a contrastive loss makes
 the first set resemble the caption's noun phrases, and the second set its verb phrases.
 
-Terms. A changed pair shows a scene before and after a change. In a distractor pair only camera and
-light differ, and its caption says that nothing has changed. On CLEVR-Change and mini (toy scenes
-drawn by mini.py), a training step has both pairs of each of its scenes. In half of the scenes,
-"before" and the distractor picture change places, as in SCORER.
+Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
+light differ, and its caption says that nothing changed. In CLEVR-Change and mini (toy scenes drawn
+by mini.py), a scene has one of each, with the same "before". There, a step has both pairs of each
+of its scenes, as one batch. In half of the scenes, "before" and the distractor picture change
+places, as in SCORER.
 
 Read first: GlobalDifference, DistillingBlock, Distilling, Fusion, alignment_loss, RDD.encode and
 RDD.forward. Skip at first: Decoder, attention_map, section "phrases", and spaCy's patterns.
 
-Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V ids of a caption
-(START, words, END, padding), K vectors (K_o objects or K_a actions; the paper's k), M tokens that
-they read, P vectors of a prompt, S texts, L tokens of a text, d width of CLIP's text space.
-MHCA(x, y): multi-head attention of queries from x to keys and values from y; MHSA(x) = MHCA(x, x).
-F^ is F with a hat.
-Symbol (code)   the paper's
-s^i (source)    F_c^i, what the vectors read in pass i; s^0 is F_c or, for actions, the objects
-o^i (vectors)   F_object^i or F_action^i, the K vectors after pass i
-F_o (f_o)       F_o in Eq. 10, F_c in Eq. 11-12: the mean of o^N, the vectors after the last pass
-F_l (f_l)       F_noun or F_verb
-w_n2o, w_v2a    lambda_1, lambda_2
+MHCA(x, y) is multi-head attention from x to y, MHSA(x) from x to itself. x is "bef" or "aft". Here
+F_c is the F_c of Eq. 5 alone. Other symbols have two names in the paper, or are easier to read so:
+here (in code)  in the paper
+s^i (source)    F_c^i: what the vectors read in pass i. s^0 is F_c or, for actions, the objects.
+o^i (vectors)   F_object^i or F_action^i: the vectors after pass i; o^N: after the last one.
+F_o (f_o)       F_o in Eq. 10, F_c in Eq. 11-12: F_object or F_action
+F_l (f_l)       F_l: F_noun or F_verb
+S (s)           S_ab = cos(F_l of pair a, F_o of pair b) / tau
 
-Equation   where             as printed                          [ours], where it differs
-Eq. 1      ImageEmbedding    F_x = conv(features) + PE
-Eq. 2      RDD.encode        F_diff = F_bef - F_aft
-Eq. 3      common.Attention  softmax(q k^T / sqrt(D / h))        softmax(...) v, in each head
-Eq. 4      GlobalDifference  F^_x = MHCA(F_x, F_diff)            LN(F_x + MHCA(F_x, F_diff))
-Eq. 5      GlobalDifference  F_c = [F^_bef ; F^_aft]             W [F^_bef ; F^_aft]
-Eq. 6      DistillingBlock   s^i = MHSA(s^{i-1})                 s + MHSA(LN s)
-Eq. 7      DistillingBlock   o^ = MHCA(o^{i-1}, s^i)             o + MHCA(LN o, LN s)
-Eq. 8      DistillingBlock   o^i = o^ + FFN(o^)                  o^ + FFN(LN o^)
-Eq. 9      Fusion            MF(Z), Z = [F_c ; objects ; actions]
-                                                                 Y + ReLU(W LN Y); Y: Z + MHSA(LN Z)
-Eq. 10     alignment_loss    F_o = mean of o^N
-Eq. 11-12  alignment_loss    L_lo = -1/B sum_a log(exp S_aa / sum_b exp S_ab),
-                             L_ol = -1/B sum_a log(exp S_aa / sum_b exp S_ba),
-                             S_ab = cos(F_l of pair a, F_o of pair b) / tau
-                             b: all pairs                        a, and pairs with another phrase
-Eq. 13     alignment_loss    (L_lo + L_ol) / 2, which is L_N2O or L_V2A
-Eq. 14     Decoder.head      P(next word) = softmax(W hidden + b)
-Eq. 15     caption_loss      L_XE = mean over captions of the mean over words of -log P(word)
-Eq. 16     total_loss        L = L_XE + w_n2o L_N2O + w_v2a L_V2A
-Sec. ACR   segments          noun and verb phrases of a caption, by spaCy
-           Phrases, adapter  a frozen CLIP reads them -> F_noun, F_verb
+Equation  where             as printed                              [ours], if different
+Eq. 1     ImageEmbedding    F_x = conv(features) + PE
+Eq. 2     RDD.encode        F_diff = F_bef - F_aft
+Eq. 3     common.Attention  softmax(q k^T / sqrt(d_k))              softmax(...) v, in each head
+Eq. 4     GlobalDifference  F^_x = MHCA(F_x, F_diff)                LN(F_x + MHCA(F_x, F_diff))
+Eq. 5     GlobalDifference  F_c = [F^_bef ; F^_aft]                 W [F^_bef ; F^_aft]
+Eq. 6     DistillingBlock   s^i = MHSA(s^{i-1})                     s + MHSA(LN s)
+Eq. 7     DistillingBlock   o^ = MHCA(o^{i-1}, s^i)                 o + MHCA(LN o, LN s)
+Eq. 8     DistillingBlock   o^i = o^ + FFN(o^)                      o^ + FFN(LN o^)
+Eq. 9     Fusion            MF(Z), Z = [F_c ; objects ; actions]    Y + ReLU(W LN Y),
+                                                                    Y = Z + MHSA(LN Z)
+Eq. 10    alignment_loss    F_o = mean of o^N over vectors
+Eq. 11    alignment_loss    L_lo = -1/B sum_a log softmax_b(S)_aa   equal phrases: no negatives
+Eq. 12    alignment_loss    L_ol: the same of S^T
+Eq. 13    alignment_loss    L_N2O or L_V2A = (L_lo + L_ol) / 2
+Eq. 14    Decoder.head      P(next word) = softmax(W hidden + b)
+Eq. 15    caption_loss      L_XE = mean over captions of the mean over words of -log P(word)
+Eq. 16    total_loss        L = L_XE + lambda_1 L_N2O + lambda_2 L_V2A
+Sec. ACR  segments          noun and verb phrases of a caption, by spaCy
+          Phrases, adapter  a frozen CLIP reads them -> F_noun, F_verb
 
-The authors' repository, github.com/guishiron/ACR, holds no code, and we do not have the supplement.
-Where the paper is silent or leaves two readings, the choice is marked [ours]. So are our additions.
-Attention's biases and output projections are ours, too. As printed: Eq. 4 and 6-8 by --no-residual,
-and Eq. 11-12 by --equal_phrases negatives. No flag leaves out W of Eq. 5 (F_c would be 2D wide),
-the LayerNorms and the ReLU of Eq. 9, or the ReLUs of the adapter.
+lambda_1 is w_n2o, and lambda_2 is w_v2a. [ours] marks what the paper leaves open, and our
+additions. (The authors' repository, github.com/guishiron/ACR, holds no code, and we do not have the
+supplement.) Attention's biases and output projections are ours, too. As printed are Eq. 4 and 6-8
+by --no-residual, and Eq. 11-12 by --equal_phrases negatives. No flag leaves out W of Eq. 5 (F_c
+would be 2D wide), the LayerNorms and the ReLU of Eq. 9, or the ReLUs of the adapter.
+Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, L ids of a caption
+(START, words, END, padding), V ids of the vocabulary, K vectors (K_o objects or K_a actions; the
+paper's k), M tokens that they read, P vectors of a prompt, S texts, T tokens of a text, d width of
+CLIP's text space.
 
-Flags for each row of the paper's tables. Rows with N2O or V2A are the paper's only with
---equal_phrases negatives. Each row needs an --out_dir of its own. At the right: CIDEr of changed
-pairs on mini, without that flag (docs/results.md; means of three seeds, the last row of one;
-differences of some 50 are noise). With twice the steps: 475, without the losses 477.
-Row of the paper            flags (on mini, unless --dataset is given)                  on mini
-direct-sub (Table 4)        --no-gde --order none --w_n2o 0 --w_v2a 0                   280
-GDE                         --order none --w_n2o 0 --w_v2a 0                            397
-GDE+N, GDE+V [ours]         --order n --w_v2a 0, --order v --w_n2o 0 (each keeps its loss)
-GDE+V&N, GDE+V+N [ours]     --order "v&n", --order v+n (with both losses)
-GDE+N+V, the whole method   no flag                                                     425
-no losses (Table 5)         --w_n2o 0 --w_v2a 0                                         381
-only N2O, only V2A          --w_v2a 0, --w_n2o 0
-prompts (Table 6)           --prompt none, fixed or learnable
-vectors (Fig. 4)            --object_vectors 32, --action_vectors 5
-Eq. 4, 6-8 as printed       --no-residual                                               255
-
-Exercises on mini, minutes each. Predict, then run, and compare with a run without flags:
-1. As printed, Eq. 7 makes all K vectors alike (see DistillingBlock). What is then left to Eq. 8-9?
-   Compare scores, because maps are means over vectors. (Eq. 4 loses its residual, too.)
-   python rdd_acr.py --no-residual --out_dir runs/printed
-2. The cosines of B vectors with each other are on average at least -1/(B - 1). With tau = 1 and the
-   32 pairs of a step, from which value does n2o start, and which value can it hardly fall below?
-   python rdd_acr.py --tau 1 --out_dir runs/tau
-3. Without GDE, the decoder reads F_diff. Which of the scores in % falls most, and why? Compare with
-   row GDE of docs/results.md, which also lacks vectors and losses. See ImageEmbedding.
-   python rdd_acr.py --no-gde --order none --w_n2o 0 --w_v2a 0 --out_dir runs/direct
+Flags for each row of the paper's tables. Each run needs an --out_dir of its own. Rows with N2O or
+V2A are the paper's only with --equal_phrases negatives. The last column is the CIDEr of changed
+pairs on mini without that flag, a mean of three seeds (docs/results.md); "no residuals" is one run.
+Two such means differ by up to 49 by chance, one run and a mean by 70, two runs by 85, two means at
+twice the steps by 21. At twice the steps, RDD+ACR has 475, without its losses 477.
+Row of the paper                flags (on mini, unless --dataset is given)         on mini
+direct-sub (Table 4)            --no-gde --order none --w_n2o 0 --w_v2a 0          280
+GDE                             --order none --w_n2o 0 --w_v2a 0                   397
+GDE+N, GDE+V [ours]             --order n --w_v2a 0, --order v --w_n2o 0 (each keeps its loss)
+GDE+V&N, GDE+V+N [ours]         --order "v&n", --order v+n (with both losses)
+GDE+N+V, the whole method       no flag                                            425
+no losses (Table 5)             --w_n2o 0 --w_v2a 0                                381
+only N2O, only V2A              --w_v2a 0, --w_n2o 0
+prompts (Table 6)               --prompt none, fixed or learnable
+vectors (Fig. 4)                --object_vectors 32, --action_vectors 5, and others
+no residuals (Eq. 4, 6-8)       --no-residual                                      255
 
 To copy: this file and common.py. To train on a data set of data.py, take that file and scores.py
 (and mini.py for mini), too.
@@ -228,9 +218,10 @@ class DistillingBlock(nn.Module):
     [ours] "A multi-head self-attention, a multi-head cross-attention and a fully connected layer
     with residual connection" can mean a residual around each. We add those of Eq. 6-7 and
     LayerNorms; residual=False leaves them out. As printed, Eq. 7 replaces each vector by a weighted
-    mean of cells. At the start attention is nearly uniform, so all K vectors become alike (cosines
-    of 1.00 between them; about 0.1 with residuals) and stay so. The FFN is the one fully connected
-    layer, without an activation, as the text names none."""
+    mean of cells. At the start attention is nearly uniform, so all K vectors become alike, and stay
+    so: the cosines between them are 1.00. (With residuals, at the paper's sizes, they are .08 to
+    .11 between objects and .05 to .11 between actions.) The FFN is the one fully connected layer,
+    without an activation, as the text names none."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -323,8 +314,8 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, fused: Tensor) -> tuple[Tensor, Tensor]:
-        """Words x (B, V, D), fused tokens (B, M, D) -> words (B, V, D); the words as they attend to
-        the tokens (B, V, D)."""
+        """Words x (B, L, D), fused tokens (B, M, D) -> words (B, L, D); the words as they attend to
+        the tokens (B, L, D)."""
         x1 = self.norm1(x + self.dropout(self.self_attention(x, x, causal=True)))
         x2 = self.norm2(x1 + self.dropout(self.cross_attention(x1, fused)))
         inner = self.dropout(F.relu(self.hidden(x2)))
@@ -350,7 +341,7 @@ class Decoder(nn.Module):
         initialise(self, xavier=True)
 
     def forward(self, ids: Tensor, fused: Tensor) -> tuple[Tensor, Tensor]:
-        """ids (B, V), fused tokens (B, M, D) -> hidden states (B, V, D), and the words (B, V, D) as
+        """ids (B, L), fused tokens (B, M, D) -> hidden states (B, L, D), and the words (B, L, D) as
         they attend to the tokens in the last layer."""
         x = self.project(self.embed(ids)) + self.position.weight[: ids.shape[1]]
         x = self.dropout(self.norm(x))
@@ -360,7 +351,7 @@ class Decoder(nn.Module):
 
     def attention(self, ids: Tensor, fused: Tensor, cells: int) -> Tensor:
         """The last layer's attention, averaged over heads, with its softmax over the first `cells`
-        of M tokens. ids (B, V), fused tokens (B, M, D) -> (B, V, cells)."""
+        of M tokens. ids (B, L), fused tokens (B, M, D) -> (B, L, cells)."""
         _, attending = self(ids, fused)
         attention = self.layers[-1].cross_attention
         q, k, _ = attention.project(attending, fused[:, :cells])
@@ -377,12 +368,12 @@ def encode_prompted(clip, tokens: Tensor, prompts: Tensor | None = None) -> Tens
     """CLIP's text encoder with P learned vectors between the start token and the words, as in CoOp.
     Without prompts it equals CLIP's encode_text.
 
-    tokens (S, L) ids, prompts (S, P, width) -> (S, d). L may stop at the longest text's end token,
-    because no token sees later ones. L + P is at most CLIP's context length (77 tokens)."""
-    x = clip.token_embedding(tokens)  # (S, L, width)
+    tokens (S, T) ids, prompts (S, P, width) -> (S, d). T may stop at the longest text's end token,
+    because no token sees later ones. T + P is at most CLIP's context length (77 tokens)."""
+    x = clip.token_embedding(tokens)  # (S, T, width)
     ends = tokens.argmax(1)  # the end token has the highest id
     if prompts is not None:
-        x = torch.cat([x[:, :1], prompts, x[:, 1:]], 1)  # (S, L + P, width)
+        x = torch.cat([x[:, :1], prompts, x[:, 1:]], 1)  # (S, T + P, width)
         ends = ends + prompts.shape[1]
     size = x.shape[1]
     x = x + clip.positional_embedding[:size]
@@ -508,10 +499,10 @@ def alignment_loss(vectors: Tensor, f_l: Tensor, valid: Tensor, same: Tensor, ta
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     """Eq. 15, L_XE: cross-entropy of the next word, averaged over each caption, then over the
-    batch. logits (B, V, vocabulary) at words 0 ... V-1, caption (B, V) padded with NULL."""
+    batch. logits (B, L, V) at words 0 ... L-1, caption (B, L) padded with NULL."""
     target = caption[:, 1:]
-    scores = logits[:, :-1].transpose(1, 2)  # (B, vocabulary, V - 1)
-    loss = F.cross_entropy(scores, target, ignore_index=NULL, reduction="none")  # (B, V - 1)
+    scores = logits[:, :-1].transpose(1, 2)  # (B, V, L - 1)
+    loss = F.cross_entropy(scores, target, ignore_index=NULL, reduction="none")  # (B, L - 1)
     words = (target != NULL).sum(1).clamp(min=1)  # so that a row of padding has loss 0, not NaN
     return (loss.sum(1) / words).mean()  # Eq. 15
 
@@ -606,13 +597,14 @@ class RDD(nn.Module):
         nouns: Attributes | None = None,
         verbs: Attributes | None = None,
     ) -> dict[str, Tensor]:
-        """Features (B, C, H, W) of both images, caption (B, V), its phrases -> terms of Eq. 16.
+        """Features (B, C, H, W) of both images, caption (B, L), its phrases -> terms of Eq. 16.
 
         On mini, with 67 ids and 32 pairs, "caption" is about 4.9 at the start, a little above ln 67
-        = 4.2, and "n2o" and "v2a" about 3.45, near ln 32 = 3.47. Equal phrases lower them. In 500
-        steps, caption falls to 0.6, n2o to 2.7 and v2a to 2.9. If n2o or v2a stays where it was,
-        the vectors do not tell the pairs of a batch apart. If caption stops where that of a run
-        with --blind (image features set to zero) does, the decoder makes no use of the images."""
+        = 4.2, and "n2o" and "v2a" about 3.45, a little below ln 32 = 3.47, as pairs with equal
+        phrases are not negatives of each other. In 500 steps, caption falls to 0.6, n2o to 2.7 and
+        v2a to 2.9. If n2o or v2a stays where it was, the vectors do not tell the pairs of a batch
+        apart. If caption stops where that of a run with --blind (image features set to zero) does,
+        the decoder makes no use of the images."""
         cfg = self.cfg
         fused, distilled = self.encode(before, after)  # Eq. 1-9
         hidden, _ = self.decoder(caption, fused)
@@ -655,11 +647,11 @@ class RDD(nn.Module):
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Maps (B, H, W) by name; each sums to 1. "decoder": the last layer's attention, averaged
-        over heads and over the words of ids (B, V), with its softmax over the N cells only; 0
+        over heads and over the words of ids (B, L), with its softmax over the N cells only; 0
         without words. "objects" and "actions": vector_attention, averaged over vectors."""
         _, height, width = self.grid
         fused, distilled = self.encode(before, after)
-        weight = self.decoder.attention(ids, fused, height * width)  # (B, V, N); F_c stands first
+        weight = self.decoder.attention(ids, fused, height * width)  # (B, L, N); F_c stands first
         # Row t is the state that predicts word t + 1.
         maps = {"decoder": masked_mean(weight[:, :-1], is_word(ids[:, 1:]))}  # (B, N)
         for name, weight in self.vector_attention(distilled).items():
