@@ -332,7 +332,7 @@ class DecoderLayer(nn.Module):
             alpha = self.alpha(torch.cat([hidden, h_t], -1))  # Eq. 14
             beta = self.beta(torch.cat([hidden, h_v], -1))  # Eq. 15
             h_f = alpha * h_t + beta * h_v  # Eq. 16
-        else:
+        else:  # --gate none
             h_f = h_v
         return self.norm2(hidden + self.dropout(h_f)), hidden  # Eq. 17
 
@@ -464,11 +464,12 @@ class CHEERS(nn.Module):
             layer = hrd(x, raw, e_of_both)  # Eq. 6-8, 10-11
             x = layer.x
             layers.append(layer)
-        if not layers:  # the baseline
+        if layers:
+            d_bef, d_aft = layers[-1].difference.unflatten(0, (2, -1))
+            f_diff = self.join(torch.cat([d_bef, d_aft], -1))  # Eq. 12
+        else:  # the baseline of Table 4
             f_bef, f_aft = raw.unflatten(0, (2, -1))
-            return (f_bef - f_aft, e), layers
-        d_bef, d_aft = layers[-1].difference.unflatten(0, (2, -1))
-        f_diff = self.join(torch.cat([d_bef, d_aft], -1))  # Eq. 12
+            f_diff = f_bef - f_aft
         return (f_diff, e), layers
 
     def forward(
@@ -615,8 +616,8 @@ class Entities:
         cfg: Config,
         phrases: list[str],
         table: Tensor,
-        images: dict[str, Tensor],
-        pairs: list[tuple[str, str]],
+        images: dict,
+        pairs: list[tuple],
     ):
         self.phrases = phrases
         self.table = table.to(cfg.device)
@@ -630,13 +631,13 @@ class Entities:
             best = retrieve(x_bef, x_aft, self.table, cfg.k, cfg.retrieval == "signed")
             self.rows |= zip(block, best.cpu(), strict=True)
 
-    def __call__(self, pairs: list[tuple[str, str]]) -> Tensor:
+    def __call__(self, pairs: list[tuple]) -> Tensor:
         """Names (before, after) of B pairs -> CLIP's embeddings of their entities (B, K, d)."""
         rows = torch.stack([self.rows[pair] for pair in pairs])
         entities = self.table[rows.to(self.table.device, non_blocking=True)]
         return torch.zeros_like(entities) if self.blind else entities
 
-    def note(self, pair: tuple[str, str]) -> str:
+    def note(self, pair: tuple) -> str:
         """The line that is printed below a pair's pictures."""
         return "entities: " + ", ".join(self.phrases[m] for m in self.rows[pair])
 
@@ -694,7 +695,8 @@ def load_clip(
         if table.shape[1] != cfg.clip_dim:
             raise InputError(f"--clip {cfg.clip} needs --clip_dim {table.shape[1]}")
     else:
-        check_clip(embed_texts(clip, tokenizer, phrases[:1]), table[:1])  # one shows the difference
+        # The first candidate is enough to tell another CLIP.
+        check_clip(embed_texts(clip, tokenizer, phrases[:1]), table[:1])
 
     def open_picture(picture) -> Tensor:
         return preprocess(data.read_image(picture))
