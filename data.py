@@ -307,8 +307,7 @@ class Table:
 
     mark: str  # a byte order mark, by which spreadsheets know UTF-8, or nothing
     separator: str
-    heads: list[str]  # names of the columns, as they were written
-    lines: list[list[str]]  # rows of cells, as they were written; as many as there are heads
+    lines: list[list[str]]  # names of the columns and cells of the rows, as they were written
     rows: list[dict[str, str]]  # the same rows: {column in lower case: cell without outer blanks}
 
 
@@ -338,7 +337,7 @@ def read_table(path: Path, columns: Iterable[str], quoting: int = csv.QUOTE_MINI
         if names.count(column) != 1:
             place = f"{path}, line 1: found the columns {', '.join(names)!r:.60}"
             raise InputError(f"{place}, expected one that is named {column}")
-    table = Table(mark, separator, heads, [], [])
+    table = Table(mark, separator, [heads], [])
     for number, cells in found.items():
         place = f"{path}, line {number}"
         if any(cell.strip() for cell in cells[len(heads) :]):
@@ -1791,8 +1790,7 @@ def caption_table(captioner: Captioner, file: Path, out: str | None) -> None:
     with atomic_write(Path(out)) as partial, open(partial, "w", encoding="utf-8", newline="") as f:
         f.write(table.mark)
         writer = csv.writer(f, delimiter=table.separator, lineterminator="\n")
-        writer.writerow([*table.heads, "caption"])
-        for cells, caption in zip(table.lines, captions, strict=True):
+        for cells, caption in zip(table.lines, ["caption", *captions], strict=True):
             writer.writerow([*cells, caption])
 
 
