@@ -360,14 +360,19 @@ def cell_loss(predicted: Tensor, features: Tensor, masked: Tensor, tau: float) -
     Example, tau = 1: features (1, 0), (0, 2), (3, 0); the first is masked and predicted as (2, 0).
     Its cosines are 1, 0 and 1, so the loss is -ln e / (e + 1 + e) = 0.862. The third cell looks the
     same, so at no temperature can the loss fall below ln 2 = 0.693."""
-    is_masked = torch.zeros_like(features[:, 0], dtype=torch.bool).index_fill(0, masked, True)
     with torch.autocast(features.device.type, enabled=False):  # bfloat16 has too few digits
-        p = F.normalize(upcast(predicted), dim=-1)
-        f = F.normalize(features, dim=-1)
-        s = p[masked] @ f.T / tau  # (n, M)
-        own = masked[:, None] == torch.arange(f.shape[0], device=f.device)
-        s = s.masked_fill(is_masked & ~own, float("-inf"))
+        s = cell_cosines(predicted, features, masked) / tau
         return F.cross_entropy(s, masked)  # Eq. 7-8
+
+
+def cell_cosines(predicted: Tensor, features: Tensor, masked: Tensor) -> Tensor:
+    """Of cell_loss: the cosine of each masked cell's prediction to every candidate, its own feature
+    and those of all unmasked cells; -inf for the other masked cells. -> (n, M)"""
+    is_masked = torch.zeros_like(features[:, 0], dtype=torch.bool).index_fill(0, masked, True)
+    p = F.normalize(upcast(predicted), dim=-1)
+    f = F.normalize(features, dim=-1)
+    own = masked[:, None] == torch.arange(f.shape[0], device=f.device)
+    return (p[masked] @ f.T).masked_fill(is_masked & ~own, float("-inf"))
 
 
 def align_loss(image: Tensor, text: Tensor, tau: float) -> Tensor:
