@@ -1,4 +1,4 @@
-"""Small parts that every method file builds on. No paper's own equation is here, and no data.
+"""Small parts that every method file builds on: no equation of a single paper, no reader of data.
 
 First half, what a copied method needs:
     layers         Attention, initialise, GridPosition, sinusoid, masked_mean

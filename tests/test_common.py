@@ -243,9 +243,13 @@ def test_a_used_folder_is_refused(tmp_path):
         parse("--out_dir", folder)
     with pytest.raises(InputError, match="run is not empty"):
         Run(cfg, Linear(cfg), [Words()])
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").touch()
+    with pytest.raises(InputError, match="thesis is not empty"):
+        parse("--out_dir", tmp_path / "thesis")
 
 
-@pytest.mark.parametrize("stop", [0, 2])
+@pytest.mark.parametrize("stop", [1, 2])
 def test_a_run_without_a_validation_may_be_begun_anew(stop, tmp_path):
     """Its first one is after step 2."""
     with pytest.raises(KeyboardInterrupt):
