@@ -10,9 +10,9 @@ from test_match import dense_gradients
 from test_methods import MODELS, flags_of
 
 import cheers
-import common
 import data
 import idc_pretrain
+import matching
 import rdd_acr
 from matching import token_match
 
@@ -62,11 +62,11 @@ def test_the_kernels_give_the_same_bits_each_time(heads, channels, dtype):
     k = torch.randn(128, 196, heads * channels, device="cuda").to(dtype)
     weight = torch.randn(128, 128, device="cuda")
     for q_head, k_head in zip(q.chunk(heads, -1), k.chunk(heads, -1), strict=True):
-        assert common.kernels_fit(q_head, k_head)
+        assert matching.kernels_fit(q_head, k_head)
         first = None
         for _ in range(10):
-            match = common.match_by_kernel(q_head, k_head)
-            gradients = common.gradients_by_kernel(weight, q_head, k_head, *match[1:])
+            match = matching.match_by_kernel(q_head, k_head)
+            gradients = matching.gradients_by_kernel(weight, q_head, k_head, *match[1:])
             results = (*match, *gradients)
             if first is None:
                 first = results
@@ -82,12 +82,13 @@ def test_the_kernels_run_on_the_gpu_of_their_tensors():
 
 
 @pytest.mark.parametrize("flags", [["--no-amp", "--no-compile"], [], ["--features", "file"]])
-def test_a_run_on_the_gpu_follows_one_on_the_cpu(method, prepared, tiny, tmp_path, flags):
+def test_a_run_on_the_gpu_follows_one_on_the_cpu(method, prepared, tiny, tmp_path, flags, capsys):
     if method is idc_pretrain:
         pytest.skip("masks are drawn on the device, so they differ")
     shared = [*tiny, "--data_dir", str(prepared), "--dropout", "0", "--steps", "4"]
     method.main([*shared, "--out_dir", str(tmp_path / "cpu")])
     method.main([*shared, "--out_dir", str(tmp_path / "gpu"), "--device", "cuda", *flags])
+    assert "compile is off" not in capsys.readouterr().out
     for cpu, gpu in zip(train_lines(tmp_path / "cpu"), train_lines(tmp_path / "gpu"), strict=True):
         # bfloat16 has two to three digits.
         assert gpu["caption"] == pytest.approx(cpu["caption"], rel=0.02)
