@@ -98,7 +98,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -171,11 +171,10 @@ class Config(RunConfig):
     init_weights: Literal["xavier", "pytorch"] = "xavier"  # how weights are initialised
     embedding: Literal["plain", "released"] = "plain"  # Embedding, or ReleasedEmbedding at the end
     mask_rules: Literal["plain", "released"] = "plain"  # mask_words, or released_mask_words
-    mvcl_negatives: Literal["features", "predictions"] = "features"  # or released_cell_loss
+    mvcl_negatives: Literal["features", "predictions"] = "features"  # cell_loss, or the released
     see_padding: bool = False  # in pre-training, tokens also see padding
     finetune_cls: bool = True  # put [CLS] before the text in fine-tuning, too
-    pretrain_decay: Literal["none", "inverse_sqrt"] = "none"  # after the warm-up of pre-training
-    finetune_decay: Literal["none", "halves"] = "none"  # halves: x1/2 at step 10000, x1/4 at 20000
+    rates: Literal["plain", "released"] = "plain"  # learning_rate and warm-up, or released_rate
     reduction: Literal["mean", "sum"] = "mean"  # of fine-tuning's losses, over words and pairs
 
 
@@ -193,13 +192,15 @@ class Embedding(nn.Module):
     IMAGE_1 = 0
     IMAGE_2 = 1
     TEXT = 2
-    SPECIAL = 3  # vectors of special tokens
+    # Three special tokens and three types; ReleasedEmbedding has other numbers.
+    SPECIAL_TOKENS = 3
     TYPES = 3
+    FIRST_TYPE = 0  # of the cells of image 1
 
     def __init__(self, cfg: Config, vocab_size: int, channels: int, positions: int):
         super().__init__()
         self.mask_id = vocab_size  # the id of [MASK]; those of [IMG1], [IMG2] and [CLS] follow
-        self.table = nn.Embedding(vocab_size + 1 + self.SPECIAL, cfg.dim)
+        self.table = nn.Embedding(vocab_size + 1 + self.SPECIAL_TOKENS, cfg.dim)
         self.types = nn.Embedding(self.TYPES, cfg.dim)
         self.project = nn.Linear(channels, cfg.dim)
         self.norm = nn.LayerNorm(cfg.dim, eps=1e-12)
@@ -214,10 +215,10 @@ class Embedding(nn.Module):
         return self.dropout(y)  # Eq. 1-3
 
     def words(self, ids: Tensor, first: int = 0) -> Tensor:
-        """(B, V) ids at positions first, first + 1, ... -> (B, V, D)."""
+        """(B, L) ids at positions first, first + 1, ... -> (B, L, D)."""
         end = first + ids.shape[1]
         assert end <= self.position.shape[0], "a caption is longer than the table of positions"
-        x = self.scale * self.table(ids) + self.types.weight[self.TEXT]
+        x = self.scale * self.table(ids) + self.types.weight[self.FIRST_TYPE + self.TEXT]
         x = x + self.position[first:end]
         return self.dropout(self.norm(x))  # Eq. 1
 
@@ -228,9 +229,17 @@ class Embedding(nn.Module):
     def image(self, features: Tensor, part: int) -> Tensor:
         """(B, C, H, W) -> [IMG1] or [IMG2], then the cells (B, 1 + N, D)."""
         x = self.cells(features)
-        x = x + self.types.weight[part] + self.position[: x.shape[1]]
+        x = x + self.types.weight[self.FIRST_TYPE + part] + self.position[: x.shape[1]]
         y = self.dropout(self.norm(x))  # Eq. 2-3
         return torch.cat([self.special(part, y.shape[0]), y], 1)
+
+
+class State(NamedTuple):
+    """What a block's attention computes of its tokens, each (B, T, D)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
 
 
 class Block(nn.Module):
@@ -245,41 +254,44 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None, past: tuple[Tensor, Tensor, Tensor] | None):
-        """x (B, T, D) -> the new x (B, T, D); its state: the query of x, key and value of all
-        tokens. past: the state of the P tokens before x. mask: bool (B or 1, 1, T or 1, P + T),
-        True where a token may be seen."""
+    def forward(self, x: Tensor, mask: Tensor | None, images: State | None) -> tuple[Tensor, State]:
+        """x (B, T, D) -> the new x (B, T, D), and its State. mask: bool (B or 1, 1, T or 1, T),
+        True where a token may be seen. images: the State of the images' S tokens, if x sees them,
+        too (but they do not see x); the mask then has S + T columns."""
         y = self.norm1(x)
-        q, k, v = self.attention.project(y, y)
-        if past is not None:
-            _, past_k, past_v = past
-            k = torch.cat([past_k, k], 1)
-            v = torch.cat([past_v, v], 1)
-        x = x + self.dropout(self.attention.attend(q, k, v, mask=mask))
+        state = State(*self.attention.project(y, y))
+        key = state.key
+        value = state.value
+        if images is not None:
+            key = torch.cat([images.key, key], 1)  # (B, S + T, D)
+            value = torch.cat([images.value, value], 1)
+        x = x + self.dropout(self.attention.attend(state.query, key, value, mask=mask))
         hidden = F.relu(self.hidden(self.norm2(x)))
         x = x + self.dropout(self.output(self.dropout(hidden)))
-        return x, (q, k, v)
+        return x, state
 
 
 class Transformer(nn.Module):
     """As released: a LayerNorm, then blocks, and none after them, so the heads read the residual
     stream. The LayerNorms are PyTorch's, while the released code divides by the unbiased standard
-    deviation plus an epsilon. `causal` and attention_map read the blocks' states."""
+    deviation plus an epsilon."""
 
     def __init__(self, cfg: Config, layers: int):
         super().__init__()
         self.norm = nn.LayerNorm(cfg.dim)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(layers))
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, past: list | None = None):
-        """x (B, T, D) -> the new x (B, T, D); the states of the blocks. past: their states after
-        the tokens before x. For states and mask, see Block."""
-        if past is None:
-            past = [None] * len(self.blocks)
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, images: list[State] | None = None
+    ) -> tuple[Tensor, list[State]]:
+        """x (B, T, D) -> the new x (B, T, D), and its State in each block. images: those of the
+        images, if x sees these, too. See Block, also for the mask."""
+        if images is None:
+            images = [None] * len(self.blocks)
         x = self.norm(x)
         states = []
-        for block, earlier in zip(self.blocks, past, strict=True):
-            x, state = block(x, mask, earlier)
+        for block, images_of_block in zip(self.blocks, images, strict=True):
+            x, state = block(x, mask, images_of_block)
             states.append(state)
         return x, states
 
@@ -289,8 +301,8 @@ class Transformer(nn.Module):
 
 def mask_words(caption: Tensor, vocab_size: int, rate: float) -> tuple[Tensor, Tensor]:
     """Section "MLM": each word is a target with probability `rate`. Of the targets, 80 % become
-    [MASK], 10 % a random word, and 10 % stay. caption (B, V) -> ids with masks; targets, NULL
-    elsewhere (B, V).
+    [MASK], 10 % a random word, and 10 % stay. caption (B, L) -> ids with masks; targets, NULL
+    elsewhere (B, L).
 
     END is masked like any word, because the model has to learn where a caption ends. UNK is not
     masked [ours]."""
@@ -344,7 +356,7 @@ def causal_mask(length: int, asked: int, device) -> Tensor:
 
 
 def word_loss(logits: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """Eq. 6, L_MLM: cross-entropy of masked words. logits (..., vocabulary), target (...), which is
+    """Eq. 6, L_MLM: cross-entropy of masked words. logits (..., V), target (...), which is
     NULL at all other words."""
     logits = logits.flatten(0, -2)
     total = F.cross_entropy(logits, target.flatten(), ignore_index=NULL, reduction="sum")  # Eq. 6
@@ -451,7 +463,7 @@ class IDC(nn.Module):
             self.single = Transformer(cfg, 1)
             self.pair = Transformer(cfg, 1)
         self.cross = Transformer(cfg, cfg.layers)
-        self.head = nn.Linear(cfg.dim, vocab_size)  # released: also [MASK] and [CLS]
+        self.head = nn.Linear(cfg.dim, vocab_size)  # the released one also has [MASK] and [CLS]
         self.cell_head = nn.Sequential(  # as released
             nn.Linear(cfg.dim, cfg.dim), nn.GELU(), nn.LayerNorm(cfg.dim, eps=1e-12)
         )
@@ -506,8 +518,8 @@ class IDC(nn.Module):
             pair_mask = valid.view(1, 1, 1, -1)  # (1, 1, 1, S)
         # Otherwise, unflatten below would split the images at the wrong place.
         assert after.shape == before.shape, f"{before.shape} expected, {after.shape} found"
-        x_1 = self.embed.image(before, self.embed.IMAGE_1)
-        x_2 = self.embed.image(after, self.embed.IMAGE_2)
+        x_1 = self.embed.image(before, Embedding.IMAGE_1)
+        x_2 = self.embed.image(after, Embedding.IMAGE_2)
         x = torch.cat([x_1, x_2])  # (2B, 1 + N, D)
         if self.cfg.difference_encoder:
             x, _ = self.single(x, single_mask)  # E_s of Eq. 4
@@ -520,9 +532,9 @@ class IDC(nn.Module):
 
     def joint(self, visual: Tensor, valid: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Eq. 5 in pre-training, where every token sees all tokens except padding. visual and valid
-        are from `encode`; ids (B, V) -> visual (B, S, D); text (B, 1 + V, D), [CLS] first."""
+        are from `encode`; ids (B, L) -> visual (B, S, D); text (B, 1 + L, D), [CLS] first."""
         count = visual.shape[1]
-        cls = self.embed.special(self.embed.TEXT, ids.shape[0])
+        cls = self.embed.special(Embedding.TEXT, ids.shape[0])
         text = torch.cat([cls, self.embed.words(ids)], 1)
         seen_text = (ids != NULL) | self.cfg.see_padding
         seen_text = F.pad(seen_text, (1, 0), value=True)  # [CLS]
@@ -530,39 +542,34 @@ class IDC(nn.Module):
         x, _ = self.cross(torch.cat([visual, text], 1), seen[:, None, None])  # Eq. 5
         return x[:, :count], x[:, count:]
 
-    def causal(self, past: list, ids: Tensor, ask_next: bool = False):
-        """Eq. 5 in fine-tuning: words, ids (B, K), see the images and what causal_mask allows.
-        past: the states of the blocks after the images, from self.cross(visual).
-        Images see only images, as in the released code. In the paper, "the attention on the visual
-        side does not change", so they seem to see the text, too, but then a word would learn about
-        later words through the images.
-
-        ask_next: append K [MASK]s. The i-th has the position embedding of the word after ids[:, i]
-        (in causal_mask's picture: m1 that of w1).
-
-        -> text (B, T, D), [CLS] first if finetune_cls; its states (see Block)."""
+    def causal_text(self, ids: Tensor, asked: int = 0) -> tuple[Tensor, Tensor]:
+        """Fine-tuning's text (B, T, D) of ids (B, K): [CLS] (if finetune_cls), words, and a [MASK]
+        for each of the last `asked` words. It has the position embedding of the word that follows
+        (in causal_mask's picture: m1 that of w1). Also what the text sees, bool (1, 1, T, S + T):
+        all images, and what causal_mask allows."""
         text = self.embed.words(ids)
         if self.cfg.finetune_cls:
-            cls = self.embed.special(self.embed.TEXT, ids.shape[0])
+            cls = self.embed.special(Embedding.TEXT, ids.shape[0])
             text = torch.cat([cls, text], 1)
-        asked = ids.shape[1] if ask_next else 0
         seen = causal_mask(text.shape[1], asked, ids.device)
-        if ask_next:
-            masks = torch.full_like(ids, self.embed.mask_id)
-            text = torch.cat([text, self.embed.words(masks, 1)], 1)
-        _, keys, _ = past[0]
-        seen = F.pad(seen, (keys.shape[1], 0), value=True)  # all text sees the images
-        return self.cross(text, seen[None, None], past)  # Eq. 5
+        if asked:
+            masks = torch.full_like(ids[:, :asked], self.embed.mask_id)
+            following = ids.shape[1] - asked + 1
+            text = torch.cat([text, self.embed.words(masks, following)], 1)
+        _, height, width = self.grid
+        seen = F.pad(seen, (2 * (1 + height * width), 0), value=True)
+        return text, seen[None, None]
 
     def mask(self, caption: Tensor) -> tuple[Tensor, Tensor]:
-        """See mask_words."""
-        mask = released_mask_words if self.cfg.mask_rules == "released" else mask_words
-        return mask(caption, self.vocab_size, self.cfg.mask_rate)
+        """mask_words, or the released rules."""
+        if self.cfg.mask_rules == "released":
+            return released_mask_words(caption, self.vocab_size, self.cfg.mask_rate)
+        return mask_words(caption, self.vocab_size, self.cfg.mask_rate)
 
     # -- pre-training; before and after: features (B, C, H, W); after is None for single images
 
     def mlm(self, before: Tensor, after: Tensor | None, caption: Tensor) -> dict[str, Tensor]:
-        """Eq. 6: predict masked words of captions (B, V) from the other words and the images."""
+        """Eq. 6: predict masked words of captions (B, L) from the other words and the images."""
         ids, target = self.mask(caption)
         visual, valid, _ = self.encode(before, after)  # Eq. 4
         _, text = self.joint(visual, valid, ids)  # Eq. 5
@@ -571,7 +578,7 @@ class IDC(nn.Module):
 
     def mvcl(self, before: Tensor, after: Tensor | None, caption: Tensor) -> dict[str, Tensor]:
         """Eq. 7-8: recognise masked cells of one image of each pair from the pair's other cells and
-        its caption (B, V)."""
+        its caption (B, L)."""
         cfg = self.cfg
         predicted, features, masked = self.predict_cells(before, after, caption)
         loss = cell_loss if cfg.mvcl_negatives == "features" else released_cell_loss
@@ -599,10 +606,10 @@ class IDC(nn.Module):
     def fda(
         self, before: Tensor, after: Tensor | None, caption: Tensor, rewritten: Tensor
     ) -> dict[str, Tensor]:
-        """Eq. 9: tell captions (B, V) from six rewrites of each (B, 6, V), so that details have to
+        """Eq. 9: tell captions (B, L) from six rewrites of each (B, 6, L), so that details have to
         be compared."""
         visual, valid, _ = self.encode(before, after)  # Eq. 4
-        ids = torch.cat([caption[:, None], rewritten], 1)  # (B, 7, V)
+        ids = torch.cat([caption[:, None], rewritten], 1)  # (B, 7, L)
         visual = visual.repeat_interleave(ids.shape[1], 0)  # (7B, S, D)
         visual, text = self.joint(visual, valid, ids.flatten(0, 1))  # Eq. 5
         image = image_tokens(visual).mean(1).view(*ids.shape[:2], -1)  # (B, 7, D)
@@ -626,7 +633,7 @@ class IDC(nn.Module):
     def finetune(
         self, before: Tensor, after: Tensor, caption: Tensor, changed: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Features (B, C, H, W) and captions (B, V) -> L_MLM, in which a word sees only earlier
+        """Features (B, C, H, W) and captions (B, L) -> L_MLM, in which a word sees only earlier
         words. Given `changed`, bool (B,), False for distractors, also L_judge.
 
         In the paper and the released code (finetune_targets="masked"), 15 % of the words are masked
@@ -634,13 +641,18 @@ class IDC(nn.Module):
         decoding does. docs/results.md compares the two."""
         cfg = self.cfg
         visual, _, _ = self.encode(before, after)  # Eq. 4
-        visual, past = self.cross(visual)  # Eq. 5
         if cfg.finetune_targets == "every":
+            ids = caption[:, :-1]
             target = caption[:, 1:]
-            text, _ = self.causal(past, caption[:, :-1], ask_next=True)  # Eq. 5
+            text, seen = self.causal_text(ids, asked=ids.shape[1])  # Eq. 1
         else:
             ids, target = self.mask(caption)
-            text, _ = self.causal(past, ids)  # Eq. 5
+            text, seen = self.causal_text(ids)  # Eq. 1
+        # As released, images see only images. In the paper, "the attention on the visual side does
+        # not change", so they seem to see the text, too, but then a word would learn about later
+        # words through the images.
+        visual, images = self.cross(visual)  # Eq. 5
+        text, _ = self.cross(text, seen, images)  # Eq. 5
         asked = text[:, -target.shape[1] :]  # the [MASK]s that follow the words, or all words
         losses = {"caption": word_loss(self.head(asked), target, cfg.reduction)}  # Eq. 6
         if changed is not None:
@@ -655,19 +667,20 @@ class IDC(nn.Module):
         """Features (B, C, H, W) of both images -> ids of greedy captions (B, max_len). Unlike the
         released code, it does not write UNK."""
         visual, _, _ = self.encode(before, after)
-        _, past = self.cross(visual)
+        _, images = self.cross(visual)
 
         def next_word(ids: Tensor) -> Tensor:
-            text, _ = self.causal(past, ids, ask_next=True)
+            text, seen = self.causal_text(ids, asked=1)
+            text, _ = self.cross(text, seen, images)
             return self.head(text[:, -1])
 
         return decode(next_word, before.shape[0], self.max_len, before.device)
 
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """word_attention, averaged over the words of ids (B, V) -> "before" and "after" (B, H, W),
+        """word_attention, averaged over the words of ids (B, L) -> "before" and "after" (B, H, W),
         which together sum to 1, or to 0 for a caption without words."""
-        weight = self.word_attention(before, after, ids).flatten(2)  # (B, V - 1, 2N)
+        weight = self.word_attention(before, after, ids).flatten(2)  # (B, L - 1, 2N)
         weight = masked_mean(weight, is_word(ids[:, 1:]))  # (B, 2N)
         _, height, width = self.grid
         map_before, map_after = weight.unflatten(1, (2, height, width)).unbind(1)
@@ -675,19 +688,19 @@ class IDC(nn.Module):
 
     @torch.no_grad()
     def word_attention(self, before: Tensor, after: Tensor, ids: Tensor) -> Tensor:
-        """The last layer's attention from the [MASK] of each word of ids (B, V), without START, to
-        the cells of both images, averaged over heads -> (B, V - 1, 2, H, W)."""
+        """The last layer's attention from the [MASK] of each word of ids (B, L), without START, to
+        the cells of both images, averaged over heads -> (B, L - 1, 2, H, W)."""
         _, height, width = self.grid
         visual, _, _ = self.encode(before, after)
         count = ids.shape[1] - 1
-        _, past = self.cross(visual)
-        _, states = self.causal(past, ids[:, :-1], ask_next=True)
-        query, key, _ = states[-1]
-        query = query[:, -count:]  # of the [MASK]s, (B, V - 1, D)
-        key = key[:, : visual.shape[1]]  # of the images, (B, S, D)
-        scores = self.cross.blocks[-1].attention.scores(query, key)  # (B, h, V - 1, S)
+        text, seen = self.causal_text(ids[:, :-1], asked=count)
+        _, images = self.cross(visual)
+        _, states = self.cross(text, seen, images)
+        query = states[-1].query[:, -count:]  # of the [MASK]s, (B, L - 1, D)
+        key = images[-1].key  # (B, S, D)
+        scores = self.cross.blocks[-1].attention.scores(query, key)  # (B, h, L - 1, S)
         scores = scores.unflatten(-1, (2, -1))[..., 1:]  # without [IMG1] and [IMG2]
-        weight = scores.flatten(-2).softmax(-1).mean(1)  # (B, V - 1, 2N)
+        weight = scores.flatten(-2).softmax(-1).mean(1)  # (B, L - 1, 2N)
         return weight.unflatten(2, (2, height, width))
 
 
@@ -757,8 +770,7 @@ RELEASED = {
         see_padding=True,  # default: no [ours]; the paper is silent on it in pre-training
         finetune_cls=False,  # default: yes; section 2.3 feeds [CLS] in inference
         mask_rules="released",  # default: section 2.2's, any word but UNK; see mask_words
-        pretrain_decay="inverse_sqrt",  # default: none; the paper has a warm-up alone
-        finetune_decay="halves",  # default: none [ours]; the paper is silent
+        rates="released",  # default: the paper's warm-up alone; in fine-tuning, no decay [ours]
         reduction="sum",  # default: the mean, which the released code, too, takes in pre-training
     ),
     # Table 6: 50000 steps and 200 pairs, then 32 pairs. The released files instead have 60000 and
@@ -792,7 +804,7 @@ def compute_losses(
     model: IDC, batches: tuple, cfg: Config, task: Callable = IDC.finetune, rewrites=None
 ) -> dict[str, Tensor]:
     """The losses of a task, except birds, on the data.Batches of a step: (changed pairs, distractor
-    pairs) or (all pairs,). rewrites, for fda: pair ids -> (B, 6, V), such as Negatives."""
+    pairs) or (all pairs,). rewrites, for fda: pair ids -> (B, 6, L), such as Negatives."""
     inputs = []
     for n, batch in enumerate(batches):
         batch = batch.to(cfg.device)
@@ -855,17 +867,11 @@ def stages(cfg: Config) -> list[tuple[str, int, int]]:
 
 def stage_rate(cfg: Config, stage: str, step: int) -> float:
     """The learning rate of a step of a stage. Steps count from 0 in each stage."""
+    if cfg.rates == "released":
+        return released_rate(cfg, stage, step)
     if stage == "finetune":
-        lr = learning_rate(cfg, step)
-        if cfg.finetune_decay == "halves":
-            lr = lr / 2 ** min(step // 10000, 2)
-        return lr
-    warmup = max(1, cfg.pretrain_warmup)
-    if cfg.pretrain_decay == "none":
-        return cfg.pretrain_lr * min((step + 1) / warmup, 1.0)
-    if step == 0:
-        return 1e-8  # as in the released code, whose rates are one step behind those above
-    return cfg.pretrain_lr * min(step / warmup, (warmup / step) ** 0.5)
+        return learning_rate(cfg, step)
+    return cfg.pretrain_lr * min((step + 1) / max(1, cfg.pretrain_warmup), 1.0)
 
 
 def train(cfg: Config, dataset, resume: bool = False) -> IDC:
@@ -899,18 +905,17 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
         decay = cfg.weight_decay if stage == "finetune" else 0.0
         optimizer = torch.optim.Adam(parameters, weight_decay=decay, fused=True)
         run.start(optimizer, stage, last)
-        used = 0  # batches of pairs that a resumed run has used; birds use none
-        for step in range(first, run.step):
-            if draw_task(cfg, stage, step) is not IDC.birds:
-                used += 1
-        pairs = datasets[stage].train_batches(sizes[stage], cfg.seed, used, last - first)
-        while run.step < last and not run.patience_is_over():
+        pairs = datasets[stage]
+        done = run.step - first  # more than 0 if the run was resumed in this stage
+        for batches in pairs.train_batches(sizes[stage], cfg.seed, done, last - first):
+            if run.patience_is_over():
+                break
             optimizer.param_groups[0]["lr"] = stage_rate(cfg, stage, run.step - first)
             task = draw_task(cfg, stage, run.step)
-            if task is IDC.birds:
+            if task is IDC.birds:  # which leaves the step's pairs unused
                 losses = mean_losses(model, cfg, task, [birds.batch(cfg.device)])
             else:
-                losses = compute_losses(model, next(pairs), cfg, task, rewrites.get(stage))
+                losses = compute_losses(model, batches, cfg, task, rewrites.get(stage))
             optimizer.zero_grad()
             losses["total"].backward()
             if cfg.grad_clip > 0:
@@ -925,7 +930,6 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
                     run.log_losses()
                     run.save("pretrained.pt")  # the latest weights of pre-training
                     run.save("last.pt")
-        del pairs  # ends the progress bar
     return run.best_model()
 
 
@@ -1020,7 +1024,7 @@ class Negatives:
         self.vocab = dataset.vocab
 
     def __call__(self, pair_ids: list[str]) -> Tensor:
-        """-> the pairs' rewritten captions (B, 6, V), padded to the data set's longest caption."""
+        """-> the pairs' rewritten captions (B, 6, L), padded to the data set's longest caption."""
         ids = []
         for pair_id in pair_ids:
             ids.append([self.vocab.encode(c, self.max_len) for c in self.texts[pair_id]])
@@ -1354,27 +1358,24 @@ def partners(classes: np.ndarray, seed: int) -> np.ndarray:
 
 # ---- as released ---------------------------------------------------------------------------------
 
-# What embedding, mask_rules and mvcl_negatives choose with --variant released.
+# What embedding, mask_rules, mvcl_negatives and rates choose with --variant released.
 
 
 class ReleasedEmbedding(Embedding):
-    """Eq. 1-3, but [IMG1], [IMG2] and [CLS] share a vector, these have other types than cells and
-    words, a sigmoid follows the linear layer, and positions are doubled_sinusoid's. (Section 2.1
-    has three special tokens, three types, and the positions of Vaswani et al.)"""
+    """Eq. 1-3, but [IMG1], [IMG2] and [CLS] share a vector, and have types of their own. A sigmoid
+    follows the linear layer. Positions are doubled_sinusoid's. (Section 2.1 has three special
+    tokens, three types, and the positions of Vaswani et al.)"""
 
-    # Types of cells and words. Those of [IMG1], [IMG2] and [CLS] are 0, 1 and 2.
-    IMAGE_1 = 3
-    IMAGE_2 = 4
-    TEXT = 5
-    SPECIAL = 1
+    SPECIAL_TOKENS = 1
     TYPES = 6
+    FIRST_TYPE = 3  # after those of [IMG1], [IMG2] and [CLS]
 
     def __init__(self, cfg: Config, vocab_size: int, channels: int, positions: int):
         super().__init__(cfg, vocab_size, channels, positions)
         self.position = doubled_sinusoid(positions, cfg.dim)
 
     def special(self, part: int, count: int) -> Tensor:
-        x = self.table.weight[self.mask_id + 1] + self.types.weight[part - 3]
+        x = self.table.weight[self.mask_id + 1] + self.types.weight[part]
         y = self.norm(x).expand(count, 1, -1)
         return self.dropout(y)
 
@@ -1420,6 +1421,17 @@ def released_cell_loss(predicted: Tensor, features: Tensor, masked: Tensor, tau:
         candidates = torch.where(is_masked[:, None], f, p)
         s = p[masked] @ candidates.T / tau  # (n, M)
         return F.cross_entropy(s, masked)
+
+
+def released_rate(cfg: Config, stage: str, step: int) -> float:
+    """After the warm-up of pre-training, the rate falls as 1 / sqrt(step). In fine-tuning, it is
+    halved at steps 10000 and 20000."""
+    if stage == "finetune":
+        return learning_rate(cfg, step) / 2 ** min(step // 10000, 2)
+    if step == 0:
+        return 1e-8  # the rates are one step behind those of stage_rate
+    warmup = max(1, cfg.pretrain_warmup)
+    return cfg.pretrain_lr * min(step / warmup, (warmup / step) ** 0.5)
 
 
 if __name__ == "__main__":

@@ -303,8 +303,8 @@ def test_fine_tuning_is_the_joint_sequence_with_a_mask(variant):
     mask[:S] = False
     mask[:, :S] = True
     joint, _ = model.cross(torch.cat([visual, text], 1), mask[None, None])
-    image, past = model.cross(visual)
-    words, _ = model.causal(past, CAPTION)
+    image, states = model.cross(visual)
+    words, _ = model.cross(*model.causal_text(CAPTION), states)
     torch.testing.assert_close(image, joint[:, :S])
     torch.testing.assert_close(words, joint[:, S:])
 
@@ -320,15 +320,15 @@ def test_fine_tuning_and_decoding_ask_as_a_full_pass_does(variant):
     visual, _, _ = model.encode(before, after)
     so_far = torch.full((B, 1), START)
     mask = torch.full((B, 1), MASK)
-    _, past = model.cross(visual)
+    _, images = model.cross(visual)
     full = []
     for _ in range(V - 1):
-        text, _ = model.causal(past, torch.cat([so_far, mask], 1))
+        text, _ = model.cross(*model.causal_text(torch.cat([so_far, mask], 1)), images)
         logits = model.head(text[:, -1])
         full.append(logits)
         without_unk = logits.index_fill(1, torch.tensor([UNK]), -math.inf)
         so_far = torch.cat([so_far, without_unk.argmax(-1, keepdim=True)], 1)
-    text, _ = model.causal(past, so_far[:, :-1], ask_next=True)
+    text, _ = model.cross(*model.causal_text(so_far[:, :-1], asked=V - 1), images)
     asked = model.head(text[:, 1 - V :])
     torch.testing.assert_close(asked, torch.stack(full, 1))
     assert not torch.allclose(asked[0], asked[1])  # the images are seen
@@ -390,13 +390,13 @@ def test_without_swap_no_scene_has_swapped_pairs(prepared, swap):
 
 def test_rates():
     cfg = Config(lr=1.0, warmup=4, pretrain_lr=1.0, pretrain_warmup=10)
-    for stage, decay, rates in (
-        ("pretrain", "none", {0: 0.1, 4: 0.5, 9: 1, 99: 1}),
-        ("pretrain", "inverse_sqrt", {0: 1e-8, 5: 0.5, 10: 1, 40: 0.5}),
-        ("finetune", "none", {0: 0.25, 3: 1, 90000: 1}),
-        ("finetune", "halves", {0: 0.25, 9999: 1, 10000: 0.5, 20000: 0.25, 90000: 0.25}),
+    for stage, kind, rates in (
+        ("pretrain", "plain", {0: 0.1, 4: 0.5, 9: 1, 99: 1}),
+        ("pretrain", "released", {0: 1e-8, 5: 0.5, 10: 1, 40: 0.5}),
+        ("finetune", "plain", {0: 0.25, 3: 1, 90000: 1}),
+        ("finetune", "released", {0: 0.25, 9999: 1, 10000: 0.5, 20000: 0.25, 90000: 0.25}),
     ):
-        setattr(cfg, f"{stage}_decay", decay)
+        cfg.rates = kind
         for step, rate in rates.items():
             assert idc.stage_rate(cfg, stage, step) == pytest.approx(rate)
 
