@@ -13,8 +13,8 @@ The two images of a pair, in both stages of training, with CLEVR-Change's sizes 
                    |  pair: E_p, Eq. 4
     v: S = 2 (49 + 1) = 100 visual tokens (100, 512)
 
-Pre-training (IDC.joint): 100 visual and 1 + V text tokens, 25 with V = 24 (V: ids of a padded
-caption). All tokens see all but padding. A step has one of three tasks:
+Pre-training (IDC.joint): 100 visual and 1 + L text tokens, 25 with captions of L = 24 ids. All
+tokens see all but padding. A step has one of three tasks:
 
     v   [CLS] START w_1 w_2 ... w_22 END
        |  cross: E, Eq. 5
@@ -22,7 +22,7 @@ caption). All tokens see all but padding. A step has one of three tasks:
     some cells are zeros            -> cell_head: their features     L_MVCL, Eq. 7-8
     seven captions, a sequence each -> cosine of images and [CLS]    L_FDA, Eq. 9
 
-Fine-tuning (IDC.causal): 100 visual and 1 + 2 (V - 1) text tokens [ours], 47 with V = 24. Images
+Fine-tuning (IDC.finetune): 100 visual and 1 + 2 (L - 1) text tokens [ours], 47 with L = 24. Images
 see images only (as released). A word, and the [MASK]_i that stands for it as in decoding, see the
 images, [CLS], earlier words and themselves.
 
@@ -38,8 +38,8 @@ telling the caption from six similar ones (FDA). (2) Like a person, it looks at 
 word sees only earlier words, so captions can be written word by word.
 
 Read first: Embedding, mask_words, causal_mask, cell_loss, align_loss, and of IDC encode, joint,
-mlm, mvcl, fda, causal and finetune. Skip at first: the last three sections (rewritten captions,
-cross-task data, as released; 430 lines), attention_map, and RELEASED.
+mlm, mvcl, fda, causal_text and finetune. Skip at first: the last three sections (rewritten
+captions, cross-task data, as released; 430 lines), attention_map, and RELEASED.
 
 Formulas, reconstructed from the paper's text and released code, not compared with the printed ones:
 Eq. 1      Embedding.words   w = [CLS] START w_1 w_2 ... END; the paper's [BOS] and [EOS] are START
@@ -68,23 +68,24 @@ Terms: a changed pair shows a scene before and after a change. In a distractor p
 and the light differ, and its caption says that nothing changed. On CLEVR-Change and mini, a step
 has a batch of each, of the same scenes. In half of the scenes, "before" and the distractor
 picture change places [ours].
-Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, V ids of a caption
-(START, words, END, padding; as many as the longest has [ours], not Table 6's 40 or 80), K of these
-ids that fine-tuning reads (V or V - 1), T tokens, S = 2 (N + 1) visual tokens, M cells of a batch.
+Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, L ids of a caption
+(START, words, END, padding; as many as the longest has [ours], not Table 6's 40 or 80), V ids of
+the vocabulary, K of a caption's ids that fine-tuning reads (L or L - 1), T tokens, S = 2 (N + 1)
+visual tokens, M cells of a batch.
 
-Exercises, minutes each, on mini, the built-in toy data set. Its preset pre-trains with MVCL alone.
-1. Eight pairs, each of 2 x 64 cells with 45 masked: where does L_MVCL begin? How far can it fall at
-   temperature 1, if cosines of features are near 1? With mini's, 0.02? Predict, then run, and once
-   more with another --out_dir and without --tau_mvcl 1.
-   python idc_pretrain.py --out_dir runs/e1 --pretrain_steps 200 --steps 1 --tau_mvcl 1
-2. Does L_FDA fall if the model is blind? How far can the text alone bring it? (One of the six is a
-   caption of the scene's other pair. A step has two such pairs, so 200 may not get there.)
-   python idc_pretrain.py --out_dir runs/e2 --pretrain_steps 200 --steps 1 --mvcl 0 --fda 1 --blind
-3. From how many words of a caption does a step of fine-tuning learn? Which run writes better?
-   python idc_pretrain.py --out_dir runs/e3 --pretrain_steps 0 --steps 600
-   python idc_pretrain.py --out_dir runs/e4 --pretrain_steps 0 --steps 600 --finetune_targets masked
+Flags for the rows of the paper's tables, each with an --out_dir of its own. The paper's fine-tuning
+has --no-swap --finetune_targets masked, too. The last column is the CIDEr of changed pairs on mini,
+a mean of three seeds (docs/results.md). Two such means differ by up to 49 by chance, one run and a
+mean by 70, two runs by 85, two means at twice the steps by 21.
+Row of the paper                   flags; Table 4 with --dataset clevr_change    on mini (without it)
+Tables 2, 3, 4  CLEVR-Change       --dataset clevr_change                        504
+Table 4, 1   no pre-training       --pretrain_steps 0 (on mini: --steps 4200)    253
+         2   MLM                   --mvcl 0 --fda 0
+         3   MLM + MVCL            --fda 0
+         5   no difference encoder --no-difference_encoder
+         6   no distractor judging --w_judge 0
+Tables 1, 5  Birds-to-Words        --dataset birds_to_words [--cub FOLDER] [--nabirds FOLDER]
 
-The comment above PRESETS has the flags for each row of the paper's tables.
 To copy: this file and common.py. To train on a data set of data.py, take that file and scores.py
 (and mini.py for mini), too.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
@@ -707,21 +708,7 @@ class IDC(nn.Module):
 # ---- presets -------------------------------------------------------------------------------------
 
 # From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
-# released variant. Flags for each row of the paper's tables, each with an --out_dir of its own, and
-# with our fine-tuning; the paper's has --no-swap --finetune_targets masked, too:
-#
-# Row of the paper                     flags
-# Tables 2, 3  CLEVR-Change            --dataset clevr_change
-# Table 4      all rows                --dataset clevr_change, and
-#              1 no pre-training       --pretrain_steps 0
-#              2 MLM                   --mvcl 0 --fda 0
-#              3 MLM + MVCL            --fda 0
-#              4 all three tasks       (none)
-#              5 no difference encoder --no-difference_encoder
-#              6 no distractor judging --w_judge 0
-# Tables 1, 5  Birds-to-Words          --dataset birds_to_words, and
-#              with CUB                --cub FOLDER
-#              with NABirds            --nabirds FOLDER
+# released variant.
 #
 # The paper counts the pairs of a batch, but we count its scenes, which on CLEVR-Change have two
 # pairs each. So Table 6's 200 pairs are 100 scenes.
@@ -744,7 +731,6 @@ PRESETS = {
     # [ours] Pre-training is MVCL alone, because MLM can be learned without the images. The
     # temperature is low because features of any two cells have cosines near 1. Most cells are
     # masked, so that neighbours do not reveal a cell. Validation chose layers, lr and w_judge.
-    # CIDEr of changed pairs, docs/results.md: 504, without pre-training (as many steps) 253.
     "mini": dict(dim=128, ffn=256, heads=4, layers=3, dropout=0.0, pretrain_steps=1200,
                  pretrain_batch=8, pretrain_lr=1e-3, pretrain_warmup=50, mlm=0, fda=0,
                  cell_mask_rate=0.7, tau_mvcl=0.02, tau_fda=0.1, w_judge=0.2, batch_size=16,
