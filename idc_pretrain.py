@@ -77,7 +77,7 @@ Flags for the rows of the paper's tables, each with an --out_dir of its own. The
 has --no-swap --finetune_targets masked, too. The last column is the CIDEr of changed pairs on mini,
 a mean of three seeds (docs/results.md). Two such means differ by up to 49 by chance, one run and a
 mean by 70, two runs by 85, two means at twice the steps by 21.
-Row of the paper                   flags; Table 4 with --dataset clevr_change    on mini (without it)
+Row of the paper                   flags; Table 4 with --dataset clevr_change    on mini, without
 Tables 2, 3, 4  CLEVR-Change       --dataset clevr_change                        504
 Table 4, 1   no pre-training       --pretrain_steps 0 (on mini: --steps 4200)    253
          2   MLM                   --mvcl 0 --fda 0
