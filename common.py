@@ -197,7 +197,7 @@ def decode(next_word: Callable[[Tensor], Tensor], count: int, max_len: int, devi
         logits = next_word(ids[:, :t])
         logits[:, UNK] = float("-inf")  # never chosen
         word = logits.argmax(-1)
-        # The released codes stop at END alone, and cut their text at NULL: the text is the same.
+        # SCORER's and DIRL's code stops at END alone, and cuts its text at NULL: the same text.
         ended |= (word == END) | (word == NULL)
         ids[:, t] = word.masked_fill(ended, NULL)
         # This check waits for the GPU, so it is not made after every word. An exported loop cannot

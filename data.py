@@ -1290,8 +1290,8 @@ class Dataset:
         """What train_batches yields."""
         scenes = self.release.scenes["train"]
         # [ours] Every batch is full, so that torch.compile makes one graph. The scenes that are
-        # left at the end of an epoch are left out of it. The released codes make a small batch of
-        # them: their epoch of CLEVR-Change has 265 steps, ours has 264.
+        # left at the end of an epoch are left out of it. SCORER's and DIRL's code makes a small
+        # batch of them: its epoch of CLEVR-Change has 265 steps, ours has 264.
         size = min(batch_size, len(scenes))
         steps = len(scenes) // size  # of an epoch
         for step in range(first, last):
@@ -1367,9 +1367,11 @@ class Dataset:
                 captions.update(pair.captions)
         return {" ".join(self.vocab.split(caption)) for caption in captions}
 
-    def results(self, split, captions, maps, out_dir, notes=None) -> dict[str, float]:
+    def results(
+        self, split, captions, maps, out_dir, notes=None, published=None
+    ) -> dict[str, float]:
         """The scores of a split's captions, see scores.results."""
-        return scores.results(self, split, captions, maps, out_dir, notes)
+        return scores.results(self, split, captions, maps, out_dir, notes, published)
 
     def state(self) -> dict:
         """What a checkpoint keeps: what captioning any two pictures needs and, for `adopt` and

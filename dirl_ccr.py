@@ -522,22 +522,38 @@ PRESETS = {
                  eval_every=300, eval_batch=250),
 }  # fmt: skip
 
-RELEASED = {  # --variant released: where the released code differs from our default
+# --variant released: where the released code differs from our default, with the places in
+# github.com/tuyunbin/DIRL at c2955e6
+RELEASED = {
     "all": dict(
         # Eq. 5-6 subtract the attention's output. The released code subtracts LN(X + attention).
-        difference="residual",
+        difference="residual",  # models/DIRL.py:110-114
         # The released code divides by the bare standard deviation. A constant channel gives NaN.
-        channel_eps=0.0,
+        channel_eps=0.0,  # models/DIRL.py:92-93
         # See released_ccr. Eq. 12 pools the results of Eq. 8-9; Eq. 14 has InfoNCE both ways.
-        ccr="released",
-        # Not switched: in validation, the released code samples captions. We decode greedily, as in
-        # section 4.2.
+        ccr="released",  # models/CCR.py:88-107
+        # Not switched: in validation, the released code samples captions (train.py:257). We decode
+        # greedily, as in section 4.2.
     ),
     # For CLEVR-Change, the released decoder has no LayerNorm on its inputs and PyTorch's initial
-    # weights. Both data sets have more steps than in the paper.
+    # weights (models/CCR_no_init.py:120-127 and 201). Both data sets have more steps than in the
+    # paper (configs/dynamic/transformer_clevr_change.yaml:39, transformer_dc.yaml:37).
     "clevr_change": dict(input_norm=False, xavier=False, steps=15000),
     "clevr_dc": dict(steps=13000),
 }
+
+# DIRL+CCR in the paper's tables, which a run prints below its scores
+PUBLISHED = {
+    "clevr_change": {  # Table 2; the paper has no total
+        "semantic change":
+            {"BLEU-4": 54.6, "METEOR": 38.1, "ROUGE-L": 71.9, "CIDEr": 123.6, "SPICE": 31.8}},
+    "clevr_dc": {  # Table 4
+        "total": {"BLEU-4": 51.4, "METEOR": 32.3, "ROUGE-L": 66.3, "CIDEr": 84.1, "SPICE": 16.8}},
+    "image_editing_request": {  # Table 5
+        "total": {"BLEU-4": 10.9, "METEOR": 15.0, "ROUGE-L": 41.0, "CIDEr": 34.1}},
+    "spot_the_diff": {  # Table 1
+        "total": {"BLEU-4": 10.3, "METEOR": 13.8, "ROUGE-L": 32.8, "CIDEr": 40.9, "SPICE": 19.9}},
+}  # fmt: skip
 
 # ---- training ------------------------------------------------------------------------------------
 
@@ -608,7 +624,7 @@ def evaluate(
             batch_maps = model.attention_map(batch.before, batch.after, ids)
             for b, pair_id in enumerate(batch.pair_ids):
                 maps[pair_id] = {name: m[b] for name, m in batch_maps.items()}
-    return dataset.results(split, captions, maps, out_dir)
+    return dataset.results(split, captions, maps, out_dir, published=PUBLISHED)
 
 
 def load(checkpoint: str | Path, device: str = "", extractor: str = ""):

@@ -555,25 +555,44 @@ PRESETS = {
                  eval_batch=250),
 }  # fmt: skip
 
-RELEASED = {  # --variant released: the details in which the released code differs from the paper
+# --variant released: the details in which the released code differs from the paper, with their
+# places in github.com/tuyunbin/SCORER at 2525039
+RELEASED = {
     "all": dict(
         # The paper does not say how weights are initialised. The released code draws N(0, .02).
-        xavier=False,
+        xavier=False,  # models/transformer_decoder.py:444-456
         # Eq. 3 matches within each head. The released code takes the dot products over all heads.
-        matching="tm",
+        matching="tm",  # models/SCORER.py:62, models/CBR.py:65
         # Section 3.2.2 matches the encoded images. The released code matches in the last layer,
         # where the two images have seen each other already.
-        match_layer="last",
+        match_layer="last",  # models/SCORER.py:176-185
         # Section 3.5 trains end to end. The released code's optimiser does not update CBR.
-        train_cbr=False,
+        train_cbr=False,  # train.py:114-115
         # Section 3.4 says mean. The released code divides by the longest caption's length.
-        sentence_mean="max_len",
+        sentence_mean="max_len",  # models/CBR.py:94-98
         # A standard decoder adds the feed-forward's input, the released code its activation.
-        ffn_residual="activation",
-        # Not switched: in validation, the released code samples captions. We decode greedily, as in
-        # section 4.3.
+        ffn_residual="activation",  # models/transformer_decoder.py:299-300
+        # Not switched: in validation, the released code samples captions (train.py:288). We decode
+        # greedily, as in section 4.3.
     ),
 }
+
+# SCORER+CBR in the paper's tables, which a run prints below its scores
+PUBLISHED = {
+    "clevr_change": {
+        "total":  # Table 1
+            {"BLEU-4": 56.3, "METEOR": 41.2, "ROUGE-L": 74.5, "CIDEr": 126.8, "SPICE": 33.3},
+        "semantic change":  # Table 1
+            {"BLEU-4": 54.4, "METEOR": 37.6, "ROUGE-L": 71.7, "CIDEr": 122.4, "SPICE": 31.6},
+        "only distractor":  # Table 7
+            {"BLEU-4": 62.0, "METEOR": 51.7, "ROUGE-L": 77.4, "CIDEr": 117.9, "SPICE": 35.0}},
+    "clevr_dc": {  # Tables 3 and 10
+        "total": {"BLEU-4": 49.4, "METEOR": 33.4, "ROUGE-L": 66.1, "CIDEr": 83.7, "SPICE": 16.2}},
+    "image_editing_request": {  # Tables 4 and 11
+        "total": {"BLEU-4": 10.0, "METEOR": 15.0, "ROUGE-L": 39.6, "CIDEr": 33.4, "SPICE": 12.6}},
+    "spot_the_diff": {  # Tables 5 and 12
+        "total": {"BLEU-4": 10.2, "METEOR": 12.2, "ROUGE-L": 31.9, "CIDEr": 38.9, "SPICE": 18.4}},
+}  # fmt: skip
 
 # ---- training ------------------------------------------------------------------------------------
 
@@ -646,7 +665,7 @@ def evaluate(
             batch_maps = model.attention_map(batch.before, batch.after, ids)
             for b, pair_id in enumerate(batch.pair_ids):
                 maps[pair_id] = {name: m[b] for name, m in batch_maps.items()}
-    return dataset.results(split, captions, maps, out_dir)
+    return dataset.results(split, captions, maps, out_dir, published=PUBLISHED)
 
 
 def load(checkpoint: str | Path, device: str = "", extractor: str = ""):

@@ -209,9 +209,12 @@ def format_scores(scores: dict[str, dict[str, float | None]]) -> str:
     for name, values in scores.items():
         line = f"{name:<{width}}"
         for heading, value in with_gaps(values, headings).items():
-            cell = "-" if value is None else f"{value:.2f}"
-            if heading == "pairs":
+            if value is None:
+                cell = "-"
+            elif heading == "pairs":
                 cell = str(value)
+            else:
+                cell = f"{value:.2f}"
             line += f"{cell:>9}"
         lines.append(line)
     return "\n".join(lines)
@@ -234,13 +237,21 @@ ENOUGH_PAIRS = 100  # if validation has fewer, one_caption chooses on training p
 
 
 def results(
-    dataset, split: str, captions: dict, maps: dict, out_dir: Path | None, notes=None
+    dataset,
+    split: str,
+    captions: dict,
+    maps: dict,
+    out_dir: Path | None,
+    notes: dict | None = None,
+    published: dict | None = None,
 ) -> dict[str, float]:
     """Scores a split's captions -> the scores over all pairs, or {} if the split is empty.
 
     Without out_dir, only the quick metrics are computed. With it, scores of every group are printed
     and, with BLEU-2 and BLEU-3, written, as are captions, references and a sheet of samples, in
-    files whose names end in <split>. By pair id: captions, maps (name -> (H, W)), notes (lines)."""
+    files whose names end in <split>. By pair id: captions, maps (name -> (H, W)), notes (lines).
+    published: the paper's own scores, data set -> group -> metric -> number; those of this data
+    set's test split become rows, too."""
     if not dataset.release.scenes[split]:
         if out_dir:
             print_notes(f"there are no {split} pairs, so there are no scores")
@@ -267,6 +278,9 @@ def results(
     constant = one_caption(dataset)
     constant_captions = dict.fromkeys(captions, scored_text(dataset, constant))
     scores[ONE_CAPTION] = protocol_scores(dataset, constant_captions, references)["total"]
+    if published and split == "test":
+        for group, row in published.get(dataset.name, {}).items():
+            scores[f"paper: {group}"] = row
     scores = {group: with_gaps(row, COLUMNS) for group, row in scores.items()}
     accuracy = accuracy_of(dataset, captions)
     accuracy = with_gaps(accuracy, accuracy)

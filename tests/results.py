@@ -34,8 +34,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import cheers
 import data
+import dirl_ccr
+import idc_pretrain
 import mini
+import rdd_acr
 import scorer_cbr
 import scores
 from common import InputError, load_checkpoint, run_main, save_tensors, write_text
@@ -373,6 +377,19 @@ def claim_cells(cells: list[str], records: list[dict]) -> tuple[str, ...]:
     return *at_presets, *verdict(*longer)
 
 
+PUBLISHED = [method.PUBLISHED for method in (scorer_cbr, dirl_ccr, rdd_acr, cheers, idc_pretrain)]
+
+
+def published_cells(cells: list[str], records: list[dict]) -> tuple[str, ...]:
+    """Cells: data set: group, and what is no method's -> each paper's BLEU-4 / CIDEr."""
+    dataset, group = cells[0].split(": ")
+    figures = []
+    for published in PUBLISHED:
+        row = published.get(dataset, {}).get(group)
+        figures.append(f"{row['BLEU-4']} / {row['CIDEr']}" if row else "")
+    return tuple(figures)
+
+
 def deviation_cells(cells: list[str], records: list[dict]) -> tuple[str, ...]:
     """Cells: row, what it does, other row, what that one does -> CIDEr of both rows."""
     return cell(ciders(records, cells[0])), cell(ciders(records, cells[2]))
@@ -415,6 +432,7 @@ def write_tables() -> None:
     text = replaced(text, "results", lambda _: results_table(records, list(ROWS), COLUMNS))
     text = replaced(text, "claims", lambda table: filled(table, claim_cells, records))
     text = replaced(text, "deviations", lambda table: filled(table, deviation_cells, records))
+    text = replaced(text, "published", lambda table: filled(table, published_cells, records))
     write_text(RESULTS, text)
     text = README.read_text(encoding="utf-8")
     text = replaced(text, "results", lambda _: results_table(records, README_ROWS, README_COLUMNS))

@@ -566,7 +566,7 @@ class OwnData:
         pair_ids = [f"{i} {self.vocab.words[row[1]]}" for i, row in enumerate(caption.tolist())]
         return data.Batch(before, after, caption, pair_ids, [], [])
 
-    def results(self, split, captions, maps, out_dir, notes=None):
+    def results(self, split, captions, maps, out_dir, notes=None, published=None):
         self.maps = maps
         right = [caption == pair_id.split()[1] for pair_id, caption in captions.items()]
         return {"CIDEr": 100 * sum(right) / len(right)}

@@ -239,10 +239,14 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
     for i in captions:
         if i.endswith("_n"):
             captions[i] = "the gray cube turned red"
-    total = dataset.results("test", captions, {}, tmp_path)
+    paper = {dataset.name: {"only distractor": {"CIDEr": 117.9}}}
+    total = dataset.results("test", captions, {}, tmp_path, published=paper)
     output = capsys.readouterr().out
+    (line,) = [line for line in output.splitlines() if line.startswith("paper: only distractor")]
+    assert line.split()[3:] == [*"-----", "117.90", *"---"]
     result = read(tmp_path / "scores_test.json")
     assert result["scores"]["total"] == total
+    assert result["scores"]["paper: only distractor"]["CIDEr"] == 117.9
     assert total.keys() == {*scores.COLUMNS}
     assert total["pairs"] == 10 and result["scores"]["only distractor"]["pairs"] == 5
     assert total["METEOR"] is None and total["pointing"] is None  # without Java, without boxes
