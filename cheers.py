@@ -902,7 +902,8 @@ def main(argv: list[str] | None = None) -> None:
         data.note_on_negatives(dataset, cfg, "w_match")  # L_I contrasts images with images
         entities = entities_of(dataset, cfg)
         model = train(cfg, dataset, entities, args.resume)
-    evaluate(model, dataset, entities, args.split, cfg, Path(cfg.out_dir))
+    if args.split != "none":
+        evaluate(model, dataset, entities, args.split, cfg, Path(cfg.out_dir))
 
 
 if __name__ == "__main__":

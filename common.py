@@ -366,8 +366,8 @@ def make_parser(Config: type, PRESETS: dict[str, dict], variants: bool) -> argpa
     command.add_argument("--eval", metavar="CHECKPOINT", help=text)
     text = "caption two images, BEFORE AFTER, or every pair of a CSV file (columns before, after)"
     command.add_argument("--caption", nargs="+", metavar="FILE", help=text)
-    text = "split to evaluate (default: test)"
-    group.add_argument("--split", choices=["val", "test"], default="test", help=text)
+    text = "split to evaluate in the end (default: test)"
+    group.add_argument("--split", choices=["val", "test", "none"], default="test", help=text)
     group.add_argument("--checkpoint", help="checkpoint for --caption")
     text = "with --caption: file for the attention picture or, of a CSV, its rows with captions"
     group.add_argument("--out", metavar="FILE", help=text)

@@ -650,7 +650,8 @@ def main(argv: list[str] | None = None) -> None:
         dataset.adopt(state)
     else:
         model = train(cfg, dataset, args.resume)
-    evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir))
+    if args.split != "none":
+        evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir))
 
 
 # ---- as released ---------------------------------------------------------------------------------

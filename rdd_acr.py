@@ -877,7 +877,8 @@ def main(argv: list[str] | None = None) -> None:
     else:
         phrases = phrases_of(dataset, cfg)
         model = train(cfg, dataset, phrases, args.resume)
-    evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir))
+    if args.split != "none":
+        evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir))
 
 
 if __name__ == "__main__":

@@ -692,7 +692,8 @@ def main(argv: list[str] | None = None) -> None:
     else:
         data.note_on_negatives(dataset, cfg, "w_match", "w_cbr")
         model = train(cfg, dataset, args.resume)
-    evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir))
+    if args.split != "none":
+        evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir))
 
 
 if __name__ == "__main__":

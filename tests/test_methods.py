@@ -518,14 +518,14 @@ def interrupted(compute_losses, at):
 @DECODERS
 def test_resume_equals_no_interruption(method, minis, tmp_path, monkeypatch):
     """On mini, with RDD+ACR's phrases and CHEERS's entities. The command is the same but for
-    --resume. Without what takes long at the end."""
-    monkeypatch.setattr(scores, "sample_sheet", lambda *_: None)
-    monkeypatch.setattr(scores, "one_caption", lambda _: "nothing")
+    --resume. Without scores in the end."""
     whole = tmp_path / "whole"
     parts = tmp_path / "parts"
     flags = "--batch_size 16 --dim 16 --dropout 0.1 --steps 8 --device cpu"
     flags = [*flags.split(), "--eval_every", 4, "--log_every", 2, "--data_dir", minis]
+    flags += ["--split", "none"]
     run(method, *flags, "--out_dir", whole)
+    assert not (whole / "scores_test.json").exists()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(method, "compute_losses", interrupted(method.compute_losses, 6))
         run(method, *flags, "--out_dir", parts)
