@@ -39,7 +39,7 @@ word sees only earlier words, so captions can be written word by word.
 
 Read first: Embedding, mask_words, causal_mask, cell_loss, align_loss, and of IDC encode, joint,
 mlm, mvcl, fda, causal_text and finetune. Skip at first: the last three sections (rewritten
-captions, cross-task data, as released; 430 lines), attention_map, and RELEASED.
+captions, cross-task data, as released; 450 lines), attention_map, and RELEASED.
 
 Formulas, reconstructed from the paper's text and released code, not compared with the printed ones:
 Eq. 1      Embedding.words   w = [CLS] START w_1 w_2 ... END; the paper's [BOS] and [EOS] are START
@@ -442,11 +442,6 @@ BIRD_CLASSES = 555  # of NABirds
 REWRITES = 6  # rewritten captions of a pair
 
 
-def image_tokens(visual: Tensor) -> Tensor:
-    """Visual tokens (B, S, D) -> [IMG1] and [IMG2] (B, 2, D)."""
-    return visual.unflatten(1, (2, -1))[:, :, 0]
-
-
 class IDC(nn.Module):
     """IDC with all its parameters. grid: (C, H, W) of the features; max_len: tokens of the longest
     caption, with START and END."""
@@ -499,47 +494,53 @@ class IDC(nn.Module):
 
     # -- the sequence
 
-    def encode(self, before: Tensor, after: Tensor | None = None):
-        """Eq. 4. Features (B, C, H, W) of both images, or of one -> v of E_p (B, S, D), [IMG1] and
-        [IMG2] before their cells; bool (1, S), True for real tokens; [IMG1] and [IMG2] of E_s, not
-        yet of E_p (2, B, D).
+    def encode(self, before: Tensor, after: Tensor | None = None) -> Tensor:
+        """Eq. 4. Features (B, C, H, W) of both images, or of a single one -> visual tokens v
+        (B, S, D): [IMG1], its cells, [IMG2], its cells, if there is a second image."""
+        return self.encode_pair(*self.encode_each(before, after))
 
-        Without a second image, only its [IMG2] counts as real. (The released code passes this
-        [IMG2] directly to E_p.)"""
+    def encode_each(self, before: Tensor, after: Tensor | None) -> tuple[Tensor, Tensor]:
+        """E_s of Eq. 4 -> [IMG1] and its cells, [IMG2] and its cells, both (B, 1 + N, D).
+
+        Without a second image, only [IMG2] remains of it, (B, 1, D). (The paper pads that image
+        with zeros which no token sees. The released code passes [IMG2] directly to E_p.)"""
         assert before.shape[1:] == self.grid, f"{self.grid} expected, {before.shape} found"
-        _, height, width = self.grid
-        valid = torch.ones(2, 1 + height * width, dtype=torch.bool, device=before.device)
-        single_mask = None  # every token is real
-        pair_mask = None
+        x_1 = self.embed.image(before, Embedding.IMAGE_1)
         if after is None:
-            after = torch.zeros_like(before)
-            valid[1, 1:] = False
-            single_mask = valid.repeat_interleave(before.shape[0], 0)  # (2B, 1 + N)
-            single_mask = single_mask[:, None, None]
-            pair_mask = valid.view(1, 1, 1, -1)  # (1, 1, 1, S)
+            x_2 = self.embed.special(Embedding.IMAGE_2, before.shape[0])
+            if self.cfg.difference_encoder:
+                x_1, _ = self.single(x_1)
+                x_2, _ = self.single(x_2)
+            return x_1, x_2
         # Otherwise, unflatten below would split the images at the wrong place.
         assert after.shape == before.shape, f"{before.shape} expected, {after.shape} found"
-        x_1 = self.embed.image(before, Embedding.IMAGE_1)
         x_2 = self.embed.image(after, Embedding.IMAGE_2)
         x = torch.cat([x_1, x_2])  # (2B, 1 + N, D)
         if self.cfg.difference_encoder:
-            x, _ = self.single(x, single_mask)  # E_s of Eq. 4
+            x, _ = self.single(x)
         x_1, x_2 = x.unflatten(0, (2, -1))
-        alone = torch.stack([x_1[:, 0], x_2[:, 0]])  # (2, B, D)
-        x = torch.cat([x_1, x_2], 1)  # (B, S, D)
-        if self.cfg.difference_encoder:
-            x, _ = self.pair(x, pair_mask)  # E_p of Eq. 4
-        return x, valid.view(1, -1), alone
+        return x_1, x_2
 
-    def joint(self, visual: Tensor, valid: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Eq. 5 in pre-training, where every token sees all tokens except padding. visual and valid
-        are from `encode`; ids (B, L) -> visual (B, S, D); text (B, 1 + L, D), [CLS] first."""
+    def encode_pair(self, x_1: Tensor, x_2: Tensor) -> Tensor:
+        """E_p of Eq. 4, on what encode_each returns -> v (B, S, D)."""
+        x = torch.cat([x_1, x_2], 1)
+        if self.cfg.difference_encoder:
+            x, _ = self.pair(x)
+        return x
+
+    def image_tokens(self, visual: Tensor) -> Tensor:
+        """(B, S, D) -> [IMG1] and [IMG2] (B, 2, D)."""
+        _, height, width = self.grid
+        return visual[:, :: 1 + height * width]
+
+    def joint(self, visual: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Eq. 5 in pre-training, where every token sees all tokens except padding. visual (B, S, D)
+        of Eq. 4, ids (B, L) -> visual (B, S, D); text (B, 1 + L, D), [CLS] first."""
         count = visual.shape[1]
         cls = self.embed.special(Embedding.TEXT, ids.shape[0])
         text = torch.cat([cls, self.embed.words(ids)], 1)
-        seen_text = (ids != NULL) | self.cfg.see_padding
-        seen_text = F.pad(seen_text, (1, 0), value=True)  # [CLS]
-        seen = torch.cat([valid.expand(ids.shape[0], -1), seen_text], 1)
+        seen = (ids != NULL) | self.cfg.see_padding
+        seen = F.pad(seen, (count + 1, 0), value=True)  # all see images and [CLS]
         x, _ = self.cross(torch.cat([visual, text], 1), seen[:, None, None])  # Eq. 5
         return x[:, :count], x[:, count:]
 
@@ -558,7 +559,7 @@ class IDC(nn.Module):
             following = ids.shape[1] - asked + 1
             text = torch.cat([text, self.embed.words(masks, following)], 1)
         _, height, width = self.grid
-        seen = F.pad(seen, (2 * (1 + height * width), 0), value=True)
+        seen = F.pad(seen, (2 * (1 + height * width), 0), value=True)  # all see the images
         return text, seen[None, None]
 
     def mask(self, caption: Tensor) -> tuple[Tensor, Tensor]:
@@ -572,8 +573,8 @@ class IDC(nn.Module):
     def mlm(self, before: Tensor, after: Tensor | None, caption: Tensor) -> dict[str, Tensor]:
         """Eq. 6: predict masked words of captions (B, L) from the other words and the images."""
         ids, target = self.mask(caption)
-        visual, valid, _ = self.encode(before, after)  # Eq. 4
-        _, text = self.joint(visual, valid, ids)  # Eq. 5
+        visual = self.encode(before, after)  # Eq. 4
+        _, text = self.joint(visual, ids)  # Eq. 5
         logits = self.head(text[:, 1:])  # without [CLS]
         return {"mlm": word_loss(logits, target)}  # Eq. 6
 
@@ -596,10 +597,11 @@ class IDC(nn.Module):
         masked = mask_cells(*cells.shape[:3], self.cfg.cell_mask_rate, cells.device)
         shown = features.index_fill(0, masked, 0).view_as(cells)
         shown = shown.transpose(2, 3).view_as(images)
-        visual, valid, _ = self.encode(*shown.unbind(1))  # Eq. 4
-        visual, _ = self.joint(visual, valid, caption)  # Eq. 5
-        visual = visual.unflatten(1, (2, -1))  # (B, 2, 1 + N, D)
-        hidden = self.cell_head(visual[:, : images.shape[1], 1:])  # without [IMG1] and [IMG2]
+        visual = self.encode(*shown.unbind(1))  # Eq. 4
+        visual, _ = self.joint(visual, caption)  # Eq. 5
+        _, count, n, _ = cells.shape
+        visual = visual[:, : count * (1 + n)].unflatten(1, (count, 1 + n))  # (B, 1 or 2, 1 + N, D)
+        hidden = self.cell_head(visual[:, :, 1:])  # without [IMG1] and [IMG2]
         # As released, the projection's weights, transposed, map back to features.
         predicted = hidden @ self.embed.project.weight + self.cell_bias
         return predicted.flatten(0, 2), features, masked
@@ -609,19 +611,20 @@ class IDC(nn.Module):
     ) -> dict[str, Tensor]:
         """Eq. 9: tell captions (B, L) from six rewrites of each (B, 6, L), so that details have to
         be compared."""
-        visual, valid, _ = self.encode(before, after)  # Eq. 4
+        visual = self.encode(before, after)  # Eq. 4
         ids = torch.cat([caption[:, None], rewritten], 1)  # (B, 7, L)
         visual = visual.repeat_interleave(ids.shape[1], 0)  # (7B, S, D)
-        visual, text = self.joint(visual, valid, ids.flatten(0, 1))  # Eq. 5
-        image = image_tokens(visual).mean(1).view(*ids.shape[:2], -1)  # (B, 7, D)
+        visual, text = self.joint(visual, ids.flatten(0, 1))  # Eq. 5
+        image = self.image_tokens(visual).mean(1).view(*ids.shape[:2], -1)  # (B, 7, D)
         text = text[:, 0].view(*ids.shape[:2], -1)  # [CLS], (B, 7, D)
         return {"fda": align_loss(image, text, self.cfg.tau_fda)}  # Eq. 9
 
     def birds(self, before: Tensor, after: Tensor, classes: Tensor) -> dict[str, Tensor]:
         """Section 2.4. classes (B, 2) of both images, which have no caption."""
-        visual, _, alone = self.encode(before, after)  # Eq. 4
-        alone = alone.flatten(0, 1)  # (2B, D), all first images and then all second ones
-        pair = image_tokens(visual).flatten(1)  # (B, 2D)
+        x_1, x_2 = self.encode_each(before, after)  # E_s of Eq. 4
+        visual = self.encode_pair(x_1, x_2)  # E_p of Eq. 4
+        alone = torch.cat([x_1[:, 0], x_2[:, 0]])  # [IMG1] and then [IMG2] of all pairs, (2B, D)
+        pair = self.image_tokens(visual).flatten(1)  # (B, 2D)
         class_of = classes.T.flatten()  # (2B,)
         return {
             "class": class_loss(self.classify(alone), class_of),
@@ -641,7 +644,7 @@ class IDC(nn.Module):
         and predicted. [ours] With "every", each word is predicted from a [MASK] in its place, as
         decoding does. docs/results.md compares the two."""
         cfg = self.cfg
-        visual, _, _ = self.encode(before, after)  # Eq. 4
+        visual = self.encode(before, after)  # Eq. 4
         if cfg.finetune_targets == "every":
             ids = caption[:, :-1]
             target = caption[:, 1:]
@@ -657,7 +660,7 @@ class IDC(nn.Module):
         asked = text[:, -target.shape[1] :]  # the [MASK]s that follow the words, or all words
         losses = {"caption": word_loss(self.head(asked), target, cfg.reduction)}  # Eq. 6
         if changed is not None:
-            logits = self.judge(image_tokens(visual).flatten(1))  # section 3.1
+            logits = self.judge(self.image_tokens(visual).flatten(1))  # section 3.1
             losses["judge"] = judge_loss(logits, changed, cfg.reduction)
         return losses
 
@@ -667,7 +670,7 @@ class IDC(nn.Module):
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
         """Features (B, C, H, W) of both images -> ids of greedy captions (B, max_len). Unlike the
         released code, it does not write UNK."""
-        visual, _, _ = self.encode(before, after)
+        visual = self.encode(before, after)
         _, images = self.cross(visual)
 
         def next_word(ids: Tensor) -> Tensor:
@@ -692,7 +695,7 @@ class IDC(nn.Module):
         """The last layer's attention from the [MASK] of each word of ids (B, L), without START, to
         the cells of both images, averaged over heads -> (B, L - 1, 2, H, W)."""
         _, height, width = self.grid
-        visual, _, _ = self.encode(before, after)
+        visual = self.encode(before, after)
         count = ids.shape[1] - 1
         text, seen = self.causal_text(ids[:, :-1], asked=count)
         _, images = self.cross(visual)

@@ -18,7 +18,7 @@ from test_readers import write_birds, write_cub, write_nabirds
 import data
 import idc_pretrain as idc
 from common import END, NULL, START, UNK, InputError, preset
-from idc_pretrain import IDC, PRESETS, RELEASED, Config, Embedding, Negatives
+from idc_pretrain import IDC, PRESETS, RELEASED, Config, Negatives
 
 S = 2 * (N + 1)  # [IMG1], cells, [IMG2], cells
 MASK = WORDS
@@ -209,27 +209,28 @@ def test_masks_of_cells():
         torch.testing.assert_close(share, share.mean().expand(6), atol=0.03, rtol=0)
 
 
-def test_masked_cells_are_recognised_from_the_others():
+@pytest.mark.parametrize("count", [1, 2])
+def test_masked_cells_are_recognised_from_the_others(count):
     """The loss of `mvcl` from its parts: features that are masked are not seen, but they are the
     targets."""
     model = shake(small(cell_mask_rate=0.4))
-    before, after = pictures()
+    images = pictures()[:count]
+    before, after = [*images, None][:2]
     torch.manual_seed(3)
     loss = model(before, after, CAPTION, task=IDC.mvcl)["mvcl"]
     torch.manual_seed(3)
-    masked = idc.mask_cells(B, 2, N, 0.4, "cpu")
-    shown = [before.clone(), after.clone()]
+    masked = idc.mask_cells(B, count, N, 0.4, "cpu")
+    shown = images.clone()
     for place in masked.tolist():
-        pair, rest = divmod(place, 2 * N)
+        pair, rest = divmod(place, count * N)
         image, cell = divmod(rest, N)
         row, column = divmod(cell, W)
         shown[image][pair, :, row, column] = 0
-    visual, real, _ = model.encode(*shown)
-    visual, _ = model.joint(visual, real, CAPTION)
+    visual, _ = model.joint(model.encode(*shown), CAPTION)
     predicted = []
     features = []
     for b in range(B):
-        for first, image in ((1, before), (N + 2, after)):
+        for first, image in zip((1, N + 2), images, strict=False):
             hidden = model.cell_head(visual[b, first : first + N])
             predicted.append(hidden @ model.embed.project.weight + model.cell_bias)
             features.append(torch.stack([image[b, :, n // W, n % W] for n in range(N)]))
@@ -243,37 +244,18 @@ def test_masked_cells_are_recognised_from_the_others():
 def test_padding_is_not_seen_unless_asked_for():
     for see_padding in (False, True):
         model = small(see_padding=see_padding)
-        visual, real, _ = model.encode(*pictures())
-        _, padded = model.joint(visual, real, CAPTION)
-        _, short = model.joint(visual, real, CAPTION[:, :5])
+        visual = model.encode(*pictures())
+        _, padded = model.joint(visual, CAPTION)
+        _, short = model.joint(visual, CAPTION[:, :5])
         assert torch.allclose(padded[1, :4], short[1, :4]) != see_padding
 
 
-def test_a_second_image_that_is_not_there_is_not_seen(monkeypatch):
-    """Whatever fills the place of its cells has no effect, in any of the three transformers."""
-    model = shake(small())
-    before, _ = pictures()
-    visual, real, _ = model.encode(before)
-    assert real.tolist() == [[True] * (N + 2) + [False] * N]
-    image, text = model.joint(visual, real, CAPTION)
-    original = model.embed.image
-
-    def with_noise(features, part):
-        x = original(features, part)
-        if part == Embedding.IMAGE_2:
-            x[:, 1:] = torch.randn(B, N, 8)
-        return x
-
-    monkeypatch.setattr(model.embed, "image", with_noise)
-    other_visual, _, _ = model.encode(before)
-    other_image, other_text = model.joint(other_visual, real, CAPTION)
-    torch.testing.assert_close(image[:, : N + 2], other_image[:, : N + 2])
-    torch.testing.assert_close(text, other_text)
-
-
-def test_the_zeros_after_a_single_image_are_no_second_image():
+def test_of_a_second_image_that_is_not_there_only_its_special_token_is_seen():
     model = small().float()
     before, _ = pictures().float()
+    visual = model.encode(before)
+    assert visual.shape == (B, N + 2, 8)
+    assert torch.equal(model.image_tokens(visual), visual[:, [0, N + 1]])
     batch = data.Batch(before, torch.zeros_like(before), CAPTION, ["a"] * B, [], single=True)
     torch.manual_seed(0)
     losses = idc.compute_losses(model, (batch,), model.cfg, IDC.mlm)
@@ -296,7 +278,7 @@ def test_fine_tuning_is_the_joint_sequence_with_a_mask(variant):
     sequence with one mask (S + T, S + T)."""
     model = shake(small(**VARIANTS[variant]))
     before, after = pictures()
-    visual, _, _ = model.encode(before, after)
+    visual = model.encode(before, after)
     text = text_of(model, CAPTION)
     length = S + text.shape[1]
     mask = torch.ones(length, length, dtype=torch.bool).tril()
@@ -317,7 +299,7 @@ def test_fine_tuning_and_decoding_ask_as_a_full_pass_does(variant):
     before, after = 10 * (pictures() - 0.5)
     model.head.bias.data.zero_()
     model.head.weight.data[[NULL, END]] /= 4  # captions of different words and lengths
-    visual, _, _ = model.encode(before, after)
+    visual = model.encode(before, after)
     so_far = torch.full((B, 1), START)
     mask = torch.full((B, 1), MASK)
     _, images = model.cross(visual)
@@ -355,7 +337,7 @@ def test_attention_maps_are_of_both_images():
     maps = model.attention_map(before, after, torch.tensor([[2, 7, 3, 0]]).expand(B, 4))
     assert maps["before"].shape == maps["after"].shape == (B, H, W)
     block = model.cross.blocks[0]
-    visual, _, _ = model.encode(before, after)
+    visual = model.encode(before, after)
     text = text_of(model, torch.tensor([[2, MASK]]).expand(B, 2))
     memory = block.norm1(model.cross.norm(visual))
     mask = block.norm1(model.cross.norm(text[:, -1:]))
@@ -639,8 +621,9 @@ def test_partners_are_half_alike_and_a_function_of_the_seed():
 def test_birds_of_both_images_meet_their_classes():
     model = small(nabirds="somewhere")
     losses = model(*pictures(), CLASSES, task=IDC.birds)
-    visual, _, alone = model.encode(*pictures())
-    images = torch.cat([alone[0], alone[1]])
+    x_1, x_2 = model.encode_each(*pictures())
+    visual = model.encode_pair(x_1, x_2)
+    images = torch.cat([x_1[:, 0], x_2[:, 0]])
     classes = torch.cat([CLASSES[:, 0], CLASSES[:, 1]])
     torch.testing.assert_close(losses["class"], idc.class_loss(model.classify(images), classes))
     torch.testing.assert_close(losses["contrast"], idc.contrast_loss(images, classes))
