@@ -570,10 +570,10 @@ def embed_images(clip, preprocess, pictures: list) -> Tensor:
     input (3, height, width)."""
     device = next(clip.parameters()).device
     starts = range(0, len(pictures), 64)
-    bar = {"desc": "CLIP", "unit": "image", "unit_scale": 64, "disable": len(pictures) <= 64}
+    bar = progress(starts, desc="CLIP", unit="image", unit_scale=64, delay=1)
     blocks = []
     with ThreadPoolExecutor(8) as pool:  # at most 8 large pictures are in memory at once
-        for start in progress(starts, **bar):
+        for start in bar:
             x = torch.stack(list(pool.map(preprocess, pictures[start : start + 64])))
             blocks.append(clip.encode_image(x.to(device), normalize=True).cpu())
     return torch.cat(blocks)

@@ -41,7 +41,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
@@ -50,7 +50,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 from torchvision.models import ResNet101_Weights, resnet101
 from tqdm import tqdm
@@ -805,31 +805,78 @@ DATASETS["pairs"] = Settings(
 # ---- pictures and extractors ---------------------------------------------------------------------
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+# 178 megapixels is Pillow's limit, as a small file could otherwise fill the memory.
+PICTURE_REMEDY = f"give {', '.join(FORMATS)} with 8 bits a channel and at most 178 megapixels"
 
 
 def read_image(picture: str | Path | Image.Image) -> Image.Image:
     """A file or PIL image -> upright RGB; of an animation, the first frame. Transparency is blended
     with white. The EXIF orientation is applied; published features of photographs were made without
-    it. InputError if a file has another format than FORMATS, or not 8 bits a channel."""
+    it. InputError if a file has another format than FORMATS, not 8 bits a channel, or too many
+    pixels."""
     if isinstance(picture, Image.Image):
         return upright_rgb(picture)
-    remedy = f"give one of {', '.join(FORMATS)} with 8 bits a channel"
-    with open(picture, "rb") as f, file_errors(picture, remedy):
+    with open(picture, "rb") as f, file_errors(picture, PICTURE_REMEDY):
         return upright_rgb(Image.open(f, formats=FORMATS))
 
 
 def upright_rgb(picture: Image.Image) -> Image.Image:
-    """A PIL image -> upright RGB on white. InputError if it does not have 8 bits per channel."""
+    """A PIL image -> upright RGB on white; the image itself if that is what it is. A photograph of
+    48 megapixels takes 200 MB, so nothing is copied that need not be."""
+    refuse_16_bits(picture)
+    if picture.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+        picture = ImageOps.exif_transpose(picture)
+    if picture.has_transparency_data:
+        rgba = picture.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, "white")
+        picture = Image.alpha_composite(white, rgba)
+    if picture.mode != "RGB":
+        picture = picture.convert("RGB")
+    picture.load()  # the file is closed soon
+    return picture
+
+
+def refuse_16_bits(picture: Image.Image) -> None:
+    """InputError if a PIL image does not have 8 bits a channel."""
     # Modes I and F hold integers and floats. Colours of 16 bits have the mode RGB, and only
     # "RGB;16B" in `tile` shows them. Pillow keeps their upper 8 bits, which may all be 0.
     if picture.mode[0] in "IF" or ";16" in str(getattr(picture, "tile", "")):
         raise InputError(f"mode {picture.mode}, more than 8 bits a channel")
-    upright = ImageOps.exif_transpose(picture)
-    if upright.has_transparency_data:
-        rgba = upright.convert("RGBA")
-        white = Image.new("RGBA", rgba.size, "white")
-        upright = Image.alpha_composite(white, rgba)
-    return upright.convert("RGB")
+
+
+def check_pictures(files: list[Path]) -> None:
+    """Looks at files before long work with them, in a fraction of the time that reading them takes.
+    FileNotFoundError if any is missing; InputError names all that are broken."""
+    require_files(files)
+    faults = in_threads(picture_fault, files)
+    bar = progress(faults, desc="checking", total=len(files), unit="picture")
+    broken = [text for text in bar if text]
+    if broken:
+        these = f"{len(broken)} of {len(files)} pictures cannot be used"
+        raise InputError(f"{these}: {', '.join(broken)}; {PICTURE_REMEDY}")
+
+
+def picture_fault(file: Path) -> str:
+    """What is wrong with a picture's file, or ""."""
+    try:
+        with Image.open(file, formats=FORMATS) as picture:
+            refuse_16_bits(picture)
+            if picture.format in ("PNG", "WEBP"):
+                picture.verify()  # by their checksums and lengths
+            else:
+                picture.draft("RGB", (1, 1))  # of a JPEG, an eighth of the rows and columns
+                picture.load()
+    except Exception as e:  # A broken file can raise anything.
+        return f"{file} ({e})"
+    return ""
+
+
+def in_threads(function: Callable, items: list) -> Iterator:
+    """map(function, items) for work on pictures. A decoded photograph takes 200 MB, and
+    os.cpu_count() counts the CPUs of a container's host, so there are at most 8 threads."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for start in range(0, len(items), 1024):  # each item that waits takes memory, too
+            yield from pool.map(function, items[start : start + 1024])
 
 
 MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
@@ -881,7 +928,8 @@ class TimmGrid(nn.Module):
     """The last feature map of a timm model: (n, 3, 224, 224) -> (n, C, H, W). name: timm/MODEL,
     whose weights timm fetches, or timm/MODEL:FILE. Mean and standard deviation are those of MODEL,
     which may have a tag, such as vit_base_patch16_224.mae. Of a ViT, the map comes before its last
-    LayerNorm. InputError if there is no such model, or the file does not hold its weights."""
+    LayerNorm, as from timm; DINOv2's own code applies it. InputError if there is no such model, or
+    the file does not hold its weights."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -890,24 +938,34 @@ class TimmGrid(nn.Module):
         model, _, file = name.removeprefix("timm/").partition(":")
         with file_errors(f"--extractor {name}", "timm.list_pretrained() lists the names"):
             defaults = timm.get_pretrained_cfg(model, allow_unregistered=False)
-        with file_errors(file or f"--extractor {name}", f"give {model}'s weights, timm/MODEL:FILE"):
-            self.net = timm.create_model(model, pretrained=not file, num_classes=0)
-            if file:
+        options = {"pretrained": True, "num_classes": 0}
+        if defaults.fixed_input_size:  # ViTs, whose own size may be 518; timm resizes positions
+            options["img_size"] = 224
+        if file:
+            with file_errors(file, f"give weights of {model} under timm's names"):
                 weights = timm.models.load_state_dict(file)
-                for key in [
-                    key for key in weights if key.startswith(defaults.classifier or "head")
-                ]:
-                    del weights[key]
-                self.net.load_state_dict(weights)
-            if defaults.fixed_input_size:  # ViTs, whose native size may be 518
-                self.net.set_input_size(224)
+                classifier = defaults.classifier or ()  # one name, several or none
+                weights = {k: w for k, w in weights.items() if not k.startswith(classifier)}
+                options["pretrained_cfg_overlay"] = {"state_dict": weights}
+                self.net = timm.create_model(model, **options)
+                # timm loads what fits, leaves the rest at random, and resizes more than positions.
+                own = self.net.state_dict()
+                wrong = own.keys() ^ weights.keys()
+                for key in own.keys() & weights.keys():
+                    if own[key].shape != weights[key].shape and "pos" not in key:
+                        wrong.add(key)
+                if wrong:
+                    raise KeyError(", ".join(sorted(wrong)))
+        else:
+            with file_errors(f"--extractor {name}", "load it once online, or give timm/MODEL:FILE"):
+                self.net = timm.create_model(model, **options)
         data_config = timm.data.resolve_data_config({}, pretrained_cfg=defaults.to_dict())
         # The usual centre crop would hide changes at the border.
         data_config |= {"input_size": (3, 224, 224), "crop_pct": 1.0, "crop_mode": "squash"}
         self.preprocess = timm.data.create_transform(**data_config)
 
     def forward(self, x: Tensor) -> Tensor:
-        (grid,) = self.net.forward_intermediates(x, 1, intermediates_only=True)
+        (grid,) = self.net.forward_intermediates(x, indices=1, intermediates_only=True)
         return grid
 
 
@@ -936,19 +994,19 @@ class Extractor:
         """Features of `batch` pictures at a time (anything that read_image takes); the next ones
         are decoded while the network runs."""
         cuda = self.device.startswith("cuda")
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
 
-            def read(start: int) -> Tensor:
-                block = pictures[start : start + batch]
-                inputs = pool.map(lambda picture: self.preprocess(read_image(picture)), block)
-                return torch.stack(list(inputs))
+        def read(picture) -> Tensor:
+            return self.preprocess(read_image(picture))
 
-            for x in prefetch(read(start) for start in range(0, len(pictures), batch)):
-                x = x.to(self.device, memory_format=torch.channels_last)
-                with torch.inference_mode(), torch.autocast("cuda", torch.float16, enabled=cuda):
-                    grid = self.net(x)
-                # The layout is channels-last; the GPU converts it faster than the CPU would.
-                yield grid.half().contiguous().cpu()
+        def read_block(start: int) -> Tensor:
+            return torch.stack(list(in_threads(read, pictures[start : start + batch])))
+
+        for x in prefetch(read_block(start) for start in range(0, len(pictures), batch)):
+            x = x.to(self.device, memory_format=torch.channels_last)
+            with torch.inference_mode(), torch.autocast("cuda", torch.float16, enabled=cuda):
+                grid = self.net(x)
+            # The layout is channels-last; the GPU converts it faster than the CPU would.
+            yield grid.half().contiguous().cpu()
 
 
 # ---- feature files -------------------------------------------------------------------------------
@@ -1071,20 +1129,25 @@ class Features:
     def require(self, paths: dict[str, Path]) -> None:
         """InputError if an image has no features, or if its picture (or the authors' .npy file) has
         been replaced since they were made. paths: image name -> picture."""
-        for name, picture in paths.items():
+        touched = {}  # files of another time, by image name
+        for name, picture in progress(paths.items(), desc="files", unit="file", delay=1):
             if name not in self.row_of:
                 raise InputError(f"{self.path} lacks {name}; {self.remedy}")
             file = picture
             if self.preprocessing == AUTHORS_FILES:
                 file = authors_features(picture)
-            if not file.exists():  # features may be shared without the files they were made from
-                continue
-            size, time, checksum = self.stamps[name]
-            status = file.stat()
-            untouched = status.st_size == size and status.st_mtime_ns == time
-            # A copied file may have a new time, so its content decides.
-            if not untouched and stamp(file)[2] != checksum:
-                raise InputError(f"{self.path} was made before {file} was replaced; {self.remedy}")
+            if file.exists():  # features may be shared without the files they were made from
+                size, time, _ = self.stamps[name]
+                status = file.stat()
+                if (status.st_size, status.st_mtime_ns) != (size, time):
+                    touched[name] = file
+        # A copied file may have a new time, so its content decides.
+        stamps = in_threads(stamp, list(touched.values()))
+        bar = progress(stamps, desc="copied files", total=len(touched), unit="file", delay=1)
+        for name, (_, _, checksum) in zip(touched, bar, strict=True):
+            if checksum != self.content(name):
+                replaced = f"{self.path} was made before {touched[name]} was replaced"
+                raise InputError(f"{replaced}; {self.remedy}")
 
 
 def feature_file(name: str, root: Path, extractor: str) -> Path:
@@ -1196,7 +1259,7 @@ def make_features(name: str, path: Path, release: Release, device: str, extracto
             blocks = (read_npy(file)[None] for file in maps)
             write_features(path, names, maps, blocks, extractor, AUTHORS_FILES)
             return
-    require_files(pictures)
+    check_pictures(pictures)
     network = Extractor(extractor, device)
     # Ctrl-C takes effect between batches; on a CPU, a batch of 16 takes seconds.
     batch = 64 if device.startswith("cuda") else 16
@@ -1333,7 +1396,7 @@ class Dataset:
         pairs = self.release.pairs(split)
         starts = range(0, len(pairs), batch_size)
         batches = prefetch(self.batch(pairs[i : i + batch_size]) for i in starts)
-        return iter(tqdm(batches, split, len(starts), disable=None, leave=False))
+        return iter(progress(batches, desc=split, total=len(starts), leave=False, delay=1))
 
     def batch(
         self, pairs: list[Pair], captions: list[str] | None = None, before: Tensor | None = None
@@ -1374,16 +1437,16 @@ class Dataset:
         return scores.results(self, split, captions, maps, out_dir, notes, published)
 
     def state(self) -> dict:
-        """What a checkpoint keeps: what captioning any two pictures needs and, for `adopt` and
-        `check_state`, on which pairs it was trained."""
+        """What a checkpoint keeps: what captioning any two pictures needs and, for `check_state`
+        and `check_fit`, which pairs it was trained on."""
         return {
             "vocab": self.vocab.words,
             "extractor": self.features.extractor,
             "grid": self.grid,
             "max_len": self.max_len,
             "no_change": sorted(self.no_change),
-            "train_pairs": self.contents("train"),
-            "digest": self.digest(),
+            "train_pairs": self.train_pairs,
+            "digest": self.digest,
         }
 
     def contents(self, split: str) -> Tensor:
@@ -1394,6 +1457,12 @@ class Dataset:
             rows.append([self.features.content(pair.before), self.features.content(pair.after)])
         return torch.tensor(rows).view(-1, 2)
 
+    # These two take a second on a large data set, and every checkpoint has them.
+    @cached_property
+    def train_pairs(self) -> Tensor:
+        return self.contents("train")
+
+    @cached_property
     def digest(self) -> str:
         """A hash of what a run learns from: pictures and captions of training and validation."""
         parts = []
@@ -1404,38 +1473,31 @@ class Dataset:
 
     def check_state(self, state: dict) -> None:
         """InputError if a run, whose state this is, learned from other data."""
-        self.check_features(state)
-        self.check_words(state)
-        if state["digest"] != self.digest():
+        self.check_fit(state)
+        if state["digest"] != self.digest:
             changed = f"the training or validation pairs of {self.root} are not those of the run"
             raise InputError(f"{changed}; train anew, with another --out_dir")
-
-    def check_words(self, state: dict) -> None:
-        """InputError if a checkpoint has other words."""
-        if state["vocab"] != self.vocab.words:
-            remedy = "give its --data_dir (IDC: and --cub); if captions were edited, train anew"
-            raise InputError(f"the checkpoint has other words than {self.root}; {remedy}")
 
     def adopt(self, state: dict) -> None:
         """Takes the words and the max_len of a checkpoint, to evaluate it here: references are
         texts, so only features must fit. Its sentences for "no change" count here, too."""
-        self.check_features(state)
-        self.note_trained_pairs(state)
         self.vocab = Vocab(state["vocab"], self.vocab.tokenizer, self.vocab.max_words)
         self.max_len = state["max_len"]
         self.no_change |= set(state["no_change"])
+        self.check_fit(state)
 
-    def check_features(self, state: dict) -> None:
-        """InputError if a checkpoint was trained on other features."""
+    def check_fit(self, state: dict) -> None:
+        """InputError if a checkpoint has other features or words. Prints a note if it was trained
+        on pairs that are now for validation or test, for instance since the table got a column
+        "split"."""
         trained = (state["extractor"], tuple(state["grid"]))
         own = (self.features.extractor, self.grid)
         if trained != own:
             remedy = "give the --data_dir and --extractor of its training"
             raise InputError(f"the checkpoint's features are {trained}, not {own}; {remedy}")
-
-    def note_trained_pairs(self, state: dict) -> None:
-        """Prints a note if a checkpoint was trained on pairs that are now for validation or test,
-        for instance since the table got a column "split"."""
+        if state["vocab"] != self.vocab.words:
+            remedy = "give its --data_dir (IDC: and --cub); if captions were edited, train anew"
+            raise InputError(f"the checkpoint has other words than {self.root}; {remedy}")
         train_pairs = set(map(tuple, state["train_pairs"].tolist()))
         for split in ("val", "test"):
             pairs = self.contents(split).tolist()
@@ -1774,15 +1836,12 @@ def caption_table(captioner: Captioner, file: Path, out: str | None) -> None:
     are relative to it. `out` gets the same table with one more column, "caption"."""
     table = read_table(file, ("before", "after"))
     pairs = [(file.parent / row["before"], file.parent / row["after"]) for row in table.rows]
-    pictures = set(itertools.chain(*pairs))
+    pictures = list(dict.fromkeys(itertools.chain(*pairs)))
     if out:
         check_out(out, (".csv",), [file, *pictures])
         if any("caption" in row for row in table.rows):
             raise InputError(f"{file} has a column caption, where --out writes; rename it")
-    for picture in pictures:  # an unreadable one must not stop the work halfway
-        if not picture.exists():
-            raise InputError(f"{file}: {picture} is missing; paths are relative to the table")
-        read_image(picture)
+    check_pictures(pictures)  # so that none stops the work halfway
     captions = []
     for row, (caption, _) in zip(table.rows, captioner.pairs(pairs), strict=True):
         captions.append(caption)

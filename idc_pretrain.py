@@ -1299,9 +1299,7 @@ def open_dataset(cfg: Config, make: bool = True):
 def load_init(model: IDC, cfg: Config, dataset) -> None:
     """Start from the weights of --init. InputError if they would work differently in this model."""
     state = load_checkpoint(cfg.init, cfg.device)
-    dataset.check_features(state)
-    dataset.check_words(state)
-    dataset.note_trained_pairs(state)
+    dataset.check_fit(state)
     load_weights(model, state["model"], cfg.init)
     heads = state["config"]["heads"]  # the shapes of the weights do not show it
     if cfg.heads != heads:

@@ -130,6 +130,12 @@ def write_picture(path):
     Image.fromarray(pixels).save(path)
 
 
+def colours(path):
+    """How many different colours a picture has; a blank one has 1, text alone some dozens."""
+    with Image.open(path) as picture:
+        return len(picture.convert("RGB").getcolors(2**24))
+
+
 def write_own_pairs(root):
     """A table of own pairs, one in each split, and their pictures."""
     for name in (*data.SPLITS, "b"):

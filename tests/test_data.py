@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import GRID, NoFeatures
+from conftest import GRID, NoFeatures, colours
 
 import data
 from common import InputError
@@ -311,6 +311,7 @@ def test_a_run_goes_on_with_its_own_pairs_alone(split, refused, prepared):
     dataset = data.load("clevr_change", prepared)
     state = dataset.state()
     dataset.check_state(state)
+    dataset = data.load("clevr_change", prepared)
     dataset.release.pairs(split)[0].captions.reverse()
     dataset.release.pairs(split)[0].captions.append("the cube")
     if refused:
@@ -406,6 +407,7 @@ def test_two_pictures_are_captioned(captioner, tmp_path, capsys):
     assert capsys.readouterr().out == "brighter\ndarker.\n"
     with data.Image.open(tmp_path / "new/folder/out.jpg") as picture:
         assert picture.format == "JPEG"
+    assert colours(tmp_path / "new/folder/out.jpg") > 100
     with pytest.raises(InputError, match="--out"):  # it replaces no picture of the user
         data.caption_files(captioner, [dark, bright], str(bright))
     (tmp_path / "new/folder/x.png").mkdir()
@@ -469,6 +471,6 @@ dark.png~bright.png~~~~brighter
         data.caption_files(captioner, [str(table)], str(tmp_path / "out.xlsx"))
     # Every file is looked at before the first is captioned.
     table.write_text("before,after\ndark.png,bright.png\nbright.png,none.png\n")
-    with pytest.raises(InputError, match=r"none\.png"):
+    with pytest.raises(FileNotFoundError, match=r"none\.png"):
         data.caption_files(captioner, [str(table)], None)
     assert capsys.readouterr().out == ""

@@ -2,7 +2,11 @@
 
 import copy
 import functools
+import io
 import itertools
+import os
+import threading
+import time
 import zlib
 from pathlib import Path
 
@@ -159,6 +163,24 @@ def test_timm_weights_as_training_scripts_save_them(tmp_path):
         data.Extractor(f"timm/test_resnet:{tmp_path / 'other.pt'}")
 
 
+@pytest.mark.parametrize("saved_at", [160, 224])
+def test_a_vit_of_another_size_than_224(saved_at, tmp_path):
+    """Its positions are resized, unless the weights were saved at 224 pixels."""
+    torch.manual_seed(0)
+    net = timm.create_model("test_vit", img_size=saved_at).eval()  # 160 is its own size
+    torch.save(net.state_dict(), tmp_path / "w.pt")
+    grid = data.TimmGrid(f"timm/test_vit:{tmp_path / 'w.pt'}").eval()
+    net.set_input_size(224)
+    pictures = torch.rand(2, 3, 224, 224)
+    with torch.inference_mode():
+        expected = net.forward_intermediates(pictures, indices=1, intermediates_only=True)
+        torch.testing.assert_close(grid(pictures), expected[0])
+    other = timm.create_model("test_vit", patch_size=32)
+    torch.save(other.state_dict(), tmp_path / "w.pt")
+    with pytest.raises(InputError, match="w.pt.*patch_embed.proj.weight"):
+        data.TimmGrid(f"timm/test_vit:{tmp_path / 'w.pt'}")
+
+
 def test_a_timm_model_with_a_tag(tmp_path):
     """Mean and standard deviation are the tag's. The file may have a classifier, even if the tag's
     own weights have none."""
@@ -210,6 +232,13 @@ def test_what_is_transparent_lies_on_white(form, mode, tmp_path):
     assert (pixels[:, 8:] == 255).all()
 
 
+def encoded(picture, form):
+    """The content of a picture's file."""
+    buffer = io.BytesIO()
+    picture.save(buffer, form)
+    return buffer.getvalue()
+
+
 def with_16_bits(content):
     """A PNG with a header that says 16 bits a channel."""
     header = bytearray(content[12:29])
@@ -237,12 +266,69 @@ def test_more_than_8_bits_and_other_formats_are_refused(mode, form, named, tmp_p
         data.read_image(path)
 
 
-def test_pictures_are_turned_upright(tmp_path):
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_pictures_are_turned_upright(orientation, tmp_path):
+    """From a file and, without changing it, from a PIL image."""
+    stored = np.array(noise(12, 16))
+    transposed = stored.transpose(1, 0, 2)
+    upright = {
+        1: stored,
+        2: stored[:, ::-1],
+        3: stored[::-1, ::-1],
+        4: stored[::-1],
+        5: transposed,
+        6: transposed[:, ::-1],  # the camera was held sideways
+        7: transposed[::-1, ::-1],
+        8: transposed[::-1],
+    }
     exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was held sideways
+    exif[0x0112] = orientation
     noise(12, 16).save(tmp_path / "a.png", exif=exif)
-    upright = np.array(data.read_image(tmp_path / "a.png"))
-    assert np.array_equal(upright, np.rot90(noise(12, 16), -1))
+    picture = Image.open(tmp_path / "a.png")
+    for source in (tmp_path / "a.png", picture):
+        assert np.array_equal(data.read_image(source), upright[orientation])
+    assert np.array_equal(picture, stored)
+
+
+def test_every_broken_picture_is_named_before_any_work(tmp_path, monkeypatch):
+    broken = {
+        "html": b"<html>404</html>",
+        "empty": b"",
+        "deep": with_16_bits(encoded(noise(12, 16), "PNG")),
+    }
+    pictures = {}
+    for form in data.FORMATS:
+        content = encoded(noise(60, 80), form)
+        pictures[f"good {form}"] = content
+        broken[f"cut {form}"] = content[: len(content) * 9 // 10]
+    files = []
+    for name, content in (pictures | broken).items():
+        files.append(tmp_path / name)
+        files[-1].write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        data.check_pictures(files)
+    named = {name for name in pictures | broken if f"{name} (" in str(caught.value)}
+    assert named == broken.keys()
+    files = [tmp_path / name for name in pictures]
+    data.check_pictures(files)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        data.check_pictures([*files, tmp_path / "nowhere"])
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(InputError, match="good PNG.*megapixels"):
+        data.check_pictures(files)
+
+
+def test_at_most_8_pictures_are_decoded_at_once(monkeypatch):
+    """The host of a container may have many CPUs."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+
+    def work(item):
+        time.sleep(0.001)
+        return item, threading.get_ident()
+
+    items, threads = zip(*data.in_threads(work, range(3000)), strict=True)
+    assert items == tuple(range(3000))
+    assert 2 <= len(set(threads)) <= 8
 
 
 # ---- preparation ---------------------------------------------------------------------------------

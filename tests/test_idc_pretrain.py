@@ -444,8 +444,7 @@ def test_a_model_refuses_weights_that_it_would_use_differently(fields, named, tm
     model = small(**fields, init=str(file))
     with pytest.raises(InputError, match=named):
         idc.load_init(model, model.cfg, dataset)
-    dataset.check_features.assert_called_once()
-    dataset.check_words.assert_called_once()
+    dataset.check_fit.assert_called_once()
 
 
 # ---- rewritten captions --------------------------------------------------------------------------
