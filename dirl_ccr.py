@@ -23,7 +23,7 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabular
     logits (24, 76), L_cap, Eq. 15                     L_ccr
 
 Idea. (1) Under another camera or light, each channel of the features should keep its values, and
-different channels should tell different things. So a loss correlates each channel of "before"
+different channels should stand for different things. So a loss correlates each channel of "before"
 with the same channel of "after", and decorrelates it from all others. (2) Cross-attention finds in
 the other image what both images share. Subtracting it leaves what only one of them has, the change.
 (3) The changed object is often small, so the decoder easily looks at the wrong cells. A contrastive
