@@ -28,7 +28,7 @@ C = 5  # channels
 H = 2
 W = 3
 N = H * W  # cells
-V = 9  # ids of the longest caption
+L = 9  # ids of the longest caption
 WORDS = 12  # in the vocabulary
 CAPTION = torch.tensor(
     [

@@ -13,8 +13,8 @@ from conftest import (
     B,
     C,
     H,
+    L,
     N,
-    V,
     W,
     attention_by_heads,
     cosine,
@@ -50,7 +50,7 @@ CLIP_DIM = 5
 def small(**fields) -> CHEERS:
     torch.manual_seed(0)
     cfg = Config(**{"dim": D, "word_dim": 6, "heads": 2, "clip_dim": CLIP_DIM} | fields)
-    return CHEERS(cfg, WORDS, (C, H, W), V).double()
+    return CHEERS(cfg, WORDS, (C, H, W), L).double()
 
 
 def entities(pairs: int = B):
@@ -246,12 +246,12 @@ def test_the_worked_example_of_the_contrastive_loss():
 def test_decoder_layer_against_equations(gate):
     layer = small(gate=gate).decoder.layers[0].eval()
     torch.manual_seed(2)
-    x = torch.randn(B, V, D).double()
+    x = torch.randn(B, L, D).double()
     f_diff = torch.randn(B, N, D).double()
     e = torch.randn(B, K, D).double()
     out, attending = layer(x, f_diff, e)
     h = []
-    for t in range(V):  # Eq. 13: every word sees itself and earlier ones
+    for t in range(L):  # Eq. 13: every word sees itself and earlier ones
         words = attention_by_heads(layer.self_attention, x[:, t : t + 1], x[:, : t + 1])[:, 0]
         h.append(layer.norm1(x[:, t] + words))
     h = torch.stack(h, 1)
@@ -261,7 +261,7 @@ def test_decoder_layer_against_equations(gate):
         h_t = attention_by_heads(layer.text_attention, h, e)
         alpha = layer.alpha(torch.cat([h, h_t], -1))  # Eq. 14
         beta = layer.beta(torch.cat([h, h_v], -1))  # Eq. 15
-        assert alpha.shape == beta.shape == (B, V, D if gate == "channels" else 1)
+        assert alpha.shape == beta.shape == (B, L, D if gate == "channels" else 1)
         fused = alpha * h_t + beta * h_v  # Eq. 16
     torch.testing.assert_close(out, layer.norm2(fused + h))  # Eq. 17
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CAPTION, WORDS, B, C, H, N, V, W, mean, pictures
+from conftest import CAPTION, WORDS, B, C, H, L, N, W, mean, pictures
 from released import close, fill, inputs, linear
 from test_scorer_cbr import naive_nce
 
@@ -119,7 +119,7 @@ CAPTION = CAPTION[[0, 1, 2, 1], :8]  # two sentences are the same
 def small(**fields) -> DIRL:
     torch.manual_seed(0)
     fields = {"dim": 8, "word_dim": 6, "heads": 2, "w_dirl": 0.1, "w_ccr": 0.1} | fields
-    return DIRL(Config(**fields), WORDS, (C, H, W), V).double()
+    return DIRL(Config(**fields), WORDS, (C, H, W), L).double()
 
 
 @pytest.mark.parametrize("xavier, std", [(True, math.sqrt(2 / 192)), (False, math.sqrt(1 / 384))])

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import CAPTION, WORDS, B, C, H, N, V, W, cosine, pictures, train_lines, write_features
+from conftest import CAPTION, WORDS, B, C, H, L, N, W, cosine, pictures, train_lines, write_features
 from released import close, fill, inputs, linear
 from test_methods import interrupted
 from test_readers import write_birds, write_cub, write_nabirds
@@ -30,7 +30,7 @@ def small(**fields) -> IDC:
     torch.manual_seed(0)
     sizes = {"dim": 8, "ffn": 12, "heads": 2, "layers": 2, "dropout": 0.0, "device": "cpu"}
     cfg = Config(**sizes | fields)
-    return IDC(cfg, WORDS, (C, H, W), V).double().eval()
+    return IDC(cfg, WORDS, (C, H, W), L).double().eval()
 
 
 def shake(model):
@@ -265,7 +265,7 @@ def test_of_a_second_image_that_is_not_there_only_its_special_token_is_seen():
 
 
 def text_of(model, ids):
-    """The embedded words of ids (B, V), after their [CLS] if there is one."""
+    """The embedded words of ids (B, L), after their [CLS] if there is one."""
     words = model.embed.words(ids)
     if not model.cfg.finetune_cls:
         return words
@@ -304,24 +304,24 @@ def test_fine_tuning_and_decoding_ask_as_a_full_pass_does(variant):
     mask = torch.full((B, 1), MASK)
     _, images = model.cross(visual)
     full = []
-    for _ in range(V - 1):
+    for _ in range(L - 1):
         text, _ = model.cross(*model.causal_text(torch.cat([so_far, mask], 1)), images)
         logits = model.head(text[:, -1])
         full.append(logits)
         without_unk = logits.index_fill(1, torch.tensor([UNK]), -math.inf)
         so_far = torch.cat([so_far, without_unk.argmax(-1, keepdim=True)], 1)
-    text, _ = model.cross(*model.causal_text(so_far[:, :-1], asked=V - 1), images)
-    asked = model.head(text[:, 1 - V :])
+    text, _ = model.cross(*model.causal_text(so_far[:, :-1], asked=L - 1), images)
+    asked = model.head(text[:, 1 - L :])
     torch.testing.assert_close(asked, torch.stack(full, 1))
     assert not torch.allclose(asked[0], asked[1])  # the images are seen
     ids = model.generate(before, after)
     for ours, plain in zip(ids.tolist(), so_far.tolist(), strict=True):
-        stop = next((i for i, w in enumerate(plain) if w in (NULL, END)), V)
-        assert ours == plain[:stop] + [NULL] * (V - stop)
+        stop = next((i for i, w in enumerate(plain) if w in (NULL, END)), L)
+        assert ours == plain[:stop] + [NULL] * (L - stop)
     model.cfg.finetune_targets = "every"
     terms = []
     for b in range(B):
-        for t in range(V - 1):
+        for t in range(L - 1):
             if so_far[b, t + 1] != NULL:
                 terms.append(-asked[b, t].log_softmax(-1)[so_far[b, t + 1]])
     expected = sum(terms)

@@ -17,8 +17,8 @@ from conftest import (
     B,
     C,
     H,
+    L,
     N,
-    V,
     W,
     add_word,
     colours,
@@ -63,7 +63,7 @@ def method(request):
     return request.param
 
 
-def small(method, max_len=V, **fields):
+def small(method, max_len=L, **fields):
     """A small model in training mode, without dropout, with all of its trainable parts."""
     torch.manual_seed(0)
     sizes = {"dim": 8, "heads": 2, "dropout": 0.0} | SIZES.get(method, {"word_dim": 6})
@@ -94,7 +94,7 @@ def steps_of(model, dtype=torch.float32):
         found = rdd_acr.Attributes(torch.rand(B, 7, dtype=dtype), valid, same)
         return {"step": (found, found)}
     if isinstance(model, idc_pretrain.IDC):
-        rewritten = torch.randint(4, WORDS, (B, 6, V))
+        rewritten = torch.randint(4, WORDS, (B, 6, L))
         kinds = {
             "finetune": (torch.arange(B) % 2 == 0,),
             "mlm": (),
@@ -108,7 +108,7 @@ def steps_of(model, dtype=torch.float32):
 
 
 def hidden_states(model, ids, context):
-    """The decoder's states (B, V, D), from which it predicts words."""
+    """The decoder's states (B, L, D), from which it predicts words."""
     hidden, *_ = model.decoder(ids, context)
     return hidden
 
@@ -234,7 +234,7 @@ def test_captions_are_the_likeliest_words_one_by_one(method, fields):
     entities = entities_of(model)
     context = model.encode(before, after, *entities)[0]
     full = torch.full((B, 1), 2)
-    for _ in range(V - 1):
+    for _ in range(L - 1):
         hidden = hidden_states(model, full, context)
         logits = model.decoder.head(hidden[:, -1])
         logits[:, 1] = -math.inf
@@ -242,9 +242,9 @@ def test_captions_are_the_likeliest_words_one_by_one(method, fields):
     ids = model.generate(before, after, *entities).tolist()
     for ours, plain in zip(ids, full.tolist(), strict=True):
         length = 0
-        while length < V and plain[length] not in (0, 3):
+        while length < L and plain[length] not in (0, 3):
             length += 1
-        assert ours == plain[:length] + [0] * (V - length)
+        assert ours == plain[:length] + [0] * (L - length)
     assert len({tuple(row) for row in ids}) > 1, ids
 
 
@@ -291,7 +291,7 @@ def test_caption_loss_against_loop(method):
     words = []
     for b in range(B):
         terms = []
-        for t in range(V - 1):
+        for t in range(L - 1):
             following = CAPTION[b, t + 1]
             if following:
                 terms.append(-log_p[b, t, following].item())

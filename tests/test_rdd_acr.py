@@ -12,7 +12,7 @@ from conftest import (
     B,
     C,
     H,
-    V,
+    L,
     W,
     attention_by_heads,
     cosine,
@@ -33,7 +33,7 @@ def small(**fields) -> RDD:
     torch.manual_seed(0)
     sizes = dict(dim=8, word_dim=6, heads=2, object_vectors=3, action_vectors=2)
     sizes |= dict(clip_dim=CLIP_DIM, clip_width=6)
-    return RDD(Config(**sizes | fields), WORDS, (C, H, W), V).double()
+    return RDD(Config(**sizes | fields), WORDS, (C, H, W), L).double()
 
 
 def attributes(rows=(0, 1, 2, 1), ignore_equal=True, seed=2) -> Attributes:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CAPTION, WORDS, B, C, H, N, V, W, pictures
+from conftest import CAPTION, WORDS, B, C, H, L, N, W, pictures
 from released import close, fill, inputs, linear
 
 from common import preset
@@ -104,7 +104,7 @@ def test_released_variant_meets_recorded_values():
 def small(**fields) -> SCORER:
     torch.manual_seed(0)
     fields = {"dim": 8, "word_dim": 6, "heads": 2, "w_match": 0.1, "w_cbr": 0.1} | fields
-    return SCORER(Config(**fields), WORDS, (C, H, W), V).double()
+    return SCORER(Config(**fields), WORDS, (C, H, W), L).double()
 
 
 @torch.no_grad()
@@ -239,7 +239,7 @@ def test_initial_weights_of_the_decoder(xavier, std):
 
 
 def test_the_learned_scales_stay_below_100():
-    model = SCORER(Config(dim=16, heads=2), WORDS, (C, H, W), V)
+    model = SCORER(Config(dim=16, heads=2), WORDS, (C, H, W), L)
     model.log_scale.data.fill_(4.0)
     model.cbr.log_scale.data.fill_(9.0)
     model.clamp_scales()
