@@ -4,6 +4,7 @@
     python tests/results.py --only SCORER+CBR GDE  only these rows
     python tests/results.py --table                run nothing, only fill in the tables
     python tests/results.py --assets RUN           run nothing, make weights and pairs in assets/
+    python tests/results.py --curves RUNS          run nothing, draw how the five methods learn
 
 A row is a command. It is run with one, three or nine seeds, each run on one thread; two runs go on
 at a time. A finished run adds its record to tests/results.json: row, seed, commit, machine, minutes
@@ -30,6 +31,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -42,13 +44,14 @@ import mini
 import rdd_acr
 import scorer_cbr
 import scores
-from common import InputError, load_checkpoint, run_main, save_tensors, write_text
+from common import InputError, load_checkpoint, read_log, run_main, save_tensors, write_text
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RECORDS = HERE / "results.json"
 RESULTS = ROOT / "docs" / "results.md"
 GUIDE = ROOT / "docs" / "own_pictures.md"
+TOUR = ROOT / "docs" / "tour.md"
 README = ROOT / "README.md"
 ASSETS = ROOT / "assets"
 RUNS = Path("runs/results")
@@ -236,11 +239,27 @@ def commands(row: str, seed: int, folder: Path, data_dir: str) -> list[list[str]
     return [train, evaluate]
 
 
+def folder_name(row: str) -> str:
+    """A row's name in those of its runs' folders."""
+    return re.sub(r"[^a-z0-9]+", "-", row.lower())
+
+
+def finished(runs: Path, row: str) -> list[Path]:
+    """The folders of a row's finished runs in a folder like RUNS, in the order of SEEDS. InputError
+    if there is none."""
+    folders = []
+    for seed in SEEDS:
+        for file in sorted(runs.glob(f"{folder_name(row)}-{seed}-*/scores_test.json")):
+            folders.append(file.parent)
+    if not folders:
+        raise InputError(f"no finished run of {row}: no {runs}/{folder_name(row)}-SEED-COMMIT")
+    return folders
+
+
 def run(row: str, seed: int, commit: str, data_dir: str) -> dict | None:
     """Makes or continues a run, whose output goes to <folder>.txt -> its record, or None if it has
     failed."""
-    name = re.sub(r"[^a-z0-9]+", "-", row.lower())
-    folder = RUNS / f"{name}-{seed}-{commit}"
+    folder = RUNS / f"{folder_name(row)}-{seed}-{commit}"
     resumed = (folder / "last.pt").exists()
     if folder.exists() and not resumed:
         shutil.rmtree(folder)  # the run was killed before it had saved anything
@@ -441,6 +460,75 @@ def write_tables() -> None:
     write_text(GUIDE, replaced(text, "scenes", lambda _: scenes_table(records)))
 
 
+# ---- curves --------------------------------------------------------------------------------------
+
+
+def write_curves(runs: Path) -> None:
+    """From the logs of the five methods' finished runs in a folder like runs/results: draws
+    validation CIDEr over steps, and fills in the table of docs/tour.md."""
+    logs = {}
+    for row in README_ROWS[:5]:
+        logs[row] = [read_log(folder / "log.jsonl") for folder in finished(runs, row)]
+    draw_cider(logs, ASSETS / "tour_curves.png")
+    head = ["method", "command", "seeds", "minutes", "1/4", "1/2", "all steps", "losses at the end"]
+    lines = [table_line(head), "|---" * len(head) + "|"]
+    for row, of_row in logs.items():
+        lines.append(table_line([row, f"`python {ROWS[row]}`", str(len(of_row)), *curve(of_row)]))
+    text = TOUR.read_text(encoding="utf-8")
+    write_text(TOUR, replaced(text, "curves", lambda _: "\n".join(lines) + "\n"))
+
+
+def cider_of(log: list[dict]) -> tuple[list[int], list[float]]:
+    """The steps of a run's validations, and CIDEr at each."""
+    validations = [row for row in log if row["event"] == "eval"]
+    return [row["step"] for row in validations], [row["CIDEr"] for row in validations]
+
+
+def curve(logs: list[list[dict]]) -> list[str]:
+    """The last five cells of a method's line, from the logs of its runs: means of minutes, of CIDEr
+    at a quarter, half and all of the steps (of IDC's fine-tuning), and of the losses in their last
+    lines."""
+    minutes = []
+    ciders = [[], [], []]
+    ends = {}  # name of a loss -> its last value in each run
+    for log in logs:
+        config = log[0]["config"]
+        seconds = {}  # of each stage
+        last = {}
+        for row in log:
+            if row["event"] == "train":
+                seconds[row["stage"]] = row["seconds"]
+                last |= row
+        minutes.append(sum(seconds.values()) / 60)
+        for name in last.keys() - {"step", "event", "stage", "seconds", "lr", "total"}:
+            ends.setdefault(name, []).append(last[name])
+        for share, at_share in zip((0.25, 0.5, 1), ciders, strict=True):
+            step = config.get("pretrain_steps", 0) + share * config["steps"]
+            at_share.append(float(np.interp(step, *cider_of(log))))
+    losses = [f"{name} {statistics.fmean(ends[name]):.2f}" for name in sorted(ends)]
+    return [cell(minutes), *map(cell, ciders), ", ".join(losses)]
+
+
+def draw_cider(logs: dict[str, list[list[dict]]], picture: Path) -> None:
+    """Draws a panel for each method: validation CIDEr of each run, thin, and their mean."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 2.8), layout="constrained")
+    panels = figure.subplots(1, len(logs), sharey=True)
+    for axes, (row, of_row) in zip(panels, logs.items(), strict=True):
+        curves = [cider_of(log) for log in of_row]
+        for steps, ciders in curves:
+            axes.plot(steps, ciders, color="C0", linewidth=0.8, alpha=0.6)
+        steps, _ = curves[0]
+        axes.plot(steps, np.mean([ciders for _, ciders in curves], 0), color="C0", linewidth=2.5)
+        axes.set_title(row)
+        axes.set_xlabel("step")
+        axes.set_xlim(0)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("validation CIDEr")
+    figure.savefig(picture, dpi=120)
+
+
 # ---- assets --------------------------------------------------------------------------------------
 
 
@@ -498,12 +586,17 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="only fill in the tables")
     text = "only make the weights and pairs in assets/ from a finished run of scorer_cbr.py"
     parser.add_argument("--assets", type=Path, metavar="RUN", help=text)
+    text = "only draw how the five methods learn, from their runs in this folder"
+    parser.add_argument("--curves", type=Path, metavar="RUNS", help=text)
     args = parser.parse_args()
     if args.table:
         write_tables()
         return
     if args.assets:
         write_assets(args.assets, args.data_dir)
+        return
+    if args.curves:
+        write_curves(args.curves)
         return
     missing = missing_runs(args.only, commit_of_the_code())
     print(f"{len(missing)} runs are missing", flush=True)
