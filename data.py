@@ -1237,14 +1237,12 @@ def notes_on_copies(release: Release, features: Features) -> list[str]:
     if there are any."""
     names = release.images(["train"])
     training = {features.content(name) for name in names}
-    copies = []
-    for name in sorted(release.images(["val", "test"]) - names):
-        if features.content(name) in training:
-            copies.append(name)
+    others = sorted(release.images(["val", "test"]) - names)
+    copies = [name for name in others if features.content(name) in training]
     if not copies:
         return []
-    these = f"{len(copies)} val and test pictures, such as {copies[0]},"
-    return [f"{these} are in train under other names"]
+    count = len(copies)
+    return [f"{count} val and test pictures, such as {copies[0]}, are in train under other names"]
 
 
 def make_features(name: str, path: Path, release: Release, device: str, extractor: str) -> None:
