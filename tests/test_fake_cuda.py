@@ -202,4 +202,4 @@ def test_where_the_kernels_are_used(capability, work, fit, monkeypatch):
     monkeypatch.setattr(matching, "kernels_work", lambda *_: work)
     with FakeTensorMode():
         q = torch.empty(4, 9, 16, device=GPU)
-        assert matching.kernels_fit(q, q) == fit
+        assert matching.kernels_fit(q, q, 1) == fit

@@ -44,7 +44,7 @@ def test_token_match_is_the_definition(heads, slice_of, monkeypatch):
 def test_the_operators_are_what_torch_compile_expects():
     q = torch.randn(4, 5, 6, requires_grad=True)
     k = torch.randn(3, 7, 6, requires_grad=True)
-    checks = torch.library.opcheck(matching._token_match, (q, k))
+    checks = torch.library.opcheck(matching._token_match, (q, k, 2))
     assert set(checks.values()) == {"SUCCESS"}
 
 
@@ -94,7 +94,7 @@ def compiled_for(monkeypatch):
     from triton.backends.compiler import GPUTarget
 
     def compile_kernels(capability, channels, dtype):
-        """-> match_kernel, and gradient_kernel for q and for k."""
+        """-> match_kernel for q and for k, then gradient_kernel for both."""
         gpu = SimpleNamespace(
             get_current_device=lambda: f"sm_{capability}",
             get_current_stream=lambda device: 0,
@@ -105,8 +105,10 @@ def compiled_for(monkeypatch):
         monkeypatch.setattr(triton.runtime.driver, "_active", gpu)
         monkeypatch.setattr(matching, "match_kernel", match)
         monkeypatch.setattr(matching, "gradient_kernel", gradient)
+        packed = capability >= 90 and dtype == torch.bfloat16
+        monkeypatch.setattr(matching, "can_pack", lambda q: packed)
         q = torch.empty(128, 196, channels, dtype=dtype, device="meta")
-        similarity, *winners = matching.match_by_kernel(q, q)
+        similarity, *winners = matching.match_by_kernel(q, q, 1)
         matching.gradients_by_kernel(similarity, q, q, *winners)
         return match.compiled + gradient.compiled
 
@@ -121,11 +123,13 @@ def test_the_kernels_compile_for_small_gpus(compiled_for, channels, dtype):
         assert kernel.metadata.shared <= 99 * 1024
 
 
-@pytest.mark.parametrize("channels, dtype", [(64, torch.float32), (512, torch.bfloat16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("channels", [64, 512])
 def test_the_machine_code_for_an_h100_keeps_all_products(compiled_for, channels, dtype, tmp_path):
     """Faults of two versions of ptxas: see the comments on the sums in the kernels."""
-    match, *gradients = compiled_for(90, channels, dtype)
-    for kernel in (match, *gradients):
+    *matches, grad_q, grad_k = compiled_for(90, channels, dtype)
+    gradients = (grad_q, grad_k)
+    for kernel in (*matches, *gradients):
         code = disassemble(kernel, tmp_path)
         written = re.findall(r"HGMMA\S+ (\w+),", code)  # the register of each product
         assert written
@@ -164,22 +168,22 @@ def disassemble(kernel, folder):
 def test_what_the_kernels_can_match(images, tokens, channels, dtype, fit):
     pytest.importorskip("triton")
     q = torch.empty(images, tokens, channels, dtype=dtype, device="meta")
-    assert matching.kernels_fit(q, q) == fit
+    assert matching.kernels_fit(q, q, 1) == fit
 
 
 def test_offsets_of_channels_have_32_bits_too():
     pytest.importorskip("triton")
     q = torch.empty(21_400, 196, 512, device="meta")
     k = torch.empty(2, 196, 512, device="meta")
-    assert matching.kernels_fit(q[:-1], k)
-    assert not matching.kernels_fit(q, k)
-    assert not matching.kernels_fit(k, q)
+    assert matching.kernels_fit(q[:-1], k, 1)
+    assert not matching.kernels_fit(q, k, 1)
+    assert not matching.kernels_fit(k, q, 1)
 
 
 RESULTS = ["similarity", "best_key", "best_query", "grad_q", "grad_k"]
 
 
-@pytest.mark.parametrize("wrong", ["nothing", *RESULTS])
+@pytest.mark.parametrize("wrong", ["nothing", "the compiler", *RESULTS])
 def test_kernels_that_lose_results_are_noticed(wrong, monkeypatch, capsys):
     """The slower form stands in for the kernels. Of one result, they lose an image in sixteen."""
 
@@ -190,10 +194,12 @@ def test_kernels_that_lose_results_are_noticed(wrong, monkeypatch, capsys):
         return results
 
     def match_by_kernel(*args):
-        return lose(RESULTS[:3], matching.match_in_slices(*args))
+        if wrong == "the compiler":
+            raise pytest.importorskip("triton").TritonError("it cannot be compiled")
+        return lose(RESULTS[:3], matching.match_each_head(*args))
 
     def gradients_by_kernel(*args):
-        return lose(RESULTS[3:], matching.gradients_in_bags(*args))
+        return lose(RESULTS[3:], matching.gradients_each_head(*args))
 
     monkeypatch.setattr(matching, "match_by_kernel", match_by_kernel)
     monkeypatch.setattr(matching, "gradients_by_kernel", gradients_by_kernel)
@@ -205,35 +211,35 @@ def test_kernels_that_lose_results_are_noticed(wrong, monkeypatch, capsys):
 
 # ---- the process with the interpreter ------------------------------------------------------------
 
-# A, B, N, M, C
+# A, B, N, M, heads, channels of a head
 SHAPES = [
-    (2, 3, 20, 37, 16),
-    (3, 2, 37, 20, 5),
-    (1, 1, 49, 200, 64),
-    (1, 2, 130, 33, 100),  # the channels are read in several blocks
+    (2, 3, 20, 37, 1, 16),
+    (3, 2, 37, 20, 3, 5),
+    (1, 1, 49, 200, 2, 64),
+    (1, 2, 130, 33, 1, 100),  # the channels are read in several blocks
 ]
 
 
-def check_kernels(A, B, N, M, C, dtype, tolerance):
+def check_kernels(A, B, N, M, heads, C, dtype, tolerance):
     torch.manual_seed(0)
-    q = torch.randn(A, N, C).to(dtype)
-    k = torch.randn(B, M, C).to(dtype)
+    q = torch.randn(A, N, heads * C).to(dtype)
+    k = torch.randn(B, M, heads * C).to(dtype)
     q[:, 3] *= 5  # so that many keys choose one query
     weight = torch.randn(A, B)
-    similarity, *winners = matching.match_by_kernel(q, k)
+    similarity, *winners = matching.match_by_kernel(q, k, heads)
     gradients = matching.gradients_by_kernel(weight, q, k, *winners)
     assert similarity.dtype == torch.float32
-    expected = dense_gradients(q, k, weight)
+    expected = dense_gradients(q, k, weight, heads)
     for ours, dense in zip((similarity, *gradients), expected, strict=True):
         error = (ours.double() - dense).norm() / dense.norm()
-        assert error < tolerance, (A, B, N, M, C, dtype, error)
+        assert error < tolerance, (A, B, N, M, heads, C, dtype, error)
 
 
 def check_ties():
     """Whoever wins, the gradient is a whole one: all tokens of an image are equal."""
     q = torch.ones(1, 20, 16)
     k = torch.ones(2, 37, 16)
-    similarity, *winners = matching.match_by_kernel(q, k)
+    similarity, *winners = matching.match_by_kernel(q, k, 1)
     grad_q, grad_k = matching.gradients_by_kernel(torch.ones(1, 2), q, k, *winners)
     assert torch.allclose(similarity, torch.tensor(16.0), rtol=1e-4)
     assert torch.allclose(grad_q.sum(1), torch.tensor(2.0))
