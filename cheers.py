@@ -831,7 +831,7 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
         model.clamp_scales()
         run.count(losses)
         if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
-            run.checkpoint(evaluate(model, dataset, entities, "val", cfg))
+            run.checkpoint(evaluate(model, dataset, "val", cfg, entities=entities))
             model.train()
     return run.best_model()
 
@@ -842,12 +842,13 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
 def evaluate(
     model: CHEERS,
     dataset,
-    entities: Entities | None,
     split: str,
     cfg: Config,
     out_dir: Path | None = None,
+    entities: Entities | None = None,
 ) -> dict[str, float]:
     """Caption a split of a data set (data.Dataset) -> the scores of all its pairs together.
+    entities: those of its pairs, unless k is 0.
 
     Without out_dir, for validation during training, these are the quick metrics. With out_dir,
     every metric of every group of pairs is printed and written, with captions and pictures."""
@@ -903,7 +904,7 @@ def main(argv: list[str] | None = None) -> None:
         entities = entities_of(dataset, cfg)
         model = train(cfg, dataset, entities, args.resume)
     if args.split != "none":
-        evaluate(model, dataset, entities, args.split, cfg, Path(cfg.out_dir))
+        evaluate(model, dataset, args.split, cfg, Path(cfg.out_dir), entities)
 
 
 if __name__ == "__main__":

@@ -237,5 +237,5 @@ def prepared(release):
 @pytest.fixture
 def tiny():
     """Flags that make any method small and quick on `prepared`."""
-    flags = "--dataset clevr_change --device cpu --dim 16 --word_dim 10 --heads 2 --batch_size 3"
+    flags = "--dataset clevr_change --device cpu --dim 16 --heads 2 --batch_size 3"
     return [*flags.split(), *"--eval_every 4 --log_every 2 --steps 8".split()]

@@ -1,6 +1,8 @@
 """A user's likely mistakes: one line on stderr that names the flag or the file, and exit code 2."""
 
 import shlex
+import subprocess
+import sys
 
 import h5py
 import pytest
@@ -58,6 +60,16 @@ def test_unknown_names_of_the_command_line(refused, prepared, train):
         flags = ("--data_dir", prepared, "--extractor", extractor)
         assert f"--extractor {extractor}" in refused(data.main, "clevr_change", *flags)
         assert f"--extractor {extractor}" in train(prepared, "--extractor", extractor)
+
+
+def test_a_script_starts_and_prints_one_line(tmp_path):
+    flags = ["--dataset", "clevr_change", "--data_dir", str(tmp_path / "none")]
+    script = [sys.executable, scorer_cbr.__file__]
+    done = subprocess.run([*script, *flags], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "splits.json" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("device", ["nosuch", "cuda:99"])

@@ -7,7 +7,7 @@ from conftest import train_lines
 from PIL import Image
 from test_features import without_training
 from test_match import dense_gradients
-from test_methods import MODELS, flags_of
+from test_methods import METHODS, flags_of
 
 import cheers
 import data
@@ -19,7 +19,7 @@ from matching import token_match
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 
 
-@pytest.fixture(params=MODELS, ids=lambda method: method.__name__)
+@pytest.fixture(params=METHODS, ids=lambda method: method.__name__)
 def method(request):
     return request.param
 

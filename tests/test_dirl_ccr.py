@@ -9,6 +9,7 @@ from conftest import CAPTION, WORDS, B, C, H, L, N, W, mean, pictures
 from released import close, fill, inputs, linear
 from test_scorer_cbr import naive_nce
 
+import common
 from common import InputError, preset
 from dirl_ccr import (
     DIRL,
@@ -173,6 +174,22 @@ def test_dirl_loss_against_loops(alpha, correlate):
             elif correlate:
                 loss += (1 - c) ** 2
     assert model(before, after, CAPTION)["dirl"].item() == pytest.approx(loss)
+
+
+def test_the_compiled_correlation_has_gradients_in_float32():
+    """Under autocast (here the CPU's), as it is compiled on CUDA."""
+
+    def gradient(function):
+        y = torch.rand(2, B, N, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            c = function(y[0], y[1], 1e-5)
+        return torch.autograd.grad(c.diagonal().sum(), y)
+
+    with torch._functorch.config.patch(backward_pass_autocast="same_as_forward"):
+        common.set_up_device("cuda")
+        compiled = torch.compile(channel_correlation, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(gradient(compiled), gradient(channel_correlation))
+    common.set_up_device("cpu")
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -7,23 +7,17 @@ losses in float32. Gradients, speed, memory and results cannot be tested this wa
 """
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
-from test_methods import MODELS, one_layer
+from test_methods import METHODS, VARIANTS, batch_of, one_layer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import cheers
 import common
-import data
-import dirl_ccr
-import idc_pretrain
 import matching
-import rdd_acr
 import scorer_cbr
 from common import parse_args, preset
 
@@ -34,10 +28,9 @@ pytestmark = pytest.mark.skipif(
 
 GPU = torch.device("cuda:0")
 B = 8  # pairs
+GRID = (1024, 14, 14)
 WORDS = 76  # in the vocabulary
 LENGTH = 24  # ids of a caption
-CLIP = 768  # ViT-L-14's width
-IDC_STEPS = ["finetune", "mlm", "mvcl", "fda", "mlm of single images", "birds"]
 
 
 class Watch(TorchDispatchMode):
@@ -76,85 +69,23 @@ def move_to_gpu(model):
                 module._buffers[name] = x.to(GPU)
 
 
-def batches_of(kind, grid):
-    """The batches of a step, on the CPU."""
-    features = torch.rand(B, *grid).half()
-    caption = torch.ones(B, LENGTH, dtype=torch.long)
-    names = [("a", "b")] * B
-    batch = data.Batch(features, features, caption, ["1"] * B, ["a"] * B, names)
-    if kind == "mlm of single images":
-        return (dataclasses.replace(batch, single=True),)
-    return (batch, batch)
-
-
-def entities_of(cfg):
-    """cheers.Entities with one pair of pictures."""
-    entities = object.__new__(cheers.Entities)
-    entities.table = torch.rand(500, cfg.clip_dim, device=GPU)
-    entities.blind = False
-    entities.rows = {("a", "b"): torch.zeros(cfg.k, dtype=torch.long)}
-    return entities
-
-
-def phrases():
-    """Stands in for rdd_acr.Phrases, which reads the content of tensors on the CPU."""
-    text = torch.rand(2 * B, CLIP, device=GPU)
-    attributes = rdd_acr.Attributes(text, text[:, 0] > 0, text @ text.T > 0)
-    return SimpleNamespace(encode=lambda _, prompts: dict.fromkeys(prompts, attributes))
-
-
-def rewrites(pair_ids):
-    """Stands in for idc_pretrain.Negatives."""
-    return torch.ones(len(pair_ids), idc_pretrain.REWRITES, LENGTH, dtype=torch.long)
-
-
-def losses_of(method, model, kind, grid, cfg, more):
-    """The losses of a step, which for IDC has one of its tasks."""
-    batches = batches_of(kind, grid)
-    if method is not idc_pretrain:
-        return method.compute_losses(model, batches, cfg, *more)
-    task = getattr(idc_pretrain.IDC, kind.split()[0])
-    if task is not idc_pretrain.IDC.birds:
-        return method.compute_losses(model, batches, cfg, task, rewrites)
-    batch = batches[0].to(cfg.device)
-    of_birds = (batch.before, batch.after, batch.caption[:, :2])
-    return idc_pretrain.mean_losses(model, cfg, task, [of_birds])
-
-
-@pytest.mark.parametrize(
-    "method, variant, changes",
-    [
-        (scorer_cbr, "paper", {}),
-        (scorer_cbr, "released", {}),
-        (scorer_cbr, "paper", {"difference": "subtract", "w_match": 0, "w_cbr": 0}),
-        (dirl_ccr, "paper", {}),
-        (rdd_acr, "paper", {}),
-        (cheers, "paper", {}),
-        (cheers, "paper", {"layers": 0, "k": 0, "gate": "none", "w_consistency": 0, "w_match": 0}),
-        (idc_pretrain, "paper", {"nabirds": "a folder"}),
-        (idc_pretrain, "released", {"nabirds": "a folder"}),
-    ],
-)
-def test_no_operation_mixes_devices_or_waits(method, variant, changes, monkeypatch):
+@pytest.mark.parametrize("method, fields", VARIANTS)
+def test_no_operation_mixes_devices_or_waits(method, fields, monkeypatch):
+    """At the size of CLEVR-Change."""
     # By these two functions, autocast checks for a GPU.
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    released = getattr(method, "RELEASED", None)
-    cfg = preset(method.Config, method.PRESETS, released, "clevr_change", variant)
+    cfg = preset(method.Config, method.PRESETS, {}, "clevr_change")
     # More layers would only repeat the operations of one.
-    cfg = dataclasses.replace(cfg, **one_layer(method) | changes, device=str(GPU))
-    grid = (2048, 7, 7) if method is idc_pretrain else (1024, 14, 14)
+    cfg = dataclasses.replace(cfg, **one_layer(method) | fields, device=str(GPU))
     with FakeTensorMode():
-        model = MODELS[method](cfg, WORDS, grid, LENGTH)
+        model = METHODS[method].model(cfg, WORDS, GRID, LENGTH)
         move_to_gpu(model)
-        more = []  # further arguments of compute_losses
-        if method is cheers and cfg.k:
-            more.append(entities_of(cfg))
-        if method is rdd_acr:
-            more.append(phrases())
-        for kind in IDC_STEPS if method is idc_pretrain else ["step"]:
+        before, after = torch.rand(2, B, *GRID).half()
+        batch = batch_of(before, after, torch.ones(B, LENGTH, dtype=torch.long))
+        for kind, compute_losses in METHODS[method].steps(model, (batch, batch)).items():
             with Watch() as watch:
-                losses = losses_of(method, model, kind, grid, cfg, more)
+                losses = compute_losses()
                 if hasattr(model, "clamp_scales"):
                     model.clamp_scales()
             for name, loss in losses.items():
@@ -164,13 +95,11 @@ def test_no_operation_mixes_devices_or_waits(method, variant, changes, monkeypat
 
         model.eval()
         model.max_len = 4  # at the eighth word, `decode` waits to see if all captions have ended
+        inputs = METHODS[method].inputs(model, batch.images)
+        batch = batch.to(cfg.device)
         with Watch():
-            batch = batches_of("step", grid)[0].to(cfg.device)
-            rows = []
-            if method is cheers and cfg.k:
-                rows.append(more[0](batch.images))
-            ids = model.generate(batch.before, batch.after, *rows)
-            maps = model.attention_map(batch.before, batch.after, ids, *rows)
+            ids = model.generate(batch.before, batch.after, *inputs)
+            maps = model.attention_map(batch.before, batch.after, ids, *inputs)
         for x in (ids, *maps.values()):
             assert x.device == GPU
 

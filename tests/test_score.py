@@ -13,14 +13,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import NoFeatures
+from conftest import NoFeatures, add_word
 from PIL import Image
 from pycocotools.coco import COCO
 
 import data
 import mini
+import scorer_cbr
 import scores
-from common import InputError
+from common import InputError, read_log
 
 REFERENCES = {
     "1": ["the red car is gone", "the car left"],
@@ -366,3 +367,30 @@ def test_pointing_scores_count_boxes_not_pairs(tmp_path):
     # Each side's own map finds its box.
     maps = {"1": {"after": brightest[5], "before": brightest[0]}}
     assert scores.pointing_scores(dataset, "test", maps, {})["total"]["pointing"] == 100
+
+
+# ---- the files of a run --------------------------------------------------------------------------
+
+
+def test_a_run_leaves_what_it_should(prepared, tiny, tmp_path):
+    def run(*argv):
+        scorer_cbr.main([str(a) for a in argv])
+
+    out = tmp_path / "run"
+    run(*tiny, "--data_dir", prepared, "--out_dir", out)
+    files = {path.name for path in out.iterdir()}
+    checkpoints = {"last.pt", "best.pt"}
+    results = {"captions_test.json", "references_test.json", "scores_test.json", "samples_test.png"}
+    assert files == {"log.jsonl", "curves.png"} | checkpoints | results
+    events = [row["event"] for row in read_log(out / "log.jsonl")]
+    assert events.count("train") == 4
+    assert events.count("eval") == 2
+    # Another checkpoint's files have a folder of their own.
+    run("--eval", out / "last.pt", "--split", "val", "--device", "cpu")
+    assert (out / f"last-{prepared.name}" / "scores_val.json").exists()
+    # So have those on other data, whose captions may have words that the model cannot say.
+    other = tmp_path / "other"
+    shutil.copytree(prepared, other)
+    add_word(other, "zebra")
+    run("--eval", out / "best.pt", "--data_dir", other, "--device", "cpu")
+    assert (out / "best-other" / "scores_test.json").exists()
