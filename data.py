@@ -281,8 +281,10 @@ def release_from_pairs(
 ) -> Release:
     """A release with one pair per scene. pairs: split -> its pairs, whose image names are relative
     to `folder`; pairs of the same id are one, with the captions of all. kinds: kind of change ->
-    pair ids; each is scored separately. InputError if a split is unknown, or a pair is in two."""
-    release = Release(groups=kinds or {}, kinds=kinds or {}, notes=[*notes])
+    pair ids; each is scored separately. InputError if a split is unknown, a pair is in two, or its
+    id has other pictures elsewhere."""
+    kinds = kinds or {}
+    release = Release(groups=dict(kinds), kinds=dict(kinds), notes=[*notes])
     first: dict[str, tuple[str, Pair]] = {}  # id -> split and pair
     for split, rows in pairs.items():
         for pair in rows:
@@ -291,6 +293,13 @@ def release_from_pairs(
             first_split, first_pair = first.setdefault(pair.id, (split, pair))
             if split != first_split:
                 raise InputError(f"{folder}: {pair.id} is both in {first_split} and in {split}")
+            pictures = f"{pair.before} and {pair.after}"
+            first_pictures = f"{first_pair.before} and {first_pair.after}"
+            if pictures != first_pictures:
+                remedy = "give every two pictures an id of their own"
+                raise InputError(
+                    f"{folder}: {pair.id} is {first_pictures}, but also {pictures}; {remedy}"
+                )
             if pair is not first_pair:
                 first_pair.captions.extend(pair.captions)
     for split, pair in first.values():
@@ -413,7 +422,7 @@ DATASETS: dict[str, Settings] = {}
 
 def read_release(name: str, root: Path) -> Release:
     """Reads a data set's folder. FileNotFoundError if a file of the release is missing; InputError
-    if one is broken, or train has no pairs."""
+    if one is broken, train has no pairs, or check_release finds a fault."""
     try:
         release = DATASETS[name].read(root)
     except FileNotFoundError as e:
@@ -421,6 +430,7 @@ def read_release(name: str, root: Path) -> Release:
         if DATASETS[name].make:
             advice = f"python data.py {name} --data_dir {shlex.quote(str(root))} draws it"
         raise FileNotFoundError(f"{e}; {advice}") from e
+    check_release(release, root)
     if not release.scenes["train"]:
         raise InputError("; ".join([f"{root}: no pairs in train", *release.notes]))
     for split in ("val", "test"):
@@ -429,6 +439,25 @@ def read_release(name: str, root: Path) -> Release:
             share = f"{len(leaked)} of {len(release.pairs(split))} {split} pairs share a picture"
             release.notes.append(f"{share} with another split; scores are also given without them")
     return release
+
+
+def check_release(release: Release, root: Path) -> None:
+    """InputError if a pair has no caption, or if a group or kind has the name of another row of the
+    scores, or an id that no pair has."""
+    ids = set()
+    for split in SPLITS:
+        for scene in release.scenes[split]:
+            for pair in (*scene.pairs, *(scene.swapped or ())):
+                if not pair.captions:
+                    raise InputError(f"{root}: {pair.id} has no caption")
+                ids.add(pair.id)
+    for name, members in [*release.groups.items(), *release.kinds.items()]:
+        if name.lower() in scores.ADDED_ROWS:
+            raise InputError(f"{root}: the scores have a row {name.lower()!r}; rename this group")
+        unknown = members - ids
+        if unknown:
+            found = f"{len(unknown)} ids that no pair has, such as {min(unknown)}"
+            raise InputError(f"{root}: the group {name!r} has {found}")
 
 
 # ---- readers, one for each release ---------------------------------------------------------------
@@ -467,8 +496,8 @@ def read_clevr_change(root: Path) -> Release:
             release.scenes[split].append(scene)
             release.groups["semantic change"].add(changed.id)
             release.groups["only distractor"].add(unchanged.id)
-    types = read_json(root / "type_mapping.json")
-    release.kinds = {kind: set(ids) for kind, ids in types.items()}
+    for kind, ids in read_json(root / "type_mapping.json").items():
+        release.kinds[kind] = release.groups["semantic change"].intersection(ids)
     release.groups |= release.kinds
     release.kinds["no change"] = release.groups["only distractor"]
     release.overlap = read_by_pair(root / "change_captions_by_IOU.json")
@@ -761,8 +790,6 @@ def read_pairs(root: Path) -> Release:
     kind_of: dict[str, str] = {}
     for row in table:
         pair = own_pair(row)
-        if not pair.captions:
-            raise InputError(f"{file}: {pair.id} has no caption")
         for caption in pair.captions:
             if caption.lower() in EMPTY_CELLS or PRINTED_LIST.match(caption):
                 remedy = "write plain text, with | between captions, or leave it out"
@@ -772,8 +799,6 @@ def read_pairs(root: Path) -> Release:
             raise InputError(f"{file}: {pair.id} is both {kind_of[pair.id]!r} and {kind!r}")
         if kind:
             kinds[kind].add(pair.id)
-        if kind.lower() in scores.ADDED_ROWS:
-            raise InputError(f"{file}: the scores have a row {kind.lower()!r}; rename this kind")
         split = row["split"].lower() if "split" in row else hashed_split(pair)
         pairs[split].append(pair)
     unused = {*columns} - {"before", "after", "captions", "split", "kind"}

@@ -231,8 +231,9 @@ def percent(values: Iterable[float]) -> float:
 # `dataset` is a data.Dataset. data.py imports this file, so the class cannot be named here.
 
 ONE_CAPTION = "one caption for all"
-# Rows besides a data set's own groups. data.py refuses kinds with these names.
-ADDED_ROWS = ("total", ONE_CAPTION, "without leaked pairs")
+VIEWS = ("view: hardest quarter", "view: easiest quarter")
+# Rows besides a data set's own groups. data.py refuses groups with these names.
+ADDED_ROWS = ("total", ONE_CAPTION, "without leaked pairs", *VIEWS)
 ENOUGH_PAIRS = 100  # if validation has fewer, one_caption chooses on training pairs
 
 
@@ -341,8 +342,9 @@ def groups_of(dataset, split: str) -> dict[str, set[str]]:
     by_overlap = sorted((pair.id for pair in pairs if pair.id in overlap), key=overlap.get)
     if by_overlap:
         quarter = len(by_overlap) // 4  # rounded down, as in the published scripts
-        groups["view: hardest quarter"] = set(by_overlap[:quarter])
-        groups["view: easiest quarter"] = set(by_overlap[len(by_overlap) - quarter :])
+        hardest, easiest = VIEWS
+        groups[hardest] = set(by_overlap[:quarter])
+        groups[easiest] = set(by_overlap[len(by_overlap) - quarter :])
     return groups
 
 

@@ -3,10 +3,11 @@
 import json
 import re
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import GRID, write_features, write_picture
+from conftest import GRID, write_features, write_own_pairs, write_picture, write_release
 
 import data
 import scorer_cbr
@@ -107,6 +108,10 @@ def test_image_editing_request_is_keyed_by_uid(tmp_path):
     assert data.read_image_editing(tmp_path).paths["c.gif"] == tmp_path / "images" / "c.gif"
     words = data.tokenize_lower(" Crop, PLEASE... it's  50%")
     assert words == "crop , please ... it ' s 50 %".split()
+    # Both captions would belong to the first one's pictures.
+    write(tmp_path / "train.json", [*train, item("A_1", "a.jpg", "d.png", "Zoom out")])
+    with pytest.raises(InputError, match=r"A_1 is a.jpg and b.jpg, but also a.jpg and d.png"):
+        data.read_release("image_editing_request", tmp_path)
 
 
 # ---- LEVIR-CC ------------------------------------------------------------------------------------
@@ -268,6 +273,77 @@ def test_nabirds_captions_are_classes(tmp_path):
     assert data.vocab_of("nabirds", release).words[4:] == [finch, goose, "Verdin"]
 
 
+# ---- every release -------------------------------------------------------------------------------
+
+
+def write_editing(root):
+    for split in ("train", "valid", "test"):
+        write(root / f"{split}.json", [item(split, "a.jpg", "b.jpg", "Zoom in")])
+
+
+def write_levir(root):
+    write(root / "LevirCCcaptions.json", {"images": [levir_image("train", 1, "a lake appears")]})
+
+
+WRITERS = {
+    "mini": write_release,
+    "clevr_change": write_release,
+    "clevr_dc": write_clevr_dc,
+    "spot_the_diff": write_spot,
+    "image_editing_request": write_editing,
+    "levir_cc": write_levir,
+    "birds_to_words": write_birds,
+    "cub": write_cub,
+    "nabirds": write_nabirds,
+    "pairs": write_own_pairs,
+}
+
+
+@pytest.mark.parametrize("name", data.DATASETS)
+def test_whatever_a_reader_returns_is_checked(name, tmp_path, monkeypatch):
+    WRITERS[name](tmp_path)
+    settings = data.DATASETS[name]
+    groups = data.read_release(name, tmp_path).groups
+
+    def with_groups(release):
+        release.groups["indoor"] = {release.pairs("train")[0].id}
+
+    def with_a_row(release):
+        release.groups["Total"] = set()
+
+    def with_an_unknown_id(release):
+        release.groups["indoor"] = {"no such pair"}
+
+    def with_a_kind_of_an_unknown_id(release):
+        release.kinds["indoor"] = {"no such pair"}
+
+    def without_captions(release):
+        release.pairs("train")[0].captions.clear()
+
+    def read_changed(change):
+        """Reads what `change` makes of the reader's release."""
+
+        def read(root):
+            release = settings.read(root)
+            change(release)
+            return release
+
+        monkeypatch.setitem(data.DATASETS, name, replace(settings, read=read))
+        return data.read_release(name, tmp_path)
+
+    release = read_changed(with_groups)
+    assert release.groups.keys() == {*groups, "indoor"}
+    assert "indoor" not in release.kinds
+    for change, named in (
+        (with_a_row, "row 'total'"),
+        (with_an_unknown_id, "'indoor' has .*no such pair"),
+        (with_a_kind_of_an_unknown_id, "'indoor' has .*no such pair"),
+        (without_captions, "no caption"),
+    ):
+        with pytest.raises(InputError, match=named):
+            read_changed(change)
+
+
 # ---- the real files ------------------------------------------------------------------------------
 
 
@@ -289,7 +365,7 @@ def test_real_splits(name, file_of_splits, key, of_each_kind, tmp_path):
     for file in ("captions.json", "change_captions.json", "no_change_captions.json"):
         write(tmp_path / file, texts)
     settings = data.DATASETS[name]
-    release = settings.read(tmp_path)
+    release = data.read_release(name, tmp_path)
     assert sizes(release).items() <= settings.published.items()
     test = {pair.id for pair in release.pairs("test")}
     for kind in settings.published.keys() & release.groups.keys():
@@ -300,7 +376,7 @@ def test_real_splits(name, file_of_splits, key, of_each_kind, tmp_path):
 @pytest.mark.parametrize("name", ["spot_the_diff", "image_editing_request", "levir_cc"])
 def test_real_pairs_and_vocabularies_are_as_many_as_published(name):
     settings = data.DATASETS[name]
-    release = settings.read(SHARED / name)
+    release = data.read_release(name, SHARED / name)
     counts = sizes(release) | {"words": len(data.vocab_of(name, release))}
     for kind, members in release.kinds.items():
         counts[kind] = len(members)
@@ -388,7 +464,7 @@ KINDS = "before,after,kind,captions\n"
 def test_what_is_wrong_in_a_table_is_named(text, named, tmp_path):
     write(tmp_path / "pairs.csv", text)
     with pytest.raises(InputError, match=named):
-        data.read_pairs(tmp_path)
+        data.read_release("pairs", tmp_path)
 
 
 def test_only_spellings_of_no_change_are_one_kind(tmp_path):
