@@ -22,9 +22,10 @@ Second half, what a run needs:
     command line         main
 
 To add a data set, write a reader (folder -> Release; release_from_pairs makes one of plain pairs)
-and its row of DATASETS. `python data.py NAME` and `--dataset NAME` then work; a method runs on its
-defaults until its PRESETS have an entry NAME. To use this file elsewhere, take common.py and
-scores.py along. Licence: MIT; contains no code from other repositories.
+and its row of DATASETS. `python data.py NAME` and `--dataset NAME` then work. A method without an
+entry NAME in its PRESETS uses that of Settings.preset, or else its defaults. To use this file
+elsewhere, take common.py and scores.py along. Licence: MIT; contains no code from other
+repositories.
 """
 
 import argparse
@@ -395,6 +396,7 @@ class Settings:
     """A row of DATASETS: the reader of a data set, and everything else specific to it."""
 
     read: Callable[[Path], Release]  # folder -> its contents
+    preset: str = ""  # the data set whose entry of PRESETS is used by a method that has none for it
     extractor: str = "resnet101-layer3"  # the default: a name in RESNETS, timm/MODEL, or mini-cnn
     authors_features: bool = False  # features are published as .npy files, see authors_features()
     tokenizer: Callable[[str], list[str]] = tokenize  # caption -> words of the vocabulary
@@ -418,6 +420,15 @@ class Settings:
 
 # Name of a data set -> its row. The rows are filled in below, each after its reader.
 DATASETS: dict[str, Settings] = {}
+
+
+def all_presets(presets: dict[str, dict]) -> dict[str, dict]:
+    """A method's PRESETS, and for each data set that is not there, those of Settings.preset."""
+    borrowed = {}
+    for name, settings in DATASETS.items():
+        if settings.preset in presets:
+            borrowed[name] = presets[settings.preset]
+    return borrowed | presets
 
 
 def read_release(name: str, root: Path) -> Release:

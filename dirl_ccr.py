@@ -639,7 +639,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
 
-    cfg, args = parse_args(Config, PRESETS, RELEASED, argv)
+    cfg, args = parse_args(Config, data.all_presets(PRESETS), RELEASED, argv)
     if args.caption:
         captioner = load(args.checkpoint, cfg.device, cfg.extractor)
         data.caption_files(captioner, args.caption, args.out)

@@ -677,6 +677,17 @@ def test_every_step_has_its_rate_clips_gradients_and_caps_scales(method, tmp_pat
         torch.testing.assert_close(model.get_parameter(name), weight, atol=1e-6, rtol=0)
 
 
+def test_a_data_set_may_use_the_presets_of_another(method, tmp_path, monkeypatch):
+    monkeypatch.setitem(data.DATASETS, "mine", data.Settings(data.read_pairs, preset="pairs"))
+    opened = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(data, "open_dataset", opened)
+    with pytest.raises(KeyboardInterrupt):
+        run(method, "--dataset", "mine", "--device", "cpu", "--out_dir", tmp_path / "run")
+    cfg, *_ = opened.call_args.args
+    for name, value in method.PRESETS["pairs"].items():
+        assert getattr(cfg, name) == value
+
+
 # ---- the embedded data set, pictures -------------------------------------------------------------
 
 
