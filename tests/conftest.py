@@ -145,11 +145,15 @@ def write_own_pairs(root):
 
 
 def write_features(name, root):
-    """Random features on a 2 x 3 grid for a release, in place of those that preparation makes."""
+    """Random features on a 2 x 3 grid for a release, in place of those that preparation makes. Each
+    picture has values of its own in all cells, so that losses that compare pictures are not at
+    chance, where they would hide what is wrong."""
     settings = data.DATASETS[name]
     release = settings.read(root)
     names = sorted(release.paths)
-    features = np.random.default_rng(1).random((len(names), *GRID)).astype(np.float32)
+    rng = np.random.default_rng(1)
+    of_pictures = 3 * rng.standard_normal((len(names), GRID[0], 1, 1), np.float32)
+    features = of_pictures + rng.standard_normal((len(names), *GRID), np.float32)
     files = [release.paths[name] for name in names]
     path = root / "features.h5"
     data.write_features(path, names, files, [features], settings.extractor, "at random")

@@ -10,13 +10,15 @@ import dataclasses
 
 import pytest
 import torch
-from test_methods import METHODS, VARIANTS, batch_of, one_layer
+from test_cuda import differing_terms, resume_and_compare, run
+from test_methods import METHODS, VARIANTS, batch_of, flags_of, one_layer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import common
+import idc_pretrain
 import matching
 import scorer_cbr
 from common import parse_args, preset
@@ -132,3 +134,49 @@ def test_where_the_kernels_are_used(capability, work, fit, monkeypatch):
     with FakeTensorMode():
         q = torch.empty(4, 9, 16, device=GPU)
         assert matching.kernels_fit(q, q, 1) == fit
+
+
+# ---- test_cuda.py's comparisons of runs, on the CPU ----------------------------------------------
+
+
+def scaled(function):
+    """The function, 5 % off."""
+    return lambda *args: 1.05 * function(*args)
+
+
+def without_gradient(function):
+    return lambda *args: function(*args).detach()
+
+
+@pytest.mark.parametrize(
+    "method, name, wrong, found",
+    [
+        (scorer_cbr, "cbr_loss", scaled, {"cbr"}),
+        (scorer_cbr, "token_match", without_gradient, {"match"}),
+        (idc_pretrain, "cell_loss", scaled, {"mvcl", "total"}),
+    ],
+)
+def test_a_wrong_term_is_noticed(method, name, wrong, found, prepared, tiny, tmp_path, monkeypatch):
+    flags = [*flags_of(method, tiny), "--data_dir", prepared, "--dropout", 0, "--lr", 1e-3]
+    flags += "--log_every 1 --steps 4".split()
+    if method is idc_pretrain:
+        flags += "--pretrain_steps 4 --mlm 1 --mvcl 1 --fda 0".split()
+    for folder in ("cpu", "same"):
+        run(method, *flags, "--out_dir", tmp_path / folder)
+    monkeypatch.setattr(method, name, wrong(getattr(method, name)))
+    run(method, *flags, "--out_dir", tmp_path / "wrong")
+    assert not differing_terms(tmp_path / "cpu", tmp_path / "same", rel=0.02)
+    assert differing_terms(tmp_path / "cpu", tmp_path / "wrong", rel=0.02) >= found
+
+
+@pytest.mark.parametrize(
+    "lost", [None, (torch, "set_rng_state"), (torch.optim.Adam, "load_state_dict")]
+)
+def test_what_a_resumed_run_loses_is_noticed(lost, prepared, tiny, tmp_path, monkeypatch):
+    flags = [*tiny, "--data_dir", prepared, "--dropout", 0.1, "--lr", 1e-3]
+    if not lost:
+        resume_and_compare(scorer_cbr, flags, tmp_path, monkeypatch)
+        return
+    monkeypatch.setattr(*lost, lambda *_: None)
+    with pytest.raises(AssertionError):
+        resume_and_compare(scorer_cbr, flags, tmp_path, monkeypatch)
