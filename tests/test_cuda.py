@@ -40,6 +40,9 @@ def fresh_compiler():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens, channels", [(49, 64), (196, 512), (300, 16)])
 def test_token_match_on_the_gpu_equals_dense_on_the_cpu(dtype, tokens, channels):
+    # In this draw, no token has two best scores so close (3e-5) that kernels may choose either one.
+    # In others, the gradient may be 3 % off.
+    torch.manual_seed(1)
     q = torch.randn(3, tokens, 2 * channels).to(dtype)
     k = torch.randn(5, 37, 2 * channels).to(dtype)
     q[:, 7] *= 10  # wins about half of the keys
@@ -161,7 +164,7 @@ def test_a_run_on_the_gpu_follows_one_on_the_cpu(method, prepared, tiny, tmp_pat
         (
             idc_pretrain,
             {"mlm", "mvcl", "fda", "judge"},
-            "--steps 4 --mlm 1 --mvcl 1 --fda 1 --pretrain_steps 12",
+            "--steps 4 --mlm 1 --mvcl 1 --fda 1 --pretrain_steps 12 --layers 1",  # four graphs
             0.01,
         ),
     ],
