@@ -1131,12 +1131,11 @@ class Features:
             return
         size = self.data[0].nbytes
         for i in index:
-            start = self.offset + i * size
-            end = start + size
-            for part in range(start, end, READ_AHEAD):
-                length = min(READ_AHEAD, end - part)
+            end = self.offset + (i + 1) * size
+            for start in range(end - size, end, READ_AHEAD):
+                length = min(READ_AHEAD, end - start)
                 # Unlike mmap's madvise, this lets other threads run while it waits.
-                os.posix_fadvise(self.file.fileno(), part, length, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(self.file.fileno(), start, length, os.POSIX_FADV_WILLNEED)
 
     def rows(self, names: list[str]) -> Tensor:
         """Features of the named images (n, C, H, W) float16, in RAM or on the GPU. They may still
@@ -1599,11 +1598,9 @@ def note_on_negatives(dataset: Dataset, cfg: RunConfig, *weights: str) -> None:
     scenes_with = Counter()  # an image's content -> in how many scenes it occurs
     for scene in dataset.release.scenes["train"]:
         scenes_with.update({content(name) for name in scene.images()})
-    pairs = dataset.release.pairs("train")
-    sharing = 0
-    for pair in pairs:
-        if scenes_with[content(pair.before)] > 1 or scenes_with[content(pair.after)] > 1:
-            sharing += 1
+    shared = {key for key, count in scenes_with.items() if count > 1}
+    pairs = dataset.contents("train").tolist()
+    sharing = sum(not shared.isdisjoint(pair) for pair in pairs)
     flags = " ".join(f"--{name} 0" for name in weights if getattr(cfg, name))
     if flags and 10 * sharing > len(pairs):
         shares = f"{sharing} of {len(pairs)} training pairs share a picture with another scene"

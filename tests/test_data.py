@@ -339,7 +339,7 @@ def test_pairs_that_share_a_picture_are_told(shared, noted, capsys):
     release = data.release_from_pairs({"train": pairs}, Path())
     vocab = data.Vocab.from_captions(["c"])
     features = NoFeatures()
-    features.content = lambda name: re.sub("copy . of ", "", name)
+    features.content = lambda name: hash(re.sub("copy . of ", "", name))
     dataset = data.Dataset("pairs", Path(), release, vocab, features)
     cfg = SimpleNamespace(w_match=0.5, w_other=0.0)
     data.note_on_negatives(dataset, cfg, "w_match", "w_other")
