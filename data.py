@@ -984,14 +984,9 @@ class TimmGrid(nn.Module):
                 weights = {k: w for k, w in weights.items() if not k.startswith(classifier)}
                 options["pretrained_cfg_overlay"] = {"state_dict": weights}
                 self.net = timm.create_model(model, **options)
-                # timm loads what fits, leaves the rest at random, and resizes more than positions.
-                own = self.net.state_dict()
-                wrong = own.keys() ^ weights.keys()
-                for key in own.keys() & weights.keys():
-                    if own[key].shape != weights[key].shape and "pos" not in key:
-                        wrong.add(key)
-                if wrong:
-                    raise KeyError(", ".join(sorted(wrong)))
+                # timm loads what fits and leaves the rest at random: all but positions must fit.
+                positions = {k: w for k, w in self.net.state_dict().items() if "pos" in k}
+                self.net.load_state_dict(weights | positions)
         else:
             with file_errors(f"--extractor {name}", "load it once online, or give timm/MODEL:FILE"):
                 self.net = timm.create_model(model, **options)
