@@ -272,6 +272,7 @@ def results(
     images = [{"id": i} for i in references]
     write_json(out_dir / f"references_{end}", {"images": images, "annotations": annotations})
 
+    print(f"scoring {len(captions)} captions", flush=True)  # METEOR takes minutes for thousands
     groups = groups_of(dataset, split)
     scores = protocol_scores(dataset, captions, references, groups)
     for group, shares in pointing_scores(dataset, split, maps, groups).items():
