@@ -465,13 +465,14 @@ def write_tables() -> None:
 
 def write_curves(runs: Path) -> None:
     """From the logs of the five methods' finished runs in a folder like runs/results: draws
-    validation CIDEr over steps, and fills in the table of docs/tour.md."""
+    validation CIDEr over steps, and fills in picture and table of docs/tour.md."""
     logs = {}
     for row in README_ROWS[:5]:
         logs[row] = [read_log(folder / "log.jsonl") for folder in finished(runs, row)]
     draw_cider(logs, ASSETS / "tour_curves.png")
     head = ["method", "command", "seeds", "minutes", "1/4", "1/2", "all steps", "losses at the end"]
-    lines = [table_line(head), "|---" * len(head) + "|"]
+    lines = ["![Validation CIDEr over steps, of each seed and the mean](../assets/tour_curves.png)"]
+    lines += ["", table_line(head), "|---" * len(head) + "|"]
     for row, of_row in logs.items():
         lines.append(table_line([row, f"`python {ROWS[row]}`", str(len(of_row)), *curve(of_row)]))
     text = TOUR.read_text(encoding="utf-8")

@@ -21,7 +21,7 @@ RUNS = {
     "dirl-ccr": (dirl_ccr, dirl_ccr.DIRL, {}),
     "dirl-ccr-no-l-dirl": (dirl_ccr, dirl_ccr.DIRL, {"w_dirl": 0.0}),
     "rdd-acr": (rdd_acr, rdd_acr.RDD, {}),
-    "rdd-acr-no-residual": (rdd_acr, rdd_acr.RDD, {"residual": False}),
+    "rdd-acr-no-residuals": (rdd_acr, rdd_acr.RDD, {"residual": False}),
     "cheers": (cheers, cheers.CHEERS, {}),
     "idc": (idc_pretrain, idc_pretrain.IDC, {}),
 }
@@ -51,7 +51,9 @@ def test_every_picture_shows_something(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "SCORER, seed 1111, step 0: share_of_the_partner 0." in printed
     assert "CHEERS, seed 1111, m over F: most " in printed
-    for picture in ("pairs", "scorer_cbr", "dirl_ccr", "rdd_acr", "cheers", "idc_pretrain"):
-        with Image.open(tmp_path / f"tour_{picture}.png") as image:
+    pictures = sorted(tmp_path.glob("tour_*"))
+    assert len(pictures) == 6
+    for picture in pictures:
+        with Image.open(picture) as image:
             assert image.width > 500
             assert len(image.convert("RGB").getcolors(10**6)) > 100

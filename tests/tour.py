@@ -147,10 +147,9 @@ def draw_dirl(figure, test, run, without) -> None:
 
 
 def draw_rdd(figure, test, run, bare) -> None:
-    """Where four object and four action vectors look in "after"; below, without residuals."""
+    """Where four object and four action vectors look in "after"; below, bare, without residuals."""
     _, after = test.pictures[MATERIAL]
-    row = 0
-    for end, model in {"": run.model, ", no residual": bare.model}.items():
+    for end, model in {"": run.model, ", bare": bare.model}.items():
         _, distilled = model.encode(test.before, test.after)
         for name, weight in model.vector_attention(distilled).items():
             x = torch.nn.functional.normalize(distilled[name].vectors, dim=-1)
@@ -158,8 +157,7 @@ def draw_rdd(figure, test, run, bare) -> None:
             tell(model, name + end, cosine=cosines.mean(), most=N * weight.amax(-1).mean())
             heat = N * weight[MATERIAL].unflatten(-1, (GRID, GRID)).numpy()
             panels = [(f"{name[:-1]} {k + 1}{end}", after, heat[k], None) for k in range(4)]
-            draw_row(figure, 0, -row * ROW, panels)
-            row += 1
+            draw_row(figure, 0, -len(figure.axes) / 4 * ROW, panels)  # below earlier rows
 
 
 def draw_cheers(figure, test, run, _) -> None:
@@ -184,9 +182,11 @@ def draw_cheers(figure, test, run, _) -> None:
     words = run.vocab.decode(ids)[MATERIAL].split()
     seen = []
     for gate in (model.decoder.layers[-1].alpha, model.decoder.layers[-1].beta):
-        gate.register_forward_hook(lambda *call: seen.append(call[-1][MATERIAL].mean(-1)))
+        gate.register_forward_hook(lambda *call: seen.append(call[-1].mean(-1)))
     model.decoder(ids, context)
-    gates = torch.stack(seen, -1)[: len(words)]
+    later = seen[0][:, 5:-1][ids[:, 6:] > 0].mean()
+    tell(model, "alpha", words_2_to_5=seen[0][:, 1:5].mean(), later_words=later)
+    gates = torch.stack(seen, -1)[MATERIAL, : len(words)]
     draw_matrix(figure, 0, "gates", gates, (0, 1.5), words, ("alpha", "beta"))
 
 
@@ -197,7 +197,7 @@ def draw_idc(figure, test, run, pretrained) -> None:
     words = run.vocab.decode(ids)[0].split()[:7]
     names = ["[CLS]", "START", *words[:3], *[f"MASK {word}" for word in words[:4]]]
     mask = idc_pretrain.causal_mask(5, 4, "cpu")
-    draw_matrix(figure, 0, "row sees column", mask, (0, 1), names, names)
+    draw_matrix(figure, 0, "which row sees which column", mask, (0, 1), names, names)
     weight = 2 * N * run.model.word_attention(*images, ids)[0].numpy()
     for side, picture in enumerate(test.pictures[DROP]):
         panels = [(word, picture, weight[t, side], None) for t, word in enumerate(words)]
@@ -233,7 +233,7 @@ def main() -> None:
     for row, method, draw, extra in (
         ("SCORER+CBR", scorer_cbr, draw_scorer, "SCORER+CBR, 100 steps"),
         ("DIRL+CCR", dirl_ccr, draw_dirl, "DIRL+CCR, no L_dirl"),
-        ("RDD+ACR", rdd_acr, draw_rdd, "RDD+ACR, no residual"),
+        ("RDD+ACR", rdd_acr, draw_rdd, "RDD+ACR, no residuals"),
         ("CHEERS", cheers, draw_cheers, "CHEERS"),  # none
         ("IDC", idc_pretrain, draw_idc, ""),  # its own state before fine-tuning
     ):
@@ -242,7 +242,7 @@ def main() -> None:
             runs[row] = method.load(folder / "best.pt", "cpu")
             with scores.new_figure(args.out / f"tour_{method.__name__}.png") as figure:
                 draw(figure, test, runs[row], method.load(other, "cpu"))
-    with scores.new_figure(args.out / "tour_pairs.png") as figure:
+    with scores.new_figure(args.out / "tour_pairs.jpg") as figure:
         draw_pairs(figure, dataset, runs)
 
 
