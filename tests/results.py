@@ -470,7 +470,8 @@ def write_curves(runs: Path) -> None:
     for row in README_ROWS[:5]:
         logs[row] = [read_log(folder / "log.jsonl") for folder in finished(runs, row)]
     draw_cider(logs, ASSETS / "tour_curves.png")
-    head = ["method", "command", "seeds", "minutes", "1/4", "1/2", "all steps", "losses at the end"]
+    head = ["method", "command", "seeds", "minutes"]
+    head += ["CIDEr at 1/4", "at 1/2", "at the end", "losses at the end"]
     lines = ["![Validation CIDEr over steps, of each seed and the mean](../assets/tour_curves.png)"]
     lines += ["", table_line(head), "|---" * len(head) + "|"]
     for row, of_row in logs.items():
@@ -521,12 +522,14 @@ def draw_cider(logs: dict[str, list[list[dict]]], picture: Path) -> None:
         for steps, ciders in curves:
             axes.plot(steps, ciders, color="C0", linewidth=0.8, alpha=0.6)
         steps, _ = curves[0]
-        axes.plot(steps, np.mean([ciders for _, ciders in curves], 0), color="C0", linewidth=2.5)
+        axes.plot(
+            steps, np.mean([ciders for _, ciders in curves], 0), ".-", color="C0", linewidth=2
+        )
         axes.set_title(row)
         axes.set_xlabel("step")
         axes.set_xlim(0)
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("validation CIDEr")
+    panels[0].set(ylabel="validation CIDEr", ylim=(0, None))
     figure.savefig(picture, dpi=120)
 
 
