@@ -258,9 +258,21 @@ def tiny(method, tiny):
     return flags_of(method, tiny)
 
 
+def run(method, *argv):
+    method.main([str(a) for a in argv])
+
+
+def code_of_the_page(word):
+    """The block of docs/extending.md that has this word."""
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.S) if word in code]
+    return code
+
+
 # ---- the files -----------------------------------------------------------------------------------
 
-README = Path(common.__file__).with_name("README.md").read_text(encoding="utf-8")
+ROOT = Path(common.__file__).parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 PACKAGES = ("data", "mini", "h5py", "spacy", "open_clip", "pycocoevalcap")
 
 
@@ -445,7 +457,8 @@ def test_every_parameter_learns(method, fields):
             assert not torch.equal(p, start[name]), f"{name} does not move"
 
 
-def test_overfits_eight_pairs(method, prepared, tiny):
+def test_overfits_eight_pairs(method, prepared, tiny, tmp_path, monkeypatch):
+    """And writes a checkpoint as docs/extending.md says, which --eval reads."""
     flags = [f"--{name}={value}" for name, value in METHODS[method].copying.items()]
     argv = [*tiny, "--dim=32", "--heads=4", "--dropout=0", *flags, "--data_dir", str(prepared)]
     cfg, _ = common.parse_args(method.Config, method.PRESETS, {}, argv)
@@ -469,6 +482,10 @@ def test_overfits_eight_pairs(method, prepared, tiny):
         if captions == expected:
             break
     assert captions == expected
+    monkeypatch.chdir(tmp_path)
+    exec(code_of_the_page("torch.save"), globals() | locals())
+    run(method, "--eval", "best.pt", "--device", "cpu")
+    assert (tmp_path / f"best-{prepared.name}" / "captions_test.json").exists()
 
 
 # ---- compiled ------------------------------------------------------------------------------------
@@ -519,10 +536,6 @@ def test_a_run_compiles_one_graph(method, prepared, tiny, tmp_path, monkeypatch,
 
 
 # ---- running -------------------------------------------------------------------------------------
-
-
-def run(method, *argv):
-    method.main([str(a) for a in argv])
 
 
 def load_tensors(path):
@@ -722,12 +735,9 @@ def test_mini_from_nothing_to_a_caption(
 
 
 def test_the_pages_lines_export(method):
-    page = Path(common.__file__).with_name("docs") / "extending.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
-    (export,) = [code for code in blocks if "torch.export" in code]
     model = small(method, 3, **METHODS[method].alone).eval()
     before, after = pictures().float()
     names = {"torch": torch, "model": model, "before": before, "after": after}
-    exec(export, names)
+    exec(code_of_the_page("torch.export"), names)
     program = names["program"].module()
     assert torch.equal(program(before[:3], after[:3]), model.generate(before[:3], after[:3]))
