@@ -672,7 +672,7 @@ def candidates_of(dataset, cfg: Config) -> list[str]:
     captions from templates (mini, CLEVR-Change, CLEVR-DC), on which spaCy often errs."""
     import data
 
-    captions = sorted(set(dataset.release.captions(["train"])))
+    captions = sorted(set(dataset.captions(["train"])))
     subjects = data.read_captions(data.subjects, dataset.name, captions)
     phrases = find_candidates(subjects, cfg.min_count, cfg.k)
     if not phrases:
@@ -718,16 +718,16 @@ def entities_of(dataset, cfg: Config, state: dict | None = None) -> Entities | N
         candidates = {"phrases": candidates_of(dataset, cfg), "table": None}
     table, embed = load_clip(cfg, **candidates)
     pairs = []
-    for scenes in dataset.release.scenes.values():
+    for scenes in dataset.scenes.values():
         for scene in scenes:
             for pair in (*scene.pairs, *(scene.swapped or ())):
                 pairs.append((pair.before, pair.after))
-    names = sorted(dataset.release.paths)
+    names = sorted(dataset.paths)
     contents = [f"{name} {dataset.features.content(name)}" for name in names]
     key = "\n".join([cfg.clip, *contents])
     file = dataset.root / f"clip-{hashlib.sha256(key.encode()).hexdigest()[:12]}.pt"
     if not file.exists():
-        save_tensors(file, {"images": embed([dataset.release.paths[name] for name in names])})
+        save_tensors(file, {"images": embed([dataset.paths[name] for name in names])})
     images = load_tensors(file, "remove it, and it will be made again")["images"]
     return Entities(cfg, candidates["phrases"], table, dict(zip(names, images, strict=True)), pairs)
 

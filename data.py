@@ -1346,18 +1346,18 @@ def prefetch(items: Iterator) -> Iterator:
             yield item
 
 
-class Dataset:
-    """A data set ready for a method: vocabulary, scenes, features. Made by `load`.
+class Dataset(Release):
+    """A release ready for a method, with its vocabulary and features. Made by `load`.
 
     A method's train and evaluate use vocab, grid, max_len, train_batches, eval_batches, results,
     state and check_state. Any object that has these can replace a Dataset; methods that use more
     say so where they do."""
 
     def __init__(self, name: str, root: Path, release: Release, vocab: Vocab, features: Features):
+        super().__init__(**vars(release))
         self.name = name
         self.settings = DATASETS[name]
         self.root = root
-        self.release = release
         self.vocab = vocab
         self.features = features
         texts = set(release.captions(SPLITS))  # of all splits, as in the authors' scripts
@@ -1365,7 +1365,7 @@ class Dataset:
         self.max_len = 2 + max(len(vocab.split(text)) for text in texts)
         self.no_change = self.no_change_captions()
         self.grid = tuple(features.data.shape[1:])  # (C, H, W)
-        features.require(self.release.paths)
+        features.require(self.paths)
 
     def train_batches(
         self, batch_size: int, seed: int, first: int, last: int
@@ -1379,7 +1379,7 @@ class Dataset:
 
     def make_batches(self, batch_size: int, seed: int, first: int, last: int) -> Iterator:
         """What train_batches yields."""
-        scenes = self.release.scenes["train"]
+        scenes = self.scenes["train"]
         # [ours] Every batch is full, so that torch.compile makes one graph. The scenes that are
         # left at the end of an epoch are left out of it. SCORER's and DIRL's code makes a small
         # batch of them: its epoch of CLEVR-Change has 265 steps, ours has 264.
@@ -1413,15 +1413,15 @@ class Dataset:
         pictures = []
         for name in (pair.before, pair.after):
             picture = Image.new("RGB", (96, 96), "grey")
-            if self.release.paths[name].exists():
-                picture = read_image(self.release.paths[name])
+            if self.paths[name].exists():
+                picture = read_image(self.paths[name])
                 picture.thumbnail((300, 300))
             pictures.append(picture)
         return pictures
 
     def eval_batches(self, split: str, batch_size: int) -> Iterator[Batch]:
         """Every pair of a split in order, with its first caption."""
-        pairs = self.release.pairs(split)
+        pairs = self.pairs(split)
         starts = range(0, len(pairs), batch_size)
         batches = prefetch(self.batch(pairs[i : i + batch_size]) for i in starts)
         return iter(progress(batches, desc=split, total=len(starts), leave=False, delay=1))
@@ -1452,8 +1452,8 @@ class Dataset:
         """Captions, as a model outputs them, which say that nothing changed: those of unchanged
         training pairs, and those listed by the data set's authors."""
         captions = set(self.settings.no_change)
-        unchanged = self.release.kinds.get("no change", set())
-        for pair in self.release.pairs("train"):
+        unchanged = self.kinds.get("no change", set())
+        for pair in self.pairs("train"):
             if pair.id in unchanged:
                 captions.update(pair.captions)
         return {" ".join(self.vocab.split(caption)) for caption in captions}
@@ -1481,7 +1481,7 @@ class Dataset:
         """What tells the pictures of each pair of a split from others, whatever their names:
         checksums of "before" and "after" (n, 2)."""
         rows = []
-        for pair in self.release.pairs(split):
+        for pair in self.pairs(split):
             rows.append([self.features.content(pair.before), self.features.content(pair.after)])
         return torch.tensor(rows).view(-1, 2)
 
@@ -1496,7 +1496,7 @@ class Dataset:
         parts = []
         for split in ("train", "val"):
             parts.append(str(self.contents(split).tolist()))
-            parts.append(str([pair.captions for pair in self.release.pairs(split)]))
+            parts.append(str([pair.captions for pair in self.pairs(split)]))
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     def check_state(self, state: dict) -> None:
@@ -1565,7 +1565,7 @@ def load(
         else:
             features.device = device
     print_notes(*release.notes, *notes_on_copies(release, dataset.features))
-    counts = {split: len(dataset.release.pairs(split)) for split in SPLITS}
+    counts = {split: len(dataset.pairs(split)) for split in SPLITS}
     print(f"{root}: {counts['train']} train, {counts['val']} val, {counts['test']} test pairs")
     print(f"features: {size / 1e6:.0f} MB, {place}")
     return dataset
@@ -1580,7 +1580,7 @@ def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
     if DATASETS[cfg.dataset].make and make:
         prepare(cfg.dataset, Path(cfg.data_dir), cfg.device, cfg.extractor)
     dataset = load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor, cfg.blind)
-    if dataset.release.scenes["train"][0].pairs[0].after is None:
+    if dataset.scenes["train"][0].pairs[0].after is None:
         raise InputError(f"--dataset {cfg.dataset} has no pairs; IDC reads it by --{cfg.dataset}")
     return dataset
 
@@ -1591,7 +1591,7 @@ def note_on_negatives(dataset: Dataset, cfg: RunConfig, *weights: str) -> None:
     fields of cfg that weigh them."""
     content = dataset.features.content
     scenes_with = Counter()  # an image's content -> in how many scenes it occurs
-    for scene in dataset.release.scenes["train"]:
+    for scene in dataset.scenes["train"]:
         scenes_with.update({content(name) for name in scene.images()})
     shared = {key for key, count in scenes_with.items() if count > 1}
     pairs = dataset.contents("train").tolist()

@@ -1025,8 +1025,8 @@ class Negatives:
     hash of all captions: rewrites made from other captions could be true of a pair."""
 
     def __init__(self, dataset):
-        unchanged = dataset.release.kinds.get("no change", set())
-        made_from = [[p.id, p.id in unchanged, p.captions] for p in dataset.release.pairs("train")]
+        unchanged = dataset.kinds.get("no change", set())
+        made_from = [[p.id, p.id in unchanged, p.captions] for p in dataset.pairs("train")]
         digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:12]
         path = dataset.root / f"negatives-{digest}.json"
         if not path.exists():
@@ -1056,8 +1056,8 @@ def rewrite(dataset) -> dict[str, list[str]]:
     import data
 
     templates = data.DATASETS[dataset.name].templates
-    scenes = dataset.release.scenes["train"]
-    unchanged = dataset.release.kinds.get("no change", set())
+    scenes = dataset.scenes["train"]
+    unchanged = dataset.kinds.get("no change", set())
     captions = []
     changes = []
     for scene in scenes:
@@ -1291,8 +1291,8 @@ def open_dataset(cfg: Config, make: bool = True):
         words = set(cub.words).union(vocab.words) - set(data.SPECIAL)
         dataset.vocab = data.Vocab(data.SPECIAL + sorted(words), vocab.tokenizer, vocab.max_words)
     if not cfg.swap:
-        scenes = dataset.release.scenes["train"]
-        dataset.release.scenes["train"] = [replace(scene, swapped=None) for scene in scenes]
+        scenes = dataset.scenes["train"]
+        dataset.scenes["train"] = [replace(scene, swapped=None) for scene in scenes]
     return dataset
 
 
@@ -1330,8 +1330,8 @@ class Birds:
         self.features = dataset.features
         self.names = []
         classes = []
-        for split in dataset.release.scenes:
-            for image in dataset.release.pairs(split):
+        for split in dataset.scenes:
+            for image in dataset.pairs(split):
                 self.names.append(image.before)
                 classes.append(dataset.vocab.index[image.captions[0]] - len(data.SPECIAL))
         self.classes = np.array(classes)

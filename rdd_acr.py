@@ -736,7 +736,7 @@ def phrases_of(dataset, cfg: Config) -> Phrases | None:
 
     if not (cfg.w_n2o or cfg.w_v2a):
         return None
-    captions = sorted(set(dataset.release.captions(["train"])))
+    captions = sorted(set(dataset.captions(["train"])))
     readings = data.read_captions(segments, dataset.name, captions)
     clip, tokenizer, _ = data.load_clip(cfg.clip, cfg.device)
     return Phrases(cfg, clip, tokenizer, readings)

@@ -253,11 +253,11 @@ def results(
     files whose names end in <split>. By pair id: captions, maps (name -> (H, W)), notes (lines).
     published: the paper's own scores, data set -> group -> metric -> number; those of this data
     set's test split become rows, too."""
-    if not dataset.release.scenes[split]:
+    if not dataset.scenes[split]:
         if out_dir:
             print_notes(f"there are no {split} pairs, so there are no scores")
         return {}
-    references = {pair.id: pair.captions for pair in dataset.release.pairs(split)}
+    references = {pair.id: pair.captions for pair in dataset.pairs(split)}
     if out_dir is None:
         total = protocol_scores(dataset, captions, references, quick=True)["total"]
         return {metric: total[metric] for metric in METRICS if metric in total}
@@ -334,12 +334,12 @@ def groups_of(dataset, split: str) -> dict[str, set[str]]:
     """Pair ids to score separately: the release's groups; the pairs that share no image with
     another split (if any do); the quarters whose boxes overlap least and most, if overlaps are
     known."""
-    pairs = dataset.release.pairs(split)
-    groups = dict(dataset.release.groups)
-    leaked = dataset.release.leaked(split)
+    pairs = dataset.pairs(split)
+    groups = dict(dataset.groups)
+    leaked = dataset.leaked(split)
     if leaked:
         groups["without leaked pairs"] = {pair.id for pair in pairs} - leaked
-    overlap = dataset.release.overlap
+    overlap = dataset.overlap
     by_overlap = sorted((pair.id for pair in pairs if pair.id in overlap), key=overlap.get)
     if by_overlap:
         quarter = len(by_overlap) // 4  # rounded down, as in the published scripts
@@ -353,10 +353,10 @@ def one_caption(dataset) -> str:
     """The best caption to give to every pair without looking: of the 20 most frequent training
     captions, the one with the highest CIDEr on at most 250 validation pairs or, if there are fewer
     than ENOUGH_PAIRS, training pairs."""
-    counts = Counter(text for pair in dataset.release.pairs("train") for text in pair.captions)
-    pairs = dataset.release.pairs("val")
+    counts = Counter(text for pair in dataset.pairs("train") for text in pair.captions)
+    pairs = dataset.pairs("val")
     if len(pairs) < ENOUGH_PAIRS:
-        pairs = dataset.release.pairs("train")
+        pairs = dataset.pairs("train")
     pairs = pairs[:: math.ceil(len(pairs) / 250)]
     references = {pair.id: pair.captions for pair in pairs}
     ciders = {}
@@ -374,7 +374,7 @@ def accuracy_of(dataset, captions: dict[str, str]) -> dict[str, float]:
     if dataset.settings.judge:
         return dataset.settings.judge(captions, dataset.root)
     no_change = dataset.no_change
-    unchanged = captions.keys() & dataset.release.kinds.get("no change", set())
+    unchanged = captions.keys() & dataset.kinds.get("no change", set())
     changed = captions.keys() - unchanged
     # Without pairs of both kinds, one caption for all pairs would be 100 % right.
     if not (no_change and unchanged and changed):
@@ -404,13 +404,13 @@ def pointing_scores(dataset, split: str, maps: dict, groups: dict) -> dict[str, 
     from PIL import Image
 
     boxes = []  # of all pairs: pair id, whether the box is hit, its share of the picture
-    for pair in dataset.release.pairs(split):
+    for pair in dataset.pairs(split):
         pair_maps = maps.get(pair.id, {})
-        pair_boxes = dataset.release.boxes.get(pair.id, (None, None))
+        pair_boxes = dataset.boxes.get(pair.id, (None, None))
         for side, box in zip(("before", "after"), pair_boxes, strict=True):
             if not (box and pair_maps):
                 continue
-            file = dataset.release.paths[getattr(pair, side)]
+            file = dataset.paths[getattr(pair, side)]
             if not file.exists():
                 return {}
             with Image.open(file) as picture:
@@ -509,8 +509,8 @@ def sample_sheet(dataset, split: str, captions: dict, maps: dict, notes: dict, p
     """Draws the first pairs of every kind of change, up to three of each and at most 24, or the
     first twelve if kinds are unknown -> a file. Of several maps the first two are drawn. Keyed by
     pair id: captions, maps (name -> (H, W)), notes (lines of text, if a pair has any)."""
-    pairs = [pair for pair in dataset.release.pairs(split) if pair.id in captions]
-    kinds = {kind: ids for kind, ids in dataset.release.kinds.items() if ids & captions.keys()}
+    pairs = [pair for pair in dataset.pairs(split) if pair.id in captions]
+    kinds = {kind: ids for kind, ids in dataset.kinds.items() if ids & captions.keys()}
     chosen = []
     for kind in sorted(kinds, key=lambda kind: kind != "no change")[:24]:  # which must be there
         members = [pair for pair in pairs if pair.id in kinds[kind]]

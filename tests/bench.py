@@ -217,7 +217,7 @@ def write_scenes(path: Path, count: int, grid: tuple[int, int, int]) -> data.Rel
 
 def plain_batches(dataset: data.Dataset, size: int, seed: int):
     """The four reads of a step at commit b9ad509: both images of both pairs."""
-    scenes = dataset.release.scenes["train"]
+    scenes = dataset.scenes["train"]
     features = dataset.features
     order = np.random.default_rng(seed).permutation(len(scenes))
     for start in range(0, len(scenes), size):

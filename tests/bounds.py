@@ -28,10 +28,10 @@ def best_caption(dataset: data.Dataset, ids: set[str]) -> str:
     """Of the most frequent training captions of the pairs in `ids`, the one with the highest CIDEr
     on their validation pairs. CIDEr is a mean over pairs, so it does not matter what the others
     get; they count for the document frequencies."""
-    train = dataset.release.pairs("train")
+    train = dataset.pairs("train")
     counts = Counter(text for pair in train if pair.id in ids for text in pair.captions)
     ranked = sorted(counts, key=lambda text: (-counts[text], text))
-    pairs = dataset.release.pairs("val")
+    pairs = dataset.pairs("val")
     references = {pair.id: pair.captions for pair in pairs}
     ciders = {}
     for text in ranked[:CANDIDATES]:
@@ -44,13 +44,13 @@ def best_caption(dataset: data.Dataset, ids: set[str]) -> str:
 
 def bounds(dataset: data.Dataset) -> dict[str, tuple[dict, dict]]:
     """{bound: (captions by pair id, the references to score them against)}."""
-    references = {pair.id: pair.captions for pair in dataset.release.pairs("test")}
-    everything = {pair.id for split in ("train", "val") for pair in dataset.release.pairs(split)}
+    references = {pair.id: pair.captions for pair in dataset.pairs("test")}
+    everything = {pair.id for split in ("train", "val") for pair in dataset.pairs(split)}
     caption = best_caption(dataset, everything)
     print(f"chosen for all: {caption}")
     one = dict.fromkeys(references, caption)
     per_kind = {}
-    for kind, ids in dataset.release.kinds.items():
+    for kind, ids in dataset.kinds.items():
         caption = best_caption(dataset, ids)
         print(f"chosen for {kind!r}: {caption}")
         per_kind |= dict.fromkeys(references.keys() & ids, caption)

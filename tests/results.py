@@ -544,13 +544,10 @@ def write_assets(run: Path, data_dir: str) -> None:
     write_weights(run / "best.pt", weights)
     dataset = data.load("mini", data_dir)
     pairs = {}
-    for kind, ids in dataset.release.kinds.items():
+    for kind, ids in dataset.kinds.items():
         if kind != "no change":
-            pairs[kind] = next(pair for pair in dataset.release.pairs("test") if pair.id in ids)
-    files = [
-        (dataset.release.paths[pair.before], dataset.release.paths[pair.after])
-        for pair in pairs.values()
-    ]
+            pairs[kind] = next(pair for pair in dataset.pairs("test") if pair.id in ids)
+    files = [(dataset.paths[pair.before], dataset.paths[pair.after]) for pair in pairs.values()]
     captions = {}
     maps = {}
     results = scorer_cbr.load(weights, "cpu").pairs(files)
@@ -561,8 +558,8 @@ def write_assets(run: Path, data_dir: str) -> None:
     for pair in pairs.values():
         verdicts = mini.judge(pair.id, captions[pair.id], mini.truth_of(pair.id, dataset.root))
         if all(verdicts.values()):
-            shutil.copyfile(dataset.release.paths[pair.before], ASSETS / "before.png")
-            shutil.copyfile(dataset.release.paths[pair.after], ASSETS / "after.png")
+            shutil.copyfile(dataset.paths[pair.before], ASSETS / "before.png")
+            shutil.copyfile(dataset.paths[pair.after], ASSETS / "after.png")
             print(f"assets/before.png and after.png: {captions[pair.id]!r}")
             break
 

@@ -304,8 +304,8 @@ def test_candidates_are_what_enough_captions_name():
 
 def test_only_training_captions_name_candidates(prepared):
     dataset = data.load("clevr_change", prepared)
-    dataset.release.pairs("train")[0].captions[:] = ["the purple ball is gone"]
-    dataset.release.pairs("val")[0].captions[:] = ["the green ball is gone"]
+    dataset.pairs("train")[0].captions[:] = ["the purple ball is gone"]
+    dataset.pairs("val")[0].captions[:] = ["the green ball is gone"]
     candidates = cheers.candidates_of(dataset, Config(min_count=1))
     assert [phrase for phrase in candidates if "ball" in phrase] == ["purple ball"]
 
@@ -377,8 +377,8 @@ def test_a_checkpoint_brings_its_candidates(tmp_path, monkeypatch, capsys):
     # To any two pictures, which get the entities that they have in their data set:
     dataset = data.load("mini", mini)
     source = cheers.entities_of(dataset, Config(clip="mini", clip_dim=128, device="cpu"))
-    pair = dataset.release.pairs("test")[0]
-    files = [str(dataset.release.paths[name]) for name in (pair.before, pair.after)]
+    pair = dataset.pairs("test")[0]
+    files = [str(dataset.paths[name]) for name in (pair.before, pair.after)]
     capsys.readouterr()
     cheers.main(["--caption", *files, "--checkpoint", str(best), "--device", "cpu"])
     line = capsys.readouterr().out.splitlines()[0]

@@ -188,7 +188,7 @@ def test_every_batch_is_full(prepared, batch_size, size, steps):
             ids += changed[0]
         assert len(set(ids)) == len(ids) == steps * size
         seen.update(ids)
-    assert seen == {p.id for p in dataset.release.pairs("train") if "_n" not in p.id}
+    assert seen == {p.id for p in dataset.pairs("train") if "_n" not in p.id}
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
@@ -248,7 +248,7 @@ def test_every_scene_may_be_first_and_every_caption_is_drawn(prepared):
         drawn.update(zip(changed.pair_ids, changed.texts, same.texts, strict=True))
     assert len(first) == 8
     expected = set()
-    for scene in dataset.release.scenes["train"]:
+    for scene in dataset.scenes["train"]:
         changed, same = scene.pairs
         expected.update(itertools.product([changed.id], changed.captions, same.captions))
     assert drawn == expected
@@ -300,7 +300,7 @@ def test_pairs_that_a_checkpoint_was_trained_on_are_told(prepared, capsys):
     dataset.adopt(state)
     assert "trained on" not in capsys.readouterr().out
     state["train_pairs"] = dataset.contents("val")
-    count = len(dataset.release.pairs("val"))
+    count = len(dataset.pairs("val"))
     dataset.adopt(state)
     assert f"trained on {count} of the {count} val pairs" in capsys.readouterr().out
 
@@ -314,8 +314,8 @@ def test_a_run_goes_on_with_its_own_pairs_alone(split, refused, prepared):
     dataset.contents = None  # a large data set is gone through once, not at each validation
     dataset.state()
     dataset = data.load("clevr_change", prepared)
-    dataset.release.pairs(split)[0].captions.reverse()
-    dataset.release.pairs(split)[0].captions.append("the cube")
+    dataset.pairs(split)[0].captions.reverse()
+    dataset.pairs(split)[0].captions.append("the cube")
     if refused:
         with pytest.raises(InputError, match="--out_dir"):
             dataset.check_state(state)

@@ -363,9 +363,9 @@ def test_features_of_the_pictures(release, monkeypatch):
     assert files == {"features.h5", "features-resnet101-layer4.h5"}
     for extractor, channels in (("", 3), ("resnet101-layer4", 4)):
         dataset = data.load("clevr_change", release, extractor=extractor)
-        names = list(dataset.release.paths)
+        names = list(dataset.paths)
         for name, x in zip(names, dataset.features.rows(names), strict=True):
-            mean = np.array(data.read_image(dataset.release.paths[name])).mean()
+            mean = np.array(data.read_image(dataset.paths[name])).mean()
             assert x.shape == (channels, 2, 3)
             assert x.mean().item() == pytest.approx(mean, rel=1e-3)
 

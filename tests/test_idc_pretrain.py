@@ -366,7 +366,7 @@ def test_stages_and_tasks():
 def test_without_swap_no_scene_has_swapped_pairs(prepared, swap):
     cfg = Config(dataset="clevr_change", data_dir=str(prepared), extractor="", swap=swap)
     dataset = idc.open_dataset(cfg)
-    assert any(scene.swapped for scene in dataset.release.scenes["train"]) == swap
+    assert any(scene.swapped for scene in dataset.scenes["train"]) == swap
 
 
 def test_rates():
@@ -567,14 +567,16 @@ def scenes(tmp_path):
         made.append(data.Scene((changed, unchanged)))
     unchanged = {f"{n}_n" for n in range(200)}
     release = data.Release(scenes={"train": made}, kinds={"no change": unchanged})
-    return SimpleNamespace(name="clevr_change", root=tmp_path, release=release)
+    release.name = "clevr_change"
+    release.root = tmp_path
+    return release
 
 
 def test_no_negative_is_true_and_text_alone_does_not_tell(scenes):
     """A scene's two pairs share five rewrites; the sixth is a caption of the other."""
     made = idc.rewrite(scenes)
     nonsense = ("turned cube", "turned small", "turned metal")
-    for scene in scenes.release.scenes["train"]:
+    for scene in scenes.scenes["train"]:
         pair, unchanged = scene.pairs
         true = set()
         for caption in pair.captions:
@@ -591,7 +593,7 @@ def test_no_negative_is_true_and_text_alone_does_not_tell(scenes):
 
 def test_six_negatives_of_a_data_set(dataset, monkeypatch):
     negatives = Negatives(dataset)
-    pairs = dataset.release.pairs("train")
+    pairs = dataset.pairs("train")
     assert negatives.texts.keys() == {p.id for p in pairs}
     ids = negatives([p.id for p in pairs][:3])
     assert ids.shape == (3, 6, dataset.max_len)
@@ -651,7 +653,7 @@ def test_cub_is_encoded_in_the_words_of_the_run(tmp_path):
     cfg = Config(cub=str(tmp_path), device="cpu")
     cub = idc.open_cub(cfg, dataset)
     assert cub.max_len == 10
-    caption = cub.batch(cub.release.pairs("val")).caption[0]
+    caption = cub.batch(cub.pairs("val")).caption[0]
     assert caption[:6].tolist() == [START, UNK, 6, 5, UNK, END]  # a white bird .
     dataset.grid = (8, 3, 2)  # the positions of cells would be wrong
     with pytest.raises(InputError, match=r"\(8, 3, 2\) expected, \(8, 2, 3\) found"):

@@ -466,7 +466,7 @@ def test_overfits_eight_pairs(method, prepared, tiny, tmp_path, monkeypatch):
     torch.manual_seed(0)
     model = METHODS[method].model(cfg, len(dataset.vocab), dataset.grid, dataset.max_len)
     pairs = []  # four changed, four distractor pairs
-    for scene in dataset.release.scenes["train"][:4]:
+    for scene in dataset.scenes["train"][:4]:
         pairs += scene.pairs
     batch = dataset.batch(pairs).to("cpu")
     expected = [" ".join(data.tokenize(p.captions[0])) for p in pairs]

@@ -224,10 +224,10 @@ def test_mini_is_prepared_and_its_references_are_right(tmp_path):
     dataset = data.load("mini", tmp_path)
     assert dataset.grid == (128, 8, 8)
     assert dataset.state()["extractor"] == "mini-cnn"
-    assert len(dataset.release.pairs("train")) == 40 and len(dataset.release.pairs("test")) == 20
-    assert len(dataset.release.paths) == 3 * (20 + 10 + 10)
-    assert {*mini.KINDS, "semantic change", "only distractor"} <= set(dataset.release.groups)
-    captions = {pair.id: pair.captions[0] for pair in dataset.release.pairs("test")}
+    assert len(dataset.pairs("train")) == 40 and len(dataset.pairs("test")) == 20
+    assert len(dataset.paths) == 3 * (20 + 10 + 10)
+    assert {*mini.KINDS, "semantic change", "only distractor"} <= set(dataset.groups)
+    captions = {pair.id: pair.captions[0] for pair in dataset.pairs("test")}
     assert set(mini.accuracy(captions, tmp_path).values()) == {100}
 
 

@@ -50,7 +50,7 @@ def test_every_kind_has_samples(count, each, drawings, monkeypatch, tmp_path):
     pairs = [data.Pair(str(n), "a", "b", ["c"]) for n in range(4 * count)]
     kinds = {f"kind {k}": {pair.id for pair in pairs[k::count]} for k in range(count - 1)}
     kinds["no change"] = {pair.id for pair in pairs[count - 1 :: count]}
-    dataset = Mock(release=Mock(kinds=kinds, pairs=lambda split: pairs))
+    dataset = Mock(kinds=kinds, pairs=lambda split: pairs)
     drawn = Counter()
 
     def draw_pair(figure, pictures, maps, above, *rest):

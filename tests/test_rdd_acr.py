@@ -256,8 +256,8 @@ def test_only_training_captions_are_read(clip, prepared, monkeypatch):
     monkeypatch.setattr(data, "load_clip", lambda name, device: (model, tokenizer, None))
     dataset = data.load("clevr_change", prepared)
     phrases = rdd_acr.phrases_of(dataset, Config(clip_dim=8, clip_width=16, device="cpu"))
-    assert set(phrases.rows["nouns"]) == set(dataset.release.captions(["train"]))
-    assert set(phrases.rows["nouns"]) < set(dataset.release.captions(data.SPLITS))
+    assert set(phrases.rows["nouns"]) == set(dataset.captions(["train"]))
+    assert set(phrases.rows["nouns"]) < set(dataset.captions(data.SPLITS))
 
 
 @pytest.mark.parametrize("prompt", ["none", "fixed"])

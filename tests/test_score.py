@@ -133,7 +133,7 @@ def test_outer_quarters_of_difficulty_hold_a_quarter_rounded_down():
     pairs = [data.Pair(str(i), "a", "b", []) for i in range(11)]
     release = data.release_from_pairs({"test": pairs}, Path())
     release.overlap = {str(i): 1 - i / 20 for i in range(11)}
-    assert scores.groups_of(SimpleNamespace(release=release), "test") == {
+    assert scores.groups_of(release, "test") == {
         "view: hardest quarter": {"9", "10"},
         "view: easiest quarter": {"0", "1"},
     }
@@ -151,9 +151,7 @@ def test_pairs_with_a_picture_of_another_split_are_also_left_out():
         ],
     }
     release = data.release_from_pairs(pairs, Path())
-    assert scores.groups_of(SimpleNamespace(release=release), "test") == {
-        "without leaked pairs": {"6"}
-    }
+    assert scores.groups_of(release, "test") == {"without leaked pairs": {"6"}}
 
 
 @pytest.fixture
@@ -164,7 +162,7 @@ def dataset(prepared):
 def first_references(dataset) -> dict[str, str]:
     """The first reference of each test pair, as a model would write it."""
     captions = {}
-    for pair in dataset.release.pairs("test"):
+    for pair in dataset.pairs("test"):
         captions[pair.id] = " ".join(dataset.vocab.split(pair.captions[0]))
     return captions
 
@@ -180,7 +178,7 @@ def test_changed_and_unchanged_pairs_are_recognised(tmp_path):
     release = data.read_levir_cc(tmp_path)
     vocab = data.vocab_of("levir_cc", release)
     dataset = data.Dataset("levir_cc", tmp_path, release, vocab, NoFeatures())
-    captions = {pair.id: pair.captions[0] for pair in dataset.release.pairs("train")}
+    captions = {pair.id: pair.captions[0] for pair in dataset.pairs("train")}
     both = {"change claimed": 100, "no change claimed": 100}
     assert scores.accuracy_of(dataset, captions) == both
     captions["0.png"] = "no change has occurred"  # one of LEVIR-CC's own sentences
@@ -197,12 +195,12 @@ def test_changed_and_unchanged_pairs_are_recognised(tmp_path):
 
 
 def test_one_caption_is_the_best_of_the_frequent_ones(dataset, monkeypatch):
-    train = dataset.release.pairs("train")
+    train = dataset.pairs("train")
     frequent = [f"a {n}" for n in range(20)]
     for pair in train:
         pair.captions[:] = ["a 3", *frequent, *frequent]
     train[0].captions.append("rare as gold")
-    val = dataset.release.pairs("val")
+    val = dataset.pairs("val")
     for pair in val:
         pair.captions[:] = ["rare as gold"]
     val[0].captions[:] = ["a 7"]
@@ -227,9 +225,9 @@ def test_references_are_written_as_they_are_scored(dataset, tmp_path):
     vocab = data.Vocab.from_captions(["门开"], tokenizer=data.tokenize_pairs)
     dataset.settings = data.DATASETS["pairs"]
     dataset.vocab = vocab
-    for pair in (*dataset.release.pairs("train"), *dataset.release.pairs("test")):
+    for pair in (*dataset.pairs("train"), *dataset.pairs("test")):
         pair.captions[:] = ["门开"]
-    captions = {pair.id: "门 开" for pair in dataset.release.pairs("test")}
+    captions = {pair.id: "门 开" for pair in dataset.pairs("test")}
     dataset.results("test", captions, {}, tmp_path)
     written = read(tmp_path / "references_test.json")["annotations"]
     assert {row["caption"] for row in written} == {"门 开"}
@@ -254,7 +252,7 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
     assert result["scores"]["only distractor"]["BLEU-1"] < result["scores"]["color"]["BLEU-1"]
     # The floor: one caption for every pair.
     constant = scores.one_caption(dataset)
-    references = {pair.id: pair.captions for pair in dataset.release.pairs("test")}
+    references = {pair.id: pair.captions for pair in dataset.pairs("test")}
     alone = scores.score(dict.fromkeys(captions, constant), references)["total"]
     assert result["scores"][scores.ONE_CAPTION].items() >= alone.items()
     assert result[scores.ONE_CAPTION] == constant
@@ -354,19 +352,18 @@ def test_pointing_scores_count_boxes_not_pairs(tmp_path):
     pairs = [data.Pair(i, "a.png", "a.png", []) for i in "1234"]
     release = data.release_from_pairs({"test": pairs}, tmp_path)
     release.boxes = boxes
-    dataset = SimpleNamespace(release=release)
     brightest = torch.eye(6).unflatten(1, (2, 3))  # cells 0 and 5 are the two corners
     maps = {}
     for i, cell in (("1", 0), ("2", 5), ("3", 2), ("4", 2)):
         maps[i] = {"attention": brightest[cell], "other": -brightest[cell]}  # the first map counts
     groups = {"color": {"1", "9"}, "nobody": {"9"}}
-    assert scores.pointing_scores(dataset, "test", maps, groups) == {
+    assert scores.pointing_scores(release, "test", maps, groups) == {
         "total": {"pointing": 75, "chance": 37.5},
         "color": {"pointing": 50, "chance": 16.67},
     }
     # Each side's own map finds its box.
     maps = {"1": {"after": brightest[5], "before": brightest[0]}}
-    assert scores.pointing_scores(dataset, "test", maps, {})["total"]["pointing"] == 100
+    assert scores.pointing_scores(release, "test", maps, {})["total"]["pointing"] == 100
 
 
 # ---- the files of a run --------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def draw_row(figure, left: float, bottom: float, panels: list[tuple]) -> None:
 def draw_pairs(figure, dataset, runs: dict[str, data.Captioner]) -> None:
     """Three pairs. Below, a row for each method: attention, caption, mini's judgement of it. The
     last pair is unchanged; its camera moved far."""
-    scenes = dataset.release.scenes["test"]
+    scenes = dataset.scenes["test"]
     pairs = [scenes[MATERIAL].pairs[0], scenes[DROP].pairs[0], scenes[7].pairs[1]]
     pictures = [dataset.pictures(pair) for pair in pairs]
     references = [(f"reference: {pair.captions[0]}", {}) for pair in pairs]
@@ -224,10 +224,10 @@ def main() -> None:
     args = parser.parse_args()
     folder = finished(args.runs, "IDC")[0]
     dataset = data.load("mini", read_json(folder / "config.json")["data_dir"])
-    changed = [scene.pairs[0] for scene in dataset.release.scenes["test"]]
+    changed = [scene.pairs[0] for scene in dataset.scenes["test"]]
     test = dataset.batch(changed).to("cpu")
     test.dataset = dataset
-    test.boxes = [dataset.release.boxes[pair.id] for pair in changed]
+    test.boxes = [dataset.boxes[pair.id] for pair in changed]
     test.pictures = [dataset.pictures(pair) for pair in changed[:8]]
     runs = {}
     for row, method, draw, extra in (
