@@ -45,8 +45,8 @@ class Method:
     # (model, batches) -> {kind of step: a function that computes its losses by compute_losses}
     steps: Callable
     inputs: Callable  # (model, names of pairs) -> what encode and generate take besides features
-    # Whether captions are written by a `decoder` that reads what `encode` returns first. Otherwise
-    # the method's own file has its tests of decoding.
+    # Whether it has a `decoder` whose layers attend to what `encode` returns first. Otherwise the
+    # tests of decoding are in the method's own file.
     decoder: bool
     mean_of_captions: bool  # the caption loss is a mean over each caption's words first
     copying: dict  # fields with which it learns eight pairs by heart
