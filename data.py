@@ -7,19 +7,10 @@ A data set is a folder in its authors' release layout. `load` reads it into a Da
 batches feed any method. Preparation adds a feature file to the folder; the vocabulary is read from
 the captions each time. Captions are scored by scores.py. Nothing is downloaded at import.
 
-First half, from a folder to batches:
-    vocabulary           three tokenizers, Vocab
-    pairs and releases   Pair, Scene, Release; JSON files and tables
-    table of data sets   Settings, DATASETS, read_release
-    readers              one for each release
-    pictures             read_image, Extractor
-    feature files        write_features, Features, prepare
-    load and batches     Batch, Dataset, load
-Second half, what a run needs:
-    phrases of captions  by rules or spaCy, for RDD+ACR, CHEERS, IDC
-    any two pictures     Captioner, load_captioner
-    CLIP                 load_clip
-    command line         main
+The first half leads from a folder to batches: vocabulary, pairs and releases, the table of data
+sets, a reader for each release, pictures and extractors, feature files, load and batches. The
+second half is what a run needs: phrases of captions (for RDD+ACR, CHEERS and IDC), captions of any
+two pictures, CLIP, the command line.
 
 To add a data set, write a reader (folder -> Release; release_from_pairs makes one of plain pairs)
 and its row of DATASETS. `python data.py NAME` and `--dataset NAME` then work. A method without an
