@@ -5,18 +5,12 @@
 
 A data set is a folder in its authors' release layout. `load` reads it into a Dataset, whose
 batches feed any method. Preparation adds a feature file to the folder; the vocabulary is read from
-the captions each time. Captions are scored by scores.py. Nothing is downloaded at import.
-
-The first half leads from a folder to batches: vocabulary, pairs and releases, the table of data
-sets, a reader for each release, pictures and extractors, feature files, load and batches. The
-second half is what a run needs: phrases of captions (for RDD+ACR, CHEERS and IDC), captions of any
-two pictures, CLIP, the command line.
+the captions each time.
 
 To add a data set, write a reader (folder -> Release; release_from_pairs makes one of plain pairs)
 and its row of DATASETS. `python data.py NAME` and `--dataset NAME` then work. A method without an
 entry NAME in its PRESETS uses that of Settings.preset, or else its defaults. To use this file
-elsewhere, take common.py and scores.py along. Licence: MIT; contains no code from other
-repositories.
+elsewhere, take common.py, mini.py and scores.py along. Licence: MIT.
 """
 
 import argparse
@@ -47,6 +41,7 @@ from torch import Tensor
 from torchvision.models import ResNet101_Weights, resnet101
 from tqdm import tqdm
 
+import mini
 import scores
 from common import (
     END,
@@ -79,22 +74,20 @@ SPECIAL = ["<NULL>", "<UNK>", "<START>", "<END>"]
 
 
 def tokenize(caption: str) -> list[str]:
-    """The rule behind most published vocabularies: put a space before ';' and ',', drop '?' and
-    '.', keep the case. Double, leading or trailing spaces give empty words, which published
-    vocabulary sizes count."""
+    """The rule behind most published vocabularies: a space before ';' and ',', no '?' and '.', the
+    case is kept. Double, leading or trailing spaces give empty words, which papers count."""
     caption = caption.replace(";", " ;").replace(",", " ,").replace("?", "").replace(".", "")
     return caption.split(" ")
 
 
 def tokenize_lower(caption: str) -> list[str]:
-    """Lower-case words, runs of dots, and every other punctuation mark or symbol on its own. This
-    is the rule of Image Editing Request's authors."""
+    """Lower-case words, runs of dots, and every other mark or symbol on its own: the rule of Image
+    Editing Request's authors."""
     return re.findall(r"\w+|\.+|[^\w\s]", caption.lower())
 
 
-# Nobody sees soft hyphens, byte order marks, word joiners and marks of writing direction: they
-# vanish. The zero-width space separates words, as in Khmer. Apostrophes and hyphens that look like
-# those on keyboards become these.
+# What nobody sees vanishes: soft hyphens, byte order marks, word joiners, marks of direction. The
+# zero-width space separates words, as in Khmer. Look-alikes of ' and - on keyboards become these.
 DIRECTIONS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 TYPED = str.maketrans(dict.fromkeys(f"\u00ad\ufeff\u2060{DIRECTIONS}"))
 TYPED |= str.maketrans("\u200b\u2018\u2019\u00b4\u2010\u2011", " '''--")
@@ -111,10 +104,9 @@ NO_SPACES = "[\u3001-\u30ff\u3400-\u9fff\uff01-\uffef]"
 
 
 def tokenize_pairs(caption: str) -> list[str]:
-    """Lower-case words of the normalised caption, split at whitespace. Punctuation marks and
-    symbols at either end of a word become words; those inside stay: "red-brick", "isn't", "3.5".
-    This is the rule for your own pairs, in any language that puts spaces between words. Of Chinese
-    and Japanese, which do not, each character is a word."""
+    """The rule for your own pairs: lower-case words, split at whitespace. Marks and symbols at
+    either end of a word become words; those inside stay: "red-brick", "isn't", "3.5". Of Chinese
+    and Japanese, each character is a word."""
     words = []
     for text in re.sub(f"({NO_SPACES})", r" \1 ", normalised(caption.lower())).split():
         # The Unicode categories of punctuation marks begin with P, those of symbols with S.
@@ -125,8 +117,20 @@ def tokenize_pairs(caption: str) -> list[str]:
     return [word for word in words if word]
 
 
+def frequent_words(
+    captions: Iterable[str], tokenizer: Callable = tokenize, min_count: int = 1
+) -> list[str]:
+    """The four special words, then those that occur at least `min_count` times, in codepoint
+    order."""
+    counts = Counter()
+    for caption in captions:
+        counts.update(tokenizer(caption))
+    words = {word for word, count in counts.items() if count >= min_count}
+    return SPECIAL + sorted(words - set(SPECIAL))
+
+
 class Vocab:
-    """Words <-> ids: the four special ids, then the captions' words in codepoint order.
+    """Words <-> ids, which are places in the list `words`, as made by frequent_words.
 
     `tokenizer` splits captions into words; only the first `max_words` are used (None: all). A
     special word inside a caption, such as a release's own "<UNK>", is an unknown word."""
@@ -134,26 +138,10 @@ class Vocab:
     def __init__(
         self, words: list[str], tokenizer: Callable = tokenize, max_words: int | None = None
     ):
-        assert words[: len(SPECIAL)] == SPECIAL, words[: len(SPECIAL)]
         self.words = words
         self.index = {word: i for i, word in enumerate(words) if word not in SPECIAL}
         self.tokenizer = tokenizer
         self.max_words = max_words
-
-    @classmethod
-    def from_captions(
-        cls,
-        captions: Iterable[str],
-        min_count: int = 1,
-        tokenizer: Callable = tokenize,
-        max_words: int | None = None,
-    ) -> "Vocab":
-        """The vocabulary of the words that occur in the captions at least `min_count` times."""
-        counts = Counter()
-        for caption in captions:
-            counts.update(tokenizer(caption))
-        words = {word for word, count in counts.items() if count >= min_count}
-        return cls(SPECIAL + sorted(words - set(SPECIAL)), tokenizer, max_words)
 
     def __len__(self) -> int:
         return len(self.words)
@@ -180,13 +168,9 @@ class Vocab:
     @staticmethod
     def sentence(words: str) -> str:
         """A caption of `decode` as people write it: "it is gone ." -> "it is gone."."""
-        # Chinese is written without blanks, also around its quotation marks.
-        between = f"(?<={NO_SPACES}) (?={NO_SPACES}|[“”])|(?<=[“”]) (?={NO_SPACES})"
-        text = re.sub(between, "", words)
+        text = re.sub(f"(?<={NO_SPACES}) (?={NO_SPACES})", "", words)
         text = re.sub(r" +(?=[.,:;!?%)\]}\u2026\u060c\u061b\u061f\u0964])", "", text)
-        text = re.sub(r"(?<=[(\[{\u00a1\u00bf]) +", "", text)
-        # Quotation marks, which open in one language what they close in another
-        return re.sub(r'(["“”„«»]) ([^"“”„«»]*) (["“”«»])', r"\1\2\3", text)
+        return re.sub(r"(?<=[(\[{\u00a1\u00bf]) +", "", text)
 
 
 # ---- pairs and releases --------------------------------------------------------------------------
@@ -195,9 +179,8 @@ class Vocab:
 @dataclass
 class Pair:
     """Two images and at least one caption. `before` and `after` are image names, the keys of
-    Release.paths. `id` names the pair in result files. It is unique within its split, and in the
-    data set if groups or kinds refer to it. A single image with captions (CUB, NABirds) is a pair
-    whose `after` is None; a data set has only such pairs or none."""
+    Release.paths. `id` is unique within its split, and in the data set if groups or kinds refer to
+    it. The pairs of CUB and NABirds are single images: `after` is None."""
 
     id: str
     before: str
@@ -227,8 +210,7 @@ class Scene:
 
 @dataclass
 class Release:
-    """The contents of a data set's files as released by its authors. A reader fills in scenes and
-    paths; the rest is optional."""
+    """The contents of a data set's files. A reader fills in scenes, paths, and what else it has."""
 
     # By split; empty for a split that is not released
     scenes: dict[str, list[Scene]] = field(default_factory=lambda: {s: [] for s in SPLITS})
@@ -243,8 +225,7 @@ class Release:
     notes: list[str] = field(default_factory=list)  # remarks on this copy, to be printed
 
     def pairs(self, split: str) -> list[Pair]:
-        """Every pair of a split: the first pair of every scene, then, if scenes have two, all
-        distractor pairs."""
+        """Every pair of a split: the first one of every scene, then all distractor pairs."""
         columns = zip(*(scene.pairs for scene in self.scenes[split]), strict=True)
         return list(itertools.chain(*columns))
 
@@ -273,8 +254,7 @@ def release_from_pairs(
 ) -> Release:
     """A release with one pair per scene. pairs: split -> its pairs, whose image names are relative
     to `folder`; pairs of the same id are one, with the captions of all. kinds: kind of change ->
-    pair ids; each is scored separately. InputError if a split is unknown, a pair is in two, or its
-    id has other pictures elsewhere."""
+    pair ids; each is scored separately."""
     kinds = kinds or {}
     release = Release(groups=dict(kinds), kinds=dict(kinds), notes=[*notes])
     first: dict[str, tuple[str, Pair]] = {}  # id -> split and pair
@@ -285,13 +265,9 @@ def release_from_pairs(
             first_split, first_pair = first.setdefault(pair.id, (split, pair))
             if split != first_split:
                 raise InputError(f"{folder}: {pair.id} is both in {first_split} and in {split}")
-            pictures = f"{pair.before} and {pair.after}"
-            first_pictures = f"{first_pair.before} and {first_pair.after}"
-            if pictures != first_pictures:
+            if (pair.before, pair.after) != (first_pair.before, first_pair.after):
                 remedy = "give every two pictures an id of their own"
-                raise InputError(
-                    f"{folder}: {pair.id} is {first_pictures}, but also {pictures}; {remedy}"
-                )
+                raise InputError(f"{folder}: different pairs have the id {pair.id}; {remedy}")
             if pair is not first_pair:
                 first_pair.captions.extend(pair.captions)
     for split, pair in first.values():
@@ -304,7 +280,7 @@ def release_from_pairs(
 
 @dataclass
 class Table:
-    """A table that people edit. It has no empty rows."""
+    """A table that people edit, without empty rows."""
 
     mark: str  # a byte order mark, by which spreadsheets know UTF-8, or nothing
     separator: str
@@ -373,8 +349,8 @@ AUTHORS_FILES = "the authors' .npy files"  # the attribute `preprocessing` of su
 
 
 def authors_features(picture: Path) -> Path:
-    """The path of the features that a data set's authors publish for a picture:
-    images/x.png -> features/x.png.npy, sc_images/x.png -> sc_features/x.png.npy"""
+    """The features that a data set's authors publish for a picture:
+    sc_images/x.png -> sc_features/x.png.npy"""
     folder = picture.parent.name.replace("images", "features")
     return picture.parent.with_name(folder) / f"{picture.name}.npy"
 
@@ -423,8 +399,8 @@ def all_presets(presets: dict[str, dict]) -> dict[str, dict]:
 
 
 def read_release(name: str, root: Path) -> Release:
-    """Reads a data set's folder. FileNotFoundError if a file of the release is missing; InputError
-    if one is broken, train has no pairs, or check_release finds a fault."""
+    """Reads a data set's folder. FileNotFoundError if a file is missing; InputError if one is
+    broken, train has no pairs, or check_release finds a fault."""
     try:
         release = DATASETS[name].read(root)
     except FileNotFoundError as e:
@@ -470,12 +446,10 @@ CLEVR_FOLDERS = {"default": "images", "semantic": "sc_images", "nonsemantic": "n
 def read_clevr_change(root: Path) -> Release:
     """CLEVR-Change's layout (Park et al., ICCV 2019).
 
-    images/, sc_images/, nsc_images/, splits.json, type_mapping.json, change_captions.json and
-    no_change_captions.json; optional: change_captions_by_IOU.json (scores by viewpoint) and
-    change_captions_with_bbox.json (pointing game). Captions are keyed by the default image. mini
-    also has change captions keyed by the distractor image: they describe the change from its view,
-    for swapped pairs. Pair ids are those of the authors' scripts: 000012.png for the changed pair
-    of scene 12, 000012.png_n for its distractor pair."""
+    The files by IOU (scores by viewpoint) and with bbox (pointing game) may be missing. Captions
+    are keyed by the default image. mini also has change captions keyed by the distractor image:
+    they describe the change from its view, for swapped pairs. Pair ids are those of the authors'
+    scripts: 000012.png for the changed pair of scene 12, 000012.png_n for its distractor pair."""
     splits = read_json(root / "splits.json")
     change = read_json(root / "change_captions.json")
     same = read_json(root / "no_change_captions.json")
@@ -514,20 +488,12 @@ def read_by_pair(file: Path) -> dict:
     return {f"{int(number):06d}.png": value for number, value in content.items()}
 
 
-def make_mini(root: Path, scenes: int | None) -> None:
-    import mini  # a copy of this file works without that one
-
-    mini.make(root, scenes)
-
-
-def judge_mini(captions: dict[str, str], root: Path) -> dict[str, float]:
-    import mini
-
-    return mini.accuracy(captions, root)
-
-
 DATASETS["mini"] = Settings(
-    read_clevr_change, extractor="mini-cnn", templates=True, make=make_mini, judge=judge_mini
+    read_clevr_change,
+    extractor="mini-cnn",
+    templates=True,
+    make=mini.make,
+    judge=mini.accuracy,
 )
 DATASETS["clevr_change"] = Settings(
     read_clevr_change,
@@ -621,8 +587,7 @@ LEVIR_SAME = (
 def read_levir_cc(root: Path) -> Release:
     """LEVIR-CC (Liu et al., TGRS 2022): LevirCCcaptions.json, and images/<split>/A (before) and B
     (after). Captions are the non-empty tokens in the file. `changeflag`, 0 or 1, marks changed
-    pairs; without it, LEVIR_SAME decides. The split is this file's, not LEVIR-CD's. Rows of one
-    picture form one pair."""
+    pairs; without it, LEVIR_SAME decides. Rows of one picture form one pair."""
     pairs = defaultdict(list)
     kinds = {"change": set(), "no change": set()}
     for row in read_json(root / "LevirCCcaptions.json")["images"]:
@@ -659,11 +624,8 @@ DATASETS["levir_cc"] = Settings(
 
 def read_birds_to_words(root: Path) -> Release:
     """Birds-to-Words (Forbes et al., EMNLP 2019): birds-to-words-v1.0.tsv, and images/<photo
-    id>.jpg, which you have to download from the URLs in columns 2 and 6 of the table.
-
-    Pairs are left out unless both photographs are there. Rows with the same split and URLs form one
-    pair. Captions become lower-case words and punctuation marks, which this data set's metrics
-    compare."""
+    id>.jpg, which you have to download from the URLs in columns 2 and 6 of the table. Pairs are
+    left out unless both photographs are there. Rows with the same split and URLs form one pair."""
     file = root / "birds-to-words-v1.0.tsv"
     images = root / "images"
     urls = ("img1imgurl", "img2imgurl")
@@ -779,7 +741,6 @@ def kind_name(text: str) -> str:
 def read_pairs(root: Path) -> Release:
     """Your own pairs: pairs.csv with the columns before, after and, as the last one, captions.
     Paths are relative to the folder. A | separates captions; a pair may also have several rows.
-
     Two columns are optional: `split` (train, val or test in every row; without it: hashed_split)
     and `kind`, the kind of change."""
     file = root / "pairs.csv"
@@ -805,9 +766,6 @@ def read_pairs(root: Path) -> Release:
         pairs[split].append(pair)
     unused = {*columns} - {"before", "after", "captions", "split", "kind"}
     notes = [f"{file}: the column {column!r} is not used" for column in sorted(unused)]
-    broken = sum("\n" in row["captions"] for row in table)
-    if broken:
-        notes.append(f"{broken} cells with captions have several lines, which are read as one")
     for split in ("val", "test"):
         if split not in pairs:
             why = "without it, pairs share a split if they share the path that sorts first"
@@ -817,15 +775,14 @@ def read_pairs(root: Path) -> Release:
     return release_from_pairs(pairs, root, kinds, notes)
 
 
-# Most papers' extractor skips most pixels of a photograph, so its features change when the camera
-# moves slightly. This one averages pixels.
-# Metrics compare words as the model learns them, so a perfect model loses no points to splitting.
 DATASETS["pairs"] = Settings(
     read_pairs,
+    # Most papers' extractor skips most pixels of a photograph, so its features change when the
+    # camera moves slightly. This one averages pixels.
     extractor="resnet101-layer3-256",
     tokenizer=tokenize_pairs,
     max_words=60,  # every batch is padded to the longest caption
-    tokens="split",
+    tokens="split",  # words as the model learns them, so a perfect one loses no points to splitting
 )
 
 
@@ -837,10 +794,9 @@ PICTURE_REMEDY = f"give {', '.join(FORMATS)} with 8 bits a channel and at most 1
 
 
 def read_image(picture: str | Path | Image.Image) -> Image.Image:
-    """A file or PIL image -> upright RGB; of an animation, the first frame. Transparency is blended
-    with white. The EXIF orientation is applied; published features of photographs were made without
-    it. InputError if a file has another format than FORMATS, not 8 bits a channel, or too many
-    pixels."""
+    """A file or PIL image -> upright RGB on white; of an animation, the first frame. The EXIF
+    orientation is applied; published features of photographs were made without it. InputError: see
+    PICTURE_REMEDY."""
     if isinstance(picture, Image.Image):
         return upright_rgb(picture)
     with open(picture, "rb") as f, file_errors(picture, PICTURE_REMEDY):
@@ -848,8 +804,8 @@ def read_image(picture: str | Path | Image.Image) -> Image.Image:
 
 
 def upright_rgb(picture: Image.Image) -> Image.Image:
-    """A PIL image -> upright RGB on white; the image itself if that is what it is. A photograph of
-    48 megapixels takes 200 MB, so nothing is copied that need not be."""
+    """A PIL image -> upright RGB on white. A photograph of 48 megapixels takes 200 MB, so nothing
+    is copied that need not be."""
     refuse_16_bits(picture)
     if picture.getexif().get(ExifTags.Base.Orientation, 1) != 1:
         picture = ImageOps.exif_transpose(picture)
@@ -872,8 +828,8 @@ def refuse_16_bits(picture: Image.Image) -> None:
 
 
 def check_pictures(files: list[Path]) -> None:
-    """Looks at files before long work with them, in a fraction of the time that reading them takes.
-    FileNotFoundError if any is missing; InputError names all that are broken."""
+    """Looks at files before long work with them. FileNotFoundError if any is missing; InputError
+    names all that are broken."""
     require_files(files)
     faults = in_threads(picture_fault, files)
     bar = progress(faults, desc="checking", total=len(files), unit="picture")
@@ -912,9 +868,8 @@ AUTHORS_STD = torch.tensor([0.229, 0.224, 0.224])[:, None, None]  # as in the au
 
 
 def preprocess_resnet(image: Image.Image) -> Tensor:
-    """The preprocessing of most papers -> (3, 224, 224): aspect ratio not kept, OpenCV's bicubic (a
-    = -0.75, no antialiasing, rounded to bytes), AUTHORS_STD. The script behind CLEVR-Change's .npy
-    features antialiases, so a model should be given features of one kind only."""
+    """The preprocessing of most papers -> (3, 224, 224): aspect ratio not kept, OpenCV's bicubic
+    without antialiasing. The script behind CLEVR-Change's .npy features antialiases."""
     x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()  # (3, height, width)
     x = F.interpolate(x[None], (224, 224), mode="bicubic", align_corners=False)[0]
     x = x.round().clamp(0, 255) / 255
@@ -938,8 +893,8 @@ RESNETS = {
 
 
 def resnet101_grid(name: str) -> nn.Module:
-    """torchvision's ResNet-101 up to the layer in `name`, with the ImageNet weights that the papers
-    used (IMAGENET1K_V1), fetched by torchvision on first use: (n, 3, H, W) -> (n, *grid)."""
+    """torchvision's ResNet-101 up to the layer in `name`, with the papers' ImageNet weights, which
+    torchvision fetches on first use: (n, 3, H, W) -> (n, *grid)."""
     with file_errors(name, "make features once online, or give --extractor timm/NAME:FILE"):
         net = resnet101(weights=ResNet101_Weights.IMAGENET1K_V1)
     stem = [net.conv1, net.bn1, net.relu, net.maxpool]
@@ -953,10 +908,9 @@ def resnet101_grid(name: str) -> nn.Module:
 
 class TimmGrid(nn.Module):
     """The last feature map of a timm model: (n, 3, 224, 224) -> (n, C, H, W). name: timm/MODEL,
-    whose weights timm fetches, or timm/MODEL:FILE. Mean and standard deviation are those of MODEL,
-    which may have a tag, such as vit_base_patch16_224.mae. Of a ViT, the map comes before its last
-    LayerNorm, as from timm; DINOv2's own code applies it. InputError if there is no such model, or
-    the file does not hold its weights."""
+    whose weights timm fetches, or timm/MODEL:FILE. MODEL may have a tag, such as
+    vit_base_patch16_224.mae. Of a ViT, the map comes before its last LayerNorm, as from timm.
+    InputError if there is no such model, or the file does not hold its weights."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -1003,8 +957,6 @@ class Extractor:
             net = TimmGrid(name)
             self.preprocess = net.preprocess
         elif name == "mini-cnn":
-            import mini
-
             net = mini.feature_net()
             self.preprocess = mini.preprocess
         else:
@@ -1035,17 +987,12 @@ class Extractor:
 
 
 def write_features(
-    path: Path,
-    names: list[str],
-    files: list[Path],
-    blocks: Iterable[np.ndarray],
-    extractor: str,
-    preprocessing: str,
+    path: Path, files: dict[str, Path], blocks: Iterable, extractor: str, preprocessing: str
 ) -> None:
     """Write a feature file: `features` (n, C, H, W) float16, not chunked; `image_ids` (n,);
-    `stamps` (n, 3) of the files that the features are made from; and the attributes `extractor`
-    and `preprocessing`. `blocks` yields arrays (b, C, H, W) in the order of names and files.
-    InputError if a feature is NaN or exceeds float16's range."""
+    `stamps` (n, 3). files: image name -> the file that its features are made from. `blocks` yields
+    arrays (b, C, H, W) in this order. InputError if a feature is NaN or too large for float16."""
+    names = list(files)
     done = 0
     stamps = []
     bar = progress(total=len(names), desc="features", unit="image")
@@ -1059,7 +1006,7 @@ def write_features(
             if not np.abs(block).max() <= np.finfo(np.float16).max:  # phrased to refuse NaN, too
                 raise InputError(f"features of {names[done]!r} or soon after are NaN or too large")
             table[done : done + len(block)] = block.astype(np.float16)
-            stamps += [stamp(file) for file in files[done : done + len(block)]]
+            stamps += [stamp(files[name]) for name in names[done : done + len(block)]]
             done += len(block)
             bar.update(len(block))
         assert done == len(names), f"{done} feature maps for {len(names)} images"
@@ -1069,7 +1016,7 @@ def write_features(
 def stamp(file: Path) -> tuple[int, int, int]:
     """A file's size in bytes, its modification time in ns and a checksum of its content."""
     status = file.stat()
-    # Not CRC-32: a PNG holds CRCs of its own, which leave only 16 bits to tell it from others.
+    # Not CRC-32: a PNG holds CRCs of its own.
     checksum = hashlib.blake2b(file.read_bytes(), digest_size=7).digest()  # fits int64
     return status.st_size, status.st_mtime_ns, int.from_bytes(checksum, "big")
 
@@ -1124,8 +1071,7 @@ class Features:
                 os.posix_fadvise(self.file.fileno(), start, length, os.POSIX_FADV_WILLNEED)
 
     def rows(self, names: list[str]) -> Tensor:
-        """Features of the named images (n, C, H, W) float16, in RAM or on the GPU. They may still
-        be on their way there: the copy from page-locked memory is asynchronous."""
+        """Features of the named images (n, C, H, W) float16, in RAM or on their way to the GPU."""
         index = torch.tensor([self.row_of[name] for name in names])
         shape = (len(index), *self.data.shape[1:])
         if self.blind:
@@ -1202,15 +1148,14 @@ def vocab_of(name: str, release: Release) -> Vocab:
     """The vocabulary by the data set's rule; most data sets use the training captions alone."""
     settings = DATASETS[name]
     captions = release.captions(settings.vocab_splits)
-    return Vocab.from_captions(captions, settings.min_count, settings.tokenizer, settings.max_words)
+    words = frequent_words(captions, settings.tokenizer, settings.min_count)
+    return Vocab(words, settings.tokenizer, settings.max_words)
 
 
 def prepare(
     name: str, root: Path, device: str, extractor: str = "", scenes: int | None = None
 ) -> None:
-    """Write a data set's feature file; an existing one is kept. mini is drawn first, with `scenes`
-    training scenes (see mini.make). Features are taken from the authors' .npy files if these exist
-    and the extractor is the data set's own; otherwise they are made from the pictures."""
+    """Write a data set's feature file; an existing one is kept. mini is drawn first (mini.make)."""
     settings = DATASETS[name]
     extractor = extractor or settings.extractor
     path = feature_file(name, root, extractor)
@@ -1218,8 +1163,11 @@ def prepare(
         settings.make(root, scenes)
     release = read_release(name, root)
     vocab = vocab_of(name, release)
-    # Notes come before features are made, which may take hours.
-    print_notes(*release.notes, *notes_on_captions(release, vocab))
+    print_notes(*release.notes)
+    texts = release.captions(["train"])
+    cut = sum(vocab.split(text) != vocab.tokenizer(text) for text in texts)
+    if cut:
+        print_notes(f"{cut} training captions are cut to {vocab.max_words} words")
     counts = {part: len(members) for part, members in (release.scenes | release.kinds).items()}
     counts["words"] = len(vocab)
     for part, count in settings.published.items():
@@ -1237,25 +1185,8 @@ def prepare(
     print(f"{root}: {len(release.paths)} images, {len(vocab)} words")
 
 
-def notes_on_captions(release: Release, vocab: Vocab) -> list[str]:
-    """Remarks on what a model does not see of the training captions."""
-    captions = release.captions(["train"])
-    words = Counter(itertools.chain(*map(vocab.tokenizer, captions)))
-    unknown = sum(count for word, count in words.items() if word not in vocab.index)
-    cut = sum(vocab.split(caption) != vocab.tokenizer(caption) for caption in captions)
-    notes = []
-    total = words.total()
-    if unknown and unknown >= total / 20:
-        share = f"{100 * unknown / total:.0f} % of the words in training captions"
-        notes.append(f"{share} are too rare for the vocabulary; models do not learn to write them")
-    if cut:
-        notes.append(f"{cut} training captions are cut to {vocab.max_words} words")
-    return notes
-
-
 def notes_on_copies(release: Release, features: Features) -> list[str]:
-    """A remark on val's and test's pictures with the content, but not the name, of a training one,
-    if there are any."""
+    """A remark on pictures of val and test that are in train under another name, if any are."""
     names = release.images(["train"])
     training = {features.content(name) for name in names}
     others = sorted(release.images(["val", "test"]) - names)
@@ -1267,25 +1198,25 @@ def notes_on_copies(release: Release, features: Features) -> list[str]:
 
 
 def make_features(name: str, path: Path, release: Release, device: str, extractor: str) -> None:
-    """Write the feature file of a release, see `prepare`."""
+    """Write the feature file of a release: from the authors' .npy files if these exist and the
+    extractor is the data set's own; otherwise from the pictures."""
     settings = DATASETS[name]
-    names = sorted(release.paths)
-    pictures = [release.paths[n] for n in names]
+    pictures = dict(sorted(release.paths.items()))
     if settings.authors_features and extractor == settings.extractor:
-        maps = [authors_features(picture) for picture in pictures]
-        if any(file.exists() for file in maps):
-            require_files(maps)
-            blocks = (read_npy(file)[None] for file in maps)
-            write_features(path, names, maps, blocks, extractor, AUTHORS_FILES)
+        maps = {image: authors_features(picture) for image, picture in pictures.items()}
+        if any(file.exists() for file in maps.values()):
+            require_files(list(maps.values()))
+            blocks = (read_npy(file)[None] for file in maps.values())
+            write_features(path, maps, blocks, extractor, AUTHORS_FILES)
             return
-    check_pictures(pictures)
+    files = list(pictures.values())
+    check_pictures(files)
     network = Extractor(extractor, device)
-    # Ctrl-C takes effect between batches; on a CPU, a batch of 16 takes seconds.
-    batch = 64 if device.startswith("cuda") else 16
+    batch = 64 if device.startswith("cuda") else 16  # a batch of 16 takes seconds on a CPU
     if extractor == "mini-cnn":
         batch = 512  # its pictures are small
-    blocks = prefetch(block.numpy() for block in network.blocks(pictures, batch))
-    write_features(path, names, pictures, blocks, extractor_name(extractor), "the extractor's")
+    blocks = prefetch(block.numpy() for block in network.blocks(files, batch))
+    write_features(path, pictures, blocks, extractor_name(extractor), "the extractor's")
 
 
 def require_files(files: list[Path]) -> None:
@@ -1371,9 +1302,9 @@ class Dataset(Release):
     def make_batches(self, batch_size: int, seed: int, first: int, last: int) -> Iterator:
         """What train_batches yields."""
         scenes = self.scenes["train"]
-        # [ours] Every batch is full, so that torch.compile makes one graph. The scenes that are
-        # left at the end of an epoch are left out of it. SCORER's and DIRL's code makes a small
-        # batch of them: its epoch of CLEVR-Change has 265 steps, ours has 264.
+        # [ours] Every batch is full, so that torch.compile makes one graph: an epoch leaves out the
+        # scenes at its end, of which SCORER's and DIRL's code makes a small batch. So its epoch of
+        # CLEVR-Change has 265 steps, ours has 264.
         size = min(batch_size, len(scenes))
         steps = len(scenes) // size  # of an epoch
         for step in range(first, last):
@@ -1420,16 +1351,15 @@ class Dataset(Release):
     def batch(
         self, pairs: list[Pair], captions: list[str] | None = None, before: Tensor | None = None
     ) -> Batch:
-        """Pairs with one caption each (default: their first), padded to max_len ids. All batches
-        have the same length, so that torch.compile makes one graph for them. before: these images'
-        features, if they have been read."""
+        """Pairs with one caption each (default: their first), padded to max_len ids, so that
+        torch.compile makes one graph. before: these images' features, if they have been read."""
         captions = captions or [pair.captions[0] for pair in pairs]
         single = pairs[0].after is None
         if before is None:
             before = self.features.rows([pair.before for pair in pairs])
         if single:
-            # Pairs need no zeros. Making some starts OpenMP threads, here in the thread of
-            # `prefetch`, and more of these than cores slow down every step on a CPU.
+            # Not for pairs: this starts OpenMP threads, here in the thread of `prefetch`, and more
+            # of them than cores slow down every step on a CPU.
             after = torch.zeros_like(before)
         else:
             after = self.features.rows([pair.after for pair in pairs])
@@ -1440,8 +1370,8 @@ class Dataset(Release):
         return Batch(before, after, ids, pair_ids, captions, images, single)
 
     def no_change_captions(self) -> set[str]:
-        """Captions, as a model outputs them, which say that nothing changed: those of unchanged
-        training pairs, and those listed by the data set's authors."""
+        """Captions which say that nothing changed, as a model outputs them: those of unchanged
+        training pairs and of Settings.no_change."""
         captions = set(self.settings.no_change)
         unchanged = self.kinds.get("no change", set())
         for pair in self.pairs("train"):
@@ -1449,15 +1379,10 @@ class Dataset(Release):
                 captions.update(pair.captions)
         return {" ".join(self.vocab.split(caption)) for caption in captions}
 
-    def results(
-        self, split, captions, maps, out_dir, notes=None, published=None
-    ) -> dict[str, float]:
-        """The scores of a split's captions, see scores.results."""
-        return scores.results(self, split, captions, maps, out_dir, notes, published)
+    results = scores.results  # a method: the scores of a split's captions
 
     def state(self) -> dict:
-        """What a checkpoint keeps: what captioning any two pictures needs and, for `check_state`
-        and `check_fit`, which pairs it was trained on."""
+        """What a checkpoint keeps, for captioning and for `check_state` and `check_fit`."""
         return {
             "vocab": self.vocab.words,
             "extractor": self.features.extractor,
@@ -1469,11 +1394,9 @@ class Dataset(Release):
         }
 
     def contents(self, split: str) -> Tensor:
-        """What tells the pictures of each pair of a split from others, whatever their names:
-        checksums of "before" and "after" (n, 2)."""
-        rows = []
-        for pair in self.pairs(split):
-            rows.append([self.features.content(pair.before), self.features.content(pair.after)])
+        """Checksums of each pair's "before" and "after" (n, 2)."""
+        content = self.features.content
+        rows = [(content(pair.before), content(pair.after)) for pair in self.pairs(split)]
         return torch.tensor(rows).view(-1, 2)
 
     # These two take a second on a large data set, and every checkpoint has them.
@@ -1498,8 +1421,8 @@ class Dataset(Release):
             raise InputError(f"{changed}; train anew, with another --out_dir")
 
     def adopt(self, state: dict) -> None:
-        """Takes the words and the max_len of a checkpoint, to evaluate it here: references are
-        texts, so only features must fit. Its sentences for "no change" count here, too."""
+        """Takes the words and the max_len of a checkpoint, to evaluate it here. Its sentences for
+        "no change" count here, too."""
         self.vocab = Vocab(state["vocab"], self.vocab.tokenizer, self.vocab.max_words)
         self.max_len = state["max_len"]
         self.no_change |= set(state["no_change"])
@@ -1507,8 +1430,7 @@ class Dataset(Release):
 
     def check_fit(self, state: dict) -> None:
         """InputError if a checkpoint has other features or words. Prints a note if it was trained
-        on pairs that are now for validation or test, for instance since the table got a column
-        "split"."""
+        on pairs that are now for validation or test."""
         trained = (state["extractor"], tuple(state["grid"]))
         own = (self.features.extractor, self.grid)
         if trained != own:
@@ -1526,35 +1448,28 @@ class Dataset(Release):
                 print_notes(f"{told}, so their scores say little; train anew in a new folder")
 
 
-def load(
-    name: str,
-    root: str | Path,
-    where: str = "auto",
-    device: str = "cpu",
-    extractor: str = "",
-    blind: bool = False,
-) -> Dataset:
-    """Read a prepared data set; an error says which command makes what is missing. where: features
-    are read from the "file" or kept on the "gpu" ("auto": if they take less than 60 % of its free
-    memory); on a CPU, they always come from the file. blind: batches have zeros in place of
-    features."""
+def load(name: str, root: str | Path, cfg: RunConfig | None = None) -> Dataset:
+    """Read a prepared data set; an error says which command makes what is missing. Of cfg, it uses
+    device, extractor, blind and features: these are read from the "file" or kept on the "gpu"
+    ("auto": if they take less than 60 % of its free memory)."""
+    cfg = cfg or RunConfig()
     root = Path(root)
     release = read_release(name, root)
-    features = open_features(name, root, extractor or DATASETS[name].extractor)
-    features.blind = blind
+    features = open_features(name, root, cfg.extractor or DATASETS[name].extractor)
+    features.blind = cfg.blind
     dataset = Dataset(name, root, release, vocab_of(name, release), features)
     size = features.data.nbytes
     place = "read from the file"
-    if device.startswith("cuda"):
+    if cfg.on_cuda:
         # This call also initialises CUDA on this GPU. Otherwise its first use could be to pin
         # memory in the thread of `prefetch`, which would pick GPU 0.
-        free, _ = torch.cuda.mem_get_info(device)
+        free, _ = torch.cuda.mem_get_info(cfg.device)
         fits = size < 0.6 * free
-        if where == "gpu" or (where == "auto" and fits):
-            features.data = features.data.to(device)
+        if cfg.features == "gpu" or (cfg.features == "auto" and fits):
+            features.data = features.data.to(cfg.device)
             place = "on the GPU"
         else:
-            features.device = device
+            features.device = cfg.device
     print_notes(*release.notes, *notes_on_copies(release, dataset.features))
     counts = {split: len(dataset.pairs(split)) for split in SPLITS}
     print(f"{root}: {counts['train']} train, {counts['val']} val, {counts['test']} test pairs")
@@ -1564,22 +1479,20 @@ def load(
 
 def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
     """The data set that a run's config names. With `make`, mini is made first if it is missing; to
-    evaluate a checkpoint, the mini that it was trained on must exist. InputError if there is no
-    data set of this name."""
+    evaluate a checkpoint, the mini that it was trained on must exist."""
     if cfg.dataset not in DATASETS:
         raise InputError(f"--dataset {cfg.dataset}: expected one of {', '.join(DATASETS)}")
     if DATASETS[cfg.dataset].make and make:
         prepare(cfg.dataset, Path(cfg.data_dir), cfg.device, cfg.extractor)
-    dataset = load(cfg.dataset, cfg.data_dir, cfg.features, cfg.device, cfg.extractor, cfg.blind)
+    dataset = load(cfg.dataset, cfg.data_dir, cfg)
     if dataset.scenes["train"][0].pairs[0].after is None:
         raise InputError(f"--dataset {cfg.dataset} has no pairs; IDC reads it by --{cfg.dataset}")
     return dataset
 
 
 def note_on_negatives(dataset: Dataset, cfg: RunConfig, *weights: str) -> None:
-    """Prints a note if more than a tenth of the training pairs share a picture, or have copies of
-    one: losses that contrast the images of a batch would take them for different. weights: the
-    fields of cfg that weigh them."""
+    """Prints a note if more than a tenth of the training pairs share a picture, which losses that
+    contrast the images of a batch take for different. weights: their fields of cfg."""
     content = dataset.features.content
     scenes_with = Counter()  # an image's content -> in how many scenes it occurs
     for scene in dataset.scenes["train"]:
@@ -1614,8 +1527,7 @@ ALL_SAME = re.compile(
     r"(?:the |all )*((?:two )?(?:scenes?|pictures?|images?|objects)|everything)\W+"
     r"(.*?)(?: as before)?"
 )
-# A phrase names no entity if its last word is one of NO_ENTITY_ENDS, or its first word one of
-# NO_ENTITY_STARTS.
+# A phrase that begins or ends with one of these names no entity.
 NO_ENTITY_ENDS = {
     *"scene scenes image images picture pictures pic pics photo photos".split(),
     *"change changes difference differences".split(),
@@ -1627,9 +1539,8 @@ QUANTITIES = {"NUM", "ADJ", "DET", "PRON"}  # "one of the cars", "most of the ca
 
 
 def analysed(dataset_name: str, captions: list[str]) -> Iterable:
-    """Each caption as spaCy analyses it (a Doc) or, of a data set whose captions are made from
-    templates, each caption as it is: rules read these, without spaCy. InputError if spaCy or its
-    English model is missing."""
+    """Each caption as spaCy analyses it (a Doc) or, if they are made from templates, which rules
+    read, as it is. InputError if spaCy or its English model is missing."""
     if DATASETS[dataset_name].templates:
         return captions
     try:
@@ -1645,8 +1556,7 @@ def analysed(dataset_name: str, captions: list[str]) -> Iterable:
 
 def template_segments(caption: str) -> tuple[list[str], list[str]]:
     """Noun segments and verb segments of a template caption, in lower case: its objects, and the
-    text after the last object, or before the first one if nothing follows. InputError if the
-    caption names no object and does not say that nothing has changed."""
+    text after the last object, or before the first one if nothing follows."""
     text = " ".join(caption.lower().split()).rstrip(" .")
     no_change = NOTHING_CHANGED.fullmatch(text)
     all_same = ALL_SAME.fullmatch(text)
@@ -1767,9 +1677,8 @@ def load_captioner(
     inputs: Callable | None = None,
 ) -> Captioner:
     """A trained model for any two pictures. Model: as in common.load_model, with generate and
-    attention_map. device: default cuda if available. extractor: the network of the features
-    (default: as in training); timm/MODEL:FILE says where FILE is now. inputs: see Captioner.
-    InputError if the network or FILE is another one than in training."""
+    attention_map. extractor: timm/MODEL:FILE says where FILE is now. InputError if it is another
+    network or FILE than in training."""
     cfg = saved_config(Config, checkpoint)
     cfg.device = usable_device(device)
     model, state = load_model(Model, cfg, checkpoint)
@@ -1792,8 +1701,6 @@ def load_clip(name: str, device: str = "cpu") -> tuple:
     import open_clip
 
     if name == "mini":
-        import mini
-
         clip, tokenizer = mini.load_clip()
         return clip.to(device).eval().requires_grad_(False), tokenizer, mini.preprocess
     model, _, weights = name.partition(":")
@@ -1818,28 +1725,24 @@ def load_clip(name: str, device: str = "cpu") -> tuple:
 
 
 def check_out(out: str, endings: tuple[str, ...], files: Iterable[str | Path]) -> None:
-    """InputError if `out` has none of the endings, is one of the files to read, or cannot be
-    written."""
+    """InputError if `out` has none of the endings or is one of the files to read."""
     path = Path(out)
     if path.suffix.lower() not in endings:
         raise InputError(f"--out {out}: expected a name that ends in {' or '.join(endings)}")
     if path.resolve() in {Path(file).resolve() for file in files}:
         raise InputError(f"--out {out} is one of the files to read; choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise InputError(f"--out {out} cannot be written; choose another name")
 
 
 def caption_files(captioner: Captioner, files: list[str], out: str | None) -> None:
-    """Prints the caption of two image files, or of every pair of a CSV file, see caption_table.
-    `out`: where to write the attention picture, or the table with its captions."""
+    """Prints the caption of two image files, or of every pair of a CSV file. `out`: where to write
+    the attention picture, or the table with its captions."""
     if len(files) == 1 and Path(files[0]).suffix.lower() == ".csv":
         caption_table(captioner, Path(files[0]), out)
         return
     if len(files) != 2:
-        raise InputError(
-            f"--caption {shlex.join(map(str, files))}: expected two pictures or a .csv"
-        )
+        given = shlex.join(map(str, files))
+        raise InputError(f"--caption {given}: expected two pictures or a .csv")
     if out:
         check_out(out, (".png", ".jpg", ".pdf"), files)
     caption, maps = captioner(*files)
@@ -1849,8 +1752,8 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
 
 
 def caption_table(captioner: Captioner, file: Path, out: str | None) -> None:
-    """Prints the caption of every pair of a CSV file with the columns before and after, whose paths
-    are relative to it. `out` gets the same table with one more column, "caption"."""
+    """The same for a CSV file with the columns before and after, whose paths are relative to it.
+    `out` gets the same table with one more column, "caption"."""
     table = read_table(file, ("before", "after"))
     pairs = [(file.parent / row["before"], file.parent / row["after"]) for row in table.rows]
     pictures = list(dict.fromkeys(itertools.chain(*pairs)))

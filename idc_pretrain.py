@@ -1311,7 +1311,7 @@ def open_cub(cfg: Config, dataset):
     vocabulary."""
     import data
 
-    cub = data.load("cub", cfg.cub, cfg.features, cfg.device, cfg.extractor, cfg.blind)
+    cub = data.load("cub", cfg.cub, cfg)
     if cub.grid != dataset.grid:
         raise InputError(f"features of {cub.root}: {dataset.grid} expected, {cub.grid} found")
     cub.vocab = data.Vocab(dataset.vocab.words, cub.vocab.tokenizer, cub.vocab.max_words)
@@ -1324,9 +1324,7 @@ class Birds:
     def __init__(self, cfg: Config):
         import data
 
-        dataset = data.load(
-            "nabirds", cfg.nabirds, cfg.features, cfg.device, cfg.extractor, cfg.blind
-        )
+        dataset = data.load("nabirds", cfg.nabirds, cfg)
         self.features = dataset.features
         self.names = []
         classes = []

@@ -208,10 +208,10 @@ def write_scenes(path: Path, count: int, grid: tuple[int, int, int]) -> data.Rel
         same = data.Pair(f"{i}_n", f"default {i}", f"nonsemantic {i}", ["nothing changed"])
         scenes.append(data.Scene((changed, same)))
     names = sorted(set().union(*(scene.images() for scene in scenes)))
-    files = [Path(__file__)] * len(names)  # those that the features are said to be made from
+    files = dict.fromkeys(names, Path(__file__))  # that the features are said to be made from
     rng = np.random.default_rng(0)
     blocks = (rng.random((1, *grid), np.float32) for _ in names)
-    data.write_features(path, names, files, blocks, "random", "none")
+    data.write_features(path, files, blocks, "random", "none")
     return data.Release(scenes={"train": scenes, "val": [], "test": []})
 
 
@@ -235,7 +235,7 @@ def load_times(path: Path, release: data.Release, row: str, args, seed: int) -> 
     with open(path, "rb") as f:
         os.fsync(f.fileno())  # only what is on the disk can be dropped from the cache
         os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    vocab = data.Vocab.from_captions(release.captions(["train"]))
+    vocab = data.Vocab(data.frequent_words(release.captions(["train"])))
     # The file is opened for each formulation anew, because mapped pages stay in the cache.
     features = data.Features(path, "", "random")
     features.device = args.device

@@ -154,9 +154,9 @@ def write_features(name, root):
     rng = np.random.default_rng(1)
     of_pictures = 3 * rng.standard_normal((len(names), GRID[0], 1, 1), np.float32)
     features = of_pictures + rng.standard_normal((len(names), *GRID), np.float32)
-    files = [release.paths[name] for name in names]
+    files = {name: release.paths[name] for name in names}
     path = root / "features.h5"
-    data.write_features(path, names, files, [features], settings.extractor, "at random")
+    data.write_features(path, files, [features], settings.extractor, "at random")
 
 
 class NoFeatures:

@@ -110,7 +110,7 @@ def test_image_editing_request_is_keyed_by_uid(tmp_path):
     assert words == "crop , please ... it ' s 50 %".split()
     # Both captions would belong to the first one's pictures.
     write(tmp_path / "train.json", [*train, item("A_1", "a.jpg", "d.png", "Zoom out")])
-    with pytest.raises(InputError, match=r"A_1 is a.jpg and b.jpg, but also a.jpg and d.png"):
+    with pytest.raises(InputError, match="different pairs have the id A_1"):
         data.read_release("image_editing_request", tmp_path)
 
 
@@ -496,7 +496,6 @@ def test_only_spellings_of_no_change_are_one_kind(tmp_path):
     "text, noted",
     [
         (KINDS + "d,e,no change,c\nd,f,no change,c\n", ["no val pairs", "no test pairs"]),
-        (HEAD + 'a,b,train,"c\nd"\nd,e,val,c\nf,g,test,c\n', ["1 cells", "'no change'"]),
         (
             HEAD.replace("split", "split,set") + "a,b,train,x,c\nd,e,val,,c\n",
             ["'set'", "test", "no"],

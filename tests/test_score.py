@@ -222,7 +222,7 @@ def test_a_reference_that_is_no_list_is_refused():
 
 def test_references_are_written_as_they_are_scored(dataset, tmp_path):
     """Otherwise, scores.py would compare "门 开" with a "门开" that it does not split."""
-    vocab = data.Vocab.from_captions(["门开"], tokenizer=data.tokenize_pairs)
+    vocab = data.Vocab(data.frequent_words(["门开"], data.tokenize_pairs), data.tokenize_pairs)
     dataset.settings = data.DATASETS["pairs"]
     dataset.vocab = vocab
     for pair in (*dataset.pairs("train"), *dataset.pairs("test")):
@@ -310,7 +310,7 @@ def test_validation_asks_for_no_java(dataset, monkeypatch):
 
 def test_a_model_of_own_pairs_without_a_mistake_scores_100():
     reference = 'A 3.5 m gate (the "left-hand" one) wasn\'t moved, 50% of it!'
-    vocab = data.Vocab.from_captions([reference], tokenizer=data.tokenize_pairs)
+    vocab = data.Vocab(data.frequent_words([reference], data.tokenize_pairs), data.tokenize_pairs)
     dataset = SimpleNamespace(settings=data.DATASETS["pairs"], vocab=vocab)
     (said,) = vocab.decode(torch.tensor([vocab.encode(reference, 40)]))
     total = scores.protocol_scores(dataset, {"1": said}, {"1": [reference]})["total"]
