@@ -7,17 +7,17 @@ The flow of one pair, with CLEVR-Change's sizes:
        v                                           v
     F_bef, F_aft (196, 512) each                entities of the pair (3, 768)
        |                                           |  project
-    HRD, twice; layer 2 reads LN(F + C~):          v
+    HRD, twice; layer 2 reads LN(F + shared):      v
        |  CRE, Eq. 2-4, 6 . . . L_C, Eq. 7 . . . E (3, 512)
        v                                           |
-    C_bef, C_aft (196, 512) each                   |
+    common_bef, common_aft (196, 512) each         |
        |  attention, Eq. 8 (loss L_I, Eq. 9)       |
        v                                           |
-    C~_bef, C~_aft (196, 512) each                 |
+    shared_bef, shared_aft (196, 512) each         |
        |  DRE, Eq. 2, 4-5, 10 . L_D, Eq. 11 . . . .|
        v                                           |
-    D_bef, D_aft of layer 2 (196, 512) each        |
-       |  join, Eq. 12                             |
+    difference_bef, difference_aft (196, 512) each |
+       |  join, Eq. 12, of layer 2's differences   |
        v                                           |
     F_diff (196, 512) --------------+--------------+
                                     |  decoder, Eq. 13-17
@@ -42,37 +42,42 @@ first: Off, Decoder, attention_map, and section "entities" apart from retrieve.
 
 CRE and DRE (Commonality, Difference Representation Enhancement) enhance in a target what it shares
 with a source, or does not. MHCA(x, y) is multi-head attention from x to y, MHSA(x) from x to
-itself. i is an image of a pair, and j the other one. In Eq. 2, n is a cell of the target, and s a
-cell or an entity of the source (the paper's i and j).
+itself. i is an image of a pair, j the other one, and X_i is CLIP's embedding of image i. In Eq. 2,
+n and n' are cells of the target, and t is a cell or an entity of the source (the paper's i, k and
+j, but it does not say what k runs over). A scale is 1 / temperature, and learned.
+The paper's C_i, C~_i and D_i are common_i, shared_i and difference_i here; its H, H', H^T, H^V and
+H^F are words, hidden, text, visual and fused.
 
 Equation  where             as printed                                      [ours], if different
 Sec. 3.1  find_candidates   names: the subjects of training captions        of min_count captions
-Eq. 1     retrieve          argmax of S_bef - S_aft, S_i = cos(I_i, name)   |S_bef - S_aft|, top K
-Eq. 2     max_probability   P(n, s) = exp(cos(n, s)) / sum_k exp(cos(s, k)) t cos; sum over target
-Eq. 3     CRE               P^ = Linear(m), m(n) = max_s P(n, s)
+Eq. 1     retrieve          argmax of S_bef - S_aft, S_i = cos(X_i, name)   |S_bef - S_aft|, top K
+Eq. 2     max_probability   P(n, t) = exp cos(n, t) / sum_n' exp cos(t, n') exp(scale cos)
+Eq. 3     CRE               P^ = Linear(m), m(n) = max_t P(n, t)
 Eq. 4     CRE               F' = LN(sigmoid(P^) F + F)
 Eq. 5     DRE               P^ = Linear(1 - m)
-Eq. 6     HRD               C_i = CRE(F_j, F_i), C'_i = DRE(E, F_i)         layer 2: F is LN(F + C~)
-Eq. 7     HRD               L_C = MSE(P^ of C_i, P^ of C'_i)
-Eq. 8     HRD               C~_i = MHCA(C_i, C_j)
-Eq. 9     contrastive_loss  L_I = -log softmax(sim(q, k) / tau)             both ways; q, k of C~
-Eq. 10    HRD               D_i = DRE(F_i, F_i - C~_i),                     F is that of layer 1
-                            D'_i = CRE(E, F_i - C~_i)
-Eq. 11    HRD               L_D = MSE(P^ of D_i, P^ of D'_i)
-Eq. 12    CHEERS.encode     F_diff = Linear [D_bef ; D_aft]
-Eq. 13    DecoderLayer      H_T = MHCA(H', E), H_V = MHCA(H', F_diff)       H' = LN(H + MHSA(H))
-Eq. 14    DecoderLayer      alpha = Linear [H' ; H_T]
-Eq. 15    DecoderLayer      beta = Linear [H' ; H_V]
-Eq. 16    DecoderLayer      H_F = alpha H_T + beta H_V
-Eq. 17    DecoderLayer      H = LN(H_F + H')
+Eq. 6     HRD               common_i = CRE(F_j, F_i),                       in layer 2, F is
+                            common'_i = DRE(E, F_i)                         LN(F + shared)
+Eq. 7     HRD               L_C = MSE(P^ of common_i, P^ of common'_i)
+Eq. 8     HRD               shared_i = MHCA(common_i, common_j)
+Eq. 9     contrastive_loss  L_I = -log softmax(sim(query, key) / tau)       both ways, of `shared`
+Eq. 10    HRD               difference_i = DRE(F_i, F_i - shared_i),        F is that of layer 1
+                            difference'_i = CRE(E, F_i - shared_i)
+Eq. 11    HRD               L_D = MSE(P^ of difference_i, of difference'_i)
+Eq. 12    CHEERS.encode     F_diff = Linear [difference_bef ; difference_aft]
+Eq. 13    DecoderLayer      text = MHCA(hidden, E),                         hidden = LN(words +
+                            visual = MHCA(hidden, F_diff)                            MHSA(words))
+Eq. 14    DecoderLayer      alpha = Linear [hidden ; text]
+Eq. 15    DecoderLayer      beta = Linear [hidden ; visual]
+Eq. 16    DecoderLayer      fused = alpha text + beta visual
+Eq. 17    DecoderLayer      words = LN(fused + hidden)
 Eq. 18    caption_loss      L_S = -sum over words of log P(word)            mean over words
-Eq. 19    total_loss        L = L_S + lambda_v (L_C + L_D) + lambda_m L_I
+Eq. 19    total_loss        total = L_S + lambda_v (L_C + L_D) + lambda_m L_I
 
 lambda_v is w_consistency, and lambda_m is w_match. [ours] marks what the paper leaves open, and
 what we do unlike its print. Attention's biases and output projections are ours, too. As printed are
-Eq. 1 by --retrieval signed, and t = 1 in Eq. 2 by --temperature one. The rest has no flag.
+Eq. 1 by --retrieval signed, and Eq. 2 by --temperature one. The rest has no flag.
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, L ids of a caption
-(START, words, END, padding), V ids of the vocabulary, K entities of a pair, M candidates, S cells
+(START, words, END, padding), V ids of the vocabulary, K entities of a pair, M candidates, T cells
 or entities of a source, d width of CLIP's common space.
 
 Flags for each row of the paper's tables. Each run needs an --out_dir of its own. The last column is
@@ -183,15 +188,15 @@ class ImageEmbedding(nn.Module):
 
 
 def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Tensor:
-    """Eq. 2 and the maximum of Eq. 3: m(n) = max_s P(n, s). Each source position s divides 1 among
-    the target's cells, P(., s) = softmax of scale * cos(., s), and m(n) is the largest share that
-    cell n gets. source (B, S, D), target (B, N, D) -> m (B, N).
+    """Eq. 2 and the maximum of Eq. 3: m(n) = max_t P(n, t). Each source position t divides 1 among
+    the target's cells, P(., t) = softmax of scale * cos(., t), and m(n) is the largest share that
+    cell n gets. source (B, T, D), target (B, N, D) -> m (B, N).
 
     By hand: the target's cells are (1, 0) and (0, 1), and scale is ln 3. For one entity (1, 0),
     the exponentials are 3 and 1, so m = 3/4, 1/4. With (0, 1) as a second one, m = 3/4, 3/4."""
     x = F.normalize(upcast(target), dim=-1)
     y = F.normalize(upcast(source), dim=-1)
-    cosines = x @ y.transpose(1, 2)  # (B, N, S)
+    cosines = x @ y.transpose(1, 2)  # (B, N, T)
     # [ours] Over the target; over the source, a single entity would have m = 1 everywhere.
     p = (cosines * scale).softmax(1)  # Eq. 2
     return p.amax(2)  # Eq. 3, (B, N)
@@ -221,7 +226,7 @@ class CRE(nn.Module):
         return self.expand(m[..., None])  # Eq. 3
 
     def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """source (B, S, D), target (B, N, D) -> F' and P^, both (B, N, D)."""
+        """source (B, T, D), target (B, N, D) -> F' and P^, both (B, N, D)."""
         # P^ varies so little over cells that rounding to bfloat16 would hide it.
         with torch.autocast(source.device.type, enabled=False):
             m = max_probability(source, target, self.log_scale.exp())  # Eq. 2
@@ -254,9 +259,9 @@ def other_image(x: Tensor) -> Tensor:
 class Disentangled(NamedTuple):
     """What an HRD layer returns. Its first three tensors are (2B, N, D)."""
 
-    x: Tensor  # LN(F + C~), what the next layer reads
-    shared: Tensor  # C~
-    difference: Tensor  # D
+    x: Tensor  # LN(F + shared), what the next layer reads
+    shared: Tensor  # Eq. 8
+    difference: Tensor  # Eq. 10
     l_c: Tensor  # L_C, to be ignored if w_consistency is 0
     l_d: Tensor  # L_D, likewise
 
@@ -265,12 +270,13 @@ class HRD(nn.Module):
     """Heterogeneous Representation Disentangling, one layer of Fig. 2: Eq. 6-8 and 10-11.
 
     Entities name what changed. L_C: a cell should match the other image where it does not match the
-    entities. L_D: F - C~ should match the entities where it does not match its own image F. The
-    paper uses only P^ of C' and D'. Before the last layer, nothing but P^ of D is used, either.
+    entities. L_D: F - shared should match the entities where it does not match its own image F. The
+    paper uses only P^ of common' and difference'. Before the last layer, nothing but P^ of
+    `difference` is used, either.
 
     [ours] L_C and L_D are means over both images. `raw` is F of the first layer in every layer: Eq.
     10 reads "the original raw features". The paper does not say what the next layer reads: here
-    LN(x + C~), because C~ alone hardly varies over cells in layer two when training starts."""
+    LN(x + shared), because `shared` alone hardly varies over cells in layer two at the start."""
 
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
@@ -286,25 +292,25 @@ class HRD(nn.Module):
         """x (F of Eq. 6) and raw (F of Eq. 10), both (2B, N, D) with all "before" images first, and
         equal in the first layer; entities E (2B, K, D) or, if w_consistency is 0, None."""
         assert x.shape[0] % 2 == 0, 'expected all "before" images, then as many "after" images'
-        c, p_c = self.cre(other_image(x), x)  # Eq. 6, C_i = CRE(F_j, F_i)
-        _, p_c_entity = self.entity_dre(e, x)  # Eq. 6, C'_i = DRE(E, F_i)
-        l_c = F.mse_loss(p_c, p_c_entity)  # Eq. 7
-        shared = self.attention(c, other_image(c))  # Eq. 8, C~_i = MHCA(C_i, C_j)
+        common, p_common = self.cre(other_image(x), x)  # Eq. 6, CRE(F_j, F_i)
+        _, p_common_entity = self.entity_dre(e, x)  # Eq. 6, DRE(E, F_i)
+        l_c = F.mse_loss(p_common, p_common_entity)  # Eq. 7
+        shared = self.attention(common, other_image(common))  # Eq. 8
         rest = raw - shared
-        d, p_d = self.dre(raw, rest)  # Eq. 10, D_i = DRE(F_i, F_i - C~_i)
-        _, p_d_entity = self.entity_cre(e, rest)  # Eq. 10, D'_i = CRE(E, F_i - C~_i)
-        l_d = F.mse_loss(p_d, p_d_entity)  # Eq. 11
-        return Disentangled(self.norm(x + shared), shared, d, l_c, l_d)
+        difference, p_difference = self.dre(raw, rest)  # Eq. 10, DRE(F_i, F_i - shared_i)
+        _, p_difference_entity = self.entity_cre(e, rest)  # Eq. 10, CRE(E, F_i - shared_i)
+        l_d = F.mse_loss(p_difference, p_difference_entity)  # Eq. 11
+        return Disentangled(self.norm(x + shared), shared, difference, l_c, l_d)
 
 
 class DecoderLayer(nn.Module):
-    """Eq. 13-17: words attend to earlier words (H'), then to entities (H_T) and to F_diff (H_V),
-    and H = LN(alpha H_T + beta H_V + H'). As in the paper, no feed-forward layer follows, and
-    nothing confines alpha and beta to (0, 1).
+    """Eq. 13-17: words attend to earlier words (hidden), then to entities (text) and to F_diff
+    (visual), and become LN(alpha text + beta visual + hidden). As in the paper, no feed-forward
+    layer follows, and nothing confines alpha and beta to (0, 1).
 
-    [ours] H' has a residual and a LayerNorm. For each word, alpha and beta have D numbers each;
-    with --gate scalar they are single numbers, the text's "two parameters". With --gate none, the
-    decoder does not read the entities, and H = LN(H_V + H')."""
+    [ours] `hidden` has a residual and a LayerNorm. For each word, alpha and beta have D numbers
+    each; with --gate scalar they are single numbers, the text's "two parameters". With --gate none,
+    the decoder does not read the entities, and `fused` is `visual`."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -324,21 +330,21 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, f_diff: Tensor, e: Tensor | None) -> tuple[Tensor, Tensor]:
         """Words x (B, L, D), F_diff (B, N, D) and, unless --gate none, the entities (B, K, D)
-        -> words H and H', both (B, L, D)."""
-        hidden = self.norm1(x + self.dropout(self.self_attention(x, x, causal=True)))  # H'
-        h_v = self.cross_attention(hidden, f_diff)  # Eq. 13
+        -> the new words, and `hidden`, both (B, L, D)."""
+        hidden = self.norm1(x + self.dropout(self.self_attention(x, x, causal=True)))
+        visual = self.cross_attention(hidden, f_diff)  # Eq. 13
         if self.text_attention:
-            h_t = self.text_attention(hidden, e)  # Eq. 13
-            alpha = self.alpha(torch.cat([hidden, h_t], -1))  # Eq. 14
-            beta = self.beta(torch.cat([hidden, h_v], -1))  # Eq. 15
-            h_f = alpha * h_t + beta * h_v  # Eq. 16
+            text = self.text_attention(hidden, e)  # Eq. 13
+            alpha = self.alpha(torch.cat([hidden, text], -1))  # Eq. 14
+            beta = self.beta(torch.cat([hidden, visual], -1))  # Eq. 15
+            fused = alpha * text + beta * visual  # Eq. 16
         else:  # --gate none
-            h_f = h_v
-        return self.norm2(hidden + self.dropout(h_f)), hidden  # Eq. 17
+            fused = visual
+        return self.norm2(hidden + self.dropout(fused)), hidden  # Eq. 17
 
 
 class Decoder(nn.Module):
-    """Words, F_diff and entities -> hidden states, from which `head` predicts the next words.
+    """Words, F_diff and entities -> new words, from which `head` predicts the next ones.
     `context` is F_diff (B, N, D), and the entities (B, K, D) or None.
 
     Every word sees only itself and earlier words, so padding at the end of a caption needs no mask.
@@ -357,44 +363,45 @@ class Decoder(nn.Module):
         initialise(self, xavier=True)
 
     def forward(self, ids: Tensor, context: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
-        """ids (B, L) -> hidden states, and H' of the last layer, both (B, L, D)."""
+        """ids (B, L) -> words and `hidden` of the last layer, both (B, L, D)."""
         x = self.project(self.embed(ids)) + self.position.weight[: ids.shape[1]]
         x = self.dropout(self.norm(x))
         for layer in self.layers:
-            x, h = layer(x, *context)  # Eq. 13-17
-        return x, h
+            x, hidden = layer(x, *context)  # Eq. 13-17
+        return x, hidden
 
     def attention(self, ids: Tensor, context: tuple[Tensor, Tensor | None], cells: int) -> Tensor:
         """The last layer's attention, averaged over heads, with its softmax over the first `cells`
         tokens of the difference. ids (B, L) -> (B, L, cells)."""
-        _, h = self(ids, context)
+        _, hidden = self(ids, context)
         attention = self.layers[-1].cross_attention
-        q, k, _ = attention.project(h, context[0][:, :cells])
-        return attention.scores(q, k).softmax(-1).mean(1)
+        query, key, _ = attention.project(hidden, context[0][:, :cells])
+        return attention.scores(query, key).softmax(-1).mean(1)
 
 
 # ---- losses --------------------------------------------------------------------------------------
 
 
-def contrastive_loss(c_bef: Tensor, c_aft: Tensor, scale: Tensor) -> Tensor:
-    """Eq. 9: L_I = -1/B sum_a log(exp S_aa / sum_b exp S_ab), averaged with S^T's. Negatives are
-    the other pairs of the batch. C~ of each image (B, N, D), scale = 1 / tau -> a scalar.
+def contrastive_loss(shared_bef: Tensor, shared_aft: Tensor, scale: Tensor) -> Tensor:
+    """Eq. 9, of pairs a and b: L_I = -1/B sum_a log(exp sim_aa / sum_b exp sim_ab), averaged with
+    that of sim's transpose. Negatives are the other pairs of the batch. `shared` of each image
+    (B, N, D), scale = 1 / tau -> a scalar.
 
-    S_ab = scale / 2 [mean_n max_s cos(q_an, k_bs) + mean_s max_n cos(q_an, k_bs)],
-    with the tokens q of c_bef and k of c_aft.
+    sim_ab = scale / 2 [mean_n max_n' cos(bef_an, aft_bn') + mean_n' max_n cos(bef_an, aft_bn')],
+    with bef_an cell n of shared_bef in pair a, and aft_bn' cell n' of shared_aft in pair b.
 
-    By hand: c_bef = (2, 0), (0, 3) and c_aft = (1, 0), (0, 1), two pairs of one token, and scale is
-    ln 3. Then exp S has 3 on its diagonal and 1 elsewhere, and L_I = -ln(3/4) = 0.288.
+    By hand: shared_bef = (2, 0), (0, 3), shared_aft = (1, 0), (0, 1), two pairs of one cell, scale
+    ln 3. Then exp sim has 3 on its diagonal and 1 elsewhere, and L_I = -ln(3/4) = 0.288.
 
-    [ours] The paper does not define q and k. We take C~, because the loss is meant to help Eq. 8,
-    and both directions, while Eq. 9 has one. As in SCORER, which the paper follows here, S is the
-    mean over tokens of the best match, and scale is learned, but here tokens have length 1."""
-    with torch.autocast(c_bef.device.type, enabled=False):
-        # Lengths need float32. Under autocast, matching is faster in the bfloat16 of C~.
-        q = F.normalize(upcast(c_bef), dim=-1).to(c_bef.dtype)
-        k = F.normalize(upcast(c_aft), dim=-1).to(c_aft.dtype)
-        s = scale * token_match(q, k)  # (B, B)
-        return (info_nce(s) + info_nce(s.T)) / 2  # Eq. 9
+    [ours] The paper does not define query and key. We take `shared`, because the loss is meant to
+    help Eq. 8, and both directions, while Eq. 9 has one. As in SCORER, which the paper follows
+    here, sim averages best matches, and scale is learned; but vectors have length 1 here."""
+    with torch.autocast(shared_bef.device.type, enabled=False):
+        # Lengths need float32. Under autocast, matching is faster in the bfloat16 of `shared`.
+        query = F.normalize(upcast(shared_bef), dim=-1).to(shared_bef.dtype)
+        key = F.normalize(upcast(shared_aft), dim=-1).to(shared_aft.dtype)
+        sim = scale * token_match(query, key)  # (B, B)
+        return (info_nce(sim) + info_nce(sim.T)) / 2  # Eq. 9
 
 
 def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
@@ -408,7 +415,7 @@ def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
 
 
 def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
-    """Eq. 19: L = L_S + lambda_v (L_C + L_D) + lambda_m L_I."""
+    """Eq. 19: total = L_S + lambda_v (L_C + L_D) + lambda_m L_I."""
     l_s = losses["caption"]
     l_c = losses.get("common", 0.0)
     l_d = losses.get("different", 0.0)
@@ -465,8 +472,8 @@ class CHEERS(nn.Module):
             x = layer.x
             layers.append(layer)
         if layers:
-            d_bef, d_aft = layers[-1].difference.unflatten(0, (2, -1))
-            f_diff = self.join(torch.cat([d_bef, d_aft], -1))  # Eq. 12
+            difference_bef, difference_aft = layers[-1].difference.unflatten(0, (2, -1))
+            f_diff = self.join(torch.cat([difference_bef, difference_aft], -1))  # Eq. 12
         else:  # the baseline of Table 4
             f_bef, f_aft = raw.unflatten(0, (2, -1))
             f_diff = f_bef - f_aft
@@ -481,8 +488,8 @@ class CHEERS(nn.Module):
 
         At the start, "caption" is about 5 (a guess among 76 ids has ln 76 = 4.3), "match" is ln B,
         "common" 1.3 and "different" 0.7, as the maps' Linear layers are random. If "match" stays at
-        ln B, C~ does not tell a pair's partner from other images. Low "common" and "different"
-        prove little, because constant maps can agree, too."""
+        ln B, `shared` does not tell a pair's partner from other images. Low "common" and
+        "different" prove little, because constant maps can agree, too."""
         context, layers = self.encode(before, after, entities)  # Eq. 2-8, 10-12
         hidden, _ = self.decoder(caption, context)  # Eq. 13-17
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 18
@@ -491,8 +498,9 @@ class CHEERS(nn.Module):
             if self.cfg.w_consistency:
                 terms |= {"common": layer.l_c, "different": layer.l_d}  # Eq. 7, 11
             if self.cfg.w_match:
-                c_bef, c_aft = layer.shared.unflatten(0, (2, -1))
-                terms["match"] = contrastive_loss(c_bef, c_aft, self.log_scale.exp())  # Eq. 9
+                shared_bef, shared_aft = layer.shared.unflatten(0, (2, -1))
+                scale = self.log_scale.exp()
+                terms["match"] = contrastive_loss(shared_bef, shared_aft, scale)  # Eq. 9
             for name, loss in terms.items():
                 losses[name] = losses.get(name, 0.0) + loss / len(layers)
         return losses
@@ -538,9 +546,9 @@ def retrieve(x_bef: Tensor, x_aft: Tensor, table: Tensor, k: int, signed: bool =
     table (M, d) -> rows (B, k), best first, or (B, M) if there are fewer candidates than k.
 
     A candidate passes if its cosine with at least one of the images is above the mean over all
-    candidates. [ours] If fewer than k candidates pass, the best remaining ones fill the list. In a
-    tie the lower row comes first. The difference in Eq. 1 is `signed`. But the text asks for the
-    largest one, and an added object is closer to "after", so the default is absolute [ours]."""
+    candidates. [ours] If fewer than k candidates pass, the best remaining ones fill the list. The
+    difference in Eq. 1 is `signed`. But the text asks for the largest one, and an added object is
+    closer to "after", so the default is absolute [ours]."""
     e = F.normalize(table, dim=-1)
     s_bef = F.normalize(x_bef, dim=-1) @ e.T  # (B, M)
     s_aft = F.normalize(x_aft, dim=-1) @ e.T
@@ -612,12 +620,7 @@ class Entities:
         losses = model(before, after, ids, entities([("a", "b")]))"""
 
     def __init__(
-        self,
-        cfg: Config,
-        phrases: list[str],
-        table: Tensor,
-        images: dict,
-        pairs: list[tuple],
+        self, cfg: Config, phrases: list[str], table: Tensor, images: dict, pairs: list[tuple]
     ):
         self.phrases = phrases
         self.table = table.to(cfg.device)
@@ -660,9 +663,7 @@ def check_clip(table: Tensor, trained: Tensor) -> None:
     """InputError if embeddings of candidates (M, d) are not those in the checkpoint."""
     trained = trained.to(table.device)
     if table.shape != trained.shape or not table.allclose(trained, atol=1e-3):
-        raise InputError(
-            "the checkpoint's entities were embedded by another CLIP; give --clip as in training"
-        )
+        raise InputError("the checkpoint was trained with another CLIP; give --clip as in training")
 
 
 def candidates_of(dataset, cfg: Config) -> list[str]:
@@ -685,8 +686,7 @@ def load_clip(
     cfg: Config, phrases: list[str], table: Tensor | None
 ) -> tuple[Tensor, Callable[[list], Tensor]]:
     """-> embeddings of the candidates (M, d) by --clip, and a function that embeds pictures (files
-    or PIL images). table: the candidates' embeddings in a checkpoint, or None if they are to be
-    made. InputError if --clip does not fit."""
+    or PIL images). table: those of a checkpoint, or None. InputError if --clip does not fit."""
     import data
 
     clip, tokenizer, preprocess = data.load_clip(cfg.clip, cfg.device)
@@ -706,7 +706,7 @@ def load_clip(
 
 def entities_of(dataset, cfg: Config, state: dict | None = None) -> Entities | None:
     """The entities of a data set's pairs (data.Dataset); None if K is 0. state: the content of a
-    checkpoint, whose candidates then replace the data set's. InputError if --clip does not fit.
+    checkpoint, whose candidates then replace the data set's.
 
     CLIP's embeddings of the pictures are kept in clip-*.pt in the data set's folder, and made anew
     if pictures were replaced. Remove that file after overwriting the weights that --clip names."""
@@ -734,8 +734,7 @@ def entities_of(dataset, cfg: Config, state: dict | None = None) -> Entities | N
 
 def entities_of_files(model: CHEERS, state: dict, files: list) -> Tensor | None:
     """Entities of pictures in the order before, after, before, after, ... -> CLIP's embeddings of
-    them (pairs, K, d), or None if K is 0. Their names are printed. state: the content of the
-    model's checkpoint. InputError if it was trained with another CLIP."""
+    them (pairs, K, d), or None if K is 0. Their names are printed. state: of the model's file."""
     if not model.cfg.k:
         return None
     table, embed = load_clip(model.cfg, **state["entities"])
@@ -759,9 +758,8 @@ PRESETS = {
                      steps=10000, layers=1),  # [ours]
     "spot_the_diff": dict(batch_size=96, lr=5e-4,  # section 4.3
                           steps=10000, layers=2),  # [ours]
-    # [ours] Own pairs are usually few, and their captions repeat words. So they get half the width,
-    # one layer, and every subject as a candidate. Validation chose lr. The schedule is explained in
-    # SCORER's presets.
+    # [ours] Own pairs are usually few, and their captions repeat words: half the width, one layer,
+    # and every subject is a candidate. Validation chose lr. SCORER's presets explain the schedule.
     "pairs": dict(layers=1, dim=256, min_count=1, batch_size=16, lr=1e-3, schedule="cosine",
                   warmup=50, grad_clip=1.0, steps=2000, eval_every=1000, select_by="ROUGE-L"),
     # [ours] A small model for small pictures.

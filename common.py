@@ -103,7 +103,7 @@ class Attention(nn.Module):
 
 def initialise(module: nn.Module, xavier: bool) -> None:
     """Initialise each Attention as nn.MultiheadAttention does. With `xavier`, all other tensors of
-    two or more dimensions become Xavier-uniform, including those of convolutions and embeddings."""
+    two or more dimensions become Xavier-uniform, also those of convolutions and embeddings."""
     if xavier:
         for p in module.parameters():
             if p.ndim > 1:
@@ -155,8 +155,8 @@ def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
 
 
 def upcast(x: Tensor) -> Tensor:
-    """bfloat16 or float16 -> float32. It is for sums and scores that need more than two or three
-    digits, or may exceed 65504, the largest number of float16. Other types stay unchanged."""
+    """bfloat16 or float16 -> float32, for sums and scores that need more than two or three digits.
+    Other types stay unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -187,8 +187,7 @@ def decode(next_word: Callable[[Tensor], Tensor], count: int, max_len: int, devi
     B = count: START, at most max_len - 1 words, then NULL, without END.
 
     next_word(ids (B, t)) -> logits (B, V) of word t. It reads all words anew each time. (To keep
-    their keys and values would be four times as fast on a CPU, but each decoder would need code
-    for it.)
+    their keys and values would be faster, but each decoder would need code for it.)
     `generate` turns gradients off. If `decode` did so, too, torch.export.save would fail."""
     ids = torch.full((count, max_len), NULL, device=device)
     ids[:, 0] = START
@@ -200,8 +199,7 @@ def decode(next_word: Callable[[Tensor], Tensor], count: int, max_len: int, devi
         # SCORER's and DIRL's code stops at END alone, and cuts its text at NULL: the same text.
         ended |= (word == END) | (word == NULL)
         ids[:, t] = word.masked_fill(ended, NULL)
-        # This check waits for the GPU, so it is not made after every word. An exported loop cannot
-        # make it.
+        # This check waits for the GPU, so not after every word. An exported loop cannot make it.
         if t % 8 == 0 and not torch.compiler.is_compiling() and ended.all():
             break
     return ids
@@ -219,13 +217,11 @@ class RunConfig:
     """The settings that all methods share. A method's Config adds its own. The comment on a field's
     line is its --help text.
 
-    parse_args fills in data_dir, out_dir and device. From Python, `preset` makes the Config of a
-    data set and fills in data_dir only. Before `train`, set out_dir and device, and call
-    set_up_device. InputError for a value that cannot work."""
+    parse_args fills in data_dir, out_dir and device, `preset` only data_dir: from Python, set the
+    others before `train`, and call set_up_device. InputError for a value that cannot work."""
 
-    # Flags may change these fields of a checkpoint's Config. Some are paths, because files may have
-    # moved. The others do not affect the steps already done. (With --schedule cosine, `steps` does,
-    # so refuse_changes refuses it.) A method's Config may add to them.
+    # Flags may change these fields of a checkpoint's Config: paths, because files may have moved,
+    # and what does not affect the steps already done (refuse_changes has an exception).
     MAY_CHANGE = {
         "extractor",
         "data_dir",
@@ -311,9 +307,7 @@ def learning_rate(cfg: RunConfig, step: int) -> float:
 # ---- command line --------------------------------------------------------------------------------
 
 
-def parse_args(
-    Config: type, PRESETS: dict[str, dict], RELEASED: dict[str, dict], argv: list[str] | None
-) -> tuple[Any, argparse.Namespace]:
+def parse_args(Config: type, PRESETS: dict, RELEASED: dict, argv: list[str] | None) -> tuple:
     """-> (cfg, args). Every field of Config is a flag, and if RELEASED is not empty, there is
     --variant. The file that defines Config names the script.
 
@@ -408,13 +402,7 @@ def home_expanded(value: str) -> str:
     return name + colon + os.path.expanduser(path)
 
 
-def preset(
-    Config: type,
-    presets: dict[str, dict],
-    released: dict[str, dict],
-    dataset: str,
-    variant: str = "paper",
-):
+def preset(Config: type, presets: dict, released: dict, dataset: str, variant: str = "paper"):
     """The Config of a data set: the defaults, then presets[dataset] and, for the variant
     "released", released["all"] and released[dataset]. What comes later overrides the earlier."""
     values = {"dataset": dataset, "data_dir": f"data/{dataset}"}
@@ -426,9 +414,8 @@ def preset(
 
 
 def saved_config(Config: type, checkpoint: str | Path):
-    """The Config that a checkpoint was trained with. InputError if the file is missing or is not
-    this method's."""
-    state = load_tensors(checkpoint, TRAIN_FIRST, mmap=True)
+    """The Config that a checkpoint was trained with. InputError if it is not this method's."""
+    state = load_tensors(checkpoint, mmap=True)
     with file_errors(checkpoint, "it comes from another method or version"):
         return Config(**state["config"])
 
@@ -455,8 +442,7 @@ def refuse_used_folder(folder: Path) -> None:
     begin_anew = (folder / "log.jsonl").exists() and not (folder / "best.pt").exists()
     last = folder / "last.pt"
     if last.exists():
-        step = load_tensors(last, TRAIN_FIRST, mmap=True)["step"]
-        begin_anew = begin_anew and step == 0
+        begin_anew = begin_anew and load_tensors(last, mmap=True)["step"] == 0
     if not begin_anew:
         raise InputError(
             f"{folder} is not empty; continue its run with --resume, or give another --out_dir"
@@ -464,8 +450,7 @@ def refuse_used_folder(folder: Path) -> None:
 
 
 def usable_device(name: str) -> str:
-    """The device of this name. An empty name stands for CUDA if there is one, else the CPU.
-    InputError if there is no such device."""
+    """The device of this name; an empty name stands for CUDA or, without CUDA, for the CPU."""
     if not name:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -502,16 +487,13 @@ def set_up_device(device: str) -> None:
 
         if ":" in device:  # some calls, such as is_bf16_supported, look at the current GPU only
             torch.cuda.set_device(device)
-        # cuDNN's attention makes a plan for every new shape, which can take a second. The number of
-        # phrases that CLIP reads varies between steps. Other kernels need no plan. See
-        # github.com/pytorch/pytorch/pull/155958.
+        # cuDNN's attention plans every new shape for up to a second, and the number of phrases that
+        # CLIP reads varies between steps (github.com/pytorch/pytorch/pull/155958).
         torch.backends.cuda.enable_cudnn_sdp(False)
         # What a loss computes in float32 keeps its backward pass in float32. By default, a compiled
-        # backward pass repeats the autocast that is around the whole forward pass, see
-        # github.com/pytorch/pytorch/issues/179804 and pull/156356, which added the setting.
+        # one repeats the autocast of the forward pass (github.com/pytorch/pytorch/issues/179804).
         functorch_config.backward_pass_autocast = "off"
-        # Each model has its own graph, and so has each task of a model with several. By default,
-        # fullgraph=True fails after the eighth (torch/_dynamo/config.py).
+        # By default, fullgraph=True fails after eight graphs. Each task of each model has its own.
         torch._dynamo.config.recompile_limit = 64
 
 
@@ -525,9 +507,9 @@ class Run:
 
     sources: the data set, and whatever else the captions depend on besides the model. Checkpoints
     store the state() of each, a dict. With `resume`, the run continues from last.pt as if it had
-    never stopped: check_state(state) of each source gets what last.pt holds, and raises InputError
-    if it comes from other data. A source that changes in training, such as averaged weights, takes
-    its state back there. InputError if, without `resume`, out_dir has files of another run."""
+    never stopped: check_state(state) of each source gets what last.pt holds, takes back what
+    training has changed, and raises InputError if it comes from other data. InputError if, without
+    `resume`, out_dir has files of another run."""
 
     # What else a line of log.jsonl holds. No loss may have such a name.
     RESERVED = {"step", "event", "stage", "seconds", "lr"}
@@ -605,8 +587,7 @@ class Run:
     def checkpoint(self, scores: dict[str, float]) -> None:
         """After a validation: log its scores, and save last.pt and, if they are the best so far,
         best.pt. In a tie the later weights win, because early scores may all be 0, but patience
-        does not begin anew. Without validation pairs there are no scores, and the last weights are
-        the best."""
+        does not begin anew. Without scores (no validation pairs), the last weights are the best."""
         self.log_losses()
         self.evals_since_best += 1
         score = self.best
@@ -654,7 +635,7 @@ class Run:
         """Load last.pt, if every source accepts it. Later lines of the log are dropped, because the
         run repeats their steps."""
         path = self.dir / "last.pt"
-        state = load_checkpoint(path, self.cfg.device)
+        state = load_tensors(path, device=self.cfg.device)
         for source in self.sources:
             source.check_state(state)
         load_weights(self.model, state["model"], path)
@@ -698,7 +679,7 @@ class Run:
     def best_model(self) -> nn.Module:
         """The model with the weights of best.pt, in evaluation mode. Prints where they are from."""
         path = self.dir / "best.pt"
-        state = load_checkpoint(path, self.cfg.device)
+        state = load_tensors(path, device=self.cfg.device)
         print(f"{path} has the weights after step {state['step']}")
         print(f"{self.dir} also has last.pt, log.jsonl and curves.png", flush=True)
         return load_weights(self.model, state["model"], path).eval()
@@ -706,8 +687,7 @@ class Run:
 
 def with_absolute_paths(cfg: RunConfig) -> dict[str, Any]:
     """The fields of a config for a checkpoint. data_dir, out_dir and the FILE of extractor become
-    absolute, because from another folder they could lead to other data. A method's own paths stay
-    as they are given."""
+    absolute, because from another folder they could lead to other data."""
     config = dataclasses.asdict(cfg)
     for name in ("data_dir", "out_dir"):
         config[name] = str(Path(config[name]).resolve())
@@ -781,9 +761,8 @@ def print_notes(*notes: str) -> None:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to, and rename that file to `path` at the end. Whenever the
-    process dies, `path` is the old file or the new one, and whole. Several processes may write at
-    the same time, and the last one wins."""
+    """Yield a temporary path to write to, and rename that file to `path` at the end. So `path` is
+    the old file or a new one, and whole, whenever the process dies or another one writes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not the process id, which may be 1 in two containers that share a folder.
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
@@ -826,16 +805,13 @@ def read_json(path: Path):
         return json.loads(content)
 
 
-def load_tensors(path: str | Path, remedy: str, device: str = "cpu", mmap: bool = False) -> dict:
-    """What save_tensors wrote. With mmap, tensors that are not used are not read. InputError with
-    the remedy if the file is missing or broken."""
+def load_tensors(
+    path: str | Path, remedy: str = TRAIN_FIRST, device: str = "cpu", mmap: bool = False
+) -> dict:
+    """What save_tensors wrote, such as a checkpoint. With mmap, tensors that are not used are not
+    read. InputError with the remedy if the file is missing or broken."""
     with file_errors(path, remedy):  # weights_only: nothing in the file is executed
         return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
-
-
-def load_checkpoint(path: str | Path, device: str = "cpu") -> dict:
-    """What Run.save wrote. InputError if the file is missing or broken."""
-    return load_tensors(path, TRAIN_FIRST, device)
 
 
 def load_weights(
@@ -847,12 +823,10 @@ def load_weights(
     return model
 
 
-def load_model(
-    Model: Callable[..., nn.Module], cfg: RunConfig, path: str | Path
-) -> tuple[nn.Module, dict]:
+def load_model(Model: type, cfg: RunConfig, path: str | Path) -> tuple[nn.Module, dict]:
     """-> Model(cfg, vocabulary size, grid, max_len) with the weights of a checkpoint, in evaluation
     mode, and the checkpoint. InputError if the file is missing or does not fit."""
-    state = load_checkpoint(path, cfg.device)
+    state = load_tensors(path, device=cfg.device)
     model = Model(cfg, len(state["vocab"]), state["grid"], state["max_len"]).to(cfg.device)
     return load_weights(model, state["model"], path).eval(), state
 
@@ -862,8 +836,7 @@ def load_model(
 
 def run_main(main: Callable[[], None]) -> None:
     """Run a script's main. A user's mistakes, files that cannot be read or written, and losses that
-    are not finite print one line and exit with code 2, Ctrl-C and SIGTERM with code 130. Other
-    errors keep their traceback."""
+    are not finite print one line and exit with code 2, Ctrl-C and SIGTERM with code 130."""
     if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
         sys.stdout.reconfigure(errors="replace")  # A terminal may lack characters of a caption.
     # Like Ctrl-C, SIGTERM raises KeyboardInterrupt, so that partial files are removed.

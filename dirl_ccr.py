@@ -38,7 +38,9 @@ Eq. 1      ImageEmbedding       X = conv(features) + position
 Eq. 2      DIRL.mlp             Y = MLP(X), for the loss only, as in Barlow Twins
 Eq. 3      channel_correlation  C_ij = mean of z_bef_i z_aft_j, z = (Y - mean) / std (as released)
 Eq. 4      dirl_loss            L_dirl = sum_i (1 - C_ii)^2 + alpha sum_{i != j} C_ij^2
-Eq. 5      CrossView            shared = MHCA(X, partner), queries from X, keys from its partner
+Eq. 5      CrossView            shared = MHCA(X', partner), queries from X', keys from the X' of the
+           ResidualCrossView    other image. X' is what layers - 1 ResidualCrossView make of X, each
+                                by X' <- LN(X' + MHCA(X', partner)) (as released). Printed: X' = X
 Eq. 6      DIRL.encode          difference of each image = X - shared
 Eq. 7      Fusion               difference = ReLU(W [difference_bef ; difference_aft] + b)
 Eq. 8      DecoderLayer         words = MHSA(x): each word sees itself and earlier ones
@@ -119,10 +121,7 @@ from common import (
 
 @dataclass
 class Config(RunConfig):
-    """DIRL+CCR. The settings of a run (data, steps, device) are in common.RunConfig.
-
-    From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
-    released variant."""
+    """DIRL+CCR. The settings of a run (data, steps, device) are in common.RunConfig."""
 
     dim: int = 512  # width D of images, words and decoder (section 4.2)
     word_dim: int = 300  # width of word embeddings (section 4.2)
@@ -179,8 +178,8 @@ class CrossView(nn.Module):
     """Eq. 5, one layer: shared_bef = MHCA(X_bef, X_aft), shared_aft = MHCA(X_aft, X_bef).
 
     Eq. 6 subtracts what both images share, so that the decoder does not have to find the change
-    among unchanged objects. SCORER adds it instead, because a caption may have to name unchanged
-    objects, too ("left of the cube"). But the attention is learned: its negative turns - into +.
+    among unchanged objects. SCORER adds it instead, because a caption may have to name these, too
+    ("left of the cube"). But the attention is learned: its negative turns - into +.
 
     X_bef, X_aft (B, N, D) -> shared_bef, shared_aft (B, N, D)."""
 
@@ -195,8 +194,8 @@ class CrossView(nn.Module):
 
 
 class ResidualCrossView(CrossView):
-    """X <- LN(X + shared) for both images: the layers before the last one (as released; Eq. 5 as
-    printed has one layer). X_bef, X_aft (B, N, D) -> the new X_bef and X_aft."""
+    """X <- LN(X + shared) for both images: the layers before the last one (as released).
+    X_bef, X_aft (B, N, D) -> the new X_bef and X_aft."""
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
@@ -269,8 +268,8 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Words and difference -> hidden states, from which `head` predicts the next words.
 
-    A mask keeps all positions from attending to later ones and to padding. Words never see padding,
-    which comes later: this matters for the states at padding, which released_ccr averages."""
+    A mask keeps all positions from attending to later ones and to padding. The latter matters for
+    the states at padding alone, which released_ccr averages."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -342,8 +341,7 @@ def ccr_loss(mean_words: Tensor, mean_visual: Tensor, ignored: Tensor, tau: floa
     """Eq. 13-14, L_ccr: InfoNCE between the words of a caption and the differences that they attend
     to, in both directions.
 
-    mean_words, mean_visual (B, D) of Eq. 12. ignored (B, B) bool: pairs that are not each other's
-    negatives (its diagonal does not count).
+    mean_words, mean_visual (B, D) of Eq. 12. ignored (B, B) bool: no negatives of each other.
 
     By hand: words and visual both (1, 0), (0, 1), tau = 0.5. S / tau = ((2, 0), (0, 2)), and each
     row and column has -log(e^2 / (e^2 + 1)) = 0.127. If they ignore each other, the loss is 0."""
@@ -361,8 +359,7 @@ def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     logits (B, L, V) at words 0 ... L-1, caption (B, L) padded with NULL.
 
     By hand: two words with probabilities 1/2 and 1/4 -> (ln 2 + ln 4) / 2 = 1.04."""
-    # A mean over all real words of the batch, as released. The paper sums over the words of a
-    # sentence.
+    # A mean over all real words of the batch, as released. The paper sums over those of a sentence.
     predicted = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
     return F.cross_entropy(predicted, target, ignore_index=NULL)  # Eq. 15

@@ -42,8 +42,8 @@ mlm, mvcl, fda, causal_text and finetune. Skip at first: the last three sections
 captions, cross-task data, as released; 450 lines), attention_map, and RELEASED.
 
 Formulas, reconstructed from the paper's text and released code, not compared with the printed ones:
-Eq. 1      Embedding.words   w = [CLS] START w_1 w_2 ... END; the paper's [BOS] and [EOS] are START
-                             and END
+Eq. 1      IDC.joint and     w = [CLS] START w_1 w_2 ... END; the paper's [BOS] and [EOS] are START
+           IDC.causal_text   and END
 Eq. 2-3    Embedding.image   v_i = [IMGi] v_i1 ... v_iN, i = 1, 2. A token x of w and v_i enters as
                              y = Dropout(LN(x + type + position)). As released: LN and Dropout;
                              words are multiplied by sqrt(D), special tokens have no position
@@ -74,17 +74,19 @@ the vocabulary, K of a caption's ids that fine-tuning reads (L or L - 1), T toke
 visual tokens, M cells of a batch.
 
 Flags for the rows of the paper's tables, each with an --out_dir of its own. The paper's fine-tuning
-has --no-swap --finetune_targets masked, too. The last column is the CIDEr of changed pairs on mini,
-a mean of three seeds (docs/results.md). Two such means differ by up to 49 by chance, one run and a
-mean by 70, two runs by 85, two means at twice the steps by 21.
-Row of the paper                   flags; Table 4 with --dataset clevr_change    on mini, without
-Tables 2, 3, 4  CLEVR-Change       --dataset clevr_change                        504
-Table 4, 1   no pre-training       --pretrain_steps 0 (on mini: --steps 4200)    253
-         2   MLM                   --mvcl 0 --fda 0
-         3   MLM + MVCL            --fda 0
-         5   no difference encoder --no-difference_encoder
-         6   no distractor judging --w_judge 0
-Tables 1, 5  Birds-to-Words        --dataset birds_to_words [--cub FOLDER] [--nabirds FOLDER]
+has --no-swap --finetune_targets masked, too. The last column was measured without these two flags
+and on mini instead of CLEVR-Change: the CIDEr of changed pairs, a mean of three seeds
+(docs/results.md). Two such means differ by up to 49 by chance, one run and a mean by 70, two runs
+by 85, two means at twice the steps by 21.
+Row of the paper's tables            flags, with --dataset clevr_change        CIDEr on mini
+IDC (Tables 2, 3 and 4)                                                        504
+no pre-training (Table 4, line 1)    --pretrain_steps 0                        253, --steps 4200
+MLM (line 2)                         --mvcl 0 --fda 0
+MLM + MVCL (line 3)                  --fda 0
+no difference encoder (line 5)       --no-difference_encoder
+no distractor judging (line 6)       --w_judge 0
+Row of the paper's tables            flags, with --dataset birds_to_words
+Birds-to-Words (Tables 1 and 5)      [--cub FOLDER] [--nabirds FOLDER]
 
 To copy: this file and common.py. To train on a data set of data.py, take that file and scores.py
 (and mini.py for mini), too.
@@ -119,8 +121,8 @@ from common import (
     initialise,
     is_word,
     learning_rate,
-    load_checkpoint,
     load_model,
+    load_tensors,
     load_weights,
     masked_mean,
     parse_args,
@@ -476,8 +478,7 @@ class IDC(nn.Module):
     def forward(self, *inputs: Tensor | None, task: Callable | None = None) -> dict[str, Tensor]:
         """The losses of a task: a method of this class, IDC.finetune unless given, or for
         pre-training IDC.mlm, IDC.mvcl, IDC.fda or IDC.birds. The inputs are the method's.
-
-        This is what torch.compile compiles, into a graph for each task.
+        torch.compile compiles this, into a graph for each task.
 
         Values at the start, with the paper's sizes, 16 pairs and 76 ids, and what it means if a
         loss does not fall. Some start above a guess, as no LayerNorm precedes the heads.
@@ -538,7 +539,7 @@ class IDC(nn.Module):
         of Eq. 4, ids (B, L) -> visual (B, S, D); text (B, 1 + L, D), [CLS] first."""
         count = visual.shape[1]
         cls = self.embed.special(Embedding.TEXT, ids.shape[0])
-        text = torch.cat([cls, self.embed.words(ids)], 1)
+        text = torch.cat([cls, self.embed.words(ids)], 1)  # Eq. 1
         seen = (ids != NULL) | self.cfg.see_padding
         seen = F.pad(seen, (count + 1, 0), value=True)  # all see images and [CLS]
         x, _ = self.cross(torch.cat([visual, text], 1), seen[:, None, None])  # Eq. 5
@@ -552,7 +553,7 @@ class IDC(nn.Module):
         text = self.embed.words(ids)
         if self.cfg.finetune_cls:
             cls = self.embed.special(Embedding.TEXT, ids.shape[0])
-            text = torch.cat([cls, text], 1)
+            text = torch.cat([cls, text], 1)  # Eq. 1
         seen = causal_mask(text.shape[1], asked, ids.device)
         if asked:
             masks = torch.full_like(ids[:, :asked], self.embed.mask_id)
@@ -648,10 +649,10 @@ class IDC(nn.Module):
         if cfg.finetune_targets == "every":
             ids = caption[:, :-1]
             target = caption[:, 1:]
-            text, seen = self.causal_text(ids, asked=ids.shape[1])  # Eq. 1
+            text, seen = self.causal_text(ids, asked=ids.shape[1])
         else:
             ids, target = self.mask(caption)
-            text, seen = self.causal_text(ids)  # Eq. 1
+            text, seen = self.causal_text(ids)
         # As released, images see only images. In the paper, "the attention on the visual side does
         # not change", so they seem to see the text, too, but then a word would learn about later
         # words through the images.
@@ -710,9 +711,6 @@ class IDC(nn.Module):
 
 # ---- presets -------------------------------------------------------------------------------------
 
-# From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
-# released variant.
-#
 # The paper counts the pairs of a batch, but we count its scenes, which on CLEVR-Change have two
 # pairs each. So Table 6's 200 pairs are 100 scenes.
 PRESETS = {
@@ -791,11 +789,9 @@ PUBLISHED = {
 
 # ---- tasks ---------------------------------------------------------------------------------------
 
-# A task is a method of IDC that returns losses. A step of training has one.
-
 
 def tasks(cfg: Config, stage: str) -> list[Callable]:
-    """The tasks of a stage, each as often as its share says."""
+    """The tasks of a stage, methods of IDC that return losses, each as often as its share says."""
     if stage == "finetune":
         return [IDC.finetune]
     choice = [IDC.mlm] * cfg.mlm + [IDC.mvcl] * cfg.mvcl + [IDC.fda] * cfg.fda
@@ -825,7 +821,8 @@ def compute_losses(
             x = with_rewrites(*x, batch.pair_ids, rewrites)
         elif task is IDC.finetune and len(batches) == 2:  # otherwise there is nothing to judge
             is_changed = n == 0
-            x = (*x, torch.full(batch.caption.shape[:1], is_changed, device=cfg.device))
+            changed = torch.full(batch.caption.shape[:1], is_changed, device=cfg.device)
+            x = (*x, changed)
         inputs.append(x)
     return mean_losses(model, cfg, task, inputs)
 
@@ -833,8 +830,7 @@ def compute_losses(
 def with_rewrites(
     before: Tensor, after: Tensor | None, caption: Tensor, pair_ids: list[str], rewrites: Callable
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """The inputs of IDC.fda: only a seventh of the pairs (as released), because each has seven
-    captions."""
+    """The inputs of IDC.fda: a seventh of the pairs (as released), because each has 7 captions."""
     count = max(1, len(pair_ids) // (1 + REWRITES))
     if after is not None:
         after = after[:count]
@@ -1006,18 +1002,10 @@ KINDS = {
     "material": ["rubber matte", "metal metallic shiny"],
     "shape": ["cube block", "sphere ball", "cylinder"],
 }
-
-
-def meanings() -> dict[str, tuple[str, str]]:
-    """Each word of KINDS -> its kind and its synonyms."""
-    result = {}
-    for kind, lists in KINDS.items():
-        for synonyms in lists:
-            result |= dict.fromkeys(synonyms.split(), (kind, synonyms))
-    return result
-
-
-MEANING = meanings()
+MEANING = {}  # each word of KINDS -> its kind and its synonyms
+for _kind, _entries in KINDS.items():
+    for _synonyms in _entries:
+        MEANING |= dict.fromkeys(_synonyms.split(), (_kind, _synonyms))
 
 
 class Negatives:
@@ -1027,8 +1015,9 @@ class Negatives:
     def __init__(self, dataset):
         unchanged = dataset.kinds.get("no change", set())
         made_from = [[p.id, p.id in unchanged, p.captions] for p in dataset.pairs("train")]
-        digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:12]
-        path = dataset.root / f"negatives-{digest}.json"
+        content = json.dumps(made_from).encode()
+        digest = hashlib.sha256(content).hexdigest()
+        path = dataset.root / f"negatives-{digest[:12]}.json"
         if not path.exists():
             write_text(path, json.dumps(rewrite(dataset)))
         self.texts = json.loads(path.read_text(encoding="utf-8"))  # by pair id
@@ -1071,7 +1060,8 @@ def rewrite(dataset) -> dict[str, list[str]]:
     tokens, words, subjects = parse(dataset, captions)
     pool = pools([words[c] for c in changes], idf)
     all_subjects = sorted({s for c in changes for s in subjects[c]})
-    nearest = retrieve([" ".join(s.pairs[0].captions) for s in scenes], changes, idf)
+    queries = [" ".join(scene.pairs[0].captions) for scene in scenes]
+    nearest = retrieve(queries, changes, idf)
 
     negatives = {}
     for number, (scene, near) in enumerate(zip(scenes, nearest, strict=True)):
@@ -1281,9 +1271,7 @@ def open_dataset(cfg: Config, make: bool = True):
 
     for stage, _, _ in stages(cfg):
         if stage != "finetune" and not tasks(cfg, stage):
-            raise InputError(
-                "--mlm 0 --mvcl 0 --fda 0 leave pre-training no task; give --pretrain_steps 0"
-            )
+            raise InputError("--mlm 0 --mvcl 0 --fda 0 leave no task; give --pretrain_steps 0")
     dataset = data.open_dataset(cfg, make)
     if cfg.cub:
         cub = data.vocab_of("cub", data.read_release("cub", Path(cfg.cub)))
@@ -1298,7 +1286,7 @@ def open_dataset(cfg: Config, make: bool = True):
 
 def load_init(model: IDC, cfg: Config, dataset) -> None:
     """Start from the weights of --init. InputError if they would work differently in this model."""
-    state = load_checkpoint(cfg.init, cfg.device)
+    state = load_tensors(cfg.init, device=cfg.device)
     dataset.check_fit(state)
     load_weights(model, state["model"], cfg.init)
     heads = state["config"]["heads"]  # the shapes of the weights do not show it
@@ -1307,8 +1295,7 @@ def load_init(model: IDC, cfg: Config, dataset) -> None:
 
 
 def open_cub(cfg: Config, dataset):
-    """Section 2.4, general image captioning: single images with captions, encoded in `dataset`'s
-    vocabulary."""
+    """Section 2.4, general image captioning: captioned single images, in `dataset`'s vocabulary."""
     import data
 
     cub = data.load("cub", cfg.cub, cfg)

@@ -42,7 +42,7 @@ MHCA(x, y) is multi-head attention from x to y, MHSA(x) from x to itself. x is "
 F_c is the F_c of Eq. 5 alone. Other symbols have two names in the paper, or are easier to read so:
 here (in code)  in the paper
 s^i (source)    F_c^i: what the vectors read in pass i. s^0 is F_c or, for actions, the objects.
-o^i (vectors)   F_object^i or F_action^i: the vectors after pass i; o^N: after the last one.
+o^i (vectors)   F_object^i or F_action^i: the vectors after pass i of R (the paper's N).
 F_o (f_o)       F_o in Eq. 10, F_c in Eq. 11-12: F_object or F_action
 F_l (f_l)       F_l: F_noun or F_verb
 S (s)           S_ab = cos(F_l of pair a, F_o of pair b) / tau
@@ -58,7 +58,7 @@ Eq. 7     DistillingBlock   o^ = MHCA(o^{i-1}, s^i)                 o + MHCA(LN 
 Eq. 8     DistillingBlock   o^i = o^ + FFN(o^)                      o^ + FFN(LN o^)
 Eq. 9     Fusion            MF(Z), Z = [F_c ; objects ; actions]    Y + ReLU(W LN Y),
                                                                     Y = Z + MHSA(LN Z)
-Eq. 10    alignment_loss    F_o = mean of o^N over vectors
+Eq. 10    alignment_loss    F_o = mean of o^R over vectors
 Eq. 11    alignment_loss    L_lo = -1/B sum_a log softmax_b(S)_aa   equal phrases: no negatives
 Eq. 12    alignment_loss    L_ol: the same of S^T
 Eq. 13    alignment_loss    L_N2O or L_V2A = (L_lo + L_ol) / 2
@@ -75,8 +75,8 @@ by --no-residual, and Eq. 11-12 by --equal_phrases negatives. No flag leaves out
 would be 2D wide), the LayerNorms and the ReLU of Eq. 9, or the ReLUs of the adapter.
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, L ids of a caption
 (START, words, END, padding), V ids of the vocabulary, K vectors (K_o objects or K_a actions; the
-paper's k), M tokens that they read, P vectors of a prompt, S texts, T tokens of a text, d width of
-CLIP's text space.
+paper's k), M tokens that they read, P vectors of a prompt, U different texts, T tokens of a text, d
+width of CLIP's text space.
 
 Flags for each row of the paper's tables. Each run needs an --out_dir of its own. Rows with N2O or
 V2A are the paper's only with --equal_phrases negatives. The last column is the CIDEr of changed
@@ -143,7 +143,7 @@ class Config(RunConfig):
     dropout: float = 0.1  # dropout probability [ours]
     gde: bool = True  # Global Difference Extraction, Eq. 3-5; off: F_diff itself is the difference
     order: Literal["none", "n", "v", "n+v", "v+n", "v&n"] = "n+v"  # n objects, v actions (Table 4)
-    distil_steps: int = 3  # the paper's N, passes through a block in each distilling [ours]
+    distil_steps: int = 3  # R, the paper's N: passes through a block in each distilling [ours]
     share_blocks: bool = True  # all passes use one block ("with the same parameters")
     residual: bool = True  # add residuals and LayerNorms to Eq. 4 and 6-8 [ours]; off: as printed
     object_vectors: int = 32  # K_o, number of object vectors
@@ -257,9 +257,8 @@ class Distilled(NamedTuple):
 
 
 class Distilling(nn.Module):
-    """K learned vectors, initially N(0, 1) (the paper: "Gaussian"), pass distil_steps times through
-    one shared block, or through as many blocks. The source (B, M, D) is F_c or the vectors of
-    another Distilling."""
+    """K learned vectors, initially Gaussian with variance 1, pass R times through one shared block,
+    or through R blocks. The source (B, M, D) is F_c or the vectors of another Distilling."""
 
     def __init__(self, cfg: Config, count: int):
         super().__init__()
@@ -368,17 +367,17 @@ def encode_prompted(clip, tokens: Tensor, prompts: Tensor | None = None) -> Tens
     """CLIP's text encoder with P learned vectors between the start token and the words, as in CoOp.
     Without prompts it equals CLIP's encode_text.
 
-    tokens (S, T) ids, prompts (S, P, width) -> (S, d). T may stop at the longest text's end token,
+    tokens (U, T) ids, prompts (U, P, width) -> (U, d). T may stop at the longest text's end token,
     because no token sees later ones. T + P is at most CLIP's context length (77 tokens)."""
-    x = clip.token_embedding(tokens)  # (S, T, width)
+    x = clip.token_embedding(tokens)  # (U, T, width)
     ends = tokens.argmax(1)  # the end token has the highest id
     if prompts is not None:
-        x = torch.cat([x[:, :1], prompts, x[:, 1:]], 1)  # (S, T + P, width)
+        x = torch.cat([x[:, :1], prompts, x[:, 1:]], 1)  # (U, T + P, width)
         ends = ends + prompts.shape[1]
     size = x.shape[1]
     x = x + clip.positional_embedding[:size]
     x = clip.transformer(x, attn_mask=clip.attn_mask[:size, :size])
-    x = clip.ln_final(x)[torch.arange(x.shape[0], device=x.device), ends]  # (S, width)
+    x = clip.ln_final(x)[torch.arange(x.shape[0], device=x.device), ends]  # (U, width)
     if isinstance(clip.text_projection, nn.Linear):
         return clip.text_projection(x)
     return x @ clip.text_projection
@@ -397,7 +396,7 @@ class Phrases:
     noun phrases of each training caption, joined by "and", and likewise its verb phrases. Only
     training needs this class, and no checkpoint contains it. [ours] CLIP is ViT-L/14, and frozen.
 
-    clip: an open_clip.CLIP, frozen, on cfg.device; tokenizer: texts -> ids (S, context);
+    clip: an open_clip.CLIP, frozen, on cfg.device; tokenizer: texts -> ids (U, context);
     readings: caption -> (noun phrases, verb phrases), for every training caption. An example:
 
         phrases = Phrases(cfg, clip, tokenizer, {"the cube is gone": (["cube"], ["is gone"])})
@@ -432,7 +431,7 @@ class Phrases:
             self.rows[kind] = {caption: row_of[text] for caption, text in joined.items()}
             texts += [prompt + text if cfg.prompt == "fixed" else text for text in distinct]
             valid += [text != "" for text in distinct]
-        tokens = tokenizer(texts)  # (S, context)
+        tokens = tokenizer(texts)  # (U, context)
         longest = 1 + int(tokens.argmax(1).max())  # the end token has the highest id
         # Padding after it would cost time and leave less room for a learnable prompt.
         self.tokens = tokens[:, :longest].to(cfg.device)
@@ -447,8 +446,8 @@ class Phrases:
         for kind in prompts:
             rows.append([self.rows[kind][caption] for caption in captions])
         rows = torch.tensor(rows)  # (kinds, B)
-        # Equal phrases are encoded once: the S distinct ones, first those of nouns.
-        distinct, place = rows.unique(return_inverse=True)  # (S,), (kinds, B)
+        # Equal phrases are encoded once: the U distinct ones, first those of nouns.
+        distinct, place = rows.unique(return_inverse=True)  # (U,), (kinds, B)
         expanded = []  # each kind's prompt, once for each of its distinct phrases
         for prompt, row in zip(prompts.values(), rows, strict=True):
             if prompt is not None:

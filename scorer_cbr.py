@@ -121,10 +121,7 @@ from matching import token_match
 
 @dataclass
 class Config(RunConfig):
-    """SCORER+CBR. The settings of a run (data, steps, device) are in common.RunConfig.
-
-    From Python, common.preset(Config, PRESETS, RELEASED, "clevr_change", "released") makes the
-    released variant."""
+    """SCORER+CBR. The settings of a run (data, steps, device) are in common.RunConfig."""
 
     dim: int = 512  # width D of images, words and decoder (section 4.3)
     word_dim: int = 300  # width of word embeddings (section 4.3)
@@ -210,9 +207,8 @@ class CrossView(nn.Module):
 
 
 class Fusion(nn.Module):
-    """Eq. 7: difference = ReLU(W [new X_bef ; new X_aft] + b). Its dropout is as released.
-    From the results of Eq. 6, W has to learn to tell cells that the other image could rebuild from
-    those that it could not.
+    """Eq. 7: difference = ReLU(W [new X_bef ; new X_aft] + b). Its dropout is as released. W has to
+    tell cells that the other image could rebuild from those that it could not.
 
     Both images after Eq. 6 (B, N, D) -> (B, N, D). Instead of concatenating them ("cat"), section
     6.3 also tries their sum and product. The baseline Subtraction has X_bef - X_aft of Eq. 1."""
@@ -284,7 +280,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(cfg.dim, vocab_size)  # Eq. 8, without its softmax
 
     def initialise(self, xavier: bool) -> None:
-        """Initial weights of the decoder: Xavier-uniform or, as released, N(0, 0.02); biases are 0.
+        """Initial weights of the decoder: Xavier-uniform or, as released, N(0, 0.02). Biases are 0.
         (common.initialise would need output projections.) Other modules keep PyTorch's."""
         for p in self.parameters():
             if p.ndim == 1:
@@ -364,9 +360,7 @@ def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: in
     q (A, N, D), k (B, M, D) -> (A, B).
 
     "mtm" is match_by_definition, and "tm" the same with a single head. "mean" and "max" (Fig. 3)
-    pool the tokens of an image first; that these are q and k is [ours]. As in the released code,
-    tokens are not normalised, and a learned scale, at first e, replaces 1 / tau (one of Eq. 4, and
-    another one of Eq. 11)."""
+    pool tokens first; that these are q and k is [ours]. The scale starts at e (as released)."""
     # Scores of different images differ by far less than their size, which bfloat16 rounds away.
     with torch.autocast(q.device.type, enabled=False):
         if matching == "mtm":
@@ -404,8 +398,7 @@ def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     logits (B, L, V) at words 0 ... L-1, caption (B, L) padded with NULL.
 
     By hand: two words with probabilities 1/2 and 1/4 -> (ln 2 + ln 4) / 2 = 1.04."""
-    # A mean over all real words of the batch, as released. DIRL's paper, by the same authors, sums
-    # over the words of a caption.
+    # A mean over all real words of the batch, as released.
     predicted = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
     return F.cross_entropy(predicted, target, ignore_index=NULL)  # Eq. 12
@@ -516,9 +509,8 @@ class SCORER(nn.Module):
     @torch.no_grad()
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Where the decoder looked: the last layer's attention over cells, averaged over heads and
-        over the words of ids (B, L) -> "attention" (B, H, W).
-
-        The map shows the weights after the softmax. The released code shows the scores before."""
+        over the words of ids (B, L) -> "attention" (B, H, W). The released code shows the scores
+        before the softmax."""
         _, height, width = self.grid
         difference, *_ = self.encode(before, after)
         weight = self.decoder.attention(ids, difference, height * width)  # (B, L, N)

@@ -169,8 +169,8 @@ def java_programs(tokens: str) -> dict:
 
 
 def metrics_of(hyps: dict, refs: dict, programs: dict) -> dict[str, float]:
-    """Metrics (x 100) of a group of captions. hyps: id -> [caption]; refs: id -> its references;
-    programs: see java_programs; one that fails is taken out."""
+    """Metrics (x 100) of a group of captions. hyps: id -> [caption]; refs: id -> its references.
+    One of the java_programs that fails is taken out of `programs`."""
     from pycocoevalcap.bleu.bleu import Bleu
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.rouge.rouge import Rouge
@@ -201,8 +201,7 @@ def with_gaps(values: dict, names: Iterable[str]) -> dict[str, float | None]:
 
 
 def format_scores(scores: dict[str, dict[str, float | None]]) -> str:
-    """Scores as a table with one row per group, without BLEU-2 and BLEU-3; "-" for a value that
-    does not exist."""
+    """Scores as a table with one row per group, without BLEU-2 and BLEU-3; "-" for no value."""
     headings = [name for name in COLUMNS if name not in ("BLEU-2", "BLEU-3")]
     width = max(len(name) for name in scores)
     lines = [" " * width + "".join(f"{heading:>9}" for heading in headings)]
@@ -251,8 +250,7 @@ def results(
     Without out_dir, only the quick metrics are computed. With it, scores of every group are printed
     and, with BLEU-2 and BLEU-3, written, as are captions, references and a sheet of samples, in
     files whose names end in <split>. By pair id: captions, maps (name -> (H, W)), notes (lines).
-    published: the paper's own scores, data set -> group -> metric -> number; those of this data
-    set's test split become rows, too."""
+    published: the paper's scores of test splits, data set -> group -> metric -> number."""
     if not dataset.scenes[split]:
         if out_dir:
             print_notes(f"there are no {split} pairs, so there are no scores")
@@ -369,11 +367,10 @@ def one_caption(dataset) -> str:
 
 def accuracy_of(dataset, captions: dict[str, str]) -> dict[str, float]:
     """A drawn data set's own judgement of captions, in %. For others, if both kinds are there: the
-    % of changed and of unchanged pairs whose caption says so, whatever else it says:
-    dataset.no_change are the captions that say "no change"."""
+    % of changed and of unchanged pairs whose caption says so, whatever else it says."""
     if dataset.settings.judge:
         return dataset.settings.judge(captions, dataset.root)
-    no_change = dataset.no_change
+    no_change = dataset.no_change  # captions that say so
     unchanged = captions.keys() & dataset.kinds.get("no change", set())
     changed = captions.keys() - unchanged
     # Without pairs of both kinds, one caption for all pairs would be 100 % right.
@@ -507,8 +504,8 @@ def draw_panel(figure, place: tuple, title: str, picture, levels=None):
 
 def sample_sheet(dataset, split: str, captions: dict, maps: dict, notes: dict, path: Path) -> None:
     """Draws the first pairs of every kind of change, up to three of each and at most 24, or the
-    first twelve if kinds are unknown -> a file. Of several maps the first two are drawn. Keyed by
-    pair id: captions, maps (name -> (H, W)), notes (lines of text, if a pair has any)."""
+    first twelve if kinds are unknown -> a file. Of several maps the first two are drawn. captions,
+    maps and notes are those of `results`."""
     pairs = [pair for pair in dataset.pairs(split) if pair.id in captions]
     kinds = {kind: ids for kind, ids in dataset.kinds.items() if ids & captions.keys()}
     chosen = []
@@ -537,8 +534,7 @@ def sample_sheet(dataset, split: str, captions: dict, maps: dict, notes: dict, p
 
 
 def caption_picture(before, after, maps: dict[str, Tensor], caption: str, path: Path) -> None:
-    """Draws a pair of pictures (from data.read_image), every attention map (H, W) over it, and its
-    caption -> a file."""
+    """Draws a pair of pictures (from data.read_image), its attention maps, and its caption."""
     with new_figure(Path(path)) as figure:
         draw_pair(figure, (before, after), maps, "", caption)
 

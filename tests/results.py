@@ -44,7 +44,7 @@ import mini
 import rdd_acr
 import scorer_cbr
 import scores
-from common import InputError, load_checkpoint, read_log, run_main, save_tensors, write_text
+from common import InputError, load_tensors, read_log, run_main, save_tensors, write_text
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -566,7 +566,7 @@ def write_assets(run: Path, data_dir: str) -> None:
 
 def write_weights(best: Path, file: Path) -> None:
     """Writes what a captioner needs from a checkpoint, with the model in float16."""
-    kept = dict(load_checkpoint(best))
+    kept = dict(load_tensors(best))
     kept["config"]["out_dir"] = ""
     kept["config"]["data_dir"] = "data/mini"  # the run's is absolute
     for name, weight in kept["model"].items():

@@ -351,7 +351,7 @@ def log_of(folder, event):
 
 
 def saved(folder, name):
-    return common.load_checkpoint(folder / name)
+    return common.load_tensors(folder / name)
 
 
 @pytest.mark.parametrize("stop, goes_on_from", [(0, 0), (1, 0), (2, 2), (3, 2)])
@@ -538,7 +538,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path):
     for content in (Payload(), {"config": Payload()}):
         torch.save(content, path)
         with pytest.raises(InputError, match=r"last\.pt"):
-            common.load_checkpoint(path)
+            common.load_tensors(path)
     assert not Path("executed").exists()
 
 
