@@ -45,33 +45,31 @@ with a source, or does not. MHCA(x, y) is multi-head attention from x to y, MHSA
 itself. i is an image of a pair, j the other one, and X_i is CLIP's embedding of image i. In Eq. 2,
 n and n' are cells of the target, and t is a cell or an entity of the source (the paper's i, k and
 j, but it does not say what k runs over). A scale is 1 / temperature, and learned.
-The paper's C_i, C~_i and D_i are common_i, shared_i and difference_i here; its H, H', H^T, H^V and
-H^F are words, hidden, text, visual and fused.
+The code calls the paper's C, C~ and D common, shared and difference, and its H, H', H^T, H^V and
+H^F words, hidden, text, visual and fused.
 
 Equation  where             as printed                                      [ours], if different
 Sec. 3.1  find_candidates   names: the subjects of training captions        of min_count captions
 Eq. 1     retrieve          argmax of S_bef - S_aft, S_i = cos(X_i, name)   |S_bef - S_aft|, top K
-Eq. 2     max_probability   P(n, t) = exp cos(n, t) / sum_n' exp cos(t, n') exp(scale cos)
+Eq. 2     max_probability   P(n, t) = e^cos(n, t) / sum_n' e^cos(t, n')     e^(scale cos)
 Eq. 3     CRE               P^ = Linear(m), m(n) = max_t P(n, t)
 Eq. 4     CRE               F' = LN(sigmoid(P^) F + F)
 Eq. 5     DRE               P^ = Linear(1 - m)
-Eq. 6     HRD               common_i = CRE(F_j, F_i),                       in layer 2, F is
-                            common'_i = DRE(E, F_i)                         LN(F + shared)
-Eq. 7     HRD               L_C = MSE(P^ of common_i, P^ of common'_i)
-Eq. 8     HRD               shared_i = MHCA(common_i, common_j)
-Eq. 9     contrastive_loss  L_I = -log softmax(sim(query, key) / tau)       both ways, of `shared`
-Eq. 10    HRD               difference_i = DRE(F_i, F_i - shared_i),        F is that of layer 1
-                            difference'_i = CRE(E, F_i - shared_i)
-Eq. 11    HRD               L_D = MSE(P^ of difference_i, of difference'_i)
-Eq. 12    CHEERS.encode     F_diff = Linear [difference_bef ; difference_aft]
-Eq. 13    DecoderLayer      text = MHCA(hidden, E),                         hidden = LN(words +
-                            visual = MHCA(hidden, F_diff)                            MHSA(words))
-Eq. 14    DecoderLayer      alpha = Linear [hidden ; text]
-Eq. 15    DecoderLayer      beta = Linear [hidden ; visual]
-Eq. 16    DecoderLayer      fused = alpha text + beta visual
-Eq. 17    DecoderLayer      words = LN(fused + hidden)
+Eq. 6     HRD               C_i = CRE(F_j, F_i), C'_i = DRE(E, F_i)         layer 2: F is LN(F + C~)
+Eq. 7     HRD               L_C = MSE(P^ of C_i, P^ of C'_i)
+Eq. 8     HRD               C~_i = MHCA(C_i, C_j)
+Eq. 9     contrastive_loss  L_I = -log softmax(sim(query, key) / tau)       both ways, of C~
+Eq. 10    HRD               D_i = DRE(F_i, F_i - C~_i),                     F is that of layer 1
+                            D'_i = CRE(E, F_i - C~_i)
+Eq. 11    HRD               L_D = MSE(P^ of D_i, P^ of D'_i)
+Eq. 12    CHEERS.encode     F_diff = Linear [D_bef ; D_aft]
+Eq. 13    DecoderLayer      H^T = MHCA(H', E), H^V = MHCA(H', F_diff)       H' = LN(H + MHSA(H))
+Eq. 14    DecoderLayer      alpha = Linear [H' ; H^T]
+Eq. 15    DecoderLayer      beta = Linear [H' ; H^V]
+Eq. 16    DecoderLayer      H^F = alpha H^T + beta H^V
+Eq. 17    DecoderLayer      H = LN(H^F + H')
 Eq. 18    caption_loss      L_S = -sum over words of log P(word)            mean over words
-Eq. 19    total_loss        total = L_S + lambda_v (L_C + L_D) + lambda_m L_I
+Eq. 19    total_loss        L = L_S + lambda_v (L_C + L_D) + lambda_m L_I
 
 lambda_v is w_consistency, and lambda_m is w_match. [ours] marks what the paper leaves open, and
 what we do unlike its print. Attention's biases and output projections are ours, too. As printed are
@@ -292,13 +290,13 @@ class HRD(nn.Module):
         """x (F of Eq. 6) and raw (F of Eq. 10), both (2B, N, D) with all "before" images first, and
         equal in the first layer; entities E (2B, K, D) or, if w_consistency is 0, None."""
         assert x.shape[0] % 2 == 0, 'expected all "before" images, then as many "after" images'
-        common, p_common = self.cre(other_image(x), x)  # Eq. 6, CRE(F_j, F_i)
-        _, p_common_entity = self.entity_dre(e, x)  # Eq. 6, DRE(E, F_i)
+        common, p_common = self.cre(other_image(x), x)  # Eq. 6, C_i = CRE(F_j, F_i)
+        _, p_common_entity = self.entity_dre(e, x)  # Eq. 6, C'_i = DRE(E, F_i)
         l_c = F.mse_loss(p_common, p_common_entity)  # Eq. 7
-        shared = self.attention(common, other_image(common))  # Eq. 8
+        shared = self.attention(common, other_image(common))  # Eq. 8, C~_i = MHCA(C_i, C_j)
         rest = raw - shared
-        difference, p_difference = self.dre(raw, rest)  # Eq. 10, DRE(F_i, F_i - shared_i)
-        _, p_difference_entity = self.entity_cre(e, rest)  # Eq. 10, CRE(E, F_i - shared_i)
+        difference, p_difference = self.dre(raw, rest)  # Eq. 10, D_i = DRE(F_i, F_i - C~_i)
+        _, p_difference_entity = self.entity_cre(e, rest)  # Eq. 10, D'_i = CRE(E, F_i - C~_i)
         l_d = F.mse_loss(p_difference, p_difference_entity)  # Eq. 11
         return Disentangled(self.norm(x + shared), shared, difference, l_c, l_d)
 

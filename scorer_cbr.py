@@ -360,7 +360,8 @@ def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: in
     q (A, N, D), k (B, M, D) -> (A, B).
 
     "mtm" is match_by_definition, and "tm" the same with a single head. "mean" and "max" (Fig. 3)
-    pool tokens first; that these are q and k is [ours]. The scale starts at e (as released)."""
+    pool tokens first; that these are q and k is [ours]. As released, tokens are not normalised, and
+    a learned scale, at first e, replaces 1 / tau."""
     # Scores of different images differ by far less than their size, which bfloat16 rounds away.
     with torch.autocast(q.device.type, enabled=False):
         if matching == "mtm":
