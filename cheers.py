@@ -92,8 +92,8 @@ weights (Table 5)           --dataset clevr_change --w_match 0.5 --w_consistency
 encoders (Table 6)          --dataset clevr_change, ResNet-101; untested: --extractor timm/NAME
 K (Fig. 5), layers (Fig. 6) --k 3, --layers 2, and others
 
-To copy: this file, matching.py and common.py. To train on a data set of data.py, take that file and
-scores.py (and mini.py for mini), too.
+To copy: this file, matching.py and common.py. To train on a data set of data.py, take that file,
+scores.py and mini.py, too.
 Licence: MIT. Written from the paper, whose repository (github.com/yili-19/CHEER) is not public.
 """
 

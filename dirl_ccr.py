@@ -82,8 +82,8 @@ weights (Fig. 5)             --dataset clevr_dc --w_dirl 0.03 --w_ccr 0.05, and 
 The default mostly follows the paper. RELEASED, after the model, lists where the released code does
 otherwise. "As released" marks what both take from that code, [ours] what follows neither.
 
-To copy: this file and common.py. To train on a data set of data.py, take that file and scores.py
-(and mini.py for mini), too.
+To copy: this file and common.py. To train on a data set of data.py, take that file, scores.py and
+mini.py, too.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
 

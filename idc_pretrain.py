@@ -88,8 +88,8 @@ no distractor judging (line 6)       --w_judge 0
 Row of the paper's tables            flags, with --dataset birds_to_words
 Birds-to-Words (Tables 1 and 5)      [--cub FOLDER] [--nabirds FOLDER]
 
-To copy: this file and common.py. To train on a data set of data.py, take that file and scores.py
-(and mini.py for mini), too.
+To copy: this file and common.py. To train on a data set of data.py, take that file, scores.py and
+mini.py, too.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
 

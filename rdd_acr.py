@@ -95,8 +95,8 @@ prompts (Table 6)               --prompt none, fixed or learnable
 vectors (Fig. 4)                --object_vectors 32, --action_vectors 5, and others
 no residuals (Eq. 4, 6-8)       --no-residual                                      255
 
-To copy: this file and common.py. To train on a data set of data.py, take that file and scores.py
-(and mini.py for mini), too.
+To copy: this file and common.py. To train on a data set of data.py, take that file, scores.py and
+mini.py, too.
 Licence: MIT. Written from the paper, whose authors have published no code.
 """
 
