@@ -1,46 +1,29 @@
-"""Speed and memory of the methods on this machine, of steps against plain ones. Not a test.
+"""Time and memory of a training step on this machine, at the papers' size. Not a test.
 
-    python tests/bench.py step [--method dirl_ccr] [--batch 128]    one training step, papers' size
-    python tests/bench.py step --method idc_pretrain --task mvcl    one of pre-training
-    python tests/bench.py step --row released   SCORER's step with the released code's settings
-    python tests/bench.py decode [--method dirl_ccr] [--batch 64]   greedy captions, all words read
-                                                                    anew for each next one
-    python tests/bench.py match [--batch 128]                       token-wise matching, both passes
-    python tests/bench.py load [--scenes 5000] [--batch 128]        batches from a feature file
+    python tests/bench.py --method dirl_ccr
+    python tests/bench.py --method idc_pretrain --task mvcl    of pre-training
+    python tests/bench.py --row released          SCORER's step with the released code's settings
+    python tests/bench.py --row plain             the plain formulation
 
-The plain formulation of a step computes every matching score at once (match_by_definition of
-scorer_cbr.py), in float32 and without torch.compile. The two formulations take turns. Each turn is
-a separate process, so that its peak memory can be measured. With --row, there is one turn of one
-formulation; "released" and "plain-released" have the settings of RELEASED. RDD+ACR's phrases (for
-ViT-L-14's text encoder, with random weights) and CHEERS's entities are random. To compare commits,
-run each one's script on an idle machine.
-
-`load` makes a file of CLEVR-Change's rows, 1.2 MB a scene, in the folder for temporary files, which
-must be on a disk (TMPDIR names another). Cold: the file is not in the system's cache. Warm: the
-same batches again. The plain way reads both images of every pair from the map.
+The plain formulation computes every matching score at once (match_by_definition of scorer_cbr.py),
+in float32 and without torch.compile. "released" and "plain-released" have the settings of RELEASED.
+RDD+ACR's phrases (for ViT-L-14's text encoder, with random weights) and CHEERS's entities are
+random. To compare commits, run each one's script on an idle machine.
 """
 
 import argparse
 import dataclasses
-import itertools
-import json
-import os
 import resource
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 import torch
 from open_clip.transformer import TextTransformer
-from torch import Tensor
 
 import cheers
 import common
@@ -49,8 +32,6 @@ import dirl_ccr
 import idc_pretrain
 import rdd_acr
 import scorer_cbr
-from common import END, NULL, preset
-from matching import token_match
 from scorer_cbr import match_by_definition
 
 METHODS = {
@@ -60,14 +41,12 @@ METHODS = {
     "cheers": cheers.CHEERS,
     "idc_pretrain": idc_pretrain.IDC,
 }
-ROWS = ["plain", "ours", "plain-released", "released"]
+ROWS = ["ours", "plain", "released", "plain-released"]
 WORDS = 76  # CLEVR-Change's
+LENGTH = 24  # ids of a caption
 CLIP = 768  # ViT-L-14's width
 PHRASE = 16  # ids of a noun phrase
 REPEATED = 10  # phrases that the distractors share
-
-
-# ---- plain matching ------------------------------------------------------------------------------
 
 
 def plain_match(q, k, heads=1):
@@ -78,9 +57,6 @@ def plain_match(q, k, heads=1):
     return total / heads
 
 
-# ---- what is timed -------------------------------------------------------------------------------
-
-
 def config_of(args):
     """The paper's or the release's Config on CLEVR-Change, with the size given by the flags."""
     method = sys.modules[args.method]
@@ -89,39 +65,13 @@ def config_of(args):
     if args.row.endswith("released"):
         assert released, f"{args.method} has no released settings"
         variant = "released"
-    cfg = preset(method.Config, method.PRESETS, released, "clevr_change", variant)
-    amp = not is_plain(args)
-    return dataclasses.replace(
-        cfg, dim=args.dim, device=args.device, batch_size=args.batch, amp=amp
-    )
+    cfg = common.preset(method.Config, method.PRESETS, released, "clevr_change", variant)
+    sizes = {"dim": args.dim, "batch_size": args.batch}
+    return dataclasses.replace(cfg, **sizes, device=args.device, amp=not is_plain(args))
 
 
 def is_plain(args) -> bool:
     return args.row.startswith("plain")
-
-
-def match_work(args) -> Callable:
-    """Token-wise matching, forward and backward."""
-    _, height, width = args.grid
-    shape = (args.batch, height * width, args.dim)
-    q = torch.randn(shape, device=args.device, requires_grad=True)
-    k = torch.randn(shape, device=args.device, requires_grad=True)
-    match = plain_match if is_plain(args) else token_match
-    cfg = config_of(args)
-    heads = 1 if getattr(cfg, "matching", "") == "tm" else cfg.heads  # SCORER's, as released: one
-    return lambda: match(q, k, heads).sum().backward()
-
-
-def model_of(args, cfg):
-    """A model with random weights."""
-    return METHODS[args.method](cfg, WORDS, args.grid, args.length).to(args.device)
-
-
-def entities_of(args, cfg) -> list[Tensor]:
-    """CHEERS's entities of each pair (B, K, d); nothing for the other methods."""
-    if args.method != "cheers":
-        return []
-    return [torch.randn(args.batch, cfg.k, cfg.clip_dim, device=args.device)]
 
 
 def phrases_of(cfg, texts):
@@ -143,30 +93,17 @@ def phrases_of(cfg, texts):
     return phrases
 
 
-def decode_work(args) -> Callable:
-    """Greedy captions of the longest length: each next word is predicted from all words so far,
-    read anew, so the decoder runs --length - 1 times."""
-    cfg = config_of(args)
-    model = model_of(args, cfg).eval()
-    decoder = getattr(model, "decoder", model)
-    decoder.head.bias.data[[NULL, END]] = -1e9
-    entities = entities_of(args, cfg)
-    before, after = torch.rand(2, args.batch, *args.grid).to(args.device)
-
-    return lambda: model.generate(before, after, *entities)
-
-
-def step_work(args) -> Callable:
-    """A training step: changed pairs and distractor pairs of the same scenes."""
+def step_of(args) -> Callable:
+    """A function that makes a training step: changed pairs and distractor pairs of the same
+    scenes."""
     cfg = config_of(args)
     method = sys.modules[args.method]
-    model = model_of(args, cfg)
-    entities = entities_of(args, cfg)
+    model = METHODS[args.method](cfg, WORDS, args.grid, LENGTH).to(args.device)
     before, after = torch.rand(2, args.batch, *args.grid).half()
     if cfg.on_cuda:
         before = before.pin_memory()
         after = after.pin_memory()
-    caption = torch.randint(4, WORDS, (args.batch, args.length))
+    caption = torch.randint(4, WORDS, (args.batch, LENGTH))
     texts = [str(i) for i in range(2 * args.batch)]
     batches = []
     for some in (texts[: args.batch], texts[args.batch :]):
@@ -176,105 +113,27 @@ def step_work(args) -> Callable:
     if args.method == "rdd_acr":
         more.append(phrases_of(cfg, texts))
     elif args.method == "cheers":
-        more.append(lambda images: entities[0])
+        entities = torch.randn(args.batch, cfg.k, cfg.clip_dim, device=args.device)
+        more.append(lambda images: entities)
     elif args.method == "idc_pretrain":
-        rewritten = torch.randint(4, WORDS, (args.batch, 6, args.length))
+        rewritten = torch.randint(4, WORDS, (args.batch, 6, LENGTH))
         more += [getattr(idc_pretrain.IDC, args.task), lambda ids: rewritten[: len(ids)]]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=not is_plain(args))
     if cfg.on_cuda and cfg.compile and not is_plain(args):
         model.compile(fullgraph=True, dynamic=False)
 
-    def run():
+    def step():
         optimizer.zero_grad()
         losses = method.compute_losses(model, batches, cfg, *more)
         losses["total"].backward()
         optimizer.step()
 
-    return run
+    return step
 
 
-WORKS = {"step": step_work, "match": match_work, "decode": decode_work}
-
-# ---- batches from a feature file -----------------------------------------------------------------
-
-LOADED = 10  # batches that are timed together
-
-
-def write_scenes(path: Path, count: int, grid: tuple[int, int, int]) -> data.Release:
-    """Writes a feature file of random numbers -> a release of `count` scenes of two pairs."""
-    scenes = []
-    for i in range(count):
-        changed = data.Pair(f"{i}", f"default {i}", f"semantic {i}", ["something changed"])
-        same = data.Pair(f"{i}_n", f"default {i}", f"nonsemantic {i}", ["nothing changed"])
-        scenes.append(data.Scene((changed, same)))
-    names = sorted(set().union(*(scene.images() for scene in scenes)))
-    files = [Path(__file__)] * len(names)  # those that the features are said to be made from
-    rng = np.random.default_rng(0)
-    blocks = (rng.random((1, *grid), np.float32) for _ in names)
-    data.write_features(path, names, files, blocks, "random", "none")
-    return data.Release(scenes={"train": scenes, "val": [], "test": []})
-
-
-def plain_batches(dataset: data.Dataset, size: int, seed: int):
-    """The four reads of a step at commit b9ad509: both images of both pairs."""
-    scenes = dataset.scenes["train"]
-    features = dataset.features
-    order = np.random.default_rng(seed).permutation(len(scenes))
-    for start in range(0, len(scenes), size):
-        tensors = []
-        for n in (0, 1):
-            pairs = [scenes[i].pairs[n] for i in order[start : start + size]]
-            for names in ([pair.before for pair in pairs], [pair.after for pair in pairs]):
-                index = [features.row_of[name] for name in names]
-                tensors.append(torch.from_numpy(features.data.numpy()[index]))
-        yield tensors
-
-
-def load_times(path: Path, release: data.Release, row: str, args, seed: int) -> dict[str, float]:
-    """Seconds a batch in one formulation, of the same batches twice."""
-    with open(path, "rb") as f:
-        os.fsync(f.fileno())  # only what is on the disk can be dropped from the cache
-        os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    vocab = data.Vocab.from_captions(release.captions(["train"]))
-    # The file is opened for each formulation anew, because mapped pages stay in the cache.
-    features = data.Features(path, "", "random")
-    features.device = args.device
-    dataset = data.Dataset("clevr_change", path.parent, release, vocab, features)
-    times = {}
-    for state in ("cold", "warm"):
-        if row == "plain":
-            steps = data.prefetch(plain_batches(dataset, args.batch, seed))
-        else:
-            steps = dataset.train_batches(args.batch, seed, 0, LOADED)
-        began = time.perf_counter()
-        count = sum(1 for _ in itertools.islice(steps, LOADED))
-        times[state] = (time.perf_counter() - began) / count
-    return times
-
-
-def compare_loading(args) -> None:
-    """Both formulations in turn; prints each turn, and the medians."""
-    turns = {"plain": [], "ours": []}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "features.h5")
-        release = write_scenes(path, args.scenes, args.grid)
-        print(f"load, {path.stat().st_size / 1e9:.1f} GB, batch {args.batch}, {args.device}")
-        for seed in range(args.runs):
-            for row, times in turns.items():
-                times.append(load_times(path, release, row, args, seed))
-                print(f"{row:5} cold {times[-1]['cold']:.3f} s, warm {times[-1]['warm']:.3f} s")
-    for state in ("cold", "warm"):
-        plain = statistics.median(times[state] for times in turns["plain"])
-        ours = statistics.median(times[state] for times in turns["ours"])
-        print(f"{state}: plain {plain:.3f} s, ours {ours:.3f} s, ratio {plain / ours:.2f} x")
-
-
-# ---- measuring -----------------------------------------------------------------------------------
-
-
-def measure(args) -> dict[str, float]:
-    """Measures one formulation -> seconds of a run, and peak memory in bytes, of the GPU or of the
-    whole process. On CUDA, seconds are the median of eight runs; on a CPU, there is one."""
+def measure(args) -> tuple[float, float]:
+    """-> seconds of a step, and peak memory in bytes, of the GPU or of the whole process. On CUDA,
+    seconds are the median of eight steps; on a CPU, there is one."""
     cuda = args.device.startswith("cuda")
     if is_plain(args):
         torch.set_float32_matmul_precision("highest")
@@ -283,16 +142,15 @@ def measure(args) -> dict[str, float]:
     else:
         common.set_up_device(args.device)
     torch.manual_seed(0)
-    run = WORKS[args.what](args)
+    step = step_of(args)
     for _ in range(3 if cuda else 1):  # the first compiles
-        run()
+        step()
     if not cuda:
-        taken = seconds(run)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"seconds": taken, "peak": peak}
+        taken = seconds(step)
+        return taken, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     torch.cuda.reset_peak_memory_stats()
-    taken = statistics.median(seconds(run, torch.cuda.synchronize) for _ in range(8))
-    return {"seconds": taken, "peak": torch.cuda.max_memory_allocated()}
+    taken = statistics.median(seconds(step, torch.cuda.synchronize) for _ in range(8))
+    return taken, torch.cuda.max_memory_allocated()
 
 
 def seconds(run: Callable, wait: Callable = lambda: None) -> float:
@@ -304,63 +162,22 @@ def seconds(run: Callable, wait: Callable = lambda: None) -> float:
     return time.perf_counter() - began
 
 
-def take_turns(args) -> dict[str, list[dict]]:
-    """Runs the formulations in turn, each time in a separate process -> their measurements."""
-    turns = {"ours": []}
-    if args.what != "decode":
-        turns["plain"] = []
-    for _ in range(args.runs):
-        for row, results in turns.items():
-            call = [sys.executable, *sys.argv, "--row", row]
-            done = subprocess.run(call, stdout=subprocess.PIPE, text=True)
-            if done.returncode == 0:
-                results.append(json.loads(done.stdout.splitlines()[-1]))
-    return turns
-
-
-def parse_command():
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=[*WORKS, "load"])
     parser.add_argument("--method", choices=METHODS, default="scorer_cbr")
+    parser.add_argument("--row", choices=ROWS, default="ours", help="formulation")
     tasks = ["finetune", "mlm", "mvcl", "fda"]
     parser.add_argument("--task", choices=tasks, default="finetune", help="idc_pretrain's step")
-    parser.add_argument("--batch", type=int, default=128, help="scenes per step, or pairs")
+    parser.add_argument("--batch", type=int, default=128, help="scenes per step")
     parser.add_argument("--dim", type=int, default=512, help="width D")
     text = "shape of the features (default: the paper's)"
     parser.add_argument("--grid", type=int, nargs=3, metavar=("C", "H", "W"), help=text)
-    parser.add_argument("--length", type=int, default=24, help="ids in a caption")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--runs", type=int, default=3, help="turns of each formulation")
-    parser.add_argument("--scenes", type=int, default=5000, help="of load's file")
-    text = "measure only this formulation, once, and print JSON"
-    parser.add_argument("--row", choices=ROWS, help=text)
     args = parser.parse_args()
     if args.grid is None:
         args.grid = (2048, 7, 7) if args.method == "idc_pretrain" else (1024, 14, 14)
-    return args
-
-
-def main():
-    args = parse_command()
-    if args.what == "load":
-        compare_loading(args)
-        return
-    if args.row:
-        print(json.dumps(measure(args)))
-        return
-    machine = f"CPU, {torch.get_num_threads()} threads"
-    if args.device.startswith("cuda"):
-        machine = torch.cuda.get_device_name()
-    print(f"{args.what}, {args.method}, batch {args.batch}, {machine}, torch {torch.__version__}")
-    taken = {}
-    for row, results in take_turns(args).items():
-        if not results:  # its process ran out of memory, say
-            continue
-        taken[row] = statistics.median(x["seconds"] for x in results)
-        peak = statistics.median(x["peak"] for x in results)
-        print(f"{row:5} {taken[row]:8.3f} s, peak {peak / 1e9:.2f} GB")
-    if len(taken) == 2:
-        print(f"ratio {taken['plain'] / taken['ours']:9.2f} x")
+    taken, peak = measure(args)
+    print(f"{args.method}, {args.row}: {taken:.3f} s, peak {peak / 1e9:.2f} GB")
 
 
 if __name__ == "__main__":
