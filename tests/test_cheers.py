@@ -36,7 +36,6 @@ from cheers import (
     contrastive_loss,
     embed_texts,
     find_candidates,
-    max_probability,
     retrieve,
 )
 from common import InputError
@@ -114,15 +113,6 @@ def test_cre_and_dre_against_loops(temperature, kind, map_only, sources):
         for i, m in enumerate(naive_max_probability(source[b], target[b], scale)):
             expected = weight * ((1 - m) if kind is DRE else m) + bias
             torch.testing.assert_close(p[b, i], expected)
-
-
-def test_the_worked_example_of_the_maximum_probability():
-    target = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
-    log_3 = math.log(3)
-    one = max_probability(target[:, :1], target, log_3)
-    two = max_probability(target, target, log_3)
-    torch.testing.assert_close(one, torch.tensor([[0.75, 0.25]]))
-    torch.testing.assert_close(two, torch.tensor([[0.75, 0.75]]))
 
 
 def test_the_learned_scales_start_as_clips_and_stay_below_100():
@@ -211,30 +201,12 @@ def test_encoder_and_losses_against_equations(fields):
     assert {name: loss.item() for name, loss in losses.items()} == pytest.approx(expected)
 
 
-def test_blocks_refuse_what_would_mix_pairs():
-    before, after = pictures()
-    layer = HRD(Config(dim=D, heads=2), last=True).double()
-    x = torch.rand(2 * B, N, D).double()
-    with pytest.raises(AssertionError, match="before"):
-        layer(x[1:], x[1:], torch.rand(2 * B - 1, K, D).double())
-    with pytest.raises(AssertionError, match="entities"):
-        small().encode(before, after)
-
-
 def test_contrastive_loss_against_loops():
     torch.manual_seed(0)
     a, b = torch.randn(2, B, N, D).double()
     s = 2.5 * naive_match(F.normalize(a, dim=-1), F.normalize(b, dim=-1))  # of cosines
     expected = (naive_nce(s) + naive_nce(s.T)) / 2
     assert contrastive_loss(a, b, torch.tensor(2.5)).item() == pytest.approx(expected)
-
-
-def test_the_worked_example_of_the_contrastive_loss():
-    c_bef = torch.tensor([[[2.0, 0.0]], [[0.0, 3.0]]])
-    c_aft = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
-    loss = contrastive_loss(c_bef, c_aft, torch.tensor(math.log(3)))
-    assert loss.item() == pytest.approx(-math.log(3 / 4))
-    assert loss.item() == pytest.approx(0.288, abs=5e-4)
 
 
 # ---- decoder -------------------------------------------------------------------------------------

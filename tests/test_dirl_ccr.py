@@ -10,16 +10,13 @@ from released import close, fill, inputs, linear
 from test_scorer_cbr import naive_nce
 
 import common
-from common import InputError, preset
+from common import preset
 from dirl_ccr import (
     DIRL,
     PRESETS,
     RELEASED,
     Config,
-    caption_loss,
-    ccr_loss,
     channel_correlation,
-    dirl_loss,
 )
 
 # ---- parity with the released code (its variant), recorded from it in float64 --------------------
@@ -130,25 +127,6 @@ def test_initial_weights(xavier, std):
     assert model.fuse.project.weight.std().item() == pytest.approx(std, rel=0.1)
     std = math.sqrt(2 / (64 + C + 2))  # of C + 2 channels, with the coordinates
     assert model.embed.conv.weight.std().item() == pytest.approx(std, rel=0.1)
-
-
-def test_the_examples_of_the_docstrings():
-    y = torch.tensor([[[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]]])
-    torch.testing.assert_close(channel_correlation(y, y, 0.0), 0.75 * torch.eye(2))
-    c = torch.tensor([[0.5, 0.2], [0.0, 1.0]])
-    assert dirl_loss(c, 0.1).item() == pytest.approx(0.254)
-    own = torch.eye(2)
-    none = torch.zeros(2, 2, dtype=torch.bool)
-    assert ccr_loss(own, own, none, 0.5).item() == pytest.approx(0.127, abs=5e-4)
-    assert ccr_loss(own, own, ~none, 0.5).item() == 0
-    likely = torch.tensor([[[1 / 6, 1 / 6, 1 / 6, 1 / 2], [1 / 4] * 4, [1 / 4] * 4]])
-    caption = torch.tensor([[2, 3, 1]])
-    assert caption_loss(likely.log(), caption).item() == pytest.approx(1.04, abs=5e-4)
-
-
-def test_without_a_layer_there_is_no_difference():
-    with pytest.raises(InputError, match="--layers 0"):
-        small(layers=0)
 
 
 @pytest.mark.parametrize("alpha, correlate", [(0.3, True), (0.0, True), (0.3, False)])

@@ -1,13 +1,7 @@
 """Tests of the built-in data set: drawing, sentences and how they are judged, files, the two
 networks."""
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import make_mini_networks as training
 import numpy as np
@@ -143,9 +137,7 @@ def place_of(caption):
         ("right of the large red sphere", False),
         ("left of the red sphere", True),  # true of one red sphere
         ("right of the red sphere", True),  # and of another
-        ("in front of the gray cube", True),
         ("in front of the yellow cube", False),  # an object is not in front of itself
-        ("in front of the gray sphere", False),  # there is no such object
         ("in front of the gray cube that is left of the large sphere", True),
         ("in front of the gray cube that is left of the small sphere", False),
         ("in the scene", None),  # says no place
@@ -192,24 +184,6 @@ def test_a_scene_depends_on_its_split_and_number_alone(drawn, tmp_path):
     scenes = json.loads((tmp_path / "scenes.json").read_text())
     assert scenes["4"] == files["scenes"]["21"]
     assert len({json.dumps(scene) for scene in files["scenes"].values()}) == 35
-
-
-def test_drawing_ends_its_processes_without_sigterm(tmp_path):
-    """They inherit run_main's handler of that signal, and one that is about to wait may miss it.
-    A pool that relies on it hangs here in every second turn."""
-    code = """
-import pathlib, signal, sys, mini
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-for turn in range(5):
-    mini.render(pathlib.Path(sys.argv[1], str(turn)), {"train": 1})
-"""
-    call = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(call, cwd=Path(mini.__file__).parent, start_new_session=True) as process:
-        try:
-            assert process.wait(timeout=60) == 0
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_half_a_mini_is_refused(tmp_path):

@@ -2,9 +2,7 @@
 
 import re
 import shutil
-from collections import Counter, defaultdict
 from pathlib import Path
-from unittest.mock import Mock
 
 import matplotlib.figure
 import numpy as np
@@ -13,7 +11,6 @@ import torch
 from conftest import colours
 from PIL import Image
 
-import data
 import scorer_cbr
 import scores
 
@@ -42,29 +39,6 @@ def test_the_pictures_of_a_run(drawings, prepared, tiny, tmp_path):
     scorer_cbr.main([*tiny, *flags])
     assert colours(run / "samples_test.png") > 1000
     assert colours(run / "curves.png") > 100
-
-
-@pytest.mark.parametrize("count, each", [(2, 3), (12, 2), (30, 1)])
-def test_every_kind_has_samples(count, each, drawings, monkeypatch, tmp_path):
-    """With many kinds, each has fewer; "no change" is never left out."""
-    pairs = [data.Pair(str(n), "a", "b", ["c"]) for n in range(4 * count)]
-    kinds = {f"kind {k}": {pair.id for pair in pairs[k::count]} for k in range(count - 1)}
-    kinds["no change"] = {pair.id for pair in pairs[count - 1 :: count]}
-    dataset = Mock(kinds=kinds, pairs=lambda split: pairs)
-    drawn = Counter()
-
-    def draw_pair(figure, pictures, maps, above, *rest):
-        kind, _ = above.split(":")
-        drawn[kind] += 1
-        figure.add_axes((0, 0, 1, 1))
-        return 0
-
-    monkeypatch.setattr(scores, "draw_pair", draw_pair)
-    anything = defaultdict(dict)
-    captions = {pair.id: "c" for pair in pairs}
-    scores.sample_sheet(dataset, "test", captions, anything, {}, tmp_path / "sheet.png")
-    assert len(drawn) == min(count, 24) and drawn["no change"] == each
-    assert set(drawn.values()) == {each}
 
 
 def test_the_readmes_ten_seconds(drawings, tmp_path, monkeypatch, capsys):

@@ -14,10 +14,7 @@ from scorer_cbr import (
     RELEASED,
     SCORER,
     Config,
-    caption_loss,
-    cbr_loss,
     match_by_definition,
-    match_loss,
     similarity,
 )
 
@@ -133,21 +130,6 @@ def naive_nce(s):
     for a in range(len(s)):
         total -= float(s[a, a]) - math.log(sum(math.exp(float(v)) for v in s[a]))
     return total / len(s)
-
-
-def test_the_examples_of_the_docstrings():
-    q = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
-    k = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])
-    assert match_by_definition(q, k, heads=1).item() == 0.75
-    assert similarity(q, k, torch.zeros(()), "mtm", heads=1).item() == 0.75
-    ln3 = math.log(3)
-    found = torch.tensor([[ln3, 0.0], [0.0, ln3]])
-    assert match_loss(found, torch.zeros(2, 2)).item() == pytest.approx(0.490, abs=5e-4)
-    one_for_both = torch.tensor([[ln3, 0.0], [ln3, 0.0]])
-    assert cbr_loss(one_for_both).item() == pytest.approx(0.765, abs=5e-4)
-    likely = torch.tensor([[[1 / 6, 1 / 6, 1 / 6, 1 / 2], [1 / 4] * 4, [1 / 4] * 4]])
-    caption = torch.tensor([[2, 3, 1]])
-    assert caption_loss(likely.log(), caption).item() == pytest.approx(1.04, abs=5e-4)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3])
