@@ -106,25 +106,6 @@ def test_feature_file_round_trip(tmp_path, monkeypatch):
     torch.testing.assert_close(read.rows(["d", "a", "d"]), expected)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the file would fill the disk")
-def test_a_feature_file_may_be_larger_than_memory(tmp_path):
-    """As that of CLEVR-Change, 48 GB, often is. Nothing is written but the last row."""
-    memory = Path("/proc/meminfo").read_text()
-    kilobytes = re.findall(r"^(?:MemTotal|SwapTotal): +(\d+)", memory, re.MULTILINE)
-    grid = (2**12, 32, 32)  # 8 MiB
-    count = sum(map(int, kilobytes)) * 1024 * 5 // 4 // 2**23
-    names = [str(n) for n in range(count)]
-    path = tmp_path / "f.h5"
-    with h5py.File(path, "w") as f:
-        f.attrs.update(extractor="resnet101-layer3", preprocessing="how")
-        f["image_ids"] = names
-        f["stamps"] = np.zeros((count, 3), np.int64)
-        f.create_dataset("features", (count, *grid), "float16", fill_time="never")[-1] = 2
-    assert path.stat().st_blocks * 512 < 100e6
-    features = data.Features(path, "make it", "resnet101-layer3")
-    assert (features.rows(names[-1:]) == 2).all()
-
-
 @pytest.fixture
 def page_locked(monkeypatch):
     """The tensors in page-locked memory, which here is not page-locked: there may be no GPU."""
@@ -189,19 +170,6 @@ def test_every_batch_is_full(prepared, batch_size, size, steps):
         assert len(set(ids)) == len(ids) == steps * size
         seen.update(ids)
     assert seen == {p.id for p in dataset.pairs("train") if "_n" not in p.id}
-
-
-@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
-def test_a_loop_that_ends_early_leaves_no_thread(prepared, error):
-    dataset = data.load("clevr_change", prepared)
-    threads = threading.active_count()
-    with contextlib.suppress(KeyboardInterrupt):
-        for _ in dataset.train_batches(3, 0, 0, 100):
-            assert threading.active_count() == threads + 1
-            if error:
-                raise error
-            break
-    assert threading.active_count() == threads
 
 
 def test_half_of_the_scenes_take_the_distractor_as_before(prepared):
@@ -328,23 +296,6 @@ def test_a_blind_data_set_shows_nothing(prepared):
     batch = next(dataset.eval_batches("val", 2))
     assert batch.before.shape == (2, *dataset.grid)
     assert not batch.before.any() and not batch.after.any()
-
-
-@pytest.mark.parametrize("shared, noted", [(1, False), (2, True)])
-def test_pairs_that_share_a_picture_are_told(shared, noted, capsys):
-    """They would be negatives of each other in the contrastive losses. A copy of a picture is the
-    same picture."""
-    pairs = [data.Pair(f"{n}", f"b{n}", f"a{n}", ["c"]) for n in range(20 - shared)]
-    pairs += [data.Pair(f"r{n}", f"copy {n} of b0", f"r{n}", ["c"]) for n in range(shared)]
-    release = data.release_from_pairs({"train": pairs}, Path())
-    vocab = data.Vocab.from_captions(["c"])
-    features = NoFeatures()
-    features.content = lambda name: hash(re.sub("copy . of ", "", name))
-    dataset = data.Dataset("pairs", Path(), release, vocab, features)
-    cfg = SimpleNamespace(w_match=0.5, w_other=0.0)
-    data.note_on_negatives(dataset, cfg, "w_match", "w_other")
-    told = capsys.readouterr().out
-    assert told.endswith(" --w_match 0\n") if noted else told == ""
 
 
 # ---- captions of any two pictures ----------------------------------------------------------------
