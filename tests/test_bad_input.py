@@ -53,15 +53,6 @@ def test_a_data_set_says_what_is_missing(tmp_path, prepare):
         table.write_bytes(content)
 
 
-def test_unknown_names_of_the_command_line(refused, prepared, train):
-    assert "nosuch" in refused(data.main, "nosuch", "--data_dir", prepared)
-    assert "clevr_change" in train(prepared, "--dataset", "clevr_chance")  # the names are listed
-    for extractor in ("vgg", "timm/no_such_net"):
-        flags = ("--data_dir", prepared, "--extractor", extractor)
-        assert f"--extractor {extractor}" in refused(data.main, "clevr_change", *flags)
-        assert f"--extractor {extractor}" in train(prepared, "--extractor", extractor)
-
-
 def test_a_script_starts_and_prints_one_line(tmp_path):
     flags = ["--dataset", "clevr_change", "--data_dir", str(tmp_path / "none")]
     script = [sys.executable, scorer_cbr.__file__]
@@ -70,14 +61,6 @@ def test_a_script_starts_and_prints_one_line(tmp_path):
     assert len(done.stderr.strip().splitlines()) == 1
     assert "splits.json" in done.stderr
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("device", ["nosuch", "cuda:99"])
-def test_a_device_that_does_not_exist_is_refused_before_mini_is_drawn(device, refused, tmp_path):
-    flags = ["--data_dir", tmp_path / "mini", "--device", device]
-    assert f"--device {device}" in refused(data.main, "mini", *flags)
-    assert f"--device {device}" in refused(scorer_cbr.main, *flags, "--out_dir", tmp_path / "run")
-    assert not any(tmp_path.iterdir())
 
 
 def test_features_that_do_not_fit(prepared, train, prepare):

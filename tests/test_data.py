@@ -1,16 +1,11 @@
 """Vocabulary, CLEVR-Change's layout, feature files, batches, captions of any two pictures."""
 
-import contextlib
 import itertools
 import json
 import os
-import re
-import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import h5py
 import numpy as np
 import pytest
 import torch

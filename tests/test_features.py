@@ -4,11 +4,7 @@ import copy
 import functools
 import io
 import itertools
-import os
-import threading
-import time
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -163,24 +159,6 @@ def test_timm_weights_as_training_scripts_save_them(tmp_path):
         data.Extractor(f"timm/test_resnet:{tmp_path / 'other.pt'}")
 
 
-@pytest.mark.parametrize("saved_at", [160, 224])
-def test_a_vit_of_another_size_than_224(saved_at, tmp_path):
-    """Its positions are resized, unless the weights were saved at 224 pixels."""
-    torch.manual_seed(0)
-    net = timm.create_model("test_vit", img_size=saved_at).eval()  # 160 is its own size
-    torch.save(net.state_dict(), tmp_path / "w.pt")
-    grid = data.TimmGrid(f"timm/test_vit:{tmp_path / 'w.pt'}").eval()
-    net.set_input_size(224)
-    pictures = torch.rand(2, 3, 224, 224)
-    with torch.inference_mode():
-        expected = net.forward_intermediates(pictures, indices=1, intermediates_only=True)
-        torch.testing.assert_close(grid(pictures), expected[0])
-    other = timm.create_model("test_vit", patch_size=32)
-    torch.save(other.state_dict(), tmp_path / "w.pt")
-    with pytest.raises(InputError, match="w.pt.*patch_embed.proj.weight"):
-        data.TimmGrid(f"timm/test_vit:{tmp_path / 'w.pt'}")
-
-
 def test_a_timm_model_with_a_tag(tmp_path):
     """Mean and standard deviation are the tag's. The file may have a classifier, even if the tag's
     own weights have none."""
@@ -197,15 +175,6 @@ def test_a_timm_model_with_a_tag(tmp_path):
     with torch.no_grad():
         cells = net.forward_intermediates(black[None], 1, intermediates_only=True)
     torch.testing.assert_close(extractor.net(black[None]), cells[0])
-
-
-def test_without_network_the_remedy_is_named(monkeypatch):
-    def offline(weights):
-        raise OSError("name or service not known")
-
-    monkeypatch.setattr(data, "resnet101", offline)
-    with pytest.raises(InputError, match="resnet101-layer3.*timm/NAME:FILE"):
-        data.Extractor("resnet101-layer3")
 
 
 # ---- pictures ------------------------------------------------------------------------------------
@@ -318,19 +287,6 @@ def test_every_broken_picture_is_named_before_any_work(tmp_path, monkeypatch):
         data.check_pictures(files)
 
 
-def test_at_most_8_pictures_are_decoded_at_once(monkeypatch):
-    """The host of a container may have many CPUs."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-
-    def work(item):
-        time.sleep(0.001)
-        return item, threading.get_ident()
-
-    items, threads = zip(*data.in_threads(work, range(3000)), strict=True)
-    assert items == tuple(range(3000))
-    assert 2 <= len(set(threads)) <= 8
-
-
 # ---- preparation ---------------------------------------------------------------------------------
 
 
@@ -420,15 +376,6 @@ def test_preparation_counts_and_notes_what_one_looks_for_first(tmp_path, monkeyp
         "1 val and test pictures, such as e, are in train under other names",
     ):
         assert line in out
-
-
-@pytest.mark.parametrize("rare, noted", [(4, False), (5, True)])
-def test_from_one_unknown_word_in_twenty_on_it_is_noted(rare, noted):
-    captions = ["known"] * (100 - rare) + [f"rare{n}" for n in range(rare)]
-    train = data.Pair("1", "a", "b", captions)
-    release = data.release_from_pairs({"train": [train]}, Path())
-    vocab = data.Vocab.from_captions(captions, min_count=2)
-    assert bool(data.notes_on_captions(release, vocab)) == noted
 
 
 def test_a_timm_backbone_through_preparation_training_and_captioning(tmp_path, tiny, capsys):

@@ -10,7 +10,6 @@ import pytest
 from conftest import GRID, write_features, write_own_pairs, write_picture, write_release
 
 import data
-import scorer_cbr
 from common import InputError
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -492,25 +491,6 @@ def test_only_spellings_of_no_change_are_one_kind(tmp_path):
     assert release.groups == release.kinds
 
 
-@pytest.mark.parametrize(
-    "text, noted",
-    [
-        (KINDS + "d,e,no change,c\nd,f,no change,c\n", ["no val pairs", "no test pairs"]),
-        (HEAD + 'a,b,train,"c\nd"\nd,e,val,c\nf,g,test,c\n', ["1 cells", "'no change'"]),
-        (
-            HEAD.replace("split", "split,set") + "a,b,train,x,c\nd,e,val,,c\n",
-            ["'set'", "test", "no"],
-        ),
-    ],
-)
-def test_what_own_pairs_lack_is_noted(text, noted, tmp_path):
-    write(tmp_path / "pairs.csv", text)
-    notes = data.read_pairs(tmp_path).notes
-    assert len(notes) == len(noted)
-    for note, word in zip(notes, noted, strict=True):
-        assert word in note
-
-
 def test_a_hash_of_the_first_picture_gives_the_split(tmp_path):
     """A pair's split is a function of its names alone. Reversed pairs, and pairs of a fixed
     camera's first picture with later ones, fall into one split."""
@@ -527,16 +507,6 @@ def test_a_hash_of_the_first_picture_gives_the_split(tmp_path):
     for n in range(300):
         split = split_of[f"{n}.png {n}x.png"]
         assert split == split_of[f"{n}x.png {n}.png"] == split_of[f"{n}.png {n}y.png"]
-
-
-def test_your_own_pairs_may_lack_validation_and_test(tmp_path, tiny):
-    write(tmp_path / "pairs.csv", f"{HEAD}a.png,b.png,train,opened\n")
-    for name in ("a", "b"):
-        write_picture(tmp_path / f"{name}.png")
-    write_features("pairs", tmp_path)
-    folders = ["--data_dir", str(tmp_path), "--out_dir", str(tmp_path / "run")]
-    scorer_cbr.main([*tiny, "--dataset", "pairs", "--steps", "1", *folders])
-    assert (tmp_path / "run/best.pt").exists()
 
 
 def test_the_readmes_example_of_your_own_pairs(tmp_path):
