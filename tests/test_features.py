@@ -235,27 +235,15 @@ def test_more_than_8_bits_and_other_formats_are_refused(mode, form, named, tmp_p
         data.read_image(path)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_pictures_are_turned_upright(orientation, tmp_path):
+def test_pictures_are_turned_upright(tmp_path):
     """From a file and, without changing it, from a PIL image."""
     stored = np.array(noise(12, 16))
-    transposed = stored.transpose(1, 0, 2)
-    upright = {
-        1: stored,
-        2: stored[:, ::-1],
-        3: stored[::-1, ::-1],
-        4: stored[::-1],
-        5: transposed,
-        6: transposed[:, ::-1],  # the camera was held sideways
-        7: transposed[::-1, ::-1],
-        8: transposed[::-1],
-    }
     exif = Image.Exif()
-    exif[0x0112] = orientation
+    exif[0x0112] = 6  # the camera was held sideways
     noise(12, 16).save(tmp_path / "a.png", exif=exif)
     picture = Image.open(tmp_path / "a.png")
     for source in (tmp_path / "a.png", picture):
-        assert np.array_equal(data.read_image(source), upright[orientation])
+        assert np.array_equal(data.read_image(source), stored.transpose(1, 0, 2)[:, ::-1])
     assert np.array_equal(picture, stored)
 
 
