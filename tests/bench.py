@@ -143,23 +143,23 @@ def measure(args) -> tuple[float, float]:
         common.set_up_device(args.device)
     torch.manual_seed(0)
     step = step_of(args)
-    for _ in range(3 if cuda else 1):  # the first compiles
-        step()
     if not cuda:
-        taken = seconds(step)
+        step()  # allocates memory
+        began = time.perf_counter()
+        step()
+        taken = time.perf_counter() - began
         return taken, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    for _ in range(3):  # the first compiles
+        step()
     torch.cuda.reset_peak_memory_stats()
-    taken = statistics.median(seconds(step, torch.cuda.synchronize) for _ in range(8))
-    return taken, torch.cuda.max_memory_allocated()
-
-
-def seconds(run: Callable, wait: Callable = lambda: None) -> float:
-    """The time of one call, in seconds. wait() returns when all work is done."""
-    wait()
-    began = time.perf_counter()
-    run()
-    wait()
-    return time.perf_counter() - began
+    times = []
+    for _ in range(8):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times), torch.cuda.max_memory_allocated()
 
 
 def main():

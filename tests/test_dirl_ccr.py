@@ -11,13 +11,7 @@ from test_scorer_cbr import naive_nce
 
 import common
 from common import preset
-from dirl_ccr import (
-    DIRL,
-    PRESETS,
-    RELEASED,
-    Config,
-    channel_correlation,
-)
+from dirl_ccr import DIRL, PRESETS, RELEASED, Config, channel_correlation
 
 # ---- parity with the released code (its variant), recorded from it in float64 --------------------
 

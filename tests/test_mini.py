@@ -28,16 +28,11 @@ def ball(x, y, **other):
     return item | {"xyz": [x, y, 0.8], "turn": 0.3} | other
 
 
-def camera_at(number):
-    """A random camera; number is the seed."""
-    return mini.sample_cameras(np.random.default_rng(number))[0]
-
-
 # ---- drawing -------------------------------------------------------------------------------------
 
 
 def test_the_box_is_that_of_a_projected_sphere():
-    camera = camera_at(0)
+    camera = mini.sample_cameras(np.random.default_rng(0))[0]
     picture = mini.draw([ball(0.4, -0.3)], camera)
     directions = np.random.default_rng(0).normal(size=(200_000, 3))
     unit = directions / np.linalg.norm(directions, axis=1, keepdims=True)
@@ -208,17 +203,6 @@ def test_mini_is_prepared_and_its_references_are_right(tmp_path):
 # ---- networks ------------------------------------------------------------------------------------
 
 
-def three_pictures():
-    """Pictures as the networks see them (3, 3, 64, 64)."""
-    pictures = []
-    for number in range(3):
-        rng = np.random.default_rng(number)
-        scene, _, _ = mini.sample_scene(rng, "drop")
-        image = mini.draw(scene, mini.sample_cameras(rng)[0]).image
-        pictures.append(mini.preprocess(Image.fromarray(image)))
-    return torch.stack(pictures)
-
-
 def test_photographs_are_not_for_minis_network():
     with pytest.raises(mini.InputError, match="80x64"):
         mini.preprocess(Image.new("RGB", (80, 64)))
@@ -236,8 +220,14 @@ RECORDED = torch.tensor(
 
 def test_the_shipped_networks_are_those_of_every_number_measured_on_mini():
     """If the networks are retrained or the pictures change, these values must be updated."""
+    pictures = []
+    for number in range(3):
+        rng = np.random.default_rng(number)
+        scene, _, _ = mini.sample_scene(rng, "drop")
+        image = mini.draw(scene, mini.sample_cameras(rng)[0]).image
+        pictures.append(mini.preprocess(Image.fromarray(image)))
     with torch.no_grad():
-        features = mini.feature_net().eval()(three_pictures())
+        features = mini.feature_net().eval()(torch.stack(pictures))
     assert features.shape == (3, 128, 8, 8)
     torch.testing.assert_close(features[:, ::32, 3:5, 4], RECORDED, rtol=0, atol=0.02)
     _, tokenizer = mini.load_clip()

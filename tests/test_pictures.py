@@ -1,12 +1,10 @@
 """Pictures of results: the sheet of samples, and the picture that --caption draws."""
 
 import re
-import shutil
 from pathlib import Path
 
 import matplotlib.figure
 import numpy as np
-import pytest
 import torch
 from conftest import colours
 from PIL import Image
@@ -52,23 +50,3 @@ def test_the_readmes_ten_seconds(drawings, tmp_path, monkeypatch, capsys):
     caption = capsys.readouterr().out.strip()
     assert says[1] == caption
     assert colours(tmp_path / "attention.png") > 1000
-
-
-def test_the_guides_lines_caption_pairs_from_python(tmp_path, monkeypatch):
-    run = tmp_path / "runs/scorer_cbr-pairs"
-    run.mkdir(parents=True)
-    shutil.copyfile(README.with_name("assets") / "scorer_cbr-mini.pt", run / "best.pt")
-    for name in ("before", "after"):
-        Image.new("RGB", (64, 64)).save(tmp_path / f"{name}.png")
-    monkeypatch.chdir(tmp_path)
-    names = {"__name__": "guide"}
-    guide = README.with_name("docs").joinpath("own_pictures.md").read_text(encoding="utf-8")
-    for code in re.findall(r"```python\n(.*?)```", guide, re.S):
-        exec(code, names)
-    assert names["caption"]
-    heat = names["maps"]["attention"]
-    assert heat.shape == (8, 8)
-    assert heat.sum().item() == pytest.approx(1)
-    pairs = names["captioner"].pairs([("before.png", "after.png")] * 2)
-    assert [caption for caption, _ in pairs] == [names["caption"]] * 2
-    assert colours("attention.png") > 100

@@ -9,14 +9,7 @@ from conftest import CAPTION, WORDS, B, C, H, L, N, W, pictures
 from released import close, fill, inputs, linear
 
 from common import preset
-from scorer_cbr import (
-    PRESETS,
-    RELEASED,
-    SCORER,
-    Config,
-    match_by_definition,
-    similarity,
-)
+from scorer_cbr import PRESETS, RELEASED, SCORER, Config, match_by_definition, similarity
 
 # ---- parity with the released code (its variant), recorded from it in float64 --------------------
 
