@@ -66,19 +66,14 @@ def attention_by_heads(module, query, memory):
     return module.out(torch.cat(heads, -1))
 
 
-SMALL_CLIP = {
-    "embed_dim": 8,
-    "vision_cfg": {"image_size": 32, "layers": 1, "width": 16, "head_width": 8, "patch_size": 16},
-    "text_cfg": {"context_length": 12, "width": 16, "heads": 2, "layers": 2},
-}
-
-
 def random_clip():
     """A frozen open_clip.CLIP with random weights, and its tokenizer, for 12 tokens."""
     import open_clip
 
     torch.manual_seed(0)
-    clip = open_clip.CLIP(**SMALL_CLIP)
+    vision = {"image_size": 32, "layers": 1, "width": 16, "head_width": 8, "patch_size": 16}
+    text = {"context_length": 12, "width": 16, "heads": 2, "layers": 2}
+    clip = open_clip.CLIP(embed_dim=8, vision_cfg=vision, text_cfg=text)
     for name, p in clip.named_parameters():
         if "bias" in name or "positional" in name:
             torch.nn.init.normal_(p, std=0.3)
@@ -184,14 +179,6 @@ class MeanColor:
         for path in paths:
             mean = np.array(data.read_image(path)).mean()
             yield torch.full((1, *self.grid), mean).half()
-
-
-def add_word(root, word):
-    """Replaces a training caption of a release by one with a new word."""
-    path = root / "change_captions.json"
-    captions = json.loads(path.read_text())
-    captions["CLEVR_default_000001.png"][0] = f"a {word}"
-    path.write_text(json.dumps(captions))
 
 
 @pytest.fixture(autouse=True)

@@ -2,18 +2,16 @@
 
     python tests/fingerprint.py                          print hashes: two minutes on one core
     python tests/fingerprint.py --out before.json        and keep them
-    python tests/fingerprint.py --compare before.json    and say what differs from kept ones
     python tests/fingerprint.py --against COMMIT         and say what differs from that commit's
 
 A case is a method and its flags. Its weights after ten steps, its logged losses, its captions of
 the test split and their scores are hashed separately. Equal hashes before and after a change of the
 code show that no number has moved, provided that machine, torch and data are the same. The data are
-a mini of 200 scenes. It is drawn into a temporary folder, or kept in --data_dir: name a folder if
-the drawing itself may change.
+a mini of 200 scenes, which each run draws.
 
---against runs this script with that commit's code and with this one; each run draws its data. If
-all hashes are equal, tests/results.json notes that both commits compute the same, so that
-results.py takes records of the older one for those of the newer one.
+--against runs this script with that commit's code and with this one. If all hashes are equal,
+tests/results.json notes that both commits compute the same, so that results.py takes records of the
+older one for those of the newer one.
 """
 
 import argparse
@@ -83,11 +81,6 @@ def hashes(out: Path) -> dict[str, str]:
     return {name: part.hexdigest()[:12] for name, part in parts.items()}
 
 
-def differences(old: dict, new: dict) -> list[str]:
-    """The cases that differ, or that only one side has."""
-    return [case for case in sorted(old.keys() | new.keys()) if old.get(case) != new.get(case)]
-
-
 def measured_in(root: Path, out: Path) -> dict:
     """The hashes that the script of a working tree prints and writes to `out`."""
     script = root / "tests" / "fingerprint.py"
@@ -111,33 +104,26 @@ def compare_commits(commit: str) -> list[str]:
         old = measured_in(Path(folder, "old"), Path(folder, "old.json"))
         print("this code:", flush=True)
         new = measured_in(results.ROOT, Path(folder, "new.json"))
-    differing = differences(old, new)
+    differing = [case for case in old if old[case] != new[case]]
     if not differing:
         content = results.read_results()
         results.write_results(content | {"equal": [*content["equal"], pair]})
     return differing
 
 
-def report(differing: list[str]) -> None:
-    """Ends the program, with exit code 1 if cases differ."""
-    print("differs: " + ", ".join(differing) if differing else "all equal")
-    sys.exit(bool(differing))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    text = "folder of the small mini (default: a temporary one)"
-    parser.add_argument("--data_dir", type=Path, help=text)
     parser.add_argument("--out", type=Path, help="file to write the hashes to")
-    parser.add_argument("--compare", type=Path, help="file of kept hashes to compare with")
     text = "commit to compare with, and to note in results.json if it computes the same"
     parser.add_argument("--against", metavar="COMMIT", help=text)
     args = parser.parse_args()
     if args.against:
-        report(compare_commits(args.against))
+        differing = compare_commits(args.against)
+        print("differs: " + ", ".join(differing) if differing else "all equal")
+        sys.exit(bool(differing))
     measured = {}
     with tempfile.TemporaryDirectory() as folder:
-        root = args.data_dir or Path(folder, "mini")
+        root = Path(folder, "mini")
         data.main(["mini", "--data_dir", str(root), "--scenes", "200", "--device", "cpu"])
         for n, (case, command) in enumerate(CASES.items()):
             out = Path(folder, str(n))
@@ -146,9 +132,6 @@ def main() -> None:
             print(case, measured[case], flush=True)
     if args.out:
         args.out.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
-    if args.compare:
-        kept = json.loads(args.compare.read_text(encoding="utf-8"))
-        report(differences(kept, measured))
 
 
 if __name__ == "__main__":

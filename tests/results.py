@@ -28,8 +28,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import torch
@@ -55,6 +56,7 @@ TOUR = ROOT / "docs" / "tour.md"
 README = ROOT / "README.md"
 ASSETS = ROOT / "assets"
 RUNS = Path("runs/results")
+WRITING = Lock()  # held by the thread that writes results.json
 
 # ---- rows ----------------------------------------------------------------------------------------
 
@@ -189,13 +191,14 @@ def same_code(commit: str, equal: list[list[str]]) -> set[str]:
 
 def add_record(record: dict) -> None:
     """Adds a record to results.json, where it replaces those of the same row from other code."""
-    results = read_results()
-    same = same_code(record["commit"], results["equal"])
-    kept = []
-    for other in results["records"]:
-        if other["row"] != record["row"] or other["commit"] in same:
-            kept.append(other)
-    write_results(results | {"records": [*kept, record]})
+    with WRITING:
+        results = read_results()
+        same = same_code(record["commit"], results["equal"])
+        kept = []
+        for other in results["records"]:
+            if other["row"] != record["row"] or other["commit"] in same:
+                kept.append(other)
+        write_results(results | {"records": [*kept, record]})
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -256,45 +259,25 @@ def finished(runs: Path, row: str) -> list[Path]:
     return folders
 
 
-def run(row: str, seed: int, commit: str, data_dir: str) -> dict | None:
-    """Makes or continues a run, whose output goes to <folder>.txt -> its record, or None if it has
-    failed."""
+def run(row: str, seed: int, commit: str, data_dir: str) -> None:
+    """Makes or continues a run, whose output goes to <folder>.txt, and records it. If it fails, it
+    is not recorded."""
     folder = RUNS / f"{folder_name(row)}-{seed}-{commit}"
     resumed = (folder / "last.pt").exists()
-    if folder.exists() and not resumed:
-        shutil.rmtree(folder)  # the run was killed before it had saved anything
     print(f"{time.strftime('%H:%M')} {row}, seed {seed}", flush=True)
     RUNS.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     began = time.perf_counter()
     with open(f"{folder}.txt", "a") as output:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         for call in commands(row, seed, folder, data_dir):
             done = subprocess.run(call, stdout=output, stderr=output, env=environment)
             if done.returncode:
                 print(f"{row}, seed {seed} failed; see {folder}.txt", flush=True)
-                return None
+                return
     minutes = None if resumed else round((time.perf_counter() - began) / 60, 2)
+    scores = read_scores(folder / "scored" if row in FEWER else folder)
     record = {"row": row, "seed": seed, "commit": commit, "machine": machine()}
-    scored = folder / "scored" if row in FEWER else folder
-    return record | {"minutes": minutes, "scores": read_scores(scored)}
-
-
-def run_all(missing: list[tuple], data_dir: str) -> bool:
-    """Makes runs, two at a time, and records them -> whether all succeeded. Ctrl-C in a terminal
-    reaches the runs under way as well: the next call continues them."""
-    pool = ThreadPoolExecutor(2)
-    waiting = [pool.submit(run, *job, data_dir) for job in missing]
-    succeeded = True
-    try:
-        for finished in as_completed(waiting):
-            record = finished.result()
-            if record:
-                add_record(record)
-            else:
-                succeeded = False
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return succeeded
+    add_record(record | {"minutes": minutes, "scores": scores})
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -599,14 +582,18 @@ def main() -> None:
     if args.curves:
         write_curves(args.curves)
         return
-    missing = missing_runs(args.only, commit_of_the_code())
+    commit = commit_of_the_code()
+    missing = missing_runs(args.only, commit)
     print(f"{len(missing)} runs are missing", flush=True)
     # mini comes first, so that no run's minutes include its preparation.
     data.main(["mini", "--data_dir", args.data_dir, "--device", "cpu"])
     for scenes in {FEWER[row] for row, _, _ in missing if row in FEWER}:
         root = f"data/mini-{scenes}"
         data.main(["mini", "--data_dir", root, "--scenes", str(scenes), "--device", "cpu"])
-    if not run_all(missing, args.data_dir):
+    with ThreadPoolExecutor(2) as pool:
+        # Ctrl-C in a terminal reaches the runs under way as well: the next call continues them.
+        list(pool.map(lambda job: run(*job, args.data_dir), missing))
+    if missing_runs(args.only, commit):
         raise InputError("some runs failed, see above")
 
 

@@ -426,22 +426,14 @@ def test_resume_in_either_stage_equals_no_interruption(prepared, tiny, tmp_path,
         assert torch.equal(weight, second["model"][name])
 
 
-@pytest.mark.parametrize(
-    "fields, named",
-    [
-        ({"heads": 4}, "--heads 2"),
-        ({"embedding": "released"}, "pretrained.pt cannot be used"),
-        ({"layers": 1}, "pretrained.pt cannot be used"),
-    ],
-)
-def test_a_model_refuses_weights_that_it_would_use_differently(fields, named, tmp_path):
+def test_a_model_refuses_weights_that_it_would_use_differently(tmp_path):
     """--init takes weights of any run. Their shapes do not show the number of heads."""
     trained = small()
     file = tmp_path / "pretrained.pt"
     torch.save({"model": trained.state_dict(), "config": asdict(trained.cfg)}, file)
     dataset = Mock()
-    model = small(**fields, init=str(file))
-    with pytest.raises(InputError, match=named):
+    model = small(heads=4, init=str(file))
+    with pytest.raises(InputError, match="--heads 2"):
         idc.load_init(model, model.cfg, dataset)
     dataset.check_fit.assert_called_once()
 
@@ -505,14 +497,6 @@ def test_replace_takes_the_important_half(dataset):
     assert unchanged == text  # there is no replacement
 
 
-def test_pools_hold_frequent_important_words():
-    red_cube = [(1, "red", "color"), (2, "cube", "shape")]
-    blue_cube = [(1, "blue", "color"), (2, "cube", "shape")]
-    captions = [red_cube] * 10 + [blue_cube] * 9
-    pool = idc.pools(captions, {"red": 2.0, "blue": 2.0, "cube": 1.0})
-    assert pool == {"color": ["red"]}  # blue: nine captions; cube: never in the upper half
-
-
 def test_confuse_exchanges_subjects():
     rng = np.random.default_rng(0)
     text = "the red cube moved behind the ball"
@@ -520,21 +504,16 @@ def test_confuse_exchanges_subjects():
     assert confused == "the blue ball moved behind the ball"
     for own, subjects in (([], ["blue ball"]), (["red cube"], ["red cube"])):
         assert idc.confuse(text, own, subjects, rng) == text  # no subject, or no other
-    text = "the scarf left of the car is gone"
-    confused = idc.confuse(text, ["car"], ["car", "van"], rng)
-    assert confused == "the scarf left of the van is gone"
     birds = "animal1 has a longer tail than animal2"
     assert idc.confuse(birds, ["animal1"], [], rng) == "animal2 has a longer tail than animal1"
 
 
-def test_only_template_captions_are_about_their_first_object():
+def test_no_rewrite_is_about_the_same_object_or_a_caption_of_the_swapped_pair():
+    """Only template captions are about their first object."""
     scene = data.Scene((data.Pair("1", "a", "b", ["animal1 is a brown thing"]),))
     for templates, chosen in ((False, ["animal2 sings"]), (True, [])):
         candidates = iter(["animal1 is a brown thing", "animal2 sings"])
         assert idc.choose([(candidates, 1)], scene, templates) == chosen
-
-
-def test_no_rewrite_is_a_caption_of_the_swapped_pair():
     swapped = data.Pair("1", "c", "b", ["animal2 sings"])
     scene = data.Scene((data.Pair("1", "a", "b", ["animal1 sings"]),), (swapped,))
     candidates = iter(["animal2 sings", "both sing"])

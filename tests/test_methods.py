@@ -30,9 +30,15 @@ import scores
 # ---- the methods ---------------------------------------------------------------------------------
 
 
+def one_step(model, batches, *more):
+    """The steps of a method that has one kind. more: what else its compute_losses takes."""
+    module = sys.modules[type(model).__module__]
+    return {"step": partial(module.compute_losses, model, batches, model.cfg, *more)}
+
+
 @dataclass(kw_only=True)
 class Method:
-    """What the tests need to know of a method. No field has a default, so that none is left out."""
+    """What the tests need to know of a method."""
 
     model: type  # its class
     sizes: dict  # fields of Config, besides dim and heads, of a small model and a short run
@@ -43,23 +49,13 @@ class Method:
     # None: the total is tested in the method's own file.
     weights: dict[str, str] | None
     # (model, batches) -> {kind of step: a function that computes its losses by compute_losses}
-    steps: Callable
-    inputs: Callable  # (model, names of pairs) -> what encode and generate take besides features
+    steps: Callable = one_step
+    # (model, names of pairs) -> what encode and generate take besides features
+    inputs: Callable = lambda model, images: ()
     # Whether it has a `decoder` whose layers attend to what `encode` returns first. Otherwise the
     # tests of decoding are in the method's own file.
-    decoder: bool
-    mean_of_captions: bool  # the caption loss is a mean over each caption's words first
-    copying: dict  # fields with which it learns eight pairs by heart
-
-
-def one_step(model, batches, *more):
-    """The steps of a method that has one kind. more: what else its compute_losses takes."""
-    module = sys.modules[type(model).__module__]
-    return {"step": partial(module.compute_losses, model, batches, model.cfg, *more)}
-
-
-def nothing(model, images):
-    return ()
+    decoder: bool = True
+    mean_of_captions: bool = False  # the caption loss is a mean over each caption's words first
 
 
 def entities_of(model):
@@ -132,11 +128,6 @@ METHODS = {
             scorer_cbr.RELEASED["all"],
         ],
         weights={"match": "w_match", "cbr": "w_cbr"},  # Eq. 13
-        steps=one_step,
-        inputs=nothing,
-        decoder=True,
-        mean_of_captions=False,
-        copying={"lr": 3e-3},
     ),
     dirl_ccr: Method(
         model=dirl_ccr.DIRL,
@@ -148,11 +139,6 @@ METHODS = {
             dirl_ccr.RELEASED["all"],
         ],
         weights={"dirl": "w_dirl", "ccr": "w_ccr"},  # Eq. 16
-        steps=one_step,
-        inputs=nothing,
-        decoder=True,
-        mean_of_captions=False,
-        copying={"lr": 3e-3},
     ),
     rdd_acr: Method(
         model=rdd_acr.RDD,
@@ -165,10 +151,7 @@ METHODS = {
         ],
         weights=None,  # both batches of a step are merged
         steps=rdd_steps,
-        inputs=nothing,
-        decoder=True,
         mean_of_captions=True,
-        copying={"lr": 3e-3},
     ),
     cheers: Method(
         model=cheers.CHEERS,
@@ -184,9 +167,6 @@ METHODS = {
         weights={"common": "w_consistency", "different": "w_consistency", "match": "w_match"},
         steps=cheers_steps,
         inputs=cheers_inputs,
-        decoder=True,
-        mean_of_captions=False,
-        copying={"lr": 3e-3},
     ),
     idc_pretrain: Method(
         model=idc_pretrain.IDC,
@@ -199,10 +179,7 @@ METHODS = {
         ],
         weights=None,  # changed pairs have losses that distractor pairs lack
         steps=idc_steps,
-        inputs=nothing,
         decoder=False,
-        mean_of_captions=False,
-        copying={"lr": 3e-3},
     ),
 }
 
@@ -232,6 +209,12 @@ def batch_of(before, after, caption=CAPTION):
     """A data.Batch of pairs with different names."""
     names = [f"{i}" for i in range(len(before))]
     return data.Batch(before, after, caption, names, names, [(name, "b") for name in names])
+
+
+def context_of(model, batch):
+    """What the decoder reads."""
+    inputs = METHODS[sys.modules[type(model).__module__]].inputs(model, batch.images)
+    return model.encode(batch.before, batch.after, *inputs)[0]
 
 
 def both_kinds():
@@ -314,9 +297,7 @@ def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path, monke
 def test_a_later_word_changes_no_earlier_output(method):
     model = small(method)
     batch = batch_of(*pictures().float())
-    context = model.encode(batch.before, batch.after, *METHODS[method].inputs(model, batch.images))[
-        0
-    ]
+    context = context_of(model, batch)
     other = CAPTION.clone()
     other[:, 4:] = 1
     hidden = model.decoder(CAPTION, context)[0]
@@ -398,9 +379,7 @@ def test_caption_loss_against_loop(method):
     """A mean over all words, or over the words of each caption and then over the captions."""
     model = small(method)
     batch = batch_of(*pictures().float())
-    context = model.encode(batch.before, batch.after, *METHODS[method].inputs(model, batch.images))[
-        0
-    ]
+    context = context_of(model, batch)
     hidden = model.decoder(CAPTION, context)[0]
     log_p = model.decoder.head(hidden).log_softmax(-1)
     sentences = []
@@ -463,8 +442,7 @@ def test_every_parameter_learns(method, fields):
 
 def test_overfits_eight_pairs(method, prepared, tiny, tmp_path, monkeypatch):
     """And writes a checkpoint as docs/extending.md says, which --eval reads."""
-    flags = [f"--{name}={value}" for name, value in METHODS[method].copying.items()]
-    argv = [*tiny, "--dim=32", "--heads=4", "--dropout=0", *flags, "--data_dir", str(prepared)]
+    argv = [*tiny, "--dim=32", "--heads=4", "--dropout=0", "--lr=3e-3", "--data_dir", str(prepared)]
     cfg, _ = common.parse_args(method.Config, method.PRESETS, {}, argv)
     dataset = data.open_dataset(cfg)
     torch.manual_seed(0)
@@ -640,8 +618,8 @@ def test_a_method_trains_on_any_object_with_these_methods(method, tmp_path, monk
     """Evaluation hands each pair's own maps to `results`."""
     monkeypatch.setitem(sys.modules, "data", None)  # importing it fails
     dataset = OwnData()
-    schedule = {"steps": 60, "eval_every": 30, "seed": 1}
-    cfg, model = train_on(dataset, method, tmp_path, **METHODS[method].copying | schedule)
+    schedule = {"lr": 3e-3, "steps": 60, "eval_every": 30, "seed": 1}
+    cfg, model = train_on(dataset, method, tmp_path, **schedule)
     assert method.evaluate(model, dataset, "test", cfg, tmp_path) == {"CIDEr": 100.0}
     assert not model.training  # no dropout in the captions that follow
     (batch,) = dataset.eval_batches("test", 8)

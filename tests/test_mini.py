@@ -1,13 +1,7 @@
 """Tests of the built-in data set: drawing, sentences and how they are judged, files, the two
 networks."""
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import make_mini_networks as training
 import numpy as np
@@ -34,16 +28,11 @@ def ball(x, y, **other):
     return item | {"xyz": [x, y, 0.8], "turn": 0.3} | other
 
 
-def camera_at(number):
-    """A random camera; number is the seed."""
-    return mini.sample_cameras(np.random.default_rng(number))[0]
-
-
 # ---- drawing -------------------------------------------------------------------------------------
 
 
 def test_the_box_is_that_of_a_projected_sphere():
-    camera = camera_at(0)
+    camera = mini.sample_cameras(np.random.default_rng(0))[0]
     picture = mini.draw([ball(0.4, -0.3)], camera)
     directions = np.random.default_rng(0).normal(size=(200_000, 3))
     unit = directions / np.linalg.norm(directions, axis=1, keepdims=True)
@@ -143,9 +132,7 @@ def place_of(caption):
         ("right of the large red sphere", False),
         ("left of the red sphere", True),  # true of one red sphere
         ("right of the red sphere", True),  # and of another
-        ("in front of the gray cube", True),
         ("in front of the yellow cube", False),  # an object is not in front of itself
-        ("in front of the gray sphere", False),  # there is no such object
         ("in front of the gray cube that is left of the large sphere", True),
         ("in front of the gray cube that is left of the small sphere", False),
         ("in the scene", None),  # says no place
@@ -194,24 +181,6 @@ def test_a_scene_depends_on_its_split_and_number_alone(drawn, tmp_path):
     assert len({json.dumps(scene) for scene in files["scenes"].values()}) == 35
 
 
-def test_drawing_ends_its_processes_without_sigterm(tmp_path):
-    """They inherit run_main's handler of that signal, and one that is about to wait may miss it.
-    A pool that relies on it hangs here in every second turn."""
-    code = """
-import pathlib, signal, sys, mini
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-for turn in range(5):
-    mini.render(pathlib.Path(sys.argv[1], str(turn)), {"train": 1})
-"""
-    call = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(call, cwd=Path(mini.__file__).parent, start_new_session=True) as process:
-        try:
-            assert process.wait(timeout=60) == 0
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-
 def test_half_a_mini_is_refused(tmp_path):
     """Pictures without mini.json, which is written last, are of an interrupted call."""
     mini.render(tmp_path, {"train": 1})
@@ -234,17 +203,6 @@ def test_mini_is_prepared_and_its_references_are_right(tmp_path):
 # ---- networks ------------------------------------------------------------------------------------
 
 
-def three_pictures():
-    """Pictures as the networks see them (3, 3, 64, 64)."""
-    pictures = []
-    for number in range(3):
-        rng = np.random.default_rng(number)
-        scene, _, _ = mini.sample_scene(rng, "drop")
-        image = mini.draw(scene, mini.sample_cameras(rng)[0]).image
-        pictures.append(mini.preprocess(Image.fromarray(image)))
-    return torch.stack(pictures)
-
-
 def test_photographs_are_not_for_minis_network():
     with pytest.raises(mini.InputError, match="80x64"):
         mini.preprocess(Image.new("RGB", (80, 64)))
@@ -262,8 +220,14 @@ RECORDED = torch.tensor(
 
 def test_the_shipped_networks_are_those_of_every_number_measured_on_mini():
     """If the networks are retrained or the pictures change, these values must be updated."""
+    pictures = []
+    for number in range(3):
+        rng = np.random.default_rng(number)
+        scene, _, _ = mini.sample_scene(rng, "drop")
+        image = mini.draw(scene, mini.sample_cameras(rng)[0]).image
+        pictures.append(mini.preprocess(Image.fromarray(image)))
     with torch.no_grad():
-        features = mini.feature_net().eval()(three_pictures())
+        features = mini.feature_net().eval()(torch.stack(pictures))
     assert features.shape == (3, 128, 8, 8)
     torch.testing.assert_close(features[:, ::32, 3:5, 4], RECORDED, rtol=0, atol=0.02)
     _, tokenizer = mini.load_clip()

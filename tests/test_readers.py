@@ -3,14 +3,12 @@
 import json
 import re
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import GRID, write_features, write_own_pairs, write_picture, write_release
+from conftest import GRID, write_features, write_own_pairs, write_picture
 
 import data
-import scorer_cbr
 from common import InputError
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -276,45 +274,16 @@ def test_nabirds_captions_are_classes(tmp_path):
 # ---- every release -------------------------------------------------------------------------------
 
 
-def write_editing(root):
-    for split in ("train", "valid", "test"):
-        write(root / f"{split}.json", [item(split, "a.jpg", "b.jpg", "Zoom in")])
+def test_whatever_a_reader_returns_is_checked(tmp_path, monkeypatch):
+    write_own_pairs(tmp_path)
 
-
-def write_levir(root):
-    write(root / "LevirCCcaptions.json", {"images": [levir_image("train", 1, "a lake appears")]})
-
-
-WRITERS = {
-    "mini": write_release,
-    "clevr_change": write_release,
-    "clevr_dc": write_clevr_dc,
-    "spot_the_diff": write_spot,
-    "image_editing_request": write_editing,
-    "levir_cc": write_levir,
-    "birds_to_words": write_birds,
-    "cub": write_cub,
-    "nabirds": write_nabirds,
-    "pairs": write_own_pairs,
-}
-
-
-@pytest.mark.parametrize("name", data.DATASETS)
-def test_whatever_a_reader_returns_is_checked(name, tmp_path, monkeypatch):
-    WRITERS[name](tmp_path)
-    settings = data.DATASETS[name]
-    groups = data.read_release(name, tmp_path).groups
-
-    def with_groups(release):
+    def with_a_group(release):
         release.groups["indoor"] = {release.pairs("train")[0].id}
 
     def with_a_row(release):
         release.groups["Total"] = set()
 
     def with_an_unknown_id(release):
-        release.groups["indoor"] = {"no such pair"}
-
-    def with_a_kind_of_an_unknown_id(release):
         release.kinds["indoor"] = {"no such pair"}
 
     def without_captions(release):
@@ -324,20 +293,18 @@ def test_whatever_a_reader_returns_is_checked(name, tmp_path, monkeypatch):
         """Reads what `change` makes of the reader's release."""
 
         def read(root):
-            release = settings.read(root)
+            release = data.read_pairs(root)
             change(release)
             return release
 
-        monkeypatch.setitem(data.DATASETS, name, replace(settings, read=read))
-        return data.read_release(name, tmp_path)
+        monkeypatch.setitem(data.DATASETS, "mine", data.Settings(read))
+        return data.read_release("mine", tmp_path)
 
-    release = read_changed(with_groups)
-    assert release.groups.keys() == {*groups, "indoor"}
-    assert "indoor" not in release.kinds
+    release = read_changed(with_a_group)
+    assert "indoor" in release.groups and "indoor" not in release.kinds
     for change, named in (
         (with_a_row, "row 'total'"),
         (with_an_unknown_id, "'indoor' has .*no such pair"),
-        (with_a_kind_of_an_unknown_id, "'indoor' has .*no such pair"),
         (without_captions, "no caption"),
     ):
         with pytest.raises(InputError, match=named):
@@ -398,19 +365,11 @@ b.png,d.jpg,test,same
     [
         OWN_PAIRS,
         "\ufeff" + OWN_PAIRS,  # as spreadsheets do
-        "BEFORE, After ,Split,Captions\n" + OWN_PAIRS.partition("\n")[2],
         OWN_PAIRS.replace("\n", "\r\n,,,\r\n") + "\n , ,,\n",
         OWN_PAIRS.replace("a.png,b.png", "./a.png,sub/../b.png").replace("train", "Train "),
-        OWN_PAIRS.replace("\n", "\r"),
-        OWN_PAIRS.replace("\n", ",\n"),  # an empty last column
-        OWN_PAIRS.replace("captions\n", "captions,,\n"),
         # Excel writes semicolons in half of Europe. Then commas need no quotes.
         OWN_PAIRS.replace('"', "").replace(", ", "\0").replace(",", ";").replace("\0", ", "),
-        OWN_PAIRS.replace('"', "").replace(", ", "\0").replace(",", "\t").replace("\0", ", "),
-        OWN_PAIRS.replace("|", "\uff5c"),
         OWN_PAIRS.replace("red, then", "red,\nthen").replace("|", "|-|\u200f|"),
-        # PowerShell quotes the names of the columns.
-        "\ufeff" + OWN_PAIRS.replace("before,after,", '"before","after",'),
     ],
 )
 def test_your_own_pairs(text, tmp_path):
@@ -430,34 +389,20 @@ KINDS = "before,after,kind,captions\n"
 @pytest.mark.parametrize(
     "text, named",
     [
-        (
-            HEAD + "a,b,train,red left, the van stayed\n",
-            r"pairs\.csv.*line 2.*quote",
-        ),
-        (HEAD + "\na,b,train,c\n,b,train,c\n", "line 4: before"),
+        (HEAD + "a,b,train,red left, the van stayed\n", r"pairs\.csv.*line 2.*quote"),
         (HEAD + 'a,b,train,"c\nd"\n\na,,train,c\n', "line 5: after"),
-        (HEAD + "a,b,train\n", "line 2: captions"),
-        (HEAD + 'a,b,train,"the "new" gate"\n', "line 2.*quote"),
         (HEAD + 'a,b,train,c\na,b,train,"it is\na,b,train,c\n', "line 3.*quote"),
-        (HEAD + "a,b,train,it\0is\n", "line 2.*NUL"),
-        (HEAD + "a,b,train,|\n", "a b has no caption"),
         (HEAD + "a,b,train,-|\u200e\n", "a b has no caption"),
         (HEAD + "a,b,,c\n", "a b.*''.*train.*val.*test"),
         (HEAD + "a,b,train,c\n./a,b,test,c\n", "a b.*train.*test"),
         (KINDS + "a,b,gone,c\na,b,moved,d\n", "a b.*gone.*moved"),
         ("before,after,text\na,b,c\n", "line 1.*captions"),
-        ("captions\nc\n", "line 1.*before"),
         ("before,after,captions,captions\na,b,c,d\n", "line 1.*one.*captions"),
         # An unquoted comma would go unnoticed.
         ("before,after,captions,kind\na,b,red left, the van stayed\n", "last column is kind"),
-        ("", "line 1"),
         (HEAD + "a,b,train,it is open|nan\n", "a b has the caption 'nan'"),
-        (HEAD + "a,b,train,NA\n", "a b has the caption 'NA'"),
-        (HEAD + "a,b,train,\\N\n", r"a b has the caption '\\\\N'"),
         (HEAD + "a,b,train,\"('it is open', 'open now')\"\n", r"a b has the caption.*\|"),
-        # The names of other rows of the scores
-        (KINDS + "a,b,Total,c\n", "'total'"),
-        (KINDS + "a,b,one caption for all,c\n", "'one caption for all'"),
+        # The name of another row of the scores
         (KINDS + "a,b,Without Leaked  Pairs,c\n", "'without leaked pairs'"),
     ],
 )
@@ -468,26 +413,23 @@ def test_what_is_wrong_in_a_table_is_named(text, named, tmp_path):
 
 
 def test_only_spellings_of_no_change_are_one_kind(tmp_path):
-    spellings = ["no change", "No change", "no_change", " NO  CHANGE ", "no-change", "no - change"]
-    spellings += [
-        "no\u200b change",
-        "no change\u200b",
+    spellings = [
+        "no change",
+        "no_change",
+        " NO  CHANGE ",
+        "no - change",
         "no\u2013change",
-        "no\xa0change",
-        "no/change",
-        "no change\u200e",
         "NoChange",
     ]
+    kinds = ["+1", "-1", "C", "C++", "no change in size", "T\xfcr"]
     rows = [f"{n}.png,b.png,{kind},c\n" for n, kind in enumerate(spellings)]
-    kinds = ["+1", "-1", ">5", "<5", "C", "C++", "+", "\u0939\u093f", "no change in size", "T\xfcr"]
     rows += [f"{n}.png,a.png,{kind},c\n" for n, kind in enumerate(kinds)]
-    rows.append(
-        "x.png,a.png, Tu\u0308r\u200f ,c\n"
-    )  # a letter with a mark is one or two characters
+    # A letter with a mark is one or two characters.
+    rows.append("x.png,a.png, Tu\u0308r ,c\n")
     write(tmp_path / "pairs.csv", KINDS + "".join(rows))
     release = data.read_pairs(tmp_path)
     assert release.kinds["no change"] == {f"{n}.png b.png" for n in range(len(spellings))}
-    assert release.kinds["T\xfcr"] == {"9.png a.png", "x.png a.png"}
+    assert release.kinds["T\xfcr"] == {"5.png a.png", "x.png a.png"}
     assert release.kinds.keys() == {"no change", *kinds}
     assert release.groups == release.kinds
 
@@ -526,16 +468,6 @@ def test_a_hash_of_the_first_picture_gives_the_split(tmp_path):
     for n in range(300):
         split = split_of[f"{n}.png {n}x.png"]
         assert split == split_of[f"{n}x.png {n}.png"] == split_of[f"{n}.png {n}y.png"]
-
-
-def test_your_own_pairs_may_lack_validation_and_test(tmp_path, tiny):
-    write(tmp_path / "pairs.csv", f"{HEAD}a.png,b.png,train,opened\n")
-    for name in ("a", "b"):
-        write_picture(tmp_path / f"{name}.png")
-    write_features("pairs", tmp_path)
-    folders = ["--data_dir", str(tmp_path), "--out_dir", str(tmp_path / "run")]
-    scorer_cbr.main([*tiny, "--dataset", "pairs", "--steps", "1", *folders])
-    assert (tmp_path / "run/best.pt").exists()
 
 
 def test_the_readmes_example_of_your_own_pairs(tmp_path):

@@ -6,7 +6,6 @@ import importlib
 import json
 import re
 
-import fingerprint
 import pytest
 import results
 from PIL import Image
@@ -114,9 +113,3 @@ def test_curves_of_finished_runs(tmp_path, monkeypatch):
     assert f"| IDC | `python idc_pretrain.py` {cells}" in (tmp_path / "tour.md").read_text()
     with Image.open(tmp_path / "tour_curves.png") as picture:
         assert len(picture.convert("RGB").getcolors(10**6)) > 10
-
-
-def test_fingerprints_differ_where_a_hash_or_a_case_does():
-    old = {"a": {"weights": "1"}, "b": {"weights": "1"}, "c": {"weights": "1"}}
-    new = {"a": {"weights": "1"}, "b": {"weights": "2"}, "d": {"weights": "1"}}
-    assert fingerprint.differences(old, new) == ["b", "c", "d"]

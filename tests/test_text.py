@@ -1,15 +1,12 @@
 """Text: noun and verb segments of captions, their subjects, CLIP."""
 
 import warnings
-from types import SimpleNamespace
 
 import pytest
-from conftest import SMALL_CLIP, random_clip
+from conftest import random_clip
 
 import data
-import idc_pretrain
 import rdd_acr
-from common import InputError
 from mini import NO_CHANGE, TEMPLATES
 
 with warnings.catch_warnings():
@@ -41,18 +38,12 @@ gone/VERB/VBN/0/ROOT
 = dark red car, gate | there is now | dark red car
 there/PRON/EX/2/expl is/VERB/VBZ/0/ROOT now/ADV/RB/2/advmod a/DET/DT/7/det dark/ADJ/JJ/7/amod
 red/ADJ/JJ/7/amod car/NOUN/NN/2/attr near/ADP/IN/7/prep the/DET/DT/10/det gate/NOUN/NN/8/pobj
-= people, different position | are in a different position | people
-the/DET/DT/2/det people/NOUN/NNS/3/nsubj are/AUX/VBP/0/ROOT in/ADP/IN/3/prep a/DET/DT/7/det
-different/ADJ/JJ/7/amod position/NOUN/NN/4/pobj
 = tall man, dog | have left | tall man, dog
 the/DET/DT/3/det tall/ADJ/JJ/3/amod man/NOUN/NN/8/nsubj and/CCONJ/CC/3/cc the/DET/DT/6/det
 dog/NOUN/NN/3/conj have/AUX/VBP/8/aux left/VERB/VBN/0/ROOT
 = cars | has moved | cars
 one/NUM/CD/6/nsubj of/ADP/IN/1/prep the/DET/DT/4/det cars/NOUN/NNS/2/pobj has/AUX/VBZ/6/aux
 moved/VERB/VBN/0/ROOT
-= picture, right, more people | has | more people
-the/DET/DT/2/det picture/NOUN/NN/6/nsubj on/ADP/IN/2/prep the/DET/DT/5/det right/NOUN/NN/3/pobj
-has/VERB/VBZ/0/ROOT more/ADJ/JJR/8/amod people/NOUN/NNS/6/dobj
 = people, whole sky | remove, brighten | people, whole sky
 remove/VERB/VB/0/ROOT the/DET/DT/3/det people/NOUN/NNS/1/dobj and/CCONJ/CC/1/cc
 brighten/VERB/VBD/1/conj the/DET/DT/8/det whole/ADJ/JJ/8/amod sky/NOUN/NN/5/dobj
@@ -116,14 +107,10 @@ VERBS = {
 TEMPLATE_SENTENCES = readings("""
 = no change | there is |
 there is no change
-= no difference | there is |
-there is no difference in the color of the cube
 = nothing | was modified |
 Nothing was modified.
 = scene | is the same |
 the scene is the same as before
-= two pictures, same scene | show the same scene |
-the two pictures show the same scene
 = everything, same place | is in the same place |
 everything is in the same place
 = cyan thing, matte sphere | has been newly placed | cyan thing
@@ -134,8 +121,6 @@ the other cube that is the same size as the shiny object turned purple
 the object left of the large cube in the after image has been added
 = small red cube | there is no longer | small red cube
 there is no longer a  small red cube
-= object |  | object
-the object
 """)
 
 
@@ -151,22 +136,6 @@ def test_sentences_of_mini():
 @pytest.mark.parametrize("text", TEMPLATE_SENTENCES)
 def test_sentences_of_closed_vocabularies(text):
     assert (*rdd_acr.segments(text), data.subjects(text)) == TEMPLATE_SENTENCES[text]
-
-
-@pytest.mark.parametrize("dataset", ["mini", "clevr_change", "clevr_dc"])
-def test_captions_from_templates_need_no_spacy(without_spacy, dataset):
-    captions = [*TEMPLATE_SENTENCES, "the object"]  # one of them twice
-    for read in (rdd_acr.segments, data.subjects):
-        found = data.read_captions(read, dataset, captions)
-        assert found == {text: read(text) for text in TEMPLATE_SENTENCES}
-    text = "The big ball, left of it, is gone."
-    tokens, words, subjects = idc_pretrain.parse(SimpleNamespace(name=dataset), [text])
-    expected = ["The ", "big ", "ball", ", ", "left ", "of ", "it", ", ", "is ", "gone", "."]
-    assert tokens[text] == expected
-    assert words[text] == [(1, "big", "size"), (2, "ball", "shape")]
-    assert subjects[text] == ["big ball"]
-    with pytest.raises(InputError, match="spacy"):
-        data.read_captions(data.subjects, "spot_the_diff", captions)
 
 
 # ---- CLIP ----------------------------------------------------------------------------------------
@@ -193,10 +162,6 @@ def test_clip_is_loaded_frozen(clip):
     assert not any(p.requires_grad for p in clip.parameters())
     assert tokenizer(["cube"]).shape == (1, 77)
     assert preprocess == "preprocess"
-    with pytest.raises(InputError, match="--clip ViT-L-14:nonsense"):
-        data.load_clip("ViT-L-14:nonsense")
-    with pytest.raises(InputError, match="list_models"):
-        data.load_clip("hf-hub:someone/clip")
 
 
 def test_the_activation_of_weights_in_a_file_is_told(clip, tmp_path, capsys):
@@ -207,11 +172,3 @@ def test_the_activation_of_weights_in_a_file_is_told(clip, tmp_path, capsys):
     assert capsys.readouterr().out == ""
     data.load_clip(f"ViT-L-14:{file}")
     assert f"ViT-L-14-quickgelu:{file}" in capsys.readouterr().out
-
-
-def test_learned_prompts_need_a_clip_that_takes_them():
-    """CHEERS works with others, too: see its own tests."""
-    _, tokenizer = random_clip()
-    other = open_clip.CustomTextCLIP(**SMALL_CLIP)
-    with pytest.raises(InputError, match="--clip"):
-        rdd_acr.Phrases(rdd_acr.Config(device="cpu"), other, tokenizer, {})
