@@ -9,6 +9,7 @@ import pytest
 from conftest import GRID, write_features, write_own_pairs, write_picture
 
 import data
+import scorer_cbr
 from common import InputError
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -401,6 +402,8 @@ KINDS = "before,after,kind,captions\n"
         # An unquoted comma would go unnoticed.
         ("before,after,captions,kind\na,b,red left, the van stayed\n", "last column is kind"),
         (HEAD + "a,b,train,it is open|nan\n", "a b has the caption 'nan'"),
+        (HEAD + "a,b,train,\\N\n", r"a b has the caption '\\\\N'"),
+        (HEAD + "a,b,train,it\0is\n", "line 2.*NUL"),
         (HEAD + "a,b,train,\"('it is open', 'open now')\"\n", r"a b has the caption.*\|"),
         # The name of another row of the scores
         (KINDS + "a,b,Without Leaked  Pairs,c\n", "'without leaked pairs'"),
@@ -468,6 +471,16 @@ def test_a_hash_of_the_first_picture_gives_the_split(tmp_path):
     for n in range(300):
         split = split_of[f"{n}.png {n}x.png"]
         assert split == split_of[f"{n}x.png {n}.png"] == split_of[f"{n}.png {n}y.png"]
+
+
+def test_your_own_pairs_may_lack_validation_and_test(tmp_path, tiny):
+    write(tmp_path / "pairs.csv", f"{HEAD}a.png,b.png,train,opened\n")
+    for name in ("a", "b"):
+        write_picture(tmp_path / f"{name}.png")
+    write_features("pairs", tmp_path)
+    folders = ["--data_dir", str(tmp_path), "--out_dir", str(tmp_path / "run")]
+    scorer_cbr.main([*tiny, "--dataset", "pairs", "--steps", "1", *folders])
+    assert (tmp_path / "run/best.pt").exists()
 
 
 def test_the_readmes_example_of_your_own_pairs(tmp_path):

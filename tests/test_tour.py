@@ -1,6 +1,5 @@
 """Test of tour.py: a picture of each mechanism, of models that are not trained."""
 
-import json
 import sys
 
 import torch
@@ -43,7 +42,6 @@ def test_every_picture_shows_something(tmp_path, monkeypatch, capsys):
         folder = tmp_path / f"{name}-1-abc"
         folder.mkdir()
         (folder / "scores_test.json").touch()
-        (folder / "config.json").write_text(json.dumps(vars(cfg)))
         for file in ("best.pt", "pretrained.pt"):
             torch.save(state, folder / file)
     monkeypatch.setattr(sys, "argv", ["tour.py", str(tmp_path), str(tmp_path)])

@@ -19,7 +19,7 @@ import mini
 import rdd_acr
 import scorer_cbr
 import scores
-from common import read_json, run_main
+from common import load_tensors, run_main
 
 COLOR, MATERIAL, ADD, DROP, MOVE = range(5)  # the first changed pairs; the others take turns
 SIDE = 1.5  # inches: a picture
@@ -222,8 +222,8 @@ def main() -> None:
     parser.add_argument("runs", type=Path, help="folder of runs")
     parser.add_argument("out", type=Path, help="folder for the pictures")
     args = parser.parse_args()
-    folder = finished(args.runs, "IDC")[0]
-    dataset = data.load("mini", read_json(folder / "config.json")["data_dir"])
+    first = load_tensors(finished(args.runs, "IDC")[0] / "best.pt", mmap=True)
+    dataset = data.load("mini", first["config"]["data_dir"])
     changed = [scene.pairs[0] for scene in dataset.scenes["test"]]
     test = dataset.batch(changed).to("cpu")
     test.dataset = dataset
