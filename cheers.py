@@ -242,8 +242,7 @@ class DRE(CRE):
 
 
 class Off(nn.Module):
-    """Stands where an ablation leaves out a CRE or DRE: F' = F, and P^ = 0, so that a loss between
-    two of them is 0."""
+    """Stands where an ablation leaves out a CRE or DRE: F' = F, and P^ = 0: a loss of two is 0."""
 
     def forward(self, source: Tensor | None, target: Tensor) -> tuple[Tensor, Tensor]:
         return target, torch.zeros_like(target)

@@ -1,7 +1,6 @@
 """IDC: Image Difference Captioning with Pre-training and Contrastive Learning (AAAI 2022).
 The paper is by Yao, Wang and Jin. [ours] marks what neither the paper nor the released code does,
-"as released" what the default takes from that code. --variant released takes the rest, too, which
-RELEASED lists.
+"as released" what the default takes from that code. --variant released takes all of RELEASED, too.
 
 The two images of a pair, in both stages of training, with CLEVR-Change's sizes (IDC.encode):
 
@@ -1265,8 +1264,7 @@ def other_animal(match: re.Match) -> str:
 
 
 def open_dataset(cfg: Config, make: bool = True):
-    """The data set of a run, as in data.open_dataset. With --cub, its vocabulary covers both data
-    sets."""
+    """The data set of a run, as in data.open_dataset. With --cub, its words are those of both."""
     import data
 
     for stage, _, _ in stages(cfg):
