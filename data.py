@@ -444,11 +444,10 @@ CLEVR_FOLDERS = {"default": "images", "semantic": "sc_images", "nonsemantic": "n
 
 
 def read_clevr_change(root: Path) -> Release:
-    """CLEVR-Change's layout (Park et al., ICCV 2019).
-
-    The files by IOU (scores by viewpoint) and with bbox (pointing game) may be missing. Captions
-    are keyed by the default image. mini also has change captions keyed by the distractor image:
-    they describe the change from its view, for swapped pairs. Pair ids are those of the authors'
+    """CLEVR-Change's layout (Park et al., ICCV 2019): images/, sc_images/, nsc_images/, the .json
+    files read here; those by IOU (scores by viewpoint) and with bbox (pointing game) are optional.
+    Captions are keyed by the default image; mini's change captions also by the distractor image,
+    from whose view they tell the change, for swapped pairs. Pair ids are those of the authors'
     scripts: 000012.png for the changed pair of scene 12, 000012.png_n for its distractor pair."""
     splits = read_json(root / "splits.json")
     change = read_json(root / "change_captions.json")
