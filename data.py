@@ -1447,11 +1447,11 @@ class Dataset(Release):
                 print_notes(f"{told}, so their scores say little; train anew in a new folder")
 
 
-def load(name: str, root: str | Path, cfg: RunConfig | None = None) -> Dataset:
-    """Read a prepared data set; an error says which command makes what is missing. Of cfg, it uses
-    device, extractor, blind and features: these are read from the "file" or kept on the "gpu"
-    ("auto": if they take less than 60 % of its free memory)."""
-    cfg = cfg or RunConfig()
+def load(name: str, root: str | Path, cfg: RunConfig | None = None, **fields) -> Dataset:
+    """Read a prepared data set; an error says which command makes what is missing. Of cfg, or of
+    fields such as extractor="timm/resnet18", it uses device, extractor, blind and features: these
+    are read from the "file" or kept on the "gpu" ("auto": if they fill less than 60 % of it)."""
+    cfg = replace(cfg or RunConfig(), **fields)
     root = Path(root)
     release = read_release(name, root)
     features = open_features(name, root, cfg.extractor or DATASETS[name].extractor)

@@ -15,7 +15,7 @@ import torch
 from conftest import GRID, NoFeatures, colours
 
 import data
-from common import InputError, RunConfig
+from common import InputError
 
 
 def test_tokens_and_vocabulary_follow_the_published_rule():
@@ -277,7 +277,7 @@ def test_a_run_goes_on_with_its_own_pairs_alone(split, refused, prepared):
 
 
 def test_a_blind_data_set_shows_nothing(prepared):
-    dataset = data.load("clevr_change", prepared, RunConfig(blind=True))
+    dataset = data.load("clevr_change", prepared, blind=True)
     batch = next(dataset.eval_batches("val", 2))
     assert batch.before.shape == (2, *dataset.grid)
     assert not batch.before.any() and not batch.after.any()

@@ -18,7 +18,7 @@ from torchvision.transforms import Compose, Normalize, Resize, ToTensor
 
 import data
 import scorer_cbr
-from common import InputError, RunConfig
+from common import InputError
 
 
 def noise(*size):
@@ -281,7 +281,7 @@ def test_features_of_the_pictures(release, monkeypatch):
     files = {path.name for path in release.glob("features*")}
     assert files == {"features.h5", "features-resnet101-layer4.h5"}
     for extractor, channels in (("", 3), ("resnet101-layer4", 4)):
-        dataset = data.load("clevr_change", release, RunConfig(extractor=extractor))
+        dataset = data.load("clevr_change", release, extractor=extractor)
         names = list(dataset.paths)
         for name, x in zip(names, dataset.features.rows(names), strict=True):
             mean = np.array(data.read_image(dataset.paths[name])).mean()
@@ -370,4 +370,4 @@ def test_a_timm_backbone_through_preparation_training_and_captioning(tmp_path, t
     with pytest.raises(InputError, match=r"w.pt.*best.pt"):  # other weights of the same name
         scorer_cbr.main(caption_with)
     with pytest.raises(FileNotFoundError):
-        data.load("pairs", tmp_path, RunConfig(extractor=extractor))
+        data.load("pairs", tmp_path, extractor=extractor)
