@@ -1,5 +1,6 @@
 """A user's likely mistakes: one line on stderr that names the flag or the file, and exit code 2."""
 
+import shlex
 import subprocess
 import sys
 
@@ -41,4 +42,6 @@ def test_features_that_do_not_fit(prepared, tiny, tmp_path, capsys):
     path.write_bytes(path.read_bytes()[:-100])
     assert "features.h5" in refused(*train)
     path.unlink()
-    assert "run: python data.py" in refused(*train)
+    spaced = prepared.rename(prepared.with_name("my data"))
+    _, command = refused(*train[:-1], spaced).split("run: ")
+    assert shlex.split(command)[-2:] == ["--data_dir", str(spaced)]

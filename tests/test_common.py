@@ -5,6 +5,7 @@ import math
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -144,6 +145,10 @@ def test_a_variant_sets_the_released_details(tmp_path):
     [
         ("schedule", "linear", False),
         ("batch_size", 0, False),
+        ("log_every", 0, False),
+        ("steps", -5, False),
+        ("seed", -1, False),
+        ("seed", 0, True),
         ("patience", 0, True),
         ("width", -1, False),
         ("rate", math.nan, False),
@@ -463,6 +468,24 @@ def test_a_file_is_whole_when_the_disk_is_full(tmp_path, small_disk, capsys):
 
 
 # ---- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_program_removes_partial_files(number, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def main():
+        with common.atomic_write(Path("features.h5")) as partial:
+            partial.touch()
+            signal.raise_signal(number)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # else it might end the tests
+    with pytest.raises(SystemExit) as e:
+        common.run_main(main)
+    signal.signal(signal.SIGTERM, handler)
+    assert e.value.code == 130
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_stays_whole_when_writing_fails(tmp_path):

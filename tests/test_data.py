@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,6 +43,7 @@ def test_tokens_and_vocabulary_follow_the_published_rule():
         ('(the "new" gate), 50%!', '( the " new " gate ) , 50 % !'),
         ("Die Tu\u0308r\u3000ist\xa0zu", "die t\xfcr ist zu"),
         ("\ufeffthe\u00ad gate\u200bisn\u2019t o\u00adpen", "the gate isn't open"),
+        ("\u200fהשער\u2069 \u202b\u2060נפתח\u202c.\u200e", "השער נפתח ."),
         ("门开了，BMW走了。", "门 开 了 ， bmw 走 了 。"),
     ],
 )
@@ -136,6 +138,15 @@ def collect(dataset, *args, **kwargs):
     for batches in dataset.train_batches(*args, **kwargs):
         steps.append([(b.pair_ids, b.caption.tolist(), b.before.tolist()) for b in batches])
     return steps
+
+
+def test_a_loop_that_ends_early_leaves_no_thread(prepared):
+    dataset = data.load("clevr_change", prepared)
+    threads = threading.active_count()
+    for _ in dataset.train_batches(3, 0, 0, 100):
+        assert threading.active_count() == threads + 1
+        break
+    assert threading.active_count() == threads
 
 
 def test_batches_are_a_function_of_seed_and_step(prepared):

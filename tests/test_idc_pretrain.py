@@ -497,6 +497,14 @@ def test_replace_takes_the_important_half(dataset):
     assert unchanged == text  # there is no replacement
 
 
+def test_pools_hold_frequent_important_words():
+    red_cube = [(1, "red", "color"), (2, "cube", "shape")]
+    blue_cube = [(1, "blue", "color"), (2, "cube", "shape")]
+    captions = [red_cube] * 10 + [blue_cube] * 9
+    pool = idc.pools(captions, {"red": 2.0, "blue": 2.0, "cube": 1.0})
+    assert pool == {"color": ["red"]}  # blue: nine captions; cube: never in the upper half
+
+
 def test_confuse_exchanges_subjects():
     rng = np.random.default_rng(0)
     text = "the red cube moved behind the ball"

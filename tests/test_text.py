@@ -7,6 +7,7 @@ from conftest import random_clip
 
 import data
 import rdd_acr
+from common import InputError
 from mini import NO_CHANGE, TEMPLATES
 
 with warnings.catch_warnings():
@@ -162,6 +163,13 @@ def test_clip_is_loaded_frozen(clip):
     assert not any(p.requires_grad for p in clip.parameters())
     assert tokenizer(["cube"]).shape == (1, 77)
     assert preprocess == "preprocess"
+
+
+def test_a_clip_without_weights_of_this_name_is_refused():
+    with pytest.raises(InputError, match="--clip ViT-L-14:nonsense"):
+        data.load_clip("ViT-L-14:nonsense")
+    with pytest.raises(InputError, match="list_models"):
+        data.load_clip("hf-hub:someone/clip")
 
 
 def test_the_activation_of_weights_in_a_file_is_told(clip, tmp_path, capsys):
