@@ -480,10 +480,13 @@ def test_an_interrupted_program_removes_partial_files(number, tmp_path, monkeypa
             signal.raise_signal(number)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
-    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # else it might end the tests
-    with pytest.raises(SystemExit) as e:
-        common.run_main(main)
-    signal.signal(signal.SIGTERM, handler)
+    handler = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # else it might end the tests
+    try:
+        with pytest.raises(SystemExit) as e:
+            common.run_main(main)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
     assert e.value.code == 130
     assert not list(tmp_path.iterdir())
 
