@@ -92,8 +92,7 @@ weights (Table 5)           --dataset clevr_change --w_match 0.5 --w_consistency
 encoders (Table 6)          --dataset clevr_change, ResNet-101; untested: --extractor timm/NAME
 K (Fig. 5), layers (Fig. 6) --k 3, --layers 2, and others
 
-To copy: this file, matching.py and common.py. To train on a data set of data.py, take that file,
-scores.py and mini.py, too.
+To copy: this file, matching.py and common.py; to train, also data.py, scores.py and support/.
 Licence: MIT. Written from the paper, whose repository (github.com/yili-19/CHEER) is not public.
 """
 
@@ -116,20 +115,13 @@ from common import (
     Attention,
     GridPosition,
     InputError,
-    Run,
     RunConfig,
     decode,
     info_nce,
     initialise,
     is_word,
     learning_rate,
-    load_model,
-    load_tensors,
     masked_mean,
-    parse_args,
-    progress,
-    run_main,
-    save_tensors,
     upcast,
 )
 from matching import token_match
@@ -573,6 +565,8 @@ def embed_texts(clip, tokenizer, texts: list[str]) -> Tensor:
 def embed_images(clip, preprocess, pictures: list) -> Tensor:
     """CLIP's embeddings of pictures (n, d), each of length 1. preprocess: one picture -> CLIP's
     input (3, height, width)."""
+    from support.files import progress
+
     device = next(clip.parameters()).device
     starts = range(0, len(pictures), 64)
     bar = progress(starts, desc="CLIP", unit="image", unit_scale=64, delay=1)
@@ -668,25 +662,25 @@ def candidates_of(dataset, cfg: Config) -> list[str]:
 
     The paper "utilize[s] SpaCy [...] to extract the subjects" (section 3.1.1). [ours] Rules read
     captions from templates (mini, CLEVR-Change, CLEVR-DC), on which spaCy often errs."""
-    import data
+    from support.text import read_captions, subjects
 
     captions = sorted(set(dataset.captions(["train"])))
-    subjects = data.read_captions(data.subjects, dataset.name, captions)
-    phrases = find_candidates(subjects, cfg.min_count, cfg.k)
+    readings = read_captions(subjects, captions, dataset.settings.templates)
+    phrases = find_candidates(readings, cfg.min_count, cfg.k)
     if not phrases:
         remedy = "set --k 0 --gate none --w_consistency 0"
         raise InputError(f"no training caption has a subject; {remedy}")
     return phrases
 
 
-def load_clip(
+def embeddings(
     cfg: Config, phrases: list[str], table: Tensor | None
 ) -> tuple[Tensor, Callable[[list], Tensor]]:
     """-> embeddings of the candidates (M, d) by --clip, and a function that embeds pictures (files
     or PIL images). table: those of a checkpoint, or None. InputError if --clip does not fit."""
-    import data
+    from support.features import load_clip, read_image
 
-    clip, tokenizer, preprocess = data.load_clip(cfg.clip, cfg.device)
+    clip, tokenizer, preprocess = load_clip(cfg.clip, cfg.device)
     if table is None:
         table = embed_texts(clip, tokenizer, phrases)
         if table.shape[1] != cfg.clip_dim:
@@ -696,7 +690,7 @@ def load_clip(
         check_clip(embed_texts(clip, tokenizer, phrases[:1]), table[:1])
 
     def open_picture(picture) -> Tensor:
-        return preprocess(data.read_image(picture))
+        return preprocess(read_image(picture))
 
     return table, functools.partial(embed_images, clip, open_picture)
 
@@ -707,13 +701,15 @@ def entities_of(dataset, cfg: Config, state: dict | None = None) -> Entities | N
 
     CLIP's embeddings of the pictures are kept in clip-*.pt in the data set's folder, and made anew
     if pictures were replaced. Remove that file after overwriting the weights that --clip names."""
+    from support.files import load_tensors, save_tensors
+
     if not cfg.k:
         return None
     if state:
         candidates = state["entities"]
     else:
         candidates = {"phrases": candidates_of(dataset, cfg), "table": None}
-    table, embed = load_clip(cfg, **candidates)
+    table, embed = embeddings(cfg, **candidates)
     pairs = []
     for scenes in dataset.scenes.values():
         for scene in scenes:
@@ -734,7 +730,7 @@ def entities_of_files(model: CHEERS, state: dict, files: list) -> Tensor | None:
     them (pairs, K, d), or None if K is 0. Their names are printed. state: of the model's file."""
     if not model.cfg.k:
         return None
-    table, embed = load_clip(model.cfg, **state["entities"])
+    table, embed = embeddings(model.cfg, **state["entities"])
     images = dict(enumerate(embed(files)))  # a picture's name is its place in the list
     pairs = [(n, n + 1) for n in range(0, len(files), 2)]
     entities = Entities(model.cfg, state["entities"]["phrases"], table, images, pairs)
@@ -805,6 +801,8 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
 
     `resume` continues from last.pt, which each validation saves, as if training had never stopped.
     FloatingPointError if a loss is not finite."""
+    from support.run import Run
+
     torch.manual_seed(cfg.seed)
     sources = [dataset, entities] if entities else [dataset]
     model = CHEERS(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
@@ -824,7 +822,8 @@ def train(cfg: Config, dataset, entities: Entities | None = None, resume: bool =
             nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
         optimizer.step()
         model.clamp_scales()
-        run.count(losses)
+        run.step += 1
+        run.log(losses)
         if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
             run.checkpoint(evaluate(model, dataset, "val", cfg, entities=entities))
             model.train()
@@ -867,14 +866,12 @@ def evaluate(
 
 def load(checkpoint: str | Path, device: str = "", extractor: str = "", clip: str = ""):
     """A trained model that captions any two pictures (files or PIL images):
-    caption, maps = load("best.pt")(before, after). extractor: see data.load_captioner. clip: where
+    caption, maps = load("best.pt")(before, after). extractor: see load_captioner. clip: where
     the model's CLIP is, if it has moved since training. Each call loads CLIP, so give many pairs at
     once: .pairs([(before, after), ...]) yields a caption and maps for each."""
-    import data
+    from support.captioner import load_captioner
 
-    captioner = data.load_captioner(
-        CHEERS, Config, checkpoint, device, extractor, entities_of_files
-    )
+    captioner = load_captioner(CHEERS, Config, checkpoint, device, extractor, entities_of_files)
     if clip:
         captioner.model.cfg.clip = clip
     return captioner
@@ -883,11 +880,14 @@ def load(checkpoint: str | Path, device: str = "", extractor: str = "", clip: st
 def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
+    from support.captioner import caption_files
+    from support.releases import all_presets
+    from support.run import load_model, parse_args
 
-    cfg, args = parse_args(Config, data.all_presets(PRESETS), {}, argv)
+    cfg, args = parse_args(Config, all_presets(PRESETS), {}, argv)
     if args.caption:
         captioner = load(args.checkpoint, cfg.device, cfg.extractor, cfg.clip)
-        data.caption_files(captioner, args.caption, args.out)
+        caption_files(captioner, args.caption, args.out)
         return
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
@@ -903,4 +903,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    from support.files import run_main
+
     run_main(main)

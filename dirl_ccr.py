@@ -82,8 +82,7 @@ weights (Fig. 5)             --dataset clevr_dc --w_dirl 0.03 --w_ccr 0.05, and 
 The default mostly follows the paper. RELEASED, after the model, lists where the released code does
 otherwise. "As released" marks what both take from that code, [ours] what follows neither.
 
-To copy: this file and common.py. To train on a data set of data.py, take that file, scores.py and
-mini.py, too.
+To copy: this file and common.py; to train, also data.py, scores.py and support/.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
 
@@ -101,17 +100,13 @@ from common import (
     Attention,
     GridPosition,
     InputError,
-    Run,
     RunConfig,
     decode,
     info_nce,
     initialise,
     is_word,
     learning_rate,
-    load_model,
     masked_mean,
-    parse_args,
-    run_main,
     sinusoid,
     upcast,
 )
@@ -576,6 +571,8 @@ def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
 
     `resume` continues from last.pt, which each validation saves, as if training had never stopped.
     FloatingPointError if a loss is not finite."""
+    from support.run import Run
+
     torch.manual_seed(cfg.seed)
     model = DIRL(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr, fused=True)
@@ -593,7 +590,8 @@ def train(cfg: Config, dataset, resume: bool = False) -> DIRL:
         if cfg.grad_clip > 0:
             nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
         optimizer.step()
-        run.count(losses)
+        run.step += 1
+        run.log(losses)
         if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
             run.checkpoint(evaluate(model, dataset, "val", cfg))
             model.train()
@@ -626,20 +624,23 @@ def evaluate(
 
 def load(checkpoint: str | Path, device: str = "", extractor: str = ""):
     """A trained model that captions any two pictures (files or PIL images):
-    caption, maps = load("best.pt")(before, after). extractor: see data.load_captioner."""
-    import data
+    caption, maps = load("best.pt")(before, after). extractor: see load_captioner."""
+    from support.captioner import load_captioner
 
-    return data.load_captioner(DIRL, Config, checkpoint, device, extractor)
+    return load_captioner(DIRL, Config, checkpoint, device, extractor)
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
+    from support.captioner import caption_files
+    from support.releases import all_presets
+    from support.run import load_model, parse_args
 
-    cfg, args = parse_args(Config, data.all_presets(PRESETS), RELEASED, argv)
+    cfg, args = parse_args(Config, all_presets(PRESETS), RELEASED, argv)
     if args.caption:
         captioner = load(args.checkpoint, cfg.device, cfg.extractor)
-        data.caption_files(captioner, args.caption, args.out)
+        caption_files(captioner, args.caption, args.out)
         return
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
@@ -667,4 +668,6 @@ def released_ccr(attended: Attended, tau: float) -> Tensor:
 
 
 if __name__ == "__main__":
+    from support.files import run_main
+
     run_main(main)

@@ -87,8 +87,7 @@ no distractor judging (line 6)       --w_judge 0
 Row of the paper's tables            flags, with --dataset birds_to_words
 Birds-to-Words (Tables 1 and 5)      [--cub FOLDER] [--nabirds FOLDER]
 
-To copy: this file and common.py. To train on a data set of data.py, take that file, scores.py and
-mini.py, too.
+To copy: this file and common.py; to train, also data.py, scores.py and support/.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
 
@@ -114,22 +113,14 @@ from common import (
     UNK,
     Attention,
     InputError,
-    Run,
     RunConfig,
     decode,
     initialise,
     is_word,
     learning_rate,
-    load_model,
-    load_tensors,
-    load_weights,
     masked_mean,
-    parse_args,
-    progress,
-    run_main,
     sinusoid,
     upcast,
-    write_text,
 )
 
 # ---- config --------------------------------------------------------------------------------------
@@ -886,6 +877,8 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
 
     `resume` continues from last.pt, which is saved every eval_every steps, as if training had never
     stopped. FloatingPointError if a loss is not finite."""
+    from support.run import Run
+
     datasets = dict.fromkeys([stage for stage, _, _ in stages(cfg)], dataset)
     if "cub" in datasets:
         datasets["cub"] = open_cub(cfg, dataset)
@@ -927,7 +920,8 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
             if cfg.grad_clip > 0:
                 nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
             optimizer.step()
-            run.count(losses)
+            run.step += 1
+            run.log(losses)
             if (run.step - first) % cfg.eval_every == 0 or run.step == last:
                 if stage == "finetune":
                     run.checkpoint(evaluate(model, dataset, "val", cfg))
@@ -965,20 +959,22 @@ def evaluate(
 
 def load(checkpoint: str | Path, device: str = "", extractor: str = ""):
     """A trained model that captions any two pictures (files or PIL images):
-    caption, maps = load("best.pt")(before, after). extractor: see data.load_captioner."""
-    import data
+    caption, maps = load("best.pt")(before, after). extractor: see load_captioner."""
+    from support.captioner import load_captioner
 
-    return data.load_captioner(IDC, Config, checkpoint, device, extractor)
+    return load_captioner(IDC, Config, checkpoint, device, extractor)
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
-    import data
+    from support.captioner import caption_files
+    from support.releases import all_presets
+    from support.run import load_model, parse_args
 
-    cfg, args = parse_args(Config, data.all_presets(PRESETS), RELEASED, argv)
+    cfg, args = parse_args(Config, all_presets(PRESETS), RELEASED, argv)
     if args.caption:
         captioner = load(args.checkpoint, cfg.device, cfg.extractor)
-        data.caption_files(captioner, args.caption, args.out)
+        caption_files(captioner, args.caption, args.out)
         return
     dataset = open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
@@ -1012,6 +1008,8 @@ class Negatives:
     hash of all captions: rewrites made from other captions could be true of a pair."""
 
     def __init__(self, dataset):
+        from support.files import write_text
+
         unchanged = dataset.kinds.get("no change", set())
         made_from = [[p.id, p.id in unchanged, p.captions] for p in dataset.pairs("train")]
         content = json.dumps(made_from).encode()
@@ -1041,9 +1039,7 @@ def rewrite(dataset) -> dict[str, list[str]]:
     CLEVR-Change and mini, a scene's changed pair and its distractor pair share five rewrites of the
     change, one from Retrieve, two from Replace and two from Confuse. The sixth is a caption of the
     other pair, so that the text alone does not reveal to which of the two pairs the six belong."""
-    import data
-
-    templates = data.DATASETS[dataset.name].templates
+    templates = dataset.settings.templates
     scenes = dataset.scenes["train"]
     unchanged = dataset.kinds.get("no change", set())
     captions = []
@@ -1158,6 +1154,8 @@ def tfidf(texts: list[str], idf: dict[str, float]) -> Tensor:
 def retrieve(queries: list[str], texts: list[str], idf: dict[str, float], count: int = 1000):
     """Section "Retrieve": for each query, yield the indices of the `count` texts that are most
     similar to it, best first."""
+    from support.files import progress
+
     corpus = tfidf(texts, idf)
     count = min(count, len(texts))
     for i in progress(range(0, len(queries), 64), desc="rewriting captions"):
@@ -1171,18 +1169,19 @@ def parse(dataset, texts: list[str]) -> tuple[dict, dict, dict]:
     adjectives, each as (index of the token, word, kind or tag); its subjects. [ours] spaCy finds
     nouns and adjectives, but the paper uses "Stanford CoreNLP tool" (section "Replace"). spaCy does
     not read captions from templates, so only words of KINDS are replaced in these."""
-    import data
+    from support.text import analysed, subjects
 
     tokens = {}
     words = {}
-    subjects = {}
-    for text, doc in zip(texts, data.analysed(dataset.name, texts), strict=True):
+    subjects_of = {}
+    docs = analysed(texts, dataset.settings.templates)
+    for text, doc in zip(texts, docs, strict=True):
         if isinstance(doc, str):  # from a template
             tagged = [(token, "", "") for token in re.findall(r"\w+\s*|\W\s*", doc)]
         else:
             tagged = [(token.text_with_ws, token.pos_, token.tag_) for token in doc]
         tokens[text] = [token for token, _, _ in tagged]
-        subjects[text] = data.subjects(doc)
+        subjects_of[text] = subjects(doc)
         words[text] = []
         for i, (token, pos, tag) in enumerate(tagged):
             word = token.strip().lower()
@@ -1191,7 +1190,7 @@ def parse(dataset, texts: list[str]) -> tuple[dict, dict, dict]:
                 words[text].append((i, word, kind))
             elif pos in ("NOUN", "ADJ"):
                 words[text].append((i, word, tag))
-    return tokens, words, subjects
+    return tokens, words, subjects_of
 
 
 def important(words: list[tuple[int, str, str]], idf: dict[str, float]) -> list[tuple]:
@@ -1266,16 +1265,18 @@ def other_animal(match: re.Match) -> str:
 def open_dataset(cfg: Config, make: bool = True):
     """The data set of a run, as in data.open_dataset. With --cub, its words are those of both."""
     import data
+    from support.releases import read_release, vocab_of
+    from support.text import SPECIAL, Vocab
 
     for stage, _, _ in stages(cfg):
         if stage != "finetune" and not tasks(cfg, stage):
             raise InputError("--mlm 0 --mvcl 0 --fda 0 leave no task; give --pretrain_steps 0")
     dataset = data.open_dataset(cfg, make)
     if cfg.cub:
-        cub = data.vocab_of("cub", data.read_release("cub", Path(cfg.cub)))
+        cub = vocab_of("cub", read_release("cub", Path(cfg.cub)))
         vocab = dataset.vocab
-        words = set(cub.words).union(vocab.words) - set(data.SPECIAL)
-        dataset.vocab = data.Vocab(data.SPECIAL + sorted(words), vocab.tokenizer, vocab.max_words)
+        words = set(cub.words).union(vocab.words) - set(SPECIAL)
+        dataset.vocab = Vocab(SPECIAL + sorted(words), vocab.tokenizer, vocab.max_words)
     if not cfg.swap:
         scenes = dataset.scenes["train"]
         dataset.scenes["train"] = [replace(scene, swapped=None) for scene in scenes]
@@ -1284,6 +1285,8 @@ def open_dataset(cfg: Config, make: bool = True):
 
 def load_init(model: IDC, cfg: Config, dataset) -> None:
     """Start from the weights of --init. InputError if they would work differently in this model."""
+    from support.files import load_tensors, load_weights
+
     state = load_tensors(cfg.init, device=cfg.device)
     dataset.check_fit(state)
     load_weights(model, state["model"], cfg.init)
@@ -1295,11 +1298,12 @@ def load_init(model: IDC, cfg: Config, dataset) -> None:
 def open_cub(cfg: Config, dataset):
     """Section 2.4, general image captioning: captioned single images, in `dataset`'s vocabulary."""
     import data
+    from support.text import Vocab
 
     cub = data.load("cub", cfg.cub, cfg)
     if cub.grid != dataset.grid:
         raise InputError(f"features of {cub.root}: {dataset.grid} expected, {cub.grid} found")
-    cub.vocab = data.Vocab(dataset.vocab.words, cub.vocab.tokenizer, cub.vocab.max_words)
+    cub.vocab = Vocab(dataset.vocab.words, cub.vocab.tokenizer, cub.vocab.max_words)
     return cub
 
 
@@ -1308,6 +1312,7 @@ class Birds:
 
     def __init__(self, cfg: Config):
         import data
+        from support.text import SPECIAL
 
         dataset = data.load("nabirds", cfg.nabirds, cfg)
         self.features = dataset.features
@@ -1316,7 +1321,7 @@ class Birds:
         for split in dataset.scenes:
             for image in dataset.pairs(split):
                 self.names.append(image.before)
-                classes.append(dataset.vocab.index[image.captions[0]] - len(data.SPECIAL))
+                classes.append(dataset.vocab.index[image.captions[0]] - len(SPECIAL))
         self.classes = np.array(classes)
         self.partners = partners(self.classes, cfg.seed)
         self.size = cfg.pretrain_batch
@@ -1428,4 +1433,6 @@ def released_rate(cfg: Config, stage: str, step: int) -> float:
 
 
 if __name__ == "__main__":
+    from support.files import run_main
+
     run_main(main)

@@ -95,8 +95,7 @@ prompts (Table 6)               --prompt none, fixed or learnable
 vectors (Fig. 4)                --object_vectors 32, --action_vectors 5, and others
 no residuals (Eq. 4, 6-8)       --no-residual                                      255
 
-To copy: this file and common.py. To train on a data set of data.py, take that file, scores.py and
-mini.py, too.
+To copy: this file and common.py; to train, also data.py, scores.py and support/.
 Licence: MIT. Written from the paper, whose authors have published no code.
 """
 
@@ -115,16 +114,12 @@ from common import (
     Attention,
     GridPosition,
     InputError,
-    Run,
     RunConfig,
     decode,
     initialise,
     is_word,
     learning_rate,
-    load_model,
     masked_mean,
-    parse_args,
-    run_main,
     upcast,
 )
 
@@ -703,17 +698,17 @@ def verb_matcher(vocab):
 
 
 def segments(doc) -> tuple[list[str], list[str]]:
-    """One caption, read by data.analysed -> its noun segments and its verb segments, in reading
+    """One caption, read by support.text.analysed -> its noun segments and verb segments, in reading
     order and lower case. Nouns lose their articles but keep "no" ("no change"). A copula without a
     complement ("is") counts only if the caption has no other verb segment."""
-    import data
+    from support.text import noun_phrase, template_segments
 
     if isinstance(doc, str):  # a caption from a template, which needs no spaCy
-        return data.template_segments(doc)
+        return template_segments(doc)
     from spacy.util import filter_spans
 
     chunks = list(doc.noun_chunks)
-    nouns = [data.noun_phrase(chunk) for chunk in chunks]
+    nouns = [noun_phrase(chunk) for chunk in chunks]
     in_chunks = {token.i for chunk in chunks for token in chunk}
     matches = []
     for match in verb_matcher(doc.vocab)(doc, as_spans=True):
@@ -731,13 +726,14 @@ def phrases_of(dataset, cfg: Config) -> Phrases | None:
 
     The paper uses "spaCy [...] to extract all noun and verb segments" (section ACR). [ours] Rules
     read captions from templates (mini, CLEVR-Change, CLEVR-DC), on which spaCy often errs."""
-    import data
+    from support.features import load_clip
+    from support.text import read_captions
 
     if not (cfg.w_n2o or cfg.w_v2a):
         return None
     captions = sorted(set(dataset.captions(["train"])))
-    readings = data.read_captions(segments, dataset.name, captions)
-    clip, tokenizer, _ = data.load_clip(cfg.clip, cfg.device)
+    readings = read_captions(segments, captions, dataset.settings.templates)
+    clip, tokenizer, _ = load_clip(cfg.clip, cfg.device)
     return Phrases(cfg, clip, tokenizer, readings)
 
 
@@ -804,6 +800,8 @@ def train(cfg: Config, dataset, phrases: Phrases | None = None, resume: bool = F
 
     `resume` continues from last.pt, which each validation saves, as if training had never stopped.
     FloatingPointError if a loss is not finite."""
+    from support.run import Run
+
     torch.manual_seed(cfg.seed)
     model = RDD(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr, fused=True)
@@ -821,7 +819,8 @@ def train(cfg: Config, dataset, phrases: Phrases | None = None, resume: bool = F
         if cfg.grad_clip > 0:
             nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
         optimizer.step()
-        run.count(losses)
+        run.step += 1
+        run.log(losses)
         if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
             run.checkpoint(evaluate(model, dataset, "val", cfg))
             model.train()
@@ -854,20 +853,23 @@ def evaluate(
 
 def load(checkpoint: str | Path, device: str = "", extractor: str = ""):
     """A trained model that captions any two pictures (files or PIL images):
-    caption, maps = load("best.pt")(before, after). extractor: see data.load_captioner."""
-    import data
+    caption, maps = load("best.pt")(before, after). extractor: see load_captioner."""
+    from support.captioner import load_captioner
 
-    return data.load_captioner(RDD, Config, checkpoint, device, extractor)
+    return load_captioner(RDD, Config, checkpoint, device, extractor)
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
+    from support.captioner import caption_files
+    from support.releases import all_presets
+    from support.run import load_model, parse_args
 
-    cfg, args = parse_args(Config, data.all_presets(PRESETS), {}, argv)
+    cfg, args = parse_args(Config, all_presets(PRESETS), {}, argv)
     if args.caption:
         captioner = load(args.checkpoint, cfg.device, cfg.extractor)
-        data.caption_files(captioner, args.caption, args.out)
+        caption_files(captioner, args.caption, args.out)
         return
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
@@ -881,4 +883,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    from support.files import run_main
+
     run_main(main)

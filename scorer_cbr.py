@@ -81,8 +81,7 @@ No flags: RR+ (Fig. 13, without negatives), and the fusion of words that attende
 The default mostly follows the paper. RELEASED, after the model, lists where the released code does
 otherwise. "As released" marks what both take from that code, [ours] what follows neither.
 
-To copy: this file, matching.py and common.py. To train on a data set of data.py, take that file,
-scores.py and mini.py, too.
+To copy: this file, matching.py and common.py; to train, also data.py, scores.py and support/.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
 
@@ -101,16 +100,12 @@ from common import (
     Attention,
     GridPosition,
     InputError,
-    Run,
     RunConfig,
     decode,
     info_nce,
     is_word,
     learning_rate,
-    load_model,
     masked_mean,
-    parse_args,
-    run_main,
     sinusoid,
     upcast,
 )
@@ -611,6 +606,8 @@ def train(cfg: Config, dataset, resume: bool = False) -> SCORER:
 
     `resume` continues from last.pt, which each validation saves, as if training had never stopped.
     FloatingPointError if a loss is not finite."""
+    from support.run import Run
+
     torch.manual_seed(cfg.seed)
     model = SCORER(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -630,7 +627,8 @@ def train(cfg: Config, dataset, resume: bool = False) -> SCORER:
             nn.utils.clip_grad_norm_(parameters, cfg.grad_clip)
         optimizer.step()
         model.clamp_scales()
-        run.count(losses)  # also run.step += 1
+        run.step += 1
+        run.log(losses)
         if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
             run.checkpoint(evaluate(model, dataset, "val", cfg))
             model.train()
@@ -663,20 +661,23 @@ def evaluate(
 
 def load(checkpoint: str | Path, device: str = "", extractor: str = ""):
     """A trained model that captions any two pictures (files or PIL images):
-    caption, maps = load("best.pt")(before, after). extractor: see data.load_captioner."""
-    import data
+    caption, maps = load("best.pt")(before, after). extractor: see load_captioner."""
+    from support.captioner import load_captioner
 
-    return data.load_captioner(SCORER, Config, checkpoint, device, extractor)
+    return load_captioner(SCORER, Config, checkpoint, device, extractor)
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command line: train and evaluate, only evaluate, or caption pictures."""
     import data
+    from support.captioner import caption_files
+    from support.releases import all_presets
+    from support.run import load_model, parse_args
 
-    cfg, args = parse_args(Config, data.all_presets(PRESETS), RELEASED, argv)
+    cfg, args = parse_args(Config, all_presets(PRESETS), RELEASED, argv)
     if args.caption:
         captioner = load(args.checkpoint, cfg.device, cfg.extractor)
-        data.caption_files(captioner, args.caption, args.out)
+        caption_files(captioner, args.caption, args.out)
         return
     dataset = data.open_dataset(cfg, make=args.eval is None)
     if args.eval is not None:
@@ -690,4 +691,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    from support.files import run_main
+
     run_main(main)

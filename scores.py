@@ -1,4 +1,4 @@
-"""Scores of captions: words and metrics, the scores of a data set's split, pictures of results.
+"""Scores of captions: words and metrics, the scores of a data set's split.
 
     python scores.py --predictions P --references R
 
@@ -9,42 +9,30 @@ need Java.
 
     words and metrics    score, format_scores
     scores of a split    results, protocol_scores; one caption for all; the pointing game
-    pictures of results  sample_sheet, caption_picture
     command line         main
 
-To score elsewhere, take this file and common.py, which need torch, tqdm and pycocoevalcap. Only
-pictures need matplotlib and Pillow. Licence: MIT; contains no code from other repositories.
+To copy: this file, common.py and support/, which need torch, tqdm and pycocoevalcap. Only pictures
+need matplotlib and Pillow. Licence: MIT; contains no code from other repositories.
 """
 
 import argparse
-import contextlib
 import functools
 import json
 import math
 import re
 import shutil
 import subprocess
-import textwrap
 import threading
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import (
-    UNK,
-    InputError,
-    atomic_write,
-    file_errors,
-    print_notes,
-    read_json,
-    run_main,
-    write_text,
-)
+from common import UNK, InputError
+from support.files import file_errors, print_notes, read_json, run_main, write_text
 
 # ---- words and metrics ---------------------------------------------------------------------------
 
@@ -227,11 +215,11 @@ def percent(values: Iterable[float]) -> float:
 
 # ---- scores of a split ---------------------------------------------------------------------------
 
-# `dataset` is a data.Dataset. data.py imports this file, so the class cannot be named here.
+# `dataset` is a data.Dataset. What data.py imports needs this file, so it cannot import data.py.
 
 ONE_CAPTION = "one caption for all"
 VIEWS = ("view: hardest quarter", "view: easiest quarter")
-# Rows besides a data set's own groups. data.py refuses groups with these names.
+# Rows besides a data set's own groups, which check_release refuses if they have these names.
 ADDED_ROWS = ("total", ONE_CAPTION, "without leaked pairs", *VIEWS)
 ENOUGH_PAIRS = 100  # if validation has fewer, one_caption chooses on training pairs
 
@@ -251,6 +239,8 @@ def results(
     and, with BLEU-2 and BLEU-3, written, as are captions, references and a sheet of samples, in
     files whose names end in <split>. By pair id: captions, maps (name -> (H, W)), notes (lines).
     published: the paper's scores of test splits, data set -> group -> metric -> number."""
+    from support.pictures import sample_sheet
+
     if not dataset.scenes[split]:
         if out_dir:
             print_notes(f"there are no {split} pairs, so there are no scores")
@@ -422,121 +412,6 @@ def pointing_scores(dataset, split: str, maps: dict, groups: dict) -> dict[str, 
             hits, shares = zip(*chosen, strict=True)
             scores[group] = {"pointing": percent(hits), "chance": percent(shares)}
     return scores
-
-
-# ---- pictures of results -------------------------------------------------------------------------
-
-PANEL = 2.5  # inches of 120 pixels: the longer side of a picture
-GAP = 0.06  # inches between panels
-SPACE = 0.4  # inches between pairs
-LINE = 0.185  # inches: the height of a line of text
-TEXT = {"size": 11, "parse_math": False}  # a $ in a caption must not begin a formula
-COLOURS = "turbo"  # the colour map
-SATURATED = 8  # attention of this many times the uniform weight, or more, has the last colour
-
-
-@contextlib.contextmanager
-def new_figure(path: Path):
-    """A matplotlib figure, in the end written to a .png, .jpg or .pdf. It is one inch wide and
-    high, so its coordinates are inches, and the file shows whatever is drawn outside, too."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(1, 1), dpi=120)
-    yield figure
-    with atomic_write(path) as partial:
-        kind = path.suffix[1:].lower()
-        figure.savefig(partial, format=kind, bbox_inches="tight", pad_inches=GAP)
-
-
-def draw_text(figure, left: float, top: float, text: str, panels: int) -> float:
-    """Writes lines of text, as wide as this many panels, below `top` -> where they end."""
-    lines = []
-    for line in text.splitlines():
-        lines += textwrap.wrap(line, 29 * panels)  # characters fit
-    figure.text(left, top, "\n".join(lines), va="top", **TEXT)
-    return top - LINE * len(lines)
-
-
-def attention_panels(pair: tuple, maps: dict) -> list[tuple]:
-    """A pair of PIL images and its attention maps (H, W) -> (title, picture, levels or None) of
-    both pictures and of each map over both. Levels are multiples of uniform attention, 1 / (H * W).
-    IDC's "before" and "after" lie over their own picture only; they sum to 1 together, so their
-    unit is half of that."""
-    pictures = dict(zip(("before", "after"), pair, strict=True))
-    panels = [(side, picture, None) for side, picture in pictures.items()]
-    for name, weight in maps.items():
-        levels = weight.float().cpu().numpy() * weight.numel()
-        if name in pictures:
-            panels.append((f"attention, {name}", pictures[name], 2 * levels))
-        else:
-            for side, picture in pictures.items():
-                panels.append((f"{name}, {side}", picture, levels))
-    return panels
-
-
-def draw_pair(figure, pair: tuple, maps: dict, above: str, below: str, left=0.0, top=0.0) -> float:
-    """Draws a pair of PIL images into a `new_figure` below `top`: a text, attention_panels, and
-    another text -> where they end."""
-    panels = attention_panels(pair, maps)
-    top = draw_text(figure, left, top, above, len(panels))
-    height = PANEL * min(1, max(picture.height / picture.width for picture in pair))
-    bottom = top - LINE - GAP - height  # the line has the titles
-    for n, (title, picture, levels) in enumerate(panels):
-        place = (left + n * (PANEL + GAP), bottom, PANEL, height)
-        draw_panel(figure, place, title, picture, levels)
-    return draw_text(figure, left, bottom - GAP, below, len(panels))
-
-
-def draw_panel(figure, place: tuple, title: str, picture, levels=None):
-    """Draws one of attention_panels into a `new_figure`, at (left, bottom, width, height)
-    -> its axes, in pixels of the picture."""
-    axes = figure.add_axes(place)
-    axes.set_axis_off()
-    axes.set_title(title, pad=3, **TEXT)
-    extent = (0, picture.width, picture.height, 0)
-    axes.imshow(picture, extent=extent)
-    if levels is not None:  # transparent up to uniform attention, so that the picture shows
-        opacity = np.interp(levels, [1, 4], [0, 0.6])
-        colours = {"cmap": COLOURS, "vmin": 0, "vmax": SATURATED, "interpolation": "bilinear"}
-        axes.imshow(levels, alpha=opacity, extent=extent, **colours)
-    return axes
-
-
-def sample_sheet(dataset, split: str, captions: dict, maps: dict, notes: dict, path: Path) -> None:
-    """Draws the first pairs of every kind of change, up to three of each and at most 24, or the
-    first twelve if kinds are unknown -> a file. Of several maps the first two are drawn. captions,
-    maps and notes are those of `results`."""
-    pairs = [pair for pair in dataset.pairs(split) if pair.id in captions]
-    kinds = {kind: ids for kind, ids in dataset.kinds.items() if ids & captions.keys()}
-    chosen = []
-    for kind in sorted(kinds, key=lambda kind: kind != "no change")[:24]:  # which must be there
-        members = [pair for pair in pairs if pair.id in kinds[kind]]
-        each = min(3, max(1, 24 // len(kinds)))
-        chosen += [(f"{kind}: ", pair) for pair in members[:each]]
-    if not chosen:
-        chosen = [("", pair) for pair in pairs[:12]]
-    half = math.ceil(len(chosen) / 2)
-    legend = f"{dataset.name}, {split}. Colour: the model looked more there than on average, in "
-    legend += f"dark red {SATURATED} times as much. Above each pair: its kind and a reference"
-    with new_figure(path) as figure:
-        start = draw_text(figure, 0, 0, legend, 5) - SPACE
-        left = 0
-        for column in (chosen[:half], chosen[half:]):
-            top = start
-            for kind, pair in column:
-                above = kind + pair.captions[0]
-                caption = dataset.vocab.sentence(captions[pair.id])
-                below = "\n".join([f"generated: {caption}", *notes.get(pair.id, [])])
-                drawn = dict(list(maps[pair.id].items())[:2])
-                end = draw_pair(figure, dataset.pictures(pair), drawn, above, below, left, top)
-                top = end - SPACE
-            left = max(axes.get_position().x1 for axes in figure.axes) + SPACE
-
-
-def caption_picture(before, after, maps: dict[str, Tensor], caption: str, path: Path) -> None:
-    """Draws a pair of pictures (from data.read_image), its attention maps, and its caption."""
-    with new_figure(Path(path)) as figure:
-        draw_pair(figure, (before, after), maps, "", caption)
 
 
 # ---- command line --------------------------------------------------------------------------------

@@ -13,9 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-import common
-import data
 import scores
+from support import features as feature_files
+from support.features import read_image
+from support.files import read_log
+from support.releases import CLEVR_FOLDERS, DATASETS, SPLITS
 
 GRID = (8, 2, 3)  # channels, height, width: all different, so that swapped axes are noticed
 COLORS = ("red", "blue", "green", "gray")
@@ -82,7 +84,7 @@ def random_clip():
 
 def train_lines(folder):
     """The lines of a run's log that hold losses."""
-    rows = common.read_log(folder / "log.jsonl")
+    rows = read_log(folder / "log.jsonl")
     return [row for row in rows if row["event"] == "train"]
 
 
@@ -97,7 +99,7 @@ def write_release(root, train=8, val=2, test=5):
     change = {}
     same = {}
     for i in range(count):
-        for view, folder in data.CLEVR_FOLDERS.items():
+        for view, folder in CLEVR_FOLDERS.items():
             write_picture(root / folder / f"CLEVR_{view}_{i:06d}.png")
         kind = list(types)[i % 5]
         types[kind].append(f"{i:06d}.png")
@@ -133,9 +135,9 @@ def colours(path):
 
 def write_own_pairs(root):
     """A table of own pairs, one in each split, and their pictures."""
-    for name in (*data.SPLITS, "b"):
+    for name in (*SPLITS, "b"):
         write_picture(root / f"{name}.png")
-    rows = [f"{split}.png,b.png,{split},it is open" for split in data.SPLITS]
+    rows = [f"{split}.png,b.png,{split},it is open" for split in SPLITS]
     (root / "pairs.csv").write_text("\n".join(["before,after,split,captions", *rows]))
 
 
@@ -143,7 +145,7 @@ def write_features(name, root):
     """Random features on a 2 x 3 grid for a release, in place of those that preparation makes. Each
     picture has values of its own in all cells, so that losses that compare pictures are not at
     chance, where they would hide what is wrong."""
-    settings = data.DATASETS[name]
+    settings = DATASETS[name]
     release = settings.read(root)
     names = sorted(release.paths)
     rng = np.random.default_rng(1)
@@ -151,7 +153,7 @@ def write_features(name, root):
     features = of_pictures + rng.standard_normal((len(names), *GRID), np.float32)
     files = {name: release.paths[name] for name in names}
     path = root / "features.h5"
-    data.write_features(path, files, [features], settings.extractor, "at random")
+    feature_files.write_features(path, files, [features], settings.extractor, "at random")
 
 
 class NoFeatures:
@@ -177,7 +179,7 @@ class MeanColor:
 
     def blocks(self, paths, batch):
         for path in paths:
-            mean = np.array(data.read_image(path)).mean()
+            mean = np.array(read_image(path)).mean()
             yield torch.full((1, *self.grid), mean).half()
 
 
@@ -207,8 +209,8 @@ def without_pictures(request, monkeypatch):
     """Each picture takes seconds to draw, so runs write empty files unless a test requests
     `drawings`."""
     if "drawings" not in request.fixturenames:
-        monkeypatch.setattr(scores, "sample_sheet", lambda *args: args[-1].touch())
-        monkeypatch.setattr(common, "draw_curves", lambda log, picture, metric: picture.touch())
+        monkeypatch.setattr("support.pictures.sample_sheet", lambda *args: args[-1].touch())
+        monkeypatch.setattr("support.run.draw_curves", lambda log, picture, metric: picture.touch())
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 import data
 import scorer_cbr
-from common import run_main
+from support.files import run_main
 
 
 def test_a_script_starts_and_prints_one_line(tmp_path):

@@ -325,7 +325,7 @@ def test_embeddings_are_kept_until_features_are_made_again(prepared, monkeypatch
     def preprocess(image):
         return torch.from_numpy(np.array(image.resize((32, 32)))).permute(2, 0, 1) / 255
 
-    monkeypatch.setattr(data, "load_clip", lambda *_: (clip, tokenizer, preprocess))
+    monkeypatch.setattr("support.features.load_clip", lambda *_: (clip, tokenizer, preprocess))
     cfg = Config(device="cpu", k=2, clip_dim=8)
     dataset = data.load("clevr_change", prepared)
     cheers.entities_of(dataset, cfg)

@@ -18,7 +18,9 @@ import torch
 import torch.nn as nn
 
 import common
-from common import Attention, InputError, Run, RunConfig, decode, learning_rate
+from common import Attention, InputError, RunConfig, decode, learning_rate
+from support.files import atomic_write, load_tensors, read_log, run_main, save_tensors
+from support.run import Run, code_version, load_model, make_parser, parse_args
 
 # ---- layers and losses ---------------------------------------------------------------------------
 
@@ -113,7 +115,7 @@ def make_run_folder(folder, **config):
 def parse(*argv):
     """(cfg, args) of a method's command line on a CPU."""
     argv = [*map(str, argv), "--device", "cpu"]
-    return common.parse_args(Config, PRESETS, RELEASED, argv)
+    return parse_args(Config, PRESETS, RELEASED, argv)
 
 
 @pytest.fixture(autouse=True)
@@ -170,9 +172,9 @@ def test_what_a_parser_is_made_of(monkeypatch):
         sizes: tuple[int, ...] = (1, 2)
 
     monkeypatch.setattr(sys.modules[__name__], "__doc__", None)  # as with python -OO
-    assert "width in cells" in common.make_parser(Config, PRESETS, False).format_help()
+    assert "width in cells" in make_parser(Config, PRESETS, False).format_help()
     with pytest.raises(TypeError, match="sizes"):
-        common.make_parser(Odd, PRESETS, False)
+        make_parser(Odd, PRESETS, False)
 
 
 def test_a_checkpoint_brings_its_config(tmp_path):
@@ -323,7 +325,8 @@ def train(folder, resume=False, scores=(1.0, 2.0), words=("a", "b"), stop=-1, **
         seen.append(step)
         if step == stop:
             raise KeyboardInterrupt
-        run.count({"total": loss})
+        run.step += 1
+        run.log({"total": loss})
         if run.step % cfg.eval_every == 0 or run.step == cfg.steps:
             score = next(coming)
             run.checkpoint({"CIDEr": score, "ROUGE-L": -score} if score else {})
@@ -333,7 +336,7 @@ def train(folder, resume=False, scores=(1.0, 2.0), words=("a", "b"), stop=-1, **
 def log_of(folder, event):
     """A log's lines for one event, without times."""
     rows = []
-    for row in common.read_log(folder / "log.jsonl"):
+    for row in read_log(folder / "log.jsonl"):
         if row["event"] == event:
             row.pop("seconds", None)
             rows.append(row)
@@ -341,7 +344,7 @@ def log_of(folder, event):
 
 
 def saved(folder, name):
-    return common.load_tensors(folder / name)
+    return load_tensors(folder / name)
 
 
 @pytest.mark.parametrize("stop, goes_on_from", [(0, 0), (1, 0), (2, 2), (3, 2)])
@@ -381,7 +384,7 @@ def test_the_best_validation_is_kept(tmp_path, capsys):
     assert (best["step"], best["best"]) == (2, 2.0)
     assert "optimizer" not in best  # Adam's state has twice the size of the weights
     assert (last["step"], last["best"], last["evals_since_best"]) == (4, 2.0, 1)
-    loaded, _ = common.load_model(Linear, run.cfg, tmp_path / "best.pt")
+    loaded, _ = load_model(Linear, run.cfg, tmp_path / "best.pt")
     for model in (run.best_model(), loaded):
         assert torch.equal(model.layer.weight, best["model"]["layer.weight"])
         assert not model.training  # no dropout
@@ -432,19 +435,19 @@ def test_what_is_not_finite_replaces_no_checkpoint(tmp_path):
 def test_no_loss_is_called_like_a_field_of_the_log(tmp_path):
     run, _ = train(tmp_path)
     with pytest.raises(AssertionError):
-        run.count({"step": torch.tensor(1.0)})
+        run.log({"step": torch.tensor(1.0)})
 
 
 def test_a_commit_does_not_stand_for_files_that_it_lacks(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "__file__", str(tmp_path / "common.py"))
+    monkeypatch.setattr("support.run.__file__", str(tmp_path / "common.py"))
     (tmp_path / "common.py").touch()
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a"]
     for command in ("init -q", "add .", "commit -qm first"):
         subprocess.run([*git, *command.split()], check=True)
-    commit = common.code_version()
+    commit = code_version()
     assert re.fullmatch("[0-9a-f]+", commit)
     (tmp_path / "new_method.py").touch()
-    assert common.code_version() == f"{commit}-dirty"
+    assert code_version() == f"{commit}-dirty"
 
 
 @pytest.fixture
@@ -458,9 +461,9 @@ def small_disk():
 
 def test_a_file_is_whole_when_the_disk_is_full(tmp_path, small_disk, capsys):
     path = tmp_path / "deep" / "last.pt"
-    common.save_tensors(path, {"step": 1})  # makes the folder
+    save_tensors(path, {"step": 1})  # makes the folder
     with pytest.raises(SystemExit) as e:
-        common.run_main(lambda: common.save_tensors(path, {"weight": torch.ones(2**20)}))
+        run_main(lambda: save_tensors(path, {"weight": torch.ones(2**20)}))
     assert e.value.code == 2
     assert re.fullmatch(r"error: .*File too large\n", capsys.readouterr().err)
     assert torch.load(path) == {"step": 1}
@@ -475,7 +478,7 @@ def test_an_interrupted_program_removes_partial_files(number, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
 
     def main():
-        with common.atomic_write(Path("features.h5")) as partial:
+        with atomic_write(Path("features.h5")) as partial:
             partial.touch()
             signal.raise_signal(number)
 
@@ -484,7 +487,7 @@ def test_an_interrupted_program_removes_partial_files(number, tmp_path, monkeypa
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # else it might end the tests
     try:
         with pytest.raises(SystemExit) as e:
-            common.run_main(main)
+            run_main(main)
     finally:
         signal.signal(signal.SIGTERM, handler)
     assert e.value.code == 130
@@ -493,9 +496,9 @@ def test_an_interrupted_program_removes_partial_files(number, tmp_path, monkeypa
 
 def test_a_file_stays_whole_when_writing_fails(tmp_path):
     path = tmp_path / "deep" / "last.pt"
-    common.save_tensors(path, {"step": 1})  # makes the folder
+    save_tensors(path, {"step": 1})  # makes the folder
     with pytest.raises(AttributeError):
-        common.save_tensors(path, {"weight": torch.ones(2), "function": lambda: None})
+        save_tensors(path, {"weight": torch.ones(2), "function": lambda: None})
     assert torch.load(path) == {"step": 1}
     assert [file.name for file in path.parent.iterdir()] == ["last.pt"]
 
@@ -510,7 +513,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path):
     for content in (Payload(), {"config": Payload()}):
         torch.save(content, path)
         with pytest.raises(InputError, match=r"last\.pt"):
-            common.load_tensors(path)
+            load_tensors(path)
     assert not Path("executed").exists()
 
 

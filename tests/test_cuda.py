@@ -18,6 +18,7 @@ import matching
 import rdd_acr
 import scorer_cbr
 from matching import token_match
+from support.features import Extractor
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 
@@ -265,7 +266,7 @@ def test_features_made_on_the_gpu_are_those_of_the_cpu(tmp_path, monkeypatch):
     for i in range(5):
         Image.effect_noise((60, 40), 50).convert("RGB").save(tmp_path / f"{i}.png")
     paths = [tmp_path / f"{i}.png" for i in range(5)]
-    plain = next(data.Extractor("resnet101-layer3").blocks(paths, 5)).float()
-    blocks = data.Extractor("resnet101-layer3", "cuda").blocks(paths, 2)
+    plain = next(Extractor("resnet101-layer3").blocks(paths, 5)).float()
+    blocks = Extractor("resnet101-layer3", "cuda").blocks(paths, 2)
     fast = torch.cat(list(blocks)).float()
     assert (fast - plain).norm() < 0.01 * plain.norm()  # float16 has three digits

@@ -14,25 +14,37 @@ import numpy as np
 import pytest
 import torch
 from conftest import GRID, NoFeatures, colours
+from PIL import Image
 
 import data
-from common import InputError
+from common import END, START, UNK, InputError
+from support.captioner import Captioner, caption_files
+from support.features import (
+    Extractor,
+    Features,
+    prefetch,
+    preprocess_imagenet,
+    read_image,
+    write_features,
+)
+from support.releases import Pair, read_clevr_change, release_from_pairs
+from support.text import SPECIAL, Vocab, frequent_words, tokenize, tokenize_pairs
 
 
 def test_tokens_and_vocabulary_follow_the_published_rule():
-    words = data.tokenize("A cube, was; it moved? yes.")
+    words = tokenize("A cube, was; it moved? yes.")
     assert words == ["A", "cube", ",", "was", ";", "it", "moved", "yes"]
-    assert data.tokenize("two  blanks ") == ["two", "", "blanks", ""]
-    vocab = data.Vocab(data.frequent_words(["b a", "B, a"]))
-    assert vocab.words == [*data.SPECIAL, ",", "B", "a", "b"]
+    assert tokenize("two  blanks ") == ["two", "", "blanks", ""]
+    vocab = Vocab(frequent_words(["b a", "B, a"]))
+    assert vocab.words == [*SPECIAL, ",", "B", "a", "b"]
     assert vocab.encode("a c b", 7) == [2, 6, 1, 7, 3, 0, 0]
     ids = torch.tensor([[2, 6, 7, 3, 5], [2, 7, 0, 6, 6]])
     assert vocab.decode(ids) == ["a b", "b"]
     assert vocab.encode("a a a", 4) == [2, 6, 6, 3]
-    assert data.frequent_words(["x x y"], min_count=2) == [*data.SPECIAL, "x"]
+    assert frequent_words(["x x y"], min_count=2) == [*SPECIAL, "x"]
     # Some releases contain <UNK> in their captions. Special words are no words.
-    vocab = data.Vocab(data.frequent_words(["a <UNK> b", "<NULL>"]))
-    assert vocab.words == [*data.SPECIAL, "a", "b"]
+    vocab = Vocab(frequent_words(["a <UNK> b", "<NULL>"]))
+    assert vocab.words == [*SPECIAL, "a", "b"]
     assert vocab.encode("a <NULL> <UNK> b", 6) == [2, 4, 1, 1, 5, 3]
 
 
@@ -48,14 +60,14 @@ def test_tokens_and_vocabulary_follow_the_published_rule():
     ],
 )
 def test_words_of_own_pairs(caption, words):
-    assert data.tokenize_pairs(caption) == words.split()
+    assert tokenize_pairs(caption) == words.split()
 
 
 # ---- CLEVR-Change --------------------------------------------------------------------------------
 
 
 def test_a_scene_is_a_changed_and_a_distractor_pair(release):
-    scene = data.read_clevr_change(release).scenes["train"][3]
+    scene = read_clevr_change(release).scenes["train"][3]
     changed, same = scene.pairs
     changed_swapped, same_swapped = scene.swapped
     assert (changed.id, changed.before) == ("000003.png", "CLEVR_default_000003.png")
@@ -74,7 +86,7 @@ def test_optional_files(release):
     (release / "change_captions.json").write_text(json.dumps(captions))
     (release / "change_captions_by_IOU.json").write_text('{"3": 0.25}')
     (release / "change_captions_with_bbox.json").write_text(json.dumps({"3": boxes}))
-    read = data.read_clevr_change(release)
+    read = read_clevr_change(release)
     scene = read.scenes["train"][3]
     assert scene.pairs[0].captions == own
     assert scene.swapped[0].captions == ["seen from there"]
@@ -88,7 +100,7 @@ def test_optional_files(release):
 def write(path, blocks):
     """A feature file of the images "a" to "e"."""
     files = dict.fromkeys("abcde", Path(__file__))  # that they are said to be made from
-    data.write_features(path, files, blocks, "resnet101-layer3", "how")
+    write_features(path, files, blocks, "resnet101-layer3", "how")
 
 
 FEATURES = np.random.default_rng(0).random((5, *GRID)).astype(np.float32)
@@ -96,7 +108,7 @@ FEATURES = np.random.default_rng(0).random((5, *GRID)).astype(np.float32)
 
 def test_feature_file_round_trip(tmp_path, monkeypatch):
     write(tmp_path / "f.h5", [FEATURES[:2], FEATURES[2:]])
-    read = data.Features(tmp_path / "f.h5", "make it", "resnet101-layer3")
+    read = Features(tmp_path / "f.h5", "make it", "resnet101-layer3")
     expected = torch.from_numpy(FEATURES[[3, 0, 3]]).half()
     torch.testing.assert_close(read.rows(["d", "a", "d"]), expected)
     monkeypatch.delattr(os, "posix_fadvise", raising=False)  # as on macOS and Windows
@@ -118,7 +130,7 @@ def test_a_feature_file_may_be_larger_than_memory(tmp_path):
         f["stamps"] = np.zeros((count, 3), np.int64)
         f.create_dataset("features", (count, *grid), "float16", fill_time="never")[-1] = 2
     assert path.stat().st_blocks * 512 < 100e6
-    features = data.Features(path, "make it", "resnet101-layer3")
+    features = Features(path, "make it", "resnet101-layer3")
     assert (features.rows(names[-1:]) == 2).all()
 
 
@@ -219,24 +231,24 @@ def test_every_scene_may_be_first_and_every_caption_is_drawn(prepared):
 
 
 def test_the_longest_caption_may_be_in_any_split():
-    train = data.Pair("1", "a", "b", ["c"])
-    test = data.Pair("2", "d", "e", ["c d e"])
-    release = data.release_from_pairs({"train": [train], "test": [test]}, Path())
-    vocab = data.Vocab(data.frequent_words(["c"]))
+    train = Pair("1", "a", "b", ["c"])
+    test = Pair("2", "d", "e", ["c d e"])
+    release = release_from_pairs({"train": [train], "test": [test]}, Path())
+    vocab = Vocab(frequent_words(["c"]))
     dataset = data.Dataset("pairs", Path(), release, vocab, NoFeatures())
     assert dataset.max_len == 2 + 3
 
 
 def test_prefetch_passes_items_and_errors():
-    assert list(data.prefetch(iter(range(20)))) == list(range(20))
+    assert list(prefetch(iter(range(20)))) == list(range(20))
 
     def broken():
         yield 1
         raise OSError("disk")
 
     with pytest.raises(OSError, match="disk"):
-        list(data.prefetch(broken()))
-    early = data.prefetch(iter(range(1000)))
+        list(prefetch(broken()))
+    early = prefetch(iter(range(1000)))
     assert next(early) == 0
     early.close()  # must not hang
 
@@ -245,14 +257,14 @@ def test_a_checkpoint_brings_its_words_and_length(prepared):
     """It can be evaluated on a data set with other words and longer captions, but not resumed."""
     dataset = data.load("clevr_change", prepared)
     trained = dataset.state()
-    trained["vocab"] = [*data.SPECIAL, "the", "cube"]
+    trained["vocab"] = [*SPECIAL, "the", "cube"]
     trained["max_len"] = 4
     with pytest.raises(InputError, match="--data_dir"):
         dataset.check_state(trained)
     dataset.adopt(trained)
     batch = next(dataset.eval_batches("val", 1))
     assert batch.texts == ["the red cube turned gray"]
-    assert batch.caption.tolist() == [[data.START, 4, data.UNK, data.END]]
+    assert batch.caption.tolist() == [[START, 4, UNK, END]]
     with pytest.raises(InputError, match="--extractor"):
         dataset.adopt(trained | {"grid": (8, 3, 2)})
 
@@ -298,10 +310,10 @@ def test_a_blind_data_set_shows_nothing(prepared):
 def test_pairs_that_share_a_picture_are_told(shared, noted, capsys):
     """They would be negatives of each other in the contrastive losses. A copy of a picture is the
     same picture."""
-    pairs = [data.Pair(f"{n}", f"b{n}", f"a{n}", ["c"]) for n in range(20 - shared)]
-    pairs += [data.Pair(f"r{n}", f"copy {n} of b0", f"r{n}", ["c"]) for n in range(shared)]
-    release = data.release_from_pairs({"train": pairs}, Path())
-    vocab = data.Vocab(data.frequent_words(["c"]))
+    pairs = [Pair(f"{n}", f"b{n}", f"a{n}", ["c"]) for n in range(20 - shared)]
+    pairs += [Pair(f"r{n}", f"copy {n} of b0", f"r{n}", ["c"]) for n in range(shared)]
+    release = release_from_pairs({"train": pairs}, Path())
+    vocab = Vocab(frequent_words(["c"]))
     features = NoFeatures()
     features.content = lambda name: hash(re.sub("copy . of ", "", name))
     dataset = data.Dataset("pairs", Path(), release, vocab, features)
@@ -325,8 +337,8 @@ def test_pairs_that_share_a_picture_are_told(shared, noted, capsys):
     ],
 )
 def test_sentences_have_punctuation_where_people_put_it(caption):
-    words = " ".join(data.tokenize_pairs(caption))
-    assert words != caption and data.Vocab.sentence(words) == caption
+    words = " ".join(tokenize_pairs(caption))
+    assert words != caption and Vocab.sentence(words) == caption
 
 
 class Brightness(torch.nn.Module):
@@ -337,8 +349,8 @@ class Brightness(torch.nn.Module):
     def generate(self, before, after):
         brighter = (after - before).mean((1, 2, 3)) > 0
         word = torch.where(brighter, 4, 5)
-        start = torch.full_like(word, data.START)
-        end = torch.full_like(word, data.END)
+        start = torch.full_like(word, START)
+        end = torch.full_like(word, END)
         return torch.stack([start, word, end], 1)
 
     def attention_map(self, before, after, ids):
@@ -349,41 +361,41 @@ class Brightness(torch.nn.Module):
 def captioner(tmp_path, monkeypatch):
     """dark.png, bright.png, and a Captioner whose extractor takes the mean of each cell."""
 
-    class Mean(data.Extractor):
+    class Mean(Extractor):
         def __init__(self, name, device):
-            self.preprocess = lambda image: data.preprocess_imagenet(image, 64)
+            self.preprocess = lambda image: preprocess_imagenet(image, 64)
             self.device = device
             self.net = lambda x: x.unflatten(2, (8, 8)).unflatten(4, (8, 8)).mean((3, 5))
 
-    monkeypatch.setattr(data, "Extractor", Mean)
+    monkeypatch.setattr("support.captioner.Extractor", Mean)
     files = []
     for name, color in (("dark", "black"), ("bright", "white")):
         files.append(tmp_path / f"{name}.png")
-        data.Image.new("RGB", (40, 20), color).save(files[-1])
-    state = {"vocab": [*data.SPECIAL, "brighter", "darker ."], "extractor": "mean"}
-    return *files, data.Captioner(Brightness(), state)
+        Image.new("RGB", (40, 20), color).save(files[-1])
+    state = {"vocab": [*SPECIAL, "brighter", "darker ."], "extractor": "mean"}
+    return *files, Captioner(Brightness(), state)
 
 
 def test_two_pictures_are_captioned(captioner, tmp_path, capsys):
     dark, bright, captioner = captioner
-    data.caption_files(captioner, [dark, bright], None)
-    data.caption_files(captioner, [bright, dark], str(tmp_path / "new/folder/out.jpg"))
+    caption_files(captioner, [dark, bright], None)
+    caption_files(captioner, [bright, dark], str(tmp_path / "new/folder/out.jpg"))
     assert capsys.readouterr().out == "brighter\ndarker.\n"
-    with data.Image.open(tmp_path / "new/folder/out.jpg") as picture:
+    with Image.open(tmp_path / "new/folder/out.jpg") as picture:
         assert picture.format == "JPEG"
     assert colours(tmp_path / "new/folder/out.jpg") > 100
     with pytest.raises(InputError, match="--out"):  # it replaces no picture of the user
-        data.caption_files(captioner, [dark, bright], str(bright))
+        caption_files(captioner, [dark, bright], str(bright))
     with pytest.raises(InputError, match=r"\.csv"):
-        data.caption_files(captioner, [dark], None)
+        caption_files(captioner, [dark], None)
     with pytest.raises(InputError, match=r"x\.csv.*\.png"):
-        data.caption_files(captioner, [dark, bright], str(tmp_path / "none/x.csv"))
+        caption_files(captioner, [dark, bright], str(tmp_path / "none/x.csv"))
     assert not (tmp_path / "none").exists()
     assert capsys.readouterr().out == ""  # all before the first caption
-    images = [data.read_image(bright), data.read_image(dark)]  # from Python: pictures in memory
+    images = [read_image(bright), read_image(dark)]  # from Python: pictures in memory
     caption, maps = captioner(*images)
     assert caption == "darker." and maps["attention"].shape == (8, 8)
-    with data.Image.open(dark) as opened:  # one picture of several pairs, read by several threads
+    with Image.open(dark) as opened:  # one picture of several pairs, read by several threads
         results = captioner.pairs([(opened, bright), (bright, opened)] * 10)
         assert [caption for caption, _ in results] == ["brighter", "darker."] * 10
 
@@ -421,10 +433,10 @@ dark.png~bright.png~~~~brighter
 """
     table.write_text(mark + text.replace("~", separator), encoding="utf-8")
     out = tmp_path / "new/out.csv"
-    data.caption_files(captioner, [str(table)], str(out))
+    caption_files(captioner, [str(table)], str(out))
     assert out.read_text(encoding="utf-8") == mark + captioned.replace("~", separator)
     first = "dark.png bright.png: brighter"
     lines = capsys.readouterr().out.splitlines()
     assert lines == [f"./{first}", "bright.png dark.png: darker.", first]
     with pytest.raises(InputError, match="column caption"):  # which is not overwritten
-        data.caption_files(captioner, [str(out)], str(tmp_path / "more.csv"))
+        caption_files(captioner, [str(out)], str(tmp_path / "more.csv"))

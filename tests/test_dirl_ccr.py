@@ -10,7 +10,7 @@ from released import close, fill, inputs, linear
 from test_scorer_cbr import naive_nce
 
 import common
-from common import InputError, preset
+from common import InputError
 from dirl_ccr import (
     DIRL,
     PRESETS,
@@ -21,6 +21,7 @@ from dirl_ccr import (
     channel_correlation,
     dirl_loss,
 )
+from support.run import preset
 
 # ---- parity with the released code (its variant), recorded from it in float64 --------------------
 

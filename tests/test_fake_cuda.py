@@ -21,7 +21,7 @@ import common
 import idc_pretrain
 import matching
 import scorer_cbr
-from common import parse_args, preset
+from support.run import parse_args, preset
 
 pytestmark = pytest.mark.skipif(
     torch.torch_version.TorchVersion(torch.__version__) < (2, 14),

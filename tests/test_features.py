@@ -19,6 +19,17 @@ from torchvision.transforms import Compose, Normalize, Resize, ToTensor
 import data
 import scorer_cbr
 from common import InputError
+from support.features import (
+    FORMATS,
+    Extractor,
+    TimmGrid,
+    authors_features,
+    check_pictures,
+    in_threads,
+    preprocess_resnet,
+    read_image,
+)
+from support.releases import read_clevr_change
 
 
 def noise(*size):
@@ -55,7 +66,7 @@ def test_bicubic_preprocessing_against_loop(row, col):
             value = value + cubic(y - i) * cubic(z - j) * pixel
     byte = np.clip(np.round(value), 0, 255) / 255
     expected = (byte - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.224]
-    x = data.preprocess_resnet(image)
+    x = preprocess_resnet(image)
     np.testing.assert_allclose(x[:, row, col], expected, atol=1e-5)
 
 
@@ -73,7 +84,7 @@ def without_training(monkeypatch):
     def make(weights):
         return copy.deepcopy(untrained_resnet())
 
-    monkeypatch.setattr(data, "resnet101", make)
+    monkeypatch.setattr("torchvision.models.resnet101", make)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +98,7 @@ def without_training(monkeypatch):
 def test_resnet_extractors_are_torchvisions_layers(name, side, grid, monkeypatch):
     without_training(monkeypatch)
     picture = noise(300, 280)
-    extractor = data.Extractor(name)
+    extractor = Extractor(name)
     x = extractor.preprocess(picture)[None]
     if name != "resnet101-layer3":  # the preprocessing of that one is tested above
         normalize = Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
@@ -109,7 +120,7 @@ def test_resnet_extractors_are_torchvisions_layers(name, side, grid, monkeypatch
 
 def test_features_stay_in_the_order_of_the_pictures():
     pictures = [Image.new("RGB", (64, 64), (i * 30, 0, 0)) for i in range(7)]
-    extractor = data.Extractor("mini-cnn")
+    extractor = Extractor("mini-cnn")
     blocks = list(extractor.blocks(pictures, 3))
     assert [len(block) for block in blocks] == [3, 3, 1]
     each = torch.cat([next(extractor.blocks([picture], 1)) for picture in pictures])
@@ -128,7 +139,7 @@ def test_a_timm_backbone(tmp_path):
     """timm/NAME:FILE is the last map of the model with the weights of the file, made from the whole
     picture and with the model's own mean and standard deviation."""
     net = timm_weights(tmp_path / "w.pt")
-    extractor = data.Extractor(f"timm/test_resnet:{tmp_path / 'w.pt'}")
+    extractor = Extractor(f"timm/test_resnet:{tmp_path / 'w.pt'}")
     pixels = np.zeros((120, 200, 3), np.uint8)
     pixels[:, :2] = 255  # at the border, which a centre crop would cut off
     picture = Image.fromarray(pixels)
@@ -147,17 +158,17 @@ def test_a_timm_backbone(tmp_path):
 def test_timm_weights_as_training_scripts_save_them(tmp_path):
     """Wrapped, of several GPUs, with other classes; but whole, and under timm's names."""
     weights = timm_weights(tmp_path / "w.pt").state_dict()
-    extractor = data.Extractor(f"timm/test_resnet:{tmp_path / 'w.pt'}")
+    extractor = Extractor(f"timm/test_resnet:{tmp_path / 'w.pt'}")
     expected = next(extractor.blocks([noise(64, 64)], 1))
     other = weights | {"fc.weight": torch.zeros(3, 5), "fc.bias": torch.zeros(3)}
     content = {"state_dict": {f"module.{key}": value for key, value in other.items()}}
     torch.save(content, tmp_path / "other.pt")
-    extractor = data.Extractor(f"timm/test_resnet:{tmp_path / 'other.pt'}")
+    extractor = Extractor(f"timm/test_resnet:{tmp_path / 'other.pt'}")
     assert torch.equal(next(extractor.blocks([noise(64, 64)], 1)), expected)
     weights["trunk"] = weights.pop("conv1.0.weight")
     torch.save(weights, tmp_path / "other.pt")
     with pytest.raises(InputError, match="other.pt.*conv1.0.weight"):
-        data.Extractor(f"timm/test_resnet:{tmp_path / 'other.pt'}")
+        Extractor(f"timm/test_resnet:{tmp_path / 'other.pt'}")
 
 
 @pytest.mark.parametrize("saved_at", [160, 224])
@@ -166,7 +177,7 @@ def test_a_vit_of_another_size_than_224(saved_at, tmp_path):
     torch.manual_seed(0)
     net = timm.create_model("test_vit", img_size=saved_at).eval()  # 160 is its own size
     torch.save(net.state_dict(), tmp_path / "w.pt")
-    grid = data.TimmGrid(f"timm/test_vit:{tmp_path / 'w.pt'}").eval()
+    grid = TimmGrid(f"timm/test_vit:{tmp_path / 'w.pt'}").eval()
     net.set_input_size(224)
     pictures = torch.rand(2, 3, 224, 224)
     with torch.inference_mode():
@@ -175,13 +186,13 @@ def test_a_vit_of_another_size_than_224(saved_at, tmp_path):
     other = timm.create_model("test_vit", patch_size=32)
     torch.save(other.state_dict(), tmp_path / "w.pt")
     with pytest.raises(InputError, match="w.pt.*patch_embed.proj.weight"):
-        data.TimmGrid(f"timm/test_vit:{tmp_path / 'w.pt'}")
+        TimmGrid(f"timm/test_vit:{tmp_path / 'w.pt'}")
 
 
 # ---- pictures ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", data.FORMATS)
+@pytest.mark.parametrize("form", FORMATS)
 def test_pictures_are_known_by_their_content(form, tmp_path):
     """The name of a file is ignored. From Python, a picture may be a PIL image."""
     path = tmp_path / "a.picture"
@@ -189,7 +200,7 @@ def test_pictures_are_known_by_their_content(form, tmp_path):
     picture = Image.open(path)
     expected = np.array(picture.convert("RGB"))
     for source in (path, picture):
-        assert np.array_equal(data.read_image(source), expected)
+        assert np.array_equal(read_image(source), expected)
 
 
 @pytest.mark.parametrize("form, mode", [("PNG", "RGBA"), ("PNG", "LA"), ("GIF", "RGBA")])
@@ -197,7 +208,7 @@ def test_what_is_transparent_lies_on_white(form, mode, tmp_path):
     picture = Image.new("RGBA", (16, 12), (40, 40, 40, 255))
     picture.paste((200, 200, 200, 0), (8, 0, 16, 12))
     picture.convert(mode).save(tmp_path / "a.picture", form)
-    pixels = np.array(data.read_image(tmp_path / "a.picture"))
+    pixels = np.array(read_image(tmp_path / "a.picture"))
     assert (pixels[:, :8] == 40).all()
     assert (pixels[:, 8:] == 255).all()
 
@@ -226,7 +237,7 @@ def test_more_than_8_bits_and_other_formats_are_refused(mode, form, named, tmp_p
     if (mode, form) == ("RGB", "PNG"):  # Pillow cannot write this mode with 16 bits
         path.write_bytes(with_16_bits(path.read_bytes()))
     with pytest.raises(InputError, match=f"a.picture.*{named}.*8 bits a channel"):
-        data.read_image(path)
+        read_image(path)
 
 
 def test_pictures_are_turned_upright(tmp_path):
@@ -237,23 +248,23 @@ def test_pictures_are_turned_upright(tmp_path):
     noise(12, 16).save(tmp_path / "a.png", exif=exif)
     picture = Image.open(tmp_path / "a.png")
     for source in (tmp_path / "a.png", picture):
-        assert np.array_equal(data.read_image(source), stored.transpose(1, 0, 2)[:, ::-1])
+        assert np.array_equal(read_image(source), stored.transpose(1, 0, 2)[:, ::-1])
     assert np.array_equal(picture, stored)
 
 
 def test_every_broken_picture_is_named_before_any_work(tmp_path):
     (tmp_path / "empty").touch()
-    for form in data.FORMATS:
+    for form in FORMATS:
         good = tmp_path / f"good {form}"
         noise(60, 80).save(good, form)
         content = good.read_bytes()
         (tmp_path / f"cut {form}").write_bytes(content[: len(content) * 9 // 10])
     files = sorted(tmp_path.iterdir())
     with pytest.raises(InputError) as caught:
-        data.check_pictures(files)
+        check_pictures(files)
     whole = [file for file in files if f"{file.name} (" not in str(caught.value)]
     assert whole == sorted(tmp_path.glob("good *"))
-    data.check_pictures(whole)
+    check_pictures(whole)
 
 
 def test_at_most_8_pictures_are_decoded_at_once(monkeypatch):
@@ -264,7 +275,7 @@ def test_at_most_8_pictures_are_decoded_at_once(monkeypatch):
         time.sleep(0.001)
         return item, threading.get_ident()
 
-    items, threads = zip(*data.in_threads(work, range(3000)), strict=True)
+    items, threads = zip(*in_threads(work, range(3000)), strict=True)
     assert items == tuple(range(3000))
     assert 2 <= len(set(threads)) <= 8
 
@@ -274,7 +285,7 @@ def test_at_most_8_pictures_are_decoded_at_once(monkeypatch):
 
 def test_features_of_the_pictures(release, monkeypatch):
     """Each extractor has a file of its own."""
-    monkeypatch.setattr(data, "Extractor", MeanColor)
+    monkeypatch.setattr("data.Extractor", MeanColor)
     call = ["clevr_change", "--data_dir", str(release), "--device", "cpu"]
     data.main(call)
     data.main([*call, "--extractor", "resnet101-layer4"])
@@ -284,15 +295,15 @@ def test_features_of_the_pictures(release, monkeypatch):
         dataset = data.load("clevr_change", release, extractor=extractor)
         names = list(dataset.paths)
         for name, x in zip(names, dataset.features.rows(names), strict=True):
-            mean = np.array(data.read_image(dataset.paths[name])).mean()
+            mean = np.array(read_image(dataset.paths[name])).mean()
             assert x.shape == (channels, 2, 3)
             assert x.mean().item() == pytest.approx(mean, rel=1e-3)
 
 
 def test_the_authors_features(release):
     """They take the place of the extractor's. Nothing in a file is executed."""
-    for name, picture in data.read_clevr_change(release).paths.items():
-        file = data.authors_features(picture)
+    for name, picture in read_clevr_change(release).paths.items():
+        file = authors_features(picture)
         file.parent.mkdir(exist_ok=True)
         np.save(file, np.full(GRID, float(name[-5]), np.float32))  # its scene's last digit
     right = np.load(file)
@@ -331,7 +342,7 @@ def test_preparation_counts_and_notes_what_one_looks_for_first(tmp_path, monkeyp
     for n, name in enumerate("abcdef"):
         Image.new("RGB", (8, 8), (n, n, n)).save(tmp_path / name, "PNG")
     (tmp_path / "e").write_bytes((tmp_path / "b").read_bytes())
-    monkeypatch.setattr(data, "Extractor", MeanColor)
+    monkeypatch.setattr("data.Extractor", MeanColor)
     data.prepare("pairs", tmp_path, "cpu")
     out = capsys.readouterr().out
     for line in (

@@ -17,8 +17,11 @@ from test_readers import write_birds, write_cub, write_nabirds
 
 import data
 import idc_pretrain as idc
-from common import END, NULL, START, UNK, InputError, preset
+from common import END, NULL, START, UNK, InputError
 from idc_pretrain import IDC, PRESETS, RELEASED, Config, Negatives
+from support.releases import DATASETS, Pair, Release, Scene
+from support.run import preset
+from support.text import SPECIAL, Vocab
 
 S = 2 * (N + 1)  # [IMG1], cells, [IMG2], cells
 MASK = WORDS
@@ -518,12 +521,12 @@ def test_confuse_exchanges_subjects():
 
 def test_no_rewrite_is_about_the_same_object_or_a_caption_of_the_swapped_pair():
     """Only template captions are about their first object."""
-    scene = data.Scene((data.Pair("1", "a", "b", ["animal1 is a brown thing"]),))
+    scene = Scene((Pair("1", "a", "b", ["animal1 is a brown thing"]),))
     for templates, chosen in ((False, ["animal2 sings"]), (True, [])):
         candidates = iter(["animal1 is a brown thing", "animal2 sings"])
         assert idc.choose([(candidates, 1)], scene, templates) == chosen
-    swapped = data.Pair("1", "c", "b", ["animal2 sings"])
-    scene = data.Scene((data.Pair("1", "a", "b", ["animal1 sings"]),), (swapped,))
+    swapped = Pair("1", "c", "b", ["animal2 sings"])
+    scene = Scene((Pair("1", "a", "b", ["animal1 sings"]),), (swapped,))
     candidates = iter(["animal2 sings", "both sing"])
     assert idc.choose([(candidates, 1)], scene, templates=False) == ["both sing"]
 
@@ -549,12 +552,12 @@ def scenes(tmp_path):
     for n in range(200):
         words = [draw_object(), draw_object(), rng.choice(idc.KINDS["color"])]
         change = [text.format(*words) for text in rng.choice(CHANGES)]
-        changed = data.Pair(f"{n}", f"{n}", f"{n}c", change)
-        unchanged = data.Pair(f"{n}_n", f"{n}", f"{n}n", SAME)
-        made.append(data.Scene((changed, unchanged)))
+        changed = Pair(f"{n}", f"{n}", f"{n}c", change)
+        unchanged = Pair(f"{n}_n", f"{n}", f"{n}n", SAME)
+        made.append(Scene((changed, unchanged)))
     unchanged = {f"{n}_n" for n in range(200)}
-    release = data.Release(scenes={"train": made}, kinds={"no change": unchanged})
-    release.name = "clevr_change"
+    release = Release(scenes={"train": made}, kinds={"no change": unchanged})
+    release.settings = DATASETS["clevr_change"]
     release.root = tmp_path
     return release
 
@@ -635,7 +638,7 @@ def test_a_batch_of_birds_has_the_class_of_each_image(tmp_path):
 def test_cub_is_encoded_in_the_words_of_the_run(tmp_path):
     write_cub(tmp_path)
     write_features("cub", tmp_path)
-    vocab = data.Vocab([*data.SPECIAL, "aaa", "bird", "white"])
+    vocab = Vocab([*SPECIAL, "aaa", "bird", "white"])
     dataset = SimpleNamespace(grid=(8, 2, 3), vocab=vocab, max_len=3)
     cfg = Config(cub=str(tmp_path), device="cpu")
     cub = idc.open_cub(cfg, dataset)

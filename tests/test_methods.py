@@ -26,6 +26,9 @@ import idc_pretrain
 import rdd_acr
 import scorer_cbr
 import scores
+from support.releases import DATASETS, Settings, read_pairs
+from support.run import Run, parse_args
+from support.text import SPECIAL, Vocab, tokenize
 
 # ---- the methods ---------------------------------------------------------------------------------
 
@@ -256,7 +259,7 @@ def code_of_the_page(word):
 
 ROOT = Path(common.__file__).parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PACKAGES = ("data", "mini", "h5py", "spacy", "open_clip", "pycocoevalcap")
+PACKAGES = ("data", "scores", "support", "h5py", "spacy", "open_clip", "pycocoevalcap")
 
 
 def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path, monkeypatch):
@@ -443,7 +446,7 @@ def test_every_parameter_learns(method, fields):
 def test_overfits_eight_pairs(method, prepared, tiny, tmp_path, monkeypatch):
     """And writes a checkpoint as docs/extending.md says, which --eval reads."""
     argv = [*tiny, "--dim=32", "--heads=4", "--dropout=0", "--lr=3e-3", "--data_dir", str(prepared)]
-    cfg, _ = common.parse_args(method.Config, method.PRESETS, {}, argv)
+    cfg, _ = parse_args(method.Config, method.PRESETS, {}, argv)
     dataset = data.open_dataset(cfg)
     torch.manual_seed(0)
     model = METHODS[method].model(cfg, len(dataset.vocab), dataset.grid, dataset.max_len)
@@ -451,7 +454,7 @@ def test_overfits_eight_pairs(method, prepared, tiny, tmp_path, monkeypatch):
     for scene in dataset.scenes["train"][:4]:
         pairs += scene.pairs
     batch = dataset.batch(pairs).to("cpu")
-    expected = [" ".join(data.tokenize(p.captions[0])) for p in pairs]
+    expected = [" ".join(tokenize(p.captions[0])) for p in pairs]
     captions = []
     adam = torch.optim.Adam(model.parameters(), lr=cfg.lr)
     for step in range(1, 401):
@@ -506,12 +509,12 @@ def test_a_run_compiles_one_graph(method, prepared, tiny, tmp_path, monkeypatch,
         graphs.append(graph)
         return graph
 
-    class CompiledRun(common.Run):
+    class CompiledRun(Run):
         def start(self, *args):
             self.model.compile(fullgraph=True, dynamic=False, backend=backend)
             super().start(*args)
 
-    monkeypatch.setattr(method, "Run", CompiledRun)
+    monkeypatch.setattr("support.run.Run", CompiledRun)
     flags = [f"--{name}=1" for name in one_layer(method)]
     run(method, *tiny, *flags, "--data_dir", prepared, "--out_dir", tmp_path / "run")
     assert len(graphs) == 1
@@ -573,7 +576,7 @@ def test_resume_equals_no_interruption(method, minis, tmp_path, monkeypatch):
 class OwnData:
     """What data.Dataset's docstring lists, and no more. The task: which image is brighter?"""
 
-    vocab = data.Vocab([*data.SPECIAL, "brighter", "darker"])
+    vocab = Vocab([*SPECIAL, "brighter", "darker"])
     grid = (5, 2, 3)
     max_len = 3
 
@@ -673,7 +676,7 @@ def test_every_step_has_its_rate_clips_gradients_and_caps_scales(method, tmp_pat
 
 
 def test_a_data_set_may_use_the_presets_of_another(method, tmp_path, monkeypatch):
-    monkeypatch.setitem(data.DATASETS, "mine", data.Settings(data.read_pairs, preset="pairs"))
+    monkeypatch.setitem(DATASETS, "mine", Settings(read_pairs, preset="pairs"))
     opened = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(data, "open_dataset", opened)
     with pytest.raises(KeyboardInterrupt):

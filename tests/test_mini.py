@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import data
-import mini
+from support import mini
 
 COUNTS = {"train": 20, "val": 5, "test": 10}
 

@@ -13,9 +13,10 @@ import torch
 from conftest import colours
 from PIL import Image
 
-import data
 import scorer_cbr
 import scores
+from support.pictures import draw_pair, sample_sheet
+from support.releases import Pair
 
 README = Path(scores.__file__).with_name("README.md")
 
@@ -28,7 +29,7 @@ def test_attention_lies_over_its_pictures_in_multiples_of_uniform_attention():
     own = {side: torch.full((2, 3), 1 / 12, dtype=torch.bfloat16) for side in ("after", "before")}
     for maps, sides in ((both, (before, after)), (own, (after, before))):
         figure = matplotlib.figure.Figure()
-        scores.draw_pair(figure, (before, after), maps, "", "a caption")
+        draw_pair(figure, (before, after), maps, "", "a caption")
         for axes, picture in zip(figure.axes[2:], sides, strict=True):
             below, levels = axes.images
             assert below.get_array().shape == (picture.height, picture.width, 3)
@@ -47,7 +48,7 @@ def test_the_pictures_of_a_run(drawings, prepared, tiny, tmp_path):
 @pytest.mark.parametrize("count, each", [(2, 3), (12, 2), (30, 1)])
 def test_every_kind_has_samples(count, each, drawings, monkeypatch, tmp_path):
     """With many kinds, each has fewer; "no change" is never left out."""
-    pairs = [data.Pair(str(n), "a", "b", ["c"]) for n in range(4 * count)]
+    pairs = [Pair(str(n), "a", "b", ["c"]) for n in range(4 * count)]
     kinds = {f"kind {k}": {pair.id for pair in pairs[k::count]} for k in range(count - 1)}
     kinds["no change"] = {pair.id for pair in pairs[count - 1 :: count]}
     dataset = Mock(kinds=kinds, pairs=lambda split: pairs)
@@ -59,10 +60,10 @@ def test_every_kind_has_samples(count, each, drawings, monkeypatch, tmp_path):
         figure.add_axes((0, 0, 1, 1))
         return 0
 
-    monkeypatch.setattr(scores, "draw_pair", draw_pair)
+    monkeypatch.setattr("support.pictures.draw_pair", draw_pair)
     anything = defaultdict(dict)
     captions = {pair.id: "c" for pair in pairs}
-    scores.sample_sheet(dataset, "test", captions, anything, {}, tmp_path / "sheet.png")
+    sample_sheet(dataset, "test", captions, anything, {}, tmp_path / "sheet.png")
     assert len(drawn) == min(count, 24) and drawn["no change"] == each
     assert set(drawn.values()) == {each}
 

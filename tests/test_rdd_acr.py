@@ -24,6 +24,7 @@ from conftest import (
 import data
 import rdd_acr
 from rdd_acr import RDD, Attributes, Config, encode_prompted
+from support.releases import SPLITS
 
 CAPTION = CAPTION[[0, 1, 2, 1], :8]
 CLIP_DIM = 7  # width of a phrase's embedding
@@ -253,11 +254,11 @@ def phrases_of(clip, segments=SEGMENTS, **fields) -> rdd_acr.Phrases:
 
 def test_only_training_captions_are_read(clip, prepared, monkeypatch):
     model, tokenizer, _ = clip
-    monkeypatch.setattr(data, "load_clip", lambda name, device: (model, tokenizer, None))
+    monkeypatch.setattr("support.features.load_clip", lambda name, device: (model, tokenizer, None))
     dataset = data.load("clevr_change", prepared)
     phrases = rdd_acr.phrases_of(dataset, Config(clip_dim=8, clip_width=16, device="cpu"))
     assert set(phrases.rows["nouns"]) == set(dataset.captions(["train"]))
-    assert set(phrases.rows["nouns"]) < set(dataset.captions(data.SPLITS))
+    assert set(phrases.rows["nouns"]) < set(dataset.captions(SPLITS))
 
 
 @pytest.mark.parametrize("prompt", ["none", "fixed"])

@@ -11,6 +11,23 @@ from conftest import GRID, write_features, write_own_pairs, write_picture
 import data
 import scorer_cbr
 from common import InputError
+from support.releases import (
+    DATASETS,
+    SPLITS,
+    Pair,
+    Settings,
+    read_birds_to_words,
+    read_clevr_dc,
+    read_cub,
+    read_image_editing,
+    read_levir_cc,
+    read_nabirds,
+    read_pairs,
+    read_release,
+    read_spot_the_diff,
+    vocab_of,
+)
+from support.text import tokenize_lower
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 real = pytest.mark.skipif(not SHARED.exists(), reason="the public annotation files are not here")
@@ -45,11 +62,11 @@ def write_clevr_dc(root):
 
 def test_clevr_dc(tmp_path):
     write_clevr_dc(tmp_path)
-    release = data.read_clevr_dc(tmp_path)
+    release = read_clevr_dc(tmp_path)
     assert sizes(release) == {"train": 8, "val": 2, "test": 2}
     assert release.scenes["val"][0].swapped is None
     green = ["the green cube moved", "a green cube, it moved."]
-    same = data.Pair("040000.png", "bef/40000.png", "aft/40000.png", green)
+    same = Pair("040000.png", "bef/40000.png", "aft/40000.png", green)
     assert release.pairs("test")[0] == same
     assert all(path.exists() for path in release.paths.values()) and len(release.paths) == 24
     assert release.kinds["no change"] == {"040000.png", "040001.png"}
@@ -76,10 +93,10 @@ def write_spot(root):
 
 def test_spot_the_diff_groups_the_rows_of_an_id(tmp_path):
     write_spot(tmp_path)
-    release = data.read_spot_the_diff(tmp_path)
+    release = read_spot_the_diff(tmp_path)
     assert sizes(release) == {"train": 2, "val": 1, "test": 1}
     names = ("resized_images/7.png", "resized_images/7_2.png")
-    assert release.pairs("train")[0] == data.Pair("7", *names, ["a man left", "", "no man"])
+    assert release.pairs("train")[0] == Pair("7", *names, ["a man left", "", "no man"])
     assert release.pairs("test")[0].captions == [""]
     assert all(path.exists() for path in release.paths.values())
 
@@ -97,20 +114,20 @@ def test_image_editing_request_is_keyed_by_uid(tmp_path):
     write(tmp_path / "train.json", train)
     write(tmp_path / "valid.json", [item("A_3", "a.jpg", "c.gif", "x", "y", "z")])
     write(tmp_path / "test.json", test)
-    release = data.read_image_editing(tmp_path)
-    first = data.Pair("A_1", "a.jpg", "b.jpg", ["Zoom in"])
-    second = data.Pair("A_2", "a.jpg", "b.jpg", ["crop, so..."])
+    release = read_image_editing(tmp_path)
+    first = Pair("A_1", "a.jpg", "b.jpg", ["Zoom in"])
+    second = Pair("A_2", "a.jpg", "b.jpg", ["crop, so..."])
     assert release.pairs("train") == [first, second]
     assert set(release.paths) == {"a.jpg", "b.jpg", "c.gif", "d.png"}
     assert release.paths["c.gif"] == tmp_path / "c.gif"
     (tmp_path / "images").mkdir()
-    assert data.read_image_editing(tmp_path).paths["c.gif"] == tmp_path / "images" / "c.gif"
-    words = data.tokenize_lower(" Crop, PLEASE... it's  50%")
+    assert read_image_editing(tmp_path).paths["c.gif"] == tmp_path / "images" / "c.gif"
+    words = tokenize_lower(" Crop, PLEASE... it's  50%")
     assert words == "crop , please ... it ' s 50 %".split()
     # Both captions would belong to the first one's pictures.
     write(tmp_path / "train.json", [*train, item("A_1", "a.jpg", "d.png", "Zoom out")])
     with pytest.raises(InputError, match="different pairs have the id A_1"):
-        data.read_release("image_editing_request", tmp_path)
+        read_release("image_editing_request", tmp_path)
 
 
 # ---- LEVIR-CC ------------------------------------------------------------------------------------
@@ -130,15 +147,15 @@ def test_levir_cc(tmp_path):
         levir_image("test", 2, *["a lake appears"] * 5),
     ]
     write(tmp_path / "LevirCCcaptions.json", {"images": images})
-    release = data.read_levir_cc(tmp_path)
+    release = read_levir_cc(tmp_path)
     name = "train_000001.png"
     texts = ["a lake appears", "a lake"]
-    assert release.pairs("train") == [data.Pair(name, f"train/A/{name}", f"train/B/{name}", texts)]
+    assert release.pairs("train") == [Pair(name, f"train/A/{name}", f"train/B/{name}", texts)]
     assert release.paths["test/B/test_000002.png"] == tmp_path / "images/test/B/test_000002.png"
     # The second one is recognised by its words, because it has no flag.
     assert release.kinds["no change"] == {"val_000001.png", "test_000001.png"}
     assert release.pairs("test")[1].captions == ["a lake appears"] * 5
-    vocab = data.vocab_of("levir_cc", release)  # more than five times, in all splits
+    vocab = vocab_of("levir_cc", release)  # more than five times, in all splits
     assert vocab.words[4:] == ["a", "appears", "lake"]
     assert vocab.encode("a villa", 4) == [2, 4, 1, 3]
     assert vocab.split("a " * 60) == ["a"] * 50
@@ -154,7 +171,7 @@ def test_levir_rows_of_one_picture_form_one_pair(tmp_path):
     ]
     file = tmp_path / "LevirCCcaptions.json"
     write(file, {"images": images})
-    release = data.read_levir_cc(tmp_path)
+    release = read_levir_cc(tmp_path)
     assert [pair.captions for pair in release.pairs("train")] == [
         ["a lake", "a villa"],
         ["a road", "no change has occurred"],
@@ -163,7 +180,7 @@ def test_levir_rows_of_one_picture_form_one_pair(tmp_path):
     # Scores by kind would take one picture for the other.
     write(file, {"images": [*images, images[0] | {"split": "val"}]})
     with pytest.raises(InputError, match=r"train_000001\.png.*train.*val"):
-        data.read_levir_cc(tmp_path)
+        read_levir_cc(tmp_path)
 
 
 # ---- birds ---------------------------------------------------------------------------------------
@@ -187,7 +204,7 @@ def write_bird_table(root, rows):
 
 def write_birds(root):
     rows = []
-    for i, split in enumerate(data.SPLITS):
+    for i, split in enumerate(SPLITS):
         rows += [bird_row(i, i + 1, split, text) for text in ("it is red .", "no beak")]
     write_bird_table(root, rows)
     for photo in range(4):
@@ -205,17 +222,17 @@ def test_birds_to_words_reads_the_pairs_whose_photographs_are_here(tmp_path):
     ]
     write_bird_table(tmp_path, rows)
     with pytest.raises(InputError, match="6 captions are left out"):
-        data.read_release("birds_to_words", tmp_path)
+        read_release("birds_to_words", tmp_path)
     for photo in (1, 2, 3):
         write_picture(tmp_path / "images" / f"{photo}.jpg")
-    release = data.read_birds_to_words(tmp_path)
+    release = read_birds_to_words(tmp_path)
     assert sizes(release) == {"train": 2, "val": 1, "test": 1}
     assert "1 captions are left out" in release.notes[0]
     first, second = release.pairs("train")  # the order of the images is part of the pair
     texts = ['animal 1 is " big " . animal 2', "both are red"]
-    assert first == data.Pair("train_1.jpg_2.jpg", "1.jpg", "2.jpg", texts)
+    assert first == Pair("train_1.jpg_2.jpg", "1.jpg", "2.jpg", texts)
     assert (second.before, second.captions) == ("2.jpg", ['" animal 1 has no tail'])
-    vocab = data.vocab_of("birds_to_words", release)
+    vocab = vocab_of("birds_to_words", release)
     assert "red" in vocab.index and "long" not in vocab.index
 
 
@@ -233,11 +250,11 @@ def write_cub(root):
 
 def test_cub_has_single_images(tmp_path):
     write_cub(tmp_path)
-    release = data.read_cub(tmp_path)
+    release = read_cub(tmp_path)
     assert sizes(release) == {"train": 2, "val": 1, "test": 0}
     name = "002.Tern/Tern_0001.jpg"
     texts = ["a white bird .", "this bird , it has a red bill"]
-    assert release.pairs("val")[0] == data.Pair(name, name, None, texts)
+    assert release.pairs("val")[0] == Pair(name, name, None, texts)
     write_features("cub", tmp_path)
     dataset = data.load("cub", tmp_path)
     ((batch,),) = dataset.train_batches(4, seed=0, first=0, last=1)
@@ -262,14 +279,14 @@ def write_nabirds(root):
 
 def test_nabirds_captions_are_classes(tmp_path):
     write_nabirds(tmp_path)
-    release = data.read_nabirds(tmp_path)
+    release = read_nabirds(tmp_path)
     finch = "House Finch (Adult Male)"
     goose = "Ross's Goose"
     assert release.captions(["train"]) == [finch, goose, finch, "Verdin", goose]
     name = "0817/00000005aaaa.jpg"
-    assert release.pairs("test") == [data.Pair(name, name, None, [finch])]
+    assert release.pairs("test") == [Pair(name, name, None, [finch])]
     assert all(path.exists() for path in release.paths.values()) and not release.scenes["val"]
-    assert data.vocab_of("nabirds", release).words[4:] == [finch, goose, "Verdin"]
+    assert vocab_of("nabirds", release).words[4:] == [finch, goose, "Verdin"]
 
 
 # ---- every release -------------------------------------------------------------------------------
@@ -294,12 +311,12 @@ def test_whatever_a_reader_returns_is_checked(tmp_path, monkeypatch):
         """Reads what `change` makes of the reader's release."""
 
         def read(root):
-            release = data.read_pairs(root)
+            release = read_pairs(root)
             change(release)
             return release
 
-        monkeypatch.setitem(data.DATASETS, "mine", data.Settings(read))
-        return data.read_release("mine", tmp_path)
+        monkeypatch.setitem(DATASETS, "mine", Settings(read))
+        return read_release("mine", tmp_path)
 
     release = read_changed(with_a_group)
     assert "indoor" in release.groups and "indoor" not in release.kinds
@@ -332,8 +349,8 @@ def test_real_splits(name, file_of_splits, key, of_each_kind, tmp_path):
         texts |= {key.format(i): ["a caption"] for i in numbers}
     for file in ("captions.json", "change_captions.json", "no_change_captions.json"):
         write(tmp_path / file, texts)
-    settings = data.DATASETS[name]
-    release = data.read_release(name, tmp_path)
+    settings = DATASETS[name]
+    release = read_release(name, tmp_path)
     assert sizes(release).items() <= settings.published.items()
     test = {pair.id for pair in release.pairs("test")}
     for kind in settings.published.keys() & release.groups.keys():
@@ -343,9 +360,9 @@ def test_real_splits(name, file_of_splits, key, of_each_kind, tmp_path):
 @real
 @pytest.mark.parametrize("name", ["spot_the_diff", "image_editing_request", "levir_cc"])
 def test_real_pairs_and_vocabularies_are_as_many_as_published(name):
-    settings = data.DATASETS[name]
-    release = data.read_release(name, SHARED / name)
-    counts = sizes(release) | {"words": len(data.vocab_of(name, release))}
+    settings = DATASETS[name]
+    release = read_release(name, SHARED / name)
+    counts = sizes(release) | {"words": len(vocab_of(name, release))}
     for kind, members in release.kinds.items():
         counts[kind] = len(members)
     assert counts.items() >= settings.published.items()
@@ -375,9 +392,9 @@ b.png,d.jpg,test,same
 )
 def test_your_own_pairs(text, tmp_path):
     (tmp_path / "pairs.csv").write_bytes(text.encode())
-    release = data.read_pairs(tmp_path)
+    release = read_pairs(tmp_path)
     texts = ["The gate opened.", "it is open", "open now"]
-    assert release.pairs("train") == [data.Pair("a.png b.png", "a.png", "b.png", texts)]
+    assert release.pairs("train") == [Pair("a.png b.png", "a.png", "b.png", texts)]
     assert release.captions(["val"]) == ["red, then blue"]
     assert release.paths["sub/d.jpg"] == tmp_path / "sub/d.jpg"
     assert set(release.paths) == {"a.png", "b.png", "c.png", "d.jpg", "sub/d.jpg"}
@@ -412,7 +429,7 @@ KINDS = "before,after,kind,captions\n"
 def test_what_is_wrong_in_a_table_is_named(text, named, tmp_path):
     write(tmp_path / "pairs.csv", text)
     with pytest.raises(InputError, match=named):
-        data.read_release("pairs", tmp_path)
+        read_release("pairs", tmp_path)
 
 
 def test_only_spellings_of_no_change_are_one_kind(tmp_path):
@@ -430,7 +447,7 @@ def test_only_spellings_of_no_change_are_one_kind(tmp_path):
     # A letter with a mark is one or two characters.
     rows.append("x.png,a.png, Tu\u0308r ,c\n")
     write(tmp_path / "pairs.csv", KINDS + "".join(rows))
-    release = data.read_pairs(tmp_path)
+    release = read_pairs(tmp_path)
     assert release.kinds["no change"] == {f"{n}.png b.png" for n in range(len(spellings))}
     assert release.kinds["T\xfcr"] == {"5.png a.png", "x.png a.png"}
     assert release.kinds.keys() == {"no change", *kinds}
@@ -449,7 +466,7 @@ def test_only_spellings_of_no_change_are_one_kind(tmp_path):
 )
 def test_what_own_pairs_lack_is_noted(text, noted, tmp_path):
     write(tmp_path / "pairs.csv", text)
-    notes = data.read_pairs(tmp_path).notes
+    notes = read_pairs(tmp_path).notes
     assert len(notes) == len(noted)
     for note, word in zip(notes, noted, strict=True):
         assert word in note
@@ -462,10 +479,10 @@ def test_a_hash_of_the_first_picture_gives_the_split(tmp_path):
     for n in range(300):
         rows += [f"{n}.png,{n}x.png,,c", f"{n}x.png,{n}.png,,c", f"{n}.png,{n}y.png,,c"]
     write(tmp_path / "pairs.csv", "\n".join(["before,after,kind,captions", *rows]))
-    release = data.read_pairs(tmp_path)
+    release = read_pairs(tmp_path)
     assert sizes(release) == {"train": 720, "val": 78, "test": 102}
     split_of = {}
-    for split in data.SPLITS:
+    for split in SPLITS:
         for pair in release.pairs(split):
             split_of[pair.id] = split
     for n in range(300):
@@ -487,6 +504,6 @@ def test_the_readmes_example_of_your_own_pairs(tmp_path):
     readme = Path(data.__file__).with_name("README.md").read_text(encoding="utf-8")
     example = re.search(r"^ *before,after,.*captions\n(.+\n)+", readme, re.M)[0]
     write(tmp_path / "pairs.csv", textwrap.dedent(example))
-    release = data.read_pairs(tmp_path)
+    release = read_pairs(tmp_path)
     assert sum(sizes(release).values()) > 1
-    assert all(release.captions(data.SPLITS))
+    assert all(release.captions(SPLITS))

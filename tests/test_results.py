@@ -88,7 +88,7 @@ def test_only_runs_of_other_code_are_missing_and_replaced(tmp_path, monkeypatch)
 
 def test_curves_of_finished_runs(tmp_path, monkeypatch):
     """A quarter of IDC's fine-tuning is step 100 + 200 / 4, between its validations."""
-    page = "<!-- curves, by tests/results.py -->\nold\n<!-- end -->\n"
+    page = "<!-- curves, by tools/results.py -->\nold\n<!-- end -->\n"
     (tmp_path / "tour.md").write_text(page)
     monkeypatch.setattr(results, "TOUR", tmp_path / "tour.md")
     monkeypatch.setattr(results, "ASSETS", tmp_path)

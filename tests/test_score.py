@@ -17,10 +17,19 @@ from PIL import Image
 from pycocotools.coco import COCO
 
 import data
-import mini
 import scorer_cbr
 import scores
-from common import InputError, read_log
+from common import InputError
+from support import mini
+from support.files import read_log
+from support.releases import (
+    DATASETS,
+    Pair,
+    read_levir_cc,
+    release_from_pairs,
+    vocab_of,
+)
+from support.text import SPECIAL, Vocab, frequent_words, tokenize_pairs
 
 REFERENCES = {
     "1": ["the red car is gone", "the car left"],
@@ -77,8 +86,8 @@ def test_words_as_they_are_and_as_ids():
     # No punctuation is dropped: "barn," is a word.
     assert scores.score(said, references, tokens="split")["total"]["BLEU-1"] == 75
     # In LEVIR-CC, "zoe" and "ann" are both UNK.
-    vocab = data.Vocab([*data.SPECIAL, "a", "barn,", "by"], str.split)
-    levir_cc = SimpleNamespace(settings=data.DATASETS["levir_cc"], vocab=vocab)
+    vocab = Vocab([*SPECIAL, "a", "barn,", "by"], str.split)
+    levir_cc = SimpleNamespace(settings=DATASETS["levir_cc"], vocab=vocab)
     assert scores.protocol_scores(levir_cc, said, references)["total"]["BLEU-4"] == 100
 
 
@@ -113,8 +122,8 @@ def test_bleu_and_cider_of_groups():
 
 
 def test_outer_quarters_of_difficulty_hold_a_quarter_rounded_down():
-    pairs = [data.Pair(str(i), "a", "b", []) for i in range(11)]
-    release = data.release_from_pairs({"test": pairs}, Path())
+    pairs = [Pair(str(i), "a", "b", []) for i in range(11)]
+    release = release_from_pairs({"test": pairs}, Path())
     release.overlap = {str(i): 1 - i / 20 for i in range(11)}
     assert scores.groups_of(release, "test") == {
         "view: hardest quarter": {"9", "10"},
@@ -124,16 +133,16 @@ def test_outer_quarters_of_difficulty_hold_a_quarter_rounded_down():
 
 def test_pairs_with_a_picture_of_another_split_are_also_left_out():
     pairs = {
-        "train": [data.Pair("1", "a", "b", [])],
-        "val": [data.Pair("2", "c", "d", [])],
+        "train": [Pair("1", "a", "b", [])],
+        "val": [Pair("2", "c", "d", [])],
         "test": [
-            data.Pair("3", "b", "a", []),
-            data.Pair("4", "a", "x", []),
-            data.Pair("5", "y", "d", []),
-            data.Pair("6", "y", "x", []),
+            Pair("3", "b", "a", []),
+            Pair("4", "a", "x", []),
+            Pair("5", "y", "d", []),
+            Pair("6", "y", "x", []),
         ],
     }
-    release = data.release_from_pairs(pairs, Path())
+    release = release_from_pairs(pairs, Path())
     assert scores.groups_of(release, "test") == {"without leaked pairs": {"6"}}
 
 
@@ -150,8 +159,8 @@ def test_changed_and_unchanged_pairs_are_recognised(tmp_path):
         row = {"filename": f"{n}.png", "split": "train", "changeflag": int(n != 1)}
         rows.append(row | {"sentences": sentences})
     (tmp_path / "LevirCCcaptions.json").write_text(json.dumps({"images": rows}))
-    release = data.read_levir_cc(tmp_path)
-    vocab = data.vocab_of("levir_cc", release)
+    release = read_levir_cc(tmp_path)
+    vocab = vocab_of("levir_cc", release)
     dataset = data.Dataset("levir_cc", tmp_path, release, vocab, NoFeatures())
     captions = {pair.id: pair.captions[0] for pair in dataset.pairs("train")}
     both = {"change claimed": 100, "no change claimed": 100}
@@ -197,8 +206,8 @@ def test_a_reference_that_is_no_list_is_refused():
 
 def test_references_are_written_as_they_are_scored(dataset, tmp_path):
     """Otherwise, scores.py would compare "门 开" with a "门开" that it does not split."""
-    vocab = data.Vocab(data.frequent_words(["门开"], data.tokenize_pairs), data.tokenize_pairs)
-    dataset.settings = data.DATASETS["pairs"]
+    vocab = Vocab(frequent_words(["门开"], tokenize_pairs), tokenize_pairs)
+    dataset.settings = DATASETS["pairs"]
     dataset.vocab = vocab
     for pair in (*dataset.pairs("train"), *dataset.pairs("test")):
         pair.captions[:] = ["门开"]
@@ -257,10 +266,11 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
         scores.main(call)
 
 
-def test_a_copy_of_two_files_is_a_scorer(tmp_path):
-    """scores.py and common.py alone, where what only loaders and pictures need is missing."""
-    for name in ("scores", "common"):
-        shutil.copy(Path(scores.__file__).with_name(f"{name}.py"), tmp_path)
+def test_a_copy_of_five_files_is_a_scorer(tmp_path):
+    """scores.py and what it imports, where what only loaders and pictures need is missing."""
+    (tmp_path / "support").mkdir()
+    for name in ("scores", "common", "support/files", "support/run", "support/pictures"):
+        shutil.copy(Path(scores.__file__).parent / f"{name}.py", tmp_path / f"{name}.py")
     for name in ("h5py", "torchvision", "PIL", "matplotlib"):
         (tmp_path / f"{name}.py").write_text("raise ImportError")  # found first
     rows = [{"image_id": 1, "caption": "a car left"}, {"image_id": 2, "caption": "no change"}]
@@ -278,8 +288,8 @@ def test_a_copy_of_two_files_is_a_scorer(tmp_path):
 
 def test_a_model_of_own_pairs_without_a_mistake_scores_100():
     reference = 'A 3.5 m gate (the "left-hand" one) wasn\'t moved, 50% of it!'
-    vocab = data.Vocab(data.frequent_words([reference], data.tokenize_pairs), data.tokenize_pairs)
-    dataset = SimpleNamespace(settings=data.DATASETS["pairs"], vocab=vocab)
+    vocab = Vocab(frequent_words([reference], tokenize_pairs), tokenize_pairs)
+    dataset = SimpleNamespace(settings=DATASETS["pairs"], vocab=vocab)
     (said,) = vocab.decode(torch.tensor([vocab.encode(reference, 40)]))
     total = scores.protocol_scores(dataset, {"1": said}, {"1": [reference]})["total"]
     for metric in ("BLEU-1", "BLEU-4", "ROUGE-L"):
@@ -317,8 +327,8 @@ def test_pointing_scores_count_boxes_not_pairs(tmp_path):
         "3": ([0, 0, 30, 20], None),
         "not in this split": (left_top, left_top),
     }
-    pairs = [data.Pair(i, "a.png", "a.png", []) for i in "1234"]
-    release = data.release_from_pairs({"test": pairs}, tmp_path)
+    pairs = [Pair(i, "a.png", "a.png", []) for i in "1234"]
+    release = release_from_pairs({"test": pairs}, tmp_path)
     release.boxes = boxes
     brightest = torch.eye(6).unflatten(1, (2, 3))  # cells 0 and 5 are the two corners
     maps = {}

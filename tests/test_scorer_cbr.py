@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from conftest import CAPTION, WORDS, B, C, H, L, N, W, pictures
 from released import close, fill, inputs, linear
 
-from common import preset
 from scorer_cbr import (
     PRESETS,
     RELEASED,
@@ -20,6 +19,7 @@ from scorer_cbr import (
     match_loss,
     similarity,
 )
+from support.run import preset
 
 # ---- parity with the released code (its variant), recorded from it in float64 --------------------
 

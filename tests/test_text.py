@@ -5,10 +5,11 @@ import warnings
 import pytest
 from conftest import random_clip
 
-import data
 import rdd_acr
 from common import InputError
-from mini import NO_CHANGE, TEMPLATES
+from support.features import load_clip
+from support.mini import NO_CHANGE, TEMPLATES
+from support.text import subjects, template_segments
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -73,7 +74,7 @@ def parsed(line):
 @pytest.mark.parametrize("line", PARSED)
 def test_phrases_of_a_parsed_sentence(line):
     doc = parsed(line)
-    assert (*rdd_acr.segments(doc), data.subjects(doc)) == PARSED[line]
+    assert (*rdd_acr.segments(doc), subjects(doc)) == PARSED[line]
 
 
 def test_the_real_model_gives_these_parses():
@@ -130,13 +131,13 @@ def test_sentences_of_mini():
     for nouns in (["red cube"], ["small red metal cube", "large rubber cylinder", "gray sphere"]):
         for sentence, verb in VERBS.items():
             text = sentence.format(" that is in front of the ".join(nouns), "purple")
-            assert data.template_segments(text) == (nouns, [verb.format("purple")]), text
-    assert all(all(data.template_segments(text)) for text in NO_CHANGE)
+            assert template_segments(text) == (nouns, [verb.format("purple")]), text
+    assert all(all(template_segments(text)) for text in NO_CHANGE)
 
 
 @pytest.mark.parametrize("text", TEMPLATE_SENTENCES)
 def test_sentences_of_closed_vocabularies(text):
-    assert (*rdd_acr.segments(text), data.subjects(text)) == TEMPLATE_SENTENCES[text]
+    assert (*rdd_acr.segments(text), subjects(text)) == TEMPLATE_SENTENCES[text]
 
 
 # ---- CLIP ----------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def clip(monkeypatch):
 
 
 def test_clip_is_loaded_frozen(clip):
-    loaded, tokenizer, preprocess = data.load_clip("ViT-L-14:openai")
+    loaded, tokenizer, preprocess = load_clip("ViT-L-14:openai")
     assert loaded is clip
     assert not clip.training
     assert not any(p.requires_grad for p in clip.parameters())
@@ -167,16 +168,16 @@ def test_clip_is_loaded_frozen(clip):
 
 def test_a_clip_without_weights_of_this_name_is_refused():
     with pytest.raises(InputError, match="--clip ViT-L-14:nonsense"):
-        data.load_clip("ViT-L-14:nonsense")
+        load_clip("ViT-L-14:nonsense")
     with pytest.raises(InputError, match="list_models"):
-        data.load_clip("hf-hub:someone/clip")
+        load_clip("hf-hub:someone/clip")
 
 
 def test_the_activation_of_weights_in_a_file_is_told(clip, tmp_path, capsys):
     """OpenAI's weights under the plain name would be computed with another one."""
     file = tmp_path / "w.pt"
     file.touch()
-    data.load_clip(f"ViT-L-14-quickgelu:{file}")
+    load_clip(f"ViT-L-14-quickgelu:{file}")
     assert capsys.readouterr().out == ""
-    data.load_clip(f"ViT-L-14:{file}")
+    load_clip(f"ViT-L-14:{file}")
     assert f"ViT-L-14-quickgelu:{file}" in capsys.readouterr().out

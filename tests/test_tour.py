@@ -12,7 +12,7 @@ import dirl_ccr
 import idc_pretrain
 import rdd_acr
 import scorer_cbr
-from common import preset
+from support.run import preset
 
 RUNS = {
     "scorer-cbr": (scorer_cbr, scorer_cbr.SCORER, {}),

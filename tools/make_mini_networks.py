@@ -1,12 +1,12 @@
 """Trains mini's two networks and writes assets/mini_cnn.pt and assets/mini_clip.pt. Not a test.
 
-    python tests/make_mini_networks.py --data_dir data/mini     some 13 minutes on one CPU core
+    python tools/make_mini_networks.py --data_dir data/mini     some 13 minutes on one CPU core
 
 It was run once, on the pictures that mini.py draws. It has to be run again only if these change.
 Features and every number measured on mini then change, too: raise mini.VERSION, and give the
-feature network another name in data.py. On validation pictures, size, color, material and shape of
-.99, .991, .99 and .97 of the objects could be read from the features; .982 of the pairs of a true
-and a false name had the true one closer to the picture, by CLIP.
+feature network another name in support/features.py. On validation pictures, size, color, material
+and shape of .99, .991, .99 and .97 of the objects could be read from the features; .982 of the
+pairs of a true and a false name had the true one closer to the picture, by CLIP.
 
 The networks learn from single training pictures of mini and what scenes.json says about their
 objects: size, color, material, shape and box. They see no captions and no pairs of pictures.
@@ -29,9 +29,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import mini
 import rdd_acr
-from common import progress, save_tensors
+from support import mini
+from support.files import progress, save_tensors
 
 CLIP_BATCH = 64  # pictures per step
 

@@ -1,8 +1,8 @@
 """What the code computes, whatever it looks like: hashes of ten steps of every method. Not a test.
 
-    python tests/fingerprint.py                          print hashes: two minutes on one core
-    python tests/fingerprint.py --out before.json        and keep them
-    python tests/fingerprint.py --against COMMIT         and say what differs from that commit's
+    python tools/fingerprint.py                          print hashes: two minutes on one core
+    python tools/fingerprint.py --out before.json        and keep them
+    python tools/fingerprint.py --against COMMIT         and say what differs from that commit's
 
 A case is a method and its flags. Its weights after ten steps, its logged losses, its captions of
 the test split and their scores are hashed separately. Equal hashes before and after a change of the
@@ -10,7 +10,7 @@ code show that no number has moved, provided that machine, torch and data are th
 a mini of 200 scenes, which each run draws.
 
 --against runs this script with that commit's code and with this one. If all hashes are equal,
-tests/results.json notes that both commits compute the same, so that results.py takes records of the
+tools/results.json notes that both commits compute the same, so that results.py takes records of the
 older one for those of the newer one.
 """
 
@@ -31,7 +31,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import data
-from common import run_main
 
 SHORT = "--steps 10 --log_every 1 --eval_every 5 --device cpu"
 CASES = {
@@ -83,7 +82,7 @@ def hashes(out: Path) -> dict[str, str]:
 
 def measured_in(root: Path, out: Path) -> dict:
     """The hashes that the script of a working tree prints and writes to `out`."""
-    script = root / "tests" / "fingerprint.py"
+    script = root / "tools" / "fingerprint.py"
     subprocess.run([sys.executable, str(script), "--out", str(out)], check=True)
     return json.loads(out.read_text(encoding="utf-8"))
 
@@ -99,7 +98,8 @@ def compare_commits(commit: str) -> list[str]:
         call = ["git", "-C", str(results.ROOT), "archive", "-o", str(archive), commit]
         subprocess.run(call, check=True)
         shutil.unpack_archive(archive, Path(folder, "old"))
-        shutil.copy(__file__, Path(folder, "old", "tests"))  # both are hashed in the same way
+        Path(folder, "old", "tools").mkdir(exist_ok=True)
+        shutil.copy(__file__, Path(folder, "old", "tools"))  # both are hashed in the same way
         print(f"{commit}:", flush=True)
         old = measured_in(Path(folder, "old"), Path(folder, "old.json"))
         print("this code:", flush=True)
@@ -135,4 +135,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    try:
+        from support.files import run_main
+    except ImportError:  # the code of a commit before support/
+        from common import run_main
     run_main(main)

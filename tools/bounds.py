@@ -1,6 +1,6 @@
 """Floor and ceiling of a data set's scores, from its annotations alone. Not a test.
 
-  python tests/bounds.py levir_cc --data_dir D     ten minutes; prints, for the test split:
+  python tools/bounds.py levir_cc --data_dir D     ten minutes; prints, for the test split:
 
 one caption for all                  the best frequent training caption, given to every pair
 one caption per kind of change       the best one for each kind, given to that kind's pairs
@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import data
 import scores
-from common import run_main
+from support.files import run_main
+from support.releases import DATASETS, read_release, vocab_of
 
 CANDIDATES = 200  # the best caption is sought among this many of the most frequent
 
@@ -71,13 +72,13 @@ def bounds(dataset: data.Dataset) -> dict[str, tuple[dict, dict]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=data.DATASETS)
+    parser.add_argument("name", choices=DATASETS)
     parser.add_argument("--data_dir", type=Path, help="folder of the release (default: data/NAME)")
     args = parser.parse_args()
     root = args.data_dir or Path("data", args.name)
     # Only of Birds-to-Words, whose pairs are left out without them, are the pictures needed.
-    release = data.read_release(args.name, root)
-    vocab = data.vocab_of(args.name, release)
+    release = read_release(args.name, root)
+    vocab = vocab_of(args.name, release)
     no_features = SimpleNamespace(data=np.empty((0, 0, 0, 0)), require=lambda paths: None)
     dataset = data.Dataset(args.name, root, release, vocab, no_features)
     groups = scores.groups_of(dataset, "test")

@@ -1,6 +1,6 @@
-"""Draws the pictures of docs/tour.md, and prints its numbers: python tests/tour.py RUNS OUT
+"""Draws the pictures of docs/tour.md, and prints its numbers: python tools/tour.py RUNS OUT
 
-RUNS has the five methods' runs on mini, in folders named as by tests/results.py, and the extra runs
+RUNS has the five methods' runs on mini, in folders named as by tools/results.py, and the extra runs
 of docs/tour.md. Numbers are of every seed, pictures of the first one in results.SEEDS. Not a test.
 """
 
@@ -15,17 +15,19 @@ import cheers
 import data
 import dirl_ccr
 import idc_pretrain
-import mini
 import rdd_acr
 import scorer_cbr
 import scores
-from common import load_tensors, run_main
+from support import mini
+from support.captioner import Captioner
+from support.files import load_tensors, run_main
+from support.pictures import COLOURS, GAP, LINE, attention_panels, draw_panel, draw_text, new_figure
 
 COLOR, MATERIAL, ADD, DROP, MOVE = range(5)  # the first changed pairs; the others take turns
 SIDE = 1.5  # inches: a picture
-STEP = SIDE + scores.GAP  # from one picture to the next
+STEP = SIDE + GAP  # from one picture to the next
 PAIR = 2 * STEP + 0.15  # from one pair of pictures to the next
-ROW = STEP + scores.LINE  # from one row of pictures to the next
+ROW = STEP + LINE  # from one row of pictures to the next
 GRID = 8  # cells of mini, from left to right and from top to bottom
 N = GRID**2
 CELL = mini.SIDE // GRID  # pixels: the side of a cell
@@ -47,7 +49,7 @@ def untrained(model):
 def draw_matrix(figure, left: float, title: str, matrix, span=(0, 1), rows=(), columns=()) -> None:
     """Draws a matrix, with names of rows and columns. span: values of first and last colour."""
     axes = figure.add_axes((left, 0, 2.9, 2.4), title=title)
-    look = {"cmap": scores.COLOURS, "interpolation": "nearest", "aspect": "auto"}
+    look = {"cmap": COLOURS, "interpolation": "nearest", "aspect": "auto"}
     image = axes.imshow(matrix.numpy(), vmin=span[0], vmax=span[1], **look)
     figure.colorbar(image, ax=axes, pad=0.03, ticks=(span[0], sum(span) / 2, span[1]))
     axes.set_xticks(range(len(columns)), columns, rotation=45, ha="right", rotation_mode="anchor")
@@ -59,13 +61,13 @@ def draw_row(figure, left: float, bottom: float, panels: list[tuple]) -> None:
     of uniform attention or None, and a cell to outline or None."""
     for n, (title, picture, levels, cell) in enumerate(panels):
         place = (left + n * STEP, bottom, SIDE, SIDE)
-        axes = scores.draw_panel(figure, place, title, picture, levels)
+        axes = draw_panel(figure, place, title, picture, levels)
         if cell is not None:
             corner = (cell % GRID * CELL, cell // GRID * CELL)
             axes.add_patch(Rectangle(corner, CELL, CELL, fill=False, ec="white", lw=2))
 
 
-def draw_pairs(figure, dataset, runs: dict[str, data.Captioner]) -> None:
+def draw_pairs(figure, dataset, runs: dict[str, Captioner]) -> None:
     """Three pairs. Below, a row for each method: attention, caption, mini's judgement of it. The
     last pair is unchanged; its camera moved far."""
     scenes = dataset.scenes["test"]
@@ -75,15 +77,15 @@ def draw_pairs(figure, dataset, runs: dict[str, data.Captioner]) -> None:
     rows = {"": references} | {name: run.pairs(pictures) for name, run in runs.items()}
     for row, (name, results) in enumerate(rows.items()):
         for column, (caption, maps) in enumerate(results):
-            panels = scores.attention_panels(pictures[column], maps)
+            panels = attention_panels(pictures[column], maps)
             if name:
                 shares = mini.accuracy({pairs[column].id: caption}, dataset.root).values()
                 caption += " (false)" if 0 in shares else " (true)"
                 (_, *before), (_, *after) = panels[2:4]  # of RDD+ACR, the decoder's
                 panels = [(name, *before), ("", *after)]
-            bottom = -row * (SIDE + 5 * scores.LINE)
+            bottom = -row * (SIDE + 5 * LINE)
             draw_row(figure, column * PAIR, bottom, [(*panel, None) for panel in panels])
-            scores.draw_text(figure, column * PAIR, bottom - scores.GAP, caption, 1.25)
+            draw_text(figure, column * PAIR, bottom - GAP, caption, 1.25)
 
 
 def draw_scorer(figure, test, run, early) -> None:
@@ -177,7 +179,7 @@ def draw_cheers(figure, test, run, _) -> None:
             heat = N * m.chunk(2)[side][MATERIAL].view(GRID, GRID).numpy()
             panel = (f"m over {title}", picture, heat, None)
             draw_row(figure, PAIR + side * STEP, 0.9 - row * ROW, [panel])
-    scores.draw_text(figure, PAIR, 0.8 - ROW, entities.note(test.images[MATERIAL]), 1.5)
+    draw_text(figure, PAIR, 0.8 - ROW, entities.note(test.images[MATERIAL]), 1.5)
     ids = model.generate(test.before, test.after, e)
     words = run.vocab.decode(ids)[MATERIAL].split()
     seen = []
@@ -240,9 +242,9 @@ def main() -> None:
         for folder in reversed(finished(args.runs, row)):
             other = finished(args.runs, extra)[0] / "best.pt" if extra else folder / "pretrained.pt"
             runs[row] = method.load(folder / "best.pt", "cpu")
-            with scores.new_figure(args.out / f"tour_{method.__name__}.png") as figure:
+            with new_figure(args.out / f"tour_{method.__name__}.png") as figure:
                 draw(figure, test, runs[row], method.load(other, "cpu"))
-    with scores.new_figure(args.out / "tour_pairs.jpg") as figure:
+    with new_figure(args.out / "tour_pairs.jpg") as figure:
         draw_pairs(figure, dataset, runs)
 
 

@@ -1,6 +1,6 @@
 """Makes a folder of own pairs from scenes of mini: what do a few hundred pairs give? Not a test.
 
-    python tests/own_pairs.py data/mini 300 data/few    # of a mini that is drawn
+    python tools/own_pairs.py data/mini 300 data/few    # of a mini that is drawn
     python data.py pairs --data_dir data/few --extractor mini-cnn
 
 The folder gets the changed pair of each scene and, of every second scene, the unchanged pair, with
@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data
-from common import run_main
+from support.files import run_main
+from support.releases import read_release
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("scenes", type=int, help="number of training scenes")
     parser.add_argument("folder", type=Path, help="new folder for the pairs")
     args = parser.parse_args()
-    release = data.read_release("mini", args.mini)
+    release = read_release("mini", args.mini)
     kind_of = {}
     for kind, ids in release.kinds.items():
         kind_of |= dict.fromkeys(ids, kind)

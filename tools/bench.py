@@ -1,12 +1,12 @@
 """Speed and memory of the methods on this machine, of steps against plain ones. Not a test.
 
-    python tests/bench.py step [--method dirl_ccr] [--batch 128]    one training step, papers' size
-    python tests/bench.py step --method idc_pretrain --task mvcl    one of pre-training
-    python tests/bench.py step --row released   SCORER's step with the released code's settings
-    python tests/bench.py decode [--method dirl_ccr] [--batch 64]   greedy captions, all words read
+    python tools/bench.py step [--method dirl_ccr] [--batch 128]    one training step, papers' size
+    python tools/bench.py step --method idc_pretrain --task mvcl    one of pre-training
+    python tools/bench.py step --row released   SCORER's step with the released code's settings
+    python tools/bench.py decode [--method dirl_ccr] [--batch 64]   greedy captions, all words read
                                                                     anew for each next one
-    python tests/bench.py match [--batch 128]                       token-wise matching, both passes
-    python tests/bench.py load [--scenes 5000] [--batch 128]        batches from a feature file
+    python tools/bench.py match [--batch 128]                       token-wise matching, both passes
+    python tools/bench.py load [--scenes 5000] [--batch 128]        batches from a feature file
 
 The plain formulation of a step computes every matching score at once (match_by_definition of
 scorer_cbr.py), in float32 and without torch.compile. The two formulations take turns. Each turn is
@@ -49,9 +49,13 @@ import dirl_ccr
 import idc_pretrain
 import rdd_acr
 import scorer_cbr
-from common import END, NULL, preset
+from common import END, NULL
 from matching import token_match
 from scorer_cbr import match_by_definition
+from support.features import Features, prefetch, write_features
+from support.releases import Pair, Release, Scene
+from support.run import preset
+from support.text import Vocab, frequent_words
 
 METHODS = {
     "scorer_cbr": scorer_cbr.SCORER,
@@ -200,19 +204,19 @@ WORKS = {"step": step_work, "match": match_work, "decode": decode_work}
 LOADED = 10  # batches that are timed together
 
 
-def write_scenes(path: Path, count: int, grid: tuple[int, int, int]) -> data.Release:
+def write_scenes(path: Path, count: int, grid: tuple[int, int, int]) -> Release:
     """Writes a feature file of random numbers -> a release of `count` scenes of two pairs."""
     scenes = []
     for i in range(count):
-        changed = data.Pair(f"{i}", f"default {i}", f"semantic {i}", ["something changed"])
-        same = data.Pair(f"{i}_n", f"default {i}", f"nonsemantic {i}", ["nothing changed"])
-        scenes.append(data.Scene((changed, same)))
+        changed = Pair(f"{i}", f"default {i}", f"semantic {i}", ["something changed"])
+        same = Pair(f"{i}_n", f"default {i}", f"nonsemantic {i}", ["nothing changed"])
+        scenes.append(Scene((changed, same)))
     names = sorted(set().union(*(scene.images() for scene in scenes)))
     files = dict.fromkeys(names, Path(__file__))  # that the features are said to be made from
     rng = np.random.default_rng(0)
     blocks = (rng.random((1, *grid), np.float32) for _ in names)
-    data.write_features(path, files, blocks, "random", "none")
-    return data.Release(scenes={"train": scenes, "val": [], "test": []})
+    write_features(path, files, blocks, "random", "none")
+    return Release(scenes={"train": scenes, "val": [], "test": []})
 
 
 def plain_batches(dataset: data.Dataset, size: int, seed: int):
@@ -230,20 +234,20 @@ def plain_batches(dataset: data.Dataset, size: int, seed: int):
         yield tensors
 
 
-def load_times(path: Path, release: data.Release, row: str, args, seed: int) -> dict[str, float]:
+def load_times(path: Path, release: Release, row: str, args, seed: int) -> dict[str, float]:
     """Seconds a batch in one formulation, of the same batches twice."""
     with open(path, "rb") as f:
         os.fsync(f.fileno())  # only what is on the disk can be dropped from the cache
         os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    vocab = data.Vocab(data.frequent_words(release.captions(["train"])))
+    vocab = Vocab(frequent_words(release.captions(["train"])))
     # The file is opened for each formulation anew, because mapped pages stay in the cache.
-    features = data.Features(path, "", "random")
+    features = Features(path, "", "random")
     features.device = args.device
     dataset = data.Dataset("clevr_change", path.parent, release, vocab, features)
     times = {}
     for state in ("cold", "warm"):
         if row == "plain":
-            steps = data.prefetch(plain_batches(dataset, args.batch, seed))
+            steps = prefetch(plain_batches(dataset, args.batch, seed))
         else:
             steps = dataset.train_batches(args.batch, seed, 0, LOADED)
         began = time.perf_counter()

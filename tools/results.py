@@ -1,17 +1,17 @@
 """Trains the rows of docs/results.md on mini, and fills in the tables of our pages. Not a test.
 
-    python tests/results.py                        run what is missing: seven hours on two cores
-    python tests/results.py --only SCORER+CBR GDE  only these rows
-    python tests/results.py --table                run nothing, only fill in the tables
-    python tests/results.py --assets RUN           run nothing, make weights and pairs in assets/
-    python tests/results.py --curves RUNS          run nothing, draw how the five methods learn
+    python tools/results.py                        run what is missing: seven hours on two cores
+    python tools/results.py --only SCORER+CBR GDE  only these rows
+    python tools/results.py --table                run nothing, only fill in the tables
+    python tools/results.py --assets RUN           run nothing, make weights and pairs in assets/
+    python tools/results.py --curves RUNS          run nothing, draw how the five methods learn
 
 A row is a command. It is run with one, three or nine seeds, each run on one thread; two runs go on
-at a time. A finished run adds its record to tests/results.json: row, seed, commit, machine, minutes
+at a time. A finished run adds its record to tools/results.json: row, seed, commit, machine, minutes
 and scores. The commit is the last one that changed the code. To edit the code while runs are under
 way, start them in a clone. A run is missing if no record of this commit has it, and the first
 record of a row at a new commit replaces the row's older ones. Commits that compute the same count
-as one: `python tests/fingerprint.py --against COMMIT` finds out, and notes them in results.json. A
+as one: `python tools/fingerprint.py --against COMMIT` finds out, and notes them in results.json. A
 table that would mix commits that compute different things is refused. Runs are kept in
 runs/results, and an interrupted one is continued.
 """
@@ -41,11 +41,12 @@ import cheers
 import data
 import dirl_ccr
 import idc_pretrain
-import mini
 import rdd_acr
 import scorer_cbr
-import scores
-from common import InputError, load_tensors, read_log, run_main, save_tensors, write_text
+from common import InputError
+from support import mini
+from support.files import load_tensors, read_log, run_main, save_tensors, write_text
+from support.pictures import sample_sheet
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -145,7 +146,8 @@ def commit_of_the_code(at: str = "HEAD") -> str:
     uncommitted changes."""
 
     def git(*arguments: str) -> str:
-        call = ["git", "-C", str(ROOT), *arguments, "--", ":(glob)*.py", "assets/mini_*.pt"]
+        call = ["git", "-C", str(ROOT), *arguments, "--"]
+        call += [":(glob)*.py", ":(glob)support/*.py", "assets/mini_*.pt"]
         return subprocess.run(call, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
     if git("status", "--porcelain"):
@@ -399,7 +401,7 @@ def deviation_cells(cells: list[str], records: list[dict]) -> tuple[str, ...]:
 
 def replaced(text: str, name: str, change: Callable[[str], str]) -> str:
     """A page in which `change` has been applied to the text between the marks of a table."""
-    begin = f"<!-- {name}, by tests/results.py -->\n"
+    begin = f"<!-- {name}, by tools/results.py -->\n"
     end = "<!-- end -->\n"
     before, rest = text.split(begin)
     inside, after = rest.split(end, 1)
@@ -426,7 +428,7 @@ def write_tables() -> None:
     if commits and not commits <= same_code(min(commits), results["equal"]):
         raise InputError(
             f"the records are of {len(commits)} commits; run what is missing or, if these "
-            "compute the same, note it by tests/fingerprint.py --against COMMIT"
+            "compute the same, note it by tools/fingerprint.py --against COMMIT"
         )
     text = RESULTS.read_text(encoding="utf-8")
     lines = [f"{row:35} python {command}\n" for row, command in ROWS.items()]
@@ -537,7 +539,7 @@ def write_assets(run: Path, data_dir: str) -> None:
     for pair, (caption, pair_maps) in zip(pairs.values(), results, strict=True):
         captions[pair.id] = caption
         maps[pair.id] = pair_maps
-    scores.sample_sheet(dataset, "test", captions, maps, {}, ASSETS / "samples.png")
+    sample_sheet(dataset, "test", captions, maps, {}, ASSETS / "samples.png")
     for pair in pairs.values():
         verdicts = mini.judge(pair.id, captions[pair.id], mini.truth_of(pair.id, dataset.root))
         if all(verdicts.values()):

@@ -1,4 +1,4 @@
-"""mini: the built-in toy data set. Only this data set needs the file; it imports common.py alone.
+"""mini: the built-in toy data set. Only this data set needs the file.
 
     python data.py mini --data_dir data/mini
 
@@ -15,7 +15,7 @@ release (Park et al., ICCV 2019), plus two files:
     scenes.json   the truth about each scene, by which `accuracy` judges captions
 
 Two small networks are shipped in assets/: one whose features stand in for those of ResNet-101, and
-a CLIP. tests/make_mini_networks.py trained them on single training pictures and their objects. They
+a CLIP. tools/make_mini_networks.py trained them on single training pictures and their objects. They
 have seen no captions, no pairs, and no validation or test pictures.
 
 An object ("item") is a dict with size, color, material, shape, its centre xyz, and its turn, the
@@ -43,7 +43,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from common import InputError, load_tensors, load_weights, progress, write_text
+from common import InputError
+from support.files import load_tensors, load_weights, progress, write_text
 
 # ---- scenes --------------------------------------------------------------------------------------
 
@@ -671,7 +672,7 @@ def render(root: Path, counts: dict[str, int]) -> None:
 
 # ---- feature network -----------------------------------------------------------------------------
 
-ASSETS = Path(__file__).parent / "assets"
+ASSETS = Path(__file__).parents[1] / "assets"
 SHIPPED = "it comes with the code: fetch it again"  # the remedy for a broken weight file
 
 

@@ -1,0 +1,129 @@
+"""Files: written completely or not at all, read with errors that say what to do. Licence: MIT."""
+
+import contextlib
+import io
+import json
+import os
+import secrets
+import signal
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from tqdm import tqdm
+
+from common import InputError
+
+TRAIN_FIRST = "train first, or name another checkpoint"
+
+
+def progress(items=None, **options) -> tqdm:
+    """tqdm for work that takes minutes. Without a terminal, it prints once a minute."""
+    pause = 0.1 if sys.stderr.isatty() else 60
+    return tqdm(items, mininterval=pause, maxinterval=max(pause, 10), **options)
+
+
+def print_notes(*notes: str) -> None:
+    for note in notes:
+        print(f"note: {note}", flush=True)
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write to, and rename that file to `path` at the end. So `path` is
+    the old file or a new one, and whole, whenever the process dies or another one writes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Not the process id, which may be 1 in two containers that share a folder.
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, completely or not at all."""
+    with atomic_write(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def save_tensors(path: Path, state: dict) -> None:
+    """Write plain dicts and tensors to a file, completely or not at all."""
+    # torch.save would hide that the disk is full behind an error of its own.
+    content = io.BytesIO()
+    torch.save(state, content)
+    with atomic_write(path) as partial:
+        partial.write_bytes(content.getbuffer())
+
+
+@contextlib.contextmanager
+def file_errors(path: str | Path, remedy: str) -> Iterator[None]:
+    """Turn any exception inside the `with` into an InputError with the file's path and a remedy."""
+    try:
+        yield
+    except Exception as e:  # A broken file can raise anything.
+        reason = textwrap.shorten(f"{type(e).__name__}: {e}", 120, placeholder=" ...")
+        raise InputError(f"{path} cannot be used ({reason}); {remedy}") from e
+
+
+def read_json(path: Path):
+    """The parsed JSON of a file. InputError names a broken file."""
+    content = path.read_bytes()
+    with file_errors(path, "correct it, or fetch it again"):
+        return json.loads(content)
+
+
+def load_tensors(
+    path: str | Path, remedy: str = TRAIN_FIRST, device: str = "cpu", mmap: bool = False
+) -> dict:
+    """What save_tensors wrote, such as a checkpoint. With mmap, tensors that are not used are not
+    read. InputError with the remedy if the file is missing or broken."""
+    with file_errors(path, remedy):  # weights_only: nothing in the file is executed
+        return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+
+
+def load_weights(
+    model: nn.Module, weights: dict[str, Tensor], path: str | Path, remedy: str = TRAIN_FIRST
+) -> nn.Module:
+    """The model with these weights of the file `path`. InputError if they do not fit."""
+    with file_errors(path, remedy):
+        model.load_state_dict(weights)
+    return model
+
+
+# What else a line of log.jsonl holds. No loss may have such a name.
+RESERVED = {"step", "event", "stage", "seconds", "lr"}
+
+
+def read_log(path: Path) -> list[dict]:
+    """The rows of a log.jsonl."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):  # A killed process may leave half a line.
+            rows.append(json.loads(line))
+    return rows
+
+
+# ---- main ----------------------------------------------------------------------------------------
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Run a script's main. A user's mistakes, files that cannot be read or written, and losses that
+    are not finite print one line and exit with code 2, Ctrl-C and SIGTERM with code 130."""
+    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
+        sys.stdout.reconfigure(errors="replace")  # A terminal may lack characters of a caption.
+    # Like Ctrl-C, SIGTERM raises KeyboardInterrupt, so that partial files are removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted; --resume continues a run from its last validation", file=sys.stderr)
+        sys.exit(130)
+    except (InputError, OSError, FloatingPointError) as e:
+        print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,151 @@
+"""Pictures of results: attention maps, sheets of samples, curves of a log. Licence: MIT."""
+
+import contextlib
+import math
+import textwrap
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from support.files import RESERVED, atomic_write, read_log
+
+# ---- pairs, attention maps and captions ----------------------------------------------------------
+
+PANEL = 2.5  # inches of 120 pixels: the longer side of a picture
+GAP = 0.06  # inches between panels
+SPACE = 0.4  # inches between pairs
+LINE = 0.185  # inches: the height of a line of text
+TEXT = {"size": 11, "parse_math": False}  # a $ in a caption must not begin a formula
+COLOURS = "turbo"  # the colour map
+SATURATED = 8  # attention of this many times the uniform weight, or more, has the last colour
+
+
+@contextlib.contextmanager
+def new_figure(path: Path):
+    """A matplotlib figure, in the end written to a .png, .jpg or .pdf. It is one inch wide and
+    high, so its coordinates are inches, and the file shows whatever is drawn outside, too."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1, 1), dpi=120)
+    yield figure
+    with atomic_write(path) as partial:
+        kind = path.suffix[1:].lower()
+        figure.savefig(partial, format=kind, bbox_inches="tight", pad_inches=GAP)
+
+
+def draw_text(figure, left: float, top: float, text: str, panels: int) -> float:
+    """Writes lines of text, as wide as this many panels, below `top` -> where they end."""
+    lines = []
+    for line in text.splitlines():
+        lines += textwrap.wrap(line, 29 * panels)  # characters fit
+    figure.text(left, top, "\n".join(lines), va="top", **TEXT)
+    return top - LINE * len(lines)
+
+
+def attention_panels(pair: tuple, maps: dict) -> list[tuple]:
+    """A pair of PIL images and its attention maps (H, W) -> (title, picture, levels or None) of
+    both pictures and of each map over both. Levels are multiples of uniform attention, 1 / (H * W).
+    IDC's "before" and "after" lie over their own picture only; they sum to 1 together, so their
+    unit is half of that."""
+    pictures = dict(zip(("before", "after"), pair, strict=True))
+    panels = [(side, picture, None) for side, picture in pictures.items()]
+    for name, weight in maps.items():
+        levels = weight.float().cpu().numpy() * weight.numel()
+        if name in pictures:
+            panels.append((f"attention, {name}", pictures[name], 2 * levels))
+        else:
+            for side, picture in pictures.items():
+                panels.append((f"{name}, {side}", picture, levels))
+    return panels
+
+
+def draw_pair(figure, pair: tuple, maps: dict, above: str, below: str, left=0.0, top=0.0) -> float:
+    """Draws a pair of PIL images into a `new_figure` below `top`: a text, attention_panels, and
+    another text -> where they end."""
+    panels = attention_panels(pair, maps)
+    top = draw_text(figure, left, top, above, len(panels))
+    height = PANEL * min(1, max(picture.height / picture.width for picture in pair))
+    bottom = top - LINE - GAP - height  # the line has the titles
+    for n, (title, picture, levels) in enumerate(panels):
+        place = (left + n * (PANEL + GAP), bottom, PANEL, height)
+        draw_panel(figure, place, title, picture, levels)
+    return draw_text(figure, left, bottom - GAP, below, len(panels))
+
+
+def draw_panel(figure, place: tuple, title: str, picture, levels=None):
+    """Draws one of attention_panels into a `new_figure`, at (left, bottom, width, height)
+    -> its axes, in pixels of the picture."""
+    axes = figure.add_axes(place)
+    axes.set_axis_off()
+    axes.set_title(title, pad=3, **TEXT)
+    extent = (0, picture.width, picture.height, 0)
+    axes.imshow(picture, extent=extent)
+    if levels is not None:  # transparent up to uniform attention, so that the picture shows
+        opacity = np.interp(levels, [1, 4], [0, 0.6])
+        colours = {"cmap": COLOURS, "vmin": 0, "vmax": SATURATED, "interpolation": "bilinear"}
+        axes.imshow(levels, alpha=opacity, extent=extent, **colours)
+    return axes
+
+
+def sample_sheet(dataset, split: str, captions: dict, maps: dict, notes: dict, path: Path) -> None:
+    """Draws the first pairs of every kind of change, up to three of each and at most 24, or the
+    first twelve if kinds are unknown -> a file. Of several maps the first two are drawn. captions,
+    maps and notes are those of scores.results."""
+    pairs = [pair for pair in dataset.pairs(split) if pair.id in captions]
+    kinds = {kind: ids for kind, ids in dataset.kinds.items() if ids & captions.keys()}
+    chosen = []
+    for kind in sorted(kinds, key=lambda kind: kind != "no change")[:24]:  # which must be there
+        members = [pair for pair in pairs if pair.id in kinds[kind]]
+        each = min(3, max(1, 24 // len(kinds)))
+        chosen += [(f"{kind}: ", pair) for pair in members[:each]]
+    if not chosen:
+        chosen = [("", pair) for pair in pairs[:12]]
+    half = math.ceil(len(chosen) / 2)
+    legend = f"{dataset.name}, {split}. Colour: the model looked more there than on average, in "
+    legend += f"dark red {SATURATED} times as much. Above each pair: its kind and a reference"
+    with new_figure(path) as figure:
+        start = draw_text(figure, 0, 0, legend, 5) - SPACE
+        left = 0
+        for column in (chosen[:half], chosen[half:]):
+            top = start
+            for kind, pair in column:
+                above = kind + pair.captions[0]
+                caption = dataset.vocab.sentence(captions[pair.id])
+                below = "\n".join([f"generated: {caption}", *notes.get(pair.id, [])])
+                drawn = dict(list(maps[pair.id].items())[:2])
+                end = draw_pair(figure, dataset.pictures(pair), drawn, above, below, left, top)
+                top = end - SPACE
+            left = max(axes.get_position().x1 for axes in figure.axes) + SPACE
+
+
+def caption_picture(before, after, maps: dict[str, Tensor], caption: str, path: Path) -> None:
+    """Draws a pair of pictures (PIL images), its attention maps, and its caption."""
+    with new_figure(Path(path)) as figure:
+        draw_pair(figure, (before, after), maps, "", caption)
+
+
+# ---- curves of a run -----------------------------------------------------------------------------
+
+
+def draw_curves(log: Path, picture: Path, metric: str) -> None:
+    """Plot a log.jsonl over steps: losses, and the validation metric that chooses best.pt."""
+    from matplotlib.figure import Figure
+
+    rows = read_log(log)
+    steps = [row for row in rows if row["event"] == "train"]
+    validations = [row for row in rows if row["event"] == "eval"]
+    figure = Figure(figsize=(10, 4), layout="constrained")  # no pyplot: it has global state
+    left, right = figure.subplots(1, 2, sharex=True)
+    for name in sorted(set().union(*steps) - RESERVED):
+        of_name = [row for row in steps if name in row]
+        x = [row["step"] for row in of_name]
+        left.plot(x, [row[name] for row in of_name], marker=".", label=name)
+    scale = "log" if left.dataLim.y0 >= 0 else "linear"  # the smallest loss
+    left.set(xlabel="training step", ylabel="training loss", yscale=scale)
+    left.legend()
+    x = [row["step"] for row in validations]
+    right.plot(x, [row[metric] for row in validations], marker=".")
+    right.set(xlabel="training step", ylabel=f"validation {metric}")
+    with atomic_write(picture) as partial:
+        figure.savefig(partial, format="png", dpi=100)

@@ -1,0 +1,422 @@
+"""A method's command line, and the folder of its run. Licence: MIT."""
+
+import argparse
+import dataclasses
+import inspect
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from tqdm import tqdm
+
+from common import InputError, RunConfig, set_up_device
+from support.files import (
+    RESERVED,
+    file_errors,
+    load_tensors,
+    load_weights,
+    read_log,
+    save_tensors,
+    write_text,
+)
+from support.pictures import draw_curves
+
+# ---- command line --------------------------------------------------------------------------------
+
+
+def parse_args(Config: type, PRESETS: dict, RELEASED: dict, argv: list[str] | None) -> tuple:
+    """-> (cfg, args). Every field of Config is a flag, and if RELEASED is not empty, there is
+    --variant. The file that defines Config names the script.
+
+    A new run starts from the preset of its data set and variant. --resume, --eval and --caption
+    start from their checkpoint's Config, in which flags may change only the fields in
+    Config.MAY_CHANGE and, for --eval, the data set."""
+    args = make_parser(Config, PRESETS, bool(RELEASED)).parse_args(argv)
+    flags = {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if f.name in args}
+    if bool(args.caption) != bool(args.checkpoint):
+        raise InputError("--caption and --checkpoint go together; --eval has its own checkpoint")
+    dataset = flags.get("dataset", Config.dataset)
+    method = Path(sys.modules[Config.__module__].__file__).stem
+    out_dir = Path(flags.get("out_dir") or f"runs/{method}-{dataset}")
+    checkpoint = out_dir / "last.pt" if args.resume else args.eval or args.checkpoint
+    if not checkpoint:
+        cfg = preset(Config, PRESETS, RELEASED, dataset, args.variant)
+        if dataset not in PRESETS:
+            print(f"no preset for {dataset}: using the defaults")
+        refuse_used_folder(out_dir)
+    else:
+        cfg = saved_config(Config, checkpoint)
+        if args.eval:
+            if flags.get("dataset", cfg.dataset) != cfg.dataset:
+                cfg.dataset = dataset
+                cfg.data_dir = f"data/{dataset}"
+            folder = Path(flags.get("out_dir") or Path(args.eval).parent)
+            data = Path(flags.get("data_dir", cfg.data_dir)).resolve().name
+            out_dir = folder / f"{Path(args.eval).stem}-{data}"  # never the run's own files
+        released = RELEASED["all"] if args.variant == "released" else {}
+        refuse_changes(cfg, released | flags, checkpoint)
+    flags["out_dir"] = str(out_dir)
+    flags["device"] = usable_device(flags.get("device", ""))
+    cfg = dataclasses.replace(cfg, **flags)
+    set_up_device(cfg.device)
+    if cfg.on_cuda:
+        fit_to_gpu(cfg, training=not args.eval and not args.caption)
+    return cfg, args
+
+
+def make_parser(Config: type, PRESETS: dict[str, dict], variants: bool) -> argparse.ArgumentParser:
+    """The parser of a method's command line: what to do, then a flag for each field of Config."""
+    doc = sys.modules[Config.__module__].__doc__ or ""  # python -OO leaves it out
+    summary, _, _ = doc.partition("\n")
+    usage = "%(prog)s [flags]; --help shows every flag"
+    parser = argparse.ArgumentParser(description=summary, usage=usage, allow_abbrev=False)
+    group = parser.add_argument_group("what to do (default: train, then evaluate on test)")
+    command = group.add_mutually_exclusive_group()
+    command.add_argument("--resume", action="store_true", help="continue from last.pt in out_dir")
+    text = "only evaluate this checkpoint, into a folder CHECKPOINT-DATA beside it or in out_dir"
+    command.add_argument("--eval", metavar="CHECKPOINT", help=text)
+    text = "caption two images, BEFORE AFTER, or every pair of a CSV file (columns before, after)"
+    command.add_argument("--caption", nargs="+", metavar="FILE", help=text)
+    text = "split to evaluate in the end (default: test)"
+    group.add_argument("--split", choices=["val", "test", "none"], default="test", help=text)
+    group.add_argument("--checkpoint", help="checkpoint for --caption")
+    text = "with --caption: file for the attention picture or, of a CSV, its rows with captions"
+    group.add_argument("--out", metavar="FILE", help=text)
+
+    group = parser.add_argument_group(f"config (defaults differ for {', '.join(PRESETS)}: PRESETS)")
+    parser.set_defaults(variant="paper")
+    if variants:
+        text = "whose version of the details in RELEASED (default: paper)"
+        group.add_argument("--variant", choices=["paper", "released"], help=text)
+    comments = {}  # field -> the comment on its line, in Config or a base of it
+    for base in reversed(Config.__mro__[:-1]):
+        source = inspect.getsource(base)
+        comments |= re.findall(r"^ +(\w+): .*? # (.*)$", source, flags=re.MULTILINE)
+    types = typing.get_type_hints(Config)
+    for f in dataclasses.fields(Config):
+        kind = types[f.name]
+        if kind is bool:
+            options = {"action": argparse.BooleanOptionalAction}
+        elif kind is str:
+            options = {"type": home_expanded}
+        elif kind in (int, float):
+            options = {"type": kind}
+        elif typing.get_origin(kind) is Literal:
+            options = {"choices": typing.get_args(kind)}
+        else:
+            raise TypeError(f"{f.name}: a field is a str, int, float, bool or Literal, not {kind}")
+        text = comments.get(f.name, "")
+        if f.default != "":
+            text = f"{text} (default: {f.default})"
+        text = text.replace("%", "%%")
+        group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=text, **options)
+    return parser
+
+
+def home_expanded(value: str) -> str:
+    """A flag's value, with ~ and NAME:~ expanded as the shell does it elsewhere in a command."""
+    name, colon, path = value.rpartition(":")
+    return name + colon + os.path.expanduser(path)
+
+
+def preset(Config: type, presets: dict, released: dict, dataset: str, variant: str = "paper"):
+    """The Config of a data set: the defaults, then presets[dataset] and, for the variant
+    "released", released["all"] and released[dataset]. What comes later overrides the earlier."""
+    values = {"dataset": dataset, "data_dir": f"data/{dataset}"}
+    values |= presets.get(dataset, {})
+    if variant == "released":
+        values |= released["all"]
+        values |= released.get(dataset, {})
+    return Config(**values)
+
+
+def saved_config(Config: type, checkpoint: str | Path):
+    """The Config that a checkpoint was trained with. InputError if it is not this method's."""
+    state = load_tensors(checkpoint, mmap=True)
+    with file_errors(checkpoint, "it comes from another method or version"):
+        return Config(**state["config"])
+
+
+def refuse_changes(base: RunConfig, given: dict, checkpoint: Path) -> None:
+    """InputError if a flag that may not change differs from the checkpoint's Config."""
+    for name, value in given.items():
+        saved = getattr(base, name)
+        trained = f"{checkpoint} was trained with {saved}"
+        if name == "steps" and base.schedule == "cosine":
+            trained += ", where its learning rates reach 0 (--schedule cosine)"
+        elif name in base.MAY_CHANGE:
+            continue
+        if value != saved:
+            remedy = f"leave --{name} out, or train anew, with another --out_dir"
+            raise InputError(f"--{name} {value}: {trained}; {remedy}")
+
+
+def refuse_used_folder(folder: Path) -> None:
+    """InputError if the folder has files, because a run never replaces files of another one. But a
+    run that ended before its first validation may be begun anew."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    begin_anew = (folder / "log.jsonl").exists() and not (folder / "best.pt").exists()
+    last = folder / "last.pt"
+    if last.exists():
+        begin_anew = begin_anew and load_tensors(last, mmap=True)["step"] == 0
+    if not begin_anew:
+        raise InputError(
+            f"{folder} is not empty; continue its run with --resume, or give another --out_dir"
+        )
+
+
+def usable_device(name: str) -> str:
+    """The device of this name; an empty name stands for CUDA or, without CUDA, for the CPU."""
+    if not name:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError, ImportError) as e:  # whatever PyTorch lacks for it
+        reason, _, _ = str(e).partition("\n")
+        raise InputError(f"--device {name} cannot be used ({reason}); try --device cpu") from e
+    return name
+
+
+def fit_to_gpu(cfg: RunConfig, training: bool) -> None:
+    """Turn off what this GPU cannot do, and say so."""
+    if cfg.amp and not torch.cuda.is_bf16_supported(including_emulation=False):
+        print("this GPU does not support bfloat16: amp is off")
+        cfg.amp = False
+    if cfg.compile and training:
+        x = torch.ones(1, device=cfg.device)
+        try:
+            torch.compile(lambda x: x + 1)(x)
+        except RuntimeError as e:  # the GPU is too old, say, or there is no C compiler
+            reason, _, _ = str(e).strip().partition("\n")
+            print(f"torch.compile does not work here ({reason}): compile is off")
+            cfg.compile = False
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+class Run:
+    """The folder of a run: log.jsonl, last.pt, best.pt, curves.png. The loop is in each method's
+    `train`: `start`; then in each step `step += 1`, `log` and, now and then, `checkpoint`; at the
+    end `best_model`.
+
+    sources: the data set, and whatever else the captions depend on besides the model. Checkpoints
+    store the state() of each, a dict. With `resume`, the run continues from last.pt as if it had
+    never stopped: check_state(state) of each source gets what last.pt holds, takes back what
+    training has changed, and raises InputError if it comes from other data. InputError if, without
+    `resume`, out_dir has files of another run."""
+
+    def __init__(self, cfg: RunConfig, model: nn.Module, sources: list, resume: bool = False):
+        self.cfg = cfg
+        self.config = with_absolute_paths(cfg)
+        self.dir = Path(cfg.out_dir)
+        self.model = model
+        self.sources = sources
+        self.resumed: dict | None = None  # what last.pt held
+        self.step = 0  # steps done
+        self.best = float("-inf")  # best validation score
+        self.evals_since_best = 0
+        self.losses: dict[str, list[Tensor]] = {}  # since the last line of the log, on the device
+        if resume:
+            self.restore()
+        else:
+            refuse_used_folder(self.dir)
+            write_text(self.dir / "log.jsonl", "")
+        self.begin_log()
+
+    def start(self, optimizer: torch.optim.Optimizer, stage: str = "train", last: int = 0) -> None:
+        """Begin a stage, or go on with the one in which last.pt was saved. last: the steps of the
+        run when the stage ends, for the log's "time left" (default: cfg.steps)."""
+        self.optimizer = optimizer
+        self.stage = stage
+        self.last = last or self.cfg.steps
+        self.began = time.perf_counter()
+        self.began_at = self.step
+        if self.resumed and self.resumed["stage"] == stage:
+            optimizer.load_state_dict(self.resumed["optimizer"])
+        else:
+            self.save("last.pt")  # so that the stage can be resumed before its first validation
+
+    def patience_is_over(self) -> bool:
+        """Whether the last cfg.patience validations gave no new best. If so, print it, because a
+        resumed run may end in this way before its first step."""
+        over = 0 < self.cfg.patience <= self.evals_since_best
+        if over:
+            text = f"{self.evals_since_best} validations without a new best (--patience)"
+            tqdm.write(f"the run ends after step {self.step}: {text}")
+        return over
+
+    def log(self, losses: dict[str, Tensor]) -> None:
+        """Keep the losses of a step, on the device; every cfg.log_every steps, log their means."""
+        assert not losses.keys() & RESERVED, f"none of {RESERVED} may name a loss"
+        for name, loss in losses.items():
+            self.losses.setdefault(name, []).append(loss.detach())
+        if self.step % self.cfg.log_every == 0:
+            self.log_losses()
+
+    def log_losses(self) -> None:
+        """Log and print the mean of each loss since the last line, over the steps that computed it.
+        FloatingPointError if a loss is not finite."""
+        if not self.losses:
+            return
+        means = {}
+        for name, losses in self.losses.items():
+            means[name] = round(sum(loss.item() for loss in losses) / len(losses), 6)
+        self.losses = {}
+        text = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
+        if not all(map(math.isfinite, means.values())):
+            raise FloatingPointError(
+                f"a loss is not finite: step {self.step}, {text}; try --grad_clip 1 or a lower --lr"
+            )
+        seconds = round(time.perf_counter() - self.began, 2)
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.write("train", stage=self.stage, seconds=seconds, lr=lr, **means)
+        left = seconds / (self.step - self.began_at) * (self.last - self.step)
+        time_left = f"{tqdm.format_interval(left)} left"
+        tqdm.write(f"{self.stage} {self.step}/{self.last}: {text} ({time_left})")
+
+    def checkpoint(self, scores: dict[str, float]) -> None:
+        """After a validation: log its scores, and save last.pt and, if they are the best so far,
+        best.pt. In a tie the later weights win, because early scores may all be 0, but patience
+        does not begin anew. Without scores (no validation pairs), the last weights are the best."""
+        self.log_losses()
+        self.evals_since_best += 1
+        score = self.best
+        if scores:
+            score = scores[self.cfg.select_by]
+            self.write("eval", select_by=self.cfg.select_by, **scores)
+            text = ", ".join(f"{name} {value:.2f}" for name, value in scores.items())
+            tqdm.write(f"step {self.step}: validation {text}")
+        if score > self.best or not scores:
+            self.evals_since_best = 0
+        if score >= self.best:
+            self.best = score
+            self.save("best.pt")
+        self.save("last.pt")
+        draw_curves(self.dir / "log.jsonl", self.dir / "curves.png", self.cfg.select_by)
+
+    def save(self, name: str) -> None:
+        """Save a checkpoint. Only last.pt has what a run needs to continue. FloatingPointError if a
+        weight is not finite; the old file stays."""
+        if not all(p.isfinite().all() for p in self.model.parameters()):
+            raise FloatingPointError(f"weights are not finite after step {self.step}; lower --lr")
+        state = {}
+        for source in self.sources:
+            state |= source.state()
+        state |= {
+            "model": self.model.state_dict(),
+            "step": self.step,
+            "best": self.best,
+            "config": self.config,
+        }
+        if name == "last.pt":
+            # For dropout and random masks. The order of the data depends on seed and step alone.
+            random = {"cpu": torch.get_rng_state()}
+            if self.cfg.on_cuda:
+                random["cuda"] = torch.cuda.get_rng_state(self.cfg.device)
+            state |= {
+                "optimizer": self.optimizer.state_dict(),
+                "stage": self.stage,
+                "random": random,
+                "evals_since_best": self.evals_since_best,
+            }
+        save_tensors(self.dir / name, state)
+
+    def restore(self) -> None:
+        """Load last.pt, if every source accepts it. Later lines of the log are dropped, because the
+        run repeats their steps."""
+        path = self.dir / "last.pt"
+        state = load_tensors(path, device=self.cfg.device)
+        for source in self.sources:
+            source.check_state(state)
+        load_weights(self.model, state["model"], path)
+        random = state["random"]
+        torch.set_rng_state(random["cpu"].cpu())
+        if self.cfg.on_cuda and "cuda" in random:  # else the run began on a CPU
+            torch.cuda.set_rng_state(random["cuda"].cpu(), self.cfg.device)
+        self.step = state["step"]
+        self.best = state["best"]
+        self.evals_since_best = state["evals_since_best"]
+        self.resumed = state
+        log = self.dir / "log.jsonl"
+        kept = [json.dumps(row) + "\n" for row in read_log(log) if row["step"] <= self.step]
+        write_text(log, "".join(kept))
+
+    def begin_log(self) -> None:
+        """Log and print what the results depend on."""
+        device = f"cpu, {torch.get_num_threads()} threads"
+        if self.cfg.on_cuda:
+            device = torch.cuda.get_device_name(self.cfg.device)
+        about = {
+            "code": code_version(),
+            "torch": torch.__version__,
+            "device": device,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+        }
+        event = "resume" if self.resumed else "start"
+        self.write(event, **about, config=self.config)
+        for f in dataclasses.fields(self.cfg):
+            value = getattr(self.cfg, f.name)
+            if value != f.default and f.name not in about:
+                about[f.name] = value
+        for name, value in about.items():
+            print(f"{name}: {value}", flush=True)
+
+    def write(self, event: str, **values) -> None:
+        """Add a line to log.jsonl."""
+        row = {"step": self.step, "event": event} | values
+        with open(self.dir / "log.jsonl", "a", encoding="utf-8") as f:
+            f.write(json.dumps(row) + "\n")
+
+    def best_model(self) -> nn.Module:
+        """The model with the weights of best.pt, in evaluation mode. Prints where they are from."""
+        path = self.dir / "best.pt"
+        state = load_tensors(path, device=self.cfg.device)
+        print(f"{path} has the weights after step {state['step']}")
+        print(f"{self.dir} also has last.pt, log.jsonl and curves.png", flush=True)
+        return load_weights(self.model, state["model"], path).eval()
+
+
+def with_absolute_paths(cfg: RunConfig) -> dict[str, Any]:
+    """The fields of a config for a checkpoint. data_dir, out_dir and the FILE of extractor become
+    absolute, because from another folder they could lead to other data."""
+    config = dataclasses.asdict(cfg)
+    for name in ("data_dir", "out_dir"):
+        config[name] = str(Path(config[name]).resolve())
+    network, colon, file = cfg.extractor.partition(":")
+    if colon:  # timm/MODEL:FILE
+        config["extractor"] = f"{network}:{Path(file).resolve()}"
+    return config
+
+
+def code_version() -> str:
+    """The git commit of this code, or "" outside a repository. It ends in "-dirty" if there are
+    files that it does not contain."""
+
+    def git(*arguments: str) -> str:
+        call = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(call, capture_output=True, text=True).stdout.strip()
+
+    try:
+        return git("describe", "--always") + ("-dirty" if git("status", "--porcelain") else "")
+    except OSError:  # there is no git
+        return ""
+
+
+def load_model(Model: type, cfg: RunConfig, path: str | Path) -> tuple[nn.Module, dict]:
+    """-> Model(cfg, vocabulary size, grid, max_len) with the weights of a checkpoint, in evaluation
+    mode, and the checkpoint. InputError if the file is missing or does not fit."""
+    state = load_tensors(path, device=cfg.device)
+    model = Model(cfg, len(state["vocab"]), state["grid"], state["max_len"]).to(cfg.device)
+    return load_weights(model, state["model"], path).eval(), state

@@ -1,0 +1,234 @@
+"""Words and phrases of captions: tokenizers, the vocabulary, entities. Licence: MIT."""
+
+import itertools
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from common import END, NULL, START, UNK, InputError
+from support.files import progress
+
+# ---- vocabulary ----------------------------------------------------------------------------------
+
+SPECIAL = ["<NULL>", "<UNK>", "<START>", "<END>"]
+
+
+def tokenize(caption: str) -> list[str]:
+    """The rule behind most published vocabularies: a space before ';' and ',', no '?' and '.', the
+    case is kept. Double, leading or trailing spaces give empty words, which papers count."""
+    caption = caption.replace(";", " ;").replace(",", " ,").replace("?", "").replace(".", "")
+    return caption.split(" ")
+
+
+def tokenize_lower(caption: str) -> list[str]:
+    """Lower-case words, runs of dots, and every other mark or symbol on its own: the rule of Image
+    Editing Request's authors."""
+    return re.findall(r"\w+|\.+|[^\w\s]", caption.lower())
+
+
+# What nobody sees vanishes: soft hyphens, byte order marks, word joiners, marks of direction. The
+# zero-width space separates words, as in Khmer. Look-alikes of ' and - on keyboards become these.
+DIRECTIONS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+TYPED = str.maketrans(dict.fromkeys(f"\u00ad\ufeff\u2060{DIRECTIONS}"))
+TYPED |= str.maketrans("\u200b\u2018\u2019\u00b4\u2010\u2011", " '''--")
+
+
+def normalised(text: str) -> str:
+    """A text in which each character is written in one way only (see TYPED, and Unicode's NFC: an
+    accented letter may be one character or two)."""
+    return unicodedata.normalize("NFC", text.translate(TYPED))
+
+
+# Chinese and Japanese characters and punctuation, between which no spaces are written.
+NO_SPACES = "[\u3001-\u30ff\u3400-\u9fff\uff01-\uffef]"
+
+
+def tokenize_pairs(caption: str) -> list[str]:
+    """The rule for your own pairs: lower-case words, split at whitespace. Marks and symbols at
+    either end of a word become words; those inside stay: "red-brick", "isn't", "3.5". Of Chinese
+    and Japanese, each character is a word."""
+    words = []
+    for text in re.sub(f"({NO_SPACES})", r" \1 ", normalised(caption.lower())).split():
+        # The Unicode categories of punctuation marks begin with P, those of symbols with S.
+        marks = [character for character in text if unicodedata.category(character)[0] in "PS"]
+        word = text.strip("".join(marks))
+        start = text.index(word)
+        words += [*text[:start], word, *text[start + len(word) :]]
+    return [word for word in words if word]
+
+
+def frequent_words(
+    captions: Iterable[str], tokenizer: Callable = tokenize, min_count: int = 1
+) -> list[str]:
+    """The four special words, then those that occur at least `min_count` times, in codepoint
+    order."""
+    counts = Counter()
+    for caption in captions:
+        counts.update(tokenizer(caption))
+    words = {word for word, count in counts.items() if count >= min_count}
+    return SPECIAL + sorted(words - set(SPECIAL))
+
+
+class Vocab:
+    """Words <-> ids, which are places in the list `words`, as made by frequent_words.
+
+    `tokenizer` splits captions into words; only the first `max_words` are used (None: all). A
+    special word inside a caption, such as a release's own "<UNK>", is an unknown word."""
+
+    def __init__(
+        self, words: list[str], tokenizer: Callable = tokenize, max_words: int | None = None
+    ):
+        self.words = words
+        self.index = {word: i for i, word in enumerate(words) if word not in SPECIAL}
+        self.tokenizer = tokenizer
+        self.max_words = max_words
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def split(self, caption: str) -> list[str]:
+        """A caption's words, up to the first `max_words`."""
+        return self.tokenizer(caption)[: self.max_words]
+
+    def encode(self, caption: str, length: int) -> list[int]:
+        """START, words, END, then NULL up to `length`. Words that are not in the vocabulary become
+        UNK. Longer captions are cut."""
+        words = [self.index.get(word, UNK) for word in self.split(caption)]
+        ids = [START, *words[: length - 2], END]
+        return ids + [NULL] * (length - len(ids))
+
+    def decode(self, ids: Tensor) -> list[str]:
+        """(B, V) ids that begin with START -> B captions, each up to its first NULL or END."""
+        captions = []
+        for row in ids[:, 1:].tolist():
+            words = itertools.takewhile(lambda i: i not in (NULL, END), row)
+            captions.append(" ".join(self.words[i] for i in words))
+        return captions
+
+    @staticmethod
+    def sentence(words: str) -> str:
+        """A caption of `decode` as people write it: "it is gone ." -> "it is gone."."""
+        text = re.sub(f"(?<={NO_SPACES}) (?={NO_SPACES})", "", words)
+        text = re.sub(r" +(?=[.,:;!?%)\]}\u2026\u060c\u061b\u061f\u0964])", "", text)
+        return re.sub(r"(?<=[(\[{\u00a1\u00bf]) +", "", text)
+
+
+# ---- phrases of captions -------------------------------------------------------------------------
+
+# spaCy's model often misreads the templates of mini, CLEVR-Change and CLEVR-DC, so rules read their
+# captions: a pattern of an object, and patterns of two kinds of sentences without an object.
+OBJECT = re.compile(
+    r"\b(?:(?:small|tiny|large|big"
+    r"|gray|red|blue|green|brown|purple|cyan|yellow"
+    r"|rubber|matte|metal|metallic|shiny) )*"
+    r"(?:sphere|ball|cube|block|cylinder|thing|object)\b"
+)
+# "there is no change", "no change was made", "nothing has changed"
+NOTHING_CHANGED = re.compile(r"(there (?:is|are))? ?\b(no (?!longer)\w+|nothing)\b ?(.*)")
+# "the scene is the same as before", "the two pictures show the same scene", "everything is ..."
+ALL_SAME = re.compile(
+    r"(?:the |all )*((?:two )?(?:scenes?|pictures?|images?|objects)|everything)\W+"
+    r"(.*?)(?: as before)?"
+)
+# A phrase that begins or ends with one of these names no entity.
+NO_ENTITY_ENDS = {
+    *"scene scenes image images picture pictures pic pics photo photos".split(),
+    *"change changes difference differences".split(),
+}
+NO_ENTITY_STARTS = {"no", "none", "nothing", "everything"}
+# A clause with one of these relations is part of its governing clause, or coordinated with it.
+INNER_CLAUSES = {*"conj aux auxpass nsubj nsubjpass csubj csubjpass ccomp xcomp".split()}
+QUANTITIES = {"NUM", "ADJ", "DET", "PRON"}  # "one of the cars", "most of the cars", "some of ..."
+
+
+def analysed(captions: list[str], templates: bool) -> Iterable:
+    """Each caption as spaCy analyses it (a Doc) or, if they are made from templates, which rules
+    read, as it is. InputError if spaCy or its English model is missing."""
+    if templates:
+        return captions
+    try:
+        import spacy
+
+        nlp = spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
+    except (ImportError, OSError) as e:
+        install = "pip install spacy && python -m spacy download en_core_web_sm"
+        raise InputError(f"these captions need spaCy's English model; run: {install}") from e
+    print(f"captions are analysed by {nlp.meta['lang']}_{nlp.meta['name']} {nlp.meta['version']}")
+    return nlp.pipe(captions, batch_size=1000)
+
+
+def template_segments(caption: str) -> tuple[list[str], list[str]]:
+    """Noun segments and verb segments of a template caption, in lower case: its objects, and the
+    text after the last object, or before the first one if nothing follows."""
+    text = " ".join(caption.lower().split()).rstrip(" .")
+    no_change = NOTHING_CHANGED.fullmatch(text)
+    all_same = ALL_SAME.fullmatch(text)
+    objects = list(OBJECT.finditer(text))
+    if no_change:
+        opening, noun, action = no_change.groups()
+        nouns = [noun]
+        action = opening or action
+    elif all_same:
+        noun, action = all_same.groups()
+        nouns = [noun, *re.findall(r"same (?!as\b)\w+", action)]
+    elif objects:
+        nouns = [match[0] for match in objects]
+        action = text[objects[-1].end() :].strip(" ,")
+        action = re.sub(r"^in the (?:before|after) image ", "", action)  # in CLEVR-DC
+        if not action:  # "someone added a red cube", "there is a new red cube"
+            action = text[: objects[0].start()].removeprefix("someone ")
+            action = re.sub(r"(?:\b(?:a|an|the|new|other) )*$", "", action).strip()
+    else:
+        remedy = "correct the caption, or add its words to OBJECT in support/text.py"
+        raise InputError(f"{caption!r} names no object and no lack of change; {remedy}")
+    verbs = [action] if action else []
+    return nouns, verbs
+
+
+def noun_phrase(chunk) -> str:
+    """A noun chunk of spaCy in lower case, without leading articles and pronouns."""
+    while chunk and chunk[0].pos_ in ("DET", "PRON") and chunk[0].lower_ not in NO_ENTITY_STARTS:
+        chunk = chunk[1:]
+    return " ".join(chunk.text.lower().split())
+
+
+def subjects(doc) -> list[str]:
+    """What has changed according to a caption (see `analysed`), in lower case, without articles or
+    a leading "new". Of a template caption: its first object. Otherwise: the subjects of the main
+    clause and of clauses coordinated with it or, if these have none ("there is a car", "remove the
+    car"), their objects. "No change", "nothing" and words for the pictures are not entities."""
+    if isinstance(doc, str):  # a template's caption
+        nouns, _ = template_segments(doc)
+        return [noun for noun in nouns if OBJECT.fullmatch(noun)][:1]
+    subject_phrases = []
+    object_phrases = []
+    for chunk in doc.noun_chunks:
+        phrase = noun_phrase(chunk).removeprefix("new ")
+        if not phrase or phrase.split()[-1] in NO_ENTITY_ENDS:
+            continue
+        noun = chunk.root
+        while noun.dep_ == "conj":  # in "the car and the van", the van has the role of the car
+            noun = noun.head
+        if noun.dep_ == "pobj" and noun.head.lower_ == "of" and noun.head.head.pos_ in QUANTITIES:
+            noun = noun.head.head
+        clause = noun if noun.dep_ == "ROOT" else noun.head
+        while clause.dep_ in INNER_CLAUSES:
+            clause = clause.head
+        if clause.dep_ != "ROOT":
+            continue
+        if noun.dep_ in ("nsubj", "nsubjpass"):
+            subject_phrases.append(phrase)
+        elif noun.dep_ in ("attr", "dobj", "ROOT"):
+            object_phrases.append(phrase)
+    phrases = dict.fromkeys(subject_phrases or object_phrases)
+    return [phrase for phrase in phrases if phrase.split()[0] not in NO_ENTITY_STARTS]
+
+
+def read_captions(read: Callable, captions: list[str], templates: bool) -> dict[str, list]:
+    """Each caption -> what `read` makes of it: `subjects`, or RDD's segments."""
+    docs = analysed(captions, templates)
+    bar = progress(docs, desc=read.__name__, total=len(captions), unit="caption")
+    return {caption: read(doc) for caption, doc in zip(captions, bar, strict=True)}
