@@ -99,7 +99,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -227,41 +227,25 @@ class Embedding(nn.Module):
         return torch.cat([self.special(part, y.shape[0]), y], 1)
 
 
-class State(NamedTuple):
-    """What a block's attention computes of its tokens, each (B, T, D)."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
-
 class Block(nn.Module):
     """Pre-norm layer (as released): x + MHA(LN x), then x + W2 ReLU(W1 LN x)."""
 
     def __init__(self, cfg: Config):
         super().__init__()
         self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
-        self.hidden = nn.Linear(cfg.dim, cfg.ffn)
-        self.output = nn.Linear(cfg.ffn, cfg.dim)
+        self.widen = nn.Linear(cfg.dim, cfg.ffn)  # W1
+        self.output = nn.Linear(cfg.ffn, cfg.dim)  # W2
         self.norm1 = nn.LayerNorm(cfg.dim)
         self.norm2 = nn.LayerNorm(cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None, images: State | None) -> tuple[Tensor, State]:
-        """x (B, T, D) -> the new x (B, T, D), and its State. mask: bool (B or 1, 1, T or 1, T),
-        True where a token may be seen. images: the State of the images' S tokens, if x sees them,
-        too (but they do not see x); the mask then has S + T columns."""
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """x (B, T, D) -> the new x (B, T, D). mask: bool (B or 1, 1, T or 1, T), True where the
+        row's token sees the column's; None: every token sees all tokens."""
         y = self.norm1(x)
-        state = State(*self.attention.project(y, y))
-        key = state.key
-        value = state.value
-        if images is not None:
-            key = torch.cat([images.key, key], 1)  # (B, S + T, D)
-            value = torch.cat([images.value, value], 1)
-        x = x + self.dropout(self.attention.attend(state.query, key, value, mask=mask))
-        hidden = F.relu(self.hidden(self.norm2(x)))
-        x = x + self.dropout(self.output(self.dropout(hidden)))
-        return x, state
+        x = x + self.dropout(self.attention(y, y, mask=mask))
+        wide = self.dropout(F.relu(self.widen(self.norm2(x))))  # (B, T, ffn)
+        return x + self.dropout(self.output(wide))
 
 
 class Transformer(nn.Module):
@@ -274,19 +258,23 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(cfg.dim)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(layers))
 
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, images: list[State] | None = None
-    ) -> tuple[Tensor, list[State]]:
-        """x (B, T, D) -> the new x (B, T, D), and its State in each block. images: those of the
-        images, if x sees these, too. See Block, also for the mask."""
-        if images is None:
-            images = [None] * len(self.blocks)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x (B, T, D) -> the new x (B, T, D). mask: see Block."""
         x = self.norm(x)
-        states = []
-        for block, images_of_block in zip(self.blocks, images, strict=True):
-            x, state = block(x, mask, images_of_block)
-            states.append(state)
-        return x, states
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+    def last_scores(self, x: Tensor, mask: Tensor) -> Tensor:
+        """x (B, T, D) -> the scores of the last block's attention before its softmax and without
+        its mask (B, h, T, T)."""
+        x = self.norm(x)
+        *earlier, last = self.blocks
+        for block in earlier:
+            x = block(x, mask)
+        y = last.norm1(x)
+        query, key, _ = last.attention.project(y, y)
+        return last.attention.scores(query, key)
 
 
 # ---- masks ---------------------------------------------------------------------------------------
@@ -323,26 +311,33 @@ def mask_cells(pairs: int, images: int, cells: int, rate: float, device) -> Tens
     return ((pair * images + image) * cells + cell).flatten()
 
 
-def causal_mask(length: int, asked: int, device) -> Tensor:
-    """Section 2.3: each of `length` tokens ([CLS] and words) sees those before it and itself. Then
-    come `asked` [MASK]s, one after each of the last tokens: it sees what that token sees, and
-    itself, as in decoding. -> bool (length + asked, length + asked), True where the row's token
-    sees the column's.
+def causal_mask(images: int, length: int, asked: int, device) -> Tensor:
+    """Section 2.3: which token sees which in fine-tuning. First come `images` tokens of both images
+    (v), which see only each other. Each of `length` text tokens, [CLS] and words, sees the images,
+    earlier text and itself. Then come `asked` [MASK]s, one for each of the last text tokens: it
+    sees what that token sees, and itself, as in decoding. -> bool (S + T, S + T), T = length +
+    asked, True where the row's token sees the column's.
 
     With length = 3 and asked = 2, where w0 is START and m1, after w0, predicts w1:
 
-                [CLS]  w0  w1 | m1  m2
-        [CLS]     x           |
-        w0        x    x      |
-        w1        x    x   x  |
-        m1        x    x      | x
-        m2        x    x   x  |     x
-    """
-    earlier = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+                v | [CLS]  w0  w1 | m1  m2
+        v       x |               |
+        [CLS]   x |   x           |
+        w0      x |   x    x      |
+        w1      x |   x    x   x  |
+        m1      x |   x    x      | x
+        m2      x |   x    x   x  |     x
+
+    That images do not see the text is as released. In the paper, "the attention on the visual side
+    does not change", but then a word would learn about later words through the images."""
+    image = torch.full((images,), -1, device=device)
+    text = torch.arange(length, device=device)
+    place = torch.cat([image, text, text[length - asked :]])
+    seen = place[:, None] >= place  # images and earlier text
     itself = torch.eye(asked, dtype=torch.bool, device=device)
-    seen_by_tokens = F.pad(earlier, (0, asked))  # no [MASK]
-    seen_by_masks = torch.cat([earlier[length - asked :], itself], 1)
-    return torch.cat([seen_by_tokens, seen_by_masks])
+    seen[:, images + length :] = False  # no [MASK]
+    seen[images + length :, images + length :] = itself  # but its own
+    return seen
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -430,6 +425,8 @@ def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
 
 # ---- method --------------------------------------------------------------------------------------
 
+# The tasks of pre-training on captioned pairs: methods of IDC. Config has their shares.
+TASKS = ("mlm", "mvcl", "fda")
 BIRD_CLASSES = 555  # of NABirds
 REWRITES = 6  # rewritten captions of a pair
 
@@ -445,7 +442,7 @@ class IDC(nn.Module):
         self.grid = tuple(grid)
         self.max_len = max_len
         channels, height, width = grid
-        Embed = ReleasedEmbedding if cfg.embedding == "released" else Embedding
+        Embed = {"plain": Embedding, "released": ReleasedEmbedding}[cfg.embedding]
         self.embed = Embed(cfg, vocab_size, channels, max(height * width, max_len))
         if cfg.difference_encoder:
             self.single = Transformer(cfg, 1)
@@ -465,9 +462,9 @@ class IDC(nn.Module):
         if cfg.init_weights == "xavier":
             initialise(self, xavier=True)
 
-    def forward(self, *inputs: Tensor | None, task: Callable | None = None) -> dict[str, Tensor]:
-        """The losses of a task: a method of this class, IDC.finetune unless given, or for
-        pre-training IDC.mlm, IDC.mvcl, IDC.fda or IDC.birds. The inputs are the method's.
+    def forward(self, *inputs: Tensor | None, task: str = "finetune") -> dict[str, Tensor]:
+        """The losses of a task, which is a method of this class: "finetune", one of TASKS, or
+        "birds". The inputs are the method's.
         torch.compile compiles this, into a graph for each task.
 
         Values at the start, with the paper's sizes, 16 pairs and 76 ids, and what it means if a
@@ -479,9 +476,7 @@ class IDC(nn.Module):
             fda           1.95 = ln 7: there, the cosine does not depend on the caption; at tau_fda
                           1 it cannot fall below ln(1 + 6 / e^2) = 0.59
             class         about 7.2; ln 555 = 6.3 would be a guess"""
-        if task is None:
-            task = IDC.finetune
-        return task(self, *inputs)
+        return getattr(self, task)(*inputs)
 
     # -- the sequence
 
@@ -500,15 +495,15 @@ class IDC(nn.Module):
         if after is None:
             x_2 = self.embed.special(Embedding.IMAGE_2, before.shape[0])
             if self.cfg.difference_encoder:
-                x_1, _ = self.single(x_1)
-                x_2, _ = self.single(x_2)
+                x_1 = self.single(x_1)
+                x_2 = self.single(x_2)
             return x_1, x_2
         # Otherwise, unflatten below would split the images at the wrong place.
         assert after.shape == before.shape, f"{before.shape} expected, {after.shape} found"
         x_2 = self.embed.image(after, Embedding.IMAGE_2)
         x = torch.cat([x_1, x_2])  # (2B, 1 + N, D)
         if self.cfg.difference_encoder:
-            x, _ = self.single(x)
+            x = self.single(x)
         x_1, x_2 = x.unflatten(0, (2, -1))
         return x_1, x_2
 
@@ -516,7 +511,7 @@ class IDC(nn.Module):
         """E_p of Eq. 4, on what encode_each returns -> v (B, S, D)."""
         x = torch.cat([x_1, x_2], 1)
         if self.cfg.difference_encoder:
-            x, _ = self.pair(x)
+            x = self.pair(x)
         return x
 
     def image_tokens(self, visual: Tensor) -> Tensor:
@@ -532,26 +527,32 @@ class IDC(nn.Module):
         text = torch.cat([cls, self.embed.words(ids)], 1)  # Eq. 1
         seen = (ids != NULL) | self.cfg.see_padding
         seen = F.pad(seen, (count + 1, 0), value=True)  # all see images and [CLS]
-        x, _ = self.cross(torch.cat([visual, text], 1), seen[:, None, None])  # Eq. 5
+        x = self.cross(torch.cat([visual, text], 1), seen[:, None, None])  # Eq. 5
         return x[:, :count], x[:, count:]
 
-    def causal_text(self, ids: Tensor, asked: int = 0) -> tuple[Tensor, Tensor]:
-        """Fine-tuning's text (B, T, D) of ids (B, K): [CLS] (if finetune_cls), words, and a [MASK]
-        for each of the last `asked` words. It has the position embedding of the word that follows
-        (in causal_mask's picture: m1 that of w1). Also what the text sees, bool (1, 1, T, S + T):
-        all images, and what causal_mask allows."""
+    def causal(self, visual: Tensor, ids: Tensor, asked: int = 0) -> tuple[Tensor, Tensor]:
+        """Eq. 5 in fine-tuning and decoding, where causal_mask tells which token sees which. visual
+        (B, S, D) of Eq. 4, ids (B, K) -> visual (B, S, D); text (B, T, D), see causal_sequence."""
+        x, mask = self.causal_sequence(visual, ids, asked)
+        x = self.cross(x, mask)  # Eq. 5
+        count = visual.shape[1]
+        return x[:, :count], x[:, count:]
+
+    def causal_sequence(self, visual: Tensor, ids: Tensor, asked: int) -> tuple[Tensor, Tensor]:
+        """-> images and text (B, S + T, D), and causal_mask's (1, 1, S + T, S + T). The text is
+        [CLS] (if finetune_cls), the words of ids (B, K), and a [MASK] after each of the last
+        `asked` words. It has the position of the word that follows (in causal_mask's picture: m1
+        that of w1)."""
         text = self.embed.words(ids)
         if self.cfg.finetune_cls:
             cls = self.embed.special(Embedding.TEXT, ids.shape[0])
             text = torch.cat([cls, text], 1)  # Eq. 1
-        seen = causal_mask(text.shape[1], asked, ids.device)
+        mask = causal_mask(visual.shape[1], text.shape[1], asked, ids.device)
         if asked:
             masks = torch.full_like(ids[:, :asked], self.embed.mask_id)
-            following = ids.shape[1] - asked + 1
-            text = torch.cat([text, self.embed.words(masks, following)], 1)
-        _, height, width = self.grid
-        seen = F.pad(seen, (2 * (1 + height * width), 0), value=True)  # all see the images
-        return text, seen[None, None]
+            following = self.embed.words(masks, first=ids.shape[1] - asked + 1)
+            text = torch.cat([text, following], 1)
+        return torch.cat([visual, text], 1), mask[None, None]
 
     def mask(self, caption: Tensor) -> tuple[Tensor, Tensor]:
         """mask_words, or the released rules."""
@@ -639,15 +640,10 @@ class IDC(nn.Module):
         if cfg.finetune_targets == "every":
             ids = caption[:, :-1]
             target = caption[:, 1:]
-            text, seen = self.causal_text(ids, asked=ids.shape[1])
+            visual, text = self.causal(visual, ids, asked=ids.shape[1])
         else:
             ids, target = self.mask(caption)
-            text, seen = self.causal_text(ids)
-        # As released, images see only images. In the paper, "the attention on the visual side does
-        # not change", so they seem to see the text, too, but then a word would learn about later
-        # words through the images.
-        visual, images = self.cross(visual)  # Eq. 5
-        text, _ = self.cross(text, seen, images)  # Eq. 5
+            visual, text = self.causal(visual, ids)
         asked = text[:, -target.shape[1] :]  # the [MASK]s that follow the words, or all words
         losses = {"caption": word_loss(self.head(asked), target, cfg.reduction)}  # Eq. 6
         if changed is not None:
@@ -662,11 +658,9 @@ class IDC(nn.Module):
         """Features (B, C, H, W) of both images -> ids of greedy captions (B, max_len). Unlike the
         released code, it does not write UNK."""
         visual = self.encode(before, after)
-        _, images = self.cross(visual)
 
         def next_word(ids: Tensor) -> Tensor:
-            text, seen = self.causal_text(ids, asked=1)
-            text, _ = self.cross(text, seen, images)
+            _, text = self.causal(visual, ids, asked=1)
             return self.head(text[:, -1])
 
         return decode(next_word, before.shape[0], self.max_len, before.device)
@@ -688,12 +682,8 @@ class IDC(nn.Module):
         _, height, width = self.grid
         visual = self.encode(before, after)
         count = ids.shape[1] - 1
-        text, seen = self.causal_text(ids[:, :-1], asked=count)
-        _, images = self.cross(visual)
-        _, states = self.cross(text, seen, images)
-        query = states[-1].query[:, -count:]  # of the [MASK]s, (B, L - 1, D)
-        key = images[-1].key  # (B, S, D)
-        scores = self.cross.blocks[-1].attention.scores(query, key)  # (B, h, L - 1, S)
+        x, mask = self.causal_sequence(visual, ids[:, :-1], asked=count)
+        scores = self.cross.last_scores(x, mask)[:, :, -count:, : visual.shape[1]]
         scores = scores.unflatten(-1, (2, -1))[..., 1:]  # without [IMG1] and [IMG2]
         weight = scores.flatten(-2).softmax(-1).mean(1)  # (B, L - 1, 2N)
         return weight.unflatten(2, (2, height, width))
@@ -780,25 +770,27 @@ PUBLISHED = {
 # ---- tasks ---------------------------------------------------------------------------------------
 
 
-def tasks(cfg: Config, stage: str) -> list[Callable]:
-    """The tasks of a stage, methods of IDC that return losses, each as often as its share says."""
-    if stage == "finetune":
-        return [IDC.finetune]
-    choice = [IDC.mlm] * cfg.mlm + [IDC.mvcl] * cfg.mvcl + [IDC.fda] * cfg.fda
+def pool_of_tasks(cfg: Config, stage: str) -> list[str]:
+    """The tasks of a stage of pre-training, each as often as its share says."""
+    pool = []
+    for task in TASKS:
+        pool += [task] * getattr(cfg, task)
     if cfg.nabirds and stage == "pretrain":
-        choice += [IDC.birds] * 3  # a fifth of 9 + 1 + 2 + 3, as in appendix A.3
-    return choice
+        pool += ["birds"] * 3  # a fifth of 9 + 1 + 2 + 3, as in appendix A.3
+    return pool
 
 
-def draw_task(cfg: Config, stage: str, step: int) -> Callable:
+def draw_task(cfg: Config, stage: str, step: int) -> str:
     """The task of a step, drawn according to the shares. It depends only on seed and step."""
-    choice = tasks(cfg, stage)
+    if stage == "finetune":
+        return "finetune"
+    pool = pool_of_tasks(cfg, stage)
     rng = np.random.default_rng([cfg.seed, step])
-    return choice[rng.integers(len(choice))]
+    return pool[rng.integers(len(pool))]
 
 
 def compute_losses(
-    model: IDC, batches: tuple, cfg: Config, task: Callable = IDC.finetune, rewrites=None
+    model: IDC, batches: tuple, cfg: Config, task: str = "finetune", rewrites=None
 ) -> dict[str, Tensor]:
     """The losses of a task, except birds, on the data.Batches of a step: (changed pairs, distractor
     pairs) or (all pairs,). rewrites, for fda: pair ids -> (B, 6, L), such as Negatives."""
@@ -807,9 +799,9 @@ def compute_losses(
         batch = batch.to(cfg.device)
         after = None if batch.single else batch.after
         x = (batch.before, after, batch.caption)
-        if task is IDC.fda:
+        if task == "fda":
             x = with_rewrites(*x, batch.pair_ids, rewrites)
-        elif task is IDC.finetune and len(batches) == 2:  # otherwise there is nothing to judge
+        elif task == "finetune" and len(batches) == 2:  # otherwise there is nothing to judge
             is_changed = n == 0
             changed = torch.full(batch.caption.shape[:1], is_changed, device=cfg.device)
             x = (*x, changed)
@@ -828,7 +820,7 @@ def with_rewrites(
     return before[:count], after, caption[:count], rewritten
 
 
-def mean_losses(model: IDC, cfg: Config, task: Callable, inputs: list) -> dict[str, Tensor]:
+def mean_losses(model: IDC, cfg: Config, task: str, inputs: list) -> dict[str, Tensor]:
     """The losses of one step, each a mean over the batches, and their total. task: a method of IDC;
     inputs: its arguments for each batch.
 
@@ -911,7 +903,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
                 break
             optimizer.param_groups[0]["lr"] = stage_rate(cfg, stage, run.step - first)
             task = draw_task(cfg, stage, run.step)
-            if task is IDC.birds:  # which leaves the step's pairs unused
+            if task == "birds":  # which leaves the step's pairs unused
                 losses = mean_losses(model, cfg, task, [birds.batch(cfg.device)])
             else:
                 losses = compute_losses(model, batches, cfg, task, rewrites.get(stage))
@@ -1269,8 +1261,9 @@ def open_dataset(cfg: Config, make: bool = True):
     from support.text import SPECIAL, Vocab
 
     for stage, _, _ in stages(cfg):
-        if stage != "finetune" and not tasks(cfg, stage):
-            raise InputError("--mlm 0 --mvcl 0 --fda 0 leave no task; give --pretrain_steps 0")
+        if stage != "finetune" and not pool_of_tasks(cfg, stage):
+            flags = " ".join(f"--{task} 0" for task in TASKS)
+            raise InputError(f"{flags} leave no task; give --pretrain_steps 0")
     dataset = data.open_dataset(cfg, make)
     if cfg.cub:
         cub = vocab_of("cub", read_release("cub", Path(cfg.cub)))
