@@ -444,9 +444,8 @@ class IDC(nn.Module):
         channels, height, width = grid
         Embed = {"plain": Embedding, "released": ReleasedEmbedding}[cfg.embedding]
         self.embed = Embed(cfg, vocab_size, channels, max(height * width, max_len))
-        if cfg.difference_encoder:
-            self.single = Transformer(cfg, 1)
-            self.pair = Transformer(cfg, 1)
+        self.single = Transformer(cfg, 1) if cfg.difference_encoder else nn.Identity()  # E_s
+        self.pair = Transformer(cfg, 1) if cfg.difference_encoder else nn.Identity()  # E_p
         self.cross = Transformer(cfg, cfg.layers)
         self.head = nn.Linear(cfg.dim, vocab_size)  # the released one also has [MASK] and [CLS]
         self.cell_head = nn.Sequential(  # as released
@@ -483,7 +482,8 @@ class IDC(nn.Module):
     def encode(self, before: Tensor, after: Tensor | None = None) -> Tensor:
         """Eq. 4. Features (B, C, H, W) of both images, or of a single one -> visual tokens v
         (B, S, D): [IMG1], its cells, [IMG2], its cells, if there is a second image."""
-        return self.encode_pair(*self.encode_each(before, after))
+        x_1, x_2 = self.encode_each(before, after)  # E_s
+        return self.pair(torch.cat([x_1, x_2], 1))  # E_p
 
     def encode_each(self, before: Tensor, after: Tensor | None) -> tuple[Tensor, Tensor]:
         """E_s of Eq. 4 -> [IMG1] and its cells, [IMG2] and its cells, both (B, 1 + N, D).
@@ -494,25 +494,10 @@ class IDC(nn.Module):
         x_1 = self.embed.image(before, Embedding.IMAGE_1)
         if after is None:
             x_2 = self.embed.special(Embedding.IMAGE_2, before.shape[0])
-            if self.cfg.difference_encoder:
-                x_1 = self.single(x_1)
-                x_2 = self.single(x_2)
-            return x_1, x_2
-        # Otherwise, unflatten below would split the images at the wrong place.
-        assert after.shape == before.shape, f"{before.shape} expected, {after.shape} found"
-        x_2 = self.embed.image(after, Embedding.IMAGE_2)
-        x = torch.cat([x_1, x_2])  # (2B, 1 + N, D)
-        if self.cfg.difference_encoder:
-            x = self.single(x)
-        x_1, x_2 = x.unflatten(0, (2, -1))
-        return x_1, x_2
-
-    def encode_pair(self, x_1: Tensor, x_2: Tensor) -> Tensor:
-        """E_p of Eq. 4, on what encode_each returns -> v (B, S, D)."""
-        x = torch.cat([x_1, x_2], 1)
-        if self.cfg.difference_encoder:
-            x = self.pair(x)
-        return x
+        else:
+            assert after.shape == before.shape, f"{before.shape} expected, {after.shape} found"
+            x_2 = self.embed.image(after, Embedding.IMAGE_2)
+        return self.single(x_1), self.single(x_2)
 
     def image_tokens(self, visual: Tensor) -> Tensor:
         """(B, S, D) -> [IMG1] and [IMG2] (B, 2, D)."""
@@ -584,19 +569,20 @@ class IDC(nn.Module):
         """Mask cells, and predict all -> predictions and features (M, C) of all cells of the batch,
         in the order (B, images, N), and the places of the masked ones among them (n,)."""
         images = before[:, None] if after is None else torch.stack([before, after], 1)
-        cells = images.flatten(3).transpose(2, 3)  # (B, 1 or 2, N, C)
-        features = cells.flatten(0, 2)  # (M, C), of all cells of the batch
-        masked = mask_cells(*cells.shape[:3], self.cfg.cell_mask_rate, cells.device)
-        shown = features.index_fill(0, masked, 0).view_as(cells)
-        shown = shown.transpose(2, 3).view_as(images)
+        pairs, count, _, height, width = images.shape  # count: 1 or 2
+        n = height * width
+        masked = mask_cells(pairs, count, n, self.cfg.cell_mask_rate, images.device)
+        is_masked = torch.zeros(pairs * count * n, dtype=torch.bool, device=images.device)
+        is_masked = is_masked.index_fill(0, masked, True).view(pairs, count, 1, height, width)
+        shown = images.masked_fill(is_masked, 0)
         visual = self.encode(*shown.unbind(1))  # Eq. 4
         visual, _ = self.joint(visual, caption)  # Eq. 5
-        _, count, n, _ = cells.shape
-        visual = visual[:, : count * (1 + n)].unflatten(1, (count, 1 + n))  # (B, 1 or 2, 1 + N, D)
-        hidden = self.cell_head(visual[:, :, 1:])  # without [IMG1] and [IMG2]
+        # Each part is [IMG1] or [IMG2] and its cells, if it has any.
+        cells = torch.cat([part[:, 1:] for part in visual.split(1 + n, 1)], 1)
         # As released, the projection's weights, transposed, map back to features.
-        predicted = hidden @ self.embed.project.weight + self.cell_bias
-        return predicted.flatten(0, 2), features, masked
+        predicted = self.cell_head(cells) @ self.embed.project.weight + self.cell_bias
+        features = images.flatten(3).transpose(2, 3)  # (B, count, N, C)
+        return predicted.flatten(0, 1), features.flatten(0, 2), masked
 
     def fda(
         self, before: Tensor, after: Tensor | None, caption: Tensor, rewritten: Tensor
@@ -614,7 +600,7 @@ class IDC(nn.Module):
     def birds(self, before: Tensor, after: Tensor, classes: Tensor) -> dict[str, Tensor]:
         """Section 2.4. classes (B, 2) of both images, which have no caption."""
         x_1, x_2 = self.encode_each(before, after)  # E_s of Eq. 4
-        visual = self.encode_pair(x_1, x_2)  # E_p of Eq. 4
+        visual = self.pair(torch.cat([x_1, x_2], 1))  # E_p of Eq. 4
         alone = torch.cat([x_1[:, 0], x_2[:, 0]])  # [IMG1] and then [IMG2] of all pairs, (2B, D)
         pair = self.image_tokens(visual).flatten(1)  # (B, 2D)
         class_of = classes.T.flatten()  # (2B,)

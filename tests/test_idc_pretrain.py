@@ -609,7 +609,7 @@ def test_birds_of_both_images_meet_their_classes():
     model = small(nabirds="somewhere")
     losses = model(*pictures(), CLASSES, task="birds")
     x_1, x_2 = model.encode_each(*pictures())
-    visual = model.encode_pair(x_1, x_2)
+    visual = model.encode(*pictures())
     images = torch.cat([x_1[:, 0], x_2[:, 0]])
     classes = torch.cat([CLASSES[:, 0], CLASSES[:, 1]])
     torch.testing.assert_close(losses["class"], idc.class_loss(model.classify(images), classes))
