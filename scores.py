@@ -11,8 +11,8 @@ need Java.
     scores of a split    results, protocol_scores; one caption for all; the pointing game
     command line         main
 
-To copy: this file, common.py and support/, which need torch, tqdm and pycocoevalcap. Only pictures
-need matplotlib and Pillow. Licence: MIT; contains no code from other repositories.
+To copy: this file, common.py and support/files.py, which need torch, tqdm and pycocoevalcap.
+Licence: MIT; contains no code from other repositories.
 """
 
 import argparse

@@ -19,10 +19,10 @@ a CLIP. tools/make_mini_networks.py trained them on single training pictures and
 have seen no captions, no pairs, and no validation or test pictures.
 
 An object ("item") is a dict with size, color, material, shape, its centre xyz, and its turn, the
-rotation about the vertical in radians. The z axis points up, and the floor is at z = 0. Objects
-stand on it, so xyz[2] is also half the height, which the ray caster calls `half`: the radius of a
-ball or cylinder, half the side of a cube. In scenes.json, items have a box [x, y, w, h] and no
-turn. Licence: MIT.
+rotation about the vertical in radians. The z axis points up, and the floor is at z = 0. An object
+stands on the floor, so the height of its centre, xyz[2], is half its own height. The ray caster
+calls this number `half`: it is the radius of a ball or cylinder, and half the side of a cube. In
+scenes.json, items have a box [x, y, w, h] and no turn. Licence: MIT.
 """
 
 import functools
@@ -579,19 +579,19 @@ def describe(
     pairs = zip(before, after, strict=True)
     overlaps = [overlap(a, b) for a, b in pairs if a is not None and b is not None]
     iou = round(sum(overlaps) / len(overlaps), 4)
-    # Left and right are as seen in the "before" picture, which in swapped pairs is the nonsemantic
-    # one. An added object, however, is visible in the semantic picture alone.
-    default, semantic, nonsemantic = cameras
-    if kind == "add":
-        default = semantic
-        nonsemantic = semantic
+    # Left and right are as seen in the picture that captions describe: the "before" picture, which
+    # is the default one or, in swapped pairs, the nonsemantic one. Only the semantic picture shows
+    # an added object.
+    default, semantic, nonsemantic = [camera.right for camera in cameras]
+    right = semantic if kind == "add" else default
+    right_if_swapped = semantic if kind == "add" else nonsemantic
     truth = {"type": kind, "changed": changed, "iou": iou, "objects": objects}
     truth["right_axes"] = right_axes  # by which `accuracy` judges words of place
     return {
         "truth": truth,
         "boxes": {"bbox_before": before[changed], "bbox_after": after[changed]},
-        "default": change_captions(kind, *scenes[:2], changed, default.right),
-        "nonsemantic": change_captions(kind, *scenes[:2], changed, nonsemantic.right),
+        "default": change_captions(kind, *scenes[:2], changed, right),
+        "nonsemantic": change_captions(kind, *scenes[:2], changed, right_if_swapped),
     }
 
 

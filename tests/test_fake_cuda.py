@@ -7,6 +7,7 @@ losses in float32. Gradients, speed, memory and results cannot be tested this wa
 """
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -59,6 +60,15 @@ class Watch(TorchDispatchMode):
         return out
 
 
+class AutocastWithoutGPU(torch.autocast):
+    """Autocast, which otherwise checks by these two functions for a GPU, and turns itself off."""
+
+    def __init__(self, *args, **options):
+        checks = {"is_available": lambda: True, "is_bf16_supported": lambda *_, **__: True}
+        with mock.patch.multiple(torch.cuda, **checks):
+            super().__init__(*args, **options)
+
+
 def move_to_gpu(model):
     """model.to(GPU), which PyTorch refuses for tensors without content."""
     for module in model.modules():
@@ -74,9 +84,7 @@ def move_to_gpu(model):
 @pytest.mark.parametrize("method, fields", VARIANTS)
 def test_no_operation_mixes_devices_or_waits(method, fields, monkeypatch):
     """At the size of CLEVR-Change."""
-    # By these two functions, autocast checks for a GPU.
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
-    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch, "autocast", AutocastWithoutGPU)
     cfg = preset(method.Config, method.PRESETS, {}, "clevr_change")
     # More layers would only repeat the operations of one.
     cfg = dataclasses.replace(cfg, **one_layer(method) | fields, device=str(GPU))

@@ -5,11 +5,9 @@ interpreter, which needs no GPU, the kernels for CUDA.
 """
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -70,84 +68,13 @@ def test_the_kernels_in_the_interpreter():
     assert len(done.stdout.splitlines()) == len(SHAPES)
 
 
-# ---- the kernels, as machine code that does not run ----------------------------------------------
-
-
-class CompileOnly:
-    """Stands in for a Triton kernel. A launch only compiles it, as it would for its arguments."""
-
-    def __init__(self, kernel):
-        self.kernel = kernel
-        self.compiled = []
-
-    def __getitem__(self, grid):
-        return self.launch
-
-    def launch(self, *args, **options):
-        self.compiled.append(self.kernel.warmup(*args, grid=(1,), **options))
-
-
-@pytest.fixture
-def compiled_for(monkeypatch):
-    """A function that compiles the kernels at the papers' size, for a GPU that is not there."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-
-    def compile_kernels(capability, channels, dtype):
-        """-> match_kernel for q and for k, then gradient_kernel for both."""
-        gpu = SimpleNamespace(
-            get_current_device=lambda: f"sm_{capability}",
-            get_current_stream=lambda device: 0,
-            get_current_target=lambda: GPUTarget("cuda", capability, 32),
-        )
-        match = CompileOnly(matching.match_kernel)
-        gradient = CompileOnly(matching.gradient_kernel)
-        monkeypatch.setattr(triton.runtime.driver, "_active", gpu)
-        monkeypatch.setattr(matching, "match_kernel", match)
-        monkeypatch.setattr(matching, "gradient_kernel", gradient)
-        packed = capability >= 90 and dtype == torch.bfloat16
-        monkeypatch.setattr(matching, "can_pack", lambda q: packed)
-        q = torch.empty(128, 196, channels, dtype=dtype, device="meta")
-        similarity, *winners = matching.match_by_kernel(q, q, 1)
-        matching.gradients_by_kernel(similarity, q, q, *winners)
-        return match.compiled + gradient.compiled
-
-    return compile_kernels
-
-
 @pytest.mark.parametrize("channels, dtype", [(64, torch.bfloat16), (512, torch.float32)])
-def test_the_kernels_compile_for_small_gpus(compiled_for, channels, dtype):
+def test_the_kernels_compile_for_small_gpus(channels, dtype):
     """The interpreter accepts code that Triton's compiler refuses."""
-    for kernel in compiled_for(86, channels, dtype):
+    machine_code = pytest.importorskip("machine_code", reason="needs Triton")
+    for kernel in machine_code.compile_kernels(86, channels, dtype):
         assert kernel.asm["cubin"]
         assert kernel.metadata.shared <= 99 * 1024
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("channels", [64, 512])
-def test_the_machine_code_for_an_h100_keeps_all_products(compiled_for, channels, dtype, tmp_path):
-    """Faults of two versions of ptxas: see the comments on the sums in the kernels."""
-    *matches, grad_q, grad_k = compiled_for(90, channels, dtype)
-    gradients = (grad_q, grad_k)
-    for kernel in (*matches, *gradients):
-        code = disassemble(kernel, tmp_path)
-        written = re.findall(r"HGMMA\S+ (\w+),", code)  # the register of each product
-        assert written
-        assert "RZ" not in written  # it is always zero
-        if kernel in gradients:
-            running = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (\w+)", code)  # after each wait
-            assert set(running) == {"0x0"}
-
-
-def disassemble(kernel, folder):
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    if not tool.exists():
-        pytest.skip("this Triton brings no nvdisasm")
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    return subprocess.run([tool, cubin], capture_output=True, text=True, check=True).stdout
 
 
 # ---- when the kernels are used -------------------------------------------------------------------

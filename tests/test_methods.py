@@ -247,49 +247,14 @@ def run(method, *argv):
     method.main([str(a) for a in argv])
 
 
+ROOT = Path(common.__file__).parent
+
+
 def code_of_the_page(word):
     """The block of docs/extending.md that has this word."""
     page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
     (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.S) if word in code]
     return code
-
-
-# ---- the files -----------------------------------------------------------------------------------
-
-ROOT = Path(common.__file__).parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PACKAGES = ("data", "scores", "support", "h5py", "spacy", "open_clip", "pycocoevalcap")
-
-
-def test_a_method_and_common_are_enough_to_use_its_model(method, tmp_path, monkeypatch):
-    """README's loop, with README's changes for the other methods. The method's file is imported
-    anew from a folder without the other files, except those that its docstring says to copy."""
-    name = method.__name__
-    model = METHODS[method].model.__name__
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    loop = next(block for block in blocks if "as Model" in block)
-    loop = re.sub(r"from \w+ import \w+ as", f"from {name} import {model} as", loop)
-    loop = loop.replace("1024, 14, 14", "8, 2, 3")
-    loop = loop.replace('PRESETS["pairs"]', f'PRESETS["pairs"] | {METHODS[method].alone}')
-    if not hasattr(METHODS[method].model, "clamp_scales"):
-        loop = re.sub(r"    model.clamp_scales\(\).*\n", "", loop)
-    assert f"import {model} as" in loop
-
-    (tmp_path / f"{name}.py").write_bytes(Path(method.__file__).read_bytes())
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    others = [other.__name__ for other in METHODS if other is not method]
-    to_copy, _, _ = method.__doc__.partition("To copy: ")[2].partition(". ")
-    if "matching.py" not in to_copy:
-        others.append("matching")
-    for missing in (*PACKAGES, *others):
-        monkeypatch.setitem(sys.modules, missing, None)  # importing it fails
-    monkeypatch.delitem(sys.modules, name)
-    names = {}
-    exec(loop, names)
-    assert sys.modules[name].__file__ == str(tmp_path / f"{name}.py")
-    assert names["ids"].shape == (4, 24)
-    assert names["losses"]["caption"].isfinite()
 
 
 # ---- decoding ------------------------------------------------------------------------------------

@@ -3,10 +3,8 @@
 import itertools
 import json
 import math
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -264,26 +262,6 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
     predictions.write_text(json.dumps([*rows, rows[0]]))
     with pytest.raises(InputError, match="two predictions"):
         scores.main(call)
-
-
-def test_a_copy_of_five_files_is_a_scorer(tmp_path):
-    """scores.py and what it imports, where what only loaders and pictures need is missing."""
-    (tmp_path / "support").mkdir()
-    for name in ("scores", "common", "support/files", "support/run", "support/pictures"):
-        shutil.copy(Path(scores.__file__).parent / f"{name}.py", tmp_path / f"{name}.py")
-    for name in ("h5py", "torchvision", "PIL", "matplotlib"):
-        (tmp_path / f"{name}.py").write_text("raise ImportError")  # found first
-    rows = [{"image_id": 1, "caption": "a car left"}, {"image_id": 2, "caption": "no change"}]
-    (tmp_path / "captions.json").write_text(json.dumps(rows))
-    rows[1] = {"image_id": 2, "caption": "no change today"}
-    (tmp_path / "references.json").write_text(json.dumps({"annotations": rows}))
-    call = [sys.executable, "scores.py", "--predictions", "captions.json"]
-    call += ["--references", "references.json"]
-    without_java = os.environ | {"PATH": ""}
-    done = subprocess.run(call, cwd=tmp_path, env=without_java, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    # All 5 words match, and the references have 6.
-    assert f"{100 * math.exp(1 - 6 / 5):.2f}" in done.stdout
 
 
 def test_a_model_of_own_pairs_without_a_mistake_scores_100():
