@@ -371,15 +371,14 @@ def test_without_swap_no_scene_has_swapped_pairs(prepared, swap):
 
 def test_rates():
     cfg = Config(lr=1.0, warmup=4, pretrain_lr=1.0, pretrain_warmup=10)
-    for stage, kind, rates in (
-        ("pretrain", "plain", {0: 0.1, 4: 0.5, 9: 1, 99: 1}),
-        ("pretrain", "released", {0: 1e-8, 5: 0.5, 10: 1, 40: 0.5}),
-        ("finetune", "plain", {0: 0.25, 3: 1, 90000: 1}),
-        ("finetune", "released", {0: 0.25, 9999: 1, 10000: 0.5, 20000: 0.25, 90000: 0.25}),
+    for stage, rate, expected in (
+        ("pretrain", idc.plain_rate, {0: 0.1, 4: 0.5, 9: 1, 99: 1}),
+        ("pretrain", idc.released_rate, {0: 1e-8, 5: 0.5, 10: 1, 40: 0.5}),
+        ("finetune", idc.plain_rate, {0: 0.25, 3: 1, 90000: 1}),
+        ("finetune", idc.released_rate, {0: 0.25, 9999: 1, 10000: 0.5, 20000: 0.25, 90000: 0.25}),
     ):
-        cfg.rates = kind
-        for step, rate in rates.items():
-            assert idc.stage_rate(cfg, stage, step) == pytest.approx(rate)
+        for step, value in expected.items():
+            assert rate(cfg, stage, step) == pytest.approx(value)
 
 
 def test_a_seventh_of_the_pairs_is_aligned_with_its_own_rewrites():
