@@ -14,7 +14,7 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids):
     Pre-training. Every token sees all tokens but padding. A step has one task:
         some words are [MASK]            head: these words                   L_MLM, Eq. 6
         some cells are zeros             cell_head: their features           L_MVCL, Eq. 7-8
-        the caption, or a rewrite        cosine of [IMG1], [IMG2] to [CLS]   L_FDA, Eq. 9
+        the caption or a rewrite         cosine of [IMG1], [IMG2] to [CLS]   L_FDA, Eq. 9
     Fine-tuning. Images see images. A word sees images, [CLS], earlier words and itself.
         a [MASK] for each word [ours]    head: that word                     L_MLM, Eq. 6
         [IMG1] and [IMG2]                judge: did anything change?         L_judge, Sec. 3.1
@@ -31,7 +31,8 @@ only earlier words, so that captions can be written word by word.
 
 Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
 light differ, and its caption says that nothing changed. In CLEVR-Change and mini, a scene has one
-of each, with the same "before", and a step has a batch of each.
+of each, with the same "before", and a step has a batch of each. In half of the scenes, "before" and
+the distractor picture change places [ours].
 
 Read first: Embedding, Block, mask_words, causal_mask, cell_loss, align_loss, and of IDC encode,
 joint, mlm, predict_cells, fda, causal and finetune. Skip at first: attention maps, RELEASED, and
@@ -42,18 +43,18 @@ Eq. 1     Embedding.text   w = [CLS] START w_1 ... END (paper: [BOS], [EOS])  wo
 Eq. 2-3   Embedding.image  v_i = [IMGi] v_i1 ... v_iN                         LN (also in Eq. 1)
 Eq. 4     IDC.encode       v = E_p([E_s(v_1) ; E_s(v_2)])                     pre-norm (and Eq. 5)
 Eq. 5     joint, causal    E([v ; w])                                         padding unseen [ours]
-Eq. 6     word_loss        L_MLM = mean_m -log P(w_m | other words, v)        END may be m [ours]
-Eq. 7-8   cell_loss        L_MVCL = mean_m -log e(f_m) / [e(f_m) + sum e(n)]  number of m [ours]
+Eq. 6     word_loss        L_MLM = mean_m -log P(w_m | other words, v)        END is masked [ours]
+Eq. 7-8   cell_loss        L_MVCL = mean_m -log e(f_m) / [e(f_m) + sum e(u)]  weights of Eq. 2-3
 Eq. 9     align_loss       L_FDA = -log e_0 / [e_0 + ... + e_6]               a seventh of a batch
 Sec. 2.2  draw_task, mask_words, mask_cells; Negatives rewrites captions
 Sec. 2.3  causal_mask, IDC.finetune, IDC.generate
 Sec. 2.4  IDC.birds, class_loss, contrast_loss, same_class_loss
 Sec. 3.1  judge_loss       L = L_MLM + w_judge L_judge                        w_judge 1
-m is a masked word or cell, f_m the cell's feature, n an unmasked cell's. The two losses define e.
+m is a masked word or cell, f_m the cell's feature, u an unmasked cell's. The two losses define e.
 
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, L ids of a caption
 (START, words, END, padding), V ids of the vocabulary, K ids that fine-tuning reads (L or L - 1), T
-tokens, S = 2 (N + 1) visual tokens, M cells of a batch.
+tokens, S = 2 (N + 1) visual tokens, M cells of a batch, n of them masked.
 To copy: this file and common.py; to train, also data.py, scores.py and support/.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
@@ -328,7 +329,7 @@ def word_loss(logits: Tensor, target: Tensor, reduction: str = "mean") -> Tensor
 def cell_loss(predicted: Tensor, features: Tensor, masked: Tensor, tau: float) -> Tensor:
     """Eq. 7-8, L_MVCL: InfoNCE over cosines, the mean over masked cells m of
 
-        -log e(f_m) / [e(f_m) + sum of e(f_n) over unmasked cells n], e(f) = exp(cos(p_m, f) / tau).
+        -log e(f_m) / [e(f_m) + sum of e(f_u) over unmasked cells u], e(f) = exp(cos(p_m, f) / tau).
 
     predicted (p) and features (f) (M, C) are of all cells of the batch; masked (n,) holds the
     places of the masked ones.
@@ -425,8 +426,9 @@ class IDC(nn.Module):
         self.grid = tuple(grid)
         self.max_len = max_len
         channels, height, width = grid
+        self.cells = height * width  # N
         Embed = {"plain": Embedding, "released": ReleasedEmbedding}[cfg.embedding]
-        self.embed = Embed(cfg, vocab_size, channels, max(height * width, max_len))
+        self.embed = Embed(cfg, vocab_size, channels, max(self.cells, max_len))
         self.single = Transformer(cfg, 1) if cfg.difference_encoder else nn.Identity()  # E_s
         self.pair = Transformer(cfg, 1) if cfg.difference_encoder else nn.Identity()  # E_p
         self.cross = Transformer(cfg, cfg.layers)  # E
@@ -483,8 +485,7 @@ class IDC(nn.Module):
 
     def image_tokens(self, visual: Tensor) -> Tensor:
         """(B, S, D) -> [IMG1] and [IMG2] (B, 2, D)."""
-        _, height, width = self.grid
-        return visual[:, :: 1 + height * width]
+        return visual[:, :: 1 + self.cells]
 
     def joint(self, visual: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Eq. 5 in pre-training, where every token sees all tokens except padding. visual (B, S, D)
@@ -548,14 +549,14 @@ class IDC(nn.Module):
         in the order (B, images, N), and the places of the masked ones among them (n,)."""
         images = before[:, None] if after is None else torch.stack([before, after], 1)
         pairs, count, _, height, width = images.shape  # count: images of a pair
-        n = height * width
-        masked = mask_cells(pairs, count, n, self.cfg.cell_mask_rate, images.device)
-        is_masked = marked(masked, pairs * count * n).view(pairs, count, 1, height, width)
+        masked = mask_cells(pairs, count, self.cells, self.cfg.cell_mask_rate, images.device)
+        is_masked = marked(masked, pairs * count * self.cells)
+        is_masked = is_masked.view(pairs, count, 1, height, width)
         shown = images.masked_fill(is_masked, 0)
         visual = self.encode(*shown.unbind(1))  # Eq. 4
         visual, _ = self.joint(visual, caption)  # Eq. 5
         # Each part is [IMG1] or [IMG2] and the image's cells. A single image has no second cells.
-        cells = torch.cat([part[:, 1:] for part in visual.split(1 + n, 1)], 1)
+        cells = torch.cat([part[:, 1:] for part in visual.split(1 + self.cells, 1)], 1)
         # As released, the projection's weights, transposed, map back to features.
         predicted = self.cell_head(cells) @ self.embed.project.weight + self.cell_bias
         features = images.flatten(3).transpose(2, 3)  # (B, count, N, C)
@@ -565,15 +566,15 @@ class IDC(nn.Module):
         self, before: Tensor, after: Tensor | None, caption: Tensor, rewritten: Tensor
     ) -> dict[str, Tensor]:
         """Eq. 9: tell captions (B, L) from six rewrites of each, so that details have to be
-        compared. rewritten (F, 6, L): of the first F pairs alone, if the others are left out."""
+        compared. rewritten (B', 6, L) may be of the first B' pairs alone."""
         count = rewritten.shape[0]
         after = None if after is None else after[:count]
         visual = self.encode(before[:count], after)  # Eq. 4
-        ids = torch.cat([caption[:count, None], rewritten], 1)  # (F, 7, L)
-        visual = visual.repeat_interleave(ids.shape[1], 0)  # (7F, S, D)
+        ids = torch.cat([caption[:count, None], rewritten], 1)  # (B', 7, L)
+        visual = visual.repeat_interleave(ids.shape[1], 0)  # (7B', S, D)
         visual, text = self.joint(visual, ids.flatten(0, 1))  # Eq. 5
-        image = self.image_tokens(visual).mean(1).view(*ids.shape[:2], -1)  # (F, 7, D)
-        text = text[:, 0].view(*ids.shape[:2], -1)  # [CLS], (F, 7, D)
+        image = self.image_tokens(visual).mean(1).view(*ids.shape[:2], -1)  # (B', 7, D)
+        text = text[:, 0].view(*ids.shape[:2], -1)  # [CLS], (B', 7, D)
         return {"fda": align_loss(image, text, self.cfg.tau_fda)}  # Eq. 9
 
     def birds(self, before: Tensor, after: Tensor, classes: Tensor) -> dict[str, Tensor]:
@@ -693,22 +694,22 @@ PRESETS = {
 # differ by up to 3e-4 of their value, and gradients by up to 3e-3.
 RELEASED = {
     "all": dict(
-        swap=False,  # clver/data/dataset_pretrain_clver.py:45-46; default: [ours]
-        # Section 2.3 "adapts" MLM, which predicts 15 % of the words. Default: every word [ours].
+        swap=False,  # clver/data/dataset_pretrain_clver.py:45-46; the default is [ours]
+        # Section 2.3 "adapts" MLM, which predicts 15 % of the words. The default is [ours].
         finetune_targets="masked",  # clver/data/dataset_finetune_clver.py:144-160
-        init_weights="pytorch",  # clver/modules_pretrain.py:31-42; default: [ours]
+        init_weights="pytorch",  # clver/modules_pretrain.py:31-42; the default is [ours]
         embedding="released",  # clver/modules_pretrain.py:32, 50-58, 378-420
         mvcl_negatives="predictions",  # clver/modules_pretrain.py:146-149, 154-166
-        see_padding=True,  # clver/modules_pretrain.py:117, 133, 184; default: [ours]
-        finetune_cls=False,  # clver/modules_finetune.py:52-61; section 2.3 feeds it in inference
-        mask_rules="released",  # clver/data/dataset_pretrain_clver.py:156-200
-        # The paper gives a warm-up alone. Default: no decay in fine-tuning, either [ours].
+        see_padding=True,  # clver/modules_pretrain.py:117, 133, 184; the default is [ours]
+        finetune_cls=False,  # clver/modules_finetune.py:52-61; section 2.3 has it in inference
+        mask_rules="released",  # clver/data/dataset_pretrain_clver.py:156-200; see mask_words
+        # The paper speaks of warm-up alone. That fine-tuning's rate stays constant is [ours].
         rates="released",  # clver/utils.py:149-153, 162-169
-        # Default: the mean, which the released code, too, takes in pre-training.
+        # The default is the mean, which the released code takes in pre-training, too.
         reduction="sum",  # clver/finetune.py:156-162
         # Not switched: samples are captions, FDA draws pairs of its own, and captions are padded
-        # to 40 ids (Birds-to-Words: 80). On birds, no weights before step 2000 are chosen, although
-        # the validations before it count against patience.
+        # to 40 ids (Birds-to-Words: 80), as in Table 6. On birds, no weights before step 2000 are
+        # chosen, although the validations before it count against patience.
     ),
     # bird/config/pretrain_bird_nabirds.json:13-14 and pretrain_cub.json:14. Table 6 has 50000 steps
     # of 200 pairs, and the paper gives no batch for CUB. Fine-tuning keeps Table 6's 32 pairs, as

@@ -384,15 +384,14 @@ def test_rates():
 def test_a_seventh_of_the_pairs_is_aligned_with_its_own_rewrites():
     model = small().float()
     before, after = pictures().float().repeat(1, 4, 1, 1, 1)
-    batch = data.Batch(before, after, CAPTION.repeat(4, 1), [*"abcdefghijklmnop"], [])
-    asked = []
-
-    def negatives(pair_ids):
-        asked.extend(pair_ids)
-        return CAPTION[: len(pair_ids), None].repeat(1, 6, 1)
-
-    idc.compute_losses(model, (batch,), model.cfg, "fda", negatives)
-    assert asked == ["a", "b"]
+    caption = CAPTION.repeat(4, 1)
+    rewritten = CAPTION[2:, None].repeat(1, 6, 1)
+    batch = data.Batch(before, after, caption, [*"abcdefghijklmnop"], [])
+    negatives = Mock(return_value=rewritten)
+    losses = idc.compute_losses(model, (batch,), model.cfg, "fda", negatives)
+    negatives.assert_called_once_with(["a", "b"])
+    first_two = model(before[:2], after[:2], caption[:2], rewritten, task="fda")
+    torch.testing.assert_close(losses["fda"], first_two["fda"])
 
 
 def test_resume_in_either_stage_equals_no_interruption(prepared, tiny, tmp_path, monkeypatch):
