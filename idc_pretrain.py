@@ -15,11 +15,10 @@ The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids):
         some words are [MASK]            head: these words                   L_MLM, Eq. 6
         some cells are zeros             cell_head: their features           L_MVCL, Eq. 7-8
         the caption or a rewrite         cosine of [IMG1], [IMG2] to [CLS]   L_FDA, Eq. 9
-    Fine-tuning. Images see images. A word sees images, [CLS], earlier words and itself.
+    Fine-tuning. Images see only images. A word sees them, [CLS], earlier words and itself.
         a [MASK] for each word [ours]    head: that word                     L_MLM, Eq. 6
         [IMG1] and [IMG2]                judge: did anything change?         L_judge, Sec. 3.1
-    Gradients. Nothing is detached: each loss trains embed, E_s, E_p, E and its own head. The text
-    gets no gradient from L_judge, because images do not see it.
+Gradients: nothing is detached. Each loss trains embed, E_s, E_p, E and its own head.
 The paper's fine-tuning masks 15 % of the words, as its pre-training does, and predicts only these.
 On mini, pre-training is MVCL alone [ours].
 
@@ -35,22 +34,23 @@ of each, with the same "before", and a step has a batch of each. In half of the 
 the distractor picture change places [ours].
 
 Read first: Embedding, Block, mask_words, causal_mask, cell_loss, align_loss, and of IDC encode,
-joint, mlm, predict_cells, fda, causal and finetune. Skip at first: attention maps, RELEASED, and
-the last three sections (rewritten captions, cross-task data, as released).
+joint, mlm, predict_cells, fda, causal and finetune. Skip the last three sections at first.
 
-Equation  where            formula, reconstructed from text and code          as released or [ours]
+Our copy of the paper has lost its formulas, so these are reconstructed from its text and the code
+that the authors released. "As released" is what only that code says, [ours] what neither says.
+Equation  where            formula                                            as released or [ours]
 Eq. 1     Embedding.text   w = [CLS] START w_1 ... END (paper: [BOS], [EOS])  words times sqrt(D)
 Eq. 2-3   Embedding.image  v_i = [IMGi] v_i1 ... v_iN                         LN (also in Eq. 1)
 Eq. 4     IDC.encode       v = E_p([E_s(v_1) ; E_s(v_2)])                     pre-norm (and Eq. 5)
 Eq. 5     joint, causal    E([v ; w])                                         padding unseen [ours]
 Eq. 6     word_loss        L_MLM = mean_m -log P(w_m | other words, v)        END is masked [ours]
-Eq. 7-8   cell_loss        L_MVCL = mean_m -log e(f_m) / [e(f_m) + sum e(u)]  weights of Eq. 2-3
+Eq. 7-8   cell_loss        L_MVCL = mean_m -log e(f_m) / [e(f_m) + sum e(u)]  p_m by tied weights
 Eq. 9     align_loss       L_FDA = -log e_0 / [e_0 + ... + e_6]               a seventh of a batch
 Sec. 2.2  draw_task, mask_words, mask_cells; Negatives rewrites captions
 Sec. 2.3  causal_mask, IDC.finetune, IDC.generate
 Sec. 2.4  IDC.birds, class_loss, contrast_loss, same_class_loss
 Sec. 3.1  judge_loss       L = L_MLM + w_judge L_judge                        w_judge 1
-m is a masked word or cell, f_m the cell's feature, u an unmasked cell's. The two losses define e.
+m is a masked word or cell, f_m the cell's feature, p_m its prediction, u an unmasked feature.
 
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, L ids of a caption
 (START, words, END, padding), V ids of the vocabulary, K ids that fine-tuning reads (L or L - 1), T
