@@ -105,17 +105,16 @@ def idc_steps(model, batches):
     def rewrites(pair_ids):
         return batches[0].caption[: len(pair_ids), None].repeat(1, idc_pretrain.REWRITES, 1)
 
-    IDC = idc_pretrain.IDC
     compute_losses = partial(idc_pretrain.compute_losses, model)
     steps = {}
-    for task in (IDC.finetune, IDC.mlm, IDC.mvcl, IDC.fda):
-        steps[task.__name__] = partial(compute_losses, batches, model.cfg, task, rewrites)
+    for task in ("finetune", *idc_pretrain.TASKS):
+        steps[task] = partial(compute_losses, batches, model.cfg, task, rewrites)
     single = [replace(batch, single=True) for batch in batches]
-    steps["mlm of single images"] = partial(compute_losses, single, model.cfg, IDC.mlm)
+    steps["mlm of single images"] = partial(compute_losses, single, model.cfg, "mlm")
     if model.cfg.nabirds:
         batch = batches[0].to(model.cfg.device)
         birds = [(batch.before, batch.after, batch.caption[:, 1:3])]  # any numbers are classes
-        steps["birds"] = partial(idc_pretrain.mean_losses, model, model.cfg, IDC.birds, birds)
+        steps["birds"] = partial(idc_pretrain.mean_losses, model, model.cfg, "birds", birds)
     return steps
 
 

@@ -198,7 +198,7 @@ def draw_idc(figure, test, run, pretrained) -> None:
     ids = run.model.generate(*images)
     words = run.vocab.decode(ids)[0].split()[:7]
     names = ["[CLS]", "START", *words[:3], *[f"MASK {word}" for word in words[:4]]]
-    mask = idc_pretrain.causal_mask(5, 4, "cpu")
+    mask = idc_pretrain.causal_mask(0, 5, 4, "cpu")
     draw_matrix(figure, 0, "which row sees which column", mask, (0, 1), names, names)
     weight = 2 * N * run.model.word_attention(*images, ids)[0].numpy()
     for side, picture in enumerate(test.pictures[DROP]):
