@@ -597,30 +597,6 @@ def test_a_method_trains_on_any_object_with_these_methods(method, tmp_path, monk
         assert not torch.allclose(maps[0], maps[1])  # else any pair's maps would do
 
 
-@DECODERS
-def test_tokens_beside_the_difference_run_to_the_end(method, tmp_path, monkeypatch):
-    """Another input of the decoder, concatenated as README says. Maps stay over the cells."""
-    encode = METHODS[method].model.encode
-
-    def with_tokens(model, before, after, *more):
-        context, *others = encode(model, before, after, *more)
-        tokens = torch.ones(len(before), 4, model.cfg.dim)
-        if isinstance(context, tuple):  # with what is not concatenated
-            difference, *beside = context
-            return (torch.cat([difference, tokens], 1), *beside), *others
-        return torch.cat([context, tokens], 1), *others
-
-    monkeypatch.setattr(METHODS[method].model, "encode", with_tokens)
-    dataset = OwnData()
-    cfg, model = train_on(dataset, method, tmp_path, steps=2, eval_every=2)
-    method.evaluate(model, dataset, "test", cfg, tmp_path)
-    (batch,) = dataset.eval_batches("test", 8)
-    maps = model.attention_map(batch.before, batch.after, batch.caption)
-    heat = next(iter(maps.values()))
-    assert heat.shape == (8, *dataset.grid[1:])
-    torch.testing.assert_close(heat.sum((1, 2)), torch.ones(8))
-
-
 def test_every_step_has_its_rate_clips_gradients_and_caps_scales(method, tmp_path, monkeypatch):
     Model = METHODS[method].model
     has_scales = hasattr(Model, "clamp_scales")

@@ -96,10 +96,10 @@ def draw_scorer(figure, test, run, early) -> None:
         return (2 * y + h) // (2 * CELL) * GRID + (2 * x + w) // (2 * CELL)
 
     def matched(model):
-        *_, (p, *_) = model.encode(test.before, test.after)
-        q, k, cfg = p.q_bef[:16], p.k_aft[:16], model.cfg
-        s = scorer_cbr.similarity(q, k, model.log_scale, cfg.matching, cfg.heads)
-        weight = model.cross_view[0].attention.scores(p.q_bef, p.k_aft).softmax(-1).mean(1)
+        *_, queries_and_keys = model.encode(test.before, test.after)
+        q_bef, k_aft, *_ = queries_and_keys[0]
+        s = model.match(q_bef[:16], k_aft[:16])
+        weight = model.cross_view[0].attention.scores(q_bef, k_aft).softmax(-1).mean(1)
         return s.softmax(1), weight  # (16, 16), (B, N, M)
 
     stages = {
