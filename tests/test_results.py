@@ -30,6 +30,23 @@ def test_every_row_is_a_command_of_its_own_and_has_flags_of_its_method():
             assert command == f"{base} --steps {2 * method.PRESETS['mini']['steps']}"
 
 
+def test_tables_of_flags_have_every_row_and_only_flags_of_its_method():
+    """But for rows that have more steps or fewer pairs, of which the page has a sentence."""
+    page = results.RESULTS.read_text(encoding="utf-8")
+    listed = set()
+    for script in results.SCRIPTS:
+        method = importlib.import_module(script.removesuffix(".py"))
+        fields = {f.name for f in dataclasses.fields(method.Config)} | {"variant"}
+        begin = f"<!-- flags of {script}, by tools/results.py -->"
+        table = page.split(begin)[1].split("<!-- end -->")[0]
+        for line in table.splitlines()[3:]:
+            cell = line.split("|")[2]
+            assert set(re.findall(r"--(?:no-)?(\w+)", cell)) <= fields, line
+            listed.add(results.command_of(script, cell))
+    rows = results.ROWS.keys() - {*results.TWICE, *results.FEWER}
+    assert {results.ROWS[row] for row in rows} <= listed
+
+
 @pytest.mark.parametrize(
     "better, worse, answer",
     [
@@ -45,7 +62,7 @@ def test_verdict(better, worse, answer):
 
 
 def test_pages_are_filled_in_from_records_of_the_same_code(tmp_path, monkeypatch):
-    for name in ("README", "RESULTS", "GUIDE"):
+    for name in ("README", "RESULTS", "SCORES_PAGE", "RELEASED_PAGE", "GUIDE"):
         file = getattr(results, name)
         (tmp_path / file.name).write_bytes(file.read_bytes())
         monkeypatch.setattr(results, name, tmp_path / file.name)
@@ -65,7 +82,9 @@ def test_pages_are_filled_in_from_records_of_the_same_code(tmp_path, monkeypatch
     page = results.RESULTS.read_text(encoding="utf-8")
     assert "| RR | 3 | 391.0 (2.0) | 50.0 (0.0) |" in page and "| GDE | 0 | - |" in page
     assert "| RR > Subtraction | 123.8 > 119.7 | +70 ± 0.6 | confirmed |  |  |" in page
-    assert "| 126.8 >= 126.0 |  | not run | +4 ± 0.0 | confirmed |" in page
+    assert "| 126.8 > 126.0 |  | not run | +4 ± 0.0 | confirmed |" in page
+    assert "| RR | `--w_match 0 --w_cbr 0` | 391.0 (2.0) |" in page
+    assert "| RR+CBR | `--w_match 0` |  |" in page
     readme = results.README.read_text(encoding="utf-8")
     assert "| Subtraction | 3 | 321.0 (0.0) |" in readme and "Commit: a. " in readme
     guide = results.GUIDE.read_text(encoding="utf-8")

@@ -5,7 +5,7 @@
 
 The folder gets the changed pair of each scene and, of every second scene, the unchanged pair, with
 two captions each: of 300 scenes for training, a fifth as many for validation, and 500 for test.
-docs/results.md has what the five methods made of it.
+docs/own_pictures.md has what the five methods made of it.
 """
 
 import argparse

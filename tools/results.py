@@ -26,9 +26,11 @@ import shutil
 import statistics
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
@@ -52,6 +54,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RECORDS = HERE / "results.json"
 RESULTS = ROOT / "docs" / "results.md"
+SCORES_PAGE = ROOT / "docs" / "scores.md"
+RELEASED_PAGE = ROOT / "docs" / "released.md"
 GUIDE = ROOT / "docs" / "own_pictures.md"
 TOUR = ROOT / "docs" / "tour.md"
 README = ROOT / "README.md"
@@ -92,6 +96,7 @@ TWICE = []
 for row, steps in LONGER.items():
     TWICE.append(f"{row}, twice the steps")
     ROWS[TWICE[-1]] = f"{ROWS[row]} --steps {steps}"
+SCRIPTS = list(ROWS.values())[:5]
 README_ROWS = list(ROWS)[:6]
 # How many pairs one needs: trained on a smaller mini, and scored on the usual one's test split.
 FEWER = {f"SCORER+CBR, {scenes:,} scenes": scenes for scenes in (200, 500, 1000, 2000)}
@@ -322,15 +327,24 @@ def results_table(records: list[dict], rows: list[str], columns: list[str]) -> s
         seeds = sum(record["row"] == row for record in shown)
         cells = [cell(values(shown, row, column)) for column in columns]
         lines.append(table_line([row, str(seeds), *cells]))
-    commits = sorted({record["commit"] for record in shown})
-    machines = sorted({record["machine"] for record in shown})
-    presets = [row for row in ROWS if row not in TWICE]
-    about = f"Noise: differences below {noise(records, presets):.0f} in semantic CIDEr"
-    if TWICE[0] in rows:
-        about += f", with twice the steps {noise(records, TWICE):.0f}"
-    about += f". Commit: {', '.join(commits)}. Computed on: {'; '.join(machines)}."
-    lines += ["", about]
+    commits = ", ".join(sorted({record["commit"] for record in shown}))
+    machines = "; ".join(sorted({record["machine"] for record in shown}))
+    about = f"{chance(records, TWICE[0] in rows)} Commit: {commits}. Computed on: {machines}."
+    lines += ["", textwrap.fill(about, 120)]
     return "\n".join(lines) + "\n"
+
+
+def chance(records: list[dict], twice: bool) -> str:
+    """How far scores differ by chance, in a sentence or, with the rows of twice the steps, two."""
+    of_means = noise(records, [row for row in ROWS if row not in TWICE])
+    about = f"By chance, two means of three seeds differ by up to {of_means:.0f} in semantic CIDEr"
+    if not twice:
+        return about + "."
+    # The variance of a run is 1, of a mean of three 1/3, and of two such means 2/3.
+    mean_and_run = of_means * math.sqrt((1 / 3 + 1) / (2 / 3))
+    of_runs = of_means * math.sqrt(2 / (2 / 3))
+    about += f", a mean and a single run by {mean_and_run:.0f}, and two runs by {of_runs:.0f}."
+    return f"{about} With twice the steps, two means differ by up to {noise(records, TWICE):.0f}."
 
 
 def scenes_table(records: list[dict]) -> str:
@@ -366,7 +380,7 @@ def verdict(better: list[float], worse: list[float]) -> tuple[str, str]:
     return f"{gap:+.0f} ± {error:.1f}", answer
 
 
-# These tables are written by hand in docs/results.md, except for the last cells of each line.
+# The tables below are written by hand in our pages, except for the last cells of each line.
 
 
 def claim_cells(cells: list[str], records: list[dict]) -> tuple[str, ...]:
@@ -395,8 +409,23 @@ def published_cells(cells: list[str], records: list[dict]) -> tuple[str, ...]:
 
 
 def deviation_cells(cells: list[str], records: list[dict]) -> tuple[str, ...]:
-    """Cells: row, what it does, other row, what that one does -> CIDEr of both rows."""
-    return cell(ciders(records, cells[0])), cell(ciders(records, cells[2]))
+    """Cells: row, other row, what that one does -> CIDEr of both rows."""
+    return cell(ciders(records, cells[0])), cell(ciders(records, cells[1]))
+
+
+def command_of(script: str, flags: str) -> str:
+    """A command, from its flags in backticks; all else in their cell is words."""
+    return " ".join([script, *re.findall("`([^`]*)`", flags)])
+
+
+def flag_cells(script: str, cells: list[str], records: list[dict]) -> tuple[str]:
+    """Cells: row of the paper, its flags -> CIDEr of the row of ROWS with this command; nothing if
+    there is no such row."""
+    command = command_of(script, cells[1])
+    for row, command_of_row in ROWS.items():
+        if command_of_row == command:
+            return (cell(ciders(records, row)),)
+    return ("",)
 
 
 def replaced(text: str, name: str, change: Callable[[str], str]) -> str:
@@ -406,6 +435,11 @@ def replaced(text: str, name: str, change: Callable[[str], str]) -> str:
     before, rest = text.split(begin)
     inside, after = rest.split(end, 1)
     return before + begin + change(inside) + end + after
+
+
+def fill(page: Path, name: str, change: Callable[[str], str]) -> None:
+    """Applies `change` to a table of a page, in its file."""
+    write_text(page, replaced(page.read_text(encoding="utf-8"), name, change))
 
 
 def filled(table: str, last_cells: Callable, records: list[dict]) -> str:
@@ -430,19 +464,15 @@ def write_tables() -> None:
             f"the records are of {len(commits)} commits; run what is missing or, if these "
             "compute the same, note it by tools/fingerprint.py --against COMMIT"
         )
-    text = RESULTS.read_text(encoding="utf-8")
-    lines = [f"{row:35} python {command}\n" for row, command in ROWS.items()]
-    text = replaced(text, "commands", lambda _: "".join(["```\n", *lines, "```\n"]))
-    text = replaced(text, "results", lambda _: results_table(records, list(ROWS), COLUMNS))
-    text = replaced(text, "claims", lambda table: filled(table, claim_cells, records))
-    text = replaced(text, "deviations", lambda table: filled(table, deviation_cells, records))
-    text = replaced(text, "published", lambda table: filled(table, published_cells, records))
-    write_text(RESULTS, text)
-    text = README.read_text(encoding="utf-8")
-    text = replaced(text, "results", lambda _: results_table(records, README_ROWS, README_COLUMNS))
-    write_text(README, text)
-    text = GUIDE.read_text(encoding="utf-8")
-    write_text(GUIDE, replaced(text, "scenes", lambda _: scenes_table(records)))
+    fill(RESULTS, "results", lambda _: results_table(records, list(ROWS), COLUMNS))
+    fill(RESULTS, "claims", lambda table: filled(table, claim_cells, records))
+    fill(RELEASED_PAGE, "deviations", lambda table: filled(table, deviation_cells, records))
+    for script in SCRIPTS:
+        cells_of = partial(flag_cells, script)
+        fill(RESULTS, f"flags of {script}", partial(filled, last_cells=cells_of, records=records))
+    fill(SCORES_PAGE, "published", lambda table: filled(table, published_cells, records))
+    fill(README, "results", lambda _: results_table(records, README_ROWS, README_COLUMNS))
+    fill(GUIDE, "scenes", lambda _: scenes_table(records))
 
 
 # ---- curves --------------------------------------------------------------------------------------
@@ -461,8 +491,7 @@ def write_curves(runs: Path) -> None:
     lines += ["", table_line(head), "|---" * len(head) + "|"]
     for row, of_row in logs.items():
         lines.append(table_line([row, f"`python {ROWS[row]}`", str(len(of_row)), *curve(of_row)]))
-    text = TOUR.read_text(encoding="utf-8")
-    write_text(TOUR, replaced(text, "curves", lambda _: "\n".join(lines) + "\n"))
+    fill(TOUR, "curves", lambda _: "\n".join(lines) + "\n")
 
 
 def cider_of(log: list[dict]) -> tuple[list[int], list[float]]:
