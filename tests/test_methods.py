@@ -86,17 +86,14 @@ def cheers_inputs(model, images):
 def rdd_steps(model, batches):
     """With random phrases, from rdd_acr.Phrases's stand-in. Their prompts have gradients."""
 
-    def encode(texts, prompts):
-        phrases = {}
-        for kind, prompt in prompts.items():
-            text = torch.rand(len(texts), model.cfg.clip_dim, device=model.cfg.device)
-            if prompt is not None:
-                text = text + prompt.mean()
-            same = torch.eye(len(texts), dtype=torch.bool, device=text.device)
-            phrases[kind] = rdd_acr.Attributes(text, text[:, 0] > 0, same)
-        return phrases
+    def read(kind, texts, prompt):
+        text = torch.rand(len(texts), model.cfg.clip_dim, device=model.cfg.device)
+        if prompt is not None:
+            text = text + prompt.mean()
+        same = torch.eye(len(texts), dtype=torch.bool, device=text.device)
+        return rdd_acr.Attributes(text, text[:, 0] > 0, same)
 
-    return one_step(model, batches, SimpleNamespace(encode=encode))
+    return one_step(model, batches, SimpleNamespace(read=read))
 
 
 def idc_steps(model, batches):
