@@ -2,31 +2,30 @@
 (Li et al., 2025).
 
 The flow of one pair, with CLEVR-Change's sizes:
-    before, after (1024, 14, 14) each               CLIP: both pictures (768), M subjects (M, 768)
-       v  embed                                        v  retrieve, Eq. 1
-    F_bef, F_aft (196, 512) each                    entities of the pair (3, 768)
-    HRD, twice; layer 2 reads LN(F + shared):          v  project
-       v  CRE, Eq. 2-4, 6 . . . . L_C, Eq. 7 . . .  E (3, 512)
-    common_bef, common_aft (196, 512) each             |
-       v  attention, Eq. 8; L_I, Eq. 9                 |
-    shared_bef, shared_aft (196, 512) each             |
-       v  DRE of F - shared, Eq. 2, 4-5, 10 . . . . .  | . . L_D, Eq. 11
-    difference_bef, difference_aft (196, 512) each     |
-       v  join, Eq. 12, of layer 2's differences       |
-    F_diff (196, 512) and caption (24 ids) ------+-----+
-                                                 v  decoder, Eq. 13-17
-                                             next word, L_S, Eq. 18
-Gradients: L_S trains all that F_diff and the decoder read; L_C and L_D train the maps P^ that they
-compare, and what these read; L_I trains what makes `shared`, and a scale. Nothing is detached.
+    before, after (1024, 14, 14) each                     CLIP: pictures (768), M names (M, 768)
+       v  embed                                              v  retrieve, Eq. 1
+    F_bef, F_aft (196, 512) each                          entities of the pair (3, 768)
+    HRD, twice; layer 2 reads LN(F + shared):                v  project
+       v  CRE, Eq. 2-4, 6 . . . . . . . . . L_C, Eq. 7 .  E (3, 512)
+    common_bef, common_aft (196, 512) each                   |
+       v  attention, Eq. 8, with L_I, Eq. 9                  |
+    shared_bef, shared_aft (196, 512) each                   |
+       v  F - shared; DRE, Eq. 2, 4-5, 10 . L_D, Eq. 11 . .  |
+    difference_bef, difference_aft (196, 512) each           |
+       v  join, Eq. 12, of layer 2's differences             |
+    F_diff (196, 512) and caption (24 ids) --------+---------+
+                                                   v  decoder, Eq. 13-17
+                                               next word, L_S, Eq. 18
+Gradients: L_S trains all but the maps that only L_C and L_D read. These train the maps P^ that they
+compare, and what makes their inputs; L_I what makes `shared`, and its scale. Nothing is detached.
 
 Idea. (1) A moved camera changes how an object looks, but not its name. So CLIP looks for names that
-fit one image of the pair better than the other. These entities often name what changed. (2) Cross-
-attention rebuilds in each image what it shares with the other one, and subtracting that leaves the
-difference. Both are enhanced where images and entities agree that they are. (3) For each word, the
-decoder weighs the entities, which name the subject, and the difference, which shows what happened.
+fit one image better than the other. These entities often name what changed. (2) Cross-attention
+rebuilds in each image what both share, and subtracting that leaves the difference of each image.
+Both are enhanced, and losses make images and entities agree on where they are. (3) For each word,
+the decoder weighs the entities, which name the subject, and the difference, which shows the change.
 
-A changed pair shows a scene before and after a change. In a distractor pair, only camera and light
-differ, and its caption says that nothing changed.
+Terms. A changed pair shows a change. In a distractor pair, only camera and light differ.
 Read first: ProbabilityMap, HRD, DecoderLayer, contrastive_loss, CHEERS.encode and .forward, and
 retrieve. Skip at first: Decoder, attention_map, and section "entities" apart from retrieve.
 
@@ -187,8 +186,9 @@ class ProbabilityMap(nn.Module):
             return self.expand(m[..., None])  # Eq. 3
 
 
-# HRD treats both images alike, so they are one batch of 2B images, all "before" first: F_i in the
-# paper. (Two calls of each module take as long, but add up gradients in another order.)
+# Both images of each pair are one batch of 2B, all "before" first: F_i in the paper. (Without this
+# stack, a step takes as long, but adds up gradients in another order, so that recorded runs would
+# differ in their last digits.)
 
 
 def other_image(x: Tensor) -> Tensor:
@@ -217,8 +217,7 @@ class HRD(nn.Module):
 
     Entities name what changed. L_C: a cell should match the other image where it does not match the
     entities. L_D: F - shared should match the entities where it does not match its own image F.
-    Of the second row, the paper uses the maps alone, and before the last layer, also of
-    `difference`.
+    For entities, the paper uses nothing but the map. So do we for D before the last layer.
 
     [ours] L_C and L_D are means over both images. `raw` is F of the first layer in every layer: Eq.
     10 reads "the original raw features". The paper does not say what the next layer reads: here
@@ -238,7 +237,6 @@ class HRD(nn.Module):
     def forward(self, x: Tensor, raw: Tensor, e: Tensor | None = None) -> Disentangled:
         """x (F of Eq. 6) and raw (F of Eq. 10), both (2B, N, D) and equal in the first layer;
         entities E (2B, K, D) or, if w_consistency is 0, None."""
-        assert x.shape[0] % 2 == 0, 'expected all "before" images, then as many "after" images'
         losses = {}
         common = x
         if self.cre:
@@ -287,8 +285,8 @@ class DecoderLayer(nn.Module):
             nn.init.ones_(self.beta.bias)
 
     def forward(self, x: Tensor, f_diff: Tensor, e: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x (H, (B, L, D)), F_diff (B, N, D) and, unless --gate none, the entities E (B, K, D)
-        -> the new H, and `words`, both (B, L, D)."""
+        """x (B, L, D), F_diff (B, N, D) and, unless --gate none, E (B, K, D) -> the new x, and the
+        words as they attend to F_diff, both (B, L, D)."""
         words = self.norm1(x + self.dropout(self.self_attention(x, x, causal=True)))
         visual = self.cross_attention(words, f_diff)  # Eq. 13
         fused = visual
@@ -410,7 +408,6 @@ class CHEERS(nn.Module):
         e = None
         e_of_both = None
         if self.project:
-            assert entities is not None, "gate and consistency need entities, (B, K, d)"
             e = self.project(entities)
             e_of_both = torch.cat([e, e])
         raw = self.embed(torch.cat([before, after]))  # (2B, N, D), all "before" images first
@@ -753,8 +750,8 @@ PUBLISHED = {
 def compute_losses(
     model: CHEERS, batches: tuple, cfg: Config, entities: Entities | None = None
 ) -> dict[str, Tensor]:
-    """Eq. 19 and its terms, each a mean over a step's batches (in CLEVR-Change and mini, changed
-    pairs and the same scenes' distractor pairs).
+    """Eq. 19 and its terms, each a mean over a step's batches. In CLEVR-Change and mini, these are
+    changed pairs, and the same scenes' distractor pairs, in which only camera and light differ.
 
     The two batches stay separate because they share their "before" images. In a joint contrastive
     loss, an "after" image would have a copy of its partner among its negatives."""

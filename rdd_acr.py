@@ -25,8 +25,7 @@ and then, from these, what happened to them, because concrete things are easier 
 abstract ones. In training, a contrastive loss makes the first vectors resemble the caption's noun
 phrases, and the second ones its verb phrases.
 
-A changed pair shows a scene before and after a change. In a distractor pair, only camera and light
-differ, and its caption says that nothing changed.
+Terms. A changed pair shows a change. In a distractor pair, only camera and light differ.
 Read first: GlobalDifference, DistillingBlock, Distilling, Fusion, alignment_loss, RDD.encode and
 RDD.forward. Skip at first: Decoder, attention_map, section "phrases", and spaCy's patterns.
 
@@ -54,6 +53,7 @@ Eq. 16    total_loss        L = L_XE + lambda_1 L_N2O + lambda_2 L_V2A   (w_n2o,
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, L ids of a caption (START,
 words, END, padding), V of the vocabulary, K vectors, M tokens that they read, P vectors of a
 prompt, U different texts, T tokens of a text, d width of CLIP's text space.
+
 To copy: this file and common.py; to train, also data.py, scores.py and support/.
 Licence: MIT. Written from the paper; its authors' repository (guishiron/ACR) holds no code.
 """
