@@ -539,9 +539,9 @@ def embed_images(clip, preprocess, pictures: list) -> Tensor:
 
 
 def find_candidates(subjects: dict[str, list[str]], min_count: int, k: int) -> list[str]:
-    """Section 3.1.1: the subjects of each caption -> the candidates, sorted. [ours] Subjects of
-    fewer than min_count different captions are left out, because most of them are errors of the
-    parser. If fewer than k candidates would remain, all are kept."""
+    """Section 3.1.1: caption -> its subjects, for all captions -> the candidates, sorted. [ours]
+    Subjects of fewer than min_count different captions are left out, because most of them are
+    errors of the parser. If fewer than k candidates would remain, all are kept."""
     counts: dict[str, int] = {}
     for phrases in subjects.values():
         for phrase in set(phrases):
@@ -572,11 +572,11 @@ class Entities:
         return torch.zeros_like(entities) if self.blind else entities
 
     def note(self, pair: tuple) -> str:
-        """The line that is printed below a pair's pictures."""
+        """Name a pair's entities in a line, which is printed below its pictures."""
         return "entities: " + ", ".join(self.phrases[m] for m in self.rows[pair])
 
     def state(self) -> dict:
-        """What a checkpoint needs besides the model to find the entities of any two pictures."""
+        """Return what a checkpoint needs, besides the model, to find any two pictures' entities."""
         return {"entities": {"phrases": self.phrases, "table": self.table}}
 
     def check_state(self, state: dict) -> None:
@@ -593,8 +593,8 @@ class Entities:
 def find_entities(
     cfg: Config, phrases: list[str], table: Tensor, images: dict, pairs: list[tuple]
 ) -> Entities:
-    """Section 3.1.2 for each pair. CLIP embeds a whole image, so it can find an object that
-    appeared, vanished or looks different, but not one that only moved.
+    """Retrieve the entities of each pair (section 3.1.2). CLIP embeds a whole image, so it can find
+    an object that appeared, vanished or looks different, but not one that only moved.
 
     phrases: M candidates; table: their embeddings (M, d); images: name -> embedding (d,); pairs:
     names (before, after). In a loop of your own, you need an open_clip.CLIP, its tokenizer and its
@@ -621,14 +621,15 @@ def find_entities(
 
 
 def check_clip(table: Tensor, trained: Tensor) -> None:
-    """InputError if embeddings of candidates (M, d) are not those in the checkpoint."""
+    """InputError if embeddings of candidates (M, d) differ from those in the checkpoint."""
     trained = trained.to(table.device)
     if table.shape != trained.shape or not table.allclose(trained, atol=1e-3):
         raise InputError("the checkpoint was trained with another CLIP; give --clip as in training")
 
 
 def candidates_of(dataset, cfg: Config) -> list[str]:
-    """The candidates of a data set (data.Dataset). InputError if no training caption has a subject.
+    """Find the candidates in a data set (data.Dataset). InputError if no training caption has a
+    subject.
 
     The paper "utilize[s] SpaCy [...] to extract the subjects" (section 3.1.1). [ours] Rules read
     captions from templates (mini, CLEVR-Change, CLEVR-DC), on which spaCy often errs."""
@@ -646,8 +647,9 @@ def candidates_of(dataset, cfg: Config) -> list[str]:
 def embeddings(
     cfg: Config, phrases: list[str], table: Tensor | None
 ) -> tuple[Tensor, Callable[[list], Tensor]]:
-    """-> embeddings of the candidates (M, d) by --clip, and a function that embeds pictures (files
-    or PIL images). table: those of a checkpoint, or None. InputError if --clip does not fit."""
+    """Load --clip -> embeddings of the candidates (M, d), and a function that embeds pictures
+    (files or PIL images). table: the embeddings in a checkpoint, which are then returned, or None.
+    InputError if --clip does not fit."""
     from support.features import load_clip, read_image
 
     clip, tokenizer, preprocess = load_clip(cfg.clip, cfg.device)
@@ -666,8 +668,8 @@ def embeddings(
 
 
 def entities_of(dataset, cfg: Config, state: dict | None = None) -> Entities | None:
-    """The entities of a data set's pairs (data.Dataset); None if K is 0. state: the content of a
-    checkpoint, whose candidates then replace the data set's.
+    """Find the entities of all pairs of a data set (data.Dataset); None if K is 0. state: the
+    content of a checkpoint, whose candidates then replace the data set's.
 
     CLIP's embeddings of the pictures are kept in clip-*.pt in the data set's folder, and made anew
     if pictures were replaced. Remove that file after overwriting the weights that --clip names."""
@@ -697,8 +699,9 @@ def entities_of(dataset, cfg: Config, state: dict | None = None) -> Entities | N
 
 
 def entities_of_files(model: CHEERS, state: dict, files: list) -> Tensor | None:
-    """Entities of pictures in the order before, after, before, after, ... -> CLIP's embeddings of
-    them (pairs, K, d), or None if K is 0. Their names are printed. state: of the model's file."""
+    """Find the entities of pictures in the order before, after, before, after, ..., and print
+    their names -> CLIP's embeddings of them (pairs, K, d), or None if K is 0. state: the content of
+    the model's file."""
     if not model.cfg.k:
         return None
     table, embed = embeddings(model.cfg, **state["entities"])

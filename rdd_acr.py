@@ -17,7 +17,8 @@ The flow of one pair, with CLEVR-Change's sizes:
        v  decoder, Eq. 14
     next word, L_XE, Eq. 15
 Gradients: L_XE trains all but prompts and adapter; L_N2O the noun prompt, the adapter and all that
-makes object vectors; L_V2A the same for verbs, so object vectors, too. Nothing is detached.
+makes object vectors; L_V2A the verb prompt, the adapter and all that makes action vectors, so also
+the object vectors. CLIP is frozen. Nothing is detached.
 
 Idea. Unless two images are aligned perfectly, their difference is full of things that did not
 change. So a few learned vectors distil from it what a caption needs: first the objects that changed
@@ -51,8 +52,8 @@ Eq. 14    Decoder.head      P = softmax(W hidden + b)
 Eq. 15    caption_loss      L_XE = -1/B sum over captions of 1/L sum over words of log P
 Eq. 16    total_loss        L = L_XE + lambda_1 L_N2O + lambda_2 L_V2A   (w_n2o, w_v2a)
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, L ids of a caption (START,
-words, END, padding), V of the vocabulary, K vectors, M tokens that they read, P vectors of a
-prompt, U different texts, T tokens of a text, d width of CLIP's text space.
+words, END, padding), V of the vocabulary, K vectors (K_o, K_a), M tokens that they read, P vectors
+of a prompt, U different texts, T tokens of a text, d width of CLIP's text space.
 
 To copy: this file and common.py; to train, also data.py, scores.py and support/.
 Licence: MIT. Written from the paper; its authors' repository (guishiron/ACR) holds no code.
@@ -239,7 +240,7 @@ class Distilling(nn.Module):
         return Distilled(vectors, query, key)
 
     def attention(self, distilled: Distilled) -> Tensor:
-        """The attention of the last pass, averaged over heads (B, K, M)."""
+        """Return the last pass's attention, averaged over heads (B, K, M)."""
         scores = self.blocks[-1].cross_attention.scores(distilled.query, distilled.key)
         return scores.softmax(-1).mean(1)
 
@@ -528,7 +529,7 @@ class RDD(nn.Module):
         return fused, objects, actions
 
     def other_order(self, f_c: Tensor) -> tuple[Distilled | None, Distilled | None]:
-        """Objects and actions from F_c in the other rows of Table 4."""
+        """Distil objects and actions from F_c as in the other rows of Table 4."""
         if self.cfg.order == "none":
             return None, None
         if self.cfg.order == "n":
@@ -642,7 +643,7 @@ VERB_SAME_NOUN = [
 
 @functools.cache
 def verb_matcher(vocab):
-    """spaCy's Matcher of verb segments for the vocabulary of a pipeline."""
+    """Make spaCy's Matcher of verb segments for the vocabulary of a pipeline."""
     from spacy.matcher import Matcher
 
     matcher = Matcher(vocab)
@@ -652,7 +653,7 @@ def verb_matcher(vocab):
 
 
 def segments(doc) -> tuple[list[str], list[str]]:
-    """One caption, read by support.text.analysed -> its noun segments and verb segments, in reading
+    """Split a caption, read by support.text.analysed -> noun segments, verb segments, in reading
     order and lower case. Nouns lose their articles but keep "no" ("no change"). A copula without a
     complement ("is") counts only if the caption has no other verb segment."""
     from support.text import noun_phrase, template_segments
@@ -676,7 +677,7 @@ def segments(doc) -> tuple[list[str], list[str]]:
 
 
 def phrases_of(dataset, cfg: Config) -> Phrases | None:
-    """Phrases of the training captions of a data set (data.Dataset); None if no loss needs them.
+    """Make Phrases of a data set's training captions (data.Dataset); None if no loss needs them.
     InputError if --clip does not fit.
 
     The paper uses "spaCy [...] to extract all noun and verb segments" (section ACR). [ours] Rules
