@@ -2,98 +2,60 @@
 (Li et al., 2025).
 
 The flow of one pair, with CLEVR-Change's sizes:
-    before, after (1024, 14, 14) each           CLIP: both pictures (768), M subjects (M, 768)
-       |  embed                                    |  retrieve, Eq. 1
-       v                                           v
-    F_bef, F_aft (196, 512) each                entities of the pair (3, 768)
-       |                                           |  project
-    HRD, twice; layer 2 reads LN(F + shared):      v
-       |  CRE, Eq. 2-4, 6 . . . L_C, Eq. 7 . . . E (3, 512)
-       v                                           |
-    common_bef, common_aft (196, 512) each         |
-       |  attention, Eq. 8 (loss L_I, Eq. 9)       |
-       v                                           |
-    shared_bef, shared_aft (196, 512) each         |
-       |  DRE, Eq. 2, 4-5, 10 . L_D, Eq. 11 . . . .|
-       v                                           |
-    difference_bef, difference_aft (196, 512) each |
-       |  join, Eq. 12, of layer 2's differences   |
-       v                                           |
-    F_diff (196, 512) --------------+--------------+
-                                    |  decoder, Eq. 13-17
-                                next word (loss L_S, Eq. 18)
+    before, after (1024, 14, 14) each                     CLIP: pictures (768), M names (M, 768)
+       v  embed                                              v  retrieve, Eq. 1
+    F_bef, F_aft (196, 512) each                          entities of the pair (3, 768)
+    HRD, twice; layer 2 reads LN(F + shared):                v  project
+       v  CRE, Eq. 2-4, 6 . . . . . . . . . L_C, Eq. 7 .  E (3, 512)
+    common_bef, common_aft (196, 512) each                   |
+       v  attention, Eq. 8, with L_I, Eq. 9                  |
+    shared_bef, shared_aft (196, 512) each                   |
+       v  F - shared; DRE, Eq. 2, 4-5, 10 . L_D, Eq. 11 . .  |
+    difference_bef, difference_aft (196, 512) each           |
+       v  join, Eq. 12, of layer 2's differences             |
+    F_diff (196, 512) and caption (24 ids) --------+---------+
+                                                   v  decoder, Eq. 13-17
+                                               next word, L_S, Eq. 18
+Gradients: L_S trains all but the maps that only L_C and L_D read. These train the maps P^ that they
+compare, and what makes their inputs; L_I what makes `shared`, and its scale. Nothing is detached.
 
-Idea. (1) When the camera moves, an object looks different but keeps its name. CLIP therefore looks
-for names that fit one image of the pair better than the other. They often name what changed, and
-are called the pair's entities. (2) What the two images share is enhanced, and cross-attention
-rebuilds it in each image from the other one. It is then subtracted, so that the difference remains.
-Losses make images and entities agree on where the shared and the different parts are. (3) For each
-word, the decoder gives a weight to the entities, which name the subject, and another one to the
-difference, which shows what happened to it.
+Idea. (1) A moved camera changes how an object looks, but not its name. So CLIP looks for names that
+fit one image better than the other. These entities often name what changed. (2) Cross-attention
+rebuilds in each image what both share, and subtracting that leaves the difference of each image.
+Both are enhanced, and losses make images and entities agree on where they are. (3) For each word,
+the decoder weighs the entities, which name the subject, and the difference, which shows the change.
 
-Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
-light differ, and its caption says that nothing changed. In CLEVR-Change and mini (toy scenes drawn
-by mini.py), a scene has one of each, with the same "before". There, a step has a batch of changed
-pairs and a batch of the same scenes' distractor pairs. In half of the scenes, "before" and the
-distractor picture change places, as in SCORER.
-
-Read first: CRE, DRE, HRD, DecoderLayer, contrastive_loss, CHEERS.encode and retrieve. Skip at
-first: Off, Decoder, attention_map, and section "entities" apart from retrieve.
+Terms. A changed pair shows a change. In a distractor pair, only camera and light differ.
+Read first: ProbabilityMap, HRD, DecoderLayer, contrastive_loss, CHEERS.encode and .forward, and
+retrieve. Skip at first: Decoder, attention_map, and section "entities" apart from retrieve.
 
 CRE and DRE (Commonality, Difference Representation Enhancement) enhance in a target what it shares
-with a source, or does not. MHCA(x, y) is multi-head attention from x to y, MHSA(x) from x to
-itself. i is an image of a pair, j the other one, and X_i is CLIP's embedding of image i. In Eq. 2,
-n and n' are cells of the target, and t is a cell or an entity of the source (the paper's i, k and
-j, but it does not say what k runs over). A scale is 1 / temperature, and learned.
-The code calls the paper's C, C~ and D common, shared and difference, and its H, H', H^T, H^V and
-H^F words, hidden, text, visual and fused.
-
-Equation  where             as printed                                      [ours], if different
-Sec. 3.1  find_candidates   names: the subjects of training captions        of min_count captions
-Eq. 1     retrieve          argmax of S_bef - S_aft, S_i = cos(X_i, name)   |S_bef - S_aft|, top K
-Eq. 2     max_probability   P(n, t) = e^cos(n, t) / sum_n' e^cos(t, n')     e^(scale cos)
-Eq. 3     CRE               P^ = Linear(m), m(n) = max_t P(n, t)
-Eq. 4     CRE               F' = LN(sigmoid(P^) F + F)
-Eq. 5     DRE               P^ = Linear(1 - m)
-Eq. 6     HRD               C_i = CRE(F_j, F_i), C'_i = DRE(E, F_i)         layer 2: F is LN(F + C~)
+with a source, or does not. i is an image, j the other one; n is a cell of the target, t a cell or
+an entity of the source. C, C~, D are common, shared, difference in code; H, H', H^T, H^V, H^F are
+hidden, words, text, visual, fused. [ours] marks what the paper leaves open, and our additions.
+Equation  where             as printed                                           [ours]
+Sec. 3.1  find_candidates   names: the subjects of training captions             of min_count
+Eq. 1     retrieve          argmax of S_bef - S_aft, S_i = cos(CLIP of i, name)  |S_bef - S_aft|
+Eq. 2     max_probability   P(n, t) = e^cos(n, t) / sum_n' e^cos(t, n')          e^(scale cos)
+Eq. 3     ProbabilityMap    CRE: P^ = Linear(m), m(n) = max_t P(n, t)
+Eq. 4     HRD               F' = LN(sigmoid(P^) F + F)
+Eq. 5     ProbabilityMap    DRE: P^ = Linear(1 - m)
+Eq. 6     HRD               C_i = CRE(F_j, F_i), C'_i = DRE(E, F_i)              next F: LN(F + C~)
 Eq. 7     HRD               L_C = MSE(P^ of C_i, P^ of C'_i)
-Eq. 8     HRD               C~_i = MHCA(C_i, C_j)
-Eq. 9     contrastive_loss  L_I = -log softmax(sim(query, key) / tau)       both ways, of C~
-Eq. 10    HRD               D_i = DRE(F_i, F_i - C~_i),                     F is that of layer 1
-                            D'_i = CRE(E, F_i - C~_i)
+Eq. 8     HRD               C~_i = MHCA(C_i, C_j): attention from C_i to C_j
+Eq. 9     contrastive_loss  L_I = -log softmax(sim(query, key) / tau)            of C~, both ways
+Eq. 10    HRD               D_i = DRE(F_i, F_i - C~_i), D'_i = CRE(E, F_i - C~_i)
 Eq. 11    HRD               L_D = MSE(P^ of D_i, P^ of D'_i)
 Eq. 12    CHEERS.encode     F_diff = Linear [D_bef ; D_aft]
-Eq. 13    DecoderLayer      H^T = MHCA(H', E), H^V = MHCA(H', F_diff)       H' = LN(H + MHSA(H))
-Eq. 14    DecoderLayer      alpha = Linear [H' ; H^T]
-Eq. 15    DecoderLayer      beta = Linear [H' ; H^V]
-Eq. 16    DecoderLayer      H^F = alpha H^T + beta H^V
-Eq. 17    DecoderLayer      H = LN(H^F + H')
-Eq. 18    caption_loss      L_S = -sum over words of log P(word)            mean over words
+Eq. 13    DecoderLayer      H^T = MHCA(H', E), H^V = MHCA(H', F_diff)            H' = LN(H + MHSA)
+Eq. 14-15 DecoderLayer      alpha = Linear [H' ; H^T], beta = Linear [H' ; H^V]
+Eq. 16-17 DecoderLayer      H^F = alpha H^T + beta H^V, H = LN(H^F + H')
+Eq. 18    caption_loss      L_S = -sum over words of log P(word)                 mean over words
 Eq. 19    total_loss        L = L_S + lambda_v (L_C + L_D) + lambda_m L_I
-
-lambda_v is w_consistency, and lambda_m is w_match. [ours] marks what the paper leaves open, and
-what we do unlike its print. Attention's biases and output projections are ours, too. As printed are
-Eq. 1 by --retrieval signed, and Eq. 2 by --temperature one. The rest has no flag.
-Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, L ids of a caption
-(START, words, END, padding), V ids of the vocabulary, K entities of a pair, M candidates, T cells
-or entities of a source, d width of CLIP's common space.
-
-Flags for each row of the paper's tables. Each run needs an --out_dir of its own. The last column is
-the CIDEr of changed pairs on mini, a mean of three seeds (docs/results.md). Two such means differ
-by up to 49 by chance, one run and a mean by 70, two runs by 85, two means at twice the steps by 21.
-So mini does not show what entities add.
-Row of the paper            flags (on mini, unless --dataset is given)                  on mini
-Baseline (Table 4) [ours]   --layers 0 --k 0 --gate none --w_consistency 0 --w_match 0  272
-CRE, DRE [ours]             --gate none --no-dre, --gate none --no-cre
-HDR (here HRD) [ours]       --gate none                                                 472
-GATE [ours]                 --layers 0 --w_consistency 0 --w_match 0
-CHEERS                      no flag                                                     463
-weights (Table 5)           --dataset clevr_change --w_match 0.5 --w_consistency 0.75, and others
-encoders (Table 6)          --dataset clevr_change, ResNet-101; untested: --extractor timm/NAME
-K (Fig. 5), layers (Fig. 6) --k 3, --layers 2, and others
-
+Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, L ids of a caption (START,
+words, END, padding), V of the vocabulary, K entities of a pair, M names, T sources, d CLIP's width.
 To copy: this file, matching.py and common.py; to train, also data.py, scores.py and support/.
-Licence: MIT. Written from the paper, whose repository (github.com/yili-19/CHEER) is not public.
+Licence: MIT. Written from the paper, whose repository (yili-19/CHEER) is not public.
 """
 
 import functools
@@ -142,7 +104,7 @@ class Config(RunConfig):
     layers: int = 2  # HRD layers, Eq. 6-11 [ours]; 0: only subtract one image from the other
     decoder_layers: int = 2  # decoder layers [ours]
     dropout: float = 0.1  # dropout probability [ours]
-    k: int = 3  # K, entities of a pair; 0: none
+    k: int = 3  # K, entities of a pair (Fig. 5; Eq. 1 has one); 0: none
     min_count: int = 2  # a candidate is the subject of at least this many training captions [ours]
     retrieval: Literal["absolute", "signed"] = "absolute"  # [ours] |S_bef - S_aft|; signed: Eq. 1
     clip: str = "ViT-L-14:openai"  # open_clip's MODEL:WEIGHTS (name or file), or mini
@@ -182,6 +144,9 @@ def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Te
     the target's cells, P(., t) = softmax of scale * cos(., t), and m(n) is the largest share that
     cell n gets. source (B, T, D), target (B, N, D) -> m (B, N).
 
+    The maximum, because a cell is shared if any one place of the source is like it. (The mean over
+    the source would ask for a cell that is like all places.)
+
     By hand: the target's cells are (1, 0) and (0, 1), and scale is ln 3. For one entity (1, 0),
     the exponentials are 3 and 1, so m = 3/4, 1/4. With (0, 1) as a second one, m = 3/4, 3/4."""
     x = F.normalize(upcast(target), dim=-1)
@@ -192,76 +157,67 @@ def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Te
     return p.amax(2)  # Eq. 3, (B, N)
 
 
-class CRE(nn.Module):
-    """Commonality Representation Enhancement: F', P^ = CRE(source, target). It strengthens the
-    target's cells F where they are like the source, by P^ = Linear_{1->D}(m) (Eq. 3) and
-    F' = LN(sigmoid(P^) F + F) (Eq. 4). The paper calls P^ the probability matrix, though nothing
-    confines it to (0, 1). If only P^ is used (map_only), the LayerNorm has no weights, as they
-    would never learn.
+class ProbabilityMap(nn.Module):
+    """P^, which says where a CRE or DRE enhances its target: Linear_{1->D}(m) in a CRE (Eq. 3), and
+    Linear_{1->D}(1 - m) in a DRE (Eq. 5). Eq. 4, the enhancement, stands where its result is read,
+    because two of the four maps of a layer are there for L_C and L_D alone.
 
-    [ours] Each CRE and DRE learns a temperature, as CLIP does. With bare cosines, m would be nearly
-    the same everywhere."""
+    The paper calls P^ the probability matrix, though nothing confines it to (0, 1). N cells share
+    1, so m is about 1/N and 1 - m about 1. So sigmoid(P^) can hardly vary over cells, and Eq. 4
+    comes to enhance all of them alike (measured in docs/tour.md).
+    [ours] Each map learns a temperature, as CLIP does. With bare cosines, m would vary less."""
 
-    def __init__(self, cfg: Config, map_only: bool = False):
+    def __init__(self, cfg: Config, kind: Literal["CRE", "DRE"]):
         super().__init__()
+        self.kind = kind
         self.expand = nn.Linear(1, cfg.dim)
-        self.norm = nn.LayerNorm(cfg.dim, elementwise_affine=not map_only)
         if cfg.temperature == "learned":  # clamp_scales finds log_scale by its name
             self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
-        else:
+        elif cfg.temperature == "one":
             self.register_buffer("log_scale", torch.zeros(()), persistent=False)  # a scale of 1
 
-    def strength(self, m: Tensor) -> Tensor:
-        """m (B, N) -> P^ (B, N, D)."""
-        return self.expand(m[..., None])  # Eq. 3
-
-    def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """source (B, T, D), target (B, N, D) -> F' and P^, both (B, N, D)."""
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """source (B, T, D), target (B, N, D) -> P^ (B, N, D)."""
         # P^ varies so little over cells that rounding to bfloat16 would hide it.
         with torch.autocast(source.device.type, enabled=False):
             m = max_probability(source, target, self.log_scale.exp())  # Eq. 2
-            p = self.strength(m)
-        return self.norm(p.sigmoid() * target + target), p  # Eq. 4
+            if self.kind == "DRE":
+                m = 1 - m  # Eq. 5
+            return self.expand(m[..., None])  # Eq. 3
 
 
-class DRE(CRE):
-    """Difference Representation Enhancement: like CRE, but it strengthens the target's cells where
-    they are unlike the source, by P^ = Linear_{1->D}(1 - m) (Eq. 5)."""
-
-    def strength(self, m: Tensor) -> Tensor:
-        """m (B, N) -> P^ (B, N, D)."""
-        return self.expand((1 - m)[..., None])  # Eq. 5
-
-
-class Off(nn.Module):
-    """Stands where an ablation leaves out a CRE or DRE: F' = F, and P^ = 0: a loss of two is 0."""
-
-    def forward(self, source: Tensor | None, target: Tensor) -> tuple[Tensor, Tensor]:
-        return target, torch.zeros_like(target)
+# Both images of each pair are one batch of 2B, all "before" first: F_i in the paper. (Without this
+# stack, a step takes as long, but adds up gradients in another order, so that recorded runs would
+# differ in their last digits.)
 
 
 def other_image(x: Tensor) -> Tensor:
     """x (2B, ...), all "before" images first -> the other image of each pair (2B, ...)."""
-    return x.roll(x.shape[0] // 2, 0)
+    before, after = x.chunk(2)
+    return torch.cat([after, before])
 
 
 class Disentangled(NamedTuple):
-    """What an HRD layer returns. Its first three tensors are (2B, N, D)."""
+    """What an HRD layer returns."""
 
-    x: Tensor  # LN(F + shared), what the next layer reads
-    shared: Tensor  # Eq. 8
-    difference: Tensor  # Eq. 10
-    l_c: Tensor  # L_C, to be ignored if w_consistency is 0
-    l_d: Tensor  # L_D, likewise
+    x: Tensor | None  # (2B, N, D), LN(F + shared), which the next layer reads, if there is one
+    shared: Tensor  # (2B, N, D), Eq. 8
+    difference: Tensor  # (2B, N, D), Eq. 10; before the last layer, F - shared
+    losses: dict[str, Tensor]  # "common" (L_C) and "different" (L_D), unless w_consistency is 0
 
 
 class HRD(nn.Module):
-    """Heterogeneous Representation Disentangling, one layer of Fig. 2: Eq. 6-8 and 10-11.
+    """Heterogeneous Representation Disentangling, one layer of Fig. 2: Eq. 4, 6-8 and 10-11. It has
+    four maps P^, for i = bef, aft and the other image j:
+
+                        common parts, target F_i        different parts, target F_i - shared_i
+        from images     of CRE(F_j, F_i) = common_i     of DRE(F_i, F_i - shared_i) = difference_i
+        from entities   of DRE(E, F_i)                  of CRE(E, F_i - shared_i)
+        compared by     L_C                             L_D
 
     Entities name what changed. L_C: a cell should match the other image where it does not match the
-    entities. L_D: F - shared should match the entities where it does not match its own image F. The
-    paper uses only P^ of common' and difference'. Before the last layer, nothing but P^ of
-    `difference` is used, either.
+    entities. L_D: F - shared should match the entities where it does not match its own image F.
+    For entities, the paper uses nothing but the map. So do we for D before the last layer.
 
     [ours] L_C and L_D are means over both images. `raw` is F of the first layer in every layer: Eq.
     10 reads "the original raw features". The paper does not say what the next layer reads: here
@@ -269,35 +225,46 @@ class HRD(nn.Module):
 
     def __init__(self, cfg: Config, last: bool):
         super().__init__()
-        consistent = cfg.w_consistency > 0  # else nothing reads the maps of entities
-        self.cre = CRE(cfg) if cfg.cre else Off()
-        self.entity_dre = DRE(cfg, map_only=True) if cfg.cre and consistent else Off()
+        self.cre = ProbabilityMap(cfg, "CRE") if cfg.cre else None
+        self.norm_common = nn.LayerNorm(cfg.dim) if cfg.cre else None
+        self.entity_dre = ProbabilityMap(cfg, "DRE") if cfg.cre and cfg.w_consistency else None
         self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
-        self.dre = DRE(cfg, map_only=not last) if cfg.dre and (consistent or last) else Off()
-        self.entity_cre = CRE(cfg, map_only=True) if cfg.dre and consistent else Off()
-        self.norm = nn.LayerNorm(cfg.dim, elementwise_affine=not last)  # nothing reads the last x
+        self.dre = ProbabilityMap(cfg, "DRE") if cfg.dre and (cfg.w_consistency or last) else None
+        self.norm_difference = nn.LayerNorm(cfg.dim) if cfg.dre and last else None
+        self.entity_cre = ProbabilityMap(cfg, "CRE") if cfg.dre and cfg.w_consistency else None
+        self.norm = None if last else nn.LayerNorm(cfg.dim)
 
     def forward(self, x: Tensor, raw: Tensor, e: Tensor | None = None) -> Disentangled:
-        """x (F of Eq. 6) and raw (F of Eq. 10), both (2B, N, D) with all "before" images first, and
-        equal in the first layer; entities E (2B, K, D) or, if w_consistency is 0, None."""
-        assert x.shape[0] % 2 == 0, 'expected all "before" images, then as many "after" images'
-        common, p_common = self.cre(other_image(x), x)  # Eq. 6, C_i = CRE(F_j, F_i)
-        _, p_common_entity = self.entity_dre(e, x)  # Eq. 6, C'_i = DRE(E, F_i)
-        l_c = F.mse_loss(p_common, p_common_entity)  # Eq. 7
+        """x (F of Eq. 6) and raw (F of Eq. 10), both (2B, N, D) and equal in the first layer;
+        entities E (2B, K, D) or, if w_consistency is 0, None."""
+        losses = {}
+        common = x
+        if self.cre:
+            p_common = self.cre(other_image(x), x)  # Eq. 6, P^ of C_i = CRE(F_j, F_i)
+            common = self.norm_common(p_common.sigmoid() * x + x)  # Eq. 4
+        if self.entity_dre:
+            p_entity = self.entity_dre(e, x)  # Eq. 6, P^ of C'_i = DRE(E, F_i)
+            losses["common"] = F.mse_loss(p_common, p_entity)  # Eq. 7
         shared = self.attention(common, other_image(common))  # Eq. 8, C~_i = MHCA(C_i, C_j)
         rest = raw - shared
-        difference, p_difference = self.dre(raw, rest)  # Eq. 10, D_i = DRE(F_i, F_i - C~_i)
-        _, p_difference_entity = self.entity_cre(e, rest)  # Eq. 10, D'_i = CRE(E, F_i - C~_i)
-        l_d = F.mse_loss(p_difference, p_difference_entity)  # Eq. 11
-        return Disentangled(self.norm(x + shared), shared, difference, l_c, l_d)
+        difference = rest
+        if self.dre:
+            p_difference = self.dre(raw, rest)  # Eq. 10, P^ of D_i = DRE(F_i, F_i - C~_i)
+        if self.norm_difference:
+            difference = self.norm_difference(p_difference.sigmoid() * rest + rest)  # Eq. 4
+        if self.entity_cre:
+            p_entity = self.entity_cre(e, rest)  # Eq. 10, P^ of D'_i = CRE(E, F_i - C~_i)
+            losses["different"] = F.mse_loss(p_difference, p_entity)  # Eq. 11
+        next_x = self.norm(x + shared) if self.norm else None
+        return Disentangled(next_x, shared, difference, losses)
 
 
 class DecoderLayer(nn.Module):
-    """Eq. 13-17: words attend to earlier words (hidden), then to entities (text) and to F_diff
-    (visual), and become LN(alpha text + beta visual + hidden). As in the paper, no feed-forward
-    layer follows, and nothing confines alpha and beta to (0, 1).
+    """Eq. 13-17: words attend to earlier words, then to entities (text) and to F_diff (visual), and
+    become LN(alpha text + beta visual + words). As in the paper, no feed-forward layer follows, and
+    nothing confines alpha and beta to (0, 1).
 
-    [ours] `hidden` has a residual and a LayerNorm. For each word, alpha and beta have D numbers
+    [ours] `words` has a residual and a LayerNorm. For each word, alpha and beta have D numbers
     each; with --gate scalar they are single numbers, the text's "two parameters". With --gate none,
     the decoder does not read the entities, and `fused` is `visual`."""
 
@@ -311,32 +278,30 @@ class DecoderLayer(nn.Module):
         self.text_attention = None
         if cfg.gate != "none":
             self.text_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
-            width = 1 if cfg.gate == "scalar" else cfg.dim
+            width = {"channels": cfg.dim, "scalar": 1}[cfg.gate]
             self.alpha = nn.Linear(2 * cfg.dim, width)
             self.beta = nn.Linear(2 * cfg.dim, width)
             nn.init.ones_(self.alpha.bias)  # [ours] both gates start at 1 on average, not at 0
             nn.init.ones_(self.beta.bias)
 
     def forward(self, x: Tensor, f_diff: Tensor, e: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Words x (B, L, D), F_diff (B, N, D) and, unless --gate none, the entities (B, K, D)
-        -> the new words, and `hidden`, both (B, L, D)."""
-        hidden = self.norm1(x + self.dropout(self.self_attention(x, x, causal=True)))
-        visual = self.cross_attention(hidden, f_diff)  # Eq. 13
+        """x (B, L, D), F_diff (B, N, D) and, unless --gate none, E (B, K, D) -> the new x, and the
+        words as they attend to F_diff, both (B, L, D)."""
+        words = self.norm1(x + self.dropout(self.self_attention(x, x, causal=True)))
+        visual = self.cross_attention(words, f_diff)  # Eq. 13
+        fused = visual
         if self.text_attention:
-            text = self.text_attention(hidden, e)  # Eq. 13
-            alpha = self.alpha(torch.cat([hidden, text], -1))  # Eq. 14
-            beta = self.beta(torch.cat([hidden, visual], -1))  # Eq. 15
+            text = self.text_attention(words, e)  # Eq. 13
+            alpha = self.alpha(torch.cat([words, text], -1))  # Eq. 14
+            beta = self.beta(torch.cat([words, visual], -1))  # Eq. 15
             fused = alpha * text + beta * visual  # Eq. 16
-        else:  # --gate none
-            fused = visual
-        return self.norm2(hidden + self.dropout(fused)), hidden  # Eq. 17
+        return self.norm2(words + self.dropout(fused)), words  # Eq. 17
 
 
 class Decoder(nn.Module):
-    """Words, F_diff and entities -> new words, from which `head` predicts the next ones.
-    `context` is F_diff (B, N, D), and the entities (B, K, D) or None.
+    """Words, F_diff and entities -> hidden states, from which `head` predicts the next words.
 
-    Every word sees only itself and earlier words, so padding at the end of a caption needs no mask.
+    A word sees only itself and earlier words, so padding at the end of a caption needs no mask.
     [ours] Positions are learned, and a LayerNorm follows them, as in RDD+ACR. Matrices start
     Xavier-uniform, as in DIRL+CCR."""
 
@@ -351,21 +316,14 @@ class Decoder(nn.Module):
         self.head = nn.Linear(cfg.dim, vocab_size)  # of section 3.3, without its softmax
         initialise(self, xavier=True)
 
-    def forward(self, ids: Tensor, context: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
-        """ids (B, L) -> words and `hidden` of the last layer, both (B, L, D)."""
+    def forward(self, ids: Tensor, f_diff: Tensor, e: Tensor | None) -> tuple[Tensor, Tensor]:
+        """ids (B, L), F_diff (B, N, D), entities E (B, K, D) or None -> hidden states, and the
+        words as they attend to F_diff in the last layer, both (B, L, D)."""
         x = self.project(self.embed(ids)) + self.position.weight[: ids.shape[1]]
         x = self.dropout(self.norm(x))
         for layer in self.layers:
-            x, hidden = layer(x, *context)  # Eq. 13-17
-        return x, hidden
-
-    def attention(self, ids: Tensor, context: tuple[Tensor, Tensor | None], cells: int) -> Tensor:
-        """The last layer's attention, averaged over heads, with its softmax over the first `cells`
-        tokens of the difference. ids (B, L) -> (B, L, cells)."""
-        _, hidden = self(ids, context)
-        attention = self.layers[-1].cross_attention
-        query, key, _ = attention.project(hidden, context[0][:, :cells])
-        return attention.scores(query, key).softmax(-1).mean(1)
+            x, words = layer(x, f_diff, e)  # Eq. 13-17
+        return x, words
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -373,8 +331,8 @@ class Decoder(nn.Module):
 
 def contrastive_loss(shared_bef: Tensor, shared_aft: Tensor, scale: Tensor) -> Tensor:
     """Eq. 9, of pairs a and b: L_I = -1/B sum_a log(exp sim_aa / sum_b exp sim_ab), averaged with
-    that of sim's transpose. Negatives are the other pairs of the batch. `shared` of each image
-    (B, N, D), scale = 1 / tau -> a scalar.
+    the same loss of sim's transpose. Negatives are the other pairs of the batch. `shared` of each
+    image (B, N, D), scale = 1 / tau -> a scalar.
 
     sim_ab = scale / 2 [mean_n max_n' cos(bef_an, aft_bn') + mean_n' max_n cos(bef_an, aft_bn')],
     with bef_an cell n of shared_bef in pair a, and aft_bn' cell n' of shared_aft in pair b.
@@ -404,7 +362,7 @@ def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
 
 
 def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
-    """Eq. 19: total = L_S + lambda_v (L_C + L_D) + lambda_m L_I."""
+    """Eq. 19: L = L_S + lambda_v (L_C + L_D) + lambda_m L_I, with 0 for a loss that is left out."""
     l_s = losses["caption"]
     l_c = losses.get("common", 0.0)
     l_d = losses.get("different", 0.0)
@@ -442,31 +400,30 @@ class CHEERS(nn.Module):
 
     def encode(
         self, before: Tensor, after: Tensor, entities: Tensor | None = None
-    ) -> tuple[tuple[Tensor, Tensor | None], list[Disentangled]]:
+    ) -> tuple[Tensor, Tensor | None, list[Disentangled]]:
         """Features (B, C, H, W) of both images and entities (B, K, d) -> what the decoder reads,
-        F_diff (B, N, D) and the entities (B, K, D) or None; what each HRD layer returns."""
+        F_diff (B, N, D) and E (B, K, D) or None; what each HRD layer returns."""
         # Otherwise other_image would pair the wrong images in silence.
         assert before.shape == after.shape, f"{before.shape} before, {after.shape} after"
         e = None
         e_of_both = None
         if self.project:
-            assert entities is not None, "gate and consistency need entities, (B, K, d)"
             e = self.project(entities)
             e_of_both = torch.cat([e, e])
         raw = self.embed(torch.cat([before, after]))  # (2B, N, D), all "before" images first
         x = raw
         layers = []
         for hrd in self.hrd:
-            layer = hrd(x, raw, e_of_both)  # Eq. 6-8, 10-11
+            layer = hrd(x, raw, e_of_both)  # Eq. 4, 6-8, 10-11
             x = layer.x
             layers.append(layer)
         if layers:
-            difference_bef, difference_aft = layers[-1].difference.unflatten(0, (2, -1))
+            difference_bef, difference_aft = layers[-1].difference.chunk(2)
             f_diff = self.join(torch.cat([difference_bef, difference_aft], -1))  # Eq. 12
         else:  # the baseline of Table 4
-            f_bef, f_aft = raw.unflatten(0, (2, -1))
+            f_bef, f_aft = raw.chunk(2)
             f_diff = f_bef - f_aft
-        return (f_diff, e), layers
+        return f_diff, e, layers
 
     def forward(
         self, before: Tensor, after: Tensor, caption: Tensor, entities: Tensor | None = None
@@ -479,15 +436,13 @@ class CHEERS(nn.Module):
         "common" 1.3 and "different" 0.7, as the maps' Linear layers are random. If "match" stays at
         ln B, `shared` does not tell a pair's partner from other images. Low "common" and
         "different" prove little, because constant maps can agree, too."""
-        context, layers = self.encode(before, after, entities)  # Eq. 2-8, 10-12
-        hidden, _ = self.decoder(caption, context)  # Eq. 13-17
+        f_diff, e, layers = self.encode(before, after, entities)  # Eq. 2-8, 10-12
+        hidden, _ = self.decoder(caption, f_diff, e)  # Eq. 13-17
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 18
         for layer in layers:
-            terms = {}
-            if self.cfg.w_consistency:
-                terms |= {"common": layer.l_c, "different": layer.l_d}  # Eq. 7, 11
+            terms = dict(layer.losses)  # Eq. 7, 11
             if self.cfg.w_match:
-                shared_bef, shared_aft = layer.shared.unflatten(0, (2, -1))
+                shared_bef, shared_aft = layer.shared.chunk(2)
                 scale = self.log_scale.exp()
                 terms["match"] = contrastive_loss(shared_bef, shared_aft, scale)  # Eq. 9
             for name, loss in terms.items():
@@ -505,10 +460,10 @@ class CHEERS(nn.Module):
     def generate(self, before: Tensor, after: Tensor, entities: Tensor | None = None) -> Tensor:
         """Features (B, C, H, W) of both images and entities (B, K, d) -> ids of greedy captions
         (B, max_len)."""
-        context, _ = self.encode(before, after, entities)
+        f_diff, e, _ = self.encode(before, after, entities)
 
         def next_word(ids: Tensor) -> Tensor:
-            hidden, _ = self.decoder(ids, context)
+            hidden, _ = self.decoder(ids, f_diff, e)
             return self.decoder.head(hidden[:, -1])
 
         return decode(next_word, before.shape[0], self.max_len, before.device)
@@ -520,30 +475,35 @@ class CHEERS(nn.Module):
         """The last decoder layer's attention over cells, averaged over heads and over the words of
         ids (B, L) -> "attention" (B, H, W)."""
         _, height, width = self.grid
-        context, _ = self.encode(before, after, entities)
-        weight = self.decoder.attention(ids, context, height * width)  # (B, L, N)
+        f_diff, e, _ = self.encode(before, after, entities)
+        cells = f_diff[:, : height * width]  # all tokens, unless you add some
+        _, words = self.decoder(ids, f_diff, e)
+        attention = self.decoder.layers[-1].cross_attention
+        query, key, _ = attention.project(words, cells)
+        weight = attention.scores(query, key).softmax(-1).mean(1)  # (B, L, N)
         # Row t is the state that predicts word t + 1.
-        attention = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
-        return {"attention": attention.unflatten(1, (height, width))}
+        over_cells = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
+        return {"attention": over_cells.unflatten(1, (height, width))}
 
 
 # ---- entities ------------------------------------------------------------------------------------
 
 
-def retrieve(x_bef: Tensor, x_aft: Tensor, table: Tensor, k: int, signed: bool = False) -> Tensor:
+def retrieve(x_bef: Tensor, x_aft: Tensor, table: Tensor, k: int, retrieval: str) -> Tensor:
     """Eq. 1: the candidates whose cosines with the two images differ most. x (B, d) of each image,
     table (M, d) -> rows (B, k), best first, or (B, M) if there are fewer candidates than k.
 
     A candidate passes if its cosine with at least one of the images is above the mean over all
-    candidates. [ours] If fewer than k candidates pass, the best remaining ones fill the list. The
-    difference in Eq. 1 is `signed`. But the text asks for the largest one, and an added object is
-    closer to "after", so the default is absolute [ours]."""
+    candidates. [ours] If fewer than k candidates pass, the best of the others fill the list. Eq. 1
+    has the "signed" difference. But the text asks for the largest one, and an added object is
+    closer to "after", so the default is "absolute" [ours]."""
     e = F.normalize(table, dim=-1)
     s_bef = F.normalize(x_bef, dim=-1) @ e.T  # (B, M)
     s_aft = F.normalize(x_aft, dim=-1) @ e.T
-    score = s_bef - s_aft
-    if not signed:
-        score = score.abs()
+    if retrieval == "absolute":
+        score = (s_bef - s_aft).abs()
+    elif retrieval == "signed":
+        score = s_bef - s_aft
     above_bef = s_bef > s_bef.mean(1, keepdim=True)
     above_aft = s_aft > s_aft.mean(1, keepdim=True)
     # Cosines differ by at most 2, so - 4 moves the candidates that fail behind all that pass.
@@ -579,9 +539,9 @@ def embed_images(clip, preprocess, pictures: list) -> Tensor:
 
 
 def find_candidates(subjects: dict[str, list[str]], min_count: int, k: int) -> list[str]:
-    """Section 3.1.1: the subjects of each caption -> the candidates, sorted. [ours] Subjects of
-    fewer than min_count different captions are left out, because most of them are errors of the
-    parser. If fewer than k candidates would remain, all are kept."""
+    """Section 3.1.1: caption -> its subjects, for all captions -> the candidates, sorted. [ours]
+    Subjects of fewer than min_count different captions are left out, because most of them are
+    errors of the parser. If fewer than k candidates would remain, all are kept."""
     counts: dict[str, int] = {}
     for phrases in subjects.values():
         for phrase in set(phrases):
@@ -593,37 +553,17 @@ def find_candidates(subjects: dict[str, list[str]], min_count: int, k: int) -> l
 
 
 class Entities:
-    """Section 3.1: the K entities of each pair, found once for a data set. CLIP embeds a whole
-    image, so it can find an object that appeared, vanished or looks different, but not one that
-    only moved.
-
-    phrases: M candidates; table: their embeddings (M, d); images: name -> embedding (d,); pairs:
-    names (before, after). In a loop of your own, you need an open_clip.CLIP, its tokenizer and its
-    preprocessing, which must not crop, or changes at the border are lost:
-
-        cfg = Config(device="cpu")  # or "cuda"
-        phrases = find_candidates({"the red cube is gone": ["red cube"]}, cfg.min_count, cfg.k)
-        table = embed_texts(clip, tokenizer, phrases)
-        x = embed_images(clip, preprocess, [picture_a, picture_b])  # PIL images
-        images = {"a": x[0], "b": x[1]}
-        entities = Entities(cfg, phrases, table, images, [("a", "b")])
-        model = CHEERS(cfg, vocab_size, grid, max_len)
-        losses = model(before, after, ids, entities([("a", "b")]))"""
+    """The K entities of each pair of a data set. phrases: M candidates; table: CLIP's embeddings of
+    these (M, d); rows: names of a pair (before, after) -> its rows of the table (K,). With `blind`,
+    zeros stand in for the embeddings."""
 
     def __init__(
-        self, cfg: Config, phrases: list[str], table: Tensor, images: dict, pairs: list[tuple]
+        self, phrases: list[str], table: Tensor, rows: dict[tuple, Tensor], blind: bool = False
     ):
         self.phrases = phrases
-        self.table = table.to(cfg.device)
-        self.blind = cfg.blind
-        self.rows = {}  # names of a pair -> its rows of the table (K,)
-        pairs = list(dict.fromkeys(pairs))
-        for start in range(0, len(pairs), 256):
-            block = pairs[start : start + 256]
-            x_bef = torch.stack([images[before] for before, _ in block]).to(cfg.device)
-            x_aft = torch.stack([images[after] for _, after in block]).to(cfg.device)
-            best = retrieve(x_bef, x_aft, self.table, cfg.k, cfg.retrieval == "signed")
-            self.rows |= zip(block, best.cpu(), strict=True)
+        self.table = table
+        self.rows = rows
+        self.blind = blind
 
     def __call__(self, pairs: list[tuple]) -> Tensor:
         """Names (before, after) of B pairs -> CLIP's embeddings of their entities (B, K, d)."""
@@ -632,11 +572,11 @@ class Entities:
         return torch.zeros_like(entities) if self.blind else entities
 
     def note(self, pair: tuple) -> str:
-        """The line that is printed below a pair's pictures."""
+        """Name a pair's entities in a line, which is printed below its pictures."""
         return "entities: " + ", ".join(self.phrases[m] for m in self.rows[pair])
 
     def state(self) -> dict:
-        """What a checkpoint needs besides the model to find the entities of any two pictures."""
+        """Return what a checkpoint needs, besides the model, to find any two pictures' entities."""
         return {"entities": {"phrases": self.phrases, "table": self.table}}
 
     def check_state(self, state: dict) -> None:
@@ -650,15 +590,46 @@ class Entities:
         check_clip(self.table, trained["table"])
 
 
+def find_entities(
+    cfg: Config, phrases: list[str], table: Tensor, images: dict, pairs: list[tuple]
+) -> Entities:
+    """Retrieve the entities of each pair (section 3.1.2). CLIP embeds a whole image, so it can find
+    an object that appeared, vanished or looks different, but not one that only moved.
+
+    phrases: M candidates; table: their embeddings (M, d); images: name -> embedding (d,); pairs:
+    names (before, after). In a loop of your own, you need an open_clip.CLIP, its tokenizer and its
+    preprocessing, which must not crop, or changes at the border are lost:
+
+        cfg = Config(device="cpu")  # or "cuda"
+        phrases = find_candidates({"the red cube is gone": ["red cube"]}, cfg.min_count, cfg.k)
+        table = embed_texts(clip, tokenizer, phrases)
+        x = embed_images(clip, preprocess, [picture_a, picture_b])  # PIL images
+        images = {"a": x[0], "b": x[1]}
+        entities = find_entities(cfg, phrases, table, images, [("a", "b")])
+        model = CHEERS(cfg, vocab_size, grid, max_len)
+        losses = model(before, after, ids, entities([("a", "b")]))"""
+    table = table.to(cfg.device)
+    rows = {}
+    pairs = list(dict.fromkeys(pairs))
+    for start in range(0, len(pairs), 256):
+        block = pairs[start : start + 256]
+        x_bef = torch.stack([images[before] for before, _ in block]).to(cfg.device)
+        x_aft = torch.stack([images[after] for _, after in block]).to(cfg.device)
+        best = retrieve(x_bef, x_aft, table, cfg.k, cfg.retrieval)
+        rows |= zip(block, best.cpu(), strict=True)
+    return Entities(phrases, table, rows, cfg.blind)
+
+
 def check_clip(table: Tensor, trained: Tensor) -> None:
-    """InputError if embeddings of candidates (M, d) are not those in the checkpoint."""
+    """InputError if embeddings of candidates (M, d) differ from those in the checkpoint."""
     trained = trained.to(table.device)
     if table.shape != trained.shape or not table.allclose(trained, atol=1e-3):
         raise InputError("the checkpoint was trained with another CLIP; give --clip as in training")
 
 
 def candidates_of(dataset, cfg: Config) -> list[str]:
-    """The candidates of a data set (data.Dataset). InputError if no training caption has a subject.
+    """Find the candidates in a data set (data.Dataset). InputError if no training caption has a
+    subject.
 
     The paper "utilize[s] SpaCy [...] to extract the subjects" (section 3.1.1). [ours] Rules read
     captions from templates (mini, CLEVR-Change, CLEVR-DC), on which spaCy often errs."""
@@ -676,8 +647,9 @@ def candidates_of(dataset, cfg: Config) -> list[str]:
 def embeddings(
     cfg: Config, phrases: list[str], table: Tensor | None
 ) -> tuple[Tensor, Callable[[list], Tensor]]:
-    """-> embeddings of the candidates (M, d) by --clip, and a function that embeds pictures (files
-    or PIL images). table: those of a checkpoint, or None. InputError if --clip does not fit."""
+    """Load --clip -> embeddings of the candidates (M, d), and a function that embeds pictures
+    (files or PIL images). table: the embeddings in a checkpoint, which are then returned, or None.
+    InputError if --clip does not fit."""
     from support.features import load_clip, read_image
 
     clip, tokenizer, preprocess = load_clip(cfg.clip, cfg.device)
@@ -696,8 +668,8 @@ def embeddings(
 
 
 def entities_of(dataset, cfg: Config, state: dict | None = None) -> Entities | None:
-    """The entities of a data set's pairs (data.Dataset); None if K is 0. state: the content of a
-    checkpoint, whose candidates then replace the data set's.
+    """Find the entities of all pairs of a data set (data.Dataset); None if K is 0. state: the
+    content of a checkpoint, whose candidates then replace the data set's.
 
     CLIP's embeddings of the pictures are kept in clip-*.pt in the data set's folder, and made anew
     if pictures were replaced. Remove that file after overwriting the weights that --clip names."""
@@ -722,18 +694,20 @@ def entities_of(dataset, cfg: Config, state: dict | None = None) -> Entities | N
     if not file.exists():
         save_tensors(file, {"images": embed([dataset.paths[name] for name in names])})
     images = load_tensors(file, "remove it, and it will be made again")["images"]
-    return Entities(cfg, candidates["phrases"], table, dict(zip(names, images, strict=True)), pairs)
+    images = dict(zip(names, images, strict=True))
+    return find_entities(cfg, candidates["phrases"], table, images, pairs)
 
 
 def entities_of_files(model: CHEERS, state: dict, files: list) -> Tensor | None:
-    """Entities of pictures in the order before, after, before, after, ... -> CLIP's embeddings of
-    them (pairs, K, d), or None if K is 0. Their names are printed. state: of the model's file."""
+    """Find the entities of pictures in the order before, after, before, after, ..., and print
+    their names -> CLIP's embeddings of them (pairs, K, d), or None if K is 0. state: the content of
+    the model's file."""
     if not model.cfg.k:
         return None
     table, embed = embeddings(model.cfg, **state["entities"])
     images = dict(enumerate(embed(files)))  # a picture's name is its place in the list
     pairs = [(n, n + 1) for n in range(0, len(files), 2)]
-    entities = Entities(model.cfg, state["entities"]["phrases"], table, images, pairs)
+    entities = find_entities(model.cfg, state["entities"]["phrases"], table, images, pairs)
     for n, pair in enumerate(pairs, 1):
         print(f"pair {n}, {entities.note(pair)}")
     return entities(pairs)
@@ -779,7 +753,8 @@ PUBLISHED = {
 def compute_losses(
     model: CHEERS, batches: tuple, cfg: Config, entities: Entities | None = None
 ) -> dict[str, Tensor]:
-    """Eq. 19 and its terms, each a mean over a step's batches (changed pairs, distractor pairs).
+    """Eq. 19 and its terms, each a mean over a step's batches. In CLEVR-Change and mini, these are
+    changed pairs, and the same scenes' distractor pairs, in which only camera and light differ.
 
     The two batches stay separate because they share their "before" images. In a joint contrastive
     loss, an "after" image would have a copy of its partner among its negatives."""

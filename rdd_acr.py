@@ -3,100 +3,60 @@ Change Captioning (Li et al., AAAI 2025).
 
 The flow of one pair, with CLEVR-Change's sizes:
     before, after (1024, 14, 14) each
-       |  embed, Eq. 1
-       v
-    f_bef, f_aft (196, 512) each          In training only, from the caption:
-       |  f_diff = f_bef - f_aft, Eq. 2    noun phrases           verb phrases
-       |  difference, Eq. 3-5                    |  CLIP, adapter       |  CLIP, adapter
-       v                                         v                      v
-    f_c (196, 512) -------------------+     f_noun (512)           f_verb (512)
-       |  objects, Eq. 6-8            |          :                      :
-       v                              |          :                      :
-    object vectors (32, 512) ---------+ . . . . .: L_N2O, Eq. 10-13     :
-       |  actions, Eq. 6-8            |                                 :
-       v                              |                                 :
-    action vectors (5, 512) ----------+ . . . . . . . . . . . . . . . . : L_V2A, Eq. 10-13
-                                      |  fuse, Eq. 9
-                                      v
-                    196 + 32 + 5 = 233 tokens (233, 512)
-                                      |  decoder, Eq. 14
-                                      v
-                                  next word, L_XE, Eq. 15
+       v  embed, Eq. 1                       In training only, from the caption:
+    f_bef, f_aft (196, 512) each             noun phrases         verb phrases
+       v  f_diff = f_bef - f_aft, Eq. 2         v  CLIP, adapter     v  CLIP, adapter
+       v  difference, Eq. 3-5                f_noun (512)         f_verb (512)
+    f_c (196, 512) -----------------+           :                    :
+       v  objects, Eq. 6-8          |           :                    :
+    object vectors (32, 512) -------+ . . . . . : L_N2O, Eq. 10-13   :
+       v  actions, Eq. 6-8          |                                :
+    action vectors (5, 512) --------+ . . . . . . . . . . . . . . .  : L_V2A, Eq. 10-13
+                                    v  fuse, Eq. 9
+    fused (196 + 32 + 5 = 233, 512) and caption (24 ids)
+       v  decoder, Eq. 14
+    next word, L_XE, Eq. 15
+Gradients: L_XE trains all but prompts and adapter; L_N2O the noun prompt, the adapter and all that
+makes object vectors; L_V2A the verb prompt, the adapter and all that makes action vectors, so also
+the object vectors. CLIP is frozen. Nothing is detached.
 
-Idea. (1) Unless two images are aligned perfectly, their difference is full of things that did not
-change, so a few learned vectors distil from it what a caption needs. (2) Concrete things are easier
-to grasp than abstract ones, so one set of vectors distils the changed objects from the difference,
-and another set then distils the action from the objects. (3) In training, a contrastive loss makes
-the first set resemble the caption's noun phrases, and the second set its verb phrases.
+Idea. Unless two images are aligned perfectly, their difference is full of things that did not
+change. So a few learned vectors distil from it what a caption needs: first the objects that changed
+and then, from these, what happened to them, because concrete things are easier to grasp than
+abstract ones. In training, a contrastive loss makes the first vectors resemble the caption's noun
+phrases, and the second ones its verb phrases.
 
-Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
-light differ, and its caption says that nothing changed. In CLEVR-Change and mini (toy scenes drawn
-by mini.py), a scene has one of each, with the same "before". There, a step has both pairs of each
-of its scenes, as one batch. In half of the scenes, "before" and the distractor picture change
-places, as in SCORER.
-
+Terms. A changed pair shows a change. In a distractor pair, only camera and light differ.
 Read first: GlobalDifference, DistillingBlock, Distilling, Fusion, alignment_loss, RDD.encode and
 RDD.forward. Skip at first: Decoder, attention_map, section "phrases", and spaCy's patterns.
 
-MHCA(x, y) is multi-head attention from x to y, MHSA(x) from x to itself. x is "bef" or "aft". Here
-F_c is the F_c of Eq. 5 alone. Other symbols have two names in the paper, or are easier to read so:
-here (in code)  in the paper
-s^i (source)    F_c^i: what the vectors read in pass i. s^0 is F_c or, for actions, the objects.
-o^i (vectors)   F_object^i or F_action^i: the vectors after pass i of R (the paper's N).
-F_o (f_o)       F_o in Eq. 10, F_c in Eq. 11-12: F_object or F_action
-F_l (f_l)       F_l: F_noun or F_verb
-S (s)           S_ab = cos(F_l of pair a, F_o of pair b) / tau
-
-Equation  where             as printed                              [ours], if different
-Eq. 1     ImageEmbedding    F_x = conv(features) + PE
+MHCA(x, y) is attention from x to y, and MHSA(x) is MHCA(x, x). Here R is the paper's number N of
+passes, and F_o is its F_c in Eq. 11-12. `source` is F_c^i, `vectors` are F_object^i or F_action^i,
+and `fused` is F~_diff. [ours] marks what the paper leaves open, and our additions.
+Equation  where             as printed                                   [ours]
+Eq. 1     ImageEmbedding    F_x = encoder(I_x) + PE(x), x = bef, aft     encoder = conv(features)
 Eq. 2     RDD.encode        F_diff = F_bef - F_aft
-Eq. 3     common.Attention  softmax(q k^T / sqrt(d_k))              softmax(...) v, in each head
-Eq. 4     GlobalDifference  F^_x = MHCA(F_x, F_diff)                LN(F_x + MHCA(F_x, F_diff))
-Eq. 5     GlobalDifference  F_c = [F^_bef ; F^_aft]                 W [F^_bef ; F^_aft]
-Eq. 6     DistillingBlock   s^i = MHSA(s^{i-1})                     s + MHSA(LN s)
-Eq. 7     DistillingBlock   o^ = MHCA(o^{i-1}, s^i)                 o + MHCA(LN o, LN s)
-Eq. 8     DistillingBlock   o^i = o^ + FFN(o^)                      o^ + FFN(LN o^)
-Eq. 9     Fusion            MF(Z), Z = [F_c ; objects ; actions]    Y + ReLU(W LN Y),
-                                                                    Y = Z + MHSA(LN Z)
-Eq. 10    alignment_loss    F_o = mean of o^R over vectors
-Eq. 11    alignment_loss    L_lo = -1/B sum_a log softmax_b(S)_aa   equal phrases: no negatives
-Eq. 12    alignment_loss    L_ol: the same of S^T
+Eq. 3     common.Attention  softmax(q k^T / sqrt(d_k))                   times v, in each head
+Eq. 4     GlobalDifference  F^_x = MHCA(F_x, F_diff)                     residual, LN
+Eq. 5     GlobalDifference  F_c = [F^_bef ; F^_aft]                      W [F^_bef ; F^_aft]
+Eq. 6     DistillingBlock   F_c^i = MHSA(F_c^{i-1})                      residual, LN
+Eq. 7     DistillingBlock   F^_object^i = MHCA(F_object^{i-1}, F_c^i)    residual, LN
+Eq. 8     DistillingBlock   F_object^i = FFN(F^_object^i) + F^_object^i  LN
+Eq. 9     Fusion            F~_diff = MF(F_c; F_object^R; F_action^R)    LN, ReLU
+Eq. 10    alignment_loss    F_o = mean of F_o^R over vectors             (o = object, action)
+Eq. 11    alignment_loss    L_lo = -1/B sum_a log softmax_b(S)_aa,       equal phrases are no
+                            S_ab = cos(F_l of a, F_o of b) / tau         negatives
+Eq. 12    alignment_loss    L_ol: the same of S^T                        (l = noun, verb)
 Eq. 13    alignment_loss    L_N2O or L_V2A = (L_lo + L_ol) / 2
-Eq. 14    Decoder.head      P(next word) = softmax(W hidden + b)
-Eq. 15    caption_loss      L_XE = mean over captions of the mean over words of -log P(word)
-Eq. 16    total_loss        L = L_XE + lambda_1 L_N2O + lambda_2 L_V2A
-Sec. ACR  segments          noun and verb phrases of a caption, by spaCy
-          Phrases, adapter  a frozen CLIP reads them -> F_noun, F_verb
-
-lambda_1 is w_n2o, and lambda_2 is w_v2a. [ours] marks what the paper leaves open, and our
-additions. (The authors' repository, github.com/guishiron/ACR, holds no code, and we do not have the
-supplement.) Attention's biases and output projections are ours, too. As printed are Eq. 4 and 6-8
-by --no-residual, and Eq. 11-12 by --equal_phrases negatives. No flag leaves out W of Eq. 5 (F_c
-would be 2D wide), the LayerNorms and the ReLU of Eq. 9, or the ReLUs of the adapter.
-Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, L ids of a caption
-(START, words, END, padding), V ids of the vocabulary, K vectors (K_o objects or K_a actions; the
-paper's k), M tokens that they read, P vectors of a prompt, U different texts, T tokens of a text, d
-width of CLIP's text space.
-
-Flags for each row of the paper's tables. Each run needs an --out_dir of its own. Rows with N2O or
-V2A are the paper's only with --equal_phrases negatives. The last column is the CIDEr of changed
-pairs on mini without that flag, a mean of three seeds (docs/results.md); "no residuals" is one run.
-Two such means differ by up to 49 by chance, one run and a mean by 70, two runs by 85, two means at
-twice the steps by 21. At twice the steps, RDD+ACR has 475, without its losses 477.
-Row of the paper                flags (on mini, unless --dataset is given)         on mini
-direct-sub (Table 4)            --no-gde --order none --w_n2o 0 --w_v2a 0          280
-GDE                             --order none --w_n2o 0 --w_v2a 0                   397
-GDE+N, GDE+V [ours]             --order n --w_v2a 0, --order v --w_n2o 0 (each keeps its loss)
-GDE+V&N, GDE+V+N [ours]         --order "v&n", --order v+n (with both losses)
-GDE+N+V, the whole method       no flag                                            425
-no losses (Table 5)             --w_n2o 0 --w_v2a 0                                381
-only N2O, only V2A              --w_v2a 0, --w_n2o 0
-prompts (Table 6)               --prompt none, fixed or learnable
-vectors (Fig. 4)                --object_vectors 32, --action_vectors 5, and others
-no residuals (Eq. 4, 6-8)       --no-residual                                      255
+Eq. 14    Decoder.head      P = softmax(W hidden + b)
+Eq. 15    caption_loss      L_XE = -1/B sum over captions of 1/L sum over words of log P
+Eq. 16    total_loss        L = L_XE + lambda_1 L_N2O + lambda_2 L_V2A   (w_n2o, w_v2a)
+Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, L ids of a caption (START,
+words, END, padding), V of the vocabulary, K vectors (K_o, K_a), M tokens that they read, P vectors
+of a prompt, U different texts, T tokens of a text, d width of CLIP's text space.
 
 To copy: this file and common.py; to train, also data.py, scores.py and support/.
-Licence: MIT. Written from the paper, whose authors have published no code.
+Licence: MIT. Written from the paper; its authors' repository (guishiron/ACR) holds no code.
 """
 
 import functools
@@ -161,8 +121,8 @@ class ImageEmbedding(nn.Module):
     """Eq. 1: F_x = conv_1x1(features) + PE. (B, C, H, W) -> (B, N, D), cell n = row * W + column.
 
     [ours] A cell's position is the vector of its column followed by the vector of its row. Both
-    images have the same positions, which cancel in Eq. 2. So F_diff contains none: direct-sub knows
-    no places, and Eq. 4 finds cells of F_diff by what they contain."""
+    images have the same positions, so these cancel in Eq. 2: F_diff knows no places, and Eq. 4
+    finds cells of F_diff by what they contain."""
 
     def __init__(self, cfg: Config, channels: int, height: int, width: int):
         super().__init__()
@@ -182,9 +142,9 @@ class GlobalDifference(nn.Module):
 
     A bare difference shows that something differs, but not what. So each cell of both images, which
     knows what it shows, attends to all cells of F_diff.
-    [ours] Eq. 4 as printed (residual=False) is MHCA alone. We take its residual and LayerNorm from
-    DIRL+CCR's released code, although that paper prints neither. Eq. 5 concatenates channels, and W
-    maps 2D channels back to D. Both images share one attention."""
+    [ours] The residual and the LayerNorm of Eq. 4 are those of DIRL+CCR's released code. With
+    residual=False, Eq. 4 is MHCA alone, as printed. Eq. 5 concatenates channels, and W maps 2D
+    channels back to D. Both images share one attention."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -202,21 +162,21 @@ class GlobalDifference(nn.Module):
 
     def forward(self, f_bef: Tensor, f_aft: Tensor, f_diff: Tensor) -> Tensor:
         """(B, N, D) three times -> F_c (B, N, D)."""
-        enriched = [self.enrich(f_bef, f_diff), self.enrich(f_aft, f_diff)]
-        return self.join(torch.cat(enriched, -1))  # Eq. 5
+        enriched_bef = self.enrich(f_bef, f_diff)
+        enriched_aft = self.enrich(f_aft, f_diff)
+        return self.join(torch.cat([enriched_bef, enriched_aft], -1))  # Eq. 5
 
 
 class DistillingBlock(nn.Module):
-    """Eq. 6-8: the source attends to itself, the vectors attend to it, and a linear layer follows.
+    """Eq. 6-8, one pass: the source attends to itself, the vectors attend to the source, and a
+    linear layer follows. Eq. 6 lets a cell learn what the other cells show, and Eq. 7 lets each
+    vector choose the cells that it needs.
 
-    Eq. 6 lets a cell learn what the others show, Eq. 7 lets each vector choose the cells it needs.
-    [ours] "A multi-head self-attention, a multi-head cross-attention and a fully connected layer
-    with residual connection" can mean a residual around each. We add those of Eq. 6-7 and
-    LayerNorms; residual=False leaves them out. As printed, Eq. 7 replaces each vector by a weighted
-    mean of cells. At the start attention is nearly uniform, so all K vectors become alike, and stay
-    so: the cosines between them are 1.00. (With residuals, at the paper's sizes, they are .08 to
-    .11 between objects and .05 to .11 between actions.) The FFN is the one fully connected layer,
-    without an activation, as the text names none."""
+    The FFN is "the fully connected layer", without an activation, because the text names none.
+    [ours] "With residual connection" may mean one around each layer, so Eq. 6-7 have residuals,
+    too, and LayerNorms come first. With residual=False, the equations are as printed. Then Eq. 7
+    replaces each vector by a weighted mean of cells. At the start attention is nearly uniform, so
+    all K vectors become alike (their cosines are 1.00) and stay so."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -225,14 +185,15 @@ class DistillingBlock(nn.Module):
         self.cross_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
         self.feed_forward = nn.Linear(cfg.dim, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
-        self.norm_source = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()  # Eq. 6
-        self.norm_seen = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()  # k, v of Eq. 7
-        self.norm_vectors = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()  # q of Eq. 7
-        self.norm_ffn = nn.LayerNorm(cfg.dim) if cfg.residual else nn.Identity()  # Eq. 8
+        Norm = nn.LayerNorm if cfg.residual else nn.Identity
+        self.norm_source = Norm(cfg.dim)  # Eq. 6
+        self.norm_seen = Norm(cfg.dim)  # keys and values of Eq. 7
+        self.norm_vectors = Norm(cfg.dim)  # queries of Eq. 7
+        self.norm_ffn = Norm(cfg.dim)  # Eq. 8
 
     def forward(self, source: Tensor, vectors: Tensor):
-        """source s^{i-1} (B, M, D), vectors o^{i-1} (B, K, D) -> s^i (B, M, D); o^i (B, K, D);
-        query (B, K, D) and key (B, M, D) of the cross-attention."""
+        """source (B, M, D), vectors (B, K, D) -> both after Eq. 6-8; the query (B, K, D) and key
+        (B, M, D) of Eq. 7, for attention maps."""
         x = self.norm_source(source)
         attended = self.dropout(self.self_attention(x, x))
         source = source + attended if self.residual else attended  # Eq. 6
@@ -244,7 +205,7 @@ class DistillingBlock(nn.Module):
 
 
 class Distilled(NamedTuple):
-    """K vectors, and the query and the key with which the last block attended to its M tokens."""
+    """K vectors, and the query and key with which they attended to M tokens in the last pass."""
 
     vectors: Tensor  # (B, K, D)
     query: Tensor  # (B, K, D)
@@ -252,8 +213,15 @@ class Distilled(NamedTuple):
 
 
 class Distilling(nn.Module):
-    """K learned vectors, initially Gaussian with variance 1, pass R times through one shared block,
-    or through R blocks. The source (B, M, D) is F_c or the vectors of another Distilling."""
+    """K learned vectors, initially Gaussian with variance 1, distil a source in R passes through
+    one shared block, or through R blocks. Here they become object vectors:
+
+                  pass 1             pass 2                    pass R
+        F_c ----> source ----------> source ----> ... -------> source            Eq. 6
+                     v                  v                         v
+        learned -> vectors --------> vectors ---> ... -------> object vectors    Eq. 7-8
+
+    To make action vectors, another Distilling reads these object vectors in place of F_c."""
 
     def __init__(self, cfg: Config, count: int):
         super().__init__()
@@ -264,18 +232,23 @@ class Distilling(nn.Module):
         self.blocks = nn.ModuleList(DistillingBlock(cfg) for _ in range(blocks))
 
     def forward(self, source: Tensor) -> Distilled:
+        """source (B, M, D): F_c, or vectors of another Distilling."""
         vectors = self.vectors.expand(source.shape[0], -1, -1)  # (K, D) -> (B, K, D)
         for i in range(self.steps):
             block = self.blocks[0] if self.shared else self.blocks[i]
             source, vectors, query, key = block(source, vectors)
         return Distilled(vectors, query, key)
 
+    def attention(self, distilled: Distilled) -> Tensor:
+        """Return the last pass's attention, averaged over heads (B, K, M)."""
+        scores = self.blocks[-1].cross_attention.scores(distilled.query, distilled.key)
+        return scores.softmax(-1).mean(1)
+
 
 class Fusion(nn.Module):
-    """Eq. 9: self-attention and a fully connected layer, each with a residual. All tokens
-    (B, N + K_o + K_a, D) -> the same shape. Cells stay beside the vectors, because a caption also
-    needs what the vectors leave out. [ours] Like the distilling blocks, it is pre-norm. The ReLU is
-    ours: as for Eq. 8, the text names none."""
+    """Eq. 9: self-attention and a fully connected layer, each with a residual, over all tokens
+    (B, N + K_o + K_a, D). The cells of F_c stay beside the vectors, because a caption also needs
+    what the vectors leave out. [ours] LayerNorms come first, and the layer has a ReLU."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -293,14 +266,14 @@ class Fusion(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Post-norm decoder layer: words attend to earlier words and then to the fused tokens, and a
-    feed-forward of width 4D follows. [ours] Its width and the number of layers are DIRL+CCR's."""
+    """A post-norm layer of the decoder: words attend to earlier words and then to the fused tokens,
+    and a feed-forward network follows. [ours] Its width and the number of layers are DIRL+CCR's."""
 
     def __init__(self, cfg: Config):
         super().__init__()
         self.self_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
         self.cross_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
-        self.hidden = nn.Linear(cfg.dim, 4 * cfg.dim)
+        self.widen = nn.Linear(cfg.dim, 4 * cfg.dim)
         self.output = nn.Linear(4 * cfg.dim, cfg.dim)
         self.norm1 = nn.LayerNorm(cfg.dim)
         self.norm2 = nn.LayerNorm(cfg.dim)
@@ -308,20 +281,20 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, fused: Tensor) -> tuple[Tensor, Tensor]:
-        """Words x (B, L, D), fused tokens (B, M, D) -> words (B, L, D); the words as they attend to
-        the tokens (B, L, D)."""
-        x1 = self.norm1(x + self.dropout(self.self_attention(x, x, causal=True)))
-        x2 = self.norm2(x1 + self.dropout(self.cross_attention(x1, fused)))
-        inner = self.dropout(F.relu(self.hidden(x2)))
-        x3 = self.norm3(x2 + self.dropout(self.output(inner)))
-        return x3, x1
+        """x (B, L, D), fused tokens (B, M, D) -> the new x, and the words as they attend to the
+        tokens, both (B, L, D)."""
+        words = self.norm1(x + self.dropout(self.self_attention(x, x, causal=True)))
+        seen = self.norm2(words + self.dropout(self.cross_attention(words, fused)))
+        inner = self.dropout(F.relu(self.widen(seen)))
+        return self.norm3(seen + self.dropout(self.output(inner))), words
 
 
 class Decoder(nn.Module):
     """Words and fused tokens -> hidden states, from which `head` predicts the next words.
 
-    Every word sees only itself and earlier words, so padding at the end of a caption needs no mask.
-    [ours] From DIRL+CCR: a LayerNorm on words plus positions, and Xavier-uniform matrices."""
+    A word sees only itself and earlier words, so padding at the end of a caption needs no mask.
+    [ours] As in DIRL+CCR, a LayerNorm follows words plus positions, and matrices start
+    Xavier-uniform."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
@@ -335,21 +308,13 @@ class Decoder(nn.Module):
         initialise(self, xavier=True)
 
     def forward(self, ids: Tensor, fused: Tensor) -> tuple[Tensor, Tensor]:
-        """ids (B, L), fused tokens (B, M, D) -> hidden states (B, L, D), and the words (B, L, D) as
-        they attend to the tokens in the last layer."""
+        """ids (B, L), fused tokens (B, M, D) -> hidden states, and the words as they attend to the
+        tokens in the last layer, both (B, L, D)."""
         x = self.project(self.embed(ids)) + self.position.weight[: ids.shape[1]]
         x = self.dropout(self.norm(x))
         for layer in self.layers:
-            x, attending = layer(x, fused)
-        return x, attending
-
-    def attention(self, ids: Tensor, fused: Tensor, cells: int) -> Tensor:
-        """The last layer's attention, averaged over heads, with its softmax over the first `cells`
-        of M tokens. ids (B, L), fused tokens (B, M, D) -> (B, L, cells)."""
-        _, attending = self(ids, fused)
-        attention = self.layers[-1].cross_attention
-        q, k, _ = attention.project(attending, fused[:, :cells])
-        return attention.scores(q, k).softmax(-1).mean(1)
+            x, words = layer(x, fused)
+        return x, words
 
 
 # ---- phrases -------------------------------------------------------------------------------------
@@ -379,84 +344,66 @@ def encode_prompted(clip, tokens: Tensor, prompts: Tensor | None = None) -> Tens
 
 
 class Attributes(NamedTuple):
-    """The noun or verb phrases of B captions, before the adapter."""
+    """The noun phrases of B captions, or their verb phrases, before the adapter."""
 
     text: Tensor  # (B, d) from CLIP's text encoder
     valid: Tensor  # (B,) bool: the caption has such a phrase
-    same: Tensor  # (B, B) bool: the two are not negatives of each other
+    same: Tensor  # (B, B) bool: the two are no negatives of each other
 
 
 class Phrases:
-    """Section "Attribute-guided Tokens Generating" up to the adapter: CLIP's text encoder reads the
-    noun phrases of each training caption, joined by "and", and likewise its verb phrases. Only
-    training needs this class, and no checkpoint contains it. [ours] CLIP is ViT-L/14, and frozen.
+    """The noun and verb phrases of all training captions, and the CLIP that reads them: section
+    "Attribute-guided Tokens Generating", up to the adapter. Only training needs this class, and no
+    checkpoint contains it. [ours] CLIP is ViT-L/14, and frozen.
 
     clip: an open_clip.CLIP, frozen, on cfg.device; tokenizer: texts -> ids (U, context);
     readings: caption -> (noun phrases, verb phrases), for every training caption. An example:
 
         phrases = Phrases(cfg, clip, tokenizer, {"the cube is gone": (["cube"], ["is gone"])})
-        attributes = phrases.encode(["the cube is gone"], model.prompts())
-        losses = model(before, after, ids, **attributes)"""
+        losses = model(before, after, ids, ["the cube is gone"], phrases)"""
 
     def __init__(
         self, cfg: Config, clip, tokenizer, readings: dict[str, tuple[list[str], list[str]]]
     ):
-        # Only some CLIPs have the parts that encode_prompted uses.
-        if getattr(clip, "text_pool_type", None) != "argmax":
-            raise InputError(
-                f"--clip {cfg.clip} takes no learned prompts; choose one like ViT-L-14"
-            )
-        width = clip.token_embedding.embedding_dim
-        dim = encode_prompted(clip, tokenizer(["a cube"]).to(cfg.device)).shape[1]
-        if (cfg.clip_dim, cfg.clip_width) != (dim, width):
-            raise InputError(f"--clip {cfg.clip} needs --clip_dim {dim} --clip_width {width}")
         self.clip = clip
-        self.ignore_equal = cfg.equal_phrases == "ignored"
-        nouns = {}  # caption -> its text for CLIP, without the prompt
+        self.equal_phrases = cfg.equal_phrases
+        prefixes = {"none": ("", ""), "fixed": (NOUN_PROMPT, VERB_PROMPT), "learnable": ("", "")}
+        noun_prefix, verb_prefix = prefixes[cfg.prompt]
+        nouns = {}  # caption -> the text that CLIP reads
         verbs = {}
         for caption, (noun_phrases, verb_phrases) in readings.items():
-            nouns[caption] = " and ".join(noun_phrases)
-            verbs[caption] = " and ".join(verb_phrases)
-        self.rows = {}  # kind -> {caption: its row of self.tokens}
-        texts = []
-        valid = []  # False for "", the text of captions without a phrase
-        for kind, joined, prompt in (("nouns", nouns, NOUN_PROMPT), ("verbs", verbs, VERB_PROMPT)):
-            distinct = sorted(set(joined.values()))
-            row_of = {text: len(texts) + n for n, text in enumerate(distinct)}
-            self.rows[kind] = {caption: row_of[text] for caption, text in joined.items()}
-            texts += [prompt + text if cfg.prompt == "fixed" else text for text in distinct]
-            valid += [text != "" for text in distinct]
-        tokens = tokenizer(texts)  # (U, context)
+            nouns[caption] = noun_prefix + " and ".join(noun_phrases)
+            verbs[caption] = verb_prefix + " and ".join(verb_phrases)
+        texts = sorted({*nouns.values(), *verbs.values()})
+        row_of = {text: row for row, text in enumerate(texts)}
+        self.rows = {  # kind -> caption -> row of self.tokens and self.valid
+            "nouns": {caption: row_of[text] for caption, text in nouns.items()},
+            "verbs": {caption: row_of[text] for caption, text in verbs.items()},
+        }
+        valid = [text not in (noun_prefix, verb_prefix) for text in texts]
+        self.valid = torch.tensor(valid, device=cfg.device)
+        tokens = tokenizer(texts)  # (number of texts, context)
         longest = 1 + int(tokens.argmax(1).max())  # the end token has the highest id
         # Padding after it would cost time and leave less room for a learnable prompt.
         self.tokens = tokens[:, :longest].to(cfg.device)
-        self.valid = torch.tensor(valid, device=cfg.device)
+        # torch.compile leaves `read` out, because U differs from step to step.
+        self.read = torch.compiler.disable(self.read)
 
-    def encode(
-        self, captions: list[str], prompts: dict[str, Tensor | None]
-    ) -> dict[str, Attributes]:
-        """The phrases of B captions, for each kind ("nouns", "verbs") in RDD.prompts."""
+    def read(self, kind: str, captions: list[str], prompt: Tensor | None) -> Attributes:
+        """The "nouns" or "verbs" of B captions, after a learned prompt (P, clip_width) or None."""
+        rows = torch.tensor([self.rows[kind][caption] for caption in captions])  # (B,)
+        distinct, place = rows.unique(return_inverse=True)  # equal phrases are encoded once
         device = self.tokens.device
-        rows = []
-        for kind in prompts:
-            rows.append([self.rows[kind][caption] for caption in captions])
-        rows = torch.tensor(rows)  # (kinds, B)
-        # Equal phrases are encoded once: the U distinct ones, first those of nouns.
-        distinct, place = rows.unique(return_inverse=True)  # (U,), (kinds, B)
-        expanded = []  # each kind's prompt, once for each of its distinct phrases
-        for prompt, row in zip(prompts.values(), rows, strict=True):
-            if prompt is not None:
-                expanded.append(prompt.expand(len(row.unique()), -1, -1))
-        # One call for both kinds, because two smaller ones would leave a GPU waiting.
-        all_prompts = torch.cat(expanded) if expanded else None
-        encoded = encode_prompted(self.clip, self.tokens[distinct.to(device)], all_prompts)
-        attributes = {}
-        for kind, row, at in zip(prompts, rows.to(device), place.to(device), strict=True):
-            same = row[:, None] == row
-            if not self.ignore_equal:
-                same = torch.eye(len(captions), dtype=torch.bool, device=device)
-            attributes[kind] = Attributes(encoded[at], self.valid[row], same)
-        return attributes
+        tokens = self.tokens[distinct.to(device)]  # (U, T)
+        if prompt is not None:
+            prompt = prompt.expand(len(tokens), -1, -1)  # (U, P, clip_width)
+        text = encode_prompted(self.clip, tokens, prompt)[place.to(device)]  # (B, d)
+        rows = rows.to(device)
+        if self.equal_phrases == "ignored":
+            same = rows[:, None] == rows
+        elif self.equal_phrases == "negatives":
+            same = torch.eye(len(rows), dtype=torch.bool, device=device)
+        return Attributes(text, self.valid[rows], same)
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -464,13 +411,13 @@ class Phrases:
 
 def alignment_loss(vectors: Tensor, f_l: Tensor, valid: Tensor, same: Tensor, tau: float) -> Tensor:
     """Eq. 10-13, L_N2O or L_V2A: InfoNCE of cosines between the mean of a pair's vectors and its
-    phrase, in both directions. vectors (B, K, D), f_l (B, D) -> a scalar. The mean (Eq. 10),
+    phrase, in both directions. vectors (B, K, D), f_l (B, D) -> a scalar. Eq. 10 takes the mean,
     because a caption does not say which vector is about which word.
 
     [ours] A pair without a phrase (valid (B,) is False) is no negative and counts as 0 in the mean
-    over B. Pairs with equal phrases (same (B, B)), which templates often make, are not negatives of
-    each other. Phrases that differ but mean the same ("is gone", "is missing"), as those of
-    all unchanged pairs do, remain negatives.
+    over B. Pairs with equal phrases (same (B, B)), which templates often make, are no negatives of
+    each other. Phrases that differ but mean the same ("is gone", "is missing") remain negatives.
+    So do all phrases that say that nothing changed.
 
     Example, tau = 1. The vectors (1, 1), (1, -1) of pair a have the mean (1, 0), the vectors
     (1, 1), (-1, 1) of pair b the mean (0, 1). Phrases (2, 0) of a and (0, 3) of b have cosine 1
@@ -486,7 +433,7 @@ def alignment_loss(vectors: Tensor, f_l: Tensor, valid: Tensor, same: Tensor, ta
         no_negative = same | ~valid[:, None] | ~valid
         # Partners stay, so that the loss of a pair without negatives is 0.
         s = s.masked_fill(no_negative & ~partner, float("-inf"))
-        l_lo = -s.log_softmax(1).diagonal()  # Eq. 11, (B,); its mean would be info_nce(s)
+        l_lo = -s.log_softmax(1).diagonal()  # Eq. 11, (B,)
         l_ol = -s.log_softmax(0).diagonal()  # Eq. 12
         return ((l_lo + l_ol) / 2 * valid).mean()  # Eq. 13
 
@@ -511,17 +458,6 @@ def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
 # ---- method --------------------------------------------------------------------------------------
 
 
-# --order: which vectors are distilled, one set after the other, and what each of them reads.
-ORDERS = {
-    "none": {},
-    "n": {"objects": "cells"},
-    "v": {"actions": "cells"},
-    "n+v": {"objects": "cells", "actions": "objects"},  # the paper's
-    "v+n": {"actions": "cells", "objects": "actions"},
-    "v&n": {"objects": "cells", "actions": "cells"},
-}
-
-
 class RDD(nn.Module):
     """RDD+ACR with all its parameters. grid: (C, H, W) of the features; max_len: tokens of the
     longest caption, with START and END."""
@@ -531,8 +467,8 @@ class RDD(nn.Module):
         self.cfg = cfg
         self.grid = grid
         self.max_len = max_len
-        has_objects = "objects" in ORDERS[cfg.order]
-        has_actions = "actions" in ORDERS[cfg.order]
+        has_objects = cfg.order in ("n", "n+v", "v+n", "v&n")
+        has_actions = cfg.order in ("v", "n+v", "v+n", "v&n")
         if cfg.w_n2o and not has_objects:
             raise InputError(f"--order {cfg.order} has no object vectors for L_N2O; set --w_n2o 0")
         if cfg.w_v2a and not has_actions:
@@ -565,72 +501,84 @@ class RDD(nn.Module):
         if cfg.prompt == "learnable" and cfg.w_v2a:
             self.verb_prompt = nn.Parameter(0.02 * torch.randn(size))
 
-    def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, dict[str, Distilled]]:
-        """Features (B, C, H, W) of both images -> fused tokens (B, N + K_o + K_a, D); and by name
-        the "objects" and "actions" that `order` has. [ours] The decoder reads all tokens of Eq. 9,
-        although section "Caption Decoder" speaks of HW tokens."""
+    def encode(
+        self, before: Tensor, after: Tensor
+    ) -> tuple[Tensor, Distilled | None, Distilled | None]:
+        """Features (B, C, H, W) of both images -> fused tokens (B, N + K_o + K_a, D), first those
+        of the N cells; objects and actions, or None. [ours] The decoder reads all tokens of Eq. 9,
+        although section "Caption Decoder" speaks of HW."""
         # A batch of one would be broadcast.
         assert before.shape == after.shape, f"{before.shape} before, {after.shape} after"
         f_bef = self.embed(before)  # Eq. 1
         f_aft = self.embed(after)  # Eq. 1
         # [ours] Eq. 2 as printed; the text above it subtracts "before" from "after".
         f_diff = f_bef - f_aft  # Eq. 2
-        f_c = self.difference(f_bef, f_aft, f_diff) if self.difference else f_diff  # Eq. 3-5
-        tokens = {"cells": f_c}
-        distilled = {}
-        for name, source in ORDERS[self.cfg.order].items():
-            distilled[name] = getattr(self, name)(tokens[source])  # Eq. 6-8
-            tokens[name] = distilled[name].vectors
-        return self.fuse(torch.cat(list(tokens.values()), 1)), distilled  # Eq. 9
+        f_c = f_diff
+        if self.difference:
+            f_c = self.difference(f_bef, f_aft, f_diff)  # Eq. 3-5
+        if self.cfg.order == "n+v":
+            objects = self.objects(f_c)  # Eq. 6-8
+            actions = self.actions(objects.vectors)  # Eq. 6-8
+        else:
+            objects, actions = self.other_order(f_c)
+        tokens = [f_c]
+        for distilled in (objects, actions):
+            if distilled is not None:
+                tokens.append(distilled.vectors)
+        fused = self.fuse(torch.cat(tokens, 1))  # Eq. 9
+        return fused, objects, actions
+
+    def other_order(self, f_c: Tensor) -> tuple[Distilled | None, Distilled | None]:
+        """Distil objects and actions from F_c as in the other rows of Table 4."""
+        if self.cfg.order == "none":
+            return None, None
+        if self.cfg.order == "n":
+            return self.objects(f_c), None
+        if self.cfg.order == "v":
+            return None, self.actions(f_c)
+        if self.cfg.order == "v&n":
+            return self.objects(f_c), self.actions(f_c)
+        if self.cfg.order == "v+n":
+            actions = self.actions(f_c)
+            return self.objects(actions.vectors), actions
 
     def forward(
         self,
         before: Tensor,
         after: Tensor,
         caption: Tensor,
-        nouns: Attributes | None = None,
-        verbs: Attributes | None = None,
+        texts: list[str] | None = None,
+        phrases: Phrases | None = None,
     ) -> dict[str, Tensor]:
-        """Features (B, C, H, W) of both images, caption (B, L), its phrases -> terms of Eq. 16.
+        """Features (B, C, H, W) of both images, caption (B, L), the captions as texts, and the
+        phrases of the training captions -> terms of Eq. 16.
 
         On mini, with 67 ids and 32 pairs, "caption" is about 4.9 at the start, a little above ln 67
         = 4.2, and "n2o" and "v2a" about 3.45, a little below ln 32 = 3.47, as pairs with equal
-        phrases are not negatives of each other. In 500 steps, caption falls to 0.6, n2o to 2.7 and
+        phrases are no negatives of each other. In 500 steps, caption falls to 0.6, n2o to 2.7 and
         v2a to 2.9. If n2o or v2a stays where it was, the vectors do not tell the pairs of a batch
-        apart. If caption stops where that of a run with --blind (image features set to zero) does,
+        apart. If caption stops where it stops in a run with --blind (image features set to zero),
         the decoder makes no use of the images."""
         cfg = self.cfg
-        fused, distilled = self.encode(before, after)  # Eq. 1-9
+        fused, objects, actions = self.encode(before, after)  # Eq. 1-9
         hidden, _ = self.decoder(caption, fused)
         losses = {"caption": caption_loss(self.decoder.head(hidden), caption)}  # Eq. 14-15
         if cfg.w_n2o:
-            assert nouns is not None, "L_N2O needs nouns=, or w_n2o=0 to leave it out"
-            f_object = distilled["objects"].vectors
+            nouns = phrases.read("nouns", texts, self.noun_prompt)
             f_noun = self.adapter(nouns.text)
-            n2o = alignment_loss(f_object, f_noun, nouns.valid, nouns.same, cfg.tau)
+            n2o = alignment_loss(objects.vectors, f_noun, nouns.valid, nouns.same, cfg.tau)
             losses["n2o"] = n2o  # Eq. 10-13
         if cfg.w_v2a:
-            assert verbs is not None, "L_V2A needs verbs=, or w_v2a=0 to leave it out"
-            f_action = distilled["actions"].vectors
+            verbs = phrases.read("verbs", texts, self.verb_prompt)
             f_verb = self.adapter(verbs.text)
-            v2a = alignment_loss(f_action, f_verb, verbs.valid, verbs.same, cfg.tau)
+            v2a = alignment_loss(actions.vectors, f_verb, verbs.valid, verbs.same, cfg.tau)
             losses["v2a"] = v2a  # Eq. 10-13
         return losses
-
-    def prompts(self) -> dict[str, Tensor | None]:
-        """-> {"nouns": prompt of all noun phrases, "verbs": prompt of all verb phrases}, for
-        Phrases.encode: learned (P, clip_width), or None. A kind whose loss is off is left out."""
-        prompts = {}
-        if self.cfg.w_n2o:
-            prompts["nouns"] = self.noun_prompt
-        if self.cfg.w_v2a:
-            prompts["verbs"] = self.verb_prompt
-        return prompts
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
         """Features (B, C, H, W) of both images -> ids of greedy captions (B, max_len)."""
-        fused, _ = self.encode(before, after)
+        fused, *_ = self.encode(before, after)
 
         def next_word(ids: Tensor) -> Tensor:
             hidden, _ = self.decoder(ids, fused)
@@ -644,32 +592,39 @@ class RDD(nn.Module):
         over heads and over the words of ids (B, L), with its softmax over the N cells only; 0
         without words. "objects" and "actions": vector_attention, averaged over vectors."""
         _, height, width = self.grid
-        fused, distilled = self.encode(before, after)
-        weight = self.decoder.attention(ids, fused, height * width)  # (B, L, N); F_c stands first
+        fused, objects, actions = self.encode(before, after)
+        cells = fused[:, : height * width]
+        _, words = self.decoder(ids, fused)
+        attention = self.decoder.layers[-1].cross_attention
+        query, key, _ = attention.project(words, cells)
+        weight = attention.scores(query, key).softmax(-1).mean(1)  # (B, L, N)
         # Row t is the state that predicts word t + 1.
         maps = {"decoder": masked_mean(weight[:, :-1], is_word(ids[:, 1:]))}  # (B, N)
-        for name, weight in self.vector_attention(distilled).items():
+        for name, weight in self.vector_attention(objects, actions).items():
             maps[name] = weight.mean(1)
         return {name: x.unflatten(1, (height, width)) for name, x in maps.items()}
 
-    def vector_attention(self, distilled: dict[str, Distilled]) -> dict[str, Tensor]:
-        """The attention over cells of each of the K "objects" and "actions" in their last block,
-        averaged over heads -> by name (B, K, N). If a block reads the other set, its weights (K, M)
-        are multiplied by those of that set (M, N). distilled: from `encode`."""
-        over_cells = {}
-        for name, source in ORDERS[self.cfg.order].items():
-            attention = getattr(self, name).blocks[-1].cross_attention
-            _, query, key = distilled[name]
-            weight = attention.scores(query, key).softmax(-1).mean(1)  # (B, K, M)
-            if source != "cells":
-                weight = weight @ over_cells[source]  # (B, K, M) (B, M, N) -> (B, K, N)
-            over_cells[name] = weight
-        return over_cells
+    def vector_attention(
+        self, objects: Distilled | None, actions: Distilled | None
+    ) -> dict[str, Tensor]:
+        """Where each of the K "objects" and "actions" looks in its last pass, over cells (B, K, N).
+        objects, actions: from `encode`."""
+        weights = {}
+        if objects is not None:
+            weights["objects"] = self.objects.attention(objects)
+        if actions is not None:
+            weights["actions"] = self.actions.attention(actions)
+        # Vectors that read the other ones look where those look: (B, K, M) (B, M, N) -> (B, K, N).
+        if self.cfg.order == "n+v":
+            weights["actions"] = weights["actions"] @ weights["objects"]
+        if self.cfg.order == "v+n":
+            weights["objects"] = weights["objects"] @ weights["actions"]
+        return weights
 
 
 # ---- segments ------------------------------------------------------------------------------------
 
-# The patterns of verb segments, for spaCy's Matcher. THERE_VERB: "there is", "is not walking
+# [ours] The patterns of verb segments, for spaCy's Matcher. THERE_VERB: "there is", "is not walking
 # anymore". VERB_TO_VERB: "seem to have been built". VERB_ADJECTIVE: "changed to gray", "is now
 # large". VERB_SAME_NOUN: "is in the same place".
 AUXILIARIES = {"POS": {"IN": ["AUX", "ADV", "PART"]}, "TAG": {"NOT_IN": ["TO"]}, "OP": "*"}
@@ -688,7 +643,7 @@ VERB_SAME_NOUN = [
 
 @functools.cache
 def verb_matcher(vocab):
-    """spaCy's Matcher of verb segments for the vocabulary of a pipeline."""
+    """Make spaCy's Matcher of verb segments for the vocabulary of a pipeline."""
     from spacy.matcher import Matcher
 
     matcher = Matcher(vocab)
@@ -698,7 +653,7 @@ def verb_matcher(vocab):
 
 
 def segments(doc) -> tuple[list[str], list[str]]:
-    """One caption, read by support.text.analysed -> its noun segments and verb segments, in reading
+    """Split a caption, read by support.text.analysed -> noun segments, verb segments, in reading
     order and lower case. Nouns lose their articles but keep "no" ("no change"). A copula without a
     complement ("is") counts only if the caption has no other verb segment."""
     from support.text import noun_phrase, template_segments
@@ -722,7 +677,8 @@ def segments(doc) -> tuple[list[str], list[str]]:
 
 
 def phrases_of(dataset, cfg: Config) -> Phrases | None:
-    """Phrases of the training captions of a data set (data.Dataset); None if no loss needs them.
+    """Make Phrases of a data set's training captions (data.Dataset); None if no loss needs them.
+    InputError if --clip does not fit.
 
     The paper uses "spaCy [...] to extract all noun and verb segments" (section ACR). [ours] Rules
     read captions from templates (mini, CLEVR-Change, CLEVR-DC), on which spaCy often errs."""
@@ -734,6 +690,13 @@ def phrases_of(dataset, cfg: Config) -> Phrases | None:
     captions = sorted(set(dataset.captions(["train"])))
     readings = read_captions(segments, captions, dataset.settings.templates)
     clip, tokenizer, _ = load_clip(cfg.clip, cfg.device)
+    # Only some CLIPs have the parts that encode_prompted uses.
+    if getattr(clip, "text_pool_type", None) != "argmax":
+        raise InputError(f"--clip {cfg.clip} takes no learned prompts; choose one like ViT-L-14")
+    width = clip.token_embedding.embedding_dim
+    dim = encode_prompted(clip, tokenizer(["a cube"]).to(cfg.device)).shape[1]
+    if (cfg.clip_dim, cfg.clip_width) != (dim, width):
+        raise InputError(f"--clip {cfg.clip} needs --clip_dim {dim} --clip_width {width}")
     return Phrases(cfg, clip, tokenizer, readings)
 
 
@@ -741,6 +704,7 @@ def phrases_of(dataset, cfg: Config) -> Phrases | None:
 
 # K_a is from section "Effect of Learnable Vectors Number". The main text has no batch size, number
 # of steps, learning rate or drops of it, so we take those of SCORER and its released code [ours].
+# Batches count scenes: on CLEVR-Change, 128 scenes are 256 pairs.
 PRESETS = {
     # SCORER's release: 10,000 steps of 128, rate / 10 every 15 epochs of its 265 batches. K_a is 5.
     "clevr_change": dict(steps=10000, batch_size=128, lr=2e-4, lr_drop=3975),
@@ -775,21 +739,19 @@ PUBLISHED = {
 def compute_losses(
     model: RDD, batches: tuple, cfg: Config, phrases: Phrases | None = None
 ) -> dict[str, Tensor]:
-    """Eq. 16 and its terms. The batches (changed pairs, distractor pairs of the same scenes) become
-    one, because the negatives of Eq. 11-12 are "all other tokens in the batch". They share "before"
-    images, which does no harm, because the loss does not compare images with images."""
+    """Eq. 16 and its terms. In CLEVR-Change and mini, a step has a batch of changed pairs and one
+    of the same scenes' distractor pairs. They become one batch, because the negatives of Eq. 11-12
+    are "all other tokens in the batch". The pairs of a scene share their "before", which does no
+    harm, because the loss does not compare images with images."""
     batches = [batch.to(cfg.device) for batch in batches]
     before = torch.cat([batch.before for batch in batches])
     after = torch.cat([batch.after for batch in batches])
     caption = torch.cat([batch.caption for batch in batches])
+    texts = []
+    for batch in batches:
+        texts += batch.texts
     with torch.autocast("cuda", torch.bfloat16, enabled=cfg.amp and cfg.on_cuda):
-        attributes = {}
-        if phrases:
-            texts = []
-            for batch in batches:
-                texts += batch.texts
-            attributes = phrases.encode(texts, model.prompts())
-        losses = model(before, after, caption, **attributes)
+        losses = model(before, after, caption, texts, phrases)
     losses["total"] = total_loss(losses, cfg)  # Eq. 16
     return losses
 
@@ -806,7 +768,7 @@ def train(cfg: Config, dataset, phrases: Phrases | None = None, resume: bool = F
     model = RDD(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=cfg.lr, fused=True)
     if cfg.compile and cfg.on_cuda:
-        model.compile(fullgraph=True, dynamic=False)
+        model.compile(dynamic=False)  # three graphs, between which CLIP reads the phrases
     run = Run(cfg, model, [dataset], resume)
     run.start(optimizer)
     for batches in dataset.train_batches(cfg.batch_size, cfg.seed, run.step, cfg.steps):

@@ -58,6 +58,7 @@ class Method:
     # Whether it has a `decoder` whose layers attend to what `encode` returns first. Otherwise the
     # tests of decoding are in the method's own file.
     decoder: bool = True
+    decoder_inputs: int = 1  # so many of encode's first results are for the decoder
     mean_of_captions: bool = False  # the caption loss is a mean over each caption's words first
 
 
@@ -65,11 +66,10 @@ def entities_of(model):
     """cheers.Entities, with random embeddings of the pairs of `batch_of`."""
     if not model.cfg.k:
         return None
-    entities = object.__new__(cheers.Entities)
-    entities.table = torch.rand(20, model.cfg.clip_dim, device=model.cfg.device)
-    entities.blind = False
-    entities.rows = {(f"{i}", "b"): torch.arange(i, i + model.cfg.k) for i in range(8)}
-    return entities
+    phrases = [f"entity {m}" for m in range(20)]
+    table = torch.rand(20, model.cfg.clip_dim, device=model.cfg.device)
+    rows = {(f"{i}", "b"): torch.arange(i, i + model.cfg.k) for i in range(8)}
+    return cheers.Entities(phrases, table, rows)
 
 
 def cheers_steps(model, batches):
@@ -86,17 +86,14 @@ def cheers_inputs(model, images):
 def rdd_steps(model, batches):
     """With random phrases, from rdd_acr.Phrases's stand-in. Their prompts have gradients."""
 
-    def encode(texts, prompts):
-        phrases = {}
-        for kind, prompt in prompts.items():
-            text = torch.rand(len(texts), model.cfg.clip_dim, device=model.cfg.device)
-            if prompt is not None:
-                text = text + prompt.mean()
-            same = torch.eye(len(texts), dtype=torch.bool, device=text.device)
-            phrases[kind] = rdd_acr.Attributes(text, text[:, 0] > 0, same)
-        return phrases
+    def read(kind, texts, prompt):
+        text = torch.rand(len(texts), model.cfg.clip_dim, device=model.cfg.device)
+        if prompt is not None:
+            text = text + prompt.mean()
+        same = torch.eye(len(texts), dtype=torch.bool, device=text.device)
+        return rdd_acr.Attributes(text, text[:, 0] > 0, same)
 
-    return one_step(model, batches, SimpleNamespace(encode=encode))
+    return one_step(model, batches, SimpleNamespace(read=read))
 
 
 def idc_steps(model, batches):
@@ -169,6 +166,7 @@ METHODS = {
         weights={"common": "w_consistency", "different": "w_consistency", "match": "w_match"},
         steps=cheers_steps,
         inputs=cheers_inputs,
+        decoder_inputs=2,  # F_diff and E
     ),
     idc_pretrain: Method(
         model=idc_pretrain.IDC,
@@ -214,9 +212,10 @@ def batch_of(before, after, caption=CAPTION):
 
 
 def context_of(model, batch):
-    """What the decoder reads."""
-    inputs = METHODS[sys.modules[type(model).__module__]].inputs(model, batch.images)
-    return model.encode(batch.before, batch.after, *inputs)[0]
+    """What the decoder reads besides words."""
+    method = METHODS[sys.modules[type(model).__module__]]
+    inputs = method.inputs(model, batch.images)
+    return model.encode(batch.before, batch.after, *inputs)[: method.decoder_inputs]
 
 
 def both_kinds():
@@ -267,8 +266,8 @@ def test_a_later_word_changes_no_earlier_output(method):
     context = context_of(model, batch)
     other = CAPTION.clone()
     other[:, 4:] = 1
-    hidden = model.decoder(CAPTION, context)[0]
-    changed = model.decoder(other, context)[0]
+    hidden = model.decoder(CAPTION, *context)[0]
+    changed = model.decoder(other, *context)[0]
     torch.testing.assert_close(hidden[:, :4], changed[:, :4])
 
 
@@ -292,10 +291,10 @@ def test_captions_are_the_likeliest_words_one_by_one(method):
             torch.nn.init.normal_(p)
     model.decoder.head.bias.data[[0, 3]] -= 3
     inputs = METHODS[method].inputs(model, batch.images)
-    context = model.encode(batch.before, batch.after, *inputs)[0]
+    context = context_of(model, batch)
     full = torch.full((B, 1), 2)
     for _ in range(L - 1):
-        hidden = model.decoder(full, context)[0]
+        hidden = model.decoder(full, *context)[0]
         logits = model.decoder.head(hidden[:, -1])
         logits[:, 1] = -math.inf
         full = torch.cat([full, logits.argmax(-1, keepdim=True)], 1)
@@ -347,7 +346,7 @@ def test_caption_loss_against_loop(method):
     model = small(method)
     batch = batch_of(*pictures().float())
     context = context_of(model, batch)
-    hidden = model.decoder(CAPTION, context)[0]
+    hidden = model.decoder(CAPTION, *context)[0]
     log_p = model.decoder.head(hidden).log_softmax(-1)
     sentences = []
     words = []

@@ -129,22 +129,20 @@ def entities_of(args, cfg) -> list[Tensor]:
 
 
 def phrases_of(cfg, texts):
-    """rdd_acr.Phrases of two batches of captions: each changed pair has its own phrase; the other
+    """rdd_acr.Phrases of two batches of captions: each changed pair has its own phrases; the other
     pairs share a few."""
     half = len(texts) // 2
-    count = REPEATED + half  # of phrases of a kind
-    nouns = {}
+    readings = {}
     for i, text in enumerate(texts):
-        nouns[text] = REPEATED + i if i < half else i % REPEATED
+        phrase = str(i) if i < half else f"distractor {i % REPEATED}"
+        readings[text] = ([f"noun {phrase}"], [f"verb {phrase}"])
     clip = TextTransformer(77, 49408, CLIP, heads=12, layers=12, output_dim=CLIP).to(cfg.device)
     clip.requires_grad_(False).eval()
-    phrases = object.__new__(rdd_acr.Phrases)
-    phrases.rows = {"nouns": nouns, "verbs": {text: count + row for text, row in nouns.items()}}
-    phrases.clip = clip
-    phrases.ignore_equal = True
-    phrases.tokens = torch.randint(49408, (2 * count, PHRASE), device=cfg.device)
-    phrases.valid = torch.ones(2 * count, dtype=torch.bool, device=cfg.device)
-    return phrases
+
+    def tokenizer(texts):
+        return torch.randint(49408, (len(texts), PHRASE))
+
+    return rdd_acr.Phrases(cfg, clip, tokenizer, readings)
 
 
 def decode_work(args) -> Callable:

@@ -152,9 +152,10 @@ def draw_rdd(figure, test, run, bare) -> None:
     """Where four object and four action vectors look in "after"; below, bare, without residuals."""
     _, after = test.pictures[MATERIAL]
     for end, model in {"": run.model, ", bare": bare.model}.items():
-        _, distilled = model.encode(test.before, test.after)
-        for name, weight in model.vector_attention(distilled).items():
-            x = torch.nn.functional.normalize(distilled[name].vectors, dim=-1)
+        _, objects, actions = model.encode(test.before, test.after)
+        vectors = {"objects": objects.vectors, "actions": actions.vectors}
+        for name, weight in model.vector_attention(objects, actions).items():
+            x = torch.nn.functional.normalize(vectors[name], dim=-1)
             cosines = (x @ x.mT)[:, ~torch.eye(x.shape[1], dtype=torch.bool)]
             tell(model, name + end, cosine=cosines.mean(), most=N * weight.amax(-1).mean())
             heat = N * weight[MATERIAL].unflatten(-1, (GRID, GRID)).numpy()
@@ -166,26 +167,27 @@ def draw_cheers(figure, test, run, _) -> None:
     """m of Eq. 2-3 for a pair's entities, over F and F - C~. The gates at each word."""
     model = run.model
     entities = cheers.entities_of(test.dataset, model.cfg, run.state)
-    e = entities(test.images)
-    context, (layer, *_) = model.encode(test.before, test.after, e)
+    embeddings = entities(test.images)
+    f_diff, e, (layer, *_) = model.encode(test.before, test.after, embeddings)
     raw = model.embed(torch.cat([test.before, test.after]))
     hrd = model.hrd[0]
     parts = {"F": (hrd.entity_dre, raw), "F - C~": (hrd.entity_cre, raw - layer.shared)}
     for row, (title, (part, target)) in enumerate(parts.items()):
-        m = cheers.max_probability(torch.cat([context[1]] * 2), target, part.log_scale.exp())
-        spread = part.strength(m).sigmoid().std(1).mean()
+        source = torch.cat([e, e])  # of both images
+        m = cheers.max_probability(source, target, part.log_scale.exp())
+        spread = part(source, target).sigmoid().std(1).mean()
         tell(model, f"m over {title}", most=N * m.amax(1).mean(), spread_of_sigmoid=spread)
         for side, picture in enumerate(test.pictures[MATERIAL]):
             heat = N * m.chunk(2)[side][MATERIAL].view(GRID, GRID).numpy()
             panel = (f"m over {title}", picture, heat, None)
             draw_row(figure, PAIR + side * STEP, 0.9 - row * ROW, [panel])
     draw_text(figure, PAIR, 0.8 - ROW, entities.note(test.images[MATERIAL]), 1.5)
-    ids = model.generate(test.before, test.after, e)
+    ids = model.generate(test.before, test.after, embeddings)
     words = run.vocab.decode(ids)[MATERIAL].split()
     seen = []
     for gate in (model.decoder.layers[-1].alpha, model.decoder.layers[-1].beta):
         gate.register_forward_hook(lambda *call: seen.append(call[-1].mean(-1)))
-    model.decoder(ids, context)
+    model.decoder(ids, f_diff, e)
     later = seen[0][:, 5:-1][ids[:, 6:] > 0].mean()
     tell(model, "alpha", words_2_to_5=seen[0][:, 1:5].mean(), later_words=later)
     gates = torch.stack(seen, -1)[MATERIAL, : len(words)]
