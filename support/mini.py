@@ -727,7 +727,7 @@ def preprocess(image: Image.Image) -> Tensor:
     if image.size != (SIDE, SIDE):
         raise InputError(
             f"mini's network knows mini's drawings of {SIDE}x{SIDE} pixels, and not a picture of "
-            f"{image.width}x{image.height}; for photographs, train a model on your own pairs"
+            f"{image.width}x{image.height}; leave out --extractor mini-cnn, also in training"
         )
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
 
