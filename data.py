@@ -406,8 +406,8 @@ def prepare(
     dataset = Dataset(name, root, release, vocab, open_features(name, root, extractor))
     print_notes(*dataset.notes_on_copies())
     said = dataset.sentences(True, *SPLITS)
-    if len(said) > 2:
-        print(f"unchanged pairs have {len(said)} different captions; the rarest may be mistakes:")
+    if len(said) > 2 and not settings.templates:
+        print(f"unchanged pairs have {len(said)} different captions (rare ones may be mistakes):")
         for text, count in said.most_common()[-10:]:
             print(f"{count:9} {text}")
     print(f"{root}: {len(release.paths)} images, {len(vocab)} words")

@@ -571,7 +571,7 @@ def read_pairs(root: Path) -> Release:
     and `kind`, the kind of change."""
     file = root / "pairs.csv"
     table = read_table(file, ("before", "after", "captions")).rows
-    columns = list(table[0]) if table else ["captions"]
+    columns = list(table[0]) if table else ["split", "captions"]
     if columns[-1] != "captions":  # there, a comma without quotes makes a cell too many
         raise InputError(f"{file}: the last column is {columns[-1]}; it must be captions")
     pairs = defaultdict(list)
@@ -596,8 +596,8 @@ def read_pairs(root: Path) -> Release:
     unused = {*columns} - {"before", "after", "captions", "split", "kind"}
     notes = [f"{file}: the column {column!r} is not used" for column in sorted(unused)]
     if "split" not in columns:
-        chosen = "so a hash of the paths says which pairs are for train, val and test"
-        notes.append(f"{file} has no column split, {chosen}; to score all, give every row test")
+        chosen = "has no column split, so a hash of the paths says which pairs are for test"
+        notes.append(f"{file} {chosen}; to score all by --eval, write test in every row")
     if "no change" not in kinds:
         notes.append("no pair has the kind 'no change': changes claimed wrongly are not counted")
     return release_from_pairs(pairs, root, kinds, notes)
