@@ -14,6 +14,7 @@ support/. Licence: MIT.
 
 import argparse
 import hashlib
+import itertools
 import re
 import shlex
 from collections import Counter
@@ -86,6 +87,7 @@ class Dataset(Release):
         self.root = root
         self.vocab = vocab
         self.features = features
+        self.unchanged = self.kinds.get("no change", set())  # pair ids
         texts = set(release.captions(SPLITS))  # of all splits, as in the authors' scripts
         # Ids of the longest caption, START and END included; batches are padded to it.
         self.max_len = 2 + max(len(vocab.split(text)) for text in texts)
@@ -173,27 +175,24 @@ class Dataset(Release):
         images = [(pair.before, pair.after) for pair in pairs]
         return Batch(before, after, ids, pair_ids, captions, images, single)
 
-    def no_change_captions(self) -> set[str]:
-        """Captions which say that nothing changed, as a model outputs them: those of unchanged
-        training pairs and of Settings.no_change."""
-        captions = set(self.settings.no_change)
-        unchanged = self.kinds.get("no change", set())
-        for pair in self.pairs("train"):
-            if pair.id in unchanged:
-                captions.update(pair.captions)
-        return {" ".join(self.vocab.split(caption)) for caption in captions}
+    def sentences(self, unchanged: bool, *splits: str) -> Counter:
+        """How often unchanged (or else changed) pairs have each sentence, as a model outputs it."""
+        counts = Counter()
+        for pair in self.pairs(*splits):
+            if (pair.id in self.unchanged) == unchanged:
+                counts.update(" ".join(self.vocab.split(text)) for text in pair.captions)
+        return counts
 
-    def results(
-        self,
-        split: str,
-        captions: dict,
-        maps: dict,
-        out_dir: Path | None,
-        notes: dict | None = None,
-        published: dict | None = None,
-    ) -> dict[str, float]:
-        """The scores of a split's captions, see scores.results."""
-        return scores.results(self, split, captions, maps, out_dir, notes, published)
+    def no_change_captions(self) -> set[str]:
+        """The sentences which say that nothing changed: those of Settings.no_change, and those that
+        unchanged training pairs have more often than changed ones, which may be mistakes."""
+        published = {" ".join(self.vocab.split(text)) for text in self.settings.no_change}
+        more_often = self.sentences(True, "train") - self.sentences(False, "train")
+        return published | more_often.keys()  # of a difference, Counter keeps what is above 0
+
+    def results(self, *arguments, **more) -> dict[str, float]:
+        """The scores of a split's captions. scores.results says which arguments it takes."""
+        return scores.results(self, *arguments, **more)
 
     def state(self) -> dict:
         """What a checkpoint keeps, for captioning and for `check_state` and `check_fit`."""
@@ -203,28 +202,46 @@ class Dataset(Release):
             "grid": self.grid,
             "max_len": self.max_len,
             "no_change": sorted(self.no_change),
-            "train_pairs": self.train_pairs,
+            "train_pairs": torch.tensor([self.contents(pair) for pair in self.pairs("train")]),
             "digest": self.digest,
         }
 
-    def contents(self, split: str) -> Tensor:
-        """Checksums of each pair's "before" and "after" (n, 2)."""
-        content = self.features.content
-        rows = [(content(pair.before), content(pair.after)) for pair in self.pairs(split)]
-        return torch.tensor(rows).view(-1, 2)
+    def contents(self, pair: Pair) -> list[int]:
+        """The checksums of a pair's pictures, before and after. Two pictures are the same if their
+        checksums are, whatever their names."""
+        names = [pair.before, pair.after] if pair.after else [pair.before]
+        return [self.features.content(name) for name in names]
 
-    # These two take a second on a large data set, and every checkpoint has them.
-    @cached_property
-    def train_pairs(self) -> Tensor:
-        return self.contents("train")
+    def leaked(self, split: str) -> set[str]:
+        """Ids of a split's pairs that share a picture with another split."""
+        others = self.pairs(*{*SPLITS} - {split})
+        elsewhere = set().union(*map(self.contents, others))
+        return {p.id for p in self.pairs(split) if not elsewhere.isdisjoint(self.contents(p))}
 
-    @cached_property
+    def notes_on_copies(self) -> list[str]:
+        """Remarks on pairs that share a picture with another split, or have two equal pictures."""
+        notes = []
+        for split in ("val", "test"):
+            leaked = self.leaked(split)
+            if leaked:
+                share = f"{len(leaked)} of {len(self.pairs(split))} {split} pairs share a picture"
+                notes.append(f"{share} with another split; scores are also given without them")
+        pairs = self.pairs(*SPLITS)
+        equal = [p.id for p in pairs if p.after and len(set(self.contents(p))) == 1]
+        claimed = [i for i in equal if i not in self.unchanged]
+        if equal:
+            count = f"{len(claimed)} changed and {len(equal) - len(claimed)} unchanged pairs"
+            notes.append(f"{count} have two equal pictures, such as {(claimed + equal)[0]}")
+        return notes
+
+    @cached_property  # it takes a second on a large data set, and every checkpoint has it
     def digest(self) -> str:
         """A hash of what a run learns from: pictures and captions of training and validation."""
         parts = []
         for split in ("train", "val"):
-            parts.append(str(self.contents(split).tolist()))
-            parts.append(str([pair.captions for pair in self.pairs(split)]))
+            pairs = self.pairs(split)
+            parts.append(str([self.contents(pair) for pair in pairs]))
+            parts.append(str([pair.captions for pair in pairs]))
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     def check_state(self, state: dict) -> None:
@@ -245,18 +262,16 @@ class Dataset(Release):
     def check_fit(self, state: dict) -> None:
         """InputError if a checkpoint has other features or words. Prints a note if it was trained
         on pairs that are now for validation or test."""
-        trained = (state["extractor"], tuple(state["grid"]))
-        own = (self.features.extractor, self.grid)
-        if trained != own:
-            remedy = "give the --data_dir and --extractor of its training"
-            raise InputError(f"the checkpoint's features are {trained}, not {own}; {remedy}")
+        if state["extractor"] != self.features.extractor:
+            needed = f"the checkpoint needs features of {state['extractor']}"
+            raise InputError(f"{needed}; give the --data_dir and --extractor of its training")
         if state["vocab"] != self.vocab.words:
             remedy = "give its --data_dir (IDC: and --cub); if captions were edited, train anew"
             raise InputError(f"the checkpoint has other words than {self.root}; {remedy}")
         train_pairs = set(map(tuple, state["train_pairs"].tolist()))
         for split in ("val", "test"):
-            pairs = self.contents(split).tolist()
-            known = sum(tuple(pair) in train_pairs for pair in pairs)
+            pairs = self.pairs(split)
+            known = sum(tuple(self.contents(pair)) in train_pairs for pair in pairs)
             if known:
                 told = f"the checkpoint was trained on {known} of the {len(pairs)} {split} pairs"
                 print_notes(f"{told}, so their scores say little; train anew in a new folder")
@@ -284,7 +299,7 @@ def load(name: str, root: str | Path, cfg: RunConfig | None = None, **fields) ->
             place = "on the GPU"
         else:
             features.device = cfg.device
-    print_notes(*release.notes, *notes_on_copies(release, dataset.features))
+    print_notes(*release.notes, *dataset.notes_on_copies())
     counts = {split: len(dataset.pairs(split)) for split in SPLITS}
     print(f"{root}: {counts['train']} train, {counts['val']} val, {counts['test']} test pairs")
     print(f"features: {size / 1e6:.0f} MB, {place}")
@@ -292,31 +307,29 @@ def load(name: str, root: str | Path, cfg: RunConfig | None = None, **fields) ->
 
 
 def open_dataset(cfg: RunConfig, make: bool = True) -> Dataset:
-    """The data set that a run's config names. With `make`, mini is made first if it is missing; to
-    evaluate a checkpoint, the mini that it was trained on must exist."""
+    """The data set that a run's config names. With `make`, it is to train on, so mini is made first
+    if it is missing; to evaluate a checkpoint, the mini that it was trained on must exist."""
     if cfg.dataset not in DATASETS:
         raise InputError(f"--dataset {cfg.dataset}: expected one of {', '.join(DATASETS)}")
     if DATASETS[cfg.dataset].make and make:
         prepare(cfg.dataset, Path(cfg.data_dir), cfg.device, cfg.extractor)
     dataset = load(cfg.dataset, cfg.data_dir, cfg)
-    if dataset.scenes["train"][0].pairs[0].after is None:
+    if make and not dataset.scenes["train"]:
+        raise InputError(f"{cfg.data_dir}: no pairs are for train, so they are for --eval only")
+    if dataset.pairs(*SPLITS)[0].after is None:
         raise InputError(f"--dataset {cfg.dataset} has no pairs; IDC reads it by --{cfg.dataset}")
     return dataset
 
 
 def note_on_negatives(dataset: Dataset, cfg: RunConfig, *weights: str) -> None:
-    """Prints a note if more than a tenth of the training pairs share a picture, which losses that
+    """Prints a note if more than a tenth of the training scenes share a picture, which losses that
     contrast the images of a batch take for different. weights: their fields of cfg."""
-    content = dataset.features.content
-    scenes_with = Counter()  # an image's content -> in how many scenes it occurs
-    for scene in dataset.scenes["train"]:
-        scenes_with.update({content(name) for name in scene.images()})
-    shared = {key for key, count in scenes_with.items() if count > 1}
-    pairs = dataset.contents("train").tolist()
-    sharing = sum(not shared.isdisjoint(pair) for pair in pairs)
+    scenes = [set().union(*map(dataset.contents, s.pairs)) for s in dataset.scenes["train"]]
+    scenes_with = Counter(itertools.chain(*scenes))  # a picture's checksum -> number of scenes
+    sharing = sum(any(scenes_with[picture] > 1 for picture in scene) for scene in scenes)
     flags = " ".join(f"--{name} 0" for name in weights if getattr(cfg, name))
-    if flags and 10 * sharing > len(pairs):
-        shares = f"{sharing} of {len(pairs)} training pairs share a picture with another scene"
+    if flags and 10 * sharing > len(scenes):
+        shares = f"{sharing} of {len(scenes)} training scenes share a picture with another one"
         print_notes(f"{shares}; contrastive losses take them for different: compare with {flags}")
 
 
@@ -337,18 +350,6 @@ def open_features(name: str, root: Path, extractor: str) -> Features:
         command += ["--extractor", extractor]
     path = feature_file(name, root, extractor)
     return Features(path, shlex.join(command), extractor_name(extractor))
-
-
-def notes_on_copies(release: Release, features: Features) -> list[str]:
-    """A remark on pictures of val and test that are in train under another name, if any are."""
-    names = release.images(["train"])
-    training = {features.content(name) for name in names}
-    others = sorted(release.images(["val", "test"]) - names)
-    copies = [name for name in others if features.content(name) in training]
-    if not copies:
-        return []
-    count = len(copies)
-    return [f"{count} val and test pictures, such as {copies[0]}, are in train under other names"]
 
 
 def make_features(name: str, path: Path, release: Release, device: str, extractor: str) -> None:
@@ -388,8 +389,7 @@ def prepare(
     release = read_release(name, root)
     vocab = vocab_of(name, release)
     print_notes(*release.notes)
-    texts = release.captions(["train"])
-    cut = sum(vocab.split(text) != vocab.tokenizer(text) for text in texts)
+    cut = sum(vocab.split(text) != vocab.tokenizer(text) for text in release.captions(["train"]))
     if cut:
         print_notes(f"{cut} training captions are cut to {vocab.max_words} words")
     counts = {part: len(members) for part, members in (release.scenes | release.kinds).items()}
@@ -403,9 +403,13 @@ def prepare(
         print(f"{split}: {len(ids)} pairs{''.join(kinds)}")
     if not path.exists():
         make_features(name, path, release, device, extractor)
-    features = open_features(name, root, extractor)
-    features.require(release.paths)
-    print_notes(*notes_on_copies(release, features))
+    dataset = Dataset(name, root, release, vocab, open_features(name, root, extractor))
+    print_notes(*dataset.notes_on_copies())
+    said = dataset.sentences(True, *SPLITS)
+    if len(said) > 2 and not settings.templates:
+        print(f"unchanged pairs have {len(said)} different captions (rare ones may be mistakes):")
+        for text, count in said.most_common()[-10:]:
+            print(f"{count:9} {text}")
     print(f"{root}: {len(release.paths)} images, {len(vocab)} words")
 
 

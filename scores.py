@@ -260,14 +260,17 @@ def results(
     images = [{"id": i} for i in references]
     write_json(out_dir / f"references_{end}", {"images": images, "annotations": annotations})
 
-    print(f"scoring {len(captions)} captions", flush=True)  # METEOR takes minutes for thousands
+    count = len(dataset.pairs(*dataset.scenes))
+    print(f"scoring {len(captions)} of {count} pairs", flush=True)  # METEOR may take minutes
     groups = groups_of(dataset, split)
     scores = protocol_scores(dataset, captions, references, groups)
     for group, shares in pointing_scores(dataset, split, maps, groups).items():
         scores[group] |= shares
     constant = one_caption(dataset)
-    constant_captions = dict.fromkeys(captions, scored_text(dataset, constant))
-    scores[ONE_CAPTION] = protocol_scores(dataset, constant_captions, references)["total"]
+    scores[ONE_CAPTION] = {}
+    if constant is not None:
+        constant_captions = dict.fromkeys(captions, scored_text(dataset, constant))
+        scores[ONE_CAPTION] = protocol_scores(dataset, constant_captions, references)["total"]
     if published and split == "test":
         for group, row in published.get(dataset.name, {}).items():
             scores[f"paper: {group}"] = row
@@ -278,10 +281,10 @@ def results(
 
     print(format_scores(scores))
     for name, fact in facts.items():
-        print(f"{name}: {fact}")
+        print(f"{name}: {'-' if fact is None else fact}")
     for name, share in accuracy.items():
         print(f"{name}, in %: {'-' if share is None else share}")
-    if scores["total"]["CIDEr"] <= scores[ONE_CAPTION]["CIDEr"]:
+    if constant is not None and scores["total"]["CIDEr"] <= scores[ONE_CAPTION]["CIDEr"]:
         print_notes("the total CIDEr is no better than that of one caption for all")
     if facts["different captions"] == 1 and len(captions) > 1:
         print_notes("all pairs got the same caption")
@@ -319,7 +322,7 @@ def scored_text(dataset, caption: str) -> str:
 
 
 def groups_of(dataset, split: str) -> dict[str, set[str]]:
-    """Pair ids to score separately: the release's groups; the pairs that share no image with
+    """Pair ids to score separately: the release's groups; the pairs that share no picture with
     another split (if any do); the quarters whose boxes overlap least and most, if overlaps are
     known."""
     pairs = dataset.pairs(split)
@@ -337,22 +340,22 @@ def groups_of(dataset, split: str) -> dict[str, set[str]]:
     return groups
 
 
-def one_caption(dataset) -> str:
+def one_caption(dataset) -> str | None:
     """The best caption to give to every pair without looking: of the 20 most frequent training
-    captions, the one with the highest CIDEr on at most 250 validation pairs or, if there are fewer
-    than ENOUGH_PAIRS, training pairs."""
+    captions, the one with the highest CIDEr on validation pairs or, if there are fewer than
+    ENOUGH_PAIRS, training pairs: on as many as have 600 captions. None without training pairs."""
     counts = Counter(text for pair in dataset.pairs("train") for text in pair.captions)
     pairs = dataset.pairs("val")
     if len(pairs) < ENOUGH_PAIRS:
         pairs = dataset.pairs("train")
-    pairs = pairs[:: math.ceil(len(pairs) / 250)]
-    references = {pair.id: pair.captions for pair in pairs}
+    captions = max(1, sum(len(pair.captions) for pair in pairs))
+    references = {pair.id: pair.captions for pair in pairs[:: math.ceil(captions / 600)]}
     ciders = {}
     for text, _ in counts.most_common(20):
         constant_captions = dict.fromkeys(references, scored_text(dataset, text))
         scores = protocol_scores(dataset, constant_captions, references, quick=True)
         ciders[text] = scores["total"]["CIDEr"]
-    return max(ciders, key=ciders.get)
+    return max(ciders, key=ciders.get, default=None)
 
 
 def accuracy_of(dataset, captions: dict[str, str]) -> dict[str, float]:

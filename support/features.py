@@ -145,8 +145,10 @@ def resnet101_grid(name: str) -> nn.Module:
     # Imported here, as it brings PyTorch's compiler, which takes seconds.
     from torchvision.models import ResNet101_Weights, resnet101
 
-    with file_errors(name, "make features once online, or give --extractor timm/NAME:FILE"):
-        net = resnet101(weights=ResNet101_Weights.IMAGENET1K_V1)
+    weights = ResNet101_Weights.IMAGENET1K_V1
+    file = Path(torch.hub.get_dir(), "checkpoints", Path(weights.url).name)
+    with file_errors(file, "remove it and go online once, or give --extractor timm/NAME:FILE"):
+        net = resnet101(weights=weights)
     stem = [net.conv1, net.bn1, net.relu, net.maxpool]
     grid = nn.Sequential(*stem, net.layer1, net.layer2, net.layer3)
     if name == "resnet101-layer4":
@@ -165,6 +167,7 @@ class TimmGrid(nn.Module):
     def __init__(self, name: str):
         super().__init__()
         import timm
+        from huggingface_hub.constants import HF_HUB_CACHE
 
         model, _, file = name.removeprefix("timm/").partition(":")
         with file_errors(f"--extractor {name}", "timm.list_pretrained() lists the names"):
@@ -183,7 +186,8 @@ class TimmGrid(nn.Module):
                 positions = {k: w for k, w in self.net.state_dict().items() if "pos" in k}
                 self.net.load_state_dict(weights | positions)
         else:
-            with file_errors(f"--extractor {name}", "load it once online, or give timm/MODEL:FILE"):
+            remedy = f"remove it and go online once, or give {name}:FILE"
+            with file_errors(f"{name} in {HF_HUB_CACHE}", remedy):
                 self.net = timm.create_model(model, **options)
         data_config = timm.data.resolve_data_config({}, pretrained_cfg=defaults.to_dict())
         # The usual centre crop would hide changes at the border.
@@ -289,9 +293,12 @@ class Features:
 
     def __init__(self, path: Path, command: str, extractor: str):
         if not path.exists():
-            others = ", ".join(file.name for file in path.parent.glob("features*.h5"))
-            found = f" ({others}: give the --extractor that made it)" if others else ""
-            raise FileNotFoundError(f"no features at {path}{found}; run: {command}")
+            found = ""
+            for other in sorted(path.parent.glob("features*.h5")):
+                with file_errors(other, "remove it"), h5py.File(other) as f:
+                    model, colon, _ = f.attrs["extractor"].partition(":")
+                found += f"; for {other.name}, add --extractor {model}{colon and ':FILE'}"
+            raise FileNotFoundError(f"no features at {path}{found}; or run: {command}")
         self.path = path
         self.remedy = f"remove it and run: {command}"
         with file_errors(path, self.remedy), h5py.File(path) as f:
@@ -302,14 +309,13 @@ class Features:
             self.preprocessing = f.attrs["preprocessing"]
             self.row_of = {name: i for i, name in enumerate(names)}
             shape = table.shape
-            offset = table.id.get_offset()
+            self.offset = table.id.get_offset()
         if self.extractor != extractor:
             raise InputError(f"{path} was made by {self.extractor}, not {extractor}; {self.remedy}")
         self.file = open(path, "rb")  # stays open, for `announce`
-        self.offset = offset
         # h5py reads rows in sorted order only. Nothing writes to the map, of which PyTorch warns.
         # One that could be written to would need as much memory as the file is large.
-        table = np.memmap(self.file, np.float16, "r", offset, shape)
+        table = np.memmap(self.file, np.float16, "r", self.offset, shape)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.data = torch.from_numpy(table)
@@ -391,7 +397,8 @@ def require_files(files: list[Path]) -> None:
     """FileNotFoundError if any of a release's files is missing."""
     absent = [file for file in files if not file.exists()]
     if absent:
-        raise FileNotFoundError(f"there is no {absent[0]} ({len(absent)} of {len(files)} missing)")
+        named = ", ".join(map(str, absent[:10]))
+        raise FileNotFoundError(f"there is no {named} ({len(absent)} of {len(files)} missing)")
 
 
 def read_npy(path: Path) -> np.ndarray:

@@ -726,8 +726,8 @@ def preprocess(image: Image.Image) -> Tensor:
     """RGB of 64x64 pixels -> (3, 64, 64) in -1 ... 1. InputError if it has another size."""
     if image.size != (SIDE, SIDE):
         raise InputError(
-            f"mini's network knows mini's drawings of {SIDE}x{SIDE} pixels, and not a picture of "
-            f"{image.width}x{image.height}; for photographs, train a model on your own pairs"
+            f"mini's network knows mini's drawings of {SIDE}x{SIDE} pixels, not {image.width}x"
+            f"{image.height}; leave out --extractor mini-cnn, and train on your own pairs"
         )
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
 

@@ -9,7 +9,7 @@ import csv
 import hashlib
 import io
 import itertools
-import os
+import posixpath
 import re
 import shlex
 from collections import defaultdict
@@ -54,13 +54,6 @@ class Scene:
     def __post_init__(self):
         assert len({pair.before for pair in self.pairs}) == 1, "training reads it once for all"
 
-    def images(self) -> set[str]:
-        """The names of the scene's images."""
-        names = set()
-        for pair in self.pairs:
-            names |= {pair.before, pair.after}
-        return names - {None}
-
 
 @dataclass
 class Release:
@@ -78,20 +71,14 @@ class Release:
     boxes: dict[str, tuple[list | None, list | None]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # remarks on this copy, to be printed
 
-    def pairs(self, split: str) -> list[Pair]:
-        """Every pair of a split: the first one of every scene, then all distractor pairs."""
-        columns = zip(*(scene.pairs for scene in self.scenes[split]), strict=True)
-        return list(itertools.chain(*columns))
-
-    def images(self, splits: Iterable[str]) -> set[str]:
-        """The names of all images of these splits."""
-        scenes = itertools.chain(*(self.scenes[split] for split in splits))
-        return set().union(*(scene.images() for scene in scenes))
-
-    def leaked(self, split: str) -> set[str]:
-        """Ids of a split's pairs that share an image with a pair of another split."""
-        elsewhere = self.images({*SPLITS} - {split})
-        return {pair.id for pair in self.pairs(split) if {pair.before, pair.after} & elsewhere}
+    def pairs(self, *splits: str) -> list[Pair]:
+        """Every pair of these splits: of each, the first one of every scene, then all distractor
+        pairs."""
+        pairs = []
+        for split in splits:
+            columns = zip(*(scene.pairs for scene in self.scenes[split]), strict=True)
+            pairs += itertools.chain(*columns)
+        return pairs
 
     def captions(self, splits: Iterable[str]) -> list[str]:
         """All captions of these splits, those of swapped pairs included."""
@@ -113,9 +100,10 @@ def release_from_pairs(
     release = Release(groups=dict(kinds), kinds=dict(kinds), notes=[*notes])
     first: dict[str, tuple[str, Pair]] = {}  # id -> split and pair
     for split, rows in pairs.items():
+        if split not in SPLITS:
+            ids = ", ".join(pair.id for pair in rows[:10])
+            raise InputError(f"{folder}: the split of {ids} is {split!r}, not in {SPLITS}")
         for pair in rows:
-            if split not in SPLITS:
-                raise InputError(f"{folder}: the split of {pair.id} is {split!r}, not in {SPLITS}")
             first_split, first_pair = first.setdefault(pair.id, (split, pair))
             if split != first_split:
                 raise InputError(f"{folder}: {pair.id} is both in {first_split} and in {split}")
@@ -125,9 +113,8 @@ def release_from_pairs(
             if pair is not first_pair:
                 first_pair.captions.extend(pair.captions)
     for split, pair in first.values():
-        scene = Scene((pair,))
-        release.scenes[split].append(scene)
-        for name in scene.images():
+        release.scenes[split].append(Scene((pair,)))
+        for name in {pair.before, pair.after} - {None}:
             release.paths[name] = folder / name
     return release
 
@@ -144,8 +131,8 @@ class Table:
 
 def read_table(path: Path, columns: Iterable[str], quoting: int = csv.QUOTE_MINIMAL) -> Table:
     """Reads a table in UTF-8. Its first line names the columns, with commas, semicolons or tabs
-    between them. Each of `columns` must be there, with a text in every row. InputError names the
-    line that is wrong."""
+    between them. Each of `columns` must be there, with a text in every row. The paths in `before`
+    and `after` get "/" for the backslashes of Windows. InputError names the lines with a fault."""
     with open(path, encoding="utf-8") as f, file_errors(path, "save it as UTF-8, as a CSV"):
         text = f.read()  # CR, LF or both end a line
     mark = "\ufeff" if text.startswith("\ufeff") else ""
@@ -169,6 +156,7 @@ def read_table(path: Path, columns: Iterable[str], quoting: int = csv.QUOTE_MINI
             place = f"{path}, line 1: found the columns {', '.join(names)!r:.60}"
             raise InputError(f"{place}, expected one that is named {column}")
     table = Table(mark, separator, [heads], [])
+    empty = []  # cells
     for number, cells in found.items():
         place = f"{path}, line {number}"
         if any(cell.strip() for cell in cells[len(heads) :]):
@@ -180,11 +168,13 @@ def read_table(path: Path, columns: Iterable[str], quoting: int = csv.QUOTE_MINI
         row = {name: cell.strip() for name, cell in zip(names, cells, strict=True) if name}
         if not any(row.values()):
             continue
-        for column in columns:
-            if not row[column]:
-                raise InputError(f"{place}: {column} is empty")
+        empty += [f"line {number}: {column}" for column in columns if not row[column]]
+        for column in {"before", "after"} & row.keys():
+            row[column] = row[column].replace("\\", "/")
         table.lines.append(cells)
         table.rows.append(row)
+    if empty:
+        raise InputError(f"{path}: {len(empty)} cells are empty ({', '.join(empty[:10])})")
     return table
 
 
@@ -244,7 +234,7 @@ def all_presets(presets: dict[str, dict]) -> dict[str, dict]:
 
 def read_release(name: str, root: Path) -> Release:
     """Reads a data set's folder. FileNotFoundError if a file is missing; InputError if one is
-    broken, train has no pairs, or check_release finds a fault."""
+    broken, there are no pairs, or check_release finds a fault."""
     try:
         release = DATASETS[name].read(root)
     except FileNotFoundError as e:
@@ -253,26 +243,19 @@ def read_release(name: str, root: Path) -> Release:
             advice = f"python data.py {name} --data_dir {shlex.quote(str(root))} draws it"
         raise FileNotFoundError(f"{e}; {advice}") from e
     check_release(release, root)
-    if not release.scenes["train"]:
-        raise InputError("; ".join([f"{root}: no pairs in train", *release.notes]))
-    for split in ("val", "test"):
-        leaked = release.leaked(split)
-        if leaked:
-            share = f"{len(leaked)} of {len(release.pairs(split))} {split} pairs share a picture"
-            release.notes.append(f"{share} with another split; scores are also given without them")
+    if not release.paths:
+        raise InputError("; ".join([f"{root}: there are no pairs", *release.notes]))
     return release
 
 
 def check_release(release: Release, root: Path) -> None:
     """InputError if a pair has no caption, or if a group or kind has the name of another row of the
     scores, or an id that no pair has."""
-    ids = set()
-    for split in SPLITS:
-        for scene in release.scenes[split]:
-            for pair in (*scene.pairs, *(scene.swapped or ())):
-                if not pair.captions:
-                    raise InputError(f"{root}: {pair.id} has no caption")
-                ids.add(pair.id)
+    pairs = release.pairs(*SPLITS)
+    ids = {pair.id for pair in pairs}
+    without = [pair.id for pair in pairs if not pair.captions]
+    if without:
+        raise InputError(f"{root}: {len(without)} pairs have no caption: {', '.join(without[:10])}")
     for name, members in [*release.groups.items(), *release.kinds.items()]:
         if name.lower() in ADDED_ROWS:
             raise InputError(f"{root}: the scores have a row {name.lower()!r}; rename this group")
@@ -552,8 +535,8 @@ DATASETS["nabirds"] = Settings(
 def own_pair(row: dict[str, str]) -> Pair:
     """The pair in a row of your own table. Its id is made of its two paths, which are normalised
     ("./a.png" is "a.png")."""
-    before = os.path.normpath(row["before"]).replace(os.sep, "/")
-    after = os.path.normpath(row["after"]).replace(os.sep, "/")
+    before = posixpath.normpath(row["before"])
+    after = posixpath.normpath(row["after"])
     texts = row["captions"].replace("\uff5c", "|").split("|")  # Chinese keyboards have ｜
     captions = [" ".join(text.split()) for text in texts if re.search(r"\w", text)]
     return Pair(f"{before} {after}", before, after, captions)
@@ -588,18 +571,18 @@ def read_pairs(root: Path) -> Release:
     and `kind`, the kind of change."""
     file = root / "pairs.csv"
     table = read_table(file, ("before", "after", "captions")).rows
-    columns = list(table[0]) if table else ["captions"]
+    columns = list(table[0]) if table else ["split", "captions"]
     if columns[-1] != "captions":  # there, a comma without quotes makes a cell too many
         raise InputError(f"{file}: the last column is {columns[-1]}; it must be captions")
     pairs = defaultdict(list)
     kinds = defaultdict(set)
     kind_of: dict[str, str] = {}
+    no_text = []
     for row in table:
         pair = own_pair(row)
         for caption in pair.captions:
             if caption.lower() in EMPTY_CELLS or PRINTED_LIST.match(caption):
-                remedy = "write plain text, with | between captions, or leave it out"
-                raise InputError(f"{file}: {pair.id} has the caption {caption!r:.60}; {remedy}")
+                no_text.append(f"{pair.id} has the caption {caption!r:.60}")
         kind = kind_name(row.get("kind", ""))
         if kind_of.setdefault(pair.id, kind) != kind:
             raise InputError(f"{file}: {pair.id} is both {kind_of[pair.id]!r} and {kind!r}")
@@ -607,12 +590,14 @@ def read_pairs(root: Path) -> Release:
             kinds[kind].add(pair.id)
         split = row["split"].lower() if "split" in row else hashed_split(pair)
         pairs[split].append(pair)
+    if no_text:
+        remedy = "write plain text, with | between captions, or leave it out"
+        raise InputError(f"{file}: {', '.join(no_text[:10])}; {remedy}")
     unused = {*columns} - {"before", "after", "captions", "split", "kind"}
     notes = [f"{file}: the column {column!r} is not used" for column in sorted(unused)]
-    for split in ("val", "test"):
-        if split not in pairs:
-            why = "without it, pairs share a split if they share the path that sorts first"
-            notes.append(f"there are no {split} pairs: name some in the column split; {why}")
+    if "split" not in columns:
+        chosen = "has no column split, so a hash of the paths says which pairs are for test"
+        notes.append(f"{file} {chosen}; to score all by --eval, write test in every row")
     if "no change" not in kinds:
         notes.append("no pair has the kind 'no change': changes claimed wrongly are not counted")
     return release_from_pairs(pairs, root, kinds, notes)

@@ -47,11 +47,12 @@ NO_SPACES = "[\u3001-\u30ff\u3400-\u9fff\uff01-\uffef]"
 
 
 def tokenize_pairs(caption: str) -> list[str]:
-    """The rule for your own pairs: lower-case words, split at whitespace. Marks and symbols at
-    either end of a word become words; those inside stay: "red-brick", "isn't", "3.5". Of Chinese
-    and Japanese, each character is a word."""
+    """The rule for your own pairs: lower-case words, split at whitespace. Spellings with the same
+    capitals are one ("straße": "strasse"). Marks and symbols at either end of a word become words;
+    those inside stay: "isn't", "3.5". Of Chinese and Japanese, each character is a word."""
+    caption = normalised(caption.lower().upper().lower()).replace("i\u0307", "i")
     words = []
-    for text in re.sub(f"({NO_SPACES})", r" \1 ", normalised(caption.lower())).split():
+    for text in re.sub(f"({NO_SPACES})", r" \1 ", caption).split():
         # The Unicode categories of punctuation marks begin with P, those of symbols with S.
         marks = [character for character in text if unicodedata.category(character)[0] in "PS"]
         word = text.strip("".join(marks))

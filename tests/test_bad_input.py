@@ -41,7 +41,10 @@ def test_features_that_do_not_fit(prepared, tiny, tmp_path, capsys):
         assert "resnet101-layer4" in line and "resnet101-layer3" in line
     path.write_bytes(path.read_bytes()[:-100])
     assert "features.h5" in refused(*train)
-    path.unlink()
+    path.rename(prepared / "features-mini-cnn.h5")
+    with h5py.File(prepared / "features-mini-cnn.h5", "w") as f:
+        f.attrs["extractor"] = "timm/resnet18:4e0f"
+    assert "features-mini-cnn.h5, add --extractor timm/resnet18:FILE;" in refused(*train)
     spaced = prepared.rename(prepared.with_name("my data"))
     _, command = refused(*train[:-1], spaced).split("run: ")
     assert shlex.split(command)[-2:] == ["--data_dir", str(spaced)]

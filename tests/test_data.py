@@ -17,6 +17,7 @@ from conftest import GRID, NoFeatures, colours
 from PIL import Image
 
 import data
+import scores
 from common import END, START, UNK, InputError
 from support.captioner import Captioner, caption_files
 from support.features import (
@@ -56,6 +57,11 @@ def test_tokens_and_vocabulary_follow_the_published_rule():
         ("Die Tu\u0308r\u3000ist\xa0zu", "die t\xfcr ist zu"),
         ("\ufeffthe\u00ad gate\u200bisn\u2019t o\u00adpen", "the gate isn't open"),
         ("\u200fהשער\u2069 \u202b\u2060נפתח\u202c.\u200e", "השער נפתח ."),
+        ("İstanbul, I\u0307STANBUL kapı KAPI", "istanbul , istanbul kapi kapi"),
+        (
+            "Straße STRASSE STRAẞE; ο δρόμος, Ο ΔΡΌΜΟΣ",
+            "strasse strasse strasse ; ο δρόμος , ο δρόμος",
+        ),
         ("门开了，BMW走了。", "门 开 了 ， bmw 走 了 。"),
     ],
 )
@@ -266,7 +272,7 @@ def test_a_checkpoint_brings_its_words_and_length(prepared):
     assert batch.texts == ["the red cube turned gray"]
     assert batch.caption.tolist() == [[START, 4, UNK, END]]
     with pytest.raises(InputError, match="--extractor"):
-        dataset.adopt(trained | {"grid": (8, 3, 2)})
+        dataset.adopt(trained | {"extractor": "resnet101-layer4"})
 
 
 def test_pairs_that_a_checkpoint_was_trained_on_are_told(prepared, capsys):
@@ -275,7 +281,7 @@ def test_pairs_that_a_checkpoint_was_trained_on_are_told(prepared, capsys):
     state = dataset.state()
     dataset.adopt(state)
     assert "trained on" not in capsys.readouterr().out
-    state["train_pairs"] = dataset.contents("val")
+    state["train_pairs"] = torch.tensor([dataset.contents(pair) for pair in dataset.pairs("val")])
     count = len(dataset.pairs("val"))
     dataset.adopt(state)
     assert f"trained on {count} of the {count} val pairs" in capsys.readouterr().out
@@ -287,8 +293,6 @@ def test_a_run_goes_on_with_its_own_pairs_alone(split, refused, prepared):
     dataset = data.load("clevr_change", prepared)
     state = dataset.state()
     dataset.check_state(state)
-    dataset.contents = None  # a large data set is gone through once, not at each validation
-    dataset.state()
     dataset = data.load("clevr_change", prepared)
     dataset.pairs(split)[0].captions.reverse()
     dataset.pairs(split)[0].captions.append("the cube")
@@ -306,17 +310,60 @@ def test_a_blind_data_set_shows_nothing(prepared):
     assert not batch.before.any() and not batch.after.any()
 
 
+class Copies(NoFeatures):
+    """Pictures of which some are copies of others, by their names."""
+
+    def content(self, name):
+        return hash(re.sub("copy . of ", "", name))
+
+
+def own_pairs(pairs, kinds=None):
+    """A Dataset of pairs by split, whose pictures may be copies."""
+    release = release_from_pairs(pairs, Path(), kinds)
+    vocab = Vocab(frequent_words(release.captions(["train"]), tokenize_pairs), tokenize_pairs)
+    return data.Dataset("pairs", Path(), release, vocab, Copies())
+
+
+def test_a_picture_is_known_by_its_content():
+    """Whatever its name, in another split and in the same pair."""
+    pairs = {
+        "train": [Pair("1", "a", "b", ["c"]), Pair("2", "c", "copy 1 of c", ["c"])],
+        "val": [Pair("3", "d", "e", ["c"])],
+        "test": [
+            Pair("4", "x", "copy 1 of a", ["c"]),
+            Pair("5", "y", "copy 2 of d", ["c"]),
+            Pair("6", "y", "x", ["c"]),
+            Pair("7", "z", "copy 1 of z", ["c"]),
+            Pair("8", "b", "x", ["c"]),
+        ],
+    }
+    dataset = own_pairs(pairs, {"no change": {"2"}})
+    assert dataset.leaked("test") == {"4", "5", "8"}
+    assert scores.groups_of(dataset, "test")["without leaked pairs"] == {"6", "7"}
+    val, test, equal = dataset.notes_on_copies()
+    assert "1 of 1 val" in val and "3 of 5 test" in test
+    assert "1 changed and 1 unchanged" in equal and "7" in equal
+    single = own_pairs({"train": [Pair("1", "a", None, ["c"])], "test": [Pair("2", "b", None, [])]})
+    assert single.notes_on_copies() == []
+
+
+def test_what_unchanged_pairs_say_by_mistake_claims_a_change():
+    """The sentences that count are those which unchanged training pairs have more often."""
+    texts = ["Nothing changed.", "nothing changed .", "the car left", "all as before"]
+    pairs = [Pair(f"same {n}", "a", f"{n}", [text]) for n, text in enumerate(texts)]
+    texts = ["The car left", "the car left", "nothing changed."]
+    pairs += [Pair(f"{n}", "b", f"{n}", [text]) for n, text in enumerate(texts)]
+    dataset = own_pairs({"train": pairs}, {"no change": {f"same {n}" for n in range(4)}})
+    assert dataset.no_change == {"nothing changed .", "all as before"}
+
+
 @pytest.mark.parametrize("shared, noted", [(1, False), (2, True)])
 def test_pairs_that_share_a_picture_are_told(shared, noted, capsys):
     """They would be negatives of each other in the contrastive losses. A copy of a picture is the
     same picture."""
     pairs = [Pair(f"{n}", f"b{n}", f"a{n}", ["c"]) for n in range(20 - shared)]
     pairs += [Pair(f"r{n}", f"copy {n} of b0", f"r{n}", ["c"]) for n in range(shared)]
-    release = release_from_pairs({"train": pairs}, Path())
-    vocab = Vocab(frequent_words(["c"]))
-    features = NoFeatures()
-    features.content = lambda name: hash(re.sub("copy . of ", "", name))
-    dataset = data.Dataset("pairs", Path(), release, vocab, features)
+    dataset = own_pairs({"train": pairs})
     cfg = SimpleNamespace(w_match=0.5, w_other=0.0)
     data.note_on_negatives(dataset, cfg, "w_match", "w_other")
     told = capsys.readouterr().out

@@ -189,6 +189,24 @@ def test_a_vit_of_another_size_than_224(saved_at, tmp_path):
         TimmGrid(f"timm/test_vit:{tmp_path / 'w.pt'}")
 
 
+def test_weights_that_cannot_be_loaded_are_named(tmp_path, monkeypatch):
+    """A file in a cache may be cut off. There may be no network, either."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    file = tmp_path / "hub/checkpoints/resnet101-63fe2227.pth"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"cut off")
+    with pytest.raises(InputError, match=f"{file}.*remove it"):
+        Extractor("resnet101-layer3")
+
+    def no_network(*_, **__):
+        raise OSError("no network " * 100)
+
+    monkeypatch.setattr("timm.create_model", no_network)
+    with pytest.raises(InputError, match=r"timm/test_resnet in .*timm/test_resnet:FILE") as caught:
+        Extractor("timm/test_resnet")
+    assert len(str(caught.value)) < 400
+
+
 # ---- pictures ------------------------------------------------------------------------------------
 
 
@@ -262,6 +280,8 @@ def test_every_broken_picture_is_named_before_any_work(tmp_path):
     files = sorted(tmp_path.iterdir())
     with pytest.raises(InputError) as caught:
         check_pictures(files)
+    with pytest.raises(FileNotFoundError, match="none 0.*none 1 .2 of 3 missing"):
+        check_pictures([tmp_path / "none 0", *files[:1], tmp_path / "none 1"])
     whole = [file for file in files if f"{file.name} (" not in str(caught.value)]
     assert whole == sorted(tmp_path.glob("good *"))
     check_pictures(whole)
@@ -337,7 +357,8 @@ def test_a_replaced_picture_is_noticed(prepared):
 def test_preparation_counts_and_notes_what_one_looks_for_first(tmp_path, monkeypatch, capsys):
     """Pairs of each split and kind; words and captions that a model does not see; copies."""
     long = " ".join(["word"] * 61)
-    rows = [f"a,b,gone,train,it is gone|{long}", "c,d,no change,train,nothing", "e,f,gone,val,gone"]
+    rows = [f"a,b,gone,train,it is gone|{long}", "e,f,gone,val,gone"]
+    rows.append("c,d,no change,train,Nothing.|all as before|nothing .|gone")
     (tmp_path / "pairs.csv").write_text("\n".join(["before,after,kind,split,captions", *rows]))
     for n, name in enumerate("abcdef"):
         Image.new("RGB", (8, 8), (n, n, n)).save(tmp_path / name, "PNG")
@@ -350,9 +371,15 @@ def test_preparation_counts_and_notes_what_one_looks_for_first(tmp_path, monkeyp
         "val: 1 pairs, 1 gone, 0 no change",
         "test: 0 pairs, 0 gone, 0 no change",
         "1 training captions are cut to 60 words",
-        "1 val and test pictures, such as e, are in train under other names",
+        "1 of 1 val pairs share a picture",
+        "3 different captions",
+        "2 nothing .\n",
+        "1 gone\n",
     ):
         assert line in out
+    capsys.readouterr()
+    data.load("pairs", tmp_path)
+    assert "1 of 1 val pairs share a picture" in capsys.readouterr().out
 
 
 def test_a_timm_backbone_through_preparation_training_and_captioning(tmp_path, tiny, capsys):

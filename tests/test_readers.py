@@ -385,6 +385,8 @@ b.png,d.jpg,test,same
         "\ufeff" + OWN_PAIRS,  # as spreadsheets do
         OWN_PAIRS.replace("\n", "\r\n,,,\r\n") + "\n , ,,\n",
         OWN_PAIRS.replace("a.png,b.png", "./a.png,sub/../b.png").replace("train", "Train "),
+        # As Windows writes them
+        OWN_PAIRS.replace("a.png,b.png", ".\\a.png,sub\\..\\b.png").replace("b/d", "b\\d"),
         # Excel writes semicolons in half of Europe. Then commas need no quotes.
         OWN_PAIRS.replace('"', "").replace(", ", "\0").replace(",", ";").replace("\0", ", "),
         OWN_PAIRS.replace("red, then", "red,\nthen").replace("|", "|-|\u200f|"),
@@ -410,15 +412,16 @@ KINDS = "before,after,kind,captions\n"
         (HEAD + "a,b,train,red left, the van stayed\n", r"pairs\.csv.*line 2.*quote"),
         (HEAD + 'a,b,train,"c\nd"\n\na,,train,c\n', "line 5: after"),
         (HEAD + 'a,b,train,c\na,b,train,"it is\na,b,train,c\n', "line 3.*quote"),
-        (HEAD + "a,b,train,-|\u200e\n", "a b has no caption"),
-        (HEAD + "a,b,,c\n", "a b.*''.*train.*val.*test"),
+        (HEAD + "a,b,train,\na,,val,c\n", "line 2: captions, line 3: after"),
+        (HEAD + "a,b,train,-|\u200e\nc,d,train,-\n", "no caption: a b, c d"),
+        (HEAD + "a,b,,c\nc,d,,c\n", "a b, c d.*''.*train.*val.*test"),
         (HEAD + "a,b,train,c\n./a,b,test,c\n", "a b.*train.*test"),
         (KINDS + "a,b,gone,c\na,b,moved,d\n", "a b.*gone.*moved"),
         ("before,after,text\na,b,c\n", "line 1.*captions"),
         ("before,after,captions,captions\na,b,c,d\n", "line 1.*one.*captions"),
         # An unquoted comma would go unnoticed.
         ("before,after,captions,kind\na,b,red left, the van stayed\n", "last column is kind"),
-        (HEAD + "a,b,train,it is open|nan\n", "a b has the caption 'nan'"),
+        (HEAD + "a,b,train,c|nan\nd,b,train,NA\n", "a b has the caption 'nan', d b .*'NA'"),
         (HEAD + "a,b,train,\\N\n", r"a b has the caption '\\\\N'"),
         (HEAD + "a,b,train,it\0is\n", "line 2.*NUL"),
         (HEAD + "a,b,train,\"('it is open', 'open now')\"\n", r"a b has the caption.*\|"),
@@ -457,11 +460,9 @@ def test_only_spellings_of_no_change_are_one_kind(tmp_path):
 @pytest.mark.parametrize(
     "text, noted",
     [
-        (KINDS + "d,e,no change,c\nd,f,no change,c\n", ["no val pairs", "no test pairs"]),
-        (
-            HEAD.replace("split", "split,set") + "a,b,train,x,c\nd,e,val,,c\n",
-            ["'set'", "test", "no"],
-        ),
+        (KINDS + "d,e,no change,c\nd,f,no change,c\n", ["no column split"]),
+        # That all are for training, or none is, is as it was meant.
+        (HEAD.replace("split", "split,set") + "a,b,train,x,c\nd,e,train,,c\n", ["'set'", "kind"]),
     ],
 )
 def test_what_own_pairs_lack_is_noted(text, noted, tmp_path):
@@ -490,14 +491,22 @@ def test_a_hash_of_the_first_picture_gives_the_split(tmp_path):
         assert split == split_of[f"{n}x.png {n}.png"] == split_of[f"{n}.png {n}y.png"]
 
 
-def test_your_own_pairs_may_lack_validation_and_test(tmp_path, tiny):
-    write(tmp_path / "pairs.csv", f"{HEAD}a.png,b.png,train,opened\n")
-    for name in ("a", "b"):
-        write_picture(tmp_path / f"{name}.png")
-    write_features("pairs", tmp_path)
-    folders = ["--data_dir", str(tmp_path), "--out_dir", str(tmp_path / "run")]
-    scorer_cbr.main([*tiny, "--dataset", "pairs", "--steps", "1", *folders])
-    assert (tmp_path / "run/best.pt").exists()
+def test_your_own_pairs_may_be_all_for_training_or_all_for_test(tmp_path, tiny):
+    for split in ("train", "test"):
+        folder = tmp_path / split
+        write(folder / "pairs.csv", f"{HEAD}a.png,b.png,{split},opened\nc.png,b.png,{split},shut\n")
+        for name in ("a", "b", "c"):
+            write_picture(folder / f"{name}.png")
+        write_features("pairs", folder)
+    train = [*tiny, "--dataset", "pairs", "--steps", "1", "--out_dir", str(tmp_path / "run")]
+    with pytest.raises(InputError, match="--eval"):
+        scorer_cbr.main([*train, "--data_dir", str(tmp_path / "test")])
+    scorer_cbr.main([*train, "--data_dir", str(tmp_path / "train")])
+    run = str(tmp_path / "run/best.pt")
+    scorer_cbr.main(["--eval", run, "--data_dir", str(tmp_path / "test"), "--device", "cpu"])
+    result = json.loads((tmp_path / "run/best-test/scores_test.json").read_text())["scores"]
+    assert result["total"]["pairs"] == 2
+    assert set(result["one caption for all"].values()) == {None}
 
 
 def test_the_readmes_example_of_your_own_pairs(tmp_path):

@@ -209,7 +209,7 @@ def write_scenes(path: Path, count: int, grid: tuple[int, int, int]) -> Release:
         changed = Pair(f"{i}", f"default {i}", f"semantic {i}", ["something changed"])
         same = Pair(f"{i}_n", f"default {i}", f"nonsemantic {i}", ["nothing changed"])
         scenes.append(Scene((changed, same)))
-    names = sorted(set().union(*(scene.images() for scene in scenes)))
+    names = sorted({name for s in scenes for p in s.pairs for name in (p.before, p.after)})
     files = dict.fromkeys(names, Path(__file__))  # that the features are said to be made from
     rng = np.random.default_rng(0)
     blocks = (rng.random((1, *grid), np.float32) for _ in names)
