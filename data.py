@@ -190,9 +190,9 @@ class Dataset(Release):
         more_often = self.sentences(True, "train") - self.sentences(False, "train")
         return published | more_often.keys()  # of a difference, Counter keeps what is above 0
 
-    def results(self, *arguments, **more) -> dict[str, float]:
-        """The scores of a split's captions. scores.results says which arguments it takes."""
-        return scores.results(self, *arguments, **more)
+    def results(self, split, captions, maps, out_dir, notes=None, published=None) -> dict:
+        """The scores of a split's captions, see scores.results."""
+        return scores.results(self, split, captions, maps, out_dir, notes, published)
 
     def state(self) -> dict:
         """What a checkpoint keeps, for captioning and for `check_state` and `check_fit`."""
