@@ -27,8 +27,8 @@ from torch import Tensor
 class Attention(nn.Module):
     """Multi-head attention softmax(q k^T / sqrt(D/h)) v (Vaswani et al. 2017, section 3.2).
 
-    forward: x (B, L, D), source (B, M, D) -> (B, L, D). It has two halves, `project` and `attend`,
-    because matching losses read the projections."""
+    forward: x (B, L, D), source (B, M, D) -> (B, L, D). Its two halves, `project` and `attend`, are
+    methods of their own, because matching losses and attention maps read the projections."""
 
     def __init__(self, dim: int, heads: int, dropout: float = 0.0, out_proj: bool = True):
         super().__init__()
@@ -48,8 +48,8 @@ class Attention(nn.Module):
         return self.attend(q, k, v, causal, mask)
 
     def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """-> query of x (B, L, D), key and value of source (B, M, D). Each head has D/h numbers,
-        which stand one after the other."""
+        """-> the query of x (B, L, D), the key and the value of source (B, M, D). The first D/h
+        numbers belong to the first head, and so on."""
         return self.query(x), self.key(source), self.value(source)
 
     def attend(
@@ -57,7 +57,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """q (B, L, D), k and v (B, M, D) -> (B, L, D).
 
-        mask: bool (B or 1, 1, L or 1, M), True = may be attended to; only without causal=True."""
+        mask: bool (B or 1, 1, L or 1, M), True where x may attend; only without causal=True."""
         q = self._split(q)
         k = self._split(k)
         v = self._split(v)
@@ -66,7 +66,7 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """q (B, L, D), k (B, M, D) -> scores before the softmax (B, h, L, M)."""
+        """q (B, L, D), k (B, M, D) -> the scores before the softmax (B, h, L, M)."""
         q = self._split(q)
         k = self._split(k)
         return q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
@@ -77,7 +77,7 @@ class Attention(nn.Module):
 
 def initialise(module: nn.Module, xavier: bool) -> None:
     """Initialise each Attention as nn.MultiheadAttention does. With `xavier`, all other tensors of
-    two or more dimensions become Xavier-uniform, also those of convolutions and embeddings."""
+    two or more dimensions become Xavier-uniform, including those of convolutions and embeddings."""
     if xavier:
         for p in module.parameters():
             if p.ndim > 1:
@@ -108,8 +108,8 @@ class GridPosition(nn.Module):
 
 
 def sinusoid(length: int, dim: int) -> Tensor:
-    """-> (length, D), fixed positions: sines in even channels, cosines in odd ones (Vaswani et al.
-    2017, section 3.5)."""
+    """-> (length, D), fixed positions, with sines in even channels and cosines in odd ones (Vaswani
+    et al. 2017, section 3.5)."""
     position = torch.arange(length)[:, None]
     frequency = torch.exp(torch.arange(0, dim, 2) * (-math.log(10000.0) / dim))
     angle = position * frequency
@@ -120,7 +120,7 @@ def sinusoid(length: int, dim: int) -> Tensor:
 
 
 def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
-    """Mean over the words of a sentence. x (B, L, D), valid (B, L) bool -> (B, D)."""
+    """The mean over the words of a sentence. x (B, L, D), valid (B, L) bool -> (B, D)."""
     weight = valid.to(x.dtype)[..., None]
     return (x * weight).sum(1) / weight.sum(1).clamp(min=1)
 
@@ -129,8 +129,8 @@ def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
 
 
 def upcast(x: Tensor) -> Tensor:
-    """bfloat16 or float16 -> float32, for sums and scores that need more than two or three digits.
-    Other types stay unchanged."""
+    """Turn bfloat16 or float16 into float32, for sums and scores that need more than two or three
+    digits. Other types stay unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -144,7 +144,7 @@ def info_nce(scores: Tensor) -> Tensor:
 
 # ---- decoding ------------------------------------------------------------------------------------
 
-# The first ids of every vocabulary: padding, unknown word, and the two ends of a caption.
+# The first ids of every vocabulary are padding, the unknown word, and the two ends of a caption.
 NULL = 0
 UNK = 1
 START = 2
@@ -152,7 +152,7 @@ END = 3
 
 
 def is_word(ids: Tensor) -> Tensor:
-    """True for the ids that are none of the four special ids. Any shape -> the same shape."""
+    """True where an id is none of the four special ids. Any shape -> the same shape."""
     return (ids != NULL) & (ids != UNK) & (ids != START) & (ids != END)
 
 
@@ -160,9 +160,9 @@ def decode(next_word: Callable[[Tensor], Tensor], count: int, max_len: int, devi
     """Write `count` captions word by word, each time the likeliest word. -> ids (B, max_len),
     B = count: START, at most max_len - 1 words, then NULL, without END.
 
-    next_word(ids (B, t)) -> logits (B, V) of word t. It reads all words anew each time. (To keep
-    their keys and values would be faster, but each decoder would need code for it.)
-    `generate` turns gradients off. If `decode` did so, too, torch.export.save would fail."""
+    next_word(ids (B, t)) -> logits (B, V) of word t. It reads all words anew each time. (Keeping
+    their keys and values would be faster, but each decoder would need code for it.) `generate`
+    turns gradients off. If `decode` did so as well, torch.export.save would fail."""
     ids = torch.full((count, max_len), NULL, device=device)
     ids[:, 0] = START
     ended = torch.zeros(count, dtype=torch.bool, device=device)
@@ -170,10 +170,10 @@ def decode(next_word: Callable[[Tensor], Tensor], count: int, max_len: int, devi
         logits = next_word(ids[:, :t])
         logits[:, UNK] = float("-inf")  # never chosen
         word = logits.argmax(-1)
-        # SCORER's and DIRL's code stops at END alone, and cuts its text at NULL: the same text.
+        # SCORER's and DIRL's code stops at END alone, but cuts its text at NULL: same text.
         ended |= (word == END) | (word == NULL)
         ids[:, t] = word.masked_fill(ended, NULL)
-        # This check waits for the GPU, so not after every word. An exported loop cannot make it.
+        # This check waits for the GPU, so it does not follow every word. An exported loop has none.
         if t % 8 == 0 and not torch.compiler.is_compiling() and ended.all():
             break
     return ids

@@ -2,85 +2,57 @@
 for Change Captioning (Tu et al., ECCV 2024).
 
 The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabulary of 76):
-    before, after (1024, 14, 14) each                 In training only:
-       |  embed, Eq. 1
-       v                                 mlp, Eq. 2
-    x_bef, x_aft (196, 512) each . . . . . . . . . . > y_bef, y_aft (196, 512) each
-       |  cross_view, Eq. 5                               |  channel_correlation, Eq. 3
-       v                                                  v
-    shared_bef, shared_aft (196, 512) each             c (512, 512), over all cells of the batch
-       |  x_bef - shared_bef, x_aft - shared_aft, Eq. 6   |  dirl_loss, Eq. 4
-       v                                                  v
-    difference_bef, difference_aft (196, 512) each     L_dirl
-       |  fuse, Eq. 7
-       v
+    before, after (1024, 14, 14) each               In training only:
+       v  embed, Eq. 1
+    x_bef, x_aft (196, 512) each . . . . . . . . . > y_bef, y_aft (196, 512) each, by mlp, Eq. 2
+       v  cross_view, Eq. 5                            v  channel_correlation, Eq. 3
+    shared_bef, shared_aft (196, 512) each          c (512, 512), over all cells of the batch
+       v  x - shared of each image, Eq. 6              v  dirl_loss, Eq. 4
+    difference_bef, difference_aft (196, 512) each  L_dirl
+       v  fuse, Eq. 7
     difference (196, 512) and caption (24 ids)
-       |  decoder, Eq. 8-10        means from START to END, Eq. 12
-       v
-    words, visual, hidden (24, 512) each . . . . . . > mean_words, mean_visual (512) each
-       |  decoder.head, Eq. 11                            |  ccr_loss, Eq. 13-14
-       v                                                  v
-    logits (24, 76), L_cap, Eq. 15                     L_ccr
+       v  decoder, Eq. 8-10
+    words, visual, hidden (24, 512) each . . . . . > mean_words, mean_visual (512) each, Eq. 12
+       v  decoder.head, Eq. 11                         v  ccr_loss, Eq. 13-14, in a batch of B pairs
+    logits (24, 76), L_cap by Eq. 15                L_ccr
+Gradients: L_cap and L_ccr train encoder and decoder, L_dirl embed and mlp; nothing is detached.
 
 Idea. (1) Under another camera or light, each channel of the features should keep its values, and
 different channels should stand for different things. So a loss correlates each channel of "before"
 with the same channel of "after", and decorrelates it from all others. (2) Cross-attention finds in
-the other image what both images share. Subtracting it leaves what only one of them has, the change.
-(3) The changed object is often small, so the decoder easily looks at the wrong cells. A contrastive
-loss ties the words of a caption to the differences that the decoder saw at these words.
+the other image what both images share. Subtracting it leaves the change. (3) The changed object is
+often small, so the decoder easily looks at the wrong cells. A contrastive loss ties the words of a
+caption to the differences that the decoder saw at these words.
+
+Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
+light differ. A step of CLEVR-Change or mini has a batch of each kind, of the same scenes. In half
+of the scenes, "before" and the distractor picture change places, as in SCORER.
 
 Read first: channel_correlation, dirl_loss, CrossView, DecoderLayer, ccr_loss, and DIRL's encode,
-forward and ccr. Skip at first: Decoder (a transformer decoder), attention_map, and all that follows
-the class DIRL.
+forward and ccr. Skip at first: Decoder, attention_map, and all that follows the class DIRL.
 
-InfoNCE    common.info_nce      nce(S) = -1/B sum_a log(exp S_aa / sum_b exp S_ab)
-Eq. 1      ImageEmbedding       X = conv(features) + position
-Eq. 2      DIRL.mlp             Y = MLP(X), for the loss only, as in Barlow Twins
-Eq. 3      channel_correlation  C_ij = mean of z_bef_i z_aft_j, z = (Y - mean) / std (as released)
-Eq. 4      dirl_loss            L_dirl = sum_i (1 - C_ii)^2 + alpha sum_{i != j} C_ij^2
-Eq. 5      CrossView            shared = MHCA(X', partner), queries from X', keys from the X' of the
-           ResidualCrossView    other image. X' is what layers - 1 ResidualCrossView make of X, each
-                                by X' <- LN(X' + MHCA(X', partner)) (as released). Printed: X' = X
-Eq. 6      DIRL.encode          difference of each image = X - shared
-Eq. 7      Fusion               difference = ReLU(W [difference_bef ; difference_aft] + b)
-Eq. 8      DecoderLayer         words = MHSA(x): each word sees itself and earlier ones
-Eq. 9      DecoderLayer         visual = MHCA(x1, difference), x1 = LN(x + words) (printed: words)
-Eq. 10     DecoderLayer         hidden = LN(x2 + FFN(x2)), x2 = LN(x1 + visual) (printed: visual)
-Eq. 11     Decoder.head         p(next word) = softmax(W hidden)
-Eq. 12     DIRL.ccr             mean_words, mean_visual = means over the words of a sentence
-Eq. 13     ccr_loss             S_ab = mean_words_a . mean_visual_b
-Eq. 14     ccr_loss             L_ccr = 1/2 [nce(S / tau) + nce(S^T / tau)]
-Eq. 15     caption_loss         L_cap = -mean of log p(next word)
-Eq. 16     total_loss           L = L_cap + w_dirl L_dirl + w_ccr L_ccr
-
-Symbols: X is the paper's F~, Y its Y~, and shared its F~^s. The difference of each image is its
-F~^d, and their fusion its F~_d. `words` is its E^[W], `visual` its V^, `hidden` its V^',
-mean_words its E~[W], mean_visual its V~, S its sim, w_dirl its lambda_d, and w_ccr its lambda_c.
-The vectors of Eq. 13 are not normalised.
-Axis letters: B pairs, C channels of the features (those of Eq. 3-4 are D), H x W grid, N = H*W
-cells, D width, h heads, L ids of a caption (START, words, END, padding), V ids of the vocabulary.
-In CLEVR-Change and mini, a step has a batch of changed pairs (before and after a change) and one of
-distractor pairs (only camera and light differ) of the same scenes. In half of the scenes, "before"
-and the distractor picture change places, as in SCORER.
-
-Flags for the paper's ablations, there on CLEVR-DC. Each run needs an --out_dir of its own. In the
-paper, equal captions are negatives: --ccr_equal_captions negatives, in each row. The last column is
-the CIDEr of changed pairs on mini, a mean of three seeds (docs/results.md). Two such means differ
-by up to 49 by chance, one run and a mean by 70, two runs by 85, two means at twice the steps by 21.
-At twice the steps, DIRL+CCR is above Transformer by 15 +- 4.8, with nine seeds each, because three
-could not tell.
-Row of the paper             flags (on mini, unless --dataset is given)  on mini, if measured
-DIRL+CCR                                                                 453
-Transformer (Tables 6, 7)    --w_dirl 0 --w_ccr 0                        457
-DIRL (Tables 6, 7)           --w_ccr 0
-CCR (Table 6)                --w_dirl 0
-non-perturbation (Table 7)   --w_ccr 0 --alpha 0
-discrimination (Table 7)     --w_ccr 0 --no-correlate
-Subtraction (Fig. 4)         --difference subtract --w_dirl 0 --w_ccr 0
-weights (Fig. 5)             --dataset clevr_dc --w_dirl 0.03 --w_ccr 0.05, and others
-
-The default mostly follows the paper. RELEASED, after the model, lists where the released code does
-otherwise. "As released" marks what both take from that code, [ours] what follows neither.
+Equation  where                in the code              as printed, for each image of a pair
+Eq. 1     ImageEmbedding       x                        F~ = conv(F) + pos
+Eq. 2     DIRL.mlp             y                        Y~ = MLP(F~)
+Eq. 3     channel_correlation  c                        C_ij = cosine of Y~_bef's i and Y~_aft's j
+Eq. 4     dirl_loss            L_dirl                   sum_i (1 - C_ii)^2 + alpha sum_{i!=j} C_ij^2
+Eq. 5     CrossView            shared                   F~^s = MHCA(F~, the other image's F~)
+Eq. 6     DIRL.encode          difference_bef, ..._aft  F~^d = F~ - F~^s
+Eq. 7     Fusion               difference               F~_d = ReLU([F~^d_bef ; F~^d_aft] W + b)
+Eq. 8     DecoderLayer         words                    E^[W] = MHSA(E[W])
+Eq. 9     DecoderLayer         visual                   V^ = MHCA(E^[W], F~_d)
+Eq. 10    DecoderLayer         hidden                   V^' = LN(V^ + FFN(V^))
+Eq. 11    Decoder.head         softmax(logits)          W = softmax(V^' W_h + b_h)
+Eq. 12    DIRL.ccr             mean_words, mean_visual  E~[W] = 1/m E^[W], V~ = 1/HW V^
+Eq. 13    ccr_loss             s                        sim = E~[W] . V~
+Eq. 14    ccr_loss             L_ccr                    1/2 (nce(sim / tau) + nce(sim^T / tau))
+Eq. 15    caption_loss         L_cap                    -sum of log p(next word)
+Eq. 16    total_loss           w_dirl, w_ccr            L_cap + lambda_d L_dirl + lambda_c L_ccr
+nce(S) = -mean_a log softmax_b(S)_aa (common.info_nce). In Eq. 3, 5, 9, 10, 12, 14 and 15 we differ
+from the print, and the function says how: "as released" is what the authors' code does, too, [ours]
+is neither. RELEASED, after the class, lists what their code does otherwise than our default.
+Axis letters: B pairs, C channels of the features (of Eq. 3-4: D), H x W grid, N = H*W cells, D
+width, h heads, L ids of a caption (START, words, END, padding), V ids of the vocabulary.
 
 To copy: this file and common.py; to train, also data.py, scores.py and support/.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
@@ -130,12 +102,12 @@ class Config(RunConfig):
     correlate: bool = True  # Eq. 4's first term; without it decorrelation only
     w_ccr: float = 0.3  # weight of L_ccr in Eq. 16 (section 4.6); 0 leaves it out
     tau: float = 0.5  # temperature of Eq. 14 (section 4.2)
-    # The attention of Eq. 5, LN(X + attention) as released, or (a baseline) X_aft from X_bef.
+    # The attention of Eq. 5, LN(X' + attention) as released, or (a baseline) X_aft from X_bef.
     difference: Literal["attention", "residual", "subtract"] = "attention"  # what Eq. 6 subtracts
     channel_eps: float = 1e-5  # keeps constant channels finite in Eq. 3 [ours]
     input_norm: bool = True  # LayerNorm on the decoder's inputs (released for CLEVR-DC)
     xavier: bool = True  # Xavier-uniform fusion and decoder (released for CLEVR-DC); else PyTorch's
-    ccr: Literal["paper", "released"] = "paper"  # Eq. 12-14, or released_ccr at the end
+    ccr_form: Literal["paper", "released"] = "paper"  # Eq. 12-14, or released_ccr at the end
     ccr_equal_captions: Literal["ignored", "negatives"] = "ignored"  # pairs with equal captions
 
 
@@ -170,35 +142,29 @@ class ImageEmbedding(nn.Module):
 
 
 class CrossView(nn.Module):
-    """Eq. 5, one layer: shared_bef = MHCA(X_bef, X_aft), shared_aft = MHCA(X_aft, X_bef).
+    """Eq. 5, one layer: what each image of a pair shares with the other, shared_bef = MHCA(X_bef,
+    X_aft) and shared_aft = MHCA(X_aft, X_bef).
 
-    Eq. 6 subtracts what both images share, so that the decoder does not have to find the change
-    among unchanged objects. SCORER adds it instead, because a caption may have to name these, too
-    ("left of the cube"). But the attention is learned: its negative turns - into +.
+    Eq. 5 is the last layer. As released, others come before it, with `residual`: they return X' =
+    LN(X + shared), which the next layer reads in place of X.
 
-    X_bef, X_aft (B, N, D) -> shared_bef, shared_aft (B, N, D)."""
+    Eq. 6 subtracts what is shared, so that the decoder need not find the change among unchanged
+    objects. SCORER adds it, because a caption may name these ("left of the cube"). The attention
+    can learn to flip the sign of its output, so the two differ only in their initial weights.
 
-    def __init__(self, cfg: Config):
+    X_bef, X_aft (B, N, D) -> two tensors of the same shape."""
+
+    def __init__(self, cfg: Config, residual: bool):
         super().__init__()
         self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
+        self.norm = nn.LayerNorm(cfg.dim) if residual else None
+        self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, x_bef: Tensor, x_aft: Tensor) -> tuple[Tensor, Tensor]:
         shared_bef = self.attention(x_bef, x_aft)  # Eq. 5
         shared_aft = self.attention(x_aft, x_bef)  # Eq. 5
-        return shared_bef, shared_aft
-
-
-class ResidualCrossView(CrossView):
-    """X <- LN(X + shared) for both images: the layers before the last one (as released).
-    X_bef, X_aft (B, N, D) -> the new X_bef and X_aft."""
-
-    def __init__(self, cfg: Config):
-        super().__init__(cfg)
-        self.norm = nn.LayerNorm(cfg.dim)
-        self.dropout = nn.Dropout(cfg.dropout)
-
-    def forward(self, x_bef: Tensor, x_aft: Tensor) -> tuple[Tensor, Tensor]:
-        shared_bef, shared_aft = super().forward(x_bef, x_aft)
+        if self.norm is None:
+            return shared_bef, shared_aft
         new_bef = self.norm(x_bef + self.dropout(shared_bef))
         new_aft = self.norm(x_aft + self.dropout(shared_aft))
         return new_bef, new_aft
@@ -223,11 +189,11 @@ class Fusion(nn.Module):
 
 
 class Attended(NamedTuple):
-    """What a decoder layer's two attentions bring, each (B, L, D): for L_ccr and attention maps."""
+    """What the two attentions of a decoder layer bring, each (B, L, D), for L_ccr and for maps."""
 
-    words: Tensor  # Eq. 8, of earlier words
+    words: Tensor  # Eq. 8, from earlier words
     x1: Tensor  # LN(x + words), which attends to the difference
-    visual: Tensor  # Eq. 9, of the difference
+    visual: Tensor  # Eq. 9, from the difference
     x2: Tensor  # LN(x1 + visual)
 
 
@@ -235,15 +201,15 @@ class DecoderLayer(nn.Module):
     """Eq. 8-10, a post-norm layer of the decoder: words attend to earlier words and then to the
     difference, and a feed-forward network follows.
 
-    x (B, L, D), difference (B, N, D), mask (B, 1, L, L): which words each word may see -> the new x
-    (B, L, D), and Attended. The printed equations leave out most residuals, LayerNorms and dropouts
-    of the standard layer. This layer has them."""
+    x (B, L, D), difference (B, N, D), mask (B, 1, L, L): which words each word may see -> `hidden`,
+    the new x (B, L, D), and Attended. The printed equations leave out most residuals, LayerNorms
+    and dropouts of the standard layer, which the paper cites. This layer has them."""
 
     def __init__(self, cfg: Config):
         super().__init__()
         self.self_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
         self.cross_attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
-        self.hidden = nn.Linear(cfg.dim, 4 * cfg.dim)
+        self.widen = nn.Linear(cfg.dim, 4 * cfg.dim)
         self.output = nn.Linear(4 * cfg.dim, cfg.dim)
         self.norm1 = nn.LayerNorm(cfg.dim)
         self.norm2 = nn.LayerNorm(cfg.dim)
@@ -255,20 +221,20 @@ class DecoderLayer(nn.Module):
         x1 = self.norm1(x + self.dropout(words))
         visual = self.cross_attention(x1, difference)  # Eq. 9
         x2 = self.norm2(x1 + self.dropout(visual))
-        inner = self.dropout(F.relu(self.hidden(x2)))
-        x3 = self.norm3(x2 + self.dropout(self.output(inner)))  # Eq. 10
-        return x3, Attended(words, x1, visual, x2)
+        inner = self.dropout(F.relu(self.widen(x2)))
+        hidden = self.norm3(x2 + self.dropout(self.output(inner)))  # Eq. 10
+        return hidden, Attended(words, x1, visual, x2)
 
 
 class Decoder(nn.Module):
     """Words and difference -> hidden states, from which `head` predicts the next words.
 
-    A mask keeps all positions from attending to later ones and to padding. The latter matters for
-    the states at padding alone, which released_ccr averages."""
+    No position attends to later ones or to padding. That none attends to padding matters only for
+    the states at padding, over which released_ccr averages."""
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
-        # padding_idx: the row of NULL gets no gradient. (It is not 0: see common.initialise.)
+        # padding_idx: the row of NULL gets no gradient. With `xavier`, it is drawn like all others.
         self.embed = nn.Embedding(vocab_size, cfg.word_dim, padding_idx=NULL)
         self.register_buffer("position", sinusoid(max_len, cfg.word_dim), persistent=False)
         self.project = nn.Linear(cfg.word_dim, cfg.dim)
@@ -279,7 +245,7 @@ class Decoder(nn.Module):
 
     def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Attended]:
         """ids (B, L), difference (B, N, D) -> hidden states (B, L, D), and Attended of the last
-        layer (the paper does not say which layer's L_ccr reads; the last one's as released)."""
+        layer, which L_ccr reads (as released; the paper does not say which layer)."""
         x = self.embed(ids) + self.position[: ids.shape[1]]
         x = self.dropout(self.norm(self.project(x)))
         valid = (ids != NULL)[:, None, None, :]  # (B, 1, 1, L)
@@ -287,14 +253,6 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x, attended = layer(x, difference, mask)  # Eq. 8-10
         return x, attended
-
-    def attention(self, ids: Tensor, difference: Tensor, cells: int) -> Tensor:
-        """The last layer's attention, averaged over heads, with its softmax over the first `cells`
-        of M tokens. ids (B, L), difference (B, M, D) -> (B, L, cells)."""
-        _, attended = self(ids, difference)
-        attention = self.layers[-1].cross_attention
-        q, k, _ = attention.project(attended.x1, difference[:, :cells])
-        return attention.scores(q, k).softmax(-1).mean(1)
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -305,9 +263,13 @@ def channel_correlation(y_bef: Tensor, y_aft: Tensor, eps: float) -> Tensor:
     y_bef, y_aft (B, N, D) -> C (D, D).
 
     As printed, the sum runs over the samples of a batch, and channels are not centred. Here, as in
-    the released code, it runs over the cells of the samples, too: cell n of "before" meets cell n
-    of "after", even if the camera has moved. Channels are centred, as in Barlow Twins, whose
-    notation the paper uses. The standard deviation is unbiased, so C_ii <= (BN - 1) / BN.
+    the released code, it runs over all cells of the samples: cell n of "before" meets cell n of
+    "after", even if the camera has moved. Channels are centred, as in Barlow Twins, whose notation
+    the paper uses. The standard deviation is unbiased, so C_ii <= (BN - 1) / BN.
+
+    Both images have the same positions in X (Eq. 1), so a channel of Y that depends on the cell
+    alone agrees perfectly with itself, even between images of different pairs. L_dirl can therefore
+    fall while channels learn nothing about objects. docs/tour.md measures this.
 
     By hand, for four cells and two channels, equal in both images: (1, 1), (1, -1), (-1, 1),
     (-1, -1). All means are 0, variances 4/3, so C = ((3/4, 0), (0, 3/4)), if eps is 0."""
@@ -332,19 +294,20 @@ def dirl_loss(c: Tensor, alpha: float, correlate: bool = True) -> Tensor:
     return (1 - diagonal).square().sum() + decorrelation  # Eq. 4
 
 
-def ccr_loss(mean_words: Tensor, mean_visual: Tensor, ignored: Tensor, tau: float) -> Tensor:
+def ccr_loss(mean_words: Tensor, mean_visual: Tensor, same: Tensor, tau: float) -> Tensor:
     """Eq. 13-14, L_ccr: InfoNCE between the words of a caption and the differences that they attend
-    to, in both directions.
+    to, in both directions. The vectors are not normalised.
 
-    mean_words, mean_visual (B, D) of Eq. 12. ignored (B, B) bool: no negatives of each other.
+    mean_words, mean_visual (B, D) of Eq. 12. same (B, B) bool: pairs that are no negatives of each
+    other.
 
     By hand: words and visual both (1, 0), (0, 1), tau = 0.5. S / tau = ((2, 0), (0, 2)), and each
-    row and column has -log(e^2 / (e^2 + 1)) = 0.127. If they ignore each other, the loss is 0."""
+    row and column has -log(e^2 / (e^2 + 1)) = 0.127. If both pairs are the same, the loss is 0."""
     # Scores may be in the hundreds, where bfloat16 has no decimals.
     with torch.autocast(mean_words.device.type, enabled=False):
         s = upcast(mean_words) @ upcast(mean_visual).T / tau  # Eq. 13, and tau of Eq. 14, (B, B)
         own = torch.eye(s.shape[0], dtype=torch.bool, device=s.device)
-        s = s.masked_fill(ignored & ~own, float("-inf"))
+        s = s.masked_fill(same & ~own, float("-inf"))
         return (info_nce(s) + info_nce(s.T)) / 2  # Eq. 14
 
 
@@ -354,7 +317,7 @@ def caption_loss(logits: Tensor, caption: Tensor) -> Tensor:
     logits (B, L, V) at words 0 ... L-1, caption (B, L) padded with NULL.
 
     By hand: two words with probabilities 1/2 and 1/4 -> (ln 2 + ln 4) / 2 = 1.04."""
-    # A mean over all real words of the batch, as released. The paper sums over those of a sentence.
+    # As released, this is a mean over all real words of the batch. The paper sums over a sentence.
     predicted = logits[:, :-1].flatten(0, 1)
     target = caption[:, 1:].flatten()
     return F.cross_entropy(predicted, target, ignore_index=NULL)  # Eq. 15
@@ -371,8 +334,8 @@ def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
 
 
 class DIRL(nn.Module):
-    """DIRL+CCR with all its parameters. grid: (C, H, W) of the features; max_len: longest caption
-    in tokens, START and END included."""
+    """DIRL+CCR with all its parameters. grid: (C, H, W) of the features; max_len: the length of
+    the longest caption in tokens, START and END included."""
 
     def __init__(self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int):
         super().__init__()
@@ -385,9 +348,9 @@ class DIRL(nn.Module):
             if cfg.layers == 0:
                 raise InputError("--layers 0 leaves no difference, X - X = 0; use 1 or more layers")
             for _ in range(cfg.layers - 1):
-                self.cross_view.append(ResidualCrossView(cfg))
-            Last = ResidualCrossView if cfg.difference == "residual" else CrossView
-            self.cross_view.append(Last(cfg))
+                self.cross_view.append(CrossView(cfg, residual=True))
+            last_has_residual = {"attention": False, "residual": True}[cfg.difference]
+            self.cross_view.append(CrossView(cfg, last_has_residual))
         self.fuse = Fusion(cfg)
         self.decoder = Decoder(cfg, vocab_size, max_len)
         if cfg.w_dirl:
@@ -414,10 +377,12 @@ class DIRL(nn.Module):
         x_aft = self.embed(after)  # Eq. 1
         if self.cfg.difference == "subtract":
             return self.fuse(x_bef - x_aft), x_bef, x_aft
-        shared_bef = x_bef
-        shared_aft = x_aft
-        for layer in self.cross_view:
-            shared_bef, shared_aft = layer(shared_bef, shared_aft)  # Eq. 5: the last one's result
+        *earlier, last = self.cross_view
+        enriched_bef = x_bef
+        enriched_aft = x_aft
+        for layer in earlier:
+            enriched_bef, enriched_aft = layer(enriched_bef, enriched_aft)  # X'
+        shared_bef, shared_aft = last(enriched_bef, enriched_aft)  # Eq. 5
         difference_bef = x_bef - shared_bef  # Eq. 6
         difference_aft = x_aft - shared_aft  # Eq. 6
         joined = torch.cat([difference_bef, difference_aft], -1)  # (B, N, 2D)
@@ -427,12 +392,10 @@ class DIRL(nn.Module):
         """before, after (B, C, H, W), caption (B, L) -> the terms of Eq. 16, by name.
 
         At the start, with CLEVR-Change's sizes, random features and B = 16, "caption" is about 5
-        (ln 76 = 4.3 is a guess among all words). "dirl", a sum over 512 channels, is 10 to 60 for
+        (ln 76 = 4.3 is a guess among all words). "dirl", a sum over 512 channels, is 10 to 70 for
         pairs of equal images and 350 to 510 for unrelated ones. "ccr" is above ln 16 = 2.8, a guess
-        among the batch, as S is not normalised, or 0 if all captions are equal. If "dirl" does not
-        fall, channels of both images still differ, or repeat each other. If "ccr" does not, the
-        words of a caption are not tied to what the decoder saw. On mini, with 128 channels, "dirl"
-        is below 5 after 100 steps."""
+        among the batch, because S is not normalised, or it is 0 if all captions are equal. On mini,
+        with 128 channels, "dirl" is below 5 after 100 steps."""
         cfg = self.cfg
         losses = {}
         difference, x_bef, x_aft = self.encode(before, after)  # Eq. 1, 5-7
@@ -440,8 +403,6 @@ class DIRL(nn.Module):
         logits = self.decoder.head(hidden)  # Eq. 11
         losses["caption"] = caption_loss(logits, caption)  # Eq. 15
         if cfg.w_dirl:
-            # X includes positions (Eq. 1). These are equal in both images, so they alone make the
-            # channels correlate somewhat.
             y_bef = self.mlp(x_bef)  # Eq. 2
             y_aft = self.mlp(x_aft)  # Eq. 2
             c = channel_correlation(y_bef, y_aft, cfg.channel_eps)  # Eq. 3
@@ -455,18 +416,19 @@ class DIRL(nn.Module):
 
         The words are those of the reference caption (section 3.4). The paper divides V^ by HW, but
         V^ of Eq. 9 has one row for each word, so both means run over words."""
-        if self.cfg.ccr == "released":
+        if self.cfg.ccr_form == "released":
             assert caption.shape[1] == self.max_len, "pad captions to max_len"
             return released_ccr(attended, self.cfg.tau)
         valid = caption != NULL
         mean_words = masked_mean(attended.words, valid)  # Eq. 12, (B, D)
         mean_visual = masked_mean(attended.visual, valid)  # Eq. 12, (B, D)
-        # [ours] Pairs with equal captions are not each other's negatives. In the paper, "the others
-        # will be the negatives in this batch" (section 3.5).
-        ignored = (caption[:, None] == caption).all(-1)  # (B, B)
+        # [ours] Pairs with equal captions are no negatives. In the paper they are (section 3.5): no
+        # model gets below a floor, because equal words fit both pairs, and unchanged pairs are
+        # pushed apart. (Sentences that differ and mean the same are still negatives.)
+        same = (caption[:, None] == caption).all(-1)  # (B, B)
         if self.cfg.ccr_equal_captions == "negatives":
-            ignored = torch.zeros_like(ignored)
-        return ccr_loss(mean_words, mean_visual, ignored, self.cfg.tau)
+            same = torch.zeros_like(same)
+        return ccr_loss(mean_words, mean_visual, same, self.cfg.tau)
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
@@ -483,23 +445,29 @@ class DIRL(nn.Module):
     def attention_map(self, before: Tensor, after: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Where the decoder looked: the last layer's attention over cells, averaged over heads and
         over the words of ids (B, L) -> "attention" (B, H, W)."""
-        _, height, width = self.grid
         difference, *_ = self.encode(before, after)
-        weight = self.decoder.attention(ids, difference, height * width)  # (B, L, N)
+        _, attended = self.decoder(ids, difference)
+        look = self.decoder.layers[-1].cross_attention
+        q, k, _ = look.project(attended.x1, difference)
+        weight = look.scores(q, k).softmax(-1).mean(1)  # (B, L, N)
         # Row t of the weights is from the state that predicts word t + 1.
         over_cells = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
-        return {"attention": over_cells.unflatten(1, (height, width))}
+        return {"attention": over_cells.unflatten(1, self.grid[1:])}
 
 
 # ---- presets -------------------------------------------------------------------------------------
 
 # Loss weights are from section 4.6. The paper gives no batch sizes or learning rates.
 PRESETS = {
-    # The defaults: 10000 steps (section 4.2). As released: 128 scenes, lr 2e-4, a tenth of the rate
-    # every 15 epochs (of 265 batches, in CLEVR-DC of 319), and no coordinates in CLEVR-DC.
+    # The defaults: 10000 steps (section 4.2). As released: batches of 128 scenes (256 pairs; in
+    # CLEVR-DC 128 pairs), lr 2e-4, a tenth of the rate every 15 epochs (of 265 batches, in CLEVR-DC
+    # of 319), and no coordinates in CLEVR-DC. The paper describes one decoder, the released code
+    # has two. Our presets all take CLEVR-DC's (input_norm, xavier), so on CLEVR-Change we have
+    # neither the paper's decoder nor that of its code.
     "clevr_change": dict(lr_drop=3975),
     "clevr_dc": dict(w_dirl=0.03, w_ccr=0.05, lr_drop=4785, use_coords=False),
-    # [ours]: SCORER's batches, rates and steps between drops (4020, 2880), and no coordinates.
+    # [ours]: SCORER's batches, rates and steps between drops (4020, 2880), and no coordinates. The
+    # authors offer their code for Spot-the-Diff on a drive; we have not seen it.
     "spot_the_diff": dict(w_ccr=0.004, batch_size=32, lr_drop=4020, use_coords=False),
     "image_editing_request": dict(w_dirl=0.001, w_ccr=0.05, batch_size=16, lr=1e-4, lr_drop=2880,
                                   use_coords=False),
@@ -517,15 +485,16 @@ PRESETS = {
 # --variant released: where the released code differs from our default, with the places in
 # github.com/tuyunbin/DIRL at c2955e6
 RELEASED = {
+    # for every data set, also those whose code was not released
     "all": dict(
-        # Eq. 5-6 subtract the attention's output. The released code subtracts LN(X + attention).
+        # Eq. 5-6 subtract the attention's output. The released code subtracts LN(X' + attention).
         difference="residual",  # models/DIRL.py:110-114
         # The released code divides by the bare standard deviation. A constant channel gives NaN.
         channel_eps=0.0,  # models/DIRL.py:92-93
         # See released_ccr. Eq. 12 pools the results of Eq. 8-9; Eq. 14 has InfoNCE both ways.
-        ccr="released",  # models/CCR.py:88-107
-        # Not switched: in validation, the released code samples captions (train.py:257). We decode
-        # greedily, as in section 4.2.
+        ccr_form="released",  # models/CCR.py:88-107
+        # Not switched: the authors keep the best snapshot of each metric, on validation captions
+        # that are sampled (train.py:257). We decode greedily, as in section 4.2, and select by one.
     ),
     # For CLEVR-Change, the released decoder has no LayerNorm on its inputs and PyTorch's initial
     # weights (models/CCR_no_init.py:120-127 and 201). Both data sets have more steps than in the
@@ -656,10 +625,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def released_ccr(attended: Attended, tau: float) -> Tensor:
-    """L_ccr, with three differences. The means are of states after the residuals, so those for
-    `visual` contain the words, too. They run over padding as well, up to the longest caption of the
-    data set. The loss is InfoNCE over the rows of (S + S^T) / 2. Pairs with equal captions are
-    negatives, as in the paper."""
+    """L_ccr of the released code, which differs in three things. The means are of states after the
+    residuals, so those for `visual` contain the words. They run over padding as well, up to the
+    longest caption of the data set. The loss is InfoNCE over the rows of (S + S^T) / 2. Pairs with
+    equal captions are negatives, as in the paper."""
     mean_words = attended.x1.mean(1)
     mean_visual = attended.x2.mean(1)
     with torch.autocast(mean_words.device.type, enabled=False):

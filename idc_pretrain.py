@@ -1,92 +1,60 @@
-"""IDC: Image Difference Captioning with Pre-training and Contrastive Learning (AAAI 2022).
-The paper is by Yao, Wang and Jin. [ours] marks what neither the paper nor the released code does,
-"as released" what the default takes from that code. --variant released takes all of RELEASED, too.
+"""IDC: Image Difference Captioning with Pre-training and Contrastive Learning
+(Yao, Wang and Jin, AAAI 2022).
 
-The two images of a pair, in both stages of training, with CLEVR-Change's sizes (IDC.encode):
-
-    before (2048, 7, 7)      after (2048, 7, 7)
-       |  embed.image, Eq. 2    |  embed.image, Eq. 3
-    v_1 (50, 512)            v_2 (50, 512)      [IMG1] or [IMG2], then the cells
-       |  single: E_s           |  single: E_s
-       +-----------+------------+
-                   |  pair: E_p, Eq. 4
-    v: S = 2 (49 + 1) = 100 visual tokens (100, 512)
-
-Pre-training (IDC.joint): 100 visual and 1 + L text tokens, 25 with captions of L = 24 ids. All
-tokens see all but padding. A step has one of three tasks:
-
-    v   [CLS] START w_1 w_2 ... w_22 END
-       |  cross: E, Eq. 5
-    some w_i are [MASK]             -> head: these words             L_MLM, Eq. 6
-    some cells are zeros            -> cell_head: their features     L_MVCL, Eq. 7-8
-    seven captions, a sequence each -> cosine of images and [CLS]    L_FDA, Eq. 9
-
-Fine-tuning (IDC.finetune): 100 visual and 1 + 2 (L - 1) text tokens [ours], 47 with L = 24. Images
-see images only (as released). A word, and the [MASK]_i that stands for it as in decoding, see the
-images, [CLS], earlier words and themselves.
-
-    v   [CLS] START w_1 ... w_22   [MASK]_1 [MASK]_2 ... [MASK]_23
-       |  cross: E, Eq. 5
-    [MASK]_i                        -> head: w_i, at last END        L_MLM, Eq. 6
-    [IMG1], [IMG2]                  -> judge: changed or not         L_judge, section 3.1
+The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids):
+    before (2048, 7, 7)     after (2048, 7, 7)      caption (24)
+       |  embed, Eq. 2         |  embed, Eq. 3         |  embed, Eq. 1
+    v_1 (50, 512)           v_2 (50, 512)              |         v_i: [IMGi], then 49 cells
+       |  single (E_s)         |  single (E_s)         |
+       +-----------+-----------+                       |
+                   |  pair (E_p), Eq. 4                |
+    visual (100, 512)                       text (25, 512)       [CLS], START, 22 words, END
+                   +-----------------+-----------------+
+                                     |  cross (E), Eq. 5
+    Pre-training. Every token sees all tokens but padding. A step has one task:
+        some words are [MASK]            head: these words                   L_MLM, Eq. 6
+        some cells are zeros             cell_head: their features           L_MVCL, Eq. 7-8
+        the caption or a rewrite         cosine of [IMG1], [IMG2] to [CLS]   L_FDA, Eq. 9
+    Fine-tuning. Images see only images. A word sees them, [CLS], earlier words and itself.
+        a [MASK] for each word [ours]    head: that word                     L_MLM, Eq. 6
+        [IMG1] and [IMG2]                judge: did anything change?         L_judge, Sec. 3.1
+Gradients: nothing is detached. Each loss trains embed, E_s, E_p, E and its own head.
+The paper's fine-tuning masks 15 % of the words, as its pre-training does, and predicts only these.
+On mini, pre-training is MVCL alone [ours].
 
 Idea. (1) Captioned pairs are few and differences are small, so the model first learns which words
-belong to which details, by predicting masked words (MLM), recognising masked image cells (MVCL) and
-telling the caption from six similar ones (FDA). (2) Like a person, it looks at each image alone
-(E_s) and compares the two (E_p) before it thinks of words (E). (3) Fine-tuning is MLM in which a
-word sees only earlier words, so captions can be written word by word.
+belong to which details: it predicts masked words (MLM), recognises masked cells (MVCL), and tells a
+caption from six similar ones (FDA). (2) Like a person, it looks at each image alone (E_s) and
+compares the two (E_p) before it thinks of words (E). (3) Fine-tuning is MLM in which a word sees
+only earlier words, so that captions can be written word by word.
 
-Read first: Embedding, mask_words, causal_mask, cell_loss, align_loss, and of IDC encode, joint,
-mlm, mvcl, fda, causal_text and finetune. Skip at first: the last three sections (rewritten
-captions, cross-task data, as released; 450 lines), attention_map, and RELEASED.
+Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
+light differ, and its caption says that nothing changed. In CLEVR-Change and mini, a scene has one
+of each, with the same "before", and a step has a batch of each. In half of the scenes, "before" and
+the distractor picture change places [ours].
 
-Formulas, reconstructed from the paper's text and released code, not compared with the printed ones:
-Eq. 1      IDC.joint and     w = [CLS] START w_1 w_2 ... END; the paper's [BOS] and [EOS] are START
-           IDC.causal_text   and END
-Eq. 2-3    Embedding.image   v_i = [IMGi] v_i1 ... v_iN, i = 1, 2. A token x of w and v_i enters as
-                             y = Dropout(LN(x + type + position)). As released: LN and Dropout;
-                             words are multiplied by sqrt(D), special tokens have no position
-Eq. 4      IDC.encode        v = E_p([E_s(v_1) ; E_s(v_2)]), the image difference encoder
-Eq. 5      IDC.cross         E([v ; w]), the cross-modal transformer
-Eq. 6      word_loss         L_MLM = mean of -log P(w_m | other words, v_1, v_2), masked words w_m
-Eq. 7-8    cell_loss         L_MVCL = mean over masked cells m of L_m = -log e(f_m) / [e(f_m) + sum
-                             of e(n) over negatives n]. f_m is the cell's feature, p_m its
-                             prediction, e(n) = exp(cos(p_m, n) / tau_mvcl). Negatives: the unmasked
-                             cells of the batch (of changed pairs or of distractors [ours])
-Eq. 9      align_loss        L_FDA = -log e_0 / [e_0 + ... + e_6], where e_j = exp(cos(g_j, c_j) /
-                             tau_fda), g = ([IMG1] + [IMG2]) / 2 and c = [CLS] of Eq. 5, read with
-                             the caption (j = 0) or one of its rewrites (j = 1 ... 6); only for a
-                             seventh of the pairs (as released)
-Sec. 2.2   draw_task         each step has one task, drawn according to shares
-           mask_words, mask_cells; Negatives rewrites captions: Retrieve, Replace, Confuse
-Sec. 2.3   causal_mask       of fine-tuning; generate: a [MASK] after the words so far
-Sec. 2.4   class_loss, contrast_loss, same_class_loss: bird classes train the difference encoder
-Sec. 3.1   judge_loss        is the pair a distractor? Fine-tuning: L = L_MLM + w_judge L_judge
+Read first: Embedding, Block, mask_words, causal_mask, cell_loss, align_loss, and of IDC encode,
+joint, mlm, predict_cells, fda, causal and finetune. Skip the last three sections at first.
 
-Terms: a changed pair shows a scene before and after a change. In a distractor pair only the camera
-and the light differ, and its caption says that nothing changed. On CLEVR-Change and mini, a step
-has a batch of each, of the same scenes. In half of the scenes, "before" and the distractor
-picture change places [ours].
+Our copy of the paper has lost its formulas, so these are reconstructed from its text and the code
+that the authors released. "As released" is what only that code says, [ours] what neither says.
+Equation  where            formula                                            as released or [ours]
+Eq. 1     Embedding.text   w = [CLS] START w_1 ... END (paper: [BOS], [EOS])  words times sqrt(D)
+Eq. 2-3   Embedding.image  v_i = [IMGi] v_i1 ... v_iN                         LN (also in Eq. 1)
+Eq. 4     IDC.encode       v = E_p([E_s(v_1) ; E_s(v_2)])                     pre-norm (and Eq. 5)
+Eq. 5     joint, causal    E([v ; w])                                         padding unseen [ours]
+Eq. 6     word_loss        L_MLM = mean_m -log P(w_m | other words, v)        END is masked [ours]
+Eq. 7-8   cell_loss        L_MVCL = mean_m -log e(f_m) / [e(f_m) + sum e(u)]  p_m by tied weights
+Eq. 9     align_loss       L_FDA = -log e_0 / [e_0 + ... + e_6]               a seventh of a batch
+Sec. 2.2  draw_task, mask_words, mask_cells; Negatives rewrites captions
+Sec. 2.3  causal_mask, IDC.finetune, IDC.generate
+Sec. 2.4  IDC.birds, class_loss, contrast_loss, same_class_loss
+Sec. 3.1  judge_loss       L = L_MLM + w_judge L_judge                        w_judge 1
+m is a masked word or cell, f_m the cell's feature, p_m its prediction, u an unmasked feature.
+
 Axis letters: B pairs, C channels, H x W grid, N = H*W cells, D width, h heads, L ids of a caption
-(START, words, END, padding; as many as the longest has [ours], not Table 6's 40 or 80), V ids of
-the vocabulary, K of a caption's ids that fine-tuning reads (L or L - 1), T tokens, S = 2 (N + 1)
-visual tokens, M cells of a batch.
-
-Flags for the rows of the paper's tables, each with an --out_dir of its own. The paper's fine-tuning
-has --no-swap --finetune_targets masked, too. The last column was measured without these two flags
-and on mini instead of CLEVR-Change: the CIDEr of changed pairs, a mean of three seeds
-(docs/results.md). Two such means differ by up to 49 by chance, one run and a mean by 70, two runs
-by 85, two means at twice the steps by 21.
-Row of the paper's tables            flags, with --dataset clevr_change        CIDEr on mini
-IDC (Tables 2, 3 and 4)                                                        504
-no pre-training (Table 4, line 1)    --pretrain_steps 0                        253, --steps 4200
-MLM (line 2)                         --mvcl 0 --fda 0
-MLM + MVCL (line 3)                  --fda 0
-no difference encoder (line 5)       --no-difference_encoder
-no distractor judging (line 6)       --w_judge 0
-Row of the paper's tables            flags, with --dataset birds_to_words
-Birds-to-Words (Tables 1 and 5)      [--cub FOLDER] [--nabirds FOLDER]
-
+(START, words, END, padding), V ids of the vocabulary, K ids that fine-tuning reads (L or L - 1), T
+tokens, S = 2 (N + 1) visual tokens, M cells of a batch, n of them masked.
 To copy: this file and common.py; to train, also data.py, scores.py and support/.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
 """
@@ -96,10 +64,9 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -178,8 +145,8 @@ class Embedding(nn.Module):
     """Eq. 1-3: y = Dropout(LN(x + type + position)) for words, cells and special tokens, which
     share one LayerNorm and one table of types.
 
-    As in the released code, words are multiplied by sqrt(D), and special tokens have no position,
-    although the paper adds a position to every token (section 2.1)."""
+    As released, words are multiplied by sqrt(D), and special tokens have no position. In the paper,
+    every token has a position (section 2.1)."""
 
     # The parts of the sequence, which begin with [IMG1], [IMG2] and [CLS]. Each part has a type.
     IMAGE_1 = 0
@@ -188,7 +155,7 @@ class Embedding(nn.Module):
     # Three special tokens and three types; ReleasedEmbedding has other numbers.
     SPECIAL_TOKENS = 3
     TYPES = 3
-    FIRST_TYPE = 0  # of the cells of image 1
+    FIRST_TYPE = 0  # the type of image 1's cells
 
     def __init__(self, cfg: Config, vocab_size: int, channels: int, positions: int):
         super().__init__()
@@ -200,6 +167,17 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
         self.register_buffer("position", sinusoid(positions, cfg.dim), persistent=False)
         self.scale = cfg.dim**0.5
+
+    def image(self, features: Tensor, part: int) -> Tensor:
+        """Features (B, C, H, W) -> [IMG1] or [IMG2], then the cells (B, 1 + N, D)."""
+        x = self.cells(features)
+        x = x + self.types.weight[self.FIRST_TYPE + part] + self.position[: x.shape[1]]
+        y = self.dropout(self.norm(x))  # Eq. 2-3
+        return torch.cat([self.special(part, y.shape[0]), y], 1)
+
+    def text(self, ids: Tensor) -> Tensor:
+        """(B, L) -> [CLS], then the words (B, 1 + L, D)."""
+        return torch.cat([self.special(self.TEXT, ids.shape[0]), self.words(ids)], 1)  # Eq. 1
 
     def special(self, part: int, count: int) -> Tensor:
         """The part's [IMG1], [IMG2] or [CLS], `count` times -> (count, 1, D)."""
@@ -219,21 +197,6 @@ class Embedding(nn.Module):
         """(B, C, H, W) -> (B, N, D), n = row * W + column."""
         return self.project(features.flatten(2).transpose(1, 2))
 
-    def image(self, features: Tensor, part: int) -> Tensor:
-        """(B, C, H, W) -> [IMG1] or [IMG2], then the cells (B, 1 + N, D)."""
-        x = self.cells(features)
-        x = x + self.types.weight[self.FIRST_TYPE + part] + self.position[: x.shape[1]]
-        y = self.dropout(self.norm(x))  # Eq. 2-3
-        return torch.cat([self.special(part, y.shape[0]), y], 1)
-
-
-class State(NamedTuple):
-    """What a block's attention computes of its tokens, each (B, T, D)."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
 
 class Block(nn.Module):
     """Pre-norm layer (as released): x + MHA(LN x), then x + W2 ReLU(W1 LN x)."""
@@ -241,32 +204,24 @@ class Block(nn.Module):
     def __init__(self, cfg: Config):
         super().__init__()
         self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout)
-        self.hidden = nn.Linear(cfg.dim, cfg.ffn)
-        self.output = nn.Linear(cfg.ffn, cfg.dim)
+        self.widen = nn.Linear(cfg.dim, cfg.ffn)  # W1
+        self.output = nn.Linear(cfg.ffn, cfg.dim)  # W2
         self.norm1 = nn.LayerNorm(cfg.dim)
         self.norm2 = nn.LayerNorm(cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None, images: State | None) -> tuple[Tensor, State]:
-        """x (B, T, D) -> the new x (B, T, D), and its State. mask: bool (B or 1, 1, T or 1, T),
-        True where a token may be seen. images: the State of the images' S tokens, if x sees them,
-        too (but they do not see x); the mask then has S + T columns."""
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """x (B, T, D) -> the new x (B, T, D). mask: bool (B or 1, 1, T or 1, T), True where the
+        row's token sees the column's. Without a mask, every token sees all tokens."""
         y = self.norm1(x)
-        state = State(*self.attention.project(y, y))
-        key = state.key
-        value = state.value
-        if images is not None:
-            key = torch.cat([images.key, key], 1)  # (B, S + T, D)
-            value = torch.cat([images.value, value], 1)
-        x = x + self.dropout(self.attention.attend(state.query, key, value, mask=mask))
-        hidden = F.relu(self.hidden(self.norm2(x)))
-        x = x + self.dropout(self.output(self.dropout(hidden)))
-        return x, state
+        x = x + self.dropout(self.attention(y, y, mask=mask))
+        wide = F.relu(self.widen(self.norm2(x)))  # (B, T, ffn)
+        return x + self.dropout(self.output(self.dropout(wide)))
 
 
 class Transformer(nn.Module):
-    """As released: a LayerNorm, then blocks, and none after them, so the heads read the residual
-    stream. The LayerNorms are PyTorch's, while the released code divides by the unbiased standard
+    """As released, a LayerNorm stands before the blocks and none after them, so the heads read the
+    residual stream. The LayerNorms are PyTorch's. The released ones divide by the unbiased standard
     deviation plus an epsilon."""
 
     def __init__(self, cfg: Config, layers: int):
@@ -274,19 +229,23 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(cfg.dim)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(layers))
 
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, images: list[State] | None = None
-    ) -> tuple[Tensor, list[State]]:
-        """x (B, T, D) -> the new x (B, T, D), and its State in each block. images: those of the
-        images, if x sees these, too. See Block, also for the mask."""
-        if images is None:
-            images = [None] * len(self.blocks)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x (B, T, D) -> the new x (B, T, D). Block describes the mask."""
         x = self.norm(x)
-        states = []
-        for block, images_of_block in zip(self.blocks, images, strict=True):
-            x, state = block(x, mask, images_of_block)
-            states.append(state)
-        return x, states
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+    def last_scores(self, x: Tensor, mask: Tensor) -> Tensor:
+        """x (B, T, D) -> what the last block's attention computes before its mask and softmax
+        (B, h, T, T)."""
+        x = self.norm(x)
+        *earlier, last = self.blocks
+        for block in earlier:
+            x = block(x, mask)
+        y = last.norm1(x)
+        query, key, _ = last.attention.project(y, y)
+        return last.attention.scores(query, key)
 
 
 # ---- masks ---------------------------------------------------------------------------------------
@@ -297,8 +256,8 @@ def mask_words(caption: Tensor, vocab_size: int, rate: float) -> tuple[Tensor, T
     [MASK], 10 % a random word, and 10 % stay. caption (B, L) -> ids with masks; targets, NULL
     elsewhere (B, L).
 
-    END is masked like any word, because the model has to learn where a caption ends. UNK is not
-    masked [ours]."""
+    [ours] END is masked like any word, because the model has to learn where a caption ends, and UNK
+    is never masked. The paper does not speak of them."""
     device = caption.device
     mask_id = vocab_size  # the first id after all words; the special tokens follow
     chosen = (caption >= END) & (torch.rand(caption.shape, device=device) < rate)
@@ -323,44 +282,57 @@ def mask_cells(pairs: int, images: int, cells: int, rate: float, device) -> Tens
     return ((pair * images + image) * cells + cell).flatten()
 
 
-def causal_mask(length: int, asked: int, device) -> Tensor:
-    """Section 2.3: each of `length` tokens ([CLS] and words) sees those before it and itself. Then
-    come `asked` [MASK]s, one after each of the last tokens: it sees what that token sees, and
-    itself, as in decoding. -> bool (length + asked, length + asked), True where the row's token
-    sees the column's.
+def marked(places: Tensor, count: int) -> Tensor:
+    """-> bool (count,), True at these places (n,)."""
+    return torch.zeros(count, dtype=torch.bool, device=places.device).index_fill(0, places, True)
+
+
+def causal_mask(images: int, length: int, asked: int, device) -> Tensor:
+    """Section 2.3: which token sees which in fine-tuning. The sequence begins with the tokens of
+    both images (v; as many as `images` says), which see only each other. Each of `length` tokens,
+    [CLS] and words, sees the images, the tokens before it and itself. Then come `asked` [MASK]s,
+    one for each of the last words: it sees what that word sees, and itself, as in decoding.
+    -> bool (T, T), T = images + length + asked, True where the row's token sees the column's.
 
     With length = 3 and asked = 2, where w0 is START and m1, after w0, predicts w1:
 
-                [CLS]  w0  w1 | m1  m2
-        [CLS]     x           |
-        w0        x    x      |
-        w1        x    x   x  |
-        m1        x    x      | x
-        m2        x    x   x  |     x
-    """
-    earlier = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    itself = torch.eye(asked, dtype=torch.bool, device=device)
-    seen_by_tokens = F.pad(earlier, (0, asked))  # no [MASK]
-    seen_by_masks = torch.cat([earlier[length - asked :], itself], 1)
-    return torch.cat([seen_by_tokens, seen_by_masks])
+                v | [CLS]  w0  w1 | m1  m2
+        v       x |               |
+        [CLS]   x |   x           |
+        w0      x |   x    x      |
+        w1      x |   x    x   x  |
+        m1      x |   x    x      | x
+        m2      x |   x    x   x  |     x
+
+    That images do not see the text is as released. The paper says that "the attention on the visual
+    side does not change", but then a word would learn about later words through the images."""
+    text = torch.arange(length, device=device)
+    before_text = torch.full((images,), -1, device=device)
+    place = torch.cat([before_text, text, text[length - asked :]])
+    seen = place[:, None] >= place
+    seen[:, images + length :] = False  # no token sees a [MASK], ...
+    return seen | torch.eye(len(place), dtype=torch.bool, device=device)  # ... but each sees itself
 
 
 # ---- losses --------------------------------------------------------------------------------------
 
 
 def word_loss(logits: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """Eq. 6, L_MLM: cross-entropy of masked words. logits (..., V), target (...), which is
-    NULL at all other words."""
+    """Eq. 6, L_MLM: the cross-entropy of masked words. logits (..., V), target (...), which is NULL
+    where no word is asked for."""
     logits = logits.flatten(0, -2)
     total = F.cross_entropy(logits, target.flatten(), ignore_index=NULL, reduction="sum")  # Eq. 6
-    if reduction == "sum":
-        return total
-    return total / (target != NULL).sum().clamp(min=1)
+    count = {"mean": (target != NULL).sum().clamp(min=1), "sum": 1}
+    return total / count[reduction]
 
 
 def cell_loss(predicted: Tensor, features: Tensor, masked: Tensor, tau: float) -> Tensor:
-    """Eq. 7-8, L_MVCL: InfoNCE over cosines. predicted, features (M, C) of all cells of the batch;
-    masked (n,), the places of the masked ones. Negatives are the features of all unmasked cells.
+    """Eq. 7-8, L_MVCL: InfoNCE over cosines, the mean over masked cells m of
+
+        -log e(f_m) / [e(f_m) + sum of e(f_u) over unmasked cells u], e(f) = exp(cos(p_m, f) / tau).
+
+    predicted (p) and features (f) (M, C) are of all cells of the batch; masked (n,) holds the
+    places of the masked ones.
 
     Example, tau = 1: features (1, 0), (0, 2), (3, 0); the first is masked and predicted as (2, 0).
     Its cosines are 1, 0 and 1, so the loss is -ln e / (e + 1 + e) = 0.862. The third cell looks the
@@ -371,19 +343,22 @@ def cell_loss(predicted: Tensor, features: Tensor, masked: Tensor, tau: float) -
 
 
 def cell_cosines(predicted: Tensor, features: Tensor, masked: Tensor) -> Tensor:
-    """Of cell_loss: the cosine of each masked cell's prediction to every candidate, its own feature
-    and those of all unmasked cells; -inf for the other masked cells. -> (n, M)"""
-    is_masked = torch.zeros_like(features[:, 0], dtype=torch.bool).index_fill(0, masked, True)
+    """For cell_loss: the cosine of each masked cell's prediction to its own feature and to those of
+    all unmasked cells; -inf for the other masked cells. -> (n, M)"""
     p = F.normalize(upcast(predicted), dim=-1)
     f = F.normalize(features, dim=-1)
+    is_masked = marked(masked, f.shape[0])
     own = masked[:, None] == torch.arange(f.shape[0], device=f.device)
     return (p[masked] @ f.T).masked_fill(is_masked & ~own, float("-inf"))
 
 
 def align_loss(image: Tensor, text: Tensor, tau: float) -> Tensor:
-    """Eq. 9, L_FDA: InfoNCE over cosines, the caption (first) against its six rewrites. Each of the
-    seven is read together with the images, in a sequence of its own. From this sequence come image
-    (the mean of [IMG1] and [IMG2]) and text ([CLS]), both (B, 7, D).
+    """Eq. 9, L_FDA: InfoNCE over cosines, the caption (j = 0) against its six rewrites,
+
+        -log e_0 / [e_0 + ... + e_6], e_j = exp(cos(g_j, c_j) / tau).
+
+    Each of the seven is read together with the images, in a sequence of its own, which ends as
+    image (g, the mean of [IMG1] and [IMG2]) and text (c, its [CLS]), both (B, 7, D).
 
     Example, tau = 1: images (1, 0), caption (1, 0), six rewrites (0, 1). The cosines are 1 and six
     times 0, so the loss is -ln e / (e + 6) = 1.165. At tau = 0.1 it would be 0.0003."""
@@ -409,27 +384,33 @@ def contrast_loss(x: Tensor, classes: Tensor, margin: float = 0.4) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):
         x = F.normalize(upcast(x), dim=-1)
         cos = x @ x.T
-        alike = classes[:, None] == classes
+        same = classes[:, None] == classes
         pull = 1 - cos
         push = (cos - margin).clamp(min=0)
-        return torch.where(alike, pull, push).mean()
+        return torch.where(same, pull, push).mean()
 
 
 def same_class_loss(logits: Tensor, classes: Tensor) -> Tensor:
     """Section 2.4: do both images show the same class? logits (B, 2), classes (B, 2)."""
-    target = classes[:, 0] == classes[:, 1]
-    return F.cross_entropy(logits, target.long())
+    same = classes[:, 0] == classes[:, 1]
+    return F.cross_entropy(logits, same.long())
 
 
 def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
     """Fine-tuning: L_MLM + w_judge L_judge (section 3.1). Pre-training: the sum of the losses of a
-    step's task (as released)."""
+    step's task (as released).
+
+    The paper trains L_judge "jointly" and gives no weight. w_judge is 1 because the released code
+    adds the two, but it adds sums over words and pairs. With means, the balance is neither's."""
     weights = {"judge": cfg.w_judge}
     return sum(weights.get(name, 1.0) * loss for name, loss in losses.items())
 
 
 # ---- method --------------------------------------------------------------------------------------
 
+# The tasks of pre-training on captioned pairs. Each is a method of IDC, and a field of Config holds
+# its share.
+TASKS = ("mlm", "mvcl", "fda")
 BIRD_CLASSES = 555  # of NABirds
 REWRITES = 6  # rewritten captions of a pair
 
@@ -445,12 +426,12 @@ class IDC(nn.Module):
         self.grid = tuple(grid)
         self.max_len = max_len
         channels, height, width = grid
-        Embed = ReleasedEmbedding if cfg.embedding == "released" else Embedding
-        self.embed = Embed(cfg, vocab_size, channels, max(height * width, max_len))
-        if cfg.difference_encoder:
-            self.single = Transformer(cfg, 1)
-            self.pair = Transformer(cfg, 1)
-        self.cross = Transformer(cfg, cfg.layers)
+        self.cells = height * width  # N
+        Embed = {"plain": Embedding, "released": ReleasedEmbedding}[cfg.embedding]
+        self.embed = Embed(cfg, vocab_size, channels, max(self.cells, max_len))
+        self.single = Transformer(cfg, 1) if cfg.difference_encoder else nn.Identity()  # E_s
+        self.pair = Transformer(cfg, 1) if cfg.difference_encoder else nn.Identity()  # E_p
+        self.cross = Transformer(cfg, cfg.layers)  # E
         self.head = nn.Linear(cfg.dim, vocab_size)  # the released one also has [MASK] and [CLS]
         self.cell_head = nn.Sequential(  # as released
             nn.Linear(cfg.dim, cfg.dim), nn.GELU(), nn.LayerNorm(cfg.dim, eps=1e-12)
@@ -465,30 +446,28 @@ class IDC(nn.Module):
         if cfg.init_weights == "xavier":
             initialise(self, xavier=True)
 
-    def forward(self, *inputs: Tensor | None, task: Callable | None = None) -> dict[str, Tensor]:
-        """The losses of a task: a method of this class, IDC.finetune unless given, or for
-        pre-training IDC.mlm, IDC.mvcl, IDC.fda or IDC.birds. The inputs are the method's.
-        torch.compile compiles this, into a graph for each task.
+    def forward(self, *inputs: Tensor | None, task: str = "finetune") -> dict[str, Tensor]:
+        """The losses of a task: "finetune", "mlm", "mvcl", "fda" or "birds", each computed by the
+        method of this name, which gets the inputs. torch.compile makes a graph for each task.
 
         Values at the start, with the paper's sizes, 16 pairs and 76 ids, and what it means if a
         loss does not fall. Some start above a guess, as no LayerNorm precedes the heads.
-            caption, mlm  6 to 8; they fall even if images are ignored, so look at the scores
+            caption, mlm  6 to 9; they fall even if images are ignored, so look at the scores
             judge         0.6 to 5; at ln 2 = 0.69 it guesses: the images are not compared
             mvcl          7.3 = ln 1457, the cells to choose from; if it stays, tau_mvcl is too
                           high: at 1 it can fall by 2 at most, as cosines are between -1 and 1
             fda           1.95 = ln 7: there, the cosine does not depend on the caption; at tau_fda
                           1 it cannot fall below ln(1 + 6 / e^2) = 0.59
             class         about 7.2; ln 555 = 6.3 would be a guess"""
-        if task is None:
-            task = IDC.finetune
-        return task(self, *inputs)
+        return getattr(self, task)(*inputs)
 
-    # -- the sequence
+    # -- the sequence; before and after: features (B, C, H, W)
 
     def encode(self, before: Tensor, after: Tensor | None = None) -> Tensor:
-        """Eq. 4. Features (B, C, H, W) of both images, or of a single one -> visual tokens v
-        (B, S, D): [IMG1], its cells, [IMG2], its cells, if there is a second image."""
-        return self.encode_pair(*self.encode_each(before, after))
+        """Eq. 4: both images, or a single one -> visual tokens v (B, S, D): [IMG1], its cells,
+        [IMG2], its cells, if there is a second image."""
+        x_1, x_2 = self.encode_each(before, after)  # E_s
+        return self.pair(torch.cat([x_1, x_2], 1))  # E_p
 
     def encode_each(self, before: Tensor, after: Tensor | None) -> tuple[Tensor, Tensor]:
         """E_s of Eq. 4 -> [IMG1] and its cells, [IMG2] and its cells, both (B, 1 + N, D).
@@ -496,70 +475,56 @@ class IDC(nn.Module):
         Without a second image, only [IMG2] remains of it, (B, 1, D). (The paper pads that image
         with zeros which no token sees. The released code passes [IMG2] directly to E_p.)"""
         assert before.shape[1:] == self.grid, f"{self.grid} expected, {before.shape} found"
-        x_1 = self.embed.image(before, Embedding.IMAGE_1)
+        v_1 = self.embed.image(before, Embedding.IMAGE_1)  # Eq. 2
         if after is None:
-            x_2 = self.embed.special(Embedding.IMAGE_2, before.shape[0])
-            if self.cfg.difference_encoder:
-                x_1, _ = self.single(x_1)
-                x_2, _ = self.single(x_2)
-            return x_1, x_2
-        # Otherwise, unflatten below would split the images at the wrong place.
-        assert after.shape == before.shape, f"{before.shape} expected, {after.shape} found"
-        x_2 = self.embed.image(after, Embedding.IMAGE_2)
-        x = torch.cat([x_1, x_2])  # (2B, 1 + N, D)
-        if self.cfg.difference_encoder:
-            x, _ = self.single(x)
-        x_1, x_2 = x.unflatten(0, (2, -1))
-        return x_1, x_2
-
-    def encode_pair(self, x_1: Tensor, x_2: Tensor) -> Tensor:
-        """E_p of Eq. 4, on what encode_each returns -> v (B, S, D)."""
-        x = torch.cat([x_1, x_2], 1)
-        if self.cfg.difference_encoder:
-            x, _ = self.pair(x)
-        return x
+            v_2 = self.embed.special(Embedding.IMAGE_2, before.shape[0])
+        else:
+            assert after.shape == before.shape, f"{before.shape} expected, {after.shape} found"
+            v_2 = self.embed.image(after, Embedding.IMAGE_2)  # Eq. 3
+        return self.single(v_1), self.single(v_2)
 
     def image_tokens(self, visual: Tensor) -> Tensor:
         """(B, S, D) -> [IMG1] and [IMG2] (B, 2, D)."""
-        _, height, width = self.grid
-        return visual[:, :: 1 + height * width]
+        return visual[:, :: 1 + self.cells]
 
     def joint(self, visual: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Eq. 5 in pre-training, where every token sees all tokens except padding. visual (B, S, D)
         of Eq. 4, ids (B, L) -> visual (B, S, D); text (B, 1 + L, D), [CLS] first."""
         count = visual.shape[1]
-        cls = self.embed.special(Embedding.TEXT, ids.shape[0])
-        text = torch.cat([cls, self.embed.words(ids)], 1)  # Eq. 1
         seen = (ids != NULL) | self.cfg.see_padding
-        seen = F.pad(seen, (count + 1, 0), value=True)  # all see images and [CLS]
-        x, _ = self.cross(torch.cat([visual, text], 1), seen[:, None, None])  # Eq. 5
+        seen = F.pad(seen, (count + 1, 0), value=True)  # images and [CLS] are seen, too
+        x = torch.cat([visual, self.embed.text(ids)], 1)
+        x = self.cross(x, seen[:, None, None])  # Eq. 5
         return x[:, :count], x[:, count:]
 
-    def causal_text(self, ids: Tensor, asked: int = 0) -> tuple[Tensor, Tensor]:
-        """Fine-tuning's text (B, T, D) of ids (B, K): [CLS] (if finetune_cls), words, and a [MASK]
-        for each of the last `asked` words. It has the position embedding of the word that follows
-        (in causal_mask's picture: m1 that of w1). Also what the text sees, bool (1, 1, T, S + T):
-        all images, and what causal_mask allows."""
-        text = self.embed.words(ids)
-        if self.cfg.finetune_cls:
-            cls = self.embed.special(Embedding.TEXT, ids.shape[0])
-            text = torch.cat([cls, text], 1)  # Eq. 1
-        seen = causal_mask(text.shape[1], asked, ids.device)
+    def causal(self, visual: Tensor, ids: Tensor, asked: int = 0) -> tuple[Tensor, Tensor]:
+        """Eq. 5 in fine-tuning and decoding, where causal_mask says which token sees which. visual
+        (B, S, D) of Eq. 4, ids (B, K) -> visual (B, S, D); text, the rest of causal_sequence."""
+        count = visual.shape[1]
+        x, mask = self.causal_sequence(visual, ids, asked)
+        x = self.cross(x, mask)  # Eq. 5
+        return x[:, :count], x[:, count:]
+
+    def causal_sequence(self, visual: Tensor, ids: Tensor, asked: int) -> tuple[Tensor, Tensor]:
+        """-> the tokens (B, T, D) of images, [CLS] (if finetune_cls), words, and a [MASK] for each
+        of the last `asked` words; their causal_mask (1, 1, T, T).
+
+        A [MASK] has the position of the word that follows (in causal_mask's picture: m1 that of
+        w1)."""
+        text = self.embed.text(ids) if self.cfg.finetune_cls else self.embed.words(ids)
+        mask = causal_mask(visual.shape[1], text.shape[1], asked, ids.device)
         if asked:
             masks = torch.full_like(ids[:, :asked], self.embed.mask_id)
-            following = ids.shape[1] - asked + 1
-            text = torch.cat([text, self.embed.words(masks, following)], 1)
-        _, height, width = self.grid
-        seen = F.pad(seen, (2 * (1 + height * width), 0), value=True)  # all see the images
-        return text, seen[None, None]
+            following = self.embed.words(masks, first=ids.shape[1] - asked + 1)
+            text = torch.cat([text, following], 1)
+        return torch.cat([visual, text], 1), mask[None, None]
 
     def mask(self, caption: Tensor) -> tuple[Tensor, Tensor]:
         """mask_words, or the released rules."""
-        if self.cfg.mask_rules == "released":
-            return released_mask_words(caption, self.vocab_size, self.cfg.mask_rate)
-        return mask_words(caption, self.vocab_size, self.cfg.mask_rate)
+        rules = {"plain": mask_words, "released": released_mask_words}
+        return rules[self.cfg.mask_rules](caption, self.vocab_size, self.cfg.mask_rate)
 
-    # -- pre-training; before and after: features (B, C, H, W); after is None for single images
+    # -- pre-training; after is None for single images
 
     def mlm(self, before: Tensor, after: Tensor | None, caption: Tensor) -> dict[str, Tensor]:
         """Eq. 6: predict masked words of captions (B, L) from the other words and the images."""
@@ -572,10 +537,10 @@ class IDC(nn.Module):
     def mvcl(self, before: Tensor, after: Tensor | None, caption: Tensor) -> dict[str, Tensor]:
         """Eq. 7-8: recognise masked cells of one image of each pair from the pair's other cells and
         its caption (B, L)."""
-        cfg = self.cfg
         predicted, features, masked = self.predict_cells(before, after, caption)
-        loss = cell_loss if cfg.mvcl_negatives == "features" else released_cell_loss
-        return {"mvcl": loss(predicted, features, masked, cfg.tau_mvcl)}  # Eq. 7-8
+        losses = {"features": cell_loss, "predictions": released_cell_loss}
+        loss = losses[self.cfg.mvcl_negatives]
+        return {"mvcl": loss(predicted, features, masked, self.cfg.tau_mvcl)}  # Eq. 7-8
 
     def predict_cells(
         self, before: Tensor, after: Tensor | None, caption: Tensor
@@ -583,37 +548,39 @@ class IDC(nn.Module):
         """Mask cells, and predict all -> predictions and features (M, C) of all cells of the batch,
         in the order (B, images, N), and the places of the masked ones among them (n,)."""
         images = before[:, None] if after is None else torch.stack([before, after], 1)
-        cells = images.flatten(3).transpose(2, 3)  # (B, 1 or 2, N, C)
-        features = cells.flatten(0, 2)  # (M, C), of all cells of the batch
-        masked = mask_cells(*cells.shape[:3], self.cfg.cell_mask_rate, cells.device)
-        shown = features.index_fill(0, masked, 0).view_as(cells)
-        shown = shown.transpose(2, 3).view_as(images)
+        pairs, count, _, height, width = images.shape  # count: images of a pair
+        masked = mask_cells(pairs, count, self.cells, self.cfg.cell_mask_rate, images.device)
+        is_masked = marked(masked, pairs * count * self.cells)
+        is_masked = is_masked.view(pairs, count, 1, height, width)
+        shown = images.masked_fill(is_masked, 0)
         visual = self.encode(*shown.unbind(1))  # Eq. 4
         visual, _ = self.joint(visual, caption)  # Eq. 5
-        _, count, n, _ = cells.shape
-        visual = visual[:, : count * (1 + n)].unflatten(1, (count, 1 + n))  # (B, 1 or 2, 1 + N, D)
-        hidden = self.cell_head(visual[:, :, 1:])  # without [IMG1] and [IMG2]
+        # Each part is [IMG1] or [IMG2] and the image's cells. A single image has no second cells.
+        cells = torch.cat([part[:, 1:] for part in visual.split(1 + self.cells, 1)], 1)
         # As released, the projection's weights, transposed, map back to features.
-        predicted = hidden @ self.embed.project.weight + self.cell_bias
-        return predicted.flatten(0, 2), features, masked
+        predicted = self.cell_head(cells) @ self.embed.project.weight + self.cell_bias
+        features = images.flatten(3).transpose(2, 3)  # (B, count, N, C)
+        return predicted.flatten(0, 1), features.flatten(0, 2), masked
 
     def fda(
         self, before: Tensor, after: Tensor | None, caption: Tensor, rewritten: Tensor
     ) -> dict[str, Tensor]:
-        """Eq. 9: tell captions (B, L) from six rewrites of each (B, 6, L), so that details have to
-        be compared."""
-        visual = self.encode(before, after)  # Eq. 4
-        ids = torch.cat([caption[:, None], rewritten], 1)  # (B, 7, L)
-        visual = visual.repeat_interleave(ids.shape[1], 0)  # (7B, S, D)
+        """Eq. 9: tell captions (B, L) from six rewrites of each, so that details have to be
+        compared. rewritten (B', 6, L) may be of the first B' pairs alone."""
+        count = rewritten.shape[0]
+        after = None if after is None else after[:count]
+        visual = self.encode(before[:count], after)  # Eq. 4
+        ids = torch.cat([caption[:count, None], rewritten], 1)  # (B', 7, L)
+        visual = visual.repeat_interleave(ids.shape[1], 0)  # (7B', S, D)
         visual, text = self.joint(visual, ids.flatten(0, 1))  # Eq. 5
-        image = self.image_tokens(visual).mean(1).view(*ids.shape[:2], -1)  # (B, 7, D)
-        text = text[:, 0].view(*ids.shape[:2], -1)  # [CLS], (B, 7, D)
+        image = self.image_tokens(visual).mean(1).view(*ids.shape[:2], -1)  # (B', 7, D)
+        text = text[:, 0].view(*ids.shape[:2], -1)  # [CLS], (B', 7, D)
         return {"fda": align_loss(image, text, self.cfg.tau_fda)}  # Eq. 9
 
     def birds(self, before: Tensor, after: Tensor, classes: Tensor) -> dict[str, Tensor]:
-        """Section 2.4. classes (B, 2) of both images, which have no caption."""
+        """Section 2.4: images without captions. Their classes (B, 2) train E_s and E_p."""
         x_1, x_2 = self.encode_each(before, after)  # E_s of Eq. 4
-        visual = self.encode_pair(x_1, x_2)  # E_p of Eq. 4
+        visual = self.pair(torch.cat([x_1, x_2], 1))  # E_p of Eq. 4
         alone = torch.cat([x_1[:, 0], x_2[:, 0]])  # [IMG1] and then [IMG2] of all pairs, (2B, D)
         pair = self.image_tokens(visual).flatten(1)  # (B, 2D)
         class_of = classes.T.flatten()  # (2B,)
@@ -628,28 +595,23 @@ class IDC(nn.Module):
     def finetune(
         self, before: Tensor, after: Tensor, caption: Tensor, changed: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Features (B, C, H, W) and captions (B, L) -> L_MLM, in which a word sees only earlier
-        words. Given `changed`, bool (B,), False for distractors, also L_judge.
+        """Captions (B, L) -> L_MLM, in which a word sees only earlier words. Given `changed`, bool
+        (B,), False for distractors, also L_judge.
 
-        In the paper and the released code (finetune_targets="masked"), 15 % of the words are masked
-        and predicted. [ours] With "every", each word is predicted from a [MASK] in its place, as
-        decoding does. docs/results.md compares the two."""
+        [ours] Each word is predicted from a [MASK] in its place, as decoding does. In the paper and
+        the released code (finetune_targets="masked"), 15 % of the words are masked and predicted.
+        docs/results.md compares the two."""
         cfg = self.cfg
         visual = self.encode(before, after)  # Eq. 4
         if cfg.finetune_targets == "every":
             ids = caption[:, :-1]
             target = caption[:, 1:]
-            text, seen = self.causal_text(ids, asked=ids.shape[1])
-        else:
+            visual, text = self.causal(visual, ids, asked=ids.shape[1])
+        elif cfg.finetune_targets == "masked":
             ids, target = self.mask(caption)
-            text, seen = self.causal_text(ids)
-        # As released, images see only images. In the paper, "the attention on the visual side does
-        # not change", so they seem to see the text, too, but then a word would learn about later
-        # words through the images.
-        visual, images = self.cross(visual)  # Eq. 5
-        text, _ = self.cross(text, seen, images)  # Eq. 5
-        asked = text[:, -target.shape[1] :]  # the [MASK]s that follow the words, or all words
-        losses = {"caption": word_loss(self.head(asked), target, cfg.reduction)}  # Eq. 6
+            visual, text = self.causal(visual, ids)
+        text = text[:, -target.shape[1] :]  # the [MASK]s that follow the words, or all words
+        losses = {"caption": word_loss(self.head(text), target, cfg.reduction)}  # Eq. 6
         if changed is not None:
             logits = self.judge(self.image_tokens(visual).flatten(1))  # section 3.1
             losses["judge"] = judge_loss(logits, changed, cfg.reduction)
@@ -659,14 +621,11 @@ class IDC(nn.Module):
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
-        """Features (B, C, H, W) of both images -> ids of greedy captions (B, max_len). Unlike the
-        released code, it does not write UNK."""
+        """-> ids of greedy captions (B, max_len). Unlike the released code, it never writes UNK."""
         visual = self.encode(before, after)
-        _, images = self.cross(visual)
 
         def next_word(ids: Tensor) -> Tensor:
-            text, seen = self.causal_text(ids, asked=1)
-            text, _ = self.cross(text, seen, images)
+            _, text = self.causal(visual, ids, asked=1)
             return self.head(text[:, -1])
 
         return decode(next_word, before.shape[0], self.max_len, before.device)
@@ -688,12 +647,8 @@ class IDC(nn.Module):
         _, height, width = self.grid
         visual = self.encode(before, after)
         count = ids.shape[1] - 1
-        text, seen = self.causal_text(ids[:, :-1], asked=count)
-        _, images = self.cross(visual)
-        _, states = self.cross(text, seen, images)
-        query = states[-1].query[:, -count:]  # of the [MASK]s, (B, L - 1, D)
-        key = images[-1].key  # (B, S, D)
-        scores = self.cross.blocks[-1].attention.scores(query, key)  # (B, h, L - 1, S)
+        x, mask = self.causal_sequence(visual, ids[:, :-1], asked=count)
+        scores = self.cross.last_scores(x, mask)[:, :, -count:, : visual.shape[1]]
         scores = scores.unflatten(-1, (2, -1))[..., 1:]  # without [IMG1] and [IMG2]
         weight = scores.flatten(-2).softmax(-1).mean(1)  # (B, L - 1, 2N)
         return weight.unflatten(2, (2, height, width))
@@ -713,15 +668,16 @@ PRESETS = {
                            lr=3e-5, weight_decay=1e-4, batch_size=32,  # Table 6
                            steps=20000, eval_every=85, patience=80,  # released
                            select_by="ROUGE-L"),  # section 3.1
-    # [ours] Your own pairs are usually few: half the width, and no pre-training; with it, fewer
-    # unchanged validation pairs were said to be unchanged (docs/results.md). SCORER's presets
-    # explain the schedule.
+    # [ours] Your own pairs are usually few, so the model has half the width. It is not pre-trained:
+    # with pre-training, it recognised fewer unchanged validation pairs (docs/results.md). SCORER's
+    # presets explain the schedule.
     "pairs": dict(pretrain_steps=0, dim=256, ffn=1024, layers=2, batch_size=16, lr=5e-4,
                   schedule="cosine", warmup=50, grad_clip=1.0, steps=2000, eval_every=1000,
                   select_by="ROUGE-L"),
     # [ours] Pre-training is MVCL alone, because MLM can be learned without the images. The
-    # temperature is low because features of any two cells have cosines near 1. Most cells are
-    # masked, so that neighbours do not reveal a cell. Validation chose layers, lr and w_judge.
+    # temperature is low because many cells look alike: half of all cosines between their features
+    # are above 0.79. Most cells are masked, so that neighbours do not reveal a cell. Validation
+    # chose layers, lr and w_judge.
     "mini": dict(dim=128, ffn=256, heads=4, layers=3, dropout=0.0, pretrain_steps=1200,
                  pretrain_batch=8, pretrain_lr=1e-3, pretrain_warmup=50, mlm=0, fda=0,
                  cell_mask_rate=0.7, tau_mvcl=0.02, tau_fda=0.1, w_judge=0.2, batch_size=16,
@@ -729,47 +685,39 @@ PRESETS = {
                  eval_batch=250),
 }  # fmt: skip
 
-# --variant released: where the released code differs from the defaults. A default follows the
-# paper, unless a comment says [ours] or "as released". CLEVR-Change keeps the paper's steps and
-# learning rates. A comment describes the default, and gives the place in github.com/yaolinli/IDC at
-# 6f3aabf.
+# --variant released sets these fields as the released code has them. The default follows the paper,
+# unless a comment says [ours] or "as released". CLEVR-Change keeps the paper's steps and learning
+# rates. Places are in github.com/yaolinli/IDC at 6f3aabf.
 #
 # A test compares the variant with values recorded from the released modules. It leaves out their
 # outputs for [MASK] and [CLS], and their LayerNorms (see Transformer): with PyTorch's, losses
 # differ by up to 3e-4 of their value, and gradients by up to 3e-3.
 RELEASED = {
     "all": dict(
-        # default: [ours] swaps, see the field. clver/data/dataset_pretrain_clver.py:45-46
-        swap=False,
-        # default: every word, from a [MASK] [ours]. Section 2.3 predicts MLM's 15 % of the words.
+        swap=False,  # clver/data/dataset_pretrain_clver.py:45-46; the default is [ours]
+        # Section 2.3 "adapts" MLM, which predicts 15 % of the words. The default is [ours].
         finetune_targets="masked",  # clver/data/dataset_finetune_clver.py:144-160
-        # default: Xavier-uniform [ours]. clver/modules_pretrain.py:31-42
-        init_weights="pytorch",
-        # default: section 2.1's; see ReleasedEmbedding
+        init_weights="pytorch",  # clver/modules_pretrain.py:31-42; the default is [ours]
         embedding="released",  # clver/modules_pretrain.py:32, 50-58, 378-420
-        # default: Eq. 8's features of unmasked cells. clver/modules_pretrain.py:146-149, 154-166
-        mvcl_negatives="predictions",
-        # default: no [ours]; the paper is silent on it in pre-training
-        see_padding=True,  # clver/modules_pretrain.py:117, 133, 184
-        # default: yes; section 2.3 feeds [CLS] in inference. clver/modules_finetune.py:52-61
-        finetune_cls=False,
-        # default: section 2.2's, any word but UNK; see mask_words.
-        mask_rules="released",  # clver/data/dataset_pretrain_clver.py:156-200
-        # default: the paper's warm-up alone; in fine-tuning, no decay [ours]
+        mvcl_negatives="predictions",  # clver/modules_pretrain.py:146-149, 154-166
+        see_padding=True,  # clver/modules_pretrain.py:117, 133, 184; the default is [ours]
+        finetune_cls=False,  # clver/modules_finetune.py:52-61; section 2.3 has it in inference
+        mask_rules="released",  # clver/data/dataset_pretrain_clver.py:156-200; see mask_words
+        # The paper speaks of warm-up alone. That fine-tuning's rate stays constant is [ours].
         rates="released",  # clver/utils.py:149-153, 162-169
-        # default: the mean, which the released code, too, takes in pre-training
+        # The default is the mean, which the released code takes in pre-training, too.
         reduction="sum",  # clver/finetune.py:156-162
-        # Not switched: its samples are captions, its FDA draws pairs of its own, captions are
-        # padded to 40 or 80 ids, and on birds no weights before step 2000 are chosen.
+        # Not switched: samples are captions, FDA draws pairs of its own, and captions are padded
+        # to 40 ids (Birds-to-Words: 80), as in Table 6. On birds, no weights before step 2000 are
+        # chosen, although the validations before it count against patience.
     ),
-    # Table 6: 50000 steps and 200 pairs. The released files instead have 60000 and 150
-    # (bird/config/pretrain_bird_nabirds.json:13-14). The paper does not give CUB's batch
-    # (bird/config/pretrain_cub.json:14). Fine-tuning stays at Table 6's 32 pairs:
-    # bird/config/finetune_bird.json:12 has 128, but the README's command overrides it by 32.
+    # bird/config/pretrain_bird_nabirds.json:13-14 and pretrain_cub.json:14. Table 6 has 50000 steps
+    # of 200 pairs, and the paper gives no batch for CUB. Fine-tuning keeps Table 6's 32 pairs, as
+    # in the README's command (bird/config/finetune_bird.json:12 has 128).
     "birds_to_words": dict(pretrain_steps=60000, pretrain_batch=150, cub_batch=350),
 }
 
-# IDC with pre-training in the paper's tables, which a run prints below its scores
+# What the paper reports for IDC with pre-training; a run prints it below its scores.
 PUBLISHED = {
     "clevr_change": {  # Table 2
         "total": {"BLEU-4": 51.2, "METEOR": 36.2, "ROUGE-L": 71.7, "CIDEr": 128.9}},
@@ -780,57 +728,48 @@ PUBLISHED = {
 # ---- tasks ---------------------------------------------------------------------------------------
 
 
-def tasks(cfg: Config, stage: str) -> list[Callable]:
-    """The tasks of a stage, methods of IDC that return losses, each as often as its share says."""
-    if stage == "finetune":
-        return [IDC.finetune]
-    choice = [IDC.mlm] * cfg.mlm + [IDC.mvcl] * cfg.mvcl + [IDC.fda] * cfg.fda
+def task_pool(cfg: Config, stage: str) -> list[str]:
+    """The tasks of a stage of pre-training, each as often as its share says."""
+    pool = []
+    for task in TASKS:
+        pool += [task] * getattr(cfg, task)
     if cfg.nabirds and stage == "pretrain":
-        choice += [IDC.birds] * 3  # a fifth of 9 + 1 + 2 + 3, as in appendix A.3
-    return choice
+        pool += ["birds"] * 3  # a fifth of 9 + 1 + 2 + 3, as in appendix A.3
+    return pool
 
 
-def draw_task(cfg: Config, stage: str, step: int) -> Callable:
+def draw_task(cfg: Config, stage: str, step: int) -> str:
     """The task of a step, drawn according to the shares. It depends only on seed and step."""
-    choice = tasks(cfg, stage)
+    if stage == "finetune":
+        return "finetune"
+    pool = task_pool(cfg, stage)
     rng = np.random.default_rng([cfg.seed, step])
-    return choice[rng.integers(len(choice))]
+    return pool[rng.integers(len(pool))]
 
 
 def compute_losses(
-    model: IDC, batches: tuple, cfg: Config, task: Callable = IDC.finetune, rewrites=None
+    model: IDC, batches: tuple, cfg: Config, task: str = "finetune", rewrites=None
 ) -> dict[str, Tensor]:
     """The losses of a task, except birds, on the data.Batches of a step: (changed pairs, distractor
-    pairs) or (all pairs,). rewrites, for fda: pair ids -> (B, 6, L), such as Negatives."""
+    pairs) or (all pairs,). rewrites, for fda, is like Negatives: pair ids -> (B, 6, L)."""
     inputs = []
     for n, batch in enumerate(batches):
         batch = batch.to(cfg.device)
         after = None if batch.single else batch.after
-        x = (batch.before, after, batch.caption)
-        if task is IDC.fda:
-            x = with_rewrites(*x, batch.pair_ids, rewrites)
-        elif task is IDC.finetune and len(batches) == 2:  # otherwise there is nothing to judge
+        x = [batch.before, after, batch.caption]
+        if task == "fda":  # a seventh of the pairs (as released), because each has seven captions
+            count = max(1, len(batch.pair_ids) // (1 + REWRITES))
+            x.append(rewrites(batch.pair_ids[:count]).to(cfg.device, non_blocking=True))
+        elif task == "finetune" and len(batches) == 2:  # otherwise there is nothing to judge
             is_changed = n == 0
-            changed = torch.full(batch.caption.shape[:1], is_changed, device=cfg.device)
-            x = (*x, changed)
+            x.append(torch.full(batch.caption.shape[:1], is_changed, device=cfg.device))
         inputs.append(x)
     return mean_losses(model, cfg, task, inputs)
 
 
-def with_rewrites(
-    before: Tensor, after: Tensor | None, caption: Tensor, pair_ids: list[str], rewrites: Callable
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """The inputs of IDC.fda: a seventh of the pairs (as released), because each has 7 captions."""
-    count = max(1, len(pair_ids) // (1 + REWRITES))
-    if after is not None:
-        after = after[:count]
-    rewritten = rewrites(pair_ids[:count]).to(before.device, non_blocking=True)
-    return before[:count], after, caption[:count], rewritten
-
-
-def mean_losses(model: IDC, cfg: Config, task: Callable, inputs: list) -> dict[str, Tensor]:
-    """The losses of one step, each a mean over the batches, and their total. task: a method of IDC;
-    inputs: its arguments for each batch.
+def mean_losses(model: IDC, cfg: Config, task: str, inputs: list) -> dict[str, Tensor]:
+    """The losses of one step, each a mean over the batches, and their total. inputs: what the task
+    gets for each batch.
 
     [ours] Changed and distractor pairs stay separate because they share their "before" images. A
     joint contrastive loss would treat an image as its own negative. (The released code has one
@@ -862,10 +801,9 @@ def stages(cfg: Config) -> list[tuple[str, int, int]]:
     return result
 
 
-def stage_rate(cfg: Config, stage: str, step: int) -> float:
-    """The learning rate of a step of a stage. Steps count from 0 in each stage."""
-    if cfg.rates == "released":
-        return released_rate(cfg, stage, step)
+def plain_rate(cfg: Config, stage: str, step: int) -> float:
+    """The learning rate of a step of a stage, in which steps count from 0. Pre-training only warms
+    up; fine-tuning has RunConfig's schedule."""
     if stage == "finetune":
         return learning_rate(cfg, step)
     return cfg.pretrain_lr * min((step + 1) / max(1, cfg.pretrain_warmup), 1.0)
@@ -873,7 +811,7 @@ def stage_rate(cfg: Config, stage: str, step: int) -> float:
 
 def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     """Pre-train, then fine-tune on a data set (data.Dataset) into cfg.out_dir -> the best model by
-    validation. The weights after pre-training stay in pretrained.pt, for --init.
+    validation. pretrained.pt keeps the weights after pre-training, for --init.
 
     `resume` continues from last.pt, which is saved every eval_every steps, as if training had never
     stopped. FloatingPointError if a loss is not finite."""
@@ -890,6 +828,7 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
     birds = Birds(cfg) if cfg.nabirds and cfg.pretrain_steps else None
     sizes = {"pretrain": cfg.pretrain_batch, "finetune": cfg.batch_size}
     sizes["cub"] = cfg.cub_batch or cfg.pretrain_batch
+    rate = {"plain": plain_rate, "released": released_rate}[cfg.rates]
     torch.manual_seed(cfg.seed)
     model = IDC(cfg, len(dataset.vocab), dataset.grid, dataset.max_len).to(cfg.device)
     if cfg.init and not resume:
@@ -909,9 +848,9 @@ def train(cfg: Config, dataset, resume: bool = False) -> IDC:
         for batches in pairs.train_batches(sizes[stage], cfg.seed, done, last - first):
             if run.patience_is_over():
                 break
-            optimizer.param_groups[0]["lr"] = stage_rate(cfg, stage, run.step - first)
+            optimizer.param_groups[0]["lr"] = rate(cfg, stage, run.step - first)
             task = draw_task(cfg, stage, run.step)
-            if task is IDC.birds:  # which leaves the step's pairs unused
+            if task == "birds":  # which leaves the step's pairs unused
                 losses = mean_losses(model, cfg, task, [birds.batch(cfg.device)])
             else:
                 losses = compute_losses(model, batches, cfg, task, rewrites.get(stage))
@@ -989,8 +928,8 @@ def main(argv: list[str] | None = None) -> None:
 # ---- rewritten captions --------------------------------------------------------------------------
 
 ANIMAL = re.compile(r"\b(animal ?)([12])\b", re.IGNORECASE)  # Birds-to-Words' names of both images
-# [ours] A word of KINDS is replaced only by words of the same kind, any other word only by words
-# with the same tag. A string lists synonyms.
+# [ours] A word of KINDS is replaced only by a word of the same kind that is no synonym. A string
+# lists synonyms.
 KINDS = {
     "size": ["small tiny", "large big"],
     "color": ["gray", "red", "blue", "green", "brown", "purple", "cyan", "yellow"],
@@ -1004,8 +943,9 @@ for _kind, _entries in KINDS.items():
 
 
 class Negatives:
-    """Section "FDA": six rewritten captions of every training pair. Their file is named after a
-    hash of all captions: rewrites made from other captions could be true of a pair."""
+    """Section "FDA": six rewritten captions of every training pair, made by `rewrite` and kept in a
+    file. Its name has a hash of all captions, because rewrites that were made from other captions
+    could be true of a pair. (The authors offer theirs on a drive, which we have not seen.)"""
 
     def __init__(self, dataset):
         from support.files import write_text
@@ -1022,7 +962,7 @@ class Negatives:
         self.vocab = dataset.vocab
 
     def __call__(self, pair_ids: list[str]) -> Tensor:
-        """-> the pairs' rewritten captions (B, 6, L), padded to the data set's longest caption."""
+        """-> the pairs' rewritten captions (B, 6, L), padded like the data set's captions."""
         ids = []
         for pair_id in pair_ids:
             ids.append([self.vocab.encode(c, self.max_len) for c in self.texts[pair_id]])
@@ -1030,15 +970,15 @@ class Negatives:
 
 
 def rewrite(dataset) -> dict[str, list[str]]:
-    """Each training pair's id -> its six negatives, two each from Retrieve, Replace and Confuse
-    (section "Implementation Details": "retrieve:replace:confuse=2:2:2").
+    """Each training pair's id -> its six negatives, which all of its captions share (as released):
+    two each from Retrieve, Replace and Confuse (section "Implementation Details":
+    "retrieve:replace:confuse=2:2:2"). Single images (CUB) have none from Confuse (appendix A.3).
 
-    [ours] All captions of a pair share its negatives. Single images (CUB) have no subjects to
-    confuse, so they have three negatives from Retrieve and three from Replace. If a strategy finds
-    too few, the next one fills the gap; after Confuse, Retrieve and then Replace do. On
-    CLEVR-Change and mini, a scene's changed pair and its distractor pair share five rewrites of the
-    change, one from Retrieve, two from Replace and two from Confuse. The sixth is a caption of the
-    other pair, so that the text alone does not reveal to which of the two pairs the six belong."""
+    [ours] Theirs are three from Retrieve and three from Replace. If a strategy finds too few, the
+    next one fills the gap; after Confuse, Retrieve and then Replace do. On CLEVR-Change and mini, a
+    scene's changed pair and its distractor pair share five rewrites of the change: one from
+    Retrieve, two from Replace and two from Confuse. The sixth is a caption of the other pair, so
+    that the text alone does not reveal to which of the two pairs the six belong."""
     templates = dataset.settings.templates
     scenes = dataset.scenes["train"]
     unchanged = dataset.kinds.get("no change", set())
@@ -1092,10 +1032,11 @@ def rewrite(dataset) -> dict[str, list[str]]:
 
 def choose(turns: list[tuple], scene, templates: bool) -> list[str]:
     """Different candidates that are false of a scene. turns: (candidates, how many texts there may
-    be after this turn). [ours] If captions come from templates, a candidate counts as false if,
-    about the first object that it names, it says something that no caption of the pair says.
-    Otherwise, or if the pair's captions name no object, any text but the scene's captions counts as
-    false."""
+    be after this turn).
+
+    [ours] Any text counts as false that is no caption of the scene. If captions come from templates
+    and name an object, it must also say something about its first object that no caption of the
+    pair says."""
     pairs = [*scene.pairs, *(scene.swapped or ())]
     true = {c for p in pairs for c in p.captions}
     mentioned = set()
@@ -1115,7 +1056,7 @@ def choose(turns: list[tuple], scene, templates: bool) -> list[str]:
 
 
 def named(text: str) -> set[tuple[str, str]]:
-    """What a caption says in words of KINDS about the first object that it names, if any."""
+    """What a caption says in words of KINDS about the first object that it names (if any)."""
     properties = set()
     for word in re.findall(r"\w+", text.lower()):
         kind = ""
@@ -1128,7 +1069,7 @@ def named(text: str) -> set[tuple[str, str]]:
 
 
 def inverse_frequency(texts: list[str]) -> dict[str, float]:
-    """[ours] Smoothed idf of every word of n different captions: ln((1 + n) / (1 + df)) + 1."""
+    """[ours] The smoothed idf of every word of n different captions: ln((1 + n) / (1 + df)) + 1."""
     df = Counter()
     for text in texts:
         df.update(set(text.lower().split()))
@@ -1165,10 +1106,11 @@ def retrieve(queries: list[str], texts: list[str], idf: dict[str, float], count:
 
 
 def parse(dataset, texts: list[str]) -> tuple[dict, dict, dict]:
-    """For each text: its tokens, each with the space after it; its words of KINDS, nouns and
-    adjectives, each as (index of the token, word, kind or tag); its subjects. [ours] spaCy finds
-    nouns and adjectives, but the paper uses "Stanford CoreNLP tool" (section "Replace"). spaCy does
-    not read captions from templates, so only words of KINDS are replaced in these."""
+    """-> for each text its tokens, each with the space after it; its words of KINDS, nouns and
+    adjectives, each as (index of the token, word, kind or tag); its subjects.
+
+    [ours] spaCy finds nouns and adjectives, where the paper has "Stanford CoreNLP tool" (section
+    "Replace"). It does not read template captions, so only their words of KINDS are replaced."""
     from support.text import analysed, subjects
 
     tokens = {}
@@ -1221,8 +1163,8 @@ def pools(captions: list[list[tuple]], idf: dict[str, float]) -> dict[str, list[
 
 
 def replace_words(tokens: list[str], words: list, pool: dict[str, list[str]], rng) -> str:
-    """Section "Replace": replace the important `words` by different ones of the same kind or tag,
-    if there are any."""
+    """Section "Replace": replace the important `words` by different ones with the same tag (or of
+    the same kind), if there are any."""
     tokens = list(tokens)
     for i, word, kind in words:
         meaning = MEANING.get(word, word)
@@ -1235,7 +1177,7 @@ def replace_words(tokens: list[str], words: list, pool: dict[str, list[str]], rn
 
 def confuse(text: str, own: list[str], subjects: list[str], rng) -> str:
     """Section "Confuse": swap "animal 1" and "animal 2". In a caption without both, replace the
-    subject (the first of `own`) by another one of as many words, if there is one."""
+    subject (the first of `own` in the text) by another one of as many words, if there is one."""
     numbers = {number for _, number in ANIMAL.findall(text)}
     if len(numbers) == 2:
         return ANIMAL.sub(other_animal, text)
@@ -1263,14 +1205,15 @@ def other_animal(match: re.Match) -> str:
 
 
 def open_dataset(cfg: Config, make: bool = True):
-    """The data set of a run, as in data.open_dataset. With --cub, its words are those of both."""
+    """The data set of a run, from data.open_dataset. With --cub, it has CUB's words, too."""
     import data
     from support.releases import read_release, vocab_of
     from support.text import SPECIAL, Vocab
 
     for stage, _, _ in stages(cfg):
-        if stage != "finetune" and not tasks(cfg, stage):
-            raise InputError("--mlm 0 --mvcl 0 --fda 0 leave no task; give --pretrain_steps 0")
+        if stage != "finetune" and not task_pool(cfg, stage):
+            flags = " ".join(f"--{task} 0" for task in TASKS)
+            raise InputError(f"{flags} leave no task; give --pretrain_steps 0")
     dataset = data.open_dataset(cfg, make)
     if cfg.cub:
         cub = vocab_of("cub", read_release("cub", Path(cfg.cub)))
@@ -1284,7 +1227,7 @@ def open_dataset(cfg: Config, make: bool = True):
 
 
 def load_init(model: IDC, cfg: Config, dataset) -> None:
-    """Start from the weights of --init. InputError if they would work differently in this model."""
+    """Start from the weights of --init. InputError if they do not fit this model."""
     from support.files import load_tensors, load_weights
 
     state = load_tensors(cfg.init, device=cfg.device)
@@ -1296,7 +1239,7 @@ def load_init(model: IDC, cfg: Config, dataset) -> None:
 
 
 def open_cub(cfg: Config, dataset):
-    """Section 2.4, general image captioning: captioned single images, in `dataset`'s vocabulary."""
+    """Section 2.4, general image captioning: CUB's single images, in the words of `dataset`."""
     import data
     from support.text import Vocab
 
@@ -1327,7 +1270,7 @@ class Birds:
         self.size = cfg.pretrain_batch
 
     def batch(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Random pairs, by torch's generator -> before and after (B, C, H, W), classes (B, 2)."""
+        """-> before and after (B, C, H, W) and the classes (B, 2) of random pairs."""
         first = torch.randint(len(self.names), (self.size,)).numpy()
         second = self.partners[first]
         before = self.features.rows([self.names[i] for i in first])
@@ -1339,8 +1282,8 @@ class Birds:
 
 
 def partners(classes: np.ndarray, seed: int) -> np.ndarray:
-    """The index of a partner for every image. Half of the images have one of the same class, if
-    there is one, and the rest have one of another class."""
+    """The index of a partner for every image. Half of the images get one of the same class, if
+    there is one, and the others one of another class (section 2.4)."""
     rng = np.random.default_rng(seed)
     places = np.arange(len(classes))
     alike = rng.permutation(len(classes)) < len(classes) // 2
@@ -1356,7 +1299,7 @@ def partners(classes: np.ndarray, seed: int) -> np.ndarray:
 
 # ---- as released ---------------------------------------------------------------------------------
 
-# What embedding, mask_rules, mvcl_negatives and rates choose with --variant released.
+# What the fields embedding, mask_rules, mvcl_negatives and rates choose with --variant released.
 
 
 class ReleasedEmbedding(Embedding):
@@ -1390,8 +1333,8 @@ def doubled_sinusoid(length: int, dim: int) -> Tensor:
 
 
 def released_mask_words(caption: Tensor, vocab_size: int, rate: float) -> tuple[Tensor, Tensor]:
-    """As mask_words, but UNK is masked, too, END becomes [MASK] only, the first word becomes [MASK]
-    if no word was drawn, and random words are drawn from all ids."""
+    """Like mask_words, but UNK is masked, too, END only ever becomes [MASK], the first word becomes
+    [MASK] if no word was drawn, and random words are drawn from all ids."""
     device = caption.device
     mask_id = vocab_size
     may_be_masked = (caption > END) | (caption == UNK)
@@ -1410,9 +1353,9 @@ def released_mask_words(caption: Tensor, vocab_size: int, rate: float) -> tuple[
 
 
 def released_cell_loss(predicted: Tensor, features: Tensor, masked: Tensor, tau: float) -> Tensor:
-    """As cell_loss, but the negatives are the predictions of unmasked cells and the features of the
-    other masked cells. (Eq. 8 has the features of unmasked cells.)"""
-    is_masked = torch.zeros_like(features[:, 0], dtype=torch.bool).index_fill(0, masked, True)
+    """Like cell_loss, but the negatives are the predictions of unmasked cells and the features of
+    the other masked cells. (Eq. 8 has the features of unmasked cells.)"""
+    is_masked = marked(masked, features.shape[0])
     with torch.autocast(features.device.type, enabled=False):
         p = F.normalize(upcast(predicted), dim=-1)
         f = F.normalize(features, dim=-1)
@@ -1427,7 +1370,7 @@ def released_rate(cfg: Config, stage: str, step: int) -> float:
     if stage == "finetune":
         return learning_rate(cfg, step) / 2 ** min(step // 10000, 2)
     if step == 0:
-        return 1e-8  # the rates are one step behind those of stage_rate
+        return 1e-8  # these rates are one step behind those of plain_rate
     warmup = max(1, cfg.pretrain_warmup)
     return cfg.pretrain_lr * min(step / warmup, (warmup / step) ** 0.5)
 

@@ -1,9 +1,9 @@
 """Token matching, which SCORER+CBR (Eq. 2-3) and CHEERS (Eq. 9) share, fast and in little memory.
 
-token_match computes what match_by_definition of scorer_cbr.py defines. Read that one to learn what
-matching is; this file is about speed. It has two forms: slices of the scores and embedding bags
-(match_in_slices, gradients_in_bags), and for NVIDIA GPUs two Triton kernels. custom_op makes either
-of them an operator of PyTorch, with a backward pass and for torch.compile.
+token_match computes what match_by_definition of scorer_cbr.py defines. Read that function to learn
+what matching is; this file is about speed. Matching has two forms here: slices of the scores and
+embedding bags (match_in_slices, gradients_in_bags) and, for NVIDIA GPUs, two Triton kernels.
+custom_op makes both of them one operator of PyTorch, with a backward pass and for torch.compile.
 
 Axis letters: A, B images; N, M tokens; C channels. Licence: MIT.
 """
@@ -24,7 +24,7 @@ except ImportError:
 
 
 def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
-    """Similarity of every image a to every image b by their best-matching tokens (FILIP, 2022):
+    """The similarity of every image a to every image b by their best-matching tokens (FILIP, 2022):
 
         1/2 [ mean_n max_m <q_an, k_bm> + mean_m max_n <q_an, k_bm> ].
 
@@ -32,12 +32,12 @@ def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
     a slice of the channels, and the result is their mean. For cosines, pass tokens of length 1. In
     a tie, one winner gets the whole gradient. On CUDA, the kernels multiply float32 tokens in TF32,
     whatever PyTorch's own setting is; where kernels are not used, that setting counts. Products of
-    bfloat16 tokens are exact, so there is no need to cast these; only the gradient's shares are
+    bfloat16 tokens are exact, so there is no need to cast them; only the gradient's shares are
     rounded.
 
     A dense version needs A*B*N*M scores (2.5 GB at 128 pairs of 196 cells) four times over in the
-    backward pass. Only winners have a gradient, so this one holds few scores at a time and keeps
-    the winners:
+    backward pass. Only winners have a gradient, so this version holds few scores at a time and
+    keeps the winners:
 
         grad_q[a, n] = sum over b and m of share[n, m] k[b, m],
         share[n, m] = grad[a, b] ([m is n's best key] / 2N + [n is m's best query] / 2M),
@@ -50,13 +50,13 @@ def token_match(q: Tensor, k: Tensor, heads: int = 1) -> Tensor:
     return similarity
 
 
-# On a CPU, head by head: slices of the scores, then embedding bags that sum the winners.
-SCORES_OF_A_SLICE = 2**25  # held at a time (one image's may be more)
+# On a CPU, heads take turns. Scores are made in slices, and embedding bags sum the winners.
+SCORES_OF_A_SLICE = 2**25  # scores that are held at a time (a single image may have more)
 
 
 def match_each_head(q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """token_match, and what its backward pass needs: q (A, N, D), k (B, M, D) -> (A, B), each
-    query's best key (heads, B, A, N) and each key's best query (heads, A, B, M), int32."""
+    """Compute token_match and what its backward pass needs: q (A, N, D), k (B, M, D) -> (A, B),
+    each query's best key (heads, B, A, N) and each key's best query (heads, A, B, M), int32."""
     total = 0
     best_key = []
     best_query = []
@@ -71,7 +71,7 @@ def match_each_head(q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor, T
 def gradients_each_head(
     grad: Tensor, q: Tensor, k: Tensor, best_key: Tensor, best_query: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """grad (A, B) and the winners of match_each_head -> gradients of q and k."""
+    """grad (A, B) and the winners of match_each_head -> the gradients of q and k."""
     heads = len(best_key)
     grad_q = []
     grad_k = []
@@ -85,7 +85,7 @@ def gradients_each_head(
 
 
 def match_in_slices(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One head of match_each_head: q (A, N, C), k (B, M, C)
+    """Match one head: q (A, N, C), k (B, M, C)
     -> (A, B), each query's best key (A, B, N) and each key's best query (A, B, M), int32."""
     _, N, C = q.shape
     B, M, _ = k.shape
@@ -108,9 +108,9 @@ def match_in_slices(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def max_over_rows(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """scores (X, N, Y) -> maxima over N and their rows, each (X, Y). In a tie, the first row wins.
+    """scores (X, N, Y) -> maxima over N and their rows, both (X, Y). In a tie, the first row wins.
 
-    On a CPU, channels-last max pooling takes a fifth of the time of Tensor.max."""
+    On a CPU, channels-last max pooling takes a fifth of the time that Tensor.max takes."""
     images = scores.unsqueeze(2).permute(0, 3, 1, 2)  # (X, Y, N, 1)
     maxima, rows = F.max_pool2d(images, (scores.shape[1], 1), return_indices=True)
     return maxima.flatten(1), rows.flatten(1)
@@ -151,67 +151,69 @@ def gradients_in_bags(
     return grad_q.view_as(q).to(q.dtype), grad_k.view_as(k).to(k.dtype)
 
 
-# On CUDA: two Triton kernels. Blocks of scores and of shares never leave the registers.
+# On CUDA, there are two Triton kernels. Blocks of scores and of shares never leave the registers.
 if triton:
 
     @triton.jit
     def match_kernel(
         x, y, best, one, R, B, M, D, C: tl.constexpr,
-        ALL_M: tl.constexpr, SOME_R: tl.constexpr, SOME_B: tl.constexpr, SOME_C: tl.constexpr,
+        LIMIT_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr,
     ):  # fmt: skip
-        """The highest score of each row of x (R, D), the tokens of all images, in each image of y
-        (B, M, D): best (heads, B, R).
+        """Write to best (heads, B, R) the highest score that each row of x (R, D), the tokens of
+        all images, has in each image of y (B, M, D).
 
-        A program has a block of rows, of images and one head, C channels. It multiplies the rows by
-        the first tokens of its images, then by the second ones, and so on. Each score is then the
-        only one of its row and image, so maxima need no reduction, and no image is padded.
+        A program has a block of rows, a block of images, and one head of C channels. It multiplies
+        the rows by the first tokens of its images, then by the second tokens, and so on. Each time
+        there is one score for a row and an image, so maxima need no reduction, and no image is
+        padded.
 
         The number of a token replaces the lowest bits of its score, so that one maximum finds both.
-        Scores that differ by less than 3e-5 of their size (for 256 tokens) then count as equal. Of
-        equals the last wins or, if their score is negative, the first. tl.maximum ignores NaN, but
-        where a token has NaN, the similarity is -inf or NaN."""
-        r = tl.program_id(0) * SOME_R + tl.arange(0, SOME_R)
-        b = tl.program_id(1) * SOME_B + tl.arange(0, SOME_B)
+        LIMIT_M is a power of 2 above all numbers. Scores that differ by less than 3e-5 of their
+        size (for 256 tokens) then count as equal. A tie goes to the last token, or to the first one
+        if the score is negative. tl.maximum ignores NaN, but where a token has NaN, the similarity
+        is -inf or NaN."""
+        r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+        b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
         head = tl.program_id(2)
-        c = tl.arange(0, SOME_C)
+        c = tl.arange(0, BLOCK_C)
         x_at = x + tl.minimum(r, R - 1)[:, None] * D + head * C + c[None, :]
         y_at = y + tl.minimum(b, B - 1)[None, :] * M * D + head * C + c[:, None]
-        if C <= SOME_C:  # the rows fit, so they are read once, not for each token
-            some_x = tl.load(x_at, mask=(c < C)[None, :], other=0.0)
-        highest = tl.full([SOME_R, SOME_B], float("-inf"), tl.float32)
+        if C <= BLOCK_C:  # the rows fit, so they are read once, not for each token
+            x_block = tl.load(x_at, mask=(c < C)[None, :], other=0.0)
+        highest = tl.full([BLOCK_R, BLOCK_B], float("-inf"), tl.float32)
         for m in range(M):
-            if C <= SOME_C:
-                some_y = tl.load(y_at + m * D, mask=(c < C)[:, None], other=0.0)
-                scores = tl.dot(some_x, some_y)
+            if C <= BLOCK_C:
+                y_block = tl.load(y_at + m * D, mask=(c < C)[:, None], other=0.0)
+                scores = tl.dot(x_block, y_block)
             else:
-                scores = tl.zeros([SOME_R, SOME_B], tl.float32)
-                for c0 in range(0, C, SOME_C):
+                scores = tl.zeros([BLOCK_R, BLOCK_B], tl.float32)
+                for c0 in range(0, C, BLOCK_C):
                     real = c0 + c < C
-                    some_x = tl.load(x_at + c0, mask=real[None, :], other=0.0)
-                    some_y = tl.load(y_at + m * D + c0, mask=real[:, None], other=0.0)
-                    scores = tl.dot(some_x, some_y, scores)
-                # Without this sum, ptxas 12.8 and 12.9 lose the products for an H100: of 64, they
-                # keep 16, which write into no register, and scores are zero. 13.1 and later lose
-                # none. No compiler may leave the sum out, because -0.0 + 0.0 is 0.0.
+                    x_block = tl.load(x_at + c0, mask=real[None, :], other=0.0)
+                    y_block = tl.load(y_at + m * D + c0, mask=real[:, None], other=0.0)
+                    scores = tl.dot(x_block, y_block, scores)
+                # Without this sum, ptxas 12.8 and 12.9 lose the products for an H100: they keep 16
+                # of 64, which write into no register, so the scores are zero. ptxas 13.1 and later
+                # keep all. No compiler may leave the sum out, because -0.0 + 0.0 is 0.0.
                 scores += 0.0
-            # `one` is 1. After a multiplication, ptxas before 13.3 replaces bits in one step; right
-            # after a product, in two. These steps take much of the time.
-            bits = (scores * one).to(tl.int32, bitcast=True) & -ALL_M | m
+            # Multiplying by `one`, which is 1, saves an instruction for each score: ptxas before
+            # 13.3 then replaces the low bits in one instead of two.
+            bits = (scores * one).to(tl.int32, bitcast=True) & -LIMIT_M | m
             highest = tl.maximum(highest, bits.to(tl.float32, bitcast=True))
         at = best + (head * B + b[None, :]) * R + r[:, None]
         tl.store(at, highest, mask=(r < R)[:, None] & (b < B)[None, :])
 
     @triton.jit
     def shares_of(number, n, weight, PACKED: tl.constexpr):
-        """weight (1, J) where number (1, J) is n (N, 1), otherwise 0."""
-        if PACKED:  # two shares an instruction; 0x4300 to 0x43ff are 256 different bfloat16 numbers
+        """-> (N, J): weight (1, J) where number (1, J) equals n (N, 1), otherwise 0."""
+        if PACKED:  # two at once; 0x4300 to 0x43ff are 256 different bfloat16 numbers
             number = (number | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
             n = (n | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
             share = tl.inline_asm_elementwise(
                 "{.reg .b32 t; set.eq.bf16x2.bf16x2 t, $1, $2; mul.bf16x2 $0, t, $3;}", "=r,r,r,r",
                 [number, n, weight.to(tl.bfloat16)], dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
-        else:  # sums take less time than tl.where
+        else:  # these sums take less time than tl.where
             other = tl.minimum(tl.abs(number.to(tl.float32) - n.to(tl.float32)), 1.0)
             share = weight - weight * other
         return share
@@ -219,54 +221,54 @@ if triton:
     @triton.jit
     def gradient_kernel(
         numbers, y, weights, chosen, choosers, grad, N, M, J, D, C: tl.constexpr,
-        ALL_N: tl.constexpr, ALL_M: tl.constexpr, SOME_N: tl.constexpr, SOME_J: tl.constexpr,
-        SOME_C: tl.constexpr, PACKED: tl.constexpr,
+        LIMIT_N: tl.constexpr, LIMIT_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
+        BLOCK_C: tl.constexpr, PACKED: tl.constexpr,
     ):  # fmt: skip
-        """A program for some queries and channels of an image a adds up share @ y over the J tokens
-        of all images b, one after the other: weights (A, J), grad / 2M of each token's image.
+        """A program has some queries and channels of one image a. It adds up share @ y over the J
+        tokens of all images b, one image after the other. weights (A, J) has each one's grad / 2M.
 
         First, each query gets the keys that it has chosen (heads, B, A, N). Then each key goes to
-        its best query, of choosers (heads, A, J). Most of these shares are zero, but tensor cores
-        multiply them in a fixed order and time. Programs that add each key to its query would wait
-        where many keys choose the same one."""
+        its best query, which choosers (heads, A, J) names. Most of these shares are zero, but
+        tensor cores multiply them in a fixed order and time. If programs added each key to its
+        query instead, they would wait where many keys choose the same query."""
         a = tl.program_id(0)
         A = tl.num_programs(0)
-        n = tl.program_id(1) * SOME_N + tl.arange(0, SOME_N)
-        blocks: tl.constexpr = (C + SOME_C - 1) // SOME_C
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        blocks: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
         head = tl.program_id(2) // blocks
-        c = tl.program_id(2) % blocks * SOME_C + tl.arange(0, SOME_C)
+        c = tl.program_id(2) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
         real_c = (c < C)[None, :]
         y_at = y + head * C + c[None, :]
-        total = tl.zeros([SOME_N, SOME_C], tl.float32)
+        total = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
         B = J // M
         chosen_at = chosen + (head * B * A + a) * N + tl.minimum(n, N - 1)
         key = tl.load(chosen_at)
         for b in range(B):
-            next_key = tl.load(chosen_at + tl.minimum(b + 1, B - 1) * A * N)  # on its way meanwhile
-            j = b * M + (key & (ALL_M - 1))
-            some_y = tl.load(y_at + j[:, None] * D, mask=real_c, other=0.0)
-            total += tl.load(weights + a * J + b * M) * some_y
+            next_key = tl.load(chosen_at + tl.minimum(b + 1, B - 1) * A * N)  # it arrives meanwhile
+            j = b * M + (key & (LIMIT_M - 1))
+            y_block = tl.load(y_at + j[:, None] * D, mask=real_c, other=0.0)
+            total += tl.load(weights + a * J + b * M) * y_block
             key = next_key
         total *= M / N
-        # Were n not loaded, Triton would move all shares through shared memory.
+        # If n were not loaded, Triton would move all shares through shared memory.
         loaded_n = tl.load(numbers + n)[:, None]
-        for j0 in range(0, J, SOME_J):
-            j = j0 + tl.arange(0, SOME_J)
-            query = tl.load(choosers + (head * A + a) * J + j, mask=j < J, other=0) & (ALL_N - 1)
+        for j0 in range(0, J, BLOCK_J):
+            j = j0 + tl.arange(0, BLOCK_J)
+            query = tl.load(choosers + (head * A + a) * J + j, mask=j < J, other=0) & (LIMIT_N - 1)
             weight = tl.load(weights + a * J + j, mask=j < J, other=0.0)
-            some_y = tl.load(y_at + j[:, None] * D, mask=(j < J)[:, None] & real_c, other=0.0)
+            y_block = tl.load(y_at + j[:, None] * D, mask=(j < J)[:, None] & real_c, other=0.0)
             share = shares_of(query[None, :], loaded_n, weight[None, :], PACKED)
-            # Without this line, which changes nothing, the next round begins while an H100 computes
+            # This line changes no value. Without it, the next round begins while an H100 computes
             # this product, and ptxas before 13.3 lets its shares overwrite those that the product
             # still reads (triton-lang/triton issue 9433). The gradient would be wrong now and then.
             total = tl.where(a >= 0, total, 0.0)
-            total = tl.dot(share.to(some_y.dtype), some_y, total)
+            total = tl.dot(share.to(y_block.dtype), y_block, total)
         at = grad + (a * N + n[:, None]) * D + head * C + c[None, :]
         tl.store(at, total.to(grad.dtype.element_ty), mask=(n < N)[:, None] & real_c)
 
 
 def kernels_fit(q: Tensor, k: Tensor, heads: int) -> bool:
-    """Whether the kernels can match these tokens."""
+    """Say whether the kernels can match these tokens."""
     A, N, D = q.shape
     B, M, _ = k.shape
     if not triton:  # missing on Windows
@@ -287,11 +289,11 @@ def kernels_fit(q: Tensor, k: Tensor, heads: int) -> bool:
 
 @functools.cache
 def kernels_work(device: torch.device, dtype: torch.dtype, N: int, M: int, C: int) -> bool:
-    """Whether both kernels can be compiled and agree with the slower form, tried once on random
-    tokens of 16 images. If not, prints why the slower form is used.
+    """Say whether both kernels can be compiled and agree with the slower form. This is tried once,
+    on random tokens of 16 images. If they do not, print why the slower form is used.
 
-    Compilers have lost sums of these kernels in silence. The trial waits for the GPU, so it must
-    have been made before a CUDA graph is captured."""
+    Compilers have lost sums of these kernels in silence. The trial waits for the GPU, so it must be
+    over before a CUDA graph is captured."""
     random = torch.Generator(device).manual_seed(0)
     q = torch.randn(16, N, C, generator=random, device=device, dtype=dtype)
     k = torch.randn(16, M, C, generator=random, device=device, dtype=dtype)
@@ -310,7 +312,7 @@ def kernels_work(device: torch.device, dtype: torch.dtype, N: int, M: int, C: in
     errors = [(x - y).norm() / y.norm() for x, y in zip(ours, slow, strict=True)]
     # Of two scores that are almost equal, either may win.
     errors += [(x != y).float().mean() for x, y in zip(winners, slow_winners, strict=True)]
-    works = all(error <= 0.02 for error in errors)  # not so for NaN
+    works = all(error <= 0.02 for error in errors)  # false for NaN
     if not works:
         text = "Triton's kernels differ from the slower form by more than 2 %, so that form is used"
         print(f"token_match on {device}: {text}")
@@ -328,33 +330,33 @@ def number_limit(tokens: int) -> int:
 
 
 def match_on_cuda(q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """match_each_head, by match_kernel where it fits. A winner's number is then in the lowest bits
-    of its score."""
+    """Do what match_each_head does, by match_kernel where it fits. A winner's number is then in the
+    lowest bits of its score."""
     if kernels_fit(q, k, heads):
         return match_by_kernel(q, k, heads)
     return match_each_head(q, k, heads)
 
 
 def match_by_kernel(q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """match_each_head by match_kernel: for queries and, with all roles swapped, for keys."""
+    """Run match_kernel for queries and, with all roles swapped, for keys."""
     A, N, D = q.shape
     B, M, _ = k.shape
     C = D // heads
     q, k = q.contiguous(), k.contiguous()
     best_key = q.new_empty(heads, B, A, N, dtype=torch.float32)
     best_query = q.new_empty(heads, A, B, M, dtype=torch.float32)
-    # Chosen by time on an H100; they also fit into the 99 KB of shared memory of smaller GPUs.
+    # These are the fastest on an H100. They also fit into the 99 KB of shared memory of small GPUs.
     if C <= 64:
-        some_b, some_c, warps = 64, 64, 4
+        block_b, block_c, warps = 64, 64, 4
     else:
-        some_b, some_c, warps = 128, 128 // q.element_size(), 8
+        block_b, block_c, warps = 128, 128 // q.element_size(), 8
     for x, y, best in ((q, k, best_key), (k, q, best_query)):
         rows = x.shape[0] * x.shape[1]
         images, tokens, _ = y.shape
         with torch.cuda.device_of(q):  # Triton launches on the current GPU
-            match_kernel[(triton.cdiv(rows, 128), triton.cdiv(images, some_b), heads)](
+            match_kernel[(triton.cdiv(rows, 128), triton.cdiv(images, block_b), heads)](
                 x, y, best, 1.0, rows, images, tokens, D, C, number_limit(tokens),
-                128, some_b, block_of(C, some_c), num_warps=warps, num_stages=3,
+                128, block_b, block_of(C, block_c), num_warps=warps, num_stages=3,
             )  # fmt: skip
     similarity = (best_query.mean(3).mean(0) + best_key.mean(3).mean(0).T) / 2
     return similarity, best_key.view(torch.int32), best_query.view(torch.int32)
@@ -363,14 +365,14 @@ def match_by_kernel(q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor, T
 def gradients_on_cuda(
     grad: Tensor, q: Tensor, k: Tensor, best_key: Tensor, best_query: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """gradients_each_head, by gradient_kernel where it fits."""
+    """Do what gradients_each_head does, by gradient_kernel where it fits."""
     if kernels_fit(q, k, len(best_key)):
         return gradients_by_kernel(grad, q, k, best_key, best_query)
     return gradients_each_head(grad, q, k, best_key, best_query)
 
 
 def can_pack(q: Tensor) -> bool:
-    """Whether two shares fit into one instruction: in bfloat16, from Hopper on."""
+    """Say whether two shares fit into one instruction, as in bfloat16 from Hopper on."""
     if not q.is_cuda or q.dtype != torch.bfloat16:
         return False
     return torch.cuda.get_device_capability(q.device) >= (9, 0)
@@ -379,7 +381,7 @@ def can_pack(q: Tensor) -> bool:
 def gradients_by_kernel(
     grad: Tensor, q: Tensor, k: Tensor, best_key: Tensor, best_query: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """gradients_each_head by gradient_kernel: for q and, with all roles swapped, for k."""
+    """Run gradient_kernel for q and, with all roles swapped, for k."""
     heads = len(best_key)
     C = q.shape[2] // heads
     packed = can_pack(q)
@@ -392,14 +394,14 @@ def gradients_by_kernel(
         images, N, D = x.shape
         others, M, _ = y.shape
         weights = (grad_xy / (2 * heads * M)).repeat_interleave(M, 1)
-        some_n = max(64, block_of(N, 128))
-        some_j = 128 // y.element_size()
-        some_c = block_of(C, 64 if C <= 64 else 128)
+        block_n = max(64, block_of(N, 128))
+        block_j = 128 // y.element_size()
+        block_c = block_of(C, 64 if C <= 64 else 128)
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         with torch.cuda.device_of(q):
-            gradient_kernel[(images, triton.cdiv(N, some_n), heads * triton.cdiv(C, some_c))](
+            gradient_kernel[(images, triton.cdiv(N, block_n), heads * triton.cdiv(C, block_c))](
                 numbers, y.contiguous(), weights, chosen, choosers, grad_x, N, M, others * M, D, C,
-                number_limit(N), number_limit(M), some_n, some_j, some_c, packed,
+                number_limit(N), number_limit(M), block_n, block_j, block_c, packed,
                 num_warps=4, num_stages=3,
                 maxnreg=128 if packed and C <= 64 else None,  # four programs at a time
             )  # fmt: skip
@@ -421,7 +423,7 @@ _gradients.register_kernel("cuda", gradients_on_cuda)
 
 @_token_match.register_fake
 def _(q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The shapes alone, for torch.compile."""
+    """Give torch.compile the shapes of the results."""
     A, N, _ = q.shape
     B, M, _ = k.shape
     best_key = q.new_empty(heads, B, A, N, dtype=torch.int32)
@@ -441,8 +443,8 @@ def _keep_for_backward(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad: Tensor, *_) -> tuple[Tensor, Tensor]:
-    # torch.compile keeps compiled graphs on disk and finds them by their forward pass. After an
-    # edit of this function, TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 keeps it from using old ones.
+    # torch.compile keeps compiled graphs on disk and finds them by their forward pass. If you edit
+    # this function, set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1, so that it uses no old ones.
     return *_gradients(grad, *ctx.saved_tensors), None
 
 

@@ -2,84 +2,58 @@
 (Tu et al., ICCV 2023).
 
 The flow of one pair, with CLEVR-Change's sizes (captions of 24 ids, a vocabulary of 76):
-    before, after (1024, 14, 14) each                   In training only:
-       |  embed, Eq. 1
-       v
-    x_bef, x_aft (196, 512) each      similarity of cross_view's queries and keys, Eq. 2-3
-       |  cross_view, Eq. 5-6 . . . . . . . . . . . . . . > bef_to_aft, aft_to_bef (B, B)
-       v                                                    |  match_loss, Eq. 4
-    new_bef, new_aft (196, 512) each                        v
-       |  fuse, Eq. 7                                       L_cv
-       v
-    difference (196, 512) and caption (24 ids)
-       |  decoder, section 3.3
-       v              mean from START to END
-    hidden (24, 512) . . . . . . . . . . . . . . . . . > sentence (512)
-       |  decoder.head, Eq. 8                               |  cbr, with x_bef, Eq. 9-10
-       v                                                    v
-    logits (24, 76)                                         x_hat (196, 512)
-       |  caption_loss, Eq. 12                              |  similarity to x_aft, cbr_loss, Eq. 11
-       v                                                    v
-    L_cap                                                   L_cm
+    before, after (1024, 14, 14) each               In training only:
+       v  embed, Eq. 1
+    x_bef, x_aft (196, 512) each
+       v  cross_view, Eq. 5-6 . . . . . . . . . . > q_bef, k_bef, q_aft, k_aft (196, 512) each
+    new_bef, new_aft (196, 512) each                   v  match, Eq. 2-3, in a batch of B pairs
+       v  fuse, Eq. 7                               bef_to_aft, aft_to_bef (B, B)
+    difference (196, 512) and caption (24 ids)         v  match_loss, Eq. 4
+       v  decoder, section 3.3                      L_cv
+    hidden (24, 512) . . . . . . . . . . . . . . . > sentence (512), the mean from START to END
+       v  decoder.head, Eq. 8                          v  reasoning, with x_bef, Eq. 9-10
+    logits (24, 76)                                 x_hat (196, 512)
+       v  caption_loss, Eq. 12                         v  its match with x_aft, cbr_loss, Eq. 11
+    L_cap                                           L_cm
+Gradients: L_cap trains encoder and decoder, L_cm also CBR, L_cv embed, q, k; nothing is detached.
 
 Idea. (1) When the camera moves, all features change, so a bare difference of two images shows much
-besides the change. A contrastive loss teaches each image to find its partner in the batch by
-features that ignore the camera. (2) Cross-attention rebuilds each image from the other one, and
-only what did not change can be rebuilt. What was rebuilt is added to the image. (No loss compares
-the two: "rebuilt" is how the paper reads this attention.) The loss of (1) compares its queries and
-keys, so it also teaches where to look. (3) "Before" and a good sentence should be enough to imagine
-"after". A second contrastive loss asks for this.
+besides the change. A contrastive loss therefore teaches each image to find its partner in the
+batch, by features that ignore the camera. (2) Cross-attention, whose queries and keys this loss
+compares, brings to each image what it shares with the other one, and adds it. The paper calls this
+"reconstruction" of what did not change; no loss compares the two. (3) "Before" and a good sentence
+should be enough to imagine "after", and a second contrastive loss asks for this.
 
 Terms. A changed pair shows a scene before and after a change. In a distractor pair, only camera and
 light differ, and its caption says that nothing changed. In CLEVR-Change and mini, a scene has one
-of each, with the same "before". There, a step has a batch of changed pairs and a batch of the same
-scenes' distractor pairs, and each loss is the mean of the two. In half of the scenes, drawn anew in
-each epoch, "before" and the distractor picture change places. (Both as released.)
+of each, with the same "before", and a step has a batch of each kind. In half of the scenes, drawn
+anew in each epoch, "before" and the distractor picture change places (as released).
 
-Read first: CrossView, BackwardReasoning, match_by_definition (what `similarity` computes, as a
-definition), match_loss, cbr_loss, SCORER.encode and SCORER.forward. Skip at first: DecoderLayer and
-Decoder (a transformer decoder), attention_map, and all that follows the class SCORER.
+Read first: CrossView, match_by_definition, BackwardReasoning, match_loss, cbr_loss, SCORER.encode,
+.forward and .cbr. Skip at first: DecoderLayer, Decoder, attention_map, all that follows SCORER.
 
-Formulas, reconstructed from the paper's text and released code, not compared with the printed ones:
-InfoNCE    common.info_nce    nce(S) = -1/B sum_a log(exp S_aa / sum_b exp S_ab)
-Eq. 1      ImageEmbedding     X = conv(features) + position
-Eq. 2      similarity         TM_ab = 1/2 [mean_n max_m q_an.k_bm + mean_m max_n q_an.k_bm]
-Eq. 3      similarity         MTM = mean over heads [ours] of TM, each with its slice of q and k
-Eq. 4      match_loss         L_cv = 1/2 [nce(S) + nce(S')], S = MTM(q_bef, k_aft) / tau,
-                              S' = MTM(q_aft, k_bef) / tau, of the first layer
-Eq. 5      CrossView          unchanged = MHCA(X, partner), queries from X; its q and k are Eq. 4's
-Eq. 6      CrossView          new X = LN(X + unchanged), which the next layer and Eq. 7 read
-Eq. 7      Fusion             difference = ReLU(W [new X_bef ; new X_aft] + b)
-Eq. 8      Decoder            p(next word) = softmax(W hidden), hidden = decoder(words, difference)
-Eq. 9      BackwardReasoning  x = W_1 [X_bef ; sentence], sentence = mean hidden of START to END
-Eq. 10     BackwardReasoning  X_hat = W_2 MHSA(x), the "hallucination" of "after"; W_2 as released
-Eq. 11     cbr_loss           L_cm = 1/2 [nce(R) + nce(R^T)], R = MTM(W_q X_hat, W_k X_aft) / tau
-Eq. 12     caption_loss       L_cap = -mean of log p(next word)
-Eq. 13     total_loss         L = L_cap + w_match L_cv + w_cbr L_cm
-
-a and b are images of a batch, n and m their cells, q_an and k_bm vectors of D numbers. Eq. 2 has no
-1/sqrt(D), and its vectors are not normalised (as released). w_match is the paper's lambda_v, w_cbr
-its lambda_m. Eq. 4 and 11 each have a learned exp(log_scale) in place of 1 / tau (as released).
+Our copy of the paper has lost its formulas. These are reconstructed from its text and the released
+code, and were not compared with the printed ones. "As released" is what only that code says; [ours]
+is what neither says. RELEASED, after the class, lists where the code contradicts the text.
+Equation  where              from the text                                  as released, or [ours]
+InfoNCE   common.info_nce    nce(S) = -1/B sum_a log(exp S_aa / sum_b exp S_ab)
+Eq. 1     ImageEmbedding     X = conv(features) + position
+Eq. 2     Match              TM_ab = (mean_n max_m q_an.k_bm                tokens not normalised
+                                     + mean_m max_n q_an.k_bm) / 2
+Eq. 3     Match              MTM = TM in several subspaces                  mean over heads [ours]
+Eq. 4     match_loss         L_cv = (nce(S) + nce(S')) / 2, S, S' = MTM of  q, k of Eq. 5; 1 / tau
+                             X_bef to X_aft and of X_aft to X_bef, / tau    is e^log_scale, learned
+Eq. 5     CrossView          unchanged = MHCA(X, partner)                   no output projection
+Eq. 6     CrossView          new X = LN(X + unchanged)
+Eq. 7     Fusion             difference = ReLU(W [new X_bef ; new X_aft])   dropout
+Eq. 8     Decoder.head       p(next word) = softmax(W hidden)
+Eq. 9     BackwardReasoning  x = W_1 [X_bef ; sentence at every cell]
+Eq. 10    BackwardReasoning  X_hat = MHSA(x), the "hallucination"           W_2 MHSA(x)
+Eq. 11    cbr_loss           L_cm: as Eq. 4, of X_hat to X_aft              nce(R) and nce(R^T)
+Eq. 12    caption_loss       L_cap = -mean of log p(next word)
+Eq. 13    total_loss         L = L_cap + lambda_v L_cv + lambda_m L_cm      (w_match, w_cbr)
 Axis letters: A, B pairs, C channels, H x W grid, N, M = H*W cells, D width, h heads, L ids of a
-caption (START, words, END, padding), V ids of the vocabulary.
-
-Flags for each row of the paper's tables. Each run needs an --out_dir of its own. The last column is
-the CIDEr of changed pairs on mini, a mean of three seeds (docs/results.md). Two such means differ
-by up to 49 by chance, one run and a mean by 70, two runs by 85, two means at twice the steps by 21.
-Row (Tables 6-7 and 10-12)      flags (on mini, unless --dataset is given)   on mini, if measured
-SCORER+CBR                                                                   475
-Subtraction                     --difference subtract --w_match 0 --w_cbr 0  321
-RR                              --w_match 0 --w_cbr 0                        402
-RR+CBR                          --w_match 0
-SCORER                          --w_cbr 0                                    472
-matching (Fig. 3)               --matching mtm, tm, mean or max
-heads (Fig. 4)                  --heads 8 (the flag also changes the heads of decoder and CBR)
-layers (Fig. 5)                 --layers 2
-fusion (section 6.3)            --fusion cat, sum or hadamard
-No flags: RR+ (Fig. 13, without negatives), and the fusion of words that attended to each image.
-
-The default mostly follows the paper. RELEASED, after the model, lists where the released code does
-otherwise. "As released" marks what both take from that code, [ours] what follows neither.
+caption (START, words, END, padding), V ids of the vocabulary. q_an is the query of cell n of a.
 
 To copy: this file, matching.py and common.py; to train, also data.py, scores.py and support/.
 Licence: MIT. Written from the paper; it contains no code from the authors' repository.
@@ -88,7 +62,7 @@ Licence: MIT. Written from the paper; it contains no code from the authors' repo
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -120,7 +94,7 @@ class Config(RunConfig):
 
     dim: int = 512  # width D of images, words and decoder (section 4.3)
     word_dim: int = 300  # width of word embeddings (section 4.3)
-    heads: int = 8  # heads in every attention, and in the matching "mtm" (section 4.5)
+    heads: int = 8  # heads of every attention and of the matching "mtm" (section 4.5)
     layers: int = 2  # number of cross-view layers, Eq. 5-6 (section 4.5)
     decoder_layers: int = 2  # number of decoder layers (section 4.3)
     dropout: float = 0.1  # dropout probability (as released)
@@ -167,46 +141,83 @@ class ImageEmbedding(nn.Module):
         return x.flatten(2).transpose(1, 2)  # (B, N, D)
 
 
-class Projections(NamedTuple):
-    """Queries and keys of Eq. 5 of both images, each (B, N, D). Eq. 4 compares them. (Section 3.2.2
-    names no projections; to compare these is as released.)"""
-
-    q_bef: Tensor
-    k_aft: Tensor
-    q_aft: Tensor
-    k_bef: Tensor
-
-
 class CrossView(nn.Module):
     """Eq. 5-6, one layer: X <- LN(X + MHCA(X, partner)) for both images of a pair.
 
-    X_bef, X_aft (B, N, D) -> the new X_bef and X_aft, and the Projections for Eq. 4. Eq. 6 adds
-    what could be rebuilt instead of subtracting it, because a caption also names unchanged objects
-    ("left of the cube"), which a subtraction would remove. (But `value` is learned, and its
-    negative turns + into -.) The paper cites the standard attention, with an output projection.
-    This has none, as released."""
+    X_bef, X_aft (B, N, D) -> the new X_bef and X_aft, and the queries and keys q_bef, k_aft, q_aft,
+    k_bef (B, N, D) of Eq. 5. Eq. 4 compares these (as released; the paper names no projections).
+
+    In Eq. 6 the paper adds where others subtract, to keep what a caption may name beside the change
+    ("left of the cube"). The attention can learn to flip the sign of its output, by negating
+    `value`, so adding and subtracting differ only in their initial weights."""
 
     def __init__(self, cfg: Config):
         super().__init__()
+        # As released. The standard attention, which the paper cites, has an output projection.
         self.attention = Attention(cfg.dim, cfg.heads, cfg.dropout, out_proj=False)
         self.norm = nn.LayerNorm(cfg.dim, eps=1e-6)
 
-    def forward(self, x_bef: Tensor, x_aft: Tensor) -> tuple[Tensor, Tensor, Projections]:
+    def forward(self, x_bef: Tensor, x_aft: Tensor) -> tuple[Tensor, Tensor, tuple]:
         q_bef, k_aft, v_aft = self.attention.project(x_bef, x_aft)
         q_aft, k_bef, v_bef = self.attention.project(x_aft, x_bef)
         unchanged_bef = self.attention.attend(q_bef, k_aft, v_aft)  # Eq. 5
         new_bef = self.norm(x_bef + unchanged_bef)  # Eq. 6
         unchanged_aft = self.attention.attend(q_aft, k_bef, v_bef)  # Eq. 5
         new_aft = self.norm(x_aft + unchanged_aft)  # Eq. 6
-        return new_bef, new_aft, Projections(q_bef, k_aft, q_aft, k_bef)
+        return new_bef, new_aft, (q_bef, k_aft, q_aft, k_bef)
+
+
+def match_by_definition(q: Tensor, k: Tensor, heads: int) -> Tensor:
+    """Eq. 2-3 as they are defined: the similarity of every image a to every image b, by their
+    best-matching cells. q (A, N, D), k (B, M, D) -> (A, B). [ours]: the heads are averaged.
+
+    Training never calls this, because it needs all A*B*N*M products at once. Match calls
+    token_match of matching.py, which computes the same, fast.
+
+    By hand, with one head: the queries (1, 0), (0, 1) and the keys (1, 0), (1, 0) have the products
+    ((1, 1), (0, 0)). Row maxima 1, 0; column maxima 1, 1; similarity (0.5 + 1) / 2 = 0.75."""
+    q = q.unflatten(-1, (heads, -1))  # (A, N, h, D/h)
+    k = k.unflatten(-1, (heads, -1))  # (B, M, h, D/h)
+    s = torch.einsum("anhc,bmhc->abhnm", q, k)
+    both = s.amax(-1).mean(-1) + s.amax(-2).mean(-1)  # Eq. 2, (A, B, h)
+    return both.mean(-1) / 2  # Eq. 3, (A, B)
+
+
+class Match(nn.Module):
+    """Eq. 2-3, divided by tau: the similarity of every image a to every image b.
+    q (A, N, D), k (B, M, D) -> (A, B).
+
+    "mtm" is match_by_definition, and "tm" the same with a single head. "mean" and "max" (Fig. 3)
+    pool the cells first; that these are q and k is [ours]. As released, the cells are not
+    normalised, and a learned scale, at first e, replaces 1 / tau."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.matching = cfg.matching
+        self.heads = cfg.heads
+        self.log_scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        # Scores of different images differ by far less than their size, which bfloat16 rounds away.
+        with torch.autocast(q.device.type, enabled=False):
+            if self.matching == "mtm":
+                score = token_match(q, k, self.heads)  # Eq. 3
+            elif self.matching == "tm":
+                score = token_match(q, k)  # Eq. 2
+            elif self.matching == "mean":
+                score = upcast(q).mean(1) @ upcast(k).mean(1).T
+            elif self.matching == "max":
+                score = upcast(q).amax(1) @ upcast(k).amax(1).T
+            return self.log_scale.exp() * score
 
 
 class Fusion(nn.Module):
     """Eq. 7: difference = ReLU(W [new X_bef ; new X_aft] + b). Its dropout is as released. W has to
-    tell cells that the other image could rebuild from those that it could not.
+    tell cells that attention could reconstruct from those that it could not.
 
     Both images after Eq. 6 (B, N, D) -> (B, N, D). Instead of concatenating them ("cat"), section
-    6.3 also tries their sum and product. The baseline Subtraction has X_bef - X_aft of Eq. 1."""
+    6.3 also tries their sum and product. The baseline Subtraction has X_bef - X_aft of Eq. 1, in
+    which the positions cancel."""
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -222,15 +233,15 @@ class Fusion(nn.Module):
             x = x_bef + x_aft
         elif self.mode == "hadamard":
             x = x_bef * x_aft
-        else:
+        elif self.mode == "subtract":
             x = x_bef - x_aft
         return F.relu(self.dropout(self.project(x)))  # Eq. 7
 
 
 class DecoderLayer(nn.Module):
     """A post-norm layer of the decoder: words attend to earlier words and then to the difference,
-    and a feed-forward network follows. x (B, L, D), difference (B, N, D) -> the new x, and x1
-    (B, L, D), which attends to the difference (for attention maps).
+    and a feed-forward network follows. x (B, L, D), difference (B, N, D) -> the new x, and the
+    words with which it attended to the difference (for attention maps), both (B, L, D).
 
     Unlike in the standard layer, attention has no output projection and no dropout after it, and
     the feed-forward network has width D and GELU. All this follows the released code, as does eps
@@ -240,7 +251,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attention = Attention(cfg.dim, cfg.heads, cfg.dropout, out_proj=False)
         self.cross_attention = Attention(cfg.dim, cfg.heads, cfg.dropout, out_proj=False)
-        self.hidden = nn.Linear(cfg.dim, cfg.dim)
+        self.widen = nn.Linear(cfg.dim, cfg.dim)  # the standard layer has 4D here
         self.output = nn.Linear(cfg.dim, cfg.dim)
         self.norm1 = nn.LayerNorm(cfg.dim, eps=1e-6)
         self.norm2 = nn.LayerNorm(cfg.dim, eps=1e-6)
@@ -251,8 +262,8 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
         x1 = self.norm1(x + self.self_attention(x, x, causal=True))
         x2 = self.norm2(x1 + self.cross_attention(x1, difference))
-        inner = F.gelu(self.hidden(x2))
-        residual = x2 if self.ffn_residual == "input" else inner
+        inner = F.gelu(self.widen(x2))
+        residual = {"input": x2, "activation": inner}[self.ffn_residual]
         x3 = self.norm3(residual + self.dropout(self.output(inner)))
         return x3, x1
 
@@ -265,7 +276,7 @@ class Decoder(nn.Module):
 
     def __init__(self, cfg: Config, vocab_size: int, max_len: int):
         super().__init__()
-        # padding_idx: the row of NULL gets no gradient. (It is not 0: see initialise.)
+        # padding_idx: the row of NULL gets no gradient. `initialise` draws it like all others.
         self.embed = nn.Embedding(vocab_size, cfg.word_dim, padding_idx=NULL)
         self.register_buffer("position", sinusoid(max_len, cfg.word_dim), persistent=False)
         self.project = nn.Linear(cfg.word_dim, cfg.dim)
@@ -275,99 +286,54 @@ class Decoder(nn.Module):
         self.head = nn.Linear(cfg.dim, vocab_size)  # Eq. 8, without its softmax
 
     def initialise(self, xavier: bool) -> None:
-        """Initial weights of the decoder: Xavier-uniform or, as released, N(0, 0.02). Biases are 0.
-        (common.initialise would need output projections.) Other modules keep PyTorch's."""
+        """Draw the decoder's weights: Xavier-uniform or, as released, N(0, 0.02). Biases are 0.
+        (common.initialise would give queries, keys and values a smaller gain.)"""
         for p in self.parameters():
-            if p.ndim == 1:
-                continue
-            if xavier:
+            if p.ndim > 1 and xavier:
                 nn.init.xavier_uniform_(p)
-            else:
+            elif p.ndim > 1:
                 nn.init.normal_(p, std=0.02)
         for m in self.modules():
             if isinstance(m, nn.Linear):
                 nn.init.zeros_(m.bias)
 
     def forward(self, ids: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
-        """ids (B, L), difference (B, N, D) -> hidden states, and what attends to the difference in
-        the last layer, both (B, L, D)."""
+        """ids (B, L), difference (B, N, D) -> hidden states, and the words with which the last
+        layer attended to the difference, both (B, L, D)."""
         x = self.embed(ids) + self.position[: ids.shape[1]]
         x = self.norm(self.dropout(self.project(x)))  # as released
         for layer in self.layers:
-            x, attending = layer(x, difference)
-        return x, attending
-
-    def attention(self, ids: Tensor, difference: Tensor, cells: int) -> Tensor:
-        """The last layer's attention, averaged over heads, with its softmax over the first `cells`
-        of M tokens. ids (B, L), difference (B, M, D) -> (B, L, cells)."""
-        _, attending = self(ids, difference)
-        attention = self.layers[-1].cross_attention
-        q, k, _ = attention.project(attending, difference[:, :cells])
-        return attention.scores(q, k).softmax(-1).mean(1)
+            x, words = layer(x, difference)
+        return x, words
 
 
 class BackwardReasoning(nn.Module):
-    """Eq. 9-10: X_hat = W_2 MHSA(W_1 [X_bef ; s]), the "hallucination": what "after" should look
-    like, given "before" and a sentence. The sentence s is appended to every cell.
+    """Eq. 9-11: X_hat = W_2 MHSA(W_1 [X_bef ; s]), the "hallucination", is what "after" should look
+    like, given "before" and a sentence s, which is appended to every cell.
 
-    X_bef (B, N, D), s (B, D) -> X_hat (B, N, D). W_2 follows the released code. So does the
-    attention, with an output projection, but without biases, dropout, residual and LayerNorm. It is
-    PyTorch's module, which also has the released code's initial weights."""
+    X_bef, X_aft (B, N, D), s (B, D) -> R (B, B), the similarity of each X_hat to each X_aft. W_2
+    and the projections that are matched follow the released code. So does the attention, with an
+    output projection, but without biases, dropout, residual and LayerNorm. It is PyTorch's module,
+    which also has the released code's initial weights."""
 
     def __init__(self, cfg: Config):
         super().__init__()
-        self.join = nn.Linear(2 * cfg.dim, cfg.dim)
-        self.output = nn.Linear(cfg.dim, cfg.dim)
+        self.match = Match(cfg)
+        self.join = nn.Linear(2 * cfg.dim, cfg.dim)  # W_1
+        self.output = nn.Linear(cfg.dim, cfg.dim)  # W_2
         self.attention = nn.MultiheadAttention(cfg.dim, cfg.heads, bias=False, batch_first=True)
-        # For Eq. 11, as released; SCORER.forward reads them.
         self.query = nn.Linear(cfg.dim, cfg.dim)
         self.key = nn.Linear(cfg.dim, cfg.dim)
-        self.log_scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, x_bef: Tensor, sentence: Tensor) -> Tensor:
+    def forward(self, x_bef: Tensor, sentence: Tensor, x_aft: Tensor) -> Tensor:
         at_every_cell = sentence[:, None].expand(-1, x_bef.shape[1], -1)  # (B, N, D)
         x = self.join(torch.cat([x_bef, at_every_cell], -1))  # Eq. 9
         attended, _ = self.attention(x, x, x, need_weights=False)  # Eq. 10
-        return self.output(attended)  # W_2 of Eq. 10, as released
+        x_hat = self.output(attended)  # (B, N, D)
+        return self.match(self.query(x_hat), self.key(x_aft))  # R of Eq. 11
 
 
 # ---- losses --------------------------------------------------------------------------------------
-
-
-def match_by_definition(q: Tensor, k: Tensor, heads: int) -> Tensor:
-    """Eq. 2-3 as they are defined: the similarity of every image a to every image b.
-    q (A, N, D), k (B, M, D) -> (A, B). [ours]: the heads are averaged.
-
-    Training never calls this: it needs all A*B*N*M products at once. `similarity` below calls
-    token_match of matching.py, which computes the same, fast.
-
-    By hand, with one head: the queries (1, 0), (0, 1) and the keys (1, 0), (1, 0) have the products
-    ((1, 1), (0, 0)). Row maxima 1, 0; column maxima 1, 1; similarity (0.5 + 1) / 2 = 0.75."""
-    q = q.unflatten(-1, (heads, -1))  # (A, N, h, D/h)
-    k = k.unflatten(-1, (heads, -1))  # (B, M, h, D/h)
-    s = torch.einsum("anhc,bmhc->abhnm", q, k)
-    both = s.amax(-1).mean(-1) + s.amax(-2).mean(-1)  # Eq. 2, (A, B, h)
-    return both.mean(-1) / 2  # Eq. 3, (A, B)
-
-
-def similarity(q: Tensor, k: Tensor, log_scale: Tensor, matching: str, heads: int) -> Tensor:
-    """Eq. 2-3 times exp(log_scale): the similarity of every image a to every image b.
-    q (A, N, D), k (B, M, D) -> (A, B).
-
-    "mtm" is match_by_definition, and "tm" the same with a single head. "mean" and "max" (Fig. 3)
-    pool tokens first; that these are q and k is [ours]. As released, tokens are not normalised, and
-    a learned scale, at first e, replaces 1 / tau."""
-    # Scores of different images differ by far less than their size, which bfloat16 rounds away.
-    with torch.autocast(q.device.type, enabled=False):
-        if matching == "mtm":
-            score = token_match(q, k, heads)  # Eq. 3
-        elif matching == "tm":
-            score = token_match(q, k)  # Eq. 2
-        elif matching == "mean":
-            score = upcast(q).mean(1) @ upcast(k).mean(1).T
-        else:
-            score = upcast(q).amax(1) @ upcast(k).amax(1).T
-        return log_scale.exp() * score
 
 
 def match_loss(bef_to_aft: Tensor, aft_to_bef: Tensor) -> Tensor:
@@ -411,8 +377,8 @@ def total_loss(losses: dict[str, Tensor], cfg: Config) -> Tensor:
 
 
 class SCORER(nn.Module):
-    """SCORER+CBR with all its parameters. grid: (C, H, W) of the features; max_len: longest caption
-    in tokens, START and END included."""
+    """SCORER+CBR with all its parameters. grid: (C, H, W) of the features; max_len: the length of
+    the longest caption in tokens, START and END included."""
 
     def __init__(self, cfg: Config, vocab_size: int, grid: tuple[int, int, int], max_len: int):
         super().__init__()
@@ -420,76 +386,75 @@ class SCORER(nn.Module):
         self.grid = grid
         self.max_len = max_len
         layers = 0 if cfg.difference == "subtract" else cfg.layers
-        if cfg.w_match and layers == 0:
-            raise InputError("without a cross-view layer nothing can be matched; set --w_match 0")
+        if cfg.w_match:
+            if layers == 0:
+                raise InputError("without a cross-view layer nothing is matched; set --w_match 0")
+            self.match = Match(cfg)
         self.embed = ImageEmbedding(*grid, cfg.dim, cfg.use_coords)
         self.cross_view = nn.ModuleList(CrossView(cfg) for _ in range(layers))
         self.fuse = Fusion(cfg)
         self.decoder = Decoder(cfg, vocab_size, max_len)
-        if cfg.w_match:
-            self.log_scale = nn.Parameter(torch.ones(()))
         if cfg.w_cbr:
-            self.cbr = BackwardReasoning(cfg).requires_grad_(cfg.train_cbr)
-        self.decoder.initialise(cfg.xavier)
+            self.reasoning = BackwardReasoning(cfg).requires_grad_(cfg.train_cbr)
+        self.decoder.initialise(cfg.xavier)  # other modules keep PyTorch's weights, as released
 
-    def encode(
-        self, before: Tensor, after: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, list[Projections]]:
+    def encode(self, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor, list[tuple]]:
         """before, after (B, C, H, W) -> the difference of Eq. 7, X_bef and X_aft of Eq. 1, all
-        (B, N, D), and the Projections of each cross-view layer, for Eq. 4."""
+        (B, N, D), and the queries and keys of each cross-view layer."""
         # Two batches of different sizes would be mixed up in silence.
         assert before.shape == after.shape, f"{before.shape} and {after.shape} are no pairs"
         x = self.embed(torch.cat([before, after]))  # Eq. 1 of both, (2B, N, D)
         x_bef, x_aft = x.unflatten(0, (2, -1))  # (2, B, N, D)
         new_bef = x_bef
         new_aft = x_aft
-        projections = []
+        queries_and_keys = []
         for layer in self.cross_view:
-            new_bef, new_aft, projection = layer(new_bef, new_aft)  # Eq. 5-6
-            projections.append(projection)
+            new_bef, new_aft, of_layer = layer(new_bef, new_aft)  # Eq. 5-6
+            queries_and_keys.append(of_layer)
         difference = self.fuse(new_bef, new_aft)  # Eq. 7
-        return difference, x_bef, x_aft, projections
+        return difference, x_bef, x_aft, queries_and_keys
 
     def forward(self, before: Tensor, after: Tensor, caption: Tensor) -> dict[str, Tensor]:
         """before, after (B, C, H, W), caption (B, L) -> the terms of Eq. 13, by name.
 
-        At the start, with CLEVR-Change's sizes, "caption" is about 5 (--variant released: 4.4). A
-        guess among all words has ln 76 = 4.3. "match" and "cbr" are ln B, a guess among the images
-        of a batch. If "match" stays there, images do not find their partners. If "cbr" does,
-        "before" and the sentence do not tell the right "after" from others. On mini, "match" falls
-        within 100 steps, and "cbr" after it."""
+        At the start, with CLEVR-Change's sizes, "caption" is about 5 (--variant released: 4.4), and
+        a guess among all words has ln 76 = 4.3. "match" and "cbr" are ln B, a guess among the
+        images of a batch. On mini, "match" falls within 100 steps, and "cbr" after it."""
         cfg = self.cfg
         losses = {}
-        difference, x_bef, x_aft, projections = self.encode(before, after)  # Eq. 1, 5-7
-        hidden, _ = self.decoder(caption, difference)  # (B, L, D)
+        difference, x_bef, x_aft, queries_and_keys = self.encode(before, after)  # Eq. 1, 5-7
+        hidden, _ = self.decoder(caption, difference)  # section 3.3
         logits = self.decoder.head(hidden)  # Eq. 8
         losses["caption"] = caption_loss(logits, caption)  # Eq. 12
         if cfg.w_match:
-            p = projections[0 if cfg.match_layer == "first" else -1]
-            bef_to_aft = similarity(p.q_bef, p.k_aft, self.log_scale, cfg.matching, cfg.heads)  # S
-            aft_to_bef = similarity(p.q_aft, p.k_bef, self.log_scale, cfg.matching, cfg.heads)  # S'
+            layer = {"first": 0, "last": -1}[cfg.match_layer]
+            q_bef, k_aft, q_aft, k_bef = queries_and_keys[layer]
+            bef_to_aft = self.match(q_bef, k_aft)  # S of Eq. 4, by Eq. 2-3
+            aft_to_bef = self.match(q_aft, k_bef)  # S'
             losses["match"] = match_loss(bef_to_aft, aft_to_bef)  # Eq. 4
         if cfg.w_cbr:
-            # `hidden` belongs to the reference caption, START and END included. It has attended to
-            # the difference, so X_hat knows more about "after" than the words say.
-            valid = caption != NULL
-            sentence = masked_mean(hidden, valid)  # (B, D), section 3.4
-            if cfg.sentence_mean == "max_len":
-                sentence = sentence * valid.sum(1, keepdim=True) / self.max_len
-            x_hat = self.cbr(x_bef, sentence)  # Eq. 9-10
-            q = self.cbr.query(x_hat)
-            k = self.cbr.key(x_aft)
-            hat_to_aft = similarity(q, k, self.cbr.log_scale, cfg.matching, cfg.heads)  # R
-            losses["cbr"] = cbr_loss(hat_to_aft)  # Eq. 11
+            losses["cbr"] = self.cbr(x_bef, x_aft, hidden, caption)  # Eq. 9-11
         return losses
+
+    def cbr(self, x_bef: Tensor, x_aft: Tensor, hidden: Tensor, caption: Tensor) -> Tensor:
+        """Eq. 9-11, L_cm: is "after", imagined from "before" and the sentence, closest to the real
+        one? X_bef, X_aft (B, N, D), hidden states (B, L, D) of caption (B, L).
+
+        The caption is the reference, and its hidden states have attended to the difference. So
+        X_hat knows more about "after" than the words say."""
+        valid = caption != NULL  # START and END are included
+        sentence = masked_mean(hidden, valid)  # (B, D), section 3.4
+        if self.cfg.sentence_mean == "max_len":
+            sentence = sentence * valid.sum(1, keepdim=True) / self.max_len
+        hat_to_aft = self.reasoning(x_bef, sentence, x_aft)  # R of Eq. 11, by Eq. 9-10
+        return cbr_loss(hat_to_aft)  # Eq. 11
 
     @torch.no_grad()
     def clamp_scales(self) -> None:
         """Cap the learned scales at 100, as the released code does after each step."""
-        if self.cfg.w_match:
-            self.log_scale.clamp_(max=math.log(100))
-        if self.cfg.w_cbr:
-            self.cbr.log_scale.clamp_(max=math.log(100))
+        for module in self.modules():
+            if isinstance(module, Match):
+                module.log_scale.clamp_(max=math.log(100))
 
     @torch.no_grad()
     def generate(self, before: Tensor, after: Tensor) -> Tensor:
@@ -507,19 +472,22 @@ class SCORER(nn.Module):
         """Where the decoder looked: the last layer's attention over cells, averaged over heads and
         over the words of ids (B, L) -> "attention" (B, H, W). The released code shows the scores
         before the softmax."""
-        _, height, width = self.grid
         difference, *_ = self.encode(before, after)
-        weight = self.decoder.attention(ids, difference, height * width)  # (B, L, N)
+        _, words = self.decoder(ids, difference)
+        look = self.decoder.layers[-1].cross_attention
+        q, k, _ = look.project(words, difference)
+        weight = look.scores(q, k).softmax(-1).mean(1)  # (B, L, N)
         # Row t of the weights is from the state that predicts word t + 1.
         over_cells = masked_mean(weight[:, :-1], is_word(ids[:, 1:]))  # (B, N)
-        return {"attention": over_cells.unflatten(1, (height, width))}
+        return {"attention": over_cells.unflatten(1, self.grid[1:])}
 
 
 # ---- presets -------------------------------------------------------------------------------------
 
 # Layers are from section 4.5, loss weights from section 6.2, batch sizes and rates from Table 8. We
 # read the layers "2, 1, 3, and 2" in Table 8's order, because section 4.5 says that Spot-the-Diff
-# has the most. Our copy has lost the rates' power of ten; 10^-4 follows the released lr, 2e-4.
+# has the most. Our copy has lost the rates' power of ten; 10^-4 follows the released lr, 2e-4. As
+# released, a batch of CLEVR-Change counts scenes: 128 of them are 256 pairs.
 PRESETS = {
     # The defaults: 10000 steps (section 6.1). As released: w_cbr .001, and drops of the rate, which
     # the paper does not mention, every 15 epochs (of 265 batches there).
@@ -543,13 +511,15 @@ PRESETS = {
                  eval_batch=250),
 }  # fmt: skip
 
-# --variant released: the details in which the released code differs from the paper, with their
-# places in github.com/tuyunbin/SCORER at 2525039
+# --variant released: where the released code differs from the paper, with the places in
+# github.com/tuyunbin/SCORER at 2525039. That code is for CLEVR-Change, and the variant has its
+# details on every data set.
 RELEASED = {
     "all": dict(
         # The paper does not say how weights are initialised. The released code draws N(0, .02).
         xavier=False,  # models/transformer_decoder.py:444-456
-        # Eq. 3 matches within each head. The released code takes the dot products over all heads.
+        # Section 3.2.1 matches several subspaces. How Eq. 3 joins them is lost in our copy; we take
+        # the mean [ours]. The released code takes dot products over all heads: a single subspace.
         matching="tm",  # models/SCORER.py:62, models/CBR.py:65
         # Section 3.2.2 matches the encoded images. The released code matches in the last layer,
         # where the two images have seen each other already.
@@ -560,8 +530,8 @@ RELEASED = {
         sentence_mean="max_len",  # models/CBR.py:94-98
         # A standard decoder adds the feed-forward's input, the released code its activation.
         ffn_residual="activation",  # models/transformer_decoder.py:299-300
-        # Not switched: in validation, the released code samples captions (train.py:288). We decode
-        # greedily, as in section 4.3.
+        # Not switched: the authors keep the best snapshot of each metric, on validation captions
+        # that are sampled (train.py:288). We decode greedily, as in section 4.3, and select by one.
     ),
 }
 

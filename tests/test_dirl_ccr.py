@@ -61,7 +61,7 @@ def released_names(words: int, channels: int, normed: bool) -> dict[int, dict[st
         decoder |= attention(f"{theirs}.cross_att", f"{ours}.cross_attention")
         for norm in ("norm1", "norm2", "norm3"):
             decoder |= linear(f"{theirs}.{norm}", f"{ours}.{norm}", 512)
-        decoder |= linear(f"{theirs}.linear1", f"{ours}.hidden", 2048, 512)
+        decoder |= linear(f"{theirs}.linear1", f"{ours}.widen", 2048, 512)
         decoder |= linear(f"{theirs}.linear2", f"{ours}.output", 512, 2048)
     return {100: encoder, 300: decoder}
 
@@ -102,7 +102,10 @@ def test_released_variant_meets_recorded_values(dataset):
     losses = model(before, after, caption)
     for name, expected in zip(("caption", "dirl", "ccr"), recorded["losses"], strict=True):
         close(losses[name], expected)
-    close(model.decoder.attention(caption, difference, 196)[0, 0, :3], recorded["map"])
+    _, attended = model.decoder(caption, difference)
+    look = model.decoder.layers[-1].cross_attention
+    q, k, _ = look.project(attended.x1, difference)
+    close(look.scores(q, k).softmax(-1).mean(1)[0, 0, :3], recorded["map"])
     total = losses["caption"] + 0.03 * losses["dirl"] + 0.05 * losses["ccr"]
     total.backward()
     first = model.cross_view[0].attention
@@ -238,7 +241,7 @@ def pooled_states(model, before, after, caption):
             x1 = layer.norm1(h + words)
             visual = layer.cross_attention(x1, difference[b : b + 1])  # Eq. 9
             x2 = layer.norm2(x1 + visual)
-            h = layer.norm3(x2 + layer.output(layer.hidden(x2).relu()))
+            h = layer.norm3(x2 + layer.output(layer.widen(x2).relu()))
         pooled_words.append(mean(words[0]))
         pooled_visual.append(mean(visual[0]))
     return pooled_words, pooled_visual

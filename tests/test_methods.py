@@ -105,17 +105,16 @@ def idc_steps(model, batches):
     def rewrites(pair_ids):
         return batches[0].caption[: len(pair_ids), None].repeat(1, idc_pretrain.REWRITES, 1)
 
-    IDC = idc_pretrain.IDC
     compute_losses = partial(idc_pretrain.compute_losses, model)
     steps = {}
-    for task in (IDC.finetune, IDC.mlm, IDC.mvcl, IDC.fda):
-        steps[task.__name__] = partial(compute_losses, batches, model.cfg, task, rewrites)
+    for task in ("finetune", *idc_pretrain.TASKS):
+        steps[task] = partial(compute_losses, batches, model.cfg, task, rewrites)
     single = [replace(batch, single=True) for batch in batches]
-    steps["mlm of single images"] = partial(compute_losses, single, model.cfg, IDC.mlm)
+    steps["mlm of single images"] = partial(compute_losses, single, model.cfg, "mlm")
     if model.cfg.nabirds:
         batch = batches[0].to(model.cfg.device)
         birds = [(batch.before, batch.after, batch.caption[:, 1:3])]  # any numbers are classes
-        steps["birds"] = partial(idc_pretrain.mean_losses, model, model.cfg, IDC.birds, birds)
+        steps["birds"] = partial(idc_pretrain.mean_losses, model, model.cfg, "birds", birds)
     return steps
 
 
@@ -596,30 +595,6 @@ def test_a_method_trains_on_any_object_with_these_methods(method, tmp_path, monk
         of_pairs = [dataset.maps[pair_id][name] for pair_id in batch.pair_ids]
         torch.testing.assert_close(torch.stack(of_pairs), maps)
         assert not torch.allclose(maps[0], maps[1])  # else any pair's maps would do
-
-
-@DECODERS
-def test_tokens_beside_the_difference_run_to_the_end(method, tmp_path, monkeypatch):
-    """Another input of the decoder, concatenated as README says. Maps stay over the cells."""
-    encode = METHODS[method].model.encode
-
-    def with_tokens(model, before, after, *more):
-        context, *others = encode(model, before, after, *more)
-        tokens = torch.ones(len(before), 4, model.cfg.dim)
-        if isinstance(context, tuple):  # with what is not concatenated
-            difference, *beside = context
-            return (torch.cat([difference, tokens], 1), *beside), *others
-        return torch.cat([context, tokens], 1), *others
-
-    monkeypatch.setattr(METHODS[method].model, "encode", with_tokens)
-    dataset = OwnData()
-    cfg, model = train_on(dataset, method, tmp_path, steps=2, eval_every=2)
-    method.evaluate(model, dataset, "test", cfg, tmp_path)
-    (batch,) = dataset.eval_batches("test", 8)
-    maps = model.attention_map(batch.before, batch.after, batch.caption)
-    heat = next(iter(maps.values()))
-    assert heat.shape == (8, *dataset.grid[1:])
-    torch.testing.assert_close(heat.sum((1, 2)), torch.ones(8))
 
 
 def test_every_step_has_its_rate_clips_gradients_and_caps_scales(method, tmp_path, monkeypatch):

@@ -13,11 +13,12 @@ from scorer_cbr import (
     RELEASED,
     SCORER,
     Config,
+    Fusion,
+    Match,
     caption_loss,
     cbr_loss,
     match_by_definition,
     match_loss,
-    similarity,
 )
 from support.run import preset
 
@@ -55,15 +56,15 @@ def released_names() -> dict[int, dict[str, tuple]]:
         decoder |= linear(f"{theirs}.norm1", f"{ours}.norm1", 512)
         decoder |= linear(f"{theirs}.norm2", f"{ours}.norm2", 512)
         decoder |= linear(f"{theirs}.output.LayerNorm", f"{ours}.norm3", 512)
-        decoder |= linear(f"{theirs}.hidden_intermediate.dense", f"{ours}.hidden", 512, 512)
+        decoder |= linear(f"{theirs}.hidden_intermediate.dense", f"{ours}.widen", 512, 512)
         decoder |= linear(f"{theirs}.output.dense", f"{ours}.output", 512, 512)
-    cbr = linear("conv1", "cbr.join", 512, 1024, 1, 1)
-    cbr |= linear("conv2.0", "cbr.output", 512, 512, 1, 1)
-    cbr["mh_att.in_proj_weight"] = ("cbr.attention.in_proj_weight", (1536, 512))
-    cbr["mh_att.out_proj.weight"] = ("cbr.attention.out_proj.weight", (512, 512))
+    cbr = linear("conv1", "reasoning.join", 512, 1024, 1, 1)
+    cbr |= linear("conv2.0", "reasoning.output", 512, 512, 1, 1)
+    cbr["mh_att.in_proj_weight"] = ("reasoning.attention.in_proj_weight", (1536, 512))
+    cbr["mh_att.out_proj.weight"] = ("reasoning.attention.out_proj.weight", (512, 512))
     cbr["contra.logit_scale"] = (None, ())
-    cbr |= linear("contra.query", "cbr.query", 512, 512)
-    cbr |= linear("contra.key", "cbr.key", 512, 512)
+    cbr |= linear("contra.query", "reasoning.query", 512, 512)
+    cbr |= linear("contra.key", "reasoning.key", 512, 512)
     return {100: encoder, 300: decoder, 500: cbr}
 
 
@@ -71,7 +72,7 @@ def test_released_variant_meets_recorded_values():
     cfg = preset(Config, PRESETS, RELEASED, "clevr_change", "released")
     model = fill(SCORER(cfg, 76, (1024, 14, 14), 24), released_names())
     before, after, caption = inputs(76, 24)
-    difference, x_bef, _, projections = model.encode(before, after)
+    difference, x_bef, _, queries_and_keys = model.encode(before, after)
     close(x_bef.abs().sum(), 59178.566, atol=1e-3)
     close(difference.abs().sum(), 76022.024, atol=1e-3)
     look = model.decoder.layers[-1].cross_attention
@@ -81,11 +82,9 @@ def test_released_variant_meets_recorded_values():
     close(losses["caption"], 4.620655)
     close(losses["match"], 1.764648)
     close(losses["cbr"], 1.101593)
-    p = projections[-1]
-    bef_to_aft = similarity(p.q_bef, p.k_aft, model.log_scale, cfg.matching, 8)
-    aft_to_bef = similarity(p.q_aft, p.k_bef, model.log_scale, cfg.matching, 8)
-    close(bef_to_aft[0], [54.499477, 56.707699, 53.308426])
-    close(aft_to_bef[0], [52.554564, 55.211010, 55.018642])
+    q_bef, k_aft, q_aft, k_bef = queries_and_keys[-1]
+    close(model.match(q_bef, k_aft)[0], [54.499477, 56.707699, 53.308426])
+    close(model.match(q_aft, k_bef)[0], [52.554564, 55.211010, 55.018642])
     scores = look.scores(queries[0], look.key(difference))
     close(scores.mean(1)[0, 0, :3], [0.113618, 0.108001, 0.178722])
     total = losses["caption"] + 0.1 * losses["match"] + 0.001 * losses["cbr"]
@@ -93,8 +92,8 @@ def test_released_variant_meets_recorded_values():
     close(model.embed.conv.weight.grad.norm(), 5.234595)
     close(model.decoder.embed.weight.grad.norm(), 0.145211)
     close(model.cross_view[1].attention.query.weight.grad.norm(), 2.688840)
-    close(model.log_scale.grad, 0.108741)
-    assert not any(p.requires_grad for p in model.cbr.parameters())
+    close(model.match.log_scale.grad, 0.108741)
+    assert not any(p.requires_grad for p in model.reasoning.parameters())
     assert model.generate(before, after)[0, :8].tolist() == [2, 43, 43, 43, 69, 69, 43, 48]
 
 
@@ -139,7 +138,7 @@ def test_the_examples_of_the_docstrings():
     q = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
     k = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])
     assert match_by_definition(q, k, heads=1).item() == 0.75
-    assert similarity(q, k, torch.zeros(()), "mtm", heads=1).item() == 0.75
+    assert Match(Config(heads=1))(q, k).item() == pytest.approx(0.75 * math.e)
     ln3 = math.log(3)
     found = torch.tensor([[ln3, 0.0], [0.0, ln3]])
     assert match_loss(found, torch.zeros(2, 2)).item() == pytest.approx(0.490, abs=5e-4)
@@ -185,7 +184,7 @@ def test_cbr_loss_against_loops():
     """With the mean over words. The released one is tested by recorded values, above."""
     model = small().eval()
     before, after = pictures()
-    cbr = model.cbr
+    cbr = model.reasoning
     difference, x_bef, x_aft, _ = model.encode(before, after)
     hidden, _ = model.decoder(CAPTION, difference)
     hat = torch.zeros(B, N, 8, dtype=torch.float64)
@@ -216,6 +215,19 @@ def test_fusion(fusion):
     torch.testing.assert_close(model.encode(before, after)[0], expected)
 
 
+def test_a_word_without_a_branch_fails():
+    """Otherwise it would train as another row of the paper, in silence."""
+    x = torch.rand(2, N, 8)
+    match = Match(Config())
+    match.matching = "cosine"
+    with pytest.raises(UnboundLocalError):
+        match(x, x)
+    fuse = Fusion(Config(dim=8, heads=2))
+    fuse.mode = "maximum"
+    with pytest.raises(UnboundLocalError):
+        fuse(x, x)
+
+
 def test_decoder_layer():
     """With the standard residual. The released one is tested by recorded values, above."""
     layer = small().decoder.layers[0].eval()
@@ -224,7 +236,7 @@ def test_decoder_layer():
     difference = torch.randn(B, N, 8, dtype=torch.float64)
     a = layer.norm1(x + layer.self_attention(x, x))
     c = layer.norm2(a + cross(a, difference))
-    g = F.gelu(layer.hidden(c))
+    g = F.gelu(layer.widen(c))
     x3, _ = layer(x, difference)
     torch.testing.assert_close(x3, layer.norm3(layer.output(g) + c))
 
@@ -234,14 +246,14 @@ def test_decoder_layer():
 
 @pytest.mark.parametrize("xavier, std", [(True, math.sqrt(2 / (64 + 64))), (False, 0.02)])
 def test_initial_weights_of_the_decoder(xavier, std):
-    weight = small(dim=64, xavier=xavier).decoder.layers[0].hidden.weight
+    weight = small(dim=64, xavier=xavier).decoder.layers[0].widen.weight
     assert weight.std().item() == pytest.approx(std, rel=0.1)
 
 
 def test_the_learned_scales_stay_below_100():
     model = SCORER(Config(dim=16, heads=2), WORDS, (C, H, W), L)
-    model.log_scale.data.fill_(4.0)
-    model.cbr.log_scale.data.fill_(9.0)
+    model.match.log_scale.data.fill_(4.0)
+    model.reasoning.match.log_scale.data.fill_(9.0)
     model.clamp_scales()
-    assert model.log_scale.item() == pytest.approx(4)
-    assert model.cbr.log_scale.exp().item() == pytest.approx(100)
+    assert model.match.log_scale.item() == pytest.approx(4)
+    assert model.reasoning.match.log_scale.exp().item() == pytest.approx(100)

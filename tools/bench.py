@@ -183,7 +183,7 @@ def step_work(args) -> Callable:
         more.append(lambda images: entities[0])
     elif args.method == "idc_pretrain":
         rewritten = torch.randint(4, WORDS, (args.batch, 6, args.length))
-        more += [getattr(idc_pretrain.IDC, args.task), lambda ids: rewritten[: len(ids)]]
+        more += [args.task, lambda ids: rewritten[: len(ids)]]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=not is_plain(args))
     if cfg.on_cuda and cfg.compile and not is_plain(args):
         model.compile(fullgraph=True, dynamic=False)
@@ -326,7 +326,7 @@ def parse_command():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=[*WORKS, "load"])
     parser.add_argument("--method", choices=METHODS, default="scorer_cbr")
-    tasks = ["finetune", "mlm", "mvcl", "fda"]
+    tasks = ["finetune", *idc_pretrain.TASKS]
     parser.add_argument("--task", choices=tasks, default="finetune", help="idc_pretrain's step")
     parser.add_argument("--batch", type=int, default=128, help="scenes per step, or pairs")
     parser.add_argument("--dim", type=int, default=512, help="width D")

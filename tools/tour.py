@@ -96,10 +96,10 @@ def draw_scorer(figure, test, run, early) -> None:
         return (2 * y + h) // (2 * CELL) * GRID + (2 * x + w) // (2 * CELL)
 
     def matched(model):
-        *_, (p, *_) = model.encode(test.before, test.after)
-        q, k, cfg = p.q_bef[:16], p.k_aft[:16], model.cfg
-        s = scorer_cbr.similarity(q, k, model.log_scale, cfg.matching, cfg.heads)
-        weight = model.cross_view[0].attention.scores(p.q_bef, p.k_aft).softmax(-1).mean(1)
+        *_, queries_and_keys = model.encode(test.before, test.after)
+        q_bef, k_aft, *_ = queries_and_keys[0]
+        s = model.match(q_bef[:16], k_aft[:16])
+        weight = model.cross_view[0].attention.scores(q_bef, k_aft).softmax(-1).mean(1)
         return s.softmax(1), weight  # (16, 16), (B, N, M)
 
     stages = {
@@ -198,7 +198,7 @@ def draw_idc(figure, test, run, pretrained) -> None:
     ids = run.model.generate(*images)
     words = run.vocab.decode(ids)[0].split()[:7]
     names = ["[CLS]", "START", *words[:3], *[f"MASK {word}" for word in words[:4]]]
-    mask = idc_pretrain.causal_mask(5, 4, "cpu")
+    mask = idc_pretrain.causal_mask(0, 5, 4, "cpu")
     draw_matrix(figure, 0, "which row sees which column", mask, (0, 1), names, names)
     weight = 2 * N * run.model.word_attention(*images, ids)[0].numpy()
     for side, picture in enumerate(test.pictures[DROP]):
