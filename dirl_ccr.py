@@ -269,7 +269,7 @@ def channel_correlation(y_bef: Tensor, y_aft: Tensor, eps: float) -> Tensor:
 
     Both images have the same positions in X (Eq. 1), so a channel of Y that depends on the cell
     alone agrees perfectly with itself, even between images of different pairs. L_dirl can therefore
-    fall while channels learn nothing about objects. docs/tour.md measures this.
+    fall while channels learn nothing about objects.
 
     By hand, for four cells and two channels, equal in both images: (1, 1), (1, -1), (-1, 1),
     (-1, -1). All means are 0, variances 4/3, so C = ((3/4, 0), (0, 3/4)), if eps is 0."""
