@@ -762,6 +762,7 @@ RELEASED = {
         # Not switched: its samples are captions, its FDA draws pairs of its own, captions are
         # padded to 40 or 80 ids, and on birds no weights before step 2000 are chosen.
     ),
+    "clevr_change": {},
     # Table 6: 50000 steps and 200 pairs. The released files instead have 60000 and 150
     # (bird/config/pretrain_bird_nabirds.json:13-14). The paper does not give CUB's batch
     # (bird/config/pretrain_cub.json:14). Fine-tuning stays at Table 6's 32 pairs:

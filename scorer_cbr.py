@@ -563,6 +563,7 @@ RELEASED = {
         # Not switched: in validation, the released code samples captions (train.py:288). We decode
         # greedily, as in section 4.3.
     ),
+    "clevr_change": {},  # the data set that the released code reads
 }
 
 # SCORER+CBR in the paper's tables, which a run prints below its scores
