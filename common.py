@@ -235,7 +235,7 @@ class RunConfig:
     warmup: int = 0  # steps of linear warm-up
     grad_clip: float = 0.0  # maximum gradient norm; 0 or less: no clipping
     log_every: int = 50  # steps between lines of log.jsonl
-    eval_every: int = 1000  # steps between validations; last.pt is saved as often
+    eval_every: int = 1000  # steps between validations
     patience: int = 0  # stop after this many validations without a new best; 0: never
     select_by: Literal["CIDEr", "BLEU-4", "ROUGE-L"] = "CIDEr"  # metric that chooses best.pt
     eval_batch: int = 64  # pairs decoded at once

@@ -47,7 +47,7 @@ from support.features import (
 )
 from support.files import print_notes, progress, run_main
 from support.releases import DATASETS, SPLITS, Pair, Release, read_release, vocab_of
-from support.run import home_expanded, usable_device
+from support.run import usable_device
 from support.text import Vocab
 
 # ---- load and batches ----------------------------------------------------------------------------
@@ -88,6 +88,7 @@ class Dataset(Release):
         self.vocab = vocab
         self.features = features
         self.unchanged = self.kinds.get("no change", set())  # pair ids
+        self.checkpoint: dict = {}  # what the captions to score come from: config, step, code, ...
         texts = set(release.captions(SPLITS))  # of all splits, as in the authors' scripts
         # Ids of the longest caption, START and END included; batches are padded to it.
         self.max_len = 2 + max(len(vocab.split(text)) for text in texts)
@@ -257,6 +258,7 @@ class Dataset(Release):
         self.vocab = Vocab(state["vocab"], self.vocab.tokenizer, self.vocab.max_words)
         self.max_len = state["max_len"]
         self.no_change |= set(state["no_change"])
+        self.checkpoint = state
         self.check_fit(state)
 
     def check_fit(self, state: dict) -> None:
@@ -420,11 +422,11 @@ def main(argv: list[str] | None = None) -> None:
     for name in DATASETS:
         p = commands.add_parser(name, help=f"prepare the data set {name}", allow_abbrev=False)
         folder = f"data/{name}"
-        p.add_argument("--data_dir", type=home_expanded, default=folder, help=f"default: {folder}")
+        p.add_argument("--data_dir", default=folder, help=f"default: {folder}")
         p.add_argument("--device", default="", help="of the extractor (default: cuda if available)")
         text = f"network that makes the features: {', '.join(RESNETS)}, timm/MODEL, timm/MODEL:FILE"
         text += " (default: the data set's own)"
-        p.add_argument("--extractor", type=home_expanded, default="", help=text)
+        p.add_argument("--extractor", default="", help=text)
         if DATASETS[name].make:
             p.add_argument("--scenes", type=int, help="training scenes (default: 5000)")
     args = parser.parse_args(argv)

@@ -711,6 +711,7 @@ RELEASED = {
         # to 40 ids (Birds-to-Words: 80), as in Table 6. On birds, no weights before step 2000 are
         # chosen, although the validations before it count against patience.
     ),
+    "clevr_change": {},  # nothing but the above
     # bird/config/pretrain_bird_nabirds.json:13-14 and pretrain_cub.json:14. Table 6 has 50000 steps
     # of 200 pairs, and the paper gives no batch for CUB. Fine-tuning keeps Table 6's 32 pairs, as
     # in the README's command (bird/config/finetune_bird.json:12 has 128).

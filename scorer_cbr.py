@@ -533,6 +533,7 @@ RELEASED = {
         # Not switched: the authors keep the best snapshot of each metric, on validation captions
         # that are sampled (train.py:288). We decode greedily, as in section 4.3, and select by one.
     ),
+    "clevr_change": {},  # the data set that the released code reads
 }
 
 # SCORER+CBR in the paper's tables, which a run prints below its scores

@@ -176,26 +176,26 @@ def metrics_of(hyps: dict, refs: dict, programs: dict) -> dict[str, float]:
             del programs[name]
         finally:  # after an error, Meteor still holds its lock, and its destructor would wait
             program.lock = threading.Lock()
-    return {name: round(100 * float(value), 2) for name, value in metrics.items()}
-
-
-def with_gaps(values: dict, names: Iterable[str]) -> dict[str, float | None]:
-    """The values of these names. One that is missing or NaN becomes None, which JSON calls null."""
-    row = {}
-    for name in names:
-        value = values.get(name)
-        row[name] = None if value is None or math.isnan(value) else value
-    return row
+    # SPICE is NaN if it finds nothing in a reference.
+    return {name: round(100 * float(x), 2) for name, x in metrics.items() if not math.isnan(x)}
 
 
 def format_scores(scores: dict[str, dict[str, float | None]]) -> str:
-    """Scores as a table with one row per group, without BLEU-2 and BLEU-3; "-" for no value."""
-    headings = [name for name in COLUMNS if name not in ("BLEU-2", "BLEU-3")]
-    width = max(len(name) for name in scores)
-    lines = [" " * width + "".join(f"{heading:>9}" for heading in headings)]
+    """Scores as a table with one row per group; "-" for no value. BLEU-2, BLEU-3, columns without
+    any value and groups of fewer than ten pairs are left out."""
+    shown = {}
+    valued = set()
     for name, values in scores.items():
+        if name in ("total", ONE_CAPTION) or (values.get("pairs") or 10) >= 10:
+            shown[name] = values
+            valued |= {heading for heading in COLUMNS if values.get(heading) is not None}
+    headings = [name for name in COLUMNS if name in valued - {"BLEU-2", "BLEU-3"}]
+    width = max(len(name) for name in shown)
+    lines = [" " * width + "".join(f"{heading:>9}" for heading in headings)]
+    for name, values in shown.items():
         line = f"{name:<{width}}"
-        for heading, value in with_gaps(values, headings).items():
+        for heading in headings:
+            value = values.get(heading)
             if value is None:
                 cell = "-"
             elif heading == "pairs":
@@ -274,9 +274,9 @@ def results(
     if published and split == "test":
         for group, row in published.get(dataset.name, {}).items():
             scores[f"paper: {group}"] = row
-    scores = {group: with_gaps(row, COLUMNS) for group, row in scores.items()}
+    for group, row in scores.items():
+        scores[group] = {name: row.get(name) for name in COLUMNS}
     accuracy = accuracy_of(dataset, captions)
-    accuracy = with_gaps(accuracy, accuracy)
     facts = {ONE_CAPTION: constant, "different captions": len(set(captions.values()))}
 
     print(format_scores(scores))
@@ -286,19 +286,17 @@ def results(
         print(f"{name}, in %: {'-' if share is None else share}")
     if constant is not None and scores["total"]["CIDEr"] <= scores[ONE_CAPTION]["CIDEr"]:
         print_notes("the total CIDEr is no better than that of one caption for all")
-    if facts["different captions"] == 1 and len(captions) > 1:
-        print_notes("all pairs got the same caption")
 
     result = {"data": str(dataset.root.resolve()), "scores": scores, **facts, "accuracy": accuracy}
+    result |= {name: dataset.checkpoint.get(name) for name in ("step", "code", "config")}
     write_json(out_dir / f"scores_{end}", result)
-    sheet = f"samples_{split}.png"
-    sample_sheet(dataset, split, captions, maps, notes or {}, out_dir / sheet)
-    print(f"written into {out_dir}: captions_{end}, references_{end}, scores_{end}, {sheet}")
+    sample_sheet(dataset, split, captions, maps, notes or {}, out_dir / f"samples_{split}.png")
+    print(f"captions, references, scores and samples of {split} are in {out_dir}")
     return scores["total"]
 
 
 def write_json(path: Path, content) -> None:
-    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    write_text(path, json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False))
 
 
 def protocol_scores(
@@ -358,7 +356,7 @@ def one_caption(dataset) -> str | None:
     return max(ciders, key=ciders.get, default=None)
 
 
-def accuracy_of(dataset, captions: dict[str, str]) -> dict[str, float]:
+def accuracy_of(dataset, captions: dict[str, str]) -> dict[str, float | None]:
     """A drawn data set's own judgement of captions, in %. For others, if both kinds are there: the
     % of changed and of unchanged pairs whose caption says so, whatever else it says."""
     if dataset.settings.judge:

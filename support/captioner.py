@@ -2,7 +2,8 @@
 
 import csv
 import itertools
-import shlex
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from common import InputError
 from support.features import Extractor, check_pictures, extractor_name, read_image
-from support.files import atomic_write
+from support.files import file_errors
 from support.pictures import caption_picture
 from support.releases import read_table
 from support.run import load_model, saved_config, usable_device
@@ -85,12 +86,17 @@ def load_captioner(
 
 
 def check_out(out: str, endings: tuple[str, ...], files: Iterable[str | Path]) -> None:
-    """InputError if `out` has none of the endings or is one of the files to read."""
+    """InputError if `out` has none of the endings, is one of the files to read, or is a table that
+    was not written by caption_table, whose first line names a column caption."""
     path = Path(out)
     if path.suffix.lower() not in endings:
         raise InputError(f"--out {out}: expected a name that ends in {' or '.join(endings)}")
     if path.resolve() in {Path(file).resolve() for file in files}:
         raise InputError(f"--out {out} is one of the files to read; choose another name")
+    if path.suffix.lower() == ".csv" and path.exists():
+        heads, _, _ = path.read_text(encoding="utf-8", errors="replace").lower().partition("\n")
+        if not re.search(r"\bcaption\b", heads):
+            raise InputError(f"--out {out} has no column caption, so it stays; choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
 
 
@@ -101,19 +107,19 @@ def caption_files(captioner: Captioner, files: list[str], out: str | None) -> No
         caption_table(captioner, Path(files[0]), out)
         return
     if len(files) != 2:
-        given = shlex.join(map(str, files))
-        raise InputError(f"--caption {given}: expected two pictures or a .csv")
+        raise InputError(f"--caption {files}: expected two pictures or a .csv")
     if out:
         check_out(out, (".png", ".jpg", ".pdf"), files)
     caption, maps = captioner(*files)
     print(caption)
     if out:
-        caption_picture(*map(read_image, files), maps, caption, Path(out))
+        with file_errors(out, "choose another name, or leave out --out"):
+            caption_picture(*map(read_image, files), maps, caption, Path(out))
 
 
 def caption_table(captioner: Captioner, file: Path, out: str | None) -> None:
     """The same for a CSV file with the columns before and after, whose paths are relative to it.
-    `out` gets the same table with one more column, "caption"."""
+    `out` gets the same table with one more column, "caption", row by row."""
     table = read_table(file, ("before", "after"))
     pairs = [(file.parent / row["before"], file.parent / row["after"]) for row in table.rows]
     pictures = list(dict.fromkeys(itertools.chain(*pairs)))
@@ -122,14 +128,13 @@ def caption_table(captioner: Captioner, file: Path, out: str | None) -> None:
         if any("caption" in row for row in table.rows):
             raise InputError(f"{file} has a column caption, where --out writes; rename it")
     check_pictures(pictures)  # so that none stops the work halfway
-    captions = []
-    for row, (caption, _) in zip(table.rows, captioner.pairs(pairs), strict=True):
-        captions.append(caption)
-        print(f"{row['before']} {row['after']}: {caption}", flush=True)
-    if not out:
-        return
-    with atomic_write(Path(out)) as partial, open(partial, "w", encoding="utf-8", newline="") as f:
+    captions = captioner.pairs(pairs)
+    heads, *lines = table.lines
+    # With a buffer of one line, each row is in the file as soon as it is made.
+    with open(out or os.devnull, "w", buffering=1, encoding="utf-8", newline="") as f:
         f.write(table.mark)
         writer = csv.writer(f, delimiter=table.separator, lineterminator="\n")
-        for cells, caption in zip(table.lines, ["caption", *captions], strict=True):
+        writer.writerow([*heads, "caption"])
+        for row, cells, (caption, _) in zip(table.rows, lines, captions, strict=True):
+            print(f"{row['before']} {row['after']}: {caption}", flush=True)
             writer.writerow([*cells, caption])

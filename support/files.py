@@ -78,13 +78,11 @@ def read_json(path: Path):
         return json.loads(content)
 
 
-def load_tensors(
-    path: str | Path, remedy: str = TRAIN_FIRST, device: str = "cpu", mmap: bool = False
-) -> dict:
-    """What save_tensors wrote, such as a checkpoint. With mmap, tensors that are not used are not
-    read. InputError with the remedy if the file is missing or broken."""
+def load_tensors(path: str | Path, remedy: str = TRAIN_FIRST, device: str = "cpu") -> dict:
+    """What save_tensors wrote, such as a checkpoint. InputError with the remedy if the file is
+    missing or broken."""
     with file_errors(path, remedy):  # weights_only: nothing in the file is executed
-        return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+        return torch.load(path, map_location=device, weights_only=True)
 
 
 def load_weights(
@@ -94,10 +92,6 @@ def load_weights(
     with file_errors(path, remedy):
         model.load_state_dict(weights)
     return model
-
-
-# What else a line of log.jsonl holds. No loss may have such a name.
-RESERVED = {"step", "event", "stage", "seconds", "lr"}
 
 
 def read_log(path: Path) -> list[dict]:
@@ -111,18 +105,21 @@ def read_log(path: Path) -> list[dict]:
 
 # ---- main ----------------------------------------------------------------------------------------
 
+kept: list[str] = []  # how an interrupted run goes on, for run_main to say
+
 
 def run_main(main: Callable[[], None]) -> None:
     """Run a script's main. A user's mistakes, files that cannot be read or written, and losses that
     are not finite print one line and exit with code 2, Ctrl-C and SIGTERM with code 130."""
     if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
         sys.stdout.reconfigure(errors="replace")  # A terminal may lack characters of a caption.
+        os.environ.pop("MPLBACKEND", None)  # A notebook's may name a module that is not installed.
     # Like Ctrl-C, SIGTERM raises KeyboardInterrupt, so that partial files are removed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         main()
     except KeyboardInterrupt:
-        print("interrupted; --resume continues a run from its last validation", file=sys.stderr)
+        print("; ".join(["interrupted", *kept]), file=sys.stderr)
         sys.exit(130)
     except (InputError, OSError, FloatingPointError) as e:
         print(f"error: {' '.join(str(e).split())}", file=sys.stderr)

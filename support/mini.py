@@ -518,8 +518,8 @@ def truth_of(pair_id: str, root: Path) -> dict:
     return read_scenes(root)[str(int(pair_id[:6]))]  # 000012.png and 000012.png_n: scene 12
 
 
-def accuracy(captions: dict[str, str], root: Path) -> dict[str, float]:
-    """The share of true statements of each sort (see `judge`), in %; NaN if there are none.
+def accuracy(captions: dict[str, str], root: Path) -> dict[str, float | None]:
+    """The share of true statements of each sort (see `judge`), in %; None if there are none.
     captions: pair id -> caption."""
     verdicts = {"change type": [], "all four": [], "new value": [], "place": [], "distractors": []}
     for pair_id, caption in captions.items():
@@ -527,7 +527,7 @@ def accuracy(captions: dict[str, str], root: Path) -> dict[str, float]:
             verdicts[name].append(is_true)
     shares = {}
     for name, answers in verdicts.items():
-        shares[name] = round(100 * float(np.mean(answers)), 2) if answers else math.nan
+        shares[name] = round(100 * float(np.mean(answers)), 2) if answers else None
     return shares
 
 

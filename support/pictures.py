@@ -1,6 +1,7 @@
 """Pictures of results: attention maps, sheets of samples, curves of a log. Licence: MIT."""
 
 import contextlib
+import functools
 import math
 import textwrap
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from support.files import RESERVED, atomic_write, read_log
+from support.files import atomic_write, print_notes, read_log
 
 # ---- pairs, attention maps and captions ----------------------------------------------------------
 
@@ -25,13 +26,28 @@ SATURATED = 8  # attention of this many times the uniform weight, or more, has t
 def new_figure(path: Path):
     """A matplotlib figure, in the end written to a .png, .jpg or .pdf. It is one inch wide and
     high, so its coordinates are inches, and the file shows whatever is drawn outside, too."""
-    from matplotlib.figure import Figure
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure  # no pyplot: it has global state
 
-    figure = Figure(figsize=(1, 1), dpi=120)
-    yield figure
-    with atomic_write(path) as partial:
-        kind = path.suffix[1:].lower()
-        figure.savefig(partial, format=kind, bbox_inches="tight", pad_inches=GAP)
+    with rc_context({"text.usetex": False}):
+        figure = Figure(figsize=(1, 1))
+        yield figure
+        with atomic_write(path) as partial:
+            kind = path.suffix[1:].lower()
+            figure.savefig(partial, format=kind, dpi=120, bbox_inches="tight", pad_inches=GAP)
+
+
+print_once = functools.cache(print_notes)  # curves.png is drawn at each validation
+
+
+@contextlib.contextmanager
+def or_a_note(path: Path):
+    """A picture of a run that cannot be drawn or written gives a note, and the run goes on."""
+    try:
+        yield
+    except Exception as e:  # a file that is open elsewhere, a font, a setting of matplotlib ...
+        reason = getattr(e, "strerror", None) or e
+        print_once(f"there is no new {path} ({type(e).__name__}: {reason})")
 
 
 def draw_text(figure, left: float, top: float, text: str, panels: int) -> float:
@@ -80,7 +96,8 @@ def draw_panel(figure, place: tuple, title: str, picture, levels=None):
     axes.set_axis_off()
     axes.set_title(title, pad=3, **TEXT)
     extent = (0, picture.width, picture.height, 0)
-    axes.imshow(picture, extent=extent)
+    scale = math.ceil(max(picture.size) / 1200)  # matplotlib is slow with large pictures
+    axes.imshow(picture.reduce(scale), extent=extent)
     if levels is not None:  # transparent up to uniform attention, so that the picture shows
         opacity = np.interp(levels, [1, 4], [0, 0.6])
         colours = {"cmap": COLOURS, "vmin": 0, "vmax": SATURATED, "interpolation": "bilinear"}
@@ -104,7 +121,7 @@ def sample_sheet(dataset, split: str, captions: dict, maps: dict, notes: dict, p
     half = math.ceil(len(chosen) / 2)
     legend = f"{dataset.name}, {split}. Colour: the model looked more there than on average, in "
     legend += f"dark red {SATURATED} times as much. Above each pair: its kind and a reference"
-    with new_figure(path) as figure:
+    with or_a_note(path), new_figure(path) as figure:
         start = draw_text(figure, 0, 0, legend, 5) - SPACE
         left = 0
         for column in (chosen[:half], chosen[half:]):
@@ -130,22 +147,19 @@ def caption_picture(before, after, maps: dict[str, Tensor], caption: str, path: 
 
 def draw_curves(log: Path, picture: Path, metric: str) -> None:
     """Plot a log.jsonl over steps: losses, and the validation metric that chooses best.pt."""
-    from matplotlib.figure import Figure
-
     rows = read_log(log)
     steps = [row for row in rows if row["event"] == "train"]
     validations = [row for row in rows if row["event"] == "eval"]
-    figure = Figure(figsize=(10, 4), layout="constrained")  # no pyplot: it has global state
-    left, right = figure.subplots(1, 2, sharex=True)
-    for name in sorted(set().union(*steps) - RESERVED):
-        of_name = [row for row in steps if name in row]
-        x = [row["step"] for row in of_name]
-        left.plot(x, [row[name] for row in of_name], marker=".", label=name)
-    scale = "log" if left.dataLim.y0 >= 0 else "linear"  # the smallest loss
-    left.set(xlabel="training step", ylabel="training loss", yscale=scale)
-    left.legend()
-    x = [row["step"] for row in validations]
-    right.plot(x, [row[metric] for row in validations], marker=".")
-    right.set(xlabel="training step", ylabel=f"validation {metric}")
-    with atomic_write(picture) as partial:
-        figure.savefig(partial, format="png", dpi=100)
+    with or_a_note(picture), new_figure(picture) as figure:
+        figure.set(size_inches=(8.3, 3.3), layout_engine="constrained")
+        left, right = figure.subplots(1, 2, sharex=True)
+        for name in sorted(set().union(*steps) - {"step", "event", "stage", "seconds", "lr"}):
+            of_name = [row for row in steps if name in row]
+            x = [row["step"] for row in of_name]
+            left.plot(x, [row[name] for row in of_name], marker=".", label=name)
+        scale = "log" if left.dataLim.y0 >= 0 else "linear"  # the smallest loss
+        left.set(xlabel="training step", ylabel="training loss", yscale=scale)
+        left.legend()
+        x = [row["step"] for row in validations]
+        right.plot(x, [row[metric] for row in validations], marker=".")
+        right.set(xlabel="training step", ylabel=f"validation {metric}")

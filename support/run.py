@@ -5,7 +5,6 @@ import dataclasses
 import inspect
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -21,10 +20,11 @@ from tqdm import tqdm
 
 from common import InputError, RunConfig, set_up_device
 from support.files import (
-    RESERVED,
     file_errors,
+    kept,
     load_tensors,
     load_weights,
+    print_notes,
     read_log,
     save_tensors,
     write_text,
@@ -53,6 +53,9 @@ def parse_args(Config: type, PRESETS: dict, RELEASED: dict, argv: list[str] | No
         cfg = preset(Config, PRESETS, RELEASED, dataset, args.variant)
         if dataset not in PRESETS:
             print(f"no preset for {dataset}: using the defaults")
+        if args.variant == "released" and dataset not in RELEASED:
+            used = ", ".join(RELEASED["all"])
+            print_notes(f"no code was released for {dataset}; used from other code: {used}")
         refuse_used_folder(out_dir)
     else:
         cfg = saved_config(Config, checkpoint)
@@ -61,8 +64,12 @@ def parse_args(Config: type, PRESETS: dict, RELEASED: dict, argv: list[str] | No
                 cfg.dataset = dataset
                 cfg.data_dir = f"data/{dataset}"
             folder = Path(flags.get("out_dir") or Path(args.eval).parent)
-            data = Path(flags.get("data_dir", cfg.data_dir)).resolve().name
-            out_dir = folder / f"{Path(args.eval).stem}-{data}"  # never the run's own files
+            data = Path(flags.get("data_dir", cfg.data_dir)).resolve()
+            out_dir = folder / f"{Path(args.eval).stem}-{data.name}"  # never the run's own files
+            for file in out_dir.glob("scores_*.json"):
+                other = json.loads(file.read_bytes())["data"]
+                if other != str(data):
+                    raise InputError(f"{out_dir} has the scores of {other}; give another --out_dir")
         released = RELEASED["all"] if args.variant == "released" else {}
         refuse_changes(cfg, released | flags, checkpoint)
     flags["out_dir"] = str(out_dir)
@@ -107,26 +114,16 @@ def make_parser(Config: type, PRESETS: dict[str, dict], variants: bool) -> argpa
         kind = types[f.name]
         if kind is bool:
             options = {"action": argparse.BooleanOptionalAction}
-        elif kind is str:
-            options = {"type": home_expanded}
-        elif kind in (int, float):
-            options = {"type": kind}
         elif typing.get_origin(kind) is Literal:
             options = {"choices": typing.get_args(kind)}
         else:
-            raise TypeError(f"{f.name}: a field is a str, int, float, bool or Literal, not {kind}")
+            options = {"type": kind}
         text = comments.get(f.name, "")
         if f.default != "":
             text = f"{text} (default: {f.default})"
         text = text.replace("%", "%%")
         group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=text, **options)
     return parser
-
-
-def home_expanded(value: str) -> str:
-    """A flag's value, with ~ and NAME:~ expanded as the shell does it elsewhere in a command."""
-    name, colon, path = value.rpartition(":")
-    return name + colon + os.path.expanduser(path)
 
 
 def preset(Config: type, presets: dict, released: dict, dataset: str, variant: str = "paper"):
@@ -142,7 +139,7 @@ def preset(Config: type, presets: dict, released: dict, dataset: str, variant: s
 
 def saved_config(Config: type, checkpoint: str | Path):
     """The Config that a checkpoint was trained with. InputError if it is not this method's."""
-    state = load_tensors(checkpoint, mmap=True)
+    state = load_tensors(checkpoint)
     with file_errors(checkpoint, "it comes from another method or version"):
         return Config(**state["config"])
 
@@ -163,28 +160,20 @@ def refuse_changes(base: RunConfig, given: dict, checkpoint: Path) -> None:
 
 def refuse_used_folder(folder: Path) -> None:
     """InputError if the folder has files, because a run never replaces files of another one. But a
-    run that ended before its first validation may be begun anew."""
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return
-    begin_anew = (folder / "log.jsonl").exists() and not (folder / "best.pt").exists()
-    last = folder / "last.pt"
-    if last.exists():
-        begin_anew = begin_anew and load_tensors(last, mmap=True)["step"] == 0
-    if not begin_anew:
-        raise InputError(
-            f"{folder} is not empty; continue its run with --resume, or give another --out_dir"
-        )
+    run whose last.pt has no steps may be begun anew."""
+    files = {file.name for file in folder.glob("*")}
+    used = bool(files - {"last.pt", "log.jsonl"})
+    if "last.pt" in files:
+        used |= load_tensors(folder / "last.pt")["step"] > 0
+    if used:
+        raise InputError(f"{folder} is not empty; --resume its run, or give another --out_dir")
 
 
 def usable_device(name: str) -> str:
     """The device of this name; an empty name stands for CUDA or, without CUDA, for the CPU."""
-    if not name:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError, ImportError) as e:  # whatever PyTorch lacks for it
-        reason, _, _ = str(e).partition("\n")
-        raise InputError(f"--device {name} cannot be used ({reason}); try --device cpu") from e
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    with file_errors(f"--device {name}", "try --device cpu"):
+        torch.ones(1, device=name)  # PyTorch may lack the code that computes on this GPU
     return name
 
 
@@ -205,6 +194,8 @@ def fit_to_gpu(cfg: RunConfig, training: bool) -> None:
 
 # ---- running -------------------------------------------------------------------------------------
 
+SAVE_EVERY = 300  # seconds between two saves of last.pt
+
 
 class Run:
     """The folder of a run: log.jsonl, last.pt, best.pt, curves.png. The loop is in each method's
@@ -220,6 +211,7 @@ class Run:
     def __init__(self, cfg: RunConfig, model: nn.Module, sources: list, resume: bool = False):
         self.cfg = cfg
         self.config = with_absolute_paths(cfg)
+        self.code = code_version()
         self.dir = Path(cfg.out_dir)
         self.model = model
         self.sources = sources
@@ -245,21 +237,21 @@ class Run:
         self.began_at = self.step
         if self.resumed and self.resumed["stage"] == stage:
             optimizer.load_state_dict(self.resumed["optimizer"])
-        else:
-            self.save("last.pt")  # so that the stage can be resumed before its first validation
+        self.save("last.pt")
 
     def patience_is_over(self) -> bool:
         """Whether the last cfg.patience validations gave no new best. If so, print it, because a
-        resumed run may end in this way before its first step."""
+        resumed run may end in this way before its first step. Each step begins with this question,
+        when no validation is due. So last.pt is also saved here if it is SAVE_EVERY seconds old."""
+        if time.perf_counter() - self.saved_at > SAVE_EVERY:
+            self.save("last.pt")
         over = 0 < self.cfg.patience <= self.evals_since_best
         if over:
-            text = f"{self.evals_since_best} validations without a new best (--patience)"
-            tqdm.write(f"the run ends after step {self.step}: {text}")
+            tqdm.write(f"step {self.step} is the last: --patience {self.cfg.patience} is over")
         return over
 
     def log(self, losses: dict[str, Tensor]) -> None:
         """Keep the losses of a step, on the device; every cfg.log_every steps, log their means."""
-        assert not losses.keys() & RESERVED, f"none of {RESERVED} may name a loss"
         for name, loss in losses.items():
             self.losses.setdefault(name, []).append(loss.detach())
         if self.step % self.cfg.log_every == 0:
@@ -276,15 +268,12 @@ class Run:
         self.losses = {}
         text = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
         if not all(map(math.isfinite, means.values())):
-            raise FloatingPointError(
-                f"a loss is not finite: step {self.step}, {text}; try --grad_clip 1 or a lower --lr"
-            )
+            raise FloatingPointError(f"step {self.step}: {text}; try --grad_clip 1 or a lower --lr")
         seconds = round(time.perf_counter() - self.began, 2)
         lr = self.optimizer.param_groups[0]["lr"]
         self.write("train", stage=self.stage, seconds=seconds, lr=lr, **means)
-        left = seconds / (self.step - self.began_at) * (self.last - self.step)
-        time_left = f"{tqdm.format_interval(left)} left"
-        tqdm.write(f"{self.stage} {self.step}/{self.last}: {text} ({time_left})")
+        left = tqdm.format_interval(seconds / (self.step - self.began_at) * (self.last - self.step))
+        tqdm.write(f"{self.stage} {self.step}/{self.last}: {text} ({left} left)")
 
     def checkpoint(self, scores: dict[str, float]) -> None:
         """After a validation: log its scores, and save last.pt and, if they are the best so far,
@@ -319,6 +308,7 @@ class Run:
             "step": self.step,
             "best": self.best,
             "config": self.config,
+            "code": self.code,
         }
         if name == "last.pt":
             # For dropout and random masks. The order of the data depends on seed and step alone.
@@ -330,8 +320,12 @@ class Run:
                 "stage": self.stage,
                 "random": random,
                 "evals_since_best": self.evals_since_best,
+                "losses": self.losses,
             }
         save_tensors(self.dir / name, state)
+        if name == "last.pt":
+            self.saved_at = time.perf_counter()
+            kept[:] = [f"--resume goes on from step {self.step}"]
 
     def restore(self) -> None:
         """Load last.pt, if every source accepts it. Later lines of the log are dropped, because the
@@ -348,10 +342,16 @@ class Run:
         self.step = state["step"]
         self.best = state["best"]
         self.evals_since_best = state["evals_since_best"]
+        self.losses = state.get("losses", {})  # last.pt of older code has none
         self.resumed = state
+        if self.best > float("-inf") and not (self.dir / "best.pt").exists():
+            print_notes(f"{self.dir} has no best.pt; last.pt replaces it until a validation")
+            self.best = float("-inf")
+            self.save("best.pt")
         log = self.dir / "log.jsonl"
-        kept = [json.dumps(row) + "\n" for row in read_log(log) if row["step"] <= self.step]
-        write_text(log, "".join(kept))
+        log.touch()  # last.pt alone may have been brought along
+        rows = [json.dumps(row) + "\n" for row in read_log(log) if row["step"] <= self.step]
+        write_text(log, "".join(rows))
 
     def begin_log(self) -> None:
         """Log and print what the results depend on."""
@@ -359,23 +359,20 @@ class Run:
         if self.cfg.on_cuda:
             device = torch.cuda.get_device_name(self.cfg.device)
         about = {
-            "code": code_version(),
+            "code": self.code,
             "torch": torch.__version__,
             "device": device,
             "parameters": sum(p.numel() for p in self.model.parameters()),
         }
-        event = "resume" if self.resumed else "start"
-        self.write(event, **about, config=self.config)
-        for f in dataclasses.fields(self.cfg):
-            value = getattr(self.cfg, f.name)
-            if value != f.default and f.name not in about:
-                about[f.name] = value
-        for name, value in about.items():
-            print(f"{name}: {value}", flush=True)
+        self.write("resume" if self.resumed else "start", **about, config=self.config)
+        defaults = vars(type(self.cfg)())
+        for name, value in (self.config | about).items():
+            if value != defaults.get(name):
+                print(f"{name}: {value}", flush=True)
 
     def write(self, event: str, **values) -> None:
         """Add a line to log.jsonl."""
-        row = {"step": self.step, "event": event} | values
+        row = dict(step=self.step, event=event, **values)  # no value may be called like another
         with open(self.dir / "log.jsonl", "a", encoding="utf-8") as f:
             f.write(json.dumps(row) + "\n")
 
@@ -384,8 +381,9 @@ class Run:
         path = self.dir / "best.pt"
         state = load_tensors(path, device=self.cfg.device)
         print(f"{path} has the weights after step {state['step']}")
-        print(f"{self.dir} also has last.pt, log.jsonl and curves.png", flush=True)
-        return load_weights(self.model, state["model"], path).eval()
+        weights = state.pop("model")
+        self.sources[0].checkpoint = state
+        return load_weights(self.model, weights, path).eval()
 
 
 def with_absolute_paths(cfg: RunConfig) -> dict[str, Any]:

@@ -113,6 +113,7 @@ class Vocab:
     def sentence(words: str) -> str:
         """A caption of `decode` as people write it: "it is gone ." -> "it is gone."."""
         text = re.sub(f"(?<={NO_SPACES}) (?={NO_SPACES})", "", words)
+        text = re.sub("(?<=[-<=>]) (?=[-<=>])", "", text)  # an arrow's marks
         text = re.sub(r" +(?=[.,:;!?%)\]}\u2026\u060c\u061b\u061f\u0964])", "", text)
         return re.sub(r"(?<=[(\[{\u00a1\u00bf]) +", "", text)
 

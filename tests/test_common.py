@@ -1,6 +1,7 @@
 """Shared layers and losses against plain float64 versions; command line; runs; files."""
 
 import dataclasses
+import json
 import math
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import bench
 import pytest
@@ -18,9 +20,11 @@ import torch
 import torch.nn as nn
 
 import common
+import idc_pretrain
+import scorer_cbr
 from common import Attention, InputError, RunConfig, decode, learning_rate
-from support.files import atomic_write, load_tensors, read_log, run_main, save_tensors
-from support.run import Run, code_version, load_model, make_parser, parse_args
+from support.files import atomic_write, kept, load_tensors, read_log, run_main, save_tensors
+from support.run import Run, code_version, load_model, make_parser, parse_args, usable_device
 
 # ---- layers and losses ---------------------------------------------------------------------------
 
@@ -132,11 +136,13 @@ def test_flags_over_preset_over_defaults():
     assert (unknown.lr, unknown.width, unknown.data_dir) == (Config.lr, 4, "data/else")
 
 
-def test_a_variant_sets_the_released_details(tmp_path):
+def test_a_variant_sets_the_released_details(tmp_path, capsys):
     released, _ = parse("--variant", "released")
     assert (released.width, released.lr) == (1, 0.5)
+    assert "no code was released for mini" in capsys.readouterr().out
     other, _ = parse("--dataset", "other", "--variant", "released")
     assert (other.width, other.lr) == (1, 3.0)
+    assert "no code" not in capsys.readouterr().out
     paper = make_run_folder(tmp_path / "paper", width=4)
     with pytest.raises(InputError, match="--width 1"):
         parse("--resume", "--out_dir", paper, "--variant", "released")
@@ -167,14 +173,18 @@ def test_values_that_cannot_work_are_refused(field, value, works, tmp_path):
 
 
 def test_what_a_parser_is_made_of(monkeypatch):
-    @dataclass
-    class Odd(RunConfig):
-        sizes: tuple[int, ...] = (1, 2)
-
     monkeypatch.setattr(sys.modules[__name__], "__doc__", None)  # as with python -OO
     assert "width in cells" in make_parser(Config, PRESETS, False).format_help()
-    with pytest.raises(TypeError, match="sizes"):
-        make_parser(Odd, PRESETS, False)
+
+
+@pytest.mark.parametrize("name", ["", "cuda"])
+def test_a_gpu_that_cannot_compute_is_refused(name, monkeypatch):
+    """Such a GPU still gives memory, as torch.empty asks for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", Mock())
+    monkeypatch.setattr(torch, "ones", Mock(side_effect=RuntimeError("no kernel\nmore lines")))
+    with pytest.raises(InputError, match=r"--device cuda .*no kernel.*; try --device cpu"):
+        usable_device(name)
 
 
 def test_a_checkpoint_brings_its_config(tmp_path):
@@ -200,10 +210,6 @@ def test_a_checkpoint_finds_its_files_from_any_folder(tmp_path, monkeypatch):
     config = saved(Path("run"), "best.pt")["config"]
     assert (config["data_dir"], config["out_dir"]) == (f"{tmp_path}/D", f"{tmp_path}/run")
     assert config["extractor"] == f"timm/vit:{tmp_path}/w.pt"
-    monkeypatch.setenv("HOME", str(tmp_path))
-    cfg, _ = parse("--data_dir", "~/D", "--extractor", "timm/vit:~/w.pt", "--out_dir", "new")
-    assert (cfg.data_dir, cfg.out_dir) == (f"{tmp_path}/D", "new")
-    assert cfg.extractor == f"timm/vit:{tmp_path}/w.pt"
 
 
 def test_a_checkpoint_is_evaluated_on_other_data(tmp_path):
@@ -218,6 +224,14 @@ def test_a_checkpoint_is_evaluated_on_other_data(tmp_path):
     assert (cfg.dataset, cfg.out_dir) == ("mini", str(folder / "best-mine"))
     cfg, _ = parse("--eval", folder / "best.pt", "--data_dir", ".", "--out_dir", "elsewhere")
     assert cfg.out_dir == f"elsewhere/best-{tmp_path.name}"
+    # Its scores are never replaced by those of another folder of this name.
+    scores = folder / "best-mine" / "scores_test.json"
+    scores.parent.mkdir()
+    scores.write_text(json.dumps({"data": str(tmp_path / "mine")}))
+    parse("--eval", folder / "best.pt", "--data_dir", "mine")
+    with pytest.raises(InputError, match="best-mine.*--out_dir"):
+        parse("--eval", folder / "best.pt", "--data_dir", tmp_path / "other" / "mine")
+    parse("--eval", folder / "best.pt", "--data_dir", "other/mine", "--out_dir", "elsewhere")
     with pytest.raises(InputError, match="--dataset"):
         parse("--resume", "--out_dir", folder, "--dataset", "other")
 
@@ -347,22 +361,30 @@ def saved(folder, name):
     return load_tensors(folder / name)
 
 
-@pytest.mark.parametrize("stop, goes_on_from", [(0, 0), (1, 0), (2, 2), (3, 2)])
-def test_a_stopped_run_continues_as_if_it_had_never_stopped(tmp_path, stop, goes_on_from):
-    """From its last validation or, before the first one, from its first step."""
+@pytest.mark.parametrize("stop", range(4))
+@pytest.mark.parametrize("minutes_pass", [False, True])
+def test_a_stopped_run_continues_as_if_it_had_never_stopped(
+    tmp_path, stop, minutes_pass, monkeypatch
+):
+    """From its last validation or, before the first one, from its first step. If five minutes pass
+    with every step, from the last step."""
     whole = tmp_path / "whole"
     parts = tmp_path / "parts"
     scores = [2.0, 1.0]
-    train(whole, scores=scores)
+    train(whole, scores=scores, log_every=3)
+    if minutes_pass:
+        monkeypatch.setattr("support.run.SAVE_EVERY", -1)
+    goes_on_from = stop if minutes_pass else stop // 2 * 2
     with pytest.raises(KeyboardInterrupt):
-        train(parts, scores=scores, stop=stop)
+        train(parts, scores=scores, log_every=3, stop=stop)
     assert saved(parts, "last.pt")["step"] == goes_on_from
+    assert kept == [f"--resume goes on from step {goes_on_from}"]
 
     with open(parts / "log.jsonl", "a") as f:
         f.write('{"step": 4, "event": ""}\n{"step": 4, "ev')  # killed while writing
     with pytest.raises(InputError, match="other words"):
         train(parts, resume=True, words="a")
-    _, seen = train(parts, resume=True, scores=scores[goes_on_from // 2 :])
+    _, seen = train(parts, resume=True, scores=scores[goes_on_from // 2 :], log_every=3)
     assert seen == list(range(goes_on_from, 4))
     a = saved(whole, "last.pt")
     b = saved(parts, "last.pt")
@@ -375,6 +397,56 @@ def test_a_stopped_run_continues_as_if_it_had_never_stopped(tmp_path, stop, goes
     assert log_of(whole, "train") == log_of(parts, "train")
     assert log_of(whole, "eval") == log_of(parts, "eval")
     assert [row["CIDEr"] for row in log_of(parts, "eval")] == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("steps", [4, 6])
+def test_a_run_goes_on_from_last_alone(steps, tmp_path, capsys):
+    """The others were not brought along. If no validation comes, the last weights are the best."""
+    train(tmp_path, scores=[9.0, 8.0])
+    (tmp_path / "best.pt").unlink()
+    (tmp_path / "log.jsonl").unlink()
+    run, seen = train(tmp_path, resume=True, steps=steps, scores=[1.0])
+    assert seen == list(range(4, steps))
+    assert "no best.pt" in capsys.readouterr().out
+    run.best_model()
+    assert saved(tmp_path, "best.pt")["step"] == steps
+    assert [row["CIDEr"] for row in log_of(tmp_path, "eval")] == [1.0] * len(seen[::2])
+
+
+@pytest.mark.parametrize("method, stop", [(scorer_cbr, 3), (idc_pretrain, 3), (idc_pretrain, 7)])
+def test_a_method_continues_between_two_validations(
+    method, stop, prepared, tiny, tmp_path, monkeypatch
+):
+    """IDC in both of its stages, of four steps each, bit for bit."""
+    flags = [*tiny, "--data_dir", prepared, "--extractor", "resnet101-layer3"]
+    flags += "--split none --log_every 3 --dropout 0.1".split()
+    if method is idc_pretrain:
+        flags += "--steps 4 --pretrain_steps 4 --mlm 1 --mvcl 1 --fda 1 --layers 1".split()
+    losses = method.compute_losses
+    steps = []
+
+    def compute_losses(*args):
+        steps.append(len(steps) + 1)
+        if steps[-1] == stop:
+            raise KeyboardInterrupt
+        return losses(*args)
+
+    def run(*more):
+        method.main([str(flag) for flag in (*flags, "--out_dir", *more)])
+
+    run(tmp_path / "whole")
+    monkeypatch.setattr("support.run.SAVE_EVERY", -1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(method, "compute_losses", compute_losses)
+        run(tmp_path / "parts")
+    assert saved(tmp_path / "parts", "last.pt")["step"] == stop - 1
+    run(tmp_path / "parts", "--resume")
+    whole = saved(tmp_path / "whole", "last.pt")
+    parts = saved(tmp_path / "parts", "last.pt")
+    torch.testing.assert_close(parts["model"], whole["model"], rtol=0, atol=0)
+    torch.testing.assert_close(parts["optimizer"], whole["optimizer"], rtol=0, atol=0)
+    assert log_of(tmp_path / "parts", "train") == log_of(tmp_path / "whole", "train")
+    assert log_of(tmp_path / "parts", "eval") == log_of(tmp_path / "whole", "eval")
 
 
 def test_the_best_validation_is_kept(tmp_path, capsys):
@@ -434,8 +506,10 @@ def test_what_is_not_finite_replaces_no_checkpoint(tmp_path):
 
 def test_no_loss_is_called_like_a_field_of_the_log(tmp_path):
     run, _ = train(tmp_path)
-    with pytest.raises(AssertionError):
-        run.log({"step": torch.tensor(1.0)})
+    for name in ("step", "event", "lr"):
+        with pytest.raises(TypeError, match=name):
+            run.log({name: torch.tensor(1.0)})
+        run.losses = {}
 
 
 def test_a_commit_does_not_stand_for_files_that_it_lacks(tmp_path, monkeypatch):
@@ -474,8 +548,9 @@ def test_a_file_is_whole_when_the_disk_is_full(tmp_path, small_disk, capsys):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_program_removes_partial_files(number, tmp_path, monkeypatch):
+def test_an_interrupted_program_removes_partial_files(number, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    kept[:] = ["--resume goes on from step 7"]
 
     def main():
         with atomic_write(Path("features.h5")) as partial:
@@ -492,6 +567,7 @@ def test_an_interrupted_program_removes_partial_files(number, tmp_path, monkeypa
         signal.signal(signal.SIGTERM, handler)
     assert e.value.code == 130
     assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().err == "interrupted; --resume goes on from step 7\n"
 
 
 def test_a_file_stays_whole_when_writing_fails(tmp_path):

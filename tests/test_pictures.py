@@ -1,7 +1,11 @@
 """Pictures of results: the sheet of samples, and the picture that --caption draws."""
 
+import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,7 +19,9 @@ from PIL import Image
 
 import scorer_cbr
 import scores
-from support.pictures import draw_pair, sample_sheet
+from common import InputError
+from support.captioner import caption_files
+from support.pictures import draw_curves, draw_pair, print_once, sample_sheet
 from support.releases import Pair
 
 README = Path(scores.__file__).with_name("README.md")
@@ -43,6 +49,99 @@ def test_the_pictures_of_a_run(drawings, prepared, tiny, tmp_path):
     scorer_cbr.main([*tiny, *flags])
     assert colours(run / "samples_test.png") > 1000
     assert colours(run / "curves.png") > 100
+
+
+def test_a_photograph_is_drawn_small():
+    photograph = Image.new("RGB", (4000, 3000))
+    figure = matplotlib.figure.Figure()
+    draw_pair(figure, (photograph, photograph), {"decoder": torch.full((2, 3), 1 / 6)}, "", "")
+    for axes in figure.axes:
+        height, width, _ = axes.images[0].get_array().shape
+        assert (width, height) == (1000, 750)
+        assert axes.images[-1].get_extent() == [0, 4000, 3000, 0]
+
+
+@pytest.fixture
+def log(tmp_path):
+    """The log of a step and of a validation."""
+    rows = [{"step": 1, "event": "train", "total": 2.0}, {"step": 1, "event": "eval", "CIDEr": 3.0}]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    print_once.cache_clear()
+    return tmp_path / "log.jsonl"
+
+
+@pytest.fixture
+def locked(monkeypatch):
+    """On Windows, no file can be replaced that another program has opened."""
+    error = PermissionError(13, "Access is denied")
+    monkeypatch.setattr(os, "replace", Mock(side_effect=error))
+
+
+def test_a_picture_that_cannot_be_written_ends_no_run(log, locked, capsys):
+    curves = log.with_name("curves.png")
+    sheet = log.with_name("samples.png")
+    for _ in range(3):  # as at three validations
+        draw_curves(log, curves, "CIDEr")
+    pair = Pair("1", "a", "b", ["c"])
+    dataset = Mock(kinds={}, pairs=lambda split: [pair], pictures=lambda pair: [None, None])
+    sample_sheet(dataset, "test", {"1": "c"}, {"1": {}}, {}, sheet)
+    first, second = capsys.readouterr().out.splitlines()
+    assert f"{curves} (PermissionError: Access is denied)" in first
+    assert f"{sheet} (" in second
+
+
+def test_a_picture_that_was_asked_for_is_missed(locked, tmp_path, capsys):
+    for name in "ab":
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{name}.png")
+    files = [tmp_path / "a.png", tmp_path / "b.png"]
+    with pytest.raises(InputError, match="out.png .*Access is denied"):
+        caption_files(lambda *files: ("it is gone", {}), files, str(tmp_path / "out.png"))
+    assert capsys.readouterr().out == "it is gone\n"
+
+
+def test_curves_need_no_latex(log, capsys):
+    with matplotlib.rc_context({"text.usetex": True}):
+        draw_curves(log, log.with_name("curves.png"), "CIDEr")
+    assert capsys.readouterr().out == ""
+    assert colours(log.with_name("curves.png")) > 100
+
+
+def test_the_backend_of_a_notebook_does_not_matter():
+    code = "from support.files import run_main; run_main(lambda: __import__('matplotlib'))"
+    environment = os.environ | {"MPLBACKEND": "of_a_notebook"}
+    subprocess.run([sys.executable, "-c", code], cwd=README.parent, env=environment, check=True)
+
+
+def test_a_table_has_the_captions_that_were_made_before_an_interruption(tmp_path, capsys):
+    """Then the same command works again, but somebody else's table is never replaced."""
+    rows = ["before,after,captions"]
+    for name in "abcd":
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{name}.png")
+        rows.append(f"{name}.png,a.png,is {name} gone|{name} left")
+    table = tmp_path / "pairs.csv"
+    table.write_text("\n".join(rows))
+    out = tmp_path / "out.csv"
+
+    def captions(pairs, last):
+        yield "", {}
+        yield "gone", {}
+        if not last:
+            assert len(out.read_text().splitlines()) == 3  # it is there, though the file is open
+            raise KeyboardInterrupt
+        yield from [("gone", {})] * 2
+
+    captioner = Mock(pairs=lambda pairs: captions(pairs, last=False))
+    with pytest.raises(KeyboardInterrupt):
+        caption_files(captioner, [str(table)], str(out))
+    lines = out.read_text().splitlines()
+    assert lines == ["before,after,captions,caption", f"{rows[1]},", f"{rows[2]},gone"]
+    captioner = Mock(pairs=lambda pairs: captions(pairs, last=True))
+    caption_files(captioner, [str(table)], str(out))
+    assert len(out.read_text().splitlines()) == 5
+    new = shutil.copy(table, tmp_path / "new.csv")
+    with pytest.raises(InputError, match="new.csv has no column caption"):
+        caption_files(captioner, [str(table)], str(new))
+    assert new.read_text() == table.read_text()
 
 
 @pytest.mark.parametrize("count, each", [(2, 3), (12, 2), (30, 1)])

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -27,6 +28,7 @@ from support.releases import (
     release_from_pairs,
     vocab_of,
 )
+from support.run import code_version
 from support.text import SPECIAL, Vocab, frequent_words, tokenize_pairs
 
 REFERENCES = {
@@ -201,6 +203,7 @@ def test_references_are_written_as_they_are_scored(dataset, tmp_path):
     dataset.results("test", captions, {}, tmp_path)
     written = read(tmp_path / "references_test.json")["annotations"]
     assert {row["caption"] for row in written} == {"门 开"}
+    assert "门 开" in (tmp_path / "captions_test.json").read_text(encoding="utf-8")
 
 
 def test_the_files_of_a_split(dataset, tmp_path, capsys):
@@ -211,8 +214,11 @@ def test_the_files_of_a_split(dataset, tmp_path, capsys):
     paper = {dataset.name: {"only distractor": {"CIDEr": 117.9}}}
     total = dataset.results("test", captions, {}, tmp_path, published=paper)
     output = capsys.readouterr().out
-    (line,) = [line for line in output.splitlines() if line.startswith("paper: only distractor")]
-    assert line.split()[3:] == [*"-----", "117.90", *"---"]
+    # Without Java, without boxes. The groups are of ten, of five and of a single pair.
+    table = output.partition("captions\n")[2].splitlines()[:4]
+    assert table[0].split() == ["pairs", "BLEU-1", "BLEU-4", "ROUGE-L", "CIDEr"]
+    assert [line.split()[0] for line in table[1:]] == ["total", "one", "paper:"]
+    assert table[3].split()[3:] == [*"----", "117.90"]
     result = read(tmp_path / "scores_test.json")
     assert result["scores"]["total"] == total
     assert result["scores"]["paper: only distractor"]["CIDEr"] == 117.9
@@ -260,6 +266,12 @@ def test_a_model_of_own_pairs_without_a_mistake_scores_100():
     total = scores.protocol_scores(dataset, {"1": said}, {"1": [reference]})["total"]
     for metric in ("BLEU-1", "BLEU-4", "ROUGE-L"):
         assert total[metric] == 100
+
+
+@pytest.mark.parametrize("caption", ["red -> blue", "a <-> b, 2 --> 3", "x <= 5 => it is gone."])
+def test_arrows_come_back_as_they_were_written(caption):
+    words = " ".join(tokenize_pairs(caption))
+    assert words != caption and Vocab.sentence(words) == caption
 
 
 # ---- the pointing game ---------------------------------------------------------------------------
@@ -313,7 +325,7 @@ def test_pointing_scores_count_boxes_not_pairs(tmp_path):
 # ---- the files of a run --------------------------------------------------------------------------
 
 
-def test_a_run_leaves_what_it_should(prepared, tiny, tmp_path):
+def test_a_run_leaves_what_it_should(prepared, tiny, tmp_path, monkeypatch, capsys):
     def run(*argv):
         scorer_cbr.main([str(a) for a in argv])
 
@@ -322,10 +334,14 @@ def test_a_run_leaves_what_it_should(prepared, tiny, tmp_path):
     events = [row["event"] for row in read_log(out / "log.jsonl")]
     assert events.count("train") == 4
     assert events.count("eval") == 2
-    assert (out / "scores_test.json").exists()
+    result = read(out / "scores_test.json")
+    assert result["config"]["out_dir"] == str(out) and result["config"]["dim"] == 16
+    assert result["step"] in (4, 8) and result["code"] == code_version()
     # Another checkpoint's files have a folder of their own.
     run("--eval", out / "last.pt", "--split", "val", "--device", "cpu")
-    assert (out / f"last-{prepared.name}" / "scores_val.json").exists()
+    result = read(out / f"last-{prepared.name}" / "scores_val.json")
+    assert result["config"]["out_dir"] == str(out)
+    assert result["step"] == 8 and result["code"] == code_version()
     # So have those on other data, whose captions may have words that the model cannot say.
     other = tmp_path / "other"
     shutil.copytree(prepared, other)
@@ -333,3 +349,14 @@ def test_a_run_leaves_what_it_should(prepared, tiny, tmp_path):
     captions.write_text(captions.read_text().replace("cube", "zebra"))
     run("--eval", out / "best.pt", "--data_dir", other, "--device", "cpu")
     assert (out / "best-other" / "scores_test.json").exists()
+    # docs/extending.md collects a study from such files.
+    page = Path(scores.__file__).with_name("docs") / "extending.md"
+    (code,) = re.findall(r"```python\n(import json, statistics.*?)```", page.read_text(), re.S)
+    for seed in "12":
+        shutil.copytree(out, tmp_path / "study" / seed)
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    exec(code, {})
+    value, commits = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"w_match 0\.\d: \d+\.\d, range 0\.0, 2 seeds", value)
+    assert commits == f"commits: {code_version()}"

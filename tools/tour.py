@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path, help="folder of runs")
     parser.add_argument("out", type=Path, help="folder for the pictures")
     args = parser.parse_args()
-    first = load_tensors(finished(args.runs, "IDC")[0] / "best.pt", mmap=True)
+    first = load_tensors(finished(args.runs, "IDC")[0] / "best.pt")
     dataset = data.load("mini", first["config"]["data_dir"])
     changed = [scene.pairs[0] for scene in dataset.scenes["test"]]
     test = dataset.batch(changed).to("cpu")
