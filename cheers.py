@@ -152,7 +152,7 @@ def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Te
     x = F.normalize(upcast(target), dim=-1)
     y = F.normalize(upcast(source), dim=-1)
     cosines = x @ y.transpose(1, 2)  # (B, N, T)
-    # [ours] The softmax is over the target. Over the source, one entity would have m = 1 everywhere.
+    # [ours] The softmax is over the target. Over the source, one entity would have m = 1 at each n.
     p = (cosines * scale).softmax(1)  # Eq. 2
     return p.amax(2)  # Eq. 3, (B, N)
 
