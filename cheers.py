@@ -144,15 +144,15 @@ def max_probability(source: Tensor, target: Tensor, scale: Tensor | float) -> Te
     the target's cells, P(., t) = softmax of scale * cos(., t), and m(n) is the largest share that
     cell n gets. source (B, T, D), target (B, N, D) -> m (B, N).
 
-    The maximum, because a cell is shared if any one place of the source is like it. (The mean over
-    the source would ask for a cell that is like all places.)
+    It is a maximum, because a cell is shared if any one place of the source is like it. (A mean
+    over the source would ask for a cell that is like all places.)
 
     By hand: the target's cells are (1, 0) and (0, 1), and scale is ln 3. For one entity (1, 0),
     the exponentials are 3 and 1, so m = 3/4, 1/4. With (0, 1) as a second one, m = 3/4, 3/4."""
     x = F.normalize(upcast(target), dim=-1)
     y = F.normalize(upcast(source), dim=-1)
     cosines = x @ y.transpose(1, 2)  # (B, N, T)
-    # [ours] Over the target; over the source, a single entity would have m = 1 everywhere.
+    # [ours] The softmax is over the target. Over the source, one entity would have m = 1 at each n.
     p = (cosines * scale).softmax(1)  # Eq. 2
     return p.amax(2)  # Eq. 3, (B, N)
 
@@ -200,7 +200,7 @@ def other_image(x: Tensor) -> Tensor:
 class Disentangled(NamedTuple):
     """What an HRD layer returns."""
 
-    x: Tensor | None  # (2B, N, D), LN(F + shared), which the next layer reads, if there is one
+    x: Tensor | None  # (2B, N, D), LN(x + shared), which the next layer reads, if there is one
     shared: Tensor  # (2B, N, D), Eq. 8
     difference: Tensor  # (2B, N, D), Eq. 10; before the last layer, F - shared
     losses: dict[str, Tensor]  # "common" (L_C) and "different" (L_D), unless w_consistency is 0

@@ -419,9 +419,9 @@ def alignment_loss(vectors: Tensor, f_l: Tensor, valid: Tensor, same: Tensor, ta
     each other. Phrases that differ but mean the same ("is gone", "is missing") remain negatives.
     So do all phrases that say that nothing changed.
 
-    Example, tau = 1. The vectors (1, 1), (1, -1) of pair a have the mean (1, 0), the vectors
-    (1, 1), (-1, 1) of pair b the mean (0, 1). Phrases (2, 0) of a and (0, 3) of b have cosine 1
-    with their own mean and 0 with the other. Each of the four terms is -log(e / (e + 1)) = 0.313,
+    Example, tau = 1. The vectors (1, 1), (1, -1) of pair a have the mean (1, 0), and the vectors
+    (1, 1), (-1, 1) of pair b have the mean (0, 1). Phrases (2, 0) of a and (0, 3) of b have cosine
+    1 with their own mean and 0 with the other. Each of the four terms is -log(e / (e + 1)) = 0.313,
     and so is the loss. If b's phrase is (2, 0), too, Eq. 11 has 0.313 for a and 1.313 for b, Eq. 12
     has log 2 = 0.693 for both, and the loss is 0.753, or 0 if equal phrases are no negatives."""
     # Cosines divided by a small temperature need float32.
@@ -708,9 +708,9 @@ def phrases_of(dataset, cfg: Config) -> Phrases | None:
 PRESETS = {
     # SCORER's release: 10,000 steps of 128, rate / 10 every 15 epochs of its 265 batches. K_a is 5.
     "clevr_change": dict(steps=10000, batch_size=128, lr=2e-4, lr_drop=3975),
-    # SCORER's paper does not use it. Steps and batch as for Spot-the-Diff; the rate does not drop.
+    # SCORER's paper does not use it. Steps and batch are Spot-the-Diff's; the rate does not drop.
     "levir_cc": dict(action_vectors=10, steps=10000, batch_size=32, lr=2e-4),
-    # SCORER's batch for it; steps, rate and 15 epochs (of 268 batches) as for CLEVR-Change.
+    # The batch is SCORER's; steps, rate and 15 epochs (of 268 batches) are as for CLEVR-Change.
     "spot_the_diff": dict(action_vectors=10, steps=10000, batch_size=32, lr=2e-4, lr_drop=4020),
     # [ours] Own pairs are usually few: half the width, and Spot-the-Diff's K_a. The schedule is
     # explained in SCORER's presets.
